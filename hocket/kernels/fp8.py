@@ -47,13 +47,32 @@ def _scale_of(bits):
     return tl.where(bits < 0x7F800000, scale, float("nan")), inverse
 
 
+@triton.jit
+def _folded(value, fold, owner, row, column, here, rows, width: tl.constexpr, folds: tl.constexpr):
+    """A tile with columns times `fold`: the same of all rows (1), or that of each row's owner (2)."""
+    if folds == 1:
+        value *= tl.load(fold + column, mask=here, other=0)
+    if folds == 2:
+        of = tl.load(owner + row, mask=row < rows, other=0).to(tl.int64)
+        value *= tl.load(fold + of * width + column, mask=here & (row < rows), other=0)
+    return value
+
+
+@triton.jit
+def _rows_here(rows, count, counted: tl.constexpr, tile_rows: tl.constexpr):
+    """The rows of a program, and how many there are."""
+    if counted:
+        rows = tl.minimum(tl.load(count), rows)
+    return (tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)).to(tl.int64), rows
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _cast_rows(
-    a, b, c, fold, out, scales, rows, wide_a: tl.constexpr, wide_b: tl.constexpr, wide_c: tl.constexpr,
-    folds: tl.constexpr, tile_rows: tl.constexpr, block: tl.constexpr,
+    a, b, c, fold, owner, count, out, scales, rows, wide_a: tl.constexpr, wide_b: tl.constexpr, wide_c: tl.constexpr,
+    folds: tl.constexpr, counted: tl.constexpr, tile_rows: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    row = (tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)).to(tl.int64)[:, None]
-    column = tl.arange(0, block)[None, :]
+    one, rows = _rows_here(rows, count, counted, tile_rows)
+    row, column = one[:, None], tl.arange(0, block)[None, :]
     width: tl.constexpr = wide_a + wide_b + wide_c
     inside = (row < rows) & (column < width)
     value = tl.load(a + row * wide_a + column, mask=inside & (column < wide_a), other=0).to(tl.float32)
@@ -65,12 +84,10 @@ def _cast_rows(
         here = inside & (column >= wide_a + wide_b)
         more = tl.load(c + row * wide_c + (column - wide_a - wide_b), mask=here, other=0).to(tl.float32)
         value = tl.where(here, more, value)
-    if folds:
-        value *= tl.load(fold + column, mask=column < width, other=0)
+    value = _folded(value, fold, owner, row, column, column < width, rows, width, folds)
     scale, inverse = _scale_of(_largest(value))
     tl.store(out + row * width + column, (value * inverse[:, None]).to(tl.float8e4nv), mask=inside)
-    at = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
-    tl.store(scales + at, scale, mask=at < rows)
+    tl.store(scales + one, scale, mask=one < rows)
 
 
 @triton.jit
@@ -78,6 +95,8 @@ def _transposed(x, factors, limit, out, fours, width: tl.constexpr, weighs: tl.c
     """Four rows' bytes become one word, so that words are transposed: what turns a tile moves four times as much."""
     four = (tl.program_id(0) * (tile // 4) + tl.arange(0, tile // 4)).to(tl.int64)
     column = (tl.program_id(1) * tile + tl.arange(0, tile)).to(tl.int64)
+    x += tl.program_id(2).to(tl.int64) * (4 * fours * width)
+    out += tl.program_id(2).to(tl.int64) * (fours * width)
     words = tl.zeros((tile // 4, tile), tl.uint32)
     for i in tl.static_range(4):
         row = 4 * four + i
@@ -96,38 +115,46 @@ def _transposed(x, factors, limit, out, fours, width: tl.constexpr, weighs: tl.c
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _swiglu_rows(gate_up, out, scales, rows, width: tl.constexpr, tile_rows: tl.constexpr, block: tl.constexpr):
-    row = (tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)).to(tl.int64)[:, None]
-    column = tl.arange(0, block)[None, :]
+def _swiglu_rows(
+    gate_up, fold, owner, count, wide, out, scales, rows, width: tl.constexpr, folds: tl.constexpr,
+    counted: tl.constexpr, widens: tl.constexpr, tile_rows: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    one, rows = _rows_here(rows, count, counted, tile_rows)
+    row, column = one[:, None], tl.arange(0, block)[None, :]
     inside = (row < rows) & (column < width)
     at = gate_up + row * (2 * width) + column
     gate = tl.load(at, mask=inside, other=0).to(tl.float32)
     value = gate * tl.sigmoid(gate) * tl.load(at + width, mask=inside, other=0).to(tl.float32)
+    if widens:
+        tl.store(wide + row * width + column, value, mask=inside)
+    value = _folded(value, fold, owner, row, column, column < width, rows, width, folds)
     scale, inverse = _scale_of(_largest(value))
     tl.store(out + row * width + column, (value * inverse[:, None]).to(tl.float8e4nv), mask=inside)
-    one = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
     tl.store(scales + one, scale, mask=one < rows)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _swiglu_rows_backward(
-    g_out, gate_up, fold, out, scales, rows, width: tl.constexpr, tile_rows: tl.constexpr, block: tl.constexpr
-):
-    row = (tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)).to(tl.int64)[:, None]
-    column = tl.arange(0, block)[None, :]
+    g_out, gate_up, fold, count, wide, out, scales, rows, width: tl.constexpr, folds: tl.constexpr,
+    counted: tl.constexpr, widens: tl.constexpr, tile_rows: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    one, rows = _rows_here(rows, count, counted, tile_rows)
+    row, column = one[:, None], tl.arange(0, block)[None, :]
     inside = (row < rows) & (column < width)
     at = row * (2 * width) + column
     gate = tl.load(gate_up + at, mask=inside, other=0).to(tl.float32)
     g_o = tl.load(g_out + row * width + column, mask=inside, other=0).to(tl.float32)
     chance = tl.sigmoid(gate)
     up = tl.load(gate_up + at + width, mask=inside, other=0).to(tl.float32)
-    here = column < width
-    g_gate = g_o * up * chance * (1 + gate * (1 - chance)) * tl.load(fold + column, mask=here, other=0)
-    g_up = g_o * gate * chance * tl.load(fold + width + column, mask=here, other=0)
+    g_gate, g_up = g_o * up * chance * (1 + gate * (1 - chance)), g_o * gate * chance
+    if widens:
+        tl.store(wide + at, g_gate, mask=inside)
+        tl.store(wide + at + width, g_up, mask=inside)
+    g_gate = _folded(g_gate, fold, fold, row, column, column < width, rows, width, folds)
+    g_up = _folded(g_up, fold + width, fold, row, column, column < width, rows, width, folds)
     scale, inverse = _scale_of(tl.maximum(_largest(g_gate), _largest(g_up)))
     tl.store(out + at, (g_gate * inverse[:, None]).to(tl.float8e4nv), mask=inside)
     tl.store(out + at + width, (g_up * inverse[:, None]).to(tl.float8e4nv), mask=inside)
-    one = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
     tl.store(scales + one, scale, mask=one < rows)
 
 
@@ -144,61 +171,92 @@ def _new(rows: int, width: int, like: Tensor) -> tuple[Tensor, Tensor]:
     return out, torch.empty(rows, dtype=torch.float32, device=like.device)
 
 
-def cast_rows(
-    parts: Sequence[Tensor], fold: Tensor | None = None, into: tuple[Tensor, Tensor] | None = None
-) -> tuple[Tensor, Tensor]:
-    """e4m3 [R, W] and scales [R], fp32, of matrices side by side, with columns times `fold` [W] if it is given.
+def _folds(fold: Tensor | None, owner_R: Tensor | None) -> int:
+    return 0 if fold is None else 1 if owner_R is None else 2
 
-    `into`: where to write both, contiguous.
+
+def cast_rows(
+    parts: Sequence[Tensor],
+    fold: Tensor | None = None,
+    owner_R: Tensor | None = None,
+    count: Tensor | None = None,
+    into: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """e4m3 [R, W] and scales [R], fp32, of matrices side by side.
+
+    Columns are multiplied by `fold` [W], or each row's by `fold[owner]`, [E, W] and int32 [R]. With `count`, int32 [1],
+    only so many rows mean something. `into`: where to write both, contiguous.
     """
     assert 1 <= len(parts) <= PARTS
     given = [part.contiguous() for part in parts]
     rows, widths = given[0].shape[0], [part.shape[1] for part in given] + [0] * (PARTS - len(parts))
     out, scales = _new(rows, sum(widths), given[0]) if into is None else into
     if out.numel():
+        none = given[0]
         tile_rows, block, warps = _sizes(sum(widths))
-        tensors = (*given, *given[:1] * (PARTS - len(parts)), given[0] if fold is None else fold, out, scales)
-        sizes = (rows, *widths, fold is not None, tile_rows, block)
+        others = [none if tensor is None else tensor for tensor in (fold, owner_R, count)]
+        tensors = (*given, *[none] * (PARTS - len(parts)), *others, out, scales)
+        sizes = (rows, *widths, _folds(fold, owner_R), count is not None, tile_rows, block)
         _cast_rows[triton.cdiv(rows, tile_rows),](*tensors, *sizes, num_warps=warps, enable_fp_fusion=False)
     return out, scales
 
 
 def transposed(
-    x_RW: Tensor, factors_R: Tensor | None = None, limit: Tensor | None = None, tile: int = TILE, warps: int = 4
+    x: Tensor, factors_R: Tensor | None = None, limit: Tensor | None = None, tile: int = TILE, warps: int = 4
 ) -> Tensor:
-    """[W, R], R a multiple of 4. With `factors`, powers of two, each row is first multiplied by its own over `limit`,
-    a scalar, the largest of them."""
-    rows, width = x_RW.shape
+    """[..., W, R] of [..., R, W], R a multiple of 4.
+
+    With `factors`, powers of two, each row is first multiplied by its own over `limit`, a scalar, the largest of them;
+    then there is one matrix.
+    """
+    rows, width = x.shape[-2:]
     assert rows % 4 == 0, f"{rows} rows make no words of four"
-    out = torch.empty(width, rows, dtype=x_RW.dtype, device=x_RW.device)
+    assert factors_R is None or x.dim() == 2
+    out = torch.empty(*x.shape[:-2], width, rows, dtype=x.dtype, device=x.device)
     if out.numel():
-        given = x_RW.contiguous().view(torch.uint8)
+        given = x.contiguous().view(torch.uint8)
         scales = (given, given) if factors_R is None else (factors_R, limit)
-        grid = (triton.cdiv(rows, tile), triton.cdiv(width, tile))
+        grid = (triton.cdiv(rows, tile), triton.cdiv(width, tile), out.numel() // (rows * width))
         sizes = (rows // 4, width, factors_R is not None, tile)
         _transposed[grid](given, *scales, out.view(torch.int32), *sizes, num_warps=warps, enable_fp_fusion=False)
     return out
 
 
-def swiglu_rows(gate_up_RF: Tensor) -> tuple[Tensor, Tensor]:
-    """`silu(gate) * up` of the halves [R, F] of a matrix, cast."""
+def swiglu_rows(
+    gate_up_RF: Tensor,
+    fold: Tensor | None = None,
+    owner_R: Tensor | None = None,
+    count: Tensor | None = None,
+    wide: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`silu(gate) * up` of the halves [R, F] of a matrix, as `cast_rows`; also written to `wide`, without `fold`."""
     gate_up_RF = gate_up_RF.contiguous()
     rows, width = gate_up_RF.shape[0], gate_up_RF.shape[1] // 2
     out, scales = _new(rows, width, gate_up_RF)
     if out.numel():
         tile_rows, block, warps = _sizes(width)
-        given = (gate_up_RF, out, scales, rows, width, tile_rows, block)
+        others = [gate_up_RF if tensor is None else tensor for tensor in (fold, owner_R, count, wide)]
+        flags = (_folds(fold, owner_R), count is not None, wide is not None)
+        given = (gate_up_RF, *others, out, scales, rows, width, *flags, tile_rows, block)
         _swiglu_rows[triton.cdiv(rows, tile_rows),](*given, num_warps=warps, enable_fp_fusion=False)
     return out, scales
 
 
-def swiglu_rows_backward(g_RF: Tensor, gate_up_RF: Tensor, fold: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of `gate_up` [R, 2F] from that of SwiGLU, with columns times `fold` [2F], cast."""
+def swiglu_rows_backward(
+    g_RF: Tensor,
+    gate_up_RF: Tensor,
+    fold: Tensor | None = None,
+    count: Tensor | None = None,
+    wide: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The gradient of `gate_up` [R, 2F] from that of SwiGLU, as `cast_rows`; also written to `wide`, without `fold`."""
     g_RF, gate_up_RF = g_RF.contiguous(), gate_up_RF.contiguous()
     rows, width = g_RF.shape
     out, scales = _new(rows, 2 * width, g_RF)
     if out.numel():
         tile_rows, block, warps = _sizes(width)
-        given = (g_RF, gate_up_RF, fold, out, scales, rows, width, tile_rows, block)
+        others = [g_RF if tensor is None else tensor for tensor in (fold, count, wide)]
+        flags = (_folds(fold, None), count is not None, wide is not None)
+        given = (g_RF, gate_up_RF, *others, out, scales, rows, width, *flags, tile_rows, block)
         _swiglu_rows_backward[triton.cdiv(rows, tile_rows),](*given, num_warps=warps, enable_fp_fusion=False)
     return out, scales

@@ -21,10 +21,13 @@ from hocket.kernels.usable import usable
 from hocket.parallel.tensor import Arriving, Tensors, Way, column_linear, row_linear
 from hocket.parallel.vocabulary import split_cross_entropy, split_embedding
 from hocket.runtime.fp8 import Products, fp8_linears, fp8_mlp
-from hocket.runtime.functional import embedding, linear, linears
+from hocket.runtime.fp8_experts import fp8_experts
+from hocket.runtime.functional import embedding, grouped_linear, linear, linears
 
 Role = Literal["qkv", "proj", "fc1", "fc2", "shared_fc1", "shared_fc2", "head"]
 """What a weight does in a layer: into attention and out of it, into an MLP and out of it, logits."""
+Gate = Callable[[Tensor], Tensor]
+"""What a gated MLP does between its two layers."""
 
 
 class Linears:
@@ -46,11 +49,17 @@ class Linears:
         return linear(x_BSF, param)
 
     def mlp(
-        self, roles: tuple[Role, Role], x_BSD: Tensor, into: Tensor, out: Tensor, gate: Callable[[Tensor], Tensor]
+        self, roles: tuple[Role, Role], x_BSD: Tensor, into: Tensor, out: Tensor, gate: Gate
     ) -> Tensor:
         """`out` of what `gate` makes of `into`: this rank's tokens."""
         (gate_up,) = self.columns(roles[0], x_BSD, (into,))
         return self.row(roles[1], gate(gate_up), out)
+
+    def experts(
+        self, rows_RD: Tensor, into: Tensor, out: Tensor, offsets_E: Tensor, count: Tensor | None, gate: Gate
+    ) -> Tensor:
+        """`out` of what `gate` makes of `into`, of each expert's rows: grouped rows, of which the first `count` count."""
+        return grouped_linear(gate(grouped_linear(rows_RD, into, offsets_E)), out, offsets_E)
 
     def embedding(self, ids_BS: Tensor, param_VD: Tensor) -> Tensor:
         """Rows of this rank's tokens, from the ids of all."""
@@ -107,11 +116,18 @@ class Fp8Linears(Linears):
         return fp8_linears(x_BSF, (param,), self.products)[0]
 
     def mlp(
-        self, roles: tuple[Role, Role], x_BSD: Tensor, into: Tensor, out: Tensor, gate: Callable[[Tensor], Tensor]
+        self, roles: tuple[Role, Role], x_BSD: Tensor, into: Tensor, out: Tensor, gate: Gate
     ) -> Tensor:
         if self.products.all:
             return fp8_mlp(x_BSD, into, out)
         return super().mlp(roles, x_BSD, into, out, gate)
+
+    def experts(
+        self, rows_RD: Tensor, into: Tensor, out: Tensor, offsets_E: Tensor, count: Tensor | None, gate: Gate
+    ) -> Tensor:
+        if self.products.forward or self.products.dgrad:
+            return fp8_experts(rows_RD, into, out, offsets_E, count, self.products)
+        return super().experts(rows_RD, into, out, offsets_E, count, gate)
 
 
 def linears_of(config: Config) -> Linears:

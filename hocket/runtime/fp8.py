@@ -71,16 +71,16 @@ ALL = Products()
 
 @dataclass(slots=True, eq=False)
 class Rows:
-    """A matrix in fp8: `values * scale[:, None]`, and its transposed copy where one has been made."""
+    """A matrix in fp8, or a stack of them: `values * scale[..., None]`, and a transposed copy where one was made."""
 
     values: Tensor
-    """e4m3 [R, W]."""
+    """e4m3 [..., R, W]."""
     scale: Tensor
-    """fp32 [R], powers of two; nan where a row is not finite."""
+    """fp32 [..., R], powers of two; nan where a row is not finite."""
     turned: Tensor | None = None
 
     def transposed(self) -> Tensor:
-        """The values as [W, R], made once."""
+        """The values as [..., W, R], made once."""
         if self.turned is None:
             self.turned = transposed(self.values)
         return self.turned
@@ -90,57 +90,84 @@ class Rows:
 
 
 def cast_rows(
-    parts: Sequence[Tensor], fold: Tensor | None = None, into: tuple[Tensor, Tensor] | None = None
+    parts: Sequence[Tensor],
+    fold: Tensor | None = None,
+    owner_R: Tensor | None = None,
+    count: Tensor | None = None,
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> Rows:
-    """Matrices [R, ...] side by side, with columns times `fold` if it is given, in fp8; `into`: where to write it."""
+    """Matrices [R, ...] side by side in fp8.
+
+    Columns are multiplied by `fold`, or each row's by `fold[owner]`. With `count`, int32 [1], only so many rows mean
+    something. `into`: where to write values and scales.
+    """
     if usable(*parts):
         from hocket.kernels import fp8
 
-        return Rows(*fp8.cast_rows(parts, fold, into))
-    value = torch.cat([part.float() for part in parts], 1)
-    made = _rows(value if fold is None else value * fold)
+        return Rows(*fp8.cast_rows(parts, fold, owner_R, count, into))
+    made = _rows(torch.cat([part.float() for part in parts], 1), fold, owner_R)
     if into is not None:
         into[0].copy_(made.values)
         into[1].copy_(made.scale)
     return made
 
 
-def transposed(values_RW: Tensor, factors_R: Tensor | None = None, limit: Tensor | None = None) -> Tensor:
-    """[W, R]; with `factors`, powers of two, each row times its own over `limit`, the largest of them."""
-    if _on_gpu(values_RW):
+def transposed(values: Tensor, factors_R: Tensor | None = None, limit: Tensor | None = None) -> Tensor:
+    """[..., W, R] of [..., R, W]; with `factors`, powers of two, each row times its own over `limit`, the largest."""
+    if _on_gpu(values):
         from hocket.kernels import fp8
 
-        return fp8.transposed(values_RW, factors_R, limit)
+        return fp8.transposed(values, factors_R, limit)
     if factors_R is not None:
-        values_RW = (values_RW.float() * (factors_R / limit)[:, None]).to(E4M3)
-    return values_RW.view(torch.uint8).t().contiguous().view(E4M3)
+        values = (values.float() * (factors_R / limit)[:, None]).to(E4M3)
+    return values.view(torch.uint8).transpose(-1, -2).contiguous().view(E4M3)
 
 
-def swiglu_rows(gate_up_TF: Tensor) -> Rows:
-    """`silu(gate) * up` of the two halves, in fp8."""
-    if usable(gate_up_TF):
+def swiglu_rows(
+    gate_up_RF: Tensor,
+    fold: Tensor | None = None,
+    owner_R: Tensor | None = None,
+    count: Tensor | None = None,
+    wide: Tensor | None = None,
+) -> Rows:
+    """`silu(gate) * up` of the two halves in fp8, as `cast_rows`; also written to `wide`, without `fold`."""
+    if usable(gate_up_RF):
         from hocket.kernels import fp8
 
-        return Rows(*fp8.swiglu_rows(gate_up_TF))
-    gate, up = gate_up_TF.float().chunk(2, 1)
-    return _rows(gate * torch.sigmoid(gate) * up)
+        return Rows(*fp8.swiglu_rows(gate_up_RF, fold, owner_R, count, wide))
+    gate, up = gate_up_RF.float().chunk(2, 1)
+    value = gate * torch.sigmoid(gate) * up
+    if wide is not None:
+        wide.copy_(value)
+    return _rows(value, fold, owner_R)
 
 
-def swiglu_rows_backward(g_TF: Tensor, gate_up_TF: Tensor, fold: Tensor) -> Rows:
-    """The gradient of gate and up, with columns times `fold`, in fp8."""
-    if usable(g_TF, gate_up_TF):
+def swiglu_rows_backward(
+    g_RF: Tensor,
+    gate_up_RF: Tensor,
+    fold: Tensor | None = None,
+    count: Tensor | None = None,
+    wide: Tensor | None = None,
+) -> Rows:
+    """The gradient of gate and up in fp8, as `cast_rows`; also written to `wide`, without `fold`."""
+    if usable(g_RF, gate_up_RF):
         from hocket.kernels import fp8
 
-        return Rows(*fp8.swiglu_rows_backward(g_TF, gate_up_TF, fold))
-    g, (gate, up) = g_TF.float(), gate_up_TF.float().chunk(2, 1)
+        return Rows(*fp8.swiglu_rows_backward(g_RF, gate_up_RF, fold, count, wide))
+    g, (gate, up) = g_RF.float(), gate_up_RF.float().chunk(2, 1)
     chance = torch.sigmoid(gate)
-    return _rows(torch.cat([g * up * chance * (1 + gate * (1 - chance)), g * gate * chance], 1) * fold)
+    value = torch.cat([g * up * chance * (1 + gate * (1 - chance)), g * gate * chance], 1)
+    if wide is not None:
+        wide.copy_(value)
+    return _rows(value, fold)
 
 
-def _rows(value: Tensor) -> Rows:
+def _rows(value: Tensor, fold: Tensor | None = None, owner_R: Tensor | None = None) -> Rows:
     """A matrix in fp32 in fp8, each row by the least power of two with which it fits."""
+    if fold is not None:
+        value = value * (fold if owner_R is None else fold[owner_R])
     if not value.numel():
-        return Rows(value.to(E4M3), value.new_ones(value.shape[0]))
+        return Rows(value.to(E4M3), value.newones(value.shape[0]))
     largest = value.abs().amax(1)
     mantissa, exponent = torch.frexp(largest)
     exponent = (exponent - 9 + (mantissa > 0.875)).clamp(min=LEAST)  # 448 is 0.875 * 2^9
@@ -162,7 +189,7 @@ def product(
 ) -> Tensor:  # fmt: skip
     """`a @ b.T` of fp8 matrices, rows of the result times `scale_M`, columns times `scale_N`, if that is given."""
     if _on_gpu(a_MK):
-        scale_N = _ones(b_NK.shape[0], b_NK.device) if scale_N is None else scale_N
+        scale_N = ones(b_NK.shape[0], b_NK.device) if scale_N is None else scale_N
         scales = {"scale_a": scale_M.unsqueeze(1), "scale_b": scale_N.unsqueeze(0)}
         how: dict[str, Any] = {"out_dtype": dtype, "use_fast_accum": fast, **scales}
         return torch._scaled_mm(a_MK, b_NK.t(), **how) if out is None else torch._scaled_mm(a_MK, b_NK.t(), out=out, **how)
@@ -172,7 +199,8 @@ def product(
 
 
 @lru_cache(maxsize=64)
-def _ones(count: int, device: torch.device) -> Tensor:
+def ones(count: int, device: torch.device) -> Tensor:
+    """fp32 [count], to be read only."""
     with torch.inference_mode(False), torch.no_grad():
         return torch.ones(count, device=device)
 
@@ -181,15 +209,16 @@ def _ones(count: int, device: torch.device) -> Tensor:
 
 
 def cast_weights(wheres: Sequence[Destination], again: bool = False) -> Rows:
-    """Weights [F, D] above each other, in fp8. See Note: [Where casts of weights live]."""
+    """Weights [F, D] above each other, or a stacked one, in fp8. See Note: [Where casts of weights live]."""
     weight = getattr(wheres[0], "weight", None)
     if weight is not None and weight.cast is not None:
         return weight.cast
     values = [where.again() if again else where.value() for where in wheres]
-    counts = [value.shape[0] for value in values]
-    made = Rows(values[0].new_empty(sum(counts), values[0].shape[1], dtype=E4M3), values[0].new_empty(sum(counts), dtype=torch.float32))
+    counts, like = [len(value) for value in values], values[0]
+    shape = (sum(counts), *like.shape[1:])
+    made = Rows(like.new_empty(shape, dtype=E4M3), like.new_empty(shape[:-1], dtype=torch.float32))
     for value, bytes_FD, scale_F in zip(values, made.values.split(counts), made.scale.split(counts), strict=True):
-        cast_rows([value], into=(bytes_FD, scale_F))
+        cast_rows([value.flatten(0, -2)], into=(bytes_FD.flatten(0, -2), scale_F.flatten()))
     if weight is not None:
         weight.cast = made
     return made
@@ -225,17 +254,17 @@ class _Factors:
 
 def fp8_linears(x_TD: Tensor, params: Sequence[Tensor], products: Products = ALL) -> tuple[Tensor, ...]:
     """`x @ p.T` of every weight, [..., F], with products in fp8. Widths and tokens are multiples of `UNIT`."""
-    wheres = [_where(x_TD, p) for p in params]
+    wheres = [where_of(x_TD, p) for p in params]
     return _Linears.apply(x_TD, *(where.given for where in wheres), wheres, products)
 
 
 def fp8_mlp(x_TD: Tensor, p_gate_up: Tensor, p_down: Tensor) -> Tensor:
     """SwiGLU between two linear layers, all products in fp8: nothing between them is written in a wider format."""
-    wheres = [_where(x_TD, p_gate_up), _where(x_TD, p_down)]
+    wheres = [where_of(x_TD, p_gate_up), where_of(x_TD, p_down)]
     return _Mlp.apply(x_TD, *(where.given for where in wheres), *wheres)
 
 
-def _where(x: Tensor, param: Tensor) -> Destination:
+def where_of(x: Tensor, param: Tensor) -> Destination:
     weight = weight_of(param)
     return Ordinary(param) if weight is None else queued(x, weight)
 

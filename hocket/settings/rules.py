@@ -39,7 +39,7 @@ def fp8_widths(c: Config) -> dict[str, int]:
     if "dense" in m.kinds():
         found["model.ffn"] = m.ffn
     if has_experts(c):
-        found["model.shared_ffn"] = m.shared_ffn
+        found |= {"model.shared_ffn": m.shared_ffn, "model.expert_ffn": m.expert_ffn}
     return found
 
 
@@ -202,6 +202,7 @@ RULES: tuple[Rule, ...] = (
             ("model.head_dim", ", and keys of all model.kv_heads = {model.kv_heads} heads are one", ""),
             ("model.ffn", "", f" of {FP8_UNIT}"),
             ("model.shared_ffn", "", f" of {FP8_UNIT}"),
+            ("model.expert_ffn", "", f" of {FP8_UNIT}"),
         )
     ),
     Rule(
