@@ -24,6 +24,7 @@ from hocket.model.microbatch import Microbatch
 from hocket.model.moe import ExpertPlace, MoELayer
 from hocket.model.transformer import Chunk
 from hocket.parallel.dispatch import Splits, counts_to_send, exchange_counts
+from hocket.parallel.linears import linears_of
 from hocket.parallel.routing import Routing
 from hocket.runtime.transports import RowTable
 

@@ -27,7 +27,7 @@ from hocket.kernels import IGNORED
 from hocket.model.microbatch import Microbatch
 from hocket.model.moe import ExpertPlace
 from hocket.model.source import ChunkLike, ChunkPlace, ModelSource, OwnTransformer
-from hocket.parallel.linears import WHOLE, Linears, SplitLinears, linears_of
+from hocket.parallel.linears import Linears, SplitLinears, linears_of
 from hocket.parallel.slices import whole_shape
 from hocket.parallel.tensor import Tensors, ways_of
 from hocket.program.check import assert_valid

@@ -48,9 +48,7 @@ class Linears:
         """`x @ p.T` over the features of all ranks: this rank's tokens."""
         return linear(x_BSF, param)
 
-    def mlp(
-        self, roles: tuple[Role, Role], x_BSD: Tensor, into: Tensor, out: Tensor, gate: Gate
-    ) -> Tensor:
+    def mlp(self, roles: tuple[Role, Role], x_BSD: Tensor, into: Tensor, out: Tensor, gate: Gate) -> Tensor:
         """`out` of what `gate` makes of `into`: this rank's tokens."""
         (gate_up,) = self.columns(roles[0], x_BSD, (into,))
         return self.row(roles[1], gate(gate_up), out)
@@ -58,7 +56,7 @@ class Linears:
     def experts(
         self, rows_RD: Tensor, into: Tensor, out: Tensor, offsets_E: Tensor, count: Tensor | None, gate: Gate
     ) -> Tensor:
-        """`out` of what `gate` makes of `into`, of each expert's rows: grouped rows, of which the first `count` count."""
+        """`out` of what `gate` makes of `into`, of each expert's rows, of which the first `count` mean something."""
         return grouped_linear(gate(grouped_linear(rows_RD, into, offsets_E)), out, offsets_E)
 
     def embedding(self, ids_BS: Tensor, param_VD: Tensor) -> Tensor:
@@ -115,9 +113,7 @@ class Fp8Linears(Linears):
     def row(self, role: Role, x_BSF: Tensor, param: Tensor) -> Tensor:
         return fp8_linears(x_BSF, (param,), self.products)[0]
 
-    def mlp(
-        self, roles: tuple[Role, Role], x_BSD: Tensor, into: Tensor, out: Tensor, gate: Gate
-    ) -> Tensor:
+    def mlp(self, roles: tuple[Role, Role], x_BSD: Tensor, into: Tensor, out: Tensor, gate: Gate) -> Tensor:
         if self.products.all:
             return fp8_mlp(x_BSD, into, out)
         return super().mlp(roles, x_BSD, into, out, gate)

@@ -192,7 +192,9 @@ def product(
         scale_N = ones(b_NK.shape[0], b_NK.device) if scale_N is None else scale_N
         scales = {"scale_a": scale_M.unsqueeze(1), "scale_b": scale_N.unsqueeze(0)}
         how: dict[str, Any] = {"out_dtype": dtype, "use_fast_accum": fast, **scales}
-        return torch._scaled_mm(a_MK, b_NK.t(), **how) if out is None else torch._scaled_mm(a_MK, b_NK.t(), out=out, **how)
+        if out is not None:
+            how["out"] = out
+        return torch._scaled_mm(a_MK, b_NK.t(), **how)
     y = (a_MK.float() @ b_NK.float().t()) * scale_M[:, None]
     y = (y if scale_N is None else y * scale_N).to(dtype)
     return y if out is None else out.copy_(y)

@@ -19,7 +19,16 @@ from torch import Tensor
 
 from hocket.kernels.usable import refuse_graph, usable
 from hocket.runtime.destinations import Destination
-from hocket.runtime.fp8 import Products, Rows, cast_rows, cast_weights, ones, swiglu_rows, swiglu_rows_backward, where_of
+from hocket.runtime.fp8 import (
+    Products,
+    Rows,
+    cast_rows,
+    cast_weights,
+    ones,
+    swiglu_rows,
+    swiglu_rows_backward,
+    where_of,
+)
 from hocket.runtime.functional import grouped_mm, grouped_wgrad
 from hocket.runtime.weights import Product
 
@@ -44,9 +53,7 @@ def owners(rows: int, offsets_E: Tensor) -> Tensor:
     return found.clamp_(max=len(offsets_E) - 1)
 
 
-def grouped_product(
-    a: Rows, b_ENK: Tensor, scale_EN: Tensor | None, offsets_E: Tensor, dtype: torch.dtype
-) -> Tensor:
+def grouped_product(a: Rows, b_ENK: Tensor, scale_EN: Tensor | None, offsets_E: Tensor, dtype: torch.dtype) -> Tensor:
     """`a @ b[e].T` of each expert's rows, in fp8; columns of the result times `scale[e]`, if that is given."""
     if scale_EN is None:
         scale_EN = ones(b_ENK.shape[0] * b_ENK.shape[1], b_ENK.device).view(b_ENK.shape[:2])
