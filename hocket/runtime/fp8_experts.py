@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from hocket.kernels.usable import refuse_graph, usable
-from hocket.runtime.destinations import Destination
 from hocket.runtime.fp8 import (
     Products,
     Rows,
@@ -43,7 +42,7 @@ def fp8_experts(
 ) -> Tensor:
     """SwiGLU of each expert on its rows: [R, D]. `offsets` as of `grouped_linear`, `count` as of `swiglu`."""
     wheres = where_of(x_RD, p_gate_up), where_of(x_RD, p_down)
-    return _Experts.apply(x_RD, *(where.given for where in wheres), offsets_E, count, *wheres, products)
+    return _Experts.apply(x_RD, *(where.given for where in wheres), offsets_E, count, wheres, products)
 
 
 def owners(rows: int, offsets_E: Tensor) -> Tensor:
@@ -74,9 +73,9 @@ def grouped_product(a: Rows, b_ENK: Tensor, scale_EN: Tensor | None, offsets_E: 
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, given: Any, given_down: Any, offsets: Tensor, count: Tensor | None, where: Destination,
-        where_down: Destination, products: Products,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any, x: Tensor, given: Any, given_down: Any, offsets: Tensor, count: Tensor | None, *how: Any
+    ) -> Tensor:
+        (where, where_down), products = how
         ctx.where, ctx.where_down, ctx.products = where, where_down, products
         dtype = x.dtype
         inner = x.new_empty(x.shape[0], where_down.value().shape[1])
@@ -112,4 +111,4 @@ class _Experts(torch.autograd.Function):
         work = Product(partial(grouped_wgrad, x.detach(), g_gate_up, offsets))
         work_down = Product(partial(grouped_wgrad, inner, g, offsets))
         dw_down = where_down.contribute(ctx, 2, work_down)
-        return dx, where.contribute(ctx, 1, work), dw_down, None, None, None, None, None
+        return dx, where.contribute(ctx, 1, work), dw_down, None, None, None, None
