@@ -118,7 +118,7 @@ def transposed(values: Tensor, factors_R: Tensor | None = None, limit: Tensor | 
         from hocket.kernels import fp8
 
         return fp8.transposed(values, factors_R, limit)
-    if factors_R is not None:
+    if factors_R is not None and limit is not None:
         values = (values.float() * (factors_R / limit)[:, None]).to(E4M3)
     return values.view(torch.uint8).transpose(-1, -2).contiguous().view(E4M3)
 
@@ -167,7 +167,7 @@ def _rows(value: Tensor, fold: Tensor | None = None, owner_R: Tensor | None = No
     if fold is not None:
         value = value * (fold if owner_R is None else fold[owner_R])
     if not value.numel():
-        return Rows(value.to(E4M3), value.newones(value.shape[0]))
+        return Rows(value.to(E4M3), value.new_ones(value.shape[0]))
     largest = value.abs().amax(1)
     mantissa, exponent = torch.frexp(largest)
     exponent = (exponent - 9 + (mantissa > 0.875)).clamp(min=LEAST)  # 448 is 0.875 * 2^9
@@ -298,11 +298,12 @@ class _Linears(torch.autograd.Function):
         ctx.wheres, ctx.products = wheres, products
         rows = cast_rows([x_TD]) if products.forward or products.wgrad else None
         if products.forward:
+            assert rows is not None
             w, values, scale = cast_weights(wheres), rows.values, rows.scale
             ys = [product(values, w.values[i:j], scale, w.scale[i:j], x.dtype) for i, j in _bounds(wheres)]
         else:
             ys = [F.linear(x_TD, where.value()) for where in wheres]
-        ctx.save_for_backward(*((rows.values, rows.scale) if products.wgrad else (x,)))
+        ctx.save_for_backward(*((rows.values, rows.scale) if rows is not None and products.wgrad else (x,)))
         ctx.x_shape = x.shape
         return tuple(y.view(*shape, -1) for y in ys)
 
@@ -317,11 +318,13 @@ class _Linears(torch.autograd.Function):
         dx = None
         if ctx.needs_input_grad[0]:
             if w is not None:
+                assert rows is not None
                 dx = product(rows.values, w.transposed(), rows.scale, None, dtype)
             else:
                 dx = sum_of_products([(g, where.again()) for g, where in zip(gs, wheres, strict=True)])
             dx = dx.view(ctx.x_shape)
         if products.wgrad:
+            assert rows is not None
             factors = _Factors(rows, Rows(*ctx.saved_tensors), fold)
             works = [Product(partial(factors.write, low, high, dtype)) for low, high in _bounds(wheres)]
         else:
