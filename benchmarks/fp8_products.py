@@ -152,9 +152,8 @@ def time_layer(
     gpu = f.device.type == "cuda"
     for _ in range(3):
         layer.step()
+    before = torch.cuda.memory_allocated() if gpu else 0
     if gpu:
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
     layer.step()
     peak = torch.cuda.max_memory_allocated() - before if gpu else 0
