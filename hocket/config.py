@@ -339,7 +339,7 @@ class TrainConfig:
     save_every: int = 0
     """Steps between checkpoints; 0 means only one at the end."""
     keep: int = 2
-    """Checkpoints kept; older ones are deleted."""
+    """Checkpoints kept; older ones are deleted. 0 writes none, not even at the end."""
     log_every: int = 1
     """Steps between printed lines. Every step goes to metrics.jsonl."""
     hang_timeout: float = 300.0

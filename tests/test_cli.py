@@ -382,6 +382,15 @@ def test_a_signal_saves_and_ends_and_the_run_can_go_on(tmp_path, number):
     assert saved["step"] == done
 
 
+def test_a_run_that_keeps_no_checkpoint_writes_none(tmp_path):
+    words = [*SMALL, *ALONE, "--data.paths", text_in(tmp_path), "--train.keep", "0"]
+    ended = hocket(tmp_path, "train", *words, "--train.steps", "2")
+    assert (ended.code, len(losses(tmp_path))) == (0, 2), ended
+    assert not (tmp_path / "runs/tiny/checkpoints").exists()
+    ended = hocket(tmp_path, "train", *words, "--train.steps", "2", "--restarts", "1")
+    assert (ended.code, "train.keep = 0, so that no start would find" in ended.err) == (2, True), ended
+
+
 def test_versions_are_told(tmp_path):
     ended = hocket(tmp_path, "--version")
     version, number = importlib.metadata.version, platform.python_version()

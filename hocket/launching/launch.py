@@ -48,6 +48,9 @@ def _require_restarts(settings: Settings, worker: Worker | None, restarts: int) 
     if restarts and worker:
         reason = "torchrun or Slurm starts these workers"
         raise ValueError(problem("restarts", restarts, where, reason, "torchrun --max-restarts, or srun again"))
+    if restarts and not settings.train.keep:
+        reason = "train.keep = 0, so that no start would find a checkpoint"
+        raise ValueError(problem("restarts", restarts, where, reason, "train.keep = 1 or more"))
     if restarts and settings.run.resume != "auto":
         reason = f"run.resume = {settings.run.resume}, so that each start would begin at the same step"
         raise ValueError(problem("restarts", restarts, where, reason, "run.resume = auto"))

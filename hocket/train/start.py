@@ -17,6 +17,7 @@ class Start:
     """The first steps of a run that begins with new weights."""
 
     def __init__(self, model: ModelConfig) -> None:
+        self._fix = "model.init = torchtitan, " if model.init == "gpt2" else ""
         self._guess = math.log(model.vocab)
         self._largest = model.experts / model.top_k if model.experts else math.inf
         self._calmest = math.inf
@@ -38,4 +39,4 @@ class Start:
             kind = text.split()[1]
             if wrong and kind not in self._said:
                 self._said.add(kind)
-                yield f"a bad start: {text}; fix: model.init = torchtitan, a lower train.lr or a longer train.warmup"
+                yield f"a bad start: {text}; fix: {self._fix}a lower train.lr or a longer train.warmup"

@@ -63,7 +63,7 @@ class Trainer:
         if self.pretends:
             return
         restored = restore(settings, self._state(), str(self.corpus))
-        notes = make_place(settings, self._state())
+        notes = make_place(settings, self._state()) if settings.train.keep else []
         self._remarks = [*(restored.notes if restored else ()), *notes]
         if restored is not None:
             self.step, self.position = restored.step, restored.position
@@ -90,10 +90,17 @@ class Trainer:
         """Whether the transport moves nothing. Such a run does not train: it loads and saves nothing."""
         return self.settings.train.transport == "null"
 
+    @property
+    def saves(self) -> bool:
+        """Whether the run writes checkpoints."""
+        return self.settings.train.keep > 0 and not self.pretends
+
     def _loop(self, metrics: Metrics, stop: StopRequest, window: ProfileWindow) -> int:
         train = self.settings.train
         if self.pretends:
-            train = dataclasses.replace(train, eval_batches=0, save_every=0)
+            train = dataclasses.replace(train, eval_batches=0)
+        if not self.saves:
+            train = dataclasses.replace(train, save_every=0)
         saved = evaluated = self.step
         while self.step < train.steps:
             window.before(self.step + 1)
@@ -109,10 +116,12 @@ class Trainer:
             if train.save_every and self.step % train.save_every == 0 and not signal and self.step < train.steps:
                 saved = self._save_or_warn(metrics, saved)
             if signal:
-                if saved != self.step and not self.pretends:
-                    metrics.say(f"stopped by signal {signal}; saved in {self._save()}")
+                if saved != self.step:
+                    metrics.say(
+                        f"stopped by signal {signal}; {f'saved in {self._save()}' if self.saves else 'unsaved'}"
+                    )
                 return signal
-        if saved != self.step and not self.pretends:
+        if saved != self.step and self.saves:
             self._save()
         if train.eval_batches and evaluated != self.step:
             metrics.validation(self.step, self._evaluate(metrics))
