@@ -291,9 +291,16 @@ class PlanConfig:
 class PrecisionConfig:
     """Number formats. Main weights, gradients at rest, the router and the loss are fp32."""
 
-    compute: Literal["auto", "fp32", "bf16"] = "auto"
+    compute: Literal["auto", "fp32", "bf16", "fp8"] = "auto"
     """Format in which layers compute, and in which activations and gathered weights travel. auto is bf16 on GPUs and
-    fp32 on CPUs."""
+    fp32 on CPUs. With fp8, products of attention's and MLPs' linear layers take operands in fp8 (e4m3, a scale for each
+    row), and all else is as with bf16: the head, the router, attention itself, what travels. That needs a GPU with
+    products in fp8 (Ada, Hopper, or newer); on CPUs the same numbers are made in fp32, slowly."""
+    fp8_products: tuple[Literal["forward", "dgrad", "wgrad"], ...] = ("forward", "dgrad", "wgrad")
+    """With compute = fp8, which products run in fp8: forward, input gradients (dgrad), weight gradients (wgrad). The
+    others run in bf16."""
+    fp8_ends: tuple[int, int] = (0, 0)
+    """With compute = fp8, how many of the first and of the last layers compute in bf16."""
     wire: Literal["auto", "fp32", "bf16"] = "auto"
     """Format in which gradients of weights travel. auto is the format of compute: each rank rounds its gradient to it.
     fp32 with compute in bf16 rounds no gradient, and moves twice the bytes. Where no gradient travels, products add to
@@ -302,6 +309,11 @@ class PrecisionConfig:
     """Format in which AdamW's two averages are kept between steps. With bf16 a weight takes 8 bytes beside its copies,
     not 12. A step computes in fp32 and rounds the averages to nearest, so no decay rate of train.betas may be close
     to 1."""
+
+    @property
+    def dtype(self) -> str:
+        """Format of activations and gathered weights."""
+        return "bf16" if self.compute == "fp8" else self.compute
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -481,7 +493,7 @@ class Config:
     @property
     def element_bytes(self) -> int:
         """Bytes of an element of the compute dtype, which must not be `auto`."""
-        return 2 if self.precision.compute == "bf16" else 4
+        return 2 if self.precision.dtype == "bf16" else 4
 
     @property
     def wire_bytes(self) -> int:

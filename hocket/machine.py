@@ -17,7 +17,7 @@ def host_for_plan(config: Config, kinds: tuple[str, ...] = ()) -> Host:
 
     A tokenizer's file is not looked for either, as it may be where the run will be.
     """
-    wants_gpus = config.train.device == "cuda" or (config.train.device == "auto" and config.precision.compute == "bf16")
+    wants_gpus = config.train.device == "cuda" or (config.train.device == "auto" and config.precision.dtype == "bf16")
     vocab = BYTE_VOCAB if config.data.tokenizer == BYTES else 0
     world, each = config.mesh.world, _ranks_of_a_host(config, wants_gpus)
     kinds = kinds if wants_gpus else ()

@@ -245,6 +245,8 @@ def choose_dtype(c: Config, h: Host) -> tuple[str, str]:
 def choose_wire(c: Config, h: Host) -> tuple[str, str]:
     if c.precision.compute == "fp32":
         return "fp32", "as precision.compute"
+    if c.precision.compute == "fp8":
+        return "bf16", "as what travels between products in fp8: fp32 would round nothing, and send twice the bytes"
     return c.precision.compute, "as precision.compute: fp32 would round nothing, and send twice the bytes"
 
 

@@ -25,6 +25,7 @@ from hocket.model.microbatch import Microbatch
 from hocket.model.moe import ExpertPlace, MoELayer
 from hocket.model.transformer import Chunk, DenseLayer
 from hocket.parallel.dispatch import counts_to_send, splits_of
+from hocket.parallel.linears import WHOLE, Linears
 from hocket.parallel.routing import balance_bias
 
 Batch = tuple[Any, ...]
@@ -68,6 +69,8 @@ class Reference:
     """In which gradients travel, where they do; None is `dtype`."""
     shard: int = 0
     """So many ranks share a copy of the weights: their gradients of a step are summed first, then those of copies."""
+    linears: Linears = WHOLE
+    """What layers ask of their weights."""
 
     def run(self, steps: Sequence[Sequence[Sequence[Batch]]]) -> Result:
         """Train on `steps[step][microbatch][dp rank]`, one optimizer step each."""
@@ -109,7 +112,7 @@ class Reference:
         """The model of one data-parallel rank, with fresh parameters in the compute dtype."""
         c, ep_rank = self.config, rank % self.ep
         ep = ExpertPlace(self.ep, ep_rank, self.per_rank)
-        chunk = Chunk(c, range(c.layers), ep=ep, aux_scale=1 / microbatches)
+        chunk = Chunk(c, range(c.layers), ep=ep, aux_scale=1 / microbatches, linears=self.linears)
         chunk.to_empty(device="cpu")  # unties a tied head: the two gradients are added up in the format that travels
         for name, param in chunk.named_parameters():
             value = result.weights[TIED if c.tied and name == "head.weight" else name]

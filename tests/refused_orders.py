@@ -1,4 +1,4 @@
-"""What is refused of stages, of orders with steps of weight gradients alone, and of shards, for `test_config.py`.
+"""What is refused of stages, of orders with steps of weight gradients alone, of shards, of fp8, for `test_config.py`.
 
 Each row: what differs from the recipe `tiny`, what a user asks for on the command line, the setting that the message
 names, and words of its reason. Names are those of `test_config.changed`.
@@ -12,6 +12,7 @@ ZB: dict[str, Any] = {"plan__order": "zb_v", "merge": "off"}
 V: dict[str, Any] = {"plan__order": "merged_v"}
 
 FOUR: dict[str, Any] = {"mesh__dp": 4}
+FP8: dict[str, Any] = {"precision__compute": "fp8"}
 
 REFUSED_ORDERS: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
     (FOUR, {"mesh__shard": 3}, "mesh.shard", "a divisor of mesh.dp"),
@@ -20,6 +21,22 @@ REFUSED_ORDERS: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
     ({**FOUR, "mesh__ep": 4}, {"mesh__shard": 2}, "mesh.shard", "has all experts"),
     ({**FOUR, "mesh__tp": 2, "mesh__ep": 8}, {"mesh__shard": 2}, "mesh.shard", "mesh.shard = 2 x mesh.tp = 2"),
     ({"precision__averages": "bf16"}, {"train__betas": (0.9, 0.999)}, "train.betas", "lower train.betas"),
+    (FP8, {"model__hidden": 40}, "model.hidden", "widths of a multiple of 16; fix: a multiple of 16, or"),
+    (
+        FP8,
+        {"model__head_dim": 4, "model__kv_heads": 2},
+        "model.head_dim",
+        "keys of all model.kv_heads = 2 heads",
+    ),
+    (FP8, {"model__ffn": 40}, "model.ffn", "widths of a multiple of 16"),
+    (FP8, {"model__shared_ffn": 8}, "model.shared_ffn", "widths of a multiple of 16"),
+    (FP8, {"model__expert_ffn": 8}, "model.expert_ffn", "widths of a multiple of 16"),
+    (FP8, {"data__sequence_length": 41}, "data.sequence_length", "a multiple of 16 tokens"),
+    (FP8, {"mesh__tp": 2}, "mesh.tp", "do not run in fp8; fix: mesh.tp = 1"),
+    (FP8, {"precision__fp8_products": ()}, "precision.fp8_products", "no product is left"),
+    (FP8, {"precision__fp8_ends": (4, 4)}, "precision.fp8_ends", "none of the model.layers = 8 layers is left"),
+    ({}, {"precision__fp8_products": ("forward",)}, "precision.fp8_products", "no effect: nothing computes in fp8"),
+    ({}, {"precision__fp8_ends": (1, 1)}, "precision.fp8_ends", "no effect: nothing computes in fp8"),
     ({}, {"plan__layers_per_stage": (4, 4)}, "plan.layers_per_stage", "needs 4 numbers"),
     ({}, {"plan__layers_per_stage": (2, 2, 2, 3)}, "plan.layers_per_stage", "do not add up to model.layers = 8"),
     ({}, {"plan__layers_per_stage": (4, 0, 4, 0)}, "plan.layers_per_stage", "only the first stage, with the embedding"),

@@ -24,6 +24,7 @@ from hocket.model.microbatch import Microbatch
 from hocket.model.moe import ExpertPlace, MoELayer
 from hocket.model.transformer import Chunk
 from hocket.parallel.dispatch import Splits, counts_to_send, exchange_counts
+from hocket.parallel.linears import linears_of
 from hocket.parallel.routing import Routing
 from hocket.runtime.transports import RowTable
 
@@ -131,11 +132,12 @@ def plain_model(
     config, where = workload.config, workload.mesh.coordinates(rank)
     numbers = range(config.model.layers) if layers is None else layers
     scale, ep = 1.0 / config.train.microbatches, ExpertPlace(workload.mesh.ep, where.ep)
-    chunk = Chunk(config.model, numbers, first, last, ep=ep, aux_scale=scale)
+    linears = linears_of(config)
+    chunk = Chunk(config.model, numbers, first, last, ep=ep, aux_scale=scale, linears=linears)
     if ep.size > 1:
         for number in [n for n, layer in chunk.layers.items() if isinstance(layer, MoELayer)]:
             assert exchange is not None, "experts on other ranks need an exchange"
-            layer = SyncMoELayer(config.model, ep, scale)
+            layer = SyncMoELayer(config.model, ep, scale, linears.of_layer(int(number), config.model.layers))
             layer.exchange = exchange
             chunk.layers[number] = layer
     model = PlainModel(chunk)

@@ -49,7 +49,7 @@ class Workload:
     @property
     def dtype(self) -> torch.dtype:
         """What computes. Main weights and optimizer state are fp32."""
-        return DTYPES[self.config.precision.compute]
+        return DTYPES[self.config.precision.dtype]
 
     @property
     def tokens_per_microbatch(self) -> int:

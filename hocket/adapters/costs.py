@@ -99,7 +99,7 @@ def price_of(cut: Cut) -> Price:
 
 def count_parts(cut: Cut, config: Config) -> dict[tuple[str, str], Counted]:
     """FLOPs and saved bytes of the forward of every part by kind of layer; of experts and head, FLOPs by shapes."""
-    adapter, dtype = cut.adapter, DTYPES[config.precision.compute]
+    adapter, dtype = cut.adapter, DTYPES[config.precision.dtype]
     shape = config.train.sequences, config.data.sequence_length
     x_BSD = torch.empty((*shape, adapter.hidden), dtype=dtype, device="meta", requires_grad=True)
     memo = cut.buffers(torch.device("cpu"), lambda name: torch.zeros(adapter.model.get_buffer(name).shape))

@@ -28,7 +28,7 @@ from hocket.kernels import IGNORED
 from hocket.model.microbatch import Microbatch
 from hocket.model.moe import ExpertPlace
 from hocket.model.source import ChunkLike, ChunkPlace, ModelSource, OwnTransformer
-from hocket.parallel.linears import WHOLE, Linears, SplitLinears
+from hocket.parallel.linears import Linears, SplitLinears, linears_of
 from hocket.parallel.slices import whole_shape
 from hocket.parallel.tensor import Tensors, ways_of
 from hocket.program.check import assert_valid
@@ -86,7 +86,7 @@ class Engine:
         self.mesh = mesh_of(config)
         self.where = self.mesh.coordinates(rank)
         self.layout: Layout = self.source.layout(config)
-        self.dtype = DTYPES[config.precision.compute]
+        self.dtype = DTYPES[config.precision.dtype]
         self.program = build_program(self.layout, config.train.microbatches, config, sharding_of(config))
         assert_valid(self.program)
         transport = config.train.transport
@@ -159,7 +159,7 @@ class Engine:
     def _make_linears(self) -> Linears:
         """Whole weights, or those of a tensor-parallel rank."""
         if self._tensors is None:
-            return WHOLE
+            return linears_of(self.config)
         return SplitLinears(self._tensors, ways_of(self.config), self.config.train.sequences)
 
     def _activation(self) -> Activation:
@@ -254,6 +254,7 @@ class Engine:
         See Note: [A fixed capacity, and never silently].
         """
         executor.actions.weights_M = self._weights(microbatches)
+        self.sharded.forget_casts()
         graphed = self._graphed if executor is self.executor else None
         losses = (graphed or executor).run(microbatches)
         if not executor.actions.training:  # a step looks before it changes weights

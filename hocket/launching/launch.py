@@ -82,7 +82,7 @@ def arrive(config: Config, origins: Mapping[str, str]) -> tuple[Settings, Worker
 
 def too_few_gpus(settings: Settings) -> list[str]:
     """Why ranks that GPUs were meant for compute on CPUs: said before they make weights there, which may take long."""
-    meant = settings.host.gpus > 0 or settings.precision.compute == "bf16"
+    meant = settings.host.gpus > 0 or settings.precision.dtype == "bf16"
     return [
         str(decision)
         for decision in settings.decisions

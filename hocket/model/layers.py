@@ -111,8 +111,7 @@ class Mlp(nn.Module):
         self.w_down = new_weight(hidden, width)
 
     def forward(self, h_BSD: Tensor) -> Tensor:
-        (gate_up,) = self.linears.columns(self.roles[0], h_BSD, (self.w_gate_up,))
-        return self.linears.row(self.roles[1], swiglu(gate_up), self.w_down)
+        return self.linears.mlp(self.roles, h_BSD, self.w_gate_up, self.w_down, swiglu)
 
 
 def swiglu(gate_up: Tensor, count: Tensor | None = None) -> Tensor:

@@ -7,6 +7,7 @@ F width of an expert, K experts per token, R rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from hocket.parallel.linears import WHOLE, Linears
 from hocket.parallel.placed import PlacedSplits
 from hocket.parallel.router_losses import attach_losses, over_batch
 from hocket.parallel.routing import Routing, route
-from hocket.runtime.functional import grouped_linear, score
+from hocket.runtime.functional import score
 from hocket.runtime.norms import add_rms_norm
 
 
@@ -63,15 +64,16 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """The experts that live on this rank, stacked as the grouped GEMM wants them: input width before output width."""
 
-    def __init__(self, config: ModelConfig, local: int) -> None:
+    def __init__(self, config: ModelConfig, local: int, linears: Linears = WHOLE) -> None:
         super().__init__()
+        self.linears = linears
         self.w_gate_up = new_weight(local, config.hidden, 2 * config.expert_ffn)
         self.w_down = new_weight(local, config.expert_ffn, config.hidden)
 
     def forward(self, rows_RD: Tensor, offsets_L: Tensor, count: Tensor | None = None) -> Tensor:
         """SwiGLU of each expert on its rows, given and returned in grouped order; the first `count`, or all."""
-        gate_up_RF = grouped_linear(rows_RD, self.w_gate_up, offsets_L)
-        return grouped_linear(swiglu(gate_up_RF, count), self.w_down, offsets_L)
+        gate = partial(swiglu, count=count)
+        return self.linears.experts(rows_RD, self.w_gate_up, self.w_down, offsets_L, count, gate)
 
 
 def _real(documents: Documents | None) -> Tensor:
@@ -101,7 +103,7 @@ class MoELayer(nn.Module):
         self.ffn_norm = new_weight(config.hidden)
         self.shared = Mlp(config.hidden, config.shared_ffn, linears, shared=True) if config.shared_ffn else None
         self.router = Router(config)
-        self.experts = Experts(config, config.experts // ep.size)
+        self.experts = Experts(config, config.experts // ep.size, linears)
 
     def forward_attn(
         self, x_BSD: Tensor, documents: Documents | None = None, kept: Routing | None = None

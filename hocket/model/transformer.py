@@ -81,7 +81,8 @@ class Chunk(nn.Module):
         self.layers = nn.ModuleDict()
         for i in layers:
             moe = kinds[i] == "moe"
-            layer = MoELayer(config, ep, aux_scale, linears, i) if moe else DenseLayer(config, linears, i)
+            own = linears.of_layer(i, config.layers)
+            layer = MoELayer(config, ep, aux_scale, own, i) if moe else DenseLayer(config, own, i)
             self.layers[str(i)] = layer
         self.head = Head(config, linears) if last else None
         self.tie()

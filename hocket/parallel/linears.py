@@ -9,22 +9,27 @@ ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from hocket.config import Config
 from hocket.kernels import IGNORED
 from hocket.kernels.usable import usable
 from hocket.parallel.split_norms import split_norms
 from hocket.parallel.tensor import Arriving, Tensors, Way, column_linear, gathered_tokens, row_linear
 from hocket.parallel.vocabulary import split_cross_entropy, split_embedding
-from hocket.runtime.functional import embedding, linear, linears, scale
+from hocket.runtime.fp8 import Products, fp8_linears, fp8_mlp
+from hocket.runtime.fp8_experts import fp8_experts
+from hocket.runtime.functional import embedding, grouped_linear, linear, linears, scale
 from hocket.runtime.norms import rms_norm
 
 Role = Literal["qkv", "proj", "fc1", "fc2", "shared_fc1", "shared_fc2", "head"]
 """What a weight does in a layer: into attention and out of it, into an MLP and out of it, logits."""
+Gate = Callable[[Tensor], Tensor]
+"""What a gated MLP does between its two layers."""
 
 
 class Linears:
@@ -32,6 +37,10 @@ class Linears:
 
     size = 1
     """Over how many ranks heads, MLP columns and the vocabulary are spread."""
+
+    def of_layer(self, number: int, layers: int) -> Linears:
+        """What a layer of a model with so many asks."""
+        return self
 
     def columns(self, role: Role, x_BSD: Tensor, params: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """`x @ p.T` for every weight: all tokens of the microbatch, this rank's features, [B, S, F]."""
@@ -48,6 +57,17 @@ class Linears:
     def norms(self, xs_BSF: Sequence[Tensor], params: Sequence[Tensor], eps: float) -> tuple[Tensor, ...]:
         """RMSNorm of each over the features of all ranks."""
         return tuple(rms_norm(x, p, eps) for x, p in zip(xs_BSF, params, strict=True))
+
+    def mlp(self, roles: tuple[Role, Role], x_BSD: Tensor, into: Tensor, out: Tensor, gate: Gate) -> Tensor:
+        """`out` of what `gate` makes of `into`: this rank's tokens."""
+        (gate_up,) = self.columns(roles[0], x_BSD, (into,))
+        return self.row(roles[1], gate(gate_up), out)
+
+    def experts(
+        self, rows_RD: Tensor, into: Tensor, out: Tensor, offsets_E: Tensor, count: Tensor | None, gate: Gate
+    ) -> Tensor:
+        """`out` of what `gate` makes of `into`, of each expert's rows, of which the first `count` mean something."""
+        return grouped_linear(gate(grouped_linear(rows_RD, into, offsets_E)), out, offsets_E)
 
     def embedding(self, ids_BS: Tensor, param_VD: Tensor) -> Tensor:
         """Rows of this rank's tokens, from the ids of all."""
@@ -83,6 +103,45 @@ def cross_entropy(logits_TV: Tensor, targets_T: Tensor) -> Tensor:
 
 
 WHOLE = Linears()
+
+
+class Fp8Linears(Linears):
+    """Whole weights, all tokens, with products of layers in fp8; the head's are not."""
+
+    def __init__(self, products: Products, ends: tuple[int, int] = (0, 0)) -> None:
+        """The first `ends[0]` and the last `ends[1]` layers of the model compute as without fp8."""
+        self.products, self.ends = products, ends
+
+    def of_layer(self, number: int, layers: int) -> Linears:
+        return self if self.ends[0] <= number < layers - self.ends[1] else WHOLE
+
+    def columns(self, role: Role, x_BSD: Tensor, params: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        if role == "head":
+            return super().columns(role, x_BSD, params)
+        return fp8_linears(x_BSD, params, self.products)
+
+    def row(self, role: Role, x_BSF: Tensor, param: Tensor) -> Tensor:
+        return fp8_linears(x_BSF, (param,), self.products)[0]
+
+    def mlp(self, roles: tuple[Role, Role], x_BSD: Tensor, into: Tensor, out: Tensor, gate: Gate) -> Tensor:
+        if self.products.all:
+            return fp8_mlp(x_BSD, into, out)
+        return super().mlp(roles, x_BSD, into, out, gate)
+
+    def experts(
+        self, rows_RD: Tensor, into: Tensor, out: Tensor, offsets_E: Tensor, count: Tensor | None, gate: Gate
+    ) -> Tensor:
+        if self.products.forward or self.products.dgrad:
+            return fp8_experts(rows_RD, into, out, offsets_E, count, self.products)
+        return super().experts(rows_RD, into, out, offsets_E, count, gate)
+
+
+def linears_of(config: Config) -> Linears:
+    """What a model of whole weights asks: the products of a resolved configuration."""
+    p = config.precision
+    if p.compute != "fp8":
+        return WHOLE
+    return Fp8Linears(Products(*(name in p.fp8_products for name in ("forward", "dgrad", "wgrad"))), p.fp8_ends)
 
 
 class SplitLinears(Linears):

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +54,8 @@ class Weight:
     shape: torch.Size
     value: Tensor | None = None
     """What holds the weight right now, a view into a slot in the compute dtype; None while it is nowhere."""
+    cast: Any = None
+    """What products in another format read of it, made from the value (`runtime/fp8.py`); None until somebody asks."""
 
     def tensor(self) -> Tensor:
         """The value; asserts that the weight is resident."""

@@ -21,7 +21,7 @@ ABSENT: dict[str, str] = {
 """Name -> why there is no such setting."""
 
 _FORMATS = {
-    "fp8": "there are no products in fp8",
+    "fp8": "products of layers run in fp8 with precision.compute = fp8, and nothing else does",
     "fp4": "there are no products in fp4",
     "fp16": "bf16 has the range of fp32, so that no loss needs a scale",
 }

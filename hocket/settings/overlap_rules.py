@@ -213,7 +213,7 @@ OVERLAP_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("overlap.ep.splits", "precision.compute"),
-        lambda c, h: c.overlap.ep.splits == "device" and c.train.device == "cuda" and c.precision.compute != "bf16",
+        lambda c, h: c.overlap.ep.splits == "device" and c.train.device == "cuda" and c.precision.dtype != "bf16",
         "on GPUs products of experts in {precision.compute} need a host that knows where each expert's rows end",
         "precision.compute = bf16, or overlap.ep.splits = host",
     ),

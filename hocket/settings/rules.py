@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from hocket.config import Config
 from hocket.program.layer import order_problem
 from hocket.settings.architecture_rules import ARCHITECTURE_RULES, has_experts
+from hocket.settings.fp8_rules import FP8_RULES
 from hocket.settings.graph_rules import GRAPH_RULES
 from hocket.settings.network_rules import NETWORK_RULES, ranks_of_a_host
 from hocket.settings.origins import asked
@@ -182,6 +183,7 @@ RULES: tuple[Rule, ...] = (
         f"{MOST_RANKS} ranks at most",
     ),
     *NETWORK_RULES,
+    *FP8_RULES,
     Rule(
         ("precision.averages", "train.betas"),
         lambda c, h: c.precision.averages == "bf16" and max(c.train.betas) > LARGEST_BETA,

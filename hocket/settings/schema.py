@@ -33,6 +33,7 @@ All are far above the largest known models."""
 BOUNDS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("model.hidden", "model.ffn", "model.expert_ffn"), (1, _WIDE)),
     "model.layers": (1, 1024),
+    "precision.fp8_ends": (0, 1024),
     **dict.fromkeys(("model.heads", "model.kv_heads", "model.top_k"), (1, _MANY)),
     **dict.fromkeys(("model.route_groups", "model.route_top_groups"), (1, _MANY)),
     "model.vocab": (2, _LONG),

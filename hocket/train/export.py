@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from hocket.config import BYTES, Config, ModelConfig
+from hocket.config import BYTES, Config, ModelConfig, PrecisionConfig
 from hocket.fsdp.saving.dcp import run_dcp
 from hocket.fsdp.saving.flat_tensor import FlatTensor
 from hocket.fsdp.saving.harmless import HarmlessPlanner, HarmlessReader
@@ -47,8 +47,9 @@ def export(checkpoint: Path, target: Path, dtype: str = "", largest: int = LARGE
     stored = flat({"model": settings["model"]})
     known = {name: tuple(v) if isinstance(v, list) else v for name, v in stored.items() if name in types()}
     model = changed(Config(), known).model
-    name, config, remark = _config(model, settings, dtype or settings["precision"]["compute"])
-    shapes, kind = whole_shapes(model), TYPES[dtype or settings["precision"]["compute"]][1]
+    written = dtype or PrecisionConfig(compute=settings["precision"]["compute"]).dtype
+    name, config, remark = _config(model, settings, written)
+    shapes, kind = whole_shapes(model), TYPES[written][1]
     rules = {param: rules_of(FAMILIES[name], param)[0] for param in shapes}
     tensors = {
         tensor: (shape, "F32" if param.endswith("router.bias") else kind)

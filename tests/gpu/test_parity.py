@@ -78,6 +78,9 @@ COPIED = changed(EXPERTS, {"train.transport": "copy_engine"})
 PIPED = changed(BASE, {"mesh.dp": 1, "mesh.ep": 1, "overlap.ep.merge": "off", "plan.order": "interleaved"})
 """Two pipeline ranks with two chunks each, experts where their tokens are."""
 TWO: dict[str, Config] = {
+    "experts in fp8": changed(EXPERTS, {"precision.compute": "fp8"}),
+    "a pipeline in fp8": changed(PIPED, {"precision.compute": "fp8"}),
+    "weights cast once a step, in fp8": planned(changed(EXPERTS, {"precision.compute": "fp8"}), strategy="optim"),
     "nccl": EXPERTS,
     "copy_engine": COPIED,
     "updates in the next step": planned(EXPERTS, update="next_step"),

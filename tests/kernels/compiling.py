@@ -150,11 +150,23 @@ def exchange() -> None:
         kernels.take(rows, rows, ends[:1], cycle=50)
 
 
+def fp8() -> None:
+    from hocket.kernels import fp8 as kernels
+
+    for width in (4096, 100):
+        values, scale = kernels.cast_rows([of(BF16, 16, width)])
+        kernels.cast_rows([of(BF16, 7, width), of(BF16, 7, 16), of(BF16, 7, 16)], of(torch.float32, width + 32))
+        kernels.transposed(values)
+        kernels.transposed(values, scale, scale[0])
+        kernels.swiglu_rows(of(BF16, 7, 2 * width))
+        kernels.swiglu_rows_backward(of(BF16, 7, width), of(BF16, 7, 2 * width), of(torch.float32, 2 * width))
+
+
 def of(dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
-CALLS: list[Callable[[], None]] = [rows, per_rank, routing, router, dense, sums, grouped, exchange]
+CALLS: list[Callable[[], None]] = [rows, per_rank, routing, router, dense, sums, grouped, exchange, fp8]
 """Add a function of your own here."""
 
 

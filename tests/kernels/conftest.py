@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 
+E4M3 = torch.float8_e4m3fn
+
 
 def missing() -> str | None:
     """Why kernels cannot be interpreted here, if they cannot."""
@@ -44,7 +46,7 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def mend_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter cuts off what does not fit into a bfloat16, where hardware rounds; and numpy warns of nan.
+    """The interpreter cuts off what does not fit into a bfloat16 or an e4m3, where hardware rounds; numpy warns of nan.
 
     It multiplies matrices of bfloat16 as if their bits were integers. And its loops end at numbers in arrays of one
     element, which numpy no longer takes for numbers.
@@ -57,6 +59,15 @@ def mend_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
             return plain(self, source, target)
         rounded = torch.from_numpy(source.data).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
         return interpreter.TensorHandle(rounded, tl.bfloat16)
+
+    def cast_fp8(self: Any, source: Any, target: Any, rounding: Any) -> Any:
+        kinds = source.dtype.scalar, target.scalar
+        if kinds == (tl.float8e4nv, tl.float32):
+            wide = torch.from_numpy(np.ascontiguousarray(source.data)).view(E4M3).float()
+            return interpreter.TensorHandle(wide.numpy(), tl.float32)
+        assert kinds == (tl.float32, tl.float8e4nv), kinds
+        fitting = torch.from_numpy(np.ascontiguousarray(source.data)).clamp(-448, 448)  # as hardware; nan stays nan
+        return interpreter.TensorHandle(fitting.to(E4M3).view(torch.uint8).numpy(), tl.float8e4nv)
 
     def patch(tensor: Any, scope: Any) -> None:
         patched(tensor, scope)
@@ -76,3 +87,4 @@ def mend_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
     plain = interpreter.InterpreterBuilder.cast_impl
     monkeypatch.setattr(interpreter.InterpreterBuilder, "cast_impl", cast)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fp_to_fp", cast_fp8)

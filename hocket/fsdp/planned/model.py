@@ -155,6 +155,11 @@ class PlannedModel:
         for unit in self.units.values():
             unit.refresh()
 
+    def forget_casts(self) -> None:
+        """Before a step, for a recorded one must make its own: no replay would make those of an earlier one."""
+        for unit in self.units.values():
+            unit.forget_casts()
+
     def complete_grads(self) -> None:
         """Behind all reduces of a step: zero the gradients that no op has written."""
         for unit in self.units.values():

@@ -149,6 +149,12 @@ class PlannedUnit:
     def _show(self, values: list[Tensor]) -> None:
         for weight, value in zip(self.weights, values, strict=True):
             weight.value = value
+        self.forget_casts()
+
+    def forget_casts(self) -> None:
+        """What was made of values that are no more, or that memory may be given back."""
+        for weight in self.weights:
+            weight.cast = None
 
     # Weights
 
@@ -170,6 +176,7 @@ class PlannedUnit:
     def refresh(self) -> None:
         """After the optimizer: what is gathered from now on has a new version, and what is held whole has one now."""
         self.group.refresh()
+        self.forget_casts()
         self.version += 1
 
     def gather(self, slot: int) -> Pending:
@@ -202,6 +209,7 @@ class PlannedUnit:
         self.slot = -1
         for weight in self.weights:
             weight.value = None
+        self.forget_casts()
 
     # Gradients
 

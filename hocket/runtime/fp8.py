@@ -1,0 +1,370 @@
+"""Products of linear layers in fp8: forward, input gradient and weight gradient, each with operands of its own.
+
+    forward          y  = x8 @ w8.T     scales: one per token of x, one per output feature of w
+    input gradient   dx = g8 @ w8       g's columns are multiplied by w's scales first; one scale per token
+    weight gradient  dw = g8.T @ x8     g's rows are multiplied by their scales and x's, over the largest of them
+
+Note: [One cast for two products]
+A product takes scales of the rows of its result and of its columns, not of what it sums over. But x and w are summed
+over along another dimension in backward than in forward, where their scales are no longer those of rows or columns. To
+cast them once more along the other dimension would read them once more, and find the largest of every column first. So
+the other operand, the gradient, takes their scales in: it is cast in backward in any case. Then the copies that
+backward wants of x and w are the bytes that forward had, transposed. All scales are powers of two, so nothing is
+rounded on the way, but for numbers of g.T below 2^-9 of the largest factor's unit, 2^-17 of the largest number.
+
+Note: [The formats]
+All is e4m3, gradients too. e5m2 is for gradients that share one scale, and has half as many digits; here each token has
+a scale of its own, of the numbers themselves and not of earlier ones, so 2^17 between the largest and the smallest
+number of a token are enough. Scales are powers of two because of the note above; a number in e4m3 is rounded to the
+same digits wherever it lies, so what a power of two wastes is at most one bit of range.
+
+Sums are made by tensor cores in their own format in forward and input gradient (`use_fast_accum`), which keeps 13 bits
+or more of a running sum; e4m3 has 3. Weight gradients sum over all tokens, and into weights: theirs go on in fp32.
+
+Note: [Where casts of weights live]
+A managed weight's cast is beside the weight's value, made by the first that reads it, and gone with the value: it is
+made once for each gathered copy, or once a step where values stay, however many microbatches read it. An ordinary
+weight is cast each time that it is read. Activations are kept for backward in fp8, in place of bf16.
+
+Without tensor cores for fp8, on CPUs, the same numbers are made by torch's operations, products in fp32.
+
+Shapes: T tokens, D input width, F output width (of several weights together), M, N, K of a product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hocket.kernels.usable import refuse_graph, usable
+from hocket.runtime.destinations import Destination, Ordinary, queued
+from hocket.runtime.weights import Product, put, sum_of_products, weight_of, write_product
+
+E4M3 = torch.float8_e4m3fn
+LEAST = -60
+"""Exponent of the least scale: two of them multiplied are a normal number in fp32."""
+UNIT = 16
+"""Widths and tokens of a product in fp8 are multiples of this."""
+
+
+@dataclass(frozen=True)
+class Products:
+    """Which products of a layer run in fp8."""
+
+    forward: bool = True
+    dgrad: bool = True
+    wgrad: bool = True
+
+    @property
+    def all(self) -> bool:
+        return self.forward and self.dgrad and self.wgrad
+
+
+ALL = Products()
+
+
+@dataclass(slots=True, eq=False)
+class Rows:
+    """A matrix in fp8, or a stack of them: `values * scale[..., None]`, and a transposed copy where one was made."""
+
+    values: Tensor
+    """e4m3 [..., R, W]."""
+    scale: Tensor
+    """fp32 [..., R], powers of two; nan where a row is not finite."""
+    turned: Tensor | None = None
+
+    def transposed(self) -> Tensor:
+        """The values as [..., W, R], made once."""
+        if self.turned is None:
+            self.turned = transposed(self.values)
+        return self.turned
+
+
+# ------------------------------------------------------------------------------------------------------------- casts
+
+
+def cast_rows(
+    parts: Sequence[Tensor],
+    fold: Tensor | None = None,
+    owner_R: Tensor | None = None,
+    count: Tensor | None = None,
+    into: tuple[Tensor, Tensor] | None = None,
+) -> Rows:
+    """Matrices [R, ...] side by side in fp8.
+
+    Columns are multiplied by `fold`, or each row's by `fold[owner]`. With `count`, int32 [1], only so many rows mean
+    something. `into`: where to write values and scales.
+    """
+    if usable(*parts):
+        from hocket.kernels import fp8
+
+        return Rows(*fp8.cast_rows(parts, fold, owner_R, count, into))
+    made = _rows(torch.cat([part.float() for part in parts], 1), fold, owner_R)
+    if into is not None:
+        into[0].copy_(made.values)
+        into[1].copy_(made.scale)
+    return made
+
+
+def transposed(values: Tensor, factors_R: Tensor | None = None, limit: Tensor | None = None) -> Tensor:
+    """[..., W, R] of [..., R, W]; with `factors`, powers of two, each row times its own over `limit`, the largest."""
+    if _on_gpu(values):
+        from hocket.kernels import fp8
+
+        return fp8.transposed(values, factors_R, limit)
+    if factors_R is not None and limit is not None:
+        values = (values.float() * (factors_R / limit)[:, None]).to(E4M3)
+    return values.view(torch.uint8).transpose(-1, -2).contiguous().view(E4M3)
+
+
+def swiglu_rows(
+    gate_up_RF: Tensor,
+    fold: Tensor | None = None,
+    owner_R: Tensor | None = None,
+    count: Tensor | None = None,
+    wide: Tensor | None = None,
+) -> Rows:
+    """`silu(gate) * up` of the two halves in fp8, as `cast_rows`; also written to `wide`, without `fold`."""
+    if usable(gate_up_RF):
+        from hocket.kernels import fp8
+
+        return Rows(*fp8.swiglu_rows(gate_up_RF, fold, owner_R, count, wide))
+    gate, up = gate_up_RF.float().chunk(2, 1)
+    value = gate * torch.sigmoid(gate) * up
+    if wide is not None:
+        wide.copy_(value)
+    return _rows(value, fold, owner_R)
+
+
+def swiglu_rows_backward(
+    g_RF: Tensor,
+    gate_up_RF: Tensor,
+    fold: Tensor | None = None,
+    count: Tensor | None = None,
+    wide: Tensor | None = None,
+) -> Rows:
+    """The gradient of gate and up in fp8, as `cast_rows`; also written to `wide`, without `fold`."""
+    if usable(g_RF, gate_up_RF):
+        from hocket.kernels import fp8
+
+        return Rows(*fp8.swiglu_rows_backward(g_RF, gate_up_RF, fold, count, wide))
+    g, (gate, up) = g_RF.float(), gate_up_RF.float().chunk(2, 1)
+    chance = torch.sigmoid(gate)
+    value = torch.cat([g * up * chance * (1 + gate * (1 - chance)), g * gate * chance], 1)
+    if wide is not None:
+        wide.copy_(value)
+    return _rows(value, fold)
+
+
+def _rows(value: Tensor, fold: Tensor | None = None, owner_R: Tensor | None = None) -> Rows:
+    """A matrix in fp32 in fp8, each row by the least power of two with which it fits."""
+    if fold is not None:
+        value = value * (fold if owner_R is None else fold[owner_R])
+    if not value.numel():
+        return Rows(value.to(E4M3), value.new_ones(value.shape[0]))
+    largest = value.abs().amax(1)
+    mantissa, exponent = torch.frexp(largest)
+    exponent = (exponent - 9 + (mantissa > 0.875)).clamp(min=LEAST)  # 448 is 0.875 * 2^9
+    exponent = torch.where(largest == 0, LEAST, exponent)
+    scale = torch.where(largest.isfinite(), torch.ldexp(torch.ones_like(largest), exponent), torch.nan)
+    return Rows((value / scale[:, None]).to(E4M3), scale)
+
+
+def _on_gpu(values: Tensor) -> bool:
+    return values.is_cuda and usable(values.view(torch.uint8))
+
+
+# ---------------------------------------------------------------------------------------------------------- products
+
+
+def product(
+    a_MK: Tensor, b_NK: Tensor, scale_M: Tensor, scale_N: Tensor | None, dtype: torch.dtype, fast: bool = True,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`a @ b.T` of fp8 matrices, rows of the result times `scale_M`, columns times `scale_N`, if that is given."""
+    if _on_gpu(a_MK):
+        scale_N = ones(b_NK.shape[0], b_NK.device) if scale_N is None else scale_N
+        scales = {"scale_a": scale_M.unsqueeze(1), "scale_b": scale_N.unsqueeze(0)}
+        how: dict[str, Any] = {"out_dtype": dtype, "use_fast_accum": fast, **scales}
+        if out is not None:
+            how["out"] = out
+        return torch._scaled_mm(a_MK, b_NK.t(), **how)
+    y = (a_MK.float() @ b_NK.float().t()) * scale_M[:, None]
+    y = (y if scale_N is None else y * scale_N).to(dtype)
+    return y if out is None else out.copy_(y)
+
+
+@lru_cache(maxsize=64)
+def ones(count: int, device: torch.device) -> Tensor:
+    """fp32 [count], to be read only."""
+    with torch.inference_mode(False), torch.no_grad():
+        return torch.ones(count, device=device)
+
+
+# ----------------------------------------------------------------------------------------------------------- weights
+
+
+def cast_weights(wheres: Sequence[Destination], again: bool = False) -> Rows:
+    """Weights [F, D] above each other, or a stacked one, in fp8. See Note: [Where casts of weights live]."""
+    weight = getattr(wheres[0], "weight", None)
+    if weight is not None and weight.cast is not None:
+        return weight.cast
+    values = [where.again() if again else where.value() for where in wheres]
+    counts, like = [len(value) for value in values], values[0]
+    shape = (sum(counts), *like.shape[1:])
+    made = Rows(like.new_empty(shape, dtype=E4M3), like.new_empty(shape[:-1], dtype=torch.float32))
+    for value, bytes_FD, scale_F in zip(values, made.values.split(counts), made.scale.split(counts), strict=True):
+        cast_rows([value.flatten(0, -2)], into=(bytes_FD.flatten(0, -2), scale_F.flatten()))
+    if weight is not None:
+        weight.cast = made
+    return made
+
+
+class _Factors:
+    """Both operands of weight gradients of one input, in fp8, transposed once for all of its weights."""
+
+    __slots__ = ("_fold", "_g", "_scale", "_turned", "_x")
+
+    def __init__(self, g: Rows, x: Rows, fold: Tensor | None) -> None:
+        self._g, self._x, self._fold = g, x, fold
+        self._scale: Tensor | None = None
+        self._turned: Tensor | None = None
+
+    def write(self, low: int, high: int, dtype: torch.dtype, out_FD: Tensor, add: bool, scale: float) -> None:
+        """Write the gradient of the weight with output features `low:high`, or add it."""
+        if self._turned is None or self._scale is None:
+            factors_T = self._g.scale * self._x.scale
+            limit = factors_T.amax()
+            self._turned = transposed(self._g.values, factors_T, limit)
+            width = self._g.values.shape[1]
+            self._scale = limit.expand(width).contiguous() if self._fold is None else limit / self._fold
+        operands = self._turned[low:high], self._x.transposed(), self._scale[low:high], None
+        if out_FD.dtype == dtype and not add and scale == 1.0:
+            product(*operands, dtype, fast=False, out=out_FD)
+        else:
+            put(product(*operands, dtype, fast=False), out_FD, add, scale)
+
+
+# --------------------------------------------------------------------------------------------------------- functions
+
+
+def fp8_linears(x_TD: Tensor, params: Sequence[Tensor], products: Products = ALL) -> tuple[Tensor, ...]:
+    """`x @ p.T` of every weight, [..., F], with products in fp8. Widths and tokens are multiples of `UNIT`."""
+    wheres = [where_of(x_TD, p) for p in params]
+    return _Linears.apply(x_TD, *(where.given for where in wheres), wheres, products)
+
+
+def fp8_mlp(x_TD: Tensor, p_gate_up: Tensor, p_down: Tensor) -> Tensor:
+    """SwiGLU between two linear layers, all products in fp8: nothing between them is written in a wider format."""
+    wheres = [where_of(x_TD, p_gate_up), where_of(x_TD, p_down)]
+    return _Mlp.apply(x_TD, *(where.given for where in wheres), *wheres)
+
+
+def where_of(x: Tensor, param: Tensor) -> Destination:
+    weight = weight_of(param)
+    return Ordinary(param) if weight is None else queued(x, weight)
+
+
+def _bounds(wheres: Sequence[Destination]) -> list[tuple[int, int]]:
+    """First and end output feature of each weight among all."""
+    found, low = [], 0
+    for where in wheres:
+        high = low + where.again().shape[0]
+        found.append((low, high))
+        low = high
+    return found
+
+
+def _made(where: Destination, write: Product) -> Tensor:
+    """A gradient as a tensor of its own."""
+    out = torch.empty_like(where.again())
+    write(out)
+    return out
+
+
+class _Linears(torch.autograd.Function):
+    """Several products of one input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *given: Any) -> tuple[Tensor, ...]:
+        *_, wheres, products = given
+        x_TD, shape = x.reshape(-1, x.shape[-1]), x.shape[:-1]
+        ctx.wheres, ctx.products = wheres, products
+        rows = cast_rows([x_TD]) if products.forward or products.wgrad else None
+        if products.forward:
+            assert rows is not None
+            w, values, scale = cast_weights(wheres), rows.values, rows.scale
+            ys = [product(values, w.values[i:j], scale, w.scale[i:j], x.dtype) for i, j in _bounds(wheres)]
+        else:
+            ys = [F.linear(x_TD, where.value()) for where in wheres]
+        ctx.save_for_backward(*((rows.values, rows.scale) if rows is not None and products.wgrad else (x,)))
+        ctx.x_shape = x.shape
+        return tuple(y.view(*shape, -1) for y in ys)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        refuse_graph()
+        wheres, products, dtype = ctx.wheres, ctx.products, grads[0].dtype
+        gs = [g.reshape(-1, g.shape[-1]) for g in grads]
+        w = cast_weights(wheres, again=True) if products.dgrad else None
+        fold = None if w is None else w.scale
+        rows = cast_rows(gs, fold) if products.dgrad or products.wgrad else None
+        dx = None
+        if ctx.needs_input_grad[0]:
+            if w is not None:
+                assert rows is not None
+                dx = product(rows.values, w.transposed(), rows.scale, None, dtype)
+            else:
+                dx = sum_of_products([(g, where.again()) for g, where in zip(gs, wheres, strict=True)])
+            dx = dx.view(ctx.x_shape)
+        if products.wgrad:
+            assert rows is not None
+            factors = _Factors(rows, Rows(*ctx.saved_tensors), fold)
+            works = [Product(partial(factors.write, low, high, dtype)) for low, high in _bounds(wheres)]
+        else:
+            x_TD = ctx.saved_tensors[0].detach().reshape(-1, ctx.x_shape[-1])
+            works = [Product(partial(write_product, g.t(), x_TD)) for g in gs]
+        found = [
+            where.contribute(ctx, i, work, partial(_made, where, work))
+            for i, (where, work) in enumerate(zip(wheres, works, strict=True), 1)
+        ]
+        return dx, *found, None, None
+
+
+class _Mlp(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, given: Any, given_down: Any, where: Destination, where_down: Destination
+    ) -> Tensor:
+        ctx.where, ctx.where_down, ctx.shape = where, where_down, x.shape
+        rows, w, down = cast_rows([x.reshape(-1, x.shape[-1])]), cast_weights([where]), cast_weights([where_down])
+        gate_up = product(rows.values, w.values, rows.scale, w.scale, x.dtype)
+        inner = swiglu_rows(gate_up)
+        y = product(inner.values, down.values, inner.scale, down.scale, x.dtype)
+        ctx.save_for_backward(rows.values, rows.scale, gate_up, inner.values, inner.scale)
+        return y.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        refuse_graph()
+        values, scale, gate_up, inner_values, inner_scale = ctx.saved_tensors
+        where, where_down, dtype = ctx.where, ctx.where_down, g.dtype
+        w, down = cast_weights([where], again=True), cast_weights([where_down], again=True)
+        rows = cast_rows([g.reshape(-1, g.shape[-1])], down.scale)
+        g_inner = product(rows.values, down.transposed(), rows.scale, None, dtype)
+        factors = _Factors(rows, Rows(inner_values, inner_scale), down.scale)
+        work_down = Product(partial(factors.write, 0, rows.values.shape[1], dtype))
+        rows = swiglu_rows_backward(g_inner, gate_up, w.scale)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = product(rows.values, w.transposed(), rows.scale, None, dtype).view(ctx.shape)
+        factors = _Factors(rows, Rows(values, scale), w.scale)
+        work = Product(partial(factors.write, 0, rows.values.shape[1], dtype))
+        dw_down = where_down.contribute(ctx, 2, work_down, partial(_made, where_down, work_down))
+        return dx, where.contribute(ctx, 1, work, partial(_made, where, work)), dw_down, None, None

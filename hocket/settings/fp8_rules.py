@@ -1,0 +1,94 @@
+"""Rules of products in fp8."""
+
+from __future__ import annotations
+
+from hocket.config import Config
+from hocket.settings.rule import Rule
+
+UNIT = 16
+"""Products in fp8 take widths and numbers of tokens that are multiples of this."""
+FROM = (8, 9)
+"""The first compute capability that has such products."""
+WITHOUT = {"kv_lora_rank": "latent attention"}
+"""Settings of models that do not compute in fp8, and what they are."""
+
+
+def widths(c: Config) -> dict[str, int]:
+    """Setting -> the width of a product in fp8 that it makes."""
+    m = c.model
+    found = {"model.hidden": m.hidden, "model.head_dim": m.kv_heads * m.head_dim}
+    kinds = m.kinds()
+    if "dense" in kinds:
+        found["model.ffn"] = m.ffn
+    if "moe" in kinds:
+        found |= {"model.shared_ffn": m.shared_ffn, "model.expert_ffn": m.expert_ffn}
+    return found
+
+
+FP8_RULES: tuple[Rule, ...] = (
+    Rule(
+        ("precision.compute", "train.device"),
+        lambda c, h: c.precision.compute == "fp8" and c.train.device == "cuda" and (0, 0) < h.capability < FROM,
+        "{host.gpu} has no products in fp8, which begin at compute capability 8.9 (Ada, Hopper)",
+        "precision.compute = bf16",
+    ),
+    Rule(
+        ("precision.compute", "mesh.tp"),
+        lambda c, h: c.precision.compute == "fp8" and c.mesh.tp > 1,
+        "products of tensor-parallel ranks, which meet their operands piece by piece, do not run in fp8",
+        "mesh.tp = 1, or precision.compute = bf16",
+    ),
+    *(
+        Rule(
+            (f"model.{name}", "precision.compute"),
+            lambda c, h, name=name: c.precision.compute == "fp8" and bool(getattr(c.model, name)),
+            f"products in fp8 are not there for {what}",
+            "precision.compute = bf16",
+        )
+        for name, what in WITHOUT.items()
+    ),
+    *(
+        Rule(
+            (setting, "precision.compute"),
+            lambda c, h, setting=setting: c.precision.compute == "fp8" and widths(c).get(setting, 0) % UNIT > 0,
+            f"products in fp8 take widths of a multiple of {UNIT}{words}",
+            f"a multiple{of}, or precision.compute = bf16",
+        )
+        for setting, words, of in (
+            ("model.hidden", "", f" of {UNIT}"),
+            ("model.head_dim", ", and keys of all model.kv_heads = {model.kv_heads} heads are one", ""),
+            ("model.ffn", "", f" of {UNIT}"),
+            ("model.shared_ffn", "", f" of {UNIT}"),
+            ("model.expert_ffn", "", f" of {UNIT}"),
+        )
+    ),
+    Rule(
+        ("data.sequence_length", "train.sequences", "precision.compute"),
+        lambda c, h: c.precision.compute == "fp8" and c.tokens % UNIT != 0,
+        f"weight gradients in fp8 sum over a multiple of {UNIT} tokens, and a microbatch has "
+        "train.sequences x data.sequence_length = {train.sequences} x {data.sequence_length}",
+        f"a multiple of {UNIT} tokens, or precision.compute = bf16",
+    ),
+    Rule(
+        ("precision.fp8_products", "precision.compute"),
+        lambda c, h: c.precision.compute == "fp8" and not c.precision.fp8_products,
+        "no product is left to run in fp8",
+        "some of forward, dgrad and wgrad, or precision.compute = bf16",
+    ),
+    Rule(
+        ("precision.fp8_ends", "model.layers", "precision.compute"),
+        lambda c, h: c.precision.compute == "fp8" and sum(c.precision.fp8_ends) >= c.model.layers,
+        "none of the model.layers = {model.layers} layers is left to compute in fp8",
+        "fewer of them, or precision.compute = bf16",
+    ),
+    *(
+        Rule(
+            (setting, "precision.compute"),
+            lambda c, h: c.precision.compute != "fp8",
+            "no effect: nothing computes in fp8",
+            "precision.compute = fp8, or leave it out",
+            only_if_set=True,
+        )
+        for setting in ("precision.fp8_products", "precision.fp8_ends")
+    ),
+)
