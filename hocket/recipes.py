@@ -85,19 +85,14 @@ def qwen3_30b_a3b() -> Config:
 
 
 def large(name: str, model: ModelConfig, mesh: MeshConfig, plan: PlanConfig, length: int = 4096) -> Config:
-    """What the recipes of published models have in common: bf16, and microbatches of one sequence of `length` tokens.
-
-    There are 8 of them, or twice as many as pipeline ranks if that is more.
-    """
+    """What the recipes of published models have in common: bf16, 8 microbatches of one sequence of `length` tokens."""
     return Config(
         model=model,
         mesh=mesh,
         plan=plan,
         data=DataConfig(sequence_length=length),
         precision=PrecisionConfig(compute="bf16"),
-        train=TrainConfig(
-            steps=1000, microbatches=max(8, 2 * mesh.pp), lr=3e-4, min_lr=3e-5, warmup=100, save_every=500
-        ),
+        train=TrainConfig(steps=1000, microbatches=8, lr=3e-4, min_lr=3e-5, warmup=100, save_every=500),
         run=RunConfig(name=name),
     )
 

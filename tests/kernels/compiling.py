@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,7 +80,10 @@ def routing() -> None:
     from hocket.kernels.routing import choose, regroup
 
     sigmoid = ModelConfig(experts=100, top_k=3, router="sigmoid", normalize_top_k=False)
-    for config, bias in ((ModelConfig(experts=128, top_k=8), None), (sigmoid, of(torch.float32, 100))):
+    groups = replace(sigmoid, route_groups=10, route_top_groups=4)
+    best = ModelConfig(experts=160, top_k=6, route_groups=8, route_top_groups=3, route_group_score="best")
+    biased = [(config, of(torch.float32, 100)) for config in (sigmoid, groups)]
+    for config, bias in ((ModelConfig(experts=128, top_k=8), None), (best, None), *biased):
         logits = of(torch.float32, 7, config.experts).requires_grad_()
         choose(logits, bias, config, 0.1, Arriving)[0].sum().backward()
     for ranks in (1, 4):

@@ -22,7 +22,7 @@ from hocket.pretrained.configuration import config_of, family_for, model_of
 from hocket.pretrained.convert import PretrainedFolder, rules_of, split, tensors_of
 from hocket.pretrained.tables import FAMILIES, Family
 from hocket.pretrained.written import files_of, write_files
-from tests.pretrained.folders import CASES, VOCAB, made, ours, saved, settings
+from tests.pretrained.folders import CASES, VOCAB, change_config, made, ours, saved, settings
 
 
 def as_there(family: Family, model: ModelConfig, values: dict[str, Tensor], known: set[str]) -> dict[str, Tensor]:
@@ -102,6 +102,12 @@ def assert_same(model: Chunk, other: Chunk) -> None:
     values, others = (dict((*m.named_parameters(), *m.named_buffers())) for m in (model, other))
     assert values.keys() == others.keys()
     assert all(torch.equal(values[name], others[name]) for name in values)
+
+
+def test_kimi_k2_is_deepseek_v3_by_another_name(tmp_path: Path) -> None:
+    """transformers has no class for it; its files are those of DeepSeek-V3."""
+    exact = ours(saved("deepseek_v3", tmp_path))
+    assert_same(exact, ours(change_config(tmp_path, model_type="kimi_k2")))
 
 
 def test_experts_of_one_rank(tmp_path: Path) -> None:
