@@ -56,5 +56,5 @@ REFUSED_MODELS: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
         ({}, {f"model__{name}": 8}, f"model.{name}", "no effect: model.kv_lora_rank = 0")
         for name in ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     ),
-    ({**LATENT, "precision__compute": "fp8"}, {}, "model.kv_lora_rank", "products in fp8 are not there for latent"),
+    (LATENT, {"precision__compute": "fp8"}, "precision.compute", "products in fp8 are not there for latent"),
 )  # fmt: skip
