@@ -31,6 +31,7 @@ from hocket.fsdp.module_unit import Unit
 from hocket.fsdp.options import ShardOptions
 from hocket.fsdp.param_group import Member, ParamGroup
 from hocket.fsdp.precision import Precision
+from hocket.fsdp.same_order import order_over
 from hocket.fsdp.shard_groups import Placement, shard_groups_for
 from hocket.fsdp.strategy import Prefetch, policy_of
 
@@ -97,7 +98,8 @@ def fully_shard(
                 new.param.untyped_storage().resize_(0)
     fingerprints.compare()
     prefetch, everyone = Prefetch.parse(options.prefetch), shard_groups_for(default, strategy, options, device)
-    context = ShardContext(made, policy, prefetch, everyone, device)
+    order = order_over(mesh) if options.transport != "null" else None
+    context = ShardContext(made, policy, prefetch, everyone, device, order)
     _install(context, set(inner), manual=options.driver == "manual")
     return context
 
