@@ -84,7 +84,7 @@ class ShardContext:
         """Whether gradients were staged that nobody has waited for."""
         self.arriving = False
         """Whether gradients may be read of units alone whose reduction was waited for; see `gradients_arrive`."""
-        self._depth = 0
+        self._depth = self._gathered = 0
         self._no_sync = self._accumulating = False
         self._weights: Ticket | None = None
         self._read_outside: list[Claim] = []
@@ -108,6 +108,11 @@ class ShardContext:
     def root(self) -> nn.Module:
         """The sharded model."""
         return next(unit.module for unit in self.units if not unit.name)
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether this is inside of `gathered()`."""
+        return self._gathered > 0
 
     def place(self) -> None:
         """Give the units memory for gathered weights and staged gradients. Once, when all units are known."""
@@ -293,12 +298,12 @@ class ShardContext:
             for group in unit.groups:
                 group.invalidate()
 
-    def sum_over_ranks(self, value: Tensor) -> None:
-        """Add up a tensor over all ranks of the mesh that `fully_shard` was given, in place."""
-        self.about_to("sum over ranks")
+    def over_ranks(self, value: Tensor, how: str) -> None:
+        """The `sum` or `max` of a tensor over all ranks of the mesh that `fully_shard` was given, in place."""
+        self.about_to(f"{how} over ranks")
         self.before_waiting()
-        self.groups.reduce.all_reduce(value).wait()
-        self.groups.outer.all_reduce(value).wait()
+        self.groups.reduce.all_reduce(value, how).wait()
+        self.groups.outer.all_reduce(value, how).wait()
 
     @contextlib.contextmanager
     def gathered(self, changed: bool = False) -> Iterator[None]:
@@ -313,7 +318,11 @@ class ShardContext:
             for claim in claims:
                 claim.wait()
             before = [param.data_ptr() for unit in self.units for param in unit.parameters]
-            yield
+            self._gathered += 1
+            try:
+                yield
+            finally:
+                self._gathered -= 1
             for claim in claims:
                 claim.wait()  # the weights are still there
             after = [param.data_ptr() for unit in self.units for param in unit.parameters]

@@ -83,11 +83,15 @@ def apart(rank: int, name: str, strategy: str) -> None:
     model = Chosen()
     hocket.fully_shard(model, units=Block, strategy=strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with naming(name), pytest.raises(ValueError, match="ranks have gone apart: where rank") as caught:
+
+    def train() -> None:
         for step in range(4):
             run(model, rank, step).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
+
+    with naming(name), pytest.raises(ValueError, match="ranks have gone apart: where rank") as caught:
+        train()
     assert words in str(caught.value)
     assert f"rank {1 - rank} is about to" in str(caught.value)
     raise Told(rank)
