@@ -17,6 +17,7 @@ from hocket.fsdp.buckets import Named, make_buckets, parse_bucket
 from hocket.fsdp.checks import (
     UNIT,
     is_full,
+    refuse_early,
     refuse_matrices,
     refuse_newcomers,
     refuse_sharded,
@@ -31,13 +32,16 @@ from hocket.fsdp.module_unit import Unit
 from hocket.fsdp.options import ShardOptions
 from hocket.fsdp.param_group import Member, ParamGroup
 from hocket.fsdp.precision import Precision
+from hocket.fsdp.same_order import order_over
 from hocket.fsdp.shard_groups import Placement, shard_groups_for
 from hocket.fsdp.strategy import Prefetch, policy_of
+from hocket.fsdp.torch_functions import install
 
 Place = Callable[[str, nn.Parameter], Placement | None]
 
 _contexts: WeakSet[ShardContext] = WeakSet()
 _checked: WeakSet[Optimizer] = WeakSet()
+install(_contexts)
 
 
 def fully_shard(
@@ -97,7 +101,8 @@ def fully_shard(
                 new.param.untyped_storage().resize_(0)
     fingerprints.compare()
     prefetch, everyone = Prefetch.parse(options.prefetch), shard_groups_for(default, strategy, options, device)
-    context = ShardContext(made, policy, prefetch, everyone, device)
+    order = order_over(mesh) if options.transport != "null" else None
+    context = ShardContext(made, policy, prefetch, everyone, device, order)
     _install(context, set(inner), manual=options.driver == "manual")
     return context
 
@@ -189,7 +194,7 @@ def refuse_optimizer(optimizer: Optimizer, *_: Any) -> None:
                     f"the {type(optimizer).__name__} was built before hocket.fully_shard, so it would update nothing: "
                     f"build it from module.parameters() afterwards"
                 )
-            refuse_matrices(optimizer, param)
+    refuse_matrices(optimizer)
     for context in _contexts:
         refuse_newcomers(context.root)
     _checked.add(optimizer)
@@ -236,16 +241,7 @@ def clip_grad_norm_(module: nn.Module | ShardContext, max_norm: float) -> Tensor
     context = context_of(module)
     if not isinstance(max_norm, int | float) or not max_norm >= 0:
         raise ValueError(f"max_norm={max_norm!r} must be a number, 0 or above")
-    if context.in_backward:
-        raise ValueError(
-            "clip_grad_norm_ is called inside of a backward, before all gradients are there: call it afterwards; after "
-            "a backward that ended with an exception, call abort() of the ShardContext on all ranks"
-        )
-    if context.arriving:
-        raise ValueError(
-            "clip_grad_norm_ is called inside of step_and_gather, as by a hook of the optimizer's step, before all "
-            "gradients are there: call it before"
-        )
+    refuse_early(context, "clip_grad_norm_")
     context.finish_step()
     groups = [group for unit in context.units for group in unit.groups if group.trainable and group.has_grad]
     square = torch.zeros(1, dtype=torch.float64, device=context.device)
@@ -254,7 +250,7 @@ def clip_grad_norm_(module: nn.Module | ShardContext, max_norm: float) -> Tensor
     squares = squares_of([group.main_grad for group in groups]) if groups else ()
     for group, mine in zip(groups, squares, strict=True):
         square += mine / group.groups.replicas
-    context.sum_over_ranks(square)
+    context.over_ranks(square, "sum")
     norm = square.sqrt().squeeze(0)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for group in groups:

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from hocket.fsdp.elementwise import is_elementwise
 from hocket.fsdp.members import Found
 from hocket.fsdp.options import ShardOptions
 from hocket.fsdp.precision import Precision
@@ -113,16 +114,23 @@ _OF_MATRICES = torch.optim.Adafactor, torch.optim.Muon
 """Optimizers that take a gradient as a matrix. A shard's is 1-D, on whichever ranks it lies."""
 
 
-def refuse_matrices(optimizer: Optimizer, param: Tensor) -> None:
-    """Refuse torch's optimizers that are not elementwise, which would take a shard for a weight."""
-    group = param.group if isinstance(param, ShardedParameter) else None
-    if group is None:
-        return
-    if isinstance(optimizer, _OF_MATRICES) or (isinstance(optimizer, torch.optim.LBFGS) and not group.keeps_all):
-        raise ValueError(
-            f"{type(optimizer).__name__} computes with whole weights, and sharded parameters are 1-D parts of them: "
-            f"use an elementwise optimizer, such as torch.optim.AdamW"
-        )
+def refuse_matrices(optimizer: Optimizer) -> None:
+    """Refuse optimizers that are not elementwise, which would take a shard for a weight."""
+    for number, held in enumerate(optimizer.param_groups):
+        shards = [param for param in held["params"] if isinstance(param, ShardedParameter) and param.group is not None]
+        if not shards:
+            continue
+        parts = [shard for shard in shards if not shard.keeps_all]
+        refused = isinstance(optimizer, _OF_MATRICES) or (isinstance(optimizer, torch.optim.LBFGS) and bool(parts))
+        if not refused and not type(optimizer).__module__.startswith("torch.optim."):
+            refused = any(shard.splits for shard in shards) and not is_elementwise(
+                optimizer, number, (parts or shards)[0].to_local(), keeps_all=not parts
+            )
+        if refused:
+            raise ValueError(
+                f"{type(optimizer).__name__} computes with whole weights, and sharded parameters are 1-D parts of "
+                f"them: use an elementwise optimizer, such as torch.optim.AdamW"
+            )
 
 
 def refuse_newcomers(root: nn.Module) -> None:
@@ -133,3 +141,17 @@ def refuse_newcomers(root: nn.Module) -> None:
                 f"{name} joined the {type(root).__name__.removeprefix('Sharded')} after it was sharded, so its "
                 f"gradients are not averaged over ranks: complete the model before hocket.fully_shard"
             )
+
+
+def refuse_early(context: Any, what: str) -> None:
+    """Refuse to look at all gradients before all are there. `context` is a `ShardContext`."""
+    if context.in_backward:
+        raise ValueError(
+            f"{what} is called inside of a backward, before all gradients are there: call it afterwards; after "
+            f"a backward that ended with an exception, call abort() of the ShardContext on all ranks"
+        )
+    if context.arriving:
+        raise ValueError(
+            f"{what} is called inside of step_and_gather, as by a hook of the optimizer's step, before all "
+            f"gradients are there: call it before"
+        )

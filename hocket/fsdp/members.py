@@ -17,16 +17,12 @@ What takes the place of a shard would be shown in use only, or never: so `_param
 
 from __future__ import annotations
 
-import inspect
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import _get_model_state_dict
 
 from hocket.fsdp.sharded_parameter import ShardedParameter
 from hocket.runtime.functional import embedding_forward, linear_forward
@@ -201,20 +197,6 @@ def _load(shard: ShardedParameter, value: Tensor, name: str) -> None:
         local.copy_(value)
 
 
-def _refuse_to_collect(reader: FrameType | None) -> None:
-    """Raise ValueError if torch collects a state dict to save it: it would take this rank's elements for weights."""
-    while reader is not None and reader.f_code.co_name == "state_dict":
-        reader = reader.f_back
-    if reader is not None and reader.f_code is _COLLECTING:
-        raise ValueError(
-            "torch.distributed.checkpoint.state_dict.get_model_state_dict takes a sharded model's parts for whole "
-            "weights: call it inside of ctx.gathered(), or use hocket.checkpoint.save or hocket.checkpoint.model_state"
-        )
-
-
-_COLLECTING = inspect.unwrap(_get_model_state_dict).__code__
-"""How torch collects a model's state."""
-
 _subclasses: dict[type[nn.Module], type[nn.Module]] = {}
 
 
@@ -266,8 +248,6 @@ def _subclass(cls: type[nn.Module], forward: Callable[..., Any] | None) -> type[
                 full = self.__dict__.get(key)
                 if full is not None:  # inside of ctx.gathered(), after which the memory goes
                     destination[prefix + key] = full.detach().clone()
-                else:
-                    _refuse_to_collect(sys._getframe(1))
 
     def load(self: nn.Module, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         state = dict(state)

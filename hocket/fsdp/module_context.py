@@ -15,6 +15,7 @@ from hocket.fsdp.memory import place_gradients, place_weights
 from hocket.fsdp.module_unit import Claim, Unit
 from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.residency import Budget, FixedSlots, Residency, Unbounded
+from hocket.fsdp.same_order import SameOrder
 from hocket.fsdp.shard_groups import ShardGroups
 from hocket.fsdp.stats import ShardStats, stats_of
 from hocket.fsdp.strategy import Policy, Prefetch
@@ -56,8 +57,18 @@ class ShardContext:
     """The shared part of a sharded model's units. Made by `hocket.fully_shard`."""
 
     def __init__(
-        self, units: Sequence[Unit], policy: Policy, prefetch: Prefetch, groups: ShardGroups, device: torch.device
+        self,
+        units: Sequence[Unit],
+        policy: Policy,
+        prefetch: Prefetch,
+        groups: ShardGroups,
+        device: torch.device,
+        order: SameOrder | None = None,
     ) -> None:
+        self._order, self._model = order, ""  # which of several on these ranks, as the order of collectives tells it
+        if order is not None:
+            self._model = f" of model {order.models}" if order.models else ""
+            order.models += 1
         self.policy, self.prefetch, self.groups, self.device = policy, prefetch, groups, device
         self.history: History | None = None
         self.gathering = _queue("gather", device)
@@ -73,7 +84,7 @@ class ShardContext:
         """Whether gradients were staged that nobody has waited for."""
         self.arriving = False
         """Whether gradients may be read of units alone whose reduction was waited for; see `gradients_arrive`."""
-        self._depth = 0
+        self._depth = self._gathered = 0
         self._no_sync = self._accumulating = False
         self._weights: Ticket | None = None
         self._read_outside: list[Claim] = []
@@ -98,6 +109,11 @@ class ShardContext:
         """The sharded model."""
         return next(unit.module for unit in self.units if not unit.name)
 
+    @property
+    def is_gathered(self) -> bool:
+        """Whether this is inside of `gathered()`."""
+        return self._gathered > 0
+
     def place(self) -> None:
         """Give the units memory for gathered weights and staged gradients. Once, when all units are known."""
         count, fixed = self.policy.slots, self.policy.slots is not None
@@ -118,6 +134,16 @@ class ShardContext:
         return self.history
 
     # What units ask
+
+    def about_to(self, what: str) -> None:
+        """A collective is issued next. See Note: [Ranks that go apart]."""
+        if self._order is not None:
+            self._order.note(what + self._model)
+
+    def before_waiting(self) -> None:
+        """The caller waits for a collective next: raise ValueError if other ranks have issued others."""
+        if self._order is not None:
+            self._order.settle()
 
     def residency_of(self, unit: Unit) -> Residency:
         """Who decides whether there is room for a unit."""
@@ -260,6 +286,7 @@ class ShardContext:
         self.reductions_open = False  # what was sent just now is waited for, too
 
     def _join_reductions(self) -> None:
+        self.before_waiting()
         self.reducing.join()
         self.outer.join()
         for staging in set(self._staging.values()):
@@ -271,10 +298,12 @@ class ShardContext:
             for group in unit.groups:
                 group.invalidate()
 
-    def sum_over_ranks(self, value: Tensor) -> None:
-        """Add up a tensor over all ranks of the mesh that `fully_shard` was given, in place."""
-        self.groups.reduce.all_reduce(value).wait()
-        self.groups.outer.all_reduce(value).wait()
+    def over_ranks(self, value: Tensor, how: str) -> None:
+        """The `sum` or `max` of a tensor over all ranks of the mesh that `fully_shard` was given, in place."""
+        self.about_to(f"{how} over ranks")
+        self.before_waiting()
+        self.groups.reduce.all_reduce(value, how).wait()
+        self.groups.outer.all_reduce(value, how).wait()
 
     @contextlib.contextmanager
     def gathered(self, changed: bool = False) -> Iterator[None]:
@@ -289,7 +318,11 @@ class ShardContext:
             for claim in claims:
                 claim.wait()
             before = [param.data_ptr() for unit in self.units for param in unit.parameters]
-            yield
+            self._gathered += 1
+            try:
+                yield
+            finally:
+                self._gathered -= 1
             for claim in claims:
                 claim.wait()  # the weights are still there
             after = [param.data_ptr() for unit in self.units for param in unit.parameters]

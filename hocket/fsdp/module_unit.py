@@ -44,6 +44,8 @@ class Shared(Protocol):
     def accumulates(self) -> bool: ...
     def residency_of(self, unit: Unit) -> Residency: ...
     def staging_of(self, group: ParamGroup) -> Staging: ...
+    def about_to(self, what: str) -> None: ...
+    def before_waiting(self) -> None: ...
     def adds_up_locally(self, group: ParamGroup) -> bool: ...
     def weights_ready(self) -> Ticket: ...
     def forget_old_forwards(self) -> None: ...
@@ -199,6 +201,10 @@ class Unit:
     def _gather(self) -> None:
         after = [*self._last_use(), *(ticket for buffer in self.full.values() for ticket in buffer.behind)]
         stale = [group for group in self.groups if group.stale()]
+        if self.full or any(group.groups.outer_shards for group in stale):
+            self.context.about_to(f"gather {self}")
+            if any(not ticket.done for ticket in after):
+                self.context.before_waiting()
         if stale:
             after.append(self.context.weights_ready())
 
@@ -223,6 +229,8 @@ class Unit:
     def wait_gathered(self) -> None:
         """Order the caller's following work behind the gather."""
         if self._gathering is not None:
+            if not self._gathering.done:
+                self.context.before_waiting()
             self._gathering.wait()
 
     def give_back(self) -> None:
@@ -261,6 +269,7 @@ class Unit:
         """Where the gradients of a group are collected until the next `reduce`."""
         found = self._staged.get(group)
         if found is None:
+            self.context.before_waiting()  # for memory that is still on its way
             found = self._staged[group] = Staged(group, self.context.staging_of(group), self)
         return found
 
@@ -311,6 +320,8 @@ class Unit:
         self.reduces += 1
 
     def _send(self, group: ParamGroup) -> None:
+        self.context.before_waiting()  # for the last reduction
+        self.context.about_to(f"reduce {self}")
         staged = self.staged(group)  # an empty one if this rank has no gradient in it, or has them locally
         staged.fill_gaps()
         group.local.merge(staged.views)
@@ -331,6 +342,7 @@ class Unit:
         """Start what replicas exchange, for the groups reduced since the last time."""
         left, self._outer_left = self._outer_left, {}
         for group, ticket in left.items():
+            self.context.about_to(f"sum over replicas {self}")
             sent = self.context.outer.submit(f"outer {self.name}", group.reduce_outer, [ticket])
             self._outer_sent[group] = (sent,)
             self._reduced[group] = sent

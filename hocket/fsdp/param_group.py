@@ -73,7 +73,7 @@ class ParamGroup:
         assert members
         first = members[0].param
         self.members, self.groups, self.device = tuple(members), groups, device
-        self.trainable = first.requires_grad
+        self.trainable, self._splits = first.requires_grad, granularity != "tensor"
         self.formats = precision.of(first.dtype)
         inner, outer = groups.gather, groups.outer
         parts = outer.size if groups.outer_shards else 1
@@ -153,6 +153,11 @@ class ParamGroup:
     def keeps_all(self) -> bool:
         """Whether this rank updates whole parameters, not a part of them."""
         return self.kept.world == 1
+
+    @property
+    def splits(self) -> bool:
+        """Whether an optimizer may see a part of a parameter, or must take 1-D for the whole of one."""
+        return self._splits
 
     @property
     def nbytes(self) -> int:

@@ -26,10 +26,8 @@ and so are hooks that would never run.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -42,6 +40,8 @@ class Group(Protocol):
 
     @property
     def keeps_all(self) -> bool: ...
+    @property
+    def splits(self) -> bool: ...
     def grad_of(self, index: int) -> Tensor | None: ...
     def place_of(self, shard: ShardedParameter) -> tuple[tuple[int, ...], int]: ...
     def forget(self, index: int) -> None: ...
@@ -79,6 +79,16 @@ class ShardedParameter(nn.Parameter):
     def group(self) -> Group | None:
         """The group that it is a part of; None of a copy."""
         return None if self._group is None else self._group()
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether this rank updates all of its elements."""
+        return self.group is not None and self.group.keeps_all
+
+    @property
+    def splits(self) -> bool:
+        """Whether ranks may have parts of its parameter."""
+        return self.group is not None and self.group.splits
 
     def __repr__(self) -> str:  # pyrefly: ignore[bad-override]  (Tensor's takes an argument of its own)
         if self.group is None:
@@ -136,8 +146,6 @@ class ShardedParameter(nn.Parameter):
         group = self.group
         if group is None:
             return _GRAD.__get__(self)
-        if not group.keeps_all:
-            _refuse_local_view(sys._getframe(1))
         return group.grad_of(self.position)
 
     @grad.setter
@@ -213,29 +221,6 @@ class ShardedParameter(nn.Parameter):
         return self
 
 
-def _refuse_local_view(reader: FrameType) -> None:
-    """Raise ValueError if torch reads gradients to clip or unscale them: it would see this rank's part of them alone.
-
-    Each rank would scale by its own norm, or skip a step for its own infinities, and nobody would notice.
-    """
-    code, caller = reader.f_code, reader.f_back
-    if code.co_filename == _CLIPPING and _NORM in (code.co_name, caller.f_code.co_name if caller else ""):
-        raise ValueError(
-            "torch.nn.utils.clip_grad_norm_ sees one rank's part of the gradients of a sharded model, and each rank "
-            "would clip by its own norm: use hocket.clip_grad_norm_(model, max_norm)"
-        )
-    if code is _UNSCALING:
-        raise ValueError(
-            "torch.amp.GradScaler sees one rank's part of the gradients of a sharded model, and each rank would skip "
-            "steps by its own infinities: compute in torch.bfloat16 without a scaler, or use strategy='no_shard'"
-        )
-
-
-_NORM = "clip_grad_norm_"
-_CLIPPING = torch.nn.utils.clip_grad_norm_.__code__.co_filename
-"""Where torch clips gradients."""
-_UNSCALING = torch.amp.GradScaler._unscale_grads_.__code__
-"""How it divides them by the scale of the loss."""
 _GRAD: Any = torch.Tensor.grad
 _DATA: Any = torch.Tensor.data  # pyrefly: ignore[missing-attribute]
 _REQUIRES_GRAD: Any = torch.Tensor.requires_grad  # pyrefly: ignore[missing-attribute]

@@ -133,14 +133,6 @@ def penalty_inside_of_a_forward() -> None:
     loss_of(model).backward()
 
 
-def scaled() -> None:
-    model, _ = sharded()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(loss_of(model)).backward()
-    scaler.step(optimizer)
-
-
 def hook_on_a_shard() -> None:
     layer().weight.register_hook(lambda grad: 2 * grad)
 
@@ -273,7 +265,6 @@ MISTAKES: dict[Callable[[], None], str] = {
     updated_too_early: "changed between a forward and its backward",
     penalty_on_shards: "a gradient reached the shard of",
     penalty_inside_of_a_forward: "a gradient reached the shard of 0.linear",
-    scaled: "torch.amp.GradScaler sees one rank's part",
     hook_on_a_shard: "register_hook on 1.linear.weight: such a hook would never run",
     hook_after_a_gradient: "1.linear.weight has a hook by register_post_accumulate_grad_hook",
     frozen_by_hand: "requires_grad of 1.linear.weight can't be set to False any more",
@@ -339,22 +330,3 @@ def other_memory(rank: int) -> None:
 
 def test_other_memory_for_gathered_weights() -> None:
     run_ranks(other_memory, 2)
-
-
-def norms(rank: int) -> None:
-    """Only what keeps whole parameters on every rank has a norm of its own."""
-    for strategy in ("no_shard", "optim_grads_params"):
-        model = plain()
-        hocket.fully_shard(model, units=Block, strategy=strategy)
-        loss_of(model).backward()
-        torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
-        if strategy == "no_shard":
-            ours = hocket.clip_grad_norm_(model, 1e9)
-            assert torch.isclose(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9), ours.float())
-        else:
-            with pytest.raises(ValueError, match=r"use hocket\.clip_grad_norm_"):
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-
-
-def test_the_norm_of_one_rank_is_refused() -> None:
-    run_ranks(norms, 2)

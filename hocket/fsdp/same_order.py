@@ -1,0 +1,178 @@
+"""Whether all ranks issue the same collectives of sharded models, in the same order.
+
+Note: [Ranks that go apart]
+A collective meets the one that other ranks issue next, whatever they mean by it. A rank that leaves a unit out, or
+whose loss does not reach it, would get another unit's weights, add up another unit's gradients, and wait forever in the
+end. So each rank predicts from the collectives so far which one is next. Ranks predict alike as long as they have
+issued alike. Where they part, at least one issues what it has not predicted.
+
+That one counts itself in the store of the default group, under the number of the collective and all that came before.
+Before it waits for any collective, it looks whether everybody is counted there. In a first step everybody is. If some
+are not, it asks. A thread on each rank answers, with the last collectives there, since the main thread waits for one
+that never comes. The first difference is the error.
+
+A step like those before it predicts everything, asks nobody, and pays a few look-ups in a table per collective.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+from weakref import WeakSet
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+ASK_AFTER = 1.0
+"""Seconds without everybody's count until a rank asks; and between looks of the thread that answers."""
+GIVE_UP = dist.constants.default_pg_timeout
+"""How long a rank waits for ranks that come later: as long as a collective would."""
+TAIL = 512
+"""How many collectives an answer tells."""
+
+_LENGTHS = 2, 32, 512, 8192
+_BASE, _MODULUS = 1_000_003, 2**61 - 1
+_MOST_CONTEXTS = 1 << 17
+
+
+class Prediction:
+    """What follows a sequence of numbers, from what followed its last 2, 32, 512 and 8192 before; the most known win.
+
+    Microbatches of one step look alike: only a long memory tells which of them ends the step.
+    """
+
+    def __init__(self) -> None:
+        self._past: deque[int] = deque(maxlen=max(_LENGTHS))
+        self._hashes = [0] * len(_LENGTHS)
+        self._leaving = [pow(_BASE, length, _MODULUS) for length in _LENGTHS]
+        self._followed: dict[tuple[int, int], int] = {}
+
+    def expects(self, item: int) -> bool:
+        """Whether `item` was predicted as the next one. It is the next one, in any case."""
+        expected, contexts = None, list(enumerate(self._hashes))
+        for context in contexts:
+            expected = self._followed.get(context, expected)
+        if len(self._followed) > _MOST_CONTEXTS:
+            self._followed.clear()
+        for context in contexts:
+            self._followed[context] = item
+        past = self._past
+        for i, length in enumerate(_LENGTHS):
+            left = (past[-length] + 1) * self._leaving[i] if len(past) >= length else 0
+            self._hashes[i] = (self._hashes[i] * _BASE + item + 1 - left) % _MODULUS
+        past.append(item)
+        return item == expected
+
+
+class SameOrder:
+    """The collectives of all models that are sharded over the same ranks. See Note: [Ranks that go apart]."""
+
+    def __init__(self, ranks: Sequence[int], store: dist.Store) -> None:
+        self.ranks, self.rank, self._store = tuple(ranks), dist.get_rank(), store
+        self.models = self.count = 0
+        self.asked = 0
+        """How often something was issued that was not predicted."""
+        self._prediction = Prediction()
+        self._history = 0  # of all so far, as one number
+        self._recent: deque[str] = deque(maxlen=TAIL)
+        self._open = ""  # the key under which this rank has counted itself last, until all have
+
+    def note(self, what: str) -> None:
+        """A collective is about to be issued."""
+        item = zlib.crc32(what.encode())
+        self._history = (self._history * _BASE + item + 1) % _MODULUS
+        self._recent.append(what)
+        self.count += 1
+        if not self._prediction.expects(item):
+            self.asked += 1
+            self._open = f"{self.count} {self._history}"
+            self._store.add(self._open, 1)
+
+    def settle(self) -> None:
+        """Before this rank waits for a collective: see to it that all ranks have issued the same ones.
+
+        Raises: ValueError naming the first that differs.
+        """
+        if not self._open:
+            return
+        start, pause, waited = time.monotonic(), 1e-4, 0.0
+        while int(self._store.get(self._open)) < len(self.ranks):  # of the last one, and so of all before
+            waited = time.monotonic() - start
+            if waited > ASK_AFTER:
+                self._store.set("ask", "")
+                self._compare()
+            if waited > GIVE_UP.total_seconds():
+                raise ValueError(
+                    f"rank {self.rank} is about to {self._recent[-1]}, and other ranks have not come there in "
+                    f"{GIVE_UP}: all ranks run the same units in the same order"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        self._open = ""
+        if waited > ASK_AFTER:
+            self._store.delete_key("ask")
+
+    def answer(self) -> None:
+        """Tell what was issued last, if somebody asks. Called by a thread, while nothing is issued."""
+        if self._store.check(["ask"]):
+            self._store.set(f"answer {self.rank}", json.dumps([self.count, list(self._recent)]))
+
+    def _compare(self) -> None:
+        mine = self.count, list(self._recent)
+        for other in self.ranks:
+            if other == self.rank or not self._store.check([f"answer {other}"]):
+                continue
+            count, recent = json.loads(self._store.get(f"answer {other}"))
+            first = max(mine[0] - len(mine[1]), count - len(recent))  # of those that both remember
+            for n in range(first, min(mine[0], count)):
+                here, there = mine[1][n - mine[0]], recent[n - count]
+                if here != there:
+                    raise ValueError(
+                        f"ranks have gone apart: where rank {self.rank} is about to {here}, rank {other} is about to "
+                        f"{there}. All ranks run the same units in the same order, forward and backward, and their "
+                        f"losses reach the same units: one that only some ranks need can take part in the others' "
+                        f"loss as 0 * output.sum()"
+                    )
+
+
+_orders: dict[tuple[int, ...], SameOrder] = {}
+_world: tuple[int, Any] = 0, None  # how many default groups there were, and the last
+_watched: WeakSet[SameOrder] = WeakSet()
+
+
+def order_over(mesh: DeviceMesh | None) -> SameOrder | None:
+    """The order of collectives over the ranks of a mesh; None if that is one rank, which has nobody to differ from."""
+    global _world
+    if not dist.is_initialized():
+        return None
+    ranks = tuple(range(dist.get_world_size()) if mesh is None else sorted(mesh.mesh.flatten().tolist()))
+    if len(ranks) < 2:
+        return None
+    if dist.group.WORLD is not _world[1]:
+        if not _world[0]:
+            threading.Thread(target=_watch, name="hocket order", daemon=True).start()
+        _world = _world[0] + 1, dist.group.WORLD
+        _orders.clear()
+    if ranks not in _orders:
+        name = f"hocket order {_world[0]} {ranks[0]} {len(ranks)} {zlib.crc32(repr(ranks).encode())}"
+        _orders[ranks] = SameOrder(ranks, dist.PrefixStore(name, dist.distributed_c10d._get_default_store()))
+        _watched.add(_orders[ranks])
+    return _orders[ranks]
+
+
+def _watch() -> None:
+    """Answer for ranks that wait. A store that is gone has nobody who asks."""
+    counts: dict[int, int] = {}
+    while True:
+        time.sleep(ASK_AFTER)
+        for order in list(_watched):
+            if counts.get(id(order)) == order.count:
+                with suppress(RuntimeError):
+                    order.answer()
+            counts[id(order)] = order.count

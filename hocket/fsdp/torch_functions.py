@@ -1,0 +1,264 @@
+"""Functions of torch that look at all gradients or collect all state, made right for sharded models.
+
+Note: [What torch sees on one rank]
+These functions read `.grad` or `state_dict()`, of which a rank has its part: each rank would clip by a norm of its own,
+skip steps for its own infinities, or save its elements as the whole. So what torch calls inside of them is replaced,
+when hocket shards the first model, by what asks all ranks. For everything else it calls what was there before.
+
+    torch.nn.utils.clip_grad_norm_, get_total_norm      the norm of all ranks' elements
+    torch.amp.GradScaler                                the infinities of all ranks
+    torch.distributed.checkpoint.state_dict             what `hocket.checkpoint` has; whole, with full_state_dict
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as dcp
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+
+from hocket.fsdp.checks import UNIT, refuse_early
+from hocket.fsdp.grad_norm import squares_of
+from hocket.fsdp.saving.flat_tensor import FlatTensor
+from hocket.fsdp.saving.kept import Inventory
+from hocket.fsdp.saving.optimizer_state import load_optimizer_state, optimizer_state
+from hocket.fsdp.saving.state import load_model_state, model_state
+from hocket.fsdp.sharded_parameter import ShardedParameter
+
+if TYPE_CHECKING:
+    from hocket.fsdp.module_context import ShardContext
+    from hocket.fsdp.param_group import ParamGroup
+
+_norm: Callable[..., Tensor] = clip_grad._get_total_norm
+_unscale: Callable[..., dict[torch.device, Tensor]] = torch.amp.GradScaler._unscale_grads_
+_get_model, _load_model = dcp._get_model_state_dict, dcp._load_model_state_dict
+_get_optimizer, _load_optimizer = dcp._get_optim_state_dict, dcp._load_optim_state_dict
+"""What torch has."""
+
+_contexts: Iterable[ShardContext] = ()
+
+
+def install(contexts: Iterable[ShardContext]) -> None:
+    """Replace torch's functions. `contexts` are those of all sharded models, from now on."""
+    global _contexts
+    _contexts = contexts
+    clip_grad._get_total_norm = total_norm
+    torch.nn.utils.get_total_norm = total_norm
+    torch.amp.GradScaler._unscale_grads_ = unscale_grads_
+    dcp._get_model_state_dict, dcp._load_model_state_dict = get_model, load_model
+    dcp._get_optim_state_dict, dcp._load_optim_state_dict = get_optimizer, load_optimizer
+
+
+def _groups() -> list[tuple[ParamGroup, ShardContext]]:
+    return [(group, context) for context in _contexts for unit in context.units for group in unit.groups]
+
+
+# Gradients
+
+
+@torch.no_grad()
+def total_norm(
+    tensors: Tensor | Iterable[Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """`torch.nn.utils.get_total_norm`; of gradients of shards, that of all ranks, which all call this."""
+    tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    homes = {m.untyped_storage().data_ptr(): home for home in _groups() for m in home[0].grads.memory}
+    parts: dict[ShardContext | None, list[tuple[Tensor, int]]] = {}
+    for tensor in tensors:
+        group, context = homes.get(tensor.untyped_storage().data_ptr(), (None, None))
+        split = group is not None and not group.keeps_all
+        parts.setdefault(context if split else None, []).append((tensor, group.groups.replicas if split else 1))
+    if not any(parts):
+        return _norm(tensors, norm_type, error_if_nonfinite, foreach)
+    p = float(norm_type)
+    if not p > 0:
+        raise ValueError(f"norm_type={norm_type!r} of sharded gradients must be above 0, or inf")
+    total = torch.zeros(1, dtype=torch.float64, device=tensors[0].device)
+    for context, several in parts.items():
+        if p == torch.inf:
+            largest = [tensor.abs().max().double() for tensor, _ in several if tensor.numel()]
+            mine = torch.stack([*largest, torch.zeros_like(total[0])]).max().view(1)
+        else:
+            mine = _powers([tensor for tensor, _ in several], p)
+            mine = (mine / torch.tensor([n for _, n in several], device=mine.device)).sum().view(1)
+        if context is not None:
+            refuse_early(context, "clip_grad_norm_")
+            context.over_ranks(mine, "max" if p == torch.inf else "sum")
+        total = torch.maximum(total, mine) if p == torch.inf else total + mine
+    norm = (total if p == torch.inf else total ** (1 / p)).squeeze(0).to(tensors[0].dtype)
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(f"The total norm of order {p} for gradients is non-finite, so it cannot be clipped")
+    return norm
+
+
+def _powers(tensors: Sequence[Tensor], p: float) -> Tensor:
+    """The sum of |x|^p of each tensor, fp64 [n]."""
+    if p == 2:
+        return squares_of(tensors)
+    return torch.stack([torch.linalg.vector_norm(tensor, p, dtype=torch.float64) for tensor in tensors]) ** p
+
+
+def unscale_grads_(scaler: Any, optimizer: Optimizer, *rest: Any) -> dict[torch.device, Tensor]:
+    """What `torch.amp.GradScaler` divides gradients with, and looks for infinities: those of any rank count."""
+    found = _unscale(scaler, optimizer, *rest)
+    held = {id(p.group) for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)}
+    contexts = {context: None for group, context in _groups() if id(group) in held and not group.keeps_all}
+    for context in contexts:
+        for infinite in found.values():
+            context.over_ranks(infinite.view(1), "max")
+    return found
+
+
+# State
+
+
+def _context(model: nn.Module) -> ShardContext | None:
+    """Of a sharded model; None of a plain one, or while weights are gathered, when it is like a plain one.
+
+    Raises: ValueError for a part of a sharded model, or a module around one.
+    """
+    model = getattr(model, "_orig_mod", model)
+    unit = model.__dict__.get(UNIT)
+    context = None if unit is None else unit.context
+    if context is not None and context.root is model:
+        return None if context.is_gathered else context
+    if context is None and not any(UNIT in one.__dict__ for one in model.modules()):
+        return None
+    raise ValueError(
+        f"torch.distributed.checkpoint.state_dict of a {type(model).__name__}, which is a part of a sharded model or "
+        f"around one, would mix parts and whole weights: give the module that hocket.fully_shard was given"
+    )
+
+
+def get_model(model: nn.Module, info: Any) -> dict[str, Any]:
+    """`get_model_state_dict`."""
+    context = _context(model) if info.handle_model else None
+    if context is None:
+        return _get_model(model, info)
+    _refuse(info, "submodule_prefixes", *([] if info.full_state_dict else ["cpu_offload"]))
+    state = model_state(context)
+    if info.full_state_dict:
+        state = _whole(context, state, info.cpu_offload)
+        state |= {other: state[name] for other, name in Inventory(context).others.items() if name in state}
+    if info.ignore_frozen_params:
+        frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
+        state = {name: value for name, value in state.items() if name not in frozen}
+    return state
+
+
+def load_model(model: nn.Module, state: dict[str, Any], info: Any) -> Any:
+    """`set_model_state_dict`."""
+    context = _context(model) if info.handle_model else None
+    if context is None or (not state and not info.broadcast_from_rank0):
+        return _load_model(model, state, info)
+    mine = model_state(context)
+    if info.broadcast_from_rank0:
+        state = _from_first_rank(state, mine, context.device)
+    missing = [name for name in mine if name not in state]
+    unexpected = [name for name in state if name not in mine]
+    if not info.strict:
+        state = {name: state.get(name, own) for name, own in mine.items()}
+    load_model_state(context, state)
+    return nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+
+def _from_first_rank(state: Mapping[str, Any], mine: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """What the first rank has of the state; one tensor at a time is whole here beside the others' parts."""
+    found: dict[str, Any] = {}
+    for name, own in mine.items():
+        there = [name in state]
+        dist.broadcast_object_list(there, 0)
+        if not there[0]:
+            continue
+        if not isinstance(own, Tensor):
+            one = [state.get(name)]
+            dist.broadcast_object_list(one, 0)
+            found[name] = one[0]
+            continue
+        whole = torch.empty(own.shape, dtype=own.dtype, device=device)
+        if dist.get_rank() == 0:
+            whole.copy_(state[name])
+        dist.broadcast(whole, 0)
+        if isinstance(own, FlatTensor):
+            found[name] = own.with_elements(whole.reshape(-1)[own.lo : own.hi].clone())
+        else:
+            found[name] = whole
+    return found
+
+
+def get_optimizer(model: nn.Module, optimizers: Sequence[Optimizer], info: Any) -> dict[str, Any]:
+    """`get_optimizer_state_dict`."""
+    context = _context_of(model, optimizers) if info.handle_optim else None
+    if context is None:
+        return _get_optimizer(model, optimizers, info)
+    _refuse(info, "submodule_prefixes", *([] if info.full_state_dict else ["cpu_offload"]))
+    merged: dict[str, Any] = {}
+    for optimizer in optimizers:
+        dcp._init_optim_state(optimizer)
+        found = optimizer_state(context, optimizer, flatten=info.flatten_optimizer_state_dict)
+        if info.full_state_dict:
+            found = _whole(context, found, info.cpu_offload)
+        if info.flatten_optimizer_state_dict:
+            merged.update(found)
+        else:
+            merged.setdefault("state", {}).update(found.get("state", {}))
+            merged.setdefault("param_groups", []).extend(found.get("param_groups", []))
+    return merged
+
+
+def load_optimizer(model: nn.Module, optimizers: Sequence[Optimizer], state: dict[str, Any], info: Any) -> None:
+    """`set_optimizer_state_dict`."""
+    context = _context_of(model, optimizers) if info.handle_optim else None
+    if context is None:
+        _load_optimizer(model, optimizers, state, info)
+        return
+    _refuse(info, "broadcast_from_rank0")
+    for optimizer in optimizers:
+        load_optimizer_state(context, optimizer, state)
+
+
+def _context_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> ShardContext | None:
+    """Of the model, also while its weights are gathered: what optimizers have are parts even then."""
+    context = _context(model)
+    if context is not None:
+        return context
+    held = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
+    if not any(isinstance(param, ShardedParameter) for param in held):
+        return None
+    return getattr(model, "_orig_mod", model).__dict__[UNIT].context
+
+
+def _whole(context: ShardContext, value: Any, offload: bool) -> Any:
+    """A state with whole tensors in the place of parts; with `offload` on the CPU, and on the first rank alone.
+
+    Every rank calls this.
+    """
+    if isinstance(value, FlatTensor):
+        flat = torch.zeros(value.numel(), dtype=value.dtype, device=value.flat.device)
+        if value.writes:
+            flat[value.lo : value.hi] = value.flat
+        context.over_ranks(flat, "sum")
+        value = flat.view(value.shape)
+    if isinstance(value, Tensor):
+        return value.cpu() if offload else value
+    if isinstance(value, Mapping):
+        whole = {key: _whole(context, one, offload) for key, one in value.items()}
+        return {key: one for key, one in whole.items() if not offload or dist.get_rank() == 0}
+    return [_whole(context, one, offload) for one in value] if isinstance(value, list) else value
+
+
+def _refuse(info: Any, *options: str) -> None:
+    for option in options:
+        if getattr(info, option):
+            raise ValueError(
+                f"torch.distributed.checkpoint.state_dict with {option.removesuffix('_prefixes')} of a sharded model "
+                f"is not supported: leave it out, or use hocket.checkpoint.save and load"
+            )
