@@ -89,12 +89,27 @@ class ModelConfig:
     """Divide the chosen scores by their sum."""
     route_scale: float = 1.0
     """Factor on the routing weights."""
+    router_bias: bool = False
+    """A bias of the router's logits, which is trained like a weight."""
+    expert_bias: bool = False
+    """Biases of both products of every routed expert."""
     aux_loss: float = 0.0
     """Coefficient of the load-balancing loss."""
     bias_rate: float = 0.0
     """Size of one change of the bias that balances the load without a loss; 0 means no bias."""
     tied: bool = False
     """The head uses the embedding's weights. Needs pp = 1."""
+    swiglu_limit: float = 0.0
+    """Above 0 every MLP and expert computes `gate * sigmoid(swiglu_alpha * gate) * (up + 1)`, with gates cut off at this
+    and ups at plus and minus this. 0 computes `silu(gate) * up`."""
+    swiglu_alpha: float = 1.702
+    """Of SwiGLU with a limit: factor on the gate."""
+    window: int = 0
+    """Tokens to which a token attends, itself and those before it. 0 means all before it."""
+    full_layers: tuple[int, ...] = ()
+    """Numbers of the layers that have no window. Ignored if window is 0."""
+    sinks: bool = False
+    """A learnt logit of each query head that takes part in the softmax and has no value."""
     qk_norm: bool = False
     """RMSNorm on each head's queries and keys."""
     rope_theta: float = 10000.0
@@ -112,6 +127,16 @@ class ModelConfig:
         """The kind of every layer."""
         dense = set(self.dense_layers) if self.experts else set(range(self.layers))
         return tuple("dense" if i in dense else "moe" for i in range(self.layers))
+
+    def windows(self) -> tuple[int, ...]:
+        """The window of every layer; 0 for none."""
+        full = set(self.full_layers)
+        return tuple(0 if i in full else self.window for i in range(self.layers))
+
+    def layer_kinds(self) -> tuple[str, ...]:
+        """Names of the kinds of layers that plans tell apart: `kinds`, and whether there is a window."""
+        named = zip(self.kinds(), self.windows(), strict=True)
+        return tuple(f"{kind}_window" if window else kind for kind, window in named)
 
 
 @dataclass(frozen=True, kw_only=True)

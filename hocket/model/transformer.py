@@ -80,7 +80,8 @@ class Chunk(nn.Module):
         self.layers = nn.ModuleDict()
         for i in layers:
             moe = kinds[i] == "moe"
-            self.layers[str(i)] = MoELayer(config, ep, aux_scale, linears) if moe else DenseLayer(config, linears)
+            layer = MoELayer(config, ep, aux_scale, linears, i) if moe else DenseLayer(config, linears, i)
+            self.layers[str(i)] = layer
         self.head = Head(config, linears) if last else None
         self.tie()
 

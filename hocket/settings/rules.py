@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from hocket.config import Config
 from hocket.program.layer import order_problem
 from hocket.settings.graph_rules import GRAPH_RULES
+from hocket.settings.layer_rules import LAYER_RULES
 from hocket.settings.network_rules import NETWORK_RULES, ranks_of_a_host
 from hocket.settings.origins import asked
 from hocket.settings.overlap_rules import OVERLAP_RULES
@@ -85,6 +86,8 @@ RULES: tuple[Rule, ...] = (
             "model.routing",
             "model.normalize_top_k",
             "model.route_scale",
+            "model.router_bias",
+            "model.expert_bias",
             "model.aux_loss",
             "model.bias_rate",
         )
@@ -110,6 +113,7 @@ RULES: tuple[Rule, ...] = (
         "model.routing = learnt, or leave it out",
         remark=True,
     ),
+    *LAYER_RULES,
     # Mesh
     Rule(
         ("mesh.ep", "mesh.dp", "mesh.tp"),
