@@ -129,8 +129,10 @@ def swiglu(gate_up: Tensor, count: Tensor | None = None, limit: float = 0.0, alp
     gate, up = gate_up.chunk(2, -1)
     if not limit:
         return F.silu(gate) * up
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return gate * torch.sigmoid(alpha * gate) * (up + 1)
+    # Of a view, because on CPUs the bits of torch's sigmoid depend on the place of an element in memory without gaps.
+    bounded = gate_up.clamp(max=limit)
+    gate, up = (alpha * bounded).chunk(2, -1)[0], bounded.chunk(2, -1)[1].clamp(min=-limit)
+    return F.silu(gate) * (up + 1) / alpha
 
 
 class DenseLayer(nn.Module):
