@@ -29,8 +29,9 @@ from benchmarks.options import arguments
 from benchmarks.record import write
 from hocket.config import ModelConfig
 from hocket.kernels.usable import formulas
-from hocket.model.layers import rotary_table, swiglu
+from hocket.model.layers import swiglu
 from hocket.model.moe import ExpertPlace
+from hocket.model.rotary import rotary_table
 from hocket.parallel.dispatch import (
     Splits,
     counts_to_send,

@@ -1,6 +1,6 @@
 """All settings, as frozen dataclasses. A run is one `Config`. A recipe is a function that returns a `Config`.
 
-Section `overlap` is in `overlap_config.py`; this module exports it too.
+Section `overlap` is in `overlap_config.py`, `model.rope` in `rope_config.py`; this module exports both.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from hocket.overlap_config import Switch as Switch
 from hocket.overlap_config import TensorMethod as TensorMethod
 from hocket.overlap_config import TensorOverlap as TensorOverlap
 from hocket.overlap_config import Update as Update
+from hocket.rope_config import RopeConfig as RopeConfig
 
 Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 """Which parts of a model data-parallel ranks shard, from nothing to everything. See docs/fsdp.md, Strategies."""
@@ -111,9 +112,19 @@ class ModelConfig:
     sinks: bool = False
     """A learnt logit of each query head that takes part in the softmax and has no value."""
     qk_norm: bool = False
-    """RMSNorm on each head's queries and keys."""
+    """RMSNorm on queries and keys."""
+    qk_norm_over: Literal["head", "whole"] = "head"
+    """What has one norm: each head, with weights that all heads share, or all heads together."""
+    qkv_bias: bool = False
+    """Biases of queries, keys and values."""
+    o_bias: bool = False
+    """Bias of what attention adds to the residual stream."""
+    norms: Literal["before", "after"] = "before"
+    """Where the norms of a layer are: before attention and MLP, or behind them, on what they add to the stream."""
     rope_theta: float = 10000.0
     """Base of the rotary embedding."""
+    rope: RopeConfig = RopeConfig()  # noqa: RUF009 (frozen)
+    """What else there is to rotary positions."""
     norm_eps: float = 1e-6
     """Epsilon of RMSNorm."""
     init: Literal["gpt2", "torchtitan"] = "gpt2"

@@ -14,7 +14,7 @@ from typing import Any, get_args
 import pytest
 
 from hocket import config as config_module
-from hocket import overlap_config
+from hocket import overlap_config, rope_config
 from hocket.config import Config, ModelConfig, Purpose, TrainConfig
 from hocket.planning import predict, program_of
 from hocket.program.check import assert_valid
@@ -28,6 +28,7 @@ from hocket.settings.rules import RULES
 from hocket.settings.schema import BOUNDS, leaf, types
 from hocket.settings.schema import changed as replaced
 from tests.helpers.plans import NAMES
+from tests.refused_models import REFUSED_MODELS
 from tests.refused_orders import REFUSED_ORDERS
 
 
@@ -64,7 +65,7 @@ def refused(base: Config, host: Host | None = None, **settings: Any) -> str:
 
 
 def test_every_setting_has_a_docstring():
-    files = config_module.__file__, overlap_config.__file__
+    files = config_module.__file__, overlap_config.__file__, rope_config.__file__
     documented = set()
     for node in (node for file in files for node in ast.parse(Path(file).read_text()).body):
         if isinstance(node, ast.ClassDef):
@@ -209,11 +210,8 @@ def test_a_recipe_setting_that_loses_its_effect_is_a_remark_and_a_flag_an_error(
 
 REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (DENSE, {"model__heads": 5}, "model.heads", "cannot share 2 key and value heads"),
-    (DENSE, {"model__head_dim": 31}, "model.head_dim", "rotary"),
-    (TINY, {"model__top_k": 9}, "model.top_k", "cannot choose 9 of 8"),
     (TINY, {"model__hidden": 34}, "model.hidden", "of 16 bytes, and fp32 has 4 per element; fix: a multiple of 4"),
     (changed(TINY, precision__compute="bf16"), {"model__expert_ffn": 12}, "model.expert_ffn", "fix: a multiple of 8"),
-    (TINY, {"model__dense_layers": (8,)}, "model.dense_layers", "numbered 0 to 7"),
     (changed(DENSE, mesh__pp=2), {"model__tied": True}, "model.tied", "different virtual stages"),
     *((DENSE, {f"model__{name}": value}, f"model.{name}", "no effect") for name, value in {
         "top_k": 1, "expert_ffn": 8, "shared_ffn": 8, "router": "sigmoid", "routing": "even", "normalize_top_k": False,
@@ -283,6 +281,7 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (TINY, {"graphs": "on", "update": "next_step"}, "plan.graphs", "recorded without updates"),
     (TINY, {"room": 3.0}, "overlap.ep.room", "room for as many rows as come"),
     *((changed(TINY, **base), settings, setting, reason) for base, settings, setting, reason in REFUSED_ORDERS),
+    *((changed(TINY, **base), settings, setting, reason) for base, settings, setting, reason in REFUSED_MODELS),
     (TINY, {"data__paths": ("",)}, "data.paths", "empty path"),
     (TINY, {"data__tokenizer": " "}, "data.tokenizer", "empty name"),
     (TINY, {"data__cache": ""}, "data.cache", "empty path"),

@@ -15,7 +15,6 @@ from hocket.adapters.layer import ExpertLayer
 from hocket.config import Config
 from hocket.model.source import ChunkLike, ChunkPlace
 from hocket.program.ops import Layout
-from hocket.program.parts import INPUT, LayerKind
 from hocket.program.stages import layout_of
 from hocket.runtime.standin import StandIn
 
@@ -34,7 +33,7 @@ class AdaptedModel:
         read what another lane has received: see Note: [Values of communication lanes live longer].
         """
         there = layout_of(config)
-        return replace(there, types=tuple(map(_keeps_input, there.layer_types)))
+        return replace(there, types=tuple(kind.keeping_input() for kind in there.layer_types))
 
     def chunk(self, place: ChunkPlace) -> ChunkLike:
         cut, ep = self.cut, place.ep
@@ -81,11 +80,6 @@ class AdaptedModel:
 
     def begin(self, chunk: ChunkLike, device: torch.device) -> None:
         """Buffers have their values already."""
-
-
-def _keeps_input(kind: LayerKind) -> LayerKind:
-    first, *rest = kind.parts
-    return replace(kind, parts=(replace(first, wgrad_kept=(INPUT, *first.wgrad_kept)), *rest))
 
 
 def _remembered(ends: Ends) -> Callable[[Tensor], Any]:

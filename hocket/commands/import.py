@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hocket.commands.options import write
 from hocket.config import ModelConfig
+from hocket.settings.schema import flat
 
 USAGE = """usage: hocket import DIR FILE.toml
 
@@ -41,8 +42,8 @@ def run(words: list[str]) -> int:
 
 def _toml(folder: str, family: str, model: ModelConfig) -> str:
     """A file of settings."""
-    default = asdict(ModelConfig())
-    said = {name: value for name, value in asdict(model).items() if value != default[name]}
+    default = flat(asdict(ModelConfig()))
+    said = {name: value for name, value in flat(asdict(model)).items() if value != default[name]}
     rows = [f"{name} = {json.dumps(value)}" for name, value in {**said, "weights": folder}.items()]
     tokenizer = Path(folder) / "tokenizer.json"
     rows += ["", "[data]", f"tokenizer = {json.dumps(str(tokenizer))}"] if tokenizer.exists() else []

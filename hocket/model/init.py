@@ -24,13 +24,13 @@ def init_tensor(
 ) -> Tensor:
     """First value of the parameter `name`, fp32, drawn on `device`.
 
-    Norms are ones, biases zeros. Other weights are normal, with the standard deviations of `settings/first_values.py`. For experts,
-    `shape` counts the local ones, and `first_expert` is the global number of the first. CPU and GPU draw different
-    numbers.
+    Norms are ones, and biases, whose names begin with b, are zeros. Other weights are normal, with the standard
+    deviations of `settings/first_values.py`. For experts, `shape` counts the local ones, and `first_expert` is the
+    global number of the first. CPU and GPU draw different numbers.
     """
     if name.rsplit(".", 1)[-1].endswith("norm"):
         return torch.ones(tuple(shape), device=device)
-    if name.rsplit(".", 1)[-1].startswith("b_"):
+    if name.rsplit(".", 1)[-1].startswith("b"):
         return torch.zeros(tuple(shape), device=device)
     std, up_std = spreads(name, config)
     if ".experts." in name:

@@ -6,8 +6,6 @@ F width of an MLP.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,9 +13,11 @@ from torch import Tensor, nn
 from hocket.config import ModelConfig
 from hocket.kernels.usable import usable
 from hocket.model.documents import Documents, attend, whole_sequences
+from hocket.model.rotary import rope_of, rotary_table
 from hocket.model.sinks import attend_with_sinks
 from hocket.parallel.linears import WHOLE, Linears, Role
-from hocket.runtime.norms import add_rms_norm, norm_rotate, rotate
+from hocket.runtime.functional import shift
+from hocket.runtime.norms import add_rms_norm, norm_rotate, rms_norm, rotate
 
 
 def new_weight(*shape: int) -> nn.Parameter:
@@ -31,7 +31,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, linears: Linears = WHOLE, number: int = 0) -> None:
         """`number` is that of the layer."""
         super().__init__()
-        self.config, self.linears = config, linears
+        self.config, self.linears, self.rope = config, linears, rope_of(config, number)
         self.window = config.windows()[number]
         self.heads = config.heads // linears.size
         self.kv_heads = max(1, config.kv_heads // linears.size)
@@ -41,8 +41,13 @@ class Attention(nn.Module):
         self.wv = new_weight(keys, config.hidden)
         self.wo = new_weight(config.hidden, queries)
         if config.qk_norm:
-            self.q_norm = new_weight(config.head_dim)
-            self.k_norm = new_weight(config.head_dim)
+            whole = config.qk_norm_over == "whole"
+            self.q_norm = new_weight(queries if whole else config.head_dim)
+            self.k_norm = new_weight(keys if whole else config.head_dim)
+        if config.qkv_bias:
+            self.bq, self.bk, self.bv = new_weight(queries), new_weight(keys), new_weight(keys)
+        if config.o_bias:
+            self.bo = new_weight(config.hidden)
         self.sinks = new_weight(self.heads) if config.sinks else None
 
     def forward(self, h_BSD: Tensor, documents: Documents | None = None) -> Tensor:
@@ -52,18 +57,15 @@ class Attention(nn.Module):
         """
         c = self.config
         q, k, v = self.linears.columns("qkv", h_BSD, (self.wq, self.wk, self.wv))
+        if c.qkv_bias:
+            q, k, v = shift(q, self.bq), shift(k, self.bk), shift(v, self.bv)
+        if c.qk_norm and c.qk_norm_over == "whole":
+            q, k = rms_norm(q, self.q_norm, c.norm_eps), rms_norm(k, self.k_norm, c.norm_eps)
         batch, seq, _ = q.shape
         sizes = (batch, seq) if documents is None else (1, batch * seq)
         q_BSHN = q.view(*sizes, self.heads, c.head_dim)
         k_BSKN, v_BSKN = (x.view(*sizes, self.kv_heads, c.head_dim) for x in (k, v))
-        table = rotary_table(seq, c.head_dim, c.rope_theta, h_BSD.device)
-        if documents is not None:
-            table = table.index_select(1, documents.position_T)
-        if c.qk_norm:
-            q_BSHN = norm_rotate(q_BSHN, self.q_norm, c.norm_eps, table)
-            k_BSKN = norm_rotate(k_BSKN, self.k_norm, c.norm_eps, table)
-        else:
-            q_BSHN, k_BSKN = rotate(q_BSHN, table), rotate(k_BSKN, table)
+        q_BSHN, k_BSKN = self._placed(q_BSHN, k_BSKN, seq, documents)
         window = self.window if self.window < seq else 0
         if documents is not None or window or self.sinks is not None:
             documents = documents or whole_sequences(batch, seq, h_BSD.device)
@@ -72,7 +74,7 @@ class Attention(nn.Module):
                 o_THN = attend(*qkv, documents, window)
             else:
                 o_THN = attend_with_sinks(*qkv, self.sinks, documents, window)
-            return self.linears.row("proj", o_THN.reshape(batch, seq, -1), self.wo)
+            return self._out(o_THN.reshape(batch, seq, -1))
         o_BHSN = F.scaled_dot_product_attention(
             q_BSHN.transpose(1, 2),
             k_BSKN.transpose(1, 2),
@@ -80,17 +82,28 @@ class Attention(nn.Module):
             is_causal=True,
             enable_gqa=c.kv_heads != c.heads,
         )
-        return self.linears.row("proj", o_BHSN.transpose(1, 2).flatten(2), self.wo)
+        return self._out(o_BHSN.transpose(1, 2).flatten(2))
 
+    def _out(self, o_BSF: Tensor) -> Tensor:
+        """What attention adds to the residual stream."""
+        out_BSD = self.linears.row("proj", o_BSF, self.wo)
+        return shift(out_BSD, self.bo) if self.config.o_bias else out_BSD
 
-@lru_cache(maxsize=16)
-def rotary_table(seq: int, width: int, theta: float, device: torch.device) -> Tensor:
-    """Cosine and sine of every position's angles (Su et al. 2021, "RoFormer"): fp32 [2, S, 1, N / 2]."""
-    # The table outlives the call, so it must not become an inference tensor, which autograd cannot save.
-    with torch.inference_mode(False), torch.no_grad():
-        frequency_N = theta ** -(torch.arange(0, width, 2, device=device, dtype=torch.float32) / width)
-        angle_SN = torch.outer(torch.arange(seq, device=device, dtype=torch.float32), frequency_N)
-        return torch.stack([angle_SN.cos(), angle_SN.sin()]).unsqueeze(2)
+    def _placed(self, q_BSHN: Tensor, k_BSKN: Tensor, seq: int, documents: Documents | None) -> tuple[Tensor, Tensor]:
+        """Queries and keys with positions, and with the norms of each head."""
+        c, rope = self.config, self.rope
+        normed = c.qk_norm and c.qk_norm_over == "head"
+        if rope is None:
+            if normed:
+                return rms_norm(q_BSHN, self.q_norm, c.norm_eps), rms_norm(k_BSKN, self.k_norm, c.norm_eps)
+            return q_BSHN, k_BSKN
+        table = rotary_table(seq, rope.width, rope.theta, q_BSHN.device, rope.settings)
+        if documents is not None:
+            table = table.index_select(1, documents.position_T)
+        if normed:
+            q_BSHN = norm_rotate(q_BSHN, self.q_norm, c.norm_eps, table)
+            return q_BSHN, norm_rotate(k_BSKN, self.k_norm, c.norm_eps, table)
+        return rotate(q_BSHN, table), rotate(k_BSKN, table)
 
 
 class Mlp(nn.Module):
@@ -140,19 +153,23 @@ class DenseLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, linears: Linears = WHOLE, number: int = 0) -> None:
         super().__init__()
-        self.eps = config.norm_eps
+        self.eps, self.after = config.norm_eps, config.norms == "after"
         self.attn_norm = new_weight(config.hidden)
         self.attn = Attention(config, linears, number)
         self.ffn_norm = new_weight(config.hidden)
         self.mlp = Mlp(config, config.ffn, linears)
 
     def forward_attn(self, x_BSD: Tensor, documents: Documents | None = None) -> Tensor:
-        """`x + attention(norm(x))`."""
+        """`x + attention(norm(x))`, or `x + norm(attention(x))`."""
+        if self.after:
+            return x_BSD + rms_norm(self.attn(x_BSD, documents), self.attn_norm, self.eps)
         x_BSD, h_BSD = add_rms_norm(x_BSD, None, self.attn_norm, self.eps)
         return x_BSD + self.attn(h_BSD, documents)
 
     def forward_mlp(self, x_BSD: Tensor) -> Tensor:
-        """`x + mlp(norm(x))`."""
+        """`x + mlp(norm(x))`, or `x + norm(mlp(x))`."""
+        if self.after:
+            return x_BSD + rms_norm(self.mlp(x_BSD), self.ffn_norm, self.eps)
         x_BSD, h_BSD = add_rms_norm(x_BSD, None, self.ffn_norm, self.eps)
         return x_BSD + self.mlp(h_BSD)
 

@@ -18,8 +18,8 @@ from hocket.parallel.dispatch import Splits, exchange_counts, from_experts, send
 from hocket.parallel.linears import WHOLE, Linears
 from hocket.parallel.placed import PlacedSplits
 from hocket.parallel.routing import Routing, route
-from hocket.runtime.biases import add_bias, add_bias_by_expert
-from hocket.runtime.functional import grouped_linear, score
+from hocket.runtime.biases import add_bias_by_expert
+from hocket.runtime.functional import grouped_linear, score, shift
 from hocket.runtime.norms import add_rms_norm
 
 
@@ -55,7 +55,7 @@ class Router(nn.Module):
     def forward(self, h_TD: Tensor) -> tuple[Tensor, Tensor]:
         """`h`, for those who read it next, and logits, fp32 [T, E]."""
         h_TD, logits_TE = score(h_TD, self.weight)
-        return h_TD, logits_TE if self.b_logits is None else add_bias(logits_TE, self.b_logits)
+        return h_TD, logits_TE if self.b_logits is None else shift(logits_TE, self.b_logits)
 
 
 class Experts(nn.Module):

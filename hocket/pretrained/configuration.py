@@ -10,7 +10,7 @@ from typing import Any
 
 from hocket.config import ModelConfig
 from hocket.pretrained.tables import FAMILIES, IGNORED_KEYS, REFUSED, REQUIRED, Family, Key
-from hocket.settings.schema import beyond, describe, is_a, types
+from hocket.settings.schema import beyond, describe, flat, is_a, types
 
 _ROPE = ("rope_theta", "rope_parameters", "rope_scaling")
 _NOT_SHAPE = ("aux_loss", "routing", "init", "init_std", "weights")
@@ -103,7 +103,7 @@ def differences(model: ModelConfig, other: ModelConfig) -> list[str]:
 
 
 def _shape(model: ModelConfig) -> dict[str, Any]:
-    found = {name: value for name, value in asdict(model).items() if name not in _NOT_SHAPE}
+    found = {name: value for name, value in flat(asdict(model)).items() if name not in _NOT_SHAPE}
     routed = "moe" in model.kinds()
     found["bias_rate"] = 0.001 if routed and model.bias_rate else 0.0
     if not routed:

@@ -162,6 +162,11 @@ class LayerKind:
         """The parts that own weights, in forward order."""
         return tuple(part for part in self.parts if part.unit is not None)
 
+    def keeping_input(self) -> LayerKind:
+        """The same, if weight gradients of the first part read the layer's input."""
+        kept = tuple(dict.fromkeys((INPUT, *self.entry.wgrad_kept)))
+        return replace(self, parts=(replace(self.entry, wgrad_kept=kept), *self.parts[1:]))
+
     def with_letter(self, letter: str) -> Part | None:
         """The part that a template means by a letter; None if this kind has none."""
         return next((part for part in self.parts if part.letter == letter), None)

@@ -29,8 +29,8 @@ def layout_of(config: Config) -> Layout:
     away, per_rank = config.mesh.ep > 1, config.overlap.ep.copies == "per_rank"
     uncounted = away and config.overlap.ep.splits == "device"
     written = config.train.transport == "null" or "a2a" in COPIED.get(config.train.transport, ())
-    return Layout(
-        kinds=config.model.kinds(),
+    layout = Layout(
+        kinds=config.model.layer_kinds(),
         pp=config.mesh.pp,
         chunks=config.plan.chunks,
         ep=config.mesh.ep,
@@ -42,6 +42,9 @@ def layout_of(config: Config) -> Layout:
         recompute=tuple(part for part in config.plan.recompute if part != "auto"),
         per_rank=away and per_rank,
     )
+    if config.model.norms == "before":
+        return layout
+    return replace(layout, types=tuple(kind.keeping_input() for kind in layout.layer_types))
 
 
 def sharding_of(config: Config) -> Sharding:

@@ -54,10 +54,14 @@ def _attention(s: Shapes) -> PartSize:
     m, f = s.model, s.formulas
     d, width, kv = m.hidden, m.heads * m.head_dim, m.kv_heads * m.head_dim
     w, values = 2 * d * (width + kv), 2 * width + 2 * kv  # query, key, value and output
-    scales = 2 * m.head_dim if m.qk_norm else 0
-    matmuls = PartSize(gemm=w, weights=w + scales, rows=2 * (d + width + kv), output=d, grad=d)
+    biases = (width + 2 * kv if m.qkv_bias else 0) + (d if m.o_bias else 0)
+    by_head = m.qk_norm and m.qk_norm_over == "head"
+    weights = w + biases + (2 * m.head_dim if by_head else 0)
+    matmuls = PartSize(gemm=w, weights=weights, rows=2 * (d + width + kv), traffic=2 * biases, output=d, grad=d)
     core = PartSize(core=2 * s.seq * width, masked=2 * _BLOCK * width, traffic=3 * d, back=_FLASH_BACK * width)
-    heads = f.positions(width + kv, m.qk_norm)
+    heads = f.positions(width + kv, by_head)
+    if m.qk_norm and not by_head:
+        heads = plus(heads, f.norm(width + kv))
     return plus(f.norm(d), heads, matmuls, core, PartSize(saved=values, kept=values + d))
 
 

@@ -1,6 +1,6 @@
-"""Biases: one for all rows, and one for each expert's rows. Weights are read as in `functional.py`.
+"""A bias of each expert, added to its rows. Weights are read as in `functional.py`.
 
-Shapes: T rows or any leading dimensions, R rows grouped by expert, F width, E local experts.
+Shapes: R rows grouped by expert, F width, E local experts.
 """
 
 from __future__ import annotations
@@ -14,11 +14,6 @@ from torch import Tensor
 from hocket.kernels.usable import refuse_graph, usable
 from hocket.runtime.destinations import Destination, apply
 from hocket.runtime.weights import Product, put
-
-
-def add_bias(x_TF: Tensor, p_F: Tensor) -> Tensor:
-    """`x + p`, in the wider of the two dtypes. The gradient of `p` is summed in the dtype of the result."""
-    return apply(_AddBias, x_TF, p_F)
 
 
 def add_bias_by_expert(x_RF: Tensor, p_EF: Tensor, offsets_E: Tensor) -> Tensor:
@@ -40,23 +35,6 @@ def sum_by_expert(g_RF: Tensor, offsets_E: Tensor, out_EF: Tensor, add: bool = F
     ends: list[int] = offsets_E.tolist()
     sums = [g_RF[lo:hi].sum(0) for lo, hi in zip([0, *ends[:-1]], ends, strict=True)]
     put(torch.stack(sums), out_EF, add, scale)
-
-
-def _sum_rows(g_TF: Tensor, dtype: torch.dtype, out_F: Tensor, add: bool, scale: float) -> None:
-    put(g_TF.flatten(0, -2).sum(0).to(dtype), out_F, add, scale)
-
-
-class _AddBias(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, given: Tensor | None, where: Destination) -> Tensor:
-        value_F = where.value()
-        ctx.where, ctx.dtypes = where, (x.dtype, value_F.dtype)
-        return x + value_F
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        of_x, of_bias = ctx.dtypes
-        return g.to(of_x), ctx.where.contribute(ctx, 1, Product(partial(_sum_rows, g, of_bias))), None
 
 
 class _AddBiasByExpert(torch.autograd.Function):

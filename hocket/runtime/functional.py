@@ -1,4 +1,4 @@
-"""The functions that read weights: linear, score, grouped linear, scale, embedding; `norms.py` has the norms.
+"""The functions that read weights: linear, score, grouped linear, scale, shift, embedding; `norms.py` has the norms.
 
 For an ordinary parameter each of them is the stock torch function; in a module sharded by `fully_shard`, backward of
 `linear` and `embedding` writes the weight gradient where it is sent from. For a managed parameter only activations
@@ -115,6 +115,14 @@ def scale(x_TD: Tensor, p_D: Tensor) -> Tensor:
     if weight is None:
         return x_TD * p_D
     return _Scale.apply(x_TD, queued(x_TD, weight))
+
+
+def shift(x_TD: Tensor, p_D: Tensor) -> Tensor:
+    """`x + p`, elementwise over the last dimension: a bias."""
+    weight = weight_of(p_D)
+    if weight is None:
+        return x_TD + p_D
+    return _Shift.apply(x_TD, queued(x_TD, weight))
 
 
 def embedding(ids_T: Tensor, p_VD: Tensor) -> Tensor:
@@ -245,6 +253,10 @@ def _scale_wgrad(x: Tensor, g: Tensor, out_D: Tensor) -> None:
     torch.sum(g * x, list(range(x.dim() - 1)), out=out_D)
 
 
+def _shift_wgrad(g: Tensor, out_D: Tensor) -> None:
+    out_D.copy_(g.sum(list(range(g.dim() - 1))))  # which may be wider, as logits are
+
+
 class _Linear(torch.autograd.Function):
     """A managed weight is not given, nor is a bias beside it; ordinary ones have sinks, and `x` two dimensions."""
 
@@ -345,6 +357,18 @@ class _Scale(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         ctx.where.contribute(ctx, 1, partial(_scale_wgrad, x.detach(), g))
         return g * ctx.where.value(), None
+
+
+class _Shift(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, where: Queued) -> Tensor:
+        ctx.where = where
+        return x + where.value()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        ctx.where.contribute(ctx, 1, partial(_shift_wgrad, g))
+        return g, None
 
 
 class _Embedding(torch.autograd.Function):

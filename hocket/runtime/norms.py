@@ -2,7 +2,8 @@
 
 Weights are read as in `functional.py`, whose formulas these are where there is no kernel.
 
-Shapes: T tokens or any leading dimensions, D width, B sequences, S sequence length, H heads, N width of a head.
+Shapes: T tokens or any leading dimensions, D width, B sequences, S sequence length, H heads, N width of a head,
+R elements of a head that rotate.
 """
 
 from __future__ import annotations
@@ -39,18 +40,19 @@ def add_rms_norm(x_TD: Tensor, more_TD: Tensor | None, p_D: Tensor, eps: float) 
 
 
 def rotate(x_BSHN: Tensor, table: Tensor) -> Tensor:
-    """Turn each pair (first half, second half) of every head by its position's angle, in fp32.
+    """Turn each pair (first half, second half) of the first R elements of every head by its position's angle, in fp32.
 
-    `table` has the cosines and the sines of all positions' angles, [2, S, 1, N / 2].
+    `table` has the cosines and the sines of all positions' angles, [2, S, 1, R / 2].
     """
     if usable(x_BSHN, table):
         from hocket.kernels.rotary import Rotary
 
         return Rotary.apply(x_BSHN, table, False)
     cos, sin = table
-    first, second = x_BSHN.chunk(2, -1)
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-    return turned.to(x_BSHN.dtype)
+    half = table.shape[-1]
+    first, second, rest = x_BSHN.split([half, half, x_BSHN.shape[-1] - 2 * half], -1)
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x_BSHN.dtype)
+    return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
 
 
 def norm_rotate(x_BSHN: Tensor, p_N: Tensor, eps: float, table: Tensor) -> Tensor:

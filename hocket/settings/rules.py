@@ -16,6 +16,7 @@ from hocket.settings.network_rules import NETWORK_RULES, ranks_of_a_host
 from hocket.settings.origins import asked
 from hocket.settings.overlap_rules import OVERLAP_RULES
 from hocket.settings.plan_rules import PLAN_RULES, stages
+from hocket.settings.rope_rules import ROPE_RULES
 from hocket.settings.rule import Host, Rule
 from hocket.settings.schema import MOST_RANKS, line
 from hocket.settings.tensor_rules import TENSOR_RULES, no_pieces
@@ -42,6 +43,20 @@ RULES: tuple[Rule, ...] = (
         lambda c, h: c.model.head_dim % 2 != 0,
         "the rotary embedding turns pairs of elements",
         "make it even",
+    ),
+    *ROPE_RULES,
+    Rule(
+        ("model.qk_norm_over", "model.qk_norm"),
+        lambda c, h: not c.model.qk_norm,
+        "no effect: queries and keys have no norm",
+        "model.qk_norm = True, or leave it out",
+        only_if_set=True,
+    ),
+    Rule(
+        ("model.norms", "model.experts"),
+        lambda c, h: c.model.norms == "after" and has_experts(c),
+        "layers with experts have their norms before attention and experts",
+        "model.norms = before, or model.experts = 0",
     ),
     Rule(
         ("model.top_k", "model.experts"),

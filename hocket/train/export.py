@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import fields
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from hocket.config import BYTES, ModelConfig
+from hocket.config import BYTES, Config, ModelConfig
 from hocket.fsdp.saving.dcp import run_dcp
 from hocket.fsdp.saving.flat_tensor import FlatTensor
 from hocket.fsdp.saving.harmless import HarmlessPlanner, HarmlessReader
@@ -25,6 +24,7 @@ from hocket.pretrained.configuration import config_of, differences, family_for, 
 from hocket.pretrained.convert import rules_of, split, tensors_of
 from hocket.pretrained.tables import FAMILIES
 from hocket.pretrained.written import LARGEST, files_of, write_files
+from hocket.settings.schema import changed, flat, types
 from hocket.train.damage import META, damage_of
 
 BESIDE = ("tokenizer*", "special_tokens_map.json", "generation_config.json", "chat_template*", "vocab.*", "merges.txt")
@@ -44,11 +44,9 @@ def export(checkpoint: Path, target: Path, dtype: str = "", largest: int = LARGE
     if damage := damage_of(checkpoint):
         raise ValueError(damage)
     settings: dict[str, Any] = json.loads((checkpoint / META).read_text())["config"]
-    known = {field.name for field in fields(ModelConfig)}
-    stored: dict[str, Any] = {
-        name: tuple(v) if isinstance(v, list) else v for name, v in settings["model"].items() if name in known
-    }
-    model = ModelConfig(**stored)
+    stored = flat({"model": settings["model"]})
+    known = {name: tuple(v) if isinstance(v, list) else v for name, v in stored.items() if name in types()}
+    model = changed(Config(), known).model
     name, config, remark = _config(model, settings, dtype or settings["precision"]["compute"])
     shapes, kind = whole_shapes(model), TYPES[dtype or settings["precision"]["compute"]][1]
     rules = {param: rules_of(FAMILIES[name], param)[0] for param in shapes}

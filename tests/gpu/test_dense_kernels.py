@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hocket.kernels.usable import formulas
-from hocket.model.layers import rotary_table, swiglu
+from hocket.model.layers import swiglu
+from hocket.model.rotary import rotary_table
 from hocket.parallel.linears import cross_entropy
 from hocket.runtime.functional import score
 from hocket.runtime.norms import add_rms_norm, norm_rotate, rms_norm, rotate

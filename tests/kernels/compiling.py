@@ -109,6 +109,8 @@ def dense() -> None:
     turn(heads, table, back=True)
     turn(heads, table, weight[:128], 1e-6)
     norm_turn_backward(heads, heads, table, weight[:128], 1e-6)
+    turn(heads, table[..., :32].contiguous(), weight[:128], 1e-6)
+    norm_turn_backward(heads, heads, table[..., :32].contiguous(), weight[:128], 1e-6)
     swiglu(of(BF16, 7, 1536).requires_grad_()).sum().backward()
     swiglu(of(BF16, 7, 1536).requires_grad_(), of(torch.int32, 1)).sum().backward()
     swiglu(of(BF16, 7, 5760).requires_grad_(), of(torch.int32, 1), 7.0, 1.702).sum().backward()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hocket.kernels import rotary
 from hocket.kernels.rotary import Rotary
-from hocket.model import layers
+from hocket.model.rotary import rotary_table
 from hocket.runtime import norms
 from tests.helpers.ranks import run_ranks
 from tests.kernels.conftest import mend_interpreter
@@ -18,6 +18,8 @@ from tests.ranks.test_segments import gradients
 
 DTYPES = [torch.float32, torch.bfloat16]
 CPU = torch.device("cpu")
+SHARES = st.sampled_from([1.0, 1.0, 0.5, 0.3])
+"""Of a head, how much rotates."""
 
 
 def turned(x: Tensor, table: Tensor) -> Tensor:
@@ -38,11 +40,12 @@ def both(fn, x: Tensor, table: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     half=st.integers(1, 9) | st.sampled_from([32, 48, 64]),
     dtype=st.sampled_from(DTYPES),
     order=st.permutations([0, 1, 2]),
+    share=SHARES,
 )
 @settings(max_examples=25)
-def test_same_bits_as_the_formula(sizes, half: int, dtype: torch.dtype, order: list[int]) -> None:
-    """Also for inputs and gradients whose leading dimensions lie in memory in any order."""
-    table = layers.rotary_table(sizes[1], 2 * half, 1e4, CPU)
+def test_same_bits_as_the_formula(sizes, half: int, dtype: torch.dtype, order: list[int], share: float) -> None:
+    """Also for inputs and gradients whose leading dimensions lie in memory in any order, and if a part rotates."""
+    table = rotary_table(sizes[1], 2 * max(int(half * share), 1), 1e4, CPU)
 
     def made() -> Tensor:
         tensor = torch.randn(*(sizes[i] for i in order), 2 * half).to(dtype)
@@ -59,7 +62,7 @@ def test_same_bits_as_the_formula(sizes, half: int, dtype: torch.dtype, order: l
 
 def test_many_heads_and_gaps() -> None:
     """A position of more elements than a tile has, out of a wider tensor, and a last dimension with gaps."""
-    table = layers.rotary_table(3, 128, 1e6, CPU)
+    table = rotary_table(3, 128, 1e6, CPU)
     wide = torch.randn(2, 3, 100, 128)
     for x in wide[:, :, 1:71], wide[..., ::2]:
         t = table[..., : x.shape[-1] // 2].contiguous()
@@ -67,7 +70,7 @@ def test_many_heads_and_gaps() -> None:
 
 
 def test_layers_choose_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = layers.rotary_table(4, 8, 1e4, CPU)
+    table = rotary_table(4, 8, 1e4, CPU)
     x = torch.randn(1, 4, 2, 8, requires_grad=True)
     assert "Rotary" not in type(norms.rotate(x, table).grad_fn).__name__
     monkeypatch.setattr(norms, "usable", lambda *tensors: True)
@@ -75,13 +78,14 @@ def test_layers_choose_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_table_of_another_length_is_refused() -> None:
-    with pytest.raises(AssertionError, match="table"):
-        turned(torch.randn(1, 4, 2, 8), layers.rotary_table(5, 8, 1e4, CPU))
+    for table in rotary_table(5, 8, 1e4, CPU), rotary_table(4, 10, 1e4, CPU):
+        with pytest.raises(AssertionError, match="table"):
+            turned(torch.randn(1, 4, 2, 8), table)
 
 
 def test_second_derivatives() -> None:
     """The gradient of a rotation is a rotation, so there is nothing to refuse."""
-    table = layers.rotary_table(4, 8, 1e4, CPU)
+    table = rotary_table(4, 8, 1e4, CPU)
     x = torch.randn(1, 4, 2, 8, requires_grad=True)
     g, found = torch.randn(1, 4, 2, 8), []
     for fn in (turned, norms.rotate):
@@ -94,11 +98,12 @@ def test_second_derivatives() -> None:
     sizes=st.tuples(st.integers(0, 3), st.integers(1, 9), st.integers(1, 5)),
     half=st.integers(1, 9) | st.sampled_from([32, 48]),
     programs=st.integers(1, 3),
+    share=SHARES,
 )
 @settings(max_examples=12)
-def test_with_norm_against_float64(sizes, half: int, programs: int) -> None:
+def test_with_norm_against_float64(sizes, half: int, programs: int, share: float) -> None:
     """For a gradient as attention leaves it, and for programs that take several tiles."""
-    table, eps = layers.rotary_table(sizes[1], 2 * half, 1e4, CPU), 1e-5
+    table, eps = rotary_table(sizes[1], 2 * max(int(half * share), 1), 1e4, CPU), 1e-5
     x, p = torch.randn(*sizes, 2 * half), torch.randn(2 * half)
     x += x.sign()
     g = torch.randn(sizes[0], sizes[2], sizes[1], 2 * half).transpose(1, 2)
@@ -120,7 +125,7 @@ def test_with_norm_against_float64(sizes, half: int, programs: int) -> None:
 def test_with_norm_managed_equals_ordinary(
     shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table = layers.rotary_table(5, 16, 1e4, CPU)
+    table = rotary_table(5, 16, 1e4, CPU)
 
     def heads(x: Tensor, p: Tensor) -> Tensor:
         return norms.norm_rotate(x, p, 1e-5, table)
@@ -139,7 +144,7 @@ def test_with_norm_managed_equals_ordinary(
 
 def far_apart(rank: int) -> None:
     """Only what is written of this memory exists."""
-    table, gap = layers.rotary_table(2, 4, 1e4, CPU), 2**30
+    table, gap = rotary_table(2, 4, 1e4, CPU), 2**30
     x = torch.empty(2 * gap + 8, dtype=torch.bfloat16).as_strided((1, 2, 3, 4), (8, 4, gap, 1))
     x.copy_(torch.randn(x.shape))
     near, weight = x.contiguous(), torch.ones(4)

@@ -62,7 +62,13 @@ def part_size(model: ModelConfig, part: str, kind: str, seq: int, ep: int, f: Fo
 
 @pytest.mark.parametrize(
     ("model", "parameters"),
-    [(LLAMA, 8_030_261_248), (QWEN, 30_532_122_624), (replace(LLAMA, tied=True), 8_030_261_248 - 128256 * 4096)],
+    [
+        (LLAMA, 8_030_261_248),
+        (QWEN, 30_532_122_624),
+        (replace(LLAMA, tied=True), 8_030_261_248 - 128256 * 4096),
+        (replace(LLAMA, qkv_bias=True, o_bias=True), 8_030_261_248 + 32 * (2 * 4096 + 2 * 1024)),
+        (replace(LLAMA, qk_norm=True, qk_norm_over="whole"), 8_030_261_248 + 32 * (4096 + 1024)),
+    ],
 )
 def test_units_add_up_to_the_known_number_of_parameters(model: ModelConfig, parameters: int) -> None:
     total = unit_weights(model, "embed", "", 1) + (0 if model.tied else unit_weights(model, "head", "", 1))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hocket.config import ModelConfig
+from hocket.config import ModelConfig, RopeConfig
 from hocket.kernels import IGNORED
 from hocket.model.documents import PADDING, attend, documents_of
 from hocket.model.transformer import Chunk
@@ -101,7 +101,16 @@ BALANCED: dict[str, Any] = dict(aux_loss=0.05, bias_rate=0.01)
 CASES: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
     "one rank": (dict(layers=2, dense_layers=(0,), **BALANCED), {}, dict(merge="off")),
     "merged and recomputed": (
-        dict(layers=3, dense_layers=(1,), shared_ffn=16, qk_norm=True, **BALANCED),
+        dict(
+            layers=3,
+            dense_layers=(1,),
+            shared_ffn=16,
+            qk_norm=True,
+            qkv_bias=True,
+            o_bias=True,
+            **BALANCED,
+            rope=RopeConfig(kind="llama3", factor=2.0, original_positions=8, width=6, without=(2,)),
+        ),
         dict(dp=2, ep=2),
         dict(merge="on", recompute=("attn", "experts", "mlp")),
     ),
@@ -109,6 +118,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
         dict(layers=4, dense_layers=(0,), **BALANCED),
         dict(pp=2, dp=2, ep=2),
         dict(chunks=2, merge="on", defer_wgrad="on", defer_layers=1),
+    ),
+    "norms behind": (
+        dict(layers=3, experts=0, qk_norm=True, qk_norm_over="whole", norms="after", qkv_bias=True),
+        dict(pp=2, dp=2),
+        dict(merge="off", recompute=("attn",)),
     ),
     "sharded": (dict(layers=2), dict(dp=2), dict(merge="off", strategy="no_shard", recompute=("attn",))),
 }

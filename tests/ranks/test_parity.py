@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hocket.config import Config
+from hocket.config import Config, RopeConfig
 from hocket.program.zero_bubble import ZERO_BUBBLE
 from hocket.settings.schema import changed
 from tests.helpers.pairwise import drawn, pairwise
@@ -133,9 +133,34 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
         dict(chunks=2, merge="on", defer_wgrad="on", defer_layers=2, defer_parts="all"),
     ),
     "everything on, and recomputed": (
-        dict(layers=8, dense_layers=(0, 4), shared_ffn=16, aux_loss=0.01, bias_rate=0.01, qk_norm=True),
+        dict(
+            layers=8,
+            dense_layers=(0, 4),
+            shared_ffn=16,
+            aux_loss=0.01,
+            bias_rate=0.01,
+            qk_norm=True,
+            qkv_bias=True,
+            o_bias=True,
+            rope=RopeConfig(kind="yarn", factor=4.0, original_positions=16, width=4, without=(1, 4)),
+        ),
         dict(pp=2, dp=2, ep=2),
         dict(chunks=2, merge="on", defer_wgrad="on", defer_layers=2, recompute=("attn", "experts", "mlp")),
+    ),
+    "norms of whole queries and keys": (
+        dict(layers=4, dense_layers=(1,), shared_ffn=16, qk_norm=True, qk_norm_over="whole", qkv_bias=True),
+        dict(pp=2, dp=2, ep=2),
+        dict(merge="on", defer_wgrad="on", defer_layers=-1, recompute=("attn:1",)),
+    ),
+    "norms behind attention and MLP": (
+        dict(layers=4, experts=0, qk_norm=True, qk_norm_over="whole", norms="after", o_bias=True),
+        dict(pp=2, dp=2),
+        dict(chunks=2, merge="on", defer_wgrad="on", defer_layers=1, defer_parts="all", recompute=("mlp:1",)),
+    ),
+    "norms behind, and a head behind all layers": (
+        dict(layers=3, experts=0, norms="after"),
+        dict(pp=2, dp=2),
+        dict(chunks=2, merge="off", layers_per_stage=(1, 1, 1, 0), update="next_step", strategy="optim"),
     ),
     "recomputed in some layers": (
         dict(layers=9, dense_layers=(0, 1, 4), shared_ffn=16, aux_loss=0.01),

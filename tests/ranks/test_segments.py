@@ -18,7 +18,7 @@ from hocket.config import ModelConfig
 from hocket.model.moe import MoELayer
 from hocket.model.transformer import Chunk
 from hocket.parallel.dispatch import exchange_counts
-from hocket.runtime.functional import embedding, grouped_linear, linear, scale, score
+from hocket.runtime.functional import embedding, grouped_linear, linear, scale, score, shift
 from hocket.runtime.norms import rms_norm
 from hocket.runtime.segment import Segment
 from hocket.runtime.weights import Weight, WgradQueue, collecting, manage, weight_of
@@ -34,6 +34,8 @@ CONFIGS = {
     "mixed_shared": CONFIG,
     "moe": replace(CONFIG, dense_layers=(), shared_ffn=0),
     "dense": replace(CONFIG, experts=0, qk_norm=False),
+    "biases": replace(CONFIG, qkv_bias=True, o_bias=True, qk_norm_over="whole"),
+    "norms after": replace(CONFIG, experts=0, qk_norm_over="whole", norms="after", shared_ffn=0),
     "sigmoid": replace(CONFIG, router="sigmoid", route_scale=2.5, bias_rate=0.1),
     "all_experts": replace(CONFIG, experts=4, top_k=4, normalize_top_k=False),
     "tied": replace(CONFIG, tied=True),
@@ -53,6 +55,7 @@ CASES: dict[str, Case] = {
     "linear_one_token": ((1, 1, 16), (24, 16), linear),
     "score": ((7, 16), (24, 16), lambda x, p: score(x, p)[1]),
     "scale": ((2, 5, 16), (16,), scale),
+    "shift": ((2, 5, 16), (16,), shift),
     "scale_heads": ((2, 5, 3, 8), (8,), scale),
     "rms_norm": ((2, 5, 16), (16,), lambda x, p: rms_norm(x, p, 1e-6)),
     "grouped": ((11, 16), (4, 16, 8), lambda x, p: grouped_linear(x, p, OFFSETS.to(x.device))),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hocket.config import Config
+from hocket.config import Config, RopeConfig
 from hocket.engine import Engine
 from hocket.runtime.dtypes import DTYPES
 from hocket.settings.schema import changed
@@ -110,6 +110,7 @@ def of(model: dict[str, Any], mesh: dict[str, int], plan: dict[str, Any], **sett
 OFF = dict.fromkeys(
     (f"{role}_{direction}" for role in ("qkv", "proj", "fc1", "fc2") for direction in ("forward", "backward")), "off"
 )
+BIASES = dict(qkv_bias=True, o_bias=True)
 MIXED = dict(layers=2, shared_ffn=16, dense_layers=(0,))
 CASES: dict[str, Config] = {
     "pieces": of(MIXED, {}, {}),
@@ -117,7 +118,17 @@ CASES: dict[str, Config] = {
     "four ranks": of(dict(layers=1, kv_heads=4, dense_layers=(0,)), dict(tp=4), {}, pieces=2),
     "four ranks, two heads of keys": of(dict(layers=1, kv_heads=2, shared_ffn=16, qk_norm=True), dict(tp=4), {}),
     "pipeline, heads normed, attention once more": of(
-        dict(layers=4, dense_layers=(1, 2), qk_norm=True), dict(pp=2), dict(chunks=2, recompute=("attn", "mlp"))
+        dict(layers=4, dense_layers=(1, 2), qk_norm=True, rope=RopeConfig(width=4, without=(1,))),
+        dict(pp=2),
+        dict(chunks=2, recompute=("attn", "mlp")),
+    ),
+    "biases": of({**MIXED, **BIASES}, dict(dp=2), {}),
+    "biases, four ranks, two heads of keys, experts over all": of(
+        {**MIXED, **BIASES}, dict(tp=4, ep=4), dict(merge="on")
+    ),
+    "biases, norms behind, documents": changed(
+        of(dict(layers=2, experts=0, norms="after", **BIASES), dict(pp=2), dict(recompute=("attn",))),
+        {"data.packing": "on"},
     ),
     "experts over a tensor-parallel group": of({**MIXED, "bias_rate": 0.01}, dict(ep=2), dict(merge="on")),
     "experts over all ranks": of(MIXED, dict(dp=2, ep=4), dict(merge="on", copies="per_rank")),

@@ -1,0 +1,113 @@
+"""Rotary positions: inverse frequencies by kind, and tables of cosines and sines.
+
+Shapes: S sequence length, R elements of a head that rotate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hocket.config import ModelConfig, RopeConfig
+from hocket.rope_config import PLAIN, RopeKind
+
+
+class Rope(NamedTuple):
+    """The rotary positions of a layer."""
+
+    width: int
+    """R."""
+    theta: float
+    settings: RopeConfig
+
+
+def rope_of(config: ModelConfig, layer: int) -> Rope | None:
+    """The rotary positions of a layer, by its number; None if it has none."""
+    rope = config.rope
+    return None if layer in rope.without else Rope(rope.width or config.head_dim, config.rope_theta, rope)
+
+
+@lru_cache(maxsize=16)
+def rotary_table(seq: int, width: int, theta: float, device: torch.device, settings: RopeConfig = PLAIN) -> Tensor:
+    """Cosine and sine of every position's angles (Su et al. 2021, "RoFormer"): fp32 [2, S, 1, R / 2].
+
+    `width` is R. With kind yarn both are multiplied by `attention_factor`.
+    """
+    # The table outlives the call, so it must not become an inference tensor, which autograd cannot save.
+    with torch.inference_mode(False), torch.no_grad():
+        angle_SR = torch.outer(
+            torch.arange(seq, device=device, dtype=torch.float32), inverse_frequencies(width, theta, device, settings)
+        )
+        table = torch.stack([angle_SR.cos(), angle_SR.sin()]).unsqueeze(2)
+        factor = attention_factor(settings)
+        return table if factor == 1.0 else table * factor
+
+
+def inverse_frequencies(width: int, theta: float, device: torch.device, settings: RopeConfig = PLAIN) -> Tensor:
+    """Radians per position of every pair, fp32 [R / 2]; bitwise those of transformers' `modeling_rope_utils`."""
+    period = theta ** (torch.arange(0, width, 2, device=device, dtype=torch.float32) / width)
+    return _SLOWED[settings.kind](period, width, theta, settings)
+
+
+def attention_factor(settings: RopeConfig) -> float:
+    """What cosines and sines are multiplied by (Peng et al. 2023, "YaRN", section 3.4)."""
+    if settings.kind != "yarn":
+        return 1.0
+    if settings.attention_factor:
+        return settings.attention_factor
+    if settings.mscale and settings.mscale_all_dim:
+        return mscale(settings.factor, settings.mscale) / mscale(settings.factor, settings.mscale_all_dim)
+    return mscale(settings.factor)
+
+
+def mscale(factor: float, weight: float = 1.0) -> float:
+    """YaRN's growth of attention with the logarithm of `factor`."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _default(period: Tensor, width: int, theta: float, s: RopeConfig) -> Tensor:
+    return 1.0 / period
+
+
+def _linear(period: Tensor, width: int, theta: float, s: RopeConfig) -> Tensor:
+    return 1.0 / period / s.factor
+
+
+def _llama3(period: Tensor, width: int, theta: float, s: RopeConfig) -> Tensor:
+    """Between the two bounds a mean of both, by how often a pair turns in the original positions."""
+    inverse = 1.0 / period
+    length = 2 * math.pi / inverse
+    slow, fast = length > s.original_positions / s.low_frequency, length < s.original_positions / s.high_frequency
+    share = (s.original_positions / length - s.low_frequency) / (s.high_frequency - s.low_frequency)
+    between = (1 - share) * inverse / s.factor + share * inverse
+    return torch.where(fast, inverse, torch.where(slow, inverse / s.factor, between))
+
+
+def _yarn(period: Tensor, width: int, theta: float, s: RopeConfig) -> Tensor:
+    """NTK-by-parts (Peng et al. 2023, section 3.2): a ramp over the pairs between two numbers of turns."""
+
+    def pair(turns: float) -> float:
+        """The pair that turns so often in the original positions."""
+        return width * math.log(s.original_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = pair(s.beta_fast), pair(s.beta_slow)
+    if s.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    high += 0.001 if low == high else 0
+    pairs = torch.arange(width // 2, device=period.device, dtype=torch.float32)
+    kept = 1 - ((pairs - low) / (high - low)).clamp(0, 1)
+    return 1.0 / (s.factor * period) * (1 - kept) + 1.0 / period * kept
+
+
+_SLOWED: dict[RopeKind, Callable[[Tensor, int, float, RopeConfig], Tensor]] = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}

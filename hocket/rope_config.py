@@ -1,0 +1,60 @@
+"""The settings `model.rope`: how rotary positions are stretched, and which elements and layers have them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+RopeKind = Literal["default", "linear", "llama3", "yarn"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary positions beyond their base, `model.rope_theta`."""
+
+    kind: RopeKind = "default"
+    """How the angles of a model that was trained on short sequences are made smaller for long ones. default: not at
+    all. linear: all alike. llama3 and yarn: slow pairs alone, as Llama 3.1 and Peng et al. 2023 (YaRN) have it."""
+    width: int = 0
+    """Elements of each head that rotate, from its first one on. The others have no position. 0 means all."""
+    without: tuple[int, ...] = ()
+    """Numbers of the layers whose queries and keys do not rotate."""
+    factor: float = 1.0
+    """Divisor of the angles that are made smaller. Of linear, llama3 and yarn."""
+    original_positions: int = 0
+    """Positions of the model before its angles were made smaller. llama3 and yarn need it."""
+    low_frequency: float = 1.0
+    """Of llama3: pairs that turn fewer times than this in the original positions have all of the factor."""
+    high_frequency: float = 4.0
+    """Of llama3: pairs that turn more often than this in the original positions keep their angles."""
+    beta_fast: float = 32.0
+    """Of yarn: pairs that turn more often than this in the original positions keep their angles."""
+    beta_slow: float = 1.0
+    """Of yarn: pairs that turn fewer times than this have all of the factor."""
+    truncate: bool = True
+    """Of yarn: whether the first and the last pair between the two are rounded to whole numbers."""
+    attention_factor: float = 0.0
+    """Of yarn: factor on cosines and sines. 0 computes it from `factor`, `mscale` and `mscale_all_dim`."""
+    mscale: float = 0.0
+    """Of yarn: weight of ln(factor) in the numerator of that factor, if `mscale_all_dim` is given too."""
+    mscale_all_dim: float = 0.0
+    """Of yarn: weight of ln(factor) in its denominator, if `mscale` is given too."""
+
+
+PARAMETERS: dict[RopeKind, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "original_positions", "low_frequency", "high_frequency"),
+    "yarn": (
+        "factor",
+        "original_positions",
+        "beta_fast",
+        "beta_slow",
+        "truncate",
+        "attention_factor",
+        "mscale",
+        "mscale_all_dim",
+    ),
+}
+"""What each kind reads."""
+PLAIN = RopeConfig()
