@@ -101,8 +101,8 @@ class ModelConfig:
     tied: bool = False
     """The head uses the embedding's weights. Needs pp = 1."""
     swiglu_limit: float = 0.0
-    """Above 0 every MLP and expert computes `gate * sigmoid(swiglu_alpha * gate) * (up + 1)`, with gates cut off at this
-    and ups at plus and minus this. 0 computes `silu(gate) * up`."""
+    """Above 0 every MLP and expert computes `gate * sigmoid(swiglu_alpha * gate) * (up + 1)`, with gates cut off at
+    this and ups at plus and minus this. 0 computes `silu(gate) * up`."""
     swiglu_alpha: float = 1.702
     """Of SwiGLU with a limit: factor on the gate."""
     window: int = 0

@@ -88,6 +88,16 @@ def moonlight_16b() -> Config:
     return large("moonlight_16b", families.moonlight_16b(), MeshConfig(pp=2, dp=4, ep=4), PlanConfig(chunks=2))
 
 
+def gpt_oss_20b() -> Config:
+    """gpt-oss-20b (4B active) on 8 GPUs: pipeline 2 x data 4 with experts over 4 ranks."""
+    return large("gpt_oss_20b", families.gpt_oss_20b(), MeshConfig(pp=2, dp=4, ep=4), PlanConfig(chunks=2))
+
+
+def gpt_oss_120b() -> Config:
+    """gpt-oss-120b (5B active) on 64 GPUs: pipeline 4 x data 16 with experts over 8 ranks."""
+    return large("gpt_oss_120b", families.gpt_oss_120b(), MeshConfig(pp=4, dp=16, ep=8), PlanConfig(chunks=3))
+
+
 def large(name: str, model: ModelConfig, mesh: MeshConfig, plan: PlanConfig, length: int = 4096) -> Config:
     """What the recipes of published models have in common: bf16, 8 microbatches of one sequence of `length` tokens."""
     return Config(
@@ -102,7 +112,8 @@ def large(name: str, model: ModelConfig, mesh: MeshConfig, plan: PlanConfig, len
 
 
 RECIPES: dict[str, Callable[[], Config]] = {
-    recipe.__name__: recipe for recipe in (tiny, moe_8gpu, llama3_8b, mixtral_8x7b, qwen3_30b_a3b, moonlight_16b)
+    recipe.__name__: recipe
+    for recipe in (tiny, moe_8gpu, llama3_8b, mixtral_8x7b, qwen3_30b_a3b, moonlight_16b, gpt_oss_20b, gpt_oss_120b)
 }
 """All recipes by name."""
 

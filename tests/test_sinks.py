@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor
@@ -19,7 +21,7 @@ PACKED = documents_of(torch.tensor([[0, 0, 0, 0, 0, 0, 1, 2, 2], [3, 3, 4, 4, 4,
 def written_out(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, documents: Documents, window: int) -> Tensor:
     """Token by token: softmax over the keys that it sees, and its head's sink."""
     out, ends, groups = torch.empty_like(q), documents.ends.tolist(), q.shape[1] // k.shape[1]
-    for first, end in zip(ends[:-1], ends[1:], strict=True):
+    for first, end in pairwise(ends):
         for t in range(first, end):
             seen = slice(max(first, t + 1 - window) if window else first, t + 1)
             for head in range(q.shape[1]):

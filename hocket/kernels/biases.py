@@ -10,7 +10,6 @@ Shapes: R rows grouped by expert, F width, E experts.
 # ruff: noqa: ANN001, ANN202
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -37,9 +36,7 @@ def _add_by_expert(
 
 
 @triton.jit
-def _row_sums(
-    g, ends, out, scale, width: tl.constexpr, add: tl.constexpr, deep: tl.constexpr, wide: tl.constexpr
-):
+def _row_sums(g, ends, out, scale, width: tl.constexpr, add: tl.constexpr, deep: tl.constexpr, wide: tl.constexpr):
     expert = tl.program_id(0)
     start = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     count = tl.load(ends + expert) - start

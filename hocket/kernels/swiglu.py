@@ -23,8 +23,8 @@ TILE = 2048
 def swiglu(gate_up: Tensor, count: Tensor | None = None, limit: float = 0.0, alpha: float = 1.0) -> Tensor:
     """`silu(gate) * up` of the two halves of the last dimension: [..., 2F] -> [..., F].
 
-    Above a limit of 0 it is `gate * sigmoid(alpha * gate) * (up + 1)`, of gates that are at most `limit`, and ups within
-    plus and minus of it. With `count`, int32 [1], only of so many rows; what the others become means nothing.
+    Above a limit of 0 it is `gate * sigmoid(alpha * gate) * (up + 1)`, of gates that are at most `limit`, and ups
+    within plus and minus of it. With `count`, int32 [1], only of so many rows; what the others become means nothing.
     """
     return _Swiglu.apply(gate_up, count, limit, alpha)
 

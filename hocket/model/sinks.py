@@ -28,6 +28,8 @@ from hocket.runtime.weights import Product, put, weight_of
 
 Triple = tuple[Tensor, Tensor, Tensor]
 """Queries [T, H, N], keys and values [T, K, N], or their gradients."""
+Seen = tuple[Documents, int]
+"""What a query sees: its document, and of that a window."""
 
 
 def attend_with_sinks(
@@ -36,7 +38,7 @@ def attend_with_sinks(
     """`documents.attend` with a sink for each query head: [T, H, N]."""
     weight = weight_of(param_H)
     where: Destination = Ordinary(param_H) if weight is None else queued(q_THN, weight)
-    return _Sinks.apply(q_THN, k_TKN, v_TKN, where.given, where, documents, window)
+    return _Sinks.apply(q_THN, k_TKN, v_TKN, where.given, where, (documents, window))
 
 
 class _Sinks(torch.autograd.Function):
@@ -48,25 +50,24 @@ class _Sinks(torch.autograd.Function):
         v: Tensor,
         given: Tensor | None,
         where: Destination,
-        documents: Documents,
-        window: int,
+        seen: Seen,
     ) -> Tensor:
         forward, ctx.backward_of = (_flash, _flash_backward) if has_flash(q) else (_plain, _plain_backward)
-        out, lse_TH = forward((q, k, v), documents, window)
+        out, lse_TH = forward((q, k, v), *seen)
         sink_H = where.value().to(lse_TH.dtype)
         total_TH = torch.logaddexp(lse_TH, sink_H)
         out.mul_((lse_TH - total_TH).exp_().unsqueeze(-1))
         ctx.save_for_backward(q, k, v, out, total_TH, (sink_H - total_TH).exp_())
-        ctx.where, ctx.documents, ctx.window = where, documents, window
+        ctx.where, ctx.seen = where, seen
         return out
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         q, k, v, out, total_TH, share_TH = ctx.saved_tensors
         along_TH = (g.to(total_TH.dtype) * out).sum(-1)
-        dq, dk, dv = ctx.backward_of(g, (q, k, v), out, total_TH, along_TH, ctx.documents, ctx.window)
+        dq, dk, dv = ctx.backward_of(g, (q, k, v), out, total_TH, along_TH, *ctx.seen)
         sinks = ctx.where.contribute(ctx, 3, Product(partial(_sink_gradient, share_TH * along_TH, g.dtype)))
-        return dq, dk, dv, sinks, None, None, None
+        return dq, dk, dv, sinks, None, None
 
 
 def _sink_gradient(shares_TH: Tensor, dtype: torch.dtype, out_H: Tensor, add: bool, scale: float) -> None:

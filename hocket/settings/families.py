@@ -6,7 +6,7 @@ families from scratch.
 
 from __future__ import annotations
 
-from hocket.config import ModelConfig
+from hocket.config import ModelConfig, RopeConfig
 
 
 def llama3_8b() -> ModelConfig:
@@ -45,6 +45,27 @@ def moonlight_16b() -> ModelConfig:
         vocab=163840, hidden=2048, layers=27, heads=16, kv_heads=16, head_dim=128, ffn=11264, dense_layers=(0,),
         experts=64, top_k=6, expert_ffn=1408, shared_ffn=2816, router="sigmoid", route_scale=2.446,
         bias_rate=0.001, rope_theta=50000.0, norm_eps=1e-5, init="torchtitan",
+    )  # fmt: skip
+
+
+def gpt_oss_20b() -> ModelConfig:
+    """gpt-oss-20b: 20.9 billion parameters, 3.6 active without the embedding, 32 experts of which 4 are used."""
+    return _gpt_oss(layers=24, experts=32)
+
+
+def gpt_oss_120b() -> ModelConfig:
+    """gpt-oss-120b: 116.8 billion parameters, 5.1 active without the embedding, 128 experts of which 4 are used."""
+    return _gpt_oss(layers=36, experts=128)
+
+
+def _gpt_oss(layers: int, experts: int) -> ModelConfig:
+    """Windows in every other layer, sinks, and biases everywhere. Its authors balance experts as they do not say."""
+    return ModelConfig(
+        vocab=201088, hidden=2880, layers=layers, heads=64, kv_heads=8, head_dim=64, qkv_bias=True, o_bias=True,
+        window=128, full_layers=tuple(range(1, layers, 2)), sinks=True,
+        experts=experts, top_k=4, expert_ffn=2880, router_bias=True, expert_bias=True, swiglu_limit=7.0,
+        aux_loss=0.001, rope_theta=150000.0, norm_eps=1e-5, init="torchtitan",
+        rope=RopeConfig(kind="yarn", factor=32.0, original_positions=4096, truncate=False),
     )  # fmt: skip
 
 

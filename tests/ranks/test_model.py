@@ -28,6 +28,8 @@ PUBLISHED = {
     "llama3_8b": (8.03e9, 8.03e9),
     "mixtral_8x7b": (46.7e9, 12.9e9),
     "qwen3_30b_a3b": (30.5e9, 3.3e9),
+    "gpt_oss_20b": (20.91e9, 4.19e9),
+    "gpt_oss_120b": (116.83e9, 5.71e9),
     # Model card: 15.29 and 2.24 billion without embedding and head; plain attention has 3.0 million more per layer.
     "moonlight_16b": (15.29e9 + 2 * 163840 * 2048 + 27 * 3.0e6, 2.24e9 + 2 * 163840 * 2048 + 27 * 3.0e6),
 }
