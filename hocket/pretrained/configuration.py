@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from hocket.config import ModelConfig
+from hocket.pretrained.positions import keys_of, read_rope, written_rope
+from hocket.pretrained.reading import require
 from hocket.pretrained.tables import FAMILIES, IGNORED_KEYS, REFUSED, REQUIRED, Family, Key
-from hocket.settings.schema import beyond, describe, flat, is_a, types
+from hocket.settings.schema import flat
 
-_ROPE = ("rope_theta", "rope_parameters", "rope_scaling")
 _NOT_SHAPE = ("aux_loss", "routing", "init", "init_std", "weights")
 """Settings that say how a model is trained, or where its weights come from, not what it computes."""
 _OF_EXPERTS = ("top_k", "expert_ffn", "shared_ffn", "router", "normalize_top_k", "route_scale", "dense_layers")
@@ -49,20 +50,11 @@ def model_of(config: Mapping[str, Any]) -> ModelConfig:
     for setting, key in family.keys.items():
         value = config.get(key.name, config.get(key.other))
         value = value if value is not None else _missing(key, values)
-        _require(key.name, setting, value)
+        require(key.name, setting, value)
         values[setting] = value * config[key.times] if key.times else value
-    values["rope_theta"] = _theta(config)
+    values["rope_theta"], values["rope"] = read_rope(config, family, values["head_dim"], values["layers"])
     values["dense_layers"] = _dense_layers(config, family, values)
     return replace(ModelConfig(), **values)
-
-
-def _require(key: str, setting: str, value: Any) -> None:
-    """Raise ValueError for a value that its setting cannot have."""
-    name = f"model.{setting}"
-    if not is_a(value, types()[name]):
-        raise ValueError(f"{key} = {value!r}: not {describe(types()[name])}")
-    if bounds := beyond(name, value):
-        raise ValueError(f"{key} = {value}: {name} is {bounds}")
 
 
 def config_of(name: str, model: ModelConfig, dtype: str, positions: int) -> dict[str, Any]:
@@ -71,14 +63,16 @@ def config_of(name: str, model: ModelConfig, dtype: str, positions: int) -> dict
     config: dict[str, Any] = {"architectures": [family.architecture], "model_type": name}
     for setting, key in family.keys.items():
         value = getattr(model, setting)
-        config[key.name] = value // model.expert_ffn if key.times else value
-    config |= {key: only.values[0] for key, only in family.only.items()}
+        if key.name:
+            config[key.name] = value // model.expert_ffn if key.times else value
+    config |= {key: only.values[0] for key, only in family.only.items() if only.written}
     if family.dense == "steps":
         config |= {"decoder_sparse_step": 1, "mlp_only_layers": list(model.dense_layers)}
     if family.dense == "first":
         config["first_k_dense_replace"] = len(model.dense_layers)
-    config |= {"rope_theta": model.rope_theta, "max_position_embeddings": positions, "use_cache": True}
-    return {**config, "initializer_range": model.init_std, "torch_dtype": dtype, "dtype": dtype}
+    config |= {**written_rope(family, model), "max_position_embeddings": positions, "use_cache": True}
+    config |= {"pad_token_id": None, "initializer_range": model.init_std}  # a family's own token may be beyond ours
+    return {**config, "torch_dtype": dtype, "dtype": dtype}
 
 
 def family_for(model: ModelConfig) -> str:
@@ -128,55 +122,31 @@ def _refuse_others(config: Mapping[str, Any], family: Family) -> None:
         family.dense, set()
     )
     for key, only in family.only.items():
-        said = {**config, **_table(config, "rope_parameters")}
-        value = said.get(key, only.missing)
-        if value not in only.values and not (value is None and only.missing in only.values):
-            there = "" if key in said else ", where the key is missing"
+        value = config.get(key, only.missing)
+        values = value if isinstance(value, list) else [value]
+        if any(x not in only.values and not (x is None and only.missing in only.values) for x in values):
+            there = "" if key in config else ", where the key is missing"
             raise ValueError(f"{key} = {value}{there}: only {only.values[0]} is there")
     kinds = config.get("layer_types") or ()
     if not isinstance(kinds, list | tuple) or any(kind != "full_attention" for kind in kinds):
         raise ValueError(f"layer_types = {kinds}: only full_attention is there")
     if config.get("attention_dropout"):
         raise ValueError(f"attention_dropout = {config['attention_dropout']}: there is no dropout")
-    known |= {*family.only, *_ROPE, *IGNORED_KEYS, "layer_types", "attention_dropout"}
+    known |= keys_of(family) | {*family.only, *IGNORED_KEYS, "layer_types", "attention_dropout"}
     known |= {"sliding_window"} if "use_sliding_window" in family.only else set()
     strange = [key for key, value in config.items() if key not in known and value is not None]
     if strange:
         raise ValueError(f"{strange[0]} = {config[strange[0]]}: config.json of {config['model_type']} has no such key")
 
 
-def _theta(config: Mapping[str, Any]) -> float:
-    """The base of rotary positions, wherever it is. Raises ValueError for other kinds than the plain one."""
-    rope = {**_table(config, "rope_scaling"), **_table(config, "rope_parameters")}
-    kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
-    theta = rope.pop("rope_theta", config.get("rope_theta"))
-    rope.pop("partial_rotary_factor", None)
-    rope.pop("type", None)
-    if kind != "default" or rope:
-        what = f"rope_type = {kind}" if kind != "default" else f"{next(iter(rope))} of rope_parameters"
-        raise ValueError(f"{what}: only plain rotary positions are there")
-    if theta is None:
-        raise ValueError("config.json has no rope_theta, neither by itself nor in rope_parameters")
-    _require("rope_theta", "rope_theta", theta)
-    return float(theta)
-
-
-def _table(config: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """A key that is a table of keys, or nothing."""
-    found = config.get(key) or {}
-    if not isinstance(found, dict):
-        raise ValueError(f"{key} = {found!r}: not a table of keys")
-    return found
-
-
 def _dense_layers(config: Mapping[str, Any], family: Family, values: Mapping[str, Any]) -> tuple[int, ...]:
     layers = range(values["layers"])
     if family.dense == "steps":
         step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or []
-        _require("decoder_sparse_step", "layers", step)
-        _require("mlp_only_layers", "dense_layers", tuple(dense) if isinstance(dense, list) else dense)
+        require("decoder_sparse_step", "layers", step)
+        require("mlp_only_layers", "dense_layers", tuple(dense) if isinstance(dense, list) else dense)
         return tuple(i for i in layers if i in dense or (i + 1) % step)
     if family.dense == "first":
-        _require("first_k_dense_replace", "experts", config.get("first_k_dense_replace"))
+        require("first_k_dense_replace", "experts", config.get("first_k_dense_replace"))
         return tuple(layers[: config["first_k_dense_replace"]])
     return ()

@@ -19,6 +19,7 @@ class Key:
     """Where config.json has a setting."""
 
     name: str
+    """Empty: no key has it, and `missing` always counts."""
     missing: Any = REQUIRED
     """Its value where the key is missing or null; a text is a product or quotient of settings."""
     other: str = ""
@@ -29,11 +30,13 @@ class Key:
 
 @dataclass(frozen=True)
 class Only:
-    """A key of which hocket computes some values alone. The first one is written."""
+    """A key of which hocket computes some values alone, or lists of them alone. The first one is written."""
 
     values: tuple[Any, ...]
     missing: Any = None
     """What a model does where the key is missing."""
+    written: bool = True
+    """Whether transformers reads it. Other code may."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,11 @@ class Family:
     only: Mapping[str, Only] = field(default_factory=dict)
     always: Mapping[str, Any] = field(default_factory=dict)
     """Settings that the family itself has."""
+    partial: tuple[str, float] | None = None
+    """Whether a part of each head may rotate: the key that says how much, and how much does where the key is missing.
+    The key is a share of the head, or `rotary_dim`."""
+    without: int = 0
+    """Whether layers may have no positions: every how many layers one has none where config.json does not say."""
     dense: Literal["all", "none", "steps", "first"] = "all"
     """Which layers have no experts: all, none, those of `decoder_sparse_step` and `mlp_only_layers`, or the first
     `first_k_dense_replace`."""
@@ -82,13 +90,22 @@ def _experts(where: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
     )
 
 
-_ATTENTION = (
+_COMMON = (
     Rule("embed.weight", ("model.embed_tokens.weight",)),
     Rule("head.norm", ("model.norm.weight",)),
     Rule("head.weight", ("lm_head.weight",)),
+    *(_layer(f"attn.w{x}", f"self_attn.{x}_proj.weight") for x in "qkvo"),
+    *(_layer(f"attn.b{x}", f"self_attn.{x}_proj.bias") for x in "qkvo"),
+)
+_ATTENTION = (
+    *_COMMON,
     _layer("attn_norm", "input_layernorm.weight"),
     _layer("ffn_norm", "post_attention_layernorm.weight"),
-    *(_layer(f"attn.w{x}", f"self_attn.{x}_proj.weight") for x in "qkvo"),
+)
+_NORMS_BEHIND = (
+    *_COMMON,
+    _layer("attn_norm", "post_attention_layernorm.weight"),
+    _layer("ffn_norm", "post_feedforward_layernorm.weight"),
 )
 _HEAD_NORMS = tuple(_layer(f"attn.{x}_norm", f"self_attn.{x}_norm.weight") for x in "qk")
 _MLP = (
@@ -110,14 +127,23 @@ _SIZES = {
 _DENSE = {**_SIZES, "ffn": Key("intermediate_size")}
 _ROUTED = {"top_k": Key("num_experts_per_tok"), "normalize_top_k": Key("norm_topk_prob")}
 _WIDTH_OF_HEADS = Key("head_dim", "hidden / heads")
-_SILU, _NO_BIAS, _WHOLE = Only(("silu",), "silu"), Only((False,), False), Only((None,))
+_SILU, _OFF, _NONE = Only(("silu",), "silu"), Only((False,), False), Only((None,))
+_BIASES = {name: Key("attention_bias", False) for name in ("qkv_bias", "o_bias")}
+_WHOLE_NORMS = {"qk_norm": True, "qk_norm_over": "whole"}
+
+_OF_MINIMAX_M1 = {
+    "scoring_func": "sigmoid", "use_qk_norm": True, "qk_norm_type": "per_layer", "use_routing_bias": True,
+    "shared_intermediate_size": 0, "shared_moe_mode": "sigmoid", "attn_type_list": 1,
+    "layernorm_full_attention_beta": 1.0, "layernorm_linear_attention_beta": 1.0, "layernorm_mlp_beta": 1.0,
+}  # fmt: skip
+"""Keys of MiniMax-M2 with the values that it always has."""
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(
         "LlamaForCausalLM",
-        {**_DENSE, "head_dim": _WIDTH_OF_HEADS},
+        {**_DENSE, **_BIASES, "head_dim": _WIDTH_OF_HEADS},
         (*_ATTENTION, *_MLP),
-        {"hidden_act": _SILU, "attention_bias": _NO_BIAS, "mlp_bias": _NO_BIAS},
+        {"hidden_act": _SILU, "mlp_bias": _OFF},
     ),
     "mistral": Family(
         "MistralForCausalLM",
@@ -125,12 +151,33 @@ FAMILIES: dict[str, Family] = {
         (*_ATTENTION, *_MLP),
         {"hidden_act": _SILU, "sliding_window": Only((None,), 4096)},
     ),
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        {**_DENSE, "head_dim": _WIDTH_OF_HEADS},
+        (*_ATTENTION, *_MLP),
+        {"hidden_act": _SILU, "use_sliding_window": _OFF, "use_mrope": _OFF},
+        {"qkv_bias": True},
+    ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
-        _DENSE,
+        {**_DENSE, **_BIASES},
         (*_ATTENTION, *_HEAD_NORMS, *_MLP),
-        {"hidden_act": _SILU, "attention_bias": _NO_BIAS, "use_sliding_window": _NO_BIAS},
+        {"hidden_act": _SILU, "use_sliding_window": _OFF},
         {"qk_norm": True},
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        {**_DENSE, **_BIASES, "head_dim": _WIDTH_OF_HEADS, "tied": Key("tie_word_embeddings", True)},
+        (*_ATTENTION, *_MLP),
+        {"hidden_act": _SILU, "mlp_bias": _OFF, "use_sliding_window": _OFF},
+        without=4,
+    ),
+    "olmo2": Family(
+        "Olmo2ForCausalLM",
+        {**_DENSE, **_BIASES, "head_dim": _WIDTH_OF_HEADS},
+        (*_NORMS_BEHIND, *_HEAD_NORMS, *_MLP),
+        {"hidden_act": _SILU},
+        {**_WHOLE_NORMS, "norms": "after"},
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
@@ -143,23 +190,68 @@ FAMILIES: dict[str, Family] = {
             "aux_loss": Key("router_aux_loss_coef", 0.0),
         },
         (*_ATTENTION, *_experts("block_sparse_moe", "w1", "w3", "w2")),
-        {"hidden_act": _SILU, "sliding_window": _WHOLE, "router_jitter_noise": Only((0.0,), 0.0)},
+        {"hidden_act": _SILU, "sliding_window": _NONE, "router_jitter_noise": Only((0.0,), 0.0)},
         {"normalize_top_k": True},
-        "none",
+        dense="none",
+    ),
+    "minimax_m2": Family(
+        "MiniMaxM2ForCausalLM",
+        {
+            **_SIZES,
+            "experts": Key("num_local_experts"),
+            "top_k": Key("num_experts_per_tok"),
+            "expert_ffn": Key("intermediate_size"),
+            "aux_loss": Key("router_aux_loss_coef", 0.0),
+        },
+        (
+            *_ATTENTION,
+            *_HEAD_NORMS,
+            *_experts("block_sparse_moe", "w1", "w3", "w2"),
+            _layer("router.bias", "block_sparse_moe.e_score_correction_bias"),
+            _layer("router.bias", "mlp.e_score_correction_bias"),
+        ),
+        {
+            "hidden_act": _SILU,
+            "router_jitter_noise": Only((0.0,), 0.0),
+            "sliding_window": _NONE,
+            **{key: Only((value,), value, written=False) for key, value in _OF_MINIMAX_M1.items()},
+        },
+        {**_WHOLE_NORMS, "router": "sigmoid", "bias_rate": 0.001, "normalize_top_k": True},
+        ("rotary_dim", 1.0),
+        dense="none",
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         {
             **_DENSE,
+            **_BIASES,
             **_ROUTED,
             "experts": Key("num_experts", other="num_local_experts"),
             "expert_ffn": Key("moe_intermediate_size"),
             "aux_loss": Key("router_aux_loss_coef", 0.0),
         },
         (*_ATTENTION, *_HEAD_NORMS, *_MLP, *_EXPERTS),
-        {"hidden_act": _SILU, "attention_bias": _NO_BIAS, "use_sliding_window": _NO_BIAS},
+        {"hidden_act": _SILU, "use_sliding_window": _OFF},
         {"qk_norm": True},
-        "steps",
+        dense="steps",
+    ),
+    "olmoe": Family(
+        "OlmoeForCausalLM",
+        {
+            **_SIZES,
+            **_BIASES,
+            "head_dim": Key("", "hidden / heads"),
+            "norm_eps": Key("rms_norm_eps", 1e-5),
+            "experts": Key("num_experts", other="num_local_experts"),
+            "top_k": Key("num_experts_per_tok"),
+            "normalize_top_k": Key("norm_topk_prob", False),
+            "expert_ffn": Key("intermediate_size"),
+            "aux_loss": Key("router_aux_loss_coef", 0.0),
+        },
+        (*_ATTENTION, *_HEAD_NORMS, *_EXPERTS),
+        {"hidden_act": _SILU, "clip_qkv": _NONE},
+        _WHOLE_NORMS,
+        dense="none",
     ),
     "glm4_moe": Family(
         "Glm4MoeForCausalLM",
@@ -171,6 +263,7 @@ FAMILIES: dict[str, Family] = {
             "shared_ffn": Key("n_shared_experts", times="moe_intermediate_size"),
             "route_scale": Key("routed_scaling_factor"),
             "qk_norm": Key("use_qk_norm", False),
+            "qkv_bias": Key("attention_bias", False),
         },
         (
             *_ATTENTION,
@@ -183,33 +276,27 @@ FAMILIES: dict[str, Family] = {
         ),
         {
             "hidden_act": _SILU,
-            "attention_bias": _NO_BIAS,
             "n_group": Only((1,), 1),
             "topk_group": Only((1,), 1),
-            "partial_rotary_factor": Only((1.0,), 0.5),
         },
         {"router": "sigmoid", "bias_rate": 0.001},
-        "first",
+        ("partial_rotary_factor", 0.5),
+        dense="first",
     ),
 }
 """By `model_type`."""
 
 REFUSED: dict[str, str] = {
-    "qwen2": "biases of queries, keys and values",
     "qwen2_moe": "biases of queries, keys and values, and a gate on the shared expert",
-    "olmo2": "norms behind the sublayers, and of queries and keys over their whole width",
     "olmo3": "norms behind the sublayers, and windows",
-    "olmoe": "norms of queries and keys over their whole width",
     "deepseek_v2": "latent attention",
     "deepseek_v3": "latent attention",
     "kimi_k2": "latent attention",
     "glm4": "rotary positions over a part of the head, in pairs",
     "gpt_oss": "sinks, windows, and biases of experts",
-    "minimax_m2": "norms of queries and keys over their whole width",
     "gemma2": "four norms of a layer, GELU, and windows",
     "gemma3_text": "four norms of a layer, GELU, and windows",
     "phi3": "queries, keys and values in one tensor",
-    "smollm3": "layers without positions",
     "qwen3_next": "gated delta nets",
     "qwen3_5_moe": "gated delta nets",
     "llama4_text": "chunked attention",
@@ -224,7 +311,8 @@ IGNORED_KEYS = frozenset(
         "max_window_layers", "pretraining_tp", "output_router_logits", "router_aux_loss_coef", "id2label",
         "num_nextn_predict_layers", "label2id", "return_dict", "output_attentions", "output_hidden_states",
         "use_return_dict", "_attn_implementation", "attn_implementation", "_experts_implementation", "is_decoder",
-        "is_encoder_decoder",
+        "is_encoder_decoder", "num_mtp_layers", "num_mtp_modules", "mtp_transformer_layers", "use_mtp",
+        "mlp_intermediate_size",
     )
 )  # fmt: skip
 """Keys of config.json that say nothing of what a model computes. All others are read, or refused by name."""

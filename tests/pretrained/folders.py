@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,32 @@ _SIZES: dict[str, Any] = dict(
 )  # fmt: skip
 _GLM = dict(
     n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=20, n_shared_experts=2, n_group=1, topk_group=1,
-    first_k_dense_replace=1, routed_scaling_factor=2.5, partial_rotary_factor=1.0, norm_topk_prob=True,
+    first_k_dense_replace=1, routed_scaling_factor=2.5, norm_topk_prob=True,
 )  # fmt: skip
 _QWEN = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=20, mlp_only_layers=[1])
+_OLMOE = dict(head_dim=None, num_experts=8, num_experts_per_tok=3)
+_LLAMA3 = dict(
+    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16
+)
+_YARN = dict(
+    rope_type="yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=4.0, beta_slow=1.5, truncate=False,
+    mscale=0.7, mscale_all_dim=0.4,
+)  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama_tied": ("llama", dict(tie_word_embeddings=True)),
+    "llama_biases": ("llama", dict(attention_bias=True)),
+    "llama_linear": ("llama", dict(rope_scaling=dict(rope_type="linear", factor=4.0))),
+    "llama3": ("llama", dict(rope_scaling=_LLAMA3)),
+    "llama_yarn": ("llama", dict(rope_scaling=_YARN)),
+    "qwen2": ("qwen2", {}),
+    "qwen2_yarn": ("qwen2", dict(rope_scaling=dict(type="yarn", factor=4.0, original_max_position_embeddings=16))),
+    "smollm3": ("smollm3", dict(no_rope_layer_interval=2)),
+    "smollm3_listed": ("smollm3", dict(no_rope_layers=[0, 1, 0], tie_word_embeddings=True)),
+    "olmo2": ("olmo2", {}),
+    "olmo2_biases": ("olmo2", dict(attention_bias=True)),
+    "olmoe": ("olmoe", dict(**_OLMOE, norm_topk_prob=False)),
+    "olmoe_normalised": ("olmoe", dict(**_OLMOE, norm_topk_prob=True, attention_bias=True, num_key_value_heads=6)),
     "mistral": ("mistral", dict(sliding_window=None)),
     "qwen3": ("qwen3", {}),
     "qwen3_moe": ("qwen3_moe", dict(**_QWEN, norm_topk_prob=True)),
@@ -38,8 +59,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_QWEN, "mlp_only_layers": [], "decoder_sparse_step": 2, "norm_topk_prob": True},
     ),
     "mixtral": ("mixtral", dict(num_local_experts=8, num_experts_per_tok=3)),
-    "glm4_moe": ("glm4_moe", dict(**_GLM, use_qk_norm=True)),
-    "glm4_moe_without_norms": ("glm4_moe", dict(**_GLM, use_qk_norm=False)),
+    "minimax_m2": ("minimax_m2", dict(num_local_experts=8, num_experts_per_tok=3, rotary_dim=6)),
+    "minimax_m2_whole": ("minimax_m2", dict(num_local_experts=8, num_experts_per_tok=3)),
+    "glm4_moe": ("glm4_moe", dict(**_GLM, use_qk_norm=True, partial_rotary_factor=1.0)),
+    "glm4_moe_without_norms": ("glm4_moe", dict(**_GLM, use_qk_norm=False, partial_rotary_factor=1.0)),
+    "glm4_moe_partial": ("glm4_moe", dict(**_GLM, use_qk_norm=True, attention_bias=True, partial_rotary_factor=0.4)),
+    "glm4_moe_yarn": (
+        "glm4_moe",
+        dict(**_GLM, use_qk_norm=False, attention_bias=True, partial_rotary_factor=0.6, rope_scaling=_YARN),
+    ),
 }
 """Family and changes, by name."""
 
@@ -49,7 +77,10 @@ def made(case: str, **sizes: Any) -> Any:
     family, changes = CASES[case]
     known = importlib.import_module(f"transformers.models.{family}")
     find = lambda end: next(getattr(known, n) for n in dir(known) if n.endswith(end) and "Text" not in n)  # noqa: E731
-    model = find("ForCausalLM")(find("Config")(**{**_SIZES, **changes, **sizes}))
+    given = deepcopy({**_SIZES, **changes, **sizes})  # a configuration changes its rope_scaling
+    if given["head_dim"] is None:  # not to be said
+        del given["head_dim"]
+    model = find("ForCausalLM")(find("Config")(**given))
     randomize(model)
     return model
 

@@ -100,8 +100,11 @@ def test_recipes_have_the_published_sizes() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"rope_scaling": {"factor": 8.0, "rope_type": "llama3", "low_freq_factor": 1.0}}, "rope_type = llama3: only"),
-        ({"model_type": "qwen2"}, "model_type = qwen2: needs biases of queries, keys and values"),
+        (
+            {"rope_scaling": {"factor": 8.0, "rope_type": "llama3", "low_freq_factor": 1.0}},
+            "have no high_freq_factor",
+        ),
+        ({"model_type": "phi3"}, "model_type = phi3: needs queries, keys and values in one tensor"),
         ({"rope_theta": None}, "config.json has no rope_theta"),
     ],
 )

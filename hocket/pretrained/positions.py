@@ -1,0 +1,111 @@
+"""Rotary positions as config.json has them: of new files in `rope_parameters`, of others in keys of their own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from hocket.config import ModelConfig, RopeConfig
+from hocket.pretrained.reading import require, table_of
+from hocket.pretrained.tables import Family
+from hocket.rope_config import PARAMETERS, RopeKind
+from hocket.typed import is_a
+
+KEYS = ("rope_theta", "rope_parameters", "rope_scaling")
+_SHARE, _WITHOUT, _EVERY = "partial_rotary_factor", "no_rope_layers", "no_rope_layer_interval"
+_NAMES = {
+    "original_positions": "original_max_position_embeddings",
+    "low_frequency": "low_freq_factor",
+    "high_frequency": "high_freq_factor",
+}
+"""Those parameters that have other names in config.json."""
+_REQUIRED = ("factor", "low_frequency", "high_frequency")
+"""Parameters that transformers reads without a default."""
+
+
+def keys_of(family: Family) -> set[str]:
+    """The keys of a family's config.json that say something of positions."""
+    return {*KEYS, *((_SHARE, family.partial[0]) if family.partial else ()), *((_WITHOUT, _EVERY) * family.without)}
+
+
+def read_rope(config: Mapping[str, Any], family: Family, head_dim: int, layers: int) -> tuple[float, RopeConfig]:
+    """`model.rope_theta` and `model.rope`. Raises ValueError for a kind that is not there, and unknown parameters."""
+    rope = {**table_of(config, "rope_scaling"), **table_of(config, "rope_parameters")}
+    kind = rope.pop("rope_type", None) or rope.get("type") or "default"
+    rope.pop("type", None)
+    if kind not in get_args(RopeKind):
+        raise ValueError(f"rope_type = {kind}: only {', '.join(get_args(RopeKind))} are there")
+    theta = rope.pop("rope_theta", config.get("rope_theta"))
+    if theta is None:
+        raise ValueError("config.json has no rope_theta, neither by itself nor in rope_parameters")
+    require("rope_theta", "rope_theta", theta)
+    width = _width(config, family, rope.pop(_SHARE, config.get(_SHARE)), head_dim)
+    values: dict[str, Any] = {"kind": kind, "width": width, "without": _without(config, family, layers)}
+    if "original_positions" in PARAMETERS[kind]:
+        rope.setdefault(_NAMES["original_positions"], config.get("max_position_embeddings"))
+    for name in PARAMETERS[kind]:
+        key = _NAMES.get(name, name)
+        if key in rope:
+            values[name] = rope.pop(key)
+            require(f"{key} of rope_parameters", f"rope.{name}", values[name])
+        elif name in _REQUIRED:
+            raise ValueError(f"rope_parameters of rope_type = {kind} have no {key}")
+    if rope:
+        raise ValueError(f"{next(iter(rope))} of rope_parameters: rope_type = {kind} has no such key")
+    return float(theta), RopeConfig(**values)
+
+
+def written_rope(family: Family, model: ModelConfig) -> dict[str, Any]:
+    """The keys of config.json for a model's positions, as all versions of transformers read them."""
+    rope, default = model.rope, RopeConfig()
+    found: dict[str, Any] = {"rope_theta": model.rope_theta}
+    if rope.kind != "default":
+        needed = (*_REQUIRED, "original_positions")
+        values = {name: getattr(rope, name) for name in PARAMETERS[rope.kind]}
+        said = {name: value for name, value in values.items() if name in needed or value != getattr(default, name)}
+        parameters = {_NAMES.get(name, name): value for name, value in said.items()}
+        found["rope_scaling"] = {"rope_type": rope.kind, **parameters}
+    if family.partial:
+        width = rope.width or model.head_dim
+        share = width / model.head_dim
+        if int(share * model.head_dim) < width:
+            share = math.nextafter(share, 1)
+        found[family.partial[0]] = share if family.partial[0] == _SHARE else width
+    if family.without:
+        found[_WITHOUT] = [int(layer not in rope.without) for layer in range(model.layers)]
+    return found
+
+
+def _width(config: Mapping[str, Any], family: Family, share: Any, head_dim: int) -> int:
+    """Elements of a head that rotate; 0 if all do."""
+    key, missing = family.partial or (_SHARE, 1.0)
+    if key != _SHARE and config.get(key) is not None:
+        width = config[key]
+        require(key, "rope.width", width)
+        if share is not None and int(head_dim * share) != width:
+            raise ValueError(f"{key} = {width}: {_SHARE} = {share} is another number of {head_dim} elements")
+    else:
+        share = missing if share is None else share
+        if not is_a(share, float) or not 0 < share <= 1:
+            raise ValueError(f"{_SHARE} = {share!r}: not a share of a head")
+        width = int(head_dim * share)
+        if width != head_dim and not family.partial:
+            raise ValueError(f"{_SHARE} = {share}: only 1.0 is there")
+    if width > head_dim or width < 2 or width % 2:
+        raise ValueError(f"{width} of {head_dim} elements of a head would rotate: an even number from 2 on must")
+    return 0 if width == head_dim else width
+
+
+def _without(config: Mapping[str, Any], family: Family, layers: int) -> tuple[int, ...]:
+    """The layers without positions. A 1 in the list is a layer that has them."""
+    if not family.without:
+        return ()
+    listed, every = config.get(_WITHOUT), config.get(_EVERY)
+    if listed is not None:
+        if not isinstance(listed, list) or len(listed) < layers or any(x not in (0, 1) for x in listed):
+            raise ValueError(f"{_WITHOUT} = {listed}: not a list of 0 or 1 for each of {layers} layers")
+        return tuple(i for i in range(layers) if not listed[i])
+    every = family.without if every is None else every
+    require(_EVERY, "layers", every)
+    return tuple(range(every - 1, layers, every))
