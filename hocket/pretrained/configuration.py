@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from hocket.config import ModelConfig
+from hocket.pretrained import windows
 from hocket.pretrained.positions import keys_of, read_rope, written_rope
 from hocket.pretrained.reading import require
 from hocket.pretrained.tables import FAMILIES, IGNORED_KEYS, REFUSED, REQUIRED, Family, Key
@@ -16,7 +18,8 @@ from hocket.settings.schema import flat
 
 _NOT_SHAPE = ("aux_loss", "routing", "init", "init_std", "weights")
 """Settings that say how a model is trained, or where its weights come from, not what it computes."""
-_OF_EXPERTS = ("top_k", "expert_ffn", "shared_ffn", "router", "normalize_top_k", "route_scale", "dense_layers")
+_OF_EXPERTS = ("top_k", "expert_ffn", "shared_ffn", "router", "normalize_top_k", "route_scale", "dense_layers",
+               "router_bias", "expert_bias")  # fmt: skip
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -53,6 +56,7 @@ def model_of(config: Mapping[str, Any]) -> ModelConfig:
         require(key.name, setting, value)
         values[setting] = value * config[key.times] if key.times else value
     values["rope_theta"], values["rope"] = read_rope(config, family, values["head_dim"], values["layers"])
+    values["window"], values["full_layers"] = windows.read_windows(config, family, values["layers"])
     values["dense_layers"] = _dense_layers(config, family, values)
     return replace(ModelConfig(), **values)
 
@@ -70,7 +74,8 @@ def config_of(name: str, model: ModelConfig, dtype: str, positions: int) -> dict
         config |= {"decoder_sparse_step": 1, "mlp_only_layers": list(model.dense_layers)}
     if family.dense == "first":
         config["first_k_dense_replace"] = len(model.dense_layers)
-    config |= {**written_rope(family, model), "max_position_embeddings": positions, "use_cache": True}
+    config |= {**written_rope(family, model), **windows.written_windows(family, model)}
+    config |= {"max_position_embeddings": positions, "use_cache": True}
     config |= {"pad_token_id": None, "initializer_range": model.init_std}  # a family's own token may be beyond ours
     return {**config, "torch_dtype": dtype, "dtype": dtype}
 
@@ -80,7 +85,10 @@ def family_for(model: ModelConfig) -> str:
 
     Raises ValueError naming what no family has.
     """
-    wrong = {name: differences(model, model_of(config_of(name, model, "float32", 1))) for name in FAMILIES}
+    wrong: dict[str, list[str]] = {}
+    for name in FAMILIES:
+        with suppress(ValueError):  # of sizes that a family cannot say
+            wrong[name] = differences(model, model_of(config_of(name, model, "float32", 1)))
     best = min(wrong, key=lambda name: len(wrong[name]))
     if wrong[best]:
         raise ValueError(f"no family computes it: the nearest is {best}, with {', '.join(wrong[best])}")
@@ -104,6 +112,10 @@ def _shape(model: ModelConfig) -> dict[str, Any]:
         found |= dict.fromkeys((*_OF_EXPERTS, "experts"), 0)
     if "dense" not in model.kinds():
         found["ffn"] = 0
+    if not any(model.windows()):
+        found |= {"window": 0, "full_layers": ()}
+    if not model.swiglu_limit:
+        found["swiglu_alpha"] = 0.0
     return found
 
 
@@ -127,12 +139,10 @@ def _refuse_others(config: Mapping[str, Any], family: Family) -> None:
         if any(x not in only.values and not (x is None and only.missing in only.values) for x in values):
             there = "" if key in config else ", where the key is missing"
             raise ValueError(f"{key} = {value}{there}: only {only.values[0]} is there")
-    kinds = config.get("layer_types") or ()
-    if not isinstance(kinds, list | tuple) or any(kind != "full_attention" for kind in kinds):
-        raise ValueError(f"layer_types = {kinds}: only full_attention is there")
     if config.get("attention_dropout"):
         raise ValueError(f"attention_dropout = {config['attention_dropout']}: there is no dropout")
-    known |= keys_of(family) | {*family.only, *IGNORED_KEYS, "layer_types", "attention_dropout"}
+    known |= keys_of(family) | windows.keys_of(family) | {*family.only, *IGNORED_KEYS, "attention_dropout"}
+    known |= {"quantization_config"} if any(rule.way == "mxfp4" for rule in family.rules) else set()
     known |= {"sliding_window"} if "use_sliding_window" in family.only else set()
     strange = [key for key, value in config.items() if key not in known and value is not None]
     if strange:

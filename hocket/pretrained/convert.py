@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hocket.config import ModelConfig
+from hocket.pretrained import mxfp4
 from hocket.pretrained.configuration import differences, family_of, model_of, read_config
 from hocket.pretrained.folder import READ, TensorFolder
 from hocket.pretrained.tables import IGNORED_TENSORS, Family, Rule
@@ -29,8 +30,14 @@ def tensors_of(rule: Rule, number: str, shape: Shape, first: int = 0) -> Iterato
     if rule.way == "rows":
         for name in rule.theirs:
             yield name.format(i=number), (shape[0] // len(rule.theirs), *shape[1:])
+    elif rule.way == "stacked":
+        yield rule.theirs[0].format(i=number), shape
     elif rule.way == "fused":
         yield rule.theirs[0].format(i=number), (shape[0], shape[2], shape[1])
+    elif rule.way == "mxfp4":
+        scales = (shape[0], shape[2], shape[1] // mxfp4.BLOCK)
+        for name, of_each in zip(rule.theirs, ((mxfp4.BLOCK // 2,), ()), strict=True):
+            yield name.format(i=number), (*scales, *of_each)
     else:
         for e in range(shape[0]):
             for name in rule.theirs:
@@ -39,9 +46,17 @@ def tensors_of(rule: Rule, number: str, shape: Shape, first: int = 0) -> Iterato
 
 def join(rule: Rule, number: str, shape: Shape, first: int, read: Callable[..., Tensor]) -> Tensor:
     """A parameter of `shape`, of what `read(name)`, or of rows `read(name, first, count)`, gives."""
-    if rule.way == "fused":
-        return read(rule.theirs[0].format(i=number), first, shape[0]).transpose(1, 2)
     names = [name for name, _ in tensors_of(rule, number, shape, first)]
+    if rule.way == "fused":
+        return read(names[0], first, shape[0]).transpose(1, 2)
+    if rule.way == "stacked":
+        return _halves(read(names[0], first, shape[0]), rule.pairs)
+    if rule.way == "mxfp4":
+        blocks, scales = (read(name, first, shape[0]) for name in names)
+        value = torch.empty(shape)
+        for e in range(shape[0]):
+            value[e] = _halves(mxfp4.values(blocks[e], scales[e]).T, rule.pairs)
+        return value
     if rule.way == "rows":
         return read(names[0]) if len(names) == 1 else torch.cat([read(name) for name in names])
     value, count = torch.empty(shape), len(rule.theirs)
@@ -53,13 +68,21 @@ def join(rule: Rule, number: str, shape: Shape, first: int, read: Callable[..., 
 def split(rule: Rule, number: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a parameter: what `join` was given."""
     names, count = [name for name, _ in tensors_of(rule, number, tuple(value.shape))], len(rule.theirs)
+    assert rule.way != "mxfp4", "quantised tensors are only read"
     if rule.way == "fused":
         parts = [value.transpose(1, 2)]
+    elif rule.way == "stacked":
+        parts = [torch.stack(value.chunk(2, -1), -1).flatten(-2) if rule.pairs else value]
     elif rule.way == "rows":
         parts = list(value.chunk(count))
     else:
         parts = [part for expert in value for part in expert.T.chunk(count)]
     yield from zip(names, parts, strict=True)
+
+
+def _halves(value: Tensor, pairs: bool) -> Tensor:
+    """Columns that take turns, one behind the other."""
+    return torch.cat([value[..., 0::2], value[..., 1::2]], -1) if pairs else value
 
 
 class PretrainedFolder:
@@ -72,8 +95,10 @@ class PretrainedFolder:
         self.path = Path(path)
         config = read_config(self.path)
         self.family, self.model = family_of(config), model_of(config)
-        if "quantization_config" in config:
-            raise ValueError("quantization_config: quantised weights are not read")
+        if quantised := config.get("quantization_config"):
+            method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+            if method != "mxfp4":
+                raise ValueError(f"quantization_config: of quantised weights those of mxfp4 are read, not of {method}")
         self.folder = TensorFolder(self.path)
 
     def require(self, model: ModelConfig) -> None:
@@ -93,8 +118,8 @@ class PretrainedFolder:
                     lacks.append(tensor)
                 elif entry.shape != expected:
                     raise ValueError(f"{tensor} has shape {list(entry.shape)}, and {name} needs {list(expected)}")
-                elif entry.dtype not in READ:
-                    raise ValueError(f"{tensor} has elements of {entry.dtype}; {', '.join(READ)} are read")
+                elif entry.dtype not in (read := ("U8",) if rule.way == "mxfp4" else READ):
+                    raise ValueError(f"{tensor} has elements of {entry.dtype}; {', '.join(read)} are read")
         if lacks:
             raise ValueError(f"{self.path} lacks {_listed(lacks)}")
         more = [name for name in entries if name not in used and not re.search(IGNORED_TENSORS, name)]

@@ -39,6 +39,9 @@ class Only:
     """Whether transformers reads it. Other code may."""
 
 
+Way = Literal["rows", "experts", "fused", "stacked", "mxfp4"]
+
+
 @dataclass(frozen=True)
 class Rule:
     """A parameter and its tensors on disk; `{i}` is the layer, `{e}` the expert."""
@@ -46,9 +49,29 @@ class Rule:
     ours: str
     """The parameter, without its layer."""
     theirs: tuple[str, ...]
-    way: Literal["rows", "experts", "fused"] = "rows"
+    way: Way = "rows"
     """rows: tensors are stacked along rows. experts: so are those of each expert, and [rows, columns] is turned over.
-    fused: one tensor for all experts, [E, rows, columns] turned over."""
+    fused: one tensor for all experts, [E, rows, columns] turned over. stacked: one for all experts, as it is. mxfp4: as
+    fused, of blocks of 32 columns, [E, rows, columns / 32, 16], and their scales, [E, rows, columns / 32]; only read.
+    """
+    pairs: bool = False
+    """Of stacked and mxfp4: there gate and up take turns, where the parameter has one behind the other."""
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Windows of attention: what a family's config.json says of them beside `sliding_window`."""
+
+    missing: int | None = None
+    """The window of a model that does not say. That differs from null, which is none."""
+    switch: str = ""
+    """Key without which no layer has a window."""
+    listed: bool = True
+    """Whether transformers reads `layer_types`. Without, all layers have a window or none has."""
+    every: int = 0
+    """Where no layers are listed: each so many-th has no window."""
+    first: tuple[str, int] | None = None
+    """Where no layers are listed: a key that says how many first ones have no window, and how many if it is missing."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +91,15 @@ class Family:
     The key is a share of the head, or `rotary_dim`."""
     without: int = 0
     """Whether layers may have no positions: every how many layers one has none where config.json does not say."""
+    windows: Windows | None = None
+    """None: no layer may have a window."""
     dense: Literal["all", "none", "steps", "first"] = "all"
     """Which layers have no experts: all, none, those of `decoder_sparse_step` and `mlp_only_layers`, or the first
     `first_k_dense_replace`."""
 
 
-def _layer(ours: str, *theirs: str, way: Literal["rows", "experts", "fused"] = "rows") -> Rule:
-    return Rule(ours, tuple(f"model.layers.{{i}}.{name}" for name in theirs), way)
+def _layer(ours: str, *theirs: str, way: Way = "rows", pairs: bool = False) -> Rule:
+    return Rule(ours, tuple(f"model.layers.{{i}}.{name}" for name in theirs), way, pairs)
 
 
 def _experts(where: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
@@ -88,6 +113,10 @@ def _experts(where: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
         _layer("experts.w_down", f"{each}{down}.weight", way="experts"),
         _layer("experts.w_down", "mlp.experts.down_proj", way="fused"),
     )
+
+
+def _quantised(name: str) -> tuple[str, str]:
+    return f"mlp.experts.{name}_blocks", f"mlp.experts.{name}_scales"
 
 
 _COMMON = (
@@ -129,6 +158,7 @@ _ROUTED = {"top_k": Key("num_experts_per_tok"), "normalize_top_k": Key("norm_top
 _WIDTH_OF_HEADS = Key("head_dim", "hidden / heads")
 _SILU, _OFF, _NONE = Only(("silu",), "silu"), Only((False,), False), Only((None,))
 _BIASES = {name: Key("attention_bias", False) for name in ("qkv_bias", "o_bias")}
+_QWEN_WINDOWS = Windows(4096, "use_sliding_window", first=("max_window_layers", 28))
 _WHOLE_NORMS = {"qk_norm": True, "qk_norm_over": "whole"}
 
 _OF_MINIMAX_M1 = {
@@ -149,21 +179,24 @@ FAMILIES: dict[str, Family] = {
         "MistralForCausalLM",
         {**_DENSE, "head_dim": _WIDTH_OF_HEADS},
         (*_ATTENTION, *_MLP),
-        {"hidden_act": _SILU, "sliding_window": Only((None,), 4096)},
+        {"hidden_act": _SILU},
+        windows=Windows(4096, listed=False),
     ),
     "qwen2": Family(
         "Qwen2ForCausalLM",
         {**_DENSE, "head_dim": _WIDTH_OF_HEADS},
         (*_ATTENTION, *_MLP),
-        {"hidden_act": _SILU, "use_sliding_window": _OFF, "use_mrope": _OFF},
+        {"hidden_act": _SILU, "use_mrope": _OFF},
         {"qkv_bias": True},
+        windows=_QWEN_WINDOWS,
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
         {**_DENSE, **_BIASES},
         (*_ATTENTION, *_HEAD_NORMS, *_MLP),
-        {"hidden_act": _SILU, "use_sliding_window": _OFF},
+        {"hidden_act": _SILU},
         {"qk_norm": True},
+        windows=_QWEN_WINDOWS,
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
@@ -190,8 +223,9 @@ FAMILIES: dict[str, Family] = {
             "aux_loss": Key("router_aux_loss_coef", 0.0),
         },
         (*_ATTENTION, *_experts("block_sparse_moe", "w1", "w3", "w2")),
-        {"hidden_act": _SILU, "sliding_window": _NONE, "router_jitter_noise": Only((0.0,), 0.0)},
+        {"hidden_act": _SILU, "router_jitter_noise": Only((0.0,), 0.0)},
         {"normalize_top_k": True},
+        windows=Windows(listed=False),
         dense="none",
     ),
     "minimax_m2": Family(
@@ -231,9 +265,38 @@ FAMILIES: dict[str, Family] = {
             "aux_loss": Key("router_aux_loss_coef", 0.0),
         },
         (*_ATTENTION, *_HEAD_NORMS, *_MLP, *_EXPERTS),
-        {"hidden_act": _SILU, "use_sliding_window": _OFF},
+        {"hidden_act": _SILU},
         {"qk_norm": True},
+        windows=Windows(4096, "use_sliding_window", listed=False),
         dense="steps",
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        {
+            **_SIZES,
+            **{name: Key("attention_bias", True) for name in ("qkv_bias", "o_bias")},
+            "experts": Key("num_local_experts", other="num_experts"),
+            "top_k": Key("num_experts_per_tok", other="experts_per_token"),
+            "expert_ffn": Key("intermediate_size"),
+            "swiglu_limit": Key("swiglu_limit", 7.0),
+            "swiglu_alpha": Key("swiglu_alpha", 1.702),
+        },
+        (
+            *_ATTENTION,
+            _layer("attn.sinks", "self_attn.sinks"),
+            _layer("router.weight", "mlp.router.weight"),
+            _layer("router.b_logits", "mlp.router.bias"),
+            _layer("experts.w_gate_up", "mlp.experts.gate_up_proj", way="stacked", pairs=True),
+            _layer("experts.w_gate_up", *_quantised("gate_up_proj"), way="mxfp4", pairs=True),
+            _layer("experts.b_gate_up", "mlp.experts.gate_up_proj_bias", way="stacked", pairs=True),
+            _layer("experts.w_down", "mlp.experts.down_proj", way="stacked"),
+            _layer("experts.w_down", *_quantised("down_proj"), way="mxfp4"),
+            _layer("experts.b_down", "mlp.experts.down_proj_bias", way="stacked"),
+        ),
+        {"hidden_act": _SILU},
+        {"normalize_top_k": True, "sinks": True, "router_bias": True, "expert_bias": True},
+        windows=Windows(128, every=2),
+        dense="none",
     ),
     "olmoe": Family(
         "OlmoeForCausalLM",
@@ -293,7 +356,6 @@ REFUSED: dict[str, str] = {
     "deepseek_v3": "latent attention",
     "kimi_k2": "latent attention",
     "glm4": "rotary positions over a part of the head, in pairs",
-    "gpt_oss": "sinks, windows, and biases of experts",
     "gemma2": "four norms of a layer, GELU, and windows",
     "gemma3_text": "four norms of a layer, GELU, and windows",
     "phi3": "queries, keys and values in one tensor",
@@ -312,7 +374,7 @@ IGNORED_KEYS = frozenset(
         "num_nextn_predict_layers", "label2id", "return_dict", "output_attentions", "output_hidden_states",
         "use_return_dict", "_attn_implementation", "attn_implementation", "_experts_implementation", "is_decoder",
         "is_encoder_decoder", "num_mtp_layers", "num_mtp_modules", "mtp_transformer_layers", "use_mtp",
-        "mlp_intermediate_size",
+        "mlp_intermediate_size", "initial_context_length",
     )
 )  # fmt: skip
 """Keys of config.json that say nothing of what a model computes. All others are read, or refused by name."""

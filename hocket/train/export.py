@@ -83,6 +83,7 @@ def _config(model: ModelConfig, settings: dict[str, Any], dtype: str) -> tuple[s
         try:
             config = read_config(Path(model.weights))
             if not (found := differences(model, model_of(config))):
+                config.pop("quantization_config", None)  # of files that were read; those that are written are not
                 return config["model_type"], {**config, "torch_dtype": type_name, "dtype": type_name}, ""
             remark = f"model.weights = {model.weights}: its config.json now says {', '.join(found)}"
         except ValueError as error:

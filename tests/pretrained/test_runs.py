@@ -47,7 +47,14 @@ def imported(folder: Path, case: str) -> None:
     assert done.code == 0, done.err
 
 
-@pytest.mark.parametrize(("case", "mesh"), [("glm4_moe", mesh) for mesh in MESHES] + [("qwen3_moe", "tensors")])
+@pytest.mark.parametrize(
+    ("case", "mesh"),
+    [
+        *(("glm4_moe", mesh) for mesh in MESHES),
+        ("qwen3_moe", "tensors"),
+        *(("gpt_oss", mesh) for mesh in ("pipeline and experts", "tensors")),
+    ],
+)
 def test_weights_pass_through_any_mesh(case: str, mesh: str, tmp_path: Path) -> None:
     imported(tmp_path, case)
     still = ["--train.steps", "1", "--train.lr", "1e-30", "--train.min_lr", "0", "--train.eval_batches", "0"]
