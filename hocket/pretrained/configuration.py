@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -85,14 +84,19 @@ def family_for(model: ModelConfig) -> str:
 
     Raises ValueError naming what no family has.
     """
-    wrong: dict[str, list[str]] = {}
-    for name in FAMILIES:
-        with suppress(ValueError):  # of sizes that a family cannot say
-            wrong[name] = differences(model, model_of(config_of(name, model, "float32", 1)))
+    wrong = {name: _as_one_of(name, model) for name in FAMILIES}
     best = min(wrong, key=lambda name: len(wrong[name]))
     if wrong[best]:
         raise ValueError(f"no family computes it: the nearest is {best}, with {', '.join(wrong[best])}")
     return best
+
+
+def _as_one_of(name: str, model: ModelConfig) -> list[str]:
+    """What a model loses as one of a family."""
+    try:
+        return differences(model, model_of(config_of(name, model, "float32", 1)))
+    except ValueError as error:  # the family gives it sizes that no model has
+        return [str(error)]
 
 
 def differences(model: ModelConfig, other: ModelConfig) -> list[str]:

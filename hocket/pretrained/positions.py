@@ -92,9 +92,11 @@ def _width(config: Mapping[str, Any], family: Family, share: Any, head_dim: int)
         width = int(head_dim * share)
         if width != head_dim and not family.partial:
             raise ValueError(f"{_SHARE} = {share}: only 1.0 is there")
+    if width == head_dim:
+        return 0
     if width > head_dim or width < 2 or width % 2:
         raise ValueError(f"{width} of {head_dim} elements of a head would rotate: an even number from 2 on must")
-    return 0 if width == head_dim else width
+    return width
 
 
 def _without(config: Mapping[str, Any], family: Family, layers: int) -> tuple[int, ...]:

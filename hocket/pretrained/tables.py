@@ -350,12 +350,12 @@ FAMILIES: dict[str, Family] = {
 """By `model_type`."""
 
 REFUSED: dict[str, str] = {
-    "qwen2_moe": "biases of queries, keys and values, and a gate on the shared expert",
-    "olmo3": "norms behind the sublayers, and windows",
+    "qwen2_moe": "a gate on the shared expert",
+    "olmo3": "windows",
     "deepseek_v2": "latent attention",
     "deepseek_v3": "latent attention",
     "kimi_k2": "latent attention",
-    "glm4": "rotary positions over a part of the head, in pairs",
+    "glm4": "four norms of a layer, and rotary positions of neighbouring elements",
     "gemma2": "four norms of a layer, GELU, and windows",
     "gemma3_text": "four norms of a layer, GELU, and windows",
     "phi3": "queries, keys and values in one tensor",

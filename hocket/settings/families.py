@@ -6,6 +6,8 @@ families from scratch.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hocket.config import ModelConfig, RopeConfig
 
 
@@ -14,6 +16,20 @@ def llama3_8b() -> ModelConfig:
     return ModelConfig(
         vocab=128256, hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, ffn=14336,
         rope_theta=500000.0, norm_eps=1e-5, init="torchtitan",
+    )  # fmt: skip
+
+
+def llama3_1(hidden: int, layers: int, heads: int, ffn: int) -> ModelConfig:
+    """Llama 3.1: Llama 3 with rotary positions that were slowed down for sequences of 131,072 tokens."""
+    rope = RopeConfig(kind="llama3", factor=8.0, original_positions=8192)
+    return replace(llama3_8b(), hidden=hidden, layers=layers, heads=heads, ffn=ffn, rope=rope)
+
+
+def qwen3(hidden: int, layers: int, heads: int, ffn: int, tied: bool = False) -> ModelConfig:
+    """A dense Qwen3."""
+    return ModelConfig(
+        vocab=151936, hidden=hidden, layers=layers, heads=heads, kv_heads=8, head_dim=128, ffn=ffn, tied=tied,
+        qk_norm=True, rope_theta=1e6, init="torchtitan",
     )  # fmt: skip
 
 
@@ -32,6 +48,36 @@ def qwen3_30b_a3b() -> ModelConfig:
         vocab=151936, hidden=2048, layers=48, heads=32, kv_heads=4, head_dim=128,
         experts=128, top_k=8, expert_ffn=768, aux_loss=0.001, qk_norm=True, rope_theta=1e6,
         init="torchtitan",
+    )  # fmt: skip
+
+
+def qwen3_235b_a22b() -> ModelConfig:
+    """Qwen3-235B-A22B: 235.1 billion parameters, 22.2 active, 128 experts of which 8 are used."""
+    return replace(qwen3_30b_a3b(), hidden=4096, layers=94, heads=64, expert_ffn=1536)
+
+
+def glm4_5_air() -> ModelConfig:
+    """GLM-4.5-Air: 106.9 billion parameters, 13.4 active, half of each head with positions, a dense first layer."""
+    return ModelConfig(
+        vocab=151552, hidden=4096, layers=46, heads=96, kv_heads=8, head_dim=128, ffn=10944, dense_layers=(0,),
+        experts=128, top_k=8, expert_ffn=1408, shared_ffn=1408, router="sigmoid", bias_rate=0.001, qkv_bias=True,
+        rope_theta=1e6, rope=RopeConfig(width=64), norm_eps=1e-5, init="torchtitan",
+    )  # fmt: skip
+
+
+def olmo2_7b() -> ModelConfig:
+    """OLMo 2 7B: 7.3 billion parameters, dense, norms behind attention and MLP."""
+    return ModelConfig(
+        vocab=100352, hidden=4096, layers=32, heads=32, kv_heads=32, head_dim=128, ffn=11008, norms="after",
+        qk_norm=True, qk_norm_over="whole", rope_theta=500000.0, init="torchtitan",
+    )  # fmt: skip
+
+
+def olmoe_1b_7b() -> ModelConfig:
+    """OLMoE-1B-7B: 6.9 billion parameters, 1.3 active, 64 small experts of which 8 are used."""
+    return ModelConfig(
+        vocab=50304, hidden=2048, layers=16, heads=16, kv_heads=16, head_dim=128, experts=64, top_k=8, expert_ffn=1024,
+        normalize_top_k=False, aux_loss=0.01, qk_norm=True, qk_norm_over="whole", norm_eps=1e-5, init="torchtitan",
     )  # fmt: skip
 
 

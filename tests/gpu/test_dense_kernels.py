@@ -142,9 +142,10 @@ def test_router_in_a_graph() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(2, 1024, 32, 128), (1, 77, 4, 128), (3, 5, 7, 96), (2, 9, 130, 128), (0, 4, 2, 8)])
-def test_rotary(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """The bits of the formula, also for a gradient that lies in memory as attention left it."""
-    table = rotary_table(shape[1], shape[3], 1e6, torch.device("cuda"))
+@pytest.mark.parametrize("part", [1, 2])
+def test_rotary(shape: tuple[int, ...], part: int, dtype: torch.dtype) -> None:
+    """The bits of the formula, also for a gradient that lies in memory as attention left it, and if half rotates."""
+    table = rotary_table(shape[1], shape[3] // part, 1e6, torch.device("cuda"))
     x = new(*shape, dtype=dtype)
     g = new(shape[0], shape[2], shape[1], shape[3], dtype=dtype).transpose(1, 2)
     y = rotate(x.requires_grad_(), table)
@@ -159,8 +160,9 @@ def test_rotary(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(2, 1024, 32, 128), (1, 777, 4, 128), (3, 5, 7, 96), (0, 4, 2, 8)])
-def test_norm_and_rotary(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    table = rotary_table(shape[1], shape[3], 1e6, torch.device("cuda"))
+@pytest.mark.parametrize("part", [1, 2])
+def test_norm_and_rotary(shape: tuple[int, ...], part: int, dtype: torch.dtype) -> None:
+    table = rotary_table(shape[1], shape[3] // part, 1e6, torch.device("cuda"))
     x = new(*shape, dtype=dtype)
     x += x.sign()
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from hocket.config import RopeConfig
 from hocket.model.transformer import parameter_counts
 from hocket.pretrained.configuration import differences, family_for, model_of
-from hocket.settings import families
+from hocket.recipes import RECIPES
 
 _LLAMA = dict(
     model_type="llama", architectures=["LlamaForCausalLM"], attention_bias=False, attention_dropout=0.0,
@@ -35,6 +36,53 @@ _MOE = dict(
     **_QWEN, model_type="qwen3_moe", decoder_sparse_step=1, mlp_only_layers=[], norm_topk_prob=True, num_experts=128,
     num_experts_per_tok=8, output_router_logits=False, router_aux_loss_coef=0.001, tie_word_embeddings=False,
     num_key_value_heads=4,
+)  # fmt: skip
+_LLAMA3_1 = {
+    **_LLAMA, "mlp_bias": False, "max_position_embeddings": 131072, "eos_token_id": [128001, 128008, 128009],
+    "rope_scaling": {
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+}  # fmt: skip
+_QWEN2 = dict(
+    model_type="qwen2", architectures=["Qwen2ForCausalLM"], attention_dropout=0.0, bos_token_id=151643,
+    eos_token_id=151643, hidden_act="silu", hidden_size=3584, initializer_range=0.02, intermediate_size=18944,
+    max_position_embeddings=131072, max_window_layers=28, num_attention_heads=28, num_hidden_layers=28,
+    num_key_value_heads=4, rms_norm_eps=1e-06, rope_theta=1000000.0, sliding_window=131072, tie_word_embeddings=False,
+    torch_dtype="bfloat16", transformers_version="4.40.1", use_cache=True, use_mrope=False, use_sliding_window=False,
+    vocab_size=152064,
+)  # fmt: skip
+_GLM = dict(
+    model_type="glm4_moe", architectures=["Glm4MoeForCausalLM"], attention_bias=True, attention_dropout=0.0,
+    pad_token_id=151329, eos_token_id=[151329, 151336, 151338], head_dim=128, hidden_act="silu",
+    partial_rotary_factor=0.5, initializer_range=0.02, max_position_embeddings=131072, norm_topk_prob=True,
+    num_attention_heads=96, n_group=1, topk_group=1, n_shared_experts=1, num_experts_per_tok=8, num_key_value_heads=8,
+    rms_norm_eps=1e-05, rope_scaling=None, rope_theta=1000000, num_nextn_predict_layers=1, tie_word_embeddings=False,
+    torch_dtype="bfloat16", transformers_version="4.54.0", use_cache=True, vocab_size=151552,
+)  # fmt: skip
+_OLMO = dict(
+    attention_bias=False, attention_dropout=0.0, hidden_act="silu", initializer_range=0.02,
+    max_position_embeddings=4096, rope_scaling=None, tie_word_embeddings=False, use_cache=True,
+)  # fmt: skip
+_MINIMAX = dict(
+    model_type="minimax_m2", architectures=["MiniMaxM2ForCausalLM"], attention_dropout=0.0, attn_type_list=[1] * 62,
+    bos_token_id=None, eos_token_id=None, head_dim=128, hidden_act="silu", hidden_size=3072, initializer_range=0.02,
+    intermediate_size=1536, layernorm_full_attention_beta=1.0, layernorm_linear_attention_beta=1.0,
+    layernorm_mlp_beta=1.0, max_position_embeddings=196608, mlp_intermediate_size=8192, mtp_transformer_layers=1,
+    num_attention_heads=48, num_experts_per_tok=8, num_hidden_layers=62, num_key_value_heads=8, num_local_experts=256,
+    num_mtp_modules=3, output_router_logits=False, qk_norm_type="per_layer", rms_norm_eps=1e-06, rope_theta=5000000,
+    rotary_dim=64, router_aux_loss_coef=0.001, router_jitter_noise=0.0, scoring_func="sigmoid",
+    shared_intermediate_size=0, shared_moe_mode="sigmoid", sliding_window=None, tie_word_embeddings=False,
+    transformers_version="4.46.1", use_cache=True, use_mtp=True, use_qk_norm=True, use_routing_bias=True,
+    vocab_size=200064,
+)  # fmt: skip
+_SMOLLM = dict(
+    model_type="smollm3", architectures=["SmolLM3ForCausalLM"], attention_bias=False, attention_dropout=0.0,
+    hidden_act="silu", hidden_size=2048, initializer_range=0.02, intermediate_size=11008,
+    layer_types=["full_attention"] * 36, max_position_embeddings=65536, max_window_layers=28, mlp_bias=False,
+    no_rope_layer_interval=4, no_rope_layers=[1, 1, 1, 0] * 9, num_attention_heads=16, num_hidden_layers=36,
+    num_key_value_heads=4, pretraining_tp=2, rms_norm_eps=1e-06, rope_scaling=None, rope_theta=5000000.0,
+    sliding_window=None, use_cache=False, use_sliding_window=False, vocab_size=128256,
 )  # fmt: skip
 
 
@@ -109,6 +157,69 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float, float]] = {
         46.70e9,
         12.88e9,
     ),
+    "Llama-3.1-8B": (_LLAMA3_1, 8.030e9, 8.030e9),
+    "Llama-3.2-1B": (
+        {
+            **_LLAMA3_1, "head_dim": 64, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+            "tie_word_embeddings": True, "rope_scaling": {**_LLAMA3_1["rope_scaling"], "factor": 32.0},
+        },
+        1.236e9,
+        1.236e9,
+    ),
+    "Llama-3.2-3B": (
+        {
+            **_LLAMA3_1, "head_dim": 128, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28,
+            "num_attention_heads": 24, "tie_word_embeddings": True,
+            "rope_scaling": {**_LLAMA3_1["rope_scaling"], "factor": 32.0},
+        },
+        3.213e9,
+        3.213e9,
+    ),
+    "Llama-3.1-70B": (
+        {
+            **_LLAMA3_1, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
+            "num_attention_heads": 64,
+        },
+        70.55e9,
+        70.55e9,
+    ),
+    "Qwen2.5-7B": (_QWEN2, 7.616e9, 7.616e9),
+    "GLM-4.5-Air": (
+        dict(
+            **_GLM, hidden_size=4096, intermediate_size=10944, moe_intermediate_size=1408, n_routed_experts=128,
+            routed_scaling_factor=1.0, first_k_dense_replace=1, num_hidden_layers=46, use_qk_norm=False,
+        ),
+        106.9e9,
+        13.4e9,
+    ),
+    "GLM-4.5": (
+        dict(
+            **_GLM, hidden_size=5120, intermediate_size=12288, moe_intermediate_size=1536, n_routed_experts=160,
+            routed_scaling_factor=2.5, first_k_dense_replace=3, num_hidden_layers=92, use_qk_norm=True,
+        ),
+        352.8e9,
+        33.6e9,
+    ),
+    "OLMo-2-1124-7B": (
+        dict(
+            **_OLMO, model_type="olmo2", hidden_size=4096, intermediate_size=11008, num_attention_heads=32,
+            num_hidden_layers=32, num_key_value_heads=32, rms_norm_eps=1e-06, rope_theta=500000, vocab_size=100352,
+        ),
+        7.299e9,
+        7.299e9,
+    ),
+    "OLMoE-1B-7B-0924": (
+        dict(
+            **_OLMO, model_type="olmoe", clip_qkv=None, hidden_size=2048, intermediate_size=1024, norm_topk_prob=False,
+            num_attention_heads=16, num_experts=64, num_experts_per_tok=8, num_hidden_layers=16,
+            num_key_value_heads=16, output_router_logits=False, rope_theta=10000.0, router_aux_loss_coef=0.01,
+            vocab_size=50304,
+        ),
+        6.92e9,
+        1.28e9,
+    ),
+    "MiniMax-M2": (_MINIMAX, 228.7e9, 11.0e9),
+    "SmolLM3-3B": (_SMOLLM, 3.075e9, 3.075e9),
 }  # fmt: skip
 """config.json, parameters, and those that one token meets."""
 
@@ -121,12 +232,53 @@ def test_sizes(name: str) -> None:
     assert family_for(model) == {"Mistral-7B-v0.3": "llama"}.get(name, config["model_type"])
 
 
-def test_recipes_have_the_published_sizes() -> None:
-    for recipe, name in (("llama3_8b", "Llama-3-8B"), ("qwen3_30b_a3b", "Qwen3-30B-A3B")):
-        assert not differences(getattr(families, recipe)(), model_of(PUBLISHED[name][0]))
-    for size in ("20b", "120b"):
-        assert not differences(getattr(families, f"gpt_oss_{size}")(), model_of(PUBLISHED[f"gpt-oss-{size}"][0]))
-    assert not differences(families.mixtral_8x7b(), model_of(PUBLISHED["Mixtral-8x7B-v0.1"][0]))
+_QWEN3_SIZES = {
+    "qwen3_0_6b": 0.596e9, "qwen3_1_7b": 1.720e9, "qwen3_4b": 4.022e9, "qwen3_8b": 8.19e9, "qwen3_14b": 14.77e9,
+    "qwen3_32b": 32.76e9,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", _QWEN3_SIZES)
+def test_recipes_of_qwen3_have_the_published_sizes(recipe: str) -> None:
+    total, active = parameter_counts(RECIPES[recipe]().model)
+    assert total == active == pytest.approx(_QWEN3_SIZES[recipe], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name"),
+    [
+        ("llama3_8b", "Llama-3-8B"),
+        ("llama3_1_8b", "Llama-3.1-8B"),
+        ("llama3_1_70b", "Llama-3.1-70B"),
+        ("qwen3_0_6b", "Qwen3-0.6B"),
+        ("qwen3_8b", "Qwen3-8B"),
+        ("qwen3_30b_a3b", "Qwen3-30B-A3B"),
+        ("qwen3_235b_a22b", "Qwen3-235B-A22B"),
+        ("mixtral_8x7b", "Mixtral-8x7B-v0.1"),
+        ("gpt_oss_20b", "gpt-oss-20b"),
+        ("gpt_oss_120b", "gpt-oss-120b"),
+        ("glm4_5_air", "GLM-4.5-Air"),
+        ("olmo2_7b", "OLMo-2-1124-7B"),
+        ("olmoe_1b_7b", "OLMoE-1B-7B-0924"),
+    ],
+)
+def test_recipes_are_the_published_models(recipe: str, name: str) -> None:
+    assert not differences(RECIPES[recipe]().model, model_of(PUBLISHED[name][0]))
+
+
+def test_old_and_new_forms_of_positions_are_one() -> None:
+    """transformers 5 writes `rope_parameters`, and so do files that it saves again."""
+    old = {**_LLAMA3_1}
+    theta, scaling = old.pop("rope_theta"), old.pop("rope_scaling")
+    new = {**old, "rope_parameters": {**scaling, "rope_theta": theta}}
+    assert model_of(new) == model_of(_LLAMA3_1)
+    assert model_of(_LLAMA3_1).rope == RopeConfig(kind="llama3", factor=8.0, original_positions=8192)
+    glm = {**PUBLISHED["GLM-4.5"][0]}
+    share = glm.pop("partial_rotary_factor")
+    assert model_of(glm).rope.width == 64  # transformers' default
+    for key in ("rope_theta", "rope_scaling"):
+        del glm[key]
+    assert model_of({**glm, "rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": share}}).rope.width == 64
 
 
 @pytest.mark.parametrize(
