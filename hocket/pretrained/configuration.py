@@ -56,6 +56,8 @@ def model_of(config: Mapping[str, Any]) -> ModelConfig:
         values[setting] = value * config[key.times] if key.times else value
     values["rope_theta"], values["rope"] = read_rope(config, family, values["head_dim"], values["layers"])
     values["window"], values["full_layers"] = windows.read_windows(config, family, values["layers"])
+    if family.windows is not None and family.windows.plain and values["window"] and values["rope"].kind != "default":
+        values["rope"] = replace(values["rope"], plain_windows=True)
     values["dense_layers"] = _dense_layers(config, family, values)
     return replace(ModelConfig(), **values)
 
@@ -84,19 +86,19 @@ def family_for(model: ModelConfig) -> str:
 
     Raises ValueError naming what no family has.
     """
-    wrong = {name: _as_one_of(name, model) for name in FAMILIES}
+    wrong = {name: found for name in FAMILIES if (found := _as_one_of(name, model)) is not None}
     best = min(wrong, key=lambda name: len(wrong[name]))
     if wrong[best]:
         raise ValueError(f"no family computes it: the nearest is {best}, with {', '.join(wrong[best])}")
     return best
 
 
-def _as_one_of(name: str, model: ModelConfig) -> list[str]:
-    """What a model loses as one of a family."""
+def _as_one_of(name: str, model: ModelConfig) -> list[str] | None:
+    """What a model loses as one of a family; None if the family gives it sizes that no model has."""
     try:
         return differences(model, model_of(config_of(name, model, "float32", 1)))
-    except ValueError as error:  # the family gives it sizes that no model has
-        return [str(error)]
+    except ValueError:
+        return None
 
 
 def differences(model: ModelConfig, other: ModelConfig) -> list[str]:
@@ -117,7 +119,9 @@ def _shape(model: ModelConfig) -> dict[str, Any]:
     if "dense" not in model.kinds():
         found["ffn"] = 0
     if not any(model.windows()):
-        found |= {"window": 0, "full_layers": ()}
+        found |= {"window": 0, "full_layers": (), "rope.plain_windows": False}
+    if model.rope.kind == "default":
+        found["rope.plain_windows"] = False
     if not model.swiglu_limit:
         found["swiglu_alpha"] = 0.0
     return found

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+FULL, WINDOW = "full_attention", "sliding_attention"
+"""How `layer_types` calls layers without and with a window."""
 REQUIRED = object()
 """In place of a value: a configuration without that key is refused."""
 
@@ -72,6 +74,9 @@ class Windows:
     """Where no layers are listed: each so many-th has no window."""
     first: tuple[str, int] | None = None
     """Where no layers are listed: a key that says how many first ones have no window, and how many if it is missing."""
+    plain: float = 0.0
+    """Above 0 layers with a window have plain positions, and `rope_scaling` is that of the others. Their base where
+    config.json does not name them: transformers takes this one, not `rope_theta`."""
 
 
 @dataclass(frozen=True)
@@ -212,6 +217,14 @@ FAMILIES: dict[str, Family] = {
         {"hidden_act": _SILU},
         {**_WHOLE_NORMS, "norms": "after"},
     ),
+    "olmo3": Family(
+        "Olmo3ForCausalLM",
+        {**_DENSE, **_BIASES, "head_dim": _WIDTH_OF_HEADS},
+        (*_NORMS_BEHIND, *_HEAD_NORMS, *_MLP),
+        {"hidden_act": _SILU},
+        {**_WHOLE_NORMS, "norms": "after"},
+        windows=Windows(4096, every=4, plain=500000.0),
+    ),
     "mixtral": Family(
         "MixtralForCausalLM",
         {
@@ -351,7 +364,6 @@ FAMILIES: dict[str, Family] = {
 
 REFUSED: dict[str, str] = {
     "qwen2_moe": "a gate on the shared expert",
-    "olmo3": "windows",
     "deepseek_v2": "latent attention",
     "deepseek_v3": "latent attention",
     "kimi_k2": "latent attention",

@@ -7,10 +7,9 @@ from typing import Any
 
 from hocket.config import ModelConfig
 from hocket.pretrained.reading import require
-from hocket.pretrained.tables import Family
+from hocket.pretrained.tables import FULL, WINDOW, Family
 
 SIZE, KINDS = "sliding_window", "layer_types"
-_FULL, _WINDOW = "full_attention", "sliding_attention"
 
 
 def keys_of(family: Family) -> set[str]:
@@ -21,7 +20,7 @@ def keys_of(family: Family) -> set[str]:
 def read_windows(config: Mapping[str, Any], family: Family, layers: int) -> tuple[int, tuple[int, ...]]:
     """`model.window` and `model.full_layers`. Raises ValueError for kinds of layers that are not there."""
     windows, kinds = family.windows, config.get(KINDS)
-    known = (_FULL,) if windows is None else (_FULL, _WINDOW)
+    known = (FULL,) if windows is None else (FULL, WINDOW)
     if kinds is not None and (not isinstance(kinds, list | tuple) or any(kind not in known for kind in kinds)):
         there = "only full_attention is" if windows is None else "only full_attention and sliding_attention are"
         raise ValueError(f"{KINDS} = {kinds}: {there} there")
@@ -39,7 +38,7 @@ def read_windows(config: Mapping[str, Any], family: Family, layers: int) -> tupl
         require(SIZE, "window", size)
         if not size:
             raise ValueError(f"{SIZE} = 0: a token attends to itself at least; null means no window")
-    full = _full_layers(config, family, layers) if not kinds else [i for i in range(layers) if kinds[i] == _FULL]
+    full = _full_layers(config, family, layers) if not kinds else [i for i in range(layers) if kinds[i] == FULL]
     if kinds and (size is None or not windows.listed) and len(full) != (layers if size is None else 0):
         raise ValueError(f"{KINDS} = {kinds}: {SIZE} = {size} is that of all layers")
     return (0, ()) if size is None or len(full) == layers else (size, tuple(full))
@@ -57,7 +56,7 @@ def written_windows(family: Family, model: ModelConfig) -> dict[str, Any]:
     if windows.first and any(sizes):
         found[windows.first[0]] = sizes.count(0)
     if windows.listed:
-        found[KINDS] = [_WINDOW if size else _FULL for size in sizes]
+        found[KINDS] = [WINDOW if size else FULL for size in sizes]
     return found
 
 

@@ -33,6 +33,13 @@ LAYER_RULES: tuple[Rule, ...] = (
         remark=True,
     ),
     Rule(
+        ("model.rope.plain_windows", "model.window", "model.rope.kind"),
+        lambda c, h: c.model.rope.plain_windows and (c.model.rope.kind == "default" or not any(c.model.windows())),
+        "no effect: model.rope.kind = {model.rope.kind}, and model.window = {model.window}",
+        "another model.rope.kind and a model.window, or leave it out",
+        only_if_set=True,
+    ),
+    Rule(
         ("model.swiglu_alpha", "model.swiglu_limit"),
         lambda c, h: c.model.swiglu_limit == 0,
         "no effect: model.swiglu_limit = 0 is silu",

@@ -106,6 +106,16 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
         {"layer_types": ["chunked_attention"] * 3},
         "layer_types = .*: only full_attention and sliding_attention are there",
     ),
+    (
+        "olmo3",
+        {"rope_parameters": {"full_attention": {"rope_theta": 1e4}, "sliding_attention": {"rope_theta": 2e4}}},
+        "with a base of 20000.0, and others have 10000.0: only the same one is there",
+    ),
+    (
+        "olmo3",
+        {"rope_parameters": None, "rope_theta": 1e4},
+        "with a base of 500000.0, and others have 10000.0: only the same one is there",
+    ),
     ("gpt_oss", {"swiglu_limit": "7"}, "swiglu_limit = '7': not a number"),
     ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, "those of mxfp4 are read, not of fp8"),
     (
