@@ -69,11 +69,11 @@ class Attention(nn.Module):
         window = self.window if self.window < seq else 0
         if documents is not None or window or self.sinks is not None:
             documents = documents or whole_sequences(batch, seq, h_BSD.device)
-            qkv = (x.flatten(0, 1) for x in (q_BSHN, k_BSKN, v_BSKN))
+            q_THN, k_TKN, v_TKN = (x.flatten(0, 1) for x in (q_BSHN, k_BSKN, v_BSKN))
             if self.sinks is None:
-                o_THN = attend(*qkv, documents, window)
+                o_THN = attend(q_THN, k_TKN, v_TKN, documents, window)
             else:
-                o_THN = attend_with_sinks(*qkv, self.sinks, documents, window)
+                o_THN = attend_with_sinks(q_THN, k_TKN, v_TKN, self.sinks, documents, window)
             return self._out(o_THN.reshape(batch, seq, -1))
         o_BHSN = F.scaled_dot_product_attention(
             q_BSHN.transpose(1, 2),
