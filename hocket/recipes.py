@@ -104,46 +104,46 @@ def large(name: str, model: ModelConfig, mesh: MeshConfig, plan: PlanConfig, len
 
 _DP8, _ONE = MeshConfig(dp=8), PlanConfig()
 PUBLISHED: dict[str, tuple[str, ModelConfig, MeshConfig, PlanConfig]] = {
-    "llama3_1_8b": ("Llama 3.1 8B on 8 GPUs", families.llama3_1(4096, 32, 32, 14336), _DP8, _ONE),
+    "llama3_1_8b": ("Llama 3.1 8B on 8 GPUs.", families.llama3_1(4096, 32, 32, 14336), _DP8, _ONE),
     "llama3_1_70b": (
-        "Llama 3.1 70B on 64 GPUs: pipeline 4 x data 16",
+        "Llama 3.1 70B on 64 GPUs: pipeline 4 x data 16.",
         families.llama3_1(8192, 80, 64, 28672),
         MeshConfig(pp=4, dp=16),
         PlanConfig(chunks=4, recompute=("mlp",)),
     ),
-    "qwen3_0_6b": ("Qwen3 0.6B on 8 GPUs", families.qwen3(1024, 28, 16, 3072, tied=True), _DP8, _ONE),
-    "qwen3_1_7b": ("Qwen3 1.7B on 8 GPUs", families.qwen3(2048, 28, 16, 6144, tied=True), _DP8, _ONE),
-    "qwen3_4b": ("Qwen3 4B on 8 GPUs", families.qwen3(2560, 36, 32, 9728, tied=True), _DP8, _ONE),
-    "qwen3_8b": ("Qwen3 8B on 8 GPUs", families.qwen3(4096, 36, 32, 12288), _DP8, _ONE),
-    "qwen3_14b": ("Qwen3 14B on 8 GPUs", families.qwen3(5120, 40, 40, 17408), _DP8, _ONE),
-    "qwen3_32b": ("Qwen3 32B on 8 GPUs", families.qwen3(5120, 64, 64, 25600), _DP8, PlanConfig(recompute=("mlp",))),
+    "qwen3_0_6b": ("Qwen3 0.6B on 8 GPUs.", families.qwen3(1024, 28, 16, 3072, tied=True), _DP8, _ONE),
+    "qwen3_1_7b": ("Qwen3 1.7B on 8 GPUs.", families.qwen3(2048, 28, 16, 6144, tied=True), _DP8, _ONE),
+    "qwen3_4b": ("Qwen3 4B on 8 GPUs.", families.qwen3(2560, 36, 32, 9728, tied=True), _DP8, _ONE),
+    "qwen3_8b": ("Qwen3 8B on 8 GPUs.", families.qwen3(4096, 36, 32, 12288), _DP8, _ONE),
+    "qwen3_14b": ("Qwen3 14B on 8 GPUs.", families.qwen3(5120, 40, 40, 17408), _DP8, _ONE),
+    "qwen3_32b": ("Qwen3 32B on 8 GPUs.", families.qwen3(5120, 64, 64, 25600), _DP8, PlanConfig(recompute=("mlp",))),
     "qwen3_235b_a22b": (
-        "Qwen3-235B-A22B on 128 GPUs: pipeline 8 x data 16 with experts over 8 ranks",
+        "Qwen3-235B-A22B on 128 GPUs: pipeline 8 x data 16 with experts over 8 ranks.",
         families.qwen3_235b_a22b(),
         MeshConfig(pp=8, dp=16, ep=8),
         PlanConfig(recompute=("experts",)),
     ),
     "glm4_5_air": (
-        "GLM-4.5-Air (107B, 13B active) on 32 GPUs: pipeline 4 x data 8 with experts over 8 ranks",
+        "GLM-4.5-Air (107B, 13B active) on 32 GPUs: pipeline 4 x data 8 with experts over 8 ranks.",
         families.glm4_5_air(),
         MeshConfig(pp=4, dp=8, ep=8),
         PlanConfig(chunks=2, recompute=("experts",)),
     ),
     "gpt_oss_20b": (
-        "gpt-oss-20b (4B active) on 8 GPUs: pipeline 2 x data 4 with experts over 4 ranks",
+        "gpt-oss-20b (4B active) on 8 GPUs: pipeline 2 x data 4 with experts over 4 ranks.",
         families.gpt_oss_20b(),
         MeshConfig(pp=2, dp=4, ep=4),
         PlanConfig(chunks=2),
     ),
     "gpt_oss_120b": (
-        "gpt-oss-120b (5B active) on 64 GPUs: pipeline 4 x data 16 with experts over 8 ranks",
+        "gpt-oss-120b (5B active) on 64 GPUs: pipeline 4 x data 16 with experts over 8 ranks.",
         families.gpt_oss_120b(),
         MeshConfig(pp=4, dp=16, ep=8),
         PlanConfig(chunks=3),
     ),
-    "olmo2_7b": ("OLMo 2 7B on 8 GPUs", families.olmo2_7b(), _DP8, _ONE),
+    "olmo2_7b": ("OLMo 2 7B on 8 GPUs.", families.olmo2_7b(), _DP8, _ONE),
     "olmoe_1b_7b": (
-        "OLMoE-1B-7B (1.3B active) on 8 GPUs with experts over 8 ranks",
+        "OLMoE-1B-7B (1.3B active) on 8 GPUs with experts over 8 ranks.",
         families.olmoe_1b_7b(),
         MeshConfig(dp=8, ep=8),
         _ONE,
@@ -154,7 +154,7 @@ PUBLISHED: dict[str, tuple[str, ModelConfig, MeshConfig, PlanConfig]] = {
 
 RECIPES: dict[str, Callable[[], Config]] = {
     **{recipe.__name__: recipe for recipe in (tiny, moe_8gpu, llama3_8b, mixtral_8x7b, qwen3_30b_a3b, moonlight_16b)},
-    **{name: partial(large, name, *sizes) for name, (_, *sizes) in PUBLISHED.items()},
+    **{name: partial(large, name, model, mesh, plan) for name, (_, model, mesh, plan) in PUBLISHED.items()},
 }
 """All recipes by name."""
 

@@ -20,7 +20,6 @@ REFUSED_MODELS: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
     ({"model__experts": 0}, {"model__router_bias": True}, "model.router_bias", "the model has no MoE layer"),
     ({}, {"model__qk_norm_over": "whole"}, "model.qk_norm_over", "no effect: queries and keys have no norm"),
     ({}, {"model__norms": "after"}, "model.norms", "layers with experts have their norms before"),
-    ({"model__qk_norm": True, "mesh__tp": 2}, {"model__qk_norm_over": "whole"}, "model.qk_norm_over", "some heads"),
     ({}, {"model__rope__width": 5}, "model.rope.width", "pairs of elements rotate"),
     ({}, {"model__rope__width": 34}, "model.rope.width", "a head has 32; fix: an even number up to model.head_dim"),
     ({}, {"model__rope__without": (8,)}, "model.rope.without", "numbered 0 to 7"),

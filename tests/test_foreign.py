@@ -36,6 +36,8 @@ VALUES: dict[str, list[Any]] = {
     "--recompute-modules": [["core_attn"], ["mlp", "moe", "moe_act"], ["layernorm"]],
     "--global-batch-size": [32, 33],
     "--context-parallel-size": [1, 2],
+    "--rotary-percent": [1.0, 0.5, 0.01],
+    "--rotary-seq-len-interpolation-factor": [2.0],
     "--moe-router-dtype": ["fp32", "fp64"],
     "--cuda-graph-impl": ["none", "local", "x"],
     "parallelism.pipeline_parallel_schedule": ["1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV", "GPipe"],
@@ -59,6 +61,7 @@ VALUES: dict[str, list[Any]] = {
 ROUND = Given(
     {
         "--num-layers": 8,
+        "--kv-channels": 64,
         "--pipeline-model-parallel-size": 2,
         "--micro-batch-size": 1,
         "--tensor-model-parallel-size": 2,

@@ -18,9 +18,11 @@ from hocket.adapters.cut import Cut
 from hocket.adapters.source import AdaptedModel
 from hocket.adapters.transformers import Pretrained
 from hocket.adapters.verify import verify
+from hocket.config import RopeConfig
 from hocket.engine import Engine
 from hocket.model.init import init_tensor
 from hocket.model.microbatch import Microbatch
+from hocket.pretrained import configuration
 from hocket.settings.schema import changed
 
 _OURS = {
@@ -45,10 +47,12 @@ def model_of(workload: Workload) -> Any:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     m = workload.config.model
-    if not m.qk_norm or m.router != "softmax" or m.shared_ffn or m.bias_rate or m.aux_loss or m.tied:
+    lost = configuration.differences(m, configuration.model_of(configuration.config_of("qwen3_moe", m, "float32", 1)))
+    if lost or m.qkv_bias or any(m.windows()) or m.rope != RopeConfig() or m.aux_loss or m.tied:
         raise ValueError(
             "against = transformers_plan or transformers_fsdp2 (command line): transformers' Qwen3-MoE has q and k "
-            "norms, a softmax router, and here neither shared expert nor balance; fix: qwen3_30b_a3b --model.aux_loss 0"
+            "norms, a softmax router, and here neither biases, shared expert nor balance; "
+            "fix: qwen3_30b_a3b --model.aux_loss 0"
         )
     sizes: dict[str, Any] = dict(
         vocab_size=m.vocab, hidden_size=m.hidden, num_hidden_layers=m.layers, num_attention_heads=m.heads,

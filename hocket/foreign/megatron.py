@@ -180,6 +180,31 @@ def bias_rate(value: Any, given: Given) -> Answer:
     return when({"model.bias_rate": rate})(value, given)
 
 
+def rotary_part(value: Any, given: Given) -> Answer:
+    """How many elements of a head rotate."""
+    if value == 1:
+        return Answer("not needed", words="whole heads rotate")
+    if not 0 < value < 1:
+        return Answer("not there", words="it is no share of a head")
+    hidden, heads = given.number("--hidden-size"), given.number("--num-attention-heads")
+    width = int(float(value) * (given.number("--kv-channels", default=0) or (hidden // heads if heads else 0)))
+    if width < 2 or width % 2:
+        return Answer("not there", words="it needs --kv-channels or the sizes that it follows from, and an even part")
+    return Answer("becomes", {"model.rope.width": width})
+
+
+def interpolated(value: Any, given: Given) -> Answer:
+    """Positions divided by a number."""
+    return Answer("becomes", {"model.rope.kind": "linear", "model.rope.factor": float(value)})
+
+
+def rope_scaling(value: Any, given: Given) -> Answer:
+    """Llama 3.1's, with the constants that Megatron-LM has for it."""
+    factor = float(given.values.get("--rope-scaling-factor", 8.0))
+    settings = {"kind": "llama3", "factor": factor, "original_positions": 8192}
+    return when({f"model.rope.{name}": setting for name, setting in settings.items()})(value, given)
+
+
 def late_head(value: Any, given: Given) -> Answer:
     """How many of the head's weight gradients wait."""
     limit = given.number("--wgrad-deferral-limit", default=0) or -1
@@ -337,7 +362,7 @@ _RULES: Mapping[str, Rule] = {
         rule.__name__: rule
         for rule in (
             chunks_of, uneven, counted, stages_of, torch_fsdp2, granularity, modules, dense_layers, microbatches,
-            bias_rate, late_head, data_parallel,
+            bias_rate, late_head, data_parallel, rotary_part, interpolated, rope_scaling,
         )
     },
 }  # fmt: skip

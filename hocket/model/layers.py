@@ -41,9 +41,10 @@ class Attention(nn.Module):
         self.wv = new_weight(keys, config.hidden)
         self.wo = new_weight(config.hidden, queries)
         if config.qk_norm:
-            whole = config.qk_norm_over == "whole"
-            self.q_norm = new_weight(queries if whole else config.head_dim)
-            self.k_norm = new_weight(keys if whole else config.head_dim)
+            if config.qk_norm_over == "whole":
+                self.q_wide_norm, self.k_wide_norm = new_weight(queries), new_weight(keys)
+            else:
+                self.q_norm, self.k_norm = new_weight(config.head_dim), new_weight(config.head_dim)
         if config.qkv_bias:
             self.bq, self.bk, self.bv = new_weight(queries), new_weight(keys), new_weight(keys)
         if config.o_bias:
@@ -60,7 +61,7 @@ class Attention(nn.Module):
         if c.qkv_bias:
             q, k, v = shift(q, self.bq), shift(k, self.bk), shift(v, self.bv)
         if c.qk_norm and c.qk_norm_over == "whole":
-            q, k = rms_norm(q, self.q_norm, c.norm_eps), rms_norm(k, self.k_norm, c.norm_eps)
+            q, k = self.linears.norms((q, k), (self.q_wide_norm, self.k_wide_norm), c.norm_eps)
         batch, seq, _ = q.shape
         sizes = (batch, seq) if documents is None else (1, batch * seq)
         q_BSHN = q.view(*sizes, self.heads, c.head_dim)

@@ -17,9 +17,11 @@ from torch import Tensor
 
 from hocket.kernels import IGNORED
 from hocket.kernels.usable import usable
+from hocket.parallel.split_norms import split_norms
 from hocket.parallel.tensor import Arriving, Tensors, Way, column_linear, row_linear
 from hocket.parallel.vocabulary import split_cross_entropy, split_embedding
-from hocket.runtime.functional import embedding, linear, linears
+from hocket.runtime.functional import embedding, linear, linears, scale
+from hocket.runtime.norms import rms_norm
 
 Role = Literal["qkv", "proj", "fc1", "fc2", "shared_fc1", "shared_fc2", "head"]
 """What a weight does in a layer: into attention and out of it, into an MLP and out of it, logits."""
@@ -38,6 +40,10 @@ class Linears:
     def row(self, role: Role, x_BSF: Tensor, param: Tensor) -> Tensor:
         """`x @ p.T` over the features of all ranks: this rank's tokens."""
         return linear(x_BSF, param)
+
+    def norms(self, xs_BSF: Sequence[Tensor], params: Sequence[Tensor], eps: float) -> tuple[Tensor, ...]:
+        """RMSNorm of each over the features of all ranks."""
+        return tuple(rms_norm(x, p, eps) for x, p in zip(xs_BSF, params, strict=True))
 
     def embedding(self, ids_BS: Tensor, param_VD: Tensor) -> Tensor:
         """Rows of this rank's tokens, from the ids of all."""
@@ -92,6 +98,9 @@ class SplitLinears(Linears):
 
     def row(self, role: Role, x_BSF: Tensor, param: Tensor) -> Tensor:
         return row_linear(x_BSF.flatten(0, 1), param, self.tensors, self._way(role)).unsqueeze(0)
+
+    def norms(self, xs_BSF: Sequence[Tensor], params: Sequence[Tensor], eps: float) -> tuple[Tensor, ...]:
+        return tuple(scale(x, p) for x, p in zip(split_norms(xs_BSF, self.tensors, eps), params, strict=True))
 
     def own(self, values_T: Tensor) -> Tensor:
         return values_T.chunk(self.size)[self.tensors.rank]

@@ -1,8 +1,8 @@
 """Which part of each weight a tensor-parallel rank has.
 
 Heads, columns of MLPs and the vocabulary are spread evenly. Where there are fewer key and value heads than ranks, as
-many neighbours as have the same one each keep it. Norms and routers are whole on every rank, and so are routed experts,
-which are spread over ranks in other ways (`program/mesh.py`).
+many neighbours as have the same one each keep it. Other norms and routers are whole on every rank, and so are routed
+experts, which are spread over ranks in other ways (`program/mesh.py`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Split:
 
 _HEADS, _INTO, _PAIR, _KEYS = Split(0), Split(1), Split(0, 2), Split(0, keys=True)
 SPLITS = {
-    "attn.bq": _HEADS, "attn.bk": _KEYS, "attn.bv": _KEYS, "attn.sinks": _HEADS,
+    "attn.q_wide_norm": _HEADS, "attn.k_wide_norm": _KEYS, "attn.bq": _HEADS, "attn.bk": _KEYS, "attn.bv": _KEYS,
+    "attn.sinks": _HEADS,
     "attn.wq": _HEADS, "attn.wk": _KEYS, "attn.wv": _KEYS, "attn.wo": _INTO,
     "mlp.w_gate_up": _PAIR, "mlp.w_down": _INTO, "shared.w_gate_up": _PAIR, "shared.w_down": _INTO,
     "embed.weight": Split(0), "head.weight": Split(0),

@@ -141,7 +141,10 @@ _NORMS_BEHIND = (
     _layer("attn_norm", "post_attention_layernorm.weight"),
     _layer("ffn_norm", "post_feedforward_layernorm.weight"),
 )
-_HEAD_NORMS = tuple(_layer(f"attn.{x}_norm", f"self_attn.{x}_norm.weight") for x in "qk")
+_HEAD_NORMS = tuple(
+    _layer(f"attn.{x}{wide}_norm", f"self_attn.{x}_norm.weight") for x in "qk" for wide in ("", "_wide")
+)
+"""Of each head, or of all heads together: a model has one or the other."""
 _MLP = (
     _layer("mlp.w_gate_up", "mlp.gate_proj.weight", "mlp.up_proj.weight"),
     _layer("mlp.w_down", "mlp.down_proj.weight"),

@@ -78,4 +78,13 @@ def _inside(c: Config, key: CostKey, hardware: Hardware, layout: Layout) -> tupl
         else time_of(c, LIKE.get(role, cast(Role, role)), direction, hardware)
         for role in roles
     ]
-    return sum(waits for waits, _ in times), sum(count for _, count in times) * moved
+    summed = _sums_of_norms(c) if "qkv" in described.products else 0
+    waits = hardware.links["tp"].seconds(summed) if summed else 0.0
+    return waits + sum(waits for waits, _ in times), summed + sum(count for _, count in times) * moved
+
+
+def _sums_of_norms(c: Config) -> int:
+    """Bytes that a rank gets for the norms of whole queries and keys: a number in fp32 of each for every token."""
+    if not c.model.qk_norm or c.model.qk_norm_over == "head":
+        return 0
+    return 2 * 4 * 2 * c.tokens * (c.mesh.tp - 1)

@@ -35,7 +35,7 @@ ROPE_RULES: tuple[Rule, ...] = (
         ("model.rope.original_positions", "model.rope.kind"),
         lambda c, h: "original_positions" in PARAMETERS[c.model.rope.kind] and c.model.rope.original_positions == 0,
         "{model.rope.kind} goes by how often a pair turns in the positions that the model was trained on first",
-        "their number, such as 8192, or model.rope.kind = default",
+        "model.rope.original_positions with their number, such as 8192, or model.rope.kind = default",
     ),
     Rule(
         ("model.rope.high_frequency", "model.rope.low_frequency"),

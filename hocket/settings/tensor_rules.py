@@ -60,12 +60,6 @@ TENSOR_RULES: tuple[Rule, ...] = (
         "a mesh.tp that divides model.kv_heads, or is a multiple of it",
     ),
     Rule(
-        ("mesh.tp", "model.qk_norm_over"),
-        lambda c, h: c.mesh.tp > 1 and c.model.qk_norm and c.model.qk_norm_over == "whole",
-        "each tensor-parallel rank has some heads alone, and the norm of queries and keys is over all of them",
-        "mesh.tp = 1, or model.qk_norm_over = head",
-    ),
-    Rule(
         ("mesh.tp", "model.ffn"),
         lambda c, h: "dense" in c.model.kinds() and _uneven(c, c.model.ffn),
         "each tensor-parallel rank has some columns of the MLP, and {model.ffn} cannot be spread evenly over {mesh.tp}",

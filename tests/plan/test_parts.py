@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from hocket.config import Config, MeshConfig
 from hocket.explain.beside import asked
 from hocket.measured.stored import named
 from hocket.program.check import check
@@ -17,15 +18,16 @@ from hocket.program.formulas import PartSize
 from hocket.program.hardware import H200
 from hocket.program.layer import FULL, chains, merged_order, order_problem, spelt, woven
 from hocket.program.lower import Draft, build_forward, build_program, inserted
-from hocket.program.ops import Layout, Program
+from hocket.program.ops import Layout, Op, Program
 from hocket.program.parts import LayerKind, Part, layer_kind
 from hocket.program.schedule import Time
 from hocket.program.shard import Sharding
 from hocket.program.simulate import simulate
-from hocket.program.stages import carried_by
+from hocket.program.stages import carried_by, layout_of
 from hocket.program.text import from_json, to_json
 from hocket.program.timeline import html_timeline, svg_timeline, text_timeline
 from hocket.program.transformer import DENSE, moe
+from hocket.program.values import reads
 from hocket.settings.plan_rules import other_ops_first
 from hocket.tune.by_cost import seconds_of_experts
 from hocket.tune.layer_orders import layer_seconds
@@ -216,6 +218,18 @@ def test_what_choices_ask_of_layers_is_asked_of_their_descriptions() -> None:
     assert (seconds_of_experts(costs, bare), layer_seconds(costs, bare)) == ((0, 0), {})
     assert ("a2a", ("fwd", "dispatch", "m")) in asked(others)
     assert {key[2] for _, key in asked(others)} == {"d", "m", ""}
+
+
+def test_weight_gradients_of_layers_that_begin_with_a_product_read_what_was_received() -> None:
+    """With the norms behind, nothing stands between a layer's input and the weights of attention."""
+    for norms in ("before", "after"):
+        c = Config(model=small(layers=4, experts=0, norms=norms), mesh=MeshConfig(pp=2))
+        layout = layout_of(c)
+        assert [value[0] for value in reads(Op("wgrad", "attn", 0, 0, 2), layout, 1)] == ["recv"] * (norms == "after")
+        program = build_program(layout, 4, planned(defer_wgrad="on"), Sharding(1, 1))
+        assert not check(program)
+        dry_run(program, 0)
+        assert from_json(to_json(program)) == program
 
 
 def test_a_stored_program_knows_its_kinds() -> None:

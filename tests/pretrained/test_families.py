@@ -86,7 +86,7 @@ def test_bf16_goes_there_and_back(tmp_path: Path) -> None:
     assert all(torch.equal(there[name].view(torch.int16), back[name].view(torch.int16)) for name in there)
 
 
-@pytest.mark.parametrize("case", ["qwen3_moe", "mixtral", "glm4_moe"])
+@pytest.mark.parametrize("case", ["qwen3_moe", "mixtral", "glm4_moe", "olmoe", "minimax_m2"])
 def test_both_forms_of_experts_and_several_files(case: str, tmp_path: Path) -> None:
     single = ours(saved(case, tmp_path / "each"))
     fused = ours(saved(case, tmp_path / "fused", save_original_format=False))

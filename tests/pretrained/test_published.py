@@ -11,7 +11,7 @@ from hocket.model.transformer import parameter_counts
 from hocket.pretrained.configuration import differences, family_for, model_of
 from hocket.recipes import RECIPES
 
-_LLAMA = dict(
+_LLAMA: dict[str, Any] = dict(
     model_type="llama", architectures=["LlamaForCausalLM"], attention_bias=False, attention_dropout=0.0,
     bos_token_id=128000, eos_token_id=128001, hidden_act="silu", hidden_size=4096, initializer_range=0.02,
     intermediate_size=14336, max_position_embeddings=8192, num_attention_heads=32, num_hidden_layers=32,
@@ -37,7 +37,7 @@ _MOE = dict(
     num_experts_per_tok=8, output_router_logits=False, router_aux_loss_coef=0.001, tie_word_embeddings=False,
     num_key_value_heads=4,
 )  # fmt: skip
-_LLAMA3_1 = {
+_LLAMA3_1: dict[str, Any] = {
     **_LLAMA, "mlp_bias": False, "max_position_embeddings": 131072, "eos_token_id": [128001, 128008, 128009],
     "rope_scaling": {
         "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,

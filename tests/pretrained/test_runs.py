@@ -51,7 +51,7 @@ def imported(folder: Path, case: str) -> None:
     ("case", "mesh"),
     [
         *(("glm4_moe_partial", mesh) for mesh in MESHES),
-        ("olmoe", "pipeline and experts"),
+        ("olmoe", "tensors"),
         *(("gpt_oss", mesh) for mesh in ("pipeline and experts", "tensors")),
     ],
 )

@@ -28,6 +28,7 @@ VALUES: dict[str, list[Any]] = {
     "clip": [0.5, 0.0],
     "ep": [1, 2],
     "dp": [1, 2],
+    "projections": ["plain", "biased", "normed"],
     "pp": [1, 2],
     "chunks": [1, 2],
     "layers": ["even", "uneven"],
@@ -45,6 +46,16 @@ VALUES: dict[str, list[Any]] = {
 }
 """What the matrix varies. With room of 1 steps are made again. Uneven stages have odd numbers of layers: forward
 and backward meet in the middle one."""
+
+
+PROJECTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "biased": dict(
+        qkv_bias=True, o_bias=True, rope=RopeConfig(kind="yarn", factor=4.0, original_positions=16, width=4)
+    ),
+    "normed": dict(qk_norm=True, qk_norm_over="whole", rope=RopeConfig(without=(0,))),
+}
+"""What is done to queries and keys. With norms over their whole width, dense models have those of layers behind."""
 
 
 def legal(case: dict[str, Any]) -> bool:
@@ -95,10 +106,12 @@ def matrix_config(case: dict[str, Any]) -> Config:
               "attention", "biases")  # fmt: skip
     plan = {name: value for name, value in case.items() if name not in others}
     plan["layers_per_stage"] = tuple(counts)
+    behind = case["kinds"] == "dense" and case["projections"] == "normed"
+    projections = PROJECTIONS[plan.pop("projections")] | (dict(norms="after") if behind else {})
     model = dict(layers=total, dense_layers=tuple(dense), shared_ffn=case["shared_ffn"])
     model |= ATTENTION[case["attention"]] | (BIASES if case["biases"] == "on" else {})
     mesh = {name: case[name] for name in ("pp", "dp", "ep")}
-    whole = config(model, mesh, plan, case["microbatches"], case["dtype"], lane_seed=case["microbatches"])
+    whole = config(model | projections, mesh, plan, case["microbatches"], case["dtype"], lane_seed=case["microbatches"])
     others = {"data.packing": "documents", "precision.wire": "wire", "train.clip": "clip"}
     return changed(whole, {setting: case[name] for setting, name in others.items()})
 

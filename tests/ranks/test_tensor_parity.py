@@ -16,6 +16,7 @@ from hocket.settings.schema import changed
 from tests.helpers.pairwise import pairwise
 from tests.helpers.parity import STEPS, adamw, batches_of, config, learn
 from tests.helpers.ranks import run_ranks
+from tests.ranks.test_parity import PROJECTIONS
 from tests.reference import Batch, Reference, microbatch, random_batches
 
 Piece = tuple[str, tuple[int, ...], int, int, Any, Tensor]
@@ -112,6 +113,7 @@ OFF = dict.fromkeys(
 )
 BIASES = dict(qkv_bias=True, o_bias=True)
 GPT_OSS = dict(window=3, full_layers=(1,), sinks=True, router_bias=True, expert_bias=True, swiglu_limit=0.02)
+WHOLE_NORMS = dict(qk_norm=True, qk_norm_over="whole")
 MIXED = dict(layers=2, shared_ffn=16, dense_layers=(0,))
 CASES: dict[str, Config] = {
     "pieces": of(MIXED, {}, {}),
@@ -127,8 +129,10 @@ CASES: dict[str, Config] = {
     "biases, four ranks, two heads of keys, experts over all": of(
         {**MIXED, **BIASES}, dict(tp=4, ep=4), dict(merge="on")
     ),
+    "whole norms": of({**MIXED, **WHOLE_NORMS}, dict(dp=2), dict(recompute=("attn:1",))),
+    "whole norms, four ranks, two heads of keys": of({**MIXED, **WHOLE_NORMS}, dict(tp=4, ep=4), dict(merge="on")),
     "biases, norms behind, documents": changed(
-        of(dict(layers=2, experts=0, norms="after", **BIASES), dict(pp=2), dict(recompute=("attn",))),
+        of(dict(layers=2, experts=0, norms="after", **BIASES, **WHOLE_NORMS), dict(pp=2), dict(recompute=("attn",))),
         {"data.packing": "on"},
     ),
     "windows, sinks, biases of experts and a limit": of(
@@ -170,6 +174,7 @@ VALUES: dict[str, list[Any]] = {
     "tied": [False, True],
     "kv_heads": [2, 1],
     "like": ["llama", "gpt_oss"],
+    "projections": list(PROJECTIONS),
 }
 """What stands beside two tensor-parallel ranks, on four ranks at most."""
 
@@ -202,6 +207,8 @@ def test_every_pair_of_features(pairwise_case: dict[str, Any]) -> None:
     model |= GPT_OSS if case["like"] == "gpt_oss" else {}
     others = ("ways", "dp", "ep", "pp", "kinds", "documents", "tied", "kv_heads", "like")
     plan = {name: value for name, value in case.items() if name not in others}
+    behind = case["kinds"] == "dense" and case["projections"] == "normed"
+    model |= PROJECTIONS[plan.pop("projections")] | (dict(norms="after") if behind else {})
     mesh = {name: case[name] for name in ("pp", "dp", "ep")}
     ways = OFF if case["ways"] == "off" else {}
     c = of(model, mesh, {**plan, "chunks": chunks}, microbatches=4 if case["order"] == "merged_v" else 3, **ways)
