@@ -212,7 +212,8 @@ def test_every_pair_of_features(pairwise_case: dict[str, Any]) -> None:
     mesh = {name: case[name] for name in ("pp", "dp", "ep")}
     ways = OFF if case["ways"] == "off" else {}
     c = of(model, mesh, {**plan, "chunks": chunks}, microbatches=4 if case["order"] == "merged_v" else 3, **ways)
-    assert_close(changed(c, {"data.packing": case["documents"]}), 2e-5, steps=1)
+    # The first update is a sign but for gradients as small as AdamW's epsilon, which rounding changes.
+    assert_close(changed(c, {"data.packing": case["documents"]}), 2e-5, steps=1, amplified=100)
 
 
 @pytest.mark.parametrize("case", CASES)
