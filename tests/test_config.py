@@ -14,7 +14,7 @@ from typing import Any, get_args
 import pytest
 
 from hocket import config as config_module
-from hocket import overlap_config, rope_config
+from hocket import hardware_config, overlap_config, rope_config
 from hocket.config import Config, ModelConfig, Purpose, TrainConfig
 from hocket.machine import host_for_plan
 from hocket.planning import predict, program_of
@@ -66,7 +66,7 @@ def refused(base: Config, host: Host | None = None, **settings: Any) -> str:
 
 
 def test_every_setting_has_a_docstring():
-    files = config_module.__file__, overlap_config.__file__, rope_config.__file__
+    files = config_module.__file__, overlap_config.__file__, rope_config.__file__, hardware_config.__file__
     documented = set()
     for node in (node for file in files for node in ast.parse(Path(file).read_text()).body):
         if isinstance(node, ast.ClassDef):

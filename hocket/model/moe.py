@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from hocket.config import ModelConfig
 from hocket.model.documents import Documents
-from hocket.model.layers import Mlp, attention_of, swiglu
+from hocket.model.layers import Mlp, attention_of, gated
 from hocket.model.parameters import new_weight
 from hocket.parallel.dispatch import Splits, exchange_counts, from_experts, send_rows, to_experts, unpermute
 from hocket.parallel.linears import WHOLE, Linears
 from hocket.parallel.placed import PlacedSplits
 from hocket.parallel.routing import Routing, route
-from hocket.runtime.functional import grouped_linear, score
+from hocket.runtime.biases import add_bias_by_expert
+from hocket.runtime.functional import grouped_linear, score, shift
 from hocket.runtime.norms import add_rms_norm
 
 
@@ -47,13 +48,15 @@ class Router(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.weight = new_weight(config.experts, config.hidden)
+        self.b_logits = new_weight(config.experts) if config.router_bias else None
         # Set by the trainer between steps (`parallel.routing.balance_bias`), never by a gradient.
         bias = torch.zeros(config.experts, dtype=torch.float32, device="meta") if config.bias_rate else None
         self.register_buffer("bias", bias)
 
     def forward(self, h_TD: Tensor) -> tuple[Tensor, Tensor]:
         """`h`, for those who read it next, and logits, fp32 [T, E]."""
-        return score(h_TD, self.weight)
+        h_TD, logits_TE = score(h_TD, self.weight)
+        return h_TD, logits_TE if self.b_logits is None else shift(logits_TE, self.b_logits)
 
 
 class Experts(nn.Module):
@@ -61,13 +64,19 @@ class Experts(nn.Module):
 
     def __init__(self, config: ModelConfig, local: int) -> None:
         super().__init__()
+        self.config = config
         self.w_gate_up = new_weight(local, config.hidden, 2 * config.expert_ffn)
         self.w_down = new_weight(local, config.expert_ffn, config.hidden)
+        self.b_gate_up = new_weight(local, 2 * config.expert_ffn) if config.expert_bias else None
+        self.b_down = new_weight(local, config.hidden) if config.expert_bias else None
 
     def forward(self, rows_RD: Tensor, offsets_L: Tensor, count: Tensor | None = None) -> Tensor:
         """SwiGLU of each expert on its rows, given and returned in grouped order; the first `count`, or all."""
         gate_up_RF = grouped_linear(rows_RD, self.w_gate_up, offsets_L)
-        return grouped_linear(swiglu(gate_up_RF, count), self.w_down, offsets_L)
+        if self.b_gate_up is not None:
+            gate_up_RF = add_bias_by_expert(gate_up_RF, self.b_gate_up, offsets_L)
+        out_RD = grouped_linear(gated(gate_up_RF, self.config, count), self.w_down, offsets_L)
+        return out_RD if self.b_down is None else add_bias_by_expert(out_RD, self.b_down, offsets_L)
 
 
 class MoELayer(nn.Module):
@@ -88,7 +97,7 @@ class MoELayer(nn.Module):
         self.attn_norm = new_weight(config.hidden)
         self.attn = attention_of(config, linears, number)
         self.ffn_norm = new_weight(config.hidden)
-        self.shared = Mlp(config.hidden, config.shared_ffn, linears, shared=True) if config.shared_ffn else None
+        self.shared = Mlp(config, config.shared_ffn, linears, shared=True) if config.shared_ffn else None
         self.router = Router(config)
         self.experts = Experts(config, config.experts // ep.size)
 

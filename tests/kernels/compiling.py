@@ -113,6 +113,7 @@ def dense() -> None:
     norm_turn_backward(heads, heads, table[..., :32].contiguous(), weight[:128], 1e-6)
     swiglu(of(BF16, 7, 1536).requires_grad_()).sum().backward()
     swiglu(of(BF16, 7, 1536).requires_grad_(), of(torch.int32, 1)).sum().backward()
+    swiglu(of(BF16, 7, 5760).requires_grad_(), of(torch.int32, 1), 7.0, 1.702).sum().backward()
     cross_entropy(of(BF16, 7, 1000).requires_grad_(), of(torch.int64, 7)).backward()
 
 
@@ -137,6 +138,17 @@ def grouped() -> None:
             weight_gradients(x, g, ends, of(torch.float32, 4, width, inner), add, 0.25)
 
 
+def biases() -> None:
+    from hocket.kernels.biases import add_by_expert, row_sums
+
+    ends = of(torch.int32, 5)
+    for width in (2880, 72):
+        rows = of(BF16, 100, width)
+        add_by_expert(rows, of(BF16, 5, width), ends)
+        row_sums(rows, ends, of(BF16, 5, width))
+        row_sums(rows, ends, of(torch.float32, 5, width), True, 0.5)
+
+
 def exchange() -> None:
     from hocket.kernels import exchange as kernels
 
@@ -154,7 +166,7 @@ def of(dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
-CALLS: list[Callable[[], None]] = [rows, per_rank, routing, router, dense, sums, grouped, exchange]
+CALLS: list[Callable[[], None]] = [rows, per_rank, routing, router, dense, sums, grouped, biases, exchange]
 """Add a function of your own here."""
 
 

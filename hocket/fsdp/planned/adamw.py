@@ -1,8 +1,8 @@
 """AdamW on shards: each rank updates the elements it keeps, nothing is gathered.
 
 The optimizer sees one 1-D tensor per parameter and rank, the unit's shard; AdamW is elementwise, so this is the same as
-updating whole parameters. Weight decay goes by the number of dimensions of the *whole* parameter. Gradients are there
-from the reduces of a step until the optimizer has read them.
+updating whole parameters. Weight decay goes by the number of dimensions of the *whole* parameter, and of stacked ones
+by that of one expert's. Gradients are there from the reduces of a step until the optimizer has read them.
 
 Note: [Averages in bf16]
 The two averages may be kept in bf16. A step makes those of one unit fp32, updates the unit, and rounds them to nearest,
@@ -49,7 +49,7 @@ class AdamWOptions:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
-    """Applies to parameters with two or more dimensions."""
+    """Applies to parameters with two or more dimensions, of each expert's."""
     clip: float = 1.0
     """Largest norm of all gradients together; 0 clips nothing."""
     averages: torch.dtype = torch.float32
@@ -69,7 +69,8 @@ def _by_decay(pieces: Iterable[Piece]) -> tuple[list[nn.Parameter], list[nn.Para
     """The shards that decay, and the others."""
     found: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
     for piece in pieces:
-        found[len(piece.shape) < 2].append(piece.shard)
+        stacked = ".experts." in piece.name  # of experts a vector each is a matrix
+        found[len(piece.shape) - stacked < 2].append(piece.shard)
     return found
 
 
