@@ -117,6 +117,12 @@ _SMOLLM = dict(
 )  # fmt: skip
 
 
+_OLMO3_ROPE = dict(
+    attention_factor=1.2079441541679836, beta_fast=32.0, beta_slow=1.0, factor=8.0,
+    original_max_position_embeddings=8192, rope_type="yarn",
+)  # fmt: skip
+
+
 def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
     return dict(
         model_type="gpt_oss", architectures=["GptOssForCausalLM"], attention_bias=True, attention_dropout=0.0,
@@ -144,6 +150,16 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float, float]] = {
         {**_MISTRAL, "sliding_window": 4096, "rope_theta": 10000.0, "vocab_size": 32000},
         7.242e9,
         7.242e9,
+    ),
+    "Olmo-3-7B": (
+        dict(
+            **{**_OLMO, "max_position_embeddings": 65536, "rope_scaling": _OLMO3_ROPE}, model_type="olmo3",
+            hidden_size=4096, intermediate_size=11008, num_attention_heads=32, num_hidden_layers=32,
+            num_key_value_heads=32, rms_norm_eps=1e-06, rope_theta=500000, sliding_window=4096, vocab_size=100278,
+            layer_types=(["sliding_attention"] * 3 + ["full_attention"]) * 8,
+        ),
+        7.298e9,
+        7.298e9,
     ),
     "gpt-oss-20b": (_gpt_oss(24, 32), 20.91e9, 4.19e9),
     "gpt-oss-120b": (_gpt_oss(36, 128), 116.83e9, 5.71e9),
