@@ -1,7 +1,7 @@
 """All settings, as frozen dataclasses. A run is one `Config`. A recipe is a function that returns a `Config`.
 
-Section `overlap` is in `overlap_config.py`, `optimizer` in `optimizer_config.py`, and `model.rope` in `rope_config.py`;
-this module exports all three.
+Section `overlap` is in `overlap_config.py`, `optimizer` in `optimizer_config.py`, `model.rope` in `rope_config.py`,
+`hardware` and `network` in `hardware_config.py`; this module exports them all.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from hocket.gpus import GpuName
+from hocket.hardware_config import HardwareConfig as HardwareConfig
+from hocket.hardware_config import NetworkConfig as NetworkConfig
 from hocket.optimizer_config import OptimizerConfig as OptimizerConfig
 from hocket.overlap_config import DataOverlap as DataOverlap
 from hocket.overlap_config import ExpertOverlap as ExpertOverlap
@@ -110,6 +111,10 @@ class ModelConfig:
     route_group_score: Literal["best", "best_two"] = "best_two"
     """How groups are chosen. best: by their highest score (DeepSeek-V2). best_two: by the sum of their two highest
     scores (DeepSeek-V3). Where there are biases, by scores with them."""
+    router_bias: bool = False
+    """A bias of the router's logits, which is trained like a weight."""
+    expert_bias: bool = False
+    """Biases of both products of every routed expert."""
     aux_loss: float = 0.0
     """Coefficient of the load-balancing loss."""
     aux_loss_over: Literal["microbatch", "sequence", "batch"] = "microbatch"
@@ -121,6 +126,17 @@ class ModelConfig:
     """Size of one change of the bias that balances the load without a loss; 0 means no bias."""
     tied: bool = False
     """The head uses the embedding's weights. Needs pp = 1."""
+    swiglu_limit: float = 0.0
+    """Above 0 every MLP and expert computes `gate * sigmoid(swiglu_alpha * gate) * (up + 1)`, with gates cut off at
+    this and ups at plus and minus this. 0 computes `silu(gate) * up`."""
+    swiglu_alpha: float = 1.702
+    """Of SwiGLU with a limit: factor on the gate."""
+    window: int = 0
+    """Tokens to which a token attends, itself and those before it. 0 means all before it."""
+    full_layers: tuple[int, ...] = ()
+    """Numbers of the layers that have no window. Ignored if window is 0."""
+    sinks: bool = False
+    """A learnt logit of each query head that takes part in the softmax and has no value."""
     qk_norm: bool = False
     """RMSNorm on queries and keys."""
     qk_norm_over: Literal["head", "whole"] = "head"
@@ -158,6 +174,16 @@ class ModelConfig:
         """The kind of every layer."""
         dense = set(self.dense_layers) if self.experts else set(range(self.layers))
         return tuple("dense" if i in dense else "moe" for i in range(self.layers))
+
+    def windows(self) -> tuple[int, ...]:
+        """The window of every layer; 0 for none."""
+        full = set(self.full_layers)
+        return tuple(0 if i in full else self.window for i in range(self.layers))
+
+    def layer_kinds(self) -> tuple[str, ...]:
+        """Names of the kinds of layers that plans tell apart: `kinds`, and whether there is a window."""
+        named = zip(self.kinds(), self.windows(), strict=True)
+        return tuple(f"{kind}_window" if window else kind for kind, window in named)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,33 +240,6 @@ class MeshConfig:
     def members(self, purpose: Purpose) -> int:
         """Ranks of one group."""
         return math.prod(count for count, _ in self.grid(purpose)[0])
-
-
-@dataclass(frozen=True, kw_only=True)
-class HardwareConfig:
-    """The GPUs that predictions, and the choices made by them, assume."""
-
-    gpu: Literal["auto", "laptop", GpuName] = "auto"
-    """The GPU whose rates, links and memory count. auto is the GPU that the driver names on this host, and h200 on a
-    host without one. For fp32 auto is laptop."""
-    measured: str = "auto"
-    """File that hocket doctor --measure wrote. Its rates take the place of the table's. auto is the file that was kept
-    for the GPUs of this host, if all ranks are on this host. off is no file."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class NetworkConfig:
-    """The network between hosts that predictions, and the choices made by them, assume."""
-
-    ranks_per_host: int | Literal["auto"] = "auto"
-    """Ranks on each host. Every host has as many, and they have consecutive numbers. auto is the number that torchrun
-    or Slurm started on this host, and all ranks if hocket starts them itself. hocket plan assumes 8 on GPUs, or the
-    largest number below 8 that divides the ranks."""
-    bandwidth: str = "auto"
-    """Rate at which a rank sends to other hosts, and receives at the same time, such as 50GB/s or 400Gb/s. It is the
-    rank's share of the adapters, as NCCL reaches it. auto is 48GB/s: one adapter of 400 Gb/s for each rank."""
-    latency: str = "auto"
-    """Time that a message to another host takes beyond one to a rank of the same host, such as 10us. auto is 10us."""
 
 
 @dataclass(frozen=True, kw_only=True)

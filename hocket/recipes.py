@@ -125,6 +125,18 @@ PUBLISHED: dict[str, tuple[str, ModelConfig, MeshConfig, PlanConfig]] = {
         MeshConfig(pp=4, dp=8, ep=8),
         PlanConfig(chunks=2, recompute=("experts",)),
     ),
+    "gpt_oss_20b": (
+        "gpt-oss-20b (4B active) on 8 GPUs: pipeline 2 x data 4 with experts over 4 ranks.",
+        families.gpt_oss_20b(),
+        MeshConfig(pp=2, dp=4, ep=4),
+        PlanConfig(chunks=2),
+    ),
+    "gpt_oss_120b": (
+        "gpt-oss-120b (5B active) on 64 GPUs: pipeline 4 x data 16 with experts over 8 ranks.",
+        families.gpt_oss_120b(),
+        MeshConfig(pp=4, dp=16, ep=8),
+        PlanConfig(chunks=3),
+    ),
     "olmo2_7b": ("OLMo 2 7B on 8 GPUs.", families.olmo2_7b(), _DP8, _ONE),
     "olmoe_1b_7b": (
         "OLMoE-1B-7B (1.3B active) on 8 GPUs with experts over 8 ranks.",

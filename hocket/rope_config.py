@@ -19,6 +19,8 @@ class RopeConfig:
     """Elements of each head that rotate, from its first one on. The others have no position. 0 means all."""
     without: tuple[int, ...] = ()
     """Numbers of the layers whose queries and keys do not rotate."""
+    plain_windows: bool = False
+    """Whether layers with a window keep their angles, whatever `kind` is."""
     factor: float = 1.0
     """Divisor of the angles that are made smaller. Of linear, llama3 and yarn."""
     original_positions: int = 0

@@ -83,7 +83,7 @@ CASES = (
          {"overlap.defer_wgrad": "on"}, {"overlap.defer_wgrad": "on"},
          why="weight gradients are always added up in their buffers, by products of their own"),
     Case(25, "a graph of attention with biases", MOE, {"overlap.defer_wgrad": "on"}, {"overlap.defer_wgrad": "on"},
-         why="hocket's layers have no biases"),
+         why="biases are weights like others"),
     Case(26, "a graph of attention", MOE, {"overlap.ep.merge": "on", "overlap.defer_wgrad": "on"},
          {"overlap.defer_wgrad": "on"}, {"ep": "on"}),
 )  # fmt: skip

@@ -76,6 +76,8 @@ class Reference:
         """Train on `steps[step][microbatch][dp rank]`, one optimizer step each."""
         whole = Chunk(self.config, range(self.config.layers))
         main = {n: init_tensor(n, p.shape, self.config, self.seed) for n, p in whole.named_parameters()}
+        for name, value in main.items():
+            value.stacked = ".experts." in name  # pyrefly: ignore[missing-attribute]
         init_biases(whole, "cpu")
         result = Result(weights=main, biases=dict(whole.named_buffers()))
         optimizer = self.optimizer(list(main.values()))

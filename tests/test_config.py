@@ -14,7 +14,7 @@ from typing import Any, get_args
 import pytest
 
 from hocket import config as config_module
-from hocket import optimizer_config, overlap_config, rope_config
+from hocket import hardware_config, optimizer_config, overlap_config, rope_config
 from hocket.config import Config, ModelConfig, Purpose, TrainConfig
 from hocket.planning import predict, program_of
 from hocket.program.check import assert_valid
@@ -66,7 +66,7 @@ def refused(base: Config, host: Host | None = None, **settings: Any) -> str:
 
 
 def test_every_setting_has_a_docstring():
-    files = (m.__file__ for m in (config_module, overlap_config, optimizer_config, rope_config))
+    files = (m.__file__ for m in (config_module, overlap_config, optimizer_config, rope_config, hardware_config))
     documented = set()
     for node in (node for file in files for node in ast.parse(Path(file).read_text()).body):
         if isinstance(node, ast.ClassDef):

@@ -48,7 +48,7 @@ def model_of(workload: Workload) -> Any:
 
     m = workload.config.model
     lost = configuration.differences(m, configuration.model_of(configuration.config_of("qwen3_moe", m, "float32", 1)))
-    if lost or m.qkv_bias or m.rope != RopeConfig() or m.aux_loss or m.tied:
+    if lost or m.qkv_bias or any(m.windows()) or m.rope != RopeConfig() or m.aux_loss or m.tied:
         raise ValueError(
             "against = transformers_plan or transformers_fsdp2 (command line): transformers' Qwen3-MoE has q and k "
             "norms, a softmax router, and here neither biases, shared expert nor balance; "

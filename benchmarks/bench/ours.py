@@ -175,14 +175,14 @@ class Exchanges:
             _groups[kind] = make_groups(mesh, rank, device, transport, comm_options(config, device))
         self.group = _groups[kind].a2a
         size, width, where = mesh.ep, config.model.hidden, mesh.coordinates(rank)
-        costs = costs_of(config, hardware_of(config)).table
-        sent = sum(costs["fwd", part, "moe"].wire_bytes for part in ("dispatch", "combine")) // 2
+        costs, layout = costs_of(config, hardware_of(config)).table, layout_of(config)
+        routed = [kind for kind in layout.kinds if kind.startswith("moe")]
+        sent = sum(costs["fwd", part, routed[0]].wire_bytes for part in ("dispatch", "combine")) // 2
         rows = sent // ((size - 1) * width * workload.dtype.itemsize)
         self.table = RowTable([[rows] * size] * size, self.group.rank)
         self.rows = torch.randn(size * rows, width, device=device).to(workload.dtype)
-        layout = layout_of(config)
         layers = [layer for chunk in range(layout.chunks) for layer in layout.layers(where.pp, chunk)]
-        moe = sum(layout.kinds[layer] == "moe" for layer in layers)
+        moe = sum(layout.kinds[layer] in routed for layer in layers)
         self.count = 4 * moe * config.train.microbatches  # out and back, in forward and in backward
         self.settings: Mapping[str, str] = {
             "exchanges": f"{self.count}, of {rows:,} rows to each of {size - 1} ranks",

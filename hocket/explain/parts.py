@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 from hocket.config import Purpose
 from hocket.explain.explanation import GroupRow, MemoryRow, OptimizerRow, UnitRow
@@ -29,26 +30,28 @@ LANES: dict[str, tuple[str, ...]] = {
 
 
 def units(settings: Settings) -> tuple[UnitRow, ...]:
-    """All kinds of units."""
+    """All kinds of units. Layers with and without a window have the same."""
     layout, sharding, model, mesh = layout_of(settings), sharding_of(settings), model_of_rank(settings), settings.mesh
     found = Counter(each for rank in range(layout.pp) for each in units_of(layout, rank))
-    rows = []
+    rows: list[UnitRow] = []
     for unit, kind in sorted(found, key=lambda key: (UNITS.index(key[0]), key[1])):
         elements, members = unit_weights(model, layout, unit, kind), sharding.size(unit)
         padded = -(-elements // (members * ALIGN)) * members * ALIGN
         others = ", all but its experts" if ("experts", kind) in found else ""
         name = f"layer{others}" if unit == "dense" else unit
         axis = "ep" if unit == "experts" else "tp"
-        rows.append(
-            UnitRow(
-                unit=f"{name} of one {axis} rank" if getattr(mesh, axis) > 1 else name,
-                count=found[unit, kind],
-                elements=elements,
-                padding=1 - elements / padded if members > 1 else 0.0,
-                members=members,
-                nbytes=elements * settings.element_bytes,
-            )
+        row = UnitRow(
+            unit=f"{name} of one {axis} rank" if getattr(mesh, axis) > 1 else name,
+            count=found[unit, kind],
+            elements=elements,
+            padding=1 - elements / padded if members > 1 else 0.0,
+            members=members,
+            nbytes=elements * settings.element_bytes,
         )
+        if rows and replace(rows[-1], count=row.count) == row:
+            rows[-1] = replace(row, count=row.count + rows[-1].count)
+        else:
+            rows.append(row)
     return tuple(rows)
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -82,6 +82,10 @@ class Documents:
         document_BS = index.repeat_interleave(self.ends.diff(), output_size=batch * seq).view(batch, seq)
         return (document_BS.unsqueeze(1) == document_BS.unsqueeze(2)).tril().unsqueeze(1)
 
+    def within(self, window: int) -> Tensor:
+        """`mask_B1SS`, of a query's last `window` tokens alone, itself included; with 0 of all."""
+        return self.mask_B1SS.triu(1 - window) if window else self.mask_B1SS
+
 
 def documents_of(ids_BS: Tensor) -> Documents:
     """The documents that numbers of tokens' documents on a CPU mean. `PADDING` marks tokens that belong to none."""
@@ -98,25 +102,42 @@ def documents_of(ids_BS: Tensor) -> Documents:
     return Documents(ids_BS, position_T, ends.to(torch.int32), longest, None if bool(real_T.all()) else real_T)
 
 
-def attend(q_THN: Tensor, k_TKN: Tensor, v_TKN: Tensor, documents: Documents, scale: float | None = None) -> Tensor:
-    """Causal attention inside of each document: [T, H, N]. `scale` is 1 / sqrt(N) if it is not given.
+@lru_cache(maxsize=16)
+def whole_sequences(batch: int, seq: int, device: torch.device) -> Documents:
+    """Sequences that are one document each."""
+    # They outlive the call, so their tensors must not become inference tensors, which autograd cannot save.
+    with torch.inference_mode(False):
+        return documents_of(torch.arange(batch).unsqueeze(1).expand(batch, seq)).to(device)
 
-    On a CPU values may be of another width than keys.
+
+def attend(
+    q_THN: Tensor, k_TKN: Tensor, v_TKN: Tensor, documents: Documents, window: int = 0, scale: float | None = None
+) -> Tensor:
+    """Causal attention inside of each document, to the last `window` tokens or with 0 to all before: [T, H, N].
+
+    `scale` is 1 / sqrt(N) if it is not given. On a CPU values may be of another width than keys.
     """
-    if q_THN.is_cuda and q_THN.dtype in (torch.bfloat16, torch.float16):
-        return _flash(q_THN, k_TKN, v_TKN, documents, scale)
+    if has_flash(q_THN):
+        return _flash(q_THN, k_TKN, v_TKN, documents, window, scale)
     batch, seq = documents.ids_BS.shape
     q, k, v = (x.view(batch, seq, *x.shape[1:]).transpose(1, 2) for x in (q_THN, k_TKN, v_TKN))
-    grouped = k.shape[1] != q.shape[1]
-    o_BHSN = F.scaled_dot_product_attention(q, k, v, attn_mask=documents.mask_B1SS, enable_gqa=grouped, scale=scale)
+    grouped, mask_B1SS = k.shape[1] != q.shape[1], documents.within(window)
+    o_BHSN = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B1SS, enable_gqa=grouped, scale=scale)
     return o_BHSN.transpose(1, 2).flatten(0, 1)
 
 
-def _flash(q_THN: Tensor, k_TKN: Tensor, v_TKN: Tensor, documents: Documents, scale: float | None) -> Tensor:
-    """Flash attention over documents one after the other: never computes what the mask would throw away."""
+def has_flash(q_THN: Tensor) -> bool:
+    """Whether flash attention takes such queries."""
+    return q_THN.is_cuda and q_THN.dtype in (torch.bfloat16, torch.float16)
+
+
+def _flash(
+    q_THN: Tensor, k_TKN: Tensor, v_TKN: Tensor, documents: Documents, window: int, scale: float | None
+) -> Tensor:
+    """Flash attention over documents one after the other: never computes blocks that the mask would throw away."""
     from torch.nn.attention.varlen import varlen_attn
 
-    options, repeats = _options(scale), q_THN.shape[1] // k_TKN.shape[1]
+    options, repeats = _options(window, scale), q_THN.shape[1] // k_TKN.shape[1]
     if repeats > 1 and "enable_gqa" not in options:
         k_TKN, v_TKN = (x.repeat_interleave(repeats, 1) for x in (k_TKN, v_TKN))
     if scale is not None and "scale" not in options:  # 1 / sqrt(N) alone
@@ -128,11 +149,12 @@ def _flash(q_THN: Tensor, k_TKN: Tensor, v_TKN: Tensor, documents: Documents, sc
 
 
 @cache
-def _options(scale: float | None) -> dict[str, Any]:
+def _options(window: int, scale: float | None) -> dict[str, Any]:
     """How this torch's `varlen_attn` is asked for causal attention of grouped queries, scaled if it can be."""
     from torch.nn.attention.varlen import varlen_attn
 
     known = inspect.signature(varlen_attn).parameters
-    causal: dict[str, Any] = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
+    assert not window or "window_size" in known, "this torch's varlen_attn knows no windows"
+    causal: dict[str, Any] = {"is_causal": True} if "is_causal" in known else {"window_size": (window - 1, 0)}
     scaled = {"scale": scale} if scale is not None and "scale" in known else {}
     return causal | scaled | ({"enable_gqa": True} if "enable_gqa" in known else {})

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hocket.config import ModelConfig
-from hocket.model.documents import Documents, attend
+from hocket.model.documents import Documents, attend, has_flash
 from hocket.model.parameters import new_weight
 from hocket.model.rotary import mscale, rope_of, rotary_table
 from hocket.parallel.linears import WHOLE, Linears
@@ -106,10 +106,10 @@ def attention(
     Flash attention takes one width for all three: the narrower ones get zeros, which add nothing.
     """
     width, values = q_BSHX.shape[-1], v_BSHV.shape[-1]
-    if q_BSHX.is_cuda and q_BSHX.dtype in (torch.bfloat16, torch.float16):
+    if has_flash(q_BSHX):
         width = max(width, values)
         q_BSHX, k_BSHX, v_BSHV = (F.pad(x, (0, width - x.shape[-1])) for x in (q_BSHX, k_BSHX, v_BSHV))
     if documents is not None:
-        return attend(q_BSHX[0], k_BSHX[0], v_BSHV[0], documents, scale)[None, ..., :values]
+        return attend(q_BSHX[0], k_BSHX[0], v_BSHV[0], documents, scale=scale)[None, ..., :values]
     q, k, v = (x.transpose(1, 2) for x in (q_BSHX, k_BSHX, v_BSHV))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(1, 2)[..., :values]

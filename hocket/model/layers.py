@@ -6,15 +6,18 @@ F width of an MLP.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hocket.config import ModelConfig
 from hocket.kernels.usable import usable
-from hocket.model.documents import Documents, attend
+from hocket.model.documents import Documents, attend, whole_sequences
 from hocket.model.latent_attention import LatentAttention
 from hocket.model.parameters import new_weight
 from hocket.model.rotary import rope_of, rotary_table
+from hocket.model.sinks import attend_with_sinks
 from hocket.parallel.linears import WHOLE, Linears, Role
 from hocket.runtime.functional import shift
 from hocket.runtime.norms import add_rms_norm, norm_rotate, rms_norm, rotate
@@ -27,6 +30,7 @@ class Attention(nn.Module):
         """`number` is that of the layer."""
         super().__init__()
         self.config, self.linears, self.rope = config, linears, rope_of(config, number)
+        self.window = config.windows()[number]
         self.heads = config.heads // linears.size
         self.kv_heads = max(1, config.kv_heads // linears.size)
         queries, keys = self.heads * config.head_dim, self.kv_heads * config.head_dim
@@ -43,6 +47,7 @@ class Attention(nn.Module):
             self.bq, self.bk, self.bv = new_weight(queries), new_weight(keys), new_weight(keys)
         if config.o_bias:
             self.bo = new_weight(config.hidden)
+        self.sinks = new_weight(self.heads) if config.sinks else None
 
     def forward(self, h_BSD: Tensor, documents: Documents | None = None) -> Tensor:
         """Attention of every position to itself and those before it in its sequence, in the shape of `h`.
@@ -60,8 +65,14 @@ class Attention(nn.Module):
         q_BSHN = q.view(*sizes, self.heads, c.head_dim)
         k_BSKN, v_BSKN = (x.view(*sizes, self.kv_heads, c.head_dim) for x in (k, v))
         q_BSHN, k_BSKN = self._placed(q_BSHN, k_BSKN, seq, documents)
-        if documents is not None:
-            o_THN = attend(q_BSHN[0], k_BSKN[0], v_BSKN[0], documents)
+        window = self.window if self.window < seq else 0
+        if documents is not None or window or self.sinks is not None:
+            documents = documents or whole_sequences(batch, seq, h_BSD.device)
+            q_THN, k_TKN, v_TKN = (x.flatten(0, 1) for x in (q_BSHN, k_BSKN, v_BSKN))
+            if self.sinks is None:
+                o_THN = attend(q_THN, k_TKN, v_TKN, documents, window)
+            else:
+                o_THN = attend_with_sinks(q_THN, k_TKN, v_TKN, self.sinks, documents, window)
             return self._out(o_THN.reshape(batch, seq, -1))
         o_BHSN = F.scaled_dot_product_attention(
             q_BSHN.transpose(1, 2),
@@ -102,29 +113,42 @@ def attention_of(config: ModelConfig, linears: Linears = WHOLE, number: int = 0)
 class Mlp(nn.Module):
     """SwiGLU (Shazeer 2020): `down(silu(gate(h)) * up(h))`, gate and up stacked in one weight."""
 
-    def __init__(self, hidden: int, width: int, linears: Linears = WHOLE, shared: bool = False) -> None:
+    def __init__(self, config: ModelConfig, width: int, linears: Linears = WHOLE, shared: bool = False) -> None:
         super().__init__()
-        self.linears = linears
+        self.config, self.linears = config, linears
         self.roles: tuple[Role, Role] = ("shared_fc1", "shared_fc2") if shared else ("fc1", "fc2")
         width //= linears.size
-        self.w_gate_up = new_weight(2 * width, hidden)
-        self.w_down = new_weight(hidden, width)
+        self.w_gate_up = new_weight(2 * width, config.hidden)
+        self.w_down = new_weight(config.hidden, width)
 
     def forward(self, h_BSD: Tensor) -> Tensor:
-        return self.linears.mlp(self.roles, h_BSD, self.w_gate_up, self.w_down, swiglu)
+        return self.linears.mlp(self.roles, h_BSD, self.w_gate_up, self.w_down, partial(gated, config=self.config))
 
 
-def swiglu(gate_up: Tensor, count: Tensor | None = None) -> Tensor:
-    """`silu(gate) * up` of the two halves of the last dimension.
+def gated(gate_up: Tensor, config: ModelConfig, count: Tensor | None = None) -> Tensor:
+    """What a model makes of gates and ups, the two halves of the last dimension: `silu(gate) * up`, or with a limit.
 
     Rows beyond the first `count`, int32 [1], mean nothing; None: all rows count.
+    """
+    return swiglu(gate_up, count, config.swiglu_limit, config.swiglu_alpha)
+
+
+def swiglu(gate_up: Tensor, count: Tensor | None = None, limit: float = 0.0, alpha: float = 1.0) -> Tensor:
+    """`silu(gate) * up`; above a limit of 0 `gate * sigmoid(alpha * gate) * (up + 1)` of gates and ups within it.
+
+    The latter is gpt-oss's: gates are at most `limit`, and ups within plus and minus of it.
     """
     if usable(gate_up):
         from hocket.kernels.swiglu import swiglu
 
-        return swiglu(gate_up, count)
+        return swiglu(gate_up, count, limit, alpha)
     gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate) * up
+    if not limit:
+        return F.silu(gate) * up
+    # Of a view, because on CPUs the bits of torch's sigmoid depend on the place of an element in memory without gaps.
+    bounded = gate_up.clamp(max=limit)
+    gate, up = (alpha * bounded).chunk(2, -1)[0], bounded.chunk(2, -1)[1].clamp(min=-limit)
+    return F.silu(gate) * (up + 1) / alpha
 
 
 class DenseLayer(nn.Module):
@@ -136,7 +160,7 @@ class DenseLayer(nn.Module):
         self.attn_norm = new_weight(config.hidden)
         self.attn = attention_of(config, linears, number)
         self.ffn_norm = new_weight(config.hidden)
-        self.mlp = Mlp(config.hidden, config.ffn, linears)
+        self.mlp = Mlp(config, config.ffn, linears)
 
     def forward_attn(self, x_BSD: Tensor, documents: Documents | None = None) -> Tensor:
         """`x + attention(norm(x))`, or `x + norm(attention(x))`."""

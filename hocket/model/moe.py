@@ -14,14 +14,15 @@ from torch import Tensor, nn
 
 from hocket.config import ModelConfig
 from hocket.model.documents import Documents
-from hocket.model.layers import Mlp, attention_of, swiglu
+from hocket.model.layers import Mlp, attention_of, gated
 from hocket.model.parameters import new_weight
 from hocket.parallel.dispatch import Splits, exchange_counts, from_experts, send_rows, to_experts, unpermute
 from hocket.parallel.linears import WHOLE, Linears
 from hocket.parallel.placed import PlacedSplits
 from hocket.parallel.router_losses import attach_losses, over_batch
 from hocket.parallel.routing import Routing, route
-from hocket.runtime.functional import score
+from hocket.runtime.biases import add_bias_by_expert
+from hocket.runtime.functional import grouped_linear, score, shift
 from hocket.runtime.norms import add_rms_norm
 
 
@@ -49,6 +50,7 @@ class Router(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.weight = new_weight(config.experts, config.hidden)
+        self.b_logits = new_weight(config.experts) if config.router_bias else None
         # Set by the trainer between steps (`parallel.routing.balance_bias`), never by a gradient.
         bias = torch.zeros(config.experts, dtype=torch.float32, device="meta") if config.bias_rate else None
         self.register_buffer("bias", bias)
@@ -58,7 +60,8 @@ class Router(nn.Module):
 
     def forward(self, h_TD: Tensor) -> tuple[Tensor, Tensor]:
         """`h`, for those who read it next, and logits, fp32 [T, E]."""
-        return score(h_TD, self.weight)
+        h_TD, logits_TE = score(h_TD, self.weight)
+        return h_TD, logits_TE if self.b_logits is None else shift(logits_TE, self.b_logits)
 
 
 class Experts(nn.Module):
@@ -66,14 +69,19 @@ class Experts(nn.Module):
 
     def __init__(self, config: ModelConfig, local: int, linears: Linears = WHOLE) -> None:
         super().__init__()
-        self.linears = linears
+        self.config, self.linears = config, linears
         self.w_gate_up = new_weight(local, config.hidden, 2 * config.expert_ffn)
         self.w_down = new_weight(local, config.expert_ffn, config.hidden)
+        self.b_gate_up = new_weight(local, 2 * config.expert_ffn) if config.expert_bias else None
+        self.b_down = new_weight(local, config.hidden) if config.expert_bias else None
 
     def forward(self, rows_RD: Tensor, offsets_L: Tensor, count: Tensor | None = None) -> Tensor:
         """SwiGLU of each expert on its rows, given and returned in grouped order; the first `count`, or all."""
-        gate = partial(swiglu, count=count)
-        return self.linears.experts(rows_RD, self.w_gate_up, self.w_down, offsets_L, count, gate)
+        gate = partial(gated, config=self.config, count=count)
+        if self.b_gate_up is None or self.b_down is None:
+            return self.linears.experts(rows_RD, self.w_gate_up, self.w_down, offsets_L, count, gate)
+        gate_up_RF = add_bias_by_expert(grouped_linear(rows_RD, self.w_gate_up, offsets_L), self.b_gate_up, offsets_L)
+        return add_bias_by_expert(grouped_linear(gate(gate_up_RF), self.w_down, offsets_L), self.b_down, offsets_L)
 
 
 def _real(documents: Documents | None) -> Tensor:
@@ -101,7 +109,7 @@ class MoELayer(nn.Module):
         self.attn_norm = new_weight(config.hidden)
         self.attn = attention_of(config, linears, number)
         self.ffn_norm = new_weight(config.hidden)
-        self.shared = Mlp(config.hidden, config.shared_ffn, linears, shared=True) if config.shared_ffn else None
+        self.shared = Mlp(config, config.shared_ffn, linears, shared=True) if config.shared_ffn else None
         self.router = Router(config)
         self.experts = Experts(config, config.experts // ep.size, linears)
 

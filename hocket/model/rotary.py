@@ -29,7 +29,10 @@ class Rope(NamedTuple):
 def rope_of(config: ModelConfig, layer: int) -> Rope | None:
     """The rotary positions of a layer, by its number; None if it has none."""
     rope, width = config.rope, config.qk_rope_head_dim if config.latent else config.head_dim
-    return None if layer in rope.without else Rope(rope.width or width, config.rope_theta, rope)
+    if layer in rope.without:
+        return None
+    plain = rope.plain_windows and config.windows()[layer] > 0
+    return Rope(rope.width or width, config.rope_theta, PLAIN if plain else rope)
 
 
 @lru_cache(maxsize=16)

@@ -41,6 +41,7 @@ class Split:
 _HEADS, _INTO, _PAIR, _KEYS = Split(0), Split(1), Split(0, 2), Split(0, keys=True)
 SPLITS = {
     "attn.q_wide_norm": _HEADS, "attn.k_wide_norm": _KEYS, "attn.bq": _HEADS, "attn.bk": _KEYS, "attn.bv": _KEYS,
+    "attn.sinks": _HEADS,
     "attn.wq": _HEADS, "attn.wk": _KEYS, "attn.wv": _KEYS, "attn.wo": _INTO,
     "attn.wq_b": _HEADS, "attn.wkv_b": _HEADS,
     "mlp.w_gate_up": _PAIR, "mlp.w_down": _INTO, "shared.w_gate_up": _PAIR, "shared.w_down": _INTO,

@@ -9,16 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from hocket.config import ModelConfig
+from hocket.pretrained import windows
+from hocket.pretrained.family import REQUIRED, Family, Key
 from hocket.pretrained.positions import keys_of, read_rope, written_rope
 from hocket.pretrained.reading import require
-from hocket.pretrained.tables import FAMILIES, IGNORED_KEYS, REFUSED, REQUIRED, Family, Key
+from hocket.pretrained.tables import FAMILIES, IGNORED_KEYS, REFUSED
 from hocket.settings.schema import flat
 
 _NOT_SHAPE = ("aux_loss", "aux_loss_over", "z_loss", "routing", "init", "init_std", "weights")
 """Settings that say how a model is trained, or where its weights come from, not what it computes."""
 _OF_EXPERTS = (
     "top_k", "expert_ffn", "shared_ffn", "router", "normalize_top_k", "route_scale", "dense_layers", "route_groups",
-    "route_top_groups", "route_group_score",
+    "route_top_groups", "route_group_score", "router_bias", "expert_bias",
 )  # fmt: skip
 _LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
@@ -58,6 +60,9 @@ def model_of(config: Mapping[str, Any]) -> ModelConfig:
         values[setting] = value * config[key.times] if key.times else value
     turning = values["qk_rope_head_dim"] if "kv_lora_rank" in values else values["head_dim"]
     values["rope_theta"], values["rope"] = read_rope(config, family, turning, values["layers"])
+    values["window"], values["full_layers"] = windows.read_windows(config, family, values["layers"])
+    if family.windows is not None and family.windows.plain and values["window"] and values["rope"].kind != "default":
+        values["rope"] = replace(values["rope"], plain_windows=True)
     values["dense_layers"] = _dense_layers(config, family, values)
     model = replace(ModelConfig(), **values)
     if "kv_lora_rank" in family.keys and not model.latent:
@@ -88,7 +93,8 @@ def config_of(name: str, model: ModelConfig, dtype: str, positions: int) -> dict
         config["first_k_dense_replace"] = len(model.dense_layers)
     if family.dense == "types":
         config["mlp_layer_types"] = ["dense" if kind == "dense" else "sparse" for kind in model.kinds()]
-    config |= {**written_rope(family, model), "max_position_embeddings": positions, "use_cache": True}
+    config |= {**written_rope(family, model), **windows.written_windows(family, model)}
+    config |= {"max_position_embeddings": positions, "use_cache": True}
     config |= {"pad_token_id": None, "initializer_range": model.init_std}  # a family's own token may be beyond ours
     return {**config, "torch_dtype": dtype, "dtype": dtype}
 
@@ -99,19 +105,19 @@ def family_for(model: ModelConfig) -> str:
     Raises ValueError naming what no family has.
     """
     names = [name for name, family in FAMILIES.items() if ("kv_lora_rank" in family.keys) == model.latent]
-    wrong = {name: _as_one_of(name, model) for name in names}
+    wrong = {name: found for name in names if (found := _as_one_of(name, model)) is not None}
     best = min(wrong, key=lambda name: len(wrong[name]))
     if wrong[best]:
         raise ValueError(f"no family computes it: the nearest is {best}, with {', '.join(wrong[best])}")
     return best
 
 
-def _as_one_of(name: str, model: ModelConfig) -> list[str]:
-    """What a model loses as one of a family."""
+def _as_one_of(name: str, model: ModelConfig) -> list[str] | None:
+    """What a model loses as one of a family; None if the family gives it sizes that no model has."""
     try:
         return differences(model, model_of(config_of(name, model, "float32", 1)))
-    except ValueError as error:  # the family gives it sizes that no model has
-        return [str(error)]
+    except ValueError:
+        return None
 
 
 def differences(model: ModelConfig, other: ModelConfig) -> list[str]:
@@ -134,6 +140,12 @@ def _shape(model: ModelConfig) -> dict[str, Any]:
     found |= dict.fromkeys(("kv_heads", "head_dim") if model.latent else _LATENT, 0)
     if "dense" not in model.kinds():
         found["ffn"] = 0
+    if not any(model.windows()):
+        found |= {"window": 0, "full_layers": (), "rope.plain_windows": False}
+    if model.rope.kind == "default":
+        found["rope.plain_windows"] = False
+    if not model.swiglu_limit:
+        found["swiglu_alpha"] = 0.0
     return found
 
 
@@ -159,12 +171,10 @@ def _refuse_others(config: Mapping[str, Any], family: Family) -> None:
         if any(x not in only.values and not (x is None and only.missing in only.values) for x in values):
             there = "" if key in config else ", where the key is missing"
             raise ValueError(f"{key} = {value}{there}: only {only.values[0]} is there")
-    kinds = config.get("layer_types") or ()
-    if not isinstance(kinds, list | tuple) or any(kind != "full_attention" for kind in kinds):
-        raise ValueError(f"layer_types = {kinds}: only full_attention is there")
     if config.get("attention_dropout"):
         raise ValueError(f"attention_dropout = {config['attention_dropout']}: there is no dropout")
-    known |= keys_of(family) | {*family.only, *family.same, *IGNORED_KEYS, "layer_types", "attention_dropout"}
+    known |= keys_of(family) | windows.keys_of(family)
+    known |= {*family.only, *family.same, *IGNORED_KEYS, "attention_dropout"}
     known |= {"sliding_window"} if "use_sliding_window" in family.only else set()
     strange = [key for key, value in config.items() if key not in known and value is not None]
     if strange:

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from hocket.config import ModelConfig
+from hocket.pretrained import mxfp4
 from hocket.pretrained.configuration import differences, family_of, model_of, read_config
-from hocket.pretrained.folder import TensorFolder
+from hocket.pretrained.family import Family, Rule
+from hocket.pretrained.folder import READ, TensorFolder
 from hocket.pretrained.quantised import FP8, blocks_of, scale_name
-from hocket.pretrained.tables import FURTHER_LAYERS, IGNORED_TENSORS, Family, Rule
+from hocket.pretrained.tables import FURTHER_LAYERS, IGNORED_TENSORS
 
 Shape = tuple[int, ...]
 
@@ -31,8 +33,14 @@ def tensors_of(rule: Rule, number: str, shape: Shape, first: int = 0) -> Iterato
     if rule.way == "rows":
         for name in rule.theirs:
             yield name.format(i=number), (shape[0] // len(rule.theirs), *shape[1:])
+    elif rule.way == "stacked":
+        yield rule.theirs[0].format(i=number), shape
     elif rule.way == "fused":
         yield rule.theirs[0].format(i=number), (shape[0], shape[2], shape[1])
+    elif rule.way == "mxfp4":
+        scales = (shape[0], shape[2], shape[1] // mxfp4.BLOCK)
+        for name, of_each in zip(rule.theirs, ((mxfp4.BLOCK // 2,), ()), strict=True):
+            yield name.format(i=number), (*scales, *of_each)
     else:
         for e in range(shape[0]):
             for name in rule.theirs:
@@ -41,12 +49,20 @@ def tensors_of(rule: Rule, number: str, shape: Shape, first: int = 0) -> Iterato
 
 def join(rule: Rule, number: str, shape: Shape, first: int, read: Callable[..., Tensor], model: ModelConfig) -> Tensor:
     """A parameter of `shape`, of what `read(name)`, or of rows `read(name, first, count)`, gives."""
-    if rule.way == "fused":
-        return read(rule.theirs[0].format(i=number), first, shape[0]).transpose(1, 2)
     names = [name for name, _ in tensors_of(rule, number, shape, first)]
     if rule.pairs:
         rest, pairs = _blocks(read(names[0]), getattr(model, rule.pairs), model.qk_rope_head_dim)
         return torch.cat([pairs[:, 0::2], pairs[:, 1::2], rest], 1).flatten(0, 1)
+    if rule.way == "fused":
+        return read(names[0], first, shape[0]).transpose(1, 2)
+    if rule.way == "stacked":
+        return _halves(read(names[0], first, shape[0]), rule.turns)
+    if rule.way == "mxfp4":
+        blocks, scales = (read(name, first, shape[0]) for name in names)
+        value = torch.empty(shape)
+        for e in range(shape[0]):
+            value[e] = _halves(mxfp4.values(blocks[e], scales[e]).T, rule.turns)
+        return value
     if rule.way == "rows":
         return read(names[0]) if len(names) == 1 else torch.cat([read(name) for name in names])
     value, count = torch.empty(shape), len(rule.theirs)
@@ -58,8 +74,11 @@ def join(rule: Rule, number: str, shape: Shape, first: int, read: Callable[..., 
 def split(rule: Rule, number: str, value: Tensor, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a parameter: what `join` was given."""
     names, count = [name for name, _ in tensors_of(rule, number, tuple(value.shape))], len(rule.theirs)
+    assert rule.way != "mxfp4", "quantised tensors are only read"
     if rule.way == "fused":
         parts = [value.transpose(1, 2)]
+    elif rule.way == "stacked":
+        parts = [torch.stack(value.chunk(2, -1), -1).flatten(-2) if rule.turns else value]
     elif rule.pairs:
         halves, rest = _blocks(value, model.qk_rope_head_dim, getattr(model, rule.pairs))
         pairs = torch.stack(halves.chunk(2, 1), 2).flatten(1, 2)
@@ -84,6 +103,11 @@ def _blocks(value: Tensor, first: int, second: int) -> tuple[Tensor, Tensor]:
     return begin, end
 
 
+def _halves(value: Tensor, turns: bool) -> Tensor:
+    """Columns that take turns, one behind the other."""
+    return torch.cat([value[..., 0::2], value[..., 1::2]], -1) if turns else value
+
+
 class PretrainedFolder:
     """A model's folder: config.json, and the weights of hocket's transformer as its tensors have them.
 
@@ -94,7 +118,7 @@ class PretrainedFolder:
         self.path = Path(path)
         config = read_config(self.path)
         self.family, self.model = family_of(config), model_of(config)
-        self.folder = TensorFolder(self.path, blocks_of(config))
+        self.folder = TensorFolder(self.path, blocks_of(config, "mxfp4" if "mxfp4" in self.family.ways else "fp8"))
         self.further = _further(config, self.model.layers, self.folder.entries)
         """Tensors of layers that predict further tokens, which no parameter takes."""
 
@@ -115,7 +139,7 @@ class PretrainedFolder:
                     lacks.append(tensor)
                 elif entry.shape != expected:
                     raise ValueError(f"{tensor} has shape {list(entry.shape)}, and {name} needs {list(expected)}")
-                elif reason := self.folder.unreadable(tensor):
+                elif reason := self.folder.unreadable(tensor, ("U8",) if rule.way == "mxfp4" else READ):
                     raise ValueError(reason)
                 elif entry.dtype == FP8:
                     used.add(scale_name(tensor))

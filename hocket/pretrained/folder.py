@@ -90,11 +90,11 @@ class TensorFolder:
         with self._open(self.entries[name].file) as opened:
             return opened.get_tensor(name) if count < 0 else opened.get_slice(name)[first : first + count]
 
-    def unreadable(self, name: str) -> str:
-        """Why a tensor cannot be read; empty if it can."""
+    def unreadable(self, name: str, read: tuple[str, ...] = READ) -> str:
+        """Why a tensor, whose elements must be of a type in `read` or of fp8, cannot be read; empty if it can."""
         entry = self.entries[name]
         if entry.dtype != FP8 or self.blocks is None:
-            return "" if entry.dtype in READ else f"{name} has elements of {entry.dtype}; {', '.join(READ)} are read"
+            return "" if entry.dtype in read else f"{name} has elements of {entry.dtype}; {', '.join(read)} are read"
         scales = self.entries.get(scale_name(name))
         if scales is None:
             return f"{name} has elements of {FP8}, and {scale_name(name)} is missing"

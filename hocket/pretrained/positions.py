@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from hocket.config import ModelConfig, RopeConfig
+from hocket.pretrained.family import FULL, WINDOW, Family
 from hocket.pretrained.reading import require, table_of
-from hocket.pretrained.tables import Family
 from hocket.rope_config import PARAMETERS, RopeKind
 from hocket.typed import is_a
 
@@ -31,7 +31,10 @@ def keys_of(family: Family) -> set[str]:
 
 def read_rope(config: Mapping[str, Any], family: Family, head_dim: int, layers: int) -> tuple[float, RopeConfig]:
     """`model.rope_theta` and `model.rope`. Raises ValueError for a kind that is not there, and unknown parameters."""
-    rope = {**table_of(config, "rope_scaling"), **table_of(config, "rope_parameters")}
+    parameters = table_of(config, "rope_parameters")
+    if family.windows is not None and family.windows.plain:
+        parameters = _of_full_layers(parameters, config.get("rope_theta"), family.windows.plain)
+    rope = {**table_of(config, "rope_scaling"), **parameters}
     kind = rope.pop("rope_type", None) or rope.get("type") or "default"
     rope.pop("type", None)
     if kind not in get_args(RopeKind):
@@ -75,6 +78,22 @@ def written_rope(family: Family, model: ModelConfig) -> dict[str, Any]:
     if family.without:
         found[_WITHOUT] = [int(layer not in rope.without) for layer in range(model.layers)]
     return found
+
+
+def _of_full_layers(parameters: dict[str, Any], theta: Any, missing: float) -> dict[str, Any]:
+    """Of positions by kind of layer those of layers without a window. The others' are plain, with the same base."""
+    full, others = table_of(parameters, FULL), table_of(parameters, WINDOW)
+    bases = full.get("rope_theta", theta), others.pop("rope_theta", missing)
+    if others.pop("rope_type", "default") != "default" or others or bases[0] not in (None, bases[1]):
+        raise ValueError(
+            f"layers with a window have plain positions with a base of {bases[1]}, and others have {bases[0]}: only "
+            "the same one is there"
+        )
+    if FULL not in parameters:
+        return parameters
+    if strange := parameters.keys() - {FULL, WINDOW}:
+        raise ValueError(f"{min(strange)} of rope_parameters: no kind of layer")
+    return full
 
 
 def _width(config: Mapping[str, Any], family: Family, share: Any, head_dim: int) -> int:

@@ -7,7 +7,7 @@ spite of the name. Blocks at the edges are smaller. Matrices may be stacked, and
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -26,14 +26,19 @@ def scale_name(name: str) -> str:
     return f"{name}_scale_inv"
 
 
-def blocks_of(config: Mapping[str, Any]) -> Blocks | None:
-    """The blocks of a config.json's `quantization_config`; None without one. Raises ValueError for another kind."""
+def blocks_of(config: Mapping[str, Any], read: Literal["fp8", "mxfp4"] = "fp8") -> Blocks | None:
+    """The fp8 blocks of a config.json's `quantization_config`; None without one, and for mxfp4, whose blocks are of
+    one size (`mxfp4.py`). `read` is the kind that the family's tensors may be. Raises ValueError for another one.
+    """
     said = config.get("quantization_config")
     if said is None:
         return None
     method = said.get("quant_method") if isinstance(said, dict) else said
-    if method != "fp8" or said.get("fmt", "e4m3") != "e4m3":
-        raise ValueError(f"quantization_config has quant_method = {method}: only fp8 blocks of e4m3 are read")
+    if method != read or (read == "fp8" and said.get("fmt", "e4m3") != "e4m3"):
+        there = "fp8 blocks of e4m3 are" if read == "fp8" else "mxfp4 is"
+        raise ValueError(f"quantization_config has quant_method = {method}: only {there} read")
+    if read == "mxfp4":
+        return None
     blocks = said.get("weight_block_size")
     if not isinstance(blocks, list) or len(blocks) != 2 or not all(is_a(n, int) and n > 0 for n in blocks):
         raise ValueError(f"quantization_config has weight_block_size = {blocks}: only blocks of two sizes are read")

@@ -1,87 +1,14 @@
-"""Families of models as Hugging Face has them: one table each, which is read in both directions.
-
-A family says which key of config.json is which setting, what hocket computes of the other keys, and which tensors make
-which parameter. Shapes are those of `docs/models.md`: D hidden width, E experts, F width of an MLP.
-"""
+"""Families of models as Hugging Face has them: one table each, which is read in both directions."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import replace
 
-REQUIRED = object()
-"""In place of a value: a configuration without that key is refused."""
+from hocket.pretrained.family import Family, Key, Only, Rule, Way, Windows
 
 
-@dataclass(frozen=True)
-class Key:
-    """Where config.json has a setting."""
-
-    name: str
-    """Empty: no key has it, and `missing` always counts."""
-    missing: Any = REQUIRED
-    """Its value where the key is missing or null; a text is a product or quotient of settings."""
-    other: str = ""
-    """Another name that some versions give it."""
-    times: str = ""
-    """Key of a number by which this one is multiplied."""
-    null: bool = False
-    """Whether its value where the key is missing is written as null."""
-
-
-@dataclass(frozen=True)
-class Only:
-    """A key of which hocket computes some values alone, or lists of them alone. The first one is written."""
-
-    values: tuple[Any, ...]
-    missing: Any = None
-    """What a model does where the key is missing."""
-    written: bool = True
-    """Whether transformers reads it. Other code may."""
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A parameter and its tensors on disk; `{i}` is the layer, `{e}` the expert."""
-
-    ours: str
-    """The parameter, without its layer."""
-    theirs: tuple[str, ...]
-    way: Literal["rows", "experts", "fused"] = "rows"
-    """rows: tensors are stacked along rows. experts: so are those of each expert, and [rows, columns] is turned over.
-    fused: one tensor for all experts, [E, rows, columns] turned over."""
-    pairs: str = ""
-    """Setting that counts the rows before those of rotary positions, `qk_rope_head_dim` of them: in each head, or in
-    all. On disk these stand last, and neighbours are a pair. Here they stand first, and the halves are pairs."""
-
-
-@dataclass(frozen=True)
-class Family:
-    """One `model_type`."""
-
-    architecture: str
-    keys: Mapping[str, Key]
-    """By setting, without `model.`."""
-    rules: tuple[Rule, ...]
-    """Of several for one parameter, the first whose tensors are there counts. The first of all is written."""
-    only: Mapping[str, Only] = field(default_factory=dict)
-    always: Mapping[str, Any] = field(default_factory=dict)
-    """Settings that the family itself has."""
-    partial: tuple[str, float] | None = None
-    """Whether a part of each head may rotate: the key that says how much, and how much does where the key is missing.
-    The key is a share of the head, or `rotary_dim`."""
-    without: int = 0
-    """Whether layers may have no positions: every how many layers one has none where config.json does not say."""
-    dense: Literal["all", "none", "steps", "first", "types"] = "all"
-    """Which layers have no experts: all, none, those of `decoder_sparse_step` and `mlp_only_layers`, the first
-    `first_k_dense_replace`, or those that `mlp_layer_types` calls dense, and where it is missing the first ones."""
-    same: Mapping[str, str] = field(default_factory=dict)
-    """Keys that say again what a setting says."""
-
-
-def _layer(ours: str, *theirs: str, way: Literal["rows", "experts", "fused"] = "rows", pairs: str = "") -> Rule:
-    return Rule(ours, tuple(f"model.layers.{{i}}.{name}" for name in theirs), way, pairs)
+def _layer(ours: str, *theirs: str, way: Way = "rows", pairs: str = "", turns: bool = False) -> Rule:
+    return Rule(ours, tuple(f"model.layers.{{i}}.{name}" for name in theirs), way, pairs, turns)
 
 
 def _experts(where: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
@@ -95,6 +22,10 @@ def _experts(where: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
         _layer("experts.w_down", f"{each}{down}.weight", way="experts"),
         _layer("experts.w_down", "mlp.experts.down_proj", way="fused"),
     )
+
+
+def _quantised(name: str) -> tuple[str, str]:
+    return f"mlp.experts.{name}_blocks", f"mlp.experts.{name}_scales"
 
 
 _ENDS = (
@@ -159,6 +90,7 @@ _ROUTED = {"top_k": Key("num_experts_per_tok"), "normalize_top_k": Key("norm_top
 _WIDTH_OF_HEADS = Key("head_dim", "hidden / heads")
 _SILU, _OFF, _NONE = Only(("silu",), "silu"), Only((False,), False), Only((None,))
 _BIASES = {name: Key("attention_bias", False) for name in ("qkv_bias", "o_bias")}
+_QWEN_WINDOWS = Windows(4096, "use_sliding_window", first=("max_window_layers", 28))
 _WHOLE_NORMS = {"qk_norm": True, "qk_norm_over": "whole"}
 
 _OF_MINIMAX_M1 = {
@@ -213,21 +145,24 @@ FAMILIES: dict[str, Family] = {
         "MistralForCausalLM",
         {**_DENSE, "head_dim": _WIDTH_OF_HEADS},
         (*_ATTENTION, *_MLP),
-        {"hidden_act": _SILU, "sliding_window": Only((None,), 4096)},
+        {"hidden_act": _SILU},
+        windows=Windows(4096, listed=False),
     ),
     "qwen2": Family(
         "Qwen2ForCausalLM",
         {**_DENSE, "head_dim": _WIDTH_OF_HEADS},
         (*_ATTENTION, *_MLP),
-        {"hidden_act": _SILU, "use_sliding_window": _OFF, "use_mrope": _OFF},
+        {"hidden_act": _SILU, "use_mrope": _OFF},
         {"qkv_bias": True},
+        windows=_QWEN_WINDOWS,
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
         {**_DENSE, **_BIASES},
         (*_ATTENTION, *_HEAD_NORMS, *_MLP),
-        {"hidden_act": _SILU, "use_sliding_window": _OFF},
+        {"hidden_act": _SILU},
         {"qk_norm": True},
+        windows=_QWEN_WINDOWS,
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
@@ -243,6 +178,14 @@ FAMILIES: dict[str, Family] = {
         {"hidden_act": _SILU},
         {**_WHOLE_NORMS, "norms": "after"},
     ),
+    "olmo3": Family(
+        "Olmo3ForCausalLM",
+        {**_DENSE, **_BIASES, "head_dim": _WIDTH_OF_HEADS},
+        (*_NORMS_BEHIND, *_HEAD_NORMS, *_MLP),
+        {"hidden_act": _SILU},
+        {**_WHOLE_NORMS, "norms": "after"},
+        windows=Windows(4096, every=4, plain=500000.0),
+    ),
     "mixtral": Family(
         "MixtralForCausalLM",
         {
@@ -254,8 +197,9 @@ FAMILIES: dict[str, Family] = {
             "aux_loss": Key("router_aux_loss_coef", 0.0),
         },
         (*_ATTENTION, *_experts("block_sparse_moe", "w1", "w3", "w2")),
-        {"hidden_act": _SILU, "sliding_window": _NONE, "router_jitter_noise": Only((0.0,), 0.0)},
+        {"hidden_act": _SILU, "router_jitter_noise": Only((0.0,), 0.0)},
         {"normalize_top_k": True},
+        windows=Windows(listed=False),
         dense="none",
     ),
     "minimax_m2": Family(
@@ -295,9 +239,38 @@ FAMILIES: dict[str, Family] = {
             "aux_loss": Key("router_aux_loss_coef", 0.0),
         },
         (*_ATTENTION, *_HEAD_NORMS, *_MLP, *_EXPERTS),
-        {"hidden_act": _SILU, "use_sliding_window": _OFF},
+        {"hidden_act": _SILU},
         {"qk_norm": True},
+        windows=Windows(4096, "use_sliding_window", listed=False),
         dense="steps",
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        {
+            **_SIZES,
+            **{name: Key("attention_bias", True) for name in ("qkv_bias", "o_bias")},
+            "experts": Key("num_local_experts", other="num_experts"),
+            "top_k": Key("num_experts_per_tok", other="experts_per_token"),
+            "expert_ffn": Key("intermediate_size"),
+            "swiglu_limit": Key("swiglu_limit", 7.0),
+            "swiglu_alpha": Key("swiglu_alpha", 1.702),
+        },
+        (
+            *_ATTENTION,
+            _layer("attn.sinks", "self_attn.sinks"),
+            _layer("router.weight", "mlp.router.weight"),
+            _layer("router.b_logits", "mlp.router.bias"),
+            _layer("experts.w_gate_up", "mlp.experts.gate_up_proj", way="stacked", turns=True),
+            _layer("experts.w_gate_up", *_quantised("gate_up_proj"), way="mxfp4", turns=True),
+            _layer("experts.b_gate_up", "mlp.experts.gate_up_proj_bias", way="stacked", turns=True),
+            _layer("experts.w_down", "mlp.experts.down_proj", way="stacked"),
+            _layer("experts.w_down", *_quantised("down_proj"), way="mxfp4"),
+            _layer("experts.b_down", "mlp.experts.down_proj_bias", way="stacked"),
+        ),
+        {"hidden_act": _SILU},
+        {"normalize_top_k": True, "sinks": True, "router_bias": True, "expert_bias": True},
+        windows=Windows(128, every=2),
+        dense="none",
     ),
     "olmoe": Family(
         "OlmoeForCausalLM",
@@ -375,9 +348,7 @@ FAMILIES: dict[str, Family] = {
 
 REFUSED: dict[str, str] = {
     "qwen2_moe": "a gate on the shared expert",
-    "olmo3": "windows",
     "glm4": "four norms of a layer, and rotary positions of neighbouring elements",
-    "gpt_oss": "sinks, windows, and biases of experts",
     "gemma2": "four norms of a layer, GELU, and windows",
     "gemma3_text": "four norms of a layer, GELU, and windows",
     "phi3": "queries, keys and values in one tensor",
@@ -397,6 +368,7 @@ IGNORED_KEYS = frozenset(
         "use_return_dict", "_attn_implementation", "attn_implementation", "_experts_implementation", "is_decoder",
         "is_encoder_decoder", "num_mtp_layers", "num_mtp_modules", "mtp_transformer_layers", "use_mtp",
         "mlp_intermediate_size", "quantization_config", "aux_loss_alpha", "seq_aux", "ep_size",
+        "initial_context_length",
     )
 )  # fmt: skip
 """Keys of config.json that say nothing of what a model computes. All others are read, or refused by name."""

@@ -158,9 +158,10 @@ def model_flops_per_token(model: ModelConfig, seq: int) -> float:
     """FLOPs that training on one token needs, for MFU: `6 N_active + 6 S w` per attention layer.
 
     N_active are the weights of matmuls that a token meets (its own experts only, the head, not the embedding table).
-    Causal attention counts half of the square: `3 * 2 S w` for forward and backward. Recomputation counts nothing.
+    Causal attention counts half of the square: `3 * 2 S w` for forward and backward, and a layer with a window what
+    lies within it. Recomputation counts nothing.
     """
-    shapes, kinds = Shapes(model, seq, 1, copies_of(model, 1, False, 1), STOCK), model.kinds()
+    shapes, kinds = Shapes(model, seq, 1, copies_of(model, 1, False, 1), STOCK), model.layer_kinds()
     flops = 6.0 * size_of(HEAD, shapes).gemm
     for kind in standard_types(kinds):
         sizes = [size_of(part, shapes) for part in kind.parts]

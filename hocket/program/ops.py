@@ -111,12 +111,12 @@ class Op(NamedTuple):
 class Layout:
     """Where the layers live: pipeline ranks, virtual stages and the kind of each layer.
 
-    `kinds[i]` names the kind of layer i, and `types` describes all kinds, by default hocket's own `dense` and `moe`
-    (`program/transformer.py`). Virtual stage s holds the layers `range(bounds[s], bounds[s + 1])`; there are
-    `pp * chunks` of them. It is chunk `s // pp` of pipeline rank `s % pp`, round after round through the ranks; with
-    `turning`, every other round goes through them backwards, so that with two chunks stages make a V and the last rank
-    hands on to itself. The first stage, which has the embedding, and the last, which has the head, may be without
-    layers.
+    `kinds[i]` names the kind of layer i, and `types` describes all kinds, by default hocket's own `dense` and `moe`,
+    and those with a window (`program/transformer.py`). Virtual stage s holds the layers `range(bounds[s], bounds[s +
+    1])`; there are `pp * chunks` of them. It is chunk `s // pp` of pipeline rank `s % pp`, round after round through
+    the ranks; with `turning`, every other round goes through them backwards, so that with two chunks stages make a V
+    and the last rank hands on to itself. The first stage, which has the embedding, and the last, which has the head,
+    may be without layers.
     With `ep == 1` a MoE layer needs no all-to-all, so it has no dispatch and no combine; with `per_rank` rows are sent
     once per token and rank, and nothing of what comes back is kept for backward; with `placed` rows arrive where their
     experts want them, who keep them as they are; with `uncounted` no host waits until it knows how many they are.

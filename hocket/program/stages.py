@@ -31,7 +31,7 @@ def layout_of(config: Config) -> Layout:
     uncounted = away and config.overlap.ep.splits == "device"
     written = config.train.transport == "null" or "a2a" in COPIED.get(config.train.transport, ())
     layout = Layout(
-        kinds=config.model.kinds(),
+        kinds=config.model.layer_kinds(),
         pp=config.mesh.pp,
         chunks=config.plan.chunks,
         ep=config.mesh.ep,

@@ -6,7 +6,6 @@ per token, see `formulas.PartSize`. Letters: D hidden, K top_k, E experts, S tok
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
@@ -18,6 +17,10 @@ from hocket.program.parts import INPUT, OUTPUT_GRADIENT, LayerKind, Part, layer_
 _BLOCK = 512
 """Keys beyond the diagonal that attention computes for a query, on average, and does not use: an estimate from how its
 rate grows from 4,096 to 8,192 tokens."""
+_FLASH, _EDGES = 0.6, 1442
+"""What flash attention over windows, and with sinks, takes longer than the kernel that a GPU's rates are of: a share of
+what it computes, and what `_BLOCK` counts, at both edges of a window. Timed on an H200 with torch 2.11, forward and
+backward of 16,384 tokens with windows of 128 and 4,096."""
 _FLASH_BACK = 9
 """Elements that kernels beside the backward of attention read and write, for each of its output: dot products of output
 and gradient (2), sums of query gradients in fp32 that are cleared and cast (5), heads that share keys summed up (2)."""
@@ -49,8 +52,8 @@ def _head(s: Shapes) -> PartSize:
     return plus(s.formulas.norm(d), s.formulas.loss(vocab), matmul)
 
 
-def _attention(s: Shapes) -> PartSize:
-    """Attention with its norm and residual, as in a dense layer."""
+def _attention(s: Shapes, windowed: bool = False) -> PartSize:
+    """Attention with its norm and residual, as in a dense layer; `windowed` in a layer that has a window."""
     m, f = s.model, s.formulas
     if m.latent:
         return plus(f.norm(m.hidden), _latent(s))
@@ -60,7 +63,10 @@ def _attention(s: Shapes) -> PartSize:
     by_head = m.qk_norm and m.qk_norm_over == "head"
     weights = w + biases + (2 * m.head_dim if by_head else 0)
     matmuls = PartSize(gemm=w, weights=weights, rows=2 * (d + width + kv), traffic=2 * biases, output=d, grad=d)
-    core = PartSize(core=2 * s.seq * width, masked=2 * _BLOCK * width, traffic=3 * d, back=_FLASH_BACK * width)
+    beside = PartSize(traffic=3 * d, back=_FLASH_BACK * width)
+    if m.sinks:
+        beside = plus(beside, PartSize(weights=m.heads, traffic=2 * width))
+    core = plus(_core(s, windowed, width), beside)
     heads = f.positions(width + kv, by_head)
     if m.qk_norm and not by_head:
         heads = plus(heads, f.norm(width + kv))
@@ -105,7 +111,19 @@ def _mlp(s: Shapes) -> PartSize:
     return plus(s.formulas.norm(d), s.formulas.swiglu(d, ffn), size)
 
 
-def _attention_and_routing(s: Shapes) -> PartSize:
+def _core(s: Shapes, windowed: bool, width: int) -> PartSize:
+    """Products of queries and keys, and of those with values: 4 * `width` FLOPs for every key that a query meets.
+
+    That is half of the sequence on average, and in a window of w tokens w - w^2 / 2S: the first tokens have fewer.
+    """
+    if not windowed or s.model.window >= s.seq:
+        slower = round(_FLASH * 2 * s.seq) if s.model.sinks else 0
+        return PartSize(core=2 * s.seq * width, masked=(2 * _BLOCK + slower) * width)
+    keys = s.model.window - s.model.window**2 / (2 * s.seq)
+    return PartSize(core=round(4 * keys) * width, masked=round(_FLASH * 4 * keys + 2 * _EDGES) * width)
+
+
+def _attention_and_routing(s: Shapes, windowed: bool = False) -> PartSize:
     """Attention, second norm, shared expert, router and permutation.
 
     The residual is not in the output: the norm keeps that tensor, so it counts as saved.
@@ -113,13 +131,14 @@ def _attention_and_routing(s: Shapes) -> PartSize:
     model, copies, f = s.model, s.copies, s.formulas
     d, sh, e = model.hidden, model.shared_ffn, model.experts
     w, probs = d * e + 3 * d * sh, 0 if copies.per_rank else model.top_k
+    weights = w + (e if model.router_bias else 0)
     shared = plus(f.swiglu(d, sh), PartSize(output=d, rows=2 * d + 3 * sh)) if sh else PartSize()
     moved, output = 2 * _rows(copies.count, d, copies), _rows(copies.room, d, copies) + probs
     router = PartSize(rows=d + e, routes=1)
     losses = (model.z_loss > 0) + (model.aux_loss > 0 and model.aux_loss_over != "microbatch")
     scores = 2 * e * (1 + losses)  # fp32, as much for each loss that autograd makes of them
-    rest = PartSize(gemm=w, weights=w, traffic=moved, output=output, saved=scores, kept=scores, handed=d)
-    return plus(replace(_attention(s), output=0), f.norm(d), shared, router, rest)
+    rest = PartSize(gemm=w, weights=weights, traffic=moved, output=output, saved=scores, kept=scores, handed=d)
+    return plus(replace(_attention(s, windowed), output=0), f.norm(d), shared, router, rest)
 
 
 def _dispatch(s: Shapes) -> PartSize:
@@ -136,6 +155,9 @@ def _experts(s: Shapes) -> PartSize:
     grad, extra = _rows(copies.count, d, copies), k * d if copies.per_rank else 0
     rows = PartSize(saved=k * d + extra, kept=k * d, traffic=moved, output=received, grad=grad)
     matmuls = PartSize(grouped=k * w, weights=model.experts // ep * w, rows=k * (2 * d + 3 * model.expert_ffn))
+    if model.expert_bias:  # added to what is there, and summed up once from gradients that are there
+        b = 2 * model.expert_ffn + d
+        matmuls = plus(matmuls, PartSize(weights=model.experts // ep * b, traffic=2 * k * b, back=-3 * k * b))
     return plus(values, rows, matmuls)
 
 
@@ -217,10 +239,19 @@ def moe(ep: int = 1, per_rank: bool = False, placed: bool = False, uncounted: bo
 
 
 STANDARD = ("dense", "moe")
-"""Names of the kinds of layers described here."""
+"""Names of the kinds of layers described here. With `_window` behind them they are those of layers with a window."""
+
+
+@lru_cache
+def _windowed(kind: LayerKind) -> LayerKind:
+    """The same kind of layer with a window: its attention costs less."""
+    entry = kind.entry
+    assert entry.size is not None
+    parts = (replace(entry, size=partial(entry.size, windowed=True)), *kind.parts[1:])
+    return LayerKind(f"{kind.name}_window", parts)
 
 
 def standard_types(kinds: tuple[str, ...], **moved: bool | int) -> tuple[LayerKind, ...]:
     """The descriptions of hocket's own kinds among `kinds`; `moved` as for `moe`."""
-    known: Mapping[str, LayerKind] = {"dense": DENSE, "moe": moe(**moved)}  # type: ignore[arg-type]
-    return tuple(known[name] for name in STANDARD if name in kinds)
+    own = (DENSE, moe(**moved))  # type: ignore[arg-type]
+    return tuple(kind for kind in (*own, *map(_windowed, own)) if kind.name in kinds)

@@ -254,7 +254,7 @@ def _scale_wgrad(x: Tensor, g: Tensor, out_D: Tensor) -> None:
 
 
 def _shift_wgrad(g: Tensor, out_D: Tensor) -> None:
-    torch.sum(g, list(range(g.dim() - 1)), out=out_D)
+    out_D.copy_(g.sum(list(range(g.dim() - 1))))  # which may be wider, as logits are
 
 
 class _Linear(torch.autograd.Function):

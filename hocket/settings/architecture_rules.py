@@ -28,7 +28,14 @@ ARCHITECTURE_RULES: tuple[Rule, ...] = (
             ("qk_norm", "norms of its heads, but of its latents"),
             ("qkv_bias", "biases"),
             ("o_bias", "biases"),
+            ("sinks", "sinks"),
         )
+    ),
+    Rule(
+        ("model.window", "model.kv_lora_rank"),
+        lambda c, h: c.model.latent and any(c.model.windows()),
+        "latent attention has no windows",
+        "model.window = 0, or model.kv_lora_rank = 0",
     ),
     Rule(
         ("model.rope.width", "model.kv_lora_rank"),

@@ -129,6 +129,27 @@ def kimi_k2() -> ModelConfig:
     )  # fmt: skip
 
 
+def gpt_oss_20b() -> ModelConfig:
+    """gpt-oss-20b: 20.9 billion parameters, 3.6 active without the embedding, 32 experts of which 4 are used."""
+    return _gpt_oss(layers=24, experts=32)
+
+
+def gpt_oss_120b() -> ModelConfig:
+    """gpt-oss-120b: 116.8 billion parameters, 5.1 active without the embedding, 128 experts of which 4 are used."""
+    return _gpt_oss(layers=36, experts=128)
+
+
+def _gpt_oss(layers: int, experts: int) -> ModelConfig:
+    """Windows in every other layer, sinks, and biases everywhere. Its authors balance experts as they do not say."""
+    return ModelConfig(
+        vocab=201088, hidden=2880, layers=layers, heads=64, kv_heads=8, head_dim=64, qkv_bias=True, o_bias=True,
+        window=128, full_layers=tuple(range(1, layers, 2)), sinks=True,
+        experts=experts, top_k=4, expert_ffn=2880, router_bias=True, expert_bias=True, swiglu_limit=7.0,
+        aux_loss=0.001, rope_theta=150000.0, norm_eps=1e-5, init="torchtitan",
+        rope=RopeConfig(kind="yarn", factor=32.0, original_positions=4096, truncate=False),
+    )  # fmt: skip
+
+
 def tiny() -> ModelConfig:
     """A model for a laptop that has every kind of part: dense and MoE layers, shared expert, grouped queries."""
     return ModelConfig(

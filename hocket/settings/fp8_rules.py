@@ -9,7 +9,11 @@ UNIT = 16
 """Products in fp8 take widths and numbers of tokens that are multiples of this."""
 FROM = (8, 9)
 """The first compute capability that has such products."""
-WITHOUT = {"kv_lora_rank": "latent attention"}
+WITHOUT = {
+    "kv_lora_rank": "latent attention",
+    "expert_bias": "biases of experts",
+    "swiglu_limit": "SwiGLU with a limit",
+}
 """Settings of models that do not compute in fp8, and what they are."""
 
 

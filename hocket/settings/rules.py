@@ -13,6 +13,7 @@ from hocket.program.layer import order_problem
 from hocket.settings.architecture_rules import ARCHITECTURE_RULES, has_experts
 from hocket.settings.fp8_rules import FP8_RULES
 from hocket.settings.graph_rules import GRAPH_RULES
+from hocket.settings.layer_rules import LAYER_RULES
 from hocket.settings.network_rules import NETWORK_RULES, ranks_of_a_host
 from hocket.settings.origins import asked
 from hocket.settings.overlap_rules import OVERLAP_RULES
@@ -103,6 +104,8 @@ RULES: tuple[Rule, ...] = (
             "model.route_groups",
             "model.route_top_groups",
             "model.route_group_score",
+            "model.router_bias",
+            "model.expert_bias",
             "model.aux_loss",
             "model.aux_loss_over",
             "model.z_loss",
@@ -130,6 +133,7 @@ RULES: tuple[Rule, ...] = (
         "model.routing = learnt, or leave it out",
         remark=True,
     ),
+    *LAYER_RULES,
     # Mesh
     Rule(
         ("mesh.ep", "mesh.dp", "mesh.tp"),

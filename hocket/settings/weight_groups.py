@@ -26,7 +26,13 @@ class WeightGroup:
 
 def decays(config: Config, names: Iterable[str], shape: Sequence[int]) -> bool:
     """Whether a weight decays: a matrix, and under none of its `names` one that `optimizer.no_decay` leaves out."""
-    return len(shape) > 1 and not _left_out(config, names)
+    found = list(names)
+    return not is_vector(found[0], shape) and not _left_out(config, found)
+
+
+def is_vector(name: str, shape: Sequence[int]) -> bool:
+    """Whether a weight is no matrix: of stacked experts, that of each. `name` is hocket's own."""
+    return len(shape) < (3 if ".experts." in name else 2)
 
 
 def by_muon(config: Config, name: str, shape: Sequence[int]) -> bool:
@@ -47,7 +53,7 @@ def weight_groups(config: Config, shapes: Shapes) -> tuple[WeightGroup, ...]:
     found: dict[str, list[str]] = {"matrices, by Muon": [], "matrices": [], "vectors": []}
     for name, shape in shapes.items():
         pattern = _left_out(config, [name])
-        why = "vectors" if len(shape) < 2 else f"optimizer.no_decay: {pattern}" if pattern else "matrices"
+        why = "vectors" if is_vector(name, shape) else f"optimizer.no_decay: {pattern}" if pattern else "matrices"
         why += ", by Muon" if by_muon(config, name, shape) else ""
         found.setdefault(why, []).append(name)
     return tuple(

@@ -173,7 +173,7 @@ def states(rank: int, folder: str) -> None:
     set_state_dict(last, new, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
     same_state(dict(get_model_state_dict(last, options=WHOLE)), dict(plain.state_dict()))
     same_state(get_optimizer_state_dict(last, new, options=WHOLE)["state"], wanted["state"])
-    with pytest.raises(ValueError, match="give the module that hocket.fully_shard was given"):
+    with pytest.raises(ValueError, match=r"give the module that hocket\.fully_shard was given"):
         get_model_state_dict(nn.Sequential(last))
     with pytest.raises(ValueError, match="with cpu_offload of a sharded model is not supported"):
         get_model_state_dict(last, options=StateDictOptions(cpu_offload=True))

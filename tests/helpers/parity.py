@@ -97,11 +97,16 @@ def whole(pieces: list[Piece]) -> dict[str, Tensor]:
     return {name: tensor.view(shapes[name]) for name, tensor in out.items()}
 
 
+def dims_of(param: Tensor) -> int:
+    """Dimensions of a parameter, of stacked ones those of one expert's."""
+    return param.dim() - getattr(param, "stacked", False)
+
+
 def adamw(params: list[Tensor]) -> torch.optim.Optimizer:
     """The optimizer that the settings of `config` ask for: no weight decay for vectors."""
     groups = [
-        {"params": [p for p in params if p.dim() >= 2], "weight_decay": 0.1},
-        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in params if dims_of(p) >= 2], "weight_decay": 0.1},
+        {"params": [p for p in params if dims_of(p) < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8, foreach=True)
 

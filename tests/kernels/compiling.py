@@ -117,6 +117,7 @@ def dense() -> None:
     norm_turn_backward(heads, heads, table[..., :32].contiguous(), weight[:128], 1e-6)
     swiglu(of(BF16, 7, 1536).requires_grad_()).sum().backward()
     swiglu(of(BF16, 7, 1536).requires_grad_(), of(torch.int32, 1)).sum().backward()
+    swiglu(of(BF16, 7, 5760).requires_grad_(), of(torch.int32, 1), 7.0, 1.702).sum().backward()
     cross_entropy(of(BF16, 7, 1000).requires_grad_(), of(torch.int64, 7)).backward()
 
 
@@ -139,6 +140,17 @@ def grouped() -> None:
         weight_gradients(x, g, ends, of(BF16, 4, width, inner))
         for add in (False, True):
             weight_gradients(x, g, ends, of(torch.float32, 4, width, inner), add, 0.25)
+
+
+def biases() -> None:
+    from hocket.kernels.biases import add_by_expert, row_sums
+
+    ends = of(torch.int32, 5)
+    for width in (2880, 72):
+        rows = of(BF16, 100, width)
+        add_by_expert(rows, of(BF16, 5, width), ends)
+        row_sums(rows, ends, of(BF16, 5, width))
+        row_sums(rows, ends, of(torch.float32, 5, width), True, 0.5)
 
 
 def exchange() -> None:
@@ -170,7 +182,7 @@ def of(dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
-CALLS: list[Callable[[], None]] = [rows, per_rank, routing, router, dense, sums, grouped, exchange, fp8]
+CALLS: list[Callable[[], None]] = [rows, per_rank, routing, router, dense, sums, grouped, biases, exchange, fp8]
 """Add a function of your own here."""
 
 

@@ -20,6 +20,12 @@ def formula(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def with_limit(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(alpha * gate) * (up + 1)
+
+
 def both(fn, gate_up: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """(output, input gradient)."""
     gate_up = gate_up.detach().requires_grad_()
@@ -43,6 +49,31 @@ def test_against_float64(shape: tuple[int, ...], width: int, dtype: torch.dtype,
     for a, b in zip(both(swiglu, gate_up, g), expected, strict=True):
         assert a.dtype == dtype
         torch.testing.assert_close(a.double(), b, rtol=TOLERANCE[dtype], atol=1e-6 * size)
+
+
+@given(
+    rows=st.integers(0, 6),
+    width=st.integers(1, 40) | st.sampled_from([127, 384, 1030]),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    limit=st.sampled_from([0.5, 7.0]),
+    alpha=st.sampled_from([1.0, 1.702]),
+)
+@settings(max_examples=15)
+def test_with_a_limit_against_float64(rows: int, width: int, dtype: torch.dtype, limit: float, alpha: float) -> None:
+    """Of gates and ups within the limit, at it, and beyond on either side."""
+    gate_up, g = (limit * torch.randn(rows, 2 * width)).to(dtype), torch.randn(rows, width).to(dtype)
+    gate_up[:, ::7], gate_up[:, 3::7] = limit, -limit
+    expected = both(lambda x: with_limit(x, limit, alpha), gate_up.double(), g.double())
+    for fn in (swiglu, layers.swiglu):
+        for a, b in zip(both(lambda x, fn=fn: fn(x, None, limit, alpha), gate_up, g), expected, strict=True):
+            assert a.dtype == dtype
+            loose = TOLERANCE[dtype] * (1 if fn is swiglu else 8)  # the formula rounds between its operations
+            torch.testing.assert_close(a.double(), b, rtol=loose, atol=loose * limit if fn is not swiglu else 1e-5)
+
+
+def test_a_limit_hands_on_what_is_no_number() -> None:
+    gate_up = torch.tensor([[1.0, float("nan"), 2.0, 1.0, 1.0, float("nan")]])
+    assert swiglu(gate_up, None, 7.0, 1.702).isnan().tolist() == [[False, True, True]]
 
 
 def test_many_tiles() -> None:

@@ -23,7 +23,8 @@ from hocket.program.parts import Unit
 from hocket.program.shard import Sharding
 from hocket.program.simulate import Kind, simulate
 from hocket.program.transformer import Shapes
-from hocket.settings.families import deepseek_v3
+from hocket.settings import families
+from hocket.tune.balance import balanced
 from tests.helpers.chunks import init_chunk
 from tests.helpers.plans import planned
 
@@ -32,6 +33,7 @@ QWEN = ModelConfig(
     vocab=151936, hidden=2048, layers=48, heads=32, kv_heads=4, head_dim=128,
     experts=128, top_k=8, expert_ffn=768, qk_norm=True,
 )  # fmt: skip
+GPT_OSS = families.gpt_oss_20b()
 FREE = replace(H200, clock=0.0)
 """As if it had all the power it could use."""
 SMALL = ModelConfig(
@@ -49,7 +51,7 @@ def sharding_of(mesh: MeshConfig, strategy: Strategy = "optim_grads_params") -> 
 
 
 def layout_of(model: ModelConfig, mesh: MeshConfig, chunks: int = 1) -> Layout:
-    return Layout(kinds=model.kinds(), pp=mesh.pp, chunks=chunks, ep=mesh.ep, tied=model.tied)
+    return Layout(kinds=model.layer_kinds(), pp=mesh.pp, chunks=chunks, ep=mesh.ep, tied=model.tied)
 
 
 def program_of(model: ModelConfig, mesh: MeshConfig, chunks: int, microbatches: int) -> Program:
@@ -72,15 +74,44 @@ def part_size(model: ModelConfig, part: str, kind: str, seq: int, ep: int, f: Fo
         (QWEN, 30_532_122_624),
         (replace(LLAMA, tied=True), 8_030_261_248 - 128256 * 4096),
         (replace(LLAMA, qkv_bias=True, o_bias=True), 8_030_261_248 + 32 * (2 * 4096 + 2 * 1024)),
+        (GPT_OSS, 20_914_757_184),
         (replace(LLAMA, qk_norm=True, qk_norm_over="whole"), 8_030_261_248 + 32 * (4096 + 1024)),
     ],
 )
 def test_units_add_up_to_the_known_number_of_parameters(model: ModelConfig, parameters: int) -> None:
     total = unit_weights(model, "embed", "", 1) + (0 if model.tied else unit_weights(model, "head", "", 1))
-    for kind in model.kinds():
+    for kind in model.layer_kinds():
         total += unit_weights(model, "dense", kind, 1)
-        total += unit_weights(model, "experts", kind, 1) if kind == "moe" else 0
+        total += unit_weights(model, "experts", kind, 1) if kind.startswith("moe") else 0
     assert total == parameters
+
+
+@pytest.mark.parametrize(("window", "seq"), [(3, 8), (1, 5), (8, 8), (100, 8)])
+def test_a_window_costs_the_pairs_of_tokens_in_it(window: int, seq: int) -> None:
+    """Up to half a pair for each token: of the diagonal, as everywhere."""
+    model = replace(LLAMA, window=window, full_layers=(1,))
+    width = model.heads * model.head_dim
+    pairs = sum(min(t + 1, window) for t in range(seq)) - 0.5 * min(window, seq) * (
+        1 - window / seq if window < seq else 1
+    )
+    found = part_size(model, "attn", "dense_window", seq, 1).core
+    assert found == pytest.approx(4 * width * pairs / seq, rel=0.5 / window)
+    full = part_size(model, "attn", "dense", seq, 1).core
+    assert found == full if window >= seq else found < full
+    flops = model_flops_per_token(model, seq)
+    assert flops == pytest.approx(model_flops_per_token(replace(model, window=0), seq) - 31 * 3 * (full - found))
+
+
+def test_layers_with_a_window_take_less_time() -> None:
+    """Each in its own place: so stages are balanced by what theirs take."""
+    model = replace(GPT_OSS, full_layers=(22, 23))
+    costs = table(model, MeshConfig(pp=2), 8192, 8192)
+    seconds = [costs.seconds(0, Op("fwd", "attn", 0, 0, layer)) for layer in (0, 23)]
+    assert seconds[0] < seconds[1]
+    layout = layout_of(model, MeshConfig(pp=2))
+    sizes = balanced(layout, costs)
+    assert sizes[0] > sizes[1]
+    assert sizes != balanced(layout, table(replace(model, full_layers=(0, 1)), MeshConfig(pp=2), 8192, 8192))
 
 
 def test_expert_parallel_ranks_share_the_experts() -> None:
@@ -328,7 +359,7 @@ def test_latent_attention_is_priced_by_its_own_widths(queries: int) -> None:
 
 def test_the_experts_of_deepseek_v3_are_most_of_its_work() -> None:
     """6 FLOPs for each of 36.6 billion active weights of products, and those of attention at 4,096 tokens."""
-    model = deepseek_v3()
+    model = families.deepseek_v3()
     flops = model_flops_per_token(model, 4096)
     attention = 3 * 4096 * 61 * 128 * (192 + 128)
     assert flops == pytest.approx(6 * (37.55e9 - 129280 * 7168) + attention, rel=2e-3)

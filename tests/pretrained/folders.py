@@ -17,6 +17,7 @@ from hocket.pretrained.convert import PretrainedFolder
 from tests.adapters.families import randomize
 
 VOCAB = 61
+_FULL, _WINDOW = "full_attention", "sliding_attention"
 _SIZES: dict[str, Any] = dict(
     vocab_size=VOCAB, hidden_size=24, intermediate_size=28, num_hidden_layers=3, num_attention_heads=6,
     num_key_value_heads=2, head_dim=10, max_position_embeddings=64, pad_token_id=None, bos_token_id=0, eos_token_id=0,
@@ -43,6 +44,14 @@ _YARN = dict(
     rope_type="yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=4.0, beta_slow=1.5, truncate=False,
     mscale=0.7, mscale_all_dim=0.4,
 )  # fmt: skip
+_GPT_OSS = dict(
+    num_local_experts=8, num_experts_per_tok=3, intermediate_size=32, hidden_size=64, sliding_window=5,
+    swiglu_limit=0.3, swiglu_alpha=1.5,
+    rope_scaling=dict(
+        rope_type="yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=4.0, beta_slow=1.5, truncate=False
+    ),
+)  # fmt: skip
+"""With a limit that cuts off some gates and ups. Sizes are multiples of 32, of which quantised blocks are."""
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama_tied": ("llama", dict(tie_word_embeddings=True)),
@@ -56,9 +65,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3_listed": ("smollm3", dict(no_rope_layers=[0, 1, 0], tie_word_embeddings=True)),
     "olmo2": ("olmo2", {}),
     "olmo2_biases": ("olmo2", dict(attention_bias=True)),
+    "olmo3": ("olmo3", dict(head_dim=None, num_hidden_layers=5, sliding_window=6, rope_theta=5e5, rope_scaling=_YARN)),
+    "olmo3_plain": ("olmo3", dict(head_dim=None, layer_types=[_WINDOW, _FULL, _WINDOW], rope_theta=5e5)),
     "olmoe": ("olmoe", dict(**_OLMOE, norm_topk_prob=False)),
     "olmoe_normalised": ("olmoe", dict(**_OLMOE, norm_topk_prob=True, attention_bias=True, num_key_value_heads=6)),
     "mistral": ("mistral", dict(sliding_window=None)),
+    "mistral_window": ("mistral", dict(sliding_window=7)),
+    "qwen2_windows": ("qwen2", dict(use_sliding_window=True, sliding_window=5, max_window_layers=2)),
+    "qwen3_windows": ("qwen3", dict(use_sliding_window=True, sliding_window=5, layer_types=[_WINDOW, _FULL, _WINDOW])),
+    "qwen3_moe_window": (
+        "qwen3_moe",
+        dict(**_QWEN, norm_topk_prob=True, use_sliding_window=True, sliding_window=9),
+    ),
+    "mixtral_window": ("mixtral", dict(num_local_experts=8, num_experts_per_tok=3, sliding_window=6)),
+    "gpt_oss": ("gpt_oss", _GPT_OSS),
+    "gpt_oss_no_windows": (
+        "gpt_oss",
+        {**_GPT_OSS, "layer_types": [_FULL] * 3, "attention_bias": False, "swiglu_limit": 0.05},
+    ),
     "qwen3": ("qwen3", {}),
     "qwen3_moe": ("qwen3_moe", dict(**_QWEN, norm_topk_prob=True)),
     "qwen3_moe_as_they_are": ("qwen3_moe", dict(**_QWEN, norm_topk_prob=False)),

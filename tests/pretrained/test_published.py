@@ -115,8 +115,54 @@ _SMOLLM = dict(
     num_key_value_heads=4, pretraining_tp=2, rms_norm_eps=1e-06, rope_scaling=None, rope_theta=5000000.0,
     sliding_window=None, use_cache=False, use_sliding_window=False, vocab_size=128256,
 )  # fmt: skip
+
+
+_OLMO3_ROPE = dict(
+    attention_factor=1.2079441541679836, beta_fast=32.0, beta_slow=1.0, factor=8.0,
+    original_max_position_embeddings=8192, rope_type="yarn",
+)  # fmt: skip
+
+
+def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
+    return dict(
+        model_type="gpt_oss", architectures=["GptOssForCausalLM"], attention_bias=True, attention_dropout=0.0,
+        eos_token_id=200002, experts_per_token=4, head_dim=64, hidden_act="silu", hidden_size=2880,
+        initial_context_length=4096, initializer_range=0.02, intermediate_size=2880,
+        layer_types=["sliding_attention", "full_attention"] * (layers // 2), max_position_embeddings=131072,
+        num_attention_heads=64, num_experts_per_tok=4, num_hidden_layers=layers, num_key_value_heads=8,
+        num_local_experts=experts, output_router_logits=False, pad_token_id=199999,
+        quantization_config=dict(
+            modules_to_not_convert=["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
+            quant_method="mxfp4",
+        ),
+        rms_norm_eps=1e-05, rope_theta=150000, router_aux_loss_coef=0.9, sliding_window=128, swiglu_limit=7.0,
+        rope_scaling=dict(
+            beta_fast=32.0, beta_slow=1.0, factor=32.0, original_max_position_embeddings=4096, rope_type="yarn",
+            truncate=False,
+        ),
+        tie_word_embeddings=False, transformers_version="4.55.0.dev0", use_cache=True, vocab_size=201088,
+    )  # fmt: skip
+
+
 PUBLISHED: dict[str, tuple[dict[str, Any], float, float]] = {
     "Llama-3-8B": (_LLAMA, 8.030e9, 8.030e9),
+    "Mistral-7B-v0.1": (
+        {**_MISTRAL, "sliding_window": 4096, "rope_theta": 10000.0, "vocab_size": 32000},
+        7.242e9,
+        7.242e9,
+    ),
+    "Olmo-3-7B": (
+        dict(
+            **{**_OLMO, "max_position_embeddings": 65536, "rope_scaling": _OLMO3_ROPE}, model_type="olmo3",
+            hidden_size=4096, intermediate_size=11008, num_attention_heads=32, num_hidden_layers=32,
+            num_key_value_heads=32, rms_norm_eps=1e-06, rope_theta=500000, sliding_window=4096, vocab_size=100278,
+            layer_types=(["sliding_attention"] * 3 + ["full_attention"]) * 8,
+        ),
+        7.298e9,
+        7.298e9,
+    ),
+    "gpt-oss-20b": (_gpt_oss(24, 32), 20.91e9, 4.19e9),
+    "gpt-oss-120b": (_gpt_oss(36, 128), 116.83e9, 5.71e9),
     "Mistral-7B-v0.3": (_MISTRAL, 7.248e9, 7.248e9),
     "Qwen3-0.6B": (
         dict(
@@ -292,7 +338,8 @@ def test_sizes(name: str) -> None:
     config, total, active = PUBLISHED[name]
     model = model_of(config)
     assert parameter_counts(model) == (pytest.approx(total, rel=1e-3), pytest.approx(active, rel=4e-3))
-    nearest = {"mistral": "llama", "kimi_k2": "deepseek_v3", "glm4_moe_lite": "deepseek_v3"}
+    nearest = {"kimi_k2": "deepseek_v3", "glm4_moe_lite": "deepseek_v3"}
+    nearest |= {} if model.window else {"mistral": "llama"}
     assert family_for(model) == nearest.get(config["model_type"], config["model_type"])
 
 
@@ -319,6 +366,8 @@ def test_recipes_of_qwen3_have_the_published_sizes(recipe: str) -> None:
         ("qwen3_30b_a3b", "Qwen3-30B-A3B"),
         ("qwen3_235b_a22b", "Qwen3-235B-A22B"),
         ("mixtral_8x7b", "Mixtral-8x7B-v0.1"),
+        ("gpt_oss_20b", "gpt-oss-20b"),
+        ("gpt_oss_120b", "gpt-oss-120b"),
         ("glm4_5_air", "GLM-4.5-Air"),
         ("olmo2_7b", "OLMo-2-1124-7B"),
         ("olmoe_1b_7b", "OLMoE-1B-7B-0924"),

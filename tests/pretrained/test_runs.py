@@ -51,7 +51,12 @@ def imported(folder: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "mesh"), [(case, mesh) for case in BALANCED for mesh in MESHES] + [("olmoe", "tensors")]
+    ("case", "mesh"),
+    [
+        *((case, mesh) for case in BALANCED for mesh in MESHES),
+        ("olmoe", "tensors"),
+        *(("gpt_oss", mesh) for mesh in ("pipeline and experts", "tensors")),
+    ],
 )
 def test_weights_pass_through_any_mesh(case: str, mesh: str, tmp_path: Path) -> None:
     imported(tmp_path, case)

@@ -29,6 +29,8 @@ PUBLISHED = {
     "llama3_8b": (8.03e9, 8.03e9),
     "mixtral_8x7b": (46.7e9, 12.9e9),
     "qwen3_30b_a3b": (30.53e9, 3.35e9),
+    "gpt_oss_20b": (20.91e9, 4.19e9),
+    "gpt_oss_120b": (116.83e9, 5.71e9),
     "deepseek_v2_lite": (15.71e9, 2.66e9),
     "moonlight_16b": (15.96e9, 2.91e9),
     "deepseek_v3": (671.0e9, 37.6e9),

@@ -42,6 +42,8 @@ VALUES: dict[str, list[Any]] = {
     "recompute": [(), ("attn:1",), ("experts", "mlp")],
     "room": [1.0, 2.0],
     "documents": ["off", "on"],
+    "attention": ["full", "window", "sinks", "both"],
+    "biases": ["off", "on"],
 }
 """What the matrix varies. With room of 1 steps are made again. Uneven stages have odd numbers of layers: forward
 and backward meet in the middle one."""
@@ -62,6 +64,8 @@ PROJECTIONS: dict[str, dict[str, Any]] = {
 
 def legal(case: dict[str, Any]) -> bool:
     if case["groups"] > 1 and case["kinds"] == "dense":
+        return False
+    if case["projections"].startswith("latent") and case["attention"] != "full":
         return False
     if case["ep"] > case["dp"] or (case["ep"] > 1 and case["kinds"] == "dense"):
         return False
@@ -86,6 +90,16 @@ def legal(case: dict[str, Any]) -> bool:
     return case["merge"] == "off" or merges
 
 
+ATTENTION: dict[str, dict[str, Any]] = {
+    "full": {},
+    "window": dict(window=3, full_layers=(1,)),
+    "sinks": dict(sinks=True),
+    "both": dict(window=3, full_layers=(1,), sinks=True),
+}
+BIASES: dict[str, Any] = dict(router_bias=True, expert_bias=True, swiglu_limit=0.01)
+"""With gates and ups of which some are cut off."""
+
+
 def cost(case: dict[str, Any]) -> float:
     """What a case takes, about: processes, and layers that they and the plain step run."""
     return 3 * case["pp"] * case["dp"] + 2 * case["pp"] * case["chunks"] * case["dp"] * case["microbatches"]
@@ -96,13 +110,14 @@ def matrix_config(case: dict[str, Any]) -> Config:
     counts = [2] * stages if case["layers"] == "even" else [3, 1, 2, 3][:stages]
     total = sum(counts)
     dense = {"dense": range(total), "moe": [], "mixed": range(1, total, 2)}[case["kinds"]]
-    others = ("dtype", "wire", "ep", "dp", "pp", "layers", "kinds", "shared_ffn", "microbatches", "documents", "clip")
-    others += ("groups",)
+    others = ("dtype", "wire", "ep", "dp", "pp", "layers", "kinds", "shared_ffn", "microbatches", "documents", "clip",
+              "groups", "attention", "biases")  # fmt: skip
     plan = {name: value for name, value in case.items() if name not in others}
     plan["layers_per_stage"] = tuple(counts)
     behind = case["kinds"] == "dense" and case["projections"] == "normed"
     projections = PROJECTIONS[plan.pop("projections")] | (dict(norms="after") if behind else {})
     model = dict(layers=total, dense_layers=tuple(dense), shared_ffn=case["shared_ffn"], route_groups=case["groups"])
+    model |= ATTENTION[case["attention"]] | (BIASES if case["biases"] == "on" else {})
     mesh = {name: case[name] for name in ("pp", "dp", "ep")}
     whole = config(model | projections, mesh, plan, case["microbatches"], case["dtype"], lane_seed=case["microbatches"])
     others = {"data.packing": "documents", "precision.wire": "wire", "train.clip": "clip"}
@@ -244,6 +259,16 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
         dict(layers=2, experts=2, top_k=2),
         dict(dp=2, ep=2),
         dict(copies="per_rank"),
+    ),
+    "windows, sinks, biases and a limit": (
+        dict(layers=8, dense_layers=(0, 4), shared_ffn=16, window=3, full_layers=(1, 3), sinks=True, **BIASES),
+        dict(pp=2, dp=2, ep=2),
+        dict(chunks=2, merge="on", defer_wgrad="on", defer_layers=2, recompute=("attn", "experts")),
+    ),
+    "windows in all layers, and biases that nobody counts": (
+        dict(layers=2, window=5, expert_bias=True, router="sigmoid", router_bias=True),
+        dict(dp=2, ep=2),
+        dict(merge="on", splits="device", defer_wgrad="on"),
     ),
     "experts sharded too": (dict(layers=3), dict(dp=4, ep=2), dict(merge="on")),
     "sigmoid router with bias": (

@@ -112,6 +112,7 @@ OFF = dict.fromkeys(
     (f"{role}_{direction}" for role in ("qkv", "proj", "fc1", "fc2") for direction in ("forward", "backward")), "off"
 )
 BIASES = dict(qkv_bias=True, o_bias=True)
+GPT_OSS = dict(window=3, full_layers=(1,), sinks=True, router_bias=True, expert_bias=True, swiglu_limit=0.02)
 WHOLE_NORMS = dict(qk_norm=True, qk_norm_over="whole")
 MIXED = dict(layers=2, shared_ffn=16, dense_layers=(0,))
 CASES: dict[str, Config] = {
@@ -137,6 +138,12 @@ CASES: dict[str, Config] = {
     "biases, norms behind, documents": changed(
         of(dict(layers=2, experts=0, norms="after", **BIASES, **WHOLE_NORMS), dict(pp=2), dict(recompute=("attn",))),
         {"data.packing": "on"},
+    ),
+    "windows, sinks, biases of experts and a limit": of(
+        {**MIXED, **BIASES, **GPT_OSS}, dict(dp=2, ep=4), dict(merge="on", recompute=("attn", "experts"))
+    ),
+    "sinks, four ranks, two heads of keys, documents": changed(
+        of({**MIXED, **GPT_OSS, "bias_rate": 0.01}, dict(tp=4, ep=2), {}), {"data.packing": "on"}
     ),
     "experts over a tensor-parallel group": of({**MIXED, "bias_rate": 0.01}, dict(ep=2), dict(merge="on")),
     "experts over all ranks": of(MIXED, dict(dp=2, ep=4), dict(merge="on", copies="per_rank")),
@@ -171,6 +178,7 @@ VALUES: dict[str, list[Any]] = {
     "documents": ["off", "on"],
     "tied": [False, True],
     "kv_heads": [2, 1],
+    "like": ["llama", "gpt_oss"],
     "projections": list(PROJECTIONS),
 }
 """What stands beside two tensor-parallel ranks, on four ranks at most."""
@@ -201,14 +209,16 @@ def test_every_pair_of_features(pairwise_case: dict[str, Any]) -> None:
     layers = max(2, case["pp"] * chunks)
     dense = {"dense": range(layers), "moe": (), "mixed": (1,)}[case["kinds"]]
     model = dict(layers=layers, dense_layers=tuple(dense), shared_ffn=16, tied=case["tied"], kv_heads=case["kv_heads"])
-    others = ("ways", "dp", "ep", "pp", "kinds", "documents", "tied", "kv_heads")
+    model |= GPT_OSS if case["like"] == "gpt_oss" else {}
+    others = ("ways", "dp", "ep", "pp", "kinds", "documents", "tied", "kv_heads", "like")
     plan = {name: value for name, value in case.items() if name not in others}
     behind = case["kinds"] == "dense" and case["projections"] == "normed"
     model |= PROJECTIONS[plan.pop("projections")] | (dict(norms="after") if behind else {})
     mesh = {name: case[name] for name in ("pp", "dp", "ep")}
     ways = OFF if case["ways"] == "off" else {}
     c = of(model, mesh, {**plan, "chunks": chunks}, microbatches=4 if case["order"] == "merged_v" else 3, **ways)
-    assert_close(changed(c, {"data.packing": case["documents"]}), 2e-5, steps=1)
+    # The first update is a sign but for gradients as small as AdamW's epsilon, which rounding changes.
+    assert_close(changed(c, {"data.packing": case["documents"]}), 2e-5, steps=1, amplified=100)
 
 
 @pytest.mark.parametrize("case", CASES)

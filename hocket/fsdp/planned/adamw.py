@@ -58,7 +58,7 @@ class AdamWOptions:
     """Factor above the usual norm of gradients from which a step is not taken; 0: any finite one is."""
     averages: torch.dtype = torch.float32
     """What both averages are kept in between steps. See Note: [Averages in bf16]."""
-    decays: Callable[[str, Sequence[int]], bool] = lambda name, shape: len(shape) > 1
+    decays: Callable[[str, Sequence[int]], bool] = lambda name, shape: len(shape) - (".experts." in name) > 1
     """Whether a parameter decays, by its name and its shape in the whole model."""
     muon: MuonOptions | None = None
     """What Muon updates in the place of AdamW; None: nothing."""
