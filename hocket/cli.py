@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import NoReturn
 
-COMMANDS = ("train", "plan", "trace", "bench", "explain", "doctor", "recipes", "runs", "import", "export")
+COMMANDS = ("train", "plan", "trace", "bench", "explain", "doctor", "recipes", "runs", "import", "export", "generate")
 """Each is a module of `commands/` with a function `run(words) -> exit code`."""
 
 USAGE = """usage: hocket train RECIPE [--setting value ...]   train; Ctrl-C saves and ends, the same command continues
@@ -27,6 +27,7 @@ USAGE = """usage: hocket train RECIPE [--setting value ...]   train; Ctrl-C save
        hocket explain --from-megatron "FLAGS"      settings of other systems in hocket's words
        hocket import DIR FILE.toml                 settings of a model of Hugging Face, which begin with its weights
        hocket export RUN DIR                       a run's model as Hugging Face has it: config.json and safetensors
+       hocket generate RUN --prompt TEXT           what a run's model, or a published one, goes on with
        hocket doctor                               check environment and hardware: what costs overlap here
        hocket recipes                              list recipes, and presets with what they set
        hocket runs [DIR]                           list runs: how far they came, their loss, whether they run

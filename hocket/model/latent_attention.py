@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hocket.config import ModelConfig
+from hocket.model.cache import KeyValueCache
 from hocket.model.documents import Documents, attend, has_flash
 from hocket.model.parameters import new_weight
 from hocket.model.rotary import mscale, rope_of, rotary_table
@@ -53,6 +54,8 @@ class LatentAttention(nn.Module):
         self.kv_a_norm = new_weight(latent)
         self.wkv_b = new_weight(self.heads * (c.qk_nope_head_dim + c.v_head_dim), latent)
         self.wo = new_weight(c.hidden, self.heads * c.v_head_dim)
+        self.cache: KeyValueCache | None = None
+        """As that of `Attention`."""
 
     def forward(self, h_BSD: Tensor, documents: Documents | None = None) -> Tensor:
         """Attention of every position to itself and those before it in its sequence, in the shape of `h`.
@@ -65,12 +68,18 @@ class LatentAttention(nn.Module):
         sizes = (batch, seq) if documents is None else (1, batch * seq)
         q_BSHX, k_BS1R = q.view(*sizes, self.heads, -1), turning.reshape(*sizes, 1, -1)
         if self.rope is not None:
-            table = rotary_table(seq, self.rope.width, self.rope.theta, h_BSD.device, self.rope.settings)
+            first = self.cache.length if self.cache is not None else 0
+            table = rotary_table(first + seq, self.rope.width, self.rope.theta, h_BSD.device, self.rope.settings)
+            table = table[:, first:]
             if documents is not None:
                 table = table.index_select(1, documents.position_T)
             q_BSHX, k_BS1R = rotate(q_BSHX, table), rotate(k_BS1R, table)
         k_BSHN, v_BSHV = kv.view(*sizes, self.heads, -1).split([c.qk_nope_head_dim, c.v_head_dim], -1)
         k_BSHX = torch.cat([k_BS1R.expand(-1, -1, self.heads, -1), k_BSHN], -1)
+        if self.cache is not None:
+            given = (x.squeeze(0) for x in (q_BSHX, k_BSHX, v_BSHV))
+            o_SHV = self.cache.attend(*given, scale=softmax_scale(c))
+            return self.linears.row("proj", o_SHV.flatten(1).unsqueeze(0), self.wo)
         o_BSHV = attention(q_BSHX, k_BSHX, v_BSHV, softmax_scale(c), documents)
         return self.linears.row("proj", o_BSHV.reshape(batch, seq, -1), self.wo)
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hocket.config import ModelConfig
 from hocket.kernels.usable import usable
+from hocket.model.cache import KeyValueCache
 from hocket.model.documents import Documents, attend, whole_sequences
 from hocket.model.latent_attention import LatentAttention
 from hocket.model.parameters import new_weight
@@ -48,6 +49,8 @@ class Attention(nn.Module):
         if config.o_bias:
             self.bo = new_weight(config.hidden)
         self.sinks = new_weight(self.heads) if config.sinks else None
+        self.cache: KeyValueCache | None = None
+        """Of the tokens before, while text is generated; None where a sequence is whole."""
 
     def forward(self, h_BSD: Tensor, documents: Documents | None = None) -> Tensor:
         """Attention of every position to itself and those before it in its sequence, in the shape of `h`.
@@ -65,6 +68,9 @@ class Attention(nn.Module):
         q_BSHN = q.view(*sizes, self.heads, c.head_dim)
         k_BSKN, v_BSKN = (x.view(*sizes, self.kv_heads, c.head_dim) for x in (k, v))
         q_BSHN, k_BSKN = self._placed(q_BSHN, k_BSKN, seq, documents)
+        if self.cache is not None:
+            given = (x.squeeze(0) for x in (q_BSHN, k_BSKN, v_BSKN))
+            return self._out(self.cache.attend(*given, window=self.window, sink_H=self.sinks).flatten(1).unsqueeze(0))
         window = self.window if self.window < seq else 0
         if documents is not None or window or self.sinks is not None:
             documents = documents or whole_sequences(batch, seq, h_BSD.device)
@@ -96,7 +102,8 @@ class Attention(nn.Module):
             if normed:
                 return rms_norm(q_BSHN, self.q_norm, c.norm_eps), rms_norm(k_BSKN, self.k_norm, c.norm_eps)
             return q_BSHN, k_BSKN
-        table = rotary_table(seq, rope.width, rope.theta, q_BSHN.device, rope.settings)
+        first = self.cache.length if self.cache is not None else 0
+        table = rotary_table(first + seq, rope.width, rope.theta, q_BSHN.device, rope.settings)[:, first:]
         if documents is not None:
             table = table.index_select(1, documents.position_T)
         if normed:

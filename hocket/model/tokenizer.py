@@ -37,6 +37,10 @@ class Tokenizer(Protocol):
         """(tokens of a document, the character at which each begins), of the same length."""
         ...
 
+    def decode(self, tokens: list[int]) -> str:
+        """The text of tokens; bytes that are no character become the replacement character."""
+        ...
+
 
 class ByteTokenizer:
     """A token per byte. Byte 0 separates documents: text has none, and files that do are taken for binary ones."""
@@ -54,6 +58,10 @@ class ByteTokenizer:
         sizes = [len(part.encode(errors="replace")) for part in parts]
         (tokens,) = self.encode(["".join(parts).encode(errors="replace")])
         return tokens, np.repeat(np.arange(len(text)), sizes)
+
+    def decode(self, tokens: list[int]) -> str:
+        """The bytes as UTF-8, without those that are no byte."""
+        return bytes(token for token in tokens if token < BYTE_VOCAB).decode(errors="replace")
 
 
 class JsonTokenizer:
@@ -84,6 +92,10 @@ class JsonTokenizer:
         """Token numbers, uint32, and where each begins."""
         encoded = self._backend.encode(text, add_special_tokens=False)
         return np.asarray(encoded.ids, dtype=np.uint32), np.asarray([first for first, _ in encoded.offsets], dtype=int)
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text, without special tokens."""
+        return self._backend.decode(tokens)
 
 
 class SentencePieceTokenizer:
@@ -128,6 +140,10 @@ class SentencePieceTokenizer:
             found = self._model.encode(text, out_type="offset_mapping")
             ids, firsts = found["ids"], [first for first, _ in found["offsets"]]
         return np.asarray(ids, dtype=np.uint32), np.asarray(firsts, dtype=int)
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text."""
+        return self._model.decode([token for token in tokens if token < self._model.vocab_size()])
 
 
 def tokenizer_file(name: str) -> Path:

@@ -32,6 +32,28 @@ BESIDE = ("tokenizer*", "special_tokens_map.json", "generation_config.json", "ch
 TYPES = {"fp32": ("float32", "F32"), "bf16": ("bfloat16", "BF16")}
 
 
+class StoredModel:
+    """The model of a checkpoint. Raises ValueError if it is damaged."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        if damage := damage_of(checkpoint):
+            raise ValueError(damage)
+        self.settings: dict[str, Any] = json.loads((checkpoint / META).read_text())["config"]
+        found = flat({"model": self.settings["model"]})
+        known = {name: tuple(v) if isinstance(v, list) else v for name, v in found.items() if name in types()}
+        self.model = changed(Config(), known).model
+        self._reader = HarmlessReader(checkpoint)
+
+    def value(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A whole parameter, or a balance bias, fp32."""
+        value = torch.empty(prod(shape))
+        kind = "bias" if name.endswith("router.bias") else "weight"
+        state = {f"{kind}.{name}": FlatTensor(value, shape, 0, value.numel())}
+        said = f"{self._reader.path} cannot be read: "
+        run_dcp(said, dcp.load, state, storage_reader=self._reader, planner=HarmlessPlanner())
+        return value.view(shape)
+
+
 def export(checkpoint: Path, target: Path, dtype: str = "", largest: int = LARGEST) -> tuple[str, str]:
     """Write a checkpoint's model to a new folder: config.json, safetensors, and the tokenizer.
 
@@ -41,12 +63,8 @@ def export(checkpoint: Path, target: Path, dtype: str = "", largest: int = LARGE
     at a time. A folder appears whole or not at all. Raises ValueError for a damaged checkpoint, for a model that no
     family computes, and for a folder that is there already.
     """
-    if damage := damage_of(checkpoint):
-        raise ValueError(damage)
-    settings: dict[str, Any] = json.loads((checkpoint / META).read_text())["config"]
-    stored = flat({"model": settings["model"]})
-    known = {name: tuple(v) if isinstance(v, list) else v for name, v in stored.items() if name in types()}
-    model = changed(Config(), known).model
+    stored = StoredModel(checkpoint)
+    settings, model = stored.settings, stored.model
     written = dtype or PrecisionConfig(compute=settings["precision"]["compute"]).dtype
     name, config, remark = _config(model, settings, written)
     shapes, kind = whole_shapes(model), TYPES[written][1]
@@ -58,9 +76,8 @@ def export(checkpoint: Path, target: Path, dtype: str = "", largest: int = LARGE
     }
 
     def values() -> Iterator[tuple[str, Tensor]]:
-        reader = HarmlessReader(checkpoint)
         for param, shape in shapes.items():
-            yield from split(*rules[param], _read(reader, param, shape), model)
+            yield from split(*rules[param], stored.value(param, shape), model)
 
     folder = WholeFolder(target)
     folder.begin()
@@ -93,15 +110,6 @@ def _config(model: ModelConfig, settings: dict[str, Any], dtype: str) -> tuple[s
             remark = f"model.weights = {model.weights}: {error}"
     name = family_for(model)
     return name, config_of(name, model, type_name, settings["data"]["sequence_length"]), remark
-
-
-def _read(reader: HarmlessReader, name: str, shape: tuple[int, ...]) -> Tensor:
-    """A whole parameter of a checkpoint, or a balance bias."""
-    value = torch.empty(prod(shape))
-    kind = "bias" if name.endswith("router.bias") else "weight"
-    state = {f"{kind}.{name}": FlatTensor(value, shape, 0, value.numel())}
-    run_dcp(f"{reader.path} cannot be read: ", dcp.load, state, storage_reader=reader, planner=HarmlessPlanner())
-    return value.view(shape)
 
 
 def _copy_tokenizer(settings: dict[str, Any], folder: Path) -> None:

@@ -1,0 +1,147 @@
+"""`hocket generate`: what a model goes on with."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from hocket.config import ModelConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hocket.model.tokenizer import Tokenizer
+    from hocket.model.transformer import Chunk
+
+UNFINISHED = "�"
+"""What a decoder puts in place of a character whose last bytes are still to come."""
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Print what a model goes on with: that of a run's newest checkpoint, or of a folder of Hugging Face."""
+
+    model: Annotated[str, tyro.conf.Positional]
+    """The folder of a run, of a checkpoint, or of a published model."""
+    prompt: str
+    """The text to go on with."""
+    tokens: int = 100
+    """The most tokens."""
+    temperature: float = 0.0
+    """What logits are divided by; 0 takes the likeliest token."""
+    top_k: int = 0
+    """Draw from that many of the likeliest tokens; 0 means all."""
+    top_p: float = 1.0
+    """Draw from the fewest likeliest tokens that have this probability together."""
+    seed: int = 0
+    """Of the draws."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes a GPU if there is one. On a CPU weights are fp32, on a GPU bf16."""
+
+
+def run(words: list[str]) -> int:
+    """Generate. Returns the exit code."""
+    options = tyro.cli(Generate, args=words, prog="hocket generate", use_underscores=True)
+    _check(options)
+    import torch
+
+    from hocket.model.generate import Sampling, generate
+    from hocket.model.tokenizer import load_tokenizer
+
+    device = options.device
+    if device == "cuda" and not torch.cuda.is_available():
+        raise _wrong("device", device, "torch sees no GPU here", "device cpu")
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    try:
+        config, value, named = _opened(Path(options.model))
+    except (OSError, ValueError) as error:
+        fix = "a run with a whole checkpoint, or a folder of a family that hocket computes"
+        raise ValueError(f"generate {options.model} (command line): {error}; fix: {fix}") from None
+    tokenizer = load_tokenizer(named, {"data.tokenizer": options.model})
+    (prompt,) = tokenizer.encode([options.prompt.encode()])
+    if not len(prompt):
+        raise _wrong("prompt", options.prompt, "has no token", "a text")
+    model = _filled(config, value, device)
+    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+    sys.stdout.write(options.prompt)
+    ends = _ends(Path(options.model), tokenizer)
+    _print(generate(model, [int(token) for token in prompt], options.tokens, sampling, ends), tokenizer)
+    return 0
+
+
+def _check(options: Generate) -> None:
+    least: dict[str, tuple[float, float]] = {
+        "tokens": (1, 1e9), "temperature": (0, 1e9), "top_k": (0, 1e9), "top_p": (1e-9, 1)
+    }  # fmt: skip
+    for name, (low, high) in least.items():
+        given = getattr(options, name)
+        if not low <= given <= high:
+            raise _wrong(name, given, "out of range", f"at least {low:g}" + (f", at most {high:g}" if high < 2 else ""))
+
+
+def _wrong(name: str, value: Any, reason: str, fix: str) -> ValueError:
+    return ValueError(f"--{name} {value} (command line): {reason}; fix: {fix}")
+
+
+def _opened(folder: Path) -> tuple[ModelConfig, Callable[[str, tuple[int, ...]], Tensor], str]:
+    """A model's settings, its parameters by name and whole shape, and its tokenizer."""
+    from hocket.model.source import whole_shapes
+    from hocket.pretrained.convert import PretrainedFolder
+    from hocket.train.export import StoredModel
+
+    if (folder / "config.json").exists():
+        published = PretrainedFolder(str(folder))
+        published.check(whole_shapes(published.model))
+        return published.model, published.value, str(folder)
+    latest = folder / "checkpoints" / "latest"
+    stored = StoredModel((latest if latest.exists() else folder).resolve())
+    return stored.model, stored.value, stored.settings["data"]["tokenizer"]
+
+
+def _filled(config: ModelConfig, value: Callable[[str, tuple[int, ...]], Tensor], device: str) -> Chunk:
+    """The whole model with its weights, one parameter at a time."""
+    import torch
+
+    from hocket.model.init import init_biases
+    from hocket.model.transformer import Chunk
+
+    model = Chunk(config, range(config.layers))
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    for module in model.modules():
+        for name, param in list(module.named_parameters(recurse=False)):
+            setattr(module, name, torch.nn.Parameter(torch.empty(param.shape, dtype=dtype, device=device)))
+    model.tie()
+    init_biases(model, device)
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            tensor.copy_(value(name, tuple(tensor.shape)))
+    return model
+
+
+def _ends(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
+    """Tokens that end a text: the tokenizer's separator, and what a published model's files say."""
+    ends = {tokenizer.separator}
+    for name in ("config.json", "generation_config.json"):
+        if (folder / name).exists():
+            said = json.loads((folder / name).read_text()).get("eos_token_id")
+            ends |= {token for token in (said if isinstance(said, list) else [said]) if isinstance(token, int)}
+    return frozenset(ends)
+
+
+def _print(tokens: Iterable[int], tokenizer: Tokenizer) -> None:
+    """Print tokens as they come, each character when its last byte is there."""
+    seen, shown = list[int](), 0
+    for token in tokens:
+        seen.append(token)
+        text = tokenizer.decode(seen)
+        whole = text.removesuffix(UNFINISHED)
+        sys.stdout.write(whole[shown:])
+        sys.stdout.flush()
+        shown = len(whole)
+    sys.stdout.write(tokenizer.decode(seen)[shown:] + "\n")
