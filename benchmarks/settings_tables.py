@@ -1,4 +1,4 @@
-"""Tables of all settings, from the docstrings of the dataclasses of `config.py`. They make up docs/settings.md."""
+"""Tables of all settings, from the docstrings of the dataclasses of `config/`. They make up docs/settings.md."""
 
 from __future__ import annotations
 

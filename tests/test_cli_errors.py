@@ -50,7 +50,7 @@ explain tiny --overlap.ep.copies per_rank --overlap.ep.splits device
 explain tiny --overlap.pp.batch on
 explain tiny --overlap.dp.align on
 explain tiny --precision.gather fp8
-explain tiny --precision.compute fp8
+explain tiny --precision.compute fp6
 explain tiny --overlap.tp.method ring
 explain llama3_8b --mesh.dp 1 --mesh.tp 4 --train.transport copy_engine --overlap.tp.qkv_forward pipeline
 explain tiny --plan.layer_order "fwd then bwd"

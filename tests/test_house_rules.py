@@ -261,8 +261,7 @@ def test_modules_have_a_docstring() -> None:
 
 def test_automatic_settings_are_switches() -> None:
     """Never None or a bare bool for what can be automatic: no setting is optional."""
-    names = ("config.py", "overlap_config.py", "rope_config.py", "hardware_config.py")
-    files = [ROOT / "hocket" / name for name in names]
+    files = (ROOT / "hocket" / "config").glob("*.py")
     for node in (node for file in files for node in ast.walk(tree(file))):
         if isinstance(node, ast.AnnAssign):
             assert "None" not in ast.unparse(node.annotation), ast.unparse(node)

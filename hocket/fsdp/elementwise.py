@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -56,7 +57,8 @@ class _Part:
 def is_elementwise(optimizer: Optimizer, group: int, like: Tensor, keeps_all: bool) -> bool:
     """False if it updates parts of a weight in another way than the whole. See Note: [A trial of an optimizer].
 
-    With the settings of parameter group number `group`. `like` has the dtype and device of its parameters; with `keeps_all` a rank has whole weights, flattened.
+    With the settings of parameter group number `group`. `like` has the dtype and device of its parameters; with
+    `keeps_all` a rank has whole weights, flattened.
     """
     cuts = [0, ROWS * COLUMNS] if keeps_all else [0, CUT, ROWS * COLUMNS]
     try:
@@ -77,7 +79,7 @@ def _start(like: Tensor) -> Tensor:
 def _trained(optimizer: Optimizer, group: int, like: Tensor, cuts: Sequence[int]) -> Tensor:
     """The weights after some steps, flat: of the whole matrix, or of parts cut there."""
     weights = _start(like)
-    kept = [_Part(weights[lo:hi].clone(), lo) for lo, hi in zip(cuts, cuts[1:], strict=False)]
+    kept = [_Part(weights[lo:hi].clone(), lo) for lo, hi in pairwise(cuts)]
     params: list[nn.Parameter] = [one.shard for one in kept] or [nn.Parameter(weights.view(ROWS, COLUMNS))]
     tried = _copy(optimizer, group, params)
     step = type(optimizer).step

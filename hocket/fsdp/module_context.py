@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -298,7 +298,7 @@ class ShardContext:
             for group in unit.groups:
                 group.invalidate()
 
-    def over_ranks(self, value: Tensor, how: str) -> None:
+    def over_ranks(self, value: Tensor, how: Literal["sum", "max"]) -> None:
         """The `sum` or `max` of a tensor over all ranks of the mesh that `fully_shard` was given, in place."""
         self.about_to(f"{how} over ranks")
         self.before_waiting()

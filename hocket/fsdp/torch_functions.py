@@ -49,9 +49,14 @@ def install(contexts: Iterable[ShardContext]) -> None:
     _contexts = contexts
     clip_grad._get_total_norm = total_norm
     torch.nn.utils.get_total_norm = total_norm
-    torch.amp.GradScaler._unscale_grads_ = unscale_grads_
-    dcp._get_model_state_dict, dcp._load_model_state_dict = get_model, load_model
-    dcp._get_optim_state_dict, dcp._load_optim_state_dict = get_optimizer, load_optimizer
+    for owner, name, function in (
+        (torch.amp.GradScaler, "_unscale_grads_", unscale_grads_),
+        (dcp, "_get_model_state_dict", get_model),
+        (dcp, "_load_model_state_dict", load_model),
+        (dcp, "_get_optim_state_dict", get_optimizer),
+        (dcp, "_load_optim_state_dict", load_optimizer),
+    ):
+        setattr(owner, name, function)
 
 
 def _groups() -> list[tuple[ParamGroup, ShardContext]]:
@@ -74,8 +79,10 @@ def total_norm(
     parts: dict[ShardContext | None, list[tuple[Tensor, int]]] = {}
     for tensor in tensors:
         group, context = homes.get(tensor.untyped_storage().data_ptr(), (None, None))
-        split = group is not None and not group.keeps_all
-        parts.setdefault(context if split else None, []).append((tensor, group.groups.replicas if split else 1))
+        if group is None or group.keeps_all:
+            parts.setdefault(None, []).append((tensor, 1))
+        else:
+            parts.setdefault(context, []).append((tensor, group.groups.replicas))
     if not any(parts):
         return _norm(tensors, norm_type, error_if_nonfinite, foreach)
     p = float(norm_type)
@@ -198,7 +205,7 @@ def get_optimizer(model: nn.Module, optimizers: Sequence[Optimizer], info: Any) 
     """`get_optimizer_state_dict`."""
     context = _context_of(model, optimizers) if info.handle_optim else None
     if context is None:
-        return _get_optimizer(model, optimizers, info)
+        return _get_optimizer(model, tuple(optimizers), info)
     _refuse(info, "submodule_prefixes", *([] if info.full_state_dict else ["cpu_offload"]))
     merged: dict[str, Any] = {}
     for optimizer in optimizers:
@@ -218,7 +225,7 @@ def load_optimizer(model: nn.Module, optimizers: Sequence[Optimizer], state: dic
     """`set_optimizer_state_dict`."""
     context = _context_of(model, optimizers) if info.handle_optim else None
     if context is None:
-        _load_optimizer(model, optimizers, state, info)
+        _load_optimizer(model, tuple(optimizers), state, info)
         return
     _refuse(info, "broadcast_from_rank0")
     for optimizer in optimizers:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hocket.config import ModelConfig, RopeConfig
-from hocket.rope_config import PLAIN, RopeKind
+from hocket.config.rope import PLAIN, RopeKind
 
 
 class Rope(NamedTuple):

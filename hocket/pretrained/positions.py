@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from hocket.config import ModelConfig, RopeConfig
+from hocket.config.rope import PARAMETERS, RopeKind
 from hocket.pretrained.family import FULL, WINDOW, Family
 from hocket.pretrained.reading import require, table_of
-from hocket.rope_config import PARAMETERS, RopeKind
 from hocket.typed import is_a
 
 KEYS = ("rope_theta", "rope_parameters", "rope_scaling")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
-from hocket.rope_config import PARAMETERS, RopeConfig, RopeKind
+from hocket.config.rope import PARAMETERS, RopeConfig, RopeKind
 from hocket.settings.rule import Rule
 
 _READERS = {

@@ -1,5 +1,6 @@
 """Optimizers that somebody else wrote: those that are not elementwise are refused before they update anything."""
 
+# pyrefly: ignore-errors
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,5 +1,6 @@
 """Functions of torch that look at all gradients or all state, on a sharded model: as on a plain one."""
 
+# pyrefly: ignore-errors
 from __future__ import annotations
 
 import copy

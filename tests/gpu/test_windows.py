@@ -59,7 +59,7 @@ def test_kernels_are_their_formulas(dtype: torch.dtype) -> None:
 
     with formulas():
         expected = made()
-    rtol, atol = (1e-4, 1e-3) if dtype is torch.float32 else (0.03, 0.5)
+    rtol, atol = (1e-4, 1e-3) if dtype is torch.float32 else (0.03, 1.0)  # a digit of bf16 in a sum of 600 rows
     for mine, theirs in zip(made(), expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=rtol, atol=atol)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5", exc_type=ImportError)
 
@@ -28,18 +29,19 @@ def test_greedy_tokens_are_those_of_transformers(case: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("case", ["llama3", "gpt_oss", "qwen3_moe", "glm4_moe_partial", "mistral_window"])
 def test_logits_of_single_tokens_are_those_of_the_whole_sequence(case: str, tmp_path: Path) -> None:
-    model, seen = ours(saved(case, tmp_path)), []
+    model, seen = ours(saved(case, tmp_path)), list[Tensor]()
 
     class Spying(Sampling):
-        def pick(self, logits_V, generator):
+        def pick(self, logits_V: Tensor, generator: torch.Generator) -> int:
             seen.append(logits_V)
             return super().pick(logits_V, generator)
 
     made_tokens = list(generate(model, PROMPT, 9, Spying()))
+    assert model.head is not None
     with torch.no_grad():
         whole = model.head(model(torch.tensor([PROMPT + made_tokens[:-1]])))[0, len(PROMPT) - 1 :]
     torch.testing.assert_close(torch.stack(seen), whole, rtol=1e-4, atol=1e-5)
-    assert all(layer.attn.cache is None for layer in model.layers.values())
+    assert all(model.layer(int(number)).attn.cache is None for number in model.layers)
 
 
 def test_draws_follow_the_probabilities() -> None:

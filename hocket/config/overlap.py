@@ -1,4 +1,4 @@
-"""The settings of section `overlap`, as frozen dataclasses. `config.py` exports them all."""
+"""The settings of section `overlap`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The settings of section `optimizer`, as a frozen dataclass. `config.py` exports it."""
+"""The settings of section `optimizer`."""
 
 from __future__ import annotations
 

@@ -1,0 +1,78 @@
+"""All settings, as frozen dataclasses. A run is one `Config`. A recipe is a function that returns a `Config`.
+
+Each section has its class in one of the files beside this one, which exports them all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hocket.config.hardware import HardwareConfig as HardwareConfig
+from hocket.config.hardware import NetworkConfig as NetworkConfig
+from hocket.config.layout import MeshConfig as MeshConfig
+from hocket.config.layout import PlanConfig as PlanConfig
+from hocket.config.layout import Purpose as Purpose
+from hocket.config.layout import Steps as Steps
+from hocket.config.layout import Strategy as Strategy
+from hocket.config.model import ModelConfig as ModelConfig
+from hocket.config.optimizer import OptimizerConfig as OptimizerConfig
+from hocket.config.overlap import DataOverlap as DataOverlap
+from hocket.config.overlap import ExpertOverlap as ExpertOverlap
+from hocket.config.overlap import OverlapConfig as OverlapConfig
+from hocket.config.overlap import PipelineOverlap as PipelineOverlap
+from hocket.config.overlap import Switch as Switch
+from hocket.config.overlap import TensorMethod as TensorMethod
+from hocket.config.overlap import TensorOverlap as TensorOverlap
+from hocket.config.overlap import Update as Update
+from hocket.config.rope import RopeConfig as RopeConfig
+from hocket.config.training import BYTE_VOCAB as BYTE_VOCAB
+from hocket.config.training import BYTES as BYTES
+from hocket.config.training import COPIED as COPIED
+from hocket.config.training import LABELS as LABELS
+from hocket.config.training import DataConfig as DataConfig
+from hocket.config.training import PrecisionConfig as PrecisionConfig
+from hocket.config.training import RunConfig as RunConfig
+from hocket.config.training import TrainConfig as TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything that defines a run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """Sizes of the model."""
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    """Arrangement of the ranks."""
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
+    """GPUs that predictions assume."""
+    network: NetworkConfig = field(default_factory=NetworkConfig)
+    """Network between hosts that predictions assume."""
+    plan: PlanConfig = field(default_factory=PlanConfig)
+    """Order of one step."""
+    overlap: OverlapConfig = field(default_factory=OverlapConfig)
+    """How communication is hidden."""
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    """Number formats."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """Text."""
+    train: TrainConfig = field(default_factory=TrainConfig)
+    """Length, batch, optimizer and machinery."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """What the optimizer does with which weights."""
+    run: RunConfig = field(default_factory=RunConfig)
+    """Name and place."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a microbatch that one rank holds between layers."""
+        return self.train.sequences * self.data.sequence_length // self.mesh.tp
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element of the compute dtype, which must not be `auto`."""
+        return 2 if self.precision.dtype == "bf16" else 4
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of an element of a weight's gradient while it travels."""
+        return {"bf16": 2, "fp32": 4}.get(self.precision.wire, self.element_bytes)

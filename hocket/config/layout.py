@@ -1,0 +1,129 @@
+"""The settings of sections `mesh` and `plan`, and what groups of ranks are for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from hocket.config.overlap import Switch
+
+Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
+"""Which parts of a model data-parallel ranks shard, from nothing to everything. See docs/fsdp.md, Strategies."""
+
+Purpose = Literal[
+    "gather_dense",
+    "reduce_dense",
+    "gather_experts",
+    "reduce_experts",
+    "replicas",
+    "a2a",
+    "tp",
+    "pp_fwd",
+    "pp_bwd",
+    "control",
+]
+"""The use of a process group. Every purpose has groups of its own, so no two lanes share a group."""
+
+Steps = list[tuple[int, int]]
+"""Ranks as sums of multiples: (how many multiples, of which number) for each. The first varies slowest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """How ranks are arranged. There are pp * dp * tp ranks. ep divides dp * tp."""
+
+    pp: int = 1
+    """Pipeline ranks."""
+    dp: int = 1
+    """Data-parallel ranks of each pipeline rank. Dense weights are sharded over them, or over `shard` of them."""
+    ep: int = 1
+    """Expert-parallel ranks: neighbours among the dp * tp ranks of a pipeline rank, whose tokens all differ. Expert
+    weights are sharded over the remaining dp * tp / ep ranks."""
+    tp: int = 1
+    """Tensor-parallel ranks of each data-parallel rank. They share its sequences, heads, MLP columns and vocabulary."""
+    shard: int = 0
+    """Neighbouring data-parallel ranks that share one copy of the weights; 0 means all of them. ep divides shard * tp.
+    If it is less than dp, there are dp / shard replicas (HSDP). Gathers and reduces then stay among shard ranks, such
+    as those of a host. A step sums its gradients over the replicas once, after the last microbatch's reduces."""
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the weights among the data-parallel ranks."""
+        return self.dp // (self.shard or self.dp)
+
+    @property
+    def world(self) -> int:
+        """All ranks."""
+        return self.pp * self.dp * self.tp
+
+    def grid(self, purpose: Purpose) -> tuple[Steps, Steps]:
+        """The groups for a purpose: (members of a group, counted from its first; first members of all groups).
+
+        Pipeline groups join neighbours. This leaves out the groups that join the last rank with the first, and the
+        groups behind a turn: see `Mesh.groups`.
+        """
+        row, shard, replicas = self.dp * self.tp, (self.shard or self.dp) * self.tp, self.replicas
+        match purpose:
+            case "gather_dense" | "reduce_dense":
+                return [(shard // self.tp, self.tp)], [(self.pp * replicas, shard), (self.tp, 1)]
+            case "gather_experts" | "reduce_experts":
+                return [(max(1, shard // self.ep), self.ep)], [(self.pp * replicas, shard), (self.ep, 1)]
+            case "replicas":
+                return [(replicas, shard)], [(self.pp, row), (shard, 1)]
+            case "a2a":
+                return [(self.ep, 1)], [(max(1, self.world // self.ep), self.ep)]
+            case "tp":
+                return [(self.tp, 1)], [(self.pp * self.dp, self.tp)]
+            case "pp_fwd" | "pp_bwd":
+                return [(min(self.pp, 2), row)], [(max(self.pp - 1, 1), row), (row, 1)]
+            case "control":
+                return [(self.world, 1)], []
+
+    def members(self, purpose: Purpose) -> int:
+        """Ranks of one group."""
+        return math.prod(count for count, _ in self.grid(purpose)[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    """How one optimizer step is ordered."""
+
+    order: Literal["auto", "sequential", "1f1b", "interleaved", "zb_h1", "zb_v", "merged_v"] = "auto"
+    """Order of microbatches over pipeline ranks. auto picks sequential, 1f1b or interleaved from pp and chunks. zb_h1
+    and zb_v fill the bubble with weight gradients. zb_v and merged_v have two chunks per rank, placed as a V. merged_v
+    merges forwards of one chunk with backwards of the other."""
+    chunks: int = 1
+    """Virtual pipeline stages per rank."""
+    layers_per_stage: tuple[int | Literal["auto"], ...] = ("auto",)
+    """Layers of every virtual stage; empty splits evenly. The first stage, with the embedding, and the last, with the
+    head, may have 0. auto lets all ranks compute for the same time, embedding and head included, if that shortens the
+    step and fits into memory."""
+    group: int = 0
+    """Microbatches that pass through a chunk before the next chunk's turn, in the interleaved order. 0 means the fewest
+    that work: mesh.pp, or 1.5 * mesh.pp with a stride of 3."""
+    stride: Literal[2, 3] = 2
+    """Warm-up steps by which neighbouring ranks of a merged order differ. 3 gives a p2p transfer a step of its own, and
+    keeps more activations."""
+    recompute: tuple[str, ...] = ()
+    """Parts of layers, out of attn, experts and mlp, that keep only their inputs after forward, and run forward again
+    before their backward. That takes less memory and more time. attn includes the norms, the router and the shared
+    expert. attn:2 recomputes attn in the first two layers of each virtual stage, and attn in all layers. auto
+    recomputes as few parts in as few layers as the memory allows."""
+    graphs: Switch = "auto"
+    """Record a step's calls to the GPU once and replay them as one CUDA graph. The optimizer runs after the graph. auto
+    is on if the host would be late otherwise, and memory allows it."""
+    layer_order: str = "auto"
+    """Order of parts inside one merged layer step: literature, early_release, wgrad_last, or an order of your own such
+    as "cB aF eB dF eW dB eF cF aB uB aW uF" (hocket/program/layer.py spells out the named ones). auto is literature, or
+    the order that simulations find shorter where all-to-alls are long."""
+
+    @property
+    def split(self) -> tuple[int, ...]:
+        """Layers of every virtual stage; empty if they are even, or not chosen yet."""
+        return tuple(count for count in self.layers_per_stage if count != "auto")
+
+    @property
+    def turning(self) -> bool:
+        """Whether the stages go down the ranks and up again, as a V."""
+        return self.order in ("zb_v", "merged_v")

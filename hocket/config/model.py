@@ -1,0 +1,138 @@
+"""The settings of section `model`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hocket.config.rope import RopeConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Sizes of a decoder transformer. All widths are in elements."""
+
+    vocab: int = 256
+    """Number of tokens."""
+    hidden: int = 128
+    """Width of the residual stream."""
+    layers: int = 4
+    """Number of transformer layers."""
+    heads: int = 4
+    """Query heads."""
+    kv_heads: int = 2
+    """Key and value heads; divides `heads`."""
+    head_dim: int = 32
+    """Width of one head."""
+    kv_lora_rank: int = 0
+    """Width of the latent of which multi-head latent attention makes keys and values; 0 means plain attention. With it
+    `heads` have keys and values of their own, `qk_rope_head_dim` + `qk_nope_head_dim` and `v_head_dim` wide."""
+    q_lora_rank: int = 0
+    """Width of the latent of which latent attention makes queries; 0 makes them of the hidden state."""
+    qk_nope_head_dim: int = 128
+    """Elements of each query and key without position. Of latent attention, as the next two."""
+    qk_rope_head_dim: int = 64
+    """Elements of each query and key that rotate. Those of keys are one for all heads."""
+    v_head_dim: int = 128
+    """Width of each head's values."""
+    ffn: int = 384
+    """Width of a dense layer's MLP."""
+    dense_layers: tuple[int, ...] = ()
+    """Numbers of the layers that have a dense MLP. All other layers are MoE layers. Ignored if experts is 0."""
+    experts: int = 0
+    """Routed experts per MoE layer; 0 makes every layer dense."""
+    top_k: int = 2
+    """Experts per token."""
+    expert_ffn: int = 128
+    """Width of one routed expert."""
+    shared_ffn: int = 0
+    """Width of the shared expert; 0 means none."""
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    """How router logits become scores."""
+    routing: Literal["learnt", "even"] = "learnt"
+    """How experts are chosen. learnt: by the router's scores. even: an even spread that ignores the scores, to measure
+    with a balanced load. The scores weigh the experts' outputs in both cases."""
+    normalize_top_k: bool = True
+    """Divide the chosen scores by their sum."""
+    route_scale: float = 1.0
+    """Factor on the routing weights."""
+    route_groups: int = 1
+    """Groups of neighbouring experts, all as large. A token chooses experts in `route_top_groups` of them only."""
+    route_top_groups: int = 1
+    """Groups in which a token chooses experts; 1 of 1 is all of them."""
+    route_group_score: Literal["best", "best_two"] = "best_two"
+    """How groups are chosen. best: by their highest score (DeepSeek-V2). best_two: by the sum of their two highest
+    scores (DeepSeek-V3). Where there are biases, by scores with them."""
+    router_bias: bool = False
+    """A bias of the router's logits, which is trained like a weight."""
+    expert_bias: bool = False
+    """Biases of both products of every routed expert."""
+    aux_loss: float = 0.0
+    """Coefficient of the load-balancing loss."""
+    aux_loss_over: Literal["microbatch", "sequence", "batch"] = "microbatch"
+    """Tokens over which the load-balancing loss balances: those of a microbatch, of each sequence, or of a whole step,
+    over all microbatches and data-parallel ranks. The loss over a batch goes by the loads of the step before."""
+    z_loss: float = 0.0
+    """Coefficient of the router's z-loss, which keeps its logits small."""
+    bias_rate: float = 0.0
+    """Size of one change of the bias that balances the load without a loss; 0 means no bias."""
+    tied: bool = False
+    """The head uses the embedding's weights. Needs pp = 1."""
+    swiglu_limit: float = 0.0
+    """Above 0 every MLP and expert computes `gate * sigmoid(swiglu_alpha * gate) * (up + 1)`, with gates cut off at
+    this and ups at plus and minus this. 0 computes `silu(gate) * up`."""
+    swiglu_alpha: float = 1.702
+    """Of SwiGLU with a limit: factor on the gate."""
+    window: int = 0
+    """Tokens to which a token attends, itself and those before it. 0 means all before it."""
+    full_layers: tuple[int, ...] = ()
+    """Numbers of the layers that have no window. Ignored if window is 0."""
+    sinks: bool = False
+    """A learnt logit of each query head that takes part in the softmax and has no value."""
+    qk_norm: bool = False
+    """RMSNorm on queries and keys."""
+    qk_norm_over: Literal["head", "whole"] = "head"
+    """What has one norm: each head, with weights that all heads share, or all heads together."""
+    qkv_bias: bool = False
+    """Biases of queries, keys and values."""
+    o_bias: bool = False
+    """Bias of what attention adds to the residual stream."""
+    norms: Literal["before", "after"] = "before"
+    """Where the norms of a layer are: before attention and MLP, or behind them, on what they add to the stream."""
+    rope_theta: float = 10000.0
+    """Base of the rotary embedding."""
+    rope: RopeConfig = RopeConfig()  # noqa: RUF009 (frozen)
+    """What else there is to rotary positions."""
+    norm_eps: float = 1e-6
+    """Epsilon of RMSNorm."""
+    init: Literal["gpt2", "torchtitan"] = "gpt2"
+    """How first values are drawn (docs/models.md). Models wider than a few hundred need torchtitan."""
+    init_std: float = 0.02
+    """Standard deviation of the initial weights, where `init` gives no other."""
+    weights: str = ""
+    """Folder of Hugging Face whose weights are the first values; `hocket import` sets it. Empty draws them."""
+
+    @property
+    def latent(self) -> bool:
+        """Whether attention is multi-head latent attention."""
+        return self.kv_lora_rank > 0
+
+    @property
+    def key_width(self) -> int:
+        """Width of a query and of a key."""
+        return self.qk_rope_head_dim + self.qk_nope_head_dim if self.latent else self.head_dim
+
+    def kinds(self) -> tuple[Literal["dense", "moe"], ...]:
+        """The kind of every layer."""
+        dense = set(self.dense_layers) if self.experts else set(range(self.layers))
+        return tuple("dense" if i in dense else "moe" for i in range(self.layers))
+
+    def windows(self) -> tuple[int, ...]:
+        """The window of every layer; 0 for none."""
+        full = set(self.full_layers)
+        return tuple(0 if i in full else self.window for i in range(self.layers))
+
+    def layer_kinds(self) -> tuple[str, ...]:
+        """Names of the kinds of layers that plans tell apart: `kinds`, and whether there is a window."""
+        named = zip(self.kinds(), self.windows(), strict=True)
+        return tuple(f"{kind}_window" if window else kind for kind, window in named)

@@ -1,0 +1,192 @@
+"""The settings of sections `precision`, `data`, `train` and `run`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from hocket.config.layout import Purpose
+
+COPIED: dict[str, tuple[Purpose, ...]] = {
+    "copy_engine": ("gather_dense", "reduce_dense", "gather_experts", "reduce_experts", "a2a", "pp_fwd", "pp_bwd"),
+    "copy_engine_gathers": ("gather_dense", "gather_experts"),
+}
+"""Transports that use copy engines -> purposes of the groups that copy engines serve. NCCL's kernels serve the
+others."""
+
+BYTES, BYTE_VOCAB = "bytes", 256
+"""The tokenizer that needs no file, and its number of tokens."""
+LABELS = {"null": "no communication", "slow": "emulated network"}
+"""Transports that only serve measurements -> the words that mark all results made with them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """Number formats. Main weights, gradients at rest, the router and the loss are fp32."""
+
+    compute: Literal["auto", "fp32", "bf16", "fp8"] = "auto"
+    """Format in which layers compute, and in which activations and gathered weights travel. auto is bf16 on GPUs and
+    fp32 on CPUs. With fp8, products of attention's and MLPs' linear layers take operands in fp8 (e4m3, a scale for each
+    row), and all else is as with bf16: the head, the router, attention itself, what travels. That needs a GPU with
+    products in fp8 (Ada, Hopper, or newer); on CPUs the same numbers are made in fp32, slowly."""
+    fp8_products: tuple[Literal["forward", "dgrad", "wgrad"], ...] = ("forward", "dgrad", "wgrad")
+    """With compute = fp8, which products run in fp8: forward, input gradients (dgrad), weight gradients (wgrad). The
+    others run in bf16."""
+    fp8_ends: tuple[int, int] = (0, 0)
+    """With compute = fp8, how many of the first and of the last layers compute in bf16."""
+    wire: Literal["auto", "fp32", "bf16"] = "auto"
+    """Format in which gradients of weights travel. auto is the format of compute: each rank rounds its gradient to it.
+    fp32 with compute in bf16 rounds no gradient, and moves twice the bytes. Where no gradient travels, products add to
+    the fp32 gradient. The two gradients of a tied embedding are added up in this format."""
+    averages: Literal["fp32", "bf16"] = "fp32"
+    """Format in which AdamW's two averages are kept between steps. With bf16 a weight takes 8 bytes beside its copies,
+    not 12. A step computes in fp32 and rounds the averages to nearest, so no decay rate of train.betas may be close
+    to 1."""
+
+    @property
+    def dtype(self) -> str:
+        """Format of activations and gathered weights."""
+        return "bf16" if self.compute == "fp8" else self.compute
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """The text to train on."""
+
+    paths: tuple[str, ...] = ()
+    """Files, folders or patterns of text or tokens: docs/data.md. Empty: the source of Python's standard library."""
+    sources: str = ""
+    """A TOML file of several sources of text with weights, in place of data.paths: docs/data.md."""
+    text_key: str = "text"
+    """Name of the text, or of the messages of a chat, in a line of JSON or a row of a table."""
+    prompt_key: str = ""
+    """Name of a text there that stands before the text and is not learnt. Empty: there is none."""
+    chat_template: str = ""
+    """A file with a template of Jinja that makes text of messages. Empty: that of the tokenizer's folder."""
+    tokenizer: str = "bytes"
+    """`bytes` (a token per byte), or the path of a JSON file of the `tokenizers` package or of a `.model` of
+    sentencepiece, or a folder that has one."""
+    sequence_length: int = 128
+    """Tokens of one sequence."""
+    packing: Literal["off", "on", "best_fit"] = "off"
+    """on keeps documents that share a sequence apart: attention stays inside each document, positions begin anew in
+    each, and no document has to predict the first token of the next. best_fit does too, cuts no document, and fills
+    sequences up with padding. off puts only a separator between documents."""
+    validation: float = 0.05
+    """Share of the tokens that is kept for validation, between 0 and 1."""
+    validation_paths: tuple[str, ...] = ()
+    """Files, folders or patterns of text for validation. Then no token of data.paths is kept for it."""
+    seed: int = 0
+    """Seed of the order of documents and sequences."""
+    cache: str = ".cache/hocket"
+    """Folder for tokenised text."""
+    processes: int = 0
+    """Processes that tokenise. 0 is one for each core, and no more than there are pieces of 32 MiB."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Length, batch, optimizer and machinery of a run."""
+
+    steps: int = 100
+    """Optimizer steps of the whole run, counted from its first start."""
+    microbatches: int = 8
+    """Microbatches per step on every data-parallel rank."""
+    sequences: int = 1
+    """Sequences per microbatch. A step consumes dp * microbatches * sequences of them."""
+    lr: float = 3e-3
+    """Learning rate after the warm-up, the highest of the run."""
+    min_lr: float = 3e-4
+    """Learning rate of the last step, the lowest behind the warm-up. `min_lr_ratio` takes its place if it is set."""
+    min_lr_ratio: float = 0.0
+    """The lowest learning rate as a fraction of `lr`; 0 leaves it to `min_lr`."""
+    warmup: int = 10
+    """Steps in which the learning rate rises linearly to `lr`."""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """The way of the learning rate behind the warm-up. cosine and linear: it falls from the warm-up to the last step,
+    as half a cosine or along a line. wsd (warm-up, stable, decay): it stays `lr`, and falls in the last `decay` steps.
+    constant: it stays `lr`."""
+    decay: float = 0.2
+    """Of wsd: steps in which the learning rate falls. Below 1 it is a fraction of all steps."""
+    decay_shape: Literal["linear", "cosine", "1-sqrt"] = "linear"
+    """Of wsd: how the learning rate falls. 1-sqrt is one minus the root of the share of the decay that has passed."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay of matrices. Vectors (norms, biases) have none, nor has what `optimizer.no_decay`
+    names."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of AdamW's two averages, per step."""
+    eps: float = 1e-8
+    """AdamW's epsilon, in units of the gradient."""
+    clip: float = 1.0
+    """Largest norm of the whole gradient; 0 means no clipping."""
+    seed: int = 0
+    """Seed of the initial weights."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where ranks compute. auto takes one GPU per rank if the host has enough GPUs, else the CPU."""
+    transport: Literal["auto", "gloo", "nccl", "copy_engine", "copy_engine_gathers", "null", "slow"] = "auto"
+    """How collectives move bytes. With copy_engine, gathers, reduces, the experts' all-to-alls and pipeline sends take
+    no SM from compute. With copy_engine_gathers only gathers take none. null moves nothing: its results are wrong, and
+    its times are bounds. slow imitates a network. auto is copy_engine if all ranks are GPUs of one host that can use it
+    and a step fits beside its buffers, else nccl. On CPUs auto is gloo."""
+    slow_groups: tuple[Purpose, ...] = ()
+    """Purposes of the groups that the slow transport slows; empty means all but control."""
+    slow_latency: tuple[float, ...] = ()
+    """Seconds that the slow transport adds to every operation: one number, or one for each of slow_groups."""
+    slow_bandwidth: tuple[float, ...] = ()
+    """Bytes per second and rank of that network: one number, or one for each of slow_groups; 0 means no limit."""
+    eval_every: int = 50
+    """Steps between validations; 0 means only one at the end."""
+    eval_batches: int = 4
+    """Batches of one validation, each as large as a step's; 0 means no validation."""
+    save_every: int = 0
+    """Steps between checkpoints; 0 means only one at the end."""
+    keep: int = 2
+    """Checkpoints kept; older ones are deleted. 0 writes none, not even at the end."""
+    log_every: int = 1
+    """Steps between printed lines. Every step goes to metrics.jsonl."""
+    experts_every: int = 0
+    """Steps between records of the rows that each expert had; 0 means none. Each step records how even they were."""
+    writers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
+    """Where metrics go beside metrics.jsonl: files of TensorBoard in the run's folder, an offline run of Weights &
+    Biases there, a run of MLflow. Each needs its extra, as in pip install 'hocket[tensorboard]'."""
+    hang_timeout: float = 300.0
+    """Seconds that a rank waits for other ranks. After that it reports what it waits for, and ends."""
+    lane_seed: int = 0
+    """Seed of the order in which a CPU serves its lanes. Every legal order gives the same result."""
+    profile: tuple[int, ...] = ()
+    """First step and number of steps to profile. First step 0 is soon after the start; empty profiles none."""
+
+    @property
+    def lowest_lr(self) -> float:
+        """Learning rate at the end of the decay."""
+        return self.lr * self.min_lr_ratio if self.min_lr_ratio else self.min_lr
+
+    @property
+    def decay_steps(self) -> int:
+        """Steps in which wsd lets the learning rate fall."""
+        return max(1, round(self.decay * self.steps)) if self.decay < 1 else int(self.decay)
+
+    def slow_links(self) -> dict[Purpose, tuple[float, float]]:
+        """Latency in seconds and bandwidth in bytes per second (inf: no limit) by purpose, for the slow transport."""
+        purposes = self.slow_groups or tuple(p for p in get_args(Purpose) if p != "control")
+        latencies, bandwidths = (
+            values * len(purposes) if len(values) == 1 else values or (0.0,) * len(purposes)
+            for values in (self.slow_latency, self.slow_bandwidth)
+        )
+        return {p: (x, y or math.inf) for p, x, y in zip(purposes, latencies, bandwidths, strict=True)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Name and place of a run."""
+
+    name: str = "run"
+    """Name of the run. Without it the run has the name of its file or recipe."""
+    folder: str = ""
+    """Folder of metrics, logs and checkpoints; empty means `runs/<name>`, or `runs/<name>-null`."""
+    resume: str = "auto"
+    """auto continues from the newest complete checkpoint of the folder. off starts over. A path loads that
+    checkpoint."""
+    port: int = 0
+    """TCP port at which ranks meet. 0 takes the port that torchrun or Slurm gave, or picks a free one."""
