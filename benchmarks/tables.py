@@ -50,6 +50,7 @@ from benchmarks.sharding_tables import (
     weight_grads,
 )
 from benchmarks.trace_tables import hidden, overlap_tax, overlap_trace, sends_tax
+from benchmarks.training_tables import fp8, training
 from hocket.commands.options import parse
 from hocket.commands.plan import Plan, resolve_for_plan, task_of
 from hocket.gpus import GPUS, peak_flops
@@ -206,6 +207,8 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "expert_grads": ("expert_grads", expert_grads),
     "trace_reading": ("trace_reading", trace_reading),
     "gpu_tests": ("gpu_tests", gpu_tests),
+    "training": ("training_llama3_8b training_experts", training),
+    "fp8_products": ("fp8_products", fp8),
     "gpu_tests_rerun": ("gpu_tests_rerun", gpu_tests),
     "prediction": ("prediction", calibration),
     "calibration": ("calibration", calibration),

@@ -9,6 +9,8 @@ UNIT = 16
 """Products in fp8 take widths and numbers of tokens that are multiples of this."""
 FROM = (8, 9)
 """The first compute capability that has such products."""
+WIDE = 1024
+"""Width of experts from which fp8 was seen to be faster: 1,536 was, 768 was not (docs/fp8.md)."""
 WITHOUT = {
     "kv_lora_rank": "latent attention",
     "expert_bias": "biases of experts",
@@ -94,5 +96,19 @@ FP8_RULES: tuple[Rule, ...] = (
             only_if_set=True,
         )
         for setting in ("precision.fp8_products", "precision.fp8_ends")
+    ),
+    Rule(
+        ("precision.compute",),
+        lambda c, h: c.precision.compute == "fp8",
+        "predictions price products in fp8 like those in bf16, and leave casts and their memory out",
+        "measure it: hocket bench",
+        remark=True,
+    ),
+    Rule(
+        ("model.expert_ffn", "precision.compute"),
+        lambda c, h: c.precision.compute == "fp8" and "moe" in c.model.kinds() and c.model.expert_ffn < WIDE,
+        "narrow experts may be slower in fp8: on an H200 a layer with experts 768 wide took 1.12 times as long",
+        "precision.compute = bf16, or measure it: hocket bench",
+        remark=True,
     ),
 )
