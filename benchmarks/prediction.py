@@ -11,6 +11,7 @@ days, in the version of hocket, and in where the tokens went.
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,7 +36,7 @@ def assert_same_sizes(settings: Settings, measured: dict[str, Any]) -> None:
     for section in SIZES:
         for name, value in measured["config"][section].items():
             here = getattr(getattr(settings, section), name, value)
-            here = list(here) if isinstance(here, tuple) else here
+            here = json.loads(json.dumps(asdict(here) if is_dataclass(here) else here))
             if name not in APART and here != value:
                 raise ValueError(
                     f"{section}.{name} = {here} (traces): {value} in the result of `{measured['command']}`; "

@@ -69,9 +69,9 @@ _OP_CLASS = _patterns(
 """Torch op -> class; the first that fits."""
 
 _NAME_CLASS = _patterns(
-    ("copy", r"^Mem(cpy|set)|^_take_rows"),
+    ("copy", r"^Mem(cpy|set)|^_(take_rows|cast_rows|transposed)"),
     ("indexing", r"^_(lay_out_blocks|pair_(counts|rows)|(read|write)_labels|label_grads|spread|total(_backward)?)$"),
-    ("reduction", r"^_(local_sum|squares|route_backward)$"),
+    ("reduction", r"^_(local_sum|squares|route_backward|row_sums)$"),
     ("optimizer", r"fused_?adam|multi_tensor_apply"),
     ("grouped gemm", r"grouped_?(gemm|mm)|GroupProblemShape|^_weight_gradients"),
     ("attention", r"flash|fmha|attention|sdpa"),
@@ -81,7 +81,7 @@ _NAME_CLASS = _patterns(
     ("reduction", r"^triton_(red|per)|reduce_kernel|softmax|nll_loss|cross_entropy|scan"),
     ("indexing", r"gather|scatter|index|radix_?sort|sort|topk|embedding|searchsorted|permute"),
     ("copy", r"copy_kernel|CatArray|_copy|FillFunctor|fill"),
-    ("elementwise", r"elementwise|pointwise|silu|swiglu|gelu|rope|rotary"),
+    ("elementwise", r"elementwise|pointwise|silu|swiglu|gelu|rope|rotary|^_add_by_expert"),
 )
 """Kernel name -> class; the first that fits."""
 

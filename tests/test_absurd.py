@@ -34,7 +34,7 @@ def command(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
 def test_one_more_than_the_most_is_refused_in_a_line(setting: str) -> None:
     high = BOUNDS[setting][1]
     value: Any = int(high) + 1 if isinstance(high, int) else high * 2
-    value = (value, 0.5) if isinstance(leaf(TINY, setting), tuple) else value
+    value = (value, value) if isinstance(leaf(TINY, setting), tuple) else value
     with pytest.raises(ValueError, match=rf"{setting} = .*fix: at most ") as error:
         resolve(changed(TINY, {setting: value}), Host())
     assert "e+" not in str(error.value).split("at most")[1] or high >= 1e12, "a number that can be typed"

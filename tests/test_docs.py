@@ -21,6 +21,7 @@ from benchmarks.tables import DOCS, MAKERS, PICTURES, RESULTS, ROOT, TABLES, mak
 from hocket.cli import COMMANDS
 from hocket.commands.explain import Explain
 from hocket.commands.export import Export
+from hocket.commands.generate import Generate
 from hocket.commands.options import parse
 from hocket.commands.plan import Plan
 from hocket.commands.train import Train
@@ -144,8 +145,8 @@ def check_hocket(words: list[str]) -> None:
     if words[0] == "import":
         assert len(words) == 3, words
         return
-    if words[0] == "export":
-        tyro.cli(Export, args=words[1:])
+    if words[0] in ("export", "generate"):
+        tyro.cli(Export if words[0] == "export" else Generate, args=words[1:], use_underscores=True)
         return
     if words[0] == "doctor":
         assert set(words[1:]) <= {"--quick", "--json", "--measure"}, words

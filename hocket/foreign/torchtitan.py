@@ -56,7 +56,8 @@ def decay(value: Any, given: Given) -> Answer:
 
 def decay_type(value: Any, given: Given) -> Answer:
     """The shape of the decay, which without a ratio is all of the way behind the warm-up."""
-    shape = {"linear": "linear", "cosine": "cosine", "sqrt": "1-sqrt"}.get(value)
+    shapes = {"linear": "linear", "cosine": "cosine", "sqrt": "1-sqrt"}
+    shape = shapes.get(value) if isinstance(value, str) else None
     if "lr_scheduler.decay_ratio" in given.values and shape:
         return Answer("becomes", {"train.decay_shape": shape})
     if shape in ("linear", "cosine"):

@@ -82,8 +82,7 @@ def fully_shard(
     refuse_strange(module, params)
     buckets = make_buckets(module, units, parse_bucket(options.bucket), precision)
     inner = [one for bucket in buckets for _, one in bucket]
-    device = _device(params, options)
-    placements = _placements(params, place)
+    device, placements = _device(params, options), _placements(params, place)
     owned = assign(module, inner, params)
     default = Placement(mesh, options.divide)
     made, fingerprints = list[Unit](), Fingerprints()

@@ -29,6 +29,7 @@ from hocket.fsdp.saving.kept import Inventory
 from hocket.fsdp.saving.optimizer_state import load_optimizer_state, optimizer_state
 from hocket.fsdp.saving.state import load_model_state, model_state
 from hocket.fsdp.sharded_parameter import ShardedParameter
+from hocket.runtime.world import of_first_rank, take_from_first_rank
 
 if TYPE_CHECKING:
     from hocket.fsdp.module_context import ShardContext
@@ -181,19 +182,15 @@ def _from_first_rank(state: Mapping[str, Any], mine: Mapping[str, Any], device: 
     """What the first rank has of the state; one tensor at a time is whole here beside the others' parts."""
     found: dict[str, Any] = {}
     for name, own in mine.items():
-        there = [name in state]
-        dist.broadcast_object_list(there, 0)
-        if not there[0]:
+        if not of_first_rank(name in state):
             continue
         if not isinstance(own, Tensor):
-            one = [state.get(name)]
-            dist.broadcast_object_list(one, 0)
-            found[name] = one[0]
+            found[name] = of_first_rank(state.get(name))
             continue
         whole = torch.empty(own.shape, dtype=own.dtype, device=device)
         if dist.get_rank() == 0:
             whole.copy_(state[name])
-        dist.broadcast(whole, 0)
+        take_from_first_rank(whole)
         if isinstance(own, FlatTensor):
             found[name] = own.with_elements(whole.reshape(-1)[own.lo : own.hi].clone())
         else:

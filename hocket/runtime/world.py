@@ -42,6 +42,18 @@ def everyone(value: T) -> list[T]:
     return values
 
 
+def of_first_rank(value: T) -> T:
+    """The value that rank 0 has. Every rank calls this."""
+    values: list[Any] = [value]
+    dist.broadcast_object_list(values, 0)
+    return values[0]
+
+
+def take_from_first_rank(tensor: torch.Tensor) -> None:
+    """Copy rank 0's tensor into that of every rank, which all call this."""
+    dist.broadcast(tensor, 0)
+
+
 def host_group(of: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     """Another gloo group of the ranks of a group, or of all ranks: for what a thread of its own sends meanwhile.
 
