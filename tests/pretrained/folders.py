@@ -17,7 +17,7 @@ from hocket.pretrained.convert import PretrainedFolder
 from tests.adapters.families import randomize
 
 VOCAB = 61
-_FULL, _WINDOW = "full_attention", "sliding_attention"
+_FULL, _WINDOW, _DELTA = "full_attention", "sliding_attention", "linear_attention"
 _SIZES: dict[str, Any] = dict(
     vocab_size=VOCAB, hidden_size=24, intermediate_size=28, num_hidden_layers=3, num_attention_heads=6,
     num_key_value_heads=2, head_dim=10, max_position_embeddings=64, pad_token_id=None, bos_token_id=0, eos_token_id=0,
@@ -36,6 +36,11 @@ _DEEPSEEK = {
 }  # fmt: skip
 _ALONE = {"n_group": 1, "topk_group": 1, "q_lora_rank": None}
 _QWEN = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=20, mlp_only_layers=[1])
+_NEXT = dict(
+    num_experts=8, num_experts_per_tok=3, moe_intermediate_size=20, shared_expert_intermediate_size=12, head_dim=16,
+    linear_num_value_heads=6, linear_num_key_heads=2, linear_key_head_dim=9, linear_value_head_dim=7,
+    linear_conv_kernel_dim=4,
+)  # fmt: skip
 _OLMOE = dict(head_dim=None, num_experts=8, num_experts_per_tok=3)
 _LLAMA3 = dict(
     rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16
@@ -84,6 +89,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_GPT_OSS, "layer_types": [_FULL] * 3, "attention_bias": False, "swiglu_limit": 0.05},
     ),
     "qwen3": ("qwen3", {}),
+    "qwen3_next": ("qwen3_next", {**_NEXT, "num_hidden_layers": 4, "mlp_only_layers": [2]}),
+    "qwen3_next_biases": ("qwen3_next", {**_NEXT, "attention_bias": True, "layer_types": [_FULL, _DELTA, _FULL]}),
     "qwen3_moe": ("qwen3_moe", dict(**_QWEN, norm_topk_prob=True)),
     "qwen3_moe_as_they_are": ("qwen3_moe", dict(**_QWEN, norm_topk_prob=False)),
     "qwen3_moe_steps": (

@@ -31,7 +31,7 @@ def as_there(family: Family, model: ModelConfig, values: dict[str, Tensor], know
     found: dict[str, Tensor] = {}
     for name, value in values.items():
         rules = rules_of(family, name)
-        fitting = next(r for r in rules if {t for t, _ in tensors_of(*r, tuple(value.shape))} <= known)
+        fitting = next(r for r in rules if {t for t, _ in tensors_of(*r, tuple(value.shape), model)} <= known)
         found |= dict(split(*fitting, value, model))
     return found
 
@@ -67,7 +67,7 @@ def written(path: Path, source: Path, dtype: str = "F32", largest: int = 10**9) 
     folder, model = PretrainedFolder(str(source)), settings(source)
     shapes = whole_shapes(model)
     rules = {name: rules_of(folder.family, name)[0] for name in shapes}
-    tensors = {t: (s, dtype) for name, shape in shapes.items() for t, s in tensors_of(*rules[name], shape)}
+    tensors = {t: (s, dtype) for name, shape in shapes.items() for t, s in tensors_of(*rules[name], shape, model)}
     values = (pair for name, shape in shapes.items() for pair in split(*rules[name], folder.value(name, shape), model))
     write_files(path, files_of(tensors, largest), values)
     return path
