@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.fsdp.models import WIDTH, Block, OddBlock, ViewBlock
 from tests.fsdp.twin import Case
-from tests.fsdp.zoo import Kind
+from tests.fsdp.kinds import Kind
 
 Op = Literal["block", "linear", "odd", "views", "nest", "tied", "again", "read"]
 Recompute = Literal["no", "reentrant", "plain"]

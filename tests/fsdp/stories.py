@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.fsdp.twin import Pair
-from tests.fsdp.zoo import batch, loss_of
+from tests.fsdp.kinds import batch, loss_of
 
 
 def two_forwards(pair: Pair) -> None:

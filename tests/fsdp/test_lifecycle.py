@@ -11,7 +11,7 @@ from torch import nn
 from tests.fsdp import stories
 from tests.fsdp.stories import STORIES, failing_after, failing_backward, failing_forward
 from tests.fsdp.twin import Case, Pair, naming
-from tests.fsdp.zoo import batch, loss_of
+from tests.fsdp.kinds import batch, loss_of
 from tests.helpers.ranks import run_ranks
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.fsdp.twin import Case, train_all, variants
-from tests.fsdp.zoo import ZOO
+from tests.fsdp.kinds import ZOO
 from tests.helpers.ranks import run_ranks
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
