@@ -11,14 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hocket.commands.plan import resolve_for_plan
 from hocket.foreign import read
-from hocket.foreign.entry import Given
+from hocket.foreign.entry import RECIPES, Given, file_of
 from hocket.foreign.megatron import BRIDGE_ALIASES, BRIDGE_OWN
 from hocket.foreign.systems import BRIDGE, DEEPSPEED, MEGATRON, SYSTEMS, TORCHTITAN
 from hocket.foreign.translate import System, fitting, translate
 from hocket.foreign.write import to_toml
 from hocket.problems import problems_of
-from hocket.settings.schema import types
+from hocket.recipes import recipe
+from hocket.settings.schema import changed, types
 from hocket.typed import is_a
 from tests.helpers.command import command
 from tests.helpers.golden import assert_golden
@@ -101,7 +103,7 @@ def test_tables_name_settings_that_exist_say_why_and_have_no_name_twice(system: 
         for name in row.names:
             for value in VALUES.get(name, [SAMPLES[row.takes]]):
                 answer = fitting(row.rule(value, ROUND))
-                assert set(answer.settings) <= set(types()), name
+                assert set(answer.settings) <= {"recipe", *types()}, name
                 assert bool(answer.settings) == (answer.state == "becomes"), name
                 assert answer.settings or answer.words, name
 
@@ -142,6 +144,7 @@ def test_keys_and_files_are_read_with_their_sections(tmp_path: Path) -> None:
         ("ddp.bucket_size", 1024),
         ("model.x", ["mlp", "moe"]),
         ("comm_overlap.align", None),
+        ("loose", "says nothing: settings look like name=value"),
     ]
     (tmp_path / "a.json").write_text('{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}')
     (tmp_path / "a.toml").write_text("[parallelism]\ntensor_parallel_degree = 4\n")
@@ -172,6 +175,130 @@ def test_a_file_that_says_nothing_is_one_line(tmp_path: Path, content: str | Non
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("words", "pairs"),
+    [
+        ("--lr 3e-4 \u2013bf16 \u2014\u2014fp16", [("--lr", 3e-4), ("--bf16", True), ("--fp16", True)]),
+        ("--seed -1 --x \u201ca b\u201d", [("--seed", -1), ("--x", "a b")]),
+        ("python -m torch.distributed.run --nproc-per-node 8 train.py --lr 1", [("--nproc-per-node", 8), ("--lr", 1)]),
+    ],
+)
+def test_flags_are_read_as_they_stand_on_web_pages(words: str, pairs: read.Pairs) -> None:
+    assert read.flags(words) == pairs
+
+
+@pytest.mark.parametrize(
+    ("words", "stray"),
+    [
+        ("--lr 3e-4 - --bf16", "-"),
+        ("--lr 3e-4 -bf16", "-bf16"),
+        ("bf16 --lr 3e-4", "bf16"),
+        ("tp_comm_overlap=True --lr 3e-4", "tp_comm_overlap=True"),
+        ("train.py config.yaml --lr 3e-4", "config.yaml"),
+        ("--lr 3e-4 --", "--"),
+    ],
+)
+def test_a_word_that_belongs_to_no_flag_is_not_lost(words: str, stray: str) -> None:
+    found = translate(MEGATRON, read.flags(words), 8)
+    assert [(row.written, row.answer.words) for row in found.of("not known")] == [
+        (stray, "belongs to no flag: settings look like --name value")
+    ]
+    assert found.settings["train.lr"] == 3e-4
+    assert not found.complete
+
+
+PYTHON = """
+from megatron.bridge.recipes.llama import llama3_8b_pretrain_config
+
+cfg = llama3_8b_pretrain_config()
+cfg.model.tensor_model_parallel_size = 4  # ranks of one layer
+cfg.comm_overlap = CommOverlapConfig(
+    tp_comm_overlap=True,
+)
+cfg.model.recompute_modules = ["mlp", "moe"]
+cfg.ddp.overlap_grad_reduce = true
+"""
+
+
+def test_lines_of_python_are_read_as_they_stand_in_the_manual_of_bridge() -> None:
+    assert read.keys(PYTHON) == [
+        ("recipe", "llama3_8b_pretrain_config"),
+        ("cfg.model.tensor_model_parallel_size", 4),
+        ("cfg.comm_overlap.tp_comm_overlap", True),
+        ("cfg.model.recompute_modules", ["mlp", "moe"]),
+        ("cfg.ddp.overlap_grad_reduce", True),
+    ]
+    found = translate(BRIDGE, read.keys(PYTHON), 8)
+    assert not found.lacking
+    assert (found.settings["recipe"], found.settings["overlap.tp.method"]) == ("llama3_8b", "auto")
+
+
+@pytest.mark.parametrize(
+    ("words", "stray"),
+    [
+        ("tp_comm_overlap", ["tp_comm_overlap"]),
+        ("model.tensor_model_parallel_size 4 a=1", ["a 1", "model.tensor_model_parallel_size", "4"]),
+        ("model.num_layers= a=1", ["model.num_layers = a = 1"]),
+        ("-", ["-"]),
+        ("cfg.x = f(3)\npretrain(cfg)", ["cfg.x = f(3)", "pretrain(cfg)"]),
+        ("cfg.x += 1", ["cfg.x += 1"]),
+        ("cfg = A(**more)", ["**more"]),
+    ],
+)
+def test_a_word_without_a_value_is_not_lost(words: str, stray: list[str]) -> None:
+    found = translate(BRIDGE, read.keys(words), 8)
+    assert [row.written for row in found.of("not known")] == stray
+
+
+def test_spaces_around_an_equals_sign_do_not_matter() -> None:
+    assert read.keys("+model.a = 4 ddp.b =true") == [("model.a", 4), ("ddp.b", True)]
+
+
+def test_what_another_program_fills_in_is_asked_for_and_the_rest_is_translated() -> None:
+    pairs = [("bf16.enabled", "auto"), ("train_batch_size", "auto"), ("gradient_clipping", 0.5)]
+    found = translate(DEEPSPEED, [*pairs, ("zero_optimization.reduce_bucket_size", "auto")], 8)
+    assert [row.name for row in found.of("not there")] == ["bf16.enabled", "train_batch_size"]
+    assert "fills it in" in found.of("not there")[0].answer.words
+    assert found.of("not needed")[-1].name == "zero_optimization.reduce_bucket_size"
+    assert found.settings["train.clip"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("system", "pairs", "name"),
+    [
+        (TORCHTITAN, [("model.name", "llama3"), ("model.flavor", "70B")], "llama3_1_70b"),
+        (TORCHTITAN, [("model.name", "qwen3"), ("model.flavor", "30B-A3B")], "qwen3_30b_a3b"),
+        (TORCHTITAN, [("model.name", "llama4"), ("model.flavor", "17bx16e")], None),
+        (TORCHTITAN, [("model.flavor", "8B")], None),
+        (BRIDGE, [("--recipe", "qwen3_600m_pretrain_config")], "qwen3_0_6b"),
+        (BRIDGE, [("recipe", "nemotronh_4b_pretrain_config")], None),
+    ],
+)
+def test_a_model_by_name_is_the_recipe_that_has_it(system: System, pairs: read.Pairs, name: str | None) -> None:
+    found = translate(system, pairs, 8)
+    assert found.settings.get("recipe") == name
+    assert bool(found.lacking) == (name is None) == bool(found.of("not there"))
+
+
+@pytest.mark.parametrize("system", ["torchtitan", "bridge"])
+def test_recipes_of_the_tables_exist_and_can_run(system: str) -> None:
+    for found in file_of(system)[RECIPES].values():
+        settings = dict(found) if isinstance(found, dict) else {"recipe": found}
+        resolve_for_plan(changed(recipe(settings.pop("recipe")), settings), {"": "here"})
+
+
+@pytest.mark.parametrize("name", ["--wandb-project", "--log-dir", "--tensorboard-dir", "--swi", "--data-cache-path"])
+def test_names_that_are_like_none_get_no_suggestion(name: str) -> None:
+    (row,) = translate(MEGATRON, [(name, "x")], 8).of("not known")
+    assert "did you mean" not in row.answer.words
+
+
+def test_a_comment_of_the_file_stays_a_comment() -> None:
+    pairs: read.Pairs = [("optimizer.type\n[train]\nlr = 1e9", "x"), ("--master-addr", "a\nb"), ("--lr", 1.0)]
+    text = to_toml(translate(MEGATRON, pairs, 8, "tiny\nlr = 5"))
+    assert tomllib.loads(text)["train"] == {"lr": 1.0}
+
+
 # What goes together
 
 
@@ -194,7 +321,7 @@ def test_ranks_microbatches_and_stages_follow_from_several_flags() -> None:
         "mesh.tp": 2, "mesh.pp": 4, "mesh.dp": 8, "mesh.ep": 1, "model.layers": 32, "plan.chunks": 2,
         "train.sequences": 2, "train.microbatches": 16, "model.heads": 32, "model.hidden": 4096, "model.kv_heads": 32,
         "model.head_dim": 128, "model.tied": True, "overlap.dp.strategy": "no_shard", "model.ffn": 16384,
-        "model.norm_eps": 1e-5,
+        "model.norm_eps": 1e-5, "model.rope_theta": 10000.0, "train.weight_decay": 0.01, "train.betas": (0.9, 0.999),
     }  # fmt: skip
 
 
@@ -335,9 +462,15 @@ def test_the_command_prints_a_translation(capsys, pytestconfig: pytest.Config) -
 
 def test_the_command_writes_toml_and_json_and_says_when_nothing_is_missing(capsys, tmp_path: Path) -> None:
     target = tmp_path / "run.toml"
-    code, out, _ = command(capsys, "explain", "--from-megatron", FLAGS, "--gpus=8", "--toml", str(target), "--json")
+    words = ["explain", "--from-megatron", FLAGS, "--gpus=8", "--toml", str(target), "--json"]
+    code, _, err = command(capsys, *words)
+    assert code == 2
+    assert "no whole model (model.layers, model.hidden, model.heads, model.vocab); fix: add --recipe NAME" in err
+    assert not target.exists()
+    code, out, _ = command(capsys, *words, "--recipe", "moe_8gpu")
     assert code == 0
-    assert tomllib.loads(target.read_text())["mesh"] == {"dp": 4, "ep": 4, "pp": 2, "tp": 1}
+    written = tomllib.loads(target.read_text())
+    assert (written["recipe"], written["mesh"]) == ("moe_8gpu", {"dp": 4, "ep": 4, "pp": 2, "tp": 1})
     assert json.loads(out)["settings"]["overlap.ep.merge"] == "on"
 
 
@@ -394,13 +527,17 @@ DENSE = (
     "--parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_parallel_schedule Interleaved1F1B "
     "--training.local_batch_size 8 --parallelism.pipeline_parallel_microbatch_size 1 --training.seq_len 512"
 )
+LLAMA = "--model.name=llama3 --model.flavor 8B"
 
 
 @pytest.mark.parametrize(
     ("words", "rows"),
     [
         (["--from-megatron", MIXTURE], ("rows to experts and back", "the other half", "run.toml:")),
-        (["--from-torchtitan", f"{DENSE} --activation_checkpoint.mode none"], ("weights gathered", "8 ranks")),
+        (
+            ["--from-torchtitan", f"{DENSE} --activation_checkpoint.mode none {LLAMA}"],
+            ("weights gathered", "8 ranks"),
+        ),
     ],
 )
 def test_what_is_written_can_be_explained(capsys, tmp_path: Path, words: list[str], rows: tuple[str, ...]) -> None:
@@ -430,13 +567,20 @@ def test_what_is_written_can_be_explained(capsys, tmp_path: Path, words: list[st
         (["--from-megatron", "--bf16", "--json=off"], "--json (command line): takes no value; fix: leave out off"),
         (["--from-megatron", "pretrain_gpt.py"], "(command line, --from-megatron): holds no settings of Megatron-LM"),
         (["--from-torchtitan", "nope.json"], "nope.json (command line): cannot be read"),
-        (["--from-bridge", "tensor_model_parallel_size 4"], "(command line, --from-bridge): holds no settings"),
+        (["--from-bridge", "import torch"], "(command line, --from-bridge): holds no settings"),
+        (
+            ["--from-megatron", "--bf16", "--recipe", "moe_8gp"],
+            "recipe = moe_8gp (command line, --recipe): ",
+        ),
+        (["--from-deepspeed", "ds.json", "--toml", "run.toml"], "run.toml (command line, --toml): no model is named"),
         (["--from-megatron", "--bf16", "--gpus", "²"], "gpus = ² (command line, --gpus): not a number of ranks"),
         (["--from-megatron", "--bf16 'x"], "No closing quotation"),
         (["--from-megatron", "--bf16", "--from-megatron", "--fp16"], "given twice"),
     ],
 )
-def test_a_mistake_is_one_line(capsys, words: list[str], message: str) -> None:
+def test_a_mistake_is_one_line(capsys, tmp_path, monkeypatch, words: list[str], message: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("ds.json").write_text('{"gradient_clipping": 1}')
     code, _, err = command(capsys, "explain", *words)
     assert code == 2
     assert message in err
