@@ -209,12 +209,18 @@ class Engine:
 
     def init_weights(self) -> None:
         """Give every weight its first value; the same on any mesh."""
+        self.init_buffers()
         first = self.where.ep * (self.config.model.experts // self.mesh.ep)
         shapes = {w.name: w.shape for unit in self.sharded.units.values() for w in unit.weights}
         tensors = self.sharded.tensors
         self.sharded.load(
             lambda name: self.source.value(name, whole_shape(name, shapes[name], tensors), first, self.device)
         )
+        for name, bias in self.balance.biases().items():
+            bias.copy_(self.source.value(name, tuple(bias.shape), 0, self.device))
+
+    def init_buffers(self) -> None:
+        """Make what there is beside weights. Where a checkpoint is loaded next, no more is needed."""
         for chunk in self.chunks:
             self.source.begin(chunk, self.device)
 

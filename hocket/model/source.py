@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -77,11 +78,14 @@ class ModelSource(Protocol):
         ...
 
     def value(self, name: str, shape: tuple[int, ...], first_expert: int, device: torch.device) -> Tensor:
-        """The first value of a parameter of this `shape`, or the whole one of a parameter stacked by expert."""
+        """The first value of a parameter of this `shape`, or the whole one of a parameter stacked by expert.
+
+        Of a balance bias too.
+        """
         ...
 
     def begin(self, chunk: ChunkLike, device: torch.device) -> None:
-        """Give a chunk's tensors beside parameters their first values."""
+        """Make a chunk's tensors beside parameters, on a device."""
         ...
 
     def own_name(self, name: str) -> str:
@@ -95,7 +99,12 @@ class OwnTransformer:
     def __init__(self, config: Config) -> None:
         """`config` is resolved."""
         self._config = config
-        self._folder = PretrainedFolder(config.model.weights) if config.model.weights else None
+
+    @cached_property
+    def _folder(self) -> PretrainedFolder | None:
+        """Opened when a value is asked for: a run that goes on from a checkpoint asks for none."""
+        weights = self._config.model.weights
+        return PretrainedFolder(weights) if weights else None
 
     def layout(self, config: Config) -> Layout:
         return layout_of(config)
@@ -121,9 +130,6 @@ class OwnTransformer:
     def begin(self, chunk: ChunkLike, device: torch.device) -> None:
         assert isinstance(chunk, Chunk)
         init_biases(chunk, device)
-        if self._folder is not None:
-            for name, bias in chunk.named_buffers():
-                bias.copy_(self._folder.value(name, tuple(bias.shape)))
 
     def own_name(self, name: str) -> str:
         return name
