@@ -15,7 +15,20 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import NoReturn
 
-COMMANDS = ("train", "plan", "trace", "bench", "explain", "doctor", "recipes", "runs", "import", "export", "generate")
+COMMANDS = (
+    "train",
+    "plan",
+    "trace",
+    "bench",
+    "explain",
+    "doctor",
+    "recipes",
+    "runs",
+    "watch",
+    "import",
+    "export",
+    "generate",
+)
 """Each is a module of `commands/` with a function `run(words) -> exit code`."""
 
 USAGE = """usage: hocket train RECIPE [--setting value ...]   train; Ctrl-C saves and ends, the same command continues
@@ -30,7 +43,8 @@ USAGE = """usage: hocket train RECIPE [--setting value ...]   train; Ctrl-C save
        hocket generate RUN --prompt TEXT           what a run's model, or a published one, goes on with
        hocket doctor                               check environment and hardware: what costs overlap here
        hocket recipes                              list recipes, and presets with what they set
-       hocket runs [DIR]                           list runs: how far they came, their loss, whether they run
+       hocket runs [DIR...] [--html FILE]          list runs: how far they came, their loss; their curves as a page
+       hocket watch RUN                            the curves of a run, in the terminal, as they grow
        hocket --version                            versions of hocket, torch and Python
 
 In place of RECIPE there may be a TOML file of settings, or module:function of your own; --preset comes before them.
