@@ -14,7 +14,7 @@ COLUMNS = ("name", "recipe", "step", "loss", "when", "state")
 
 def run(words: list[str]) -> int:
     """List runs, the latest last, or write a page with their curves."""
-    folders, target = _asked(words)
+    folders, target = asked(words)
     found: list[tuple[Path, Run]] = []
     for folder in folders:
         try:
@@ -36,7 +36,7 @@ def run(words: list[str]) -> int:
     return 0
 
 
-def _asked(words: list[str]) -> tuple[list[Path], str]:
+def asked(words: list[str]) -> tuple[list[Path], str]:
     """The folders and the page that the words name."""
     folders, target, rest = list[Path](), "", iter(words)
     for word in rest:
