@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except ValueError as error:
         if os.environ.get("HOCKET_DEBUG") == "1":
             traceback.print_exc()
-        print(f"hocket: {error}", file=sys.stderr)
+        print(f"hocket: {_harmless(str(error))}", file=sys.stderr)
         code = 2
     except KeyboardInterrupt:
         code = 130
@@ -73,6 +73,11 @@ def run(words: list[str]) -> int:
         reason = "there is no such command"
         raise ValueError(f"{' '.join(words)} (command line): {reason}; fix: one of {', '.join(COMMANDS)}")
     return importlib.import_module(f"hocket.commands.{command}").run(rest)
+
+
+def _harmless(text: str) -> str:
+    """Lines without what would make a terminal do something: names of files may come from others."""
+    return "".join(c if c == "\n" or c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def _version(package: str) -> str:

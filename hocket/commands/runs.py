@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from hocket.settings.schema import show
 from hocket.train.runs import Run, runs
 
 COLUMNS = ("name", "recipe", "step", "loss", "when", "state")
@@ -34,4 +35,4 @@ def _row(found: Run) -> tuple[str, ...]:
     of = f" of {found.steps}" if found.steps else ""
     loss = "-" if found.loss is None else f"{found.loss:.4f}"
     when = f"{found.when:%Y-%m-%d %H:%M}" if found.when else "-"
-    return found.name, found.recipe or "-", f"{found.step}{of}", loss, when, found.state or "-"
+    return show(found.name), show(found.recipe or "-"), f"{found.step}{of}", loss, when, found.state or "-"
