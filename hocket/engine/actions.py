@@ -30,7 +30,6 @@ from hocket.parallel.dispatch import exchange_counts
 from hocket.parallel.placed import place_counts
 from hocket.program.ops import TIED, UNIT_VERBS, Layout, Op
 from hocket.program.parts import INPUT, LayerKind, Part
-from hocket.program.transformer import EMBED
 from hocket.program.values import UnitName, unit_moved, unit_read, unit_written
 from hocket.runtime.blocks import Blocks, HostBlocks
 from hocket.runtime.comm import Group, Groups, Pending, RowTable
@@ -308,7 +307,7 @@ class Actions:
     @property
     def _tied(self) -> PlannedUnit:
         """The unit of a tied embedding, which another rank has too."""
-        return self._units[EMBED.unit, 0, -1]
+        return self._units["embed", 0, -1]
 
     def send(self, op: Op, *values: Tensor) -> CommResult:
         group = self._edge(op)

@@ -168,9 +168,8 @@ def _needs(ops: list[Op], known: Meanings) -> list[list[int]]:
     slot_read: dict[tuple[str, int], int] = {}  # gradient slot -> its latest add or reduce
     last_reader: dict[UnitName, int] = {}
     updated: dict[UnitName, int] = {}
-    reduced: dict[str, int] = {}  # class of units -> its latest add or reduce
     written: dict[tuple[UnitName, int], int] = {}  # (unit, microbatch) -> latest weight gradient
-    computed = -1  # the latest compute op
+    computed = reduced = -1  # the latest compute op, and the latest add or reduce of an embedding
     needs: list[list[int]] = []
     for i, op in enumerate(ops):
         verb, part, microbatch, chunk, layer, lane, slot, _, _, _ = op
@@ -192,8 +191,8 @@ def _needs(ops: list[Op], known: Meanings) -> list[list[int]]:
             if (unit[0], slot) in slot_read:
                 need.append(slot_read[unit[0], slot])
             written[unit, microbatch] = i
-        elif verb == "send" and part == TIED:
-            need += [reduced[EMBED.unit]] if EMBED.unit in reduced else []
+        elif verb == "send" and part == TIED and reduced >= 0:
+            need.append(reduced)
         elif verb == "recv":
             if computed >= 0:  # see Note: [A receive is not posted early]
                 need.append(computed)
@@ -213,7 +212,7 @@ def _needs(ops: list[Op], known: Meanings) -> list[list[int]]:
             # That a reduce comes behind its unit's adds follows: they are on this lane too, before that gradient.
             need.append(written[unit_moved(op), microbatch])
             slot_read[part, slot] = i
-            reduced[part] = i
+            reduced = i if part == EMBED.unit else reduced
         elif verb == "step":
             need += list({other.lane: p for p, other in enumerate(ops[:i])}.values())
         if lane == "compute":

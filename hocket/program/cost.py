@@ -294,10 +294,10 @@ def _add_units(
     per element, though the first of a step only writes; that the last one reads what adds have summed up is left out.
     What an add stands for, products of weight gradients do themselves, and in a group of one what a reduce stands for
     too: then there are no slots. An embedding whose head is tied to it has both, unless the two are on two ranks: then
-    these exchange their sums, in fp32, and the step adds them up. AdamW reads weight, gradient and both averages and writes
-    weight and averages: 28 bytes, and 24 more where averages in bf16 become fp32 and are rounded; the norm reads the
-    gradients once more. In the step, what is held whole is cast, unless fp32 is what computes. Every rank's step waits
-    for the slowest, through the norm's all-reduce.
+    these exchange their sums, in fp32, and the step adds them up. AdamW reads weight, gradient and both averages and
+    writes weight and averages: 28 bytes, and 24 more where averages in bf16 become fp32 and are rounded; the norm reads
+    the gradients once more. In the step, what is held whole is cast, unless fp32 is what computes. Every rank's step
+    waits for the slowest, through the norm's all-reduce.
     """
     b, w = price.dtype_bytes, sharding.wire_bytes or price.dtype_bytes
     traffic = normed = summed_up = 0

@@ -146,7 +146,7 @@ class _Rank:
             self.trimmed[key] = first_reader(self.ops[p], self.program.layout)
 
     def _ends_unit(self) -> Unit:
-        """Under what name the gradients of the embedding's unit count: those of a tied head elsewhere for themselves."""
+        """Under what name gradients of the embedding's unit count: those of a tied head elsewhere for themselves."""
         chunk = self.program.layout.apart.get(self.rank, -1)
         head = chunk >= 0 and self.program.layout.is_last(self.rank, chunk)
         return (HEAD.name if head else EMBED.name), -1

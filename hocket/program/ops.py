@@ -82,8 +82,9 @@ class Op(NamedTuple):
     verb: Verb
     part: str
     """What it works on: a part of the model (`program/parts.py`). Of a send or recv: `act` or `grad`, a chunk's output
-    activation or its input gradient, or `tied`, a step's gradient of a tied embedding. Of the verbs in `UNIT_VERBS`: a class of units. Of the step: `all` of the rank, or
-    the gradients' `norm` alone, if updates are left to the step that follows."""
+    activation or its input gradient, or `tied`, a step's gradient of a tied embedding. Of the verbs
+    in `UNIT_VERBS`: a class of units. Of the step: `all` of the rank, or the gradients' `norm` alone, if updates are
+    left to the step that follows."""
     microbatch: int = -1
     chunk: int = -1
     layer: int = -1

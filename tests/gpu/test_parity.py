@@ -95,9 +95,7 @@ TWO: dict[str, Config] = {
     ),
     "a pipeline": PIPED,
     "a pipeline with a tied head": changed(PIPED, {"model.tied": True}),
-    "a pipeline with a tied head, copy_engine": changed(
-        PIPED, {"model.tied": True, "train.transport": "copy_engine"}
-    ),
+    "a pipeline with a tied head, copy_engine": changed(PIPED, {"model.tied": True, "train.transport": "copy_engine"}),
     "a pipeline, copy_engine": changed(PIPED, {"train.transport": "copy_engine"}),
     "a V, copy_engine": changed(
         planned(APART, order="zb_v"), {"mesh.dp": 1, "mesh.ep": 1, "train.transport": "copy_engine"}

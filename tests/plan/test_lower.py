@@ -267,7 +267,8 @@ def test_a_tied_gradient_is_that_of_all_microbatches(verb: str) -> None:
     program = build(Layout(("dense",) * 4, pp=2, tied=True), 2)
     ops = list(program.ranks[0])
     position = next(i for i, op in enumerate(ops) if op.verb == verb and (op.part == "tied" or verb == "step"))
-    ops[position] = ops[position]._replace(**({"deps": ()} if verb == "send" else {"chunk": -1}))
+    op = ops[position]
+    ops[position] = op._replace(deps=()) if verb == "send" else op._replace(chunk=-1)
     broken = replace(program, ranks=(tuple(ops), *program.ranks[1:]))
     assert any(violation.invariant == 5 for violation in check(broken))
 

@@ -108,8 +108,8 @@ class PlannedModel:
                 slots = self.weight_slots.get(kind), self.grad_slots.get(kind)
                 tied = kind == "embed" and program.layout.tied
                 adds = name in added and not (tied and not program.layout.apart)
-                copies = 2 if tied and program.layout.apart else 1
-                made[name] = PlannedUnit(kind, layer, group, *slots, self.tensors, adds, copies)
+                made[name] = PlannedUnit(kind, layer, group, *slots, self.tensors, adds)
+                made[name].copies = 2 if tied and program.layout.apart else 1
         self.units = {name: unit for kind in UNITS for name, unit in made.items() if name[0] == kind}
 
     def _allocate(self, stored: Mapping[UnitName, ParamGroup], where: ShardGroups, program: Program) -> None:

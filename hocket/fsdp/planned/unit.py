@@ -97,13 +97,13 @@ class PlannedUnit:
         grad_slots: Slots | None,
         tensors: TensorRank = ALONE,
         adds: bool = False,
-        copies: int = 1,
     ) -> None:
         """Slots are None where the group has one member that gathers weights, or the one that reduces gradients.
 
-        With `adds`, gradients stay whole until a step's last microbatch. `copies` pipeline ranks have the unit.
+        With `adds`, gradients stay whole until a step's last microbatch.
         """
-        self.copies = copies
+        self.copies = 1
+        """Pipeline ranks that have the unit."""
         self.kind, self.layer, self.group, self.tensors = kind, layer, group, tensors
         self.weights = tuple(manage(member.param, member.name) for member in group.members)
         self._weight_slots, self._slots_of_grads, self._adds = weight_slots, grad_slots, adds
