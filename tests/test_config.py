@@ -336,7 +336,6 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (TINY, {"run__port": 70000}, "run.port", "at most 65535"),
 ]  # fmt: skip
 WITH_HOST: list[tuple[Config, Host, dict[str, Any], str, str]] = [
-    (changed(DENSE, train__device="cuda"), Host(gpus=1), {"optimizer__name": "muon"}, "optimizer.name", "on GPUs two"),
     (changed(DENSE, mesh__tp=2, train__device="cuda"), Host(gpus=1, workers=2, local_workers=1),
      {"overlap__tp__method": "ring"}, "overlap.tp.method", "the GPUs of one host"),
     *(
