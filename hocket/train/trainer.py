@@ -23,7 +23,7 @@ from hocket.runtime.collection import collect_after, no_collection
 from hocket.runtime.recorder import Watchdog
 from hocket.runtime.world import everyone
 from hocket.settings.schema import leaf, problem
-from hocket.train.checkpoint import SaveFailed, make_place, restore, save
+from hocket.train.checkpoint import SaveFailed, make_place, restore, resumes, save
 from hocket.train.data import Bins, Mixed, Rows, make_streams
 from hocket.train.metrics import Metrics, StepRecord
 from hocket.train.pieces import Range
@@ -62,7 +62,10 @@ class Trainer:
     def begin(self) -> None:
         """Give weights their first values, or those of a checkpoint. Raises ValueError for one that does not fit."""
         settings, engine = self.settings, self.engine
-        engine.init_weights()
+        if resumes(settings):
+            engine.init_buffers()
+        else:
+            engine.init_weights()
         if self.pretends:
             return
         restored = restore(settings, self._state(), self.text.up_to)
