@@ -94,7 +94,8 @@ def adapted() -> nn.Module:
     model = stack()
     for block in model:
         if isinstance(block, Block):
-            block.up, block.down = Lora(block.up), Lora(block.down)
+            block.register_module("up", Lora(block.up))
+            block.register_module("down", Lora(block.down))
     model[0].requires_grad_(False)
     return model
 
