@@ -122,9 +122,8 @@ class Scratch:
     @property
     def free(self) -> list[Tensor]:
         """Buffers of the current queue that nobody uses."""
-        from hocket.runtime.lanes import current_queue  # lanes know transports
-
-        return self._free.setdefault(current_queue(self.device), [])
+        queue = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
+        return self._free.setdefault(queue, [])
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1-D tensor of `numel` elements with arbitrary content."""
