@@ -56,11 +56,10 @@ def _below(folder: Path) -> list[str]:
 
 def on_files(files: Any, config: Any) -> Any:
     """Add the pages that do not lie in docs/."""
-    from mkdocs.structure.files import File
-
+    generated = type(next(iter(files))).generated  # mkdocs's File
     for source, name in BESIDE.items():
-        files.append(File.generated(config, name, content=for_site((ROOT / source).read_text("utf-8"), source)))
-    files.append(File.generated(config, "reference.md", content=reference()))
+        files.append(generated(config, name, content=for_site((ROOT / source).read_text("utf-8"), source)))
+    files.append(generated(config, "reference.md", content=reference()))
     return files
 
 
