@@ -24,6 +24,7 @@ from hocket.commands.export import Export
 from hocket.commands.generate import Generate
 from hocket.commands.options import parse
 from hocket.commands.plan import Plan
+from hocket.commands.runs import asked as asked_runs
 from hocket.commands.train import Train
 from hocket.foreign.systems import SYSTEMS
 from hocket.program.ops import LANES, UNITS, Verb
@@ -144,6 +145,12 @@ def check_hocket(words: list[str]) -> None:
         return
     if words[0] == "import":
         assert len(words) == 3, words
+        return
+    if words[0] == "runs":
+        assert asked_runs(words[1:])[0], words
+        return
+    if words[0] in ("watch", "help"):
+        assert len(words) == 2, words
         return
     if words[0] in ("export", "generate"):
         tyro.cli(Export if words[0] == "export" else Generate, args=words[1:], use_underscores=True)

@@ -274,6 +274,13 @@ def _size_of(state: Mapping[str, FlatTensor], group: OfRanks = None) -> int:
 # ------------------------------------------------------------------------------------------------------------ restore
 
 
+def resumes(settings: Settings) -> bool:
+    """Whether a run loads a checkpoint, or is refused: then it needs no first values, whatever `model.weights` says."""
+    if settings.run.resume == "off" or settings.train.transport == "null":
+        return False
+    return bool(_candidates(settings))
+
+
 def restore(settings: Settings, groups: Groups, text: TextUpTo = lambda _: "") -> Restored | None:
     """Load the checkpoint that `run.resume` asks for into the tensors of `groups`; None if there is none to load.
 
@@ -298,10 +305,7 @@ def _change_folder(settings: Settings, action: Callable[[], object]) -> None:
 
 def _find_and_load(settings: Settings, groups: Groups, text: TextUpTo) -> Restored | None:
     resume, notes = settings.run.resume, list[str]()
-    if resume == "auto":
-        candidates = everyone(_newest_first(checkpoints_of(settings)))[0]
-    else:
-        candidates = [Path(resume)]
+    candidates = _candidates(settings)
     for path in candidates:
         damage = damage_of(path)
         if not damage:
@@ -315,6 +319,12 @@ def _find_and_load(settings: Settings, groups: Groups, text: TextUpTo) -> Restor
         fix = f"delete {checkpoints_of(settings)} or set run.resume = off to start over"
         raise ValueError(problem("run.resume", resume, settings.origins, reason, fix))
     return None
+
+
+def _candidates(settings: Settings) -> list[Path]:
+    """Checkpoints of which the first whole one is loaded, unless `run.resume` is off."""
+    resume = settings.run.resume
+    return everyone(_newest_first(checkpoints_of(settings)))[0] if resume == "auto" else [Path(resume)]
 
 
 def _load(path: Path, settings: Settings, groups: Groups, text: TextUpTo, notes: list[str]) -> Restored:

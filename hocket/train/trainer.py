@@ -24,7 +24,7 @@ from hocket.runtime.collection import collect_after, no_collection
 from hocket.runtime.recorder import Watchdog
 from hocket.runtime.world import everyone
 from hocket.settings.schema import leaf, problem
-from hocket.train.checkpoint import Moment, make_place, require_memory, restore
+from hocket.train.checkpoint import Moment, make_place, require_memory, restore, resumes
 from hocket.train.data import Bins, Mixed, Rows, make_streams
 from hocket.train.metrics import Metrics, StepRecord
 from hocket.train.pieces import Range
@@ -65,7 +65,10 @@ class Trainer:
     def begin(self) -> None:
         """Give weights their first values, or those of a checkpoint. Raises ValueError for one that does not fit."""
         settings, engine = self.settings, self.engine
-        engine.init_weights()
+        if resumes(settings):
+            engine.init_buffers()
+        else:
+            engine.init_weights()
         if self.pretends:
             return
         restored = restore(settings, self._state(), self.text.up_to)
