@@ -17,6 +17,7 @@ REFUSED_MODELS: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
     ({}, {"model__window": 4, "model__full_layers": (8,)}, "model.full_layers", "numbered 0 to 7"),
     ({}, {"model__full_layers": (1,)}, "model.full_layers", "no effect: no layer has a window"),
     ({"model__full_layers": tuple(range(8))}, {"model__window": 4}, "model.window", "names every layer"),
+    ({}, {"model__window": 1}, "model.window", "attends to itself alone"),
     (YARN, {"model__rope__plain_windows": True}, "model.rope.plain_windows", "model.window = 0"),
     ({}, {"model__swiglu_alpha": 2.0}, "model.swiglu_alpha", "model.swiglu_limit = 0 is silu"),
     ({"model__experts": 0}, {"model__expert_bias": True}, "model.expert_bias", "the model has no MoE layer"),

@@ -101,7 +101,7 @@ def test_tables_name_settings_that_exist_say_why_and_have_no_name_twice(system: 
         for name in row.names:
             for value in VALUES.get(name, [SAMPLES[row.takes]]):
                 answer = fitting(row.rule(value, ROUND))
-                assert set(answer.settings) <= set(types()), name
+                assert set(answer.settings) <= {"recipe", *types()}, name
                 assert bool(answer.settings) == (answer.state == "becomes"), name
                 assert answer.settings or answer.words, name
 
@@ -119,57 +119,6 @@ def test_the_keys_of_bridge_are_flags_of_megatron() -> None:
     ):
         assert BRIDGE.spelled(key) == flag
         assert flag in flags
-
-
-# How settings are read
-
-
-def test_flags_are_read_as_they_stand_in_scripts() -> None:
-    text = """CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 8 pretrain_gpt.py \\
-        --tensor-model-parallel-size 2 --lr=3e-4 --sequence-parallel --recompute-modules mlp moe"""
-    assert read.flags(text) == [
-        ("CUDA_DEVICE_MAX_CONNECTIONS", 1),
-        ("--nproc-per-node", 8),
-        ("--tensor-model-parallel-size", 2),
-        ("--lr", 3e-4),
-        ("--sequence-parallel", True),
-        ("--recompute-modules", ["mlp", "moe"]),
-    ]
-
-
-def test_keys_and_files_are_read_with_their_sections(tmp_path: Path) -> None:
-    assert read.keys("+ddp.bucket_size=1024 model.x=[mlp,'moe'] comm_overlap.align=null loose") == [
-        ("ddp.bucket_size", 1024),
-        ("model.x", ["mlp", "moe"]),
-        ("comm_overlap.align", None),
-    ]
-    (tmp_path / "a.json").write_text('{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}')
-    (tmp_path / "a.toml").write_text("[parallelism]\ntensor_parallel_degree = 4\n")
-    assert read.file(str(tmp_path / "a.json")) == [
-        ("zero_optimization.stage", 3),
-        ("zero_optimization.offload_param.device", "cpu"),
-    ]
-    assert read.flags_or_file(str(tmp_path / "a.toml")) == [("parallelism.tensor_parallel_degree", 4)]
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (None, "cannot be read"),
-        ("{", "a file of the format"),
-        ("[1]", "holds no settings"),
-        ("{'a': 1}", "fix: "),
-        ("[" * 100_000, "fix: "),
-    ],
-)
-def test_a_file_that_says_nothing_is_one_line(tmp_path: Path, content: str | None, words: str) -> None:
-    path = tmp_path / "ds.json"
-    if content is not None:
-        path.write_text(content)
-    with pytest.raises(ValueError, match=r"ds.json \(command line\): ") as error:
-        read.file(str(path))
-    assert words in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 # What goes together
@@ -194,7 +143,7 @@ def test_ranks_microbatches_and_stages_follow_from_several_flags() -> None:
         "mesh.tp": 2, "mesh.pp": 4, "mesh.dp": 8, "mesh.ep": 1, "model.layers": 32, "plan.chunks": 2,
         "train.sequences": 2, "train.microbatches": 16, "model.heads": 32, "model.hidden": 4096, "model.kv_heads": 32,
         "model.head_dim": 128, "model.tied": True, "overlap.dp.strategy": "no_shard", "model.ffn": 16384,
-        "model.norm_eps": 1e-5,
+        "model.norm_eps": 1e-5, "model.rope_theta": 10000.0, "train.weight_decay": 0.01, "train.betas": (0.9, 0.999),
     }  # fmt: skip
 
 
@@ -335,9 +284,15 @@ def test_the_command_prints_a_translation(capsys, pytestconfig: pytest.Config) -
 
 def test_the_command_writes_toml_and_json_and_says_when_nothing_is_missing(capsys, tmp_path: Path) -> None:
     target = tmp_path / "run.toml"
-    code, out, _ = command(capsys, "explain", "--from-megatron", FLAGS, "--gpus=8", "--toml", str(target), "--json")
+    words = ["explain", "--from-megatron", FLAGS, "--gpus=8", "--toml", str(target), "--json"]
+    code, _, err = command(capsys, *words)
+    assert code == 2
+    assert "no whole model (model.layers, model.hidden, model.heads, model.vocab); fix: add --recipe NAME" in err
+    assert not target.exists()
+    code, out, _ = command(capsys, *words, "--recipe", "moe_8gpu")
     assert code == 0
-    assert tomllib.loads(target.read_text())["mesh"] == {"dp": 4, "ep": 4, "pp": 2, "tp": 1}
+    written = tomllib.loads(target.read_text())
+    assert (written["recipe"], written["mesh"]) == ("moe_8gpu", {"dp": 4, "ep": 4, "pp": 2, "tp": 1})
     assert json.loads(out)["settings"]["overlap.ep.merge"] == "on"
 
 
@@ -394,13 +349,17 @@ DENSE = (
     "--parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_parallel_schedule Interleaved1F1B "
     "--training.local_batch_size 8 --parallelism.pipeline_parallel_microbatch_size 1 --training.seq_len 512"
 )
+LLAMA = "--model.name=llama3 --model.flavor 8B"
 
 
 @pytest.mark.parametrize(
     ("words", "rows"),
     [
         (["--from-megatron", MIXTURE], ("rows to experts and back", "the other half", "run.toml:")),
-        (["--from-torchtitan", f"{DENSE} --activation_checkpoint.mode none"], ("weights gathered", "8 ranks")),
+        (
+            ["--from-torchtitan", f"{DENSE} --activation_checkpoint.mode none {LLAMA}"],
+            ("weights gathered", "8 ranks"),
+        ),
     ],
 )
 def test_what_is_written_can_be_explained(capsys, tmp_path: Path, words: list[str], rows: tuple[str, ...]) -> None:
@@ -430,13 +389,20 @@ def test_what_is_written_can_be_explained(capsys, tmp_path: Path, words: list[st
         (["--from-megatron", "--bf16", "--json=off"], "--json (command line): takes no value; fix: leave out off"),
         (["--from-megatron", "pretrain_gpt.py"], "(command line, --from-megatron): holds no settings of Megatron-LM"),
         (["--from-torchtitan", "nope.json"], "nope.json (command line): cannot be read"),
-        (["--from-bridge", "tensor_model_parallel_size 4"], "(command line, --from-bridge): holds no settings"),
+        (["--from-bridge", "import torch"], "(command line, --from-bridge): holds no settings"),
+        (
+            ["--from-megatron", "--bf16", "--recipe", "moe_8gp"],
+            "recipe = moe_8gp (command line, --recipe): ",
+        ),
+        (["--from-deepspeed", "ds.json", "--toml", "run.toml"], "run.toml (command line, --toml): no model is named"),
         (["--from-megatron", "--bf16", "--gpus", "²"], "gpus = ² (command line, --gpus): not a number of ranks"),
         (["--from-megatron", "--bf16 'x"], "No closing quotation"),
         (["--from-megatron", "--bf16", "--from-megatron", "--fp16"], "given twice"),
     ],
 )
-def test_a_mistake_is_one_line(capsys, words: list[str], message: str) -> None:
+def test_a_mistake_is_one_line(capsys, tmp_path, monkeypatch, words: list[str], message: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("ds.json").write_text('{"gradient_clipping": 1}')
     code, _, err = command(capsys, "explain", *words)
     assert code == 2
     assert message in err

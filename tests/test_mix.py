@@ -180,7 +180,7 @@ def test_what_a_file_of_sources_cannot_say(tmp_path, monkeypatch, text, reasons)
 
 
 def test_all_mistakes_are_named_at_once(tmp_path):
-    text = '[a]\npaths = ["x"]\nweight = -1\n[b]\nwait = 2'
+    text = '[a]\npaths = ["x"]\nweight = -1\n[b]\nwieght = 2'
     with pytest.raises(ValueError, match=r"3 keys of .* cannot work") as caught:
         read_sources(DataConfig(sources=sources_in(tmp_path, text)), {})
     assert "did you mean weight?" in str(caught.value)

@@ -8,21 +8,23 @@ from hocket.commands.options import write
 from hocket.foreign.systems import SYSTEMS
 from hocket.foreign.translate import translate
 from hocket.foreign.write import to_json, to_text, to_toml
+from hocket.recipes import recipe
 from hocket.settings.schema import show
 
-USAGE = """usage: hocket explain --from-megatron "FLAGS" [--gpus N] [--toml FILE] [--json]
-       hocket explain --from-bridge "KEY=VALUE ..."
+USAGE = """usage: hocket explain --from-megatron "FLAGS" [--gpus N] [--recipe NAME] [--toml FILE] [--json]
+       hocket explain --from-bridge "KEY=VALUE ...", or lines of Python such as cfg.model.num_layers = 4
        hocket explain --from-torchtitan "FLAGS", or FILE.toml
        hocket explain --from-deepspeed FILE.json
 
 Says what settings of Megatron-LM, Megatron Bridge, torchtitan and DeepSpeed are in hocket, which are not needed, and
-which are not there. The exit code is 1 if something that was asked for is not there or not known.
+which are not there. The exit code is 1 if something that was asked for is not there or not known, or is no setting.
 
   --gpus N      number of ranks, which these settings leave open
+  --recipe NAME recipe to stand on: its model, where the settings have none, and all that they leave open
   --toml FILE   write what they become to a file that hocket reads
   --json        print everything as JSON"""
 
-_OTHERS = ("--gpus", "--toml", "--json")
+_OTHERS = ("--gpus", "--recipe", "--toml", "--json")
 
 
 def run(words: list[str]) -> int:
@@ -51,8 +53,16 @@ def run(words: list[str]) -> int:
         said = show(values[asked[0]])
         fix = f"hocket explain {asked[0]} --help shows how they are given"
         raise ValueError(f"{said} (command line, {asked[0]}): holds no settings of {system.name}; fix: {fix}")
-    found = translate(system, pairs, _gpus(values["--gpus"]) if "--gpus" in values else 0)
+    base = values.get("--recipe", "")
+    if base:
+        recipe(base, "command line, --recipe")
+    found = translate(system, pairs, _gpus(values["--gpus"]) if "--gpus" in values else 0, base)
     if "--toml" in values:
+        if found.lacking:
+            missing = [name for name in found.lacking if name != "recipe"]
+            why = f"the settings have no whole model ({', '.join(missing)})" if missing else "no model is named"
+            fix = "add --recipe NAME, of hocket recipes"
+            raise ValueError(f"{show(values['--toml'])} (command line, --toml): {why}; fix: {fix}")
         write(values["--toml"], to_toml(found))
     print(json.dumps(to_json(found), indent=1) if "--json" in values else to_text(found))
     return 0 if found.complete else 1

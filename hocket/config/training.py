@@ -38,7 +38,8 @@ class PrecisionConfig:
     wire: Literal["auto", "fp32", "bf16"] = "auto"
     """Format in which gradients of weights travel. auto is the format of compute: each rank rounds its gradient to it.
     fp32 with compute in bf16 rounds no gradient, and moves twice the bytes. Where no gradient travels, products add to
-    the fp32 gradient. The two gradients of a tied embedding are added up in this format."""
+    the fp32 gradient. Where one rank has a tied embedding and its head, the two gradients of a microbatch are added
+    up in this format."""
     averages: Literal["fp32", "bf16"] = "fp32"
     """Format in which AdamW's two averages are kept between steps. With bf16 a weight takes 8 bytes beside its copies,
     not 12. A step computes in fp32 and rounds the averages to nearest, so no decay rate of train.betas may be close
@@ -141,8 +142,15 @@ class TrainConfig:
     """Batches of one validation, each as large as a step's; 0 means no validation."""
     save_every: int = 0
     """Steps between checkpoints; 0 means only one at the end."""
+    save_behind: bool = True
+    """Checkpoints are written while training goes on, from a copy in the memory of the host. Without it training waits
+    until one is written, and no copy is made."""
     keep: int = 2
-    """Checkpoints kept; older ones are deleted. 0 writes none, not even at the end."""
+    """The newest checkpoints that are kept; older ones are deleted. 0 writes none, not even at the end."""
+    keep_every: int = 0
+    """Checkpoints of steps that are a multiple of this are kept for good, beside those of keep; 0 means none."""
+    keep_best: int = 0
+    """Checkpoints with the lowest held-out losses that are kept beside those of keep. `best` is a link to the first."""
     log_every: int = 1
     """Steps between printed lines. Every step goes to metrics.jsonl."""
     experts_every: int = 0

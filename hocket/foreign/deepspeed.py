@@ -54,4 +54,5 @@ DEEPSPEED = System(
     ((RANKS, lambda given: ranks(given, (TENSOR_RANKS,))), (f"(no {STAGE})", _stage_zero)),
     spelled,
     (("mesh.tp", (TENSOR_RANKS,)), ("mesh.pp", ()), ("plan.chunks", ()), ("mesh.ep", ())),
+    filled="auto",
 )

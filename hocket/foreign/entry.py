@@ -202,13 +202,22 @@ def entries(name: str, own: Mapping[str, Rule]) -> tuple[Entry, ...]:
     return tuple(
         Entry(tuple(names.split()), _TYPES[takes], own[rule] if rule in own else _RULES[rule](*needs))
         for title, table in file_of(name).items()
-        if title != ALIASES
+        if title not in (ALIASES, RECIPES)
         for names, (takes, rule, *needs) in table.items()
     )
 
 
-ALIASES = "aliases"
-"""The title of a table of names that stand for others."""
+ALIASES, RECIPES = "aliases", "recipes"
+"""Titles of tables of names that stand for others: settings, and models of which hocket has a recipe."""
+
+
+def model_of(name: str, recipes: Mapping[str, Any], words: str) -> Answer:
+    """A recipe with the model of this name; or that there is none. `words` say what differs in all of them."""
+    if name not in recipes:
+        return Answer("not there", words="no recipe has this model; --recipe names one to stand on")
+    found = recipes[name]
+    settings = found if isinstance(found, Mapping) else {"recipe": found}
+    return Answer("becomes", settings, words)
 
 
 def _tuples(value: Any) -> Any:

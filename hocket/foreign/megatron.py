@@ -11,7 +11,19 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hocket.foreign.entry import ALIASES, Answer, Given, Rule, entries, expert_ranks, file_of, ranks, when
+from hocket.foreign.entry import (
+    ALIASES,
+    RECIPES,
+    Answer,
+    Given,
+    Rule,
+    entries,
+    expert_ranks,
+    file_of,
+    model_of,
+    ranks,
+    when,
+)
 from hocket.foreign.translate import RANKS, Assumed, Default, System
 
 LAYERS, PIPELINE, TENSOR_RANKS = "--num-layers", "--pipeline-model-parallel-size", "--tensor-model-parallel-size"
@@ -229,6 +241,37 @@ def rope_scaling(value: Any, given: Given) -> Answer:
     return when({f"model.rope.{name}": setting for name, setting in settings.items()})(value, given)
 
 
+FIRST_BETA, SECOND_BETA = "--adam-beta1", "--adam-beta2"
+
+
+def betas(value: Any, given: Given) -> Answer:
+    """Both decay rates of AdamW, one of which may be Megatron-LM's own."""
+    rates = (float(given.values.get(FIRST_BETA, 0.9)), float(given.values.get(SECOND_BETA, 0.999)))
+    return Answer("becomes", {"train.betas": rates})
+
+
+def _betas(given: Given) -> Answer | None:
+    there = {FIRST_BETA, SECOND_BETA} & given.values.keys() or not _described(given)
+    return None if there else betas(None, given)
+
+
+def _unless(flag: str, setting: str, value: Any) -> Callable[[Given], Answer | None]:
+    """What Megatron-LM takes for a whole model's run where a flag is not given."""
+
+    def make(given: Given) -> Answer | None:
+        there = flag in given.values or not _described(given)
+        return None if there else Answer("becomes", {setting: value})
+
+    return make
+
+
+def bridge_recipe(value: Any, given: Given) -> Answer:
+    """A recipe of Bridge by its name, such as `llama3_8b_pretrain_config`: the model that it has."""
+    name = re.sub(r"_(pretrain|sft|peft|finetune)?_?config$", "", str(value))
+    words = "its model; what else Bridge's recipe sets must be given here, too"
+    return model_of(name, file_of("bridge")[RECIPES], words)
+
+
 def late_head(value: Any, given: Given) -> Answer:
     """How many of the head's weight gradients wait."""
     limit = given.number("--wgrad-deferral-limit", default=0) or -1
@@ -320,11 +363,6 @@ def _expert_width(given: Given) -> Answer | None:
     return None if there or not experts or not _ffn(given) else Answer("becomes", {"model.expert_ffn": _ffn(given)})
 
 
-def _epsilon(given: Given) -> Answer | None:
-    there = "--norm-epsilon" in given.values or not _described(given)
-    return None if there else Answer("becomes", {"model.norm_eps": 1e-5})
-
-
 def _unlike(flags: tuple[str, ...], words: str) -> Callable[[Given], Answer | None]:
     """What a model is in Megatron-LM without these flags, and never here."""
 
@@ -364,7 +402,10 @@ _POSITIONS = "--position-embedding-type", "--use-rotary-position-embeddings"
 _MEGATRON_MODEL: tuple[Default, ...] = (
     ("(no --ffn-hidden-size)", _dense_width),
     ("(no --moe-ffn-hidden-size)", _expert_width),
-    ("(no --norm-epsilon)", _epsilon),
+    ("(no --norm-epsilon)", _unless("--norm-epsilon", "model.norm_eps", 1e-5)),
+    ("(no --rotary-base)", _unless("--rotary-base", "model.rope_theta", 10000.0)),
+    ("(no --weight-decay)", _unless("--weight-decay", "train.weight_decay", 0.01)),
+    ("(no --adam-beta2)", _betas),
     ("(no --swiglu)", _unlike(("--swiglu",), "MLPs are SwiGLU, not GELU")),
     ("(no --normalization)", _unlike(("--normalization",), "norms are RMSNorm, not LayerNorm")),
     ("(no --position-embedding-type)", _unlike(_POSITIONS, "positions are rotary, not learnt")),
@@ -375,7 +416,7 @@ _MEGATRON_MODEL: tuple[Default, ...] = (
 
 def spelled(name: str) -> str:
     """Megatron-LM's flag for a key of Bridge, or the key's last word where it has an entry of its own."""
-    last = name.split(".")[-1]
+    last = name.split(".")[-1].lstrip("-")
     own = {word for row in BRIDGE_OWN for word in row.names}
     if last in own or last.isupper():
         return last
@@ -389,13 +430,18 @@ _RULES: Mapping[str, Rule] = {
         for rule in (
             chunks_of, uneven, counted, stages_of, torch_fsdp2, granularity, modules, dense_layers, microbatches,
             latent, head_norms, top_groups, bias_rate, late_head, data_parallel, rotary_part, interpolated,
-            rope_scaling,
+            rope_scaling, betas, bridge_recipe,
         )
     },
 }  # fmt: skip
 
 MEGATRON = System(
-    "Megatron-LM", entries("megatron", _RULES), (*_MEGATRON_DEFAULTS, *_MEGATRON_MODEL), assumed=_MESH, started=started
+    "Megatron-LM",
+    entries("megatron", _RULES),
+    (*_MEGATRON_DEFAULTS, *_MEGATRON_MODEL),
+    assumed=_MESH,
+    started=started,
+    sizes=("model.layers", "model.hidden", "model.heads", "model.vocab"),
 )
 
 BRIDGE_OWN = entries("bridge", _RULES)

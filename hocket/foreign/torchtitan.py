@@ -5,7 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hocket.foreign.entry import Answer, Given, Rule, choice, entries, expert_ranks, ranks, tensor
+from hocket.foreign.entry import (
+    RECIPES,
+    Answer,
+    Given,
+    Rule,
+    choice,
+    entries,
+    expert_ranks,
+    file_of,
+    model_of,
+    ranks,
+    tensor,
+)
 from hocket.foreign.translate import RANKS, System
 
 P, T = "parallelism.", "training."
@@ -105,6 +117,20 @@ def recomputed(value: Any, given: Given) -> Answer:
     return _NOT_FULL(value, given)
 
 
+def flavor(value: Any, given: Given) -> Answer:
+    """A model by family and size."""
+    family = given.values.get("model.name")
+    if not isinstance(family, str):
+        return Answer("not there", words="it needs model.name")
+    return model_of(f"{family} {value}", file_of("torchtitan")[RECIPES], "its newest version's")
+
+
+def betas(value: Any, given: Given) -> Answer:
+    """Both decay rates of AdamW, one of which may be torchtitan's own."""
+    rates = (given.values.get(f"optimizer.beta{n}", rate) for n, rate in ((1, 0.9), (2, 0.95)))
+    return Answer("becomes", {"train.betas": tuple(map(float, rates))})
+
+
 _NOT_FULL = choice(
     "none, or whole parts of all layers",
     ("none", {"plan.recompute": ()}),
@@ -116,7 +142,7 @@ def spelled(name: str) -> str:
     """A setting as the table has it: without dashes, and whole sections of fp8 as one."""
     name = name.lstrip("-").replace("-", "_")
     section = name.split(".")[0]
-    return f"{section}.*" if section in ("float8", "mx", "quantize") else name
+    return f"{section}.*" if f"{section}.*" in _SECTIONS else name
 
 
 def sharded(given: Given) -> Answer | None:
@@ -143,13 +169,27 @@ _RULES: Mapping[str, Rule] = {
     "expert_ranks": expert_ranks(_data_ranks, TP),
     **{
         rule.__name__: rule
-        for rule in (replicate, shard, reshard, decay, decay_type, batch, accumulation, async_tensor, recomputed)
+        for rule in (
+            replicate,
+            shard,
+            reshard,
+            decay,
+            decay_type,
+            batch,
+            accumulation,
+            async_tensor,
+            recomputed,
+            flavor,
+            betas,
+        )
     },
 }
+_ENTRIES = entries("torchtitan", _RULES)
+_SECTIONS = {name for row in _ENTRIES for name in row.names if name.endswith(".*")}
 
 TORCHTITAN = System(
     "torchtitan",
-    entries("torchtitan", _RULES),
+    _ENTRIES,
     (
         (RANKS, _ranks),
         ("(no parallelism.fsdp_reshard_after_forward)", sharded),

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hocket.foreign.entry import Answer, Entry, Given, State
-from hocket.foreign.read import Pairs
+from hocket.foreign.read import Pairs, Stray
 from hocket.problems import stop_if
 from hocket.settings.schema import beyond, types
+from hocket.settings.suggest import meant, meant_elsewhere
 from hocket.settings.tomlfile import MOST_KEYS
 from hocket.typed import describe, is_a
 
@@ -39,6 +39,10 @@ class System:
     assumed: Sequence[Assumed] = ()
     started: Callable[[Given], int] = field(default=lambda given: 0)
     """Number of ranks that the given settings start; 0 if they do not say."""
+    filled: str = ""
+    """A value that some other program fills in."""
+    sizes: tuple[str, ...] = ()
+    """hocket's settings that make a whole model together with the system's defaults. None: they never do."""
 
     def find(self, name: str) -> Entry | None:
         """The row of a name."""
@@ -62,7 +66,7 @@ class Row:
     @property
     def written(self) -> str:
         """As it was given."""
-        if not self.given or self.value is True:
+        if not self.given or self.value is True or isinstance(self.value, Stray):
             return self.name
         value = " ".join(map(str, self.value)) if isinstance(self.value, list) else str(self.value)
         return f"{self.name} {value}"
@@ -78,6 +82,9 @@ class Translation:
     sources: Mapping[str, str]
     """Where each of hocket's settings comes from, as it was given."""
 
+    lacking: tuple[str, ...] = ()
+    """hocket's settings without which the model is not known; empty if it is."""
+
     def of(self, state: State) -> list[Row]:
         """The rows of one kind."""
         return [row for row in self.rows if row.answer.state == state]
@@ -88,8 +95,8 @@ class Translation:
         return not self.of("not there") and not self.of("not known")
 
 
-def translate(system: System, pairs: Pairs, gpus: int = 0) -> Translation:
-    """Look every pair up. `gpus` is the number of ranks, 0 if it is not known.
+def translate(system: System, pairs: Pairs, gpus: int = 0, recipe: str = "") -> Translation:
+    """Look every pair up. `gpus` is the number of ranks, 0 if it is not known; `recipe` one of hocket's, to stand on.
 
     Raises ValueError, with a line for each, for values that cannot be, and for names that contradict each other.
     """
@@ -98,7 +105,7 @@ def translate(system: System, pairs: Pairs, gpus: int = 0) -> Translation:
     problems: list[str] = []
     values: dict[str, Any] = {}
     for name, value in pairs:
-        row = system.find(name)
+        row = None if isinstance(value, Stray) or _filled(system, value) else system.find(name)
         if row is not None:
             problems += _wrong(system, row, name, value)
             values[system.spelled(name)] = value
@@ -106,8 +113,7 @@ def translate(system: System, pairs: Pairs, gpus: int = 0) -> Translation:
     given = Given(values, gpus or system.started(Given(values)))
     rows: list[Row] = []
     for name, value in pairs:
-        row = system.find(name)
-        rows.append(Row(name, value, fitting(row.rule(value, given)) if row else _unknown(system, name)))
+        rows.append(Row(name, value, _answer(system, name, value, given)))
     for words, make in system.defaults:
         answer = make(given)
         source = STARTED if words == RANKS and given.gpus > gpus else words
@@ -124,7 +130,29 @@ def translate(system: System, pairs: Pairs, gpus: int = 0) -> Translation:
                 )
             settings[setting], sources[setting] = value, one.written
     stop_if(problems)
-    return Translation(system.name, tuple(rows), settings, sources)
+    if recipe:
+        settings["recipe"], sources["recipe"] = recipe, "--recipe"
+    lacking = tuple(name for name in system.sizes if name not in settings) if system.sizes else ("recipe",)
+    return Translation(system.name, tuple(rows), settings, sources, () if "recipe" in settings else lacking)
+
+
+def _filled(system: System, value: Any) -> bool:
+    return bool(system.filled) and value == system.filled
+
+
+def _answer(system: System, name: str, value: Any, given: Given) -> Answer:
+    """What a pair is in hocket."""
+    if isinstance(value, Stray):
+        return Answer("not known", words=value)
+    row = system.find(name)
+    if row is None:
+        return _unknown(system, name)
+    if not _filled(system, value):
+        return fitting(row.rule(value, given))
+    answer = row.rule(1, given)  # what has no use has none for any value
+    if answer.state == "not needed" and answer == row.rule(0, given):
+        return answer
+    return Answer("not there", words=f"the program that starts {system.name} fills it in: give its value")
 
 
 def _assumed(system: System, given: Given, rows: Sequence[Row]) -> list[Row]:
@@ -165,6 +193,8 @@ def _wrong(system: System, row: Entry, name: str, value: Any) -> list[str]:
 def fitting(answer: Answer) -> Answer:
     """The answer, unless it gives a setting of hocket's a value that it cannot have."""
     for setting, value in answer.settings.items():
+        if setting == "recipe":
+            continue
         hint = types()[setting]
         if not is_a(value, hint):
             return Answer("not there", words=f"{setting} is {describe(hint)}, not {value}")
@@ -175,8 +205,6 @@ def fitting(answer: Answer) -> Answer:
 
 def _unknown(system: System, name: str) -> Answer:
     known = system.known()
-    close = difflib.get_close_matches(system.spelled(name), known, n=1, cutoff=0.6)
-    ends = [k for k in known if k.split(".")[-1].strip("-") == name.split(".")[-1].strip("-")]
-    guess = (ends or close)[:1]
-    words = f"did you mean {guess[0]}?" if guess else "nothing about parallelism, overlap, precision or recomputation"
+    guess = meant_elsewhere(name, known) or meant(system.spelled(name), known)
+    words = f"did you mean {guess}?" if guess else "nothing about parallelism, overlap, precision or recomputation"
     return Answer("not known", words=words)

@@ -26,7 +26,8 @@ def to_text(found: Translation) -> str:
         rows = found.of(state)
         if rows:
             lines += ["", title, *_block(rows)]
-    return "\n".join([*lines, "", "AS TOML", *(f"  {line}" for line in to_toml(found).splitlines())])
+    title = "AS TOML, without a model: --recipe NAME adds one" if found.lacking else "AS TOML"
+    return "\n".join([*lines, "", title, *(f"  {line}".rstrip() for line in to_toml(found).splitlines())])
 
 
 def _block(rows: list[Row]) -> Iterator[str]:
@@ -48,11 +49,12 @@ def _word(value: Any) -> str:
 def to_toml(found: Translation) -> str:
     """A file of settings, each with what it was."""
     tables: dict[str, list[str]] = {}
-    for setting, value in sorted(found.settings.items()):
+    for setting, value in sorted(found.settings.items(), key=lambda item: ("." in item[0], item[0])):
         table, _, name = setting.rpartition(".")
-        tables.setdefault(table, []).append(f"{name} = {_toml(value)}  # {found.sources[setting]}")
-    blocks = [f"# {found.system}, translated", *("\n".join([f"[{table}]", *rows]) for table, rows in tables.items())]
-    return "\n\n".join(blocks) + "\n"
+        source = "".join(each if each.isprintable() else " " for each in found.sources[setting])
+        tables.setdefault(table, []).append(f"{name} = {_toml(value)}  # {source}")
+    blocks = ("\n".join([f"[{table}]"] * bool(table) + rows) for table, rows in tables.items())
+    return "\n\n".join([f"# {found.system}, translated", *blocks]) + "\n"
 
 
 def _toml(value: Any) -> str:

@@ -19,13 +19,19 @@ the backward forgets those for which none came.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from logging import Logger
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, NoneType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
@@ -47,6 +53,7 @@ class Invocation:
         """Whether an input needs a gradient, so that an identity tells the end."""
         self._claim: Claim | None = None
         self._weights = [group.edition for group in unit.groups]
+        self._goes_on = False  # its backward has a graph, which somebody may run
 
     def open(self) -> None:
         """An output may get a gradient later."""
@@ -74,6 +81,9 @@ class Invocation:
         if self._claim is None:
             self._claim = context.need_backward(self.unit)
             context.started[self] = None
+        if torch.is_grad_enabled() and not self._goes_on:  # create_graph=True
+            self._goes_on = True
+            context.hold(self.unit.acquire())
 
     def finish(self) -> None:
         """The gradients of all inputs are done."""
@@ -82,7 +92,9 @@ class Invocation:
             self._claim = None
             self._context.started.pop(self, None)
         opened = self.unit.open
-        if opened[self.forward] > 1:
+        if self._goes_on:
+            pass  # another backward reads the weights; gradients are sent when it ends
+        elif opened[self.forward] > 1:
             opened[self.forward] -= 1
         else:  # the last one of its forward; or a graph is used again, and then any may be the last
             del opened[self.forward]
@@ -242,7 +254,7 @@ def _around_inputs(
 
 
 def tensors_in(output: Any, unit: Unit, all_of_them: bool = True) -> list[Tensor]:
-    """The tensors of what a module returned.
+    """The tensors of what a module returned, in containers and attributes of objects too, such as a cache of keys.
 
     Raises: ValueError for an object in which none can be looked for, if all have to be found: backward would read
         weights that are not there.
@@ -250,20 +262,49 @@ def tensors_in(output: Any, unit: Unit, all_of_them: bool = True) -> list[Tensor
     if isinstance(output, Tensor):
         return [output]
     found: list[Tensor] = []
-    for leaf in tree_leaves(output):
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            for field in dataclasses.fields(leaf):
-                found += tensors_in(getattr(leaf, field.name), unit, all_of_them)
-        elif isinstance(leaf, Mapping):
-            found += tensors_in(dict(leaf), unit, all_of_them)
-        elif all_of_them and not isinstance(leaf, bool | int | float | complex | str | bytes | torch.Size | None):
+    seen = set[int]()
+    left = tree_leaves(output)
+    while left:
+        one = left.pop()
+        if isinstance(one, Tensor):
+            found.append(one)
+            continue
+        if id(one) in seen or isinstance(one, _WITHOUT_TENSORS):
+            continue
+        seen.add(id(one))
+        if isinstance(one, Mapping):
+            left += tree_leaves(dict(one))
+        elif isinstance(one, Collection):
+            left += tree_leaves(list(one))
+        elif isinstance(one, FunctionType):
+            left += inspect.getclosurevars(one).nonlocals.values()
+        elif isinstance(one, MethodType):
+            left += [one.__self__, one.__func__]
+        elif isinstance(one, partial):
+            left += tree_leaves([one.func, one.args, one.keywords])
+        elif all_of_them and (isinstance(one, Iterator) or not _has_attributes(one)):
             raise ValueError(
-                f"{unit} returned a {type(leaf).__name__}, in which tensors can't be found: return tensors, tuples, "
-                f"lists, dicts or dataclasses, or register the class with torch.utils._pytree"
+                f"{unit} returned a {type(one).__name__}, in which tensors can't be found: return tensors, containers "
+                f"of them or objects that have them as attributes, or register the class with torch.utils._pytree"
             )
+        left += _attributes(one)
     return found
+
+
+_WITHOUT_TENSORS = (
+    *(bool, int, float, complex, str, bytes, range, NoneType, Enum, np.ndarray, np.generic),
+    *(type, ModuleType, BuiltinFunctionType, torch.dtype, torch.device, torch.Generator, nn.Module, Logger),
+)
+"""What is not looked into: above all modules, whose parameters no forward has computed."""
+
+
+def _has_attributes(one: object) -> bool:
+    return hasattr(one, "__dict__") or hasattr(type(one), "__slots__")
+
+
+def _attributes(one: object) -> list[object]:
+    slots = [name for cls in type(one).__mro__ for name in getattr(cls, "__slots__", ())]
+    return [*getattr(one, "__dict__", {}).values(), *(getattr(one, name, None) for name in slots)]
 
 
 def _outside_compile(hook: Callable[..., Any]) -> Callable[..., Any]:

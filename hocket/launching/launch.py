@@ -160,10 +160,16 @@ def check_patterns(settings: Settings) -> None:
 
 
 def check_weights(settings: Settings) -> None:
-    """Refuse a folder of weights that are not those of the model, before anything is loaded. Raises ValueError."""
+    """Refuse a folder of weights that are not those of the model, before anything is loaded. Raises ValueError.
+
+    A run that goes on from a checkpoint needs no such folder.
+    """
     if folder := settings.model.weights:
         from hocket.model.source import open_weights  # imports torch
+        from hocket.train.checkpoint import resumes
 
+        if resumes(settings):
+            return
         try:
             open_weights(settings.model)
         except ValueError as error:

@@ -117,8 +117,6 @@ def attend(
 
     `scale` is 1 / sqrt(N) if it is not given. On a CPU values may be of another width than keys.
     """
-    if has_flash(q_THN) and window == 1:  # each token sees itself alone, which flash attention has no window for
-        return v_TKN.repeat_interleave(q_THN.shape[1] // v_TKN.shape[1], 1)
     if has_flash(q_THN):
         return _flash(q_THN, k_TKN, v_TKN, documents, window, scale)
     batch, seq = documents.ids_BS.shape

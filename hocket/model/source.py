@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -32,6 +33,9 @@ class ChunkPlace:
     linears: Linears = WHOLE
     groups: Groups | None = None
     """For parts that communicate on a lane of their own."""
+    ends: dict[str, nn.Parameter] = field(default_factory=dict)
+    """Parameters of a tied model's embedding and head, by name, which the chunks of a rank share: the first one of them
+    adds what it has."""
 
 
 class ChunkLike(Protocol):
@@ -77,11 +81,14 @@ class ModelSource(Protocol):
         ...
 
     def value(self, name: str, shape: tuple[int, ...], first_expert: int, device: torch.device) -> Tensor:
-        """The first value of a parameter of this `shape`, or the whole one of a parameter stacked by expert."""
+        """The first value of a parameter of this `shape`, or the whole one of a parameter stacked by expert.
+
+        Of a balance bias too.
+        """
         ...
 
     def begin(self, chunk: ChunkLike, device: torch.device) -> None:
-        """Give a chunk's tensors beside parameters their first values."""
+        """Make a chunk's tensors beside parameters, on a device."""
         ...
 
     def own_name(self, name: str) -> str:
@@ -95,14 +102,19 @@ class OwnTransformer:
     def __init__(self, config: Config) -> None:
         """`config` is resolved."""
         self._config = config
-        self._folder = PretrainedFolder(config.model.weights) if config.model.weights else None
+
+    @cached_property
+    def _folder(self) -> PretrainedFolder | None:
+        """Opened when a value is asked for: a run that goes on from a checkpoint asks for none."""
+        weights = self._config.model.weights
+        return PretrainedFolder(weights) if weights else None
 
     def layout(self, config: Config) -> Layout:
         return layout_of(config)
 
     def chunk(self, place: ChunkPlace) -> Any:
         config = self._config
-        return Chunk(
+        chunk = Chunk(
             config.model,
             place.layers,
             place.first,
@@ -111,6 +123,8 @@ class OwnTransformer:
             aux_scale=1.0 / config.train.microbatches,
             linears=place.linears,
         )
+        chunk.tie(place.ends)
+        return chunk
 
     def value(self, name: str, shape: tuple[int, ...], first_expert: int, device: torch.device) -> Tensor:
         if self._folder is not None:
@@ -121,9 +135,6 @@ class OwnTransformer:
     def begin(self, chunk: ChunkLike, device: torch.device) -> None:
         assert isinstance(chunk, Chunk)
         init_biases(chunk, device)
-        if self._folder is not None:
-            for name, bias in chunk.named_buffers():
-                bias.copy_(self._folder.value(name, tuple(bias.shape)))
 
     def own_name(self, name: str) -> str:
         return name

@@ -76,6 +76,12 @@ LAYER_RULES: tuple[Rule, ...] = (
         only_if_set=True,
     ),
     Rule(
+        ("model.window",),
+        lambda c, h: c.model.window == 1,
+        "a token that attends to itself alone needs no queries and keys, and flash attention has no such window",
+        "model.window = 0 for all tokens before it, or 2 and more",
+    ),
+    Rule(
         ("model.window", "data.sequence_length"),
         lambda c, h: any(c.model.windows()) and c.model.window >= c.data.sequence_length,
         "no effect: sequences have {data.sequence_length} tokens",

@@ -145,8 +145,8 @@ def states(rank: int, folder: str) -> None:
     """Whole states are a plain model's, both ways; parts go through DCP."""
     model, plain, ours, theirs = trained(rank)
     same_state(dict(get_model_state_dict(model, options=WHOLE)), dict(get_model_state_dict(plain)))
-    found = get_optimizer_state_dict(model, ours, options=WHOLE)
-    wanted = get_optimizer_state_dict(plain, theirs)
+    found: Any = get_optimizer_state_dict(model, ours, options=WHOLE)
+    wanted: Any = get_optimizer_state_dict(plain, theirs)
     same_state(found["state"], wanted["state"])
     assert found["param_groups"][0]["params"] == wanted["param_groups"][0]["params"]
     once = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
