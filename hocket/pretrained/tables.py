@@ -179,7 +179,7 @@ _NEXT = Family(
         *_EXPERTS,
         *_GATED_SHARED,
     ),
-    {"hidden_act": _SILU},
+    {"hidden_act": _SILU, "use_sliding_window": Only((False,), False, written=False)},
     {**_QWEN_NEXT, "shared_gate": True},
     ("partial_rotary_factor", 0.25),
     deltas=4,
