@@ -108,9 +108,11 @@ def split(rule: Rule, number: str, value: Tensor, model: ModelConfig) -> Iterato
 
 
 def _further(config: Mapping[str, Any], layers: int, names: Iterable[str]) -> list[str]:
-    """Those of the names that belong to layers behind the last, as many as a key of `FURTHER_LAYERS` counts."""
+    """Those of the names that belong to layers behind the last, as many as a key of `FURTHER_LAYERS` counts, or that
+    Qwen3-Next and 3.5 have for them.
+    """
     count = max(config.get(key) or 0 for key in FURTHER_LAYERS)
-    prefixes = tuple(f"model.layers.{i}." for i in range(layers, layers + count))
+    prefixes = ("mtp.", *(f"model.layers.{i}." for i in range(layers, layers + count)))
     return [name for name in names if name.startswith(prefixes)]
 
 

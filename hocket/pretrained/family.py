@@ -105,6 +105,8 @@ class Family:
     partial: tuple[str, float] | None = None
     """Whether a part of each head may rotate: the key that says how much, and how much does where the key is missing.
     The key is a share of the head, or `rotary_dim`."""
+    pictures: bool = False
+    """Whether transformers has a model for pictures too, whose tokens have three positions. Those of text are one."""
     without: int = 0
     """Whether layers may have no positions: every how many layers one has none where config.json does not say."""
     windows: Windows | None = None

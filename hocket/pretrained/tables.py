@@ -186,8 +186,34 @@ _NEXT = Family(
     dense="steps",
 )
 
+_3_5_DELTA_NET = (
+    _layer("attn.w_qkvz", "linear_attn.in_proj_qkv.weight", "linear_attn.in_proj_z.weight", blocks=("kkv", "v")),
+    _layer("attn.w_ba", "linear_attn.in_proj_b.weight", "linear_attn.in_proj_a.weight", blocks=("h", "h")),
+    *_DELTA_NET,
+)
+_3_5 = Family(
+    "Qwen3_5ForCausalLM",
+    {**_DENSE, **_BIASES, **_DELTA_SIZES, "head_dim": Key("head_dim", 256)},
+    (*_ATTENTION, *_HEAD_NORMS, *_3_5_DELTA_NET, *_MLP),
+    {"hidden_act": _SILU},
+    _QWEN_NEXT,
+    ("partial_rotary_factor", 0.25),
+    pictures=True,
+    deltas=4,
+)
+_ROUTED_NEXT = {name: key for name, key in _NEXT.keys.items() if name not in ("ffn", "normalize_top_k")}
+
 FAMILIES: dict[str, Family] = {
+    "qwen3_5_text": _3_5,
     "qwen3_next": _NEXT,
+    "qwen3_5_moe_text": replace(
+        _3_5,
+        architecture="Qwen3_5MoeForCausalLM",
+        keys=_ROUTED_NEXT,
+        rules=(*_ATTENTION, *_HEAD_NORMS, *_3_5_DELTA_NET, *_EXPERTS, *_GATED_SHARED),
+        always={**_QWEN_NEXT, "shared_gate": True, "normalize_top_k": True},
+        dense="none",
+    ),
     "llama": Family(
         "LlamaForCausalLM",
         {**_DENSE, **_BIASES, "head_dim": _WIDTH_OF_HEADS},
@@ -405,7 +431,8 @@ REFUSED: dict[str, str] = {
     "gemma2": "four norms of a layer, GELU, and windows",
     "gemma3_text": "four norms of a layer, GELU, and windows",
     "phi3": "queries, keys and values in one tensor",
-    "qwen3_5_moe": "gated delta nets",
+    "qwen3_5": "its text model alone, of model_type qwen3_5_text, as Qwen3_5ForCausalLM saves it",
+    "qwen3_5_moe": "its text model alone, of model_type qwen3_5_moe_text, as Qwen3_5MoeForCausalLM saves it",
     "llama4_text": "chunked attention",
     "nemotron_h": "Mamba layers",
 }

@@ -36,10 +36,13 @@ _DEEPSEEK = {
 }  # fmt: skip
 _ALONE = {"n_group": 1, "topk_group": 1, "q_lora_rank": None}
 _QWEN = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=20, mlp_only_layers=[1])
-_NEXT = dict(
-    num_experts=8, num_experts_per_tok=3, moe_intermediate_size=20, shared_expert_intermediate_size=12, head_dim=16,
-    linear_num_value_heads=6, linear_num_key_heads=2, linear_key_head_dim=9, linear_value_head_dim=7,
-    linear_conv_kernel_dim=4,
+_DELTAS = dict(
+    linear_num_value_heads=6, linear_num_key_heads=2, linear_key_head_dim=9, linear_value_head_dim=7, head_dim=16,
+    linear_conv_kernel_dim=4, layer_types=[_DELTA, _DELTA, _FULL],
+)  # fmt: skip
+_NEXT: dict[str, Any] = dict(
+    **{key: value for key, value in _DELTAS.items() if key != "layer_types"},
+    num_experts=8, num_experts_per_tok=3, moe_intermediate_size=20, shared_expert_intermediate_size=12,
 )  # fmt: skip
 _OLMOE = dict(head_dim=None, num_experts=8, num_experts_per_tok=3)
 _LLAMA3 = dict(
@@ -90,6 +93,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("qwen3", {}),
     "qwen3_next": ("qwen3_next", {**_NEXT, "num_hidden_layers": 4, "mlp_only_layers": [2]}),
+    "qwen3_5": ("qwen3_5_text", {**_DELTAS, "tie_word_embeddings": True}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {**_NEXT, "intermediate_size": None, "layer_types": [_DELTA, _FULL, _DELTA]}),
     "qwen3_next_biases": ("qwen3_next", {**_NEXT, "attention_bias": True, "layer_types": [_FULL, _DELTA, _FULL]}),
     "qwen3_moe": ("qwen3_moe", dict(**_QWEN, norm_topk_prob=True)),
     "qwen3_moe_as_they_are": ("qwen3_moe", dict(**_QWEN, norm_topk_prob=False)),
@@ -125,10 +130,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def made(case: str, **sizes: Any) -> Any:
     """A model with random norms, weights and balance biases."""
     family, changes = CASES[case]
-    known = importlib.import_module(f"transformers.models.{family}")
-    find = lambda end: next(getattr(known, n) for n in dir(known) if n.endswith(end) and "Text" not in n)  # noqa: E731
+    known = importlib.import_module(f"transformers.models.{family.removesuffix('_text')}")
+
+    def find(end: str) -> Any:
+        """The class with this end; of models for pictures too, that of text."""
+        wanted = end.replace("Config", "TextConfig") if family.endswith("_text") else end
+        return next(getattr(known, n) for n in dir(known) if n.endswith(wanted) and ("Text" in n) == ("Text" in wanted))
+
     given = deepcopy({**_SIZES, **changes, **sizes})  # a configuration changes its rope_scaling
-    if given["head_dim"] is None or "kv_lora_rank" in given:  # not to be said
+    unsaid = [key for key in ("head_dim", "intermediate_size") if given[key] is None]
+    given = {key: value for key, value in given.items() if key not in unsaid}
+    if "kv_lora_rank" in given:
         del given["head_dim"]
     model = find("ForCausalLM")(find("Config")(**given))
     randomize(model)

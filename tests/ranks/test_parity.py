@@ -277,7 +277,7 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
         dict(merge="on", splits="device", defer_wgrad="on"),
     ),
     "delta nets and gates, everything on": (
-        dict(layers=8, dense_layers=(0, 1), shared_ffn=16, **{**DELTA, "full_layers": (1, 3, 6)}),
+        dict(layers=4, dense_layers=(0, 1), shared_ffn=16, **{**DELTA, "full_layers": (1, 3)}),
         dict(pp=2, dp=2, ep=2),
         dict(chunks=2, merge="on", defer_wgrad="on", defer_layers=2, recompute=("attn", "experts")),
     ),

@@ -130,7 +130,7 @@ CASES: dict[str, Config] = {
         of({**MIXED, **LATENT, "heads": 8}, dict(tp=4), dict(recompute=("attn",)), **OFF), {"data.packing": "on"}
     ),
     "delta nets and gates, documents": changed(
-        of({**MIXED, **DELTA, "layers": 3}, dict(dp=2, ep=2), dict(merge="on", recompute=("attn",))),
+        of({**MIXED, **DELTA, "layers": 3}, dict(ep=2), dict(merge="on", recompute=("attn",))),
         {"data.packing": "on"},
     ),
     "biases": of({**MIXED, **BIASES}, dict(dp=2), {}),
