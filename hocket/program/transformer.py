@@ -71,7 +71,7 @@ def _attention(s: Shapes, mixer: Mixer = "full") -> PartSize:
     by_head = m.qk_norm and m.qk_norm_over == "head"
     weights = w + biases + (2 * m.head_dim if by_head else 0)
     rows = 2 * (d + width + kv) + gates
-    matmuls = PartSize(gemm=w, weights=weights, rows=rows, traffic=2 * biases, output=d, grad=d)
+    matmuls = PartSize(gemm=w, weights=weights, rows=rows, casts=rows // 2, traffic=2 * biases, output=d, grad=d)
     # Queries and gates are taken apart; a sigmoid and a product follow.
     beside = PartSize(traffic=3 * d + 9 * gates, back=_FLASH_BACK * width)
     if m.sinks:
@@ -155,7 +155,7 @@ def _latent(s: Shapes) -> PartSize:
 def _mlp(s: Shapes) -> PartSize:
     d, ffn = s.model.hidden, s.model.ffn
     w, rows = 3 * d * ffn, 2 * d + 3 * ffn
-    size = PartSize(gemm=w, weights=w, rows=rows, traffic=3 * d, output=d, grad=d)
+    size = PartSize(gemm=w, weights=w, rows=rows, casts=d, traffic=3 * d, output=d, grad=d)
     return plus(s.formulas.norm(d), s.formulas.swiglu(d, ffn), size)
 
 
@@ -180,7 +180,7 @@ def _attention_and_routing(s: Shapes, mixer: Mixer = "full") -> PartSize:
     d, sh, e = model.hidden, model.shared_ffn, model.experts
     w, probs = d * e + 3 * d * sh, 0 if copies.per_rank else model.top_k
     weights = w + (e if model.router_bias else 0)
-    shared = plus(f.swiglu(d, sh), PartSize(output=d, rows=2 * d + 3 * sh)) if sh else PartSize()
+    shared = plus(f.swiglu(d, sh), PartSize(output=d, rows=2 * d + 3 * sh, casts=d)) if sh else PartSize()
     if sh and model.shared_gate:
         w, weights, shared = w + d, weights + d, plus(shared, PartSize(traffic=3 * d, saved=d + 1, kept=1))
     moved, output = 2 * _rows(copies.count, d, copies), _rows(copies.room, d, copies) + probs
@@ -204,7 +204,8 @@ def _experts(s: Shapes) -> PartSize:
     moved = 2 * (k * d + received) if ep > 1 else 0
     grad, extra = _rows(copies.count, d, copies), k * d if copies.per_rank else 0
     rows = PartSize(saved=k * d + extra, kept=k * d, traffic=moved, output=received, grad=grad)
-    matmuls = PartSize(grouped=k * w, weights=model.experts // ep * w, rows=k * (2 * d + 3 * model.expert_ffn))
+    rows_of = k * (2 * d + 3 * model.expert_ffn)
+    matmuls = PartSize(grouped=k * w, weights=model.experts // ep * w, rows=rows_of, casts=k * (d + model.expert_ffn))
     if model.expert_bias:  # added to what is there, and summed up once from gradients that are there
         b = 2 * model.expert_ffn + d
         matmuls = plus(matmuls, PartSize(weights=model.experts // ep * b, traffic=2 * k * b, back=-3 * k * b))
