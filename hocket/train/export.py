@@ -66,7 +66,7 @@ def export(checkpoint: Path, target: Path, dtype: str = "", largest: int = LARGE
     stored = StoredModel(checkpoint)
     settings, model = stored.settings, stored.model
     written = dtype or PrecisionConfig(compute=settings["precision"]["compute"]).dtype
-    name, config, remark = _config(model, settings, written)
+    name, config, remark = config_for(model, settings["data"]["sequence_length"], written)
     shapes, kind = whole_shapes(model), TYPES[written][1]
     rules = {param: rules_of(FAMILIES[name], param)[0] for param in shapes}
     tensors = {
@@ -94,7 +94,7 @@ def export(checkpoint: Path, target: Path, dtype: str = "", largest: int = LARGE
     return name, remark
 
 
-def _config(model: ModelConfig, settings: dict[str, Any], dtype: str) -> tuple[str, dict[str, Any], str]:
+def config_for(model: ModelConfig, positions: int, dtype: str) -> tuple[str, dict[str, Any], str]:
     """Family, config.json, and a remark: of an imported model its own config.json, as long as it says the same."""
     type_name, remark = TYPES[dtype][0], ""
     if model.weights:
@@ -109,7 +109,7 @@ def _config(model: ModelConfig, settings: dict[str, Any], dtype: str) -> tuple[s
         except ValueError as error:
             remark = f"model.weights = {model.weights}: {error}"
     name = family_for(model)
-    return name, config_of(name, model, type_name, settings["data"]["sequence_length"]), remark
+    return name, config_of(name, model, type_name, positions), remark
 
 
 def _copy_tokenizer(settings: dict[str, Any], folder: Path) -> None:
