@@ -51,6 +51,7 @@ from benchmarks.sharding_tables import (
 )
 from benchmarks.trace_tables import hidden, overlap_tax, overlap_trace, sends_tax
 from benchmarks.training_tables import fp8, training
+from benchmarks.zoo import rows as zoo
 from hocket.commands.options import parse
 from hocket.commands.plan import Plan, resolve_for_plan, task_of
 from hocket.gpus import GPUS, peak_flops
@@ -208,7 +209,7 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "expert_grads": ("expert_grads", expert_grads),
     "trace_reading": ("trace_reading", trace_reading),
     "gpu_tests": ("gpu_tests", gpu_tests),
-    "training": ("training_llama3_8b training_experts", training),
+    "training": ("training_llama3_8b training_experts training_experts_balanced", training),
     "fp8_products": ("fp8_products", fp8),
     "gpu_tests_rerun": ("gpu_tests_rerun", gpu_tests),
     "prediction": ("prediction", calibration),
@@ -260,6 +261,7 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "pipeline_peers": ("pipeline_peers", contenders),
     "any_model": ("any_model", contenders),
     "families": ("", families),
+    "fsdp_zoo": ("fsdp_zoo", zoo),
     "redesign": ("redesign", before_and_after),
     "any_model_settings": ("any_model", settings),
     "summary": (summary_tables.files(short=False), summary_tables.summary),
