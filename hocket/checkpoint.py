@@ -8,10 +8,10 @@
 and `pretrained_buckets` have weights as Hugging Face's files have them, of planned steps too.
 """
 
+from hocket.adapters.live import load_pretrained, pretrained_buckets, save_pretrained
 from hocket.fsdp.saving.checkpoint import load, save
 from hocket.fsdp.saving.optimizer_state import load_optimizer_state, optimizer_state
 from hocket.fsdp.saving.state import load_model_state, model_state
-from hocket.pretrained.live import load_pretrained, pretrained_buckets, save_pretrained
 
 __all__ = [
     "load",

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from hocket.config import ModelConfig
-from hocket.fsdp.sharded_parameter import ShardedParameter
 from hocket.pretrained.configuration import read_config
 from hocket.pretrained.convert import listed, rules_of, split, tensors_of
 from hocket.pretrained.family import Family
@@ -56,7 +55,7 @@ def is_pretrained(model: nn.Module) -> bool:
 
 def plain(model: nn.Module) -> Any:
     """A model of transformers as its author has it: of one that is sharded, another one on the meta device."""
-    if not any(isinstance(param, ShardedParameter) for param in model.parameters()):
+    if all(type(param).__name__ != "ShardedParameter" for param in model.parameters()):
         return model
     kind: Any = type(model)
     kind = kind.__mro__[1] if kind.__name__ == f"Sharded{kind.__mro__[1].__name__}" else kind

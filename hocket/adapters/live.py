@@ -27,6 +27,7 @@ from hocket.fsdp.saving.kept import Inventory
 from hocket.fsdp.saving.state import EXTRA
 from hocket.fsdp.saving.whole import WholeFolder, sync
 from hocket.model.source import whole_shapes
+from hocket.pretrained.configuration import config_for
 from hocket.pretrained.groups import Group, ModuleFolder, Shape, is_pretrained, of_family, plain, written
 from hocket.pretrained.tables import FAMILIES
 from hocket.pretrained.written import DTYPES, LARGEST, files_of, write_files
@@ -118,8 +119,6 @@ class _Planned:
         return list(of_family(FAMILIES[name], self.step.settings.model, self.state))
 
     def _family(self) -> tuple[str, dict[str, Any]]:
-        from hocket.train.export import config_for
-
         settings = self.step.settings
         name, config, _ = config_for(settings.model, settings.data.sequence_length, settings.precision.dtype)
         return name, config
