@@ -53,3 +53,15 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def _fingerprint(param: Tensor) -> Tensor:
     """The sum of a parameter's bits, read as integers: the same in whatever order it is made. int64, 0-d."""
     return param.detach().contiguous().view(_BITS[param.dtype.itemsize]).sum(dtype=torch.int64)
+
+
+@torch.no_grad()
+def take_first_rank(tensors: Sequence[Tensor], groups: ShardGroups) -> None:
+    """Give the tensors of all ranks of a placement the values of its first rank. All of these ranks call this."""
+    for tensor in tensors:
+        values = tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor.clone()
+        if groups.reduce.rank or groups.outer.rank:
+            values.zero_()
+        for group in (groups.reduce, groups.outer):
+            group.all_reduce(values, "sum").wait()
+        tensor.copy_(values)

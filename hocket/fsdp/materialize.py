@@ -11,11 +11,14 @@ from hocket.fsdp.members import Found
 
 
 def materialize(params: Sequence[Found], device: torch.device, init: Callable[[nn.Module], None] | None) -> list[Found]:
-    """The same parameters on `device`; those of the meta device get values from `init`, or `reset_parameters`.
+    """The same parameters, moved to `device`; those of the meta device get values from `init`, or `reset_parameters`.
 
     A module is initialized whole, with its buffers, so all its own parameters must be on the meta device or none.
     Raises: ValueError for a module that nothing initializes.
     """
+    for found in params:
+        if not found.param.is_meta and found.param.device != device:
+            found.param.data = found.param.data.to(device)
     modules = {owner: None for found in params if found.param.is_meta for owner, _ in found.owners}
     if not modules:
         return list(params)

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +75,8 @@ class ParamGroup:
         self.members, self.groups, self.device = tuple(members), groups, device
         self.trainable, self._splits = first.requires_grad, granularity != "tensor"
         self.formats = precision.of(first.dtype)
+        self.divide = groups.divide
+        """Summed gradients are divided by this."""
         inner, outer = groups.gather, groups.outer
         parts = outer.size if groups.outer_shards else 1
         shapes = [(member.name, tuple(member.param.shape)) for member in members]
@@ -130,6 +132,13 @@ class ParamGroup:
             shard.join(self)
             shards.append(shard)
         return shards
+
+    def rename(self, index: int, name: str, *owners: tuple[nn.Module, str]) -> None:
+        """Give a member another name, as the part of a larger model, and further places that hold it."""
+        old = self.members[index]
+        new = replace(old, name=name, owners=[*old.owners, *owners])
+        self.members = (*self.members[:index], new, *self.members[index + 1 :])
+        self.shards[index].full_name = name
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -277,7 +286,7 @@ class ParamGroup:
         self._summed = False
         reduce = self.groups.reduce
         call = reduce.all_sum if self.groups.alike > 1 else reduce.reduce_sum
-        self._reducing = call(flat, self.partial, 1.0 / self.groups.divide, add)
+        self._reducing = call(flat, self.partial, 1.0 / self.divide, add)
         return self._reducing
 
     def begin_sum(self) -> None:

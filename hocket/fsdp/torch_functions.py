@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hocket.fsdp.checks import UNIT, refuse_early
 from hocket.fsdp.grad_norm import squares_of
@@ -79,7 +80,8 @@ def total_norm(
     homes = {m.untyped_storage().data_ptr(): home for home in _groups() for m in home[0].grads.memory}
     parts: dict[ShardContext | None, list[tuple[Tensor, int]]] = {}
     for tensor in tensors:
-        group, context = homes.get(tensor.untyped_storage().data_ptr(), (None, None))
+        plain = not is_traceable_wrapper_subclass(tensor)  # a DTensor has no memory of its own
+        group, context = homes.get(tensor.untyped_storage().data_ptr() if plain else 0, (None, None))
         if group is None or group.keeps_all:
             parts.setdefault(None, []).append((tensor, 1))
         else:
