@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hocket.fsdp.param_group import Member
+from hocket.fsdp.param_group import Member, ParamGroup
 from hocket.fsdp.shard_groups import ShardGroups
 
 
@@ -45,6 +45,24 @@ class Fingerprints:
                     f"ranks hold different values of {name}, and each would keep a part of its own: give all ranks the "
                     f"same weights, as by torch.manual_seed(0) before the model is made, or by loading a checkpoint"
                 )
+
+
+def refuse_valueless(groups: Sequence[ParamGroup]) -> None:
+    """Before the first forward, raise ValueError if parameters that get values late have none, or replicas other ones.
+
+    All ranks call this.
+    """
+    for group in groups:
+        name = group.members[0].name
+        if group.valueless:
+            raise ValueError(
+                f"{name} was sharded on the meta device and has no values: call "
+                f"model.to_empty(device={str(group.device)!r}) and give initial values, or load a state dict"
+            )
+        both = torch.stack([_fingerprint(group.main), -_fingerprint(group.main)])
+        group.groups.outer.all_reduce(both, "max").wait()
+        if both.sum() != 0 and not group.groups.outer_shards:
+            raise ValueError(f"replicas gave {name} different initial values: seed all ranks alike before that")
 
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -10,8 +10,12 @@ from torch import nn
 from hocket.fsdp.members import Found
 
 
-def materialize(params: Sequence[Found], device: torch.device, init: Callable[[nn.Module], None] | None) -> list[Found]:
+def materialize(
+    params: Sequence[Found], device: torch.device, init: Callable[[nn.Module], None] | None, late: bool = False
+) -> list[Found]:
     """The same parameters, moved to `device`; those of the meta device get values from `init`, or `reset_parameters`.
+
+    With `late` they get none, and their buffers stay: somebody gives them values later.
 
     A module is initialized whole, with its buffers, so all its own parameters must be on the meta device or none.
     Raises: ValueError for a module that nothing initializes.
@@ -29,7 +33,7 @@ def materialize(params: Sequence[Found], device: torch.device, init: Callable[[n
             new[found.param] = nn.Parameter(values, requires_grad=found.param.requires_grad)
             for owner, key in found.owners:
                 owner._parameters[key] = new[found.param]
-    for module in modules:
+    for module in () if late else modules:
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[key] = torch.empty_like(buffer, device=device)

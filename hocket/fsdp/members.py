@@ -200,6 +200,7 @@ def _load(shard: ShardedParameter, value: Tensor, name: str) -> None:
         )
     with torch.no_grad():
         local.copy_(value)
+    shard.group.valueless = False
 
 
 _subclasses: dict[tuple[type[nn.Module], type | None], type[nn.Module]] = {}
@@ -240,9 +241,11 @@ def _subclass(cls: type[nn.Module], forward: Callable[..., Any] | None, methods:
     def apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         for key, shard in self._parameters.items():
             if isinstance(shard, ShardedParameter):
-                part = shard.detach()
+                part, group = shard.detach(), shard.group
                 new = fn(part)
-                if new.dtype != part.dtype or new.data_ptr() != part.data_ptr():
+                if group is not None and group.late and (new.dtype, new.device) == (part.dtype, part.device):
+                    group.valueless = False  # to_empty(), after which somebody gives values
+                elif new.dtype != part.dtype or new.data_ptr() != part.data_ptr():
                     raise ValueError(
                         f"a sharded {cls.__name__} can't be moved or converted ({key} from {part.dtype} on "
                         f"{part.device} to {new.dtype} on {new.device}): do that before hocket.fully_shard, where "

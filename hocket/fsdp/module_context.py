@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from hocket.fsdp.agreement import refuse_valueless
 from hocket.fsdp.buffers import Staging
 from hocket.fsdp.lookahead import Lookahead
 from hocket.fsdp.memory import place_gradients, place_weights
@@ -200,6 +201,8 @@ class ShardContext:
 
     def begin_forward(self) -> None:
         """A forward begins; the weights are what they are now."""
+        if not self.forwards:
+            refuse_valueless([group for unit in self.units for group in unit.groups if group.late])
         self.forwards += 1
         if any(group.stale() for unit in self.units for group in unit.groups):
             self._weights = self.gathering.mark("weights")

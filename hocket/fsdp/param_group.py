@@ -109,6 +109,8 @@ class ParamGroup:
         for i, member in enumerate(self.members):
             if not member.param.is_meta:
                 self.load(i, member.param)
+        self.late = self.valueless = False
+        """Whether parameters came from the meta device, to get values after they are sharded; whether none came yet."""
         self._said = 0  # how often somebody said that main has changed
         self._seen = -1, -1  # the edition of main at the last refresh
         self._has = [False] * len(members)  # whether main_grad holds a gradient of the member

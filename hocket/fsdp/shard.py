@@ -82,27 +82,30 @@ def _shard(
     """Units of what the buckets hold, and one of the rest of a tree, which is that of `modules`."""
     options, strategy = asked.options, asked.strategy
     policy = policy_of(strategy, options.slot_count, options.staging, options.unified)
-    device = _device(params, options) if params else nested[0].device
+    device = _device(params, options, asked.nests) if params else nested[0].device
     placements, default = _placements(params, asked.place), Placement(asked.mesh, options.divide)
     everyone = shard_groups_for(default, strategy, options, device)
     owned = assign(tree, [one for bucket in buckets for _, one in bucket], params)
     made, fingerprints = list[Unit](), Fingerprints()
     for bucket in [None, *buckets]:
         members = [found for one in ([tree] if bucket is None else [one for _, one in bucket]) for found in owned[one]]
-        mine = materialize(members, device, options.init)
+        mine = materialize(members, device, options.init, late=asked.nests)
+        valueless = {new.param for old, new in zip(members, mine, strict=True) if old.param.is_meta and asked.nests}
         groups = []
         for (place, *_), alike in _alike(mine, placements, default, asked.precision).items():
             where = shard_groups_for(place, strategy, options, device)
+            here = [member for member in alike if member.param not in valueless]
             if asked.first_rank:
-                take_first_rank([member.param for member in alike], where)
-            fingerprints.add(alike, where)
+                take_first_rank([member.param for member in here], where)
+            fingerprints.add(here, where)
             groups.append(ParamGroup(alike, where, asked.precision, options.granularity, device))
+            groups[-1].late = groups[-1].valueless = len(here) < len(alike)
         made.append(_unit(bucket or [("", one) for one in modules], groups, asked.unit))
         for old, new in zip(members, mine, strict=True):
             if old.param.is_meta:  # its value lies in the shards: a model that fits no GPU is made unit by unit
                 new.param.untyped_storage().resize_(0)
     if asked.first_rank:
-        take_first_rank([x for one in modules for x in one.buffers()], everyone)
+        take_first_rank([x for one in modules for x in one.buffers() if not x.is_meta], everyone)
     fingerprints.compare()
     contexts.difference_update(nested)
     units = [*made, *take_over(tree, nested)] if nested else made
@@ -171,7 +174,7 @@ def _reader(unit: Unit, full: nn.Parameter) -> Callable[[], nn.Parameter | None]
     return lambda: full if unit.context.read_outside(unit) else None
 
 
-def _device(params: Sequence[Found], options: ShardOptions) -> torch.device:
+def _device(params: Sequence[Found], options: ShardOptions, nests: bool) -> torch.device:
     """Where the shards go."""
     devices = {found.param.device for found in params if not found.param.is_meta}
     if options.device is not None:
@@ -179,6 +182,8 @@ def _device(params: Sequence[Found], options: ShardOptions) -> torch.device:
         if device.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"device={options.device!r}, but this machine has no GPU that torch can use: use 'cpu'")
         return device
+    if not devices and nests:
+        return torch.device("cpu")  # as a mesh of all ranks is, where it is not of GPUs
     if not devices:
         raise ValueError("all parameters are on the meta device: say where they go with ShardOptions(device=...)")
     if len(devices) > 1:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.fsdp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 import hocket
 import hocket.sharding
@@ -340,3 +340,46 @@ def by_hand(rank: int) -> None:
 
 def test_modules_called_by_hand() -> None:
     run_ranks(by_hand, WORLD)
+
+
+class Padded(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH, padding_idx=3)
+        self.register_buffer("scale", torch.ones(1), persistent=False)
+
+    def reset(self) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding | nn.LayerNorm):
+                module.reset_parameters()
+        nn.init.trunc_normal_(self.head.weight, std=0.5)
+        nn.init.ones_(self.scale)
+
+
+def late_values(rank: int) -> None:
+    """Sharded on the meta device; initial values are those of a plain model, or loaded from the first rank."""
+    plain = Padded()
+    torch.manual_seed(0)
+    plain.reset()
+    with torch.device("meta"):
+        models: list[Any] = [Padded(), Padded()]
+    for model in models:
+        nested(hocket.sharding, model, mp_policy=hocket.sharding.MixedPrecisionPolicy(torch.bfloat16))
+        with pytest.raises(ValueError, match="was sharded on the meta device and has no values: call model"):
+            model(next(batches(rank)))
+        hocket.sharding.context_of(model).abort()
+        model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    models[0].reset()
+    nn.init.ones_(models[1].scale)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(models[1], plain.state_dict() if rank == 0 else {}, options=options)
+    for model in models:
+        state: dict[str, Any] = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        for name, value in plain.state_dict().items():
+            assert torch.equal(state[name], value), name
+        loss_of(model, next(batches(rank))).backward()
+
+
+def test_values_after_sharding() -> None:
+    run_ranks(late_values, WORLD)
