@@ -17,7 +17,7 @@ tool = if $(PY) -c "import $(1)" 2>/dev/null; then $(PY) -m $(1) $(2); else echo
 parallel = $$($(PY) -c "import xdist" 2>/dev/null && echo "-n auto --dist worksteal")
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint types test-gpu parity docs-tables lock clean
+.PHONY: help setup train test lint types test-gpu parity docs-tables docs lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F '\t' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -54,6 +54,9 @@ parity: $(READY) ## Compare planned and sequential steps in 2000 cases of the wh
 
 docs-tables: $(READY) ## Renew the tables, plan excerpts and pictures of README and docs
 	@$(PY) -m benchmarks.tables
+
+docs: $(READY) ## Build the documentation as a site, in build/site (needs pip install 'hocket[docs]')
+	@$(call tool,mkdocs,build --quiet)
 
 lock: ## Renew requirements/lock.txt (needs uv)
 	uv pip compile --universal --no-emit-package colorama --python-version 3.11 --generate-hashes --upgrade \

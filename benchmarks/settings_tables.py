@@ -2,32 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
-from functools import cache
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin
 
-from hocket.commands.options import field_docstrings
-from hocket.config import Config
+from hocket.commands.options import docstrings
 from hocket.presets import PRESETS
 from hocket.settings.origins import DEFAULTS
 from hocket.settings.schema import ANY, BOUNDS, TEXTS, leaf, show, types, written
 from hocket.typed import describe
-
-
-@cache
-def docstrings() -> dict[str, str]:
-    """Dotted name of every section and setting -> its docstring, as one line."""
-    return dict(_documented(Config, ""))
-
-
-def _documented(section: type[Any], prefix: str) -> Iterator[tuple[str, str]]:
-    hints, texts = get_type_hints(section), field_docstrings(section)
-    for field in dataclasses.fields(section):
-        name = f"{prefix}{field.name}"
-        yield name, texts[field.name]
-        if dataclasses.is_dataclass(hints[field.name]):
-            yield from _documented(hints[field.name], f"{name}.")
 
 
 def table(section: str) -> str:

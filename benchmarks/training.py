@@ -102,11 +102,15 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the order of the text")
     parser.add_argument("--peer", action="store_true", help="train transformers' own class too")
     options, more = parser.parse_known_args()
-    words = [*shlex.split(RUNS[options.run].format(gpus=options.gpus)), "--mesh.dp", str(options.gpus)]
-    words += ["--train.steps", str(options.steps), "--train.eval_every", "100", "--train.keep", "0"]
-    words += ["--run.name", "compared", *more]
+    words = shlex.split(RUNS[options.run].format(gpus=options.gpus))
+    for flag in (word for word in more if word in words):  # said here, so no more as the run has it
+        del words[words.index(flag) : words.index(flag) + 2]
+    words += ["--mesh.dp", str(options.gpus), "--train.steps", str(options.steps), "--train.eval_every", "100"]
+    words += ["--train.keep", "0", "--run.name", "compared", *more]
     sides = ["hocket", *(["transformers"] if options.peer else [])]
     runs: dict[str, dict[str, Any]] = {side: {} for side in sides}
+    name, path = f"training_{options.run}" + ("_peer" if options.peer else ""), None
+    result = {"run": options.run, "words": shlex.join(words), "runs": runs}
     with TemporaryDirectory() as made:
         folder = Path(made)
         text = prepare(folder)
@@ -116,9 +120,8 @@ def main() -> None:
                 with TemporaryDirectory(dir=folder) as place:
                     own = [*words, *text, "--data.seed", str(seed)]
                     runs[side][str(seed)] = train(own, Path(place), side, options.gpus)
-    name = f"training_{options.run}" + ("_peer" if options.peer else "")
-    result = {"run": options.run, "words": shlex.join(words), "tokenizer": digest, "runs": runs}
-    print(write(name, result, options.out, options.commit))
+                path = write(name, {**result, "tokenizer": digest}, options.out, options.commit)  # a limit may end it
+    print(path)
     for side, seeds in runs.items():
         for seed, run in seeds.items():
             first, last = run["loss"][0], run["loss"][-1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from benchmarks.markdown import Result, table
 
 
@@ -9,13 +11,15 @@ def training(*results: Result) -> str:
     """First steps, the worst load, and validation losses of runs."""
     rows = []
     for result in results:
+        own = re.findall(r"--model\.\S+ \S+", result["command"])  # beyond what the run is by itself
+        name = " ".join([result["run"], *own])
         for side, seeds in result["runs"].items():
             for seed, run in seeds.items():
                 losses, loads = run["loss"], run.get("load") or [0.0]
                 validation = ", ".join(f"{loss:.2f} at {step}" for step, loss in run["validation_loss"].items())
                 rows.append(
                     [
-                        f"{result['run']}, seed {seed}" + ("" if side == "hocket" else f": {side}"),
+                        f"{name}, seed {seed}" + ("" if side == "hocket" else f": {side}"),
                         str(len(losses)),
                         " ".join(f"{loss:.1f}" for loss in losses[:6]),
                         f"{max(run['grad_norm'][:10]):.0f}, {run['grad_norm'][-1]:.1f}",

@@ -15,7 +15,22 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import NoReturn
 
-COMMANDS = ("train", "plan", "trace", "bench", "explain", "doctor", "recipes", "runs", "import", "export", "generate")
+COMMANDS = (
+    "train",
+    "plan",
+    "trace",
+    "bench",
+    "explain",
+    "doctor",
+    "recipes",
+    "runs",
+    "watch",
+    "import",
+    "export",
+    "generate",
+    "help",
+    "completion",
+)
 """Each is a module of `commands/` with a function `run(words) -> exit code`."""
 
 USAGE = """usage: hocket train RECIPE [--setting value ...]   train; Ctrl-C saves and ends, the same command continues
@@ -30,7 +45,10 @@ USAGE = """usage: hocket train RECIPE [--setting value ...]   train; Ctrl-C save
        hocket generate RUN --prompt TEXT           what a run's model, or a published one, goes on with
        hocket doctor                               check environment and hardware: what costs overlap here
        hocket recipes                              list recipes, and presets with what they set
-       hocket runs [DIR]                           list runs: how far they came, their loss, whether they run
+       hocket runs [DIR...] [--html FILE]          list runs: how far they came, their loss; their curves as a page
+       hocket watch RUN                            the curves of a run, in the terminal, as they grow
+       hocket help TOPIC                           a page of the documentation, or a setting; hocket help -h lists them
+       hocket completion                           a script with which bash and zsh complete all this
        hocket --version                            versions of hocket, torch and Python
 
 In place of RECIPE there may be a TOML file of settings, or module:function of your own; --preset comes before them.
@@ -50,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except ValueError as error:
         if os.environ.get("HOCKET_DEBUG") == "1":
             traceback.print_exc()
-        print(f"hocket: {error}", file=sys.stderr)
+        print(f"hocket: {_harmless(str(error))}", file=sys.stderr)
         code = 2
     except KeyboardInterrupt:
         code = 130
@@ -62,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 def run(words: list[str]) -> int:
     """One command. Returns the exit code; raises ValueError for mistakes that the user can fix."""
-    if not words or words[0] in ("-h", "--help", "help"):
+    if not words or words[0] in ("-h", "--help") or words == ["help"]:
         print(USAGE)
         return 0 if words else 2
     if words == ["--version"]:
@@ -73,6 +91,11 @@ def run(words: list[str]) -> int:
         reason = "there is no such command"
         raise ValueError(f"{' '.join(words)} (command line): {reason}; fix: one of {', '.join(COMMANDS)}")
     return importlib.import_module(f"hocket.commands.{command}").run(rest)
+
+
+def _harmless(text: str) -> str:
+    """Lines without what would make a terminal do something: names of files may come from others."""
+    return "".join(c if c == "\n" or c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def _version(package: str) -> str:

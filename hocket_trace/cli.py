@@ -16,7 +16,7 @@ import numpy as np
 
 from hocket_trace.align import load
 from hocket_trace.as_json import to_json
-from hocket_trace.columns import Line
+from hocket_trace.columns import Line, harmless
 from hocket_trace.compare import compare
 from hocket_trace.data import Prediction, RankTrace, Report, Tax
 from hocket_trace.exposure import report
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         code = run(sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()  # a pipe that was closed is noticed here, not when Python ends
     except ValueError as error:
-        print(f"hocket-trace: {error}", file=sys.stderr)
+        print(f"hocket-trace: {harmless(str(error))}", file=sys.stderr)
         code = 2
     except KeyboardInterrupt:
         code = 130

@@ -21,6 +21,11 @@ _FIRST = 8
 _BLOCKS = " ▏▎▍▌▋▊▉█"
 
 
+def harmless(text: str) -> str:
+    """Text without what a terminal obeys instead of showing it. Line ends stay."""
+    return "".join(c if c == "\n" or c.isprintable() else "\ufffd" for c in text)
+
+
 def line(text: str = "", style: str = "") -> Line:
     """A line of one piece."""
     return ((text, style),)

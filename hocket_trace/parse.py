@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import stat
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -109,6 +110,8 @@ def parse(path: Path) -> Events:
 
 def _text(path: Path) -> str:
     try:
+        if not stat.S_ISREG(mode := path.stat().st_mode) and not stat.S_ISDIR(mode):
+            raise TraceError(f"{path}: a pipe or a device, which may have no end; fix: write the trace into a file")
         data = path.read_bytes()
     except FileNotFoundError:
         raise TraceError(f"{path}: there is no such file; fix: the path of a trace") from None
@@ -164,6 +167,10 @@ def _columns(path: Path, about: dict[str, Any], events: list[Any]) -> Events:
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         said = _shown(str(error) or type(error).__name__)[:80]
         raise TraceError(f"{path}: an event is not as the PyTorch profiler writes it ({said}); {_FIX}") from None
+    about, args = _clean(about), (device.args, host.args, launches.args)
+    for kept in args:
+        kept.update((row, _clean(said)) for row, said in kept.items())
+    threads = {number: _shown(name) for number, name in threads.items()}
     origin = int(about.get("baseTimeNanoseconds", 0)) + round(zero * 1000)
     plan = _plan(path, about)
     return Events(str(path), about, tuple(map(_shown, names)), origin, *found, threads, plan)
@@ -180,6 +187,15 @@ def _plan(path: Path, about: Mapping[str, Any]) -> Plan:
 def _shown(name: str) -> str:
     """A name without what a terminal or a file cannot show."""
     return name if name.isprintable() else "".join(c if c.isprintable() else "\ufffd" for c in name)
+
+
+def _clean(value: Any) -> Any:
+    """JSON with all its texts as they can be shown."""
+    if isinstance(value, dict):
+        return {_shown(name): _clean(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_clean(one) for one in value]
+    return _shown(value) if isinstance(value, str) else value
 
 
 def _check_about(path: Path, about: Mapping[str, Any]) -> None:

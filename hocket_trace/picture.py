@@ -10,7 +10,7 @@ from typing import Any
 from hocket_trace.as_json import to_json
 from hocket_trace.columns import duration, percent, several
 from hocket_trace.data import RankTrace, Report
-from hocket_trace.scene import COLORS, Scene, Word, draw, numbers
+from hocket_trace.scene import COLORS, Line, Scene, Word, draw, numbers
 from hocket_trace.table import warnings
 
 _STYLE = """
@@ -90,8 +90,19 @@ def svg_of(scene: Scene) -> str:
         place = f'x="{box.x:.2f}" y="{box.y:g}" width="{box.width:.2f}" height="{box.height:g}"'
         title = f"<title>{escape(box.title)}</title></rect>" if box.title else "</rect>"
         parts.append(f'<rect class="op" {place} fill="{COLORS[box.color]}"{seen}>{title}')
+    parts += [_svg_line(line) for line in scene.lines]
     parts += [_svg_word(word) for word in scene.words]
     return "".join([*parts, "</svg>\n"])
+
+
+def _svg_line(line: Line) -> str:
+    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in line.points)
+    if line.color == "line":
+        return f'<polyline class="line" points="{points}"/>'
+    seen = "" if line.opacity > 0.99 else f' stroke-opacity="{line.opacity:.2f}"'
+    dashes = ' stroke-dasharray="5 4"' if line.dashed else ""
+    look = f'fill="none" stroke="{COLORS[line.color]}" stroke-width="1.5" stroke-linejoin="round"{dashes}{seen}'
+    return f'<polyline {look} points="{points}"/>'
 
 
 def _svg_word(word: Word) -> str:
@@ -116,6 +127,10 @@ def png_of(scene: Scene) -> bytes:
         pen.rectangle(_corners(box.x, box.y, box.width, box.height), fill=_LIGHT["lane"])
     for rule in scene.rules:
         pen.rectangle(_corners(rule.x, rule.top, 1 / _SHARP, rule.bottom - rule.top), fill=_LIGHT["line"])
+    for line in scene.lines:
+        color = _LIGHT["line"] if line.color == "line" else COLORS[line.color]
+        fill = _mixed(color, _LIGHT["bg"], line.opacity)
+        pen.line([(x * _SHARP, y * _SHARP) for x, y in line.points], fill=fill, width=_SHARP)
     for box in scene.boxes:
         if box.color != "lane":
             fill = _mixed(COLORS[box.color], _LIGHT["lane"], box.opacity)

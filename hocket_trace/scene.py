@@ -77,6 +77,15 @@ class Rule(NamedTuple):
     bottom: float
 
 
+class Line(NamedTuple):
+    """A line through points, in pixels. `color` is a name of `COLORS`, or `line`."""
+
+    points: tuple[tuple[float, float], ...]
+    color: str
+    dashed: bool = False
+    opacity: float = 1.0
+
+
 @dataclass
 class Scene:
     """A picture."""
@@ -85,6 +94,7 @@ class Scene:
     height: int = 0
     boxes: list[Box] = field(default_factory=list)
     rules: list[Rule] = field(default_factory=list)
+    lines: list[Line] = field(default_factory=list)
     words: list[Word] = field(default_factory=list)
 
 
@@ -243,7 +253,7 @@ def columns(narrow: Mapping[str, tuple[Floats, Floats]], noun: str) -> Iterator[
             yield Box(first, 0, last - first, 0, name, shade[first] / _SHADES, title)
 
 
-def _tick(length: float, width: float) -> float:
+def tick(length: float, width: float) -> float:
     """The distance of grid lines on an axis of this length, a round number about 100 pixels wide."""
     rough = length / max(1.0, width / 100)
     power = 10.0 ** floor(log10(rough))
@@ -265,7 +275,7 @@ def _frame(scene: Scene, head: str, size: tuple[float, float, float], used: set[
     """Head, axis and legend around the lanes. `size` is the length in seconds and pixels, and the lanes' bottom."""
     length, chart, bottom = size
     scene.words.append(Word(8, 18, head, bold=True))
-    step = _tick(length, chart) if length > 0 else 1.0
+    step = tick(length, chart) if length > 0 else 1.0
     for n in range(int(length / step) + 1 if length > 0 else 0):
         x = n * step / length * chart
         scene.rules.append(Rule(GUTTER + x, _TOP - 6, bottom))

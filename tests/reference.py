@@ -71,6 +71,9 @@ class Reference:
     """So many ranks share a copy of the weights: their gradients of a step are summed first, then those of copies."""
     linears: Linears = WHOLE
     """What layers ask of their weights."""
+    apart: bool = False
+    """Whether a tied head is on another rank than the embedding: then the gradients of either are summed as those of
+    any other parameter, over microbatches and ranks, and these two sums are added up at the end, in fp32."""
 
     def run(self, steps: Sequence[Sequence[Sequence[Batch]]]) -> Result:
         """Train on `steps[step][microbatch][dp rank]`, one optimizer step each."""
@@ -83,7 +86,8 @@ class Reference:
         optimizer = self.optimizer(list(main.values()))
         for microbatches in steps:
             shard = self.shard or self.dp
-            of_copies = [{n: torch.zeros_like(value) for n, value in main.items()} for _ in range(0, self.dp, shard)]
+            sizes = {**main, **({HEAD: main[TIED]} if self.config.tied and self.apart else {})}
+            of_copies = [{n: torch.zeros_like(value) for n, value in sizes.items()} for _ in range(0, self.dp, shard)]
             loads = {name: torch.zeros_like(bias, dtype=torch.int64) for name, bias in result.biases.items()}
             result.losses.append([])
             held: list[dict[tuple[int, str], Tensor]] = [{} for _ in of_copies]
@@ -95,7 +99,9 @@ class Reference:
                 for i, grads in enumerate(of_copies):
                     mine = ranks[i * shard : (i + 1) * shard]
                     self._reduce(mine, grads, held[i], last=m == len(microbatches) - 1)
-            grads = {name: rank_sum([each[name] for each in of_copies]) for name in main}
+            grads = {name: rank_sum([each[name] for each in of_copies]) for name in sizes}
+            if HEAD not in main and HEAD in grads:
+                grads[TIED] += grads.pop(HEAD)
             result.grads.append({name: grad.clone() for name, grad in grads.items()})
             result.norms.append(self._step(optimizer, main, grads))
             for name, load in loads.items():
@@ -117,7 +123,7 @@ class Reference:
         chunk = Chunk(c, range(c.layers), ep=ep, aux_scale=1 / microbatches, linears=self.linears)
         chunk.to_empty(device="cpu")  # unties a tied head: the two gradients are added up in the format that travels
         for name, param in chunk.named_parameters():
-            value = result.weights[TIED if c.tied and name == "head.weight" else name]
+            value = result.weights[TIED if c.tied and name == HEAD else name]
             param.data = (value.chunk(self.ep)[ep_rank] if ".experts." in name else value).to(self.dtype).clone()
         for name, bias in result.biases.items():
             chunk.get_submodule(name.removesuffix(".bias")).bias = bias  # pyrefly: ignore
@@ -155,11 +161,12 @@ class Reference:
             parts = self.ep if ".experts." in name else 1
             late = self.strategy in ("no_shard", "optim") and len(ranks) > parts
             wire = (self.wire or self.dtype) if len(ranks) > parts else self.dtype
-            slotted = not late or (self.config.tied and name in TIED_UNIT)
+            meet = self.config.tied and not self.apart
+            slotted = not late or (meet and name in TIED_UNIT)
             all_grads = [grad_of(of_rank[name], wire if slotted else self.dtype) for of_rank in params]
-            if self.config.tied and name == TIED:
+            if meet and name == TIED:
                 all_grads = [
-                    grad_of(of_rank["head.weight"], wire).add_(grad_of(of_rank[name], self.dtype)) for of_rank in params
+                    grad_of(of_rank[HEAD], wire).add_(grad_of(of_rank[name], self.dtype)) for of_rank in params
                 ]
             if late:
                 for r, grad in enumerate(all_grads):
@@ -205,8 +212,8 @@ def moe_layer(
     return outputs, torch.stack([routing.load_E for routing in routings]).sum(0)
 
 
-TIED = "embed.weight"
-"""The name of a parameter that embedding and head share."""
+TIED, HEAD = "embed.weight", "head.weight"
+"""The name of a parameter that embedding and head share, and the head's where they do not."""
 TIED_UNIT = (TIED, "head.norm")
 """What is reduced with it."""
 

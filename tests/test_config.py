@@ -209,7 +209,8 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (DENSE, {"model__heads": 5}, "model.heads", "cannot share 2 key and value heads"),
     (TINY, {"model__hidden": 34}, "model.hidden", "of 16 bytes, and fp32 has 4 per element; fix: a multiple of 4"),
     (changed(TINY, precision__compute="bf16"), {"model__expert_ffn": 12}, "model.expert_ffn", "fix: a multiple of 8"),
-    (changed(DENSE, mesh__pp=2), {"model__tied": True}, "model.tied", "different virtual stages"),
+    (changed(DENSE, mesh__pp=2, plan__order="zb_v", plan__chunks=2, overlap__ep__merge="off"),
+     {"model__tied": True, "overlap__pp__defer_head": 1}, "overlap.pp.defer_head", "wait for its other half"),
     *((DENSE, {f"model__{name}": value}, f"model.{name}", "no effect") for name, value in {
         "top_k": 1, "expert_ffn": 8, "shared_ffn": 8, "router": "sigmoid", "routing": "even", "normalize_top_k": False,
         "route_scale": 2.0, "aux_loss": 0.1, "bias_rate": 0.1, "z_loss": 0.1, "aux_loss_over": "batch",
@@ -335,7 +336,6 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (TINY, {"run__port": 70000}, "run.port", "at most 65535"),
 ]  # fmt: skip
 WITH_HOST: list[tuple[Config, Host, dict[str, Any], str, str]] = [
-    (changed(DENSE, train__device="cuda"), Host(gpus=1), {"optimizer__name": "muon"}, "optimizer.name", "on GPUs two"),
     (changed(DENSE, mesh__tp=2, train__device="cuda"), Host(gpus=1, workers=2, local_workers=1),
      {"overlap__tp__method": "ring"}, "overlap.tp.method", "the GPUs of one host"),
     *(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
+import posixpath
 import re
 import shlex
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ import torch
 import torch.distributed as dist
 import tyro
 
+import hocket
 from benchmarks.bench.command import Bench
 from benchmarks.prediction_tables import CONTENDERS
 from benchmarks.tables import DOCS, MAKERS, PICTURES, RESULTS, ROOT, TABLES, make_ops, picture, renew
@@ -24,6 +27,7 @@ from hocket.commands.export import Export
 from hocket.commands.generate import Generate
 from hocket.commands.options import parse
 from hocket.commands.plan import Plan
+from hocket.commands.runs import asked as asked_runs
 from hocket.commands.train import Train
 from hocket.foreign.systems import SYSTEMS
 from hocket.program.ops import LANES, UNITS, Verb
@@ -33,6 +37,7 @@ from hocket.settings.schema import types
 from hocket.settings.sources import begin
 from hocket_trace import load, report
 from hocket_trace.cli import parse as parse_trace
+from scripts import docs_site
 from tests.helpers.ranks import run_ranks
 from tests.trace.build import Trace
 
@@ -144,6 +149,12 @@ def check_hocket(words: list[str]) -> None:
         return
     if words[0] == "import":
         assert len(words) == 3, words
+        return
+    if words[0] == "runs":
+        assert asked_runs(words[1:])[0], words
+        return
+    if words[0] in ("watch", "help"):
+        assert len(words) == 2, words
         return
     if words[0] in ("export", "generate"):
         tyro.cli(Export if words[0] == "export" else Generate, args=words[1:], use_underscores=True)
@@ -267,3 +278,44 @@ def test_the_page_about_reports_asserts_overlap() -> None:
 def test_contenders_are_those_of_the_benchmark() -> None:
     source = read("benchmarks/step_time.py")
     assert [plan for plan in CONTENDERS if f'"{plan}": ' not in source] == []
+
+
+def nav() -> list[str]:
+    """The pages that the site lists."""
+    yaml = pytest.importorskip("yaml", reason="PyYAML reads mkdocs.yml")
+
+    def pages(item: Any) -> list[str]:
+        if isinstance(item, str):
+            return [item]
+        return [page for each in (item.values() if isinstance(item, dict) else item) for page in pages(each)]
+
+    return pages(yaml.load(read("mkdocs.yml"), yaml.BaseLoader)["nav"])
+
+
+def test_the_site_has_every_page_once() -> None:
+    docs = ROOT / "docs"
+    pages = {path.relative_to(docs).as_posix() for path in docs.rglob("*.md")}
+    assert sorted(nav()) == sorted([*pages, *docs_site.BESIDE.values(), "reference.md"])
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_links_of_the_site_stay_on_it(path: Path) -> None:
+    place = name(path)
+    if place not in docs_site.BESIDE and not place.startswith("docs/"):
+        return
+    here = posixpath.dirname(docs_site.BESIDE.get(place, place.removeprefix("docs/")))
+    for target in re.findall(r"\]\(([^)\s]+)\)", docs_site.for_site(path.read_text(encoding="utf-8"), place)):
+        file = target.partition("#")[0]
+        if "://" in target or not file:
+            continue
+        page = posixpath.normpath(posixpath.join(here, file))
+        assert page in nav() or (ROOT / "docs" / page).exists(), f"{place}: {target}"
+
+
+def test_the_reference_has_every_public_name() -> None:
+    text = docs_site.reference()
+    assert re.findall(r"heading: hocket\.(\w+)", text) == hocket.__all__
+    for place in re.findall(r"^::: (.+)$", text, flags=re.MULTILINE):
+        module, _, last = place.rpartition(".")
+        assert importlib.util.find_spec(place) if last in ("checkpoint", "sharding") or not module else True
+        assert not module or hasattr(importlib.import_module(module), last), place

@@ -23,6 +23,7 @@ from hocket.settings.origins import Implied, asked, source
 from hocket.settings.schema import changed, leaf, types
 from hocket.settings.sources import begin
 from hocket.settings.tomlfile import keys, read
+from tests.helpers.command import command
 
 RUN = """# a run
 recipe = "tiny"
@@ -329,3 +330,42 @@ def test_a_start_without_a_recipe_is_the_defaults(here: Path) -> None:
     assert start.config == changed(Config(), {"train.steps": 3, "run.name": "run"})
     assert start.origins == {"": "default", "train.steps": "run.toml:2"}
     assert begin("tiny").origins == {"": "recipe tiny"}
+
+
+@pytest.mark.parametrize("kind", ["pipe", "/dev/zero"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["plan", "FILE.toml"],
+        ["explain", "--from-deepspeed", "FILE.toml"],
+        ["explain", "FILE.json"],
+        ["train", "tiny", "--data.tokenizer", "FILE.json"],
+        ["plan", "tiny", "--hardware.measured", "FILE.json"],
+    ],
+)
+def test_what_has_no_end_is_refused_and_not_read(capsys, tmp_path, monkeypatch, kind: str, words: list[str]) -> None:
+    """A pipe or a device in place of a file of settings, of a tokenizer, of rates or of an explanation."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("FILE.toml", "FILE.json"):
+        if kind == "pipe":
+            os.mkfifo(name)
+        else:
+            Path(name).symlink_to(kind)
+    code, _, err = command(capsys, *words)
+    assert code == 2
+    assert "a pipe or a device, which may have no end" in err
+    assert "; fix: " in err
+
+
+def test_names_of_runs_and_files_are_shown_and_not_obeyed(capsys, tmp_path) -> None:
+    name = "\x1b[2Jrun"
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    code, out, _ = command(capsys, "runs", str(tmp_path))
+    assert code == 0
+    assert "\\x1b[2Jrun" in out
+    assert "\x1b" not in out
+    (tmp_path / f"{name}.toml").write_text("[model]\nhidden = 'x'")
+    code, _, err = command(capsys, "plan", str(tmp_path / f"{name}.toml"))
+    assert code == 2
+    assert "\x1b" not in err

@@ -38,13 +38,16 @@ class AdaptedModel:
     def chunk(self, place: ChunkPlace) -> ChunkLike:
         cut, ep = self.cut, place.ep
         wanted = {f"layers.{number}." for number in place.layers}
-        wanted |= {"embed."} if place.first else set()
-        wanted |= {"head."} if place.last else set()
+        both = cut.tied and (place.first or place.last)
+        wanted |= {"embed."} if place.first or both else set()
+        wanted |= {"head."} if place.last or both else set()
         parameters: dict[str, nn.Parameter] = {}
         memo = cut.buffers(place.device, self._values)
         for name, param in cut.params.items():
             first, *rest = param.shape or (1,)
             stand_in = StandIn.of(first // ep.size if ".experts." in name else first, *rest)
+            if both and name.startswith(("embed.", "head.")):
+                stand_in = place.ends.setdefault(name, stand_in)
             memo[id(param)] = stand_in
             if any(name.startswith(prefix) for prefix in wanted):
                 parameters[name] = stand_in

@@ -123,11 +123,6 @@ def _check(cut: Cut, config: Config, values: Values | None) -> None:
             f"optimizer.name = muon: which weights of {type(model).__name__} are several matrices in one is not known; "
             "fix: optimizer.name = adamw"
         )
-    if cut.tied and config.mesh.pp * config.plan.chunks > 1:
-        problems.append(
-            f"model = {type(model).__name__}: embedding and head are tied, and {config.mesh.pp * config.plan.chunks} "
-            "virtual stages put them apart; fix: mesh.pp = 1 and plan.chunks = 1, or tie_word_embeddings = False"
-        )
     if values is None and any(param.is_meta for param in cut.params.values()):
         problems.append(
             f"model = {type(model).__name__}: its parameters are on the meta device; fix: plan_model(..., values=...)"

@@ -6,8 +6,9 @@ import ast
 import dataclasses
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -99,6 +100,21 @@ def field_docstrings(kind: type[Any]) -> dict[str, str]:
             if named and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
                 found[field.target.id] = " ".join(str(after.value.value).split())  # type: ignore[union-attr]
     return found
+
+
+@cache
+def docstrings() -> dict[str, str]:
+    """Dotted name of every section and setting -> its docstring, as one line."""
+    return dict(_documented(Config, ""))
+
+
+def _documented(section: type[Any], prefix: str) -> Iterator[tuple[str, str]]:
+    hints, texts = get_type_hints(section), field_docstrings(section)
+    for field in dataclasses.fields(section):
+        name = f"{prefix}{field.name}"
+        yield name, texts[field.name]
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield from _documented(hints[field.name], f"{name}.")
 
 
 def _joined(flag: tuple[str, list[str]]) -> list[str]:

@@ -77,7 +77,8 @@ class ModelConfig:
     bias_rate: float = 0.0
     """Size of one change of the bias that balances the load without a loss; 0 means no bias."""
     tied: bool = False
-    """The head uses the embedding's weights. Needs pp = 1."""
+    """The head uses the embedding's weights. Where the two are on two pipeline ranks both have these, and update them
+    alike."""
     swiglu_limit: float = 0.0
     """Above 0 every MLP and expert computes `gate * sigmoid(swiglu_alpha * gate) * (up + 1)`, with gates cut off at
     this and ups at plus and minus this. 0 computes `silu(gate) * up`."""

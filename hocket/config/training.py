@@ -38,7 +38,8 @@ class PrecisionConfig:
     wire: Literal["auto", "fp32", "bf16"] = "auto"
     """Format in which gradients of weights travel. auto is the format of compute: each rank rounds its gradient to it.
     fp32 with compute in bf16 rounds no gradient, and moves twice the bytes. Where no gradient travels, products add to
-    the fp32 gradient. The two gradients of a tied embedding are added up in this format."""
+    the fp32 gradient. Where one rank has a tied embedding and its head, the two gradients of a microbatch are added
+    up in this format."""
     averages: Literal["fp32", "bf16"] = "fp32"
     """Format in which AdamW's two averages are kept between steps. With bf16 a weight takes 8 bytes beside its copies,
     not 12. A step computes in fp32 and rounds the averages to nearest, so no decay rate of train.betas may be close

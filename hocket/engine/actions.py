@@ -28,7 +28,7 @@ from hocket.model.microbatch import Microbatch
 from hocket.model.transformer import Chunk
 from hocket.parallel.dispatch import exchange_counts
 from hocket.parallel.placed import place_counts
-from hocket.program.ops import UNIT_VERBS, Layout, Op
+from hocket.program.ops import TIED, UNIT_VERBS, Layout, Op
 from hocket.program.parts import INPUT, LayerKind, Part
 from hocket.program.values import UnitName, unit_moved, unit_read, unit_written
 from hocket.runtime.blocks import Blocks, HostBlocks
@@ -281,7 +281,9 @@ class Actions:
         """The gradients that were read: see Note: [What an update has read is the compute lane's]."""
         return () if self.on_update is None else self.on_update(self._units[unit_moved(op)])
 
-    def step(self, op: Op) -> None:
+    def step(self, op: Op, *others: Tensor) -> None:
+        for grad in others:
+            self._tied.sum_of_step().add_(grad)
         if self.on_step is not None:
             self.on_step()
 
@@ -295,19 +297,29 @@ class Actions:
 
     def _edge(self, op: Op) -> Group:
         """The group of a send or receive."""
+        if op.part == TIED:
+            return getattr(self._groups, op.lane)
         back = "_back" if self._layout.turns(op.chunk) else ""
         group: Group | None = getattr(self._groups, f"{op.verb}_{op.part}{back}")
         assert group is not None, f"{op} has no group"
         return group
 
-    def send(self, op: Op, x: Tensor, *_kept: Any) -> CommResult:
+    @property
+    def _tied(self) -> PlannedUnit:
+        """The unit of a tied embedding, which another rank has too."""
+        return self._units["embed", 0, -1]
+
+    def send(self, op: Op, *values: Tensor) -> CommResult:
         group = self._edge(op)
-        return None, group.send(x.contiguous(), group.other)
+        x = self._tied.sum_of_step() if op.part == TIED else values[0].contiguous()
+        return None, group.send(x, group.other)
 
     def recv(self, op: Op) -> CommResult:
         group = self._edge(op)
         a = self._activation
-        out = torch.empty(a.shape, dtype=a.dtype, device=a.device)
+        unit = self._tied.group if op.part == TIED else None
+        shape, dtype = (a.shape, a.dtype) if unit is None else (unit.main.shape, unit.formats.accumulate)
+        out = torch.empty(shape, dtype=dtype, device=a.device)
         return out, group.recv(out, group.other)
 
 

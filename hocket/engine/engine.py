@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hocket.config import Config
 from hocket.engine.actions import Actions, Activation
@@ -97,7 +97,8 @@ class Engine:
         self._tensors = Tensors.of(self.groups.tp, device) if self.mesh.tp > 1 else None
         self._linears = self._make_linears()
         wire = DTYPES.get(config.precision.wire, self.dtype)
-        self.chunks: list[Any] = [self._chunk(chunk) for chunk in range(self.layout.chunks)]
+        ends: dict[str, nn.Parameter] = {}
+        self.chunks: list[Any] = [self._chunk(chunk, ends) for chunk in range(self.layout.chunks)]
         self.balance = Balance(self.chunks, self.groups, config.model.bias_rate)
         self.sharded = PlannedModel(self.chunks, self.mesh, self.groups, self.program, self.dtype, device, wire=wire)
         t, averages = config.train, DTYPES[config.precision.averages]
@@ -134,12 +135,13 @@ class Engine:
             record = from_turn_one(record, tokens, lambda: tp.all_reduce(one).wait())
         return GraphedSteps(self.executor, self.sharded, record, lambda: [group.transport for group in self.groups])
 
-    def _chunk(self, chunk: int) -> ChunkLike:
+    def _chunk(self, chunk: int, ends: dict[str, nn.Parameter]) -> ChunkLike:
         pp, layout = self.where.pp, self.layout
         place = ExpertPlace(self.mesh.ep, self.where.ep, layout.per_rank)
         first, last = layout.is_first(pp, chunk), layout.is_last(pp, chunk)
         layers = layout.layers(pp, chunk)
-        return self.source.chunk(ChunkPlace(layers, first, last, place, self.device, self._linears, self.groups))
+        where = place, self.device, self._linears, self.groups
+        return self.source.chunk(ChunkPlace(layers, first, last, *where, ends))
 
     def _decays(self, name: str, shape: Sequence[int]) -> bool:
         return decays(self.config, (name, self.source.own_name(name)), shape)

@@ -23,6 +23,7 @@ _ROWS_AROUND, _WEIGHTS, _GRADIENTS = (
     "gradients reduced",
 )
 _FORWARD, _BACKWARD, _TO_EXPERTS = "activations sent", "gradients sent", "rows to experts and back"
+_TIED = "gradients of the tied embedding"
 _ENDS = "the same, at both ends of a step"
 
 _KINDS = {_WEIGHTS: "gather", _GRADIENTS: "reduce", _FORWARD: "pp", _TO_EXPERTS: "a2a"}
@@ -103,6 +104,9 @@ def _pipeline(s: Settings) -> Iterator[Overlap]:
         return
     why = "lanes and groups of their own; needs no virtual stages"
     yield _row(s, "pp", _FORWARD, "other microbatches", "on", why=why)
+    if s.model.tied and not s.plan.turning:
+        under = "the first rank's last backward"
+        yield _row(s, "pp", _TIED, under, "on", why="one way; the first rank's own leaves behind its last reduce")
     if s.overlap.defer_wgrad == "off":
         yield _row(s, "pp", _BACKWARD, "", "off", "overlap.defer_wgrad")
         return

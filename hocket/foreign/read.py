@@ -11,8 +11,9 @@ import re
 import shlex
 import tomllib
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
+
+from hocket.files import finite
 
 Pairs = list[tuple[str, Any]]
 """(name as it was written, value), in the order in which they were given."""
@@ -151,7 +152,7 @@ def flags_or_file(text: str) -> Pairs:
 def file(path: str) -> Pairs:
     """All leaves of a TOML or JSON file, with dotted names. Raises ValueError if it cannot be read."""
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        text = finite(path).read_text(encoding="utf-8-sig")
         found = tomllib.loads(text) if path.endswith(".toml") else json.loads(text)
     except OSError as error:
         raise ValueError(f"{path} (command line): cannot be read ({error.strerror}); fix: name a file") from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -33,6 +33,9 @@ class ChunkPlace:
     linears: Linears = WHOLE
     groups: Groups | None = None
     """For parts that communicate on a lane of their own."""
+    ends: dict[str, nn.Parameter] = field(default_factory=dict)
+    """Parameters of a tied model's embedding and head, by name, which the chunks of a rank share: the first one of them
+    adds what it has."""
 
 
 class ChunkLike(Protocol):
@@ -111,7 +114,7 @@ class OwnTransformer:
 
     def chunk(self, place: ChunkPlace) -> Any:
         config = self._config
-        return Chunk(
+        chunk = Chunk(
             config.model,
             place.layers,
             place.first,
@@ -120,6 +123,8 @@ class OwnTransformer:
             aux_scale=1.0 / config.train.microbatches,
             linears=place.linears,
         )
+        chunk.tie(place.ends)
+        return chunk
 
     def value(self, name: str, shape: tuple[int, ...], first_expert: int, device: torch.device) -> Tensor:
         if self._folder is not None:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from hocket.config import BYTE_VOCAB, BYTES
+from hocket.files import finite
 from hocket.settings.schema import problem
 
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "<|im_end|>", "[EOS]")
@@ -113,7 +114,7 @@ class SentencePieceTokenizer:
             fix = "pip install 'hocket[text]', or a JSON file of the `tokenizers` package"
             raise ValueError(problem("data.tokenizer", path, origins, reason, fix)) from None
         try:
-            proto = tokenizer_file(path).read_bytes()
+            proto = finite(tokenizer_file(path)).read_bytes()
             model: Any = backend.SentencePieceProcessor(model_proto=proto) if proto else None
         except OSError as error:
             reason = f"cannot be read ({error.strerror})"
@@ -173,7 +174,7 @@ def _sizes(path: str, origins: Mapping[str, str]) -> tuple[int, int]:
     """(number of tokens including the separator, separator) of a tokenizer file."""
     fix = "data.tokenizer = bytes, or the path of a JSON file of the `tokenizers` package"
     try:
-        content = json.loads(tokenizer_file(path).read_text(encoding="utf-8"))
+        content = json.loads(finite(tokenizer_file(path)).read_text(encoding="utf-8"))
         vocab = content["model"]["vocab"]
         # Unigram models list (token, score) pairs, all others map tokens to numbers.
         tokens = {token: i for i, (token, _) in enumerate(vocab)} if isinstance(vocab, list) else dict(vocab)

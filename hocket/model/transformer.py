@@ -55,7 +55,8 @@ class Head(nn.Module):
 
 
 class Chunk(nn.Module):
-    """The layers `layers` of the model, with the embedding if `first` and the head if `last`.
+    """The layers `layers` of the model, with the embedding if `first` and the head if `last`, and of a tied model with
+    both if it has one: they are one unit, whose weights are in both places.
 
     Parameters are named as in the whole model (`layers.3.attn.wq`), but for experts they hold only those of
     expert-parallel rank `ep.rank`: global experts `ep.rank * E / ep.size` onwards, and of other weights what `linears`
@@ -76,7 +77,9 @@ class Chunk(nn.Module):
         super().__init__()
         self.config = config
         self.first_expert = ep.rank * (config.experts // ep.size)
-        self.embed = Embed(config, linears) if first else None
+        self.first = first
+        ends = config.tied and (first or last)
+        self.embed = Embed(config, linears) if first or ends else None
         kinds = config.kinds()
         self.layers = nn.ModuleDict()
         for i in layers:
@@ -84,14 +87,20 @@ class Chunk(nn.Module):
             own = linears.of_layer(i, config.layers)
             layer = MoELayer(config, ep, aux_scale, own, i) if moe else DenseLayer(config, own, i)
             self.layers[str(i)] = layer
-        self.head = Head(config, linears) if last else None
+        self.head = Head(config, linears) if last or ends else None
         self.tie()
 
-    def tie(self) -> None:
-        """Make a tied head use the embedding's parameter, which then has one name, `embed.weight`."""
-        if self.config.tied and self.head is not None:
-            assert self.embed is not None, "a tied head and the embedding share a chunk"
-            self.head.weight = self.embed.weight
+    def tie(self, ends: dict[str, nn.Parameter] | None = None) -> None:
+        """Make a tied head use the embedding's parameter, which then has one name, `embed.weight`.
+
+        `ends` has the parameters of another chunk's embedding and head, which this one takes, or else it gets them.
+        """
+        if not self.config.tied or self.embed is None or self.head is None:
+            return
+        if ends is not None:
+            self.embed.weight = ends.setdefault("embed.weight", self.embed.weight)
+            self.head.norm = ends.setdefault("head.norm", self.head.norm)
+        self.head.weight = self.embed.weight
 
     def layer(self, number: int) -> Layer:
         """The layer of a global number."""
@@ -99,7 +108,8 @@ class Chunk(nn.Module):
 
     def forward(self, x: Tensor, documents: Documents | None = None) -> Tensor:
         """Hidden states [B, S, D] after this chunk's layers, of token ids if it is the first. All experts are here."""
-        if self.embed is not None:
+        if self.first:
+            assert self.embed is not None
             x = self.embed(x)
         for layer in self.layers.values():
             x = layer(x, documents)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hocket.config import ModelConfig
+from hocket.files import finite
 from hocket.pretrained import windows
 from hocket.pretrained.family import REQUIRED, Family, Key
 from hocket.pretrained.positions import keys_of, read_rope, written_rope
@@ -29,7 +30,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The content of a folder's config.json. Raises ValueError."""
     path = folder / "config.json"
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(finite(path).read_text())
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror})") from None
     except ValueError:

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from hocket.files import finite
 from hocket.pretrained.quantised import FP8, SCALES, Blocks, dequantised, scale_name, scales_shape
 
 INDEX = "model.safetensors.index.json"
@@ -61,7 +62,7 @@ class TensorFolder:
         if not path.exists():
             return {}
         try:
-            found = json.loads(path.read_text())["weight_map"]
+            found = json.loads(finite(path).read_text())["weight_map"]
             return {str(name): str(file) for name, file in found.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise ValueError(f"{path} cannot be read") from None
@@ -69,7 +70,7 @@ class TensorFolder:
     @contextmanager
     def _open(self, file: str) -> Iterator[Any]:
         try:
-            with safe_open(self.path / file, framework="pt") as opened:
+            with safe_open(finite(self.path / file), framework="pt") as opened:
                 yield opened
         except SafetensorError as error:
             raise ValueError(f"{self.path / file} is truncated or damaged ({error})") from None

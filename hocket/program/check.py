@@ -28,7 +28,7 @@ from hocket.program.check_memory import activations_capped, receives_paced, valu
 from hocket.program.check_order import deadlock_free, halves_independent, sends_match, work_queued
 from hocket.program.check_slots import gradients_kept, updates_first, weights_resident
 from hocket.program.facts import INVARIANTS, Facts, Violation, gather_facts, has_place
-from hocket.program.ops import Key, Layout, Op, Program
+from hocket.program.ops import TIED, Key, Layout, Op, Program, tied_lane
 from hocket.program.transformer import EMBED, HEAD
 from hocket.program.values import follows
 
@@ -84,6 +84,8 @@ def expected(program: Program, rank: int, forward_only: bool = False) -> Iterato
         for m in range(program.microbatches):
             for verb, part, layer in parts:
                 yield (verb, part, m, c, layer)
+        if layout.apart.get(rank) == c and not forward_only:
+            yield from (("send", TIED, -1, c, -1), ("recv", TIED, -1, c, -1))
 
 
 def complete(facts: Facts) -> Iterator[Violation]:
@@ -120,6 +122,9 @@ def backward_after_forward(facts: Facts) -> Iterator[Violation]:
     if steps != [last]:
         yield facts.fail(5, f"a rank's list ends with its one step, got steps at {steps} of {last + 1} ops", *steps)
         return
+    chunk = -1 if facts.forward_only else facts.layout.apart.get(facts.rank, -1)
+    if facts.ops[last].chunk != chunk:
+        yield facts.fail(5, f"{facts.show(last)} is of chunk {chunk}, whose gradient another rank adds to", last)
     for i, op in enumerate(facts.ops):
         if not facts.before(i, last):
             number = 5 if op.verb == "reduce" else 12
@@ -140,13 +145,15 @@ def side_values_reversed(facts: Facts) -> Iterator[Violation]:
 def lane_kinds(facts: Facts) -> Iterator[Violation]:
     """Invariant 10: communication lanes carry only communication, and each its own kind."""
     for i, op in enumerate(facts.ops):
-        lanes = _lanes_for(op, facts.layout)
+        lanes = _lanes_for(op, facts.layout, facts.rank)
         if op.lane not in lanes:
             yield facts.fail(10, f"{facts.show(i)} is on lane {op.lane}, not {' or '.join(lanes)}", i)
 
 
-def _lanes_for(op: Op, layout: Layout) -> tuple[str, ...]:
+def _lanes_for(op: Op, layout: Layout, rank: int) -> tuple[str, ...]:
     match op.verb:
+        case "send" | "recv" if op.part == TIED:
+            return (tied_lane(op.verb, layout.is_first(rank, op.chunk)),)
         case "send":
             return (f"send_{op.part}_back" if layout.turns(op.chunk) else f"send_{op.part}",)
         case "recv":

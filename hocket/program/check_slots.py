@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hocket.program.facts import Facts, Violation, has_place
+from hocket.program.ops import TIED
+from hocket.program.transformer import EMBED
 from hocket.program.values import UnitName, unit_moved, unit_read, unit_written
 
 
@@ -183,6 +185,13 @@ class _GradientSlots:
             yield facts.fail(5, f"{facts.show(i)} comes after {facts.show(p)}, which ended the unit's sum", i, p)
         self.latest[unit] = self.read[unit, op.microbatch] = self.read_slot[slot] = i
 
+    def send(self, i: int) -> Iterator[Violation]:
+        """What a rank sends of a tied embedding is the sum of all microbatches."""
+        facts = self.facts
+        for p in (p for p, op in enumerate(facts.ops) if op.verb == "reduce" and op.part == EMBED.unit):
+            if not facts.before(p, i):
+                yield facts.fail(5, f"{facts.show(i)} may run before {facts.show(p)}", i, p)
+
     def finish(self) -> Iterator[Violation]:
         for gradient in self.used.values():
             p = gradient.writers[-1]
@@ -201,6 +210,8 @@ def gradients_kept(facts: Facts) -> Iterator[Violation]:
             yield from slots.add(i)
         elif op.verb == "reduce":
             yield from slots.reduce(i)
+        elif op.verb == "send" and op.part == TIED:
+            yield from slots.send(i)
         elif (unit := unit_written(op, facts.layout)) is not None:
             yield from slots.write(i, unit)
     yield from slots.finish()

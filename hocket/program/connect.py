@@ -32,7 +32,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from hocket.program.ops import Key, Lane, Layout, Op
+from hocket.program.ops import TIED, Key, Lane, Layout, Op
+from hocket.program.transformer import EMBED
 from hocket.program.values import Meanings, Name, UnitName, meanings, memory_of, unit_moved
 
 
@@ -168,7 +169,7 @@ def _needs(ops: list[Op], known: Meanings) -> list[list[int]]:
     last_reader: dict[UnitName, int] = {}
     updated: dict[UnitName, int] = {}
     written: dict[tuple[UnitName, int], int] = {}  # (unit, microbatch) -> latest weight gradient
-    computed = -1  # the latest compute op
+    computed = reduced = -1  # the latest compute op, and the latest add or reduce of an embedding
     needs: list[list[int]] = []
     for i, op in enumerate(ops):
         verb, part, microbatch, chunk, layer, lane, slot, _, _, _ = op
@@ -190,6 +191,8 @@ def _needs(ops: list[Op], known: Meanings) -> list[list[int]]:
             if (unit[0], slot) in slot_read:
                 need.append(slot_read[unit[0], slot])
             written[unit, microbatch] = i
+        elif verb == "send" and part == TIED and reduced >= 0:
+            need.append(reduced)
         elif verb == "recv":
             if computed >= 0:  # see Note: [A receive is not posted early]
                 need.append(computed)
@@ -209,6 +212,7 @@ def _needs(ops: list[Op], known: Meanings) -> list[list[int]]:
             # That a reduce comes behind its unit's adds follows: they are on this lane too, before that gradient.
             need.append(written[unit_moved(op), microbatch])
             slot_read[part, slot] = i
+            reduced = i if part == EMBED.unit else reduced
         elif verb == "step":
             need += list({other.lane: p for p, other in enumerate(ops[:i])}.values())
         if lane == "compute":

@@ -29,7 +29,7 @@ from hocket.program.clock import Work, at_clock, clock_of
 from hocket.program.copies import copies_of
 from hocket.program.formulas import STOCK, PartSize
 from hocket.program.hardware import Hardware
-from hocket.program.ops import Layout, Op, Program
+from hocket.program.ops import TIED, Layout, Op, Program
 from hocket.program.parts import END_UNITS, Part, Unit
 from hocket.program.schedule import CostKey, Overheads, Time, cost_key
 from hocket.program.shard import Sharding
@@ -293,13 +293,14 @@ def _add_units(
     A gather casts its shard of the fp32 weights. A reduce adds its shard to the fp32 gradient: 8 bytes read and written
     per element, though the first of a step only writes; that the last one reads what adds have summed up is left out.
     What an add stands for, products of weight gradients do themselves, and in a group of one what a reduce stands for
-    too: then there are no slots. A tied embedding has both. AdamW reads weight, gradient and both averages and writes
-    weight and averages: 28 bytes, and 24 more where averages in bf16 become fp32 and are rounded; the norm reads the
-    gradients once more. In the step, what is held whole is cast, unless fp32 is what computes. Every rank's step waits
-    for the slowest, through the norm's all-reduce.
+    too: then there are no slots. An embedding whose head is tied to it has both, unless the two are on two ranks: then
+    these exchange their sums, in fp32, and the step adds them up. AdamW reads weight, gradient and both averages and
+    writes weight and averages: 28 bytes, and 24 more where averages in bf16 become fp32 and are rounded; the norm reads
+    the gradients once more. In the step, what is held whole is cast, unless fp32 is what computes. Every rank's step
+    waits for the slowest, through the norm's all-reduce.
     """
     b, w = price.dtype_bytes, sharding.wire_bytes or price.dtype_bytes
-    traffic = normed = 0
+    traffic = normed = summed_up = 0
     slots: list[Mapping[Unit, tuple[int, int]]] = []
     state: list[int] = []
     adamw = 28 if sharding.averages_bytes == 4 else 52
@@ -310,7 +311,8 @@ def _add_units(
             weights = unit_weights(model, layout, unit, kind)
             gathers, reduces = groups_of(unit)
             group = sharding.size(unit)
-            whole, twice = not sharding.gathers(unit), layout.tied and unit == EMBED.unit
+            whole, tied = not sharding.gathers(unit), layout.tied and unit == EMBED.unit
+            twice = tied and not layout.apart
             part = -(-weights // group)
             others = part * (group - 1)
             shard = weights if whole else part
@@ -326,6 +328,9 @@ def _add_units(
             cast = shard if whole and b != 4 else 0
             updated = price.local(adamw * shard + (4 + b) * cast)
             table["update", unit, kind] = replace(updated, output_bytes=4 * shard)  # gradients that it has read
+            if tied and layout.apart:
+                table["recv", TIED, ""] = price.transfer("pp_bwd", 4 * shard, 4 * shard)
+                summed_up = 12 * shard
             shards += count * shard
             copied += count * cast
         slots.append(largest)
@@ -333,8 +338,8 @@ def _add_units(
         traffic = max(traffic, (adamw + 4) * shards + (4 + b) * copied)
         normed = max(normed, 4 * shards)
     wire = 8 if layout.pp * sharding.dense > 1 else 0
-    table["step", "all", ""] = price.transfer("control", wire, local_bytes=traffic)
-    table["step", "norm", ""] = price.transfer("control", wire, local_bytes=normed)
+    table["step", "all", ""] = price.transfer("control", wire, local_bytes=traffic + summed_up)
+    table["step", "norm", ""] = price.transfer("control", wire, local_bytes=normed + summed_up)
     return tuple(slots), tuple(state)
 
 
@@ -352,6 +357,6 @@ def units_of(layout: Layout, rank: int) -> list[tuple[Unit, str]]:
         for layer in layout.layers(rank, chunk):
             kind = layout.type_of(layer)
             units += [(unit, kind.name) for unit in dict.fromkeys(part.unit for part in kind.weighted) if unit]
-        if layout.is_last(rank, chunk) and not layout.tied:
-            units.append(("head", ""))
+        if layout.is_last(rank, chunk) and not (layout.tied and ("embed", "") in units):
+            units.append(("embed" if layout.tied else "head", ""))
     return units

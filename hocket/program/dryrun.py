@@ -24,7 +24,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from hocket.program.linearize import linearize
-from hocket.program.ops import Key, Layout, Op, Program
+from hocket.program.ops import TIED, Key, Layout, Op, Program
 from hocket.program.parts import INPUT
 from hocket.program.transformer import EMBED, HEAD
 from hocket.program.values import UnitName, first_reader, follows, reads, unit_moved, unit_read, unit_written
@@ -44,6 +44,8 @@ class Outcome:
 
     losses: dict[int, Token] = field(default_factory=dict)
     reduced: dict[Unit, list[tuple[int, Gradients]]] = field(default_factory=lambda: defaultdict(list))
+    exchanged: dict[Unit, Token] = field(default_factory=dict)
+    """What came to the ends of a tied embedding on two ranks from each other, by the unit of who has received it."""
 
 
 def dry_run(program: Program, seed: int | None, forward_only: bool = False) -> None:
@@ -76,6 +78,9 @@ def _compare(found: Outcome, wanted: Outcome) -> None:
         if got != gradients:
             bad = next((a[0] for a, b in zip(got, gradients, strict=False) if a != b), len(got))
             raise ValueError(f"dry run: the gradients of {unit} differ from the reference, first for microbatch {bad}")
+    for unit, token in wanted.exchanged.items():
+        if found.exchanged.get(unit) != token:
+            raise ValueError(f"dry run: the gradients that have come to {unit} are not all of the other end's")
 
 
 class _Rank:
@@ -107,6 +112,11 @@ class _Rank:
         match op.verb:
             case "fwd" | "recompute" | "bwd" | "wgrad":
                 self._compute(op, inputs)
+            case "send" if op.part == TIED:
+                mine = hash(str(self.outcome.reduced[self._ends_unit()]))
+                self.mail[self.program.layout.peer(op, self.rank)] = mine
+            case "step" if inputs:
+                self.outcome.exchanged[self._ends_unit()] = inputs[0]
             case "send":
                 self.mail[self.program.layout.peer(op, self.rank)] = inputs[0]
             case "recv":
@@ -125,7 +135,8 @@ class _Rank:
                 self.sums.setdefault(unit_moved(op), []).append(self._complete_gradient(op))
             case "reduce":
                 added = self.sums.pop(unit_moved(op), [])
-                self.outcome.reduced[op.part, op.layer] += [*added, self._complete_gradient(op)]
+                unit = self._ends_unit() if op.layer < 0 and op.part == EMBED.unit else (op.part, op.layer)
+                self.outcome.reduced[unit] += [*added, self._complete_gradient(op)]
         for p in op.frees:
             self._take(self.values, self.ops[p].key, op, "to drop the value of")
             self.trimmed.pop(self.ops[p].key, None)
@@ -133,6 +144,12 @@ class _Rank:
             key = self.ops[p].key
             self._look(self.values, key, op, "to drop a share of the value of")
             self.trimmed[key] = first_reader(self.ops[p], self.program.layout)
+
+    def _ends_unit(self) -> Unit:
+        """Under what name gradients of the embedding's unit count: those of a tied head elsewhere for themselves."""
+        chunk = self.program.layout.apart.get(self.rank, -1)
+        head = chunk >= 0 and self.program.layout.is_last(self.rank, chunk)
+        return (HEAD.name if head else EMBED.name), -1
 
     def _take(self, table: dict, key: object, op: Op, what: str) -> Token:
         """Look up and remove."""
@@ -231,6 +248,9 @@ def reference(layout: Layout, microbatches: int) -> Outcome:
         for layer in reversed(range(len(layout.kinds))):
             g = model.layer_backward(layer, g)
         model.backward("embed", -1, g)
+    if layout.apart:
+        ends = ("embed", -1), ("head", -1)
+        outcome.exchanged = {mine: hash(str(outcome.reduced[other])) for mine, other in (ends, ends[::-1])}
     return outcome
 
 
@@ -249,10 +269,11 @@ class _Model:
     def backward(self, part: str, layer: int, *inputs: Token) -> Token:
         """The input gradient; the weight gradient, where there is one, goes straight to the outcome."""
         unit = self._weights(part, layer)
+        owner = (part, layer) if unit and layer < 0 and self.layout.apart else unit
         read = None if part == "embed" else unit  # the embedding's backward reads no weights
         token = hash(("bwd", part, layer, self.m, read, self.states[part, layer], *inputs))
-        if unit is not None:
-            gradients = self.outcome.reduced[unit]
+        if owner is not None:
+            gradients = self.outcome.reduced[owner]
             if not gradients or gradients[-1][0] != self.m:
                 gradients.append((self.m, {}))
             gradients[-1][1][part] = hash(("wgrad", part, layer, self.m, None, token))

@@ -26,7 +26,7 @@ from hocket.program.connect import connect, free, latest_per_lane
 from hocket.program.expand import StepOps, compute_awaits, defer_head, defer_past_send, expand, insert_p2p
 from hocket.program.layer import alone_order, at_once, merged_order, pairs_problem, without_wgrads
 from hocket.program.merged_v import merged_v
-from hocket.program.ops import Key, Layout, Op, Program
+from hocket.program.ops import TIED, Key, Layout, Op, Program
 from hocket.program.pairs import expand_pair
 from hocket.program.pipeline import Order, Step, forward_only, in_flight, one_f_one_b, sequential
 from hocket.program.shard import Sharding, shard
@@ -115,7 +115,8 @@ def defer_wgrads(draft: Draft) -> Draft:
 def defer_heads(draft: Draft) -> Draft:
     """The head's weight gradients to the end."""
     count = draft.config.overlap.pp.defer_head
-    if draft.config.overlap.defer_wgrad == "off" or draft.layout.pp == 1:
+    meet = draft.layout.tied and not draft.layout.apart  # a gradient would wait for its other half
+    if draft.config.overlap.defer_wgrad == "off" or draft.layout.pp == 1 or meet:
         return draft
     return draft.each(lambda _, steps: defer_head(list(steps), 0 if count == "auto" else count))
 
@@ -226,14 +227,18 @@ def with_late_heads(program: Program, count: int) -> Program:
     """
     rank, _ = program.layout.owner(program.layout.stages - 1)
     ops, first = program.ranks[rank], program.microbatches - count if count >= 0 else 0
-    late = [p for p, op in enumerate(ops) if op.part == HEAD.name and op.verb in ("wgrad", "add", "reduce")]
+    layout = program.layout
+    head = {"wgrad": HEAD.name, "add": layout.unit(HEAD.name), "reduce": layout.unit(HEAD.name)}
+    late = [p for p, op in enumerate(ops) if head.get(op.verb) == op.part]
     late = late[next((i for i, p in enumerate(late) if ops[p].microbatch >= first), len(late)) :]
-    if not late:
+    if not late or (layout.tied and not layout.apart):
         return program
+    late += [p for p, op in enumerate(ops) if op.part == TIED]
     moved, last = set(late), len(ops) - 1
     order = [*(p for p in range(last) if p not in moved), *late, last]
     position = {old: new for new, old in enumerate(order)}
-    also = {p: before for before, p in pairwise(late) if ops[p].verb == "wgrad"} | {last: late[-1]}
+    also = {p: [before] for before, p in pairwise(late) if ops[p].verb == "wgrad"}
+    also |= {p: [max(q for q in late if ops[q].verb == "wgrad")] for p in late if ops[p].verb == "recv"} | {last: late}
     lanes = [ops[p].lane for p in order]
     stays, latest = list[int](), -1  # of each position, the latest compute op up to there that does not move
     for p, op in enumerate(ops):
@@ -243,7 +248,7 @@ def with_late_heads(program: Program, count: int) -> Program:
     for new, old in enumerate(order):
         deps = [position[stays[dep] if ops[old].verb == "recv" and dep in moved else dep] for dep in ops[old].deps]
         if old in also:
-            deps = latest_per_lane(lanes, new, [*deps, position[also[old]]])
+            deps = latest_per_lane(lanes, new, [*deps, *(position[p] for p in also[old])])
         again.append(ops[old]._replace(deps=tuple(sorted(deps))))
     return replace(program, ranks=(*program.ranks[:rank], tuple(again), *program.ranks[rank + 1 :]))
 

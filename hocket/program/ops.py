@@ -41,6 +41,9 @@ COMPUTING: tuple[Lane, ...] = ("compute", "update")
 """Lanes whose ops compute: the model's, and the optimizer's where weights are updated beside it. The others carry
 communication."""
 
+TIED = "tied"
+"""What is sent and received of a tied embedding that two pipeline ranks have."""
+
 UNIT_VERBS = ("gather", "release", "add", "reduce", "update")
 """Verbs whose op works on a whole unit, named by `Op.part`."""
 
@@ -73,14 +76,15 @@ class Op(NamedTuple):
     layer's number in the whole model, -1 where no layer is meant. `deps` and `frees` are positions in the
     same rank's list: ops that must be done before this one, and ops whose output is dropped once this one
     has been issued. `slot` is the weight slot of a gather or release, and the gradient slot of a wgrad, add
-    or reduce; -1 means none.
+    or reduce; -1 means none. The step has the chunk of an end whose gradient it adds to what was received as `tied`.
     """
 
     verb: Verb
     part: str
     """What it works on: a part of the model (`program/parts.py`). Of a send or recv: `act` or `grad`, a chunk's output
-    activation or its input gradient. Of the verbs in `UNIT_VERBS`: a class of units. Of the step: `all` of the rank, or
-    the gradients' `norm` alone, if updates are left to the step that follows."""
+    activation or its input gradient, or `tied`, a step's gradient of a tied embedding. Of the verbs
+    in `UNIT_VERBS`: a class of units. Of the step: `all` of the rank, or the gradients' `norm` alone, if updates are
+    left to the step that follows."""
     microbatch: int = -1
     chunk: int = -1
     layer: int = -1
@@ -120,7 +124,8 @@ class Layout:
     With `ep == 1` a MoE layer needs no all-to-all, so it has no dispatch and no combine; with `per_rank` rows are sent
     once per token and rank, and nothing of what comes back is kept for backward; with `placed` rows arrive where their
     experts want them, who keep them as they are; with `uncounted` no host waits until it knows how many they are.
-    `tied` says that the head uses the embedding's weights, so that both belong to one unit.
+    `tied` says that the head uses the embedding's weights, so that both belong to one unit, whose chunk counts as 0.
+    Where the ends are on two ranks both have it: see Note: [One embedding on two ranks] in `shard.py`.
     The parts in `recompute` keep nothing but their inputs from forward to backward: `attn` in all layers, `attn:2` in
     the first two of each virtual stage.
     """
@@ -149,11 +154,6 @@ class Layout:
         again = {*recomputable(STANDARD), *(p.name for kind in self.types for p in kind.parts if p.recomputable)}
         if wrong := [part for part, _ in map(recomputed_layers, self.recompute) if part not in again]:
             raise ValueError(f"part {wrong[0]!r} cannot be recomputed: there are {', '.join(sorted(again))}")
-        if self.tied and self.pp * self.chunks > 1:
-            raise ValueError(
-                f"tied embeddings need one virtual stage that holds embedding and head, got pp={self.pp} and "
-                f"chunks={self.chunks}: use pp=1 and chunks=1, or model.tied=False"
-            )
         if not self.bounds:
             object.__setattr__(self, "bounds", even_bounds(len(self.kinds), self.stages))
         b = self.bounds
@@ -168,6 +168,12 @@ class Layout:
     @property
     def stages(self) -> int:
         return self.pp * self.chunks
+
+    @cached_property
+    def apart(self) -> Mapping[int, int]:
+        """Where embedding and head are tied and on two ranks: the chunk of each of these that has one of them."""
+        ends = (self.owner(0), self.owner(self.stages - 1))
+        return dict(ends) if self.tied and ends[0][0] != ends[1][0] else {}
 
     def stage(self, rank: int, chunk: int) -> int:
         return chunk * self.pp + (self.pp - 1 - rank if self.turns(chunk) else rank)
@@ -286,9 +292,20 @@ class Layout:
     def peer(self, op: Op, rank: int) -> tuple[int, Key]:
         """(pipeline rank, key) of the op that a send or recv of `rank` is matched with; of none if there is none."""
         forward = (op.part == "act") == (op.verb == "send")
-        other, chunk = (self.behind if forward else self.before)(rank, op.chunk) or (rank, -1)
         verb = "recv" if op.verb == "send" else "send"
+        if op.part == TIED:
+            other, chunk = next((end for end in self.apart.items() if end[0] != rank), (rank, -1))
+            return other, (verb, TIED, op.microbatch, chunk, -1)
+        other, chunk = (self.behind if forward else self.before)(rank, op.chunk) or (rank, -1)
         return other, (verb, op.part, op.microbatch, chunk, -1)
+
+
+def tied_lane(verb: Verb, first: bool) -> Lane:
+    """The lane on which the first, or the last, stage's rank sends or receives a gradient of a tied embedding.
+
+    The last rank and the first are neighbours in the ring of pipeline ranks.
+    """
+    return f"{verb}_{'grad' if first == (verb == 'send') else 'act'}"
 
 
 def stops_host(op: Op, layout: Layout) -> bool:

@@ -24,6 +24,18 @@ order in which units are read, and it stands in front of the unit's first gather
 whole. Nothing in a step comes before them on their lane. So the first forward waits for the updates and gathers of its
 own units alone; all others run beside it, and the first gathers beside updates. The step op at the end takes the
 gradients' norm, and they rest.
+
+Note: [One embedding on two ranks]
+Where embedding and head are tied and on two pipeline ranks, both ranks have the unit, with the final norm, and update
+it alike. Each sums up its own gradients of a step: those of the embedding, or those of the head, over microbatches and
+ranks as those of any other unit. Behind its last reduce each sends the other its shard of that sum, in fp32, and the
+step adds what has come to what is there: `embedding's + head's` on one rank, `head's + embedding's` on the other, which
+are the same bits. The rank of the head is done first, so what it sends travels under the last backward of the other.
+The other way nothing is left to run beside but what that rank itself has still to do.
+
+Where one rank has both ends, of one chunk or of several, it has the unit once. Then a microbatch's two gradients meet
+in a slot, and are added up before they are added to those of others. Between ends of several chunks a slot is taken
+from the head's backward to the embedding's.
 """
 
 from __future__ import annotations
@@ -33,8 +45,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hocket.config import Strategy
-from hocket.program.ops import Layout, Op
+from hocket.program.ops import TIED, Layout, Op, tied_lane
 from hocket.program.parts import END_UNITS, UNITS, Unit
+from hocket.program.transformer import EMBED
 from hocket.program.values import Meanings, UnitName, meanings, unit_moved
 
 ALIGN = 64
@@ -76,6 +89,8 @@ class Sharded:
     grad_slots: Mapping[str, int]
 
 
+Inserted = dict[int, list[Op]]
+"""By position: ops that come in front of, or behind, the one there."""
 Spans = dict[tuple[UnitName, int], tuple[int, int]]
 """(unit, microbatch) -> positions of its first and last weight gradient."""
 
@@ -114,8 +129,8 @@ def shard(ranks: list[list[Op]], layout: Layout, sharding: Sharding, prefetch: i
             grad_slots[name] = max(grad_slots.get(name, 0), count)
     out = []
     for ops, mine, per_rank, written in zip(ranks, known, visits, spans, strict=True):
-        before: dict[int, list[Op]] = defaultdict(list)
-        behind: dict[int, list[Op]] = defaultdict(list)
+        before: Inserted = defaultdict(list)
+        behind: Inserted = defaultdict(list)
         for unit in UNITS:
             same = [v for v in per_rank if v.unit[0] == unit]
             if unit in weight_slots:
@@ -123,8 +138,35 @@ def shard(ranks: list[list[Op]], layout: Layout, sharding: Sharding, prefetch: i
             if updates:
                 _update(same, prefetch, before)
         placed = _reduce(ops, mine, written, sharding, grad_slots, behind)
-        out.append([*_inserted(placed, before, behind), Op("step", "norm" if updates else "all")])
+        chunk = layout.apart.get(len(out), -1) if written else -1
+        last = _exchange(ops, written, layout, len(out), chunk, before, behind) if chunk >= 0 else []
+        step = Op("step", "norm" if updates else "all", -1, chunk)
+        out.append([*_inserted(placed, before, behind), *last, step])
     return Sharded(out, weight_slots, grad_slots)
+
+
+def _exchange(
+    ops: Sequence[Op], spans: Spans, layout: Layout, rank: int, chunk: int, before: Inserted, behind: Inserted
+) -> list[Op]:
+    """Send and receive a tied embedding's gradients: see Note: [One embedding on two ranks]. Returns the last ops."""
+    (_, microbatch), (_, last) = max((span for span in spans.items() if span[0][0][0] == EMBED.unit), key=_end)
+    first = layout.is_first(rank, chunk)
+    behind[last].append(Op("send", TIED, -1, chunk, -1, tied_lane("send", first)))
+    receive = Op("recv", TIED, -1, chunk, -1, tied_lane("recv", first))
+    if not first:
+        return [receive]
+    before[_backward(ops, microbatch, chunk)].append(receive)
+    return []
+
+
+def _end(span: tuple[object, tuple[int, int]]) -> int:
+    return span[1][1]
+
+
+def _backward(ops: Sequence[Op], microbatch: int, chunk: int) -> int:
+    """Where the backward of a microbatch's chunk begins."""
+    item = ("bwd", microbatch, chunk)
+    return next(i for i, op in enumerate(ops) if (op.verb, op.microbatch, op.chunk) == item)
 
 
 def _update(visits: Sequence[Visit], prefetch: int, before: dict[int, list[Op]]) -> None:

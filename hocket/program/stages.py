@@ -133,7 +133,7 @@ def carried_by(key: CostKey, layout: Layout) -> Purpose | None:
     match verb, part:
         case "recv", "act":
             return "pp_fwd"
-        case "recv", "grad":
+        case "recv", _:
             return "pp_bwd"
         case (("gather" | "reduce"), _):
             return groups_of(part)[verb == "reduce"]

@@ -28,7 +28,7 @@ from dataclasses import fields
 from itertools import groupby
 from typing import Any
 
-from hocket.program.ops import Layout, Op, Program
+from hocket.program.ops import TIED, Layout, Op, Program
 from hocket.program.parts import UNITS, LayerKind, Part
 from hocket.program.transformer import EMBED, HEAD, STANDARD, standard_types
 from hocket.typed import read
@@ -110,7 +110,7 @@ def _op_line(position: int, op: Op) -> str:
 
 def _unknown(op: Op, layout: Layout) -> str:
     """Why an op's words mean nothing in a layout; empty if they do."""
-    parts = {EMBED.name, HEAD.name, "act", "grad", "all", "norm", *UNITS}
+    parts = {EMBED.name, HEAD.name, "act", "grad", TIED, "all", "norm", *UNITS}
     parts |= {part.name for kind in (*layout.layer_types, *standard_types(STANDARD, ep=2)) for part in kind.parts}
     for kind, word, known in (("part", op.part, parts), ("lane", op.lane, layout.lanes)):
         if word not in known:

@@ -27,7 +27,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from hocket.program.ops import Key, Lane, Layout, Op
+from hocket.program.ops import TIED, Key, Lane, Layout, Op
 from hocket.program.parts import INPUT, OUTPUT_GRADIENT, UNITS, Unit
 from hocket.program.transformer import EMBED, HEAD
 
@@ -88,6 +88,10 @@ def reads(op: Op, layout: Layout, rank: int) -> list[Key]:
             return [*output_grads(op, layout, rank), *_kept(op, layout, rank, layout.part(part, op.layer).kept)]
         case "wgrad":
             return _kept(op, layout, rank, layout.part(part, op.layer).wgrad_kept)
+        case "send" if part == TIED:
+            return []  # gradients at rest, which are no op's value
+        case "step":
+            return [("recv", TIED, m, c, -1)] if c >= 0 else []
         case "send":
             return [chunk_output(layout, rank, m, c) if part == "act" else input_grad(layout, rank, m, c)]
     return []

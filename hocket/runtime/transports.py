@@ -109,27 +109,38 @@ class Pending:
 
 
 class Scratch:
-    """Flat buffers of one group, kept for the next operation: as many as were ever in flight at once."""
+    """Flat buffers of one group, kept for the next operation of the same queue: as many as were in flight at once.
+
+    A buffer never changes queues. The allocator hands its memory on in the order of the stream that made it, so one
+    that was outgrown while another stream still used it would be overwritten there.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.free: list[Tensor] = []
+        self._free: dict[int, list[Tensor]] = {}
+
+    @property
+    def free(self) -> list[Tensor]:
+        """Buffers of the current queue that nobody uses."""
+        queue = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
+        return self._free.setdefault(queue, [])
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1-D tensor of `numel` elements with arbitrary content."""
-        nbytes = numel * dtype.itemsize
-        fitting = [i for i, buffer in enumerate(self.free) if buffer.numel() >= nbytes]
+        nbytes, free = numel * dtype.itemsize, self.free
+        fitting = [i for i, buffer in enumerate(free) if buffer.numel() >= nbytes]
         if fitting:
-            buffer = self.free.pop(min(fitting, key=lambda i: self.free[i].numel()))
+            buffer = free.pop(min(fitting, key=lambda i: free[i].numel()))
         else:
-            if self.free:  # outgrown: replaced, so that the pool does not collect sizes
-                self.free.pop()
+            if free:  # outgrown: replaced, so that the pool does not collect sizes
+                free.pop()
             buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         return buffer[:nbytes].view(dtype)
 
     def give(self, tensor: Tensor) -> None:
-        """Hand back a tensor that `take` returned."""
-        self.free.append(tensor._base if tensor._base is not None else tensor.view(torch.uint8))
+        """Hand back a tensor that `take` returned, on the queue that took it."""
+        whole = torch.empty(0, dtype=torch.uint8, device=self.device)
+        self.free.append(whole.set_(tensor.untyped_storage()))
 
 
 class Window:
@@ -340,7 +351,6 @@ class Nccl:
         if into.dtype == full.dtype and not add and scale == 1.0:
             reduce_scatter_flat(into, full, group=self.group)
             return DONE
-        # One scratch buffer is enough: all reductions of a group are issued on one stream, hence in order.
         part = self.scratch.take(into.numel(), full.dtype)
         reduce_scatter_flat(part, full, group=self.group)
         local_sum(part.view(1, -1), into.view(-1), scale, add)

@@ -156,6 +156,12 @@ OVERLAP_RULES: tuple[Rule, ...] = (
         only_if_set=True,
     ),
     Rule(
+        ("overlap.pp.defer_head", "model.tied", "plan.order"),
+        lambda c, h: c.overlap.pp.defer_head not in (0, "auto") and c.model.tied and c.plan.turning,
+        "one rank has the embedding and the head, which are tied: a gradient would wait for its other half",
+        "overlap.pp.defer_head = 0, or model.tied = False",
+    ),
+    Rule(
         ("overlap.pp.defer_head", "overlap.defer_wgrad"),
         lambda c, h: c.overlap.pp.defer_head not in (0, "auto") and c.mesh.pp > 1 and c.overlap.defer_wgrad == "off",
         "no effect: only deferred weight gradients can run at the end",

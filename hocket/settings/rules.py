@@ -79,12 +79,6 @@ RULES: tuple[Rule, ...] = (
         "model.dense_layers names layers that do not exist; they are numbered 0 to {last_layer}",
         "model.dense_layers with smaller numbers, or more model.layers",
     ),
-    Rule(
-        ("model.tied", "mesh.pp", "plan.chunks"),
-        lambda c, h: c.model.tied and stages(c) > 1,
-        "embedding and head are on different virtual stages (the first and the last of {stages})",
-        "mesh.pp = 1 and plan.chunks = 1, or model.tied = False",
-    ),
     *(
         Rule(
             (setting, "model.experts"),

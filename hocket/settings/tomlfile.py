@@ -11,9 +11,9 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
+from hocket.files import finite
 from hocket.problems import stop_if
 
 MOST_KEYS = 1000
@@ -41,7 +41,7 @@ class Entry:
 def read(path: str) -> list[Entry]:
     """The keys of a file in their order. Raises ValueError for a file that cannot be read, with all double keys."""
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
+        text = finite(path).read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
     except OSError as error:
         reason = error.strerror or "cannot be read"
         raise ValueError(f"{path} (command line): {reason}; fix: name a TOML file that is there") from None

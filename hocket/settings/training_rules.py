@@ -69,12 +69,6 @@ TRAINING_RULES: tuple[Rule, ...] = (
         for name in ("adamw", "momentum", "scale")
     ),
     Rule(
-        ("optimizer.name", "train.device"),
-        lambda c, h: c.optimizer.name == "muon" and c.train.device == "cuda",
-        "on GPUs two equal runs of Muon had different bits, for a reason that is not known yet",
-        "optimizer.name = adamw, or train.device = cpu",
-    ),
-    Rule(
         ("optimizer.name", "mesh.tp"),
         lambda c, h: c.optimizer.name == "muon" and c.mesh.tp > 1,
         "tensor-parallel ranks have parts of matrices, and Muon puts together what data-parallel ranks share",

@@ -13,7 +13,7 @@ from typing import Any
 
 from hocket.resolve import Settings
 
-FILE = "about.json"
+FILE, METRICS = "about.json", "metrics.jsonl"
 TAIL = 1 << 16
 """Bytes at the end of metrics that are looked at."""
 
@@ -51,13 +51,14 @@ def note(settings: Settings) -> None:
 
 def runs(folder: Path) -> list[Run]:
     """All runs directly below a folder, the latest last. Raises OSError if it cannot be read."""
-    found = [_run(path) for path in folder.iterdir() if (path / "metrics.jsonl").exists() or (path / FILE).exists()]
+    found = [run_of(path) for path in folder.iterdir() if (path / METRICS).exists() or (path / FILE).exists()]
     return sorted(found, key=lambda run: (run.when is not None, run.when and run.when.timestamp(), run.name))
 
 
-def _run(path: Path) -> Run:
+def run_of(path: Path) -> Run:
+    """The run of a folder."""
     said = _json((path / FILE).read_text()) if (path / FILE).exists() else {}
-    metrics = path / "metrics.jsonl"
+    metrics = path / METRICS
     step, loss, when = 0, None, None
     if metrics.exists():
         when = datetime.fromtimestamp(metrics.stat().st_mtime).astimezone()
@@ -71,7 +72,7 @@ def _run(path: Path) -> Run:
         state = "failed to start"
     else:
         state = "done" if steps and step >= steps else "stopped" if steps else ""
-    return Run(path.name, str(said.get("recipe", "")), step, steps, loss, when, state)
+    return Run(path.resolve().name, str(said.get("recipe", "")), step, steps, loss, when, state)
 
 
 def _last_lines(file: Path) -> Iterator[dict[str, Any]]:

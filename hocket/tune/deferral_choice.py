@@ -107,6 +107,8 @@ def _no_late_heads(c: Config) -> str:
         return "the only pipeline rank waits for no other at the end"
     if c.overlap.defer_wgrad == "off":
         return "weight gradients are not deferred (overlap.defer_wgrad = off)"
+    if c.model.tied and c.plan.turning:
+        return "a gradient of the tied head would wait for that of the embedding, on the same rank"
     return ""
 
 

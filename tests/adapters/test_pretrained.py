@@ -23,6 +23,7 @@ from hocket.adapters.transformers import Pretrained
 from tests.adapters.families import REFUSED, VOCAB, batches, configuration, model
 from tests.adapters.runs import SETTINGS, plain, planned
 from tests.adapters.test_families import compare
+from tests.helpers.ranks import run_ranks
 
 
 def refused(made: nn.Module, words: str, **settings: Any) -> None:
@@ -42,11 +43,6 @@ def test_dropout() -> None:
 
 def test_a_loss_over_routers() -> None:
     refused(model("mixtral", output_router_logits=True), r"config.output_router_logits adds a loss")
-
-
-def test_tied_over_stages() -> None:
-    made = model("llama", tie_word_embeddings=True)
-    refused(made, r"embedding and head are tied, and 2 virtual stages put them apart", **{"plan.chunks": 2})
 
 
 def test_no_causal_model() -> None:
@@ -81,12 +77,18 @@ def test_a_model_that_computes_between_layers() -> None:
     refused(made, r"it computes between its layers, and no part of a plan does that")
 
 
-def test_tied_on_one_stage() -> None:
+def tied(rank: int, settings: dict[str, Any], given: Any) -> Any:
+    out = planned(model("qwen3", tie_word_embeddings=True), settings, given)
+    return out["losses"], out["grads"]
+
+
+@pytest.mark.parametrize("settings", [{}, {"plan.chunks": 2}, {"mesh.pp": 2}])
+def test_tied(settings: dict[str, Any]) -> None:
     made, given = model("qwen3", tie_word_embeddings=True), batches(2)
-    out = planned(made, {}, given)
+    ranks = run_ranks(tied, settings.get("mesh.pp", 1), settings, given)
     losses, grads = plain(made, given)
-    assert [[loss] for loss in out["losses"]] == losses
-    found = {name: (shape, values) for name, shape, _, _, values in out["grads"]}
+    assert [[loss] for loss in ranks[-1][0]] == losses
+    found = {name: (shape, values) for _, pieces in ranks for name, shape, _, _, values in pieces}
     assert found.keys() == grads.keys()
     for name, (shape, values) in found.items():
         torch.testing.assert_close(values.view(shape), grads[name], rtol=1e-5, atol=1e-7)

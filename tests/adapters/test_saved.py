@@ -99,8 +99,11 @@ def test_a_step_of_one_rank_goes_on_on_two(tmp_path: Path) -> None:
     folder = str(tmp_path / "two")
     tied = {"tie_word_embeddings": True}
     expected = trained(0, "llama", {}, folder, tied)
-    for settings in ({"mesh.dp": 2}, {"mesh.dp": 2, "overlap.dp.strategy": "no_shard"}):
+    for settings in ({"mesh.dp": 2, "overlap.dp.strategy": "no_shard"}, {"mesh.pp": 2}):
         assert_same(run_ranks(resumed, 2, "llama", settings, folder, tied)[0], expected)
+    first, last = run_ranks(trained, 2, "llama", {"mesh.pp": 2}, f"{folder}_in_a_pipeline", tied)
+    assert all(torch.equal(first[name], last[name]) for name in first)
+    assert_same(resumed(0, "llama", {}, f"{folder}_in_a_pipeline", tied), first)
 
 
 def plain_step(made: Any, optimizer: torch.optim.Optimizer) -> None:

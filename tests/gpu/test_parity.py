@@ -94,6 +94,8 @@ TWO: dict[str, Config] = {
         planned(EXPERTS, update="next_step"), {"precision.averages": "bf16"}
     ),
     "a pipeline": PIPED,
+    "a pipeline with a tied head": changed(PIPED, {"model.tied": True}),
+    "a pipeline with a tied head, copy_engine": changed(PIPED, {"model.tied": True, "train.transport": "copy_engine"}),
     "a pipeline, copy_engine": changed(PIPED, {"train.transport": "copy_engine"}),
     "a V, copy_engine": changed(
         planned(APART, order="zb_v"), {"mesh.dp": 1, "mesh.ep": 1, "train.transport": "copy_engine"}

@@ -16,6 +16,7 @@ from torch import Tensor
 from hocket.config import Config, DataConfig, MeshConfig, PrecisionConfig, TrainConfig
 from hocket.engine import Engine
 from hocket.parallel.linears import linears_of
+from hocket.program.stages import layout_of
 from hocket.runtime.dtypes import DTYPES
 from tests.helpers.plans import planned, small
 from tests.helpers.ranks import run_ranks
@@ -118,7 +119,7 @@ def assert_parity(c: Config, batches: list[list[list[Batch]]] | None = None) -> 
     per_rank = c.overlap.ep.copies == "per_rank" and c.mesh.ep > 1  # with one rank every expert has its own row
     wire = DTYPES.get(c.precision.wire)
     clip = c.train.clip or math.inf
-    how = clip, adamw, strategy, per_rank, wire, c.mesh.shard, linears_of(c)
+    how = clip, adamw, strategy, per_rank, wire, c.mesh.shard, linears_of(c), bool(layout_of(c).apart)
     plain = Reference(c.model, c.mesh.dp, c.mesh.ep, dtype, 0, *how)
     reference = plain.run(batches)
     ranks = run_ranks(train, c.mesh.pp * c.mesh.dp, c, batches)

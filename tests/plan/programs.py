@@ -76,12 +76,12 @@ def _case(source: Any, most_ranks: int) -> Case:
         chunks=chunks,
         ep=among((1, 2)),
         bounds=tuple(sum(sizes[:n]) for n in range(len(sizes) + 1)),
-        tied=pp * chunks == 1 and among((False, True)),
+        tied=among((False, True)),
         per_rank=among((False, True)),
         recompute=among(((), ("attn",), ("experts", "mlp"), ("attn:1", "experts:2", "mlp"))),
     )
     layout = replace(layout, placed=not layout.per_rank and among((False, True)))
-    layout = replace(layout, uncounted=layout.placed and layout.tied)
+    layout = replace(layout, uncounted=layout.placed and among((False, True)))
     apart = {1: ("zb_h1",), 2: ("zb_v", "merged_v")}.get(chunks, ())
     order = among(("auto", "sequential", "interleaved", *(("1f1b",) if chunks == 1 else ()), *apart))
     merged_v = order == "merged_v"

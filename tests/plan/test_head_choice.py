@@ -66,7 +66,7 @@ def test_what_fills_the_time_at_the_end_is_deferred() -> None:
 
 @pytest.mark.parametrize("lane", ["on", "off"])
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])
-@pytest.mark.parametrize("order", [{}, {"plan__chunks": 2}, {"plan__order": "zb_h1"}])
+@pytest.mark.parametrize("order", [{}, {"plan__chunks": 2, "model__tied": True}, {"plan__order": "zb_h1"}])
 def test_late_heads_make_the_program_that_would_be_built(order: dict[str, object], strategy: str, lane: str) -> None:
     behind = {"overlap__pp__defer_layers": 1, "overlap__pp__defer_parts": "attn"}
     made = {**order, **behind, "mesh__dp": 2, "overlap__dp__strategy": strategy, "overlap__pp__backward_lane": lane}

@@ -2,6 +2,7 @@
 
 import random
 from collections import defaultdict
+from dataclasses import replace
 from itertools import product
 from typing import Literal
 
@@ -244,8 +245,32 @@ def test_tied_head_shares_the_embedding_unit() -> None:
     assert "head" not in program.weight_slots
     reduces = [str(op) for op in program.ranks[0] if op.verb == "reduce" and op.part == "embed"]
     assert reduces == ["reduce embed m0 c0 s0", "reduce embed m1 c0 s0"]
-    with pytest.raises(ValueError, match="tied embeddings need one virtual stage"):
-        Layout(("dense", "dense"), pp=2, tied=True)
+
+
+def test_a_tied_head_on_another_rank_has_the_embedding_unit_too() -> None:
+    program = build(Layout(("dense",) * 4, pp=2, tied=True), 2, defer_head=0)
+    assert "head" not in program.weight_slots
+    assert program.grad_slots["embed"] == 1
+    moved = [[str(op) for op in ops if op.verb == "reduce" and op.part == "embed"] for ops in program.ranks]
+    assert moved == [["reduce embed m0 c0 s0", "reduce embed m1 c0 s0"]] * 2
+    first, last = ([(str(op), op.lane) for op in ops if op.part == "tied"] for ops in program.ranks)
+    assert first == [("recv tied c0", "recv_act"), ("send tied c0", "send_grad")]
+    assert last == [("send tied c0", "send_act"), ("recv tied c0", "recv_grad")]
+    names = [op.verb for op in program.ranks[0]]
+    assert names.index("recv", names.index("bwd")) < len(names) - 1 - names[::-1].index("bwd")  # beside the last one
+    assert all(ops[-1].chunk == 0 for ops in program.ranks)
+
+
+@pytest.mark.parametrize("verb", ["send", "step"])
+def test_a_tied_gradient_is_that_of_all_microbatches(verb: str) -> None:
+    """What sends it waits for the last reduce, and the step adds it."""
+    program = build(Layout(("dense",) * 4, pp=2, tied=True), 2)
+    ops = list(program.ranks[0])
+    position = next(i for i, op in enumerate(ops) if op.verb == verb and (op.part == "tied" or verb == "step"))
+    op = ops[position]
+    ops[position] = op._replace(deps=()) if verb == "send" else op._replace(chunk=-1)
+    broken = replace(program, ranks=(tuple(ops), *program.ranks[1:]))
+    assert any(violation.invariant == 5 for violation in check(broken))
 
 
 @pytest.mark.parametrize("order", sorted(MERGED))

@@ -45,8 +45,9 @@ def test_complete(case: Case) -> None:
         reduces = 1 if case.sharding.adds_up(unit) else m
         assert found["reduce", unit] == reduces * layers
         assert found["add", unit] == (m - reduces) * layers
-    later = case.config.overlap.dp.update == "next_step"
-    for unit, count in (("embed", 1), ("dense", moe + dense), ("experts", moe), ("head", 1 - layout.tied)):
+    later, both = case.config.overlap.dp.update == "next_step", len(layout.apart)
+    assert found["send", "tied"] == found["recv", "tied"] == both
+    for unit, count in (("embed", both or 1), ("dense", moe + dense), ("experts", moe), ("head", 1 - layout.tied)):
         assert found["update", unit] == (count if later else 0)
     assert found["step", "norm" if later else "all"] == layout.pp
 

@@ -99,6 +99,8 @@ def test_scratch_is_reused_and_never_shared():
     scratch.give(a)
     again = scratch.take(6, torch.float32)
     assert again.data_ptr() == a.data_ptr()
+    scratch.give(again)
+    assert scratch.take(8, torch.float32).data_ptr() == a.data_ptr(), "less was used of it, and it stays as large"
 
 
 def _collectives(rank, world, dtype):

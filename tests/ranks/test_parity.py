@@ -44,6 +44,7 @@ VALUES: dict[str, list[Any]] = {
     "documents": ["off", "on"],
     "attention": ["full", "window", "sinks", "both"],
     "biases": ["off", "on"],
+    "tied": [False, True],
 }
 """What the matrix varies. With room of 1 steps are made again. Uneven stages have odd numbers of layers: forward
 and backward meet in the middle one."""
@@ -111,7 +112,7 @@ def matrix_config(case: dict[str, Any]) -> Config:
     total = sum(counts)
     dense = {"dense": range(total), "moe": [], "mixed": range(1, total, 2)}[case["kinds"]]
     others = ("dtype", "wire", "ep", "dp", "pp", "layers", "kinds", "shared_ffn", "microbatches", "documents", "clip",
-              "groups", "attention", "biases")  # fmt: skip
+              "groups", "attention", "biases", "tied")  # fmt: skip
     plan = {name: value for name, value in case.items() if name not in others}
     plan["layers_per_stage"] = tuple(counts)
     behind = case["kinds"] == "dense" and case["projections"] == "normed"
@@ -294,6 +295,23 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
     "no prefetch": (dict(layers=6), dict(dp=2), dict(merge="on", prefetch=0)),
     "nothing sharded on three ranks": (dict(layers=2), dict(dp=3), dict(merge="on", strategy="no_shard")),
     "experts whole, three ranks": (dict(layers=2, experts=6), dict(dp=6, ep=2), dict(merge="on", strategy="no_shard")),
+    "a tied head on another rank": (
+        dict(layers=3, dense_layers=(0,), tied=True),
+        dict(pp=2, dp=2),
+        dict(merge="on", defer_wgrad="on", defer_head=1),
+    ),
+    "a tied head in an interleaved pipeline of three": (
+        dict(layers=6, tied=True),
+        dict(pp=3),
+        dict(chunks=2, merge="on", update="next_step"),
+    ),
+    "a tied head in a V": (dict(layers=4, tied=True), dict(pp=2, dp=2), dict(order="zb_v", chunks=2, merge="off")),
+    "a tied head on another rank, reduced once": (
+        dict(layers=2, tied=True),
+        dict(pp=2, dp=2),
+        dict(merge="on", strategy="no_shard"),
+    ),
+    "a tied head on one rank of two chunks": (dict(layers=4, tied=True), dict(), dict(chunks=2, merge="on")),
     "a tied head, reduced once": (dict(layers=2, tied=True), dict(dp=2), dict(merge="on", strategy="optim")),
     "experts kept on one rank, the rest reduced once": (dict(layers=3), dict(dp=2, ep=2), dict(strategy="optim")),
 }

@@ -185,7 +185,7 @@ VALUES: dict[str, list[Any]] = {
 
 
 def legal(case: dict[str, Any]) -> bool:
-    if case["dp"] * case["pp"] > 2 or case["ep"] > 2 * case["dp"] or (case["tied"] and case["pp"] > 1):
+    if case["dp"] * case["pp"] > 2 or case["ep"] > 2 * case["dp"]:
         return False
     moved = case["ep"] > 1 and case["kinds"] != "dense"
     others = (case["ep"] > 1, case["splits"] == "device", case["copies"] == "per_rank")

@@ -35,13 +35,13 @@ def data(page: str) -> dict[str, Any]:
     return json.loads(found.group(1))
 
 
-def opened(page: str, folder: Path, address: str = "") -> str:
+def opened(page: str, folder: Path, address: str = "", width: int = 1300) -> str:
     """The document after its scripts have run, in a browser that reaches no host."""
     if BROWSER is None:
         pytest.skip("no Chromium is installed: looked for chromium, google-chrome and chrome on PATH")
     path = folder / "page.html"
     path.write_text(page, encoding="utf-8")
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1300,900", "--virtual-time-budget=5000"]
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},900", "--virtual-time-budget=5000"]
     flags += ["--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={folder / 'profile'}", "--dump-dom"]
     program = [str(BROWSER), *flags, f"{path.as_uri()}{address}"]
     return subprocess.run(program, capture_output=True, text=True, timeout=50, check=True).stdout

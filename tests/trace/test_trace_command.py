@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -199,3 +200,41 @@ def test_a_null_trace_that_communicates_is_refused(
 def test_traces_do_not_wait_for_torch() -> None:
     code = "import sys, hocket.commands.trace; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+EVIL = "\x1b]0;x\x07</script><img src=x onerror=alert(1)>\x9b31m"
+
+
+def test_names_that_others_gave_are_shown_and_not_obeyed(tmp_path: Path) -> None:
+    """In the terminal, in messages, on the page and in the picture: names of kernels, groups, threads and files."""
+    one = (
+        Trace(rank=0, world=1, device=f"GPU{EVIL}")
+        .group(f"g{EVIL}", (0,))
+        .annotation("hocket step 1", 0, 100)
+        .annotation(f"span{EVIL}", 1, 90)
+        .kernel(f"k{EVIL}", 10, 30, op=f"aten::{EVIL}")
+        .collective("_allgather_base", f"g{EVIL}", 20, 50, launched=5, sent=512, received=1024)
+    )
+    path = one.write(tmp_path / f"rank0{EVIL.replace('/', '')}.json")
+    files = {name: tmp_path / f"out.{name}" for name in ("html", "svg")}
+    for words in ([], [f"--{name}={file}" for name, file in files.items()]):
+        ended = subprocess.run(
+            [sys.executable, "-m", "hocket_trace", str(path), *words], capture_output=True, text=True, timeout=50
+        )
+        assert ended.returncode == 0, ended
+        assert not set("\x1b\x07\x9b") & set(ended.stdout + ended.stderr)
+    for file in files.values():
+        text = file.read_text(encoding="utf-8")
+        assert not set("\x1b\x07\x9b") & set(text)
+        assert "<img" not in text
+    path.write_text("{")
+    ended = subprocess.run([sys.executable, "-m", "hocket_trace", str(path)], capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert not set("\x1b\x07\x9b") & set(ended.stderr)
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "pipe"])
+def test_a_trace_without_an_end_is_refused(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="may have no end; fix:"):
+        load([tmp_path / name])

@@ -96,9 +96,9 @@ class PlannedAdamW:
             (unit, piece) for unit in model.units.values() if unit.tensors.size > 1 for piece in unit.pieces()
         ]
         """Pieces that are counted one by one, for some of a unit are on all tensor-parallel ranks."""
-        replicas = [unit.group.groups.replicas for unit in model.units.values()]
+        replicas = [unit.group.groups.replicas * unit.copies for unit in model.units.values()]
         if self._apart:
-            replicas = [unit.group.groups.replicas * piece.shared for unit, piece in self._apart]
+            replicas = [unit.group.groups.replicas * unit.copies * piece.shared for unit, piece in self._apart]
         self._replicas = torch.tensor(replicas, device=model.device)  # of every gradient that is counted
         self.muon = None if options.muon is None else PlannedMuon(model, options.muon)
         momenta = self.momenta

@@ -24,9 +24,14 @@ from hocket.runtime.transports import Local, local_sum
 
 
 def unit_of(name: str, chunk: int, tied: bool = False) -> UnitName:
-    """The unit to which a parameter belongs, by its name in the whole model. Tied, the head is part of `embed`."""
+    """The unit to which a parameter belongs, by its name in the whole model. Tied, the head is part of `embed`.
+
+    The chunk of that unit counts as 0, wherever embedding and head are.
+    """
     first, *rest = name.split(".")
-    if first == "embed" or (first == "head" and tied):
+    if tied and first in ("embed", "head"):
+        return "embed", 0, -1
+    if first == "embed":
         return "embed", chunk, -1
     if first == "head":
         return "head", chunk, -1
@@ -101,8 +106,10 @@ class PlannedModel:
             for name, group in stored.items():
                 kind, _, layer = name
                 slots = self.weight_slots.get(kind), self.grad_slots.get(kind)
-                adds = name in added and not (kind == "embed" and program.layout.tied)
+                tied = kind == "embed" and program.layout.tied
+                adds = name in added and not (tied and not program.layout.apart)
                 made[name] = PlannedUnit(kind, layer, group, *slots, self.tensors, adds)
+                made[name].copies = 2 if tied and program.layout.apart else 1
         self.units = {name: unit for kind in UNITS for name, unit in made.items() if name[0] == kind}
 
     def _allocate(self, stored: Mapping[UnitName, ParamGroup], where: ShardGroups, program: Program) -> None:
@@ -121,7 +128,8 @@ class PlannedModel:
                     self.weight_slots[kind] = Slots(f"{kind} weight", count, length, **self._numbers)
             self._windows.append(window)
         if reduce.size == 1:  # Note: [Gradients that are collected]
-            lengths = {kind: length for kind, length in lengths.items() if kind == "embed" and program.layout.tied}
+            meet = program.layout.tied and not program.layout.apart
+            lengths = {kind: length for kind, length in lengths.items() if kind == "embed" and meet}
         if not lengths:
             return
         with reduce.window(max(lengths.values()) * self._wire.itemsize) as window:
@@ -227,9 +235,13 @@ class PlannedModel:
 
 
 def _members(chunks: Sequence[nn.Module], tied: bool) -> dict[UnitName, list[Member]]:
-    """The parameters of every unit, in the order of the modules' parameters."""
+    """The parameters of every unit, in the order of the modules' parameters: each once, whoever shares it."""
     members: dict[UnitName, list[Member]] = {}
+    seen = set[int]()
     for chunk, module in enumerate(chunks):
-        for name, param in module.named_parameters():  # once each, also where two modules share one
+        for name, param in module.named_parameters():
+            if id(param) in seen:  # chunks with both ends of a tied model have the same
+                continue
+            seen.add(id(param))
             members.setdefault(unit_of(name, chunk, tied), []).append(Member(name, param, ()))
     return members

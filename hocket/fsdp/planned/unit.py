@@ -35,8 +35,8 @@ one, as that of experts where each rank has its own (ep = dp * tp), gradients ar
 are no slots, and a reduce has nothing to do. Where a step's gradients stay whole until the last microbatch, they are
 collected in their sum: adds have nothing to do, and the reduce sends the sum, rounded into its slot.
 
-A tied embedding has two gradients in a microbatch, which are added up before they are added to others. So they go
-through a slot all the same.
+A rank that has a tied embedding and its head has two gradients of it in a microbatch, which are added up before they
+are added to others. So they go through a slot all the same.
 """
 
 from __future__ import annotations
@@ -102,6 +102,8 @@ class PlannedUnit:
 
         With `adds`, gradients stay whole until a step's last microbatch.
         """
+        self.copies = 1
+        """Pipeline ranks that have the unit."""
         self.kind, self.layer, self.group, self.tensors = kind, layer, group, tensors
         self.weights = tuple(manage(member.param, member.name) for member in group.members)
         self._weight_slots, self._slots_of_grads, self._adds = weight_slots, grad_slots, adds
@@ -239,6 +241,12 @@ class PlannedUnit:
         for weight, view in self._sums.items():
             if self.alone and weight not in self._collected:
                 view.zero_()
+
+    def sum_of_step(self) -> Tensor:
+        """All of a step's gradients at rest, behind the last reduce; who has the unit too may add its own."""
+        self.complete()
+        self._collected.update(self._sums)
+        return self.group.main_grad
 
     def grad_views(self, slot: int) -> dict[Weight, Tensor]:
         """Where to write the gradient of each weight. The slot is taken until its reduce is done.
