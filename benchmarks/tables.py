@@ -51,6 +51,7 @@ from benchmarks.sharding_tables import (
 )
 from benchmarks.trace_tables import hidden, overlap_tax, overlap_trace, sends_tax
 from benchmarks.training_tables import fp8, training
+from benchmarks.zoo import rows as zoo
 from hocket.commands.options import parse
 from hocket.commands.plan import Plan, resolve_for_plan, task_of
 from hocket.gpus import GPUS, peak_flops
@@ -259,6 +260,7 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "pipeline_peers": ("pipeline_peers", contenders),
     "any_model": ("any_model", contenders),
     "families": ("", families),
+    "fsdp_zoo": ("fsdp_zoo", zoo),
     "redesign": ("redesign", before_and_after),
     "any_model_settings": ("any_model", settings),
     "summary": (summary_tables.files(short=False), summary_tables.summary),

@@ -316,6 +316,14 @@ def memory(root: Path = Path("/")) -> int:
     return least
 
 
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes of `memory` that nothing holds now, as the host's kernel estimates."""
+    for line in _text(root / "proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            return min(memory(root), 1024 * int(line.split()[1]))
+    return memory(root)
+
+
 def _text(path: Path) -> str:
     """What a file of the system says; empty if it is not there."""
     try:

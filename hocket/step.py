@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -167,8 +168,11 @@ class PlannedStep:
             for name, value in self.named_weights():
                 params[name].copy_(value)
 
-    def save(self, folder: str | os.PathLike[str]) -> Path:
+    def save(self, folder: str | os.PathLike[str], *, asynchronously: bool = False) -> Future[Path]:
         """Save weights, the optimizer's state and buffers to a new folder, which appears when all of it is written.
+
+        With `asynchronously` this returns as soon as the next step may begin, as `hocket.checkpoint.save` does:
+        `result()` of what is returned waits until the folder is there. Otherwise all is done on return.
 
         It is in the format of `hocket.checkpoint.save`, by the model's own names: `load` takes it on any mesh,
         `hocket.checkpoint.load` into the model under `fully_shard`, and torch's DCP into the plain one. Raises
@@ -176,7 +180,7 @@ class PlannedStep:
         """
         if not Path(folder).name:
             raise ValueError(f"folder = {str(folder)!r}: it has no name; fix: such as checkpoints/10")
-        return self._state.save(Path(folder))
+        return self._state.save(Path(folder), asynchronously)
 
     def load(self, folder: str | os.PathLike[str], *, optimizer: bool = True) -> None:
         """Load what `save` or `hocket.checkpoint.save` wrote, on any number of ranks; each reads what it keeps.

@@ -7,6 +7,7 @@ The format is that of `hocket.checkpoint.save` (`fsdp/saving/checkpoint.py`): DC
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from hocket.engine import Engine
 from hocket.fsdp.planned.adamw import AVERAGES, PieceState
-from hocket.fsdp.saving.checkpoint import write
-from hocket.fsdp.saving.dcp import MODEL, OPTIMIZER, CheckpointReader, CheckpointWriter, run_dcp
+from hocket.fsdp.saving.background import tell_all
+from hocket.fsdp.saving.checkpoint import write_now_or_behind
+from hocket.fsdp.saving.dcp import MODEL, OPTIMIZER, CheckpointReader, run_dcp
 from hocket.fsdp.saving.flat_tensor import FlatTensor
 from hocket.fsdp.saving.harmless import HarmlessPlanner
 from hocket.fsdp.saving.state import differences
-from hocket.fsdp.saving.whole import WholeFolder
 from hocket.runtime.world import everyone
 
 
@@ -40,16 +41,16 @@ class StepState:
     buffers: Mapping[str, Tensor]
     others: Mapping[str, str]
 
-    def save(self, folder: Path) -> Path:
+    def save(self, folder: Path, asynchronously: bool) -> Future[Path]:
         """Write a new folder. Raises ValueError if it is in use or not shared, OSError if it cannot be written."""
+        tell_all()
         optimizer = self.engine.optimizer
         state: dict[str, Any] = dict(self._averages())
         for name, settings in optimizer.settings.items():
             theirs = self.parameters[name][0]
             state[f"state.{theirs}.step"] = torch.tensor(float(optimizer.steps))
             state |= {f"param_groups.{theirs}.{key}": value for key, value in settings.items()}
-        writer = CheckpointWriter(WholeFolder(folder), self.others)
-        return write({MODEL: self._weights(), OPTIMIZER: state}, writer, None)
+        return write_now_or_behind(folder, {MODEL: self._weights(), OPTIMIZER: state}, self.others, asynchronously)
 
     def load(self, folder: Path, optimizer: bool) -> None:
         """Read what this rank keeps; without `optimizer` AdamW begins anew. Raises ValueError for what does not fit."""

@@ -16,6 +16,7 @@ from hocket.config import Config, ModelConfig, RunConfig, TrainConfig
 from hocket.resolve import Settings, resolve
 from hocket.settings.schema import changed
 from hocket.train import checkpoint
+from hocket.train.checkpoint import Moment
 from hocket.train.pieces import Range
 from tests.helpers.ranks import run_ranks
 
@@ -64,7 +65,7 @@ def groups(step: int | None, names: tuple[str, ...] = tuple(SHAPES)) -> dict[str
 
 def save_steps(rank: int, folder: Path, steps: list[int], keep: int = 2) -> None:
     for step in steps:
-        checkpoint.save(settings_in(folder, keep=keep), step, 10 * step, groups(step))
+        checkpoint.save(settings_in(folder, keep=keep), Moment(step, 10 * step), groups(step))
 
 
 def load_and_compare(rank: int, folder: Path) -> tuple[int, int]:
@@ -250,7 +251,7 @@ def test_another_batch_and_other_steps_of_the_optimizer_are_noted_and_other_mach
 
 
 def test_another_text_is_noted(tmp_path):
-    checkpoint.save(settings_in(tmp_path), 1, 1, groups(1), "3 documents")
+    checkpoint.save(settings_in(tmp_path), Moment(1, 1, "3 documents"), groups(1))
     for text in ("3 documents", "4 documents"):
         restored = checkpoint.restore(settings_in(tmp_path), groups(None), {1: text}.__getitem__)
         assert restored is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import re
@@ -20,6 +19,7 @@ from hocket.fsdp.saving.dcp import CheckpointWriter
 from hocket.settings.schema import changed
 from hocket.train import checkpoint
 from hocket.train import damage as damage_module
+from hocket.train.checkpoint import Moment
 from tests.helpers.ranks import run_ranks
 from tests.test_checkpoint import SHAPES, groups, load_and_compare, save_steps, settings_in
 
@@ -27,7 +27,7 @@ from tests.test_checkpoint import SHAPES, groups, load_and_compare, save_steps, 
 def fail_on_one_rank(rank: int, folder: Path) -> str:
     blocked = settings_in(Path(os.devnull) / "below" if rank == 0 else folder)
     try:
-        checkpoint.save(blocked, 1, 1, groups(1))
+        checkpoint.save(blocked, Moment(1, 1), groups(1))
     except ValueError as error:
         return str(error)
     return ""
@@ -40,24 +40,32 @@ def test_an_error_of_one_rank_is_raised_on_all(tmp_path):
     assert "fix:" in first
 
 
-def slower_than_patience(rank: int, folder: Path) -> str:
+def slower_than_patience(rank: int, folder: Path, behind: bool) -> str:
     """Rank 1 writes for longer than the other waits for it."""
-    hasty = dist.new_group(timeout=timedelta(seconds=1))
-    checkpoint.dcp.save = functools.partial(checkpoint.dcp.save, process_group=hasty)
+    hasty, save = dist.new_group(timeout=timedelta(seconds=1)), checkpoint.dcp.save
+    settings = settings_in(folder)
+    if behind:
+        settings = changed(settings, {"train.hang_timeout": 1.0})
+    else:
+        checkpoint.dcp.save = lambda *args, **more: save(*args, **{**more, "process_group": hasty})
     write = CheckpointWriter.write_data
     if rank == 1:
         CheckpointWriter.write_data = lambda *args: (time.sleep(2), write(*args))[1]  # type: ignore[method-assign]
     try:
-        checkpoint.save(settings_in(folder), 1, 1, groups(1))
+        if behind:
+            checkpoint.save_behind(settings, Moment(1, 1), groups(1)).result(timeout=20)
+        else:
+            checkpoint.save(settings, Moment(1, 1), groups(1))
     except (ValueError, RuntimeError) as error:
         return str(error)
     return ""
 
 
-def test_a_save_that_takes_longer_than_ranks_wait_names_the_setting(tmp_path):
-    first, _ = run_ranks(slower_than_patience, 2, tmp_path)
+@pytest.mark.parametrize("behind", [False, True], ids=["at once", "behind"])
+def test_a_save_that_takes_longer_than_ranks_wait_names_the_setting(tmp_path, behind):
+    first, _ = run_ranks(slower_than_patience, 2, tmp_path, behind)
     words = r"a rank has waited longer than that for the others to write the checkpoint of step 1; fix: a longer one"
-    assert re.match(rf"train\.hang_timeout = 300.* \(configuration\): {words}", first), first
+    assert re.match(rf"train\.hang_timeout = {1 if behind else 300}\.0 \(configuration\): {words}", first), first
     assert not list(checkpoint.checkpoints_of(settings_in(tmp_path)).glob("step-*[0-9]"))
 
 
@@ -112,7 +120,7 @@ def test_half_of_a_deleted_checkpoint_is_none(tmp_path, monkeypatch):
 
 def test_a_folder_that_cannot_be_changed_is_named_when_a_run_begins(tmp_path, monkeypatch):
     save_steps(0, tmp_path, [1])
-    monkeypatch.setattr(checkpoint, "_link_latest", lambda _: (_ for _ in ()).throw(OSError(30, "Read-only")))
+    monkeypatch.setattr(checkpoint, "_link", lambda *_: (_ for _ in ()).throw(OSError(30, "Read-only")))
     with pytest.raises(ValueError, match=r"run.folder = .*earlier run there cannot be moved \(.*Read-only\); fix: "):
         checkpoint.restore(settings_in(tmp_path), groups(None))
 
@@ -122,7 +130,7 @@ def unreadable_on_one_rank(rank: int, folder: Path) -> str:
     if rank == 1:
         damage_module.checksum = _fail  # type: ignore[assignment]
     try:
-        checkpoint.save(settings_in(folder), 1, 1, groups(1))
+        checkpoint.save(settings_in(folder), Moment(1, 1), groups(1))
     except ValueError as error:
         return str(error)
     return ""
@@ -146,14 +154,14 @@ def fill_the_disk(rank: int, folder: Path, limit: int) -> str:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     try:
-        checkpoint.save(settings, 2, 2, groups(2))
+        checkpoint.save(settings, Moment(2, 2), groups(2))
     except ValueError as error:
         return str(error)
     return ""
 
 
 def test_a_save_without_room_gives_back_what_it_took(tmp_path):
-    checkpoint.save(settings_in(tmp_path), 1, 1, groups(1))
+    checkpoint.save(settings_in(tmp_path), Moment(1, 1), groups(1))
     first, second = run_ranks(fill_the_disk, 2, tmp_path, 64)
     assert first == second
     words = r"the checkpoint of step 2 \(1.1 KiB\) cannot be written: rank 1 says OSError: \[Errno 27\].*"

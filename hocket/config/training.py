@@ -142,8 +142,15 @@ class TrainConfig:
     """Batches of one validation, each as large as a step's; 0 means no validation."""
     save_every: int = 0
     """Steps between checkpoints; 0 means only one at the end."""
+    save_behind: bool = True
+    """Checkpoints are written while training goes on, from a copy in the memory of the host. Without it training waits
+    until one is written, and no copy is made."""
     keep: int = 2
-    """Checkpoints kept; older ones are deleted. 0 writes none, not even at the end."""
+    """The newest checkpoints that are kept; older ones are deleted. 0 writes none, not even at the end."""
+    keep_every: int = 0
+    """Checkpoints of steps that are a multiple of this are kept for good, beside those of keep; 0 means none."""
+    keep_best: int = 0
+    """Checkpoints with the lowest held-out losses that are kept beside those of keep. `best` is a link to the first."""
     log_every: int = 1
     """Steps between printed lines. Every step goes to metrics.jsonl."""
     experts_every: int = 0

@@ -33,12 +33,12 @@ def leave_world() -> None:
     dist.all_reduce(torch.zeros(1))  # of a CPU tensor: gloo, on GPU hosts too
 
 
-def everyone(value: T) -> list[T]:
-    """Every rank's value, in rank order. Waits for all of them, whatever the transport."""
+def everyone(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The value of every rank, or of every rank of a group, in rank order. Waits for them, whatever the transport."""
     if not dist.is_initialized():
         return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
     return values
 
 
@@ -54,12 +54,13 @@ def take_from_first_rank(tensor: torch.Tensor) -> None:
     dist.broadcast(tensor, 0)
 
 
-def host_group(of: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
+def host_group(of: dist.ProcessGroup | None = None, timeout: float | None = None) -> dist.ProcessGroup:
     """Another gloo group of the ranks of a group, or of all ranks: for what a thread of its own sends meanwhile.
 
-    All of these ranks call it at the same point, and nobody else.
+    All of these ranks call it at the same point, and nobody else. `timeout` is in seconds; None is torch's own.
     """
     ranks = dist.get_process_group_ranks(of or dist.group.WORLD)
-    made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True, group_desc="host")
+    limit = None if timeout is None else timedelta(seconds=timeout)
+    made = dist.new_group(ranks, limit, "gloo", use_local_synchronization=True, group_desc="host")
     assert isinstance(made, dist.ProcessGroup)
     return made

@@ -38,6 +38,39 @@ TRAINING_RULES: tuple[Rule, ...] = (
         )
         for name in ("decay", "decay_shape")
     ),
+    *(
+        Rule(
+            (f"train.{name}", "train.keep"),
+            lambda c, h: c.train.keep == 0,
+            "no effect: train.keep = 0 writes no checkpoint",
+            "train.keep = 1 or more, or leave it out",
+            only_if_set=True,
+        )
+        for name in ("save_behind", "keep_every", "keep_best")
+    ),
+    Rule(
+        ("train.keep_every", "train.save_every"),
+        lambda c, h: c.train.keep_every > 0 and (not c.train.save_every or c.train.keep_every % c.train.save_every > 0),
+        "checkpoints come every train.save_every = {train.save_every} steps",
+        "a multiple of train.save_every, which must not be 0",
+    ),
+    Rule(
+        ("train.keep_best", "train.eval_every"),
+        lambda c, h: (
+            c.train.keep_best > 0
+            and c.train.save_every > 0
+            and (not c.train.eval_every or c.train.save_every % c.train.eval_every > 0)
+        ),
+        "a checkpoint has a held-out loss only behind a validation: train.save_every = {train.save_every}, "
+        "train.eval_every = {train.eval_every}",
+        "a train.save_every that is a multiple of train.eval_every",
+    ),
+    Rule(
+        ("train.keep_best", "train.eval_batches"),
+        lambda c, h: c.train.keep_best > 0 and c.train.eval_batches == 0,
+        "train.eval_batches = 0, and there is no held-out loss",
+        "train.eval_batches above 0",
+    ),
     Rule(
         ("model.aux_loss_over", "model.aux_loss"),
         lambda c, h: c.model.experts > 0 and c.model.aux_loss_over != "microbatch" and c.model.aux_loss == 0,

@@ -14,19 +14,23 @@ on all.
 from __future__ import annotations
 
 import json
+import math
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from hocket.config import LABELS
+from hocket.config import LABELS, TrainConfig
+from hocket.fsdp.saving import background
+from hocket.fsdp.saving.background import Saving, copied_bytes
 from hocket.fsdp.saving.dcp import CheckpointWriter, run_dcp
 from hocket.fsdp.saving.flat_tensor import FlatTensor
 from hocket.fsdp.saving.harmless import HarmlessPlanner, HarmlessReader
@@ -45,6 +49,9 @@ STEPS = "step-*"
 
 TextUpTo = Callable[[int], str]
 """What the stream is of, up to a position."""
+
+OfRanks = dist.ProcessGroup | None
+"""The ranks that talk to each other; None is all of them."""
 
 Groups = Mapping[str, Sequence[Range]]
 """This rank's part of the state by kind: `weight`, `exp_avg`, `exp_avg_sq`, ... Replicas may be given by every rank."""
@@ -93,15 +100,39 @@ def make_place(settings: Settings, groups: Groups) -> list[str]:
     except (OSError, ValueError) as error:
         fix = "name a folder that you can write to, on a file system that all hosts share"
         raise ValueError(_problem(settings, f"no place for checkpoints: {error}", fix)) from None
-    size, steps, every = _size_of(groups), settings.train.steps, settings.train.save_every
-    there = len(_newest_first(folder))
-    more = max(1, min(settings.train.keep + 1, there + (-(-steps // every) if every else 1)) - there)
-    available = free(folder)
+    size, there, available = _size_of(_state(groups)), len(_newest_first(folder)), free(folder)
+    more = max(1, min(_most(settings.train), there + _saves(settings.train)) - there)
     if more * size <= available:
         return []
     what = f"{more} more checkpoints" if more > 1 else "a checkpoint"
     text = f"{what} will take {shown(more * size)} there, and {shown(available)} are free"
     return [_problem(settings, text, "make room before the first one")]
+
+
+def _saves(train: TrainConfig) -> int:
+    """Checkpoints that a whole run writes."""
+    return -(-train.steps // train.save_every) if train.save_every else 1
+
+
+def _most(train: TrainConfig) -> int:
+    """Most checkpoints that are there at a time, with the one that is being written."""
+    for_good = train.steps // math.lcm(train.keep_every, train.save_every or train.steps) if train.keep_every else 0
+    return train.keep + train.keep_best + for_good + 1
+
+
+def require_memory(settings: Settings, groups: Groups, available: int) -> None:
+    """Refuse to save behind steps where the copies of a host's ranks are larger than the memory that is `available`.
+
+    Raises ValueError, on every rank.
+    """
+    ranks = everyone((platform.node(), copied_bytes(_state(groups)), available))
+    for host in dict.fromkeys(name for name, _, _ in ranks):
+        of_host = [(size, room) for name, size, room in ranks if name == host]
+        size, room = sum(size for size, _ in of_host), min(room for _, room in of_host)
+        if size > room:
+            reason = f"the copies of {host}'s ranks take {shown(size)}, and {shown(room)} of its memory are available"
+            fix = "train.save_behind = False, with which training waits until a checkpoint is written"
+            raise ValueError(problem("train.save_behind", True, settings.origins, reason, fix))
 
 
 def _require_shared(here: Path) -> None:
@@ -110,76 +141,134 @@ def _require_shared(here: Path) -> None:
         raise ValueError(f"rank {rank} on {platform.node()} does not see {here}, which rank 0 has created")
 
 
-def save(
-    settings: Settings,
-    step: int,
-    position: int,
-    groups: Groups,
-    text: str = "",
-    more: Mapping[str, Any] | None = None,
-) -> Path:
-    """Write a checkpoint of `step` steps done, then delete all but the newest `train.keep`.
+@dataclass(frozen=True)
+class Moment:
+    """What a checkpoint holds beside tensors, the same on every rank."""
 
-    `text` says what the stream is of, up to `position`, which means another place in another text. `more` is JSON, the
-    same on every rank. Raises SaveFailed if the file system refuses, or if there is one of that step; what it has
-    written is removed then, for on a full disk nothing else would find room. ValueError if it takes some rank much
-    longer than others.
+    step: int
+    """Steps done."""
+    position: int
+    """Sequences consumed."""
+    text: str = ""
+    """What the stream is of, up to `position`, which means another place in another text."""
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """JSON. `held_out` in it is the loss by which `train.keep_best` chooses."""
+
+
+def save(settings: Settings, moment: Moment, groups: Groups) -> Path:
+    """Write a checkpoint, then delete those that `train.keep`, `keep_every` and `keep_best` do not keep.
+
+    Raises SaveFailed if the file system refuses, or if there is one of that step; what it has written is removed then,
+    for on a full disk nothing else would find room. ValueError if it takes some rank much longer than others.
     """
-    folder = WholeFolder(checkpoints_of(settings) / f"step-{step:08d}")
-    writer = CheckpointWriter(folder, publishes=False)
+    folder = _folder_of(settings, moment)
+    return _write(settings, moment, _state(groups), CheckpointWriter(folder, publishes=False), None)
+
+
+def save_behind(settings: Settings, moment: Moment, groups: Groups) -> Saving:
+    """The same from a copy, while training goes on. See Note: [Saving while training goes on].
+
+    What is returned raises what `save` raises, on every rank.
+    """
+    folder = _folder_of(settings, moment)
+    writer = CheckpointWriter(folder, publishes=False, of_copies=True)
+    return background.save_behind(
+        folder.final,
+        _state(groups),
+        lambda copied, group: _write(settings, moment, copied, writer, group),
+        timeout=settings.train.hang_timeout,
+    )
+
+
+def _folder_of(settings: Settings, moment: Moment) -> WholeFolder:
+    return WholeFolder(checkpoints_of(settings) / f"step-{moment.step:08d}")
+
+
+def _write(
+    settings: Settings, moment: Moment, state: Mapping[str, FlatTensor], writer: CheckpointWriter, group: OfRanks
+) -> Path:
+    """Write a checkpoint. What ranks send each other goes over a group, or that of all ranks."""
+    folder = writer.folder
     try:
-        run_dcp("", dcp.save, _state(groups), storage_writer=writer)
-        sums = _together(lambda: my_checksums(folder.temporary))
+        run_dcp("", dcp.save, state, storage_writer=writer, process_group=group)
+        sums = _together(lambda: my_checksums(folder.temporary), group)
         meta = {
-            "format": FORMAT, "step": step, "position": position, "text": text, "more": dict(more or {}),
-            "world": settings.world, "digest": digest(settings),
+            "format": FORMAT, "step": moment.step, "position": moment.position, "text": moment.text,
+            "more": dict(moment.more), "world": settings.world, "digest": digest(settings),
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
             "network": LABELS.get(settings.train.transport, "real"), "config": stored(settings),
             "files": {name: entry for part in sums for name, entry in part.items()},
         }  # fmt: skip
-        _by_first(lambda: _publish(folder, meta, settings.train.keep))
+        _by_first(lambda: _publish(folder, meta, settings.train), group)
     except (OSError, ValueError) as error:
         writer.give_up()
-        raise SaveFailed(_refused(settings, step, groups, error)) from None
+        raise SaveFailed(_refused(settings, moment.step, state, error, group)) from None
     except RuntimeError as error:  # of gloo: the others may still be writing
         if "Timed out" not in str(error):
             raise
         limit = settings.train.hang_timeout
-        reason = f"a rank has waited longer than that for the others to write the checkpoint of step {step}"
+        reason = f"a rank has waited longer than that for the others to write the checkpoint of step {moment.step}"
         raise ValueError(problem("train.hang_timeout", limit, settings.origins, reason, "a longer one")) from None
     return folder.final
 
 
-def _publish(folder: WholeFolder, meta: Mapping[str, Any], keep: int) -> None:
-    """Make a written checkpoint the newest one. Runs on rank 0."""
+def _publish(folder: WholeFolder, meta: Mapping[str, Any], train: TrainConfig) -> None:
+    """Make a written checkpoint the newest one, and delete what is not to be kept. Runs on rank 0."""
     (folder.temporary / META).write_text(json.dumps(meta, indent=1))
     sync(folder.temporary / META)
     folder.publish()
-    _link_latest(folder.final)
-    for old in _newest_first(folder.final.parent)[keep:]:
-        remove(old)
+    _link("latest", folder.final)
+    there = _newest_first(folder.final.parent)
+    best = _best_first(there)[: train.keep_best] if train.keep_best else []
+    if best:
+        _link("best", best[0])
+    for old in set(there[train.keep :]) - set(best):
+        if not train.keep_every or _step_of(old) % train.keep_every:
+            remove(old)
 
 
-def _link_latest(path: Path) -> None:
-    link = path.with_name("latest.tmp")
+def _best_first(there: Sequence[Path]) -> list[Path]:
+    """Checkpoints with a held-out loss, the lowest first, and of equal ones the earliest."""
+    losses = {path: _held_out(path) for path in there}
+    return sorted((path for path in there if losses[path] < math.inf), key=lambda path: (losses[path], path.name))
+
+
+def _held_out(path: Path) -> float:
+    """The held-out loss of a checkpoint; infinite if it has none, or cannot be read."""
+    try:
+        loss = json.loads((path / META).read_text())["more"].get("held_out")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return math.inf
+    return loss if isinstance(loss, float) and math.isfinite(loss) else math.inf
+
+
+def _step_of(path: Path) -> int:
+    digits = path.name.rpartition("-")[2]
+    return int(digits) if digits.isdigit() else 0
+
+
+def _link(name: str, path: Path) -> None:
+    link = path.with_name(f"{name}.tmp")
     link.unlink(missing_ok=True)
     link.symlink_to(path.name)
-    link.replace(path.with_name("latest"))
+    link.replace(path.with_name(name))
 
 
-def _refused(settings: Settings, step: int, groups: Groups, error: OSError | ValueError) -> str:
+def _refused(
+    settings: Settings, step: int, state: Mapping[str, FlatTensor], error: OSError | ValueError, group: OfRanks
+) -> str:
     """The message about a save that has failed: what rank 0 sees once all have removed what they wrote."""
-    size, folder = shown(_size_of(groups)), checkpoints_of(settings)
+    size, folder = shown(_size_of(state, group)), checkpoints_of(settings)
     there = _newest_first(folder)
     last = f"the last one is {there[0]}" if there else "there is no earlier one"
     reason = f"the checkpoint of step {step} ({size}) cannot be written: {error}; {shown(free(folder))} are free there"
-    return everyone(_problem(settings, f"{reason}, and {last}", "make room there, or make it writable"))[0]
+    return everyone(_problem(settings, f"{reason}, and {last}", "make room there, or make it writable"), group)[0]
 
 
-def _size_of(groups: Groups) -> int:
+def _size_of(state: Mapping[str, FlatTensor], group: OfRanks = None) -> int:
     """Bytes of a checkpoint, of all ranks."""
-    mine = {name: prod(shard.shape) * shard.dtype.itemsize for name, shard in _state(groups).items()}
-    return sum({name: size for part in everyone(mine) for name, size in part.items()}.values())
+    mine = {name: prod(shard.shape) * shard.dtype.itemsize for name, shard in state.items()}
+    return sum({name: size for part in everyone(mine, group) for name, size in part.items()}.values())
 
 
 # ------------------------------------------------------------------------------------------------------------ restore
@@ -299,7 +388,10 @@ def _set_others_aside(settings: Settings, restored: Restored | None) -> None:
     for path in _newest_first(folder):
         if path.name > current.name:
             set_aside(path)
-    _link_latest(current)
+    _link("latest", current)
+    best = folder / "best"
+    if best.is_symlink() and not best.exists():
+        best.unlink()
 
 
 def set_aside(path: Path) -> Path | None:
@@ -335,7 +427,7 @@ def _problem(settings: Settings, reason: str, fix: str) -> str:
     return problem("run.folder", settings.run.folder, settings.origins, reason, fix)
 
 
-def _together(action: Callable[[], T]) -> list[T]:
+def _together(action: Callable[[], T], group: OfRanks = None) -> list[T]:
     """The results of an action on every rank. An OSError or ValueError of one rank is raised on all, so none hangs."""
     result: Any = None
     error: tuple[type[Exception], str] | None = None
@@ -343,12 +435,12 @@ def _together(action: Callable[[], T]) -> list[T]:
         result = action()
     except (OSError, ValueError) as caught:
         error = OSError if isinstance(caught, OSError) else ValueError, str(caught)
-    answers = everyone((result, error))
+    answers = everyone((result, error), group)
     for kind, text in (found for _, found in answers if found):  # of the lowest rank, so that all say the same
         raise kind(text)
     return [answer for answer, _ in answers]
 
 
-def _by_first(action: Callable[[], object]) -> None:
+def _by_first(action: Callable[[], object], group: OfRanks = None) -> None:
     """Have rank 0 do something, on a file system that all share. Its OSError or ValueError is raised on all."""
-    _together(lambda: action() if rank_and_world()[0] == 0 else None)
+    _together(lambda: action() if rank_and_world()[0] == 0 else None, group)

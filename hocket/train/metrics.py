@@ -244,6 +244,15 @@ class Metrics:
         named = "".join(f"  {name} {value:.4f}" for name, value in (by_source or {}).items())
         self.say(f"{self._mark}step {step}  validation loss {loss:.4f}{named}  (unigram entropy {self.entropy:.4f})")
 
+    def saved(self, step: int, folder: Path, copy_seconds: float, write_seconds: float) -> None:
+        """Record a checkpoint of `step` steps, as this rank has seen it. Its copy takes no time if there was none."""
+        if self.quiet:
+            return
+        size = sum(file.stat().st_size for file in folder.iterdir()) if folder.is_dir() else 0
+        rate = size / write_seconds / 1e9 if write_seconds else 0.0
+        seconds = {"copy_seconds": copy_seconds, "write_seconds": write_seconds}
+        self._write({"step": self._last or step, "saved": {"step": step, "bytes": size, **seconds, "gb_per_s": rate}})
+
     def summary(self) -> None:
         """The end of a run: the last validation loss beside what counting tokens would reach."""
         seconds, steps = time.monotonic() - self._started, self._last - self._first

@@ -6,13 +6,14 @@ import dataclasses
 import math
 import time
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from hocket.config import TrainConfig
 from hocket.engine import Engine
 from hocket.engine.blame import blame
+from hocket.environment import available_memory
 from hocket.fsdp.planned.unit import Piece
 from hocket.model.documents import documents_of
 from hocket.model.microbatch import Microbatch
@@ -23,11 +24,12 @@ from hocket.runtime.collection import collect_after, no_collection
 from hocket.runtime.recorder import Watchdog
 from hocket.runtime.world import everyone
 from hocket.settings.schema import leaf, problem
-from hocket.train.checkpoint import SaveFailed, make_place, restore, resumes, save
+from hocket.train.checkpoint import Moment, make_place, require_memory, restore, resumes
 from hocket.train.data import Bins, Mixed, Rows, make_streams
 from hocket.train.metrics import Metrics, StepRecord
 from hocket.train.pieces import Range
 from hocket.train.profiling import ProfileWindow
+from hocket.train.saves import Saves
 from hocket.train.schedule import learning_rate
 from hocket.train.signals import StopRequest
 from hocket.train.sources import open_text
@@ -44,6 +46,7 @@ class Trainer:
         self._require_same_text()
         self.step = self.position = 0
         self._in_a_row = 0  # steps that were skipped, up to the last one
+        self._held_out: float | None = None  # the loss of a validation behind the last step
         self._remarks = list[str]()
 
     def _require_same_text(self) -> None:
@@ -70,6 +73,8 @@ class Trainer:
             return
         restored = restore(settings, self._state(), self.text.up_to)
         notes = make_place(settings, self._state()) if settings.train.keep else []
+        if self.saves and settings.train.save_behind and 0 < settings.train.save_every < settings.train.steps:
+            require_memory(settings, self._state(), available_memory())
         self._remarks = [*(restored.notes if restored else ()), *notes]
         if restored is not None:
             self.step, self.position = restored.step, restored.position
@@ -116,7 +121,17 @@ class Trainer:
             train = dataclasses.replace(train, eval_batches=0)
         if not self.saves:
             train = dataclasses.replace(train, save_every=0)
-        saved = evaluated = self.step
+        saves = Saves(self.settings, metrics, self.step, self._state, self._moment)
+        try:
+            return self._steps(train, saves, metrics, stop, window)
+        except ValueError:  # of all ranks, so none waits for one that has ended
+            saves.wait()
+            raise
+
+    def _steps(
+        self, train: TrainConfig, saves: Saves, metrics: Metrics, stop: StopRequest, window: ProfileWindow
+    ) -> int:
+        evaluated = self.step
         while self.step < train.steps:
             window.before(self.step + 1)
             result, signal = self._step(metrics, stop)
@@ -128,19 +143,18 @@ class Trainer:
             if train.eval_batches and train.eval_every and self.step % train.eval_every == 0:
                 self._validate(metrics)
                 evaluated = self.step
+            saves.look()
             due = train.save_every and self.step % train.save_every == 0 and self.step < train.steps
             if due and not signal and not self._in_a_row:
-                saved = self._save_or_warn(metrics, saved)
+                saves.between()
             if signal:
-                if saved != self.step:
-                    metrics.say(
-                        f"stopped by signal {signal}; {f'saved in {self._save()}' if self.saves else 'unsaved'}"
-                    )
+                where = saves.last() if self.saves else ""
+                metrics.say(f"stopped by signal {signal}; {f'saved in {where}' if where else 'unsaved'}")
                 return signal
-        if saved != self.step and self.saves:
-            self._save()
         if train.eval_batches and evaluated != self.step:
             self._validate(metrics)
+        if self.saves:
+            saves.last()
         return 0
 
     def _require_taken(self, result: StepRecord, metrics: Metrics) -> None:
@@ -184,6 +198,7 @@ class Trainer:
             metrics.say(f"step {self.step + 1} {lack(settings, result.lacked, result.grown)}")
         loss, loads, signal = engine.agree(result.loss, result.loads, stop.signal)
         self.step += 1
+        self._held_out = None
         self.position += settings.batch
         seconds = time.perf_counter() - started
         norm, skipped, total = torch.stack(
@@ -236,7 +251,8 @@ class Trainer:
 
     def _validate(self, metrics: Metrics) -> None:
         losses = {name: self._evaluate(stream, metrics) for name, stream in self.validation_streams.items()}
-        metrics.validation(self.step, self.text.mean(losses), losses if "" not in losses else {})
+        self._held_out = self.text.mean(losses)
+        metrics.validation(self.step, self._held_out, losses if "" not in losses else {})
 
     def _evaluate(self, stream: Rows, metrics: Metrics) -> float:
         """Mean cross-entropy of the first `eval_batches` batches of a validation stream."""
@@ -265,7 +281,8 @@ class Trainer:
             "bias": [Range(name, tuple(b.shape), 0, b.numel(), b) for name, b in self.engine.balance.biases().items()],
         }
 
-    def _save(self) -> Path:
+    def _moment(self) -> Moment:
+        """What a checkpoint of now holds beside tensors."""
         guard = self.engine.optimizer.guard
         shares = everyone({layer: share.tolist() for layer, share in self.engine.balance.shares().items()})
         more = {
@@ -273,23 +290,9 @@ class Trainer:
             "norms": guard.norms,
             "in_a_row": self._in_a_row,
             "shares": {layer: share for of_rank in shares for layer, share in of_rank.items()},
+            "held_out": self._held_out,
         }
-        text = self.text.up_to(self.position)
-        return save(self.settings, self.step, self.position, self._state(), text, more)
-
-    def _save_or_warn(self, metrics: Metrics, saved: int) -> int:
-        """Save, between steps. Returns the step that was saved last, before this one or now.
-
-        A full disk is no reason to end the run here: what has been learnt since the last checkpoint would be lost at
-        once, and there may be room by the next one. The last save of a run has no next one, and raises.
-        """
-        try:
-            self._save()
-        except SaveFailed as error:
-            again = min(self.step + self.settings.train.save_every, self.settings.train.steps)
-            metrics.say(f"WARNING  {error}; the run goes on, and saves again after step {again}")
-            return saved
-        return self.step
+        return Moment(self.step, self.position, self.text.up_to(self.position), more)
 
     def _report(self, device: bool) -> str:
         return self.engine.report(self.rank, device)

@@ -56,8 +56,9 @@ def trained(
     step = planned(model(family, **(changes or {})), settings)
     for _ in range(2):
         step(mine(step), LR)
-    assert step.save(folder) == Path(folder)
+    saving = step.save(folder, asynchronously=True)
     step(mine(step), LR)
+    assert saving.result(timeout=40) == Path(folder)
     return step.state_dict()
 
 

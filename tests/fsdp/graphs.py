@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.fsdp.kinds import Kind
 from tests.fsdp.models import WIDTH, Block, OddBlock, ViewBlock
 from tests.fsdp.twin import Case
-from tests.fsdp.zoo import Kind
 
 Op = Literal["block", "linear", "odd", "views", "nest", "tied", "again", "read"]
 Recompute = Literal["no", "reentrant", "plain"]

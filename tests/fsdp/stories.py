@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.fsdp.kinds import batch, loss_of
 from tests.fsdp.twin import Pair
-from tests.fsdp.zoo import batch, loss_of
 
 
 def two_forwards(pair: Pair) -> None:

@@ -13,9 +13,9 @@ from hocket.fsdp.buckets import DEFAULT, make_buckets
 from hocket.fsdp.members import Rule
 from hocket.fsdp.precision import Precision
 from hocket.sizes import parse_size
+from tests.fsdp.kinds import ZOO, Kind
 from tests.fsdp.noted import Model, Noted, Run, exposed, named
 from tests.fsdp.twin import Case, naming, train_all
-from tests.fsdp.zoo import ZOO, Kind
 from tests.helpers.ranks import run_ranks
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.fsdp import stories
+from tests.fsdp.kinds import batch, loss_of
 from tests.fsdp.stories import STORIES, failing_after, failing_backward, failing_forward
 from tests.fsdp.twin import Case, Pair, naming
-from tests.fsdp.zoo import batch, loss_of
 from tests.helpers.ranks import run_ranks
 
 

@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 import hocket
 from hocket.fsdp.staged import Staged
 from hocket.runtime import functional
+from tests.fsdp.kinds import Kind
 from tests.fsdp.models import WIDTH
 from tests.fsdp.twin import Case, Pair, naming
-from tests.fsdp.zoo import Kind
 from tests.helpers.ranks import run_ranks
 
 

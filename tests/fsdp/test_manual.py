@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 
 import hocket
+from tests.fsdp.kinds import batch, loss_of
 from tests.fsdp.models import WIDTH, Block, Chain
 from tests.fsdp.twin import Case, Pair, naming
-from tests.fsdp.zoo import batch, loss_of
 from tests.helpers.ranks import run_ranks
 
 MANUAL = {"driver": "manual"}

@@ -6,8 +6,8 @@ Each test trains many cases in the same processes, so that most of its time is n
 import pytest
 import torch
 
+from tests.fsdp.kinds import ZOO
 from tests.fsdp.twin import Case, train_all, variants
-from tests.fsdp.zoo import ZOO
 from tests.helpers.ranks import run_ranks
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]

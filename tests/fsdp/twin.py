@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import hocket
 from hocket.fsdp.precision import Precision
 from hocket.fsdp.shard_groups import Placement
-from tests.fsdp.zoo import ZOO, Kind, batch, loss_of
+from tests.fsdp.kinds import ZOO, Kind, batch, loss_of
 
 OPTIMIZERS: Mapping[str, Callable[[Sequence[Tensor]], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.2),

@@ -16,9 +16,9 @@ from torch.profiler import record_function
 import hocket
 from hocket.fsdp.options import ShardTransport
 from hocket.testing import Overlap, profile_overlap
+from tests.fsdp.kinds import ZOO
 from tests.fsdp.test_fuzz import tell
 from tests.fsdp.twin import Case, train_all
-from tests.fsdp.zoo import ZOO
 from tests.helpers.ranks import run_ranks
 
 pytestmark = [

@@ -65,7 +65,7 @@ def handed_on(rank: int, folder: Path) -> list[list[tuple[str, tuple[int, ...], 
             engine.sharded.refresh()
         steps(engine, 1, first=done)
         engine.assert_clean()
-        checkpoint.save(settings, done + 1, 0, state(engine))
+        checkpoint.save(settings, checkpoint.Moment(done + 1, 0), state(engine))
         out.append([(r.name, tuple(r.shape), r.lo, r.hi, r.tensor.clone()) for r in state(engine)["weight"]])
         engine.close()
     return out

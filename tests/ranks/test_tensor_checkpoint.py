@@ -14,7 +14,7 @@ from hocket.parallel.parts import Part
 from hocket.parallel.slices import TensorRank, part_of, split_of, take, whole_shape
 from hocket.resolve import Settings, resolve
 from hocket.settings.schema import changed
-from hocket.train.checkpoint import restore, save
+from hocket.train.checkpoint import Moment, restore, save
 from hocket.train.pieces import Range
 from tests.helpers.ranks import run_ranks
 from tests.ranks.test_tensor_parity import MIXED, of, whole
@@ -28,7 +28,7 @@ def state_of(engine: Engine) -> dict[str, list[Range]]:
 def saves(rank: int, settings: Settings) -> list[Any]:
     engine = Engine(settings, rank, torch.device("cpu"))
     engine.init_weights()
-    save(settings, 1, 6, state_of(engine))
+    save(settings, Moment(1, 6), state_of(engine))
     return pieces_of(engine)
 
 

@@ -8,6 +8,7 @@ and an error of one rank is raised on all.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.optim import Optimizer
 
-from hocket.fsdp.saving.background import group_of_thread, in_background, on_host, tell_all
+from hocket.fsdp.saving.background import save_behind, tell_all
 from hocket.fsdp.saving.dcp import MODEL, OPTIMIZER, CheckpointReader, CheckpointWriter, FittingPlanner, run_dcp
 from hocket.fsdp.saving.kept import Inventory
 from hocket.fsdp.saving.optimizer_state import load_optimizer_state, optimizer_state
@@ -44,7 +45,8 @@ def save(
 
     With `asynchronously` this returns as soon as weights may change again; `result()` of what is returned waits until
     the folder is there, and raises what went wrong; if nobody asks, a warning tells it, see Note: [No error of a save
-    is lost]. It takes host memory for what this rank writes. Otherwise all is done on return.
+    is lost]. It takes host memory for what this rank writes, and waits until an earlier save is written. Otherwise all
+    is done on return.
 
     `flatten` is for ranks that hold different parameters, such as pipeline stages: it saves the optimizer in torch's
     flat layout. `process_group` has the ranks that call this; None is all ranks.
@@ -56,14 +58,19 @@ def save(
     state: dict[str, Any] = {MODEL: entries(own)}
     if optimizer is not None:
         state[OPTIMIZER] = optimizer_state(context, optimizer, flatten=flatten)
-    if not asynchronously:
-        done: Future[Path] = Future()
-        done.set_result(write(state, CheckpointWriter(WholeFolder(path), own.others), process_group))
-        return done
-    # DCP's way to copy from a GPU while it writes would take the thread's current device, which is GPU 0.
-    writer = CheckpointWriter(WholeFolder(path), own.others, per_thread_copy_ahead=0)
-    copied, group = on_host(state), group_of_thread(process_group)
-    return in_background(path, lambda: write(copied, writer, group))
+    return write_now_or_behind(path, state, own.others, asynchronously, process_group)
+
+
+def write_now_or_behind(
+    path: Path, state: dict[str, Any], others: Mapping[str, str], behind: bool, group: dist.ProcessGroup | None = None
+) -> Future[Path]:
+    """Write a state dict, with `others` for further names of parameters, at once or in the thread that saves."""
+    if behind:
+        writer = CheckpointWriter(WholeFolder(path), others, of_copies=True)
+        return save_behind(path, state, lambda copied, own: write(copied, writer, own), group)
+    done: Future[Path] = Future()
+    done.set_result(write(state, CheckpointWriter(WholeFolder(path), others), group))
+    return done
 
 
 def write(state: dict[str, Any], writer: CheckpointWriter, group: dist.ProcessGroup | None) -> Path:

@@ -38,8 +38,9 @@ class CheckpointWriter(dcp.FileSystemWriter):
     """Writes a folder in DCP's format. See Note: [A checkpoint is there or it is not].
 
     The folder gets its name when DCP is done; with `publishes` false the caller has more to write, and does that.
-    `others` are further names of parameters of the key `model`: they get entries that point to the same bytes, so that
-    a plain module finds every name of a shared parameter.
+    `of_copies` says that it writes copies in host memory, in a thread. `others` are further names of parameters of the
+    key `model`: they get entries that point to the same bytes, so that a plain module finds every name of a shared
+    parameter.
     """
 
     def __init__(
@@ -48,11 +49,13 @@ class CheckpointWriter(dcp.FileSystemWriter):
         others: Mapping[str, str] | None = None,
         *,
         publishes: bool = True,
-        per_thread_copy_ahead: int = 10_000_000,
+        of_copies: bool = False,
     ) -> None:
         self.folder, self.others, self.publishes = folder, dict(others or {}), publishes
         self._begun = False
-        super().__init__(folder.temporary, sync_files=True, per_thread_copy_ahead=per_thread_copy_ahead)
+        # DCP's way to copy from a GPU while it writes would take the thread's current device, which is GPU 0.
+        ahead = 0 if of_copies else 10_000_000
+        super().__init__(folder.temporary, sync_files=True, per_thread_copy_ahead=ahead)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Every rank, before the coordinator has made room: nothing yet."""

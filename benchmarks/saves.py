@@ -1,0 +1,98 @@
+"""What a checkpoint costs a run: behind its steps, and between them.
+
+    python -m benchmarks.saves --gpus 2 --folder /dev/shm
+
+Trains Llama-3 8B's layers three times for some steps: without a checkpoint in the middle, with one that is written
+while training goes on, and with one for which training waits. A result has the seconds of steps alone and beside the
+write, those of the copy and of the write, and bytes per second. The folder should be faster than a disk, such as one in
+memory. It needs room for two checkpoints, and the host as much memory again for the copies: 12 bytes per parameter, so
+45 GB for 12 layers and 97 GB for all 32. Words that are no options here go to `hocket train`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks.markdown import Result, table
+from benchmarks.options import arguments
+from benchmarks.record import ROOT, write
+
+MODEL = "llama3_8b --model.layers {layers} --data.sequence_length 2048 --train.microbatches 2 --mesh.dp {gpus}"
+WARM = 8
+"""First steps that are not counted: kernels are loaded, steps are recorded."""
+WAYS: dict[str, list[str]] = {"none": [], "behind": [], "between": ["--train.save_behind", "False"]}
+
+
+def outcome(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of the lines of a run's metrics: medians of steps, and its first checkpoint, with the steps beside its write."""
+    seconds = {line["step"]: line["seconds"] for line in lines if "loss" in line and line["step"] > WARM}
+    told = next((line for line in lines if "saved" in line), None)
+    assert told is not None, "a run saves at its end"
+    beside = [seconds[step] for step in range(told["saved"]["step"] + 1, told["step"] + 1) if step in seconds]
+    alone = [each for step, each in seconds.items() if not told["saved"]["step"] < step <= told["step"]]
+    found = {**told["saved"], "alone_seconds": median(alone), "steps_beside": len(beside)}
+    return found | ({"beside_seconds": median(beside), "beside_total": sum(beside)} if beside else {})
+
+
+def run(words: list[str], folder: Path, way: str) -> dict[str, Any]:
+    """One run of `hocket train`, in a folder that is gone behind it."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    with TemporaryDirectory(dir=folder) as place:
+        own = ["--run.name", way, "--run.folder", f"{place}/run", "--data.cache", f"{place}/text"]
+        command = [sys.executable, "-m", "hocket", "train", *words, *own, *WAYS[way]]
+        subprocess.run(command, env=environment, check=True)
+        text = Path(place, "run", "metrics.jsonl").read_text()
+    return outcome([json.loads(line) for line in text.splitlines()])
+
+
+def saves(result: Result) -> str:
+    """A row for each way to save."""
+    rows = []
+    for way in ("behind", "between"):
+        found = result["ways"][way]
+        alone, steps = found["alone_seconds"], found["steps_beside"]
+        slower = found.get("beside_total", 0.0) - steps * alone
+        stall = found["copy_seconds"] if way == "behind" else found["write_seconds"]
+        rows.append(
+            [
+                way,
+                f"{found['bytes'] / 1e9:.1f} GB",
+                f"{found['copy_seconds']:.2f} s" if way == "behind" else "-",
+                f"{found['write_seconds']:.1f} s, {found['gb_per_s']:.1f} GB/s",
+                f"{1e3 * alone:.0f} ms",
+                f"{1e3 * found['beside_seconds']:.0f} ms ({steps})" if steps and way == "behind" else "-",
+                f"{stall + (slower if way == 'behind' else 0.0):.2f} s",
+            ]
+        )
+    heads = ["written", "checkpoint", "copy", "write", "step alone", "beside the write (steps)", "costs the run"]
+    return table(heads, rows)
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--gpus", type=int, default=2, help="ranks, also without GPUs")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=160, help="of a run, which saves in the middle")
+    parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
+    options, more = parser.parse_known_args()
+    words = [*shlex.split(MODEL.format(layers=options.layers, gpus=options.gpus)), "--train.keep", "1", *more]
+    words += ["--train.steps", str(options.steps), "--train.eval_every", "0", "--train.eval_batches", "0"]
+    ways = {}
+    for way in WAYS:
+        every = 0 if way == "none" else options.steps // 2
+        ways[way] = run([*words, "--train.save_every", str(every)], options.folder, way)
+    result = {"words": shlex.join(words), "folder": str(options.folder), "ways": ways}
+    print(write("saves", result, options.out, options.commit))
+    print(saves(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Runs the zoo: programs as people write them, unsharded, under FSDP2 and under `hocket.fully_shard`, on two CPU ranks.
+
+python -m benchmarks.zoo                  all programs, into benchmarks/results/fsdp_zoo.json
+python -m benchmarks.zoo llama "GAN"      those with these words in their names, shown only
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from benchmarks.markdown import Result, table
+
+SAID = {
+    "bits": "right, bit for bit",
+    "right": "right",
+    "refused": "refused",
+    "wrong": "**wrong**",
+    "failed": "**fails in its midst**",
+    "hangs": "**hangs**",
+}
+"""What the judge says (`tests/fsdp/zoo/judge.py`), in words."""
+
+
+def rows(result: Result) -> str:
+    """The table of programs: how they end, and why not well."""
+    cells = []
+    for name, row in result["programs"].items():
+        why = "; ".join(
+            f"{who}: {row[form]['why']}".replace("|", "/")[:160]
+            for who, form in (("hocket", "hocket"), ("FSDP2", "fsdp2"))
+            if row[form]["why"]
+        )
+        cells.append([name, SAID[row["hocket"]["kind"]], SAID[row["fsdp2"]["kind"]], why])
+    return table(["program", "hocket", "FSDP2", "what is said"], cells)
+
+
+def main() -> None:
+    from tests.fsdp.zoo.judge import judge, programs
+
+    words = sys.argv[1:]
+    names = [name for name in programs() if not words or any(word in name for word in words)]
+    found: dict[str, Any] = {}
+    for name, forms in judge(names, ["hocket", "fsdp2"]).items():
+        found[name] = {form: {"kind": verdict.kind, "why": verdict.why} for form, verdict in forms.items()}
+        print(
+            f"{name:40} " + "  ".join(f"{form}: {one['kind']} {one['why'][:100]}" for form, one in found[name].items())
+        )
+    if words:
+        return
+    from benchmarks.record import write
+
+    result = {
+        "question": "Which programs train under fully_shard to the weights of the run that is not sharded?",
+        "method": "two ranks of gloo; losses and final weights against one process that computes the data of both",
+        "programs": found,
+    }
+    print(write("fsdp_zoo", result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""When a run saves: behind its steps or between them, once more after an error, and for the last time at its end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hocket.fsdp.saving.background import Saving
+from hocket.resolve import Settings
+from hocket.train.checkpoint import Groups, Moment, SaveFailed, save, save_behind
+from hocket.train.metrics import Metrics
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    step: int
+    saving: Saving
+
+
+class Saves:
+    """The checkpoints of one run, which has done `step` steps. Every rank calls its methods alike.
+
+    `state` and `moment` say what there is to save, when they are called.
+
+    A full disk is no reason to end the run between two saves: what has been learnt since the last checkpoint would be
+    lost at once, and there may be room by the next one. The last save of a run has no next one, and raises.
+    """
+
+    def __init__(
+        self, settings: Settings, metrics: Metrics, step: int, state: Callable[[], Groups], moment: Callable[[], Moment]
+    ) -> None:
+        self.settings, self._metrics = settings, metrics
+        self._state, self._moment = state, moment
+        self._saved = step
+        self._under_way: _UnderWay | None = None
+
+    def look(self) -> None:
+        """Tell of a save that has ended meanwhile. Ranks may see that at different steps."""
+        if self._under_way is not None and self._under_way.saving.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until the save that is under way has ended, and tell of it."""
+        if self._under_way is None:
+            return
+        step, saving = self._under_way.step, self._under_way.saving
+        self._under_way = None
+        try:
+            path = saving.result()
+        except SaveFailed as error:
+            self._warn(step, error)
+            return
+        self._saved = step
+        self._metrics.saved(step, path, saving.copy_seconds, saving.write_seconds)
+
+    def between(self) -> None:
+        """Save between two steps: begin to, once the save before has ended, or do all of it."""
+        moment = self._moment()
+        if self._under_way is not None and not self._under_way.saving.done():
+            before = self._under_way.step
+            self._metrics.say(
+                f"note     step {moment.step} waits until the checkpoint of step {before} is written: a longer "
+                "train.save_every, or a faster disk, would spare that"
+            )
+        self.wait()
+        if self.settings.train.save_behind:
+            self._under_way = _UnderWay(moment.step, save_behind(self.settings, moment, self._state()))
+            return
+        try:
+            self._now(moment)
+        except SaveFailed as error:
+            self._warn(moment.step, error)
+
+    def last(self) -> str:
+        """Save what is not saved yet, at the end of a run. Returns where, or nothing. Raises SaveFailed."""
+        self.wait()
+        moment = self._moment()
+        return str(self._now(moment)) if self._saved != moment.step else ""
+
+    def _now(self, moment: Moment) -> Path:
+        begun = time.perf_counter()
+        path = save(self.settings, moment, self._state())
+        self._saved = moment.step
+        self._metrics.saved(moment.step, path, 0.0, time.perf_counter() - begun)
+        return path
+
+    def _warn(self, step: int, error: SaveFailed) -> None:
+        again = min(step + self.settings.train.save_every, self.settings.train.steps)
+        self._metrics.say(f"WARNING  {error}; the run goes on, and saves again after step {again}")

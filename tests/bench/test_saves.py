@@ -1,0 +1,41 @@
+"""What a checkpoint costs: the command on two CPU ranks, and its arithmetic."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import saves
+from tests.bench.test_training import shrunk
+from tests.helpers.command import text_in
+
+
+def test_the_steps_beside_a_write_are_told_from_the_others() -> None:
+    lines = [{"step": step, "loss": 1.0, "seconds": 2.0 if 20 < step <= 23 else 1.0} for step in range(1, 31)]
+    saved = {"step": 20, "bytes": 6e9, "copy_seconds": 0.5, "write_seconds": 6.0, "gb_per_s": 1.0}
+    found = saves.outcome([*lines[:23], {"step": 23, "saved": saved}, *lines[23:]])
+    assert (found["steps_beside"], found["beside_total"], found["beside_seconds"]) == (3, 6.0, 2.0)
+    assert found["alone_seconds"] == 1.0
+    between = {**found, "steps_beside": 0, "beside_total": 0.0}
+    _, _, behind, waited = saves.saves({"ways": {"behind": found, "between": between}}).splitlines()
+    assert behind.endswith("| 3.50 s |"), "the copy, and three steps that took twice as long"
+    assert waited.endswith("| 6.00 s |")
+
+
+def test_the_command_measures_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = shrunk("llama3_8b", data__paths=text_in(tmp_path))
+    left = {"--train.keep", "--train.steps", "--run.name", "--train.save_every", "--model.layers", "--mesh.dp"}
+    left |= {"--data.sequence_length", "--train.microbatches", "--train.eval_every", "--train.eval_batches"}
+    pairs = zip(words[1::2], words[2::2], strict=True)
+    more = [word for pair in pairs if pair[0] not in left for word in pair]
+    options = ["--gpus", "2", "--layers", "2", "--steps", "24", "--folder", str(tmp_path), "--out", str(tmp_path)]
+    monkeypatch.setattr(saves, "MODEL", saves.MODEL.replace("2048", "8"))
+    monkeypatch.setattr(sys, "argv", ["saves", *options, *more])
+    saves.main()
+    ways = json.loads((tmp_path / "saves.json").read_text())["ways"]
+    assert {way: found["step"] for way, found in ways.items()} == {"none": 24, "behind": 12, "between": 12}
+    assert all(found["bytes"] > 10_000 and found["gb_per_s"] > 0 for found in ways.values())
+    assert ways["behind"]["copy_seconds"] > 0

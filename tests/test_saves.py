@@ -1,0 +1,156 @@
+"""Checkpoints that are written while training goes on, and which of them are kept."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hocket.fsdp.saving import background
+from hocket.settings.schema import changed
+from hocket.train import checkpoint
+from hocket.train.checkpoint import Moment, SaveFailed
+from hocket.train.metrics import Metrics
+from hocket.train.saves import Saves
+from tests.helpers.command import SMALL, end_all, hocket, text_in
+from tests.helpers.ranks import run_ranks
+from tests.test_checkpoint import groups, load_and_compare, settings_in
+
+
+@pytest.fixture(autouse=True)
+def _end_all() -> Iterator[None]:
+    yield
+    end_all()
+
+
+def behind_changes(rank: int, folder: Path) -> None:
+    """Weights change, and ranks talk, between a save's begin and its first written byte."""
+    may_write, live = threading.Event(), groups(5)
+    background.thread().submit(may_write.wait, 20)
+    saving = checkpoint.save_behind(settings_in(folder), Moment(5, 50), live)
+    for pieces in live.values():
+        for piece in pieces:
+            piece.tensor.fill_(math.nan)
+    dist.barrier()
+    assert not saving.done()
+    may_write.set()
+    assert saving.result(timeout=20).name == "step-00000005"
+
+
+def test_what_is_written_is_of_the_step_though_training_goes_on(tmp_path: Path) -> None:
+    run_ranks(behind_changes, 2, tmp_path)
+    assert run_ranks(load_and_compare, 3, tmp_path) == [(5, 50)] * 3
+
+
+class Told(Metrics):
+    """What a run would print and record."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+    def saved(self, step: int, folder: Path, copy_seconds: float, write_seconds: float) -> None:
+        self.lines.append(f"saved {step}")
+
+
+def test_a_save_waits_for_the_one_before_and_says_so(tmp_path: Path) -> None:
+    settings = changed(settings_in(tmp_path), {"train.save_every": 1})
+    told, may_write, step = Told(), threading.Event(), 1
+    saves = Saves(settings, told, 0, lambda: groups(step), lambda: Moment(step, step))
+    background.thread().submit(may_write.wait, 20)
+    saves.between()
+    saves.look()
+    assert told.lines == []
+    threading.Timer(0.1, may_write.set).start()
+    step = 2
+    saves.between()
+    assert told.lines[0].startswith("note     step 2 waits until the checkpoint of step 1 is written: ")
+    assert told.lines[1:] == ["saved 1"]
+    assert saves.last() == "", "that of step 2 is waited for, and not written twice"
+    assert told.lines[2:] == ["saved 2"]
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["latest", "step-00000001", "step-00000002"]
+
+
+def test_a_save_that_fails_behind_is_told_and_the_next_one_tried(tmp_path: Path) -> None:
+    settings, told, step = changed(settings_in(tmp_path), {"train.save_every": 1}), Told(), 1
+    saves = Saves(settings, told, 0, lambda: groups(step), lambda: Moment(step, step))
+    (tmp_path / "checkpoints").write_text("in the way")
+    saves.between()
+    saves.wait()
+    (line,) = told.lines
+    assert line.startswith("WARNING  run.folder = ")
+    assert line.endswith("the run goes on, and saves again after step 2")
+    with pytest.raises(SaveFailed):
+        saves.last()
+    (tmp_path / "checkpoints").unlink()
+    step = 2
+    saves.between()
+    saves.wait()
+    assert told.lines[1:] == ["saved 2"]
+
+
+def records(folder: Path) -> list[dict[str, float]]:
+    """Lines of metrics without what is measured."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    kept = ("step", "loss", "grad_norm", "validation_loss")
+    return [{key: line[key] for key in kept if key in line} for line in lines if "saved" not in line]
+
+
+def test_a_run_saves_behind_its_steps_what_it_would_save_between_them(tmp_path: Path) -> None:
+    words = [*SMALL, "--mesh.pp", "1", "--mesh.dp", "2", "--mesh.ep", "1", "--data.paths", text_in(tmp_path)]
+    words += ["--train.steps", "6", "--train.save_every", "2", "--train.eval_every", "1", "--train.keep_best", "1"]
+    words += ["--train.keep_every", "2"]
+    found = {}
+    for name, more in {"behind": [], "between": ["--train.save_behind", "False"]}.items():
+        ended = hocket(tmp_path, "train", *words, *more, "--run.name", name)
+        assert ended.code == 0, ended
+        run = tmp_path / "runs" / name
+        metas = [json.loads((path / "meta.json").read_text()) for path in sorted(run.glob("checkpoints/step-*"))]
+        losses = {meta["step"]: meta["more"]["held_out"] for meta in metas}
+        assert (run / "checkpoints/best").resolve().name == f"step-{min(losses, key=losses.__getitem__):08d}"
+        tensors = [{file: sum_of for file, sum_of in meta["files"].items() if file != ".metadata"} for meta in metas]
+        assert len(tensors) == 3
+        found[name] = records(run), tensors
+        lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        saved = [line["saved"] for line in lines if "saved" in line]
+        assert [each["step"] for each in saved] == [2, 4, 6]
+        assert all(each["bytes"] > 0 and each["gb_per_s"] > 0 and each["write_seconds"] > 0 for each in saved)
+        assert [each["copy_seconds"] > 0 for each in saved] == [name == "behind", name == "behind", False]
+    assert found["behind"] == found["between"]
+    saved = str(tmp_path / "runs/behind/checkpoints/step-00000002")
+    ended = hocket(tmp_path, "train", *words, "--run.name", "resumed", "--run.resume", saved)
+    assert ended.code == 0, ended
+    again = records(tmp_path / "runs/resumed")
+    assert again == found["behind"][0][-len(again) :]
+    assert sum("loss" in line for line in again) == 4
+
+
+def test_the_newest_the_best_and_those_of_some_steps_are_kept(tmp_path: Path) -> None:
+    names = {"train.keep": 1, "train.keep_every": 40, "train.keep_best": 2, "train.save_every": 10}
+    settings = changed(settings_in(tmp_path), {**names, "train.eval_every": 10})
+    losses = {10: 5.0, 20: 3.0, 30: None, 40: 4.0, 50: math.nan, 60: 3.0, 70: 3.5, 80: 9.0, 90: 8.0}
+    for step, loss in losses.items():
+        checkpoint.save(settings, Moment(step, step, more={"held_out": loss}), groups(step))
+    folder = tmp_path / "checkpoints"
+    steps = [20, 40, 60, 80, 90]
+    assert sorted(os.listdir(folder)) == ["best", "latest", *(f"step-{step:08d}" for step in steps)]
+    assert [(folder / name).resolve().name for name in ("best", "latest")] == ["step-00000020", "step-00000090"]
+    checkpoint.restore(changed(settings, {"run.resume": str(folder / "best")}), groups(None))
+    assert load_and_compare(0, tmp_path)[0] == 20
+
+
+def test_copies_that_the_host_has_no_memory_for_are_refused(tmp_path: Path) -> None:
+    size = background.copied_bytes({"a": torch.zeros(7), "b": [1], "c": {"d": torch.zeros(3)}})
+    assert size == 40
+    checkpoint.require_memory(settings_in(tmp_path), groups(1), 1 << 20)
+    with pytest.raises(ValueError, match=r"train.save_behind = True .*ranks take .*fix: train.save_behind = False"):
+        checkpoint.require_memory(settings_in(tmp_path), groups(1), 1000)
