@@ -73,7 +73,7 @@ def simulated(settings: Settings) -> tuple[Predicted, Step | None]:
 
 def _in_fp8(settings: Settings, hardware: Hardware, step: Step) -> str:
     """What products in fp8 would save where they can be had. To round more is the user's choice."""
-    gpu = GPUS.get(hardware.name)
+    gpu = next((gpu for name, gpu in GPUS.items() if name == hardware.name), None)
     if settings.precision.compute != "bf16" or gpu is None or gpu.capability < FROM:
         return ""
     tried = changed(settings, {"precision.compute": "fp8"})
