@@ -68,7 +68,7 @@ class Inventory:
     """
 
     def __init__(self, context: ShardContext | nn.Module) -> None:
-        self.context = context = _context(context)
+        self.context = context = context_given(context)
         self.root: nn.Module = context.root
         refuse_newcomers(self.root)
         self.state: dict[str, Any] = dict(self.root.state_dict(keep_vars=True))
@@ -96,7 +96,7 @@ class Inventory:
         return type(self.root).__name__.removeprefix("Sharded")
 
 
-def _context(given: ShardContext | nn.Module) -> ShardContext:
+def context_given(given: ShardContext | nn.Module) -> ShardContext:
     """The context of a sharded model, which may be given itself."""
     unit = given.__dict__.get(UNIT) if isinstance(given, nn.Module) else None
     context: Any = given if unit is None else unit.context
