@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.fsdp.zoo.program import REASONS, Loss, distance, loop
+from tests.fsdp.zoo.program import Loss, distance, loop
 
 VOCAB = 64
-CACHE = REASONS[0]
 _TINY: dict[str, Any] = dict(
     vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, head_dim=8, max_position_embeddings=64, pad_token_id=None, bos_token_id=0, eos_token_id=0,
@@ -64,25 +63,21 @@ def _whole(layer: nn.Module) -> bool:
     return len(list(layer.children())) > 1 and any(True for _ in layer.parameters())
 
 
-def zoo_of(
-    program: str, name: str, config: str, loss: Loss = next_token, heavy: bool = False, no: str = "", **sizes: Any
-) -> None:
+def zoo_of(program: str, name: str, config: str, loss: Loss = next_token, heavy: bool = False, **sizes: Any) -> None:
     """Register a model of transformers with its layers as units."""
-    loop(program, _build(name, config, sizes), loss, _layers, heavy=heavy, needs=("transformers",), no=no)
+    loop(program, _build(name, config, sizes), loss, _layers, heavy=heavy, needs=("transformers",))
 
 
-zoo_of("llama", "LlamaForCausalLM", "LlamaConfig", **_TINY, no=CACHE)
-zoo_of(
-    "gpt2", "GPT2LMHeadModel", "GPT2Config", vocab_size=VOCAB, n_positions=16, n_embd=32, n_layer=2, n_head=4, no=CACHE
-)
-zoo_of("mixtral", "MixtralForCausalLM", "MixtralConfig", **_TINY, num_local_experts=4, no=CACHE)
+zoo_of("llama", "LlamaForCausalLM", "LlamaConfig", **_TINY)
+zoo_of("gpt2", "GPT2LMHeadModel", "GPT2Config", vocab_size=VOCAB, n_positions=16, n_embd=32, n_layer=2, n_head=4)
+zoo_of("mixtral", "MixtralForCausalLM", "MixtralConfig", **_TINY, num_local_experts=4)
 zoo_of(
     "bert", "BertForMaskedLM", "BertConfig", vocab_size=VOCAB, hidden_size=32, intermediate_size=48,
     num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=16,
 )  # fmt: skip
 zoo_of(
     "t5", "T5ForConditionalGeneration", "T5Config", vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=2,
-    num_heads=4, decoder_start_token_id=0, no=CACHE,
+    num_heads=4, decoder_start_token_id=0,
 )  # fmt: skip
 zoo_of(
     "bart", "BartForConditionalGeneration", "BartConfig", vocab_size=VOCAB, d_model=32, encoder_layers=2,
@@ -113,7 +108,7 @@ zoo_of(
     "whisper", "WhisperForConditionalGeneration", "WhisperConfig", speech, vocab_size=VOCAB, num_mel_bins=8,
     d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
     encoder_ffn_dim=48, decoder_ffn_dim=48, max_source_positions=8, max_target_positions=16, pad_token_id=0,
-    bos_token_id=0, eos_token_id=0, decoder_start_token_id=1, no=CACHE,
+    bos_token_id=0, eos_token_id=0, decoder_start_token_id=1,
 )  # fmt: skip
 _TOWER: dict[str, Any] = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
 zoo_of(

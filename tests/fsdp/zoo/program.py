@@ -139,7 +139,7 @@ class Program:
     """Why hocket refuses it; one of `REASONS`."""
 
 
-REASONS = ("an object in which tensors can't be found",)
+REASONS: tuple[str, ...] = ()
 """Why hocket refuses a program."""
 
 PROGRAMS: dict[str, Program] = {}
@@ -169,11 +169,8 @@ def loop(
     loss: Loss,
     units: Any = (),
     *,
-    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
-    lr: float = 0.1,
     heavy: bool = False,
     needs: tuple[str, ...] = (),
-    no: str = "",
 ) -> None:
     """Register the plain loop over steps with a model. `units` may be a function of the model."""
 
@@ -181,7 +178,7 @@ def loop(
         model = build()
         chosen = units(model) if callable(units) and not isinstance(units, type) else units
         model = run.shard(model, chosen)
-        updates = optimizer([p for p in model.parameters() if p.requires_grad], lr=lr)
+        updates = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
         for step in range(STEPS):
             for seed in run.seeds(step):
                 run.backward(loss(model, torch.Generator().manual_seed(seed)))
@@ -190,7 +187,7 @@ def loop(
         run.note_weights(model)
 
     train.__module__ = sys._getframe(1).f_globals["__name__"]
-    program(name, heavy=heavy, needs=needs, no=no)(train)
+    program(name, heavy=heavy, needs=needs)(train)
 
 
 WIDTH = 16
