@@ -8,9 +8,9 @@ with a fault at a random moment, drawn from the seed and the number of the trial
 
     survived   it ends, by itself or with the same command once more, with the undisturbed run's losses and weights, bit
                for bit
-    told       it is refused in one line with a fix, and ends as above once the fault is mended; or, where the text has
-               changed, it goes on and says so
-    lost       anything else: other bits, a hang, an end without its one line, a command that cannot go on
+    told       it ends with a line that says why, and a fix, and ends as above once the fault is mended; or, where the
+               text has changed, it goes on and says so
+    lost       anything else: other bits, a hang, an end without such a line, a command that cannot go on
 """
 
 from __future__ import annotations
