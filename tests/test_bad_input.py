@@ -296,7 +296,7 @@ def test_a_run_that_diverges_skips_steps_then_ends_and_saves_nothing(tmp_path):
     ended = run_of_one(tmp_path, *wild)
     one_message(ended, "train.lr = 1e+20 (command line, --train.lr): step 7 has loss nan", "on rank 0; fix: a lower")
     records = [json.loads(line) for line in (tmp_path / "runs/tiny/metrics.jsonl").read_text().splitlines()]
-    assert [(r["step"], r["loss"] is None, r["skipped"]) for r in records] == [
+    assert [(r["step"], r["loss"] is None, r["skipped"]) for r in records if "loss" in r] == [
         (1, False, 0), *((step, True, step - 1) for step in range(2, 8))
     ]  # fmt: skip
     assert [p.name for p in (tmp_path / "runs/tiny/checkpoints").glob("step-*")] == ["step-00000001"]

@@ -237,6 +237,6 @@ def test_a_run_reports_each_source_and_goes_on_where_it_was(tmp_path):
     losses = {line["step"]: (line["loss"], line["epochs"]) for line in lines("whole") if "loss" in line}
     later = {line["step"]: (line["loss"], line["epochs"]) for line in lines("again") if "loss" in line}
     assert later == {step: losses[step] for step in (4, 5, 6)}
-    last = lines("whole")[-1]
+    last = next(line for line in reversed(lines("whole")) if "validation_losses" in line)
     assert set(last["validation_losses"]) == {"a", "b"}
     assert min(last["validation_losses"].values()) <= last["validation_loss"] <= max(last["validation_losses"].values())

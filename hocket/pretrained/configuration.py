@@ -11,10 +11,10 @@ from typing import Any
 from hocket.config import ModelConfig
 from hocket.files import finite
 from hocket.pretrained import windows
-from hocket.pretrained.family import REQUIRED, Family, Key
+from hocket.pretrained.family import FURTHER_LAYERS, REQUIRED, Family, Key
 from hocket.pretrained.positions import keys_of, read_rope, written_rope
 from hocket.pretrained.reading import require
-from hocket.pretrained.tables import FAMILIES, FURTHER_LAYERS, IGNORED_KEYS, REFUSED
+from hocket.pretrained.tables import FAMILIES, REFUSED
 from hocket.settings.schema import flat
 
 _NOT_SHAPE = ("aux_loss", "aux_loss_over", "z_loss", "routing", "init", "init_std", "weights")
@@ -27,6 +27,20 @@ _DELTA = ("delta_heads", "delta_key_heads", "delta_key_dim", "delta_value_dim", 
 TYPES = {"fp32": ("float32", "F32"), "bf16": ("bfloat16", "BF16")}
 """Names of formats in config.json, and in safetensors."""
 _LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
+IGNORED_KEYS = frozenset(
+    (
+        "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "_name_or_path", "auto_map",
+        "bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "initializer_range", "max_position_embeddings",
+        "max_window_layers", "pretraining_tp", "output_router_logits", "router_aux_loss_coef", "id2label",
+        "num_nextn_predict_layers", "label2id", "return_dict", "output_attentions", "output_hidden_states",
+        "use_return_dict", "_attn_implementation", "attn_implementation", "_experts_implementation", "is_decoder",
+        "is_encoder_decoder", "num_mtp_layers", "num_mtp_modules", "mtp_transformer_layers", "use_mtp",
+        "mlp_intermediate_size", "quantization_config", "aux_loss_alpha", "seq_aux", "ep_size",
+        "initial_context_length",
+    )
+)  # fmt: skip
+"""Keys of config.json that say nothing of what a model computes. All others are read, or refused by name."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:

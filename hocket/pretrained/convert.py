@@ -13,10 +13,9 @@ from torch import Tensor
 from hocket.config import ModelConfig
 from hocket.pretrained import mxfp4
 from hocket.pretrained.configuration import differences, family_of, model_of, read_config
-from hocket.pretrained.family import Family, Rule
+from hocket.pretrained.family import FURTHER_LAYERS, IGNORED_TENSORS, Family, Rule
 from hocket.pretrained.folder import READ, TensorFolder
 from hocket.pretrained.quantised import FP8, blocks_of, scale_name
-from hocket.pretrained.tables import FURTHER_LAYERS, IGNORED_TENSORS
 
 Shape = tuple[int, ...]
 

@@ -123,3 +123,10 @@ class Family:
     def ways(self) -> set[Way]:
         """The ways of its rules."""
         return {rule.way for rule in self.rules}
+
+
+FURTHER_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
+"""Keys that count layers behind the last one, which predict tokens further on. hocket trains none."""
+
+IGNORED_TENSORS = r"\.rotary_emb\.inv_freq$"
+"""Tensors that files have and no model needs: they follow from config.json."""

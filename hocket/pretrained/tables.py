@@ -204,16 +204,6 @@ _3_5 = Family(
 _ROUTED_NEXT = {name: key for name, key in _NEXT.keys.items() if name not in ("ffn", "normalize_top_k")}
 
 FAMILIES: dict[str, Family] = {
-    "qwen3_5_text": _3_5,
-    "qwen3_next": _NEXT,
-    "qwen3_5_moe_text": replace(
-        _3_5,
-        architecture="Qwen3_5MoeForCausalLM",
-        keys=_ROUTED_NEXT,
-        rules=(*_ATTENTION, *_HEAD_NORMS, *_3_5_DELTA_NET, *_EXPERTS, *_GATED_SHARED),
-        always={**_QWEN_NEXT, "shared_gate": True, "normalize_top_k": True},
-        dense="none",
-    ),
     "llama": Family(
         "LlamaForCausalLM",
         {**_DENSE, **_BIASES, "head_dim": _WIDTH_OF_HEADS},
@@ -422,6 +412,16 @@ FAMILIES: dict[str, Family] = {
         only={**_V3.only, "partial_rotary_factor": Only((1.0,), 1.0)},
         dense="types",
     ),
+    "qwen3_next": _NEXT,
+    "qwen3_5_text": _3_5,
+    "qwen3_5_moe_text": replace(
+        _3_5,
+        architecture="Qwen3_5MoeForCausalLM",
+        keys=_ROUTED_NEXT,
+        rules=(*_ATTENTION, *_HEAD_NORMS, *_3_5_DELTA_NET, *_EXPERTS, *_GATED_SHARED),
+        always={**_QWEN_NEXT, "shared_gate": True, "normalize_top_k": True},
+        dense="none",
+    ),
 }
 """By `model_type`."""
 
@@ -437,23 +437,3 @@ REFUSED: dict[str, str] = {
     "nemotron_h": "Mamba layers",
 }
 """Families that hocket's transformer does not compute, and what they need for that."""
-
-IGNORED_KEYS = frozenset(
-    (
-        "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "_name_or_path", "auto_map",
-        "bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "initializer_range", "max_position_embeddings",
-        "max_window_layers", "pretraining_tp", "output_router_logits", "router_aux_loss_coef", "id2label",
-        "num_nextn_predict_layers", "label2id", "return_dict", "output_attentions", "output_hidden_states",
-        "use_return_dict", "_attn_implementation", "attn_implementation", "_experts_implementation", "is_decoder",
-        "is_encoder_decoder", "num_mtp_layers", "num_mtp_modules", "mtp_transformer_layers", "use_mtp",
-        "mlp_intermediate_size", "quantization_config", "aux_loss_alpha", "seq_aux", "ep_size",
-        "initial_context_length",
-    )
-)  # fmt: skip
-"""Keys of config.json that say nothing of what a model computes. All others are read, or refused by name."""
-
-FURTHER_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
-"""Keys that count layers behind the last one, which predict tokens further on. hocket trains none."""
-
-IGNORED_TENSORS = r"\.rotary_emb\.inv_freq$"
-"""Tensors that files have and no model needs: they follow from config.json."""

@@ -163,7 +163,8 @@ def records_of(folder: Path) -> list[dict[str, float]]:
     """What a run has measured of itself, but for times."""
     records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     kept = ("step", "loss", "grad_norm", "validation_loss")
-    return [{name: record[name] for name in kept if name in record} for record in records if "step" in record]
+    of_steps = (record for record in records if "step" in record and "saved" not in record)
+    return [{name: record[name] for name in kept if name in record} for record in of_steps]
 
 
 def program_of(**settings: Any) -> Program:
