@@ -71,7 +71,8 @@ def batches(rank: int, count: int = STEPS) -> Iterator[Tensor]:
 
 
 def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+    logits = model(ids[:, :-1]).flatten(0, 1)  # on a GPU, if the model moved there; ids stay on the host
+    return nn.functional.cross_entropy(logits, ids[:, 1:].flatten().to(logits.device))
 
 
 def train(model: nn.Module, rank: int, clip: bool = True) -> Iterator[Tensor]:

@@ -17,6 +17,7 @@ import hocket
 from hocket.fsdp.options import ShardTransport
 from hocket.testing import Overlap, profile_overlap
 from tests.fsdp.kinds import ZOO
+from tests.fsdp.test_fsdp2 import both
 from tests.fsdp.test_fuzz import tell
 from tests.fsdp.twin import Case, train_all
 from tests.helpers.ranks import run_ranks
@@ -119,6 +120,12 @@ def zoo(rank: int, names: list[str]) -> None:
 def test_the_zoo_beside_its_twins() -> None:
     """But for `mixed_dtypes`, whose bf16 gradients NCCL adds in bf16 and the twin in fp32, and `moe`, on two meshes."""
     run_ranks(zoo, 2, [name for name in ZOO if name not in ("mixed_dtypes", "moe")], backend="nccl", timeout=250)
+
+
+@pytest.mark.parametrize("name", ["plain_loop", "in_bf16", "accumulated", "another_method"])
+def test_programs_for_fsdp2_beside_torchs(name: str) -> None:
+    """Models and batches are made on the host: what is sharded moves to the GPU, and inputs do."""
+    run_ranks(both, 2, name, backend="nccl", timeout=250)
 
 
 @pytest.mark.parametrize("batch", range(2))
