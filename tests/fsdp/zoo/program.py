@@ -139,7 +139,12 @@ class Program:
     """Why hocket refuses it; one of `REASONS`."""
 
 
-REASONS: tuple[str, ...] = ()
+REASONS = (
+    "autograd through sharded parameters",
+    "derivatives by torch.func",
+    "parameters replaced, moved or frozen later",
+    "an optimizer of whole matrices",
+)
 """Why hocket refuses a program."""
 
 PROGRAMS: dict[str, Program] = {}
