@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from hocket.config import Config
 from hocket.environment import driver_names
 from hocket.machine import host_for_plan
-from hocket.planning import predict, program_of
+from hocket.planning import page_head, predict, program_of
 from hocket.problems import stop_if
 from hocket.program.check import Violation
 from hocket.program.check import check as check_program
@@ -144,4 +144,6 @@ def draw(step: Plan, kind: Literal["text", "svg", "html"] = "text", width: int =
     timeline = simulate(step)
     if kind == "text":
         return text_timeline(timeline, step.program, width)
-    return (svg_timeline if kind == "svg" else html_timeline)(timeline, step.program)
+    if kind == "svg":
+        return svg_timeline(timeline, step.program)
+    return html_timeline(timeline, step.program, *page_head(step.settings, step.program, step.hardware))

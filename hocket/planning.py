@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from textwrap import wrap
 from typing import Any
 
@@ -103,6 +104,18 @@ def report(settings: Settings, hardware: Hardware, width: int, ops: int, measure
     if cut < len(text):
         parts.append(f"... and {len(text) - cut} more lines: --ops -1 prints them all")
     return "\n".join(parts)
+
+
+def page_head(
+    settings: Settings, program: Program, hardware: Hardware, measured: Measurement | None = None
+) -> tuple[str, list[str]]:
+    """Title of a page of a predicted step, and lines about it: the recipe, what it runs on, what it was made of."""
+    recipe = settings.origins.get("", "").removeprefix("recipe ")
+    name = settings.run.name + (f" (recipe {recipe})" if recipe not in ("", "default", settings.run.name) else "")
+    costs = "measured costs" if measured else rates(settings, hardware)
+    on = f"predicted for {hardware.name}, {settings.precision.compute}, {settings.train.transport}"
+    lines = [*islice(_heading(settings, program), 2), "; ".join(filter(None, [on, costs]))]
+    return f"{name}: predicted step", lines
 
 
 def rates(settings: Settings, hardware: Hardware) -> str:

@@ -24,9 +24,12 @@ from hocket_trace.picture import typical
 from hocket_trace.scene import COLORS, colors, lanes
 
 _PART_COLORS = {
-    "alone": "#8db9f7", "beside": COLORS["compute"], "exposed": COLORS["exposed"], "host_bound": COLORS["late"],
+    "alone": "#8db9f7", "beside": "#2f5f9e", "exposed": COLORS["exposed"], "host_bound": COLORS["late"],
     "rest": "var(--line)",
 }  # fmt: skip
+"""Colours of what a step consists of: in the summary, and in the strip below each rank's compute."""
+_STRIPS = {"alone": "alone", "beside": "beside", "exposed": "exposed", "host_bound": "late"}
+"""Parts of a step that the strip shows -> their names in `page.js`. It shows nothing where the rank is idle."""
 
 
 def html(
@@ -35,18 +38,23 @@ def html(
     tax: Tax | None = None,
     prediction: Prediction | None = None,
     title: str = "",
+    about: Sequence[str] = (),
+    first: tuple[float, float] | None = None,
 ) -> str:
-    """The page, with a title of its own if there is none. It begins at the step whose length is the median."""
-    figures = to_json(report, tax, prediction)
-    headline, *about = table.title(figures, 10_000)[0][0][0].split(": ", 1)
+    """The page, with a title of its own if there is none, and lines about what it shows.
+
+    It begins at the step whose length is the median, or with the time of `first`, in seconds from and to.
+    """
+    figures, data = to_json(report, tax, prediction), _data(report, traces, first)
+    headline, *said = table.title(figures, 10_000)[0][0][0].split(": ", 1)
     parts = {
         "title": escape(title or headline),
-        "about": escape(": ".join(about)),
+        "about": "<br>".join(escape(line) for line in about or said),
         "warnings": "".join(f'<p class="warning">{escape(text)}</p>' for text in table.warnings(figures)),
         "headline": re.sub(r"(?<=\d) (?=s\b|ms|µs|%)", "&nbsp;", escape(table.headline(figures))),
         "parts": _parts(figures),
         "tables": "\n".join(_tables(figures)),
-        "data": json.dumps(_data(report, traces), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
+        "data": json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
         "style": _asset("page.css"),
         "script": _asset("page.js") + _asset("control.js"),
     }
@@ -60,7 +68,7 @@ def _asset(name: str) -> str:
 # ------------------------------------------------------------------------------------------------------- activities
 
 
-def _data(report: Report, traces: Sequence[RankTrace]) -> dict[str, Any]:
+def _data(report: Report, traces: Sequence[RankTrace], first: tuple[float, float] | None) -> dict[str, Any]:
     """What the script works on: see `page.js`."""
     words: dict[str, int] = {"": 0}
     what: dict[tuple[int | float, ...], int] = {}
@@ -74,7 +82,9 @@ def _data(report: Report, traces: Sequence[RankTrace]) -> dict[str, Any]:
         "from": 0,
         "to": max(_ns(end - start), 1),
         "step": typical(report) if report.steps else None,
-        "colors": COLORS,
+        "first": [_ns(time - start) for time in first] if first else None,
+        "colors": COLORS | {name: _PART_COLORS[part] for part, name in _STRIPS.items()},
+        "strips": {_STRIPS[part]: words for part, words, *_ in table.PARTS if part in _STRIPS},
         "words": list(words),
         "what": {name: list(column) for name, column in zip(names, columns, strict=True)},
         "ranks": ranks,

@@ -24,7 +24,7 @@ from hocket_trace.intervals import Spans
 COLORS = {
     "compute": "#4a7fc9", "fwd": "#5b9bf3", "bwd": "#f2a03d", "wgrad": "#5fbf77", "step": "#9aa5b1",
     "a2a": "#c77ddb", "pp": "#2bb3c0", "gather": "#d9b62c", "reduce": "#b5835a", "tp": "#e2799b",
-    "control": "#7f8ea3", "other": "#a39b8b", "exposed": "#e5484d", "late": "#e3b341",
+    "control": "#7f8ea3", "other": "#a39b8b", "exposed": "#e5484d", "late": "#7c3aed",
 }  # fmt: skip
 """Colours by kind; compute of a named op that begins with one of `_VERBS` has that of its verb. `late` is a
 host that has not launched yet. Mid tones, readable on light and on dark."""

@@ -75,9 +75,11 @@ def run(words: list[str]) -> int:
         settings = resolve_for_plan(options.config, origins, lambda c: costs_of(c, hardware, measured))
     program = planning.program_of(settings)
     assert_valid(program)
-    for target, draw in ((options.svg, svg_timeline), (options.html, html_timeline)):
-        if target:
-            write(target, draw(planning.predict(settings, program, hardware, measured), program))
+    if options.svg:
+        write(options.svg, svg_timeline(planning.predict(settings, program, hardware, measured), program))
+    if options.html:
+        head = planning.page_head(settings, program, hardware, measured)
+        write(options.html, html_timeline(planning.predict(settings, program, hardware, measured), program, *head))
     if options.json:
         print(json_module.dumps(planning.as_json(settings, hardware, measured), indent=1))
     elif not (options.svg or options.html):

@@ -33,6 +33,8 @@ _LEGEND = (
 )
 _WIDEST = 10_000
 """Characters of the longest line."""
+_SEEN = 600
+"""Ops of a rank that a page can show at once: about one every two pixels."""
 _MUCH, _SOME = 0.5, 0.1
 """Shares of a character's time. Communication ops are short and stand apart: of a lane that is busy for a third of
 every character one would see nothing, if half were asked for."""
@@ -177,10 +179,30 @@ def svg_timeline(timeline: Timeline, program: Program, width: int = 1200) -> str
     return svg(report(traces), traces, width=width, labels=labels)
 
 
-def html_timeline(timeline: Timeline, program: Program, title: str = "Predicted step") -> str:
-    """A page that needs no other file: a timeline to zoom into, and numbers per rank."""
+def html_timeline(
+    timeline: Timeline, program: Program, title: str = "Predicted step", about: Sequence[str] = ()
+) -> str:
+    """A page that needs no other file: a timeline to zoom into, and numbers per rank.
+
+    A step of more ops than can be seen at once opens on one merged period: 0 shows all of it.
+    """
     traces = as_traces(timeline, program)
-    return html(report(traces), traces, title=title)
+    first = merged_period(timeline, program) if max(map(len, program.ranks)) > _SEEN else None
+    return html(report(traces), traces, title=title, about=about, first=first)
+
+
+def merged_period(timeline: Timeline, program: Program) -> tuple[float, float] | None:
+    """When the first rank with merged passes runs the one in their middle, until its next pass; None without any."""
+    for ops, spans in zip(program.ranks, timeline.spans, strict=True):
+        begins: dict[tuple[int, int], float] = {}
+        for op, span in zip(ops, spans, strict=True):
+            if op.verb == "fwd" and op.layer >= 0 and op.lane == "compute":
+                begins.setdefault((op.microbatch, op.chunk), float(span.start))
+        merged = sorted(begins[item] for item, both in _merged(ops).items() if both)
+        if len(merged) > 1:
+            middle = (len(merged) - 1) // 2
+            return merged[middle], merged[middle + 1]
+    return None
 
 
 # ------------------------------------------------------------------------------------------------------------ numbers
@@ -212,6 +234,12 @@ def summary(timeline: Timeline, program: Program) -> dict[str, Any]:
 
 def merged_share(ops: Sequence[Op]) -> float:
     """Share of a rank's chunk forwards that run merged: another pass has ops between their first and last one."""
+    merged = _merged(ops)
+    return sum(merged.values()) / max(1, len(merged))
+
+
+def _merged(ops: Sequence[Op]) -> dict[tuple[int, int], bool]:
+    """Whether each of a rank's forwards, by microbatch and chunk, runs merged."""
     seen = 0
     mine: Counter[tuple[int, int]] = Counter()
     first: dict[tuple[int, int], int] = {}
@@ -225,4 +253,4 @@ def merged_share(ops: Sequence[Op]) -> float:
             merged[item] = seen - first[item] > mine[item]
             mine[item] += 1
         seen += 1
-    return sum(merged.values()) / max(1, len(merged))
+    return merged

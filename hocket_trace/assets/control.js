@@ -27,8 +27,9 @@ function size(bytes) {
 function told({ row, spans, lane, i }) {
   const ns = spans.end[i] - spans.start[i];
   const times = [['time', duration(ns)], ['from', duration(spans.start[i] - windowOf(view.step).from)]];
-  if (spans === row.rank.exposed) return { title: 'exposed: communication, and no compute beside it', rows: times };
-  if (!lane) return { title: 'late: the host had not launched the next kernel yet', rows: times };
+  const strip = row.strips?.find(name => spans === row.rank[name]);
+  const more = { exposed: ': communication, and no compute beside it', late: ': it had not launched the next kernel yet' };
+  if (strip) return { title: page.strips[strip] + (more[strip] ?? ''), rows: times };
   const w = lane.what[i], bytes = what.bytes[w], names = [what.op[w], what.launcher[w], what.name[w]].map(word);
   const kind = [word(what.kind[w]), word(what.group[w]) && `group ${word(what.group[w])}`, word(what.class[w])];
   return {
@@ -173,6 +174,7 @@ function recall() {
   choose(numbers.includes(step) ? step : page.step);
   const zero = windowOf(view.step).from, from = parseFloat(words.get('from')), to = parseFloat(words.get('to'));
   if (to > from) show(zero + from * 1e6, zero + to * 1e6);
+  else if (page.first && !words.size) show(...page.first);
   find('find').value = words.get('find') ?? '';
   search(find('find').value);
 }
@@ -186,11 +188,11 @@ function choose(number) {
 function legend() {
   const used = new Set(page.ranks.flatMap(rank => [...new Set(rank.what)]).map(w => what.color[w]));
   colorNames.forEach((name, n) => {
-    if (!used.has(n) && name !== 'exposed' && name !== 'late') return;
+    if (!used.has(n) && !page.strips[name]) return;
     const item = document.createElement('span'), swatch = document.createElement('i');
     swatch.className = 'swatch';
     swatch.style.background = page.colors[name];
-    item.append(swatch, name);
+    item.append(swatch, page.strips[name] ?? name);
     if (used.has(n)) item.onclick = () => { find('find').value = name; search(name); };
     find('legend').append(item);
   });

@@ -42,8 +42,9 @@ function decode(rank) {
     return { name: word(name), main, start: s, end: e, reach, what: Int32Array.from(rows, i => rank.what[i]) };
   });
   const late = { start: Float64Array.from(rank.late, span => span[0]), end: Float64Array.from(rank.late, span => span[1]) };
-  const exposed = subtract(communication, compute);
-  return { rank: rank.rank, steps: rank.steps, lanes, compute, communication, exposed, late };
+  const exposed = subtract(communication, compute), alone = subtract(compute, communication);
+  const beside = subtract(compute, alone);
+  return { rank: rank.rank, steps: rank.steps, lanes, compute, communication, exposed, late, alone, beside };
 }
 
 /** The union of the intervals of some rows, which ascend by start: {start, end}. */
@@ -141,7 +142,7 @@ for (const rank of ranks) {
     const height = lane.main ? MAIN : LOW;
     rows.push({ rank, lane, top: total, height });
     total += height + SPACE;
-    if (n === 0) { rows.push({ rank, strips: ['exposed', 'late'], top: total, height: STRIP }); total += STRIP + SPACE; }
+    if (n === 0) { rows.push({ rank, strips: Object.keys(page.strips), top: total, height: STRIP }); total += STRIP + SPACE; }
   });
 }
 total += 6;

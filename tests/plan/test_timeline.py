@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+import hocket
 from hocket.program.lower import build_program, choose_order
 from hocket.program.ops import Layout, Op, Program
 from hocket.program.pipeline import merged_share as merged_steps
@@ -18,6 +19,7 @@ from hocket.program.timeline import (
     as_traces,
     html_timeline,
     letter,
+    merged_period,
     merged_share,
     summary,
     svg_timeline,
@@ -224,3 +226,22 @@ def test_summary_is_json_and_agrees_with_plan_and_timeline() -> None:
 def test_nothing_is_merged_in_a_plan_without_merging() -> None:
     _, built = real(merge="off")
     assert [merged_share(ops) for ops in built.ranks] == [0, 0]
+
+
+def test_a_page_of_a_real_step_says_what_it_is_of_and_opens_on_one_merged_period() -> None:
+    step = hocket.plan("moe_8gpu")
+    timeline = hocket.simulate(step)
+    period = merged_period(timeline, step.program)
+    assert period is not None
+    start, end = period
+    assert 0 < end - start < float(timeline.makespan) / 8
+    spans = zip(step.program.ranks[0], timeline.spans[0], strict=True)
+    inside = {op.verb for op, span in spans if op.lane == "compute" and start <= float(span.start) < end}
+    assert {"fwd", "bwd", "wgrad"} <= inside
+    page = hocket.draw(step, "html")
+    for text in ("<h1>moe_8gpu: predicted step</h1>", "8 ranks = pp 2 x dp 4", "predicted for h200, bf16"):
+        assert text in page
+    assert f'"first":[{round(start * 1e9)},{round(end * 1e9)}]' in page
+    assert '"first":null' in hocket.draw(hocket.plan("tiny"), "html")  # all of it can be seen
+    sequential = hocket.plan("tiny", {"overlap.ep.merge": "off", "plan.order": "1f1b", "plan.chunks": 1})
+    assert merged_period(hocket.simulate(sequential), sequential.program) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html as html_module
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from hocket_trace.as_json import to_json
 from hocket_trace.data import RankTrace, Step
 from hocket_trace.exposure import report
 from hocket_trace.page import html
+from hocket_trace.scene import COLORS
 from hocket_trace.table import headline
 from tests.trace.reports import Row, busy, op, prediction, step_of, tax, trace
 from tests.trace.reports import report as made
@@ -90,11 +92,11 @@ def test_the_page_shows_the_stretch_that_its_address_names(tmp_path: Path) -> No
     assert text_of(document, "view") == "in view 10 ms: compute 40.0 %, exposed 60.0 %, 40.0 % of communication hidden"
     assert text_of(document, "found") == "1 found, 16 ms together"
     assert '<option value="3">3</option>' in document
-    assert [name for name in ("fwd", "bwd", "gather", "exposed", "a2a") if f"</i>{name}</span>" in document] == [
+    assert [name for name in ("fwd", "bwd", "gather", "exposed comm.", "a2a") if f"</i>{name}</span>" in document] == [
         "fwd",
         "bwd",
         "gather",
-        "exposed",
+        "exposed comm.",
     ]
 
 
@@ -171,6 +173,56 @@ def test_a_page_without_steps_opens(steps: tuple[Step, ...], tmp_path: Path) -> 
     document = opened(page_of([trace(rows, steps)]), tmp_path)
     assert "The traces contain no step." in document
     assert len(json.loads(attribute(document, "figures"))) == len(steps)
+
+
+STRIPS = """<script>
+const spans = name => [...ranks[0][name].start].map((from, i) => [from / 1e6, ranks[0][name].end[i] / 1e6]);
+const wide = [...document.querySelectorAll('.tables section')].map(s => s.scrollWidth - s.clientWidth);
+document.body.dataset.seen = JSON.stringify({
+  alone: spans('alone'), beside: spans('beside'), wide: Math.max(...wide), page: document.documentElement.scrollWidth,
+  keys: [...document.querySelectorAll('.keys .swatch')].map(s => s.style.background),
+  legend: Object.fromEntries([...document.querySelectorAll('#legend span')].map(
+    s => [s.textContent, s.firstChild.style.background])) });
+</script></body>"""
+
+
+def test_the_strip_below_compute_has_the_parts_and_colours_of_the_summary_and_tables_fit(tmp_path: Path) -> None:
+    rows: list[Row] = [
+        (0, 14, "compute", "compute", "mm", "fwd attn m0 c0 l0"),
+        (8, 24, "gather", "gather", "all_gather", "gather dense t0 c0 l1"),
+        (30, 60, "compute", "compute", "mm", "bwd attn m0 c0 l0"),
+    ]
+    page = page_of([trace(rows, (Step(3, 0.0, 0.1),))]).replace("</body>", STRIPS)
+    seen = json.loads(attribute(opened(page, tmp_path, width=600), "seen"))
+    assert (seen["alone"], seen["beside"]) == ([[0, 8], [30, 60]], [[8, 14]])
+    parts = ("compute alone", "compute + comm.", "exposed comm.", "host late")
+    assert [seen["legend"][name] for name in parts] == seen["keys"][:4]
+    assert seen["wide"] <= 0
+    assert seen["page"] <= 600
+
+
+def lab(color: str) -> tuple[float, float, float]:
+    """CIE L*a*b* of a colour, in which distances are differences that eyes see. 2 is hardly one."""
+    linear = [(c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4) for c in (
+        int(color[n : n + 2], 16) / 255 for n in (1, 3, 5)
+    )]  # fmt: skip
+    weights = ((0.4339, 0.3762, 0.1899), (0.2126, 0.7152, 0.0722), (0.0177, 0.1095, 0.8728))
+    x, y, z = (sum(w * c for w, c in zip(row, linear, strict=True)) ** (1 / 3) for row in weights)
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+def test_what_says_why_nothing_computes_looks_like_nothing_else() -> None:
+    for name in ("late", "exposed"):
+        for other in COLORS.keys() - {name}:
+            assert math.dist(lab(COLORS[name]), lab(COLORS[other])) > 35, (name, other)
+
+
+def test_a_page_opens_where_it_is_told_to_and_its_address_comes_first(tmp_path: Path) -> None:
+    traces = [busy(400)]
+    page = html(report(traces), traces, title="<b>", about=["one <i>", "two"], first=(0.001, 0.003))
+    assert "one &lt;i&gt;<br>two" in page
+    assert text_of(opened(page, tmp_path), "view").startswith("in view 2 ms:")
+    assert text_of(opened(page, tmp_path, "#from=0&to=1"), "view").startswith("in view 1 ms:")
 
 
 # ------------------------------------------------------------------------------------------------- in the file
