@@ -97,7 +97,7 @@ def _blame(error: Exception, form: Form) -> Verdict:
     return Verdict("failed", f"{why} ({Path(frame.filename).name}:{frame.lineno}, after {_steps} steps)")
 
 
-def compare(plain: Run, other: Run) -> Verdict:
+def compare(plain: Run, other: Run, off: float = 2e-5) -> Verdict:
     """Whether a run has found what the plain one has."""
     names = [f"loss {i}" for i in range(len(plain.losses))] + list(plain.noted)
     wanted = dict(zip(names, [*plain.losses, *plain.noted.values()], strict=True))
@@ -112,10 +112,10 @@ def compare(plain: Run, other: Run) -> Verdict:
                 "wrong", f"{name} is {tuple(ours.shape)} {ours.dtype}, not {tuple(value.shape)} {value.dtype}"
             )
         exact &= torch.equal(ours, value)
-        if not torch.allclose(ours, value, rtol=2e-4, atol=2e-5):
-            off = float((ours - value).abs().max())
-            if not off <= worst:
-                worst, where = off, name
+        if not torch.allclose(ours, value, rtol=2e-4, atol=off):
+            differs = float((ours - value).abs().max())
+            if not differs <= worst:
+                worst, where = differs, name
     if where:
         return Verdict("wrong", f"{where} differs by {worst:.3g}")
     return Verdict("bits" if exact else "right")
@@ -143,7 +143,7 @@ def judge_on_rank(rank: int, left: Sequence[tuple[str, Form]], folder: str) -> N
         wanted, error = plain[name]
         if error is None:
             found, error = run(known[name], form, rank, world)
-            verdict = _agree(rank, f"{name}/{form}", error or compare(wanted, found))
+            verdict = _agree(rank, f"{name}/{form}", error or compare(wanted, found, known[name].off))
             del found
         else:
             verdict = Verdict("failed", f"the plain run: {error.why}")

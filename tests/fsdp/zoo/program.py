@@ -137,6 +137,8 @@ class Program:
     """Packages that it imports."""
     no: str = ""
     """Why hocket refuses it; one of `REASONS`."""
+    off: float = 2e-5
+    """By how much values may differ, besides 2e-4 of each."""
 
 
 REASONS = (
@@ -151,14 +153,14 @@ PROGRAMS: dict[str, Program] = {}
 
 
 def program(
-    name: str, *, heavy: bool = False, needs: tuple[str, ...] = (), no: str = ""
+    name: str, *, heavy: bool = False, needs: tuple[str, ...] = (), no: str = "", off: float = 2e-5
 ) -> Callable[[Callable[[Run], None]], Callable[[Run], None]]:
     """Register a function as a program."""
     assert not no or no in REASONS
 
     def register(train: Callable[[Run], None]) -> Callable[[Run], None]:
         assert name not in PROGRAMS, name
-        PROGRAMS[name] = Program(name, train, heavy, needs, no)
+        PROGRAMS[name] = Program(name, train, heavy, needs, no, off)
         return train
 
     return register
