@@ -43,9 +43,7 @@ def main() -> None:
     found: dict[str, Any] = {}
     for name, forms in judge(names, ["hocket", "fsdp2"]).items():
         found[name] = {"no": known[name].no, **{form: asdict(verdict) for form, verdict in forms.items()}}
-        print(
-            f"{name:40} " + "  ".join(f"{form}: {one['kind']} {one['why'][:100]}" for form, one in found[name].items())
-        )
+        print(f"{name:40} " + "  ".join(f"{form}: {one.kind} {one.why[:100]}" for form, one in forms.items()))
     if words:
         return
     from benchmarks.record import write
