@@ -28,7 +28,7 @@ from benchmarks import settings_tables, summary_tables, tensor_tables
 from benchmarks.aim_tables import expert_aims
 from benchmarks.bench.record import origins
 from benchmarks.contender_tables import before_and_after, contenders, host_cost, settings
-from benchmarks.family_tables import families
+from benchmarks.family_tables import families, weights_memory
 from benchmarks.kernel_tables import expert_grads, layer_kernels, layers, pieces
 from benchmarks.markdown import WIDTH, Result, table
 from benchmarks.order_tables import bubbles, bubbles_of_8b, merged_ends, orders, send_controls
@@ -196,6 +196,7 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "executor_cost": ("executor_cost_gpu", executor_cost),
     "plan_scaling": ("plan_scaling", plan_scaling),
     "explain_scaling": ("explain_scaling", explain_scaling),
+    "weights_memory": ("weights_memory", weights_memory),
     "bubbles": ("", bubbles),
     "bubbles_of_8b": ("", bubbles_of_8b),
     "send_controls": ("send_controls", send_controls),

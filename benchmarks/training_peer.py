@@ -106,7 +106,7 @@ class Run:
             {"params": [p for p in params if p.dim() >= 2], "weight_decay": t.weight_decay},
             {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
         ]
-        self.optimizer = torch.optim.AdamW(groups, lr=t.lr, betas=t.betas, eps=t.eps)
+        self.optimizer = torch.optim.AdamW(groups, lr=t.lr, betas=t.betas, eps=t.eps, fused=device.type == "cuda")
 
     def loss(self, stream: Rows, position: int, microbatch: int) -> Tensor:
         ids, targets, _ = stream.batch(

@@ -206,13 +206,22 @@ def test_long_steps_are_continued_from_shorter_ones_and_the_longest_are_not_simu
 
 def test_a_prediction_for_several_hosts_says_what_network_it_goes_by() -> None:
     one, two = (changed(recipe("llama3_8b"), {"mesh.dp": ranks}) for ranks in (8, 16))
-    assert simulated(resolve(one, host_for_plan(one)))[0].note == ""
+    assert "hosts" not in simulated(resolve(one, host_for_plan(one)))[0].note
     found = explain(resolve(two, host_for_plan(two)), ())
     assert "16 ranks on 2 hosts" in found.predicted.note
     assert found.heading.split(", ")[2] == "8 on each host"
     text = to_text(found)
     assert "(assumed, not set: network." in " ".join(text.split())
     assert all(len(line) <= 120 for line in text.partition("PREDICTED STEP")[2].partition("UNITS")[0].splitlines())
+
+
+def test_a_prediction_says_what_fp8_would_gain_where_it_can_be_had() -> None:
+    notes = []
+    for settings in ({}, {"precision.compute": "fp8"}, {"hardware.gpu": "a100-sxm"}, {"model.hidden": 4100}):
+        config = changed(recipe("llama3_8b"), settings)
+        notes.append(simulated(resolve(config, host_for_plan(config)))[0].note)
+    assert "precision.compute = fp8 makes compute 1.4" in notes[0]
+    assert not any("fp8" in note for note in notes[1:]), "in fp8 already, no such products, a width that they lack"
 
 
 def test_what_was_asked_for_and_did_not_happen_is_a_section_of_its_own() -> None:

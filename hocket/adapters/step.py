@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from hocket.adapters.verify import verify
 from hocket.config import Config
 from hocket.engine import Engine
 from hocket.planned import with_settings
+from hocket.pretrained.groups import ModuleFolder
 from hocket.problems import stop_if
 from hocket.resolve import resolve
 from hocket.runtime.world import everyone
@@ -30,18 +33,24 @@ from hocket.step import PlannedStep, other_ranks
 
 
 def plan_model(
-    model: nn.Module, settings: Config | Mapping[str, Any] | None = None, *, values: Values | None = None
+    model: nn.Module,
+    settings: Config | Mapping[str, Any] | None = None,
+    *,
+    values: Values | str | os.PathLike[str] | None = None,
 ) -> PlannedStep:
     """Plan the training of a model: full sharding, expert parallelism, pipeline, as `settings` say.
 
     `model` is an unmodified `...ForCausalLM` of transformers 5, or a module with `embed`, `layers` and `head` whose
     layers go by `hocket.adapters.layer`. It is read and not changed: each rank takes its part of the weights, and
-    `PlannedStep.load_into` brings them back. One on the meta device needs `values`, a function from a parameter's name
-    to its first value. `settings` are a `Config`, or values by dotted name, `{"mesh.dp": 8}`; what they say of the
+    `PlannedStep.load_into` brings them back. One on the meta device needs `values`: a function from a parameter's name
+    to its first value, or a folder that `from_pretrained` opens, of which a rank reads the parameters of its layers.
+    `settings` are a `Config`, or values by dotted name, `{"mesh.dp": 8}`; what they say of the
     model's sizes is the model's to say. With several ranks the default process group must exist.
 
     Raises ValueError, before anything is allocated, if the model or the settings cannot be planned.
     """
+    if isinstance(values, str | os.PathLike):
+        values = _values_of(Path(values), model)
     if values is not None and not callable(values):
         raise ValueError(f"values = {type(values).__name__}: no function; fix: such as values=tensors.__getitem__")
     config, given = _configured(settings)
@@ -67,6 +76,14 @@ def plan_model(
     engine.init_weights()
     names = {name: (cut.theirs[name], param.shape) for name, param in cut.params.items()}
     return PlannedStep(engine, resolved, price, names, *_beside(cut, values))
+
+
+def _values_of(folder: Path, model: nn.Module) -> Values:
+    """First values from a folder."""
+    try:
+        return ModuleFolder.of(folder, model).value
+    except ValueError as error:
+        raise ValueError(f"values = {folder}: {error}; fix: the folder of such a model") from None
 
 
 def _beside(cut: Cut, values: Values | None) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from hocket.explain.explanation import Predicted, Times
+from hocket.gpus import GPUS
 from hocket.planning import adapter_seconds, network, predict, program_of, rates
 from hocket.program.cost import CostTable
 from hocket.program.hardware import Hardware
@@ -19,6 +20,9 @@ from hocket.program.ops import Program
 from hocket.program.schedule import KIND_OF
 from hocket.program.stages import costs_of
 from hocket.resolve import Settings
+from hocket.settings.fp8_rules import FP8_RULES, FROM
+from hocket.settings.rule import Host
+from hocket.settings.schema import changed
 from hocket.tune.period import continued, steady
 from hocket_trace.without_collector import without_collector
 
@@ -63,8 +67,23 @@ def simulated(settings: Settings) -> tuple[Predicted, Step | None]:
         found = _continued(short.found, step.found, periods)
         adapter = continued(short.adapter, step.adapter, periods)
         how = f"simulated with {few} and {more} microbatches, and continued to {count}"
-    notes = [how, rates(settings, hardware), network(settings, adapter, found.step)]
+    notes = [how, rates(settings, hardware), network(settings, adapter, found.step), _in_fp8(settings, hardware, step)]
     return replace(found, note="; ".join(filter(None, notes))), step
+
+
+def _in_fp8(settings: Settings, hardware: Hardware, step: Step) -> str:
+    """What products in fp8 would save where they can be had. To round more is the user's choice."""
+    gpu = next((gpu for name, gpu in GPUS.items() if name == hardware.name), None)
+    if settings.precision.compute != "bf16" or gpu is None or gpu.capability < FROM:
+        return ""
+    tried = changed(settings, {"precision.compute": "fp8"})
+    if any(rule.broken(tried, Host(capability=gpu.capability)) for rule in FP8_RULES):
+        return ""
+    ops = [(rank, op) for rank, ops in enumerate(step.program.ranks) for op in ops if op.lane == "compute"]
+    own, other = (sum(costs.seconds(*op) for op in ops) for costs in (step.costs, costs_of(tried, hardware)))
+    return (
+        f"precision.compute = fp8 makes compute {own / other:.2f} times as fast, and rounds more" if own > other else ""
+    )
 
 
 def _step(settings: Settings, hardware: Hardware, microbatches: int) -> Step:

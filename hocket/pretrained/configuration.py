@@ -14,7 +14,7 @@ from hocket.pretrained import windows
 from hocket.pretrained.family import REQUIRED, Family, Key
 from hocket.pretrained.positions import keys_of, read_rope, written_rope
 from hocket.pretrained.reading import require
-from hocket.pretrained.tables import FAMILIES, IGNORED_KEYS, REFUSED
+from hocket.pretrained.tables import FAMILIES, FURTHER_LAYERS, IGNORED_KEYS, REFUSED
 from hocket.settings.schema import flat
 
 _NOT_SHAPE = ("aux_loss", "aux_loss_over", "z_loss", "routing", "init", "init_std", "weights")
@@ -23,6 +23,8 @@ _OF_EXPERTS = (
     "top_k", "expert_ffn", "shared_ffn", "router", "normalize_top_k", "route_scale", "dense_layers", "route_groups",
     "route_top_groups", "route_group_score", "router_bias", "expert_bias",
 )  # fmt: skip
+TYPES = {"fp32": ("float32", "F32"), "bf16": ("bfloat16", "BF16")}
+"""Names of formats in config.json, and in safetensors."""
 _LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
@@ -197,3 +199,21 @@ def _dense_layers(config: Mapping[str, Any], family: Family, values: Mapping[str
         require("first_k_dense_replace", "experts", config.get("first_k_dense_replace"))
         return tuple(layers[: config["first_k_dense_replace"]])
     return ()
+
+
+def config_for(model: ModelConfig, positions: int, dtype: str) -> tuple[str, dict[str, Any], str]:
+    """Family, config.json, and a remark: of an imported model its own config.json, as long as it says the same."""
+    type_name, remark = TYPES[dtype][0], ""
+    if model.weights:
+        try:
+            config = read_config(Path(model.weights))
+            if not (found := differences(model, model_of(config))):
+                config |= {"torch_dtype": type_name, "dtype": type_name}
+                config.pop("quantization_config", None)  # what is written is not quantised, and has no further layers
+                config |= {key: 0 for key in FURTHER_LAYERS if config.get(key)}
+                return config["model_type"], config, ""
+            remark = f"model.weights = {model.weights}: its config.json now says {', '.join(found)}"
+        except ValueError as error:
+            remark = f"model.weights = {model.weights}: {error}"
+    name = family_for(model)
+    return name, config_of(name, model, type_name, positions), remark

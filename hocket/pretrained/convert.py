@@ -144,14 +144,14 @@ class PretrainedFolder:
                 elif entry.dtype == FP8:
                     used.add(scale_name(tensor))
         if lacks:
-            raise ValueError(f"{self.path} lacks {_listed(lacks)}")
+            raise ValueError(f"{self.path} lacks {listed(lacks)}")
         used.update(self.further)
         more = [name for name in entries if name not in used and not re.search(IGNORED_TENSORS, name)]
         head, embedding = "lm_head.weight", "model.embed_tokens.weight"
         if self.model.tied and head in more and self.folder.same(head, embedding):
             more.remove(head)
         if more:
-            raise ValueError(f"{self.path} has {_listed(more)}, which no parameter takes")
+            raise ValueError(f"{self.path} has {listed(more)}, which no parameter takes")
 
     def _rule(self, name: str) -> tuple[Rule, str]:
         """The rule of a parameter whose tensors are there; else the first."""
@@ -166,6 +166,6 @@ class PretrainedFolder:
         return join(rule, number, shape, first_expert, self.folder.read, self.model).float()
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
     more = len(names) - 2
     return ", ".join(sorted(names)[:2]) + (f" and {more} more" if more > 0 else "")

@@ -14,7 +14,7 @@ from hocket.pretrained.folder import INDEX, Entry
 
 LARGEST = 5 * 10**9
 """Bytes of a file."""
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64}
 
 
 def files_of(tensors: Mapping[str, tuple[tuple[int, ...], str]], largest: int = LARGEST) -> dict[str, Entry]:
@@ -52,6 +52,7 @@ def write_files(folder: Path, entries: Mapping[str, Entry], tensors: Iterable[tu
             assert output is not None
             flat = tensor.to(DTYPES[entry.dtype]).contiguous().view(-1)
             output.write(flat.view(torch.uint8).numpy().data)
+            del tensor, flat  # before the next one is made
     finally:
         if output is not None:
             output.close()

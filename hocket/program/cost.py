@@ -28,6 +28,7 @@ from hocket.config import ModelConfig, Purpose
 from hocket.program.clock import Work, at_clock, clock_of
 from hocket.program.copies import copies_of
 from hocket.program.formulas import STOCK, PartSize
+from hocket.program.fp8_costs import DRAWN, Fp8
 from hocket.program.hardware import Hardware
 from hocket.program.ops import TIED, Layout, Op, Program
 from hocket.program.parts import END_UNITS, Part, Unit
@@ -178,28 +179,44 @@ class _Pricing:
     dtype_bytes: int
     sharing: int = 1
     """Ranks that share every product."""
+    fp8: Fp8 | None = None
+    """What runs in fp8."""
 
-    def work(self, size: PartSize, verb: str, collects: bool = False) -> Work:
-        """What fwd, bwd or wgrad of a part does; `collects`: products add weight gradients up in fp32."""
+    def work(self, size: PartSize, verb: str, collects: bool = False, eight: float = 0.0) -> Work:
+        """What fwd, bwd or wgrad of a part does, in a share `eight` of the layers in fp8.
+
+        `collects`: products add weight gradients up in fp32. FLOPs are those that draw as much power in bf16.
+        """
         hw, t, b = self.hardware, self.tokens, self.dtype_bytes
         matmul = 2.0 * t * (size.gemm + size.grouped)
         core = {"fwd": 1.0, "bwd": 2.5}.get(verb, 0.0) * t * size.core
         whole = {"fwd": 1.0, "bwd": 2.5}.get(verb, 0.0) * t * (size.core + size.masked)
         rate = hw.attention_fwd_flops if verb == "fwd" else hw.attention_bwd_flops
         clocked, others = matmul / hw.gemm_flops, self._traffic(size, verb) / hw.kernel_bandwidth
+        drawn = matmul
+        if eight and self.fp8 is not None:
+            dense, grouped = (2.0 * t * weights / hw.gemm_flops for weights in (size.gemm, size.grouped))
+            clocked += eight * (self.fp8.seconds(dense, grouped, verb) - clocked)
+            others += eight * self.fp8.moved(size, t, verb) / hw.kernel_bandwidth
+            drawn *= 1 + eight * (DRAWN - 1)
         if matmul:
             operands = t * size.rows * b + (8 if verb == "wgrad" and collects else b) * size.weights // self.sharing
+            operands *= 1 - 0.25 * eight  # what is multiplied has half of the bytes, what comes out has all
             moving = operands / hw.kernel_bandwidth
             others += max(_SHOWN * moving, moving - clocked)  # few tokens: reading weights takes longer than arithmetic
         others += hw.gap + (size.routes * hw.routing if verb != "wgrad" else 0.0)
-        return Work(clocked + whole / rate, others, matmul + core)
+        return Work(clocked + whole / rate, others, drawn + core)
 
-    def compute(self, size: PartSize, verb: str, collects: bool = False) -> OpCost:
-        """Cost of fwd, bwd or wgrad of a part; `collects` as for its work."""
-        work, tokens_bytes = self.work(size, verb, collects), self.tokens * self.dtype_bytes
+    def compute(self, size: PartSize, verb: str, collects: bool = False, eight: float = 0.0) -> OpCost:
+        """Cost of fwd, bwd or wgrad of a part; `collects` and `eight` as for its work."""
+        work, tokens_bytes = self.work(size, verb, collects, eight), self.tokens * self.dtype_bytes
         output = {"fwd": size.output, "bwd": size.grad}.get(verb, 0) * tokens_bytes
         saved = {"fwd": size.saved, "bwd": size.kept}.get(verb, 0) * tokens_bytes
-        return OpCost(work.clocked + work.others, work.flops, 0, self._traffic(size, verb), output, saved)
+        traffic, flops = self._traffic(size, verb), self.work(size, verb).flops
+        if eight and self.fp8 is not None:
+            traffic += round(eight * self.fp8.moved(size, self.tokens, verb))
+            saved -= round(eight * self.fp8.saved(size, self.tokens, verb)) if verb != "wgrad" else 0
+        return OpCost(work.clocked + work.others, flops, 0, traffic, output, saved)
 
     def _traffic(self, size: PartSize, verb: str) -> int:
         """Bytes that kernels between matmuls read and write."""
@@ -231,7 +248,7 @@ def op_costs(
     shapes = Shapes(model, seq, layout.ep, copies, hardware.formulas)
     parts = _parts(layout)
     sizes = {(part.name, kind): size_of(part, shapes) for part, kind in parts}
-    price = _Pricing(hardware, tokens, dtype_bytes, sharding.tensor)
+    price = _Pricing(hardware, tokens, dtype_bytes, sharding.tensor, sharding.fp8)
     clock = _clock(price, layout, sharding, shapes) if hardware.clock else 0.0
     price = replace(price, hardware=at_clock(hardware, clock)) if clock else price
     table: dict[CostKey, OpCost] = {}
@@ -246,7 +263,8 @@ def op_costs(
                 table[verb, part, kind] = price.transfer(described.purpose, moved, nbytes)
             continue
         for verb in _verbs(size):
-            table[verb, part, kind] = price.compute(size, verb, _collects(layout, sharding, part))
+            eight = _eight(price, layout, described, kind, verb)
+            table[verb, part, kind] = price.compute(size, verb, _collects(layout, sharding, part), eight)
         if layout.recomputing(part, kind):
             once = table["fwd", part, kind]
             table["fwd", part, kind] = replace(once, handed_bytes=tokens * size.handed * dtype_bytes)
@@ -272,6 +290,11 @@ def _collects(layout: Layout, sharding: Sharding, part: str) -> bool:
     return unit is not None and (sharding.size(unit) == 1 or sharding.adds_up(unit))
 
 
+def _eight(price: _Pricing, layout: Layout, part: Part, kind: str, verb: str) -> float:
+    """Share of the layers of a kind in which an op's products run in fp8. Embedding and head have no kind."""
+    return price.fp8.share(layout.kinds, kind, verb) if price.fp8 is not None and kind and part.unit else 0.0
+
+
 def _clock(price: _Pricing, layout: Layout, sharding: Sharding, shapes: Shapes) -> float:
     """The clock of the whole model's microbatches. See Note: [Power sets the clock] in `clock.py`."""
     works: list[Work] = []
@@ -280,8 +303,9 @@ def _clock(price: _Pricing, layout: Layout, sharding: Sharding, shapes: Shapes) 
         again = layout.recomputing(part.name, kind)
         size = size_of(part, shapes)
         if not part.communicates:
-            works += count * [price.work(size, verb, collects) for verb in _verbs(size)]
-            works += again * [price.work(size, "fwd", collects)]
+            eight = {verb: _eight(price, layout, part, kind, verb) for verb in _verbs(size)}
+            works += count * [price.work(size, verb, collects, share) for verb, share in eight.items()]
+            works += again * [price.work(size, "fwd", collects, eight["fwd"])]
     return clock_of(price.hardware, works)
 
 
@@ -297,7 +321,7 @@ def _add_units(
     these exchange their sums, in fp32, and the step adds them up. AdamW reads weight, gradient and both averages and
     writes weight and averages: 28 bytes, and 24 more where averages in bf16 become fp32 and are rounded; the norm reads
     the gradients once more. In the step, what is held whole is cast, unless fp32 is what computes. Every rank's step
-    waits for the slowest, through the norm's all-reduce.
+    waits for the slowest, through the norm's all-reduce. Products in fp8 have casts of weights beside these.
     """
     b, w = price.dtype_bytes, sharding.wire_bytes or price.dtype_bytes
     traffic = normed = summed_up = 0
@@ -306,7 +330,7 @@ def _add_units(
     adamw = 28 if sharding.averages_bytes == 4 else 52
     for rank in range(layout.pp):
         largest: dict[Unit, tuple[int, int]] = {}
-        shards = copied = 0
+        shards = copied = casts = 0
         for (unit, kind), count in Counter(units_of(layout, rank)).items():
             weights = unit_weights(model, layout, unit, kind)
             gathers, reduces = groups_of(unit)
@@ -322,7 +346,9 @@ def _add_units(
             table["reduce", unit, kind] = summed if slotted else _FREE
             sums = 0 if whole else 4 * weights  # who keeps whole gradients adds up where they stay
             table["add", unit, kind] = replace(price.local(weights * (8 + w)) if twice else _FREE, grad_bytes=sums)
-            largest[unit] = max(largest.get(unit, (0, 0)), (weights * b, weights * w) if slotted else (0, 0))
+            beside = round(weights * price.fp8.beside(layout.kinds, kind)) if price.fp8 is not None and kind else 0
+            sizes = (weights * b + (0 if whole else beside), weights * w)
+            largest[unit] = max(largest.get(unit, (0, 0)), sizes if slotted else (0, 0))
             for key in [key for key in table if key[0] == "wgrad" and (layout.unit(key[1]), key[2]) == (unit, kind)]:
                 table[key] = replace(table[key], grad_bytes=4 * shard)
             cast = shard if whole and b != 4 else 0
@@ -333,8 +359,9 @@ def _add_units(
                 summed_up = 12 * shard
             shards += count * shard
             copied += count * cast
+            casts += count * beside if whole else 0
         slots.append(largest)
-        state.append((4 + 2 * sharding.averages_bytes) * shards + b * copied)
+        state.append((4 + 2 * sharding.averages_bytes) * shards + b * copied + casts)
         traffic = max(traffic, (adamw + 4) * shards + (4 + b) * copied)
         normed = max(normed, 4 * shards)
     wire = 8 if layout.pp * sharding.dense > 1 else 0

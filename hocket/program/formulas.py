@@ -20,6 +20,8 @@ class PartSize:
     """Weights of the part on one expert-parallel rank."""
     rows: int = 0
     """Elements that its matmuls read and write beside weights, in each direction."""
+    casts: int = 0
+    """Elements of their inputs that a cast reads, if they run in fp8, forward; about as many backward."""
     core: int = 0
     """FLOPs of the attention core, forward."""
     masked: int = 0

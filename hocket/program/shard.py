@@ -45,6 +45,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hocket.config import Strategy
+from hocket.program.fp8_costs import Fp8
 from hocket.program.ops import TIED, Layout, Op, tied_lane
 from hocket.program.parts import END_UNITS, UNITS, Unit
 from hocket.program.transformer import EMBED
@@ -67,6 +68,8 @@ class Sharding:
     """Tensor-parallel ranks, which share every product."""
     averages_bytes: int = 4
     """Of an element of each of the optimizer's two averages."""
+    fp8: Fp8 | None = None
+    """What computes in fp8, and so has casts beside gathered weights; None: nothing."""
 
     def size(self, unit: Unit) -> int:
         return self.experts if unit == "experts" else self.dense

@@ -7,6 +7,7 @@ from dataclasses import replace
 from hocket.config import COPIED, Config, Purpose, Strategy
 from hocket.program.capacity import rows_allowed, rows_evenly
 from hocket.program.cost import CostTable, Measurement, groups_of, op_costs
+from hocket.program.fp8_costs import Fp8
 from hocket.program.hardware import Hardware
 from hocket.program.mesh import Mesh
 from hocket.program.ops import Layout
@@ -54,7 +55,15 @@ def sharding_of(config: Config) -> Sharding:
     kept: Strategy = "optim_grads_params" if strategy == "auto" else strategy
     sizes = config.mesh.members("reduce_dense"), config.mesh.members("reduce_experts")
     averages = 2 if config.precision.averages == "bf16" else 4
-    return Sharding(*sizes, kept, config.wire_bytes, config.mesh.tp, averages)
+    return Sharding(*sizes, kept, config.wire_bytes, config.mesh.tp, averages, fp8_of(config))
+
+
+def fp8_of(config: Config) -> Fp8 | None:
+    """Which products run in fp8; None: none. Weights are cast whenever they are gathered, or once a step."""
+    p, keeps = config.precision, config.overlap.dp.strategy not in ("auto", "optim_grads_params")
+    if p.compute != "fp8":
+        return None
+    return Fp8(p.fp8_products, p.fp8_ends, 1 / config.train.microbatches if keeps or config.mesh.dp == 1 else 2.0)
 
 
 def costs_of(config: Config, hardware: Hardware, measured: Measurement | None = None) -> CostTable:

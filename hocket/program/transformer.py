@@ -62,7 +62,8 @@ def _attention(s: Shapes, windowed: bool = False) -> PartSize:
     biases = (width + 2 * kv if m.qkv_bias else 0) + (d if m.o_bias else 0)
     by_head = m.qk_norm and m.qk_norm_over == "head"
     weights = w + biases + (2 * m.head_dim if by_head else 0)
-    matmuls = PartSize(gemm=w, weights=weights, rows=2 * (d + width + kv), traffic=2 * biases, output=d, grad=d)
+    rows = d + width + kv
+    matmuls = PartSize(gemm=w, weights=weights, rows=2 * rows, casts=rows, traffic=2 * biases, output=d, grad=d)
     beside = PartSize(traffic=3 * d, back=_FLASH_BACK * width)
     if m.sinks:
         beside = plus(beside, PartSize(weights=m.heads, traffic=2 * width))
@@ -107,7 +108,7 @@ def _latent(s: Shapes) -> PartSize:
 def _mlp(s: Shapes) -> PartSize:
     d, ffn = s.model.hidden, s.model.ffn
     w, rows = 3 * d * ffn, 2 * d + 3 * ffn
-    size = PartSize(gemm=w, weights=w, rows=rows, traffic=3 * d, output=d, grad=d)
+    size = PartSize(gemm=w, weights=w, rows=rows, casts=d, traffic=3 * d, output=d, grad=d)
     return plus(s.formulas.norm(d), s.formulas.swiglu(d, ffn), size)
 
 
@@ -132,7 +133,7 @@ def _attention_and_routing(s: Shapes, windowed: bool = False) -> PartSize:
     d, sh, e = model.hidden, model.shared_ffn, model.experts
     w, probs = d * e + 3 * d * sh, 0 if copies.per_rank else model.top_k
     weights = w + (e if model.router_bias else 0)
-    shared = plus(f.swiglu(d, sh), PartSize(output=d, rows=2 * d + 3 * sh)) if sh else PartSize()
+    shared = plus(f.swiglu(d, sh), PartSize(output=d, rows=2 * d + 3 * sh, casts=d)) if sh else PartSize()
     moved, output = 2 * _rows(copies.count, d, copies), _rows(copies.room, d, copies) + probs
     router = PartSize(rows=d + e, routes=1)
     losses = (model.z_loss > 0) + (model.aux_loss > 0 and model.aux_loss_over != "microbatch")
@@ -154,7 +155,8 @@ def _experts(s: Shapes) -> PartSize:
     moved = 2 * (k * d + received) if ep > 1 else 0
     grad, extra = _rows(copies.count, d, copies), k * d if copies.per_rank else 0
     rows = PartSize(saved=k * d + extra, kept=k * d, traffic=moved, output=received, grad=grad)
-    matmuls = PartSize(grouped=k * w, weights=model.experts // ep * w, rows=k * (2 * d + 3 * model.expert_ffn))
+    rows_of = k * (2 * d + 3 * model.expert_ffn)
+    matmuls = PartSize(grouped=k * w, weights=model.experts // ep * w, rows=rows_of, casts=k * (d + model.expert_ffn))
     if model.expert_bias:  # added to what is there, and summed up once from gradients that are there
         b = 2 * model.expert_ffn + d
         matmuls = plus(matmuls, PartSize(weights=model.experts // ep * b, traffic=2 * k * b, back=-3 * k * b))

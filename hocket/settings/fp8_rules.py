@@ -98,13 +98,6 @@ FP8_RULES: tuple[Rule, ...] = (
         for setting in ("precision.fp8_products", "precision.fp8_ends")
     ),
     Rule(
-        ("precision.compute",),
-        lambda c, h: c.precision.compute == "fp8",
-        "predictions price products in fp8 like those in bf16, and leave casts and their memory out",
-        "measure it: hocket bench",
-        remark=True,
-    ),
-    Rule(
         ("model.expert_ffn", "precision.compute"),
         lambda c, h: c.precision.compute == "fp8" and "moe" in c.model.kinds() and c.model.expert_ffn < WIDE,
         "narrow experts may be slower in fp8: on an H200 a layer with experts 768 wide took 1.12 times as long",

@@ -13,23 +13,22 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from hocket.config import BYTES, Config, ModelConfig, PrecisionConfig
+from hocket.config import BYTES, Config, PrecisionConfig
 from hocket.fsdp.saving.dcp import run_dcp
 from hocket.fsdp.saving.flat_tensor import FlatTensor
 from hocket.fsdp.saving.harmless import HarmlessPlanner, HarmlessReader
 from hocket.fsdp.saving.whole import WholeFolder, sync
 from hocket.model.source import whole_shapes
 from hocket.model.tokenizer import tokenizer_file
-from hocket.pretrained.configuration import config_of, differences, family_for, model_of, read_config
+from hocket.pretrained.configuration import TYPES, config_for
 from hocket.pretrained.convert import rules_of, split, tensors_of
-from hocket.pretrained.tables import FAMILIES, FURTHER_LAYERS
+from hocket.pretrained.tables import FAMILIES
 from hocket.pretrained.written import LARGEST, files_of, write_files
 from hocket.settings.schema import changed, flat, types
 from hocket.train.damage import META, damage_of
 
 BESIDE = ("tokenizer*", "special_tokens_map.json", "generation_config.json", "chat_template*", "vocab.*", "merges.txt")
 """Files of an imported model that go on unchanged."""
-TYPES = {"fp32": ("float32", "F32"), "bf16": ("bfloat16", "BF16")}
 
 
 class StoredModel:
@@ -66,7 +65,7 @@ def export(checkpoint: Path, target: Path, dtype: str = "", largest: int = LARGE
     stored = StoredModel(checkpoint)
     settings, model = stored.settings, stored.model
     written = dtype or PrecisionConfig(compute=settings["precision"]["compute"]).dtype
-    name, config, remark = _config(model, settings, written)
+    name, config, remark = config_for(model, settings["data"]["sequence_length"], written)
     shapes, kind = whole_shapes(model), TYPES[written][1]
     rules = {param: rules_of(FAMILIES[name], param)[0] for param in shapes}
     tensors = {
@@ -92,24 +91,6 @@ def export(checkpoint: Path, target: Path, dtype: str = "", largest: int = LARGE
         folder.give_up()
         raise
     return name, remark
-
-
-def _config(model: ModelConfig, settings: dict[str, Any], dtype: str) -> tuple[str, dict[str, Any], str]:
-    """Family, config.json, and a remark: of an imported model its own config.json, as long as it says the same."""
-    type_name, remark = TYPES[dtype][0], ""
-    if model.weights:
-        try:
-            config = read_config(Path(model.weights))
-            if not (found := differences(model, model_of(config))):
-                config |= {"torch_dtype": type_name, "dtype": type_name}
-                config.pop("quantization_config", None)  # what is written is not quantised, and has no further layers
-                config |= {key: 0 for key in FURTHER_LAYERS if config.get(key)}
-                return config["model_type"], config, ""
-            remark = f"model.weights = {model.weights}: its config.json now says {', '.join(found)}"
-        except ValueError as error:
-            remark = f"model.weights = {model.weights}: {error}"
-    name = family_for(model)
-    return name, config_of(name, model, type_name, settings["data"]["sequence_length"]), remark
 
 
 def _copy_tokenizer(settings: dict[str, Any], folder: Path) -> None:

@@ -1,0 +1,365 @@
+"""Weights of a sharded model as folders of Hugging Face have them: read into shards, written, or given away in buckets.
+
+    hocket.checkpoint.load_pretrained(context, "models/Qwen3-8B")     # of fully_shard, or a step of plan_model
+    hocket.checkpoint.save_pretrained(context, "exported")
+    for bucket in hocket.checkpoint.pretrained_buckets(step, 2**30):  # to an inference engine, say
+        engine.load_weights(bucket)
+
+All ranks call these alike. No rank holds the model: a bucket of whole tensors at a time, or one tensor that is read.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hocket.adapters.source import AdaptedModel
+from hocket.fsdp.saving.kept import Inventory
+from hocket.fsdp.saving.state import EXTRA
+from hocket.fsdp.saving.whole import WholeFolder, sync
+from hocket.model.source import whole_shapes
+from hocket.pretrained.configuration import config_for
+from hocket.pretrained.groups import Group, ModuleFolder, Shape, is_pretrained, of_family, plain, written
+from hocket.pretrained.tables import FAMILIES
+from hocket.pretrained.written import DTYPES, LARGEST, files_of, write_files
+from hocket.runtime.dtypes import DTYPES as COMPUTED
+from hocket.step import PlannedStep
+
+if TYPE_CHECKING:
+    from hocket.fsdp.module_context import ShardContext
+
+Bucket = list[tuple[str, Tensor]]
+"""Names and tensors as files have them."""
+Parts = Callable[[str, int, int], Tensor]
+BUCKET = 2**28
+"""Bytes of a bucket while a folder is written, unless one tensor needs more."""
+
+
+class _Sharded:
+    """A model of `fully_shard`."""
+
+    def __init__(self, context: ShardContext) -> None:
+        self.context, own = context, Inventory(context)
+        self.model, self.device, self.others, self._kept = own.root, context.device, own.others, own.kept
+        self.dtype = next((g.compute_dtype for unit in context.units for g in unit.groups), torch.float32)
+        self.buffers: dict[str, Tensor] = {
+            name: own.state[original]
+            for name, original in own.plain.items()
+            if isinstance(own.state[original], Tensor) and not name.endswith(EXTRA)
+        }
+        self.state = {name: kept.shape for name, kept in own.kept.items()}
+        self.state |= {name: tuple(buffer.shape) for name, buffer in self.buffers.items()}
+        groups = context.groups
+        self.writes = groups.reduce.rank == groups.outer.rank == 0
+
+    def groups(self) -> list[Group]:
+        return written(self.model, self.state)
+
+    def fill(self, name: str, flat: Tensor) -> None:
+        kept = self._kept[name]
+        flat[kept.lo : kept.hi] = kept.shard.detach()
+
+    def largest(self, flat: Tensor) -> None:
+        self.context.over_ranks(flat, "max")
+
+    def takes(self, name: str) -> bool:
+        return name in self.buffers or self._kept[name].lo < self._kept[name].hi
+
+    def take(self, name: str, parts: Parts) -> None:
+        if name in self.buffers:
+            buffer = self.buffers[name]
+            buffer.copy_(parts(name, 0, buffer.numel()).view(buffer.shape))
+        else:
+            kept = self._kept[name]
+            kept.shard.detach().copy_(parts(name, kept.lo, kept.hi))
+
+    def updated(self) -> None:
+        self.context.weights_updated()
+
+    def write_config(self, folder: Path, dtype: torch.dtype) -> None:
+        _config_of(self.model, folder, dtype)
+
+
+class _Planned:
+    """A planned step."""
+
+    def __init__(self, step: PlannedStep) -> None:
+        engine, settings = step.engine, step.settings
+        if settings.train.transport == "null":
+            raise ValueError("train.transport = null: ranks hold nothing whole; fix: another train.transport")
+        engine.catch_up()
+        self.step, self.device, self.others = step, engine.device, step.others
+        self.dtype = COMPUTED[settings.precision.dtype]
+        self.writes = not dist.is_initialized() or dist.get_rank() == 0
+        source = engine.source
+        self.model: nn.Module | None = source.cut.adapter.model if isinstance(source, AdaptedModel) else None
+        self.buffers: dict[str, Tensor] = dict(step.buffers)
+        self._biases = engine.balance.biases()
+        self._pieces: dict[str, list[Any]] = {}
+        for piece in (piece for unit in engine.sharded.units.values() for piece in unit.pieces()):
+            self._pieces.setdefault(step.parameters[piece.name][0], []).append(piece)
+        self.state: dict[str, Shape] = {name: tuple(shape) for name, shape in step.parameters.values()}
+        self.state |= {name: tuple(buffer.shape) for name, buffer in self.buffers.items()}
+        if self.model is None:
+            self.state = whole_shapes(settings.model)
+
+    def groups(self) -> list[Group]:
+        if self.model is not None:
+            return written(self.model, self.state)
+        name, _ = self._family()
+        return list(of_family(FAMILIES[name], self.step.settings.model, self.state))
+
+    def _family(self) -> tuple[str, dict[str, Any]]:
+        settings = self.step.settings
+        name, config, _ = config_for(settings.model, settings.data.sequence_length, settings.precision.dtype)
+        return name, config
+
+    def fill(self, name: str, flat: Tensor) -> None:
+        if name in self._biases:
+            flat.copy_(self._biases[name])
+        for piece in self._pieces.get(name, ()):
+            if piece.part is None:
+                flat[piece.lo : piece.hi] = piece.main
+                continue
+            whole, at = flat.view(piece.shape), 0
+            for offsets, sizes in piece.part.boxes(piece.lo, piece.hi):
+                box = tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))
+                whole[box] = piece.main[at : at + prod(sizes)].view(sizes)
+                at += prod(sizes)
+
+    def largest(self, flat: Tensor) -> None:
+        self.step.engine.groups.control.all_reduce(flat, "max").wait()
+
+    def takes(self, name: str) -> bool:
+        return name in self.buffers or any(piece.lo < piece.hi for piece in self._pieces.get(name, ()))
+
+    def take(self, name: str, parts: Parts) -> None:
+        if name in self.buffers:
+            self.buffers[name].copy_(parts(name, 0, self.buffers[name].numel()).view(self.state[name]))
+        for piece in self._pieces.get(name, ()):
+            piece.main.copy_(parts(name, piece.lo, piece.hi))
+
+    def updated(self) -> None:
+        """The optimizer begins anew."""
+        optimizer = self.step.engine.optimizer
+        for state in optimizer.state.values():
+            state.exp_avg.zero_()
+            state.exp_avg_sq.zero_()
+        optimizer.steps = 0
+        self.step.engine.sharded.refresh()
+
+    def write_config(self, folder: Path, dtype: torch.dtype) -> None:
+        if self.model is not None:
+            _config_of(self.model, folder, dtype)
+            return
+        _, config = self._family()
+        named = str(dtype).removeprefix("torch.")
+        (folder / "config.json").write_text(
+            json.dumps(config | {"torch_dtype": named, "dtype": named}, indent=2) + "\n"
+        )
+
+
+_Live = _Sharded | _Planned
+
+
+def _live(target: Any) -> _Live:
+    if isinstance(target, PlannedStep):
+        return _Planned(target)
+    if not hasattr(target, "units"):
+        kind = type(target).__name__.removeprefix("Sharded")
+        raise ValueError(f"{kind}: no ShardContext and no step; fix: what fully_shard or plan_model returned")
+    return _Sharded(target)
+
+
+def _agree(live: _Live, error: Exception | None) -> None:
+    """Raise an error of one rank on all."""
+    failed = torch.tensor([0.0 if error is None else 1.0], device=live.device)
+    live.largest(failed)
+    if error is not None:
+        raise error
+    if failed.item():
+        raise ValueError("another rank has failed, and says why; fix: the same files on all hosts")
+
+
+@torch.no_grad()
+def load_pretrained(target: ShardContext | PlannedStep, folder: str | os.PathLike[str]) -> None:
+    """Take the weights of a folder of safetensors into a model of `fully_shard`, or a step of `plan_model`.
+
+    The tensors have the names of the module's `state_dict`; for a model of transformers, those that `from_pretrained`
+    reads. Each rank reads what it keeps, one tensor after the other, or those alone that make one parameter. A planned
+    step's optimizer begins anew; with `fully_shard`, load before the optimizer's first step.
+
+    Raises ValueError on all ranks, before anything changes, unless each parameter and saved buffer is made once, with
+    its shape, and all tensors are used; also for files that are damaged, and for quantised weights. OSError if a file
+    cannot be read to its end: then some weights are loaded.
+    """
+    live, path, error = _live(target), Path(folder), None
+    if live.model is None:
+        raise ValueError(f"folder = {path}: the step is of hocket's own transformer; fix: model.weights = {path}")
+    opened = None
+    try:
+        opened = ModuleFolder(path, live.model, live.state, live.others, set(live.buffers))
+    except ValueError as found:
+        error = ValueError(f"folder = {path}: {found}; fix: the folder of such a model")
+    _agree(live, error)
+    assert opened is not None
+    for names, read in opened.each():
+        mine = [name for name in names if live.takes(name)]
+        parts = read() if mine else None
+        for name in mine:
+            assert parts is not None
+            live.take(name, parts)
+    live.updated()
+
+
+def pretrained_buckets(
+    target: ShardContext | PlannedStep, nbytes: int, dtype: torch.dtype | None = None
+) -> Iterator[Bucket]:
+    """Whole tensors of the weights as they are now, by the names and in the layouts of Hugging Face's files.
+
+    Buckets of at most `nbytes`, one collective each, on all ranks, on the device of the weights. What a bucket is made
+    of counts: a tensor that has another layout in files counts twice. A bucket is given away: nothing here writes to
+    it, and nothing keeps it. Who empties it, with `bucket.clear()`, before the next one holds one at a time. `dtype` is
+    by default the one that the model computes in; buffers keep theirs.
+
+    Raises ValueError if one parameter alone takes more.
+    """
+    live = _live(target)
+    return _buckets(live, _packed(live, live.groups(), nbytes, dtype or live.dtype), dtype or live.dtype)
+
+
+def _packed(live: _Live, groups: Sequence[Group], nbytes: int, dtype: torch.dtype) -> list[list[Group]]:
+    """Groups by bucket, in their order."""
+    buckets: list[list[Group]] = [[]]
+    left = nbytes
+    for group in groups:
+        size = _size(live, group, dtype)
+        if size > nbytes:
+            raise ValueError(f"nbytes = {nbytes:,}: {group.sources[0]} takes {size:,}; fix: at least as many")
+        if size > left and buckets[-1]:
+            buckets.append([])
+            left = nbytes
+        buckets[-1].append(group)
+        left -= size
+    return buckets
+
+
+def _size(live: _Live, group: Group, dtype: torch.dtype) -> int:
+    """Bytes of a group, with what its tensors are made of."""
+    sources = sum(prod(live.state[name]) * _dtype(live, name, dtype).itemsize for name in group.sources)
+    return sources if group.renames else 2 * sources
+
+
+def _dtype(live: _Live, name: str, dtype: torch.dtype) -> torch.dtype:
+    if name in live.buffers:
+        return live.buffers[name].dtype
+    return torch.float32 if name.endswith("router.bias") and live.model is None else dtype
+
+
+def _buckets(live: _Live, packed: Sequence[Sequence[Group]], dtype: torch.dtype) -> Iterator[Bucket]:
+    for groups in packed:
+        with torch.no_grad():
+            values = _whole(live, [name for group in groups for name in group.sources], dtype)
+            made = [pair for group in groups for pair in group.make(values.__getitem__).items()]
+            bucket = [(name, value.contiguous()) for name, value in made]
+        del values, made
+        yield bucket
+        del bucket
+
+
+def _whole(live: _Live, names: Sequence[str], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Whole tensors of the state. What several ranks have is alike, so the largest is what it is."""
+    found = {name: live.buffers[name].detach().clone() for name in names if name in live.buffers}
+    moved = [name for name in names if name not in found]
+    for kind in {_dtype(live, name, dtype) for name in moved}:
+        mine = [name for name in moved if _dtype(live, name, dtype) == kind]
+        sizes = [prod(live.state[name]) for name in mine]
+        flat = torch.full((sum(sizes),), -torch.inf, dtype=kind, device=live.device)
+        parts = dict(zip(mine, flat.split(sizes), strict=True))
+        for name, part in parts.items():
+            live.fill(name, part)
+        live.largest(flat)
+        found |= {name: part.view(live.state[name]) for name, part in parts.items()}
+    return found
+
+
+def save_pretrained(
+    target: ShardContext | PlannedStep,
+    folder: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    largest: int = LARGEST,
+) -> Path:
+    """Write a new folder that `from_pretrained` opens: config.json, and safetensors files of at most `largest` bytes.
+
+    `dtype` is by default the one that the model computes in; buffers keep theirs. Of a module that is no model of
+    transformers there are tensors alone, by the names of its `state_dict`. One rank writes, a bucket at a time. The
+    folder appears when all of it is written.
+
+    Raises ValueError on all ranks for a folder that is there already, and for a type that files do not have; OSError on
+    the rank that writes, and ValueError on the others, if it cannot be written.
+    """
+    live, path = _live(target), Path(folder)
+    dtype = dtype or live.dtype
+    kinds: Mapping[torch.dtype, str] = {kind: name for name, kind in DTYPES.items()}
+    groups = live.groups()
+    tensors: dict[str, tuple[Shape, str]] = {}
+    for group in groups:
+        kind = _dtype(live, group.sources[0], dtype)
+        if kind not in kinds:
+            raise ValueError(f"dtype = {kind} of {group.sources[0]}: files have {', '.join(kinds.values())}")
+        tensors |= {name: (shape, kinds[kind]) for name, shape in group.targets.items()}
+    most = max((_size(live, group, dtype) for group in groups), default=0)
+    buckets = _buckets(live, _packed(live, groups, max(BUCKET, most), dtype), dtype)
+    pairs = _one_by_one(buckets)
+    error = None
+    target_folder = WholeFolder(path)
+    try:
+        if live.writes:
+            target_folder.begin()
+    except (OSError, ValueError) as found:
+        error = found
+    _agree(live, error)
+    try:
+        if live.writes:
+            write_files(target_folder.temporary, files_of(tensors, largest), pairs)
+            live.write_config(target_folder.temporary, dtype)
+            for file in target_folder.temporary.iterdir():
+                sync(file)
+            target_folder.publish()
+    except OSError as found:
+        error = found
+        target_folder.give_up()
+    for pair in pairs:  # a rank that writes nothing, or no more, still has a part in every bucket
+        del pair  # and holds none
+    _agree(live, error)
+    return path
+
+
+def _one_by_one(buckets: Iterator[Bucket]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors on the host, of buckets that are empty before there is another one."""
+    for bucket in buckets:
+        while bucket:
+            name, value = bucket.pop(0)
+            yield name, value.cpu()
+            del value
+
+
+def _config_of(model: Any, folder: Path, dtype: torch.dtype) -> None:
+    """config.json and generation_config.json of a model of transformers."""
+    if not is_pretrained(model):
+        return
+    config = copy.deepcopy(model.config)
+    config.architectures, config.dtype = [type(plain(model)).__name__], dtype
+    config.save_pretrained(folder)
+    if (generation := getattr(model, "generation_config", None)) is not None:
+        generation.save_pretrained(folder)
