@@ -1,6 +1,6 @@
 """Saving and loading what `hocket.fully_shard` has sharded.
 
-    context = hocket.fully_shard(model, ...)
+    context = hocket.fully_shard(model, ...)                        # or the model itself, in the place of its context
     hocket.checkpoint.save(context, optimizer, "checkpoints/10")
     hocket.checkpoint.load(context, optimizer, "checkpoints/10")    # on any number of ranks
 

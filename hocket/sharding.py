@@ -1,7 +1,23 @@
-"""Names that go with `hocket.fully_shard`."""
+"""Names that go with `hocket.fully_shard`. With the policies of FSDP2, one import has what its loops need."""
 
-from hocket.fsdp.api import param_groups, unit_of
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
+
+from hocket.fsdp.api import context_of, fully_shard, param_groups, unit_of
+from hocket.fsdp.fsdp2 import FSDPModule, register_fsdp_forward_method
 from hocket.fsdp.shard_groups import Placement
 from hocket.fsdp.update import step_and_gather
 
-__all__ = ["Placement", "param_groups", "step_and_gather", "unit_of"]
+__all__ = [
+    "CPUOffloadPolicy",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "Placement",
+    "UnshardHandle",
+    "context_of",
+    "fully_shard",
+    "param_groups",
+    "register_fsdp_forward_method",
+    "step_and_gather",
+    "unit_of",
+]

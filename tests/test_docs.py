@@ -41,7 +41,7 @@ from scripts import docs_site
 from tests.helpers.ranks import run_ranks
 from tests.trace.build import Trace
 
-PAGES = sorted({*DOCS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"})
+PAGES = sorted({*DOCS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "examples" / "README.md"})
 STALE = "run `make docs-tables`, and read again what the text around it says"
 
 

@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hocket.adapters.source import AdaptedModel
-from hocket.fsdp.saving.kept import Inventory
+from hocket.fsdp.members import UNIT
+from hocket.fsdp.saving.kept import Inventory, context_given
 from hocket.fsdp.saving.state import EXTRA
 from hocket.fsdp.saving.whole import WholeFolder, sync
 from hocket.model.source import whole_shapes
@@ -174,6 +175,8 @@ _Live = _Sharded | _Planned
 def _live(target: Any) -> _Live:
     if isinstance(target, PlannedStep):
         return _Planned(target)
+    if UNIT in getattr(target, "__dict__", ()):
+        target = context_given(target)
     if not hasattr(target, "units"):
         kind = type(target).__name__.removeprefix("Sharded")
         raise ValueError(f"{kind}: no ShardContext and no step; fix: what fully_shard or plan_model returned")
@@ -191,7 +194,7 @@ def _agree(live: _Live, error: Exception | None) -> None:
 
 
 @torch.no_grad()
-def load_pretrained(target: ShardContext | PlannedStep, folder: str | os.PathLike[str]) -> None:
+def load_pretrained(target: ShardContext | nn.Module | PlannedStep, folder: str | os.PathLike[str]) -> None:
     """Take the weights of a folder of safetensors into a model of `fully_shard`, or a step of `plan_model`.
 
     The tensors have the names of the module's `state_dict`; for a model of transformers, those that `from_pretrained`
@@ -222,7 +225,7 @@ def load_pretrained(target: ShardContext | PlannedStep, folder: str | os.PathLik
 
 
 def pretrained_buckets(
-    target: ShardContext | PlannedStep, nbytes: int, dtype: torch.dtype | None = None
+    target: ShardContext | nn.Module | PlannedStep, nbytes: int, dtype: torch.dtype | None = None
 ) -> Iterator[Bucket]:
     """Whole tensors of the weights as they are now, by the names and in the layouts of Hugging Face's files.
 
@@ -293,7 +296,7 @@ def _whole(live: _Live, names: Sequence[str], dtype: torch.dtype) -> dict[str, T
 
 
 def save_pretrained(
-    target: ShardContext | PlannedStep,
+    target: ShardContext | nn.Module | PlannedStep,
     folder: str | os.PathLike[str],
     *,
     dtype: torch.dtype | None = None,

@@ -91,14 +91,20 @@ def _wrong(name: str, value: Any, reason: str, fix: str) -> ValueError:
 
 def _opened(folder: Path) -> tuple[ModelConfig, Callable[[str, tuple[int, ...]], Tensor], str]:
     """A model's settings, its parameters by name and whole shape, and its tokenizer."""
+    from hocket.config import BYTE_VOCAB, BYTES
     from hocket.model.source import whole_shapes
+    from hocket.model.tokenizer import tokenizer_file
     from hocket.pretrained.convert import PretrainedFolder
     from hocket.train.export import StoredModel
 
     if (folder / "config.json").exists():
         published = PretrainedFolder(str(folder))
         published.check(whole_shapes(published.model))
-        return published.model, published.value, str(folder)
+        named = str(folder)
+        if published.model.vocab == BYTE_VOCAB and not tokenizer_file(named).exists():
+            print(f"note: {folder} has {BYTE_VOCAB} tokens and no tokenizer: a token is a byte", file=sys.stderr)
+            named = BYTES  # hocket export writes such folders
+        return published.model, published.value, named
     latest = folder / "checkpoints" / "latest"
     stored = StoredModel((latest if latest.exists() else folder).resolve())
     return stored.model, stored.value, stored.settings["data"]["tokenizer"]

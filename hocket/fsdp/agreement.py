@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hocket.fsdp.param_group import Member
+from hocket.fsdp.param_group import Member, ParamGroup
 from hocket.fsdp.shard_groups import ShardGroups
 
 
@@ -47,9 +47,39 @@ class Fingerprints:
                 )
 
 
+def refuse_valueless(groups: Sequence[ParamGroup]) -> None:
+    """Before the first forward, raise ValueError if parameters that get values late have none, or replicas other ones.
+
+    All ranks call this.
+    """
+    for group in groups:
+        name = group.members[0].name
+        if group.valueless:
+            raise ValueError(
+                f"{name} was sharded on the meta device and has no values: call "
+                f"model.to_empty(device={str(group.device)!r}) and give initial values, or load a state dict"
+            )
+        both = torch.stack([_fingerprint(group.main), -_fingerprint(group.main)])
+        group.groups.outer.all_reduce(both, "max").wait()
+        if both.sum() != 0 and not group.groups.outer_shards:
+            raise ValueError(f"replicas gave {name} different initial values: seed all ranks alike before that")
+
+
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _fingerprint(param: Tensor) -> Tensor:
     """The sum of a parameter's bits, read as integers: the same in whatever order it is made. int64, 0-d."""
     return param.detach().contiguous().view(_BITS[param.dtype.itemsize]).sum(dtype=torch.int64)
+
+
+@torch.no_grad()
+def take_first_rank(tensors: Sequence[Tensor], groups: ShardGroups) -> None:
+    """Give the tensors of all ranks of a placement the values of its first rank. All of these ranks call this."""
+    for tensor in tensors:
+        values = tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor.clone()
+        if groups.reduce.rank or groups.outer.rank:
+            values.zero_()
+        for group in (groups.reduce, groups.outer):
+            group.all_reduce(values, "sum").wait()
+        tensor.copy_(values)

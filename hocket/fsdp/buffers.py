@@ -63,6 +63,7 @@ class Staging(Protocol):
 
     fixed: bool
     """Whether buffers stay, at the same addresses."""
+    count: int
 
     def take(self, unit: object, numel: int) -> Tensor:
         """`numel` elements for `unit`, with arbitrary content.

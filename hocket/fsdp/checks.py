@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -14,20 +14,20 @@ from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hocket.fsdp.elementwise import is_elementwise
-from hocket.fsdp.members import Found
+from hocket.fsdp.members import UNIT, Found, is_called
 from hocket.fsdp.options import ShardOptions
 from hocket.fsdp.precision import Precision
 from hocket.fsdp.sharded_parameter import ShardedParameter
 from hocket.runtime.destinations import sink_of
 
-UNIT = "_hocket_unit"
-"""Where a module keeps its unit. Not in a table of this file: a unit refers to its module, which then never went."""
+IGNORED = "_hocket_ignored"
+"""An attribute of parameters that are to stay as they are."""
 
 
-def refuse_types(module: Any, mesh: Any, precision: Any, place: Any, options: Any) -> None:
+def refuse_types(modules: Sequence[Any], mesh: Any, precision: Any, place: Any, options: Any) -> None:
     """Refuse arguments of another type."""
     for name, value, kind in (
-        ("module", module, nn.Module),
+        *(("module", one, nn.Module) for one in modules or [None]),
         ("mesh", mesh, DeviceMesh),
         ("precision", precision, Precision),
         ("options", options, ShardOptions),
@@ -42,22 +42,26 @@ def refuse_types(module: Any, mesh: Any, precision: Any, place: Any, options: An
         raise ValueError(f"place={place!r} is no function of (name, parameter): give one, or None")
 
 
-def refuse_sharded(module: nn.Module) -> None:
-    """Refuse a module of which something is sharded already."""
+def refuse_uncalled(module: nn.Module) -> None:
+    """Refuse a module whose forward nobody calls: nothing would gather its weights."""
+    if not is_called(module):
+        raise ValueError(
+            f"fully_shard of a {type(module).__name__}, which is never called itself: call it on each of the modules "
+            f"in it"
+        )
+
+
+def refuse_foreign(module: nn.Module, known: Container[int]) -> None:
+    """Refuse a module that TorchScript has compiled, and parameters of other sharded models but `known` ones."""
     for name, one in module.named_modules():
-        if UNIT in one.__dict__:
-            what = f"its {name!r} belongs" if name else "it belongs"
-            raise ValueError(
-                f"the {type(module).__name__} can't be sharded: {what} to a sharded model already. Shard a model once, "
-                f"with units= naming the modules that are gathered as one"
-            )
         if isinstance(one, torch.jit.ScriptModule):
             raise ValueError(
                 f"{name or 'the module'} is compiled by TorchScript, which keeps parameters where they can't be "
                 f"replaced: shard the plain module; torch.compile works"
             )
         for key, param in one._parameters.items():
-            if isinstance(param, ShardedParameter) or is_full(param):
+            foreign = isinstance(param, ShardedParameter) or (is_full(param) and id(param) not in known)
+            if UNIT not in one.__dict__ and foreign:
                 raise ValueError(
                     f"parameter {name}.{key} belongs to another sharded model: a parameter is sharded once"
                 )
@@ -136,7 +140,7 @@ def refuse_matrices(optimizer: Optimizer) -> None:
 def refuse_newcomers(root: nn.Module) -> None:
     """Refuse parameters that joined a sharded model afterwards: ranks would train different copies."""
     for name, param in root.named_parameters():
-        if param.requires_grad and not isinstance(param, ShardedParameter):
+        if param.requires_grad and not isinstance(param, ShardedParameter) and not hasattr(param, IGNORED):
             raise ValueError(
                 f"{name} joined the {type(root).__name__.removeprefix('Sharded')} after it was sharded, so its "
                 f"gradients are not averaged over ranks: complete the model before hocket.fully_shard"

@@ -30,6 +30,7 @@ class _Part:
     """What a shard of the trial asks of its group."""
 
     keeps_all, splits = False, True
+    late = valueless = False
 
     def __init__(self, local: Tensor, lo: int) -> None:
         self.gradient: Tensor | None = None

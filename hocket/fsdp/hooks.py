@@ -35,6 +35,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
+from torch.distributed.utils import _apply_to_tensors, _to_kwargs
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from hocket.fsdp.module_context import ShardContext
@@ -52,6 +53,7 @@ class Invocation:
         self.has_inputs = False
         """Whether an input needs a gradient, so that an identity tells the end."""
         self._claim: Claim | None = None
+        self._started = False
         self._weights = [group.edition for group in unit.groups]
         self._goes_on = False  # its backward has a graph, which somebody may run
 
@@ -78,8 +80,10 @@ class Invocation:
             )
         context = self._context
         begin_backward(context)
-        if self._claim is None:
-            self._claim = context.need_backward(self.unit)
+        if not self._started:
+            self._started = True
+            if self.unit.options.unshard_in_backward:
+                self._claim = context.need_backward(self.unit)
             context.started[self] = None
         if torch.is_grad_enabled() and not self._goes_on:  # create_graph=True
             self._goes_on = True
@@ -90,6 +94,8 @@ class Invocation:
         if self._claim is not None:
             self._claim.release()
             self._claim = None
+        if self._started:
+            self._started = False
             self._context.started.pop(self, None)
         opened = self.unit.open
         if self._goes_on:
@@ -136,31 +142,40 @@ class _Call:
     """Of the unit's weights, before."""
 
 
-def drive(unit: Unit, context: ShardContext) -> None:
+def drive(unit: Unit) -> None:
     """Put a unit's modules and parameters under hooks."""
     for module in unit.modules:
-        _drive(unit, module, context)
+        _drive(unit, module)
     for group in unit.groups:
         for member in group.members if group.trainable else ():
-            member.param.register_post_accumulate_grad_hook(_on_gradient(unit, context))
+            member.param.register_post_accumulate_grad_hook(_on_gradient(unit))
 
 
-def _drive(unit: Unit, module: nn.Module, context: ShardContext) -> None:
+def _context(unit: Unit) -> ShardContext:
+    assert isinstance(unit.context, ShardContext)
+    return unit.context
+
+
+def _drive(unit: Unit, module: nn.Module) -> None:
     calls: list[_Call] = []
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        call = _Call()
+        call, context = _Call(), _context(unit)
         calls.append(call)
         if torch._C._are_functorch_transforms_active():
             _refuse_derivatives(unit)
         call.claim = context.need_forward(unit)
         call.writes = unit.writes()
+        if context.nests and context.outermost and context.device.type == "cuda":
+            (args,), (kwargs,) = _to_kwargs(args, kwargs, context.device, False)
+        if unit.options.cast_inputs is not None:
+            args, kwargs = _cast((args, kwargs), unit.options.cast_inputs)
         if not torch.is_grad_enabled():
             return args, kwargs
         call.invocation = Invocation(unit, context)
         return _around_inputs(call.invocation, args, kwargs)
 
-    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         call = calls.pop()
         if output is None:  # after an exception
             _note_formats(sys.exc_info()[1], unit, tree_leaves((args, kwargs)))
@@ -174,18 +189,45 @@ def _drive(unit: Unit, module: nn.Module, context: ShardContext) -> None:
                 call.invocation.open()
                 register_multi_grad_hook(outputs, call.invocation.start, mode="any")
         if call.claim is not None:
-            lent = unit.lends(tensors)
-            if not lent:
-                call.claim.release()
-            context.leave_forward(unit)
-            if lent:
-                context.hold(call.claim)
+            _leave(unit, call.claim, lent=unit.lends(tensors))
+        if unit.options.cast_outputs is not None:
+            output = _cast(output, unit.options.cast_outputs)
+        return output
 
     # Hooks are no part of what torch.compile compiles: the body between them is.
     module.register_forward_pre_hook(_outside_compile(before), with_kwargs=True, prepend=True)
     # Also after an exception: recomputation ends early with one when it has all it needs.
     module.register_forward_hook(_outside_compile(after), with_kwargs=True, always_call=True)
     unit.on_abort.append(calls.clear)
+    unit.calls[module] = before, after
+
+
+def _leave(unit: Unit, claim: Claim, lent: bool) -> None:
+    """A forward of the unit is over, which may have lent weights to its caller."""
+    context = _context(unit)
+    if not lent:
+        claim.release()
+    context.leave_forward(unit)
+    if lent:
+        context.hold(claim)
+    if torch._C._current_graph_task_id() == -1:
+        context.outside.reshard(unit)
+        if unit.contains_units and unit.options.reshard_after_forward:
+            unit.reshard()
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """A tree with its floating-point tensors in another dtype."""
+    made: dict[int, Tensor] = {}  # a tensor that is given several times stays one
+
+    def cast(x: Tensor) -> Tensor:
+        if x.dtype == dtype or not x.is_floating_point():
+            return x
+        if id(x) not in made:
+            made[id(x)] = x.to(dtype)
+        return made[id(x)]
+
+    return _apply_to_tensors(cast, value)
 
 
 _NOT_CAST = "hocket.Precision is of parameters, and inputs are not cast"
@@ -215,15 +257,15 @@ def _refuse_writes(unit: Unit, before: list[tuple[int, int]]) -> None:
         )
 
 
-def _on_gradient(unit: Unit, context: ShardContext) -> Callable[[Tensor], None]:
+def _on_gradient(unit: Unit) -> Callable[[Tensor], None]:
     # The collector of cycles does not see what such a hook refers to, and the unit refers to the parameter.
-    reference, shared = weakref.ref(unit), weakref.ref(context)
+    reference = weakref.ref(unit)
 
     def ready(param: Tensor) -> None:
-        unit, context = reference(), shared()
+        unit = reference()
         assert isinstance(param, nn.Parameter)
         assert unit is not None, "a backward of a sharded model that is gone"
-        assert context is not None
+        context = _context(unit)
         begin_backward(context)
         unit.grad_ready(param)
         if unit.complete:

@@ -69,6 +69,8 @@ class Lookahead:
         self._backward: Order[Unit] = Order([])
         self._left: list[Unit] = []  # whose forward is over, in this pass
         self._reverse_of: list[Unit] = []  # the pass from which the order of backward was guessed
+        self.told: dict[tuple[Unit, bool], Sequence[Unit]] = {}
+        """What to gather when a unit's forward begins, or its backward (True), where somebody has said it."""
 
     def reach_forward(self, unit: Unit) -> None:
         """Forward needs a unit, which has been gathered: start the gathers of what comes next."""
@@ -131,6 +133,11 @@ class Lookahead:
     def _start(self, order: Order[Unit]) -> None:
         """Start the gathers of the units that come next, as far as there is room."""
         allowance = self._prefetch.allowance()
+        told = self.told.get((order.seen[-1], order is self._backward)) if order.seen else None
+        if told is not None:
+            for unit in told:
+                unit.prefetch()
+            return
         for unit in order.upcoming():
             if not unit.full or unit.contains_units:
                 continue

@@ -10,12 +10,19 @@ from torch import nn
 from hocket.fsdp.members import Found
 
 
-def materialize(params: Sequence[Found], device: torch.device, init: Callable[[nn.Module], None] | None) -> list[Found]:
-    """The same parameters on `device`; those of the meta device get values from `init`, or `reset_parameters`.
+def materialize(
+    params: Sequence[Found], device: torch.device, init: Callable[[nn.Module], None] | None, late: bool = False
+) -> list[Found]:
+    """The same parameters, moved to `device`; those of the meta device get values from `init`, or `reset_parameters`.
+
+    With `late` they get none, and their buffers stay: somebody gives them values later.
 
     A module is initialized whole, with its buffers, so all its own parameters must be on the meta device or none.
     Raises: ValueError for a module that nothing initializes.
     """
+    for found in params:
+        if not found.param.is_meta and found.param.device != device:
+            found.param.data = found.param.data.to(device)
     modules = {owner: None for found in params if found.param.is_meta for owner, _ in found.owners}
     if not modules:
         return list(params)
@@ -26,7 +33,7 @@ def materialize(params: Sequence[Found], device: torch.device, init: Callable[[n
             new[found.param] = nn.Parameter(values, requires_grad=found.param.requires_grad)
             for owner, key in found.owners:
                 owner._parameters[key] = new[found.param]
-    for module in modules:
+    for module in () if late else modules:
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[key] = torch.empty_like(buffer, device=device)

@@ -25,10 +25,15 @@ import torch
 from torch import Tensor, nn
 
 from hocket.fsdp.sharded_parameter import ShardedParameter
+from hocket.runtime.destinations import sink_of
 from hocket.runtime.functional import embedding_forward, linear_forward
 
 Rule = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool] | Iterable[nn.Module] | None
 """How a user says which modules are units."""
+
+
+UNIT = "_hocket_unit"
+"""Where a module keeps its unit. Not in a table of this file: a unit refers to its module, which then never went."""
 
 
 @dataclass(frozen=True)
@@ -130,12 +135,12 @@ def is_called(module: nn.Module) -> bool:
 
 
 def found_parameters(root: nn.Module) -> list[Found]:
-    """Every parameter of a module tree once, in the order of its first appearance."""
+    """Every parameter of a module tree once, in the order of its first appearance, but those of units in it."""
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     names: dict[nn.Parameter, str] = {}
     for prefix, module in root.named_modules():
         for key, param in module._parameters.items():
-            if param is not None:
+            if param is not None and not isinstance(param, ShardedParameter) and sink_of(param) is None:
                 names.setdefault(param, f"{prefix}.{key}" if prefix else key)
                 owners.setdefault(param, []).append((module, key))
     return [Found(names[param], param, tuple(places)) for param, places in owners.items()]
@@ -195,27 +200,32 @@ def _load(shard: ShardedParameter, value: Tensor, name: str) -> None:
         )
     with torch.no_grad():
         local.copy_(value)
+    shard.group.valueless = False
 
 
-_subclasses: dict[type[nn.Module], type[nn.Module]] = {}
+_subclasses: dict[tuple[type[nn.Module], type | None], type[nn.Module]] = {}
+_originals: dict[type[nn.Module], type[nn.Module]] = {}
 
 
-def watch_reads(module: nn.Module) -> None:
+def watch_reads(module: nn.Module, methods: type | None = None) -> None:
     """Give a module that holds managed parameters the subclass of Note: [Two faces of a parameter].
 
-    Where there is a forward that writes weight gradients itself (`FORWARDS`), it gets that too.
+    Where there is a forward that writes weight gradients itself (`FORWARDS`), it gets that too. `methods` is a class
+    with those of a module that is a unit.
     """
     if any(isinstance(param, ShardedParameter) for param in module._parameters.values()):
         module.__dict__["_parameters"] = Managed(module._parameters)
     cls = type(module)
-    if cls in _subclasses.values():
+    if cls in _originals and (methods is None or issubclass(cls, methods)):
         return
-    if cls not in _subclasses:
-        _subclasses[cls] = _subclass(cls, forward_of(cls))
-    module.__class__ = _subclasses[cls]
+    cls = _originals.get(cls, cls)
+    if (cls, methods) not in _subclasses:
+        new = _subclasses[cls, methods] = _subclass(cls, forward_of(cls), methods)
+        _originals[new] = cls
+    module.__class__ = _subclasses[cls, methods]
 
 
-def _subclass(cls: type[nn.Module], forward: Callable[..., Any] | None) -> type[nn.Module]:
+def _subclass(cls: type[nn.Module], forward: Callable[..., Any] | None, methods: type | None) -> type[nn.Module]:
     def getattr_(self: nn.Module, name: str) -> Any:
         found = cls.__getattr__(self, name)
         read = getattr(found, "read_outside", None) if isinstance(found, nn.Parameter) else None
@@ -231,9 +241,11 @@ def _subclass(cls: type[nn.Module], forward: Callable[..., Any] | None) -> type[
     def apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         for key, shard in self._parameters.items():
             if isinstance(shard, ShardedParameter):
-                part = shard.detach()
+                part, group = shard.detach(), shard.group
                 new = fn(part)
-                if new.dtype != part.dtype or new.data_ptr() != part.data_ptr():
+                if group is not None and group.late and (new.dtype, new.device) == (part.dtype, part.device):
+                    group.valueless = False  # to_empty(), after which somebody gives values
+                elif new.dtype != part.dtype or new.data_ptr() != part.data_ptr():
                     raise ValueError(
                         f"a sharded {cls.__name__} can't be moved or converted ({key} from {part.dtype} on "
                         f"{part.device} to {new.dtype} on {new.device}): do that before hocket.fully_shard, where "
@@ -246,7 +258,7 @@ def _subclass(cls: type[nn.Module], forward: Callable[..., Any] | None) -> type[
         for key, shard in self._parameters.items():
             if isinstance(shard, ShardedParameter) and not keep_vars:
                 full = self.__dict__.get(key)
-                if full is not None:  # inside of ctx.gathered(), after which the memory goes
+                if full is not None and self.__dict__[UNIT].context.is_gathered:  # the memory goes
                     destination[prefix + key] = full.detach().clone()
 
     def load(self: nn.Module, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
@@ -259,7 +271,8 @@ def _subclass(cls: type[nn.Module], forward: Callable[..., Any] | None) -> type[
         cls._load_from_state_dict(self, state, prefix, *rest)
 
     body: dict[str, Any] = {"__getattr__": getattr_, "__reduce_ex__": reduce, "__module__": cls.__module__}
+    body["_hocket_original"] = cls
     body |= {"_apply": apply, "_load_from_state_dict": load, "_save_to_state_dict": save}
     if forward is not None:
         body["forward"] = forward
-    return type(f"Sharded{cls.__name__}", (cls,), body)
+    return type(f"Sharded{cls.__name__}", (cls,) if methods is None else (methods, cls), body)

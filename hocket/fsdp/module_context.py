@@ -9,10 +9,12 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from hocket.fsdp.agreement import refuse_valueless
 from hocket.fsdp.buffers import Staging
 from hocket.fsdp.lookahead import Lookahead
 from hocket.fsdp.memory import place_gradients, place_weights
 from hocket.fsdp.module_unit import Claim, Unit
+from hocket.fsdp.outside import Outside, called_by_hand
 from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.residency import Budget, FixedSlots, Residency, Unbounded
 from hocket.fsdp.same_order import SameOrder
@@ -64,7 +66,10 @@ class ShardContext:
         groups: ShardGroups,
         device: torch.device,
         order: SameOrder | None = None,
+        nests: bool = False,
     ) -> None:
+        """With `nests`, the model may become a part of a larger one before its first forward (`nesting.py`)."""
+        self.nests = nests
         self._order, self._model = order, ""  # which of several on these ranks, as the order of collectives tells it
         if order is not None:
             self._model = f" of model {order.models}" if order.models else ""
@@ -86,8 +91,9 @@ class ShardContext:
         """Whether gradients may be read of units alone whose reduction was waited for; see `gradients_arrive`."""
         self._depth = self._gathered = 0
         self._no_sync = self._accumulating = False
+        self._sends_all = False  # what was put off
         self._weights: Ticket | None = None
-        self._read_outside: list[Claim] = []
+        self.outside = Outside(units)
         self._editions: list[tuple[int, int]] = []  # of the weights that forwards under way have read
         self.ahead = Lookahead(self.units, prefetch, policy.free)
         self._staging: dict[ParamGroup, Staging] = {}
@@ -106,7 +112,7 @@ class ShardContext:
 
     @property
     def root(self) -> nn.Module:
-        """The sharded model."""
+        """The sharded model, or the first module of several that were sharded as one unit."""
         return next(unit.module for unit in self.units if not unit.name)
 
     @property
@@ -114,14 +120,22 @@ class ShardContext:
         """Whether this is inside of `gathered()`."""
         return self._gathered > 0
 
-    def place(self) -> None:
-        """Give the units memory for gathered weights and staged gradients. Once, when all units are known."""
+    @property
+    def outermost(self) -> bool:
+        """Whether the unit whose forward begins or ends is in no other unit's."""
+        return self._depth == 1
+
+    def place(self, new: Sequence[Unit] | None = None) -> None:
+        """Give the units memory for gathered weights and staged gradients. Once, when all units are known.
+
+        Those that are not `new` have their weights' memory from the models that they were before.
+        """
         count, fixed = self.policy.slots, self.policy.slots is not None
         inner = [unit for unit in self.units if not unit.contains_units]
         slots = FixedSlots(inner, count) if self.policy.free and count is not None else None
         if self.policy.free:
             self._residency = slots or self.prefetch.budget(inner)
-        self._fixed_bytes, weights = place_weights(self.units, slots, fixed)
+        self._fixed_bytes, weights = place_weights(self.units if new is None else new, slots, fixed)
         caller = self.reducing.caller
         self._staging, gradients = place_gradients(self.units, self.policy.staging, fixed, caller)
         self._windows = [*weights, *gradients]
@@ -147,22 +161,24 @@ class ShardContext:
 
     def residency_of(self, unit: Unit) -> Residency:
         """Who decides whether there is room for a unit."""
-        return self._everybody if unit.contains_units or not unit.full else self._residency
+        stays = unit.contains_units or not unit.full or unit.options.reshard_after_forward is False
+        return self._everybody if stays else self._residency
 
     def staging_of(self, group: ParamGroup) -> Staging:
         """The staging memory for a group's gradients."""
         return self._staging[group]
 
-    def adds_up_locally(self, group: ParamGroup) -> bool:
+    def adds_up_locally(self, unit: Unit, group: ParamGroup) -> bool:
         """Whether gradients of this microbatch are only added up on this rank, at full size."""
-        if group.groups.reduce.size == 1:
-            return False  # reducing sends nothing
-        return self._no_sync or (self._accumulating and not self.policy.reduce_every_microbatch)
+        if group.groups.reduce.size == 1 or self._sends_all:
+            return False  # reducing sends nothing, or nothing is put off any more
+        if self._no_sync or not unit.options.sync:
+            return True
+        return self._accumulating and not self.policy.reduce_every_microbatch
 
-    @property
-    def accumulates(self) -> bool:
-        """Whether more microbatches of this step follow."""
-        return self._no_sync or self._accumulating
+    def accumulates(self, unit: Unit) -> bool:
+        """Whether more microbatches of this step follow, before what replicas have is summed."""
+        return not self._sends_all and (self._no_sync or self._accumulating or not unit.options.all_reduce)
 
     def weights_ready(self) -> Ticket:
         """Behind the last update of the weights."""
@@ -170,15 +186,28 @@ class ShardContext:
             self._weights = self.gathering.mark("weights")
         return self._weights
 
+    def prefetch_of(self, unit: Unit, units: Sequence[Unit], backward: bool) -> None:
+        """Gather these when the forward of a unit begins, or its backward, and make room for them."""
+        self.ahead.told[unit, backward] = units
+        if isinstance(self._residency, Budget) and self._residency.units is not None:
+            self._residency.units = max(self._residency.units, len(units) + 1)
+
+    def staging_count(self, count: int) -> None:
+        """Let as many units have gradients on their way."""
+        for staging in set(self._staging.values()):
+            staging.count = count
+
     # The passes, as a driver announces them
 
     def begin_forward(self) -> None:
         """A forward begins; the weights are what they are now."""
+        if not self.forwards:
+            refuse_valueless([group for unit in self.units for group in unit.groups if group.late])
         self.forwards += 1
         if any(group.stale() for unit in self.units for group in unit.groups):
             self._weights = self.gathering.mark("weights")
         self.forget_old_forwards()
-        self._drop_outside()
+        self.outside.begin_forward()
 
     def forget_old_forwards(self) -> None:
         """If weights were updated since this was called last, no backward comes any more for the forwards before.
@@ -192,7 +221,7 @@ class ShardContext:
         for unit in self.units:
             unit.open.clear()
             unit.repeated.clear()
-        self._drop_outside()
+        self.outside.weights_changed()
 
     def need_forward(self, unit: Unit) -> Claim:
         """A unit's forward begins: claim its weights, start the gathers of what comes next, and wait for the former."""
@@ -220,7 +249,7 @@ class ShardContext:
         self.ahead.leave_forward(unit)
         if not self._depth:
             self.ahead.end_forward()
-            self._drop_outside()
+            self.outside.drop()
 
     def begin_backward(self) -> None:
         """A backward begins."""
@@ -248,6 +277,10 @@ class ShardContext:
             unit.reduce()
         self.ahead.end_backward()
         self.in_backward = False
+        for unit in self.units:
+            kept = unit.options.reshard_after_forward is unit.contains_units
+            if kept and unit.options.reshard_after_backward:
+                unit.reshard()
 
     def finish_step(self) -> None:
         """Order the caller's following work behind all reductions: the only barrier of a step.
@@ -277,12 +310,12 @@ class ShardContext:
 
     def _send_deferred(self) -> None:
         self.reductions_open = False
-        self._drop_outside()
-        no_sync, accumulating, self._no_sync, self._accumulating = self._no_sync, self._accumulating, False, False
+        self.outside.drop()
+        self._sends_all = True
         with torch.inference_mode(False):  # memory that is made now is written later, outside of that mode
             for unit in self.units:
                 unit.reduce_deferred()
-        self._no_sync, self._accumulating = no_sync, accumulating
+        self._sends_all = False
         self.reductions_open = False  # what was sent just now is waited for, too
 
     def _join_reductions(self) -> None:
@@ -366,7 +399,8 @@ class ShardContext:
         """
         for queue in {self.gathering, self.reducing, self.outer}:
             queue.abort()
-        self._read_outside.clear()
+        self.outside.clear()
+        self._sends_all = False
         self.started.clear()
         for staging in set(self._staging.values()):
             staging.settle()
@@ -388,34 +422,26 @@ class ShardContext:
         self._windows.clear()
 
     def read_outside(self, unit: Unit) -> bool:
-        """A weight is read while its unit is not in use: claim the unit until all backwards of this time are over.
+        """A weight is read while its unit is not in use: claim the unit until nobody needs it any more.
 
-        False outside of any pass: what is read then is the shard.
+        False outside of any forward: what is read then is the shard. See `outside.py`.
         """
-        if not self._depth:
+        if self._depth:
+            claim = unit.acquire()
+            claim.wait()
+            self.outside.hold(claim)
+            return True
+        if not called_by_hand():
             return False
-        claim = unit.acquire()
-        claim.wait()
-        self.hold(claim)
+        self.forget_old_forwards()
+        self.outside.take_by_hand(unit)
         return True
 
     def hold(self, claim: Claim) -> None:
         """Keep a claim until all backwards of this time are over: a unit's weights are read outside of its forward."""
-        self._read_outside.append(claim)
+        self.outside.hold(claim)
 
     def stats(self) -> ShardStats:
         """Counters since the start, and what is allocated."""
         exceeded = self._residency.exceeded if isinstance(self._residency, Budget) else 0
         return stats_of(self.units, set(self._staging.values()), self._fixed_bytes, self.ahead.surprises, exceeded)
-
-    def _drop_outside(self) -> None:
-        """Give up weights that were read outside of their unit, unless a backward is still to come.
-
-        Not at the end of a backward: the same graph may run once more, before a step or another forward.
-        Which one reads them can't be told: while one forward holds the unit, others read its weights without asking.
-        """
-        if any(unit.open for unit in self.units):
-            return
-        claims, self._read_outside = self._read_outside, []
-        for claim in claims:
-            claim.release()

@@ -17,13 +17,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from hocket.fsdp.buffers import FullBuffer, Staging
 from hocket.fsdp.members import View
+from hocket.fsdp.options import UnitOptions
 from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.residency import Residency
 from hocket.fsdp.staged import Staged
@@ -40,24 +41,27 @@ class Shared(Protocol):
     outer: Queue
     reductions_open: bool
 
-    @property
-    def accumulates(self) -> bool: ...
+    def accumulates(self, unit: Unit) -> bool: ...
     def residency_of(self, unit: Unit) -> Residency: ...
     def staging_of(self, group: ParamGroup) -> Staging: ...
     def about_to(self, what: str) -> None: ...
     def before_waiting(self) -> None: ...
-    def adds_up_locally(self, group: ParamGroup) -> bool: ...
+    def adds_up_locally(self, unit: Unit, group: ParamGroup) -> bool: ...
+    def read_outside(self, unit: Unit) -> bool: ...
     def weights_ready(self) -> Ticket: ...
     def forget_old_forwards(self) -> None: ...
+
+
+Around = tuple[Callable[..., tuple[Any, Any]], Callable[..., Any]]
 
 
 class Claim:
     """A reader's claim on the gathered weights of a unit."""
 
-    __slots__ = ("_aborts", "_held", "unit")
+    __slots__ = ("_aborts", "_held", "shows", "unit")
 
-    def __init__(self, unit: Unit) -> None:
-        self.unit, self._aborts = unit, unit.aborts
+    def __init__(self, unit: Unit, shows: bool) -> None:
+        self.unit, self.shows, self._aborts = unit, shows, unit.aborts
         self._held = True
 
     def wait(self) -> None:
@@ -76,7 +80,7 @@ class Claim:
             raise ValueError(f"a claim of {self.unit} is released twice: each acquire() is released once")
         self._held = False
         if self._aborts == self.unit.aborts:  # else it was forgotten with its step
-            self.unit.give_back()
+            self.unit.give_back(self.shows)
 
 
 class Unit:
@@ -88,11 +92,16 @@ class Unit:
     context: Shared
     """Set by the context that takes the unit in."""
 
-    def __init__(self, name: str, modules: Sequence[nn.Module], groups: Sequence[ParamGroup]) -> None:
+    def __init__(
+        self, name: str, modules: Sequence[nn.Module], groups: Sequence[ParamGroup], options: UnitOptions | None = None
+    ) -> None:
         self.name, self.modules, self.groups = name, tuple(modules), tuple(groups)
+        self.options = options or UnitOptions()
+        self.calls: dict[nn.Module, Around] = {}
+        """What the hooks do before and after a forward of each module."""
         self.contains_units = False
         """Whether other units run inside its forward: then it stays gathered."""
-        self.claims = self.aborts = 0
+        self.claims = self.aborts = self._shown = 0
         self.open: Counter[tuple[int, int]] = Counter()
         """Invocations whose backward is still to come, by forward pass (`Invocation.forward`); kept by the hooks."""
         self.repeated: set[tuple[int, int]] = set()
@@ -171,14 +180,18 @@ class Unit:
         """Whether the weights are gathered, or being gathered, and newer ones don't exist."""
         return self._gathered and not any(group.stale() for group in self.groups)
 
-    def acquire(self) -> Claim:
-        """Claim the weights; starts their gather if they are not here. Never waits. Every claim is released once."""
+    def acquire(self, shows: bool = True) -> Claim:
+        """Claim the weights; starts their gather if they are not here. Never waits. Every claim is released once.
+
+        Without `shows` modules go on to show their shards, unless another claim has them show the weights.
+        """
         self.prefetch(wanted=True)
         self.claims += 1
-        if self.claims == 1:
+        self._shown += shows
+        if shows and self._shown == 1:
             for view in self.views:
                 view.show()
-        return Claim(self)
+        return Claim(self, shows)
 
     def prefetch(self, wanted: bool = False) -> bool:
         """Start the gather if the weights are not here. False if there is no room for it, and nobody has to have it."""
@@ -233,11 +246,12 @@ class Unit:
                 self.context.before_waiting()
             self._gathering.wait()
 
-    def give_back(self) -> None:
+    def give_back(self, shown: bool) -> None:
         """End one claim. With the last one the weights may go, after what the callers had issued when they did this."""
         assert self.claims > 0
         self.claims -= 1
-        if self.claims == 0:
+        self._shown -= shown
+        if shown and not self._shown:
             for view in self.views:
                 view.hide()
         self._note_reader()
@@ -263,6 +277,11 @@ class Unit:
             self.context.gathering.submit(f"free {self.name}", free, self._last_use())
         self.context.residency_of(self).gone(self)
 
+    def reshard(self) -> None:
+        """Give up the gathered weights, if nobody claims them and they have memory of their own."""
+        if not self.claims and self.full and not any(buffer.is_fixed for buffer in self.full.values()):
+            self.evict()
+
     # Gradients
 
     def staged(self, group: ParamGroup) -> Staged:
@@ -281,7 +300,7 @@ class Unit:
             grad = grad.detach()  # with create_graph=True it has a graph
             if grad.layout is not torch.strided:  # of nn.Embedding(sparse=True): what is sent is dense
                 grad = grad.to_dense()
-            if self.context.adds_up_locally(group):
+            if self.context.adds_up_locally(self, group):
                 group.local.add(index, grad)
                 self.context.reductions_open = True
             else:
@@ -292,7 +311,7 @@ class Unit:
     def grad_target(self, param: nn.Parameter) -> tuple[Tensor, bool]:
         """Where a gradient may be written directly, shaped like the parameter; True if it must be added to."""
         group, index = self._place[param]
-        if self.context.adds_up_locally(group):
+        if self.context.adds_up_locally(self, group):
             self.context.reductions_open = True
             return group.local.target(index)
         return self.staged(group).target(index)
@@ -311,7 +330,7 @@ class Unit:
         # All copies of the unit have been made, all collectives follow: compute never waits for one group's
         # collective before it fills the next group's buffer. All groups send: other ranks may have gradients in those
         # in which this one has none.
-        now = [g for g in self.groups if g in self._staged or not self.context.adds_up_locally(g)]
+        now = [g for g in self.groups if g in self._staged or not self.context.adds_up_locally(self, g)]
         if not any(group in self._staged or group.local for group in now):
             return
         sending = [group for group in now if group.trainable]
@@ -334,7 +353,7 @@ class Unit:
         self._reduced[group] = ticket
         if group.groups.outer.size > 1:
             self._outer_left[group] = ticket
-        if not context.accumulates:
+        if not context.accumulates(self):
             self._send_outer()
         context.reductions_open = True
 
@@ -389,7 +408,7 @@ class Unit:
             for view in self.views:
                 view.hide()
             self._note_reader()
-        self.claims = 0
+        self.claims = self._shown = 0
         self.aborts += 1
         self.open.clear()
         self.repeated.clear()

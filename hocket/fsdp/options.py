@@ -99,6 +99,27 @@ class ShardOptions:
         return 3 if units is None else units + 1
 
 
+@dataclass
+class UnitOptions:
+    """What one unit does in its own way. FSDP2's arguments and the methods of its modules set it (`fsdp2.py`)."""
+
+    reshard_after_forward: bool | None = None
+    """Whether gathered weights may go between forward and backward. None: as the strategy has it, and those of a unit
+    around others stay."""
+    reshard_after_backward: bool = True
+    """Whether weights that `reshard_after_forward=False` has kept go when backward is over."""
+    sync: bool = True
+    """Whether gradients are reduced, instead of only added up on this rank."""
+    all_reduce: bool = True
+    """Whether replicas exchange what was reduced."""
+    unshard_in_backward: bool = True
+    """Whether backward needs the weights."""
+    cast_inputs: torch.dtype | None = None
+    """In which dtype a forward gets its floating-point tensors; None leaves them."""
+    cast_outputs: torch.dtype | None = None
+    """In which dtype it returns them."""
+
+
 def _check_device(device: object) -> None:
     usable = isinstance(device, torch.device | str)
     try:

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +75,8 @@ class ParamGroup:
         self.members, self.groups, self.device = tuple(members), groups, device
         self.trainable, self._splits = first.requires_grad, granularity != "tensor"
         self.formats = precision.of(first.dtype)
+        self.divide = groups.divide
+        """Summed gradients are divided by this."""
         inner, outer = groups.gather, groups.outer
         parts = outer.size if groups.outer_shards else 1
         shapes = [(member.name, tuple(member.param.shape)) for member in members]
@@ -107,6 +109,8 @@ class ParamGroup:
         for i, member in enumerate(self.members):
             if not member.param.is_meta:
                 self.load(i, member.param)
+        self.late = self.valueless = False
+        """Whether parameters came from the meta device, to get values after they are sharded; whether none came yet."""
         self._said = 0  # how often somebody said that main has changed
         self._seen = -1, -1  # the edition of main at the last refresh
         self._has = [False] * len(members)  # whether main_grad holds a gradient of the member
@@ -130,6 +134,13 @@ class ParamGroup:
             shard.join(self)
             shards.append(shard)
         return shards
+
+    def rename(self, index: int, name: str, *owners: tuple[nn.Module, str]) -> None:
+        """Give a member another name, as the part of a larger model, and further places that hold it."""
+        old = self.members[index]
+        new = replace(old, name=name, owners=[*old.owners, *owners])
+        self.members = (*self.members[:index], new, *self.members[index + 1 :])
+        self.shards[index].full_name = name
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -277,7 +288,7 @@ class ParamGroup:
         self._summed = False
         reduce = self.groups.reduce
         call = reduce.all_sum if self.groups.alike > 1 else reduce.reduce_sum
-        self._reducing = call(flat, self.partial, 1.0 / self.groups.divide, add)
+        self._reducing = call(flat, self.partial, 1.0 / self.divide, add)
         return self._reducing
 
     def begin_sum(self) -> None:

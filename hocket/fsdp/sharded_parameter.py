@@ -18,6 +18,11 @@ Rules such as "no weight decay for vectors", counts of parameters and initial va
 elements that are here, at no cost, and `detach()` has no other shape. A kernel of somebody else's would take an address
 together with `numel()`, and write beyond the end: so there is no `data_ptr()`.
 
+Note: [Random numbers are drawn whole]
+Initial values may be given after sharding, by `reset_parameters()` and `torch.nn.init`, to a model that was made on the
+meta device. Each rank then draws the numbers of the whole parameter, one parameter at a time, and keeps its own: ranks
+with the same seed have the values that the model would have without sharding.
+
 Note: [Autograd never sees a shard]
 Modules compute with full parameters. Whoever computes with a shard, say a penalty on `module.parameters()`, sees one
 rank's elements, and autograd would put the gradient where nobody looks. So a gradient that arrives here is an error,
@@ -42,6 +47,10 @@ class Group(Protocol):
     def keeps_all(self) -> bool: ...
     @property
     def splits(self) -> bool: ...
+
+    late: bool
+    valueless: bool
+
     def grad_of(self, index: int) -> Tensor | None: ...
     def place_of(self, shard: ShardedParameter) -> tuple[tuple[int, ...], int]: ...
     def forget(self, index: int) -> None: ...
@@ -125,6 +134,14 @@ class ShardedParameter(nn.Parameter):
         if not self.shape:
             raise TypeError("len() of a 0-d tensor")
         return self.shape[0]
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """Of a matrix, by a number: what is here of that row, to be changed in place. Else of the elements here."""
+        if type(index) is not int or self.ndim < 2 or self.group is None:
+            return super().__getitem__(index)
+        length = self.shape[1:].numel()
+        first = range(self.shape[0])[index] * length  # which is the error for a row that does not exist
+        return self.detach()[max(first - self.lo, 0) : max(first + length - self.lo, 0)]
 
     def to_local(self) -> Tensor:
         """The elements that are here, 1-D, without autograd; writing to it writes to the shard."""
@@ -220,6 +237,22 @@ class ShardedParameter(nn.Parameter):
         super().requires_grad_(requires_grad)
         return self
 
+
+def _filling(name: str) -> Callable[..., Any]:
+    """A method that fills a tensor with random numbers. See Note: [Random numbers are drawn whole]."""
+    plain = getattr(torch.Tensor, name)
+
+    def fill(self: ShardedParameter, *args: Any, **kwargs: Any) -> ShardedParameter:
+        local = self.detach()
+        whole = torch.empty(self.shape, dtype=local.dtype, device=local.device)
+        local.copy_(plain(whole, *args, **kwargs).view(-1)[self.lo : self.hi])
+        return self
+
+    return fill
+
+
+for _name in ("normal_", "uniform_", "bernoulli_", "exponential_", "random_", "cauchy_", "log_normal_", "geometric_"):
+    setattr(ShardedParameter, _name, _filling(_name))
 
 _GRAD: Any = torch.Tensor.grad
 _DATA: Any = torch.Tensor.data  # pyrefly: ignore[missing-attribute]

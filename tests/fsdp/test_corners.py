@@ -227,7 +227,7 @@ def test_clipping_sees_the_gradients_that_readers_see(story):
 
 def forgotten_unsent(rank: int) -> None:
     model, plain = pair_of(nn.Linear(WIDTH, WIDTH))
-    ctx = hocket.fully_shard(model)
+    ctx = hocket.fully_shard(model, strategy="optim_grads_params")
     with ctx.no_sync():
         model(inputs(1)).square().sum().backward()
     for param in model.parameters():
@@ -258,7 +258,7 @@ def test_an_optimizer_is_looked_at_again_when_its_model_is_sharded():
 def two_models(rank: int) -> None:
     generator, critic = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
     whole = copy.deepcopy(nn.Sequential(generator, critic))
-    first, second = hocket.fully_shard(generator), hocket.fully_shard(critic)
+    first, second = (hocket.fully_shard(one, options=hocket.ShardOptions()) for one in (generator, critic))
     assert first.groups.reduce is second.groups.reduce
     assert first.gathering is second.gathering
     assert first.reducing is second.reducing

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
 import hocket
@@ -52,6 +53,22 @@ def test_the_program_of_the_readme() -> None:
     run_ranks(runs_in_readme, 2)
 
 
+def as_fsdp2(rank: int, text: str) -> None:
+    """The program for FSDP2 computes in torch's own hands what it does in hocket's."""
+    found: list[dict[str, Any]] = []
+    for door in ("hocket.sharding", "torch.distributed.fsdp"):
+        found.append({})
+        with patch.object(dist, "init_process_group"), patch.object(dist, "destroy_process_group"):
+            exec(text.replace("from hocket.sharding", f"from {door}"), found[-1])
+    ours, theirs = (get_model_state_dict(one["model"], options=StateDictOptions(full_state_dict=True)) for one in found)
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value)
+
+
+def test_the_program_for_fsdp2() -> None:
+    run_ranks(as_fsdp2, 2, program("from hocket.sharding import"))
+
+
 def sharded_by_hooks(rank: int) -> list[Tensor]:
     """What the program that drives units itself computes, in an ordinary loop."""
     torch.manual_seed(0)
@@ -67,7 +84,7 @@ def sharded_by_hooks(rank: int) -> list[Tensor]:
 
 
 def test_the_first_program_trains() -> None:
-    first, second = run_ranks(run, 2, program("init_process_group"))
+    first, second = run_ranks(run, 2, program("class Block(nn.Module)"))
     assert first
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 

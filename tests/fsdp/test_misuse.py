@@ -230,7 +230,7 @@ def newcomer_in_a_checkpoint() -> None:
 
 
 def state_of_a_module() -> None:
-    hocket.checkpoint.model_state(sharded()[0])  # type: ignore[arg-type]
+    hocket.checkpoint.model_state(sharded()[0].get_submodule("1"))
 
 
 def scripted() -> None:
@@ -280,7 +280,7 @@ MISTAKES: dict[Callable[[], None], str] = {
     same_memory: "parameters 0.weight and 2.linear.weight lie in the same memory",
     newcomer: "1.linear.weight joined the Sequential after it was sharded",
     newcomer_in_a_checkpoint: "1.linear.weight joined the Sequential after it was sharded",
-    state_of_a_module: "ShardedSequential is no ShardContext: give what hocket.fully_shard returned",
+    state_of_a_module: "neither a ShardContext nor a whole sharded model: give what hocket.fully_shard returned",
     scripted: "0 is compiled by TorchScript",
     for_inference: "can't be sharded in torch.inference_mode()",
     made_for_inference: "0.weight was made in torch.inference_mode()",

@@ -173,7 +173,7 @@ def one_rank_uses_more(rank: int) -> None:
     model = Branches()
     torch.manual_seed(0)
     plain = Branches()
-    context = hocket.fully_shard(model)
+    context = hocket.fully_shard(model, strategy="optim_grads_params")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     inputs = [torch.randn(3, 11, generator=torch.Generator().manual_seed(r)) for r in range(2)]
     for r in range(2):

@@ -15,6 +15,8 @@ def test_what_is_not_said_follows_the_module():
     assert Precision().of(BF16) == Formats(main=FP32, compute=BF16, wire=BF16, accumulate=FP32)
     assert Precision(compute=FP16).of(FP32) == Formats(FP32, FP16, FP16, FP32)
     assert Precision(BF16, FP32, FP16, BF16).of(FP32) == Formats(BF16, FP32, FP16, BF16)
+    assert Precision(None, BF16, FP32, None).of(BF16) == Formats(BF16, BF16, FP32, FP32)
+    assert Precision(None, accumulate=None).of(BF16) == Formats(BF16, BF16, BF16, BF16)
 
 
 def test_numbers_that_are_no_floats_stay_as_they_are():
@@ -23,7 +25,13 @@ def test_numbers_that_are_no_floats_stay_as_they_are():
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("main", torch.int64), ("wire", "bf16"), ("accumulate", None), ("main", None), ("compute", torch.float8_e4m3fn)],
+    [
+        ("main", torch.int64),
+        ("wire", "bf16"),
+        ("accumulate", 32),
+        ("main", torch.bool),
+        ("compute", torch.float8_e4m3fn),
+    ],
 )
 def test_formats_that_are_none_are_refused(field, value):
     with pytest.raises(ValueError, match=rf"Precision\({field}=.*\) is no dtype to train in: use torch.float32"):

@@ -257,7 +257,7 @@ class Scale(nn.Module):
 
 def single_numbers(rank: int, folder: Path) -> None:
     module = Scale()
-    ctx = hocket.fully_shard(module)
+    ctx = hocket.fully_shard(module, strategy="optim_grads_params")
     optimizer = torch.optim.AdamW(module.parameters())
     for _ in range(3):
         module(torch.ones(())).backward()
@@ -365,7 +365,7 @@ def save_stage(rank: int, folder: Path) -> None:
 
 def load_stages(rank: int, folder: Path) -> None:
     module = nn.ModuleDict({str(i): Block() for i in range(2)})
-    ctx = hocket.fully_shard(module)
+    ctx = hocket.fully_shard(module, strategy="optim_grads_params")
     optimizer = torch.optim.AdamW([{"params": module[str(i)].parameters()} for i in range(2)])
     load(ctx, optimizer, folder)
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 1.5]
@@ -394,7 +394,7 @@ class Counting(nn.Module):
 
 def extra_state(rank: int, folder: Path) -> None:
     module = Counting()
-    ctx = hocket.fully_shard(module)
+    ctx = hocket.fully_shard(module, strategy="optim_grads_params")
     module.counts["calls"] = 7
     save(ctx, None, folder)
     module.counts = {"calls": 0}

@@ -244,14 +244,14 @@ def test_any_module_goes_by_its_own_names(tmp_path: Path) -> None:
     other_layers = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5))
     context = hocket.fully_shard(other_layers)
     hocket.checkpoint.load_pretrained(context, tmp_path / "out")
-    with context.gathered():
+    with hocket.sharding.context_of(context).gathered():
         assert_bitwise(bits(other_layers.state_dict()), wanted)
     with pytest.raises(ValueError, match="exists already"):
         hocket.checkpoint.save_pretrained(context, tmp_path / "out")
     with pytest.raises(ValueError, match=r"^nbytes = 10: 0\.weight takes 120; fix: at least as many"):
         hocket.checkpoint.pretrained_buckets(context, 10)
     with pytest.raises(ValueError, match=r"^Sequential: no ShardContext and no step"):
-        hocket.checkpoint.load_pretrained(layers, tmp_path / "out")  # pyrefly: ignore[bad-argument-type]
+        hocket.checkpoint.load_pretrained(nn.Sequential(nn.Linear(6, 5)), tmp_path / "out")
 
 
 SMALL = 2**24

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.optim import Optimizer
 
 from hocket.fsdp.saving.background import save_behind, tell_all
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def save(
-    context: ShardContext,
+    context: ShardContext | nn.Module,
     optimizer: Optimizer | None,
     folder: str | os.PathLike[str],
     *,
@@ -86,7 +87,7 @@ def write(state: dict[str, Any], writer: CheckpointWriter, group: dist.ProcessGr
 
 
 def load(
-    context: ShardContext,
+    context: ShardContext | nn.Module,
     optimizer: Optimizer | None,
     folder: str | os.PathLike[str],
     *,

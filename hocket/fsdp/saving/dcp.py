@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -128,7 +129,7 @@ class FittingPlanner(HarmlessPlanner):
     What is loaded is in `found`: the model's live tensors, and what `load_optimizer_state` takes.
     """
 
-    def __init__(self, context: ShardContext, optimizer: Optimizer | None, folder: Path) -> None:
+    def __init__(self, context: ShardContext | nn.Module, optimizer: Optimizer | None, folder: Path) -> None:
         super().__init__()
         self.context, self.optimizer, self.folder = context, optimizer, folder
         self.own = Inventory(context)

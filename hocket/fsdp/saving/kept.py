@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from hocket.fsdp.checks import refuse_newcomers
+from hocket.fsdp.members import UNIT
 from hocket.fsdp.saving.flat_tensor import FlatTensor
 from hocket.fsdp.sharded_parameter import ShardedParameter
 
@@ -66,9 +67,8 @@ class Inventory:
     Raises: ValueError for a parameter of which ranks hold different values under one name.
     """
 
-    def __init__(self, context: ShardContext) -> None:
-        if not hasattr(context, "units"):
-            raise ValueError(f"{type(context).__name__} is no ShardContext: give what hocket.fully_shard returned")
+    def __init__(self, context: ShardContext | nn.Module) -> None:
+        self.context = context = context_given(context)
         self.root: nn.Module = context.root
         refuse_newcomers(self.root)
         self.state: dict[str, Any] = dict(self.root.state_dict(keep_vars=True))
@@ -94,6 +94,18 @@ class Inventory:
     def kind(self) -> str:
         """The name of the module's class, as its author knows it."""
         return type(self.root).__name__.removeprefix("Sharded")
+
+
+def context_given(given: ShardContext | nn.Module) -> ShardContext:
+    """The context of a sharded model, which may be given itself."""
+    unit = given.__dict__.get(UNIT) if isinstance(given, nn.Module) else None
+    context: Any = given if unit is None else unit.context
+    if not hasattr(context, "units") or (unit is not None and context.root is not given):
+        raise ValueError(
+            f"{type(given).__name__} is neither a ShardContext nor a whole sharded model: give what "
+            f"hocket.fully_shard returned for the model"
+        )
+    return context
 
 
 def plain_name(name: str) -> str:

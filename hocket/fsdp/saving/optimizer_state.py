@@ -42,7 +42,9 @@ SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}
 """What torch's learning rate schedulers add to the settings of a group."""
 
 
-def optimizer_state(context: ShardContext, optimizer: Optimizer, *, flatten: bool = False) -> dict[str, Any]:
+def optimizer_state(
+    context: ShardContext | nn.Module, optimizer: Optimizer, *, flatten: bool = False
+) -> dict[str, Any]:
     """The optimizer's state by names, in the layout of the top of this file.
 
     The flat one suits ranks that hold different parameters, such as pipeline stages. Raises: ValueError for a parameter
@@ -104,7 +106,11 @@ def _settings(groups: Iterable[Mapping[str, Any]]) -> Values:
 
 
 def optimizer_state_like(
-    context: ShardContext, optimizer: Optimizer, metadata: Metadata, prefix: str = "optimizer", weights: str = "model"
+    context: ShardContext | nn.Module,
+    optimizer: Optimizer,
+    metadata: Metadata,
+    prefix: str = "optimizer",
+    weights: str = "model",
 ) -> dict[str, Any]:
     """A dict to load an optimizer's state into, from a checkpoint that has it under the key `prefix`.
 
@@ -192,7 +198,7 @@ def put(state: dict[str, Any], path: Sequence[str | int], value: Any) -> None:
 
 
 @torch.no_grad()
-def load_optimizer_state(context: ShardContext, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+def load_optimizer_state(context: ShardContext | nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Give an optimizer the state and the settings (learning rate, ...) of a dict in one of torch's layouts by names.
 
     Takes what `optimizer_state` or `optimizer_state_like` returned, after DCP has loaded into it, and also tensors of

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hocket.fsdp.saving.kept import Inventory
 
@@ -26,7 +26,7 @@ SHOWN = 4
 """How many names a message lists."""
 
 
-def model_state(context: ShardContext) -> dict[str, Any]:
+def model_state(context: ShardContext | nn.Module) -> dict[str, Any]:
     """The main weights, as `FlatTensor`s, and what else the module's `state_dict` has: buffers, as they are.
 
     The same names on all ranks. Raises: ValueError for a parameter of which ranks hold different values under one name.
@@ -44,7 +44,7 @@ def entries(own: Inventory) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def load_model_state(context: ShardContext, state: Mapping[str, Any]) -> None:
+def load_model_state(context: ShardContext | nn.Module, state: Mapping[str, Any]) -> None:
     """Take weights and buffers from what `model_state` returned, after DCP has loaded into it.
 
     Takes tensors of the whole shapes as well, on every rank, such as a plain module's `state_dict`. Raises: ValueError
@@ -61,7 +61,9 @@ def load_model_state(context: ShardContext, state: Mapping[str, Any]) -> None:
             shard.copy_(value)
     # Buffers, and the extra state of modules that have any, go the way of every module.
     own.root.load_state_dict({original: found[name] for name, original in own.plain.items()}, strict=False)
-    context.weights_updated()
+    for group in (group for unit in own.context.units for group in unit.groups):
+        group.valueless = False
+    own.context.weights_updated()
 
 
 def differences(found: Mapping[str, Any], own: Mapping[str, Any]) -> str:

@@ -1,0 +1,204 @@
+"""How `fully_shard` makes units of a module: groups of parameters, shards in their place, hooks, and the context."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from hocket.fsdp import hooks
+from hocket.fsdp.agreement import Fingerprints, take_first_rank
+from hocket.fsdp.buckets import Named, make_buckets, parse_bucket
+from hocket.fsdp.checks import IGNORED, refuse_foreign, refuse_strange, refuse_uncalled
+from hocket.fsdp.fsdp2 import FSDPModule
+from hocket.fsdp.fsdp2_arguments import Asked, Place
+from hocket.fsdp.materialize import materialize
+from hocket.fsdp.members import UNIT, Found, Rule, assign, found_parameters, watch_reads
+from hocket.fsdp.module_context import ShardContext
+from hocket.fsdp.module_unit import Unit
+from hocket.fsdp.nesting import nested_in, refuse_nested, take_over
+from hocket.fsdp.options import ShardOptions, UnitOptions
+from hocket.fsdp.param_group import Member, ParamGroup
+from hocket.fsdp.precision import Formats, Precision
+from hocket.fsdp.same_order import order_over
+from hocket.fsdp.shard_groups import Placement, shard_groups_for
+from hocket.fsdp.strategy import Prefetch, policy_of
+from hocket.fsdp.torch_functions import install
+
+contexts: WeakSet[ShardContext] = WeakSet()
+"""Of all sharded models."""
+checked: WeakSet[Optimizer] = WeakSet()
+"""Optimizers that hold nothing that has been sharded since they were looked at."""
+install(contexts)
+
+
+def shard_model(module: nn.Module, units: Rule, asked: Asked) -> ShardContext:
+    """Shard a whole model in one call."""
+    refuse_nested(module, nested_in([module]), around=False)
+    refuse_foreign(module, ())
+    params = _params(module, asked)
+    refuse_strange(module, params)
+    buckets = make_buckets(module, units, parse_bucket(asked.options.bucket), asked.precision)
+    return _shard(module, [module], buckets, params, [], asked)
+
+
+def shard_one(modules: Sequence[nn.Module], asked: Asked) -> ShardContext:
+    """Make one unit of what modules hold outside of the units in them, and one model of all of these."""
+    nested = nested_in(modules)
+    for module in modules:
+        refuse_uncalled(module)
+        refuse_nested(module, nested_in([module]), around=True)
+    tree = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+    refuse_foreign(tree, {id(param) for context in nested for unit in context.units for param in unit.parameters})
+    params = _params(tree, asked)
+    if params or not nested:
+        refuse_strange(tree, params)
+    if asked.options.device is not None:
+        _move_buffers(modules, torch.device(asked.options.device))
+    return _shard(tree, modules, [], params, nested, asked)
+
+
+def _params(tree: nn.Module, asked: Asked) -> list[Found]:
+    """What is to be sharded. Parameters that are to stay as they are get a mark."""
+    ignored = {id(param) for param in asked.ignored}
+    params = found_parameters(tree)
+    for found in params:
+        if id(found.param) in ignored:
+            setattr(found.param, IGNORED, True)
+    return [found for found in params if id(found.param) not in ignored]
+
+
+def _shard(
+    tree: nn.Module,
+    modules: Sequence[nn.Module],
+    buckets: Sequence[Sequence[Named]],
+    params: Sequence[Found],
+    nested: Sequence[ShardContext],
+    asked: Asked,
+) -> ShardContext:
+    """Units of what the buckets hold, and one of the rest of a tree, which is that of `modules`."""
+    options, strategy = asked.options, asked.strategy
+    policy = policy_of(strategy, options.slot_count, options.staging, options.unified)
+    device = _device(params, options, asked.nests) if params else nested[0].device
+    placements, default = _placements(params, asked.place), Placement(asked.mesh, options.divide)
+    everyone = shard_groups_for(default, strategy, options, device)
+    owned = assign(tree, [one for bucket in buckets for _, one in bucket], params)
+    made, fingerprints = list[Unit](), Fingerprints()
+    for bucket in [None, *buckets]:
+        members = [found for one in ([tree] if bucket is None else [one for _, one in bucket]) for found in owned[one]]
+        mine = materialize(members, device, options.init, late=asked.nests)
+        valueless = {new.param for old, new in zip(members, mine, strict=True) if old.param.is_meta and asked.nests}
+        groups = []
+        for (place, *_), alike in _alike(mine, placements, default, asked.precision).items():
+            where = shard_groups_for(place, strategy, options, device)
+            here = [member for member in alike if member.param not in valueless]
+            if asked.first_rank:
+                take_first_rank([member.param for member in here], where)
+            fingerprints.add(here, where)
+            groups.append(ParamGroup(alike, where, asked.precision, options.granularity, device))
+            groups[-1].late = groups[-1].valueless = len(here) < len(alike)
+        made.append(_unit(bucket or [("", one) for one in modules], groups, asked.unit))
+        for old, new in zip(members, mine, strict=True):
+            if old.param.is_meta:  # its value lies in the shards: a model that fits no GPU is made unit by unit
+                new.param.untyped_storage().resize_(0)
+    if asked.first_rank:
+        take_first_rank([x for one in modules for x in one.buffers() if not x.is_meta], everyone)
+    fingerprints.compare()
+    contexts.difference_update(nested)
+    units = [*made, *take_over(tree, nested)] if nested else made
+    order = order_over(asked.mesh) if options.transport != "null" else None
+    context = ShardContext(units, policy, Prefetch.parse(options.prefetch), everyone, device, order, asked.nests)
+    _install(context, made, manual=options.driver == "manual")
+    return context
+
+
+def _unit(bucket: Sequence[Named], groups: Sequence[ParamGroup], options: UnitOptions) -> Unit:
+    (first, _), (last, _) = bucket[0], bucket[-1]
+    name = first if first == last else f"{first}..{last}"
+    return Unit(name, [module for _, module in bucket], groups, options)
+
+
+def _placements(params: Sequence[Found], place: Place | None) -> dict[str, Placement | None]:
+    """Where `place` puts each parameter, by name; None is the mesh of the others."""
+    placements = {found.name: place(found.name, found.param) if place else None for found in params}
+    for name, placement in placements.items():
+        if placement is not None and not isinstance(placement, Placement):
+            raise ValueError(f"place returned {placement!r} for {name}: return a hocket.sharding.Placement, or None")
+    return placements
+
+
+def _alike(
+    params: Sequence[Found],
+    placements: Mapping[str, Placement | None],
+    default: Placement,
+    precision: Precision,
+) -> dict[tuple[Placement, Formats, bool], list[Member]]:
+    """The parameters of a unit that can share buffers and collectives."""
+    groups: dict[tuple[Placement, Formats, bool], list[Member]] = {}
+    for found in params:
+        where = placements[found.name] or default
+        key = where, precision.of(found.param.dtype), found.param.requires_grad
+        groups.setdefault(key, []).append(Member(found.name, found.param, list(found.owners)))
+    return groups
+
+
+def _install(context: ShardContext, made: Sequence[Unit], manual: bool) -> None:
+    """Put shards in the place of parameters of new units, and the driver on their modules."""
+    inner = {module for unit in context.units if unit.name for module in unit.modules}
+    for unit in context.units:
+        inside = {m for one in unit.modules for m in one.modules() if m is not one}
+        unit.contains_units = bool(inside & inner)
+        for one in unit.modules:
+            one.__dict__[UNIT] = unit
+    context.place(made)
+    for unit in made:
+        for group in unit.groups:
+            for member, shard in zip(group.members, group.shards, strict=True):
+                shard.read_outside = _reader(unit, member.param)
+                for owner, key in member.owners:
+                    dict.__setitem__(owner._parameters, key, shard)  # of a module with another shard it refuses
+                    watch_reads(owner)
+                    owner.__dict__.setdefault(UNIT, unit)
+        for one in unit.modules:  # may hold no parameter itself, and must refuse copies all the same
+            watch_reads(one, FSDPModule)
+        if not manual:
+            hooks.drive(unit)
+    contexts.add(context)
+    checked.clear()  # an optimizer may hold what has just been sharded
+
+
+def _reader(unit: Unit, full: nn.Parameter) -> Callable[[], nn.Parameter | None]:
+    return lambda: full if unit.context.read_outside(unit) else None
+
+
+def _device(params: Sequence[Found], options: ShardOptions, nests: bool) -> torch.device:
+    """Where the shards go."""
+    devices = {found.param.device for found in params if not found.param.is_meta}
+    if options.device is not None:
+        device = torch.device(options.device)
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device={options.device!r}, but this machine has no GPU that torch can use: use 'cpu'")
+        return device
+    if not devices and nests:
+        return torch.device("cpu")  # as a mesh of all ranks is, where it is not of GPUs
+    if not devices:
+        raise ValueError("all parameters are on the meta device: say where they go with ShardOptions(device=...)")
+    if len(devices) > 1:
+        first = next(found for found in params if found.param.device == sorted(devices, key=str)[1])
+        raise ValueError(
+            f"parameters are on several devices: {', '.join(sorted(map(str, devices)))} ({first.name} is on "
+            f"{first.param.device}); move the model to one, or set ShardOptions(device=...)"
+        )
+    return devices.pop()
+
+
+def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
+    """Put the buffers of modules on a device, as FSDP2 does."""
+    for module in modules:
+        for one in module.modules():
+            for key, buffer in one._buffers.items():
+                if buffer is not None and not buffer.is_meta and buffer.device != device:
+                    one._buffers[key] = buffer.to(device)
