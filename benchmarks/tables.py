@@ -29,6 +29,7 @@ from benchmarks.aim_tables import expert_aims
 from benchmarks.bench.record import origins
 from benchmarks.contender_tables import before_and_after, contenders, host_cost, settings
 from benchmarks.family_tables import families, weights_memory
+from benchmarks.faults import reliability
 from benchmarks.kernel_tables import expert_grads, layer_kernels, layers, pieces
 from benchmarks.markdown import WIDTH, Result, table
 from benchmarks.order_tables import bubbles, bubbles_of_8b, merged_ends, orders, send_controls
@@ -261,6 +262,7 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "pipeline_peers": ("pipeline_peers", contenders),
     "any_model": ("any_model", contenders),
     "families": ("", families),
+    "faults": ("faults", reliability),
     "fsdp_zoo": ("fsdp_zoo", zoo),
     "redesign": ("redesign", before_and_after),
     "any_model_settings": ("any_model", settings),

@@ -13,7 +13,8 @@ import time
 from collections.abc import Collection, Sequence
 
 from hocket.runtime.comm import Group, Groups
-from hocket.runtime.exchanges import Came, Issued, RankState, Told
+from hocket.runtime.culprit import culprit
+from hocket.runtime.exchanges import ALONE, Came, Issued, RankState, Told
 from hocket.runtime.lanes import Lanes
 from hocket.runtime.recorder import Recorder
 from hocket.runtime.stands import Stands
@@ -150,4 +151,11 @@ class Standstill:
             if left:
                 lines.append("  issued, not known to be complete: " + "; ".join(left[:SHOWN]))
         lines += [f"  exchanges of {came.line()}" for came in state.groups]
-        return "\n".join([*lines, state.as_line()])
+        return "\n".join([*lines, self._verdict(), state.as_line()])
+
+    def _verdict(self) -> str:
+        """What this rank alone can say of the cause: its whole report where no parent puts all of them together."""
+        rank = self.state.rank
+        others = {other for came in self.state.groups for other in came.ranks} - {rank}
+        fix = "look at that rank and at the network between, or raise train.hang_timeout"
+        return f"{ALONE}{rank} makes no progress: {culprit({rank: self.state}, others)}; fix: {fix}"

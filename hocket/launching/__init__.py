@@ -9,7 +9,6 @@ worker.py     one rank, and what it says when it fails
 agreement.py  ranks that were started with unlike settings
 copies.py     copy engines that were chosen are tried
 children.py   a worker as its parent sees it; why a run failed, in one message
-culprit.py    which rank a hang is due to
 ports.py      where ranks meet
 folder.py     the folder of a run
 """

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hocket.launching.culprit import culprit
-from hocket.runtime.exchanges import STATE, RankState
+from hocket.runtime.culprit import culprit
+from hocket.runtime.exchanges import ALONE, STATE, RankState
 from hocket.runtime.recorder import HANG_EXIT_CODE, HANG_HEADLINE
 
 TAIL = 15
@@ -69,7 +69,7 @@ def explain_hang(children: list[Child], silent: list[Child]) -> int:
         f"fix: see {children[0].log.parent}, or raise train.hang_timeout; {children[0].again}\n"
     )
     for _, *lines in reports.values():
-        sys.stderr.writelines(f"  | {line}\n" for line in lines if not line.startswith(STATE))
+        sys.stderr.writelines(f"  | {line}\n" for line in lines if not line.startswith((ALONE, STATE)))
     return 1
 
 

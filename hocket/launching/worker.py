@@ -79,8 +79,11 @@ def outcome(settings: Settings, worker: Worker, job: Job) -> int:
     except ValueError as error:
         sys.stderr.write(f"hocket: {error}\n")
         return 2
-    except Exception:
+    except Exception as error:
         traceback.print_exc()
+        first = next(iter(str(error).splitlines()), "")
+        fix = f"see what is above, what other ranks say, and the network between hosts; {job.again}"
+        sys.stderr.write(f"hocket: rank {worker.rank} failed with {type(error).__name__}: {first}; fix: {fix}\n")
         return 1
 
 

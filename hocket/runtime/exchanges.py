@@ -10,8 +10,10 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
+ALONE = "hocket: rank "
+"""How the line begins in which a rank tells what it alone knows of a hang."""
 STATE = "hocket: state "
-"""How the line of a report begins that a program reads (`launching/culprit.py`)."""
+"""How the line of a report begins that a program reads (`runtime/culprit.py`)."""
 
 
 @dataclass

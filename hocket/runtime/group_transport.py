@@ -18,8 +18,10 @@ from hocket.runtime.p2p_copies import CopiedHops, p2p_copies
 from hocket.runtime.peer_copies import CopiedRows, peer_copies
 from hocket.runtime.pretended import Link, Null, Slow
 from hocket.runtime.pushed_rows import PushedRows, pushes
+from hocket.runtime.recorder import MARGIN
 from hocket.runtime.token_copies import CopyingNccl, copied_tokens
 from hocket.runtime.transports import Gloo, Local, Nccl, Transport, nccl_options
+from hocket.runtime.world import within
 
 TransportName = Literal["gloo", "nccl", "copy_engine", "copy_engine_gathers", "null", "slow"]
 
@@ -59,12 +61,13 @@ def make_transport(
     if mover == "nothing":
         return Null(len(ranks), ranks.index(rank), device) if member else None
     timeout = timedelta(seconds=options.timeout)
-    if mover == "gloo":
-        made = dist.new_group(list(ranks), timeout, "gloo", group_desc=purpose)
-    else:
-        collective = mover == "copies" and purpose != "a2a" and purpose not in P2P
-        pg_options = (copy_engine_options if collective else nccl_options)(most_sms(purpose), timeout)
-        made = dist.new_group(list(ranks), timeout, "nccl", pg_options=pg_options, group_desc=purpose)
+    with within(options.timeout + MARGIN, f"ranks that were to make the group {purpose} have not met"):
+        if mover == "gloo":
+            made = dist.new_group(list(ranks), timeout, "gloo", group_desc=purpose)
+        else:
+            collective = mover == "copies" and purpose != "a2a" and purpose not in P2P
+            pg_options = (copy_engine_options if collective else nccl_options)(most_sms(purpose), timeout)
+            made = dist.new_group(list(ranks), timeout, "nccl", pg_options=pg_options, group_desc=purpose)
     if not member:
         return None
     assert isinstance(made, dist.ProcessGroup)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -9,7 +14,36 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from hocket.runtime.recorder import HANG_EXIT_CODE, MARGIN
+
 T = TypeVar("T")
+
+MOST = 1800.0
+"""Seconds that torch gives a group of gloo by itself."""
+
+
+@contextlib.contextmanager
+def within(seconds: float, doing: str) -> Iterator[None]:
+    """End this process, in one line, if something takes longer.
+
+    Torch's store waits for ever for the answer of a host that the network has lost, whatever limit it was given.
+    """
+
+    def end() -> None:
+        with contextlib.suppress(OSError):
+            sys.stderr.write(
+                f"hocket: no progress for {seconds:g} s: {doing}; fix: look at the network between hosts\n"
+            )
+            sys.stderr.flush()
+        os._exit(HANG_EXIT_CODE)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def join_world(gpus: bool, timeout: float, attempt: str = "0", **where: Any) -> None:
@@ -18,10 +52,12 @@ def join_world(gpus: bool, timeout: float, attempt: str = "0", **where: Any) -> 
     It carries Python objects and barriers; beside NCCL a gloo of its own does. `timeout` is in seconds. Workers that
     torchrun has started again find in its store what ended ones left there, so each `attempt` has names of its own.
     """
-    if not where:
-        store, rank, world = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
-        where = {"store": dist.PrefixStore(f"attempt{attempt}", store), "rank": rank, "world_size": world}
-    dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=timedelta(seconds=timeout), **where)
+    limit = timedelta(seconds=timeout)
+    with within(timeout + MARGIN, "ranks that were to meet have not"):
+        if not where:
+            store, rank, world = next(rendezvous("env://", timeout=limit))
+            where = {"store": dist.PrefixStore(f"attempt{attempt}", store), "rank": rank, "world_size": world}
+        dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=limit, **where)
 
 
 def leave_world() -> None:
@@ -61,6 +97,7 @@ def host_group(of: dist.ProcessGroup | None = None, timeout: float | None = None
     """
     ranks = dist.get_process_group_ranks(of or dist.group.WORLD)
     limit = None if timeout is None else timedelta(seconds=timeout)
-    made = dist.new_group(ranks, limit, "gloo", use_local_synchronization=True, group_desc="host")
+    with within((timeout or MOST) + MARGIN, "ranks that were to make a group have not met"):
+        made = dist.new_group(ranks, limit, "gloo", use_local_synchronization=True, group_desc="host")
     assert isinstance(made, dist.ProcessGroup)
     return made

@@ -114,6 +114,11 @@ class Text:
         each = [(len(c.train), len(c.validation), c.documents, c.sample) for c in self.corpora]
         return [len(each), *(int(x) for x in np.array(each, dtype=np.int64).T @ np.arange(1, len(each) + 1))]
 
+    @property
+    def samples(self) -> list[int]:
+        """Checksums of where the text of each source begins and ends, which its numbers do not tell."""
+        return [corpus.sample for corpus in self.corpora]
+
     def __str__(self) -> str:
         return self.up_to(math.inf)
 

@@ -34,6 +34,11 @@ from hocket.train.schedule import learning_rate
 from hocket.train.signals import StopRequest
 from hocket.train.sources import open_text
 
+OTHER_TEXT = (
+    "since the checkpoint was written, the text or its order has changed, as its beginning and its end show: "
+    "some of it will be read again, some never"
+)
+
 
 class Trainer:
     """One rank of a run. The default process group exists already if the world has more than one rank."""
@@ -78,6 +83,8 @@ class Trainer:
         self._remarks = [*(restored.notes if restored else ()), *notes]
         if restored is not None:
             self.step, self.position = restored.step, restored.position
+            if restored.more.get("samples", self.text.samples) != self.text.samples:
+                self._remarks.append(OTHER_TEXT)
             guard = engine.optimizer.guard
             guard.go_on(restored.more.get("skipped", 0), restored.more.get("norms", ()))
             engine.optimizer.steps = restored.step - int(guard.total)
@@ -291,6 +298,7 @@ class Trainer:
             "in_a_row": self._in_a_row,
             "shares": {layer: share for of_rank in shares for layer, share in of_rank.items()},
             "held_out": self._held_out,
+            "samples": self.text.samples,
         }
         return Moment(self.step, self.position, self.text.up_to(self.position), more)
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from hocket.launching.culprit import culprit
 from hocket.program.ops import Op
+from hocket.runtime.culprit import culprit
 from hocket.runtime.exchanges import Came, RankState
 from hocket.runtime.stands import Stands
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from hocket.engine.standstill import Standstill
-from hocket.launching.culprit import culprit
 from hocket.program.ops import Op
 from hocket.runtime import p2p_copies
 from hocket.runtime.comm import Group, Groups
+from hocket.runtime.culprit import culprit
 from hocket.runtime.exchanges import STATE
 from hocket.runtime.p2p_copies import HALVES, WORDS, CopiedHops, HopCopies, blank
 from hocket.runtime.recorder import Recorder
@@ -122,7 +122,11 @@ def test_a_rank_says_which_send_it_waits_for(replayed: bool) -> None:
     waits = text[1].startswith("  waits for activation 2 of edge 0→1, recv act m1 c0")
     assert waits, text[1]
     assert text[1].endswith("by flags in memory for rank 0")
-    assert text[-2].endswith("last recv act m1 c0; in memory: 1 of 2 have arrived, 1 were read")
+    assert text[-3].endswith("last recv act m1 c0; in memory: 1 of 2 have arrived, 1 were read")
+    missing = "rank 0 has not sent activation 2 of edge 0→1 (recv act m1 c0 on rank 1), and did not say what it does"
+    assert text[-2].startswith(
+        f"hocket: rank 1 makes no progress: {missing}; fix: look at that rank and at the network"
+    )
     assert text[-1].startswith(STATE)
     assert any("plan.graphs = off" in line for line in text) == replayed
     line = culprit({1: found.state}, {0})

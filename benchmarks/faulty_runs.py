@@ -1,0 +1,157 @@
+"""Small runs of `hocket train` for `benchmarks.faults`: as forks, and in networks whose link can be cut."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+STEPS, EVERY, RANKS, LIMIT = 80, 5, 2, 5.0
+"""Steps of a run, and between its checkpoints; its ranks; `train.hang_timeout`."""
+WORDS = (
+    "tiny --model.layers 2 --model.dense_layers 0 --model.hidden 16 --model.heads 2 --model.kv_heads 1 "
+    "--model.head_dim 8 --model.ffn 16 --model.expert_ffn 16 --model.shared_ffn 16 --model.experts 4 "
+    "--data.sequence_length 8 --train.sequences 1 --train.microbatches 2 --mesh.pp 1 --mesh.ep 1 --plan.chunks 1 "
+    f"--mesh.dp {RANKS} --train.eval_every 0 --train.eval_batches 1 --train.steps {STEPS} --train.save_every {EVERY} "
+    f"--train.keep 3 --train.hang_timeout {LIMIT:g} --train.warmup 5 --overlap.ep.merge off --data.paths text "
+    "--data.cache cache --run.name run"
+)
+PATIENCE = 120.0
+"""Seconds after which a run hangs."""
+TOLD = "hocket: "
+
+
+class Run:
+    """`hocket train` in a folder, as a fork of this process."""
+
+    def __init__(self, folder: Path, words: list[str], network: str = "", **variables: str) -> None:
+        self._log = folder / f"log{len(list(folder.glob('log*')))}"
+        self._log.touch()
+        self.pid = os.fork()
+        if not self.pid:
+            _become(folder, self._log, words, network, variables)
+        self.code: int | None = None
+
+    def over(self) -> bool:
+        if self.code is None and (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
+            self.code = os.waitstatus_to_exitcode(ended[1])
+        return self.code is not None
+
+    def until(self, condition: Callable[[], bool]) -> bool:
+        """Wait for something, or the end of the run. Returns whether it came; kills a run that hangs."""
+        deadline = time.monotonic() + PATIENCE
+        while not condition():
+            if self.over():
+                return condition()
+            if time.monotonic() > deadline:
+                self.kill()
+                return False
+            time.sleep(0.002)
+        return True
+
+    def end(self) -> int:
+        """The exit code; that of SIGKILL if it hangs."""
+        self.until(self.over)
+        assert self.code is not None
+        return self.code
+
+    def kill(self) -> None:
+        """End the launcher. Its ranks go with it."""
+        if not self.over():
+            os.kill(self.pid, signal.SIGKILL)
+            ranks = self.ranks()
+            self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            while any(Path(f"/proc/{rank}").exists() for rank in ranks):
+                time.sleep(0.002)
+
+    def ranks(self) -> list[int]:
+        """Processes of ranks, in their order."""
+        try:
+            return sorted(map(int, Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()))
+        except OSError:
+            return []
+
+    @property
+    def text(self) -> str:
+        """What it has said."""
+        return self._log.read_text(errors="replace")
+
+    def one_line(self) -> bool:
+        """Whether a line tells of its end, with a fix."""
+        return any(line.startswith(TOLD) and "fix: " in line for line in self.text.splitlines())
+
+
+def _become(folder: Path, log: Path, words: list[str], network: str, variables: dict[str, str]) -> None:
+    """Be `hocket train`, in a group of processes and, by its name, a network of its own."""
+    from hocket.cli import main
+
+    os.setsid()
+    if network:
+        new_network = 0x40000000  # CLONE_NEWNET
+        assert ctypes.CDLL(None).setns(os.open(f"/var/run/netns/{network}", os.O_RDONLY), new_network) == 0
+    os.chdir(folder)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    os.environ.update(variables)
+    try:
+        main(["train", *words])
+    except SystemExit as ended:
+        sys.stdout.flush()
+        os._exit(ended.code if isinstance(ended.code, int) else 1)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
+class Link:
+    """Two networks of this machine, which root may make, and a link between them that can be cut."""
+
+    def __init__(self) -> None:
+        self.names = [f"hocket-{os.getpid()}-{side}" for side in range(RANKS)]
+        for name in self.names:
+            _ip("netns", "add", name)
+        ends = [("name", "link0", "netns", self.names[0]), ("name", "link1", "netns", self.names[1])]
+        _ip("link", "add", *ends[0], "type", "veth", "peer", *ends[1])
+        for side, name in enumerate(self.names):
+            _ip("-n", name, "addr", "add", f"10.99.0.{side + 1}/24", "dev", f"link{side}")
+            _ip("-n", name, "link", "set", "lo", "up")
+            self.put("up", side)
+
+    def put(self, state: str, side: int = 0) -> None:
+        """The link, or its end on one side, `up` or `down`."""
+        _ip("-n", self.names[side], "link", "set", f"link{side}", state)
+
+    def start(self, folder: Path, port: int) -> list[Run]:
+        """A rank on each side, as torchrun would start them."""
+        words = [*shlex.split(WORDS), "--network.ranks_per_host", "1"]
+        every = {"WORLD_SIZE": str(RANKS), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "10.99.0.1"}
+        every["MASTER_PORT"] = str(port)
+        return [
+            Run(folder, words, name, **every, RANK=str(side), GLOO_SOCKET_IFNAME=f"link{side}")
+            for side, name in enumerate(self.names)
+        ]
+
+    def close(self) -> None:
+        for name in self.names:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+def why_no_link() -> str:
+    """Why networks cannot be made here; empty if they can."""
+    try:
+        Link().close()
+    except (OSError, subprocess.CalledProcessError) as error:
+        return f"no network namespaces: {error}"
+    return ""
