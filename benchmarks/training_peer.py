@@ -58,7 +58,7 @@ def fill(model: Any, settings: Settings, device: torch.device) -> None:
     left = set(params)
     for name, shape in whole_shapes(config).items():
         rules = rules_of(FAMILIES[family_for(config)], name)
-        rule, number = next(r for r in rules if next(tensors_of(*r, (1, 1, 1)))[0] in params)
+        rule, number = next(r for r in rules if next(tensors_of(*r, (1, 1, 1), config))[0] in params)
         value = init_tensor(name, shape, config, settings.train.seed, device=str(device))
         for theirs, whole in split(rule, number, value, config):
             param = params[theirs]

@@ -198,6 +198,7 @@ def probe(config: Config, origins: Mapping[str, str], worker: Worker | None, var
         tokenizer_vocab=tokenizer_vocab(config.data.tokenizer, origins) if config.data.tokenizer.strip() else 0,
         no_copy_engine=found.no_copy_engine,
         no_peer_memory=found.no_peer_memory,
+        no_delta_kernels="" if importlib.util.find_spec("fla") else "fla-core is not installed",
         variables=tuple(variables),
     )
 

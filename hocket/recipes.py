@@ -119,6 +119,12 @@ PUBLISHED: dict[str, tuple[str, ModelConfig, MeshConfig, PlanConfig]] = {
         MeshConfig(pp=8, dp=16, ep=8),
         PlanConfig(recompute=("auto",)),
     ),
+    "qwen3_next_80b_a3b": (
+        "Qwen3-Next-80B-A3B (4B active) on 32 GPUs: pipeline 4 x data 8 with experts over 8 ranks.",
+        families.qwen3_next_80b_a3b(),
+        MeshConfig(pp=4, dp=8, ep=8),
+        PlanConfig(chunks=2, recompute=("auto",)),
+    ),
     "glm4_5_air": (
         "GLM-4.5-Air (107B, 13B active) on 32 GPUs: pipeline 4 x data 8 with experts over 8 ranks.",
         families.glm4_5_air(),

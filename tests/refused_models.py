@@ -6,6 +6,7 @@ from typing import Any
 
 YARN: dict[str, Any] = {"model__rope__kind": "yarn", "model__rope__original_positions": 64}
 LATENT: dict[str, Any] = {"model__kv_lora_rank": 16}
+DELTA: dict[str, Any] = {"model__delta_heads": 16}
 DENSE: dict[str, Any] = {"model__experts": 0, "model__dense_layers": ()}
 LLAMA: dict[str, Any] = {"model__rope__kind": "llama3", "model__rope__original_positions": 64}
 
@@ -59,6 +60,20 @@ REFUSED_MODELS: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
     (LATENT, {"model__o_bias": True}, "model.o_bias", "latent attention has no biases"),
     (LATENT, {"model__sinks": True}, "model.sinks", "latent attention has no sinks"),
     (LATENT, {"model__window": 4}, "model.window", "latent attention has no windows"),
+    (LATENT, {"model__attn_gate": True}, "model.attn_gate", "latent attention has no gates"),
+    (LATENT, {"model__norm_plus_one": True}, "model.norm_plus_one", "latent attention has no norms with one added"),
+    (LATENT, DELTA, "model.delta_heads", "layers with latent attention are not there beside"),
+    ({"model__window": 4}, DELTA, "model.delta_heads", "either a window or a delta net"),
+    ({"model__full_layers": tuple(range(8))}, DELTA, "model.delta_heads", "model.full_layers names every layer"),
+    (DELTA, {"model__delta_key_heads": 3}, "model.delta_key_heads", "cannot share 3 key heads evenly"),
+    (DELTA, {"mesh__tp": 4, "model__delta_key_heads": 2}, "mesh.tp", "key heads of delta nets of its own"),
+    (DELTA, {"plan__graphs": "on"}, "plan.graphs", "no step with gated delta nets is recorded"),
+    (DELTA, {"precision__compute": "fp8"}, "precision.compute", "products in fp8 are not there for gated delta nets"),
+    ({"model__shared_ffn": 0}, {"model__shared_gate": True}, "model.shared_gate", "no effect: no layer has a shared"),
+    *(
+        ({}, {f"model__delta_{name}": 8}, f"model.delta_{name}", "no effect: model.delta_heads = 0")
+        for name in ("key_heads", "key_dim", "value_dim", "conv")
+    ),
     (LATENT, {"model__rope__width": 8}, "model.rope.width", "model.qk_rope_head_dim = 64 elements of each head"),
     (LATENT, {"model__kv_heads": 2}, "model.kv_heads", "no effect: latent attention has keys of its own"),
     (LATENT, {"model__head_dim": 32}, "model.head_dim", "no effect: latent attention has keys of its own"),

@@ -35,6 +35,17 @@ class ModelConfig:
     """Elements of each query and key that rotate. Those of keys are one for all heads."""
     v_head_dim: int = 128
     """Width of each head's values."""
+    delta_heads: int = 0
+    """Value heads of gated delta nets, a linear attention, which all layers but `full_layers` have in place of
+    attention; 0 means attention everywhere."""
+    delta_key_heads: int = 16
+    """Heads of a delta net's queries and keys; divides `delta_heads`. Of delta nets, as the next three."""
+    delta_key_dim: int = 128
+    """Width of a query and of a key."""
+    delta_value_dim: int = 128
+    """Width of a value."""
+    delta_conv: int = 4
+    """Tokens over which queries, keys and values are convolved, each itself included."""
     ffn: int = 384
     """Width of a dense layer's MLP."""
     dense_layers: tuple[int, ...] = ()
@@ -47,6 +58,8 @@ class ModelConfig:
     """Width of one routed expert."""
     shared_ffn: int = 0
     """Width of the shared expert; 0 means none."""
+    shared_gate: bool = False
+    """The shared expert's output is multiplied by the sigmoid of a product of the token with a vector."""
     router: Literal["softmax", "sigmoid"] = "softmax"
     """How router logits become scores."""
     routing: Literal["learnt", "even"] = "learnt"
@@ -87,7 +100,8 @@ class ModelConfig:
     window: int = 0
     """Tokens to which a token attends, itself and those before it. 0 means all before it."""
     full_layers: tuple[int, ...] = ()
-    """Numbers of the layers that have no window. Ignored if window is 0."""
+    """Numbers of the layers that have full attention. The others have a window, or with `delta_heads` a gated delta
+    net. Ignored if there is neither."""
     sinks: bool = False
     """A learnt logit of each query head that takes part in the softmax and has no value."""
     qk_norm: bool = False
@@ -98,6 +112,10 @@ class ModelConfig:
     """Biases of queries, keys and values."""
     o_bias: bool = False
     """Bias of what attention adds to the residual stream."""
+    attn_gate: bool = False
+    """Attention's output, before it is projected, is multiplied by the sigmoid of a projection of the token."""
+    norm_plus_one: bool = False
+    """Norms multiply by 1 + weight, and these weights are 0 at first. That of a delta net's output does not."""
     norms: Literal["before", "after"] = "before"
     """Where the norms of a layer are: before attention and MLP, or behind them, on what they add to the stream."""
     rope_theta: float = 10000.0
@@ -133,7 +151,15 @@ class ModelConfig:
         full = set(self.full_layers)
         return tuple(0 if i in full else self.window for i in range(self.layers))
 
+    def deltas(self) -> tuple[bool, ...]:
+        """Whether each layer has a gated delta net in place of attention."""
+        full = set(self.full_layers)
+        return tuple(self.delta_heads > 0 and i not in full for i in range(self.layers))
+
     def layer_kinds(self) -> tuple[str, ...]:
-        """Names of the kinds of layers that plans tell apart: `kinds`, and whether there is a window."""
-        named = zip(self.kinds(), self.windows(), strict=True)
-        return tuple(f"{kind}_window" if window else kind for kind, window in named)
+        """Names of the kinds of layers that plans tell apart: `kinds`, and whether there is a window or a delta net."""
+        behind = [
+            "_delta" if delta else "_window" if window else ""
+            for delta, window in zip(self.deltas(), self.windows(), strict=True)
+        ]
+        return tuple(kind + more for kind, more in zip(self.kinds(), behind, strict=True))

@@ -1,12 +1,24 @@
-"""Keys and values of the tokens that were read before: what lets generation run one token at a time.
+"""What layers remember of the tokens that were read before, which lets generation run one token at a time.
 
 Shapes: S new tokens, T all tokens so far, H query heads, K key and value heads, N width of a key, V of a value.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+
+@dataclass
+class DeltaCache:
+    """What one layer's gated delta net remembers of one sequence. Remembers no gradient."""
+
+    inputs_1WC: Tensor | None = None
+    """The last inputs of its convolution."""
+    state_1HKV: Tensor | None = None
+    """Its memory: of each value head, which values keys mean, fp32."""
 
 
 class KeyValueCache:

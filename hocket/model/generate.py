@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hocket.model.cache import KeyValueCache
 from hocket.model.transformer import Chunk
 
 
@@ -43,7 +42,7 @@ def generate(
 ) -> Iterator[int]:
     """Up to `count` tokens that follow `prompt`, which has one at least; ends before one of `ends`.
 
-    `model` is the whole one with values. Each layer keeps the keys and values of the tokens before.
+    `model` is the whole one with values. Each layer keeps what it needs of the tokens before.
     """
     assert model.embed is not None
     assert model.head is not None
@@ -51,7 +50,7 @@ def generate(
     generator = torch.Generator().manual_seed(sampling.seed)
     attentions = [model.layer(int(number)).attn for number in model.layers]
     for attention in attentions:
-        attention.cache = KeyValueCache()
+        attention.remember()
     try:
         new = list(prompt)
         for _ in range(count):

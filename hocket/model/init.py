@@ -24,14 +24,21 @@ def init_tensor(
 ) -> Tensor:
     """First value of the parameter `name`, fp32, drawn on `device`.
 
-    Norms are ones, and biases, whose names begin with b, are zeros. Other weights are normal, with the standard
-    deviations of `settings/first_values.py`. For experts, `shape` counts the local ones, and `first_expert` is the
-    global number of the first. CPU and GPU draw different numbers.
+    Norms are ones, or zeros where one is added to them, and biases, whose names begin with b, are zeros. Of delta nets
+    `dt` is ones, and `a_log` the logarithm of numbers spread evenly from 0.01 to 16, as in Qwen3-Next. Other weights
+    are normal, with the standard deviations of `settings/first_values.py`. For experts, `shape` counts the local ones,
+    and `first_expert` is the global number of the first. CPU and GPU draw different numbers.
     """
-    if name.rsplit(".", 1)[-1].endswith("norm"):
-        return torch.ones(tuple(shape), device=device)
-    if name.rsplit(".", 1)[-1].startswith("b"):
+    leaf = name.rsplit(".", 1)[-1]
+    if leaf.endswith("norm") or leaf == "dt":
+        zeros = config.norm_plus_one and leaf not in ("o_norm", "dt")
+        return torch.full(tuple(shape), 0.0 if zeros else 1.0, device=device)
+    if leaf.startswith("b"):
         return torch.zeros(tuple(shape), device=device)
+    if leaf == "a_log":
+        return (
+            torch.rand(tuple(shape), generator=_generator(name, seed, device), device=device).mul(15.99).add(0.01).log()
+        )
     std, up_std = spreads(name, config)
     if ".experts." in name:
         experts = [_normal(f"{name}.{first_expert + e}", shape[1:], std, seed, device) for e in range(shape[0])]
@@ -43,10 +50,13 @@ def init_tensor(
     return value
 
 
-def _normal(name: str, shape: Sequence[int], std: float, seed: int, device: str) -> Tensor:
+def _generator(name: str, seed: int, device: str) -> torch.Generator:
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little"))
-    return torch.randn(tuple(shape), generator=generator, device=device) * std
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little"))
+
+
+def _normal(name: str, shape: Sequence[int], std: float, seed: int, device: str) -> Tensor:
+    return torch.randn(tuple(shape), generator=_generator(name, seed, device), device=device) * std
 
 
 def init_biases(chunk: Chunk, device: torch.device | str) -> None:

@@ -57,6 +57,10 @@ class LatentAttention(nn.Module):
         self.cache: KeyValueCache | None = None
         """As that of `Attention`."""
 
+    def remember(self) -> None:
+        """Begin to keep keys and values for the tokens behind, in an empty cache."""
+        self.cache = KeyValueCache()
+
     def forward(self, h_BSD: Tensor, documents: Documents | None = None) -> Tensor:
         """Attention of every position to itself and those before it in its sequence, in the shape of `h`.
 

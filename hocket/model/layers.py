@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from hocket.config import ModelConfig
 from hocket.kernels.usable import usable
 from hocket.model.cache import KeyValueCache
+from hocket.model.delta_net import DeltaNet
 from hocket.model.documents import Documents, attend, whole_sequences
 from hocket.model.latent_attention import LatentAttention
 from hocket.model.parameters import new_weight
 from hocket.model.rotary import rope_of, rotary_table
 from hocket.model.sinks import attend_with_sinks
 from hocket.parallel.linears import WHOLE, Linears, Role
-from hocket.runtime.functional import shift
+from hocket.runtime.functional import linear, shift
 from hocket.runtime.norms import add_rms_norm, norm_rotate, rms_norm, rotate
 
 
@@ -35,7 +36,9 @@ class Attention(nn.Module):
         self.heads = config.heads // linears.size
         self.kv_heads = max(1, config.kv_heads // linears.size)
         queries, keys = self.heads * config.head_dim, self.kv_heads * config.head_dim
-        self.wq = new_weight(queries, config.hidden)
+        made = 2 * queries if config.attn_gate else queries
+        self.wq = new_weight(made, config.hidden)
+        """With a gate each head's queries stand before its gates."""
         self.wk = new_weight(keys, config.hidden)
         self.wv = new_weight(keys, config.hidden)
         self.wo = new_weight(config.hidden, queries)
@@ -45,12 +48,16 @@ class Attention(nn.Module):
             else:
                 self.q_norm, self.k_norm = new_weight(config.head_dim), new_weight(config.head_dim)
         if config.qkv_bias:
-            self.bq, self.bk, self.bv = new_weight(queries), new_weight(keys), new_weight(keys)
+            self.bq, self.bk, self.bv = new_weight(made), new_weight(keys), new_weight(keys)
         if config.o_bias:
             self.bo = new_weight(config.hidden)
         self.sinks = new_weight(self.heads) if config.sinks else None
         self.cache: KeyValueCache | None = None
         """Of the tokens before, while text is generated; None where a sequence is whole."""
+
+    def remember(self) -> None:
+        """Begin to keep keys and values for the tokens behind, in an empty cache."""
+        self.cache = KeyValueCache()
 
     def forward(self, h_BSD: Tensor, documents: Documents | None = None) -> Tensor:
         """Attention of every position to itself and those before it in its sequence, in the shape of `h`.
@@ -61,8 +68,11 @@ class Attention(nn.Module):
         q, k, v = self.linears.columns("qkv", h_BSD, (self.wq, self.wk, self.wv))
         if c.qkv_bias:
             q, k, v = shift(q, self.bq), shift(k, self.bk), shift(v, self.bv)
+        gate = None
+        if c.attn_gate:
+            q, gate = (x.flatten(2) for x in q.unflatten(2, (self.heads, 2, c.head_dim)).unbind(3))
         if c.qk_norm and c.qk_norm_over == "whole":
-            q, k = self.linears.norms((q, k), (self.q_wide_norm, self.k_wide_norm), c.norm_eps)
+            q, k = self.linears.norms((q, k), (self.q_wide_norm, self.k_wide_norm), c.norm_eps, c.norm_plus_one)
         batch, seq, _ = q.shape
         sizes = (batch, seq) if documents is None else (1, batch * seq)
         q_BSHN = q.view(*sizes, self.heads, c.head_dim)
@@ -70,7 +80,8 @@ class Attention(nn.Module):
         q_BSHN, k_BSKN = self._placed(q_BSHN, k_BSKN, seq, documents)
         if self.cache is not None:
             given = (x.squeeze(0) for x in (q_BSHN, k_BSKN, v_BSKN))
-            return self._out(self.cache.attend(*given, window=self.window, sink_H=self.sinks).flatten(1).unsqueeze(0))
+            o_SHN = self.cache.attend(*given, window=self.window, sink_H=self.sinks)
+            return self._out(o_SHN.flatten(1).unsqueeze(0), gate)
         window = self.window if self.window < seq else 0
         if documents is not None or window or self.sinks is not None:
             documents = documents or whole_sequences(batch, seq, h_BSD.device)
@@ -79,7 +90,7 @@ class Attention(nn.Module):
                 o_THN = attend(q_THN, k_TKN, v_TKN, documents, window)
             else:
                 o_THN = attend_with_sinks(q_THN, k_TKN, v_TKN, self.sinks, documents, window)
-            return self._out(o_THN.reshape(batch, seq, -1))
+            return self._out(o_THN.reshape(batch, seq, -1), gate)
         o_BHSN = F.scaled_dot_product_attention(
             q_BSHN.transpose(1, 2),
             k_BSKN.transpose(1, 2),
@@ -87,10 +98,12 @@ class Attention(nn.Module):
             is_causal=True,
             enable_gqa=c.kv_heads != c.heads,
         )
-        return self._out(o_BHSN.transpose(1, 2).flatten(2))
+        return self._out(o_BHSN.transpose(1, 2).flatten(2), gate)
 
-    def _out(self, o_BSF: Tensor) -> Tensor:
+    def _out(self, o_BSF: Tensor, gate_BSF: Tensor | None) -> Tensor:
         """What attention adds to the residual stream."""
+        if gate_BSF is not None:
+            o_BSF = o_BSF * gate_BSF.sigmoid()
         out_BSD = self.linears.row("proj", o_BSF, self.wo)
         return shift(out_BSD, self.bo) if self.config.o_bias else out_BSD
 
@@ -100,20 +113,25 @@ class Attention(nn.Module):
         normed = c.qk_norm and c.qk_norm_over == "head"
         if rope is None:
             if normed:
-                return rms_norm(q_BSHN, self.q_norm, c.norm_eps), rms_norm(k_BSKN, self.k_norm, c.norm_eps)
+                q_BSHN = rms_norm(q_BSHN, self.q_norm, c.norm_eps, c.norm_plus_one)
+                return q_BSHN, rms_norm(k_BSKN, self.k_norm, c.norm_eps, c.norm_plus_one)
             return q_BSHN, k_BSKN
         first = self.cache.length if self.cache is not None else 0
         table = rotary_table(first + seq, rope.width, rope.theta, q_BSHN.device, rope.settings)[:, first:]
         if documents is not None:
             table = table.index_select(1, documents.position_T)
         if normed:
-            q_BSHN = norm_rotate(q_BSHN, self.q_norm, c.norm_eps, table)
-            return q_BSHN, norm_rotate(k_BSKN, self.k_norm, c.norm_eps, table)
+            q_BSHN = norm_rotate(q_BSHN, self.q_norm, c.norm_eps, table, c.norm_plus_one)
+            return q_BSHN, norm_rotate(k_BSKN, self.k_norm, c.norm_eps, table, c.norm_plus_one)
         return rotate(q_BSHN, table), rotate(k_BSKN, table)
 
 
-def attention_of(config: ModelConfig, linears: Linears = WHOLE, number: int = 0) -> Attention | LatentAttention:
-    """The attention of a model's layer."""
+def attention_of(
+    config: ModelConfig, linears: Linears = WHOLE, number: int = 0
+) -> Attention | LatentAttention | DeltaNet:
+    """The attention of a model's layer, or what it has in place of it."""
+    if config.deltas()[number]:
+        return DeltaNet(config, linears)
     return (LatentAttention if config.latent else Attention)(config, linears, number)
 
 
@@ -127,9 +145,11 @@ class Mlp(nn.Module):
         width //= linears.size
         self.w_gate_up = new_weight(2 * width, config.hidden)
         self.w_down = new_weight(config.hidden, width)
+        self.w_gate = new_weight(1, config.hidden) if shared and config.shared_gate else None
 
     def forward(self, h_BSD: Tensor) -> Tensor:
-        return self.linears.mlp(self.roles, h_BSD, self.w_gate_up, self.w_down, partial(gated, config=self.config))
+        out_BSD = self.linears.mlp(self.roles, h_BSD, self.w_gate_up, self.w_down, partial(gated, config=self.config))
+        return out_BSD if self.w_gate is None else out_BSD * linear(h_BSD, self.w_gate).sigmoid()
 
 
 def gated(gate_up: Tensor, config: ModelConfig, count: Tensor | None = None) -> Tensor:
@@ -163,7 +183,7 @@ class DenseLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, linears: Linears = WHOLE, number: int = 0) -> None:
         super().__init__()
-        self.eps, self.after = config.norm_eps, config.norms == "after"
+        self.norm, self.after = (config.norm_eps, config.norm_plus_one), config.norms == "after"
         self.attn_norm = new_weight(config.hidden)
         self.attn = attention_of(config, linears, number)
         self.ffn_norm = new_weight(config.hidden)
@@ -172,15 +192,15 @@ class DenseLayer(nn.Module):
     def forward_attn(self, x_BSD: Tensor, documents: Documents | None = None) -> Tensor:
         """`x + attention(norm(x))`, or `x + norm(attention(x))`."""
         if self.after:
-            return x_BSD + rms_norm(self.attn(x_BSD, documents), self.attn_norm, self.eps)
-        x_BSD, h_BSD = add_rms_norm(x_BSD, None, self.attn_norm, self.eps)
+            return x_BSD + rms_norm(self.attn(x_BSD, documents), self.attn_norm, *self.norm)
+        x_BSD, h_BSD = add_rms_norm(x_BSD, None, self.attn_norm, *self.norm)
         return x_BSD + self.attn(h_BSD, documents)
 
     def forward_mlp(self, x_BSD: Tensor) -> Tensor:
         """`x + mlp(norm(x))`, or `x + norm(mlp(x))`."""
         if self.after:
-            return x_BSD + rms_norm(self.mlp(x_BSD), self.ffn_norm, self.eps)
-        x_BSD, h_BSD = add_rms_norm(x_BSD, None, self.ffn_norm, self.eps)
+            return x_BSD + rms_norm(self.mlp(x_BSD), self.ffn_norm, *self.norm)
+        x_BSD, h_BSD = add_rms_norm(x_BSD, None, self.ffn_norm, *self.norm)
         return x_BSD + self.mlp(h_BSD)
 
     def forward(self, x_BSD: Tensor, documents: Documents | None = None) -> Tensor:

@@ -123,8 +123,9 @@ class MoELayer(nn.Module):
         gradient: shared expert, router, permutation. When forward runs once more, `kept` is the first one's routing.
         """
         c = self.config
-        x_BSD, h_BSD = add_rms_norm(x_BSD, None, self.attn_norm, c.norm_eps)
-        x1_BSD, h_BSD = add_rms_norm(x_BSD, self.attn(h_BSD, documents), self.ffn_norm, c.norm_eps)
+        norm = c.norm_eps, c.norm_plus_one
+        x_BSD, h_BSD = add_rms_norm(x_BSD, None, self.attn_norm, *norm)
+        x1_BSD, h_BSD = add_rms_norm(x_BSD, self.attn(h_BSD, documents), self.ffn_norm, *norm)
         shared_BSD = self.shared(h_BSD) if self.shared is not None else None
         h_TD, real_T = h_BSD.flatten(0, 1), documents.real_T if documents is not None else None
         if real_T is not None:

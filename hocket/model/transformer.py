@@ -41,13 +41,14 @@ class Head(nn.Module):
     def __init__(self, config: ModelConfig, linears: Linears = WHOLE) -> None:
         super().__init__()
         self.linears = linears
-        self.eps = config.norm_eps
+        self.eps, self.one = config.norm_eps, config.norm_plus_one
         self.norm = new_weight(config.hidden)
         self.weight = new_weight(config.vocab // linears.size, config.hidden)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Logits [B, S, V] in the compute dtype."""
-        return self.linears.columns("head", rms_norm(x_BSD, self.norm, self.eps), (self.weight,))[0]
+        h_BSD = rms_norm(x_BSD, self.norm, self.eps, self.one)
+        return self.linears.columns("head", h_BSD, (self.weight,))[0]
 
     def loss(self, x_BSD: Tensor, targets_BS: Tensor) -> Tensor:
         """Mean cross-entropy over the targets that are not `IGNORED`, fp32; 0 if there is none."""

@@ -54,9 +54,11 @@ class Linears:
         """All tokens of the microbatch, where every rank reads all features: [B, S, F]."""
         return x_BSF
 
-    def norms(self, xs_BSF: Sequence[Tensor], params: Sequence[Tensor], eps: float) -> tuple[Tensor, ...]:
-        """RMSNorm of each over the features of all ranks."""
-        return tuple(rms_norm(x, p, eps) for x, p in zip(xs_BSF, params, strict=True))
+    def norms(
+        self, xs_BSF: Sequence[Tensor], params: Sequence[Tensor], eps: float, one: bool = False
+    ) -> tuple[Tensor, ...]:
+        """RMSNorm of each over the features of all ranks; with `one`, times 1 + weight."""
+        return tuple(rms_norm(x, p, eps, one) for x, p in zip(xs_BSF, params, strict=True))
 
     def mlp(self, roles: tuple[Role, Role], x_BSD: Tensor, into: Tensor, out: Tensor, gate: Gate) -> Tensor:
         """`out` of what `gate` makes of `into`: this rank's tokens."""
@@ -165,8 +167,10 @@ class SplitLinears(Linears):
     def row(self, role: Role, x_BSF: Tensor, param: Tensor) -> Tensor:
         return row_linear(x_BSF.flatten(0, 1), param, self.tensors, self._way(role)).unsqueeze(0)
 
-    def norms(self, xs_BSF: Sequence[Tensor], params: Sequence[Tensor], eps: float) -> tuple[Tensor, ...]:
-        return tuple(scale(x, p) for x, p in zip(split_norms(xs_BSF, self.tensors, eps), params, strict=True))
+    def norms(
+        self, xs_BSF: Sequence[Tensor], params: Sequence[Tensor], eps: float, one: bool = False
+    ) -> tuple[Tensor, ...]:
+        return tuple(scale(x, p, one) for x, p in zip(split_norms(xs_BSF, self.tensors, eps), params, strict=True))
 
     def own(self, values_T: Tensor) -> Tensor:
         return values_T.chunk(self.size)[self.tensors.rank]

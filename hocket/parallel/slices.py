@@ -1,8 +1,9 @@
 """Which part of each weight a tensor-parallel rank has.
 
-Heads, columns of MLPs and the vocabulary are spread evenly. Where there are fewer key and value heads than ranks, as
-many neighbours as have the same one each keep it. Other norms, routers and what makes latents of attention are whole on
-every rank, and so are routed experts, which are spread over ranks in other ways (`program/mesh.py`).
+Heads, columns of MLPs and the vocabulary are spread evenly, and delta nets by key heads. Where there are fewer key and
+value heads than ranks, as many neighbours as have the same one each keep it. Other norms, routers and what makes
+latents of attention are whole on every rank, and so are routed experts, which are spread over ranks in other ways
+(`program/mesh.py`).
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ SPLITS = {
     "attn.sinks": _HEADS,
     "attn.wq": _HEADS, "attn.wk": _KEYS, "attn.wv": _KEYS, "attn.wo": _INTO,
     "attn.wq_b": _HEADS, "attn.wkv_b": _HEADS,
+    "attn.w_qkvz": _HEADS, "attn.w_ba": _HEADS, "attn.conv": _HEADS, "attn.dt": _HEADS, "attn.a_log": _HEADS,
+    "attn.w_out": _INTO,
     "mlp.w_gate_up": _PAIR, "mlp.w_down": _INTO, "shared.w_gate_up": _PAIR, "shared.w_down": _INTO,
     "embed.weight": Split(0), "head.weight": Split(0),
 }  # fmt: skip

@@ -21,8 +21,9 @@ _NOT_SHAPE = ("aux_loss", "aux_loss_over", "z_loss", "routing", "init", "init_st
 """Settings that say how a model is trained, or where its weights come from, not what it computes."""
 _OF_EXPERTS = (
     "top_k", "expert_ffn", "shared_ffn", "router", "normalize_top_k", "route_scale", "dense_layers", "route_groups",
-    "route_top_groups", "route_group_score", "router_bias", "expert_bias",
+    "route_top_groups", "route_group_score", "router_bias", "expert_bias", "shared_gate",
 )  # fmt: skip
+_DELTA = ("delta_heads", "delta_key_heads", "delta_key_dim", "delta_value_dim", "delta_conv")
 TYPES = {"fp32": ("float32", "F32"), "bf16": ("bfloat16", "BF16")}
 """Names of formats in config.json, and in safetensors."""
 _LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -70,6 +71,8 @@ def model_of(config: Mapping[str, Any]) -> ModelConfig:
     model = replace(ModelConfig(), **values)
     if "kv_lora_rank" in family.keys and not model.latent:
         raise ValueError("kv_lora_rank = 0: only latent attention is there")
+    if family.deltas and not model.delta_heads:
+        raise ValueError("linear_num_value_heads = 0: only models with delta nets are there")
     if config.get("topk_method") == "greedy" and model.route_groups > 1:
         raise ValueError(f"n_group = {model.route_groups}: topk_method = greedy asks for no groups")
     for key, setting in family.same.items():
@@ -144,7 +147,12 @@ def _shape(model: ModelConfig) -> dict[str, Any]:
     if "dense" not in model.kinds():
         found["ffn"] = 0
     if not any(model.windows()):
-        found |= {"window": 0, "full_layers": (), "rope.plain_windows": False}
+        found |= {"window": 0, "rope.plain_windows": False}
+    if not any(model.deltas()):
+        found |= dict.fromkeys(_DELTA, 0)
+        found |= {} if any(model.windows()) else {"full_layers": ()}
+    if not model.shared_ffn:
+        found["shared_gate"] = 0
     if model.rope.kind == "default":
         found["rope.plain_windows"] = False
     if not model.swiglu_limit:

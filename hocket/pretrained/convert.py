@@ -28,9 +28,15 @@ def rules_of(family: Family, name: str) -> list[tuple[Rule, str]]:
     return [(rule, number) for rule in family.rules if rule.ours == inside]
 
 
-def tensors_of(rule: Rule, number: str, shape: Shape, first: int = 0) -> Iterator[tuple[str, Shape]]:
+def tensors_of(
+    rule: Rule, number: str, shape: Shape, model: ModelConfig, first: int = 0
+) -> Iterator[tuple[str, Shape]]:
     """Names and shapes of the tensors of a parameter of `shape`; of experts, from number `first` on."""
-    if rule.way == "rows":
+    if rule.blocks:
+        for name, widths in zip(rule.theirs, _widths(rule, model), strict=True):
+            behind = (1, *shape[1:]) if rule.channels else shape[1:]
+            yield name.format(i=number), (model.delta_key_heads * sum(widths), *behind)
+    elif rule.way == "rows":
         for name in rule.theirs:
             yield name.format(i=number), (shape[0] // len(rule.theirs), *shape[1:])
     elif rule.way == "stacked":
@@ -49,7 +55,12 @@ def tensors_of(rule: Rule, number: str, shape: Shape, first: int = 0) -> Iterato
 
 def join(rule: Rule, number: str, shape: Shape, first: int, read: Callable[..., Tensor], model: ModelConfig) -> Tensor:
     """A parameter of `shape`, of what `read(name)`, or of rows `read(name, first, count)`, gives."""
-    names = [name for name, _ in tensors_of(rule, number, shape, first)]
+    names = [name for name, _ in tensors_of(rule, number, shape, model, first)]
+    if rule.blocks:
+        values = [read(name).squeeze(1) if rule.channels else read(name) for name in names]
+        counts = [[model.delta_key_heads * width for width in widths] for widths in _widths(rule, model)]
+        blocks = [block for value, rows in zip(values, counts, strict=True) for block in value.split(rows)]
+        return torch.cat([block.unflatten(0, (model.delta_key_heads, -1)) for block in blocks], 1).flatten(0, 1)
     if rule.pairs:
         rest, pairs = _blocks(read(names[0]), getattr(model, rule.pairs), model.qk_rope_head_dim)
         return torch.cat([pairs[:, 0::2], pairs[:, 1::2], rest], 1).flatten(0, 1)
@@ -73,9 +84,15 @@ def join(rule: Rule, number: str, shape: Shape, first: int, read: Callable[..., 
 
 def split(rule: Rule, number: str, value: Tensor, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a parameter: what `join` was given."""
-    names, count = [name for name, _ in tensors_of(rule, number, tuple(value.shape))], len(rule.theirs)
+    names, count = [name for name, _ in tensors_of(rule, number, tuple(value.shape), model)], len(rule.theirs)
     assert rule.way != "mxfp4", "quantised tensors are only read"
-    if rule.way == "fused":
+    if rule.blocks:
+        widths = _widths(rule, model)
+        in_order = [width for of_one in widths for width in of_one]
+        heads = iter(value.unflatten(0, (model.delta_key_heads, -1)).split(in_order, 1))
+        parts = [torch.cat([next(heads).flatten(0, 1) for _ in of_one]) for of_one in widths]
+        parts = [part.unsqueeze(1) for part in parts] if rule.channels else parts
+    elif rule.way == "fused":
         parts = [value.transpose(1, 2)]
     elif rule.way == "stacked":
         parts = [torch.stack(value.chunk(2, -1), -1).flatten(-2) if rule.turns else value]
@@ -91,10 +108,19 @@ def split(rule: Rule, number: str, value: Tensor, model: ModelConfig) -> Iterato
 
 
 def _further(config: Mapping[str, Any], layers: int, names: Iterable[str]) -> list[str]:
-    """Those of the names that belong to layers behind the last, as many as a key of `FURTHER_LAYERS` counts."""
+    """Those of the names that belong to layers behind the last, as many as a key of `FURTHER_LAYERS` counts, or that
+    Qwen3-Next and 3.5 have for them.
+    """
     count = max(config.get(key) or 0 for key in FURTHER_LAYERS)
-    prefixes = tuple(f"model.layers.{i}." for i in range(layers, layers + count))
+    prefixes = ("mtp.", *(f"model.layers.{i}." for i in range(layers, layers + count)))
     return [name for name in names if name.startswith(prefixes)]
+
+
+def _widths(rule: Rule, model: ModelConfig) -> list[list[int]]:
+    """Of every tensor of a delta net the rows in each block that belong to one key head."""
+    each = model.delta_heads // model.delta_key_heads
+    rows = {"k": model.delta_key_dim, "v": each * model.delta_value_dim, "h": each}
+    return [[rows[letter] for letter in letters] for letters in rule.blocks]
 
 
 def _blocks(value: Tensor, first: int, second: int) -> tuple[Tensor, Tensor]:
@@ -132,7 +158,7 @@ class PretrainedFolder:
         entries, used, lacks = self.folder.entries, set[str](), list[str]()
         for name, shape in parameters.items():
             rule, number = self._rule(name)
-            for tensor, expected in tensors_of(rule, number, shape):
+            for tensor, expected in tensors_of(rule, number, shape, self.model):
                 used.add(tensor)
                 entry = entries.get(tensor)
                 if entry is None:
@@ -157,7 +183,7 @@ class PretrainedFolder:
         """The rule of a parameter whose tensors are there; else the first."""
         rules = rules_of(self.family, name)
         assert rules, f"no rule for {name}"
-        there = (r for r in rules if next(tensors_of(*r, (1, 1, 1)))[0] in self.folder.entries)
+        there = (r for r in rules if next(tensors_of(*r, (1, 1, 1), self.model))[0] in self.folder.entries)
         return next(there, rules[0])
 
     def value(self, name: str, shape: Shape, first_expert: int = 0) -> Tensor:

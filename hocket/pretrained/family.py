@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-FULL, WINDOW = "full_attention", "sliding_attention"
-"""How `layer_types` calls layers without and with a window."""
+FULL, WINDOW, DELTA = "full_attention", "sliding_attention", "linear_attention"
+"""How `layer_types` calls layers without and with a window, and those with a delta net."""
 REQUIRED = object()
 """In place of a value: a configuration without that key is refused."""
 
@@ -61,6 +61,12 @@ class Rule:
     pairs: str = ""
     """Setting that counts the rows before those of rotary positions, `qk_rope_head_dim` of them: in each head, or in
     all. On disk these stand last, and neighbours are a pair. Here they stand first, and the halves are pairs."""
+    blocks: tuple[str, ...] = ()
+    """Of delta nets: each tensor has blocks of rows, one after the other, where the parameter has one key head after
+    the other, and of each what it has in all blocks. For a key head, k are as many rows as keys are wide, v as the
+    values of its value heads, and h one for each of these."""
+    channels: bool = False
+    """Whether a tensor has a dimension of 1 behind the first, as convolutions have."""
     turns: bool = False
     """Of stacked and mxfp4: on disk gate and up take turns, where the parameter has one behind the other."""
 
@@ -99,10 +105,14 @@ class Family:
     partial: tuple[str, float] | None = None
     """Whether a part of each head may rotate: the key that says how much, and how much does where the key is missing.
     The key is a share of the head, or `rotary_dim`."""
+    pictures: bool = False
+    """Whether transformers has a model for pictures too, whose tokens have three positions. Those of text are one."""
     without: int = 0
     """Whether layers may have no positions: every how many layers one has none where config.json does not say."""
     windows: Windows | None = None
     """None: no layer may have a window."""
+    deltas: int = 0
+    """Whether layers have delta nets: every how many layers one has full attention where config.json does not say."""
     dense: Literal["all", "none", "steps", "first", "types"] = "all"
     """Which layers have no experts: all, none, those of `decoder_sparse_step` and `mlp_only_layers`, the first
     `first_k_dense_replace`, or those that `mlp_layer_types` calls dense, and where it is missing the first ones."""

@@ -71,8 +71,9 @@ def of_family(family: Family, model: ModelConfig, state: Mapping[str, Shape]) ->
         def make(read: Read, name: str = name, rule: Any = rule, number: str = number) -> Mapping[str, Tensor]:
             return dict(split(rule, number, read(name), model))
 
-        targets = dict(tensors_of(rule, number, shape))
-        yield Group((name,), targets, make, list(targets.values()) == [shape] and not rule.pairs and not rule.turns)
+        targets = dict(tensors_of(rule, number, shape, model))
+        same = list(targets.values()) == [shape] and not (rule.pairs or rule.turns or rule.blocks)
+        yield Group((name,), targets, make, same)
 
 
 def written(model: nn.Module, state: Mapping[str, Shape]) -> list[Group]:

@@ -20,6 +20,8 @@ _NAMES = {
     "high_frequency": "high_freq_factor",
 }
 """Those parameters that have other names in config.json."""
+_OF_PICTURES = ("mrope_section", "mrope_interleaved")
+"""Which pairs of a head turn by which of three positions, which are the same for a token of text."""
 _REQUIRED = ("factor", "low_frequency", "high_frequency")
 """Parameters that transformers reads without a default."""
 
@@ -37,6 +39,8 @@ def read_rope(config: Mapping[str, Any], family: Family, head_dim: int, layers: 
     rope = {**table_of(config, "rope_scaling"), **parameters}
     kind = rope.pop("rope_type", None) or rope.get("type") or "default"
     rope.pop("type", None)
+    for key in _OF_PICTURES if family.pictures else ():
+        rope.pop(key, None)
     if kind not in get_args(RopeKind):
         raise ValueError(f"rope_type = {kind}: only {', '.join(get_args(RopeKind))} are there")
     theta = rope.pop("rope_theta", config.get("rope_theta"))

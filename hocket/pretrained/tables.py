@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from hocket.pretrained.family import Family, Key, Only, Rule, Way, Windows
 
 
-def _layer(ours: str, *theirs: str, way: Way = "rows", pairs: str = "", turns: bool = False) -> Rule:
-    return Rule(ours, tuple(f"model.layers.{{i}}.{name}" for name in theirs), way, pairs, turns)
+def _layer(ours: str, *theirs: str, way: Way = "rows", **more: Any) -> Rule:
+    return Rule(ours, tuple(f"model.layers.{{i}}.{name}" for name in theirs), way, **more)
 
 
 def _experts(where: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
@@ -73,6 +74,18 @@ _SHARED = (
     _layer("shared.w_gate_up", "mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
     _layer("shared.w_down", "mlp.shared_experts.down_proj.weight"),
 )
+_GATED_SHARED = (
+    _layer("shared.w_gate_up", "mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"),
+    _layer("shared.w_down", "mlp.shared_expert.down_proj.weight"),
+    _layer("shared.w_gate", "mlp.shared_expert_gate.weight"),
+)
+_DELTA_NET = (
+    _layer("attn.conv", "linear_attn.conv1d.weight", blocks=("kkv",), channels=True),
+    _layer("attn.dt", "linear_attn.dt_bias"),
+    _layer("attn.a_log", "linear_attn.A_log"),
+    _layer("attn.o_norm", "linear_attn.norm.weight"),
+    _layer("attn.w_out", "linear_attn.out_proj.weight"),
+)
 _BIAS = _layer("router.bias", "mlp.gate.e_score_correction_bias")
 
 _SIZES = {
@@ -134,7 +147,73 @@ _V3 = Family(
     same=_SAME,
 )
 
+_DELTA_SIZES = {
+    "delta_heads": Key("linear_num_value_heads", 32),
+    "delta_key_heads": Key("linear_num_key_heads", 16),
+    "delta_key_dim": Key("linear_key_head_dim", 128),
+    "delta_value_dim": Key("linear_value_head_dim", 128),
+    "delta_conv": Key("linear_conv_kernel_dim", 4),
+}
+_QWEN_NEXT = {"qk_norm": True, "attn_gate": True, "norm_plus_one": True}
+_NEXT = Family(
+    "Qwen3NextForCausalLM",
+    {
+        **_DENSE,
+        **_BIASES,
+        **_DELTA_SIZES,
+        "head_dim": Key("head_dim", 256),
+        "experts": Key("num_experts", other="num_local_experts"),
+        "top_k": Key("num_experts_per_tok"),
+        "expert_ffn": Key("moe_intermediate_size"),
+        "shared_ffn": Key("shared_expert_intermediate_size"),
+        "normalize_top_k": Key("norm_topk_prob", True),
+        "aux_loss": Key("router_aux_loss_coef", 0.0),
+    },
+    (
+        *_ATTENTION,
+        *_HEAD_NORMS,
+        _layer("attn.w_qkvz", "linear_attn.in_proj_qkvz.weight"),
+        _layer("attn.w_ba", "linear_attn.in_proj_ba.weight"),
+        *_DELTA_NET,
+        *_MLP,
+        *_EXPERTS,
+        *_GATED_SHARED,
+    ),
+    {"hidden_act": _SILU, "use_sliding_window": Only((False,), False, written=False)},
+    {**_QWEN_NEXT, "shared_gate": True},
+    ("partial_rotary_factor", 0.25),
+    deltas=4,
+    dense="steps",
+)
+
+_3_5_DELTA_NET = (
+    _layer("attn.w_qkvz", "linear_attn.in_proj_qkv.weight", "linear_attn.in_proj_z.weight", blocks=("kkv", "v")),
+    _layer("attn.w_ba", "linear_attn.in_proj_b.weight", "linear_attn.in_proj_a.weight", blocks=("h", "h")),
+    *_DELTA_NET,
+)
+_3_5 = Family(
+    "Qwen3_5ForCausalLM",
+    {**_DENSE, **_BIASES, **_DELTA_SIZES, "head_dim": Key("head_dim", 256)},
+    (*_ATTENTION, *_HEAD_NORMS, *_3_5_DELTA_NET, *_MLP),
+    {"hidden_act": _SILU},
+    _QWEN_NEXT,
+    ("partial_rotary_factor", 0.25),
+    pictures=True,
+    deltas=4,
+)
+_ROUTED_NEXT = {name: key for name, key in _NEXT.keys.items() if name not in ("ffn", "normalize_top_k")}
+
 FAMILIES: dict[str, Family] = {
+    "qwen3_5_text": _3_5,
+    "qwen3_next": _NEXT,
+    "qwen3_5_moe_text": replace(
+        _3_5,
+        architecture="Qwen3_5MoeForCausalLM",
+        keys=_ROUTED_NEXT,
+        rules=(*_ATTENTION, *_HEAD_NORMS, *_3_5_DELTA_NET, *_EXPERTS, *_GATED_SHARED),
+        always={**_QWEN_NEXT, "shared_gate": True, "normalize_top_k": True},
+        dense="none",
+    ),
     "llama": Family(
         "LlamaForCausalLM",
         {**_DENSE, **_BIASES, "head_dim": _WIDTH_OF_HEADS},
@@ -352,8 +431,8 @@ REFUSED: dict[str, str] = {
     "gemma2": "four norms of a layer, GELU, and windows",
     "gemma3_text": "four norms of a layer, GELU, and windows",
     "phi3": "queries, keys and values in one tensor",
-    "qwen3_next": "gated delta nets",
-    "qwen3_5_moe": "gated delta nets",
+    "qwen3_5": "its text model alone, of model_type qwen3_5_text, as Qwen3_5ForCausalLM saves it",
+    "qwen3_5_moe": "its text model alone, of model_type qwen3_5_moe_text, as Qwen3_5MoeForCausalLM saves it",
     "llama4_text": "chunked attention",
     "nemotron_h": "Mamba layers",
 }

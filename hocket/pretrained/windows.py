@@ -1,4 +1,4 @@
-"""Windows of attention as config.json has them: one size, and which layers have it."""
+"""Kinds of layers as config.json has them: which have windows of attention, all of one size, or delta nets."""
 
 from __future__ import annotations
 
@@ -6,28 +6,31 @@ from collections.abc import Mapping
 from typing import Any
 
 from hocket.config import ModelConfig
-from hocket.pretrained.family import FULL, WINDOW, Family
+from hocket.pretrained.family import DELTA, FULL, WINDOW, Family
 from hocket.pretrained.reading import require
 
-SIZE, KINDS = "sliding_window", "layer_types"
+SIZE, KINDS, EVERY = "sliding_window", "layer_types", "full_attention_interval"
 
 
 def keys_of(family: Family) -> set[str]:
-    """The keys of a family's config.json that say something of windows."""
+    """The keys of a family's config.json that say something of windows and delta nets."""
+    if family.deltas:
+        return {KINDS, EVERY}
     return {KINDS} if family.windows is None else {KINDS, SIZE, family.windows.switch}
 
 
 def read_windows(config: Mapping[str, Any], family: Family, layers: int) -> tuple[int, tuple[int, ...]]:
     """`model.window` and `model.full_layers`. Raises ValueError for kinds of layers that are not there."""
     windows, kinds = family.windows, config.get(KINDS)
-    known = (FULL,) if windows is None else (FULL, WINDOW)
+    known = (FULL, *((DELTA,) if family.deltas else ()), *((WINDOW,) if windows is not None else ()))
     if kinds is not None and (not isinstance(kinds, list | tuple) or any(kind not in known for kind in kinds)):
-        there = "only full_attention is" if windows is None else "only full_attention and sliding_attention are"
-        raise ValueError(f"{KINDS} = {kinds}: {there} there")
+        raise ValueError(f"{KINDS} = {kinds}: only {' and '.join(known)} {'is' if len(known) == 1 else 'are'} there")
+    if kinds and len(kinds) < layers and len(known) > 1:
+        raise ValueError(f"{KINDS} = {kinds}: not one for each of {layers} layers")
+    if family.deltas:
+        return 0, _between_deltas(config, family.deltas, layers)
     if windows is None:
         return 0, ()
-    if kinds and len(kinds) < layers:
-        raise ValueError(f"{KINDS} = {kinds}: not one for each of {layers} layers")
     size = config.get(SIZE, windows.missing)
     if windows.switch:
         on = config.get(windows.switch) or False
@@ -47,6 +50,8 @@ def read_windows(config: Mapping[str, Any], family: Family, layers: int) -> tupl
 def written_windows(family: Family, model: ModelConfig) -> dict[str, Any]:
     """The keys of config.json for a model's windows."""
     windows, sizes = family.windows, model.windows()
+    if family.deltas:
+        return {KINDS: [DELTA if delta else FULL for delta in model.deltas()]}
     if windows is None:
         return {}
     # Where layers are listed transformers wants a size, even if none has it.
@@ -58,6 +63,19 @@ def written_windows(family: Family, model: ModelConfig) -> dict[str, Any]:
     if windows.listed:
         found[KINDS] = [WINDOW if size else FULL for size in sizes]
     return found
+
+
+def _between_deltas(config: Mapping[str, Any], every: int, layers: int) -> tuple[int, ...]:
+    """The layers with full attention of a model whose others have delta nets."""
+    if kinds := config.get(KINDS):
+        full = tuple(i for i in range(layers) if kinds[i] == FULL)
+    else:
+        every = config.get(EVERY, every)
+        require(EVERY, "layers", every)
+        full = tuple(range(every - 1, layers, every))
+    if len(full) == layers:
+        raise ValueError(f"no layer is {DELTA}: only models with some are there")
+    return full
 
 
 def _full_layers(config: Mapping[str, Any], family: Family, layers: int) -> list[int]:

@@ -284,7 +284,7 @@ class _Model:
         return (unit, layer) if unit else None
 
     def layer_forward(self, layer: int, x: Token) -> Token:
-        match self.layout.kinds[layer].removesuffix("_window"):
+        match self.layout.kinds[layer].partition("_")[0]:
             case "dense":
                 return self.forward("mlp", layer, self.forward("attn", layer, x))
             case "moe":
@@ -296,7 +296,7 @@ class _Model:
         return self.taped_forward(layer, x)
 
     def layer_backward(self, layer: int, g: Token) -> Token:
-        match self.layout.kinds[layer].removesuffix("_window"):
+        match self.layout.kinds[layer].partition("_")[0]:
             case "dense":
                 return self.backward("attn", layer, self.backward("mlp", layer, g))
             case "moe":

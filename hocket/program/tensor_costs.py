@@ -19,6 +19,8 @@ from hocket.program.schedule import CostKey
 from hocket.program.tensor_times import LIKE, Direction, Role
 from hocket.program.tensor_ways import cell_of, time_of
 
+_SPREAD = ("heads", "ffn", "shared_ffn", "vocab", "delta_heads", "delta_key_heads")
+"""Numbers of the model of which each rank has a part."""
 _UNITS = ("gather", "reduce", "add", "step", "update")
 """Verbs whose costs go by the size of units."""
 
@@ -26,7 +28,7 @@ _UNITS = ("gather", "reduce", "add", "step", "update")
 def model_of_rank(c: Config) -> ModelConfig:
     """A model with the weights that one tensor-parallel rank has."""
     m, tp = c.model, c.mesh.tp
-    narrow = {name: getattr(m, name) // tp for name in ("heads", "ffn", "shared_ffn", "vocab")}
+    narrow = {name: getattr(m, name) // tp for name in _SPREAD}
     return replace(m, **narrow, kv_heads=max(1, m.kv_heads // tp))
 
 

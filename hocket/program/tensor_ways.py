@@ -11,7 +11,7 @@ from hocket.config import Config
 from hocket.program.hardware import Hardware
 from hocket.program.network import hardware_of
 from hocket.program.tensor_times import COLUMNS, Cell, Direction, Method, Role, issued, products, seconds
-from hocket.program.transformer import into_heads
+from hocket.program.transformer import into_heads, mostly_deltas
 
 
 def possible(role: str, direction: str) -> tuple[Method, ...]:
@@ -27,6 +27,7 @@ def cell_of(c: Config, role: Role, direction: Direction) -> Cell:
     rows = c.train.sequences * c.data.sequence_length
     hidden, made = into_heads(replace(m, kv_heads=max(tp, m.kv_heads)))
     hidden, heads = hidden if role == "qkv" else m.hidden, m.heads * (m.v_head_dim if m.latent else m.head_dim)
+    heads = m.delta_heads * m.delta_value_dim if mostly_deltas(m) else heads
     ffn = m.ffn if "dense" in m.kinds() else m.shared_ffn
     spread = {"qkv": made, "proj": heads, "fc1": 2 * ffn, "fc2": ffn}[role] // tp
     inner, columns = hidden, spread

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from typing import Literal
 
 from hocket.config import ModelConfig
 from hocket.program.copies import Copies
@@ -21,9 +22,15 @@ _FLASH, _EDGES = 0.6, 1442
 """What flash attention over windows, and with sinks, takes longer than the kernel that a GPU's rates are of: a share of
 what it computes, and what `_BLOCK` counts, at both edges of a window. Timed on an H200 with torch 2.11, forward and
 backward of 16,384 tokens with windows of 128 and 4,096."""
+_CHUNK = 64
+"""Tokens of a chunk of a delta net's rule."""
 _FLASH_BACK = 9
 """Elements that kernels beside the backward of attention read and write, for each of its output: dot products of output
 and gradient (2), sums of query gradients in fp32 that are cleared and cast (5), heads that share keys summed up (2)."""
+
+
+Mixer = Literal["full", "window", "delta"]
+"""What a layer's tokens learn of each other by: attention, attention over a window, or a gated delta net."""
 
 
 @dataclass(frozen=True)
@@ -52,34 +59,74 @@ def _head(s: Shapes) -> PartSize:
     return plus(s.formulas.norm(d), s.formulas.loss(vocab), matmul)
 
 
-def _attention(s: Shapes, windowed: bool = False) -> PartSize:
-    """Attention with its norm and residual, as in a dense layer; `windowed` in a layer that has a window."""
+def _attention(s: Shapes, mixer: Mixer = "full") -> PartSize:
+    """Attention, or what a layer has in place of it, with its norm and residual, as in a dense layer."""
     m, f = s.model, s.formulas
-    if m.latent:
-        return plus(f.norm(m.hidden), _latent(s))
+    if m.latent or mixer == "delta":
+        return plus(f.norm(m.hidden), _latent(s) if m.latent else _delta(s))
     d, width, kv = m.hidden, m.heads * m.head_dim, m.kv_heads * m.head_dim
-    w, values = 2 * d * (width + kv), 2 * width + 2 * kv  # query, key, value and output
-    biases = (width + 2 * kv if m.qkv_bias else 0) + (d if m.o_bias else 0)
+    gates = width if m.attn_gate else 0
+    w, values = d * (2 * (width + kv) + gates), 2 * width + 2 * kv + 2 * gates  # query, gate, key, value and output
+    biases = (width + gates + 2 * kv if m.qkv_bias else 0) + (d if m.o_bias else 0)
     by_head = m.qk_norm and m.qk_norm_over == "head"
     weights = w + biases + (2 * m.head_dim if by_head else 0)
-    rows = d + width + kv
-    matmuls = PartSize(gemm=w, weights=weights, rows=2 * rows, casts=rows, traffic=2 * biases, output=d, grad=d)
-    beside = PartSize(traffic=3 * d, back=_FLASH_BACK * width)
+    rows = 2 * (d + width + kv) + gates
+    matmuls = PartSize(gemm=w, weights=weights, rows=rows, casts=rows // 2, traffic=2 * biases, output=d, grad=d)
+    # Queries and gates are taken apart; a sigmoid and a product follow.
+    beside = PartSize(traffic=3 * d + 9 * gates, back=_FLASH_BACK * width)
     if m.sinks:
         beside = plus(beside, PartSize(weights=m.heads, traffic=2 * width))
-    core = plus(_core(s, windowed, width), beside)
+    core = plus(_core(s, mixer == "window", width), beside)
     heads = f.positions(width + kv, by_head)
     if m.qk_norm and not by_head:
         heads = plus(heads, f.norm(width + kv))
-    return plus(f.norm(d), heads, matmuls, core, PartSize(saved=values, kept=values + d))
+    return plus(f.norm(d), heads, matmuls, core, PartSize(saved=values, kept=values - gates + d))
 
 
 def into_heads(model: ModelConfig) -> tuple[int, int]:
-    """Inputs and outputs of the products that make heads, as one. Those of latent attention have two inputs, added."""
+    """Inputs and outputs of the products that make heads, as one. Those of latent attention have two inputs, added.
+
+    Of a model with delta nets, those of the kind that most layers have.
+    """
+    if mostly_deltas(model):
+        return model.hidden, delta_made(model)
     if not model.latent:
-        return model.hidden, (model.heads + 2 * model.kv_heads) * model.head_dim
+        queries = 2 * model.heads if model.attn_gate else model.heads
+        return model.hidden, (queries + 2 * model.kv_heads) * model.head_dim
     made = model.heads * (model.key_width + model.qk_nope_head_dim + model.v_head_dim)
     return (model.q_lora_rank or model.hidden) + model.kv_lora_rank, made
+
+
+def mostly_deltas(model: ModelConfig) -> bool:
+    """Whether most layers have a delta net."""
+    return 2 * sum(model.deltas()) > model.layers
+
+
+def delta_made(model: ModelConfig) -> int:
+    """Outputs of the products that make a delta net's queries, keys, values, gates, and two numbers of each head."""
+    keys, values = model.delta_key_heads * model.delta_key_dim, model.delta_heads * model.delta_value_dim
+    return 2 * (keys + values + model.delta_heads)
+
+
+def _delta(s: Shapes) -> PartSize:
+    """A gated delta net without its first norm.
+
+    The core is the rule in chunks: products of keys, queries and values within a chunk of C tokens, the solution of a
+    triangular system, and products with the memory, K x V for each head.
+    """
+    m, f = s.model, s.formulas
+    d, h, k, v = m.hidden, m.delta_heads, m.delta_key_dim, m.delta_value_dim
+    keys, values, made = m.delta_key_heads * k, h * v, delta_made(m)
+    mixed = 2 * keys + values
+    w = d * (made + values)
+    weights = w + mixed * m.delta_conv + 2 * h + v
+    core = PartSize(core=h * (_CHUNK * (5 * k + 3 * v) + 6 * k * v))
+    # The convolution and SiLU; queries and keys for each value head, in and out; the norm of outputs, and their gates.
+    beside = PartSize(traffic=6 * mixed + 2 * h * k + 2 * values + 5 * values + 3 * d)
+    matmuls = PartSize(gemm=w, weights=weights, rows=2 * d + made + values, output=d, grad=d)
+    norm = replace(f.norm(values), weights=0)
+    saved = made + 2 * mixed + 2 * h * k + 2 * values
+    return plus(matmuls, core, beside, norm, PartSize(saved=saved, kept=made + mixed + values + d))
 
 
 def _latent(s: Shapes) -> PartSize:
@@ -124,7 +171,7 @@ def _core(s: Shapes, windowed: bool, width: int) -> PartSize:
     return PartSize(core=round(4 * keys) * width, masked=round(_FLASH * 4 * keys + 2 * _EDGES) * width)
 
 
-def _attention_and_routing(s: Shapes, windowed: bool = False) -> PartSize:
+def _attention_and_routing(s: Shapes, mixer: Mixer = "full") -> PartSize:
     """Attention, second norm, shared expert, router and permutation.
 
     The residual is not in the output: the norm keeps that tensor, so it counts as saved.
@@ -134,12 +181,14 @@ def _attention_and_routing(s: Shapes, windowed: bool = False) -> PartSize:
     w, probs = d * e + 3 * d * sh, 0 if copies.per_rank else model.top_k
     weights = w + (e if model.router_bias else 0)
     shared = plus(f.swiglu(d, sh), PartSize(output=d, rows=2 * d + 3 * sh, casts=d)) if sh else PartSize()
+    if sh and model.shared_gate:
+        w, weights, shared = w + d, weights + d, plus(shared, PartSize(traffic=3 * d, saved=d + 1, kept=1))
     moved, output = 2 * _rows(copies.count, d, copies), _rows(copies.room, d, copies) + probs
     router = PartSize(rows=d + e, routes=1)
     losses = (model.z_loss > 0) + (model.aux_loss > 0 and model.aux_loss_over != "microbatch")
     scores = 2 * e * (1 + losses)  # fp32, as much for each loss that autograd makes of them
     rest = PartSize(gemm=w, weights=weights, traffic=moved, output=output, saved=scores, kept=scores, handed=d)
-    return plus(replace(_attention(s, windowed), output=0), f.norm(d), shared, router, rest)
+    return plus(replace(_attention(s, mixer), output=0), f.norm(d), shared, router, rest)
 
 
 def _dispatch(s: Shapes) -> PartSize:
@@ -241,19 +290,21 @@ def moe(ep: int = 1, per_rank: bool = False, placed: bool = False, uncounted: bo
 
 
 STANDARD = ("dense", "moe")
-"""Names of the kinds of layers described here. With `_window` behind them they are those of layers with a window."""
+"""Names of the kinds of layers described here. With `_window` or `_delta` behind them they are those of layers with a
+window, or with a gated delta net in place of attention."""
 
 
 @lru_cache
-def _windowed(kind: LayerKind) -> LayerKind:
-    """The same kind of layer with a window: its attention costs less."""
+def _with(kind: LayerKind, mixer: Mixer) -> LayerKind:
+    """The same kind of layer with another mixer, which costs something else."""
     entry = kind.entry
     assert entry.size is not None
-    parts = (replace(entry, size=partial(entry.size, windowed=True)), *kind.parts[1:])
-    return LayerKind(f"{kind.name}_window", parts)
+    parts = (replace(entry, size=partial(entry.size, mixer=mixer)), *kind.parts[1:])
+    return LayerKind(f"{kind.name}_{mixer}", parts)
 
 
 def standard_types(kinds: tuple[str, ...], **moved: bool | int) -> tuple[LayerKind, ...]:
     """The descriptions of hocket's own kinds among `kinds`; `moved` as for `moe`."""
     own = (DENSE, moe(**moved))  # type: ignore[arg-type]
-    return tuple(kind for kind in (*own, *map(_windowed, own)) if kind.name in kinds)
+    others = (_with(kind, mixer) for mixer in ("window", "delta") for kind in own)
+    return tuple(kind for kind in (*own, *others) if kind.name in kinds)

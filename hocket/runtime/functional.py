@@ -109,8 +109,10 @@ def grouped_linear(x_RD: Tensor, p_EDF: Tensor, offsets_E: Tensor) -> Tensor:
     return _GroupedLinear.apply(x_RD, offsets_E, queued(x_RD, weight))
 
 
-def scale(x_TD: Tensor, p_D: Tensor) -> Tensor:
-    """`x * p`, elementwise over the last dimension."""
+def scale(x_TD: Tensor, p_D: Tensor, one: bool = False) -> Tensor:
+    """`x * p`, elementwise over the last dimension; with `one`, `x * (1 + p)` with the sum in fp32."""
+    if one:
+        return apply(_ScaleOne, x_TD, p_D)
     weight = weight_of(p_D)
     if weight is None:
         return x_TD * p_D
@@ -357,6 +359,20 @@ class _Scale(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         ctx.where.contribute(ctx, 1, partial(_scale_wgrad, x.detach(), g))
         return g * ctx.where.value(), None
+
+
+class _ScaleOne(torch.autograd.Function):
+    """Ordinary weights come here too, since a sum with them in the activations' dtype would lose most of their bits."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, given: Tensor | None, where: Destination) -> Tensor:
+        return (x * (keep(ctx, x, where).float() + 1)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        (x,) = ctx.saved_tensors
+        dw = ctx.where.contribute(ctx, 1, partial(_scale_wgrad, x.detach(), g))
+        return (g * (ctx.where.again().float() + 1)).to(x.dtype), dw, None
 
 
 class _Shift(torch.autograd.Function):

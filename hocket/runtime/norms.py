@@ -20,23 +20,25 @@ from hocket.runtime.destinations import Destination, apply, keep, kept, value_of
 from hocket.runtime.functional import scale
 
 
-def rms_norm(x_TD: Tensor, p_D: Tensor, eps: float) -> Tensor:
-    """Root-mean-square normalisation over the last dimension, then `scale`."""
+def rms_norm(x_TD: Tensor, p_D: Tensor, eps: float, one: bool = False) -> Tensor:
+    """Root-mean-square normalisation over the last dimension, then `scale`, with `one` by 1 + weight."""
     if _has_kernel(x_TD, p_D):
-        return apply(_RmsNorm, x_TD, p_D, eps)
-    return scale(F.rms_norm(x_TD, (x_TD.shape[-1],), None, eps), p_D)
+        return apply(_RmsNorm, x_TD, p_D, eps, one)
+    return scale(F.rms_norm(x_TD, (x_TD.shape[-1],), None, eps), p_D, one)
 
 
-def add_rms_norm(x_TD: Tensor, more_TD: Tensor | None, p_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x_TD: Tensor, more_TD: Tensor | None, p_D: Tensor, eps: float, one: bool = False
+) -> tuple[Tensor, Tensor]:
     """The residual stream `x + more`, or just `x`, and its `rms_norm`.
 
     The first result takes the place of `x`, so that one kernel adds the gradients of its readers and of the norm's.
     """
     alike = more_TD is None or (more_TD.dtype == x_TD.dtype and more_TD.shape == x_TD.shape and usable(more_TD))
     if alike and _has_kernel(x_TD, p_D):
-        return apply(_AddNorm, x_TD, p_D, eps, more_TD)
+        return apply(_AddNorm, x_TD, p_D, eps, one, more_TD)
     total_TD = x_TD if more_TD is None else x_TD + more_TD
-    return total_TD, rms_norm(total_TD, p_D, eps)
+    return total_TD, rms_norm(total_TD, p_D, eps, one)
 
 
 def rotate(x_BSHN: Tensor, table: Tensor) -> Tensor:
@@ -55,11 +57,16 @@ def rotate(x_BSHN: Tensor, table: Tensor) -> Tensor:
     return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
 
 
-def norm_rotate(x_BSHN: Tensor, p_N: Tensor, eps: float, table: Tensor) -> Tensor:
+def norm_rotate(x_BSHN: Tensor, p_N: Tensor, eps: float, table: Tensor, one: bool = False) -> Tensor:
     """`rms_norm` of every head, then `rotate`."""
     if usable(table) and _has_kernel(x_BSHN, p_N):
-        return apply(_NormRotate, x_BSHN, p_N, eps, table)
-    return rotate(rms_norm(x_BSHN, p_N, eps), table)
+        return apply(_NormRotate, x_BSHN, p_N, eps, one, table)
+    return rotate(rms_norm(x_BSHN, p_N, eps, one), table)
+
+
+def _factor(p_D: Tensor, one: bool) -> Tensor:
+    """What a norm with a weight multiplies by; 1 + weight in fp32, which kernels compute in."""
+    return p_D.float() + 1 if one else p_D
 
 
 def _has_kernel(x_TD: Tensor, p_D: Tensor) -> bool:
@@ -72,19 +79,19 @@ class _RmsNorm(torch.autograd.Function):
     """One kernel in each direction, as all of these."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, given: Tensor | None, where: Destination, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, given: Tensor | None, where: Destination, eps: float, one: bool) -> Tensor:
         from hocket.kernels import norm
 
-        ctx.eps = eps
-        return norm.forward(x, keep(ctx, x, where), eps)[1]
+        ctx.eps, ctx.one = eps, one
+        return norm.forward(x, _factor(keep(ctx, x, where), one), eps)[1]
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         from hocket.kernels import norm
 
         x, p_D = kept(ctx)
-        dx, parts_PD = norm.backward(g, x, p_D, ctx.eps)
-        return dx, ctx.where.contribute(ctx, 1, partial(norm.sum_parts, parts_PD)), None, None
+        dx, parts_PD = norm.backward(g, x, _factor(p_D, ctx.one), ctx.eps)
+        return dx, ctx.where.contribute(ctx, 1, partial(norm.sum_parts, parts_PD)), None, None, None
 
 
 class _AddNorm(torch.autograd.Function):
@@ -92,13 +99,13 @@ class _AddNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, given: Tensor | None, where: Destination, eps: float, more: Tensor | None
+        ctx: Any, x: Tensor, given: Tensor | None, where: Destination, eps: float, one: bool, more: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         from hocket.kernels import norm
 
-        total, y = norm.forward(x, where.value(), eps, more)
+        total, y = norm.forward(x, _factor(where.value(), one), eps, more)
         keep(ctx, total, where)
-        ctx.eps, ctx.added = eps, more is not None
+        ctx.eps, ctx.one, ctx.added = eps, one, more is not None
         return total, y
 
     @staticmethod
@@ -106,23 +113,25 @@ class _AddNorm(torch.autograd.Function):
         from hocket.kernels import norm
 
         total, p_D = kept(ctx)
-        dx, parts_PD = norm.backward(g, total, p_D, ctx.eps, g_total)
+        dx, parts_PD = norm.backward(g, total, _factor(p_D, ctx.one), ctx.eps, g_total)
         dw = ctx.where.contribute(ctx, 1, partial(norm.sum_parts, parts_PD))
-        return dx, dw, None, None, dx if ctx.added else None
+        return dx, dw, None, None, None, dx if ctx.added else None
 
 
 class _NormRotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, given: Tensor | None, where: Destination, eps: float, table: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, given: Tensor | None, where: Destination, eps: float, one: bool, table: Tensor
+    ) -> Tensor:
         from hocket.kernels import rotary
 
-        ctx.eps, ctx.table = eps, table
-        return rotary.turn(x, table, keep(ctx, x, where), eps)
+        ctx.eps, ctx.one, ctx.table = eps, one, table
+        return rotary.turn(x, table, _factor(keep(ctx, x, where), one), eps)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         from hocket.kernels import norm, rotary
 
         x, p_N = kept(ctx)
-        dx, parts_PN = rotary.norm_turn_backward(g, x, ctx.table, p_N, ctx.eps)
-        return dx, ctx.where.contribute(ctx, 1, partial(norm.sum_parts, parts_PN)), None, None, None
+        dx, parts_PN = rotary.norm_turn_backward(g, x, ctx.table, _factor(p_N, ctx.one), ctx.eps)
+        return dx, ctx.where.contribute(ctx, 1, partial(norm.sum_parts, parts_PN)), None, None, None, None

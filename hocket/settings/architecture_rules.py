@@ -29,6 +29,8 @@ ARCHITECTURE_RULES: tuple[Rule, ...] = (
             ("qkv_bias", "biases"),
             ("o_bias", "biases"),
             ("sinks", "sinks"),
+            ("attn_gate", "gates"),
+            ("norm_plus_one", "norms with one added to their weights"),
         )
     ),
     Rule(
@@ -36,6 +38,12 @@ ARCHITECTURE_RULES: tuple[Rule, ...] = (
         lambda c, h: c.model.latent and any(c.model.windows()),
         "latent attention has no windows",
         "model.window = 0, or model.kv_lora_rank = 0",
+    ),
+    Rule(
+        ("model.delta_heads", "model.kv_lora_rank"),
+        lambda c, h: c.model.latent and c.model.delta_heads > 0,
+        "layers with latent attention are not there beside those with delta nets",
+        "model.delta_heads = 0, or model.kv_lora_rank = 0",
     ),
     Rule(
         ("model.rope.width", "model.kv_lora_rank"),

@@ -82,6 +82,12 @@ def olmoe_1b_7b() -> ModelConfig:
     )  # fmt: skip
 
 
+_NEXT: dict[str, Any] = dict(
+    hidden=2048, heads=16, kv_heads=2, head_dim=256, qk_norm=True, attn_gate=True, norm_plus_one=True,
+    delta_heads=32, expert_ffn=512, shared_ffn=512, shared_gate=True, aux_loss=0.001,
+    rope_theta=1e7, rope=RopeConfig(width=64), init="torchtitan",
+)  # fmt: skip
+"""What Qwen3-Next-80B-A3B and Qwen3.5-35B-A3B have in common."""
 _LATENT: dict[str, Any] = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 """Sizes of latent attention that all of DeepSeek's models have, and those made like them."""
 
@@ -147,6 +153,13 @@ def _gpt_oss(layers: int, experts: int) -> ModelConfig:
         experts=experts, top_k=4, expert_ffn=2880, router_bias=True, expert_bias=True, swiglu_limit=7.0,
         aux_loss=0.001, rope_theta=150000.0, norm_eps=1e-5, init="torchtitan",
         rope=RopeConfig(kind="yarn", factor=32.0, original_positions=4096, truncate=False),
+    )  # fmt: skip
+
+
+def qwen3_next_80b_a3b() -> ModelConfig:
+    """Qwen3-Next-80B-A3B: 79.7 billion parameters, 3.9 active, three gated delta nets for each layer of attention."""
+    return ModelConfig(
+        vocab=151936, layers=48, experts=512, top_k=10, **_NEXT, full_layers=tuple(range(3, 48, 4))
     )  # fmt: skip
 
 

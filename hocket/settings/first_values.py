@@ -23,12 +23,12 @@ def spreads(name: str, model: ModelConfig) -> tuple[float, float]:
     """
     std, leaf = model.init_std, name.rsplit(".", 1)[-1]
     if model.init == "gpt2":
-        return (std / (2 * model.layers) ** 0.5 if leaf in ("wo", "w_down") else std,) * 2
+        return (std / (2 * model.layers) ** 0.5 if leaf in ("wo", "w_out", "w_down") else std,) * 2
     unit, number, *_ = name.split(".")
     if unit in ("embed", "head"):
         return (1.0 if unit == "embed" and not model.tied else model.hidden**-0.5,) * 2
     deep = std / (2 * (int(number) + 1)) ** 0.5
-    first = deep if leaf in ("wo", "w_down") or name.endswith("router.weight") else std
+    first = deep if leaf in ("wo", "w_out", "w_down") or name.endswith("router.weight") else std
     return first, deep if leaf == "w_gate_up" else first
 
 
@@ -36,7 +36,8 @@ def described(model: ModelConfig) -> str:
     """Where first values come from, for explanations."""
     if model.weights:
         return f"no effect: first values are read from {model.weights}"
-    known = ["embed.weight", "head.weight", "layers.0.attn.wo", f"layers.{model.layers - 1}.attn.wo"]
+    outs = ["w_out" if delta else "wo" for delta in model.deltas()]
+    known = ["embed.weight", "head.weight", *(f"layers.{i}.attn.{outs[i]}" for i in (0, model.layers - 1))]
     known += ["layers.0.router.weight"] if len(set(model.kinds()) - {"dense"}) else []
     each = ", ".join(f"{name} {spreads(name, model)[0]:.3g}" for name in dict.fromkeys(known))
     return f"standard deviations are {model.init_std:g}, but {each} ({SOURCES[model.init]})"

@@ -13,6 +13,7 @@ WIDE = 1024
 """Width of experts from which fp8 was seen to be faster: 1,536 was, 768 was not (docs/fp8.md)."""
 WITHOUT = {
     "kv_lora_rank": "latent attention",
+    "delta_heads": "gated delta nets",
     "expert_bias": "biases of experts",
     "swiglu_limit": "SwiGLU with a limit",
 }

@@ -29,6 +29,12 @@ GRAPH_RULES: tuple[Rule, ...] = (
         "overlap.ep.splits = device, or plan.graphs = off",
     ),
     Rule(
+        ("plan.graphs", "model.delta_heads"),
+        lambda c, h: _graphed(c) and any(c.model.deltas()),
+        "no step with gated delta nets is recorded: their kernels are chosen while they run",
+        "plan.graphs = off",
+    ),
+    Rule(
         ("plan.graphs", "overlap.dp.update"),
         lambda c, h: _graphed(c) and c.overlap.dp.update == "next_step",
         "a step is recorded without updates, and this one would have some beside its forwards",

@@ -1,4 +1,4 @@
-"""Rules for windows, sinks and biases: part of the table in `rules.py`."""
+"""Rules for windows, delta nets, sinks and biases: part of the table in `rules.py`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,60 @@ LAYER_RULES: tuple[Rule, ...] = (
         "model.full_layers with smaller numbers, or more model.layers",
     ),
     Rule(
-        ("model.full_layers", "model.window"),
-        lambda c, h: c.model.window == 0 and bool(c.model.full_layers),
-        "no effect: no layer has a window",
-        "set model.window, or leave it out",
+        ("model.full_layers", "model.window", "model.delta_heads"),
+        lambda c, h: c.model.window == 0 and c.model.delta_heads == 0 and bool(c.model.full_layers),
+        "no effect: no layer has a window or a delta net",
+        "set model.window or model.delta_heads, or leave it out",
+        only_if_set=True,
+    ),
+    Rule(
+        ("model.delta_heads", "model.window"),
+        lambda c, h: c.model.delta_heads > 0 and c.model.window > 0,
+        "layers that are not model.full_layers have either a window or a delta net",
+        "model.window = 0, or model.delta_heads = 0",
+    ),
+    Rule(
+        ("model.delta_heads", "model.full_layers"),
+        lambda c, h: c.model.delta_heads > 0 and not any(c.model.deltas()),
+        "no effect: model.full_layers names every layer",
+        "model.delta_heads = 0, or fewer model.full_layers",
+        only_if_set=True,
+    ),
+    Rule(
+        ("model.delta_heads", "model.delta_key_heads"),
+        lambda c, h: c.model.delta_heads % c.model.delta_key_heads != 0,
+        "{model.delta_heads} value heads cannot share {model.delta_key_heads} key heads evenly",
+        "make model.delta_heads a multiple of model.delta_key_heads",
+    ),
+    *(
+        Rule(
+            (f"model.delta_{name}", "model.delta_heads"),
+            lambda c, h: c.model.delta_heads == 0,
+            "no effect: model.delta_heads = 0, so no layer has a delta net",
+            "model.delta_heads above 0, or leave it out",
+            only_if_set=True,
+        )
+        for name in ("key_heads", "key_dim", "value_dim", "conv")
+    ),
+    Rule(
+        ("model.delta_heads", "train.device"),
+        lambda c, h: any(c.model.deltas()) and c.train.device == "cuda" and bool(h.no_delta_kernels),
+        "torch's operations compute gated delta nets, which is slow: {host.no_delta_kernels}",
+        "pip install hocket[linear]",
+        remark=True,
+    ),
+    Rule(
+        ("model.delta_heads", "train.device", "precision.compute"),
+        lambda c, h: any(c.model.deltas()) and c.train.device == "cuda" and c.precision.compute == "fp32",
+        "torch's operations compute gated delta nets in fp32, which is slow: kernels take bf16",
+        "precision.compute = bf16",
+        remark=True,
+    ),
+    Rule(
+        ("model.shared_gate", "model.shared_ffn"),
+        lambda c, h: c.model.shared_gate and (c.model.shared_ffn == 0 or "moe" not in c.model.kinds()),
+        "no effect: no layer has a shared expert",
+        "set model.shared_ffn, or leave it out",
         only_if_set=True,
     ),
     Rule(

@@ -40,6 +40,8 @@ class Host:
     """Why the GPUs' copy engines cannot serve collectives; empty if they can, or if this was not checked."""
     no_peer_memory: str = ""
     """Why GPUs of this host cannot store into each other's memory; empty if they can, or if this was not checked."""
+    no_delta_kernels: str = ""
+    """Why no kernels compute gated delta nets here; empty if they do, or if this was not checked."""
     variables: tuple[Finding, ...] = ()
     """Findings about the variables that decide about overlap, before hocket set any."""
 

@@ -40,6 +40,8 @@ BOUNDS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("model.head_dim", "model.qk_rope_head_dim"), (2, _MANY)),
     **dict.fromkeys(("model.kv_lora_rank", "model.q_lora_rank"), (0, _WIDE)),
     **dict.fromkeys(("model.qk_nope_head_dim", "model.v_head_dim"), (1, _MANY)),
+    "model.delta_heads": (0, _MANY),
+    **dict.fromkeys((f"model.delta_{x}" for x in ("key_heads", "key_dim", "value_dim", "conv")), (1, _MANY)),
     "model.experts": (0, _MANY),
     "model.shared_ffn": (0, _WIDE),
     "model.window": (0, _LONG),

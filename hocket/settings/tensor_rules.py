@@ -60,6 +60,13 @@ TENSOR_RULES: tuple[Rule, ...] = (
         "a mesh.tp that divides model.kv_heads, or is a multiple of it",
     ),
     Rule(
+        ("mesh.tp", "model.delta_key_heads"),
+        lambda c, h: any(c.model.deltas()) and _uneven(c, c.model.delta_key_heads),
+        "each tensor-parallel rank has key heads of delta nets of its own, and {model.delta_key_heads} of them cannot "
+        "be spread evenly over {mesh.tp} ranks",
+        "a mesh.tp that divides model.delta_key_heads",
+    ),
+    Rule(
         ("mesh.tp", "model.ffn"),
         lambda c, h: "dense" in c.model.kinds() and _uneven(c, c.model.ffn),
         "each tensor-parallel rank has some columns of the MLP, and {model.ffn} cannot be spread evenly over {mesh.tp}",

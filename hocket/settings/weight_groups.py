@@ -35,9 +35,13 @@ def is_vector(name: str, shape: Sequence[int]) -> bool:
     return len(shape) < (3 if ".experts." in name else 2)
 
 
+_NO_MATRICES = (".attn.conv", ".shared.w_gate")
+"""Ends of names of weights that have two dimensions and are many short convolutions, or one vector."""
+
+
 def by_muon(config: Config, name: str, shape: Sequence[int]) -> bool:
     """Whether Muon updates a weight: a matrix, or one for each expert, of a layer of hocket's own transformer."""
-    if config.optimizer.name != "muon" or not name.startswith("layers."):
+    if config.optimizer.name != "muon" or not name.startswith("layers.") or name.endswith(_NO_MATRICES):
         return False
     matrix = len(shape) == (3 if ".experts." in name else 2)
     return matrix and not any(fnmatchcase(name, pattern) for pattern in config.optimizer.adamw)

@@ -71,7 +71,7 @@ def export(checkpoint: Path, target: Path, dtype: str = "", largest: int = LARGE
     tensors = {
         tensor: (shape, "F32" if param.endswith("router.bias") else kind)
         for param, whole in shapes.items()
-        for tensor, shape in tensors_of(*rules[param], whole)
+        for tensor, shape in tensors_of(*rules[param], whole, model)
     }
 
     def values() -> Iterator[tuple[str, Tensor]]:

@@ -75,6 +75,7 @@ def part_size(model: ModelConfig, part: str, kind: str, seq: int, ep: int, f: Fo
         (replace(LLAMA, tied=True), 8_030_261_248 - 128256 * 4096),
         (replace(LLAMA, qkv_bias=True, o_bias=True), 8_030_261_248 + 32 * (2 * 4096 + 2 * 1024)),
         (GPT_OSS, 20_914_757_184),
+        (families.qwen3_next_80b_a3b(), 79_674_391_296),
         (replace(LLAMA, qk_norm=True, qk_norm_over="whole"), 8_030_261_248 + 32 * (4096 + 1024)),
     ],
 )

@@ -17,7 +17,7 @@ from hocket.pretrained.convert import PretrainedFolder
 from tests.adapters.families import randomize
 
 VOCAB = 61
-_FULL, _WINDOW = "full_attention", "sliding_attention"
+_FULL, _WINDOW, _DELTA = "full_attention", "sliding_attention", "linear_attention"
 _SIZES: dict[str, Any] = dict(
     vocab_size=VOCAB, hidden_size=24, intermediate_size=28, num_hidden_layers=3, num_attention_heads=6,
     num_key_value_heads=2, head_dim=10, max_position_embeddings=64, pad_token_id=None, bos_token_id=0, eos_token_id=0,
@@ -36,6 +36,14 @@ _DEEPSEEK = {
 }  # fmt: skip
 _ALONE = {"n_group": 1, "topk_group": 1, "q_lora_rank": None}
 _QWEN = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=20, mlp_only_layers=[1])
+_DELTAS = dict(
+    linear_num_value_heads=6, linear_num_key_heads=2, linear_key_head_dim=9, linear_value_head_dim=7, head_dim=16,
+    linear_conv_kernel_dim=4, layer_types=[_DELTA, _DELTA, _FULL],
+)  # fmt: skip
+_NEXT: dict[str, Any] = dict(
+    **{key: value for key, value in _DELTAS.items() if key != "layer_types"},
+    num_experts=8, num_experts_per_tok=3, moe_intermediate_size=20, shared_expert_intermediate_size=12,
+)  # fmt: skip
 _OLMOE = dict(head_dim=None, num_experts=8, num_experts_per_tok=3)
 _LLAMA3 = dict(
     rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16
@@ -84,6 +92,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_GPT_OSS, "layer_types": [_FULL] * 3, "attention_bias": False, "swiglu_limit": 0.05},
     ),
     "qwen3": ("qwen3", {}),
+    "qwen3_next": ("qwen3_next", {**_NEXT, "num_hidden_layers": 4, "mlp_only_layers": [2]}),
+    "qwen3_5": ("qwen3_5_text", {**_DELTAS, "tie_word_embeddings": True}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {**_NEXT, "intermediate_size": None, "layer_types": [_DELTA, _FULL, _DELTA]}),
+    "qwen3_next_biases": ("qwen3_next", {**_NEXT, "attention_bias": True, "layer_types": [_FULL, _DELTA, _FULL]}),
     "qwen3_moe": ("qwen3_moe", dict(**_QWEN, norm_topk_prob=True)),
     "qwen3_moe_as_they_are": ("qwen3_moe", dict(**_QWEN, norm_topk_prob=False)),
     "qwen3_moe_steps": (
@@ -118,10 +130,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def made(case: str, **sizes: Any) -> Any:
     """A model with random norms, weights and balance biases."""
     family, changes = CASES[case]
-    known = importlib.import_module(f"transformers.models.{family}")
-    find = lambda end: next(getattr(known, n) for n in dir(known) if n.endswith(end) and "Text" not in n)  # noqa: E731
+    known = importlib.import_module(f"transformers.models.{family.removesuffix('_text')}")
+
+    def find(end: str) -> Any:
+        """The class with this end; of models for pictures too, that of text."""
+        wanted = end.replace("Config", "TextConfig") if family.endswith("_text") else end
+        return next(getattr(known, n) for n in dir(known) if n.endswith(wanted) and ("Text" in n) == ("Text" in wanted))
+
     given = deepcopy({**_SIZES, **changes, **sizes})  # a configuration changes its rope_scaling
-    if given["head_dim"] is None or "kv_lora_rank" in given:  # not to be said
+    unsaid = [key for key in ("head_dim", "intermediate_size") if given[key] is None]
+    given = {key: value for key, value in given.items() if key not in unsaid}
+    if "kv_lora_rank" in given:
         del given["head_dim"]
     model = find("ForCausalLM")(find("Config")(**given))
     randomize(model)

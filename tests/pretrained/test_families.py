@@ -31,7 +31,7 @@ def as_there(family: Family, model: ModelConfig, values: dict[str, Tensor], know
     found: dict[str, Tensor] = {}
     for name, value in values.items():
         rules = rules_of(family, name)
-        fitting = next(r for r in rules if {t for t, _ in tensors_of(*r, tuple(value.shape))} <= known)
+        fitting = next(r for r in rules if {t for t, _ in tensors_of(*r, tuple(value.shape), model)} <= known)
         found |= dict(split(*fitting, value, model))
     return found
 
@@ -44,7 +44,9 @@ def test_logits_and_gradients(case: str, tmp_path: Path) -> None:
     ids = torch.randint(VOCAB, (2, 33), generator=torch.Generator().manual_seed(2))
     expected = theirs(ids[:, :-1]).logits
     logits = model.head(model(ids[:, :-1]))  # pyrefly: ignore[not-callable]
-    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+    # Delta nets add up rounding: against float64, transformers' logits are off by 1.2e-5 there and these by 0.8e-5.
+    wide = 3 if model.config.delta_heads else 1
+    torch.testing.assert_close(logits, expected, rtol=0, atol=wide * 1e-5 * expected.abs().max().item())
     for found in (expected, logits):
         F.cross_entropy(found.flatten(0, 1), ids[:, 1:].flatten()).backward()
     grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
@@ -53,7 +55,7 @@ def test_logits_and_gradients(case: str, tmp_path: Path) -> None:
     assert len(renamed) == len(wanted)
     for name, grad in renamed.items():
         there = wanted[name] if name in wanted else wanted[name.replace("block_sparse_moe", "mlp")]
-        torch.testing.assert_close(grad, there, rtol=1e-3, atol=2e-5 * there.abs().max().item(), msg=name)
+        torch.testing.assert_close(grad, there, rtol=1e-3, atol=wide * 2e-5 * there.abs().max().item(), msg=name)
 
 
 def renames(names: Any) -> set[str]:
@@ -67,7 +69,7 @@ def written(path: Path, source: Path, dtype: str = "F32", largest: int = 10**9) 
     folder, model = PretrainedFolder(str(source)), settings(source)
     shapes = whole_shapes(model)
     rules = {name: rules_of(folder.family, name)[0] for name in shapes}
-    tensors = {t: (s, dtype) for name, shape in shapes.items() for t, s in tensors_of(*rules[name], shape)}
+    tensors = {t: (s, dtype) for name, shape in shapes.items() for t, s in tensors_of(*rules[name], shape, model)}
     values = (pair for name, shape in shapes.items() for pair in split(*rules[name], folder.value(name, shape), model))
     write_files(path, files_of(tensors, largest), values)
     return path
@@ -139,8 +141,10 @@ def test_transformers_reads_the_configuration(case: str, tmp_path: Path) -> None
     (tmp_path / "config.json").write_text(json.dumps(config_of(CASES[case][0], model, "float32", 64)))
     torch.testing.assert_close(AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, expected, rtol=0, atol=0)
     assert model_of(json.loads((tmp_path / "config.json").read_text())) == model
-    # Mistral without a window is Llama, and GLM-4.7-Flash is DeepSeek-V3 with other sizes.
-    nearest = {"glm4_moe_lite": "deepseek_v3"} | ({} if model.window else {"mistral": "llama"})
+    # Mistral without a window is Llama, and two are others with other names or sizes.
+    nearest = {"glm4_moe_lite": "deepseek_v3", "qwen3_5_moe_text": "qwen3_next"} | (
+        {} if model.window else {"mistral": "llama"}
+    )
     assert family_for(model) == nearest.get(CASES[case][0], CASES[case][0])
 
 

@@ -144,6 +144,17 @@ def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
     )  # fmt: skip
 
 
+_NEXT = dict(
+    architectures=["Qwen3NextForCausalLM"], model_type="qwen3_next", attention_bias=False, attention_dropout=0.0,
+    bos_token_id=151643, eos_token_id=151645, decoder_sparse_step=1, full_attention_interval=4, head_dim=256,
+    hidden_act="silu", hidden_size=2048, initializer_range=0.02, intermediate_size=5120, linear_conv_kernel_dim=4,
+    linear_key_head_dim=128, linear_num_key_heads=16, linear_num_value_heads=32, linear_value_head_dim=128,
+    max_position_embeddings=262144, mlp_only_layers=[], moe_intermediate_size=512, norm_topk_prob=True,
+    num_attention_heads=16, num_experts=512, num_experts_per_tok=10, num_hidden_layers=48, num_key_value_heads=2,
+    output_router_logits=False, partial_rotary_factor=0.25, rms_norm_eps=1e-06, rope_scaling=None,
+    rope_theta=10000000, router_aux_loss_coef=0.001, shared_expert_intermediate_size=512,
+    tie_word_embeddings=False, torch_dtype="bfloat16", use_cache=True, use_sliding_window=False, vocab_size=151936,
+)  # fmt: skip
 PUBLISHED: dict[str, tuple[dict[str, Any], float, float]] = {
     "Llama-3-8B": (_LLAMA, 8.030e9, 8.030e9),
     "Mistral-7B-v0.1": (
@@ -329,6 +340,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float, float]] = {
     ),
     "MiniMax-M2": (_MINIMAX, 228.7e9, 11.0e9),
     "SmolLM3-3B": (_SMOLLM, 3.075e9, 3.075e9),
+    "Qwen3-Next-80B-A3B": (_NEXT, 79.67e9, 3.87e9),
 }  # fmt: skip
 """config.json, parameters, and those that one token meets."""
 
@@ -375,6 +387,7 @@ def test_recipes_of_qwen3_have_the_published_sizes(recipe: str) -> None:
         ("moonlight_16b", "Moonlight-16B-A3B"),
         ("deepseek_v3", "DeepSeek-V3"),
         ("kimi_k2", "Kimi-K2"),
+        ("qwen3_next_80b_a3b", "Qwen3-Next-80B-A3B"),
     ],
 )
 def test_recipes_are_the_published_models(recipe: str, name: str) -> None:

@@ -137,6 +137,14 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path, capsys:
     refused(capsys, change_config(path, num_nextn_predict_layers=0), r"has model\.layers\.3\.eh_proj")
 
 
+def test_so_are_those_of_qwen3_next(tmp_path: Path) -> None:
+    path = saved("qwen3_next", tmp_path / "model")
+    exact, file = ours(path), path / "model.safetensors"
+    save_file({**load_file(file), "mtp.fc.weight": torch.ones(24, 48)}, file, {"format": "pt"})
+    for name, value in ours(path).named_parameters():
+        assert torch.equal(value, exact.get_parameter(name))
+
+
 def test_a_quantised_model_trains_and_is_exported_whole(tmp_path: Path) -> None:
     from tests.pretrained.test_runs import words
 

@@ -21,7 +21,7 @@ from hocket.settings.schema import changed
 from tests.helpers.chunks import init_chunk
 from tests.helpers.parity import STEPS, assert_parity, config
 from tests.helpers.plans import small
-from tests.ranks.test_parity import LATENT
+from tests.ranks.test_parity import DELTA, LATENT
 from tests.reference import awkward_batches
 
 MOE = small(layers=2, dense_layers=(0,))
@@ -122,6 +122,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
     ),
     "latent attention": (
         dict(layers=2, dense_layers=(0,), **LATENT, **BALANCED, route_groups=2),
+        dict(dp=2, ep=2),
+        dict(merge="on", defer_wgrad="on", recompute=("attn",)),
+    ),
+    "delta nets and gates": (
+        dict(layers=3, dense_layers=(0,), shared_ffn=16, **DELTA, **BALANCED),
         dict(dp=2, ep=2),
         dict(merge="on", defer_wgrad="on", recompute=("attn",)),
     ),

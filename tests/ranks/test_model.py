@@ -35,6 +35,7 @@ PUBLISHED = {
     "moonlight_16b": (15.96e9, 2.91e9),
     "deepseek_v3": (671.0e9, 37.6e9),
     "kimi_k2": (1026e9, 32.9e9),
+    "qwen3_next_80b_a3b": (79.67e9, 3.87e9),
 }
 """Parameters in all and per token."""
 

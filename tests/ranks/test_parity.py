@@ -42,7 +42,7 @@ VALUES: dict[str, list[Any]] = {
     "recompute": [(), ("attn:1",), ("experts", "mlp")],
     "room": [1.0, 2.0],
     "documents": ["off", "on"],
-    "attention": ["full", "window", "sinks", "both"],
+    "attention": ["full", "window", "sinks", "both", "delta"],
     "biases": ["off", "on"],
     "tied": [False, True],
 }
@@ -91,11 +91,16 @@ def legal(case: dict[str, Any]) -> bool:
     return case["merge"] == "off" or merges
 
 
+DELTA: dict[str, Any] = dict(
+    delta_heads=4, delta_key_heads=2, delta_key_dim=6, delta_value_dim=5, delta_conv=3, full_layers=(1,),
+    attn_gate=True, norm_plus_one=True, shared_gate=True,
+)  # fmt: skip
 ATTENTION: dict[str, dict[str, Any]] = {
     "full": {},
     "window": dict(window=3, full_layers=(1,)),
     "sinks": dict(sinks=True),
     "both": dict(window=3, full_layers=(1,), sinks=True),
+    "delta": DELTA,
 }
 BIASES: dict[str, Any] = dict(router_bias=True, expert_bias=True, swiglu_limit=0.01)
 """With gates and ups of which some are cut off."""
@@ -270,6 +275,16 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
         dict(layers=2, window=5, expert_bias=True, router="sigmoid", router_bias=True),
         dict(dp=2, ep=2),
         dict(merge="on", splits="device", defer_wgrad="on"),
+    ),
+    "delta nets and gates, everything on": (
+        dict(layers=4, dense_layers=(0, 1), shared_ffn=16, **{**DELTA, "full_layers": (1, 3)}),
+        dict(pp=2, dp=2, ep=2),
+        dict(chunks=2, merge="on", defer_wgrad="on", defer_layers=2, recompute=("attn", "experts")),
+    ),
+    "delta nets alone, dense": (
+        dict(layers=2, experts=0, **{**DELTA, "full_layers": ()}),
+        dict(dp=2),
+        dict(defer_wgrad="on", merge="off"),
     ),
     "experts sharded too": (dict(layers=3), dict(dp=4, ep=2), dict(merge="on")),
     "sigmoid router with bias": (

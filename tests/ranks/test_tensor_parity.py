@@ -16,7 +16,7 @@ from hocket.settings.schema import changed
 from tests.helpers.pairwise import pairwise
 from tests.helpers.parity import STEPS, adamw, batches_of, config, learn
 from tests.helpers.ranks import run_ranks
-from tests.ranks.test_parity import LATENT, PROJECTIONS
+from tests.ranks.test_parity import DELTA, LATENT, PROJECTIONS
 from tests.reference import Batch, Reference, microbatch, random_batches
 
 Piece = tuple[str, tuple[int, ...], int, int, Any, Tensor]
@@ -128,6 +128,10 @@ CASES: dict[str, Config] = {
     "latent attention": of({**MIXED, **LATENT, "q_lora_rank": 20}, {}, dict(defer_wgrad="on")),
     "latent attention, one after the other, documents": changed(
         of({**MIXED, **LATENT, "heads": 8}, dict(tp=4), dict(recompute=("attn",)), **OFF), {"data.packing": "on"}
+    ),
+    "delta nets and gates, documents": changed(
+        of({**MIXED, **DELTA, "layers": 3}, dict(ep=2), dict(merge="on", recompute=("attn",))),
+        {"data.packing": "on"},
     ),
     "biases": of({**MIXED, **BIASES}, dict(dp=2), {}),
     "biases, four ranks, two heads of keys, experts over all": of(

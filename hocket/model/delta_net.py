@@ -1,0 +1,196 @@
+"""Gated delta nets (Yang et al. 2024, "Gated Delta Networks"): attention with a memory of constant size.
+
+Every value head has a memory M, of width of a key x width of a value. At each token
+
+    M = exp(g) M,  then  M = M + k (b (v - k M))  and the head's output is  q M / sqrt(width of a key)
+
+with b the sigmoid of a product of the token, and g = -exp(a_log) softplus(product + dt). Queries, keys and values are
+products of the token, convolved over the last few tokens and through SiLU; queries and keys then have length 1. A key
+head serves as many neighbouring value heads as there are of these. Outputs are normed over each head and multiplied by
+SiLU of another product, then projected.
+
+Rows of `w_qkvz` and `w_ba`, and channels of `conv`, are those of one key head after the other, and of each: queries,
+keys, values, gates z; then products for b, and for g. So tensor-parallel ranks have key heads, and their value heads.
+
+A document begins with an empty memory, and no token is convolved with those of another.
+
+Note: [Chunks of a delta rule]
+Token by token is slow, so `chunked_rule` goes from chunk to chunk of the tokens (section 3.3 there). With G the sums of
+g from the chunk's beginning, what token i adds to the memory is b_i times value i, less what memory says of key i by
+then. That is a triangular system of equations for all tokens of a chunk, whose solution is linear in the memory that
+the chunk finds. Documents that begin inside of a chunk only set factors between tokens of two documents to 0.
+
+Shapes: B sequences, S sequence length, D hidden, C tokens of a chunk, G key heads, H value heads, K width of a key, V
+width of a value, N chunks.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hocket.config import ModelConfig
+from hocket.model.cache import DeltaCache
+from hocket.model.documents import Documents, has_flash
+from hocket.model.parameters import new_weight
+from hocket.parallel.linears import WHOLE, Linears
+from hocket.runtime.delta import causal_convolution, decay
+from hocket.runtime.functional import shift
+from hocket.runtime.norms import rms_norm
+
+CHUNK = 64
+EPS = 1e-6
+"""Added to the squared length of queries and keys."""
+
+
+class DeltaNet(nn.Module):
+    """A gated delta net, without norm and residual."""
+
+    def __init__(self, config: ModelConfig, linears: Linears = WHOLE) -> None:
+        super().__init__()
+        c = self.config = config
+        self.linears = linears
+        self.key_heads, self.heads = c.delta_key_heads // linears.size, c.delta_heads // linears.size
+        each = self.heads // self.key_heads
+        self.widths = [c.delta_key_dim, c.delta_key_dim, each * c.delta_value_dim]
+        """Of one key head: queries, keys, values."""
+        values = self.heads * c.delta_value_dim
+        self.w_qkvz = new_weight(self.key_heads * sum(self.widths) + values, c.hidden)
+        self.w_ba = new_weight(2 * self.heads, c.hidden)
+        self.conv = new_weight(self.key_heads * sum(self.widths), c.delta_conv)
+        self.dt = new_weight(self.heads)
+        self.a_log = new_weight(self.heads)
+        self.o_norm = new_weight(c.delta_value_dim)
+        self.w_out = new_weight(c.hidden, values)
+        self.cache: DeltaCache | None = None
+        """As that of `Attention`."""
+
+    def remember(self) -> None:
+        """Begin to keep what the tokens behind those that it reads need, in an empty cache."""
+        self.cache = DeltaCache()
+
+    def forward(self, h_BSD: Tensor, documents: Documents | None = None) -> Tensor:
+        """What the memory of the tokens before, of the same sequence and document, says: in the shape of `h`."""
+        c, each = self.config, self.heads // self.key_heads
+        made, ba = self.linears.columns("qkv", h_BSD, (self.w_qkvz, self.w_ba))
+        batch, seq, _ = made.shape
+        made_BSGX = made.view(batch, seq, self.key_heads, -1)
+        inputs_BSGX, z_BSGX = made_BSGX.split([sum(self.widths), each * c.delta_value_dim], -1)
+        b_BSGX, a_BSGX = ba.view(batch, seq, self.key_heads, -1).split([each, each], -1)
+        position_BS = None if documents is None else documents.position_T.view(batch, seq)
+        mixed = F.silu(self._convolved(inputs_BSGX.flatten(2), position_BS))
+        q, k, v = mixed.view(batch, seq, self.key_heads, -1).split(self.widths, -1)
+        v_BSHV = v.reshape(batch, seq, self.heads, -1)
+        g_BSH = decay(F.softplus(shift(a_BSGX.flatten(2).float(), self.dt)), self.a_log)
+        b_BSH = b_BSGX.flatten(2).sigmoid()
+        o_BSHV = self._remembered(q, k, v_BSHV, g_BSH, b_BSH, documents)
+        o_BSHV = rms_norm(o_BSHV, self.o_norm, c.norm_eps)
+        z_BSHV = z_BSGX.reshape(o_BSHV.shape)
+        o_BSHV = (o_BSHV * F.silu(z_BSHV.float())).to(o_BSHV.dtype)
+        return self.linears.row("proj", o_BSHV.flatten(2), self.w_out)
+
+    def _convolved(self, x_BSC: Tensor, position_BS: Tensor | None) -> Tensor:
+        if self.cache is None:
+            return causal_convolution(x_BSC, self.conv, position_BS)
+        before = self.cache.inputs_1WC
+        all_1SC = x_BSC if before is None else torch.cat([before, x_BSC], 1)
+        self.cache.inputs_1WC = (
+            all_1SC[:, 1 - self.config.delta_conv :].detach() if self.config.delta_conv > 1 else None
+        )
+        return causal_convolution(all_1SC, self.conv)[:, all_1SC.shape[1] - x_BSC.shape[1] :]
+
+    def _remembered(
+        self, q_BSGK: Tensor, k_BSGK: Tensor, v_BSHV: Tensor, g_BSH: Tensor, b_BSH: Tensor, documents: Documents | None
+    ) -> Tensor:
+        """The rule over all tokens, by whichever code there is: [B, S, H, V]."""
+        if self.cache is not None:
+            o_BSHV, state = chunked_rule(q_BSGK, k_BSGK, v_BSHV, g_BSH, b_BSH, state_BHKV=self.cache.state_1HKV)
+            self.cache.state_1HKV = state.detach()
+            return o_BSHV
+        if has_flash(q_BSGK) and has_kernels():
+            return _by_kernels(q_BSGK, k_BSGK, v_BSHV, g_BSH, b_BSH, documents)
+        starts_BS = None if documents is None else documents.position_T.view(g_BSH.shape[:2]) == 0
+        return chunked_rule(q_BSGK, k_BSGK, v_BSHV, g_BSH, b_BSH, starts_BS)[0]
+
+
+@cache
+def has_kernels() -> bool:
+    """Whether flash-linear-attention's kernels are installed (fla-core), which GPUs run in bf16."""
+    return find_spec("fla") is not None
+
+
+def _by_kernels(
+    q_BSGK: Tensor, k_BSGK: Tensor, v_BSHV: Tensor, g_BSH: Tensor, b_BSH: Tensor, documents: Documents | None
+) -> Tensor:
+    """The rule by flash-linear-attention's kernels. With documents, of one sequence of all tokens."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # pyrefly: ignore[missing-import]
+
+    given, ends = tuple(x.contiguous() for x in (q_BSGK, k_BSGK, v_BSHV, g_BSH, b_BSH)), None
+    if documents is not None:
+        given, ends = tuple(x.flatten(0, 1).unsqueeze(0) for x in given), documents.ends
+    o_BSHV, _ = chunk_gated_delta_rule(*given, use_qk_l2norm_in_kernel=True, cu_seqlens=ends)
+    return o_BSHV.view(v_BSHV.shape)
+
+
+def chunked_rule(
+    q_BSGK: Tensor,
+    k_BSGK: Tensor,
+    v_BSHV: Tensor,
+    g_BSH: Tensor,
+    b_BSH: Tensor,
+    starts_BS: Tensor | None = None,
+    state_BHKV: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What the memory says at every token, [B, S, H, V], and the memory behind the last: see the note above.
+
+    Lengths of queries and keys are made 1 here. `starts` says which tokens begin a document; the first of a sequence
+    begins with the memory `state`, or an empty one. All sums are fp32.
+    """
+    seq, dtype, each = q_BSGK.shape[1], q_BSGK.dtype, v_BSHV.shape[2] // q_BSGK.shape[2]
+    q, k = (_unit(x).repeat_interleave(each, 2) for x in (q_BSGK, k_BSGK))
+    chunk = min(CHUNK, seq)
+    given = (q * q.shape[-1] ** -0.5, k, v_BSHV, g_BSH.unsqueeze(-1), b_BSH.unsqueeze(-1))
+    q_BHNCK, k_BHNCK, v_BHNCV, g_BHNC1, b_BHNC1 = (_in_chunks(x, chunk) for x in given)
+    sum_BHNC1 = g_BHNC1.cumsum(3)
+    between_BHNCC = sum_BHNC1 - sum_BHNC1.transpose(3, 4)
+    later_CC = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu(1)
+    from_state, to_state, through = sum_BHNC1, sum_BHNC1[..., -1:, :] - sum_BHNC1, sum_BHNC1[..., -1:, :]
+    if starts_BS is not None:
+        number_B1NC1 = _in_chunks(starts_BS[..., None, None], chunk).cumsum(3)
+        later_CC = later_CC | (number_B1NC1 != number_B1NC1.transpose(3, 4))
+        from_state = from_state.masked_fill(number_B1NC1 != 0, -torch.inf)
+        to_state = to_state.masked_fill(number_B1NC1 != number_B1NC1[..., -1:, :], -torch.inf)
+        through = through.masked_fill(number_B1NC1[..., -1:, :] != 0, -torch.inf)
+    factor_BHNCC = between_BHNCC.masked_fill(later_CC, -torch.inf).exp()
+    met_BHNCC = (b_BHNC1 * k_BHNCK) @ k_BHNCK.transpose(3, 4) * factor_BHNCC
+    seen_BHNCC = q_BHNCK @ k_BHNCK.transpose(3, 4) * factor_BHNCC
+    right = torch.cat([b_BHNC1 * v_BHNCV, b_BHNC1 * k_BHNCK * from_state.exp()], -1)
+    solved = torch.linalg.solve_triangular(met_BHNCC, right, upper=False, unitriangular=True)
+    new_BHNCV, known_BHNCK = solved.split([v_BHNCV.shape[-1], k_BHNCK.shape[-1]], -1)
+    asked_BHNCK, kept_BHNKC, through_BHN11 = (
+        q_BHNCK * from_state.exp(), (k_BHNCK * to_state.exp()).transpose(3, 4), through.exp(),
+    )  # fmt: skip
+    if state_BHKV is None:
+        state_BHKV = q.new_zeros(v_BSHV.shape[0], v_BSHV.shape[2], k.shape[-1], v_BSHV.shape[-1])
+    outs = []
+    for n in range(new_BHNCV.shape[2]):
+        added_BHCV = new_BHNCV[:, :, n] - known_BHNCK[:, :, n] @ state_BHKV
+        outs.append(asked_BHNCK[:, :, n] @ state_BHKV + seen_BHNCC[:, :, n] @ added_BHCV)
+        state_BHKV = state_BHKV * through_BHN11[:, :, n] + kept_BHNKC[:, :, n] @ added_BHCV
+    return torch.cat(outs, 2)[:, :, :seq].transpose(1, 2).to(dtype), state_BHKV
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Vectors of length 1, fp32."""
+    x = x.float()
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPS)
+
+
+def _in_chunks(x_BSHX: Tensor, chunk: int) -> Tensor:
+    """[B, H, N, C, X], fp32, with zeros behind the last token."""
+    missing = -x_BSHX.shape[1] % chunk
+    return F.pad(x_BSHX.float(), (0, 0, 0, 0, 0, missing)).transpose(1, 2).unflatten(2, (-1, chunk))
