@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -420,14 +421,14 @@ def parameter_hooks(run: Run) -> None:
 
 
 @program("LoRA by peft", needs=("peft", "transformers"))
-def peft(run: Run) -> None:
-    from peft import LoraConfig, get_peft_model
+def adapted(run: Run) -> None:
+    peft: Any = importlib.import_module("peft")
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from tests.fsdp.zoo.language import _TINY, next_token
 
     made: Any = LlamaForCausalLM(LlamaConfig(**_TINY))
-    model: Any = get_peft_model(made, LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"]))
+    model: Any = peft.get_peft_model(made, peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"]))
     run.shard(model, list(made.model.layers))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     for step in range(STEPS):
