@@ -7,6 +7,7 @@ python -m benchmarks.zoo llama "GAN"      those with these words in their names,
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from typing import Any
 
 from benchmarks.markdown import Result, table
@@ -26,26 +27,23 @@ def rows(result: Result) -> str:
     """The table of programs: how they end, and why not well."""
     cells = []
     for name, row in result["programs"].items():
-        why = "; ".join(
-            f"{who}: {row[form]['why']}".replace("|", "/")[:160]
-            for who, form in (("hocket", "hocket"), ("FSDP2", "fsdp2"))
-            if row[form]["why"]
-        )
-        cells.append([name, SAID[row["hocket"]["kind"]], SAID[row["fsdp2"]["kind"]], why])
-    return table(["program", "hocket", "FSDP2", "what is said"], cells)
+        ours, theirs = row["hocket"], row["fsdp2"]
+        why = [f"hocket: {row['no'] or ours['why']}"] * bool(ours["why"])
+        why += [f"FSDP2: {theirs['why'].replace('|', '/')[:160]}"] * bool(theirs["why"])
+        cells.append([name, SAID[ours["kind"]], SAID[theirs["kind"]], "; ".join(why)])
+    return table(["program", "hocket", "FSDP2", "why not"], cells)
 
 
 def main() -> None:
     from tests.fsdp.zoo.judge import judge, programs
 
     words = sys.argv[1:]
-    names = [name for name in programs() if not words or any(word in name for word in words)]
+    known = programs()
+    names = [name for name in known if not words or any(word in name for word in words)]
     found: dict[str, Any] = {}
     for name, forms in judge(names, ["hocket", "fsdp2"]).items():
-        found[name] = {form: {"kind": verdict.kind, "why": verdict.why} for form, verdict in forms.items()}
-        print(
-            f"{name:40} " + "  ".join(f"{form}: {one['kind']} {one['why'][:100]}" for form, one in found[name].items())
-        )
+        found[name] = {"no": known[name].no, **{form: asdict(verdict) for form, verdict in forms.items()}}
+        print(f"{name:40} " + "  ".join(f"{form}: {one.kind} {one.why[:100]}" for form, one in forms.items()))
     if words:
         return
     from benchmarks.record import write

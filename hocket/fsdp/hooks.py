@@ -162,6 +162,8 @@ def _drive(unit: Unit, module: nn.Module) -> None:
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         call, context = _Call(), _context(unit)
         calls.append(call)
+        if torch._C._are_functorch_transforms_active():
+            _refuse_derivatives(unit)
         call.claim = context.need_forward(unit)
         call.writes = unit.writes()
         if context.nests and context.outermost and context.device.type == "cuda":
@@ -182,7 +184,7 @@ def _drive(unit: Unit, module: nn.Module) -> None:
         tensors = tensors_in(output, unit, all_of_them=call.invocation is not None)
         if call.invocation is not None:
             # A parameter that is returned is nothing that this forward has computed.
-            outputs = [x for x in tensors if x.grad_fn is not None]
+            outputs = [x for tensor in tensors for x in _levels(tensor) if x.grad_fn is not None]
             if outputs:
                 call.invocation.open()
                 register_multi_grad_hook(outputs, call.invocation.start, mode="any")
@@ -295,6 +297,16 @@ def _around_inputs(
     return args, kwargs
 
 
+def _refuse_derivatives(unit: Unit) -> None:
+    """Refuse transforms of `torch.func` other than `vmap`: weights can't be gathered inside of them."""
+    kinds = {level.key() for level in torch._C._functorch.get_interpreter_stack() or ()}
+    if kinds - {torch._C._functorch.TransformType.Vmap}:
+        raise ValueError(
+            f"{unit} was called inside of torch.func.grad, vjp, jvp or a Jacobian, where weights can't be gathered: "
+            f"take derivatives with torch.autograd.grad(..., create_graph=True)"
+        )
+
+
 def tensors_in(output: Any, unit: Unit, all_of_them: bool = True) -> list[Tensor]:
     """The tensors of what a module returned, in containers and attributes of objects too, such as a cache of keys.
 
@@ -331,6 +343,14 @@ def tensors_in(output: Any, unit: Unit, all_of_them: bool = True) -> list[Tensor
             )
         left += _attributes(one)
     return found
+
+
+def _levels(x: Tensor) -> list[Tensor]:
+    """A tensor and, inside of `torch.func.vmap`, those that it wraps: a backward outside runs their graph."""
+    levels = [x]
+    while torch._C._functorch.is_functorch_wrapped_tensor(levels[-1]):
+        levels.append(torch._C._functorch.get_unwrapped(levels[-1]))
+    return levels
 
 
 _WITHOUT_TENSORS = (

@@ -29,9 +29,9 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tests.fsdp.zoo.program import PROGRAMS, Form, Program, Run
-from tests.helpers.ranks import RankDied, RanksTimeout, run_ranks
+from tests.helpers.ranks import RanksTimeout, run_ranks
 
-FILES = ("language", "idioms", "loops", "parametrized")
+FILES = ("language", "idioms", "loops", "steps", "weights")
 """Where programs are."""
 
 SECONDS = 40.0
@@ -97,7 +97,7 @@ def _blame(error: Exception, form: Form) -> Verdict:
     return Verdict("failed", f"{why} ({Path(frame.filename).name}:{frame.lineno}, after {_steps} steps)")
 
 
-def compare(plain: Run, other: Run) -> Verdict:
+def compare(plain: Run, other: Run, off: float = 2e-5) -> Verdict:
     """Whether a run has found what the plain one has."""
     names = [f"loss {i}" for i in range(len(plain.losses))] + list(plain.noted)
     wanted = dict(zip(names, [*plain.losses, *plain.noted.values()], strict=True))
@@ -112,10 +112,10 @@ def compare(plain: Run, other: Run) -> Verdict:
                 "wrong", f"{name} is {tuple(ours.shape)} {ours.dtype}, not {tuple(value.shape)} {value.dtype}"
             )
         exact &= torch.equal(ours, value)
-        if not torch.allclose(ours, value, rtol=2e-4, atol=2e-5):
-            off = float((ours - value).abs().max())
-            if not off <= worst:
-                worst, where = off, name
+        if not torch.allclose(ours, value, rtol=2e-4, atol=off):
+            differs = float((ours - value).abs().max())
+            if not differs <= worst:
+                worst, where = differs, name
     if where:
         return Verdict("wrong", f"{where} differs by {worst:.3g}")
     return Verdict("bits" if exact else "right")
@@ -133,52 +133,44 @@ def _agree(rank: int, key: str, mine: Verdict, seconds: float = SECONDS) -> Verd
     return min(others, key=lambda one: order.index(one.kind))
 
 
-def judge_on_rank(rank: int, names: Sequence[str], forms: Sequence[Form], folder: str) -> None:
-    """Judge programs one after the other; a line for each in the folder, until one leaves something behind."""
+def judge_on_rank(rank: int, left: Sequence[tuple[str, Form]], folder: str) -> None:
+    """Judge forms of programs one after the other; a line for each in the folder, until one leaves something behind."""
     known, world = programs(), dist.get_world_size()
-    for name in names:
-        program, verdicts = known[name], dict[str, Verdict]()
-        plain, error = run(program, "plain", rank, world)
-        if error is not None:
-            verdicts = dict.fromkeys(forms, Verdict("failed", f"the plain run: {error.why}"))
-        for form in forms if error is None else ():
-            with Path(folder, f"begun{rank}").open("a") as file:
-                file.write(f"{name} {form}\n")
-            found, error = run(program, form, rank, world)
-            verdict = error or compare(plain, found)
-            verdicts[form] = _agree(rank, f"{name}/{form}", verdict)
+    plain: dict[str, tuple[Run, Verdict | None]] = {}
+    for name, form in left:
+        if name not in plain:
+            plain = {name: run(known[name], "plain", rank, world)}
+        wanted, error = plain[name]
+        if error is None:
+            found, error = run(known[name], form, rank, world)
+            verdict = _agree(rank, f"{name}/{form}", error or compare(wanted, found, known[name].off))
             del found
-            gc.collect()
+        else:
+            verdict = Verdict("failed", f"the plain run: {error.why}")
+        gc.collect()
         with Path(folder, f"judged{rank}").open("a") as file:
-            file.write(json.dumps([name, {form: asdict(one) for form, one in verdicts.items()}]) + "\n")
-        if any(one.kind in ("failed", "wrong") or (form == "fsdp2" and not one.good) for form, one in verdicts.items()):
+            file.write(json.dumps(asdict(verdict)) + "\n")
+        if verdict.kind in ("failed", "wrong") or (form == "fsdp2" and not verdict.good):
             return  # what it has left may harm the next one
 
 
 def judge(names: Sequence[str], forms: Sequence[Form], world: int = 2) -> dict[str, dict[str, Verdict]]:
     """Judge programs on ranks of their own: as many after each other as go well, then the rest on new ones."""
-    found: dict[str, dict[str, Verdict]] = {}
-    while left := [name for name in names if name not in found]:
+    left: list[tuple[str, Form]] = [(name, form) for name in names for form in forms]
+    found: dict[str, dict[str, Verdict]] = {name: {} for name in names}
+    while left:
+        error: Exception | None = None
         with tempfile.TemporaryDirectory() as folder:
-            error: BaseException | None = None
             try:
-                run_ranks(judge_on_rank, world, left, list(forms), folder, timeout=SECONDS + 4.0 * len(left))
-            except (RanksTimeout, RankDied, Exception) as raised:
+                run_ranks(judge_on_rank, world, left, folder, timeout=SECONDS + 4.0 * len(left))
+            except Exception as raised:
                 error = raised
-            lines = _lines(folder, "judged0")
-            judged = dict(json.loads(line) for line in lines)
-            for name, verdicts in judged.items():
-                found[name] = {form: Verdict(**one) for form, one in verdicts.items()}
-            if error is not None and left[len(judged)] not in found:
-                begun = [line.split() for line in _lines(folder, "begun0")]
-                name = left[len(judged)]
-                form = begun[-1][1] if begun and begun[-1][0] == name else forms[0]
-                kind = "hangs" if isinstance(error, RanksTimeout) or "ait timeout" in str(error) else "failed"
-                others = {one: Verdict("not run") for one in forms}
-                found[name] = {**others, form: Verdict(kind, str(error).splitlines()[0][:200])}
+            path = Path(folder, "judged0")
+            said = [Verdict(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+        if error is not None and len(said) < len(left):
+            hangs = isinstance(error, RanksTimeout) or "ait timeout" in str(error)
+            said.append(Verdict("hangs" if hangs else "failed", str(error).splitlines()[0]))
+        for (name, form), verdict in zip(left, said, strict=False):
+            found[name][form] = verdict
+        left = left[len(said) :]
     return found
-
-
-def _lines(folder: str, name: str) -> list[str]:
-    path = Path(folder, name)
-    return path.read_text().splitlines() if path.exists() else []

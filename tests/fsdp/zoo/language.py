@@ -116,3 +116,57 @@ zoo_of(
     text_config=dict(**_TOWER, vocab_size=VOCAB, max_position_embeddings=16, eos_token_id=1),
     vision_config=dict(**_TOWER, image_size=16, patch_size=8),
 )  # fmt: skip
+
+_LATENT: dict[str, Any] = dict(
+    _TINY, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8,
+)  # fmt: skip
+zoo_of("qwen3_moe", "Qwen3MoeForCausalLM", "Qwen3MoeConfig", **_TINY, num_experts=4,
+       moe_intermediate_size=16, num_experts_per_tok=2)  # fmt: skip
+zoo_of("gemma2", "Gemma2ForCausalLM", "Gemma2Config", **_TINY, sliding_window=4)
+zoo_of("gemma3", "Gemma3ForCausalLM", "Gemma3TextConfig", **_TINY, sliding_window=4)
+zoo_of(
+    "deepseek_v3", "DeepseekV3ForCausalLM", "DeepseekV3Config", **_LATENT, moe_intermediate_size=16,
+    n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, n_group=2, topk_group=1, first_k_dense_replace=1,
+)  # fmt: skip
+zoo_of("gpt_oss", "GptOssForCausalLM", "GptOssConfig", **_TINY, num_local_experts=4, num_experts_per_tok=2)
+zoo_of("qwen2", "Qwen2ForCausalLM", "Qwen2Config", heavy=True, tie_word_embeddings=True, **_TINY)
+zoo_of("phi3", "Phi3ForCausalLM", "Phi3Config", heavy=True, **_TINY)
+zoo_of("olmo2", "Olmo2ForCausalLM", "Olmo2Config", heavy=True, **_TINY)
+zoo_of("falcon", "FalconForCausalLM", "FalconConfig", heavy=True, vocab_size=VOCAB, hidden_size=32,
+       num_hidden_layers=2, num_attention_heads=4)  # fmt: skip
+zoo_of("bloom", "BloomForCausalLM", "BloomConfig", heavy=True, vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4)
+zoo_of("opt", "OPTForCausalLM", "OPTConfig", heavy=True, vocab_size=VOCAB, hidden_size=32, ffn_dim=48,
+       num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=16, word_embed_proj_dim=32)  # fmt: skip
+zoo_of("rwkv", "RwkvForCausalLM", "RwkvConfig", heavy=True, vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2)
+zoo_of(
+    "zamba2", "Zamba2ForCausalLM", "Zamba2Config", vocab_size=VOCAB, hidden_size=32, intermediate_size=48,
+    num_hidden_layers=4, num_attention_heads=4, mamba_d_state=4, mamba_headdim=8, n_mamba_heads=8, mamba_ngroups=1,
+    layers_block_type=["mamba", "hybrid", "mamba", "hybrid"], hybrid_layer_ids=[1, 3], chunk_size=4, num_mem_blocks=1,
+    adapter_rank=4, use_mem_rope=False,
+)  # fmt: skip
+zoo_of(
+    "mamba2", "Mamba2ForCausalLM", "Mamba2Config", heavy=True, vocab_size=VOCAB, hidden_size=32, state_size=4,
+    num_hidden_layers=2, num_heads=8, head_dim=8, n_groups=1, chunk_size=4,
+)  # fmt: skip
+zoo_of(
+    "roberta", "RobertaForMaskedLM", "RobertaConfig", heavy=True, vocab_size=VOCAB, hidden_size=32,
+    intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=16,
+)  # fmt: skip
+zoo_of(
+    "distilbert", "DistilBertForMaskedLM", "DistilBertConfig", heavy=True, vocab_size=VOCAB, dim=32, hidden_dim=48,
+    n_layers=2, n_heads=4, max_position_embeddings=16,
+)  # fmt: skip
+zoo_of(
+    "albert", "AlbertForMaskedLM", "AlbertConfig", vocab_size=VOCAB, embedding_size=16, hidden_size=32,
+    intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=16,
+)  # fmt: skip
+zoo_of(
+    "electra", "ElectraForMaskedLM", "ElectraConfig", heavy=True, vocab_size=VOCAB, embedding_size=16, hidden_size=32,
+    intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=16,
+)  # fmt: skip
+zoo_of("dinov2", "Dinov2ForImageClassification", "Dinov2Config", pixels(), heavy=True, **_TOWER, image_size=16,
+       patch_size=8, num_labels=4, mlp_ratio=2)  # fmt: skip
+zoo_of("convnext", "ConvNextForImageClassification", "ConvNextConfig", pixels(), heavy=True, num_labels=4,
+       hidden_sizes=[8, 16, 16, 16], depths=[1, 1, 1, 1], image_size=32, patch_size=1)  # fmt: skip
+zoo_of("resnet", "ResNetForImageClassification", "ResNetConfig", pixels(), heavy=True, num_labels=4, embedding_size=8,
+       hidden_sizes=[8, 8], depths=[1, 1], layer_type="basic")  # fmt: skip

@@ -137,23 +137,30 @@ class Program:
     """Packages that it imports."""
     no: str = ""
     """Why hocket refuses it; one of `REASONS`."""
+    off: float = 2e-5
+    """By how much values may differ, besides 2e-4 of each."""
 
 
-REASONS: tuple[str, ...] = ()
+REASONS = (
+    "autograd through sharded parameters",
+    "derivatives by torch.func",
+    "parameters replaced, moved or frozen later",
+    "an optimizer of whole matrices",
+)
 """Why hocket refuses a program."""
 
 PROGRAMS: dict[str, Program] = {}
 
 
 def program(
-    name: str, *, heavy: bool = False, needs: tuple[str, ...] = (), no: str = ""
+    name: str, *, heavy: bool = False, needs: tuple[str, ...] = (), no: str = "", off: float = 2e-5
 ) -> Callable[[Callable[[Run], None]], Callable[[Run], None]]:
     """Register a function as a program."""
     assert not no or no in REASONS
 
     def register(train: Callable[[Run], None]) -> Callable[[Run], None]:
         assert name not in PROGRAMS, name
-        PROGRAMS[name] = Program(name, train, heavy, needs, no)
+        PROGRAMS[name] = Program(name, train, heavy, needs, no, off)
         return train
 
     return register
