@@ -28,4 +28,8 @@ class OptimizerConfig:
     steps that were taken; 0 skips none. A step whose gradient is not finite is always skipped: weights, the optimizer's
     state and balance biases stay as they were."""
     skip_limit: int = 5
-    """Most steps in a row that may be skipped. At the next one the run ends; 0 ends it at the first."""
+    """Most steps in a row that may be skipped. At the next one the run ends, or goes back if `rewinds` is left; with 0
+    at the first."""
+    rewinds: int = 0
+    """Times that a run, rather than end there, goes back to its last checkpoint. It does not read again the text that
+    it has read since."""

@@ -84,6 +84,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "optimizer.momentum": (0, 0.999999),
     "optimizer.skip_spikes": (0, 1e12),
     "optimizer.skip_limit": (0, ANY),
+    "optimizer.rewinds": (0, ANY),
     "run.port": (0, 65535),
 }
 """Smallest and largest value of every number. In a tuple they hold for each member.

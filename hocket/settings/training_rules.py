@@ -49,6 +49,12 @@ TRAINING_RULES: tuple[Rule, ...] = (
         for name in ("save_behind", "keep_every", "keep_best")
     ),
     Rule(
+        ("optimizer.rewinds", "train.keep", "train.save_every"),
+        lambda c, h: c.optimizer.rewinds > 0 and not (c.train.keep and c.train.save_every),
+        "there would be no checkpoint to go back to: train.keep = {train.keep}, train.save_every = {train.save_every}",
+        "both 1 or more, or leave optimizer.rewinds out",
+    ),
+    Rule(
         ("train.keep_every", "train.save_every"),
         lambda c, h: c.train.keep_every > 0 and (not c.train.save_every or c.train.keep_every % c.train.save_every > 0),
         "checkpoints come every train.save_every = {train.save_every} steps",

@@ -55,6 +55,10 @@ class Saves:
         self._saved = step
         self._metrics.saved(step, path, saving.copy_seconds, saving.write_seconds)
 
+    def went_back(self, step: int) -> None:
+        """The run is at a checkpoint of `step` steps again."""
+        self._saved = step
+
     def between(self) -> None:
         """Save between two steps: begin to, once the save before has ended, or do all of it."""
         moment = self._moment()
