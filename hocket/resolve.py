@@ -28,6 +28,7 @@ from hocket.settings.plan_rules import fills_bubble, merges, separate_wgrads, st
 from hocket.settings.rule import Host, Rule
 from hocket.settings.rules import RULES, broken, has_experts, numbered, rule_lines, rule_text
 from hocket.settings.schema import changed, impossible, leaf, show, types
+from hocket.settings.smaller_mesh import smaller_mesh
 from hocket.tune.by_cost import (
     choose_copies,
     choose_lane,
@@ -89,6 +90,9 @@ def resolve(
     # A setting that was set to auto counts as not set.
     origins = {name: origin for name, origin in origins.items() if name not in types() or leaf(config, name) != "auto"}
     wrong = impossible(config, origins)
+    shrunk = list[Decision]()
+    if not wrong:
+        config, shrunk = smaller_mesh(config, host, origins, lambda each: _can_run(each, host, origins))
     sound = changed(config, {name: leaf(DEFAULTS, name) for name in wrong})
     settled, decisions, unmet = _settled(sound, host, origins)
     origins = {name: origin for name, origin in origins.items() if name not in unmet}
@@ -106,7 +110,7 @@ def resolve(
             settled = _add(settled, decisions, [(setting, *by_cost(settled, host, trials))])
     if any(leaf(settled, setting) in _OPEN for setting in DEFERRAL):
         settled = _add(settled, decisions, choose_deferral(settled, host, trials))
-    decisions = [decision for decision in decisions if decision.setting not in unmet]
+    decisions = [*shrunk, *(decision for decision in decisions if decision.setting not in unmet)]
     decisions += [replace(decision, value=leaf(settled, name)) for name, decision in unmet.items()]
     old = _still_chosen(before, settled) if before else {}
     decisions += _remarks(settled, host, origins, {decision.setting for decision in decisions} | old.keys())
@@ -134,6 +138,12 @@ def without_copies(settings: Settings, reason: str) -> Settings:
         anew, host = anew | stored, dataclasses.replace(host, no_peer_memory=reason)
     open_ = dict.fromkeys(anew & chosen, "auto")
     return resolve(changed(settings, open_), dataclasses.replace(host, no_copy_engine=reason))
+
+
+def _can_run(config: Config, host: Host, origins: Mapping[str, str]) -> bool:
+    """Whether no rule is broken, but for what costs may choose later."""
+    settled, _, unmet = _settled(config, host, origins)
+    return not broken(settled, host, {name: origin for name, origin in origins.items() if name not in unmet})
 
 
 def _settled(

@@ -196,5 +196,8 @@ class RunConfig:
     resume: str = "auto"
     """auto continues from the newest complete checkpoint of the folder. off starts over. A path loads that
     checkpoint."""
+    elastic: bool = False
+    """Where torchrun has started fewer processes than the mesh has ranks, as `--nnodes 1:2` may, hocket takes a smaller
+    mesh. A step has the same sequences."""
     port: int = 0
     """TCP port at which ranks meet. 0 takes the port that torchrun or Slurm gave, or picks a free one."""

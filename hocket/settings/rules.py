@@ -172,7 +172,7 @@ RULES: tuple[Rule, ...] = (
         lambda c, h: 0 < h.workers != c.mesh.world,
         "mesh.pp = {mesh.pp} x mesh.dp = {mesh.dp}{tensors} is {world} ranks, "
         "but {host.workers} processes were started",
-        "start {world} processes, or another mesh",
+        "start {world} processes, or another mesh, or run.elastic = True where they may become fewer",
     ),
     Rule(
         ("mesh.dp", "mesh.pp", "mesh.tp"),
