@@ -102,6 +102,23 @@ def test_a_shell_completes_commands_recipes_settings_and_values(capsys, words: s
     assert (ended.stderr, ended.stdout.strip()) == ("", answer)
 
 
+@pytest.mark.skipif(shutil.which("fish") is None, reason="no fish is installed")
+@pytest.mark.parametrize(
+    ("line", "answer"),
+    [
+        ("hocket tra", "trace train"),
+        ("hocket plan moe_", "moe_8gpu"),
+        ("hocket train tiny --overlap.ep.merge_", "--overlap.ep.merge_ends"),
+        ("hocket train tiny --overlap.ep.merge o", "off on"),
+    ],
+)
+def test_fish_completes_them_too(capsys, line: str, answer: str) -> None:
+    code, script, _ = command(capsys, "completion", "fish")
+    assert code == 0
+    ended = subprocess.run(["fish", "-c", f"{script}\ncomplete -C '{line}'"], capture_output=True, text=True)
+    assert (ended.stderr, ended.stdout.split()) == ("", answer.split())
+
+
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
@@ -126,7 +143,7 @@ def test_help_knows_pages_and_settings(capsys, words: list[str], parts: list[str
         (["help", "orderz"], "fix: did you mean orders?"),
         (["help", "quux"], "fix: hocket help lists the topics"),
         (["help", "overlap", "quux"], "has no such heading; fix: hocket help overlap lists them"),
-        (["completion", "fish"], "takes nothing; fix: hocket completion"),
+        (["completion", "csh"], "takes fish, or nothing for bash and zsh; fix: hocket completion"),
     ],
 )
 def test_what_help_does_not_know_is_one_line(capsys, words: list[str], fix: str) -> None:

@@ -9,11 +9,12 @@ from hocket.cli import COMMANDS
 from hocket.recipes import RECIPES
 from hocket.settings.schema import types
 
-USAGE = """usage: hocket completion
+USAGE = """usage: hocket completion [fish]
 
-Prints a script for bash and zsh that completes commands, recipes, settings and their values:
+Prints a script that completes commands, recipes, settings and their values:
 
-  eval "$(hocket completion)"        # in ~/.bashrc or ~/.zshrc"""
+  eval "$(hocket completion)"        # in ~/.bashrc or ~/.zshrc
+  hocket completion fish | source    # in ~/.config/fish/config.fish"""
 
 TAKE_RECIPE = ("train", "plan", "explain", "bench")
 """Commands that take a recipe and settings."""
@@ -36,14 +37,26 @@ _hocket() {
 complete -o default -F _hocket hocket
 """
 
+_FISH = """# hocket: completion for fish. Made by `hocket completion fish`.
+complete -c hocket -n 'test (count (commandline -opc)) -eq 1' -f -a '%(commands)s'
+set -l takes '__fish_seen_subcommand_from %(take)s'
+complete -c hocket -n "$takes; and test (count (commandline -opc)) -eq 2" -a '%(recipes)s'
+%(settings)s
+"""
+
 
 def run(words: list[str]) -> int:
     """Print the script."""
     if words and words[0] in ("-h", "--help"):
         print(USAGE)
         return 0
+    common = {"commands": " ".join(COMMANDS), "take": " ".join(TAKE_RECIPE), "recipes": " ".join(RECIPES)}
+    if words == ["fish"]:
+        print(_FISH % {**common, "settings": "\n".join(map(_fish, types()))}, end="")
+        return 0
     if words:
-        raise ValueError(f"completion {' '.join(words)} (command line): takes nothing; fix: hocket completion")
+        reason = "takes fish, or nothing for bash and zsh"
+        raise ValueError(f"completion {' '.join(words)} (command line): {reason}; fix: hocket completion")
     by_values: dict[str, list[str]] = {}
     for name, hint in types().items():
         if options := " ".join(_options(hint)):
@@ -52,15 +65,19 @@ def run(words: list[str]) -> int:
     print(
         _SCRIPT
         % {
-            "commands": " ".join(COMMANDS),
-            "take": " ".join(TAKE_RECIPE),
+            **common,
             "values": "\n      ".join(cases),
             "settings": " ".join(f"--{name}" for name in types()),
-            "recipes": " ".join(RECIPES),
         },
         end="",
     )
     return 0
+
+
+def _fish(setting: str) -> str:
+    """The line for a setting and its values."""
+    options = " ".join(_options(types()[setting]))
+    return f'complete -c hocket -n "$takes" -l {setting} ' + (f"-x -a '{options}'" if options else "-r")
 
 
 def _options(hint: Any) -> list[str]:
