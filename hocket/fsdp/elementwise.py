@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -34,7 +34,6 @@ class _Part:
 
     def __init__(self, local: Tensor, lo: int) -> None:
         self.gradient: Tensor | None = None
-        self.change: Callable[[int, bool], None] = lambda index, trains: None
         self.shard = ShardedParameter(local, requires_grad=True)
         self.shard.full_name, self.shard.full_shape, self.shard.position = "trial", torch.Size((ROWS, COLUMNS)), 0
         self.shard.lo, self.shard.hi = lo, lo + len(local)
@@ -53,6 +52,9 @@ class _Part:
         self.gradient = value
 
     def invalidate(self) -> None:
+        pass
+
+    def change(self, index: int, trains: bool) -> None:
         pass
 
 

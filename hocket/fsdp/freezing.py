@@ -21,7 +21,7 @@ def watch(unit: Unit, hook: Callable[[nn.Parameter], None]) -> None:
     `hook` has a driver see the gradients of a parameter.
     """
     for group in unit.groups:
-        group.change = _changer(unit, group, hook)
+        group.changed_by = _changer(unit, group, hook)
 
 
 def _changer(unit: Unit, group: ParamGroup, hook: Callable[[nn.Parameter], None]) -> Callable[[int, bool], None]:

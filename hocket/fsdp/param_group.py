@@ -64,6 +64,8 @@ class ParamGroup:
     Takes over the values of the parameters, all ranks the same ones; those on the meta device are zero until `load`.
     """
 
+    changed_by: Callable[[int, bool], None] | None = None  # where a unit has more to do (`freezing.py`)
+
     def __init__(
         self,
         members: Sequence[Member],
@@ -117,7 +119,6 @@ class ParamGroup:
         self._said = 0  # how often somebody said that main has changed
         self._seen = -1, -1  # the edition of main at the last refresh
         self._learns = [self.trainable] * len(members)  # what is trained now
-        self.change: Callable[[int, bool], None] = self.train
         self._has = [False] * len(members)  # whether main_grad holds a gradient of the member
         self._partial_has = [True] * len(members)  # False: partial holds something that was forgotten
         self._summed = True  # whether partial is the same on all replicas
@@ -141,7 +142,7 @@ class ParamGroup:
         return shards
 
     def rename(self, index: int, name: str, *owners: tuple[nn.Module, str]) -> None:
-        """Give a member another name, as the part of a larger model, and further places that hold it."""
+        """Give a member the name that it has in a larger model, and further places that hold it."""
         old = self.members[index]
         new = replace(old, name=name, owners=[*old.owners, *owners])
         self.members = (*self.members[:index], new, *self.members[index + 1 :])
@@ -173,8 +174,11 @@ class ParamGroup:
         """How many members are trained now."""
         return sum(self._learns)
 
+    def change(self, index: int, trains: bool) -> None:
+        """What `shards[index].requires_grad_(trains)` does."""
+        (self.changed_by or self.train)(index, trains)
+
     def train(self, index: int, trains: bool) -> None:
-        """Freeze a member, or have it trained again."""
         self._learns[index] = trains
         self.members[index].param.requires_grad_(trains)
         if trains and self._partial is None:
@@ -290,10 +294,7 @@ class ParamGroup:
         return self.main_grad if self._partial is None else self._partial
 
     def grad_views(self, flat: Tensor, keep: bool) -> list[Tensor]:
-        """Where in a staging buffer each member's gradient belongs: wire dtype, shaped like the parameter.
-
-        `keep` spares making them again, and keeps the buffer.
-        """
+        """Where in a staging buffer each gradient belongs, shaped like its parameter. `keep` them and the buffer."""
         if not keep:
             return self.layout.views(flat)
         if flat.data_ptr() not in self._grad_views:
