@@ -122,6 +122,7 @@ class OwnTransformer:
             ep=place.ep,
             aux_scale=1.0 / config.train.microbatches,
             linears=place.linears,
+            context=place.groups.cp if config.mesh.cp > 1 and place.groups is not None else None,
         )
         chunk.tie(place.ends)
         return chunk

@@ -13,11 +13,13 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from hocket.config import ModelConfig
+from hocket.model.context_layers import CutDenseLayer, CutMoELayer
 from hocket.model.documents import Documents
 from hocket.model.layers import DenseLayer
 from hocket.model.moe import ONLY, ExpertPlace, MoELayer
 from hocket.model.parameters import new_weight
 from hocket.parallel.linears import WHOLE, Linears
+from hocket.runtime.comm import Group
 from hocket.runtime.norms import rms_norm
 
 Layer = DenseLayer | MoELayer
@@ -61,7 +63,7 @@ class Chunk(nn.Module):
 
     Parameters are named as in the whole model (`layers.3.attn.wq`), but for experts they hold only those of
     expert-parallel rank `ep.rank`: global experts `ep.rank * E / ep.size` onwards, and of other weights what `linears`
-    has (`parallel/slices.py`). Made without values, on the meta device.
+    has (`parallel/slices.py`). Ranks of the group `context` share sequences. Made without values, on the meta device.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Chunk(nn.Module):
         ep: ExpertPlace = ONLY,
         aux_scale: float = 1.0,
         linears: Linears = WHOLE,
+        context: Group | None = None,
     ) -> None:
         super().__init__()
         self.config = config
@@ -86,8 +89,11 @@ class Chunk(nn.Module):
         for i in layers:
             moe = kinds[i] == "moe"
             own = linears.of_layer(i, config.layers)
-            layer = MoELayer(config, ep, aux_scale, own, i) if moe else DenseLayer(config, own, i)
-            self.layers[str(i)] = layer
+            if context is not None:
+                cut = CutMoELayer(config, ep, aux_scale, own, i, context) if moe else CutDenseLayer(config, own, i, context)
+                self.layers[str(i)] = cut
+            else:
+                self.layers[str(i)] = MoELayer(config, ep, aux_scale, own, i) if moe else DenseLayer(config, own, i)
         self.head = Head(config, linears) if last or ends else None
         self.tie()
 
