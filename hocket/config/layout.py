@@ -49,8 +49,9 @@ class MeshConfig:
     """Tensor-parallel ranks of each context-parallel rank. They share its tokens, heads, MLP columns and vocabulary."""
     shard: int = 0
     """Neighbours among the dp * cp ranks that share one copy of the weights; 0 means all of them. ep divides shard *
-    tp. If it is less than dp * cp, there are dp * cp / shard replicas (HSDP). Gathers and reduces then stay among shard ranks, such
-    as those of a host. A step sums its gradients over the replicas once, after the last microbatch's reduces."""
+    tp. If it is less than dp * cp, there are dp * cp / shard replicas (HSDP). Gathers and reduces then stay among shard
+    ranks, such as those of a host. A step sums its gradients over the replicas once, after the last microbatch's
+    reduces."""
 
     @property
     def data(self) -> int:

@@ -167,7 +167,7 @@ class Engine:
         return SplitLinears(self._tensors, ways_of(self.config), self.config.train.sequences)
 
     def _share(self) -> Shared | None:
-        """This rank's part of sequences; None if it has them whole."""
+        """What cuts this rank's part out of sequences; None if it has them whole."""
         c, ranks = self.config, self.mesh.cp
         sizes = c.train.sequences, c.data.sequence_length
         return Shared(*sizes, ranks, self.where.cp, self.device) if ranks > 1 else None

@@ -1,10 +1,10 @@
 """Sequences that context-parallel ranks share: who has which tokens, and which keys these attend to.
 
-A microbatch's sequences, one after the other, are cut into chunks. Each rank has as many tokens as the others, in chunks
-of its own. Keys and values of all ranks are gathered before attention, and put into the order of sequences. What a chunk
-attends to is then one stretch of it: from where the document of its first token begins to its own last token. So
-attention is that of documents whose queries are fewer than their keys, with both aligned at their ends, and no partial
-results are put together.
+A microbatch's sequences, one after the other, are cut into chunks. Each rank has as many tokens as the others, in
+chunks of its own. Keys and values of all ranks are gathered before attention, and put into the order of sequences. What
+a chunk attends to is then one stretch of it: from where the document of its first token begins to its own last token.
+So attention is that of documents whose queries are fewer than their keys, with both aligned at their ends, and no
+partial results are put together.
 
 Shapes: B sequences, S sequence length, T tokens of this rank, U tokens of all ranks (B * S), D width of a row.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -121,14 +122,15 @@ def context_of(documents: Documents, chunks: Sequence[Chunks], rank: int) -> Con
 
 def _span(bounds: Sequence[int], chunk: range, first: int) -> Span:
     """The documents that a chunk has tokens of. `bounds` are where documents of all sequences begin and end."""
-    met = [(lo, hi) for lo, hi in zip(bounds, bounds[1:], strict=False) if lo < chunk.stop and hi > chunk.start]
+    met = [(lo, hi) for lo, hi in pairwise(bounds) if lo < chunk.stop and hi > chunk.start]
     begin, ends, key_ends = met[0][0], [0], [0]
-    for lo, hi in met:
+    for _, hi in met:
         ends.append(min(hi, chunk.stop) - chunk.start)
         key_ends.append(min(hi, chunk.stop) - begin)
-    both = [torch.tensor(each, dtype=torch.int32) for each in (ends, key_ends)]
-    longest, key_longest = (int(each.diff().max()) for each in both)
-    return Span(range(first, first + len(chunk)), range(begin, chunk.stop), *both, longest, key_longest)
+    mine, theirs = (torch.tensor(each, dtype=torch.int32) for each in (ends, key_ends))
+    longest, key_longest = (int(each.diff().max()) for each in (mine, theirs))
+    queries, keys = range(first, first + len(chunk)), range(begin, chunk.stop)
+    return Span(queries, keys, mine, theirs, longest, key_longest)
 
 
 def _tokens(chunks: Chunks, device: torch.device) -> Tensor:
@@ -146,7 +148,7 @@ class Shared:
         """What layers are told of sequences that are one document each."""
 
     def part(self, microbatch: Microbatch) -> Microbatch:
-        """This rank's tokens and targets, [B, S / ranks], of a whole microbatch."""
+        """The rank's tokens and targets, [B, S / ranks], of a whole microbatch."""
         documents = microbatch.documents
         assert isinstance(documents, Documents | None), "a microbatch has its sequences whole"
         of_rank = [x.flatten()[self._mine].view(x.shape[0], -1) for x in (microbatch.ids, microbatch.targets)]

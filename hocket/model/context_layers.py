@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hocket.config import ModelConfig
 from hocket.model.context import Context
@@ -29,7 +29,7 @@ class _Cut:
     config: ModelConfig
     group: Group
     attn: Any
-    attn_norm: Tensor
+    attn_norm: nn.Parameter
 
     def forward_keys(self, x_BSD: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """What travels, [T, X], the input of attention and the residual stream, [B, S, D]."""

@@ -107,11 +107,16 @@ class Documents:
 class Seen(Protocol):
     """Which keys queries attend to: `Documents`, or `context.Span`, whose queries are the last of its keys."""
 
-    ends: Any
-    key_ends: Any
-    longest: Any
-    key_longest: Any
-    batch: Any
+    @property
+    def batch(self) -> int: ...
+    @property
+    def ends(self) -> Tensor: ...
+    @property
+    def key_ends(self) -> Tensor: ...
+    @property
+    def longest(self) -> int: ...
+    @property
+    def key_longest(self) -> int: ...
 
     def within(self, window: int) -> Tensor: ...
 
@@ -119,8 +124,10 @@ class Seen(Protocol):
 class Told(Protocol):
     """What layers are told of a microbatch's tokens: `Documents`, or `context.Context`."""
 
-    position_T: Any
-    real_T: Any
+    @property
+    def position_T(self) -> Tensor: ...
+    @property
+    def real_T(self) -> Tensor | None: ...
 
 
 def documents_of(ids_BS: Tensor) -> Documents:
@@ -168,9 +175,7 @@ def has_flash(q_THN: Tensor) -> bool:
     return q_THN.is_cuda and q_THN.dtype in (torch.bfloat16, torch.float16)
 
 
-def _flash(
-    q_THN: Tensor, k_TKN: Tensor, v_TKN: Tensor, documents: Seen, window: int, scale: float | None
-) -> Tensor:
+def _flash(q_THN: Tensor, k_TKN: Tensor, v_TKN: Tensor, documents: Seen, window: int, scale: float | None) -> Tensor:
     """Flash attention over documents one after the other: never computes blocks that the mask would throw away."""
     from torch.nn.attention.varlen import varlen_attn
 

@@ -77,7 +77,9 @@ class Attention(nn.Module):
         sizes = (batch, seq) if documents is None else (1, batch * seq)
         q_BSHN = q.view(*sizes, self.heads, c.head_dim)
         k_BSKN, v_BSKN = (x.view(*sizes, self.kv_heads, c.head_dim) for x in (k, v))
-        q_BSHN, k_BSKN = self._placed(q_BSHN, k_BSKN, seq, documents)
+        first = self.cache.length if self.cache is not None else 0
+        position_T = None if documents is None else documents.position_T
+        q_BSHN, k_BSKN = self._turned(seq, position_T, first, q=q_BSHN, k=k_BSKN)
         if self.cache is not None:
             given = (x.squeeze(0) for x in (q_BSHN, k_BSKN, v_BSKN))
             o_SHN = self.cache.attend(*given, window=self.window, sink_H=self.sinks)
@@ -127,10 +129,11 @@ class Attention(nn.Module):
         kv_U2KN = in_order(kv_UX, context).view(-1, 2, self.kv_heads, self.config.head_dim)
         k_UKN, v_UKN = kv_U2KN.unbind(1)
         window = self.window if self.window < context.length else 0
-        o_THN = torch.cat(
-            [self._attend(*(x[r.start : r.stop] for x, r in ((q_THN, s.queries), (k_UKN, s.keys), (v_UKN, s.keys))),
-                          s, window) for s in context.spans]
-        )  # fmt: skip
+        found = [
+            self._attend(_part(q_THN, span.queries), _part(k_UKN, span.keys), _part(v_UKN, span.keys), span, window)
+            for span in context.spans
+        ]
+        o_THN = torch.cat(found)
         return self._out(o_THN.reshape(*shape, -1), gate_BSF)
 
     def _attend(self, q_THN: Tensor, k_TKN: Tensor, v_TKN: Tensor, seen: Seen, window: int) -> Tensor:
@@ -152,12 +155,6 @@ class Attention(nn.Module):
         out_BSD = self.linears.row("proj", o_BSF, self.wo)
         return shift(out_BSD, self.bo) if self.config.o_bias else out_BSD
 
-    def _placed(self, q_BSHN: Tensor, k_BSKN: Tensor, seq: int, documents: Documents | None) -> tuple[Tensor, Tensor]:
-        """Queries and keys with positions, and with the norms of each head."""
-        first = self.cache.length if self.cache is not None else 0
-        position_T = None if documents is None else documents.position_T
-        return self._turned(seq, position_T, first, q=q_BSHN, k=k_BSKN)
-
     def _turned(self, seq: int, position_T: Tensor | None, first: int = 0, **heads_BSHN: Tensor) -> tuple[Tensor, ...]:
         """Queries `q` or keys `k` with positions and norms: `position_T` among `seq`, or all behind `first`."""
         c, rope, table = self.config, self.rope, None
@@ -167,11 +164,14 @@ class Attention(nn.Module):
             table = table if position_T is None else table.index_select(1, position_T)
         if not (c.qk_norm and c.qk_norm_over == "head"):
             return tuple(x if table is None else rotate(x, table) for x in heads_BSHN.values())
-        scales, norm = {"q": self.q_norm, "k": self.k_norm}, (c.norm_eps, c.norm_plus_one)
-        return tuple(
-            rms_norm(x, scales[name], *norm) if table is None else norm_rotate(x, scales[name], c.norm_eps, table, norm[1])
-            for name, x in heads_BSHN.items()
-        )
+        scales, eps, one = {"q": self.q_norm, "k": self.k_norm}, c.norm_eps, c.norm_plus_one
+        if table is None:
+            return tuple(rms_norm(x, scales[name], eps, one) for name, x in heads_BSHN.items())
+        return tuple(norm_rotate(x, scales[name], eps, table, one) for name, x in heads_BSHN.items())
+
+
+def _part(x_THN: Tensor, tokens: range) -> Tensor:
+    return x_THN[tokens.start : tokens.stop]
 
 
 def attention_of(

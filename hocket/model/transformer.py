@@ -57,6 +57,14 @@ class Head(nn.Module):
         return self.linears.cross_entropy(self(x_BSD).flatten(0, 1), targets_BS.flatten())
 
 
+def _layer(
+    moe: bool, experts: tuple[ExpertPlace, float], linears: Linears, number: int, c: ModelConfig, context: Group | None
+) -> Layer:
+    if context is None:
+        return MoELayer(c, *experts, linears, number) if moe else DenseLayer(c, linears, number)
+    return CutMoELayer(c, *experts, linears, number, context) if moe else CutDenseLayer(c, linears, number, context)
+
+
 class Chunk(nn.Module):
     """The layers `layers` of the model, with the embedding if `first` and the head if `last`, and of a tied model with
     both if it has one: they are one unit, whose weights are in both places.
@@ -89,11 +97,7 @@ class Chunk(nn.Module):
         for i in layers:
             moe = kinds[i] == "moe"
             own = linears.of_layer(i, config.layers)
-            if context is not None:
-                cut = CutMoELayer(config, ep, aux_scale, own, i, context) if moe else CutDenseLayer(config, own, i, context)
-                self.layers[str(i)] = cut
-            else:
-                self.layers[str(i)] = MoELayer(config, ep, aux_scale, own, i) if moe else DenseLayer(config, own, i)
+            self.layers[str(i)] = _layer(moe, (ep, aux_scale), own, i, config, context)
         self.head = Head(config, linears) if last or ends else None
         self.tie()
 

@@ -288,9 +288,7 @@ class _Model:
         if self.layout.cp == 1:
             return self.forward("attn", layer, x)
         keys = self.forward("keys", layer, x)
-        return self.forward(
-            "attn", layer, self.forward("kv", layer, keys), self.forward("queries", layer, keys), keys
-        )
+        return self.forward("attn", layer, self.forward("kv", layer, keys), self.forward("queries", layer, keys), keys)
 
     def attention_backward(self, layer: int, *grads: Token) -> Token:
         g = self.backward("attn", layer, *grads)

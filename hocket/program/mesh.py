@@ -7,8 +7,9 @@ of the same sequences, and for everything but attention they are data-parallel r
 
 Experts know neither tensor nor context parallelism. Between layers each of the dp * cp * tp ranks of a pipeline rank
 has tokens of its own, so experts take all of them for data-parallel ranks: `(dp_rank * cp + cp_rank) * tp + tp_rank =
-edp_rank * ep + ep_rank`. Expert-parallel ranks are neighbours, too; they may be a part of a tp group, or several. This is the "parallel folding" of Liu
-et al. 2025 ("MoE Parallel Folding", Megatron-LM with experts that are not split over tensor ranks).
+edp_rank * ep + ep_rank`. Expert-parallel ranks are neighbours, too; they may be a part of a tp group, or several. This
+is the "parallel folding" of Liu et al. 2025 ("MoE Parallel Folding", Megatron-LM with experts that are not split over
+tensor ranks).
 """
 
 from __future__ import annotations
@@ -122,10 +123,11 @@ class Mesh:
     def coordinates(self, rank: int) -> Coordinates:
         """Coordinates of a global rank."""
         if not 0 <= rank < self.world:
-            raise ValueError(
-                f"rank {rank} is outside the mesh: pp={self.pp} x dp={self.dp}"
-                f"{f' x cp={self.cp}' if self.cp > 1 else ''}{f' x tp={self.tp}' if self.tp > 1 else ''} has ranks 0..{self.world - 1}"
-            )
+            others = "".join(f" x {a}={n}" for a, n in (("cp", self.cp), ("tp", self.tp)) if n > 1)
+            axes = f"pp={self.pp} x dp={self.dp}{others}"
+            others = "".join(f" x {a}={n}" for a, n in (("cp", self.cp), ("tp", self.tp)) if n > 1)
+            axes = f"pp={self.pp} x dp={self.dp}{others}"
+            raise ValueError(f"rank {rank} is outside the mesh: {axes} has ranks 0..{self.world - 1}")
         pp, place = divmod(rank, self.data * self.tp)
         edp, ep = divmod(place, self.ep)
         data, tp = divmod(place, self.tp)

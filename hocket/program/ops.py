@@ -223,8 +223,10 @@ class Layout:
     @cached_property
     def layer_types(self) -> tuple[LayerKind, ...]:
         """The descriptions of all kinds of layers: `types`, or those of hocket's own."""
-        moved = {"cp": self.cp, "ep": self.ep, "per_rank": self.per_rank, "placed": self.placed, "uncounted": self.uncounted}
-        return self.types or standard_types(self.kinds, **moved)
+        if self.types:
+            return self.types
+        moved = {"ep": self.ep, "per_rank": self.per_rank, "placed": self.placed, "uncounted": self.uncounted}
+        return standard_types(self.kinds, self.cp, **moved)
 
     @cached_property
     def by_kind(self) -> Mapping[str, LayerKind]:

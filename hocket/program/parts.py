@@ -165,7 +165,7 @@ class LayerKind:
         return tuple(part for part in self.parts if part.unit is not None)
 
     def keeping_input(self) -> LayerKind:
-        """The same, if weight gradients of the first part, and of those that share its input, read the layer's input."""
+        """The same, if weight gradients of the first part, and of those that share it, read the layer's input."""
 
         def keeping(part: Part) -> Part:
             mine = part is self.entry or (part.shares_input and part.unit is not None)

@@ -373,7 +373,7 @@ def _with(kind: LayerKind, mixer: Mixer) -> LayerKind:
 
 
 def standard_types(kinds: tuple[str, ...], cp: int = 1, **moved: bool | int) -> tuple[LayerKind, ...]:
-    """The descriptions of hocket's own kinds among `kinds`, for `cp` ranks that share sequences; `moved` as for `moe`."""
+    """The descriptions of hocket's own kinds among `kinds`; `cp` ranks share sequences; `moved` as for `moe`."""
     own = (DENSE, moe(**moved))  # type: ignore[arg-type]
     if cp > 1:
         own = tuple(_shared_sequences(kind, cp) for kind in own)
