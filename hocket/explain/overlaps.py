@@ -23,7 +23,7 @@ _ROWS_AROUND, _WEIGHTS, _GRADIENTS = (
     "gradients reduced",
 )
 _FORWARD, _BACKWARD, _TO_EXPERTS = "activations sent", "gradients sent", "rows to experts and back"
-_KEYS, _KEY_GRADIENTS = "keys and values gathered", "their gradients reduced"
+_KEYS = "keys and values gathered, and their gradients reduced"
 _TIED = "gradients of the tied embedding"
 _ENDS = "the same, at both ends of a step"
 
@@ -78,10 +78,9 @@ def _context(s: Settings) -> Iterator[Overlap]:
     if s.mesh.cp == 1:
         yield _row(s, "cp", _KEYS, "", "n/a", "mesh.cp", "mesh.cp is 1")
     else:
-        why = "each layer's own parts have nothing to wait for meanwhile"
-        yield _row(s, "cp", _KEYS, "queries, and merged with it another microbatch", "on", "", why)
-        under = "weight gradients of attention, and the backward of queries"
-        yield _row(s, "cp", _KEY_GRADIENTS, under, "on", "", why)
+        why = "each layer makes keys before queries, and their gradients before those of queries"
+        under = "queries; weight gradients of attention"
+        yield _row(s, "cp", _KEYS, under, "on", "", why)
 
 
 def _data(s: Settings) -> Iterator[Overlap]:

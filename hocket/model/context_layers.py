@@ -17,6 +17,7 @@ from hocket.config import ModelConfig
 from hocket.model.context import Context
 from hocket.model.layers import DenseLayer
 from hocket.model.moe import ExpertPlace, MoELayer
+from hocket.model.transformer import Chunk, Layer
 from hocket.parallel.linears import Linears
 from hocket.parallel.routing import Routing
 from hocket.runtime.comm import Group, Pending
@@ -92,3 +93,17 @@ class CutMoELayer(_Cut, MoELayer):
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Routing]:
         """As that of `MoELayer`."""
         return self.routed(x_BSD, self._attended(kv_UX, q_THN, gate, x_BSD, context), context, kept)
+
+
+class SharedChunk(Chunk):
+    """A chunk whose sequences the ranks of a group share."""
+
+    def __init__(self, group: Group, *sizes: Any, **how: Any) -> None:
+        """All but `group` is as for `Chunk`."""
+        self._group = group
+        super().__init__(*sizes, **how)
+
+    def _layer(self, number: int, experts: tuple[ExpertPlace, float] | None, linears: Linears) -> Layer:
+        if experts is not None:
+            return CutMoELayer(self.config, *experts, linears, number, self._group)
+        return CutDenseLayer(self.config, linears, number, self._group)

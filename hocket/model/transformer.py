@@ -13,13 +13,11 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from hocket.config import ModelConfig
-from hocket.model.context_layers import CutDenseLayer, CutMoELayer
 from hocket.model.documents import Documents
 from hocket.model.layers import DenseLayer
 from hocket.model.moe import ONLY, ExpertPlace, MoELayer
 from hocket.model.parameters import new_weight
 from hocket.parallel.linears import WHOLE, Linears
-from hocket.runtime.comm import Group
 from hocket.runtime.norms import rms_norm
 
 Layer = DenseLayer | MoELayer
@@ -57,21 +55,13 @@ class Head(nn.Module):
         return self.linears.cross_entropy(self(x_BSD).flatten(0, 1), targets_BS.flatten())
 
 
-def _layer(
-    moe: bool, experts: tuple[ExpertPlace, float], linears: Linears, number: int, c: ModelConfig, context: Group | None
-) -> Layer:
-    if context is None:
-        return MoELayer(c, *experts, linears, number) if moe else DenseLayer(c, linears, number)
-    return CutMoELayer(c, *experts, linears, number, context) if moe else CutDenseLayer(c, linears, number, context)
-
-
 class Chunk(nn.Module):
     """The layers `layers` of the model, with the embedding if `first` and the head if `last`, and of a tied model with
     both if it has one: they are one unit, whose weights are in both places.
 
     Parameters are named as in the whole model (`layers.3.attn.wq`), but for experts they hold only those of
     expert-parallel rank `ep.rank`: global experts `ep.rank * E / ep.size` onwards, and of other weights what `linears`
-    has (`parallel/slices.py`). Ranks of the group `context` share sequences. Made without values, on the meta device.
+    has (`parallel/slices.py`). Made without values, on the meta device.
     """
 
     def __init__(
@@ -84,7 +74,6 @@ class Chunk(nn.Module):
         ep: ExpertPlace = ONLY,
         aux_scale: float = 1.0,
         linears: Linears = WHOLE,
-        context: Group | None = None,
     ) -> None:
         super().__init__()
         self.config = config
@@ -97,9 +86,15 @@ class Chunk(nn.Module):
         for i in layers:
             moe = kinds[i] == "moe"
             own = linears.of_layer(i, config.layers)
-            self.layers[str(i)] = _layer(moe, (ep, aux_scale), own, i, config, context)
+            self.layers[str(i)] = self._layer(i, (ep, aux_scale) if moe else None, own)
         self.head = Head(config, linears) if last or ends else None
         self.tie()
+
+    def _layer(self, number: int, experts: tuple[ExpertPlace, float] | None, linears: Linears) -> Layer:
+        """A layer; `experts` says where those of a layer that has some are, and what its loss is multiplied by."""
+        if experts is not None:
+            return MoELayer(self.config, *experts, linears, number)
+        return DenseLayer(self.config, linears, number)
 
     def tie(self, ends: dict[str, nn.Parameter] | None = None) -> None:
         """Make a tied head use the embedding's parameter, which then has one name, `embed.weight`.
