@@ -18,7 +18,7 @@ from hocket.engine.actions import Actions, Activation
 from hocket.engine.balance import Balance
 from hocket.engine.comm_options import comm_options
 from hocket.engine.executor import Executor
-from hocket.engine.graphed import GraphedSteps, Record, from_turn_one, recorder_of
+from hocket.engine.graphed import GraphedSteps, Record, Way, from_turn_one, recorder_of
 from hocket.engine.room import RowRoom
 from hocket.engine.standstill import Standstill
 from hocket.fsdp.planned.adamw import AdamWOptions, PlannedAdamW
@@ -61,6 +61,8 @@ class StepResult:
     """Rows of one rank that found no room, so that the step was made again with splits that the host knows; 0: none."""
     grown: bool = False
     """Of such a step: whether there is more room since; if not, the host knows splits from then on."""
+    way: Way = "issued"
+    """How the host made it."""
 
 
 class Engine:
@@ -244,7 +246,13 @@ class Engine:
         loss = self._loss(self._run(self.executor, microbatches), self.executor)
         lacked = self.room.lacked
         grown = lacked > 0 and self.room.now is not None
-        return StepResult(loss, self._grad_norm, self.balance.loads, self._skipped, lacked, grown)
+        way = "issued" if self._graphed is None or lacked else self._graphed.way
+        return StepResult(loss, self._grad_norm, self.balance.loads, self._skipped, lacked, grown, way)
+
+    @property
+    def replays(self) -> bool:
+        """Whether steps are replayed, but for the first ones."""
+        return self._graphed is not None
 
     def _finish_step(self) -> None:
         """What the plan's `step` op does, once every gradient has been reduced."""

@@ -11,8 +11,8 @@ tell the host something, and whatever Python keeps from one step to the next mus
 - packed documents have room for others: empty ones, up to twice as many as there were on any rank when it was made;
 - bytes move as they did: a group that has another transport since makes the recording void.
 
-Every step that runs op by op makes it void too, for it leaves gradients elsewhere: steps that are profiled, and one
-that is made again since rows found no room. The next one is recorded anew.
+Every step that runs op by op makes it void too, for it leaves gradients elsewhere: steps whose ops are shown under
+their names, and one that is made again since rows found no room. The next one is recorded anew.
 
 Note: [Ranks record and replay apart]
 Each rank has a graph of its own, and nothing in one knows of the others: what ranks exchange, they exchange while their
@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -40,6 +41,9 @@ from hocket.runtime.world import everyone
 
 WARM_UP = 3
 """Steps before the recorded one: the rehearsal, and some in which libraries allocate what they keep."""
+
+Way = Literal["issued", "recorded", "replayed"]
+"""How the host made a step: op by op, op by op into a graph that then ran, or by one call."""
 
 Record = Callable[[Callable[[], list[Tensor]]], tuple[list[Tensor], Callable[[], None]]]
 """Records the calls of a function: (what it returned, how to make them again). It need not make them itself."""
@@ -102,6 +106,8 @@ class GraphedSteps:
         """`transports` are those of all groups now."""
         self._executor, self._model, self._record, self._transports = executor, model, record, transports
         self._moved_by: Sequence[object] = transports()
+        self.way: Way = "issued"
+        """How the last step was made."""
         self._issued = 0
         self._replay: Callable[[], None] | None = None
         self._inputs: list[Microbatch] = []
@@ -117,8 +123,10 @@ class GraphedSteps:
         if self._issued < WARM_UP or executor.annotated:
             self.drop()
             self._issued += 1
+            self.way = "issued"
             return executor.run(microbatches)
         self._have_room(microbatches)
+        self.way = "recorded" if self._replay is None else "replayed"
         if self._replay is None:
             self._replay = self._recorded(microbatches)
         for mine, given in zip(self._inputs, microbatches, strict=True):

@@ -92,7 +92,11 @@ def _trained(optimizer: Optimizer, group: int, like: Tensor, cuts: Sequence[int]
             here = grad[param.lo : param.hi] if isinstance(param, ShardedParameter) else grad.view(ROWS, COLUMNS)
             param.grad = here.clone()
         step(tried)
-    return torch.cat([param.detach().flatten() for param in params]).float()
+    return torch.cat([_values(param).flatten() for param in params]).float()
+
+
+def _values(param: nn.Parameter) -> Tensor:
+    return param.to_local() if isinstance(param, ShardedParameter) else param.detach()
 
 
 def _copy(optimizer: Optimizer, group: int, params: list[nn.Parameter]) -> Optimizer:

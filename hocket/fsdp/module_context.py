@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Literal, Protocol
 
 import torch
@@ -105,6 +106,7 @@ class ShardContext:
             unit.context = self
             for group in unit.groups:
                 group.settle = self.finish_step
+                group.know_wholes(partial(self.over_ranks, parts=group.groups))
 
     def __repr__(self) -> str:
         kept = sum(group.nbytes for unit in self.units for group in unit.groups)
@@ -331,12 +333,15 @@ class ShardContext:
             for group in unit.groups:
                 group.invalidate()
 
-    def over_ranks(self, value: Tensor, how: Literal["sum", "max"]) -> None:
-        """The `sum` or `max` of a tensor over all ranks of the mesh that `fully_shard` was given, in place."""
+    def over_ranks(self, value: Tensor, how: Literal["sum", "max"], parts: ShardGroups | None = None) -> None:
+        """The `sum` or `max` of a tensor over all ranks of the mesh, or those that keep other `parts`, in place."""
         self.about_to(f"{how} over ranks")
         self.before_waiting()
-        self.groups.reduce.all_reduce(value, how).wait()
-        self.groups.outer.all_reduce(value, how).wait()
+        groups, here = parts or self.groups, value.to(self.device)
+        groups.reduce.all_reduce(here, how).wait()
+        if parts is None or parts.outer_shards:
+            groups.outer.all_reduce(here, how).wait()
+        value.copy_(here)
 
     @contextlib.contextmanager
     def gathered(self, changed: bool = False) -> Iterator[None]:
@@ -422,10 +427,7 @@ class ShardContext:
         self._windows.clear()
 
     def read_outside(self, unit: Unit) -> bool:
-        """A weight is read while its unit is not in use: claim the unit until nobody needs it any more.
-
-        False outside of any forward: what is read then is the shard. See `outside.py`.
-        """
+        """A weight is read while its unit is not in use: claim that. False outside of any forward; see `outside.py`."""
         if self._depth:
             claim = unit.acquire()
             claim.wait()

@@ -29,6 +29,7 @@ keeps them, the others start from zero: so every contribution is in exactly one 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -36,6 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from hocket.fsdp.layout import FlatLayout, Granularity
+from hocket.fsdp.part import Ask, How, Part, Place, plain
 from hocket.fsdp.precision import Precision
 from hocket.fsdp.shard_grads import LocalSum, ShardGrads
 from hocket.fsdp.shard_groups import ShardGroups
@@ -105,6 +107,8 @@ class ParamGroup:
         """Gets the memory of the gradients, if it is not there: called before they are reduced or set."""
         self.let_grads_go: Callable[[], None] = self.grads.let_go
         """Called when all gradients have been forgotten: gives their memory back if that is safe."""
+        self._ask: Ask | None = None
+        self._parts: dict[int, tuple[Tensor, Part]] = {}  # what readers of gradients see, beside their memory
         self.shards = self._make_shards()
         for i, member in enumerate(self.members):
             if not member.param.is_meta:
@@ -141,6 +145,27 @@ class ParamGroup:
         new = replace(old, name=name, owners=[*old.owners, *owners])
         self.members = (*self.members[:index], new, *self.members[index + 1 :])
         self.shards[index].full_name = name
+        self.shards[index].place = self._place_of(self.shards[index])
+        self._parts.clear()
+
+    def know_wholes(self, ask: Ask) -> None:
+        """Have shards know of what they are parts. `ask` is of all ranks. See Note: [A part knows its whole]."""
+        self._ask = ask
+        self._parts.clear()
+        for shard in self.shards:
+            shard.place = self._place_of(shard)
+
+    def _place_of(self, shard: ShardedParameter) -> Place | None:
+        if self._ask is None or self.keeps_all:
+            return None
+        group = weakref.ref(self)
+
+        def ask(value: Tensor, how: How) -> None:
+            mine = group()
+            if mine is not None and mine._ask is not None:
+                mine._ask(value, how)
+
+        return Place(shard.full_name, shard.full_shape, shard.lo, shard.hi, ask)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -190,7 +215,7 @@ class ParamGroup:
     def load(self, index: int, value: Tensor) -> None:
         """Take the whole value of a member."""
         shard = self.shards[index]
-        shard.detach().copy_(value.detach().reshape(-1)[shard.lo : shard.hi])
+        shard.to_local().copy_(value.detach().reshape(-1)[shard.lo : shard.hi])
 
     def bind(self, flat: Tensor) -> None:
         """Make the data of the full parameters views of `flat[:total]`, or of `weight` if the group is held whole.
@@ -342,7 +367,12 @@ class ParamGroup:
         self.settle()
         if not self.trainable or not self._has[index]:
             return None
-        return self.grads.views()[index]
+        view, place = self.grads.views()[index], self.shards[index].place
+        if place is None:
+            return view
+        if index not in self._parts or self._parts[index][0] is not view:
+            self._parts[index] = view, Part.of(view, place)
+        return self._parts[index][1]
 
     def forget(self, index: int) -> None:
         """What setting `shards[index].grad` to None does: the next reduction overwrites it."""
@@ -367,7 +397,8 @@ class ParamGroup:
             if not self.has_grad:
                 self.main_grad.zero_()  # padding too, which no reduction has written
             view = self.grads.views()[index]
-            if view is not value:
+            value = plain(value)
+            if view.data_ptr() != value.data_ptr() or view.dtype != value.dtype:
                 view.copy_(value)
         self._has[index] = True
 
