@@ -37,6 +37,7 @@ def _end_all() -> Iterator[None]:
         (dict(dp=8, ep=2, shard=4), 4, dict(dp=4, ep=2, shard=4, microbatches=8)),
         (dict(dp=8, ep=4, shard=4), 2, dict(dp=2, ep=2, shard=2, microbatches=16)),
         (dict(dp=4), 2, dict(dp=2, microbatches=8)),
+        (dict(dp=2, cp=2), 2, dict(dp=1, cp=2, microbatches=8)),
         (dict(dp=4), 4, dict(dp=4, microbatches=4)),
     ],
 )

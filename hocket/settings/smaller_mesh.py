@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 
 from hocket.config import Config, MeshConfig
@@ -44,19 +45,19 @@ def smaller_mesh(
 
 
 def _smaller(config: Config, ranks: int) -> Iterator[Config]:
-    """Configurations of so many ranks with the same batch. What keeps more of tp, then pp, shard and ep comes first."""
+    """Configurations of so many ranks with the same batch. First those with more of tp, then pp, cp, shard, ep."""
     mesh, train = config.mesh, config.train
-    for tp in _divisors(mesh.tp):
-        for pp in _divisors(mesh.pp):
-            dp, rest = divmod(ranks, tp * pp)
-            microbatches, uneven = divmod(mesh.dp * train.microbatches, dp) if dp else (0, 1)
-            if rest or uneven:
+    for tp, pp, cp in itertools.product(*map(_divisors, (mesh.tp, mesh.pp, mesh.cp))):
+        dp, rest = divmod(ranks, tp * pp * cp)
+        microbatches, uneven = divmod(mesh.dp * train.microbatches, dp) if dp else (0, 1)
+        if rest or uneven:
+            continue
+        for shard, ep in itertools.product(_divisors(mesh.shard), _divisors(mesh.ep)):
+            if (shard and dp * cp % shard) or (shard or dp * cp) * tp % ep:
                 continue
-            for shard in (each for each in _divisors(mesh.shard) if each == 0 or dp % each == 0):
-                for ep in (each for each in _divisors(mesh.ep) if (shard or dp) * tp % each == 0):
-                    values = tp, pp, dp, shard, ep, microbatches
-                    names = ("mesh.tp", "mesh.pp", "mesh.dp", "mesh.shard", "mesh.ep", "train.microbatches")
-                    yield changed(config, dict(zip(names, values, strict=True)))
+            sizes = {"tp": tp, "pp": pp, "cp": cp, "dp": dp, "shard": shard, "ep": ep}
+            values = {f"mesh.{name}": size for name, size in sizes.items()}
+            yield changed(config, {**values, "train.microbatches": microbatches})
 
 
 def _divisors(number: int) -> list[int]:
