@@ -27,12 +27,6 @@ CONTEXT_RULES: tuple[Rule, ...] = (
         "mesh.cp = 1",
     ),
     Rule(
-        ("mesh.cp", "model.kv_lora_rank"),
-        lambda c, h: _shared(c) and c.model.latent,
-        "latent attention has no keys of its own that could be gathered, and its latents are not yet",
-        "mesh.cp = 1",
-    ),
-    Rule(
         ("mesh.cp", "mesh.tp"),
         lambda c, h: _shared(c) and c.mesh.tp > 1,
         "tensor-parallel ranks have tokens between products that context-parallel ones would have to cut again",

@@ -38,6 +38,8 @@ CASES: dict[str, Config] = {
         {"pp": 2}, dict(chunks=2, layers_per_stage=(1, 1, 1, 1), recompute=("attn:1",), strategy="optim"),
     ),
     "biases, no shards": of({**MOE, "qkv_bias": True, "o_bias": True}, {}, dict(strategy="no_shard", merge="on")),
+    "latents, merged": of({**MOE, **PROJECTIONS["latent"]}, {"ep": 2}, dict(merge="on", merge_ends="off")),
+    "latents of queries": of({**DENSE, **PROJECTIONS["latent queries"]}, {}, {}, **{"data.packing": "off"}),
     "tied, zero bubble": of(
         {**MOE, "tied": True, "layers": 2}, {"pp": 2}, dict(order="zb_h1", layers_per_stage=(1, 1), defer_wgrad="on")
     ),
