@@ -23,7 +23,7 @@ REFUSED_ORDERS: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
     ({**FOUR, "mesh__tp": 2, "mesh__ep": 8}, {"mesh__shard": 2}, "mesh.shard", "mesh.shard = 2 x mesh.tp = 2"),
     ({"data__sequence_length": 42}, SHARED, "mesh.cp", "2 of 2 x mesh.cp chunks"),
     ({"model__delta_heads": 4, "model__delta_key_heads": 2}, SHARED, "mesh.cp", "goes through a sequence token by"),
-    ({"mesh__tp": 2}, SHARED, "mesh.cp", "fix: mesh.tp = 1"),
+    ({"mesh__tp": 2, "model__kv_lora_rank": 8}, SHARED, "mesh.cp", "fix: mesh.tp = 1"),
     ({"model__aux_loss": 0.1, "model__aux_loss_over": "sequence"}, SHARED, "mesh.cp", "all tokens of a sequence"),
     (SHARED, {"overlap__ep__merge_ends": "on"}, "overlap.ep.merge_ends", "have their sequences whole"),
     (SHARED, {"plan__layer_order": "early_release"}, "plan.layer_order", "leave plan.layer_order out, or mesh.cp = 1"),

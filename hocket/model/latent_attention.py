@@ -103,8 +103,8 @@ class LatentAttention(nn.Module):
             (q,) = self.linears.columns("qkv", h_BSD, (self.wq,))
         return self._turned(q.reshape(1, -1, self.heads, self.config.key_width), context)[0], None
 
-    def attended(self, kv_UX: Tensor, q_THX: Tensor, gate: None, context: Context, shape: tuple[int, int]) -> Tensor:
-        """What attention adds to the residual stream, of `shape`: each rank makes keys and values of all latents."""
+    def attended(self, kv_UX: Tensor, q_THX: Tensor, gate: None, context: Context, batch: int) -> Tensor:
+        """What attention adds to the residual stream of `batch` rows. Each rank makes keys of all latents."""
         c = self.config
         turning_UR, latent_UC = in_order(kv_UX, context).split(self._made, -1)
         (kv,) = self.linears.columns("qkv", latent_UC.unsqueeze(0), (self.wkv_b,))
@@ -116,7 +116,7 @@ class LatentAttention(nn.Module):
                       scale, s)
             for s in context.spans
         ]  # fmt: skip
-        return self.linears.row("proj", torch.cat(found, 1).reshape(*shape, -1), self.wo)
+        return self.linears.row("proj", torch.cat(found, 1)[0].flatten(1).unflatten(0, (batch, -1)), self.wo)
 
     @property
     def _made(self) -> list[int]:

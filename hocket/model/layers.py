@@ -122,10 +122,8 @@ class Attention(nn.Module):
         (q_1THN,) = self._turned(context.length, context.position_T, q=q_1THN)
         return q_1THN[0], gate
 
-    def attended(
-        self, kv_UX: Tensor, q_THN: Tensor, gate_BSF: Tensor | None, context: Context, shape: tuple[int, int]
-    ) -> Tensor:
-        """What attention adds to the residual stream, of `shape`, from the keys and values of all ranks."""
+    def attended(self, kv_UX: Tensor, q_THN: Tensor, gate_BSF: Tensor | None, context: Context, batch: int) -> Tensor:
+        """What attention adds to the residual stream of `batch` rows, from the keys and values of all ranks."""
         kv_U2KN = in_order(kv_UX, context).view(-1, 2, self.kv_heads, self.config.head_dim)
         k_UKN, v_UKN = kv_U2KN.unbind(1)
         window = self.window if self.window < context.length else 0
@@ -134,7 +132,8 @@ class Attention(nn.Module):
             for span in context.spans
         ]
         o_THN = torch.cat(found)
-        return self._out(o_THN.reshape(*shape, -1), gate_BSF)
+        o_BSF = o_THN.flatten(1).unflatten(0, (batch, -1))
+        return self._out(o_BSF, gate_BSF if gate_BSF is None else gate_BSF.reshape(o_BSF.shape))
 
     def _attend(self, q_THN: Tensor, k_TKN: Tensor, v_TKN: Tensor, seen: Seen, window: int) -> Tensor:
         if self.sinks is None:
