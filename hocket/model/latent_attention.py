@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from hocket.config import ModelConfig
 from hocket.model.cache import KeyValueCache
-from hocket.model.context import Context, in_order
+from hocket.model.context import Context, among, in_order
 from hocket.model.documents import Documents, Seen, attend, has_flash
 from hocket.model.parameters import new_weight
 from hocket.model.rotary import mscale, rope_of, rotary_table
@@ -110,12 +110,10 @@ class LatentAttention(nn.Module):
         (kv,) = self.linears.columns("qkv", latent_UC.unsqueeze(0), (self.wkv_b,))
         k_UHN, v_UHV = kv[0].unflatten(-1, (self.heads, -1)).split([c.qk_nope_head_dim, c.v_head_dim], -1)
         k_UHX = torch.cat([turning_UR.unsqueeze(1).expand(-1, self.heads, -1), k_UHN], -1)
-        scale = softmax_scale(c)
-        found = [
-            attention(*(x[None, r.start : r.stop] for x, r in ((q_THX, s.queries), (k_UHX, s.keys), (v_UHV, s.keys))),
-                      scale, s)
-            for s in context.spans
-        ]  # fmt: skip
+        found: list[Tensor] = []
+        for span in context.spans:
+            k, v = (among(x, span.keys).unsqueeze(0) for x in (k_UHX, v_UHV))
+            found.append(attention(among(q_THX, span.queries).unsqueeze(0), k, v, softmax_scale(c), span))
         return self.linears.row("proj", torch.cat(found, 1)[0].flatten(1).unflatten(0, (batch, -1)), self.wo)
 
     @property

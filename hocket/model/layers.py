@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hocket.config import ModelConfig
 from hocket.kernels.usable import usable
 from hocket.model.cache import KeyValueCache
-from hocket.model.context import Context, in_order
+from hocket.model.context import Context, among, in_order
 from hocket.model.delta_net import DeltaNet
 from hocket.model.documents import Documents, Seen, attend, whole_sequences
 from hocket.model.latent_attention import LatentAttention
@@ -128,7 +128,7 @@ class Attention(nn.Module):
         k_UKN, v_UKN = kv_U2KN.unbind(1)
         window = self.window if self.window < context.length else 0
         found = [
-            self._attend(_part(q_THN, span.queries), _part(k_UKN, span.keys), _part(v_UKN, span.keys), span, window)
+            self._attend(among(q_THN, span.queries), among(k_UKN, span.keys), among(v_UKN, span.keys), span, window)
             for span in context.spans
         ]
         o_THN = torch.cat(found)
@@ -167,10 +167,6 @@ class Attention(nn.Module):
         if table is None:
             return tuple(rms_norm(x, scales[name], eps, one) for name, x in heads_BSHN.items())
         return tuple(norm_rotate(x, scales[name], eps, table, one) for name, x in heads_BSHN.items())
-
-
-def _part(x_THN: Tensor, tokens: range) -> Tensor:
-    return x_THN[tokens.start : tokens.stop]
 
 
 def attention_of(
