@@ -17,7 +17,7 @@ way on theirs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,16 @@ from hocket.fsdp.sharded_parameter import ShardedParameter
 from hocket.runtime.transports import Window
 
 SCALES = {None: "original", "original": "original", "match_rms_adamw": "match_rms_adamw"}
+
+
+class Iteration(TypedDict, total=False):
+    """Settings of the iteration, as those of `torch.optim.Muon`."""
+
+    ns_coefficients: tuple[float, float, float]
+    eps: float
+    ns_steps: int
+    adjust_lr_fn: str | None
+    """How the learning rate depends on a matrix's shape: `match_rms_adamw` or `original`, which None means too."""
 
 
 class _Matrix(NamedTuple):
@@ -55,20 +65,15 @@ class Muon(torch.optim.Optimizer):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
-        ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
-        eps: float = EPS,
-        ns_steps: int = ITERATIONS,
-        adjust_lr_fn: str | None = None,
+        **iteration: Unpack[Iteration],
     ) -> None:
+        how = {"ns_coefficients": COEFFICIENTS, "eps": EPS, "ns_steps": ITERATIONS, "adjust_lr_fn": None, **iteration}
         for name, value in (("lr", lr), ("weight_decay", weight_decay), ("momentum", momentum)):
             if not float(value) >= 0:
                 raise ValueError(f"{name} = {value}: it must be 0 or more")
-        if adjust_lr_fn not in SCALES:
-            raise ValueError(f"adjust_lr_fn = {adjust_lr_fn!r}: there is None, original, match_rms_adamw")
-        defaults = {
-            "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
-            "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn,
-        }  # fmt: skip
+        if how["adjust_lr_fn"] not in SCALES:
+            raise ValueError(f"adjust_lr_fn = {how['adjust_lr_fn']!r}: there is None, original, match_rms_adamw")
+        defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov, **how}
         super().__init__(params, defaults)
         for held in self.param_groups:
             for param in held["params"]:

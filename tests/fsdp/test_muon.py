@@ -70,7 +70,7 @@ def beside(rank: int, shape: tuple[int, ...], strategy: str, options: dict[str, 
     full = get_optimizer_state_dict(model, mine[:1], options=StateDictOptions(full_state_dict=True))
     averages = {n: twins[0].state[p]["momentum_buffer"] for n, p in plain.named_parameters() if p in twins[0].state}
     if rank == 0:
-        state = full["state"]
+        state: Any = full["state"]
         assert len(averages) == 7
         for name, average in averages.items():
             assert torch.equal(state[name]["momentum_buffer"].view(average.shape), average), name
