@@ -91,7 +91,7 @@ def test_one_process_goes_on_with_the_run_of_two(tmp_path: Path) -> None:
     whole = losses(tmp_path)
     shutil.rmtree(tmp_path / "runs")
     for steps, variables in (("6", {}), ("12", left | {"MASTER_PORT": str(find_port())})):
-        ended = hocket(tmp_path, "train", *words, "--train.steps", steps, **variables)
+        ended = hocket(tmp_path, "train", *words, "--train.steps", steps, fresh=False, **variables)
         assert ended.code == 0, ended
     assert "mesh.dp = 1 (asked for 2" in ended.out, ended
     assert losses(tmp_path)[:6] == whole[:6]
