@@ -106,7 +106,7 @@ class ShardContext:
             unit.context = self
             for group in unit.groups:
                 group.settle = self.finish_step
-                group.ask = partial(self.over_ranks, parts=group.groups)
+                group.know_wholes(partial(self.over_ranks, parts=group.groups))
 
     def __repr__(self) -> str:
         kept = sum(group.nbytes for unit in self.units for group in unit.groups)

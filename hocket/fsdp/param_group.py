@@ -58,10 +58,6 @@ def _nothing_under_way() -> None:
     pass
 
 
-def _nobody(value: Tensor, how: How) -> None:
-    pass
-
-
 class ParamGroup:
     """Parameters that are alike in dtype, placement and `requires_grad`. See Note: [Two levels of groups].
 
@@ -111,7 +107,7 @@ class ParamGroup:
         """Gets the memory of the gradients, if it is not there: called before they are reduced or set."""
         self.let_grads_go: Callable[[], None] = self.grads.let_go
         """Called when all gradients have been forgotten: gives their memory back if that is safe."""
-        self.ask: Ask = _nobody
+        self._ask: Ask | None = None
         self._parts: dict[int, tuple[Tensor, Part]] = {}  # what readers of gradients see, beside their memory
         self.shards = self._make_shards()
         for i, member in enumerate(self.members):
@@ -140,7 +136,6 @@ class ParamGroup:
             shard.full_name, shard.full_shape, shard.position = member.name, member.param.shape, i
             shard.lo, shard.hi = local.lo, local.hi
             shard.join(self)
-            shard.place = self._place_of(shard)
             shards.append(shard)
         return shards
 
@@ -153,16 +148,22 @@ class ParamGroup:
         self.shards[index].place = self._place_of(self.shards[index])
         self._parts.clear()
 
+    def know_wholes(self, ask: Ask) -> None:
+        """Have shards know of what they are parts. `ask` is of all ranks. See Note: [A part knows its whole]."""
+        self._ask = ask
+        self._parts.clear()
+        for shard in self.shards:
+            shard.place = self._place_of(shard)
+
     def _place_of(self, shard: ShardedParameter) -> Place | None:
-        """See Note: [A part knows its whole]."""
-        if self.keeps_all:
+        if self._ask is None or self.keeps_all:
             return None
         group = weakref.ref(self)
 
         def ask(value: Tensor, how: How) -> None:
             mine = group()
-            if mine is not None:
-                mine.ask(value, how)
+            if mine is not None and mine._ask is not None:
+                mine._ask(value, how)
 
         return Place(shard.full_name, shard.full_shape, shard.lo, shard.hi, ask)
 
