@@ -22,7 +22,7 @@ from hocket.engine.graphed import GraphedSteps, Record, Way, from_turn_one, reco
 from hocket.engine.room import RowRoom
 from hocket.engine.standstill import Standstill
 from hocket.fsdp.planned.adamw import AdamWOptions, PlannedAdamW
-from hocket.fsdp.planned.model import PlannedModel
+from hocket.fsdp.planned.model import PlannedModel, Travels
 from hocket.fsdp.planned.muon import MuonOptions
 from hocket.kernels import IGNORED
 from hocket.model.microbatch import Microbatch
@@ -102,8 +102,10 @@ class Engine:
         ends: dict[str, nn.Parameter] = {}
         self.chunks: list[Any] = [self._chunk(chunk, ends) for chunk in range(self.layout.chunks)]
         self.balance = Balance(self.chunks, self.groups, config.model.bias_rate)
-        formats = {"wire": wire, "in_fp8": gathered_in_fp8(config)}
-        self.sharded = PlannedModel(self.chunks, self.mesh, self.groups, self.program, self.dtype, device, **formats)
+        travels = Travels(wire, gathered_in_fp8(config))
+        self.sharded = PlannedModel(
+            self.chunks, self.mesh, self.groups, self.program, self.dtype, device, travels=travels
+        )
         t, averages = config.train, DTYPES[config.precision.averages]
         options = AdamWOptions(
             betas=t.betas,

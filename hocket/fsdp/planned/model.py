@@ -55,6 +55,16 @@ class Stats:
     """Of main weights, copies of those held whole, and gradients and sums of them while there are any."""
 
 
+@dataclass(frozen=True)
+class Travels:
+    """Formats in which numbers travel, where that is not the one that computes."""
+
+    wire: torch.dtype | None = None
+    """Of gradients."""
+    in_fp8: Callable[[str], bool] | None = None
+    """Names the weights that are gathered in fp8, which products in fp8 alone read."""
+
+
 class _Numbers(TypedDict):
     dtype: torch.dtype
     device: torch.device
@@ -76,13 +86,11 @@ class PlannedModel:
         dtype: torch.dtype,
         device: torch.device,
         *,
-        wire: torch.dtype | None = None,
-        in_fp8: Callable[[str], bool] | None = None,
+        travels: Travels | None = None,
     ) -> None:
-        """`wire` is the dtype in which gradients travel, None the one that computes.
-
-        Weights that `in_fp8` names, and all products read in fp8, are gathered so.
-        """
+        """`dtype` is what computes, and what travels where `travels` says nothing else."""
+        travels = travels or Travels()
+        wire, self._in_fp8 = travels.wire, travels.in_fp8
         self.groups = groups
         self.tensors = TensorRank(groups.tp.rank, mesh.tp, mesh.sharing)
         self.device = device
@@ -90,7 +98,6 @@ class PlannedModel:
         self._windows: list[Window] = []
         self.held = False
         """Whether gradients stay where they are: a recorded step writes them there again (`engine/graphed.py`)."""
-        self._in_fp8 = in_fp8
         self._eights: list[Eights] = []
         self.weight_slots: dict[UnitKind, Slots] = {}
         self.grad_slots: dict[UnitKind, Slots] = {}
