@@ -325,8 +325,7 @@ def _add_units(
     """
     b, w = price.dtype_bytes, sharding.wire_bytes or price.dtype_bytes
     traffic = normed = summed_up = 0
-    slots: list[Mapping[Unit, tuple[int, int]]] = []
-    state: list[int] = []
+    slots, state = list[Mapping[Unit, tuple[int, int]]](), list[int]()
     adamw = 28 if sharding.averages_bytes == 4 else 52
     for rank in range(layout.pp):
         largest: dict[Unit, tuple[int, int]] = {}
