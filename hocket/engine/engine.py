@@ -25,6 +25,7 @@ from hocket.fsdp.planned.adamw import AdamWOptions, PlannedAdamW
 from hocket.fsdp.planned.model import PlannedModel, Travels
 from hocket.fsdp.planned.muon import MuonOptions
 from hocket.kernels import IGNORED
+from hocket.model.context import Shared
 from hocket.model.microbatch import Microbatch
 from hocket.model.moe import ExpertPlace
 from hocket.model.source import ChunkLike, ChunkPlace, ModelSource, OwnTransformer
@@ -98,6 +99,7 @@ class Engine:
         self.room = RowRoom(config, self.groups, device)
         self._tensors = Tensors.of(self.groups.tp, device) if self.mesh.tp > 1 else None
         self._linears = self._make_linears()
+        self._shared = self._share()
         wire = DTYPES.get(config.precision.wire, self.dtype)
         ends: dict[str, nn.Parameter] = {}
         self.chunks: list[Any] = [self._chunk(chunk, ends) for chunk in range(self.layout.chunks)]
@@ -169,10 +171,16 @@ class Engine:
             return linears_of(self.config)
         return SplitLinears(self._tensors, ways_of(self.config), self.config.train.sequences)
 
+    def _share(self) -> Shared | None:
+        """What cuts this rank's part out of sequences; None if it has them whole."""
+        c, ranks = self.config, self.mesh.cp
+        sizes = c.train.sequences, c.data.sequence_length
+        return Shared(*sizes, ranks, self.where.cp, self.device) if ranks > 1 else None
+
     def _activation(self) -> Activation:
         """What passes between layers: this rank's tokens of a microbatch."""
         c = self.config
-        shape = (c.train.sequences, c.data.sequence_length) if self.mesh.tp == 1 else (1, c.tokens)
+        shape = (c.train.sequences, c.tokens // c.train.sequences) if self.mesh.tp == 1 else (1, c.tokens)
         return Activation((*shape, c.model.hidden), self.dtype, self.device)
 
     def executor_for(self, program: Program, on_step: Callable[[], None] | None) -> Executor:
@@ -272,6 +280,9 @@ class Engine:
 
         See Note: [A fixed capacity, and never silently].
         """
+        assert self.config.data.packing != "off" or all(m.documents is None for m in microbatches), "packing is off"
+        if self._shared is not None:
+            microbatches = [self._shared.part(microbatch) for microbatch in microbatches]
         executor.actions.weights_M = self._weights(microbatches)
         self.sharded.forget_casts()
         graphed = self._graphed if executor is self.executor else None
@@ -290,12 +301,11 @@ class Engine:
     def _weights(self, microbatches: Sequence[Microbatch]) -> Tensor | None:
         """See Note: [The mean over the tokens of a step]. None where every target counts."""
         if self.config.data.packing == "off":
-            assert all(m.documents is None for m in microbatches), "data.packing is off"
             return None
         counts_M = torch.stack([(m.targets != IGNORED).sum() for m in microbatches])
         total = counts_M.sum(0, keepdim=True)
         self.groups.sum_over_dp(total)
-        return (counts_M.double() * self.mesh.dp / total.clamp(min=1)).float()
+        return (counts_M.double() * self.mesh.data / total.clamp(min=1)).float()
 
     def _loss(self, losses: Sequence[Tensor], executor: Executor) -> Tensor:
         """What this rank's microbatches, in their order, add to the mean over data-parallel ranks."""
@@ -338,7 +348,7 @@ class Engine:
         for executor in self._executors:
             if executor.recorder.active:
                 executor.recorder.enter("the mean of all ranks' losses, behind all ops")
-        total = loss.double().reshape(1) / (self.mesh.dp * self.mesh.tp)
+        total = loss.double().reshape(1) / (self.mesh.data * self.mesh.tp)
         largest = torch.zeros(len(self.layout.kinds) + 1, device=self.device)
         largest[-1] = float(signal)
         if loads:

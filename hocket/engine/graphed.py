@@ -33,6 +33,7 @@ from torch import Tensor
 
 from hocket.engine.executor import Executor
 from hocket.fsdp.planned.model import PlannedModel
+from hocket.model.documents import Documents
 from hocket.model.microbatch import Microbatch
 from hocket.runtime.lanes import CudaLanes
 from hocket.runtime.token_copies import CopiedTokens
@@ -157,7 +158,7 @@ class GraphedSteps:
 
     def _have_room(self, microbatches: Sequence[Microbatch]) -> None:
         """If some rank has more documents than were recorded, record anew: on all ranks, which wait for each other."""
-        mine = [microbatch.documents for microbatch in microbatches if microbatch.documents is not None]
+        mine = [each.documents for each in microbatches if isinstance(each.documents, Documents)]
         if not mine:
             return
         ranks = everyone((max(d.count for d in mine), any(d.real_T is not None for d in mine)))
@@ -193,7 +194,9 @@ class _Documents:
 
 
 def _copy(microbatch: Microbatch, room: _Documents) -> Microbatch:
-    documents = microbatch.documents and microbatch.documents.roomy(room.room, room.padded)
+    documents = microbatch.documents
+    if isinstance(documents, Documents):
+        documents = documents.roomy(room.room, room.padded)
     return replace(microbatch, ids=microbatch.ids.clone(), targets=microbatch.targets.clone(), documents=documents)
 
 
@@ -201,6 +204,6 @@ def _fill(into: Microbatch, microbatch: Microbatch) -> None:
     """Give a recorded microbatch the values of another of the same shapes, but for the number of documents."""
     into.ids.copy_(microbatch.ids)
     into.targets.copy_(microbatch.targets)
-    if into.documents is not None:
-        assert microbatch.documents is not None
+    if isinstance(into.documents, Documents):
+        assert isinstance(microbatch.documents, Documents)
         into.documents.become(microbatch.documents)
