@@ -140,8 +140,9 @@ def compare(rank: int, config: Config, seeds: int) -> dict[str, Any]:
     torch.utils.deterministic.fill_uninitialized_memory = True  # pyrefly: ignore
     plain = dataclasses.replace(config, plan=PlanConfig(chunks=config.plan.chunks), overlap=OverlapConfig())
     same_sums = {"overlap.dp.strategy": config.overlap.dp.strategy, "overlap.ep.copies": config.overlap.ep.copies}
-    same_sums["precision.gather"] = "bf16"
-    sequential = Engine(changed(plain, {"plan.order": "sequential", **PLAIN, **same_sums}), rank, device)
+    sequential = Engine(
+        changed(plain, {"plan.order": "sequential", "precision.gather": "bf16", **PLAIN, **same_sums}), rank, device
+    )
     turns = config.plan.turning
     merged = Engine(config, rank, device, groups=None if turns else sequential.groups)
     generator = torch.Generator().manual_seed(sequential.where.dp)
