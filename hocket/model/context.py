@@ -172,3 +172,8 @@ class _Rows(torch.autograd.Function):
 def in_order(rows_UD: Tensor, context: Context) -> Tensor:
     """What was gathered, rank after rank, in the order of sequences. Shares no memory with it."""
     return _Rows.apply(rows_UD, context.order_U, context.place_U)
+
+
+def in_ranks(rows_UD: Tensor, context: Context) -> Tensor:
+    """Rows in the order of sequences, rank after rank: the other way round than `in_order`."""
+    return _Rows.apply(rows_UD, context.place_U, context.order_U)
