@@ -54,6 +54,9 @@ class _Part:
     def invalidate(self) -> None:
         pass
 
+    def change(self, index: int, trains: bool) -> None:
+        pass
+
 
 def is_elementwise(optimizer: Optimizer, group: int, like: Tensor, keeps_all: bool) -> bool:
     """False if it updates parts of a weight in another way than the whole. See Note: [A trial of an optimizer].

@@ -194,6 +194,15 @@ class ShardContext:
         if isinstance(self._residency, Budget) and self._residency.units is not None:
             self._residency.units = max(self._residency.units, len(units) + 1)
 
+    def stage_anew(self) -> bool:
+        """Give memory to gradients of what is trained from now on. False if memory is fixed."""
+        if self.policy.slots is not None:
+            return False
+        self.finish_step()
+        count = max((staging.count for staging in self._staging.values()), default=self.policy.staging)
+        self._staging, _ = place_gradients(self.units, count, False, self.reducing.caller)
+        return True
+
     def staging_count(self, count: int) -> None:
         """Let as many units have gradients on their way."""
         for staging in set(self._staging.values()):
@@ -296,10 +305,7 @@ class ShardContext:
 
     @contextlib.contextmanager
     def gradients_arrive(self) -> Iterator[bool]:
-        """`finish_step` in two parts: inside, a gradient may be read once its unit's reduction was waited for.
-
-        Yields whether any is under way.
-        """
+        """`finish_step` in two parts: inside, gradients are read of units that were waited for. Yields if any are."""
         under_way = self.arriving = self.reductions_open
         if under_way:
             self._send_deferred()
@@ -386,11 +392,7 @@ class ShardContext:
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
-        """More microbatches of this step follow those inside: each strategy puts off what it may.
-
-        `no_shard` and `optim` put off the reduction, `optim_grads` and `optim_grads_params` only what replicas
-        exchange.
-        """
+        """More microbatches follow: `no_shard` and `optim` put off reductions, others what replicas exchange."""
         before, self._accumulating = self._accumulating, True
         try:
             yield
@@ -416,10 +418,7 @@ class ShardContext:
         self.in_backward = self.reductions_open = False
 
     def close(self) -> None:
-        """After the last step of this model: take its memory back from the groups, so that it goes with the model.
-
-        Only copy engines hold any. All ranks call this, for models that share a group in the same order.
-        """
+        """After the last step: take back the memory of copy engines. All ranks call this, in one order of models."""
         for queue in {self.gathering, self.reducing, self.outer}:
             queue.join()  # a window waits for what the caller has issued
         for window in reversed(self._windows):

@@ -58,6 +58,7 @@ class Group(Protocol):
     def forget(self, index: int) -> None: ...
     def set_grad(self, index: int, value: Tensor) -> None: ...
     def invalidate(self) -> None: ...
+    def change(self, index: int, trains: bool) -> None: ...
 
 
 class ShardedParameter(nn.Parameter):
@@ -245,13 +246,13 @@ class ShardedParameter(nn.Parameter):
     # The stub of torch calls the argument `mode`.
     # pyrefly: ignore[bad-override-param-name]
     def requires_grad_(self, requires_grad: bool = True) -> ShardedParameter:
-        """Refuse a change: which parameters have gradients is settled when they are sharded."""
+        """Freeze the parameter, or have it trained again: between steps, on all ranks alike (`freezing.py`)."""
         if self.group is not None and requires_grad != self.requires_grad:
-            raise ValueError(
-                f"requires_grad of {self.full_name} can't be set to {requires_grad} any more: freeze and unfreeze "
-                f"parameters before hocket.fully_shard"
-            )
-        super().requires_grad_(requires_grad)
+            self.group.change(self.position, requires_grad)
+        with torch._C.DisableTorchFunctionSubclass():
+            super().requires_grad_(requires_grad)
+            if self.group is not None and requires_grad and not self._post_accumulate_grad_hooks:
+                super().register_post_accumulate_grad_hook(_refuse_gradient)
         return self
 
 
