@@ -45,7 +45,14 @@ def balance() -> str:
             gain = sum(a / b for a, b in zip(plain, chosen, strict=True)) / BATCHES
             means = [f"{sum(each) / BATCHES:.3f} ({max(each):.3f})" for each in (plain, chosen)]
             rows.append([f"{length:,}", str(ranks), *means, f"{gain:.2f}", f"{sum(chunks) / BATCHES:.1f}"])
-    header = ["tokens", "ranks", "zigzag: busiest, mean (worst)", "chosen: busiest, mean (worst)", "gain", "chunks a rank"]
+    header = [
+        "tokens",
+        "ranks",
+        "zigzag: busiest, mean (worst)",
+        "chosen: busiest, mean (worst)",
+        "gain",
+        "chunks a rank",
+    ]
     return table(header, rows)
 
 

@@ -27,8 +27,8 @@ from collections.abc import Callable, Sequence
 from benchmarks import settings_tables, summary_tables, tensor_tables
 from benchmarks.aim_tables import expert_aims
 from benchmarks.bench.record import origins
-from benchmarks.context_balance import balance
 from benchmarks.contender_tables import before_and_after, contenders, host_cost, settings
+from benchmarks.context_balance import balance
 from benchmarks.family_tables import families, weights_memory
 from benchmarks.faults import reliability
 from benchmarks.kernel_tables import expert_grads, layer_kernels, layers, pieces

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from hocket.model.context import Context, in_order, in_ranks
 from hocket.model.documents import Documents, attend
-from hocket.runtime.transports import gather_flat, reduce_scatter_flat
+from hocket.runtime.transports import exchange_flat, gather_flat, reduce_scatter_flat
 
 PARTS = 2
 """Parts of heads that keys and values are gathered in, if heads divide."""
@@ -75,7 +75,7 @@ class _Start(torch.autograd.Function):
 
 
 class _Finish(torch.autograd.Function):
-    """Waits for the rows; in backward starts the sum over ranks of their gradients, each rank's part where it belongs."""
+    """Waits for the rows; in backward starts the sum of their gradients, each rank's part where it belongs."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchanged: _Exchanged) -> Tensor:
@@ -99,7 +99,7 @@ class _AllToAll(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group, rows = group, rows.contiguous()
         out = torch.empty_like(rows)
-        dist.all_to_all_single(out, rows, group=group)
+        exchange_flat(out, rows, group=group)
         return out
 
     @staticmethod
@@ -135,7 +135,9 @@ def attend_shared(
     wrong = [key for key in UNKNOWN if others.get(key) is not None]
     wrong += ["dropout"] * bool(dropout) + ["attention_mask"] * (attention_mask is not None)
     if wrong or not causal:
-        raise ValueError(f"{name} asks for {', '.join(wrong) or 'attention that is not causal'}: not with context_parallel")
+        raise ValueError(
+            f"{name} asks for {', '.join(wrong) or 'attention that is not causal'}: not with context_parallel"
+        )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     compute = _by_heads if shared.method == "heads" else _gathered
     return compute(q, k, v, shared, sliding_window or 0, scaling).unsqueeze(0), None
@@ -170,6 +172,7 @@ def _by_heads(q: Tensor, k: Tensor, v: Tensor, shared: SharedBatch, window: int,
     heads = [x.shape[1] // ranks for x in (q, k, v)]
     sent = torch.cat([x.unflatten(1, (ranks, -1)) for x in (q, k, v)], 2).transpose(0, 1)  # [ranks, T, heads, N]
     rows_UHN = in_order(_AllToAll.apply(sent, shared.group).flatten(0, 1), context)
-    out_UHN = attend(*rows_UHN.split(heads, 1), shared.documents, window, scale)
+    q_UHN, k_UKN, v_UKN = rows_UHN.split(heads, 1)
+    out_UHN = attend(q_UHN, k_UKN, v_UKN, shared.documents, window, scale)
     back = in_ranks(out_UHN, context).unflatten(0, (ranks, -1))
     return _AllToAll.apply(back, shared.group).transpose(0, 1).flatten(1, 2)

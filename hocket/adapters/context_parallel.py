@@ -3,7 +3,7 @@
 Note: [The loss, and what its gradient is]
 A rank computes the sum of the losses of its own tokens. Times ranks over the number of targets of the whole batch, its
 mean over the ranks is the loss of the whole batch. The value returned is that mean. The gradient is the rank's own, so
-gradients are to be averaged over context-parallel ranks as over data-parallel ones: `fully_shard` over all of them does.
+gradients are to be averaged over context-parallel ranks as over data-parallel ones, as `fully_shard` over both does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hocket.adapters.context_attention import KEYWORD, SharedBatch, attend_share
 from hocket.model.chunks import Shares, shares
 from hocket.model.context import context_of
 from hocket.model.documents import documents_of
-from hocket.runtime.transports import gather_flat
+from hocket.runtime.transports import gather_flat, sum_flat
 
 NAME = "hocket_context_parallel"
 """Of the attention in transformers' `AttentionInterface`."""
@@ -66,7 +66,9 @@ class ContextParallel:
         config: Any = self._model.config
         config._attn_implementation = self._before
 
-    def _share(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
+    def _share(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[()], dict[str, Any]]:
         """What the model is called with, of this rank's tokens, instead of a whole batch."""
         given = self._given(model, args, kwargs)
         ids = given["input_ids"]
@@ -119,7 +121,9 @@ class ContextParallel:
             flat = torch.zeros(0, dtype=torch.int64) if x is None else x.flatten().long()
             places = torch.arange(1, len(flat) + 1, device=flat.device)
             # products wrap around, which is what a checksum wants
-            found.append(torch.stack([((flat + 7) * (places * 0x9E3779B97F4A7C1 + 1)).sum(), flat.new_tensor(len(flat))]))
+            found.append(
+                torch.stack([((flat + 7) * (places * 0x9E3779B97F4A7C1 + 1)).sum(), flat.new_tensor(len(flat))])
+            )
         first = tensors[0]
         assert first is not None
         mine = torch.cat([x.to(first.device) for x in found])
@@ -143,7 +147,7 @@ class _Mean(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: Tensor, group: dist.ProcessGroup) -> Tensor:
         mean = loss.clone()
-        dist.all_reduce(mean, group=group)
+        sum_flat(mean, group=group)
         return mean / group.size()
 
     @staticmethod

@@ -2,9 +2,9 @@
 
 Zigzag chunks balance attention over whole sequences. Documents break that: their first tokens attend to little, and a
 long one may lie in the chunks of one rank. So sequences are cut into equal chunks and these are dealt out by what their
-attention costs, the dearest first, always to the rank with the least so far that still has room. Exchanges of two chunks
-follow. There are as few chunks as the tolerance needs, since each costs a call of attention. All of it is integer
-arithmetic on what every rank knows, so all ranks find the same without a word.
+attention costs, the dearest first, always to the rank with the least so far that still has room. Then ranks
+exchange pairs of chunks. There are as few chunks as the tolerance needs, since each costs a call of attention. All of it
+is integer arithmetic on what every rank knows, so all ranks find the same without a word.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Shares:
 def shares(bounds: Sequence[int], length: int, ranks: int, tolerance: float = TOLERANCE) -> Shares:
     """Tokens of every rank, as many each, with the fewest chunks whose attention is within the tolerance.
 
-    Without such chunks, those with the least imbalance. `bounds` are where documents of all sequences begin and end, one
-    after the other, from 0; sequences have `length` tokens each, so the ends of sequences are among the bounds.
+    Without such chunks, those with the least imbalance. `bounds` are where documents of all sequences begin and end,
+    one after the other, from 0; sequences have `length` tokens each, so the ends of sequences are among the bounds.
 
     Raises: ValueError if documents do not fill sequences, cross their ends, or ranks cannot have as many tokens each.
 
@@ -79,7 +79,9 @@ def _refuse(bounds: Sequence[int], length: int, ranks: int) -> None:
     if long := next((b - a for a, b in pairwise(bounds) if b - a > length), None):
         raise ValueError(f"a document of {long} tokens is longer than a sequence, which has {length}")
     if crossing := next((a for a, b in pairwise(bounds) if a // length != (b - 1) // length), None):
-        raise ValueError(f"the document that begins at token {crossing} crosses the end of a sequence of {length} tokens")
+        raise ValueError(
+            f"the document that begins at token {crossing} crosses the end of a sequence of {length} tokens"
+        )
 
 
 def _before(bounds: Sequence[int]) -> list[int]:
