@@ -115,8 +115,6 @@ def attend_shared(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    sliding_window: int | None = None,
-    is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention as transformers calls it: from [1, heads, T, N] to [1, T, H, N], for this rank's tokens.
@@ -131,7 +129,8 @@ def attend_shared(
             f"{name} computes attention outside of a call of the model given to hocket.context_parallel: "
             f"call that model, or undo it with .remove()"
         )
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal, window = others.get("is_causal"), others.get("sliding_window") or 0
+    causal = getattr(module, "is_causal", True) if causal is None else causal
     wrong = [key for key in UNKNOWN if others.get(key) is not None]
     wrong += ["dropout"] * bool(dropout) + ["attention_mask"] * (attention_mask is not None)
     if wrong or not causal:
@@ -140,7 +139,7 @@ def attend_shared(
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     compute = _by_heads if shared.method == "heads" else _gathered
-    return compute(q, k, v, shared, sliding_window or 0, scaling).unsqueeze(0), None
+    return compute(q, k, v, shared, window, scaling).unsqueeze(0), None
 
 
 def _gathered(q: Tensor, k: Tensor, v: Tensor, shared: SharedBatch, window: int, scale: float | None) -> Tensor:

@@ -3,8 +3,8 @@
 Zigzag chunks balance attention over whole sequences. Documents break that: their first tokens attend to little, and a
 long one may lie in the chunks of one rank. So sequences are cut into equal chunks and these are dealt out by what their
 attention costs, the dearest first, always to the rank with the least so far that still has room. Then ranks
-exchange pairs of chunks. There are as few chunks as the tolerance needs, since each costs a call of attention. It is all
-integer arithmetic on what every rank knows, so all ranks find the same without a word.
+exchange pairs of chunks. There are as few chunks as the tolerance needs, since each costs a call of attention. This
+is integer arithmetic on what every rank knows, so all ranks find the same without a word.
 """
 
 from __future__ import annotations
