@@ -28,6 +28,7 @@ from benchmarks import settings_tables, summary_tables, tensor_tables
 from benchmarks.aim_tables import expert_aims
 from benchmarks.bench.record import origins
 from benchmarks.contender_tables import before_and_after, contenders, host_cost, settings
+from benchmarks.context_balance import balance
 from benchmarks.family_tables import families, weights_memory
 from benchmarks.faults import reliability
 from benchmarks.kernel_tables import expert_grads, layer_kernels, layers, pieces
@@ -263,6 +264,7 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "pipeline_peers": ("pipeline_peers", contenders),
     "any_model": ("any_model", contenders),
     "families": ("", families),
+    "context_balance": ("", balance),
     "faults": ("faults", reliability),
     "fsdp_zoo": ("fsdp_zoo", zoo),
     "redesign": ("redesign", before_and_after),

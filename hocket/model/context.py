@@ -174,6 +174,11 @@ def in_order(rows_UD: Tensor, context: Context) -> Tensor:
     return _Rows.apply(rows_UD, context.order_U, context.place_U)
 
 
+def in_ranks(rows_UD: Tensor, context: Context) -> Tensor:
+    """Rows in the order of sequences, rank after rank: the other way round than `in_order`."""
+    return _Rows.apply(rows_UD, context.place_U, context.order_U)
+
+
 def among(x_THN: Tensor, tokens: range) -> Tensor:
     """Of something that all tokens have, that of some neighbours."""
     return x_THN[tokens.start : tokens.stop]

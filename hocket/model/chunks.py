@@ -1,0 +1,147 @@
+"""Which tokens context-parallel ranks get where documents share sequences: as many each, and as much attention.
+
+Zigzag chunks balance attention over whole sequences. Documents break that: their first tokens attend to little, and a
+long one may lie in the chunks of one rank. So sequences are cut into equal chunks and these are dealt out by what their
+attention costs, the dearest first, always to the rank with the least so far that still has room. Then ranks
+exchange pairs of chunks. There are as few chunks as the tolerance needs, since each costs a call of attention. This
+is integer arithmetic on what every rank knows, so all ranks find the same without a word.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+MOST_CHUNKS = 128
+"""Of one rank, before neighbours are joined."""
+
+SMALLEST = 16
+"""Tokens of a chunk: smaller ones are less than a block of any attention kernel."""
+
+TOLERANCE = 0.05
+"""How much more than the mean the busiest rank may have."""
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Which tokens ranks have, and how even their attention is."""
+
+    chunks: tuple[tuple[range, ...], ...]
+    """Of every rank, in the order of sequences; none crosses the end of a sequence."""
+    work: tuple[int, ...]
+    """Pairs of a query and a key that each rank computes."""
+
+    @property
+    def imbalance(self) -> float:
+        """How much more than the mean the busiest rank has: 0.05 is 5 %."""
+        return max(self.work) * len(self.work) / sum(self.work) - 1
+
+
+def shares(bounds: Sequence[int], length: int, ranks: int, tolerance: float = TOLERANCE) -> Shares:
+    """Tokens of every rank, as many each, with the fewest chunks whose attention is within the tolerance.
+
+    Without such chunks, those with the least imbalance. `bounds` are where documents of all sequences begin and end,
+    one after the other, from 0; sequences have `length` tokens each, so the ends of sequences are among the bounds.
+
+    Raises: ValueError if documents do not fill sequences, cross their ends, or ranks cannot have as many tokens each.
+
+    """
+    _refuse(bounds, length, ranks)
+    per_rank = max(2, bounds[-1] // length)
+    size = bounds[-1] // (ranks * per_rank)
+    best = _dealt(bounds, length, size, ranks)
+    cuts, most = 1, min(MOST_CHUNKS // per_rank, size // SMALLEST)
+    while best.imbalance > tolerance and (more := [n for n in range(2 * cuts, most + 1) if size % n == 0]):
+        cuts = more[0]
+        found = _dealt(bounds, length, size // cuts, ranks)
+        best = min(best, found, key=lambda s: s.imbalance)
+    return best
+
+
+def work_of(bounds: Sequence[int], chunks: Sequence[Sequence[range]]) -> tuple[int, ...]:
+    """Pairs of a query and a key that each rank computes with these chunks, in causal attention inside documents."""
+    before = _before(bounds)
+    return tuple(sum(_until(bounds, before, c.stop) - _until(bounds, before, c.start) for c in mine) for mine in chunks)
+
+
+def _refuse(bounds: Sequence[int], length: int, ranks: int) -> None:
+    if ranks < 1 or length < 1:
+        raise ValueError(f"ranks={ranks} and length={length} must be 1 or more")
+    if length % (2 * ranks):
+        raise ValueError(
+            f"a sequence of {length} tokens cannot be cut into {2 * ranks} chunks of one length for {ranks} ranks: "
+            f"make it a multiple of {2 * ranks}"
+        )
+    if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] % length or any(a >= b for a, b in pairwise(bounds)):
+        raise ValueError(f"documents must follow each other from 0 and fill sequences of {length} tokens")
+    if long := next((b - a for a, b in pairwise(bounds) if b - a > length), None):
+        raise ValueError(f"a document of {long} tokens is longer than a sequence, which has {length}")
+    if crossing := next((a for a, b in pairwise(bounds) if a // length != (b - 1) // length), None):
+        raise ValueError(
+            f"the document that begins at token {crossing} crosses the end of a sequence of {length} tokens"
+        )
+
+
+def _before(bounds: Sequence[int]) -> list[int]:
+    """Pairs in all documents before each."""
+    return [0, *accumulate((b - a) * (b - a + 1) // 2 for a, b in pairwise(bounds))]
+
+
+def _until(bounds: Sequence[int], before: Sequence[int], token: int) -> int:
+    """Pairs of all queries before a token."""
+    document = bisect_right(bounds, token) - 1
+    inside = token - bounds[document]
+    return before[document] + inside * (inside + 1) // 2
+
+
+def _dealt(bounds: Sequence[int], length: int, size: int, ranks: int) -> Shares:
+    """Chunks of one size, as many for every rank."""
+    before = _before(bounds)
+    until = [_until(bounds, before, token) for token in range(0, bounds[-1] + 1, size)]
+    costs = [b - a for a, b in pairwise(until)]
+    room = len(costs) // ranks
+    held: list[list[int]] = [[] for _ in range(ranks)]
+    work = [0] * ranks
+    for chunk in sorted(range(len(costs)), key=lambda c: (-costs[c], c)):
+        rank = min((r for r in range(ranks) if len(held[r]) < room), key=lambda r: (work[r], r))
+        held[rank].append(chunk)
+        work[rank] += costs[chunk]
+    _exchange(held, work, costs)
+    chunks = tuple(tuple(_joined(sorted(mine), size, length)) for mine in held)
+    return Shares(chunks, tuple(work))
+
+
+def _exchange(held: list[list[int]], work: list[int], costs: list[int]) -> None:
+    """Swap chunks of the busiest rank and the idlest one while that brings the two nearer to each other."""
+    for _ in range(4 * len(work)):
+        busy, idle = work.index(max(work)), work.index(min(work))
+        gap = work[busy] - work[idle]
+        theirs = sorted(range(len(held[idle])), key=lambda i: costs[held[idle][i]])
+        sizes = [costs[held[idle][i]] for i in theirs]
+        best, moved = gap, (0, 0, 0)
+        for i, chunk in enumerate(held[busy]):
+            at = bisect_right(sizes, costs[chunk] - gap // 2)
+            for near in theirs[max(0, at - 1) : at + 1]:
+                change = costs[chunk] - costs[held[idle][near]]
+                if abs(gap - 2 * change) < best:
+                    best, moved = abs(gap - 2 * change), (change, i, near)
+        change, i, near = moved
+        if not change:
+            return
+        held[busy][i], held[idle][near] = held[idle][near], held[busy][i]
+        work[busy] -= change
+        work[idle] += change
+
+
+def _joined(chunks: Sequence[int], size: int, length: int) -> list[range]:
+    """Ranges of tokens; neighbours within one sequence are one."""
+    found: list[range] = []
+    for chunk in chunks:
+        start = chunk * size
+        if found and found[-1].stop == start and start % length:
+            found[-1] = range(found[-1].start, start + size)
+        else:
+            found.append(range(start, start + size))
+    return found

@@ -1,0 +1,105 @@
+"""Which tokens context-parallel ranks get: as many each, as much attention, against pairs counted one by one."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+
+import pytest
+import torch
+
+from benchmarks.context_balance import lengths_of
+from hocket.model.chunks import TOLERANCE, shares, work_of
+from hocket.model.context import context_of, zigzag
+from hocket.model.documents import attend, documents_of
+
+
+def counted(bounds: tuple[int, ...], chunks: tuple[range, ...]) -> int:
+    return sum(token - max(b for b in bounds if b <= token) + 1 for chunk in chunks for token in chunk)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("seed", range(4))
+def test_every_token_has_one_rank_and_work_is_what_is_counted(ranks: int, seed: int) -> None:
+    length, sequences = 512, 1 + seed % 3
+    starts = range(0, sequences * length, length)
+    bounds = (*(s + end for s in starts for end in lengths_of(seed + s, length, mean=64)[:-1]), sequences * length)
+    found = shares(bounds, length, ranks)
+    assert sorted(t for mine in found.chunks for chunk in mine for t in chunk) == list(range(sequences * length))
+    assert {sum(map(len, mine)) for mine in found.chunks} == {sequences * length // ranks}
+    assert all(chunk.start // length == (chunk.stop - 1) // length for mine in found.chunks for chunk in mine)
+    assert list(found.work) == [counted(bounds, mine) for mine in found.chunks]
+    assert found.work == work_of(bounds, found.chunks)
+    assert found == shares(list(bounds), length, ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("length", [32 * 1024, 128 * 1024])
+def test_documents_of_a_heavy_tail_are_within_the_tolerance(ranks: int, length: int) -> None:
+    """Each of 20 batches, and on average far better than zigzag chunks."""
+    gains = []
+    for seed in range(20):
+        bounds = lengths_of(seed, length)
+        found, plain = shares(bounds, length, ranks), work_of(bounds, zigzag(1, length, ranks))
+        assert 0 <= found.imbalance <= TOLERANCE
+        gains.append(max(plain) / max(found.work))
+    assert sum(gains) / len(gains) > {2: 1.2, 4: 1.4, 8: 1.6}[ranks]
+
+
+@pytest.mark.parametrize("bounds", [(0, 1024), tuple(range(0, 1025, 8)), (0, 1000, 1024), (0, 24, 1024)])
+def test_extremes_are_balanced_too(bounds: tuple[int, ...]) -> None:
+    assert shares(bounds, 1024, 4).imbalance <= TOLERANCE
+
+
+def test_one_document_is_cut_as_zigzag_cuts_it() -> None:
+    assert {frozenset(mine) for mine in shares((0, 64), 64, 2).chunks} == {
+        frozenset({range(16), range(48, 64)}),
+        frozenset({range(16, 48)}),
+    }
+
+
+def test_what_cannot_be_balanced_says_so() -> None:
+    """Chunks of fewer tokens than `SMALLEST` are not made: one document of 32 tokens, and others of one."""
+    found = shares((0, 32, *range(33, 65)), 64, 4)
+    assert found.imbalance > TOLERANCE
+    assert found.imbalance == max(found.work) * 4 / sum(found.work) - 1
+
+
+def test_attention_of_such_chunks_is_that_of_whole_sequences() -> None:
+    torch.manual_seed(0)
+    length, ranks = 256, 2
+    bounds = (0, 3, 150, 156, 256, 300, 512)
+    ids = torch.zeros(2 * length, dtype=torch.int64)
+    for number, (a, b) in enumerate(pairwise(bounds)):
+        ids[a:b] = number
+    documents, found = documents_of(ids.view(2, length)), shares(bounds, length, ranks)
+    q, k, v = (torch.randn(2 * length, heads, 8) for heads in (4, 2, 2))
+    whole = attend(q, k, v, documents)
+    for rank, mine in enumerate(found.chunks):
+        spans = context_of(documents, found.chunks, rank).spans
+        for span, chunk in zip(spans, mine, strict=True):
+            keys = slice(span.keys.start, span.keys.stop)
+            part = attend(q[chunk.start : chunk.stop], k[keys], v[keys], span)
+            torch.testing.assert_close(part, whole[chunk.start : chunk.stop])
+
+
+@pytest.mark.parametrize(
+    ("bounds", "length", "ranks", "words"),
+    [
+        ((0, 60), 60, 4, "60 tokens cannot be cut into 8 chunks of one length"),
+        ((0, 64, 200), 100, 2, "document of 136 tokens is longer than a sequence, which has 100"),
+        ((0, 80, 160, 200), 100, 2, "document that begins at token 80 crosses the end"),
+        ((0, 50), 100, 2, "fill sequences of 100 tokens"),
+        ((0, 50, 50, 100), 100, 2, "follow each other"),
+        ((0, 100), 100, 0, "ranks=0"),
+    ],
+)
+def test_bad_lengths_are_named(bounds: tuple[int, ...], length: int, ranks: int, words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        shares(bounds, length, ranks)
+
+
+def test_lengths_have_the_mean_and_tail_that_the_figures_are_for() -> None:
+    found = [b - a for seed in range(200) for a, b in pairwise(lengths_of(seed, 128 * 1024))]
+    assert 1500 < sum(found) / len(found) < 2500
+    assert max(found) > 0.4 * 128 * 1024
