@@ -196,8 +196,8 @@ def run(rank: int, c: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("mesh", "plan"),
     [
-        (dict(dp=2, ep=2), dict(merge="on")),
-        (dict(pp=2, dp=2), dict(strategy="optim")),
+        (dict(dp=2, ep=2), dict(merge="on", update="next_step")),
+        (dict(pp=2, dp=2), dict(strategy="optim", update="next_step")),
         (dict(dp=4, ep=2, shard=2), {}),
         (dict(dp=2), dict(strategy="no_shard")),
     ],
