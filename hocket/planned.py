@@ -50,7 +50,8 @@ class Plan:
     def __repr__(self) -> str:
         """One line: `settings` and `program` are thousands of words, and `hocket.draw` shows them."""
         mesh, ops = self.settings.mesh, sum(map(len, self.program.ranks))
-        return f"Plan({self.settings.run.name}: pp {mesh.pp} x dp {mesh.dp} x tp {mesh.tp}, ep {mesh.ep}, {ops} ops)"
+        axes = f"pp {mesh.pp} x dp {mesh.dp}{f' x cp {mesh.cp}' if mesh.cp > 1 else ''} x tp {mesh.tp}, ep {mesh.ep}"
+        return f"Plan({self.settings.run.name}: {axes}, {ops} ops)"
 
     @property
     def hardware(self) -> Hardware:

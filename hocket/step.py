@@ -258,7 +258,7 @@ class PlannedStep:
                     f"batch: {what} of microbatch {n} go from {least} to {most}, and the model's from 0 to {size - 1}; "
                     f"fix: this model's own tokenizer, and {IGNORED} for targets that are not to count"
                 )
-        where = one.documents.to(device) if one.documents is not None else None
+        where = one.documents.to(device) if isinstance(one.documents, Documents) else None
         return Microbatch(ids.to(device).contiguous(), targets.to(device).contiguous(), documents=where)
 
     @property
@@ -281,11 +281,12 @@ def other_ranks(config: Config) -> list[str]:
     if mesh.world == ranks:
         return []
     started = f"{ranks} rank{'s have' if ranks > 1 else ' has'} started"
-    replicas, rest = divmod(ranks, mesh.pp * mesh.tp)
+    replicas, rest = divmod(ranks, mesh.pp * mesh.cp * mesh.tp)
     smaller = f"mesh.dp = {replicas}" if replicas and not rest else f"a mesh of {ranks}"
     alone = "" if dist.is_initialized() else ", without a process group"
     fix = f"torchrun --nproc-per-node {mesh.world}, or {smaller}"
-    return [f"mesh.pp * mesh.dp * mesh.tp = {mesh.world}: {started}{alone}; fix: {fix}"]
+    contexts = " * mesh.cp" if mesh.cp > 1 else ""
+    return [f"mesh.pp * mesh.dp{contexts} * mesh.tp = {mesh.world}: {started}{alone}; fix: {fix}"]
 
 
 def started(settings: Settings) -> PlannedStep:

@@ -12,6 +12,7 @@ ZB: dict[str, Any] = {"plan__order": "zb_v", "merge": "off"}
 V: dict[str, Any] = {"plan__order": "merged_v"}
 
 FOUR: dict[str, Any] = {"mesh__dp": 4}
+SHARED: dict[str, Any] = {"mesh__cp": 2}
 FP8: dict[str, Any] = {"precision__compute": "fp8"}
 
 REFUSED_ORDERS: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
@@ -20,6 +21,14 @@ REFUSED_ORDERS: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
     ({**FOUR, "mesh__ep": 1}, {"mesh__shard": 1}, "mesh.shard", "fix: overlap.dp.strategy = no_shard without"),
     ({**FOUR, "mesh__ep": 4}, {"mesh__shard": 2}, "mesh.shard", "has all experts"),
     ({**FOUR, "mesh__tp": 2, "mesh__ep": 8}, {"mesh__shard": 2}, "mesh.shard", "mesh.shard = 2 x mesh.tp = 2"),
+    ({"data__sequence_length": 42}, SHARED, "mesh.cp", "2 of 2 x mesh.cp chunks"),
+    ({"model__delta_heads": 4, "model__delta_key_heads": 2}, SHARED, "mesh.cp", "goes through a sequence token by"),
+    ({"model__kv_lora_rank": 8}, SHARED, "mesh.cp", "latent attention has no keys"),
+    ({"mesh__tp": 2}, SHARED, "mesh.cp", "fix: mesh.tp = 1"),
+    ({"model__aux_loss": 0.1, "model__aux_loss_over": "sequence"}, SHARED, "mesh.cp", "all tokens of a sequence"),
+    (SHARED, {"overlap__ep__merge_ends": "on"}, "overlap.ep.merge_ends", "have their sequences whole"),
+    (SHARED, {"plan__layer_order": "early_release"}, "plan.layer_order", "leave plan.layer_order out, or mesh.cp = 1"),
+    (SHARED, {"plan__graphs": "on", "data__packing": "on"}, "plan.graphs", "documents decide which keys"),
     ({"precision__averages": "bf16"}, {"train__betas": (0.9, 0.999)}, "train.betas", "lower train.betas"),
     (FP8, {"model__hidden": 40}, "model.hidden", "widths of a multiple of 16; fix: a multiple of 16, or"),
     (

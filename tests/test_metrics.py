@@ -155,9 +155,11 @@ def test_steps_behind_a_profiled_window_carry_its_exposed_share(tmp_path):
     out = io.StringIO()
     with Metrics(settings_in(tmp_path), 3.0, console=Console(file=out, width=200)) as metrics:
         metrics.step(StepRecord(1, 5.0, 0.5, 1e-3, 0.25))
-        metrics.exposed = 0.1234
-        metrics.step(StepRecord(2, 5.0, 0.5, 1e-3, 0.25))
-    assert [r.get("exposed") for r in records(tmp_path)] == [None, 0.1234]
+        metrics.exposed = {"replayed": 0.1234}
+        metrics.step(StepRecord(2, 5.0, 0.5, 1e-3, 0.25, way="replayed"))
+        for way in ("issued", "recorded"):
+            metrics.step(StepRecord(3, 5.0, 0.5, 1e-3, 0.25, way=way))
+    assert [r.get("exposed") for r in records(tmp_path)] == [None, 0.1234, None, None]
     assert out.getvalue().count(" %  exposed 12 %") == 1
 
 

@@ -240,19 +240,39 @@ def test_what_layers_of_tensor_parallel_ranks_wait_for_is_exposed(tmp_path, meth
             assert step.kinds["tp"].hidden < 0.5, step
 
 
-def test_steps_of_a_window_run_op_by_op_where_they_cannot_be_recorded_too(tmp_path, monkeypatch):
-    """The other ranks' do, and no rank may replay what others do not."""
+def replaying() -> tuple[Engine, Config]:
+    """One rank whose steps are recorded, by making their calls, and replayed, which does nothing."""
     engine, config = one_rank()
-    train, run = replace(config.train, profile=(2, 2)), replace(config.run, folder=str(tmp_path))
+    engine.init_weights()
+    engine._graphed = engine.graphed_by(lambda run: (run(), lambda: None))
+    return engine, config
+
+
+@pytest.mark.parametrize(
+    ("profile", "ways", "told"),
+    [
+        ((0, 2), {"replayed"}, "steps 6 to 7 of 1 ranks, replayed: kernels carry no names of ops"),
+        ((2, 1), {"issued"}, "step 2 of 1 ranks"),
+        ((3, 2), {"issued", "recorded"}, "issued and recorded: lines of replayed steps do not tell what is exposed"),
+    ],
+)
+def test_a_window_records_steps_as_they_run(tmp_path, profile, ways, told):
+    """Replayed ones stay so, and lines tell an exposed share of steps that were made as the recorded ones were."""
+    engine, config = replaying()
+    train, run = replace(config.train, profile=profile, steps=9), replace(config.run, folder=str(tmp_path))
+    metrics = Mock(spec=Metrics, exposed={})
     settings: Any = replace(config, train=train, run=run)
-    monkeypatch.setattr(Recording, "start", lambda recording: 1 / 0)
-    window = ProfileWindow(settings, 0, engine, Mock(spec=Metrics), StopRequest(), 0)
-    seen = []
-    for step in (1, 2, 3, 4):
-        window.before(step)
-        seen.append(engine.executor.annotated)
-        window.after(step)
-    assert seen == [False, True, True, False]
+    seen: list[str] = []
+    with ProfileWindow(settings, 0, engine, metrics, StopRequest(), 0) as window:
+        for step in range(1, 9):
+            window.before(step)
+            way = engine.train_step(microbatches_of(engine, config), 1e-3).way
+            window.after(step, way)
+            seen.append(way)
+    assert seen == ["issued"] * 3 + ["recorded"] + ["replayed"] * 4
+    assert {seen[step - 1] for step in window.steps} == ways
+    assert any(told in call.args[0] for call in metrics.say.call_args_list), metrics.say.call_args_list
+    assert set(metrics.exposed) == (ways if len(ways) == 1 else set())
 
 
 def test_names_that_the_profiler_would_spoil_are_changed(tmp_path):

@@ -123,6 +123,10 @@ def _check(cut: Cut, config: Config, values: Values | None) -> None:
     problems = other_ranks(config)
     if config.mesh.tp > 1:
         problems.append(f"mesh.tp = {config.mesh.tp}: heads of a model of others stay together; fix: mesh.tp = 1")
+    if config.mesh.cp > 1:
+        problems.append(
+            f"mesh.cp = {config.mesh.cp}: attention of a model of others has its sequences whole; fix: mesh.cp = 1"
+        )
     if config.precision.compute == "fp8":
         problems.append(
             "precision.compute = fp8: layers of others have products of their own; fix: precision.compute = bf16"

@@ -147,14 +147,15 @@ def said(words: Sequence[str], config: Config) -> dict[str, Any]:
 def _spread(options: Options, origins: dict[str, str]) -> Options:
     """The options on `--gpus` ranks."""
     mesh = options.config.mesh
-    others = mesh.pp * mesh.tp
+    others = mesh.pp * mesh.cp * mesh.tp
     if "mesh.dp" in origins:
         raise ValueError(
             f"gpus = {options.gpus} (command line, --gpus): sets mesh.dp, and {origins['mesh.dp']} does too; "
             "fix: leave one of them out"
         )
     if options.gpus < 0 or options.gpus % others:
-        reason = f"cannot be split over mesh.pp = {mesh.pp}" + (f" x mesh.tp = {mesh.tp}" if mesh.tp > 1 else "")
+        axes = "".join(f" x mesh.{name} = {n}" for name, n in (("cp", mesh.cp), ("tp", mesh.tp)) if n > 1)
+        reason = f"cannot be split over mesh.pp = {mesh.pp}{axes}"
         fix = f"a multiple of {others}, or another mesh"
         raise ValueError(problem("gpus", options.gpus, {"gpus": "command line, --gpus"}, reason, fix))
     return replace(options, config=changed(options.config, {"mesh.dp": options.gpus // others}))

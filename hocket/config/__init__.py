@@ -65,7 +65,7 @@ class Config:
     @property
     def tokens(self) -> int:
         """Tokens of a microbatch that one rank holds between layers."""
-        return self.train.sequences * self.data.sequence_length // self.mesh.tp
+        return self.train.sequences * self.data.sequence_length // (self.mesh.cp * self.mesh.tp)
 
     @property
     def element_bytes(self) -> int:

@@ -19,6 +19,7 @@ Purpose = Literal[
     "replicas",
     "a2a",
     "tp",
+    "cp",
     "pp_fwd",
     "pp_bwd",
     "control",
@@ -31,31 +32,41 @@ Steps = list[tuple[int, int]]
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """How ranks are arranged. There are pp * dp * tp ranks. ep divides dp * tp."""
+    """How ranks are arranged. There are pp * dp * cp * tp ranks. ep divides dp * cp * tp."""
 
     pp: int = 1
     """Pipeline ranks."""
     dp: int = 1
-    """Data-parallel ranks of each pipeline rank. Dense weights are sharded over them, or over `shard` of them."""
+    """Data-parallel ranks of each pipeline rank. Dense weights are sharded over dp * cp ranks, or over `shard` of
+    them."""
+    cp: int = 1
+    """Context-parallel ranks of each data-parallel rank: each has 2 of 2 * cp chunks of every sequence. Layers gather
+    keys and values of the other chunks before attention."""
     ep: int = 1
-    """Expert-parallel ranks: neighbours among the dp * tp ranks of a pipeline rank, whose tokens all differ. Expert
-    weights are sharded over the remaining dp * tp / ep ranks."""
+    """Expert-parallel ranks: neighbours among the dp * cp * tp ranks of a pipeline rank, whose tokens all differ.
+    Expert weights are sharded over the remaining dp * cp * tp / ep ranks."""
     tp: int = 1
-    """Tensor-parallel ranks of each data-parallel rank. They share its sequences, heads, MLP columns and vocabulary."""
+    """Tensor-parallel ranks of each context-parallel rank. They share its tokens, heads, MLP columns and vocabulary."""
     shard: int = 0
-    """Neighbouring data-parallel ranks that share one copy of the weights; 0 means all of them. ep divides shard * tp.
-    If it is less than dp, there are dp / shard replicas (HSDP). Gathers and reduces then stay among shard ranks, such
-    as those of a host. A step sums its gradients over the replicas once, after the last microbatch's reduces."""
+    """Neighbours among the dp * cp ranks that share one copy of the weights; 0 means all of them. ep divides shard *
+    tp. If it is less than dp * cp, there are dp * cp / shard replicas (HSDP). Gathers and reduces then stay among shard
+    ranks, such as those of a host. A step sums its gradients over the replicas once, after the last microbatch's
+    reduces."""
+
+    @property
+    def data(self) -> int:
+        """Ranks of a pipeline rank whose tokens all differ, over which weights are sharded."""
+        return self.dp * self.cp
 
     @property
     def replicas(self) -> int:
-        """Copies of the weights among the data-parallel ranks."""
-        return self.dp // (self.shard or self.dp)
+        """Copies of the weights among the dp * cp ranks."""
+        return self.data // (self.shard or self.data)
 
     @property
     def world(self) -> int:
         """All ranks."""
-        return self.pp * self.dp * self.tp
+        return self.pp * self.data * self.tp
 
     def grid(self, purpose: Purpose) -> tuple[Steps, Steps]:
         """The groups for a purpose: (members of a group, counted from its first; first members of all groups).
@@ -63,7 +74,7 @@ class MeshConfig:
         Pipeline groups join neighbours. This leaves out the groups that join the last rank with the first, and the
         groups behind a turn: see `Mesh.groups`.
         """
-        row, shard, replicas = self.dp * self.tp, (self.shard or self.dp) * self.tp, self.replicas
+        row, shard, replicas = self.data * self.tp, (self.shard or self.data) * self.tp, self.replicas
         match purpose:
             case "gather_dense" | "reduce_dense":
                 return [(shard // self.tp, self.tp)], [(self.pp * replicas, shard), (self.tp, 1)]
@@ -74,7 +85,9 @@ class MeshConfig:
             case "a2a":
                 return [(self.ep, 1)], [(max(1, self.world // self.ep), self.ep)]
             case "tp":
-                return [(self.tp, 1)], [(self.pp * self.dp, self.tp)]
+                return [(self.tp, 1)], [(self.pp * self.data, self.tp)]
+            case "cp":
+                return [(self.cp, self.tp)], [(self.pp * self.dp, self.cp * self.tp), (self.tp, 1)]
             case "pp_fwd" | "pp_bwd":
                 return [(min(self.pp, 2), row)], [(max(self.pp - 1, 1), row), (row, 1)]
             case "control":

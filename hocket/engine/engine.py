@@ -18,13 +18,14 @@ from hocket.engine.actions import Actions, Activation
 from hocket.engine.balance import Balance
 from hocket.engine.comm_options import comm_options
 from hocket.engine.executor import Executor
-from hocket.engine.graphed import GraphedSteps, Record, from_turn_one, recorder_of
+from hocket.engine.graphed import GraphedSteps, Record, Way, from_turn_one, recorder_of
 from hocket.engine.room import RowRoom
 from hocket.engine.standstill import Standstill
 from hocket.fsdp.planned.adamw import AdamWOptions, PlannedAdamW
 from hocket.fsdp.planned.model import PlannedModel
 from hocket.fsdp.planned.muon import MuonOptions
 from hocket.kernels import IGNORED
+from hocket.model.context import Shared
 from hocket.model.microbatch import Microbatch
 from hocket.model.moe import ExpertPlace
 from hocket.model.source import ChunkLike, ChunkPlace, ModelSource, OwnTransformer
@@ -61,6 +62,8 @@ class StepResult:
     """Rows of one rank that found no room, so that the step was made again with splits that the host knows; 0: none."""
     grown: bool = False
     """Of such a step: whether there is more room since; if not, the host knows splits from then on."""
+    way: Way = "issued"
+    """How the host made it."""
 
 
 class Engine:
@@ -97,6 +100,7 @@ class Engine:
         self.room = RowRoom(config, self.groups, device)
         self._tensors = Tensors.of(self.groups.tp, device) if self.mesh.tp > 1 else None
         self._linears = self._make_linears()
+        self._shared = self._share()
         wire = DTYPES.get(config.precision.wire, self.dtype)
         ends: dict[str, nn.Parameter] = {}
         self.chunks: list[Any] = [self._chunk(chunk, ends) for chunk in range(self.layout.chunks)]
@@ -166,10 +170,16 @@ class Engine:
             return linears_of(self.config)
         return SplitLinears(self._tensors, ways_of(self.config), self.config.train.sequences)
 
+    def _share(self) -> Shared | None:
+        """What cuts this rank's part out of sequences; None if it has them whole."""
+        c, ranks = self.config, self.mesh.cp
+        sizes = c.train.sequences, c.data.sequence_length
+        return Shared(*sizes, ranks, self.where.cp, self.device) if ranks > 1 else None
+
     def _activation(self) -> Activation:
         """What passes between layers: this rank's tokens of a microbatch."""
         c = self.config
-        shape = (c.train.sequences, c.data.sequence_length) if self.mesh.tp == 1 else (1, c.tokens)
+        shape = (c.train.sequences, c.tokens // c.train.sequences) if self.mesh.tp == 1 else (1, c.tokens)
         return Activation((*shape, c.model.hidden), self.dtype, self.device)
 
     def executor_for(self, program: Program, on_step: Callable[[], None] | None) -> Executor:
@@ -238,7 +248,13 @@ class Engine:
         loss = self._loss(self._run(self.executor, microbatches), self.executor)
         lacked = self.room.lacked
         grown = lacked > 0 and self.room.now is not None
-        return StepResult(loss, self._grad_norm, self.balance.loads, self._skipped, lacked, grown)
+        way = "issued" if self._graphed is None or lacked else self._graphed.way
+        return StepResult(loss, self._grad_norm, self.balance.loads, self._skipped, lacked, grown, way)
+
+    @property
+    def replays(self) -> bool:
+        """Whether steps are replayed, but for the first ones."""
+        return self._graphed is not None
 
     def _finish_step(self) -> None:
         """What the plan's `step` op does, once every gradient has been reduced."""
@@ -263,6 +279,9 @@ class Engine:
 
         See Note: [A fixed capacity, and never silently].
         """
+        assert self.config.data.packing != "off" or all(m.documents is None for m in microbatches), "packing is off"
+        if self._shared is not None:
+            microbatches = [self._shared.part(microbatch) for microbatch in microbatches]
         executor.actions.weights_M = self._weights(microbatches)
         self.sharded.forget_casts()
         graphed = self._graphed if executor is self.executor else None
@@ -281,12 +300,11 @@ class Engine:
     def _weights(self, microbatches: Sequence[Microbatch]) -> Tensor | None:
         """See Note: [The mean over the tokens of a step]. None where every target counts."""
         if self.config.data.packing == "off":
-            assert all(m.documents is None for m in microbatches), "data.packing is off"
             return None
         counts_M = torch.stack([(m.targets != IGNORED).sum() for m in microbatches])
         total = counts_M.sum(0, keepdim=True)
         self.groups.sum_over_dp(total)
-        return (counts_M.double() * self.mesh.dp / total.clamp(min=1)).float()
+        return (counts_M.double() * self.mesh.data / total.clamp(min=1)).float()
 
     def _loss(self, losses: Sequence[Tensor], executor: Executor) -> Tensor:
         """What this rank's microbatches, in their order, add to the mean over data-parallel ranks."""
@@ -329,7 +347,7 @@ class Engine:
         for executor in self._executors:
             if executor.recorder.active:
                 executor.recorder.enter("the mean of all ranks' losses, behind all ops")
-        total = loss.double().reshape(1) / (self.mesh.dp * self.mesh.tp)
+        total = loss.double().reshape(1) / (self.mesh.data * self.mesh.tp)
         largest = torch.zeros(len(self.layout.kinds) + 1, device=self.device)
         largest[-1] = float(signal)
         if loads:

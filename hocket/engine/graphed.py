@@ -11,8 +11,8 @@ tell the host something, and whatever Python keeps from one step to the next mus
 - packed documents have room for others: empty ones, up to twice as many as there were on any rank when it was made;
 - bytes move as they did: a group that has another transport since makes the recording void.
 
-Every step that runs op by op makes it void too, for it leaves gradients elsewhere: steps that are profiled, and one
-that is made again since rows found no room. The next one is recorded anew.
+Every step that runs op by op makes it void too, for it leaves gradients elsewhere: steps whose ops are shown under
+their names, and one that is made again since rows found no room. The next one is recorded anew.
 
 Note: [Ranks record and replay apart]
 Each rank has a graph of its own, and nothing in one knows of the others: what ranks exchange, they exchange while their
@@ -26,12 +26,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from hocket.engine.executor import Executor
 from hocket.fsdp.planned.model import PlannedModel
+from hocket.model.documents import Documents
 from hocket.model.microbatch import Microbatch
 from hocket.runtime.lanes import CudaLanes
 from hocket.runtime.token_copies import CopiedTokens
@@ -39,6 +41,9 @@ from hocket.runtime.world import everyone
 
 WARM_UP = 3
 """Steps before the recorded one: the rehearsal, and some in which libraries allocate what they keep."""
+
+Way = Literal["issued", "recorded", "replayed"]
+"""How the host made a step: op by op, op by op into a graph that then ran, or by one call."""
 
 Record = Callable[[Callable[[], list[Tensor]]], tuple[list[Tensor], Callable[[], None]]]
 """Records the calls of a function: (what it returned, how to make them again). It need not make them itself."""
@@ -101,6 +106,8 @@ class GraphedSteps:
         """`transports` are those of all groups now."""
         self._executor, self._model, self._record, self._transports = executor, model, record, transports
         self._moved_by: Sequence[object] = transports()
+        self.way: Way = "issued"
+        """How the last step was made."""
         self._issued = 0
         self._replay: Callable[[], None] | None = None
         self._inputs: list[Microbatch] = []
@@ -116,8 +123,10 @@ class GraphedSteps:
         if self._issued < WARM_UP or executor.annotated:
             self.drop()
             self._issued += 1
+            self.way = "issued"
             return executor.run(microbatches)
         self._have_room(microbatches)
+        self.way = "recorded" if self._replay is None else "replayed"
         if self._replay is None:
             self._replay = self._recorded(microbatches)
         for mine, given in zip(self._inputs, microbatches, strict=True):
@@ -149,7 +158,7 @@ class GraphedSteps:
 
     def _have_room(self, microbatches: Sequence[Microbatch]) -> None:
         """If some rank has more documents than were recorded, record anew: on all ranks, which wait for each other."""
-        mine = [microbatch.documents for microbatch in microbatches if microbatch.documents is not None]
+        mine = [each.documents for each in microbatches if isinstance(each.documents, Documents)]
         if not mine:
             return
         ranks = everyone((max(d.count for d in mine), any(d.real_T is not None for d in mine)))
@@ -185,7 +194,9 @@ class _Documents:
 
 
 def _copy(microbatch: Microbatch, room: _Documents) -> Microbatch:
-    documents = microbatch.documents and microbatch.documents.roomy(room.room, room.padded)
+    documents = microbatch.documents
+    if isinstance(documents, Documents):
+        documents = documents.roomy(room.room, room.padded)
     return replace(microbatch, ids=microbatch.ids.clone(), targets=microbatch.targets.clone(), documents=documents)
 
 
@@ -193,6 +204,6 @@ def _fill(into: Microbatch, microbatch: Microbatch) -> None:
     """Give a recorded microbatch the values of another of the same shapes, but for the number of documents."""
     into.ids.copy_(microbatch.ids)
     into.targets.copy_(microbatch.targets)
-    if into.documents is not None:
-        assert microbatch.documents is not None
+    if isinstance(into.documents, Documents):
+        assert isinstance(microbatch.documents, Documents)
         into.documents.become(microbatch.documents)

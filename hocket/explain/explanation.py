@@ -9,7 +9,7 @@ from typing import Any, Literal
 from hocket.settings.decision import Decision
 from hocket.variables import Finding
 
-Axis = Literal["tp", "dp", "pp", "ep"]
+Axis = Literal["tp", "cp", "dp", "pp", "ep"]
 State = Literal["on", "off", "n/a"]
 
 

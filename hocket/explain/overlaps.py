@@ -23,17 +23,18 @@ _ROWS_AROUND, _WEIGHTS, _GRADIENTS = (
     "gradients reduced",
 )
 _FORWARD, _BACKWARD, _TO_EXPERTS = "activations sent", "gradients sent", "rows to experts and back"
+_KEYS = "keys and values gathered, and their gradients reduced"
 _TIED = "gradients of the tied embedding"
 _MATRICES = "averages and matrices of Muon"
 _ENDS = "the same, at both ends of a step"
 
-_KINDS = {_WEIGHTS: "gather", _GRADIENTS: "reduce", _FORWARD: "pp", _TO_EXPERTS: "a2a"}
+_KINDS = {_WEIGHTS: "gather", _GRADIENTS: "reduce", _FORWARD: "pp", _TO_EXPERTS: "a2a", _KEYS: "cp"}
 """Whose predicted times a row shows."""
 
 
 def overlaps(settings: Settings) -> tuple[Overlap, ...]:
     """Every communication of a step, whether or not this run has it."""
-    return tuple(row for make in (_tensor, _data, _pipeline, _experts) for row in make(settings))
+    return tuple(row for make in (_tensor, _context, _data, _pipeline, _experts) for row in make(settings))
 
 
 def _row(s: Settings, axis: Axis, what: str, under: str, state: State, setting: str = "", why: str = "") -> Overlap:
@@ -71,6 +72,16 @@ def _tensor(s: Settings) -> Iterator[Overlap]:
             method = leaf(s, setting)
             under = _BY_METHOD.get(method, "")
             yield _row(s, "tp", f"{_PRODUCTS[role]}, {direction}", under, "on" if under else "off", setting)
+
+
+def _context(s: Settings) -> Iterator[Overlap]:
+    """Keys and values of other ranks' tokens, and their gradients."""
+    if s.mesh.cp == 1:
+        yield _row(s, "cp", _KEYS, "", "n/a", "mesh.cp", "mesh.cp is 1")
+    else:
+        why = "each layer makes keys before queries, and their gradients before those of queries"
+        under = "queries; weight gradients of attention"
+        yield _row(s, "cp", _KEYS, under, "on", "", why)
 
 
 def _data(s: Settings) -> Iterator[Overlap]:

@@ -23,7 +23,7 @@ from hocket.settings.weight_groups import samples, weight_groups
 
 LANES: dict[str, tuple[str, ...]] = {
     "gather_dense": ("gather",), "gather_experts": ("gather",), "reduce_dense": ("reduce",),
-    "reduce_experts": ("reduce",), "replicas": ("reduce",), "a2a": ("a2a",), "tp": ("compute",),
+    "reduce_experts": ("reduce",), "replicas": ("reduce",), "a2a": ("a2a",), "tp": ("compute",), "cp": ("cp",),
     "pp_fwd": ("send_act", "recv_act"), "pp_bwd": ("send_grad", "recv_grad"), "control": (),
 }  # fmt: skip
 """Purpose of a group -> lanes of the plan that use it."""
@@ -82,7 +82,7 @@ def _groups(settings: Settings) -> Iterator[GroupRow]:
         members = settings.mesh.members(purpose)
         if members == 1:
             continue
-        count = len(mesh.edges) * mesh.dp * mesh.tp if purpose in P2P else settings.world // members
+        count = len(mesh.edges) * mesh.data * mesh.tp if purpose in P2P else settings.world // members
         used = has_experts(settings) or not purpose.endswith("_experts")
         moved, lanes = _moved_by(settings, purpose), LANES.get(purpose, ()) if used else ()
         yield GroupRow(purpose=purpose, members=members, count=count, lanes=lanes, moved_by=moved)

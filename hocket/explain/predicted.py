@@ -17,7 +17,7 @@ from hocket.program.cost import CostTable
 from hocket.program.hardware import Hardware
 from hocket.program.network import hardware_of
 from hocket.program.ops import Program
-from hocket.program.schedule import KIND_OF
+from hocket.program.schedule import kind_of
 from hocket.program.stages import costs_of
 from hocket.resolve import Settings
 from hocket.settings.fp8_rules import FP8_RULES, FROM
@@ -96,8 +96,8 @@ def _step(settings: Settings, hardware: Hardware, microbatches: int) -> Step:
         for op, span in zip(ops, spans, strict=True):
             if "tp" in seconds:
                 seconds["tp"] += costs.of(op).inner_bytes / hardware.links["tp"].bandwidth / count
-            if op.lane in KIND_OF:
-                seconds[KIND_OF[op.lane]] += float(span.end - span.start) / count
+            if (kind := kind_of(op.lane)) is not None:
+                seconds[kind] += float(span.end - span.start) / count
     exposed = {kind: sum(float(use.exposed[kind]) for use in timeline.ranks) / count for kind in seconds}
     found = Predicted(
         hardware=hardware.name,

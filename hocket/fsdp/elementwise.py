@@ -54,6 +54,9 @@ class _Part:
     def invalidate(self) -> None:
         pass
 
+    def change(self, index: int, trains: bool) -> None:
+        pass
+
 
 def is_elementwise(optimizer: Optimizer, group: int, like: Tensor, keeps_all: bool) -> bool:
     """False if it updates parts of a weight in another way than the whole. See Note: [A trial of an optimizer].
@@ -92,7 +95,11 @@ def _trained(optimizer: Optimizer, group: int, like: Tensor, cuts: Sequence[int]
             here = grad[param.lo : param.hi] if isinstance(param, ShardedParameter) else grad.view(ROWS, COLUMNS)
             param.grad = here.clone()
         step(tried)
-    return torch.cat([param.detach().flatten() for param in params]).float()
+    return torch.cat([_values(param).flatten() for param in params]).float()
+
+
+def _values(param: nn.Parameter) -> Tensor:
+    return param.to_local() if isinstance(param, ShardedParameter) else param.detach()
 
 
 def _copy(optimizer: Optimizer, group: int, params: list[nn.Parameter]) -> Optimizer:

@@ -148,7 +148,13 @@ def drive(unit: Unit) -> None:
         _drive(unit, module)
     for group in unit.groups:
         for member in group.members if group.trainable else ():
-            member.param.register_post_accumulate_grad_hook(_on_gradient(unit))
+            see_gradients(unit, member.param)
+
+
+def see_gradients(unit: Unit, param: nn.Parameter) -> None:
+    """Put a parameter under a hook, if it is under none."""
+    if not param._post_accumulate_grad_hooks:
+        param.register_post_accumulate_grad_hook(_on_gradient(unit))
 
 
 def _context(unit: Unit) -> ShardContext:

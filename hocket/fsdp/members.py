@@ -241,7 +241,7 @@ def _subclass(cls: type[nn.Module], forward: Callable[..., Any] | None, methods:
     def apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         for key, shard in self._parameters.items():
             if isinstance(shard, ShardedParameter):
-                part, group = shard.detach(), shard.group
+                part, group = shard.to_local(), shard.group
                 new = fn(part)
                 if group is not None and group.late and (new.dtype, new.device) == (part.dtype, part.device):
                     group.valueless = False  # to_empty(), after which somebody gives values
@@ -258,8 +258,8 @@ def _subclass(cls: type[nn.Module], forward: Callable[..., Any] | None, methods:
         for key, shard in self._parameters.items():
             if isinstance(shard, ShardedParameter) and not keep_vars:
                 full = self.__dict__.get(key)
-                if full is not None and self.__dict__[UNIT].context.is_gathered:  # the memory goes
-                    destination[prefix + key] = full.detach().clone()
+                gathered = full is not None and self.__dict__[UNIT].context.is_gathered  # the memory goes
+                destination[prefix + key] = full.detach().clone() if gathered else shard.to_local()
 
     def load(self: nn.Module, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         state = dict(state)

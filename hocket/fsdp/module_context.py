@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Literal, Protocol
 
 import torch
@@ -105,6 +106,7 @@ class ShardContext:
             unit.context = self
             for group in unit.groups:
                 group.settle = self.finish_step
+                group.know_wholes(partial(self.over_ranks, parts=group.groups))
 
     def __repr__(self) -> str:
         kept = sum(group.nbytes for unit in self.units for group in unit.groups)
@@ -191,6 +193,15 @@ class ShardContext:
         self.ahead.told[unit, backward] = units
         if isinstance(self._residency, Budget) and self._residency.units is not None:
             self._residency.units = max(self._residency.units, len(units) + 1)
+
+    def stage_anew(self) -> bool:
+        """Give memory to gradients of what is trained from now on. False if memory is fixed."""
+        if self.policy.slots is not None:
+            return False
+        self.finish_step()
+        count = max((staging.count for staging in self._staging.values()), default=self.policy.staging)
+        self._staging, _ = place_gradients(self.units, count, False, self.reducing.caller)
+        return True
 
     def staging_count(self, count: int) -> None:
         """Let as many units have gradients on their way."""
@@ -294,10 +305,7 @@ class ShardContext:
 
     @contextlib.contextmanager
     def gradients_arrive(self) -> Iterator[bool]:
-        """`finish_step` in two parts: inside, a gradient may be read once its unit's reduction was waited for.
-
-        Yields whether any is under way.
-        """
+        """`finish_step` in two parts: inside, gradients are read of units that were waited for. Yields if any are."""
         under_way = self.arriving = self.reductions_open
         if under_way:
             self._send_deferred()
@@ -331,12 +339,15 @@ class ShardContext:
             for group in unit.groups:
                 group.invalidate()
 
-    def over_ranks(self, value: Tensor, how: Literal["sum", "max"]) -> None:
-        """The `sum` or `max` of a tensor over all ranks of the mesh that `fully_shard` was given, in place."""
+    def over_ranks(self, value: Tensor, how: Literal["sum", "max"], parts: ShardGroups | None = None) -> None:
+        """The `sum` or `max` of a tensor over all ranks of the mesh, or those that keep other `parts`, in place."""
         self.about_to(f"{how} over ranks")
         self.before_waiting()
-        self.groups.reduce.all_reduce(value, how).wait()
-        self.groups.outer.all_reduce(value, how).wait()
+        groups, here = parts or self.groups, value.to(self.device)
+        groups.reduce.all_reduce(here, how).wait()
+        if parts is None or parts.outer_shards:
+            groups.outer.all_reduce(here, how).wait()
+        value.copy_(here)
 
     @contextlib.contextmanager
     def gathered(self, changed: bool = False) -> Iterator[None]:
@@ -381,11 +392,7 @@ class ShardContext:
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
-        """More microbatches of this step follow those inside: each strategy puts off what it may.
-
-        `no_shard` and `optim` put off the reduction, `optim_grads` and `optim_grads_params` only what replicas
-        exchange.
-        """
+        """More microbatches follow: `no_shard` and `optim` put off reductions, others what replicas exchange."""
         before, self._accumulating = self._accumulating, True
         try:
             yield
@@ -411,10 +418,7 @@ class ShardContext:
         self.in_backward = self.reductions_open = False
 
     def close(self) -> None:
-        """After the last step of this model: take its memory back from the groups, so that it goes with the model.
-
-        Only copy engines hold any. All ranks call this, for models that share a group in the same order.
-        """
+        """After the last step: take back the memory of copy engines. All ranks call this, in one order of models."""
         for queue in {self.gathering, self.reducing, self.outer}:
             queue.join()  # a window waits for what the caller has issued
         for window in reversed(self._windows):
@@ -422,10 +426,7 @@ class ShardContext:
         self._windows.clear()
 
     def read_outside(self, unit: Unit) -> bool:
-        """A weight is read while its unit is not in use: claim the unit until nobody needs it any more.
-
-        False outside of any forward: what is read then is the shard. See `outside.py`.
-        """
+        """A weight is read while its unit is not in use: claim that. False outside of any forward; see `outside.py`."""
         if self._depth:
             claim = unit.acquire()
             claim.wait()

@@ -50,6 +50,7 @@ class Shared(Protocol):
     def read_outside(self, unit: Unit) -> bool: ...
     def weights_ready(self) -> Ticket: ...
     def forget_old_forwards(self) -> None: ...
+    def stage_anew(self) -> bool: ...
 
 
 Around = tuple[Callable[..., tuple[Any, Any]], Callable[..., Any]]
@@ -114,7 +115,6 @@ class Unit:
         self._gathered = False
         self._gathering: Ticket | None = None
         self._readers: list[Ticket] = []  # behind the last reader on each stream that gave its claim back
-        self._trainable = sum(group.trainable for group in self.groups)
         self._staged: dict[ParamGroup, Staged] = {}
         self._outer_left: dict[ParamGroup, Ticket] = {}  # reduced, not yet exchanged between replicas
         self._outer_sent: dict[ParamGroup, tuple[Ticket]] = {}
@@ -320,7 +320,9 @@ class Unit:
     def complete(self) -> bool:
         """Whether every trainable parameter has contributed since the last reduce."""
         staged = self._staged
-        return len(staged) == self._trainable and not any(one.unfinished for one in staged.values())
+        return len(staged) == sum(group.learning > 0 for group in self.groups) and not any(
+            one.unfinished for one in staged.values()
+        )
 
     def reduce(self) -> None:
         """Send what was staged: the sum over ranks is added to the gradients of the shards.
@@ -333,7 +335,7 @@ class Unit:
         now = [g for g in self.groups if g in self._staged or not self.context.adds_up_locally(self, g)]
         if not any(group in self._staged or group.local for group in now):
             return
-        sending = [group for group in now if group.trainable]
+        sending = [group for group in now if group.learning]
         for group in sending:
             self._send(group)
         self.reduces += 1

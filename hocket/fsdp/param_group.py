@@ -29,6 +29,7 @@ keeps them, the others start from zero: so every contribution is in exactly one 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -36,6 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from hocket.fsdp.layout import FlatLayout, Granularity
+from hocket.fsdp.part import Ask, How, Part, Place, plain
 from hocket.fsdp.precision import Precision
 from hocket.fsdp.shard_grads import LocalSum, ShardGrads
 from hocket.fsdp.shard_groups import ShardGroups
@@ -61,6 +63,8 @@ class ParamGroup:
 
     Takes over the values of the parameters, all ranks the same ones; those on the meta device are zero until `load`.
     """
+
+    changed_by: Callable[[int, bool], None] | None = None  # where a unit has more to do (`freezing.py`)
 
     def __init__(
         self,
@@ -97,14 +101,15 @@ class ParamGroup:
         self.grads = ShardGrads(
             self.kept.shard, self.formats.accumulate, self.formats.main, self.kept.slices(self.position), device
         )
-        separate = groups.outer_shards and self.trainable
-        self._partial = zeros(self.layout.shard, self.formats.accumulate) if separate else None
+        self._partial = self._new_partial() if self.trainable else None
         self.settle: Callable[[], None] = _nothing_under_way
         """Has the caller's work come behind all reductions of this group."""
         self.make_grads: Callable[[], None] = self.grads.make
         """Gets the memory of the gradients, if it is not there: called before they are reduced or set."""
         self.let_grads_go: Callable[[], None] = self.grads.let_go
         """Called when all gradients have been forgotten: gives their memory back if that is safe."""
+        self._ask: Ask | None = None
+        self._parts: dict[int, tuple[Tensor, Part]] = {}  # what readers of gradients see, beside their memory
         self.shards = self._make_shards()
         for i, member in enumerate(self.members):
             if not member.param.is_meta:
@@ -113,6 +118,7 @@ class ParamGroup:
         """Whether parameters came from the meta device, to get values after they are sharded; whether none came yet."""
         self._said = 0  # how often somebody said that main has changed
         self._seen = -1, -1  # the edition of main at the last refresh
+        self._learns = [self.trainable] * len(members)  # what is trained now
         self._has = [False] * len(members)  # whether main_grad holds a gradient of the member
         self._partial_has = [True] * len(members)  # False: partial holds something that was forgotten
         self._summed = True  # whether partial is the same on all replicas
@@ -136,11 +142,52 @@ class ParamGroup:
         return shards
 
     def rename(self, index: int, name: str, *owners: tuple[nn.Module, str]) -> None:
-        """Give a member another name, as the part of a larger model, and further places that hold it."""
+        """Give a member the name that it has in a larger model, and further places that hold it."""
         old = self.members[index]
         new = replace(old, name=name, owners=[*old.owners, *owners])
         self.members = (*self.members[:index], new, *self.members[index + 1 :])
         self.shards[index].full_name = name
+        self.shards[index].place = self._place_of(self.shards[index])
+        self._parts.clear()
+
+    def know_wholes(self, ask: Ask) -> None:
+        """Have shards know of what they are parts. `ask` is of all ranks. See Note: [A part knows its whole]."""
+        self._ask = ask
+        self._parts.clear()
+        for shard in self.shards:
+            shard.place = self._place_of(shard)
+
+    def _place_of(self, shard: ShardedParameter) -> Place | None:
+        if self._ask is None or self.keeps_all:
+            return None
+        group = weakref.ref(self)
+
+        def ask(value: Tensor, how: How) -> None:
+            mine = group()
+            if mine is not None and mine._ask is not None:
+                mine._ask(value, how)
+
+        return Place(shard.full_name, shard.full_shape, shard.lo, shard.hi, ask)
+
+    @property
+    def learning(self) -> int:
+        """How many members are trained now."""
+        return sum(self._learns)
+
+    def change(self, index: int, trains: bool) -> None:
+        """What `shards[index].requires_grad_(trains)` does."""
+        (self.changed_by or self.train)(index, trains)
+
+    def train(self, index: int, trains: bool) -> None:
+        self._learns[index] = trains
+        self.members[index].param.requires_grad_(trains)
+        if trains and self._partial is None:
+            self._partial = self._new_partial()
+
+    def _new_partial(self) -> Tensor | None:
+        if not self.groups.outer_shards:
+            return None
+        return torch.zeros(self.layout.shard, dtype=self.formats.accumulate, device=self.device)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -190,7 +237,7 @@ class ParamGroup:
     def load(self, index: int, value: Tensor) -> None:
         """Take the whole value of a member."""
         shard = self.shards[index]
-        shard.detach().copy_(value.detach().reshape(-1)[shard.lo : shard.hi])
+        shard.to_local().copy_(value.detach().reshape(-1)[shard.lo : shard.hi])
 
     def bind(self, flat: Tensor) -> None:
         """Make the data of the full parameters views of `flat[:total]`, or of `weight` if the group is held whole.
@@ -247,10 +294,7 @@ class ParamGroup:
         return self.main_grad if self._partial is None else self._partial
 
     def grad_views(self, flat: Tensor, keep: bool) -> list[Tensor]:
-        """Where in a staging buffer each member's gradient belongs: wire dtype, shaped like the parameter.
-
-        `keep` spares making them again, and keeps the buffer.
-        """
+        """Where in a staging buffer each gradient belongs, shaped like its parameter. `keep` them and the buffer."""
         if not keep:
             return self.layout.views(flat)
         if flat.data_ptr() not in self._grad_views:
@@ -284,7 +328,7 @@ class ParamGroup:
             if add:
                 self.tidy()
             self.grads.drop()
-            self._has = [True] * len(self.members)
+            self._has = self._have_now()
         self._summed = False
         reduce = self.groups.reduce
         call = reduce.all_sum if self.groups.alike > 1 else reduce.reduce_sum
@@ -315,10 +359,15 @@ class ParamGroup:
         if add:
             self.tidy()
         self.grads.drop()
-        self._has = [before or new for before, new in zip(self._has, self._partial_has, strict=True)]
+        new = [learns and has for learns, has in zip(self._learns, self._partial_has, strict=True)]
+        self._has = [before or new for before, new in zip(self._has, new, strict=True)]
         self._make_room_in_partial()
         self._outer = self.groups.outer.reduce_sum(self.partial, self.main_grad, 1.0, add).then(self.partial.zero_)
         return self._outer
+
+    def _have_now(self) -> list[bool]:
+        """Whether there is a gradient of each member once all that are trained were reduced."""
+        return [has or learns for has, learns in zip(self._has, self._learns, strict=True)]
 
     def tidy(self) -> None:
         """Have `main_grad` hold what readers see, and zeros for the gradients that were forgotten."""
@@ -342,7 +391,12 @@ class ParamGroup:
         self.settle()
         if not self.trainable or not self._has[index]:
             return None
-        return self.grads.views()[index]
+        view, place = self.grads.views()[index], self.shards[index].place
+        if place is None:
+            return view
+        if index not in self._parts or self._parts[index][0] is not view:
+            self._parts[index] = view, Part.of(view, place)
+        return self._parts[index][1]
 
     def forget(self, index: int) -> None:
         """What setting `shards[index].grad` to None does: the next reduction overwrites it."""
@@ -367,7 +421,8 @@ class ParamGroup:
             if not self.has_grad:
                 self.main_grad.zero_()  # padding too, which no reduction has written
             view = self.grads.views()[index]
-            if view is not value:
+            value = plain(value)
+            if view.data_ptr() != value.data_ptr() or view.dtype != value.dtype:
                 view.copy_(value)
         self._has[index] = True
 

@@ -39,6 +39,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from hocket.fsdp.part import Place, call, plain
+
 
 class Group(Protocol):
     """What a shard asks of the group that it is a part of: `ParamGroup`."""
@@ -56,6 +58,7 @@ class Group(Protocol):
     def forget(self, index: int) -> None: ...
     def set_grad(self, index: int, value: Tensor) -> None: ...
     def invalidate(self) -> None: ...
+    def change(self, index: int, trains: bool) -> None: ...
 
 
 class ShardedParameter(nn.Parameter):
@@ -70,13 +73,27 @@ class ShardedParameter(nn.Parameter):
     """Index of the member in its group."""
     read_outside: Callable[[], nn.Parameter | None] | None
     """What stands for it when it is read as an attribute of its module; None is itself."""
+    place: Place | None
+    """Of its elements, where other ranks have others. See Note: [A part knows its whole]."""
     _group: weakref.ref[Group] | None
+    is_sparse = False  # asked of each by optimizers
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See Note: [A part knows its whole]."""
+        return call(func, args, kwargs or {})
 
     def __new__(cls, data: Tensor, requires_grad: bool = True) -> ShardedParameter:
         """Share the memory and the version counter of `data`."""
         shard = torch.Tensor._make_subclass(cls, data, requires_grad)
-        shard._group, shard.read_outside = None, None
+        shard._group, shard.read_outside, shard.place = None, None, None
         return shard
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
+        """The same elements, in no group."""
+        copy = memo[id(self)] = ShardedParameter(self.to_local().clone(), self.requires_grad)
+        copy.place = self.place
+        return copy
 
     def join(self, group: Group) -> None:
         """Become a part of a group. See Note: [Autograd never sees a shard]."""
@@ -109,7 +126,7 @@ class ShardedParameter(nn.Parameter):
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
         """Of the whole parameter."""
-        return self.detach().shape if self._group is None else self.full_shape
+        return self.to_local().shape if self._group is None else self.full_shape
 
     @property
     def ndim(self) -> int:  # type: ignore[override]
@@ -141,11 +158,12 @@ class ShardedParameter(nn.Parameter):
             return super().__getitem__(index)
         length = self.shape[1:].numel()
         first = range(self.shape[0])[index] * length  # which is the error for a row that does not exist
-        return self.detach()[max(first - self.lo, 0) : max(first + length - self.lo, 0)]
+        return self.to_local()[max(first - self.lo, 0) : max(first + length - self.lo, 0)]
 
     def to_local(self) -> Tensor:
         """The elements that are here, 1-D, without autograd; writing to it writes to the shard."""
-        return self.detach()
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.detach()
 
     def data_ptr(self) -> int:
         """Refuse an address that goes with another number of elements."""
@@ -188,7 +206,7 @@ class ShardedParameter(nn.Parameter):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        group, local, value = self.group, self.detach(), value.detach()
+        group, local, value = self.group, self.to_local(), plain(value.detach())
         if group is None:
             _DATA.__set__(self, value)
         elif value.shape != local.shape:
@@ -228,13 +246,13 @@ class ShardedParameter(nn.Parameter):
     # The stub of torch calls the argument `mode`.
     # pyrefly: ignore[bad-override-param-name]
     def requires_grad_(self, requires_grad: bool = True) -> ShardedParameter:
-        """Refuse a change: which parameters have gradients is settled when they are sharded."""
+        """Freeze the parameter, or have it trained again: between steps, on all ranks alike (`freezing.py`)."""
         if self.group is not None and requires_grad != self.requires_grad:
-            raise ValueError(
-                f"requires_grad of {self.full_name} can't be set to {requires_grad} any more: freeze and unfreeze "
-                f"parameters before hocket.fully_shard"
-            )
-        super().requires_grad_(requires_grad)
+            self.group.change(self.position, requires_grad)
+        with torch._C.DisableTorchFunctionSubclass():
+            super().requires_grad_(requires_grad)
+            if self.group is not None and requires_grad and not self._post_accumulate_grad_hooks:
+                super().register_post_accumulate_grad_hook(_refuse_gradient)
         return self
 
 
@@ -243,7 +261,7 @@ def _filling(name: str) -> Callable[..., Any]:
     plain = getattr(torch.Tensor, name)
 
     def fill(self: ShardedParameter, *args: Any, **kwargs: Any) -> ShardedParameter:
-        local = self.detach()
+        local = self.to_local()
         whole = torch.empty(self.shape, dtype=local.dtype, device=local.device)
         local.copy_(plain(whole, *args, **kwargs).view(-1)[self.lo : self.hi])
         return self

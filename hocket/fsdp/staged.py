@@ -20,7 +20,7 @@ class Staged:
         """Where each parameter's gradient goes."""
         self._written = [False] * len(self.views)
         self._arrived = [False] * len(self.views)
-        self.unfinished = len(self.views)
+        self.unfinished = group.learning
         """How many parameters have not written all of their gradient yet."""
 
     def target(self, index: int) -> tuple[Tensor, bool]:

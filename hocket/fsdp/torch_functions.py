@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hocket.fsdp.checks import UNIT, refuse_early
 from hocket.fsdp.grad_norm import squares_of
+from hocket.fsdp.part import plain
 from hocket.fsdp.saving.flat_tensor import FlatTensor
 from hocket.fsdp.saving.kept import Inventory
 from hocket.fsdp.saving.optimizer_state import load_optimizer_state, optimizer_state
@@ -76,12 +77,12 @@ def total_norm(
     foreach: bool | None = None,
 ) -> Tensor:
     """`torch.nn.utils.get_total_norm`; of gradients of shards, that of all ranks, which all call this."""
-    tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    tensors = [plain(one) for one in ([tensors] if isinstance(tensors, Tensor) else tensors)]
     homes = {m.untyped_storage().data_ptr(): home for home in _groups() for m in home[0].grads.memory}
     parts: dict[ShardContext | None, list[tuple[Tensor, int]]] = {}
     for tensor in tensors:
-        plain = not is_traceable_wrapper_subclass(tensor)  # a DTensor has no memory of its own
-        group, context = homes.get(tensor.untyped_storage().data_ptr() if plain else 0, (None, None))
+        has_memory = not is_traceable_wrapper_subclass(tensor)  # a DTensor has none of its own
+        group, context = homes.get(tensor.untyped_storage().data_ptr() if has_memory else 0, (None, None))
         if group is None or group.keeps_all:
             parts.setdefault(None, []).append((tensor, 1))
         else:

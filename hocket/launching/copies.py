@@ -32,5 +32,5 @@ def tried(settings: Settings, rank: int, device: Any, trial: Callable[..., str] 
 def _purposes(settings: Settings) -> list[Purpose]:
     """A group that NCCL leaves to copy engines, and one whose ranks copy into each other's memory, where needed."""
     mesh = settings.mesh
-    needed: tuple[tuple[Purpose, bool], ...] = (("gather_dense", mesh.dp > 1), ("a2a", mesh.ep > 1 or mesh.pp > 1))
+    needed: tuple[tuple[Purpose, bool], ...] = (("gather_dense", mesh.data > 1), ("a2a", mesh.ep > 1 or mesh.pp > 1))
     return [purpose for purpose, there in needed if there]

@@ -65,7 +65,7 @@ def all_plan_ops(traces: Sequence[RankTrace], program: Program) -> tuple[PlanOps
         if not rows:
             raise ValueError(
                 f"{trace.source}: none of the ops of its plan is in a step of it; fix: a trace written by hocket train "
-                "--train.profile, which names ops and steps"
+                "--train.profile --plan.graphs off, which names ops and steps"
             )
         found.append(rows)
     return tuple(found)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +42,8 @@ class Documents:
     """Where the documents of all sequences, one after the other, begin and end: int32, from 0 to T."""
     longest: int
     """Tokens of the longest one."""
+    bounds: tuple[int, ...]
+    """What `ends` are, known to the host."""
     real_T: Tensor | None = None
     """Which tokens are no padding; None if all."""
 
@@ -55,6 +57,21 @@ class Documents:
     def count(self) -> int:
         """How many there are."""
         return len(self.ends) - 1
+
+    @property
+    def batch(self) -> int:
+        """B."""
+        return self.ids_BS.shape[0]
+
+    @property
+    def key_ends(self) -> Tensor:
+        """Keys are those of the same tokens; `context.Span` has more of them."""
+        return self.ends
+
+    @property
+    def key_longest(self) -> int:
+        """Keys of the longest one."""
+        return self.longest
 
     def roomy(self, count: int, padded: bool) -> Documents:
         """A copy of the shapes that all have: so many documents, the last ones empty, none known to be shorter than a
@@ -87,6 +104,32 @@ class Documents:
         return self.mask_B1SS.triu(1 - window) if window else self.mask_B1SS
 
 
+class Seen(Protocol):
+    """Which keys queries attend to: `Documents`, or `context.Span`, whose queries are the last of its keys."""
+
+    @property
+    def batch(self) -> int: ...
+    @property
+    def ends(self) -> Tensor: ...
+    @property
+    def key_ends(self) -> Tensor: ...
+    @property
+    def longest(self) -> int: ...
+    @property
+    def key_longest(self) -> int: ...
+
+    def within(self, window: int) -> Tensor: ...
+
+
+class Told(Protocol):
+    """What layers are told of a microbatch's tokens: `Documents`, or `context.Context`."""
+
+    @property
+    def position_T(self) -> Tensor: ...
+    @property
+    def real_T(self) -> Tensor | None: ...
+
+
 def documents_of(ids_BS: Tensor) -> Documents:
     """The documents that numbers of tokens' documents on a CPU mean. `PADDING` marks tokens that belong to none."""
     assert ids_BS.device.type == "cpu", "documents are found on the host, which must know the longest"
@@ -98,8 +141,9 @@ def documents_of(ids_BS: Tensor) -> Documents:
     lengths = ends.diff()
     position_T = torch.arange(tokens) - starts.repeat_interleave(lengths)
     real_T = ids_BS.flatten() != PADDING
-    longest = int(lengths.max()) if tokens else 0
-    return Documents(ids_BS, position_T, ends.to(torch.int32), longest, None if bool(real_T.all()) else real_T)
+    longest, bounds = int(lengths.max()) if tokens else 0, tuple(ends.tolist())
+    real = None if bool(real_T.all()) else real_T
+    return Documents(ids_BS, position_T, ends.to(torch.int32), longest, bounds, real)
 
 
 @lru_cache(maxsize=16)
@@ -111,16 +155,16 @@ def whole_sequences(batch: int, seq: int, device: torch.device) -> Documents:
 
 
 def attend(
-    q_THN: Tensor, k_TKN: Tensor, v_TKN: Tensor, documents: Documents, window: int = 0, scale: float | None = None
+    q_THN: Tensor, k_TKN: Tensor, v_TKN: Tensor, documents: Seen, window: int = 0, scale: float | None = None
 ) -> Tensor:
     """Causal attention inside of each document, to the last `window` tokens or with 0 to all before: [T, H, N].
 
-    `scale` is 1 / sqrt(N) if it is not given. On a CPU values may be of another width than keys.
+    `scale` is 1 / sqrt(N) if it is not given. On a CPU values may be of another width than keys. Of a `Span`, T is the
+    number of its queries in `q`, and of its keys in `k` and `v`.
     """
     if has_flash(q_THN):
         return _flash(q_THN, k_TKN, v_TKN, documents, window, scale)
-    batch, seq = documents.ids_BS.shape
-    q, k, v = (x.view(batch, seq, *x.shape[1:]).transpose(1, 2) for x in (q_THN, k_TKN, v_TKN))
+    q, k, v = (x.unflatten(0, (documents.batch, -1)).transpose(1, 2) for x in (q_THN, k_TKN, v_TKN))
     grouped, mask_B1SS = k.shape[1] != q.shape[1], documents.within(window)
     o_BHSN = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B1SS, enable_gqa=grouped, scale=scale)
     return o_BHSN.transpose(1, 2).flatten(0, 1)
@@ -131,9 +175,7 @@ def has_flash(q_THN: Tensor) -> bool:
     return q_THN.is_cuda and q_THN.dtype in (torch.bfloat16, torch.float16)
 
 
-def _flash(
-    q_THN: Tensor, k_TKN: Tensor, v_TKN: Tensor, documents: Documents, window: int, scale: float | None
-) -> Tensor:
+def _flash(q_THN: Tensor, k_TKN: Tensor, v_TKN: Tensor, documents: Seen, window: int, scale: float | None) -> Tensor:
     """Flash attention over documents one after the other: never computes blocks that the mask would throw away."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -142,10 +184,8 @@ def _flash(
         k_TKN, v_TKN = (x.repeat_interleave(repeats, 1) for x in (k_TKN, v_TKN))
     if scale is not None and "scale" not in options:  # 1 / sqrt(N) alone
         q_THN = q_THN * (scale * q_THN.shape[-1] ** 0.5)
-    ends, longest = documents.ends, documents.longest
-    return varlen_attn(  # pyrefly: ignore[bad-return]
-        q_THN, k_TKN, v_TKN, ends, ends, longest, longest, **options
-    )
+    ends, longest = (documents.ends, documents.key_ends), (documents.longest, documents.key_longest)
+    return varlen_attn(q_THN, k_TKN, v_TKN, *ends, *longest, **options)  # pyrefly: ignore[bad-return]
 
 
 @cache

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hocket.config import ModelConfig
 from hocket.kernels.usable import usable
 from hocket.model.cache import KeyValueCache
+from hocket.model.context import Context, in_order
 from hocket.model.delta_net import DeltaNet
-from hocket.model.documents import Documents, attend, whole_sequences
+from hocket.model.documents import Documents, Seen, attend, whole_sequences
 from hocket.model.latent_attention import LatentAttention
 from hocket.model.parameters import new_weight
 from hocket.model.rotary import rope_of, rotary_table
@@ -68,16 +70,16 @@ class Attention(nn.Module):
         q, k, v = self.linears.columns("qkv", h_BSD, (self.wq, self.wk, self.wv))
         if c.qkv_bias:
             q, k, v = shift(q, self.bq), shift(k, self.bk), shift(v, self.bv)
-        gate = None
-        if c.attn_gate:
-            q, gate = (x.flatten(2) for x in q.unflatten(2, (self.heads, 2, c.head_dim)).unbind(3))
+        q, gate = self._gated(q)
         if c.qk_norm and c.qk_norm_over == "whole":
             q, k = self.linears.norms((q, k), (self.q_wide_norm, self.k_wide_norm), c.norm_eps, c.norm_plus_one)
         batch, seq, _ = q.shape
         sizes = (batch, seq) if documents is None else (1, batch * seq)
         q_BSHN = q.view(*sizes, self.heads, c.head_dim)
         k_BSKN, v_BSKN = (x.view(*sizes, self.kv_heads, c.head_dim) for x in (k, v))
-        q_BSHN, k_BSKN = self._placed(q_BSHN, k_BSKN, seq, documents)
+        first = self.cache.length if self.cache is not None else 0
+        position_T = None if documents is None else documents.position_T
+        q_BSHN, k_BSKN = self._turned(seq, position_T, first, q=q_BSHN, k=k_BSKN)
         if self.cache is not None:
             given = (x.squeeze(0) for x in (q_BSHN, k_BSKN, v_BSKN))
             o_SHN = self.cache.attend(*given, window=self.window, sink_H=self.sinks)
@@ -86,10 +88,7 @@ class Attention(nn.Module):
         if documents is not None or window or self.sinks is not None:
             documents = documents or whole_sequences(batch, seq, h_BSD.device)
             q_THN, k_TKN, v_TKN = (x.flatten(0, 1) for x in (q_BSHN, k_BSKN, v_BSKN))
-            if self.sinks is None:
-                o_THN = attend(q_THN, k_TKN, v_TKN, documents, window)
-            else:
-                o_THN = attend_with_sinks(q_THN, k_TKN, v_TKN, self.sinks, documents, window)
+            o_THN = self._attend(q_THN, k_TKN, v_TKN, documents, window)
             return self._out(o_THN.reshape(batch, seq, -1), gate)
         o_BHSN = F.scaled_dot_product_attention(
             q_BSHN.transpose(1, 2),
@@ -100,6 +99,55 @@ class Attention(nn.Module):
         )
         return self._out(o_BHSN.transpose(1, 2).flatten(2), gate)
 
+    def keys(self, h_BSD: Tensor, context: Context) -> Tensor:
+        """Keys and values of a rank's tokens, side by side: what is gathered, [T, 2 * K * N]."""
+        c = self.config
+        k, v = self.linears.columns("qkv", h_BSD, (self.wk, self.wv))
+        if c.qkv_bias:
+            k, v = shift(k, self.bk), shift(v, self.bv)
+        if c.qk_norm and c.qk_norm_over == "whole":
+            (k,) = self.linears.norms((k,), (self.k_wide_norm,), c.norm_eps, c.norm_plus_one)
+        k_1TKN = k.reshape(1, -1, self.kv_heads, c.head_dim)
+        (k_1TKN,) = self._turned(context.length, context.position_T, k=k_1TKN)
+        return torch.cat([k_1TKN.flatten(2)[0], v.flatten(0, 1)], -1)
+
+    def queries(self, h_BSD: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
+        """Queries of a rank's tokens, [T, H, N], and the gates of what they find."""
+        c = self.config
+        (q,) = self.linears.columns("qkv", h_BSD, (self.wq,))
+        q, gate = self._gated(shift(q, self.bq) if c.qkv_bias else q)
+        if c.qk_norm and c.qk_norm_over == "whole":
+            (q,) = self.linears.norms((q,), (self.q_wide_norm,), c.norm_eps, c.norm_plus_one)
+        q_1THN = q.reshape(1, -1, self.heads, c.head_dim)
+        (q_1THN,) = self._turned(context.length, context.position_T, q=q_1THN)
+        return q_1THN[0], gate
+
+    def attended(
+        self, kv_UX: Tensor, q_THN: Tensor, gate_BSF: Tensor | None, context: Context, shape: tuple[int, int]
+    ) -> Tensor:
+        """What attention adds to the residual stream, of `shape`, from the keys and values of all ranks."""
+        kv_U2KN = in_order(kv_UX, context).view(-1, 2, self.kv_heads, self.config.head_dim)
+        k_UKN, v_UKN = kv_U2KN.unbind(1)
+        window = self.window if self.window < context.length else 0
+        found = [
+            self._attend(_part(q_THN, span.queries), _part(k_UKN, span.keys), _part(v_UKN, span.keys), span, window)
+            for span in context.spans
+        ]
+        o_THN = torch.cat(found)
+        return self._out(o_THN.reshape(*shape, -1), gate_BSF)
+
+    def _attend(self, q_THN: Tensor, k_TKN: Tensor, v_TKN: Tensor, seen: Seen, window: int) -> Tensor:
+        if self.sinks is None:
+            return attend(q_THN, k_TKN, v_TKN, seen, window)
+        return attend_with_sinks(q_THN, k_TKN, v_TKN, self.sinks, seen, window)
+
+    def _gated(self, q_BSF: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Queries, and the gates that stand behind those of each head."""
+        if not self.config.attn_gate:
+            return q_BSF, None
+        q, gate = (x.flatten(2) for x in q_BSF.unflatten(2, (self.heads, 2, self.config.head_dim)).unbind(3))
+        return q, gate
+
     def _out(self, o_BSF: Tensor, gate_BSF: Tensor | None) -> Tensor:
         """What attention adds to the residual stream."""
         if gate_BSF is not None:
@@ -107,23 +155,23 @@ class Attention(nn.Module):
         out_BSD = self.linears.row("proj", o_BSF, self.wo)
         return shift(out_BSD, self.bo) if self.config.o_bias else out_BSD
 
-    def _placed(self, q_BSHN: Tensor, k_BSKN: Tensor, seq: int, documents: Documents | None) -> tuple[Tensor, Tensor]:
-        """Queries and keys with positions, and with the norms of each head."""
-        c, rope = self.config, self.rope
-        normed = c.qk_norm and c.qk_norm_over == "head"
-        if rope is None:
-            if normed:
-                q_BSHN = rms_norm(q_BSHN, self.q_norm, c.norm_eps, c.norm_plus_one)
-                return q_BSHN, rms_norm(k_BSKN, self.k_norm, c.norm_eps, c.norm_plus_one)
-            return q_BSHN, k_BSKN
-        first = self.cache.length if self.cache is not None else 0
-        table = rotary_table(first + seq, rope.width, rope.theta, q_BSHN.device, rope.settings)[:, first:]
-        if documents is not None:
-            table = table.index_select(1, documents.position_T)
-        if normed:
-            q_BSHN = norm_rotate(q_BSHN, self.q_norm, c.norm_eps, table, c.norm_plus_one)
-            return q_BSHN, norm_rotate(k_BSKN, self.k_norm, c.norm_eps, table, c.norm_plus_one)
-        return rotate(q_BSHN, table), rotate(k_BSKN, table)
+    def _turned(self, seq: int, position_T: Tensor | None, first: int = 0, **heads_BSHN: Tensor) -> tuple[Tensor, ...]:
+        """Queries `q` or keys `k` with positions and norms: `position_T` among `seq`, or all behind `first`."""
+        c, rope, table = self.config, self.rope, None
+        if rope is not None:
+            device = next(iter(heads_BSHN.values())).device
+            table = rotary_table(first + seq, rope.width, rope.theta, device, rope.settings)[:, first:]
+            table = table if position_T is None else table.index_select(1, position_T)
+        if not (c.qk_norm and c.qk_norm_over == "head"):
+            return tuple(x if table is None else rotate(x, table) for x in heads_BSHN.values())
+        scales, eps, one = {"q": self.q_norm, "k": self.k_norm}, c.norm_eps, c.norm_plus_one
+        if table is None:
+            return tuple(rms_norm(x, scales[name], eps, one) for name, x in heads_BSHN.items())
+        return tuple(norm_rotate(x, scales[name], eps, table, one) for name, x in heads_BSHN.items())
+
+
+def _part(x_THN: Tensor, tokens: range) -> Tensor:
+    return x_THN[tokens.start : tokens.stop]
 
 
 def attention_of(

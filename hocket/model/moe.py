@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hocket.config import ModelConfig
-from hocket.model.documents import Documents
+from hocket.model.documents import Documents, Told
 from hocket.model.layers import Mlp, attention_of, gated
 from hocket.model.parameters import new_weight
 from hocket.parallel.dispatch import Splits, exchange_counts, from_experts, send_rows, to_experts, unpermute
@@ -84,7 +84,7 @@ class Experts(nn.Module):
         return add_bias_by_expert(grouped_linear(gate(gate_up_RF), self.w_down, offsets_L), self.b_down, offsets_L)
 
 
-def _real(documents: Documents | None) -> Tensor:
+def _real(documents: Told | None) -> Tensor:
     """Tokens of a microbatch that are no padding, at least 1; on all tensor-parallel ranks."""
     assert documents is not None
     assert documents.real_T is not None
@@ -122,10 +122,15 @@ class MoELayer(nn.Module):
         are in the rows, routing). The normed hidden state has three readers, whose order fixes the bits of its
         gradient: shared expert, router, permutation. When forward runs once more, `kept` is the first one's routing.
         """
+        x_BSD, h_BSD = add_rms_norm(x_BSD, None, self.attn_norm, self.config.norm_eps, self.config.norm_plus_one)
+        return self.routed(x_BSD, self.attn(h_BSD, documents), documents, kept)
+
+    def routed(
+        self, x_BSD: Tensor, more_BSD: Tensor, documents: Told | None, kept: Routing | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Routing]:
+        """What is behind attention in `forward_attn`, which adds `more` to the residual stream."""
         c = self.config
-        norm = c.norm_eps, c.norm_plus_one
-        x_BSD, h_BSD = add_rms_norm(x_BSD, None, self.attn_norm, *norm)
-        x1_BSD, h_BSD = add_rms_norm(x_BSD, self.attn(h_BSD, documents), self.ffn_norm, *norm)
+        x1_BSD, h_BSD = add_rms_norm(x_BSD, more_BSD, self.ffn_norm, c.norm_eps, c.norm_plus_one)
         shared_BSD = self.shared(h_BSD) if self.shared is not None else None
         h_TD, real_T = h_BSD.flatten(0, 1), documents.real_T if documents is not None else None
         if real_T is not None:

@@ -22,18 +22,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hocket.model.documents import Documents, has_flash
+from hocket.model.documents import Seen, has_flash
 from hocket.runtime.destinations import Destination, Ordinary, queued
 from hocket.runtime.weights import Product, put, weight_of
 
 Triple = tuple[Tensor, Tensor, Tensor]
 """Queries [T, H, N], keys and values [T, K, N], or their gradients."""
-Seen = tuple[Documents, int]
-"""What a query sees: its document, and of that a window."""
 
 
 def attend_with_sinks(
-    q_THN: Tensor, k_TKN: Tensor, v_TKN: Tensor, param_H: Tensor, documents: Documents, window: int = 0
+    q_THN: Tensor, k_TKN: Tensor, v_TKN: Tensor, param_H: Tensor, documents: Seen, window: int = 0
 ) -> Tensor:
     """`documents.attend` with a sink for each query head: [T, H, N]."""
     weight = weight_of(param_H)
@@ -50,7 +48,7 @@ class _Sinks(torch.autograd.Function):
         v: Tensor,
         given: Tensor | None,
         where: Destination,
-        seen: Seen,
+        seen: tuple[Seen, int],
     ) -> Tensor:
         forward, ctx.backward_of = (_flash, _flash_backward) if has_flash(q) else (_plain, _plain_backward)
         out, lse_TH = forward((q, k, v), *seen)
@@ -77,22 +75,24 @@ def _sink_gradient(shares_TH: Tensor, dtype: torch.dtype, out_H: Tensor, add: bo
 # ---------------------------------------------------------------------------------------------------------- the kernel
 
 
-def _flash(qkv: Triple, documents: Documents, window: int) -> tuple[Tensor, Tensor]:
+def _lengths(documents: Seen) -> tuple[Tensor, Tensor, int, int]:
+    return documents.ends, documents.key_ends, documents.longest, documents.key_longest
+
+
+def _flash(qkv: Triple, documents: Seen, window: int) -> tuple[Tensor, Tensor]:
     """Output, and the logarithms of the sums of exponentials, fp32 [T, H]."""
-    longest, ends = documents.longest, documents.ends
     found = torch.ops.aten._flash_attention_forward(
-        *qkv, ends, ends, longest, longest, 0.0, True, False, window_size_left=window - 1, window_size_right=0
+        *qkv, *_lengths(documents), 0.0, True, False, window_size_left=window - 1, window_size_right=0
     )
     return found[0], found[1].t()
 
 
 def _flash_backward(
-    g: Tensor, qkv: Triple, out: Tensor, total_TH: Tensor, along_TH: Tensor, documents: Documents, window: int
+    g: Tensor, qkv: Triple, out: Tensor, total_TH: Tensor, along_TH: Tensor, documents: Seen, window: int
 ) -> Triple:
-    longest, ends = documents.longest, documents.ends
     unused = torch.zeros(2, dtype=torch.uint64, device=g.device)  # of random numbers, for dropout
     return torch.ops.aten._flash_attention_backward(
-        g, *qkv, out, total_TH.t().contiguous(), ends, ends, longest, longest, 0.0, True, unused, unused,
+        g, *qkv, out, total_TH.t().contiguous(), *_lengths(documents), 0.0, True, unused, unused,
         window_size_left=window - 1, window_size_right=0,
     )  # fmt: skip
 
@@ -100,10 +100,9 @@ def _flash_backward(
 # --------------------------------------------------------------------------------------------------------- the formula
 
 
-def _heads(x_THN: Tensor, documents: Documents, keys: int) -> Tensor:
+def _heads(x_THN: Tensor, documents: Seen, keys: int) -> Tensor:
     """[B, K, G, S, N], in fp32 at least; K is `keys`."""
-    batch, seq = documents.ids_BS.shape
-    x_BSKGN = x_THN.reshape(batch, seq, keys, -1, x_THN.shape[-1])
+    x_BSKGN = x_THN.reshape(documents.batch, x_THN.shape[0] // documents.batch, keys, -1, x_THN.shape[-1])
     return x_BSKGN.permute(0, 2, 3, 1, 4).to(torch.promote_types(x_THN.dtype, torch.float32))
 
 
@@ -112,12 +111,12 @@ def _tokens(x_BKGSN: Tensor, dtype: torch.dtype) -> Tensor:
     return x_BKGSN.permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1).to(dtype)
 
 
-def _scores(q_BKGSN: Tensor, k_BK1SN: Tensor, documents: Documents, window: int) -> Tensor:
+def _scores(q_BKGSN: Tensor, k_BK1SN: Tensor, documents: Seen, window: int) -> Tensor:
     scores = q_BKGSN @ k_BK1SN.mT * q_BKGSN.shape[-1] ** -0.5
     return scores.masked_fill(~documents.within(window).unsqueeze(1), -torch.inf)
 
 
-def _plain(qkv: Triple, documents: Documents, window: int) -> tuple[Tensor, Tensor]:
+def _plain(qkv: Triple, documents: Seen, window: int) -> tuple[Tensor, Tensor]:
     """What `_flash` computes, in fp32."""
     keys = qkv[1].shape[1]
     q, k, v = (_heads(x, documents, keys) for x in qkv)
@@ -128,7 +127,7 @@ def _plain(qkv: Triple, documents: Documents, window: int) -> tuple[Tensor, Tens
 
 
 def _plain_backward(
-    g: Tensor, qkv: Triple, out: Tensor, total_TH: Tensor, along_TH: Tensor, documents: Documents, window: int
+    g: Tensor, qkv: Triple, out: Tensor, total_TH: Tensor, along_TH: Tensor, documents: Seen, window: int
 ) -> Triple:
     keys, dtype = qkv[1].shape[1], g.dtype
     q, k, v, g, total, along = (

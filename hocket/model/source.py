@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hocket.config import Config, ModelConfig
+from hocket.model.context_layers import SharedChunk
 from hocket.model.init import init_biases, init_tensor
 from hocket.model.moe import ExpertPlace
 from hocket.model.transformer import Chunk
@@ -114,15 +115,13 @@ class OwnTransformer:
 
     def chunk(self, place: ChunkPlace) -> Any:
         config = self._config
-        chunk = Chunk(
-            config.model,
-            place.layers,
-            place.first,
-            place.last,
-            ep=place.ep,
-            aux_scale=1.0 / config.train.microbatches,
-            linears=place.linears,
-        )
+        sizes = config.model, place.layers, place.first, place.last
+        how: dict[str, Any] = dict(ep=place.ep, aux_scale=1.0 / config.train.microbatches, linears=place.linears)
+        if config.mesh.cp > 1:
+            assert place.groups is not None, "ranks that share sequences have a group"
+            chunk = SharedChunk(place.groups.cp, *sizes, **how)
+        else:
+            chunk = Chunk(*sizes, **how)
         chunk.tie(place.ends)
         return chunk
 

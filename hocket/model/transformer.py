@@ -86,10 +86,15 @@ class Chunk(nn.Module):
         for i in layers:
             moe = kinds[i] == "moe"
             own = linears.of_layer(i, config.layers)
-            layer = MoELayer(config, ep, aux_scale, own, i) if moe else DenseLayer(config, own, i)
-            self.layers[str(i)] = layer
+            self.layers[str(i)] = self._layer(i, (ep, aux_scale) if moe else None, own)
         self.head = Head(config, linears) if last or ends else None
         self.tie()
+
+    def _layer(self, number: int, experts: tuple[ExpertPlace, float] | None, linears: Linears) -> Layer:
+        """A layer; `experts` says where those of a layer that has some are, and what its loss is multiplied by."""
+        if experts is not None:
+            return MoELayer(self.config, *experts, linears, number)
+        return DenseLayer(self.config, linears, number)
 
     def tie(self, ends: dict[str, nn.Parameter] | None = None) -> None:
         """Make a tied head use the embedding's parameter, which then has one name, `embed.weight`.

@@ -412,8 +412,8 @@ FAMILIES: dict[str, Family] = {
         only={**_V3.only, "partial_rotary_factor": Only((1.0,), 1.0)},
         dense="types",
     ),
-    "qwen3_next": _NEXT,
     "qwen3_5_text": _3_5,
+    "qwen3_next": _NEXT,
     "qwen3_5_moe_text": replace(
         _3_5,
         architecture="Qwen3_5MoeForCausalLM",

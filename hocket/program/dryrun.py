@@ -302,12 +302,26 @@ class _Model:
         unit = self.layout.unit(part)
         return (unit, layer) if unit else None
 
+    def attention_forward(self, layer: int, x: Token) -> Token:
+        """Attention; where ranks share sequences, of queries to the keys that were gathered meanwhile."""
+        if self.layout.cp == 1:
+            return self.forward("attn", layer, x)
+        keys = self.forward("keys", layer, x)
+        return self.forward("attn", layer, self.forward("kv", layer, keys), self.forward("queries", layer, keys), keys)
+
+    def attention_backward(self, layer: int, *grads: Token) -> Token:
+        g = self.backward("attn", layer, *grads)
+        if self.layout.cp == 1:
+            return g
+        queries = self.backward("queries", layer, g)
+        return self.backward("keys", layer, self.backward("kv", layer, g), queries, g)
+
     def layer_forward(self, layer: int, x: Token) -> Token:
         match self.layout.kinds[layer].partition("_")[0]:
             case "dense":
-                return self.forward("mlp", layer, self.forward("attn", layer, x))
+                return self.forward("mlp", layer, self.attention_forward(layer, x))
             case "moe":
-                a = self.forward("attn", layer, x)
+                a = self.attention_forward(layer, x)
                 rows = a if self.layout.ep == 1 else self.forward("dispatch", layer, a)
                 rows = self.forward("experts", layer, rows)
                 rows = rows if self.layout.ep == 1 else self.forward("combine", layer, rows)
@@ -317,13 +331,13 @@ class _Model:
     def layer_backward(self, layer: int, g: Token) -> Token:
         match self.layout.kinds[layer].partition("_")[0]:
             case "dense":
-                return self.backward("attn", layer, self.backward("mlp", layer, g))
+                return self.attention_backward(layer, self.backward("mlp", layer, g))
             case "moe":
                 side = self.backward("unpermute", layer, g)
                 rows = side if self.layout.ep == 1 else self.backward("combine", layer, side)
                 rows = self.backward("experts", layer, rows)
                 rows = rows if self.layout.ep == 1 else self.backward("dispatch", layer, rows)
-                return self.backward("attn", layer, rows, side)
+                return self.attention_backward(layer, rows, side)
         return self.taped_backward(layer, g)
 
     # A kind of layer that is not hocket's own, from its description. See Note: [Two ways to the same tokens].

@@ -1,13 +1,15 @@
 """The grid of ranks: who is where, and who shares a group with whom.
 
-Global rank = `(pp_rank * dp + dp_rank) * tp + tp_rank`. Tensor-parallel ranks communicate within every layer. They are
-neighbours, so that they stay inside a host where they can. The ranks of a tp group that have one place in it, taken
-over all groups, are like the ranks of a run without tensor parallelism.
+Global rank = `((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank`. Tensor-parallel ranks communicate within every
+layer. They are neighbours, so that they stay inside a host where they can. The ranks of a tp group that have one place
+in it, taken over all groups, are like the ranks of a run without tensor parallelism. Context-parallel ranks have tokens
+of the same sequences, and for everything but attention they are data-parallel ranks.
 
-Experts know no tensor parallelism. Between layers each of the dp * tp ranks of a pipeline rank has tokens of its own,
-so experts take all of them for data-parallel ranks: `dp_rank * tp + tp_rank = edp_rank * ep + ep_rank`. Expert-parallel
-ranks are neighbours, too; they may be a part of a tp group, or several tp groups. This is the "parallel folding" of Liu
-et al. 2025 ("MoE Parallel Folding", Megatron-LM with experts that are not split over tensor ranks).
+Experts know neither tensor nor context parallelism. Between layers each of the dp * cp * tp ranks of a pipeline rank
+has tokens of its own, so experts take all of them for data-parallel ranks: `(dp_rank * cp + cp_rank) * tp + tp_rank =
+edp_rank * ep + ep_rank`. Expert-parallel ranks are neighbours, too; they may be a part of a tp group, or several. This
+is the "parallel folding" of Liu et al. 2025 ("MoE Parallel Folding", Megatron-LM with experts that are not split over
+tensor ranks).
 """
 
 from __future__ import annotations
@@ -62,14 +64,15 @@ class Coordinates:
     edp: int
     ep: int
     tp: int = 0
+    cp: int = 0
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """`pp` pipeline ranks times `dp` data-parallel ranks times `tp` tensor-parallel ones; `edp = dp * tp / ep`.
+    """`pp` pipeline ranks times `dp` data-parallel ones times `cp` times `tp`; `edp = dp * cp * tp / ep`.
 
     Activations go round a ring of pipeline ranks; with `turning`, to the last one and back. Where there are fewer key
-    and value heads than tensor-parallel ranks, `sharing` neighbours have the same ones. `shard` data-parallel ranks,
+    and value heads than tensor-parallel ranks, `sharing` neighbours have the same ones. `shard` of the dp * cp ranks,
     neighbours, share one copy of the weights; 0: all.
     """
 
@@ -80,52 +83,60 @@ class Mesh:
     turning: bool = False
     sharing: int = 1
     shard: int = 0
+    cp: int = 1
 
     def __post_init__(self) -> None:
-        for axis in ("pp", "dp", "ep", "tp"):
+        for axis in ("pp", "dp", "ep", "tp", "cp"):
             if getattr(self, axis) < 1:
                 raise ValueError(f"mesh.{axis} must be at least 1, got {getattr(self, axis)}")
-        row = self.dp * self.tp
+        row, others = self.data * self.tp, f" x mesh.cp={self.cp}" if self.cp > 1 else ""
         if row % self.ep:
             choices = ", ".join(str(n) for n in range(1, row + 1) if row % n == 0)
             raise ValueError(
-                f"mesh.ep={self.ep} does not divide mesh.dp={self.dp} x mesh.tp={self.tp}: expert-parallel ranks are "
-                f"data-parallel and tensor-parallel ranks, so ep must be one of {choices}"
+                f"mesh.ep={self.ep} does not divide mesh.dp={self.dp}{others} x mesh.tp={self.tp}: expert-parallel "
+                f"ranks are ranks of one pipeline rank, so ep must be one of {choices}"
             )
-        if self.dp % (self.shard or self.dp) or self.shard * self.tp % self.ep:
+        if self.data % (self.shard or self.data) or self.shard * self.tp % self.ep:
             raise ValueError(
-                f"mesh.shard={self.shard} must divide mesh.dp={self.dp}, and mesh.ep={self.ep} must divide "
+                f"mesh.shard={self.shard} must divide mesh.dp={self.dp}{others}, and mesh.ep={self.ep} must divide "
                 f"mesh.shard x mesh.tp={self.shard * self.tp}"
             )
 
     @property
+    def data(self) -> int:
+        """Ranks of a pipeline rank whose tokens all differ, over which weights are sharded."""
+        return self.dp * self.cp
+
+    @property
     def world(self) -> int:
-        return self.pp * self.dp * self.tp
+        return self.pp * self.data * self.tp
 
     @property
     def replicas(self) -> int:
-        """Copies of the weights among the data-parallel ranks."""
-        return self.dp // (self.shard or self.dp)
+        """Copies of the weights among the dp * cp ranks."""
+        return self.data // (self.shard or self.data)
 
     @property
     def edp(self) -> int:
-        return self.dp * self.tp // self.ep
+        return self.data * self.tp // self.ep
 
     def coordinates(self, rank: int) -> Coordinates:
         """Coordinates of a global rank."""
         if not 0 <= rank < self.world:
-            raise ValueError(
-                f"rank {rank} is outside the mesh: pp={self.pp} x dp={self.dp}"
-                f"{f' x tp={self.tp}' if self.tp > 1 else ''} has ranks 0..{self.world - 1}"
-            )
-        rest, tp = divmod(rank, self.tp)
-        pp, dp = divmod(rest, self.dp)
-        edp, ep = divmod(dp * self.tp + tp, self.ep)
-        return Coordinates(pp, dp, edp, ep, tp)
+            others = "".join(f" x {a}={n}" for a, n in (("cp", self.cp), ("tp", self.tp)) if n > 1)
+            axes = f"pp={self.pp} x dp={self.dp}{others}"
+            others = "".join(f" x {a}={n}" for a, n in (("cp", self.cp), ("tp", self.tp)) if n > 1)
+            axes = f"pp={self.pp} x dp={self.dp}{others}"
+            raise ValueError(f"rank {rank} is outside the mesh: {axes} has ranks 0..{self.world - 1}")
+        pp, place = divmod(rank, self.data * self.tp)
+        edp, ep = divmod(place, self.ep)
+        data, tp = divmod(place, self.tp)
+        dp, cp = divmod(data, self.cp)
+        return Coordinates(pp, dp, edp, ep, tp, cp)
 
-    def rank(self, pp: int, dp: int, tp: int = 0) -> int:
+    def rank(self, pp: int, dp: int, tp: int = 0, cp: int = 0) -> int:
         """Global rank of coordinates."""
-        return (pp * self.dp + dp) * self.tp + tp
+        return ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp
 
     @property
     def edges(self) -> tuple[tuple[int, int], ...]:
@@ -148,9 +159,10 @@ class Mesh:
         there is none.
         """
         if purpose in P2P:
-            places = [(d, t) for d in range(self.dp) for t in range(self.tp)]
-            return tuple((self.rank(p, d, t), self.rank(q, d, t)) for p, q in self.edges for d, t in places)
-        members, firsts = MeshConfig(pp=self.pp, dp=self.dp, ep=self.ep, tp=self.tp, shard=self.shard).grid(purpose)
+            row = self.data * self.tp
+            return tuple((p * row + place, q * row + place) for p, q in self.edges for place in range(row))
+        axes = MeshConfig(pp=self.pp, dp=self.dp, cp=self.cp, ep=self.ep, tp=self.tp, shard=self.shard)
+        members, firsts = axes.grid(purpose)
         others = sums(members)
         return tuple(tuple(first + other for other in others) for first in sums(firsts))
 
@@ -165,6 +177,7 @@ def sums(steps: Steps) -> list[int]:
 
 def described(m: MeshConfig) -> str:
     """In words, such as `pp 1 x dp 4 x tp 2, ep 8 inside dp x tp, weights shared by 2`."""
-    tensors, within = (f" x tp {m.tp}", " x tp") if m.tp > 1 else ("", "")
+    others = [(name, ranks) for name, ranks in (("cp", m.cp), ("tp", m.tp)) if ranks > 1]
     shared = f", weights shared by {m.shard}" if m.replicas > 1 else ""
-    return f"pp {m.pp} x dp {m.dp}{tensors}, ep {m.ep} inside dp{within}{shared}"
+    axes, within = "".join(f" x {name} {ranks}" for name, ranks in others), "".join(f" x {name}" for name, _ in others)
+    return f"pp {m.pp} x dp {m.dp}{axes}, ep {m.ep} inside dp{within}{shared}"

@@ -128,6 +128,7 @@ class Layout:
     the ranks; with `turning`, every other round goes through them backwards, so that with two chunks stages make a V
     and the last rank hands on to itself. The first stage, which has the embedding, and the last, which has the head,
     may be without layers.
+    With `cp` above 1 each rank has a part of every sequence, and layers gather keys and values.
     With `ep == 1` a MoE layer needs no all-to-all, so it has no dispatch and no combine; with `per_rank` rows are sent
     once per token and rank, and nothing of what comes back is kept for backward; with `placed` rows arrive where their
     experts want them, who keep them as they are; with `uncounted` no host waits until it knows how many they are.
@@ -141,6 +142,7 @@ class Layout:
     pp: int = 1
     chunks: int = 1
     ep: int = 1
+    cp: int = 1
     bounds: tuple[int, ...] = ()
     tied: bool = False
     turning: bool = False
@@ -151,8 +153,9 @@ class Layout:
     types: tuple[LayerKind, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.pp < 1 or self.chunks < 1 or self.ep < 1:
-            raise ValueError(f"pp={self.pp}, chunks={self.chunks} and ep={self.ep} must all be at least 1")
+        if min(self.pp, self.chunks, self.ep, self.cp) < 1:
+            sizes = f"pp={self.pp}, chunks={self.chunks}, ep={self.ep} and cp={self.cp}"
+            raise ValueError(f"{sizes} must all be at least 1")
         unknown = sorted({kind for kind in self.kinds if kind not in self.by_kind})
         if unknown:
             known = ", ".join(self.by_kind) or " and ".join(STANDARD)
@@ -227,8 +230,10 @@ class Layout:
     @cached_property
     def layer_types(self) -> tuple[LayerKind, ...]:
         """The descriptions of all kinds of layers: `types`, or those of hocket's own."""
+        if self.types:
+            return self.types
         moved = {"ep": self.ep, "per_rank": self.per_rank, "placed": self.placed, "uncounted": self.uncounted}
-        return self.types or standard_types(self.kinds, **moved)
+        return standard_types(self.kinds, self.cp, **moved)
 
     @cached_property
     def by_kind(self) -> Mapping[str, LayerKind]:

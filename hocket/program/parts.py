@@ -75,6 +75,8 @@ class Part:
     those matter that another lane has made: see Note: [Values of communication lanes live longer]."""
     wgrad_kept: tuple[str, ...] = ()
     """The same until its weight gradient ends."""
+    shares_input: bool = False
+    """Whether it reads the layer's input under another name, as an output that an earlier part has handed on."""
     early: bool = False
     """Whether its backward runs at the end of the layer step before: see Note: [uB' belongs to the next layer]."""
     counted: bool = False
@@ -163,9 +165,13 @@ class LayerKind:
         return tuple(part for part in self.parts if part.unit is not None)
 
     def keeping_input(self) -> LayerKind:
-        """The same, if weight gradients of the first part read the layer's input."""
-        kept = tuple(dict.fromkeys((INPUT, *self.entry.wgrad_kept)))
-        return replace(self, parts=(replace(self.entry, wgrad_kept=kept), *self.parts[1:]))
+        """The same, if weight gradients of the first part, and of those that share it, read the layer's input."""
+
+        def keeping(part: Part) -> Part:
+            mine = part is self.entry or (part.shares_input and part.unit is not None)
+            return replace(part, wgrad_kept=tuple(dict.fromkeys((INPUT, *part.wgrad_kept)))) if mine else part
+
+        return replace(self, parts=tuple(map(keeping, self.parts)))
 
     def with_letter(self, letter: str) -> Part | None:
         """The part that a template means by a letter; None if this kind has none."""

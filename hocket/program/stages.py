@@ -21,7 +21,7 @@ def mesh_of(config: Config) -> Mesh:
     """The grid of ranks that a configuration asks for."""
     m, keys = config.mesh, config.model.heads if config.model.latent else config.model.kv_heads
     sharing = max(1, m.tp // keys)
-    return Mesh(m.pp, m.dp, m.ep, m.tp, turning=config.plan.turning, sharing=sharing, shard=m.shard)
+    return Mesh(m.pp, m.dp, m.ep, m.tp, turning=config.plan.turning, sharing=sharing, shard=m.shard, cp=m.cp)
 
 
 def layout_of(config: Config) -> Layout:
@@ -37,6 +37,7 @@ def layout_of(config: Config) -> Layout:
         pp=config.mesh.pp,
         chunks=config.plan.chunks,
         ep=config.mesh.ep,
+        cp=config.mesh.cp,
         bounds=tuple(bounds) if config.plan.split else (),
         tied=config.model.tied,
         turning=config.plan.turning,
@@ -65,7 +66,7 @@ def fp8_of(config: Config) -> Fp8 | None:
     p, keeps = config.precision, config.overlap.dp.strategy not in ("auto", "optim_grads_params")
     if p.compute != "fp8":
         return None
-    return Fp8(p.fp8_products, p.fp8_ends, 1 / config.train.microbatches if keeps or config.mesh.dp == 1 else 2.0)
+    return Fp8(p.fp8_products, p.fp8_ends, 1 / config.train.microbatches if keeps or config.mesh.data == 1 else 2.0)
 
 
 def costs_of(config: Config, hardware: Hardware, measured: Measurement | None = None) -> CostTable:

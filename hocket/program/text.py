@@ -39,7 +39,7 @@ _APART = ("kinds", "bounds", "types")
 """Fields of a layout that have lines of their own."""
 _SIZES = {f.name: type(f.default) for f in fields(Layout) if f.name not in _APART}
 """Fields of the line `layout`, with their types: numbers, flags, and names joined by commas. Flags and names that say
-nothing are left out, but for `tied`."""
+nothing are left out, but for `tied`, and a `cp` of 1."""
 
 
 def to_text(program: Program) -> str:
@@ -65,7 +65,7 @@ def to_text(program: Program) -> str:
 def _sizes(layout: Layout) -> Iterator[str]:
     for name, kind in _SIZES.items():
         value = getattr(layout, name)
-        if kind is int:
+        if kind is int and (value > 1 or name != "cp"):
             yield f"{name}={value}"
         elif kind is bool and (value or name == "tied"):
             yield f"{name}={'yes' if value else 'no'}"

@@ -43,6 +43,8 @@ class Shapes:
     ep: int
     copies: Copies
     formulas: Formulas
+    cp: int = 1
+    """Ranks that share a sequence."""
 
 
 # ------------------------------------------------------------------------------------------------------------ sizes
@@ -81,6 +83,47 @@ def _attention(s: Shapes, mixer: Mixer = "full") -> PartSize:
     if m.qk_norm and not by_head:
         heads = plus(heads, f.norm(width + kv))
     return plus(f.norm(d), heads, matmuls, core, PartSize(saved=values, kept=values - gates + d))
+
+
+def _keys(s: Shapes) -> PartSize:
+    """Keys and values of a rank's own tokens, with the layer's first norm."""
+    m, f = s.model, s.formulas
+    d, kv = m.hidden, m.kv_heads * m.head_dim
+    by_head = m.qk_norm and m.qk_norm_over == "head"
+    weights = 2 * d * kv + (2 * kv if m.qkv_bias else 0) + (m.head_dim if by_head else 0)
+    rows = d + 2 * kv
+    size = PartSize(gemm=2 * d * kv, weights=weights, rows=rows, casts=d, traffic=4 * kv, output=2 * kv, grad=d)
+    norms = f.norm(kv) if m.qk_norm and not by_head else PartSize()
+    return plus(f.norm(d), f.positions(kv, by_head), norms, size, PartSize(kept=2 * kv))
+
+
+def _kv(s: Shapes) -> PartSize:
+    """Keys and values of all ranks; gradients of this rank's."""
+    kv = s.model.kv_heads * s.model.head_dim
+    return PartSize(output=2 * kv * s.cp, grad=2 * kv)
+
+
+def _queries(s: Shapes) -> PartSize:
+    """Queries of a rank's own tokens, and gates."""
+    m, f = s.model, s.formulas
+    d, width = m.hidden, m.heads * m.head_dim
+    made = 2 * width if m.attn_gate else width
+    by_head = m.qk_norm and m.qk_norm_over == "head"
+    weights = d * made + (made if m.qkv_bias else 0) + (m.head_dim if by_head else 0)
+    size = PartSize(gemm=d * made, weights=weights, rows=d + made, casts=d, output=made, grad=d, kept=made)
+    return plus(f.positions(width, by_head), f.norm(width) if m.qk_norm and not by_head else PartSize(), size)
+
+
+def _attended(s: Shapes, mixer: Mixer = "full") -> PartSize:
+    """Attention of a rank's own queries to gathered keys and values, put into order, and the residual."""
+    m = s.model
+    d, width, kv = m.hidden, m.heads * m.head_dim, m.kv_heads * m.head_dim * s.cp
+    made = 2 * width if m.attn_gate else width
+    weights = d * width + (d if m.o_bias else 0) + (m.heads if m.sinks else 0)
+    sinks = PartSize(traffic=2 * width) if m.sinks else PartSize()
+    beside = PartSize(traffic=3 * d + 4 * kv + 9 * (made - width), back=_FLASH_BACK * width)
+    out = PartSize(gemm=d * width, weights=weights, rows=width + d, casts=width, output=d, grad=made + 2 * kv)
+    return plus(_core(s, mixer == "window", width), beside, sinks, out, PartSize(saved=made + width + 2 * kv, kept=d))
 
 
 def into_heads(model: ModelConfig) -> tuple[int, int]:
@@ -188,7 +231,8 @@ def _attention_and_routing(s: Shapes, mixer: Mixer = "full") -> PartSize:
     losses = (model.z_loss > 0) + (model.aux_loss > 0 and model.aux_loss_over != "microbatch")
     scores = 2 * e * (1 + losses)  # fp32, as much for each loss that autograd makes of them
     rest = PartSize(gemm=w, weights=weights, traffic=moved, output=output, saved=scores, kept=scores, handed=d)
-    return plus(replace(_attention(s, mixer), output=0), f.norm(d), shared, router, rest)
+    attention = _attention(s, mixer) if s.cp == 1 else _attended(s, mixer)
+    return plus(replace(attention, output=0), f.norm(d), shared, router, rest)
 
 
 def _dispatch(s: Shapes) -> PartSize:
@@ -257,6 +301,31 @@ DENSE = layer_kind(
 """`attn`: attention with its norm and residual; `mlp`: the gated MLP with its own."""
 
 
+def _shared_sequences(kind: LayerKind, ranks: int) -> LayerKind:
+    """The same kind where ranks share sequences: its first part is cut where keys and values are gathered.
+
+    Queries are made while these travel. Gradients of queries are, too, while those of keys and values do.
+    """
+    attn = kind.entry
+    cut = (
+        Part(
+            "keys", "k", outputs=("kv", "normed", "residual"), takes=("documents",), unit="dense", kept=(INPUT,),
+            wgrad_kept=("bwd kv",), products=("qkv",), size=_keys,
+        ),
+        Part("kv", "g", ("keys.kv",), lane="cp", purpose="cp", ranks=ranks, size=_kv),
+        Part(
+            "queries", "q", ("keys.normed",), outputs=("queries", "gates"), takes=("documents",), unit="dense",
+            shares_input=True, products=("qkv",), size=_queries,
+        ),
+        replace(
+            attn, reads=("kv", "queries.queries", "queries.gates", "keys.residual"), shares_input=True,
+            kept=tuple(dict.fromkeys((INPUT, *attn.kept))), products=tuple(p for p in attn.products if p != "qkv"),
+            size=_attended if attn.size is _attention else attn.size,
+        ),
+    )  # fmt: skip
+    return LayerKind(kind.name, (*cut, *kind.parts[1:]))
+
+
 @lru_cache
 def moe(ep: int = 1, per_rank: bool = False, placed: bool = False, uncounted: bool = False) -> LayerKind:
     """A layer whose experts are spread over `ep` ranks.
@@ -297,14 +366,16 @@ window, or with a gated delta net in place of attention."""
 @lru_cache
 def _with(kind: LayerKind, mixer: Mixer) -> LayerKind:
     """The same kind of layer with another mixer, which costs something else."""
-    entry = kind.entry
-    assert entry.size is not None
-    parts = (replace(entry, size=partial(entry.size, mixer=mixer)), *kind.parts[1:])
-    return LayerKind(f"{kind.name}_{mixer}", parts)
+    attn = kind.by_name["attn"]
+    assert attn.size is not None
+    mixed = replace(attn, size=partial(attn.size, mixer=mixer))
+    return LayerKind(f"{kind.name}_{mixer}", tuple(mixed if part is attn else part for part in kind.parts))
 
 
-def standard_types(kinds: tuple[str, ...], **moved: bool | int) -> tuple[LayerKind, ...]:
-    """The descriptions of hocket's own kinds among `kinds`; `moved` as for `moe`."""
+def standard_types(kinds: tuple[str, ...], cp: int = 1, **moved: bool | int) -> tuple[LayerKind, ...]:
+    """The descriptions of hocket's own kinds among `kinds`; `cp` ranks share sequences; `moved` as for `moe`."""
     own = (DENSE, moe(**moved))  # type: ignore[arg-type]
+    if cp > 1:
+        own = tuple(_shared_sequences(kind, cp) for kind in own)
     others = (_with(kind, mixer) for mixer in ("window", "delta") for kind in own)
     return tuple(kind for kind in (*own, *others) if kind.name in kinds)

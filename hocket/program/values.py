@@ -83,7 +83,8 @@ def reads(op: Op, layout: Layout, rank: int) -> list[Key]:
     m, c, part = op.microbatch, op.chunk, op.part
     match op.verb:
         case "fwd" | "recompute":
-            return _inputs(op, layout, rank)
+            shared = op.layer >= 0 and layout.part(part, op.layer).shares_input
+            return [*_inputs(op, layout, rank), *(_kept(op, layout, rank, (INPUT,)) if shared else [])]
         case "bwd":
             return [*output_grads(op, layout, rank), *_kept(op, layout, rank, layout.part(part, op.layer).kept)]
         case "wgrad":

@@ -231,6 +231,7 @@ class Groups:
     replicas: Group
     a2a: Group
     tp: Group
+    cp: Group
     control: Group
     send_act: Group | None = None
     recv_act: Group | None = None
@@ -380,11 +381,12 @@ def _warm_collectives(group: Group, rows: Tensor) -> None:
         for each in (full, narrow):  # kernels are loaded now too, which may wait for what runs beside
             group.reduce_sum(each.view(-1), torch.zeros_like(row)).wait()
             group.all_sum(each.view(-1), torch.zeros_like(rows).view(-1)).wait()
-    elif group.name == "tp":
+    elif group.name in ("tp", "cp"):
         group.all_gather(rows.view(-1), rows[0].clone()).wait()
         for each in (rows, rows.to(torch.bfloat16)):
             group.sum_parts(each, torch.empty_like(each[0])).wait()
-        _warm_tokens(group, rows[:1])
+        if group.name == "tp":
+            _warm_tokens(group, rows[:1])
     elif group.name == "a2a":
         table = RowTable([[1] * group.size] * group.size, group.rank)
         group.all_to_all(torch.empty_like(rows), rows, table).wait()

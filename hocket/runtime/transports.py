@@ -9,9 +9,9 @@ A NCCL kernel spins on its SMs until its peers have started the same collective.
 rank 1 a reduce, each waiting for the other rank: both continue only if each rank can start its second collective
 *while the first one occupies SMs*. So the sum of the SMs that all communication lanes may hold at once must fit on
 the chip, with room left for compute. Each lane runs one collective at a time, hence: gather, reduce and a2a 16 each,
-tp 24, the four pipeline sends and receives 4 each, and the two sends behind the turn of a V, control after everything
-else. That is at most 96 of the 132 SMs of a Hopper. 16 is also the number at which NCCL still reaches the bandwidth of
-its default; 8 lose a third.
+tp 24, cp 16, the four pipeline sends and receives 4 each, and the two sends behind the turn of a V, control after
+everything else. That is at most 112 of the 132 SMs of a Hopper. 16 is also the number at which NCCL still reaches the
+bandwidth of its default; 8 lose a third.
 Groups on the copy engine (`copy_engine.py`) hold no SM: their ranks wait for each other in the stream, not in a kernel,
 and the kernel that sums what has arrived waits for nobody. So they need no place in this sum. Nor do pipeline sends
 that are copies (`p2p_copies.py`).

@@ -52,7 +52,7 @@ def has_pairs(c: Config) -> bool:
 
 def shares_units(c: Config) -> bool:
     """Whether ranks share weights and gradients: data-parallel ones all, tensor-parallel ones those of experts."""
-    return c.mesh.dp > 1 or (c.mesh.members("gather_experts") > 1 and "moe" in c.model.kinds())
+    return c.mesh.data > 1 or (c.mesh.members("gather_experts") > 1 and "moe" in c.model.kinds())
 
 
 def separate_wgrads(c: Config) -> bool:

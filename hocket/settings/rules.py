@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from hocket.config import Config
 from hocket.program.layer import order_problem
 from hocket.settings.architecture_rules import ARCHITECTURE_RULES, has_experts
+from hocket.settings.context_rules import CONTEXT_RULES
 from hocket.settings.fp8_rules import FP8_RULES
 from hocket.settings.graph_rules import GRAPH_RULES
 from hocket.settings.layer_rules import LAYER_RULES
@@ -131,9 +132,9 @@ RULES: tuple[Rule, ...] = (
     # Mesh
     Rule(
         ("mesh.ep", "mesh.dp", "mesh.tp"),
-        lambda c, h: c.mesh.dp * c.mesh.tp % c.mesh.ep != 0,
-        "expert-parallel ranks are on one pipeline rank, and {mesh.ep} does not divide mesh.dp = {mesh.dp}{tensors}",
-        "make mesh.dp x mesh.tp a multiple of mesh.ep",
+        lambda c, h: c.mesh.data * c.mesh.tp % c.mesh.ep != 0,
+        "expert-parallel ranks are on one pipeline rank, and {mesh.ep} does not divide mesh.dp = {mesh.dp}{others}",
+        "make mesh.dp x mesh.cp x mesh.tp a multiple of mesh.ep",
     ),
     Rule(
         ("mesh.ep", "model.experts"),
@@ -149,9 +150,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("mesh.shard", "mesh.dp"),
-        lambda c, h: c.mesh.shard > 0 and c.mesh.dp % c.mesh.shard != 0,
-        "{mesh.shard} ranks cannot share each copy of the weights of mesh.dp = {mesh.dp} ranks",
-        "a divisor of mesh.dp, or leave mesh.shard out",
+        lambda c, h: c.mesh.shard > 0 and c.mesh.data % c.mesh.shard != 0,
+        "{mesh.shard} ranks cannot share each copy of the weights of mesh.dp = {mesh.dp}{contexts} ranks",
+        "a divisor of mesh.dp x mesh.cp, or leave mesh.shard out",
     ),
     Rule(
         ("mesh.shard", "mesh.ep", "mesh.tp"),
@@ -167,17 +168,17 @@ RULES: tuple[Rule, ...] = (
         "overlap.dp.strategy = no_shard without mesh.shard, or another strategy and mesh.shard = 2 or more",
     ),
     *TENSOR_RULES,
+    *CONTEXT_RULES,
     Rule(
-        ("mesh.dp", "mesh.pp", "mesh.tp"),
+        ("mesh.dp", "mesh.pp", "mesh.cp", "mesh.tp"),
         lambda c, h: 0 < h.workers != c.mesh.world,
-        "mesh.pp = {mesh.pp} x mesh.dp = {mesh.dp}{tensors} is {world} ranks, "
-        "but {host.workers} processes were started",
+        "mesh.pp = {mesh.pp} x mesh.dp = {mesh.dp}{others} is {world} ranks, but {host.workers} processes were started",
         "start {world} processes, or another mesh",
     ),
     Rule(
-        ("mesh.dp", "mesh.pp", "mesh.tp"),
+        ("mesh.dp", "mesh.pp", "mesh.cp", "mesh.tp"),
         lambda c, h: c.mesh.world > MOST_RANKS,
-        "mesh.pp = {mesh.pp} x mesh.dp = {mesh.dp}{tensors} is {world} ranks",
+        "mesh.pp = {mesh.pp} x mesh.dp = {mesh.dp}{others} is {world} ranks",
         f"{MOST_RANKS} ranks at most",
     ),
     *NETWORK_RULES,
@@ -346,13 +347,17 @@ def numbered(texts: Sequence[str]) -> str:
 def rule_text(text: str, config: Config, host: Host) -> str:
     """The reason or fix of a rule, with the values it speaks of filled in."""
     sections = {section.name: getattr(config, section.name) for section in dataclasses.fields(Config)}
-    world = config.mesh.world
+    world, mesh = config.mesh.world, config.mesh
+    axes = ("cp", mesh.cp), ("tp", mesh.tp)
+    contexts, tensors = (f" x mesh.{axis} = {ranks}" if ranks > 1 else "" for axis, ranks in axes)
     return text.format(
         **sections,
         host=host,
         world=world,
         no_pieces=no_pieces(config, host),
-        tensors=f" x mesh.tp = {config.mesh.tp}" if config.mesh.tp > 1 else "",
+        contexts=contexts,
+        tensors=tensors,
+        others=contexts + tensors,
         on_a_host=ranks_of_a_host(config, host),
         local_world=host.local_workers or world,
         stages=stages(config),

@@ -60,7 +60,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     **dict.fromkeys((f"model.rope.beta_{x}" for x in ("fast", "slow")), (1e-6, 1e6)),
     **dict.fromkeys((f"model.rope.{x}" for x in ("attention_factor", "mscale", "mscale_all_dim")), (0, 1e6)),
     **dict.fromkeys(("mesh.pp", "plan.chunks"), (1, 1024)),
-    **dict.fromkeys(("mesh.dp", "mesh.ep", "mesh.tp", "network.ranks_per_host"), (1, MOST_RANKS)),
+    **dict.fromkeys(("mesh.dp", "mesh.cp", "mesh.ep", "mesh.tp", "network.ranks_per_host"), (1, MOST_RANKS)),
     "mesh.shard": (0, MOST_RANKS),
     "plan.layers_per_stage": (0, ANY),
     **dict.fromkeys(("plan.group", "overlap.dp.prefetch", "overlap.tp.pieces"), (0, _MANY)),

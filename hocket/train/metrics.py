@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from hocket.config import LABELS, TrainConfig
+from hocket.engine.graphed import Way
 from hocket.explain.record import FILE
 from hocket.gpus import peak_flops
 from hocket.program.cost import model_flops_per_token
@@ -67,6 +68,8 @@ class StepRecord:
     """Rows of each expert by layer, in the steps of `train.experts_every`."""
     epochs: Mapping[str, float] = field(default_factory=dict)
     """How often each source of several has been read so far."""
+    way: Way = "issued"
+    """How the host made it."""
 
 
 class PatientConsole(Console):
@@ -101,8 +104,8 @@ class Metrics:
         self.peak = _peak(settings)
         self.validation_loss = math.nan
         self._start = Start(settings.model) if not done and settings.train.transport != "null" else None
-        self.exposed: float | None = None
-        """Exposed share of the steps that were profiled last, None before any were."""
+        self.exposed: Mapping[Way, float] = {}
+        """How steps were made that were profiled -> their exposed share. Steps made in another way do not tell it."""
         label = LABELS.get(settings.train.transport)
         self._mark = f"{label}: " if label else ""
         self._started, self._first, self._last = time.monotonic(), done, done
@@ -190,6 +193,7 @@ class Metrics:
         self._last = result.step
         speed = self.tokens_per_step / result.seconds
         record: dict[str, Any] = {**asdict(result), "tokens_per_second": speed}
+        exposed = self.exposed.get(record.pop("way"))
         for name in ("loads", "rows", "epochs"):  # of models without experts, steps that are not recorded, one source
             if not record[name]:
                 del record[name]
@@ -211,9 +215,9 @@ class Metrics:
             self._skipped = result.skipped
         if result.load:
             text += f"  load {result.load:.2f}"
-        if self.exposed is not None:
-            record["exposed"] = self.exposed
-            text += f"  exposed {100 * self.exposed:.0f} %"
+        if exposed is not None:
+            record["exposed"] = exposed
+            text += f"  exposed {100 * exposed:.0f} %"
         self._write(record)
         if self._live:
             self._live.update(self._live.task_ids[0], completed=result.step, description=text)

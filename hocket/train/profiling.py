@@ -6,7 +6,8 @@ import contextlib
 import time
 from pathlib import Path
 
-from hocket.engine import Engine
+from hocket.engine import Engine, graphed
+from hocket.engine.graphed import Way
 from hocket.resolve import Settings
 from hocket.runtime.world import everyone
 from hocket.train.metrics import Metrics
@@ -22,14 +23,18 @@ PATIENCE = 300.0
 train.hang_timeout is the most."""
 
 
-def window_of(profile: tuple[int, ...], done: int, steps: int) -> range:
+UNTIL_REPLAYS = graphed.WARM_UP + 2
+"""The same where steps are replayed: one is recorded behind the warm-up, and the profiler is set up in a replay."""
+
+
+def window_of(profile: tuple[int, ...], done: int, steps: int, warm_up: int = WARM_UP) -> range:
     """The steps that `train.profile` asks for in a run of `steps` steps, `done` of them done before it started."""
     if not profile:
         return range(0)
     first, count = profile
     if first == 0:
         count = min(count, steps - done)
-        first = min(done + 1 + WARM_UP, steps - count + 1)
+        first = min(done + 1 + warm_up, steps - count + 1)
     return range(first, first + count) if first > done else range(0)
 
 
@@ -48,7 +53,9 @@ class ProfileWindow:
         self, settings: Settings, rank: int, engine: Engine, metrics: Metrics, stop: StopRequest, done: int
     ) -> None:
         self._settings, self._rank, self._engine, self._metrics, self._stop = settings, rank, engine, metrics, stop
-        self.steps = window_of(settings.train.profile, done, settings.train.steps)
+        warm_up = UNTIL_REPLAYS if engine.replays else WARM_UP
+        self.steps = window_of(settings.train.profile, done, settings.train.steps, warm_up)
+        self._ways: set[Way] = set()
         self._recording: Recording | None = None
         self._step: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         self._reader: TraceReader | None = None
@@ -97,13 +104,13 @@ class ProfileWindow:
         except Exception as error:
             self._drop()
             self._problem = f"was not recorded ({_first_line(error)})"  # told behind the window, with other ranks'
-        if step in self.steps and not self._engine.executor.annotated:
-            self._engine.executor.annotate()  # as on the other ranks: Note: [Ranks record and replay apart]
 
-    def after(self, step: int) -> None:
-        """Call after step `step`, once its loss is known."""
+    def after(self, step: int, way: Way) -> None:
+        """Call after step `step`, which was made in that `way`, once its loss is known."""
         self._step.__exit__(None, None, None)
         self._step = contextlib.nullcontext()
+        if step in self.steps:
+            self._ways.add(way)
         if self.steps and step == self.steps[-1]:
             self._write()
         self._read()
@@ -128,11 +135,20 @@ class ProfileWindow:
             steps = f"steps {self.steps[0]} to {self.steps[-1]}" if len(self.steps) > 1 else f"step {self.steps[0]}"
             written = problems.count("")
             elsewhere = f"; those of {written - len(seen)} more are on other hosts" if len(seen) < written else ""
-            self._say(f"trace    {self.path(0).parent}: {steps} of {len(seen)} ranks{elsewhere}")
+            self._say(f"trace    {self.path(0).parent}: {steps} of {len(seen)} ranks{elsewhere}{self._how()}")
             try:
                 self._reader = TraceReader(seen)
             except OSError as error:
                 self._say(f"note     the traces cannot be read: {error}")
+
+    def _how(self) -> str:
+        """What to know of how the recorded steps were made."""
+        if self._ways == {"issued"}:
+            return ""
+        if self._ways == {"replayed"}:
+            return ", replayed: kernels carry no names of ops; plan.graphs = off records ops under their names"
+        ways = " and ".join(sorted(self._ways))
+        return f", {ways}: lines of replayed steps do not tell what is exposed; a later train.profile records those"
 
     def _read(self, timeout: float = 0.0) -> None:
         """Tell what the traces say, if they have been read."""
@@ -143,7 +159,8 @@ class ProfileWindow:
         if reading.problem:
             self._say(f"note     the traces cannot be read: {reading.problem}")
             return
-        self._metrics.exposed = reading.exposed
+        if reading.exposed is not None and len(self._ways) == 1:
+            self._metrics.exposed = dict.fromkeys(self._ways, reading.exposed)
         for line in reading.headline.splitlines():
             self._say(f"trace    {line}")
         folder = self._settings.run.folder

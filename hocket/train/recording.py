@@ -2,7 +2,8 @@
 
 A trace holds `hocket step 12` around an optimizer step, the ops of the plan under their names (`fwd attn m0 c1 l5`), on
 a CPU also `wait <op>` where the host stands still for a collective, and the top-level key `hocket` that `describe`
-makes. Everything is off again behind the recorded steps.
+makes. Everything is off again behind the recorded steps. Steps that are replayed as one CUDA graph are recorded as they
+run, and a replay issues no op whose name a trace could show: its kernels tell by themselves what they are for.
 """
 
 from __future__ import annotations
@@ -64,13 +65,10 @@ def _plain(value: Any) -> Any:
 
 
 class Recording:
-    """Records steps of one engine. `start`, then `with step(n)` around each, `stop`, `write`.
+    """Records steps of one engine as they run. `start`, then `with step(n)` around each, `stop`, `write`."""
 
-    Unless they are `named`, ops are not shown under their names, and steps that are replayed stay so.
-    """
-
-    def __init__(self, engine: Engine, rank: int, named: bool = True) -> None:
-        self._engine, self._named = engine, named
+    def __init__(self, engine: Engine, rank: int) -> None:
+        self._engine = engine
         self._about = json.dumps(describe(engine.config, engine, rank), ensure_ascii=False)
         gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
         self._profiler = profile(activities=[ProfilerActivity.CPU, *gpu], acc_events=True)
@@ -85,7 +83,7 @@ class Recording:
         """Record from now on."""
         if not self._prepared:
             self.prepare()
-        if self._named:
+        if not self._engine.replays:
             self._engine.executor.annotate()
         self._profiler.start_trace()
         self._profiler.add_metadata_json("hocket", self._about)

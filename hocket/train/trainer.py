@@ -145,7 +145,7 @@ class Trainer:
             metrics.step(result)
             if not self.pretends:
                 self._require_taken(result, metrics)
-            window.after(self.step)
+            window.after(self.step, result.way)
             collect_after(self.step)
             if train.eval_batches and train.eval_every and self.step % train.eval_every == 0:
                 self._validate(metrics)
@@ -214,7 +214,8 @@ class Trainer:
         self._in_a_row = self._in_a_row + 1 if skipped else 0
         rows = self._rows(result.loads) if loads else {}
         worst, epochs = max(loads.values(), default=0.0), self._epochs(self.position)
-        return StepRecord(self.step, loss, norm, lr, seconds, worst, int(total), loads, rows, epochs), signal
+        numbers = loss, norm, lr, seconds, worst, int(total)
+        return StepRecord(self.step, *numbers, loads, rows, epochs, result.way), signal
 
     def _rows(self, mine: Mapping[int, Tensor]) -> dict[int, list[int]]:
         """Rows of every expert by layer, of all pipeline ranks, in steps that record them."""

@@ -90,6 +90,8 @@ def _no_pairs(c: Config) -> str:
         return "nothing is merged"
     if not has_experts(c) or c.mesh.ep == 1:
         return "there is no expert all-to-all to hide"
+    if c.mesh.cp > 1:
+        return "they have no order for ranks that share sequences"
     if c.plan.order == "merged_v":
         return "the order merged_v has none"
     if not has_pairs(c):

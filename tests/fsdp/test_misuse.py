@@ -77,16 +77,6 @@ def emptied() -> None:
     sharded()[0].to_empty(device="cpu")
 
 
-def frozen_later() -> None:
-    sharded()[0][1].requires_grad_(False)
-
-
-def unfrozen_later() -> None:
-    model = plain().requires_grad_(False)
-    hocket.fully_shard(model, units=Block)
-    model.requires_grad_(True)
-
-
 def copied() -> None:
     copy.deepcopy(sharded()[0])
 
@@ -141,10 +131,6 @@ def hook_after_a_gradient() -> None:
     model = plain()
     model.get_parameter("1.linear.weight").register_post_accumulate_grad_hook(lambda param: None)
     hocket.fully_shard(model, units=Block)
-
-
-def frozen_by_hand() -> None:
-    layer().weight.requires_grad = False
 
 
 def whole_data() -> None:
@@ -255,8 +241,6 @@ MISTAKES: dict[Callable[[], None], str] = {
     converted: "can't be moved or converted (weight from torch.float32 on cpu to torch.bfloat16 on cpu)",
     moved: "can't be moved or converted",
     emptied: "can't be moved or converted",
-    frozen_later: "requires_grad of 1.linear.weight can't be set to False any more",
-    unfrozen_later: "can't be set to True any more",
     copied: "can't be pickled or copied",
     pickled: "can't be pickled or copied",
     loaded_from_another: "load a state dict of the same model, or a checkpoint with hocket.checkpoint.load",
@@ -267,7 +251,6 @@ MISTAKES: dict[Callable[[], None], str] = {
     penalty_inside_of_a_forward: "a gradient reached the shard of 0.linear",
     hook_on_a_shard: "register_hook on 1.linear.weight: such a hook would never run",
     hook_after_a_gradient: "1.linear.weight has a hook by register_post_accumulate_grad_hook",
-    frozen_by_hand: "requires_grad of 1.linear.weight can't be set to False any more",
     whole_data: "data of shape (16, 16) does not fit the shard of 1.linear.weight",
     number_as_gradient: "grad=0 of 1.linear.weight is no tensor",
     clipped_in_backward: "clip_grad_norm_ is called inside of a backward",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,8 @@ from hocket.presets import PLAIN
 from hocket.runtime.lanes import CudaLanes
 from hocket.runtime.recorder import Watchdog
 from hocket.settings.schema import changed
+from hocket.train.recording import Recording
+from hocket_trace import load, report
 from tests.gpu.test_parity import BASE, restart
 from tests.gpu.test_placed_splits import CONFIG, WORLD, batches_of
 from tests.gpu.test_tensor import ALL, OFF
@@ -244,3 +247,42 @@ def test_no_kernel_of_nccl_gathers_in_a_replay_on_copy_engines() -> None:
     for names in run_ranks(kernels, WORLD, backend="nccl", timeout=100):
         assert names
         assert not [n for n in names if n.startswith("nccl") and ("AllGather" in n or "ReduceScatter" in n)]
+
+
+def profiled(rank: int, folder: Path) -> tuple[list[str], bool]:
+    """How steps were made of which two are recorded, and whether all have the bits of steps that nobody records."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    engine = Engine(planned(CONFIG, graphs="on"), rank, device)
+    batches = batches_of(engine, STEPS)
+    expected = train(engine, batches)
+    engine.forget_graph()
+    restart(engine)
+    recording, ways, found = Recording(engine, rank), [], []
+    for step, batch in enumerate(batches):
+        if step == 5:
+            recording.prepare()
+        if step == 6:
+            recording.start()
+        with recording.step(step):
+            result = engine.train_step(batch, 1e-2)
+            torch.cuda.synchronize()
+        ways.append(result.way)
+        found += [result.loss.clone(), result.grad_norm.clone()]
+        if step == 7:
+            recording.stop()
+            recording.write(folder / f"rank{rank}.json.gz")
+    found += [unit.group.main for unit in engine.sharded.units.values()]
+    return ways, all(map(torch.equal, expected[-len(found) :], found))
+
+
+def test_a_recorded_window_of_replays_shows_replays(tmp_path: Path) -> None:
+    """Kernels inside of a graph are there, and their communication is known for what it is."""
+    for ways, same in run_ranks(profiled, WORLD, tmp_path, backend="nccl", timeout=150):
+        assert ways[6:] == ["replayed"] * 4
+        assert same
+    found = report(load(sorted(tmp_path.iterdir())))
+    for step in found.steps:
+        assert "gather" in step.kinds, step.kinds
+        assert step.exposed < step.compute < step.seconds

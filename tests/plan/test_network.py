@@ -41,8 +41,9 @@ def settled(name: str, host: Host | None = None, **changes: Any) -> Settings:
 @st.composite
 def meshes(draw: st.DrawFn) -> tuple[MeshConfig, int]:
     pp, shard, tp, copies = (draw(st.integers(1, n)) for n in (5, 24, 5, 3))
+    cp = draw(st.sampled_from([n for n in range(1, shard + 1) if shard % n == 0]))
     ep = draw(st.sampled_from([n for n in range(1, shard * tp + 1) if shard * tp % n == 0]))
-    mesh = MeshConfig(pp=pp, dp=shard * copies, ep=ep, tp=tp, shard=shard if copies > 1 else 0)
+    mesh = MeshConfig(pp=pp, dp=shard // cp * copies, cp=cp, ep=ep, tp=tp, shard=shard if copies > 1 else 0)
     return mesh, draw(st.sampled_from([n for n in range(1, mesh.world + 1) if mesh.world % n == 0]))
 
 
@@ -50,7 +51,7 @@ def meshes(draw: st.DrawFn) -> tuple[MeshConfig, int]:
 @given(meshes(), st.booleans())
 def test_groups_are_on_the_hosts_on_which_their_ranks_are(drawn: tuple[MeshConfig, int], turning: bool) -> None:
     m, each = drawn
-    mesh = Mesh(m.pp, m.dp, m.ep, m.tp, turning=turning, shard=m.shard)
+    mesh = Mesh(m.pp, m.dp, m.ep, m.tp, turning=turning, shard=m.shard, cp=m.cp)
     for purpose in PURPOSES:
         groups = mesh.groups(purpose)
         found = spread_of(m, purpose, each)
@@ -107,7 +108,7 @@ def test_rings_have_the_adapters_of_all_their_ranks_and_others_their_own() -> No
     found = settled("qwen3_30b_a3b", **base, mesh__ep=8)
     links, usual = hardware_of(found), H200.links
     assert hosts_of(found) == 4
-    assert crossing(found).keys() == set(PURPOSES) - {"a2a", "tp", "replicas"}
+    assert crossing(found).keys() == set(PURPOSES) - {"a2a", "tp", "cp", "replicas"}
     assert links.link("gather_dense").bandwidth == usual["gather"].bandwidth, "8 adapters carry more than NVLink"
     assert links.link("gather_dense").latency == pytest.approx(usual["gather"].latency + 5e-6 + 8 * STEP)
     assert links.link("reduce_experts").bandwidth == 40e9, "of each pair, one is on either host"

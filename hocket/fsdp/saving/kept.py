@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hocket.fsdp.checks import refuse_newcomers
 from hocket.fsdp.members import UNIT
+from hocket.fsdp.part import plain
 from hocket.fsdp.saving.flat_tensor import FlatTensor
 from hocket.fsdp.sharded_parameter import ShardedParameter
 
@@ -44,7 +45,7 @@ class Kept:
 
     def tensor(self, flat: Tensor) -> FlatTensor:
         """`flat`, 1-D and as long as the shard, as a part of the whole parameter."""
-        return FlatTensor(flat, self.shape, self.lo, self.hi, writes=self.writes)
+        return FlatTensor(plain(flat), self.shape, self.lo, self.hi, writes=self.writes)
 
     def part_of(self, value: Tensor) -> Tensor:
         """The elements of this rank, 1-D, of a `FlatTensor` of this rank or of a tensor of the whole shape.

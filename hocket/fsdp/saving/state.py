@@ -56,7 +56,7 @@ def load_model_state(context: ShardContext | nn.Module, state: Mapping[str, Any]
     if wrong:
         raise ValueError(f"the state dict doesn't fit the {own.kind}: {wrong}")
     for name, one in own.kept.items():
-        value, shard = one.part_of(found[name]), one.shard.detach()
+        value, shard = one.part_of(found[name]), one.shard.to_local()
         if value.data_ptr() != shard.data_ptr() or value.dtype != shard.dtype:
             shard.copy_(value)
     # Buffers, and the extra state of modules that have any, go the way of every module.

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
@@ -157,3 +160,57 @@ def by_ndim(run: Run) -> None:
         optimizer.step()
         optimizer.zero_grad()
     run.note_weights(model)
+
+
+def between(name: str, change: Callable[[nn.Module, int], object]) -> None:
+    """Register the plain loop; `change` sees the gradients of each step, and leaves it out if it returns False."""
+
+    @program(name)
+    def train_and_change(run: Run) -> None:
+        model = run.shard(stack(), Block)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(STEPS):
+            for seed in run.seeds(step):
+                x, y = batch(seed)
+                run.backward(F.mse_loss(model(x), y))
+            if change(model, step) is not False:
+                optimizer.step()
+            optimizer.zero_grad()
+        run.note_weights(model)
+
+
+def clip_by_stack(model: nn.Module, step: int) -> None:
+    norm = torch.norm(torch.stack([p.grad.detach().norm(2) for p in grads_of(model)]), 2)
+    for p in grads_of(model):
+        p.grad.mul_((0.1 / (norm + 1e-6)).clamp(max=1))
+
+
+def clip_by_numbers(model: nn.Module, step: int) -> None:
+    norm = sum(p.grad.data.norm().item() ** 2 for p in grads_of(model)) ** 0.5
+    for p in grads_of(model):
+        p.grad.data.mul_(min(1.0, 0.1 / norm))
+
+
+def only_finite(model: nn.Module, step: int) -> bool:
+    """One rank has an infinity in the second step, which all leave out."""
+    first = next(iter(grads_of(model))).grad
+    local = first.to_local() if hasattr(first, "to_local") else first
+    if step == 1 and (not dist.is_initialized() or dist.get_rank() == 0 or local is first):
+        local.view(-1)[0] = torch.inf
+    return all(bool(torch.isfinite(p.grad).all()) for p in grads_of(model))
+
+
+def within_unit(model: nn.Module, step: int) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.div_(p.abs().max() + 1)
+
+
+def grads_of(model: nn.Module) -> list[Any]:
+    return [p for p in model.parameters() if p.grad is not None]
+
+
+between("gradients clipped by a norm of norms", clip_by_stack)
+between("gradients clipped by norms as numbers", clip_by_numbers)
+between("steps left out for infinities", only_finite)
+between("weights divided by their largest", within_unit)

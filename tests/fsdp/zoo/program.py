@@ -144,7 +144,7 @@ class Program:
 REASONS = (
     "autograd through sharded parameters",
     "derivatives by torch.func",
-    "parameters replaced, moved or frozen later",
+    "parameters replaced or moved later",
     "an optimizer of whole matrices",
 )
 """Why hocket refuses a program."""

@@ -359,7 +359,7 @@ def written(run: Run) -> None:
     run.note_weights(model)
 
 
-@program("torch.func.functional_call with other weights", no="parameters replaced, moved or frozen later")
+@program("torch.func.functional_call with other weights", no="parameters replaced or moved later")
 def called_with(run: Run) -> None:
     model = run.shard(stack(), Block)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -373,7 +373,7 @@ def called_with(run: Run) -> None:
     run.note_weights(model)
 
 
-@program("parameters frozen after sharding", no="parameters replaced, moved or frozen later")
+@program("parameters frozen after sharding")
 def frozen_later(run: Run) -> None:
     model: Any = run.shard(stack(), Block)
     model[1].requires_grad_(False)

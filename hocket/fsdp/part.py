@@ -1,0 +1,305 @@
+"""What a program computes by hand from shards and their gradients: the numbers of the whole parameter.
+
+Note: [A part knows its whole]
+Training loops take norms of gradients, look for infinities, and scale by what they find. On one rank's elements each
+rank would find something else, and go its own way. So a shard and its gradient are tensors that know of which elements
+of which parameter they are. What is computed from them element by element is such a part again. What is one number of
+the whole parameter, a sum, norm, mean or largest element, is computed over the ranks that keep the others: all of these
+call it. Whatever else depends on more than one element is an error, and so is an operation on parts of other elements.
+`to_local()` is a plain tensor.
+
+A sum of shards inside of autograd has the value of the whole and the graph of this rank's elements, so that a backward
+through it is the error that it should be (Note: [Autograd never sees a shard]).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+How = Literal["sum", "max"]
+Ask = Callable[[Tensor, How], None]
+"""The `sum` or `max` of a tensor over the ranks that keep the other elements, in place."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which elements of a parameter a part has."""
+
+    name: str
+    shape: torch.Size
+    lo: int
+    hi: int
+    ask: Ask
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return self.shape.numel()
+
+
+class Part(Tensor):
+    """Elements of a sharded parameter, or what was computed from them. See Note: [A part knows its whole]."""
+
+    place: Place | None
+    is_sparse = False  # asked of each by optimizers
+
+    @staticmethod
+    def of(local: Tensor, place: Place) -> Part:
+        """The same memory, and the same graph."""
+        part = local.as_subclass(Part)
+        part.place = place
+        return part
+
+    def to_local(self) -> Tensor:
+        """The elements that are here, as a plain tensor."""
+        return plain(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Part:
+        """A part of the same elements."""
+        assert self.place is not None
+        copy = memo[id(self)] = Part.of(plain(self).clone(), self.place)
+        return copy
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See Note: [A part knows its whole]."""
+        return call(func, args, kwargs or {})
+
+
+def plain(x: Tensor) -> Tensor:
+    """A part's elements without its place; any other tensor as it is."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.as_subclass(Tensor) if isinstance(x, Part) else x
+
+
+def call(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function of torch that some of the arguments are parts of."""
+    name = getattr(func, "__name__", "")
+    if name in _QUIET or name.startswith(("_fused_", "_amp_")):
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **kwargs)
+        if name != "__get__" or not isinstance(found, Tensor):
+            return found
+    if name.startswith("_foreach_"):
+        return _of_each(func, name, args, kwargs)
+    places = {id(one): place for one in _tensors(args, kwargs) if (place := getattr(one, "place", None)) is not None}
+    if not places:  # of a copy, or of a parameter that this rank keeps whole
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    place, *others = places.values()
+    if name in _REFUSED:
+        raise _refusal(name, place)
+    for other in others:
+        if (other.shape, other.lo, other.hi) != (place.shape, place.lo, place.hi):
+            raise ValueError(
+                f"{name} of parts of {place.name} and {other.name}, of which this rank has other elements: shard both "
+                f"models alike, or compute with whole weights inside of ctx.gathered()"
+            )
+    return _call(func, name, args, kwargs, place)
+
+
+def _call(func: Any, name: str, args: Any, kwargs: Any, place: Place) -> Any:
+    if name in _WHOLE:
+        return _of_whole(func, name, args, kwargs, place)
+    if name in _NUMBERS:
+        return _NUMBERS[name](_one_number(args[0], name, place))
+    with torch._C.DisableTorchFunctionSubclass():
+        if name in _PLAIN:
+            return func(*(plain(one) if isinstance(one, Part) else one for one in args), **kwargs)
+        found = func(*args, **kwargs)
+        if not isinstance(found, Tensor) or any(found is one for one in (*args, *kwargs.values())):
+            return found
+        if name == "__get__" and found.shape != (place.hi - place.lo,):
+            return found  # such as what a view is of
+        count = place.hi - place.lo
+        if found.shape == (count,):
+            return Part.of(found, place)
+        if found.numel() == count == place.numel and found.shape == place.shape:
+            return found  # the whole of a parameter that is this rank's alone
+    raise _refusal(name, place)
+
+
+def _of_each(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Call a function of lists, which optimizers use: elementwise ones, and norms."""
+    if name in ("_foreach_norm", "_foreach_max"):
+        return [getattr(one, name.removeprefix("_foreach_"))(*args[1:], **kwargs) for one in args[0]]
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _tensors(args: Any, kwargs: Any) -> Iterator[Tensor]:
+    for one in (*args, *kwargs.values()):
+        if isinstance(one, Tensor):
+            yield one
+        elif isinstance(one, list | tuple):
+            yield from (inside for inside in one if isinstance(inside, Tensor))
+
+
+def _refusal(name: str, place: Place) -> ValueError:
+    return ValueError(
+        f"{name} of a part of {place.name}, of which this rank has {place.hi - place.lo} of {place.numel} elements, "
+        f"would be something else on every rank: use to_local() for the elements that are here, or whole weights "
+        f"inside of ctx.gathered()"
+    )
+
+
+def _one_number(x: Tensor, name: str, place: Place) -> float | int | bool | complex:
+    """What is the only element of a parameter."""
+    if place.numel != 1:
+        raise _refusal(name, place)
+    return _over_ranks(plain_sum(x), "sum", place).item()
+
+
+def plain_sum(x: Tensor) -> Tensor:
+    """The sum of the elements that are here, without autograd."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.detach().as_subclass(Tensor).sum()
+
+
+def _over_ranks(value: Tensor, how: How, place: Place) -> Tensor:
+    """One number over the ranks."""
+    if value.is_complex():
+        return torch.complex(_over_ranks(value.real, how, place), _over_ranks(value.imag, how, place))
+    asked = value.double().reshape(1).clone()
+    place.ask(asked, how)
+    return asked.squeeze(0).to(value.device)
+
+
+def _of_whole(func: Any, name: str, args: Any, kwargs: Any, place: Place) -> Any:
+    """A number of the whole parameter."""
+    part, *rest = args
+    how = _WHOLE[name]
+    options = dict(kwargs)
+    given = [options.pop(key, None) for key in ("dim", "axis")]
+    if how is _norm:
+        p = options.pop("p", options.pop("ord", rest.pop(0) if rest else 2))
+        options["p"] = 2 if p in (None, "fro") else p
+    if rest and how is not _dot:
+        given.append(rest.pop(0))
+    dims = [dim for dim in given if dim not in (None, (), [])]
+    along = dims and not (len(place.shape) == 1 and all(dim in (0, -1, (0,), [0], (-1,), [-1]) for dim in dims))
+    if along or rest[1:] or options.pop("keepdim", False) or options.pop("out", None) is not None:
+        raise _refusal(name, place)
+    with torch._C.DisableTorchFunctionSubclass():
+        mine = part.as_subclass(Tensor)
+        dtype = options.pop("dtype", None)
+        mine = mine if dtype is None else mine.to(dtype)
+        with torch.no_grad():
+            value = how(mine.detach(), place, *(plain(one) for one in rest), **options)
+        if not mine.requires_grad:
+            return value
+        return mine.sum() * 0 + value.detach()
+
+
+def _sum(x: Tensor, place: Place) -> Tensor:
+    total = _over_ranks(
+        x.sum(dtype=None if x.is_complex() or not x.is_floating_point() else torch.float64), "sum", place
+    )
+    return total.to(x.dtype if x.is_floating_point() or x.is_complex() else torch.int64)
+
+
+def _mean(x: Tensor, place: Place) -> Tensor:
+    return _sum(x, place) / place.numel
+
+
+def _count(x: Tensor, place: Place) -> Tensor:
+    return _over_ranks(x.count_nonzero(), "sum", place).long()
+
+
+def _norm(x: Tensor, place: Place, p: Any = 2) -> Tensor:
+    sizes = x.abs()
+    p = float(p)
+    if p == torch.inf:
+        return _most(sizes, place)
+    if p == -torch.inf:
+        return _least(sizes, place)
+    if p == 0:
+        return _count(x, place).to(sizes.dtype)
+    total = _over_ranks((sizes.double() ** p).sum(), "sum", place)
+    return (total ** (1 / p)).to(sizes.dtype)
+
+
+def _most(x: Tensor, place: Place) -> Tensor:
+    lost = x.isnan().any() if x.is_floating_point() else torch.zeros((), dtype=torch.bool)
+    low = torch.full((1,), -torch.inf, dtype=torch.float64, device=x.device)
+    largest = torch.cat([x.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).double(), low]).max()
+    found = _over_ranks(largest, "max", place)
+    is_lost = _over_ranks(lost.double().to(x.device), "max", place)
+    return torch.where(is_lost > 0, torch.nan, found).to(x.dtype) if x.is_floating_point() else found.to(x.dtype)
+
+
+def _least(x: Tensor, place: Place) -> Tensor:
+    if x.is_floating_point():
+        return -_most(-x, place)
+    return (-_most(-x.double(), place)).to(x.dtype)
+
+
+def _any(x: Tensor, place: Place) -> Tensor:
+    return _over_ranks(x.any().double(), "max", place).bool()
+
+
+def _all(x: Tensor, place: Place) -> Tensor:
+    return ~_any(~x.bool(), place)
+
+
+def _variance(x: Tensor, place: Place, unbiased: bool = True, correction: int | None = None) -> Tensor:
+    correction = int(unbiased) if correction is None else correction
+    mean = _over_ranks(x.double().sum(), "sum", place) / place.numel
+    total = _over_ranks((x.double() - mean).square().sum(), "sum", place)
+    return (total / (place.numel - correction)).to(x.dtype)
+
+
+def _deviation(x: Tensor, place: Place, unbiased: bool = True, correction: int | None = None) -> Tensor:
+    return _variance(x, place, unbiased, correction).sqrt()
+
+
+def _dot(x: Tensor, place: Place, other: Tensor) -> Tensor:
+    return _sum(x * other, place)
+
+
+_WHOLE: dict[str, Callable[..., Tensor]] = {
+    "sum": _sum, "mean": _mean, "norm": _norm, "vector_norm": _norm, "linalg_vector_norm": _norm,
+    "linalg_norm": _norm, "frobenius_norm": _norm, "max": _most, "amax": _most, "min": _least, "amin": _least,
+    "any": _any, "all": _all, "count_nonzero": _count, "var": _variance, "std": _deviation, "dot": _dot, "vdot": _dot,
+    "inner": _dot,
+}  # fmt: skip
+"""Functions by name that give one number of the whole parameter."""
+_NUMBERS: dict[str, Callable[[Any], Any]] = {
+    "item": lambda x: x, "__bool__": bool, "__float__": float, "__int__": int, "__index__": operator.index,
+    "__complex__": complex,
+}  # fmt: skip
+"""What makes a number of Python of a parameter that has one element."""
+_REFUSED = frozenset(
+    {
+        *("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "sort", "argsort", "msort", "topk", "kthvalue"),
+        *("median", "nanmedian", "mode", "quantile", "softmax", "log_softmax", "flip", "roll", "argmax", "argmin"),
+        *("prod", "nansum", "nanmean", "logsumexp", "unique", "histc", "renorm", "renorm_", "aminmax", "outer"),
+        *("cat", "concat", "concatenate", "stack", "hstack", "vstack"),
+    }
+)
+"""What depends on several elements in another way."""
+_PLAIN = frozenset(
+    {
+        *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_zeros", "new_empty"),
+        *("new_ones", "new_full", "new_tensor", "new_empty_strided", "view_as_real", "view_as_complex", "numpy"),
+        *("tolist", "__reduce_ex__", "__array__", "__dlpack__", "__repr__", "__str__", "__format__", "equal"),
+        *("allclose", "isclose", "is_same_size", "storage", "untyped_storage", "split", "chunk", "tensor_split"),
+        "unbind",
+    }
+)
+"""What has or makes this rank's elements, on purpose."""
+_QUIET = frozenset(
+    {
+        *("__get__", "__set__", "__delete__", "__setitem__", "__len__", "__hash__", "copy_", "size", "dim", "numel"),
+        *("nelement", "stride", "element_size", "is_complex", "is_floating_point", "is_contiguous", "is_inference"),
+        *("get_device", "data_ptr", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook"),
+        *("as_subclass", "_make_subclass", "_is_view"),
+    }
+)
+"""What looks at no element, or only writes them."""

@@ -1,0 +1,174 @@
+"""Sequences that context-parallel ranks share: who has which tokens, and which keys these attend to.
+
+A microbatch's sequences, one after the other, are cut into chunks. Each rank has as many tokens as the others, in
+chunks of its own. Keys and values of all ranks are gathered before attention, and put into the order of sequences. What
+a chunk attends to is then one stretch of it: from where the document of its first token begins to its own last token.
+So attention is that of documents whose queries are fewer than their keys, with both aligned at their ends, and no
+partial results are put together.
+
+Shapes: B sequences, S sequence length, T tokens of this rank, U tokens of all ranks (B * S), D width of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hocket.model.documents import Documents, whole_sequences
+from hocket.model.microbatch import Microbatch
+
+Chunks = tuple[range, ...]
+"""Tokens that a rank has, in the order in which it has them; each chunk lies within a sequence."""
+
+
+def zigzag(batch: int, length: int, ranks: int) -> tuple[Chunks, ...]:
+    """Chunks of every rank: of 2 * ranks chunks of a sequence rank r has r and 2 * ranks - 1 - r.
+
+    An early chunk, which attends to little, stands beside a late one, so causal attention takes all ranks as long.
+    """
+    size, rest = divmod(length, 2 * ranks)
+    if rest:
+        raise ValueError(f"a sequence of {length} tokens cannot be cut into {2 * ranks} chunks of one length")
+
+    def chunk(sequence: int, number: int) -> range:
+        first = sequence * length + number * size
+        return range(first, first + size)
+
+    return tuple(
+        tuple(chunk(b, n) for b in range(batch) for n in (rank, 2 * ranks - 1 - rank)) for rank in range(ranks)
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Span:
+    """A chunk of a rank's tokens, and the stretch of keys that they attend to; in both, the documents that they are of.
+
+    It is to attention what `Documents` are where queries and keys are of the same tokens.
+    """
+
+    queries: range
+    """Among the tokens of the rank."""
+    keys: range
+    """Among the tokens of all ranks, in the order of sequences. The last one is that of the last query."""
+    ends: Tensor
+    """Where documents begin and end among the queries: int32, from 0."""
+    key_ends: Tensor
+    """The same among the keys."""
+    longest: int
+    """Queries of the longest one."""
+    key_longest: int
+    """Keys of the longest one."""
+
+    batch = 1
+
+    @cached_property
+    def _documents(self) -> tuple[Tensor, Tensor]:
+        """The number of every query's document, and of every key's."""
+        number = torch.arange(len(self.ends) - 1, device=self.ends.device)
+        both = (self.ends, self.queries), (self.key_ends, self.keys)
+        of_queries, of_keys = (number.repeat_interleave(e.diff(), output_size=len(r)) for e, r in both)
+        return of_queries, of_keys
+
+    def within(self, window: int) -> Tensor:
+        """Who attends to whom, [1, 1, queries, keys]: as `Documents.within`."""
+        of_queries, of_keys = self._documents
+        ahead = len(self.keys) - len(self.queries)
+        mask = (of_queries.unsqueeze(1) == of_keys).tril(ahead)
+        return (mask.triu(ahead + 1 - window) if window else mask).view(1, 1, *mask.shape)
+
+    def to(self, device: torch.device) -> Span:
+        return replace(self, ends=self.ends.to(device), key_ends=self.key_ends.to(device))
+
+
+@dataclass(frozen=True, eq=False)
+class Context:
+    """One rank's tokens of a microbatch: what its layers are told in place of `Documents`."""
+
+    length: int
+    """S."""
+    position_T: Tensor
+    """Position of every token in its document, int64."""
+    order_U: Tensor
+    """In the order of sequences, where a token's row is among those gathered: rank after rank."""
+    place_U: Tensor
+    """Of every row gathered, the place of its token in the order of sequences."""
+    spans: tuple[Span, ...]
+    """One for every chunk, in the order of the rank's tokens."""
+    real_T: Tensor | None = None
+    """Which tokens are no padding; None if all."""
+
+
+def context_of(documents: Documents, chunks: Sequence[Chunks], rank: int) -> Context:
+    """What one rank is told of a microbatch with these documents, whose tokens ranks have in `chunks`."""
+    device = documents.position_T.device
+    order = torch.tensor([token for of_rank in chunks for chunk in of_rank for token in chunk])
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order))
+    mine = _tokens(chunks[rank], device)
+    spans, first = [], 0
+    for chunk in chunks[rank]:
+        spans.append(_span(documents.bounds, chunk, first).to(device))
+        first += len(chunk)
+    real_T = None if documents.real_T is None else documents.real_T[mine]
+    length, position_T = documents.ids_BS.shape[1], documents.position_T[mine]
+    return Context(length, position_T, places.to(device), order.to(device), tuple(spans), real_T)
+
+
+def _span(bounds: Sequence[int], chunk: range, first: int) -> Span:
+    """The documents that a chunk has tokens of. `bounds` are where documents of all sequences begin and end."""
+    met = [(lo, hi) for lo, hi in pairwise(bounds) if lo < chunk.stop and hi > chunk.start]
+    begin, ends, key_ends = met[0][0], [0], [0]
+    for _, hi in met:
+        ends.append(min(hi, chunk.stop) - chunk.start)
+        key_ends.append(min(hi, chunk.stop) - begin)
+    mine, theirs = (torch.tensor(each, dtype=torch.int32) for each in (ends, key_ends))
+    longest, key_longest = (int(each.diff().max()) for each in (mine, theirs))
+    queries, keys = range(first, first + len(chunk)), range(begin, chunk.stop)
+    return Span(queries, keys, mine, theirs, longest, key_longest)
+
+
+def _tokens(chunks: Chunks, device: torch.device) -> Tensor:
+    """The tokens of chunks, int64 [T]."""
+    return torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in chunks])
+
+
+class Shared:
+    """One context-parallel rank's part of microbatches of `batch` sequences."""
+
+    def __init__(self, batch: int, length: int, ranks: int, rank: int, device: torch.device) -> None:
+        self._chunks, self._rank = zigzag(batch, length, ranks), rank
+        self._mine = _tokens(self._chunks[rank], device)
+        self.whole = context_of(whole_sequences(batch, length, device), self._chunks, rank)
+        """What layers are told of sequences that are one document each."""
+
+    def part(self, microbatch: Microbatch) -> Microbatch:
+        """The rank's tokens and targets, [B, S / ranks], of a whole microbatch."""
+        documents = microbatch.documents
+        assert isinstance(documents, Documents | None), "a microbatch has its sequences whole"
+        of_rank = [x.flatten()[self._mine].view(x.shape[0], -1) for x in (microbatch.ids, microbatch.targets)]
+        told = self.whole if documents is None else context_of(documents, self._chunks, self._rank)
+        return Microbatch(*of_rank, documents=told)
+
+
+class _Rows(torch.autograd.Function):
+    """Rows in another order."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_UD: Tensor, places_U: Tensor, back_U: Tensor) -> Tensor:
+        ctx.back_U = back_U
+        return rows_UD.index_select(0, places_U)
+
+    @staticmethod
+    def backward(ctx: Any, g_UD: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        return g_UD.index_select(0, ctx.back_U), None, None
+
+
+def in_order(rows_UD: Tensor, context: Context) -> Tensor:
+    """What was gathered, rank after rank, in the order of sequences. Shares no memory with it."""
+    return _Rows.apply(rows_UD, context.order_U, context.place_U)

@@ -1,0 +1,117 @@
+"""What programs compute by hand from shards and their gradients, beside the same of whole tensors."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import hocket
+from tests.helpers.ranks import run_ranks
+
+NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "norm": lambda x: x.norm(),
+    "norm of order 1": lambda x: torch.norm(x.detach(), 1),
+    "norm of order inf": lambda x: x.norm(p=float("inf")),
+    "vector_norm": lambda x: torch.linalg.vector_norm(x, 3.0),
+    "data.norm": lambda x: x.data.norm(2),
+    "squares": lambda x: (x**2).sum(),
+    "sum in fp64": lambda x: x.sum(dtype=torch.float64),
+    "mean": lambda x: x.abs().mean(),
+    "max": lambda x: x.max(),
+    "min": lambda x: torch.min(x),
+    "amax": lambda x: x.amax(),
+    "any": lambda x: (x > 0.4).any(),
+    "all": lambda x: torch.isfinite(x).all(),
+    "count": lambda x: (x > 0).count_nonzero(),
+    "how many": lambda x: (x > 0).sum(),
+    "std": lambda x: x.std(),
+    "var": lambda x: x.var(unbiased=False),
+    "dot": lambda x: torch.sum(x * x.clone()),
+    "nan": lambda x: torch.where(x > 0, torch.nan, x).max(),
+    "foreach": lambda x: torch._foreach_norm([x])[0],
+    "clone": lambda x: x.clone().mul_(2).norm(),
+    "deepcopy": lambda x: copy.deepcopy(x).norm(),
+}  # fmt: skip
+REFUSED: dict[str, Callable[[Tensor], object]] = {
+    "median": lambda x: x.median(),
+    "cumsum": lambda x: x.cumsum(0),
+    "sort": lambda x: x.sort(),
+    "cat": lambda x: torch.cat([x.view(-1), x.view(-1)]),
+    "argmax": lambda x: x.argmax(),
+    "sum along": lambda x: x.sum(0),
+    "mse_loss": lambda x: nn.functional.mse_loss(x, torch.zeros_like(x)),
+    "item": lambda x: x.item(),
+}
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
+
+
+def numbers(rank: int, replicas: int) -> None:
+    mesh = init_device_mesh("cpu", (replicas, 2 // replicas)) if replicas > 1 else None
+    plain, sharded = model(), model()
+    hocket.fully_shard(sharded, units=nn.Linear, mesh=mesh)
+    x = torch.randn(4, 7)
+    for one in (plain, sharded):
+        one(x).square().sum().backward()
+    for (name, whole), shard in zip(plain.named_parameters(), sharded.parameters(), strict=True):
+        assert whole.grad is not None
+        assert shard.grad is not None
+        for key, of in NUMBERS.items():
+            with torch.no_grad():
+                for ours, wanted in ((shard, whole), (shard.data, whole.data), (shard.grad, whole.grad)):
+                    value = of(ours)
+                    assert type(value) is Tensor, (name, key)
+                    torch.testing.assert_close(value, of(wanted), equal_nan=True, msg=lambda text: f"{key}: {text}")  # noqa: B023
+        for key, of in REFUSED.items():
+            if replicas == 1 and not (key == "sum along" and whole.ndim == 1):
+                for ours in (shard.data, shard.grad):
+                    with pytest.raises((ValueError, RuntimeError), match=f"{name}, of which this rank has|equal"):
+                        of(ours)
+
+
+def test_numbers_are_those_of_the_whole() -> None:
+    run_ranks(numbers, 2, 1)
+
+
+def test_replicas_hold_the_whole() -> None:
+    run_ranks(numbers, 2, 2)
+
+
+def others(rank: int) -> None:
+    sharded, apart = model(), model()
+    hocket.fully_shard(sharded, units=nn.Linear)
+    hocket.fully_shard(apart, options=hocket.ShardOptions(bucket="20 params"), units=nn.Linear)
+    sharded(torch.randn(4, 7)).sum().backward()
+    first, second = sharded.parameters(), sharded.parameters()
+    weight, bias = next(first), [*second][3]
+    assert weight.grad is not None
+    with pytest.raises(ValueError, match=r"parts of 0\.weight and 1\.bias, of which this rank has other elements"):
+        torch.add(weight.data, bias.data)
+    # What leaves the program is a plain tensor of what is here.
+    buffer = io.BytesIO()
+    torch.save({"grad": weight.grad, "weight": weight.data.clone(), "state": sharded.state_dict()}, buffer)
+    buffer.seek(0)
+    saved = torch.load(buffer, weights_only=True)
+    assert torch.equal(saved["grad"], weight.grad.to_local())  # pyrefly: ignore[missing-attribute]
+    assert type(sharded.state_dict()["0.weight"]) is type(torch.zeros_like(weight)) is Tensor
+    assert weight.grad is weight.grad
+    weight.grad *= 2
+    assert torch.equal(weight.grad, 2 * saved["grad"])
+    # A penalty has the value of the whole, and is an error in backward.
+    penalty = weight.square().sum()
+    torch.testing.assert_close(penalty.detach(), model().get_parameter("0.weight").detach().square().sum())
+    with pytest.raises(ValueError, match="a gradient reached the shard"):
+        penalty.backward()
+
+
+def test_parts_of_other_elements_and_what_leaves_the_program() -> None:
+    run_ranks(others, 2)
