@@ -104,11 +104,9 @@ def _data(s: Settings) -> Iterator[Overlap]:
         state: State = "on" if ahead else "off"
         yield _row(s, "dp", _WEIGHTS, under, state, "overlap.dp.prefetch", why if ahead else exposed)
         if s.optimizer.name == "muon":
-            later = s.overlap.dp.update == "next_step"
+            later, why = s.overlap.dp.update == "next_step", "4 bytes per parameter"
             under = "other units' iterations, and the first forwards" if later else ""
-            yield _row(
-                s, "dp", _MATRICES, under, "on" if later else "off", "overlap.dp.update", "4 bytes per parameter"
-            )
+            yield _row(s, "dp", _MATRICES, under, "on" if later else "off", "overlap.dp.update", why)
     once = strategy in ("no_shard", "optim")
     why = "once a step, behind the last microbatch" if once else "behind the weight gradients of every microbatch"
     why += "; over replicas of the weights once a step" if s.mesh.replicas > 1 else ""

@@ -188,6 +188,7 @@ def run(rank: int, c: Any) -> dict[str, Any]:
         return [(p.name, p.shape, p.lo, p.hi, getattr(p, of).clone()) for unit in units for p in unit.pieces()]
 
     found = {"first": pieces("main"), **learn(engine, batches_of(c, 1) * 6, lambda: pieces("grad"))}
+    engine.catch_up()
     found["last"] = pieces("main")
     engine.close()
     return found

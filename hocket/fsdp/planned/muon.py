@@ -174,6 +174,9 @@ class PlannedMuon:
         if verb == "collect":
             assert unit not in self._under_way, f"{unit} is collected twice"
             place = self._slots[unit.kind][slot]
+            for other in self._under_way.values():
+                if other.slot is place:  # on a CPU what is sent from there may still be under way
+                    other.pending.wait()
             self._under_way[unit] = _UnderWay(place, "", Pending())
         of, group = self._under_way[unit], unit.group
         of.pending.wait()
