@@ -140,7 +140,7 @@ def test_ranks_microbatches_and_stages_follow_from_several_flags() -> None:
     )
     found = settings(text, gpus=64)
     assert found == {
-        "mesh.tp": 2, "mesh.pp": 4, "mesh.dp": 8, "mesh.ep": 1, "model.layers": 32, "plan.chunks": 2,
+        "mesh.tp": 2, "mesh.cp": 1, "mesh.pp": 4, "mesh.dp": 8, "mesh.ep": 1, "model.layers": 32, "plan.chunks": 2,
         "train.sequences": 2, "train.microbatches": 16, "model.heads": 32, "model.hidden": 4096, "model.kv_heads": 32,
         "model.head_dim": 128, "model.tied": True, "overlap.dp.strategy": "no_shard", "model.ffn": 16384,
         "model.norm_eps": 1e-5, "model.rope_theta": 10000.0, "train.weight_decay": 0.01, "train.betas": (0.9, 0.999),
@@ -292,7 +292,7 @@ def test_the_command_writes_toml_and_json_and_says_when_nothing_is_missing(capsy
     code, out, _ = command(capsys, *words, "--recipe", "moe_8gpu")
     assert code == 0
     written = tomllib.loads(target.read_text())
-    assert (written["recipe"], written["mesh"]) == ("moe_8gpu", {"dp": 4, "ep": 4, "pp": 2, "tp": 1})
+    assert (written["recipe"], written["mesh"]) == ("moe_8gpu", {"cp": 1, "dp": 4, "ep": 4, "pp": 2, "tp": 1})
     assert json.loads(out)["settings"]["overlap.ep.merge"] == "on"
 
 

@@ -20,7 +20,8 @@ MESH = ("mesh.tp", "mesh.pp", "plan.chunks", "mesh.ep", "mesh.dp")
         (MEGATRON, "--tensor-model-parallel-size 2 --expert-model-parallel-size 4", (2, 1, 1, 4, 8)),
         (MEGATRON, "--num-layers 8 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 4",
          (1, 2, 4, 1, 8)),
-        (BRIDGE, "--context-parallel-size 1", (1, 1, 1, 1, 16)),
+        (BRIDGE, "--context-parallel-size 2", (1, 1, 1, 1, 8)),
+        (TORCHTITAN, "--parallelism.context_parallel_degree 4", (1, 1, 1, 1, 4)),
         (TORCHTITAN, "--parallelism.pipeline_parallel_degree 2 --parallelism.data_parallel_shard_degree 8",
          (1, 2, 1, 1, 8)),
         (TORCHTITAN, "--parallelism.pipeline_parallel_schedule ZBVZeroBubble --parallelism.pipeline_parallel_degree 4",
@@ -35,7 +36,7 @@ def test_a_mesh_is_translated_whole(system: System, words: str, mesh: tuple[int,
     assert tuple(found.settings[name] for name in MESH) == mesh
     assumed = next((row for row in found.rows if row.name == "(not given)"), None)
     given = {name for row in found.rows if row.given for name in row.answer.settings}
-    assert (set(assumed.answer.settings) if assumed else set()) == set(MESH) - given - {"mesh.dp"}
+    assert (set(assumed.answer.settings) if assumed else set()) == {*MESH, "mesh.cp"} - given - {"mesh.dp"}
     assert not assumed or "assumed" in assumed.answer.words
 
 

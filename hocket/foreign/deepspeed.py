@@ -53,6 +53,6 @@ DEEPSPEED = System(
     _ENTRIES,
     ((RANKS, lambda given: ranks(given, (TENSOR_RANKS,))), (f"(no {STAGE})", _stage_zero)),
     spelled,
-    (("mesh.tp", (TENSOR_RANKS,)), ("mesh.pp", ()), ("plan.chunks", ()), ("mesh.ep", ())),
+    (("mesh.tp", (TENSOR_RANKS,)), ("mesh.pp", ()), ("mesh.cp", ()), ("plan.chunks", ()), ("mesh.ep", ())),
     filled="auto",
 )

@@ -71,11 +71,11 @@ def floats(setting: str, factor: float = 1.0, words: str = "") -> Rule:
     return lambda value, given: Answer("becomes", {setting: factor * value}, words)
 
 
-def expert_ranks(data_ranks: Callable[[Given], int], tensor_ranks: str) -> Rule:
-    """Expert ranks, which are data and tensor ranks; the name of how many of the latter. 0 data ranks: not known."""
+def expert_ranks(data_ranks: Callable[[Given], int], others: tuple[str, ...]) -> Rule:
+    """Expert ranks, which are data ranks and those of `others`, names of other axes. 0 data ranks: not known."""
 
     def rule(value: Any, given: Given) -> Answer:
-        ranks = data_ranks(given) * given.number(tensor_ranks)
+        ranks = data_ranks(given) * given.product(others)
         if ranks and value > 0 and ranks % value:
             words = f"{value} does not divide the {ranks} data and tensor ranks of a pipeline rank"
             return Answer("not there", words=words)

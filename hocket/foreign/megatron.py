@@ -381,8 +381,7 @@ def _expert_tensors(given: Given) -> Answer | None:
 
 
 _MESH: tuple[Assumed, ...] = (
-    ("mesh.tp", (TENSOR_RANKS,)),
-    ("mesh.pp", (PIPELINE,)),
+    *zip(("mesh.tp", "mesh.pp", "mesh.cp"), ((axis,) for axis in AXES), strict=True),
     ("plan.chunks", (VIRTUAL_LAYERS, VIRTUAL_STAGES)),
     ("mesh.ep", (EXPERT_RANKS,)),
 )
@@ -424,7 +423,7 @@ def spelled(name: str) -> str:
 
 
 _RULES: Mapping[str, Rule] = {
-    "expert_ranks": expert_ranks(data_ranks, TENSOR_RANKS),
+    "expert_ranks": expert_ranks(data_ranks, (TENSOR_RANKS, *AXES[2:])),
     **{
         rule.__name__: rule
         for rule in (

@@ -28,7 +28,8 @@ PP, DP_SHARD, DP_REPLICATE = (
     f"{P}data_parallel_shard_degree",
     f"{P}data_parallel_replicate_degree",
 )
-AXES = (PP, TP, f"{P}context_parallel_degree")
+CP = f"{P}context_parallel_degree"
+AXES = (PP, TP, CP)
 LOCAL, MICRO = f"{T}local_batch_size", f"{P}pipeline_parallel_microbatch_size"
 
 
@@ -166,7 +167,7 @@ def _ranks(given: Given) -> Answer | None:
 
 
 _RULES: Mapping[str, Rule] = {
-    "expert_ranks": expert_ranks(_data_ranks, TP),
+    "expert_ranks": expert_ranks(_data_ranks, (TP, CP)),
     **{
         rule.__name__: rule
         for rule in (
@@ -196,5 +197,5 @@ TORCHTITAN = System(
         ("(no training.mixed_precision_reduce)", _wire),
     ),
     spelled,
-    (("mesh.tp", (TP,)), ("mesh.pp", (PP,)), ("plan.chunks", (SCHEDULE,)), ("mesh.ep", (EP,))),
+    (("mesh.tp", (TP,)), ("mesh.cp", (CP,)), ("mesh.pp", (PP,)), ("plan.chunks", (SCHEDULE,)), ("mesh.ep", (EP,))),
 )

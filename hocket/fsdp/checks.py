@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hocket.fsdp.elementwise import is_elementwise
 from hocket.fsdp.members import UNIT, Found, is_called
+from hocket.fsdp.muon import Muon
 from hocket.fsdp.options import ShardOptions
 from hocket.fsdp.precision import Precision
 from hocket.fsdp.sharded_parameter import ShardedParameter
@@ -125,6 +126,8 @@ def refuse_matrices(optimizer: Optimizer) -> None:
         if not shards:
             continue
         parts = [shard for shard in shards if not shard.keeps_all]
+        if isinstance(optimizer, Muon):
+            return
         refused = isinstance(optimizer, _OF_MATRICES) or (isinstance(optimizer, torch.optim.LBFGS) and bool(parts))
         if not refused and not type(optimizer).__module__.startswith("torch.optim."):
             refused = any(shard.splits for shard in shards) and not is_elementwise(
@@ -133,7 +136,7 @@ def refuse_matrices(optimizer: Optimizer) -> None:
         if refused:
             raise ValueError(
                 f"{type(optimizer).__name__} computes with whole weights, and sharded parameters are 1-D parts of "
-                f"them: use an elementwise optimizer, such as torch.optim.AdamW"
+                f"them: use an elementwise optimizer, such as torch.optim.AdamW, or hocket.Muon"
             )
 
 

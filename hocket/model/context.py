@@ -172,3 +172,8 @@ class _Rows(torch.autograd.Function):
 def in_order(rows_UD: Tensor, context: Context) -> Tensor:
     """What was gathered, rank after rank, in the order of sequences. Shares no memory with it."""
     return _Rows.apply(rows_UD, context.order_U, context.place_U)
+
+
+def among(x_THN: Tensor, tokens: range) -> Tensor:
+    """Of something that all tokens have, that of some neighbours."""
+    return x_THN[tokens.start : tokens.stop]

@@ -55,7 +55,7 @@ class _Cut:
         return self.attn.queries(h_BSD, context)
 
     def _attended(self, kv_UX: Tensor, q_THN: Tensor, gate: Tensor | None, x_BSD: Tensor, context: Context) -> Tensor:
-        return self.attn.attended(kv_UX, q_THN, gate, context, x_BSD.shape[:2])
+        return self.attn.attended(kv_UX, q_THN, gate, context, x_BSD.shape[0])
 
 
 class CutDenseLayer(_Cut, DenseLayer):

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from hocket.config import ModelConfig
 from hocket.model.cache import KeyValueCache
-from hocket.model.documents import Documents, attend, has_flash
+from hocket.model.context import Context, among, in_order
+from hocket.model.documents import Documents, Seen, attend, has_flash
 from hocket.model.parameters import new_weight
 from hocket.model.rotary import mscale, rope_of, rotary_table
 from hocket.parallel.linears import WHOLE, Linears
@@ -87,6 +88,46 @@ class LatentAttention(nn.Module):
         o_BSHV = attention(q_BSHX, k_BSHX, v_BSHV, softmax_scale(c), documents)
         return self.linears.row("proj", o_BSHV.reshape(batch, seq, -1), self.wo)
 
+    def keys(self, h_BSD: Tensor, context: Context) -> Tensor:
+        """What ranks that share sequences gather: rotated keys and normed latents of this one's tokens, [T, R + C]."""
+        turning_BSR, latent_BSC = linear(h_BSD, self.wkv_a).split(self._made, -1)
+        k_1T1R = self._turned(turning_BSR.reshape(1, -1, 1, turning_BSR.shape[-1]), context)
+        return torch.cat([k_1T1R[0, :, 0], rms_norm(latent_BSC, self.kv_a_norm, EPS).flatten(0, 1)], -1)
+
+    def queries(self, h_BSD: Tensor, context: Context) -> tuple[Tensor, None]:
+        """Queries of a rank's tokens, [T, H, R + N]; they have no gates."""
+        if self.config.q_lora_rank:
+            made = rms_norm(linear(h_BSD, self.wq_a), self.q_a_norm, EPS)
+            (q,) = self.linears.columns("qkv", made, (self.wq_b,))
+        else:
+            (q,) = self.linears.columns("qkv", h_BSD, (self.wq,))
+        return self._turned(q.reshape(1, -1, self.heads, self.config.key_width), context)[0], None
+
+    def attended(self, kv_UX: Tensor, q_THX: Tensor, gate: None, context: Context, batch: int) -> Tensor:
+        """What attention adds to the residual stream of `batch` rows. Each rank makes keys of all latents."""
+        c = self.config
+        turning_UR, latent_UC = in_order(kv_UX, context).split(self._made, -1)
+        (kv,) = self.linears.columns("qkv", latent_UC.unsqueeze(0), (self.wkv_b,))
+        k_UHN, v_UHV = kv[0].unflatten(-1, (self.heads, -1)).split([c.qk_nope_head_dim, c.v_head_dim], -1)
+        k_UHX = torch.cat([turning_UR.unsqueeze(1).expand(-1, self.heads, -1), k_UHN], -1)
+        found: list[Tensor] = []
+        for span in context.spans:
+            k, v = (among(x, span.keys).unsqueeze(0) for x in (k_UHX, v_UHV))
+            found.append(attention(among(q_THX, span.queries).unsqueeze(0), k, v, softmax_scale(c), span))
+        return self.linears.row("proj", torch.cat(found, 1)[0].flatten(1).unflatten(0, (batch, -1)), self.wo)
+
+    @property
+    def _made(self) -> list[int]:
+        """R and C."""
+        return [self.config.qk_rope_head_dim, self.config.kv_lora_rank]
+
+    def _turned(self, x_1THX: Tensor, context: Context) -> Tensor:
+        """With positions."""
+        if self.rope is None:
+            return x_1THX
+        table = rotary_table(context.length, self.rope.width, self.rope.theta, x_1THX.device, self.rope.settings)
+        return rotate(x_1THX, table.index_select(1, context.position_T))
+
     def _projected(self, h_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, S, H * (R + N)], keys and values [B, S, H * (N + V)], rotating keys [B, S, R]: of all tokens."""
         c = self.config
@@ -96,7 +137,7 @@ class LatentAttention(nn.Module):
         else:
             (q,) = self.linears.columns("qkv", h_BSD, (self.wq,))
             both = linear(h_BSD, self.wkv_a)
-        turning_BSR, latent_BSC = both.split([c.qk_rope_head_dim, c.kv_lora_rank], -1)
+        turning_BSR, latent_BSC = both.split(self._made, -1)
         (kv,) = self.linears.columns("qkv", rms_norm(latent_BSC, self.kv_a_norm, EPS), (self.wkv_b,))
         return q, kv, self.linears.gathered(turning_BSR)
 
@@ -111,9 +152,7 @@ def softmax_scale(config: ModelConfig) -> float:
     return config.key_width**-0.5 * grown**2
 
 
-def attention(
-    q_BSHX: Tensor, k_BSHX: Tensor, v_BSHV: Tensor, scale: float, documents: Documents | None = None
-) -> Tensor:
+def attention(q_BSHX: Tensor, k_BSHX: Tensor, v_BSHV: Tensor, scale: float, documents: Seen | None = None) -> Tensor:
     """Causal attention whose values may be of another width than its keys: [B, S, H, V].
 
     Flash attention takes one width for all three: the narrower ones get zeros, which add nothing.

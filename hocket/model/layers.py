@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hocket.config import ModelConfig
 from hocket.kernels.usable import usable
 from hocket.model.cache import KeyValueCache
-from hocket.model.context import Context, in_order
+from hocket.model.context import Context, among, in_order
 from hocket.model.delta_net import DeltaNet
 from hocket.model.documents import Documents, Seen, attend, whole_sequences
 from hocket.model.latent_attention import LatentAttention
@@ -122,19 +122,18 @@ class Attention(nn.Module):
         (q_1THN,) = self._turned(context.length, context.position_T, q=q_1THN)
         return q_1THN[0], gate
 
-    def attended(
-        self, kv_UX: Tensor, q_THN: Tensor, gate_BSF: Tensor | None, context: Context, shape: tuple[int, int]
-    ) -> Tensor:
-        """What attention adds to the residual stream, of `shape`, from the keys and values of all ranks."""
+    def attended(self, kv_UX: Tensor, q_THN: Tensor, gate_BSF: Tensor | None, context: Context, batch: int) -> Tensor:
+        """What attention adds to the residual stream of `batch` rows, from the keys and values of all ranks."""
         kv_U2KN = in_order(kv_UX, context).view(-1, 2, self.kv_heads, self.config.head_dim)
         k_UKN, v_UKN = kv_U2KN.unbind(1)
         window = self.window if self.window < context.length else 0
         found = [
-            self._attend(_part(q_THN, span.queries), _part(k_UKN, span.keys), _part(v_UKN, span.keys), span, window)
+            self._attend(among(q_THN, span.queries), among(k_UKN, span.keys), among(v_UKN, span.keys), span, window)
             for span in context.spans
         ]
         o_THN = torch.cat(found)
-        return self._out(o_THN.reshape(*shape, -1), gate_BSF)
+        o_BSF = o_THN.flatten(1).unflatten(0, (batch, -1))
+        return self._out(o_BSF, gate_BSF if gate_BSF is None else gate_BSF.reshape(o_BSF.shape))
 
     def _attend(self, q_THN: Tensor, k_TKN: Tensor, v_TKN: Tensor, seen: Seen, window: int) -> Tensor:
         if self.sinks is None:
@@ -168,10 +167,6 @@ class Attention(nn.Module):
         if table is None:
             return tuple(rms_norm(x, scales[name], eps, one) for name, x in heads_BSHN.items())
         return tuple(norm_rotate(x, scales[name], eps, table, one) for name, x in heads_BSHN.items())
-
-
-def _part(x_THN: Tensor, tokens: range) -> Tensor:
-    return x_THN[tokens.start : tokens.stop]
 
 
 def attention_of(

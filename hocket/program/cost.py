@@ -150,7 +150,7 @@ def size_of(part: Part, shapes: Shapes) -> PartSize:
 
 def unit_weights(model: ModelConfig, layout: Layout, unit: Unit, kind: str) -> int:
     """Weights (elements) of one unit of such a layer, whole; of an experts unit those of one expert-parallel rank."""
-    shapes = Shapes(model, 1, layout.ep, copies_of(model, layout.ep, False, 1), STOCK)
+    shapes = Shapes(model, 1, layout.ep, copies_of(model, layout.ep, False, 1), STOCK, layout.cp)
     parts = (EMBED, HEAD) if unit in END_UNITS else layout.by_kind[kind].parts
     return sum(size_of(part, shapes).weights for part in parts if layout.unit(part.name) == unit)
 

@@ -24,7 +24,7 @@ def possible(role: str, direction: str) -> tuple[Method, ...]:
 def cell_of(c: Config, role: Role, direction: Direction) -> Cell:
     """The product beside which tokens are moved: forward, or of the input gradient."""
     m, tp = c.model, c.mesh.tp
-    rows = c.train.sequences * c.data.sequence_length
+    rows = c.tokens * tp
     hidden, made = into_heads(replace(m, kv_heads=max(tp, m.kv_heads)))
     hidden, heads = hidden if role == "qkv" else m.hidden, m.heads * (m.v_head_dim if m.latent else m.head_dim)
     heads = m.delta_heads * m.delta_value_dim if mostly_deltas(m) else heads

@@ -88,6 +88,8 @@ def _attention(s: Shapes, mixer: Mixer = "full") -> PartSize:
 def _keys(s: Shapes) -> PartSize:
     """Keys and values of a rank's own tokens, with the layer's first norm."""
     m, f = s.model, s.formulas
+    if m.latent:
+        return plus(f.norm(m.hidden), _latent_keys(s))
     d, kv = m.hidden, m.kv_heads * m.head_dim
     by_head = m.qk_norm and m.qk_norm_over == "head"
     weights = 2 * d * kv + (2 * kv if m.qkv_bias else 0) + (m.head_dim if by_head else 0)
@@ -99,13 +101,16 @@ def _keys(s: Shapes) -> PartSize:
 
 def _kv(s: Shapes) -> PartSize:
     """Keys and values of all ranks; gradients of this rank's."""
-    kv = s.model.kv_heads * s.model.head_dim
-    return PartSize(output=2 * kv * s.cp, grad=2 * kv)
+    m = s.model
+    row = m.kv_lora_rank + m.qk_rope_head_dim if m.latent else 2 * m.kv_heads * m.head_dim
+    return PartSize(output=row * s.cp, grad=row)
 
 
 def _queries(s: Shapes) -> PartSize:
     """Queries of a rank's own tokens, and gates."""
     m, f = s.model, s.formulas
+    if m.latent:
+        return _latent_queries(s)
     d, width = m.hidden, m.heads * m.head_dim
     made = 2 * width if m.attn_gate else width
     by_head = m.qk_norm and m.qk_norm_over == "head"
@@ -117,6 +122,8 @@ def _queries(s: Shapes) -> PartSize:
 def _attended(s: Shapes, mixer: Mixer = "full") -> PartSize:
     """Attention of a rank's own queries to gathered keys and values, put into order, and the residual."""
     m = s.model
+    if m.latent:
+        return _latent_attended(s)
     d, width, kv = m.hidden, m.heads * m.head_dim, m.kv_heads * m.head_dim * s.cp
     made = 2 * width if m.attn_gate else width
     weights = d * width + (d if m.o_bias else 0) + (m.heads if m.sinks else 0)
@@ -193,6 +200,42 @@ def _latent(s: Shapes) -> PartSize:
     saved = 2 * keys + (2 * wide if wide else made) + values
     size = plus(queries, latent, out, norms, heads, core, PartSize(saved=saved, kept=keys + made + values + d))
     return replace(size, weights=size.weights + size.gemm)
+
+
+def _latent_keys(s: Shapes) -> PartSize:
+    """What latent attention gathers: latents, normed, and rotated keys."""
+    m, f = s.model, s.formulas
+    d, row = m.hidden, m.kv_lora_rank + m.qk_rope_head_dim
+    size = PartSize(gemm=d * row, weights=d * row, rows=d + row, traffic=2 * row, output=row, grad=d, kept=row)
+    return plus(size, f.norm(m.kv_lora_rank), f.positions(m.qk_rope_head_dim, False))
+
+
+def _latent_queries(s: Shapes) -> PartSize:
+    """Queries of a rank's own tokens, through a latent of their own if they have one."""
+    m, f = s.model, s.formulas
+    d, q, keys = m.hidden, m.q_lora_rank, m.heads * m.key_width
+    w = q * (d + keys) if q else d * keys
+    size = PartSize(gemm=w, weights=w, rows=d + 2 * q + keys, output=keys, grad=d, kept=q + keys)
+    return plus(size, f.norm(q) if q else PartSize(), f.positions(keys, False))
+
+
+def _latent_attended(s: Shapes) -> PartSize:
+    """Keys and values of all ranks' latents, which each makes for itself, and attention of its own queries to them."""
+    m, f = s.model, s.formulas
+    d, h, kv, row = m.hidden, m.heads, m.kv_lora_rank, m.kv_lora_rank + m.qk_rope_head_dim
+    keys, values, made = h * m.key_width, h * m.v_head_dim, h * (m.qk_nope_head_dim + m.v_head_dim)
+    wide = h * max(m.key_width, m.v_head_dim) if f is FUSED else 0
+    filled = 2 * wide - keys - values if wide else 0
+    products = PartSize(
+        gemm=s.cp * kv * made + values * d, weights=kv * made + values * d, rows=s.cp * (kv + made) + values + d,
+        output=d, grad=keys + s.cp * row,
+    )  # fmt: skip
+    core = PartSize(
+        core=s.seq * (keys + values), masked=s.seq * filled + _BLOCK * (filled + keys + values),
+        traffic=3 * d + 2 * s.cp * (row + keys + wide), back=_FLASH_BACK * (wide or values),
+    )  # fmt: skip
+    saved = keys + s.cp * (kv + (2 * wide if wide else keys + made)) + values
+    return plus(products, core, PartSize(saved=saved, kept=s.cp * made + d))
 
 
 def _mlp(s: Shapes) -> PartSize:

@@ -12,7 +12,6 @@ ABSENT: dict[str, str] = {
     "precision.accumulate": "gradients at rest are fp32",
     "precision.router": "the router computes in fp32: a close choice must not flip by rounding",
     "precision.loss": "the loss is computed in fp32",
-    "mesh.cp": "there is no context parallelism",
     "overlap.dp.bucket": "in a plan what is gathered and reduced as one is a layer; fully_shard has buckets of a size",
     "overlap.dp.align": "the plan issues a gather ahead of its reader on every stage, so none waits for another's",
     "overlap.pp.batch": "sends are never batched: each has a lane of its own, and waits for no other",

@@ -27,15 +27,10 @@ CONTEXT_RULES: tuple[Rule, ...] = (
         "mesh.cp = 1",
     ),
     Rule(
-        ("mesh.cp", "model.kv_lora_rank"),
-        lambda c, h: _shared(c) and c.model.latent,
-        "latent attention has no keys of its own that could be gathered, and its latents are not yet",
-        "mesh.cp = 1",
-    ),
-    Rule(
-        ("mesh.cp", "mesh.tp"),
-        lambda c, h: _shared(c) and c.mesh.tp > 1,
-        "tensor-parallel ranks have tokens between products that context-parallel ones would have to cut again",
+        ("mesh.cp", "mesh.tp", "model.kv_lora_rank"),
+        lambda c, h: _shared(c) and c.mesh.tp > 1 and c.model.latent,
+        "of latent attention each tensor-parallel rank makes latents of tokens of its own, which context-parallel ones "
+        "would have to put together in another order",
         "mesh.tp = 1, or mesh.cp = 1",
     ),
     Rule(

@@ -356,6 +356,7 @@ def rule_text(text: str, config: Config, host: Host) -> str:
         world=world,
         no_pieces=no_pieces(config, host),
         contexts=contexts,
+        shares=f" / mesh.cp = {mesh.cp}" if mesh.cp > 1 else "",
         tensors=tensors,
         others=contexts + tensors,
         on_a_host=ranks_of_a_host(config, host),

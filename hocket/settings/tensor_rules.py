@@ -74,10 +74,10 @@ TENSOR_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("mesh.tp", "data.sequence_length", "train.sequences"),
-        lambda c, h: _uneven(c, c.train.sequences * c.data.sequence_length),
-        "the tokens of a microbatch ({train.sequences} x {data.sequence_length}) cannot be spread evenly over "
+        lambda c, h: _uneven(c, c.train.sequences * c.data.sequence_length // c.mesh.cp),
+        "the tokens of a microbatch ({train.sequences} x {data.sequence_length}{shares}) cannot be spread evenly over "
         "{mesh.tp} ranks",
-        "a mesh.tp that divides train.sequences x data.sequence_length",
+        "a mesh.tp that divides train.sequences x data.sequence_length{shares}",
     ),
     Rule(
         ("overlap.tp.pieces", "mesh.tp"),

@@ -6,15 +6,20 @@ import math
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from hocket.config import Config, RopeConfig
+from hocket.engine import Engine
+from hocket.model.context import zigzag
 from hocket.runtime.dtypes import DTYPES
 from hocket.settings.schema import changed
-from tests.helpers.parity import adamw, batches_of, config, train, whole
+from tests.helpers import parity
+from tests.helpers.parity import adamw, batches_of, config
 from tests.helpers.ranks import run_ranks
+from tests.ranks import test_tensor_parity as tensors
 from tests.ranks.test_parity import PROJECTIONS
-from tests.reference import Reference
+from tests.reference import Reference, microbatch
 
 
 def of(model: dict[str, Any], mesh: dict[str, int], plan: dict[str, Any], **settings: Any) -> Config:
@@ -28,6 +33,7 @@ def of(model: dict[str, Any], mesh: dict[str, int], plan: dict[str, Any], **sett
 MOE, DENSE = dict(dense_layers=(0,), shared_ffn=16), dict(experts=0)
 SINKS = dict(window=3, full_layers=(1,), sinks=True)
 GATED = dict(attn_gate=True, norm_plus_one=True, qk_norm=True, rope=RopeConfig(without=(0,)))
+TENSORS = {f"overlap.tp.{name}": "off" for name in tensors.OFF}
 CASES: dict[str, Config] = {
     "dense": of(DENSE, {}, {}),
     "sequences of one document": of(MOE, {}, {}, **{"data.packing": "off"}),
@@ -38,6 +44,11 @@ CASES: dict[str, Config] = {
         {"pp": 2}, dict(chunks=2, layers_per_stage=(1, 1, 1, 1), recompute=("attn:1",), strategy="optim"),
     ),
     "biases, no shards": of({**MOE, "qkv_bias": True, "o_bias": True}, {}, dict(strategy="no_shard", merge="on")),
+    "heads over tensor-parallel ranks": of(
+        {**DENSE, **GATED, "vocab": 32, "window": 3, "full_layers": (1,)}, {"tp": 2}, {}, **TENSORS
+    ),
+    "latents, merged": of({**MOE, **PROJECTIONS["latent"]}, {"ep": 2}, dict(merge="on", merge_ends="off")),
+    "latents of queries": of({**DENSE, **PROJECTIONS["latent queries"]}, {}, {}, **{"data.packing": "off"}),
     "tied, zero bubble": of(
         {**MOE, "tied": True, "layers": 2}, {"pp": 2}, dict(order="zb_h1", layers_per_stage=(1, 1), defer_wgrad="on")
     ),
@@ -50,8 +61,9 @@ def test_a_step_is_the_plain_one(name: str) -> None:
     batches = batches_of(c)[:1]
     plain = Reference(c.model, c.mesh.dp, dtype=DTYPES[c.precision.dtype], clip=c.train.clip, optimizer=adamw)
     wanted = plain.run(batches)
-    ranks = run_ranks(train, c.mesh.world, c, batches)
-    grads = whole([piece for rank in ranks for piece in rank["grads"][0]])
+    how = tensors if c.mesh.tp > 1 else parity
+    ranks = run_ranks(how.train, c.mesh.world, c, batches)
+    grads = how.whole([piece for rank in ranks for piece in rank["grads"][0]])
     assert grads.keys() == wanted.grads[0].keys()
     for parameter, grad in wanted.grads[0].items():
         close(grads[parameter], grad, f"gradient of {parameter}")
@@ -61,3 +73,56 @@ def test_a_step_is_the_plain_one(name: str) -> None:
 def close(found: Tensor, wanted: Tensor, what: str) -> None:
     worst, scale = (found - wanted).abs().max(), wanted.abs().max()
     assert worst <= 1e-5 * (scale + 1e-6), f"{what}: off by {worst:.3g} of {scale:.3g}"
+
+
+def test_the_order_of_ops_changes_no_bit_nor_does_a_validation() -> None:
+    model = dict(layers=4, dense_layers=(0,), **SINKS)
+    plain = of(model, {}, dict(merge="off"), **{"train.lane_seed": 1})
+    others = (
+        of(
+            model, {"pp": 2}, dict(chunks=2, layers_per_stage=(1,) * 4, merge="on", defer_layers=1, recompute=("attn",))
+        ),
+        of(model, {}, dict(merge="on", defer_wgrad="off", update="next_step"), **{"train.lane_seed": 2}),
+    )
+    batches = batches_of(plain, 1)
+    wanted, *found = (_weights_and_validation(c, batches) for c in (plain, *others))
+    for weights, validation in found:
+        assert validation == wanted[1]
+        assert all(torch.equal(weights[name], value) for name, value in wanted[0].items())
+
+
+def _weights_and_validation(c: Config, batches: Any) -> tuple[dict[str, Tensor], float]:
+    ranks = run_ranks(train_and_validate, c.mesh.world, c, batches)
+    losses = [rank["validation"] for rank in ranks]
+    return parity.whole([piece for rank in ranks for piece in rank["weights"]]), sum(losses)
+
+
+def train_and_validate(rank: int, c: Config, batches: Any) -> dict[str, Any]:
+    engine = Engine(c, rank, torch.device("cpu"))
+    engine.init_weights()
+    mine = [[microbatch(of_ranks[engine.where.dp]) for of_ranks in step] for step in batches]
+    engine.train_step(mine[0], 1e-2)
+    validation = engine.evaluate(mine[0]).item()
+    pieces = [(p.name, p.shape, p.lo, p.hi, p.main.clone()) for u in engine.sharded.units.values() for p in u.pieces()]
+    engine.assert_clean()
+    engine.close()
+    return {"weights": pieces, "validation": validation}
+
+
+def test_without_communication_a_step_runs_alone() -> None:
+    c = changed(of(MOE, {"ep": 2}, dict(merge="on")), {"train.transport": "null"})
+    engine = Engine(c, 0, torch.device("cpu"))
+    engine.init_weights()
+    loss = engine.train_step([microbatch(of_ranks[0]) for of_ranks in batches_of(c)[0]], 1e-2).loss
+    engine.assert_clean()
+    assert torch.isfinite(loss)
+
+
+def test_chunks_make_every_rank_attend_to_as_much() -> None:
+    for ranks in (2, 4):
+        chunks = zigzag(2, 16 * ranks, ranks)
+        assert sorted(token for mine in chunks for chunk in mine for token in chunk) == list(range(2 * 16 * ranks))
+        met = [sum(token % (16 * ranks) + 1 for chunk in mine for token in chunk) for mine in chunks]
+        assert len(set(met)) == 1
+    with pytest.raises(ValueError, match="a sequence of 10 tokens cannot be cut into 4 chunks"):
+        zigzag(1, 10, 2)

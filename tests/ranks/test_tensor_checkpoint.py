@@ -58,6 +58,7 @@ MESHES = [
     (dict(tp=2, dp=2, ep=4), dict(tp=1, dp=2, ep=2)),
     (dict(tp=2, dp=2, ep=2), dict(tp=2, ep=2)),
     (dict(tp=1, dp=3), dict(tp=2, dp=2, ep=4)),
+    (dict(tp=1, cp=2, ep=2), dict(tp=1)),
 ]
 
 

@@ -1,9 +1,5 @@
 """Muon on shards: each matrix is put together on one rank, made orthogonal there, and its parts travel back.
 
-Muon (Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks") keeps one average of gradients, and
-moves a matrix by the nearest orthogonal one to it, about: five steps of a Newton-Schulz iteration in bf16. Its formulas
-and numbers are those of `torch.optim.Muon`.
-
 Note: [Each matrix on one rank]
 The average is elementwise, so each rank has its part of it. The iteration needs the whole matrix. So each unit has,
 behind the last reduction of a step,
@@ -25,7 +21,6 @@ first, so they are turned over: `original` scales by the shape of output by inpu
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -33,13 +28,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from hocket.fsdp.orthogonal import factor_of, orthogonal
 from hocket.fsdp.planned.model import PlannedModel
 from hocket.fsdp.planned.unit import Piece, PlannedUnit
 from hocket.program.ops import WHOLE_MATRICES
 from hocket.runtime.comm import Pending
-
-COEFFICIENTS, ITERATIONS, EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7
-"""Of the iteration: those of `torch.optim.Muon`, and of Jordan's."""
 
 
 @dataclass(frozen=True)
@@ -62,29 +55,6 @@ def matrices_of(name: str, weight: Tensor) -> list[Tensor]:
     if ".experts." in name:
         return [half.mT for expert in weight for half in expert.chunk(halves, 1)]
     return list(weight.chunk(halves))
-
-
-def orthogonal(x_NAB: Tensor) -> Tensor:
-    """About the nearest orthogonal matrix to each: singular values between 0.5 and 1.5. bf16, of any dtype."""
-    a, b, c = COEFFICIENTS
-    x = x_NAB.bfloat16()
-    tall = x.shape[1] > x.shape[2]
-    x = x.mT if tall else x
-    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=EPS)
-    for _ in range(ITERATIONS):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if tall else x
-
-
-def factor_of(shape: Sequence[int], scale: str) -> float:
-    """Factor of the learning rate for a matrix of [output, input]: as in `torch.optim.Muon`.
-
-    match_rms_adamw is that of Liu et al. 2025, "Muon is scalable for LLM training": an update is about as large as one
-    of AdamW, and can have its learning rate.
-    """
-    rows, columns = shape
-    return 0.2 * math.sqrt(max(rows, columns)) if scale == "match_rms_adamw" else math.sqrt(max(1, rows / columns))
 
 
 def _owners(unit: PlannedUnit, taken: Sequence[int]) -> list[list[int]]:

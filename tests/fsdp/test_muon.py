@@ -1,0 +1,131 @@
+"""`hocket.Muon` on shards beside torch's on whole parameters: weights and averages, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+
+import hocket
+from tests.helpers.ranks import run_ranks
+
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"lr": 0.02, "adjust_lr_fn": "match_rms_adamw", "nesterov": False, "ns_steps": 3, "momentum": 0.8},
+)
+
+
+class Blocks(nn.Module):
+    """Matrices of several shapes in several units, and vectors beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(12, 20), nn.GELU(), nn.Linear(20, 12, bias=False)) for _ in range(3)
+        )
+        self.head = nn.Linear(12, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x).square().mean()
+
+
+def optimizers(model: nn.Module, kind: Any, settings: dict[str, Any]) -> list[torch.optim.Optimizer]:
+    """Muon for matrices but the head's, which another group has with another rate, and AdamW for vectors."""
+    named = dict(model.named_parameters())
+    head, others = named["head.weight"], [p for n, p in named.items() if p.ndim == 2 and n != "head.weight"]
+    groups = [{"params": others}, {"params": [head], "lr": 0.005, "weight_decay": 0.0}]
+    vectors = [p for p in named.values() if p.ndim < 2]
+    return [kind(groups, **settings), torch.optim.AdamW(vectors, lr=0.01)]
+
+
+def train(model: nn.Module, made: list[torch.optim.Optimizer]) -> None:
+    for step in range(3):
+        x = torch.randn(4, 12, generator=torch.Generator().manual_seed(step))  # alike on all ranks: the mean is exact
+        model(x).backward()
+        for optimizer in made:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def beside(rank: int, shape: tuple[int, ...], strategy: str, options: dict[str, Any], settings: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    plain = Blocks()
+    model = copy.deepcopy(plain)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "shard")[-len(shape) :])
+    units = tuple(type(block) for block in model.blocks[:1])
+    ctx = hocket.fully_shard(model, units=units, mesh=mesh, strategy=strategy, options=hocket.ShardOptions(**options))
+    twins, mine = optimizers(plain, torch.optim.Muon, settings), optimizers(model, hocket.Muon, settings)
+    train(plain, twins)
+    train(model, mine)
+    for shard in (shard for unit in ctx.units for group in unit.groups for shard in group.shards):
+        whole = plain.get_parameter(shard.full_name).detach()
+        assert torch.equal(shard.to_local(), whole.view(-1)[shard.lo : shard.hi]), shard.full_name
+    full = get_optimizer_state_dict(model, mine[:1], options=StateDictOptions(full_state_dict=True))
+    averages = {n: twins[0].state[p]["momentum_buffer"] for n, p in plain.named_parameters() if p in twins[0].state}
+    if rank == 0:
+        state: Any = full["state"]
+        assert len(averages) == 7
+        for name, average in averages.items():
+            assert torch.equal(state[name]["momentum_buffer"].view(average.shape), average), name
+
+
+@pytest.mark.parametrize(
+    ("shape", "strategy", "options"),
+    [
+        ((2,), "optim_grads_params", {}),
+        ((2,), "optim_grads_params", {"granularity": "tensor"}),
+        ((2,), "optim", {}),
+        ((2,), "no_shard", {}),
+        ((2, 2), "optim_grads_params", {"outer": "shard"}),
+        ((2, 2), "optim_grads_params", {"outer": "replicate"}),
+    ],
+    ids=str,
+)
+def test_shards_learn_as_whole_matrices_do(shape: tuple[int, ...], strategy: str, options: dict[str, Any]) -> None:
+    for settings in SETTINGS if shape == (2,) and not options else SETTINGS[:1]:
+        run_ranks(beside, 4 if len(shape) == 2 else 2, shape, strategy, options, settings)
+
+
+def test_without_sharding_it_is_torchs() -> None:
+    torch.manual_seed(0)
+    one = Blocks()
+    other = copy.deepcopy(one)
+    train(one, optimizers(one, torch.optim.Muon, {}))
+    train(other, optimizers(other, hocket.Muon, {}))
+    for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def refusals(rank: int) -> None:
+    model = Blocks()
+    hocket.fully_shard(model, strategy="optim_grads_params")
+    with pytest.raises(ValueError, match=r"^Muon updates matrices, and a parameter has the shape \(20,\): give those"):
+        hocket.Muon(model.parameters())
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    model(torch.ones(2, 12)).backward()
+    with pytest.raises(ValueError, match=r"^Muon computes with whole weights, .* or hocket.Muon$"):
+        torch.optim.Muon(matrices).step()
+    with pytest.raises(ValueError, match=r"^step_and_gather updates units while others are still reduced"):
+        hocket.sharding.step_and_gather(model, hocket.Muon(matrices))
+
+
+def test_what_it_cannot_update_is_refused() -> None:
+    run_ranks(refusals, 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [({"lr": -1}, "^lr = -1: it must be 0"), ({"adjust_lr_fn": "x"}, "^adjust_lr_fn = 'x'")],
+)
+def test_settings_are_judged_as_torch_does(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        hocket.Muon([nn.Parameter(torch.ones(2, 2))], **settings)
+    with pytest.raises(ValueError):
+        torch.optim.Muon([nn.Parameter(torch.ones(2, 2))], **settings)

@@ -1,0 +1,80 @@
+"""Ranks that share sequences, on GPUs: attention of chunks by flash attention, and a step against that of one rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hocket.config import Config, DataConfig, MeshConfig, PrecisionConfig, TrainConfig
+from hocket.engine import Engine
+from hocket.model.context import context_of, zigzag
+from hocket.model.documents import attend, documents_of
+from hocket.model.microbatch import Microbatch
+from hocket.model.sinks import attend_with_sinks
+from tests.helpers.plans import planned, small
+from tests.helpers.ranks import run_ranks
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+
+
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_chunks_attend_as_whole_sequences_do(window: int, sinks: bool) -> None:
+    """Flash attention aligns queries that are fewer than their keys with the last of these."""
+    batch, length, ranks = 2, 1024, 2
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randint(5, (batch, length), generator=generator).sort(1).values
+    documents = documents_of(numbers)
+    qkv = [torch.randn(batch * length, heads, 64, generator=generator) for heads in (8, 2, 2)]
+    q, k, v = (x.to(CUDA, torch.bfloat16) for x in qkv)
+    sink = torch.randn(8, generator=generator).to(CUDA, torch.bfloat16)
+
+    def attended(q: Any, k: Any, v: Any, seen: Any) -> Any:
+        return attend_with_sinks(q, k, v, sink, seen, window) if sinks else attend(q, k, v, seen, window)
+
+    wanted, chunks = attended(q, k, v, documents.to(CUDA)), zigzag(batch, length, ranks)
+    for rank in range(ranks):
+        context = context_of(documents.to(CUDA), chunks, rank)
+        for span, chunk in zip(context.spans, chunks[rank], strict=True):
+            keys = slice(span.keys.start, span.keys.stop)
+            found = attended(q[chunk.start : chunk.stop], k[keys], v[keys], span)
+            torch.testing.assert_close(found, wanted[chunk.start : chunk.stop], rtol=2e-2, atol=2e-2)
+
+
+def settings(cp: int) -> Config:
+    model = small(vocab=256, hidden=128, heads=4, kv_heads=2, head_dim=64, layers=2, experts=0, ffn=256)
+    whole = Config(
+        model=model,
+        mesh=MeshConfig(cp=cp),
+        precision=PrecisionConfig(compute="bf16"),
+        data=DataConfig(sequence_length=256),
+        train=TrainConfig(microbatches=2, sequences=2, transport="nccl", device="cuda"),
+    )
+    return planned(whole, merge="off")
+
+
+def norms(rank: int, c: Config) -> list[tuple[float, float]]:
+    """Losses of all ranks, and norms, of three steps."""
+    torch.cuda.set_device(rank)
+    engine = Engine(c, rank, torch.device("cuda", rank))
+    engine.init_weights()
+    generator, found = torch.Generator().manual_seed(1), []
+    for _ in range(3):
+        ids = torch.randint(256, (2, 2, 257), generator=generator).to(engine.device)
+        batch = [Microbatch(one[:, :-1].contiguous(), one[:, 1:].contiguous()) for one in ids]
+        result = engine.train_step(batch, 1e-3)
+        found.append((engine.agree(result.loss)[0], float(result.grad_norm)))
+    engine.assert_clean()
+    engine.close()
+    return found
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_ranks_learn_what_one_does() -> None:
+    one, two = (run_ranks(norms, cp, settings(cp), backend="nccl")[0] for cp in (1, 2))
+    for (loss, norm), (other, others) in zip(one, two, strict=True):
+        assert other == pytest.approx(loss, rel=2e-3)
+        assert others == pytest.approx(norm, rel=2e-2)

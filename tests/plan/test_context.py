@@ -1,0 +1,69 @@
+"""Plans of ranks that share sequences: proved, and predicted to hide what they gather."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hocket.config import ModelConfig
+from hocket.planning import predict, program_of
+from hocket.program.check import assert_valid
+from hocket.program.cost import unit_weights
+from hocket.program.dryrun import dry_run
+from hocket.program.hardware import HARDWARE
+from hocket.program.lower import build_forward, build_program
+from hocket.program.ops import Layout
+from hocket.program.shard import Sharding
+from hocket.program.text import from_json, to_json
+from tests.helpers.plans import planned, small
+from tests.test_explain import settled
+
+LAYOUTS: dict[str, Layout] = {
+    "dense": Layout(("dense",) * 4, cp=2),
+    "experts": Layout(("dense", "moe", "moe_window", "moe") * 2, pp=2, chunks=2, ep=2, cp=2),
+    "recomputed": Layout(("moe",) * 3, ep=4, cp=4, recompute=("attn:1", "experts")),
+    "norms behind": Layout(
+        ("dense",) * 4, pp=2, cp=2, types=tuple(kind.keeping_input() for kind in Layout(("dense",), cp=2).layer_types)
+    ),
+}
+
+
+@pytest.mark.parametrize("how", [{}, dict(merge="off"), dict(defer_wgrad="off"), dict(update="next_step")], ids=str)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_plan_is_proved(name: str, how: dict[str, Any]) -> None:
+    layout, config = LAYOUTS[name], planned(**how)
+    program = build_program(layout, 6, config, Sharding(4, 2))
+    assert_valid(program)
+    forward = build_forward(program, config, Sharding(4, 2))
+    assert_valid(forward, forward_only=True)
+    for seed in range(3):
+        dry_run(program, seed)
+        dry_run(forward, seed, forward_only=True)
+    assert from_json(to_json(program)) == program
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        small(qk_norm=True, qkv_bias=True, o_bias=True, sinks=True, attn_gate=True),
+        small(qk_norm=True, qk_norm_over="whole", experts=0),
+        small(kv_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5),
+        small(kv_lora_rank=12, q_lora_rank=20, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5),
+    ],
+)
+def test_parts_have_the_weights_of_the_layer_that_was_cut(model: ModelConfig) -> None:
+    kind = "moe" if model.experts else "dense"
+    whole, cut = (unit_weights(model, Layout((kind,), cp=cp), "dense", kind) for cp in (1, 2))
+    assert whole == cut
+
+
+def test_keys_and_values_are_predicted_to_travel_under_compute() -> None:
+    s = settled("llama3_8b", mesh__dp=2, mesh__cp=4, data__sequence_length=32768, train__microbatches=1)
+    program = program_of(s)
+    timeline = predict(s, program, HARDWARE["h200"])
+    of_cp = [span for op, span in zip(program.ranks[0], timeline.spans[0], strict=True) if op.lane == "cp"]
+    busy, exposed = sum(span.end - span.start for span in of_cp), timeline.ranks[0].exposed["cp"]
+    assert len(of_cp) == 2 * s.model.layers
+    assert 0 < busy < timeline.makespan / 10
+    assert exposed < 0.02 * busy
