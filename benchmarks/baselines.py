@@ -80,6 +80,11 @@ SHARDED_ADAMW = (
     "--blocks 4 --steps 2"
 )
 """With the optimizer, whose state leaves room for half of the layers."""
+SHARDED_ADAMW_COMPILED = (
+    "llama3_8b --model.layers 16 --train.microbatches 1 --against bound,fsdp2_tuned_fp32,fully_shard_ce,"
+    "fully_shard_null --blocks 4 --steps 2 --compile on"
+)
+"""The same with compiled layers, as FSDP2 and as `fully_shard` are trained at their best."""
 DATA_PARALLEL = (
     "--model.layers 14 --blocks 4 --steps 2 --against bound,ddp,fsdp2_kept,fully_shard_optim,fully_shard_optim_ce"
 )
@@ -119,7 +124,8 @@ PRESETS = {
     "fsdp_steps": (f"{DENSE} {SHARDED_STEPS}", (4096,)),
     "fsdp_peers": (f"{DENSE} {SHARDED_PEERS}", (4096,)),
     "fsdp_host": (f"{DENSE} {SHARDED_HOST}", (256,)),
-    "fsdp_adamw": (SHARDED_ADAMW, (4096,)),
+    "fsdp_adamw": (SHARDED_ADAMW, (2048, 4096, 8192)),
+    "fsdp_adamw_compiled": (SHARDED_ADAMW_COMPILED, (2048, 4096, 8192)),
     "data_parallel": (f"{DENSE} {DATA_PARALLEL}", (4096, 8192)),
     "data_parallel_whole": (f"{DENSE} {DATA_PARALLEL_WHOLE}", (4096,)),
     "data_parallel_adamw": (DATA_PARALLEL_ADAMW, (8192,)),

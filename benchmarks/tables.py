@@ -229,6 +229,7 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "fsdp_peers_settings": ("fsdp_peers", settings),
     "fsdp_host": ("fsdp_host", host_cost),
     "fsdp_adamw": ("fsdp_adamw", contenders),
+    "fsdp_adamw_compiled": ("fsdp_adamw_compiled", contenders),
     "data_parallel": ("data_parallel", contenders),
     "data_parallel_whole": ("data_parallel_whole", contenders),
     "data_parallel_adamw": ("data_parallel_adamw", contenders),

@@ -62,7 +62,8 @@ class Run:
                 fsdp.fully_shard(one)
             fsdp.fully_shard(model)
         if self.form == "hocket":
-            self.contexts[model] = hocket.fully_shard(model, units=chosen or None, **options)
+            hocket.fully_shard(model, units=chosen or None, **options)
+            self.contexts[model] = hocket.sharding.context_of(model)
         return model
 
     def seeds(self, step: int) -> Iterator[int]:
