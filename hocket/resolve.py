@@ -30,6 +30,7 @@ from hocket.settings.rules import RULES, broken, has_experts, numbered, rule_lin
 from hocket.settings.schema import changed, impossible, leaf, show, types
 from hocket.tune.by_cost import (
     choose_copies,
+    choose_gather,
     choose_lane,
     choose_layer_order,
     choose_recompute,
@@ -308,6 +309,7 @@ CHOICES: tuple[tuple[str, Callable[[Config, Host], tuple[str, str]]], ...] = (
 CHOICES_BY_COST: tuple[tuple[str, Callable[[Config, Host, Trials], tuple[Any, str]]], ...] = (
     ("overlap.ep.copies", choose_copies),
     ("overlap.dp.strategy", choose_strategy),
+    ("precision.gather", choose_gather),
     ("overlap.dp.update", choose_update),
     ("plan.layers_per_stage", choose_stages),
     ("plan.recompute", choose_recompute),

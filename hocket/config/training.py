@@ -35,6 +35,10 @@ class PrecisionConfig:
     others run in bf16."""
     fp8_ends: tuple[int, int] = (0, 0)
     """With compute = fp8, how many of the first and of the last layers compute in bf16."""
+    gather: Literal["auto", "bf16", "fp8"] = "auto"
+    """With compute = fp8, format in which gathered weights of fp8 products travel. fp8 moves half the bytes and gives
+    the same bits: each rank casts its shard behind an update, by scales of whole rows on which ranks agree before.
+    auto takes what is predicted to be faster."""
     wire: Literal["auto", "fp32", "bf16"] = "auto"
     """Format in which gradients of weights travel. auto is the format of compute: each rank rounds its gradient to it.
     fp32 with compute in bf16 rounds no gradient, and moves twice the bytes. Where no gradient travels, products add to

@@ -22,14 +22,14 @@ from hocket.engine.graphed import GraphedSteps, Record, Way, from_turn_one, reco
 from hocket.engine.room import RowRoom
 from hocket.engine.standstill import Standstill
 from hocket.fsdp.planned.adamw import AdamWOptions, PlannedAdamW
-from hocket.fsdp.planned.model import PlannedModel
+from hocket.fsdp.planned.model import PlannedModel, Travels
 from hocket.fsdp.planned.muon import MuonOptions
 from hocket.kernels import IGNORED
 from hocket.model.context import Shared
 from hocket.model.microbatch import Microbatch
 from hocket.model.moe import ExpertPlace
 from hocket.model.source import ChunkLike, ChunkPlace, ModelSource, OwnTransformer
-from hocket.parallel.linears import Linears, SplitLinears, linears_of
+from hocket.parallel.linears import Linears, SplitLinears, gathered_in_fp8, linears_of
 from hocket.parallel.slices import whole_shape
 from hocket.parallel.tensor import Tensors, ways_of
 from hocket.program.check import assert_valid
@@ -105,7 +105,10 @@ class Engine:
         ends: dict[str, nn.Parameter] = {}
         self.chunks: list[Any] = [self._chunk(chunk, ends) for chunk in range(self.layout.chunks)]
         self.balance = Balance(self.chunks, self.groups, config.model.bias_rate)
-        self.sharded = PlannedModel(self.chunks, self.mesh, self.groups, self.program, self.dtype, device, wire=wire)
+        travels = Travels(wire, gathered_in_fp8(config))
+        self.sharded = PlannedModel(
+            self.chunks, self.mesh, self.groups, self.program, self.dtype, device, travels=travels
+        )
         t, averages = config.train, DTYPES[config.precision.averages]
         options = AdamWOptions(
             betas=t.betas,

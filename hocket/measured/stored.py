@@ -39,7 +39,7 @@ WORK = ("model", "mesh", "train.sequences", "precision.compute", "data.sequence_
 
 WAYS = (
     "overlap.dp.strategy", "overlap.ep.copies", "overlap.ep.splits", "overlap.ep.room", "overlap.tp",
-    "precision.wire", "train.transport", "network",
+    "precision.gather", "precision.wire", "train.transport", "network",
 )  # fmt: skip
 """Settings, or whole sections of them, that say how an op of a plan does what it has to."""
 
@@ -54,6 +54,10 @@ class Stored:
     costs: CostTable
     """Seconds alone: no bytes."""
     overheads: Overheads
+
+
+BEFORE = {"precision.gather": "bf16"}
+"""Settings that the oldest traces do not have -> what their runs did."""
 
 
 def describe(settings: Config, program: Program, pp_rank: int) -> dict[str, Any]:
@@ -176,7 +180,7 @@ def _different(settings: Sequence[str], planned: Config, measured: RankTrace) ->
     if not isinstance(stored, Mapping):
         fix = "fix: a trace written by hocket train --train.profile"
         raise ValueError(f"{measured.source}: its metadata has no settings; {fix}")
-    there = flat(stored)
+    there = BEFORE | flat(stored)
     names = [name for name in types() if any(f"{name}.".startswith(f"{setting}.") for setting in settings)]
     here = {name: leaf(planned, name) for name in names}
     here = {name: list(value) if isinstance(value, tuple) else value for name, value in here.items()}

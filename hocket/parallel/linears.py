@@ -146,6 +146,23 @@ def linears_of(config: Config) -> Linears:
     return Fp8Linears(Products(*(name in p.fp8_products for name in ("forward", "dgrad", "wgrad"))), p.fp8_ends)
 
 
+_READ_IN_FP8 = ("wq", "wk", "wv", "wo", "w_gate_up", "w_down")
+"""Last words of the names of weights that `Fp8Linears` multiplies with."""
+
+
+def gathered_in_fp8(config: Config) -> Callable[[str], bool] | None:
+    """Which weights, by name, are gathered in fp8; None: none."""
+    if config.precision.gather != "fp8":
+        return None
+    linears, layers = linears_of(config), config.model.layers
+
+    def chosen(name: str) -> bool:
+        first, *middle, last = name.split(".")
+        return first == "layers" and last in _READ_IN_FP8 and linears.of_layer(int(middle[0]), layers) is linears
+
+    return chosen
+
+
 class SplitLinears(Linears):
     """A part of the weights; of the tokens, all between columns and rows, and a part elsewhere, [1, T / P, D]."""
 

@@ -321,16 +321,15 @@ def _add_units(
     these exchange their sums, in fp32, and the step adds them up. AdamW reads weight, gradient and both averages and
     writes weight and averages: 28 bytes, and 24 more where averages in bf16 become fp32 and are rounded; the norm reads
     the gradients once more. In the step, what is held whole is cast, unless fp32 is what computes. Every rank's step
-    waits for the slowest, through the norm's all-reduce. Products in fp8 have casts of weights beside these.
+    waits for the slowest, through the norm's all-reduce. Products in fp8 have casts beside; the step casts some first.
     """
     b, w = price.dtype_bytes, sharding.wire_bytes or price.dtype_bytes
     traffic = normed = summed_up = 0
-    slots: list[Mapping[Unit, tuple[int, int]]] = []
-    state: list[int] = []
+    slots, state = list[Mapping[Unit, tuple[int, int]]](), list[int]()
     adamw = 28 if sharding.averages_bytes == 4 else 52
     for rank in range(layout.pp):
         largest: dict[Unit, tuple[int, int]] = {}
-        shards = copied = casts = 0
+        shards = copied = casts = agreed = 0
         for (unit, kind), count in Counter(units_of(layout, rank)).items():
             weights = unit_weights(model, layout, unit, kind)
             gathers, reduces = groups_of(unit)
@@ -340,34 +339,44 @@ def _add_units(
             part = -(-weights // group)
             others = part * (group - 1)
             shard = weights if whole else part
-            table["gather", unit, kind] = price.transfer(gathers, others * b, local_bytes=shard * (4 + b))
+            eight, beside = _in_fp8(price, layout, unit, kind, weights)
+            sent, local = others * (eight + b * (1 - eight)), shard * (2 * eight + (4 + b) * (1 - eight))
+            table["gather", unit, kind] = price.transfer(gathers, round(sent), local_bytes=round(local))
             summed = price.transfer(reduces, (2 if whole else 1) * others * w, local_bytes=shard * (8 + w))
             slotted = group > 1 or twice
             table["reduce", unit, kind] = summed if slotted else _FREE
             sums = 0 if whole else 4 * weights  # who keeps whole gradients adds up where they stay
             table["add", unit, kind] = replace(price.local(weights * (8 + w)) if twice else _FREE, grad_bytes=sums)
-            beside = round(weights * price.fp8.beside(layout.kinds, kind)) if price.fp8 is not None and kind else 0
-            sizes = (weights * b + (0 if whole else beside), weights * w)
+            sizes = weights * (1 if eight == 1 else b) + (0 if whole else beside), weights * w
             largest[unit] = max(largest.get(unit, (0, 0)), sizes if slotted else (0, 0))
             for key in [key for key in table if key[0] == "wgrad" and (layout.unit(key[1]), key[2]) == (unit, kind)]:
                 table[key] = replace(table[key], grad_bytes=4 * shard)
             cast = shard if whole and b != 4 else 0
-            updated = price.local(adamw * shard + (4 + b) * cast)
-            table["update", unit, kind] = replace(updated, output_bytes=4 * shard)  # gradients that it has read
+            moved = price.local(adamw * shard + (4 + b) * cast)
+            table["update", unit, kind] = replace(moved, output_bytes=4 * shard)  # gradients that it has read
             if tied and layout.apart:
                 table["recv", TIED, ""] = price.transfer("pp_bwd", 4 * shard, 4 * shard)
                 summed_up = 12 * shard
             shards += count * shard
             copied += count * cast
-            casts += count * beside if whole else 0
+            agreed += count * round(shard * eight)
+            casts += count * (beside if whole else round(shard * eight))
         slots.append(largest)
         state.append((4 + 2 * sharding.averages_bytes) * shards + b * copied + casts)
-        traffic = max(traffic, (adamw + 4) * shards + (4 + b) * copied)
+        traffic = max(traffic, (adamw + 4) * shards + (4 + b) * copied + (4 + 2 * b + 1) * agreed)
         normed = max(normed, 4 * shards)
-    wire = 8 if layout.pp * sharding.dense > 1 else 0
-    table["step", "all", ""] = price.transfer("control", wire, local_bytes=traffic + summed_up)
-    table["step", "norm", ""] = price.transfer("control", wire, local_bytes=normed + summed_up)
+    for part, nbytes in (("all", traffic), ("norm", normed)):
+        wire = 8 if layout.pp * sharding.dense > 1 else 0
+        table["step", part, ""] = price.transfer("control", wire, local_bytes=nbytes + summed_up)
     return tuple(slots), tuple(state)
+
+
+def _in_fp8(price: _Pricing, layout: Layout, unit: Unit, kind: str, weights: int) -> tuple[float, int]:
+    """(share of a unit's weights that are gathered in fp8, bytes of fp8 beside all of them where they are)."""
+    if price.fp8 is None or not kind:
+        return 0.0, 0
+    beside = price.fp8.beside(layout.kinds, kind, unit)
+    return price.fp8.travelling(layout.kinds, kind, unit), round(weights * beside)
 
 
 def groups_of(unit: str) -> tuple[Purpose, Purpose]:

@@ -35,6 +35,8 @@ class Fp8:
     """The first and the last layers without."""
     casts: float = 2.0
     """How often a microbatch has to cast a weight: at each of its two gathers, or its share of once a step."""
+    gathered: tuple[str, ...] = ()
+    """Units that are gathered in fp8: nothing of them is cast but shards, once a step."""
 
     def share(self, kinds: Sequence[str], kind: str, verb: str) -> float:
         """Share of the layers of a kind whose op of a verb runs products in fp8. `kinds` has those of all layers."""
@@ -44,9 +46,14 @@ class Fp8:
         numbers = [number for number, other in enumerate(kinds) if other == kind]
         return sum(first <= number < len(kinds) - last for number in numbers) / max(1, len(numbers))
 
-    def beside(self, kinds: Sequence[str], kind: str) -> float:
-        """Bytes of fp8 beside each weight that is there: its cast, and a transposed copy of that."""
-        return 2 * max(self.share(kinds, kind, "fwd"), self.share(kinds, kind, "bwd"))
+    def beside(self, kinds: Sequence[str], kind: str, unit: str) -> float:
+        """Bytes of fp8 beside each weight that is there: its cast, if it is none itself, and a transposed copy."""
+        copies = 1 if unit in self.gathered else 2
+        return copies * max(self.share(kinds, kind, "fwd"), self.share(kinds, kind, "bwd"))
+
+    def travelling(self, kinds: Sequence[str], kind: str, unit: str) -> float:
+        """Share of a unit's weights, in all layers of a kind, that are gathered in fp8."""
+        return self.share(kinds, kind, "fwd") if unit in self.gathered else 0.0
 
     def seconds(self, dense: float, grouped: float, verb: str) -> float:
         """Of products that take `dense` and `grouped` seconds in bf16."""
@@ -58,6 +65,7 @@ class Fp8:
         if verb == "wgrad":  # transposed copies of both operands
             return 2.0 * tokens * size.rows if size.gemm else 0.0
         weights = 5 if verb == "fwd" or not size.grouped else 3  # a transposed copy too
+        weights -= 3 if ("experts" if size.grouped else "dense") in self.gathered else 0
         return 3.0 * tokens * size.casts + weights * size.weights * self.casts / 2
 
     def saved(self, size: PartSize, tokens: int, verb: str) -> int:

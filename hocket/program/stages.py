@@ -66,7 +66,16 @@ def fp8_of(config: Config) -> Fp8 | None:
     p, keeps = config.precision, config.overlap.dp.strategy not in ("auto", "optim_grads_params")
     if p.compute != "fp8":
         return None
-    return Fp8(p.fp8_products, p.fp8_ends, 1 / config.train.microbatches if keeps or config.mesh.data == 1 else 2.0)
+    casts = 1 / config.train.microbatches if keeps or config.mesh.data == 1 else 2.0
+    return Fp8(p.fp8_products, p.fp8_ends, casts, gathered_units(config) if p.gather == "fp8" else ())
+
+
+def gathered_units(config: Config) -> tuple[str, ...]:
+    """Of the units whose products may run in fp8, those that are gathered."""
+    if config.overlap.dp.strategy == "no_shard":
+        return ()
+    units = ("dense", "experts") if "moe" in config.model.kinds() else ("dense",)
+    return tuple(unit for unit in units if config.mesh.members(groups_of(unit)[0]) > 1)
 
 
 def costs_of(config: Config, hardware: Hardware, measured: Measurement | None = None) -> CostTable:

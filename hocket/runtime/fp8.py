@@ -23,8 +23,9 @@ or more of a running sum; e4m3 has 3. Weight gradients sum over all tokens, and 
 
 Note: [Where casts of weights live]
 A managed weight's cast is beside the weight's value, made by the first that reads it, and gone with the value: it is
-made once for each gathered copy, or once a step where values stay, however many microbatches read it. An ordinary
-weight is cast each time that it is read. Activations are kept for backward in fp8, in place of bf16.
+made once for each gathered copy, or once a step where values stay, however many microbatches read it. A value that was
+gathered in fp8 is its own cast (`fsdp/planned/eights.py`). An ordinary weight is cast each time that it is read.
+Activations are kept for backward in fp8, in place of bf16.
 
 Without tensor cores for fp8, on CPUs, the same numbers are made by torch's operations, products in fp32.
 
@@ -43,7 +44,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hocket.kernels.usable import refuse_graph, usable
-from hocket.runtime.destinations import Destination, Ordinary, queued
+from hocket.runtime.destinations import Destination, Ordinary, Queued, queued
 from hocket.runtime.weights import Product, put, sum_of_products, weight_of, write_product
 
 E4M3 = torch.float8_e4m3fn
@@ -168,12 +169,21 @@ def _rows(value: Tensor, fold: Tensor | None = None, owner_R: Tensor | None = No
         value = value * (fold if owner_R is None else fold[owner_R])
     if not value.numel():
         return Rows(value.to(E4M3), value.new_ones(value.shape[0]))
-    largest = value.abs().amax(1)
+    scale = scale_of(value.abs().amax(1))
+    return Rows(cast_to(value, scale[:, None]), scale)
+
+
+def scale_of(largest: Tensor) -> Tensor:
+    """The least powers of two with which numbers up to `largest`, fp32, fit; nan where these are not finite."""
     mantissa, exponent = torch.frexp(largest)
     exponent = (exponent - 9 + (mantissa > 0.875)).clamp(min=LEAST)  # 448 is 0.875 * 2^9
     exponent = torch.where(largest == 0, LEAST, exponent)
-    scale = torch.where(largest.isfinite(), torch.ldexp(torch.ones_like(largest), exponent), torch.nan)
-    return Rows((value / scale[:, None]).to(E4M3), scale)
+    return torch.where(largest.isfinite(), torch.ldexp(torch.ones_like(largest), exponent), torch.nan)
+
+
+def cast_to(value: Tensor, scale: Tensor) -> Tensor:
+    """fp32 numbers in fp8, by a scale with which they fit."""
+    return (value / scale).to(E4M3)
 
 
 def _on_gpu(values: Tensor) -> bool:
@@ -216,6 +226,9 @@ def cast_weights(wheres: Sequence[Destination], again: bool = False) -> Rows:
     if weight is not None and weight.cast is not None:
         return weight.cast
     values = [where.again() if again else where.value() for where in wheres]
+    if weight is not None and values[0].dtype == E4M3:  # as they were gathered
+        weight.cast = Rows(_joined([value.view(torch.uint8) for value in values]).view(E4M3), _joined(_scales(wheres)))
+        return weight.cast
     counts, like = [len(value) for value in values], values[0]
     shape = (sum(counts), *like.shape[1:])
     made = Rows(like.new_empty(shape, dtype=E4M3), like.new_empty(shape[:-1], dtype=torch.float32))
@@ -224,6 +237,21 @@ def cast_weights(wheres: Sequence[Destination], again: bool = False) -> Rows:
     if weight is not None:
         weight.cast = made
     return made
+
+
+def _scales(wheres: Sequence[Destination]) -> list[Tensor]:
+    found = [where.weight.scale for where in wheres if isinstance(where, Queued)]
+    return [scale for scale in found if scale is not None]
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Matrices or vectors above each other, without a copy where memory has them so."""
+    first, end = parts[0], parts[0].data_ptr()
+    for part in parts:
+        if part.data_ptr() != end or not part.is_contiguous():
+            return torch.cat(list(parts))
+        end += part.nbytes
+    return first.as_strided((sum(len(part) for part in parts), *first.shape[1:]), first.stride())
 
 
 class _Factors:

@@ -54,6 +54,8 @@ class Weight:
     shape: torch.Size
     value: Tensor | None = None
     """What holds the weight right now, a view into a slot in the compute dtype; None while it is nowhere."""
+    scale: Tensor | None = None
+    """Of a value that is gathered in fp8: the scale of each of its rows."""
     cast: Any = None
     """What products in another format read of it, made from the value (`runtime/fp8.py`); None until somebody asks."""
 

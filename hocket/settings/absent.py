@@ -7,7 +7,6 @@ from typing import Any
 from hocket.sizes import WITH_UNITS
 
 ABSENT: dict[str, str] = {
-    "precision.gather": "weights are gathered in precision.compute, which nothing narrower could be computed with",
     "precision.main": "main weights are fp32, or small updates would be lost",
     "precision.accumulate": "gradients at rest are fp32",
     "precision.router": "the router computes in fp32: a close choice must not flip by rounding",
@@ -20,7 +19,7 @@ ABSENT: dict[str, str] = {
 """Name -> why there is no such setting."""
 
 _FORMATS = {
-    "fp8": "products of layers run in fp8 with precision.compute = fp8, and nothing else does",
+    "fp8": "products of layers run in fp8 with precision.compute = fp8, and weights alone travel in it",
     "fp4": "there are no products in fp4",
     "fp16": "bf16 has the range of fp32, so that no loss needs a scale",
 }

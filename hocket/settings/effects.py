@@ -21,6 +21,8 @@ EFFECTS: dict[tuple[str, Any], str] = {
     ("overlap.pp.defer_layers", -1): "all weight gradients of a chunk run behind its send",
     ("overlap.dp.update", "next_step"): "the next step updates weights, beside its first gathers and forwards",
     ("overlap.dp.update", "end"): "a step ends with its update, and the next one begins with gathers",
+    ("precision.gather", "fp8"): "weights are cast once a step and travel in fp8: the same bits with half the bytes",
+    ("precision.gather", "bf16"): "weights travel in bf16 and are cast where they arrive",
     ("overlap.pp.defer_head", 0): "the head's weight gradient follows its input gradient",
     ("overlap.pp.defer_head", -1): "the head's weight gradients run at the end, while other ranks finish",
     ("overlap.dp.strategy", "no_shard"): "every rank keeps everything; gradients are summed once a step",

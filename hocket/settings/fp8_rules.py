@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from hocket.config import Config
+from hocket.program.stages import gathered_units
 from hocket.settings.rule import Rule
+from hocket.settings.schema import leaf
 
 UNIT = 16
 """Products in fp8 take widths and numbers of tokens that are multiples of this."""
@@ -30,6 +32,10 @@ def widths(c: Config) -> dict[str, int]:
     if "moe" in kinds:
         found |= {"model.shared_ffn": m.shared_ffn, "model.expert_ffn": m.expert_ffn}
     return found
+
+
+def _gathers(c: Config) -> bool:
+    return c.precision.compute == "fp8" and c.precision.gather == "fp8"
 
 
 FP8_RULES: tuple[Rule, ...] = (
@@ -91,12 +97,31 @@ FP8_RULES: tuple[Rule, ...] = (
     *(
         Rule(
             (setting, "precision.compute"),
-            lambda c, h: c.precision.compute != "fp8",
+            lambda c, h, setting=setting: c.precision.compute != "fp8" and leaf(c, setting) != "bf16",
             "no effect: nothing computes in fp8",
             "precision.compute = fp8, or leave it out",
             only_if_set=True,
         )
-        for setting in ("precision.fp8_products", "precision.fp8_ends")
+        for setting in ("precision.fp8_products", "precision.fp8_ends", "precision.gather")
+    ),
+    Rule(
+        ("precision.gather", "precision.fp8_products"),
+        lambda c, h: _gathers(c) and not {"forward", "dgrad"} <= set(c.precision.fp8_products),
+        "forward and input gradient read the weights that are gathered, and not both of them run in fp8",
+        "precision.fp8_products with forward and dgrad, or precision.gather = bf16",
+    ),
+    Rule(
+        ("precision.gather", "overlap.dp.update"),
+        lambda c, h: _gathers(c) and c.overlap.dp.update == "next_step",
+        "ranks agree on scales of rows behind the whole update, which would be spread over the next step's forwards",
+        "overlap.dp.update = end, or precision.gather = bf16",
+    ),
+    Rule(
+        ("precision.gather", "mesh.dp"),
+        lambda c, h: _gathers(c) and not gathered_units(c),
+        "no effect: no weights are gathered",
+        "mesh.dp = 2 or more, or leave precision.gather out",
+        only_if_set=True,
     ),
     Rule(
         ("model.expert_ffn", "precision.compute"),

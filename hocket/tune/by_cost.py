@@ -53,7 +53,7 @@ from hocket.program.network import hardware_of
 from hocket.program.ops import COMPUTING, Lane, Layout, Program
 from hocket.program.p2p import smallest_cover, stride_price
 from hocket.program.schedule import Time
-from hocket.program.stages import carried_by, layout_of
+from hocket.program.stages import carried_by, gathered_units, layout_of
 from hocket.settings.decision import Choice
 from hocket.settings.plan_rules import (
     few_microbatches,
@@ -74,6 +74,7 @@ from hocket.tune.trials import Predicted, Trials, enough_microbatches, fits, gib
 from hocket_trace.columns import duration
 
 STRATEGY, UPDATE, LAYER_ORDER = "overlap.dp.strategy", "overlap.dp.update", "plan.layer_order"
+GATHER = "precision.gather"
 WORTH = 0.01
 """Share of a step that a value must save for hocket to choose it instead of the usual value."""
 
@@ -160,6 +161,24 @@ def _moved(step: Predicted) -> str:
     return f"{step.moved / 2**30:.1f} GiB"
 
 
+def choose_gather(c: Config, host: Host, trials: Trials) -> tuple[str, str]:
+    if c.precision.compute != "fp8":
+        return "bf16", ""
+    if not gathered_units(c):
+        return "bf16", "no weights are gathered"
+    if not {"forward", "dgrad"} <= set(c.precision.fp8_products):
+        return "bf16", "products that run in bf16 read the same weights"
+    if c.overlap.dp.update == "next_step":
+        return "bf16", "ranks agree on scales of rows behind the whole update (overlap.dp.update = next_step)"
+    wide, eight = (trials.step(changed(c, {GATHER: value, UPDATE: "end"})) for value in ("bf16", "fp8"))
+    times = f"a step is predicted to take {duration(eight.seconds)}"
+    times = f"{times} and move {_moved(eight)} per rank, with bf16 {duration(wide.seconds)} and {_moved(wide)}"
+    memory = memory_of(c, host)
+    if memory and not eight.fits(memory) and wide.fits(memory):
+        return "bf16", f"{times}; it would need {gib(eight.nbytes)} of {gib(memory)}"
+    return ("fp8" if eight.seconds <= wide.seconds else "bf16"), times
+
+
 _WORTH_UPDATE = 0.02
 """Share of a step that must be hidden for hocket to choose next_step."""
 
@@ -167,6 +186,8 @@ _WORTH_UPDATE = 0.02
 def choose_update(c: Config, host: Host, trials: Trials) -> tuple[Update, str]:
     if c.train.device != "cuda":
         return "end", "on CPUs nothing runs beside an update"
+    if c.precision.gather == "fp8":
+        return "end", "what is gathered in fp8 is cast behind the whole update"
     if c.plan.graphs == "on":
         return "end", "a recorded step has no update in it (plan.graphs = on)"
     updates, compute = _updates(trials.costs(c)), _compute(c, trials.costs(c))

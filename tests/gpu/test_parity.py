@@ -77,10 +77,16 @@ EXPERTS = dataclasses.replace(
 COPIED = changed(EXPERTS, {"train.transport": "copy_engine"})
 PIPED = changed(BASE, {"mesh.dp": 1, "mesh.ep": 1, "overlap.ep.merge": "off", "plan.order": "interleaved"})
 """Two pipeline ranks with two chunks each, experts where their tokens are."""
+GATHERED = {"precision.compute": "fp8", "precision.gather": "fp8"}
 TWO: dict[str, Config] = {
     "experts in fp8": changed(EXPERTS, {"precision.compute": "fp8"}),
     "a pipeline in fp8": changed(PIPED, {"precision.compute": "fp8"}),
     "weights cast once a step, in fp8": planned(changed(EXPERTS, {"precision.compute": "fp8"}), strategy="optim"),
+    "experts in fp8, weights gathered in it": changed(EXPERTS, GATHERED),
+    "weights gathered in fp8 once a step, copy_engine": planned(changed(COPIED, GATHERED), strategy="optim"),
+    "a layer at each end in bf16, weights gathered in fp8, copy_engine": changed(
+        COPIED, {**GATHERED, "precision.fp8_ends": (1, 1)}
+    ),
     "nccl": EXPERTS,
     "copy_engine": COPIED,
     "updates in the next step": planned(EXPERTS, update="next_step"),
@@ -134,7 +140,9 @@ def compare(rank: int, config: Config, seeds: int) -> dict[str, Any]:
     torch.utils.deterministic.fill_uninitialized_memory = True  # pyrefly: ignore
     plain = dataclasses.replace(config, plan=PlanConfig(chunks=config.plan.chunks), overlap=OverlapConfig())
     same_sums = {"overlap.dp.strategy": config.overlap.dp.strategy, "overlap.ep.copies": config.overlap.ep.copies}
-    sequential = Engine(changed(plain, {"plan.order": "sequential", **PLAIN, **same_sums}), rank, device)
+    sequential = Engine(
+        changed(plain, {"plan.order": "sequential", "precision.gather": "bf16", **PLAIN, **same_sums}), rank, device
+    )
     turns = config.plan.turning
     merged = Engine(config, rank, device, groups=None if turns else sequential.groups)
     generator = torch.Generator().manual_seed(sequential.where.dp)

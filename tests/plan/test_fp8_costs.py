@@ -17,6 +17,9 @@ from hocket.program.hardware import H200
 from hocket.program.ops import Layout, Op
 from hocket.program.shard import Sharding
 from hocket.program.stages import costs_of
+from hocket.recipes import recipe
+from hocket.resolve import resolve
+from hocket.settings.rule import Host
 from hocket.settings.schema import changed
 from tests.helpers.plans import planned
 
@@ -93,3 +96,33 @@ def test_a_plan_prices_its_precision() -> None:
     fast = changed(config, {"precision.compute": "fp8"})
     key = ("fwd", "mlp", "dense")
     assert float(costs_of(fast, H200).table[key].seconds) < float(costs_of(config, H200).table[key].seconds)
+
+
+def test_what_is_gathered_in_fp8_moves_half_and_is_cast_once() -> None:
+    wide, eight = costs(DENSE, 2048, Fp8(ALL)), costs(DENSE, 2048, Fp8(ALL, gathered=("dense",)))
+    weights = 218_112_000
+    gathers = [table.table["gather", "dense", "dense"] for table in (wide, eight)]
+    assert gathers[0].wire_bytes == 2 * gathers[1].wire_bytes
+    assert wide.slot_bytes[0]["dense"][0] - eight.slot_bytes[0]["dense"][0] == 2 * weights
+    assert eight.state_bytes[0] - wide.state_bytes[0] == weights // 2, "the cast shard of one of two ranks"
+    for verb in ("fwd", "bwd"):
+        assert float(eight.table[verb, "mlp", "dense"].seconds) < float(wide.table[verb, "mlp", "dense"].seconds)
+    assert float(eight.table["step", "all", ""].seconds) > float(wide.table["step", "all", ""].seconds)
+    head = ("gather", "head", "")
+    assert wide.table[head].wire_bytes == eight.table[head].wire_bytes
+
+
+def test_auto_gathers_in_fp8_where_that_is_shorter() -> None:
+    """Gathers take longer than layers of few tokens. Where no product is in fp8, or no weight is gathered, bf16."""
+    host = Host(gpus=2, gpu="NVIDIA H200", capability=(9, 0))
+    few = changed(recipe("llama3_8b"), {"precision.compute": "fp8", "mesh.dp": 2, "data.sequence_length": 2048})
+    found = resolve(few, host)
+    decision = next(d for d in found.decisions if d.setting == "precision.gather")
+    assert (found.precision.gather, found.overlap.dp.update) == ("fp8", "end")
+    assert "a step is predicted to take" in decision.reason
+    assert "same bits with half the bytes" in decision.effect
+    for changes in ({"precision.compute": "bf16"}, {"overlap.dp.strategy": "no_shard"}):
+        assert resolve(changed(few, changes), host).precision.gather == "bf16"
+    assert (
+        resolve(changed(few, {"overlap.dp.update": "next_step", "plan.graphs": "off"}), host).precision.gather == "bf16"
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hocket.fsdp.param_group import Member, ParamGroup
+from hocket.fsdp.planned.eights import Eights, EightUnit
 from hocket.fsdp.planned.slots import Slots
 from hocket.fsdp.planned.unit import PlannedUnit
 from hocket.fsdp.precision import Precision
@@ -54,6 +55,16 @@ class Stats:
     """Of main weights, copies of those held whole, and gradients and sums of them while there are any."""
 
 
+@dataclass(frozen=True)
+class Travels:
+    """Formats in which numbers travel, where that is not the one that computes."""
+
+    wire: torch.dtype | None = None
+    """Of gradients."""
+    in_fp8: Callable[[str], bool] | None = None
+    """Names the weights that are gathered in fp8, which products in fp8 alone read."""
+
+
 class _Numbers(TypedDict):
     dtype: torch.dtype
     device: torch.device
@@ -75,9 +86,11 @@ class PlannedModel:
         dtype: torch.dtype,
         device: torch.device,
         *,
-        wire: torch.dtype | None = None,
+        travels: Travels | None = None,
     ) -> None:
-        """`wire` is the dtype in which gradients travel, None the one that computes."""
+        """`dtype` is what computes, and what travels where `travels` says nothing else."""
+        travels = travels or Travels()
+        wire, self._in_fp8 = travels.wire, travels.in_fp8
         self.groups = groups
         self.tensors = TensorRank(groups.tp.rank, mesh.tp, mesh.sharing)
         self.device = device
@@ -85,6 +98,7 @@ class PlannedModel:
         self._windows: list[Window] = []
         self.held = False
         """Whether gradients stay where they are: a recorded step writes them there again (`engine/graphed.py`)."""
+        self._eights: list[Eights] = []
         self.weight_slots: dict[UnitKind, Slots] = {}
         self.grad_slots: dict[UnitKind, Slots] = {}
         made: dict[UnitName, PlannedUnit] = {}
@@ -102,7 +116,8 @@ class PlannedModel:
             where = ShardGroups(gather, reduce, groups.replicas, alone, mesh.data, outer_shards=False, part=part)
             formats = Precision(compute=dtype, wire=wire)
             stored = {name: ParamGroup(params, where, formats, "element", device) for name, params in units.items()}
-            self._allocate(stored, where, program)
+            eights = self._cast(stored, where)
+            self._allocate(stored, where, program, set(eights))
             for name, group in stored.items():
                 kind, _, layer = name
                 slots = self.weight_slots.get(kind), self.grad_slots.get(kind)
@@ -110,22 +125,43 @@ class PlannedModel:
                 adds = name in added and not (tied and not program.layout.apart)
                 made[name] = PlannedUnit(kind, layer, group, *slots, self.tensors, adds)
                 made[name].copies = 2 if tied and program.layout.apart else 1
+                if name in eights:
+                    made[name].gather_in_fp8(*eights[name])
         self.units = {name: unit for kind in UNITS for name, unit in made.items() if name[0] == kind}
 
-    def _allocate(self, stored: Mapping[UnitName, ParamGroup], where: ShardGroups, program: Program) -> None:
+    def _cast(
+        self, stored: Mapping[UnitName, ParamGroup], where: ShardGroups
+    ) -> dict[UnitName, tuple[Eights, EightUnit]]:
+        """The units that are gathered in fp8."""
+        wanted = self._in_fp8
+        if wanted is None or where.gather.size == 1:
+            return {}
+        groups = {name: group for name, group in stored.items() if any(wanted(m.name) for m in group.members)}
+        if not groups:
+            return {}
+        self._eights.append(Eights(list(groups.values()), where.gather, wanted))
+        return {name: (self._eights[-1], unit) for name, unit in zip(groups, self._eights[-1].units, strict=True)}
+
+    def _allocate(
+        self, stored: Mapping[UnitName, ParamGroup], where: ShardGroups, program: Program, eights: Collection[UnitName]
+    ) -> None:
         """Allocate all that two groups communicate: slots as long as the largest unit of a class."""
         gather, reduce = where.gather, where.reduce
         lengths: dict[UnitKind, int] = {}
-        for (kind, *_), group in stored.items():
-            lengths[kind] = max(lengths.get(kind, 0), group.layout.total)
+        gathered: dict[UnitKind, int] = {}  # bytes
+        for name, group in stored.items():
+            kind, total = name[0], group.layout.total
+            lengths[kind] = max(lengths.get(kind, 0), total)
+            gathered[kind] = max(gathered.get(kind, 0), total if name in eights else group.total_bytes)
         if not lengths:
             return
         if gather.size > 1:
             with gather.window() as window:
-                for kind, length in lengths.items():
-                    count = program.weight_slots.get(kind, 0)
+                for kind, nbytes in gathered.items():
+                    count, length = program.weight_slots.get(kind, 0), -(-nbytes // self._numbers["dtype"].itemsize)
                     assert count, f"the program has no weight slots for {kind} units, which {gather.size} ranks share"
-                    self.weight_slots[kind] = Slots(f"{kind} weight", count, length, **self._numbers)
+                    eight = any(name[0] == kind for name in eights)
+                    self.weight_slots[kind] = Slots(f"{kind} weight", count, length, **self._numbers, eight=eight)
             self._windows.append(window)
         if reduce.size == 1:  # Note: [Gradients that are collected]
             meet = program.layout.tied and not program.layout.apart
@@ -157,11 +193,18 @@ class PlannedModel:
         find = source.__getitem__ if isinstance(source, Mapping) else source
         for unit in self.units.values():
             unit.load(find)
+        self._agree()
 
     def refresh(self) -> None:
         """After the optimizer: the version of all weights grows."""
         for unit in self.units.values():
             unit.refresh()
+        self._agree()
+
+    def _agree(self) -> None:
+        """Cast what is gathered in fp8."""
+        for eights in self._eights:
+            eights.refresh()
 
     def forget_casts(self) -> None:
         """Before a step, for a recorded one must make its own: no replay would make those of an earlier one."""
@@ -212,7 +255,8 @@ class PlannedModel:
             reduced_bytes=sum(group.sent_bytes for group in (*reduce, self.groups.replicas)),
             weight_slot_bytes=sum(slots.nbytes for slots in self.weight_slots.values()),
             grad_slot_bytes=sum(slots.nbytes for slots in self.grad_slots.values()),
-            shard_bytes=sum(unit.group.nbytes + unit.sum_bytes for unit in self.units.values()),
+            shard_bytes=sum(unit.group.nbytes + unit.sum_bytes for unit in self.units.values())
+            + sum(eights.nbytes for eights in self._eights),
         )
 
     def assert_clean(self) -> None:

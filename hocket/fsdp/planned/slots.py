@@ -14,10 +14,16 @@ from torch import Tensor
 class Slots:
     """`count` flat buffers of `length` elements for one class of units. A unit uses the front of a slot."""
 
-    def __init__(self, name: str, count: int, length: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, name: str, count: int, length: int, dtype: torch.dtype, device: torch.device, eight: bool = False
+    ) -> None:
+        """With `eight`, what is in them at first are numbers in fp8."""
         self.name = name
         # Normal numbers, so that a run without communication computes on something like weights.
         filled = torch.empty(count, length, dtype=dtype, device=device).normal_(std=0.02)
+        if eight:
+            numbers = torch.empty(length * dtype.itemsize, dtype=dtype, device=device).normal_()
+            filled.view(torch.uint8).copy_(numbers.to(torch.float8_e4m3fn).view(torch.uint8))
         # Each with versions of its own: a gather into one, by a thread of gloo, is no change of what lies in another.
         self.buffers: tuple[Tensor, ...] = tuple(buffer.data for buffer in filled.unbind())
         self.holders: list[object | None] = [None] * count

@@ -48,6 +48,7 @@ import torch
 from torch import Tensor
 
 from hocket.fsdp.param_group import ParamGroup
+from hocket.fsdp.planned.eights import Eights, EightUnit
 from hocket.fsdp.planned.slots import Slots
 from hocket.fsdp.sharded_parameter import ShardedParameter
 from hocket.parallel.parts import Part
@@ -107,6 +108,7 @@ class PlannedUnit:
         self.kind, self.layer, self.group, self.tensors = kind, layer, group, tensors
         self.weights = tuple(manage(member.param, member.name) for member in group.members)
         self._weight_slots, self._slots_of_grads, self._adds = weight_slots, grad_slots, adds
+        self._eights: tuple[Eights, EightUnit] | None = None
         self.slot = -1
         """The weight slot that holds the gathered weights; -1 means that they are not gathered."""
         self.version = 0
@@ -160,6 +162,11 @@ class PlannedUnit:
 
     # Weights
 
+    def gather_in_fp8(self, eights: Eights, mine: EightUnit) -> None:
+        """Gather what `mine` casts from now on."""
+        self._eights = eights, mine
+        eights.scale(self.weights, mine)
+
     def load(self, source: Callable[[str], Tensor]) -> None:
         """Take the initial weights: `source(name)` has the parameter's local shape, or that of the whole model."""
         for i, weight in enumerate(self.weights):
@@ -187,9 +194,15 @@ class PlannedUnit:
         assert slots is not None, f"{self} is held whole and never gathered"
         assert self.slot < 0, f"{self} is gathered into slot {slot} while it is still in slot {self.slot}"
         slots.claim(slot, self)
-        if slot not in self._weight_views:
-            self._weight_views[slot] = self.group.layout.views(slots.buffers[slot])
-        self.gathering = self.group.gather(slots.buffers[slot])
+        buffer = slots.buffers[slot]
+        if self._eights is not None:
+            eights, mine = self._eights
+            self._weight_views.setdefault(slot, mine.views(buffer, eights.kept))
+            self.gathering = mine.gather(buffer)
+        else:
+            if slot not in self._weight_views:
+                self._weight_views[slot] = self.group.layout.views(buffer)
+            self.gathering = self.group.gather(buffer)
         self._show(self._weight_views[slot])
         self.slot, self.gathered_version = slot, self.version
         return self.gathering
