@@ -34,7 +34,6 @@ REFUSED_TRAINING: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = 
     ({}, {"optimizer__scale": "original"}, "optimizer.scale", "only optimizer.name = muon"),
     ({}, {"optimizer__adamw": ("*.router.*",)}, "optimizer.adamw", "only optimizer.name = muon"),
     ({"mesh__tp": 2}, {"optimizer__name": "muon"}, "optimizer.name", "tensor-parallel ranks have parts of matrices"),
-    (MUON, {"update": "next_step"}, "overlap.dp.update", "at the end of a step"),
     (MUON, {"precision__averages": "bf16"}, "precision.averages", "its average in fp32"),
     ({}, {"optimizer__skip_spikes": 0.5}, "optimizer.skip_spikes", "above their median"),
     ({}, {"optimizer__skip_limit": -1}, "optimizer.skip_limit", "out of range; fix: at least 0"),

@@ -75,6 +75,8 @@ class Actions:
         self.training = on_step is not None
         self.on_update: Callable[[PlannedUnit], Sequence[Tensor]] | None = None
         """Updates a unit by what the step before has reduced, and hands over the memory of that."""
+        self.on_matrices: Callable[[str, PlannedUnit, int], Pending] | None = None
+        """Does one of `WHOLE_MATRICES` with a unit, in a slot."""
         self.microbatches: Sequence[Microbatch] = ()
         self.losses: list[Tensor] = []
         self.weights_M: Tensor | None = None
@@ -280,6 +282,20 @@ class Actions:
     def update(self, op: Op) -> Sequence[Tensor]:
         """The gradients that were read: see Note: [What an update has read is the compute lane's]."""
         return () if self.on_update is None else self.on_update(self._units[unit_moved(op)])
+
+    def collect(self, op: Op) -> CommResult:
+        return None, self._on_matrices(op)
+
+    def orthogonalise(self, op: Op) -> None:
+        self._on_matrices(op)
+
+    def scatter(self, op: Op) -> CommResult:
+        return None, self._on_matrices(op)
+
+    def _on_matrices(self, op: Op) -> Pending:
+        if self.on_matrices is None:
+            return Pending()
+        return self.on_matrices(op.verb, self._units[unit_moved(op)], op.slot)
 
     def step(self, op: Op, *others: Tensor) -> None:
         for grad in others:

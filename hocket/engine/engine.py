@@ -36,6 +36,7 @@ from hocket.program.check import assert_valid
 from hocket.program.linearize import linearize
 from hocket.program.lower import build_forward, build_program
 from hocket.program.ops import Layout, Op, Program
+from hocket.program.shard import MATRIX_SLOTS
 from hocket.program.stages import mesh_of, sharding_of
 from hocket.runtime.comm import Groups, make_groups
 from hocket.runtime.dtypes import DTYPES
@@ -163,6 +164,7 @@ class Engine:
             weight_decay=config.train.weight_decay,
             momentum=optimizer.momentum,
             scale=optimizer.scale,
+            slots=MATRIX_SLOTS if config.overlap.dp.update == "next_step" else 1,
         )
 
     def _make_linears(self) -> Linears:
@@ -199,7 +201,7 @@ class Engine:
             self.room,
         )
         if on_step is not None and self._optimizer is not None:
-            actions.on_update = self._optimizer.update
+            actions.on_update, actions.on_matrices = self._optimizer.update, self._optimizer.with_matrices
         on_gpu = self.device.type == "cuda"
         order = [p for rank, p in linearize(program, None if on_gpu else config.train.lane_seed) if rank == pp]
         return Executor(program, pp, actions, self.lanes, Recorder(program.ranks[pp], self.groups.begin), order)

@@ -25,6 +25,7 @@ _ROWS_AROUND, _WEIGHTS, _GRADIENTS = (
 _FORWARD, _BACKWARD, _TO_EXPERTS = "activations sent", "gradients sent", "rows to experts and back"
 _KEYS = "keys and values gathered, and their gradients reduced"
 _TIED = "gradients of the tied embedding"
+_MATRICES = "averages and matrices of Muon"
 _ENDS = "the same, at both ends of a step"
 
 _KINDS = {_WEIGHTS: "gather", _GRADIENTS: "reduce", _FORWARD: "pp", _TO_EXPERTS: "a2a", _KEYS: "cp"}
@@ -102,6 +103,10 @@ def _data(s: Settings) -> Iterator[Overlap]:
         exposed = "a gather starts when its reader is next: overlap.dp.prefetch is 0"
         state: State = "on" if ahead else "off"
         yield _row(s, "dp", _WEIGHTS, under, state, "overlap.dp.prefetch", why if ahead else exposed)
+        if s.optimizer.name == "muon":
+            later, why = s.overlap.dp.update == "next_step", "4 bytes per parameter"
+            under = "other units' iterations, and the first forwards" if later else ""
+            yield _row(s, "dp", _MATRICES, under, "on" if later else "off", "overlap.dp.update", why)
     once = strategy in ("no_shard", "optim")
     why = "once a step, behind the last microbatch" if once else "behind the weight gradients of every microbatch"
     why += "; over replicas of the weights once a step" if s.mesh.replicas > 1 else ""

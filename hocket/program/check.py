@@ -26,7 +26,7 @@ from collections.abc import Iterator
 
 from hocket.program.check_memory import activations_capped, receives_paced, values_live
 from hocket.program.check_order import deadlock_free, halves_independent, sends_match, work_queued
-from hocket.program.check_slots import gradients_kept, updates_first, weights_resident
+from hocket.program.check_slots import gradients_kept, matrices_whole, updates_first, weights_resident
 from hocket.program.facts import INVARIANTS, Facts, Violation, gather_facts, has_place
 from hocket.program.ops import TIED, Key, Layout, Op, Program, tied_lane
 from hocket.program.transformer import EMBED, HEAD
@@ -160,9 +160,9 @@ def _lanes_for(op: Op, layout: Layout, rank: int) -> tuple[str, ...]:
             return (f"recv_{op.part}",)
         case "gather":
             return ("gather",)
-        case "reduce":
+        case "reduce" | "collect" | "scatter":
             return ("reduce",)
-        case "update":
+        case "update" | "orthogonalise":
             return ("update",)
         case "release":
             return ("compute", "gather")
@@ -182,6 +182,7 @@ _RULES = (
     weights_resident,
     gradients_kept,
     updates_first,
+    matrices_whole,
     activations_capped,
     receives_paced,
 )

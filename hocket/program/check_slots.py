@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from hocket.program.facts import Facts, Violation, has_place
-from hocket.program.ops import TIED
+from hocket.program.ops import TIED, WHOLE_MATRICES
 from hocket.program.transformer import EMBED
 from hocket.program.values import UnitName, unit_moved, unit_read, unit_written
 
@@ -239,3 +240,37 @@ def updates_first(facts: Facts) -> Iterator[Violation]:
             yield facts.fail(4, f"{facts.show(i)} needs a unit that is never updated, as others are", i)
         elif not facts.before(updates[unit], i):
             yield facts.fail(7, f"{facts.show(i)} may run before {facts.show(updates[unit])}", i, updates[unit])
+
+
+def matrices_whole(facts: Facts) -> Iterator[Violation]:
+    """Invariants 4, 5 and 7 for Muon: a unit's matrices are collected, made orthogonal, scattered, and then moved.
+
+    All units of a class are, or none; and a slot is filled again when those who read it have.
+    """
+    ops = [i for i, op in enumerate(facts.ops) if has_place(op, facts.layout)]
+    found = {(verb, unit_moved(facts.ops[i])): i for i in ops if (verb := facts.ops[i].verb) in _OF_MATRICES}
+    classes = {unit[0] for verb, unit in found if verb != "update"}
+    collected: dict[tuple[str, int], UnitName] = {}
+    for unit in dict.fromkeys(unit for _, unit in found if unit[0] in classes):
+        places = [found.get((verb, unit)) for verb in _OF_MATRICES]
+        if None in places:
+            missing = _OF_MATRICES[places.index(None)]
+            i = next(place for place in places if place is not None)
+            yield facts.fail(4, f"{facts.show(i)} is of a unit without {missing}", i)
+            continue
+        mine = [place for place in places if place is not None]
+        slot = (unit[0], facts.ops[mine[0]].slot)
+        if not facts.before(mine[-2], mine[-1]):  # that the others are in order is shown with backwards
+            yield facts.fail(5, f"{facts.show(mine[-1])} may run before {facts.show(mine[-2])}", mine[-1], mine[-2])
+        for p, i in pairwise(mine):
+            if facts.ops[i].slot != slot[1] or slot[1] < 0:
+                yield facts.fail(7, f"{facts.show(i)} has another slot than {facts.show(p)}, or none", i, p)
+        if (former := collected.get(slot)) is not None:
+            for writer, reader in (("collect", "scatter"), ("scatter", "update")):
+                p, i = found[reader, former], found[writer, unit]
+                if not facts.before(p, i):
+                    yield facts.fail(7, f"{facts.show(i)} may overwrite what {facts.show(p)} reads", i, p)
+        collected[slot] = unit
+
+
+_OF_MATRICES = (*WHOLE_MATRICES, "update")

@@ -204,7 +204,7 @@ def _needs(ops: list[Op], known: Meanings) -> list[list[int]]:
                 need.append(updated[unit_moved(op)])
             gathered[unit_moved(op)] = i
         elif verb == "update":  # that new gradients come behind it follows: wgrads come behind what reads the weights
-            updated[unit_moved(op)] = i
+            updated[unit_moved(op)], need = i, [there["scatter", part, chunk, layer]] if slot >= 0 else []
         elif verb == "release":
             need.append(last_reader[unit_moved(op)])
             released[part, slot] = i

@@ -24,7 +24,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from hocket.program.linearize import linearize
-from hocket.program.ops import TIED, Key, Layout, Op, Program
+from hocket.program.ops import TIED, WHOLE_MATRICES, Key, Layout, Op, Program
 from hocket.program.parts import INPUT
 from hocket.program.transformer import EMBED, HEAD
 from hocket.program.values import UnitName, first_reader, follows, reads, unit_moved, unit_read, unit_written
@@ -98,6 +98,7 @@ class _Rank:
         self.resident: dict[UnitName, int] = {}  # unit -> its slot
         self.gradients: dict[tuple[str, int], tuple[UnitName, int, Gradients]] = {}
         self.updated = {unit_moved(op): False for op in self.ops if op.verb == "update"}
+        self.matrices: dict[tuple[str, str, int], tuple[str, UnitName]] = {}  # what lies where -> what was done with it
         self.trimmed: dict[Key, str] = {}  # value -> the part whose share of it is gone
         self.sums: dict[UnitName, list[tuple[int, Gradients]]] = {}  # what was added up, oldest first
 
@@ -121,7 +122,11 @@ class _Rank:
                 self.mail[self.program.layout.peer(op, self.rank)] = inputs[0]
             case "recv":
                 self.values[op.key] = self._take(self.mail, (self.rank, op.key), op, "what was sent for")
+            case "collect" | "orthogonalise" | "scatter":
+                self._exchange_matrices(op)
             case "update":
+                if op.slot >= 0:
+                    self._take_matrices("parts", "scatter", op)
                 self.updated[unit_moved(op)] = True
                 self.values[op.key] = hash(op.key)
             case "gather":
@@ -144,6 +149,20 @@ class _Rank:
             key = self.ops[p].key
             self._look(self.values, key, op, "to drop a share of the value of")
             self.trimmed[key] = first_reader(self.ops[p], self.program.layout)
+
+    def _exchange_matrices(self, op: Op) -> None:
+        """Whole matrices lie in a slot until they are scattered to another place of it, where the update finds them."""
+        if op.verb != "collect":
+            self._take_matrices("whole", WHOLE_MATRICES[WHOLE_MATRICES.index(op.verb) - 1], op)
+        place = ("parts" if op.verb == "scatter" else "whole", op.part, op.slot)
+        if place in self.matrices:
+            raise ValueError(f"dry run, rank {self.rank}: {op} overwrites matrices of {self.matrices[place][1]}")
+        self.matrices[place] = op.verb, unit_moved(op)
+
+    def _take_matrices(self, where: str, verb: str, op: Op) -> None:
+        found = self.matrices.pop((where, op.part, op.slot), None)
+        if found != (verb, unit_moved(op)):
+            raise ValueError(f"dry run, rank {self.rank}: {op} needs matrices behind their {verb}, and finds {found}")
 
     def _ends_unit(self) -> Unit:
         """Under what name gradients of the embedding's unit count: those of a tied head elsewhere for themselves."""
@@ -212,7 +231,7 @@ class _Rank:
         return op.microbatch, gradients
 
     def finish(self) -> None:
-        for name in ("values", "states", "resident", "gradients", "sums"):
+        for name in ("values", "states", "resident", "gradients", "sums", "matrices"):
             left = getattr(self, name)
             if left:
                 raise ValueError(

@@ -111,3 +111,13 @@ FUSED = Formulas(
     rotary_with_norm=True, loss_traffic=1, loss_saved=1,
 )  # fmt: skip
 """One kernel each (`hocket/kernels/`): what is read and written once. The loss leaves its gradient in the logits."""
+
+
+def orthogonal_flops(elements: int, rows: int, columns: int) -> float:
+    """FLOPs of Muon's iteration of matrices of [rows, columns] that have so many elements together.
+
+    Each of five rounds multiplies a matrix of [a, b], a <= b, by itself, the square by itself, and that by the matrix:
+    `4 a a b + 2 a a a` (Jordan et al. 2024).
+    """
+    a, b = sorted((rows, columns))
+    return 5 * elements * (4 * a + 2 * a * a / b)

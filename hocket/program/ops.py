@@ -19,11 +19,14 @@ from hocket.program.parts import Unit as Unit
 from hocket.program.transformer import EMBED, HEAD, STANDARD, standard_types
 
 Verb = Literal[
-    "fwd", "recompute", "bwd", "wgrad", "send", "recv", "gather", "release", "add", "reduce", "step", "update",
+    "fwd", "recompute", "bwd", "wgrad", "send", "recv", "gather", "release", "add", "reduce", "step",
+    "collect", "orthogonalise", "scatter", "update",
 ]  # fmt: skip
 """fwd, recompute (forward once more, for the backward), bwd (input gradients), wgrad (weight gradients), pipeline send
 and recv, gather and release of a unit's weights, add of a unit's gradients to those of earlier microbatches, reduce of
-them over ranks, the optimizer step, and the update of one unit by what the step before has reduced."""
+them over ranks, the optimizer step, and the update of one unit by what the step before has reduced. Where Muon needs
+whole matrices of a sharded unit, three ops come before its update: collect of the averages of its gradients from all
+ranks, orthogonalise of the matrices that are this rank's, and scatter of the results."""
 
 Lane = str
 """An ordered queue of work: on a GPU a CUDA stream, on a CPU a queue. Sends and receives have lanes of their own,
@@ -44,7 +47,10 @@ communication."""
 TIED = "tied"
 """What is sent and received of a tied embedding that two pipeline ranks have."""
 
-UNIT_VERBS = ("gather", "release", "add", "reduce", "update")
+WHOLE_MATRICES = ("collect", "orthogonalise", "scatter")
+"""Verbs of what Muon does before it updates a sharded unit, in their order."""
+
+UNIT_VERBS = ("gather", "release", "add", "reduce", *WHOLE_MATRICES, "update")
 """Verbs whose op works on a whole unit, named by `Op.part`."""
 
 
@@ -75,8 +81,9 @@ class Op(NamedTuple):
     `microbatch` counts the residencies of the unit (0, 1, ...) for gather and release. `layer` is the
     layer's number in the whole model, -1 where no layer is meant. `deps` and `frees` are positions in the
     same rank's list: ops that must be done before this one, and ops whose output is dropped once this one
-    has been issued. `slot` is the weight slot of a gather or release, and the gradient slot of a wgrad, add
-    or reduce; -1 means none. The step has the chunk of an end whose gradient it adds to what was received as `tied`.
+    has been issued. `slot` is the weight slot of a gather or release, the gradient slot of a wgrad, add or
+    reduce, and the slot of whole matrices of a collect, orthogonalise, scatter, and the update behind them; -1 means
+    none. The step has the chunk of an end whose gradient it adds to what was received as `tied`.
     """
 
     verb: Verb

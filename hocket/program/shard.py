@@ -25,6 +25,19 @@ whole. Nothing in a step comes before them on their lane. So the first forward w
 own units alone; all others run beside it, and the first gathers beside updates. The step op at the end takes the
 gradients' norm, and they rest.
 
+Note: [Whole matrices of sharded units]
+Muon's update of a matrix needs all of it, and a rank has a part. So in front of the update of a unit that is gathered
+there are a `collect` (each rank averages what it has, and all get the whole), an `orthogonalise` (each matrix on one
+rank) and a `scatter` (each rank gets its part of the results). Exchanges are on the reduce lane, which has nothing else
+to do until backward begins. Units take turns in two slots: while the matrices of one are made orthogonal on the update
+lane, those of the next are collected, and the results of the one before are scattered:
+
+    reduce    collect 0, collect 1 | scatter 0, collect 2 | scatter 1, collect 3 | ...
+    update                           orthogonalise 0      | orthogonalise 1, update 0 | orthogonalise 2, update 1 | ...
+
+Slots need no waits of their own. A collect follows the scatter that read its slot on one lane. A scatter writes where
+the update before last has read, and waits for the orthogonalise behind that, on one lane with it.
+
 Note: [One embedding on two ranks]
 Where embedding and head are tied and on two pipeline ranks, both ranks have the unit, with the final norm, and update
 it alike. Each sums up its own gradients of a step: those of the embedding, or those of the head, over microbatches and
@@ -46,13 +59,15 @@ from dataclasses import dataclass
 
 from hocket.config import Strategy
 from hocket.program.fp8_costs import Fp8
-from hocket.program.ops import TIED, Layout, Op, tied_lane
+from hocket.program.ops import TIED, Layout, Op, Verb, tied_lane
 from hocket.program.parts import END_UNITS, UNITS, Unit
 from hocket.program.transformer import EMBED
 from hocket.program.values import Meanings, UnitName, meanings, unit_moved
 
 ALIGN = 64
 """Elements at whose multiples shards end; 128 bytes of bf16."""
+MATRIX_SLOTS = 2
+"""Slots for whole matrices of each class of units: see Note: [Whole matrices of sharded units]."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +85,8 @@ class Sharding:
     """Of an element of each of the optimizer's two averages."""
     fp8: Fp8 | None = None
     """What computes in fp8, and so has casts beside gathered weights; None: nothing."""
+    muon: bool = False
+    """Whether Muon updates the units of layers."""
 
     def size(self, unit: Unit) -> int:
         return self.experts if unit == "experts" else self.dense
@@ -77,6 +94,10 @@ class Sharding:
     def gathers(self, unit: Unit) -> bool:
         """Whether weights are gathered: no rank has all of them."""
         return self.size(unit) > 1 and self.strategy != "no_shard"
+
+    def collects(self, unit: Unit) -> bool:
+        """Whether an update needs whole matrices of what is sharded. See Note: [Whole matrices of sharded units]."""
+        return self.muon and unit not in END_UNITS and self.gathers(unit)
 
     def adds_up(self, unit: Unit) -> bool:
         """Whether gradients stay whole until the last microbatch. See Note: [Gradients that stay whole]."""
@@ -139,7 +160,7 @@ def shard(ranks: list[list[Op]], layout: Layout, sharding: Sharding, prefetch: i
             if unit in weight_slots:
                 _page(same, weight_slots[unit], prefetch, before, behind)
             if updates:
-                _update(same, prefetch, before)
+                _update(same, prefetch, before, sharding.collects(unit))
         placed = _reduce(ops, mine, written, sharding, grad_slots, behind)
         chunk = layout.apart.get(len(out), -1) if written else -1
         last = _exchange(ops, written, layout, len(out), chunk, before, behind) if chunk >= 0 else []
@@ -172,16 +193,33 @@ def _backward(ops: Sequence[Op], microbatch: int, chunk: int) -> int:
     return next(i for i, op in enumerate(ops) if (op.verb, op.microbatch, op.chunk) == item)
 
 
-def _update(visits: Sequence[Visit], prefetch: int, before: dict[int, list[Op]]) -> None:
+def _update(visits: Sequence[Visit], prefetch: int, before: dict[int, list[Op]], collects: bool) -> None:
     """An update for each unit of a class, in front of its first gather, or where that would stand. After `_page`."""
-    seen = set[UnitName]()
+    first: dict[UnitName, int] = {}
     for k, visit in enumerate(visits):
-        if visit.unit not in seen:
-            seen.add(visit.unit)
-            unit, chunk, layer = visit.unit
-            ops = before[visits[max(0, k - prefetch)].start]
-            gather = (i for i, op in enumerate(ops) if op.verb == "gather" and unit_moved(op) == visit.unit)
-            ops.insert(next(gather, len(ops)), Op("update", unit, -1, chunk, layer, "update"))
+        first.setdefault(visit.unit, visits[max(0, k - prefetch)].start)
+    units = list(first)
+
+    def op(verb: Verb, n: int) -> list[Op]:
+        """Of the unit with this number, if there is one."""
+        if not 0 <= n < len(units):
+            return []
+        unit, chunk, layer = units[n]
+        lane = "reduce" if verb in ("collect", "scatter") else "update"
+        return [Op(verb, unit, -1, chunk, layer, lane, n % MATRIX_SLOTS if collects else -1)]
+
+    for n, (unit, position) in enumerate(first.items()):
+        ops, found = before[position], op("update", n)
+        if collects:  # see Note: [Whole matrices of sharded units]
+            begun = [one for m, verb in _BEGIN for one in op(verb, m)] if n == 0 else []
+            found = [*begun, *op("collect", n + 2), *op("orthogonalise", n + 1), *op("scatter", n + 1), *found]
+        gather = (i for i, other in enumerate(ops) if other.verb == "gather" and unit_moved(other) == unit)
+        place = next(gather, len(ops))
+        ops[place:place] = found
+
+
+_BEGIN: tuple[tuple[int, Verb], ...] = ((0, "collect"), (1, "collect"), (0, "orthogonalise"), (0, "scatter"))
+"""(number of a unit, verb) of what stands before the first update."""
 
 
 def _inserted(ops: list[Op], before: Mapping[int, list[Op]], behind: Mapping[int, list[Op]]) -> Iterator[Op]:

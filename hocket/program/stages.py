@@ -10,6 +10,7 @@ from hocket.program.cost import CostTable, Measurement, groups_of, op_costs
 from hocket.program.fp8_costs import Fp8
 from hocket.program.hardware import Hardware
 from hocket.program.mesh import Mesh
+from hocket.program.muon_costs import with_muon
 from hocket.program.ops import Layout
 from hocket.program.schedule import CostKey
 from hocket.program.shard import Sharding
@@ -56,7 +57,8 @@ def sharding_of(config: Config) -> Sharding:
     kept: Strategy = "optim_grads_params" if strategy == "auto" else strategy
     sizes = config.mesh.members("reduce_dense"), config.mesh.members("reduce_experts")
     averages = 2 if config.precision.averages == "bf16" else 4
-    return Sharding(*sizes, kept, config.wire_bytes, config.mesh.tp, averages, fp8_of(config))
+    muon = config.optimizer.name == "muon"
+    return Sharding(*sizes, kept, config.wire_bytes, config.mesh.tp, averages, fp8_of(config), muon)
 
 
 def fp8_of(config: Config) -> Fp8 | None:
@@ -86,6 +88,8 @@ def costs_of(config: Config, hardware: Hardware, measured: Measurement | None = 
     costs = op_costs(config.model if config.mesh.tp == 1 else model_of_ranks(config), *sizes)
     if config.mesh.tp > 1:
         costs = with_tensors(costs, op_costs(model_of_rank(config), *sizes), config, hardware, layout_of(config))
+    if config.optimizer.name == "muon":
+        costs = with_muon(costs, config.model, layout_of(config), sharding_of(config), hardware, config.element_bytes)
     if config.mesh.replicas > 1:
         costs = _with_replicas(costs, config, hardware)
     if layout_of(config).placed:
@@ -154,7 +158,7 @@ def carried_by(key: CostKey, layout: Layout) -> Purpose | None:
             return "pp_fwd"
         case "recv", _:
             return "pp_bwd"
-        case (("gather" | "reduce"), _):
-            return groups_of(part)[verb == "reduce"]
+        case (("gather" | "reduce" | "collect" | "scatter"), _):
+            return groups_of(part)[verb != "gather"]
     found = layout.by_kind[kind].by_name.get(part) if kind else None
     return found.purpose if found else None

@@ -31,6 +31,11 @@ _LEGEND = (
     "compute shows what fills half of a character's time, communication what fills a tenth, ' what fills less of it\n"
     "! exposed for half of a character's time, : for a tenth"
 )
+_LETTERS = {
+    "wgrad": "w", "add": "w", "gather": "g", "collect": "g", "reduce": "r", "scatter": "r",
+    "step": "S", "orthogonalise": "S", "update": "S",
+}  # fmt: skip
+"""Of verbs that mean the same whatever they work on."""
 _WIDEST = 10_000
 """Characters of the longest line."""
 _SEEN = 600
@@ -49,7 +54,7 @@ def letter(op: Op, layout: Layout) -> str:
         return "+"
     if op.verb == "recv":
         return ">" if op.part == "act" else "<"
-    return {"wgrad": "w", "add": "w", "gather": "g", "reduce": "r", "step": "S", "update": "S"}.get(op.verb, " ")
+    return _LETTERS.get(op.verb, " ")
 
 
 def _mark(part: Part) -> str:

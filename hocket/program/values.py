@@ -170,10 +170,12 @@ def memory_of(op: Op) -> Lane:
 def follows(op: Op, layout: Layout) -> list[Key]:
     """Keys of the ops whose saved state `op` continues, of the same part: bwd after fwd, wgrad after bwd.
 
-    Where a part is recomputed, recompute comes between fwd and bwd. It continues what fwd decided: the routing.
+    Where a part is recomputed, recompute comes between fwd and bwd. It continues what fwd decided: the routing. And of
+    the same unit: orthogonalise after collect, scatter after that.
     """
     forward = "recompute" if layout.recomputes(op.part, op.layer) else "fwd"
-    before = {"recompute": "fwd", "bwd": forward, "wgrad": "bwd"}.get(op.verb)
+    matrices = {"orthogonalise": "collect", "scatter": "orthogonalise"}
+    before = {"recompute": "fwd", "bwd": forward, "wgrad": "bwd", **matrices}.get(op.verb)
     return [(before, *op.key[1:])] if before else []
 
 

@@ -114,12 +114,6 @@ TRAINING_RULES: tuple[Rule, ...] = (
         "mesh.tp = 1, or optimizer.name = adamw",
     ),
     Rule(
-        ("overlap.dp.update", "optimizer.name"),
-        lambda c, h: c.optimizer.name == "muon" and c.overlap.dp.update == "next_step",
-        "Muon updates at the end of a step",
-        "overlap.dp.update = end, or optimizer.name = adamw",
-    ),
-    Rule(
         ("precision.averages", "optimizer.name"),
         lambda c, h: c.optimizer.name == "muon" and c.precision.averages == "bf16",
         "Muon keeps its average in fp32",

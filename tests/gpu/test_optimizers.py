@@ -81,8 +81,9 @@ def assert_same(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> Non
         planned(DENSE, update="end", graphs="on"),
         changed(planned(DENSE, update="end", graphs="off"), {"precision.averages": "bf16"}),
         changed(planned(DENSE, update="end", graphs="off"), {"optimizer.name": "muon"}),
+        changed(planned(DENSE, update="next_step", graphs="off"), {"optimizer.name": "muon"}),
     ],
-    ids=["end", "next step", "graph", "bf16", "muon"],
+    ids=["end", "next step", "graph", "bf16", "muon", "muon, next step"],
 )
 def test_a_skipped_step_is_as_if_it_had_not_been(config: Config) -> None:
     whole = run_ranks(train, 2, config, tuple(range(8)), BAD, backend="nccl", timeout=200)
@@ -93,8 +94,21 @@ def test_a_skipped_step_is_as_if_it_had_not_been(config: Config) -> None:
         assert_same(mine["state"], theirs["state"])
 
 
-def test_copy_engines_serve_muon() -> None:
-    nccl = changed(planned(DENSE, update="end", graphs="off"), {"optimizer.name": "muon"})
+@pytest.mark.parametrize("transport", ["nccl", "copy_engine"])
+def test_muon_in_the_next_step_is_muon_at_the_end(transport: str) -> None:
+    """The same matrices on the same ranks, beside other work or not."""
+    later, end = (
+        changed(planned(DENSE, update=update, graphs="off"), {"optimizer.name": "muon", "train.transport": transport})
+        for update in ("next_step", "end")
+    )
+    found = [run_ranks(train, 2, config, (0, 1, 2, 3), -1, backend="nccl", timeout=200) for config in (later, end)]
+    for mine, theirs in zip(*found, strict=True):
+        assert_same(mine["state"], theirs["state"])
+
+
+@pytest.mark.parametrize("update", ["end", "next_step"])
+def test_copy_engines_serve_muon(update: str) -> None:
+    nccl = changed(planned(DENSE, update=update, graphs="off"), {"optimizer.name": "muon"})
     copies = changed(nccl, {"train.transport": "copy_engine"})
     found = [run_ranks(train, 2, config, (0, 1, 2), -1, backend="nccl", timeout=200) for config in (nccl, copies)]
     for mine, theirs in zip(*found, strict=True):

@@ -107,6 +107,7 @@ def _case(source: Any, most_ranks: int) -> Case:
     strategy = among(("no_shard", "optim", "optim_grads", "optim_grads_params"))
     fewest = 2 * pp if merged_v else 1
     microbatches, sharding = among(range(fewest, fewest + 8)), Sharding(among((1, 2)), among((1, 2)), strategy)
+    sharding = replace(sharding, muon=len(layout.kinds) % 2 == 1)
     return Case(layout, microbatches, planned(config, update=among(("end", "next_step"))), sharding)
 
 

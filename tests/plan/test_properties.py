@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hocket.program.check import check
 from hocket.program.dryrun import dry_run, linearize
 from hocket.program.lower import build_forward, build_program
-from hocket.program.ops import Layout, Program
+from hocket.program.ops import WHOLE_MATRICES, Layout, Program
 from hocket.program.shard import Sharding
 from hocket.program.zero_bubble import ZERO_BUBBLE
 from tests.helpers.plans import planned
@@ -49,6 +49,8 @@ def test_complete(case: Case) -> None:
     assert found["send", "tied"] == found["recv", "tied"] == both
     for unit, count in (("embed", both or 1), ("dense", moe + dense), ("experts", moe), ("head", 1 - layout.tied)):
         assert found["update", unit] == (count if later else 0)
+        whole = case.sharding.muon and case.sharding.gathers(unit) and unit in ("dense", "experts")
+        assert {found[verb, unit] for verb in WHOLE_MATRICES} == {count if later and whole else 0}
     assert found["step", "norm" if later else "all"] == layout.pp
 
 

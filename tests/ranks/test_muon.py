@@ -189,6 +189,7 @@ def run(rank: int, c: Any) -> dict[str, Any]:
         return [(p.name, p.shape, p.lo, p.hi, getattr(p, of).clone()) for unit in units for p in unit.pieces()]
 
     found = {"first": pieces("main"), **learn(engine, batches_of(c, 1) * 6, lambda: pieces("grad"))}
+    engine.catch_up()
     found["last"] = pieces("main")
     engine.close()
     return found
@@ -197,8 +198,8 @@ def run(rank: int, c: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("mesh", "plan"),
     [
-        (dict(dp=2, ep=2), dict(merge="on")),
-        (dict(pp=2, dp=2), dict(strategy="optim")),
+        (dict(dp=2, ep=2), dict(merge="on", update="next_step")),
+        (dict(pp=2, dp=2), dict(strategy="optim", update="next_step")),
         (dict(dp=4, ep=2, shard=2), {}),
         (dict(dp=2), dict(strategy="no_shard")),
     ],

@@ -18,7 +18,7 @@ from hocket.model.microbatch import Microbatch
 from hocket.program.check import check
 from hocket.program.dryrun import dry_run
 from hocket.program.lower import build_program
-from hocket.program.ops import Op, Program
+from hocket.program.ops import WHOLE_MATRICES, Op, Program
 from hocket.program.stages import layout_of, sharding_of
 from hocket.program.values import unit_moved, unit_read
 from hocket.recipes import recipe
@@ -36,9 +36,10 @@ from tests.reference import random_batches
 MODEL = dict(layers=3, dense_layers=(0,))
 
 
-def engine_of(rank: int, value: str) -> Engine:
+def engine_of(rank: int, value: str, optimizer: str) -> Engine:
     plan: dict[str, Any] = dict(update=value)
-    engine = Engine(config(MODEL, dict(dp=2, ep=2), plan, 2, "fp32"), rank, torch.device("cpu"))
+    c = changed(config(MODEL, dict(dp=2, ep=2), plan, 2, "fp32"), {"optimizer.name": optimizer})
+    engine = Engine(c, rank, torch.device("cpu"))
     engine.init_weights()
     return engine
 
@@ -57,11 +58,11 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def in_between(rank: int) -> None:
+def in_between(rank: int, optimizer: str) -> None:
     """Validation, optimizer state, and an interrupted step find the weights of the last one."""
     found = {}
     for value in ("end", "next_step"):
-        engine = engine_of(rank, value)
+        engine = engine_of(rank, value, optimizer)
         first, second, third = batches_of(engine, 3)
         before = weights(engine)
         engine.train_step(first, 0.1)
@@ -69,7 +70,9 @@ def in_between(rank: int) -> None:
         losses = [engine.evaluate(first)]
         engine.train_step(second, 0.1)
         state = [x.clone() for one in engine.optimizer.state.values() for x in (one.piece.main, one.exp_avg)]
-        for fail in (("on_step",), ("on_step", "on_update")):  # behind the updates, and before the first one
+        state += [momentum.clone() for _, momentum in engine.optimizer.momenta.values()]
+        # behind the updates, before the first one, and before the first whole matrix
+        for fail in (("on_step",), ("on_step", "on_update"), ("on_step", "on_matrices")):
             engine.train_step(third, 0.1)
             with pytest.MonkeyPatch.context() as patch:
                 for call in fail:
@@ -87,8 +90,9 @@ def _fail(*_: Any) -> None:
     raise RuntimeError("interrupted")
 
 
-def test_who_reads_weights_in_between_finds_those_of_the_last_step() -> None:
-    run_ranks(in_between, 2)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_who_reads_weights_in_between_finds_those_of_the_last_step(optimizer: str) -> None:
+    run_ranks(in_between, 2, optimizer)
 
 
 def test_a_run_saves_validates_and_ends_as_one_that_updates_at_the_end(tmp_path: Path) -> None:
@@ -167,8 +171,8 @@ def records_of(folder: Path) -> list[dict[str, float]]:
     return [{name: record[name] for name in kept if name in record} for record in of_steps]
 
 
-def program_of(**settings: Any) -> Program:
-    s = resolve(planned(recipe("tiny"), **{"update": "next_step", **settings}))
+def program_of(optimizer: str = "adamw", **settings: Any) -> Program:
+    s = resolve(changed(planned(recipe("tiny"), **{"update": "next_step", **settings}), {"optimizer.name": optimizer}))
     return build_program(layout_of(s), s.train.microbatches, s, sharding_of(s))
 
 
@@ -251,6 +255,49 @@ def test_memory_that_goes_too_early_is_noticed() -> None:
     assert any("never dropped" in str(one) for one in check(with_op(program, 0, q, frees=others)))
 
 
+def test_whole_matrices_are_exchanged_beside_those_of_other_units() -> None:
+    """Nothing of an update but its own unit's is known of the reduce lane when matrices are made orthogonal."""
+    ops = program_of("muon").ranks[0]
+    of_layers = [str(op) for op in ops if op.verb in (*WHOLE_MATRICES, "update") and op.part == "dense"]
+    assert of_layers[:8] == [
+        "collect dense c0 l0 s0", "collect dense c0 l1 s1", "orthogonalise dense c0 l0 s0", "scatter dense c0 l0 s0",
+        "collect dense c1 l4 s0", "orthogonalise dense c0 l1 s1", "scatter dense c0 l1 s1", "update dense c0 l0 s0",
+    ]  # fmt: skip
+    known, scattered = known_of(ops)["reduce"], position(ops, "scatter dense c0 l0")
+    assert known[position(ops, "orthogonalise dense c0 l1")] < scattered
+    assert known[position(ops, "update dense c0 l0")] == scattered
+    forwards = [i for i, op in enumerate(ops) if op.verb == "fwd"]
+    assert forwards[0] < position(ops, "scatter dense c1 l4") < forwards[-1]
+
+
+@pytest.mark.parametrize("verb", [*WHOLE_MATRICES[1:], "update"])
+def test_a_missing_dependency_of_whole_matrices_is_noticed(verb: str) -> None:
+    program = program_of("muon")
+    late = position(program.ranks[0], f"{verb} dense")
+    mutant = with_op(program, 0, late, deps=())
+    assert any("may run before" in str(one) for one in check(mutant))
+    noticed = 0
+    for seed in range(20):
+        try:
+            dry_run(mutant, seed)
+        except ValueError:
+            noticed += 1
+    assert noticed
+
+
+@pytest.mark.parametrize("verb", WHOLE_MATRICES)
+def test_whole_matrices_in_a_wrong_slot_or_on_a_wrong_lane_are_noticed(verb: str) -> None:
+    program = program_of("muon")
+    place = position(program.ranks[0], f"{verb} dense")
+    mutant = with_op(program, 0, place, slot=1)
+    assert any("another slot" in str(one) for one in check(mutant))
+    with pytest.raises(ValueError, match=r"dry run.*matrices"):
+        dry_run(mutant, None)
+    assert any("is on lane compute" in str(one) for one in check(with_op(program, 0, place, lane="compute")))
+    gone = with_op(program, 0, place, verb="release", lane="compute")
+    assert any(f"is of a unit without {verb}" in str(one) for one in check(gone))
+
+
 def test_an_update_that_is_missing_is_noticed() -> None:
     program = program_of()
     update = position(program.ranks[0], "update dense")
@@ -264,6 +311,7 @@ ONE: dict[str, Any] = {"train.microbatches": 1, "train.transport": "copy_engine"
 CHOICES: list[tuple[dict[str, Any], str, str]] = [
     ({**ONE, "train.transport": "nccl"}, "end", "beside NCCL's kernels no more than noise was gained"),
     (ONE, "next_step", "beside first gathers and in its bubble"),
+    ({**ONE, "train.transport": "nccl", "optimizer.name": "muon"}, "next_step", "beside first gathers"),
     ({**ONE, "train.microbatches": 64}, "end", "that is little"),
     ({**ONE, "mesh.dp": 1}, "end", "hides 0 µs"),
     ({**ONE, "overlap.dp.strategy": "no_shard"}, "end", "forwards share SMs and bandwidth"),

@@ -29,7 +29,7 @@ from hocket.fsdp.planned.model import PlannedModel
 from hocket.fsdp.planned.muon import MuonOptions, PlannedMuon
 from hocket.fsdp.planned.skipping import StepGuard
 from hocket.fsdp.planned.unit import Piece, PlannedUnit
-from hocket.runtime.comm import Group
+from hocket.runtime.comm import Group, Pending
 
 AVERAGES = ("exp_avg", "exp_avg_sq")
 
@@ -191,7 +191,6 @@ class PlannedAdamW:
         Nothing is updated where the guard says so, which `guard.skipped` tells.
         With `later`, gradients rest as they are until `update` is called for each unit, or `catch_up`.
         """
-        assert self.muon is None or not later, "Muon updates at the end of a step"
         self.catch_up()
         norm, self._factor = self.grad_norm(), None
         skipped = self.guard.judge(norm)
@@ -212,7 +211,8 @@ class PlannedAdamW:
             return norm
         self._clip(self._grads())
         if self.muon is not None:
-            self.muon.step(self._adamw.param_groups[0]["lr"], None if self._host_asks else skipped)
+            for unit in self.model.units.values():
+                self._move_matrices(unit)
         if self.options.averages is torch.float32:
             self._adamw.step()
         else:
@@ -251,12 +251,33 @@ class PlannedAdamW:
         """
         if not unit.awaits_update:
             return ()
-        self._clip([unit.group.main_grad])
+        if self.muon is None or not self.muon.begun(unit):
+            self._clip([unit.group.main_grad])
+        self._move_matrices(unit)
         self._step(unit)
         unit.refresh()
         return unit.take_grads()
 
+    @torch.no_grad()
+    def with_matrices(self, verb: str, unit: PlannedUnit, slot: int) -> Pending:
+        """One of `WHOLE_MATRICES`, in front of the update of a unit whose gradients wait for that."""
+        if self.muon is None or not unit.awaits_update or not self.muon.takes(unit):
+            return Pending()
+        if verb == "collect":
+            self._clip([unit.group.main_grad])
+        return self.muon.go_on(verb, unit, slot, self._not_taken)
+
+    def _move_matrices(self, unit: PlannedUnit) -> None:
+        if self.muon is not None and self.muon.takes(unit):
+            self.muon.update(unit, self._adamw.param_groups[0]["lr"], self._not_taken)
+
+    @property
+    def _not_taken(self) -> Tensor | None:
+        """Whether the last step is not to be taken, on the device; None where the host has asked."""
+        return None if self._host_asks else self.guard.skipped
+
     def catch_up(self) -> None:
         """Make the updates that were left to the next step: weights and state are those behind the last step."""
-        for unit in self.model.units.values():
+        units, muon = self.model.units.values(), self.muon
+        for unit in sorted(units, key=lambda unit: muon is None or not muon.begun(unit)):  # begun ones have the slots
             self.update(unit)

@@ -1,14 +1,17 @@
 """Muon on shards: each matrix is put together on one rank, made orthogonal there, and its parts travel back.
 
-Note: [Whole matrices in turn]
-The average is elementwise, so each rank has its part of it. The iteration needs the whole matrix. So for each unit,
+Note: [Each matrix on one rank]
+The average is elementwise, so each rank has its part of it. The iteration needs the whole matrix. So each unit has,
 behind the last reduction of a step,
 
-    all-gather       the averages in bf16, in which the iteration begins anyway
-    iterate          each matrix on one rank of the group, in turn
-    reduce-scatter   the results: a sum in which all ranks but one have zeros, so it is exact
+    collect         an all-gather of the averages in bf16, in which the iteration begins anyway
+    orthogonalise   each matrix on one rank of the group, such that all have about as much to compute
+    scatter         a reduce-scatter of the results: a sum in which all ranks but one have zeros, so it is exact
+    update          the move of the weights
 
-Ranks that hold weights whole iterate all of them, and communicate nothing. Nothing of this runs beside other compute.
+With `overlap.dp.update = next_step` these are ops of the plan, at the beginning of the next step: see
+`Note: [Whole matrices of sharded units]` in `program/shard.py`. Otherwise the step op does all of it, unit by unit, and
+nothing runs beside it. Ranks that hold weights whole iterate all of them in the update, and communicate nothing.
 
 Note: [What is one matrix]
 Gate and up projections are stacked in one weight here and are two matrices, as in the models of Hugging Face; queries,
@@ -28,6 +31,8 @@ from torch import Tensor
 from hocket.fsdp.orthogonal import factor_of, orthogonal
 from hocket.fsdp.planned.model import PlannedModel
 from hocket.fsdp.planned.unit import Piece, PlannedUnit
+from hocket.program.ops import WHOLE_MATRICES
+from hocket.runtime.comm import Pending
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,8 @@ class MuonOptions:
     weight_decay: float = 0.1
     momentum: float = 0.95
     scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    slots: int = 1
+    """Units of a class that are under way at once."""
 
 
 def matrices_of(name: str, weight: Tensor) -> list[Tensor]:
@@ -50,6 +57,42 @@ def matrices_of(name: str, weight: Tensor) -> list[Tensor]:
     return list(weight.chunk(halves))
 
 
+def _owners(unit: PlannedUnit, taken: Sequence[int]) -> list[list[int]]:
+    """Of each matrix of the members that are taken, the rank that iterates it: the one with the least so far.
+
+    -1 for all of them, where each keeps the unit whole. The largest matrices are given out first.
+    """
+    views = unit.group.layout.views(torch.empty(unit.group.layout.total, device="meta"))
+    counts = [[m.shape for m in matrices_of(unit.group.members[i].name, views[i])] for i in taken]
+    owners, work = [[-1] * len(shapes) for shapes in counts], [0] * unit.group.groups.reduce.size
+    if unit.group.keeps_all:
+        return owners
+    places = [(min(shape) * shape.numel(), k, n) for k, shapes in enumerate(counts) for n, shape in enumerate(shapes)]
+    for products, k, n in sorted(places, key=lambda place: -place[0]):
+        owners[k][n] = rank = work.index(min(work))
+        work[rank] += products
+    return owners
+
+
+@dataclass
+class _Slot:
+    """Memory of one unit at a time."""
+
+    whole: Tensor
+    """Its averages, and then the results in their place: bf16."""
+    parts: Tensor
+    """What this rank keeps of the results: fp32."""
+
+
+@dataclass
+class _UnderWay:
+    """A unit between its collect and its update."""
+
+    slot: _Slot
+    done: str
+    pending: Pending
+
+
 class PlannedMuon:
     """Muon of one rank's sharded model, for the parameters that its options take."""
 
@@ -57,8 +100,9 @@ class PlannedMuon:
         self.model, self.options = model, options
         self.momenta: dict[str, tuple[Piece, Tensor]] = {}
         """The averages of what this rank keeps, by name: live, 1-D, fp32."""
-        self._units: list[tuple[PlannedUnit, list[int]]] = []
-        self._turn = 0
+        self._taken: dict[PlannedUnit, list[int]] = {}
+        self._owners: dict[PlannedUnit, list[list[int]]] = {}
+        self._under_way: dict[PlannedUnit, _UnderWay] = {}
         for unit in model.units.values():
             names = [member.name for member in unit.group.members]
             pieces = [piece for piece in unit.pieces() if options.takes(piece.name, piece.shape)]
@@ -67,57 +111,81 @@ class PlannedMuon:
                 i for i, shard in enumerate(unit.group.shards) if options.takes(names[i], unit.group.place_of(shard)[0])
             ]
             if taken:
-                self._units.append((unit, taken))
-        self._buffers = self._allocate()
+                self._taken[unit] = taken
+                self._owners[unit] = _owners(unit, taken)
+        self._slots = {kind: self._allocate(kind) for kind in ("dense", "experts")}
 
-    def _allocate(self) -> dict[int, tuple[Tensor, Tensor]]:
-        """By number of ranks in the group that shares a unit: what is gathered, and results. Every rank calls this."""
-        found: dict[int, tuple[Tensor, Tensor]] = {}
-        dense = [unit for unit, _ in self._units if unit.kind != "experts"]
-        experts = [unit for unit, _ in self._units if unit.kind == "experts"]
-        for number, units in enumerate((dense, experts)):
-            if not units:
-                continue
-            group = units[0].group.groups.reduce
-            length = max(unit.group.layout.total for unit in units)
-            both = [torch.empty(0), torch.empty(0)]
-            with group.window(2 * length) as window:
-                for i in range(2):
-                    both[i] = torch.zeros(length, dtype=torch.bfloat16, device=self.model.device)
-            self.model.add_window(window)
-            found[number] = both[0], both[1]
+    def _allocate(self, kind: str) -> list[_Slot]:
+        """The slots of a class of units. Every rank calls this."""
+        groups = [unit.group for unit in self._taken if unit.kind == kind]
+        if not groups:
+            return []
+        length, part = (max(sizes) for sizes in zip(*((g.layout.total, g.main.numel()) for g in groups), strict=True))
+        device, found = self.model.device, list[_Slot]()
+        with groups[0].groups.reduce.window(2 * length) as window:
+            for _ in range(1 if groups[0].keeps_all else self.options.slots):
+                found.append(_Slot(torch.zeros(length, dtype=torch.bfloat16, device=device), torch.empty(0)))
+        self.model.add_window(window)
+        for slot in found:
+            slot.parts = torch.empty(part, device=device)
         return found
 
-    @torch.no_grad()
-    def step(self, lr: float, skipped: Tensor | None) -> None:
-        """Update all that is taken, by its gradients. Where `skipped` is true, on the device, nothing changes."""
-        self._turn = 0
-        for unit, taken in self._units:
-            self._step(unit, taken, lr, skipped)
+    def takes(self, unit: PlannedUnit) -> bool:
+        """Whether it updates some of a unit."""
+        return unit in self._taken
 
-    def _step(self, unit: PlannedUnit, taken: Sequence[int], lr: float, skipped: Tensor | None) -> None:
-        group, total = unit.group, unit.group.layout.total
-        gathered, results = (buffer[:total] for buffer in self._buffers[int(unit.kind == "experts")])
-        alone = group.keeps_all
-        size = group.main.numel()
-        mine = gathered if alone else gathered[group.position * size :][:size]
-        here = group.kept.slices(group.position)
-        for i in taken:
-            shard = group.shards[i]
-            if shard.hi > shard.lo:
-                piece, momentum = self.momenta[group.members[i].name]
-                mine[here[i]] = self._averaged(piece.grad, momentum, skipped)
-        if not alone:
-            group.groups.reduce.all_gather(gathered, mine).wait()
-        results.zero_()
-        self._iterate(unit, taken, gathered, results, alone)
-        update = results.float() if alone else torch.empty(size, dtype=torch.float32, device=self.model.device)
-        if not alone:
-            group.groups.reduce.reduce_sum(results, update, 1.0, add=False).wait()
-        for i in taken:
-            shard = group.shards[i]
-            if shard.hi > shard.lo:
-                self._move(self.momenta[group.members[i].name][0], update[here[i]], lr, skipped)
+    def begun(self, unit: PlannedUnit) -> bool:
+        """Whether a unit's averages have been moved, but not its weights."""
+        return unit in self._under_way
+
+    @torch.no_grad()
+    def go_on(self, verb: str, unit: PlannedUnit, slot: int, skipped: Tensor | None) -> Pending:
+        """Do one of `WHOLE_MATRICES` with a unit, each in its turn. Where `skipped` is true, no average changes."""
+        if verb == "collect":
+            assert unit not in self._under_way, f"{unit} is collected twice"
+            place = self._slots[unit.kind][slot]
+            for other in self._under_way.values():
+                if other.slot is place:  # on a CPU what is sent from there may still be under way
+                    other.pending.wait()
+            self._under_way[unit] = _UnderWay(place, "", Pending())
+        of, group = self._under_way[unit], unit.group
+        of.pending.wait()
+        whole, parts = of.slot.whole[: group.layout.total], of.slot.parts[: group.main.numel()]
+        of.pending, of.done = Pending(), verb
+        match verb:
+            case "collect":
+                mine = whole if group.keeps_all else whole[group.position * parts.numel() :][: parts.numel()]
+                self._average(unit, mine, skipped)
+                if not group.keeps_all:
+                    of.pending = group.groups.reduce.all_gather(whole, mine)
+            case "orthogonalise":
+                self._iterate(unit, whole)
+            case "scatter" if group.keeps_all:
+                parts.copy_(whole)
+            case _:
+                of.pending = group.groups.reduce.reduce_sum(whole, parts, 1.0, add=False)
+        return of.pending
+
+    @torch.no_grad()
+    def update(self, unit: PlannedUnit, lr: float, skipped: Tensor | None) -> None:
+        """Move the weights of a unit, behind what is left to do before. Where `skipped` is true, nothing changes."""
+        done = self._under_way[unit].done if unit in self._under_way else ""
+        for verb in WHOLE_MATRICES[WHOLE_MATRICES.index(done) + 1 if done else 0 :]:
+            self.go_on(verb, unit, 0, skipped)
+        of, here = self._under_way.pop(unit), unit.group.kept.slices(unit.group.position)
+        of.pending.wait()
+        for i in self._kept(unit):
+            self._move(self.momenta[unit.group.members[i].name][0], of.slot.parts[here[i]], lr, skipped)
+
+    def _kept(self, unit: PlannedUnit) -> list[int]:
+        """The members that it updates and of which this rank keeps something."""
+        return [i for i in self._taken[unit] if unit.group.shards[i].hi > unit.group.shards[i].lo]
+
+    def _average(self, unit: PlannedUnit, mine: Tensor, skipped: Tensor | None) -> None:
+        here = unit.group.kept.slices(unit.group.position)
+        for i in self._kept(unit):
+            piece, momentum = self.momenta[unit.group.members[i].name]
+            mine[here[i]] = self._averaged(piece.grad, momentum, skipped)
 
     def _averaged(self, grad: Tensor, momentum: Tensor, skipped: Tensor | None) -> Tensor:
         """Move the average, and return Nesterov's look ahead of it."""
@@ -126,22 +194,20 @@ class PlannedMuon:
         momentum.copy_(moved if skipped is None else torch.where(skipped, momentum, moved))
         return grad.lerp(moved, beta)
 
-    def _iterate(self, unit: PlannedUnit, taken: Sequence[int], gathered: Tensor, results: Tensor, alone: bool) -> None:
-        """Write the orthogonal matrices that are this rank's turn into their place among the results."""
-        layout, reduce = unit.group.layout, unit.group.groups.reduce
-        sources, targets = layout.views(gathered), layout.views(results)
-        for i in taken:
-            name = unit.group.members[i].name
-            pairs = list(zip(matrices_of(name, sources[i]), matrices_of(name, targets[i]), strict=True))
-            ranks = 1 if alone else reduce.size
-            own = [pair for n, pair in enumerate(pairs) if alone or (self._turn + n) % ranks == reduce.rank]
-            self._turn += len(pairs)
-            together = len(own) if gathered.is_cuda else 1  # on a CPU one by one: the same bits on any mesh
+    def _iterate(self, unit: PlannedUnit, whole: Tensor) -> None:
+        """Put this rank's matrices, made orthogonal, in the place of all averages; zeros in that of the others."""
+        found: list[tuple[Tensor, Tensor]] = []
+        views = unit.group.layout.views(whole)
+        for i, owners in zip(self._taken[unit], self._owners[unit], strict=True):
+            matrices = matrices_of(unit.group.members[i].name, views[i])
+            own = [m for m, rank in zip(matrices, owners, strict=True) if rank in (-1, unit.group.groups.reduce.rank)]
+            together = len(own) if whole.is_cuda else 1  # on a CPU one by one: the same bits on any mesh
             for first in range(0, len(own), max(1, together)):
                 some = own[first : first + together]
-                made = orthogonal(torch.stack([source for source, _ in some]))
-                for matrix, (_, target) in zip(made, some, strict=True):
-                    target.copy_(matrix)
+                found += zip(some, orthogonal(torch.stack(some)), strict=True)
+        whole.zero_()
+        for place, matrix in found:
+            place.copy_(matrix)
 
     def _move(self, piece: Piece, update: Tensor, lr: float, skipped: Tensor | None) -> None:
         options, main = self.options, piece.main
