@@ -8,7 +8,6 @@ result and the weight and writes the weight: 12. Of AdamW's two averages one is 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import replace
 
 from hocket.config import ModelConfig
@@ -56,7 +55,7 @@ def with_muon(
 
 def _of_unit(
     named: tuple[Unit, str], sizes: tuple[int, int], cast: int, flops: float, hardware: Hardware
-) -> Mapping[CostKey, OpCost]:
+) -> dict[CostKey, OpCost]:
     """The ops of a unit, by its class and kind, its weights and the ranks that share them, and the FLOPs of all."""
     (unit, kind), (weights, ranks) = named, sizes
     shard = -(-weights // ranks)

@@ -186,6 +186,11 @@ _WORTH_UPDATE = 0.02
 def choose_update(c: Config, host: Host, trials: Trials) -> tuple[Update, str]:
     if c.train.device != "cuda":
         return "end", "on CPUs nothing runs beside an update"
+    if c.optimizer.name == "muon":
+        return (
+            "end",
+            "Muon beside forwards is not measured on GPUs yet; overlap.dp.update = next_step asks for it",
+        )
     if c.precision.gather == "fp8":
         return "end", "what is gathered in fp8 is cast behind the whole update"
     if c.plan.graphs == "on":
@@ -202,7 +207,7 @@ def choose_update(c: Config, host: Host, trials: Trials) -> tuple[Update, str]:
     what = f"{what}, {share:.1%} of a step"
     if share < _WORTH_UPDATE:
         return "end", f"{what}; that is little, and forwards share SMs and bandwidth with the rest"
-    if c.train.transport not in COPIED and c.optimizer.name != "muon":
+    if c.train.transport not in COPIED:
         return "end", f"{what}; beside NCCL's kernels no more than noise was gained, unlike beside copies"
     return "next_step", f"{what}, and more if forwards gain beside them"
 
