@@ -20,7 +20,7 @@ plan_model      the same for a model of your own
 check           every broken rule of a step, with the ops involved
 simulate        when each op would run, what is exposed, and how much memory it takes
 draw            the predicted timeline as text, SVG or a page
-fully_shard     shards the weights of any module; ShardOptions, Precision, clip_grad_norm_ and Muon go with it
+fully_shard     shards the weights of any module; ShardOptions, Precision and clip_grad_norm_ go with it
 context_parallel  has ranks share the sequences of a model of transformers
 checkpoint      saving and loading what `fully_shard` has sharded, on any number of ranks
 sharding        what else belongs to `fully_shard`: parameter groups, the update beside gathers, placement
@@ -38,13 +38,11 @@ if TYPE_CHECKING:
     from hocket.adapters.context_parallel import context_parallel
     from hocket.adapters.step import plan_model
     from hocket.fsdp.api import clip_grad_norm_, fully_shard
-    from hocket.fsdp.muon import Muon
     from hocket.fsdp.options import ShardOptions
     from hocket.fsdp.precision import Precision
     from hocket.planned import check, draw, plan, simulate
 
 __all__ = [
-    "Muon",
     "Precision",
     "ShardOptions",
     "check",
@@ -60,7 +58,6 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Muon": "fsdp.muon",
     "Precision": "fsdp.precision",
     "ShardOptions": "fsdp.options",
     "check": "planned",

@@ -4,6 +4,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from hocket.fsdp.api import context_of, fully_shard, param_groups, unit_of
 from hocket.fsdp.fsdp2 import FSDPModule, register_fsdp_forward_method
+from hocket.fsdp.muon import Muon
 from hocket.fsdp.shard_groups import Placement
 from hocket.fsdp.update import step_and_gather
 
@@ -11,6 +12,7 @@ __all__ = [
     "CPUOffloadPolicy",
     "FSDPModule",
     "MixedPrecisionPolicy",
+    "Muon",
     "OffloadPolicy",
     "Placement",
     "UnshardHandle",

@@ -20,6 +20,7 @@ REFUSED_TRAINING: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = 
     ({"model__aux_loss": 0.0}, {"model__aux_loss_over": "batch"}, "model.aux_loss_over", "no load-balancing loss"),
     ({"model__aux_loss": 0.1, "mesh__tp": 2}, {"model__aux_loss_over": "sequence"}, "model.aux_loss_over", "share the"),
     (NO_EXPERTS, {"train__experts_every": 5}, "train.experts_every", "no MoE layer"),
+    ({"train__keep": 0}, {"optimizer__rewinds": 1}, "optimizer.rewinds", "no checkpoint to go back to"),
     ({"train__keep": 0}, {"train__keep_best": 1}, "train.keep_best", "writes no checkpoint"),
     ({"train__save_every": 10}, {"train__keep_every": 25}, "train.keep_every", "every train.save_every = 10 steps"),
     ({"train__save_every": 0}, {"train__keep_every": 25}, "train.keep_every", "every train.save_every = 0 steps"),

@@ -90,8 +90,8 @@ def test_profile_tells_what_is_exposed_and_all_later_steps_repeat_it(tmp_path):
         trace = trace_of(tmp_path, rank)
         seen = named(trace)
         about = trace["hocket"]
-        assert about["settings"]["mesh"] == {"pp": 2, "dp": 2, "ep": 2, "tp": 1, "shard": 0}
-        assert about["coordinates"] == {"pp": rank // 2, "dp": rank % 2, "edp": 0, "ep": rank % 2, "tp": 0}
+        assert about["settings"]["mesh"] == {"pp": 2, "dp": 2, "cp": 1, "ep": 2, "tp": 1, "shard": 0}
+        assert about["coordinates"] == {"pp": rank // 2, "dp": rank % 2, "edp": 0, "ep": rank % 2, "tp": 0, "cp": 0}
         assert (about["version"], about["transport"], about["label"], about["rank"]) == (VERSION, "gloo", "", rank)
         assert about["versions"]["torch"] == torch.__version__
         assert about["parameters"] > 1000

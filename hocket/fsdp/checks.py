@@ -136,7 +136,7 @@ def refuse_matrices(optimizer: Optimizer) -> None:
         if refused:
             raise ValueError(
                 f"{type(optimizer).__name__} computes with whole weights, and sharded parameters are 1-D parts of "
-                f"them: use an elementwise optimizer, such as torch.optim.AdamW, or hocket.Muon"
+                f"them: use an elementwise optimizer, such as torch.optim.AdamW, or hocket.sharding.Muon"
             )
 
 

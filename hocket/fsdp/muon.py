@@ -1,4 +1,4 @@
-"""`hocket.Muon`: torch's Muon for models under `fully_shard`.
+"""`hocket.sharding.Muon`: torch's Muon for models under `fully_shard`.
 
 Note: [Whole matrices on one rank each]
 Muon's average is elementwise, so each rank keeps that of its elements. Its iteration needs whole matrices. So for the

@@ -1,4 +1,4 @@
-"""`hocket.Muon` on shards beside torch's on whole parameters: weights and averages, bit for bit."""
+"""`hocket.sharding.Muon` on shards beside torch's on whole parameters: weights and averages, bit for bit."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def beside(rank: int, shape: tuple[int, ...], strategy: str, options: dict[str, 
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "shard")[-len(shape) :])
     units = tuple(type(block) for block in model.blocks[:1])
     ctx = hocket.fully_shard(model, units=units, mesh=mesh, strategy=strategy, options=hocket.ShardOptions(**options))
-    twins, mine = optimizers(plain, torch.optim.Muon, settings), optimizers(model, hocket.Muon, settings)
+    twins, mine = optimizers(plain, torch.optim.Muon, settings), optimizers(model, hocket.sharding.Muon, settings)
     train(plain, twins)
     train(model, mine)
     for shard in (shard for unit in ctx.units for group in unit.groups for shard in group.shards):
@@ -98,7 +98,7 @@ def test_without_sharding_it_is_torchs() -> None:
     one = Blocks()
     other = copy.deepcopy(one)
     train(one, optimizers(one, torch.optim.Muon, {}))
-    train(other, optimizers(other, hocket.Muon, {}))
+    train(other, optimizers(other, hocket.sharding.Muon, {}))
     for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
         assert torch.equal(mine, theirs)
 
@@ -107,13 +107,13 @@ def refusals(rank: int) -> None:
     model = Blocks()
     hocket.fully_shard(model, strategy="optim_grads_params")
     with pytest.raises(ValueError, match=r"^Muon updates matrices, and a parameter has the shape \(20,\): give those"):
-        hocket.Muon(model.parameters())
+        hocket.sharding.Muon(model.parameters())
     matrices = [p for p in model.parameters() if p.ndim == 2]
     model(torch.ones(2, 12)).backward()
-    with pytest.raises(ValueError, match=r"^Muon computes with whole weights, .* or hocket.Muon$"):
+    with pytest.raises(ValueError, match=r"^Muon computes with whole weights, .* or hocket.sharding.Muon$"):
         torch.optim.Muon(matrices).step()
     with pytest.raises(ValueError, match=r"^step_and_gather updates units while others are still reduced"):
-        hocket.sharding.step_and_gather(model, hocket.Muon(matrices))
+        hocket.sharding.step_and_gather(model, hocket.sharding.Muon(matrices))
 
 
 def test_what_it_cannot_update_is_refused() -> None:
@@ -126,6 +126,6 @@ def test_what_it_cannot_update_is_refused() -> None:
 )
 def test_settings_are_judged_as_torch_does(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        hocket.Muon([nn.Parameter(torch.ones(2, 2))], **settings)
+        hocket.sharding.Muon([nn.Parameter(torch.ones(2, 2))], **settings)
     with pytest.raises(ValueError):
         torch.optim.Muon([nn.Parameter(torch.ones(2, 2))], **settings)

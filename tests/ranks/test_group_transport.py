@@ -61,4 +61,4 @@ def test_rows_of_device_known_splits_are_stored_and_tokens_copied_on_any(name: s
 
 
 def test_copy_engines_move_all_but_tokens_and_what_ranks_agree_on() -> None:
-    assert set(get_args(Purpose)) - set(COPIED["copy_engine"]) == {"tp", "control", "replicas"}
+    assert set(get_args(Purpose)) - set(COPIED["copy_engine"]) == {"cp", "tp", "control", "replicas"}

@@ -64,6 +64,7 @@ def groups_of(rank: int, name: str, ranks: tuple[int, int], copies: HopCopies) -
             "reduce_experts",
             "replicas",
             "a2a",
+            "cp",
             "tp",
             "control",
         )

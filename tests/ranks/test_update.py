@@ -311,7 +311,7 @@ ONE: dict[str, Any] = {"train.microbatches": 1, "train.transport": "copy_engine"
 CHOICES: list[tuple[dict[str, Any], str, str]] = [
     ({**ONE, "train.transport": "nccl"}, "end", "beside NCCL's kernels no more than noise was gained"),
     (ONE, "next_step", "beside first gathers and in its bubble"),
-    ({**ONE, "train.transport": "nccl", "optimizer.name": "muon"}, "next_step", "beside first gathers"),
+    ({**ONE, "optimizer.name": "muon"}, "end", "Muon beside forwards is not measured on GPUs yet"),
     ({**ONE, "train.microbatches": 64}, "end", "that is little"),
     ({**ONE, "mesh.dp": 1}, "end", "hides 0 µs"),
     ({**ONE, "overlap.dp.strategy": "no_shard"}, "end", "forwards share SMs and bandwidth"),
