@@ -61,8 +61,8 @@ def step_and_gather(module: nn.Module | ShardContext, optimizer: Optimizer) -> N
         )
     if isinstance(optimizer, Muon):
         raise ValueError(
-            "step_and_gather updates units while others are still reduced, and hocket.sharding.Muon communicates on the "
-            "same groups: call optimizer.step()"
+            "step_and_gather updates units while others are still reduced, and Muon communicates on the same groups: "
+            "call optimizer.step()"
         )
     refuse_optimizer(optimizer)  # all of it, before the first unit is updated
     order = context.ahead.order_of_use()
