@@ -100,7 +100,7 @@ class ContextParallel:
         del bound["self"]
         bound |= bound.pop("kwargs", {})
         for name, value in bound.items():
-            harmless = value is None or value is False or (name == "return_dict" and value is True)
+            harmless = value is None or value is (name == "return_dict")
             if name not in TAKEN and not harmless and not (name == "logits_to_keep" and value == 0):
                 hint = ": leave it out, and mark documents by position_ids, padding by labels of -100"
                 raise ValueError(f"{name} does not go with context_parallel" + hint * (name == "attention_mask"))

@@ -74,21 +74,24 @@ class Muon(torch.optim.Optimizer):
         if how["adjust_lr_fn"] not in SCALES:
             raise ValueError(f"adjust_lr_fn = {how['adjust_lr_fn']!r}: there is None, original, match_rms_adamw")
         defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov, **how}
-        super().__init__(params, defaults)
-        for held in self.param_groups:
-            for param in held["params"]:
-                if param.ndim != 2:
-                    raise ValueError(
-                        f"Muon updates matrices, and a parameter has the shape {tuple(param.shape)}: give those with "
-                        f"two dimensions, and the others to torch.optim.AdamW"
-                    )
-                if isinstance(param, ShardedParameter) and isinstance(param.group, ParamGroup):
-                    if param.group.groups.part[1] > 1:
-                        raise ValueError(
-                            f"{param.full_name} is a part of a matrix that ranks split among them (Placement.part), "
-                            f"and Muon needs whole ones: give it to torch.optim.AdamW"
-                        )
         self._buffers: dict[int, tuple[Tensor, Tensor, Window]] = {}
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As that of other optimizers. Raises ValueError for parameters that are no whole matrices."""
+        super().add_param_group(param_group)
+        for param in self.param_groups[-1]["params"]:
+            if param.ndim != 2:
+                raise ValueError(
+                    f"Muon updates matrices, and a parameter has the shape {tuple(param.shape)}: give those with "
+                    f"two dimensions, and the others to torch.optim.AdamW"
+                )
+            if isinstance(param, ShardedParameter) and isinstance(param.group, ParamGroup):
+                if param.group.groups.part[1] > 1:
+                    raise ValueError(
+                        f"{param.full_name} is a part of a matrix that ranks split among them (Placement.part), "
+                        f"and Muon needs whole ones: give it to torch.optim.AdamW"
+                    )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyrefly: ignore[bad-override]
@@ -122,9 +125,11 @@ class Muon(torch.optim.Optimizer):
         """Room for averages and results of the largest group on each group of ranks. Every rank calls this alike."""
         for group in groups:
             key = id(group.groups)
-            if key in self._buffers or group.keeps_all:
+            if group.keeps_all:
                 continue
             length = max(other.layout.total for other in groups if other.groups is group.groups)
+            if key in self._buffers and len(self._buffers[key][0]) >= length:
+                continue
             with group.groups.reduce.window(2 * length) as window:
                 made = [torch.zeros(length, dtype=torch.bfloat16, device=group.device) for _ in range(2)]
             self._buffers[key] = made[0], made[1], window

@@ -178,7 +178,9 @@ def _of_whole(func: Any, name: str, args: Any, kwargs: Any, place: Place) -> Any
     options = dict(kwargs)
     given = [options.pop(key, None) for key in ("dim", "axis")]
     if how is _norm:
-        p = options.pop("p", options.pop("ord", rest.pop(0) if rest else 2))
+        p = options.pop("p", options.pop("ord", rest.pop(0) if rest else None))
+        if name == "linalg_norm" and p not in (None, "fro") and len(place.shape) != 1:
+            raise _refusal(name, place)  # of matrices, these are norms of singular values, or of rows and columns
         options["p"] = 2 if p in (None, "fro") else p
     if rest and how is not _dot:
         given.append(rest.pop(0))

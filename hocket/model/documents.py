@@ -195,6 +195,6 @@ def _options(window: int, scale: float | None) -> dict[str, Any]:
 
     known = inspect.signature(varlen_attn).parameters
     assert not window or "window_size" in known, "this torch's varlen_attn knows no windows"
-    causal: dict[str, Any] = {"is_causal": True} if "is_causal" in known else {"window_size": (window - 1, 0)}
+    causal: dict[str, Any] = {"window_size": (window - 1, 0)} if "window_size" in known else {"is_causal": True}
     scaled = {"scale": scale} if scale is not None and "scale" in known else {}
     return causal | scaled | ({"enable_gqa": True} if "enable_gqa" in known else {})

@@ -155,6 +155,7 @@ def _refused(rank: int) -> list[str]:
     batch = batch_of(False)
     refused(lambda: model(**batch, attention_mask=torch.ones(2, LENGTH)))
     refused(lambda: model(**batch, use_cache=True))
+    refused(lambda: model(**batch, return_dict=False))
     refused(lambda: model(inputs_embeds=torch.zeros(2, LENGTH, 32)))
     refused(lambda: model(**{**batch, "labels": batch["labels"][:1]}))
     refused(lambda: model(**batch_of(False, seed=rank)))
@@ -187,8 +188,8 @@ def test_what_would_be_wrong_is_refused_by_name(two: list[tuple[list[str], list[
         (
             "this is a Linear of type None", "Gemma2ForCausalLM of type gemma2", "attention_dropout", "router_logits",
             "rope_type .*dynamic", "num_key_value_heads=1", "method='ring'", "called on this model before",
-            "attention_mask .* leave it out", "use_cache", "inputs_embeds", r"labels has shape \(1, 32\)",
-            "different batches", "outside of a call", "31 tokens cannot be cut",
+            "attention_mask .* leave it out", "use_cache", "return_dict", "inputs_embeds",
+            r"labels has shape \(1, 32\)", "different batches", "outside of a call", "31 tokens cannot be cut",
         ),
         *said,
         strict=True,

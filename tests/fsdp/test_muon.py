@@ -114,6 +114,29 @@ def refusals(rank: int) -> None:
         torch.optim.Muon(matrices).step()
     with pytest.raises(ValueError, match=r"^step_and_gather updates units while others are still reduced"):
         hocket.sharding.step_and_gather(model, hocket.sharding.Muon(matrices))
+    with pytest.raises(ValueError, match=r"^Muon updates matrices, and a parameter has the shape \(7,\)"):
+        hocket.sharding.Muon(matrices).add_param_group({"params": [model.head.bias]})
+
+
+def grown(rank: int) -> None:
+    """A larger group of parameters comes behind the first step."""
+    torch.manual_seed(0)
+    plain = Blocks()
+    model = copy.deepcopy(plain)
+    hocket.fully_shard(model, units=nn.Sequential)
+    kinds: list[tuple[Any, Any]] = [(plain, torch.optim.Muon), (model, hocket.sharding.Muon)]
+    for one, kind in kinds:
+        made = kind([one.head.weight])
+        train(one, [made])
+        made.add_param_group({"params": [p for p in one.blocks.parameters() if p.ndim == 2]})
+        train(one, [made])
+    shards: list[Any] = list(model.parameters())
+    for whole, shard in zip(plain.parameters(), shards, strict=True):
+        assert torch.equal(shard.to_local(), whole.detach().view(-1)[shard.lo : shard.hi])
+
+
+def test_parameters_are_added_later() -> None:
+    run_ranks(grown, 2)
 
 
 def test_what_it_cannot_update_is_refused() -> None:
