@@ -27,6 +27,7 @@ from hocket.model.transformer import Chunk, DenseLayer
 from hocket.parallel.dispatch import counts_to_send, splits_of
 from hocket.parallel.linears import WHOLE, Linears
 from hocket.parallel.routing import balance_bias
+from hocket.runtime.transports import RowTable
 
 Batch = tuple[Any, ...]
 """Token ids and targets of one microbatch of one data-parallel rank, both [B, S], and documents if there are some."""
@@ -202,6 +203,7 @@ def moe_layer(
     splits = [splits_of(every, rank, routing) for rank, routing in enumerate(routings)]
     sent = []
     for source, at in enumerate(splits):
+        assert isinstance(at.table, RowTable)
         leaving = rows[source][: sum(at.table.send)]
         sent.append((Rounded.apply(leaving, at.table.label) if fp8_rows else leaving).split(at.table.send))
     returned = []

@@ -318,9 +318,10 @@ class Actions:
     def _all_to_all_in_fp8(self, rows: Tensor, table: RowTable | HostBlocks | Blocks) -> CommResult:
         """The same, cast before and opened behind, on the lane of the exchange."""
         label = table.label if isinstance(table, RowTable) else 0
-        packed, pending = self._all_to_all(pack_rows(rows, label), table)
-        out = rows.new_empty(len(packed), rows.shape[1])
-        return out, pending.then(lambda: open_rows(packed, out, label))
+        packed = pack_rows(rows, label)
+        arrived, out = packed.new_empty(table.room, packed.shape[1]), rows.new_empty(table.room, rows.shape[1])
+        pending = self._groups.a2a.all_to_all(arrived, packed, table)
+        return out, pending.then(lambda: open_rows(arrived, out, label))
 
     def _edge(self, op: Op) -> Group:
         """The group of a send or receive."""
