@@ -19,11 +19,9 @@ from hocket.settings.schema import changed
 from tests.bench.setup import CPU, curves, workload
 from tests.helpers.ranks import run_ranks
 
-aten = torch.ops.aten
-FLASH, BACK = (
-    aten._scaled_dot_product_flash_attention_for_cpu,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward,
-)
+of_torch: Any = _attention
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+BACK = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 @contextmanager
@@ -37,9 +35,7 @@ def attention_of_cpus() -> Iterator[None]:
         local = [local[0], *(x.repeat_interleave(repeats, 1) for x in local[1:])]
         causal = dict(is_causal=args[4] if len(args) > 4 else kwargs["is_causal"], dropout_p=0.0)
         out, lse = of_torch._templated_ring_attention(group, 2, FLASH, *local, **causal)[:2]
-        return DTensor.from_local(out, q.device_mesh, q.placements), DTensor.from_local(
-            lse, q.device_mesh, q.placements
-        )
+        return tuple(DTensor.from_local(x, q.device_mesh, q.placements) for x in (out, lse))
 
     def backward(call: Any, args: Any, kwargs: Any) -> Any:
         grad, q, k, v, out, lse, dropout, causal = (x.to_local() if isinstance(x, DTensor) else x for x in args[:8])
