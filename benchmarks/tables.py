@@ -36,6 +36,7 @@ from benchmarks.markdown import WIDTH, Result, table
 from benchmarks.order_tables import bubbles, bubbles_of_8b, merged_ends, orders, send_controls
 from benchmarks.outcomes import KINDS
 from benchmarks.prediction_tables import STEPS, predicted, predicted_compute, predicted_steps
+from benchmarks.published import comparison
 from benchmarks.record import RESULTS, ROOT
 from benchmarks.search_tables import gains
 from benchmarks.shard_step import drawn
@@ -270,6 +271,7 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "context_memory": ("context_dense context_dense_whole context_experts context_experts_whole", shared_memory),
     "families": ("", families),
     "context_balance": ("", balance),
+    "published": ("published", comparison),
     "faults": ("faults", reliability),
     "fsdp_zoo": ("fsdp_zoo", zoo),
     "redesign": ("redesign", before_and_after),
