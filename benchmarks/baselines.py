@@ -127,6 +127,11 @@ CONTEXT_SHARED = "--mesh.cp {gpus} --against hocket,hocket_null,torch_cp_gather"
 CONTEXT_ALL = f"{CONTEXT_SHARED},hocket_ce,torch_cp_ring,ulysses --optimizer off"
 CONTEXT_WHOLE = "--mesh.cp 1 --against hocket,hocket_null --optimizer off"
 """Each rank has sequences of its own: the memory that sharing them saves."""
+WHOLE_EXPERTS = (
+    "qwen3_30b_a3b --mesh.pp 1 --plan.chunks 1 --mesh.ep {gpus} --optimizer off --train.microbatches 16 --blocks 3 "
+    "--steps 1 --against hocket_ce,hocket_null,fsdp2_tuned"
+)
+"""All 48 layers of Qwen3-30B-A3B, for eight GPUs. Training it is in `benchmarks.training`."""
 
 PRESETS = {
     "dense_peers": (f"{DENSE} --model.layers 16 {PEERS}", (4096,)),
@@ -153,6 +158,7 @@ PRESETS = {
     "pipeline_dense_16": (f"{PIPELINE_DENSE} --train.microbatches 16", (4096,)),
     "everything": (EVERYTHING, (8192,)),
     "pipeline_peers": (PIPELINE, (2048,)),
+    "whole_experts": (WHOLE_EXPERTS, (4096,)),
     **{f"context_{name}": (f"{of} {CONTEXT_ALL}", (32768, 65536, 131072)) for name, of in CONTEXT.items()},
     **{f"context_{name}_adamw": (f"{of} {CONTEXT_SHARED}", (32768,)) for name, of in CONTEXT.items()},
     **{f"context_{name}_whole": (f"{of} {CONTEXT_WHOLE}", (32768, 65536)) for name, of in CONTEXT.items()},
