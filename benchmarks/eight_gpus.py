@@ -3,8 +3,9 @@
     python -m benchmarks.eight_gpus            # predicts every step
     python -m benchmarks.eight_gpus --list     # the commands that measure them, one a line
 
-Predictions go to benchmarks/results/predictions_8gpu.json. Nothing here needs a GPU. A prediction is of H200s of one host, of hocket's own contender in the command. The bound is
-the same program whose communication takes no time and slows nothing down, as *hocket_null* or *hocket_signal* runs it.
+Predictions go to benchmarks/results/predictions_8gpu.json. They need no GPU, and are of H200s of one host and hocket's
+own contender in the command. The bound is the same program whose communication takes no time and slows nothing down, as
+*hocket_null* or *hocket_signal* runs it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from benchmarks import baselines, training
 from benchmarks.bench.command import Bench, for_bench
 from benchmarks.bench.contender import entry
-from benchmarks.markdown import Result, block, table
+from benchmarks.markdown import Result, table
 from benchmarks.model_steps import Modelled
 from benchmarks.options import arguments
 from benchmarks.record import write
@@ -38,12 +39,12 @@ RUNS = (
     ("whole_experts --gpus 8", "hocket_ce"),
     ("fsdp --gpus 8", "hocket_ce"),
     ("fsdp_long --gpus 8", "hocket_ce"),
-    ("fsdp --gpus 8 --precision.compute fp8 --out benchmarks/results/fsdp_fp8.json", "hocket_ce"),
-    ("fsdp_long --gpus 8 --precision.compute fp8 --out benchmarks/results/fsdp_long_fp8.json", "hocket_ce"),
-    ("context_dense --gpus 4 --out benchmarks/results/context_dense_4.json", "hocket"),
-    ("context_dense --gpus 8 --out benchmarks/results/context_dense_8.json", "hocket"),
-    ("context_experts --gpus 4 --out benchmarks/results/context_experts_4.json", "hocket"),
-    (f"context_experts --gpus 8 {_NO_ULYSSES} --out benchmarks/results/context_experts_8.json", "hocket"),
+    ("fsdp --gpus 8 --precision.compute fp8 --name fsdp_fp8", "hocket_ce"),
+    ("fsdp_long --gpus 8 --precision.compute fp8 --name fsdp_long_fp8", "hocket_ce"),
+    ("context_dense --gpus 4 --name context_dense_4", "hocket"),
+    ("context_dense --gpus 8 --name context_dense_8", "hocket"),
+    ("context_experts --gpus 4 --name context_experts_4", "hocket"),
+    (f"context_experts --gpus 8 {_NO_ULYSSES} --name context_experts_8", "hocket"),
     ("everything --gpus 8", "hocket_ce"),
     ("pipeline_dense_8 --gpus 8", "hocket_ce"),
 )
@@ -89,7 +90,8 @@ def steps() -> Iterator[tuple[str, Settings, bool]]:
     for command, contender in RUNS:
         name, *more = shlex.split(command)
         gpus = int(more[more.index("--gpus") + 1])
-        rest = more[: more.index("--gpus")] + more[more.index("--gpus") + 2 :]
+        rest = more[more.index("--gpus") + 2 :]
+        rest = rest[: rest.index("--name")] if "--name" in rest else rest
         options, origins = parse(Bench, "bench", baselines.words(name, gpus, rest))
         config = changed(for_bench(options, origins), {**entry(contender).settings, **GPU})
         for length in options.lengths:
@@ -169,9 +171,15 @@ def expected(result: Result) -> str:
     return table(head, rows)
 
 
+def results() -> list[str]:
+    """Names of results that no other table has."""
+    named = [command.partition(" --name ")[2] for command, _ in RUNS]
+    return ["whole_experts", *filter(None, named)]
+
+
 def listed() -> str:
-    """The commands, as a document shows them."""
-    return block(commands())
+    """The commands, as a document shows them, each in a line that can be copied."""
+    return "\n".join(["```", *commands(), "```"])
 
 
 def commands() -> list[str]:

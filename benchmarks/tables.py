@@ -274,7 +274,7 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "published": ("published", comparison),
     "predictions_8gpu": ("predictions_8gpu", eight_gpus.expected),
     "commands_8gpu": ("", eight_gpus.listed),
-    "whole_experts": ("whole_experts", contenders),
+    **{name: (name, contenders) for name in eight_gpus.results()},
     "faults": ("faults", reliability),
     "fsdp_zoo": ("fsdp_zoo", zoo),
     "redesign": ("redesign", before_and_after),
