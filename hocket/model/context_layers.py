@@ -81,13 +81,14 @@ class _ByHeads(_Cut):
         q_THN, gate = super().forward_queries(h_BSD, context)
         return by_heads(q_THN, self.group.size), gate
 
-    def _exchanged(self, rows_UX: Tensor) -> tuple[Tensor, Pending]:
+    def forward_spread(self, rows_UX: Tensor) -> tuple[Tensor, Pending]:
         """Each rank's rows to it: [U, X]. Exchanged once more they are where they were."""
         ranks, out_UX = self.group.size, rows_UX.new_empty(rows_UX.shape)
         table = RowTable([[len(rows_UX) // ranks] * ranks] * ranks, self.group.rank)
         return out_UX, self.group.all_to_all(out_UX, rows_UX.contiguous(), table)
 
-    forward_kv = backward_kv = forward_spread = backward_spread = forward_results = backward_results = _exchanged
+    forward_results = backward_spread = backward_results = forward_spread
+    forward_kv = backward_kv = forward_spread  # pyrefly: ignore[bad-override-param-name]
 
     def forward_core(self, kv_UX: Tensor, q_UX: Tensor, context: Context) -> Tensor:
         """What this rank's heads find in all tokens, [U, X]."""

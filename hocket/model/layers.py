@@ -84,8 +84,8 @@ class Attention(nn.Module):
             given = (x.squeeze(0) for x in (q_BSHN, k_BSKN, v_BSKN))
             o_SHN = self.cache.attend(*given, window=self.window, sink_H=self.sinks)
             return self._out(o_SHN.flatten(1).unsqueeze(0), gate)
-        qkv = (x.flatten(0, 1) for x in (q_BSHN, k_BSKN, v_BSKN))
-        return self._out(self.whole(*qkv, seq, documents).reshape(batch, seq, -1), gate)
+        q_THN, k_TKN, v_TKN = (x.flatten(0, 1) for x in (q_BSHN, k_BSKN, v_BSKN))
+        return self._out(self.whole(q_THN, k_TKN, v_TKN, seq, documents).reshape(batch, seq, -1), gate)
 
     def whole(self, q_THN: Tensor, k_TKN: Tensor, v_TKN: Tensor, seq: int, documents: Documents | None) -> Tensor:
         """Attention in sequences of `seq` tokens that are all here, of some heads: [T, H, N]."""

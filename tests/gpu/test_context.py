@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_chunks_attend_as_whole_sequences_do(window: int, sinks: bool) -> None:
             torch.testing.assert_close(found, wanted[chunk.start : chunk.stop], rtol=2e-2, atol=2e-2)
 
 
-def settings(cp: int, method: str = "gather") -> Config:
+def settings(cp: int, method: Literal["gather", "heads"] = "gather") -> Config:
     model = small(vocab=256, hidden=128, heads=4, kv_heads=2, head_dim=64, layers=2, experts=0, ffn=256)
     whole = Config(
         model=model,
@@ -76,7 +76,7 @@ def norms(rank: int, c: Config) -> list[tuple[float, float]]:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("method", ["gather", "heads"])
-def test_two_ranks_learn_what_one_does(method: str) -> None:
+def test_two_ranks_learn_what_one_does(method: Literal["gather", "heads"]) -> None:
     one, two = (run_ranks(norms, cp, settings(cp, method), backend="nccl")[0] for cp in (1, 2))
     for (loss, norm), (other, others) in zip(one, two, strict=True):
         assert other == pytest.approx(loss, rel=2e-3)

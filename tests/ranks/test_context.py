@@ -144,7 +144,7 @@ def test_attention_of_some_heads_in_all_tokens_has_the_bits_of_all(kv_heads: int
     places = [torch.cat([torch.arange(c.start, c.stop) for c in mine]) for mine in chunks]
     sizes = {"q": 8, "k": kv_heads, "v": kv_heads}
     inputs = {n: torch.randn(batch * length, h, width, generator=generator).requires_grad_() for n, h in sizes.items()}
-    wanted = attn.whole(*inputs.values(), length, documents).flatten(1)
+    wanted = attn.whole(inputs["q"], inputs["k"], inputs["v"], length, documents).flatten(1)
     queries, kv = [], []
     for mine in places:
         q, k, v = (x[mine] for x in inputs.values())
@@ -154,8 +154,8 @@ def test_attention_of_some_heads_in_all_tokens_has_the_bits_of_all(kv_heads: int
     for_rank = []
     for rank in range(ranks):
         context = replace(context_of(whole, chunks, rank), documents=documents)
-        of_ranks = (torch.cat([x[rank] for x in sent]) for sent in (kv, queries))
-        for_rank.append(attn.of_own_heads(*of_ranks, context).unflatten(0, (ranks, -1)))
+        kv_UX, q_UX = (torch.cat([x[rank] for x in sent]) for sent in (kv, queries))
+        for_rank.append(attn.of_own_heads(kv_UX, q_UX, context).unflatten(0, (ranks, -1)))
     for rank, mine in enumerate(places):
         found[mine] = of_heads(torch.cat([x[rank] for x in for_rank]), ranks)
     assert torch.equal(found, wanted)
