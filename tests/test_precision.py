@@ -62,8 +62,8 @@ def test_there_is_no_setting_for_what_is_said_to_be_absent() -> None:
 @pytest.mark.parametrize(
     ("setting", "value", "reason"),
     [
-        ("precision.wire", "fp8", "products of layers run in fp8 with precision.compute = fp8, and weights alone"),
-        ("precision.compute", "float8_e4m3fn", "products of layers run in fp8 with precision.compute = fp8"),
+        ("precision.wire", "fp8", "products run in fp8 with precision.compute, weights"),
+        ("precision.compute", "float8_e4m3fn", "products run in fp8 with precision.compute, weights"),
         ("precision.wire", "fp16", "bf16 has the range of fp32"),
         ("overlap.pp.batch", "on", "sends are never batched"),
     ],

@@ -33,6 +33,7 @@ from hocket.program.parts import INPUT, LayerKind, Part
 from hocket.program.values import UnitName, unit_moved, unit_read, unit_written
 from hocket.runtime.blocks import Blocks, HostBlocks
 from hocket.runtime.comm import Group, Groups, Pending, RowTable
+from hocket.runtime.fp8 import open_rows, pack_rows
 from hocket.runtime.segment import Segment
 from hocket.runtime.weights import Weight
 
@@ -77,6 +78,8 @@ class Actions:
         """Updates a unit by what the step before has reduced, and hands over the memory of that."""
         self.on_matrices: Callable[[str, PlannedUnit, int], Pending] | None = None
         """Does one of `WHOLE_MATRICES` with a unit, in a slot."""
+        self.fp8_rows = False
+        """Whether rows travel to their experts in fp8."""
         self.microbatches: Sequence[Microbatch] = ()
         self.losses: list[Tensor] = []
         self.weights_M: Tensor | None = None
@@ -205,7 +208,8 @@ class Actions:
         (rows,) = wiring.inputs(values)
         if wiring.part.way == "out":
             table = self._split(op).table
-            return self._all_to_all(rows[: table.sent], table)
+            move = self._all_to_all_in_fp8 if self.fp8_rows else self._all_to_all
+            return move(rows[: table.sent], table)
         return self._all_to_all(rows, self._state[_place(op)]["splits"].table.back)
 
     def exchange_bwd(self, wiring: _Wiring, op: Op, *values: Any) -> CommResult:
@@ -310,6 +314,14 @@ class Actions:
         count = table.room
         out = rows.new_empty((max(count, room), rows.shape[1]))
         return out, self._groups.a2a.all_to_all(out[:count], rows, table)
+
+    def _all_to_all_in_fp8(self, rows: Tensor, table: RowTable | HostBlocks | Blocks) -> CommResult:
+        """The same, cast before and opened behind, on the lane of the exchange."""
+        label = table.label if isinstance(table, RowTable) else 0
+        packed = pack_rows(rows, label)
+        arrived, out = packed.new_empty(table.room, packed.shape[1]), rows.new_empty(table.room, rows.shape[1])
+        pending = self._groups.a2a.all_to_all(arrived, packed, table)
+        return out, pending.then(lambda: open_rows(arrived, out, label))
 
     def _edge(self, op: Op) -> Group:
         """The group of a send or receive."""

@@ -8,6 +8,7 @@ that would take minutes even so is not simulated at all, which is said.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hocket.explain.explanation import Predicted, Times
@@ -22,7 +23,7 @@ from hocket.program.stages import costs_of
 from hocket.resolve import Settings
 from hocket.settings.fp8_rules import FP8_RULES, FROM
 from hocket.settings.rule import Host
-from hocket.settings.schema import changed
+from hocket.settings.schema import changed, leaf
 from hocket.tune.period import continued, steady
 from hocket_trace.without_collector import without_collector
 
@@ -67,23 +68,28 @@ def simulated(settings: Settings) -> tuple[Predicted, Step | None]:
         found = _continued(short.found, step.found, periods)
         adapter = continued(short.adapter, step.adapter, periods)
         how = f"simulated with {few} and {more} microbatches, and continued to {count}"
-    notes = [how, rates(settings, hardware), network(settings, adapter, found.step), _in_fp8(settings, hardware, step)]
+    notes = [how, rates(settings, hardware), network(settings, adapter, found.step), *_in_fp8(settings, hardware, step)]
     return replace(found, note="; ".join(filter(None, notes))), step
 
 
-def _in_fp8(settings: Settings, hardware: Hardware, step: Step) -> str:
-    """What products in fp8 would save where they can be had. To round more is the user's choice."""
+_IN_FP8 = {"precision.compute": ("compute", "compute"), "precision.dispatch": ("a2a", "exchanges of rows")}
+"""Settings that may be fp8 -> the lane that is then faster, and what it does."""
+
+
+def _in_fp8(settings: Settings, hardware: Hardware, step: Step) -> Iterator[str]:
+    """What fp8 would save where it can be had. To round more is the user's choice."""
     gpu = next((gpu for name, gpu in GPUS.items() if name == hardware.name), None)
-    if settings.precision.compute != "bf16" or gpu is None or gpu.capability < FROM:
-        return ""
-    tried = changed(settings, {"precision.compute": "fp8"})
-    if any(rule.broken(tried, Host(capability=gpu.capability)) for rule in FP8_RULES):
-        return ""
-    ops = [(rank, op) for rank, ops in enumerate(step.program.ranks) for op in ops if op.lane == "compute"]
-    own, other = (sum(costs.seconds(*op) for op in ops) for costs in (step.costs, costs_of(tried, hardware)))
-    return (
-        f"precision.compute = fp8 makes compute {own / other:.2f} times as fast, and rounds more" if own > other else ""
-    )
+    if settings.precision.dtype != "bf16" or gpu is None or gpu.capability < FROM:
+        return
+    host, rules = Host(capability=gpu.capability), [rule for rule in FP8_RULES if not rule.only_if_set]
+    for setting, (lane, what) in _IN_FP8.items():
+        tried = changed(settings, {setting: "fp8"})
+        if leaf(settings, setting) == "fp8" or any(rule.broken(tried, host) for rule in rules):
+            continue
+        ops = [(rank, op) for rank, ops in enumerate(step.program.ranks) for op in ops if op.lane == lane]
+        own, other = (sum(costs.seconds(*op) for op in ops) for costs in (step.costs, costs_of(tried, hardware)))
+        if own > other:
+            yield f"{setting} = fp8 makes {what} {own / other:.2f} times as fast, and rounds more"
 
 
 def _step(settings: Settings, hardware: Hardware, microbatches: int) -> Step:

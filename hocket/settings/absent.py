@@ -19,7 +19,8 @@ ABSENT: dict[str, str] = {
 """Name -> why there is no such setting."""
 
 _FORMATS = {
-    "fp8": "products of layers run in fp8 with precision.compute = fp8, and weights alone travel in it",
+    "fp8": "products run in fp8 with precision.compute, weights travel in it with precision.gather, and tokens with "
+    "precision.dispatch",
     "fp4": "there are no products in fp4",
     "fp16": "bf16 has the range of fp32, so that no loss needs a scale",
 }
