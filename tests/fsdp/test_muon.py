@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -97,7 +97,7 @@ def test_shards_learn_as_whole_matrices_do(shape: tuple[int, ...], strategy: str
 def refusals(rank: int) -> None:
     model = Blocks()
     hocket.fully_shard(model, strategy="optim_grads_params")
-    matrices = [p for p in model.parameters() if p.ndim == 2]
+    matrices: list[Any] = [p for p in model.parameters() if p.ndim == 2]
     before = [p.to_local().clone() for p in matrices]
     model(torch.ones(2, 12)).backward()
     with pytest.raises(ValueError, match=r"^step_and_gather updates units while others are still reduced"):
@@ -127,10 +127,10 @@ def beside_others(rank: int) -> None:
 
         return closure
 
-    losses = []
+    losses, rate = [], cast(float, torch.tensor(0.01))
     for models in ((alone, other), (one, model)):
-        optimizer = torch.optim.Muon([each.head.weight for each in models], lr=torch.tensor(0.01))
-        losses.append([float(optimizer.step(closure_of(*models))) for _ in range(2)])
+        optimizer = torch.optim.Muon([each.head.weight for each in models], lr=rate)
+        losses.append([cast(torch.Tensor, optimizer.step(closure_of(*models))).item() for _ in range(2)])
     assert losses[0] == losses[1]
     assert torch.equal(one.head.weight, alone.head.weight)
     assert torch.equal(model.head.weight, other.head.weight)  # a shard, and a whole one
