@@ -114,6 +114,19 @@ EVERYTHING = (
     "--train.microbatches 8 --against hocket,hocket_ce,hocket_signal,hocket_null --blocks 4 --steps 2"
 )
 """Pipeline of 2 with 2 chunks, experts and full sharding over the other ranks: all four kinds of communication."""
+CONTEXT = {
+    "dense": "llama3_8b --model.layers 8 --train.microbatches 1 --blocks 3 --steps 2",
+    "experts": (
+        "qwen3_30b_a3b --model.layers 6 --model.aux_loss 0 --mesh.pp 1 --plan.chunks 1 --mesh.ep 1 "
+        "--train.microbatches 1 --blocks 3 --steps 2"
+    ),
+}
+"""Layers of Llama-3 8B and of Qwen3-30B-A3B, for long sequences."""
+CONTEXT_SHARED = "--mesh.cp {gpus} --against hocket,hocket_null,torch_cp_gather"
+"""All ranks share every sequence."""
+CONTEXT_ALL = f"{CONTEXT_SHARED},hocket_ce,torch_cp_ring,ulysses --optimizer off"
+CONTEXT_WHOLE = "--mesh.cp 1 --against hocket,hocket_null --optimizer off"
+"""Each rank has sequences of its own: the memory that sharing them saves."""
 
 PRESETS = {
     "dense_peers": (f"{DENSE} --model.layers 16 {PEERS}", (4096,)),
@@ -140,6 +153,9 @@ PRESETS = {
     "pipeline_dense_16": (f"{PIPELINE_DENSE} --train.microbatches 16", (4096,)),
     "everything": (EVERYTHING, (8192,)),
     "pipeline_peers": (PIPELINE, (2048,)),
+    **{f"context_{name}": (f"{of} {CONTEXT_ALL}", (32768, 65536, 131072)) for name, of in CONTEXT.items()},
+    **{f"context_{name}_adamw": (f"{of} {CONTEXT_SHARED}", (32768,)) for name, of in CONTEXT.items()},
+    **{f"context_{name}_whole": (f"{of} {CONTEXT_WHOLE}", (32768, 65536)) for name, of in CONTEXT.items()},
 }
 """Result -> the words of `hocket bench`, and the sequence lengths."""
 

@@ -68,6 +68,22 @@ def _gib(row: Result) -> str:
     return f"{row['peak_bytes'] / 2**30:.0f}" + (f", {held:.0f} held" if held >= 0.5 else "")
 
 
+def shared_memory(*results: Result) -> str:
+    """hocket's peak memory with sequences that ranks share and with whole ones, where both were measured."""
+    peaks: dict[tuple[str, int], dict[int, int]] = {}
+    for found in workloads(results):
+        config = found["config"]
+        of = peaks.setdefault((config["run"]["name"], config["data"]["sequence_length"]), {})
+        of[config["mesh"]["cp"]] = found["contenders"]["hocket"]["peak_bytes"]
+    rows = []
+    for (name, length), of in peaks.items():
+        if 1 in of and len(of) > 1:
+            shared = of[max(of)]
+            cells = [f"{size / 2**30:.0f} GiB" for size in (of[1], shared)]
+            rows.append([f"{name}, {length:,} tokens", str(max(of)), *cells, f"{shared / of[1]:.2f}"])
+    return table(["sequences", "ranks that share them", "whole", "shared", "share"], rows)
+
+
 def host_cost(result: Result) -> str:
     """What contenders add to the host's work: their step over the bound's, where the host decides over both."""
     (found,) = result["workloads"]

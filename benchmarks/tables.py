@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from benchmarks import settings_tables, summary_tables, tensor_tables
 from benchmarks.aim_tables import expert_aims
 from benchmarks.bench.record import origins
-from benchmarks.contender_tables import before_and_after, contenders, host_cost, settings
+from benchmarks.contender_tables import before_and_after, contenders, host_cost, settings, shared_memory
 from benchmarks.context_balance import balance
 from benchmarks.family_tables import families, weights_memory
 from benchmarks.faults import reliability
@@ -36,6 +36,7 @@ from benchmarks.markdown import WIDTH, Result, table
 from benchmarks.order_tables import bubbles, bubbles_of_8b, merged_ends, orders, send_controls
 from benchmarks.outcomes import KINDS
 from benchmarks.prediction_tables import STEPS, predicted, predicted_compute, predicted_steps
+from benchmarks.published import comparison
 from benchmarks.record import RESULTS, ROOT
 from benchmarks.search_tables import gains
 from benchmarks.shard_step import drawn
@@ -263,8 +264,14 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     ),
     "pipeline_peers": ("pipeline_peers", contenders),
     "any_model": ("any_model", contenders),
+    "context_dense": ("context_dense", contenders),
+    "context_experts": ("context_experts", contenders),
+    "context_dense_adamw": ("context_dense_adamw", contenders),
+    "context_experts_adamw": ("context_experts_adamw", contenders),
+    "context_memory": ("context_dense context_dense_whole context_experts context_experts_whole", shared_memory),
     "families": ("", families),
     "context_balance": ("", balance),
+    "published": ("published", comparison),
     "faults": ("faults", reliability),
     "fsdp_zoo": ("fsdp_zoo", zoo),
     "redesign": ("redesign", before_and_after),

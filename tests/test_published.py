@@ -23,6 +23,15 @@ def test_a_published_run_is_predicted_in_a_plausible_range(run: dict[str, Any]) 
     assert 1 / 1.5 < row.ratio < 1.5, row
 
 
+def test_long_sequences_that_ranks_share_are_ranked_as_published() -> None:
+    """Qwen3-235B-A22B at 16k tokens a rank: the two ends, each within 15 %."""
+    ends = [run for run in RUNS if run["name"].endswith(("seq16k_cp1", "seq128k_cp8"))]
+    short, long = rows(ends)
+    assert short.published < long.published
+    assert short.predicted < long.predicted
+    assert all(0.85 < each.ratio < 1.15 for each in (short, long)), (short, long)
+
+
 def test_facts_name_their_source_and_settings_that_there_are() -> None:
     assert len({run["name"] for run in RUNS}) == len(RUNS) >= 8
     for run in RUNS:

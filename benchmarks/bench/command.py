@@ -151,6 +151,8 @@ def chosen(against: str, config: Config) -> tuple[str, ...]:
     if not names:
         if config.mesh.pp > 1:
             names = ["hocket", "hocket_sequential", "hocket_interleaved", "hocket_null"]
+        elif config.mesh.cp > 1:
+            names = ["hocket", "hocket_null"]
         elif config.mesh.ep > 1:
             names = ["bound", "ep_sync", "hocket", "hocket_null"]
         else:

@@ -75,6 +75,8 @@ class Entry:
     """Whether it runs without a pipeline (mesh.pp = 1), with one only, or both."""
     model: Literal["dense", "moe", "whole", "any"] = "any"
     """`dense`: no MoE layers; `moe`: experts on several ranks (mesh.ep above 1); `whole`: not on several ranks."""
+    cp: Literal["one", "many", "any"] = "one"
+    """Whether it runs where no ranks share sequences (mesh.cp = 1), where they do only, or both."""
     bound: bool = False
     """Whether it leaves out communication, so that its losses mean nothing."""
     computes: bool = True
@@ -106,7 +108,7 @@ _GRAPH = {"plan.graphs": "on", "overlap.ep.splits": "auto", "overlap.ep.copies":
 
 def _hocket(about: str, settings: Mapping[str, Any], **fits: Any) -> Entry:
     """Hocket with settings of its own."""
-    return Entry(f"{_OURS}:planned", f"hocket, {about}", pp="any", settings=settings, **fits)
+    return Entry(f"{_OURS}:planned", f"hocket, {about}", pp="any", cp="any", settings=settings, **fits)
 
 
 def _megatron_core(way: str, about: str, **fits: Any) -> Entry:
@@ -121,7 +123,7 @@ def _torchtitan(way: str, about: str, **fits: Any) -> Entry:
 CONTENDERS: dict[str, Entry] = {
     "bound": Entry(f"{_PEERS}.bound:bound", "the plain stack without any communication, whole weights", bound=True),
     "bound_graph": Entry(f"{_PEERS}.bound:bound_graph", "the bound, replayed as a CUDA graph", cuda=True, bound=True),
-    "hocket": Entry(f"{_OURS}:planned", "hocket with the plan of the configuration", pp="any"),
+    "hocket": Entry(f"{_OURS}:planned", "hocket with the plan of the configuration", pp="any", cp="any"),
     "hocket_sequential": _hocket(
         "one microbatch after the other", settings={**PLAIN, "plan.order": "sequential"}
     ),
@@ -144,7 +146,7 @@ CONTENDERS: dict[str, Entry] = {
     "hocket_graph_ce": _hocket(
         "steps as CUDA graphs, gathers and reduces on copy engines", cuda=True, settings=_GRAPH | _CE
     ),
-    "hocket_null": Entry(f"{_OURS}:null", "hocket's program without communication", pp="any", bound=True),
+    "hocket_null": Entry(f"{_OURS}:null", "hocket's program without communication", pp="any", cp="any", bound=True),
     "hocket_signal": Entry(
         f"{_OURS}:signal", "hocket's program with the pipeline's waits, but no communication", pp="many", bound=True
     ),
@@ -174,6 +176,13 @@ CONTENDERS: dict[str, Entry] = {
     "fsdp2_tuned": Entry(f"{_PEERS}.fsdp2:fsdp2_tuned", "torch fully_shard, explicit prefetch"),
     "fsdp2_tuned_fp32": Entry(f"{_PEERS}.fsdp2:fsdp2_tuned_fp32", "torch fully_shard, explicit prefetch, fp32 reduce"),
     "fsdp2_kept": Entry(f"{_PEERS}.fsdp2:fsdp2_kept", "torch fully_shard, tuned, reshard_after_forward=False"),
+    "torch_cp_gather": Entry(
+        f"{_PEERS}.context:gather", "torch context_parallel, keys gathered, and fully_shard", cuda=True, cp="many"
+    ),
+    "torch_cp_ring": Entry(
+        f"{_PEERS}.context:ring", "torch context_parallel, keys round a ring, and fully_shard", cuda=True, cp="many"
+    ),
+    "ulysses": Entry(f"{_PEERS}.context:heads", "heads exchanged for tokens (Ulysses), and fully_shard", cp="many"),
     "ep_sync": Entry(f"{_PEERS}.fsdp2:ep_sync", "synchronous expert all-to-all beside fully_shard", model="moe"),
     "pipelining_1f1b": Entry(f"{_PEERS}.pipelining:one_f_one_b", "torch pipelining, 1F1B", pp="many"),
     "pipelining_interleaved": Entry(f"{_PEERS}.pipelining:interleaved", "torch pipelining, interleaved", pp="many"),
@@ -229,13 +238,17 @@ def find(names: Sequence[str]) -> list[Entry]:
 def why_not(name: str, config: Config) -> str:
     """Why a contender cannot run this resolved configuration here, and the fix; empty if it can."""
     one, problem = entry(name), ""
-    moe, pp, ep = "moe" in config.model.kinds(), config.mesh.pp, config.mesh.ep
+    moe, pp, ep, cp = "moe" in config.model.kinds(), config.mesh.pp, config.mesh.ep, config.mesh.cp
     if one.cuda and config.train.device != "cuda":
         problem = "needs GPUs; fix: leave it out, or train.device = cuda on a host with GPUs"
     elif one.pp == "one" and pp > 1:
         problem = f"knows no pipeline, and mesh.pp = {pp}; fix: mesh.pp = 1, or leave it out"
     elif one.pp == "many" and pp == 1:
         problem = "needs a pipeline, and mesh.pp = 1; fix: mesh.pp = 2 or more, or leave it out"
+    elif one.cp == "one" and cp > 1:
+        problem = f"has sequences whole, and mesh.cp = {cp}; fix: mesh.cp = 1, or leave it out"
+    elif one.cp == "many" and cp == 1:
+        problem = "needs ranks that share sequences, and mesh.cp = 1; fix: mesh.cp = 2 or more, or leave it out"
     elif one.model == "dense" and moe:
         problem = "knows no MoE layers, and the model has them; fix: model.experts = 0, or leave it out"
     elif one.model == "moe" and (not moe or ep == 1):

@@ -95,11 +95,11 @@ def small(workload: Workload) -> Workload:
 
 
 def curve(contender: Contender, workload: Workload, rank: int, device: torch.device, steps: int) -> list[float]:
-    """Losses of `steps` steps on one batch, the mean over data-parallel ranks. Every rank calls this."""
+    """Losses of `steps` steps on one batch, the mean over ranks with tokens of their own. Every rank calls this."""
     microbatches = batches(workload, rank, 0, device)
     losses = torch.stack([contender.step(microbatches).double() for _ in range(steps)]).cpu()
     dist.all_reduce(losses)  # ranks without the head add 0
-    return (losses / workload.mesh.dp).tolist()
+    return (losses / workload.mesh.data).tolist()
 
 
 def judge(curves: Mapping[str, Sequence[float]], workload: Workload) -> Verdict:

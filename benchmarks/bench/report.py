@@ -97,9 +97,10 @@ def workload_text(workload: Workload) -> str:
     c, mesh = workload.config, workload.mesh
     step = "forward, backward and AdamW" if workload.optimizer else "forward and backward"
     slow = ", emulated network" if c.train.transport == "slow" else ""
+    shared, whose = (f" x cp {mesh.cp}", f"{mesh.cp} ranks") if mesh.cp > 1 else ("", "rank")
     return (
-        f"WORKLOAD {c.run.name}: {c.model.layers} layers, pp {mesh.pp} x dp {mesh.dp} (ep {mesh.ep}), "
-        f"{c.train.microbatches} x {workload.tokens_per_microbatch:,} tokens per rank and step in sequences of "
+        f"WORKLOAD {c.run.name}: {c.model.layers} layers, pp {mesh.pp} x dp {mesh.dp}{shared} (ep {mesh.ep}), "
+        f"{c.train.microbatches} x {workload.tokens_per_microbatch:,} tokens per {whose} and step in sequences of "
         f"{c.data.sequence_length:,}, {c.precision.compute}, {step}, no clipping, "
         f"plain stack {'compiled' if workload.compile else 'eager'}{slow}"
     )

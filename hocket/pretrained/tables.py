@@ -100,6 +100,12 @@ _SIZES = {
 }
 _DENSE = {**_SIZES, "ffn": Key("intermediate_size")}
 _ROUTED = {"top_k": Key("num_experts_per_tok"), "normalize_top_k": Key("norm_topk_prob")}
+_OF_QWEN = {
+    "experts": Key("num_experts", other="num_local_experts"),
+    "top_k": Key("num_experts_per_tok"),
+    "expert_ffn": Key("moe_intermediate_size"),
+    "aux_loss": Key("router_aux_loss_coef", 0.0),
+}
 _WIDTH_OF_HEADS = Key("head_dim", "hidden / heads")
 _SILU, _OFF, _NONE = Only(("silu",), "silu"), Only((False,), False), Only((None,))
 _BIASES = {name: Key("attention_bias", False) for name in ("qkv_bias", "o_bias")}
@@ -161,13 +167,10 @@ _NEXT = Family(
         **_DENSE,
         **_BIASES,
         **_DELTA_SIZES,
+        **_OF_QWEN,
         "head_dim": Key("head_dim", 256),
-        "experts": Key("num_experts", other="num_local_experts"),
-        "top_k": Key("num_experts_per_tok"),
-        "expert_ffn": Key("moe_intermediate_size"),
         "shared_ffn": Key("shared_expert_intermediate_size"),
         "normalize_top_k": Key("norm_topk_prob", True),
-        "aux_loss": Key("router_aux_loss_coef", 0.0),
     },
     (
         *_ATTENTION,
@@ -297,16 +300,24 @@ FAMILIES: dict[str, Family] = {
         ("rotary_dim", 1.0),
         dense="none",
     ),
-    "qwen3_moe": Family(
-        "Qwen3MoeForCausalLM",
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM",
         {
             **_DENSE,
-            **_BIASES,
-            **_ROUTED,
-            "experts": Key("num_experts", other="num_local_experts"),
-            "expert_ffn": Key("moe_intermediate_size"),
-            "aux_loss": Key("router_aux_loss_coef", 0.0),
+            "head_dim": _WIDTH_OF_HEADS,
+            **_OF_QWEN,
+            "qkv_bias": Key("qkv_bias", True),
+            "shared_ffn": Key("shared_expert_intermediate_size"),
+            "normalize_top_k": Key("norm_topk_prob", False),
         },
+        (*_ATTENTION, *_MLP, *_EXPERTS, *_GATED_SHARED),
+        {"hidden_act": _SILU, "use_sliding_window": Only((False,), False)},
+        {"shared_gate": True},
+        dense="steps",
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        {**_DENSE, **_BIASES, **_OF_QWEN, "normalize_top_k": Key("norm_topk_prob")},
         (*_ATTENTION, *_HEAD_NORMS, *_MLP, *_EXPERTS),
         {"hidden_act": _SILU},
         {"qk_norm": True},
@@ -426,7 +437,6 @@ FAMILIES: dict[str, Family] = {
 """By `model_type`."""
 
 REFUSED: dict[str, str] = {
-    "qwen2_moe": "a gate on the shared expert",
     "glm4": "four norms of a layer, and rotary positions of neighbouring elements",
     "gemma2": "four norms of a layer, GELU, and windows",
     "gemma3_text": "four norms of a layer, GELU, and windows",

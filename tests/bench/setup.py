@@ -23,14 +23,22 @@ CPU = torch.device("cpu")
 
 
 def workload(
-    dp: int, ep: int = 1, *, moe: bool = False, optimizer: bool = True, microbatches: int = 2, **plan: Any
+    dp: int,
+    ep: int = 1,
+    *,
+    cp: int = 1,
+    moe: bool = False,
+    optimizer: bool = True,
+    microbatches: int = 2,
+    kv_heads: int = 1,
+    **plan: Any,
 ) -> Workload:
     """Three layers, two microbatches of two sequences of 16 tokens."""
-    sizes = dict(vocab=64, hidden=32, layers=3, heads=2, kv_heads=1, head_dim=16, ffn=64)
+    sizes = dict(vocab=64, hidden=32, layers=3, heads=2 * kv_heads, kv_heads=kv_heads, head_dim=16, ffn=64)
     experts = dict(experts=8, top_k=2, expert_ffn=32, shared_ffn=32, dense_layers=(0,), aux_loss=0.01) if moe else {}
     config = Config(
         model=ModelConfig(**sizes, **experts),  # pyrefly: ignore
-        mesh=MeshConfig(dp=dp, ep=ep),
+        mesh=MeshConfig(dp=dp, ep=ep, cp=cp),
         data=DataConfig(sequence_length=16),
         train=TrainConfig(microbatches=microbatches, sequences=2, clip=0.0),
     )

@@ -10,7 +10,7 @@ from benchmarks.bench import variants
 from benchmarks.bench.command import Bench, changes, check, chosen, for_bench
 from benchmarks.bench.contender import CONTENDERS
 from benchmarks.bench.report import BOUNDS
-from benchmarks.contender_tables import contenders, host_cost, settings
+from benchmarks.contender_tables import contenders, host_cost, settings, shared_memory
 from benchmarks.sharding_tables import OURS, PEER, PEER_FP32, aims
 from benchmarks.tables import KNOWN
 from hocket.commands.options import parse
@@ -123,3 +123,13 @@ def test_aims_of_experts_are_those_of_the_fastest_beside_the_slower_bound():
     text = expert_aims({**found, "workloads": [{"config": config, "contenders": rows}]})
     figures = "1,000.0 ms | 0.900, aim 0.88: met | ep_sync: 1.800, aim 1.50: met |"
     assert f"| narrow experts, 16,384 tokens, 4 GPUs | *hocket_ce* | {figures}" in text
+
+
+def test_memory_of_shared_sequences_stands_beside_that_of_whole_ones():
+    def of(cp: int, length: int, gib: int) -> dict[str, object]:
+        config = {"run": {"name": "llama3_8b"}, "mesh": {"cp": cp}, "data": {"sequence_length": length}}
+        return {"config": config, "contenders": {"hocket": {"peak_bytes": gib * 2**30}}}
+
+    text = shared_memory({"workloads": [of(2, 32768, 45), of(2, 131072, 99)]}, {"workloads": [of(1, 32768, 90)]})
+    assert text.count("\n") == 2
+    assert "| llama3_8b, 32,768 tokens | 2 | 90 GiB | 45 GiB | 0.50 |" in text

@@ -97,6 +97,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_moe": ("qwen3_5_moe_text", {**_NEXT, "intermediate_size": None, "layer_types": [_DELTA, _FULL, _DELTA]}),
     "qwen3_next_biases": ("qwen3_next", {**_NEXT, "attention_bias": True, "layer_types": [_FULL, _DELTA, _FULL]}),
     "qwen3_moe": ("qwen3_moe", dict(**_QWEN, norm_topk_prob=True)),
+    "qwen2_moe": ("qwen2_moe", {**_QWEN, "shared_expert_intermediate_size": 12, "norm_topk_prob": True}),
+    "qwen2_moe_as_they_are": (
+        "qwen2_moe",
+        {
+            **_QWEN,
+            "shared_expert_intermediate_size": 12,
+            "qkv_bias": False,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [],
+        },
+    ),
     "qwen3_moe_as_they_are": ("qwen3_moe", dict(**_QWEN, norm_topk_prob=False)),
     "qwen3_moe_steps": (
         "qwen3_moe",

@@ -191,6 +191,20 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float, float]] = {
         8.19e9,
         8.19e9,
     ),
+    "Qwen1.5-MoE-A2.7B": (
+        dict(
+            architectures=["Qwen2MoeForCausalLM"], model_type="qwen2_moe", attention_dropout=0.0, bos_token_id=151643,
+            decoder_sparse_step=1, eos_token_id=151643, hidden_act="silu", hidden_size=2048, initializer_range=0.02,
+            intermediate_size=5632, max_position_embeddings=8192, max_window_layers=21, moe_intermediate_size=1408,
+            norm_topk_prob=False, num_attention_heads=16, num_experts=60, num_experts_per_tok=4, num_hidden_layers=24,
+            num_key_value_heads=16, output_router_logits=False, rms_norm_eps=1e-06, rope_theta=1000000.0,
+            router_aux_loss_coef=0.001, shared_expert_intermediate_size=5632, sliding_window=32768,
+            tie_word_embeddings=False, torch_dtype="bfloat16", use_cache=True, use_sliding_window=False,
+            vocab_size=151936,
+        ),
+        14.32e9,
+        2.69e9,
+    ),
     "Qwen3-30B-A3B": (
         dict(
             **_MOE, hidden_size=2048, intermediate_size=6144, max_window_layers=48, moe_intermediate_size=768,

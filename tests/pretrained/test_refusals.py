@@ -238,7 +238,7 @@ def test_no_folder_and_a_file_that_is_there(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_models_without_a_family() -> None:
-    with pytest.raises(ValueError, match=r"no family computes it: the nearest is qwen3_moe, with .*shared_ffn = 0"):
+    with pytest.raises(ValueError, match=r"no family computes it: the nearest is qwen2_moe, with .*shared_gate = True"):
         family_for(families.tiny())
     found = {name: family_for(getattr(families, name)()) for name in ("llama3_8b", "mixtral_8x7b", "qwen3_30b_a3b")}
     assert found == {"llama3_8b": "llama", "mixtral_8x7b": "mixtral", "qwen3_30b_a3b": "qwen3_moe"}

@@ -166,7 +166,7 @@ def test_a_run_of_no_family_is_not_exported(tmp_path: Path) -> None:
     assert hocket(tmp_path, "train", *small).code == 0
     done = hocket(tmp_path, "export", "runs/tiny", "back")
     assert done.code == 2
-    assert "no family computes it: the nearest is qwen3_moe, with model.shared_ffn = 0" in done.err
+    assert "no family computes it: the nearest is qwen2_moe, with model.shared_gate = True" in done.err
     assert not (tmp_path / "back").exists()
     assert not (tmp_path / "back.tmp").exists()
     assert "is not a checkpoint" in hocket(tmp_path, "export", "runs", "back").err

@@ -68,9 +68,9 @@ def ep_sync(workload: Workload, rank: int, device: torch.device) -> Contender:
 
 @lru_cache(maxsize=8)
 def meshes(mesh: Mesh, device: str) -> tuple[DeviceMesh, DeviceMesh]:
-    """(all data-parallel ranks, [edp, ep]): made once per process."""
+    """(all ranks whose tokens differ, [edp, ep]): made once per process."""
     grid = init_device_mesh(device, (mesh.edp, mesh.ep), mesh_dim_names=("edp", "ep"))
-    return init_device_mesh(device, (mesh.dp,), mesh_dim_names=("dp",)), grid
+    return init_device_mesh(device, (mesh.data,), mesh_dim_names=("dp",)), grid
 
 
 class Fsdp2:
@@ -81,7 +81,7 @@ class Fsdp2:
         mesh, where = workload.mesh, workload.mesh.coordinates(rank)
         self.dp, self.grid = meshes(mesh, device.type)
         exchange = Exchange(self.grid.get_group("ep"), mesh.ep, where.ep) if mesh.ep > 1 else None
-        self.model = plain_model(workload, rank, exchange=exchange)
+        self.model = self.plain(rank, exchange)
         self.late_reduce = options.tuned and self._fits(device)
         self._shard()
         self.model.to_empty(device=device)
@@ -93,8 +93,16 @@ class Fsdp2:
             if self.whole:
                 named = dict(self.model.named_parameters())
                 whole = {name: named[name] for name in self.whole}
-                self.optimizers.append(MainWeights(whole, workload, rank, scale=1.0 / mesh.dp))
+                self.optimizers.append(MainWeights(whole, workload, rank, scale=1.0 / mesh.data))
         self.settings = self._settings()
+
+    def plain(self, rank: int, exchange: Exchange | None) -> PlainModel:
+        """The model before it is sharded, on the meta device."""
+        return plain_model(self.workload, rank, exchange=exchange)
+
+    def passes(self, microbatch: Microbatch) -> Tensor:
+        """Forward and backward of a microbatch; its loss."""
+        return backward(self.model, microbatch, self.workload.config.train.microbatches)
 
     def _fits(self, device: torch.device) -> bool:
         """Whether unsharded gradients of all weights of this rank may stay until the last microbatch."""
@@ -122,7 +130,7 @@ class Fsdp2:
             for experts in moved:
                 shard(experts, self.grid["edp"], policy)
                 assert isinstance(experts, FSDPModule)
-                experts.set_gradient_divide_factor(float(mesh.dp))
+                experts.set_gradient_divide_factor(float(mesh.data))
                 # gloo cannot multiply while it sums, and NCCL's result is wrong in bf16 (torch 2.11).
                 experts.set_force_sum_reduction_for_comms(True)
         for layer in layers:
@@ -169,7 +177,7 @@ class Fsdp2:
             sharded.set_is_last_backward(last)
             if self.late_reduce:
                 sharded.set_requires_gradient_sync(last)
-            losses.append(backward(self.model, microbatch, len(microbatches)))
+            losses.append(self.passes(microbatch))
         for optimizer in self.optimizers:
             optimizer.step()
         self.model.zero_grad(set_to_none=True)
