@@ -9,6 +9,7 @@ gradients are to be averaged over context-parallel ranks as over data-parallel o
 from __future__ import annotations
 
 import inspect
+from itertools import chain
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ ROTARY = ("default", "linear", "llama3", "yarn")
 
 LAYERS = ("full_attention", "sliding_attention")
 TAKEN = ("input_ids", "labels", "position_ids", "num_items_in_batch")
+COMPARED = ("input_ids", "position_ids", "labels")
+"""What all ranks are to be given alike."""
 IGNORED = -100
 """The label of a token that does not count, as in transformers."""
 
@@ -70,14 +73,20 @@ class ContextParallel:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
         """What the model is called with, of this rank's tokens, instead of a whole batch."""
-        given = self._given(model, args, kwargs)
+        error: Exception | None = None
+        given: dict[str, Any] = {}
+        try:
+            given = self._given(model, args, kwargs)
+        except (TypeError, ValueError) as raised:
+            error = raised
+        tensors = (x for x in chain(args, kwargs.values(), model.parameters()) if isinstance(x, Tensor))
+        self._same_everywhere(next(tensors).device, error, *map(given.get, COMPARED))
         ids = given["input_ids"]
         batch, length = ids.shape
         positions = given.get("position_ids")
         if positions is None:
             positions = torch.arange(length, device=ids.device).unsqueeze(0)
         positions = positions.expand(batch, length)
-        self._same_everywhere([ids, positions, given.get("labels")])
         first = positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1
         documents = documents_of(first.cumsum(1).cpu())
         self.shares = shares(documents.bounds, length, self.group.size())
@@ -114,21 +123,28 @@ class ContextParallel:
                 raise ValueError(f"{name} has shape {tuple(value.shape)}, input_ids {tuple(ids.shape)}")
         return bound
 
-    def _same_everywhere(self, tensors: list[Tensor | None]) -> None:
-        """Raise ValueError on all ranks if they were not given the same batch."""
-        found = []
-        for x in tensors:
-            flat = torch.zeros(0, dtype=torch.int64) if x is None else x.flatten().long()
-            places = torch.arange(1, len(flat) + 1, device=flat.device)
-            # products wrap around, which is what a checksum wants
-            found.append(
-                torch.stack([((flat + 7) * (places * 0x9E3779B97F4A7C1 + 1)).sum(), flat.new_tensor(len(flat))])
-            )
-        first = tensors[0]
-        assert first is not None
-        mine = torch.cat([x.to(first.device) for x in found])
+    def _same_everywhere(self, device: torch.device, error: Exception | None, *given: Tensor | None) -> None:
+        """Raise on all ranks if one has an error, its own there, or if they were not given the same batch."""
+        # What has -1 rows is not given, and -2 is an error.
+        found = [torch.tensor([0, -2 if error else -1, 0], device=device) for _ in given]
+        for i, x in enumerate(given):
+            if x is not None and error is None:
+                flat = x.flatten().long()
+                places = torch.arange(1, len(flat) + 1, device=flat.device)
+                # products wrap around, which is what a checksum wants
+                total = ((flat + 7) * (places * 0x9E3779B97F4A7C1 + 1)).sum()
+                found[i] = torch.stack([total, *flat.new_tensor(x.shape)]).to(device)
+        mine = torch.cat(found)
         everyone = mine.new_empty(self.group.size(), len(mine))
         gather_flat(everyone.view(-1), mine, group=self.group)
+        if error is not None:
+            raise error
+        failed = [rank for rank, one in enumerate(everyone[:, 1].tolist()) if one == -2]
+        if failed:
+            raise ValueError(
+                f"ranks {failed} of those that share sequences were called with what does not go with "
+                f"context_parallel, as their own messages say: give all ranks the same arguments"
+            )
         if not bool((everyone == everyone[0]).all()):
             raise ValueError(
                 "ranks that share sequences were given different batches: give all ranks of one context-parallel group "

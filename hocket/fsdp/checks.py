@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hocket.fsdp.elementwise import is_elementwise
 from hocket.fsdp.members import UNIT, Found, is_called
-from hocket.fsdp.muon import Muon
+from hocket.fsdp.muon import refuse_no_matrices
 from hocket.fsdp.options import ShardOptions
 from hocket.fsdp.precision import Precision
 from hocket.fsdp.sharded_parameter import ShardedParameter
@@ -115,20 +115,19 @@ def _refuse_shared_memory(params: Sequence[Found]) -> None:
             )
 
 
-_OF_MATRICES = torch.optim.Adafactor, torch.optim.Muon
-"""Optimizers that take a gradient as a matrix. A shard's is 1-D, on whichever ranks it lies."""
-
-
 def refuse_matrices(optimizer: Optimizer) -> None:
-    """Refuse optimizers that are not elementwise, which would take a shard for a weight."""
+    """Refuse optimizers that are not elementwise, which would take a shard for a weight: but Muon, see `muon.py`."""
+    if isinstance(optimizer, torch.optim.Muon):
+        refuse_no_matrices(optimizer)
+        return
     for number, held in enumerate(optimizer.param_groups):
         shards = [param for param in held["params"] if isinstance(param, ShardedParameter) and param.group is not None]
         if not shards:
             continue
         parts = [shard for shard in shards if not shard.keeps_all]
-        if isinstance(optimizer, Muon):
-            return
-        refused = isinstance(optimizer, _OF_MATRICES) or (isinstance(optimizer, torch.optim.LBFGS) and bool(parts))
+        refused = isinstance(optimizer, torch.optim.Adafactor) or (
+            isinstance(optimizer, torch.optim.LBFGS) and bool(parts)
+        )
         if not refused and not type(optimizer).__module__.startswith("torch.optim."):
             refused = any(shard.splits for shard in shards) and not is_elementwise(
                 optimizer, number, (parts or shards)[0].to_local(), keeps_all=not parts
@@ -136,7 +135,7 @@ def refuse_matrices(optimizer: Optimizer) -> None:
         if refused:
             raise ValueError(
                 f"{type(optimizer).__name__} computes with whole weights, and sharded parameters are 1-D parts of "
-                f"them: use an elementwise optimizer, such as torch.optim.AdamW, or hocket.sharding.Muon"
+                f"them: use an elementwise optimizer, such as torch.optim.AdamW, or torch.optim.Muon"
             )
 
 

@@ -37,8 +37,8 @@ def orthogonal(
     return x.mT if tall else x
 
 
-def factor_of(shape: Sequence[int], scale: str) -> float:
-    """Factor of the learning rate for a matrix of [output, input]: as in `torch.optim.Muon`.
+def factor_of(shape: Sequence[int], scale: str | None) -> float:
+    """Factor of the learning rate for a matrix of [output, input]: as in `torch.optim.Muon`, where None is `original`.
 
     match_rms_adamw is that of Liu et al. 2025, "Muon is scalable for LLM training": an update is about as large as one
     of AdamW, and can have its learning rate.

@@ -15,7 +15,7 @@ through it is the error that it should be (Note: [Autograd never sees a shard]).
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -89,18 +89,15 @@ def call(func: Any, args: Any, kwargs: Any) -> Any:
     if name.startswith("_foreach_"):
         return _of_each(func, name, args, kwargs)
     places = {id(one): place for one in _tensors(args, kwargs) if (place := getattr(one, "place", None)) is not None}
+    if name in ("equal", "allclose"):
+        return _alike(func, name, args, kwargs, *places.values())
     if not places:  # of a copy, or of a parameter that this rank keeps whole
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     place, *others = places.values()
     if name in _REFUSED:
         raise _refusal(name, place)
-    for other in others:
-        if (other.shape, other.lo, other.hi) != (place.shape, place.lo, place.hi):
-            raise ValueError(
-                f"{name} of parts of {place.name} and {other.name}, of which this rank has other elements: shard both "
-                f"models alike, or compute with whole weights inside of ctx.gathered()"
-            )
+    _refuse_others(name, place, *others)
     return _call(func, name, args, kwargs, place)
 
 
@@ -126,11 +123,53 @@ def _call(func: Any, name: str, args: Any, kwargs: Any, place: Place) -> Any:
 
 
 def _of_each(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Call a function of lists, which optimizers use: elementwise ones, and norms."""
+    """Call a function of lists, which optimizers use: elementwise ones, whose results are parts too, and norms."""
     if name in ("_foreach_norm", "_foreach_max"):
         return [getattr(one, name.removeprefix("_foreach_"))(*args[1:], **kwargs) for one in args[0]]
+    lists = [one for one in (*args, *kwargs.values()) if isinstance(one, list | tuple)] * (not name.endswith("_"))
+    places = [[p for one in of if (p := getattr(one, "place", None)) is not None] for of in zip(*lists, strict=True)]
+    for several in places:
+        _refuse_others(name, *several)
     with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
+        found = func(*args, **kwargs)
+    return found if not any(places) else [_of_one(name, one, of) for one, of in zip(found, places, strict=True)]
+
+
+def _of_one(name: str, found: Tensor, places: Sequence[Place]) -> Tensor:
+    """What a function of lists has made of one tensor of each."""
+    if not places:
+        return found
+    if found.shape != (places[0].hi - places[0].lo,):
+        raise _refusal(name, places[0])
+    return Part.of(found, places[0])
+
+
+def _alike(func: Any, name: str, args: Any, kwargs: Any, *places: Place) -> bool:
+    """Whether all elements are equal, or close, on all ranks: to those of another part, or of a whole tensor."""
+    pair = list(args[:2])
+    pair += [kwargs[key] for key in ("input", "other") if key in kwargs]
+    more = {key: value for key, value in kwargs.items() if key not in ("input", "other")}
+    with torch._C.DisableTorchFunctionSubclass():
+        parts = [one.as_subclass(Tensor) for one in pair]
+    if not places:  # this rank has all elements, and others have the same
+        same = pair[0].shape == pair[1].shape
+        return func(*(part.view(pair[0].shape) if same else part for part in parts), *args[2:], **more)
+    _refuse_others(name, *places)
+    place = places[0]
+    for i, one in enumerate(pair):
+        if getattr(one, "place", None) is None and one.shape == place.shape:
+            parts[i] = parts[i].reshape(-1)[place.lo : place.hi]
+    differs = parts[0].new_tensor(not func(*parts, *args[2:], **more), dtype=torch.float64)
+    return not _over_ranks(differs, "max", place).item()
+
+
+def _refuse_others(name: str, place: Place, *others: Place) -> None:
+    for other in others:
+        if (other.shape, other.lo, other.hi) != (place.shape, place.lo, place.hi):
+            raise ValueError(
+                f"{name} of parts of {place.name} and {other.name}, of which this rank has other elements: shard both "
+                f"models alike, or compute with whole weights inside of ctx.gathered()"
+            )
 
 
 def _tensors(args: Any, kwargs: Any) -> Iterator[Tensor]:
@@ -290,8 +329,8 @@ _PLAIN = frozenset(
     {
         *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_zeros", "new_empty"),
         *("new_ones", "new_full", "new_tensor", "new_empty_strided", "view_as_real", "view_as_complex", "numpy"),
-        *("tolist", "__reduce_ex__", "__array__", "__dlpack__", "__repr__", "__str__", "__format__", "equal"),
-        *("allclose", "isclose", "is_same_size", "storage", "untyped_storage", "split", "chunk", "tensor_split"),
+        *("tolist", "__reduce_ex__", "__array__", "__dlpack__", "__repr__", "__str__", "__format__"),
+        *("is_same_size", "storage", "untyped_storage", "split", "chunk", "tensor_split"),
         "unbind",
     }
 )

@@ -7,6 +7,7 @@ when hocket shards the first model, by what asks all ranks. For everything else 
 
     torch.nn.utils.clip_grad_norm_, get_total_norm      the norm of all ranks' elements
     torch.amp.GradScaler                                the infinities of all ranks
+    torch.optim.Muon                                    whole matrices (Note: [How torch's Muon comes here])
     torch.distributed.checkpoint.state_dict             what `hocket.checkpoint` has; whole, with full_state_dict
 """
 
@@ -25,6 +26,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hocket.fsdp.checks import UNIT, refuse_early
 from hocket.fsdp.grad_norm import squares_of
+from hocket.fsdp.muon import collect
 from hocket.fsdp.part import plain
 from hocket.fsdp.saving.flat_tensor import FlatTensor
 from hocket.fsdp.saving.kept import Inventory
@@ -54,6 +56,7 @@ def install(contexts: Iterable[ShardContext]) -> None:
     torch.nn.utils.get_total_norm = total_norm
     for owner, name, function in (
         (torch.amp.GradScaler, "_unscale_grads_", unscale_grads_),
+        (torch.optim.Muon, "_init_group", collect),
         (dcp, "_get_model_state_dict", get_model),
         (dcp, "_load_model_state_dict", load_model),
         (dcp, "_get_optim_state_dict", get_optimizer),

@@ -28,7 +28,6 @@ from torch.optim import Optimizer
 from hocket.fsdp.api import context_of, refuse_optimizer
 from hocket.fsdp.module_context import ShardContext
 from hocket.fsdp.module_unit import Unit
-from hocket.fsdp.muon import Muon
 from hocket.fsdp.optimizer_holding import optimizer_holding
 
 
@@ -59,7 +58,7 @@ def step_and_gather(module: nn.Module | ShardContext, optimizer: Optimizer) -> N
             f"the step of {type(optimizer).__name__} takes a closure, which computes gradients of the whole model in "
             f"its midst: call optimizer.step(closure)"
         )
-    if isinstance(optimizer, Muon):
+    if isinstance(optimizer, torch.optim.Muon):
         raise ValueError(
             "step_and_gather updates units while others are still reduced, and Muon communicates on the same groups: "
             "call optimizer.step()"

@@ -159,6 +159,7 @@ def _refused(rank: int) -> list[str]:
     refused(lambda: model(inputs_embeds=torch.zeros(2, LENGTH, 32)))
     refused(lambda: model(**{**batch, "labels": batch["labels"][:1]}))
     refused(lambda: model(**batch_of(False, seed=rank)))
+    refused(lambda: model(**batch, **{"use_cache": True} if rank else {}))  # the other one must not wait for it
     refused(lambda: model.model(batch["input_ids"]))
     refused(lambda: model(batch["input_ids"][:, :31]))
     return said
@@ -189,7 +190,8 @@ def test_what_would_be_wrong_is_refused_by_name(two: list[tuple[list[str], list[
             "this is a Linear of type None", "Gemma2ForCausalLM of type gemma2", "attention_dropout", "router_logits",
             "rope_type .*dynamic", "num_key_value_heads=1", "method='ring'", "called on this model before",
             "attention_mask .* leave it out", "use_cache", "return_dict", "inputs_embeds",
-            r"labels has shape \(1, 32\)", "different batches", "outside of a call", "31 tokens cannot be cut",
+            r"labels has shape \(1, 32\)", "different batches", r"^ranks \[1\]|^use_cache",
+            "outside of a call", "31 tokens cannot be cut",
         ),
         *said,
         strict=True,

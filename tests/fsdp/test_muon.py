@@ -1,9 +1,10 @@
-"""`hocket.sharding.Muon` on shards beside torch's on whole parameters: weights and averages, bit for bit."""
+"""`torch.optim.Muon` on shards beside itself on whole parameters: weights and averages, bit for bit."""
 
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 import torch
@@ -36,13 +37,13 @@ class Blocks(nn.Module):
         return self.head(x).square().mean()
 
 
-def optimizers(model: nn.Module, kind: Any, settings: dict[str, Any]) -> list[torch.optim.Optimizer]:
+def optimizers(model: nn.Module, settings: dict[str, Any]) -> list[torch.optim.Optimizer]:
     """Muon for matrices but the head's, which another group has with another rate, and AdamW for vectors."""
     named = dict(model.named_parameters())
     head, others = named["head.weight"], [p for n, p in named.items() if p.ndim == 2 and n != "head.weight"]
     groups = [{"params": others}, {"params": [head], "lr": 0.005, "weight_decay": 0.0}]
     vectors = [p for p in named.values() if p.ndim < 2]
-    return [kind(groups, **settings), torch.optim.AdamW(vectors, lr=0.01)]
+    return [torch.optim.Muon(groups, **settings), torch.optim.AdamW(vectors, lr=0.01)]
 
 
 def train(model: nn.Module, made: list[torch.optim.Optimizer]) -> None:
@@ -61,7 +62,7 @@ def beside(rank: int, shape: tuple[int, ...], strategy: str, options: dict[str, 
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "shard")[-len(shape) :])
     units = tuple(type(block) for block in model.blocks[:1])
     ctx = hocket.fully_shard(model, units=units, mesh=mesh, strategy=strategy, options=hocket.ShardOptions(**options))
-    twins, mine = optimizers(plain, torch.optim.Muon, settings), optimizers(model, hocket.sharding.Muon, settings)
+    twins, mine = optimizers(plain, settings), optimizers(model, settings)
     train(plain, twins)
     train(model, mine)
     for shard in (shard for unit in ctx.units for group in unit.groups for shard in group.shards):
@@ -93,29 +94,46 @@ def test_shards_learn_as_whole_matrices_do(shape: tuple[int, ...], strategy: str
         run_ranks(beside, 4 if len(shape) == 2 else 2, shape, strategy, options, settings)
 
 
-def test_without_sharding_it_is_torchs() -> None:
-    torch.manual_seed(0)
-    one = Blocks()
-    other = copy.deepcopy(one)
-    train(one, optimizers(one, torch.optim.Muon, {}))
-    train(other, optimizers(other, hocket.sharding.Muon, {}))
-    for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
-
-
 def refusals(rank: int) -> None:
     model = Blocks()
     hocket.fully_shard(model, strategy="optim_grads_params")
-    with pytest.raises(ValueError, match=r"^Muon updates matrices, and a parameter has the shape \(20,\): give those"):
-        hocket.sharding.Muon(model.parameters())
-    matrices = [p for p in model.parameters() if p.ndim == 2]
+    matrices: list[Any] = [p for p in model.parameters() if p.ndim == 2]
+    before = [p.to_local().clone() for p in matrices]
     model(torch.ones(2, 12)).backward()
-    with pytest.raises(ValueError, match=r"^Muon computes with whole weights, .* or hocket.sharding.Muon$"):
-        torch.optim.Muon(matrices).step()
     with pytest.raises(ValueError, match=r"^step_and_gather updates units while others are still reduced"):
-        hocket.sharding.step_and_gather(model, hocket.sharding.Muon(matrices))
-    with pytest.raises(ValueError, match=r"^Muon updates matrices, and a parameter has the shape \(7,\)"):
-        hocket.sharding.Muon(matrices).add_param_group({"params": [model.head.bias]})
+        hocket.sharding.step_and_gather(model, torch.optim.Muon(matrices))
+    muon = torch.optim.Muon(matrices)
+    muon.add_param_group({"params": [model.head.bias]})
+    with pytest.raises(ValueError, match=r"^Muon updates matrices, and head\.bias has the shape \(7,\)"):
+        muon.step()
+    assert all(torch.equal(p.to_local(), old) for p, old in zip(matrices, before, strict=True))
+
+
+def beside_others(rank: int) -> None:
+    """One optimizer has parameters of a sharded model and of a plain one, and was made before its closure is called."""
+    torch.manual_seed(0)
+    one, other = Blocks(), Blocks()
+    model = copy.deepcopy(other)
+    hocket.fully_shard(model, units=nn.Sequential)
+    alone = copy.deepcopy(one)
+
+    def closure_of(*models: nn.Module) -> Callable[[], torch.Tensor]:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = sum(model(torch.ones(2, 12)) for model in models)
+            assert isinstance(loss, torch.Tensor)
+            loss.backward()
+            return loss
+
+        return closure
+
+    losses, rate = [], cast(float, torch.tensor(0.01))
+    for models in ((alone, other), (one, model)):
+        optimizer = torch.optim.Muon([each.head.weight for each in models], lr=rate)
+        losses.append([cast(torch.Tensor, optimizer.step(closure_of(*models))).item() for _ in range(2)])
+    assert losses[0] == losses[1]
+    assert torch.equal(one.head.weight, alone.head.weight)
+    assert torch.equal(model.head.weight, other.head.weight)  # a shard, and a whole one
 
 
 def grown(rank: int) -> None:
@@ -124,9 +142,8 @@ def grown(rank: int) -> None:
     plain = Blocks()
     model = copy.deepcopy(plain)
     hocket.fully_shard(model, units=nn.Sequential)
-    kinds: list[tuple[Any, Any]] = [(plain, torch.optim.Muon), (model, hocket.sharding.Muon)]
-    for one, kind in kinds:
-        made = kind([one.head.weight])
+    for one in (plain, model):
+        made = torch.optim.Muon([one.head.weight])
         train(one, [made])
         made.add_param_group({"params": [p for p in one.blocks.parameters() if p.ndim == 2]})
         train(one, [made])
@@ -143,12 +160,5 @@ def test_what_it_cannot_update_is_refused() -> None:
     run_ranks(refusals, 2)
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [({"lr": -1}, "^lr = -1: it must be 0"), ({"adjust_lr_fn": "x"}, "^adjust_lr_fn = 'x'")],
-)
-def test_settings_are_judged_as_torch_does(settings: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        hocket.sharding.Muon([nn.Parameter(torch.ones(2, 2))], **settings)
-    with pytest.raises(ValueError):
-        torch.optim.Muon([nn.Parameter(torch.ones(2, 2))], **settings)
+def test_plain_matrices_stand_beside_shards() -> None:
+    run_ranks(beside_others, 2)

@@ -36,9 +36,18 @@ NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
     "dot": lambda x: torch.sum(x * x.clone()),
     "nan": lambda x: torch.where(x > 0, torch.nan, x).max(),
     "foreach": lambda x: torch._foreach_norm([x])[0],
+    "foreach of another": lambda x: torch._foreach_mul([x.data, x.detach()], 0.5)[1].norm(),
+    "foreach of two": lambda x: torch._foreach_norm(torch._foreach_add([x.data], [x.data], alpha=2))[0],
+    "isclose": lambda x: torch.isclose(x, x.clone().mul_(2)).all(),
     "clone": lambda x: x.clone().mul_(2).norm(),
     "deepcopy": lambda x: copy.deepcopy(x).norm(),
 }  # fmt: skip
+ALIKE: dict[str, Callable[[Tensor], bool]] = {
+    "equal": lambda x: torch.equal(x, x.clone()),
+    "one element differs": lambda x: torch.equal(x, torch.where(x == x.max(), 0.0, x)),
+    "close": lambda x: torch.allclose(x, x * (1 + 1e-7)),
+    "not close": lambda x: x.allclose(torch.where(x == x.max(), 0.0, x), rtol=1e-3),
+}
 REFUSED: dict[str, Callable[[Tensor], object]] = {
     "median": lambda x: x.median(),
     "cumsum": lambda x: x.cumsum(0),
@@ -73,6 +82,11 @@ def numbers(rank: int, replicas: int) -> None:
                     value = of(ours)
                     assert type(value) is Tensor, (name, key)
                     torch.testing.assert_close(value, of(wanted), equal_nan=True, msg=lambda text: f"{key}: {text}")  # noqa: B023
+        for key, of_both in ALIKE.items():
+            for ours in (shard.data, shard.grad):
+                assert of_both(ours) is ("differs" not in key and "not" not in key), (name, key)
+        assert torch.equal(shard, whole.detach())  # as a whole tensor
+        assert not torch.equal(shard, whole.detach() * (whole != whole.max()))
         for key, of in REFUSED.items():
             if replicas == 1 and not (key in ("sum along", "singular value") and whole.ndim == 1):
                 for ours in (shard.data, shard.grad):
@@ -98,6 +112,8 @@ def others(rank: int) -> None:
     assert weight.grad is not None
     with pytest.raises(ValueError, match=r"parts of 0\.weight and 1\.bias, of which this rank has other elements"):
         torch.add(weight.data, bias.data)
+    with pytest.raises(ValueError, match=r"parts of 0\.weight and 1\.bias, of which this rank has other elements"):
+        torch._foreach_add([weight.data], [bias.data])
     # What leaves the program is a plain tensor of what is here.
     buffer = io.BytesIO()
     torch.save({"grad": weight.grad, "weight": weight.data.clone(), "state": sharded.state_dict()}, buffer)

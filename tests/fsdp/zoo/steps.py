@@ -381,7 +381,7 @@ def frozen_later(run: Run) -> None:
     run.note_weights(model)
 
 
-@program("torch.optim: Muon", no="an optimizer of whole matrices", off=2e-2)  # it computes in bf16
+@program("torch.optim: Muon", off=2e-2)  # it computes in bf16
 def muon(run: Run) -> None:
     model = run.shard(stack(), Block)
     train(run, model, torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=1e-2))
