@@ -23,9 +23,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from hocket.runtime.queue import Passed
 from hocket.runtime.transports import Pending
 
 Offload = Literal["none", "pinned", "pageable"]
+CPU = torch.device("cpu")
 
 
 class Home:
@@ -35,11 +37,10 @@ class Home:
         self.device = device
         self.away = offload != "none"
         """Whether it is the host's memory, also of a device that is the host."""
-        self._where = torch.device("cpu") if self.away else device
+        self._where = CPU if self.away else device
         self._pinned = offload == "pinned" and device.type == "cuda"
         self._crosses = self.away and device.type == "cuda"
-        self._out: torch.cuda.Event | None = None
-        self._in: torch.cuda.Event | None = None
+        self._out, self._in = (Passed(device if self._crosses else CPU) for _ in range(2))
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """1-D, with arbitrary content."""
@@ -56,24 +57,15 @@ class Home:
         if self._crosses and torch.cuda.is_current_stream_capturing():
             raise ValueError("offload: weights in the host's memory cannot be gathered in a CUDA graph; leave it out")
         into.copy_(kept, non_blocking=self._crosses)
-        if self._crosses:
-            self._out = self._mark(self._out)
-
-    def _mark(self, event: torch.cuda.Event | None) -> torch.cuda.Event:
-        """An event behind what the current stream has, the same one again."""
-        event = event or torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.device))
-        return event
+        self._out.note()
 
     def wait_out(self) -> None:
         """Have the host wait until what it has copied out has been read."""
-        if self._out is not None:
-            self._out.synchronize()
+        self._out.wait()
 
     def wait_in(self) -> None:
         """Have the host wait until what was copied in is here."""
-        if self._in is not None:
-            self._in.synchronize()
+        self._in.wait()
 
     def reduced(self, kept: Tensor, add: bool, reduce: Callable[[Tensor, bool], Pending]) -> Pending:
         """Have `reduce(into, add)` write to `kept`, or add to it: by way of the device, if it lies elsewhere."""
@@ -85,7 +77,6 @@ class Home:
 
         def bring() -> None:
             kept.copy_(into, non_blocking=self._crosses)
-            if self._crosses:
-                self._in = self._mark(self._in)
+            self._in.note()
 
         return reduce(into, add).then(bring)
