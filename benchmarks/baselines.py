@@ -4,7 +4,7 @@
     python -m benchmarks.baselines --list
 
 Whatever follows the number of GPUs goes to `hocket bench`, such as `--blocks 3` or `--lengths 4096`. The result goes
-to benchmarks/results/, or where `--out` says.
+to benchmarks/results/, or where `--out` says, and has the name of the preset, or `--name`.
 """
 
 from __future__ import annotations
@@ -127,6 +127,11 @@ CONTEXT_SHARED = "--mesh.cp {gpus} --against hocket,hocket_null,torch_cp_gather"
 CONTEXT_ALL = f"{CONTEXT_SHARED},hocket_ce,torch_cp_ring,ulysses --optimizer off"
 CONTEXT_WHOLE = "--mesh.cp 1 --against hocket,hocket_null --optimizer off"
 """Each rank has sequences of its own: the memory that sharing them saves."""
+WHOLE_EXPERTS = (
+    "qwen3_30b_a3b --mesh.pp 1 --plan.chunks 1 --mesh.ep {gpus} --optimizer off --train.microbatches 16 --blocks 3 "
+    "--steps 1 --against hocket_ce,hocket_null,fsdp2_tuned"
+)
+"""All 48 layers of Qwen3-30B-A3B, for eight GPUs. Training it is in `benchmarks.training`."""
 
 PRESETS = {
     "dense_peers": (f"{DENSE} --model.layers 16 {PEERS}", (4096,)),
@@ -153,6 +158,7 @@ PRESETS = {
     "pipeline_dense_16": (f"{PIPELINE_DENSE} --train.microbatches 16", (4096,)),
     "everything": (EVERYTHING, (8192,)),
     "pipeline_peers": (PIPELINE, (2048,)),
+    "whole_experts": (WHOLE_EXPERTS, (4096,)),
     **{f"context_{name}": (f"{of} {CONTEXT_ALL}", (32768, 65536, 131072)) for name, of in CONTEXT.items()},
     **{f"context_{name}_adamw": (f"{of} {CONTEXT_SHARED}", (32768,)) for name, of in CONTEXT.items()},
     **{f"context_{name}_whole": (f"{of} {CONTEXT_WHOLE}", (32768, 65536)) for name, of in CONTEXT.items()},
@@ -160,15 +166,15 @@ PRESETS = {
 """Result -> the words of `hocket bench`, and the sequence lengths."""
 
 
-def words(name: str, gpus: int, more: list[str]) -> list[str]:
+def words(name: str, gpus: int, more: list[str], result: str = "") -> list[str]:
     """The words of `hocket bench` for a preset; settings in `more` take the place of its own.
 
-    A contender of hocket is on NCCL unless its name says otherwise.
+    A contender of hocket is on NCCL unless its name says otherwise. The result is called as the preset, or as told.
     """
     preset, lengths = PRESETS[name]
     recipe, *rest = shlex.split(preset.format(gpus=gpus, half=gpus // 2))
     rest += ["--gpus", str(gpus), "--train.transport", "nccl", "--lengths", *map(str, lengths)]
-    rest += ["--out", str(RESULTS / f"{name}.json")]
+    rest += ["--out", str(RESULTS / f"{result or name}.json")]
     changed = {flag for flag, _ in split([word for word in more if word.startswith("--")], [])}
     kept = [[flag, *values] for flag, values in split(rest, []) if flag not in changed]
     return [recipe, *itertools.chain(*kept), *more]
@@ -180,13 +186,14 @@ def main() -> None:
     )
     parser.add_argument("preset", nargs="?", choices=list(PRESETS))
     parser.add_argument("--gpus", type=int, default=8)
+    parser.add_argument("--name", default="", help="of the result, where it is not that of the preset")
     parser.add_argument("--list", action="store_true")
     options, more = parser.parse_known_args()
     if options.list or not options.preset:
         for name in PRESETS:
             print(f"hocket bench {shlex.join(words(name, options.gpus, more))}")
         return
-    bench.run(words(options.preset, options.gpus, more))
+    bench.run(words(options.preset, options.gpus, more, options.name))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 
-from benchmarks import settings_tables, summary_tables, tensor_tables
+from benchmarks import eight_gpus, settings_tables, summary_tables, tensor_tables
 from benchmarks.aim_tables import expert_aims
 from benchmarks.bench.record import origins
 from benchmarks.contender_tables import before_and_after, contenders, host_cost, settings, shared_memory
@@ -272,6 +272,9 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "families": ("", families),
     "context_balance": ("", balance),
     "published": ("published", comparison),
+    "predictions_8gpu": ("predictions_8gpu", eight_gpus.expected),
+    "commands_8gpu": ("", eight_gpus.listed),
+    **{name: (name, contenders) for name in eight_gpus.results()},
     "faults": ("faults", reliability),
     "fsdp_zoo": ("fsdp_zoo", zoo),
     "redesign": ("redesign", before_and_after),

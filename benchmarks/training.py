@@ -34,9 +34,11 @@ RUNS = {
     f"--model.vocab {VOCAB} --data.sequence_length 2048 --train.microbatches 4 --train.warmup 30",
     "experts": "qwen3_30b_a3b --model.layers 12 --mesh.pp 1 --plan.chunks 1 --mesh.ep {gpus} --train.microbatches 4 "
     "--train.warmup 30",
+    "whole_experts": "qwen3_30b_a3b --mesh.pp 1 --plan.chunks 1 --mesh.ep {gpus} --train.microbatches 8 "
+    "--train.warmup 30",
     "llama3_8b": "llama3_8b --data.sequence_length 2048 --train.microbatches 2 --train.warmup 100",
 }
-"""Words of `hocket train`: 1.1 billion parameters; 12 layers of Qwen3-30B-A3B; the whole Llama-3 8B."""
+"""Words of `hocket train`: 1.1 billion parameters; 12 layers of Qwen3-30B-A3B, and all 48; the whole Llama-3 8B."""
 STEPS = 300
 CURVES = ("loss", "grad_norm", "load")
 

@@ -30,6 +30,7 @@ from hocket.settings.rules import RULES, broken, has_experts, numbered, rule_lin
 from hocket.settings.schema import changed, impossible, leaf, show, types
 from hocket.settings.smaller_mesh import smaller_mesh
 from hocket.tune.by_cost import (
+    choose_context,
     choose_copies,
     choose_gather,
     choose_lane,
@@ -317,6 +318,7 @@ CHOICES: tuple[tuple[str, Callable[[Config, Host], tuple[str, str]]], ...] = (
 """How each open setting is chosen, in an order in which every choice finds what it builds on: (value, reason)."""
 
 CHOICES_BY_COST: tuple[tuple[str, Callable[[Config, Host, Trials], tuple[Any, str]]], ...] = (
+    ("overlap.cp.method", choose_context),
     ("overlap.ep.copies", choose_copies),
     ("overlap.dp.strategy", choose_strategy),
     ("precision.gather", choose_gather),

@@ -46,6 +46,8 @@ NETWORK = {name for name in types() if name.startswith("network.")}
 """Of one host there is nothing to choose."""
 ORDER = {"plan.layer_order"}
 """Nor of steps that merge nothing."""
+CONTEXT = {"overlap.cp.method"}
+"""Nor where every rank has its sequences whole."""
 GATHER = {"precision.gather"}
 """Nor where nothing computes in fp8."""
 
@@ -211,7 +213,8 @@ def test_resolving_is_pure_repeatable_and_never_silent(tree: dict[str, Any]) -> 
             assert one.asked == value
             assert one.reasons
     for name in types():
-        if leaf(config, name) == "auto" and name != "run.resume" and name not in NETWORK | TENSORS | ORDER | GATHER:
+        unasked = {"run.resume", *NETWORK, *TENSORS, *ORDER, *CONTEXT, *GATHER}
+        if leaf(config, name) == "auto" and name not in unasked:
             assert decided(found, name).reason is not None
 
 

@@ -14,9 +14,9 @@ from hocket.probing.request import Measured, Product, Request
 from hocket.program.hardware import HARDWARE, LAPTOP, Hardware
 from hocket.program.network import on_one_host
 from hocket.program.ops import Layout
+from hocket.program.part_sizes import into_heads
 from hocket.program.schedule import KINDS, CostKey, Kind
 from hocket.program.stages import costs_of, layout_of
-from hocket.program.transformer import into_heads
 from hocket.resolve import Settings
 from hocket_trace.columns import duration, listed, several
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from hocket.explain.explanation import Axis, Overlap, State
 from hocket.program.tensor_times import DIRECTIONS, ROLES
 from hocket.resolve import Settings
+from hocket.settings.context_rules import METHOD
 from hocket.settings.origins import source
 from hocket.settings.plan_rules import separate_wgrads, shares_units
 from hocket.settings.rules import has_experts
@@ -24,11 +25,14 @@ _ROWS_AROUND, _WEIGHTS, _GRADIENTS = (
 )
 _FORWARD, _BACKWARD, _TO_EXPERTS = "activations sent", "gradients sent", "rows to experts and back"
 _KEYS = "keys and values gathered, and their gradients reduced"
+_OWN_KEYS = "keys and values of heads exchanged, and their gradients"
+_FOUND = "queries and results of heads exchanged, and their gradients"
 _TIED = "gradients of the tied embedding"
 _MATRICES = "averages and matrices of Muon"
 _ENDS = "the same, at both ends of a step"
 
-_KINDS = {_WEIGHTS: "gather", _GRADIENTS: "reduce", _FORWARD: "pp", _TO_EXPERTS: "a2a", _KEYS: "cp"}
+_KINDS = {_WEIGHTS: "gather", _GRADIENTS: "reduce", _FORWARD: "pp", _TO_EXPERTS: "a2a"}
+_KINDS |= dict.fromkeys((_KEYS, _OWN_KEYS, _FOUND), "cp")
 """Whose predicted times a row shows."""
 
 
@@ -75,13 +79,19 @@ def _tensor(s: Settings) -> Iterator[Overlap]:
 
 
 def _context(s: Settings) -> Iterator[Overlap]:
-    """Keys and values of other ranks' tokens, and their gradients."""
+    """Keys and values of other ranks' tokens, or heads, and their gradients."""
     if s.mesh.cp == 1:
         yield _row(s, "cp", _KEYS, "", "n/a", "mesh.cp", "mesh.cp is 1")
+        return
+    if s.overlap.cp.method == "gather":
+        yield _row(s, "cp", _KEYS, "queries; weight gradients of attention", "on", METHOD)
+        return
+    yield _row(s, "cp", _OWN_KEYS, "queries; their weight gradients", "on", METHOD)
+    if s.overlap.ep.merge == "on":
+        yield _row(s, "cp", _FOUND, "the other half of a merged step", "on", METHOD)
     else:
-        why = "each layer makes keys before queries, and their gradients before those of queries"
-        under = "queries; weight gradients of attention"
-        yield _row(s, "cp", _KEYS, under, "on", "", why)
+        why = "but for gradients of results, beside weight gradients of attention's output, nothing is beside them"
+        yield _row(s, "cp", _FOUND, "", "off", METHOD, why)
 
 
 def _data(s: Settings) -> Iterator[Overlap]:

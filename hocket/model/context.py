@@ -102,6 +102,8 @@ class Context:
     """One for every chunk, in the order of the rank's tokens."""
     real_T: Tensor | None = None
     """Which tokens are no padding; None if all."""
+    documents: Documents | None = None
+    """Those of all ranks' tokens, in the order of sequences; None if each sequence is one."""
 
 
 def context_of(documents: Documents, chunks: Sequence[Chunks], rank: int) -> Context:
@@ -117,7 +119,7 @@ def context_of(documents: Documents, chunks: Sequence[Chunks], rank: int) -> Con
         first += len(chunk)
     real_T = None if documents.real_T is None else documents.real_T[mine]
     length, position_T = documents.ids_BS.shape[1], documents.position_T[mine]
-    return Context(length, position_T, places.to(device), order.to(device), tuple(spans), real_T)
+    return Context(length, position_T, places.to(device), order.to(device), tuple(spans), real_T, documents)
 
 
 def _span(bounds: Sequence[int], chunk: range, first: int) -> Span:
@@ -144,7 +146,7 @@ class Shared:
     def __init__(self, batch: int, length: int, ranks: int, rank: int, device: torch.device) -> None:
         self._chunks, self._rank = zigzag(batch, length, ranks), rank
         self._mine = _tokens(self._chunks[rank], device)
-        self.whole = context_of(whole_sequences(batch, length, device), self._chunks, rank)
+        self.whole = replace(context_of(whole_sequences(batch, length, device), self._chunks, rank), documents=None)
         """What layers are told of sequences that are one document each."""
 
     def part(self, microbatch: Microbatch) -> Microbatch:
@@ -177,6 +179,21 @@ def in_order(rows_UD: Tensor, context: Context) -> Tensor:
 def in_ranks(rows_UD: Tensor, context: Context) -> Tensor:
     """Rows in the order of sequences, rank after rank: the other way round than `in_order`."""
     return _Rows.apply(rows_UD, context.place_U, context.order_U)
+
+
+def by_heads(x_THN: Tensor, ranks: int) -> Tensor:
+    """What all heads have of a rank's tokens, as rows for each rank's heads, one rank after the other: [ranks * T, -1].
+
+    Heads that are fewer than ranks go to several, so that each has one.
+    """
+    tokens, heads = x_THN.shape[:2]
+    x_THN = x_THN.repeat_interleave(ranks // heads, 1) if heads < ranks else x_THN
+    return x_THN.unflatten(1, (ranks, -1)).transpose(0, 1).reshape(ranks * tokens, -1)
+
+
+def of_heads(rows_UX: Tensor, ranks: int) -> Tensor:
+    """Rows of each rank's heads, one rank after the other, as those of the rank's own tokens: [T, ranks * X]."""
+    return rows_UX.unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1)
 
 
 def among(x_THN: Tensor, tokens: range) -> Tensor:

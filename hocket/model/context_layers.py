@@ -1,10 +1,12 @@
-"""Layers whose sequences context-parallel ranks share, cut where keys and values are gathered.
+"""Layers whose sequences context-parallel ranks share, cut where keys and values are gathered, or heads exchanged.
 
 Keys and values are made first. While they travel, queries are made; attention then has all of its document. In backward
 the gradients of all ranks' keys and values are summed, each rank's part where it belongs, while those of queries go on.
+Where heads are exchanged, queries follow keys and values, and attention has whole sequences of some heads. What it
+finds goes back to the ranks that have the tokens.
 
 Shapes: B sequences, S tokens of each on this rank, T tokens of this rank (B * S), U tokens of all ranks, D hidden,
-X elements of keys and values that travel, H query heads, N width of one.
+X elements that travel, H query heads, N width of one.
 """
 
 from __future__ import annotations
@@ -14,23 +16,27 @@ from typing import Any
 from torch import Tensor, nn
 
 from hocket.config import ModelConfig
-from hocket.model.context import Context
+from hocket.model.context import Context, by_heads, of_heads
 from hocket.model.layers import DenseLayer
 from hocket.model.moe import ExpertPlace, MoELayer
 from hocket.model.transformer import Chunk, Layer
 from hocket.parallel.linears import Linears
 from hocket.parallel.routing import Routing
-from hocket.runtime.comm import Group, Pending
+from hocket.runtime.comm import Group, Pending, RowTable
 from hocket.runtime.norms import add_rms_norm, rms_norm
+
+Behind = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Routing]
+"""What a layer with experts has behind attention: as `MoELayer.forward_attn`."""
 
 
 class _Cut:
-    """The parts before attention, of either kind of layer."""
+    """The parts before attention, and attention behind a gather, of either kind of layer."""
 
     config: ModelConfig
     group: Group
     attn: Any
     attn_norm: nn.Parameter
+    added: Any
 
     def forward_keys(self, x_BSD: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """What travels, [T, X], the input of attention and the residual stream, [B, S, D]."""
@@ -54,27 +60,62 @@ class _Cut:
         """Queries [T, H, N], and their gates or None."""
         return self.attn.queries(h_BSD, context)
 
-    def _attended(self, kv_UX: Tensor, q_THN: Tensor, gate: Tensor | None, x_BSD: Tensor, context: Context) -> Tensor:
-        return self.attn.attended(kv_UX, q_THN, gate, context, x_BSD.shape[0])
+    def forward_attn(
+        self, kv_UX: Tensor, q_THN: Tensor, gate: Tensor | None, x_BSD: Tensor, context: Context, *kept: Routing
+    ) -> Tensor | Behind:
+        """What follows from attention of a rank's own queries to keys of all ranks."""
+        more_BSD = self.attn.attended(kv_UX, q_THN, gate, context, x_BSD.shape[0])
+        return self.added(x_BSD, more_BSD, context, *kept)
 
 
-class CutDenseLayer(_Cut, DenseLayer):
-    """A dense layer on context-parallel ranks."""
+class _ByHeads(_Cut):
+    """The same where ranks exchange heads. What travels has rows for each rank, one rank after the other."""
+
+    def forward_keys(self, x_BSD: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values of each rank's heads, [U, X], and the rest as it is where they are gathered."""
+        kv_TX, h_BSD, x_BSD = super().forward_keys(x_BSD, context)
+        return by_heads(self.attn.by_head(kv_TX), self.group.size), h_BSD, x_BSD
+
+    def forward_queries(self, h_BSD: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
+        """Queries of each rank's heads, [U, X], and the gates of all heads or None."""
+        q_THN, gate = super().forward_queries(h_BSD, context)
+        return by_heads(q_THN, self.group.size), gate
+
+    def forward_spread(self, rows_UX: Tensor) -> tuple[Tensor, Pending]:
+        """Each rank's rows to it: [U, X]. Exchanged once more they are where they were."""
+        ranks, out_UX = self.group.size, rows_UX.new_empty(rows_UX.shape)
+        table = RowTable([[len(rows_UX) // ranks] * ranks] * ranks, self.group.rank)
+        return out_UX, self.group.all_to_all(out_UX, rows_UX.contiguous(), table)
+
+    forward_results = backward_spread = backward_results = forward_spread
+    forward_kv = backward_kv = forward_spread  # pyrefly: ignore[bad-override-param-name]
+
+    def forward_core(self, kv_UX: Tensor, q_UX: Tensor, context: Context) -> Tensor:
+        """What this rank's heads find in all tokens, [U, X]."""
+        return self.attn.of_own_heads(kv_UX, q_UX, context)
+
+    def forward_attn(  # pyrefly: ignore[bad-override]
+        self, found_UX: Tensor, gate: Tensor | None, x_BSD: Tensor, context: Context, *kept: Routing
+    ) -> Tensor | Behind:
+        """What follows from all heads' results of a rank's own tokens."""
+        more_BSD = self.attn.projected(of_heads(found_UX, self.group.size), gate, x_BSD.shape[0])
+        return self.added(x_BSD, more_BSD, context, *kept)
+
+
+class _Dense(DenseLayer):
+    """What the two dense layers have in common."""
 
     def __init__(self, config: ModelConfig, linears: Linears, number: int, group: Group) -> None:
         super().__init__(config, linears, number)
         self.config, self.group = config, group
 
-    def forward_attn(  # pyrefly: ignore[bad-override]
-        self, kv_UX: Tensor, q_THN: Tensor, gate: Tensor | None, x_BSD: Tensor, context: Context
-    ) -> Tensor:
+    def added(self, x_BSD: Tensor, more_BSD: Tensor, context: Context) -> Tensor:
         """The residual stream behind attention."""
-        out_BSD = self._attended(kv_UX, q_THN, gate, x_BSD, context)
-        return x_BSD + (rms_norm(out_BSD, self.attn_norm, *self.norm) if self.after else out_BSD)
+        return x_BSD + (rms_norm(more_BSD, self.attn_norm, *self.norm) if self.after else more_BSD)
 
 
-class CutMoELayer(_Cut, MoELayer):
-    """A layer with routed experts on context-parallel ranks."""
+class _MoE(MoELayer):
+    """What the two layers with routed experts have in common."""
 
     def __init__(
         self, config: ModelConfig, ep: ExpertPlace, aux_scale: float, linears: Linears, number: int, group: Group
@@ -82,28 +123,38 @@ class CutMoELayer(_Cut, MoELayer):
         super().__init__(config, ep, aux_scale, linears, number)
         self.group = group
 
-    def forward_attn(  # pyrefly: ignore[bad-override]
-        self,
-        kv_UX: Tensor,
-        q_THN: Tensor,
-        gate: Tensor | None,
-        x_BSD: Tensor,
-        context: Context,
-        kept: Routing | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Routing]:
-        """As that of `MoELayer`."""
-        return self.routed(x_BSD, self._attended(kv_UX, q_THN, gate, x_BSD, context), context, kept)
+    def added(self, x_BSD: Tensor, more_BSD: Tensor, context: Context, kept: Routing | None = None) -> Behind:
+        """As `forward_attn` of `MoELayer`, behind attention."""
+        return self.routed(x_BSD, more_BSD, context, kept)
+
+
+class CutDenseLayer(_Cut, _Dense):  # pyrefly: ignore[inconsistent-inheritance]
+    """A dense layer on ranks that gather keys and values."""
+
+
+class CutMoELayer(_Cut, _MoE):  # pyrefly: ignore[inconsistent-inheritance]
+    """A layer with routed experts on such ranks."""
+
+
+class HeadsDenseLayer(_ByHeads, _Dense):  # pyrefly: ignore[inconsistent-inheritance]
+    """A dense layer on ranks that exchange heads."""
+
+
+class HeadsMoELayer(_ByHeads, _MoE):  # pyrefly: ignore[inconsistent-inheritance]
+    """A layer with routed experts on such ranks."""
 
 
 class SharedChunk(Chunk):
     """A chunk whose sequences the ranks of a group share."""
 
-    def __init__(self, group: Group, *sizes: Any, **how: Any) -> None:
-        """All but `group` is as for `Chunk`."""
-        self._group = group
+    def __init__(self, group: Group, heads: bool, *sizes: Any, **how: Any) -> None:
+        """The ranks exchange `heads`, or gather. The rest is as for `Chunk`."""
+        self._group, self._heads = group, heads
         super().__init__(*sizes, **how)
 
     def _layer(self, number: int, experts: tuple[ExpertPlace, float] | None, linears: Linears) -> Layer:
         if experts is not None:
-            return CutMoELayer(self.config, *experts, linears, number, self._group)
-        return CutDenseLayer(self.config, linears, number, self._group)
+            with_experts = HeadsMoELayer if self._heads else CutMoELayer
+            return with_experts(self.config, *experts, linears, number, self._group)
+        dense = HeadsDenseLayer if self._heads else CutDenseLayer
+        return dense(self.config, linears, number, self._group)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hocket.config import ModelConfig
 from hocket.kernels.usable import usable
 from hocket.model.cache import KeyValueCache
-from hocket.model.context import Context, among, in_order
+from hocket.model.context import Context, among, in_order, in_ranks
 from hocket.model.delta_net import DeltaNet
 from hocket.model.documents import Documents, Seen, attend, whole_sequences
 from hocket.model.latent_attention import LatentAttention
@@ -84,20 +84,19 @@ class Attention(nn.Module):
             given = (x.squeeze(0) for x in (q_BSHN, k_BSKN, v_BSKN))
             o_SHN = self.cache.attend(*given, window=self.window, sink_H=self.sinks)
             return self._out(o_SHN.flatten(1).unsqueeze(0), gate)
-        window = self.window if self.window < seq else 0
+        q_THN, k_TKN, v_TKN = (x.flatten(0, 1) for x in (q_BSHN, k_BSKN, v_BSKN))
+        return self._out(self.whole(q_THN, k_TKN, v_TKN, seq, documents).reshape(batch, seq, -1), gate)
+
+    def whole(self, q_THN: Tensor, k_TKN: Tensor, v_TKN: Tensor, seq: int, documents: Documents | None) -> Tensor:
+        """Attention in sequences of `seq` tokens that are all here, of some heads: [T, H, N]."""
+        batch, window = len(q_THN) // seq, self.window if self.window < seq else 0
         if documents is not None or window or self.sinks is not None:
-            documents = documents or whole_sequences(batch, seq, h_BSD.device)
-            q_THN, k_TKN, v_TKN = (x.flatten(0, 1) for x in (q_BSHN, k_BSKN, v_BSKN))
-            o_THN = self._attend(q_THN, k_TKN, v_TKN, documents, window)
-            return self._out(o_THN.reshape(batch, seq, -1), gate)
-        o_BHSN = F.scaled_dot_product_attention(
-            q_BSHN.transpose(1, 2),
-            k_BSKN.transpose(1, 2),
-            v_BSKN.transpose(1, 2),
-            is_causal=True,
-            enable_gqa=c.kv_heads != c.heads,
-        )
-        return self._out(o_BHSN.transpose(1, 2).flatten(2), gate)
+            documents = documents or whole_sequences(batch, seq, q_THN.device)
+            return self._attend(q_THN, k_TKN, v_TKN, documents, window)
+        q, k, v = (x.unflatten(0, (batch, seq)).transpose(1, 2) for x in (q_THN, k_TKN, v_TKN))
+        grouped = self.config.kv_heads != self.config.heads
+        o_BHSN = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        return o_BHSN.transpose(1, 2).flatten(0, 1)
 
     def keys(self, h_BSD: Tensor, context: Context) -> Tensor:
         """Keys and values of a rank's tokens, side by side: what is gathered, [T, 2 * K * N]."""
@@ -110,6 +109,10 @@ class Attention(nn.Module):
         k_1TKN = k.reshape(1, -1, self.kv_heads, c.head_dim)
         (k_1TKN,) = self._turned(context.length, context.position_T, k=k_1TKN)
         return torch.cat([k_1TKN.flatten(2)[0], v.flatten(0, 1)], -1)
+
+    def by_head(self, kv_TX: Tensor) -> Tensor:
+        """What `keys` returns, each head's keys beside its values: [T, K, 2, N]."""
+        return kv_TX.unflatten(1, (2, self.kv_heads, -1)).transpose(1, 2)
 
     def queries(self, h_BSD: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
         """Queries of a rank's tokens, [T, H, N], and the gates of what they find."""
@@ -131,8 +134,22 @@ class Attention(nn.Module):
             self._attend(among(q_THN, span.queries), among(k_UKN, span.keys), among(v_UKN, span.keys), span, window)
             for span in context.spans
         ]
-        o_THN = torch.cat(found)
-        o_BSF = o_THN.flatten(1).unflatten(0, (batch, -1))
+        return self.projected(torch.cat(found).flatten(1), gate_BSF, batch)
+
+    def of_own_heads(self, kv_UX: Tensor, q_UX: Tensor, context: Context) -> Tensor:
+        """What some heads find in all tokens, [U, X], from these heads' keys and values, and their queries, [U, X].
+
+        Of all three the tokens of each rank stand together, one rank after the other.
+        """
+        width = self.config.head_dim
+        k_UKN, v_UKN = in_order(kv_UX, context).view(len(kv_UX), -1, 2, width).unbind(2)
+        q_UHN = in_order(q_UX, context).view(len(q_UX), -1, width)
+        o_UHN = self.whole(q_UHN, k_UKN, v_UKN, context.length, context.documents)
+        return in_ranks(o_UHN.flatten(1), context)
+
+    def projected(self, o_TF: Tensor, gate_BSF: Tensor | None, batch: int) -> Tensor:
+        """What attention adds to the residual stream of `batch` rows, from what heads have found."""
+        o_BSF = o_TF.unflatten(0, (batch, -1))
         return self._out(o_BSF, gate_BSF if gate_BSF is None else gate_BSF.reshape(o_BSF.shape))
 
     def _attend(self, q_THN: Tensor, k_TKN: Tensor, v_TKN: Tensor, seen: Seen, window: int) -> Tensor:

@@ -31,10 +31,11 @@ from hocket.program.formulas import STOCK, PartSize
 from hocket.program.fp8_costs import DRAWN, Fp8
 from hocket.program.hardware import Hardware
 from hocket.program.ops import TIED, Layout, Op, Program
+from hocket.program.part_sizes import Shapes
 from hocket.program.parts import END_UNITS, Part, Unit
 from hocket.program.schedule import CostKey, Overheads, Time, cost_key
 from hocket.program.shard import Sharding
-from hocket.program.transformer import EMBED, HEAD, Shapes, standard_types
+from hocket.program.transformer import EMBED, HEAD, standard_types
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +151,7 @@ def size_of(part: Part, shapes: Shapes) -> PartSize:
 
 def unit_weights(model: ModelConfig, layout: Layout, unit: Unit, kind: str) -> int:
     """Weights (elements) of one unit of such a layer, whole; of an experts unit those of one expert-parallel rank."""
-    shapes = Shapes(model, 1, layout.ep, copies_of(model, layout.ep, False, 1), STOCK, layout.cp)
+    shapes = Shapes(model, 1, layout.ep, copies_of(model, layout.ep, False, 1), STOCK, layout.cp, layout.heads)
     parts = (EMBED, HEAD) if unit in END_UNITS else layout.by_kind[kind].parts
     return sum(size_of(part, shapes).weights for part in parts if layout.unit(part.name) == unit)
 
@@ -245,7 +246,7 @@ def op_costs(
     Assumes even routing: every rank gets as many rows as it sends. A p2p transfer's seconds belong to the recv.
     """
     copies = copies_of(model, layout.ep, layout.per_rank, dtype_bytes)
-    shapes = Shapes(model, seq, layout.ep, copies, hardware.formulas, layout.cp)
+    shapes = Shapes(model, seq, layout.ep, copies, hardware.formulas, layout.cp, layout.heads)
     parts = _parts(layout)
     sizes = {(part.name, kind): size_of(part, shapes) for part, kind in parts}
     price = _Pricing(hardware, tokens, dtype_bytes, sharding.tensor, sharding.fp8)

@@ -307,14 +307,22 @@ class _Model:
         if self.layout.cp == 1:
             return self.forward("attn", layer, x)
         keys = self.forward("keys", layer, x)
-        return self.forward("attn", layer, self.forward("kv", layer, keys), self.forward("queries", layer, keys), keys)
+        kv, queries = self.forward("kv", layer, keys), self.forward("queries", layer, keys)
+        if not self.layout.heads:
+            return self.forward("attn", layer, kv, queries, keys)
+        found = self.forward("core", layer, kv, self.forward("spread", layer, queries))
+        return self.forward("attn", layer, self.forward("results", layer, found), queries, keys)
 
     def attention_backward(self, layer: int, *grads: Token) -> Token:
         g = self.backward("attn", layer, *grads)
         if self.layout.cp == 1:
             return g
-        queries = self.backward("queries", layer, g)
-        return self.backward("keys", layer, self.backward("kv", layer, g), queries, g)
+        if not self.layout.heads:
+            queries = self.backward("queries", layer, g)
+            return self.backward("keys", layer, self.backward("kv", layer, g), queries, g)
+        core = self.backward("core", layer, self.backward("results", layer, g))
+        queries = self.backward("queries", layer, self.backward("spread", layer, core), g)
+        return self.backward("keys", layer, self.backward("kv", layer, core), queries, g)
 
     def layer_forward(self, layer: int, x: Token) -> Token:
         match self.layout.kinds[layer].partition("_")[0]:

@@ -16,10 +16,10 @@ from hocket.program.cost import CostTable, OpCost, groups_of, size_of, unit_weig
 from hocket.program.formulas import STOCK, orthogonal_flops
 from hocket.program.hardware import Hardware
 from hocket.program.ops import Layout
+from hocket.program.part_sizes import Shapes
 from hocket.program.parts import Unit
 from hocket.program.schedule import CostKey, Time
 from hocket.program.shard import MATRIX_SLOTS, Sharding
-from hocket.program.transformer import Shapes
 
 
 def with_muon(

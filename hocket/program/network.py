@@ -102,7 +102,15 @@ def on_hosts(hardware: Hardware, c: Config) -> Hardware:
 
 def hardware_of(config: Config) -> Hardware:
     """The hardware to predict for, with the links between its hosts."""
-    return on_hosts(on_one_host(config), config)
+    hardware = on_one_host(config)
+    if _is_exchange(config, "cp"):
+        hardware = replace(hardware, links={"cp": hardware.link("a2a"), **hardware.links})
+    return on_hosts(hardware, config)
+
+
+def _is_exchange(c: Config, purpose: Purpose) -> bool:
+    """Whether each rank of a group has something else for each of the others."""
+    return purpose == "a2a" or (purpose == "cp" and c.overlap.cp.method == "heads")
 
 
 def on_one_host(config: Config) -> Hardware:
@@ -120,19 +128,19 @@ def _link(c: Config, purpose: Purpose, link: Link, spread: Spread) -> Link:
     each = c.network.ranks_per_host
     assert each != "auto"
     crossings, steps = spread.hosts - 1, max(0, spread.ranks - each)
-    if purpose == "a2a":
+    if _is_exchange(c, purpose):
         steps = 0
     elif purpose in ("pp_fwd", "pp_bwd"):
         crossings, steps = 1, 0
     elif purpose == "control":
         crossings, steps = 2 * math.ceil(math.log2(spread.hosts)), 0
-    bandwidth = min(link.bandwidth, _adapters(purpose, spread) * adapter)
+    bandwidth = min(link.bandwidth, _adapters(c, purpose, spread) * adapter)
     return Link(link.latency + crossings * late + steps * STEP, bandwidth)
 
 
-def _adapters(purpose: Purpose, spread: Spread) -> float:
+def _adapters(c: Config, purpose: Purpose, spread: Spread) -> float:
     """How many adapters together bring what one rank gets."""
-    if purpose == "a2a":
+    if _is_exchange(c, purpose):
         return (spread.ranks - 1) / (spread.ranks - spread.fewest)
     return 1.0 if purpose in ("pp_fwd", "pp_bwd") else float(spread.fewest)
 
@@ -140,7 +148,7 @@ def _adapters(purpose: Purpose, spread: Spread) -> float:
 def adapter_times(c: Config) -> Mapping[Purpose, float]:
     """Seconds in which a rank's own adapter is busy for each byte that the rank gets, by purpose; empty on one host."""
     adapter, _ = _described(c)
-    return {purpose: 1 / (_adapters(purpose, spread) * adapter) for purpose, spread in crossing(c).items()}
+    return {purpose: 1 / (_adapters(c, purpose, spread) * adapter) for purpose, spread in crossing(c).items()}
 
 
 def _described(c: Config) -> tuple[float, float]:

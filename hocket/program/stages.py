@@ -39,6 +39,7 @@ def layout_of(config: Config) -> Layout:
         chunks=config.plan.chunks,
         ep=config.mesh.ep,
         cp=config.mesh.cp,
+        heads=config.mesh.cp > 1 and config.overlap.cp.method == "heads",
         bounds=tuple(bounds) if config.plan.split else (),
         tied=config.model.tied,
         turning=config.plan.turning,

@@ -10,8 +10,8 @@ from dataclasses import replace
 from hocket.config import Config
 from hocket.program.hardware import Hardware
 from hocket.program.network import hardware_of
+from hocket.program.part_sizes import into_heads, mostly_deltas
 from hocket.program.tensor_times import COLUMNS, Cell, Direction, Method, Role, issued, products, seconds
-from hocket.program.transformer import into_heads, mostly_deltas
 
 
 def possible(role: str, direction: str) -> tuple[Method, ...]:

@@ -1,331 +1,22 @@
-"""hocket's own layers as data: the parts of dense and mixture-of-experts layers, embedding and head, and their sizes.
+"""hocket's own layers as data: the parts of dense and mixture-of-experts layers, embedding and head.
 
-Every name of a part stands here and in `hocket/model/`, whose layers have a method `forward_<part>` for each. Sizes are
-per token, see `formulas.PartSize`. Letters: D hidden, K top_k, E experts, S tokens of a sequence, R rows.
+Every name of a part stands here and in `hocket/model/`, whose layers have a method `forward_<part>` for each.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Literal
 
-from hocket.config import ModelConfig
-from hocket.program.copies import Copies
-from hocket.program.formulas import FUSED, Formulas, PartSize, plus
+from hocket.program import part_sizes as sizes
 from hocket.program.parts import INPUT, OUTPUT_GRADIENT, LayerKind, Part, layer_kind
-
-_BLOCK = 512
-"""Keys beyond the diagonal that attention computes for a query, on average, and does not use: an estimate from how its
-rate grows from 4,096 to 8,192 tokens."""
-_FLASH, _EDGES = 0.6, 1442
-"""What flash attention over windows, and with sinks, takes longer than the kernel that a GPU's rates are of: a share of
-what it computes, and what `_BLOCK` counts, at both edges of a window. Timed on an H200 with torch 2.11, forward and
-backward of 16,384 tokens with windows of 128 and 4,096."""
-_CHUNK = 64
-"""Tokens of a chunk of a delta net's rule."""
-_FLASH_BACK = 9
-"""Elements that kernels beside the backward of attention read and write, for each of its output: dot products of output
-and gradient (2), sums of query gradients in fp32 that are cleared and cast (5), heads that share keys summed up (2)."""
-
-
-Mixer = Literal["full", "window", "delta"]
-"""What a layer's tokens learn of each other by: attention, attention over a window, or a gated delta net."""
-
-
-@dataclass(frozen=True)
-class Shapes:
-    """What the size of a part depends on."""
-
-    model: ModelConfig
-    seq: int
-    """Tokens of a sequence."""
-    ep: int
-    copies: Copies
-    formulas: Formulas
-    cp: int = 1
-    """Ranks that share a sequence."""
-
-
-# ------------------------------------------------------------------------------------------------------------ sizes
-
-
-def _embed(s: Shapes) -> PartSize:
-    d = s.model.hidden
-    return PartSize(weights=s.model.vocab * d, traffic=2 * d, output=d, saved=1, kept=d + 1)
-
-
-def _head(s: Shapes) -> PartSize:
-    d, vocab, w = s.model.hidden, s.model.vocab, s.model.vocab * s.model.hidden
-    matmul = PartSize(gemm=w, weights=0 if s.model.tied else w, rows=d + vocab, output=1, grad=d)
-    return plus(s.formulas.norm(d), s.formulas.loss(vocab), matmul)
-
-
-def _attention(s: Shapes, mixer: Mixer = "full") -> PartSize:
-    """Attention, or what a layer has in place of it, with its norm and residual, as in a dense layer."""
-    m, f = s.model, s.formulas
-    if m.latent or mixer == "delta":
-        return plus(f.norm(m.hidden), _latent(s) if m.latent else _delta(s))
-    d, width, kv = m.hidden, m.heads * m.head_dim, m.kv_heads * m.head_dim
-    gates = width if m.attn_gate else 0
-    w, values = d * (2 * (width + kv) + gates), 2 * width + 2 * kv + 2 * gates  # query, gate, key, value and output
-    biases = (width + gates + 2 * kv if m.qkv_bias else 0) + (d if m.o_bias else 0)
-    by_head = m.qk_norm and m.qk_norm_over == "head"
-    weights = w + biases + (2 * m.head_dim if by_head else 0)
-    rows = 2 * (d + width + kv) + gates
-    matmuls = PartSize(gemm=w, weights=weights, rows=rows, casts=rows // 2, traffic=2 * biases, output=d, grad=d)
-    # Queries and gates are taken apart; a sigmoid and a product follow.
-    beside = PartSize(traffic=3 * d + 9 * gates, back=_FLASH_BACK * width)
-    if m.sinks:
-        beside = plus(beside, PartSize(weights=m.heads, traffic=2 * width))
-    core = plus(_core(s, mixer == "window", width), beside)
-    heads = f.positions(width + kv, by_head)
-    if m.qk_norm and not by_head:
-        heads = plus(heads, f.norm(width + kv))
-    return plus(f.norm(d), heads, matmuls, core, PartSize(saved=values, kept=values - gates + d))
-
-
-def _keys(s: Shapes) -> PartSize:
-    """Keys and values of a rank's own tokens, with the layer's first norm."""
-    m, f = s.model, s.formulas
-    if m.latent:
-        return plus(f.norm(m.hidden), _latent_keys(s))
-    d, kv = m.hidden, m.kv_heads * m.head_dim
-    by_head = m.qk_norm and m.qk_norm_over == "head"
-    weights = 2 * d * kv + (2 * kv if m.qkv_bias else 0) + (m.head_dim if by_head else 0)
-    rows = d + 2 * kv
-    size = PartSize(gemm=2 * d * kv, weights=weights, rows=rows, casts=d, traffic=4 * kv, output=2 * kv, grad=d)
-    norms = f.norm(kv) if m.qk_norm and not by_head else PartSize()
-    return plus(f.norm(d), f.positions(kv, by_head), norms, size, PartSize(kept=2 * kv))
-
-
-def _kv(s: Shapes) -> PartSize:
-    """Keys and values of all ranks; gradients of this rank's."""
-    m = s.model
-    row = m.kv_lora_rank + m.qk_rope_head_dim if m.latent else 2 * m.kv_heads * m.head_dim
-    return PartSize(output=row * s.cp, grad=row)
-
-
-def _queries(s: Shapes) -> PartSize:
-    """Queries of a rank's own tokens, and gates."""
-    m, f = s.model, s.formulas
-    if m.latent:
-        return _latent_queries(s)
-    d, width = m.hidden, m.heads * m.head_dim
-    made = 2 * width if m.attn_gate else width
-    by_head = m.qk_norm and m.qk_norm_over == "head"
-    weights = d * made + (made if m.qkv_bias else 0) + (m.head_dim if by_head else 0)
-    size = PartSize(gemm=d * made, weights=weights, rows=d + made, casts=d, output=made, grad=d, kept=made)
-    return plus(f.positions(width, by_head), f.norm(width) if m.qk_norm and not by_head else PartSize(), size)
-
-
-def _attended(s: Shapes, mixer: Mixer = "full") -> PartSize:
-    """Attention of a rank's own queries to gathered keys and values, put into order, and the residual."""
-    m = s.model
-    if m.latent:
-        return _latent_attended(s)
-    d, width, kv = m.hidden, m.heads * m.head_dim, m.kv_heads * m.head_dim * s.cp
-    made = 2 * width if m.attn_gate else width
-    weights = d * width + (d if m.o_bias else 0) + (m.heads if m.sinks else 0)
-    sinks = PartSize(traffic=2 * width) if m.sinks else PartSize()
-    beside = PartSize(traffic=3 * d + 4 * kv + 9 * (made - width), back=_FLASH_BACK * width)
-    out = PartSize(gemm=d * width, weights=weights, rows=width + d, casts=width, output=d, grad=made + 2 * kv)
-    return plus(_core(s, mixer == "window", width), beside, sinks, out, PartSize(saved=made + width + 2 * kv, kept=d))
-
-
-def into_heads(model: ModelConfig) -> tuple[int, int]:
-    """Inputs and outputs of the products that make heads, as one. Those of latent attention have two inputs, added.
-
-    Of a model with delta nets, those of the kind that most layers have.
-    """
-    if mostly_deltas(model):
-        return model.hidden, delta_made(model)
-    if not model.latent:
-        queries = 2 * model.heads if model.attn_gate else model.heads
-        return model.hidden, (queries + 2 * model.kv_heads) * model.head_dim
-    made = model.heads * (model.key_width + model.qk_nope_head_dim + model.v_head_dim)
-    return (model.q_lora_rank or model.hidden) + model.kv_lora_rank, made
-
-
-def mostly_deltas(model: ModelConfig) -> bool:
-    """Whether most layers have a delta net."""
-    return 2 * sum(model.deltas()) > model.layers
-
-
-def delta_made(model: ModelConfig) -> int:
-    """Outputs of the products that make a delta net's queries, keys, values, gates, and two numbers of each head."""
-    keys, values = model.delta_key_heads * model.delta_key_dim, model.delta_heads * model.delta_value_dim
-    return 2 * (keys + values + model.delta_heads)
-
-
-def _delta(s: Shapes) -> PartSize:
-    """A gated delta net without its first norm.
-
-    The core is the rule in chunks: products of keys, queries and values within a chunk of C tokens, the solution of a
-    triangular system, and products with the memory, K x V for each head.
-    """
-    m, f = s.model, s.formulas
-    d, h, k, v = m.hidden, m.delta_heads, m.delta_key_dim, m.delta_value_dim
-    keys, values, made = m.delta_key_heads * k, h * v, delta_made(m)
-    mixed = 2 * keys + values
-    w = d * (made + values)
-    weights = w + mixed * m.delta_conv + 2 * h + v
-    core = PartSize(core=h * (_CHUNK * (5 * k + 3 * v) + 6 * k * v))
-    # The convolution and SiLU; queries and keys for each value head, in and out; the norm of outputs, and their gates.
-    beside = PartSize(traffic=6 * mixed + 2 * h * k + 2 * values + 5 * values + 3 * d)
-    matmuls = PartSize(gemm=w, weights=weights, rows=2 * d + made + values, output=d, grad=d)
-    norm = replace(f.norm(values), weights=0)
-    saved = made + 2 * mixed + 2 * h * k + 2 * values
-    return plus(matmuls, core, beside, norm, PartSize(saved=saved, kept=made + mixed + values + d))
-
-
-def _latent(s: Shapes) -> PartSize:
-    """Latent attention without its first norm. Fused kernels take one width of keys and values: zeros fill it up."""
-    m, f = s.model, s.formulas
-    d, h, q, kv, turned = m.hidden, m.heads, m.q_lora_rank, m.kv_lora_rank, m.qk_rope_head_dim
-    keys, values, made = h * m.key_width, h * m.v_head_dim, h * (m.qk_nope_head_dim + m.v_head_dim)
-    wide = h * max(m.key_width, m.v_head_dim) if f is FUSED else 0
-    queries = (
-        PartSize(gemm=q * (d + keys), rows=d + 2 * q + keys, kept=q) if q else PartSize(gemm=d * keys, rows=d + keys)
-    )
-    latent = PartSize(gemm=d * (kv + turned) + kv * made, rows=d + 2 * kv + turned + made, kept=kv + turned)
-    out = PartSize(gemm=values * d, rows=values + d, output=d, grad=d)
-    norms = plus(f.norm(kv), f.norm(q) if q else PartSize())
-    heads = plus(f.positions(keys + turned, False), PartSize(traffic=2 * keys + (2 * (wide + values) if wide else 0)))
-    filled = 2 * wide - keys - values if wide else 0
-    core = PartSize(
-        core=s.seq * (keys + values), masked=s.seq * filled + _BLOCK * (filled + keys + values),
-        traffic=3 * d, back=_FLASH_BACK * (wide or values),
-    )  # fmt: skip
-    saved = 2 * keys + (2 * wide if wide else made) + values
-    size = plus(queries, latent, out, norms, heads, core, PartSize(saved=saved, kept=keys + made + values + d))
-    return replace(size, weights=size.weights + size.gemm)
-
-
-def _latent_keys(s: Shapes) -> PartSize:
-    """What latent attention gathers: latents, normed, and rotated keys."""
-    m, f = s.model, s.formulas
-    d, row = m.hidden, m.kv_lora_rank + m.qk_rope_head_dim
-    size = PartSize(gemm=d * row, weights=d * row, rows=d + row, traffic=2 * row, output=row, grad=d, kept=row)
-    return plus(size, f.norm(m.kv_lora_rank), f.positions(m.qk_rope_head_dim, False))
-
-
-def _latent_queries(s: Shapes) -> PartSize:
-    """Queries of a rank's own tokens, through a latent of their own if they have one."""
-    m, f = s.model, s.formulas
-    d, q, keys = m.hidden, m.q_lora_rank, m.heads * m.key_width
-    w = q * (d + keys) if q else d * keys
-    size = PartSize(gemm=w, weights=w, rows=d + 2 * q + keys, output=keys, grad=d, kept=q + keys)
-    return plus(size, f.norm(q) if q else PartSize(), f.positions(keys, False))
-
-
-def _latent_attended(s: Shapes) -> PartSize:
-    """Keys and values of all ranks' latents, which each makes for itself, and attention of its own queries to them."""
-    m, f = s.model, s.formulas
-    d, h, kv, row = m.hidden, m.heads, m.kv_lora_rank, m.kv_lora_rank + m.qk_rope_head_dim
-    keys, values, made = h * m.key_width, h * m.v_head_dim, h * (m.qk_nope_head_dim + m.v_head_dim)
-    wide = h * max(m.key_width, m.v_head_dim) if f is FUSED else 0
-    filled = 2 * wide - keys - values if wide else 0
-    products = PartSize(
-        gemm=s.cp * kv * made + values * d, weights=kv * made + values * d, rows=s.cp * (kv + made) + values + d,
-        output=d, grad=keys + s.cp * row,
-    )  # fmt: skip
-    core = PartSize(
-        core=s.seq * (keys + values), masked=s.seq * filled + _BLOCK * (filled + keys + values),
-        traffic=3 * d + 2 * s.cp * (row + keys + wide), back=_FLASH_BACK * (wide or values),
-    )  # fmt: skip
-    saved = keys + s.cp * (kv + (2 * wide if wide else keys + made)) + values
-    return plus(products, core, PartSize(saved=saved, kept=s.cp * made + d))
-
-
-def _mlp(s: Shapes) -> PartSize:
-    d, ffn = s.model.hidden, s.model.ffn
-    w, rows = 3 * d * ffn, 2 * d + 3 * ffn
-    size = PartSize(gemm=w, weights=w, rows=rows, casts=d, traffic=3 * d, output=d, grad=d)
-    return plus(s.formulas.norm(d), s.formulas.swiglu(d, ffn), size)
-
-
-def _core(s: Shapes, windowed: bool, width: int) -> PartSize:
-    """Products of queries and keys, and of those with values: 4 * `width` FLOPs for every key that a query meets.
-
-    That is half of the sequence on average, and in a window of w tokens w - w^2 / 2S: the first tokens have fewer.
-    """
-    if not windowed or s.model.window >= s.seq:
-        slower = round(_FLASH * 2 * s.seq) if s.model.sinks else 0
-        return PartSize(core=2 * s.seq * width, masked=(2 * _BLOCK + slower) * width)
-    keys = s.model.window - s.model.window**2 / (2 * s.seq)
-    return PartSize(core=round(4 * keys) * width, masked=round(_FLASH * 4 * keys + 2 * _EDGES) * width)
-
-
-def _attention_and_routing(s: Shapes, mixer: Mixer = "full") -> PartSize:
-    """Attention, second norm, shared expert, router and permutation.
-
-    The residual is not in the output: the norm keeps that tensor, so it counts as saved.
-    """
-    model, copies, f = s.model, s.copies, s.formulas
-    d, sh, e = model.hidden, model.shared_ffn, model.experts
-    w, probs = d * e + 3 * d * sh, 0 if copies.per_rank else model.top_k
-    weights = w + (e if model.router_bias else 0)
-    shared = plus(f.swiglu(d, sh), PartSize(output=d, rows=2 * d + 3 * sh, casts=d)) if sh else PartSize()
-    if sh and model.shared_gate:
-        w, weights, shared = w + d, weights + d, plus(shared, PartSize(traffic=3 * d, saved=d + 1, kept=1))
-    moved, output = 2 * _rows(copies.count, d, copies), _rows(copies.room, d, copies) + probs
-    router = PartSize(rows=d + e, routes=1)
-    losses = (model.z_loss > 0) + (model.aux_loss > 0 and model.aux_loss_over != "microbatch")
-    scores = 2 * e * (1 + losses)  # fp32, as much for each loss that autograd makes of them
-    rest = PartSize(gemm=w, weights=weights, traffic=moved, output=output, saved=scores, kept=scores, handed=d)
-    attention = _attention(s, mixer) if s.cp == 1 else _attended(s, mixer)
-    return plus(replace(attention, output=0), f.norm(d), shared, router, rest)
-
-
-def _dispatch(s: Shapes) -> PartSize:
-    d, copies = s.model.hidden, s.copies
-    return PartSize(output=_rows(copies.count, d, copies), grad=_rows(copies.room, d, copies))
-
-
-def _experts(s: Shapes) -> PartSize:
-    """Rows are copied into grouped order, and out of it. For gradients of weights a rank keeps its experts' outputs."""
-    model, copies, f, ep = s.model, s.copies, s.formulas, s.ep
-    d, k = model.hidden, model.top_k
-    w, values, received = 3 * d * model.expert_ffn, f.swiglu(k * d, k * model.expert_ffn), round(copies.count * d)
-    moved = 2 * (k * d + received) if ep > 1 else 0
-    grad, extra = _rows(copies.count, d, copies), k * d if copies.per_rank else 0
-    rows = PartSize(saved=k * d + extra, kept=k * d, traffic=moved, output=received, grad=grad)
-    rows_of = k * (2 * d + 3 * model.expert_ffn)
-    matmuls = PartSize(grouped=k * w, weights=model.experts // ep * w, rows=rows_of, casts=k * (d + model.expert_ffn))
-    if model.expert_bias:  # added to what is there, and summed up once from gradients that are there
-        b = 2 * model.expert_ffn + d
-        matmuls = plus(matmuls, PartSize(weights=model.experts // ep * b, traffic=2 * k * b, back=-3 * k * b))
-    return plus(values, rows, matmuls)
-
-
-def _combine(s: Shapes) -> PartSize:
-    moved = round(s.copies.count * s.model.hidden)
-    return PartSize(output=moved, grad=moved)
-
-
-def _unpermute(s: Shapes) -> PartSize:
-    model, copies = s.model, s.copies
-    d = model.hidden
-    rows, shared = round(copies.count * d), d if model.shared_ffn else 0
-    size = PartSize(traffic=rows + 2 * d + shared, output=d, grad=rows)
-    kept = rows if s.ep == 1 else 0  # rows that came back are a value, which lives as long
-    return size if copies.per_rank else plus(size, PartSize(grad=model.top_k, saved=kept + 2 * model.top_k))
-
-
-def _rows(count: float, width: int, copies: Copies) -> int:
-    """Elements of labelled rows."""
-    return round(count * (width + copies.label))
-
-
-# ------------------------------------------------------------------------------------------------------------ parts
 
 EMBED = Part(
     "embed", "i", unit="embed", backward_reads_weights=False, wgrad_kept=(OUTPUT_GRADIENT,), products=("embed",),
-    size=_embed,
+    size=sizes.embed,
 )  # fmt: skip
 """Token ids to hidden states. Its output's gradient is received where its stage has no layers."""
-HEAD = Part("head", "h", unit="head", kept=(INPUT,), wgrad_kept=(INPUT,), products=("head",), size=_head)
+HEAD = Part("head", "h", unit="head", kept=(INPUT,), wgrad_kept=(INPUT,), products=("head",), size=sizes.head)
 """The last norm, logits and the loss. Its input is received where its stage has no layers."""
 
 DENSE = layer_kind(
@@ -333,40 +24,50 @@ DENSE = layer_kind(
     (
         Part(
             "attn", "a", takes=("documents",), unit="dense", kept=(INPUT,), recomputable=True, products=("qkv", "proj"),
-            size=_attention,
+            size=sizes.attention,
         ),
         Part(
             "mlp", "e", ("attn",), unit="dense", wgrad_kept=(OUTPUT_GRADIENT,), recomputable=True, mark="M",
-            products=("fc1", "fc2"), size=_mlp,
+            products=("fc1", "fc2"), size=sizes.mlp,
         ),
     ),
 )  # fmt: skip
 """`attn`: attention with its norm and residual; `mlp`: the gated MLP with its own."""
 
 
-def _shared_sequences(kind: LayerKind, ranks: int) -> LayerKind:
+def _shared_sequences(kind: LayerKind, ranks: int, heads: bool) -> LayerKind:
     """The same kind where ranks share sequences: its first part is cut where keys and values are gathered.
 
-    Queries are made while these travel. Gradients of queries are, too, while those of keys and values do.
+    Queries are made while these travel. Gradients of queries are, too, while those of keys and values do. With `heads`
+    queries travel as well, and `core` has all tokens of some heads; what it finds goes back to the ranks of the tokens.
     """
     attn = kind.entry
-    cut = (
+    away = partial(Part, lane="cp", purpose="cp", ranks=ranks)
+    made = (
         Part(
             "keys", "k", outputs=("kv", "normed", "residual"), takes=("documents",), unit="dense", kept=(INPUT,),
-            wgrad_kept=("bwd kv",), products=("qkv",), size=_keys,
+            wgrad_kept=("bwd kv",), products=("qkv",), size=sizes.keys,
         ),
-        Part("kv", "g", ("keys.kv",), lane="cp", purpose="cp", ranks=ranks, size=_kv),
+        away("kv", "g", ("keys.kv",), size=sizes.kv),
         Part(
             "queries", "q", ("keys.normed",), outputs=("queries", "gates"), takes=("documents",), unit="dense",
-            shares_input=True, products=("qkv",), size=_queries,
-        ),
-        replace(
-            attn, reads=("kv", "queries.queries", "queries.gates", "keys.residual"), shares_input=True,
-            kept=tuple(dict.fromkeys((INPUT, *attn.kept))), products=tuple(p for p in attn.products if p != "qkv"),
-            size=_attended if attn.size is _attention else attn.size,
+            shares_input=True, wgrad_kept=("bwd spread",) if heads else (), products=("qkv",), size=sizes.queries,
         ),
     )  # fmt: skip
-    return LayerKind(kind.name, (*cut, *kind.parts[1:]))
+    reads = ("kv", "queries.queries")
+    if heads:
+        made = (
+            *made,
+            away("spread", "s", ("queries.queries",), size=sizes.spread),
+            Part("core", "o", ("kv", "spread"), takes=("documents",), size=sizes.core),
+            away("results", "r", ("core",), size=sizes.spread),
+        )
+        reads = ("results",)
+    rest = replace(
+        attn, reads=(*reads, "queries.gates", "keys.residual"), shares_input=True,
+        kept=tuple(dict.fromkeys((INPUT, *attn.kept))), products=tuple(p for p in attn.products if p != "qkv"),
+    )  # fmt: skip
+    return LayerKind(kind.name, (*made, rest, *kind.parts[1:]))
 
 
 @lru_cache
@@ -385,17 +86,17 @@ def moe(ep: int = 1, per_rank: bool = False, placed: bool = False, uncounted: bo
             Part(
                 "attn", "a", outputs=("rows", "residual", "shared", "probs"), takes=("documents",), makes=("routing",),
                 unit="dense", kept=(INPUT, OUTPUT_GRADIENT), wgrad_kept=(OUTPUT_GRADIENT,), recomputable=True,
-                products=("qkv", "proj", "shared_fc1", "shared_fc2"), size=_attention_and_routing,
+                products=("qkv", "proj", "shared_fc1", "shared_fc2"), size=sizes.attention_and_routing,
             ),
-            away("dispatch", "d", ("attn.rows",), way="out", counted=not uncounted, size=_dispatch),
+            away("dispatch", "d", ("attn.rows",), way="out", counted=not uncounted, size=sizes.dispatch),
             Part(
                 "experts", "e", ("dispatch",), takes=("splits",), unit="experts", kept=arrived,
-                wgrad_kept=(*arrived, "bwd combine") if placed else (), recomputable=True, size=_experts,
+                wgrad_kept=(*arrived, "bwd combine") if placed else (), recomputable=True, size=sizes.experts,
             ),
-            away("combine", "c", ("experts",), way="back", size=_combine),
+            away("combine", "c", ("experts",), way="back", size=sizes.combine),
             Part(
                 "unpermute", "u", ("combine", "attn.residual", "attn.shared", "attn.probs"), takes=("routing",),
-                kept=() if per_rank else ("fwd combine",), early=True, size=_unpermute,
+                kept=() if per_rank else ("fwd combine",), early=True, size=sizes.unpermute,
             ),
         ),
     )  # fmt: skip
@@ -406,19 +107,29 @@ STANDARD = ("dense", "moe")
 window, or with a gated delta net in place of attention."""
 
 
+_MIXING = ("attn", "core")
+"""Parts that cost something else with another mixer."""
+
+
 @lru_cache
-def _with(kind: LayerKind, mixer: Mixer) -> LayerKind:
-    """The same kind of layer with another mixer, which costs something else."""
-    attn = kind.by_name["attn"]
-    assert attn.size is not None
-    mixed = replace(attn, size=partial(attn.size, mixer=mixer))
-    return LayerKind(f"{kind.name}_{mixer}", tuple(mixed if part is attn else part for part in kind.parts))
+def _with(kind: LayerKind, mixer: sizes.Mixer) -> LayerKind:
+    """The same kind of layer with another mixer."""
+
+    def mixed(part: Part) -> Part:
+        return replace(part, size=partial(part.size, mixer=mixer)) if part.size and part.name in _MIXING else part
+
+    return LayerKind(f"{kind.name}_{mixer}", tuple(map(mixed, kind.parts)))
 
 
-def standard_types(kinds: tuple[str, ...], cp: int = 1, **moved: bool | int) -> tuple[LayerKind, ...]:
-    """The descriptions of hocket's own kinds among `kinds`; `cp` ranks share sequences; `moved` as for `moe`."""
+def standard_types(
+    kinds: tuple[str, ...], cp: int = 1, heads: bool = False, **moved: bool | int
+) -> tuple[LayerKind, ...]:
+    """The descriptions of hocket's own kinds among `kinds`.
+
+    `cp` ranks share sequences, and exchange `heads` or gather keys and values; `moved` is as for `moe`.
+    """
     own = (DENSE, moe(**moved))  # type: ignore[arg-type]
     if cp > 1:
-        own = tuple(_shared_sequences(kind, cp) for kind in own)
+        own = tuple(_shared_sequences(kind, cp, heads) for kind in own)
     others = (_with(kind, mixer) for mixer in ("window", "delta") for kind in own)
     return tuple(kind for kind in (*own, *others) if kind.name in kinds)

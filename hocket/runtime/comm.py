@@ -383,16 +383,22 @@ def _warm_collectives(group: Group, rows: Tensor) -> None:
             group.all_sum(each.view(-1), torch.zeros_like(rows).view(-1)).wait()
     elif group.name in ("tp", "cp"):
         group.all_gather(rows.view(-1), rows[0].clone()).wait()
+        if group.name == "cp":
+            _warm_exchange(group, rows)
         for each in (rows, rows.to(torch.bfloat16)):
             group.sum_parts(each, torch.empty_like(each[0])).wait()
         if group.name == "tp":
             _warm_tokens(group, rows[:1])
     elif group.name == "a2a":
-        table = RowTable([[1] * group.size] * group.size, group.rank)
-        group.all_to_all(torch.empty_like(rows), rows, table).wait()
+        _warm_exchange(group, rows)
         group.all_counts(rows[:, :1].long())
     else:
         group.all_reduce(rows).wait()
+
+
+def _warm_exchange(group: Group, rows: Tensor) -> None:
+    table = RowTable([[1] * group.size] * group.size, group.rank)
+    group.all_to_all(torch.empty_like(rows), rows, table).wait()
 
 
 def _warm_tokens(group: Group, row: Tensor) -> None:

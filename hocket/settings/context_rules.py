@@ -12,7 +12,59 @@ def _shared(c: Config) -> bool:
     return c.mesh.cp > 1
 
 
+METHOD = "overlap.cp.method"
+
+
+def _heads(c: Config) -> bool:
+    """Whether ranks share sequences by an exchange of heads."""
+    return _shared(c) and c.overlap.cp.method == "heads"
+
+
+def _own(c: Config, heads: int) -> int:
+    """How many heads a tensor-parallel rank has."""
+    return max(1, heads // c.mesh.tp)
+
+
+HEADS_RULES: tuple[Rule, ...] = (
+    Rule(
+        (METHOD, "model.kv_lora_rank"),
+        lambda c, h: _heads(c) and c.model.latent,
+        "the latents of latent attention belong to no head, and are less than keys and values of all heads",
+        "overlap.cp.method = gather",
+    ),
+    Rule(
+        (METHOD, "model.sinks"),
+        lambda c, h: _heads(c) and c.model.sinks,
+        "sinks are weights of all heads, and a rank computes attention of some",
+        "overlap.cp.method = gather",
+    ),
+    Rule(
+        (METHOD, "mesh.cp", "model.heads"),
+        lambda c, h: _heads(c) and _own(c, c.model.heads) % c.mesh.cp != 0,
+        "{mesh.cp} ranks cannot have as many of {model.heads}{shares_of_heads} heads each",
+        "overlap.cp.method = gather, or a mesh.cp that divides the heads",
+    ),
+    Rule(
+        (METHOD, "mesh.cp", "model.kv_heads"),
+        lambda c, h: (
+            _heads(c) and bool(_own(c, c.model.kv_heads) % c.mesh.cp and c.mesh.cp % _own(c, c.model.kv_heads))
+        ),
+        "{mesh.cp} ranks can neither share {model.kv_heads}{shares_of_heads} heads of keys and values evenly nor have "
+        "each of them as often",
+        "overlap.cp.method = gather, or a mesh.cp that divides these heads or is a multiple of them",
+    ),
+)
+"""What an exchange of heads needs. A choice by cost asks them too."""
+
 CONTEXT_RULES: tuple[Rule, ...] = (
+    *HEADS_RULES,
+    Rule(
+        (METHOD, "mesh.cp"),
+        lambda c, h: not _shared(c) and c.overlap.cp.method == "heads",
+        "no effect: mesh.cp = 1, so every rank has its sequences whole",
+        "mesh.cp above 1, or leave it out",
+        only_if_set=True,
+    ),
     Rule(
         ("mesh.cp", "data.sequence_length"),
         lambda c, h: _shared(c) and c.data.sequence_length % (2 * c.mesh.cp) != 0,

@@ -358,6 +358,7 @@ def rule_text(text: str, config: Config, host: Host) -> str:
         contexts=contexts,
         shares=f" / mesh.cp = {mesh.cp}" if mesh.cp > 1 else "",
         tensors=tensors,
+        shares_of_heads=f" / mesh.tp = {mesh.tp}" if mesh.tp > 1 else "",
         others=contexts + tensors,
         on_a_host=ranks_of_a_host(config, host),
         local_world=host.local_workers or world,

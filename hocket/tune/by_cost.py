@@ -54,6 +54,7 @@ from hocket.program.ops import COMPUTING, Lane, Layout, Program
 from hocket.program.p2p import smallest_cover, stride_price
 from hocket.program.schedule import Time
 from hocket.program.stages import carried_by, gathered_units, layout_of
+from hocket.settings.context_rules import HEADS_RULES, METHOD
 from hocket.settings.decision import Choice
 from hocket.settings.plan_rules import (
     few_microbatches,
@@ -65,7 +66,7 @@ from hocket.settings.plan_rules import (
     shares_units,
 )
 from hocket.settings.rule import Host
-from hocket.settings.rules import has_experts
+from hocket.settings.rules import has_experts, rule_text
 from hocket.settings.schema import changed, show
 from hocket.tune.balance import longest_rank, towards_balance
 from hocket.tune.candidates import recomputed
@@ -117,6 +118,23 @@ def seconds_of_experts(costs: CostTable, layout: Layout) -> tuple[float, float]:
                 share = layout.recomputing(part.name, kind) / layout.kinds.count(kind) if verb == "recompute" else 1.0
                 seconds[part.communicates] += share * float(cost.seconds)
     return seconds[True], seconds[False]
+
+
+def choose_context(c: Config, host: Host, trials: Trials) -> tuple[str, str]:
+    if c.mesh.cp == 1:
+        return "gather", ""
+    gather, heads = (changed(c, {METHOD: method}) for method in ("gather", "heads"))
+    if refused := next((rule for rule in HEADS_RULES if rule.broken(heads, host)), None):
+        return "gather", f"heads cannot be exchanged: {rule_text(refused.reason, heads, host)}"
+    kept, other = trials.step(gather), trials.step(heads)
+    count = f"{kept.microbatches} microbatch{'es' * (kept.microbatches > 1)}"
+    times = f"{count} take {duration(kept.seconds)} with gather and {duration(other.seconds)} with heads"
+    memory = memory_of(c, host)
+    if other.seconds > (1 - WORTH) * kept.seconds:
+        return "gather", times
+    if memory and not other.fits(memory) and kept.fits(memory):
+        return "gather", f"{times}, which would need {gib(other.nbytes)} of {gib(memory)}"
+    return "heads", times
 
 
 _LEAST: Strategy = "optim_grads_params"

@@ -130,6 +130,7 @@ GROUPS: tuple[tuple[Choice, ...], ...] = (
         Choice("overlap.pp.defer_layers", lambda c, known: (0, 1, 2, -1)),
         Choice("overlap.pp.defer_parts", lambda c, known: ("attn", "all")),
     ),
+    (Choice("overlap.cp.method", lambda c, known: ("gather", "heads") if c.mesh.cp > 1 else ()),),
     (Choice("plan.layers_per_stage", _splits),),
     (Choice("plan.recompute", _in_fewer_layers),),
     (Choice("overlap.pp.defer_head", lambda c, known: (0, 1, 2, -1)),),

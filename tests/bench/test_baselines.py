@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks import eight_gpus
 from benchmarks.aim_tables import expert_aims
 from benchmarks.baselines import PRESETS, words
 from benchmarks.bench import variants
@@ -38,6 +39,19 @@ def test_presets_are_commands_that_work_on_gpus(name, gpus):
     if name.startswith("expert"):
         assert settings.mesh.ep == gpus
         assert settings.overlap.ep.merge == "on"
+
+
+def test_steps_of_eight_gpus_are_predicted_for_commands_that_there_are():
+    """Every step can be settled, and each named preset measures it; one small step is simulated."""
+    found = list(eight_gpus.steps())
+    assert {each.mesh.world for _, each, _ in found} == {4, 8}
+    assert all(words.split()[0] in PRESETS for words, _ in eight_gpus.RUNS)
+    name, dense, optimizer = next(each for each in found if each[0] == "fsdp")
+    row = eight_gpus.predicted(name, dense, optimizer)
+    assert 0.5 * row.step < row.bound < row.step
+    assert set(row.hidden) == {"gather", "reduce"}
+    assert all(0.5 < share <= 1 for share in row.hidden.values())
+    assert row.tokens_per_second == pytest.approx(2048 / row.step)
 
 
 def test_what_follows_a_preset_wins():

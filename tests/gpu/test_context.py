@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 
-from hocket.config import Config, DataConfig, MeshConfig, PrecisionConfig, TrainConfig
+from hocket.config import Config, DataConfig, MeshConfig, OverlapConfig, PrecisionConfig, TrainConfig
+from hocket.config.overlap import ContextOverlap
 from hocket.engine import Engine
 from hocket.model.context import context_of, zigzag
 from hocket.model.documents import attend, documents_of
@@ -44,13 +45,14 @@ def test_chunks_attend_as_whole_sequences_do(window: int, sinks: bool) -> None:
             torch.testing.assert_close(found, wanted[chunk.start : chunk.stop], rtol=2e-2, atol=2e-2)
 
 
-def settings(cp: int) -> Config:
+def settings(cp: int, method: Literal["gather", "heads"] = "gather") -> Config:
     model = small(vocab=256, hidden=128, heads=4, kv_heads=2, head_dim=64, layers=2, experts=0, ffn=256)
     whole = Config(
         model=model,
         mesh=MeshConfig(cp=cp),
         precision=PrecisionConfig(compute="bf16"),
         data=DataConfig(sequence_length=256),
+        overlap=OverlapConfig(cp=ContextOverlap(method=method)),
         train=TrainConfig(microbatches=2, sequences=2, transport="nccl", device="cuda"),
     )
     return planned(whole, merge="off")
@@ -73,8 +75,9 @@ def norms(rank: int, c: Config) -> list[tuple[float, float]]:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_ranks_learn_what_one_does() -> None:
-    one, two = (run_ranks(norms, cp, settings(cp), backend="nccl")[0] for cp in (1, 2))
+@pytest.mark.parametrize("method", ["gather", "heads"])
+def test_two_ranks_learn_what_one_does(method: Literal["gather", "heads"]) -> None:
+    one, two = (run_ranks(norms, cp, settings(cp, method), backend="nccl")[0] for cp in (1, 2))
     for (loss, norm), (other, others) in zip(one, two, strict=True):
         assert other == pytest.approx(loss, rel=2e-3)
         assert others == pytest.approx(norm, rel=2e-2)

@@ -21,6 +21,9 @@ from tests.test_explain import settled
 
 LAYOUTS: dict[str, Layout] = {
     "dense": Layout(("dense",) * 4, cp=2),
+    "heads": Layout(("dense", "dense_window"), cp=2, heads=True),
+    "heads, experts": Layout(("dense", "moe", "moe_window", "moe") * 2, pp=2, chunks=2, ep=2, cp=2, heads=True),
+    "heads, recomputed": Layout(("moe",) * 3, ep=4, cp=4, heads=True, recompute=("attn:1", "experts")),
     "experts": Layout(("dense", "moe", "moe_window", "moe") * 2, pp=2, chunks=2, ep=2, cp=2),
     "recomputed": Layout(("moe",) * 3, ep=4, cp=4, recompute=("attn:1", "experts")),
     "norms behind": Layout(
@@ -54,8 +57,28 @@ def test_a_plan_is_proved(name: str, how: dict[str, Any]) -> None:
 )
 def test_parts_have_the_weights_of_the_layer_that_was_cut(model: ModelConfig) -> None:
     kind = "moe" if model.experts else "dense"
-    whole, cut = (unit_weights(model, Layout((kind,), cp=cp), "dense", kind) for cp in (1, 2))
-    assert whole == cut
+    ways: list[dict[str, Any]] = [{}, {"cp": 2}, *([] if model.latent or model.sinks else [{"cp": 2, "heads": True}])]
+    whole, *cut = (unit_weights(model, Layout((kind,), **way), "dense", kind) for way in ways)
+    assert all(weights == whole for weights in cut)
+
+
+BATCH = dict(train__sequences=1, train__microbatches=1, hardware__gpu="h200")
+
+
+@pytest.mark.parametrize(
+    ("changes", "method", "reason"),
+    [
+        (dict(mesh__cp=2, data__sequence_length=32768), "gather", "with gather and"),
+        (dict(mesh__cp=16, model__kv_heads=32, data__sequence_length=65536), "heads", "with gather and"),
+        (dict(mesh__cp=2, model__sinks=True), "gather", "heads cannot be exchanged: sinks are weights of all heads"),
+        (dict(mesh__cp=64, data__sequence_length=65536), "gather", "64 ranks cannot have as many of 32 heads each"),
+    ],
+)
+def test_the_shorter_step_decides_what_travels(changes: dict[str, Any], method: str, reason: str) -> None:
+    s = settled("llama3_8b", **{"mesh__dp": 1, **BATCH, **changes})
+    decision = next(d for d in s.decisions if d.setting == "overlap.cp.method")
+    assert (s.overlap.cp.method, s.overlap.cp.method) == (method, decision.value)
+    assert reason in decision.reason
 
 
 def test_keys_and_values_are_predicted_to_travel_under_compute() -> None:

@@ -19,10 +19,10 @@ from hocket.program.formulas import FUSED, STOCK, Formulas, PartSize
 from hocket.program.hardware import H200, HARDWARE, LAPTOP, Link
 from hocket.program.lower import build_program
 from hocket.program.ops import Layout, Op, Program
+from hocket.program.part_sizes import Shapes
 from hocket.program.parts import Unit
 from hocket.program.shard import Sharding
 from hocket.program.simulate import Kind, simulate
-from hocket.program.transformer import Shapes
 from hocket.settings import families
 from hocket.tune.balance import balanced
 from tests.helpers.chunks import init_chunk

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,11 +12,14 @@ from torch import Tensor
 
 from hocket.config import Config, RopeConfig
 from hocket.engine import Engine
-from hocket.model.context import zigzag
+from hocket.model.context import by_heads, context_of, of_heads, zigzag
+from hocket.model.documents import documents_of, whole_sequences
+from hocket.model.layers import Attention
 from hocket.runtime.dtypes import DTYPES
 from hocket.settings.schema import changed
 from tests.helpers import parity
 from tests.helpers.parity import adamw, batches_of, config
+from tests.helpers.plans import small
 from tests.helpers.ranks import run_ranks
 from tests.ranks import test_tensor_parity as tensors
 from tests.ranks.test_parity import PROJECTIONS
@@ -27,13 +31,15 @@ def of(model: dict[str, Any], mesh: dict[str, int], plan: dict[str, Any], **sett
     microbatches, dtype = settings.pop("microbatches", 3), settings.pop("dtype", "fp32")
     mesh = {"cp": 2, **mesh}
     c = config({"layers": 2, **model}, mesh, plan, microbatches, dtype, lane_seed=microbatches)
-    return changed(c, {"data.packing": "on", **settings})
+    return changed(c, {"data.packing": "on", "overlap.cp.method": "gather", **settings})
 
 
 MOE, DENSE = dict(dense_layers=(0,), shared_ffn=16), dict(experts=0)
 SINKS = dict(window=3, full_layers=(1,), sinks=True)
 GATED = dict(attn_gate=True, norm_plus_one=True, qk_norm=True, rope=RopeConfig(without=(0,)))
 TENSORS = {f"overlap.tp.{name}": "off" for name in tensors.OFF}
+HEADS = {"overlap.cp.method": "heads"}
+WINDOWS = dict(window=3, full_layers=(1,))
 CASES: dict[str, Config] = {
     "dense": of(DENSE, {}, {}),
     "sequences of one document": of(MOE, {}, {}, **{"data.packing": "off"}),
@@ -49,6 +55,14 @@ CASES: dict[str, Config] = {
     ),
     "latents, merged": of({**MOE, **PROJECTIONS["latent"]}, {"ep": 2}, dict(merge="on", merge_ends="off")),
     "latents of queries": of({**DENSE, **PROJECTIONS["latent queries"]}, {}, {}, **{"data.packing": "off"}),
+    "exchanged heads": of({**DENSE, **GATED, "kv_heads": 1}, {}, dict(recompute=("attn:1",)), **HEADS),
+    "exchanged heads of sequences of one document": of(
+        {**MOE, **WINDOWS, "rope": RopeConfig(without=(0,))}, {"ep": 2}, dict(merge="on", merge_ends="off"), **HEADS,
+        **{"data.packing": "off"},
+    ),
+    "exchanged heads of tensor-parallel ranks": of(
+        {**DENSE, **GATED, "vocab": 32, **WINDOWS}, {"tp": 2}, {}, **TENSORS, **HEADS
+    ),
     "tied, zero bubble": of(
         {**MOE, "tied": True, "layers": 2}, {"pp": 2}, dict(order="zb_h1", layers_per_stage=(1, 1), defer_wgrad="on")
     ),
@@ -75,14 +89,15 @@ def close(found: Tensor, wanted: Tensor, what: str) -> None:
     assert worst <= 1e-5 * (scale + 1e-6), f"{what}: off by {worst:.3g} of {scale:.3g}"
 
 
-def test_the_order_of_ops_changes_no_bit_nor_does_a_validation() -> None:
-    model = dict(layers=4, dense_layers=(0,), **SINKS)
-    plain = of(model, {}, dict(merge="off"), **{"train.lane_seed": 1})
+@pytest.mark.parametrize("method", ["gather", "heads"])
+def test_the_order_of_ops_changes_no_bit_nor_does_a_validation(method: str) -> None:
+    model = dict(layers=4, dense_layers=(0,), **(SINKS if method == "gather" else WINDOWS))
+    how = {"overlap.cp.method": method}
+    interleaved = dict(chunks=2, layers_per_stage=(1,) * 4, merge="on", defer_layers=1, recompute=("attn",))
+    plain = of(model, {}, dict(merge="off"), **how, **{"train.lane_seed": 1})
     others = (
-        of(
-            model, {"pp": 2}, dict(chunks=2, layers_per_stage=(1,) * 4, merge="on", defer_layers=1, recompute=("attn",))
-        ),
-        of(model, {}, dict(merge="on", defer_wgrad="off", update="next_step"), **{"train.lane_seed": 2}),
+        of(model, {"pp": 2}, interleaved, **how),
+        of(model, {}, dict(merge="on", defer_wgrad="off", update="next_step"), **how, **{"train.lane_seed": 2}),
     )
     batches = batches_of(plain, 1)
     wanted, *found = (_weights_and_validation(c, batches) for c in (plain, *others))
@@ -116,6 +131,38 @@ def test_without_communication_a_step_runs_alone() -> None:
     loss = engine.train_step([microbatch(of_ranks[0]) for of_ranks in batches_of(c)[0]], 1e-2).loss
     engine.assert_clean()
     assert loss.numel() == 1  # of keys that nobody has sent, so it means nothing
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+def test_attention_of_some_heads_in_all_tokens_has_the_bits_of_all(kv_heads: int, packed: bool) -> None:
+    batch, length, ranks, width = 2, 32, 4, 8
+    attn = Attention(small(heads=8, kv_heads=kv_heads, head_dim=width, window=9, full_layers=(0,)), number=int(packed))
+    generator = torch.Generator().manual_seed(0)
+    documents = documents_of(torch.randint(4, (batch, length), generator=generator).sort(1).values) if packed else None
+    whole, chunks = documents or whole_sequences(batch, length, torch.device("cpu")), zigzag(batch, length, ranks)
+    places = [torch.cat([torch.arange(c.start, c.stop) for c in mine]) for mine in chunks]
+    sizes = {"q": 8, "k": kv_heads, "v": kv_heads}
+    inputs = {n: torch.randn(batch * length, h, width, generator=generator).requires_grad_() for n, h in sizes.items()}
+    wanted = attn.whole(inputs["q"], inputs["k"], inputs["v"], length, documents).flatten(1)
+    queries, kv = [], []
+    for mine in places:
+        q, k, v = (x[mine] for x in inputs.values())
+        queries.append(by_heads(q, ranks).unflatten(0, (ranks, -1)))
+        kv.append(by_heads(attn.by_head(torch.cat([k.flatten(1), v.flatten(1)], 1)), ranks).unflatten(0, (ranks, -1)))
+    found = torch.zeros_like(wanted)
+    for_rank = []
+    for rank in range(ranks):
+        context = replace(context_of(whole, chunks, rank), documents=documents)
+        kv_UX, q_UX = (torch.cat([x[rank] for x in sent]) for sent in (kv, queries))
+        for_rank.append(attn.of_own_heads(kv_UX, q_UX, context).unflatten(0, (ranks, -1)))
+    for rank, mine in enumerate(places):
+        found[mine] = of_heads(torch.cat([x[rank] for x in for_rank]), ranks)
+    assert torch.equal(found, wanted)
+    grad = torch.randn(wanted.shape, generator=generator)
+    both = (torch.autograd.grad(out, tuple(inputs.values()), grad) for out in (wanted, found))
+    for of_whole, of_parts in zip(*both, strict=True):
+        torch.testing.assert_close(of_parts, of_whole, rtol=0, atol=0 if kv_heads >= ranks else 1e-5)
 
 
 def test_chunks_make_every_rank_attend_to_as_much() -> None:
