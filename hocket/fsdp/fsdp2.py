@@ -7,18 +7,12 @@ is an error that names the fix.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import importlib
-import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, NoReturn
-from unittest.mock import patch
 
 from torch import nn
-from torch.distributed import fsdp
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import (
     FSDPModule as TorchFSDPModule,
 )
@@ -237,31 +231,3 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return after(module, args, kwargs, output)
 
     setattr(module, method_name, wrapped)
-
-
-@contextlib.contextmanager
-def instead_of_fsdp2() -> Iterator[None]:
-    """Inside, what looks up `torch.distributed.fsdp.fully_shard` finds hocket's: accelerate and `Trainer` do.
-
-    They look when they prepare a model, so that belongs inside; what follows may come after. Weights that the first
-    rank alone has loaded (accelerate's `cpu_ram_efficient_loading`) reach the shards of the others, too.
-    """
-    from hocket.fsdp.api import fully_shard  # which imports this module
-
-    with contextlib.ExitStack() as undone:
-        undone.enter_context(patch.object(fsdp, "fully_shard", fully_shard))
-        if importlib.util.find_spec("accelerate") is not None:
-            theirs = importlib.import_module("accelerate.utils.fsdp_utils")
-            load = functools.partial(_load_from_first_rank, theirs.fsdp2_load_full_state_dict)
-            undone.enter_context(patch.object(theirs, "fsdp2_load_full_state_dict", load))
-        yield
-
-
-def _load_from_first_rank(theirs: Callable[..., Any], accelerator: Any, model: Any, full_sd: Any, **more: Any) -> Any:
-    """What accelerate has as `fsdp2_load_full_state_dict`, which cuts DTensors itself, for a model on meta."""
-    if not isinstance(model, FSDPModule):
-        return theirs(accelerator, model, full_sd, **more)
-    model.to_empty(device=accelerator.device)  # pyrefly: ignore[missing-attribute]
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, full_sd, options=options)  # pyrefly: ignore[bad-argument-type]
-    return model
