@@ -189,7 +189,7 @@ class Actions:
 
     def communicate(self, wiring: _Wiring, op: Op, *values: Any) -> CommResult:
         """A part on a lane of its own: the layer's module moves the value, or the gradient back."""
-        way, moved = ("forward", wiring.inputs(values)) if op.verb == "fwd" else ("backward", wiring.grads(values))
+        way, moved = ("backward", wiring.grads(values)) if op.verb == "bwd" else ("forward", wiring.inputs(values))
         method = getattr(self._chunks[op.chunk].layer(op.layer), f"{way}_{op.part}")
         return method(*moved, *[self._taken(name, op) for name in wiring.part.takes])
 

@@ -262,6 +262,8 @@ def op_costs(
             moved = rows * (described.ranks - 1) // described.ranks
             for verb, nbytes in (("fwd", rows), ("bwd", room)):
                 table[verb, part, kind] = price.transfer(described.purpose, moved, nbytes)
+            if layout.recomputing(part, kind):
+                table["recompute", part, kind] = table["fwd", part, kind]
             continue
         for verb in _verbs(size):
             eight = _eight(price, layout, described, kind, verb)

@@ -48,7 +48,7 @@ def _shared_sequences(kind: LayerKind, ranks: int, heads: bool) -> LayerKind:
             "keys", "k", outputs=("kv", "normed", "residual"), takes=("documents",), unit="dense", kept=(INPUT,),
             wgrad_kept=("bwd kv",), products=("qkv",), size=sizes.keys,
         ),
-        away("kv", "g", ("keys.kv",), size=sizes.kv),
+        away("kv", "g", ("keys.kv",), recomputable=not heads, size=sizes.kv),
         Part(
             "queries", "q", ("keys.normed",), outputs=("queries", "gates"), takes=("documents",), unit="dense",
             shares_input=True, wgrad_kept=("bwd spread",) if heads else (), products=("qkv",), size=sizes.queries,

@@ -105,8 +105,19 @@ def _inputs(op: Op, layout: Layout, rank: int) -> list[Key]:
         return []
     if layer < 0:
         return [chunk_output(layout, rank, m, c)]
-    sources = layout.part(op.part, layer).sources
-    return [layer_input(layout, rank, m, c, layer) if s == INPUT else ("fwd", s, m, c, layer) for s in sources]
+    found: list[Key] = []
+    for source in layout.part(op.part, layer).sources:
+        if source == INPUT:
+            found.append(layer_input(layout, rank, m, c, layer))
+        else:
+            again = op.verb == "recompute" and gathers_again(layout, source, layer)
+            found.append(("recompute" if again else "fwd", source, m, c, layer))
+    return found
+
+
+def gathers_again(layout: Layout, part: str, layer: int) -> bool:
+    """Whether a part of a layer communicates once more for what is recomputed behind it."""
+    return layout.recomputes(part, layer) and layout.part(part, layer).communicates
 
 
 def output_grads(op: Op, layout: Layout, rank: int) -> list[Key]:
@@ -147,6 +158,8 @@ def first_reader(op: Op, layout: Layout) -> str:
         return ""
     kind = layout.type_of(op.layer)
     parts = kind.readers[op.part] if op.verb == "fwd" else kind.by_name[op.part].sources
+    if op.verb == "fwd" and parts and gathers_again(layout, parts[0], op.layer):
+        return ""  # which reads its share once more
     return parts[0] if len(parts) > 1 and INPUT not in parts else ""
 
 

@@ -53,7 +53,9 @@ CASES: dict[str, Config] = {
     "heads over tensor-parallel ranks": of(
         {**DENSE, **GATED, "vocab": 32, "window": 3, "full_layers": (1,)}, {"tp": 2}, {}, **TENSORS
     ),
-    "latents, merged": of({**MOE, **PROJECTIONS["latent"]}, {"ep": 2}, dict(merge="on", merge_ends="off")),
+    "latents, merged, gathered again": of(
+        {**MOE, **PROJECTIONS["latent"]}, {"ep": 2}, dict(merge="on", merge_ends="off", recompute=("attn", "kv"))
+    ),
     "latents of queries": of({**DENSE, **PROJECTIONS["latent queries"]}, {}, {}, **{"data.packing": "off"}),
     "exchanged heads": of({**DENSE, **GATED, "kv_heads": 1}, {}, dict(recompute=("attn:1",)), **HEADS),
     "exchanged heads of sequences of one document": of(
@@ -93,7 +95,8 @@ def close(found: Tensor, wanted: Tensor, what: str) -> None:
 def test_the_order_of_ops_changes_no_bit_nor_does_a_validation(method: str) -> None:
     model = dict(layers=4, dense_layers=(0,), **(SINKS if method == "gather" else WINDOWS))
     how = {"overlap.cp.method": method}
-    interleaved = dict(chunks=2, layers_per_stage=(1,) * 4, merge="on", defer_layers=1, recompute=("attn",))
+    again = ("attn", "kv:1") if method == "gather" else ("attn",)
+    interleaved = dict(chunks=2, layers_per_stage=(1,) * 4, merge="on", defer_layers=1, recompute=again)
     plain = of(model, {}, dict(merge="off"), **how, **{"train.lane_seed": 1})
     others = (
         of(model, {"pp": 2}, interleaved, **how),
