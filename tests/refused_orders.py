@@ -29,7 +29,7 @@ REFUSED_ORDERS: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
     ({"mesh__tp": 2, "model__kv_lora_rank": 8}, SHARED, "mesh.cp", "fix: mesh.tp = 1"),
     ({"model__aux_loss": 0.1, "model__aux_loss_over": "sequence"}, SHARED, "mesh.cp", "all tokens of a sequence"),
     ({}, {"plan__recompute": ("attn", "kv")}, "plan.recompute", "no effect: no layer gathers keys and values"),
-    (SHARED, {"plan__recompute": ("attn:1", "kv")}, "plan.recompute", "attn in as many layers as kv"),
+    ({**SHARED, **HEADS}, {"plan__recompute": ("kv",)}, "plan.recompute", "overlap.cp.method = heads"),
     ({}, HEADS, "overlap.cp.method", "no effect: mesh.cp = 1"),
     ({**SHARED, "model__kv_lora_rank": 8}, HEADS, "overlap.cp.method", "latents of latent attention belong to no head"),
     ({**SHARED, "model__sinks": True}, HEADS, "overlap.cp.method", "sinks are weights of all heads"),

@@ -121,7 +121,7 @@ class PlanConfig:
     recompute: tuple[str, ...] = ()
     """Parts of layers, out of attn, experts, kv and mlp, that keep only their inputs after forward, and run forward
     again before their backward. That takes less memory and more time. attn includes the norms, the router and the
-    shared expert. kv gathers keys and values again, for an attn that runs again, where ranks share sequences. attn:2
+    shared expert. kv gathers keys and values again, where ranks share sequences. attn:2
     recomputes attn in the first two layers of each virtual stage, and attn in all layers. auto recomputes as few parts
     in as few layers as the memory allows."""
     graphs: Switch = "auto"

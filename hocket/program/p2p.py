@@ -123,4 +123,4 @@ def activation(layout: Layout, costs: CostTable, rank: int, chunk: int) -> int:
             total += costs.saved_bytes(rank, Op("fwd", part, layer=layer))
             if layout.recomputes(part, layer):
                 inputs |= set(reads(Op("recompute", part, 0, chunk, layer), layout, rank))
-    return total + sum(costs.output_bytes(rank, Op(*key)) for key in inputs if key[0] != "recompute")
+    return total + sum(costs.output_bytes(rank, Op(*key)) for key in inputs if key[0] != "recompute")  # pyrefly: ignore

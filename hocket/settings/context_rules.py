@@ -4,22 +4,14 @@ from __future__ import annotations
 
 from hocket.config import Config
 from hocket.program.layer import order_problem
-from hocket.program.stages import layout_of
-from hocket.settings.plan_rules import recomputed, recomputes
-from hocket.settings.rule import Host, Rule
+from hocket.program.transformer import GATHERED
+from hocket.settings.plan_rules import recomputed_parts, recomputes
+from hocket.settings.rule import Rule
 
 
 def _shared(c: Config) -> bool:
     """Whether ranks share sequences."""
     return c.mesh.cp > 1
-
-
-def _kept_anyway(c: Config, h: Host) -> bool:
-    """Whether keys and values are gathered again where attention does not run once more."""
-    if "kv" not in recomputed(c) or not recomputes(c, "kv"):
-        return False
-    layout = layout_of(c)
-    return any(part == "kv" and not layout.recomputes("attn", layer) for part, layer in layout.recomputed)
 
 
 METHOD = "overlap.cp.method"
@@ -109,16 +101,10 @@ CONTEXT_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("plan.recompute", "mesh.cp"),
-        lambda c, h: "kv" in recomputed(c) and not recomputes(c, "kv"),
+        lambda c, h: GATHERED in recomputed_parts(c) and not recomputes(c, GATHERED),
         "no effect: no layer gathers keys and values (mesh.cp = {mesh.cp}, overlap.cp.method = {overlap.cp.method})",
         "mesh.cp above 1 with overlap.cp.method = gather, or leave kv out",
         only_if_set=True,
-    ),
-    Rule(
-        ("plan.recompute",),
-        _kept_anyway,
-        "keys and values are gathered again in layers whose attention keeps them",
-        "attn in as many layers as kv",
     ),
     Rule(
         ("plan.layer_order", "mesh.cp"),

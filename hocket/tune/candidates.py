@@ -91,10 +91,9 @@ def _groups(c: Config, known: Known) -> Sequence[int]:
 
 
 def recomputed(c: Config) -> tuple[tuple[str, ...], ...]:
-    """Every set of parts, the smaller ones first. Nothing is gathered again that attention keeps."""
+    """Every set of parts, the smaller ones first."""
     parts = recomputable(c.model.kinds(), 1 if c.overlap.cp.method == "heads" else c.mesh.cp)
-    every = (some for count in range(len(parts) + 1) for some in combinations(parts, count))
-    return tuple(some for some in every if "kv" not in some or "attn" in some)
+    return tuple(some for count in range(len(parts) + 1) for some in combinations(parts, count))
 
 
 def _in_fewer_layers(c: Config, known: Known) -> Sequence[tuple[str, ...]]:

@@ -59,6 +59,7 @@ def test_memory_falls_as_predicted(kind: str, parts: tuple[str, ...]) -> None:
 
 def test_what_is_gathered_again_is_not_kept() -> None:
     torch.set_num_threads(1)
-    kept, again = (peaks("shared", parts) for parts in (("attn",), ("attn", "kv")))
-    assert kept[0] - again[0] == pytest.approx(kept[1] - again[1], rel=0.02)
-    assert again[0] < 0.95 * kept[0]
+    for others in ((), ("attn",)):
+        kept, again = (peaks("shared", (*others, *parts)) for parts in ((), ("kv",)))
+        assert kept[0] - again[0] == pytest.approx(kept[1] - again[1], rel=0.05)
+        assert again[0] < 0.95 * kept[0]
