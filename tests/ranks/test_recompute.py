@@ -62,4 +62,4 @@ def test_what_is_gathered_again_is_not_kept() -> None:
     for others in ((), ("attn",)):
         kept, again = (peaks("shared", (*others, *parts)) for parts in ((), ("kv",)))
         assert kept[0] - again[0] == pytest.approx(kept[1] - again[1], rel=0.05)
-        assert again[0] < 0.95 * kept[0]
+        assert again[0] < 0.96 * kept[0]
