@@ -89,13 +89,13 @@ class PlannedStep:
             raise ValueError(f"lr = {lr}: it would spoil all weights; fix: a finite number, 0 or larger")
         engine, microbatches = self.engine, self._microbatches(batch)
         result = self._or_abort(lambda: engine.train_step(microbatches, lr))
-        loss, _, _ = engine.agree(result.loss)
+        loss = engine.agree(result.loss).loss
         return Outcome(loss, float(result.grad_norm))
 
     def evaluate(self, batch: Sequence[Microbatch] | tuple[Tensor, Tensor]) -> float:
         """The mean cross-entropy without training. Refuses what a step refuses."""
         engine, microbatches = self.engine, self._microbatches(batch)
-        return engine.agree(self._or_abort(lambda: engine.evaluate(microbatches)))[0]
+        return engine.agree(self._or_abort(lambda: engine.evaluate(microbatches))).loss
 
     def _or_abort(self, work: Callable[[], T]) -> T:
         """The result of some work; after an error, nothing is left of what it began."""

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from benchmarks.context_balance import lengths_of
-from hocket.model.chunks import TOLERANCE, shares, work_of
-from hocket.model.context import context_of, zigzag
+from hocket.model.chunks import TOLERANCE, shares, work_of, zigzag
+from hocket.model.context import context_of
 from hocket.model.documents import attend, documents_of
 
 

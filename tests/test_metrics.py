@@ -138,6 +138,17 @@ def test_lines_that_never_find_room_are_counted(tmp_path):
     assert "metrics.jsonl cannot be written: lines missing at its end: 1; fix: make room there" in out.getvalue()
 
 
+def test_attention_that_could_not_be_evened_out_is_told(tmp_path):
+    out = io.StringIO()
+    with Metrics(settings_in(tmp_path), 3.0, console=Console(file=out, width=200)) as metrics:
+        for step, uneven in enumerate((None, 0.0, 0.02, 0.31), 1):
+            metrics.step(StepRecord(step, 5.0, 0.5, 1e-3, 0.25, imbalance=uneven))
+    found = records(tmp_path)
+    assert "imbalance" not in found[0]
+    assert [record["imbalance"] for record in found[1:]] == [0.0, 0.02, 0.31]
+    assert out.getvalue().count("uneven") == out.getvalue().count("  uneven 31 %") == 1
+
+
 def test_other_ranks_are_silent(tmp_path):
     assert report(settings_in(tmp_path), range(1, 3), rank=1) == ""
     assert not (tmp_path / "metrics.jsonl").exists()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +64,17 @@ class StepResult:
     """Of such a step: whether there is more room since; if not, the host knows splits from then on."""
     way: Way = "issued"
     """How the host made it."""
+    imbalance: float | None = None
+    """Where documents are shared by ranks: how much longer than on average the busiest one attends; 0.05 is 5 %."""
+
+
+class Agreed(NamedTuple):
+    """What all ranks say together."""
+
+    loss: float
+    loads: dict[int, float]
+    signal: int
+    imbalance: float | None
 
 
 class Engine:
@@ -176,8 +187,10 @@ class Engine:
     def _share(self) -> Shared | None:
         """What cuts this rank's part out of sequences; None if it has them whole."""
         c, ranks = self.config, self.mesh.cp
-        sizes = c.train.sequences, c.data.sequence_length
-        return Shared(*sizes, ranks, self.where.cp, self.device) if ranks > 1 else None
+        if ranks == 1:
+            return None
+        sizes, even = (c.train.sequences, c.data.sequence_length), c.overlap.cp.method != "heads"
+        return Shared(*sizes, ranks, self.where.cp, self.device, even=even)
 
     def _activation(self) -> Activation:
         """What passes between layers: this rank's tokens of a microbatch."""
@@ -253,7 +266,8 @@ class Engine:
         lacked = self.room.lacked
         grown = lacked > 0 and self.room.now is not None
         way = "issued" if self._graphed is None or lacked else self._graphed.way
-        return StepResult(loss, self._grad_norm, self.balance.loads, self._skipped, lacked, grown, way)
+        uneven = None if self._shared is None else self._shared.imbalance
+        return StepResult(loss, self._grad_norm, self.balance.loads, self._skipped, lacked, grown, way, uneven)
 
     @property
     def replays(self) -> bool:
@@ -285,7 +299,7 @@ class Engine:
         """
         assert self.config.data.packing != "off" or all(m.documents is None for m in microbatches), "packing is off"
         if self._shared is not None:
-            microbatches = [self._shared.part(microbatch) for microbatch in microbatches]
+            microbatches = self._shared.parts(microbatches)
         executor.actions.weights_M = self._weights(microbatches)
         self.sharded.forget_casts()
         graphed = self._graphed if executor is self.executor else None
@@ -341,9 +355,9 @@ class Engine:
             self.validating.watch(None)
 
     def agree(
-        self, loss: Tensor, loads: Mapping[int, Tensor] | None = None, signal: int = 0
-    ) -> tuple[float, dict[int, float], int]:
-        """What all ranks together say: the mean loss of the data-parallel ranks, loads, the largest signal.
+        self, loss: Tensor, loads: Mapping[int, Tensor] | None = None, signal: int = 0, imbalance: float | None = None
+    ) -> Agreed:
+        """What all ranks together say: the mean loss of the data-parallel ranks, loads, the largest of the others.
 
         `loads` are rows by expert of this rank's layers. The result is, by layer, those of the busiest expert over the
         mean; it has all layers of the model with experts that were given. Waits for the step. Every rank calls this.
@@ -352,15 +366,16 @@ class Engine:
             if executor.recorder.active:
                 executor.recorder.enter("the mean of all ranks' losses, behind all ops")
         total = loss.double().reshape(1) / (self.mesh.data * self.mesh.tp)
-        largest = torch.zeros(len(self.layout.kinds) + 1, device=self.device)
-        largest[-1] = float(signal)
+        largest = torch.zeros(len(self.layout.kinds) + 2, device=self.device)
+        largest[-2:] = torch.tensor([float(signal), imbalance or 0.0])
         if loads:
             rows = torch.stack(list(loads.values())).float()
             largest[list(loads)] = rows.amax(1) / rows.mean(1)
         self.groups.control.all_reduce(total).wait()
         self.groups.control.all_reduce(largest, "max").wait()
-        *of_layers, most = largest.tolist()
-        agreed = float(total), {n: load for n, load in enumerate(of_layers) if load}, int(most)
+        *of_layers, most, uneven = largest.tolist()
+        by_layer = {n: load for n, load in enumerate(of_layers) if load}
+        agreed = Agreed(float(total), by_layer, int(most), None if imbalance is None else uneven)
         for executor in self._executors:
             executor.recorder.end()
         return agreed

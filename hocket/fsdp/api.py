@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, Unpack, overload
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import fsdp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from hocket.fsdp.checks import is_full, refuse_early, refuse_matrices, refuse_newcomers, refuse_types
+from hocket.fsdp.fsdp2 import FSDPModule
 from hocket.fsdp.fsdp2_arguments import Fsdp2Arguments, Place, asked_for
 from hocket.fsdp.grad_norm import squares_of
 from hocket.fsdp.members import UNIT, Rule
@@ -161,3 +169,29 @@ def clip_grad_norm_(module: nn.Module | ShardContext, max_norm: float) -> Tensor
     for group in groups:
         group.main_grad.mul_(factor.to(group.main_grad.dtype))
     return norm
+
+
+@contextlib.contextmanager
+def instead_of_fsdp2() -> Iterator[None]:
+    """Inside, what looks up `torch.distributed.fsdp.fully_shard` finds hocket's: accelerate and `Trainer` do.
+
+    They look when they prepare a model, so that belongs inside; what follows may come after. Weights that the first
+    rank alone has loaded (accelerate's `cpu_ram_efficient_loading`) reach the shards of the others, too.
+    """
+    with contextlib.ExitStack() as undone:
+        undone.enter_context(patch.object(fsdp, "fully_shard", fully_shard))
+        if importlib.util.find_spec("accelerate") is not None:
+            theirs = importlib.import_module("accelerate.utils.fsdp_utils")
+            load = functools.partial(_load_from_first_rank, theirs.fsdp2_load_full_state_dict)
+            undone.enter_context(patch.object(theirs, "fsdp2_load_full_state_dict", load))
+        yield
+
+
+def _load_from_first_rank(theirs: Callable[..., Any], accelerator: Any, model: Any, full_sd: Any, **more: Any) -> Any:
+    """What accelerate has as `fsdp2_load_full_state_dict`, which cuts DTensors itself, for a model on meta."""
+    if not isinstance(model, FSDPModule):
+        return theirs(accelerator, model, full_sd, **more)
+    model.to_empty(device=accelerator.device)  # pyrefly: ignore[missing-attribute]
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, full_sd, options=options)  # pyrefly: ignore[bad-argument-type]
+    return model

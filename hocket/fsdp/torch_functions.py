@@ -14,7 +14,7 @@ when hocket shards the first model, by what asks all ranks. For everything else 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ from hocket.fsdp.muon import collect
 from hocket.fsdp.part import plain
 from hocket.fsdp.saving.flat_tensor import FlatTensor
 from hocket.fsdp.saving.kept import Inventory
-from hocket.fsdp.saving.optimizer_state import load_optimizer_state, optimizer_state
+from hocket.fsdp.saving.optimizer_state import load_optimizer_state, optimizer_state, split
 from hocket.fsdp.saving.state import load_model_state, model_state
 from hocket.fsdp.sharded_parameter import ShardedParameter
 from hocket.runtime.world import of_first_rank, take_from_first_rank
@@ -157,11 +157,13 @@ def get_model(model: nn.Module, info: Any) -> dict[str, Any]:
     context = _context(model) if info.handle_model else None
     if context is None:
         return _get_model(model, info)
-    _refuse(info, "submodule_prefixes", *([] if info.full_state_dict else ["cpu_offload"]))
+    _refuse(info, "submodule_prefixes")
     state = model_state(context)
     if info.full_state_dict:
         state = _whole(context, state, info.cpu_offload)
         state |= {other: state[name] for other, name in Inventory(context).others.items() if name in state}
+    elif info.cpu_offload:
+        state = _on_cpu(state)
     if info.ignore_frozen_params:
         frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
         state = {name: value for name, value in state.items() if name not in frozen}
@@ -209,13 +211,15 @@ def get_optimizer(model: nn.Module, optimizers: Sequence[Optimizer], info: Any) 
     context = _context_of(model, optimizers) if info.handle_optim else None
     if context is None:
         return _get_optimizer(model, tuple(optimizers), info)
-    _refuse(info, "submodule_prefixes", *([] if info.full_state_dict else ["cpu_offload"]))
+    _refuse(info, "submodule_prefixes")
     merged: dict[str, Any] = {}
     for optimizer in optimizers:
         dcp._init_optim_state(optimizer)
         found = optimizer_state(context, optimizer, flatten=info.flatten_optimizer_state_dict)
         if info.full_state_dict:
             found = _whole(context, found, info.cpu_offload)
+        elif info.cpu_offload:
+            found = _on_cpu(found)
         if info.flatten_optimizer_state_dict:
             merged.update(found)
         else:
@@ -230,9 +234,49 @@ def load_optimizer(model: nn.Module, optimizers: Sequence[Optimizer], state: dic
     if context is None:
         _load_optimizer(model, tuple(optimizers), state, info)
         return
-    _refuse(info, "broadcast_from_rank0")
+    if info.broadcast_from_rank0:
+        state = _all_from_first_rank(context, state)
     for optimizer in optimizers:
         load_optimizer_state(context, optimizer, state)
+
+
+class _Sent(NamedTuple):
+    """What the first rank says of a tensor before it sends it."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def _all_from_first_rank(context: ShardContext, state: Any) -> dict[str, Any]:
+    """What the first rank has of an optimizer's state; one tensor at a time is whole here beside the others' parts."""
+    own = Inventory(context)
+    known = {**{name: name for name in own.kept}, **own.others}
+
+    def told(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: told(one) for key, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [told(one) for one in value]
+        if isinstance(value, Tensor):
+            return value.cpu() if value.numel() == 1 else _Sent(value.shape, value.dtype)
+        return value
+
+    def taken(value: Any, mine: Any, name: str) -> Any:
+        if isinstance(value, dict):
+            at = {key: key if key in known else split(str(key), known)[1] or name for key in value}
+            return {key: taken(one, mine and mine[key], at[key]) for key, one in value.items()}
+        if isinstance(value, list):
+            return [taken(one, mine and mine[i], name) for i, one in enumerate(value)]
+        if not isinstance(value, _Sent):
+            return value
+        whole = torch.empty(value.shape, dtype=value.dtype, device=context.device)
+        if mine is not None:
+            whole.copy_(mine)
+        take_from_first_rank(whole)
+        one = own.kept.get(known.get(name, ""))
+        return whole if one is None or one.shape != whole.shape else one.tensor(one.part_of(whole).clone())
+
+    return taken(of_first_rank(told(state)), state if dist.get_rank() == 0 else None, "")
 
 
 def _context_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> ShardContext | None:
@@ -263,6 +307,17 @@ def _whole(context: ShardContext, value: Any, offload: bool) -> Any:
         whole = {key: _whole(context, one, offload) for key, one in value.items()}
         return {key: one for key, one in whole.items() if not offload or dist.get_rank() == 0}
     return [_whole(context, one, offload) for one in value] if isinstance(value, list) else value
+
+
+def _on_cpu(value: Any) -> Any:
+    """A state whose tensors, or parts of them, are on the CPU."""
+    if isinstance(value, FlatTensor):
+        return value.with_elements(value.flat.cpu())
+    if isinstance(value, Mapping):
+        return {key: _on_cpu(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_on_cpu(one) for one in value]
+    return value.cpu() if isinstance(value, Tensor) else value
 
 
 def _refuse(info: Any, *options: str) -> None:

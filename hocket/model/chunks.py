@@ -1,10 +1,10 @@
-"""Which tokens context-parallel ranks get where documents share sequences: as many each, and as much attention.
+"""Which tokens context-parallel ranks get: as many each, and as much attention.
 
-Zigzag chunks balance attention over whole sequences. Documents break that: their first tokens attend to little, and a
-long one may lie in the chunks of one rank. So sequences are cut into equal chunks and these are dealt out by what their
-attention costs, the dearest first, always to the rank with the least so far that still has room. Then ranks
-exchange pairs of chunks. There are as few chunks as the tolerance needs, since each costs a call of attention. This
-is integer arithmetic on what every rank knows, so all ranks find the same without a word.
+Zigzag chunks balance attention over whole sequences. Documents that share sequences break that: their first tokens
+attend to little, and a long one may lie in the chunks of one rank. So such sequences are cut into equal chunks and
+these are dealt out by what their attention costs, the dearest first, always to the rank with the least so far that
+still has room. Then ranks exchange pairs of chunks. There are as few chunks as the tolerance needs, since each costs a
+call of attention. This is integer arithmetic on what every rank knows, so all ranks find the same without a word.
 """
 
 from __future__ import annotations
@@ -24,11 +24,33 @@ TOLERANCE = 0.05
 """How much more than the mean the busiest rank may have."""
 
 
+Chunks = tuple[range, ...]
+"""Tokens that a rank has, in the order in which it has them; each chunk lies within a sequence."""
+
+
+def zigzag(batch: int, length: int, ranks: int) -> tuple[Chunks, ...]:
+    """Chunks of every rank: of 2 * ranks chunks of a sequence rank r has r and 2 * ranks - 1 - r.
+
+    An early chunk, which attends to little, stands beside a late one, so causal attention takes all ranks as long.
+    """
+    size, rest = divmod(length, 2 * ranks)
+    if rest:
+        raise ValueError(f"a sequence of {length} tokens cannot be cut into {2 * ranks} chunks of one length")
+
+    def chunk(sequence: int, number: int) -> range:
+        first = sequence * length + number * size
+        return range(first, first + size)
+
+    return tuple(
+        tuple(chunk(b, n) for b in range(batch) for n in (rank, 2 * ranks - 1 - rank)) for rank in range(ranks)
+    )
+
+
 @dataclass(frozen=True)
 class Shares:
     """Which tokens ranks have, and how even their attention is."""
 
-    chunks: tuple[tuple[range, ...], ...]
+    chunks: tuple[Chunks, ...]
     """Of every rank, in the order of sequences; none crosses the end of a sequence."""
     work: tuple[int, ...]
     """Pairs of a query and a key that each rank computes."""
@@ -36,7 +58,7 @@ class Shares:
     @property
     def imbalance(self) -> float:
         """How much more than the mean the busiest rank has: 0.05 is 5 %."""
-        return max(self.work) * len(self.work) / sum(self.work) - 1
+        return imbalance_of([self.work])
 
 
 def shares(bounds: Sequence[int], length: int, ranks: int, tolerance: float = TOLERANCE) -> Shares:
@@ -58,6 +80,14 @@ def shares(bounds: Sequence[int], length: int, ranks: int, tolerance: float = TO
         found = _dealt(bounds, length, size // cuts, ranks)
         best = min(best, found, key=lambda s: s.imbalance)
     return best
+
+
+def imbalance_of(batches: Sequence[Sequence[int]]) -> float:
+    """How much longer than with even work ranks need that wait for each other after every batch; 0.05 is 5 %.
+
+    `batches` has the work of every rank in each batch.
+    """
+    return sum(max(work) * len(work) for work in batches) / sum(map(sum, batches)) - 1
 
 
 def work_of(bounds: Sequence[int], chunks: Sequence[Sequence[range]]) -> tuple[int, ...]:

@@ -20,30 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hocket.model.chunks import Chunks, imbalance_of, shares, zigzag
 from hocket.model.documents import Documents, whole_sequences
 from hocket.model.microbatch import Microbatch
 from hocket.runtime.segment import Lent
-
-Chunks = tuple[range, ...]
-"""Tokens that a rank has, in the order in which it has them; each chunk lies within a sequence."""
-
-
-def zigzag(batch: int, length: int, ranks: int) -> tuple[Chunks, ...]:
-    """Chunks of every rank: of 2 * ranks chunks of a sequence rank r has r and 2 * ranks - 1 - r.
-
-    An early chunk, which attends to little, stands beside a late one, so causal attention takes all ranks as long.
-    """
-    size, rest = divmod(length, 2 * ranks)
-    if rest:
-        raise ValueError(f"a sequence of {length} tokens cannot be cut into {2 * ranks} chunks of one length")
-
-    def chunk(sequence: int, number: int) -> range:
-        first = sequence * length + number * size
-        return range(first, first + size)
-
-    return tuple(
-        tuple(chunk(b, n) for b in range(batch) for n in (rank, 2 * ranks - 1 - rank)) for rank in range(ranks)
-    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,20 +124,41 @@ def _tokens(chunks: Chunks, device: torch.device) -> Tensor:
 
 
 class Shared:
-    """One context-parallel rank's part of microbatches of `batch` sequences."""
+    """One context-parallel rank's part of microbatches of `batch` sequences.
 
-    def __init__(self, batch: int, length: int, ranks: int, rank: int, device: torch.device) -> None:
-        self._chunks, self._rank = zigzag(batch, length, ranks), rank
-        self._mine = _tokens(self._chunks[rank], device)
-        self.whole = replace(context_of(whole_sequences(batch, length, device), self._chunks, rank), documents=None)
+    Whole sequences are cut in zigzag. With `even`, chunks of documents are chosen so that all ranks have as much
+    attention; without it, where ranks have all tokens of some heads, they are cut in zigzag too.
+    """
+
+    imbalance: float | None = None
+    """How much longer than on average the busiest rank attends in the last microbatches; None of whole sequences."""
+
+    def __init__(
+        self, batch: int, length: int, ranks: int, rank: int, device: torch.device, *, even: bool = True
+    ) -> None:
+        self._zigzag, self._ranks, self._rank, self._even = zigzag(batch, length, ranks), ranks, rank, even
+        self._mine = _tokens(self._zigzag[rank], device)
+        self.whole = replace(context_of(whole_sequences(batch, length, device), self._zigzag, rank), documents=None)
         """What layers are told of sequences that are one document each."""
 
-    def part(self, microbatch: Microbatch) -> Microbatch:
-        """The rank's tokens and targets, [B, S / ranks], of a whole microbatch."""
+    def parts(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
+        """The rank's tokens and targets, [B, S / ranks], of whole microbatches."""
+        work: list[tuple[int, ...]] = []
+        found = [self._part(microbatch, work) for microbatch in microbatches]
+        self.imbalance = imbalance_of(work) if work else None
+        return found
+
+    def _part(self, microbatch: Microbatch, work: list[tuple[int, ...]]) -> Microbatch:
         documents = microbatch.documents
         assert isinstance(documents, Documents | None), "a microbatch has its sequences whole"
-        of_rank = [x.flatten()[self._mine].view(x.shape[0], -1) for x in (microbatch.ids, microbatch.targets)]
-        told = self.whole if documents is None else context_of(documents, self._chunks, self._rank)
+        chunks, mine, told = self._zigzag, self._mine, self.whole
+        if documents is not None and self._even:
+            chosen = shares(documents.bounds, self.whole.length, self._ranks)
+            chunks, mine = chosen.chunks, _tokens(chosen.chunks[self._rank], self._mine.device)
+            work.append(chosen.work)
+        if documents is not None:
+            told = context_of(documents, chunks, self._rank)
+        of_rank = [x.flatten()[mine].view(x.shape[0], -1) for x in (microbatch.ids, microbatch.targets)]
         return Microbatch(*of_rank, documents=told)
 
 

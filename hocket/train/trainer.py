@@ -252,7 +252,7 @@ class Trainer:
         result = engine.train_step(microbatches, lr)
         if result.lacked:
             metrics.say(f"step {self.step + 1} {lack(settings, result.lacked, result.grown)}")
-        loss, loads, signal = engine.agree(result.loss, result.loads, stop.signal)
+        loss, loads, signal, uneven = engine.agree(result.loss, result.loads, stop.signal, result.imbalance)
         self.step += 1
         self._held_out = None
         self.position += settings.batch
@@ -264,7 +264,7 @@ class Trainer:
         rows = self._rows(result.loads) if loads else {}
         worst, epochs = max(loads.values(), default=0.0), self._epochs(self.position)
         numbers = loss, norm, lr, seconds, worst, int(total)
-        return StepRecord(self.step, *numbers, loads, rows, epochs, result.way), signal
+        return StepRecord(self.step, *numbers, loads, rows, epochs, result.way, uneven), signal
 
     def _rows(self, mine: Mapping[int, Tensor]) -> dict[int, list[int]]:
         """Rows of every expert by layer, of all pipeline ranks, in steps that record them."""
@@ -316,7 +316,7 @@ class Trainer:
         losses = []
         for batch in range(self.settings.train.eval_batches):
             loss = self.engine.evaluate(self._microbatches(stream, batch * self.settings.batch))
-            losses.append(self.engine.agree(loss)[0])
+            losses.append(self.engine.agree(loss).loss)
             room = self.engine.room
             if room.lacked:
                 metrics.say(f"validation {batch + 1} {lack(self.settings, room.lacked, room.now is not None)}")

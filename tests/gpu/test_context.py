@@ -10,7 +10,8 @@ import torch
 from hocket.config import Config, DataConfig, MeshConfig, OverlapConfig, PrecisionConfig, TrainConfig
 from hocket.config.overlap import ContextOverlap
 from hocket.engine import Engine
-from hocket.model.context import context_of, zigzag
+from hocket.model.chunks import zigzag
+from hocket.model.context import context_of
 from hocket.model.documents import attend, documents_of
 from hocket.model.microbatch import Microbatch
 from hocket.model.sinks import attend_with_sinks

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from hocket.config import Config, RopeConfig
 from hocket.engine import Engine
-from hocket.model.context import by_heads, context_of, of_heads, zigzag
+from hocket.model.chunks import TOLERANCE, imbalance_of, shares, work_of, zigzag
+from hocket.model.context import Context, Shared, by_heads, context_of, of_heads
 from hocket.model.documents import documents_of, whole_sequences
 from hocket.model.layers import Attention
+from hocket.model.microbatch import Microbatch
 from hocket.runtime.dtypes import DTYPES
 from hocket.settings.schema import changed
 from tests.helpers import parity
@@ -120,12 +122,48 @@ def train_and_validate(rank: int, c: Config, batches: Any) -> dict[str, Any]:
     engine = Engine(c, rank, torch.device("cpu"))
     engine.init_weights()
     mine = [[microbatch(of_ranks[engine.where.dp]) for of_ranks in step] for step in batches]
-    engine.train_step(mine[0], 1e-2)
+    result = engine.train_step(mine[0], 1e-2)
+    agreed = engine.agree(result.loss, imbalance=result.imbalance)
     validation = engine.evaluate(mine[0]).item()
     pieces = [(p.name, p.shape, p.lo, p.hi, p.main.clone()) for u in engine.sharded.units.values() for p in u.pieces()]
     engine.assert_clean()
     engine.close()
-    return {"weights": pieces, "validation": validation}
+    return {"weights": pieces, "validation": validation, "told": (result.imbalance, agreed.imbalance)}
+
+
+def test_ranks_know_how_uneven_a_step_was_and_agree_on_the_worst() -> None:
+    c = of(DENSE, {"dp": 2}, {})
+    batches = batches_of(c, 1)
+    bounds = [[of_ranks[rank][2].bounds for of_ranks in batches[0]] for rank in range(2)]
+    own = [imbalance_of([shares(each, 8, 2).work for each in of_rank]) for of_rank in bounds]
+    told = [rank["told"] for rank in run_ranks(train_and_validate, c.mesh.world, c, batches)]
+    assert own[0] != own[1]
+    assert [mine for mine, _ in told] == [own[0], own[0], own[1], own[1]]
+    assert [worst for _, worst in told] == pytest.approx([max(own)] * 4, rel=1e-6)
+
+
+def test_ranks_are_given_every_token_once_in_chunks_that_go_by_documents() -> None:
+    """A long document among short ones: zigzag chunks leave one rank with most of the attention."""
+    batch, length, ranks = 2, 128, 2
+    numbers = torch.arange(batch * length).view(batch, length) // 4
+    numbers[0, 32:96] = 1000
+    documents, ids = documents_of(numbers), torch.arange(batch * length).view(batch, length)
+    whole = Microbatch(ids, ids + 1, documents=documents)
+    plain = imbalance_of([work_of(documents.bounds, zigzag(batch, length, ranks))])
+    found = [Shared(batch, length, ranks, rank, torch.device("cpu")) for rank in range(ranks)]
+    parts = [each.parts([whole])[0] for each in found]
+    assert plain > 0.3 > TOLERANCE > max(each.imbalance or 0.0 for each in found)
+    assert sorted(torch.cat([part.ids.flatten() for part in parts]).tolist()) == list(range(batch * length))
+    for part in parts:
+        assert part.ids.shape == (batch, length // ranks)
+        assert torch.equal(part.targets, part.ids + 1)
+        assert isinstance(part.documents, Context)
+        assert torch.equal(part.documents.position_T, documents.position_T[part.ids.flatten()])
+    by_heads = Shared(batch, length, ranks, 0, torch.device("cpu"), even=False)
+    assert by_heads.parts([whole])[0].ids[0].tolist() == [*range(32), *range(96, 128)]
+    assert by_heads.imbalance is None
+    assert found[0].parts([Microbatch(ids, ids)])[0].documents is found[0].whole
+    assert found[0].imbalance is None
 
 
 def test_without_communication_a_step_runs_alone() -> None:
