@@ -136,7 +136,7 @@ class Shared:
     def __init__(
         self, batch: int, length: int, ranks: int, rank: int, device: torch.device, *, even: bool = True
     ) -> None:
-        self._zigzag, self._ranks, self._rank, self._even = zigzag(batch, length, ranks), ranks, rank, even
+        self._zigzag, self._ranks, self._rank, self.even = zigzag(batch, length, ranks), ranks, rank, even
         self._mine = _tokens(self._zigzag[rank], device)
         self.whole = replace(context_of(whole_sequences(batch, length, device), self._zigzag, rank), documents=None)
         """What layers are told of sequences that are one document each."""
@@ -152,7 +152,7 @@ class Shared:
         documents = microbatch.documents
         assert isinstance(documents, Documents | None), "a microbatch has its sequences whole"
         chunks, mine, told = self._zigzag, self._mine, self.whole
-        if documents is not None and self._even:
+        if documents is not None and self.even:
             chosen = shares(documents.bounds, self.whole.length, self._ranks)
             chunks, mine = chosen.chunks, _tokens(chosen.chunks[self._rank], self._mine.device)
             work.append(chosen.work)
