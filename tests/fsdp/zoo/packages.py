@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -23,7 +24,8 @@ def _adapted(run: Run, dtype: torch.dtype = torch.float32) -> tuple[Any, Callabl
     peft: Any = importlib.import_module("peft")
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    base: Any = LlamaForCausalLM(LlamaConfig(**TINY)).to(dtype)
+    base: Any = LlamaForCausalLM(LlamaConfig(**TINY))
+    base.to(dtype)
     config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     model: Any = peft.get_peft_model(base, config)
     assert {p.dtype for p in model.parameters()} == {dtype, torch.float32}
@@ -82,6 +84,12 @@ def lora_saved(run: Run) -> None:
     state = get_model_state_dict(model, options=WHOLE)
     for name, value in peft.get_peft_model_state_dict(model, state_dict=dict(state)).items():
         run.note(f"adapter {name}", value)
+    with tempfile.TemporaryDirectory() as folder:
+        if run.form == "hocket":
+            with pytest.raises(ValueError, match=r"^save_pretrained of a sharded PeftModel"):
+                model.save_pretrained(folder)
+            with pytest.raises(ValueError, match=r"^save_pretrained of a sharded LlamaForCausalLM"):
+                model.base_model.model.save_pretrained(folder)
     with tempfile.TemporaryDirectory() as folder, _whole(run, model):
         model.save_pretrained(folder, state_dict=dict(state) if run.form == "fsdp2" else None)
         for name, value in peft.load_peft_weights(folder, device="cpu").items():
