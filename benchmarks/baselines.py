@@ -124,9 +124,18 @@ CONTEXT = {
 """Layers of Llama-3 8B and of Qwen3-30B-A3B, for long sequences."""
 CONTEXT_SHARED = "--mesh.cp {gpus} --against hocket,hocket_null,torch_cp_gather"
 """All ranks share every sequence."""
-CONTEXT_ALL = f"{CONTEXT_SHARED},hocket_ce,torch_cp_ring,ulysses --optimizer off"
+CONTEXT_LONG = f"{CONTEXT_SHARED},torch_cp_ring --optimizer off"
+"""As many as there is room for beside the activations of 128k tokens on two GPUs."""
+CONTEXT_ALL = (
+    f"{CONTEXT_SHARED},torch_cp_ring,ulysses,hocket_ce --optimizer off --variant 'heads --overlap.cp.method heads'"
+)
 CONTEXT_WHOLE = "--mesh.cp 1 --against hocket,hocket_null --optimizer off"
 """Each rank has sequences of its own: the memory that sharing them saves."""
+CONTEXT_DOCUMENTS = (
+    "--data.packing on --mesh.cp {gpus} --against hocket,hocket_zigzag,hocket_null --optimizer off --plan.graphs off"
+)
+"""Documents share sequences: chunks that go by them, and those that do not."""
+
 WHOLE_EXPERTS = (
     "qwen3_30b_a3b --mesh.pp 1 --plan.chunks 1 --mesh.ep {gpus} --optimizer off --train.microbatches 16 --blocks 3 "
     "--steps 1 --against hocket_ce,hocket_null,fsdp2_tuned"
@@ -159,8 +168,10 @@ PRESETS = {
     "everything": (EVERYTHING, (8192,)),
     "pipeline_peers": (PIPELINE, (2048,)),
     "whole_experts": (WHOLE_EXPERTS, (4096,)),
-    **{f"context_{name}": (f"{of} {CONTEXT_ALL}", (32768, 65536, 131072)) for name, of in CONTEXT.items()},
+    **{f"context_{name}": (f"{of} {CONTEXT_ALL}", (32768, 65536)) for name, of in CONTEXT.items()},
+    **{f"context_{name}_long": (f"{of} {CONTEXT_LONG}", (131072,)) for name, of in CONTEXT.items()},
     **{f"context_{name}_adamw": (f"{of} {CONTEXT_SHARED}", (32768,)) for name, of in CONTEXT.items()},
+    **{f"context_{name}_documents": (f"{of} {CONTEXT_DOCUMENTS}", (32768, 131072)) for name, of in CONTEXT.items()},
     **{f"context_{name}_whole": (f"{of} {CONTEXT_WHOLE}", (32768, 65536)) for name, of in CONTEXT.items()},
 }
 """Result -> the words of `hocket bench`, and the sequence lengths."""

@@ -33,18 +33,19 @@ from hocket.resolve import Settings, resolve
 from hocket.settings.schema import changed
 
 GPU = {"hardware.gpu": "h200", "hardware.measured": "off"}
-_NO_ULYSSES = "--against hocket,hocket_null,torch_cp_gather,torch_cp_ring"
-"""Four key and value heads do not divide by eight ranks."""
+_CONTEXT = tuple(
+    (f"context_{model}{long} --gpus {gpus} --name context_{model}{long}_{gpus}{more}", "hocket")
+    for model in ("dense", "experts")
+    for gpus in (4, 8)
+    for long, more in (("", " --against hocket,hocket_null,torch_cp_gather,torch_cp_ring"), ("_long", ""))
+)
 RUNS = (
     ("whole_experts --gpus 8", "hocket_ce"),
     ("fsdp --gpus 8", "hocket_ce"),
     ("fsdp_long --gpus 8", "hocket_ce"),
     ("fsdp --gpus 8 --precision.compute fp8 --name fsdp_fp8", "hocket_ce"),
     ("fsdp_long --gpus 8 --precision.compute fp8 --name fsdp_long_fp8", "hocket_ce"),
-    ("context_dense --gpus 4 --name context_dense_4", "hocket"),
-    ("context_dense --gpus 8 --name context_dense_8", "hocket"),
-    ("context_experts --gpus 4 --name context_experts_4", "hocket"),
-    (f"context_experts --gpus 8 {_NO_ULYSSES} --name context_experts_8", "hocket"),
+    *_CONTEXT,
     ("everything --gpus 8", "hocket_ce"),
     ("pipeline_dense_8 --gpus 8", "hocket_ce"),
 )
@@ -91,7 +92,8 @@ def steps() -> Iterator[tuple[str, Settings, bool]]:
         name, *more = shlex.split(command)
         gpus = int(more[more.index("--gpus") + 1])
         rest = more[more.index("--gpus") + 2 :]
-        rest = rest[: rest.index("--name")] if "--name" in rest else rest
+        if "--name" in rest:
+            rest = rest[: rest.index("--name")] + rest[rest.index("--name") + 2 :]
         options, origins = parse(Bench, "bench", baselines.words(name, gpus, rest))
         config = changed(for_bench(options, origins), {**entry(contender).settings, **GPU})
         for length in options.lengths:
@@ -173,8 +175,8 @@ def expected(result: Result) -> str:
 
 def results() -> list[str]:
     """Names of results that no other table has."""
-    named = [command.partition(" --name ")[2] for command, _ in RUNS]
-    return ["whole_experts", *filter(None, named)]
+    named = [shlex.split(command.partition(" --name ")[2])[:1] for command, _ in RUNS]
+    return ["whole_experts", *(name for names in named for name in names)]
 
 
 def listed() -> str:

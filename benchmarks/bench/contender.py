@@ -150,6 +150,9 @@ CONTENDERS: dict[str, Entry] = {
     "hocket_signal": Entry(
         f"{_OURS}:signal", "hocket's program with the pipeline's waits, but no communication", pp="many", bound=True
     ),
+    "hocket_zigzag": Entry(
+        f"{_OURS}:zigzag", "hocket whose context-parallel chunks do not go by documents", pp="any", cp="many"
+    ),
     "exchanges": Entry(
         f"{_OURS}:exchanges", "the exchanges of rows alone, nothing computed", model="moe", bound=True, computes=False
     ),
@@ -249,6 +252,10 @@ def why_not(name: str, config: Config) -> str:
         problem = f"has sequences whole, and mesh.cp = {cp}; fix: mesh.cp = 1, or leave it out"
     elif one.cp == "many" and cp == 1:
         problem = "needs ranks that share sequences, and mesh.cp = 1; fix: mesh.cp = 2 or more, or leave it out"
+    elif config.data.packing != "off" and not one.make.startswith(_OURS):
+        problem = (
+            f"knows no documents, and data.packing = {config.data.packing}; fix: data.packing = off, or leave it out"
+        )
     elif one.model == "dense" and moe:
         problem = "knows no MoE layers, and the model has them; fix: model.experts = 0, or leave it out"
     elif one.model == "moe" and (not moe or ep == 1):

@@ -137,6 +137,15 @@ def planned(workload: Workload, rank: int, device: torch.device) -> Contender:
     return made
 
 
+def zigzag(workload: Workload, rank: int, device: torch.device) -> Contender:
+    """Hocket whose context-parallel ranks have the chunks of whole sequences, whatever documents there are."""
+    made = Planned(workload, rank, device, workload.config)
+    assert made.engine.shared is not None, "there are ranks that share sequences"
+    made.engine.shared.even = False
+    made.settings["chunks"] = "zigzag"
+    return made
+
+
 def null(workload: Workload, rank: int, device: torch.device) -> Contender:
     """Hocket as configured, without communication: a step's bound. Its losses mean nothing."""
     lender = _lenders.get(id(workload))

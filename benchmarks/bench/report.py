@@ -63,8 +63,8 @@ class Measured:
         return max(noise(self.seconds(name)) for name in names)
 
     def tflops(self, name: str) -> float | None:
-        """Model TFLOP/s per rank; None for those that compute nothing."""
-        if not entry(name).computes:
+        """Model TFLOP/s per rank; None for those that compute nothing, and where attention ends with documents."""
+        if not entry(name).computes or self.workload.config.data.packing != "off":
             return None
         return self.workload.flops / self.step(name) / self.workload.mesh.world / 1e12
 
@@ -197,7 +197,7 @@ def as_json(measured: Measured) -> dict[str, Any]:
         "compile": workload.compile,
         "emulated_network": workload.config.train.transport == "slow",
         "tokens_per_step": workload.tokens,
-        "flops_per_step": workload.flops,
+        "flops_per_step": workload.flops if workload.config.data.packing == "off" else None,
         "mfu_formula": MFU,
         "bound": measured.bound(),
         "best_peer": measured.best_peer(),

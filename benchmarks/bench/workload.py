@@ -7,7 +7,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from benchmarks.context_balance import lengths_of
 from hocket.config import Config
+from hocket.model.documents import Documents, documents_of
 from hocket.model.microbatch import Microbatch
 from hocket.program.cost import model_flops_per_token
 from hocket.program.mesh import Mesh
@@ -70,7 +72,8 @@ class Workload:
 def batches(workload: Workload, rank: int, seed: int, device: torch.device) -> list[Microbatch]:
     """The microbatches of step `seed` on a global rank: random tokens, [B, S], the same for all contenders.
 
-    Ranks of one pipeline (equal `dp` coordinate) get the same tokens.
+    Ranks of one pipeline (equal `dp` coordinate) get the same tokens. With `data.packing` sequences are documents of
+    log-normal lengths, 2,048 tokens on average or an eighth of a sequence, and none is longer than a sequence.
     """
     config = workload.config
     generator = torch.Generator().manual_seed(100_003 * seed + workload.mesh.coordinates(rank).dp)
@@ -78,5 +81,15 @@ def batches(workload: Workload, rank: int, seed: int, device: torch.device) -> l
     made = []
     for _ in range(config.train.microbatches):
         ids = torch.randint(config.model.vocab, shape, generator=generator)
-        made.append(Microbatch(ids[:, :-1].contiguous().to(device), ids[:, 1:].contiguous().to(device)))
+        documents = None if config.data.packing == "off" else _documents(*shape, generator).to(device)
+        both = (x.contiguous().to(device) for x in (ids[:, :-1], ids[:, 1:]))
+        made.append(Microbatch(*both, documents=documents))
     return made
+
+
+def _documents(batch: int, tokens: int, generator: torch.Generator) -> Documents:
+    length = tokens - 1
+    seeds = torch.randint(2**31, (batch,), generator=generator).tolist()
+    bounds = [lengths_of(seed, length, max(1, min(2048, length // 8))) for seed in seeds]
+    rows = [torch.arange(len(each) - 1).repeat_interleave(torch.tensor(each).diff()) for each in bounds]
+    return documents_of(torch.stack(rows))

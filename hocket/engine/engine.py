@@ -111,7 +111,7 @@ class Engine:
         self.room = RowRoom(config, self.groups, device)
         self._tensors = Tensors.of(self.groups.tp, device) if self.mesh.tp > 1 else None
         self._linears = self._make_linears()
-        self._shared = self._share()
+        self.shared = self._share()
         wire = DTYPES.get(config.precision.wire, self.dtype)
         ends: dict[str, nn.Parameter] = {}
         self.chunks: list[Any] = [self._chunk(chunk, ends) for chunk in range(self.layout.chunks)]
@@ -266,7 +266,7 @@ class Engine:
         lacked = self.room.lacked
         grown = lacked > 0 and self.room.now is not None
         way = "issued" if self._graphed is None or lacked else self._graphed.way
-        uneven = None if self._shared is None else self._shared.imbalance
+        uneven = None if self.shared is None else self.shared.imbalance
         return StepResult(loss, self._grad_norm, self.balance.loads, self._skipped, lacked, grown, way, uneven)
 
     @property
@@ -298,8 +298,8 @@ class Engine:
         See Note: [A fixed capacity, and never silently].
         """
         assert self.config.data.packing != "off" or all(m.documents is None for m in microbatches), "packing is off"
-        if self._shared is not None:
-            microbatches = self._shared.parts(microbatches)
+        if self.shared is not None:
+            microbatches = self.shared.parts(microbatches)
         executor.actions.weights_M = self._weights(microbatches)
         self.sharded.forget_casts()
         graphed = self._graphed if executor is self.executor else None

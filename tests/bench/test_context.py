@@ -14,9 +14,10 @@ from torch.distributed.tensor.experimental._context_parallel import _attention
 
 from benchmarks.bench import gate
 from benchmarks.bench.contender import load, why_not
+from benchmarks.bench.ours import Planned
 from benchmarks.bench.workload import Workload
 from hocket.settings.schema import changed
-from tests.bench.setup import CPU, curves, workload
+from tests.bench.setup import CPU, built, curves, workload
 from tests.helpers.ranks import run_ranks
 
 of_torch: Any = _attention
@@ -66,6 +67,31 @@ def test_all_learn_what_hocket_does(moe: bool) -> None:
     assert verdict.worst < 0.4 * verdict.tolerance
     assert verdict.fall > 0.02
     assert set(verdict.curves) == {"hocket", "torch_cp_gather", "torch_cp_ring", "ulysses"}
+
+
+def test_chunks_by_documents_learn_what_zigzag_ones_do() -> None:
+    work = workload(1, cp=2).having(lambda config: changed(config, {"data.packing": "on"}))
+    found = run_ranks(uneven, 2, work)
+    curves_of, told = zip(*found, strict=True)
+    verdict = gate.judge(curves_of[0], work)
+    assert verdict.worst < 0.4 * verdict.tolerance
+    assert told[0] == told[1]
+    assert told[0]["hocket"] is not None
+    assert told[0]["hocket_zigzag"] is None
+    assert "knows no documents" in why_not("ulysses", work.config)
+
+
+def uneven(rank: int, work: Workload) -> tuple[dict[str, list[float]], dict[str, float | None]]:
+    """Curves, and how uneven the last step was."""
+    found, told = {}, {}
+    for name in ("hocket", "hocket_zigzag"):
+        contender = built(name, rank, work)
+        assert isinstance(contender, Planned)
+        found[name] = gate.curve(contender, work, rank, CPU, 6)
+        assert contender.engine.shared is not None
+        told[name] = contender.engine.shared.imbalance
+        contender.close()
+    return found, told
 
 
 def test_who_cannot_share_sequences_says_so() -> None:
