@@ -28,6 +28,8 @@ REFUSED_ORDERS: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
     ({"model__delta_heads": 4, "model__delta_key_heads": 2}, SHARED, "mesh.cp", "goes through a sequence token by"),
     ({"mesh__tp": 2, "model__kv_lora_rank": 8}, SHARED, "mesh.cp", "fix: mesh.tp = 1"),
     ({"model__aux_loss": 0.1, "model__aux_loss_over": "sequence"}, SHARED, "mesh.cp", "all tokens of a sequence"),
+    ({}, {"plan__recompute": ("attn", "kv")}, "plan.recompute", "no effect: no layer gathers keys and values"),
+    ({**SHARED, **HEADS}, {"plan__recompute": ("kv",)}, "plan.recompute", "overlap.cp.method = heads"),
     ({}, HEADS, "overlap.cp.method", "no effect: mesh.cp = 1"),
     ({**SHARED, "model__kv_lora_rank": 8}, HEADS, "overlap.cp.method", "latents of latent attention belong to no head"),
     ({**SHARED, "model__sinks": True}, HEADS, "overlap.cp.method", "sinks are weights of all heads"),

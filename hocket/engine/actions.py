@@ -15,7 +15,7 @@ value and a `Pending`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,17 +24,18 @@ from torch import Tensor
 
 from hocket.engine.room import RowRoom
 from hocket.fsdp.planned.unit import PlannedUnit
+from hocket.model.context import Context
 from hocket.model.microbatch import Microbatch
 from hocket.model.transformer import Chunk
 from hocket.parallel.dispatch import exchange_counts
 from hocket.parallel.placed import place_counts
 from hocket.program.ops import TIED, UNIT_VERBS, Layout, Op
 from hocket.program.parts import INPUT, LayerKind, Part
-from hocket.program.values import UnitName, unit_moved, unit_read, unit_written
+from hocket.program.values import UnitName, lent_to, unit_moved, unit_read, unit_written
 from hocket.runtime.blocks import Blocks, HostBlocks
 from hocket.runtime.comm import Group, Groups, Pending, RowTable
 from hocket.runtime.fp8 import open_rows, pack_rows
-from hocket.runtime.segment import Segment
+from hocket.runtime.segment import Lent, Segment
 from hocket.runtime.weights import Weight
 
 Place = tuple[int, int, int]
@@ -134,7 +135,8 @@ class Actions:
         if not self.training or (op.verb == "fwd" and self._layout.recomputes(op.part, op.layer)):
             with torch.no_grad():
                 return fn(*inputs)
-        segment = self._segments[op.part, _place(op)] = Segment()
+        lent = self._state.get(_place(op), {}).pop("lent", None)
+        segment = self._segments[op.part, _place(op)] = Segment(lent)
         return segment.forward(fn, *inputs)
 
     def fwd(self, wiring: _Wiring, op: Op, *values: Any) -> Any:
@@ -165,6 +167,10 @@ class Actions:
         part, place = wiring.part, _place(op)
         if wiring.first:
             self._state.pop(place, None)
+        if lent_to(self._layout, op.part, op.layer):
+            lent = self._segments[op.part, place].lent
+            assert lent is not None
+            lent.give(values[-1])
         grads = self._backward(op, *wiring.grads(values), *[None] * len(part.makes))
         return grads[: len(part.reads)] if len(part.reads) > 1 else grads[0]
 
@@ -174,7 +180,12 @@ class Actions:
     def _taken(self, name: str, op: Op) -> Any:
         """State of a layer and microbatch that a part takes."""
         if name == "documents":
-            return self.microbatches[op.microbatch].documents
+            told = self.microbatches[op.microbatch].documents
+            if not self.training or not lent_to(self._layout, op.part, op.layer):
+                return told
+            assert isinstance(told, Context)
+            lent = self._state.setdefault(_place(op), {})["lent"] = Lent()
+            return replace(told, lent=lent)
         state = self._state.setdefault(_place(op), {})
         if name == "splits" and name not in state:  # nobody has exchanged rows: all stay here
             self._split(op)
@@ -189,7 +200,7 @@ class Actions:
 
     def communicate(self, wiring: _Wiring, op: Op, *values: Any) -> CommResult:
         """A part on a lane of its own: the layer's module moves the value, or the gradient back."""
-        way, moved = ("forward", wiring.inputs(values)) if op.verb == "fwd" else ("backward", wiring.grads(values))
+        way, moved = ("backward", wiring.grads(values)) if op.verb == "bwd" else ("forward", wiring.inputs(values))
         method = getattr(self._chunks[op.chunk].layer(op.layer), f"{way}_{op.part}")
         return method(*moved, *[self._taken(name, op) for name in wiring.part.takes])
 

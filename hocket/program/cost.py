@@ -35,7 +35,7 @@ from hocket.program.part_sizes import Shapes
 from hocket.program.parts import END_UNITS, Part, Unit
 from hocket.program.schedule import CostKey, Overheads, Time, cost_key
 from hocket.program.shard import Sharding
-from hocket.program.transformer import EMBED, HEAD, standard_types
+from hocket.program.transformer import EMBED, GATHERED, HEAD, standard_types
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,8 @@ class OpCost:
     grad_bytes: int = 0
     handed_bytes: int = 0
     """More of the output, if a forward that runs again keeps nothing else of it."""
+    lent_bytes: int = 0
+    """Of what is saved: not kept where it is gathered again."""
     inner_seconds: Time = 0.0
     """Of `seconds`: in which the op waits for tensor-parallel peers."""
     inner_bytes: int = 0
@@ -85,10 +87,15 @@ class CostTable:
 
     def output_bytes(self, rank: int, op: Op) -> int:
         cost = self.of(op)
+        if op.verb == "recompute" and op.part == GATHERED and ("attn", op.layer) not in self.recomputed:
+            return 2 * cost.output_bytes  # and in the order of sequences, for what attention has not kept
         return cost.output_bytes + (cost.handed_bytes if self._keeps_nothing(op) else 0)
 
     def saved_bytes(self, rank: int, op: Op) -> int:
-        return 0 if self._keeps_nothing(op) else self.of(op).saved_bytes
+        if self._keeps_nothing(op):
+            return 0
+        cost, again = self.of(op), op.verb == "fwd" and (GATHERED, op.layer) in self.recomputed
+        return cost.saved_bytes - (cost.lent_bytes if again else 0)
 
     def _keeps_nothing(self, op: Op) -> bool:
         return op.verb == "fwd" and (op.part, op.layer) in self.recomputed
@@ -217,7 +224,8 @@ class _Pricing:
         if eight and self.fp8 is not None:
             traffic += round(eight * self.fp8.moved(size, self.tokens, verb))
             saved -= round(eight * self.fp8.saved(size, self.tokens, verb)) if verb != "wgrad" else 0
-        return OpCost(work.clocked + work.others, flops, 0, traffic, output, saved)
+        lent = size.lent * tokens_bytes if verb == "fwd" else 0
+        return OpCost(work.clocked + work.others, flops, 0, traffic, output, saved, lent_bytes=lent)
 
     def _traffic(self, size: PartSize, verb: str) -> int:
         """Bytes that kernels between matmuls read and write."""
@@ -262,6 +270,8 @@ def op_costs(
             moved = rows * (described.ranks - 1) // described.ranks
             for verb, nbytes in (("fwd", rows), ("bwd", room)):
                 table[verb, part, kind] = price.transfer(described.purpose, moved, nbytes)
+            if layout.recomputing(part, kind):
+                table["recompute", part, kind] = table["fwd", part, kind]
             continue
         for verb in _verbs(size):
             eight = _eight(price, layout, described, kind, verb)

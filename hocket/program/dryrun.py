@@ -187,6 +187,8 @@ class _Rank:
         )
         if op.verb == "recompute":  # is the forward once more
             self.states[op.key] = hash(("fwd", op.part, op.layer, op.microbatch, self._weights(op), *inputs))
+            if self.program.layout.part(op.part, op.layer).communicates:
+                self.values[op.key] = self.states[op.key]
             return
         token = hash((op.verb, op.part, op.layer, op.microbatch, self._weights(op), *state, *inputs))
         if op.verb == "wgrad":

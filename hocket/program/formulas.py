@@ -38,6 +38,8 @@ class PartSize:
     """Elements of the value that bwd produces."""
     saved: int = 0
     """Elements that fwd keeps for bwd, its input included."""
+    lent: int = 0
+    """Of these, elements of what is gathered for the part: what is gathered again need not be kept."""
     handed: int = 0
     """Elements of its value that something saved keeps anyway; the value alone does if the part is recomputed."""
     kept: int = 0

@@ -54,9 +54,9 @@ UNIT_VERBS = ("gather", "release", "add", "reduce", *WHOLE_MATRICES, "update")
 """Verbs whose op works on a whole unit, named by `Op.part`."""
 
 
-def recomputable(kinds: Collection[str]) -> tuple[str, ...]:
+def recomputable(kinds: Collection[str], cp: int = 2) -> tuple[str, ...]:
     """Those parts of hocket's own layers of these kinds that can be recomputed: they keep more than they read."""
-    parts = (part for kind in standard_types(tuple(kinds)) for part in kind.parts)
+    parts = (part for kind in standard_types(tuple(kinds), cp) for part in kind.parts)
     return tuple(sorted({part.name for part in parts if part.recomputable}))
 
 
@@ -291,8 +291,12 @@ class Layout:
         for part, count in map(recomputed_layers, self.recompute):
             for start, stop in pairwise(self.bounds):
                 layers = range(start, stop)[:count]
-                found |= {(part, layer) for layer in layers if part in self.type_of(layer).by_name}
+                found |= {(part, layer) for layer in layers if self._can_recompute(part, layer)}
         return frozenset(found)
+
+    def _can_recompute(self, part: str, layer: int) -> bool:
+        there = self.type_of(layer).by_name
+        return part in there and there[part].recomputable
 
     def recomputes(self, part: str, layer: int) -> bool:
         """Whether a part of a layer is in `recomputed`."""

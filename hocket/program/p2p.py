@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hocket.program.cost import CostTable
-from hocket.program.ops import Layout, Op
+from hocket.program.ops import Key, Layout, Op
 from hocket.program.pipeline import in_flight, one_f_one_b, smallest_group
 from hocket.program.transformer import HEAD
 from hocket.program.values import reads
@@ -117,11 +117,10 @@ def stride_price(layout: Layout, microbatches: int, group: int, costs: CostTable
 
 def activation(layout: Layout, costs: CostTable, rank: int, chunk: int) -> int:
     """Bytes that a chunk's forward keeps for its backward; of what is recomputed, its inputs."""
-    total = 0
+    total, inputs = 0, set[Key]()
     for layer in layout.layers(rank, chunk):
         for part in layout.forward_parts(layer):
             total += costs.saved_bytes(rank, Op("fwd", part, layer=layer))
             if layout.recomputes(part, layer):
-                inputs = reads(Op("recompute", part, 0, chunk, layer), layout, rank)
-                total += sum(costs.output_bytes(rank, Op(*key)) for key in inputs)  # pyrefly: ignore
-    return total
+                inputs |= set(reads(Op("recompute", part, 0, chunk, layer), layout, rank))
+    return total + sum(costs.output_bytes(rank, Op(*key)) for key in inputs if key[0] != "recompute")  # pyrefly: ignore

@@ -27,15 +27,18 @@ def op_of(verb: Verb, part: Part, item: Item, layer: int = -1) -> Op:
 def ops_of(token: Token, item: Item, layer: int, layout: Layout) -> list[Op]:
     """What a template's token means for one layer of an item; nothing for a part that the layer does not have.
 
-    A recomputation stands right ahead of its backward. It waits for no gradient, so it runs while one is on its way. A
-    weight gradient that cannot wait stands right behind it.
+    A recomputation stands right ahead of its backward. It waits for no gradient, so it runs while one is on its way. If
+    it communicates it stands ahead of the layer's backward, which it runs beside. A weight gradient that cannot wait
+    stands right behind it.
     """
     ops: list[Op] = []
     for verb, part in part_of(token, layout, layer):
         if verb == "wgrad" and not part.deferrable:
             continue
-        if verb == "bwd" and layout.recomputes(part.name, layer):
-            ops.append(op_of("recompute", part, item, layer))
+        kind = layout.type_of(layer)
+        again = [p for p in kind.parts if p.communicates] if verb == "bwd" and part is kind.exit else []
+        again += [part] if verb == "bwd" and not part.communicates else []
+        ops.extend(op_of("recompute", p, item, layer) for p in again if layout.recomputes(p.name, layer))
         ops.append(op_of(verb, part, item, layer))
         if verb == "bwd" and part.unit is not None and not part.deferrable:
             ops.append(op_of("wgrad", part, item, layer))

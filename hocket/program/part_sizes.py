@@ -135,7 +135,8 @@ def _attended(s: Shapes, mixer: Mixer = "full") -> PartSize:
     sinks = PartSize(traffic=2 * width) if m.sinks else PartSize()
     beside = PartSize(traffic=3 * d + 4 * kv + 9 * (made - width), back=_FLASH_BACK * width)
     out = PartSize(gemm=d * width, weights=weights, rows=width + d, casts=width, output=d, grad=made + 2 * kv)
-    return plus(_core(s, mixer == "window", width), beside, sinks, out, PartSize(saved=made + width + 2 * kv, kept=d))
+    kept = PartSize(saved=made + width + 2 * kv, lent=2 * kv, kept=d)
+    return plus(_core(s, mixer == "window", width), beside, sinks, out, kept)
 
 
 def _own_keys(s: Shapes) -> int:

@@ -69,7 +69,8 @@ class Part:
     deferrable: bool = True
     """Whether its weight gradient may run later than right behind its input gradient."""
     recomputable: bool = False
-    """Whether it may run forward once more for its backward, since it keeps more than it reads."""
+    """Whether it may run forward once more for its backward, since it keeps more than it reads. Of a part that
+    communicates that is its value, for those who read it once more."""
     kept: tuple[str, ...] = ()
     """Values that its saved state refers to from forward until its backward ends: `fwd dispatch`, `input`, ... Only
     those matter that another lane has made: see Note: [Values of communication lanes live longer]."""
@@ -101,7 +102,7 @@ class Part:
             refuse(
                 f"lane={self.lane!r} and purpose={self.purpose!r}: a part communicates with both or computes with none"
             )
-        if self.communicates and (self.unit or len(self.reads) != 1 or self.outputs or self.recomputable):
+        if self.communicates and (self.unit or len(self.reads) != 1 or self.outputs):
             refuse("a part that communicates moves one value: it has one input, one output and no weights")
         if self.communicates and self.makes:
             refuse("a part that communicates makes no state")

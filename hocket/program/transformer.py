@@ -35,6 +35,10 @@ DENSE = layer_kind(
 """`attn`: attention with its norm and residual; `mlp`: the gated MLP with its own."""
 
 
+GATHERED = "kv"
+"""Keys and values of ranks that share sequences: gathered for attention, or exchanged."""
+
+
 def _shared_sequences(kind: LayerKind, ranks: int, heads: bool) -> LayerKind:
     """The same kind where ranks share sequences: its first part is cut where keys and values are gathered.
 
@@ -48,7 +52,7 @@ def _shared_sequences(kind: LayerKind, ranks: int, heads: bool) -> LayerKind:
             "keys", "k", outputs=("kv", "normed", "residual"), takes=("documents",), unit="dense", kept=(INPUT,),
             wgrad_kept=("bwd kv",), products=("qkv",), size=sizes.keys,
         ),
-        away("kv", "g", ("keys.kv",), size=sizes.kv),
+        away(GATHERED, "g", ("keys.kv",), recomputable=not heads, size=sizes.kv),
         Part(
             "queries", "q", ("keys.normed",), outputs=("queries", "gates"), takes=("documents",), unit="dense",
             shares_input=True, wgrad_kept=("bwd spread",) if heads else (), products=("qkv",), size=sizes.queries,

@@ -86,7 +86,9 @@ def reads(op: Op, layout: Layout, rank: int) -> list[Key]:
             shared = op.layer >= 0 and layout.part(part, op.layer).shares_input
             return [*_inputs(op, layout, rank), *(_kept(op, layout, rank, (INPUT,)) if shared else [])]
         case "bwd":
-            return [*output_grads(op, layout, rank), *_kept(op, layout, rank, layout.part(part, op.layer).kept)]
+            lent = [("recompute", lent_to(layout, part, op.layer), m, c, op.layer)]
+            kept = _kept(op, layout, rank, layout.part(part, op.layer).kept)
+            return [*output_grads(op, layout, rank), *kept, *(key for key in lent if key[1])]
         case "wgrad":
             return _kept(op, layout, rank, layout.part(part, op.layer).wgrad_kept)
         case "send" if part == TIED:
@@ -105,8 +107,30 @@ def _inputs(op: Op, layout: Layout, rank: int) -> list[Key]:
         return []
     if layer < 0:
         return [chunk_output(layout, rank, m, c)]
-    sources = layout.part(op.part, layer).sources
-    return [layer_input(layout, rank, m, c, layer) if s == INPUT else ("fwd", s, m, c, layer) for s in sources]
+    found: list[Key] = []
+    for source in layout.part(op.part, layer).sources:
+        if source == INPUT:
+            found.append(layer_input(layout, rank, m, c, layer))
+        else:
+            again = op.verb == "recompute" and gathers_again(layout, source, layer)
+            found.append(("recompute" if again else "fwd", source, m, c, layer))
+    return found
+
+
+def gathers_again(layout: Layout, part: str, layer: int) -> bool:
+    """Whether a part of a layer communicates once more for what is recomputed behind it."""
+    return layout.recomputes(part, layer) and layout.part(part, layer).communicates
+
+
+def lent_to(layout: Layout, part: str, layer: int) -> str:
+    """The part whose value a part does not keep for its backward, since it communicates again; empty if there is none.
+
+    What is recomputed reads the value then. The backward of what is not recomputed does, as the last of what it reads.
+    """
+    if layer < 0 or layout.recomputes(part, layer):
+        return ""
+    sources = (source for source in layout.part(part, layer).sources if source != INPUT)
+    return next((source for source in sources if gathers_again(layout, source, layer)), "")
 
 
 def output_grads(op: Op, layout: Layout, rank: int) -> list[Key]:
@@ -147,6 +171,8 @@ def first_reader(op: Op, layout: Layout) -> str:
         return ""
     kind = layout.type_of(op.layer)
     parts = kind.readers[op.part] if op.verb == "fwd" else kind.by_name[op.part].sources
+    if op.verb == "fwd" and parts and gathers_again(layout, parts[0], op.layer):
+        return ""  # which reads its share once more
     return parts[0] if len(parts) > 1 and INPUT not in parts else ""
 
 

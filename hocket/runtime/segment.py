@@ -19,7 +19,8 @@ longer to wake than a part takes to issue. So segments run backward on the threa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -45,14 +46,58 @@ class _Enter(torch.autograd.Function):
         raise AssertionError("an segment's gradients are taken at its entry")
 
 
+class Lent:
+    """A tensor that a segment does not hold from forward to backward, since the plan makes again what it is made of.
+
+    Of what functions save, views of it are left out, and cut out of a new one in backward.
+    """
+
+    def __init__(self) -> None:
+        self._make: Callable[[Tensor], Tensor] | None = None
+        self._there: Tensor | None = None
+
+    def made(self, tensor: Tensor, make: Callable[[Tensor], Tensor]) -> None:
+        """In forward: `tensor` is what `make` makes of the value that `give` will be given."""
+        self._there, self._make = tensor, make
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around the segment's forward. The tensor lives until then, so that no other one has its memory."""
+        with torch.autograd.graph.saved_tensors_hooks(self._left_out, self._cut):
+            yield
+        self._there = None
+
+    def _left_out(self, saved: Tensor) -> Any:
+        there = self._there
+        if there is None or saved.untyped_storage().data_ptr() != there.untyped_storage().data_ptr():
+            return saved
+        return saved.shape, saved.stride(), saved.storage_offset()
+
+    def _cut(self, saved: Any) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        assert self._there is not None, "what was lent is given before backward"
+        return self._there.as_strided(*saved)
+
+    def give(self, value: Tensor) -> None:
+        """Ahead of the segment's backward."""
+        assert self._make is not None, "forward makes something of what is lent"
+        self._there = self._make(value)
+
+    def end(self) -> None:
+        """Backward is done."""
+        self._there = None
+
+
 class Segment:
     """Runs a function forward once and backward once, apart from every other graph."""
 
-    __slots__ = ("_inputs", "_outputs", "queue")
+    __slots__ = ("_inputs", "_outputs", "lent", "queue")
 
-    def __init__(self) -> None:
+    def __init__(self, lent: Lent | None = None) -> None:
         self.queue = WgradQueue()
         """Weight gradients that `backward` left to compute."""
+        self.lent = lent
         self._inputs: list[GradientEdge | None] | None = None
         self._outputs: list[GradientEdge | None] = []
 
@@ -70,7 +115,8 @@ class Segment:
             for i, x in zip(floating, entered, strict=True):
                 args[i] = x
             self._inputs = [_edge(x) for x in args]
-            result = fn(*args)
+            with self.lent.forward() if self.lent is not None else nullcontext():
+                result = fn(*args)
         outputs = result if isinstance(result, tuple) else (result,)
         self._outputs = [_edge(y) for y in outputs]
         detached = tuple(y.detach() if isinstance(y, Tensor) else y for y in outputs)
@@ -92,6 +138,8 @@ class Segment:
         roots, root_grads = [edge for edge, _ in pairs], [g for _, g in pairs]
         with torch.autograd.set_multithreading_enabled(False):  # Note: [Backward stays on its thread]
             found = iter(torch.autograd.grad(roots, wanted, root_grads, allow_unused=True))  # pyrefly: ignore
+        if self.lent is not None:
+            self.lent.end()
         result = tuple(None if edge is None else next(found) for edge in self._inputs)
         self.queue.anchor, self._inputs, self._outputs = None, None, []
         return result

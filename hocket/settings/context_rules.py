@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from hocket.config import Config
 from hocket.program.layer import order_problem
+from hocket.program.transformer import GATHERED
+from hocket.settings.plan_rules import recomputed_parts, recomputes
 from hocket.settings.rule import Rule
 
 
@@ -96,6 +98,13 @@ CONTEXT_RULES: tuple[Rule, ...] = (
         lambda c, h: _shared(c) and c.overlap.ep.merge_ends == "on",
         "pairs at the ends have an order for layers that have their sequences whole",
         "overlap.ep.merge_ends = off, or mesh.cp = 1",
+    ),
+    Rule(
+        ("plan.recompute", "mesh.cp"),
+        lambda c, h: GATHERED in recomputed_parts(c) and not recomputes(c, GATHERED),
+        "no effect: no layer gathers keys and values (mesh.cp = {mesh.cp}, overlap.cp.method = {overlap.cp.method})",
+        "mesh.cp above 1 with overlap.cp.method = gather, or leave kv out",
+        only_if_set=True,
     ),
     Rule(
         ("plan.layer_order", "mesh.cp"),

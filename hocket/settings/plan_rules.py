@@ -106,7 +106,7 @@ def other_ops_first(layout: Layout) -> bool:
     return any(stop and not layout.type_of(stop - 1).exit.early for stop in layout.bounds[1:-1])
 
 
-def _recomputed(c: Config) -> tuple[str, ...]:
+def recomputed_parts(c: Config) -> tuple[str, ...]:
     """The parts that `plan.recompute` names."""
     return tuple(text.partition(":")[0] for text in c.plan.recompute)
 
@@ -260,14 +260,14 @@ PLAN_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("plan.recompute",),
-        lambda c, h: len(set(_recomputed(c))) < len(_recomputed(c)) or {"auto"} < set(_recomputed(c)),
+        lambda c, h: len(set(recomputed_parts(c))) < len(recomputed_parts(c)) or {"auto"} < set(recomputed_parts(c)),
         "each part is named once, and auto stands alone",
-        "parts out of attn, experts and mlp, such as attn or attn:2, or auto",
+        "parts out of attn, experts, kv and mlp, such as attn or attn:2, or auto",
     ),
     *(
         Rule(
             ("plan.recompute",),
-            lambda c, h, part=part: part in _recomputed(c) and not recomputes(c, part),
+            lambda c, h, part=part: part in recomputed_parts(c) and not recomputes(c, part),
             f"no effect: no layer that it means has the part {part}",
             f"leave {part} out, or name more layers",
             only_if_set=True,

@@ -54,6 +54,7 @@ from hocket.program.ops import COMPUTING, Lane, Layout, Program
 from hocket.program.p2p import smallest_cover, stride_price
 from hocket.program.schedule import Time
 from hocket.program.stages import carried_by, gathered_units, layout_of
+from hocket.program.transformer import GATHERED
 from hocket.settings.context_rules import HEADS_RULES, METHOD
 from hocket.settings.decision import Choice
 from hocket.settings.plan_rules import (
@@ -62,6 +63,7 @@ from hocket.settings.plan_rules import (
     lane_matters,
     most_layers,
     nothing_to_put_behind,
+    recomputed_parts,
     separate_wgrads,
     shares_units,
 )
@@ -123,6 +125,8 @@ def seconds_of_experts(costs: CostTable, layout: Layout) -> tuple[float, float]:
 def choose_context(c: Config, host: Host, trials: Trials) -> tuple[str, str]:
     if c.mesh.cp == 1:
         return "gather", ""
+    if GATHERED in recomputed_parts(c):
+        return "gather", f"plan.recompute = {show(c.plan.recompute)} means that keys and values are gathered"
     gather, heads = (changed(c, {METHOD: method}) for method in ("gather", "heads"))
     if refused := next((rule for rule in HEADS_RULES if rule.broken(heads, host)), None):
         return "gather", f"heads cannot be exchanged: {rule_text(refused.reason, heads, host)}"

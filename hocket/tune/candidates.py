@@ -92,7 +92,7 @@ def _groups(c: Config, known: Known) -> Sequence[int]:
 
 def recomputed(c: Config) -> tuple[tuple[str, ...], ...]:
     """Every set of parts, the smaller ones first."""
-    parts = recomputable(c.model.kinds())
+    parts = recomputable(c.model.kinds(), 1 if c.overlap.cp.method == "heads" else c.mesh.cp)
     return tuple(some for count in range(len(parts) + 1) for some in combinations(parts, count))
 
 

@@ -86,9 +86,9 @@ class Rough:
         exchange = 0.0 if verb == "wgrad" else sum(self._seconds(verb, part, layer) for part in wide)
         compute = sum(self._seconds(verb, part, layer) for part in own)
         if verb == "bwd":
-            compute += sum(
-                self._seconds("recompute", part, layer) for part in own if self._layout.recomputes(part, layer)
-            )
+            more = {part: self._seconds("recompute", part, layer) for part in parts}
+            exchange += sum(more[part] for part in wide if self._layout.recomputes(part, layer))
+            compute += sum(more[part] for part in own if self._layout.recomputes(part, layer))
         covered = sum(
             min(exchange / 2, self._seconds("wgrad", part, layer)) for part in self._layout.weighted_parts(layer)
         )

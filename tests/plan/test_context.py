@@ -21,6 +21,8 @@ from tests.test_explain import settled
 
 LAYOUTS: dict[str, Layout] = {
     "dense": Layout(("dense",) * 4, cp=2),
+    "gathered again alone": Layout(("dense", "dense_window") * 2, cp=4, recompute=("kv:3", "attn:1")),
+    "gathered again": Layout(("moe", "dense") * 2, pp=2, ep=2, cp=2, recompute=("attn", "kv:1", "mlp")),
     "heads": Layout(("dense", "dense_window"), cp=2, heads=True),
     "heads, experts": Layout(("dense", "moe", "moe_window", "moe") * 2, pp=2, chunks=2, ep=2, cp=2, heads=True),
     "heads, recomputed": Layout(("moe",) * 3, ep=4, cp=4, heads=True, recompute=("attn:1", "experts")),

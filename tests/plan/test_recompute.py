@@ -43,7 +43,7 @@ def test_json_keeps_it() -> None:
     tree = to_json(program())
     assert from_json(tree) == program()
     tree["layout"]["recompute"] = ["norm"]
-    with pytest.raises(ValueError, match=r"part 'norm' cannot be recomputed: there are attn, experts, mlp"):
+    with pytest.raises(ValueError, match=r"part 'norm' cannot be recomputed: there are attn, experts, kv, mlp"):
         from_json(tree)
 
 
@@ -128,7 +128,7 @@ def test_a_number_means_the_first_layers_of_every_stage() -> None:
     [
         ("attn:0", "'attn:0' is no part with a number of layers, such as attn:2"),
         ("attn:-1", "'attn:-1' is no part with a number of layers, such as attn:2"),
-        ("norm", "'norm' is none of the parts attn, experts, mlp"),
+        ("norm", "'norm' is none of the parts attn, experts, kv, mlp"),
     ],
 )
 def test_a_setting_that_names_no_part_or_no_layers_is_one_line(text: str, reason: str) -> None:

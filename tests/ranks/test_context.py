@@ -55,7 +55,9 @@ CASES: dict[str, Config] = {
     "heads over tensor-parallel ranks": of(
         {**DENSE, **GATED, "vocab": 32, "window": 3, "full_layers": (1,)}, {"tp": 2}, {}, **TENSORS
     ),
-    "latents, merged": of({**MOE, **PROJECTIONS["latent"]}, {"ep": 2}, dict(merge="on", merge_ends="off")),
+    "latents, merged, gathered again": of(
+        {**MOE, **PROJECTIONS["latent"]}, {"ep": 2}, dict(merge="on", merge_ends="off", recompute=("attn", "kv"))
+    ),
     "latents of queries": of({**DENSE, **PROJECTIONS["latent queries"]}, {}, {}, **{"data.packing": "off"}),
     "exchanged heads": of({**DENSE, **GATED, "kv_heads": 1}, {}, dict(recompute=("attn:1",)), **HEADS),
     "exchanged heads of sequences of one document": of(
@@ -95,11 +97,13 @@ def close(found: Tensor, wanted: Tensor, what: str) -> None:
 def test_the_order_of_ops_changes_no_bit_nor_does_a_validation(method: str) -> None:
     model = dict(layers=4, dense_layers=(0,), **(SINKS if method == "gather" else WINDOWS))
     how = {"overlap.cp.method": method}
-    interleaved = dict(chunks=2, layers_per_stage=(1,) * 4, merge="on", defer_layers=1, recompute=("attn",))
+    again = ("attn:1", "kv") if method == "gather" else ("attn",)
+    interleaved = dict(chunks=2, layers_per_stage=(1,) * 4, merge="on", defer_layers=1, recompute=again)
+    at_once = dict(merge="on", defer_wgrad="off", update="next_step", recompute=again[1:])
     plain = of(model, {}, dict(merge="off"), **how, **{"train.lane_seed": 1})
     others = (
         of(model, {"pp": 2}, interleaved, **how),
-        of(model, {}, dict(merge="on", defer_wgrad="off", update="next_step"), **how, **{"train.lane_seed": 2}),
+        of(model, {}, at_once, **how, **{"train.lane_seed": 2}),
     )
     batches = batches_of(plain, 1)
     wanted, *found = (_weights_and_validation(c, batches) for c in (plain, *others))
