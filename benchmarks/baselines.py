@@ -85,6 +85,11 @@ SHARDED_ADAMW_COMPILED = (
     "fully_shard_null --blocks 4 --steps 2 --compile on"
 )
 """The same with compiled layers, as FSDP2 and as `fully_shard` are trained at their best."""
+SHARDED_ADAMW_OFFLOADED = (
+    "llama3_8b --model.layers 16 --train.microbatches 1 --against bound,fully_shard,fully_shard_offload "
+    "--blocks 2 --steps 1"
+)
+"""What shards, gradients and an optimizer in the host's memory cost."""
 DATA_PARALLEL = (
     "--model.layers 14 --blocks 4 --steps 2 --against bound,ddp,fsdp2_kept,fully_shard_optim,fully_shard_optim_ce"
 )
@@ -152,6 +157,7 @@ PRESETS = {
     "fsdp_peers": (f"{DENSE} {SHARDED_PEERS}", (4096,)),
     "fsdp_host": (f"{DENSE} {SHARDED_HOST}", (256,)),
     "fsdp_adamw": (SHARDED_ADAMW, (2048, 4096, 8192)),
+    "fsdp_adamw_offloaded": (SHARDED_ADAMW_OFFLOADED, (4096, 8192)),
     "fsdp_adamw_compiled": (SHARDED_ADAMW_COMPILED, (2048, 4096, 8192)),
     "data_parallel": (f"{DENSE} {DATA_PARALLEL}", (4096, 8192)),
     "data_parallel_whole": (f"{DENSE} {DATA_PARALLEL_WHOLE}", (4096,)),

@@ -35,7 +35,9 @@ def contenders(*results: Result) -> str:
             tokens = f"{found['config']['train']['microbatches']} x {tokens}"
         for name, row in found["contenders"].items():
             mfu = f" ({row['mfu']:.0%})" if row["mfu"] else ""
-            flops = f"{row['tflops_per_gpu']:.0f}{mfu}" if row["tflops_per_gpu"] else "-"
+            flops = (
+                f"{row['tflops_per_gpu']:.0f}{mfu}" if row["tflops_per_gpu"] and contender.entry(name).computes else "-"
+            )
             cells = [f"{tokens}: {name}", f"{1e3 * row['seconds']:,.1f} ms", flops]
             for other in (bound, best):
                 ratio = row["speed_over"].get(other)

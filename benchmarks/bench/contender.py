@@ -172,6 +172,7 @@ CONTENDERS: dict[str, Entry] = {
     "fully_shard_optim_ce": Entry(
         f"{_SHARDED}:optim_copy_engine", "hocket.fully_shard, the optimizer's state shared, on copy engines", cuda=True
     ),
+    "fully_shard_offload": Entry(f"{_SHARDED}:offload", "hocket.fully_shard, shards and optimizer on the host"),
     "fully_shard_no_shard": Entry(f"{_SHARDED}:no_shard", "hocket.fully_shard, nothing shared"),
     "ddp": Entry(f"{_PEERS}.ddp:ddp", "torch DistributedDataParallel", model="whole"),
     "fsdp2": Entry(f"{_PEERS}.fsdp2:fsdp2", "torch fully_shard, defaults"),

@@ -22,6 +22,7 @@ from benchmarks.bench.peers.fsdp2 import meshes
 from benchmarks.bench.plain import Exchange, adamw, backward, first_value, optimizer_name, plain_model
 from benchmarks.bench.workload import Workload
 from hocket.config import Strategy
+from hocket.fsdp.home import Offload
 from hocket.fsdp.options import ShardTransport
 from hocket.fsdp.sharded_parameter import ShardedParameter
 from hocket.model.microbatch import Microbatch
@@ -48,6 +49,7 @@ class How:
     copied: bool = False
     """Whether autograd makes weight gradients, which are then copied to where they are sent from."""
     strategy: Strategy = "optim_grads_params"
+    offload: Offload = "none"
 
 
 def fully_shard(workload: Workload, rank: int, device: torch.device) -> Contender:
@@ -86,6 +88,10 @@ def optim_copy_engine(workload: Workload, rank: int, device: torch.device) -> Co
     return Sharded(workload, rank, device, How("copy_engine", strategy="optim"))
 
 
+def offload(workload: Workload, rank: int, device: torch.device) -> Contender:
+    return Sharded(workload, rank, device, How(fixed=False, offload="pinned"))
+
+
 def no_shard(workload: Workload, rank: int, device: torch.device) -> Contender:
     return Sharded(workload, rank, device, How(fixed=False, strategy="no_shard"))
 
@@ -118,6 +124,7 @@ class Sharded:
             slots=PREFETCH + 1 if how.fixed else "dynamic",
             transport=how.transport,
             unified=how.unified,
+            offload=how.offload,
             device=device,
             init=first_values(self.model, workload, rank, device),
         )
@@ -175,6 +182,9 @@ class Sharded:
             "optimizer": optimizer_name(self.workload, "on fp32 shards, unit by unit"),
             "compile": "each layer" if self.workload.compile else "off",
         }
+        if how.offload != "none":
+            found["weights"] = f"fp32 shards on the host, {how.offload}, cast there to {dtype}"
+            found["optimizer"] = optimizer_name(self.workload, "on the host")
         if mesh.ep > 1:
             found["experts"] = f"synchronous all-to-all, sharded over {mesh.edp} ranks"
         if how.strategy == "no_shard":

@@ -57,9 +57,9 @@ def refuse_valueless(groups: Sequence[ParamGroup]) -> None:
         if group.valueless:
             raise ValueError(
                 f"{name} was sharded on the meta device and has no values: call "
-                f"model.to_empty(device={str(group.device)!r}) and give initial values, or load a state dict"
+                f"model.to_empty(device={str(group.main.device)!r}) and give initial values, or load a state dict"
             )
-        both = torch.stack([_fingerprint(group.main), -_fingerprint(group.main)])
+        both = torch.stack([_fingerprint(group.main), -_fingerprint(group.main)]).to(group.device)
         group.groups.outer.all_reduce(both, "max").wait()
         if both.sum() != 0 and not group.groups.outer_shards:
             raise ValueError(f"replicas gave {name} different initial values: seed all ranks alike before that")

@@ -162,12 +162,12 @@ def clip_grad_norm_(module: nn.Module | ShardContext, max_norm: float) -> Tensor
         group.tidy()
     squares = squares_of([group.main_grad for group in groups]) if groups else ()
     for group, mine in zip(groups, squares, strict=True):
-        square += mine / group.groups.replicas
+        square += mine.to(square.device) / group.groups.replicas
     context.over_ranks(square, "sum")
     norm = square.sqrt().squeeze(0)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for group in groups:
-        group.main_grad.mul_(factor.to(group.main_grad.dtype))
+        group.main_grad.mul_(factor.to(group.main_grad))
     return norm
 
 

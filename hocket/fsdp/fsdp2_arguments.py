@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
 import torch
@@ -30,7 +30,7 @@ class Fsdp2Arguments(TypedDict, total=False):
     mp_policy: MixedPrecisionPolicy | None
     """Dtypes, and casts of inputs and outputs of each unit. Parameters keep the dtype in which they were built."""
     offload_policy: OffloadPolicy | None
-    """Only the one that offloads nothing."""
+    """`CPUOffloadPolicy`: see `ShardOptions.offload`."""
     ignored_params: set[nn.Parameter] | None
     """Parameters that stay as they are, each rank's own."""
     dp_mesh_dims: Any
@@ -77,7 +77,9 @@ def asked_for(mesh: DeviceMesh | None, own: Mapping[str, Any], fsdp2: Mapping[st
         strategy=own["strategy"] or "optim_grads_params",
         precision=own["precision"] or (Precision() if policy is None else _precision(policy)),
         place=own["place"] if place is None else _place_by(place),
-        options=own["options"] or ShardOptions(device=_device(mesh) if nests else None),
+        options=_offloaded(
+            own["options"] or ShardOptions(device=_device(mesh) if nests else None), given["offload_policy"]
+        ),
         unit=_unit_options(given["reshard_after_forward"], policy),
         ignored=given["ignored_params"] or (),
         nests=nests,
@@ -102,10 +104,6 @@ def _refuse(given: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}={given[name]!r}: give True or False")
     if policy is not None and not isinstance(policy, MixedPrecisionPolicy):
         raise ValueError(f"mp_policy={policy!r} is no MixedPrecisionPolicy of torch.distributed.fsdp: give one")
-    if isinstance(offload, CPUOffloadPolicy):
-        raise ValueError(
-            "offload_policy=CPUOffloadPolicy() is not supported: leave it out, and have more ranks share the model"
-        )
     if offload is not None and not isinstance(offload, OffloadPolicy):
         raise ValueError(f"offload_policy={offload!r} is no OffloadPolicy of torch.distributed.fsdp: leave it out")
     if given["dp_mesh_dims"] is not None:
@@ -123,6 +121,15 @@ def _refuse(given: Mapping[str, Any]) -> None:
 def _precision(policy: MixedPrecisionPolicy) -> Precision:
     """The dtypes of a policy: the optimizer's is that in which the module was built."""
     return Precision(main=None, compute=policy.param_dtype, wire=policy.reduce_dtype, accumulate=None)
+
+
+def _offloaded(options: ShardOptions, policy: OffloadPolicy | None) -> ShardOptions:
+    """The options with what a policy says."""
+    if not isinstance(policy, CPUOffloadPolicy):
+        return options
+    if options.offload != "none":
+        raise ValueError("offload_policy= and ShardOptions(offload=) say the same in two ways: give one of them")
+    return replace(options, offload="pinned" if policy.pin_memory else "pageable")
 
 
 def _unit_options(reshard_after_forward: bool | None, policy: MixedPrecisionPolicy | None) -> UnitOptions:

@@ -20,7 +20,8 @@ def squares_of(grads: Sequence[Tensor]) -> Tensor:
         from hocket.kernels.squares import squares
 
         return squares(grads)
-    return torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads]).square()
+    norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads]
+    return torch.stack([norm.to(norms[0].device) for norm in norms]).square()  # some may be in the host's memory
 
 
 def _for_kernel(grad: Tensor) -> bool:

@@ -330,6 +330,8 @@ class ShardContext:
         self.before_waiting()
         self.reducing.join()
         self.outer.join()
+        for group in [group for unit in self.units for group in unit.groups]:
+            group.home.wait_in()
         for staging in set(self._staging.values()):
             staging.settle()
 

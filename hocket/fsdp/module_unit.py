@@ -372,6 +372,8 @@ class Unit:
         """Order the caller's following work behind all that was issued of the reductions of its gradients."""
         for ticket in self._reduced.values():
             ticket.wait()
+        for group in self.groups:
+            group.home.wait_in()
 
     def _make_grads(self, group: ParamGroup) -> None:
         if group.grads.flat is None:

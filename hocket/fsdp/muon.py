@@ -137,7 +137,7 @@ def _move(shard: ShardedParameter, update: Tensor, held: Mapping[str, Any]) -> N
     """Decay, and move by an update of the same elements."""
     lr, local = float(held["lr"]), shard.to_local()
     local.mul_(1 - lr * held["weight_decay"])
-    local.add_(update, alpha=-lr * factor_of(shard.shape, held["adjust_lr_fn"]))
+    local.add_(update.to(local.device), alpha=-lr * factor_of(shard.shape, held["adjust_lr_fn"]))
 
 
 def _shared_out(shards: Sequence[ShardedParameter], ranks: int) -> list[int]:

@@ -11,6 +11,7 @@ from torch import nn
 
 from hocket.config import COPIED
 from hocket.fsdp.buckets import parse_bucket
+from hocket.fsdp.home import Offload
 from hocket.fsdp.layout import Granularity
 from hocket.fsdp.strategy import Prefetch
 
@@ -50,6 +51,10 @@ class ShardOptions:
     """What is never split between ranks: nothing, a row of a parameter's dimension 0, or a whole parameter."""
     device: torch.device | str | None = None
     """Where shards live. Without it, where the parameters are; for parameters on the meta device it must be given."""
+    offload: Offload = "none"
+    """Whether weights, gradients and the optimizer's state of shards lie in the host's memory, and the optimizer runs
+    there: `pinned`, which the device copies from and to while it computes, or `pageable`, where pages cannot be pinned.
+    `device` still says what computes."""
     init: Callable[[nn.Module], None] | None = None
     """Gives the parameters of a module on the meta device their values; `module.reset_parameters()` without it. It is
     called for one module at a time, which is on `device` by then."""
@@ -60,6 +65,7 @@ class ShardOptions:
             ("transport", get_args(ShardTransport)),
             ("driver", get_args(Driver)),
             ("granularity", get_args(Granularity)),
+            ("offload", get_args(Offload)),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(choices)}")
@@ -69,6 +75,11 @@ class ShardOptions:
             _check_device(self.device)
         if self.init is not None and not callable(self.init):
             raise ValueError(f"init={self.init!r} is no function of a module: give one, or None")
+        if self.offload != "none" and self.outer == "shard":
+            raise ValueError(
+                f"offload={self.offload!r} does not work with outer='shard', which gathers updated weights over "
+                f"replicas on the device: use outer='replicate', or one mesh axis"
+            )
         parse_bucket(self.bucket)
         ahead = Prefetch.parse(self.prefetch)
         if isinstance(self.staging, bool) or not isinstance(self.staging, int) or self.staging < 1:

@@ -36,6 +36,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from hocket.fsdp.home import Home, Offload
 from hocket.fsdp.layout import FlatLayout, Granularity
 from hocket.fsdp.part import Ask, How, Part, Place, plain
 from hocket.fsdp.precision import Precision
@@ -73,10 +74,11 @@ class ParamGroup:
         precision: Precision,
         granularity: Granularity,
         device: torch.device,
+        offload: Offload = "none",
     ) -> None:
         assert members
         first = members[0].param
-        self.members, self.groups, self.device = tuple(members), groups, device
+        self.members, self.groups, self.device, self.home = tuple(members), groups, device, Home(device, offload)
         self.trainable, self._splits = first.requires_grad, granularity != "tensor"
         self.formats = precision.of(first.dtype)
         self.divide = groups.divide
@@ -91,15 +93,12 @@ class ParamGroup:
         self.layout = self.kept.joined(parts)
         """Which elements are in this rank's `weight`."""
 
-        def zeros(numel: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(numel, dtype=dtype, device=device)
-
-        self.main = zeros(self.kept.shard, self.formats.main)
-        apart = groups.outer_shards or (self.whole and self.formats.main != self.formats.compute)
-        self.weight = zeros(self.layout.shard, self.formats.compute) if apart else self.main
+        self.main = self.home.zeros(self.kept.shard, self.formats.main)
+        apart = groups.outer_shards or self.home.away or (self.whole and self.formats.main != self.formats.compute)
+        self.weight = self.home.zeros(self.layout.shard, self.formats.compute, self.whole) if apart else self.main
         """What is gathered, or what parameters are bound to: `main`, or a copy of it where one is needed."""
         self.grads = ShardGrads(
-            self.kept.shard, self.formats.accumulate, self.formats.main, self.kept.slices(self.position), device
+            self.kept.shard, self.formats.accumulate, self.formats.main, self.kept.slices(self.position), self.home
         )
         self._partial = self._new_partial() if self.trainable else None
         self.settle: Callable[[], None] = _nothing_under_way
@@ -267,6 +266,7 @@ class ParamGroup:
         self._seen = self.edition
         if not self.groups.outer_shards:
             if self.weight is not self.main:
+                self.home.wait_out()
                 self.weight.copy_(self.main)
             return None
         mine = self.main.to(self.formats.compute)
@@ -277,7 +277,7 @@ class ParamGroup:
         """Fill `flat[:total]` with the weights of all ranks."""
         self._refreshing.wait()
         mine = flat[self.layout.shard * self.groups.gather.rank :][: self.layout.shard]
-        mine.copy_(self.weight)
+        self.home.copy_out(self.weight, mine)
         return self.groups.gather.all_gather(flat[: self.layout.total], mine)
 
     # Gradients on their way
@@ -330,9 +330,8 @@ class ParamGroup:
             self.grads.drop()
             self._has = self._have_now()
         self._summed = False
-        reduce = self.groups.reduce
-        call = reduce.all_sum if self.groups.alike > 1 else reduce.reduce_sum
-        self._reducing = call(flat, self.partial, 1.0 / self.divide, add)
+        call = self.groups.reduce.all_sum if self.groups.alike > 1 else self.groups.reduce.reduce_sum
+        self._reducing = self.home.reduced(self.partial, add, lambda to, add: call(flat, to, 1.0 / self.divide, add))
         return self._reducing
 
     def begin_sum(self) -> None:
@@ -353,7 +352,7 @@ class ParamGroup:
             return Pending()
         self._summed = True
         if not self.groups.outer_shards:
-            self._outer = self.groups.outer.all_reduce(self.partial)
+            self._outer = self.home.reduced(self.partial, True, lambda into, _: self.groups.outer.all_reduce(into))
             return self._outer
         add = self.has_grad
         if add:
@@ -372,6 +371,8 @@ class ParamGroup:
     def tidy(self) -> None:
         """Have `main_grad` hold what readers see, and zeros for the gradients that were forgotten."""
         self.grads.take_back()
+        if not all(self._has):
+            self.home.wait_in()
         _zero(self.main_grad, self.kept.slices(self.position), self._has)
 
     def _make_room_in_partial(self) -> None:

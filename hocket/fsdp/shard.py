@@ -100,7 +100,7 @@ def _shard(
             if asked.first_rank:
                 take_first_rank([member.param for member in here], where)
             fingerprints.add(here, where)
-            groups.append(ParamGroup(alike, where, asked.precision, options.granularity, device))
+            groups.append(ParamGroup(alike, where, asked.precision, options.granularity, device, options.offload))
             groups[-1].late = groups[-1].valueless = len(here) < len(alike)
         made.append(_unit(bucket or [("", one) for one in modules], groups, asked.unit))
         for old, new in zip(members, mine, strict=True):

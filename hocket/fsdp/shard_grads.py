@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hocket.fsdp.home import Home
 from hocket.fsdp.layout import FlatLayout
 from hocket.runtime.weights import put
 
@@ -71,9 +72,9 @@ class ShardGrads:
     """
 
     def __init__(
-        self, numel: int, dtype: torch.dtype, readable: torch.dtype, ranges: Sequence[slice], device: torch.device
+        self, numel: int, dtype: torch.dtype, readable: torch.dtype, ranges: Sequence[slice], home: Home
     ) -> None:
-        self._numel, self._dtype, self._readable, self._device = numel, dtype, readable, device
+        self._numel, self._dtype, self._readable, self._home = numel, dtype, readable, home
         self._ranges = ranges
         self.flat: Tensor | None = None
         """All of them, in the dtype in which they are added up."""
@@ -98,7 +99,7 @@ class ShardGrads:
 
     def _new(self, dtype: torch.dtype) -> Tensor:
         with torch.inference_mode(False):  # where gradients may be read, and must be writable afterwards
-            return torch.empty(self._numel, dtype=dtype, device=self._device)
+            return self._home.empty(self._numel, dtype)
 
     def let_go(self) -> None:
         """Give the memory back."""

@@ -217,6 +217,25 @@ class Queue:
         torch.cuda.current_stream(self.device).wait_stream(stream)
 
 
+class Passed:
+    """A place in the order of a device's work, at which the host waits. A CPU has passed it when it comes there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._event: torch.cuda.Event | None = None
+
+    def note(self) -> None:
+        """It is behind what the current stream has."""
+        if self.device.type == "cuda":
+            self._event = self._event or torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(self.device))
+
+    def wait(self) -> None:
+        """Have the host wait until the device has passed it, if it was noted."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
 def _entries(tickets: Sequence[Ticket]) -> list[Entry]:
     return [ticket.entry for ticket in tickets if ticket.entry is not None]
 

@@ -230,8 +230,26 @@ def scaled(door: Any, rank: int) -> Iterator[Any]:
     yield model
 
 
+def offloaded(door: Any, rank: int) -> Iterator[Any]:
+    """Shards on the host, where gradients of two microbatches add up and are clipped; blocks alone, and in bf16."""
+    model, policy = new(), door.CPUOffloadPolicy(pin_memory=False)
+    low = door.MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
+    for layer in model.layers:
+        door.fully_shard(layer, offload_policy=policy, mp_policy=low)
+    door.fully_shard(model, offload_policy=door.OffloadPolicy())
+    yield from train(model, rank)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    for i, ids in enumerate(batches(rank, 4)):
+        loss_of(model, ids).backward()
+        if i % 2:
+            yield whole(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
+            optimizer.step()
+            optimizer.zero_grad()
+    yield model
+
+
 PROGRAMS: list[Callable[[Any, int], Iterator[Any]]] = [
-    *(plain_loop, in_bf16, built_in_bf16, accumulated, replicated, told, ignoring, another_method, scaled),
+    *(plain_loop, in_bf16, built_in_bf16, accumulated, replicated, told, ignoring, another_method, scaled, offloaded),
 ]
 
 
@@ -259,8 +277,11 @@ def hockets_own(rank: int) -> None:
         hocket.fully_shard(model, reshard_after_forward=4)
     with pytest.raises(ValueError, match="mp_policy='bf16' is no MixedPrecisionPolicy"):
         hocket.fully_shard(model, mp_policy="bf16")  # pyrefly: ignore[no-matching-overload]
-    with pytest.raises(ValueError, match=r"CPUOffloadPolicy\(\) is not supported: leave it out"):
-        hocket.fully_shard(model, offload_policy=hocket.sharding.CPUOffloadPolicy())
+    on_host = hocket.ShardOptions(offload="pinned")
+    with pytest.raises(ValueError, match=r"offload_policy= and ShardOptions\(offload=\) say the same in two ways"):
+        hocket.fully_shard(model, options=on_host, offload_policy=hocket.sharding.CPUOffloadPolicy())
+    with pytest.raises(ValueError, match="offload='pinned' does not work with outer='shard'"):
+        hocket.ShardOptions(offload="pinned", outer="shard")
     with pytest.raises(ValueError, match="reshard_after_forward= and strategy= say the same"):
         hocket.fully_shard(model, reshard_after_forward=True, strategy="optim_grads")
     with pytest.raises(ValueError, match="a ModuleList, which is never called itself"):

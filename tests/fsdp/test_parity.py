@@ -3,6 +3,8 @@
 Each test trains many cases in the same processes, so that most of its time is not spent on starting them.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -72,6 +74,32 @@ def test_granularity(granularity):
     for world, models in ((2, ["stack", "odd", "lstm"]), (3, ["stack", "tied_across", "mixed_dtypes"])):
         options = {"granularity": granularity}
         train(world, [Case(model, microbatches=2, options=options, optimizer="adamw", steps=2) for model in models])
+
+
+OFFLOADED = {"offload": "pinned"}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_shards_in_the_hosts_memory(world):
+    """The copies that a step on GPUs makes, with a CPU at both ends."""
+    models = ["stack", "nested", "tied_across", "odd", "unused", "frozen", "mixed_dtypes", "reentrant"]
+    told = [(strategy, model) for strategy in STRATEGIES for model in models]
+    few = {"options": OFFLOADED, "microbatches": 2, "steps": 2}
+    cases = [Case(model, strategy, optimizer=optimizer_for(model), **few) for strategy, model in told]
+    first = Case("stack", microbatches=3, options=OFFLOADED, optimizer="adamw", steps=2)
+    ways = {"sync": ["each", "no_sync", "accumulating"], "set_to_none": [True, False], "by_unit": [True, False]}
+    formats = [{}, {"compute": torch.bfloat16}, {"main": None, "compute": torch.bfloat16}]
+    more = variants(first, **ways, precision=formats, optimizer=["adamw", "adamw_fused"])
+    slots = [replace(first, options=OFFLOADED | {"slots": 2, "prefetch": 1}), replace(first, mesh=(1, world))]
+    train(world, [*cases, *more, *slots])
+
+
+def test_shards_in_the_hosts_memory_of_replicas():
+    first = Case("stack", microbatches=2, mesh=(2, 1), options=OFFLOADED, optimizer="adamw", steps=2)
+    ways = {"mesh": [(2, 1), (2, 2)], "strategy": STRATEGIES, "sync": ["each", "accumulating"]}
+    both = variants(first, **ways)
+    train(2, [case for case in both if case.mesh == (2, 1)])
+    train(4, [case for case in both if case.mesh == (2, 2)])
 
 
 F32, BF16 = torch.float32, torch.bfloat16
