@@ -60,7 +60,7 @@ docs: $(READY) ## Build the documentation as a site, in build/site (needs pip in
 
 lock: ## Renew requirements/lock.txt (needs uv)
 	uv pip compile --universal --no-emit-package colorama --python-version 3.11 --generate-hashes --upgrade \
-		--custom-compile-command "make lock" \
+		--excludes requirements/torch.txt --custom-compile-command "make lock" \
 		requirements/lock.in -o requirements/lock.txt
 
 clean: ## Remove what set-up and tests left behind

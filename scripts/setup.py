@@ -45,11 +45,12 @@ TOOLS = {
 }
 """What only tests and checks need: the names of packages, and those to import."""
 MODELS = frozenset({
-    "transformers", "annotated-doc", "annotated-types", "anyio", "click", "h11", "hf-xet", "httpcore2", "httpx2",
+    "transformers", "accelerate", "peft", "psutil", "annotated-doc", "annotated-types", "anyio", "click", "h11",
+    "hf-xet", "httpcore2", "httpx2",
     "httpx2-jsfetch", "huggingface-hub", "idna", "pydantic", "pydantic-core", "pyyaml", "regex", "shellingham",
     "tokenizers", "tqdm", "truststore", "typer", "typing-inspection",
 })  # fmt: skip
-"""What tests of models of transformers need, which are skipped without: it and what it imports."""
+"""What tests of models of transformers need, which are skipped without: it, its companions and what they import."""
 
 SEES_A_GPU = """
 import torch
@@ -118,7 +119,7 @@ def create(python: str) -> None:
     say(f"making a virtual environment in {ENV.relative_to(ROOT)}; torch is large, so this takes a few minutes")
     run(python, "-m", "venv", "--clear", str(ENV))
     pip = (str(ENV / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-    run(*pip, "--require-hashes", "-r", str(LOCK))
+    run(*pip, "--no-deps", "--require-hashes", "-r", str(LOCK))  # all are in it but torch, which some of them need
     # By itself and without hashes: which build of this version is installed depends on the machine.
     run(*pip, "-r", str(TORCH))
     for distribution in (ROOT / "hocket_trace", ROOT):

@@ -34,7 +34,9 @@ def test_what_only_transformers_needs_is_installed_with_it() -> None:
     for name, requirement in pinned().items():
         asked_by = set(re.findall(r"^    #(?: {2}| via) (\S.*)$", requirement, re.MULTILINE))
         assert asked_by, name
-        assert (name in setup.MODELS) == (name == "transformers" or asked_by <= setup.MODELS), f"{name}: {asked_by}"
+        assert (name in setup.MODELS) == (name in ("transformers", "accelerate", "peft") or asked_by <= setup.MODELS), (
+            f"{name}: {asked_by}"
+        )
 
 
 def test_every_pin_has_a_version_and_a_hash_and_torch_is_apart() -> None:

@@ -35,6 +35,9 @@ Rule = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module]
 UNIT = "_hocket_unit"
 """Where a module keeps its unit. Not in a table of this file: a unit refers to its module, which then never went."""
 
+PREFIX = "FSDP"
+"""Of the names of subclasses, as in FSDP2: transformers takes it off where it writes down the class of a model."""
+
 
 @dataclass(frozen=True)
 class Found:
@@ -275,4 +278,17 @@ def _subclass(cls: type[nn.Module], forward: Callable[..., Any] | None, methods:
     body |= {"_apply": apply, "_load_from_state_dict": load, "_save_to_state_dict": save}
     if forward is not None:
         body["forward"] = forward
-    return type(f"Sharded{cls.__name__}", (cls,) if methods is None else (methods, cls), body)
+    if hasattr(cls, "save_pretrained"):
+        body["save_pretrained"] = _save_pretrained
+    return type(f"{PREFIX}{cls.__name__}", (cls,) if methods is None else (methods, cls), body)
+
+
+def _save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """That of a model of transformers, peft, or diffusers: of whole weights, or not at all."""
+    units = [module.__dict__[UNIT] for module in self.modules() if UNIT in module.__dict__]
+    if kwargs.get("state_dict") is None and not all(getattr(unit.context, "is_gathered", False) for unit in units):
+        raise ValueError(
+            f"save_pretrained of a sharded {self._hocket_original.__name__} would write this rank's parts as if they "
+            f"were weights: call it inside of context_of(model).gathered() on all ranks, or give it a whole state_dict="
+        )
+    return self._hocket_original.save_pretrained(self, *args, **kwargs)

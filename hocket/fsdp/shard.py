@@ -167,6 +167,9 @@ def _install(context: ShardContext, made: Sequence[Unit], manual: bool) -> None:
                     owner.__dict__.setdefault(UNIT, unit)
         for one in unit.modules:  # may hold no parameter itself, and must refuse copies all the same
             watch_reads(one, FSDPModule)
+            for model in one.modules():
+                if hasattr(type(model), "save_pretrained"):
+                    watch_reads(model)
         if not manual:
             hooks.drive(unit)
         watch(unit, partial(hooks.see_gradients, unit) if not manual else _unseen)

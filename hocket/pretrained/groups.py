@@ -56,8 +56,7 @@ def plain(model: nn.Module) -> Any:
     """A model of transformers as its author has it: of one that is sharded, another one on the meta device."""
     if all(type(param).__name__ != "ShardedParameter" for param in model.parameters()):
         return model
-    kind: Any = type(model)
-    kind = kind.__mro__[1] if kind.__name__ == f"Sharded{kind.__mro__[1].__name__}" else kind
+    kind: Any = getattr(model, "_hocket_original", type(model))
     with torch.device("meta"):
         return kind(copy.deepcopy(model.config))
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
+from hocket.sharding import FSDPModule
 from tests.helpers.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -142,16 +143,20 @@ def trainers(rank: int, folder: str) -> list[list[tuple[float, float]]]:
     with fsdp_on_cpus(rank):
         found.append(numbers(trained("import contextlib\n" + theirs, f"{folder}/fsdp2")))
         trainer = trained(TRAINER, f"{folder}/hocket")
-        assert type(trainer.model).__name__ == "ShardedLlamaForCausalLM"
+        model: Any = trainer.model
+        assert issubclass(type(model), FSDPModule)
+        with pytest.raises(ValueError, match=r"^save_pretrained of a sharded LlamaForCausalLM would"):
+            model.save_pretrained(f"{folder}/parts")
         found += [numbers(trainer), numbers(trained(resumed, f"{folder}/hocket"))]
         found.append(numbers(trained(sharded, f"{folder}/sharded")))
         found.append(numbers(trained(again, f"{folder}/sharded")))
         found.append(numbers(trained(loaded, f"{folder}/loaded", save_strategy="no")))
-        weights = dict(get_model_state_dict(trainer.model, options=WHOLE))
+        weights = dict(get_model_state_dict(model, options=WHOLE))
     dist.barrier()
     for name in ("whole", "also_whole", "checkpoint-4"):
-        saved = type(trainer.model)._hocket_original.from_pretrained(f"{folder}/hocket/{name}").state_dict()
-        assert same(saved, weights), name
+        saved = model._hocket_original.from_pretrained(f"{folder}/hocket/{name}")
+        assert saved.config.architectures == ["LlamaForCausalLM"]
+        assert same(saved.state_dict(), weights), name
     return found
 
 

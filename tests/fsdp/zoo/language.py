@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests.fsdp.zoo.program import Loss, distance, loop
 
 VOCAB = 64
-_TINY: dict[str, Any] = dict(
+TINY: dict[str, Any] = dict(
     vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, head_dim=8, max_position_embeddings=64, pad_token_id=None, bos_token_id=0, eos_token_id=0,
     attention_dropout=0.0,
@@ -68,9 +68,9 @@ def zoo_of(program: str, name: str, config: str, loss: Loss = next_token, heavy:
     loop(program, _build(name, config, sizes), loss, _layers, heavy=heavy, needs=("transformers",))
 
 
-zoo_of("llama", "LlamaForCausalLM", "LlamaConfig", **_TINY)
+zoo_of("llama", "LlamaForCausalLM", "LlamaConfig", **TINY)
 zoo_of("gpt2", "GPT2LMHeadModel", "GPT2Config", vocab_size=VOCAB, n_positions=16, n_embd=32, n_layer=2, n_head=4)
-zoo_of("mixtral", "MixtralForCausalLM", "MixtralConfig", **_TINY, num_local_experts=4)
+zoo_of("mixtral", "MixtralForCausalLM", "MixtralConfig", **TINY, num_local_experts=4)
 zoo_of(
     "bert", "BertForMaskedLM", "BertConfig", vocab_size=VOCAB, hidden_size=32, intermediate_size=48,
     num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=16,
@@ -118,20 +118,20 @@ zoo_of(
 )  # fmt: skip
 
 _LATENT: dict[str, Any] = dict(
-    _TINY, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8,
+    TINY, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8,
 )  # fmt: skip
-zoo_of("qwen3_moe", "Qwen3MoeForCausalLM", "Qwen3MoeConfig", **_TINY, num_experts=4,
+zoo_of("qwen3_moe", "Qwen3MoeForCausalLM", "Qwen3MoeConfig", **TINY, num_experts=4,
        moe_intermediate_size=16, num_experts_per_tok=2)  # fmt: skip
-zoo_of("gemma2", "Gemma2ForCausalLM", "Gemma2Config", **_TINY, sliding_window=4)
-zoo_of("gemma3", "Gemma3ForCausalLM", "Gemma3TextConfig", **_TINY, sliding_window=4)
+zoo_of("gemma2", "Gemma2ForCausalLM", "Gemma2Config", **TINY, sliding_window=4)
+zoo_of("gemma3", "Gemma3ForCausalLM", "Gemma3TextConfig", **TINY, sliding_window=4)
 zoo_of(
     "deepseek_v3", "DeepseekV3ForCausalLM", "DeepseekV3Config", **_LATENT, moe_intermediate_size=16,
     n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, n_group=2, topk_group=1, first_k_dense_replace=1,
 )  # fmt: skip
-zoo_of("gpt_oss", "GptOssForCausalLM", "GptOssConfig", **_TINY, num_local_experts=4, num_experts_per_tok=2)
-zoo_of("qwen2", "Qwen2ForCausalLM", "Qwen2Config", heavy=True, tie_word_embeddings=True, **_TINY)
-zoo_of("phi3", "Phi3ForCausalLM", "Phi3Config", heavy=True, **_TINY)
-zoo_of("olmo2", "Olmo2ForCausalLM", "Olmo2Config", heavy=True, **_TINY)
+zoo_of("gpt_oss", "GptOssForCausalLM", "GptOssConfig", **TINY, num_local_experts=4, num_experts_per_tok=2)
+zoo_of("qwen2", "Qwen2ForCausalLM", "Qwen2Config", heavy=True, tie_word_embeddings=True, **TINY)
+zoo_of("phi3", "Phi3ForCausalLM", "Phi3Config", heavy=True, **TINY)
+zoo_of("olmo2", "Olmo2ForCausalLM", "Olmo2Config", heavy=True, **TINY)
 zoo_of("falcon", "FalconForCausalLM", "FalconConfig", heavy=True, vocab_size=VOCAB, hidden_size=32,
        num_hidden_layers=2, num_attention_heads=4)  # fmt: skip
 zoo_of("bloom", "BloomForCausalLM", "BloomConfig", heavy=True, vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4)

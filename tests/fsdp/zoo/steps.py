@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -417,23 +416,4 @@ def parameter_hooks(run: Run) -> None:
     for p in model.parameters():
         p.register_hook(lambda grad: grad * 0.5)
     train(run, model, torch.optim.SGD(model.parameters(), lr=0.1))
-    run.note_weights(model)
-
-
-@program("LoRA by peft", needs=("peft", "transformers"))
-def adapted(run: Run) -> None:
-    peft: Any = importlib.import_module("peft")
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from tests.fsdp.zoo.language import _TINY, next_token
-
-    made: Any = LlamaForCausalLM(LlamaConfig(**_TINY))
-    model: Any = peft.get_peft_model(made, peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"]))
-    run.shard(model, list(made.model.layers))
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    for step in range(STEPS):
-        for seed in run.seeds(step):
-            run.backward(next_token(model, generator(seed)))
-        optimizer.step()
-        optimizer.zero_grad()
     run.note_weights(model)
