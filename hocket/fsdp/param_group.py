@@ -201,7 +201,7 @@ class ParamGroup:
 
     @property
     def whole(self) -> bool:
-        """Whether this rank has the weights whole, on the device: they lie in `weight`, and there is nothing to gather."""
+        """Whether the weights lie whole in `weight`, on the device, and there is nothing to gather."""
         return self.layout.world == 1 and not self.home.away
 
     @property

@@ -108,7 +108,7 @@ def test_one_gpu_holds_a_few_units_at_a_time() -> None:
     unit = 2 * 2 * 2048 * 4096
     for sharding, step in run_ranks(alone, 1, backend="nccl"):
         assert sharding < 3 * unit
-        assert step < 8 * unit
+        assert step < 9 * unit
 
 
 def beside(rank: int) -> float:
