@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 from hocket.explain.explanation import Axis, Overlap, State
 from hocket.program.tensor_times import DIRECTIONS, ROLES
+from hocket.program.transformer import GATHERED
 from hocket.resolve import Settings
 from hocket.settings.context_rules import METHOD
 from hocket.settings.origins import source
-from hocket.settings.plan_rules import separate_wgrads, shares_units
+from hocket.settings.plan_rules import recomputes, separate_wgrads, shares_units
 from hocket.settings.rules import has_experts
 from hocket.settings.schema import leaf
 from hocket.settings.tensor_rules import setting_of
@@ -25,6 +26,7 @@ _ROWS_AROUND, _WEIGHTS, _GRADIENTS = (
 )
 _FORWARD, _BACKWARD, _TO_EXPERTS = "activations sent", "gradients sent", "rows to experts and back"
 _KEYS = "keys and values gathered, and their gradients reduced"
+_AGAIN = "keys and values gathered again, for backward"
 _OWN_KEYS = "keys and values of heads exchanged, and their gradients"
 _FOUND = "queries and results of heads exchanged, and their gradients"
 _TIED = "gradients of the tied embedding"
@@ -32,7 +34,7 @@ _MATRICES = "averages and matrices of Muon"
 _ENDS = "the same, at both ends of a step"
 
 _KINDS = {_WEIGHTS: "gather", _GRADIENTS: "reduce", _FORWARD: "pp", _TO_EXPERTS: "a2a"}
-_KINDS |= dict.fromkeys((_KEYS, _OWN_KEYS, _FOUND), "cp")
+_KINDS |= dict.fromkeys((_KEYS, _AGAIN, _OWN_KEYS, _FOUND), "cp")
 """Whose predicted times a row shows."""
 
 
@@ -85,6 +87,8 @@ def _context(s: Settings) -> Iterator[Overlap]:
         return
     if s.overlap.cp.method == "gather":
         yield _row(s, "cp", _KEYS, "queries; weight gradients of attention", "on", METHOD)
+        if recomputes(s, GATHERED):
+            yield _row(s, "cp", _AGAIN, "backward of the layer's parts behind attention", "on", "plan.recompute")
         return
     yield _row(s, "cp", _OWN_KEYS, "queries; their weight gradients", "on", METHOD)
     if s.overlap.ep.merge == "on":

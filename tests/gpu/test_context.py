@@ -46,7 +46,10 @@ def test_chunks_attend_as_whole_sequences_do(window: int, sinks: bool) -> None:
             torch.testing.assert_close(found, wanted[chunk.start : chunk.stop], rtol=2e-2, atol=2e-2)
 
 
-def settings(cp: int, method: Literal["gather", "heads"] = "gather") -> Config:
+Method = Literal["gather", "heads"]
+
+
+def settings(cp: int, method: Method, recompute: tuple[str, ...]) -> Config:
     model = small(vocab=256, hidden=128, heads=4, kv_heads=2, head_dim=64, layers=2, experts=0, ffn=256)
     whole = Config(
         model=model,
@@ -56,7 +59,7 @@ def settings(cp: int, method: Literal["gather", "heads"] = "gather") -> Config:
         overlap=OverlapConfig(cp=ContextOverlap(method=method)),
         train=TrainConfig(microbatches=2, sequences=2, transport="nccl", device="cuda"),
     )
-    return planned(whole, merge="off")
+    return planned(whole, merge="off", recompute=recompute if cp > 1 else ())
 
 
 def norms(rank: int, c: Config) -> list[tuple[float, float]]:
@@ -76,9 +79,11 @@ def norms(rank: int, c: Config) -> list[tuple[float, float]]:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("method", ["gather", "heads"])
-def test_two_ranks_learn_what_one_does(method: Literal["gather", "heads"]) -> None:
-    one, two = (run_ranks(norms, cp, settings(cp, method), backend="nccl")[0] for cp in (1, 2))
+@pytest.mark.parametrize(
+    ("method", "recompute"), [("gather", ()), ("gather", ("kv",)), ("gather", ("attn", "kv")), ("heads", ("attn",))]
+)
+def test_two_ranks_learn_what_one_does(method: Method, recompute: tuple[str, ...]) -> None:
+    one, two = (run_ranks(norms, cp, settings(cp, method, recompute), backend="nccl")[0] for cp in (1, 2))
     for (loss, norm), (other, others) in zip(one, two, strict=True):
         assert other == pytest.approx(loss, rel=2e-3)
         assert others == pytest.approx(norm, rel=2e-2)

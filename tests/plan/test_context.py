@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from hocket.config import ModelConfig
+from hocket.explain.overlaps import overlaps
 from hocket.planning import predict, program_of
 from hocket.program.check import assert_valid
 from hocket.program.cost import unit_weights
@@ -16,6 +17,7 @@ from hocket.program.lower import build_forward, build_program
 from hocket.program.ops import Layout
 from hocket.program.shard import Sharding
 from hocket.program.text import from_json, to_json
+from hocket.settings.context_rules import METHOD
 from tests.helpers.plans import planned, small
 from tests.test_explain import settled
 
@@ -78,9 +80,21 @@ BATCH = dict(train__sequences=1, train__microbatches=1, hardware__gpu="h200")
 )
 def test_the_shorter_step_decides_what_travels(changes: dict[str, Any], method: str, reason: str) -> None:
     s = settled("llama3_8b", **{"mesh__dp": 1, **BATCH, **changes})
-    decision = next(d for d in s.decisions if d.setting == "overlap.cp.method")
+    decision = next(d for d in s.decisions if d.setting == METHOD)
     assert (s.overlap.cp.method, s.overlap.cp.method) == (method, decision.value)
     assert reason in decision.reason
+
+
+def test_explain_tells_what_is_gathered_again_and_what_it_hides_under() -> None:
+    sizes = dict(mesh__dp=1, mesh__cp=8, data__sequence_length=65536, **BATCH)
+    once, again = (settled("llama3_8b", plan__recompute=parts, **sizes) for parts in ((), ("kv",)))
+    rows = [[row for row in overlaps(s) if row.axis == "cp"] for s in (once, again)]
+    assert [len(each) for each in rows] == [1, 2]
+    assert (rows[1][1].setting, rows[1][1].state) == ("plan.recompute", "on")
+    assert "keys and values are gathered" in next(d for d in again.decisions if d.setting == METHOD).reason
+    before, after = (predict(s, program_of(s), HARDWARE["h200"]).ranks[0] for s in (once, again))
+    assert before.peak_bytes - after.peak_bytes > 25 * 4096 * 65536  # 4 KiB a token, of most layers
+    assert after.exposed["cp"] < 1.1 * before.exposed["cp"]
 
 
 def test_keys_and_values_are_predicted_to_travel_under_compute() -> None:
