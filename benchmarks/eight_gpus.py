@@ -50,7 +50,10 @@ RUNS = (
     ("pipeline_dense_8 --gpus 8", "hocket_ce"),
 )
 """Words of `benchmarks.baselines`, and the contender that is predicted."""
-TRAINED = ("whole_experts --gpus 8 --steps 150", "whole_experts --gpus 8 --steps 30 --model.routing even")
+TRAINED = (
+    "whole_experts --gpus 8 --steps 150",
+    "whole_experts --gpus 8 --steps 30 --model.routing even --out runs/even",
+)
 """Words of `benchmarks.training`: with the optimizer, on text, and with even routing."""
 OTHERS = (
     "python -m benchmarks.gpu_tests --seconds 540",

@@ -40,8 +40,8 @@ class MeshConfig:
     """Data-parallel ranks of each pipeline rank. Dense weights are sharded over dp * cp ranks, or over `shard` of
     them."""
     cp: int = 1
-    """Context-parallel ranks of each data-parallel rank: each has 2 of 2 * cp chunks of every sequence. Layers gather
-    keys and values of the other chunks before attention."""
+    """Context-parallel ranks of each data-parallel rank: each has 2 of 2 * cp chunks of every sequence, or with
+    data.packing chunks that go by documents. Layers gather keys and values of the other chunks before attention."""
     ep: int = 1
     """Expert-parallel ranks: neighbours among the dp * cp * tp ranks of a pipeline rank, whose tokens all differ.
     Expert weights are sharded over the remaining dp * cp * tp / ep ranks."""
