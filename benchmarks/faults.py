@@ -27,6 +27,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -213,8 +214,22 @@ def _text(trial: Trial) -> list[Path]:
     return list((trial.folder / "text").iterdir())
 
 
-def cut_link(trial: Trial, whole: Any) -> tuple[str, str]:
-    """Cut the link between two ranks, each with a network of its own; then the same two start again. The verdict."""
+# Faults of a link between two ranks, each with a network of its own.
+
+
+def cut_link(trial: Trial, link: Link, ranks: list[Run]) -> None:
+    link.put("down", trial.chance.randrange(RANKS))
+
+
+def kill_host(trial: Trial, link: Link, ranks: list[Run]) -> None:
+    """Nothing says farewell to the other side, as when a host loses its power."""
+    side = trial.chance.randrange(RANKS)
+    link.put("down", side)
+    ranks[side].kill()
+
+
+def on_link(fault: Callable[[Trial, Link, list[Run]], None], trial: Trial, whole: Any) -> tuple[str, str]:
+    """A fault at a random moment, which ends all ranks in time; then the same two start again. The verdict."""
     link, port = Link(), trial.chance.randrange(20_000, 30_000)
     try:
         ranks, step = link.start(trial.folder, port), trial.chance.randrange(EVERY + 1, STEPS - EVERY)
@@ -223,14 +238,14 @@ def cut_link(trial: Trial, whole: Any) -> tuple[str, str]:
         else:
             ranks[0].until(lambda: trial.lines() >= step)
         time.sleep((4.0 if early else 0.05) * trial.chance.random())
-        link.put("down", trial.chance.randrange(RANKS))
-        since = time.monotonic()
-        codes = [rank.end() for rank in ranks]
+        fault(trial, link, ranks)
+        since, left = time.monotonic(), [rank for rank in ranks if rank.code is None]
+        codes = [rank.end() for rank in left]
         seconds = time.monotonic() - since
         told = "\n".join(rank.text for rank in ranks)
         if seconds > LIMIT + ENDS or -signal.SIGKILL in codes:
             return "lost", f"sides ended with {codes} after {seconds:.0f} s: {told}"
-        if any(codes) and not all(rank.one_line() for rank, code in zip(ranks, codes, strict=True) if code):
+        if any(codes) and not all(rank.one_line() for rank, code in zip(left, codes, strict=True) if code):
             return "lost", f"no one line: {told}"
         for side in range(RANKS):
             link.put("up", side)
@@ -238,6 +253,19 @@ def cut_link(trial: Trial, whole: Any) -> tuple[str, str]:
         codes = [rank.end() for rank in again]
         same = outcome(trial.folder) == whole
         return ("told", "") if same else ("lost", f"{codes}: {told} {again[0].text} {again[1].text}")
+    finally:
+        link.close()
+
+
+def on_a_bad_link(trial: Trial, whole: Any) -> tuple[str, str]:
+    """A whole run whose packets are late, and some of them lost. The verdict."""
+    link = Link()
+    try:
+        link.worsen()
+        ranks = link.start(trial.folder, trial.chance.randrange(20_000, 30_000))
+        codes = [rank.end() for rank in ranks]
+        same = outcome(trial.folder) == whole
+        return ("survived", "") if same else ("lost", f"{codes}: {ranks[0].text} {ranks[1].text}")
     finally:
         link.close()
 
@@ -258,7 +286,13 @@ FAULTS: dict[str, Callable[[Trial], Run]] = {
     "a text changes": damaged(_text, change),
     "a text is cut off": damaged(_text, cut),
 }
-LINK = "a link is cut"
+LINK, HOST, BAD_LINK = "a link is cut", "a host is gone", "a link is slow and loses packets"
+LINKS: dict[str, Callable[[Trial, Any], tuple[str, str]]] = {
+    LINK: partial(on_link, cut_link),
+    HOST: partial(on_link, kill_host),
+    BAD_LINK: on_a_bad_link,
+}
+KINDS = (*FAULTS, *LINKS)
 
 
 def outcome(folder: Path) -> Any:
@@ -311,13 +345,13 @@ def tried(kinds: list[str], each: int, seed: int, place: Path) -> Result:
     """All trials: counts by kind, and what was said where something was lost."""
     whole = undisturbed(place / "whole")
     faults, lost = {}, []
-    absent = {LINK: why} if LINK in kinds and (why := why_no_link()) else {}
+    absent = {kind: why for kind in kinds if kind in LINKS and (why := why_no_link(worse=kind == BAD_LINK))}
     for kind in (kind for kind in kinds if kind not in absent):
         counts = Counter[str]()
         for n in range(each):
             trial = Trial(place / f"{kind.replace(' ', '-')}-{n}", random.Random(f"{seed} {kind} {n}"))
             shutil.copytree(place / "whole" / "text", trial.folder / "text")
-            found, why = cut_link(trial, whole) if kind == LINK else judged(trial, FAULTS[kind](trial), whole)
+            found, why = LINKS[kind](trial, whole) if kind in LINKS else judged(trial, FAULTS[kind](trial), whole)
             counts.update([found, "tried"])
             print(f"{kind}, {n}: {found}", flush=True)
             if why:
@@ -332,7 +366,7 @@ def tried(kinds: list[str], each: int, seed: int, place: Path) -> Result:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--each", type=int, default=4, help="trials of each kind")
-    parser.add_argument("--kinds", nargs="+", choices=[*FAULTS, LINK], default=[*FAULTS, LINK], metavar="KIND")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, metavar="KIND")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     prepare(os.environ, RANKS)

@@ -129,6 +129,12 @@ class Link:
         """The link, or its end on one side, `up` or `down`."""
         _ip("-n", self.names[side], "link", "set", f"link{side}", state)
 
+    def worsen(self) -> None:
+        """Packets take a millisecond longer from now on, and one of two hundred is lost."""
+        for side, name in enumerate(self.names):
+            words = ["tc", "-n", name, "qdisc", "add", "dev", f"link{side}", "root"]
+            subprocess.run([*words, "netem", "delay", "1ms", "loss", "0.5%"], check=True, capture_output=True)
+
     def start(self, folder: Path, port: int) -> list[Run]:
         """A rank on each side, as torchrun would start them."""
         words = [*shlex.split(WORDS), "--network.ranks_per_host", "1"]
@@ -148,10 +154,17 @@ def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True)
 
 
-def why_no_link() -> str:
-    """Why networks cannot be made here; empty if they can."""
+def why_no_link(worse: bool = False) -> str:
+    """Why networks, or `worse` links between them, cannot be made here; empty if they can."""
     try:
-        Link().close()
+        link = Link()
     except (OSError, subprocess.CalledProcessError) as error:
         return f"no network namespaces: {error}"
+    try:
+        if worse:
+            link.worsen()
+    except (OSError, subprocess.CalledProcessError):
+        return "this kernel has no netem, which delays and loses packets"
+    finally:
+        link.close()
     return ""

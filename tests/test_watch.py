@@ -64,6 +64,15 @@ def test_what_grows_is_read_once_and_what_is_rewritten_anew(tmp_path: Path) -> N
     assert found.curve("loss").values == [7.0]
 
 
+def test_steps_back_are_told(tmp_path: Path) -> None:
+    folder = run_in(tmp_path / "a", 3)
+    assert history(folder).rewound == ""
+    write(folder, step=2, rewound_from=40)
+    assert drawn(history(folder), 120, 40).splitlines()[0] == "a: step 3, went back from step 40 to 2"
+    write(folder, step=2, rewound_from=30)
+    assert "went back from step 30 to 2, 2 times in all</td>" in page([folder])
+
+
 @given(width=st.integers(20, 300), height=st.integers(5, 120), steps=st.integers(1, 40))
 def test_text_fits_whatever_the_terminal(tmp_path_factory, width: int, height: int, steps: int) -> None:
     found = history(run_in(tmp_path_factory.mktemp("runs") / "a", steps))

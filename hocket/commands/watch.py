@@ -70,7 +70,7 @@ def drawn(history: History, width: int, height: int) -> str:
     high = min(max((height - 2) // max(rows, 1) - 2, _LOW), _HIGH)
     wide = (width - 2 * (beside - 1)) // beside
     of = f" of {about.steps}" if about.steps else ""
-    state = f", {about.state}" if about.state else ""
+    state = "".join(f", {text}" for text in (about.state, history.rewound) if text)
     lines = [f"{show(about.name)}: step {about.step}{of}{state}"[:width]]
     blocks = [_block(history, panel, wide, high) for panel in panels]
     for first in range(0, len(blocks), beside):

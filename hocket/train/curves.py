@@ -42,13 +42,14 @@ class History:
     def __init__(self, folder: Path) -> None:
         self.folder, self._file, self._read = folder, (0, 0), 0
         self._values: dict[str, tuple[list[int], list[float]]] = {}
+        self._back: list[tuple[int, int]] = []
 
     def update(self) -> None:
         """Read what has come since the last call, or all of a file that was written anew. Raises OSError."""
         path = self.folder / METRICS
         stat = path.stat()
         if (stat.st_dev, stat.st_ino) != self._file or stat.st_size < self._read:
-            self._file, self._read, self._values = (stat.st_dev, stat.st_ino), 0, {}
+            self._file, self._read, self._values, self._back = (stat.st_dev, stat.st_ino), 0, {}, []
         with path.open("rb") as stream:
             stream.seek(self._read)
             text = stream.read()
@@ -65,12 +66,22 @@ class History:
         step = found.get("step") if isinstance(found, dict) else None
         if not isinstance(step, int):
             return
+        if isinstance(left := found.get("rewound_from"), int):
+            self._back.append((left, step))
         for name in {name for panel in PANELS for name in (panel.name, panel.also)} & found.keys():
             value = found[name]
             if isinstance(value, (int, float)) and isfinite(value):
                 steps, values = self._values.setdefault(name, ([], []))
                 steps.append(step)
                 values.append(float(value))
+
+    @property
+    def rewound(self) -> str:
+        """How often the run went back to a checkpoint (`optimizer.rewinds`), and how far the last time."""
+        if not self._back:
+            return ""
+        (left, step), count = self._back[-1], len(self._back)
+        return f"went back from step {left} to {step}" + (f", {count} times in all" if count > 1 else "")
 
     def curve(self, name: str, color: str = "fwd", dashed: bool = False) -> Curve:
         """The values of a name."""
@@ -122,5 +133,6 @@ def _row(history: History, run: Run, color: str) -> str:
     values = ["-" if value is None else shown(value) for value in numbers]
     swatch = f'<i class="swatch" style="background:{COLORS[color]}"></i>'
     step = f"{run.step} of {run.steps}" if run.steps else str(run.step)
-    name, *cells = (escape(show(text)) for text in (run.name, run.recipe or "-", step, *values, run.state or "-"))
+    state = "; ".join(filter(None, (run.state, history.rewound))) or "-"
+    name, *cells = (escape(show(text)) for text in (run.name, run.recipe or "-", step, *values, state))
     return f"<tr><td>{swatch}{name}</td>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"

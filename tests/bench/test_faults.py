@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults import LINK, reliability
+from benchmarks.faults import BAD_LINK, LINKS, reliability
+from benchmarks.faulty_runs import why_no_link
 from tests.helpers.command import ROOT, environment
 
 NONE = {"tried": 1, "survived": 0, "told": 0, "lost": 0}
@@ -19,7 +20,7 @@ KILLED, CHANGED = "a rank is killed", "a text changes"
 @pytest.mark.timeout(300)
 def test_runs_survive_or_tell(tmp_path: Path) -> None:
     """One command, which trains the undisturbed run once."""
-    words = ["--each", "1", "--out", str(tmp_path), "--commit", "here", "--kinds", KILLED, CHANGED, LINK]
+    words = ["--each", "1", "--out", str(tmp_path), "--commit", "here", "--kinds", KILLED, CHANGED, *LINKS]
     ended = subprocess.run(
         [sys.executable, "-m", "benchmarks.faults", *words],
         cwd=ROOT, env=environment(), check=False, capture_output=True, text=True,
@@ -30,6 +31,11 @@ def test_runs_survive_or_tell(tmp_path: Path) -> None:
     assert result["faults"][CHANGED] == {**NONE, "told": 1}
     assert result["lost"] == []
     assert reliability(result).splitlines()[-1].startswith("| all | ")
-    if LINK in result["not_tried"]:
-        pytest.skip(f"{LINK}: {result['not_tried'][LINK]}")
-    assert result["faults"][LINK] == {**NONE, "told": 1}
+    for kind in LINKS.keys() - result["not_tried"].keys():
+        assert result["faults"][kind] == {**NONE, "survived" if kind == BAD_LINK else "told": 1}
+
+
+@pytest.mark.parametrize("worse", [False, True], ids=["links", "links that lose packets"])
+def test_where_faults_of_links_are_tried(worse: bool) -> None:
+    if why := why_no_link(worse):
+        pytest.skip(f"they are not tried: {why}")
