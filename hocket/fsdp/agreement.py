@@ -22,12 +22,13 @@ class Fingerprints:
         self._found: list[tuple[ShardGroups, list[str], Tensor]] = []
 
     @torch.no_grad()
-    def add(self, members: Sequence[Member], groups: ShardGroups) -> None:
+    def add(self, members: Sequence[Member], groups: ShardGroups, device: torch.device) -> None:
         """Note the parameters of a group, which all ranks of `groups` hold whole."""
         compared = [member for member in members if member.param.is_floating_point() and member.param.numel()]
         if compared:
             names = [member.name for member in compared]
-            self._found.append((groups, names, torch.stack([_fingerprint(member.param) for member in compared])))
+            sums = torch.stack([_fingerprint(member.param) for member in compared])
+            self._found.append((groups, names, sums.to(device)))
 
     def compare(self) -> None:
         """Raise ValueError for the first parameter whose values differ between ranks. All ranks call this."""
@@ -74,10 +75,10 @@ def _fingerprint(param: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def take_first_rank(tensors: Sequence[Tensor], groups: ShardGroups) -> None:
+def take_first_rank(tensors: Sequence[Tensor], groups: ShardGroups, device: torch.device) -> None:
     """Give the tensors of all ranks of a placement the values of its first rank. All of these ranks call this."""
     for tensor in tensors:
-        values = tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor.clone()
+        values = tensor.to(device, torch.uint8 if tensor.dtype == torch.bool else None, copy=True)
         if groups.reduce.rank or groups.outer.rank:
             values.zero_()
         for group in (groups.reduce, groups.outer):

@@ -7,7 +7,8 @@ and the optimizer runs there. Copies go both ways beside compute: they are work 
     main  --cast, once a step, by the host-->  weight  --copy-->  gathered weights      ahead of the gather
     main_grad  <--copy--  what was reduced                                              behind the reduction
 
-Weights that are not sharded lie on the device all the same, as a copy of main.
+Weights that are not sharded are copied so, too, and "gathered" from one rank. With two levels of shards, what the outer
+one gathers and adds up (`weight` and `partial`) stays on the device, and crosses once a step.
 
 The host goes on while copies run, and there are two things that it must not do meanwhile. It must not change what is
 still being copied out: so that is `weight`, which only `refresh` writes, and `main` may change at any time. And it must
@@ -58,6 +59,15 @@ class Home:
             raise ValueError("offload: weights in the host's memory cannot be gathered in a CUDA graph; leave it out")
         into.copy_(kept, non_blocking=self._crosses)
         self._out.note()
+
+    def on_device(self, kept: Tensor, dtype: torch.dtype) -> Tensor:
+        """A copy on the device in another dtype, made on the current stream; `kept` may change at once."""
+        if not self.away:
+            return kept.to(dtype)
+        cast = self.empty(kept.numel(), dtype).copy_(kept)  # pinned memory goes only when it has been read
+        into = torch.empty_like(cast, device=self.device, pin_memory=False)
+        self.copy_out(cast, into)
+        return into
 
     def wait_out(self) -> None:
         """Have the host wait until what it has copied out has been read."""

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from hocket.fsdp.members import Found
+from hocket.fsdp.options import ShardOptions
 
 
 def materialize(
-    params: Sequence[Found], device: torch.device, init: Callable[[nn.Module], None] | None, late: bool = False
+    params: Sequence[Found], device: torch.device, options: ShardOptions, late: bool = False
 ) -> list[Found]:
     """The same parameters, moved to `device`; those of the meta device get values from `init`, or `reset_parameters`.
+
+    With `offload` what is on the CPU stays there, since its shards will.
 
     With `late` they get none, and their buffers stay: somebody gives them values later.
 
@@ -21,7 +24,8 @@ def materialize(
     Raises: ValueError for a module that nothing initializes.
     """
     for found in params:
-        if not found.param.is_meta and found.param.device != device:
+        stays = options.offload != "none" and found.param.device.type == "cpu"
+        if not found.param.is_meta and not stays and found.param.device != device:
             found.param.data = found.param.data.to(device)
     modules = {owner: None for found in params if found.param.is_meta for owner, _ in found.owners}
     if not modules:
@@ -37,7 +41,7 @@ def materialize(
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[key] = torch.empty_like(buffer, device=device)
-        reset = init or getattr(type(module), "reset_parameters", None)
+        reset = options.init or getattr(type(module), "reset_parameters", None)
         if reset is None:
             raise ValueError(
                 f"a {type(module).__name__} on the meta device has no reset_parameters(): say how its parameters get "

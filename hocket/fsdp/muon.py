@@ -109,7 +109,7 @@ def _step(optimizer: Muon, group: ParamGroup, shards: Sequence[ShardedParameter]
     ahead = [_ahead(optimizer, shard, held) for shard in shards]
     if group.keeps_all:
         for shard, x in zip(shards, ahead, strict=True):
-            _move(shard, _iterated(x.view(shard.shape), held).reshape(-1), held)
+            _move(shard, _iterated(x.view(shard.shape).to(group.device), held).reshape(-1), held)
         return
     here = group.kept.slices(group.position)
     gathered, results = (buffer[: group.layout.total] for buffer in _buffers[optimizer][id(group.groups)][:2])

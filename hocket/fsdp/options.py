@@ -54,7 +54,7 @@ class ShardOptions:
     offload: Offload = "none"
     """Whether weights, gradients and the optimizer's state of shards lie in the host's memory, and the optimizer runs
     there: `pinned`, which the device copies from and to while it computes, or `pageable`, where pages cannot be pinned.
-    `device` still says what computes."""
+    `device` still says what computes; a model on the CPU stays there while it is sharded."""
     init: Callable[[nn.Module], None] | None = None
     """Gives the parameters of a module on the meta device their values; `module.reset_parameters()` without it. It is
     called for one module at a time, which is on `device` by then."""
@@ -75,11 +75,6 @@ class ShardOptions:
             _check_device(self.device)
         if self.init is not None and not callable(self.init):
             raise ValueError(f"init={self.init!r} is no function of a module: give one, or None")
-        if self.offload != "none" and self.outer == "shard":
-            raise ValueError(
-                f"offload={self.offload!r} does not work with outer='shard', which gathers updated weights over "
-                f"replicas on the device: use outer='replicate', or one mesh axis"
-            )
         parse_bucket(self.bucket)
         ahead = Prefetch.parse(self.prefetch)
         if isinstance(self.staging, bool) or not isinstance(self.staging, int) or self.staging < 1:

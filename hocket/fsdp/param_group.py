@@ -55,10 +55,6 @@ class Member:
     owners: Sequence[tuple[nn.Module, str]]
 
 
-def _nothing_under_way() -> None:
-    pass
-
-
 class ParamGroup:
     """Parameters that are alike in dtype, placement and `requires_grad`. See Note: [Two levels of groups].
 
@@ -95,13 +91,15 @@ class ParamGroup:
 
         self.main = self.home.zeros(self.kept.shard, self.formats.main)
         apart = groups.outer_shards or self.home.away or (self.whole and self.formats.main != self.formats.compute)
-        self.weight = self.home.zeros(self.layout.shard, self.formats.compute, self.whole) if apart else self.main
+        self.weight = (
+            self.home.zeros(self.layout.shard, self.formats.compute, groups.outer_shards) if apart else self.main
+        )
         """What is gathered, or what parameters are bound to: `main`, or a copy of it where one is needed."""
         self.grads = ShardGrads(
             self.kept.shard, self.formats.accumulate, self.formats.main, self.kept.slices(self.position), self.home
         )
         self._partial = self._new_partial() if self.trainable else None
-        self.settle: Callable[[], None] = _nothing_under_way
+        self.settle: Callable[[], None] = lambda: None
         """Has the caller's work come behind all reductions of this group."""
         self.make_grads: Callable[[], None] = self.grads.make
         """Gets the memory of the gradients, if it is not there: called before they are reduced or set."""
@@ -203,8 +201,8 @@ class ParamGroup:
 
     @property
     def whole(self) -> bool:
-        """Whether this rank holds the weights whole: they lie in `weight`, and there is nothing to gather."""
-        return self.layout.world == 1
+        """Whether the weights lie whole in `weight`, on the device, and there is nothing to gather."""
+        return self.layout.world == 1 and not self.home.away
 
     @property
     def keeps_all(self) -> bool:
@@ -269,7 +267,7 @@ class ParamGroup:
                 self.home.wait_out()
                 self.weight.copy_(self.main)
             return None
-        mine = self.main.to(self.formats.compute)
+        mine = self.home.on_device(self.main, self.formats.compute)
         self._refreshing = self.groups.outer_gather.all_gather(self.weight, mine)
         return self._refreshing.then(lambda: mine.numel())
 
@@ -361,7 +359,9 @@ class ParamGroup:
         new = [learns and has for learns, has in zip(self._learns, self._partial_has, strict=True)]
         self._has = [before or new for before, new in zip(self._has, new, strict=True)]
         self._make_room_in_partial()
-        self._outer = self.groups.outer.reduce_sum(self.partial, self.main_grad, 1.0, add).then(self.partial.zero_)
+        outer, partial = self.groups.outer, self.partial
+        adding = self.home.reduced(self.main_grad, add, lambda to, add: outer.reduce_sum(partial, to, 1.0, add))
+        self._outer = adding.then(partial.zero_)
         return self._outer
 
     def _have_now(self) -> list[bool]:

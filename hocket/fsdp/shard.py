@@ -7,6 +7,7 @@ from functools import partial
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
@@ -91,15 +92,15 @@ def _shard(
     made, fingerprints = list[Unit](), Fingerprints()
     for bucket in [None, *buckets]:
         members = [found for one in ([tree] if bucket is None else [one for _, one in bucket]) for found in owned[one]]
-        mine = materialize(members, device, options.init, late=asked.nests)
+        mine = materialize(members, device, options, late=asked.nests)
         valueless = {new.param for old, new in zip(members, mine, strict=True) if old.param.is_meta and asked.nests}
         groups = []
         for (place, *_), alike in _alike(mine, placements, default, asked.precision).items():
             where = shard_groups_for(place, strategy, options, device)
             here = [member for member in alike if member.param not in valueless]
             if asked.first_rank:
-                take_first_rank([member.param for member in here], where)
-            fingerprints.add(here, where)
+                take_first_rank([member.param for member in here], where, device)
+            fingerprints.add(here, where, device)
             groups.append(ParamGroup(alike, where, asked.precision, options.granularity, device, options.offload))
             groups[-1].late = groups[-1].valueless = len(here) < len(alike)
         made.append(_unit(bucket or [("", one) for one in modules], groups, asked.unit))
@@ -107,7 +108,7 @@ def _shard(
             if old.param.is_meta:  # its value lies in the shards: a model that fits no GPU is made unit by unit
                 new.param.untyped_storage().resize_(0)
     if asked.first_rank:
-        take_first_rank([x for one in modules for x in one.buffers() if not x.is_meta], everyone)
+        take_first_rank([x for one in modules for x in one.buffers() if not x.is_meta], everyone, device)
     fingerprints.compare()
     contexts.difference_update(nested)
     units = [*made, *take_over(tree, nested)] if nested else made
@@ -202,7 +203,13 @@ def _device(params: Sequence[Found], options: ShardOptions, nests: bool) -> torc
             f"parameters are on several devices: {', '.join(sorted(map(str, devices)))} ({first.name} is on "
             f"{first.param.device}); move the model to one, or set ShardOptions(device=...)"
         )
-    return devices.pop()
+    device = devices.pop()
+    if options.offload != "none" and device.type == "cpu" and dist.is_initialized() and "nccl" in dist.get_backend():
+        raise ValueError(
+            f"offload={options.offload!r} of a model on the CPU: say which device computes, as by "
+            f"ShardOptions(device='cuda', offload={options.offload!r})"
+        )
+    return device
 
 
 def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:

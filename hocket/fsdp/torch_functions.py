@@ -98,11 +98,11 @@ def total_norm(
     total = torch.zeros(1, dtype=torch.float64, device=tensors[0].device)
     for context, several in parts.items():
         if p == torch.inf:
-            largest = [tensor.abs().max().double() for tensor, _ in several if tensor.numel()]
+            largest = [tensor.abs().max().to(total) for tensor, _ in several if tensor.numel()]
             mine = torch.stack([*largest, torch.zeros_like(total[0])]).max().view(1)
         else:
             mine = _powers([tensor for tensor, _ in several], p)
-            mine = (mine / torch.tensor([n for _, n in several], device=mine.device)).sum().view(1)
+            mine = (mine / torch.tensor([n for _, n in several], device=mine.device)).sum().view(1).to(total)
         if context is not None:
             refuse_early(context, "clip_grad_norm_")
             context.over_ranks(mine, "max" if p == torch.inf else "sum")
@@ -117,7 +117,8 @@ def _powers(tensors: Sequence[Tensor], p: float) -> Tensor:
     """The sum of |x|^p of each tensor, fp64 [n]."""
     if p == 2:
         return squares_of(tensors)
-    return torch.stack([torch.linalg.vector_norm(tensor, p, dtype=torch.float64) for tensor in tensors]) ** p
+    norms = [torch.linalg.vector_norm(tensor, p, dtype=torch.float64) for tensor in tensors]
+    return torch.stack([norm.to(norms[0].device) for norm in norms]) ** p  # some may be offloaded
 
 
 def unscale_grads_(scaler: Any, optimizer: Optimizer, *rest: Any) -> dict[torch.device, Tensor]:

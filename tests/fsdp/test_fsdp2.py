@@ -280,8 +280,6 @@ def hockets_own(rank: int) -> None:
     on_host = hocket.ShardOptions(offload="pinned")
     with pytest.raises(ValueError, match=r"offload_policy= and ShardOptions\(offload=\) say the same in two ways"):
         hocket.fully_shard(model, options=on_host, offload_policy=hocket.sharding.CPUOffloadPolicy())
-    with pytest.raises(ValueError, match="offload='pinned' does not work with outer='shard'"):
-        hocket.ShardOptions(offload="pinned", outer="shard")
     with pytest.raises(ValueError, match="reshard_after_forward= and strategy= say the same"):
         hocket.fully_shard(model, reshard_after_forward=True, strategy="optim_grads")
     with pytest.raises(ValueError, match="a ModuleList, which is never called itself"):

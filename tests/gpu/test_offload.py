@@ -8,16 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
+import hocket
 from hocket.fsdp.home import Offload
 from tests.fsdp.test_fsdp2 import both
-from tests.gpu.test_fully_shard import STRATEGIES, Training
+from tests.gpu.test_fully_shard import BF16, STRATEGIES, Block, Model, Training
 from tests.helpers.ranks import run_ranks
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs"),
+    pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU"),
 ]
+two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+WORLDS = [1, pytest.param(2, marks=two)]
 
 
 def trained(rank: int, offload: Offload, strategy: str, late: bool, **options: Any) -> list[Tensor]:
@@ -49,18 +52,20 @@ def same(rank: int, strategy: str) -> None:
     ]  # fmt: skip
     expected = trained(rank, "none", strategy, late=False)
     for offload, options in ways:
-        if strategy == "no_shard" and "transport" in options:
+        if "transport" in options and (strategy == "no_shard" or torch.cuda.device_count() < 2):
             continue
         for late in (False, True):
             found = trained(rank, offload, strategy, late, **options)
             assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), (offload, options, late)
 
 
+@pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_offloading_changes_no_bit(strategy: str) -> None:
-    run_ranks(same, 2, strategy, backend="nccl", timeout=250)
+def test_offloading_changes_no_bit(strategy: str, world: int) -> None:
+    run_ranks(same, world, strategy, backend="nccl", timeout=250)
 
 
+@two
 def test_a_program_for_fsdp2_beside_torchs() -> None:
     run_ranks(both, 2, "offloaded", backend="cpu:gloo,cuda:nccl", timeout=250)
 
@@ -76,10 +81,34 @@ def peak(rank: int, offload: Offload) -> int:
     return torch.cuda.max_memory_allocated()
 
 
+@two
 def test_shards_gradients_and_averages_leave_the_device() -> None:
     """16 bytes for each of 67 million weights of a rank, but for the gradients of one unit on their way."""
     for without, with_it in zip(*(run_ranks(peak, 2, way, backend="nccl") for way in ("none", "pinned")), strict=True):
         assert without - with_it > 0.8 * 16 * (2 * 2048 * 4096 * 8 // 2)
+
+
+def alone(rank: int) -> tuple[int, int]:
+    """The most memory that a model on the CPU takes of the GPU when it is sharded, and in a step; in bytes."""
+    model, x = Model(2048, 12).to(BF16), torch.randn(16, 2048, device="cuda", dtype=BF16)
+    options = hocket.ShardOptions(device="cuda", offload="pinned")
+    hocket.fully_shard(model, units=Block, options=options)
+    optimizer, peaks = torch.optim.AdamW(model.parameters(), lr=1e-3), list[int]()
+    for _ in range(2):
+        peaks.append(torch.cuda.max_memory_allocated())
+        model(x).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert torch.stack([p.norm() for p in model.parameters()]).isfinite().all()
+    return peaks[0], torch.cuda.max_memory_allocated()
+
+
+def test_one_gpu_holds_a_few_units_at_a_time() -> None:
+    """Of twelve: two gathered, two staged, and one reduced in fp32."""
+    unit = 2 * 2 * 2048 * 4096
+    for sharding, step in run_ranks(alone, 1, backend="nccl"):
+        assert sharding < 3 * unit
+        assert step < 9 * unit
 
 
 def beside(rank: int) -> float:
@@ -102,5 +131,6 @@ def beside(rank: int) -> float:
     return hidden / total
 
 
-def test_copies_run_beside_compute() -> None:
-    assert all(share > 0.5 for share in run_ranks(beside, 2, backend="nccl", timeout=120))
+@pytest.mark.parametrize("world", WORLDS)
+def test_copies_run_beside_compute(world: int) -> None:
+    assert all(share > 0.5 for share in run_ranks(beside, world, backend="nccl", timeout=120))

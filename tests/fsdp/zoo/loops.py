@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.nn import functional as F
 
 from tests.fsdp.zoo.program import STEPS, WIDTH, Block, Run, distance, program, stack
@@ -46,6 +47,21 @@ def clipping(run: Run) -> None:
             x, y = batch(seed)
             run.backward(F.mse_loss(model(x), y))
         run.note(f"norm {step}", torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+        optimizer.step()
+        optimizer.zero_grad()
+    run.note_weights(model)
+
+
+@program("shards on the host (CPUOffloadPolicy)")
+def offloaded(run: Run) -> None:
+    model = run.shard(stack(), Block, offload_policy=CPUOffloadPolicy(pin_memory=torch.cuda.is_available()))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(STEPS):
+        for microbatch in range(2):
+            for seed in run.seeds(10 * step + microbatch):
+                x, y = batch(seed)
+                run.backward(F.mse_loss(model(x), y) / 2)
+        run.note(f"norm {step}", torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
         optimizer.step()
         optimizer.zero_grad()
     run.note_weights(model)

@@ -59,8 +59,8 @@ class Run:
             self._buffers[model, -1] = {name: buffer.clone() for name, buffer in model.named_buffers()}
         if self.form == "fsdp2":
             for one in reversed(chosen):
-                fsdp.fully_shard(one)
-            fsdp.fully_shard(model)
+                fsdp.fully_shard(one, **options)
+            fsdp.fully_shard(model, **options)
         if self.form == "hocket":
             hocket.fully_shard(model, units=chosen or None, **options)
             self.contexts[model] = hocket.sharding.context_of(model)
