@@ -10,6 +10,7 @@ from torch import Tensor
 
 import hocket
 from hocket.fsdp.home import Offload
+from hocket.fsdp.part import plain
 from tests.fsdp.test_fsdp2 import both
 from tests.gpu.test_fully_shard import BF16, STRATEGIES, Block, Model, Training
 from tests.helpers.ranks import run_ranks
@@ -33,7 +34,7 @@ def trained(rank: int, offload: Offload, strategy: str, late: bool, **options: A
             loss.backward()
         if late:  # the device is far behind: what is read too early is wrong
             torch.cuda._sleep(100_000_000)
-        grads = [p.grad.to_local().clone() for p in training.model.parameters()]  # pyrefly: ignore
+        grads = [plain(p.grad).clone() for p in training.model.parameters() if p.grad is not None]
         found += [loss.detach().cpu(), *(grad.cpu() for grad in grads)]
         with torch.no_grad():
             for p, grad in zip(training.model.parameters(), grads, strict=True):
@@ -112,8 +113,8 @@ def test_one_gpu_holds_a_few_units_at_a_time() -> None:
 
 
 def beside(rank: int) -> float:
-    """Share of the copies from and to the host that ran while kernels computed."""
-    training = Training(rank, width=8192, blocks=6, rows=8192, offload="pinned", prefetch=2)
+    """Share of the copies from and to the host that ran while kernels computed, for longer than the copies take."""
+    training = Training(rank, width=8192, blocks=6, rows=32768, offload="pinned", prefetch=2)
     training.optimizer = torch.optim.AdamW(training.model.parameters(), lr=1e-3)
     for _ in range(2):
         training.step()
