@@ -22,6 +22,7 @@ from pathlib import Path
 from hocket.config import Config
 from hocket.model.tokenizer import tokenizer_vocab
 from hocket.problems import stop_if
+from hocket.settings.layer_rules import why_no_delta_kernels
 from hocket.settings.rule import Host
 from hocket.variables import WANTED, Finding, Moment, Policy, apply, refusals, survey
 
@@ -198,7 +199,7 @@ def probe(config: Config, origins: Mapping[str, str], worker: Worker | None, var
         tokenizer_vocab=tokenizer_vocab(config.data.tokenizer, origins) if config.data.tokenizer.strip() else 0,
         no_copy_engine=found.no_copy_engine,
         no_peer_memory=found.no_peer_memory,
-        no_delta_kernels="" if importlib.util.find_spec("fla") else "fla-core is not installed",
+        no_delta_kernels=why_no_delta_kernels(found.capability),
         variables=tuple(variables),
     )
 

@@ -26,11 +26,7 @@ width of a value, N chunks.
 
 from __future__ import annotations
 
-import re
-import warnings
 from functools import cache
-from importlib import metadata
-from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +40,7 @@ from hocket.parallel.linears import WHOLE, Linears
 from hocket.runtime.delta import causal_convolution, decay
 from hocket.runtime.functional import shift
 from hocket.runtime.norms import rms_norm
+from hocket.settings.layer_rules import why_no_delta_kernels
 
 CHUNK = 64
 EPS = 1e-6
@@ -122,23 +119,8 @@ class DeltaNet(nn.Module):
 
 @cache
 def has_kernels() -> bool:
-    """Whether flash-linear-attention's kernels are installed (fla-core) and right here; warns if they are not right.
-
-    Triton from 3.4 on, below 3.7.1, makes wrong gradients of them on Hopper: fla refuses it (its issue 640), unless
-    tilelang is there, whose kernels it takes instead.
-    """
-    if find_spec("fla") is None:
-        return False
-    version = tuple(int(part) for part in re.findall(r"\d+", metadata.version("triton"))[:3])
-    wrong = (3, 4) <= version < (3, 7, 1) and torch.cuda.get_device_capability() == (9, 0)
-    if wrong and find_spec("tilelang") is None:
-        warnings.warn(
-            f"fla-core's kernels are wrong on Hopper with triton {metadata.version('triton')}, so gated delta nets run "
-            f"by torch's operations; fix: triton 3.7.1 or newer, or tilelang",
-            stacklevel=2,
-        )
-        return False
-    return True
+    """Whether flash-linear-attention's kernels serve this GPU, in bf16."""
+    return not why_no_delta_kernels(torch.cuda.get_device_capability())
 
 
 def _by_kernels(

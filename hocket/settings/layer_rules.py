@@ -2,7 +2,27 @@
 
 from __future__ import annotations
 
+import re
+from importlib import metadata
+from importlib.util import find_spec
+
 from hocket.settings.rule import Rule
+
+
+def why_no_delta_kernels(capability: tuple[int, int]) -> str:
+    """Why flash-linear-attention's kernels (fla-core) do not serve a GPU of this compute capability; empty if they do.
+
+    Triton from 3.4 on, below 3.7.1, makes wrong gradients of them on Hopper. fla refuses it (its issue 640), unless
+    tilelang is there, whose kernels it takes instead.
+    """
+    if find_spec("fla") is None or find_spec("triton") is None:
+        return "fla-core is not installed"
+    triton = metadata.version("triton")
+    version = tuple(int(part) for part in re.findall(r"\d+", triton)[:3])
+    if capability == (9, 0) and (3, 4) <= version < (3, 7, 1) and find_spec("tilelang") is None:
+        return f"fla-core is wrong on Hopper with triton {triton}, and right from 3.7.1 on, or with tilelang"
+    return ""
+
 
 LAYER_RULES: tuple[Rule, ...] = (
     Rule(
@@ -51,7 +71,7 @@ LAYER_RULES: tuple[Rule, ...] = (
         ("model.delta_heads", "train.device"),
         lambda c, h: any(c.model.deltas()) and c.train.device == "cuda" and bool(h.no_delta_kernels),
         "torch's operations compute gated delta nets, which is slow: {host.no_delta_kernels}",
-        "pip install hocket[linear]",
+        "pip install hocket[linear], and what it needs here",
         remark=True,
     ),
     Rule(

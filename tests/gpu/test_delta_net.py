@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -21,14 +20,10 @@ from tests.gpu.test_parity import BASE, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 CLOSE: dict[str, Any] = dict(rtol=0.03, atol=0.03)
-
-
-def _there() -> bool:
-    with warnings.catch_warnings(action="ignore"):
-        return torch.cuda.is_available() and delta_net.has_kernels()
-
-
-KERNELS = pytest.mark.skipif(not _there(), reason="needs fla-core, and a triton with which it is right")
+KERNELS = pytest.mark.skipif(
+    not torch.cuda.is_available() or not delta_net.has_kernels(),
+    reason="needs fla-core, and a triton where it is right",
+)
 
 
 @KERNELS
