@@ -98,7 +98,7 @@ def total_norm(
     total = torch.zeros(1, dtype=torch.float64, device=tensors[0].device)
     for context, several in parts.items():
         if p == torch.inf:
-            largest = [tensor.abs().max().double() for tensor, _ in several if tensor.numel()]
+            largest = [tensor.abs().max().double().to(total.device) for tensor, _ in several if tensor.numel()]
             mine = torch.stack([*largest, torch.zeros_like(total[0])]).max().view(1)
         else:
             mine = _powers([tensor for tensor, _ in several], p)
@@ -106,6 +106,7 @@ def total_norm(
         if context is not None:
             refuse_early(context, "clip_grad_norm_")
             context.over_ranks(mine, "max" if p == torch.inf else "sum")
+        mine = mine.to(total.device)  # some may be in the host's memory
         total = torch.maximum(total, mine) if p == torch.inf else total + mine
     norm = (total if p == torch.inf else total ** (1 / p)).squeeze(0).to(tensors[0].dtype)
     if error_if_nonfinite and not norm.isfinite():
@@ -117,7 +118,8 @@ def _powers(tensors: Sequence[Tensor], p: float) -> Tensor:
     """The sum of |x|^p of each tensor, fp64 [n]."""
     if p == 2:
         return squares_of(tensors)
-    return torch.stack([torch.linalg.vector_norm(tensor, p, dtype=torch.float64) for tensor in tensors]) ** p
+    norms = [torch.linalg.vector_norm(tensor, p, dtype=torch.float64) for tensor in tensors]
+    return torch.stack([norm.to(norms[0].device) for norm in norms]) ** p
 
 
 def unscale_grads_(scaler: Any, optimizer: Optimizer, *rest: Any) -> dict[torch.device, Tensor]:
