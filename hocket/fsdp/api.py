@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, Unpack, overload
 from unittest.mock import patch
@@ -178,13 +179,33 @@ def instead_of_fsdp2() -> Iterator[None]:
     They look when they prepare a model, so that belongs inside; what follows may come after. Weights that the first
     rank alone has loaded (accelerate's `cpu_ram_efficient_loading`) reach the shards of the others, too.
     """
+    global _inside
+    with _lock:
+        if not _inside:
+            _replace()
+        _inside += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _inside -= 1
+            if not _inside:
+                _replaced.close()
+
+
+_lock, _inside = threading.Lock(), 0  # how many contexts there are, of all threads: the last one undoes it
+_replaced = contextlib.ExitStack()
+
+
+def _replace() -> None:
     with contextlib.ExitStack() as undone:
         undone.enter_context(patch.object(fsdp, "fully_shard", fully_shard))
         if importlib.util.find_spec("accelerate") is not None:
             theirs = importlib.import_module("accelerate.utils.fsdp_utils")
-            load = functools.partial(_load_from_first_rank, theirs.fsdp2_load_full_state_dict)
-            undone.enter_context(patch.object(theirs, "fsdp2_load_full_state_dict", load))
-        yield
+            if hasattr(theirs, "fsdp2_load_full_state_dict"):  # older ones know nothing of FSDP2
+                load = functools.partial(_load_from_first_rank, theirs.fsdp2_load_full_state_dict)
+                undone.enter_context(patch.object(theirs, "fsdp2_load_full_state_dict", load))
+        _replaced.push(undone.pop_all())
 
 
 def _load_from_first_rank(theirs: Callable[..., Any], accelerator: Any, model: Any, full_sd: Any, **more: Any) -> Any:

@@ -14,6 +14,7 @@ through it is the error that it should be (Note: [Autograd never sees a shard]).
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -81,6 +82,8 @@ def plain(x: Tensor) -> Tensor:
 def call(func: Any, args: Any, kwargs: Any) -> Any:
     """Call a function of torch that some of the arguments are parts of."""
     name = getattr(func, "__name__", "")
+    if name in ("__getitem__", "__setitem__"):
+        _refuse_some(name, *args)
     if name in _QUIET or name.startswith(("_fused_", "_amp_")):
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **kwargs)
@@ -106,19 +109,50 @@ def _call(func: Any, name: str, args: Any, kwargs: Any, place: Place) -> Any:
         return _of_whole(func, name, args, kwargs, place)
     if name in _NUMBERS:
         return _NUMBERS[name](_one_number(args[0], name, place))
+    by_element = _by_element(name)
+    if name.endswith("_") and not by_element and getattr(func, "__module__", "") != "torch.nn.init":
+        raise _refusal(name, place)
     with torch._C.DisableTorchFunctionSubclass():
         if name in _PLAIN:
             return func(*(plain(one) if isinstance(one, Part) else one for one in args), **kwargs)
         found = func(*args, **kwargs)
+        if isinstance(found, tuple) and any(isinstance(one, Tensor) for one in found):
+            raise _refusal(name, place)
         if not isinstance(found, Tensor) or any(found is one for one in (*args, *kwargs.values())):
             return found
         if name == "__get__" and found.shape != (place.hi - place.lo,):
             return found  # such as what a view is of
         count = place.hi - place.lo
-        if found.shape == (count,):
+        if found.shape == (count,) and by_element:
             return Part.of(found, place)
-        if found.numel() == count == place.numel and found.shape == place.shape:
+        if by_element and found.numel() == count == place.numel and found.shape == place.shape:
             return found  # the whole of a parameter that is this rank's alone
+    raise _refusal(name, place)
+
+
+@functools.cache
+def _by_element(name: str) -> bool:
+    """Whether each element of what a function gives depends on that element alone, and stands at its place."""
+    if name in _KEEPING or name.removesuffix("_") in _KEEPING:
+        return True
+    if name.startswith("__"):
+        return name not in ("__matmul__", "__rmatmul__")
+    for named in (name.removesuffix("_"), f"{name.removesuffix('_')}_"):
+        packet = getattr(torch.ops.aten, named, None)
+        if packet is not None and any(
+            torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads()
+        ):
+            return True
+    return False
+
+
+def _refuse_some(name: str, x: Tensor, index: Any, *_: Any) -> None:
+    """Refuse some of the elements, which are others on every rank, unless they are chosen one by one."""
+    place = getattr(x, "place", None)
+    if place is None or index is Ellipsis or (isinstance(index, slice) and index == slice(None)):
+        return
+    if name == "__setitem__" and isinstance(index, Tensor) and index.dtype == torch.bool:
+        return
     raise _refusal(name, place)
 
 
@@ -221,10 +255,16 @@ def _of_whole(func: Any, name: str, args: Any, kwargs: Any, place: Place) -> Any
         if name == "linalg_norm" and p not in (None, "fro") and len(place.shape) != 1:
             raise _refusal(name, place)  # of matrices, these are norms of singular values, or of rows and columns
         options["p"] = 2 if p in (None, "fro") else p
+    if how in (_variance, _deviation) and rest and isinstance(rest[0], bool):
+        options["unbiased"] = rest.pop(0)
     if rest and how is not _dot:
         given.append(rest.pop(0))
     dims = [dim for dim in given if dim not in (None, (), [])]
-    along = dims and not (len(place.shape) == 1 and all(dim in (0, -1, (0,), [0], (-1,), [-1]) for dim in dims))
+    along = dims and not (
+        name not in ("max", "min")
+        and len(place.shape) == 1
+        and all(dim in (0, -1, (0,), [0], (-1,), [-1]) for dim in dims)
+    )
     if along or rest[1:] or options.pop("keepdim", False) or options.pop("out", None) is not None:
         raise _refusal(name, place)
     with torch._C.DisableTorchFunctionSubclass():
@@ -321,10 +361,26 @@ _REFUSED = frozenset(
         *("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "sort", "argsort", "msort", "topk", "kthvalue"),
         *("median", "nanmedian", "mode", "quantile", "softmax", "log_softmax", "flip", "roll", "argmax", "argmin"),
         *("prod", "nansum", "nanmean", "logsumexp", "unique", "histc", "renorm", "renorm_", "aminmax", "outer"),
-        *("cat", "concat", "concatenate", "stack", "hstack", "vstack"),
+        *("cat", "concat", "concatenate", "stack", "hstack", "vstack", "diff"),
     }
 )
 """What depends on several elements in another way."""
+_KEEPING = frozenset(
+    {
+        *("absolute", "negative", "arccos", "arcsin", "arctan", "arccosh", "arcsinh", "arctanh", "arctan2", "divide"),
+        *("multiply", "subtract", "floor_divide", "fix", "greater", "greater_equal", "less", "less_equal"),
+        *("not_equal", "isclose", "isreal", "isposinf", "isneginf", "hardswish", "logsigmoid", "softsign"),
+        *("tanhshrink", "bucketize", "prelu", "fake_quantize_per_tensor_affine", "dropout", "alpha_dropout"),
+        *("native_dropout", "complex", "polar", "detach", "to", "cuda", "cpu", "float", "double", "half", "bfloat16"),
+        *("type", "int", "long", "bool", "short", "char", "byte", "type_as", "cfloat", "cdouble", "contiguous"),
+        *("alias", "real", "imag", "conj", "conj_physical", "resolve_conj", "resolve_neg", "view", "reshape"),
+        *("flatten", "ravel", "view_as", "reshape_as", "expand_as", "expand", "broadcast_to", "pin_memory"),
+        *("share_memory", "to_dense", "requires_grad", "retain_grad", "copy", "zero", "fill", "normal", "uniform"),
+        *("bernoulli", "exponential", "random", "cauchy", "log_normal", "geometric", "set", "apply", "map", "rename"),
+        *("special_erf", "special_expit", "poisson", "quantize_per_tensor"),
+    }
+)
+"""Functions of single elements, and those that keep each where it is, that torch does not mark as such."""
 _PLAIN = frozenset(
     {
         *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_zeros", "new_empty"),

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from hocket.fsdp.part import Place, call, plain
+from hocket.fsdp.part import Part, Place, call, plain
 
 
 class Group(Protocol):
@@ -153,12 +153,24 @@ class ShardedParameter(nn.Parameter):
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> Tensor:
-        """Of a matrix, by a number: what is here of that row, to be changed in place. Else of the elements here."""
+        """Of a matrix, by a number: what is here of that row, to be changed in place."""
         if type(index) is not int or self.ndim < 2 or self.group is None:
             return super().__getitem__(index)
         length = self.shape[1:].numel()
         first = range(self.shape[0])[index] * length  # which is the error for a row that does not exist
-        return self.to_local()[max(first - self.lo, 0) : max(first + length - self.lo, 0)]
+        row = self.to_local()[max(first - self.lo, 0) : max(first + length - self.lo, 0)]
+        if self.place is None:
+            return row
+        lo, hi = (min(max(at - first, 0), length) for at in (self.lo, self.hi))
+        return Part.of(row, Place(f"{self.full_name}[{index}]", self.shape[1:], lo, hi, self.place.ask))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Of a matrix, by a number: that row, to one value."""
+        if type(index) is int and isinstance(value, int | float | complex) and self.ndim > 1 and self.group is not None:
+            with torch.no_grad():
+                self[index].fill_(value)
+        else:
+            super().__setitem__(index, value)
 
     def to_local(self) -> Tensor:
         """The elements that are here, 1-D, without autograd; writing to it writes to the shard."""

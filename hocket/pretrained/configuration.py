@@ -60,7 +60,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 def family_of(config: Mapping[str, Any]) -> Family:
     """The family of a config.json. Raises ValueError for one that hocket's transformer does not compute."""
     name = config.get("model_type")
-    if name in FAMILIES:
+    if isinstance(name, str) and name in FAMILIES:
         return FAMILIES[name]
     needs = REFUSED.get(str(name), f"a table of its own: there is {', '.join(FAMILIES)}")
     raise ValueError(f"model_type = {name}: needs {needs}")

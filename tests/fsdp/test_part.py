@@ -33,6 +33,10 @@ NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
     "how many": lambda x: (x > 0).sum(),
     "std": lambda x: x.std(),
     "var": lambda x: x.var(unbiased=False),
+    "var by position": lambda x: x.var(False),
+    "std by position": lambda x: torch.std(x, False),
+    "all elements": lambda x: x[...].sum() + x[:].sum(),
+    "masked": lambda x: x.masked_fill(x > 0.1, 3.0).sum(),
     "dot": lambda x: torch.sum(x * x.clone()),
     "nan": lambda x: torch.where(x > 0, torch.nan, x).max(),
     "foreach": lambda x: torch._foreach_norm([x])[0],
@@ -58,6 +62,21 @@ REFUSED: dict[str, Callable[[Tensor], object]] = {
     "singular value": lambda x: torch.linalg.norm(x, 2),
     "mse_loss": lambda x: nn.functional.mse_loss(x, torch.zeros_like(x)),
     "item": lambda x: x.item(),
+    "some": lambda x: x[:100],
+    "chosen": lambda x: x[x < 9],
+    "selected": lambda x: x.masked_select(x < 9),
+    "narrow": lambda x: x.narrow(0, 0, x.to_local().numel()),
+    "normalize": lambda x: nn.functional.normalize(x.view(-1), dim=0),
+    "softmin": lambda x: nn.functional.softmin(x, dim=0),
+    "layer_norm": lambda x: nn.functional.layer_norm(x, (x.to_local().numel(),)),
+    "var_mean": lambda x: torch.var_mean(x),
+    "where": lambda x: torch.where(x > 0),
+    "unique": lambda x: x.unique_consecutive(),
+    "max and where": lambda x: x.view(-1).max(0),
+    "index_fill": lambda x: x.index_fill_(0, torch.tensor([0]), 1.0),
+    "put": lambda x: x.put_(torch.tensor([0]), torch.tensor([1.0])),
+    "some written": lambda x: x.__setitem__(0, torch.tensor(1.0)),
+    "slice written": lambda x: x.__setitem__(slice(0, 1), 1.0),
 }
 
 
@@ -92,6 +111,28 @@ def numbers(rank: int, replicas: int) -> None:
                 for ours in (shard.data, shard.grad):
                     with pytest.raises((ValueError, RuntimeError), match=f"{name}, of which this rank has|equal"):
                         of(ours)
+
+
+def rows(rank: int) -> None:
+    plain, sharded = model(), model()
+    ctx = hocket.fully_shard(sharded, units=nn.Linear)
+    whole, shard = plain[0].weight, next(sharded.parameters())
+    with torch.no_grad():
+        for i in range(-5, 5):
+            torch.testing.assert_close(shard[i].norm(), whole[i].norm())
+            torch.testing.assert_close(shard[i].mul(2).max(), 2 * whole[i].max())
+        for one in (whole, shard):
+            one[1] = 3.0
+            one[-1].fill_(4)
+            one[one > 3.5] = 5.0
+        with pytest.raises(ValueError, match=r"__setitem__ of a part of 0\.weight"):
+            shard[0] = torch.ones(7)
+    with ctx.gathered():
+        assert torch.equal(sharded[0].weight, whole)
+
+
+def test_rows_of_a_matrix() -> None:
+    run_ranks(rows, 2)
 
 
 def test_numbers_are_those_of_the_whole() -> None:

@@ -22,6 +22,7 @@ from tests.pretrained.folders import change_config, saved
 
 CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"model_type": "mamba"}, r"model_type = mamba: needs a table of its own: there is llama, mistral,"),
+    ("llama", {"model_type": ["llama"]}, r"model_type = \['llama'\]: needs a table of its own"),
     *(("llama", {"model_type": name}, rf"model_type = {name}: needs {needs}") for name, needs in REFUSED.items()),
     (
         "llama",
