@@ -212,7 +212,11 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "expert_grads": ("expert_grads", expert_grads),
     "trace_reading": ("trace_reading", trace_reading),
     "gpu_tests": ("gpu_tests", gpu_tests),
-    "training": ("training_llama3_8b training_experts training_experts_balanced training_whole_experts?", training),
+    "training": (
+        "training_llama3_8b training_experts training_experts_balanced training_experts_6 training_experts_6_fp8 "
+        "training_dense_peer training_dense_peer_2 training_dense_fp8 training_whole_experts?",
+        training,
+    ),
     "fp8_products": ("fp8_products", fp8),
     "gpu_tests_rerun": ("gpu_tests_rerun", gpu_tests),
     "prediction": ("prediction", calibration),

@@ -11,7 +11,7 @@ def training(*results: Result) -> str:
     """First steps, the worst load, and validation losses of runs."""
     rows = []
     for result in results:
-        own = re.findall(r"--model\.\S+ \S+", result["command"])  # beyond what the run is by itself
+        own = re.findall(r"--(?:model|precision)\.\S+ \S+", result["command"])  # beyond what the run is by itself
         name = " ".join([result["run"], *own])
         for side, seeds in result["runs"].items():
             for seed, run in seeds.items():
