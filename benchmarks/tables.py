@@ -71,6 +71,11 @@ from hocket_trace.cli import trace_files
 from hocket_trace.picture import svg
 
 DOCS = (ROOT / "README.md", ROOT / "hocket_trace" / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+TRAINED = (
+    "llama3_8b", "experts", "experts_balanced", "experts_6", "experts_6_fp8", "dense_peer", "dense_peer_2", "dense_fp8",
+    "whole_experts?",
+)  # fmt: skip
+"""Runs of some hundred steps with results, or a question mark."""
 PICTURES = {
     "docs/pictures/tiny-plan.svg": "plan tiny",
     "docs/pictures/trace.svg": "trace tests/trace/fixtures",
@@ -213,8 +218,7 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "trace_reading": ("trace_reading", trace_reading),
     "gpu_tests": ("gpu_tests", gpu_tests),
     "training": (
-        "training_llama3_8b training_experts training_experts_balanced training_experts_6 training_experts_6_fp8 "
-        "training_dense_peer training_dense_peer_2 training_dense_fp8 training_whole_experts?",
+        f"training_{' training_'.join(TRAINED)}",
         training,
     ),
     "fp8_products": ("fp8_products", fp8),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ ALIKE: dict[str, Callable[[Tensor], bool]] = {
     "close": lambda x: torch.allclose(x, x * (1 + 1e-7)),
     "not close": lambda x: x.allclose(torch.where(x == x.max(), 0.0, x), rtol=1e-3),
 }
-REFUSED: dict[str, Callable[[Tensor], object]] = {
+REFUSED: dict[str, Callable[[Any], object]] = {
     "median": lambda x: x.median(),
     "cumsum": lambda x: x.cumsum(0),
     "sort": lambda x: x.sort(),
@@ -116,7 +117,8 @@ def numbers(rank: int, replicas: int) -> None:
 def rows(rank: int) -> None:
     plain, sharded = model(), model()
     ctx = hocket.fully_shard(sharded, units=nn.Linear)
-    whole, shard = plain[0].weight, next(sharded.parameters())
+    whole: Any = plain[0].weight
+    shard: Any = next(sharded.parameters())
     with torch.no_grad():
         for i in range(-5, 5):
             torch.testing.assert_close(shard[i].norm(), whole[i].norm())
