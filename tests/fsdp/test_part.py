@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -115,7 +115,7 @@ def numbers(rank: int, replicas: int) -> None:
 
 
 def rows(rank: int) -> None:
-    plain, sharded = model(), model()
+    plain, sharded = model(), cast(Any, model())
     ctx = hocket.fully_shard(sharded, units=nn.Linear)
     whole: Any = plain[0].weight
     shard: Any = next(sharded.parameters())
