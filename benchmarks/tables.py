@@ -240,6 +240,7 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "fsdp_host": ("fsdp_host", host_cost),
     "fsdp_adamw": ("fsdp_adamw", contenders),
     "fsdp_adamw_compiled": ("fsdp_adamw_compiled", contenders),
+    "fsdp_adamw_offloaded": ("fsdp_adamw_offloaded", contenders),
     "data_parallel": ("data_parallel", contenders),
     "data_parallel_whole": ("data_parallel_whole", contenders),
     "data_parallel_adamw": ("data_parallel_adamw", contenders),

@@ -85,11 +85,12 @@ class Attention(nn.Module):
             o_SHN = self.cache.attend(*given, window=self.window, sink_H=self.sinks)
             return self._out(o_SHN.flatten(1).unsqueeze(0), gate)
         q_THN, k_TKN, v_TKN = (x.flatten(0, 1) for x in (q_BSHN, k_BSKN, v_BSKN))
-        return self._out(self.whole(q_THN, k_TKN, v_TKN, seq, documents).reshape(batch, seq, -1), gate)
+        o_THN = self.whole(q_THN, k_TKN, v_TKN, seq, documents)
+        return self._out(o_THN.reshape(batch, seq, self.heads * c.head_dim), gate)
 
     def whole(self, q_THN: Tensor, k_TKN: Tensor, v_TKN: Tensor, seq: int, documents: Documents | None) -> Tensor:
         """Attention in sequences of `seq` tokens that are all here, of some heads: [T, H, N]."""
-        batch, window = len(q_THN) // seq, self.window if self.window < seq else 0
+        batch, window = len(q_THN) // max(seq, 1) or 1, self.window if self.window < seq else 0
         if documents is not None or window or self.sinks is not None:
             documents = documents or whole_sequences(batch, seq, q_THN.device)
             return self._attend(q_THN, k_TKN, v_TKN, documents, window)

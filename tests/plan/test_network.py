@@ -261,7 +261,7 @@ def test_how_long_an_adapter_is_busy_is_told_and_that_predictions_leave_out_who_
     shared = settled("qwen3_30b_a3b", mesh__pp=2, mesh__dp=8, network__bandwidth="1MB/s", network__ranks_per_host=1)
     note = simulated(shared)[0].note
     assert "longer than the step: lanes share it" in note
-    assert as_json(shared, hardware_of(shared))["network"] == note, "hocket plan says the same"
+    assert note.startswith(as_json(shared, hardware_of(shared))["network"]), "hocket plan says the same"
     assert "adapter is" not in simulated(settled("llama3_8b", mesh__dp=8))[0].note
 
 

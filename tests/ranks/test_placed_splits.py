@@ -257,8 +257,8 @@ class Lacking:
         self.room.lacked = 40 if self._ran == 2 else 0
         return torch.tensor(float(self._ran))
 
-    def agree(self, loss: Tensor) -> tuple[float]:
-        return (float(loss),)
+    def agree(self, loss: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(loss=float(loss))
 
 
 def test_a_validation_that_is_made_again_is_told_like_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
