@@ -222,17 +222,18 @@ def cut_link(trial: Trial, link: Link, ranks: list[Run]) -> None:
 
 
 def kill_host(trial: Trial, link: Link, ranks: list[Run]) -> None:
-    """Nothing says farewell to the other side, as when a host loses its power."""
+    """Nothing says farewell to the other side, as when a host loses its power, and its memory."""
     side = trial.chance.randrange(RANKS)
     link.put("down", side)
     ranks[side].kill()
+    shutil.rmtree(trial.folder / f"memory{side}")
 
 
-def on_link(fault: Callable[[Trial, Link, list[Run]], None], trial: Trial, whole: Any) -> tuple[str, str]:
+def on_link(fault: Callable[[Trial, Link, list[Run]], None], copies: bool, trial: Trial, whole: Any) -> tuple[str, str]:
     """A fault at a random moment, which ends all ranks in time; then the same two start again. The verdict."""
     link, port = Link(), trial.chance.randrange(20_000, 30_000)
     try:
-        ranks, step = link.start(trial.folder, port), trial.chance.randrange(EVERY + 1, STEPS - EVERY)
+        ranks, step = link.start(trial.folder, port, copies), trial.chance.randrange(EVERY + 1, STEPS - EVERY)
         if early := trial.chance.random() < 0.3:  # while ranks meet, or make groups
             ranks[0].until(lambda: bool(ranks[0].text))
         else:
@@ -249,7 +250,7 @@ def on_link(fault: Callable[[Trial, Link, list[Run]], None], trial: Trial, whole
             return "lost", f"no one line: {told}"
         for side in range(RANKS):
             link.put("up", side)
-        again = link.start(trial.folder, port + 1)
+        again = link.start(trial.folder, port + 1, copies)
         codes = [rank.end() for rank in again]
         same = outcome(trial.folder) == whole
         return ("told", "") if same else ("lost", f"{codes}: {told} {again[0].text} {again[1].text}")
@@ -286,10 +287,10 @@ FAULTS: dict[str, Callable[[Trial], Run]] = {
     "a text changes": damaged(_text, change),
     "a text is cut off": damaged(_text, cut),
 }
-LINK, HOST, BAD_LINK = "a link is cut", "a host is gone", "a link is slow and loses packets"
+LINK, HOST, BAD_LINK = "a link is cut", "a host is gone, with its memory", "a link is slow and loses packets"
 LINKS: dict[str, Callable[[Trial, Any], tuple[str, str]]] = {
-    LINK: partial(on_link, cut_link),
-    HOST: partial(on_link, kill_host),
+    LINK: partial(on_link, cut_link, False),
+    HOST: partial(on_link, kill_host, True),
     BAD_LINK: on_a_bad_link,
 }
 KINDS = (*FAULTS, *LINKS)

@@ -135,13 +135,19 @@ class Link:
             words = ["tc", "-n", name, "qdisc", "add", "dev", f"link{side}", "root"]
             subprocess.run([*words, "netem", "delay", "1ms", "loss", "0.5%"], check=True, capture_output=True)
 
-    def start(self, folder: Path, port: int) -> list[Run]:
-        """A rank on each side, as torchrun would start them."""
+    def start(self, folder: Path, port: int, copies: bool = False) -> list[Run]:
+        """A rank on each side, as torchrun would start them; with `copies` of the state in memory, `memory0` or 1."""
         words = [*shlex.split(WORDS), "--network.ranks_per_host", "1"]
+        memory = [folder / f"memory{side}" for side in range(RANKS)]
+        if copies:
+            words += ["--train.memory_every", "2"]
+            for place in memory:
+                place.mkdir(exist_ok=True)
         every = {"WORLD_SIZE": str(RANKS), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "10.99.0.1"}
         every["MASTER_PORT"] = str(port)
+        copied = [["--run.memory", str(place)] if copies else [] for place in memory]
         return [
-            Run(folder, words, name, **every, RANK=str(side), GLOO_SOCKET_IFNAME=f"link{side}")
+            Run(folder, [*words, *copied[side]], name, **every, RANK=str(side), GLOO_SOCKET_IFNAME=f"link{side}")
             for side, name in enumerate(self.names)
         ]
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from hocket.fsdp.saving import whole
 from hocket.fsdp.saving.dcp import CheckpointWriter
 from hocket.settings.schema import changed
-from hocket.train import checkpoint
+from hocket.train import checkpoint, room
 from hocket.train import damage as damage_module
 from hocket.train.checkpoint import Moment
 from tests.helpers.ranks import run_ranks
@@ -73,7 +73,7 @@ def place_not_shared(rank: int, folder: Path) -> str:
     """Rank 1 is on a host that has another folder under the same name."""
     (folder / "b" / "checkpoints").mkdir(parents=True, exist_ok=True)
     with pytest.raises(ValueError, match=r"run\.folder = ") as caught:
-        checkpoint.make_place(settings_in(folder / "ab"[rank]), groups(1))
+        room.make_place(settings_in(folder / "ab"[rank]), groups(1))
     return str(caught.value).partition("): ")[2]
 
 
@@ -86,10 +86,10 @@ def test_hosts_that_do_not_share_the_folder_are_told_before_the_first_step(tmp_p
 def test_too_little_room_for_the_checkpoints_to_come_is_a_remark(tmp_path, monkeypatch):
     size = sum(8 * math.prod(shape) for shape in SHAPES.values())
 
-    def remarks(room: int, every: int, steps: int = 100) -> list[str]:
-        monkeypatch.setattr(checkpoint, "free", lambda _: room)
+    def remarks(nbytes: int, every: int, steps: int = 100) -> list[str]:
+        monkeypatch.setattr(room, "free", lambda _: nbytes)
         settings = changed(settings_in(tmp_path, keep=2), {"train.save_every": every, "train.steps": steps})
-        return checkpoint.make_place(settings, groups(1))
+        return room.make_place(settings, groups(1))
 
     assert remarks(3 * size, 10) == remarks(2 * size, 50) == remarks(size, 0) == []
     (text,) = remarks(3 * size - 1, 10)
@@ -102,7 +102,7 @@ def test_too_little_room_for_the_checkpoints_to_come_is_a_remark(tmp_path, monke
 
 
 def test_an_empty_folder_of_checkpoints_is_no_earlier_run(tmp_path):
-    checkpoint.make_place(settings_in(tmp_path), groups(1))
+    room.make_place(settings_in(tmp_path), groups(1))
     assert checkpoint.restore(settings_in(tmp_path), groups(None)) is None
     assert os.listdir(tmp_path) == ["checkpoints"]
 

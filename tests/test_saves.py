@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from hocket.fsdp.saving import background
 from hocket.settings.schema import changed
-from hocket.train import checkpoint
+from hocket.train import checkpoint, room
 from hocket.train.checkpoint import Moment, SaveFailed
 from hocket.train.metrics import Metrics
 from hocket.train.saves import Saves
@@ -67,12 +67,12 @@ def test_a_save_waits_for_the_one_before_and_says_so(tmp_path: Path) -> None:
     told, may_write, step = Told(), threading.Event(), 1
     saves = Saves(settings, told, 0, lambda: groups(step), lambda: Moment(step, step))
     background.thread().submit(may_write.wait, 20)
-    saves.between()
+    saves.between(step)
     saves.look()
     assert told.lines == []
     threading.Timer(0.1, may_write.set).start()
     step = 2
-    saves.between()
+    saves.between(step)
     assert told.lines[0].startswith("note     step 2 waits until the checkpoint of step 1 is written: ")
     assert told.lines[1:] == ["saved 1"]
     assert saves.last() == "", "that of step 2 is waited for, and not written twice"
@@ -84,7 +84,7 @@ def test_a_save_that_fails_behind_is_told_and_the_next_one_tried(tmp_path: Path)
     settings, told, step = changed(settings_in(tmp_path), {"train.save_every": 1}), Told(), 1
     saves = Saves(settings, told, 0, lambda: groups(step), lambda: Moment(step, step))
     (tmp_path / "checkpoints").write_text("in the way")
-    saves.between()
+    saves.between(step)
     saves.wait()
     (line,) = told.lines
     assert line.startswith("WARNING  run.folder = ")
@@ -93,7 +93,7 @@ def test_a_save_that_fails_behind_is_told_and_the_next_one_tried(tmp_path: Path)
         saves.last()
     (tmp_path / "checkpoints").unlink()
     step = 2
-    saves.between()
+    saves.between(step)
     saves.wait()
     assert told.lines[1:] == ["saved 2"]
 
@@ -151,6 +151,6 @@ def test_the_newest_the_best_and_those_of_some_steps_are_kept(tmp_path: Path) ->
 def test_copies_that_the_host_has_no_memory_for_are_refused(tmp_path: Path) -> None:
     size = background.copied_bytes({"a": torch.zeros(7), "b": [1], "c": {"d": torch.zeros(3)}})
     assert size == 40
-    checkpoint.require_memory(settings_in(tmp_path), groups(1), 1 << 20)
+    room.require_memory(settings_in(tmp_path), groups(1), 1 << 20)
     with pytest.raises(ValueError, match=r"train.save_behind = True .*ranks take .*fix: train.save_behind = False"):
-        checkpoint.require_memory(settings_in(tmp_path), groups(1), 1000)
+        room.require_memory(settings_in(tmp_path), groups(1), 1000)

@@ -33,7 +33,7 @@ from hocket.fsdp.saving.kept import Inventory
 from hocket.fsdp.saving.optimizer_state import load_optimizer_state, optimizer_state, split
 from hocket.fsdp.saving.state import load_model_state, model_state
 from hocket.fsdp.sharded_parameter import ShardedParameter
-from hocket.runtime.world import of_first_rank, take_from_first_rank
+from hocket.runtime.world import of_rank, take_from_first_rank
 
 if TYPE_CHECKING:
     from hocket.fsdp.module_context import ShardContext
@@ -191,10 +191,10 @@ def _from_first_rank(state: Mapping[str, Any], mine: Mapping[str, Any], device: 
     """What the first rank has of the state; one tensor at a time is whole here beside the others' parts."""
     found: dict[str, Any] = {}
     for name, own in mine.items():
-        if not of_first_rank(name in state):
+        if not of_rank(name in state):
             continue
         if not isinstance(own, Tensor):
-            found[name] = of_first_rank(state.get(name))
+            found[name] = of_rank(state.get(name))
             continue
         whole = torch.empty(own.shape, dtype=own.dtype, device=device)
         if dist.get_rank() == 0:
@@ -277,7 +277,7 @@ def _all_from_first_rank(context: ShardContext, state: Any) -> dict[str, Any]:
         one = own.kept.get(known.get(name, ""))
         return whole if one is None or one.shape != whole.shape else one.tensor(one.part_of(whole).clone())
 
-    return taken(of_first_rank(told(state)), state if dist.get_rank() == 0 else None, "")
+    return taken(of_rank(told(state)), state if dist.get_rank() == 0 else None, "")
 
 
 def _context_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> ShardContext | None:

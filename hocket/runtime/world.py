@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -78,16 +78,51 @@ def everyone(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return values
 
 
-def of_first_rank(value: T) -> T:
-    """The value that rank 0 has. Every rank calls this."""
+def together(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+    """The results of an action on every rank. An OSError or ValueError of one rank is raised on all, so none hangs."""
+    result: Any = None
+    error: tuple[type[Exception], str] | None = None
+    try:
+        result = action()
+    except (OSError, ValueError) as caught:
+        error = OSError if isinstance(caught, OSError) else ValueError, str(caught)
+    answers = everyone((result, error), group)
+    for kind, text in (found for _, found in answers if found):  # of the lowest rank, so that all say the same
+        raise kind(text)
+    return [answer for answer, _ in answers]
+
+
+def by_first(action: Callable[[], object], group: dist.ProcessGroup | None = None) -> None:
+    """Have rank 0 do something, on a file system that all share. Its OSError or ValueError is raised on all."""
+    together(lambda: action() if rank_and_world()[0] == 0 else None, group)
+
+
+def rank_and_world() -> tuple[int, int]:
+    """(rank, ranks), also where there is no process group."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def of_rank(value: T, rank: int = 0, group: dist.ProcessGroup | None = None) -> T:
+    """The value that a rank has. Every rank calls this, or every rank of a group."""
     values: list[Any] = [value]
-    dist.broadcast_object_list(values, 0)
+    if dist.is_initialized():
+        dist.broadcast_object_list(values, rank, group)
     return values[0]
 
 
 def take_from_first_rank(tensor: torch.Tensor) -> None:
     """Copy rank 0's tensor into that of every rank, which all call this."""
     dist.broadcast(tensor, 0)
+
+
+def begin_send(elements: torch.Tensor, rank: int, group: dist.ProcessGroup | None, tag: int) -> Any:
+    """Begin to send a CPU tensor to a rank. Returns what to `wait` for; the tensor must be kept until then."""
+    return dist.isend(elements, rank, group, tag)
+
+
+def begin_receive(elements: torch.Tensor, rank: int, group: dist.ProcessGroup | None, tag: int) -> Any:
+    """Begin to fill a CPU tensor with what a rank sends under the same tag. Returns what to `wait` for."""
+    return dist.irecv(elements, rank, group, tag)
 
 
 def host_group(of: dist.ProcessGroup | None = None, timeout: float | None = None) -> dist.ProcessGroup:

@@ -77,7 +77,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "train.min_lr_ratio": (0, 1),
     "train.decay": (1e-6, 1e12),
     **dict.fromkeys(("train.eval_every", "train.eval_batches", "train.profile"), (0, ANY)),
-    **dict.fromkeys(("train.save_every", "train.experts_every"), (0, ANY)),
+    **dict.fromkeys(("train.save_every", "train.memory_every", "train.experts_every"), (0, ANY)),
     **dict.fromkeys(("train.keep", "train.keep_every", "train.keep_best"), (0, ANY)),
     **dict.fromkeys(("train.slow_latency", "train.slow_bandwidth"), (0, ANY)),
     "train.betas": (0, 0.999999),

@@ -13,15 +13,15 @@ on all.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import platform
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,22 +30,23 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from hocket.config import LABELS, TrainConfig
 from hocket.fsdp.saving import background
-from hocket.fsdp.saving.background import Saving, copied_bytes
+from hocket.fsdp.saving.background import Saving
 from hocket.fsdp.saving.dcp import CheckpointWriter, run_dcp
 from hocket.fsdp.saving.flat_tensor import FlatTensor
 from hocket.fsdp.saving.harmless import HarmlessPlanner, HarmlessReader
 from hocket.fsdp.saving.whole import WholeFolder, clean_up, free, remove, shown, sync
 from hocket.resolve import Settings
-from hocket.runtime.world import everyone
+from hocket.runtime.world import by_first, everyone, together
 from hocket.settings.schema import digest, problem
 from hocket.train.changes import changes, stored, told
-from hocket.train.damage import FORMAT, META, damage_of, my_checksums, rank_and_world
+from hocket.train.damage import FORMAT, META, damage_of, my_checksums
 from hocket.train.pieces import Range
-
-T = TypeVar("T")
 
 STEPS = "step-*"
 """Names of checkpoints, as a pattern."""
+
+IDENTITY = "identity"
+"""A file beside them: see Note: [Whose copies they are]."""
 
 TextUpTo = Callable[[int], str]
 """What the stream is of, up to a position."""
@@ -74,6 +75,35 @@ class Restored:
     """What else was given to be saved; nothing in checkpoints of before there was any."""
     notes: tuple[str, ...]
     """Remarks for the user: checkpoints passed over, settings that have changed since."""
+    in_memory: bool = False
+    """Whether it was one in the memory of the hosts, which `path` names on this one."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A copy in the memory of hosts of which every file is somewhere."""
+
+    step: int
+    """Steps done."""
+    meta: str
+    """What its `meta.json` says."""
+    there: Mapping[str, frozenset[int]]
+    """Ranks whose hosts have a file, by its name."""
+
+
+class InMemory(Protocol):
+    """The copies of a run in the memory of its hosts (`train/memory.py`)."""
+
+    newest: Copy | None
+    """The one that the run may go on from."""
+
+    def folder_of(self, copy: Copy) -> Path:
+        """Its folder on this host, with all but tensors. Raises ValueError, on every rank."""
+        ...
+
+    def fetch(self, copy: Copy, folder: Path, groups: Groups) -> None:
+        """Have those files with tensors in it that its ranks read. Raises OSError or ValueError, on every rank."""
+        ...
 
 
 def checkpoints_of(settings: Settings) -> Path:
@@ -82,63 +112,6 @@ def checkpoints_of(settings: Settings) -> Path:
 
 
 # --------------------------------------------------------------------------------------------------------------- save
-
-
-def make_place(settings: Settings, groups: Groups) -> list[str]:
-    """Make the folder of a run's checkpoints, before there is anything to lose.
-
-    Returns a remark if there is less room than its checkpoints will need. Raises ValueError if the folder cannot be
-    written, or if the ranks' hosts do not share it.
-    """
-    folder = checkpoints_of(settings)
-    # Named like a checkpoint that is being written, so that what is left of it is removed like one.
-    here = folder / everyone(f"step-here-{platform.node()}-{time.time_ns()}.tmp")[0]
-    try:
-        _by_first(lambda: here.mkdir(parents=True))
-        _together(lambda: _require_shared(here))
-        _by_first(here.rmdir)
-    except (OSError, ValueError) as error:
-        fix = "name a folder that you can write to, on a file system that all hosts share"
-        raise ValueError(_problem(settings, f"no place for checkpoints: {error}", fix)) from None
-    size, there, available = _size_of(_state(groups)), len(_newest_first(folder)), free(folder)
-    more = max(1, min(_most(settings.train), there + _saves(settings.train)) - there)
-    if more * size <= available:
-        return []
-    what = f"{more} more checkpoints" if more > 1 else "a checkpoint"
-    text = f"{what} will take {shown(more * size)} there, and {shown(available)} are free"
-    return [_problem(settings, text, "make room before the first one")]
-
-
-def _saves(train: TrainConfig) -> int:
-    """Checkpoints that a whole run writes."""
-    return -(-train.steps // train.save_every) if train.save_every else 1
-
-
-def _most(train: TrainConfig) -> int:
-    """Most checkpoints that are there at a time, with the one that is being written."""
-    for_good = train.steps // math.lcm(train.keep_every, train.save_every or train.steps) if train.keep_every else 0
-    return train.keep + train.keep_best + for_good + 1
-
-
-def require_memory(settings: Settings, groups: Groups, available: int) -> None:
-    """Refuse to save behind steps where the copies of a host's ranks are larger than the memory that is `available`.
-
-    Raises ValueError, on every rank.
-    """
-    ranks = everyone((platform.node(), copied_bytes(_state(groups)), available))
-    for host in dict.fromkeys(name for name, _, _ in ranks):
-        of_host = [(size, room) for name, size, room in ranks if name == host]
-        size, room = sum(size for size, _ in of_host), min(room for _, room in of_host)
-        if size > room:
-            reason = f"the copies of {host}'s ranks take {shown(size)}, and {shown(room)} of its memory are available"
-            fix = "train.save_behind = False, with which training waits until a checkpoint is written"
-            raise ValueError(problem("train.save_behind", True, settings.origins, reason, fix))
-
-
-def _require_shared(here: Path) -> None:
-    if not here.exists():
-        rank, _ = rank_and_world()
-        raise ValueError(f"rank {rank} on {platform.node()} does not see {here}, which rank 0 has created")
 
 
 @dataclass(frozen=True)
@@ -162,7 +135,7 @@ def save(settings: Settings, moment: Moment, groups: Groups) -> Path:
     for on a full disk nothing else would find room. ValueError if it takes some rank much longer than others.
     """
     folder = _folder_of(settings, moment)
-    return _write(settings, moment, _state(groups), CheckpointWriter(folder, publishes=False), None)
+    return _write(settings, moment, state_of(groups), CheckpointWriter(folder, publishes=False), None)
 
 
 def save_behind(settings: Settings, moment: Moment, groups: Groups) -> Saving:
@@ -174,14 +147,19 @@ def save_behind(settings: Settings, moment: Moment, groups: Groups) -> Saving:
     writer = CheckpointWriter(folder, publishes=False, of_copies=True)
     return background.save_behind(
         folder.final,
-        _state(groups),
+        state_of(groups),
         lambda copied, group: _write(settings, moment, copied, writer, group),
         timeout=settings.train.hang_timeout,
     )
 
 
 def _folder_of(settings: Settings, moment: Moment) -> WholeFolder:
-    return WholeFolder(checkpoints_of(settings) / f"step-{moment.step:08d}")
+    return WholeFolder(checkpoints_of(settings) / name_of(moment.step))
+
+
+def name_of(step: int) -> str:
+    """The name of a checkpoint of so many steps."""
+    return f"step-{step:08d}"
 
 
 def _write(
@@ -189,27 +167,39 @@ def _write(
 ) -> Path:
     """Write a checkpoint. What ranks send each other goes over a group, or that of all ranks."""
     folder = writer.folder
+    with in_time(settings, f"write the checkpoint of step {moment.step}"):
+        try:
+            run_dcp("", dcp.save, state, storage_writer=writer, process_group=group)
+            meta = meta_of(settings, moment, together(lambda: my_checksums(folder.temporary), group))
+            by_first(lambda: _publish(folder, meta, settings.train), group)
+        except (OSError, ValueError) as error:
+            writer.give_up()
+            raise SaveFailed(_refused(settings, moment.step, state, error, group)) from None
+    return folder.final
+
+
+@contextlib.contextmanager
+def in_time(settings: Settings, task: str) -> Iterator[None]:
+    """Name the setting where a rank gives up to wait until others have done a task. Raises ValueError."""
     try:
-        run_dcp("", dcp.save, state, storage_writer=writer, process_group=group)
-        sums = _together(lambda: my_checksums(folder.temporary), group)
-        meta = {
-            "format": FORMAT, "step": moment.step, "position": moment.position, "text": moment.text,
-            "more": dict(moment.more), "world": settings.world, "digest": digest(settings),
-            "versions": {"torch": torch.__version__, "python": platform.python_version()},
-            "network": LABELS.get(settings.train.transport, "real"), "config": stored(settings),
-            "files": {name: entry for part in sums for name, entry in part.items()},
-        }  # fmt: skip
-        _by_first(lambda: _publish(folder, meta, settings.train), group)
-    except (OSError, ValueError) as error:
-        writer.give_up()
-        raise SaveFailed(_refused(settings, moment.step, state, error, group)) from None
-    except RuntimeError as error:  # of gloo: the others may still be writing
+        yield
+    except RuntimeError as error:  # of gloo: the others may still be at it
         if "Timed out" not in str(error):
             raise
         limit = settings.train.hang_timeout
-        reason = f"a rank has waited longer than that for the others to write the checkpoint of step {moment.step}"
+        reason = f"a rank has waited longer than that for the others to {task}"
         raise ValueError(problem("train.hang_timeout", limit, settings.origins, reason, "a longer one")) from None
-    return folder.final
+
+
+def meta_of(settings: Settings, moment: Moment, sums: Iterable[Mapping[str, list[int]]]) -> dict[str, Any]:
+    """What `meta.json` has. `sums` are checksums of files, by rank."""
+    return {
+        "format": FORMAT, "step": moment.step, "position": moment.position, "text": moment.text,
+        "more": dict(moment.more), "world": settings.world, "digest": digest(settings),
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "network": LABELS.get(settings.train.transport, "real"), "config": stored(settings),
+        "files": {name: entry for part in sums for name, entry in part.items()},
+    }  # fmt: skip
 
 
 def _publish(folder: WholeFolder, meta: Mapping[str, Any], train: TrainConfig) -> None:
@@ -218,7 +208,7 @@ def _publish(folder: WholeFolder, meta: Mapping[str, Any], train: TrainConfig) -
     sync(folder.temporary / META)
     folder.publish()
     _link("latest", folder.final)
-    there = _newest_first(folder.final.parent)
+    there = newest_first(folder.final.parent)
     best = _best_first(there)[: train.keep_best] if train.keep_best else []
     if best:
         _link("best", best[0])
@@ -258,14 +248,14 @@ def _refused(
     settings: Settings, step: int, state: Mapping[str, FlatTensor], error: OSError | ValueError, group: OfRanks
 ) -> str:
     """The message about a save that has failed: what rank 0 sees once all have removed what they wrote."""
-    size, folder = shown(_size_of(state, group)), checkpoints_of(settings)
-    there = _newest_first(folder)
+    size, folder = shown(size_of(state, group)), checkpoints_of(settings)
+    there = newest_first(folder)
     last = f"the last one is {there[0]}" if there else "there is no earlier one"
     reason = f"the checkpoint of step {step} ({size}) cannot be written: {error}; {shown(free(folder))} are free there"
-    return everyone(_problem(settings, f"{reason}, and {last}", "make room there, or make it writable"), group)[0]
+    return everyone(problem_of(settings, f"{reason}, and {last}", "make room there, or make it writable"), group)[0]
 
 
-def _size_of(state: Mapping[str, FlatTensor], group: OfRanks = None) -> int:
+def size_of(state: Mapping[str, FlatTensor], group: OfRanks = None) -> int:
     """Bytes of a checkpoint, of all ranks."""
     mine = {name: prod(shard.shape) * shard.dtype.itemsize for name, shard in state.items()}
     return sum({name: size for part in everyone(mine, group) for name, size in part.items()}.values())
@@ -281,15 +271,17 @@ def resumes(settings: Settings) -> bool:
     return bool(_candidates(settings))
 
 
-def restore(settings: Settings, groups: Groups, text: TextUpTo = lambda _: "") -> Restored | None:
+def restore(
+    settings: Settings, groups: Groups, text: TextUpTo = lambda _: "", memory: InMemory | None = None
+) -> Restored | None:
     """Load the checkpoint that `run.resume` asks for into the tensors of `groups`; None if there is none to load.
 
-    `auto` takes the newest checkpoint of the run that is not damaged. Whatever the run does not continue from is
-    renamed, so that it is neither taken for this run's nor deleted. Raises ValueError if the checkpoint is missing or
-    damaged, or belongs to another model, or if the folder cannot be written.
+    `auto` takes the newest checkpoint of the run that is not damaged, on disk or in `memory`. Whatever the run does not
+    continue from is renamed, so that it is neither taken for this run's nor deleted. Raises ValueError if the
+    checkpoint is missing or damaged, or belongs to another model, or if the folder cannot be written.
     """
     _change_folder(settings, lambda: clean_up(checkpoints_of(settings), STEPS))
-    restored = None if settings.run.resume == "off" else _find_and_load(settings, groups, text)
+    restored = None if settings.run.resume == "off" else _find_and_load(settings, groups, text, memory)
     _change_folder(settings, lambda: _set_others_aside(settings, restored))
     return restored
 
@@ -297,16 +289,19 @@ def restore(settings: Settings, groups: Groups, text: TextUpTo = lambda _: "") -
 def _change_folder(settings: Settings, action: Callable[[], object]) -> None:
     """Have rank 0 move checkpoints of earlier runs. No other run writes there: a run locks its folder."""
     try:
-        _by_first(action)
+        by_first(action)
     except OSError as error:
         reason = f"the checkpoints of an earlier run there cannot be moved ({error})"
-        raise ValueError(_problem(settings, reason, "make it writable, or name another folder")) from None
+        raise ValueError(problem_of(settings, reason, "make it writable, or name another folder")) from None
 
 
-def _find_and_load(settings: Settings, groups: Groups, text: TextUpTo) -> Restored | None:
+def _find_and_load(settings: Settings, groups: Groups, text: TextUpTo, memory: InMemory | None) -> Restored | None:
     resume, notes = settings.run.resume, list[str]()
     candidates = _candidates(settings)
+    copy = memory.newest if memory and resume == "auto" else None
     for path in candidates:
+        if copy and copy.step > _step_of(path):
+            break
         damage = damage_of(path)
         if not damage:
             return _load(path, settings, groups, text, notes)
@@ -314,6 +309,11 @@ def _find_and_load(settings: Settings, groups: Groups, text: TextUpTo) -> Restor
             fix = "name a complete checkpoint, such as runs/<name>/checkpoints/latest"
             raise ValueError(problem("run.resume", resume, settings.origins, damage, fix))
         notes.append(f"checkpoint {path} is damaged ({damage}) and was passed over")
+    if memory and copy:
+        notes.append(f"the run goes on from the copy of step {copy.step} in the memory of its hosts")
+        path = memory.folder_of(copy)
+        restored = _load(path, settings, groups, text, notes, lambda: memory.fetch(copy, path, groups))
+        return replace(restored, in_memory=True)
     if candidates:
         reason = "; ".join(notes)
         fix = f"delete {checkpoints_of(settings)} or set run.resume = off to start over"
@@ -324,10 +324,18 @@ def _find_and_load(settings: Settings, groups: Groups, text: TextUpTo) -> Restor
 def _candidates(settings: Settings) -> list[Path]:
     """Checkpoints of which the first whole one is loaded, unless `run.resume` is off."""
     resume = settings.run.resume
-    return everyone(_newest_first(checkpoints_of(settings)))[0] if resume == "auto" else [Path(resume)]
+    return everyone(newest_first(checkpoints_of(settings)))[0] if resume == "auto" else [Path(resume)]
 
 
-def _load(path: Path, settings: Settings, groups: Groups, text: TextUpTo, notes: list[str]) -> Restored:
+def _load(
+    path: Path,
+    settings: Settings,
+    groups: Groups,
+    text: TextUpTo,
+    notes: list[str],
+    fetch: Callable[[], object] = lambda: None,
+) -> Restored:
+    """Load a checkpoint. `fetch` brings the files of those tensors that this rank reads, if they fit."""
     meta = json.loads((path / META).read_text())
     reader, planner = HarmlessReader(path), HarmlessPlanner()
     try:
@@ -343,7 +351,8 @@ def _load(path: Path, settings: Settings, groups: Groups, text: TextUpTo, notes:
         fix = "the same model settings, another run.name, or run.resume = off to start over"
         raise ValueError(problem("run.resume", settings.run.resume, settings.origins, reason, fix))
     try:
-        run_dcp(f"{path} cannot be read: ", dcp.load, _state(groups), storage_reader=reader, planner=planner)
+        fetch()
+        run_dcp(f"{path} cannot be read: ", dcp.load, state_of(groups), storage_reader=reader, planner=planner)
     except (OSError, ValueError) as error:
         fix = "name another checkpoint, or start again if this may pass"
         raise ValueError(problem("run.resume", settings.run.resume, settings.origins, str(error), fix)) from error
@@ -362,7 +371,7 @@ def _differences(reader: HarmlessReader, groups: Groups) -> list[str]:
         for name, entry in reader.read_metadata().state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-    mine = {name: tuple(shard.shape) for name, shard in _state(groups).items()}
+    mine = {name: tuple(shard.shape) for name, shard in state_of(groups).items()}
     wanted = {name: shape for part in everyone(mine) for name, shape in part.items()}
     return [
         f"{name} is {_shape(saved.get(name))} in the checkpoint and {_shape(wanted.get(name))} here"
@@ -378,20 +387,23 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 def _set_others_aside(settings: Settings, restored: Restored | None) -> None:
     """Rename the checkpoints of an earlier run in this folder, or those behind the one that was loaded."""
     folder = checkpoints_of(settings)
-    if restored is None or restored.path.resolve().parent != folder.resolve():
-        if folder.exists() and any(folder.iterdir()):
+    if restored is None or not (restored.in_memory or restored.path.resolve().parent == folder.resolve()):
+        if folder.exists() and {path.name for path in folder.iterdir()} - {IDENTITY}:
             set_aside(folder)
         if restored is not None:  # another run's: what was measured here does not belong to it
             set_aside(Path(settings.run.folder) / "metrics.jsonl")
         return
-    current = restored.path.resolve()
-    for path in _newest_first(folder):
-        if path.name > current.name:
+    there = newest_first(folder)
+    for path in there:
+        if _step_of(path) > restored.step:
             set_aside(path)
-    _link("latest", current)
-    best = folder / "best"
-    if best.is_symlink() and not best.exists():
-        best.unlink()
+    before = [path for path in there if _step_of(path) <= restored.step]
+    if before:
+        _link("latest", before[0] if restored.in_memory else restored.path.resolve())
+    for name in ("latest", "best"):
+        link = folder / name
+        if link.is_symlink() and not link.exists():
+            link.unlink()
 
 
 def set_aside(path: Path) -> Path | None:
@@ -407,7 +419,7 @@ def set_aside(path: Path) -> Path | None:
 # --------------------------------------------------------------------------------------------------------------- both
 
 
-def _state(groups: Groups) -> dict[str, FlatTensor]:
+def state_of(groups: Groups) -> dict[str, FlatTensor]:
     """As DCP takes it."""
     state = {
         f"{kind}.{piece.name}": FlatTensor(piece.tensor, piece.shape, piece.lo, piece.hi, part=piece.part)
@@ -418,29 +430,10 @@ def _state(groups: Groups) -> dict[str, FlatTensor]:
     return state
 
 
-def _newest_first(folder: Path) -> list[Path]:
+def newest_first(folder: Path) -> list[Path]:
     """Folders of checkpoints with their final names, by step."""
     return sorted((p for p in folder.glob(STEPS) if p.is_dir() and not p.suffix), reverse=True)
 
 
-def _problem(settings: Settings, reason: str, fix: str) -> str:
+def problem_of(settings: Settings, reason: str, fix: str) -> str:
     return problem("run.folder", settings.run.folder, settings.origins, reason, fix)
-
-
-def _together(action: Callable[[], T], group: OfRanks = None) -> list[T]:
-    """The results of an action on every rank. An OSError or ValueError of one rank is raised on all, so none hangs."""
-    result: Any = None
-    error: tuple[type[Exception], str] | None = None
-    try:
-        result = action()
-    except (OSError, ValueError) as caught:
-        error = OSError if isinstance(caught, OSError) else ValueError, str(caught)
-    answers = everyone((result, error), group)
-    for kind, text in (found for _, found in answers if found):  # of the lowest rank, so that all say the same
-        raise kind(text)
-    return [answer for answer, _ in answers]
-
-
-def _by_first(action: Callable[[], object], group: OfRanks = None) -> None:
-    """Have rank 0 do something, on a file system that all share. Its OSError or ValueError is raised on all."""
-    _together(lambda: action() if rank_and_world()[0] == 0 else None, group)

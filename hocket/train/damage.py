@@ -7,20 +7,19 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
-from hocket.runtime.world import everyone
+from hocket.runtime.world import everyone, rank_and_world
 
 FORMAT = 1
 """Number of the format. It changes whenever saved data changes its meaning."""
 
-META = "meta.json"
+META, METADATA = "meta.json", ".metadata"
+"""Files beside those with tensors: hocket's, and that of DCP."""
 
 
 def my_checksums(folder: Path) -> dict[str, list[int]]:
     """Checksums of the DCP files that this rank has written into a folder. Raises OSError."""
     rank, _ = rank_and_world()
-    files = [folder / ".metadata"] if rank == 0 else []
+    files = [folder / METADATA] if rank == 0 else []
     return {file.name: checksum(file) for file in [*files, *sorted(folder.glob(f"__{rank}_*"))]}
 
 
@@ -42,12 +41,12 @@ def _damage_seen(path: Path) -> str:
     """The damage that this rank sees. The ranks share the work of reading everything once."""
     try:
         meta = json.loads((path / META).read_text())
-        if not _is_complete(meta):
+        if not is_complete(meta):
             return f"{path / META} cannot be read"
         if meta["format"] != FORMAT:
             return f"it has format {meta['format']}, and this version of hocket reads format {FORMAT}"
         rank, world = rank_and_world()
-        found = (_damage_of_file(path / name, entry) for name, entry in sorted(meta["files"].items())[rank::world])
+        found = (damage_of_file(path / name, entry) for name, entry in sorted(meta["files"].items())[rank::world])
         return next(filter(None, found), "")
     except FileNotFoundError:
         return f"{path} is not a checkpoint: it has no {META}" if path.exists() else f"{path} does not exist"
@@ -57,20 +56,17 @@ def _damage_seen(path: Path) -> str:
         return f"{path / META} cannot be read"
 
 
-def _is_complete(meta: Any) -> bool:
+def is_complete(meta: Any) -> bool:
+    """Whether a `meta.json` has what a run goes on from. What it lacks altogether raises an error of Python."""
     whole = all(isinstance(meta[name], int) and meta[name] >= 0 for name in ("step", "position"))
-    return whole and bool(meta["config"].keys()) and ".metadata" in meta["files"]
+    return whole and bool(meta["config"].keys()) and METADATA in meta["files"]
 
 
-def _damage_of_file(file: Path, entry: list[int]) -> str:
+def damage_of_file(file: Path, entry: list[int]) -> str:
+    """The same of one file with tensors, which should have this size and checksum. Raises OSError."""
     if not file.exists():
         return f"{file} is missing"
     size = file.stat().st_size
     if size != entry[0]:
         return f"{file} has {size:,} bytes instead of {entry[0]:,}"
     return "" if checksum(file) == entry else f"the checksum of {file} is wrong"
-
-
-def rank_and_world() -> tuple[int, int]:
-    """(rank, ranks), also where there is no process group."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

@@ -10,6 +10,7 @@ from pathlib import Path
 from hocket.fsdp.saving.background import Saving
 from hocket.resolve import Settings
 from hocket.train.checkpoint import Groups, Moment, SaveFailed, save, save_behind
+from hocket.train.memory import Memory
 from hocket.train.metrics import Metrics
 
 
@@ -20,7 +21,8 @@ class _UnderWay:
 
 
 class Saves:
-    """The checkpoints of one run, which has done `step` steps. Every rank calls its methods alike.
+    """The checkpoints of one run, which has done `step` steps, and its copies in `memory`. Every rank calls its methods
+    alike.
 
     `state` and `moment` say what there is to save, when they are called.
 
@@ -29,20 +31,33 @@ class Saves:
     """
 
     def __init__(
-        self, settings: Settings, metrics: Metrics, step: int, state: Callable[[], Groups], moment: Callable[[], Moment]
+        self,
+        settings: Settings,
+        metrics: Metrics,
+        step: int,
+        state: Callable[[], Groups],
+        moment: Callable[[], Moment],
+        memory: Memory | None = None,
     ) -> None:
-        self.settings, self._metrics = settings, metrics
+        self.settings, self._metrics, self._memory = settings, metrics, memory
         self._state, self._moment = state, moment
         self._saved = step
         self._under_way: _UnderWay | None = None
+        self._copying: _UnderWay | None = None
 
     def look(self) -> None:
-        """Tell of a save that has ended meanwhile. Ranks may see that at different steps."""
+        """Tell of a save or copy that has ended meanwhile. Ranks may see that at different steps."""
         if self._under_way is not None and self._under_way.saving.done():
-            self.wait()
+            self._wait_for_checkpoint()
+        if self._copying is not None and self._copying.saving.done():
+            self._wait_for_copy()
 
     def wait(self) -> None:
-        """Wait until the save that is under way has ended, and tell of it."""
+        """Wait until the save and the copy that are under way have ended, and tell of them."""
+        self._wait_for_copy()
+        self._wait_for_checkpoint()
+
+    def _wait_for_checkpoint(self) -> None:
         if self._under_way is None:
             return
         step, saving = self._under_way.step, self._under_way.saving
@@ -50,17 +65,50 @@ class Saves:
         try:
             path = saving.result()
         except SaveFailed as error:
-            self._warn(step, error)
+            self._warn(error, "saves", step + self.settings.train.save_every)
             return
         self._saved = step
         self._metrics.saved(step, path, saving.copy_seconds, saving.write_seconds)
 
+    def _wait_for_copy(self) -> None:
+        if self._copying is None:
+            return
+        step, saving = self._copying.step, self._copying.saving
+        self._copying = None
+        try:
+            saving.result()
+        except SaveFailed as error:
+            self._warn(error, "copies", step + self.settings.train.memory_every)
+            return
+        self._metrics.copied(step, saving.copy_seconds, saving.write_seconds)
+
     def went_back(self, step: int) -> None:
         """The run is at a checkpoint of `step` steps again."""
         self._saved = step
+        if self._memory:
+            self._memory.drop()
 
-    def between(self) -> None:
-        """Save between two steps: begin to, once the save before has ended, or do all of it."""
+    def between(self, step: int) -> None:
+        """What is due between two steps, with `step` of them done."""
+        train = self.settings.train
+        if train.memory_every and self._memory and step % train.memory_every == 0:
+            self._copy()
+        if train.save_every and step % train.save_every == 0:
+            self._save()
+
+    def _copy(self) -> None:
+        assert self._memory is not None
+        moment = self._moment()
+        if self._copying is not None and not self._copying.saving.done():
+            self._metrics.say(
+                f"note     step {moment.step} waits until the copy of step {self._copying.step} is made: a longer "
+                "train.memory_every would spare that"
+            )
+        self._wait_for_copy()
+        self._copying = _UnderWay(moment.step, self._memory.copy(moment, self._state()))
+
+    def _save(self) -> None:
+        """Begin to save, once the save before has ended, or do all of it."""
         moment = self._moment()
         if self._under_way is not None and not self._under_way.saving.done():
             before = self._under_way.step
@@ -68,20 +116,23 @@ class Saves:
                 f"note     step {moment.step} waits until the checkpoint of step {before} is written: a longer "
                 "train.save_every, or a faster disk, would spare that"
             )
-        self.wait()
+        self._wait_for_checkpoint()
         if self.settings.train.save_behind:
             self._under_way = _UnderWay(moment.step, save_behind(self.settings, moment, self._state()))
             return
         try:
             self._now(moment)
         except SaveFailed as error:
-            self._warn(moment.step, error)
+            self._warn(error, "saves", moment.step + self.settings.train.save_every)
 
     def last(self) -> str:
         """Save what is not saved yet, at the end of a run. Returns where, or nothing. Raises SaveFailed."""
         self.wait()
         moment = self._moment()
-        return str(self._now(moment)) if self._saved != moment.step else ""
+        where = str(self._now(moment)) if self._saved != moment.step else ""
+        if self._memory:
+            self._memory.end()
+        return where
 
     def _now(self, moment: Moment) -> Path:
         begun = time.perf_counter()
@@ -90,6 +141,6 @@ class Saves:
         self._metrics.saved(moment.step, path, 0.0, time.perf_counter() - begun)
         return path
 
-    def _warn(self, step: int, error: SaveFailed) -> None:
-        again = min(step + self.settings.train.save_every, self.settings.train.steps)
-        self._metrics.say(f"WARNING  {error}; the run goes on, and saves again after step {again}")
+    def _warn(self, error: SaveFailed, does: str, step: int) -> None:
+        again = min(step, self.settings.train.steps)
+        self._metrics.say(f"WARNING  {error}; the run goes on, and {does} again after step {again}")

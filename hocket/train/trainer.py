@@ -31,11 +31,13 @@ from hocket.runtime.collection import collect_after, no_collection
 from hocket.runtime.recorder import Watchdog
 from hocket.runtime.world import everyone
 from hocket.settings.schema import leaf, problem
-from hocket.train.checkpoint import Moment, Restored, make_place, require_memory, restore, resumes
+from hocket.train.checkpoint import Moment, Restored, restore, resumes
 from hocket.train.data import Bins, Mixed, Rows, make_streams
+from hocket.train.memory import Memory
 from hocket.train.metrics import Metrics, StepRecord
 from hocket.train.pieces import Range
 from hocket.train.profiling import ProfileWindow
+from hocket.train.room import make_place, require_memory
 from hocket.train.saves import Saves
 from hocket.train.schedule import learning_rate
 from hocket.train.signals import StopRequest
@@ -61,6 +63,8 @@ class Trainer:
         self._rewinds = 0  # times that the run went back to a checkpoint
         self._held_out: float | None = None  # the loss of a validation behind the last step
         self._remarks = list[str]()
+        self._memory: Memory | None = None
+        self._saved = 0  # steps of the checkpoint on disk that the run goes on from
 
     def _require_same_text(self) -> None:
         """Raise ValueError unless all ranks, which may be on several hosts, have found the same text."""
@@ -84,13 +88,17 @@ class Trainer:
             engine.init_weights()
         if self.pretends:
             return
-        restored = restore(settings, self._state(), self.text.up_to)
+        self._memory = Memory(settings) if self.saves else None
+        restored = restore(settings, self._state(), self.text.up_to, self._memory)
         notes = make_place(settings, self._state()) if settings.train.keep else []
         if self.saves and settings.train.save_behind and 0 < settings.train.save_every < settings.train.steps:
             require_memory(settings, self._state(), available_memory())
+        if self._memory:
+            notes += self._memory.start(self._state(), restored.step if restored and restored.in_memory else None)
         self._remarks = [*(restored.notes if restored else ()), *notes]
         if restored is not None:
             self.position = restored.position
+            self._saved = -1 if restored.in_memory else restored.step
             if restored.more.get("samples", self.text.samples) != self.text.samples:
                 self._remarks.append(OTHER_TEXT)
             self._go_on(restored)
@@ -146,9 +154,7 @@ class Trainer:
         train = self.settings.train
         if self.pretends:
             train = dataclasses.replace(train, eval_batches=0)
-        if not self.saves:
-            train = dataclasses.replace(train, save_every=0)
-        saves = Saves(self.settings, metrics, self.step, self._state, self._moment)
+        saves = Saves(self.settings, metrics, self._saved, self._state, self._moment, self._memory)
         try:
             return self._steps(train, saves, metrics, stop, window)
         except ValueError:  # of all ranks, so none waits for one that has ended
@@ -173,9 +179,8 @@ class Trainer:
                 self._validate(metrics)
                 evaluated = self.step
             saves.look()
-            due = train.save_every and self.step % train.save_every == 0 and self.step < train.steps
-            if due and not signal and not self._in_a_row:
-                saves.between()
+            if self.saves and self.step < train.steps and not signal and not self._in_a_row:
+                saves.between(self.step)
             if signal:
                 where = saves.last() if self.saves else ""
                 metrics.say(f"stopped by signal {signal}; {f'saved in {where}' if where else 'unsaved'}")

@@ -38,7 +38,8 @@ class CheckpointWriter(dcp.FileSystemWriter):
     """Writes a folder in DCP's format. See Note: [A checkpoint is there or it is not].
 
     The folder gets its name when DCP is done; with `publishes` false the caller has more to write, and does that.
-    `of_copies` says that it writes copies in host memory, in a thread. `others` are further names of parameters of the
+    `of_copies` says that it writes copies in host memory, in a thread; `apart`, that each host has a folder of its own
+    under that name, and files of its ranks alone. `others` are further names of parameters of the
     key `model`: they get entries that point to the same bytes, so that a plain module finds every name of a shared
     parameter.
     """
@@ -50,8 +51,9 @@ class CheckpointWriter(dcp.FileSystemWriter):
         *,
         publishes: bool = True,
         of_copies: bool = False,
+        apart: bool = False,
     ) -> None:
-        self.folder, self.others, self.publishes = folder, dict(others or {}), publishes
+        self.folder, self.others, self.publishes, self.apart = folder, dict(others or {}), publishes, apart
         self._begun = False
         # DCP's way to copy from a GPU while it writes would take the thread's current device, which is GPU 0.
         ahead = 0 if of_copies else 10_000_000
@@ -80,7 +82,8 @@ class CheckpointWriter(dcp.FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """The coordinator, when all ranks have written."""
-        self._check(results)
+        if not self.apart:
+            self._check(results)
         self._add_other_names(metadata, results)
         super().finish(metadata, results)
         if self.publishes:

@@ -1,0 +1,76 @@
+"""Whether there is room for what a run will save, asked before there is anything to lose.
+
+All functions here are collective, as those of `train/checkpoint.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+import time
+from pathlib import Path
+
+from hocket.config import TrainConfig
+from hocket.fsdp.saving.background import copied_bytes
+from hocket.fsdp.saving.whole import free, shown
+from hocket.resolve import Settings
+from hocket.runtime.world import by_first, everyone, rank_and_world, together
+from hocket.settings.schema import problem
+from hocket.train.checkpoint import Groups, checkpoints_of, newest_first, problem_of, size_of, state_of
+
+
+def make_place(settings: Settings, groups: Groups) -> list[str]:
+    """Make the folder of a run's checkpoints, before there is anything to lose.
+
+    Returns a remark if there is less room than its checkpoints will need. Raises ValueError if the folder cannot be
+    written, or if the ranks' hosts do not share it.
+    """
+    folder = checkpoints_of(settings)
+    # Named like a checkpoint that is being written, so that what is left of it is removed like one.
+    here = folder / everyone(f"step-here-{platform.node()}-{time.time_ns()}.tmp")[0]
+    try:
+        by_first(lambda: here.mkdir(parents=True))
+        together(lambda: _require_shared(here))
+        by_first(here.rmdir)
+    except (OSError, ValueError) as error:
+        fix = "name a folder that you can write to, on a file system that all hosts share"
+        raise ValueError(problem_of(settings, f"no place for checkpoints: {error}", fix)) from None
+    size, there, available = size_of(state_of(groups)), len(newest_first(folder)), free(folder)
+    more = max(1, min(_most(settings.train), there + _saves(settings.train)) - there)
+    if more * size <= available:
+        return []
+    what = f"{more} more checkpoints" if more > 1 else "a checkpoint"
+    text = f"{what} will take {shown(more * size)} there, and {shown(available)} are free"
+    return [problem_of(settings, text, "make room before the first one")]
+
+
+def _saves(train: TrainConfig) -> int:
+    """Checkpoints that a whole run writes."""
+    return -(-train.steps // train.save_every) if train.save_every else 1
+
+
+def _most(train: TrainConfig) -> int:
+    """Most checkpoints that are there at a time, with the one that is being written."""
+    for_good = train.steps // math.lcm(train.keep_every, train.save_every or train.steps) if train.keep_every else 0
+    return train.keep + train.keep_best + for_good + 1
+
+
+def require_memory(settings: Settings, groups: Groups, available: int) -> None:
+    """Refuse to save behind steps where the copies of a host's ranks are larger than the memory that is `available`.
+
+    Raises ValueError, on every rank.
+    """
+    ranks = everyone((platform.node(), copied_bytes(state_of(groups)), available))
+    for host in dict.fromkeys(name for name, _, _ in ranks):
+        of_host = [(size, room) for name, size, room in ranks if name == host]
+        size, room = sum(size for size, _ in of_host), min(room for _, room in of_host)
+        if size > room:
+            reason = f"the copies of {host}'s ranks take {shown(size)}, and {shown(room)} of its memory are available"
+            fix = "train.save_behind = False, with which training waits until a checkpoint is written"
+            raise ValueError(problem("train.save_behind", True, settings.origins, reason, fix))
+
+
+def _require_shared(here: Path) -> None:
+    if not here.exists():
+        rank, _ = rank_and_world()
+        raise ValueError(f"rank {rank} on {platform.node()} does not see {here}, which rank 0 has created")
