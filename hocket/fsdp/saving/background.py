@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import atexit
 import copy
-import functools
 import time
 import traceback
 import warnings
@@ -139,10 +138,14 @@ def in_background(folder: Path, write: Callable[[], Path], name: str = "checkpoi
     return saving
 
 
-@functools.cache
+_threads: dict[str, ThreadPoolExecutor] = {}
+
+
 def thread(name: str = "checkpoint") -> ThreadPoolExecutor:
     """A thread that saves. See Note: [Saving while training goes on]."""
-    return ThreadPoolExecutor(1, thread_name_prefix=name)
+    if name not in _threads:
+        _threads[name] = ThreadPoolExecutor(1, thread_name_prefix=name)
+    return _threads[name]
 
 
 _groups: dict[object, dist.ProcessGroup] = {}
