@@ -7,7 +7,7 @@ import functools
 import importlib
 import importlib.util
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, Unpack, overload
 from unittest.mock import patch
 
@@ -172,21 +172,23 @@ def clip_grad_norm_(module: nn.Module | ShardContext, max_norm: float) -> Tensor
     return norm
 
 
-@contextlib.contextmanager
-def instead_of_fsdp2() -> Iterator[None]:
+class instead_of_fsdp2(contextlib.ContextDecorator):
     """Inside, what looks up `torch.distributed.fsdp.fully_shard` finds hocket's: accelerate and `Trainer` do.
 
     They look when they prepare a model, so that belongs inside; what follows may come after. Weights that the first
-    rank alone has loaded (accelerate's `cpu_ram_efficient_loading`) reach the shards of the others, too.
+    rank alone has loaded (accelerate's `cpu_ram_efficient_loading`) reach the shards of the others, too. It may be
+    entered again, also inside of itself.
     """
-    global _inside
-    with _lock:
-        if not _inside:
-            _replace()
-        _inside += 1
-    try:
-        yield
-    finally:
+
+    def __enter__(self) -> None:
+        global _inside
+        with _lock:
+            if not _inside:
+                _replace()
+            _inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        global _inside
         with _lock:
             _inside -= 1
             if not _inside:

@@ -97,17 +97,20 @@ class Invocation:
         if self._started:
             self._started = False
             self._context.started.pop(self, None)
-        opened = self.unit.open
-        if self._goes_on:
-            pass  # another backward reads the weights; gradients are sent when it ends
-        elif opened[self.forward] > 1:
-            opened[self.forward] -= 1
-        else:  # the last one of its forward; or a graph is used again, and then any may be the last
-            del opened[self.forward]
-            self.unit.repeated.discard(self.forward)
-            if len(self.unit.modules) == 1 or self.unit.complete:
-                self.unit.reduce()
+        if not self._goes_on:  # else another backward reads the weights, and gradients are sent when it ends
+            self._close()
         self._context.look_back()
+
+    def _close(self) -> None:
+        opened = self.unit.open
+        if opened[self.forward] > 1:
+            opened[self.forward] -= 1
+            return
+        # The last one of its forward; or a graph is used again, and then any may be the last.
+        del opened[self.forward]
+        self.unit.repeated.discard(self.forward)
+        if len(self.unit.modules) == 1 or self.unit.complete:
+            self.unit.reduce()
 
 
 class _Inputs(torch.autograd.Function):

@@ -38,7 +38,8 @@ from torch import Tensor, nn
 
 from hocket.fsdp.home import Home, Offload
 from hocket.fsdp.layout import FlatLayout, Granularity
-from hocket.fsdp.part import Ask, How, Part, Place, plain
+from hocket.fsdp.part import Part
+from hocket.fsdp.place import Ask, How, Place
 from hocket.fsdp.precision import Precision
 from hocket.fsdp.shard_grads import LocalSum, ShardGrads
 from hocket.fsdp.shard_groups import ShardGroups
@@ -164,7 +165,7 @@ class ParamGroup:
             if mine is not None and mine._ask is not None:
                 mine._ask(value, how)
 
-        return Place(shard.full_name, shard.full_shape, shard.lo, shard.hi, ask)
+        return Place(shard.full_name, shard.full_shape, shard.lo, shard.hi, ask, self.splits)
 
     @property
     def learning(self) -> int:
@@ -259,11 +260,11 @@ class ParamGroup:
         self._said += 1
 
     @torch.no_grad()
-    def refresh(self) -> Pending | None:
-        """Bring what the optimizer wrote to where it is gathered from. Gathered weights are old from now on."""
+    def refresh(self, written: bool = False) -> Pending | None:
+        """Bring what the optimizer wrote to where it is gathered from, unless it has. Gathered weights are old now."""
         self._seen = self.edition
         if not self.groups.outer_shards:
-            if self.weight is not self.main:
+            if self.weight is not self.main and not written:
                 self.home.wait_out()
                 self.weight.copy_(self.main)
             return None
@@ -410,7 +411,7 @@ class ParamGroup:
         """What setting `shards[index].grad` to a tensor does: its values are copied."""
         if not self.trainable:
             raise ValueError(f"{self.members[index].name} is frozen and has no gradient: set it to None only")
-        shard = self.shards[index]
+        value = (shard := self.shards[index]).elements("grad", value)
         if value.shape != (shard.hi - shard.lo,):
             raise ValueError(
                 f"a gradient of shape {tuple(value.shape)} does not fit the shard of {shard.full_name} on this rank, "
@@ -422,7 +423,6 @@ class ParamGroup:
             if not self.has_grad:
                 self.main_grad.zero_()  # padding too, which no reduction has written
             view = self.grads.views()[index]
-            value = plain(value)
             if view.data_ptr() != value.data_ptr() or view.dtype != value.dtype:
                 view.copy_(value)
         self._has[index] = True

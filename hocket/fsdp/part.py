@@ -6,7 +6,14 @@ rank would find something else, and go its own way. So a shard and its gradient 
 of which parameter they are. What is computed from them element by element is such a part again. What is one number of
 the whole parameter, a sum, norm, mean or largest element, is computed over the ranks that keep the others: all of these
 call it. Whatever else depends on more than one element is an error, and so is an operation on parts of other elements.
-`to_local()` is a plain tensor.
+A whole tensor beside a part counts with the same elements. `to_local()` is a plain tensor.
+
+Note: [A part has the shape of its whole]
+Rules such as "no weight decay for vectors", counts of parameters, means by hand and initial values go by `shape`,
+`ndim`, `size()`, `len()` and `numel()`, which are the whole's. They are attributes in Python: kernels of torch see a
+1-D tensor of the elements that are here, at no cost, and `to_local()` has no other shape. A kernel of somebody else's
+would take an address together with `numel()`, and write beyond the end: so there is no `data_ptr()`. Another view of
+the whole is the same elements with another shape.
 
 A sum of shards inside of autograd has the value of the whole and the graph of this rank's elements, so that a backward
 through it is the error that it should be (Note: [Autograd never sees a shard]).
@@ -15,39 +22,58 @@ through it is the error that it should be (Note: [Autograd never sees a shard]).
 from __future__ import annotations
 
 import functools
-import operator
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-How = Literal["sum", "max"]
-Ask = Callable[[Tensor, How], None]
-"""The `sum` or `max` of a tensor over the ranks that keep the other elements, in place."""
+from hocket.fsdp.place import NUMBERS, WHOLE, Place, of_whole, one_number, over_ranks, refusal
 
 
-@dataclass(frozen=True)
-class Place:
-    """Which elements of a parameter a part has."""
+class WholeSize:
+    """Sizes of a whole parameter, by its `shape`. See Note: [A part has the shape of its whole]."""
 
-    name: str
     shape: torch.Size
-    lo: int
-    hi: int
-    ask: Ask
 
     @property
+    def ndim(self) -> int:
+        """Of the whole parameter."""
+        return len(self.shape)
+
+    def dim(self) -> int:
+        """Of the whole parameter."""
+        return len(self.shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        """Of the whole parameter."""
+        return self.shape if dim is None else self.shape[dim]
+
     def numel(self) -> int:
-        """Elements of the whole parameter."""
+        """Of the whole parameter."""
         return self.shape.numel()
 
+    nelement = numel
 
-class Part(Tensor):
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a 0-d tensor")
+        return self.shape[0]
+
+
+def no_address(name: str, here: int, numel: int) -> ValueError:
+    """The refusal of an address that goes with another number of elements."""
+    return ValueError(
+        f"data_ptr() of {name}, of which this rank has {here} of {numel} elements: a kernel that goes by shape or "
+        f"numel() would write beyond them; use to_local(), or an optimizer of torch's"
+    )
+
+
+class Part(WholeSize, Tensor):  # pyrefly: ignore[inconsistent-inheritance]
     """Elements of a sharded parameter, or what was computed from them. See Note: [A part knows its whole]."""
 
-    place: Place | None
+    place: Place
     is_sparse = False  # asked of each by optimizers
 
     @staticmethod
@@ -57,13 +83,25 @@ class Part(Tensor):
         part.place = place
         return part
 
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """Of the whole parameter."""
+        return self.place.shape
+
     def to_local(self) -> Tensor:
-        """The elements that are here, as a plain tensor."""
+        """The elements that are here, 1-D, as a plain tensor."""
         return plain(self)
+
+    def data_ptr(self) -> int:
+        """Refuse an address that goes with another number of elements."""
+        raise no_address(self.place.name, self.place.hi - self.place.lo, self.place.numel)
+
+    def __repr__(self) -> str:  # pyrefly: ignore[bad-override]  (Tensor's takes an argument of its own)
+        at = self.place
+        return f"Part({at.name}: elements {at.lo} to {at.hi} of {tuple(at.shape)}, {plain(self)})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Part:
         """A part of the same elements."""
-        assert self.place is not None
         copy = memo[id(self)] = Part.of(plain(self).clone(), self.place)
         return copy
 
@@ -84,10 +122,15 @@ def call(func: Any, args: Any, kwargs: Any) -> Any:
     name = getattr(func, "__name__", "")
     if name in ("__getitem__", "__setitem__"):
         _refuse_some(name, *args)
+    if name in ("__setitem__", "copy_"):
+        args = alongside(name, args)
     if name in _QUIET or name.startswith(("_fused_", "_amp_")):
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **kwargs)
         if name != "__get__" or not isinstance(found, Tensor):
+            return found
+        name = getattr(func.__self__, "__name__", name)  # of the attribute
+        if name in ("_base", "grad", "_grad"):
             return found
     if name.startswith("_foreach_"):
         return _of_each(func, name, args, kwargs)
@@ -99,35 +142,77 @@ def call(func: Any, args: Any, kwargs: Any) -> Any:
             return func(*args, **kwargs)
     place, *others = places.values()
     if name in _REFUSED:
-        raise _refusal(name, place)
+        raise refusal(name, place)
     _refuse_others(name, place, *others)
     return _call(func, name, args, kwargs, place)
 
 
 def _call(func: Any, name: str, args: Any, kwargs: Any, place: Place) -> Any:
-    if name in _WHOLE:
-        return _of_whole(func, name, args, kwargs, place)
-    if name in _NUMBERS:
-        return _NUMBERS[name](_one_number(args[0], name, place))
+    if name in WHOLE:
+        return of_whole(func, name, args, kwargs, place)
+    if name in NUMBERS:
+        return NUMBERS[name](one_number(args[0], name, place))
+    if name in _VIEWS:
+        return _view(func, name, args, kwargs, place)
     by_element = _by_element(name)
+    if by_element:
+        args = alongside(name, args)
     if name.endswith("_") and not by_element and getattr(func, "__module__", "") != "torch.nn.init":
-        raise _refusal(name, place)
+        raise refusal(name, place)
     with torch._C.DisableTorchFunctionSubclass():
         if name in _PLAIN:
             return func(*(plain(one) if isinstance(one, Part) else one for one in args), **kwargs)
         found = func(*args, **kwargs)
         if isinstance(found, tuple) and any(isinstance(one, Tensor) for one in found):
-            raise _refusal(name, place)
+            raise refusal(name, place)
         if not isinstance(found, Tensor) or any(found is one for one in (*args, *kwargs.values())):
             return found
-        if name == "__get__" and found.shape != (place.hi - place.lo,):
-            return found  # such as what a view is of
         count = place.hi - place.lo
         if found.shape == (count,) and by_element:
             return Part.of(found, place)
-        if by_element and found.numel() == count == place.numel and found.shape == place.shape:
-            return found  # the whole of a parameter that is this rank's alone
-    raise _refusal(name, place)
+    raise refusal(name, place)
+
+
+def _view(func: Any, name: str, args: Any, kwargs: Any, place: Place) -> Tensor:
+    """The same elements with the shape that a view of the whole has."""
+    part, *rest = args
+    with torch._C.DisableTorchFunctionSubclass():
+        mine = part.as_subclass(Tensor)
+        if not place.splits:
+            if len(mine) != place.numel:
+                raise refusal(name, place)
+            return func(mine.view(place.shape), *rest, **kwargs)
+        like = torch.empty(place.shape, dtype=mine.dtype, device="meta")
+        rest = [torch.empty(one.shape, device="meta") if isinstance(one, Tensor) else one for one in rest]
+        whole = func(like, *rest, **kwargs)
+        if whole.numel() != place.numel or whole.dtype != mine.dtype:
+            raise refusal(name, place)
+        return Part.of(mine.view_as(mine), replace(place, shape=whole.shape))
+
+
+def alongside(name: str, args: Sequence[Any]) -> tuple[Any, ...]:
+    """Arguments of a function of single elements, with the same elements of those that are whole.
+
+    What is changed in place, the first, stays as it is. Raises ValueError if that is whole, or for parts of other
+    elements.
+    """
+    places = [at for one in args if (at := getattr(one, "place", None)) is not None]
+    if not places:
+        return tuple(args)
+    place, *others = places
+    _refuse_others(name, place, *others)
+    here = (place.hi - place.lo,)
+
+    def is_whole(one: Any) -> bool:
+        is_plain = isinstance(one, Tensor) and getattr(one, "place", None) is None
+        return is_plain and one.shape == place.shape != here
+
+    if name == "__setitem__" and isinstance(args[1], slice) and args[1] != slice(None) and is_whole(args[0]):
+        return tuple(args)  # the caller says which elements of the whole these are
+    changes = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name.startswith("__i")
+    if changes and is_whole(args[0]):
+        raise refusal(name, place)
+    return tuple(one.reshape(-1)[place.lo : place.hi] if is_whole(one) else one for one in args)
 
 
 @functools.cache
@@ -153,20 +238,23 @@ def _refuse_some(name: str, x: Tensor, index: Any, *_: Any) -> None:
         return
     if name == "__setitem__" and isinstance(index, Tensor) and index.dtype == torch.bool:
         return
-    raise _refusal(name, place)
+    raise refusal(name, place)
 
 
 def _of_each(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """Call a function of lists, which optimizers use: elementwise ones, whose results are parts too, and norms."""
     if name in ("_foreach_norm", "_foreach_max"):
         return [getattr(one, name.removeprefix("_foreach_"))(*args[1:], **kwargs) for one in args[0]]
-    lists = [one for one in (*args, *kwargs.values()) if isinstance(one, list | tuple)] * (not name.endswith("_"))
-    places = [[p for one in of if (p := getattr(one, "place", None)) is not None] for of in zip(*lists, strict=True)]
+    lists = [one for one in (*args, *kwargs.values()) if isinstance(one, list | tuple)]
+    places = [[p for one in of if (p := getattr(one, "place", None)) is not None] for of in zip(*lists, strict=False)]
     for several in places:
-        _refuse_others(name, *several)
+        if len(several) > 1:
+            _refuse_others(name, *several)
     with torch._C.DisableTorchFunctionSubclass():
         found = func(*args, **kwargs)
-    return found if not any(places) else [_of_one(name, one, of) for one, of in zip(found, places, strict=True)]
+    if name.endswith("_") or not any(places):
+        return found
+    return [_of_one(name, one, of) for one, of in zip(found, places, strict=True)]
 
 
 def _of_one(name: str, found: Tensor, places: Sequence[Place]) -> Tensor:
@@ -174,7 +262,7 @@ def _of_one(name: str, found: Tensor, places: Sequence[Place]) -> Tensor:
     if not places:
         return found
     if found.shape != (places[0].hi - places[0].lo,):
-        raise _refusal(name, places[0])
+        raise refusal(name, places[0])
     return Part.of(found, places[0])
 
 
@@ -194,7 +282,7 @@ def _alike(func: Any, name: str, args: Any, kwargs: Any, *places: Place) -> bool
         if getattr(one, "place", None) is None and one.shape == place.shape:
             parts[i] = parts[i].reshape(-1)[place.lo : place.hi]
     differs = parts[0].new_tensor(not func(*parts, *args[2:], **more), dtype=torch.float64)
-    return not _over_ranks(differs, "max", place).item()
+    return not over_ranks(differs, "max", place).item()
 
 
 def _refuse_others(name: str, place: Place, *others: Place) -> None:
@@ -214,154 +302,27 @@ def _tensors(args: Any, kwargs: Any) -> Iterator[Tensor]:
             yield from (inside for inside in one if isinstance(inside, Tensor))
 
 
-def _refusal(name: str, place: Place) -> ValueError:
-    return ValueError(
-        f"{name} of a part of {place.name}, of which this rank has {place.hi - place.lo} of {place.numel} elements, "
-        f"would be something else on every rank: use to_local() for the elements that are here, or whole weights "
-        f"inside of ctx.gathered()"
-    )
-
-
-def _one_number(x: Tensor, name: str, place: Place) -> float | int | bool | complex:
-    """What is the only element of a parameter."""
-    if place.numel != 1:
-        raise _refusal(name, place)
-    return _over_ranks(plain_sum(x), "sum", place).item()
-
-
-def plain_sum(x: Tensor) -> Tensor:
-    """The sum of the elements that are here, without autograd."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return x.detach().as_subclass(Tensor).sum()
-
-
-def _over_ranks(value: Tensor, how: How, place: Place) -> Tensor:
-    """One number over the ranks."""
-    if value.is_complex():
-        return torch.complex(_over_ranks(value.real, how, place), _over_ranks(value.imag, how, place))
-    asked = value.double().reshape(1).clone()
-    place.ask(asked, how)
-    return asked.squeeze(0).to(value.device)
-
-
-def _of_whole(func: Any, name: str, args: Any, kwargs: Any, place: Place) -> Any:
-    """A number of the whole parameter."""
-    part, *rest = args
-    how = _WHOLE[name]
-    options = dict(kwargs)
-    given = [options.pop(key, None) for key in ("dim", "axis")]
-    if how is _norm:
-        p = options.pop("p", options.pop("ord", rest.pop(0) if rest else None))
-        if name == "linalg_norm" and p not in (None, "fro") and len(place.shape) != 1:
-            raise _refusal(name, place)  # of matrices, these are norms of singular values, or of rows and columns
-        options["p"] = 2 if p in (None, "fro") else p
-    if how in (_variance, _deviation) and rest and isinstance(rest[0], bool):
-        options["unbiased"] = rest.pop(0)
-    if rest and how is not _dot:
-        given.append(rest.pop(0))
-    dims = [dim for dim in given if dim not in (None, (), [])]
-    along = dims and not (
-        name not in ("max", "min")
-        and len(place.shape) == 1
-        and all(dim in (0, -1, (0,), [0], (-1,), [-1]) for dim in dims)
-    )
-    if along or rest[1:] or options.pop("keepdim", False) or options.pop("out", None) is not None:
-        raise _refusal(name, place)
-    with torch._C.DisableTorchFunctionSubclass():
-        mine = part.as_subclass(Tensor)
-        dtype = options.pop("dtype", None)
-        mine = mine if dtype is None else mine.to(dtype)
-        with torch.no_grad():
-            value = how(mine.detach(), place, *(plain(one) for one in rest), **options)
-        if not mine.requires_grad:
-            return value
-        return mine.sum() * 0 + value.detach()
-
-
-def _sum(x: Tensor, place: Place) -> Tensor:
-    total = _over_ranks(
-        x.sum(dtype=None if x.is_complex() or not x.is_floating_point() else torch.float64), "sum", place
-    )
-    return total.to(x.dtype if x.is_floating_point() or x.is_complex() else torch.int64)
-
-
-def _mean(x: Tensor, place: Place) -> Tensor:
-    return _sum(x, place) / place.numel
-
-
-def _count(x: Tensor, place: Place) -> Tensor:
-    return _over_ranks(x.count_nonzero(), "sum", place).long()
-
-
-def _norm(x: Tensor, place: Place, p: Any = 2) -> Tensor:
-    sizes = x.abs()
-    p = float(p)
-    if p == torch.inf:
-        return _most(sizes, place)
-    if p == -torch.inf:
-        return _least(sizes, place)
-    if p == 0:
-        return _count(x, place).to(sizes.dtype)
-    total = _over_ranks((sizes.double() ** p).sum(), "sum", place)
-    return (total ** (1 / p)).to(sizes.dtype)
-
-
-def _most(x: Tensor, place: Place) -> Tensor:
-    lost = x.isnan().any() if x.is_floating_point() else torch.zeros((), dtype=torch.bool)
-    low = torch.full((1,), -torch.inf, dtype=torch.float64, device=x.device)
-    largest = torch.cat([x.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).double(), low]).max()
-    found = _over_ranks(largest, "max", place)
-    is_lost = _over_ranks(lost.double().to(x.device), "max", place)
-    return torch.where(is_lost > 0, torch.nan, found).to(x.dtype) if x.is_floating_point() else found.to(x.dtype)
-
-
-def _least(x: Tensor, place: Place) -> Tensor:
-    if x.is_floating_point():
-        return -_most(-x, place)
-    return (-_most(-x.double(), place)).to(x.dtype)
-
-
-def _any(x: Tensor, place: Place) -> Tensor:
-    return _over_ranks(x.any().double(), "max", place).bool()
-
-
-def _all(x: Tensor, place: Place) -> Tensor:
-    return ~_any(~x.bool(), place)
-
-
-def _variance(x: Tensor, place: Place, unbiased: bool = True, correction: int | None = None) -> Tensor:
-    correction = int(unbiased) if correction is None else correction
-    mean = _over_ranks(x.double().sum(), "sum", place) / place.numel
-    total = _over_ranks((x.double() - mean).square().sum(), "sum", place)
-    return (total / (place.numel - correction)).to(x.dtype)
-
-
-def _deviation(x: Tensor, place: Place, unbiased: bool = True, correction: int | None = None) -> Tensor:
-    return _variance(x, place, unbiased, correction).sqrt()
-
-
-def _dot(x: Tensor, place: Place, other: Tensor) -> Tensor:
-    return _sum(x * other, place)
-
-
-_WHOLE: dict[str, Callable[..., Tensor]] = {
-    "sum": _sum, "mean": _mean, "norm": _norm, "vector_norm": _norm, "linalg_vector_norm": _norm,
-    "linalg_norm": _norm, "frobenius_norm": _norm, "max": _most, "amax": _most, "min": _least, "amin": _least,
-    "any": _any, "all": _all, "count_nonzero": _count, "var": _variance, "std": _deviation, "dot": _dot, "vdot": _dot,
-    "inner": _dot,
-}  # fmt: skip
-"""Functions by name that give one number of the whole parameter."""
-_NUMBERS: dict[str, Callable[[Any], Any]] = {
-    "item": lambda x: x, "__bool__": bool, "__float__": float, "__int__": int, "__index__": operator.index,
-    "__complex__": complex,
-}  # fmt: skip
-"""What makes a number of Python of a parameter that has one element."""
+_VIEWS = frozenset({"view", "reshape", "flatten", "ravel", "view_as", "reshape_as", "squeeze", "unsqueeze"})
+"""Functions that give the whole another shape, with its elements in the same order."""
 _REFUSED = frozenset(
     {
         *("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "sort", "argsort", "msort", "topk", "kthvalue"),
         *("median", "nanmedian", "mode", "quantile", "softmax", "log_softmax", "flip", "roll", "argmax", "argmin"),
         *("prod", "nansum", "nanmean", "logsumexp", "unique", "histc", "renorm", "renorm_", "aminmax", "outer"),
-        *("cat", "concat", "concatenate", "stack", "hstack", "vstack", "diff"),
+        *(
+            "cat",
+            "concat",
+            "concatenate",
+            "stack",
+            "hstack",
+            "vstack",
+            "diff",
+            "numpy",
+            "tolist",
+            "__array__",
+            "unbind",
+        ),
+        *("split", "chunk", "tensor_split", "__iter__", "__dlpack__"),
     }
 )
 """What depends on several elements in another way."""
@@ -373,8 +334,8 @@ _KEEPING = frozenset(
         *("tanhshrink", "bucketize", "prelu", "fake_quantize_per_tensor_affine", "dropout", "alpha_dropout"),
         *("native_dropout", "complex", "polar", "detach", "to", "cuda", "cpu", "float", "double", "half", "bfloat16"),
         *("type", "int", "long", "bool", "short", "char", "byte", "type_as", "cfloat", "cdouble", "contiguous"),
-        *("alias", "real", "imag", "conj", "conj_physical", "resolve_conj", "resolve_neg", "view", "reshape"),
-        *("flatten", "ravel", "view_as", "reshape_as", "expand_as", "expand", "broadcast_to", "pin_memory"),
+        *("alias", "real", "imag", "conj", "conj_physical", "resolve_conj", "resolve_neg"),
+        *("expand_as", "expand", "broadcast_to", "pin_memory", "data"),
         *("share_memory", "to_dense", "requires_grad", "retain_grad", "copy", "zero", "fill", "normal", "uniform"),
         *("bernoulli", "exponential", "random", "cauchy", "log_normal", "geometric", "set", "apply", "map", "rename"),
         *("special_erf", "special_expit", "poisson", "quantize_per_tensor"),
@@ -384,10 +345,8 @@ _KEEPING = frozenset(
 _PLAIN = frozenset(
     {
         *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_zeros", "new_empty"),
-        *("new_ones", "new_full", "new_tensor", "new_empty_strided", "view_as_real", "view_as_complex", "numpy"),
-        *("tolist", "__reduce_ex__", "__array__", "__dlpack__", "__repr__", "__str__", "__format__"),
-        *("is_same_size", "storage", "untyped_storage", "split", "chunk", "tensor_split"),
-        "unbind",
+        *("new_ones", "new_full", "new_tensor", "new_empty_strided", "view_as_real", "view_as_complex"),
+        *("__reduce_ex__", "__repr__", "__str__", "__format__", "is_same_size", "storage", "untyped_storage"),
     }
 )
 """What has or makes this rank's elements, on purpose."""

@@ -12,12 +12,6 @@ share it; `data` shares it too, unlike torch's. Fused optimizers change them wit
 torch optimizer the groups of its shards count as changed. Nothing that only reads changes anything, since one rank may
 do it alone, say to log, and all ranks must gather alike.
 
-Note: [A shard has the shape of its weight]
-Rules such as "no weight decay for vectors", counts of parameters and initial values go by `shape`, `ndim`, `size()` and
-`numel()`, which are the whole weight's. They are attributes in Python: kernels of torch see a 1-D tensor of the
-elements that are here, at no cost, and `detach()` has no other shape. A kernel of somebody else's would take an address
-together with `numel()`, and write beyond the end: so there is no `data_ptr()`.
-
 Note: [Random numbers are drawn whole]
 Initial values may be given after sharding, by `reset_parameters()` and `torch.nn.init`, to a model that was made on the
 meta device. Each rank then draws the numbers of the whole parameter, one parameter at a time, and keeps its own: ranks
@@ -39,7 +33,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from hocket.fsdp.part import Part, Place, call, plain
+from hocket.fsdp.part import Part, WholeSize, alongside, call, no_address, plain
+from hocket.fsdp.place import Place
 
 
 class Group(Protocol):
@@ -61,8 +56,8 @@ class Group(Protocol):
     def change(self, index: int, trains: bool) -> None: ...
 
 
-class ShardedParameter(nn.Parameter):
-    """Elements `lo:hi` of a whole parameter, flattened; may be none. Note: [A shard has the shape of its weight]."""
+class ShardedParameter(WholeSize, nn.Parameter):  # pyrefly: ignore[inconsistent-inheritance]
+    """Elements `lo:hi` of a whole parameter, flattened; may be none. Note: [A part has the shape of its whole]."""
 
     full_name: str
     """Of the whole parameter, in the root module."""
@@ -128,30 +123,6 @@ class ShardedParameter(nn.Parameter):
         """Of the whole parameter."""
         return self.to_local().shape if self._group is None else self.full_shape
 
-    @property
-    def ndim(self) -> int:  # type: ignore[override]
-        """Of the whole parameter."""
-        return len(self.shape)
-
-    def dim(self) -> int:
-        """Of the whole parameter."""
-        return len(self.shape)
-
-    def size(self, dim: int | None = None) -> Any:
-        """Of the whole parameter."""
-        return self.shape if dim is None else self.shape[dim]
-
-    def numel(self) -> int:
-        """Of the whole parameter."""
-        return self.shape.numel()
-
-    nelement = numel
-
-    def __len__(self) -> int:
-        if not self.shape:
-            raise TypeError("len() of a 0-d tensor")
-        return self.shape[0]
-
     def __getitem__(self, index: Any) -> Tensor:
         """Of a matrix, by a number: what is here of that row, to be changed in place."""
         if type(index) is not int or self.ndim < 2 or self.group is None:
@@ -177,14 +148,22 @@ class ShardedParameter(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             return self.detach()
 
+    def elements(self, what: str, value: Tensor) -> Tensor:
+        """Of a whole tensor those that are here; a plain tensor of them, or a part of the same elements, as it is.
+
+        Raises ValueError for a part of other elements.
+        """
+        if self.place is not None:
+            value = alongside(what, (self, value))[1]
+        elif value.shape == self.full_shape:
+            value = value.reshape(-1)
+        return plain(value)
+
     def data_ptr(self) -> int:
         """Refuse an address that goes with another number of elements."""
         if self.group is None:
             return super().data_ptr()
-        raise ValueError(
-            f"data_ptr() of {self.full_name}, of which this rank has {self.hi - self.lo} of {self.numel()} elements: a "
-            f"kernel that goes by shape or numel() would write beyond them; use to_local(), or an optimizer of torch's"
-        )
+        raise no_address(self.full_name, self.hi - self.lo, self.numel())
 
     # Tensor.grad is a descriptor in C, which a property may replace.
     @property
@@ -218,7 +197,8 @@ class ShardedParameter(nn.Parameter):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        group, local, value = self.group, self.to_local(), plain(value.detach())
+        group, local = self.group, self.to_local()
+        value = plain(value.detach()) if group is None else self.elements("data", value.detach())
         if group is None:
             _DATA.__set__(self, value)
         elif value.shape != local.shape:

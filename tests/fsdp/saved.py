@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import hocket
+from hocket.fsdp.part import plain as plain_part
 from tests.fsdp.models import WIDTH, Block, Embed, Head, OddBlock
 
 EXPERTS = 4
@@ -137,12 +138,12 @@ def parts(ctx: Any, way: Way) -> Iterator[tuple[str, tuple[int, ...], int, Tenso
 def fill(module: Everything, ctx: Any, optimizer: torch.optim.Optimizer, way: Way) -> None:
     """Give all of the state its true values."""
     for name, shape, lo, one in parts(ctx, way):
-        one.copy_(truth(name, "main", shape).flatten()[lo : lo + len(one.detach())])
+        one.copy_(truth(name, "main", shape).flatten()[lo : lo + len(plain_part(one.detach()))])
         for key, value in optimizer.state.get(one, {}).items():
             if key == "step":
                 value.fill_(len(name))
             else:
-                value.copy_(truth(name, key, shape).flatten()[lo : lo + len(one.detach())])
+                value.copy_(truth(name, key, shape).flatten()[lo : lo + len(plain_part(one.detach()))])
     module.seen.copy_(truth("seen", "buffer", (2, 2)))
     module.scratch.fill_(dist.get_rank())
 
@@ -152,15 +153,17 @@ def check(module: Everything, ctx: Any, optimizer: torch.optim.Optimizer | None,
     looked = 0
     for name, shape, lo, one in parts(ctx, way):
         assert one.dtype == way.main
-        assert torch.equal(one, truth(name, "main", shape).flatten()[lo : lo + len(one.detach())].to(way.main)), name
+        assert torch.equal(
+            one, truth(name, "main", shape).flatten()[lo : lo + len(plain_part(one.detach()))].to(way.main)
+        ), name
         for key, value in optimizer.state.get(one, {}).items() if optimizer else ():
             looked += 1
             if key == "step":
                 assert value.item() == len(name), (name, value)
             else:
-                assert value.shape == one.detach().shape
+                assert value.shape == plain_part(one.detach()).shape
                 assert torch.equal(
-                    value, truth(name, key, shape).flatten()[lo : lo + len(one.detach())].to(value.dtype)
+                    value, truth(name, key, shape).flatten()[lo : lo + len(plain_part(one.detach()))].to(value.dtype)
                 ), name
     assert torch.equal(module.seen, truth("seen", "buffer", (2, 2)))
     return looked

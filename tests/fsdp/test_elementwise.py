@@ -97,7 +97,11 @@ def test_what_is_not_elementwise_is_refused() -> None:
 def tried_with(rank: int) -> None:
     model = nn.Linear(16, 16)
     hocket.fully_shard(model, options=hocket.ShardOptions(granularity="tensor"))
-    optimizer = Own(model.parameters(), lambda p, g, s: shampoo(p, g.view(p.shape), s).flatten() if g.numel() else g)
+
+    def update(p: Any, g: Tensor, state: dict[str, Any]) -> Tensor:
+        return shampoo(p, g.view(p.shape), state).flatten() if p.to_local().numel() else g
+
+    optimizer = Own(model.parameters(), update)
     model(torch.ones(2, 16)).square().sum().backward()
     for param in model.parameters():
         if param.ndim == 1:

@@ -26,6 +26,7 @@ def test_the_last_of_several_undoes_it() -> None:
     assert fsdp.fully_shard is hocket.fully_shard
     second.__exit__(None, None, None)
     assert fsdp.fully_shard is THEIRS
-    with instead_of_fsdp2():
-        assert fsdp.fully_shard is hocket.fully_shard
-    assert fsdp.fully_shard is THEIRS
+    for _ in range(2):
+        with first, first:
+            assert fsdp.fully_shard is hocket.fully_shard
+        assert fsdp.fully_shard is THEIRS

@@ -9,6 +9,7 @@ import torch
 import hocket
 from hocket.fsdp.buffers import FullBuffer
 from hocket.fsdp.module_context import ShardContext
+from hocket.fsdp.part import plain as plain_part
 from hocket.fsdp.precision import Precision
 from tests.fsdp.models import WIDTH, Block, Chain
 from tests.fsdp.noted import Model, Run
@@ -210,7 +211,7 @@ def addresses(rank: int) -> None:
     for _ in range(3):
         run.step()
         full = tuple(p.data_ptr() for unit in run.ctx.units for g in unit.groups for p in (m.param for m in g.members))
-        shards = tuple(p.detach().data_ptr() for p in run.model.parameters())
+        shards = tuple(plain_part(p.detach()).data_ptr() for p in run.model.parameters())
         seen.add((full, shards))
     assert len(seen) == 1
     assert len({b.flat.data_ptr() for unit in run.ctx.units for b in unit.full.values()}) == 2

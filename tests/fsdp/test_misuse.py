@@ -134,7 +134,7 @@ def hook_after_a_gradient() -> None:
 
 
 def whole_data() -> None:
-    layer().weight.data = torch.zeros(16, 16)
+    layer().weight.data = torch.zeros(16, 17)
 
 
 def number_as_gradient() -> None:
@@ -251,7 +251,7 @@ MISTAKES: dict[Callable[[], None], str] = {
     penalty_inside_of_a_forward: "a gradient reached the shard of 0.linear",
     hook_on_a_shard: "register_hook on 1.linear.weight: such a hook would never run",
     hook_after_a_gradient: "1.linear.weight has a hook by register_post_accumulate_grad_hook",
-    whole_data: "data of shape (16, 16) does not fit the shard of 1.linear.weight",
+    whole_data: "data of shape (16, 17) does not fit the shard of 1.linear.weight",
     number_as_gradient: "grad=0 of 1.linear.weight is no tensor",
     clipped_in_backward: "clip_grad_norm_ is called inside of a backward",
     replaced: "1.linear.weight is sharded, and can't be replaced or removed",

@@ -46,7 +46,15 @@ NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
     "isclose": lambda x: torch.isclose(x, x.clone().mul_(2)).all(),
     "clone": lambda x: x.clone().mul_(2).norm(),
     "deepcopy": lambda x: copy.deepcopy(x).norm(),
+    "mean by hand": lambda x: (x**2).sum() / x.numel(),
+    "by rows": lambda x: x.sum() / len(x) + x.sum() / x.shape[0] + x.sum() / x.size(-1) + x.sum() * x.ndim,
+    "view": lambda x: x.view(-1).mul(2).norm(),
+    "other views": lambda x: x.reshape(x.shape).flatten().unsqueeze(0).sum() + x.view_as(x).reshape(1, -1).sum(),
+    "beside a whole": lambda x: (x * torch.arange(1.0, x.numel() + 1).view(x.shape)).sum(),
+    "a whole beside": lambda x: torch.where(torch.ones(x.shape) > 0, x, 9.0).sum(),
 }  # fmt: skip
+FLAT = ("by rows", "beside a whole", "a whole beside")
+"""Where ranks keep whole weights, torch sees them, gradients and `data` as 1-D."""
 ALIKE: dict[str, Callable[[Tensor], bool]] = {
     "equal": lambda x: torch.equal(x, x.clone()),
     "one element differs": lambda x: torch.equal(x, torch.where(x == x.max(), 0.0, x)),
@@ -76,6 +84,13 @@ REFUSED: dict[str, Callable[[Any], object]] = {
     "max and where": lambda x: x.view(-1).max(0),
     "index_fill": lambda x: x.index_fill_(0, torch.tensor([0]), 1.0),
     "put": lambda x: x.put_(torch.tensor([0]), torch.tensor([1.0])),
+    "tolist": lambda x: x.tolist(),
+    "numpy": lambda x: x.detach().numpy(),
+    "list": lambda x: [*x],
+    "split": lambda x: x.split(1),
+    "turned": lambda x: x.T,
+    "data_ptr": lambda x: x.data_ptr(),
+    "a whole changed": lambda x: torch.zeros(x.shape).add_(x) if x.ndim > 1 else x.tolist(),
     "some written": lambda x: x.__setitem__(0, torch.tensor(1.0)),
     "slice written": lambda x: x.__setitem__(slice(0, 1), 1.0),
 }
@@ -99,6 +114,8 @@ def numbers(rank: int, replicas: int) -> None:
         for key, of in NUMBERS.items():
             with torch.no_grad():
                 for ours, wanted in ((shard, whole), (shard.data, whole.data), (shard.grad, whole.grad)):
+                    if replicas > 1 and key in FLAT:
+                        continue
                     value = of(ours)
                     assert type(value) is Tensor, (name, key)
                     torch.testing.assert_close(value, of(wanted), equal_nan=True, msg=lambda text: f"{key}: {text}")  # noqa: B023
@@ -157,6 +174,24 @@ def others(rank: int) -> None:
         torch.add(weight.data, bias.data)
     with pytest.raises(ValueError, match=r"parts of 0\.weight and 1\.bias, of which this rank has other elements"):
         torch._foreach_add([weight.data], [bias.data])
+    refused = r"parts of 0\.weight and 1\.bias, of which this rank has other elements"
+    for change in (
+        lambda: torch._foreach_add_([weight.data], [bias.data]),
+        lambda: torch._foreach_copy_([weight.data], [bias.data]),
+        lambda: weight.data.copy_(bias.data),
+        lambda: weight.data.__setitem__(slice(None), bias.data),
+        lambda: setattr(weight, "data", bias.data),
+        lambda: setattr(weight, "grad", bias.data),
+    ):
+        with pytest.raises(ValueError, match=refused):
+            change()
+    was, whole = weight.grad.clone(), torch.arange(35.0).view(5, 7)
+    weight.grad.copy_(whole)
+    assert torch.equal(weight.grad, whole)
+    weight.grad = whole + 1
+    assert torch.equal(weight.grad, whole + 1)
+    weight.grad = was
+    assert repr(weight.grad).startswith("Part(0.weight: elements ")
     # What leaves the program is a plain tensor of what is here.
     buffer = io.BytesIO()
     torch.save({"grad": weight.grad, "weight": weight.data.clone(), "state": sharded.state_dict()}, buffer)

@@ -69,8 +69,12 @@ def test_readers_are_settled_first():
 
 def test_wrong_gradients_are_refused():
     group, _, _ = build(Case())
-    with pytest.raises(ValueError, match=r"shape \(37, 11\) does not fit the shard of w on this rank.* \(407,\)"):
-        group.shards[0].grad = torch.zeros(37, 11)
+    group.shards[0].grad = torch.ones(37, 11)  # a whole one
+    grad = group.shards[0].grad
+    assert grad is not None
+    assert torch.equal(grad, torch.ones(37 * 11))
+    with pytest.raises(ValueError, match=r"shape \(11, 37\) does not fit the shard of w on this rank.* \(407,\)"):
+        group.shards[0].grad = torch.zeros(11, 37)
     frozen, _, _ = build(Case(), frozen=True)
     assert not frozen.trainable
     assert frozen.grads.flat is None

@@ -306,7 +306,9 @@ class Pair:
                 for shard in group.shards:
                     main = self.twin.main[plain.get_parameter(shard.full_name)]
                     wanted = main.detach().reshape(-1)[shard.lo : shard.hi]
-                    self.same(shard, wanted, f"{shard.full_name}[{shard.lo}:{shard.hi}] after step {self.steps}")
+                    self.same(
+                        shard.to_local(), wanted, f"{shard.full_name}[{shard.lo}:{shard.hi}] after step {self.steps}"
+                    )
 
     def compare_gathered(self) -> None:
         """Compare the full compute weights, and the buffers."""
