@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 2048
+BLOCK = 4096
 """Elements of a program at a time."""
 PROGRAMS = 528
 """Programs of one launch, 4 per SM of a Hopper."""
@@ -37,5 +37,5 @@ def squares(tensors: Sequence[Tensor], programs: int = PROGRAMS) -> Tensor:
     for tensor, row in zip(tensors, partials, strict=True):
         if tensor.numel():
             grid = (min(programs, triton.cdiv(tensor.numel(), BLOCK)),)
-            _squares[grid](tensor, row, tensor.numel(), BLOCK, num_warps=4)
+            _squares[grid](tensor, row, tensor.numel(), BLOCK, num_warps=8)
     return partials.sum(1)

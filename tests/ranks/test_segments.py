@@ -299,8 +299,8 @@ class BySegments:
         stack: list[Any] = []
         for layer in map(self.chunk.layer, range(self.chunk.config.layers)):
             if isinstance(layer, MoELayer):
-                attn, (rows, residual, shared, probs, routing) = self._run(layer.forward_attn, x)
-                experts, rows = self._run(layer.forward_experts, rows, exchange_counts(routing, None))
+                attn, (rows, residual, shared, weights, probs, routing) = self._run(layer.forward_attn, x)
+                experts, rows = self._run(layer.forward_experts, rows, weights, exchange_counts(routing, None))
                 last, x = self._run(layer.forward_unpermute, rows, residual, shared, probs, routing)
                 stack.append((attn, experts, last))
             else:
@@ -314,8 +314,8 @@ class BySegments:
             if len(segments) == 3:
                 attn, experts, last = segments
                 rows, residual, shared, probs, _ = self._back(last, g)
-                rows, _ = self._back(experts, rows)
-                (g,) = self._back(attn, rows, residual, shared, probs, None)
+                rows, weights, _ = self._back(experts, rows)
+                (g,) = self._back(attn, rows, residual, shared, weights, probs, None)
             else:
                 attn, mlp = segments
                 (g,) = self._back(mlp, g)

@@ -1,11 +1,12 @@
 """AdamW on shards: each rank updates the elements it keeps, nothing is gathered.
 
-The optimizer sees one 1-D tensor per parameter and rank, the unit's shard; AdamW is elementwise, so this is the same as
-updating whole parameters. Weight decay goes by the *whole* parameter: its name, and its number of dimensions. Gradients
-are there from the reduces of a step until the optimizer has read them.
+A rank updates runs of its units' memory; AdamW is elementwise, so this is the same as updating whole parameters. Weight
+decay goes by the *whole* parameter: its name, and its number of dimensions. Gradients are there from the reduces of a
+step until the optimizer has read them. On a GPU one kernel clips, updates, and writes weights in the compute dtype
+where they lie whole; on a CPU torch's operations do.
 
 Note: [Averages in bf16]
-The two averages may be kept in bf16. A step makes those of one unit fp32, updates the unit, and rounds them to nearest,
+The two averages may be kept in bf16. A step makes them fp32, updates, and rounds them to nearest,
 so an update is exact but for what was rounded before, the same on every run, and no random number is part of a
 checkpoint. bf16 has fp32's exponents, so squares of small gradients do not vanish. But it has 8 significant bits: a
 decay by `1 - beta` of a value is lost where that is less than half of its last digit, up to 2^-8 of the value. An
@@ -16,31 +17,22 @@ rates up to where it is a quarter, and a step an eighth (`settings/rules.py`). D
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hocket.fsdp.grad_norm import squares_of
-from hocket.fsdp.optimizer_holding import optimizer_holding
 from hocket.fsdp.planned.model import PlannedModel
 from hocket.fsdp.planned.muon import MuonOptions, PlannedMuon
-from hocket.fsdp.planned.skipping import StepGuard
+from hocket.fsdp.planned.skipping import StepGuard, Verdict
 from hocket.fsdp.planned.unit import Piece, PlannedUnit
+from hocket.kernels.usable import usable
 from hocket.runtime.comm import Group, Pending
 
 AVERAGES = ("exp_avg", "exp_avg_sq")
-
-
-def fastest(device: torch.device) -> Literal["foreach", "fused"]:
-    """Which of torch's implementations of AdamW to ask for on a device.
-
-    On a GPU `fused` reads and writes all that there is once, where `foreach` does so for every operation. On a CPU both
-    are as fast, and `foreach` has the bits of the plain formula.
-    """
-    return "fused" if device.type == "cuda" else "foreach"
 
 
 @dataclass(frozen=True)
@@ -73,12 +65,38 @@ class PieceState:
     exp_avg_sq: Tensor
 
 
-def _by_decay(pieces: Iterable[Piece], options: AdamWOptions) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The shards that decay, and the others."""
-    found: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
-    for piece in pieces:
-        found[not options.decays(piece.name, piece.shape)].append(piece.shard)
-    return found
+@dataclass(frozen=True)
+class _Run:
+    """Neighbours in a unit's memory that are updated alike."""
+
+    unit: PlannedUnit
+    at: slice
+    decays: bool
+    averages: tuple[Tensor, Tensor]
+
+    @classmethod
+    def of(cls, unit: PlannedUnit, pieces: Sequence[Piece], options: AdamWOptions) -> list[_Run]:
+        """The runs of some pieces of a unit."""
+        places = unit.group.kept.slices(unit.group.position)
+        alike: list[tuple[int, int, bool]] = []
+        for piece in pieces:
+            here, decays = places[piece.shard.position], options.decays(piece.name, piece.shape)
+            start = alike.pop()[0] if alike and alike[-1][1:] == (here.start, decays) else here.start
+            alike.append((start, here.stop, decays))
+
+        def zeros(length: int) -> Tensor:
+            return torch.zeros(length, dtype=options.averages, device=unit.group.main.device)
+
+        return [
+            cls(unit, slice(start, stop), decays, (zeros(stop - start), zeros(stop - start)))
+            for start, stop, decays in alike
+        ]
+
+    def state(self, piece: Piece) -> PieceState:
+        """What is kept of one of its pieces."""
+        place = self.unit.group.kept.slices(self.unit.group.position)[piece.shard.position]
+        here = slice(place.start - self.at.start, place.stop - self.at.start)
+        return PieceState(piece, *(average[here] for average in self.averages))
 
 
 class PlannedAdamW:
@@ -86,12 +104,9 @@ class PlannedAdamW:
 
     def __init__(self, model: PlannedModel, control: Group, options: AdamWOptions) -> None:
         self.model, self.control, self.options = model, control, options
-        self._steps = 0
         self.guard = StepGuard(model.device, options.spike)
         """Tells which steps are not taken. See Note: [A step that is not taken]."""
         self._squares = torch.zeros(0)
-        self._factor: Tensor | None = None
-        """What scales the gradients that rest, if they are clipped."""
         self._apart = [
             (unit, piece) for unit in model.units.values() if unit.tensors.size > 1 for piece in unit.pieces()
         ]
@@ -101,39 +116,32 @@ class PlannedAdamW:
             replicas = [unit.group.groups.replicas * unit.copies * piece.shared for unit, piece in self._apart]
         self._replicas = torch.tensor(replicas, device=model.device)  # of every gradient that is counted
         self.muon = None if options.muon is None else PlannedMuon(model, options.muon)
+        self._count = torch.zeros((), dtype=torch.int64, device=model.device)
+        """Updates made so far."""
+        self._betas = torch.tensor(options.betas, dtype=torch.float64, device=model.device)
+        self._verdict = Verdict(self.guard.skipped, self._betas.new_ones(()), options.lr)
+        self._told = self._betas.new_zeros(4)
+        """What updates read on the device: see `kernels/adamw.py`."""
         momenta = self.momenta
-        of_units = {unit: [p for p in unit.pieces() if p.name not in momenta] for unit in model.units.values()}
-        self._pieces = {piece.name: piece for pieces in of_units.values() for piece in pieces}
-        how = fastest(model.device)
-        self._host_asks = how != "fused"
-        self._shards = {unit: _by_decay(pieces, options) for unit, pieces in of_units.items()}
-        groups = _by_decay(self._pieces.values(), options)
-        self._adamw = torch.optim.AdamW(
-            [
-                {"params": groups[0], "weight_decay": options.weight_decay},
-                {"params": groups[1], "weight_decay": 0.0},
-            ],
-            lr=options.lr,
-            betas=options.betas,
-            eps=options.eps,
-            **{how: True},
-        )
-        for piece in self._pieces.values():  # now rather than in the first step: memory is fixed, loading is simple
-            self._adamw.state[piece.shard] = {
-                "step": torch.tensor(0.0, device=model.device if how == "fused" else "cpu"),
-                **{name: torch.zeros_like(piece.main, dtype=options.averages) for name in AVERAGES},
-            }
+        self._runs: dict[PlannedUnit, list[_Run]] = {}
+        self._pieces: dict[str, tuple[Piece, _Run]] = {}
+        for unit in model.units.values():
+            pieces = [piece for piece in unit.pieces() if piece.name not in momenta]
+            self._runs[unit] = runs = _Run.of(unit, pieces, options)
+            places = unit.group.kept.slices(unit.group.position)
+            for piece in pieces:
+                start = places[piece.shard.position].start
+                run = next(run for run in runs if run.at.start <= start < run.at.stop)
+                self._pieces[piece.name] = piece, run
 
     @property
     def steps(self) -> int:
         """Updates made so far. Setting it matters after loading `exp_avg` and `exp_avg_sq` from a checkpoint."""
-        return self._steps - int(self.guard.total)
+        return int(self._count)
 
     @steps.setter
     def steps(self, value: int) -> None:
-        self._steps = value + int(self.guard.total)
-        for state in self._adamw.state.values():
-            state["step"].fill_(value)
+        self._count.fill_(value)
 
     @property
     def momenta(self) -> Mapping[str, tuple[Piece, Tensor]]:
@@ -143,18 +151,15 @@ class PlannedAdamW:
     @property
     def state(self) -> Mapping[str, PieceState]:
         """AdamW's state by parameter name, for what this rank keeps of what it updates."""
-        found = {}
-        for name, piece in self._pieces.items():
-            state = self._adamw.state[piece.shard]
-            found[name] = PieceState(piece, state["exp_avg"], state["exp_avg_sq"])
-        return found
+        return {name: run.state(piece) for name, (piece, run) in self._pieces.items()}
 
     @property
     def settings(self) -> Mapping[str, Mapping[str, Any]]:
-        """Torch's settings of what this rank keeps, by parameter name: `lr`, `betas`, `weight_decay`, ..."""
-        groups = {id(shard): group for group in self._adamw.param_groups for shard in group["params"]}
-        found = {name: groups[id(piece.shard)] for name, piece in self._pieces.items()}
-        return {name: {key: value for key, value in group.items() if key != "params"} for name, group in found.items()}
+        """The settings of torch's AdamW of what this rank keeps, by parameter name: `lr`, `betas`, ..."""
+        o = self.options
+        one = torch.optim.AdamW([torch.zeros(1)], lr=self._verdict.lr, betas=o.betas, eps=o.eps).defaults
+        decays = {True: o.weight_decay, False: 0.0}
+        return {name: {**one, "weight_decay": decays[run.decays]} for name, (_, run) in self._pieces.items()}
 
     def _grads(self) -> list[Tensor]:
         """The gradients of this rank, one flat tensor per unit."""
@@ -192,56 +197,45 @@ class PlannedAdamW:
         With `later`, gradients rest as they are until `update` is called for each unit, or `catch_up`.
         """
         self.catch_up()
-        norm, self._factor = self.grad_norm(), None
-        skipped = self.guard.judge(norm)
-        if self.options.clip:
-            self._factor = (self.options.clip / (norm + 1e-6)).clamp(max=1.0).float()
-        if lr is not None:
-            for group in self._adamw.param_groups:
-                group["lr"] = lr
-        self._steps += 1
-        if not self._host_asks:
-            self._adamw.found_inf = skipped.float()  # pyrefly: ignore[missing-attribute]
-        elif skipped:
-            self.model.forget_grads()
-            return norm
+        norm = self.grad_norm()
+        self._judge(norm, self._verdict.lr if lr is None else lr)
         if later:
             for unit in self.model.units.values():
                 unit.rest_grads()
             return norm
-        self._clip(self._grads())
-        if self.muon is not None:
-            for unit in self.model.units.values():
-                self._move_matrices(unit)
-        if self.options.averages is torch.float32:
-            self._adamw.step()
-        else:
-            for unit in self.model.units.values():
-                self._step(unit)
-        self.model.refresh()
+        for unit in self.model.units.values():
+            self._step(unit)
+        self.model.agree()
         self.model.forget_grads()
         return norm
 
-    def _step(self, unit: PlannedUnit) -> None:
-        """AdamW on one unit. See Note: [Averages in bf16]."""
-        shards = self._shards[unit]
-        with optimizer_holding(self._adamw, shards):
-            if self.options.averages is torch.float32:
-                self._adamw.step()
-                return
-            states = [self._adamw.state[shard] for of_decay in shards for shard in of_decay]
-            kept = [state[name] for state in states for name in AVERAGES]
-            for state in states:
-                state.update({name: state[name].float() for name in AVERAGES})
-            self._adamw.step()
-            if kept:
-                torch._foreach_copy_(kept, [state[name] for state in states for name in AVERAGES])
-            for i, state in enumerate(states):
-                state.update(zip(AVERAGES, kept[2 * i : 2 * i + 2], strict=True))
+    def _judge(self, norm: Tensor, lr: float) -> None:
+        """Decide what a step does, from the norm of its gradients, on the device."""
+        skipped, factor = self.guard.judge(norm), torch.ones_like(norm)
+        if self.options.clip:
+            factor = (self.options.clip / (norm + 1e-6)).clamp(max=1.0)
+        self._verdict = Verdict(skipped, factor, lr)
+        self._count += ~skipped
+        corrections = 1 - self._betas**self._count
+        self._told = torch.stack([factor, lr / corrections[0], corrections[1].sqrt(), skipped.double()])
 
-    def _clip(self, grads: list[Tensor]) -> None:
-        if self._factor is not None:
-            torch._foreach_mul_(grads, self._factor)
+    def _step(self, unit: PlannedUnit) -> None:
+        """Update one unit."""
+        if self.muon is not None and self.muon.takes(unit):
+            self.muon.update(unit, self._verdict)
+        group = unit.group
+        fused, copy = usable(group.main), group.weight if group.whole and group.weight is not group.main else None
+        for run in self._runs[unit]:
+            main, grad = group.main[run.at], group.main_grad[run.at]
+            decay = 1 - self._verdict.lr * self.options.weight_decay if run.decays else 1.0
+            given = self._told, decay, (*self.options.betas, self.options.eps)
+            if fused:
+                from hocket.kernels.adamw import adamw
+
+                adamw(main, grad, run.averages, None if copy is None else copy[run.at], *given)
+            else:
+                _adamw(main, grad, run.averages, *given)
+        unit.refresh(written=fused and self.muon is None)
 
     @torch.no_grad()
     def update(self, unit: PlannedUnit) -> tuple[Tensor, ...]:
@@ -251,11 +245,7 @@ class PlannedAdamW:
         """
         if not unit.awaits_update:
             return ()
-        if self.muon is None or not self.muon.begun(unit):
-            self._clip([unit.group.main_grad])
-        self._move_matrices(unit)
         self._step(unit)
-        unit.refresh()
         return unit.take_grads()
 
     @torch.no_grad()
@@ -263,21 +253,33 @@ class PlannedAdamW:
         """One of `WHOLE_MATRICES`, in front of the update of a unit whose gradients wait for that."""
         if self.muon is None or not unit.awaits_update or not self.muon.takes(unit):
             return Pending()
-        if verb == "collect":
-            self._clip([unit.group.main_grad])
-        return self.muon.go_on(verb, unit, slot, self._not_taken)
-
-    def _move_matrices(self, unit: PlannedUnit) -> None:
-        if self.muon is not None and self.muon.takes(unit):
-            self.muon.update(unit, self._adamw.param_groups[0]["lr"], self._not_taken)
-
-    @property
-    def _not_taken(self) -> Tensor | None:
-        """Whether the last step is not to be taken, on the device; None where the host has asked."""
-        return None if self._host_asks else self.guard.skipped
+        return self.muon.go_on(verb, unit, slot, self._verdict)
 
     def catch_up(self) -> None:
         """Make the updates that were left to the next step: weights and state are those behind the last step."""
         units, muon = self.model.units.values(), self.muon
         for unit in sorted(units, key=lambda unit: muon is None or not muon.begun(unit)):  # begun ones have the slots
             self.update(unit)
+
+
+def _adamw(
+    main: Tensor,
+    grad: Tensor,
+    averages: tuple[Tensor, Tensor],
+    told: Tensor,
+    decay: float,
+    rates: tuple[float, float, float],
+) -> None:
+    """What `kernels/adamw.py` does, in torch's operations, with the bits of torch's own AdamW on a CPU."""
+    factor, size, root, skipped = told.tolist()
+    if skipped:
+        return
+    beta1, beta2, eps = rates
+    average, squares = (kept.float() for kept in averages)
+    grad.mul_(torch.tensor(factor, dtype=torch.float32))
+    main.mul_(decay)
+    average.lerp_(grad, 1 - beta1)
+    squares.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    main.addcdiv_(average, squares.sqrt().div_(root).add_(eps), value=-size)
+    for kept, moved in zip(averages, (average, squares), strict=True):
+        kept.copy_(moved)

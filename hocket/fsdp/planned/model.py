@@ -193,15 +193,15 @@ class PlannedModel:
         find = source.__getitem__ if isinstance(source, Mapping) else source
         for unit in self.units.values():
             unit.load(find)
-        self._agree()
+        self.agree()
 
     def refresh(self) -> None:
         """After the optimizer: the version of all weights grows."""
         for unit in self.units.values():
             unit.refresh()
-        self._agree()
+        self.agree()
 
-    def _agree(self) -> None:
+    def agree(self) -> None:
         """Cast what is gathered in fp8."""
         for eights in self._eights:
             eights.refresh()

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from hocket.fsdp.orthogonal import factor_of, orthogonal
 from hocket.fsdp.planned.model import PlannedModel
+from hocket.fsdp.planned.skipping import Verdict
 from hocket.fsdp.planned.unit import Piece, PlannedUnit
 from hocket.program.ops import WHOLE_MATRICES
 from hocket.runtime.comm import Pending
@@ -139,8 +140,8 @@ class PlannedMuon:
         return unit in self._under_way
 
     @torch.no_grad()
-    def go_on(self, verb: str, unit: PlannedUnit, slot: int, skipped: Tensor | None) -> Pending:
-        """Do one of `WHOLE_MATRICES` with a unit, each in its turn. Where `skipped` is true, no average changes."""
+    def go_on(self, verb: str, unit: PlannedUnit, slot: int, verdict: Verdict) -> Pending:
+        """Do one of `WHOLE_MATRICES` with a unit, each in its turn. No average changes in a step that is skipped."""
         if verb == "collect":
             assert unit not in self._under_way, f"{unit} is collected twice"
             place = self._slots[unit.kind][slot]
@@ -155,7 +156,7 @@ class PlannedMuon:
         match verb:
             case "collect":
                 mine = whole if group.keeps_all else whole[group.position * parts.numel() :][: parts.numel()]
-                self._average(unit, mine, skipped)
+                self._average(unit, mine, verdict)
                 if not group.keeps_all:
                     of.pending = group.groups.reduce.all_gather(whole, mine)
             case "orthogonalise":
@@ -167,31 +168,31 @@ class PlannedMuon:
         return of.pending
 
     @torch.no_grad()
-    def update(self, unit: PlannedUnit, lr: float, skipped: Tensor | None) -> None:
-        """Move the weights of a unit, behind what is left to do before. Where `skipped` is true, nothing changes."""
+    def update(self, unit: PlannedUnit, verdict: Verdict) -> None:
+        """Move the weights of a unit, behind what is left to do before. Nothing changes in a step that is skipped."""
         done = self._under_way[unit].done if unit in self._under_way else ""
         for verb in WHOLE_MATRICES[WHOLE_MATRICES.index(done) + 1 if done else 0 :]:
-            self.go_on(verb, unit, 0, skipped)
+            self.go_on(verb, unit, 0, verdict)
         of, here = self._under_way.pop(unit), unit.group.kept.slices(unit.group.position)
         of.pending.wait()
         for i in self._kept(unit):
-            self._move(self.momenta[unit.group.members[i].name][0], of.slot.parts[here[i]], lr, skipped)
+            self._move(self.momenta[unit.group.members[i].name][0], of.slot.parts[here[i]], verdict)
 
     def _kept(self, unit: PlannedUnit) -> list[int]:
         """The members that it updates and of which this rank keeps something."""
         return [i for i in self._taken[unit] if unit.group.shards[i].hi > unit.group.shards[i].lo]
 
-    def _average(self, unit: PlannedUnit, mine: Tensor, skipped: Tensor | None) -> None:
+    def _average(self, unit: PlannedUnit, mine: Tensor, verdict: Verdict) -> None:
         here = unit.group.kept.slices(unit.group.position)
         for i in self._kept(unit):
             piece, momentum = self.momenta[unit.group.members[i].name]
-            mine[here[i]] = self._averaged(piece.grad, momentum, skipped)
+            mine[here[i]] = self._averaged(piece.grad * verdict.factor.float(), momentum, verdict.skipped)
 
-    def _averaged(self, grad: Tensor, momentum: Tensor, skipped: Tensor | None) -> Tensor:
+    def _averaged(self, grad: Tensor, momentum: Tensor, skipped: Tensor) -> Tensor:
         """Move the average, and return Nesterov's look ahead of it."""
         beta = self.options.momentum
         moved = momentum.lerp(grad, 1 - beta)
-        momentum.copy_(moved if skipped is None else torch.where(skipped, momentum, moved))
+        momentum.copy_(torch.where(skipped, momentum, moved))
         return grad.lerp(moved, beta)
 
     def _iterate(self, unit: PlannedUnit, whole: Tensor) -> None:
@@ -209,9 +210,9 @@ class PlannedMuon:
         for place, matrix in found:
             place.copy_(matrix)
 
-    def _move(self, piece: Piece, update: Tensor, lr: float, skipped: Tensor | None) -> None:
-        options, main = self.options, piece.main
+    def _move(self, piece: Piece, update: Tensor, verdict: Verdict) -> None:
+        options, main, lr = self.options, piece.main, verdict.lr
         decay = options.weight_decay if options.decays(piece.name, piece.shape) else 0.0
         shape = matrices_of(piece.name, torch.empty(piece.shape, device="meta"))[0].shape
         moved = (main * (1 - lr * decay)).add_(update, alpha=-lr * factor_of(shape, options.scale))
-        main.copy_(moved if skipped is None else torch.where(skipped, main, moved))
+        main.copy_(torch.where(verdict.skipped, main, moved))

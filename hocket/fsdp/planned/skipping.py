@@ -2,9 +2,8 @@
 
 Note: [A step that is not taken]
 The norm of all gradients is there before any weight is updated, in the step or at the beginning of the next one, and
-all ranks have the same. So they decide alike, from that number alone. On a GPU the host does not wait for the decision:
-it stays on the device, where torch's fused AdamW asks for it (`found_inf`, made for loss scaling) and writes nothing;
-the count of its steps stays as well. On a CPU the number is there, and the host asks.
+all ranks have the same. So they decide alike, from that number alone. The host does not wait for the decision: it
+stays on the device, where each update asks for it and writes nothing; the count of its steps stays as well.
 
 A step that is not taken changes nothing but the position in the text and the count of the run's steps, by which the
 learning rate goes: weights, averages, the count of AdamW's corrections and balance biases stay.
@@ -13,6 +12,7 @@ learning rate goes: weights, averages, the count of AdamW's corrections and bala
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,16 @@ WINDOW = 128
 """Steps whose norms are remembered."""
 ENOUGH = 16
 """Norms without which no step is said to be far above them."""
+
+
+class Verdict(NamedTuple):
+    """What the norm of a step's gradients has decided: on the device, the same on every rank."""
+
+    skipped: Tensor
+    """Whether nothing is to be updated, a bool."""
+    factor: Tensor
+    """What gradients are multiplied with, so that their norm is not above the largest one allowed; fp64."""
+    lr: float
 
 
 class StepGuard:

@@ -182,9 +182,12 @@ class PlannedUnit:
             self.group.load(i, value)
         self.refresh()
 
-    def refresh(self) -> None:
-        """After the optimizer: what is gathered from now on has a new version, and what is held whole has one now."""
-        self.group.refresh()
+    def refresh(self, written: bool = False) -> None:
+        """After the optimizer: what is gathered from now on has a new version, and what is held whole has one now.
+
+        Unless it has `written` that.
+        """
+        self.group.refresh(written)
         self.forget_casts()
         self.version += 1
 
