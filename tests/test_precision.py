@@ -111,12 +111,12 @@ def test_runs_from_before_there_was_a_choice_sent_what_they_computed_in() -> Non
     assert config_of(stored).precision == PrecisionConfig(compute="bf16", wire="bf16")
 
 
-def test_averages_in_bf16_take_four_bytes_less_and_more_time() -> None:
+def test_averages_in_bf16_take_four_bytes_and_less_time() -> None:
     wide, narrow = (
         costs_of(resolve(changed(TINY, {"precision.averages": kept}), Host()), H200) for kept in ("fp32", "bf16")
     )
     assert [3 * few for few in narrow.state_bytes] == [2 * many for many in wide.state_bytes]
-    assert all(narrow.table[key].seconds > wide.table[key].seconds for key in wide.table if key[0] == "update")
+    assert all(narrow.table[key].seconds < wide.table[key].seconds for key in wide.table if key[0] == "update")
 
 
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.99, 0.95)])

@@ -116,8 +116,8 @@ def _transposed(x, factors, limit, out, fours, width: tl.constexpr, weighs: tl.c
 
 @triton.jit(do_not_specialize=["rows"])
 def _swiglu_rows(
-    gate_up, fold, owner, count, wide, out, scales, rows, width: tl.constexpr, folds: tl.constexpr,
-    counted: tl.constexpr, widens: tl.constexpr, tile_rows: tl.constexpr, block: tl.constexpr,
+    gate_up, fold, owner, count, wide, weights, out, scales, rows, width: tl.constexpr, folds: tl.constexpr,
+    counted: tl.constexpr, widens: tl.constexpr, weighted: tl.constexpr, tile_rows: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     one, rows = _rows_here(rows, count, counted, tile_rows)
     row, column = one[:, None], tl.arange(0, block)[None, :]
@@ -125,6 +125,8 @@ def _swiglu_rows(
     at = gate_up + row * (2 * width) + column
     gate = tl.load(at, mask=inside, other=0).to(tl.float32)
     value = gate * tl.sigmoid(gate) * tl.load(at + width, mask=inside, other=0).to(tl.float32)
+    if weighted:
+        value *= tl.load(weights + one, mask=one < rows, other=0)[:, None]
     if widens:
         tl.store(wide + row * width + column, value, mask=inside)
     value = _folded(value, fold, owner, row, column, column < width, rows, width, folds)
@@ -135,8 +137,8 @@ def _swiglu_rows(
 
 @triton.jit(do_not_specialize=["rows"])
 def _swiglu_rows_backward(
-    g_out, gate_up, fold, count, wide, out, scales, rows, width: tl.constexpr, folds: tl.constexpr,
-    counted: tl.constexpr, widens: tl.constexpr, tile_rows: tl.constexpr, block: tl.constexpr,
+    g_out, gate_up, fold, count, wide, weights, g_weights, out, scales, rows, width: tl.constexpr, folds: tl.constexpr,
+    counted: tl.constexpr, widens: tl.constexpr, weighted: tl.constexpr, tile_rows: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     one, rows = _rows_here(rows, count, counted, tile_rows)
     row, column = one[:, None], tl.arange(0, block)[None, :]
@@ -146,6 +148,9 @@ def _swiglu_rows_backward(
     g_o = tl.load(g_out + row * width + column, mask=inside, other=0).to(tl.float32)
     chance = tl.sigmoid(gate)
     up = tl.load(gate_up + at + width, mask=inside, other=0).to(tl.float32)
+    if weighted:
+        tl.store(g_weights + one, tl.sum(g_o * gate * chance * up, axis=1), mask=one < rows)
+        g_o *= tl.load(weights + one, mask=one < rows, other=0)[:, None]
     g_gate, g_up = g_o * up * chance * (1 + gate * (1 - chance)), g_o * gate * chance
     if widens:
         tl.store(wide + at, g_gate, mask=inside)
@@ -268,15 +273,19 @@ def swiglu_rows(
     owner_R: Tensor | None = None,
     count: Tensor | None = None,
     wide: Tensor | None = None,
+    weights_R: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`silu(gate) * up` of the halves [R, F] of a matrix, as `cast_rows`; also written to `wide`, without `fold`."""
+    """`silu(gate) * up` of the halves [R, F] of a matrix, as `cast_rows`; also written to `wide`, without `fold`.
+
+    With `weights`, fp32, each row is multiplied by its own.
+    """
     gate_up_RF = gate_up_RF.contiguous()
     rows, width = gate_up_RF.shape[0], gate_up_RF.shape[1] // 2
     out, scales = _new(rows, width, gate_up_RF)
     if out.numel():
         tile_rows, block, warps = _sizes(width)
-        others = [gate_up_RF if tensor is None else tensor for tensor in (fold, owner_R, count, wide)]
-        flags = (_folds(fold, owner_R), count is not None, wide is not None)
+        others = [gate_up_RF if tensor is None else tensor for tensor in (fold, owner_R, count, wide, weights_R)]
+        flags = (_folds(fold, owner_R), count is not None, wide is not None, weights_R is not None)
         given = (gate_up_RF, *others, out, scales, rows, width, *flags, tile_rows, block)
         _swiglu_rows[triton.cdiv(rows, tile_rows),](*given, num_warps=warps, enable_fp_fusion=False)
     return out, scales
@@ -288,15 +297,19 @@ def swiglu_rows_backward(
     fold: Tensor | None = None,
     count: Tensor | None = None,
     wide: Tensor | None = None,
+    weights: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of `gate_up` [R, 2F] from that of SwiGLU, as `cast_rows`; also written to `wide`, without `fold`."""
+    """The gradient of `gate_up` [R, 2F] from that of SwiGLU, as `cast_rows`; also written to `wide`, without `fold`.
+
+    `weights`: those of rows, and where to write their gradients; both fp32 [R].
+    """
     g_RF, gate_up_RF = g_RF.contiguous(), gate_up_RF.contiguous()
     rows, width = g_RF.shape
     out, scales = _new(rows, 2 * width, g_RF)
     if out.numel():
         tile_rows, block, warps = _sizes(width)
-        others = [g_RF if tensor is None else tensor for tensor in (fold, count, wide)]
-        flags = (_folds(fold, None), count is not None, wide is not None)
+        others = [g_RF if tensor is None else tensor for tensor in (fold, count, wide, *(weights or (None, None)))]
+        flags = (_folds(fold, None), count is not None, wide is not None, weights is not None)
         given = (g_RF, gate_up_RF, *others, out, scales, rows, width, *flags, tile_rows, block)
         _swiglu_rows_backward[triton.cdiv(rows, tile_rows),](*given, num_warps=warps, enable_fp_fusion=False)
     return out, scales

@@ -43,6 +43,17 @@ def _spread(x, place, out, x_stride, out_stride, width, top_k: tl.constexpr, blo
 
 
 @triton.jit
+def _weights(here, there, place, choices, back: tl.constexpr, block: tl.constexpr):
+    """Numbers of choices to their places, or with `back` from there; 0 for choices that have none."""
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    row = tl.load(place + at, mask=at < choices, other=-1).to(tl.int64)
+    if back:
+        tl.store(here + at, tl.load(there + row, mask=row >= 0, other=0.0), mask=at < choices)
+    else:
+        tl.store(there + row, tl.load(here + at, mask=row >= 0), mask=row >= 0)
+
+
+@triton.jit
 def _total(
     rows,
     probs,
@@ -132,6 +143,13 @@ def spread(x_ND: Tensor, place_NK: Tensor, out_RD: Tensor) -> None:
         grid, block = _tiles(rows, width)
         given = (x_ND, place_NK.contiguous(), out_RD, x_ND.stride(0), out_RD.stride(0))
         _spread[grid](*given, width, top_k, block, num_warps=WARPS)
+
+
+def weights(here_NK: Tensor, there_R: Tensor, place_NK: Tensor, back: bool) -> None:
+    """Copy the number of every choice to its place, or `back` from there. Both fp32, `here` contiguous."""
+    if choices := here_NK.numel():
+        given = (here_NK, there_R, place_NK.contiguous(), choices, back, BLOCK)
+        _weights[triton.cdiv(choices, BLOCK),](*given, num_warps=WARPS)
 
 
 def total(

@@ -20,9 +20,11 @@ from hocket.model.delta_net import DeltaNet
 from hocket.model.documents import Documents, Seen, attend, whole_sequences
 from hocket.model.latent_attention import LatentAttention
 from hocket.model.parameters import new_weight
+from hocket.model.ring import Final, whole
 from hocket.model.rotary import rope_of, rotary_table
 from hocket.model.sinks import attend_with_sinks
 from hocket.parallel.linears import WHOLE, Linears, Role
+from hocket.runtime.destinations import destination
 from hocket.runtime.functional import linear, shift
 from hocket.runtime.norms import add_rms_norm, norm_rotate, rms_norm, rotate
 
@@ -85,12 +87,13 @@ class Attention(nn.Module):
             o_SHN = self.cache.attend(*given, window=self.window, sink_H=self.sinks)
             return self._out(o_SHN.flatten(1).unsqueeze(0), gate)
         q_THN, k_TKN, v_TKN = (x.flatten(0, 1) for x in (q_BSHN, k_BSKN, v_BSKN))
-        o_THN = self.whole(q_THN, k_TKN, v_TKN, seq, documents)
+        o_THN = self.whole(q_THN, k_TKN, v_TKN, batch, documents)
         return self._out(o_THN.reshape(batch, seq, self.heads * c.head_dim), gate)
 
-    def whole(self, q_THN: Tensor, k_TKN: Tensor, v_TKN: Tensor, seq: int, documents: Documents | None) -> Tensor:
-        """Attention in sequences of `seq` tokens that are all here, of some heads: [T, H, N]."""
-        batch, window = len(q_THN) // max(seq, 1) or 1, self.window if self.window < seq else 0
+    def whole(self, q_THN: Tensor, k_TKN: Tensor, v_TKN: Tensor, batch: int, documents: Documents | None) -> Tensor:
+        """Attention in `batch` sequences that are all here, of some heads: [T, H, N]."""
+        seq = len(q_THN) // batch
+        window = self.window if self.window < seq else 0
         if documents is not None or window or self.sinks is not None:
             documents = documents or whole_sequences(batch, seq, q_THN.device)
             return self._attend(q_THN, k_TKN, v_TKN, documents, window)
@@ -137,6 +140,12 @@ class Attention(nn.Module):
         ]
         return self.projected(torch.cat(found).flatten(1), gate_BSF, batch)
 
+    def of_stages(self, found_THN: Tensor, lse_TH: Tensor, gate: Tensor | None, x_BSD: Tensor, final: Final) -> Tensor:
+        """What attention adds to the residual stream `x`, from what queries have found in all stages."""
+        sinks = None if self.sinks is None else destination(found_THN, self.sinks)
+        o_THN = whole(found_THN, lse_TH, sinks, x_BSD.dtype, final)
+        return self.projected(o_THN.flatten(1), gate, x_BSD.shape[0])
+
     def of_own_heads(self, kv_UX: Tensor, q_UX: Tensor, context: Context) -> Tensor:
         """What some heads find in all tokens, [U, X], from these heads' keys and values, and their queries, [U, X].
 
@@ -145,7 +154,7 @@ class Attention(nn.Module):
         width = self.config.head_dim
         k_UKN, v_UKN = in_order(kv_UX, context).view(len(kv_UX), -1, 2, width).unbind(2)
         q_UHN = in_order(q_UX, context).view(len(q_UX), -1, width)
-        o_UHN = self.whole(q_UHN, k_UKN, v_UKN, context.length, context.documents)
+        o_UHN = self.whole(q_UHN, k_UKN, v_UKN, len(q_UHN) // context.length, context.documents)
         return in_ranks(o_UHN.flatten(1), context)
 
     def projected(self, o_TF: Tensor, gate_BSF: Tensor | None, batch: int) -> Tensor:
@@ -213,30 +222,41 @@ class Mlp(nn.Module):
         return out_BSD if self.w_gate is None else out_BSD * linear(h_BSD, self.w_gate).sigmoid()
 
 
-def gated(gate_up: Tensor, config: ModelConfig, count: Tensor | None = None) -> Tensor:
+def gated(
+    gate_up: Tensor, count: Tensor | None = None, weights: Tensor | None = None, *, config: ModelConfig
+) -> Tensor:
     """What a model makes of gates and ups, the two halves of the last dimension: `silu(gate) * up`, or with a limit.
 
-    Rows beyond the first `count`, int32 [1], mean nothing; None: all rows count.
+    Rows beyond the first `count`, int32 [1], mean nothing; None: all rows count. With `weights`, fp32, each row is
+    multiplied by its own.
     """
-    return swiglu(gate_up, count, config.swiglu_limit, config.swiglu_alpha)
+    return swiglu(gate_up, count, config.swiglu_limit, config.swiglu_alpha, weights)
 
 
-def swiglu(gate_up: Tensor, count: Tensor | None = None, limit: float = 0.0, alpha: float = 1.0) -> Tensor:
+def swiglu(
+    gate_up: Tensor,
+    count: Tensor | None = None,
+    limit: float = 0.0,
+    alpha: float = 1.0,
+    weights: Tensor | None = None,
+) -> Tensor:
     """`silu(gate) * up`; above a limit of 0 `gate * sigmoid(alpha * gate) * (up + 1)` of gates and ups within it.
 
-    The latter is gpt-oss's: gates are at most `limit`, and ups within plus and minus of it.
+    The latter is gpt-oss's: gates are at most `limit`, and ups within plus and minus of it. See `gated` for the rest.
     """
     if usable(gate_up):
         from hocket.kernels.swiglu import swiglu
 
-        return swiglu(gate_up, count, limit, alpha)
+        return swiglu(gate_up, count, limit, alpha, weights)
     gate, up = gate_up.chunk(2, -1)
-    if not limit:
-        return F.silu(gate) * up
-    # Of a view, because on CPUs the bits of torch's sigmoid depend on the place of an element in memory without gaps.
-    bounded = gate_up.clamp(max=limit)
-    gate, up = (alpha * bounded).chunk(2, -1)[0], bounded.chunk(2, -1)[1].clamp(min=-limit)
-    return F.silu(gate) * (up + 1) / alpha
+    if limit:
+        # Of a view, for on CPUs the bits of torch's sigmoid depend on the place of an element in memory without gaps.
+        bounded = gate_up.clamp(max=limit)
+        gate, up = (alpha * bounded).chunk(2, -1)[0], bounded.chunk(2, -1)[1].clamp(min=-limit)
+        out = F.silu(gate) * (up + 1) / alpha
+    else:
+        out = F.silu(gate) * up
+    return out if weights is None else (out * weights.unsqueeze(-1)).to(out.dtype)
 
 
 class DenseLayer(nn.Module):

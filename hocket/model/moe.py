@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +17,8 @@ from hocket.config import ModelConfig
 from hocket.model.documents import Documents, Told
 from hocket.model.layers import Mlp, attention_of, gated
 from hocket.model.parameters import new_weight
-from hocket.parallel.dispatch import Splits, exchange_counts, from_experts, send_rows, to_experts, unpermute
+from hocket.parallel.dispatch import exchange_counts, from_experts, send_rows, to_experts, unpermute
 from hocket.parallel.linears import WHOLE, Linears
-from hocket.parallel.placed import PlacedSplits
 from hocket.parallel.router_losses import attach_losses, over_batch
 from hocket.parallel.routing import Routing, route
 from hocket.runtime.biases import add_bias_by_expert
@@ -36,8 +36,17 @@ class ExpertPlace:
     """This one's number among them."""
     per_rank: bool = False
     """Rows are sent once per token and rank, not once per expert (`parallel/per_rank.py`)."""
+    stays: bool = False
+    """Nobody moves the rows, though experts are missing: what a bound without communication computes."""
+
+    @property
+    def weighted(self) -> bool:
+        """Whether the weights of choices come with the rows: see Note: [Weights inside the experts]."""
+        return self.per_rank or self.stays or self.size == 1
 
 
+Routed = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Routing]
+"""What a layer has behind its router: see `MoELayer.forward_attn`."""
 ONLY = ExpertPlace()
 """All experts are here."""
 
@@ -75,13 +84,20 @@ class Experts(nn.Module):
         self.b_gate_up = new_weight(local, 2 * config.expert_ffn) if config.expert_bias else None
         self.b_down = new_weight(local, config.hidden) if config.expert_bias else None
 
-    def forward(self, rows_RD: Tensor, offsets_L: Tensor, count: Tensor | None = None) -> Tensor:
-        """SwiGLU of each expert on its rows, given and returned in grouped order; the first `count`, or all."""
-        gate = partial(gated, config=self.config, count=count)
+    def forward(
+        self, rows_RD: Tensor, offsets_L: Tensor, count: Tensor | None = None, weights_R: Tensor | None = None
+    ) -> Tensor:
+        """SwiGLU of each expert on its rows, given and returned in grouped order; the first `count`, or all.
+
+        With `weights`, fp32, each row is multiplied by its own.
+        """
+        gate = partial(gated, config=self.config)
         if self.b_gate_up is None or self.b_down is None:
-            return self.linears.experts(rows_RD, self.w_gate_up, self.w_down, offsets_L, count, gate)
+            return self.linears.experts(rows_RD, self.w_gate_up, self.w_down, offsets_L, (count, weights_R), gate)
+        assert weights_R is None, "a bias behind the second product is weighted too"
         gate_up_RF = add_bias_by_expert(grouped_linear(rows_RD, self.w_gate_up, offsets_L), self.b_gate_up, offsets_L)
-        return add_bias_by_expert(grouped_linear(gate(gate_up_RF), self.w_down, offsets_L), self.b_down, offsets_L)
+        inner_RF = gate(gate_up_RF, count)
+        return add_bias_by_expert(grouped_linear(inner_RF, self.w_down, offsets_L), self.b_down, offsets_L)
 
 
 def _real(documents: Told | None) -> Tensor:
@@ -105,6 +121,7 @@ class MoELayer(nn.Module):
         super().__init__()
         self.config = config
         self.ep = ep
+        self.weighted = ep.weighted and not config.expert_bias
         self.aux_scale = aux_scale
         self.attn_norm = new_weight(config.hidden)
         self.attn = attention_of(config, linears, number)
@@ -113,21 +130,18 @@ class MoELayer(nn.Module):
         self.router = Router(config)
         self.experts = Experts(config, config.experts // ep.size, linears)
 
-    def forward_attn(
-        self, x_BSD: Tensor, documents: Documents | None = None, kept: Routing | None = None
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Routing]:
+    def forward_attn(self, x_BSD: Tensor, documents: Documents | None = None, kept: Routing | None = None) -> Routed:
         """Attention, norm, shared expert, router and permutation.
 
-        Returns (rows [R, D] in sent order, residual [B, S, D], shared [B, S, D] or None, probs [T, K] or None if they
-        are in the rows, routing). The normed hidden state has three readers, whose order fixes the bits of its
-        gradient: shared expert, router, permutation. When forward runs once more, `kept` is the first one's routing.
+        Returns (rows [R, D] in sent order, residual [B, S, D], shared [B, S, D] or None, rows' weights [R] for the
+        experts or None, probs [T, K] that stay here or None, routing). The normed hidden state has three readers, whose
+        order fixes the bits of its gradient: shared expert, router, permutation. When forward runs once more, `kept` is
+        the first one's routing.
         """
         x_BSD, h_BSD = add_rms_norm(x_BSD, None, self.attn_norm, self.config.norm_eps, self.config.norm_plus_one)
         return self.routed(x_BSD, self.attn(h_BSD, documents), documents, kept)
 
-    def routed(
-        self, x_BSD: Tensor, more_BSD: Tensor, documents: Told | None, kept: Routing | None
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Routing]:
+    def routed(self, x_BSD: Tensor, more_BSD: Tensor, documents: Told | None, kept: Routing | None) -> Routed:
         """What is behind attention in `forward_attn`, which adds `more` to the residual stream."""
         c = self.config
         x1_BSD, h_BSD = add_rms_norm(x_BSD, more_BSD, self.ffn_norm, c.norm_eps, c.norm_plus_one)
@@ -143,14 +157,18 @@ class MoELayer(nn.Module):
             probs_TK = attach_losses(probs_TK, logits_TE, routing, c, self.aux_scale, self.router.share, counts)
         if self.ep.per_rank and kept is None:
             routing = routing.by_rank(self.ep.size)
-        rows, probs = send_rows(h_TD, probs_TK, routing)
+        rows, weights, probs = send_rows(h_TD, probs_TK, routing, self.weighted)
         routing.settle()
-        return rows, x1_BSD, shared_BSD, probs, routing
+        return rows, x1_BSD, shared_BSD, weights, probs, routing
 
-    def forward_experts(self, rows_RD: Tensor, splits: Splits | PlacedSplits) -> Tensor:
-        """The local experts on the rows received, given and returned in received order."""
-        grouped_RD, weights = to_experts(rows_RD, splits)
-        return from_experts(self.experts(grouped_RD, splits.offsets_L, splits.count), weights, splits)
+    def forward_experts(self, rows_RD: Tensor, *told: Any) -> Tensor:
+        """The local experts on the rows received, given and returned in received order.
+
+        They are told `Splits | PlacedSplits`; before these, where no rows are moved, the rows' weights [R] or None.
+        """
+        *weights, splits = told
+        grouped_RD, weights_R, opened = to_experts(rows_RD, splits, *weights, weighted=self.weighted)
+        return from_experts(self.experts(grouped_RD, splits.offsets_L, splits.count, weights_R), opened, splits)
 
     def forward_unpermute(
         self,
@@ -160,11 +178,11 @@ class MoELayer(nn.Module):
         probs_TK: Tensor | None,
         routing: Routing,
     ) -> Tensor:
-        """Weighted sum of the rows that came back, in sent order, plus shared expert and residual."""
+        """Sum of the rows that came back, in sent order, weighted by `probs`, plus shared expert and residual."""
         return unpermute(rows_RD, probs_TK, residual_BSD, shared_BSD, routing)
 
     def forward(self, x_BSD: Tensor, documents: Documents | None = None) -> Tensor:
         assert self.ep.size == 1, "with experts on other ranks, a plan must move the rows between the parts"
-        rows_RD, residual_BSD, shared_BSD, probs_TK, routing = self.forward_attn(x_BSD, documents)
-        rows_RD = self.forward_experts(rows_RD, exchange_counts(routing, None))
+        rows_RD, residual_BSD, shared_BSD, weights_R, probs_TK, routing = self.forward_attn(x_BSD, documents)
+        rows_RD = self.forward_experts(rows_RD, weights_R, exchange_counts(routing, None))
         return self.forward_unpermute(rows_RD, residual_BSD, shared_BSD, probs_TK, routing)

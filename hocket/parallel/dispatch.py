@@ -14,11 +14,20 @@ copy per rank a received row has one place in grouped order for each of its choi
 Note: [Who knows what of a dispatch]
 A layer's parts see rows, a `Routing` and a `Splits`, and touch the two only through the functions of this module:
 `send_rows` makes the rows to send from tokens, `to_experts` and `from_experts` stand before and behind the experts,
-`unpermute` makes tokens of the rows that came back. Whoever moves rows in between (`engine/actions.py`) asks
-`exchange_counts` for the `Splits`, sends by its `table` forwards and by `table.back` on the way back. Of the tensor of
-sent rows the first `sum(table.send)` are sent; it may have more (`Routing.room`), and its gradient has as many. So
-another way to tell the ranks how many rows come is another maker of `Splits`, and parts of the model do not change:
-`placed.place_counts`, whose rows arrive in grouped order.
+`unpermute` makes tokens of the rows that came back. The weights of choices stay with the tokens, or go to the experts:
+see Note: [Weights inside the experts]. Whoever moves rows in between (`engine/actions.py`) asks `exchange_counts` for
+the `Splits`, sends by its `table` forwards and by `table.back` on the way back. Of the tensor of sent rows the first
+`sum(table.send)` are sent; it may have more (`Routing.room`), and its gradient has as many. So another way to tell the
+ranks how many rows come is another maker of `Splits`, and parts of the model do not change: `placed.place_counts`,
+whose rows arrive in grouped order.
+
+Note: [Weights inside the experts]
+A token's result is the sum over its experts of `w * down(silu(gate) * up)`, which is that of `down(w * silu(gate) *
+up)`. The second form needs no row that the experts have made for the gradient of `w`: it is the sum of `silu(gate) *
+up` times its own gradient, and both are there in the backward of SwiGLU (Guo et al. 2025, "SonicMoE", arXiv
+2512.14080). So it keeps [R, D] less, and reads [R, D] less in backward. Experts with a bias behind the second product
+do it the first way; so do those of models that hocket did not write, and rows that are sent once per expert, which
+carry no weight.
 
 Shapes: T tokens, D hidden, E global experts, L local experts, P expert-parallel ranks, K top_k, N rows that arrive,
 R rows in grouped order.
@@ -36,7 +45,7 @@ from hocket.kernels.usable import usable
 from hocket.parallel.per_rank import open_rows, pack, read_labels
 from hocket.parallel.placed import PlacedSplits
 from hocket.parallel.routing import CountExchange, Routing, inverse_of
-from hocket.parallel.rows import gather, spread, total
+from hocket.parallel.rows import gather, spread, spread_weights, total
 from hocket.program.copies import label_bytes
 from hocket.runtime.blocks import HostBlocks, host_blocks
 from hocket.runtime.transports import RowTable
@@ -131,26 +140,51 @@ def splits_of(every_PPM: Tensor, rank: int, routing: Routing) -> Splits:
     return Splits(table, counts_PM[:, :-1], arrivals)
 
 
-def send_rows(x_TD: Tensor, probs_TK: Tensor, routing: Routing) -> tuple[Tensor, Tensor | None]:
-    """The rows to send, [`routing.room`, D or more], and the weights, if they stay on this rank."""
-    if routing.pairs is None:
-        return permute(x_TD, routing), probs_TK
-    return pack(x_TD, probs_TK, routing.pairs), None
+def send_rows(
+    x_TD: Tensor, probs_TK: Tensor, routing: Routing, weighted: bool = False
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The rows to send, [`routing.room`, D or more]; with `weighted` their weights, [`routing.room`], else those that
+    stay here, [T, K]. Both are None where weights travel in the rows.
+    """
+    if routing.pairs is not None:
+        return pack(x_TD, probs_TK, routing.pairs), None, None
+    if weighted:
+        return permute(x_TD, routing), spread_weights(probs_TK, routing.inverse_TK, routing.room), None
+    return permute(x_TD, routing), None, probs_TK
 
 
-def to_experts(rows_ND: Tensor, splits: Splits | PlacedSplits) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    """Rows in received order to grouped order, [R, D]; and what `from_experts` needs to know of them."""
+@dataclass(frozen=True, eq=False)
+class Opened:
+    """Of rows that stood for several choices each, fp32 and int32 [N, K]."""
+
+    probs_NK: Tensor | None
+    """Weights of choices; None: the experts have applied them."""
+    place_NK: Tensor
+    """Places of choices in grouped order, -1 where there is none."""
+
+
+def to_experts(
+    rows_ND: Tensor, splits: Splits | PlacedSplits, weights_R: Tensor | None = None, weighted: bool = False
+) -> tuple[Tensor, Tensor | None, Opened | None]:
+    """Rows in received order to grouped order, [R, D]; weights for the experts, [R]; and what `from_experts` must know.
+
+    The weights are those given, of rows that all stay on this rank, or with `weighted` those that travelled in the
+    rows; else None.
+    """
+    assert weights_R is None or (isinstance(splits, Splits) and splits.grouped), "weights are given in grouped order"
     if isinstance(splits, PlacedSplits) or splits.arrivals is None:
-        return group_rows(rows_ND, splits), None
+        return group_rows(rows_ND, splits), weights_R, None
     told = splits.arrivals
     place_NK, probs_NK = read_labels(rows_ND.detach(), told.top_k, told.counts_PM, splits.inverse_R)
     grouped_RD, probs_NK = open_rows(rows_ND, place_NK, probs_NK, told.choices)
-    return grouped_RD, (probs_NK, place_NK)
+    if weighted:
+        return grouped_RD, spread_weights(probs_NK, place_NK, told.choices), Opened(None, place_NK)
+    return grouped_RD, None, Opened(probs_NK, place_NK)
 
 
-def from_experts(rows_RD: Tensor, weights: tuple[Tensor, Tensor] | None, splits: Splits | PlacedSplits) -> Tensor:
-    """Rows in grouped order to received order, [N, D]; where a row has several choices, to their weighted sum."""
-    return ungroup_rows(rows_RD, splits) if weights is None else total(rows_RD, *weights)
+def from_experts(rows_RD: Tensor, opened: Opened | None, splits: Splits | PlacedSplits) -> Tensor:
+    """Rows in grouped order to received order, [N, D]; where a row has several choices, to their [weighted] sum."""
+    return ungroup_rows(rows_RD, splits) if opened is None else total(rows_RD, opened.probs_NK, opened.place_NK)
 
 
 def unpermute(

@@ -28,8 +28,10 @@ from hocket.runtime.norms import rms_norm
 
 Role = Literal["qkv", "proj", "fc1", "fc2", "shared_fc1", "shared_fc2", "head"]
 """What a weight does in a layer: into attention and out of it, into an MLP and out of it, logits."""
-Gate = Callable[[Tensor], Tensor]
-"""What a gated MLP does between its two layers."""
+Gate = Callable[..., Tensor]
+"""What a gated MLP does between its two layers; of experts also given `OfRows`."""
+OfRows = tuple[Tensor | None, Tensor | None]
+"""How many of the experts' rows mean something, int32 [1], and the weight of each, fp32 [R]; None: all, and 1."""
 
 
 class Linears:
@@ -66,10 +68,10 @@ class Linears:
         return self.row(roles[1], gate(gate_up), out)
 
     def experts(
-        self, rows_RD: Tensor, into: Tensor, out: Tensor, offsets_E: Tensor, count: Tensor | None, gate: Gate
+        self, rows_RD: Tensor, into: Tensor, out: Tensor, offsets_E: Tensor, of_rows: OfRows, gate: Gate
     ) -> Tensor:
-        """`out` of what `gate` makes of `into`, of each expert's rows, of which the first `count` mean something."""
-        return grouped_linear(gate(grouped_linear(rows_RD, into, offsets_E)), out, offsets_E)
+        """`out` of what `gate` makes of `into`, of each expert's rows."""
+        return grouped_linear(gate(grouped_linear(rows_RD, into, offsets_E), *of_rows), out, offsets_E)
 
     def embedding(self, ids_BS: Tensor, param_VD: Tensor) -> Tensor:
         """Rows of this rank's tokens, from the ids of all."""
@@ -131,11 +133,11 @@ class Fp8Linears(Linears):
         return super().mlp(roles, x_BSD, into, out, gate)
 
     def experts(
-        self, rows_RD: Tensor, into: Tensor, out: Tensor, offsets_E: Tensor, count: Tensor | None, gate: Gate
+        self, rows_RD: Tensor, into: Tensor, out: Tensor, offsets_E: Tensor, of_rows: OfRows, gate: Gate
     ) -> Tensor:
         if self.products.forward or self.products.dgrad:
-            return fp8_experts(rows_RD, into, out, offsets_E, count, self.products)
-        return super().experts(rows_RD, into, out, offsets_E, count, gate)
+            return fp8_experts(rows_RD, into, out, offsets_E, of_rows, self.products)
+        return super().experts(rows_RD, into, out, offsets_E, of_rows, gate)
 
 
 def linears_of(config: Config) -> Linears:

@@ -9,10 +9,10 @@ with a seat of -1 and a weight of 0 for choices that go elsewhere.
 
 If every choice had a row of its own, the rows for a rank would stand there in the order of `Routing.inverse_R`; the
 *seat* of a choice is its number among them. From seats and exchanged counts the receiver knows each choice's place in
-grouped order. It copies a row there once per choice, runs the experts, and sums a row's outputs, weighted, in fp32, in
-the order of the choices. What it rounds goes back, one row per pair, and the token's own rank adds up at most as many
-rows as there are ranks. Backward is the same both ways: gradients of hidden states travel as rows, and those of weights
-in the labels of rows.
+grouped order. It copies a row there once per choice, runs the experts, and sums a row's outputs, weighted by the
+experts or here, in fp32, in the order of the choices. What it rounds goes back, one row per pair, and the token's own
+rank adds up at most as many rows as there are ranks. Backward is the same both ways: gradients of hidden states travel
+as rows, and those of weights in the labels of rows.
 
 Note: [Labels are bits]
 A label shares rows, and thus a message, with numbers of another dtype. Rows are only copied, and only `open_rows` and

@@ -30,6 +30,11 @@ def spread(x_ND: Tensor, place_NK: Tensor, rows: int) -> Tensor:
     return _Spread.apply(x_ND, place_NK, rows)
 
 
+def spread_weights(weights_NK: Tensor, place_NK: Tensor, rows: int) -> Tensor:
+    """The weight of every choice at its place, fp32 [rows]; places that nobody has hold anything."""
+    return _SpreadWeights.apply(weights_NK, place_NK, rows)
+
+
 def total(
     rows_RD: Tensor,
     probs_NK: Tensor | None,
@@ -142,6 +147,35 @@ class _Spread(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g_RD: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         return total_of(g_RD, None, ctx.saved_tensors[0]), None, None
+
+
+class _SpreadWeights(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weights_NK: Tensor, place_NK: Tensor, rows: int) -> Tensor:
+        ctx.save_for_backward(place_NK)
+        out_R = weights_NK.new_empty(rows)
+        if usable(weights_NK):
+            from hocket.kernels import rows as kernels
+
+            kernels.weights(weights_NK.contiguous(), out_R, place_NK, back=False)
+            return out_R
+        here = place_NK >= 0
+        out_R[place_NK[here].long()] = weights_NK[here]
+        return out_R
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g_R: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        (place_NK,) = ctx.saved_tensors
+        g_NK = g_R.new_empty(place_NK.shape)
+        if usable(g_R):
+            from hocket.kernels import rows as kernels
+
+            kernels.weights(g_NK, g_R.contiguous(), place_NK, back=True)
+            return g_NK, None, None
+        here = place_NK >= 0
+        g_NK[here], g_NK[~here] = g_R[place_NK[here].long()], 0.0
+        return g_NK, None, None
 
 
 class _Total(torch.autograd.Function):

@@ -164,14 +164,20 @@ def swiglu_rows(
     owner_R: Tensor | None = None,
     count: Tensor | None = None,
     wide: Tensor | None = None,
+    weights_R: Tensor | None = None,
 ) -> Rows:
-    """`silu(gate) * up` of the two halves in fp8, as `cast_rows`; also written to `wide`, without `fold`."""
+    """`silu(gate) * up` of the two halves in fp8, as `cast_rows`; also written to `wide`, without `fold`.
+
+    With `weights`, fp32, each row is multiplied by its own.
+    """
     if usable(gate_up_RF):
         from hocket.kernels import fp8
 
-        return Rows(*fp8.swiglu_rows(gate_up_RF, fold, owner_R, count, wide))
+        return Rows(*fp8.swiglu_rows(gate_up_RF, fold, owner_R, count, wide, weights_R))
     gate, up = gate_up_RF.float().chunk(2, 1)
     value = gate * torch.sigmoid(gate) * up
+    if weights_R is not None:
+        value *= weights_R[:, None]
     if wide is not None:
         wide.copy_(value)
     return _rows(value, fold, owner_R)
@@ -183,14 +189,21 @@ def swiglu_rows_backward(
     fold: Tensor | None = None,
     count: Tensor | None = None,
     wide: Tensor | None = None,
+    weights: tuple[Tensor, Tensor] | None = None,
 ) -> Rows:
-    """The gradient of gate and up in fp8, as `cast_rows`; also written to `wide`, without `fold`."""
+    """The gradient of gate and up in fp8, as `cast_rows`; also written to `wide`, without `fold`.
+
+    `weights`: those of rows, and where to write their gradients; both fp32 [R].
+    """
     if usable(g_RF, gate_up_RF):
         from hocket.kernels import fp8
 
-        return Rows(*fp8.swiglu_rows_backward(g_RF, gate_up_RF, fold, count, wide))
+        return Rows(*fp8.swiglu_rows_backward(g_RF, gate_up_RF, fold, count, wide, weights))
     g, (gate, up) = g_RF.float(), gate_up_RF.float().chunk(2, 1)
     chance = torch.sigmoid(gate)
+    if weights is not None:
+        torch.sum(g * gate * chance * up, 1, out=weights[1])
+        g = g * weights[0][:, None]
     value = torch.cat([g * up * chance * (1 + gate * (1 - chance)), g * gate * chance], 1)
     if wide is not None:
         wide.copy_(value)

@@ -37,12 +37,14 @@ def fp8_experts(
     p_gate_up: Tensor,
     p_down: Tensor,
     offsets_E: Tensor,
-    count: Tensor | None,
+    of_rows: tuple[Tensor | None, Tensor | None],
     products: Products,
 ) -> Tensor:
-    """SwiGLU of each expert on its rows: [R, D]. `offsets` as of `grouped_linear`, `count` as of `swiglu`."""
+    """SwiGLU of each expert on its rows: [R, D]. `offsets` as of `grouped_linear`, `of_rows` the count and the weights
+    of `swiglu`.
+    """
     wheres = where_of(x_RD, p_gate_up), where_of(x_RD, p_down)
-    return _Experts.apply(x_RD, *(where.given for where in wheres), offsets_E, count, wheres, products)
+    return _Experts.apply(x_RD, *(where.given for where in wheres), offsets_E, *of_rows, wheres, products)
 
 
 def owners(rows: int, offsets_E: Tensor) -> Tensor:
@@ -75,7 +77,7 @@ class _Experts(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, given: Any, given_down: Any, offsets: Tensor, count: Tensor | None, *how: Any
     ) -> Tensor:
-        (where, where_down), products = how
+        weights, (where, where_down), products = how
         ctx.where, ctx.where_down, ctx.products = where, where_down, products
         dtype = x.dtype
         inner = x.new_empty(x.shape[0], where_down.value().shape[1])
@@ -84,31 +86,33 @@ class _Experts(torch.autograd.Function):
             w, down = cast_weights([where]), cast_weights([where_down])
             rows = cast_rows([x], w.scale, owner_R, count)
             gate_up = grouped_product(rows, w.transposed(), None, offsets, dtype)
-            rows = swiglu_rows(gate_up, down.scale, owner_R, count, inner)
+            rows = swiglu_rows(gate_up, down.scale, owner_R, count, inner, weights)
             y = grouped_product(rows, down.transposed(), None, offsets, dtype)
         else:
             gate_up = grouped_mm(x, where.value(), offsets)
-            swiglu_rows(gate_up, count=count, wide=inner)
+            swiglu_rows(gate_up, count=count, wide=inner, weights_R=weights)
             y = grouped_mm(inner, where_down.value(), offsets)
-        ctx.save_for_backward(x, gate_up, inner, offsets, count)
+        ctx.save_for_backward(x, gate_up, inner, offsets, count, weights)
         return y
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         refuse_graph()
-        x, gate_up, inner, offsets, count = ctx.saved_tensors
+        x, gate_up, inner, offsets, count, weights = ctx.saved_tensors
+        g_weights = None if weights is None else torch.empty_like(weights)
+        both = None if g_weights is None else (weights, g_weights)
         where, where_down, g = ctx.where, ctx.where_down, g.contiguous()
         g_gate_up = torch.empty_like(gate_up)
         if ctx.products.dgrad:
             w, down = cast_weights([where], again=True), cast_weights([where_down], again=True)
             g_inner = grouped_product(cast_rows([g], count=count), down.values, down.scale, offsets, g.dtype)
-            rows = swiglu_rows_backward(g_inner, gate_up, None, count, g_gate_up)
+            rows = swiglu_rows_backward(g_inner, gate_up, None, count, g_gate_up, both)
             dx = grouped_product(rows, w.values, w.scale, offsets, g.dtype)
         else:
             g_inner = grouped_mm(g, where_down.again().transpose(1, 2), offsets)
-            swiglu_rows_backward(g_inner, gate_up, None, count, g_gate_up)
+            swiglu_rows_backward(g_inner, gate_up, None, count, g_gate_up, both)
             dx = grouped_mm(g_gate_up, where.again().transpose(1, 2), offsets)
         work = Product(partial(grouped_wgrad, x.detach(), g_gate_up, offsets))
         work_down = Product(partial(grouped_wgrad, inner, g, offsets))
         dw_down = where_down.contribute(ctx, 2, work_down)
-        return dx, where.contribute(ctx, 1, work), dw_down, None, None, None, None
+        return dx, where.contribute(ctx, 1, work), dw_down, None, None, g_weights, None, None

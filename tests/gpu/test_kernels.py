@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hocket.config import ModelConfig
 from hocket.fsdp.grad_norm import squares_of
+from hocket.kernels.adamw import adamw
 from hocket.kernels.usable import formulas
 from hocket.model.moe import ONLY, MoELayer
 from hocket.parallel.dispatch import (
@@ -176,10 +177,10 @@ def test_one_copy_per_rank(tokens: int, ranks: int, dtype: torch.dtype) -> None:
 
     def run(x: Tensor, probs: Tensor, residual: Tensor) -> Tensor:
         mine = routing.by_rank(ranks)
-        rows, _ = send_rows(x, probs, mine)
+        rows, *_ = send_rows(x, probs, mine)
         splits = splits_of(counts_to_send(mine, ranks).expand(ranks, -1, -1).transpose(0, 1), 0, mine)
-        grouped, weights = to_experts(rows[: sum(splits.table.receive)], splits)
-        return unpermute(from_experts(grouped * 2, weights, splits), None, residual, None, mine)
+        grouped, _, opened = to_experts(rows[: sum(splits.table.receive)], splits)
+        return unpermute(from_experts(grouped * 2, opened, splits), None, residual, None, mine)
 
     formula, first, again = both_ways(run, x, probs, residual)
     for i, (a, b, c) in enumerate(zip(formula, first, again, strict=True)):
@@ -188,6 +189,31 @@ def test_one_copy_per_rank(tokens: int, ranks: int, dtype: torch.dtype) -> None:
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
         else:
             assert torch.equal(a, b), i
+
+
+@pytest.mark.parametrize("averages", [torch.float32, torch.bfloat16], ids=str)
+def test_adamw(averages: torch.dtype) -> None:
+    """Within rounding of torch's own in fp64; and nothing where the step is skipped."""
+    numel, lr, betas, eps = (1 << 20) + 5, 0.01, (0.9, 0.95), 1e-8
+    main = torch.randn(numel, device="cuda")
+    exact = main.double().requires_grad_()
+    torchs = torch.optim.AdamW([exact], lr=lr, betas=betas, eps=eps, weight_decay=0.1)
+    kept = [torch.zeros(numel, device="cuda", dtype=averages) for _ in betas]
+    weight = torch.zeros(numel, device="cuda", dtype=torch.bfloat16)
+    for step in range(1, 4):
+        grad = torch.randn(numel, device="cuda")
+        exact.grad = 0.5 * grad.double()
+        torchs.step()
+        corrections = [1 - beta**step for beta in betas]
+        told = torch.tensor([0.5, lr / corrections[0], corrections[1] ** 0.5, 0.0], dtype=torch.float64, device="cuda")
+        adamw(main, grad, (kept[0], kept[1]), weight, told, 1 - lr * 0.1, (*betas, eps))
+    assert torch.equal(weight, main.bfloat16())
+    torch.testing.assert_close(
+        main.double(), exact.detach(), rtol=1e-6, atol=1e-6 if averages is torch.float32 else 2e-3
+    )
+    told[3], before = 1.0, main.clone()
+    adamw(main, grad, (kept[0], kept[1]), weight, told, 0.5, (*betas, eps))
+    assert torch.equal(main, before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

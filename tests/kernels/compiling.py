@@ -62,6 +62,8 @@ def rows() -> None:
         kernels.total(sent, None, place, x, None)
         kernels.total(sent, probs, place, x, x)
         kernels.total_backward(x, sent, probs, place)
+        for back in (False, True):
+            kernels.weights(probs, of(torch.float32, 800), place, back)
 
 
 def per_rank() -> None:
@@ -118,6 +120,7 @@ def dense() -> None:
     swiglu(of(BF16, 7, 1536).requires_grad_()).sum().backward()
     swiglu(of(BF16, 7, 1536).requires_grad_(), of(torch.int32, 1)).sum().backward()
     swiglu(of(BF16, 7, 5760).requires_grad_(), of(torch.int32, 1), 7.0, 1.702).sum().backward()
+    swiglu(of(BF16, 7, 1536).requires_grad_(), weights=of(torch.float32, 7).requires_grad_()).sum().backward()
     cross_entropy(of(BF16, 7, 1000).requires_grad_(), of(torch.int64, 7)).backward()
 
 
@@ -129,6 +132,16 @@ def sums() -> None:
         launch(of(BF16, world, 100), of(torch.float32, 100), 0.5)
     for dtype in (BF16, torch.float32):
         squares([of(dtype, 5000)])
+
+
+def adamw() -> None:
+    from hocket.kernels.adamw import adamw as kernel
+
+    main, told = of(torch.float32, 5000), of(torch.float64, 4)
+    for averages in (torch.float32, BF16):
+        kept = of(averages, 5000), of(averages, 5000)
+        for weight in (None, of(BF16, 5000)):
+            kernel(main, of(torch.float32, 5000), kept, weight, told, 0.9, (0.9, 0.95, 1e-8))
 
 
 def grouped() -> None:
@@ -180,13 +193,16 @@ def fp8() -> None:
             kernels.open_rows(packed, rows, label)
         kernels.swiglu_rows(of(BF16, 7, 2 * width))
         kernels.swiglu_rows_backward(of(BF16, 7, width), of(BF16, 7, 2 * width), of(torch.float32, 2 * width))
+        wide, gates, weights = of(BF16, 7, width), of(BF16, 7, 2 * width), (of(torch.float32, 7), of(torch.float32, 7))
+        kernels.swiglu_rows(gates, wide=wide, weights_R=weights[0])
+        kernels.swiglu_rows_backward(wide, gates, wide=of(BF16, 7, 2 * width), weights=weights)
 
 
 def of(dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
-CALLS: list[Callable[[], None]] = [rows, per_rank, routing, router, dense, sums, grouped, biases, exchange, fp8]
+CALLS: list[Callable[[], None]] = [rows, per_rank, routing, router, dense, sums, adamw, grouped, biases, exchange, fp8]
 """Add a function of your own here."""
 
 

@@ -118,20 +118,38 @@ def test_swiglu(width: int, size: float) -> None:
         (kernels.swiglu_rows(gate_up), fp8.swiglu_rows(gate_up)),
         (kernels.swiglu_rows_backward(g, gate_up, fold), fp8.swiglu_rows_backward(g, gate_up, fold)),
     )
+    weights, grads = torch.randn(9), [torch.zeros(9), torch.zeros(9)]
+    both = [(weights, grad) for grad in grads]
+    pairs += (
+        (kernels.swiglu_rows(gate_up, weights_R=weights), fp8.swiglu_rows(gate_up, weights_R=weights)),
+        (
+            kernels.swiglu_rows_backward(g, gate_up, weights=both[0]),
+            fp8.swiglu_rows_backward(g, gate_up, weights=both[1]),
+        ),
+    )
     for (values, scale), expected in pairs:
         assert torch.equal(scale, expected.scale)
         a, b = values.float(), expected.values.float()
         assert (a != b).float().mean() < 0.01
         assert ((a - b).abs() <= b.abs() / 8 + 2**-9).all()
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-4, atol=1e-4 * grads[1].abs().max().item())
 
 
 def test_swiglu_is_that_of_bf16() -> None:
     gate_up, g = numbers(9, 96).float().requires_grad_(), numbers(9, 48).float()
     gate, up = gate_up.chunk(2, 1)
     y = torch.nn.functional.silu(gate) * up
-    y.backward(g)
+    y.backward(g, retain_graph=True)
     assert gate_up.grad is not None
+    weights, grad = torch.rand(9), torch.zeros(9)
+    (weighted,) = torch.autograd.grad(
+        torch.nn.functional.silu(gate) * up * weights[:, None], gate_up, g, retain_graph=True
+    )
+    again = fp8.swiglu_rows_backward(g, gate_up.detach(), torch.ones(96), weights=(weights, grad))
+    torch.testing.assert_close(grad, (g * y.detach()).sum(1), rtol=1e-5, atol=1e-5)
     for rows, exact in (
+        (again, weighted),
+        (fp8.swiglu_rows(gate_up.detach(), weights_R=weights), y.detach() * weights[:, None]),
         (fp8.swiglu_rows(gate_up.detach()), y.detach()),
         (fp8.swiglu_rows_backward(g, gate_up.detach(), torch.ones(96)), gate_up.grad),
     ):

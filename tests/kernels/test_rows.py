@@ -14,7 +14,7 @@ from hocket.config import ModelConfig
 from hocket.kernels import rows as kernels
 from hocket.kernels.rows import BLOCK, PAIRS
 from hocket.parallel.routing import Routing, route
-from hocket.parallel.rows import spread, total
+from hocket.parallel.rows import spread, spread_weights, total
 
 CONFIG = ModelConfig(experts=8, top_k=3)
 DTYPES = [torch.float32, torch.bfloat16]
@@ -69,6 +69,19 @@ def test_spread(missing, **case) -> None:
     assert torch.equal(kernels.total(g, None, place, None, None), x.grad)
     out = wide(torch.empty_like(x.detach()))
     assert torch.equal(kernels.total(wide(g), None, place, None, None, out), x.grad)
+    weights, there, back = (
+        torch.randn(place.shape, requires_grad=True),
+        torch.zeros(len(rows)),
+        torch.zeros(place.shape),
+    )
+    spread_weights(weights, place, len(rows)).backward(torch.arange(1.0, len(rows) + 1))
+    kernels.weights(weights.detach(), there, place, back=False)
+    kernels.weights(back, torch.arange(1.0, len(rows) + 1), place, back=True)
+    here = place >= 0
+    assert torch.equal(there[place[here].long()], weights.detach()[here])
+    assert weights.grad is not None
+    assert torch.equal(back, weights.grad)
+    assert torch.equal(back[here].long() - 1, place[here].long())
 
 
 @given(**CASES, missing=st.booleans(), has_shared=st.booleans(), has_residual=st.booleans())

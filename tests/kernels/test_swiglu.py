@@ -71,6 +71,34 @@ def test_with_a_limit_against_float64(rows: int, width: int, dtype: torch.dtype,
             torch.testing.assert_close(a.double(), b, rtol=loose, atol=loose * limit if fn is not swiglu else 1e-5)
 
 
+@given(
+    rows=st.integers(0, 20),
+    width=st.integers(1, 40) | st.sampled_from([127, 384, 768, 1030]),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    limit=st.sampled_from([0.0, 7.0]),
+)
+@settings(max_examples=15)
+def test_with_weights_of_rows_against_float64(rows: int, width: int, dtype: torch.dtype, limit: float) -> None:
+    """Also the gradient of the weights, a sum over columns; the formula of CPUs rounds between its operations."""
+    gate_up, g, weights = torch.randn(rows, 2 * width).to(dtype), torch.randn(rows, width).to(dtype), torch.randn(rows)
+
+    def run(fn, exact: bool) -> list[Tensor | None]:
+        leaves = [(x.double() if exact else x).detach().requires_grad_() for x in (gate_up, weights)]
+        y = fn(*leaves)
+        y.backward(g.to(y.dtype))
+        return [y.detach(), *(leaf.grad for leaf in leaves)]
+
+    plain = formula if not limit else lambda x: with_limit(x, limit, 1.702)
+    wanted = run(lambda x, w: plain(x) * w[:, None], True)
+    for fn in (swiglu, layers.swiglu):
+        found = run(lambda x, w, fn=fn: fn(x, None, limit, 1.702, w), False)
+        loose = TOLERANCE[dtype] * (1 if fn is swiglu else 8)
+        for a, b, sums in zip(found, wanted, (1, 1, width), strict=True):
+            assert a is not None
+            assert a.dtype in (dtype, torch.float32)
+            torch.testing.assert_close(a.double(), b, rtol=loose, atol=loose * max(1, limit) * sums**0.5)
+
+
 def test_a_limit_hands_on_what_is_no_number() -> None:
     gate_up = torch.tensor([[1.0, float("nan"), 2.0, 1.0, 1.0, float("nan")]])
     assert swiglu(gate_up, None, 7.0, 1.702).isnan().tolist() == [[False, True, True]]

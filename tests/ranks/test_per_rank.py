@@ -55,7 +55,9 @@ def experts(rows: Tensor, splits: Splits, factors: Tensor) -> Tensor:
     return rows * factors.repeat_interleave(sizes).unsqueeze(1).to(rows.dtype)
 
 
-def layer(inputs: list[list[Tensor]], config: ModelConfig, per_rank: bool) -> tuple[list[Tensor], list[Routing]]:
+def layer(
+    inputs: list[list[Tensor]], config: ModelConfig, per_rank: bool, weighted: bool = False
+) -> tuple[list[Tensor], list[Routing]]:
     """Outputs of all ranks, whose inputs are (tokens, logits, residual), with the exchange played by hand."""
     ranks = len(inputs)
     factors = torch.arange(1.0, config.experts + 1).view(ranks, -1)
@@ -63,7 +65,7 @@ def layer(inputs: list[list[Tensor]], config: ModelConfig, per_rank: bool) -> tu
     for x, logits, _ in inputs:
         weights, routing = route(logits, config)
         routing = routing.by_rank(ranks) if per_rank else routing
-        sent, kept = send_rows(x, weights, routing)
+        sent, _, kept = send_rows(x, weights, routing)
         rows.append(sent)
         probs.append(kept)
         routings.append(routing)
@@ -71,9 +73,11 @@ def layer(inputs: list[list[Tensor]], config: ModelConfig, per_rank: bool) -> tu
     splits = [splits_of(every, rank, routing) for rank, routing in enumerate(routings)]
     returned = []
     for rank, received in enumerate(exchanged(rows, splits)):
-        grouped, weights = to_experts(received, splits[rank])
+        grouped, weights, opened = to_experts(received, splits[rank], weighted=weighted)
         assert len(grouped) == int(splits[rank].offsets_L[-1])
-        returned.append(from_experts(experts(grouped, splits[rank], factors[rank]), weights, splits[rank]))
+        made = experts(grouped, splits[rank], factors[rank])
+        made = made if weights is None else (made * weights.unsqueeze(1)).to(made.dtype)
+        returned.append(from_experts(made, opened, splits[rank]))
     back = [replace(at, table=at.table.back) for at in splits]
     returned = exchanged(returned, back)
     return [unpermute(returned[r], probs[r], inputs[r][2], None, routings[r]) for r in range(ranks)], routings
@@ -99,7 +103,7 @@ def assert_right(tokens: list[int], config: ModelConfig, choices: str, dtype: to
     found: list[list[Tensor]] = []
     routings: list[Routing] = []
     grads = [torch.randn(t, WIDTH).to(dtype) for t in tokens]
-    for way in ("exact", "per rank", "per expert"):
+    for way in ("exact", "per rank", "per rank, weighted by experts", "per expert"):
         leaves = [
             [t.detach().to(torch.float64 if way == "exact" else t.dtype).requires_grad_() for t in rank]
             for rank in inputs
@@ -108,15 +112,15 @@ def assert_right(tokens: list[int], config: ModelConfig, choices: str, dtype: to
             _, routings = layer(inputs, config, False)
             outputs = exact(leaves, config, routings)
         else:
-            outputs, _ = layer(leaves, config, way == "per rank")
+            outputs, _ = layer(leaves, config, way != "per expert", weighted="weighted" in way)
         torch.autograd.backward(outputs, [g.to(out.dtype) for g, out in zip(grads, outputs, strict=True)])
         found.append(
             [*outputs, *(t.grad if t.grad is not None else torch.zeros_like(t) for rank in leaves for t in rank)]
         )
     rtol, atol = (1e-4, 1e-4) if dtype is torch.float32 else (6e-2, 0.4)
-    for right, per_rank, per_expert in zip(*found, strict=True):
-        torch.testing.assert_close(per_rank.double(), right, rtol=rtol, atol=atol)
-        torch.testing.assert_close(per_expert.double(), right, rtol=rtol, atol=atol)
+    for right, *others in zip(*found, strict=True):
+        for other in others:
+            torch.testing.assert_close(other.double(), right, rtol=rtol, atol=atol)
 
 
 @settings(max_examples=40, deadline=None)
@@ -170,13 +174,13 @@ def test_sums_of_a_rank_are_rounded_once() -> None:
     config = replace(CONFIG, experts=16, top_k=8)
     _, routing = route(torch.arange(16.0).expand(1, 16), config)
     routing = routing.by_rank(2)
-    rows, _ = send_rows(torch.ones(1, WIDTH, dtype=torch.bfloat16), torch.full((1, 8), 1.0), routing)
+    rows, *_ = send_rows(torch.ones(1, WIDTH, dtype=torch.bfloat16), torch.full((1, 8), 1.0), routing)
     nothing = torch.zeros(2, 9, dtype=torch.int64)
     splits = splits_of(torch.stack([counts_to_send(routing, 2), nothing]), 1, routing)
-    grouped, weights = to_experts(rows[:1], splits)
+    grouped, _, opened = to_experts(rows[:1], splits)
     factors = torch.full((8,), 2.0**-9)
     factors[0] = 1.0
-    assert from_experts(experts(grouped, splits, factors), weights, splits)[0, 0].item() == 1.0 + 2.0**-6
+    assert from_experts(experts(grouped, splits, factors), opened, splits)[0, 0].item() == 1.0 + 2.0**-6
 
 
 def test_labels_keep_rows_aligned() -> None:
