@@ -197,7 +197,8 @@ def moe_layer(
     """One MoE layer on all ranks of an expert-parallel group. Returns their outputs, and the rows by expert."""
     ep = len(layers)
     inputs = zip(layers, xs, documents or [None] * ep, strict=True)
-    rows, residuals, shared, probs, routings = zip(*[layer.forward_attn(x, d) for layer, x, d in inputs], strict=True)
+    made = [layer.forward_attn(x, d) for layer, x, d in inputs]
+    rows, residuals, shared, weights, probs, routings = zip(*made, strict=True)
     # By source rank, destination rank and local expert; with one copy per rank the rows behind them.
     every = torch.stack([counts_to_send(routing, ep) for routing in routings])
     splits = [splits_of(every, rank, routing) for rank, routing in enumerate(routings)]
@@ -209,7 +210,11 @@ def moe_layer(
     returned = []
     for rank, layer in enumerate(layers):
         received = torch.cat([sent[source][rank] for source in range(ep)])
-        returned.append(layer.forward_experts(received, splits[rank]).split(splits[rank].table.receive))
+        returned.append(
+            layer.forward_experts(received, *weights[rank : rank + (ep == 1)], splits[rank]).split(
+                splits[rank].table.receive
+            )
+        )
     outputs = []
     for source, layer in enumerate(layers):
         back = torch.cat([returned[rank][source] for rank in range(ep)])

@@ -14,6 +14,7 @@ V: dict[str, Any] = {"plan__order": "merged_v"}
 FOUR: dict[str, Any] = {"mesh__dp": 4}
 SHARED: dict[str, Any] = {"mesh__cp": 2}
 HEADS: dict[str, Any] = {"overlap__cp__method": "heads"}
+RING: dict[str, Any] = {"overlap__cp__method": "ring"}
 ODD: dict[str, Any] = {"model__heads": 9, "model__kv_heads": 3, "model__ffn": 48, "model__vocab": 96}
 SIX: dict[str, Any] = {"mesh__cp": 6, "data__sequence_length": 48, "model__kv_heads": 4, "model__heads": 12}
 FP8: dict[str, Any] = {"precision__compute": "fp8"}
@@ -35,6 +36,9 @@ REFUSED_ORDERS: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
     ({**SHARED, "model__sinks": True}, HEADS, "overlap.cp.method", "sinks are weights of all heads"),
     ({**SHARED, **ODD, "mesh__tp": 3}, HEADS, "overlap.cp.method", "2 ranks cannot have as many of 9 / mesh.tp = 3"),
     (SIX, HEADS, "overlap.cp.method", "can neither share 4 heads of keys and values"),
+    ({}, RING, "overlap.cp.method", "no effect: mesh.cp = 1"),
+    ({**SHARED, "model__kv_lora_rank": 8}, RING, "overlap.cp.method", "keys and values of the latents that came"),
+    ({**SHARED, **RING}, {"plan__recompute": ("kv",)}, "plan.recompute", "overlap.cp.method = ring"),
     (SHARED, {"overlap__ep__merge_ends": "on"}, "overlap.ep.merge_ends", "have their sequences whole"),
     (SHARED, {"plan__layer_order": "early_release"}, "plan.layer_order", "leave plan.layer_order out, or mesh.cp = 1"),
     (SHARED, {"plan__graphs": "on", "data__packing": "on"}, "plan.graphs", "documents decide which keys"),

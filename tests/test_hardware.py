@@ -21,6 +21,7 @@ from hocket.program.measured_hardware import kept_file
 from hocket.program.network import hardware_of
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
+from hocket.settings import layer_rules
 from hocket.settings.rule import Host
 from hocket.settings.schema import changed
 
@@ -223,6 +224,30 @@ def test_a_file_of_other_gpus_is_refused() -> None:
         on(Host(gpus=8), hardware__gpu="b200", hardware__measured=str(kept()))
     with pytest.raises(ValueError, match="cannot be read"):
         on(Host(gpus=8), hardware__measured="nowhere.json")
+
+
+@pytest.mark.parametrize(
+    ("capability", "triton", "installed", "words"),
+    [
+        ((9, 0), "3.3.1", ("fla", "triton"), ""),
+        ((9, 0), "3.4.0", ("fla", "triton"), "wrong on Hopper with triton 3.4.0"),
+        ((9, 0), "3.6.0+git1234", ("fla", "triton"), "wrong on Hopper"),
+        ((9, 0), "3.7.0", ("fla", "triton"), "right from 3.7.1 on"),
+        ((9, 0), "3.7.1", ("fla", "triton"), ""),
+        ((9, 0), "3.6.0", ("fla", "triton", "tilelang"), ""),
+        ((8, 0), "3.6.0", ("fla", "triton"), ""),
+        ((9, 0), "3.6.0", ("triton",), "fla-core is not installed"),
+        ((8, 0), "", ("fla",), "fla-core is not installed"),
+    ],
+)
+def test_where_kernels_of_delta_nets_are_right(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], triton: str, installed: tuple[str, ...], words: str
+) -> None:
+    monkeypatch.setattr(layer_rules, "find_spec", lambda name: name if name in installed else None)
+    monkeypatch.setattr(layer_rules.metadata, "version", {"triton": triton}.__getitem__)
+    why = layer_rules.why_no_delta_kernels(capability)
+    assert words in why
+    assert bool(why) == bool(words)
 
 
 def test_hosts_that_cannot_be_measured_say_why() -> None:

@@ -11,10 +11,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from hocket.adapters.layer import DenseLayer, ExpertLayer
-from hocket.model.moe import ExpertPlace
-from hocket.parallel.dispatch import Splits, from_experts, send_rows, to_experts, unpermute
+from hocket.model.moe import ExpertPlace, Routed
+from hocket.parallel.dispatch import from_experts, send_rows, to_experts, unpermute
 from hocket.parallel.linears import cross_entropy
-from hocket.parallel.placed import PlacedSplits
 from hocket.parallel.routing import Routing, placed
 
 Contexts = Callable[[Tensor], Any]
@@ -45,9 +44,7 @@ class ExpertParts:
         self._plain = getattr(layer, "plain_merge", False)
         """Whether merging is a sum of rows, residual stream and what else is kept: then one kernel does all of it."""
 
-    def forward_attn(
-        self, x_BSD: Tensor, documents: None = None, kept: Routing | None = None
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Routing]:
+    def forward_attn(self, x_BSD: Tensor, documents: None = None, kept: Routing | None = None) -> Routed:
         """The pieces before the dispatch. With `kept`, a routing of the same tokens, rows go where they went."""
         assert documents is None
         rows_TD, ids_TK, weights_TK, (residual, other) = self.layer.route(
@@ -57,13 +54,14 @@ class ExpertParts:
         if routing is None:
             routing = placed(ids_TK.detach(), self._experts)
             routing = routing.by_rank(self._ep.size) if self._ep.per_rank else routing
-        rows, probs = send_rows(rows_TD.contiguous(), weights_TK.float().contiguous(), routing)
-        return rows, residual, other, probs, routing
+        rows, weights, probs = send_rows(rows_TD.contiguous(), weights_TK.float().contiguous(), routing)
+        return rows, residual, other, weights, probs, routing
 
-    def forward_experts(self, rows_RD: Tensor, splits: Splits | PlacedSplits) -> Tensor:
-        """The experts of this rank, on rows in received order."""
-        grouped_RD, weights = to_experts(rows_RD, splits)
-        return from_experts(self.layer.experts(grouped_RD, splits.offsets_L), weights, splits)
+    def forward_experts(self, rows_RD: Tensor, *told: Any) -> Tensor:
+        """The experts of this rank, on rows in received order. They know nothing of weights."""
+        *_, splits = told
+        grouped_RD, _, opened = to_experts(rows_RD, splits)
+        return from_experts(self.layer.experts(grouped_RD, splits.offsets_L), opened, splits)
 
     def forward_unpermute(
         self, rows_RD: Tensor, residual: Tensor, other: Tensor | None, probs_TK: Tensor | None, routing: Routing

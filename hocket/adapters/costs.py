@@ -1,8 +1,9 @@
 """Costs of the ops of an adapted model: FLOPs from torch's counter on the meta device, bytes from shapes.
 
 Communication goes by the sizes of parameters and hidden states. Of a part that computes, torch counts the FLOPs of its
-forward, and what it saves for backward. The seconds of its ops are those that the cost model gives to a part of
-hocket's transformer with as many weights, times the ratio of the two counts of FLOPs.
+forward, and what it saves for backward. Experts of others do not apply the weights of choices, so what they make is
+saved too. The seconds of its ops are those that the cost model gives to a part of hocket's transformer with as many
+weights, times the ratio of the two counts of FLOPs.
 """
 
 from __future__ import annotations
@@ -83,13 +84,16 @@ def price_of(cut: Cut) -> Price:
         if key not in known:
             known[key] = count_parts(cut, config)
         costs = costs_of(config, hardware_of(config))
-        table = dict(costs.table)
+        table, away = dict(costs.table), config.mesh.ep > 1 and config.overlap.ep.copies != "per_rank"
+        outputs = 0 if away else config.tokens * config.model.top_k * config.model.hidden * config.element_bytes
         for (part, kind), counted in known[key].items():
             modelled = table["fwd", part, kind].flops
             for verb in ("fwd", "recompute", "bwd", "wgrad"):
                 if counted.flops and modelled and (cost := table.get((verb, part, kind))):
                     ratio = counted.flops / modelled
                     saved = counted.saved_bytes if verb in ("fwd", "recompute") else 0
+                    if part == "experts" and verb in ("fwd", "recompute"):
+                        saved = cost.saved_bytes + outputs
                     changed = replace(cost, seconds=cost.seconds * ratio, flops=cost.flops * ratio)
                     table[verb, part, kind] = replace(changed, saved_bytes=saved or cost.saved_bytes)
         return replace(costs, table=table)

@@ -125,7 +125,8 @@ def _check(cut: Cut, config: Config, values: Values | None) -> None:
         problems.append(f"mesh.tp = {config.mesh.tp}: heads of a model of others stay together; fix: mesh.tp = 1")
     if config.mesh.cp > 1:
         problems.append(
-            f"mesh.cp = {config.mesh.cp}: attention of a model of others has its sequences whole; fix: mesh.cp = 1"
+            f"mesh.cp = {config.mesh.cp}: attention of a model of others has its sequences whole; fix: mesh.cp = 1, or "
+            "without a plan hocket.context_parallel and hocket.fully_shard"
         )
     if config.precision.compute == "fp8":
         problems.append(
@@ -133,7 +134,7 @@ def _check(cut: Cut, config: Config, values: Values | None) -> None:
         )
     if config.precision.dispatch == "fp8":
         problems.append(
-            "precision.dispatch = fp8: nobody has tried it with layers of others; fix: precision.dispatch = compute"
+            "precision.dispatch = fp8: rows of layers of others travel as they are; fix: precision.dispatch = compute"
         )
     if config.mesh.ep > 1 and (not cut.experts or cut.experts % config.mesh.ep):
         experts, fix = "no layer with experts", "mesh.ep = 1"

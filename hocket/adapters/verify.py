@@ -154,14 +154,14 @@ def _routed(
     parts, seen = ExpertParts(layer, lambda _: context, cut.experts, ONLY), [0]
 
     def forward(x: Tensor) -> Tensor:
-        rows, residual, other, probs, routing = _first(parts.forward_attn, x)
+        rows, residual, other, _, probs, routing = _first(parts.forward_attn, x)
         tokens = x.shape[0] * x.shape[1]
         if routing.tokens != tokens or rows.dim() != 2 or residual.shape != x.shape:
             raise ValueError(f"route returns {routing.tokens} tokens' ids and keeps {tuple(residual.shape)}")
         if routing.chosen_TK is not None and int(routing.chosen_TK.max()) >= cut.experts:
             raise ValueError(f"route chooses expert {int(routing.chosen_TK.max())} of {cut.experts}")
         seen[0] = routing.top_k
-        rows = parts.forward_experts(rows, exchange_counts(routing, None))
+        rows = parts.forward_experts(rows, None, exchange_counts(routing, None))
         before = [x.detach().requires_grad_() if isinstance(x, Tensor) else x for x in (rows, residual, other, probs)]
         merged = parts.forward_unpermute(*before, routing)  # pyrefly: ignore
         if any(g is not None for g in torch.autograd.grad(merged.sum(), [*params.values()], allow_unused=True)):

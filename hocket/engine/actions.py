@@ -374,7 +374,7 @@ class _Wiring:
     sources: tuple[tuple[int, int], ...]
     """Of each input: which value, and which of its outputs; -1 for all of it."""
     readers: tuple[tuple[int, int], ...]
-    """Of each output: in which value its gradient is, and where in that; -1 for all of it."""
+    """Of each output: in which value its gradient is, and where in that; -1 for all of it. (-1, -1) has none."""
     first: bool
     last: bool
     """Whether it is the layer's first part, or its last one."""
@@ -388,6 +388,8 @@ class _Wiring:
 
         def reader(output: str) -> tuple[int, int]:
             name, place = kind.gradient_of(part, output)
+            if not name:
+                return -1, -1
             return kind.readers[part.name].index(name), place if len(kind.by_name[name].reads) > 1 else -1
 
         last = part is kind.exit
@@ -403,4 +405,4 @@ class _Wiring:
         return [values[n] if place < 0 else values[n][place] for n, place in self.sources]
 
     def grads(self, values: Sequence[Any]) -> list[Any]:
-        return [values[n] if place < 0 else values[n][place] for n, place in self.readers]
+        return [None if n < 0 else values[n] if place < 0 else values[n][place] for n, place in self.readers]

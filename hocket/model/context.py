@@ -4,7 +4,7 @@ A microbatch's sequences, one after the other, are cut into chunks. Each rank ha
 chunks of its own. Keys and values of all ranks are gathered before attention, and put into the order of sequences. What
 a chunk attends to is then one stretch of it: from where the document of its first token begins to its own last token.
 So attention is that of documents whose queries are fewer than their keys, with both aligned at their ends, and no
-partial results are put together.
+partial results are put together. `ring.py` has the other way, in stages.
 
 Shapes: B sequences, S sequence length, T tokens of this rank, U tokens of all ranks (B * S), D width of a row.
 """
@@ -87,6 +87,11 @@ class Context:
     """What knows of keys and values that are not kept for backward, but gathered again."""
     documents: Documents | None = None
     """Those of all ranks' tokens, in the order of sequences; None if each sequence is one."""
+    chunks: tuple[Chunks, ...] = ()
+    """Which tokens each rank has."""
+    bounds: tuple[int, ...] = ()
+    """Where documents of all sequences begin and end, sequences of one document too."""
+    rank: int = 0
 
 
 def context_of(documents: Documents, chunks: Sequence[Chunks], rank: int) -> Context:
@@ -102,7 +107,8 @@ def context_of(documents: Documents, chunks: Sequence[Chunks], rank: int) -> Con
         first += len(chunk)
     real_T = None if documents.real_T is None else documents.real_T[mine]
     length, position_T = documents.ids_BS.shape[1], documents.position_T[mine]
-    return Context(length, position_T, places.to(device), order.to(device), tuple(spans), real_T, None, documents)
+    told = Context(length, position_T, places.to(device), order.to(device), tuple(spans), real_T, None, documents)
+    return replace(told, chunks=tuple(chunks), bounds=documents.bounds, rank=rank)
 
 
 def _span(bounds: Sequence[int], chunk: range, first: int) -> Span:

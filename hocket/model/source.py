@@ -119,7 +119,7 @@ class OwnTransformer:
         how: dict[str, Any] = dict(ep=place.ep, aux_scale=1.0 / config.train.microbatches, linears=place.linears)
         if config.mesh.cp > 1:
             assert place.groups is not None, "ranks that share sequences have a group"
-            chunk = SharedChunk(place.groups.cp, config.overlap.cp.method == "heads", *sizes, **how)
+            chunk = SharedChunk(place.groups.cp, config.overlap.cp.method, *sizes, **how)
         else:
             chunk = Chunk(*sizes, **how)
         chunk.tie(place.ends)

@@ -158,7 +158,9 @@ def size_of(part: Part, shapes: Shapes) -> PartSize:
 
 def unit_weights(model: ModelConfig, layout: Layout, unit: Unit, kind: str) -> int:
     """Weights (elements) of one unit of such a layer, whole; of an experts unit those of one expert-parallel rank."""
-    shapes = Shapes(model, 1, layout.ep, copies_of(model, layout.ep, False, 1), STOCK, layout.cp, layout.heads)
+    shapes = Shapes(
+        model, 1, layout.ep, copies_of(model, layout.ep, False, 1), STOCK, layout.cp, layout.heads, layout.ring
+    )
     parts = (EMBED, HEAD) if unit in END_UNITS else layout.by_kind[kind].parts
     return sum(size_of(part, shapes).weights for part in parts if layout.unit(part.name) == unit)
 
@@ -254,7 +256,7 @@ def op_costs(
     Assumes even routing: every rank gets as many rows as it sends. A p2p transfer's seconds belong to the recv.
     """
     copies = copies_of(model, layout.ep, layout.per_rank, dtype_bytes)
-    shapes = Shapes(model, seq, layout.ep, copies, hardware.formulas, layout.cp, layout.heads)
+    shapes = Shapes(model, seq, layout.ep, copies, hardware.formulas, layout.cp, layout.heads, layout.ring)
     parts = _parts(layout)
     sizes = {(part.name, kind): size_of(part, shapes) for part, kind in parts}
     price = _Pricing(hardware, tokens, dtype_bytes, sharding.tensor, sharding.fp8)
@@ -267,7 +269,7 @@ def op_costs(
         if described.communicates:
             assert described.purpose is not None
             rows, room = (tokens * elements * dtype_bytes for elements in (size.output, size.grad))
-            moved = rows * (described.ranks - 1) // described.ranks
+            moved = tokens * size.wire * dtype_bytes or rows * (described.ranks - 1) // described.ranks
             for verb, nbytes in (("fwd", rows), ("bwd", room)):
                 table[verb, part, kind] = price.transfer(described.purpose, moved, nbytes)
             if layout.recomputing(part, kind):
@@ -330,14 +332,14 @@ def _add_units(
     What an add stands for, products of weight gradients do themselves, and in a group of one what a reduce stands for
     too: then there are no slots. An embedding whose head is tied to it has both, unless the two are on two ranks: then
     these exchange their sums, in fp32, and the step adds them up. AdamW reads weight, gradient and both averages and
-    writes weight and averages: 28 bytes, and 24 more where averages in bf16 become fp32 and are rounded; the norm reads
-    the gradients once more. In the step, what is held whole is cast, unless fp32 is what computes. Every rank's step
-    waits for the slowest, through the norm's all-reduce. Products in fp8 have casts beside; the step casts some first.
+    writes weight and averages: 28 bytes, or 20 with averages in bf16, and what is held whole once more in the format
+    that computes, unless that is fp32; the norm reads the gradients once more. Every rank's step waits for the slowest,
+    through the norm's all-reduce. Products in fp8 have casts beside; the step casts some first.
     """
     b, w = price.dtype_bytes, sharding.wire_bytes or price.dtype_bytes
     traffic = normed = summed_up = 0
     slots, state = list[Mapping[Unit, tuple[int, int]]](), list[int]()
-    adamw = 28 if sharding.averages_bytes == 4 else 52
+    adamw = 12 + 4 * sharding.averages_bytes
     for rank in range(layout.pp):
         largest: dict[Unit, tuple[int, int]] = {}
         shards = copied = casts = agreed = 0
@@ -363,7 +365,7 @@ def _add_units(
             for key in [key for key in table if key[0] == "wgrad" and (layout.unit(key[1]), key[2]) == (unit, kind)]:
                 table[key] = replace(table[key], grad_bytes=4 * shard)
             cast = shard if whole and b != 4 else 0
-            moved = price.local(adamw * shard + (4 + b) * cast)
+            moved = price.local(adamw * shard + b * cast)
             table["update", unit, kind] = replace(moved, output_bytes=4 * shard)  # gradients that it has read
             if tied and layout.apart:
                 table["recv", TIED, ""] = price.transfer("pp_bwd", 4 * shard, 4 * shard)
@@ -374,7 +376,7 @@ def _add_units(
             casts += count * (beside if whole else round(shard * eight))
         slots.append(largest)
         state.append((4 + 2 * sharding.averages_bytes) * shards + b * copied + casts)
-        traffic = max(traffic, (adamw + 4) * shards + (4 + b) * copied + (4 + 2 * b + 1) * agreed)
+        traffic = max(traffic, (adamw + 4) * shards + b * copied + (4 + 2 * b + 1) * agreed)
         normed = max(normed, 4 * shards)
     for part, nbytes in (("all", traffic), ("norm", normed)):
         wire = 8 if layout.pp * sharding.dense > 1 else 0

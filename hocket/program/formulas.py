@@ -36,6 +36,8 @@ class PartSize:
     """Elements of the value that fwd produces."""
     grad: int = 0
     """Elements of the value that bwd produces."""
+    wire: int = 0
+    """Elements that a part which communicates gets from other ranks; 0: all of its value but the rank's own share."""
     saved: int = 0
     """Elements that fwd keeps for bwd, its input included."""
     lent: int = 0
@@ -64,6 +66,8 @@ class Formulas:
     swiglu_traffic: int
     """For every element of the inner width."""
     swiglu_saved: int
+    weighted_saved: int
+    """More of these, where each row has a weight."""
     rotary_traffic: int
     """For every element of queries and keys."""
     rotary_with_norm: bool
@@ -103,14 +107,14 @@ class Formulas:
 
 
 STOCK = Formulas(
-    norm_traffic=4, norm_saved=3, norm_kept=3, swiglu_traffic=5, swiglu_saved=4, rotary_traffic=12,
-    rotary_with_norm=False, loss_traffic=8, loss_saved=2,
+    norm_traffic=4, norm_saved=3, norm_kept=3, swiglu_traffic=5, swiglu_saved=4, weighted_saved=1,
+    rotary_traffic=12, rotary_with_norm=False, loss_traffic=8, loss_saved=2,
 )  # fmt: skip
 """torch's operations: norms keep input, normed and scaled; SwiGLU keeps gate, up, silu(gate) and product; rotary
 positions and the loss are computed in fp32."""
 FUSED = Formulas(
-    norm_traffic=2, norm_saved=2, norm_kept=1, swiglu_traffic=3, swiglu_saved=3, rotary_traffic=2,
-    rotary_with_norm=True, loss_traffic=1, loss_saved=1,
+    norm_traffic=2, norm_saved=2, norm_kept=1, swiglu_traffic=3, swiglu_saved=3, weighted_saved=0,
+    rotary_traffic=2, rotary_with_norm=True, loss_traffic=1, loss_saved=1,
 )  # fmt: skip
 """One kernel each (`hocket/kernels/`): what is read and written once. The loss leaves its gradient in the logits."""
 

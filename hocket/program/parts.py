@@ -51,7 +51,7 @@ class Part:
     reads: tuple[str, ...] = (INPUT,)
     """Its inputs, in the order of its function's arguments: `input`, an earlier part, or one output, as `attn.rows`."""
     outputs: tuple[str, ...] = ()
-    """Names of its outputs, if there are several."""
+    """Names of its outputs, if there are several; `_` is that of one that is always None, which nothing reads."""
     takes: tuple[str, ...] = ()
     """State of the layer and microbatch that its function takes behind its inputs: `documents`, `routing`, `splits`."""
     makes: tuple[str, ...] = ()
@@ -179,8 +179,13 @@ class LayerKind:
         return next((part for part in self.parts if part.letter == letter), None)
 
     def gradient_of(self, part: Part, output: str) -> tuple[str, int]:
-        """(reader, position among its inputs) of the part that reads an output; `output` is empty for the only one."""
+        """(reader, position among its inputs) of the part that reads an output; `output` is empty for the only one.
+
+        The reader of `_` is empty.
+        """
         wanted = f"{part.name}.{output}" if output else part.name
+        if output == "_":
+            return "", 0
         return next((p.name, p.reads.index(wanted)) for p in self.parts if wanted in p.reads)
 
 
@@ -227,7 +232,9 @@ def _misfits(parts: tuple[Part, ...]) -> list[str]:
                 found.append(f"{read!r} is read by {there[read]!r} and {part.name!r}; hand it on as two outputs")
             else:
                 there[read] = part.name
-        there |= {f"{part.name}.{output}" if output else part.name: "" for output in part.outputs or ("",)}
+        there |= {
+            f"{part.name}.{output}" if output else part.name: "" for output in part.outputs or ("",) if output != "_"
+        }
         if part.early and part is not parts[-1]:
             found.append(f"{part.name!r} is early, which only the last part may be")
         for value in (*part.kept, *part.wgrad_kept):

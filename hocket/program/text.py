@@ -39,7 +39,9 @@ _APART = ("kinds", "bounds", "types")
 """Fields of a layout that have lines of their own."""
 _SIZES = {f.name: type(f.default) for f in fields(Layout) if f.name not in _APART}
 """Fields of the line `layout`, with their types: numbers, flags, and names joined by commas. Flags and names that say
-nothing are left out, but for `tied`, and a `cp` of 1."""
+nothing are left out, but for `tied`; so are a `cp` of 1 and a `ring` of 0."""
+
+_LEFT_OUT = {"cp": 1, "ring": 0}
 
 
 def to_text(program: Program) -> str:
@@ -65,7 +67,7 @@ def to_text(program: Program) -> str:
 def _sizes(layout: Layout) -> Iterator[str]:
     for name, kind in _SIZES.items():
         value = getattr(layout, name)
-        if kind is int and (value > 1 or name != "cp"):
+        if kind is int and (name not in _LEFT_OUT or value != _LEFT_OUT[name]):
             yield f"{name}={value}"
         elif kind is bool and (value or name == "tied"):
             yield f"{name}={'yes' if value else 'no'}"

@@ -92,7 +92,7 @@ def _groups(c: Config, known: Known) -> Sequence[int]:
 
 def recomputed(c: Config) -> tuple[tuple[str, ...], ...]:
     """Every set of parts, the smaller ones first."""
-    parts = recomputable(c.model.kinds(), 1 if c.overlap.cp.method == "heads" else c.mesh.cp)
+    parts = recomputable(c.model.kinds(), 1 if c.overlap.cp.method in ("heads", "ring") else c.mesh.cp)
     return tuple(some for count in range(len(parts) + 1) for some in combinations(parts, count))
 
 
@@ -130,7 +130,7 @@ GROUPS: tuple[tuple[Choice, ...], ...] = (
         Choice("overlap.pp.defer_layers", lambda c, known: (0, 1, 2, -1)),
         Choice("overlap.pp.defer_parts", lambda c, known: ("attn", "all")),
     ),
-    (Choice("overlap.cp.method", lambda c, known: ("gather", "heads") if c.mesh.cp > 1 else ()),),
+    (Choice("overlap.cp.method", lambda c, known: ("gather", "heads", "ring") if c.mesh.cp > 1 else ()),),
     (Choice("plan.layers_per_stage", _splits),),
     (Choice("plan.recompute", _in_fewer_layers),),
     (Choice("overlap.pp.defer_head", lambda c, known: (0, 1, 2, -1)),),

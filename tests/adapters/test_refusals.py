@@ -27,6 +27,12 @@ def refused(model: nn.Module, words: str, settings: Any = None, **how: Any) -> s
     return text
 
 
+def test_sequences_that_ranks_share_need_another_way() -> None:
+    words = r"mesh.cp = 2: .*; fix: mesh.cp = 1, or without a plan hocket.context_parallel and hocket.fully_shard$"
+    with pytest.raises(ValueError, match=words):
+        hocket.plan_model(Model([Dense()]), {**SETTINGS, "mesh.cp": 2})
+
+
 def test_a_module_that_is_no_model() -> None:
     refused(nn.Linear(3, 3), r"model = Linear: it is no model of transformers, and has no embed, layers and head")
 
@@ -128,6 +134,11 @@ def test_experts_of_odd_widths() -> None:
     words = r"layers.0.stacked.up has the shape \(4, 22, 16\), .* in fp32 need widths of a multiple of 4"
     refused(Model([wide(22)]), words)
     refused(Model([wide(20)]), r"in bf16 need widths of a multiple of 8", {"precision.compute": "bf16"})
+
+
+@pytest.mark.parametrize("setting", ["precision.compute", "precision.dispatch"])
+def test_fp8(setting: str) -> None:
+    refused(Model([Routed()]), rf"{setting} = fp8: .*layers of others", {setting: "fp8"})
 
 
 def test_parameters_on_the_meta_device() -> None:

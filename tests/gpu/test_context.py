@@ -17,6 +17,7 @@ from hocket.model.microbatch import Microbatch
 from hocket.model.sinks import attend_with_sinks
 from tests.helpers.plans import planned, small
 from tests.helpers.ranks import run_ranks
+from tests.test_ring import in_stages
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -46,7 +47,29 @@ def test_chunks_attend_as_whole_sequences_do(window: int, sinks: bool) -> None:
             torch.testing.assert_close(found, wanted[chunk.start : chunk.stop], rtol=2e-2, atol=2e-2)
 
 
-Method = Literal["gather", "heads"]
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_stages_find_what_whole_sequences_do(window: int, sinks: bool) -> None:
+    """Flash attention of keys that stand before all queries, put together, and its gradients."""
+    batch, length, ranks, heads, width = 2, 1024, 4, 8, 64
+    generator = torch.Generator().manual_seed(0)
+    documents = documents_of(torch.randint(3, (batch, length), generator=generator).sort(1).values)
+    sizes = ((heads, width), (2 * 2 * width,), (heads, width))
+    q, kv, grad = (torch.randn(batch * length, *size, generator=generator).to(CUDA, torch.bfloat16) for size in sizes)
+    sink = torch.randn(heads, generator=generator).to(CUDA, torch.bfloat16) if sinks else None
+    given = [x.requires_grad_() for x in (q, kv, sink) if x is not None]
+    k, v = kv.view(-1, 2, 2, width).unbind(1)
+    seen = documents.to(CUDA)
+    plain = attend(q, k, v, seen, window) if sink is None else attend_with_sinks(q, k, v, sink, seen, window)
+    told = [context_of(documents.to(CUDA), zigzag(batch, length, ranks), rank) for rank in range(ranks)]
+    out, _ = in_stages(q, kv, told, window, sink)
+    torch.testing.assert_close(out, plain, rtol=2e-2, atol=2e-2)
+    both = (torch.autograd.grad(x, given, grad, retain_graph=True) for x in (out, plain))
+    for mine, theirs in zip(*both, strict=True):
+        assert (mine.float() - theirs.float()).norm() < 2e-2 * theirs.float().norm()
+
+
+Method = Literal["gather", "heads", "ring"]
 
 
 def settings(cp: int, method: Method, recompute: tuple[str, ...]) -> Config:
@@ -80,7 +103,8 @@ def norms(rank: int, c: Config) -> list[tuple[float, float]]:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize(
-    ("method", "recompute"), [("gather", ()), ("gather", ("kv",)), ("gather", ("attn", "kv")), ("heads", ("attn",))]
+    ("method", "recompute"),
+    [("gather", ()), ("gather", ("kv",)), ("gather", ("attn", "kv")), ("heads", ("attn",)), ("ring", ())],
 )
 def test_two_ranks_learn_what_one_does(method: Method, recompute: tuple[str, ...]) -> None:
     one, two = (run_ranks(norms, cp, settings(cp, method, recompute), backend="nccl")[0] for cp in (1, 2))

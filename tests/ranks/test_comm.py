@@ -1,12 +1,16 @@
 """Groups and transports: exact values on real gloo ranks, and what null and slow pretend."""
 
+import threading
 import time
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from hocket.program.mesh import PURPOSES, Mesh
+from hocket.runtime import pretended
 from hocket.runtime.comm import CommOptions, Group, Link, RowTable, make_groups
 from hocket.runtime.transports import Gloo, Pending, Scratch
 from tests.helpers.ranks import run_ranks
@@ -293,36 +297,43 @@ def test_null_needs_no_peers_and_keeps_shapes():
 
 
 def _slow(rank):
-    options = CommOptions(links={"gather_dense": Link(0.1, 1e9), "pp_fwd": Link(0.1, 1e9)}, timeout=20)
+    """How long each operation was held back: two gathers and a send."""
+    held, issued = [], threading.Event()
+
+    def hold(seconds):
+        issued.wait(20)  # if issuing waited for an operation, it would wait for ever
+        held.append(seconds)
+        time.sleep(seconds)
+
+    options = CommOptions(links={"gather_dense": Link(0.1, 1e9), "pp_fwd": Link(0.2, 1e9)}, timeout=20)
     gather = make_groups(Mesh(dp=2), rank, CPU, "slow", options)
-    start = time.monotonic()
-    outs = [torch.empty(4) for _ in range(2)]
-    pendings = [gather.gather_dense.all_gather(out, torch.full((2,), rank + 1.0)) for out in outs]
-    issued = time.monotonic() - start
-    time.sleep(0.1)  # compute hides part of it
-    for pending in pendings:
-        pending.wait()
-    gathered = time.monotonic() - start
+    with mock.patch.object(pretended, "time", SimpleNamespace(sleep=hold)):
+        start = time.monotonic()
+        outs = [torch.empty(4) for _ in range(2)]
+        pendings = [gather.gather_dense.all_gather(out, torch.full((2,), rank + 1.0)) for out in outs]
+        assert not held
+        issued.set()
+        for pending in pendings:
+            pending.wait()
+        assert time.monotonic() - start >= 0.2, "one after the other"
     assert all(out.tolist() == [1, 1, 2, 2] for out in outs)
     gather.reduce_dense.reduce_sum(torch.ones(4), torch.zeros(2)).wait()
     gather.destroy()
     pipe = make_groups(Mesh(pp=2), rank, CPU, "slow", options)
-    start = time.monotonic()
-    box = torch.zeros(2)
-    work = edge(pipe.recv_act).recv(box, 1 - edge(pipe.recv_act).rank)
-    edge(pipe.send_act).send(torch.full((2,), rank + 1.0), 1 - edge(pipe.send_act).rank).wait()
-    work.wait()
+    with mock.patch.object(pretended, "time", SimpleNamespace(sleep=hold)):
+        box = torch.zeros(2)
+        work = edge(pipe.recv_act).recv(box, 1 - edge(pipe.recv_act).rank)
+        edge(pipe.send_act).send(torch.full((2,), rank + 1.0), 1 - edge(pipe.send_act).rank).wait()
+        work.wait()
     assert box.tolist() == [2.0 - rank] * 2
-    arrived = time.monotonic() - start
     pipe.destroy()
-    return issued, gathered, arrived
+    return held
 
 
 def test_slow_delivers_late_and_in_order():
-    for issued, gathered, arrived in run_ranks(_slow, 2):
-        assert issued < gathered / 2
-        assert 0.2 <= gathered < 9  # two operations of 0.1 s, one after the other; the slept time counts
-        assert 0.1 <= arrived < 9
+    for held in run_ranks(_slow, 2):
+        gathered, sent = 0.1 + 8 / 1e9, 0.2 + 8 / 1e9  # of 16 bytes a rank has 8; 8 are sent
+        assert held == [gathered, gathered, sent]
 
 
 def _two_links(rank):

@@ -41,6 +41,7 @@ SINKS = dict(window=3, full_layers=(1,), sinks=True)
 GATED = dict(attn_gate=True, norm_plus_one=True, qk_norm=True, rope=RopeConfig(without=(0,)))
 TENSORS = {f"overlap.tp.{name}": "off" for name in tensors.OFF}
 HEADS = {"overlap.cp.method": "heads"}
+RING = {"overlap.cp.method": "ring"}
 WINDOWS = dict(window=3, full_layers=(1,))
 CASES: dict[str, Config] = {
     "dense": of(DENSE, {}, {}),
@@ -67,6 +68,11 @@ CASES: dict[str, Config] = {
     "exchanged heads of tensor-parallel ranks": of(
         {**DENSE, **GATED, "vocab": 32, **WINDOWS}, {"tp": 2}, {}, **TENSORS, **HEADS
     ),
+    "ring of four": of({**DENSE, **GATED, **SINKS}, {"cp": 4}, dict(recompute=("attn:1",)), **RING),
+    "ring of sequences of one document, merged": of(
+        {**MOE, **WINDOWS}, {"ep": 2}, dict(merge="on", merge_ends="off"), **RING, **{"data.packing": "off"}
+    ),
+    "ring of tensor-parallel ranks": of({**DENSE, **GATED, "vocab": 32, **WINDOWS}, {"tp": 2}, {}, **TENSORS, **RING),
     "tied, zero bubble": of(
         {**MOE, "tied": True, "layers": 2}, {"pp": 2}, dict(order="zb_h1", layers_per_stage=(1, 1), defer_wgrad="on")
     ),
@@ -93,9 +99,9 @@ def close(found: Tensor, wanted: Tensor, what: str) -> None:
     assert worst <= 1e-5 * (scale + 1e-6), f"{what}: off by {worst:.3g} of {scale:.3g}"
 
 
-@pytest.mark.parametrize("method", ["gather", "heads"])
+@pytest.mark.parametrize("method", ["gather", "heads", "ring"])
 def test_the_order_of_ops_changes_no_bit_nor_does_a_validation(method: str) -> None:
-    model = dict(layers=4, dense_layers=(0,), **(SINKS if method == "gather" else WINDOWS))
+    model = dict(layers=4, dense_layers=(0,), **(WINDOWS if method == "heads" else SINKS))
     how = {"overlap.cp.method": method}
     again = ("attn:1", "kv") if method == "gather" else ("attn",)
     interleaved = dict(chunks=2, layers_per_stage=(1,) * 4, merge="on", defer_layers=1, recompute=again)
@@ -186,7 +192,7 @@ def test_attention_of_some_heads_in_all_tokens_has_the_bits_of_all(kv_heads: int
     places = [torch.cat([torch.arange(c.start, c.stop) for c in mine]) for mine in chunks]
     sizes = {"q": 8, "k": kv_heads, "v": kv_heads}
     inputs = {n: torch.randn(batch * length, h, width, generator=generator).requires_grad_() for n, h in sizes.items()}
-    wanted = attn.whole(inputs["q"], inputs["k"], inputs["v"], length, documents).flatten(1)
+    wanted = attn.whole(inputs["q"], inputs["k"], inputs["v"], batch, documents).flatten(1)
     queries, kv = [], []
     for mine in places:
         q, k, v = (x[mine] for x in inputs.values())
