@@ -28,7 +28,6 @@ from hocket.settings.plan_rules import fills_bubble, merges, separate_wgrads, st
 from hocket.settings.rule import Host, Rule
 from hocket.settings.rules import RULES, broken, has_experts, numbered, rule_lines, rule_text
 from hocket.settings.schema import changed, impossible, leaf, show, types
-from hocket.settings.smaller_mesh import smaller_mesh
 from hocket.tune.by_cost import (
     choose_context,
     choose_copies,
@@ -43,6 +42,7 @@ from hocket.tune.by_cost import (
 )
 from hocket.tune.deferral_choice import DEFERRAL, choose_deferral
 from hocket.tune.graph_choice import GRAPHS, SPLITS, choose_graphs, choose_splits, graphs_that_pay
+from hocket.tune.smaller_mesh import smaller_mesh
 from hocket.tune.tensor_choice import choose_network, choose_tensor
 from hocket.tune.transport_choice import CHOSEN_BY_IT, choose_transport, chose_copies, transport_that_fits
 from hocket.tune.trials import Price, Trials, model_costs
@@ -94,15 +94,13 @@ def resolve(
     wrong = impossible(config, origins)
     shrunk = list[Decision]()
     if not wrong:
-        config, shrunk = smaller_mesh(config, host, origins, lambda each: _can_run(each, host, origins))
+        config, shrunk = smaller_mesh(config, host, origins, lambda each: _runs(each, host, origins), Trials(price))
     sound = changed(config, {name: leaf(DEFAULTS, name) for name in wrong})
     settled, decisions, unmet = _settled(sound, host, origins)
     origins = {name: origin for name, origin in origins.items() if name not in unmet}
     rules = [rule for rule in broken(settled, host, origins) if not wrong.keys() & set(rule.settings)]
     stop_if([*wrong.values(), *rule_lines(rules, settled, host, origins)])
-    settled = _add(settled, decisions, choose_hardware(settled, host, origins))
-    settled = _add(settled, decisions, choose_network(settled, host))
-    settled = _add(settled, decisions, choose_tensor(settled, host))
+    settled = _priced(settled, decisions, host, origins)
     open_ = {decision.setting for decision in decisions}
     trials = Trials(price)
     settled = _add(settled, decisions, transport_that_fits(settled, host, open_, trials))
@@ -142,10 +140,19 @@ def without_copies(settings: Settings, reason: str) -> Settings:
     return resolve(changed(settings, open_), dataclasses.replace(host, no_copy_engine=reason))
 
 
-def _can_run(config: Config, host: Host, origins: Mapping[str, str]) -> bool:
-    """Whether no rule is broken, but for what costs may choose later."""
+def _runs(config: Config, host: Host, origins: Mapping[str, str]) -> Config | None:
+    """A configuration with all choices that need no costs; None if a rule is broken, but for what is chosen later."""
     settled, _, unmet = _settled(config, host, origins)
-    return not broken(settled, host, {name: origin for name, origin in origins.items() if name not in unmet})
+    if broken(settled, host, {name: origin for name, origin in origins.items() if name not in unmet}):
+        return None
+    return _priced(settled, [], host, origins)
+
+
+def _priced(config: Config, decisions: list[Decision], host: Host, origins: Mapping[str, str]) -> Config:
+    """A configuration with all choices made on which costs of ops depend."""
+    config = _add(config, decisions, choose_hardware(config, host, origins))
+    config = _add(config, decisions, choose_network(config, host))
+    return _add(config, decisions, choose_tensor(config, host))
 
 
 def _settled(

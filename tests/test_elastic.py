@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,6 +70,22 @@ def test_the_choice_is_explained_and_what_has_no_mesh_is_refused() -> None:
         resolve(changed(mesh_of(dp=4), {"run.elastic": False}), Host(workers=2, local_workers=2))
     with pytest.raises(ValueError, match="but 8 processes were started"):
         resolve(mesh_of(dp=4), Host(workers=8, local_workers=8))
+
+
+def test_the_first_mesh_whose_memory_suffices_is_taken() -> None:
+    """Experts' weights are gathered one layer at a time where each rank has all of them, and so need less."""
+    large = {"model.layers": 8, "model.hidden": 1024, "model.vocab": 32768, "data.sequence_length": 2048}
+    found = {}
+    for gib in (16, 5, 1):
+        host = Host(workers=4, local_workers=4, memory=gib << 30)
+        settings = resolve(changed(mesh_of(pp=2, dp=4, ep=4), large), host)
+        (reasons,) = (str(d) for d in settings.decisions if d.setting == "mesh.ep")
+        found[gib] = settings.mesh.ep, reasons.partition("takes a smaller mesh")[2]
+    assert found[16] == (2, "")
+    assert found[5][0] == 1
+    assert re.fullmatch(r"; a step of pp 2 x dp 2, ep 2 inside dp would need \d+ GiB of \d+ GiB", found[5][1])
+    assert found[1][0] == 1
+    assert found[1][1].startswith("; none is predicted to fit: a step of pp 2 x dp 2, ep 2 inside dp would need")
 
 
 def mesh_of(**mesh: int) -> Config:

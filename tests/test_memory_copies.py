@@ -138,6 +138,31 @@ def test_copies_of_another_run_are_found_by_nobody(tmp_path: Path) -> None:
     assert files(tmp_path, 0) == []
 
 
+def goes_back(rank: int, folder: Path, how: str) -> None:
+    """A rank that is left alone goes on from an older checkpoint, and makes a copy of an earlier step."""
+    settings = on_hosts(folder, rank)
+    of_run = Memory(settings)
+    if how == "resume":
+        older = changed(settings, {"run.resume": str(checkpoint.newest_first(folder / "run/checkpoints")[0])})
+        restored = checkpoint.restore(older, groups(None), memory=of_run)
+    else:
+        restored = checkpoint.restore(settings, groups(None), memory=of_run)
+    assert restored is not None
+    of_run.start(groups(1), restored.step if restored.in_memory else None)
+    if how == "rewind":
+        of_run.begin_anew()
+    of_run.copy(Moment(2, 20), groups(2)).result(timeout=20)
+
+
+@pytest.mark.parametrize("how", ["resume", "rewind"])
+def test_a_host_that_comes_back_does_not_bring_what_the_run_went_back_from(tmp_path: Path, how: str) -> None:
+    run_ranks(copy_steps, 2, tmp_path, [5])
+    checkpoint.save(on_hosts(tmp_path, 0), Moment(1, 10), groups(1))
+    goes_back(0, tmp_path, how)
+    assert "5 __0_0.distcp" in files(tmp_path, 1), "what the host that was away has"
+    assert run_ranks(go_on, 2, tmp_path) == [(2, True)] * 2
+
+
 def fails_on_one(rank: int, folder: Path) -> str:
     """The last rank's host has no room for what comes from the other."""
     copy_steps(rank, folder, [1])

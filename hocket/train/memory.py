@@ -11,7 +11,8 @@ Ranks may be fewer or more than before, as for checkpoints on disk.
 Note: [Whose copies they are]
 Beside its checkpoints a run keeps a random number. That number and the path of its folder are the name of its copies.
 So copies of checkpoints that somebody has deleted, renamed or copied are found by nobody. A run that has ended well, or
-goes back, deletes its copies. One that was killed leaves them until it starts again; `hocket doctor` lists them.
+goes on from anything but its copies, deletes them and takes another number: a host that was away may still have some,
+newer than the run is then. One that was killed leaves them until it starts again; `hocket doctor` lists them.
 
 All methods are collective: every rank calls them with the same arguments.
 """
@@ -107,12 +108,12 @@ class Memory:
 
         Returns a remark on them. Raises ValueError if the memory of a host cannot have them.
         """
-        self.drop(keep)
+        if keep is None:
+            self.begin_anew()
+        else:
+            self._drop(keep)
         if not self._every:
             return []
-        if self._place is None:
-            by_first(lambda: (checkpoints_of(self.settings) / IDENTITY).write_text(secrets.token_hex()))
-            self._open()
         most = self._require_room(groups)
         if len(self.hosts) == 1:
             others = "; there is no other host to have them too"
@@ -133,19 +134,38 @@ class Memory:
             name="memory",
         )
 
-    def drop(self, keep: int | None = None) -> None:
+    def begin_anew(self) -> None:
+        """Delete all copies, and find none again that another host may have: see Note: [Whose copies they are].
+
+        Raises ValueError, on every rank, if it cannot write beside its checkpoints or into the memory of a host.
+        """
+        self.end()
+        if not self._every:
+            return
+        try:
+            by_first(lambda: self._identity.write_text(secrets.token_hex()))
+        except OSError as error:
+            reason, fix = f"its copies cannot have a new name: {error}", "make the run's folder writable"
+            raise ValueError(self._problem("train.memory_every", reason, fix)) from None
+        self._open()
+
+    def end(self) -> None:
+        """Leave nothing."""
+        if self._rank == 0:
+            with contextlib.suppress(OSError):
+                self._identity.unlink(missing_ok=True)
+        if self._place and self._first:
+            shutil.rmtree(self._place, ignore_errors=True)
+        self._place = None
+
+    def _drop(self, keep: int) -> None:
         """Delete all copies, but that of `keep` steps."""
         if self._place and self._first:
             for path in self._place.iterdir():
                 if not path.is_dir():
                     path.unlink(missing_ok=True)  # the mark of a run that was killed while it began
-                elif keep is None or path.name != name_of(keep):
+                elif path.name != name_of(keep):
                     shutil.rmtree(path, ignore_errors=True)
-
-    def end(self) -> None:
-        """Leave nothing."""
-        if self._place and self._first:
-            shutil.rmtree(self._place, ignore_errors=True)
 
     def _write(
         self,
@@ -165,7 +185,7 @@ class Memory:
                 together(lambda: self._first and _write_small(folder.temporary, meta, metadata), group)
                 send_files(self._to_next_host(sums), folder.temporary, group)
                 together(lambda: self._first and folder.publish(), group)
-                together(lambda: self.drop(moment.step), group)
+                together(lambda: self._drop(moment.step), group)
             except (OSError, ValueError) as error:
                 writer.give_up()
                 reason = f"the copy of step {moment.step} cannot be made: {error}; {shown(free(self._root))} are free"
@@ -183,6 +203,10 @@ class Memory:
         return found
 
     @property
+    def _identity(self) -> Path:
+        return checkpoints_of(self.settings) / IDENTITY
+
+    @property
     def _host(self) -> tuple[int, ...]:
         return next(host for host in self.hosts if self._rank in host)
 
@@ -193,7 +217,7 @@ class Memory:
 
     def _open(self) -> None:
         """Find this run's folder in the memory of each host, and the ranks that share one. Raises ValueError."""
-        name = of_rank(_name_of_run(checkpoints_of(self.settings) / IDENTITY) if self._rank == 0 else "")
+        name = of_rank(_name_of_run(self._identity) if self._rank == 0 else "")
         if not name:
             return
         place, token = self._root / f"{COPIES}{name}", of_rank(f"here-{time.time_ns()}-")

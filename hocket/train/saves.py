@@ -86,7 +86,7 @@ class Saves:
         """The run is at a checkpoint of `step` steps again."""
         self._saved = step
         if self._memory:
-            self._memory.drop()
+            self._memory.begin_anew()
 
     def between(self, step: int) -> None:
         """What is due between two steps, with `step` of them done."""

@@ -1,0 +1,114 @@
+"""A smaller mesh for a run whose hosts have become fewer: `torchrun --nnodes 1:2` starts what is left again.
+
+Note: [What a smaller mesh must hold]
+Fewer ranks share weights and the optimizer's state, so each has more of them. The first mesh whose step is predicted to
+fit is taken. What the run left open counts as what needs the least memory, for the choices that come later know the
+memory too. If no mesh fits, the one that needs least is taken, and the run says so: predictions may be wrong, and a run
+that ends for want of memory says that itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+
+from hocket.config import Config, MeshConfig
+from hocket.program.mesh import described
+from hocket.program.ops import recomputable
+from hocket.settings.decision import Decision
+from hocket.settings.origins import source
+from hocket.settings.rule import Host
+from hocket.settings.schema import changed, leaf, problem
+from hocket.tune.trials import Trials, fits, gib, memory_of, room
+
+_CHANGED = (*(f"mesh.{field.name}" for field in dataclasses.fields(MeshConfig)), "train.microbatches")
+
+RECOMPUTE = "plan.recompute"
+
+Settle = Callable[[Config], Config | None]
+"""A configuration with all choices that need no costs; None if a rule refuses it."""
+
+
+def smaller_mesh(
+    config: Config, host: Host, origins: Mapping[str, str], settle: Settle, trials: Trials
+) -> tuple[Config, list[Decision]]:
+    """A configuration for the processes that were started, where `run.elastic` allows fewer of them than ranks.
+
+    It takes the first mesh of `_smaller` that no rule refuses and whose memory suffices: see Note: [What a smaller mesh
+    must hold]. The decisions say what changes. Raises ValueError if there is none.
+    """
+    ranks = host.workers
+    if not config.run.elastic or not 0 < ranks < config.mesh.world:
+        return config, []
+    found, why = _chosen(config, ranks, settle, host, trials)
+    if found is None:
+        reason = f"no mesh of the {ranks} processes that were started has the batch of {config.mesh.world} ranks"
+        fix = "another number of processes, or run.elastic = False and another mesh"
+        raise ValueError(problem("run.elastic", True, origins, reason, fix))
+    reason = (
+        f"{config.mesh.world} ranks, and processes for {ranks} of them were started: run.elastic takes a smaller mesh"
+    )
+    decisions = []
+    for name in _CHANGED:
+        asked, value = leaf(config, name), leaf(found, name)
+        if asked == value:
+            continue
+        whence = source(config, origins, name)
+        reasons = ("the sequences of a step stay as many",) if name == "train.microbatches" else (reason, *why)
+        decisions.append(
+            Decision(setting=name, value=value, asked=asked, source=whence, reasons=reasons, given_up=True)
+        )
+    return found, decisions
+
+
+def _chosen(
+    config: Config, ranks: int, settle: Settle, host: Host, trials: Trials
+) -> tuple[Config | None, tuple[str, ...]]:
+    """The configuration to take, and what its memory has to do with that."""
+    passed, least = "", list[tuple[int, Config]]()
+    for each in _smaller(config, ranks):
+        settled = settle(each)
+        if settled is None:
+            continue
+        memory = memory_of(settled, host)
+        needed = trials.step(_lean(each, settled)).nbytes if memory else 0
+        if not memory or fits(needed, memory):
+            return each, (passed,) if passed else ()
+        passed = passed or f"a step of {described(each.mesh)} would need {gib(needed)} of {gib(room(memory))}"
+        least.append((needed, each))
+    if not least:
+        return None, ()
+    needed, found = min(least, key=lambda pair: pair[0])
+    return found, (f"none is predicted to fit: {passed}, and one of this mesh {gib(needed)}",)
+
+
+def _lean(asked: Config, settled: Config) -> Config:
+    """What a run needs at least that has what was `asked` for: see Note: [What a smaller mesh must hold]."""
+    parts = recomputable(settled.model.kinds(), settled.mesh.cp)
+    least = {
+        RECOMPUTE: parts, "overlap.dp.strategy": "optim_grads_params", "plan.graphs": "off", "train.transport": "nccl",
+        "plan.layers_per_stage": (),
+    }  # fmt: skip
+    return changed(settled, {name: value for name, value in least.items() if leaf(asked, name) in ("auto", ("auto",))})
+
+
+def _smaller(config: Config, ranks: int) -> Iterator[Config]:
+    """Configurations of so many ranks with the same batch. First those with more of tp, then pp, cp, shard, ep."""
+    mesh, train = config.mesh, config.train
+    for tp, pp, cp in itertools.product(*map(_divisors, (mesh.tp, mesh.pp, mesh.cp))):
+        dp, rest = divmod(ranks, tp * pp * cp)
+        microbatches, uneven = divmod(mesh.dp * train.microbatches, dp) if dp else (0, 1)
+        if rest or uneven:
+            continue
+        for shard, ep in itertools.product(_divisors(mesh.shard), _divisors(mesh.ep)):
+            if (shard and dp * cp % shard) or (shard or dp * cp) * tp % ep:
+                continue
+            sizes = {"tp": tp, "pp": pp, "cp": cp, "dp": dp, "shard": shard, "ep": ep}
+            values = {f"mesh.{name}": size for name, size in sizes.items()}
+            yield changed(config, {**values, "train.microbatches": microbatches})
+
+
+def _divisors(number: int) -> list[int]:
+    """The largest first; of 0, which leaves something out, 0 itself."""
+    return [each for each in range(number, 0, -1) if number % each == 0] or [0]
