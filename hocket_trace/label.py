@@ -70,9 +70,12 @@ _OP_CLASS = _patterns(
 
 _NAME_CLASS = _patterns(
     ("copy", r"^Mem(cpy|set)|^_(take_rows|cast_rows|pack_rows|open_rows|transposed)"),
-    ("indexing", r"^_(lay_out_blocks|pair_(counts|rows)|(read|write)_labels|label_grads|spread|total(_backward)?)$"),
+    (
+        "indexing",
+        r"^_(lay_out_blocks|pair_(counts|rows)|(read|write)_labels|label_grads|spread|total(_backward)?|weights)$",
+    ),
     ("reduction", r"^_(local_sum|squares|route_backward|row_sums)$"),
-    ("optimizer", r"fused_?adam|multi_tensor_apply"),
+    ("optimizer", r"fused_?adam|multi_tensor_apply|^_adamw"),
     ("grouped gemm", r"grouped_?(gemm|mm)|GroupProblemShape|^_weight_gradients"),
     ("attention", r"flash|fmha|attention|sdpa"),
     ("gemm", r"^_router_|nvjet|cutlass|gemm|cublas|splitK|xmma|triton_tem|triton_mm|wgmma|_mm_kernel"),

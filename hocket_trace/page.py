@@ -141,7 +141,8 @@ def _parts(figures: table.Figures) -> str:
     bar, keys = [], []
     for name, words, _, seconds, share, about in table.step_parts(figures["step"]):
         color = _PART_COLORS[name]
-        bar.append(f'<i style="width:{share * 100:.3f}%;background:{color}" title="{escape(words)}"></i>')
+        if seconds:  # a part has at least a pixel
+            bar.append(f'<i style="width:{share * 100:.3f}%;background:{color}" title="{escape(words)}"></i>')
         keys.append(
             f'<li title="{escape(about)}"><i class="swatch" style="background:{color}"></i>{escape(words)} '
             f"<b>{milliseconds(seconds)} ms</b> {percent(share)}</li>"

@@ -237,7 +237,8 @@ function grid(pen, offset) {
     const x = xOf(zero + n * tick);
     if (x < GUTTER) continue;
     pen.fillRect(Math.round(x), offset, 1, height);
-    axis.fillText(`${(n * tick / 1e6).toFixed(digits)} ms`, x + 3, 13);
+    const time = `${(n * tick / 1e6).toFixed(digits)} ms`;
+    if (x + 3 + axis.measureText(time).width <= width) axis.fillText(time, x + 3, 13);
   }
   pen.fillStyle = colors.dim;
   for (const rank of ranks) {
