@@ -42,6 +42,17 @@ def layer_kernels(result: Result) -> str:
     return table(["kernel", "launches", "in all"], rows)
 
 
+def updates(result: Result) -> str:
+    """A clipped AdamW update of a unit that is held whole, with its copy in bf16."""
+    rows = []
+    for row in result["updates"]:
+        dtype, nbytes = {"float32": ("fp32", 30), "bfloat16": ("bf16", 22)}[row["averages"]]
+        share = row["elements"] * nbytes / row["kernel"] / result["copy_bytes_per_second"]
+        times = f"{row['torch'] / row['kernel']:.2f}"
+        rows.append([f"averages in {dtype}", us(row["torch"]), us(row["kernel"]), times, f"{share:.0%}"])
+    return table(["268 million weights", "torch", "kernel", "times", "of copy"], rows)
+
+
 def expert_grads(result: Result) -> str:
     """Experts' weight gradients where they belong, by torch and by the kernel, with the fastest of its tiles."""
     rows = []

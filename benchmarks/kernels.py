@@ -28,7 +28,7 @@ from benchmarks.bench.plain import Exchange, SyncMoELayer
 from benchmarks.options import arguments
 from benchmarks.record import write
 from hocket.config import ModelConfig
-from hocket.kernels.usable import formulas
+from hocket.kernels.usable import formulas, usable
 from hocket.model.layers import swiglu
 from hocket.model.moe import ExpertPlace
 from hocket.model.rotary import rotary_table
@@ -136,7 +136,7 @@ def pair_pieces(sizes: Sizes) -> Iterator[Piece]:
     probs, routing = route(logits, m)
     probs, routing = probs.requires_grad_(), routing.by_rank(RANKS)
     with torch.no_grad():
-        sent, _ = send_rows(sizes.new(sizes.tokens, m.hidden), probs, routing)
+        sent, *_ = send_rows(sizes.new(sizes.tokens, m.hidden), probs, routing)
         splits = splits_of(counts_to_send(routing, RANKS).expand(RANKS, -1, -1).transpose(0, 1), 0, routing)
     count = sum(splits.table.receive)
     received, pairs = sent[:count].clone().requires_grad_(), count * m.hidden
@@ -145,8 +145,7 @@ def pair_pieces(sizes: Sizes) -> Iterator[Piece]:
         return to_experts(rows, replace(splits))[0]  # a new value, whose order is not known yet
 
     with torch.no_grad():
-        weights = to_experts(received, splits)[1]
-    assert weights is not None
+        places = to_experts(received, splits, weighted=True)[2]
     moved, both = sizes.bytes(tokens, pairs), sizes.bytes(pairs, rows)
     yield Piece(
         "pack",
@@ -157,14 +156,7 @@ def pair_pieces(sizes: Sizes) -> Iterator[Piece]:
         meant=lambda sent: sent[:count, : m.hidden],
     )
     yield Piece("open", opened, [received], both, both)
-    place_NK, given = weights[1], weights[0].detach().clone().requires_grad_()
-    yield Piece(
-        "close",
-        lambda rows, p: from_experts(rows, (p, place_NK), splits),
-        [sizes.new(sizes.rows, m.hidden), given],
-        both,
-        sizes.bytes(pairs, 2 * rows),
-    )
+    yield Piece("close", lambda rows: from_experts(rows, places, splits), [sizes.new(sizes.rows, m.hidden)], both, both)
     yield Piece(
         "sum pairs",
         lambda rows, residual: unpermute(rows, None, residual, None, routing),
@@ -268,9 +260,43 @@ def _generator(device: torch.device) -> torch.Generator:
     return torch.Generator(device).manual_seed(7)
 
 
+def update(elements: int, averages: torch.dtype, device: torch.device, repeats: int) -> dict[str, Any]:
+    """Seconds of a clipped AdamW update of fp32 weights and their copy in bf16: torch's operations, and the kernel."""
+    main, grad = torch.randn(elements, device=device), torch.randn(elements, device=device)
+    copy = main.bfloat16()
+    kept = torch.zeros(elements, dtype=averages, device=device), torch.zeros(elements, dtype=averages, device=device)
+    factor = torch.ones((), device=device)
+    found: dict[str, Any] = {"elements": elements, "averages": str(averages).removeprefix("torch.")}
+    param = torch.nn.Parameter(main)
+    param.grad = grad
+    torchs = torch.optim.AdamW([param], fused=device.type == "cuda")
+    torchs.step()
+
+    def by_torch() -> None:
+        grad.mul_(factor)
+        state = torchs.state[param]
+        for name, value in zip(("exp_avg", "exp_avg_sq"), kept, strict=True):
+            state[name] = value.float()
+        torchs.step()
+        for name, value in zip(("exp_avg", "exp_avg_sq"), kept, strict=True):
+            if averages is not torch.float32:
+                value.copy_(state[name])
+        copy.copy_(main)
+
+    found["torch"] = seconds(by_torch, device, repeats)
+    torchs.state.clear()
+    told = torch.tensor([1.0, 1e-4, 1.0, 0.0], dtype=torch.float64, device=device)
+    given = told, 0.999, (0.9, 0.95, 1e-8)
+    if usable(main):
+        from hocket.kernels.adamw import adamw
+
+        found["kernel"] = seconds(lambda: adamw(main, grad, kept, copy, *given), device, repeats)
+    return found
+
+
 def layer(sizes: Sizes, repeats: int) -> dict[str, Any]:
     """Forward and backward of a MoE layer, both ways: seconds, TFLOP/s, and what the time goes to."""
-    made = SyncMoELayer(sizes.model, ExpertPlace(RANKS), 1.0)
+    made = SyncMoELayer(sizes.model, ExpertPlace(RANKS, stays=True), 1.0)
     made.exchange = Exchange(None, RANKS, 0)
     made.to(sizes.dtype).to_empty(device=sizes.device)
     with torch.no_grad():
@@ -333,7 +359,7 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192])
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--only", default="", help="names of pieces, with commas between them; the layer is `layer`")
+    parser.add_argument("--only", default="", help="names of pieces, `layer` and `update`, with commas between them")
     options = parser.parse_args()
     gpu = torch.cuda.is_available()
     device, model = torch.device("cuda" if gpu else "cpu"), qwen3_30b_a3b()
@@ -352,7 +378,12 @@ def main() -> None:
         if not chosen or "layer" in chosen:
             layers.append(layer(sizes, max(options.repeats // 4, 1) if gpu else 1))
             show_layer(layers[-1])
-    result = {"copy_bytes_per_second": COPY, "pieces": pieces, "layers": layers}
+    updates = []
+    if not chosen or "update" in chosen:
+        for averages in (torch.float32, torch.bfloat16):
+            updates.append(update(1 << (28 if gpu else 12), averages, device, options.repeats))
+            print(updates[-1], flush=True)
+    result = {"copy_bytes_per_second": COPY, "pieces": pieces, "layers": layers, "updates": updates}
     print(write("kernels", result, options.out, options.commit))
 
 

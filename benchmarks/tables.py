@@ -31,7 +31,7 @@ from benchmarks.contender_tables import before_and_after, contenders, host_cost,
 from benchmarks.context_balance import balance
 from benchmarks.family_tables import families, weights_memory
 from benchmarks.faults import reliability
-from benchmarks.kernel_tables import expert_grads, layer_kernels, layers, pieces
+from benchmarks.kernel_tables import expert_grads, layer_kernels, layers, pieces, updates
 from benchmarks.markdown import WIDTH, Result, table
 from benchmarks.order_tables import bubbles, bubbles_of_8b, merged_ends, orders, send_controls
 from benchmarks.outcomes import KINDS
@@ -73,7 +73,7 @@ from hocket_trace.picture import svg
 DOCS = (ROOT / "README.md", ROOT / "hocket_trace" / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 TRAINED = (
     "llama3_8b", "experts", "experts_balanced", "experts_6", "experts_6_fp8", "dense_peer", "dense_peer_2", "dense_fp8",
-    "whole_experts?",
+    "experts_peer", "whole_experts?",
 )  # fmt: skip
 """Runs of some hundred steps with results, or a question mark."""
 PICTURES = {
@@ -213,6 +213,7 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "weight_grads": ("weight_grads", weight_grads),
     "kernels": ("kernels", pieces),
     "kernels_layer": ("kernels", layers),
+    "kernels_update": ("kernels", updates),
     "kernels_of_layer": ("kernels", layer_kernels),
     "expert_grads": ("expert_grads", expert_grads),
     "trace_reading": ("trace_reading", trace_reading),

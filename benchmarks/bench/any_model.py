@@ -100,7 +100,7 @@ class Planned:
         self.settings: dict[str, str] = {
             "model": f"transformers' {type(model).__name__}, unmodified",
             "transport": own.train.transport,
-            "optimizer": optimizer_name(workload, "on fp32 shards"),
+            "optimizer": optimizer_name(workload, "on fp32 shards", kernel=True),
             "compile": "off",
         }
 

@@ -73,7 +73,7 @@ class Planned:
             "weights": "fp32 and the compute dtype, whole" if whole else "fp32 shards, cast by each gather",
             "compile": "off: hocket runs eagerly",
             "reduce": f"{config.precision.wire}, {'summed in' if transport == 'copy_engine' else 'added to'} fp32",
-            "optimizer": optimizer_name(workload, "on what is fp32"),
+            "optimizer": optimizer_name(workload, "on what is fp32", kernel=True),
         }
 
     def step(self, microbatches: Sequence[Microbatch]) -> Tensor:

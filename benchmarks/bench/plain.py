@@ -9,7 +9,7 @@ splits and kernels, and every rank takes back the rows that it would have sent.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from benchmarks.bench.workload import Workload
-from hocket.fsdp.planned.adamw import fastest
 from hocket.model.documents import Documents
 from hocket.model.init import init_tensor
 from hocket.model.microbatch import Microbatch
@@ -87,10 +86,10 @@ class SyncMoELayer(MoELayer):
     exchange: Exchange
 
     def forward(self, x_BSD: Tensor, documents: Documents | None = None) -> Tensor:
-        rows_RD, residual_BSD, shared_BSD, probs_TK, routing = self.forward_attn(x_BSD, documents)
+        rows_RD, residual_BSD, shared_BSD, weights_R, probs_TK, routing = self.forward_attn(x_BSD, documents)
         splits = self.exchange.splits(routing)
         rows_RD = self.exchange.move(rows_RD[: sum(splits.table.send)], splits.table.receive, splits.table.send)
-        rows_RD = self.forward_experts(rows_RD, splits)
+        rows_RD = self.forward_experts(rows_RD, weights_R, splits)
         rows_RD = self.exchange.move(rows_RD, splits.table.send, splits.table.receive)
         return self.forward_unpermute(rows_RD, residual_BSD, shared_BSD, probs_TK, routing)
 
@@ -131,7 +130,8 @@ def plain_model(
     """
     config, where = workload.config, workload.mesh.coordinates(rank)
     numbers = range(config.model.layers) if layers is None else layers
-    scale, ep = 1.0 / config.train.microbatches, ExpertPlace(workload.mesh.ep, where.ep)
+    stays = exchange is not None and exchange.group is None
+    scale, ep = 1.0 / config.train.microbatches, ExpertPlace(workload.mesh.ep, where.ep, stays=stays)
     linears = linears_of(config)
     chunk = Chunk(config.model, numbers, first, last, ep=ep, aux_scale=scale, linears=linears)
     if ep.size > 1:
@@ -215,9 +215,19 @@ def adamw(params: Iterable[Tensor], dims: Iterable[int], workload: Workload) -> 
     return torch.optim.AdamW(made, lr=t.lr, betas=t.betas, eps=t.eps, **{how: True})
 
 
-def optimizer_name(workload: Workload, of: str) -> str:
-    """What `adamw` makes, and of what, for settings."""
-    how = fastest(torch.device(workload.config.train.device))
+def fastest(device: torch.device) -> Literal["foreach", "fused"]:
+    """Which of torch's implementations of AdamW to ask for on a device.
+
+    On a GPU `fused` reads and writes all that there is once, where `foreach` does so for every operation. On a CPU both
+    are as fast, and `foreach` has the bits of the plain formula.
+    """
+    return "fused" if device.type == "cuda" else "foreach"
+
+
+def optimizer_name(workload: Workload, of: str, kernel: bool = False) -> str:
+    """What `adamw` makes, and of what, for settings; on a GPU hocket's `kernel`."""
+    how: str = fastest(torch.device(workload.config.train.device))
+    how = "hocket's kernel" if kernel and how == "fused" else how
     return f"AdamW ({how}) {of}" if workload.optimizer else "none"
 
 
@@ -237,7 +247,7 @@ class MainWeights:
         split: tuple[int, int] = (1, 0),
         scale: float = 1.0,
     ) -> None:
-        self.params, self.split, self.scale = list(params.values()), split, scale
+        self.workload, self.params, self.split, self.scale = workload, list(params.values()), split, scale
         with torch.no_grad():
             firsts = (first_value(n, p.shape, workload, rank, p.device) for n, p in params.items())
             self.main = [self._mine(first).clone() for first in firsts]

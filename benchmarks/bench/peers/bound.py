@@ -8,8 +8,9 @@ recorded once and replayed as one CUDA graph: it waits for no host, and no host 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from benchmarks.bench.plain import (
     plain_model,
 )
 from benchmarks.bench.workload import Workload
+from hocket.kernels.usable import usable
 from hocket.model.microbatch import Microbatch
 
 
@@ -49,21 +51,46 @@ def _parts(
     mesh, where = workload.mesh, workload.mesh.coordinates(rank)
     model = plain_model(workload, rank, exchange=exchange)
     materialize(model, workload, rank, device)
-    optimizers = []
+    optimizers = list[MainWeights]()
     if workload.optimizer:
         named = dict(model.named_parameters())
         experts = {name: param for name, param in named.items() if ".experts." in name}
         dense = {name: param for name, param in named.items() if name not in experts}
         for params, split in ((dense, (mesh.dp, where.dp)), (experts, (mesh.edp, where.edp))):
             if params:
-                optimizers.append(MainWeights(params, workload, rank, split=split))
+                optimizers.append(OwnUpdate(params, workload, rank, split=split))
     settings = {
         "weights": f"whole on every rank, {workload.config.precision.compute}; gradients are neither cast nor copied",
         "communication": "none; experts work on the rows that this rank would have sent" if mesh.ep > 1 else "none",
-        "optimizer": optimizer_name(workload, "on this rank's fp32 shard"),
+        "optimizer": optimizer_name(workload, "on this rank's fp32 shard", kernel=True),
         "compile": "each layer" if workload.compile else "off",
     }
     return model, optimizers, settings
+
+
+class OwnUpdate(MainWeights):
+    """Main weights that hocket's kernel updates: a bound may be no slower than what it bounds."""
+
+    def __init__(self, params: Mapping[str, torch.nn.Parameter], workload: Workload, rank: int, **how: Any) -> None:
+        super().__init__(params, workload, rank, **how)
+        self.averages = [(torch.zeros_like(main), torch.zeros_like(main)) for main in self.main]
+        lr, device = workload.config.train.lr, self.main[0].device
+        self.told = torch.tensor([1.0, lr, 1.0, 0.0], dtype=torch.float64, device=device)  # without corrections
+
+    @torch.no_grad()
+    def step(self) -> None:
+        if not usable(*self.main):
+            super().step()
+            return
+        from hocket.kernels.adamw import adamw
+
+        t = self.workload.config.train
+        for param, main, value, averages in zip(self.params, self.main, self.values, self.averages, strict=True):
+            assert param.grad is not None
+            decay = 1 - t.lr * t.weight_decay if param.dim() > 1 else 1.0
+            grad = self._mine(param.grad.contiguous()).float()
+            adamw(main, grad, averages, value, self.told, decay, (*t.betas, t.eps))
+            param.grad = None
 
 
 class WholeWeights:

@@ -208,11 +208,12 @@ class MoEParts(DenseParts):
     def before(self, node: Any, x: Tensor) -> Tensor:
         self.part.wait()
         with gathering(self.late_before):
-            rows_RD, residual, shared, probs, routing = self.layer.forward_attn(x)  # pyrefly: ignore[not-callable]
+            rows_RD, residual, shared, weights, probs, routing = self.layer.forward_attn(x)  # pyrefly: ignore[not-callable]
         state = node.layer_state
         # They skip the nodes between; their gradients come back to this node by the detached copies.
-        state.residual, state.probs = node.detach(residual), node.detach(probs)
-        state.shared = None if shared is None else node.detach(shared)
+        state.residual = node.detach(residual)
+        for name, value in (("shared", shared), ("weights", weights), ("probs", probs)):
+            setattr(state, name, None if value is None else node.detach(value))
         state.routing = routing
         state.counts = Counts(routing, self.part.experts.counts)
         return rows_RD
@@ -222,8 +223,9 @@ class MoEParts(DenseParts):
         return self.part.experts.rows.move(rows_RD, splits.table.receive, splits.table.send)
 
     def inside(self, node: Any, x: Tensor) -> Tensor:
+        state = node.layer_state
         with gathering(self.late_inside):
-            return self.layer.forward_experts(x, node.layer_state.splits)  # pyrefly: ignore[not-callable]
+            return self.layer.forward_experts(x, state.weights, state.splits)  # pyrefly: ignore[not-callable]
 
     def combine(self, node: Any, rows_RD: Tensor) -> Tensor:
         state = node.layer_state

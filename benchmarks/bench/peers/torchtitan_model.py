@@ -76,10 +76,11 @@ class TitanMoELayer(MoELayer):
     def __init__(self, config: ModelConfig, aux_scale: float) -> None:
         super().__init__(config, ONLY, aux_scale)
         self.experts = TitanExperts(config)
+        self.weighted = False
         self.moe = ExpertsHolder(self.experts)
 
     def forward(self, x_BSD: Tensor, documents: Documents | None = None) -> Tensor:
-        rows_RD, residual_BSD, shared_BSD, probs_TK, routing = self.forward_attn(x_BSD, documents)
+        rows_RD, residual_BSD, shared_BSD, _, probs_TK, routing = self.forward_attn(x_BSD, documents)
         rows_RD = self.experts(rows_RD, routing.counts_E)
         return self.forward_unpermute(rows_RD, residual_BSD, shared_BSD, probs_TK, routing)
 
