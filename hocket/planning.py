@@ -14,7 +14,7 @@ from hocket.program.lower import build_program
 from hocket.program.mesh import described
 from hocket.program.network import adapter_times, crossing, hardware_of
 from hocket.program.ops import Program
-from hocket.program.overheads import overheads_of
+from hocket.program.overheads import issued, overheads_of
 from hocket.program.schedule import cost_key
 from hocket.program.simulate import Timeline, simulate
 from hocket.program.stages import carried_by, costs_of, layout_of, sharding_of
@@ -169,8 +169,8 @@ def late_host(settings: Settings, program: Program, hardware: Hardware, timeline
     if longer > LATE:
         ops = max(map(len, program.ranks))
         yield (
-            f"host  issues {ops:,} ops, {duration(hardware.issue)} each, for which GPUs wait: the step is {longer:.0%} "
-            "longer than they need"
+            f"host  issues {ops:,} ops, {duration(issued(settings, hardware))} each, for which GPUs wait: "
+            f"the step is {longer:.0%} longer than they need"
         )
 
 

@@ -10,6 +10,7 @@ from benchmarks.baselines import words
 from benchmarks.bench.command import Bench, for_bench
 from benchmarks.model_steps import Modelled
 from hocket.commands.options import parse
+from hocket.commands.train import Train
 from hocket.config import Config
 from hocket.resolve import Settings, resolve, without_copies
 from hocket.settings.decision import Decision
@@ -84,6 +85,17 @@ def test_a_step_that_keeps_its_gpus_busy_is_issued_op_by_op() -> None:
     assert decision(long, "plan.graphs").reason.endswith("they never wait for it")
     asked = preset("expert_parallel", 4, 8192, {SPLITS: "device"})
     assert asked.plan.graphs == "on", "without a graph, splits of the device's would gain nothing"
+
+
+def test_casts_are_issued_too() -> None:
+    """Kernels of fp8 are more and last shorter."""
+    mesh = "--mesh.pp 1 --mesh.ep 1 --mesh.dp 1 --plan.chunks 1"
+    words = f"qwen3_30b_a3b {mesh} --model.layers 6 --train.microbatches 4 --precision.compute"
+    chosen = {
+        compute: resolve(parse(Train, "train", [*words.split(), compute])[0].config, Host(gpus=1))
+        for compute in ("bf16", "fp8")
+    }
+    assert {compute: settings.plan.graphs for compute, settings in chosen.items()} == {"bf16": "off", "fp8": "on"}
 
 
 def test_gpus_that_a_trial_keeps_apart_store_no_rows_either() -> None:

@@ -21,6 +21,9 @@ PRODUCTS = {"fwd": "forward", "recompute": "forward", "bwd": "dgrad", "wgrad": "
 RATES = {"forward": 1.88, "dgrad": 1.88, "wgrad": 1.78}
 GROUPED = {"forward": 1.6, "dgrad": 1.6, "wgrad": 1.0}
 """How much faster a product is than in bf16: of linear layers, and of experts."""
+ISSUED = 4 / 3
+"""How much longer the host issues an op, for the kernels of casts: a traced step of six layers of Qwen3-30B-A3B has
+2,636 kernels in fp8 and 1,976 in bf16."""
 DRAWN = 0.5
 """Power that a product's FLOP draws, of what one in bf16 does: about, as half of the bits are multiplied."""
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 
 from hocket.config import COPIED, Config, Purpose
 from hocket.program.cost import Measurement
+from hocket.program.fp8_costs import ISSUED
 from hocket.program.hardware import KIND_OF_GROUPS, Hardware
 from hocket.program.schedule import CostKey, Kind, Overheads
 
@@ -29,8 +30,13 @@ def overheads_of(
     """
     if measured is not None:
         return Overheads(measured.overheads.contention) if config.plan.graphs == "on" else measured.overheads
-    issue = dict.fromkeys(ops, hardware.issue) if hardware.issue and config.plan.graphs != "on" else {}
+    issue = dict.fromkeys(ops, seconds) if (seconds := issued(config, hardware)) and config.plan.graphs != "on" else {}
     return Overheads(_contention(config, hardware), issue, hardware.counts if issue else None)
+
+
+def issued(config: Config, hardware: Hardware) -> float:
+    """Seconds in which the host issues one op."""
+    return hardware.issue * (ISSUED if config.precision.compute == "fp8" else 1)
 
 
 def _contention(config: Config, hardware: Hardware) -> Mapping[Kind, float]:

@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterator
 
 from hocket.config import Config
 from hocket.program.network import hardware_of
+from hocket.program.overheads import issued
 from hocket.settings.decision import Choice
 from hocket.settings.rule import Host
 from hocket.settings.rules import RULES, has_experts, rule_text
@@ -70,9 +71,9 @@ def _weighed(c: Config, h: Host, decided: bool, trials: Trials) -> tuple[bool, s
     if not memory:
         return True, f"how much memory a {hardware_of(c).name} rank can use is not known, and a graph keeps its own"
     step = trials.step(_smallest(c))
-    issued = hardware_of(c).issue * step.ops
-    times = f"a host issues {step.ops:,} ops in about {duration(issued)}, GPUs take {duration(step.seconds)}"
-    if issued < _LATE * step.seconds and not decided:
+    host = issued(c, hardware_of(c)) * step.ops
+    times = f"a host issues {step.ops:,} ops in about {duration(host)}, GPUs take {duration(step.seconds)}"
+    if host < _LATE * step.seconds and not decided:
         return True, f"{times}: they never wait for it"
     needs = f"a graph and what lies beside it take {gib(step.nbytes)} of {gib(memory)}"
     if not fits(step.nbytes, memory):
