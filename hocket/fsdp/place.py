@@ -13,6 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from hocket.parallel.parts import Span
+
 How = Literal["sum", "max"]
 Ask = Callable[[Tensor, How], None]
 """The `sum` or `max` of a tensor over the ranks that keep the other elements, in place."""
@@ -23,12 +25,20 @@ class Place:
     """Which elements of a parameter a part has."""
 
     name: str
-    shape: torch.Size
-    lo: int
-    hi: int
+    span: Span
     ask: Ask
     splits: bool = True
     """False if one rank has all elements, by `granularity="tensor"`: it may take them as a plain matrix."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole parameter."""
+        return torch.Size(self.span.shape)
+
+    @property
+    def here(self) -> int:
+        """How many elements this rank has."""
+        return len(self.span)
 
     @property
     def numel(self) -> int:
@@ -38,7 +48,7 @@ class Place:
 
 def refusal(name: str, place: Place) -> ValueError:
     return ValueError(
-        f"{name} of a part of {place.name}, of which this rank has {place.hi - place.lo} of {place.numel} elements, "
+        f"{name} of a part of {place.name}, of which this rank has {place.here} of {place.numel} elements, "
         f"would be something else on every rank: use to_local() for the elements that are here, or whole weights "
         f"inside of ctx.gathered()"
     )
