@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from hocket.fsdp.sharded_parameter import ShardedParameter
 from hocket.fsdp.spread import Spread, spread_of
+from hocket.parallel.parts import Span
 from hocket.runtime.destinations import sink_of
 from hocket.runtime.functional import embedding_forward, linear_forward
 
@@ -60,6 +61,10 @@ class Member:
     def shape(self) -> torch.Size:
         """Of the whole."""
         return self.given.shape
+
+    def span(self, lo: int, hi: int) -> Span:
+        """Some elements of what this rank has, in the whole."""
+        return Span(tuple(self.shape), lo, hi, None if self.spread is None else self.spread.part)
 
     def shown(self) -> Tensor:
         """What modules compute with."""

@@ -28,6 +28,7 @@ keeps them, the others start from zero: so every contribution is in exactly one 
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Callable, Sequence
@@ -71,7 +72,6 @@ class ParamGroup:
         first = members[0].param
         self.members, self.groups, self.device, self.home = tuple(members), groups, device, Home(device, offload)
         self.trainable, self._splits = first.requires_grad, granularity != "tensor"
-        self._is_divided = any(member.spread is not None for member in members)
         self.formats = precision.of(first.dtype)
         self.divide = groups.divide
         """Summed gradients are divided by this."""
@@ -129,8 +129,7 @@ class ParamGroup:
             shard = ShardedParameter(self.main[here], self.trainable)
             local = self.kept.local(member.name, self.position)
             shard.full_name, shard.full_shape, shard.position = member.name, member.shape, i
-            part = None if member.spread is None else member.spread.part
-            shard.span = Span(tuple(member.shape), local.lo, local.hi, part)
+            shard.span = member.span(local.lo, local.hi)
             shard.join(self)
             shards.append(shard)
         return shards
@@ -190,10 +189,6 @@ class ParamGroup:
         return self.formats.compute
 
     @property
-    def wire_dtype(self) -> torch.dtype:
-        return self.formats.wire
-
-    @property
     def total_bytes(self) -> int:
         """Bytes of the full weights."""
         return self.layout.total * self.formats.compute.itemsize
@@ -202,6 +197,10 @@ class ParamGroup:
     def whole(self) -> bool:
         """Whether the weights lie whole in `weight`, on the device, and there is nothing to gather."""
         return self.layout.world == 1 and not self.home.away
+
+    @functools.cached_property
+    def _is_divided(self) -> bool:
+        return any(member.spread is not None for member in self.members)
 
     @property
     def keeps_all(self) -> bool:

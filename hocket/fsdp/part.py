@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hocket.fsdp.place import NUMBERS, WHOLE, Place, of_whole, one_number, over_ranks, refusal
+from hocket.fsdp.place import NUMBERS, WHOLE, Place, of_whole, one_number, over_ranks, refusal, whole_of
 
 
 class WholeSize:
@@ -91,6 +91,10 @@ class Part(WholeSize, Tensor):  # pyrefly: ignore[inconsistent-inheritance]
     def to_local(self) -> Tensor:
         """The elements that are here, 1-D, as a plain tensor."""
         return plain(self)
+
+    def full_tensor(self) -> Tensor:
+        """The whole, as a plain tensor. All ranks of the model call this."""
+        return whole_of(self, self.place)
 
     def data_ptr(self) -> int:
         """Refuse an address that goes with another number of elements."""

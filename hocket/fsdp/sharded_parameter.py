@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from hocket.fsdp.part import Part, WholeSize, alongside, call, no_address, plain
-from hocket.fsdp.place import Place
+from hocket.fsdp.place import Place, whole_of
 from hocket.parallel.parts import Span
 
 
@@ -159,6 +159,12 @@ class ShardedParameter(WholeSize, nn.Parameter):  # pyrefly: ignore[inconsistent
         """The elements that are here, 1-D, without autograd; writing to it writes to the shard."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.detach()
+
+    def full_tensor(self) -> Tensor:
+        """The whole weight, in the main dtype, as a plain tensor. All ranks of the model call this."""
+        if self.place is None:
+            return self.to_local().view(self.shape).clone()
+        return whole_of(self, self.place)
 
     def elements(self, what: str, value: Tensor) -> Tensor:
         """Of a whole tensor those that are here; a plain tensor of them, or a part of the same elements, as it is.

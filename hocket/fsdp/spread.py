@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hocket.parallel.parts import Part
+from hocket.runtime.world import over_group, rank_and_world
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,16 +61,16 @@ def spread_of(name: str, param: nn.Parameter) -> tuple[nn.Parameter, Spread | No
             f"parameter {name} is a DTensor with placements {placements} on a mesh of {axes} ranks: hocket.fully_shard "
             f"takes DTensors on a mesh of one axis that are Shard(dim) or Replicate()"
         )
-    (placement,), local = placements, param.to_local().detach()
-    if not local.numel() and param.numel():
-        raise ValueError(
-            f"parameter {name} of shape {tuple(param.shape)} leaves nothing for some of {mesh.size()} tensor-parallel "
-            f"ranks: leave it out of the plan of parallelize_module, or take fewer ranks"
-        )
-    part = None
+    (placement,), local, part = placements, param.to_local().detach(), None
     if isinstance(placement, Shard):
-        dim, rank, size = placement.dim % param.ndim, mesh.get_local_rank(), param.shape[placement.dim]
-        part = Part(tuple(local.shape), dim, (min(rank * -(-size // mesh.size()), size),))
+        dim, ranks, size = placement.dim % param.ndim, mesh.size(), param.shape[placement.dim]
+        length = -(-size // ranks)  # as torch.chunk has it: the last part may be shorter
+        if length * (ranks - 1) >= size:
+            raise ValueError(
+                f"parameter {name} of shape {tuple(param.shape)} leaves nothing for some of {ranks} tensor-parallel "
+                f"ranks: leave it out of the plan of parallelize_module, or take fewer ranks"
+            )
+        part = Part(tuple(local.shape), dim, (mesh.get_local_rank() * length,))
     assert isinstance(placement, Shard | Replicate)
     spread = Spread(param, mesh, placement, param.shape, param.stride(), part)
     return nn.Parameter(local, requires_grad=param.requires_grad), spread
@@ -96,8 +96,9 @@ def mesh_of(spreads: Iterable[tuple[str, Spread | None]], others: Sequence[Devic
 def refuse_overlap(name: str, spread: Spread, mesh: DeviceMesh | None) -> None:
     """Refuse to divide a part over ranks that have other parts. `mesh` is that of `fully_shard`; None: all ranks."""
     here = set(spread.mesh.mesh.flatten().tolist())
-    ranks = set(range(dist.get_world_size()) if mesh is None else mesh.mesh.flatten().tolist())
-    if here & ranks - {dist.get_rank()}:
+    own, world = rank_and_world()
+    ranks = set(range(world) if mesh is None else mesh.mesh.flatten().tolist())
+    if here & ranks - {own}:
         raise ValueError(
             f"parameter {name} is a DTensor over ranks {sorted(here)}, and fully_shard would divide it once more over "
             f"ranks {sorted(ranks)}, which have other parts: give it the other axis, such as mesh=device_mesh['dp']"
@@ -111,7 +112,4 @@ def copies(mesh: DeviceMesh | None, part: Part | None) -> int:
 
 def over(mesh: DeviceMesh, value: Tensor, how: Literal["sum", "max"]) -> None:
     """The `sum` or `max` of a tensor over the ranks of a mesh of one axis, in place."""
-    here = value.to(mesh.device_type)
-    dist.all_reduce(here, dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX, group=mesh.get_group())
-    if here is not value:
-        value.copy_(here)
+    value.copy_(over_group(value.to(mesh.device_type), how, mesh.get_group()))
