@@ -71,7 +71,7 @@ def gather(group, buffer):
 
 def reduce(group, grads, outer=True):
     """Reduce whole gradients by name; those missing are zero."""
-    flat = torch.full((group.layout.total + 7,), float("nan"), dtype=group.wire_dtype)
+    flat = torch.full((group.layout.total + 7,), float("nan"), dtype=group.formats.wire)
     for lo, hi in group.layout.gaps:
         flat[lo:hi] = 0
     for member, view in zip(group.members, group.grad_views(flat, keep=False), strict=True):

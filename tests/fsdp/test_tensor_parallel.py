@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import hocket
 from tests.helpers.ranks import run_ranks
@@ -355,3 +357,39 @@ def from_meta(rank: int) -> None:
 
 def test_from_the_meta_device() -> None:
     run_ranks(from_meta, 4)
+
+
+def llama_of_transformers(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24}
+    config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=WIDTH, **sizes)
+    made, plain = (LlamaForCausalLM(copy.deepcopy(config)).double() for _ in range(2))
+    made.load_state_dict(plain.state_dict())
+    columns, rows = ColwiseParallel(), RowwiseParallel()
+    attention: dict[str, ParallelStyle] = {"q_proj": columns, "k_proj": columns, "v_proj": columns, "o_proj": rows}
+    mlp: dict[str, ParallelStyle] = {"gate_proj": columns, "up_proj": columns, "down_proj": rows}
+    for layer in made.model.layers:
+        parallelize_module(layer.self_attn, mesh["tp"], attention)
+        parallelize_module(layer.mlp, mesh["tp"], mlp)
+        hocket.fully_shard(layer, mesh=mesh["dp"])
+    hocket.fully_shard(made, mesh=mesh["dp"])
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (made, plain)]
+    for step in range(2):
+        all_ids, here = [batch(dp, step, 0)[0] for dp in range(2)], mesh["dp"].get_local_rank()
+        loss = made(all_ids[here], labels=all_ids[here]).loss
+        loss.backward()
+        expected = torch.stack([plain(ids, labels=ids).loss for ids in all_ids])
+        expected.mean().backward()
+        torch.testing.assert_close(loss, expected[here])
+        torch.testing.assert_close(float(by_torch(made)), float(by_torch(plain)))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in plain.named_parameters():
+        torch.testing.assert_close(
+            full(made.get_parameter(name)), value.detach(), msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def test_a_model_of_transformers_with_norms_on_all_ranks() -> None:
+    run_ranks(llama_of_transformers, 4)
