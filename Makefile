@@ -22,7 +22,7 @@ parallel = $$($(PY) -c "import xdist" 2>/dev/null && echo "-n auto --dist workst
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F '\t' '{printf "  make %-11s %s\n", $$1, $$2}'
 
-$(READY): requirements/lock.txt requirements/torch.txt pyproject.toml scripts/setup.py
+$(READY): requirements/lock.txt requirements/docs.txt requirements/torch.txt pyproject.toml scripts/setup.py
 	@$(PYTHON) scripts/setup.py
 	@touch $@
 
@@ -55,13 +55,16 @@ parity: $(READY) ## Compare planned and sequential steps in 2000 cases of the wh
 docs-tables: $(READY) ## Renew the tables, plan excerpts and pictures of README and docs
 	@$(PY) -m benchmarks.tables
 
-docs: $(READY) ## Build the documentation as a site, in build/site (needs pip install 'hocket[docs]')
+docs: $(READY) ## Build the documentation as a site, in build/site (a Python of your own needs hocket[docs])
 	@$(call tool,mkdocs,build --quiet)
 
-lock: ## Renew requirements/lock.txt (needs uv)
+lock: ## Renew requirements/lock.txt and docs.txt (needs uv)
 	uv pip compile --universal --no-emit-package colorama --python-version 3.11 --generate-hashes --upgrade \
 		--excludes requirements/torch.txt --custom-compile-command "make lock" \
 		requirements/lock.in -o requirements/lock.txt
+	uv pip compile --universal --python-version 3.11 --generate-hashes --upgrade \
+		--constraints requirements/lock.txt --custom-compile-command "make lock" \
+		requirements/docs.in -o requirements/docs.txt
 
 clean: ## Remove what set-up and tests left behind
 	rm -rf .venv .cache .pytest_cache .ruff_cache .hypothesis *.egg-info build dist

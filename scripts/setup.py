@@ -26,6 +26,7 @@ ENV = VENV / "env"
 EXTRA = VENV / "extra"
 LAUNCHER = VENV / "python"
 LOCK = ROOT / "requirements" / "lock.txt"
+DOCS = ROOT / "requirements" / "docs.txt"
 TORCH = ROOT / "requirements" / "torch.txt"
 NEEDED = ("torch", "numpy", "tyro", "rich", "safetensors")
 TOOLS = {
@@ -119,7 +120,8 @@ def create(python: str) -> None:
     say(f"making a virtual environment in {ENV.relative_to(ROOT)}; torch is large, so this takes a few minutes")
     run(python, "-m", "venv", "--clear", str(ENV))
     pip = (str(ENV / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-    run(*pip, "--no-deps", "--require-hashes", "-r", str(LOCK))  # all are in it but torch, which some of them need
+    # All are in it but torch, which some of them need.
+    run(*pip, "--no-deps", "--require-hashes", "-r", str(LOCK), "-r", str(DOCS))
     # By itself and without hashes: which build of this version is installed depends on the machine.
     run(*pip, "-r", str(TORCH))
     for distribution in (ROOT / "hocket_trace", ROOT):

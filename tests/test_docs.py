@@ -8,6 +8,8 @@ import importlib.util
 import posixpath
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -296,6 +298,19 @@ def test_the_site_has_every_page_once() -> None:
     docs = ROOT / "docs"
     pages = {path.relative_to(docs).as_posix() for path in docs.rglob("*.md")}
     assert sorted(nav()) == sorted([*pages, *docs_site.BESIDE.values(), "reference.md"])
+
+
+def test_the_site_is_built(tmp_path: Path) -> None:
+    """Strictly: a heading that no link finds, or a name of the reference without a docstring, is an error."""
+    for package in ("material", "mkdocstrings"):
+        pytest.importorskip(package, reason="make docs needs pip install 'hocket[docs]'")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [page for page in nav() if not (tmp_path / page).with_suffix(".html").is_file()] == []
+    reference = (tmp_path / "reference.html").read_text(encoding="utf-8")
+    headings = re.findall(r'<h2 id="(hocket[\w.]*)"', reference)
+    assert [heading.rpartition(".")[2] for heading in headings] == [*hocket.__all__, "hocket_trace"]
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name)

@@ -227,6 +227,16 @@ def test_arrays_that_are_no_tokens_are_refused(
     assert f"{tmp_path / name} {reason}" in refused(tmp_path, tmp_path / name)
 
 
+@pytest.mark.parametrize("begin", [b"%PDF-1.7\n", b"\n%PDF-1.4\n", b"%!PS-Adobe-3.0\n", b"{\\rtf1\\ansi\n"])
+def test_pages_for_printers_are_no_text(tmp_path: Path, begin: bytes) -> None:
+    """They may have no byte 0, and are mostly commands."""
+    file = tmp_path / "page"
+    file.write_bytes(begin + b"BT /F1 12 Tf (words) Tj ET\n" * 100)
+    assert f"{file} holds no text (" in refused(tmp_path, file)
+    (tmp_path / "more.txt").write_text("About %PDF- files. " * 100)
+    assert read(tmp_path / "more.txt")
+
+
 def test_damaged_pairs_of_megatron_are_refused(tmp_path: Path) -> None:
     tokens, index = (WRITTEN / "megatron.bin").read_bytes(), (WRITTEN / "megatron.idx").read_bytes()
     float_tokens = index[:17] + struct.pack("<B", 7) + index[18:]

@@ -28,6 +28,7 @@ from hocket.fsdp.saving.kept import Inventory, context_given
 from hocket.fsdp.saving.state import EXTRA
 from hocket.fsdp.saving.whole import WholeFolder, sync
 from hocket.model.source import whole_shapes
+from hocket.parallel.parts import Span
 from hocket.pretrained.configuration import config_for
 from hocket.pretrained.groups import Group, ModuleFolder, Shape, is_pretrained, of_family, plain, written
 from hocket.pretrained.tables import FAMILIES
@@ -60,20 +61,21 @@ class _Sharded:
         self.state = {name: kept.shape for name, kept in own.kept.items()}
         self.state |= {name: tuple(buffer.shape) for name, buffer in self.buffers.items()}
         groups = context.groups
-        self.writes = groups.reduce.rank == groups.outer.rank == 0
+        mesh = context.tensor_mesh
+        self.writes = groups.reduce.rank == groups.outer.rank == 0 and (mesh is None or mesh.get_local_rank() == 0)
 
     def groups(self) -> list[Group]:
         return written(self.model, self.state)
 
     def fill(self, name: str, flat: Tensor) -> None:
         kept = self._kept[name]
-        flat[kept.lo : kept.hi] = kept.shard.detach()
+        kept.span.put(kept.shard.to_local(), flat)
 
     def largest(self, flat: Tensor) -> None:
         self.context.over_ranks(flat, "max")
 
     def takes(self, name: str) -> bool:
-        return name in self.buffers or self._kept[name].lo < self._kept[name].hi
+        return name in self.buffers or bool(self._kept[name].span)
 
     def take(self, name: str, parts: Parts) -> None:
         if name in self.buffers:
@@ -81,7 +83,11 @@ class _Sharded:
             buffer.copy_(parts(name, 0, buffer.numel()).view(buffer.shape))
         else:
             kept = self._kept[name]
-            kept.shard.detach().copy_(parts(name, kept.lo, kept.hi))
+            span, local = kept.span, kept.shard.to_local()
+            if span.part is None:
+                local.copy_(parts(name, span.lo, span.hi))
+            else:
+                local.copy_(span.of(parts(name, 0, prod(span.shape)).view(span.shape)))
 
     def updated(self) -> None:
         self.context.weights_updated()
@@ -128,14 +134,7 @@ class _Planned:
         if name in self._biases:
             flat.copy_(self._biases[name])
         for piece in self._pieces.get(name, ()):
-            if piece.part is None:
-                flat[piece.lo : piece.hi] = piece.main
-                continue
-            whole, at = flat.view(piece.shape), 0
-            for offsets, sizes in piece.part.boxes(piece.lo, piece.hi):
-                box = tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))
-                whole[box] = piece.main[at : at + prod(sizes)].view(sizes)
-                at += prod(sizes)
+            Span(tuple(piece.shape), piece.lo, piece.hi, piece.part).put(piece.main, flat)
 
     def largest(self, flat: Tensor) -> None:
         self.step.engine.groups.control.all_reduce(flat, "max").wait()

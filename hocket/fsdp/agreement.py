@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hocket.fsdp.param_group import Member, ParamGroup
+from hocket.fsdp.members import Member
+from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.shard_groups import ShardGroups
 
 

@@ -21,7 +21,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from hocket.fsdp.checks import is_full, refuse_early, refuse_matrices, refuse_newcomers, refuse_types
 from hocket.fsdp.fsdp2 import FSDPModule
 from hocket.fsdp.fsdp2_arguments import Fsdp2Arguments, Place, asked_for
-from hocket.fsdp.grad_norm import squares_of
+from hocket.fsdp.grad_norm import counted, squares_of
 from hocket.fsdp.members import UNIT, Rule
 from hocket.fsdp.module_context import ShardContext
 from hocket.fsdp.module_unit import Unit
@@ -161,9 +161,10 @@ def clip_grad_norm_(module: nn.Module | ShardContext, max_norm: float) -> Tensor
     square = torch.zeros(1, dtype=torch.float64, device=context.device)
     for group in groups:
         group.tidy()
-    squares = squares_of([group.main_grad for group in groups]) if groups else ()
-    for group, mine in zip(groups, squares, strict=True):
-        square += mine.to(square.device) / group.groups.replicas
+    grads = [pair for group in groups for pair in counted(group, context.tensor_mesh)]
+    squares = squares_of([grad for grad, _ in grads]) if grads else ()
+    for (_, copies), mine in zip(grads, squares, strict=True):
+        square += mine.to(square.device) / copies
     context.over_ranks(square, "sum")
     norm = square.sqrt().squeeze(0)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)

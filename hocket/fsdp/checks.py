@@ -14,7 +14,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hocket.fsdp.elementwise import is_elementwise
-from hocket.fsdp.members import PREFIX, UNIT, Found, is_called
+from hocket.fsdp.members import PREFIX, UNIT, Member, is_called
 from hocket.fsdp.muon import refuse_no_matrices
 from hocket.fsdp.options import ShardOptions
 from hocket.fsdp.precision import Precision
@@ -73,7 +73,7 @@ def is_full(param: Tensor | None) -> bool:
     return param is not None and sink_of(param) is not None
 
 
-def refuse_strange(module: nn.Module, params: Sequence[Found]) -> None:
+def refuse_strange(module: nn.Module, params: Sequence[Member]) -> None:
     """Refuse parameters of a module that can't be taken apart, and none at all."""
     if not params:
         raise ValueError(f"the {type(module).__name__} has no parameters to shard")
@@ -96,7 +96,7 @@ def refuse_strange(module: nn.Module, params: Sequence[Found]) -> None:
     _refuse_shared_memory(params)
 
 
-def _refuse_shared_memory(params: Sequence[Found]) -> None:
+def _refuse_shared_memory(params: Sequence[Member]) -> None:
     """Parameters in the same memory would be two after sharding."""
     spans = []
     for found in params:

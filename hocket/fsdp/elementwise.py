@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hocket.fsdp.sharded_parameter import ShardedParameter
+from hocket.parallel.parts import Span
 
 ROWS, COLUMNS, CUT = 48, 32, 481
 STEPS = 3
@@ -36,14 +37,14 @@ class _Part:
         self.gradient: Tensor | None = None
         self.shard = ShardedParameter(local, requires_grad=True)
         self.shard.full_name, self.shard.full_shape, self.shard.position = "trial", torch.Size((ROWS, COLUMNS)), 0
-        self.shard.lo, self.shard.hi = lo, lo + len(local)
+        self.shard.span = Span((ROWS, COLUMNS), lo, lo + len(local))
         self.shard.join(self)
 
     def grad_of(self, index: int) -> Tensor | None:
         return self.gradient
 
-    def place_of(self, shard: ShardedParameter) -> tuple[tuple[int, ...], int]:
-        return (ROWS, COLUMNS), shard.lo
+    def span_of(self, shard: ShardedParameter) -> Span:
+        return shard.span
 
     def forget(self, index: int) -> None:
         self.gradient = None

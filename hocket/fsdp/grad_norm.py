@@ -6,8 +6,19 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from hocket.fsdp.param_group import ParamGroup
+from hocket.fsdp.spread import copies
 from hocket.kernels.usable import usable
+
+
+def counted(group: ParamGroup, mesh: DeviceMesh | None) -> list[tuple[Tensor, int]]:
+    """Gradients of a group, and how many ranks have the same: those of a model's tensor-parallel `mesh` too."""
+    if mesh is None:
+        return [(group.main_grad, group.groups.replicas)]
+    views = zip(group.grads.views(), group.shards, strict=True)
+    return [(view, group.groups.replicas * copies(mesh, shard.span.part)) for view, shard in views]
 
 
 def squares_of(grads: Sequence[Tensor]) -> Tensor:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
 
-from hocket.fsdp.members import Found
+from hocket.fsdp.members import Member
 from hocket.fsdp.options import ShardOptions
 
 
 def materialize(
-    params: Sequence[Found], device: torch.device, options: ShardOptions, late: bool = False
-) -> list[Found]:
+    params: Sequence[Member], device: torch.device, options: ShardOptions, late: bool = False
+) -> list[Member]:
     """The same parameters, moved to `device`; those of the meta device get values from `init`, or `reset_parameters`.
 
     With `offload` what is on the CPU stays there, since its shards will.
@@ -49,4 +50,4 @@ def materialize(
             )
         with torch.no_grad():
             reset(module)
-    return [Found(found.name, new.get(found.param, found.param), found.owners) for found in params]
+    return [replace(found, param=new.get(found.param, found.param)) for found in params]

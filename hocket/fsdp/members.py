@@ -18,13 +18,15 @@ What takes the place of a shard would be shown in use only, or never: so `_param
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hocket.fsdp.sharded_parameter import ShardedParameter
+from hocket.fsdp.spread import Spread, spread_of
+from hocket.parallel.parts import Span
 from hocket.runtime.destinations import sink_of
 from hocket.runtime.functional import embedding_forward, linear_forward
 
@@ -39,13 +41,34 @@ PREFIX = "FSDP"
 """Of the names of subclasses, as in FSDP2: transformers takes it off where it writes down the class of a model."""
 
 
-@dataclass(frozen=True)
-class Found:
+@dataclass(frozen=True, eq=False)
+class Member:
     """A parameter of a module tree: its first name, and all (module, attribute) pairs that hold it."""
 
     name: str
     param: nn.Parameter
-    owners: tuple[tuple[nn.Module, str], ...]
+    """What this rank has of it, before it is sharded: the object that the module was built with, unless `spread`."""
+    owners: tuple[tuple[nn.Module, str], ...] = ()
+    spread: Spread | None = None
+    """How tensor-parallel ranks divide it."""
+
+    @property
+    def given(self) -> nn.Parameter:
+        """The object that the module was built with."""
+        return self.param if self.spread is None else self.spread.given
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole."""
+        return self.given.shape
+
+    def span(self, lo: int, hi: int) -> Span:
+        """Some elements of what this rank has, in the whole."""
+        return Span(tuple(self.shape), lo, hi, None if self.spread is None else self.spread.part)
+
+    def shown(self) -> Tensor:
+        """What modules compute with."""
+        return self.param if self.spread is None else self.spread.shown(self.param)
 
 
 class Managed(dict[str, nn.Parameter | None]):
@@ -77,14 +100,14 @@ class Managed(dict[str, nn.Parameter | None]):
 class View:
     """One attribute of a module behind which a managed parameter is."""
 
-    __slots__ = ("_attributes", "_full", "_key")
+    __slots__ = ("_attributes", "_key", "_member")
 
-    def __init__(self, owner: nn.Module, key: str, full: nn.Parameter) -> None:
-        self._attributes, self._key, self._full = owner.__dict__, key, full
+    def __init__(self, owner: nn.Module, key: str, member: Member) -> None:
+        self._attributes, self._key, self._member = owner.__dict__, key, member
 
     def show(self) -> None:
         """Let the module see the full parameter."""
-        self._attributes[self._key] = self._full
+        self._attributes[self._key] = self._member.shown()
 
     def hide(self) -> None:
         """Let the module see the shard."""
@@ -137,8 +160,11 @@ def is_called(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward and not isinstance(module, nn.ModuleList | nn.ModuleDict)
 
 
-def found_parameters(root: nn.Module) -> list[Found]:
-    """Every parameter of a module tree once, in the order of its first appearance, but those of units in it."""
+def found_parameters(root: nn.Module) -> list[Member]:
+    """Every parameter of a module tree once, in the order of its first appearance, but those of units in it.
+
+    They are as they are; `divided` says which of them tensor-parallel ranks divide.
+    """
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     names: dict[nn.Parameter, str] = {}
     for prefix, module in root.named_modules():
@@ -146,10 +172,21 @@ def found_parameters(root: nn.Module) -> list[Found]:
             if param is not None and not isinstance(param, ShardedParameter) and sink_of(param) is None:
                 names.setdefault(param, f"{prefix}.{key}" if prefix else key)
                 owners.setdefault(param, []).append((module, key))
-    return [Found(names[param], param, tuple(places)) for param, places in owners.items()]
+    return [Member(names[param], param, tuple(places)) for param, places in owners.items()]
 
 
-def assign(root: nn.Module, unit_modules: Iterable[nn.Module], params: Iterable[Found]) -> dict[nn.Module, list[Found]]:
+def divided(members: Iterable[Member]) -> list[Member]:
+    """The same parameters, as this rank has them. Raises ValueError for DTensors in a layout that is not to be had."""
+    return [
+        replace(one, param=param, spread=spread)
+        for one in members
+        for param, spread in [spread_of(one.name, one.param)]
+    ]
+
+
+def assign(
+    root: nn.Module, unit_modules: Iterable[nn.Module], params: Iterable[Member]
+) -> dict[nn.Module, list[Member]]:
     """Unit -> its parameters: each belongs to the innermost unit that contains all modules which hold it.
 
     So a parameter shared by two units belongs to the unit around both, and is there whenever either runs.
@@ -157,7 +194,7 @@ def assign(root: nn.Module, unit_modules: Iterable[nn.Module], params: Iterable[
     units = {root, *unit_modules}
     above: dict[nn.Module, list[tuple[nn.Module, ...]]] = {}
     _paths(root, (), units, above)
-    owned: dict[nn.Module, list[Found]] = {unit: [] for unit in units}
+    owned: dict[nn.Module, list[Member]] = {unit: [] for unit in units}
     for found in params:
         chains = [chain for module, _ in found.owners for chain in above[module]]
         shared = [unit for unit in chains[0] if all(unit in chain for chain in chains)]
@@ -192,14 +229,14 @@ def forward_of(cls: type[nn.Module]) -> Callable[..., Tensor] | None:
 def _load(shard: ShardedParameter, value: Tensor, name: str) -> None:
     """Take a whole weight, or what `state_dict` has of this shard."""
     assert shard.group is not None
-    (shape, lo), local = shard.group.place_of(shard), shard.to_local()
-    if value.shape == shape:
-        value = value.detach().reshape(-1)[lo : lo + len(local)]
+    span, local = shard.group.span_of(shard), shard.to_local()
+    if value.shape == span.shape:
+        value = span.of(value.detach())
     elif value.shape != local.shape:
         raise ValueError(
-            f"{name} is {tuple(value.shape)} in the state dict, and neither the weight, which is {shape}, nor what "
-            f"this rank keeps of it, {len(local)} elements: load a state dict of the same model, or a checkpoint with "
-            f"hocket.checkpoint.load"
+            f"{name} is {tuple(value.shape)} in the state dict, and neither the weight, which is {span.shape}, nor "
+            f"what this rank keeps of it, {len(local)} elements: load a state dict of the same model, or a "
+            f"checkpoint with hocket.checkpoint.load"
         )
     with torch.no_grad():
         local.copy_(value)

@@ -73,7 +73,7 @@ def place_gradients(
     trainable = [(unit, group) for unit in units for group in unit.groups if group.trainable]
     users: dict[object, list[tuple[Unit, ParamGroup]]] = {}
     for unit, group in trainable:
-        key = unit if unit.contains_units else None, group.groups.reduce, group.wire_dtype
+        key = unit if unit.contains_units else None, group.groups.reduce, group.formats.wire
         users.setdefault(key, []).append((unit, group))
     staging: dict[ParamGroup, Staging] = {}
     rings: dict[ParamGroup, StagingRing] = {}
@@ -82,10 +82,10 @@ def place_gradients(
         unit, group = max(alike, key=lambda user: user[1].layout.total)
         number = len(alike) if unit.contains_units else count
         if not fixed:
-            memory = StagingMemory(number, group.wire_dtype, group.device, caller)
+            memory = StagingMemory(number, group.formats.wire, group.device, caller)
             staging.update(dict.fromkeys((one for _, one in alike), memory))
             continue
-        ring = StagingRing(number, group.layout.total, group.wire_dtype, group.device)
+        ring = StagingRing(number, group.layout.total, group.formats.wire, group.device)
         rings.update(dict.fromkeys((one for _, one in alike), ring))
     for reduce in _distinct(group.groups.reduce for _, group in trainable):
         if reduce.has_windows:

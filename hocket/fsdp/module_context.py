@@ -19,7 +19,7 @@ from hocket.fsdp.outside import Outside, called_by_hand
 from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.residency import Budget, FixedSlots, Residency, Unbounded
 from hocket.fsdp.same_order import SameOrder
-from hocket.fsdp.shard_groups import ShardGroups
+from hocket.fsdp.shard_groups import ShardGroups, over_ranks
 from hocket.fsdp.stats import ShardStats, stats_of
 from hocket.fsdp.strategy import Policy, Prefetch
 from hocket.runtime.comm import Window
@@ -81,6 +81,9 @@ class ShardContext:
         self.reducing = self.gathering if policy.unified else _queue("reduce", device)
         self.outer = self.gathering if policy.unified else _queue("outer", device)
         self.units = list(units)
+        spreads = (member.spread for unit in units for group in unit.groups for member in group.members)
+        self.tensor_mesh = next((spread.mesh for spread in spreads if spread is not None), None)
+        """Of the ranks that divide parameters before they are sharded; see `spread.py`."""
         self.forwards = 0
         """How many forward passes have begun."""
         self.in_backward = False
@@ -342,14 +345,11 @@ class ShardContext:
                 group.invalidate()
 
     def over_ranks(self, value: Tensor, how: Literal["sum", "max"], parts: ShardGroups | None = None) -> None:
-        """The `sum` or `max` of a tensor over all ranks of the mesh, or those that keep other `parts`, in place."""
+        """The `sum` or `max` of a tensor over all ranks of the model, or those that keep other `parts`, in place."""
         self.about_to(f"{how} over ranks")
         self.before_waiting()
-        groups, here = parts or self.groups, value.to(self.device)
-        groups.reduce.all_reduce(here, how).wait()
-        if parts is None or parts.outer_shards:
-            groups.outer.all_reduce(here, how).wait()
-        value.copy_(here)
+        mesh = self.tensor_mesh if parts is None else None
+        over_ranks(value, how, parts or self.groups, parts is None, mesh, self.device)
 
     @contextlib.contextmanager
     def gathered(self, changed: bool = False) -> Iterator[None]:

@@ -111,7 +111,7 @@ class Unit:
         """What a driver has to forget with the unit."""
         self.gathers = self.reduces = 0
         self.full: dict[ParamGroup, FullBuffer] = {}
-        self.views = [View(owner, key, m.param) for g in self.groups for m in g.members for owner, key in m.owners]
+        self.views = [View(owner, key, m) for g in self.groups for m in g.members for owner, key in m.owners]
         self._gathered = False
         self._gathering: Ticket | None = None
         self._readers: list[Ticket] = []  # behind the last reader on each stream that gave its claim back

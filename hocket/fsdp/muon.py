@@ -52,9 +52,10 @@ def refuse_no_matrices(optimizer: Muon) -> None:
                 f"Muon updates matrices, and {shard.full_name} has the shape {tuple(shard.shape)} and dtype "
                 f"{shard.dtype}: give real ones with two dimensions, and the others to torch.optim.AdamW"
             )
-        if shard.group.groups.part[1] > 1:
+        if shard.group.groups.part[1] > 1 or shard.span.part is not None:
+            by = "Placement.part" if shard.span.part is None else "a DTensor"
             raise ValueError(
-                f"{shard.full_name} is a part of a matrix that ranks split among them (Placement.part), "
+                f"{shard.full_name} is a part of a matrix that ranks split among them ({by}), "
                 f"and Muon needs whole ones: give it to torch.optim.AdamW"
             )
 

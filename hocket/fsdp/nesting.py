@@ -70,7 +70,7 @@ def take_over(root: nn.Module, nested: Sequence[ShardContext]) -> list[Unit]:
 def _adopt(root: nn.Module, units: Sequence[Unit]) -> None:
     """Tied weights: modules outside of a unit that hold its full parameters get the shards, too."""
     holders: dict[nn.Parameter, tuple[Unit, ParamGroup, int]] = {
-        member.param: (unit, group, i)
+        member.given: (unit, group, i)
         for unit in units
         for group in unit.groups
         for i, member in enumerate(group.members)
@@ -80,7 +80,7 @@ def _adopt(root: nn.Module, units: Sequence[Unit]) -> None:
             if param is not None and param in holders and sink_of(param) is not None:
                 unit, group, i = holders[param]
                 group.rename(i, group.members[i].name, (module, key))
-                unit.views.append(View(module, key, param))
+                unit.views.append(View(module, key, group.members[i]))
                 module._parameters[key] = group.shards[i]
                 watch_reads(module)
                 module.__dict__.setdefault(UNIT, unit)

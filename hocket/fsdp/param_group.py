@@ -28,32 +28,27 @@ keeps them, the others start from zero: so every contribution is in exactly one 
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from hocket.fsdp.home import Home, Offload
 from hocket.fsdp.layout import FlatLayout, Granularity
+from hocket.fsdp.members import Member
 from hocket.fsdp.part import Part
 from hocket.fsdp.place import Ask, How, Place
 from hocket.fsdp.precision import Precision
 from hocket.fsdp.shard_grads import LocalSum, ShardGrads
 from hocket.fsdp.shard_groups import ShardGroups
 from hocket.fsdp.sharded_parameter import ShardedParameter
+from hocket.fsdp.spread import over
+from hocket.parallel.parts import Span
 from hocket.runtime.transports import Pending
-
-
-@dataclass(frozen=True, eq=False)
-class Member:
-    """A parameter to be sharded: the original object, its name in the root module, and the modules that hold it."""
-
-    name: str
-    param: nn.Parameter
-    owners: Sequence[tuple[nn.Module, str]]
 
 
 class ParamGroup:
@@ -133,8 +128,8 @@ class ParamGroup:
         for i, (member, here) in enumerate(zip(self.members, self.kept.slices(self.position), strict=True)):
             shard = ShardedParameter(self.main[here], self.trainable)
             local = self.kept.local(member.name, self.position)
-            shard.full_name, shard.full_shape, shard.position = member.name, member.param.shape, i
-            shard.lo, shard.hi = local.lo, local.hi
+            shard.full_name, shard.full_shape, shard.position = member.name, member.shape, i
+            shard.span = member.span(local.lo, local.hi)
             shard.join(self)
             shards.append(shard)
         return shards
@@ -142,7 +137,7 @@ class ParamGroup:
     def rename(self, index: int, name: str, *owners: tuple[nn.Module, str]) -> None:
         """Give a member the name that it has in a larger model, and further places that hold it."""
         old = self.members[index]
-        new = replace(old, name=name, owners=[*old.owners, *owners])
+        new = replace(old, name=name, owners=(*old.owners, *owners))
         self.members = (*self.members[:index], new, *self.members[index + 1 :])
         self.shards[index].full_name = name
         self.shards[index].place = self._place_of(self.shards[index])
@@ -158,14 +153,16 @@ class ParamGroup:
     def _place_of(self, shard: ShardedParameter) -> Place | None:
         if self._ask is None or self.keeps_all:
             return None
-        group = weakref.ref(self)
+        group, spread = weakref.ref(self), self.members[shard.position].spread
 
         def ask(value: Tensor, how: How) -> None:
             mine = group()
             if mine is not None and mine._ask is not None:
                 mine._ask(value, how)
+            if spread is not None and spread.part is not None:
+                over(spread.mesh, value, how)
 
-        return Place(shard.full_name, shard.full_shape, shard.lo, shard.hi, ask, self.splits)
+        return Place(shard.full_name, shard.span, ask, self.splits)
 
     @property
     def learning(self) -> int:
@@ -192,10 +189,6 @@ class ParamGroup:
         return self.formats.compute
 
     @property
-    def wire_dtype(self) -> torch.dtype:
-        return self.formats.wire
-
-    @property
     def total_bytes(self) -> int:
         """Bytes of the full weights."""
         return self.layout.total * self.formats.compute.itemsize
@@ -205,15 +198,19 @@ class ParamGroup:
         """Whether the weights lie whole in `weight`, on the device, and there is nothing to gather."""
         return self.layout.world == 1 and not self.home.away
 
+    @functools.cached_property
+    def _is_divided(self) -> bool:
+        return any(member.spread is not None for member in self.members)
+
     @property
     def keeps_all(self) -> bool:
         """Whether this rank updates whole parameters, not a part of them."""
-        return self.kept.world == 1
+        return self.kept.world == 1 and not self._is_divided
 
     @property
     def splits(self) -> bool:
         """Whether an optimizer may see a part of a parameter, or must take 1-D for the whole of one."""
-        return self._splits
+        return self._splits or self._is_divided
 
     @property
     def nbytes(self) -> int:
@@ -221,13 +218,14 @@ class ParamGroup:
         kept = {id(tensor): tensor.nbytes for tensor in (self.main, self.weight, self._partial) if tensor is not None}
         return sum(kept.values()) + self.grads.nbytes + self.local.nbytes
 
-    def place_of(self, shard: ShardedParameter) -> tuple[tuple[int, ...], int]:
-        """Of a shard's parameter in the whole model: its shape, and which of its elements is the shard's first."""
+    def span_of(self, shard: ShardedParameter) -> Span:
+        """Which elements of a parameter of the whole model a shard has."""
         position, parts = self.groups.part
-        shape = tuple(shard.full_shape)
+        shape, before = shard.span.shape, position * math.prod(shard.span.shape)
         if parts == 1:
-            return shape, shard.lo
-        return (shape[0] * parts, *shape[1:]) if shape else (parts,), position * math.prod(shape) + shard.lo
+            return shard.span
+        whole = (shape[0] * parts, *shape[1:]) if shape else (parts,)
+        return Span(whole, before + shard.lo, before + shard.hi)
 
     # Weights
 

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hocket.fsdp.place import NUMBERS, WHOLE, Place, of_whole, one_number, over_ranks, refusal
+from hocket.fsdp.place import NUMBERS, WHOLE, Place, of_whole, one_number, over_ranks, refusal, whole_of
 
 
 class WholeSize:
@@ -92,13 +92,17 @@ class Part(WholeSize, Tensor):  # pyrefly: ignore[inconsistent-inheritance]
         """The elements that are here, 1-D, as a plain tensor."""
         return plain(self)
 
+    def full_tensor(self) -> Tensor:
+        """The whole, as a plain tensor. All ranks of the model call this."""
+        return whole_of(self, self.place)
+
     def data_ptr(self) -> int:
         """Refuse an address that goes with another number of elements."""
-        raise no_address(self.place.name, self.place.hi - self.place.lo, self.place.numel)
+        raise no_address(self.place.name, self.place.here, self.place.numel)
 
     def __repr__(self) -> str:  # pyrefly: ignore[bad-override]  (Tensor's takes an argument of its own)
         at = self.place
-        return f"Part({at.name}: elements {at.lo} to {at.hi} of {tuple(at.shape)}, {plain(self)})"
+        return f"Part({at.name}: elements {at.span.lo} to {at.span.hi} of {tuple(at.shape)}, {plain(self)})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Part:
         """A part of the same elements."""
@@ -167,8 +171,7 @@ def _call(func: Any, name: str, args: Any, kwargs: Any, place: Place) -> Any:
             raise refusal(name, place)
         if not isinstance(found, Tensor) or any(found is one for one in (*args, *kwargs.values())):
             return found
-        count = place.hi - place.lo
-        if found.shape == (count,) and by_element:
+        if found.shape == (place.here,) and by_element:
             return Part.of(found, place)
     raise refusal(name, place)
 
@@ -185,9 +188,10 @@ def _view(func: Any, name: str, args: Any, kwargs: Any, place: Place) -> Tensor:
         like = torch.empty(place.shape, dtype=mine.dtype, device="meta")
         rest = [torch.empty(one.shape, device="meta") if isinstance(one, Tensor) else one for one in rest]
         whole = func(like, *rest, **kwargs)
-        if whole.numel() != place.numel or whole.dtype != mine.dtype:
+        same = place.span.part is None or whole.shape == place.shape  # of a part other shapes have another order
+        if whole.numel() != place.numel or whole.dtype != mine.dtype or not same:
             raise refusal(name, place)
-        return Part.of(mine.view_as(mine), replace(place, shape=whole.shape))
+        return Part.of(mine.view_as(mine), replace(place, span=replace(place.span, shape=tuple(whole.shape))))
 
 
 def alongside(name: str, args: Sequence[Any]) -> tuple[Any, ...]:
@@ -201,7 +205,7 @@ def alongside(name: str, args: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(args)
     place, *others = places
     _refuse_others(name, place, *others)
-    here = (place.hi - place.lo,)
+    here = (place.here,)
 
     def is_whole(one: Any) -> bool:
         is_plain = isinstance(one, Tensor) and getattr(one, "place", None) is None
@@ -212,7 +216,7 @@ def alongside(name: str, args: Sequence[Any]) -> tuple[Any, ...]:
     changes = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name.startswith("__i")
     if changes and is_whole(args[0]):
         raise refusal(name, place)
-    return tuple(one.reshape(-1)[place.lo : place.hi] if is_whole(one) else one for one in args)
+    return tuple(place.span.of(one) if is_whole(one) else one for one in args)
 
 
 @functools.cache
@@ -261,7 +265,7 @@ def _of_one(name: str, found: Tensor, places: Sequence[Place]) -> Tensor:
     """What a function of lists has made of one tensor of each."""
     if not places:
         return found
-    if found.shape != (places[0].hi - places[0].lo,):
+    if found.shape != (places[0].here,):
         raise refusal(name, places[0])
     return Part.of(found, places[0])
 
@@ -280,14 +284,14 @@ def _alike(func: Any, name: str, args: Any, kwargs: Any, *places: Place) -> bool
     place = places[0]
     for i, one in enumerate(pair):
         if getattr(one, "place", None) is None and one.shape == place.shape:
-            parts[i] = parts[i].reshape(-1)[place.lo : place.hi]
+            parts[i] = place.span.of(parts[i])
     differs = parts[0].new_tensor(not func(*parts, *args[2:], **more), dtype=torch.float64)
     return not over_ranks(differs, "max", place).item()
 
 
 def _refuse_others(name: str, place: Place, *others: Place) -> None:
     for other in others:
-        if (other.shape, other.lo, other.hi) != (place.shape, place.lo, place.hi):
+        if other.span != place.span:
             raise ValueError(
                 f"{name} of parts of {place.name} and {other.name}, of which this rank has other elements: shard both "
                 f"models alike, or compute with whole weights inside of ctx.gathered()"

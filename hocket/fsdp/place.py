@@ -13,6 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from hocket.parallel.parts import Span
+
 How = Literal["sum", "max"]
 Ask = Callable[[Tensor, How], None]
 """The `sum` or `max` of a tensor over the ranks that keep the other elements, in place."""
@@ -23,12 +25,20 @@ class Place:
     """Which elements of a parameter a part has."""
 
     name: str
-    shape: torch.Size
-    lo: int
-    hi: int
+    span: Span
     ask: Ask
     splits: bool = True
     """False if one rank has all elements, by `granularity="tensor"`: it may take them as a plain matrix."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole parameter."""
+        return torch.Size(self.span.shape)
+
+    @property
+    def here(self) -> int:
+        """How many elements this rank has."""
+        return len(self.span)
 
     @property
     def numel(self) -> int:
@@ -38,7 +48,7 @@ class Place:
 
 def refusal(name: str, place: Place) -> ValueError:
     return ValueError(
-        f"{name} of a part of {place.name}, of which this rank has {place.hi - place.lo} of {place.numel} elements, "
+        f"{name} of a part of {place.name}, of which this rank has {place.here} of {place.numel} elements, "
         f"would be something else on every rank: use to_local() for the elements that are here, or whole weights "
         f"inside of ctx.gathered()"
     )
@@ -64,6 +74,16 @@ def over_ranks(value: Tensor, how: How, place: Place) -> Tensor:
     asked = value.double().reshape(1).clone()
     place.ask(asked, how)
     return asked.squeeze(0).to(value.device)
+
+
+def whole_of(x: Tensor, place: Place) -> Tensor:
+    """The whole parameter, or its gradient. All ranks of the model call this."""
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        mine = x.detach().as_subclass(Tensor)
+        flat = mine.new_zeros(place.numel)
+        place.span.put(mine, flat)
+        place.ask(torch.view_as_real(flat) if flat.is_complex() else flat, "sum")
+        return flat.view(place.shape)
 
 
 def of_whole(func: Any, name: str, args: Any, kwargs: Any, place: Place) -> Any:

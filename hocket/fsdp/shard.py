@@ -8,7 +8,7 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from hocket.fsdp import hooks
@@ -19,17 +19,19 @@ from hocket.fsdp.freezing import watch
 from hocket.fsdp.fsdp2 import FSDPModule
 from hocket.fsdp.fsdp2_arguments import Asked, Place
 from hocket.fsdp.materialize import materialize
-from hocket.fsdp.members import UNIT, Found, Rule, assign, found_parameters, watch_reads
+from hocket.fsdp.members import UNIT, Member, Rule, assign, divided, found_parameters, watch_reads
 from hocket.fsdp.module_context import ShardContext
 from hocket.fsdp.module_unit import Unit
 from hocket.fsdp.nesting import nested_in, refuse_nested, take_over
 from hocket.fsdp.options import ShardOptions, UnitOptions
-from hocket.fsdp.param_group import Member, ParamGroup
+from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.precision import Formats, Precision
 from hocket.fsdp.same_order import order_over
 from hocket.fsdp.shard_groups import Placement, shard_groups_for
+from hocket.fsdp.spread import mesh_of, refuse_overlap
 from hocket.fsdp.strategy import Prefetch, policy_of
 from hocket.fsdp.torch_functions import install
+from hocket.runtime.destinations import set_sink
 
 contexts: WeakSet[ShardContext] = WeakSet()
 """Of all sharded models."""
@@ -64,21 +66,21 @@ def shard_one(modules: Sequence[nn.Module], asked: Asked) -> ShardContext:
     return _shard(tree, modules, [], params, nested, asked)
 
 
-def _params(tree: nn.Module, asked: Asked) -> list[Found]:
+def _params(tree: nn.Module, asked: Asked) -> list[Member]:
     """What is to be sharded. Parameters that are to stay as they are get a mark."""
     ignored = {id(param) for param in asked.ignored}
     params = found_parameters(tree)
     for found in params:
         if id(found.param) in ignored:
             setattr(found.param, IGNORED, True)
-    return [found for found in params if id(found.param) not in ignored]
+    return divided(found for found in params if id(found.param) not in ignored)
 
 
 def _shard(
     tree: nn.Module,
     modules: Sequence[nn.Module],
     buckets: Sequence[Sequence[Named]],
-    params: Sequence[Found],
+    params: Sequence[Member],
     nested: Sequence[ShardContext],
     asked: Asked,
 ) -> ShardContext:
@@ -87,6 +89,7 @@ def _shard(
     policy = policy_of(strategy, options.slot_count, options.staging, options.unified)
     device = _device(params, options, asked.nests) if params else nested[0].device
     placements, default = _placements(params, asked.place), Placement(asked.mesh, options.divide)
+    _refuse_divided(params, placements, default, nested, late=asked.nests)
     everyone = shard_groups_for(default, strategy, options, device)
     owned = assign(tree, [one for bucket in buckets for _, one in bucket], params)
     made, fingerprints = list[Unit](), Fingerprints()
@@ -124,7 +127,7 @@ def _unit(bucket: Sequence[Named], groups: Sequence[ParamGroup], options: UnitOp
     return Unit(name, [module for _, module in bucket], groups, options)
 
 
-def _placements(params: Sequence[Found], place: Place | None) -> dict[str, Placement | None]:
+def _placements(params: Sequence[Member], place: Place | None) -> dict[str, Placement | None]:
     """Where `place` puts each parameter, by name; None is the mesh of the others."""
     placements = {found.name: place(found.name, found.param) if place else None for found in params}
     for name, placement in placements.items():
@@ -133,8 +136,33 @@ def _placements(params: Sequence[Found], place: Place | None) -> dict[str, Place
     return placements
 
 
+def _refuse_divided(
+    params: Sequence[Member],
+    placements: Mapping[str, Placement | None],
+    default: Placement,
+    nested: Sequence[ShardContext],
+    late: bool,
+) -> None:
+    """Refuse DTensors that can't be sharded where they are to go."""
+    mesh_of([(one.name, one.spread) for one in params], [context.tensor_mesh for context in nested])
+    for name, spread, param in ((one.name, one.spread, one.param) for one in params):
+        if spread is None:
+            continue
+        place = placements[name] or default
+        refuse_overlap(name, spread, place.mesh)
+        if place.part[1] > 1:
+            raise ValueError(
+                f"parameter {name} is a DTensor, and place says that it is part {place.part} of one: give one of both"
+            )
+        if param.is_meta and not late:
+            raise ValueError(
+                f"parameter {name} is a DTensor on the meta device: call fully_shard(module, mesh=...) with nothing "
+                f"else, then module.to_empty(device=...), and give initial values"
+            )
+
+
 def _alike(
-    params: Sequence[Found],
+    params: Sequence[Member],
     placements: Mapping[str, Placement | None],
     default: Placement,
     precision: Precision,
@@ -144,7 +172,7 @@ def _alike(
     for found in params:
         where = placements[found.name] or default
         key = where, precision.of(found.param.dtype), found.param.requires_grad
-        groups.setdefault(key, []).append(Member(found.name, found.param, list(found.owners)))
+        groups.setdefault(key, []).append(found)
     return groups
 
 
@@ -160,7 +188,9 @@ def _install(context: ShardContext, made: Sequence[Unit], manual: bool) -> None:
     for unit in made:
         for group in unit.groups:
             for member, shard in zip(group.members, group.shards, strict=True):
-                shard.read_outside = _reader(unit, member.param)
+                shard.read_outside = _reader(unit, member)
+                if member.spread is not None:
+                    set_sink(member.given, _never)  # a mark: optimizers that were built too early hold it
                 for owner, key in member.owners:
                     dict.__setitem__(owner._parameters, key, shard)  # of a module with another shard it refuses
                     watch_reads(owner)
@@ -177,15 +207,19 @@ def _install(context: ShardContext, made: Sequence[Unit], manual: bool) -> None:
     checked.clear()  # an optimizer may hold what has just been sharded
 
 
+def _never() -> tuple[Tensor, bool]:
+    raise AssertionError("modules compute with no DTensor that they were built with")
+
+
 def _unseen(param: nn.Parameter) -> None:
     """Of a manual driver, which asks for gradients itself."""
 
 
-def _reader(unit: Unit, full: nn.Parameter) -> Callable[[], nn.Parameter | None]:
-    return lambda: full if unit.context.read_outside(unit) else None
+def _reader(unit: Unit, member: Member) -> Callable[[], Tensor | None]:
+    return lambda: member.shown() if unit.context.read_outside(unit) else None
 
 
-def _device(params: Sequence[Found], options: ShardOptions, nests: bool) -> torch.device:
+def _device(params: Sequence[Member], options: ShardOptions, nests: bool) -> torch.device:
     """Where the shards go."""
     devices = {found.param.device for found in params if not found.param.is_meta}
     if options.device is not None:

@@ -15,13 +15,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hocket.config import COPIED
+from hocket.fsdp.spread import over
 from hocket.program.mesh import Purpose
 from hocket.runtime.comm import Group, TransportName, make_group
 from hocket.runtime.world import everyone
@@ -196,6 +198,24 @@ def _make_alike(inner: Ranks, outer: Ranks, transport: TransportName, device: to
     alone = _one("gather_dense", _all_lists(inner), inner, device, transport)
     everybody = _one("reduce_dense", _all_lists(outer), outer, device, transport)
     return ShardGroups(alone, everybody, alone, alone, 1.0, outer_shards=False)
+
+
+def over_ranks(
+    value: Tensor,
+    how: Literal["sum", "max"],
+    groups: ShardGroups,
+    replicas: bool,
+    mesh: DeviceMesh | None,
+    device: torch.device,
+) -> None:
+    """The `sum` or `max` of a tensor over the ranks that keep other shards, `replicas` and those of a `mesh`."""
+    here = value.to(device)
+    groups.reduce.all_reduce(here, how).wait()
+    if replicas or groups.outer_shards:
+        groups.outer.all_reduce(here, how).wait()
+    if mesh is not None:
+        over(mesh, here, how)
+    value.copy_(here)
 
 
 def _rank() -> int:

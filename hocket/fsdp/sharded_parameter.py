@@ -34,7 +34,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from hocket.fsdp.part import Part, WholeSize, alongside, call, no_address, plain
-from hocket.fsdp.place import Place
+from hocket.fsdp.place import Place, whole_of
+from hocket.parallel.parts import Span
 
 
 class Group(Protocol):
@@ -49,7 +50,7 @@ class Group(Protocol):
     valueless: bool
 
     def grad_of(self, index: int) -> Tensor | None: ...
-    def place_of(self, shard: ShardedParameter) -> tuple[tuple[int, ...], int]: ...
+    def span_of(self, shard: ShardedParameter) -> Span: ...
     def forget(self, index: int) -> None: ...
     def set_grad(self, index: int, value: Tensor) -> None: ...
     def invalidate(self) -> None: ...
@@ -57,16 +58,16 @@ class Group(Protocol):
 
 
 class ShardedParameter(WholeSize, nn.Parameter):  # pyrefly: ignore[inconsistent-inheritance]
-    """Elements `lo:hi` of a whole parameter, flattened; may be none. Note: [A part has the shape of its whole]."""
+    """Elements `span` of a whole parameter, flattened; may be none. Note: [A part has the shape of its whole]."""
 
     full_name: str
     """Of the whole parameter, in the root module."""
     full_shape: torch.Size
-    lo: int
-    hi: int
+    span: Span
+    """Which of its elements are here."""
     position: int
     """Index of the member in its group."""
-    read_outside: Callable[[], nn.Parameter | None] | None
+    read_outside: Callable[[], Tensor | None] | None
     """What stands for it when it is read as an attribute of its module; None is itself."""
     place: Place | None
     """Of its elements, where other ranks have others. See Note: [A part knows its whole]."""
@@ -123,9 +124,19 @@ class ShardedParameter(WholeSize, nn.Parameter):  # pyrefly: ignore[inconsistent
         """Of the whole parameter."""
         return self.to_local().shape if self._group is None else self.full_shape
 
+    @property
+    def lo(self) -> int:
+        """Of all that this rank has while its unit is in use, the first element that is here."""
+        return self.span.lo
+
+    @property
+    def hi(self) -> int:
+        """The one behind the last."""
+        return self.span.hi
+
     def __getitem__(self, index: Any) -> Tensor:
         """Of a matrix, by a number: what is here of that row, to be changed in place."""
-        if type(index) is not int or self.ndim < 2 or self.group is None:
+        if type(index) is not int or self.ndim < 2 or self.group is None or self.span.part is not None:
             return super().__getitem__(index)
         length = self.shape[1:].numel()
         first = range(self.shape[0])[index] * length  # which is the error for a row that does not exist
@@ -133,7 +144,8 @@ class ShardedParameter(WholeSize, nn.Parameter):  # pyrefly: ignore[inconsistent
         if self.place is None:
             return row
         lo, hi = (min(max(at - first, 0), length) for at in (self.lo, self.hi))
-        return Part.of(row, Place(f"{self.full_name}[{index}]", self.shape[1:], lo, hi, self.place.ask))
+        span = Span(tuple(self.shape[1:]), lo, hi)
+        return Part.of(row, Place(f"{self.full_name}[{index}]", span, self.place.ask))
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """Of a matrix, by a number: that row, to one value."""
@@ -148,6 +160,12 @@ class ShardedParameter(WholeSize, nn.Parameter):  # pyrefly: ignore[inconsistent
         with torch._C.DisableTorchFunctionSubclass():
             return self.detach()
 
+    def full_tensor(self) -> Tensor:
+        """The whole weight, in the main dtype, as a plain tensor. All ranks of the model call this."""
+        if self.place is None:
+            return self.to_local().view(self.shape).clone()
+        return whole_of(self, self.place)
+
     def elements(self, what: str, value: Tensor) -> Tensor:
         """Of a whole tensor those that are here; a plain tensor of them, or a part of the same elements, as it is.
 
@@ -156,7 +174,7 @@ class ShardedParameter(WholeSize, nn.Parameter):  # pyrefly: ignore[inconsistent
         if self.place is not None:
             value = alongside(what, (self, value))[1]
         elif value.shape == self.full_shape:
-            value = value.reshape(-1)
+            value = self.span.of(value)
         return plain(value)
 
     def data_ptr(self) -> int:
@@ -255,7 +273,7 @@ def _filling(name: str) -> Callable[..., Any]:
     def fill(self: ShardedParameter, *args: Any, **kwargs: Any) -> ShardedParameter:
         local = self.to_local()
         whole = torch.empty(self.shape, dtype=local.dtype, device=local.device)
-        local.copy_(plain(whole, *args, **kwargs).view(-1)[self.lo : self.hi])
+        local.copy_(self.span.of(plain(whole, *args, **kwargs)))
         return self
 
     return fill

@@ -33,6 +33,7 @@ from hocket.fsdp.saving.kept import Inventory
 from hocket.fsdp.saving.optimizer_state import load_optimizer_state, optimizer_state, split
 from hocket.fsdp.saving.state import load_model_state, model_state
 from hocket.fsdp.sharded_parameter import ShardedParameter
+from hocket.fsdp.spread import copies
 from hocket.runtime.world import of_rank, take_from_first_rank
 
 if TYPE_CHECKING:
@@ -80,16 +81,18 @@ def total_norm(
     foreach: bool | None = None,
 ) -> Tensor:
     """`torch.nn.utils.get_total_norm`; of gradients of shards, that of all ranks, which all call this."""
-    tensors = [plain(one) for one in ([tensors] if isinstance(tensors, Tensor) else tensors)]
+    given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    tensors = [plain(one) for one in given]
     homes = {m.untyped_storage().data_ptr(): home for home in _groups() for m in home[0].grads.memory}
     parts: dict[ShardContext | None, list[tuple[Tensor, int]]] = {}
-    for tensor in tensors:
+    for one, tensor in zip(given, tensors, strict=True):
         has_memory = not is_traceable_wrapper_subclass(tensor)  # a DTensor has none of its own
         group, context = homes.get(tensor.untyped_storage().data_ptr() if has_memory else 0, (None, None))
         if group is None or group.keeps_all:
             parts.setdefault(None, []).append((tensor, 1))
         else:
-            parts.setdefault(context, []).append((tensor, group.groups.replicas))
+            assert context is not None
+            parts.setdefault(context, []).append((tensor, group.groups.replicas * _copies(context, one)))
     if not any(parts):
         return _norm(tensors, norm_type, error_if_nonfinite, foreach)
     p = float(norm_type)
@@ -111,6 +114,12 @@ def total_norm(
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"The total norm of order {p} for gradients is non-finite, so it cannot be clipped")
     return norm
+
+
+def _copies(context: ShardContext, one: Tensor) -> int:
+    """How many tensor-parallel ranks have the same elements of a gradient."""
+    place = getattr(one, "place", None)
+    return copies(context.tensor_mesh, None if place is None else place.span.part)
 
 
 def _powers(tensors: Sequence[Tensor], p: float) -> Tensor:
@@ -201,7 +210,7 @@ def _from_first_rank(state: Mapping[str, Any], mine: Mapping[str, Any], device: 
             whole.copy_(state[name])
         take_from_first_rank(whole)
         if isinstance(own, FlatTensor):
-            found[name] = own.with_elements(whole.reshape(-1)[own.lo : own.hi].clone())
+            found[name] = own.with_elements(own.part_of(whole).clone())
         else:
             found[name] = whole
     return found
@@ -299,7 +308,7 @@ def _whole(context: ShardContext, value: Any, offload: bool) -> Any:
     if isinstance(value, FlatTensor):
         flat = torch.zeros(value.numel(), dtype=value.dtype, device=value.flat.device)
         if value.writes:
-            flat[value.lo : value.hi] = value.flat
+            value.span.put(value.flat, flat)
         context.over_ranks(flat, "sum")
         value = flat.view(value.shape)
     if isinstance(value, Tensor):

@@ -75,5 +75,35 @@ class Part:
                 first = end
 
 
+@dataclass(frozen=True)
+class Span:
+    """The elements `[lo, hi)` of a parameter, or of a part of it."""
+
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+    lo: int
+    hi: int
+    part: Part | None = None
+
+    def __len__(self) -> int:
+        return self.hi - self.lo
+
+    def of(self, whole: Tensor) -> Tensor:
+        """These elements of a whole value, 1-D."""
+        return (whole if self.part is None else self.part.of(whole)).reshape(-1)[self.lo : self.hi]
+
+    def boxes(self) -> Iterator[Box]:
+        """The same as boxes of the whole, in the order of the elements."""
+        yield from boxes(self.shape, self.lo, self.hi) if self.part is None else self.part.boxes(self.lo, self.hi)
+
+    def put(self, elements: Tensor, flat: Tensor) -> None:
+        """Write these elements, 1-D, where they belong in a whole value, which is given 1-D."""
+        whole, at = flat.view(self.shape), 0
+        for offsets, sizes in self.boxes():
+            box = tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))
+            whole[box] = elements[at : at + prod(sizes)].view(sizes)
+            at += prod(sizes)
+
+
 def _along(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
     return (*values[:dim], value, *values[dim + 1 :])

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -113,6 +113,12 @@ def of_rank(value: T, rank: int = 0, group: dist.ProcessGroup | None = None) -> 
 def take_from_first_rank(tensor: torch.Tensor) -> None:
     """Copy rank 0's tensor into that of every rank, which all call this."""
     dist.broadcast(tensor, 0)
+
+
+def over_group(value: torch.Tensor, how: Literal["sum", "max"], group: dist.ProcessGroup) -> torch.Tensor:
+    """The `sum` or `max` of a tensor over the ranks of a group, in place; returns it."""
+    dist.all_reduce(value, dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX, group)
+    return value
 
 
 def begin_send(elements: torch.Tensor, rank: int, group: dist.ProcessGroup | None, tag: int) -> Any:

@@ -79,6 +79,8 @@ OTHER_KEY = "data.text_key = the name of the text"
 MEGATRON, MEGATRON_DTYPES = b"MMIDIDX\0\0", {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}
 LLM_C = {20240520: "<u2", 20240801: "<u4"}
 """First number of a header of 256 -> type of the tokens behind it."""
+PRINTED = {b"%PDF-": "a PDF", b"%!PS": "PostScript", b"{\\rtf": "rich text (RTF)"}
+"""How files begin that have no bytes 0, and are no text to learn."""
 PIECE = 1 << 24
 """Elements of an array that are searched at a time."""
 
@@ -161,6 +163,10 @@ def _text(file: Path, *_: Any) -> Iterator[Document]:
         text = stream.read()
     if b"\0" in text:
         raise NoTextError("binary: with bytes 0, as UTF-16 has")
+    begin = text[:64].lstrip()
+    for mark, kind in PRINTED.items():
+        if begin.startswith(mark):
+            raise NoTextError(f"{kind}, which is no plain text")
     yield text
 
 

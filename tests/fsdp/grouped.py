@@ -7,7 +7,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from hocket.fsdp.buffers import FullBuffer
-from hocket.fsdp.param_group import Member, ParamGroup
+from hocket.fsdp.members import Member
+from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.precision import Precision
 from hocket.fsdp.shard_groups import Placement, shard_groups_for
 
@@ -49,7 +50,7 @@ def build(case, frozen=False, divide=1.0):
     mesh = init_device_mesh("cpu", case.sizes, mesh_dim_names=axes) if case.sizes else None
     groups = shard_groups_for(Placement(mesh, divide), case.strategy, Options(outer=case.outer), CPU)
     params = {name: nn.Parameter(value, requires_grad=not frozen) for name, value in values(0).items()}
-    members = [Member(name, param, []) for name, param in params.items()]
+    members = [Member(name, param) for name, param in params.items()]
     group = ParamGroup(members, groups, case.precision, case.granularity, CPU)
     buffer = FullBuffer.dynamic(0 if group.whole else group.layout.total, group.compute_dtype, CPU)
     buffer.allocate()
@@ -70,7 +71,7 @@ def gather(group, buffer):
 
 def reduce(group, grads, outer=True):
     """Reduce whole gradients by name; those missing are zero."""
-    flat = torch.full((group.layout.total + 7,), float("nan"), dtype=group.wire_dtype)
+    flat = torch.full((group.layout.total + 7,), float("nan"), dtype=group.formats.wire)
     for lo, hi in group.layout.gaps:
         flat[lo:hi] = 0
     for member, view in zip(group.members, group.grad_views(flat, keep=False), strict=True):

@@ -174,7 +174,7 @@ def _local(rank, case):
                 group.local.add(k, rounds[i][rank][name].to(group.compute_dtype))
     assert group.local
     expect_grads(group, {})
-    flat = torch.zeros(group.layout.total, dtype=group.wire_dtype)
+    flat = torch.zeros(group.layout.total, dtype=group.formats.wire)
     views = group.grad_views(flat, keep=False)
     for name, view in zip(SHAPES, views, strict=True):
         view.copy_(rounds[2][rank][name])

@@ -193,8 +193,8 @@ def others(rank: int) -> None:
     weight.grad = was
     assert repr(weight.grad).startswith("Part(0.weight: elements ")
     flat, place = torch.zeros(7), bias.place  # pyrefly: ignore[missing-attribute]
-    flat[place.lo : place.hi] = bias.data
-    assert torch.equal(flat[place.lo : place.hi], bias.to_local())  # pyrefly: ignore[missing-attribute]
+    flat[place.span.lo : place.span.hi] = bias.data
+    assert torch.equal(place.span.of(flat), bias.to_local())  # pyrefly: ignore[missing-attribute]
     # What leaves the program is a plain tensor of what is here.
     buffer = io.BytesIO()
     torch.save({"grad": weight.grad, "weight": weight.data.clone(), "state": sharded.state_dict()}, buffer)

@@ -9,7 +9,8 @@ from typing import TypedDict
 import torch
 from torch import Tensor, nn
 
-from hocket.fsdp.param_group import Member, ParamGroup
+from hocket.fsdp.members import Member
+from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.planned.eights import Eights, EightUnit
 from hocket.fsdp.planned.slots import Slots
 from hocket.fsdp.planned.unit import PlannedUnit
@@ -287,5 +288,5 @@ def _members(chunks: Sequence[nn.Module], tied: bool) -> dict[UnitName, list[Mem
             if id(param) in seen:  # chunks with both ends of a tied model have the same
                 continue
             seen.add(id(param))
-            members.setdefault(unit_of(name, chunk, tied), []).append(Member(name, param, ()))
+            members.setdefault(unit_of(name, chunk, tied), []).append(Member(name, param))
     return members

@@ -109,7 +109,9 @@ class PlannedMuon:
             pieces = [piece for piece in unit.pieces() if options.takes(piece.name, piece.shape)]
             self.momenta |= {piece.name: (piece, torch.zeros_like(piece.main)) for piece in pieces}
             taken = [
-                i for i, shard in enumerate(unit.group.shards) if options.takes(names[i], unit.group.place_of(shard)[0])
+                i
+                for i, shard in enumerate(unit.group.shards)
+                if options.takes(names[i], unit.group.span_of(shard).shape)
             ]
             if taken:
                 self._taken[unit] = taken

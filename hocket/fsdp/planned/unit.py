@@ -379,13 +379,12 @@ class PlannedUnit:
         """What this rank keeps, parameter by parameter; parameters of which it keeps nothing are left out."""
         found = []
         for shard in self.group.shards:
-            if count := shard.hi - shard.lo:
-                shape, lo = self.group.place_of(shard)
+            if span := self.group.span_of(shard):
                 name = shard.full_name
-                shape = whole_shape(name, shape, self.tensors)
+                shape = whole_shape(name, span.shape, self.tensors)
                 shared = 1 if self.kind == "experts" else sharers_of(name, self.tensors)
                 part = part_of(name, shape, self.tensors)
-                found.append(Piece(name, shape, lo, lo + count, shard, part, shared))
+                found.append(Piece(name, shape, span.lo, span.hi, shard, part, shared))
         return found
 
     def assert_idle(self) -> None:

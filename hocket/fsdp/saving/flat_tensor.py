@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from hocket.parallel.parts import Box, Part, boxes
+from hocket.parallel.parts import Box, Part, Span
 
 
 class FlatTensor(Tensor):
@@ -28,10 +28,8 @@ class FlatTensor(Tensor):
     """
 
     flat: Tensor
-    lo: int
-    hi: int
+    span: Span
     writes: bool
-    part: Part | None
 
     @staticmethod
     def __new__(
@@ -60,10 +58,10 @@ class FlatTensor(Tensor):
         assert flat.shape == (hi - lo,), f"elements {lo} to {hi} in a tensor of shape {tuple(flat.shape)}"
         within = shape if part is None else part.shape
         assert 0 <= lo <= hi <= prod(within), f"elements {lo} to {hi} of a tensor of shape {tuple(within)}"
-        self.flat, self.lo, self.hi, self.writes, self.part = flat.detach(), lo, hi, writes, part
+        self.flat, self.span, self.writes = flat.detach(), Span(tuple(shape), lo, hi, part), writes
 
     def __repr__(self) -> str:  # pyrefly: ignore[bad-override]  (Tensor's takes an argument of its own)
-        return f"FlatTensor(elements {self.lo} to {self.hi} of shape {tuple(self.shape)}, {self.dtype})"
+        return f"FlatTensor(elements {self.span.lo} to {self.span.hi} of shape {tuple(self.shape)}, {self.dtype})"
 
     @classmethod
     # pyrefly: ignore[bad-override]  (the stub of torch leaves out `func`)
@@ -78,19 +76,23 @@ class FlatTensor(Tensor):
 
     def with_elements(self, flat: Tensor) -> FlatTensor:
         """The same range, with other elements."""
-        return FlatTensor(flat, self.shape, self.lo, self.hi, writes=self.writes, part=self.part)
+        return FlatTensor.of(flat, self.span, self.writes)
+
+    @staticmethod
+    def of(flat: Tensor, span: Span, writes: bool = True) -> FlatTensor:
+        """These elements of a parameter."""
+        return FlatTensor(flat, span.shape, span.lo, span.hi, writes=writes, part=span.part)
 
     def part_of(self, whole: Tensor) -> Tensor:
         """The elements of a tensor of the whole shape that this rank holds, 1-D."""
-        mine = whole if self.part is None else self.part.of(whole)
-        return mine.reshape(-1)[self.lo : self.hi]
+        return self.span.of(whole)
 
     def _chunks(self) -> Iterator[tuple[ChunkStorageMetadata, Tensor]]:
         """Each box, and a view of its elements in `flat`."""
         # A parameter without elements has one box without elements, or no rank would mention it in the checkpoint.
         cut: Iterable[Box] = [((0,) * self.dim(), tuple(self.shape))]
         if self.numel():
-            cut = boxes(self.shape, self.lo, self.hi) if self.part is None else self.part.boxes(self.lo, self.hi)
+            cut = self.span.boxes()
         start = 0
         for offsets, sizes in cut:
             count = prod(sizes)

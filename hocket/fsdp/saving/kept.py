@@ -18,6 +18,7 @@ from hocket.fsdp.members import PREFIX, UNIT
 from hocket.fsdp.part import plain
 from hocket.fsdp.saving.flat_tensor import FlatTensor
 from hocket.fsdp.sharded_parameter import ShardedParameter
+from hocket.parallel.parts import Span
 
 if TYPE_CHECKING:
     from hocket.fsdp.module_context import ShardContext
@@ -33,19 +34,19 @@ class Kept:
 
     name: str
     shard: ShardedParameter
-    shape: tuple[int, ...]
-    """Of the parameter in the whole model; for experts, with the experts of all ranks."""
-    lo: int
+    span: Span
+    """Its elements, of the parameter in the whole model; for experts, with the experts of all ranks."""
     writes: bool
     """Whether it is this rank that saves these elements."""
 
     @property
-    def hi(self) -> int:
-        return self.lo + self.shard.hi - self.shard.lo
+    def shape(self) -> tuple[int, ...]:
+        """Of the parameter in the whole model."""
+        return self.span.shape
 
     def tensor(self, flat: Tensor) -> FlatTensor:
         """`flat`, 1-D and as long as the shard, as a part of the whole parameter."""
-        return FlatTensor(plain(flat), self.shape, self.lo, self.hi, writes=self.writes)
+        return FlatTensor.of(plain(flat), self.span, self.writes)
 
     def part_of(self, value: Tensor) -> Tensor:
         """The elements of this rank, 1-D, of a `FlatTensor` of this rank or of a tensor of the whole shape.
@@ -53,11 +54,11 @@ class Kept:
         Raises: ValueError for a `FlatTensor` of other elements.
         """
         if not isinstance(value, FlatTensor):
-            return value.detach().reshape(-1)[self.lo : self.hi]
-        if (value.lo, value.hi) != (self.lo, self.hi):
+            return self.span.of(value.detach())
+        if value.span != self.span:
             raise ValueError(
-                f"{self.name} has elements {value.lo} to {value.hi}, but this rank keeps {self.lo} to {self.hi}: what "
-                f"was sharded in another way goes through a checkpoint"
+                f"{self.name} has elements {value.span.lo} to {value.span.hi}, but this rank keeps {self.span.lo} to "
+                f"{self.span.hi}: what was sharded in another way goes through a checkpoint"
             )
         return value.flat
 
@@ -120,7 +121,7 @@ def _all_kept(context: ShardContext, names: dict[int, list[str]]) -> list[Kept]:
     groups = [group for unit in context.units for group in unit.groups]
     ranks = max((_ranks(group) for group in groups), default=1)
     written: dict[tuple[int, ...], list[int]] = {}
-    found: list[Kept] = []
+    found, mesh = list[Kept](), context.tensor_mesh
     for group in groups:
         _, parts = group.groups.part
         if _ranks(group) * parts < ranks:
@@ -130,8 +131,10 @@ def _all_kept(context: ShardContext, names: dict[int, list[str]]) -> list[Kept]:
                 f"Placement(part=(position, {ranks // _ranks(group)}))"
             )
         for shard in group.shards:
-            shape, lo = group.place_of(shard)
-            found.append(Kept(names[id(shard)][0], shard, shape, lo, _writes(group, shard, written)))
+            span, writes = group.span_of(shard), _writes(group, shard, written)
+            if mesh is not None and span.part is None and mesh.get_local_rank():
+                writes = False  # the first of tensor-parallel ranks does, which have the same
+            found.append(Kept(names[id(shard)][0], shard, span, writes))
     return found
 
 

@@ -1,0 +1,395 @@
+"""Models whose parameters tensor-parallel ranks divide, as DTensors: beside a plain twin, and beside FSDP2."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import hocket
+from tests.helpers.ranks import run_ranks
+
+WIDTH, TOKENS, CLIP = 16, 8, 0.5
+VOCABULARY = 33  # ranks have parts of other lengths
+
+
+class Block(nn.Module):
+    """A residual MLP with a norm, and biases on both sides."""
+
+    recomputes: bool | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.recomputes is not None:
+            return x + checkpoint(self.mlp, x, use_reentrant=self.recomputes)
+        return x + self.mlp(x)
+
+    def mlp(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(self.norm(x))))
+
+
+def tie(model: Model) -> None:
+    model.head.weight = model.embed.weight
+
+
+class Model(nn.Module):
+    recomputes: bool | None = None
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if tied:
+            tie(self)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x) if self.recomputes is None else checkpoint(block, x, use_reentrant=self.recomputes)
+        return self.head(self.norm(x))
+
+
+def model(seed: int = 0, tied: bool = False) -> Model:
+    torch.manual_seed(seed)
+    return Model(tied).double()
+
+
+def parallel(model: Model, mesh: DeviceMesh) -> Model:
+    """As torchtitan does it: tokens are divided between the products (sequence parallel)."""
+    parallelize_module(
+        model,
+        mesh,
+        {
+            "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "norm": SequenceParallel(),
+            "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        },
+    )
+    for block in model.blocks:
+        plan: dict[str, ParallelStyle] = {
+            "norm": SequenceParallel(),
+            "up": ColwiseParallel(input_layouts=Shard(1)),
+            "down": RowwiseParallel(output_layouts=Shard(1)),
+        }
+        parallelize_module(block, mesh, plan)
+    return model
+
+
+def batch(rank: int, step: int, microbatch: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + 10 * microbatch + rank)
+    ids = torch.randint(VOCABULARY, (2, TOKENS + 1), generator=generator)
+    return ids[:, :-1], ids[:, 1:]
+
+
+def loss_of(model: nn.Module, ids: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
+
+
+def twin_steps(steps: int, dp: int, microbatches: int) -> tuple[list[float], list[float], Model]:
+    """Losses of the last microbatches, norms of gradients, and the plain model that was trained."""
+    plain, losses, norms = model(), list[float](), list[float]()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for microbatch in range(microbatches):
+            loss = torch.stack([loss_of(plain, *batch(rank, step, microbatch)) for rank in range(dp)]).mean()
+            (loss / microbatches).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(plain.parameters(), CLIP).item())
+        losses.append(loss.item())
+        optimizer.step()
+    return losses, norms, plain
+
+
+def like_fsdp2(made: Model, mesh: DeviceMesh) -> nn.Module:
+    for block in made.blocks:
+        hocket.fully_shard(block, mesh=mesh)
+    return hocket.fully_shard(made, mesh=mesh)
+
+
+def in_one_call(made: Model, mesh: DeviceMesh, **more: Any) -> nn.Module:
+    precision = hocket.Precision(main=None, accumulate=None)
+    hocket.fully_shard(made, units=Block, mesh=mesh, precision=precision, **more)
+    return made
+
+
+def under_fsdp2(made: Model, mesh: DeviceMesh) -> nn.Module:
+    for block in made.blocks:
+        fsdp2(block, mesh=mesh)
+    fsdp2(made, mesh=mesh)
+    return made
+
+
+def compare(
+    sharded: nn.Module, mesh: DeviceMesh, clip: Callable[[nn.Module], Tensor], microbatches: int = 1, steps: int = 3
+) -> None:
+    """Train beside a plain twin: losses, norms of gradients, and weights in the end."""
+    dp = mesh.size()
+    losses, norms, plain = twin_steps(steps, dp, microbatches)
+    optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-2)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for microbatch in range(microbatches):
+            loss = loss_of(sharded, *batch(mesh.get_local_rank(), step, microbatch)) / microbatches
+            loss.backward()
+        mean = loss.detach().clone()
+        torch.distributed.all_reduce(mean, group=mesh.get_group())
+        torch.testing.assert_close(mean.item() / dp * microbatches, losses[step])
+        torch.testing.assert_close(float(clip(sharded)), norms[step])
+        optimizer.step()
+    for name, value in whole(sharded).items():
+        torch.testing.assert_close(value, plain.state_dict()[name], msg=lambda text, name=name: f"{name}: {text}")
+
+
+def whole(sharded: nn.Module) -> dict[str, Any]:
+    return get_model_state_dict(sharded, options=StateDictOptions(full_state_dict=True))
+
+
+def full(shard: Any) -> Tensor:
+    return shard.full_tensor()
+
+
+def by_hocket(sharded: nn.Module) -> Tensor:
+    return hocket.clip_grad_norm_(sharded, CLIP)
+
+
+def by_torch(sharded: nn.Module) -> Tensor:
+    norm = torch.nn.utils.clip_grad_norm_(sharded.parameters(), CLIP)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def trains(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    dp, tp = mesh["dp"], mesh["tp"]
+    made = like_fsdp2(parallel(model(), tp), dp)
+    assert {name: tuple(p.shape) for name, p in made.named_parameters()} == {
+        name: tuple(p.shape) for name, p in model().named_parameters()
+    }
+    compare(made, dp, by_hocket)
+    compare(like_fsdp2(parallel(model(), tp), dp), dp, by_torch, microbatches=2)
+    compare(under_fsdp2(parallel(model(), tp), dp), dp, by_torch)  # or the twin is wrong
+    for strategy in ("no_shard", "optim", "optim_grads"):
+        compare(in_one_call(parallel(model(), tp), dp, strategy=strategy), dp, by_torch, microbatches=2)
+
+
+def test_it_trains_as_a_plain_model() -> None:
+    run_ranks(trains, 4)
+
+
+def trains_recomputed(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for reentrant in (False, True):
+        around, inside = (parallel(model(), mesh["tp"]) for _ in range(2))
+        around.recomputes = reentrant
+        for block in inside.blocks:
+            assert isinstance(block, Block)
+            block.recomputes = reentrant
+        for made in (around, inside):
+            compare(in_one_call(made, mesh["dp"]), mesh["dp"], by_hocket, steps=2)
+
+
+def test_blocks_are_computed_again() -> None:
+    run_ranks(trains_recomputed, 4)
+
+
+def trains_elsewhere(rank: int, shape: tuple[int, ...]) -> None:
+    """On one rank for each part, and on two axes of replicas and shards."""
+    names = ("replicas", "shards", "tp")[-len(shape) :]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    dp = mesh["shards"] if len(shape) == 2 else mesh["replicas", "shards"]
+    made, plain = parallel(model(tied=True), mesh["tp"]), model(tied=True)
+    tie(made)  # torch has made two of it
+    in_one_call(made, dp)
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (made, plain)]
+    for step in range(2):
+        for one, optimizer in zip((made, plain), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss_of(one, *batch(0, step, 0)).backward()  # the same tokens on all ranks
+        torch.testing.assert_close(float(by_torch(made)), float(by_torch(plain)))
+        for optimizer in optimizers:
+            optimizer.step()
+    for name, value in plain.state_dict().items():
+        if name != "head.weight":
+            torch.testing.assert_close(
+                full(made.get_parameter(name)), value, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
+def test_one_rank_for_each_part() -> None:
+    run_ranks(trains_elsewhere, 2, (1, 2))
+
+
+def test_replicas_of_shards_of_parts() -> None:
+    run_ranks(trains_elsewhere, 4, (2, 1, 2))
+
+
+def numbers(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plain, made = model(), in_one_call(parallel(model(), mesh["tp"]), mesh["dp"])
+    for one in (plain, made):
+        loss_of(one, *batch(0, 0, 0)).backward()
+    for (name, expected), shard in zip(plain.named_parameters(), made.parameters(), strict=True):
+        assert expected.grad is not None
+        for x, y in ((shard, expected.detach()), (shard.grad, expected.grad)):
+            assert x is not None
+            assert (tuple(x.shape), x.numel(), x.ndim) == (tuple(y.shape), y.numel(), y.ndim), name
+            torch.testing.assert_close(full(x), y, msg=lambda text, name=name: f"{name}: {text}")
+            for number in (torch.sum, torch.norm, torch.mean, torch.amax):
+                torch.testing.assert_close(number(x.detach()), number(y))
+            with torch.no_grad():
+                torch.testing.assert_close((x.detach() * y).sum(), y.square().sum())  # a whole tensor beside it
+    weight = made.get_parameter("blocks.0.down.weight")
+    with pytest.raises(ValueError, match=r"view of a part of blocks\.0\.down\.weight"):
+        weight.data.view(-1)
+    with torch.no_grad():
+        torch.manual_seed(1)
+        nn.init.normal_(weight)
+        torch.manual_seed(1)
+        drawn = nn.init.normal_(torch.empty(weight.shape, dtype=weight.dtype))
+        assert torch.equal(full(weight), drawn)
+    made.load_state_dict(plain.state_dict())
+    assert torch.equal(full(weight), plain.get_parameter("blocks.0.down.weight"))
+
+
+def test_numbers_are_those_of_the_whole() -> None:
+    run_ranks(numbers, 4)
+
+
+def state_of(made: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    options = StateDictOptions(full_state_dict=True)
+    return [whole(made), get_optimizer_state_dict(made, optimizer, options=options)["state"]]
+
+
+def saves(rank: int, folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    made = in_one_call(parallel(model(), mesh["tp"]), mesh["dp"])
+    optimizer = torch.optim.AdamW(made.parameters(), lr=1e-2)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(made, *batch(mesh["dp"].get_local_rank(), step, 0)).backward()
+        optimizer.step()
+    hocket.checkpoint.save(made, optimizer, folder)
+    found = state_of(made, optimizer)
+    apart = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "tp"))
+    others = [
+        in_one_call(parallel(model(seed=1), mesh["tp"]), mesh["dp"], strategy="optim"),
+        in_one_call(parallel(model(seed=1), apart["tp"]), apart["dp"]),
+        in_one_call(model(seed=1), apart["tp"]),
+    ]
+    for other in others:
+        optimizer = torch.optim.AdamW(other.parameters(), lr=1.0)
+        hocket.checkpoint.load(other, optimizer, folder)
+        torch.testing.assert_close(state_of(other, optimizer), found, rtol=0.0, atol=0.0)
+
+
+def test_a_checkpoint_fits_other_meshes(tmp_path: Path) -> None:
+    run_ranks(saves, 4, tmp_path / "saved")
+
+
+def refuses(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    made = parallel(model(), mesh["tp"])
+    before = {name: id(param) for name, param in made.named_parameters()}
+    for other in (None, mesh["tp"], mesh):
+        with pytest.raises(ValueError, match=r"DTensor over ranks \[\d, \d\].*give it the other axis"):
+            hocket.fully_shard(made, units=Block, mesh=other)
+    both = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for layer, axis in zip(both, ("dp", "tp"), strict=True):
+        parallelize_module(layer, mesh[axis], ColwiseParallel())
+    with pytest.raises(ValueError, match="one tensor-parallel mesh for a model"):
+        hocket.fully_shard(both, mesh=init_device_mesh("cpu", (4, 1), mesh_dim_names=("x", "y"))["y"])
+    two = nn.Linear(4, 4)
+    two.weight = nn.Parameter(distribute_tensor(two.weight.detach(), mesh, [Shard(0), Replicate()]))
+    with pytest.raises(ValueError, match=r"weight is a DTensor with placements .* on a mesh of 2x2 ranks"):
+        hocket.fully_shard(two, mesh=mesh["dp"])
+    few = parallelize_module(nn.Linear(4, 1), mesh["tp"], ColwiseParallel())
+    with pytest.raises(ValueError, match="leaves nothing for some of 2 tensor-parallel ranks"):
+        hocket.fully_shard(few, mesh=mesh["dp"])
+    with torch.device("meta"):
+        meta = parallel(Model(), mesh["tp"])
+    with pytest.raises(ValueError, match="a DTensor on the meta device"):
+        hocket.fully_shard(meta, units=Block, mesh=mesh["dp"], options=hocket.ShardOptions(device="cpu"))
+    assert before == {name: id(param) for name, param in made.named_parameters()}
+    early = torch.optim.SGD(made.parameters(), lr=1.0)
+    in_one_call(made, mesh["dp"])
+    loss_of(made, *batch(0, 0, 0)).backward()
+    with pytest.raises(ValueError, match="was built before"):
+        early.step()
+    with pytest.raises(ValueError, match=r"blocks\.0\.up\.weight is a part of a matrix .* \(a DTensor\)"):
+        torch.optim.Muon([made.get_parameter("blocks.0.up.weight")]).step()
+
+
+def test_what_cannot_be_right_is_refused() -> None:
+    run_ranks(refuses, 4)
+
+
+def from_meta(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    with torch.device("meta"):
+        made = parallel(Model().double(), mesh["tp"])
+    made = like_fsdp2(made, mesh["dp"])
+    made.to_empty(device="cpu")
+    made.load_state_dict(model().state_dict())
+    compare(made, mesh["dp"], by_hocket, steps=2)
+
+
+def test_from_the_meta_device() -> None:
+    run_ranks(from_meta, 4)
+
+
+def llama_of_transformers(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24}
+    config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=WIDTH, **sizes)
+    made, plain = (LlamaForCausalLM(copy.deepcopy(config)).double() for _ in range(2))
+    made.load_state_dict(plain.state_dict())
+    columns, rows = ColwiseParallel(), RowwiseParallel()
+    attention: dict[str, ParallelStyle] = {"q_proj": columns, "k_proj": columns, "v_proj": columns, "o_proj": rows}
+    mlp: dict[str, ParallelStyle] = {"gate_proj": columns, "up_proj": columns, "down_proj": rows}
+    for layer in made.model.layers:
+        parallelize_module(layer.self_attn, mesh["tp"], attention)
+        parallelize_module(layer.mlp, mesh["tp"], mlp)
+        hocket.fully_shard(layer, mesh=mesh["dp"])
+    hocket.fully_shard(made, mesh=mesh["dp"])
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (made, plain)]
+    for step in range(2):
+        all_ids, here = [batch(dp, step, 0)[0] for dp in range(2)], mesh["dp"].get_local_rank()
+        loss = made(all_ids[here], labels=all_ids[here]).loss
+        loss.backward()
+        expected = torch.stack([plain(ids, labels=ids).loss for ids in all_ids])
+        expected.mean().backward()
+        torch.testing.assert_close(loss, expected[here])
+        torch.testing.assert_close(float(by_torch(made)), float(by_torch(plain)))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in plain.named_parameters():
+        torch.testing.assert_close(
+            full(made.get_parameter(name)), value.detach(), msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def test_a_model_of_transformers_with_norms_on_all_ranks() -> None:
+    run_ranks(llama_of_transformers, 4)
