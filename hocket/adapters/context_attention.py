@@ -13,6 +13,7 @@ Shapes: T tokens of this rank, U tokens of all ranks, H query heads, K key and v
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hocket.adapters.context_ring import attend_in_stages
 from hocket.model.context import Context, in_order, in_ranks
 from hocket.model.documents import Documents, attend
 from hocket.runtime.transports import exchange_flat, gather_flat, reduce_scatter_flat
@@ -138,8 +140,7 @@ def attend_shared(
             f"{name} asks for {', '.join(wrong) or 'attention that is not causal'}: not with context_parallel"
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    compute = _by_heads if shared.method == "heads" else _gathered
-    return compute(q, k, v, shared, window, scaling).unsqueeze(0), None
+    return COMPUTED[shared.method](q, k, v, shared, window, scaling).unsqueeze(0), None
 
 
 def _gathered(q: Tensor, k: Tensor, v: Tensor, shared: SharedBatch, window: int, scale: float | None) -> Tensor:
@@ -175,3 +176,17 @@ def _by_heads(q: Tensor, k: Tensor, v: Tensor, shared: SharedBatch, window: int,
     out_UHN = attend(q_UHN, k_UKN, v_UKN, shared.documents, window, scale)
     back = in_ranks(out_UHN, context).unflatten(0, (ranks, -1))
     return _AllToAll.apply(back, shared.group).transpose(0, 1).flatten(1, 2)
+
+
+def _in_stages(q: Tensor, k: Tensor, v: Tensor, shared: SharedBatch, window: int, scale: float | None) -> Tensor:
+    """Keys and values of other ranks in stages, each beside attention to those before."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return attend_in_stages(q, k, v, shared.context, shared.group, window, scale)
+
+
+COMPUTED: dict[str, Callable[[Tensor, Tensor, Tensor, SharedBatch, int, float | None], Tensor]] = {
+    "gather": _gathered,
+    "heads": _by_heads,
+    "ring": _in_stages,
+}
+"""Attention by method."""

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hocket.adapters.context_attention import KEYWORD, SharedBatch, attend_shared
+from hocket.adapters.context_attention import COMPUTED, KEYWORD, SharedBatch, attend_shared
 from hocket.model.chunks import Shares, shares
 from hocket.model.context import context_of
 from hocket.model.documents import documents_of
@@ -30,7 +30,6 @@ NAME = "hocket_context_parallel"
 FAMILIES = ("llama", "mistral", "mixtral", "olmo2", "olmo3", "qwen2", "qwen3", "qwen3_moe", "smollm3")
 """Model types whose tokens meet in attention alone, each tested against the model on one process."""
 
-METHODS = ("gather", "heads")
 ROTARY = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embedding that depend on a token's position alone."""
 
@@ -185,7 +184,8 @@ def context_parallel(
     Args:
         model: a causal language model of transformers of a type in `FAMILIES`.
         group: the ranks that share sequences, as a mesh of one axis or a process group.
-        method: `gather` gathers keys and values, `heads` exchanges tokens for heads, which must divide.
+        method: `gather` gathers keys and values, `ring` gets them in stages, `heads` exchanges tokens for heads, which
+            must divide.
 
     Returns: a handle that undoes it, and tells of the last batch's balance.
 
@@ -196,8 +196,8 @@ def context_parallel(
         if group.ndim != 1:
             raise ValueError(f"context_parallel needs a mesh of one axis, not {group.ndim}: give mesh['cp']")
         group = group.get_group()
-    if method not in METHODS:
-        raise ValueError(f"method={method!r} must be one of {', '.join(METHODS)}")
+    if method not in COMPUTED:
+        raise ValueError(f"method={method!r} must be one of {', '.join(COMPUTED)}")
     _refuse(model)
     config: Any = model.config
     heads = {"num_attention_heads": config.num_attention_heads, "num_key_value_heads": config.num_key_value_heads}

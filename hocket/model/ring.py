@@ -169,13 +169,27 @@ def own(q_THN: Tensor, kv_TX: Tensor, context: Context, window: int, final: Fina
 
     Both are in fp32 at least. A row of `kv` has all heads' keys, then their values.
     """
+    asked = met_own(context, window), window, final
+    return _Stage.apply(q_THN, kv_TX, *nothing(q_THN), asked)  # pyrefly: ignore[bad-return]
+
+
+def nothing(q_THN: Tensor) -> tuple[Tensor, Tensor]:
+    """What queries have found before they have met a key, and its lse, in fp32 at least."""
     exact = torch.promote_types(q_THN.dtype, torch.float32)
     nothing_THN = torch.zeros_like(q_THN, dtype=exact)
-    never_TH = nothing_THN.new_full(q_THN.shape[:2], -torch.inf)
+    return nothing_THN, nothing_THN.new_full(q_THN.shape[:2], -torch.inf)
+
+
+def met_own(context: Context, window: int) -> list[Met]:
+    """Who meets whom among the rank's own tokens."""
     alone = [(_alone(span), span.queries, span.queries) for span in context.spans]
     across = own_meetings(context.chunks[context.rank], context.bounds, window)
-    met = [*alone, *((each, each.queries, each.keys) for each in across)]
-    return _Stage.apply(q_THN, kv_TX, nothing_THN, never_TH, (met, window, final))  # pyrefly: ignore[bad-return]
+    return [*alone, *((each, each.queries, each.keys) for each in across)]
+
+
+def met_in(stage: Stage) -> list[Met]:
+    """Who meets whom among the rank's queries and the rows that come in a stage."""
+    return [(each, each.queries, each.keys) for each in stage.meetings]
 
 
 def _alone(span: Span) -> Span:
@@ -187,13 +201,39 @@ def more(
     q_THN: Tensor, kv_UX: Tensor, found_THN: Tensor, lse_TH: Tensor, stage: Stage, window: int, final: Final
 ) -> tuple[Tensor, Tensor]:
     """What queries have found and its lse, with what they find in a stage's keys and values."""
-    met = [(each, each.queries, each.keys) for each in stage.meetings]
-    return _Stage.apply(q_THN, kv_UX, found_THN, lse_TH, (met, window, final))  # pyrefly: ignore[bad-return]
+    return _Stage.apply(q_THN, kv_UX, found_THN, lse_TH, (met_in(stage), window, final))  # pyrefly: ignore[bad-return]
 
 
 def _heads(kv_UX: Tensor, width: int) -> Tensor:
     """Keys and values, [U, 2, K, N]."""
     return kv_UX.view(len(kv_UX), 2, kv_UX.shape[1] // (2 * width), width)
+
+
+def find(q_THN: Tensor, kv_UX: Tensor, out_THN: Tensor, lse_TH: Tensor, met: Sequence[Met], window: int) -> None:
+    """Add what queries find in these keys and values to what they have found, and to its lse, in place."""
+    k, v = _heads(kv_UX, q_THN.shape[-1]).unbind(1)
+    for seen, queries, keys in met:
+        here, lse_here = found((among(q_THN, queries), among(k, keys), among(v, keys)), seen, window)
+        out, lse = among(out_THN, queries), among(lse_TH, queries)
+        total = torch.logaddexp(lse, lse_here)
+        out.mul_((lse - total).exp_().unsqueeze(-1)).add_(here * (lse_here - total).exp_().unsqueeze(-1))
+        lse.copy_(total)
+
+
+def back(
+    g_THN: Tensor, q_THN: Tensor, kv_UX: Tensor, final: tuple[Tensor, Tensor], met: Sequence[Met], window: int
+) -> tuple[Tensor, Tensor]:
+    """Gradients of queries and of these keys and values, from that of the whole. `final` is its output and lse."""
+    width = q_THN.shape[-1]
+    (k, v), dq, dkv = _heads(kv_UX, width).unbind(1), torch.zeros_like(q_THN), torch.zeros_like(kv_UX)
+    dk, dv = _heads(dkv, width).unbind(1)
+    for seen, queries, keys in met:
+        given = among(q_THN, queries), among(k, keys), among(v, keys)
+        out, total = (among(x, queries) for x in final)
+        sums = gradients(among(g_THN, queries).to(q_THN.dtype), given, out, total, seen, window)
+        for into, tokens, more in zip((dq, dk, dv), (queries, keys, keys), sums, strict=True):
+            among(into, tokens).add_(more)
+    return dq, dkv
 
 
 class _Stage(torch.autograd.Function):
@@ -204,15 +244,8 @@ class _Stage(torch.autograd.Function):
         ctx: Any, q: Tensor, kv: Tensor, before: Tensor, lse_before: Tensor, asked: _Asked
     ) -> tuple[Tensor, Tensor]:
         met, window, _ = asked
-        k, v = _heads(kv, q.shape[-1]).unbind(1)
         out_THN, lse_TH = before.clone(), lse_before.clone()
-        for seen, queries, keys in met:
-            given = among(q, queries), among(k, keys), among(v, keys)
-            here, lse_here = found(given, seen, window)
-            out, lse = among(out_THN, queries), among(lse_TH, queries)
-            total = torch.logaddexp(lse, lse_here)
-            out.mul_((lse - total).exp_().unsqueeze(-1)).add_(here * (lse_here - total).exp_().unsqueeze(-1))
-            lse.copy_(total)
+        find(q, kv, out_THN, lse_TH, met, window)
         ctx.save_for_backward(q, kv)
         ctx.asked = asked
         ctx.mark_non_differentiable(lse_TH)
@@ -222,17 +255,10 @@ class _Stage(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         q, kv = ctx.saved_tensors
         met, window, final = ctx.asked
-        final_out, total = final.out_THN, final.total_TH
-        assert final_out is not None, "the whole is known ahead of the backward of its stages"
-        k, v = _heads(kv, q.shape[-1]).unbind(1)
-        dq, dkv = torch.zeros_like(q), torch.zeros_like(kv)
-        dk, dv = _heads(dkv, q.shape[-1]).unbind(1)
-        for seen, queries, keys in met:
-            given = among(q, queries), among(k, keys), among(v, keys)
-            of_whole = among(final_out, queries), among(total, queries)
-            sums = gradients(among(g, queries).to(q.dtype), given, *of_whole, seen, window)
-            for into, tokens, more in zip((dq, dk, dv), (queries, keys, keys), sums, strict=True):
-                among(into, tokens).add_(more)
+        out_THN, total_TH = final.out_THN, final.total_TH
+        assert out_THN is not None, "the whole is known ahead of the backward of its stages"
+        assert total_TH is not None, "with its output"
+        dq, dkv = back(g, q, kv, (out_THN, total_TH), met, window)
         return dq, dkv, g if ctx.needs_input_grad[2] else None, None, None
 
 

@@ -256,7 +256,8 @@ def op_costs(
     Assumes even routing: every rank gets as many rows as it sends. A p2p transfer's seconds belong to the recv.
     """
     copies = copies_of(model, layout.ep, layout.per_rank, dtype_bytes)
-    shapes = Shapes(model, seq, layout.ep, copies, hardware.formulas, layout.cp, layout.heads, layout.ring)
+    ways = layout.cp, layout.heads, layout.ring
+    shapes = Shapes(model, seq, layout.ep, copies, hardware.formulas, *ways, exact=4 // dtype_bytes)
     parts = _parts(layout)
     sizes = {(part.name, kind): size_of(part, shapes) for part, kind in parts}
     price = _Pricing(hardware, tokens, dtype_bytes, sharding.tensor, sharding.fp8)

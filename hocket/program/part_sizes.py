@@ -48,6 +48,8 @@ class Shapes:
     """Whether these exchange heads."""
     ring: int = 0
     """Stages in which these get each other's keys and values; 0: in one piece."""
+    exact: int = 2
+    """Elements of the dtype of compute that one in fp32 takes the room of."""
 
 
 def embed(s: Shapes) -> PartSize:
@@ -196,8 +198,8 @@ def passed(s: Shapes, number: int, mixer: Mixer = "full") -> PartSize:
 def stage(s: Shapes, number: int, mixer: Mixer = "full") -> PartSize:
     """Attention of a rank's own queries to keys of a stage, or with 0 to its own, put together with that before.
 
-    With zigzag chunks each rank's keys are as much work. What is found is in fp32: two elements. Backward reads the
-    gradient of what was found, and adds up gradients of queries: 6 elements beside what its kernels do.
+    With zigzag chunks each rank's keys are as much work. What is found is in fp32. Backward reads the gradient of what
+    was found, and adds up gradients of queries: 4 elements more beside what its kernels do.
     """
     m, windowed = s.model, mixer == "window"
     width, row = m.heads * m.head_dim, 2 * m.kv_heads * m.head_dim
@@ -207,10 +209,10 @@ def stage(s: Shapes, number: int, mixer: Mixer = "full") -> PartSize:
         core = PartSize() if number else PartSize(core=size.core, masked=size.masked)
     else:
         core = PartSize(core=size.core * ranks // s.cp, masked=0 if number else size.masked)
-    moved = 8 * width  # of fp32 twice in, twice out; of what is added once
-    back = (_FLASH_BACK + 6) * width - 2 * moved
+    moved = 4 * s.exact * width  # twice in, twice out
+    back = (_FLASH_BACK + s.exact + 4) * width - 2 * moved
     kept = 0 if number else width + row
-    found = 2 * (width + m.heads)
+    found = s.exact * (width + m.heads)
     return plus(core, PartSize(traffic=moved, back=back, output=found, grad=width + row * ranks, saved=kept))
 
 
@@ -218,7 +220,8 @@ def _from_stages(s: Shapes) -> PartSize:
     """The projection of what all stages have found, with sinks, and the residual. Gradients go back in fp32."""
     m = s.model
     width = m.heads * m.head_dim
-    more = PartSize(weights=m.heads if m.sinks else 0, traffic=(5 if m.sinks else 3) * width, grad=width)
+    traffic = (2 * s.exact + 1 if m.sinks else s.exact + 1) * width
+    more = PartSize(weights=m.heads if m.sinks else 0, traffic=traffic, grad=(s.exact - 1) * width)
     return plus(_from_heads(s), more)
 
 
@@ -361,7 +364,7 @@ def attention_and_routing(s: Shapes, mixer: Mixer = "full") -> PartSize:
     moved, output = 2 * _rows(copies.count, d, copies), _rows(copies.room, d, copies) + probs
     router = PartSize(rows=d + e, routes=1)
     losses = (model.z_loss > 0) + (model.aux_loss > 0 and model.aux_loss_over != "microbatch")
-    scores = 2 * e * (1 + losses)  # fp32, as much for each loss that autograd makes of them
+    scores = s.exact * e * (1 + losses)  # fp32, as much for each loss that autograd makes of them
     rest = PartSize(gemm=w, weights=weights, traffic=moved, output=output, saved=scores, kept=scores, handed=d)
     return plus(replace(attention(s, mixer), output=0), f.norm(d), shared, router, rest)
 

@@ -1,4 +1,4 @@
-"""`context_parallel` on two ranks against the same unmodified model of transformers on whole sequences."""
+"""`context_parallel` on two and four ranks against the same unmodified model of transformers on whole sequences."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen3": dict(use_sliding_window=True, sliding_window=7, max_window_layers=1),
     "qwen3_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
 }
-LENGTHS = ((3, 20, 9), (13, 1, 18))
+LENGTHS = ((3, 20, 9), (13, 1, 18), (5, 27))
+"""Documents of three sequences: two ranks cannot have all tokens of each sequence that they have some of."""
 
 
 def model_of(kind: str, **settings: Any) -> Any:
@@ -39,8 +40,8 @@ def model_of(kind: str, **settings: Any) -> Any:
 
 
 def batch_of(packed: bool, seed: int = 0) -> dict[str, Tensor]:
-    """Two sequences, of documents if `packed`; some labels do not count."""
-    ids = torch.randint(3, 64, (2, LENGTH), generator=torch.Generator().manual_seed(seed))
+    """Three sequences, of documents if `packed`; some labels do not count."""
+    ids = torch.randint(3, 64, (len(LENGTHS), LENGTH), generator=torch.Generator().manual_seed(seed))
     labels = ids.clone()
     labels[0, 4:11] = -100
     batch = {"input_ids": ids, "labels": labels}
@@ -89,7 +90,9 @@ def _families(rank: int, kinds: tuple[str, ...], packed: bool, method: str, chec
         wrong += [f"{kind}: removed"] * (not close(again.loss, whole.loss))
         wrong += [f"{kind}: {name}" for name, g in wanted.items() if name not in grads or not close(grads[name], g)]
         assert wanted
-        wrong += [f"{kind}: {found.logits.shape}"] * (found.logits.shape[1] != 2 * LENGTH // dist.get_world_size())
+        wrong += [f"{kind}: {found.logits.shape}"] * (
+            found.logits.shape[1] != len(LENGTHS) * LENGTH // dist.get_world_size()
+        )
         assert len(mine) == found.logits.shape[1]
     return wrong
 
@@ -148,7 +151,7 @@ def _refused(rank: int) -> list[str]:
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     refused(lambda: hocket.context_parallel(model_of("llama", rope_parameters=dynamic), group))
     refused(lambda: hocket.context_parallel(model_of("llama", num_key_value_heads=1), group, method="heads"))
-    refused(lambda: hocket.context_parallel(model_of("llama"), group, method="ring"))
+    refused(lambda: hocket.context_parallel(model_of("llama"), group, method="rings"))
     model = model_of("llama")
     hocket.context_parallel(model, group)
     refused(lambda: hocket.context_parallel(model, group))
@@ -171,7 +174,14 @@ def _two(rank: int) -> tuple[list[str], list[str]]:
     wrong += _families(rank, ("qwen3", "mixtral"), True, "heads", True) + _families(
         rank, ("llama",), False, "heads", False
     )
+    wrong += _families(rank, FAMILIES, True, "ring", False) + _families(rank, ("olmo3",), False, "ring", True)
     return wrong, _refused(rank)
+
+
+def _four(rank: int) -> list[str]:
+    """Stages that have keys of several ranks, windows, and meetings of many chunks."""
+    kinds = ("llama", "olmo3", "qwen3")
+    return _families(rank, kinds, True, "ring", True) + _families(rank, kinds, False, "ring", False)
 
 
 @pytest.fixture(scope="module")
@@ -183,12 +193,16 @@ def test_loss_and_gradients_are_those_of_the_whole_model(two: list[tuple[list[st
     assert [wrong for wrong, _ in two] == [[], []]
 
 
+def test_stages_bring_keys_of_four_ranks() -> None:
+    assert run_ranks(_four, 4) == [[]] * 4
+
+
 def test_what_would_be_wrong_is_refused_by_name(two: list[tuple[list[str], list[str]]]) -> None:
     said = [refused for _, refused in two]
     for pattern, *each in zip(
         (
             "this is a Linear of type None", "Gemma2ForCausalLM of type gemma2", "attention_dropout", "router_logits",
-            "rope_type .*dynamic", "num_key_value_heads=1", "method='ring'", "called on this model before",
+            "rope_type .*dynamic", "num_key_value_heads=1", "method='rings'", "called on this model before",
             "attention_mask .* leave it out", "use_cache", "return_dict", "inputs_embeds",
             r"labels has shape \(1, 32\)", "different batches", r"^ranks \[1\]|^use_cache",
             "outside of a call", "31 tokens cannot be cut",

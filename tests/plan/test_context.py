@@ -10,9 +10,9 @@ from hocket.config import ModelConfig
 from hocket.explain.overlaps import overlaps
 from hocket.planning import predict, program_of
 from hocket.program.check import assert_valid
-from hocket.program.cost import unit_weights
+from hocket.program.cost import op_costs, unit_weights
 from hocket.program.dryrun import dry_run
-from hocket.program.hardware import HARDWARE
+from hocket.program.hardware import H200, HARDWARE
 from hocket.program.lower import build_forward, build_program
 from hocket.program.network import hardware_of
 from hocket.program.ops import Layout
@@ -131,3 +131,17 @@ def test_keys_and_values_are_predicted_to_travel_under_compute() -> None:
     assert len(of_cp) == 2 * s.model.layers
     assert 0 < busy < timeline.makespan / 10
     assert exposed < 0.02 * busy
+
+
+def test_what_stages_find_takes_as_much_room_in_fp32_as_in_bf16() -> None:
+    """It is in fp32 in both; the keys and values that travel are not."""
+    layout = Layout(("dense",), cp=4, ring=3)
+    tokens, heads, width = 512, 4, 16
+    model = ModelConfig(layers=1, experts=0, hidden=64, heads=heads, kv_heads=2, head_dim=width)
+    found = {}
+    for nbytes in (2, 4):
+        table = op_costs(model, layout, tokens, 2048, Sharding(1, 1), H200, nbytes).table
+        found[nbytes] = {key[1]: cost for key, cost in table.items() if key[0] == "fwd"}
+    for part in ("near", "far1", "far2", "far3"):
+        assert found[2][part].output_bytes == found[4][part].output_bytes == 4 * tokens * heads * (width + 1), part
+    assert 2 * found[2]["kv1"].output_bytes == found[4]["kv1"].output_bytes
