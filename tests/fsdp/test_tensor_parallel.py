@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.utils.checkpoint import checkpoint
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import hocket
 from tests.helpers.ranks import run_ranks
@@ -359,7 +359,7 @@ def test_from_the_meta_device() -> None:
     run_ranks(from_meta, 4)
 
 
-def llama_of_transformers(rank: int) -> None:
+def llama_of_transformers(rank: int, folder: Path) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24}
     config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=WIDTH, **sizes)
@@ -389,7 +389,49 @@ def llama_of_transformers(rank: int) -> None:
         torch.testing.assert_close(
             full(made.get_parameter(name)), value.detach(), msg=lambda text, name=name: f"{name}: {text}"
         )
+    hocket.checkpoint.save_pretrained(made, folder / "saved", dtype=torch.float32)
+    again = AutoModelForCausalLM.from_pretrained(folder / "saved", dtype=torch.float32).state_dict()
+    assert all(torch.equal(value.float(), again[name]) for name, value in whole(made).items())
+    for shard in made.parameters():
+        nn.init.zeros_(shard)
+    hocket.checkpoint.load_pretrained(made, folder / "saved")
+    assert all(torch.equal(value, again[name].double()) for name, value in whole(made).items())
 
 
-def test_a_model_of_transformers_with_norms_on_all_ranks() -> None:
-    run_ranks(llama_of_transformers, 4)
+def test_a_model_of_transformers_with_norms_on_all_ranks(tmp_path: Path) -> None:
+    run_ranks(llama_of_transformers, 4, tmp_path)
+
+
+def in_other_ways(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    dp, tp = mesh["dp"], mesh["tp"]
+    offloaded = in_one_call(parallel(model(), tp), dp, options=hocket.ShardOptions(offload="pageable"))
+    compare(offloaded, dp, by_hocket, steps=2)
+    # Microbatches that are added up on each rank, then sent.
+    made, plain = parallel(model(), tp), model()
+    context = hocket.fully_shard(made, units=Block, mesh=dp, precision=hocket.Precision(main=None, accumulate=None))
+    with context.no_sync():
+        loss_of(made, *batch(dp.get_local_rank(), 0, 0)).backward()
+    loss_of(made, *batch(dp.get_local_rank(), 0, 1)).backward()
+    for microbatch in range(2):
+        torch.stack([loss_of(plain, *batch(one, 0, microbatch)) for one in range(2)]).mean().backward()
+    for shard, expected in zip(made.parameters(), plain.parameters(), strict=True):
+        assert expected.grad is not None
+        torch.testing.assert_close(full(shard.grad), expected.grad)
+    # One tensor-parallel rank has an infinity in its part: all leave the step out.
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    optimizer = torch.optim.SGD(made.parameters(), lr=1.0)
+    weight = made.get_parameter("blocks.0.up.weight")
+    if rank == 1:
+        local: Any = weight.grad
+        local.to_local()[0] = torch.inf
+    before = full(weight)
+    scaler.scale(torch.zeros(()))
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(full(weight), before)
+    assert scaler.get_scale() == 0.5
+
+
+def test_offload_accumulation_and_grad_scaler() -> None:
+    run_ranks(in_other_ways, 4)
