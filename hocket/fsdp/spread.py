@@ -12,7 +12,7 @@ Shards have the shape of the whole weight. Numbers of a parameter, such as its n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -91,6 +91,12 @@ def mesh_of(spreads: Iterable[tuple[str, Spread | None]], others: Sequence[Devic
             )
         found = mesh
     return found
+
+
+def apart(spreads: Iterable[Spread | None], ranks: Collection[int]) -> DeviceMesh | None:
+    """The mesh over which parameters are divided; None if it is among the `ranks` that shard others, as for experts."""
+    mesh = next((spread.mesh for spread in spreads if spread is not None), None)
+    return None if mesh is None or len({*mesh.mesh.flatten().tolist()} & {*ranks}) > 1 else mesh
 
 
 def refuse_overlap(name: str, spread: Spread, mesh: DeviceMesh | None) -> None:

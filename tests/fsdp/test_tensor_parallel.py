@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -435,3 +435,69 @@ def in_other_ways(rank: int) -> None:
 
 def test_offload_accumulation_and_grad_scaler() -> None:
     run_ranks(in_other_ways, 4)
+
+
+class Experts(nn.Module):
+    """Each token goes to all experts, those of other ranks too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, WIDTH, WIDTH) / WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not isinstance(self.weight, DTensor):
+            return torch.einsum("btd,edf->btf", x, self.weight)
+        mesh = self.weight.device_mesh
+        tokens = DTensor.from_local(x, mesh, [Shard(0)]).redistribute(mesh, [Replicate()])
+        mine = torch.einsum("btd,edf->btf", tokens.to_local(grad_placements=[Partial()]), self.weight.to_local())
+        return DTensor.from_local(mine, mesh, [Partial()]).redistribute(mesh, [Shard(0)]).to_local()
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.experts = nn.Embedding(VOCABULARY, WIDTH), Experts()
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        return self.head(x + self.experts(x))
+
+
+def mixture() -> Mixture:
+    torch.manual_seed(0)
+    return Mixture().double()
+
+
+def experts_divided(rank: int) -> None:
+    """As torchtitan has it: experts over the ranks of one axis, their shards over the other; the rest over both."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "ep"))
+    everyone = init_device_mesh("cpu", (4,))
+    made, plain = mixture(), mixture()
+    weight = made.experts.weight.detach()
+    made.experts.weight = nn.Parameter(distribute_tensor(weight, mesh["ep"], [Shard(0)]))
+    hocket.fully_shard(made.experts, mesh=mesh["replicas"])
+    made.experts.set_gradient_divide_factor(4.0)  # pyrefly: ignore[not-callable]
+    hocket.fully_shard(made, mesh=everyone)
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (made, plain)]
+    for step in range(2):
+        loss_of(made, *batch(rank, step, 0)).backward()
+        torch.stack([loss_of(plain, *batch(one, step, 0)) for one in range(4)]).mean().backward()
+        clip = by_hocket if step else by_torch
+        torch.testing.assert_close(float(clip(made)), float(by_torch(plain)))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    found = whole(made)
+    for name, value in plain.named_parameters():
+        torch.testing.assert_close(found[name], value.detach(), msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(full(made.get_parameter(name)), found[name], rtol=0.0, atol=0.0)
+    alike = mixture()
+    alike.experts.weight = nn.Parameter(distribute_tensor(weight, mesh["ep"], [Replicate()]))
+    hocket.fully_shard(alike.experts, mesh=mesh["replicas"])
+    with pytest.raises(ValueError, match=r"weight is a DTensor over ranks .* give it the other axis"):
+        hocket.fully_shard(alike, mesh=everyone)
+
+
+def test_experts_that_are_divided_as_dtensors() -> None:
+    run_ranks(experts_divided, 4)
