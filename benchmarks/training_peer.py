@@ -28,6 +28,7 @@ from hocket.model.source import whole_shapes
 from hocket.pretrained.configuration import config_of, family_for
 from hocket.pretrained.convert import rules_of, split, tensors_of
 from hocket.pretrained.tables import FAMILIES
+from hocket.program.dealing import as_read
 from hocket.resolve import Settings, resolve
 from hocket.settings.rule import Host
 from hocket.train.data import Rows, make_streams
@@ -109,9 +110,9 @@ class Run:
         self.optimizer = torch.optim.AdamW(groups, lr=t.lr, betas=t.betas, eps=t.eps, fused=device.type == "cuda")
 
     def loss(self, stream: Rows, position: int, microbatch: int) -> Tensor:
-        ids, targets, _ = stream.batch(
-            position, microbatch, dist.get_rank(), dp=self.settings.mesh.dp, sequences=self.settings.train.sequences
-        )
+        s = self.settings
+        order = as_read(s.train.microbatches, s.mesh.dp, s.train.sequences)
+        ids, targets, _ = stream.batch([position + n for n in order[microbatch][dist.get_rank()]])
         logits = self.model(input_ids=ids.to(self.device), use_cache=False).logits
         return F.cross_entropy(logits.float().flatten(0, 1), targets.to(self.device).flatten())
 

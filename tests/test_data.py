@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from hocket.config import Config, DataConfig, MeshConfig, TrainConfig
 from hocket.kernels import IGNORED
+from hocket.program.dealing import as_read
 from hocket.resolve import Settings, resolve
 from hocket.train import corpus as corpus_module
 from hocket.train import documents as documents_module
@@ -292,10 +293,10 @@ def test_targets_are_the_next_tokens():
 def test_the_global_batch_is_the_same_on_any_number_of_ranks(shape, position):
     dp, microbatches, sequences = shape
     s = stream(30, 3)
-    rows = []
+    rows, order = [], as_read(microbatches, dp, sequences)
     for m in range(microbatches):
         for rank in range(dp):
-            tokens, *_ = s.batch(position, m, rank, dp=dp, sequences=sequences)
+            tokens, *_ = s.batch([position + n for n in order[m][rank]])
             assert tokens.shape == (sequences, 3)
             rows += tokens[:, 0].tolist()
     assert rows == s.take(position, 8)[0][:, 0].tolist()
@@ -309,7 +310,7 @@ def test_documents_that_share_a_sequence_are_told_apart(lengths, length):
     starts = np.cumsum([0, *lengths[:-1]])
     s = Stream(np.arange(total, dtype=np.uint32), length, 0, starts)
     for position in range(s.sequences):
-        (ids,), (targets,), numbers = s.batch(position, 0, 0, dp=1, sequences=1)
+        (ids,), (targets,), numbers = s.batch([position])
         assert numbers is not None
         same = [document[a] == document[b] for a in ids.tolist() for b in ids.tolist()]
         assert same == (numbers[0].unsqueeze(1) == numbers[0]).flatten().tolist()
@@ -325,7 +326,7 @@ def test_packing_finds_the_documents_of_both_splits(tmp_path):
     text = open_text(settings)
     for split in both_streams(settings):
         for position in range(split.sequences):
-            (ids,), (targets,), numbers = split.batch(position, 0, 0, dp=1, sequences=1)
+            (ids,), (targets,), numbers = split.batch([position])
             assert numbers is not None
             behind_separator = (ids[:-1] == 0).tolist()
             assert behind_separator == (numbers[0].diff() != 0).tolist()

@@ -104,7 +104,7 @@ def test_a_step_has_the_sources_of_its_weights_on_any_number_of_ranks(tmp_path):
         found = []
         for m in range(16 // dp):
             for rank in range(dp):
-                ids, *_ = train.batch(step * 16, m, rank, dp=dp, sequences=1)
+                ids, *_ = train.batch([step * 16 + m * dp + rank])
                 found.append(bytes(ids[0].tolist()).replace(b"\0", b"").decode())
         return found
 

@@ -32,6 +32,7 @@ from hocket.config.training import COPIES as COPIES
 from hocket.config.training import LABELS as LABELS
 from hocket.config.training import MEMORY as MEMORY
 from hocket.config.training import DataConfig as DataConfig
+from hocket.config.training import DataOrder as DataOrder
 from hocket.config.training import PrecisionConfig as PrecisionConfig
 from hocket.config.training import RunConfig as RunConfig
 from hocket.config.training import TrainConfig as TrainConfig

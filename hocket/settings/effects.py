@@ -16,6 +16,8 @@ EFFECTS: dict[tuple[str, Any], str] = {
     ("overlap.cp.method", "gather"): "keys and values of all ranks are gathered while queries are made",
     ("overlap.cp.method", "heads"): "each rank attends with some heads in all tokens; queries and results travel too",
     ("overlap.cp.method", "ring"): "keys and values come in stages, each while attention to those before it runs",
+    ("data.order", "dearest_middle"): "a step's sequences are dealt out by their attention, the dearest in the middle",
+    ("data.order", "dearest_early"): "a step's sequences are dealt out by their attention, the dearest early",
     ("overlap.defer_wgrad", "on"): "weight gradients are ops of their own, which can wait",
     ("overlap.defer_wgrad", "off"): "each weight gradient is computed beside its input gradient",
     ("overlap.pp.backward_lane", "on"): "only the op that reads a received gradient waits for it",

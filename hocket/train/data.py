@@ -3,8 +3,8 @@
 The tokens of a split are cut into sequences of equal length, without regard to where documents end (a separator token
 stands there); with `data.packing` the documents that share a sequence are then kept apart. Each epoch visits all of
 them in a new random order. Several sources share one stream as `hocket/train/mix.py` says. The *position* of a run is
-the number of sequences it has consumed. A step takes the next `dp * microbatches * sequences` of them; which rank gets
-which follows from the rank's number alone, so the same position continues the same stream on any number of ranks.
+the number of sequences it has consumed. A step takes the next `dp * microbatches * sequences` of them, whatever their
+order in the step is (`data.order`), so the same position continues the same stream on any number of ranks.
 """
 
 from __future__ import annotations
@@ -50,27 +50,28 @@ class Rows(ABC):
 
     def take(self, position: int, count: int) -> tuple[Tensor, Tensor]:
         """Tokens and targets of the `count` sequences from `position` on, int64 [count, length] each."""
-        ids, targets, _ = self._rows(position, count)
+        ids, targets, _ = self.batch(range(position, position + count))
         return ids, targets
 
     def documents(self, position: int, count: int) -> Tensor | None:
         """Numbers of the documents of their tokens, int64 [count, length]; None where documents are not kept apart."""
-        return self._rows(position, count)[2]
+        return self.batch(range(position, position + count))[2]
 
-    def _rows(self, position: int, count: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        rows = [self.row(each) for each in range(position, position + count)]
+    @abstractmethod
+    def lengths(self, position: int) -> np.ndarray:
+        """Tokens of each document of the sequence at a position, padding as one; of a whole sequence its length."""
+
+    def work(self, position: int) -> int:
+        """Pairs of a query and a key in causal attention inside of the documents of a sequence."""
+        lengths = self.lengths(position)
+        return int((lengths * (lengths + 1) // 2).sum())
+
+    def batch(self, positions: Sequence[int]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Tokens, targets and documents of sequences, int64 [len(positions), length] each."""
+        rows = [self.row(each) for each in positions]
         ids, targets, numbers = zip(*rows, strict=True)
         documents = None if numbers[0] is None else torch.from_numpy(np.stack(numbers))
         return torch.from_numpy(np.stack(ids)), torch.from_numpy(np.stack(targets)), documents
-
-    def batch(
-        self, position: int, microbatch: int, dp_rank: int, *, dp: int, sequences: int
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What a data-parallel rank reads for one microbatch of the step that starts at `position`.
-
-        Tokens, targets and documents, int64 [sequences, length] each. A step consumes `dp * microbatches * sequences`.
-        """
-        return self._rows(position + (microbatch * dp + dp_rank) * sequences, sequences)
 
 
 class Shuffled(Rows):
@@ -129,6 +130,13 @@ class Stream(Shuffled):
         targets[(numbers[1:] != numbers[:-1]) | inside(places[1:], self.masked)] = IGNORED
         return ids, targets, numbers[:-1]
 
+    def lengths(self, position: int) -> np.ndarray:
+        """Tokens of each document of the sequence at a position."""
+        first = self.window(position) * self.length
+        starts = NOTHING[:, 0] if self.starts is None else self.starts
+        lo, hi = np.searchsorted(starts, [first + 1, first + self.length])
+        return np.diff(np.concatenate([[first], starts[lo:hi].astype(np.int64), [first + self.length]]))
+
 
 class Bins(Shuffled):
     """Sequences of whole documents and padding. See `hocket/train/bins.py`."""
@@ -157,6 +165,11 @@ class Bins(Shuffled):
             at += size
         return ids, targets, numbers
 
+    def lengths(self, position: int) -> np.ndarray:
+        """Tokens of each document of the sequence at a position, padding as one."""
+        sizes = np.array([size for _, size in self._bins[self.window(position)]], dtype=np.int64)
+        return np.append(sizes, self.length - sizes.sum())
+
     def __str__(self) -> str:
         behind = f"; {self.left_out:,} documents longer than a sequence are left out" if self.left_out else ""
         return f"{self.sequences:,} sequences, {100 * self.filled:.1f} % full{behind}"
@@ -177,6 +190,11 @@ class Mixed(Rows):
         """The sequence at a position."""
         source, index = self.quotas.place(position)
         return self.streams[source].row(index)
+
+    def lengths(self, position: int) -> np.ndarray:
+        """Tokens of each document of the sequence at a position, padding as one."""
+        source, index = self.quotas.place(position)
+        return self.streams[source].lengths(index)
 
     def epochs(self, position: int) -> list[float]:
         """How often each source was read up to a position."""

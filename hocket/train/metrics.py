@@ -74,6 +74,9 @@ class StepRecord:
     imbalance: float | None = None
     """Where ranks share sequences of documents: how much longer than on average the busiest one attends. 0.05 is 5 %.
     It has that of the data-parallel rank where it is largest."""
+    waits: float | None = None
+    """Where `data.order` is not as_read: how much longer than on average the data-parallel rank attends that has most
+    in a microbatch, over all of them. 0.05 is 5 %."""
 
 
 class PatientConsole(Console):
@@ -198,8 +201,9 @@ class Metrics:
         speed = self.tokens_per_step / result.seconds
         record: dict[str, Any] = {**asdict(result), "tokens_per_second": speed}
         exposed = self.exposed.get(record.pop("way"))
-        if result.imbalance is None:
-            del record["imbalance"]
+        for name in ("imbalance", "waits"):
+            if record[name] is None:
+                del record[name]
         for name in ("loads", "rows", "epochs"):  # of models without experts, steps that are not recorded, one source
             if not record[name]:
                 del record[name]
@@ -221,8 +225,8 @@ class Metrics:
             self._skipped = result.skipped
         if result.load:
             text += f"  load {result.load:.2f}"
-        if (result.imbalance or 0.0) > TOLERANCE:
-            text += f"  uneven {100 * (result.imbalance or 0.0):.0f} %"
+        if (uneven := max(result.imbalance or 0.0, result.waits or 0.0)) > TOLERANCE:
+            text += f"  uneven {100 * uneven:.0f} %"
         if exposed is not None:
             record["exposed"] = exposed
             text += f"  exposed {100 * exposed:.0f} %"

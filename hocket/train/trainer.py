@@ -22,10 +22,12 @@ from hocket.engine import Engine
 from hocket.engine.blame import blame
 from hocket.environment import available_memory
 from hocket.fsdp.planned.unit import Piece
+from hocket.model.chunks import imbalance_of
 from hocket.model.documents import documents_of
 from hocket.model.microbatch import Microbatch
 from hocket.model.transformer import parameter_counts
 from hocket.program.capacity import lack
+from hocket.program.dealing import Dealt, as_read, dealt, works_of
 from hocket.resolve import Settings
 from hocket.runtime.collection import collect_after, no_collection
 from hocket.runtime.recorder import Watchdog
@@ -243,7 +245,8 @@ class Trainer:
             reason = f"{what}, and the usual norm is {self.engine.optimizer.guard.usual:.3g}{row}"
             fix = "a larger factor or 0, or a lower train.lr; the last checkpoint is from before these steps"
             return problem("optimizer.skip_spikes", factor, settings.origins, reason, fix)
-        where = blame(self.engine, self._microbatches(self.train_stream, self.position - settings.batch))
+        position = self.position - settings.batch
+        where = blame(self.engine, self._microbatches(self.train_stream, position, self._dealt(position)[0]))
         fix = "a lower train.lr or a longer train.warmup; the last checkpoint is from before these steps"
         reason = f"{what}{row}{f'; {where}' if where else ''}"
         return problem("train.lr", settings.train.lr, settings.origins, reason, fix)
@@ -252,7 +255,8 @@ class Trainer:
         """One optimizer step, and the signal by which some rank was asked to stop."""
         settings, engine = self.settings, self.engine
         started = time.perf_counter()
-        microbatches = self._microbatches(self.train_stream, self.position)
+        order, waits = self._dealt(self.position)
+        microbatches = self._microbatches(self.train_stream, self.position, order)
         lr = learning_rate(self.step, settings.train)
         result = engine.train_step(microbatches, lr)
         if result.lacked:
@@ -269,7 +273,7 @@ class Trainer:
         rows = self._rows(result.loads) if loads else {}
         worst, epochs = max(loads.values(), default=0.0), self._epochs(self.position)
         numbers = loss, norm, lr, seconds, worst, int(total)
-        return StepRecord(self.step, *numbers, loads, rows, epochs, result.way, uneven), signal
+        return StepRecord(self.step, *numbers, loads, rows, epochs, result.way, uneven, waits), signal
 
     def _rows(self, mine: Mapping[int, Tensor]) -> dict[int, list[int]]:
         """Rows of every expert by layer, of all pipeline ranks, in steps that record them."""
@@ -282,13 +286,23 @@ class Trainer:
             for layer, rows in ranks.items()
         }
 
-    def _microbatches(self, stream: Rows, position: int) -> list[Microbatch]:
-        train, mesh = self.settings.train, self.settings.mesh
+    def _dealt(self, position: int) -> tuple[Dealt, float | None]:
+        """Who trains on which sequences of the step at a position; and, of ordered ones, how even ranks' attention is.
+
+        All ranks find the same. See `hocket/program/dealing.py`.
+        """
+        settings, dp = self.settings, self.settings.mesh.dp
+        assert settings.data.order != "auto", "the configuration is not resolved"
+        if settings.data.order == "as_read":
+            return as_read(settings.train.microbatches, dp, settings.train.sequences), None
+        works = [self.train_stream.work(position + n) for n in range(settings.batch)]
+        order = dealt(works, dp, settings.train.sequences, settings.data.order)
+        return order, imbalance_of(works_of(order, works)) if dp > 1 else None
+
+    def _microbatches(self, stream: Rows, position: int, order: Dealt) -> list[Microbatch]:
         batches = []
-        for m in range(train.microbatches):
-            ids, targets, numbers = stream.batch(
-                position, m, self.engine.where.dp, dp=mesh.dp, sequences=train.sequences
-            )
+        for of_ranks in order:
+            ids, targets, numbers = stream.batch([position + n for n in of_ranks[self.engine.where.dp]])
             documents = None if numbers is None else documents_of(numbers).to(self.device)
             batches.append(Microbatch(ids.to(self.device), targets.to(self.device), documents=documents))
         return batches
@@ -318,9 +332,10 @@ class Trainer:
 
     def _evaluate(self, stream: Rows, metrics: Metrics) -> float:
         """Mean cross-entropy of the first `eval_batches` batches of a validation stream."""
-        losses = []
-        for batch in range(self.settings.train.eval_batches):
-            loss = self.engine.evaluate(self._microbatches(stream, batch * self.settings.batch))
+        losses, train = [], self.settings.train
+        order = as_read(train.microbatches, self.settings.mesh.dp, train.sequences)
+        for batch in range(train.eval_batches):
+            loss = self.engine.evaluate(self._microbatches(stream, batch * self.settings.batch, order))
             losses.append(self.engine.agree(loss).loss)
             room = self.engine.room
             if room.lacked:

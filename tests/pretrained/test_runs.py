@@ -117,7 +117,7 @@ def loss_of(model: Any, folder: Path, mine: list[str]) -> float:
         for batch in range(2):
             for m in range(2):
                 for rank in range(2):
-                    ids, targets, _ = stream.batch(batch * settings.batch, m, rank, dp=2, sequences=1)
+                    ids, targets, _ = stream.batch([batch * settings.batch + 2 * m + rank])
                     losses.append(F.cross_entropy(model(ids).logits.flatten(0, 1), targets.flatten()).item())
     return sum(losses) / len(losses)
 

@@ -1,0 +1,90 @@
+"""Which sequences of a step share a microbatch, and in which order microbatches run: by the cost of their attention.
+
+Microbatches have as many tokens each, and as much attention as their documents are long. Ranks of a pipeline wait for
+one that takes longer. Data-parallel ranks wait for the dearest of theirs wherever they meet in each microbatch. So all
+sequences of a step are dealt out anew: parcels of as even cost as sequences allow, neighbours in cost to the ranks that
+run them at the same time, and as much to each rank over the whole step. This is integer arithmetic on what every rank
+knows, so all ranks find the same without a word. A step has the sequences that it would have otherwise.
+
+The order matters to pipelines alone. With the dearest in the middle, cheap ones fill the pipeline and drain it. Orders
+in which a microbatch comes back to the first rank soon, such as interleaved ones of few groups, are shorter with a
+single cheap one in front and then the dearest first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from hocket.config import DataOrder
+
+Dealt = list[list[list[int]]]
+"""Numbers of a step's sequences that [microbatch][data-parallel rank] has."""
+
+
+def as_read(microbatches: int, ranks: int, sequences: int) -> Dealt:
+    """Sequences one after the other: those of a microbatch's first rank, of its second, of the next microbatch."""
+    each = [list(range(n, n + sequences)) for n in range(0, microbatches * ranks * sequences, sequences)]
+    return [each[n : n + ranks] for n in range(0, len(each), ranks)]
+
+
+def dealt(works: Sequence[int], ranks: int, sequences: int, order: DataOrder) -> Dealt:
+    """Sequences by their costs, `works`, for `ranks` data-parallel ranks with `sequences` in a microbatch.
+
+    Raises: ValueError if sequences cannot be dealt out evenly.
+
+    """
+    parcels, rest = divmod(len(works), sequences)
+    if not parcels or rest or parcels % ranks:
+        raise ValueError(f"{len(works)} sequences do not fill microbatches of {sequences} on {ranks} ranks")
+    if order == "as_read":
+        return as_read(parcels // ranks, ranks, sequences)
+    made = _parcels(works, parcels)
+    costs = [sum(works[n] for n in parcel) for parcel in made]
+    falling = sorted(range(parcels), key=lambda p: (-costs[p], p))
+    groups = [falling[n : n + ranks] for n in range(0, parcels, ranks)]
+    return [[made[p] for p in group] for group in _ORDERS[order](_evened(groups, costs))]
+
+
+def works_of(dealt: Dealt, works: Sequence[int]) -> list[list[int]]:
+    """The cost that each [microbatch][data-parallel rank] has."""
+    return [[sum(works[n] for n in mine) for mine in microbatch] for microbatch in dealt]
+
+
+def _parcels(works: Sequence[int], count: int) -> list[list[int]]:
+    """As many sequences in each, the dearest with the cheapest, in the order in which they are read."""
+    falling = sorted(range(len(works)), key=lambda n: (-works[n], n))
+    made: list[list[int]] = [[] for _ in range(count)]
+    for turn, first in enumerate(range(0, len(works), count)):
+        some = falling[first : first + count]
+        for parcel, sequence in zip(made, reversed(some) if turn % 2 else some, strict=True):
+            parcel.append(sequence)
+    return [sorted(parcel) for parcel in made]
+
+
+def _evened(groups: Sequence[Sequence[int]], costs: Sequence[int]) -> list[list[int]]:
+    """Parcels of each group by rank: the dearest goes to the rank that has had the least so far."""
+    had = [0] * len(groups[0])
+    found = []
+    for group in groups:
+        of_rank = [0] * len(group)
+        for rank, parcel in zip(sorted(range(len(had)), key=lambda r: (had[r], r)), group, strict=True):
+            of_rank[rank] = parcel
+            had[rank] += costs[parcel]
+        found.append(of_rank)
+    return found
+
+
+def _early(falling: list[list[int]]) -> list[list[int]]:
+    return falling[-1:] + falling[:-1]
+
+
+def _middle(falling: list[list[int]]) -> list[list[int]]:
+    rising = falling[::-1]
+    return rising[::2] + rising[1::2][::-1]
+
+
+_ORDERS: dict[DataOrder, Callable[[list[list[int]]], list[list[int]]]] = {
+    "dearest_early": _early,
+    "dearest_middle": _middle,
+}
+"""How each order is made of microbatches, the dearest first."""

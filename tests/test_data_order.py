@@ -1,0 +1,253 @@
+"""Sequences of a step dealt out by their attention: who gets which when, where that pays, that runs learn alike."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.microbatch_order import work
+from hocket.config import Config, DataConfig, DataOrder, MeshConfig, TrainConfig
+from hocket.model.documents import documents_of
+from hocket.planning import program_of
+from hocket.program.dealing import as_read, dealt, works_of
+from hocket.program.hardware import H200
+from hocket.program.simulate import simulate
+from hocket.program.stages import costs_of
+from hocket.program.varied import varied
+from hocket.recipes import recipe
+from hocket.resolve import Settings, resolve
+from hocket.settings.rule import Host
+from hocket.settings.schema import changed
+from hocket.train.data import make_streams
+from hocket.train.sources import open_text
+from hocket.tune.data_order import step_seconds
+from hocket.tune.trials import Trials
+from tests.helpers.command import SMALL, hocket
+from tests.helpers.parity import STEPS, assert_parity, config
+from tests.reference import Batch, awkward_batches
+
+BY_COST: tuple[DataOrder, ...] = ("dearest_early", "dearest_middle")
+WORKS = st.integers(1, 3).flatmap(
+    lambda dp: st.integers(1, 3).flatmap(
+        lambda sequences: st.integers(1, 5).flatmap(
+            lambda m: st.tuples(
+                st.just(dp),
+                st.just(sequences),
+                st.lists(st.integers(1, 9), min_size=dp * sequences * m, max_size=dp * sequences * m),
+            )
+        )
+    )
+)
+"""Ranks, sequences of a microbatch, and the cost of each sequence of a step."""
+
+
+@given(WORKS, st.sampled_from(get_args(DataOrder)))
+def test_every_sequence_of_a_step_has_one_place(case: tuple[int, int, list[int]], order: DataOrder) -> None:
+    dp, sequences, works = case
+    found = dealt(works, dp, sequences, order)
+    assert sorted(n for microbatch in found for mine in microbatch for n in mine) == list(range(len(works)))
+    assert {len(mine) for microbatch in found for mine in microbatch} == {sequences}
+    assert {len(microbatch) for microbatch in found} == {dp}
+
+
+@given(WORKS, st.sampled_from(BY_COST))
+def test_ranks_wait_less_for_each_other_than_as_read(case: tuple[int, int, list[int]], order: DataOrder) -> None:
+    """Neighbours in cost run at the same time, so the sum of the dearest is the least that parcels allow."""
+    dp, _, works = case
+    plain, found = (works_of(dealt(works, dp, 1, each), works) for each in ("as_read", order))
+    assert sum(map(max, found)) <= sum(map(max, plain))
+    totals = [sum(each) for each in zip(*found, strict=True)]
+    assert max(totals) - min(totals) <= max(works)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=9))
+def test_orders_have_their_shapes(works: list[int]) -> None:
+    early, middle = ([works[n] for ((n,),) in dealt(works, 1, 1, order)] for order in BY_COST)
+    assert early == [min(works), *sorted(works, reverse=True)[:-1]]
+    top = middle.index(max(works))
+    assert middle == sorted(middle[:top]) + sorted(middle[top:], reverse=True)
+    assert sorted([middle[0], middle[-1]]) == sorted(works)[:2] or len(works) == 1
+
+
+def test_sequences_of_a_microbatch_even_each_other_out() -> None:
+    works = [1, 2, 3, 4, 5, 6, 7, 8]
+    assert {cost for (cost,) in works_of(dealt(works, 1, 2, "dearest_middle"), works)} == {9}
+
+
+def test_sequences_that_fill_no_step_are_refused() -> None:
+    with pytest.raises(ValueError, match="3 sequences do not fill microbatches of 1 on 2 ranks"):
+        dealt([1, 2, 3], 2, 1, "dearest_early")
+
+
+# -- what sequences cost ---------------------------------------------------------------------------------------------
+
+
+def texts_in(folder: Path, name: str = "text") -> str:
+    """Documents whose lengths differ, and some that sequences cut."""
+    path = folder / name
+    path.mkdir()
+    draws = random.Random(0)
+    for n in range(120):
+        (path / f"{n:02}.txt").write_text("".join(draws.choices("abcdefgh .", k=draws.choice((3, 9, 20, 31, 40)))))
+    return str(path)
+
+
+@pytest.mark.parametrize("packing", ["on", "best_fit"])
+@pytest.mark.parametrize("several", [False, True])
+def test_lengths_are_those_of_the_documents_that_layers_see(tmp_path: Path, packing: Any, several: bool) -> None:
+    paths: dict[str, Any] = {"paths": (texts_in(tmp_path),)}
+    if several:
+        texts_in(tmp_path, "b")
+        texts_in(tmp_path, "a")
+        listed = "".join(f'[{n}]\npaths = ["{tmp_path / n}"]\nweight = 1\n' for n in "ab")
+        (tmp_path / "sources.toml").write_text(listed)
+        paths = {"sources": str(tmp_path / "sources.toml")}
+    data = DataConfig(**paths, cache=str(tmp_path / "cache"), sequence_length=32, packing=packing)
+    settings = resolve(Config(data=data, mesh=MeshConfig(), train=TrainConfig(microbatches=2, eval_batches=0)))
+    stream, _ = make_streams(open_text(settings), settings)
+    for position in range(12):
+        numbers = stream.documents(position, 1)
+        assert numbers is not None
+        lengths = np.diff(documents_of(numbers).bounds)
+        found = stream.lengths(position)
+        assert found[found > 0].tolist() == lengths.tolist()
+        assert stream.work(position) == sum(n * (n + 1) // 2 for n in lengths.tolist())
+
+
+# -- the choice ------------------------------------------------------------------------------------------------------
+
+LONG = {"data.packing": "on", "data.sequence_length": 32768, "train.sequences": 1, "train.microbatches": 8}
+LLAMA = changed(recipe("llama3_8b"), {"mesh.pp": 4, "mesh.dp": 2, **LONG})
+
+
+def resolved(**given: Any) -> Settings:
+    settings = {name.replace("__", "."): value for name, value in given.items()}
+    return resolve(changed(LLAMA, settings), Host(gpus=8), settings)
+
+
+def reason(settings: Settings) -> str:
+    return next(decision.reason for decision in settings.decisions if decision.setting == "data.order")
+
+
+@pytest.mark.parametrize(
+    ("order", "chunks", "best"), [("1f1b", 1, "dearest_middle"), ("interleaved", 2, "dearest_early")]
+)
+def test_auto_is_the_order_that_is_shortest_in_simulated_steps(order: str, chunks: int, best: DataOrder) -> None:
+    chosen = resolved(plan__order=order, plan__chunks=chunks, plan__layers_per_stage=())
+    assert chosen.data.order == best
+    assert "as_read" in reason(chosen)
+    assert "8 microbatches" in reason(chosen)
+    trials = Trials()
+    assert min(get_args(DataOrder), key=lambda each: step_seconds(chosen, each, trials)) == best
+
+
+def test_the_choice_is_right_for_documents_that_it_has_not_seen() -> None:
+    """Log-normal lengths, priced one microbatch at a time."""
+    chosen = resolved(plan__layers_per_stage=())
+    program, length, dp = program_of(chosen), chosen.data.sequence_length, chosen.mesh.dp
+    whole = costs_of(chosen, H200)
+    half = costs_of(changed(chosen, {"data.sequence_length": length // 2, "train.sequences": 2}), H200)
+    seconds = dict.fromkeys(get_args(DataOrder), 0.0)
+    for step in range(4):
+        works = [work(chosen.batch * step + n, length) for n in range(chosen.batch)]
+        for order in seconds:
+            slowest = [max(each) for each in works_of(dealt(works, dp, 1, order), works)]
+            shares = [each / (length * (length + 1) / 2) for each in slowest]
+            seconds[order] += float(simulate(program, varied(whole, half, shares)).makespan)
+    assert seconds[chosen.data.order] < 0.95 * seconds["as_read"]
+
+
+def test_costs_of_microbatches_lie_between_those_of_short_and_whole_documents() -> None:
+    chosen = resolved(plan__layers_per_stage=())
+    whole, program = costs_of(chosen, H200), program_of(chosen)
+    half = costs_of(changed(chosen, {"data.sequence_length": 16384, "train.sequences": 2}), H200)
+    steps = [float(simulate(program, varied(whole, half, [share] * 8)).makespan) for share in (0.0, 0.5, 1.0)]
+    assert steps[0] < steps[1] < steps[2]
+    assert steps[2] == float(simulate(program, whole).makespan)
+    assert steps[1] == pytest.approx(float(simulate(program, half).makespan), rel=5e-3)  # at another clock
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"precision__compute": "fp32"}, "attention with a mask"),
+        ({"mesh__pp": 1, "mesh__dp": 1}, "no rank waits"),
+        ({"data__sequence_length": 128, "train__sequences": 64}, "too little to gain"),
+    ],
+    ids=str,
+)
+def test_auto_stays_as_read_where_nothing_is_gained(given: dict[str, Any], why: str) -> None:
+    settings = resolved(**given)
+    assert settings.data.order == "as_read"
+    assert why in reason(settings)
+
+
+def test_without_packing_there_is_nothing_to_order() -> None:
+    assert resolved(data__packing="off").data.order == "as_read"
+    with pytest.raises(ValueError, match=r"data.order = dearest_middle .* fix: data.packing = on or best_fit"):
+        resolved(data__packing="off", data__order="dearest_middle")
+
+
+# -- a step of dealt sequences ---------------------------------------------------------------------------------------
+
+
+def in_order(step: list[list[Batch]], order: DataOrder) -> list[list[Batch]]:
+    """The microbatches of a step, [microbatch][rank], dealt out as a run does with one sequence in each."""
+    flat, ranks = [batch for microbatch in step for batch in microbatch], len(step[0])
+    works = [sum(n * (n + 1) // 2 for n in np.diff(batch[2].bounds).tolist()) for batch in flat]
+    found = dealt(works, ranks, 1, order)
+    assert found != as_read(len(step), ranks, 1)
+    return [[flat[n] for (n,) in microbatch] for microbatch in found]
+
+
+@pytest.mark.parametrize(
+    ("order", "mesh", "plan"),
+    [
+        ("dearest_middle", dict(pp=2, dp=2, ep=2), dict(chunks=2, merge="on", defer_wgrad="on", defer_layers=1)),
+        ("dearest_early", dict(pp=2, dp=2), dict(merge="off")),
+    ],
+)
+def test_a_planned_step_equals_the_plain_one_over_the_same_order(
+    order: DataOrder, mesh: dict[str, int], plan: dict[str, Any]
+) -> None:
+    model = dict(layers=4, dense_layers=(0,), aux_loss=0.05, bias_rate=0.01)
+    c = changed(config(model, mesh, plan, 4, "fp32"), {"data.packing": "on", "data.order": order})
+    assert_parity(c, [in_order(step, order) for step in awkward_batches(c.model, STEPS, 4, c.mesh.dp)])
+
+
+def records(folder: Path, run: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "runs" / run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_over_a_pipeline_learns_what_one_without_does(tmp_path: Path) -> None:
+    """Bit for bit in the same order, resumed or not; and nearly so in the order in which sequences are read."""
+    common = [
+        *SMALL, "--data.paths", texts_in(tmp_path), "--data.packing", "best_fit", "--train.device", "cpu",
+        "--mesh.dp", "2", "--mesh.ep", "2", "--train.microbatches", "4", "--train.sequences", "2",
+        "--data.sequence_length", "32", "--data.validation", "0.4",
+    ]  # fmt: skip
+    kinds = {
+        "plain": ["--mesh.pp", "1", "--data.order", "dearest_middle"],
+        "planned": ["--mesh.pp", "2", "--data.order", "dearest_middle"],
+        "read": ["--mesh.pp", "1", "--data.order", "as_read"],
+    }
+    for name, mine in kinds.items():
+        for steps in (2, 4) if name == "planned" else (4,):
+            done = hocket(tmp_path, "train", *common, *mine, "--run.name", name, "--train.steps", str(steps))
+            assert done.code == 0, done.err
+    found = {name: [r for r in records(tmp_path, name) if "loss" in r and "step" in r] for name in kinds}
+    losses = {name: {r["step"]: r["loss"] for r in rows} for name, rows in found.items()}
+    assert losses["plain"] == losses["planned"]
+    assert losses["read"][1] == pytest.approx(losses["plain"][1], rel=1e-5)
+    assert losses["read"][4] != losses["plain"][4]
+    waits = {name: [r["waits"] for r in rows if "waits" in r] for name, rows in found.items()}
+    assert waits["plain"]
+    assert all(0 <= each < 1 for each in waits["plain"])
+    assert not waits["read"]
