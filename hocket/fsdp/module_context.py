@@ -20,6 +20,7 @@ from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.residency import Budget, FixedSlots, Residency, Unbounded
 from hocket.fsdp.same_order import SameOrder
 from hocket.fsdp.shard_groups import ShardGroups, over_ranks
+from hocket.fsdp.spread import apart
 from hocket.fsdp.stats import ShardStats, stats_of
 from hocket.fsdp.strategy import Policy, Prefetch
 from hocket.runtime.comm import Window
@@ -82,8 +83,8 @@ class ShardContext:
         self.outer = self.gathering if policy.unified else _queue("outer", device)
         self.units = list(units)
         spreads = (member.spread for unit in units for group in unit.groups for member in group.members)
-        self.tensor_mesh = next((spread.mesh for spread in spreads if spread is not None), None)
-        """Of the ranks that divide parameters before they are sharded; see `spread.py`."""
+        self.tensor_mesh = apart(spreads, {*groups.reduce.ranks, *groups.outer.ranks})
+        """Of the ranks that divide parameters before they are sharded, if others shard them; see `spread.py`."""
         self.forwards = 0
         """How many forward passes have begun."""
         self.in_backward = False
@@ -348,8 +349,7 @@ class ShardContext:
         """The `sum` or `max` of a tensor over all ranks of the model, or those that keep other `parts`, in place."""
         self.about_to(f"{how} over ranks")
         self.before_waiting()
-        mesh = self.tensor_mesh if parts is None else None
-        over_ranks(value, how, parts or self.groups, parts is None, mesh, self.device)
+        over_ranks(value, how, parts or self.groups, parts is None, None if parts else self.tensor_mesh, self.device)
 
     @contextlib.contextmanager
     def gathered(self, changed: bool = False) -> Iterator[None]:

@@ -145,11 +145,16 @@ def _refuse_divided(
 ) -> None:
     """Refuse DTensors that can't be sharded where they are to go."""
     mesh_of([(one.name, one.spread) for one in params], [context.tensor_mesh for context in nested])
+    for one in (m for context in nested for unit in context.units for group in unit.groups for m in group.members):
+        if one.spread is not None and one.spread.part is None:
+            refuse_overlap(one.name, one.spread, default.mesh)
     for name, spread, param in ((one.name, one.spread, one.param) for one in params):
         if spread is None:
             continue
         place = placements[name] or default
         refuse_overlap(name, spread, place.mesh)
+        if spread.part is None:  # of experts each rank must have others
+            refuse_overlap(name, spread, default.mesh)
         if place.part[1] > 1:
             raise ValueError(
                 f"parameter {name} is a DTensor, and place says that it is part {place.part} of one: give one of both"

@@ -12,17 +12,23 @@ Shards have the shape of the whole weight. Numbers of a parameter, such as its n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hocket.parallel.parts import Part
 from hocket.runtime.world import over_group, rank_and_world
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Replicate, Shard
+
+_TENSOR = "torch.distributed.tensor"
+"""Loaded by those who have DTensors: it takes a second, which no other program pays."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +47,8 @@ class Spread:
 
     def shown(self, local: Tensor) -> Tensor:
         """What modules compute with. See Note: [Two meshes]."""
+        from torch.distributed.tensor import DTensor
+
         with torch.enable_grad():  # under no_grad too: what runs inside may turn gradients on again
             return DTensor.from_local(
                 local, self.mesh, [self.placement], run_check=False, shape=self.shape, stride=self.stride
@@ -52,6 +60,10 @@ def spread_of(name: str, param: nn.Parameter) -> tuple[nn.Parameter, Spread | No
 
     Raises ValueError for a DTensor in a layout that is not to be had.
     """
+    if _TENSOR not in sys.modules:
+        return param, None
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
     if not isinstance(param, DTensor):
         return param, None
     mesh, placements = param.device_mesh, param.placements
@@ -91,6 +103,12 @@ def mesh_of(spreads: Iterable[tuple[str, Spread | None]], others: Sequence[Devic
             )
         found = mesh
     return found
+
+
+def apart(spreads: Iterable[Spread | None], ranks: Collection[int]) -> DeviceMesh | None:
+    """The mesh over which parameters are divided; None if it is among the `ranks` that shard others, as for experts."""
+    mesh = next((spread.mesh for spread in spreads if spread is not None), None)
+    return None if mesh is None or len({*mesh.mesh.flatten().tolist()} & {*ranks}) > 1 else mesh
 
 
 def refuse_overlap(name: str, spread: Spread, mesh: DeviceMesh | None) -> None:

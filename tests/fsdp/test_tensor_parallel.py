@@ -3,181 +3,44 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard as fsdp2
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
-from torch.utils.checkpoint import checkpoint
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import hocket
+from tests.fsdp.divided import (
+    VOCABULARY,
+    WIDTH,
+    Block,
+    Model,
+    batch,
+    by_hocket,
+    by_torch,
+    compare,
+    full,
+    in_one_call,
+    like_fsdp2,
+    loss_of,
+    model,
+    parallel,
+    tie,
+    under_fsdp2,
+    whole,
+)
 from tests.helpers.ranks import run_ranks
-
-WIDTH, TOKENS, CLIP = 16, 8, 0.5
-VOCABULARY = 33  # ranks have parts of other lengths
-
-
-class Block(nn.Module):
-    """A residual MLP with a norm, and biases on both sides."""
-
-    recomputes: bool | None = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.recomputes is not None:
-            return x + checkpoint(self.mlp, x, use_reentrant=self.recomputes)
-        return x + self.mlp(x)
-
-    def mlp(self, x: Tensor) -> Tensor:
-        return self.down(torch.relu(self.up(self.norm(x))))
-
-
-def tie(model: Model) -> None:
-    model.head.weight = model.embed.weight
-
-
-class Model(nn.Module):
-    recomputes: bool | None = None
-
-    def __init__(self, tied: bool = False) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
-        if tied:
-            tie(self)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x) if self.recomputes is None else checkpoint(block, x, use_reentrant=self.recomputes)
-        return self.head(self.norm(x))
-
-
-def model(seed: int = 0, tied: bool = False) -> Model:
-    torch.manual_seed(seed)
-    return Model(tied).double()
-
-
-def parallel(model: Model, mesh: DeviceMesh) -> Model:
-    """As torchtitan does it: tokens are divided between the products (sequence parallel)."""
-    parallelize_module(
-        model,
-        mesh,
-        {
-            "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-            "norm": SequenceParallel(),
-            "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-        },
-    )
-    for block in model.blocks:
-        plan: dict[str, ParallelStyle] = {
-            "norm": SequenceParallel(),
-            "up": ColwiseParallel(input_layouts=Shard(1)),
-            "down": RowwiseParallel(output_layouts=Shard(1)),
-        }
-        parallelize_module(block, mesh, plan)
-    return model
-
-
-def batch(rank: int, step: int, microbatch: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + 10 * microbatch + rank)
-    ids = torch.randint(VOCABULARY, (2, TOKENS + 1), generator=generator)
-    return ids[:, :-1], ids[:, 1:]
-
-
-def loss_of(model: nn.Module, ids: Tensor, targets: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
-
-
-def twin_steps(steps: int, dp: int, microbatches: int) -> tuple[list[float], list[float], Model]:
-    """Losses of the last microbatches, norms of gradients, and the plain model that was trained."""
-    plain, losses, norms = model(), list[float](), list[float]()
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    for step in range(steps):
-        optimizer.zero_grad()
-        for microbatch in range(microbatches):
-            loss = torch.stack([loss_of(plain, *batch(rank, step, microbatch)) for rank in range(dp)]).mean()
-            (loss / microbatches).backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(plain.parameters(), CLIP).item())
-        losses.append(loss.item())
-        optimizer.step()
-    return losses, norms, plain
-
-
-def like_fsdp2(made: Model, mesh: DeviceMesh) -> nn.Module:
-    for block in made.blocks:
-        hocket.fully_shard(block, mesh=mesh)
-    return hocket.fully_shard(made, mesh=mesh)
-
-
-def in_one_call(made: Model, mesh: DeviceMesh, **more: Any) -> nn.Module:
-    precision = hocket.Precision(main=None, accumulate=None)
-    hocket.fully_shard(made, units=Block, mesh=mesh, precision=precision, **more)
-    return made
-
-
-def under_fsdp2(made: Model, mesh: DeviceMesh) -> nn.Module:
-    for block in made.blocks:
-        fsdp2(block, mesh=mesh)
-    fsdp2(made, mesh=mesh)
-    return made
-
-
-def compare(
-    sharded: nn.Module, mesh: DeviceMesh, clip: Callable[[nn.Module], Tensor], microbatches: int = 1, steps: int = 3
-) -> None:
-    """Train beside a plain twin: losses, norms of gradients, and weights in the end."""
-    dp = mesh.size()
-    losses, norms, plain = twin_steps(steps, dp, microbatches)
-    optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-2)
-    for step in range(steps):
-        optimizer.zero_grad()
-        for microbatch in range(microbatches):
-            loss = loss_of(sharded, *batch(mesh.get_local_rank(), step, microbatch)) / microbatches
-            loss.backward()
-        mean = loss.detach().clone()
-        torch.distributed.all_reduce(mean, group=mesh.get_group())
-        torch.testing.assert_close(mean.item() / dp * microbatches, losses[step])
-        torch.testing.assert_close(float(clip(sharded)), norms[step])
-        optimizer.step()
-    for name, value in whole(sharded).items():
-        torch.testing.assert_close(value, plain.state_dict()[name], msg=lambda text, name=name: f"{name}: {text}")
-
-
-def whole(sharded: nn.Module) -> dict[str, Any]:
-    return get_model_state_dict(sharded, options=StateDictOptions(full_state_dict=True))
-
-
-def full(shard: Any) -> Tensor:
-    return shard.full_tensor()
-
-
-def by_hocket(sharded: nn.Module) -> Tensor:
-    return hocket.clip_grad_norm_(sharded, CLIP)
-
-
-def by_torch(sharded: nn.Module) -> Tensor:
-    norm = torch.nn.utils.clip_grad_norm_(sharded.parameters(), CLIP)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def trains(rank: int) -> None:
@@ -359,7 +222,7 @@ def test_from_the_meta_device() -> None:
     run_ranks(from_meta, 4)
 
 
-def llama_of_transformers(rank: int) -> None:
+def llama_of_transformers(rank: int, folder: Path) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24}
     config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=WIDTH, **sizes)
@@ -389,7 +252,115 @@ def llama_of_transformers(rank: int) -> None:
         torch.testing.assert_close(
             full(made.get_parameter(name)), value.detach(), msg=lambda text, name=name: f"{name}: {text}"
         )
+    hocket.checkpoint.save_pretrained(made, folder / "saved", dtype=torch.float32)
+    again = AutoModelForCausalLM.from_pretrained(folder / "saved", dtype=torch.float32).state_dict()
+    assert all(torch.equal(value.float(), again[name]) for name, value in whole(made).items())
+    for shard in made.parameters():
+        nn.init.zeros_(shard)
+    hocket.checkpoint.load_pretrained(made, folder / "saved")
+    assert all(torch.equal(value, again[name].double()) for name, value in whole(made).items())
 
 
-def test_a_model_of_transformers_with_norms_on_all_ranks() -> None:
-    run_ranks(llama_of_transformers, 4)
+def test_a_model_of_transformers_with_norms_on_all_ranks(tmp_path: Path) -> None:
+    run_ranks(llama_of_transformers, 4, tmp_path)
+
+
+def in_other_ways(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    dp, tp = mesh["dp"], mesh["tp"]
+    offloaded = in_one_call(parallel(model(), tp), dp, options=hocket.ShardOptions(offload="pageable"))
+    compare(offloaded, dp, by_hocket, steps=2)
+    # Microbatches that are added up on each rank, then sent.
+    made, plain = parallel(model(), tp), model()
+    context = hocket.fully_shard(made, units=Block, mesh=dp, precision=hocket.Precision(main=None, accumulate=None))
+    with context.no_sync():
+        loss_of(made, *batch(dp.get_local_rank(), 0, 0)).backward()
+    loss_of(made, *batch(dp.get_local_rank(), 0, 1)).backward()
+    for microbatch in range(2):
+        torch.stack([loss_of(plain, *batch(one, 0, microbatch)) for one in range(2)]).mean().backward()
+    for shard, expected in zip(made.parameters(), plain.parameters(), strict=True):
+        assert expected.grad is not None
+        torch.testing.assert_close(full(shard.grad), expected.grad)
+    # One tensor-parallel rank has an infinity in its part: all leave the step out.
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    optimizer = torch.optim.SGD(made.parameters(), lr=1.0)
+    weight = made.get_parameter("blocks.0.up.weight")
+    if rank == 1:
+        local: Any = weight.grad
+        local.to_local()[0] = torch.inf
+    before = full(weight)
+    scaler.scale(torch.zeros(()))
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(full(weight), before)
+    assert scaler.get_scale() == 0.5
+
+
+def test_offload_accumulation_and_grad_scaler() -> None:
+    run_ranks(in_other_ways, 4)
+
+
+class Experts(nn.Module):
+    """Each token goes to all experts, those of other ranks too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, WIDTH, WIDTH) / WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not isinstance(self.weight, DTensor):
+            return torch.einsum("btd,edf->btf", x, self.weight)
+        mesh = self.weight.device_mesh
+        tokens = DTensor.from_local(x, mesh, [Shard(0)]).redistribute(mesh, [Replicate()])
+        mine = torch.einsum("btd,edf->btf", tokens.to_local(grad_placements=[Partial()]), self.weight.to_local())
+        return DTensor.from_local(mine, mesh, [Partial()]).redistribute(mesh, [Shard(0)]).to_local()
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.experts = nn.Embedding(VOCABULARY, WIDTH), Experts()
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        return self.head(x + self.experts(x))
+
+
+def mixture() -> Mixture:
+    torch.manual_seed(0)
+    return Mixture().double()
+
+
+def experts_divided(rank: int) -> None:
+    """As torchtitan has it: experts over the ranks of one axis, their shards over the other; the rest over both."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "ep"))
+    everyone = init_device_mesh("cpu", (4,))
+    made, plain = mixture(), mixture()
+    weight = made.experts.weight.detach()
+    made.experts.weight = nn.Parameter(distribute_tensor(weight, mesh["ep"], [Shard(0)]))
+    hocket.fully_shard(made.experts, mesh=mesh["replicas"])
+    made.experts.set_gradient_divide_factor(4.0)  # pyrefly: ignore[not-callable]
+    hocket.fully_shard(made, mesh=everyone)
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (made, plain)]
+    for step in range(2):
+        loss_of(made, *batch(rank, step, 0)).backward()
+        torch.stack([loss_of(plain, *batch(one, step, 0)) for one in range(4)]).mean().backward()
+        clip = by_hocket if step else by_torch
+        torch.testing.assert_close(float(clip(made)), float(by_torch(plain)))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    found = whole(made)
+    for name, value in plain.named_parameters():
+        torch.testing.assert_close(found[name], value.detach(), msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(full(made.get_parameter(name)), found[name], rtol=0.0, atol=0.0)
+    alike = mixture()
+    alike.experts.weight = nn.Parameter(distribute_tensor(weight, mesh["ep"], [Replicate()]))
+    hocket.fully_shard(alike.experts, mesh=mesh["replicas"])
+    with pytest.raises(ValueError, match=r"weight is a DTensor over ranks .* give it the other axis"):
+        hocket.fully_shard(alike, mesh=everyone)
+
+
+def test_experts_that_are_divided_as_dtensors() -> None:
+    run_ranks(experts_divided, 4)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from hocket.fsdp.checks import refuse_newcomers
-from hocket.fsdp.members import PREFIX, UNIT
+from hocket.fsdp.members import PREFIX, UNIT, Member
 from hocket.fsdp.part import plain
 from hocket.fsdp.saving.flat_tensor import FlatTensor
 from hocket.fsdp.sharded_parameter import ShardedParameter
@@ -123,7 +123,7 @@ def _all_kept(context: ShardContext, names: dict[int, list[str]]) -> list[Kept]:
     written: dict[tuple[int, ...], list[int]] = {}
     found, mesh = list[Kept](), context.tensor_mesh
     for group in groups:
-        _, parts = group.groups.part
+        parts = min(_parts(group, member) for member in group.members)
         if _ranks(group) * parts < ranks:
             raise ValueError(
                 f"{group.members[0].name} is placed on {_ranks(group)} of {ranks} ranks, so others hold different "
@@ -136,6 +136,11 @@ def _all_kept(context: ShardContext, names: dict[int, list[str]]) -> list[Kept]:
                 writes = False  # the first of tensor-parallel ranks does, which have the same
             found.append(Kept(names[id(shard)][0], shard, span, writes))
     return found
+
+
+def _parts(group: ParamGroup, member: Member) -> int:
+    """Into how many parts a parameter of the whole model is divided before it is sharded."""
+    return group.groups.part[1] if member.spread is None or member.spread.part is None else member.spread.mesh.size()
 
 
 def _ranks(group: ParamGroup) -> int:
