@@ -53,14 +53,14 @@ class Member:
     """How tensor-parallel ranks divide it."""
 
     @property
-    def given(self) -> nn.Parameter:
-        """The object that the module was built with."""
-        return self.param if self.spread is None else self.spread.given
+    def given(self) -> nn.Parameter | None:
+        """The object that the module was built with, if somebody still has it."""
+        return self.param if self.spread is None else self.spread.given()
 
     @property
     def shape(self) -> torch.Size:
         """Of the whole."""
-        return self.given.shape
+        return self.param.shape if self.spread is None else self.spread.shape
 
     def span(self, lo: int, hi: int) -> Span:
         """Some elements of what this rank has, in the whole."""

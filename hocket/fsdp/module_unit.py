@@ -157,6 +157,7 @@ class Unit:
         mine = {buffer.flat.untyped_storage().data_ptr() for buffer in self.full.values()} - {0}
         if not mine or torch._C._are_functorch_transforms_active():  # whose tensors have no memory to be asked for
             return False
+        tensors = (getattr(x, "_local_tensor", x) for x in tensors)  # of a DTensor
         plain = (x for x in tensors if type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided)
         return any(x.untyped_storage().data_ptr() in mine for x in plain)
 

@@ -69,7 +69,7 @@ def take_over(root: nn.Module, nested: Sequence[ShardContext]) -> list[Unit]:
 
 def _adopt(root: nn.Module, units: Sequence[Unit]) -> None:
     """Tied weights: modules outside of a unit that hold its full parameters get the shards, too."""
-    holders: dict[nn.Parameter, tuple[Unit, ParamGroup, int]] = {
+    holders: dict[nn.Parameter | None, tuple[Unit, ParamGroup, int]] = {
         member.given: (unit, group, i)
         for unit in units
         for group in unit.groups

@@ -194,8 +194,8 @@ def _install(context: ShardContext, made: Sequence[Unit], manual: bool) -> None:
         for group in unit.groups:
             for member, shard in zip(group.members, group.shards, strict=True):
                 shard.read_outside = _reader(unit, member)
-                if member.spread is not None:
-                    set_sink(member.given, _never)  # a mark: optimizers that were built too early hold it
+                if member.spread is not None and (given := member.given) is not None:
+                    set_sink(given, _never)  # a mark: optimizers that were built too early hold it
                 for owner, key in member.owners:
                     dict.__setitem__(owner._parameters, key, shard)  # of a module with another shard it refuses
                     watch_reads(owner)

@@ -13,6 +13,7 @@ Shards have the shape of the whole weight. Numbers of a parameter, such as its n
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -35,8 +36,8 @@ _TENSOR = "torch.distributed.tensor"
 class Spread:
     """How the ranks of a mesh of one axis divide a parameter."""
 
-    given: nn.Parameter
-    """The DTensor that the module was built with."""
+    given: weakref.ref[nn.Parameter]
+    """The DTensor that the module was built with: its memory goes when the module has a shard instead."""
     mesh: DeviceMesh
     placement: Shard | Replicate
     shape: torch.Size
@@ -84,7 +85,7 @@ def spread_of(name: str, param: nn.Parameter) -> tuple[nn.Parameter, Spread | No
             )
         part = Part(tuple(local.shape), dim, (mesh.get_local_rank() * length,))
     assert isinstance(placement, Shard | Replicate)
-    spread = Spread(param, mesh, placement, param.shape, param.stride(), part)
+    spread = Spread(weakref.ref(param), mesh, placement, param.shape, param.stride(), part)
     return nn.Parameter(local, requires_grad=param.requires_grad), spread
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +199,11 @@ def refuses(rank: int) -> None:
     assert before == {name: id(param) for name, param in made.named_parameters()}
     early = torch.optim.SGD(made.parameters(), lr=1.0)
     in_one_call(made, mesh["dp"])
+    other = parallel(model(), mesh["tp"])
+    first = [weakref.ref(param) for param in other.parameters()]
+    in_one_call(other, mesh["dp"])
+    gc.collect()
+    assert [ref() for ref in first if ref() is not None] == [], "parts that are sharded keep no memory"
     loss_of(made, *batch(0, 0, 0)).backward()
     with pytest.raises(ValueError, match="was built before"):
         early.step()
