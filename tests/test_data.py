@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from hocket.config import Config, DataConfig, MeshConfig, TrainConfig
 from hocket.kernels import IGNORED
+from hocket.model.documents import documents_of
 from hocket.program.dealing import as_read
 from hocket.resolve import Settings, resolve
 from hocket.train import corpus as corpus_module
@@ -312,6 +313,7 @@ def test_documents_that_share_a_sequence_are_told_apart(lengths, length):
     for position in range(s.sequences):
         (ids,), (targets,), numbers = s.batch([position])
         assert numbers is not None
+        assert s.lengths(position).tolist() == np.diff(documents_of(numbers).bounds).tolist()
         same = [document[a] == document[b] for a in ids.tolist() for b in ids.tolist()]
         assert same == (numbers[0].unsqueeze(1) == numbers[0]).flatten().tolist()
         for token, target in zip(ids.tolist(), targets.tolist(), strict=True):
