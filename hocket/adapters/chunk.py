@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hocket.adapters.layer import DenseLayer, ExpertLayer
 from hocket.model.moe import ExpertPlace, Routed
-from hocket.parallel.dispatch import from_experts, send_rows, to_experts, unpermute
+from hocket.parallel.dispatch import from_experts, rows_of, send_rows, to_experts, unpermute
 from hocket.parallel.linears import cross_entropy
 from hocket.parallel.routing import Routing, placed
 
@@ -54,8 +54,14 @@ class ExpertParts:
         if routing is None:
             routing = placed(ids_TK.detach(), self._experts)
             routing = routing.by_rank(self._ep.size) if self._ep.per_rank else routing
-        rows, weights, probs = send_rows(rows_TD.contiguous(), weights_TK.float().contiguous(), routing)
+        rows, weights, probs = send_rows(
+            rows_TD.contiguous(), weights_TK.float().contiguous(), routing, later=self._ep.later
+        )
         return rows, residual, other, weights, probs, routing
+
+    def forward_dispatch(self, x_TD: Tensor, _probs_TK: None, routing: Routing) -> tuple[Tensor, None]:
+        """Rows of tokens: see `rows_of`."""
+        return rows_of(x_TD, None, routing)[0], None
 
     def forward_experts(self, rows_RD: Tensor, *told: Any) -> Tensor:
         """The experts of this rank, on rows in received order. They know nothing of weights."""

@@ -119,11 +119,11 @@ class PlanConfig:
     """Warm-up steps by which neighbouring ranks of a merged order differ. 3 gives a p2p transfer a step of its own, and
     keeps more activations."""
     recompute: tuple[str, ...] = ()
-    """Parts of layers, out of attn, experts, kv and mlp, that keep only their inputs after forward, and run forward
-    again before their backward. That takes less memory and more time. attn includes the norms, the router and the
-    shared expert. kv gathers keys and values again, where ranks share sequences. attn:2
-    recomputes attn in the first two layers of each virtual stage, and attn in all layers. auto recomputes as few parts
-    in as few layers as the memory allows."""
+    """Parts of layers, out of attn, dispatch, experts, kv and mlp, that keep only their inputs after forward, and run
+    forward again before their backward. That takes less memory and more time. attn includes the norms, the router and
+    the shared expert. dispatch makes the rows of experts again, and sends them again where experts are on other ranks.
+    kv gathers keys and values again, where ranks share sequences. attn:2 recomputes attn in the first two layers of
+    each virtual stage, and attn in all layers. auto recomputes as few parts in as few layers as the memory allows."""
     graphs: Switch = "auto"
     """Record a step's calls to the GPU once and replay them as one CUDA graph. The optimizer runs after the graph. auto
     is on if the host would be late otherwise, and memory allows it."""

@@ -15,7 +15,7 @@ value and a `Pending`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,10 +24,9 @@ from torch import Tensor
 
 from hocket.engine.room import RowRoom
 from hocket.fsdp.planned.unit import PlannedUnit
-from hocket.model.context import Context
 from hocket.model.microbatch import Microbatch
 from hocket.model.transformer import Chunk
-from hocket.parallel.dispatch import exchange_counts
+from hocket.parallel.dispatch import exchange_counts, rows_of, tokens_of
 from hocket.parallel.placed import place_counts
 from hocket.program.ops import TIED, UNIT_VERBS, Layout, Op
 from hocket.program.parts import INPUT, LayerKind, Part
@@ -132,10 +131,12 @@ class Actions:
 
     def _forward(self, op: Op, fn: Callable[..., Any], *inputs: Any) -> Any:
         """Run a part: as a segment, or without a graph if there is no backward or it will run once more for it."""
-        if not self.training or (op.verb == "fwd" and self._layout.recomputes(op.part, op.layer)):
+        again = self._layout.recomputes(op.part, op.layer)
+        lends = again and self._layout.part(op.part, op.layer).lends  # whose first forward is the one for its backward
+        if not self.training or (again and (op.verb == "fwd") != lends):
             with torch.no_grad():
                 return fn(*inputs)
-        lent = self._state.get(_place(op), {}).pop("lent", None)
+        lent = Lent() if lent_to(self._layout, op.part, op.layer) else None
         segment = self._segments[op.part, _place(op)] = Segment(lent)
         return segment.forward(fn, *inputs)
 
@@ -156,11 +157,17 @@ class Actions:
             self._state.pop(place, None)
         return list(result) if part.outputs else result
 
-    def recompute(self, wiring: _Wiring, op: Op, *values: Any) -> None:
-        """Forward once more, for the segment. What the part made stays what it was: a row is where forward put it."""
+    def recompute(self, wiring: _Wiring, op: Op, *values: Any) -> Any:
+        """Forward once more: for the segment, or for the value if that is what the part lends.
+
+        What the part made stays what it was: a row is where forward put it.
+        """
         part, state = wiring.part, self._state.get(_place(op), {})
         kept = [self._taken(name, op) for name in part.takes] + [state[name] for name in part.makes]
-        self._forward(op, self._method(op), *wiring.inputs(values), *kept)
+        result = self._forward(op, self._method(op), *wiring.inputs(values), *kept)
+        if part.lends:
+            return list(result) if part.outputs else result
+        return None
 
     def bwd(self, wiring: _Wiring, op: Op, *values: Any) -> Any:
         """The gradient of a part's input, or a tuple of those of its inputs."""
@@ -170,7 +177,7 @@ class Actions:
         if lent_to(self._layout, op.part, op.layer):
             lent = self._segments[op.part, place].lent
             assert lent is not None
-            lent.give(values[-1])
+            lent.give(values[-1][0] if isinstance(values[-1], list) else values[-1])
         grads = self._backward(op, *wiring.grads(values), *[None] * len(part.makes))
         return grads[: len(part.reads)] if len(part.reads) > 1 else grads[0]
 
@@ -180,12 +187,7 @@ class Actions:
     def _taken(self, name: str, op: Op) -> Any:
         """State of a layer and microbatch that a part takes."""
         if name == "documents":
-            told = self.microbatches[op.microbatch].documents
-            if not self.training or not lent_to(self._layout, op.part, op.layer):
-                return told
-            assert isinstance(told, Context)
-            lent = self._state.setdefault(_place(op), {})["lent"] = Lent()
-            return replace(told, lent=lent)
+            return self.microbatches[op.microbatch].documents
         state = self._state.setdefault(_place(op), {})
         if name == "splits" and name not in state:  # nobody has exchanged rows: all stay here
             self._split(op)
@@ -218,17 +220,23 @@ class Actions:
         """Rows to their experts, or back."""
         (rows,) = wiring.inputs(values)
         if wiring.part.way == "out":
-            table = self._split(op).table
+            state = self._state[_place(op)]
+            table = state["splits"].table if op.verb == "recompute" else self._split(op).table
+            if self._layout.makes_rows_later:
+                rows, _ = rows_of(rows, None, state["routing"])
             move = self._all_to_all_in_fp8 if self.fp8_rows else self._all_to_all
             return move(rows[: table.sent], table)
         return self._all_to_all(rows, self._state[_place(op)]["splits"].table.back)
+
+    exchange_recompute = exchange_fwd
 
     def exchange_bwd(self, wiring: _Wiring, op: Op, *values: Any) -> CommResult:
         """Gradients of rows the other way."""
         (grad,) = wiring.grads(values)
         state = self._state[_place(op)]
         if wiring.part.way == "out":
-            return self._all_to_all(grad, state["splits"].table.back, state["routing"].room)
+            rows, pending = self._all_to_all(grad, state["splits"].table.back, state["routing"].room)
+            return tokens_of(rows, pending, state["routing"]) if self._layout.makes_rows_later else (rows, pending)
         return self._all_to_all(grad, state["splits"].table)
 
     # -- embedding and head ------------------------------------------------------------------------------------
@@ -320,7 +328,7 @@ class Actions:
 
     # -- communication of rows and activations ---------------------------------------------------------------
 
-    def _all_to_all(self, rows: Tensor, table: RowTable | HostBlocks | Blocks, room: int = 0) -> CommResult:
+    def _all_to_all(self, rows: Tensor, table: RowTable | HostBlocks | Blocks, room: int = 0) -> tuple[Tensor, Pending]:
         """Exchange rows [R, D] between expert-parallel ranks. What arrives is followed by anything, up to `room`."""
         count = table.room
         out = rows.new_empty((max(count, room), rows.shape[1]))

@@ -156,7 +156,7 @@ class Engine:
 
     def _chunk(self, chunk: int, ends: dict[str, nn.Parameter]) -> ChunkLike:
         pp, layout = self.where.pp, self.layout
-        place = ExpertPlace(self.mesh.ep, self.where.ep, layout.per_rank)
+        place = ExpertPlace(self.mesh.ep, self.where.ep, layout.per_rank, layout.makes_rows_later)
         first, last = layout.is_first(pp, chunk), layout.is_last(pp, chunk)
         layers = layout.layers(pp, chunk)
         where = place, self.device, self._linears, self.groups

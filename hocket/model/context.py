@@ -23,7 +23,7 @@ from torch import Tensor
 from hocket.model.chunks import Chunks, imbalance_of, shares, zigzag
 from hocket.model.documents import Documents, whole_sequences
 from hocket.model.microbatch import Microbatch
-from hocket.runtime.segment import Lent
+from hocket.runtime.segment import lend
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,8 +83,6 @@ class Context:
     """One for every chunk, in the order of the rank's tokens."""
     real_T: Tensor | None = None
     """Which tokens are no padding; None if all."""
-    lent: Lent | None = None
-    """What knows of keys and values that are not kept for backward, but gathered again."""
     documents: Documents | None = None
     """Those of all ranks' tokens, in the order of sequences; None if each sequence is one."""
     chunks: tuple[Chunks, ...] = ()
@@ -107,7 +105,7 @@ def context_of(documents: Documents, chunks: Sequence[Chunks], rank: int) -> Con
         first += len(chunk)
     real_T = None if documents.real_T is None else documents.real_T[mine]
     length, position_T = documents.ids_BS.shape[1], documents.position_T[mine]
-    told = Context(length, position_T, places.to(device), order.to(device), tuple(spans), real_T, None, documents)
+    told = Context(length, position_T, places.to(device), order.to(device), tuple(spans), real_T, documents)
     return replace(told, chunks=tuple(chunks), bounds=documents.bounds, rank=rank)
 
 
@@ -184,8 +182,7 @@ class _Rows(torch.autograd.Function):
 def in_order(rows_UD: Tensor, context: Context) -> Tensor:
     """What was gathered, rank after rank, in the order of sequences. Shares no memory with it."""
     found_UD = _Rows.apply(rows_UD, context.order_U, context.place_U)
-    if context.lent is not None:
-        context.lent.made(found_UD, lambda rows_UD: rows_UD.index_select(0, context.order_U))
+    lend(found_UD, lambda rows_UD: rows_UD.index_select(0, context.order_U))
     return found_UD
 
 

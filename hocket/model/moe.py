@@ -17,7 +17,7 @@ from hocket.config import ModelConfig
 from hocket.model.documents import Documents, Told
 from hocket.model.layers import Mlp, attention_of, gated
 from hocket.model.parameters import new_weight
-from hocket.parallel.dispatch import exchange_counts, from_experts, send_rows, to_experts, unpermute
+from hocket.parallel.dispatch import exchange_counts, from_experts, rows_of, send_rows, to_experts, unpermute
 from hocket.parallel.linears import WHOLE, Linears
 from hocket.parallel.router_losses import attach_losses, over_batch
 from hocket.parallel.routing import Routing, route
@@ -36,6 +36,8 @@ class ExpertPlace:
     """This one's number among them."""
     per_rank: bool = False
     """Rows are sent once per token and rank, not once per expert (`parallel/per_rank.py`)."""
+    later: bool = False
+    """Rows are made of tokens when they are moved: `forward_dispatch` does, if all experts are here."""
     stays: bool = False
     """Nobody moves the rows, though experts are missing: what a bound without communication computes."""
 
@@ -134,7 +136,8 @@ class MoELayer(nn.Module):
         """Attention, norm, shared expert, router and permutation.
 
         Returns (rows [R, D] in sent order, residual [B, S, D], shared [B, S, D] or None, rows' weights [R] for the
-        experts or None, probs [T, K] that stay here or None, routing). The normed hidden state has three readers, whose
+        experts or None, probs [T, K] that stay here or None, routing); where rows are made later, tokens [T, D] and
+        their weights [T, K] in place of rows and theirs. The normed hidden state has three readers, whose
         order fixes the bits of its gradient: shared expert, router, permutation. When forward runs once more, `kept` is
         the first one's routing.
         """
@@ -157,9 +160,13 @@ class MoELayer(nn.Module):
             probs_TK = attach_losses(probs_TK, logits_TE, routing, c, self.aux_scale, self.router.share, counts)
         if self.ep.per_rank and kept is None:
             routing = routing.by_rank(self.ep.size)
-        rows, weights, probs = send_rows(h_TD, probs_TK, routing, self.weighted)
+        rows, weights, probs = send_rows(h_TD, probs_TK, routing, self.weighted, self.ep.later)
         routing.settle()
         return rows, x1_BSD, shared_BSD, weights, probs, routing
+
+    def forward_dispatch(self, x_TD: Tensor, probs_TK: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor | None]:
+        """Rows and their weights, of tokens and theirs: see `rows_of`."""
+        return rows_of(x_TD, probs_TK, routing)
 
     def forward_experts(self, rows_RD: Tensor, *told: Any) -> Tensor:
         """The local experts on the rows received, given and returned in received order.

@@ -13,7 +13,8 @@ copy per rank a received row has one place in grouped order for each of its choi
 
 Note: [Who knows what of a dispatch]
 A layer's parts see rows, a `Routing` and a `Splits`, and touch the two only through the functions of this module:
-`send_rows` makes the rows to send from tokens, `to_experts` and `from_experts` stand before and behind the experts,
+`send_rows` makes the rows to send from tokens (or whoever moves them does, by `rows_of`, so that it can do so
+once more for backward), `to_experts` and `from_experts` stand before and behind the experts,
 `unpermute` makes tokens of the rows that came back. The weights of choices stay with the tokens, or go to the experts:
 see Note: [Weights inside the experts]. Whoever moves rows in between (`engine/actions.py`) asks `exchange_counts` for
 the `Splits`, sends by its `table` forwards and by `table.back` on the way back. Of the tensor of sent rows the first
@@ -36,19 +37,20 @@ R rows in grouped order.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
 from hocket.kernels.usable import usable
-from hocket.parallel.per_rank import open_rows, pack, read_labels
+from hocket.parallel.per_rank import open_rows, opened_rows, pack, read_labels
 from hocket.parallel.placed import PlacedSplits
 from hocket.parallel.routing import CountExchange, Routing, inverse_of
-from hocket.parallel.rows import gather, spread, spread_weights, total
+from hocket.parallel.rows import gather, spread, spread_weights, total, total_of
 from hocket.program.copies import label_bytes
 from hocket.runtime.blocks import HostBlocks, host_blocks
-from hocket.runtime.transports import RowTable
+from hocket.runtime.segment import lend
+from hocket.runtime.transports import Pending, RowTable
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,16 +143,28 @@ def splits_of(every_PPM: Tensor, rank: int, routing: Routing) -> Splits:
 
 
 def send_rows(
-    x_TD: Tensor, probs_TK: Tensor, routing: Routing, weighted: bool = False
+    x_TD: Tensor, probs_TK: Tensor, routing: Routing, weighted: bool = False, later: bool = False
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The rows to send, [`routing.room`, D or more]; with `weighted` their weights, [`routing.room`], else those that
-    stay here, [T, K]. Both are None where weights travel in the rows.
+    stay here, [T, K]. Both are None where weights travel in the rows. With `later` rows and their weights are still
+    those of tokens, [T, D] and [T, K], for `rows_of`.
     """
     if routing.pairs is not None:
         return pack(x_TD, probs_TK, routing.pairs), None, None
-    if weighted:
-        return permute(x_TD, routing), spread_weights(probs_TK, routing.inverse_TK, routing.room), None
-    return permute(x_TD, routing), None, probs_TK
+    told, stay = (probs_TK, None) if weighted else (None, probs_TK)
+    return *((x_TD, told) if later else rows_of(x_TD, told, routing)), stay
+
+
+def rows_of(x_TD: Tensor, probs_TK: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor | None]:
+    """Tokens to one row per choice, [`routing.room`, D], and the weights of rows, [`routing.room`] or None."""
+    weights_R = None if probs_TK is None else spread_weights(probs_TK, routing.inverse_TK, routing.room)
+    return permute(x_TD, routing), weights_R
+
+
+def tokens_of(g_RD: Tensor, pending: Pending, routing: Routing) -> tuple[Tensor, Pending]:
+    """The gradient of tokens, [T, D], and when it is there: their rows' is when `pending` is done."""
+    g_TD = g_RD.new_empty(routing.tokens, g_RD.shape[1])
+    return g_TD, pending.then(lambda: total_of(g_RD, None, routing.inverse_TK, out=g_TD))
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,10 +187,13 @@ def to_experts(
     """
     assert weights_R is None or (isinstance(splits, Splits) and splits.grouped), "weights are given in grouped order"
     if isinstance(splits, PlacedSplits) or splits.arrivals is None:
-        return group_rows(rows_ND, splits), weights_R, None
+        grouped_RD = group_rows(rows_ND, splits)
+        lend(grouped_RD, partial(group_rows, splits=splits))
+        return grouped_RD, weights_R, None
     told = splits.arrivals
     place_NK, probs_NK = read_labels(rows_ND.detach(), told.top_k, told.counts_PM, splits.inverse_R)
     grouped_RD, probs_NK = open_rows(rows_ND, place_NK, probs_NK, told.choices)
+    lend(grouped_RD, partial(opened_rows, place_NK=place_NK, rows=told.choices))
     if weighted:
         return grouped_RD, spread_weights(probs_NK, place_NK, told.choices), Opened(None, place_NK)
     return grouped_RD, None, Opened(probs_NK, place_NK)

@@ -113,6 +113,14 @@ def open_rows(rows_NW: Tensor, place_NK: Tensor, probs_NK: Tensor, rows: int) ->
     return _Open.apply(rows_NW, place_NK, probs_NK, rows)
 
 
+def opened_rows(rows_NW: Tensor, place_NK: Tensor, rows: int) -> Tensor:
+    """The rows that `open_rows` makes, without a graph."""
+    width = rows_NW.shape[1] - label_bytes(place_NK.shape[1]) // rows_NW.itemsize
+    grouped_RD = rows_NW.new_empty(rows, width)
+    spread_into(rows_NW[:, :width], place_NK, grouped_RD)
+    return grouped_RD
+
+
 def _ints(rows_NW: Tensor) -> Tensor:
     return rows_NW.view(torch.int32)
 
@@ -166,10 +174,7 @@ class _Open(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_NW: Tensor, place_NK: Tensor, probs_NK: Tensor, rows: int) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(place_NK)
-        width = rows_NW.shape[1] - label_bytes(place_NK.shape[1]) // rows_NW.itemsize
-        grouped_RD = rows_NW.new_empty(rows, width)
-        spread_into(rows_NW[:, :width], place_NK, grouped_RD)
-        return grouped_RD, probs_NK.view_as(probs_NK)
+        return opened_rows(rows_NW, place_NK, rows), probs_NK.view_as(probs_NK)
 
     @staticmethod
     @once_differentiable

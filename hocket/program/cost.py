@@ -35,7 +35,8 @@ from hocket.program.part_sizes import Shapes
 from hocket.program.parts import END_UNITS, Part, Unit
 from hocket.program.schedule import CostKey, Overheads, Time, cost_key
 from hocket.program.shard import Sharding
-from hocket.program.transformer import EMBED, GATHERED, HEAD, standard_types
+from hocket.program.transformer import EMBED, HEAD, standard_types
+from hocket.program.values import lent_to
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class OpCost:
     handed_bytes: int = 0
     """More of the output, if a forward that runs again keeps nothing else of it."""
     lent_bytes: int = 0
-    """Of what is saved: not kept where it is gathered again."""
+    """Of what is saved: not kept where it is made again. Of what is made again: what its reader makes of it then."""
     inner_seconds: Time = 0.0
     """Of `seconds`: in which the op waits for tensor-parallel peers."""
     inner_bytes: int = 0
@@ -75,6 +76,8 @@ class CostTable:
     clock: float = 0.0
     recomputed: Collection[tuple[str, int]] = frozenset()
     """(part, layer) whose forward keeps nothing, because it runs again."""
+    lent: Collection[tuple[str, int]] = frozenset()
+    """(part, layer) of those who do not keep what they read, and of those who make it again for their backward."""
 
     def of(self, op: Op) -> OpCost:
         return self.table.get(cost_key(op, self.kinds), _FREE)
@@ -87,15 +90,15 @@ class CostTable:
 
     def output_bytes(self, rank: int, op: Op) -> int:
         cost = self.of(op)
-        if op.verb == "recompute" and op.part == GATHERED and ("attn", op.layer) not in self.recomputed:
-            return 2 * cost.output_bytes  # and in the order of sequences, for what attention has not kept
-        return cost.output_bytes + (cost.handed_bytes if self._keeps_nothing(op) else 0)
+        lent = op.verb == "recompute" and (op.part, op.layer) in self.lent
+        handed = cost.handed_bytes if self._keeps_nothing(op) else 0
+        return cost.output_bytes + handed + (cost.lent_bytes if lent else 0)
 
     def saved_bytes(self, rank: int, op: Op) -> int:
         if self._keeps_nothing(op):
             return 0
-        cost, again = self.of(op), op.verb == "fwd" and (GATHERED, op.layer) in self.recomputed
-        return cost.saved_bytes - (cost.lent_bytes if again else 0)
+        cost, lent = self.of(op), op.verb == "fwd" and (op.part, op.layer) in self.lent
+        return cost.saved_bytes - (cost.lent_bytes if lent else 0)
 
     def _keeps_nothing(self, op: Op) -> bool:
         return op.verb == "fwd" and (op.part, op.layer) in self.recomputed
@@ -271,10 +274,13 @@ def op_costs(
             assert described.purpose is not None
             rows, room = (tokens * elements * dtype_bytes for elements in (size.output, size.grad))
             moved = tokens * size.wire * dtype_bytes or rows * (described.ranks - 1) // described.ranks
-            for verb, nbytes in (("fwd", rows), ("bwd", room)):
-                table[verb, part, kind] = price.transfer(described.purpose, moved, nbytes)
+            for verb, nbytes, local in (("fwd", rows, size.traffic), ("bwd", room, 2 * size.traffic + size.back)):
+                local_bytes = tokens * local * dtype_bytes
+                table[verb, part, kind] = price.transfer(described.purpose, moved, nbytes, local_bytes)
             if layout.recomputing(part, kind):
-                table["recompute", part, kind] = table["fwd", part, kind]
+                (reader,) = layout.by_kind[kind].readers[part]
+                opened = tokens * (sizes[reader, kind].lent or size.output) * dtype_bytes
+                table["recompute", part, kind] = replace(table["fwd", part, kind], lent_bytes=opened)
             continue
         for verb in _verbs(size):
             eight = _eight(price, layout, described, kind, verb)
@@ -282,16 +288,22 @@ def op_costs(
         if layout.recomputing(part, kind):
             once = table["fwd", part, kind]
             table["fwd", part, kind] = replace(once, handed_bytes=tokens * size.handed * dtype_bytes)
-            table["recompute", part, kind] = replace(once, output_bytes=0)
+            table["recompute", part, kind] = once if described.lends else replace(once, output_bytes=0)
     table["recv", "act", ""] = table["recv", "grad", ""] = price.transfer("pp_fwd", p2p, p2p)
     slots, state = _add_units(model, layout, sharding, price, table)
-    return CostTable(layout.kinds, table, slots, state, clock, layout.recomputed)
+    return CostTable(layout.kinds, table, slots, state, clock, layout.recomputed, _lent(layout))
 
 
 def _parts(layout: Layout) -> list[tuple[Part, str]]:
     """Every part with the kinds of layers that have it."""
     kinds = sorted((kind for kind in layout.layer_types if kind.name in layout.kinds), key=lambda kind: kind.name)
     return [(EMBED, ""), (HEAD, ""), *((part, kind.name) for kind in kinds for part in kind.parts)]
+
+
+def _lent(layout: Layout) -> frozenset[tuple[str, int]]:
+    """(part, layer) of those who read what is made again, and were not made to keep it, and of what makes it."""
+    pairs = ((part, lent_to(layout, part, n), n) for n in range(len(layout.kinds)) for part in layout.forward_parts(n))
+    return frozenset((name, n) for *names, n in pairs for name in names if names[1])
 
 
 def _verbs(size: PartSize) -> tuple[str, ...]:

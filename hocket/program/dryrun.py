@@ -187,7 +187,7 @@ class _Rank:
         )
         if op.verb == "recompute":  # is the forward once more
             self.states[op.key] = hash(("fwd", op.part, op.layer, op.microbatch, self._weights(op), *inputs))
-            if self.program.layout.part(op.part, op.layer).communicates:
+            if self.program.layout.part(op.part, op.layer).lends:
                 self.values[op.key] = self.states[op.key]
             return
         token = hash((op.verb, op.part, op.layer, op.microbatch, self._weights(op), *state, *inputs))
@@ -353,7 +353,7 @@ class _Model:
                 return self.forward("mlp", layer, self.attention_forward(layer, x))
             case "moe":
                 a = self.attention_forward(layer, x)
-                rows = a if self.layout.ep == 1 else self.forward("dispatch", layer, a)
+                rows = self.forward("dispatch", layer, a) if self._dispatches() else a
                 rows = self.forward("experts", layer, rows)
                 rows = rows if self.layout.ep == 1 else self.forward("combine", layer, rows)
                 return self.forward("unpermute", layer, rows, a)
@@ -367,9 +367,13 @@ class _Model:
                 side = self.backward("unpermute", layer, g)
                 rows = side if self.layout.ep == 1 else self.backward("combine", layer, side)
                 rows = self.backward("experts", layer, rows)
-                rows = rows if self.layout.ep == 1 else self.backward("dispatch", layer, rows)
+                rows = self.backward("dispatch", layer, rows) if self._dispatches() else rows
                 return self.attention_backward(layer, rows, side)
         return self.taped_backward(layer, g)
+
+    def _dispatches(self) -> bool:
+        """Whether rows are sent to experts, or made apart so that they can be made again."""
+        return self.layout.ep > 1 or any(name.partition(":")[0] == "dispatch" for name in self.layout.recompute)
 
     # A kind of layer that is not hocket's own, from its description. See Note: [Two ways to the same tokens].
 

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 from hocket.program.parts import UNITS as UNITS
 from hocket.program.parts import LayerKind, Part
 from hocket.program.parts import Unit as Unit
-from hocket.program.transformer import EMBED, HEAD, STANDARD, standard_types
+from hocket.program.transformer import DISPATCHED, EMBED, HEAD, STANDARD, standard_types
 
 Verb = Literal[
     "fwd", "recompute", "bwd", "wgrad", "send", "recv", "gather", "release", "add", "reduce", "step",
@@ -56,7 +56,7 @@ UNIT_VERBS = ("gather", "release", "add", "reduce", *WHOLE_MATRICES, "update")
 
 def recomputable(kinds: Collection[str], cp: int = 2) -> tuple[str, ...]:
     """Those parts of hocket's own layers of these kinds that can be recomputed: they keep more than they read."""
-    parts = (part for kind in standard_types(tuple(kinds), cp) for part in kind.parts)
+    parts = (part for kind in standard_types(tuple(kinds), cp, again=True) for part in kind.parts)
     return tuple(sorted({part.name for part in parts if part.recomputable}))
 
 
@@ -236,6 +236,7 @@ class Layout:
         if self.types:
             return self.types
         moved = {"ep": self.ep, "per_rank": self.per_rank, "placed": self.placed, "uncounted": self.uncounted}
+        moved["again"] = self._dispatches_again
         return standard_types(self.kinds, self.cp, self.heads, self.ring, **moved)
 
     @cached_property
@@ -285,6 +286,16 @@ class Layout:
             return EMBED.unit
         found = self._parts.get(part)
         return found.unit if found is not None else None
+
+    @cached_property
+    def _dispatches_again(self) -> bool:
+        """Whether rows of some layers are dispatched once more."""
+        return DISPATCHED in (part for part, _ in map(recomputed_layers, self.recompute))
+
+    @property
+    def makes_rows_later(self) -> bool:
+        """Whether experts' rows are made of tokens where they are dispatched, so that nobody keeps them."""
+        return self._dispatches_again and not (self.per_rank and self.ep > 1)
 
     @cached_property
     def recomputed(self) -> frozenset[tuple[str, int]]:

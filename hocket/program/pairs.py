@@ -28,8 +28,8 @@ def ops_of(token: Token, item: Item, layer: int, layout: Layout) -> list[Op]:
     """What a template's token means for one layer of an item; nothing for a part that the layer does not have.
 
     A recomputation stands right ahead of its backward. It waits for no gradient, so it runs while one is on its way. If
-    it communicates it stands ahead of the layer's backward, which it runs beside. A weight gradient that cannot wait
-    stands right behind it.
+    it communicates it stands ahead of the layer's backward, which it runs beside; if it computes what a reader does not
+    keep, ahead of that one's. A weight gradient that cannot wait stands right behind it.
     """
     ops: list[Op] = []
     for verb, part in part_of(token, layout, layer):
@@ -37,7 +37,9 @@ def ops_of(token: Token, item: Item, layer: int, layout: Layout) -> list[Op]:
             continue
         kind = layout.type_of(layer)
         again = [p for p in kind.parts if p.communicates] if verb == "bwd" and part is kind.exit else []
-        again += [part] if verb == "bwd" and not part.communicates else []
+        if verb == "bwd" and not part.communicates:
+            again += [p for p in kind.parts if p.lends and not p.communicates and p.name in part.sources]
+            again += [] if part.lends else [part]
         ops.extend(op_of("recompute", p, item, layer) for p in again if layout.recomputes(p.name, layer))
         ops.append(op_of(verb, part, item, layer))
         if verb == "bwd" and part.unit is not None and not part.deferrable:

@@ -349,10 +349,10 @@ def _core(s: Shapes, windowed: bool, width: int) -> PartSize:
     return PartSize(core=round(4 * keys) * width, masked=round(_FLASH * 4 * keys + 2 * _EDGES) * width)
 
 
-def attention_and_routing(s: Shapes, mixer: Mixer = "full") -> PartSize:
-    """Attention, second norm, shared expert, router and permutation.
+def attention_and_routing(s: Shapes, mixer: Mixer = "full", made: bool = True) -> PartSize:
+    """Attention, second norm, shared expert, router and permutation, if rows are `made` here.
 
-    The residual is not in the output: the norm keeps that tensor, so it counts as saved.
+    The residual is not in the output: the norm keeps that tensor, so it counts as saved. So do tokens, for the router.
     """
     model, copies, f = s.model, s.copies, s.formulas
     d, sh, e = model.hidden, model.shared_ffn, model.experts
@@ -361,17 +361,22 @@ def attention_and_routing(s: Shapes, mixer: Mixer = "full") -> PartSize:
     shared = plus(f.swiglu(d, sh), PartSize(output=d, rows=2 * d + 3 * sh, casts=d)) if sh else PartSize()
     if sh and model.shared_gate:
         w, weights, shared = w + d, weights + d, plus(shared, PartSize(traffic=3 * d, saved=d + 1, kept=1))
-    moved, output = 2 * _rows(copies.count, d, copies), _rows(copies.room, d, copies) + probs
+    moved, output = (2 * _rows(copies.count, d, copies), _rows(copies.room, d, copies)) if made else (0, 0)
     router = PartSize(rows=d + e, routes=1)
     losses = (model.z_loss > 0) + (model.aux_loss > 0 and model.aux_loss_over != "microbatch")
     scores = s.exact * e * (1 + losses)  # fp32, as much for each loss that autograd makes of them
-    rest = PartSize(gemm=w, weights=weights, traffic=moved, output=output, saved=scores, kept=scores, handed=d)
+    rest = PartSize(gemm=w, weights=weights, traffic=moved, output=output + probs, saved=scores, kept=scores)
+    rest = replace(rest, handed=d if made else 2 * d)
     return plus(replace(attention(s, mixer), output=0), f.norm(d), shared, router, rest)
 
 
-def dispatch(s: Shapes) -> PartSize:
+def dispatch(s: Shapes, made: bool = False) -> PartSize:
+    """Rows sent, or with `made` made of tokens and sent. Where all experts are here, their weights are beside them."""
     d, copies = s.model.hidden, s.copies
-    return PartSize(output=_rows(copies.count, d, copies), grad=_rows(copies.room, d, copies))
+    rows = _rows(copies.count, d, copies)
+    if not made:
+        return PartSize(output=rows, grad=_rows(copies.room, d, copies))
+    return PartSize(output=rows, grad=d, traffic=2 * rows, back=-2 * rows)
 
 
 def experts(s: Shapes) -> PartSize:
@@ -385,7 +390,7 @@ def experts(s: Shapes) -> PartSize:
     grad, extra = _rows(copies.count, d, copies), 0
     if copies.per_rank or ep == 1:
         extra = k * d * copies.per_rank if model.expert_bias else f.weighted_saved * k * model.expert_ffn
-    rows = PartSize(saved=k * d + extra, kept=k * d, traffic=moved, output=received, grad=grad)
+    rows = PartSize(saved=k * d + extra, lent=k * d, kept=k * d, traffic=moved, output=received, grad=grad)
     rows_of = k * (2 * d + 3 * model.expert_ffn)
     matmuls = PartSize(grouped=k * w, weights=model.experts // ep * w, rows=rows_of, casts=k * (d + model.expert_ffn))
     if model.expert_bias:  # added to what is there, and summed up once from gradients that are there

@@ -69,8 +69,10 @@ class Part:
     deferrable: bool = True
     """Whether its weight gradient may run later than right behind its input gradient."""
     recomputable: bool = False
-    """Whether it may run forward once more for its backward, since it keeps more than it reads. Of a part that
-    communicates that is its value, for those who read it once more."""
+    """Whether it may run forward once more for its backward, since it keeps more than it reads."""
+    lends: bool = False
+    """Whether what it keeps is its value, which its readers need not keep if it runs once more: for them, not for its
+    own backward. So it is with a recomputable part that communicates."""
     kept: tuple[str, ...] = ()
     """Values that its saved state refers to from forward until its backward ends: `fwd dispatch`, `input`, ... Only
     those matter that another lane has made: see Note: [Values of communication lanes live longer]."""
@@ -106,6 +108,8 @@ class Part:
             refuse("a part that communicates moves one value: it has one input, one output and no weights")
         if self.communicates and self.makes:
             refuse("a part that communicates makes no state")
+        if self.communicates and self.recomputable:
+            object.__setattr__(self, "lends", True)
         if self.way and not self.communicates:
             refuse(f"way={self.way!r}: a part that computes exchanges no rows")
         if self.unit not in (None, *UNITS):

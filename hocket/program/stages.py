@@ -141,10 +141,11 @@ def _with_fp8_rows(costs: CostTable, config: Config, hardware: Hardware) -> Cost
             if part.way == "out":
                 cost = table["fwd", part.name, kind.name]
                 wire = round(cost.wire_bytes * packed / (wide + label))
-                local = round(2 * config.tokens * copies.count * (wide + label + packed))
+                local = cost.memory_bytes + round(2 * config.tokens * copies.count * (wide + label + packed))
                 seconds = link.seconds(wire) + local / hardware.memory_bandwidth + 2 * hardware.gap
-                changed = replace(cost, seconds=seconds, wire_bytes=wire, memory_bytes=cost.memory_bytes + local)
-                table["fwd", part.name, kind.name] = changed
+                for key in (("fwd", part.name, kind.name), ("recompute", part.name, kind.name)):
+                    if key in table:
+                        table[key] = replace(table[key], seconds=seconds, wire_bytes=wire, memory_bytes=local)
     return replace(costs, table=table)
 
 
@@ -163,6 +164,7 @@ def _with_placed_rows(costs: CostTable, config: Config) -> CostTable:
             if part.way == "out":
                 reader = kind.readers[part.name][0]
                 kept = {("fwd", part.name): 0, ("fwd", reader): 1, ("recompute", reader): 1, ("bwd", reader): 2}
+                kept |= {("recompute", part.name): 0}
             elif part.way == "back":
                 kept = {("bwd", part.name): 0}
             else:
@@ -174,7 +176,7 @@ def _with_placed_rows(costs: CostTable, config: Config) -> CostTable:
                     saved = max(cost.saved_bytes - arrived, 0) if cost.saved_bytes else 0
                     sizes = {"output_bytes": cost.output_bytes, "handed_bytes": cost.handed_bytes, "saved_bytes": saved}
                     changed = {what: round(times * nbytes) for what, nbytes in sizes.items()}
-                    table[verb, name, kind.name] = replace(cost, **changed)
+                    table[verb, name, kind.name] = replace(cost, **changed, lent_bytes=0)
     return replace(costs, table=table)
 
 

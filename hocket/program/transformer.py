@@ -38,6 +38,8 @@ DENSE = layer_kind(
 GATHERED = "kv"
 """Keys and values of ranks that share sequences: gathered for attention, or exchanged."""
 
+DISPATCHED = "dispatch"
+"""Experts' rows: made of tokens, and sent where they are on other ranks."""
 
 STAGES = 3
 """Stages of a ring at most: in each come keys of some ranks, so that calls of attention do not become too small."""
@@ -118,28 +120,44 @@ def _shared_sequences(kind: LayerKind, ranks: int, heads: bool, stages: int) -> 
 
 
 @lru_cache
-def moe(ep: int = 1, per_rank: bool = False, placed: bool = False, uncounted: bool = False) -> LayerKind:
+def moe(
+    ep: int = 1, per_rank: bool = False, placed: bool = False, uncounted: bool = False, again: bool = False
+) -> LayerKind:
     """A layer whose experts are spread over `ep` ranks.
 
     With `per_rank` a token is sent once per rank, and nothing of what comes back is kept for backward. With `placed`
     rows arrive where their experts read them, and experts keep them as they are. Where all experts are here, they are
     told the weights of rows beside them. With `uncounted` no host waits until
-    it knows how many rows come.
+    it knows how many rows come. With `again` rows can be dispatched once more for the backward of experts, who then do
+    not keep them. So that nobody keeps what is sent either, `dispatch` makes the rows from tokens, which the router
+    keeps; sent once per rank they are few, and kept.
     """
     away = partial(Part, lane="a2a", purpose="a2a", ranks=ep)
     arrived = ("fwd dispatch",) if placed else ()
+    made, weights = again and not (per_rank and ep > 1), "weights" if ep == 1 else "_"
+    dispatch = away(
+        DISPATCHED, "d", ("attn.tokens" if made else "attn.rows",), way="out", counted=not uncounted,
+        recomputable=again, size=partial(sizes.dispatch, made=made),
+    )  # fmt: skip
+    if ep == 1 and again:
+        dispatch = Part(
+            DISPATCHED, "d", ("attn.tokens", "attn.weights"), outputs=("rows", "weights"), takes=("routing",),
+            recomputable=True, lends=True, size=dispatch.size,
+        )  # fmt: skip
+    here = tuple(f"{DISPATCHED if again else 'attn'}.{output}" for output in ("rows", "weights"))
     return layer_kind(
         "moe",
         (
             Part(
-                "attn", "a", outputs=("rows", "residual", "shared", "weights" if ep == 1 else "_", "probs"),
+                "attn", "a", outputs=("tokens" if made else "rows", "residual", "shared", weights, "probs"),
                 takes=("documents",), makes=("routing",), unit="dense",
                 kept=(INPUT, OUTPUT_GRADIENT), wgrad_kept=(OUTPUT_GRADIENT,), recomputable=True,
-                products=("qkv", "proj", "shared_fc1", "shared_fc2"), size=sizes.attention_and_routing,
+                products=("qkv", "proj", "shared_fc1", "shared_fc2"),
+                size=partial(sizes.attention_and_routing, made=not made),
             ),
-            away("dispatch", "d", ("attn.rows",), way="out", counted=not uncounted, size=sizes.dispatch),
+            dispatch,
             Part(
-                "experts", "e", ("dispatch", "attn.weights") if ep == 1 else ("dispatch",), takes=("splits",),
+                "experts", "e", here if ep == 1 else (DISPATCHED,), takes=("splits",),
                 unit="experts", kept=arrived, wgrad_kept=(*arrived, "bwd combine") if placed else (),
                 recomputable=True, size=sizes.experts,
             ),

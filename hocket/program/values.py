@@ -88,7 +88,11 @@ def reads(op: Op, layout: Layout, rank: int) -> list[Key]:
         case "bwd":
             lent = [("recompute", lent_to(layout, part, op.layer), m, c, op.layer)]
             kept = _kept(op, layout, rank, layout.part(part, op.layer).kept)
-            return [*output_grads(op, layout, rank), *kept, *(key for key in lent if key[1])]
+            return [
+                *output_grads(op, layout, rank),
+                *(key for key in kept if key not in lent),
+                *lent[: bool(lent[0][1])],
+            ]
         case "wgrad":
             return _kept(op, layout, rank, layout.part(part, op.layer).wgrad_kept)
         case "send" if part == TIED:
@@ -118,12 +122,12 @@ def _inputs(op: Op, layout: Layout, rank: int) -> list[Key]:
 
 
 def gathers_again(layout: Layout, part: str, layer: int) -> bool:
-    """Whether a part of a layer communicates once more for what is recomputed behind it."""
-    return layout.recomputes(part, layer) and layout.part(part, layer).communicates
+    """Whether a part of a layer makes its value once more, for those who read it in backward."""
+    return layout.recomputes(part, layer) and layout.part(part, layer).lends
 
 
 def lent_to(layout: Layout, part: str, layer: int) -> str:
-    """The part whose value a part does not keep for its backward, since it communicates again; empty if there is none.
+    """The part whose value a part does not keep for its backward, since it is made again; empty if there is none.
 
     What is recomputed reads the value then. The backward of what is not recomputed does, as the last of what it reads.
     """
@@ -155,7 +159,8 @@ def _kept(op: Op, layout: Layout, rank: int, values: tuple[str, ...]) -> list[Ke
             key = output_grads(op, layout, rank)[0] if layer < 0 else output_grad(layout, rank, m, c, layer)
         else:
             verb, _, part = value.partition(" ")
-            key = (verb, part, m, c, layer)
+            again = verb == "fwd" and op.verb != "recompute" and gathers_again(layout, part, layer)
+            key = ("recompute" if again else verb, part, m, c, layer)
         if key[0] == "recv" or (key[4] >= 0 and layout.part(key[1], key[4]).communicates):
             found.append(key)
     return found

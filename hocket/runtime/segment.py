@@ -19,6 +19,7 @@ longer to wake than a part takes to issue. So segments run backward on the threa
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -49,8 +50,11 @@ class _Enter(torch.autograd.Function):
 class Lent:
     """A tensor that a segment does not hold from forward to backward, since the plan makes again what it is made of.
 
-    Of what functions save, views of it are left out, and cut out of a new one in backward.
+    Functions of the segment say by `lend` which it is. Of what they save, views of it are left out, and cut out of a
+    new one in backward.
     """
+
+    _now = threading.local()
 
     def __init__(self) -> None:
         self._make: Callable[[Tensor], Tensor] | None = None
@@ -60,16 +64,25 @@ class Lent:
         """In forward: `tensor` is what `make` makes of the value that `give` will be given."""
         self._there, self._make = tensor, make
 
+    @classmethod
+    def current(cls) -> Lent | None:
+        """That of the segment whose forward runs on this thread, if it has one."""
+        return getattr(cls._now, "lent", None)
+
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Around the segment's forward. The tensor lives until then, so that no other one has its memory."""
-        with torch.autograd.graph.saved_tensors_hooks(self._left_out, self._cut):
-            yield
-        self._there = None
+        Lent._now.lent = self
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._left_out, self._cut):
+                yield
+        finally:
+            Lent._now.lent = self._there = None
+        assert self._make is not None, "forward makes something of what is lent"
 
     def _left_out(self, saved: Tensor) -> Any:
         there = self._there
-        if there is None or saved.untyped_storage().data_ptr() != there.untyped_storage().data_ptr():
+        if there is None or saved.untyped_storage()._cdata != there.untyped_storage()._cdata:
             return saved
         return saved.shape, saved.stride(), saved.storage_offset()
 
@@ -81,12 +94,19 @@ class Lent:
 
     def give(self, value: Tensor) -> None:
         """Ahead of the segment's backward."""
-        assert self._make is not None, "forward makes something of what is lent"
-        self._there = self._make(value)
+        assert self._make is not None, "what is lent is given once, after forward"
+        with torch.no_grad():
+            self._there, self._make = self._make(value), None
 
     def end(self) -> None:
         """Backward is done."""
         self._there = None
+
+
+def lend(tensor: Tensor, make: Callable[[Tensor], Tensor]) -> None:
+    """Say that `tensor` is what `make` makes of a value that may come once more for backward, and need not be kept."""
+    if (lent := Lent.current()) is not None:
+        lent.made(tensor, make)
 
 
 class Segment:

@@ -262,7 +262,7 @@ PLAN_RULES: tuple[Rule, ...] = (
         ("plan.recompute",),
         lambda c, h: len(set(recomputed_parts(c))) < len(recomputed_parts(c)) or {"auto"} < set(recomputed_parts(c)),
         "each part is named once, and auto stands alone",
-        "parts out of attn, experts, kv and mlp, such as attn or attn:2, or auto",
+        "parts out of attn, dispatch, experts, kv and mlp, such as attn or attn:2, or auto",
     ),
     *(
         Rule(
@@ -272,7 +272,7 @@ PLAN_RULES: tuple[Rule, ...] = (
             f"leave {part} out, or name more layers",
             only_if_set=True,
         )
-        for part in ("experts", "mlp")
+        for part in ("dispatch", "experts", "mlp")
     ),
     Rule(
         ("plan.layer_order",),

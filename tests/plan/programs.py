@@ -78,7 +78,16 @@ def _case(source: Any, most_ranks: int) -> Case:
         bounds=tuple(sum(sizes[:n]) for n in range(len(sizes) + 1)),
         tied=among((False, True)),
         per_rank=among((False, True)),
-        recompute=among(((), ("attn",), ("experts", "mlp"), ("attn:1", "experts:2", "mlp"))),
+        recompute=among(
+            (
+                (),
+                ("attn",),
+                ("experts", "mlp"),
+                ("attn:1", "experts:2", "mlp"),
+                ("dispatch",),
+                ("attn", "dispatch:2", "experts:1"),
+            )
+        ),
     )
     layout = replace(layout, placed=not layout.per_rank and among((False, True)))
     layout = replace(layout, uncounted=layout.placed and among((False, True)))

@@ -383,7 +383,9 @@ def test_kinds_of_one_layout_agree() -> None:
         Layout(("dense", "other"), types=(DENSE, other))
     with pytest.raises(ValueError, match="no description of layers of kind 'sparse': there are dense and moe"):
         Layout(("sparse",))
-    with pytest.raises(ValueError, match="part 'norm' cannot be recomputed: there are attn, experts, kv, mlp"):
+    with pytest.raises(
+        ValueError, match="part 'norm' cannot be recomputed: there are attn, dispatch, experts, kv, mlp"
+    ):
         Layout(("dense",), recompute=("norm",))
 
 

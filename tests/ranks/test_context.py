@@ -52,12 +52,16 @@ CASES: dict[str, Config] = {
         {**DENSE, **PROJECTIONS["normed"], "norms": "after", "layers": 4},
         {"pp": 2}, dict(chunks=2, layers_per_stage=(1, 1, 1, 1), recompute=("attn:1",), strategy="optim"),
     ),
-    "biases, no shards": of({**MOE, "qkv_bias": True, "o_bias": True}, {}, dict(strategy="no_shard", merge="on")),
+    "biases, no shards": of(
+        {**MOE, "qkv_bias": True, "o_bias": True}, {},
+        dict(strategy="no_shard", merge="on", recompute=("dispatch",)),
+    ),
     "heads over tensor-parallel ranks": of(
         {**DENSE, **GATED, "vocab": 32, "window": 3, "full_layers": (1,)}, {"tp": 2}, {}, **TENSORS
     ),
     "latents, merged, gathered again": of(
-        {**MOE, **PROJECTIONS["latent"]}, {"ep": 2}, dict(merge="on", merge_ends="off", recompute=("attn", "kv"))
+        {**MOE, **PROJECTIONS["latent"]}, {"ep": 2},
+        dict(merge="on", merge_ends="off", recompute=("attn", "dispatch", "kv")),
     ),
     "latents of queries": of({**DENSE, **PROJECTIONS["latent queries"]}, {}, {}, **{"data.packing": "off"}),
     "exchanged heads": of({**DENSE, **GATED, "kv_heads": 1}, {}, dict(recompute=("attn:1",)), **HEADS),

@@ -44,7 +44,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any], dict[str,
     ),
     "the same in a pipeline, with one row for each rank, in fp8": (
         dict(layers=4, top_k=3), dict(pp=2, dp=2, ep=2),
-        dict(chunks=2, merge="on", copies="per_rank", recompute=("attn", "experts")), {"dispatch": "fp8"},
+        dict(chunks=2, merge="on", copies="per_rank", recompute=("attn", "dispatch", "experts")), {"dispatch": "fp8"},
     ),
     "the same where no host counts rows": (
         MIXED, dict(dp=2, ep=2), dict(merge="on", splits="device"), {"compute": "fp32", "dispatch": "fp8"},

@@ -39,7 +39,7 @@ VALUES: dict[str, list[Any]] = {
     "layer_order": ["literature", "early_release", "wgrad_last", "cB eB aF dB aB dF eF cF uB eW aW uF"],
     "splits": ["host", "device"],
     "order": ["auto", "sequential", "zb_h1", "zb_v", "merged_v"],
-    "recompute": [(), ("attn:1",), ("experts", "mlp")],
+    "recompute": [(), ("attn:1",), ("experts", "mlp"), ("dispatch",), ("attn", "dispatch:1", "experts")],
     "room": [1.0, 2.0],
     "documents": ["off", "on"],
     "attention": ["full", "window", "sinks", "both", "delta"],
@@ -222,6 +222,48 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
         dict(layers=3, experts=0, norms="after"),
         dict(pp=2, dp=2),
         dict(chunks=2, merge="off", layers_per_stage=(1, 1, 1, 0), update="next_step", strategy="optim"),
+    ),
+    "rows made again": (
+        dict(layers=4, dense_layers=(1,), shared_ffn=16, aux_loss=0.01),
+        dict(pp=2),
+        dict(chunks=2, merge="on", defer_wgrad="on", defer_layers=-1, defer_parts="all", recompute=("dispatch",)),
+    ),
+    "rows made again for biased experts": (
+        dict(layers=2, **BIASES),
+        dict(dp=2),
+        dict(merge="off", recompute=("dispatch",)),
+    ),
+    "rows made again, and all that reads them": (
+        dict(layers=3, shared_ffn=16, aux_loss=0.01),
+        dict(),
+        dict(merge="off", recompute=("attn:1", "dispatch", "experts:2")),
+    ),
+    "rows dispatched again in a pipeline, some recomputed": (
+        dict(layers=9, dense_layers=(0, 1, 4), shared_ffn=16, aux_loss=0.01),
+        dict(pp=2, dp=2, ep=2),
+        dict(
+            chunks=2,
+            merge="on",
+            merge_ends="on",
+            defer_wgrad="on",
+            defer_layers=2,
+            recompute=("attn:2", "dispatch:2", "experts:1"),
+        ),
+    ),
+    "one copy per rank, dispatched again": (
+        dict(layers=4, experts=8, top_k=3, dense_layers=(0,), shared_ffn=16, aux_loss=0.01),
+        dict(pp=2, dp=2, ep=2),
+        dict(merge="on", defer_wgrad="on", copies="per_rank", recompute=("dispatch",)),
+    ),
+    "rows that nobody counts, dispatched again": (
+        dict(layers=2, router="sigmoid", router_bias=True),
+        dict(dp=2, ep=2),
+        dict(merge="on", splits="device", defer_wgrad="on", recompute=("dispatch",)),
+    ),
+    "all rows to one rank, dispatched again": (
+        dict(layers=2, experts=8, top_k=1, router="sigmoid", bias_rate=0.02),
+        dict(dp=4, ep=4),
+        dict(merge="on", recompute=("dispatch",)),
     ),
     "recomputed in some layers": (
         dict(layers=9, dense_layers=(0, 1, 4), shared_ffn=16, aux_loss=0.01),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hocket.config import DataConfig
+from hocket.config import Config, DataConfig
 from hocket.engine import Engine
 from hocket.model.microbatch import Microbatch
 from hocket.program.network import hardware_of
@@ -17,6 +17,7 @@ from hocket.program.stages import costs_of
 from hocket.settings.schema import changed
 from tests.helpers.live import LiveBytes
 from tests.helpers.parity import config
+from tests.helpers.ranks import run_ranks
 from tests.reference import random_batches
 
 LENGTH = 128
@@ -55,6 +56,47 @@ def test_memory_falls_as_predicted(kind: str, parts: tuple[str, ...]) -> None:
         assert saved == pytest.approx(expected, rel=0.2)
     assert everything[0] < some[0] < 0.8 * kept[0]
     assert everything[0] < half[0] < 0.8 * kept[0]
+
+
+def test_rows_made_again_are_not_kept() -> None:
+    """Of all rows of all layers but the one whose backward runs."""
+    torch.set_num_threads(1)
+    rows = 2 * LENGTH * 2 * 64 * 4  # tokens, choices, width, bytes
+    for others in ((), ("experts",)):
+        kept, again = (peaks("moe", (*others, *parts)) for parts in ((), ("dispatch",)))
+        assert kept[0] - again[0] == pytest.approx(kept[1] - again[1], rel=0.02)
+        assert kept[0] - again[0] > 3.5 * rows
+
+
+def held(rank: int, c: Config) -> int:
+    """Most bytes of values, saved tensors and gradients of a rank's step."""
+    torch.set_num_threads(1)
+    engine = Engine(c, rank, torch.device("cpu"))
+    engine.init_weights()
+    (batches,) = random_batches(c.model, 1, 2, 2, (2, LENGTH))
+    microbatches = [Microbatch(*of_ranks[rank]) for of_ranks in batches]
+    engine.train_step(microbatches, 1e-2)
+    with LiveBytes() as live:
+        engine.train_step(microbatches, 1e-2)
+    engine.close()
+    return live.peak
+
+
+@pytest.mark.parametrize(
+    ("copies", "choices", "expected"),
+    [("per_expert", 2, 6 * 2 * 64 - 2 * 2 * 64), ("per_rank", 4, 6 * (4 * 64 - 2 * 80) - (4 * 64 + 2 * 80))],
+)
+def test_rows_dispatched_again_are_not_kept(copies: str, choices: int, expected: int) -> None:
+    """Numbers of a token: the rows of six layers, less those of one that come again and those in experts' order.
+
+    One row for each rank, with a label of 16, is kept where it is sent.
+    """
+    model = dict(layers=6, hidden=64, expert_ffn=16, experts=4, top_k=choices, routing="even")
+    found = []
+    for parts in ((), ("dispatch",)):
+        c = config(model, dict(dp=2, ep=2), dict(merge="off", copies=copies, recompute=parts), 2, "fp32")
+        found.append(max(run_ranks(held, 2, replace(c, data=DataConfig(sequence_length=LENGTH)))))
+    assert found[0] - found[1] == pytest.approx(2 * LENGTH * 4 * expected, rel=0.02)
 
 
 def test_what_is_gathered_again_is_not_kept() -> None:
