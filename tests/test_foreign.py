@@ -27,6 +27,22 @@ SAMPLES: dict[type, Any] = {bool: True, int: 2, float: 0.5, str: "x", list: ["x"
 VALUES: dict[str, list[Any]] = {
     "--num-layers-per-virtual-pipeline-stage": [2],
     "--distributed-backend": ["nccl", "mpi"],
+    **{name: ["fp32", "bf16"] for name in ("--exp-avg-dtype", "--exp-avg-sq-dtype")},
+    "--fp8-format": ["e4m3", "hybrid", "x"],
+    "--rope-type": ["rope", "yarn"],
+    "--lr-warmup-fraction": [0.5],
+    "--lr-decay-iters": [100, 50],
+    "--split": ["99,1,0", "98"],
+    "--data-path": ["text", [0.5, "a", 0.5, "b"]],
+    "--optimizer": ["adam", "muon", "sgd"],
+    "--attention-dropout": [0.0, 0.1],
+    "--hidden-dropout": [0.0, 0.1],
+    "--tokenizer-type": ["HuggingFaceTokenizer", "NullTokenizer"],
+    "model.converters": [["float8"], ["mx"], []],
+    "config": ["llama3_8b", "llama3_debugmodel"],
+    "training.global_batch_size": [16, 15, -1],
+    "validation.steps": [4, -1],
+    **{f"lr_scheduler.{name}": [0.0, 0.1] for name in ("min_lr_factor", "lr_min")},
     "--data-parallel-sharding-strategy": ["no_shard", "optim", "optim_grads", "optim_grads_params", "x"],
     "--moe-token-dispatcher-type": ["alltoall", "flex", "allgather"],
     "--moe-router-score-function": ["softmax", "sigmoid", "x"],
@@ -68,6 +84,10 @@ ROUND = Given(
         "--pipeline-model-parallel-size": 2,
         "--micro-batch-size": 1,
         "--tensor-model-parallel-size": 2,
+        "--train-iters": 100,
+        "--rotary-scaling-factor": 40.0,
+        "validation.enable": True,
+        "training.local_batch_size": 1,
         "parallelism.tensor_parallel_degree": 2,
     },
     gpus=16,
@@ -144,6 +164,7 @@ def test_ranks_microbatches_and_stages_follow_from_several_flags() -> None:
         "train.sequences": 2, "train.microbatches": 16, "model.heads": 32, "model.hidden": 4096, "model.kv_heads": 32,
         "model.head_dim": 128, "model.tied": True, "overlap.dp.strategy": "no_shard", "model.ffn": 16384,
         "model.norm_eps": 1e-5, "model.rope_theta": 10000.0, "train.weight_decay": 0.01, "train.betas": (0.9, 0.999),
+        "train.clip": 1.0, "train.min_lr": 0.0, "train.schedule": "linear", "train.warmup": 0, "model.init_std": 0.02,
     }  # fmt: skip
 
 
@@ -176,7 +197,16 @@ def test_first_and_last_stage_of_another_size() -> None:
 
 @pytest.mark.parametrize(
     ("text", "layers"),
-    [("3", (1, 2, 4, 5)), ("[0]*2+[1]*4", (0, 1)), ("([0]*1+[1]*1)*3", None), ("[1,0,1,1,1,1]", (1,))],
+    [
+        ("3", (1, 2, 4, 5)),
+        ("[0]*2+[1]*4", (0, 1)),
+        ("([0]*1+[1]*1)*3", (0, 2, 4)),
+        ("[1,0,1,1,1,1]", (1,)),
+        ("([0]*2+[1]*4)", (0, 1)),
+        ("[1]*9999999999", None),
+        ("[2]*6", None),
+        ("f(6)", None),
+    ],
 )
 def test_patterns_of_moe_layers(text: str, layers: tuple[int, ...] | None) -> None:
     found = settings(f"--num-layers 6 --moe-layer-freq {text}")
@@ -236,10 +266,10 @@ def test_values_of_a_wrong_type_are_refused_all_at_once(text: str, words: str) -
 
 
 def test_unknown_names_are_reported_with_a_suggestion_and_nothing_else_is_lost() -> None:
-    found = translate(MEGATRON, read.flags("--overlap-grad-reduc --tensorboard-dir x --bf16"))
+    found = translate(MEGATRON, read.flags("--overlap-grad-reduc --vocab-file x --bf16"))
     assert [(row.name, row.answer.words) for row in found.of("not known")] == [
         ("--overlap-grad-reduc", "did you mean --overlap-grad-reduce?"),
-        ("--tensorboard-dir", "nothing about parallelism, overlap, precision or recomputation"),
+        ("--vocab-file", "nothing about parallelism, overlap, precision or recomputation"),
     ]
     assert found.settings["precision.compute"] == "bf16"
     assert not found.complete
@@ -276,7 +306,7 @@ FLAGS = "--pipeline-model-parallel-size 2 --overlap-moe-expert-parallel-comm --e
 
 def test_the_command_prints_a_translation(capsys, pytestconfig: pytest.Config) -> None:
     code, out, _ = command(
-        capsys, "explain", "--from-megatron", f"{FLAGS} --fp8-format e4m3 --overlap-grad-reduce", "--gpus", "8"
+        capsys, "explain", "--from-megatron", f"{FLAGS} --fp4-format e2m1 --overlap-grad-reduce", "--gpus", "8"
     )
     assert code == 1
     assert_golden("explain_from_megatron.txt", out, pytestconfig)
@@ -336,6 +366,7 @@ def test_stages_of_megatron(flags: str, chunks: int | None, sizes: tuple[int, ..
 
 
 MIXTURE = (
+    "--attention-dropout 0 --hidden-dropout 0.0 "
     "--num-layers 8 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 4 --num-query-groups 2 --swiglu "
     "--normalization RMSNorm --position-embedding-type rope --disable-bias-linear --vocab-size 1024 "
     "--untie-embeddings-and-output-weights --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 128 "

@@ -10,7 +10,7 @@ import pytest
 from hocket.commands.plan import resolve_for_plan
 from hocket.foreign import read
 from hocket.foreign.entry import RECIPES, file_of
-from hocket.foreign.systems import BRIDGE, DEEPSPEED, MEGATRON, TORCHTITAN
+from hocket.foreign.systems import BRIDGE, DEEPSPEED, MEGATRON, SYSTEMS, TORCHTITAN
 from hocket.foreign.translate import System, translate
 from hocket.foreign.write import to_toml
 from hocket.recipes import recipe
@@ -131,7 +131,8 @@ def test_lines_of_python_are_read_as_they_stand_in_the_manual_of_bridge() -> Non
         ("model.tensor_model_parallel_size 4 a=1", ["a 1", "model.tensor_model_parallel_size", "4"]),
         ("model.num_layers= a=1", ["model.num_layers = a = 1"]),
         ("-", ["-"]),
-        ("cfg.x = f(3)\npretrain(cfg)", ["cfg.x = f(3)", "pretrain(cfg)"]),
+        ("cfg.x = f(3)\npretrain(cfg)", ["cfg.x = f(3)"]),
+        ("def main():\n    cfg.x = 1", ["def main(): ..."]),
         ("cfg.x += 1", ["cfg.x += 1"]),
         ("cfg = A(**more)", ["**more"]),
     ],
@@ -178,7 +179,7 @@ def test_recipes_of_the_tables_exist_and_can_run(system: str) -> None:
         resolve_for_plan(changed(recipe(settings.pop("recipe")), settings), {"": "here"})
 
 
-@pytest.mark.parametrize("name", ["--wandb-project", "--log-dir", "--tensorboard-dir", "--swi", "--data-cache-path"])
+@pytest.mark.parametrize("name", ["--exit-on", "--log-dir", "--vocab-file", "--swi", "--data-parallel-size"])
 def test_names_that_are_like_none_get_no_suggestion(name: str) -> None:
     (row,) = translate(MEGATRON, [(name, "x")], 8).of("not known")
     assert "did you mean" not in row.answer.words
@@ -188,3 +189,107 @@ def test_a_comment_of_the_file_stays_a_comment() -> None:
     pairs: read.Pairs = [("optimizer.type\n[train]\nlr = 1e9", "x"), ("--master-addr", "a\nb"), ("--lr", 1.0)]
     text = to_toml(translate(MEGATRON, pairs, 8, "tiny\nlr = 5"))
     assert tomllib.loads(text)["train"] == {"lr": 1.0}
+
+
+SCRIPT = """#!/bin/bash
+# a "script" with --comments
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+GPUS=8; NODES=${NODES:-2}
+MODEL_ARGS=(
+    --num-layers 4
+    --moe-layer-freq "([0]*1+[1]*3)" # (one is dense)
+)
+TRAINING="
+    --lr 1e-4 \\
+    --bf16
+"
+torchrun --nproc-per-node $GPUS --nnodes "$NODES" pretrain_gpt.py \\
+    ${MODEL_ARGS[@]} $TRAINING --save $1/last --train-iters ${STEPS:-7} 2>&1 | tee log.txt
+"""
+
+
+def test_a_script_is_read_with_its_variables_and_without_its_comments(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(SCRIPT)
+    pairs = read.flags_or_file(str(path))
+    strays = [name for name, value in pairs if isinstance(value, read.Stray)]
+    assert [pair for pair in pairs if not isinstance(pair[1], read.Stray)] == [
+        ("CUDA_DEVICE_MAX_CONNECTIONS", 1),
+        ("--nproc-per-node", 8),
+        ("--nnodes", 2),
+        ("--num-layers", 4),
+        ("--moe-layer-freq", "([0]*1+[1]*3)"),
+        ("--lr", 1e-4),
+        ("--bf16", True),
+        ("--save", "$1/last"),
+        ("--train-iters", 7),
+    ]
+    assert strays == ["2>&1", "|", "tee", "log.txt"]
+    found = translate(MEGATRON, pairs)
+    assert found.settings["mesh.dp"] == 16
+    assert found.settings["model.dense_layers"] == (0,)
+
+
+def test_what_a_script_leaves_open_is_asked_for() -> None:
+    found = translate(MEGATRON, read.flags("--num-layers $LAYERS --data-path $DATA --save $1 --bf16"), 8)
+    open_ = {row.name for row in found.of("not there") if "give its value" in row.answer.words}
+    assert open_ == {"--num-layers", "--data-path"}
+    assert not {"model.layers", "data.paths"} & found.settings.keys()
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--job.config_file {} --training.steps 9", "CONFIG_FILE={} NGPU=4 ./run_train.sh --training.steps 9", "{}"],
+)
+def test_a_file_that_a_flag_names_is_read_and_flags_stand_above_it(tmp_path: Path, words: str) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text('[model]\nname = "llama3"\nflavor = "8b"\n[training]\nsteps = 5\nseq_len = 64\n')
+    system, reader = SYSTEMS["torchtitan"]
+    found = translate(system, reader(words.format(path)), 0)
+    assert found.settings["recipe"] == "llama3_1_8b"
+    assert found.settings["data.sequence_length"] == 64
+    assert found.settings["train.steps"] == (9 if "9" in words else 5)
+    assert ("mesh.dp" in found.settings) == ("NGPU" in words)
+
+
+def test_the_same_name_twice_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--adam-beta1 = 0.8 \(Megatron-LM\): it is 0.9, too; fix: leave one of them"):
+        translate(MEGATRON, read.flags("--adam-beta1 0.9 --adam-beta1 0.8"), 8)
+    translate(TORCHTITAN, [("job.dump_folder", "a"), ("job.description", "b")], 8)
+    path = tmp_path / "ds.json"
+    path.write_text('{"gradient_clipping": 1, "gradient_clipping": 2}')
+    with pytest.raises(ValueError, match=r"gradient_clipping is there twice"):
+        read.file(str(path))
+
+
+def test_whole_numbers_of_json_may_have_an_exponent(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"zero_optimization": {"sub_group_size": 1e9}, "optimizer": {"params": {"lr": 1e-3}}}')
+    pairs = read.file(str(path))
+    assert pairs == [("zero_optimization.sub_group_size", 10**9), ("optimizer.params.lr", 1e-3)]
+    assert translate(DEEPSPEED, pairs, 8).settings["train.lr"] == 1e-3
+
+
+def test_python_is_read_as_examples_have_it() -> None:
+    text = """
+        >>> if __name__ == "__main__":
+        ...     cfg = llama3_8b_pretrain_config()
+        ...     cfg.model.vocab_size = 8192  # small
+        ...     cfg.tokenizer.vocab_size = cfg.model.vocab_size
+        ...     cfg.train.train_iters: int = 10
+        ...     pretrain(cfg, forward_step)
+    """
+    found = translate(BRIDGE, read.keys(text), 8)
+    assert found.complete
+    assert (found.settings["model.vocab"], found.settings["train.steps"]) == (8192, 10)
+
+
+def test_what_torchtitan_does_where_nothing_is_said() -> None:
+    model: read.Pairs = [("model.name", "llama3"), ("model.flavor", "8B")]
+    found = translate(TORCHTITAN, model, 8).settings
+    assert (found["train.schedule"], found["train.min_lr"], found["train.warmup"]) == ("linear", 0.0, 200)
+    assert translate(TORCHTITAN, [*model, ("lr_scheduler.decay_ratio", 0.5)], 8).settings["train.schedule"] == "wsd"
+    fp8 = translate(TORCHTITAN, [*model, ("model.converters", ["float8"])], 8)
+    assert fp8.settings["precision.compute"] == "fp8"
+    total: read.Pairs = [("training.local_batch_size", 4), ("training.global_batch_size", 100)]
+    assert not translate(TORCHTITAN, [*model, *total], 8).complete

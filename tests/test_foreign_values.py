@@ -28,8 +28,10 @@ def test_a_model_is_what_it_is_without_the_flags_that_were_left_out() -> None:
         return {row.name for row in translate(MEGATRON, read.flags(text)).of("not there") if not row.given}
 
     like = "--swiglu --normalization RMSNorm --use-rotary-position-embeddings --disable-bias-linear"
+    like += " --attention-dropout 0.0 --hidden-dropout 0"
     assert unlike(f"{sizes} {like}") == {"(--gpus)"}
     kinds = {f"(no --{name})" for name in ("swiglu", "normalization", "position-embedding-type", "disable-bias-linear")}
+    kinds |= {"(no --hidden-dropout)", "(no --attention-dropout)"}
     assert unlike(sizes) == {"(--gpus)"} | kinds
     assert unlike("--num-layers 2") == {"(--gpus)"}
     model = translate(BRIDGE, read.keys("model.num_layers=2 model.hidden_size=1024")).settings

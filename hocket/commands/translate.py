@@ -11,7 +11,7 @@ from hocket.foreign.write import to_json, to_text, to_toml
 from hocket.recipes import recipe
 from hocket.settings.schema import show
 
-USAGE = """usage: hocket explain --from-megatron "FLAGS" [--gpus N] [--recipe NAME] [--toml FILE] [--json]
+USAGE = """usage: hocket explain --from-megatron "FLAGS", or SCRIPT.sh [--gpus N] [--recipe NAME] [--toml FILE] [--json]
        hocket explain --from-bridge "KEY=VALUE ...", or lines of Python such as cfg.model.num_layers = 4
        hocket explain --from-torchtitan "FLAGS", or FILE.toml
        hocket explain --from-deepspeed FILE.json

@@ -25,6 +25,13 @@ def total(value: Any, given: Given) -> Answer:
     return Answer("becomes", {"train.microbatches": value // (size * ranks)}, f"{size} sequences on {ranks} data ranks")
 
 
+def shards(value: Any, given: Given) -> Answer:
+    """Ranks that share one copy of the weights."""
+    if value < 2:
+        return Answer("not needed", words="there is one copy")
+    return Answer("becomes", {"mesh.shard": value})
+
+
 def betas(value: Any, given: Given) -> Answer:
     """Whole numbers are numbers, too."""
     if not isinstance(value, list) or not all(is_a(beta, float) for beta in value):
@@ -45,7 +52,7 @@ def spelled(name: str) -> str:
     return next((section for section in sections if section in _EXACT), name)
 
 
-_ENTRIES = entries("deepspeed", {"total": total, "betas": betas})
+_ENTRIES = entries("deepspeed", {"total": total, "betas": betas, "shards": shards})
 _EXACT = {name for row in _ENTRIES for name in row.names}
 
 DEEPSPEED = System(

@@ -6,6 +6,7 @@ Tables are TOML files; most of their rules are here.
 from __future__ import annotations
 
 import math
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -175,6 +176,11 @@ def tensor(settings: Mapping[str, Any], degree: str, negative: bool = False) -> 
     return rule
 
 
+def started(a_host: tuple[str, ...], hosts: tuple[str, ...]) -> Callable[[Given], int]:
+    """Ranks that the words in front of a script start, by names of those of one host and of hosts; 0 if none say."""
+    return lambda given: given.number(*a_host, default=0) * given.number(*hosts)
+
+
 def ranks(given: Given, sizes: tuple[str, ...]) -> Answer:
     """Data ranks: those that the other axes leave, whose sizes have these names."""
     if not given.gpus:
@@ -212,10 +218,15 @@ ALIASES, RECIPES = "aliases", "recipes"
 
 
 def model_of(name: str, recipes: Mapping[str, Any], words: str) -> Answer:
-    """A recipe with the model of this name; or that there is none. `words` say what differs in all of them."""
-    if name not in recipes:
+    """A recipe with the model of this name; or that there is none. `words` say what differs in all of them.
+
+    Neither capitals matter nor what stands between the name's parts.
+    """
+    same = {re.sub(r"[ _-]", "_", each).lower(): each for each in recipes}
+    each = same.get(re.sub(r"[ _-]", "_", name).lower())
+    if each is None:
         return Answer("not there", words="no recipe has this model; --recipe names one to stand on")
-    found = recipes[name]
+    found = recipes[each]
     settings = found if isinstance(found, Mapping) else {"recipe": found}
     return Answer("becomes", settings, words)
 

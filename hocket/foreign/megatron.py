@@ -6,7 +6,6 @@ in front says in which of Bridge's copies a setting stands. They mean the same t
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,80 +21,26 @@ from hocket.foreign.entry import (
     file_of,
     model_of,
     ranks,
+    started,
     when,
+)
+from hocket.foreign.stages import (
+    PIPELINE,
+    VIRTUAL_LAYERS,
+    VIRTUAL_STAGES,
+    chunks_of,
+    counted,
+    dense_layers,
+    stages_of,
+    uneven,
 )
 from hocket.foreign.translate import RANKS, Assumed, Default, System
 
-LAYERS, PIPELINE, TENSOR_RANKS = "--num-layers", "--pipeline-model-parallel-size", "--tensor-model-parallel-size"
+TENSOR_RANKS = "--tensor-model-parallel-size"
 AXES = (TENSOR_RANKS, PIPELINE, "--context-parallel-size")
 """What data ranks are multiplied by."""
 DATA_RANKS, EXPERT_RANKS = "data_parallel_size", "--expert-model-parallel-size"
-VIRTUAL_LAYERS, VIRTUAL_STAGES = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
 LATENTS, LATENT = "--multi-latent-attention", "--kv-lora-rank"
-_MOST = 10**6
-"""Largest product of the multiples in a text of stages."""
-FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
-
-EMBEDDING, LOSS = "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"
-
-LAYOUT_BY_HAND = "plan.layers_per_stage takes the layers of every stage; hocket plan --search finds them"
-
-
-def chunks_of(value: Any, given: Given) -> Answer:
-    """Virtual stages per rank from the layers of one of them."""
-    layers, pp = _counted_layers(given), given.number(PIPELINE)
-    if not layers or pp * value < 1 or layers % (pp * value):
-        why = f"it needs {LAYERS}, a multiple of {PIPELINE} x {value}, to become plan.chunks"
-        return Answer("not there", words=why)
-    return Answer("becomes", {"plan.chunks": layers // (pp * value)}, f"{layers} layers over {pp} ranks")
-
-
-def uneven(value: Any, given: Given) -> Answer:
-    """Layers of every stage, where the first or the last has another number."""
-    layers, pp = given.number(LAYERS, default=0), given.number(PIPELINE)
-    ends = {at: given.number(name, default=0) for at, name in ((0, FIRST), (pp - 1, LAST))}
-    fixed = {at: count for at, count in ends.items() if count}
-    rest, others = layers - sum(fixed.values()), pp - len(fixed)
-    virtual = given.number(VIRTUAL_STAGES) > 1 or VIRTUAL_LAYERS in given.values
-    if not layers or pp < 2 or virtual or rest < 0 or (rest % others if others else rest):
-        return Answer("not there", words=f"only with {LAYERS} and one stage per rank: {LAYOUT_BY_HAND}")
-    stages = tuple(fixed.get(rank, rest // others if others else 0) for rank in range(pp))
-    return Answer("becomes", {"plan.layers_per_stage": stages})
-
-
-def _counted_layers(given: Given) -> int:
-    """The model's layers, and its embedding and head where they count as one each; 0 if the layers are not known."""
-    layers = given.number(LAYERS, default=0)
-    return layers and layers + sum(bool(given.values.get(name)) for name in (EMBEDDING, LOSS))
-
-
-def counted(value: Any, given: Given) -> Answer:
-    """Layers of every stage, where the embedding or the head counts as one."""
-    if not value:
-        return Answer("not needed", words="that is how it is without it")
-    layers, size = _counted_layers(given), given.number(VIRTUAL_LAYERS, default=0)
-    stages = layers // size if size > 0 else given.number(PIPELINE) * given.number(VIRTUAL_STAGES)
-    if stages < 2 or layers < stages or layers % stages:
-        return Answer("not there", words=f"only where what counts can be split evenly: {LAYOUT_BY_HAND}")
-    sizes = [layers // stages] * stages
-    sizes[0] -= bool(given.values.get(EMBEDDING))
-    sizes[-1] -= bool(given.values.get(LOSS))
-    return Answer("becomes", {"plan.layers_per_stage": tuple(sizes)})
-
-
-def stages_of(value: Any, given: Given) -> Answer:
-    """Layers of every stage from a text such as `Et*3|(tt|)*29|L`: embedding, layers and the head, a stage a piece."""
-    text, pp = str(value).replace(",", "").replace(" ", ""), given.number(PIPELINE)
-    if math.prod(int(times) for times in re.findall(r"\*(\d{1,9})", text)) > _MOST:
-        return Answer("not there", words=LAYOUT_BY_HAND)
-    for product in (r"\(([^()]+)\)\*(\d+)", r"(.)\*(\d+)"):
-        text = re.sub(product, lambda found: found[1] * int(found[2]), text)
-    stages = text.split("|")
-    if not re.fullmatch(r"Et*(\|t+)*(\|t*L)", text) or pp < 1 or len(stages) % pp:
-        words = f"only embedding, layers and head, on a multiple of {PIPELINE} stages: {LAYOUT_BY_HAND}"
-        return Answer("not there", words=words)
-    sizes = tuple(stage.count("t") for stage in stages)
-    return Answer("becomes", {"plan.layers_per_stage": sizes, "plan.chunks": len(stages) // pp})
 
 
 def data_ranks(given: Given) -> int:
@@ -173,30 +118,6 @@ def top_groups(value: int, given: Given) -> Answer:
     return Answer("becomes", {"model.route_top_groups": value, "model.route_group_score": score})
 
 
-def dense_layers(value: Any, given: Given) -> Answer:
-    """Every n-th layer, or a list of 0 and 1, or such a list as Python writes it, is a MoE layer."""
-    layers = given.number("--num-layers", default=0)
-    if isinstance(value, str):
-        value = _pattern(value)
-    if isinstance(value, int):
-        value = [int(layer % value == 0) for layer in range(layers)] if value else []
-    if not layers or not isinstance(value, list) or len(value) != layers:
-        return Answer("not there", words="it needs --num-layers, and a number for each of them")
-    return Answer("becomes", {"model.dense_layers": tuple(layer for layer in range(layers) if not value[layer])})
-
-
-def _pattern(text: str) -> list[int]:
-    """Lists as they are written in scripts: `[0]*3+[1]*58`."""
-    found: list[int] = []
-    for term in text.replace(" ", "").split("+"):
-        inner, _, times = term.partition("*")
-        numbers = [part for part in inner.strip("()[]").split(",") if part]
-        if not all(part in ("0", "1") for part in numbers) or not (times or "1").isdigit():
-            return []
-        found += [int(part) for part in numbers] * int(times or 1)
-    return found
-
-
 def microbatches(value: Any, given: Given) -> Answer:
     """A step's microbatches on one data-parallel rank."""
     size, dp = given.number("--micro-batch-size"), data_ranks(given)
@@ -241,6 +162,62 @@ def rope_scaling(value: Any, given: Given) -> Answer:
     return when({f"model.rope.{name}": setting for name, setting in settings.items()})(value, given)
 
 
+def yarn(value: Any, given: Given) -> Answer:
+    """YaRN, with the constants that Megatron-LM has for it."""
+    if value != "yarn":
+        return (
+            Answer("not needed", words="rotary positions") if value == "rope" else Answer("not there", words="no such")
+        )
+    if "--rotary-scaling-factor" not in given.values:
+        return Answer("not there", words="it needs --rotary-scaling-factor")
+    numbers = (("factor", "--rotary-scaling-factor", 1.0), ("mscale", "--mscale", 1.0))
+    numbers += (("mscale_all_dim", "--mscale-all-dim", 0.0), ("beta_fast", "--beta-fast", 32.0))
+    numbers += (("beta_slow", "--beta-slow", 1.0),)
+    settings = {f"model.rope.{name}": float(given.values.get(flag, common)) for name, flag, common in numbers}
+    positions = given.number("--original-max-position-embeddings", default=4096)
+    return Answer("becomes", {"model.rope.kind": "yarn", "model.rope.original_positions": positions, **settings})
+
+
+def bf16(value: Any, given: Given) -> Answer:
+    """What products compute in, but for those in fp8."""
+    if value and any(name in given.values for name in FP8):
+        return Answer("not needed", words="what runs in no fp8 runs in bf16")
+    return when({"precision.compute": "bf16"})(value, given)
+
+
+def warmup_share(value: Any, given: Given) -> Answer:
+    """Steps of the warm-up, as a share of the steps in which the rate decays."""
+    steps = given.number("--lr-decay-iters", "--train-iters", default=0)
+    if not steps or not 0 <= value <= 1:
+        return Answer("not there", words="it needs --train-iters, and is between 0 and 1")
+    return Answer("becomes", {"train.warmup": round(value * steps)}, f"of {steps} steps")
+
+
+def decay_steps(value: Any, given: Given) -> Answer:
+    """Steps in which the rate falls, which here are those of the run."""
+    if value == given.number("--train-iters", default=0):
+        return Answer("not needed", words="the rate falls until the last step")
+    return Answer("not there", words="the rate falls until the last step of the run, train.steps")
+
+
+def text(value: Any, given: Given) -> Answer:
+    """Tokens of Megatron-LM, in a pair of files that has this name without its ending."""
+    if isinstance(value, list):
+        return Answer("not there", words="data.sources takes several, with weights: docs/data.md")
+    return Answer("becomes", {"data.paths": (f"{value}.bin",)}, "tokens of data.tokenizer")
+
+
+def split(value: Any, given: Given) -> Answer:
+    """Shares of the text for training, validation and a test that hocket does not make."""
+    parts = str(value).split(",")
+    if len(parts) != 3 or not all(re.fullmatch(r"\d+(\.\d*)?", part) for part in parts):
+        return Answer("not there", words="data.validation is the share of the text that is kept")
+    train, validation, test = map(float, parts)
+    if not train:
+        return Answer("not there", words="nothing is left to train on")
+    return Answer("becomes", {"data.validation": round(1 - train / (train + validation + test), 9)})
+
+
 FIRST_BETA, SECOND_BETA = "--adam-beta1", "--adam-beta2"
 
 
@@ -255,12 +232,22 @@ def _betas(given: Given) -> Answer | None:
     return None if there else betas(None, given)
 
 
-def _unless(flag: str, setting: str, value: Any) -> Callable[[Given], Answer | None]:
-    """What Megatron-LM takes for a whole model's run where a flag is not given."""
+def _unless(flags: str, setting: str, value: Any) -> Callable[[Given], Answer | None]:
+    """What Megatron-LM takes for a whole model's run where none of these flags is given."""
+
+    def make(given: Given) -> Answer | None:
+        there = any(flag in given.values for flag in flags.split()) or not _described(given)
+        return None if there else Answer("becomes", {setting: value})
+
+    return make
+
+
+def _dropout(flag: str) -> Callable[[Given], Answer | None]:
+    """What Megatron-LM drops of a whole model where it is not told otherwise."""
 
     def make(given: Given) -> Answer | None:
         there = flag in given.values or not _described(given)
-        return None if there else Answer("becomes", {setting: value})
+        return None if there else Answer("not there", words=f"Megatron-LM drops 0.1 without {flag} 0; hocket nothing")
 
     return make
 
@@ -276,6 +263,10 @@ def late_head(value: Any, given: Given) -> Answer:
     """How many of the head's weight gradients wait."""
     limit = given.number("--wgrad-deferral-limit", default=0) or -1
     return when({"overlap.pp.defer_head": limit})(value, given)
+
+
+FP8 = ("--fp8-format", "--fp8")
+"""What says that products are in fp8."""
 
 
 def data_parallel(value: Any, given: Given) -> Answer:
@@ -298,12 +289,6 @@ REDUCED = {
 
 def _ranks(given: Given) -> Answer | None:
     return None if not given.gpus and DATA_RANKS in given.values else ranks(given, AXES)
-
-
-def started(given: Given) -> int:
-    """Ranks that the words in front of a script start; 0 if they do not say."""
-    a_host = given.number("--nproc-per-node", "--nproc_per_node", default=0)
-    return a_host * given.number("--nnodes")
 
 
 def _shards(given: Given) -> Answer | None:
@@ -405,6 +390,16 @@ _MEGATRON_MODEL: tuple[Default, ...] = (
     ("(no --rotary-base)", _unless("--rotary-base", "model.rope_theta", 10000.0)),
     ("(no --weight-decay)", _unless("--weight-decay", "train.weight_decay", 0.01)),
     ("(no --adam-beta2)", _betas),
+    ("(no --clip-grad)", _unless("--clip-grad", "train.clip", 1.0)),
+    ("(no --min-lr)", _unless("--min-lr", "train.min_lr", 0.0)),
+    ("(no --lr-decay-style)", _unless("--lr-decay-style", "train.schedule", "linear")),
+    (
+        "(no --lr-warmup-iters)",
+        _unless("--lr-warmup-iters --lr-warmup-fraction --lr-warmup-samples", "train.warmup", 0),
+    ),
+    ("(no --init-method-std)", _unless("--init-method-std", "model.init_std", 0.02)),
+    ("(no --hidden-dropout)", _dropout("--hidden-dropout")),
+    ("(no --attention-dropout)", _dropout("--attention-dropout")),
     ("(no --swiglu)", _unlike(("--swiglu",), "MLPs are SwiGLU, not GELU")),
     ("(no --normalization)", _unlike(("--normalization",), "norms are RMSNorm, not LayerNorm")),
     ("(no --position-embedding-type)", _unlike(_POSITIONS, "positions are rotary, not learnt")),
@@ -429,7 +424,7 @@ _RULES: Mapping[str, Rule] = {
         for rule in (
             chunks_of, uneven, counted, stages_of, torch_fsdp2, granularity, modules, dense_layers, microbatches,
             latent, head_norms, top_groups, bias_rate, late_head, data_parallel, rotary_part, interpolated,
-            rope_scaling, betas, bridge_recipe,
+            rope_scaling, betas, bridge_recipe, yarn, bf16, warmup_share, decay_steps, text, split,
         )
     },
 }  # fmt: skip
@@ -439,7 +434,7 @@ MEGATRON = System(
     entries("megatron", _RULES),
     (*_MEGATRON_DEFAULTS, *_MEGATRON_MODEL),
     assumed=_MESH,
-    started=started,
+    started=started(("--nproc-per-node", "--nproc_per_node", "--ntasks-per-node"), ("--nnodes", "--nodes")),
     sizes=("model.layers", "model.hidden", "model.heads", "model.vocab"),
 )
 

@@ -105,10 +105,13 @@ def translate(system: System, pairs: Pairs, gpus: int = 0, recipe: str = "") -> 
     problems: list[str] = []
     values: dict[str, Any] = {}
     for name, value in pairs:
-        row = None if isinstance(value, Stray) or _filled(system, value) else system.find(name)
+        row = None if isinstance(value, Stray) or _open(system, value) else system.find(name)
         if row is not None:
             problems += _wrong(system, row, name, value)
-            values[system.spelled(name)] = value
+            spelled = system.spelled(name)
+            before = values.setdefault(name if spelled.endswith("*") else spelled, value)
+            if before is not value and before != value:
+                problems.append(f"{name} = {value} ({system.name}): it is {before}, too; fix: leave one of them out")
     stop_if(problems)
     given = Given(values, gpus or system.started(Given(values)))
     rows: list[Row] = []
@@ -136,8 +139,12 @@ def translate(system: System, pairs: Pairs, gpus: int = 0, recipe: str = "") -> 
     return Translation(system.name, tuple(rows), settings, sources, () if "recipe" in settings else lacking)
 
 
-def _filled(system: System, value: Any) -> bool:
-    return bool(system.filled) and value == system.filled
+def _open(system: System, value: Any) -> str:
+    """Why a value is not known yet; empty if it is."""
+    if system.filled and value == system.filled:
+        return f"the program that starts {system.name} fills it in: give its value"
+    texts = [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, str)]
+    return "it is set outside of what was given: give its value" if any("$" in each for each in texts) else ""
 
 
 def _answer(system: System, name: str, value: Any, given: Given) -> Answer:
@@ -147,12 +154,12 @@ def _answer(system: System, name: str, value: Any, given: Given) -> Answer:
     row = system.find(name)
     if row is None:
         return _unknown(system, name)
-    if not _filled(system, value):
-        return fitting(row.rule(value, given))
-    answer = row.rule(1, given)  # what has no use has none for any value
-    if answer.state == "not needed" and answer == row.rule(0, given):
+    answer = row.rule(value, given) if not (open_ := _open(system, value)) else row.rule(1, given)
+    if not open_:
+        return fitting(answer)
+    if answer.state == "not needed" and answer == row.rule(0, given):  # what has no use has none for any value
         return answer
-    return Answer("not there", words=f"the program that starts {system.name} fills it in: give its value")
+    return Answer("not there", words=open_)
 
 
 def _assumed(system: System, given: Given, rows: Sequence[Row]) -> list[Row]:

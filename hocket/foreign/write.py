@@ -76,4 +76,10 @@ def to_json(found: Translation) -> dict[str, Any]:
         }
         for row in found.rows
     ]
-    return {"system": found.system, "complete": found.complete, "rows": rows, "settings": dict(found.settings)}
+    return {
+        "system": found.system,
+        "complete": found.complete,
+        "lacking": found.lacking,
+        "rows": rows,
+        "settings": dict(found.settings),
+    }
