@@ -52,6 +52,35 @@ def test_files_folders_and_patterns_are_found_once_and_sorted(tmp_path, monkeypa
     assert [path.name for path in find_files(("**/d",), {})] == ["d"]
 
 
+def test_links_are_followed_once_and_what_cannot_be_read_is_named(tmp_path):
+    write(tmp_path / "text", a="1", sub__b="2")
+    write(tmp_path / "elsewhere", c="3")
+    (tmp_path / "text" / "all").symlink_to(tmp_path / "text")
+    (tmp_path / "text" / "more").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "text" / "sub" / "up").symlink_to("..")
+    names = [str(path.relative_to(tmp_path / "text")) for path in find_files((str(tmp_path / "text"),), {})]
+    assert names == ["a", "more/c", "sub/b"]
+    for name, words in (("gone", "No such file"), ("itself", "Too many levels"), ("pipe", "is not a file")):
+        os.mkfifo(tmp_path / "text" / name) if name == "pipe" else (tmp_path / "text" / name).symlink_to(name)
+        with pytest.raises(ValueError, match=rf"data\.paths = .*{name} .*{words if name == 'pipe' else '.*'}.*; fix:"):
+            open_corpus(data_in(tmp_path, str(tmp_path / "text")), {})
+        (tmp_path / "text" / name).unlink()
+
+
+def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    write(tmp_path, a="1", sub__b="2")
+    listed = Path.iterdir
+
+    def refuse(path: Path) -> Any:
+        if path.name == "sub":
+            raise PermissionError(13, "Permission denied", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(ValueError, match=r"data\.paths = .*sub cannot be read \(Permission denied\); fix: make it"):
+        find_files((str(tmp_path),), {})
+
+
 def test_a_file_with_magic_characters_in_its_name_is_a_file(tmp_path):
     write(tmp_path, **{"a[1].txt": "x"})
     assert [path.name for path in find_files((str(tmp_path / "a[1].txt"),), {})] == ["a[1].txt"]

@@ -78,9 +78,38 @@ def test_text_has_no_trace_of_json(tmp_path: Path) -> None:
 
 
 def test_json_that_is_no_table_is_text(tmp_path: Path) -> None:
-    for content in (b'{"name": "a package"}', b"[1, 2]", b"{\n}"):
+    for content in (b'{"name": "a package"}', b"[1, 2]", b"{\n}", b'[{"name": "x"}]', b"[[" * 9999, b'{"a": 1}\n2'):
         (tmp_path / "a.json").write_bytes(content)
         assert read(tmp_path / "a.json") == [content]
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_list_of_rows_is_a_table(tmp_path: Path, indent: int | None) -> None:
+    (tmp_path / "a.json").write_text(json.dumps([{"text": text} for text in TEXTS], indent=indent))
+    assert read(tmp_path / "a.json") == [text.encode() for text in TEXTS]
+
+
+def test_tables_without_rows_are_listed(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"\n")
+    (tmp_path / "b.txt").write_text("words " * 50)
+    data = DataConfig(paths=(str(tmp_path),), cache=str(tmp_path / ".cache"))
+    assert str(open_corpus(data, {})).endswith(f"1 files left out: {tmp_path}/a.jsonl (empty: no documents)")
+
+
+def test_text_of_parquet_that_is_no_text_is_refused(tmp_path: Path, arrow: Any) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    more = {"compression": "none", "use_dictionary": False, "write_statistics": False}
+    parquet.write_table(arrow.table({"text": ["a flipped bit"] * 9}), tmp_path / "a.parquet", **more)
+    content = (tmp_path / "a.parquet").read_bytes().replace(b"flipped", b"fl\xe9pped")
+    (tmp_path / "a.parquet").write_bytes(content)
+    assert "a.parquet is damaged (text behind row 0 that is no UTF-8" in refused(tmp_path, tmp_path / "a.parquet")
+    parquet.write_table(
+        arrow.table({"text": ["some bit"] * 9}), tmp_path / "b.parquet", write_page_checksum=True, **more
+    )
+    content = (tmp_path / "b.parquet").read_bytes()
+    at = content.index(b"some bit")
+    (tmp_path / "b.parquet").write_bytes(content[:at] + b"Some" + content[at + 4 :])
+    assert "b.parquet is damaged" in refused(tmp_path, tmp_path / "b.parquet")
 
 
 @pytest.mark.parametrize("ending", [".parquet", ".parquet.gz"])
@@ -115,6 +144,16 @@ def test_each_row_of_an_arrow_file_is_a_document(tmp_path: Path, arrow: Any, kin
         ("a.jsonl", b'{"content": "x", "id": 1}\n', "has no text in line 1, but content, id; fix: data.text_key"),
         ("a.jsonl", b'{"text": null}\n', "has no text but None as text in line 1"),
         ("a.jsonl", b'{"text": "\xff"}\n', "has no JSON in line 1"),
+        (
+            "a.jsonl",
+            b'{"text": "x"}\r\n{"text": "y"\n',
+            "has no JSON in line 2 (Expecting ',' delimiter, character 13)",
+        ),
+        ("a.jsonl", '{"text": "x"}\n'.encode("utf-16"), "is in UTF-16 or UTF-32; fix: save it as UTF-8"),
+        ("a.jsonl", b"[" * 100_000, "has no JSON in line 1"),
+        ("a.json", b'{"id": 1}\n{"id": 2}\n', "has no text in line 1, but id; fix: data.text_key"),
+        ("a.json", b'[{"text": "x"},\n {"content": "y"}]', "has no text in row 2, but content"),
+        ("A.JSONL.GZ", gzip.compress(b'{"content": "x"}'), "has no text in line 1"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 9999)[:-9], "is damaged"),
         ("a.txt.gz", b"no gzip", "is damaged"),
         ("a.parquet", b"no parquet", "is damaged"),
@@ -227,7 +266,9 @@ def test_arrays_that_are_no_tokens_are_refused(
     assert f"{tmp_path / name} {reason}" in refused(tmp_path, tmp_path / name)
 
 
-@pytest.mark.parametrize("begin", [b"%PDF-1.7\n", b"\n%PDF-1.4\n", b"%!PS-Adobe-3.0\n", b"{\\rtf1\\ansi\n"])
+@pytest.mark.parametrize(
+    "begin", [b"PK\3\4", b"BZh9", b"\x1f\x8b", b"%PDF-1.7\n", b"\n%PDF-1.4\n", b"%!PS-Adobe-3.0\n", b"{\\rtf1\\ansi\n"]
+)
 def test_pages_for_printers_are_no_text(tmp_path: Path, begin: bytes) -> None:
     """They may have no byte 0, and are mostly commands."""
     file = tmp_path / "page"
@@ -240,12 +281,31 @@ def test_pages_for_printers_are_no_text(tmp_path: Path, begin: bytes) -> None:
 def test_damaged_pairs_of_megatron_are_refused(tmp_path: Path) -> None:
     tokens, index = (WRITTEN / "megatron.bin").read_bytes(), (WRITTEN / "megatron.idx").read_bytes()
     float_tokens = index[:17] + struct.pack("<B", 7) + index[18:]
+    count, bounds = struct.unpack_from("<QQ", index, 18)
+    first = len(index) - 8 * bounds
+    assert struct.unpack_from("<q", index, first) == (0,)
+
+    def changed(place: int, kind: str, value: int) -> bytes:
+        return index[:place] + struct.pack(kind, value) + index[place + struct.calcsize(kind) :]
+
     for found, beside, reason in [
         (tokens[:-2], index, "is cut off: it has 15 tokens"),
         (tokens, index[:60], "has an .idx beside it that is cut off"),
         (tokens, b"MMIDIDX", "has an .idx beside it that is not Megatron's"),
         (tokens, float_tokens, "has tokens that are no integers"),
+        (tokens, changed(first, "<q", 1), "has an .idx beside it that is damaged"),
+        (tokens, changed(first, "<q", -1), "has an .idx beside it that is damaged"),
+        (tokens, changed(first + 8 * (bounds - 1), "<q", 10**12), "has an .idx beside it that is damaged"),
+        (tokens, changed(first + 8, "<q", 10**12), "has an .idx beside it that is damaged"),
+        (tokens, changed(34, "<i", -1), "has an .idx beside it that is damaged: lengths below 0"),
+        (tokens, changed(34 + 4 * count, "<q", 1), "has an .idx beside it that is damaged"),
     ]:
         (tmp_path / "a.bin").write_bytes(found)
         (tmp_path / "a.idx").write_bytes(beside)
         assert f"{tmp_path}/a.bin {reason}" in refused(tmp_path, tmp_path / "a.bin")
+
+
+def test_an_index_of_datatrove_whose_ends_fall_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.ds").write_bytes(np.arange(9, dtype="<u2").tobytes())
+    (tmp_path / "a.ds.index").write_bytes(np.array([5, 3, 9], "<u8").tobytes())
+    assert "a.ds has an index beside it that is damaged" in refused(tmp_path, tmp_path / "a.ds")

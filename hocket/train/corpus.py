@@ -171,7 +171,11 @@ def find_files(
             reason = "the pattern matches nothing" if glob.has_magic(given) else "there is no such file or folder"
             fix = "name existing files, folders or glob patterns"
             raise ValueError(problem(setting, given, origins, reason, fix))
-        files = [file for match in matches for file in _files_below(match)]
+        try:
+            files = [file for match in matches for file in _files_below(match)]
+        except OSError as error:
+            reason, fix = f"{error.filename} cannot be read ({error.strerror})", "make it readable, or leave it out"
+            raise ValueError(problem(setting, given, origins, reason, fix)) from None
         files = [file for file in files if without is None or without.resolve() not in file.resolve().parents]
         if not files:
             raise ValueError(problem(setting, given, origins, "no files in it", "name a folder that holds text files"))
@@ -180,13 +184,24 @@ def find_files(
 
 
 def _files_below(path: Path) -> Iterator[Path]:
+    """All that is no folder, and not hidden. Each folder is read once, those behind links last. Raises OSError."""
     if not path.is_dir():
         yield path.absolute()
         return
-    for file in path.absolute().rglob("*"):
-        hidden = any(part.startswith(".") for part in file.relative_to(path.absolute()).parts)
-        if not hidden and file.is_file():
-            yield file
+    folders, links, seen = [path.absolute()], [], set[tuple[int, int]]()
+    while folders or links:
+        folder = folders.pop() if folders else links.pop(0)
+        stat = folder.stat()
+        if (stat.st_dev, stat.st_ino) in seen:
+            continue
+        seen.add((stat.st_dev, stat.st_ino))
+        for each in sorted(folder.iterdir()):
+            if each.name.startswith("."):
+                continue
+            if each.is_dir():
+                (links if each.is_symlink() else folders).append(each)
+            else:
+                yield each
 
 
 def standard_library() -> list[Path]:

@@ -79,8 +79,19 @@ OTHER_KEY = "data.text_key = the name of the text"
 MEGATRON, MEGATRON_DTYPES = b"MMIDIDX\0\0", {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}
 LLM_C = {20240520: "<u2", 20240801: "<u4"}
 """First number of a header of 256 -> type of the tokens behind it."""
-PRINTED = {b"%PDF-": "a PDF", b"%!PS": "PostScript", b"{\\rtf": "rich text (RTF)"}
-"""How files begin that have no bytes 0, and are no text to learn."""
+NO_TEXT = {
+    b"%PDF-": "a PDF",
+    b"%!PS": "PostScript",
+    b"{\\rtf": "rich text (RTF)",
+    b"PK\3\4": "a zip file",
+    b"\xfd7zXZ": "compressed by xz",
+    b"BZh": "compressed by bzip2",
+    b"\x1f\x8b": "compressed by gzip",
+    b"\x28\xb5\x2f\xfd": "compressed by zstandard",
+}
+"""How files begin that may have no bytes 0, and are no text to learn."""
+UTF16 = (b"\xff\xfe", b"\xfe\xff")
+"""How files begin that are in UTF-16 or UTF-32."""
 PIECE = 1 << 24
 """Elements of an array that are searched at a time."""
 
@@ -110,7 +121,7 @@ def documents(file: Path, key: Keys, vocab: int, separator: int, part: Part = WH
     except (EOFError, zlib.error, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # the system's, and not a decompressor's
             raise
-        raise BadFileError(f"is damaged ({error})") from None
+        raise BadFileError(f"is damaged ({' '.join(str(error).split())})") from None
 
 
 def has_parts(file: Path) -> bool:
@@ -128,11 +139,11 @@ def beside(file: Path) -> list[Path]:
 
 
 def _reader(file: Path, key: Keys) -> Reader:
-    ending = Path(file.name.removesuffix(_compression(file))).suffix.lower()
+    ending = Path(file.name.lower().removesuffix(_compression(file))).suffix
     if _compression(file) and ending in TOKENS:
         raise BadFileError("holds tokens, which are read in place", "decompress it")
-    if ending == ".json" and not _has_json_lines(file, key):
-        return _text
+    if ending == ".json":
+        return _json_table(file, key)
     return {**TABLES, **TOKENS}.get(ending, _text)
 
 
@@ -164,7 +175,7 @@ def _text(file: Path, *_: Any) -> Iterator[Document]:
     if b"\0" in text:
         raise NoTextError("binary: with bytes 0, as UTF-16 has")
     begin = text[:64].lstrip()
-    for mark, kind in PRINTED.items():
+    for mark, kind in NO_TEXT.items():
         if begin.startswith(mark):
             raise NoTextError(f"{kind}, which is no plain text")
     yield text
@@ -180,13 +191,7 @@ def _json_lines(file: Path, key: Keys, *_: Any, part: Part = WHOLE) -> Iterator[
         for number, line in enumerate(stream, 1):
             where = f"line {number}{behind}"
             if line.strip():
-                try:
-                    row = json.loads(line)
-                except ValueError as error:
-                    raise BadFileError(f"has no JSON in {where} ({error})") from None
-                if not isinstance(row, dict):
-                    raise BadFileError(f"has no JSON object in {where}")
-                yield _of_row(row, key, where)
+                yield _of_row(_object(_parsed(line, where), where), key, where)
             first += len(line)
             if first >= end:
                 break
@@ -206,29 +211,76 @@ def _lines_of(file: Path, stream: BinaryIO, part: Part) -> tuple[int, float]:
     return first, end
 
 
-def _has_json_lines(file: Path, key: Keys) -> bool:
-    """Whether a `.json` file begins with a row of its own, as C4's do. Otherwise it is text like any other."""
-    with _opened(file) as stream:
-        line = stream.readline()
+def _parsed(text: bytes, where: str) -> Any:
+    """What JSON means. Raises BadFileError."""
+    if text.startswith(UTF16):
+        raise BadFileError("is in UTF-16 or UTF-32", "save it as UTF-8")
     try:
-        row = json.loads(line)
-    except ValueError:
-        return False
+        return json.loads(text.strip().decode("utf-8-sig"))
+    except json.JSONDecodeError as error:
+        raise BadFileError(f"has no JSON in {where} ({error.msg}, character {error.pos + 1})") from None
+    except (ValueError, RecursionError) as error:
+        raise BadFileError(f"has no JSON in {where} ({error})") from None
+
+
+def _object(row: Any, where: str) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise BadFileError(f"has no JSON object in {where}")
+    return row
+
+
+def _json_table(file: Path, key: Keys) -> Reader:
+    """What reads a `.json` file: rows, in lines as C4 has them or in one list, or else text like any other.
+
+    Several lines, each of which is an object, are rows, whatever their names. A list is one where its first object has
+    the text.
+    """
+    with _opened(file) as stream:
+        lines = [line for line in (stream.readline(), stream.readline()) if line.strip()]
+        listed = b"".join(lines).lstrip().startswith(b"[")
+        if listed:
+            first = _first_of_list(b"".join(lines) + stream.read())
+            return _json_list if _has_text(first, key) else _text
+    try:
+        rows = [json.loads(line) for line in lines]
+    except (ValueError, RecursionError):
+        return _text
+    objects = bool(rows) and all(isinstance(row, dict) for row in rows)
+    return _json_lines if objects and (len(rows) > 1 or _has_text(rows[0], key)) else _text
+
+
+def _first_of_list(text: bytes) -> Any:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found[0] if isinstance(found, list) and found else None
+
+
+def _has_text(row: Any, key: Keys) -> bool:
     return isinstance(row, dict) and isinstance(row.get(key.text), str | list)
+
+
+def _json_list(file: Path, key: Keys, *_: Any) -> Iterator[Document]:
+    with _opened(file) as stream:
+        rows = _parsed(stream.read(), "it")
+    for number, row in enumerate(rows, 1):
+        yield _of_row(_object(row, f"row {number}"), key, f"row {number}")
 
 
 def _parquet(file: Path, key: Keys, *_: Any, part: Part = WHOLE) -> Iterator[Document]:
     arrow, parquet = _arrow(file), _arrow(file, "pyarrow.parquet")
     try:
         with _opened(file) as stream:
-            table = parquet.ParquetFile(arrow.BufferReader(stream.read()) if _compression(file) else stream)
+            source = arrow.BufferReader(stream.read()) if _compression(file) else stream
+            table = parquet.ParquetFile(source, page_checksum_verification=True)
             _require_column(key, table.schema_arrow.names)
             (number, parts), groups = part, table.num_row_groups
             mine = range(groups * number // parts, groups * (number + 1) // parts)
             before = sum(table.metadata.row_group(group).num_rows for group in range(mine.start))
             yield from _of_batches(table.iter_batches(row_groups=list(mine), columns=key.columns), key, before)
-    except arrow.ArrowInvalid as error:
-        raise BadFileError(f"is damaged ({error})") from None
+    except arrow.ArrowException as error:
+        raise BadFileError(f"is damaged ({' '.join(str(error).split())})") from None
 
 
 def _arrow_table(file: Path, key: Keys, *_: Any) -> Iterator[Document]:
@@ -244,8 +296,8 @@ def _arrow_table(file: Path, key: Keys, *_: Any) -> Iterator[Document]:
                 batches = map(table.get_batch, range(table.num_record_batches))
             _require_column(key, table.schema.names)
             yield from _of_batches(batches, key)
-    except arrow.ArrowInvalid as error:
-        raise BadFileError(f"is damaged ({error})") from None
+    except arrow.ArrowException as error:
+        raise BadFileError(f"is damaged ({' '.join(str(error).split())})") from None
 
 
 def _require_column(key: Keys, names: list[str]) -> None:
@@ -257,7 +309,11 @@ def _require_column(key: Keys, names: list[str]) -> None:
 def _of_batches(batches: Iterable[Any], key: Keys, number: int = 0) -> Iterator[Document]:
     """The rows behind the first `number` of a table."""
     for batch in batches:
-        for values in zip(*(batch.column(column).to_pylist() for column in key.columns), strict=True):
+        try:
+            columns = [batch.column(column).to_pylist() for column in key.columns]
+        except UnicodeDecodeError as error:
+            raise BadFileError(f"is damaged (text behind row {number} that is no UTF-8: {error.reason})") from None
+        for values in zip(*columns, strict=True):
             number += 1
             yield _of_row(dict(zip(key.columns, values, strict=True)), key, f"row {number}")
 
@@ -309,14 +365,24 @@ def _megatron(file: Path) -> Iterator[Document]:
             raise BadFileError(f"has tokens that are no integers (type {kind} of its .idx)")
         tokens = _array(file, MEGATRON_DTYPES[kind])
         lengths = np.frombuffer(index, "<i4", sequences, 34)
-        firsts = np.frombuffer(index, "<i8", sequences, 34 + lengths.nbytes) // tokens.itemsize
+        offsets = np.frombuffer(index, "<i8", sequences, 34 + lengths.nbytes)
+        firsts = offsets // tokens.itemsize
         bounds = np.frombuffer(index, "<i8", ends, 34 + lengths.nbytes + firsts.nbytes)
     except (ValueError, struct.error):
         raise BadFileError("has an .idx beside it that is cut off") from None
+    _require_bounds(bounds, sequences, "an .idx")
+    if sequences and (int(lengths.min()) < 0 or (offsets % tokens.itemsize).any()):
+        raise BadFileError("has an .idx beside it that is damaged: lengths below 0, or tokens between two places")
     if sequences and (int((firsts + lengths).max()) > len(tokens) or int(firsts.min()) < 0):
         raise BadFileError(f"is cut off: it has {len(tokens)} tokens, and its .idx names more")
     for first, last in itertools.pairwise(bounds):
         yield np.concatenate([tokens[firsts[i] : firsts[i] + lengths[i]] for i in range(first, last)] or [tokens[:0]])
+
+
+def _require_bounds(bounds: np.ndarray, last: int, named: str) -> None:
+    """Bounds of documents ascend from 0 to all there is: otherwise some would be left out, or read twice."""
+    if not len(bounds) or bounds[0] != 0 or bounds[-1] != last or (bounds[1:] < bounds[:-1]).any():
+        raise BadFileError(f"has {named} beside it that is damaged: its documents do not follow each other")
 
 
 def _npy(file: Path, key: Keys, vocab: int, separator: int) -> Iterator[Document]:
@@ -336,13 +402,14 @@ def _datatrove(file: Path, *_: Any) -> Iterator[Document]:
     index = file.with_suffix(".ds.index")
     if not index.is_file():
         raise BadFileError(f"has no {index.name} beside it")
-    ends = _array(index, "<u8")
-    count = int(ends[-1]) if len(ends) else 0
+    ends = np.concatenate([np.zeros(1, "<u8"), _array(index, "<u8")])
+    count = int(ends[-1])
+    _require_bounds(ends, count, "an index")
     size, rest = divmod(file.stat().st_size, max(count, 1))
     if count and (rest or size not in (2, 4)):
         raise BadFileError(f"is damaged ({file.stat().st_size} bytes for the {count} tokens of its index)")
     tokens = _array(file, f"<u{size}") if count else np.zeros(0, np.uint16)
-    for first, last in itertools.pairwise([0, *ends.tolist()]):
+    for first, last in itertools.pairwise(ends.tolist()):
         yield tokens[first:last]
 
 

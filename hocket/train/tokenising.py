@@ -288,9 +288,12 @@ class _Task:
         """Add the documents of a file, or of a part of it. Gives a line about a file without text."""
         asked, tokenizer = self.asked, self.tokenizer
         try:
+            before = len(writer)
             for document in documents(file, self.keys, tokenizer.vocab, tokenizer.separator, part):
                 writer.add(document)
                 self.between()
+            if part == WHOLE and len(writer) == before:
+                yield f"{file} (empty: no documents)"
         except OSError as error:
             raise asked.unreadable(file, error) from None
         except NoTextError as error:
@@ -320,6 +323,10 @@ class _Writer:
         self.lengths = array("q")
         self.masked = list[tuple[int, int, int]]()
         """(document, first, end) of tokens that are not learnt."""
+
+    def __len__(self) -> int:
+        """Documents so far."""
+        return len(self.lengths) + len(self._texts)
 
     def add(self, document: Document) -> None:
         """Text waits until a batch is full. Raises BadFileError for tokens that the tokenizer does not have."""
