@@ -17,7 +17,7 @@ import numpy as np
 
 from hocket_trace import table
 from hocket_trace.as_json import by_launcher, to_json
-from hocket_trace.columns import milliseconds, percent, short_kernel
+from hocket_trace.columns import UNKNOWN, milliseconds, percent, short_kernel
 from hocket_trace.data import Prediction, RankTrace, Report, Tax
 from hocket_trace.exposure import late
 from hocket_trace.picture import typical
@@ -177,6 +177,8 @@ def _section(
 ) -> str:
     if not rows:
         return ""
+    known = [at for at in range(len(heads)) if not at or any(row[at] not in ("", UNKNOWN) for row in rows)]
+    heads, rows = [heads[at] for at in known], [[row[at] for at in known] for row in rows]
     said = "".join(f"<p>{escape(text)}</p>" for text in texts if text)
     first = "".join(f"<th>{escape(name)}</th>" for name in heads)
     lines = "".join(_line(row) for row in rows)

@@ -199,6 +199,7 @@ function legend() {
 }
 
 for (const number of numbers) find('step').add(new Option(number, number));
+find('step').parentElement.hidden = numbers.length < 2;
 find('step').onchange = event => choose(Number(event.target.value));
 find('find').oninput = event => search(event.target.value);
 find('find').onkeydown = event => { if (event.key === 'Enter') next(event.shiftKey ? -1 : 1); };

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from hocket_trace import table
 from hocket_trace.as_json import to_json
 from hocket_trace.data import RankTrace, Step
 from hocket_trace.exposure import report
@@ -215,6 +216,24 @@ def test_what_says_why_nothing_computes_looks_like_nothing_else() -> None:
     for name in ("late", "exposed"):
         for other in COLORS.keys() - {name}:
             assert math.dist(lab(COLORS[name]), lab(COLORS[other])) > 35, (name, other)
+
+
+def test_columns_in_which_nothing_is_known_are_left_out() -> None:
+    """As in a plan's page: predictions know no late peers."""
+    rows: list[Row] = [
+        (0, 14, "compute", "compute", "mm", "fwd attn m0 c0 l0"),
+        (8, 24, "gather", "gather", "all_gather", "gather dense t0 c0 l1"),
+    ]
+    one = trace(rows, (Step(3, 0.0, 0.1),))
+    page = page_of([one])
+    (kinds,) = re.findall(r"<h2>Communication.*?</table>", page, re.DOTALL)
+    heads = re.findall("<th>(.*?)</th>", kinds)
+    assert {"kind", "time", "hidden"} <= set(heads)
+    for row in re.findall("<tr>(<td.*?)</tr>", kinds):
+        assert len(re.findall("<td", row)) == len(heads)
+    shown = [re.findall("<td>(.*?)</td>", row) for row in re.findall("<tr>(<td.*?)</tr>", kinds)]
+    assert all(any(cell != "\N{EN DASH}" for cell in column) for column in zip(*shown, strict=True))
+    assert len(heads) < len(table.kind_rows(to_json(report([one])))[0])
 
 
 def test_a_page_opens_where_it_is_told_to_and_its_address_comes_first(tmp_path: Path) -> None:
