@@ -61,11 +61,6 @@ class Rows(ABC):
     def lengths(self, position: int) -> np.ndarray:
         """Tokens of each document of the sequence at a position, padding as one; of a whole sequence its length."""
 
-    def work(self, position: int) -> int:
-        """Pairs of a query and a key in causal attention inside of the documents of a sequence."""
-        lengths = self.lengths(position)
-        return int((lengths * (lengths + 1) // 2).sum())
-
     def batch(self, positions: Sequence[int]) -> tuple[Tensor, Tensor, Tensor | None]:
         """Tokens, targets and documents of sequences, int64 [len(positions), length] each."""
         rows = [self.row(each) for each in positions]
