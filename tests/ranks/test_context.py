@@ -48,6 +48,7 @@ CASES: dict[str, Config] = {
     "dense": of(DENSE, {}, {}),
     "sequences of one document": of(MOE, {}, {}, **{"data.packing": "off"}),
     "windows and sinks, experts over cp ranks": of({**MOE, **SINKS}, {"ep": 2}, dict(merge="on")),
+    "sinks of several chunks, whole gradients": of({**DENSE, **SINKS}, {}, dict(strategy="no_shard")),
     "gates, replicas": of({**MOE, **GATED}, {"dp": 2, "shard": 2}, dict(update="next_step")),
     "norms behind, interleaved": of(
         {**DENSE, **PROJECTIONS["normed"], "norms": "after", "layers": 4},
