@@ -321,14 +321,13 @@ def test_a_run_over_a_pipeline_learns_what_one_without_does(tmp_path: Path) -> N
 
 def test_a_run_deals_out_sequences_by_what_windows_leave_of_their_attention(tmp_path: Path) -> None:
     """Lengths of documents as the run reads them, and pairs of tokens counted one by one."""
-    data = {
+    data: dict[str, Any] = {
         "data.paths": (texts_in(tmp_path),), "data.packing": "best_fit", "data.sequence_length": 32,
         "data.validation": 0.4, "mesh.dp": 2, "mesh.ep": 2, "mesh.pp": 1, "train.microbatches": 4,
         "train.device": "cpu", "data.order": "dearest_middle", "model.window": 4, "train.steps": 1,
     }  # fmt: skip
-    words = [
-        word for name, value in data.items() for word in (f"--{name}", value[0] if name == "data.paths" else str(value))
-    ]
+    words = ["--data.paths", data["data.paths"][0]]
+    words += [word for name, value in data.items() if name != "data.paths" for word in (f"--{name}", str(value))]
     done = hocket(tmp_path, "train", *SMALL, *words, "--run.name", "windows")
     assert done.code == 0, done.err
     settings = resolve(changed(recipe("tiny"), {**data, "data.cache": str(tmp_path / "cache"), "train.sequences": 1}))
