@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 1 -m benchmarks.recomputation
 
 Six layers of Qwen3-30B-A3B with AdamW, four microbatches of one sequence. There is room for one engine, so each block
-of steps has a new one. They take turns, there and back. Each begins with steps whose losses are kept: recomputation
-must not change a bit of them.
+of steps has a new one. They take turns, there and back. Each begins with steps of deterministic kernels, whose losses
+are kept: recomputation must not change a bit of them. Then it is timed, with the kernels of any run.
 """
 
 from __future__ import annotations
@@ -52,8 +52,12 @@ def measure(settings: Settings, device: torch.device, steps: int, gauge: Gauge) 
     """The losses of the first steps, a block of steps, and the largest memory in use meanwhile, in bytes."""
     workload, timer = gentle(Workload(settings)), Timer(device)
     timer.settle()  # gives back what the engine before has had
+    if timer.on_gpu:
+        torch._C._cuda_clearCublasWorkspaces()  # of its streams; a new engine has others
     planned, microbatches = Planned(workload, 0, device, workload.config), batches(workload, 0, 0, device)
+    torch.use_deterministic_algorithms(True)  # flash attention adds up gradients in a fixed order
     losses = curve(planned, workload, 0, device, FIRST)
+    torch.use_deterministic_algorithms(False)
     step = functools.partial(planned.step, microbatches)
     with no_collection():
         (seconds,) = timer.steps(step, 1)
