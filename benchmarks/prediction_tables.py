@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
+import statistics
 
+from benchmarks.bench.stats import ratio
 from benchmarks.markdown import Result, ms, table
-from benchmarks.model_steps import SHARDED, host_was_late, measured, modelled
+from benchmarks.model_steps import SHARDED, Modelled, host_was_late, measured, modelled
+from benchmarks.stored import config_of
 from hocket.commands.options import parse
 from hocket.commands.plan import Plan, resolve_for_plan
 from hocket.planning import predict, program_of
@@ -15,6 +18,9 @@ from hocket.presets import PLAIN
 from hocket.program.formulas import STOCK
 from hocket.program.network import hardware_of
 from hocket.recipes import recipe
+from hocket.resolve import resolve
+from hocket.settings.rule import Host
+from hocket.settings.schema import changed
 
 PLAIN_FLAGS = " ".join(f"--{name} {value}" for name, value in PLAIN.items())
 CONTENDERS = {
@@ -58,10 +64,10 @@ def predicted(result: Result) -> str:
 def _same_work(config: Result) -> None:
     """Assert that a recipe still is what was measured under its name."""
     now = json.loads(json.dumps(dataclasses.asdict(recipe(config["run"]["name"]))))
-    changed = [name for name, value in config["model"].items() if now["model"].get(name) != value]
+    others = [name for name, value in config["model"].items() if now["model"].get(name) != value]
     for section, name in (("train", "microbatches"), ("train", "sequences"), ("data", "sequence_length")):
-        changed += [name] if now[section][name] != config[section][name] else []
-    assert not changed, f"the recipe {config['run']['name']} has changed since it was measured: {changed}"
+        others += [name] if now[section][name] != config[section][name] else []
+    assert not others, f"the recipe {config['run']['name']} has changed since it was measured: {others}"
 
 
 def predicted_compute(*results: Result) -> str:
@@ -89,3 +95,37 @@ def predicted_steps(*results: Result) -> str:
         cells = [f"{nbytes / 2**30:.0f} GiB" if step.name not in SHARDED else "-" for nbytes in needs]
         rows.append([step.words, ms(found.seconds), ms(step.seconds), f"{step.seconds / found.seconds:.2f}", *cells])
     return table(["step", "predicted", "measured", "ratio", "predicted to need", "measured to need"], rows)
+
+
+def recomputation(result: Result) -> str:
+    """What recomputed parts cost and save, as measured and as predicted. Asserts that they change no loss."""
+    rows = []
+    for found in result["lengths"]:
+        config, blocks = config_of(found["config"]), found["blocks"]
+        assert len({str(block["first_losses"]) for each in blocks.values() for block in each}) == 1, "losses differ"
+        times = {part: [statistics.median(block["seconds"]) for block in each] for part, each in blocks.items()}
+        peaks = {part: max(block["peak_bytes"] for block in each) for part, each in blocks.items()}
+        parts = {part: {"plan.recompute": (part,) if part else ()} for part in blocks}
+        model = {part: Modelled.of(resolve(changed(config, own), Host(gpus=1))) for part, own in parts.items()}
+        needs = {part: each.timeline.ranks[0].peak_bytes for part, each in model.items()}
+        for part in blocks:
+            over, said = ratio(times[part], times[""]), model[part].seconds / model[""].seconds
+            less = [f"{(of[''] - of[part]) / 2**20:,.0f} MiB" for of in (peaks, needs)]
+            rows.append(
+                [f"{config.tokens:,}, {part or 'nothing'}", ms(statistics.median(times[part])), ms(model[part].seconds)]
+                + ([_longer(over.median, over.low, over.high), f"{said - 1:+.1%}", *less] if part else ["-"] * 4)
+            )
+    head = [
+        "tokens of a microbatch, recomputed",
+        "step",
+        "predicted",
+        "longer by",
+        "predicted",
+        "peak less",
+        "predicted",
+    ]
+    return table(head, rows)
+
+
+def _longer(median: float, low: float, high: float) -> str:
+    return f"{median - 1:+.1%} ({low - 1:+.1%} to {high - 1:+.1%})"

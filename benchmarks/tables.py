@@ -35,7 +35,7 @@ from benchmarks.kernel_tables import expert_grads, layer_kernels, layers, pieces
 from benchmarks.markdown import WIDTH, Result, table
 from benchmarks.order_tables import bubbles, bubbles_of_8b, merged_ends, orders, send_controls
 from benchmarks.outcomes import KINDS
-from benchmarks.prediction_tables import STEPS, predicted, predicted_compute, predicted_steps
+from benchmarks.prediction_tables import STEPS, predicted, predicted_compute, predicted_steps, recomputation
 from benchmarks.published import comparison
 from benchmarks.record import RESULTS, ROOT
 from benchmarks.search_tables import gains
@@ -196,6 +196,7 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "predicted": ("step_time", predicted),
     "predicted_compute": (" ".join(STEPS), predicted_compute),
     "predicted_steps": (" ".join(STEPS), predicted_steps),
+    "recomputation": ("recomputation", recomputation),
     "overlap_trace": ("overlap_trace", overlap_trace),
     "overlap_hidden": ("overlap_trace_expert_parallel overlap_trace_expert_parallel_long?", hidden),
     "overlap_tax_experts": ("overlap_trace_expert_parallel", overlap_tax),

@@ -64,13 +64,14 @@ def test_kernels_are_their_formulas(dtype: torch.dtype) -> None:
         torch.testing.assert_close(mine, theirs, rtol=rtol, atol=atol)
 
 
-def test_a_merged_and_recomputed_step_keeps_the_bits_of_a_sequential_one() -> None:
+@pytest.mark.parametrize("recompute", [("attn", "experts", "mlp"), ("dispatch",), ("dispatch", "experts")])
+def test_a_merged_and_recomputed_step_keeps_the_bits_of_a_sequential_one(recompute: tuple[str, ...]) -> None:
     torch.use_deterministic_algorithms(True)  # flash attention adds in a fixed order only if it must not warn instead
     model = {"window": 64, "full_layers": (1,), "sinks": True, "router_bias": True, "expert_bias": True}
     alone = changed(BASE, {"mesh.pp": 1, "mesh.dp": 1, "mesh.ep": 1, "plan.chunks": 1, "data.packing": "on"})
     alone = changed(alone, {f"model.{name}": value for name, value in {**model, "swiglu_limit": 7.0}.items()})
     sequential = changed(alone, {"plan.order": "sequential", **PLAIN})
-    merged = planned(alone, order="1f1b", recompute=("attn", "experts", "mlp"), defer_layers=0)
+    merged = planned(alone, order="1f1b", recompute=recompute, defer_layers=0)
     found: list[list[Tensor]] = []
     for config in (sequential, merged):
         engine = Engine(config, 0, CUDA)
