@@ -119,8 +119,10 @@ def _statements(body: Sequence[ast.stmt], known: Mapping[str, Any]) -> Pairs:
 def _statement(node: ast.stmt, known: Mapping[str, Any]) -> Pairs:
     """The settings of a line of Python: an assignment, or a line that sets nothing. `known` are those before it."""
     match node:
-        case ast.Assign(targets=[target], value=value) | ast.AnnAssign(target=target, value=ast.expr() as value):
-            return list(_assigned(ast.unparse(target), value, known))
+        case ast.Assign(targets=[target]):
+            return list(_assigned(ast.unparse(target), node.value, known))
+        case ast.AnnAssign(target=target) if node.value is not None:
+            return list(_assigned(ast.unparse(target), node.value, known))
         case ast.If(orelse=[]) if "__name__" in ast.unparse(node.test):
             return _statements(node.body, known)
         case ast.Import() | ast.ImportFrom() | ast.Pass() | ast.Expr(value=ast.Constant()):
