@@ -16,11 +16,11 @@ from dataclasses import replace
 from itertools import pairwise, product
 from typing import Any
 
-from benchmarks.context_balance import lengths_of
+from benchmarks.context_balance import lengths_of as bounds_of
 from benchmarks.markdown import table
 from hocket.config import Config, DataOrder
 from hocket.planning import program_of
-from hocket.program.dealing import dealt, works_of
+from hocket.program.attending import Lengths, lengths_of
 from hocket.program.network import hardware_of
 from hocket.program.overheads import overheads_of
 from hocket.program.simulate import simulate
@@ -30,6 +30,7 @@ from hocket.resolve import Settings, resolve
 from hocket.settings.families import llama3_8b
 from hocket.settings.rule import Host
 from hocket.settings.schema import changed
+from hocket.tune.data_order import slowest_ranks
 
 ORDERS: tuple[DataOrder, ...] = ("dearest_early", "dearest_middle")
 NAMES = (*ORDERS, "auto")
@@ -43,9 +44,9 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 """Microbatches, and settings."""
 
 
-def work(seed: int, length: int) -> int:
-    """Pairs of a query and a key of a sequence."""
-    return sum(n * (n + 1) // 2 for n in (b - a for a, b in pairwise(lengths_of(seed, length))))
+def documents(seed: int, length: int) -> Lengths:
+    """Those of a sequence."""
+    return lengths_of(b - a for a, b in pairwise(bounds_of(seed, length)))
 
 
 def settings_of(case: dict[str, Any], length: int, microbatches: int) -> Settings:
@@ -59,22 +60,19 @@ def settings_of(case: dict[str, Any], length: int, microbatches: int) -> Setting
 
 def gains(settings: Settings) -> dict[str, float]:
     """By how much steps are shorter in each order than as they are read, on average over steps."""
-    program, hardware, mesh = program_of(settings), hardware_of(settings), settings.mesh
+    program, hardware, length = program_of(settings), hardware_of(settings), settings.data.sequence_length
     whole = costs_of(settings, hardware)
-    length = settings.data.sequence_length
-    half = costs_of(changed(settings, {"data.sequence_length": length // 2, "train.sequences": 2}), hardware)
     overheads = overheads_of(settings, hardware, whole.table)
 
-    def seconds(works: Sequence[int], order: DataOrder) -> float:
-        slowest = [max(each) for each in works_of(dealt(works, mesh.dp, 1, order), works)]
-        shares = [each / (length * (length + 1) / 2) for each in slowest]
-        return float(simulate(program, varied(whole, half, shares), overheads).makespan)
+    def seconds(sequences: Sequence[Lengths], order: DataOrder) -> float:
+        slowest = slowest_ranks(changed(settings, {"data.order": order}), sequences)
+        return float(simulate(program, varied(whole, settings, hardware, slowest), overheads).makespan)
 
     found = dict.fromkeys(NAMES, 0.0)
     for step in range(STEPS):
-        works = [work(settings.batch * step + n, length) for n in range(settings.batch)]
-        plain = seconds(works, "as_read")
-        gained = {order: 1 - seconds(works, order) / plain for order in ORDERS}
+        sequences = [documents(settings.batch * step + n, length) for n in range(settings.batch)]
+        plain = seconds(sequences, "as_read")
+        gained = {order: 1 - seconds(sequences, order) / plain for order in ORDERS}
         for order, gain in gained.items():
             found[order] += gain / STEPS
             found["auto"] += gain / STEPS if order == settings.data.order else 0.0

@@ -12,8 +12,8 @@ Nothing here imports torch. `step.start()` does: it makes this rank's part of th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from hocket.config import Config
@@ -21,6 +21,7 @@ from hocket.environment import driver_names
 from hocket.machine import host_for_plan
 from hocket.planning import page_head, predict, program_of
 from hocket.problems import stop_if
+from hocket.program.attending import lengths_of
 from hocket.program.check import Violation
 from hocket.program.check import check as check_program
 from hocket.program.hardware import Hardware
@@ -125,17 +126,39 @@ def check(step: Plan | Program) -> list[Violation]:
     return check_program(program)
 
 
-def simulate(step: Plan) -> Timeline:
+def simulate(step: Plan, documents: Sequence[Sequence[int]] = ()) -> Timeline:
     """The predicted step: `makespan` in seconds, when each op runs, and how each rank spends its time and memory.
 
-    Raises ValueError for what is no `Plan`: a program alone does not say what its ops cost.
+    `documents` are tokens of each document, for each sequence of a step in the order in which they are read, where
+    documents share sequences. Without them each sequence counts as one.
+
+    Raises ValueError for what is no `Plan`: a program alone does not say what its ops cost; and for documents that do
+    not fill the sequences of a step.
     """
     if not isinstance(step, Plan):
         raise ValueError(
             f"step = {type(step).__name__}: no plan, so nothing says what its ops cost; fix: what hocket.plan returns; "
             "what trains has simulate() and draw() of its own"
         )
-    return predict(step.settings, step.program, step.hardware)
+    settings = step.settings
+    if documents:
+        count, length = settings.batch, settings.data.sequence_length
+        _refuse(documents, count, length, settings.data.packing)
+        host = replace(settings.host, documents=tuple(map(lengths_of, documents)))
+        settings = replace(settings, host=host)
+    return predict(settings, step.program, step.hardware)
+
+
+def _refuse(documents: Sequence[Sequence[int]], count: int, length: int, packing: str) -> None:
+    """Raise ValueError for documents that do not fill the sequences of a step, or share none."""
+    if packing == "off":
+        raise ValueError("documents: data.packing = off, so each sequence is one; fix: data.packing = on or best_fit")
+    if len(documents) != count:
+        raise ValueError(f"documents: of {len(documents)} sequences, and a step has {count}; fix: those of each")
+    for number, each in enumerate(documents):
+        if sum(each) != length or min(each) < 1:
+            reason = f"those of sequence {number} have {sum(each)} tokens, {min(each, default=0)} the shortest"
+            raise ValueError(f"documents: {reason}; fix: 1 or more each, {length} together")
 
 
 def draw(step: Plan, kind: Literal["text", "svg", "html"] = "text", width: int = 120) -> str:

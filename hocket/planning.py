@@ -8,6 +8,7 @@ from itertools import islice
 from textwrap import wrap
 from typing import Any
 
+from hocket.program.attending import Lengths, merged
 from hocket.program.cost import CostTable, Measurement
 from hocket.program.hardware import Hardware
 from hocket.program.lower import build_program
@@ -20,9 +21,11 @@ from hocket.program.simulate import Timeline, simulate
 from hocket.program.stages import carried_by, costs_of, layout_of, sharding_of
 from hocket.program.text import to_text
 from hocket.program.timeline import summary, text_timeline
+from hocket.program.varied import varied
 from hocket.resolve import Settings
 from hocket.settings.arrivals import arrival_bytes
 from hocket.settings.hardware_choice import GPU
+from hocket.tune.data_order import by_documents, slowest_ranks
 from hocket_trace.columns import duration
 
 
@@ -33,8 +36,38 @@ def program_of(settings: Settings) -> Program:
 
 def predict(settings: Settings, program: Program, hardware: Hardware, measured: Measurement | None = None) -> Timeline:
     """When every op of the program would run on that hardware. `measured` are costs that were measured there."""
-    costs = costs_of(settings, hardware, measured)
+    costs, packed = costs_of(settings, hardware, measured), documents_of(settings)
+    if packed and measured is None:
+        costs = varied(costs, settings, hardware, packed)
     return simulate(program, costs, overheads_of(settings, hardware, costs.table, measured))
+
+
+def documents_of(settings: Settings) -> list[Lengths]:
+    """Documents of each microbatch, of the data-parallel rank that others wait for; empty: each sequence counts as one.
+
+    Where settings have other microbatches than the step whose documents are known, each has those of the whole step.
+    """
+    sequences, each = settings.host.documents, settings.mesh.dp * settings.train.sequences
+    if not sequences or not by_documents(settings):
+        return []
+    slowest = slowest_ranks(settings, sequences)
+    count = settings.train.microbatches
+    return slowest if len(sequences) == count * each else [merged(slowest)] * count
+
+
+def told_documents(settings: Settings) -> str:
+    """What a prediction takes documents to be; empty if none share sequences, or if they make no difference."""
+    if not by_documents(settings):
+        return ""
+    if not settings.host.documents:
+        return (
+            "each sequence counts as one document, since hocket has not tokenised this text here; "
+            "steps are shorter with shorter ones"
+        )
+    found = merged(settings.host.documents)
+    count, tokens = sum(tokens // length for length, tokens in found), sum(tokens for _, tokens in found)
+    longest = found[-1][0]
+    return f"those of the first step: {count:,}, {tokens / count:,.0f} tokens long on average, the longest {longest:,}"
 
 
 def network(settings: Settings, busy: float = 0.0, step: float = 0.0) -> str:
@@ -97,6 +130,7 @@ def report(settings: Settings, hardware: Hardware, width: int, ops: int, measure
         *_numbers(summary(timeline, program)),
         *_misfits(timeline, hardware, arrival_bytes(settings)),
         *(_origin_of_costs(measured) if measured else (*late_host(settings, program, hardware, timeline), *wide)),
+        *([f"documents  {told}"] if not measured and (told := told_documents(settings)) else []),
         "",
         "PROGRAM",
         *text[:cut],
@@ -114,7 +148,11 @@ def page_head(
     name = settings.run.name + (f" (recipe {recipe})" if recipe not in ("", "default", settings.run.name) else "")
     costs = "measured costs" if measured else rates(settings, hardware)
     on = f"predicted for {hardware.name}, {settings.precision.compute}, {settings.train.transport}"
-    lines = [*islice(_heading(settings, program), 2), "; ".join(filter(None, [on, costs]))]
+    told = "" if measured else told_documents(settings)
+    lines = [
+        *islice(_heading(settings, program), 2),
+        "; ".join(filter(None, [on, costs, told and f"documents: {told}"])),
+    ]
     return f"{name}: predicted step", lines
 
 
@@ -140,6 +178,8 @@ def as_json(settings: Settings, hardware: Hardware, measured: Measurement | None
     busy = adapter_seconds(settings, program, costs_of(settings, hardware))
     if wide := network(settings, busy, float(timeline.makespan)):
         found["network"] = wide
+    if not measured and (told := told_documents(settings)):
+        found["documents"] = told
     return found | ({"measured": costs_as_json(measured)} if measured else {})
 
 

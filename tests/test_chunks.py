@@ -9,13 +9,15 @@ import pytest
 import torch
 
 from benchmarks.context_balance import lengths_of
-from hocket.model.chunks import TOLERANCE, shares, work_of, zigzag
+from hocket.model.chunks import TOLERANCE, Chunks, imbalance_of, shares, work_of, zigzag
 from hocket.model.context import context_of
 from hocket.model.documents import attend, documents_of
+from hocket.program.attending import of_windows
 
 
-def counted(bounds: tuple[int, ...], chunks: tuple[range, ...]) -> int:
-    return sum(token - max(b for b in bounds if b <= token) + 1 for chunk in chunks for token in chunk)
+def counted(bounds: tuple[int, ...], chunks: tuple[range, ...], window: int = 0) -> int:
+    keys = [token - max(b for b in bounds if b <= token) + 1 for chunk in chunks for token in chunk]
+    return sum(min(each, window or each) for each in keys)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -31,6 +33,27 @@ def test_every_token_has_one_rank_and_work_is_what_is_counted(ranks: int, seed: 
     assert list(found.work) == [counted(bounds, mine) for mine in found.chunks]
     assert found.work == work_of(bounds, found.chunks)
     assert found == shares(list(bounds), length, ranks)
+
+
+@pytest.mark.parametrize("windows", [(64,), (0, 64, 64, 64, 512), (512, 0)])
+def test_layers_with_windows_cost_what_they_attend_to(windows: tuple[int, ...]) -> None:
+    """Flash attention over windows takes 1.6 times as long for a pair. Counted fully, ranks would be uneven."""
+    length, ranks, uneven = 2048, 4, 0.0
+    attending = of_windows(windows, 512)
+    for seed in range(4):
+        bounds = tuple(lengths_of(seed, length, mean=256))
+        found, plain = shares(bounds, length, ranks, attending), shares(bounds, length, ranks)
+        whole = [0 if window >= 512 else window for window in windows]
+
+        def costs(chunks: tuple[Chunks, ...], bounds: tuple[int, ...] = bounds) -> list[float]:
+            return [sum((1.6 if w else 1) * counted(bounds, mine, w) for w in whole) for mine in chunks]  # noqa: B023
+
+        ratios = [mine / cost for mine, cost in zip(found.work, costs(found.chunks), strict=True)]
+        assert ratios == pytest.approx([ratios[0]] * ranks, rel=1e-9)
+        assert found.work == work_of(bounds, found.chunks, attending)
+        assert imbalance_of([found.work]) <= TOLERANCE
+        uneven = max(uneven, imbalance_of([work_of(bounds, plain.chunks, attending)]))
+    assert uneven > TOLERANCE or 0 in whole
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,22 +13,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.microbatch_order import work
+from benchmarks.microbatch_order import documents
 from hocket.config import Config, DataConfig, DataOrder, MeshConfig, TrainConfig
 from hocket.model.documents import documents_of
 from hocket.planning import program_of
+from hocket.program.attending import lengths_of
 from hocket.program.dealing import as_read, dealt, works_of
 from hocket.program.hardware import H200
+from hocket.program.ops import Op
+from hocket.program.part_sizes import attending
 from hocket.program.simulate import simulate
-from hocket.program.stages import costs_of
+from hocket.program.stages import costs_of, layout_of
 from hocket.program.varied import varied
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
+from hocket.settings import families
 from hocket.settings.rule import Host
 from hocket.settings.schema import changed
 from hocket.train.data import make_streams
 from hocket.train.sources import open_text
-from hocket.tune.data_order import step_seconds
+from hocket.tune.data_order import slowest_ranks, step_seconds
 from hocket.tune.trials import Trials
 from tests.helpers.command import SMALL, hocket
 from tests.helpers.parity import STEPS, assert_parity, config
@@ -118,7 +123,67 @@ def test_lengths_are_those_of_the_documents_that_layers_see(tmp_path: Path, pack
         lengths = np.diff(documents_of(numbers).bounds)
         found = stream.lengths(position)
         assert found[found > 0].tolist() == lengths.tolist()
-        assert stream.work(position) == sum(n * (n + 1) // 2 for n in lengths.tolist())
+
+
+MODELS = {
+    "full": families.llama3_8b(),
+    "windows": replace(families.llama3_8b(), window=512, full_layers=(3, 7)),
+    "sinks and windows": families.gpt_oss_20b(),
+    "latents": families.deepseek_v2_lite(),
+    "delta nets": families.qwen3_next_80b_a3b(),
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "alone": {}, "tp": {"mesh.tp": 2}, "cp": {"mesh.cp": 2}, "ring": {"mesh.cp": 2, "overlap.cp.method": "ring"},
+}  # fmt: skip
+CASES = [
+    (model, way)
+    for model in MODELS
+    for way in WAYS
+    if way == "alone" or model in ("full", "windows") or (model, way) == ("latents", "cp")
+]
+
+
+@pytest.mark.parametrize(("model", "way"), CASES)
+def test_what_sequences_cost_is_what_the_ops_of_their_layers_take(model: str, way: str) -> None:
+    """Seconds of a microbatch grow with the work of its documents: of layers with windows as of others."""
+    length = 8192
+    given = {"data.sequence_length": length, "train.sequences": 1, "precision.compute": "bf16", **WAYS[way]}
+    c = changed(replace(Config(), model=MODELS[model]), {"overlap.cp.method": "gather", **given})
+    documents = [[length], [4096, 4000, 96], [2048] * 4, [300] * 27 + [92], [1] * length]
+    lengths = [lengths_of(each) for each in documents]
+    whole = costs_of(c, replace(H200, clock=0.0))
+    found = varied(whole, c, replace(H200, clock=0.0), lengths)
+    layout = layout_of(c)
+    ops = [
+        Op(verb, part.name, 0, 0, n)
+        for n in range(c.model.layers)
+        for part in layout.type_of(n).parts
+        for verb in ("fwd", "bwd")
+    ]
+    seconds = [sum(float(found.seconds(0, op._replace(microbatch=m))) for op in ops) for m in range(len(lengths))]
+    assert seconds[0] == pytest.approx(sum(float(whole.seconds(0, op)) for op in ops), rel=1e-12)
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[-1] > 0
+    works = [attending(c.model, length).work(each) for each in lengths]
+    for m in (1, 2, 3):
+        share = (works[m] - works[-1]) / (works[0] - works[-1])
+        assert (seconds[m] - seconds[-1]) / (seconds[0] - seconds[-1]) == pytest.approx(share, abs=2e-3)
+
+
+def test_measured_costs_are_those_of_the_documents_that_there_were() -> None:
+    chosen = resolved(plan__layers_per_stage=())
+    costs = costs_of(chosen, H200).measured({("fwd", "attn", "dense"): 1.0})
+    found = varied(costs, chosen, H200, [((64, chosen.data.sequence_length),)])
+    assert found.seconds(0, Op("fwd", "attn", 0, 0, 0)) == 1.0
+    assert found.seconds(0, Op("bwd", "attn", 0, 0, 0)) < costs.seconds(0, Op("bwd", "attn", 0, 0, 0))
+
+
+def test_windows_leave_little_to_order() -> None:
+    """Within a window of 1,024 a long document costs hardly more than several."""
+    full, windows = (resolved(model__window=window, plan__layers_per_stage=()) for window in (0, 1024))
+    assert full.data.order != "as_read"
+    assert windows.data.order == "as_read"
+    assert "too little to gain" in reason(windows)
 
 
 # -- the choice ------------------------------------------------------------------------------------------------------
@@ -145,33 +210,34 @@ def test_auto_is_the_order_that_is_shortest_in_simulated_steps(order: str, chunk
     assert "as_read" in reason(chosen)
     assert "8 microbatches" in reason(chosen)
     trials = Trials()
-    assert min(get_args(DataOrder), key=lambda each: step_seconds(chosen, each, trials)) == best
+    steps = {each: step_seconds(chosen, each, trials) for each in get_args(DataOrder)}
+    assert steps[best] < 1.001 * min(steps.values()) < 0.95 * steps["as_read"]
 
 
 def test_the_choice_is_right_for_documents_that_it_has_not_seen() -> None:
     """Log-normal lengths, priced one microbatch at a time."""
     chosen = resolved(plan__layers_per_stage=())
-    program, length, dp = program_of(chosen), chosen.data.sequence_length, chosen.mesh.dp
-    whole = costs_of(chosen, H200)
-    half = costs_of(changed(chosen, {"data.sequence_length": length // 2, "train.sequences": 2}), H200)
+    program, length = program_of(chosen), chosen.data.sequence_length
     seconds = dict.fromkeys(get_args(DataOrder), 0.0)
     for step in range(4):
-        works = [work(chosen.batch * step + n, length) for n in range(chosen.batch)]
+        sequences = [documents(chosen.batch * step + n, length) for n in range(chosen.batch)]
         for order in seconds:
-            slowest = [max(each) for each in works_of(dealt(works, dp, 1, order), works)]
-            shares = [each / (length * (length + 1) / 2) for each in slowest]
-            seconds[order] += float(simulate(program, varied(whole, half, shares)).makespan)
+            slowest = slowest_ranks(changed(chosen, {"data.order": order}), sequences)
+            costs = varied(costs_of(chosen, H200), chosen, H200, slowest)
+            seconds[order] += float(simulate(program, costs).makespan)
     assert seconds[chosen.data.order] < 0.95 * seconds["as_read"]
 
 
 def test_costs_of_microbatches_lie_between_those_of_short_and_whole_documents() -> None:
     chosen = resolved(plan__layers_per_stage=())
     whole, program = costs_of(chosen, H200), program_of(chosen)
-    half = costs_of(changed(chosen, {"data.sequence_length": 16384, "train.sequences": 2}), H200)
-    steps = [float(simulate(program, varied(whole, half, [share] * 8)).makespan) for share in (0.0, 0.5, 1.0)]
+    length = chosen.data.sequence_length
+    half = costs_of(changed(chosen, {"data.sequence_length": length // 2, "train.sequences": 2}), H200)
+    tables = [varied(whole, chosen, H200, [((each, length),)] * 8) for each in (1, length // 2, length)]
+    steps = [float(simulate(program, each).makespan) for each in tables]
     assert steps[0] < steps[1] < steps[2]
-    assert steps[2] == float(simulate(program, whole).makespan)
-    assert steps[1] == pytest.approx(float(simulate(program, half).makespan), rel=5e-3)  # at another clock
+    assert steps[2] == pytest.approx(float(simulate(program, whole).makespan), rel=1e-9)
+    assert steps[1] == pytest.approx(float(simulate(program, half).makespan), rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -251,3 +317,25 @@ def test_a_run_over_a_pipeline_learns_what_one_without_does(tmp_path: Path) -> N
     assert waits["plain"]
     assert all(0 <= each < 1 for each in waits["plain"])
     assert not waits["read"]
+
+
+def test_a_run_deals_out_sequences_by_what_windows_leave_of_their_attention(tmp_path: Path) -> None:
+    """Lengths of documents as the run reads them, and pairs of tokens counted one by one."""
+    data: dict[str, Any] = {
+        "data.paths": (texts_in(tmp_path),), "data.packing": "best_fit", "data.sequence_length": 32,
+        "data.validation": 0.4, "mesh.dp": 2, "mesh.ep": 2, "mesh.pp": 1, "train.microbatches": 4,
+        "train.device": "cpu", "data.order": "dearest_middle", "model.window": 4, "train.steps": 1,
+    }  # fmt: skip
+    words = ["--data.paths", data["data.paths"][0]]
+    words += [word for name, value in data.items() if name != "data.paths" for word in (f"--{name}", str(value))]
+    done = hocket(tmp_path, "train", *SMALL, *words, "--run.name", "windows")
+    assert done.code == 0, done.err
+    settings = resolve(changed(recipe("tiny"), {**data, "data.cache": str(tmp_path / "cache"), "train.sequences": 1}))
+    stream, _ = make_streams(open_text(settings), settings)
+    documents = [stream.lengths(n).tolist() for n in range(8)]
+    pairs, all_pairs = ([sum(min(t + 1, w) for n in each for t in range(n)) for each in documents] for w in (4, 32))
+    groups, others = (sorted(works, reverse=True) for works in (pairs, all_pairs))
+    expected, other = (sum(max(w[i : i + 2]) for i in range(0, 8, 2)) * 2 / sum(w) - 1 for w in (groups, others))
+    (row,) = [row for row in records(tmp_path, "windows") if "waits" in row]
+    assert row["waits"] == pytest.approx(expected, rel=1e-6)
+    assert row["waits"] != pytest.approx(other, rel=0.1)

@@ -141,7 +141,7 @@ def zigzag(workload: Workload, rank: int, device: torch.device) -> Contender:
     """Hocket whose context-parallel ranks have the chunks of whole sequences, whatever documents there are."""
     made = Planned(workload, rank, device, workload.config)
     assert made.engine.shared is not None, "there are ranks that share sequences"
-    made.engine.shared.even = False
+    made.engine.shared.even = None
     made.settings["chunks"] = "zigzag"
     return made
 

@@ -22,6 +22,7 @@ from hocket.adapters.context_attention import COMPUTED, KEYWORD, SharedBatch, at
 from hocket.model.chunks import Shares, shares
 from hocket.model.context import context_of
 from hocket.model.documents import documents_of
+from hocket.program.attending import of_windows
 from hocket.runtime.transports import gather_flat, sum_flat
 
 NAME = "hocket_context_parallel"
@@ -88,7 +89,8 @@ class ContextParallel:
         positions = positions.expand(batch, length)
         first = positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1
         documents = documents_of(first.cumsum(1).cpu())
-        self.shares = shares(documents.bounds, length, self.group.size())
+        attention = of_windows(_windows(model.config), length)
+        self.shares = shares(documents.bounds, length, self.group.size(), attention)
         chunks, rank = self.shares.chunks, self.group.rank()
         mine = torch.cat([torch.arange(c.start, c.stop) for c in chunks[rank]]).to(ids.device)
         documents = documents.to(ids.device)
@@ -234,6 +236,13 @@ def _refuse(model: nn.Module) -> None:
     for name, value in wrong.items():
         if value:
             raise ValueError(f"{name} of this {type(model).__name__} ({value}) does not go with context_parallel")
+
+
+def _windows(config: Any) -> list[int]:
+    """The window of every layer; 0 for none."""
+    window = getattr(config, "sliding_window", None) or 0
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return [window if kind == "sliding_attention" else 0 for kind in kinds]
 
 
 def _of(x: Tensor, tokens: Tensor) -> Tensor:

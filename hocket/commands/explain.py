@@ -12,7 +12,7 @@ import tyro
 
 from hocket.commands import translate
 from hocket.commands.options import RecipeOptions, parse
-from hocket.commands.plan import resolve_for_plan, same_work
+from hocket.commands.plan import resolve_for_plan, same_work, with_documents
 from hocket.config import Config
 from hocket.environment import find_gpus, stopping
 from hocket.explain.beside import beside, hardware_for, in_traces, request
@@ -62,7 +62,7 @@ def run(words: list[str]) -> int:
     settings, refused = settle(options.config, origins)
     variables = survey(os.environ, settings.overlap.env, passed(sys.modules))
     reasons = (*filter(None, [refused]), *stopping(os.environ, variables))
-    found = replace(explain(settings, variables), refused=reasons)
+    found = replace(explain(with_documents(settings), variables), refused=reasons)
     if options.from_:
         found = with_traces(found, settings, options.from_, origins)
     if options.probe:

@@ -23,6 +23,7 @@ from hocket.program.timeline import html_timeline, svg_timeline
 from hocket.resolve import Settings, resolve
 from hocket.settings.overrides import split
 from hocket.tune import best_plan
+from hocket.tune.data_order import by_documents
 from hocket.tune.trials import model_costs
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ def run(words: list[str]) -> int:
     measured = costs_from(settings, options.from_, options.null_from, origins)
     if measured:
         settings = resolve_for_plan(options.config, origins, lambda c: costs_of(c, hardware, measured))
+    settings = with_documents(settings)
     program = planning.program_of(settings)
     assert_valid(program)
     if options.svg:
@@ -147,6 +149,15 @@ def same_work(settings: Settings, traces: Sequence[RankTrace], origins: Mapping[
             f"{name} = {here} ({origin}): {traces[0].source} was measured with {there}, so its ops have other work to "
             f"do; fix: {name} {there}, or a trace of this setting"
         )
+
+
+def with_documents(settings: Settings) -> Settings:
+    """Settings with the documents of the first step, to predict with, where their text has been tokenised here."""
+    if not by_documents(settings):
+        return settings
+    from hocket.train.data import known_documents
+
+    return replace(settings, host=replace(settings.host, documents=known_documents(settings)))
 
 
 def resolve_for_plan(

@@ -36,6 +36,7 @@ from hocket.program.check import assert_valid
 from hocket.program.linearize import linearize
 from hocket.program.lower import build_forward, build_program
 from hocket.program.ops import Layout, Op, Program
+from hocket.program.part_sizes import attending
 from hocket.program.shard import MATRIX_SLOTS
 from hocket.program.stages import mesh_of, sharding_of
 from hocket.runtime.comm import Groups, make_groups
@@ -189,8 +190,9 @@ class Engine:
         c, ranks = self.config, self.mesh.cp
         if ranks == 1:
             return None
-        sizes, even = (c.train.sequences, c.data.sequence_length), c.overlap.cp.method != "heads"
-        return Shared(*sizes, ranks, self.where.cp, self.device, even=even)
+        length = c.data.sequence_length
+        even = None if c.overlap.cp.method == "heads" else attending(c.model, length)
+        return Shared(c.train.sequences, length, ranks, self.where.cp, self.device, even)
 
     def _activation(self) -> Activation:
         """What passes between layers: this rank's tokens of a microbatch."""

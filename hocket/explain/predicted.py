@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from hocket.explain.explanation import Predicted, Times
 from hocket.gpus import GPUS
-from hocket.planning import adapter_seconds, network, predict, program_of, rates
+from hocket.planning import adapter_seconds, network, predict, program_of, rates, told_documents
 from hocket.program.cost import CostTable
 from hocket.program.hardware import Hardware
 from hocket.program.network import hardware_of
@@ -68,7 +68,9 @@ def simulated(settings: Settings) -> tuple[Predicted, Step | None]:
         found = _continued(short.found, step.found, periods)
         adapter = continued(short.adapter, step.adapter, periods)
         how = f"simulated with {few} and {more} microbatches, and continued to {count}"
-    notes = [how, rates(settings, hardware), network(settings, adapter, found.step), *_in_fp8(settings, hardware, step)]
+    told = told_documents(settings)
+    notes = [how, rates(settings, hardware), told and f"documents: {told}", network(settings, adapter, found.step)]
+    notes += _in_fp8(settings, hardware, step)
     return replace(found, note="; ".join(filter(None, notes))), step
 
 

@@ -2,9 +2,10 @@
 
 Zigzag chunks balance attention over whole sequences. Documents that share sequences break that: their first tokens
 attend to little, and a long one may lie in the chunks of one rank. So such sequences are cut into equal chunks and
-these are dealt out by what their attention costs, the dearest first, always to the rank with the least so far that
-still has room. Then ranks exchange pairs of chunks. There are as few chunks as the tolerance needs, since each costs a
-call of attention. This is integer arithmetic on what every rank knows, so all ranks find the same without a word.
+these are dealt out by what their attention costs all layers, those with windows too: the dearest first, always to the
+rank with the least so far that still has room. Then ranks exchange pairs of chunks. There are as few chunks as the
+tolerance needs, since each costs a call of attention. This is integer arithmetic on what every rank knows, so all ranks
+find the same without a word.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+
+from hocket.program.attending import FULL, Attending
 
 MOST_CHUNKS = 128
 """Of one rank, before neighbours are joined."""
@@ -53,7 +56,7 @@ class Shares:
     chunks: tuple[Chunks, ...]
     """Of every rank, in the order of sequences; none crosses the end of a sequence."""
     work: tuple[int, ...]
-    """Pairs of a query and a key that each rank computes."""
+    """What attention costs each rank, in units of an `Attending`."""
 
     @property
     def imbalance(self) -> float:
@@ -61,11 +64,12 @@ class Shares:
         return imbalance_of([self.work])
 
 
-def shares(bounds: Sequence[int], length: int, ranks: int, tolerance: float = TOLERANCE) -> Shares:
+def shares(bounds: Sequence[int], length: int, ranks: int, attending: Attending = FULL) -> Shares:
     """Tokens of every rank, as many each, with the fewest chunks whose attention is within the tolerance.
 
     Without such chunks, those with the least imbalance. `bounds` are where documents of all sequences begin and end,
     one after the other, from 0; sequences have `length` tokens each, so the ends of sequences are among the bounds.
+    `attending` is what layers do.
 
     Raises: ValueError if documents do not fill sequences, cross their ends, or ranks cannot have as many tokens each.
 
@@ -73,11 +77,11 @@ def shares(bounds: Sequence[int], length: int, ranks: int, tolerance: float = TO
     _refuse(bounds, length, ranks)
     per_rank = max(2, bounds[-1] // length)
     size = bounds[-1] // (ranks * per_rank)
-    best = _dealt(bounds, length, size, ranks)
+    best = _dealt(bounds, length, size, ranks, attending)
     cuts, most = 1, min(MOST_CHUNKS // per_rank, size // SMALLEST)
-    while best.imbalance > tolerance and (more := [n for n in range(2 * cuts, most + 1) if size % n == 0]):
+    while best.imbalance > TOLERANCE and (more := [n for n in range(2 * cuts, most + 1) if size % n == 0]):
         cuts = more[0]
-        found = _dealt(bounds, length, size // cuts, ranks)
+        found = _dealt(bounds, length, size // cuts, ranks, attending)
         best = min(best, found, key=lambda s: s.imbalance)
     return best
 
@@ -87,13 +91,14 @@ def imbalance_of(batches: Sequence[Sequence[int]]) -> float:
 
     `batches` has the work of every rank in each batch.
     """
-    return sum(max(work) * len(work) for work in batches) / sum(map(sum, batches)) - 1
+    total = sum(map(sum, batches))
+    return sum(max(work) * len(work) for work in batches) / total - 1 if total else 0.0
 
 
-def work_of(bounds: Sequence[int], chunks: Sequence[Sequence[range]]) -> tuple[int, ...]:
-    """Pairs of a query and a key that each rank computes with these chunks, in causal attention inside documents."""
-    before = _before(bounds)
-    return tuple(sum(_until(bounds, before, c.stop) - _until(bounds, before, c.start) for c in mine) for mine in chunks)
+def work_of(bounds: Sequence[int], chunks: Sequence[Sequence[range]], attending: Attending = FULL) -> tuple[int, ...]:
+    """What causal attention inside documents costs each rank with these chunks."""
+    until = _Until(bounds, attending)
+    return tuple(sum(until(c.stop) - until(c.start) for c in mine) for mine in chunks)
 
 
 def _refuse(bounds: Sequence[int], length: int, ranks: int) -> None:
@@ -114,23 +119,22 @@ def _refuse(bounds: Sequence[int], length: int, ranks: int) -> None:
         )
 
 
-def _before(bounds: Sequence[int]) -> list[int]:
-    """Pairs in all documents before each."""
-    return [0, *accumulate((b - a) * (b - a + 1) // 2 for a, b in pairwise(bounds))]
+class _Until:
+    """The cost of all queries before a token."""
+
+    def __init__(self, bounds: Sequence[int], attending: Attending) -> None:
+        self._bounds, self._attending = bounds, attending
+        self._before = [0, *accumulate(attending.until(b - a) for a, b in pairwise(bounds))]
+        """Of all documents before each."""
+
+    def __call__(self, token: int) -> int:
+        document = bisect_right(self._bounds, token) - 1
+        return self._before[document] + self._attending.until(token - self._bounds[document])
 
 
-def _until(bounds: Sequence[int], before: Sequence[int], token: int) -> int:
-    """Pairs of all queries before a token."""
-    document = bisect_right(bounds, token) - 1
-    inside = token - bounds[document]
-    return before[document] + inside * (inside + 1) // 2
-
-
-def _dealt(bounds: Sequence[int], length: int, size: int, ranks: int) -> Shares:
+def _dealt(bounds: Sequence[int], length: int, size: int, ranks: int, attending: Attending) -> Shares:
     """Chunks of one size, as many for every rank."""
-    before = _before(bounds)
-    until = [_until(bounds, before, token) for token in range(0, bounds[-1] + 1, size)]
-    costs = [b - a for a, b in pairwise(until)]
+    costs = [b - a for a, b in pairwise(map(_Until(bounds, attending), range(0, bounds[-1] + 1, size)))]
     room = len(costs) // ranks
     held: list[list[int]] = [[] for _ in range(ranks)]
     work = [0] * ranks

@@ -23,6 +23,7 @@ from torch import Tensor
 from hocket.model.chunks import Chunks, imbalance_of, shares, zigzag
 from hocket.model.documents import Documents, whole_sequences
 from hocket.model.microbatch import Microbatch
+from hocket.program.attending import FULL, Attending
 from hocket.runtime.segment import lend
 
 
@@ -130,15 +131,15 @@ def _tokens(chunks: Chunks, device: torch.device) -> Tensor:
 class Shared:
     """One context-parallel rank's part of microbatches of `batch` sequences.
 
-    Whole sequences are cut in zigzag. With `even`, chunks of documents are chosen so that all ranks have as much
-    attention; without it, where ranks have all tokens of some heads, they are cut in zigzag too.
+    Whole sequences are cut in zigzag. Chunks of documents are chosen so that all ranks have as much attention, which
+    costs `even`; without it, where ranks have all tokens of some heads, they are cut in zigzag too.
     """
 
     imbalance: float | None = None
     """How much longer than on average the busiest rank attends in the last microbatches; None of whole sequences."""
 
     def __init__(
-        self, batch: int, length: int, ranks: int, rank: int, device: torch.device, *, even: bool = True
+        self, batch: int, length: int, ranks: int, rank: int, device: torch.device, even: Attending | None = FULL
     ) -> None:
         self._zigzag, self._ranks, self._rank, self.even = zigzag(batch, length, ranks), ranks, rank, even
         self._mine = _tokens(self._zigzag[rank], device)
@@ -156,8 +157,8 @@ class Shared:
         documents = microbatch.documents
         assert isinstance(documents, Documents | None), "a microbatch has its sequences whole"
         chunks, mine, told = self._zigzag, self._mine, self.whole
-        if documents is not None and self.even:
-            chosen = shares(documents.bounds, self.whole.length, self._ranks)
+        if documents is not None and self.even is not None:
+            chosen = shares(documents.bounds, self.whole.length, self._ranks, self.even)
             chunks, mine = chosen.chunks, _tokens(chosen.chunks[self._rank], self._mine.device)
             work.append(chosen.work)
         if documents is not None:

@@ -78,6 +78,8 @@ class CostTable:
     """(part, layer) whose forward keeps nothing, because it runs again."""
     lent: Collection[tuple[str, int]] = frozenset()
     """(part, layer) of those who do not keep what they read, and of those who make it again for their backward."""
+    timed: Collection[CostKey] = frozenset()
+    """Those whose seconds were measured, with the documents that the run had."""
 
     def of(self, op: Op) -> OpCost:
         return self.table.get(cost_key(op, self.kinds), _FREE)
@@ -123,7 +125,7 @@ class CostTable:
         again = {("recompute", *key[1:]): value for key, value in seconds.items() if key[0] == "fwd"}
         seconds = {**{key: value for key, value in again.items() if key in self.table}, **seconds}
         changed = {key: _lasting(self.table.get(key, _FREE), value) for key, value in seconds.items()}
-        return replace(self, table={**self.table, **changed})
+        return replace(self, table={**self.table, **changed}, timed=frozenset(changed))
 
 
 def _lasting(cost: OpCost, seconds: Time) -> OpCost:
@@ -134,6 +136,8 @@ def _lasting(cost: OpCost, seconds: Time) -> OpCost:
 
 _FREE = OpCost()
 
+CORE = {"fwd": 1.0, "bwd": 2.5}
+"""By verb, how often the FLOPs of an attention core are computed."""
 _SHOWN = 2 / 3
 """Share of the time of what a product reads and writes that its arithmetic does not hide: of 6 bytes more that it moves
 to add to fp32 those of 4 (`benchmarks.expert_grads` and `benchmarks.weight_grads`, on an H200)."""
@@ -202,8 +206,8 @@ class _Pricing:
         """
         hw, t, b = self.hardware, self.tokens, self.dtype_bytes
         matmul = 2.0 * t * (size.gemm + size.grouped)
-        core = {"fwd": 1.0, "bwd": 2.5}.get(verb, 0.0) * t * size.core
-        whole = {"fwd": 1.0, "bwd": 2.5}.get(verb, 0.0) * t * (size.core + size.masked)
+        core = CORE.get(verb, 0.0) * t * size.core
+        whole = CORE.get(verb, 0.0) * t * (size.core + size.masked)
         rate = hw.attention_fwd_flops if verb == "fwd" else hw.attention_bwd_flops
         clocked, others = matmul / hw.gemm_flops, self._traffic(size, verb) / hw.kernel_bandwidth
         drawn = matmul
@@ -258,13 +262,11 @@ def op_costs(
 
     Assumes even routing: every rank gets as many rows as it sends. A p2p transfer's seconds belong to the recv.
     """
-    copies = copies_of(model, layout.ep, layout.per_rank, dtype_bytes)
-    ways = layout.cp, layout.heads, layout.ring
-    shapes = Shapes(model, seq, layout.ep, copies, hardware.formulas, *ways, exact=4 // dtype_bytes)
-    parts = _parts(layout)
+    shapes = shapes_of(model, layout, seq, hardware, dtype_bytes)
+    parts = parts_of(layout)
     sizes = {(part.name, kind): size_of(part, shapes) for part, kind in parts}
     price = _Pricing(hardware, tokens, dtype_bytes, sharding.tensor, sharding.fp8)
-    clock = _clock(price, layout, sharding, shapes) if hardware.clock else 0.0
+    clock = clock_with(shapes, layout, tokens, sharding, hardware, dtype_bytes)
     price = replace(price, hardware=at_clock(hardware, clock)) if clock else price
     table: dict[CostKey, OpCost] = {}
     p2p = tokens * model.hidden * dtype_bytes
@@ -294,7 +296,14 @@ def op_costs(
     return CostTable(layout.kinds, table, slots, state, clock, layout.recomputed, _lent(layout))
 
 
-def _parts(layout: Layout) -> list[tuple[Part, str]]:
+def shapes_of(model: ModelConfig, layout: Layout, seq: int, hardware: Hardware, dtype_bytes: int) -> Shapes:
+    """What the sizes of a plan's parts depend on."""
+    copies = copies_of(model, layout.ep, layout.per_rank, dtype_bytes)
+    ways = layout.cp, layout.heads, layout.ring
+    return Shapes(model, seq, layout.ep, copies, hardware.formulas, *ways, exact=4 // dtype_bytes)
+
+
+def parts_of(layout: Layout) -> list[tuple[Part, str]]:
     """Every part with the kinds of layers that have it."""
     kinds = sorted((kind for kind in layout.layer_types if kind.name in layout.kinds), key=lambda kind: kind.name)
     return [(EMBED, ""), (HEAD, ""), *((part, kind.name) for kind in kinds for part in kind.parts)]
@@ -321,10 +330,15 @@ def _eight(price: _Pricing, layout: Layout, part: Part, kind: str, verb: str) ->
     return price.fp8.share(layout.kinds, kind, verb) if price.fp8 is not None and kind and part.unit else 0.0
 
 
-def _clock(price: _Pricing, layout: Layout, sharding: Sharding, shapes: Shapes) -> float:
-    """The clock of the whole model's microbatches. See Note: [Power sets the clock] in `clock.py`."""
+def clock_with(
+    shapes: Shapes, layout: Layout, tokens: int, sharding: Sharding, hardware: Hardware, dtype_bytes: int
+) -> float:
+    """The clock of the whole model's microbatches; 0: no limit is known. See Note: [Power sets the clock]."""
+    if not hardware.clock:
+        return 0.0
+    price = _Pricing(hardware, tokens, dtype_bytes, sharding.tensor, sharding.fp8)
     works: list[Work] = []
-    for part, kind in _parts(layout):
+    for part, kind in parts_of(layout):
         count, collects = layout.kinds.count(kind) if kind else 1, _collects(layout, sharding, part.name)
         again = layout.recomputing(part.name, kind)
         size = size_of(part, shapes)

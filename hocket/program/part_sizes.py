@@ -11,16 +11,16 @@ from itertools import pairwise
 from typing import Literal
 
 from hocket.config import ModelConfig
+from hocket.program.attending import Attending, Lengths, of_windows, slower
+from hocket.program.attending import keys as keys_met
 from hocket.program.copies import Copies
 from hocket.program.formulas import FUSED, Formulas, PartSize, plus
 
 _BLOCK = 512
 """Keys beyond the diagonal that attention computes for a query, on average, and does not use: an estimate from how its
 rate grows from 4,096 to 8,192 tokens."""
-_FLASH, _EDGES = 0.6, 1442
-"""What flash attention over windows, and with sinks, takes longer than the kernel that a GPU's rates are of: a share of
-what it computes, and what `_BLOCK` counts, at both edges of a window. Timed on an H200 with torch 2.11, forward and
-backward of 16,384 tokens with windows of 128 and 4,096."""
+_EDGES = 1442
+"""What `_BLOCK` counts, at both edges of a window. Timed as `attending.SLOWER`."""
 _CHUNK = 64
 """Tokens of a chunk of a delta net's rule."""
 _FLASH_BACK = 9
@@ -50,6 +50,12 @@ class Shapes:
     """Stages in which these get each other's keys and values; 0: in one piece."""
     exact: int = 2
     """Elements of the dtype of compute that one in fp32 takes the room of."""
+    documents: Lengths = ()
+    """How long documents are that share sequences; empty: each sequence is one."""
+
+    def met(self, window: int = 0) -> float:
+        """Keys that a query meets on average, with a window or without."""
+        return keys_met(self.documents or ((self.seq, self.seq),), window)
 
 
 def embed(s: Shapes) -> PartSize:
@@ -284,9 +290,9 @@ def _latent(s: Shapes) -> PartSize:
     out = PartSize(gemm=values * d, rows=values + d, output=d, grad=d)
     norms = plus(f.norm(kv), f.norm(q) if q else PartSize())
     heads = plus(f.positions(keys + turned, False), PartSize(traffic=2 * keys + (2 * (wide + values) if wide else 0)))
-    filled = 2 * wide - keys - values if wide else 0
+    filled, met = 2 * wide - keys - values if wide else 0, round(2 * s.met())
     core = PartSize(
-        core=s.seq * (keys + values), masked=s.seq * filled + _BLOCK * (filled + keys + values),
+        core=met * (keys + values), masked=met * filled + _BLOCK * (filled + keys + values),
         traffic=3 * d, back=_FLASH_BACK * (wide or values),
     )  # fmt: skip
     saved = 2 * keys + (2 * wide if wide else made) + values
@@ -317,13 +323,13 @@ def _latent_attended(s: Shapes) -> PartSize:
     d, h, kv, row = m.hidden, m.heads, m.kv_lora_rank, m.kv_lora_rank + m.qk_rope_head_dim
     keys, values, made = h * m.key_width, h * m.v_head_dim, h * (m.qk_nope_head_dim + m.v_head_dim)
     wide = h * max(m.key_width, m.v_head_dim) if f is FUSED else 0
-    filled = 2 * wide - keys - values if wide else 0
+    filled, met = 2 * wide - keys - values if wide else 0, round(2 * s.met())
     products = PartSize(
         gemm=s.cp * kv * made + values * d, weights=kv * made + values * d, rows=s.cp * (kv + made) + values + d,
         output=d, grad=keys + s.cp * row,
     )  # fmt: skip
     core = PartSize(
-        core=s.seq * (keys + values), masked=s.seq * filled + _BLOCK * (filled + keys + values),
+        core=met * (keys + values), masked=met * filled + _BLOCK * (filled + keys + values),
         traffic=3 * d + 2 * s.cp * (row + keys + wide), back=_FLASH_BACK * (wide or values),
     )  # fmt: skip
     saved = keys + s.cp * (kv + (2 * wide if wide else keys + made)) + values
@@ -342,11 +348,15 @@ def _core(s: Shapes, windowed: bool, width: int) -> PartSize:
 
     That is half of the sequence on average, and in a window of w tokens w - w^2 / 2S: the first tokens have fewer.
     """
-    if not windowed or s.model.window >= s.seq:
-        slower = round(_FLASH * 2 * s.seq) if s.model.sinks else 0
-        return PartSize(core=2 * s.seq * width, masked=(2 * _BLOCK + slower) * width)
-    keys = s.model.window - s.model.window**2 / (2 * s.seq)
-    return PartSize(core=round(4 * keys) * width, masked=round(_FLASH * 4 * keys + 2 * _EDGES) * width)
+    window = s.model.window if windowed and s.model.window < s.seq else 0
+    met, edge = 4 * s.met(window), _EDGES if window else _BLOCK
+    return PartSize(core=round(met) * width, masked=round(slower(window, s.model.sinks) * met + 2 * edge) * width)
+
+
+def attending(model: ModelConfig, seq: int) -> Attending:
+    """What all layers of a model do for documents in sequences of `seq` tokens."""
+    layers = zip(model.deltas(), model.windows(), strict=True)
+    return of_windows((window for delta, window in layers if not delta), seq, model.sinks)
 
 
 def attention_and_routing(s: Shapes, mixer: Mixer = "full", made: bool = True) -> PartSize:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hocket.config import Config
+from hocket.program.attending import Lengths
 from hocket.variables import Finding
 
 
@@ -42,6 +43,8 @@ class Host:
     """Why GPUs of this host cannot store into each other's memory; empty if they can, or if this was not checked."""
     no_delta_kernels: str = ""
     """Why no kernels compute gated delta nets here; empty if they do, or if this was not checked."""
+    documents: tuple[Lengths, ...] = ()
+    """Documents of each sequence of the first step, as they are read; empty: not known. Predictions alone use them."""
     variables: tuple[Finding, ...] = ()
     """Findings about the variables that decide about overlap, before hocket set any."""
 

@@ -222,7 +222,20 @@ def open_corpus(
     return replace(corpus, train_tokens=len(corpus.tokens), held=replace(held, train_tokens=len(held.tokens)))
 
 
-def _open(asked: Asked, data: DataConfig, timeout: float, without: Path | None, say: Say) -> Corpus:
+def known_corpus(data: DataConfig, origins: Mapping[str, str], without: Path | None = None) -> Corpus | None:
+    """What the cache has of a corpus for training: its tokens are not checked. None if it is not there.
+
+    Raises ValueError as `open_corpus`.
+    """
+    _, folder = _place(Asked("data.paths", data.paths, origins), data, without)
+    if not folder.exists():
+        return None
+    corpus = _load(folder, data, origins, check=False)
+    return replace(corpus, train_tokens=len(corpus.tokens)) if data.validation_paths else corpus
+
+
+def _place(asked: Asked, data: DataConfig, without: Path | None) -> tuple[list[Path], Path]:
+    """The files of a corpus, and its folder in the cache."""
     origins = asked.origins
     if data.chat_template and not Path(data.chat_template).is_file():
         reason, fix = "there is no such file", "name a template of Jinja"
@@ -230,7 +243,11 @@ def _open(asked: Asked, data: DataConfig, timeout: float, without: Path | None, 
     files = find_files(asked.given, origins, without, asked.setting)
     belong = {file for main in files for file in beside(main)}
     files = [file for file in files if file not in belong]
-    folder = Path(data.cache) / f"corpus-{_key([*files, *sorted(belong)], data, asked)}"
+    return files, Path(data.cache) / f"corpus-{_key([*files, *sorted(belong)], data, asked)}"
+
+
+def _open(asked: Asked, data: DataConfig, timeout: float, without: Path | None, say: Say) -> Corpus:
+    origins, (files, folder) = asked.origins, _place(asked, data, without)
     if not folder.exists():
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -243,14 +260,14 @@ def _open(asked: Asked, data: DataConfig, timeout: float, without: Path | None, 
     return _load(folder, data, origins)
 
 
-def _load(folder: Path, data: DataConfig, origins: Mapping[str, str]) -> Corpus:
+def _load(folder: Path, data: DataConfig, origins: Mapping[str, str], check: bool = True) -> Corpus:
     try:
         meta = json.loads((folder / "meta.json").read_text())
         found = meta.pop("check")
         tokens = np.memmap(folder / "tokens.bin", dtype=meta["dtype"], mode="r")
         starts = np.load(folder / "starts.npy")
         masked = np.load(folder / "masked.npy") if meta.get("masked") else np.zeros((0, 2), dtype=np.int64)
-        if found != _checksum(tokens, starts, masked, meta):
+        if check and found != _checksum(tokens, starts, masked, meta):
             raise ValueError("changed")
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(problem("data.cache", data.cache, origins, f"{folder} is damaged", "delete it")) from None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,12 +20,13 @@ from torch import Tensor
 from hocket.kernels import IGNORED
 from hocket.model.documents import PADDING
 from hocket.problems import stop_if
+from hocket.program.attending import Lengths, lengths_of
 from hocket.resolve import Settings
 from hocket.settings.schema import problem
 from hocket.train.bins import best_fit
-from hocket.train.corpus import Corpus, inside
+from hocket.train.corpus import Corpus, inside, known_corpus
 from hocket.train.mix import Quotas
-from hocket.train.sources import Source, Text
+from hocket.train.sources import Source, Text, quotas_of, read_sources
 
 NOTHING = np.zeros((0, 2), dtype=np.int64)
 """No ranges."""
@@ -60,11 +62,6 @@ class Rows(ABC):
     @abstractmethod
     def lengths(self, position: int) -> np.ndarray:
         """Tokens of each document of the sequence at a position, padding as one; of a whole sequence its length."""
-
-    def work(self, position: int) -> int:
-        """Pairs of a query and a key in causal attention inside of the documents of a sequence."""
-        lengths = self.lengths(position)
-        return int((lengths * (lengths + 1) // 2).sum())
 
     def batch(self, positions: Sequence[int]) -> tuple[Tensor, Tensor, Tensor | None]:
         """Tokens, targets and documents of sequences, int64 [len(positions), length] each."""
@@ -230,6 +227,26 @@ def make_streams(text: Text, settings: Settings) -> tuple[Rows, dict[str, Shuffl
         problems.append(problem("data.sources", settings.data.sources, settings.origins, reason, fix))
     stop_if(problems, "sources")
     return Mixed([train for train, _ in made], text.quotas), streams
+
+
+def known_documents(settings: Settings) -> tuple[Lengths, ...]:
+    """Documents of each sequence of a run's first step, in the order in which they are read.
+
+    Nothing is tokenised for it: without text in the cache that fills a step, and without packing, there are none.
+    """
+    if settings.data.packing == "off":
+        return ()
+    try:
+        sources = read_sources(settings.data, settings.origins)
+        corpora = [known_corpus(each.data, each.origins, Path(settings.run.folder)) for each in sources]
+    except ValueError:  # plans are made anywhere, and the text may be where the run will be
+        return ()
+    streams = [_split(corpus, settings)[0] for corpus in corpora if corpus is not None]
+    if len(streams) < len(sources) or not all(stream.sequences for stream in streams):
+        return ()
+    quotas = quotas_of(sources, settings.batch, settings.data.seed)
+    rows: Rows = Mixed(streams, quotas) if sources[0].name else streams[0]
+    return tuple(lengths_of(rows.lengths(n).tolist()) for n in range(settings.batch))
 
 
 def _unmasked(source: Source, corpus: Corpus, settings: Settings) -> list[str]:

@@ -26,8 +26,10 @@ from hocket.model.chunks import imbalance_of
 from hocket.model.documents import documents_of
 from hocket.model.microbatch import Microbatch
 from hocket.model.transformer import parameter_counts
+from hocket.program.attending import lengths_of
 from hocket.program.capacity import lack
 from hocket.program.dealing import Dealt, as_read, dealt, works_of
+from hocket.program.part_sizes import attending
 from hocket.resolve import Settings
 from hocket.runtime.collection import collect_after, no_collection
 from hocket.runtime.recorder import Watchdog
@@ -295,7 +297,9 @@ class Trainer:
         assert settings.data.order != "auto", "the configuration is not resolved"
         if settings.data.order == "as_read":
             return as_read(settings.train.microbatches, dp, settings.train.sequences), None
-        works = [self.train_stream.work(position + n) for n in range(settings.batch)]
+        attention = attending(settings.model, settings.data.sequence_length)
+        lengths = (self.train_stream.lengths(position + n).tolist() for n in range(settings.batch))
+        works = [attention.work(lengths_of(each)) for each in lengths]
         order = dealt(works, dp, settings.train.sequences, settings.data.order)
         return order, imbalance_of(works_of(order, works)) if dp > 1 else None
 

@@ -1,7 +1,7 @@
 """Chooses `data.order` if it is `auto`: by steps simulated with microbatches whose attention differs.
 
-Documents are not read for that. Shares of a whole sequence's attention are taken to be spread evenly, from none to all
-of it.
+Documents are not read for that, so that all ranks and all starts of a run come to the same. Sequences are taken to have
+documents of one length each, which is spread evenly over them: from nothing to a whole sequence.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ from collections.abc import Sequence
 from typing import get_args
 
 from hocket.config import Config, DataOrder, Strategy
+from hocket.program.attending import Lengths, merged
 from hocket.program.dealing import dealt, works_of
+from hocket.program.network import hardware_of
+from hocket.program.part_sizes import attending
 from hocket.program.simulate import times
 from hocket.program.varied import varied
 from hocket.settings.plan_rules import group_of
@@ -22,7 +25,6 @@ from hocket.tune.trials import Trials, enough_microbatches
 from hocket_trace.columns import duration
 
 _GOLDEN = 0.6180339887498949
-_SCALE = 10**6
 _ONCE: tuple[Strategy, ...] = ("no_shard", "optim")
 """Strategies with which data-parallel ranks meet once a step."""
 
@@ -31,42 +33,56 @@ def choose_data_order(c: Config, host: Host, trials: Trials) -> tuple[DataOrder,
     m = c.mesh
     if c.data.packing == "off":
         return "as_read", ""
-    if c.train.device == "cpu" or c.precision.compute == "fp32":
+    if not by_documents(c):
         return "as_read", "attention with a mask takes as long whatever documents there are (needs GPUs, and bf16)"
     if m.pp * m.dp == 1 or m.dp * c.train.microbatches == 1:
         return "as_read", "no rank waits for another one's microbatch"
+    if not attending(c.model, c.data.sequence_length).layers:
+        return "as_read", "no layer has attention"
     steps = {order: step_seconds(c, order, trials) for order in get_args(DataOrder)}
-    best = min(steps, key=lambda order: steps[order])
+    best = min(reversed(steps), key=lambda order: round(steps[order] / steps["as_read"], 3))
     times = ", ".join(f"{duration(seconds)} {order}" for order, seconds in steps.items())
-    spread = "where attention of sequences is spread evenly from none to that of one document"
+    spread = "where lengths of documents are spread evenly up to that of a sequence"
     if steps[best] > (1 - WORTH) * steps["as_read"]:
         return "as_read", f"a step of {_microbatches(c)} microbatches takes {times}, {spread}: too little to gain"
     return best, f"a step of {_microbatches(c)} microbatches takes {times}, {spread}"
 
 
+def by_documents(c: Config) -> bool:
+    """Whether attention takes as long as documents are that share sequences."""
+    return c.data.packing != "off" and c.train.device != "cpu" and c.precision.compute != "fp32"
+
+
 def step_seconds(c: Config, order: DataOrder, trials: Trials) -> float:
     """How long a step of a few microbatches takes in that order."""
-    count = _microbatches(c)
-    sequences = c.mesh.dp * count * c.train.sequences
-    drawn = [round(_SCALE * (n * _GOLDEN % 1)) for n in range(1, sequences + 1)]
-    works = works_of(dealt(drawn, c.mesh.dp, c.train.sequences, order), drawn)
-    of_ranks = [[_share(c, microbatch[rank]) for microbatch in works] for rank in range(c.mesh.dp)]
-    if _meet_once(c):
-        shares = max(of_ranks, key=sum)
-    else:
-        shares = [max(of_microbatch) for of_microbatch in zip(*of_ranks, strict=True)]
-    return seconds_with(c, count, shares, trials)
+    count, length = _microbatches(c), c.data.sequence_length
+    drawn = [max(1, round(length * (n * _GOLDEN % 1))) for n in range(1, c.mesh.dp * count * c.train.sequences + 1)]
+    slowest = slowest_ranks(changed(c, {"data.order": order}), [((each, length),) for each in drawn])
+    return seconds_with(c, slowest, trials)
 
 
-def seconds_with(c: Config, microbatches: int, shares: Sequence[float], trials: Trials) -> float:
-    """How long a step takes whose microbatches have these shares of the attention of whole sequences."""
-    halves = {"data.sequence_length": c.data.sequence_length // 2, "train.sequences": 2 * c.train.sequences}
-    costs = varied(trials.costs(c), trials.costs(changed(c, halves)), shares)
-    return float(max(times(trials.program(c, microbatches), costs)[1]))
+def slowest_ranks(c: Config, sequences: Sequence[Lengths]) -> list[Lengths]:
+    """Documents of each microbatch, on the data-parallel rank that others wait for. The order is chosen.
+
+    `sequences` has those of each sequence of a step, as they are read.
+    """
+    attention = attending(c.model, c.data.sequence_length)
+    works = [attention.work(each) for each in sequences]
+    assert c.data.order != "auto", "the order is not chosen"
+    order = dealt(works, c.mesh.dp, c.train.sequences, c.data.order)
+    of_ranks = works_of(order, works)
+    totals = [sum(each) for each in zip(*of_ranks, strict=True)]
+    most = [
+        totals.index(max(totals)) if _meet_once(c) else of_microbatch.index(max(of_microbatch))
+        for of_microbatch in of_ranks
+    ]
+    return [merged(sequences[n] for n in each[rank]) for each, rank in zip(order, most, strict=True)]
 
 
-def _share(c: Config, work: int) -> float:
-    return work / (_SCALE * c.train.sequences)
+def seconds_with(c: Config, documents: Sequence[Lengths], trials: Trials) -> float:
+    """How long a step takes whose microbatches have these documents."""
+    costs = varied(trials.costs(c), c, hardware_of(c), documents)
+    return float(max(times(trials.program(c, len(documents)), costs)[1]))
 
 
 def _microbatches(c: Config) -> int:

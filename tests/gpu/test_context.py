@@ -72,7 +72,7 @@ def test_stages_find_what_whole_sequences_do(window: int, sinks: bool) -> None:
 Method = Literal["gather", "heads", "ring"]
 
 
-def settings(cp: int, method: Method, recompute: tuple[str, ...]) -> Config:
+def settings(cp: int, method: Method, recompute: tuple[str, ...], graphs: str = "off") -> Config:
     model = small(vocab=256, hidden=128, heads=4, kv_heads=2, head_dim=64, layers=2, experts=0, ffn=256)
     whole = Config(
         model=model,
@@ -82,20 +82,21 @@ def settings(cp: int, method: Method, recompute: tuple[str, ...]) -> Config:
         overlap=OverlapConfig(cp=ContextOverlap(method=method)),
         train=TrainConfig(microbatches=2, sequences=2, transport="nccl", device="cuda"),
     )
-    return planned(whole, merge="off", recompute=recompute if cp > 1 else ())
+    return planned(whole, merge="off", recompute=recompute if cp > 1 else (), graphs=graphs)
 
 
-def norms(rank: int, c: Config) -> list[tuple[float, float]]:
-    """Losses of all ranks, and norms, of three steps."""
+def norms(rank: int, c: Config, steps: int = 3) -> list[tuple[float, float]]:
+    """Losses of all ranks, and norms, of some steps."""
     torch.cuda.set_device(rank)
     engine = Engine(c, rank, torch.device("cuda", rank))
     engine.init_weights()
     generator, found = torch.Generator().manual_seed(1), []
-    for _ in range(3):
+    for _ in range(steps):
         ids = torch.randint(256, (2, 2, 257), generator=generator).to(engine.device)
         batch = [Microbatch(one[:, :-1].contiguous(), one[:, 1:].contiguous()) for one in ids]
         result = engine.train_step(batch, 1e-3)
         found.append((engine.agree(result.loss)[0], float(result.grad_norm)))
+    assert engine.replays == (c.plan.graphs == "on")
     engine.assert_clean()
     engine.close()
     return found
@@ -111,3 +112,15 @@ def test_two_ranks_learn_what_one_does(method: Method, recompute: tuple[str, ...
     for (loss, norm), (other, others) in zip(one, two, strict=True):
         assert other == pytest.approx(loss, rel=2e-3)
         assert others == pytest.approx(norm, rel=2e-2)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("method", ["gather", "heads", "ring"])
+def test_replayed_steps_learn_what_issued_ones_do(method: Method) -> None:
+    """Keys, heads and stages that a graph moves: one of seven steps is recorded, and later ones have other text."""
+    plain, replayed = (
+        run_ranks(norms, 2, settings(2, method, (), graphs), 7, backend="nccl")[0] for graphs in ("off", "on")
+    )
+    assert replayed[:3] == plain[:3]
+    for found, wanted in zip(replayed[3:], plain[3:], strict=True):
+        assert found == pytest.approx(wanted, rel=2e-3)

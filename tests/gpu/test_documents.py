@@ -8,12 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from hocket.config import Config
 from hocket.engine import Engine
 from hocket.kernels import IGNORED
 from hocket.model.documents import PADDING, Documents, attend, documents_of
 from hocket.model.latent_attention import attention
 from hocket.model.microbatch import Microbatch
 from hocket.presets import PLAIN
+from hocket.program.attending import lengths_of
+from hocket.program.dealing import dealt
+from hocket.program.part_sizes import attending
 from hocket.settings.schema import changed
 from tests.gpu.test_parity import BASE, run
 from tests.helpers.plans import planned
@@ -87,6 +91,40 @@ def test_a_merged_and_recomputed_step_keeps_the_bits_of_a_sequential_one() -> No
         engine.close()
     assert all(bool(torch.isfinite(value).all()) for value in found[0])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def dealt_out(step: int, config: Config, generator: torch.Generator) -> list[Microbatch]:
+    """Microbatches of a step, of sequences that are dealt out by their documents: more of them in each step."""
+    count = 2 * config.train.microbatches
+    ids = torch.randint(512, (count, 257), generator=generator)
+    numbers = (torch.rand(count, 256, generator=generator) < 0.003 * (1 + step)).cumsum(1)
+    lengths = [row.unique_consecutive(return_counts=True)[1].tolist() for row in numbers]
+    works = [attending(config.model, 256).work(lengths_of(each)) for each in lengths]
+    return [
+        Microbatch(ids[mine, :-1].to(CUDA), ids[mine, 1:].to(CUDA), documents=documents_of(numbers[mine]).to(CUDA))
+        for (mine,) in dealt(works, 1, 2, "dearest_middle")
+    ]
+
+
+def test_a_replayed_step_learns_from_sequences_that_were_dealt_out() -> None:
+    """Every step has other documents in another order, and in time more than the recorded one has room for."""
+    torch.use_deterministic_algorithms(True)
+    one_rank = {"mesh.pp": 1, "mesh.dp": 1, "mesh.ep": 1, "plan.chunks": 1, "plan.order": "sequential"}
+    packed = changed(BASE, {**one_rank, **PLAIN, "data.packing": "on", "data.order": "dearest_middle"})
+    found: list[list[float]] = []
+    for graphs in ("off", "on"):
+        config = planned(packed, graphs=graphs)
+        engine, generator, numbers = Engine(config, 0, CUDA), torch.Generator().manual_seed(0), list[float]()
+        engine.init_weights()
+        ways = []
+        for step in range(10):
+            result = engine.train_step(dealt_out(step, config, generator), 1e-3)
+            numbers += [float(result.loss), float(result.grad_norm)]
+            ways.append(result.way)
+        engine.close()
+        found.append(numbers)
+        assert ("replayed" in ways) == (graphs == "on")
+    assert found[0] == found[1]
 
 
 def packed(ids: Tensor) -> Microbatch:

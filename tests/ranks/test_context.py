@@ -17,6 +17,7 @@ from hocket.model.context import Context, Shared, by_heads, context_of, of_heads
 from hocket.model.documents import documents_of, whole_sequences
 from hocket.model.layers import Attention
 from hocket.model.microbatch import Microbatch
+from hocket.program.attending import of_windows
 from hocket.runtime.dtypes import DTYPES
 from hocket.settings.schema import changed
 from tests.helpers import parity
@@ -47,6 +48,7 @@ CASES: dict[str, Config] = {
     "dense": of(DENSE, {}, {}),
     "sequences of one document": of(MOE, {}, {}, **{"data.packing": "off"}),
     "windows and sinks, experts over cp ranks": of({**MOE, **SINKS}, {"ep": 2}, dict(merge="on")),
+    "sinks of several chunks, whole gradients": of({**DENSE, **SINKS}, {}, dict(strategy="no_shard")),
     "gates, replicas": of({**MOE, **GATED}, {"dp": 2, "shard": 2}, dict(update="next_step")),
     "norms behind, interleaved": of(
         {**DENSE, **PROJECTIONS["normed"], "norms": "after", "layers": 4},
@@ -141,11 +143,13 @@ def train_and_validate(rank: int, c: Config, batches: Any) -> dict[str, Any]:
     return {"weights": pieces, "validation": validation, "told": (result.imbalance, agreed.imbalance)}
 
 
-def test_ranks_know_how_uneven_a_step_was_and_agree_on_the_worst() -> None:
-    c = of(DENSE, {"dp": 2}, {})
+@pytest.mark.parametrize("windows", [{}, WINDOWS])
+def test_ranks_know_how_uneven_a_step_was_and_agree_on_the_worst(windows: dict[str, Any]) -> None:
+    c = of({**DENSE, **windows}, {"dp": 2}, {})
     batches = batches_of(c, 1)
     bounds = [[of_ranks[rank][2].bounds for of_ranks in batches[0]] for rank in range(2)]
-    own = [imbalance_of([shares(each, 8, 2).work for each in of_rank]) for of_rank in bounds]
+    layers = of_windows(c.model.windows(), 8)
+    own = [imbalance_of([shares(each, 8, 2, layers).work for each in of_rank]) for of_rank in bounds]
     told = [rank["told"] for rank in run_ranks(train_and_validate, c.mesh.world, c, batches)]
     assert own[0] != own[1]
     assert [mine for mine, _ in told] == [own[0], own[0], own[1], own[1]]
@@ -169,7 +173,7 @@ def test_ranks_are_given_every_token_once_in_chunks_that_go_by_documents() -> No
         assert torch.equal(part.targets, part.ids + 1)
         assert isinstance(part.documents, Context)
         assert torch.equal(part.documents.position_T, documents.position_T[part.ids.flatten()])
-    by_heads = Shared(batch, length, ranks, 0, torch.device("cpu"), even=False)
+    by_heads = Shared(batch, length, ranks, 0, torch.device("cpu"), even=None)
     assert by_heads.parts([whole])[0].ids[0].tolist() == [*range(32), *range(96, 128)]
     assert by_heads.imbalance is None
     assert found[0].parts([Microbatch(ids, ids)])[0].documents is found[0].whole
