@@ -110,22 +110,11 @@ def recomputation(result: Result) -> str:
         needs = {part: each.timeline.ranks[0].peak_bytes for part, each in model.items()}
         for part in blocks:
             over, said = ratio(times[part], times[""]), model[part].seconds / model[""].seconds
-            less = [f"{(of[''] - of[part]) / 2**20:,.0f} MiB" for of in (peaks, needs)]
+            longer = [f"{over.median - 1:+.1%} ({over.low - 1:+.1%} to {over.high - 1:+.1%})", f"{said - 1:+.1%}"]
             rows.append(
                 [f"{config.tokens:,}, {part or 'nothing'}", ms(statistics.median(times[part])), ms(model[part].seconds)]
-                + ([_longer(over.median, over.low, over.high), f"{said - 1:+.1%}", *less] if part else ["-"] * 4)
+                + (longer if part else ["-", "-"])
+                + [f"{of[part] / 2**30:.2f} GiB" for of in (peaks, needs)]
             )
-    head = [
-        "tokens of a microbatch, recomputed",
-        "step",
-        "predicted",
-        "longer by",
-        "predicted",
-        "peak less",
-        "predicted",
-    ]
-    return table(head, rows)
-
-
-def _longer(median: float, low: float, high: float) -> str:
-    return f"{median - 1:+.1%} ({low - 1:+.1%} to {high - 1:+.1%})"
+    said = "predicted"
+    return table(["tokens of a microbatch, recomputed", "step", said, "longer by", said, "peak memory", said], rows)
