@@ -39,6 +39,7 @@ REFUSED_ORDERS: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
     ({}, RING, "overlap.cp.method", "no effect: mesh.cp = 1"),
     ({**SHARED, "model__kv_lora_rank": 8}, RING, "overlap.cp.method", "keys and values of the latents that came"),
     ({**SHARED, **RING}, {"plan__recompute": ("kv",)}, "plan.recompute", "overlap.cp.method = ring"),
+    ({"mesh__tp": 2}, {"plan__loss_pieces": 2}, "plan.loss_pieces", "a part of the vocabulary"),
     (SHARED, {"overlap__ep__merge_ends": "on"}, "overlap.ep.merge_ends", "have their sequences whole"),
     (SHARED, {"plan__layer_order": "early_release"}, "plan.layer_order", "leave plan.layer_order out, or mesh.cp = 1"),
     (SHARED, {"plan__graphs": "on", "data__packing": "on"}, "plan.graphs", "documents decide which keys"),

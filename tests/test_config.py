@@ -254,6 +254,7 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (TINY, {"plan__recompute": ("auto", "attn")}, "plan.recompute", "auto stands alone"),
     (changed(TINY, model__dense_layers=()), {"plan__recompute": ("mlp",)}, "plan.recompute", "has the part mlp"),
     (DENSE, {"plan__recompute": ("attn", "experts")}, "plan.recompute", "has the part experts"),
+    (DENSE, {"plan__recompute": ("dispatch",)}, "plan.recompute", "has the part dispatch"),
     (changed(TINY, mesh__pp=1), {"defer_layers": 2}, "overlap.pp.defer_layers", "nothing is sent"),
     (TINY, {"plan__layer_order": "wgrad"}, "plan.layer_order", "neither one of literature, early_release, wgrad_last"),
     (TINY, {"plan__layer_order": "cB aF eB dF eW dB eF cF aB aW uF"}, "plan.layer_order", "nor all twelve ops"),

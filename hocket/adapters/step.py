@@ -63,6 +63,8 @@ def plan_model(
     if config.plan.graphs == "auto":
         # hocket cannot know what a foreign forward does while it is recorded.
         config = changed(config, {"plan.graphs": "off"})
+    if config.plan.loss_pieces == "auto":
+        config = changed(config, {"plan.loss_pieces": 1})  # its forward makes logits
     resolved = resolve(config, _host(), given, price)
     on_gpu = resolved.train.device == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
@@ -127,6 +129,11 @@ def _check(cut: Cut, config: Config, values: Values | None) -> None:
         problems.append(
             f"mesh.cp = {config.mesh.cp}: attention of a model of others has its sequences whole; fix: mesh.cp = 1, or "
             "without a plan hocket.context_parallel and hocket.fully_shard"
+        )
+    if config.plan.pieces > 1:
+        problems.append(
+            f"plan.loss_pieces = {config.plan.pieces}: a model of others makes its logits itself; fix: "
+            "plan.loss_pieces = 1"
         )
     if config.precision.compute == "fp8":
         problems.append(

@@ -124,6 +124,10 @@ class PlanConfig:
     the shared expert. dispatch makes the rows of experts again, and sends them again where experts are on other ranks.
     kv gathers keys and values again, where ranks share sequences. attn:2 recomputes attn in the first two layers of
     each virtual stage, and attn in all layers. auto recomputes as few parts in as few layers as the memory allows."""
+    loss_pieces: int | Literal["auto"] = 1
+    """Pieces of a microbatch's tokens that go through the head one after the other, so that only the logits of one are
+    in memory. Backward makes them once more: the head has four products in place of three. auto is as many as let a
+    step fit into memory, and 1 if it fits without."""
     graphs: Switch = "auto"
     """Record a step's calls to the GPU once and replay them as one CUDA graph. The optimizer runs after the graph. auto
     is on if the host would be late otherwise, and memory allows it."""
@@ -136,6 +140,11 @@ class PlanConfig:
     def split(self) -> tuple[int, ...]:
         """Layers of every virtual stage; empty if they are even, or not chosen yet."""
         return tuple(count for count in self.layers_per_stage if count != "auto")
+
+    @property
+    def pieces(self) -> int:
+        """`loss_pieces`; 1 if they are not chosen yet."""
+        return 1 if self.loss_pieces == "auto" else self.loss_pieces
 
     @property
     def turning(self) -> bool:

@@ -71,7 +71,7 @@ def _cross_entropy_backward(logits, targets, sums, g, width: tl.constexpr, block
     tl.store(at, (chance - tl.where(column == target, 1.0, 0.0)) * factor, mask=column < width)
 
 
-def _losses_and_sums(logits_TV: Tensor, targets_T: Tensor) -> Tensor:
+def losses_and_sums(logits_TV: Tensor, targets_T: Tensor) -> Tensor:
     """Of every token its loss, and the logarithm of its sum of exponentials: fp32 [2, T]."""
     tokens, width = logits_TV.shape
     found_2T = torch.empty(2, tokens, dtype=torch.float32, device=logits_TV.device)
@@ -85,7 +85,7 @@ def _losses_and_sums(logits_TV: Tensor, targets_T: Tensor) -> Tensor:
 def log_sums(logits_TV: Tensor) -> Tensor:
     """The logarithm of every token's sum of exponentials: fp32 [T]."""
     nobody_T = torch.full(logits_TV.shape[:1], IGNORED, device=logits_TV.device)
-    return _losses_and_sums(logits_TV, nobody_T)[1]
+    return losses_and_sums(logits_TV, nobody_T)[1]
 
 
 def turn_into_gradient(logits_TV: Tensor, targets_T: Tensor, sums_T: Tensor, factor: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_TV: Tensor, targets_T: Tensor) -> Tensor:
         logits_TV, targets_T = logits_TV.contiguous(), targets_T.contiguous()
-        losses_T, sums_T = _losses_and_sums(logits_TV, targets_T)
+        losses_T, sums_T = losses_and_sums(logits_TV, targets_T)
         count = (targets_T != IGNORED).sum().clamp(min=1)
         ctx.save_for_backward(logits_TV, targets_T, sums_T, count)
         return losses_T.sum() / count

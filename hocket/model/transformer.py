@@ -18,6 +18,7 @@ from hocket.model.layers import DenseLayer
 from hocket.model.moe import ONLY, ExpertPlace, MoELayer
 from hocket.model.parameters import new_weight
 from hocket.parallel.linears import WHOLE, Linears
+from hocket.parallel.loss_in_pieces import loss_in_pieces
 from hocket.runtime.norms import rms_norm
 
 Layer = DenseLayer | MoELayer
@@ -52,6 +53,9 @@ class Head(nn.Module):
 
     def loss(self, x_BSD: Tensor, targets_BS: Tensor) -> Tensor:
         """Mean cross-entropy over the targets that are not `IGNORED`, fp32; 0 if there is none."""
+        if self.linears.loss_pieces > 1:
+            h_BSD = rms_norm(x_BSD, self.norm, self.eps, self.one)
+            return loss_in_pieces(h_BSD.flatten(0, 1), self.weight, targets_BS.flatten(), self.linears.loss_pieces)
         return self.linears.cross_entropy(self(x_BSD).flatten(0, 1), targets_BS.flatten())
 
 

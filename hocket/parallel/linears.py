@@ -40,6 +40,10 @@ class Linears:
     size = 1
     """Over how many ranks heads, MLP columns and the vocabulary are spread."""
 
+    def __init__(self, loss_pieces: int = 1) -> None:
+        """Tokens go through the head in so many pieces."""
+        self.loss_pieces = loss_pieces
+
     def of_layer(self, number: int, layers: int) -> Linears:
         """What a layer of a model with so many asks."""
         return self
@@ -112,8 +116,9 @@ WHOLE = Linears()
 class Fp8Linears(Linears):
     """Whole weights, all tokens, with products of layers in fp8; the head's are not."""
 
-    def __init__(self, products: Products, ends: tuple[int, int] = (0, 0)) -> None:
+    def __init__(self, products: Products, ends: tuple[int, int] = (0, 0), loss_pieces: int = 1) -> None:
         """The first `ends[0]` and the last `ends[1]` layers of the model compute as without fp8."""
+        super().__init__(loss_pieces)
         self.products, self.ends = products, ends
 
     def of_layer(self, number: int, layers: int) -> Linears:
@@ -142,10 +147,11 @@ class Fp8Linears(Linears):
 
 def linears_of(config: Config) -> Linears:
     """What a model of whole weights asks: the products of a resolved configuration."""
-    p = config.precision
+    p, pieces = config.precision, config.plan.pieces
     if p.compute != "fp8":
-        return WHOLE
-    return Fp8Linears(Products(*(name in p.fp8_products for name in ("forward", "dgrad", "wgrad"))), p.fp8_ends)
+        return Linears(pieces) if pieces > 1 else WHOLE
+    products = Products(*(name in p.fp8_products for name in ("forward", "dgrad", "wgrad")))
+    return Fp8Linears(products, p.fp8_ends, pieces)
 
 
 _READ_IN_FP8 = ("wq", "wk", "wv", "wo", "w_gate_up", "w_down")
@@ -170,6 +176,7 @@ class SplitLinears(Linears):
 
     def __init__(self, tensors: Tensors, ways: Mapping[str, Way], sequences: int) -> None:
         """`ways` by role; roles without one do one thing after the other. A microbatch has `sequences`."""
+        super().__init__()
         self.tensors, self.ways, self.sequences = tensors, dict(ways), sequences
         self.size = tensors.size  # pyrefly: ignore
 

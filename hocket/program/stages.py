@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from hocket.config import COPIED, Config, Purpose, Strategy
 from hocket.program.capacity import rows_allowed, rows_evenly
+from hocket.program.clock import at_clock
 from hocket.program.copies import SCALE_BYTES, copies_of
 from hocket.program.cost import CostTable, Measurement, groups_of, op_costs
 from hocket.program.fp8_costs import Fp8
@@ -100,6 +101,8 @@ def costs_of(config: Config, hardware: Hardware, measured: Measurement | None = 
         costs = _with_fp8_rows(costs, config, hardware)
     if layout_of(config).placed:
         costs = _with_placed_rows(costs, config)
+    if config.plan.pieces > 1:
+        costs = _with_loss_in_pieces(costs, config, hardware)
     if config.train.transport == "slow":
         links = config.train.slow_links()
         late = {key: links[purpose] for key in costs.table if (purpose := carried_by(key, layout_of(config))) in links}
@@ -178,6 +181,33 @@ def _with_placed_rows(costs: CostTable, config: Config) -> CostTable:
                     changed = {what: round(times * nbytes) for what, nbytes in sizes.items()}
                     table[verb, name, kind.name] = replace(cost, **changed, lent_bytes=0)
     return replace(costs, table=table)
+
+
+def _with_loss_in_pieces(costs: CostTable, config: Config, hardware: Hardware) -> CostTable:
+    """The costs if tokens go through the head in pieces. See `parallel/loss_in_pieces.py`.
+
+    Backward makes logits and reads them once more, and has the product of the weight gradient, which it keeps in fp32.
+    What a piece takes inside of an op counts as kept.
+    """
+    m, rates = config.model, at_clock(hardware, costs.clock) if costs.clock else hardware
+    logits, weights = config.tokens * m.vocab * config.element_bytes, m.vocab * m.hidden
+    piece, flops = logits // config.plan.pieces, 2.0 * config.tokens * weights
+    fwd, bwd, wgrad = (costs.table[verb, "head", ""] for verb in ("fwd", "bwd", "wgrad"))
+    more = 2 * flops / rates.gemm_flops + (2 * logits + 4 * weights) / rates.kernel_bandwidth
+    moved = (4 + config.wire_bytes) * weights
+    table = {
+        ("fwd", "head", ""): replace(
+            fwd, saved_bytes=fwd.saved_bytes - hardware.formulas.loss_saved * logits + piece + 4 * config.tokens
+        ),
+        ("bwd", "head", ""): replace(
+            bwd, seconds=bwd.seconds + more, flops=bwd.flops + 2 * flops,
+            saved_bytes=bwd.saved_bytes - logits + piece + 4 * weights,
+        ),
+        ("wgrad", "head", ""): replace(
+            wgrad, seconds=moved / rates.memory_bandwidth + rates.gap, flops=0.0, memory_bytes=moved
+        ),
+    }  # fmt: skip
+    return replace(costs, table={**costs.table, **table})
 
 
 def carried_by(key: CostKey, layout: Layout) -> Purpose | None:

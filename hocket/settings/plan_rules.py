@@ -259,6 +259,12 @@ PLAN_RULES: tuple[Rule, ...] = (
         "more microbatches, or plan.stride = 2",
     ),
     Rule(
+        ("plan.loss_pieces", "mesh.tp"),
+        lambda c, h: c.plan.pieces > 1 and c.mesh.tp > 1,
+        "each tensor-parallel rank has a part of the vocabulary, and logits of all tokens in it",
+        "plan.loss_pieces = 1, or mesh.tp = 1",
+    ),
+    Rule(
         ("plan.recompute",),
         lambda c, h: len(set(recomputed_parts(c))) < len(recomputed_parts(c)) or {"auto"} < set(recomputed_parts(c)),
         "each part is named once, and auto stands alone",

@@ -39,6 +39,7 @@ _USABLE = 0.9
 _TOLD = {
     "plan.graphs": "off",
     "plan.layers_per_stage": (),
+    "plan.loss_pieces": 1,
     "plan.recompute": (),
     "overlap.cp.method": "gather",
     "overlap.dp.strategy": "optim_grads_params",

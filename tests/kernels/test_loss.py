@@ -12,7 +12,7 @@ from torch import Tensor
 from hocket.config import ModelConfig
 from hocket.kernels.loss import BLOCK, IGNORED, cross_entropy
 from hocket.model import transformer
-from hocket.parallel import linears
+from hocket.parallel import linears, loss_in_pieces
 from tests.helpers.chunks import init_chunk
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -102,6 +102,21 @@ def test_the_head_chooses_it(tied: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     torch.testing.assert_close(fused, loss, rtol=1e-6, atol=1e-6)
     for a, b in zip(fused_grads, grads, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_pieces_of_tokens_have_the_loss_and_gradients_of_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    h, weight = torch.randn(10, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)
+    targets = torch.randint(50, (10,))
+    targets[3] = IGNORED
+
+    def step() -> tuple[Tensor, ...]:
+        loss = loss_in_pieces.loss_in_pieces(h, weight, targets, 3)
+        return loss.detach(), *torch.autograd.grad(loss * 2, (h, weight))
+
+    formula = step()
+    monkeypatch.setattr(loss_in_pieces, "usable", lambda *tensors: True)
+    for fused, wanted in zip(step(), formula, strict=True):
+        torch.testing.assert_close(fused, wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_second_derivatives_are_refused() -> None:
