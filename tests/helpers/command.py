@@ -121,7 +121,7 @@ def in_a_terminal(folder: Path, *arguments: str) -> tuple[subprocess.Popen[bytes
     return process, ours
 
 
-def finish(process: Process, timeout: float = 50.0) -> Finished:
+def finish(process: Process, timeout: float = 200.0) -> Finished:
     """Wait for the end. On a timeout kill it, and fail with what it printed."""
     try:
         out, err = process.communicate(timeout=timeout)

@@ -367,7 +367,7 @@ def test_parts_are_recomputed_in_fewer_layers_where_that_fits() -> None:
     capped = replace(whole, cap=int(0.87 * start.peak_bytes), origins={**whole.origins, **fixed})
     found = best_plan.search(capped).found
     assert found.fits
-    assert found.path[-1].changes == {"plan.recompute": ("experts:3",)}
+    assert found.path[-1].changes == {"plan.recompute": ("dispatch:3", "experts:3")}
     assert found.path[-1].seconds < 0.99 * everywhere.seconds
 
 
