@@ -159,6 +159,10 @@ class ShardContext:
         stays = unit.contains_units or not unit.full or unit.options.reshard_after_forward is False
         return self._everybody if stays else self._residency
 
+    def may_go(self, unit: Unit) -> bool:
+        """Whether gathered weights of a unit may go while nobody claims them, and they are not updated."""
+        return self.residency_of(unit) is not self._everybody
+
     def staging_of(self, group: ParamGroup) -> Staging:
         """The staging memory for a group's gradients."""
         return self._staging[group]
