@@ -15,6 +15,7 @@ value and a `Pending`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,7 +30,7 @@ from hocket.model.microbatch import Microbatch
 from hocket.model.transformer import Chunk
 from hocket.parallel.dispatch import exchange_counts, rows_of, tokens_of
 from hocket.parallel.placed import place_counts
-from hocket.program.ops import HOST, TIED, UNIT_VERBS, Layout, Op
+from hocket.program.ops import HOST, TIED, UNIT_VERBS, Lane, Layout, Op
 from hocket.program.parts import INPUT
 from hocket.program.values import UnitName, lent_to, unit_moved, unit_read, unit_written
 from hocket.runtime.away import Away, HostMemory
@@ -82,6 +83,8 @@ class Actions:
         """Updates a unit by what the step before has reduced, and hands over the memory of that."""
         self.on_matrices: Callable[[str, PlannedUnit, int], Pending] | None = None
         """Does one of `WHOLE_MATRICES` with a unit, in a slot."""
+        self.allocating: Callable[[Lane], AbstractContextManager[object]] = lambda _: nullcontext()
+        """Inside, new tensors are memory of another lane than the one in use."""
         self.fp8_rows = False
         """Whether rows travel to their experts in fp8."""
         self.microbatches: Sequence[Microbatch] = ()
@@ -170,7 +173,8 @@ class Actions:
 
     def reload(self, op: Op) -> tuple[list[Tensor], Pending]:
         """Copy it back, for the backward."""
-        saved = self._away(op).place(self._activation.device)
+        with self.allocating("compute"):
+            saved = self._away(op).place(self._activation.device)
         self._host.load((op.part, op.slot), saved)
         return saved, DONE
 

@@ -11,7 +11,8 @@
     8  A side value's consumer runs backward before its producer.                 here
     9  A unit's gradients accumulate in ascending microbatch order.               check_slots.py
     10 Every op is on a lane of its kind.                                         here
-    11 Activations in flight stay under the cap; receives are not posted early.   check_memory.py
+    11 Activations in flight stay under the cap; receives, reloads do not run     check_memory.py
+       ahead of the list.
     12 At the end nothing is left: values, weight slots, gradient slots, ops.     here, and both of these
     13 Compute is queued before the host waits.                                   check_order.py
 
@@ -24,7 +25,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from hocket.program.check_memory import activations_capped, receives_paced, values_live
+from hocket.program.check_memory import activations_capped, receives_paced, reloads_paced, values_live
 from hocket.program.check_order import deadlock_free, halves_independent, sends_match, work_queued
 from hocket.program.check_slots import gradients_kept, host_slots_kept, matrices_whole, updates_first, weights_resident
 from hocket.program.facts import INVARIANTS, Facts, Violation, gather_facts, has_place
@@ -187,5 +188,6 @@ _RULES = (
     host_slots_kept,
     activations_capped,
     receives_paced,
+    reloads_paced,
 )
 """The rules that look at one rank at a time."""

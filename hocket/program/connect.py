@@ -178,13 +178,11 @@ def _needs(ops: list[Op], known: Meanings) -> list[list[int]]:
     for i, op in enumerate(ops):
         verb, part, microbatch, chunk, layer, lane, slot, _, _, _ = op
         meaning, there = known.of(op), where[microbatch]
+        named = (*meaning.reads, *((meaning.follows,) if meaning.follows is not None else ()))
         try:
-            need = [there[name] for name in meaning.reads]
-            if meaning.follows is not None:
-                need.append(there[meaning.follows])
+            need = [there[name] for name in named]
         except KeyError:
-            needed = [*meaning.reads, *([meaning.follows] if meaning.follows else [])]
-            raise ValueError(_not_yet(op, [name for name in needed if name not in there], ops)) from None
+            raise ValueError(_not_yet(op, [name for name in named if name not in there], ops)) from None
         if (unit := meaning.unit_read) is not None:
             last_reader[unit] = i
             if unit in gathered:
@@ -200,11 +198,9 @@ def _needs(ops: list[Op], known: Meanings) -> list[list[int]]:
         elif verb in ("recv", "reload"):
             if computed >= 0:  # see Note: [A receive is not posted early]
                 need.append(computed)
-            if verb == "reload":
-                brought[part, slot] = i
+            brought[part, slot] = i
         elif verb == "offload":
-            if (part, slot) in brought:
-                need.append(brought[part, slot])
+            need += [brought[part, slot]] if (part, slot) in brought else []
         elif verb == "gather":
             # That the unit has left its former slot follows: that slot's next tenant waited for it on this lane.
             if (part, slot) in released:

@@ -1,9 +1,9 @@
 """A pass over a rank's ops: what parts keep for their backward goes to the host's memory, and comes back.
 
 Note: [A layer step ahead, and two behind]
-`offload` stands behind the forward of its part. Of the two queues' ends, the faster one has to wait: the first op of
-the second next layer pass comes behind the copy. So a rank holds what two passes keep, and no more, however slow the
-link is; where it is fast enough nobody waits. `reload` stands in front of the layer pass before the one that needs it,
+A pass is the forward or backward of a layer, or of the head. `offload` stands behind the forward of its part, and the
+first op of the second next pass comes behind the copy. So a rank holds what two passes keep, and no more, however slow
+the link is; where it is fast enough nobody waits. `reload` stands in front of the pass before the one that needs it,
 whatever that does, and is issued no earlier than that. So it has the time of one pass, and the rank holds what two of
 them need.
 
@@ -20,21 +20,24 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from hocket.program.ops import HOST, Key, Layout, Op
 from hocket.program.shard import put_in
+from hocket.program.transformer import HEAD
 
 Held = Mapping[Key, tuple[Key, ...]]
 Pass = tuple[bool, int, int, int]
-"""(whether forward, microbatch, chunk, layer): one pass over a layer."""
+"""(whether forward, microbatch, chunk, layer): one pass over a layer, or over the head with layer -1."""
 
 
 def offload(ops: Sequence[Op], layout: Layout, held: Held) -> tuple[tuple[Op, ...], Held]:
-    """The ops with offloads and reloads, and `held` with what waits for them: see Note: [A layer step ahead, ...]."""
-    starts = _starts(ops)
+    """The ops with offloads and reloads, and `held` with what waits for them.
+
+    See Note: [A layer step ahead, and two behind].
+    """
+    starts = _starts(ops, layout)
     passes = list(starts)
     before, behind, waiting = defaultdict[int, list[Op]](list), defaultdict[int, list[Op]](list), dict(held)
-    forwards = [one for one in passes if one[0]]
-    for one, later in zip(forwards, forwards[2:], strict=False):
+    for one, later in zip(passes, passes[2:], strict=False):
         parts = _offloaded(layout, one[3])
-        if parts:
+        if one[0] and parts:
             first = ops[starts[later]].key
             waiting[first] = (*waiting.get(first, ()), ("offload", parts[-1], *one[1:]))
     made: dict[tuple[str, int, int, int], int] = {}
@@ -43,7 +46,7 @@ def offload(ops: Sequence[Op], layout: Layout, held: Held) -> tuple[tuple[Op, ..
             behind[i].append(Op("offload", op.part, op.microbatch, op.chunk, op.layer, HOST[0]))
             made[op.key[1:]] = i
     for n, (forward, microbatch, chunk, layer) in enumerate(passes):
-        if forward:
+        if forward or layer < 0:
             continue
         ahead = starts[passes[n - 1]]
         for part in reversed(_offloaded(layout, layer)):
@@ -64,17 +67,25 @@ def host_slots(ops: Sequence[Op]) -> dict[str, int]:
     return counts
 
 
-def _starts(ops: Sequence[Op]) -> dict[Pass, int]:
-    """Where each pass over a layer begins to compute, in the order of the list."""
+def _is_early(op: Op, layout: Layout) -> bool:
+    """Whether an op stands at the end of the pass before: see Note: [uB' belongs to the next layer]."""
+    return op.verb == "bwd" and layout.part(op.part, op.layer).early
+
+
+def _starts(ops: Sequence[Op], layout: Layout) -> dict[Pass, int]:
+    """Where each pass over a layer, or over the head, begins to compute, in the order of the list."""
     starts: dict[Pass, int] = {}
     for i, op in enumerate(ops):
-        if op.layer >= 0 and op.lane == "compute" and op.verb in ("fwd", "recompute", "bwd"):
+        within = op.layer >= 0 or op.part == HEAD.name
+        if within and op.lane == "compute" and op.verb in ("fwd", "recompute", "bwd") and not _is_early(op, layout):
             starts.setdefault((op.verb == "fwd", op.microbatch, op.chunk, op.layer), i)
     return starts
 
 
 def _offloaded(layout: Layout, layer: int) -> list[str]:
-    """The parts of a layer that are offloaded, in forward order."""
+    """The parts of a layer that are offloaded, in forward order; none of the head."""
+    if layer < 0:
+        return []
     return [part for part in layout.forward_parts(layer) if layout.offloads(part, layer)]
 
 

@@ -179,7 +179,7 @@ class Layout:
         again = {*recomputable(STANDARD), *(p.name for kind in self.types for p in kind.parts if p.recomputable)}
         if wrong := [part for part, _ in map(recomputed_layers, self.recompute) if part not in again]:
             raise ValueError(f"part {wrong[0]!r} cannot be recomputed: there are {', '.join(sorted(again))}")
-        away = {part.name for kind in self.layer_types if self.offload for part in kind.parts if part.offloadable}
+        away = {*offloadable(STANDARD), *(p.name for kind in self.types for p in kind.parts if p.offloadable)}
         if wrong := [part for part, _ in map(recomputed_layers, self.offload) if part not in away]:
             raise ValueError(f"part {wrong[0]!r} cannot be offloaded: there are {', '.join(sorted(away))}")
         if not self.bounds:

@@ -24,8 +24,9 @@ come behind: with the first forward of the unit at the latest, which comes behin
 Note: [What is offloaded is the compute lane's]
 A forward leaves what it keeps to its segment, and offload copies it to the host's memory on a lane of its own. Then
 the tensors themselves are offload's value, in memory of the compute lane: nobody looks it up, but offload itself has
-read it. So the compute lane drops it when it is known to come behind the copy. What reload brings back is memory of its
-own lane. Backward reads it, and the weight gradient, which still refers to it.
+read it. So the compute lane drops it when it is known to come behind the copy. What reload brings back is memory of the
+compute lane too, else it would stay until the next reload. It is free by then, since a reload waits for the compute op
+in front of it. Backward reads it, and the weight gradient, which still refers to it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from hocket.program.ops import TIED, Key, Lane, Layout, Op
+from hocket.program.ops import HOST, TIED, Key, Lane, Layout, Op
 from hocket.program.parts import INPUT, OUTPUT_GRADIENT, UNITS, Unit
 from hocket.program.transformer import EMBED, HEAD
 
@@ -203,8 +204,8 @@ def shares(op: Op, layout: Layout) -> tuple[int, ...]:
 
 
 def memory_of(op: Op) -> Lane:
-    """The lane to which the memory of an op's value belongs: its own, but for those that read themselves."""
-    return "compute" if reads_itself(op) else op.lane
+    """The lane to which the memory of an op's value belongs: its own, but for updates, offloads and reloads."""
+    return "compute" if op.verb in ("update", *HOST) else op.lane
 
 
 def reads_itself(op: Op) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SMALLEST = 4096
+SMALLEST = 512
 """Bytes of the smallest storage that goes away."""
 BLOCK = 1 << 26
 """Bytes of a block of the host's memory: torch rounds pinned memory up to a power of two."""
