@@ -40,7 +40,7 @@ REFUSED_ORDERS: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
     ({**SHARED, "model__kv_lora_rank": 8}, RING, "overlap.cp.method", "keys and values of the latents that came"),
     ({**SHARED, **RING}, {"plan__recompute": ("kv",)}, "plan.recompute", "overlap.cp.method = ring"),
     ({}, {"plan__offload": ("attn", "attn:2")}, "plan.offload", "each part is named once"),
-    ({"model__dense_layers": range(8)}, {"plan__offload": ("experts",)}, "plan.offload", "has the part experts"),
+    ({"model__dense_layers": tuple(range(8))}, {"plan__offload": ("experts",)}, "plan.offload", "has the part experts"),
     ({"model__dense_layers": ()}, {"plan__offload": ("mlp",)}, "plan.offload", "has the part mlp; fix: leave mlp out"),
     ({"plan__recompute": ("attn",)}, {"plan__offload": ("attn:1",)}, "plan.offload", "on the host, or made again"),
     ({"mesh__tp": 2}, {"plan__loss_pieces": 2}, "plan.loss_pieces", "a part of the vocabulary"),

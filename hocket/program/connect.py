@@ -179,10 +179,9 @@ def _needs(ops: list[Op], known: Meanings) -> list[list[int]]:
         verb, part, microbatch, chunk, layer, lane, slot, _, _, _ = op
         meaning, there = known.of(op), where[microbatch]
         named = (*meaning.reads, *((meaning.follows,) if meaning.follows is not None else ()))
-        try:
-            need = [there[name] for name in named]
-        except KeyError:
-            raise ValueError(_not_yet(op, [name for name in named if name not in there], ops)) from None
+        if missing := [name for name in named if name not in there]:
+            raise ValueError(_not_yet(op, missing, ops))
+        need = [there[name] for name in named]
         if (unit := meaning.unit_read) is not None:
             last_reader[unit] = i
             if unit in gathered:
@@ -195,9 +194,8 @@ def _needs(ops: list[Op], known: Meanings) -> list[list[int]]:
             written[unit, microbatch] = i
         elif verb == "send" and part == TIED and reduced >= 0:
             need.append(reduced)
-        elif verb in ("recv", "reload"):
-            if computed >= 0:  # see Note: [A receive is not posted early]
-                need.append(computed)
+        elif verb in ("recv", "reload"):  # see Note: [A receive is not posted early]
+            need += [computed] if computed >= 0 else []
             brought[part, slot] = i
         elif verb == "offload":
             need += [brought[part, slot]] if (part, slot) in brought else []
