@@ -137,7 +137,7 @@ class FSDPModule(TorchFSDPModule):
         """Nothing to do: ranks' gradients are summed, then divided."""
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Nothing to do: a unit is reduced whole, with zeros for what has no gradient."""
+        """Nothing to do: a unit is reduced whole, and ranks may use other parameters of it."""
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Nothing to do: reductions have a group of their own."""

@@ -17,14 +17,16 @@ from hocket.fsdp.memory import place_gradients, place_weights
 from hocket.fsdp.module_unit import Claim, Unit
 from hocket.fsdp.outside import Outside, called_by_hand
 from hocket.fsdp.param_group import ParamGroup
+from hocket.fsdp.queues import queue_of
 from hocket.fsdp.residency import Budget, FixedSlots, Residency, Unbounded
 from hocket.fsdp.same_order import SameOrder
 from hocket.fsdp.shard_groups import ShardGroups, over_ranks
 from hocket.fsdp.spread import apart
 from hocket.fsdp.stats import ShardStats, stats_of
 from hocket.fsdp.strategy import Policy, Prefetch
+from hocket.fsdp.unused import Unused
 from hocket.runtime.comm import Window
-from hocket.runtime.queue import History, Queue, Ticket
+from hocket.runtime.queue import History, Ticket
 
 
 class Begun(Protocol):
@@ -40,21 +42,6 @@ class Begun(Protocol):
     def finish(self) -> None:
         """The gradients of all inputs are done."""
         ...
-
-
-_queues: dict[tuple[str, torch.device], Queue] = {}
-
-
-def _queue(name: str, device: torch.device) -> Queue:
-    """The queue of that name on a device.
-
-    Note: [Models share queues]
-    Models over the same ranks share groups, and a backward may run through several of them. A group has one place for
-    what a reduction receives, until it is added up: so the reductions of a group are all on one queue.
-    """
-    if (name, device) not in _queues:
-        _queues[name, device] = Queue(name, device)
-    return _queues[name, device]
 
 
 class ShardContext:
@@ -78,9 +65,9 @@ class ShardContext:
             order.models += 1
         self.policy, self.prefetch, self.groups, self.device = policy, prefetch, groups, device
         self.history: History | None = None
-        self.gathering = _queue("gather", device)
-        self.reducing = self.gathering if policy.unified else _queue("reduce", device)
-        self.outer = self.gathering if policy.unified else _queue("outer", device)
+        self.gathering = queue_of("gather", device)
+        self.reducing = self.gathering if policy.unified else queue_of("reduce", device)
+        self.outer = self.gathering if policy.unified else queue_of("outer", device)
         self.units = list(units)
         spreads = (member.spread for unit in units for group in unit.groups for member in group.members)
         self.tensor_mesh = apart(spreads, {*groups.reduce.ranks, *groups.outer.ranks})
@@ -106,10 +93,12 @@ class ShardContext:
         self._windows: list[Window] = []
         self._everybody = Unbounded()
         self._residency: Residency = self._everybody
+        self.unused = Unused(order, self._model, device)
         for unit in self.units:
             unit.context = self
             for group in unit.groups:
                 group.settle = self.finish_step
+                group.uses.ask = partial(self._find_unused, group)
                 group.know_wholes(partial(self.over_ranks, parts=group.groups))
 
     def __repr__(self) -> str:
@@ -338,6 +327,11 @@ class ShardContext:
             group.home.wait_in()
         for staging in set(self._staging.values()):
             staging.settle()
+
+    def _find_unused(self, group: ParamGroup) -> None:
+        """See Note: [Gradients that nobody has]. Nothing is known of gradients inside of a backward."""
+        if not self.in_backward:
+            self.unused.find([group] if self.arriving else [one for unit in self.units for one in unit.groups])
 
     def weights_updated(self) -> None:
         """Say that weights were changed in a way that leaves no trace, such as through `.data`."""

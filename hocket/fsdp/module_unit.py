@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from operator import or_
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +29,7 @@ from hocket.fsdp.options import UnitOptions
 from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.residency import Residency
 from hocket.fsdp.staged import Staged
+from hocket.fsdp.unused import Unused
 from hocket.runtime.destinations import set_sink
 from hocket.runtime.queue import Queue, Ticket
 from hocket.runtime.transports import Pending
@@ -40,6 +42,7 @@ class Shared(Protocol):
     reducing: Queue
     outer: Queue
     reductions_open: bool
+    unused: Unused
 
     def accumulates(self, unit: Unit) -> bool: ...
     def residency_of(self, unit: Unit) -> Residency: ...
@@ -345,9 +348,10 @@ class Unit:
         self.context.before_waiting()  # for the last reduction
         self.context.about_to(f"reduce {self}")
         staged = self.staged(group)  # an empty one if this rank has no gradient in it, or has them locally
+        context = self.context
+        context.unused.about_to_send(group, list(map(or_, staged.written, group.local.has)))
         staged.fill_gaps()
         group.local.merge(staged.views)
-        context = self.context
         group.make_grads()
         # What replicas exchanged last lies where this adds up.
         after = [context.reducing.mark(f"staged {self.name}"), *self._outer_sent.pop(group, ())]
@@ -436,10 +440,8 @@ class Unit:
 def together(pending: Sequence[Pending]) -> Pending | None:
     """One pending for several that are under way."""
     open_ = [one for one in pending if not one.done]
-    if not open_:
-        return None
-    if len(open_) == 1:
-        return open_[0]
+    if len(open_) < 2:
+        return open_[0] if open_ else None
 
     def wait() -> None:
         for one in open_:

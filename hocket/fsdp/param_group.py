@@ -43,7 +43,7 @@ from hocket.fsdp.members import Member
 from hocket.fsdp.part import Part
 from hocket.fsdp.place import Ask, How, Place
 from hocket.fsdp.precision import Precision
-from hocket.fsdp.shard_grads import LocalSum, ShardGrads
+from hocket.fsdp.shard_grads import LocalSum, ShardGrads, Uses, zero_others
 from hocket.fsdp.shard_groups import ShardGroups
 from hocket.fsdp.sharded_parameter import ShardedParameter
 from hocket.fsdp.spread import over
@@ -77,7 +77,7 @@ class ParamGroup:
         """Summed gradients are divided by this."""
         inner, outer = groups.gather, groups.outer
         parts = outer.size if groups.outer_shards else 1
-        shapes = [(member.name, tuple(member.param.shape)) for member in members]
+        shapes = [(one.name, tuple(one.param.shape)) for one in members]
         shared = FlatLayout.build(shapes, inner.size * parts * groups.alike, granularity=granularity)
         self.kept = shared.joined(groups.alike)
         """Which elements are this rank's to update: shard number `position`."""
@@ -104,14 +104,14 @@ class ParamGroup:
         self._ask: Ask | None = None
         self._parts: dict[int, tuple[Tensor, Part]] = {}  # what readers of gradients see, beside their memory
         self.shards = self._make_shards()
-        for i, member in enumerate(self.members):
-            if not member.param.is_meta:
-                self.load(i, member.param)
+        for i in (i for i, member in enumerate(members) if not member.param.is_meta):
+            self.load(i, members[i].param)
         self.late = self.valueless = False
         """Whether parameters came from the meta device, to get values after they are sharded; whether none came yet."""
         self._said = 0  # how often somebody said that main has changed
         self._seen = -1, -1  # the edition of main at the last refresh
         self._learns = [self.trainable] * len(members)  # what is trained now
+        self.uses = Uses(self._learns)
         self._has = [False] * len(members)  # whether main_grad holds a gradient of the member
         self._partial_has = [True] * len(members)  # False: partial holds something that was forgotten
         self._summed = True  # whether partial is the same on all replicas
@@ -199,18 +199,19 @@ class ParamGroup:
         return self.layout.world == 1 and not self.home.away
 
     @functools.cached_property
-    def _is_divided(self) -> bool:
+    def is_divided(self) -> bool:
+        """Whether tensor-parallel ranks have other parts of its parameters."""
         return any(member.spread is not None for member in self.members)
 
     @property
     def keeps_all(self) -> bool:
         """Whether this rank updates whole parameters, not a part of them."""
-        return self.kept.world == 1 and not self._is_divided
+        return self.kept.world == 1 and not self.is_divided
 
     @property
     def splits(self) -> bool:
         """Whether an optimizer may see a part of a parameter, or must take 1-D for the whole of one."""
-        return self._splits or self._is_divided
+        return self._splits or self.is_divided
 
     @property
     def nbytes(self) -> int:
@@ -372,11 +373,11 @@ class ParamGroup:
         self.grads.take_back()
         if not all(self._has):
             self.home.wait_in()
-        _zero(self.main_grad, self.kept.slices(self.position), self._has)
+        zero_others(self.main_grad, self.kept.slices(self.position), self._has)
 
     def _make_room_in_partial(self) -> None:
         """Where partial is not the gradient itself: zero what was forgotten between two reductions of one step."""
-        _zero(self.partial, self.layout.slices(self.groups.gather.rank), self._partial_has)
+        zero_others(self.partial, self.layout.slices(self.groups.gather.rank), self._partial_has)
         self._partial_has = [True] * len(self.members)
 
     # Gradients of the shards
@@ -389,7 +390,7 @@ class ParamGroup:
     def grad_of(self, index: int) -> Tensor | None:
         """What `shards[index].grad` is."""
         self.settle()
-        if not self.trainable or not self._has[index]:
+        if not self.trainable or not self._has[index] or self.uses.by_nobody(index):
             return None
         view, place = self.grads.views()[index], self.shards[index].place
         if place is None:
@@ -402,6 +403,7 @@ class ParamGroup:
         """What setting `shards[index].grad` to None does: the next reduction overwrites it."""
         self._has[index] = self._partial_has[index] = False
         self.local.forget(index)
+        self.uses.forget(index)
         if not self.has_grad and self.grads.flat is not None:
             self.let_grads_go()
 
@@ -424,9 +426,12 @@ class ParamGroup:
             if view.data_ptr() != value.data_ptr() or view.dtype != value.dtype:
                 view.copy_(value)
         self._has[index] = True
+        self.uses.add(index)
 
     def forget_gradients(self) -> None:
         """Forget all gradients, also those that are not reduced yet."""
+        for index in range(len(self.members)):
+            self.uses.forget(index)
         self._reducing = self._outer = Pending()
         self._has = [False] * len(self.members)
         self._partial_has = [True] * len(self.members)
@@ -436,13 +441,3 @@ class ParamGroup:
             self._partial.zero_()
         if self.grads.flat is not None:
             self.let_grads_go()
-
-
-def _zero(flat: Tensor, ranges: Sequence[slice], keep: Sequence[bool]) -> None:
-    """Zero the ranges that are not to be kept; all of `flat` if none is."""
-    if not any(keep):
-        flat.zero_()
-        return
-    for here, kept in zip(ranges, keep, strict=True):
-        if not kept:
-            flat[here].zero_()

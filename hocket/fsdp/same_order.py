@@ -74,7 +74,7 @@ class SameOrder:
     """The collectives of all models that are sharded over the same ranks. See Note: [Ranks that go apart]."""
 
     def __init__(self, ranks: Sequence[int], store: dist.Store) -> None:
-        self.ranks, self.rank, self._store = tuple(ranks), dist.get_rank(), store
+        self.ranks, self.rank, self.store = tuple(ranks), dist.get_rank(), store
         self.models = self.count = 0
         self.asked = 0
         """How often something was issued that was not predicted."""
@@ -92,7 +92,7 @@ class SameOrder:
         if not self._prediction.expects(item):
             self.asked += 1
             self._open = f"{self.count} {self._history}"
-            self._store.add(self._open, 1)
+            self.store.add(self._open, 1)
 
     def settle(self) -> None:
         """Before this rank waits for a collective: see to it that all ranks have issued the same ones.
@@ -102,10 +102,10 @@ class SameOrder:
         if not self._open:
             return
         start, pause, waited = time.monotonic(), 1e-4, 0.0
-        while int(self._store.get(self._open)) < len(self.ranks):  # of the last one, and so of all before
+        while int(self.store.get(self._open)) < len(self.ranks):  # of the last one, and so of all before
             waited = time.monotonic() - start
             if waited > ASK_AFTER:
-                self._store.set("ask", "")
+                self.store.set("ask", "")
                 self._compare()
             if waited > GIVE_UP.total_seconds():
                 raise ValueError(
@@ -116,19 +116,19 @@ class SameOrder:
             pause = min(2 * pause, 0.05)
         self._open = ""
         if waited > ASK_AFTER:
-            self._store.delete_key("ask")
+            self.store.delete_key("ask")
 
     def answer(self) -> None:
         """Tell what was issued last, if somebody asks. Called by a thread, while nothing is issued."""
-        if self._store.check(["ask"]):
-            self._store.set(f"answer {self.rank}", json.dumps([self.count, list(self._recent)]))
+        if self.store.check(["ask"]):
+            self.store.set(f"answer {self.rank}", json.dumps([self.count, list(self._recent)]))
 
     def _compare(self) -> None:
         mine = self.count, list(self._recent)
         for other in self.ranks:
-            if other == self.rank or not self._store.check([f"answer {other}"]):
+            if other == self.rank or not self.store.check([f"answer {other}"]):
                 continue
-            count, recent = json.loads(self._store.get(f"answer {other}"))
+            count, recent = json.loads(self.store.get(f"answer {other}"))
             first = max(mine[0] - len(mine[1]), count - len(recent))  # of those that both remember
             for n in range(first, min(mine[0], count)):
                 here, there = mine[1][n - mine[0]], recent[n - count]

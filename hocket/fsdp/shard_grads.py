@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,11 +18,12 @@ class LocalSum:
     def __init__(self, layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> None:
         self._layout, self._dtype, self._device = layout, dtype, device
         self._views: list[Tensor] = []
-        self._has = [False] * len(layout.entries)
+        self.has = [False] * len(layout.entries)
+        """Which entries something was added to since the last `merge`."""
 
     def __bool__(self) -> bool:
         """Whether something was added since the last `merge`."""
-        return any(self._has)
+        return any(self.has)
 
     @property
     def nbytes(self) -> int:
@@ -34,7 +35,7 @@ class LocalSum:
         if not self._views:
             flat = torch.zeros(self._layout.total, dtype=self._dtype, device=self._device)
             self._views = self._layout.views(flat)
-        already, self._has[index] = self._has[index], True
+        already, self.has[index] = self.has[index], True
         return self._views[index], already
 
     def add(self, index: int, grad: Tensor) -> None:
@@ -47,17 +48,17 @@ class LocalSum:
         Part of the caller's work, as adding up is, so that both are in order.
         """
         for i, view in enumerate(into):
-            if self._has[i]:
+            if self.has[i]:
                 view.copy_(self._views[i].add_(view))
         self.clear()
 
     def forget(self, index: int) -> None:
         """Forget what was added to an entry."""
-        self._has[index] = False
+        self.has[index] = False
 
     def clear(self) -> None:
         """Forget what was added."""
-        self._has = [False] * len(self._has)
+        self.has = [False] * len(self.has)
 
 
 class ShardGrads:
@@ -130,3 +131,72 @@ class ShardGrads:
     def drop(self) -> None:
         """Forget the copy; the next reader gets a new one."""
         self._versions = (-1, -1)
+
+
+def zero_others(flat: Tensor, ranges: Sequence[slice], keep: Sequence[bool]) -> None:
+    """Zero the ranges that are not to be kept; all of `flat` if none is."""
+    if not any(keep):
+        flat.zero_()
+        return
+    for here, kept in zip(ranges, keep, strict=True):
+        if not kept:
+            flat[here].zero_()
+
+
+class Uses:
+    """To which gradients of a group ranks have contributed since they were forgotten.
+
+    Before the first `send`, and where nobody calls it, all count as used. See Note: [Gradients that nobody has].
+    """
+
+    def __init__(self, learns: Sequence[bool]) -> None:
+        self._learns = learns
+        self._mine = set[int]()
+        self.sent = 0
+        """How many reductions were issued."""
+        self.left_out: list[int] = []
+        """What this rank has left out of the gradients that were sent last."""
+        self._nobody = set[int]()
+        self._asked: tuple[int, list[int]] = 0, []  # when, and about what
+        self.ask: Callable[[], None] = lambda: None
+        """Has somebody call `answer`, if it is known by now."""
+
+    def send(self, written: Sequence[bool]) -> list[int]:
+        """A reduction is issued with gradients of these. Returns `left_out`."""
+        self.sent += 1
+        self._mine.update(i for i, has in enumerate(written) if has)
+        self.left_out = [i for i, learns in enumerate(self._learns) if learns and i not in self._mine]
+        return self.left_out
+
+    @property
+    def known(self) -> bool:
+        """Whether there is nothing to ask."""
+        return not self.left_out or self._asked[0] == self.sent
+
+    def answer(self, nobody: Iterable[int]) -> None:
+        """Nobody has used these."""
+        self._nobody, self._asked = set(nobody), (self.sent, list(self.left_out))
+
+    def answer_again(self) -> bool:
+        """Take the last answer for this one, if the question is the same."""
+        same = self._asked[1] == self.left_out
+        self._asked = (self.sent if same else self._asked[0]), self._asked[1]
+        return same
+
+    def by_nobody(self, index: int) -> bool:
+        """Whether it is known that no rank has used a member."""
+        if index not in self.left_out:
+            return False
+        if not self.known:
+            self.ask()
+        return self.known and index in self._nobody
+
+    def add(self, index: int) -> None:
+        """The member has a gradient by hand."""
+        self._mine.add(index)
+        self.left_out = [i for i in self.left_out if i != index]
+
+    def forget(self, index: int) -> None:
+        """The gradient of a member is forgotten."""
+        self._mine.discard(index)
+        self.left_out = [i for i in self.left_out if i != index]

@@ -81,6 +81,8 @@ class ShardGroups:
     """Whether the outer group shards the optimizer's state instead of replicating it."""
     part: tuple[int, int] = (0, 1)
     """See `Placement.part`."""
+    holders: Ranks = ()
+    """All ranks of the mesh."""
 
     @property
     def alike(self) -> int:
@@ -124,8 +126,14 @@ def shard_groups_for(placement: Placement, strategy: str, options: Wiring, devic
             made = _make_alike(inner, outer, transport, device)
         else:
             made = _make(inner, outer, options, transport, device)
-        _made[key] = replace(made, part=placement.part, divide=divide)
+        _made[key] = replace(made, part=placement.part, divide=divide, holders=_holders(placement.mesh))
     return _made[key]
+
+
+def _holders(mesh: DeviceMesh | None) -> Ranks:
+    if mesh is not None:
+        return tuple(mesh.mesh.flatten().tolist())
+    return tuple(range(dist.get_world_size())) if dist.is_initialized() else (0,)
 
 
 def _forget_other_worlds(world: object) -> None:

@@ -18,14 +18,15 @@ class Staged:
         self.flat = staging.take(unit, group.layout.total)
         self.views = group.grad_views(self.flat, keep=staging.fixed)
         """Where each parameter's gradient goes."""
-        self._written = [False] * len(self.views)
+        self.written = [False] * len(self.views)
+        """Which parameters have a gradient here."""
         self._arrived = [False] * len(self.views)
         self.unfinished = group.learning
         """How many parameters have not written all of their gradient yet."""
 
     def target(self, index: int) -> tuple[Tensor, bool]:
         """Where parameter `index` writes its gradient; True if one is there already, to which it must be added."""
-        already, self._written[index] = self._written[index], True
+        already, self.written[index] = self.written[index], True
         return self.views[index], already
 
     def add(self, index: int, grad: Tensor) -> None:
@@ -34,13 +35,13 @@ class Staged:
 
     def arrived(self, index: int) -> None:
         """Autograd is done with parameter `index`; layers may have written its gradient before, piece by piece."""
-        if self._written[index] and not self._arrived[index]:
+        if self.written[index] and not self._arrived[index]:
             self._arrived[index] = True
             self.unfinished -= 1
 
     def fill_gaps(self) -> None:
         """Zero what nobody wrote: parameters without a gradient, and padding."""
-        self.group.fill_gaps(self.flat, self.views, self._written)
+        self.group.fill_gaps(self.flat, self.views, self.written)
 
     def give(self, ticket: Ticket) -> None:
         """Give the memory back; it may be written again behind `ticket`."""

@@ -141,14 +141,12 @@ def test_clipping_takes_module_or_context():
 
 
 def what_unused_looks_like(rank: int) -> None:
-    """Units that no rank used have no gradient; unused parameters of other units have a zero one."""
+    """What no rank used has no gradient: whole units, and parameters of others."""
     pair = Pair(Case("unused"), rank, 2)
     pair.microbatch()
     grads = {name: param.grad for name, param in pair.module.named_parameters()}
-    assert all(grads[name] is None for name in grads if name.startswith("never."))
-    for name in ("a.extra", "b.other.weight"):
-        assert grads[name] is not None, name
-        assert not grads[name].any(), name
+    unused = ("never.", "a.extra", "b.other.")
+    assert {name for name in grads if grads[name] is None} == {name for name in grads if name.startswith(unused)}
     pair.optimizer.zero_grad()
     assert all(param.grad is None for param in pair.module.parameters())
 

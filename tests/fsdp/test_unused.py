@@ -1,0 +1,227 @@
+"""Parameters that no rank uses have no gradient, as without sharding, so that no optimizer moves them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import hocket
+from tests.fsdp.test_parity import train
+from tests.fsdp.twin import Case, mesh_of, variants
+from tests.helpers.ranks import run_ranks
+
+WIDTH, STEPS = 6, 5
+Chosen = Callable[[int, int], list[int]]
+"""(rank, step) -> which branches it goes through."""
+
+
+class Branches(nn.Module):
+    """A part that always runs, and some that run when they are chosen."""
+
+    def __init__(self, branches: int = 3) -> None:
+        super().__init__()
+        self.always = nn.Linear(WIDTH, WIDTH)
+        self.branches = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(branches))
+        self.never = nn.Parameter(torch.ones(5))
+
+    def forward(self, x: Tensor, chosen: list[int]) -> Tensor:
+        x = self.always(x)
+        for i in chosen:
+            x = x + self.branches[i](x)
+        return x
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = Branches(), Branches(), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor, chosen: list[int]) -> Tensor:
+        return self.head(self.second(self.first(x, chosen), chosen))
+
+
+CHOSEN: dict[str, Chosen] = {
+    "by step": lambda rank, step: [step % 3],
+    "by rank": lambda rank, step: [rank % 2],
+    "one rank now and then": lambda rank, step: [0, 1] if (rank, step % 3) == (1, 1) else [0],
+    "one rank less now and then": lambda rank, step: [0] if (rank, step % 3) == (0, 1) else [0, 1],
+    "by rank and step": lambda rank, step: [(rank + step // 2) % 3],
+    "all, then none": lambda rank, step: [0, 1, 2] if step < 2 else [],
+}
+
+
+def loss_of(model: nn.Module, chosen: list[int], seed: int) -> Tensor:
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
+    return model(x, chosen).square().mean()
+
+
+def update(params: list[Any], name: str) -> torch.optim.Optimizer:
+    if name == "sgd":
+        return torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1)
+    return torch.optim.AdamW(params, lr=0.05, weight_decay=0.1)
+
+
+class Beside:
+    """A sharded model, and one that one process trains with the data of all ranks."""
+
+    def __init__(self, rank: int, optimizer: str = "adamw", build: Callable[[], nn.Module] = Model, **how: Any) -> None:
+        self.rank, self.world = rank, dist.get_world_size()
+        torch.manual_seed(0)
+        self.plain = build()
+        torch.manual_seed(0)
+        self.model: Any = build()
+        self.ctx = hocket.fully_shard(self.model, units=Branches, **how)
+        self.wanted = update(list(self.plain.parameters()), optimizer)
+        self.ours = update(list(self.model.parameters()), optimizer)
+
+    def backward(self, chosen: Chosen, step: int, seed: int) -> None:
+        for rank in range(self.world):
+            (loss_of(self.plain, chosen(rank, step), 100 * seed + rank) / self.world).backward()
+        loss_of(self.model, chosen(self.rank, step), 100 * seed + self.rank).backward()
+
+    def compare_gradients(self) -> None:
+        wanted = {name: p.grad is None for name, p in self.plain.named_parameters()}
+        assert {name: p.grad is None for name, p in self.model.named_parameters()} == wanted
+
+    def step(self, set_to_none: bool = True) -> None:
+        self.wanted.step()
+        self.ours.step()
+        self.wanted.zero_grad(set_to_none)
+        self.ours.zero_grad(set_to_none)
+        with self.ctx.gathered():
+            for name, param in self.plain.named_parameters():
+                ours = self.model.get_parameter(name).detach()
+                torch.testing.assert_close(ours, param.detach(), rtol=1e-4, atol=2e-5, msg=f"{name} differs")
+
+
+def steps(rank: int, how: dict[str, Any]) -> None:
+    for name, chosen in CHOSEN.items():
+        for optimizer in ("adamw", "sgd"):
+            pair = Beside(rank, optimizer, **how)
+            for step in range(STEPS):
+                try:
+                    pair.backward(chosen, step, step)
+                    pair.compare_gradients()
+                    pair.step()
+                except BaseException as error:
+                    error.add_note(f"{name}, {optimizer}, step {step}, {how}")
+                    raise
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+def test_parameters_that_no_rank_uses_stay(strategy: str) -> None:
+    run_ranks(steps, 2, {"strategy": strategy})
+
+
+def test_parameters_that_no_rank_uses_stay_beside_replicas_and_on_the_host() -> None:
+    run_ranks(meshes, 4)
+
+
+def meshes(rank: int) -> None:
+    mesh = mesh_of((2, 2), ("outer", "shard"))
+    all_of_them: list[dict[str, Any]] = [{}, {"outer": "shard"}, {"offload": "pageable"}, {"granularity": "tensor"}]
+    for options in all_of_them:
+        steps(rank, {"mesh": mesh, "options": hocket.ShardOptions(**options)})
+
+
+def microbatches(rank: int, how: str, strategy: str) -> None:
+    """Gradients of several microbatches, clipped; a parameter counts that any of them has used, on any rank."""
+    pair = Beside(rank, strategy=strategy)
+    defers = {"no_sync": pair.ctx.no_sync, "accumulating": pair.ctx.accumulating, "each": contextlib.nullcontext}[how]
+    for step in range(STEPS):
+        first: Chosen = lambda rank, step: [2] if (rank, step % 2) == (1, 0) else []  # noqa: E731
+        with defers():
+            pair.backward(first, step, 2 * step)
+        pair.backward(lambda rank, step: [step % 2], step, 2 * step + 1)
+        if step == 2:
+            pair.compare_gradients()
+        ours = hocket.clip_grad_norm_(pair.ctx, 0.1)
+        wanted = nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.1)
+        torch.testing.assert_close(ours.float(), wanted)
+        pair.compare_gradients()
+        pair.step()
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+@pytest.mark.parametrize("how", ["no_sync", "accumulating", "each"])
+def test_unused_in_some_microbatches(how: str, strategy: str) -> None:
+    run_ranks(microbatches, 2, how, strategy)
+
+
+def kept_gradients(rank: int) -> None:
+    """Gradients that were set to zero are there, and those that were never are not; one by hand counts."""
+    pair = Beside(rank)
+    for step in range(4):
+        pair.backward(lambda rank, step: [step % 2], step, step)
+        if step == 2:
+            for model in (pair.plain, pair.model):
+                model.get_parameter("first.never").grad = torch.ones(5)
+        pair.compare_gradients()
+        pair.step(set_to_none=False)
+
+
+def test_gradients_that_are_set_to_zero_stay() -> None:
+    run_ranks(kept_gradients, 2)
+
+
+def one_by_one(rank: int) -> None:
+    """`step_and_gather` reads gradients of units while others are on their way; one rank may read them alone."""
+    pair = Beside(rank)
+    for step in range(STEPS):
+        pair.backward(CHOSEN["by rank and step"], step, step)
+        if step % 2 and rank:
+            assert pair.model.first.never.grad is None
+        hocket.sharding.step_and_gather(pair.ctx, pair.ours)
+        pair.wanted.step()
+        pair.ours.zero_grad()
+        pair.wanted.zero_grad()
+        pair.step()
+
+
+def test_unused_parameters_of_a_step_by_unit() -> None:
+    run_ranks(one_by_one, 2)
+
+
+def aborted(rank: int) -> None:
+    """What an aborted step has used counts for nothing."""
+    pair = Beside(rank)
+    loss_of(pair.model, [0, 1, 2], rank).backward()
+    pair.ctx.abort()
+    for step in range(2):
+        pair.backward(CHOSEN["by rank"], step, step)
+        pair.compare_gradients()
+        pair.step()
+
+
+def test_unused_after_an_abort() -> None:
+    run_ranks(aborted, 2)
+
+
+def test_unused_parameters_beside_the_twin() -> None:
+    """Bit for bit, with every optimizer that would move them, and several ways to shard."""
+    cases = variants(Case("unused", microbatches=2), optimizer=["adamw", "adamw_fused", "momentum", "rmsprop"])
+    cases += variants(Case("unused", optimizer="adamw"), sync=["no_sync"], by_unit=[True], set_to_none=[False])
+    cases += variants(Case("unused", optimizer="adamw"), options=[{"bucket": "300 params"}, {"slots": 2}])
+    train(2, [*cases, *variants(Case("conditional", optimizer="adamw"), strategy=["optim", "no_shard"])])
+
+
+def counted(rank: int) -> int:
+    """How often ranks write what they leave out."""
+    pair = Beside(rank, build=Model)
+    with patch("json.dumps", side_effect=json.dumps) as told:
+        for step in range(STEPS):
+            pair.backward(lambda rank, step: [0, 1], step, step)
+            pair.step()
+    return told.call_count
+
+
+def test_what_is_left_out_is_written_once() -> None:
+    assert run_ranks(counted, 2) == [3, 3]  # of two units, and before the first reduction
