@@ -4,9 +4,10 @@
 
 Trains Llama-3 8B's layers three times for some steps: without a checkpoint in the middle, with one that is written
 while training goes on, and with one for which training waits. A result has the seconds of steps alone and beside the
-write, those of the copy and of the write, and bytes per second. The folder should be faster than a disk, such as one in
-memory. It needs room for two checkpoints, and the host as much memory again for the copies: 12 bytes per parameter, so
-45 GB for 12 layers and 97 GB for all 32. Words that are no options here go to `hocket train`.
+write, those of the copy and of the write, and bytes per second. Beside them stands what the folder takes of plain
+writes of as many bytes. The folder should be faster than a disk, such as one in memory. It needs room for two
+checkpoints, and the host as much memory again for the copies: 12 bytes per parameter, so 45 GB for 12 layers and 97 GB
+for all 32. Words that are no options here go to `hocket train`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import os
 import shlex
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -28,6 +31,8 @@ from benchmarks.record import ROOT, write
 MODEL = "llama3_8b --model.layers {layers} --data.sequence_length 2048 --train.microbatches 2 --mesh.dp {gpus}"
 WARM = 8
 """First steps that are not counted: kernels are loaded, steps are recorded."""
+THREADS, BLOCK = 8, 1 << 24
+"""Plain writes: files at a time, and bytes of a write."""
 WAYS: dict[str, list[str]] = {"none": [], "behind": [], "between": ["--train.save_behind", "False"]}
 
 
@@ -53,6 +58,23 @@ def run(words: list[str], folder: Path, way: str) -> dict[str, Any]:
     return outcome([json.loads(line) for line in text.splitlines()])
 
 
+def folder_gb_per_s(folder: Path, size: int) -> float:
+    """How fast a folder takes `size` bytes, in files that several threads write from one end to the other."""
+    block, share = memoryview(os.urandom(min(BLOCK, size))), -(-size // THREADS)
+
+    def fill(file: Path) -> None:
+        with file.open("wb", buffering=0) as out:
+            left = share
+            while left > 0:
+                left -= os.write(out.fileno(), block[:left])
+            os.fsync(out.fileno())
+
+    with TemporaryDirectory(dir=folder) as place, ThreadPoolExecutor(THREADS) as pool:
+        begun = time.perf_counter()
+        list(pool.map(fill, [Path(place, str(n)) for n in range(THREADS)]))
+        return THREADS * share / (time.perf_counter() - begun) / 1e9
+
+
 def saves(result: Result) -> str:
     """A row for each way to save."""
     rows = []
@@ -67,12 +89,22 @@ def saves(result: Result) -> str:
                 f"{found['bytes'] / 1e9:.1f} GB",
                 f"{found['copy_seconds']:.2f} s" if way == "behind" else "-",
                 f"{found['write_seconds']:.1f} s, {found['gb_per_s']:.1f} GB/s",
+                f"{found['gb_per_s'] / result['folder_gb_per_s']:.0%} of {result['folder_gb_per_s']:.1f} GB/s",
                 f"{1e3 * alone:.0f} ms",
                 f"{1e3 * found['beside_seconds']:.0f} ms ({steps})" if steps and way == "behind" else "-",
                 f"{stall + (slower if way == 'behind' else 0.0):.2f} s",
             ]
         )
-    heads = ["written", "checkpoint", "copy", "write", "step alone", "beside the write (steps)", "costs the run"]
+    heads = [
+        "written",
+        "checkpoint",
+        "copy",
+        "write",
+        "of plain writes",
+        "step alone",
+        "beside the write (steps)",
+        "costs the run",
+    ]
     return table(heads, rows)
 
 
@@ -89,7 +121,8 @@ def main() -> None:
     for way in WAYS:
         every = 0 if way == "none" else options.steps // 2
         ways[way] = run([*words, "--train.save_every", str(every)], options.folder, way)
-    result = {"words": shlex.join(words), "folder": str(options.folder), "ways": ways}
+    plain = folder_gb_per_s(options.folder, max(found["bytes"] for found in ways.values()))
+    result = {"words": shlex.join(words), "folder": str(options.folder), "folder_gb_per_s": plain, "ways": ways}
     print(write("saves", result, options.out, options.commit))
     print(saves(result))
 

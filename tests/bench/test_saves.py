@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -20,7 +21,10 @@ def test_the_steps_beside_a_write_are_told_from_the_others() -> None:
     assert (found["steps_beside"], found["beside_total"], found["beside_seconds"]) == (3, 6.0, 2.0)
     assert found["alone_seconds"] == 1.0
     between = {**found, "steps_beside": 0, "beside_total": 0.0}
-    _, _, behind, waited = saves.saves({"ways": {"behind": found, "between": between}}).splitlines()
+    _, _, behind, waited = saves.saves(
+        {"folder_gb_per_s": 4.0, "ways": {"behind": found, "between": between}}
+    ).splitlines()
+    assert "| 25% of 4.0 GB/s |" in behind
     assert behind.endswith("| 3.50 s |"), "the copy, and three steps that took twice as long"
     assert waited.endswith("| 6.00 s |")
 
@@ -35,7 +39,19 @@ def test_the_command_measures_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(saves, "MODEL", saves.MODEL.replace("2048", "8"))
     monkeypatch.setattr(sys, "argv", ["saves", *options, *more])
     saves.main()
-    ways = json.loads((tmp_path / "saves.json").read_text())["ways"]
+    result = json.loads((tmp_path / "saves.json").read_text())
+    ways = result["ways"]
+    assert result["folder_gb_per_s"] > 0
     assert {way: found["step"] for way, found in ways.items()} == {"none": 24, "behind": 12, "between": 12}
     assert all(found["bytes"] > 10_000 and found["gb_per_s"] > 0 for found in ways.values())
     assert ways["behind"]["copy_seconds"] > 0
+
+
+def test_plain_writes_reach_the_disk_with_every_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the last block of a file is a part of one."""
+    monkeypatch.setattr(saves, "BLOCK", 1000)
+    synced = list[int]()
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_size))
+    assert saves.folder_gb_per_s(tmp_path, saves.THREADS * 2500) > 0
+    assert synced == [2500] * saves.THREADS
+    assert not list(tmp_path.iterdir()), "nothing is left"
