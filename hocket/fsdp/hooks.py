@@ -82,6 +82,7 @@ class Invocation:
             if self.unit.options.unshard_in_backward:
                 self._claim = context.need_backward(self.unit)
             context.started[self] = None
+            context.begun.add(self.unit)
         if torch.is_grad_enabled() and not self._goes_on:  # create_graph=True
             self._goes_on = True
             context.hold(self.unit.acquire())
@@ -174,9 +175,13 @@ def _target(unit: Unit, param: nn.Parameter) -> tuple[Tensor, bool]:
 
 
 def _refuse_unexpected(unit: Unit) -> None:
-    """Refuse gradients that were computed with weights which nobody had claimed."""
+    """Refuse gradients that were computed with weights which nobody had claimed.
+
+    Of an invocation that is over they come from nodes that were made before its identity, as what makes DTensors of
+    weights: these read none.
+    """
     context = _context(unit)
-    if not unit.claims and context.may_go(unit) and not any(one.unit is unit for one in context.started):
+    if not unit.claims and unit not in context.begun and context.may_go(unit):
         raise ValueError(
             f"a gradient reached {unit} whose backward has not begun, so its weights may not have been there: its "
             f"forward has left a tensor where it can't be found, as in a list outside of the model. Return what the "
