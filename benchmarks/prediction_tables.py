@@ -98,14 +98,15 @@ def predicted_steps(*results: Result) -> str:
 
 
 def recomputation(result: Result) -> str:
-    """What recomputed parts cost and save, as measured and as predicted. Asserts that they change no loss."""
+    """What recomputed or offloaded parts cost and save, measured and predicted. Asserts that they change no loss."""
     rows = []
     for found in result["lengths"]:
         config, blocks = config_of(found["config"]), found["blocks"]
         assert len({str(block["first_losses"]) for each in blocks.values() for block in each}) == 1, "losses differ"
         times = {part: [statistics.median(block["seconds"]) for block in each] for part, each in blocks.items()}
         peaks = {part: max(block["peak_bytes"] for block in each) for part, each in blocks.items()}
-        parts = {part: {"plan.recompute": (part,) if part else ()} for part in blocks}
+        choices = found.get("choices", {part: {"plan.recompute": (part,) if part else ()} for part in blocks})
+        parts = {part: {name: tuple(value) for name, value in own.items()} for part, own in choices.items()}
         model = {part: Modelled.of(resolve(changed(config, own), Host(gpus=1))) for part, own in parts.items()}
         needs = {part: each.timeline.ranks[0].peak_bytes for part, each in model.items()}
         for part in blocks:
@@ -117,4 +118,4 @@ def recomputation(result: Result) -> str:
                 + [f"{of[part] / 2**30:.2f} GiB" for of in (peaks, needs)]
             )
     said = "predicted"
-    return table(["tokens of a microbatch, recomputed", "step", said, "longer by", said, "peak memory", said], rows)
+    return table(["tokens of a microbatch, what is done", "step", said, "longer by", said, "peak memory", said], rows)

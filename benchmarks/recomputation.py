@@ -1,10 +1,11 @@
-"""What recomputed parts cost and save: whole training steps on one GPU, with recomputation and without.
+"""What recomputed and offloaded parts cost and save: whole training steps on one GPU, with them and without.
 
     torchrun --nproc-per-node 1 -m benchmarks.recomputation
+    torchrun --nproc-per-node 1 -m benchmarks.recomputation offload --lengths 32768 --microbatches 2
 
 Six layers of Qwen3-30B-A3B with AdamW, four microbatches of one sequence. There is room for one engine, so each block
 of steps has a new one. They take turns, there and back. Each begins with steps of deterministic kernels, whose losses
-are kept: recomputation must not change a bit of them. Then it is timed, with the kernels of any run.
+are kept: where saved tensors come from must not change a bit of them. Then it is timed, with the kernels of any run.
 """
 
 from __future__ import annotations
@@ -36,16 +37,33 @@ SIZES: dict[str, Any] = {
     "model.layers": 6, "mesh.pp": 1, "mesh.dp": 1, "mesh.ep": 1, "plan.chunks": 1, "train.microbatches": 4,
     "train.transport": "nccl",
 }  # fmt: skip
-CHOICES = ("", "dispatch", "experts", "attn")
-"""The part that is recomputed; empty: none."""
+Choice = dict[str, tuple[str, ...]]
+"""Settings and their values."""
+STUDIES: dict[str, dict[str, Choice]] = {
+    "recomputation": {
+        "": {},
+        "dispatch": {"plan.recompute": ("dispatch",)},
+        "experts": {"plan.recompute": ("experts",)},
+        "attn": {"plan.recompute": ("attn",)},
+    },
+    "offload": {
+        "": {},
+        "attn recomputed": {"plan.recompute": ("attn:5",)},
+        "attn offloaded": {"plan.offload": ("attn:5",)},
+        "experts recomputed": {"plan.recompute": ("experts:5",)},
+        "experts offloaded": {"plan.offload": ("experts:5",)},
+    },
+}
+"""Name -> what is compared, by name; empty: all stays where it is. The last layer's backward follows its forward."""
 FIRST = 4
 """Steps whose losses are kept."""
 
 
-def settings_of(part: str, length: int, host: Host, sizes: Mapping[str, Any]) -> Settings:
-    """Of steps of four sequences of `length` tokens."""
-    own = {"data.sequence_length": length, "plan.recompute": (part,) if part else ()}
-    return resolve(changed(recipe(RECIPE), {**sizes, **own}), host)
+def settings_of(choice: Choice, length: int, host: Host, sizes: Mapping[str, Any]) -> Settings:
+    """Of steps with sequences of `length` tokens."""
+    return resolve(
+        changed(recipe(RECIPE), {"plan.recompute": (), **sizes, "data.sequence_length": length, **choice}), host
+    )
 
 
 def measure(settings: Settings, device: torch.device, steps: int, gauge: Gauge) -> dict[str, Any]:
@@ -67,8 +85,10 @@ def measure(settings: Settings, device: torch.device, steps: int, gauge: Gauge) 
     return {"first_losses": losses, **asdict(block), "peak_bytes": peak}
 
 
-def take_turns(choices: Mapping[str, Settings], blocks: int, steps: int, device: torch.device) -> dict[str, Any]:
-    """The configuration, and blocks of every choice by round."""
+def take_turns(
+    study: str, choices: Mapping[str, Settings], blocks: int, steps: int, device: torch.device
+) -> dict[str, Any]:
+    """The configuration, what is compared, and blocks of every choice by round."""
     found: dict[str, list[dict[str, Any]]] = {part: [] for part in choices}
     with Gauge(nvml(device)) as gauge:
         for number in range(blocks):
@@ -76,17 +96,19 @@ def take_turns(choices: Mapping[str, Settings], blocks: int, steps: int, device:
                 found[part].append(measure(choices[part], device, steps, gauge))
                 say(part, found[part][-1])
     config = {each.name: asdict(getattr(choices[""], each.name)) for each in fields(Config)}
-    return {"config": config, "blocks": found}
+    return {"config": config, "choices": STUDIES[study], "blocks": found}
 
 
 def say(part: str, block: Mapping[str, Any]) -> None:
     times = ", ".join(f"{1e3 * seconds:.1f}" for seconds in block["seconds"])
     peak = block["peak_bytes"] / 2**30
-    print(f"{part or 'nothing':10} {times} ms  {peak:.2f} GiB  losses {block['first_losses']}", flush=True)
+    print(f"{part or 'nothing':18} {times} ms  {peak:.2f} GiB  losses {block['first_losses']}", flush=True)
 
 
 def main() -> None:
     parser = arguments(__doc__)
+    parser.add_argument("study", nargs="?", choices=STUDIES, default="recomputation", help="what is compared")
+    parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192])
     parser.add_argument("--blocks", type=int, default=4, help="of each choice")
     parser.add_argument("--steps", type=int, default=6, help="of a block")
@@ -95,9 +117,10 @@ def main() -> None:
     host = Host(gpus=1, kinds=(torch.cuda.get_device_name(device),))
     found: list[dict[str, Any]] = []
     for length in options.lengths:
-        choices = {part: settings_of(part, length, host, SIZES) for part in CHOICES}
-        found.append(take_turns(choices, options.blocks, options.steps, device))
-        print(write("recomputation", {"lengths": found}, options.out, options.commit), flush=True)  # a limit may end it
+        sizes = {**SIZES, "train.microbatches": options.microbatches}
+        choices = {name: settings_of(choice, length, host, sizes) for name, choice in STUDIES[options.study].items()}
+        found.append(take_turns(options.study, choices, options.blocks, options.steps, device))
+        print(write(options.study, {"lengths": found}, options.out, options.commit), flush=True)  # a limit may end it
     dist.destroy_process_group()
 
 

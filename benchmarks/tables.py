@@ -197,6 +197,7 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "predicted_compute": (" ".join(STEPS), predicted_compute),
     "predicted_steps": (" ".join(STEPS), predicted_steps),
     "recomputation": ("recomputation", recomputation),
+    "offload": ("offload", recomputation),
     "overlap_trace": ("overlap_trace", overlap_trace),
     "overlap_hidden": ("overlap_trace_expert_parallel overlap_trace_expert_parallel_long?", hidden),
     "overlap_tax_experts": ("overlap_trace_expert_parallel", overlap_tax),

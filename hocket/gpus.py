@@ -37,6 +37,8 @@ class Gpu:
     pair: float = 0.0
     """Of the link to one other GPU, where GPUs are joined directly; 0: a switch gives all of `link`."""
     pcie: float
+    host: float = 0.0
+    """Of the link to the processor that it shares a module with; 0: that is `pcie`."""
     domain: int = 8
     """GPUs that these links join."""
     processors: int
@@ -114,7 +116,7 @@ GPUS: Mapping[GpuName, Gpu] = {
         source="H100 data sheet; NVLink of 400 GB/s as in DeepSeek-V3, arXiv 2412.19437",
     ),
     "gh200": Gpu(
-        pattern=r"GH200", flops=989.4e12, memory=96, memory_bandwidth=4.0e12, link=450e9, pcie=64e9,
+        pattern=r"GH200", flops=989.4e12, memory=96, memory_bandwidth=4.0e12, link=450e9, pcie=64e9, host=450e9,
         processors=132, cycle=4096, clock=1.98e9, watts=700, capability=(9, 0), source="NVIDIA GH200 data sheet (2023)",
     ),
     "h200": Gpu(
@@ -134,12 +136,12 @@ GPUS: Mapping[GpuName, Gpu] = {
         processors=148, cycle=8192, watts=1100, capability=(10, 3), source=_BLACKWELL,
     ),
     "gb200": Gpu(
-        pattern=r"\bGB200\b", flops=2500e12, memory=186, memory_bandwidth=8e12, link=900e9, pcie=64e9, domain=72,
-        processors=152, cycle=8192, watts=1200, capability=(10, 0), source=_BLACKWELL,
+        pattern=r"\bGB200\b", flops=2500e12, memory=186, memory_bandwidth=8e12, link=900e9, pcie=64e9, host=225e9,
+        domain=72, processors=152, cycle=8192, watts=1200, capability=(10, 0), source=_BLACKWELL,
     ),
     "gb300": Gpu(
-        pattern=r"\bGB300\b", flops=2500e12, memory=278, memory_bandwidth=8e12, link=900e9, pcie=128e9, domain=72,
-        processors=152, cycle=8192, watts=1400, capability=(10, 3), source=_BLACKWELL,
+        pattern=r"\bGB300\b", flops=2500e12, memory=278, memory_bandwidth=8e12, link=900e9, pcie=128e9, host=225e9,
+        domain=72, processors=152, cycle=8192, watts=1400, capability=(10, 3), source=_BLACKWELL,
     ),
     "mi300x": Gpu(
         pattern=r"MI300X", flops=1307.4e12, memory=192, memory_bandwidth=5.3e12, link=448e9, pair=64e9, pcie=64e9,

@@ -253,9 +253,11 @@ def _numbers(numbers: dict[str, Any]) -> Iterator[str]:
     yield f"ops  {counts}"
     kinds = list(numbers["ranks"][0]["exposed"])
     columns = ["compute", *(f"exp. {kind}" for kind in kinds), "idle", "in flight", "peak memory"]
+    columns += ["on the host"] if "host_bytes" in numbers["ranks"][0] else []
     yield "rank  " + "  ".join(f"{name:>12}" for name in columns)
     for rank, row in enumerate(numbers["ranks"]):
         times = [row["busy"], *(row["exposed"][kind] for kind in kinds), row["idle"]]
         cells = [f"{duration(t)} {t / (step or 1):4.0%}" for t in times]
-        cells += [f"{row['in_flight']} chunks", f"{row['peak_bytes'] / 2**30:.2f} GiB"]
+        cells += [f"{row['in_flight']} chunks"]
+        cells += [f"{row[memory] / 2**30:.2f} GiB" for memory in ("peak_bytes", "host_bytes") if memory in row]
         yield f"{rank:>4}  " + "  ".join(f"{cell:>12}" for cell in cells)

@@ -151,6 +151,10 @@ def test_the_newest_the_best_and_those_of_some_steps_are_kept(tmp_path: Path) ->
 def test_copies_that_the_host_has_no_memory_for_are_refused(tmp_path: Path) -> None:
     size = background.copied_bytes({"a": torch.zeros(7), "b": [1], "c": {"d": torch.zeros(3)}})
     assert size == 40
-    room.require_memory(settings_in(tmp_path), groups(1), 1 << 20)
+    needed = {"train.save_behind": room.copies_of(groups(1))}
+    room.require_memory(settings_in(tmp_path), needed, 1 << 20)
     with pytest.raises(ValueError, match=r"train.save_behind = True .*ranks take .*fix: train.save_behind = False"):
-        room.require_memory(settings_in(tmp_path), groups(1), 1000)
+        room.require_memory(settings_in(tmp_path), needed, 1000)
+    offloaded = {**needed, "plan.offload": 1 << 20}
+    with pytest.raises(ValueError, match=r"plan.offload = .*copies and offloaded tensors .*fix: fewer parts"):
+        room.require_memory(settings_in(tmp_path), offloaded, 1 << 20)

@@ -65,6 +65,8 @@ def plan_model(
         config = changed(config, {"plan.graphs": "off"})
     if config.plan.loss_pieces == "auto":
         config = changed(config, {"plan.loss_pieces": 1})  # its forward makes logits
+    if config.plan.offload == ("auto",):
+        config = changed(config, {"plan.offload": ()})  # its functions may save weights, which move
     resolved = resolve(config, _host(), given, price)
     on_gpu = resolved.train.device == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
@@ -134,6 +136,11 @@ def _check(cut: Cut, config: Config, values: Values | None) -> None:
         problems.append(
             f"plan.loss_pieces = {config.plan.pieces}: a model of others makes its logits itself; fix: "
             "plan.loss_pieces = 1"
+        )
+    if config.plan.offload:
+        problems.append(
+            f"plan.offload = {' '.join(config.plan.offload)}: functions of others may save weights, which lie "
+            "elsewhere by the time of the copy; fix: leave plan.offload out, or plan.recompute"
         )
     if config.precision.compute == "fp8":
         problems.append(

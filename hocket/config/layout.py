@@ -124,6 +124,11 @@ class PlanConfig:
     the shared expert. dispatch makes the rows of experts again, and sends them again where experts are on other ranks.
     kv gathers keys and values again, where ranks share sequences. attn:2 recomputes attn in the first two layers of
     each virtual stage, and attn in all layers. auto recomputes as few parts in as few layers as the memory allows."""
+    offload: tuple[str, ...] = ()
+    """Parts of layers, out of attn, experts and mlp, that keep in the host's memory what their backward needs. It is
+    copied there behind their forward, and back ahead of their backward, beside compute. attn:2 means attn in the first
+    two layers of each virtual stage. auto is as few parts in as few layers as let a step fit into memory, where that
+    takes less time than to recompute."""
     loss_pieces: int | Literal["auto"] = 1
     """Pieces of a microbatch's tokens that go through the head one after the other, so that only the logits of one are
     in memory. Backward makes them once more: the head has four products in place of three. auto is as many as let a

@@ -15,6 +15,7 @@ value and a `Pending`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,18 +24,21 @@ import torch
 from torch import Tensor
 
 from hocket.engine.room import RowRoom
+from hocket.engine.wiring import Wiring
 from hocket.fsdp.planned.unit import PlannedUnit
 from hocket.model.microbatch import Microbatch
 from hocket.model.transformer import Chunk
 from hocket.parallel.dispatch import exchange_counts, rows_of, tokens_of
 from hocket.parallel.placed import place_counts
-from hocket.program.ops import TIED, UNIT_VERBS, Layout, Op
-from hocket.program.parts import INPUT, LayerKind, Part
+from hocket.program.ops import HOST, TIED, UNIT_VERBS, Lane, Layout, Op
+from hocket.program.parts import INPUT
 from hocket.program.values import UnitName, lent_to, unit_moved, unit_read, unit_written
+from hocket.runtime.away import Away, HostMemory
 from hocket.runtime.blocks import Blocks, HostBlocks
 from hocket.runtime.comm import Group, Groups, Pending, RowTable
 from hocket.runtime.fp8 import open_rows, pack_rows
-from hocket.runtime.segment import Lent, Segment
+from hocket.runtime.segment import Lent, Saver, Segment
+from hocket.runtime.transports import DONE
 from hocket.runtime.weights import Weight
 
 Place = tuple[int, int, int]
@@ -71,13 +75,16 @@ class Actions:
         self._activation, self.on_step, self._room = activation, on_step, room
         self._segments: dict[tuple[str, Place], Segment] = {}
         self._state: dict[Place, dict[str, Any]] = {}  # what parts take and make: routing, splits
-        self._wiring: dict[tuple[str, str], _Wiring] = {}
+        self._host = HostMemory(pinned=activation.device.type == "cuda")
+        self._wiring: dict[tuple[str, str], Wiring] = {}
         self._written: dict[tuple[UnitName, int], set[Weight]] = {}
         self.training = on_step is not None
         self.on_update: Callable[[PlannedUnit], Sequence[Tensor]] | None = None
         """Updates a unit by what the step before has reduced, and hands over the memory of that."""
         self.on_matrices: Callable[[str, PlannedUnit, int], Pending] | None = None
         """Does one of `WHOLE_MATRICES` with a unit, in a slot."""
+        self.allocating: Callable[[Lane], AbstractContextManager[object]] = lambda _: nullcontext()
+        """Inside, new tensors are memory of another lane than the one in use."""
         self.fp8_rows = False
         """Whether rows travel to their experts in fp8."""
         self.microbatches: Sequence[Microbatch] = ()
@@ -101,13 +108,13 @@ class Actions:
         return checked
 
     def _find(self, op: Op) -> Callable[..., Any]:
-        if op.verb in (*UNIT_VERBS, "wgrad", "send", "recv", "step"):
+        if op.verb in (*UNIT_VERBS, *HOST, "wgrad", "send", "recv", "step"):
             return getattr(self, op.verb)
         if op.layer < 0:
             return getattr(self, f"{op.verb}_{op.part}")
         kind, part = self._layout.type_of(op.layer), self._layout.part(op.part, op.layer)
         if (kind.name, part.name) not in self._wiring:
-            self._wiring[kind.name, part.name] = _Wiring.of(kind, part)
+            self._wiring[kind.name, part.name] = Wiring.of(kind, part)
         wiring = self._wiring[kind.name, part.name]
         if part.way:
             return partial(getattr(self, f"exchange_{op.verb}"), wiring)
@@ -136,11 +143,47 @@ class Actions:
         if not self.training or (again and (op.verb == "fwd") != lends):
             with torch.no_grad():
                 return fn(*inputs)
-        lent = Lent() if lent_to(self._layout, op.part, op.layer) else None
-        segment = self._segments[op.part, _place(op)] = Segment(lent)
+        segment = self._segments[op.part, _place(op)] = Segment(self._saver(op, inputs))
         return segment.forward(fn, *inputs)
 
-    def fwd(self, wiring: _Wiring, op: Op, *values: Any) -> Any:
+    def _saver(self, op: Op, inputs: Sequence[Any]) -> Saver | None:
+        """What holds the saved tensors of a part's segment; None: the segment itself."""
+        if lent_to(self._layout, op.part, op.layer):
+            return Lent()
+        if not self._layout.offloads(op.part, op.layer):
+            return None
+        reads = self._layout.part(op.part, op.layer).reads
+        foreign = [self._is_foreign(read, op.layer) for read in reads]
+        return Away([x for x, stays in zip(inputs, foreign, strict=False) if stays and isinstance(x, Tensor)])
+
+    def _is_foreign(self, read: str, layer: int) -> bool:
+        """Whether what a part of a layer reads may be memory of a communication lane.
+
+        So is all that may be the input of a stage's first layer under another name.
+        """
+        source = read.partition(".")[0]
+        exchanged = source != INPUT and self._layout.part(source, layer).communicates
+        return exchanged or layer in self._layout.bounds[1:]
+
+    def offload(self, op: Op) -> tuple[list[Tensor], Pending]:
+        """Copy what a forward has saved to the host's memory. Hands over the memory that it leaves."""
+        saved = self._away(op).take()
+        self._host.store((op.part, op.slot), saved)
+        return saved, DONE
+
+    def reload(self, op: Op) -> tuple[list[Tensor], Pending]:
+        """Copy it back, for the backward."""
+        with self.allocating("compute"):
+            saved = self._away(op).place(self._activation.device)
+        self._host.load((op.part, op.slot), saved)
+        return saved, DONE
+
+    def _away(self, op: Op) -> Away:
+        saver = self._segments[op.part, _place(op)].saver
+        assert isinstance(saver, Away), f"{op} is of a part that keeps all here"
+        return saver
+
+    def fwd(self, wiring: Wiring, op: Op, *values: Any) -> Any:
         """A part's output, or a list of its outputs."""
         part, place = wiring.part, _place(op)
         state = [self._taken(name, op) for name in part.takes]
@@ -157,7 +200,7 @@ class Actions:
             self._state.pop(place, None)
         return list(result) if part.outputs else result
 
-    def recompute(self, wiring: _Wiring, op: Op, *values: Any) -> Any:
+    def recompute(self, wiring: Wiring, op: Op, *values: Any) -> Any:
         """Forward once more: for the segment, or for the value if that is what the part lends.
 
         What the part made stays what it was: a row is where forward put it.
@@ -169,14 +212,14 @@ class Actions:
             return list(result) if part.outputs else result
         return None
 
-    def bwd(self, wiring: _Wiring, op: Op, *values: Any) -> Any:
+    def bwd(self, wiring: Wiring, op: Op, *values: Any) -> Any:
         """The gradient of a part's input, or a tuple of those of its inputs."""
         part, place = wiring.part, _place(op)
         if wiring.first:
             self._state.pop(place, None)
         if lent_to(self._layout, op.part, op.layer):
-            lent = self._segments[op.part, place].lent
-            assert lent is not None
+            lent = self._segments[op.part, place].saver
+            assert isinstance(lent, Lent)
             lent.give(values[-1][0] if isinstance(values[-1], list) else values[-1])
         grads = self._backward(op, *wiring.grads(values), *[None] * len(part.makes))
         return grads[: len(part.reads)] if len(part.reads) > 1 else grads[0]
@@ -200,7 +243,7 @@ class Actions:
 
     # -- parts of layers that communicate ----------------------------------------------------------------------
 
-    def communicate(self, wiring: _Wiring, op: Op, *values: Any) -> CommResult:
+    def communicate(self, wiring: Wiring, op: Op, *values: Any) -> CommResult:
         """A part on a lane of its own: the layer's module moves the value, or the gradient back."""
         way, moved = ("backward", wiring.grads(values)) if op.verb == "bwd" else ("forward", wiring.inputs(values))
         method = getattr(self._chunks[op.chunk].layer(op.layer), f"{way}_{op.part}")
@@ -216,7 +259,7 @@ class Actions:
             state["splits"] = place_counts(state["routing"], group, room)
         return state["splits"]
 
-    def exchange_fwd(self, wiring: _Wiring, op: Op, *values: Any) -> CommResult:
+    def exchange_fwd(self, wiring: Wiring, op: Op, *values: Any) -> CommResult:
         """Rows to their experts, or back."""
         (rows,) = wiring.inputs(values)
         if wiring.part.way == "out":
@@ -230,7 +273,7 @@ class Actions:
 
     exchange_recompute = exchange_fwd
 
-    def exchange_bwd(self, wiring: _Wiring, op: Op, *values: Any) -> CommResult:
+    def exchange_bwd(self, wiring: Wiring, op: Op, *values: Any) -> CommResult:
         """Gradients of rows the other way."""
         (grad,) = wiring.grads(values)
         state = self._state[_place(op)]
@@ -372,45 +415,3 @@ class Actions:
 
 def _place(op: Op) -> Place:
     return op.microbatch, op.chunk, op.layer
-
-
-@dataclass(frozen=True)
-class _Wiring:
-    """Where a part finds its inputs, and the gradients of its outputs, among the values that its op reads."""
-
-    part: Part
-    sources: tuple[tuple[int, int], ...]
-    """Of each input: which value, and which of its outputs; -1 for all of it."""
-    readers: tuple[tuple[int, int], ...]
-    """Of each output: in which value its gradient is, and where in that; -1 for all of it. (-1, -1) has none."""
-    first: bool
-    last: bool
-    """Whether it is the layer's first part, or its last one."""
-
-    @classmethod
-    def of(cls, kind: LayerKind, part: Part) -> _Wiring:
-        def source(read: str) -> tuple[int, int]:
-            name, _, output = read.partition(".")
-            place = kind.by_name[name].outputs.index(output) if output else -1
-            return part.sources.index(name), place
-
-        def reader(output: str) -> tuple[int, int]:
-            name, place = kind.gradient_of(part, output)
-            if not name:
-                return -1, -1
-            return kind.readers[part.name].index(name), place if len(kind.by_name[name].reads) > 1 else -1
-
-        last = part is kind.exit
-        return cls(
-            part,
-            tuple((0, -1) if read == INPUT else source(read) for read in part.reads),
-            ((0, -1),) if last else tuple(reader(output) for output in part.outputs or ("",)),
-            part is kind.entry,
-            last,
-        )
-
-    def inputs(self, values: Sequence[Any]) -> list[Any]:
-        return [values[n] if place < 0 else values[n][place] for n, place in self.sources]
-
-    def grads(self, values: Sequence[Any]) -> list[Any]:
-        return [None if n < 0 else values[n] if place < 0 else values[n][place] for n, place in self.readers]

@@ -35,10 +35,12 @@ from hocket.parallel.tensor import Tensors, ways_of
 from hocket.program.check import assert_valid
 from hocket.program.linearize import linearize
 from hocket.program.lower import build_forward, build_program
+from hocket.program.network import hardware_of
 from hocket.program.ops import Layout, Op, Program
 from hocket.program.part_sizes import attending
 from hocket.program.shard import MATRIX_SLOTS
-from hocket.program.stages import mesh_of, sharding_of
+from hocket.program.simulate import host_bytes
+from hocket.program.stages import costs_of, mesh_of, sharding_of
 from hocket.runtime.comm import Groups, make_groups
 from hocket.runtime.dtypes import DTYPES
 from hocket.runtime.lanes import CpuLanes, CudaLanes, Lanes
@@ -215,12 +217,19 @@ class Engine:
             on_step,
             self.room,
         )
+        actions.allocating = self.lanes.allocating
         actions.fp8_rows = config.precision.dispatch == "fp8"
         if on_step is not None and self._optimizer is not None:
             actions.on_update, actions.on_matrices = self._optimizer.update, self._optimizer.with_matrices
         on_gpu = self.device.type == "cuda"
         order = [p for rank, p in linearize(program, None if on_gpu else config.train.lane_seed) if rank == pp]
         return Executor(program, pp, actions, self.lanes, Recorder(program.ranks[pp], self.groups.begin), order)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the host's memory that this rank's steps will take for what they offload, by the cost model."""
+        costs = costs_of(self.config, hardware_of(self.config))
+        return host_bytes(self.program, self.where.pp, costs)
 
     @property
     def skipped(self) -> Tensor:

@@ -19,28 +19,25 @@ the backward forgets those for which none came.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import re
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
-from logging import Logger
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, NoneType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.utils import _apply_to_tensors, _to_kwargs
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
+from hocket.fsdp.handed_on import HandedOn, Substitution, levels, modules_of, tensors_in
 from hocket.fsdp.module_context import ShardContext
 from hocket.fsdp.module_unit import Claim, Unit
 from hocket.fsdp.precision import FORMATS
+from hocket.runtime.destinations import set_sink
 
 
 class Invocation:
@@ -85,6 +82,7 @@ class Invocation:
             if self.unit.options.unshard_in_backward:
                 self._claim = context.need_backward(self.unit)
             context.started[self] = None
+            context.begun.add(self.unit)
         if torch.is_grad_enabled() and not self._goes_on:  # create_graph=True
             self._goes_on = True
             context.hold(self.unit.acquire())
@@ -119,6 +117,7 @@ class _Inputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, invocation: Invocation, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.invocation = invocation
+        ctx.set_materialize_grads(False)  # no gradient is not a gradient of zeros
         # Not the inputs themselves: what a function returns as it came may not be changed in place by the module.
         return tuple(x.detach() for x in inputs)
 
@@ -143,6 +142,13 @@ class _Call:
     invocation: Invocation | None = None
     writes: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     """Of the unit's weights, before."""
+    given: list[Substitution] = dataclasses.field(default_factory=list)
+    handed_on: HandedOn | None = None
+
+    def other_tensors(self) -> Substitution:
+        """For arguments, until the call is over."""
+        self.given.append(Substitution())
+        return self.given[-1]
 
 
 def drive(unit: Unit) -> None:
@@ -150,14 +156,38 @@ def drive(unit: Unit) -> None:
     for module in unit.modules:
         _drive(unit, module)
     for group in unit.groups:
-        for member in group.members if group.trainable else ():
-            see_gradients(unit, member.param)
+        for param in (member.param for member in group.members):
+            set_sink(param, partial(_target, unit, param))
+            if group.trainable:
+                see_gradients(unit, param)
 
 
 def see_gradients(unit: Unit, param: nn.Parameter) -> None:
     """Put a parameter under a hook, if it is under none."""
     if not param._post_accumulate_grad_hooks:
         param.register_post_accumulate_grad_hook(_on_gradient(unit))
+
+
+def _target(unit: Unit, param: nn.Parameter) -> tuple[Tensor, bool]:
+    """`Unit.grad_target` of a unit under hooks."""
+    _refuse_unexpected(unit)
+    return unit.grad_target(param)
+
+
+def _refuse_unexpected(unit: Unit) -> None:
+    """Refuse gradients that were computed with weights which nobody had claimed.
+
+    Of an invocation that is over they come from nodes that were made before its identity, as what makes DTensors of
+    weights: these read none.
+    """
+    context = _context(unit)
+    if not unit.claims and unit not in context.begun and context.may_go(unit):
+        raise ValueError(
+            f"a gradient reached {unit} whose backward has not begun, so its weights may not have been there: its "
+            f"forward has left a tensor where it can't be found, as in a list outside of the model. Return what the "
+            f"loss is made of, append it to a list that the forward is called with, or keep it as an attribute of the "
+            f"module"
+        )
 
 
 def _context(unit: Unit) -> ShardContext:
@@ -167,6 +197,7 @@ def _context(unit: Unit) -> ShardContext:
 
 def _drive(unit: Unit, module: nn.Module) -> None:
     calls: list[_Call] = []
+    inside: list[nn.Module] = []
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         call, context = _Call(), _context(unit)
@@ -176,24 +207,31 @@ def _drive(unit: Unit, module: nn.Module) -> None:
         call.claim = context.need_forward(unit)
         call.writes = unit.writes()
         if context.nests and context.outermost and context.device.type == "cuda":
-            (args,), (kwargs,) = _to_kwargs(args, kwargs, context.device, False)
+            args, kwargs = call.other_tensors().apply((args, kwargs), partial(_moved, device=context.device))
+        if torch.is_grad_enabled():
+            inside[:] = inside or modules_of(unit, module)
+            call.handed_on = HandedOn(args, kwargs, inside)
         if unit.options.cast_inputs is not None:
-            args, kwargs = _cast((args, kwargs), unit.options.cast_inputs)
-        if not torch.is_grad_enabled():
+            cast = partial(_cast, dtype=unit.options.cast_inputs, made={})
+            args, kwargs = call.other_tensors().apply((args, kwargs), cast)
+        if call.handed_on is None:
             return args, kwargs
         call.invocation = Invocation(unit, context)
-        return _around_inputs(call.invocation, args, kwargs)
+        return _around_inputs(call.invocation, call.other_tensors(), args, kwargs)
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         call = calls.pop()
+        for given in reversed(call.given):
+            given.undo()
         if output is None:  # after an exception
             _note_formats(sys.exc_info()[1], unit, tree_leaves((args, kwargs)))
         if call.claim is not None:
             _refuse_writes(unit, call.writes)
         tensors = tensors_in(output, unit, all_of_them=call.invocation is not None)
+        tensors += call.handed_on.new() if call.handed_on is not None else []
         if call.invocation is not None:
             # A parameter that is returned is nothing that this forward has computed.
-            outputs = [x for tensor in tensors for x in _levels(tensor) if x.grad_fn is not None]
+            outputs = [x for tensor in tensors for x in levels(tensor) if x.grad_fn is not None]
             if outputs:
                 call.invocation.open()
                 register_multi_grad_hook(outputs, call.invocation.start, mode="any")
@@ -225,18 +263,30 @@ def _leave(unit: Unit, claim: Claim, lent: bool) -> None:
             unit.reshard()
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """A tree with its floating-point tensors in another dtype."""
-    made: dict[int, Tensor] = {}  # a tensor that is given several times stays one
+def _moved(value: Any, device: torch.device) -> Any:
+    """An argument on a device."""
+    return value.to(device) if isinstance(value, Tensor) else _to_kwargs((value,), {}, device, False)[0][0][0]
+
+
+def _cast(value: Any, dtype: torch.dtype, made: dict[int, tuple[Tensor, Tensor]] | None = None) -> Any:
+    """A tree with its floating-point tensors in another dtype; itself if there are none.
+
+    A tensor that is given several times stays one, also in several calls with what was `made`.
+    """
+    known = {} if made is None else made
+    changed = False
 
     def cast(x: Tensor) -> Tensor:
+        nonlocal changed
         if x.dtype == dtype or not x.is_floating_point():
             return x
-        if id(x) not in made:
-            made[id(x)] = x.to(dtype)
-        return made[id(x)]
+        changed = True
+        if id(x) not in known:
+            known[id(x)] = x, x.to(dtype)
+        return known[id(x)][1]
 
-    return _apply_to_tensors(cast, value)
+    new = _apply_to_tensors(cast, value)
+    return new if changed else value
 
 
 _NOT_CAST = "hocket.Precision is of parameters, and inputs are not cast"
@@ -276,6 +326,8 @@ def _on_gradient(unit: Unit) -> Callable[[Tensor], None]:
         assert unit is not None, "a backward of a sharded model that is gone"
         context = _context(unit)
         begin_backward(context)
+        if param.grad is not None:
+            _refuse_unexpected(unit)
         unit.grad_ready(param)
         if unit.complete:
             for invocation in [one for one in context.started if one.unit is unit and one.ends_with_gradients]:
@@ -285,25 +337,27 @@ def _on_gradient(unit: Unit) -> Callable[[Tensor], None]:
 
 
 def _around_inputs(
-    invocation: Invocation, args: tuple[Any, ...], kwargs: dict[str, Any]
+    invocation: Invocation, given: Substitution, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):  # most modules, and a tree costs 20 us
         if not args[0].requires_grad:
             return args, kwargs
         invocation.has_inputs = True
         return _Inputs.apply(invocation, args[0]), kwargs
-    leaves, spec = tree_flatten((args, kwargs))
-    places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
-    if not places:
+    # A tensor that is given several times stays one tensor: attention tells by that what it may do at once.
+    distinct: dict[int, Tensor] = {}
+
+    def note(x: Any) -> Any:
+        if isinstance(x, Tensor) and x.requires_grad:
+            distinct[id(x)] = x
+        return x
+
+    given.apply((args, kwargs), note)
+    if not distinct:
         return args, kwargs
     invocation.has_inputs = True
-    # A tensor that is given several times stays one tensor: attention tells by that what it may do at once.
-    distinct = {id(leaves[i]): leaves[i] for i in places}
     new = dict(zip(distinct, _Inputs.apply(invocation, *distinct.values()), strict=True))
-    for i in places:
-        leaves[i] = new[id(leaves[i])]
-    args, kwargs = tree_unflatten(leaves, spec)
-    return args, kwargs
+    return given.apply((args, kwargs), lambda x: new.get(id(x), x))
 
 
 def _refuse_derivatives(unit: Unit) -> None:
@@ -314,68 +368,6 @@ def _refuse_derivatives(unit: Unit) -> None:
             f"{unit} was called inside of torch.func.grad, vjp, jvp or a Jacobian, where weights can't be gathered: "
             f"take derivatives with torch.autograd.grad(..., create_graph=True)"
         )
-
-
-def tensors_in(output: Any, unit: Unit, all_of_them: bool = True) -> list[Tensor]:
-    """The tensors of what a module returned, in containers and attributes of objects too, such as a cache of keys.
-
-    Raises: ValueError for an object in which none can be looked for, if all have to be found: backward would read
-        weights that are not there.
-    """
-    if isinstance(output, Tensor):
-        return [output]
-    found: list[Tensor] = []
-    seen = set[int]()
-    left = tree_leaves(output)
-    while left:
-        one = left.pop()
-        if isinstance(one, Tensor):
-            found.append(one)
-            continue
-        if id(one) in seen or isinstance(one, _WITHOUT_TENSORS):
-            continue
-        seen.add(id(one))
-        if isinstance(one, Mapping):
-            left += tree_leaves(dict(one))
-        elif isinstance(one, Collection):
-            left += tree_leaves(list(one))
-        elif isinstance(one, FunctionType):
-            left += inspect.getclosurevars(one).nonlocals.values()
-        elif isinstance(one, MethodType):
-            left += [one.__self__, one.__func__]
-        elif isinstance(one, partial):
-            left += tree_leaves([one.func, one.args, one.keywords])
-        elif all_of_them and (isinstance(one, Iterator) or not _has_attributes(one)):
-            raise ValueError(
-                f"{unit} returned a {type(one).__name__}, in which tensors can't be found: return tensors, containers "
-                f"of them or objects that have them as attributes, or register the class with torch.utils._pytree"
-            )
-        left += _attributes(one)
-    return found
-
-
-def _levels(x: Tensor) -> list[Tensor]:
-    """A tensor and, inside of `torch.func.vmap`, those that it wraps: a backward outside runs their graph."""
-    levels = [x]
-    while torch._C._functorch.is_functorch_wrapped_tensor(levels[-1]):
-        levels.append(torch._C._functorch.get_unwrapped(levels[-1]))
-    return levels
-
-
-_WITHOUT_TENSORS = (
-    *(bool, int, float, complex, str, bytes, range, NoneType, Enum, np.ndarray, np.generic),
-    *(type, ModuleType, BuiltinFunctionType, torch.dtype, torch.device, torch.Generator, nn.Module, Logger),
-)
-"""What is not looked into: above all modules, whose parameters no forward has computed."""
-
-
-def _has_attributes(one: object) -> bool:
-    return hasattr(one, "__dict__") or hasattr(type(one), "__slots__")
-
-
-def _attributes(one: object) -> list[object]:
-    slots = [name for cls in type(one).__mro__ for name in getattr(cls, "__slots__", ())]
-    return [*getattr(one, "__dict__", {}).values(), *(getattr(one, name, None) for name in slots)]
 
 
 def _outside_compile(hook: Callable[..., Any]) -> Callable[..., Any]:

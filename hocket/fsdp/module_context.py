@@ -77,6 +77,7 @@ class ShardContext:
         self.in_backward = False
         self.started: dict[Begun, None] = {}
         """Invocations in the middle of their backward, oldest first."""
+        self.begun = set[Unit]()  # in this backward
         self.reductions_open = False
         """Whether gradients were staged that nobody has waited for."""
         self.arriving = False
@@ -158,6 +159,10 @@ class ShardContext:
         """Who decides whether there is room for a unit."""
         stays = unit.contains_units or not unit.full or unit.options.reshard_after_forward is False
         return self._everybody if stays else self._residency
+
+    def may_go(self, unit: Unit) -> bool:
+        """Whether gathered weights of a unit may go while nobody claims them, and they are not updated."""
+        return self.residency_of(unit) is not self._everybody
 
     def staging_of(self, group: ParamGroup) -> Staging:
         """The staging memory for a group's gradients."""
@@ -280,6 +285,7 @@ class ShardContext:
             unit.forget_graphs_since(this)
             unit.reduce()
         self.ahead.end_backward()
+        self.begun.clear()
         self.in_backward = False
         for unit in self.units:
             kept = unit.options.reshard_after_forward is unit.contains_units
@@ -404,7 +410,7 @@ class ShardContext:
             queue.abort()
         self.outside.clear()
         self._sends_all = False
-        self.started.clear()
+        self.started, self.begun = {}, set()
         for staging in set(self._staging.values()):
             staging.settle()
         for unit in self.units:

@@ -4,14 +4,15 @@
     2  Between two ranks, sends and receives come in the same order.              here, check_order.py
     3  The halves of a merged step are independent.                               check_order.py
     4  Every part runs forward, backward and, with weights, wgrad exactly once,   here
-       and forward once more if it is recomputed.
+       and forward once more if it is recomputed, or to the host and back.
     5  bwd after fwd, wgrad after bwd, reduce after all wgrads, step after it.    here, check_slots.py
     6  A value is made before its readers and dropped once, after them.           check_memory.py
     7  Weight and gradient slots keep what readers need; the bound holds.         check_slots.py
     8  A side value's consumer runs backward before its producer.                 here
     9  A unit's gradients accumulate in ascending microbatch order.               check_slots.py
     10 Every op is on a lane of its kind.                                         here
-    11 Activations in flight stay under the cap; receives are not posted early.   check_memory.py
+    11 Activations in flight stay under the cap; receives, reloads do not run     check_memory.py
+       ahead of the list.
     12 At the end nothing is left: values, weight slots, gradient slots, ops.     here, and both of these
     13 Compute is queued before the host waits.                                   check_order.py
 
@@ -24,11 +25,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from hocket.program.check_memory import activations_capped, receives_paced, values_live
+from hocket.program.check_memory import activations_capped, receives_paced, reloads_paced, values_live
 from hocket.program.check_order import deadlock_free, halves_independent, sends_match, work_queued
-from hocket.program.check_slots import gradients_kept, matrices_whole, updates_first, weights_resident
+from hocket.program.check_slots import gradients_kept, host_slots_kept, matrices_whole, updates_first, weights_resident
 from hocket.program.facts import INVARIANTS, Facts, Violation, gather_facts, has_place
-from hocket.program.ops import TIED, Key, Layout, Op, Program, tied_lane
+from hocket.program.ops import HOST, TIED, Key, Layout, Op, Program, tied_lane
 from hocket.program.transformer import EMBED, HEAD
 from hocket.program.values import follows
 
@@ -63,7 +64,7 @@ def assert_valid(program: Program, forward_only: bool = False) -> None:
 
 
 def expected(program: Program, rank: int, forward_only: bool = False) -> Iterator[Key]:
-    """Keys of every fwd, recompute, bwd, wgrad, send and recv that a rank must have."""
+    """Keys of every fwd, recompute, offload, reload, bwd, wgrad, send and recv that a rank must have."""
     layout = program.layout
     for c in range(layout.chunks):
         parts: list[tuple[str, str, int]] = []
@@ -75,6 +76,7 @@ def expected(program: Program, rank: int, forward_only: bool = False) -> Iterato
             parts += [(verb, part, layer) for part in there for verb in ("fwd", "bwd")]
             parts += [("wgrad", part, layer) for part in layout.weighted_parts(layer)]
             parts += [("recompute", part, layer) for part in there if layout.recomputes(part, layer)]
+            parts += [(verb, part, layer) for part in there if layout.offloads(part, layer) for verb in HOST]
         if layout.receives(rank, c, "act"):
             parts += [("recv", "act", -1), ("send", "grad", -1)]
         if layout.receives(rank, c, "grad"):
@@ -99,7 +101,7 @@ def complete(facts: Facts) -> Iterator[Violation]:
             yield facts.fail(_completeness(key[0]), f"{facts.show(i)} is there {seen[key]} times", i, facts.where[key])
         elif key in missing:
             del missing[key]
-        elif op.verb in ("fwd", "recompute", "bwd", "wgrad", "send", "recv") or not has_place(op, facts.layout):
+        elif op.verb in ("fwd", "recompute", "bwd", "wgrad", "send", "recv", *HOST) or not has_place(op, facts.layout):
             yield facts.fail(_completeness(key[0]), f"{facts.show(i)} has no place in this layout", i)
     for verb, part, m, c, layer in missing:
         name = f"{verb} {part} m{m} c{c}" + (f" l{layer}" if layer >= 0 else "")
@@ -111,7 +113,7 @@ def _completeness(verb: str) -> int:
 
 
 def backward_after_forward(facts: Facts) -> Iterator[Violation]:
-    """Invariant 5: recompute, bwd and wgrad of a part come in order after its fwd; one step, after all reduces."""
+    """Invariant 5: recompute, offload, reload, bwd, wgrad of a part come in order after fwd; one step, at the end."""
     for i, op in enumerate(facts.ops):
         for key in follows(op, facts.layout):
             p = facts.where.get(key)
@@ -158,8 +160,8 @@ def _lanes_for(op: Op, layout: Layout, rank: int) -> tuple[str, ...]:
             return (f"send_{op.part}_back" if layout.turns(op.chunk) else f"send_{op.part}",)
         case "recv":
             return (f"recv_{op.part}",)
-        case "gather":
-            return ("gather",)
+        case "gather" | "offload" | "reload":
+            return (op.verb,)
         case "reduce" | "collect" | "scatter":
             return ("reduce",)
         case "update" | "orthogonalise":
@@ -183,7 +185,9 @@ _RULES = (
     gradients_kept,
     updates_first,
     matrices_whole,
+    host_slots_kept,
     activations_capped,
     receives_paced,
+    reloads_paced,
 )
 """The rules that look at one rank at a time."""

@@ -100,6 +100,15 @@ def activations_capped(facts: Facts) -> Iterator[Violation]:
             )
 
 
+def reloads_paced(facts: Facts) -> Iterator[Violation]:
+    """Invariant 11 for what comes back from the host: it takes memory no earlier than its place in the list says."""
+    computed = -1
+    for i, op in enumerate(facts.ops):
+        if op.verb == "reload" and not (computed < 0 or facts.before(computed, i)):
+            yield facts.fail(11, f"{facts.show(i)} may be issued before {facts.show(computed)}", i, computed)
+        computed = i if op.lane == "compute" else computed
+
+
 def receives_paced(facts: Facts) -> Iterator[Violation]:
     """Invariant 11 for received tensors: what the list has a reader for is read before the next receive is posted.
 

@@ -1,6 +1,6 @@
-"""Invariants about slots: weights (7, 12) and gradients (5, 7, 9, 12).
+"""Invariants about slots: weights (7, 12), gradients (5, 7, 9, 12) and the host's memory (7, 12).
 
-Both walk a rank's list in host order, which is also the order in which an executor hands out slots, and ask of
+All walk a rank's list in host order, which is also the order in which an executor hands out slots, and ask of
 every step whether happens-before bears it out.
 """
 
@@ -274,3 +274,28 @@ def matrices_whole(facts: Facts) -> Iterator[Violation]:
 
 
 _OF_MATRICES = (*WHOLE_MATRICES, "update")
+
+
+def host_slots_kept(facts: Facts) -> Iterator[Violation]:
+    """Invariants 7 and 12 for the host's memory: what an offload leaves in a slot stays until its reload has read."""
+    there: dict[tuple[str, int], int] = {}  # slot -> the offload that was the last to write it, until its reload
+    read: dict[tuple[str, int], int] = {}  # slot -> its latest reload
+    for i, op in enumerate(facts.ops):
+        slot = (op.part, op.slot)
+        if op.verb == "offload":
+            if op.slot < 0:
+                yield facts.fail(7, f"{facts.show(i)} has no slot", i)
+            elif slot in there:
+                p = there[slot]
+                yield facts.fail(7, f"{facts.show(i)} overwrites what {facts.show(p)} has left, not read yet", i, p)
+            elif slot in read and not facts.before(read[slot], i):
+                p = read[slot]
+                yield facts.fail(7, f"{facts.show(i)} may overwrite its slot before {facts.show(p)} has read it", i, p)
+            there[slot] = i
+        elif op.verb == "reload":
+            p = there.pop(slot, None)
+            if p is None or facts.ops[p].key[1:] != op.key[1:]:
+                yield facts.fail(7, f"{facts.show(i)} finds nothing of its own in its slot", i)
+            read[slot] = i
+    for p in there.values():
+        yield facts.fail(12, f"what {facts.show(p)} has left is never read", p)

@@ -9,6 +9,9 @@ Note: [A receive is not posted early]
 On a GPU a posted receive is a kernel that spins until its data arrives. So a receive waits for the compute op
 that stands before it in the list, the one that makes what this rank sends; from then on its data may come.
 
+A reload waits for the same op: else it would bring back, as soon as the copies before it are done, what nobody will
+read for long.
+
 Note: [A value is dropped by its own lane]
 A tensor returns to the memory pool of the stream that allocated it, and that stream may hand it out again at
 once. Dropping it is safe as soon as the owner's lane is known to run after every reader: then whatever the
@@ -34,24 +37,24 @@ from functools import cache
 
 from hocket.program.ops import TIED, Key, Lane, Layout, Op
 from hocket.program.transformer import EMBED
-from hocket.program.values import Meanings, Name, UnitName, meanings, memory_of, unit_moved
+from hocket.program.values import Meanings, Name, UnitName, meanings, memory_of, reads_itself, unit_moved
 
 
 def connect(
-    ranks: Sequence[list[Op]], layout: Layout, also: Sequence[Mapping[Key, Key]] = ()
+    ranks: Sequence[list[Op]], layout: Layout, also: Sequence[Mapping[Key, Sequence[Key]]] = ()
 ) -> tuple[tuple[Op, ...], ...]:
     """The ops of all ranks with `deps` filled in.
 
-    `also` has, for every rank, ops that wait for another one whose value they don't read.
+    `also` has, for every rank, ops that wait for others whose values they don't read.
     """
     return tuple(_connected(ops, meanings(layout, r), also[r] if also else {}) for r, ops in enumerate(ranks))
 
 
-def _connected(ops: list[Op], known: Meanings, also: Mapping[Key, Key]) -> tuple[Op, ...]:
+def _connected(ops: list[Op], known: Meanings, also: Mapping[Key, Sequence[Key]]) -> tuple[Op, ...]:
     lanes, needs = [op.lane for op in ops], _needs(ops, known)
     where = {op.key: i for i, op in enumerate(ops)} if also else {}
-    for op, other in also.items():
-        needs[where[op]].append(where[other])
+    for op, others in also.items():
+        needs[where[op]] += [where[other] for other in others]
     deps = [latest_per_lane(lanes, i, needed) for i, needed in enumerate(needs)]
     return tuple(Op(*op[:7], found) if found else op for op, found in zip(ops, deps, strict=True))
 
@@ -92,7 +95,7 @@ def _rank(ops: Sequence[Op], layout: Layout, rank: int, arrivals: _Arrivals) -> 
             readers[there[name]].append(i)
             if known.of(ops[there[name]]).first_reader == op.part:
                 first[there[name]].append(i)
-        if op.verb == "update":  # see Note: [What an update has read is the compute lane's]
+        if reads_itself(op):
             readers[i].append(i)
         there[op.verb, op.part, op.chunk, op.layer] = i
     lanes, deps = [op.lane for op in ops], [op.deps for op in ops]
@@ -169,18 +172,16 @@ def _needs(ops: list[Op], known: Meanings) -> list[list[int]]:
     last_reader: dict[UnitName, int] = {}
     updated: dict[UnitName, int] = {}
     written: dict[tuple[UnitName, int], int] = {}  # (unit, microbatch) -> latest weight gradient
+    brought: dict[tuple[str, int], int] = {}  # slot in the host's memory -> the latest reload
     computed = reduced = -1  # the latest compute op, and the latest add or reduce of an embedding
     needs: list[list[int]] = []
     for i, op in enumerate(ops):
         verb, part, microbatch, chunk, layer, lane, slot, _, _, _ = op
         meaning, there = known.of(op), where[microbatch]
-        try:
-            need = [there[name] for name in meaning.reads]
-            if meaning.follows is not None:
-                need.append(there[meaning.follows])
-        except KeyError:
-            needed = [*meaning.reads, *([meaning.follows] if meaning.follows else [])]
-            raise ValueError(_not_yet(op, [name for name in needed if name not in there], ops)) from None
+        named = (*meaning.reads, *((meaning.follows,) if meaning.follows is not None else ()))
+        if missing := [name for name in named if name not in there]:
+            raise ValueError(_not_yet(op, missing, ops))
+        need = [there[name] for name in named]
         if (unit := meaning.unit_read) is not None:
             last_reader[unit] = i
             if unit in gathered:
@@ -193,9 +194,11 @@ def _needs(ops: list[Op], known: Meanings) -> list[list[int]]:
             written[unit, microbatch] = i
         elif verb == "send" and part == TIED and reduced >= 0:
             need.append(reduced)
-        elif verb == "recv":
-            if computed >= 0:  # see Note: [A receive is not posted early]
-                need.append(computed)
+        elif verb in ("recv", "reload"):  # see Note: [A receive is not posted early]
+            need += [computed] if computed >= 0 else []
+            brought[part, slot] = i
+        elif verb == "offload":
+            need += [brought[part, slot]] if (part, slot) in brought else []
         elif verb == "gather":
             # That the unit has left its former slot follows: that slot's next tenant waited for it on this lane.
             if (part, slot) in released:

@@ -100,6 +100,7 @@ class _Rank:
         self.updated = {unit_moved(op): False for op in self.ops if op.verb == "update"}
         self.matrices: dict[tuple[str, str, int], tuple[str, UnitName]] = {}  # what lies where -> what was done with it
         self.trimmed: dict[Key, str] = {}  # value -> the part whose share of it is gone
+        self.host: dict[tuple[str, int], Token] = {}  # slot in the host's memory -> the state that lies there
         self.sums: dict[UnitName, list[tuple[int, Gradients]]] = {}  # what was added up, oldest first
 
     def run(self, position: int) -> None:
@@ -113,6 +114,8 @@ class _Rank:
         match op.verb:
             case "fwd" | "recompute" | "bwd" | "wgrad":
                 self._compute(op, inputs)
+            case "offload" | "reload":
+                self._move_saved(op)
             case "send" if op.part == TIED:
                 mine = hash(str(self.outcome.reduced[self._ends_unit()]))
                 self.mail[self.program.layout.peer(op, self.rank)] = mine
@@ -149,6 +152,15 @@ class _Rank:
             key = self.ops[p].key
             self._look(self.values, key, op, "to drop a share of the value of")
             self.trimmed[key] = first_reader(self.ops[p], self.program.layout)
+
+    def _move_saved(self, op: Op) -> None:
+        """What a forward has left goes to a slot in the host's memory, and from there to the backward."""
+        if op.verb == "offload":
+            (before,) = follows(op, self.program.layout)
+            token = self.host[op.part, op.slot] = self._take(self.states, before, op, "the state of")
+        else:
+            token = self.states[op.key] = self._take(self.host, (op.part, op.slot), op, "what lies in")
+        self.values[op.key] = token
 
     def _exchange_matrices(self, op: Op) -> None:
         """Whole matrices lie in a slot until they are scattered to another place of it, where the update finds them."""
@@ -233,7 +245,7 @@ class _Rank:
         return op.microbatch, gradients
 
     def finish(self) -> None:
-        for name in ("values", "states", "resident", "gradients", "sums", "matrices"):
+        for name in ("values", "states", "resident", "gradients", "sums", "matrices", "host"):
             left = getattr(self, name)
             if left:
                 raise ValueError(

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from hocket.program.ops import UNIT_VERBS, Key, Layout, Op, Program
 from hocket.program.parts import UNITS
-from hocket.program.values import reads
+from hocket.program.values import reads, reads_itself
 
 INVARIANTS = {
     1: "no deadlock",
@@ -73,9 +73,9 @@ class Facts:
     """One rank of a program, indexed.
 
     `where` is the position of every key (the last one, if a key comes twice), `reads` the keys whose values each
-    op uses, `readers` the positions that use the value of a position: of an update, that itself. `late_deps` are
-    (op, dependency) pairs whose dependency isn't an earlier position; they are left out of the clocks. `merged` are
-    the pairs of spans that overlap in the list.
+    op uses, `readers` the positions that use the value of a position: of an update or offload, that itself.
+    `late_deps` are (op, dependency) pairs whose dependency isn't an earlier position; they are left out of the clocks.
+    `merged` are the pairs of spans that overlap in the list.
     """
 
     program: Program
@@ -131,7 +131,7 @@ def gather_facts(program: Program, rank: int, forward_only: bool = False) -> Fac
         for key in wanted:
             if key in where:
                 readers.setdefault(where[key], []).append(i)
-        if ops[i].verb == "update":
+        if reads_itself(ops[i]):
             readers.setdefault(i, []).append(i)
     merged = list(_overlaps(spans))
     return Facts(program, rank, ops, lane, where, keys, readers, clocks, late_deps, spans, merged, forward_only)

@@ -61,6 +61,8 @@ class Hardware:
     """Bytes that one rank can use; 0 means not known."""
     copies: Link = Link(0.0, 1e12)
     """Of pieces of tokens that copy engines move between tensor-parallel ranks."""
+    host: Link = Link(0.0, 1e12)
+    """To the memory of a rank's host and back, one direction, from memory that the system may not move."""
     processors: int = 0
     """Tiles of a matmul that are computed at a time; 0 means that its time is in proportion to its size."""
     wave_flops: float = 0.0
@@ -106,6 +108,7 @@ H200 = Hardware(
     counts=0.3e-3,
     memory=139 * 2**30,
     copies=Link(18e-6, 400e9),
+    host=Link(20e-6, 52e9),
     processors=GPUS["h200"].processors,
     wave_flops=730e12,
     formulas=FUSED,
@@ -139,6 +142,7 @@ LAPTOP = Hardware(
     links=dict.fromkeys(("a2a", "pp", "gather", "reduce", "tp"), Link(2e-3, 0.7e9)),
     gap=200e-6,
     copies=Link(2e-3, 0.7e9),
+    host=Link(0.0, 20e9),
 )
 """One of four single-threaded processes that share two CPU cores, talking over gloo. Rounded from one measurement:
 matmuls of 512x128x384, all-to-alls of 3 KB .. 3 MB. There is no data sheet, so MFU is relative to the matmul rate."""
@@ -153,6 +157,7 @@ The H200 and the laptop were measured. All other GPUs are the H200 with figures 
     power                 the H200's share of the data sheet's clock, under a load of matmuls alone
     memory                the H200's share of bandwidth and of bytes
     links                 the H200's share of one direction; without a switch, that to one peer for p2p transfers and
+    host                  the H200's share of PCIe, or of the link to the processor on the same module
     copies all else              as on the H200: latencies, gaps, the host's time, contention
 
 Kernels, attention and libraries of other architectures reach other shares, so these are guesses until somebody
@@ -180,6 +185,7 @@ def scaled(name: GpuName) -> Hardware:
         kernel_bandwidth=memory * H200.kernel_bandwidth,
         links=links,
         copies=_scaled_link(H200.copies, (gpu.pair or gpu.link) / base.link),
+        host=_scaled_link(H200.host, (gpu.host or gpu.pcie) / base.pcie),
         clock=gpu.full_clock,
         power=H200.power * gpu.flops / base.flops * (gpu.sheet_clock / base.sheet_clock) ** 2,
         memory=gpu.memory * H200.memory // base.memory,

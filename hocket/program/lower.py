@@ -6,6 +6,7 @@
     defer_wgrads    expand.py          weight gradients that hide the send
     defer_head      expand.py          those of the head, for when its rank would idle
     shard           shard.py           gather, release, add, reduce; slots
+    offload         offload.py         copies to the host's memory and back; slots there
     connect         connect.py         dependencies
     free            connect.py         where each value is dropped
 
@@ -26,6 +27,7 @@ from hocket.program.connect import connect, free, latest_per_lane
 from hocket.program.expand import StepOps, compute_awaits, defer_head, defer_past_send, expand, insert_p2p
 from hocket.program.layer import alone_order, at_once, merged_order, pairs_problem, without_wgrads
 from hocket.program.merged_v import merged_v
+from hocket.program.offload import offload
 from hocket.program.ops import TIED, Key, Layout, Op, Program
 from hocket.program.pairs import expand_pair
 from hocket.program.pipeline import Order, Step, forward_only, in_flight, one_f_one_b, sequential
@@ -48,8 +50,8 @@ class Draft:
     """The ops of every rank and step, in host order, until `shard` joins them."""
     ranks: tuple[tuple[Op, ...], ...] = ()
     """The ops of every rank, from then on."""
-    held: tuple[Mapping[Key, Key], ...] = ()
-    """Of every rank: ops that wait for another one whose value they do not read."""
+    held: tuple[Mapping[Key, tuple[Key, ...]], ...] = ()
+    """Of every rank: ops that wait for others whose values they do not read."""
     weight_slots: Mapping[str, int] | None = None
     grad_slots: Mapping[str, int] | None = None
 
@@ -125,11 +127,20 @@ def shard_units(draft: Draft) -> Draft:
     """Gathers, releases, adds, reduces, updates and the step op, with their slots. Joins the steps of a rank."""
     layout, overlap = draft.layout, draft.config.overlap
     on_compute = overlap.pp.backward_lane == "off"
-    held = tuple(compute_awaits(list(s), layout, r) for r, s in enumerate(draft.steps)) if on_compute else ()
+    held = tuple(compute_awaits(list(s), layout, r) if on_compute else {} for r, s in enumerate(draft.steps))
     flat = [[op for ops in steps for op in ops] for steps in draft.steps]
     sharded = shard(flat, layout, draft.sharding, overlap.dp.prefetch, updates=overlap.dp.update == "next_step")
     ranks = tuple(map(tuple, sharded.ranks))
     return replace(draft, ranks=ranks, held=held, weight_slots=sharded.weight_slots, grad_slots=sharded.grad_slots)
+
+
+def offload_saved(draft: Draft) -> Draft:
+    """Copies of what parts keep to the host's memory, and back."""
+    if not draft.layout.offload:
+        return draft
+    found = [offload(ops, draft.layout, held) for ops, held in zip(draft.ranks, draft.held, strict=True)]
+    ranks, held = zip(*found, strict=True)
+    return replace(draft, ranks=ranks, held=held)
 
 
 def connect_lanes(draft: Draft) -> Draft:
@@ -148,6 +159,7 @@ PASSES: Mapping[str, Pass] = {
     "defer_wgrads": defer_wgrads,
     "defer_head": defer_heads,
     "shard": shard_units,
+    "offload": offload_saved,
     "connect": connect_lanes,
     "free": free_values,
 }
@@ -222,8 +234,8 @@ def with_late_heads(program: Program, count: int) -> Program:
     """A program as it would have been built with `overlap.pp.defer_head = count`, -1 for all, from one with 0.
 
     The head's last weight gradients, and what adds up or reduces them, move in front of the step op. Each still waits
-    for the one slot of the head's gradients, and the step for the last of them. A receive, which waits for the compute
-    op in front of it, waits for the one in front of what moves. `program` is one without `frees`.
+    for the one slot of the head's gradients, and the step for the last of them. A receive or reload, which waits for
+    the compute op in front of it, waits for the one in front of what moves. `program` is one without `frees`.
     """
     rank, _ = program.layout.owner(program.layout.stages - 1)
     ops, first = program.ranks[rank], program.microbatches - count if count >= 0 else 0
@@ -246,7 +258,10 @@ def with_late_heads(program: Program, count: int) -> Program:
         stays.append(latest)
     again: list[Op] = []
     for new, old in enumerate(order):
-        deps = [position[stays[dep] if ops[old].verb == "recv" and dep in moved else dep] for dep in ops[old].deps]
+        deps = [
+            position[stays[dep] if ops[old].verb in ("recv", "reload") and dep in moved else dep]
+            for dep in ops[old].deps
+        ]
         if old in also:
             deps = latest_per_lane(lanes, new, [*deps, *(position[p] for p in also[old])])
         again.append(ops[old]._replace(deps=tuple(sorted(deps))))

@@ -20,9 +20,10 @@ from hocket.program.transformer import DISPATCHED, EMBED, HEAD, STANDARD, standa
 
 Verb = Literal[
     "fwd", "recompute", "bwd", "wgrad", "send", "recv", "gather", "release", "add", "reduce", "step",
-    "collect", "orthogonalise", "scatter", "update",
+    "collect", "orthogonalise", "scatter", "update", "offload", "reload",
 ]  # fmt: skip
-"""fwd, recompute (forward once more, for the backward), bwd (input gradients), wgrad (weight gradients), pipeline send
+"""fwd, recompute (forward once more, for the backward), offload and reload (of what a part keeps for its backward, to
+the host's memory and back), bwd (input gradients), wgrad (weight gradients), pipeline send
 and recv, gather and release of a unit's weights, add of a unit's gradients to those of earlier microbatches, reduce of
 them over ranks, the optimizer step, and the update of one unit by what the step before has reduced. Where Muon needs
 whole matrices of a sharded unit, three ops come before its update: collect of the averages of its gradients from all
@@ -44,6 +45,9 @@ COMPUTING: tuple[Lane, ...] = ("compute", "update")
 """Lanes whose ops compute: the model's, and the optimizer's where weights are updated beside it. The others carry
 communication."""
 
+HOST: tuple[Lane, Lane] = ("offload", "reload")
+"""Lanes of the ops of the same name. A layout has them that offloads something."""
+
 TIED = "tied"
 """What is sent and received of a tied embedding that two pipeline ranks have."""
 
@@ -60,8 +64,14 @@ def recomputable(kinds: Collection[str], cp: int = 2) -> tuple[str, ...]:
     return tuple(sorted({part.name for part in parts if part.recomputable}))
 
 
+def offloadable(kinds: Collection[str]) -> tuple[str, ...]:
+    """Those parts of hocket's own layers of these kinds that can keep what they save in the host's memory."""
+    parts = (part for kind in standard_types(tuple(kinds)) for part in kind.parts)
+    return tuple(sorted({part.name for part in parts if part.offloadable}))
+
+
 def recomputed_layers(name: str) -> tuple[str, int | None]:
-    """(part, number of layers of each stage) that an item of `plan.recompute` names; None for all layers.
+    """(part, number of layers of each stage) that an item of `plan.recompute` or `plan.offload` names; None for all.
 
     `attn` means all layers, `attn:2` the first two of each virtual stage. Raises ValueError for any other text.
     """
@@ -82,8 +92,9 @@ class Op(NamedTuple):
     layer's number in the whole model, -1 where no layer is meant. `deps` and `frees` are positions in the
     same rank's list: ops that must be done before this one, and ops whose output is dropped once this one
     has been issued. `slot` is the weight slot of a gather or release, the gradient slot of a wgrad, add or
-    reduce, and the slot of whole matrices of a collect, orthogonalise, scatter, and the update behind them; -1 means
-    none. The step has the chunk of an end whose gradient it adds to what was received as `tied`.
+    reduce, the slot of whole matrices of a collect, orthogonalise, scatter, and the update behind them, and the slot
+    in the host's memory of an offload or reload; -1 means none. The step has the chunk of an end whose gradient it adds
+    to what was received as `tied`.
     """
 
     verb: Verb
@@ -136,7 +147,7 @@ class Layout:
     `tied` says that the head uses the embedding's weights, so that both belong to one unit, whose chunk counts as 0.
     Where the ends are on two ranks both have it: see Note: [One embedding on two ranks] in `shard.py`.
     The parts in `recompute` keep nothing but their inputs from forward to backward: `attn` in all layers, `attn:2` in
-    the first two of each virtual stage.
+    the first two of each virtual stage. Those in `offload` keep in the host's memory what their backward needs.
     """
 
     kinds: tuple[str, ...]
@@ -153,6 +164,7 @@ class Layout:
     placed: bool = False
     uncounted: bool = False
     recompute: tuple[str, ...] = ()
+    offload: tuple[str, ...] = ()
     types: tuple[LayerKind, ...] = ()
 
     def __post_init__(self) -> None:
@@ -167,6 +179,9 @@ class Layout:
         again = {*recomputable(STANDARD), *(p.name for kind in self.types for p in kind.parts if p.recomputable)}
         if wrong := [part for part, _ in map(recomputed_layers, self.recompute) if part not in again]:
             raise ValueError(f"part {wrong[0]!r} cannot be recomputed: there are {', '.join(sorted(again))}")
+        away = {*offloadable(STANDARD), *(p.name for kind in self.types for p in kind.parts if p.offloadable)}
+        if wrong := [part for part, _ in map(recomputed_layers, self.offload) if part not in away]:
+            raise ValueError(f"part {wrong[0]!r} cannot be offloaded: there are {', '.join(sorted(away))}")
         if not self.bounds:
             object.__setattr__(self, "bounds", even_bounds(len(self.kinds), self.stages))
         b = self.bounds
@@ -253,7 +268,8 @@ class Layout:
     @cached_property
     def lanes(self) -> tuple[Lane, ...]:
         """All lanes of a rank: those that every layout has, then those that parts bring."""
-        return tuple(dict.fromkeys([*LANES, *(part.lane for kind in self.layer_types for part in kind.parts)]))
+        host = HOST if self.offload else ()
+        return tuple(dict.fromkeys([*LANES, *host, *(part.lane for kind in self.layer_types for part in kind.parts)]))
 
     def type_of(self, layer: int) -> LayerKind:
         """The description of a layer."""
@@ -300,20 +316,26 @@ class Layout:
     @cached_property
     def recomputed(self) -> frozenset[tuple[str, int]]:
         """(part, layer) of all that keeps nothing but its inputs from forward to backward, and runs once more."""
-        found: set[tuple[str, int]] = set()
-        for part, count in map(recomputed_layers, self.recompute):
-            for start, stop in pairwise(self.bounds):
-                layers = range(start, stop)[:count]
-                found |= {(part, layer) for layer in layers if self._can_recompute(part, layer)}
-        return frozenset(found)
+        return frozenset(where for where in self._named(self.recompute) if self.part(*where).recomputable)
 
-    def _can_recompute(self, part: str, layer: int) -> bool:
-        there = self.type_of(layer).by_name
-        return part in there and there[part].recomputable
+    @cached_property
+    def offloaded(self) -> frozenset[tuple[str, int]]:
+        """(part, layer) of all that keeps in the host's memory what its backward needs."""
+        return frozenset(where for where in self._named(self.offload) if self.part(*where).offloadable)
+
+    def _named(self, items: tuple[str, ...]) -> Iterator[tuple[str, int]]:
+        """(part, layer) of all that items such as `attn:2` mean."""
+        for part, count in map(recomputed_layers, items):
+            for start, stop in pairwise(self.bounds):
+                yield from ((part, layer) for layer in range(start, stop)[:count] if self.has_part(part, layer))
 
     def recomputes(self, part: str, layer: int) -> bool:
         """Whether a part of a layer is in `recomputed`."""
         return (part, layer) in self.recomputed
+
+    def offloads(self, part: str, layer: int) -> bool:
+        """Whether a part of a layer is in `offloaded`."""
+        return (part, layer) in self.offloaded
 
     def recomputing(self, part: str, kind: str) -> int:
         """How many layers of a kind recompute a part."""

@@ -116,11 +116,12 @@ def stride_price(layout: Layout, microbatches: int, group: int, costs: CostTable
 
 
 def activation(layout: Layout, costs: CostTable, rank: int, chunk: int) -> int:
-    """Bytes that a chunk's forward keeps for its backward; of what is recomputed, its inputs."""
+    """Bytes that a chunk's forward keeps for its backward; of what is recomputed, its inputs; of what is away, none."""
     total, inputs = 0, set[Key]()
     for layer in layout.layers(rank, chunk):
         for part in layout.forward_parts(layer):
-            total += costs.saved_bytes(rank, Op("fwd", part, layer=layer))
+            if not layout.offloads(part, layer):
+                total += costs.saved_bytes(rank, Op("fwd", part, layer=layer))
             if layout.recomputes(part, layer):
                 inputs |= set(reads(Op("recompute", part, 0, chunk, layer), layout, rank))
     return total + sum(costs.output_bytes(rank, Op(*key)) for key in inputs if key[0] != "recompute")  # pyrefly: ignore

@@ -122,6 +122,11 @@ class Part:
         return self.lane not in ("compute", "update")
 
     @property
+    def offloadable(self) -> bool:
+        """Whether the host's memory may have what it keeps: it computes, and keeps more than it reads."""
+        return self.recomputable and not self.lends
+
+    @property
     def sources(self) -> tuple[str, ...]:
         """The parts that it reads, each once, in order; `input` for the layer's input."""
         return tuple(dict.fromkeys(read.partition(".")[0] for read in self.reads))

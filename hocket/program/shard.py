@@ -165,7 +165,7 @@ def shard(ranks: list[list[Op]], layout: Layout, sharding: Sharding, prefetch: i
         chunk = layout.apart.get(len(out), -1) if written else -1
         last = _exchange(ops, written, layout, len(out), chunk, before, behind) if chunk >= 0 else []
         step = Op("step", "norm" if updates else "all", -1, chunk)
-        out.append([*_inserted(placed, before, behind), *last, step])
+        out.append([*put_in(placed, before, behind), *last, step])
     return Sharded(out, weight_slots, grad_slots)
 
 
@@ -222,7 +222,8 @@ _BEGIN: tuple[tuple[int, Verb], ...] = ((0, "collect"), (1, "collect"), (0, "ort
 """(number of a unit, verb) of what stands before the first update."""
 
 
-def _inserted(ops: list[Op], before: Mapping[int, list[Op]], behind: Mapping[int, list[Op]]) -> Iterator[Op]:
+def put_in(ops: Sequence[Op], before: Mapping[int, list[Op]], behind: Mapping[int, list[Op]]) -> Iterator[Op]:
+    """The ops with more of them in front of, and behind, those at some positions."""
     for i, op in enumerate(ops):
         yield from before.get(i, ())
         yield op

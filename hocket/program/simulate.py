@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
-from hocket.program.ops import COMPUTING, Lane, Op, Program
+from hocket.program.offload import host_slots
+from hocket.program.ops import COMPUTING, HOST, Lane, Op, Program
 from hocket.program.schedule import KINDS, NO_OVERHEADS, Kind, Overheads, Time, kind_of, schedule
 from hocket.program.values import Name, UnitName, meanings, unit_moved
 
@@ -62,7 +63,7 @@ class Usage:
     run at once the time counts for the one that ends last, for that is the one compute would still wait for; so the
     kinds add up to `exposed_total`. Time in which compute ops wait for tensor-parallel peers is exposed too, of a kind
     that is there only if there is any. In `idle` nothing runs at all: the pipeline bubble. `peak_bytes` is the most
-    memory held at any moment.
+    memory held at any moment, `host_bytes` what offloads take of the host's.
     """
 
     busy: Time
@@ -70,6 +71,7 @@ class Usage:
     exposed_total: Time
     idle: Time
     peak_bytes: int
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ def simulate(program: Program, costs: Costs, overheads: Overheads = NO_OVERHEADS
         _usage(ops, row, last, peak_bytes(program, rank, row, costs), own)
         for rank, (ops, row) in enumerate(zip(program.ranks, spans, strict=True))
     )
+    ranks = tuple(replace(use, host_bytes=host_bytes(program, rank, costs)) for rank, use in enumerate(ranks))
     return Timeline(tuple(spans), last, _with_inner(ranks, program, costs))
 
 
@@ -182,7 +185,8 @@ def peak_bytes(program: Program, rank: int, spans: Sequence[Span], costs: Costs)
     A value lives from the start of the op that writes it to the end of the op that frees it. Saved state lives from the
     end of its op, since until then the inputs it keeps still count as values, to the end of the op that continues it.
     Gradients live from the start of their unit's first wgrad to the end of the step, sums of them from the first add.
-    Those that a step left to the next one's updates are there when that begins.
+    Those that a step left to the next one's updates are there when that begins. What an offload hands over is its
+    forward's saved state until it ends, and its value from then on.
     """
     ops, known = program.ranks[rank], meanings(program.layout, rank)
     freed_by = {value: position for position, op in enumerate(ops) for value in op.frees}
@@ -198,10 +202,12 @@ def peak_bytes(program: Program, rank: int, spans: Sequence[Span], costs: Costs)
             changes.append((spans[position].start, costs.grad_bytes(rank, op)))
         size = costs.output_bytes(rank, op)
         if size:
-            changes.append((0 if op.verb == "update" else spans[position].start, size))
+            span = spans[position]
+            begins = 0 if op.verb == "update" else span.end if op.verb == "offload" else span.start
+            changes.append((begins, size))
             if position in freed_by:
                 changes.append((spans[freed_by[position]].end, -size))
-        if op.verb in ("fwd", "recompute", "bwd"):
+        if op.verb in ("fwd", "recompute", "bwd", *HOST):
             where[(op.verb, op.part, op.chunk, op.layer), op.microbatch] = position
         if meaning.follows is not None and (continued := where.get((meaning.follows, op.microbatch))) is not None:
             saved = costs.saved_bytes(rank, ops[continued])
@@ -213,3 +219,13 @@ def peak_bytes(program: Program, rank: int, spans: Sequence[Span], costs: Costs)
         held += change
         peak = max(peak, held)
     return costs.fixed_bytes(program, rank) + peak
+
+
+def host_bytes(program: Program, rank: int, costs: Costs) -> int:
+    """Bytes of the host's memory that a rank's offloads need."""
+    slots = host_slots(program.ranks[rank])
+    largest = dict.fromkeys(slots, 0)
+    for op in program.ranks[rank]:
+        if op.verb == "offload":
+            largest[op.part] = max(largest[op.part], costs.output_bytes(rank, op))
+    return sum(slots[part] * nbytes for part, nbytes in largest.items())

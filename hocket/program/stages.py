@@ -8,12 +8,12 @@ from hocket.config import COPIED, Config, Purpose, Strategy
 from hocket.program.capacity import rows_allowed, rows_evenly
 from hocket.program.clock import at_clock
 from hocket.program.copies import SCALE_BYTES, copies_of
-from hocket.program.cost import CostTable, Measurement, groups_of, op_costs
+from hocket.program.cost import CostTable, Measurement, OpCost, groups_of, op_costs
 from hocket.program.fp8_costs import Fp8
 from hocket.program.hardware import Hardware
 from hocket.program.mesh import Mesh
 from hocket.program.muon_costs import with_muon
-from hocket.program.ops import Layout
+from hocket.program.ops import HOST, Layout
 from hocket.program.schedule import CostKey
 from hocket.program.shard import Sharding
 from hocket.program.tensor_costs import model_of_rank, model_of_ranks, with_tensors
@@ -49,6 +49,7 @@ def layout_of(config: Config) -> Layout:
         placed=uncounted or (away and written and not per_rank),
         uncounted=uncounted,
         recompute=tuple(part for part in config.plan.recompute if part != "auto"),
+        offload=tuple(part for part in config.plan.offload if part != "auto"),
         per_rank=away and per_rank,
     )
     if config.model.norms == "before":
@@ -103,6 +104,8 @@ def costs_of(config: Config, hardware: Hardware, measured: Measurement | None = 
         costs = _with_placed_rows(costs, config)
     if config.plan.pieces > 1:
         costs = _with_loss_in_pieces(costs, config, hardware)
+    if config.plan.offload:
+        costs = _with_offload(costs, layout_of(config), hardware)
     if config.train.transport == "slow":
         links = config.train.slow_links()
         late = {key: links[purpose] for key in costs.table if (purpose := carried_by(key, layout_of(config))) in links}
@@ -208,6 +211,17 @@ def _with_loss_in_pieces(costs: CostTable, config: Config, hardware: Hardware) -
         ),
     }  # fmt: skip
     return replace(costs, table={**costs.table, **table})
+
+
+def _with_offload(costs: CostTable, layout: Layout, hardware: Hardware) -> CostTable:
+    """The costs with copies to the host's memory, and back, of what the forwards of parts keep."""
+    table = dict(costs.table)
+    for part, layer in layout.offloaded:
+        kind = layout.kinds[layer]
+        saved = table["fwd", part, kind].saved_bytes
+        for verb in HOST:
+            table[verb, part, kind] = OpCost(hardware.host.seconds(saved), wire_bytes=saved, output_bytes=saved)
+    return replace(costs, table=table)
 
 
 def carried_by(key: CostKey, layout: Layout) -> Purpose | None:

@@ -33,7 +33,7 @@ _LEGEND = (
 )
 _LETTERS = {
     "wgrad": "w", "add": "w", "gather": "g", "collect": "g", "reduce": "r", "scatter": "r",
-    "step": "S", "orthogonalise": "S", "update": "S",
+    "offload": "o", "reload": "l", "step": "S", "orthogonalise": "S", "update": "S",
 }  # fmt: skip
 """Of verbs that mean the same whatever they work on."""
 _WIDEST = 10_000
@@ -104,6 +104,7 @@ def text_timeline(timeline: Timeline, program: Program, width: int = 120) -> str
                 row = "".join("!" if share > _MUCH else ":" if share > _SOME else " " for _, share in marked)
                 lines.append(f"{'':{left}}{'exposed':10}{row}")
     again = ["+ forward once more"] if program.layout.recompute else []
+    again += ["o to the host's memory  l back from there"] if program.layout.offload else []
     return "\n".join([*lines, f"one character is {duration(step)}", _legend_of(program.layout), *again])
 
 
@@ -224,6 +225,7 @@ def summary(timeline: Timeline, program: Program) -> dict[str, Any]:
                 "exposed_total": float(use.exposed_total),
                 "idle": float(use.idle),
                 "peak_bytes": use.peak_bytes,
+                **({"host_bytes": use.host_bytes} if use.host_bytes else {}),
                 "in_flight": program.in_flight[rank] if program.in_flight else None,
                 "merged": merged_share(program.ranks[rank]),
             }

@@ -20,6 +20,13 @@ An update takes the gradients that the step before has left at rest, and what it
 of the compute lane, whose first weight gradient made it (`fsdp/planned/unit.py`). Nobody looks the value up, but the
 update itself has read it, on its own lane. So it is its own reader, and the compute lane drops it when it is known to
 come behind: with the first forward of the unit at the latest, which comes behind the update of its weights anyway.
+
+Note: [What is offloaded is the compute lane's]
+A forward leaves what it keeps to its segment, and offload copies it to the host's memory on a lane of its own. Then
+the tensors themselves are offload's value, in memory of the compute lane: nobody looks it up, but offload itself has
+read it. So the compute lane drops it when it is known to come behind the copy. What reload brings back is memory of the
+compute lane too, else it would stay until the next reload. It is free by then, since a reload waits for the compute op
+in front of it. Backward reads it, and the weight gradient, which still refers to it.
 """
 
 from __future__ import annotations
@@ -27,7 +34,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from hocket.program.ops import TIED, Key, Lane, Layout, Op
+from hocket.program.ops import HOST, TIED, Key, Lane, Layout, Op
 from hocket.program.parts import INPUT, OUTPUT_GRADIENT, UNITS, Unit
 from hocket.program.transformer import EMBED, HEAD
 
@@ -92,9 +99,10 @@ def reads(op: Op, layout: Layout, rank: int) -> list[Key]:
                 *output_grads(op, layout, rank),
                 *(key for key in kept if key not in lent),
                 *lent[: bool(lent[0][1])],
+                *_reloaded(op, layout),
             ]
         case "wgrad":
-            return _kept(op, layout, rank, layout.part(part, op.layer).wgrad_kept)
+            return [*_kept(op, layout, rank, layout.part(part, op.layer).wgrad_kept), *_reloaded(op, layout)]
         case "send" if part == TIED:
             return []  # gradients at rest, which are no op's value
         case "step":
@@ -166,6 +174,11 @@ def _kept(op: Op, layout: Layout, rank: int, values: tuple[str, ...]) -> list[Ke
     return found
 
 
+def _reloaded(op: Op, layout: Layout) -> list[Key]:
+    """What has come back from the host's memory for a backward. See Note: [What is offloaded is the compute lane's]."""
+    return [("reload", *op.key[1:])] if layout.offloads(op.part, op.layer) else []
+
+
 def first_reader(op: Op, layout: Layout) -> str:
     """The part that reads one share of an op's value before another part reads the rest; empty if there is one reader.
 
@@ -191,22 +204,30 @@ def shares(op: Op, layout: Layout) -> tuple[int, ...]:
 
 
 def memory_of(op: Op) -> Lane:
-    """The lane to which the memory of an op's value belongs. See Note: [What an update has read is the compute lane's].
+    """The lane to which the memory of an op's value belongs: its own, but for updates, offloads and reloads."""
+    return "compute" if op.verb in ("update", *HOST) else op.lane
 
-    All others make their values on their own lanes.
+
+def reads_itself(op: Op) -> bool:
+    """Whether an op's value is memory of the compute lane that only the op itself has read.
+
+    See Note: [What an update has read is the compute lane's] and Note: [What is offloaded is the compute lane's].
     """
-    return "compute" if op.verb == "update" else op.lane
+    return op.verb in ("update", "offload")
 
 
 def follows(op: Op, layout: Layout) -> list[Key]:
     """Keys of the ops whose saved state `op` continues, of the same part: bwd after fwd, wgrad after bwd.
 
-    Where a part is recomputed, recompute comes between fwd and bwd. It continues what fwd decided: the routing. And of
-    the same unit: orthogonalise after collect, scatter after that.
+    Where a part is recomputed, recompute comes between fwd and bwd. It continues what fwd decided: the routing. Where
+    it is offloaded, offload and reload come between them. And of the same unit: orthogonalise after collect, scatter
+    after that.
     """
     forward = "recompute" if layout.recomputes(op.part, op.layer) else "fwd"
+    forward = "reload" if layout.offloads(op.part, op.layer) else forward
     matrices = {"orthogonalise": "collect", "scatter": "orthogonalise"}
-    before = {"recompute": "fwd", "bwd": forward, "wgrad": "bwd", **matrices}.get(op.verb)
+    away = {"offload": "fwd", "reload": "offload"}
+    before = {"recompute": "fwd", "bwd": forward, "wgrad": "bwd", **matrices, **away}.get(op.verb)
     return [(before, *op.key[1:])] if before else []
 
 

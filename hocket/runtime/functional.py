@@ -273,11 +273,14 @@ class _Linear(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> Tensor:
         ctx.save_for_backward(x)
+        ctx.set_materialize_grads(False)
         ctx.where, ctx.of_bias, ctx.dtype = where, of_bias, dtype
         return F.linear(_as(x, dtype), _as(where.value(), dtype), bias)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+    def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        if g is None:  # what its weight gets is no gradient either, which is not zeros
+            return (None,) * 6
         (x,) = ctx.saved_tensors
         where, dtype = ctx.where, ctx.dtype
         weight_FD = _as(where.again(), dtype)
@@ -392,10 +395,13 @@ class _Embedding(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, _given: Tensor, ids: Tensor, where: Destination) -> Tensor:
+        ctx.set_materialize_grads(False)
         return F.embedding(ids, keep(ctx, ids, where))
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+    def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        if g is None:
+            return None, None, None
         (ids,) = ctx.saved_tensors
         rows = len(ctx.where.value()) if isinstance(ctx.where, Ordinary) else 0
         work = Product(partial(write_rows, ids, g))

@@ -136,6 +136,10 @@ class Lanes(Protocol):
     def use(self, lane: Lane) -> None:
         """Make `lane` the one on which the following work is issued."""
 
+    def allocating(self, lane: Lane) -> AbstractContextManager[object]:
+        """Inside, new tensors are memory of `lane`, which the lane in use comes behind."""
+        ...
+
     def wait(self, producer: Lane, position: int) -> None:
         """Order what follows on the lane in use behind the op at `position` of lane `producer`."""
 
@@ -173,6 +177,9 @@ class CpuLanes:
 
     def use(self, lane: Lane) -> None:
         pass
+
+    def allocating(self, lane: Lane) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def wait(self, producer: Lane, position: int) -> None:
         queue = self._pending[producer]
@@ -245,6 +252,9 @@ class CudaLanes:
         if self.delays:
             torch.cuda._sleep(self.delays[self._count % len(self.delays)])
             self._count += 1
+
+    def allocating(self, lane: Lane) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._streams[lane])
 
     def wait(self, producer: Lane, position: int) -> None:
         self._current.wait_event(self._events[position])

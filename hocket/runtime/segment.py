@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -45,6 +45,17 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         raise AssertionError("an segment's gradients are taken at its entry")
+
+
+class Saver(Protocol):
+    """Decides what becomes of what a segment's functions save between forward and backward."""
+
+    def forward(self) -> AbstractContextManager[None]:
+        """Around the segment's forward."""
+        ...
+
+    def end(self) -> None:
+        """Backward is done."""
 
 
 class Lent:
@@ -112,12 +123,12 @@ def lend(tensor: Tensor, make: Callable[[Tensor], Tensor]) -> None:
 class Segment:
     """Runs a function forward once and backward once, apart from every other graph."""
 
-    __slots__ = ("_inputs", "_outputs", "lent", "queue")
+    __slots__ = ("_inputs", "_outputs", "queue", "saver")
 
-    def __init__(self, lent: Lent | None = None) -> None:
+    def __init__(self, saver: Saver | None = None) -> None:
         self.queue = WgradQueue()
         """Weight gradients that `backward` left to compute."""
-        self.lent = lent
+        self.saver = saver
         self._inputs: list[GradientEdge | None] | None = None
         self._outputs: list[GradientEdge | None] = []
 
@@ -135,7 +146,7 @@ class Segment:
             for i, x in zip(floating, entered, strict=True):
                 args[i] = x
             self._inputs = [_edge(x) for x in args]
-            with self.lent.forward() if self.lent is not None else nullcontext():
+            with self.saver.forward() if self.saver is not None else nullcontext():
                 result = fn(*args)
         outputs = result if isinstance(result, tuple) else (result,)
         self._outputs = [_edge(y) for y in outputs]
@@ -158,8 +169,8 @@ class Segment:
         roots, root_grads = [edge for edge, _ in pairs], [g for _, g in pairs]
         with torch.autograd.set_multithreading_enabled(False):  # Note: [Backward stays on its thread]
             found = iter(torch.autograd.grad(roots, wanted, root_grads, allow_unused=True))  # pyrefly: ignore
-        if self.lent is not None:
-            self.lent.end()
+        if self.saver is not None:
+            self.saver.end()
         result = tuple(None if edge is None else next(found) for edge in self._inputs)
         self.queue.anchor, self._inputs, self._outputs = None, None, []
         return result

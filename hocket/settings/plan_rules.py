@@ -9,6 +9,7 @@ from hocket.program.layer import MERGED, at_once, merged_order, order_problem
 from hocket.program.ops import Layout
 from hocket.program.pipeline import groups, smallest_group, warmup
 from hocket.program.stages import layout_of
+from hocket.program.values import lent_to
 from hocket.program.zero_bubble import ZERO_BUBBLE
 from hocket.settings.rule import Rule
 
@@ -106,9 +107,39 @@ def other_ops_first(layout: Layout) -> bool:
     return any(stop and not layout.type_of(stop - 1).exit.early for stop in layout.bounds[1:-1])
 
 
+def named_parts(items: tuple[str, ...]) -> tuple[str, ...]:
+    """The parts that items such as `attn:2` name."""
+    return tuple(text.partition(":")[0] for text in items)
+
+
 def recomputed_parts(c: Config) -> tuple[str, ...]:
     """The parts that `plan.recompute` names."""
-    return tuple(text.partition(":")[0] for text in c.plan.recompute)
+    return named_parts(c.plan.recompute)
+
+
+def _twice(items: tuple[str, ...]) -> bool:
+    """Whether items name a part twice, or anything beside auto."""
+    parts = named_parts(items)
+    return len(set(parts)) < len(parts) or {"auto"} < set(parts)
+
+
+def offloads(c: Config, part: str) -> bool:
+    """Whether some layer offloads a part; True where the stages cannot be, for which rules of their own say why."""
+    try:
+        return any(name == part for name, _ in layout_of(c).offloaded)
+    except ValueError:
+        return True
+
+
+def made_again(c: Config) -> bool:
+    """Whether a part that is offloaded keeps nothing, or leaves out what is made again."""
+    if not c.plan.offload or "auto" in (*c.plan.offload, *c.plan.recompute):
+        return False
+    try:
+        layout = layout_of(c)
+    except ValueError:
+        return False
+    return any(layout.recomputes(*where) or lent_to(layout, *where) for where in layout.offloaded)
 
 
 def recomputes(c: Config, part: str) -> bool:
@@ -266,7 +297,7 @@ PLAN_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("plan.recompute",),
-        lambda c, h: len(set(recomputed_parts(c))) < len(recomputed_parts(c)) or {"auto"} < set(recomputed_parts(c)),
+        lambda c, h: _twice(c.plan.recompute),
         "each part is named once, and auto stands alone",
         "parts out of attn, dispatch, experts, kv and mlp, such as attn or attn:2, or auto",
     ),
@@ -279,6 +310,28 @@ PLAN_RULES: tuple[Rule, ...] = (
             only_if_set=True,
         )
         for part in ("dispatch", "experts", "mlp")
+    ),
+    Rule(
+        ("plan.offload",),
+        lambda c, h: _twice(c.plan.offload),
+        "each part is named once, and auto stands alone",
+        "parts out of attn, experts and mlp, such as attn or attn:2, or auto",
+    ),
+    *(
+        Rule(
+            ("plan.offload",),
+            lambda c, h, part=part: part in named_parts(c.plan.offload) and not offloads(c, part),
+            f"no effect: no layer that it means has the part {part}",
+            f"leave {part} out, or name more layers",
+            only_if_set=True,
+        )
+        for part in ("experts", "mlp")
+    ),
+    Rule(
+        ("plan.offload", "plan.recompute"),
+        lambda c, h: made_again(c),
+        "a part keeps its saved tensors in one way: on the host, or made again",
+        "other parts, or other layers, in one of them",
     ),
     Rule(
         ("plan.layer_order",),

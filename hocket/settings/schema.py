@@ -11,7 +11,7 @@ from functools import cache, reduce
 from typing import Any, TypeVar, get_type_hints
 
 from hocket.config import Config
-from hocket.program.ops import recomputable, recomputed_layers
+from hocket.program.ops import offloadable, recomputable, recomputed_layers
 from hocket.program.transformer import STANDARD
 from hocket.settings.absent import why_not
 from hocket.sizes import WITH_UNITS
@@ -102,7 +102,18 @@ def _recomputed_part(text: str) -> None:
         raise ValueError(f"{part!r} is none of the parts {', '.join(recomputable(STANDARD))}")
 
 
-TEXTS: dict[str, tuple[Callable[[str], object], str]] = {**WITH_UNITS, "plan.recompute": (_recomputed_part, "attn:2")}
+def _offloaded_part(text: str) -> None:
+    """Raises ValueError for a text that is no item of `plan.offload`."""
+    part, _ = recomputed_layers(text)
+    if part not in offloadable(STANDARD):
+        raise ValueError(f"{part!r} is none of the parts {', '.join(offloadable(STANDARD))}")
+
+
+TEXTS: dict[str, tuple[Callable[[str], object], str]] = {
+    **WITH_UNITS,
+    "plan.recompute": (_recomputed_part, "attn:2"),
+    "plan.offload": (_offloaded_part, "attn:2"),
+}
 """Settings whose texts have a form, or auto -> what reads such a text, and an example."""
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import platform
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from hocket.config import TrainConfig
@@ -15,7 +16,7 @@ from hocket.fsdp.saving.background import copied_bytes
 from hocket.fsdp.saving.whole import free, shown
 from hocket.resolve import Settings
 from hocket.runtime.world import by_first, everyone, rank_and_world, together
-from hocket.settings.schema import problem
+from hocket.settings.schema import leaf, problem
 from hocket.train.checkpoint import Groups, checkpoints_of, newest_first, problem_of, size_of, state_of
 
 
@@ -55,19 +56,36 @@ def _most(train: TrainConfig) -> int:
     return train.keep + train.keep_best + for_good + 1
 
 
-def require_memory(settings: Settings, groups: Groups, available: int) -> None:
-    """Refuse to save behind steps where the copies of a host's ranks are larger than the memory that is `available`.
+def require_memory(settings: Settings, needed: Mapping[str, int], available: int) -> None:
+    """Refuse what a host's ranks have no memory for, of which `available` bytes are left.
 
-    Raises ValueError, on every rank.
+    `needed` has, by setting, the bytes of this rank: copies of what is saved behind steps, and what steps offload.
+    Raises ValueError, on every rank, that names the setting that needs most.
     """
-    ranks = everyone((platform.node(), copied_bytes(state_of(groups)), available))
+    ranks = everyone((platform.node(), dict(needed), available))
     for host in dict.fromkeys(name for name, _, _ in ranks):
-        of_host = [(size, room) for name, size, room in ranks if name == host]
-        size, room = sum(size for size, _ in of_host), min(room for _, room in of_host)
+        of_host = [(each, room) for name, each, room in ranks if name == host]
+        sizes = {setting: sum(each[setting] for each, _ in of_host) for setting in needed}
+        size, room = sum(sizes.values()), min(room for _, room in of_host)
         if size > room:
-            reason = f"the copies of {host}'s ranks take {shown(size)}, and {shown(room)} of its memory are available"
-            fix = "train.save_behind = False, with which training waits until a checkpoint is written"
-            raise ValueError(problem("train.save_behind", True, settings.origins, reason, fix))
+            most = max(sizes, key=sizes.__getitem__)
+            what = "copies and offloaded tensors" if len(needed) > 1 else _ON_HOSTS[most][0]
+            reason = f"{what} of {host}'s ranks take {shown(size)}, and {shown(room)} of its memory are available"
+            raise ValueError(problem(most, leaf(settings, most), settings.origins, reason, _ON_HOSTS[most][1]))
+
+
+_ON_HOSTS = {
+    "train.save_behind": (
+        "the copies", "train.save_behind = False, with which training waits until a checkpoint is written"
+    ),
+    "plan.offload": ("offloaded tensors", "fewer parts or layers, such as attn:2, or plan.recompute"),
+}  # fmt: skip
+"""Setting -> what takes memory of hosts, and how to need less."""
+
+
+def copies_of(groups: Groups) -> int:
+    """Bytes that this rank's copies take while they are written behind steps."""
+    return copied_bytes(state_of(groups))
 
 
 def _require_shared(here: Path) -> None:

@@ -41,7 +41,7 @@ from hocket.train.memory import Memory
 from hocket.train.metrics import Metrics, StepRecord
 from hocket.train.pieces import Range
 from hocket.train.profiling import ProfileWindow
-from hocket.train.room import make_place, require_memory
+from hocket.train.room import copies_of, make_place, require_memory
 from hocket.train.saves import Saves
 from hocket.train.schedule import learning_rate
 from hocket.train.signals import StopRequest
@@ -95,8 +95,10 @@ class Trainer:
         self._memory = Memory(settings) if self.saves else None
         restored = restore(settings, self._state(), self.text.up_to, self._memory)
         notes = make_place(settings, self._state()) if settings.train.keep else []
+        needed = {"plan.offload": engine.host_bytes} if settings.plan.offload else {}
         if self.saves and settings.train.save_behind and 0 < settings.train.save_every < settings.train.steps:
-            require_memory(settings, self._state(), available_memory())
+            needed["train.save_behind"] = copies_of(self._state())
+        require_memory(settings, needed, available_memory())
         if self._memory:
             notes += self._memory.start(self._state(), restored.step if restored and restored.in_memory else None)
         self._remarks = [*(restored.notes if restored else ()), *notes]

@@ -28,12 +28,6 @@ the last split does not fit into memory, hocket tries the split before it, and s
 In merged steps uneven stages leave layers without a partner, and nothing hides the all-to-alls of such layers. So the
 simulator decides whether a small gain is real.
 
-Note: [As little recomputed as fits]
-A forward that runs again costs time, and hides only all-to-alls that would be exposed. So nothing is recomputed if
-everything fits. Otherwise hocket simulates sets of parts, and the shortest step that fits wins. If a set fits, adding
-parts to it only takes more time. Recomputing all parts needs the least memory. Of each stage the first layers run
-forward again, as few as fit: their backwards come last, when all other layers have given their memory back.
-
 Note: [Another order of parts]
 The literature's order hides every all-to-all that is shorter than the compute beside it. If some are longer, hocket
 compares all orders on the model of `layer_orders.py`. Then it simulates steps of a few microbatches with the orders
@@ -61,7 +55,6 @@ from hocket.settings.plan_rules import (
     few_microbatches,
     group_of,
     lane_matters,
-    most_layers,
     nothing_to_put_behind,
     recomputed_parts,
     separate_wgrads,
@@ -71,9 +64,8 @@ from hocket.settings.rule import Host
 from hocket.settings.rules import has_experts, rule_text
 from hocket.settings.schema import changed, show
 from hocket.tune.balance import longest_rank, towards_balance
-from hocket.tune.candidates import recomputed
 from hocket.tune.layer_orders import all_orders, layer_seconds, step_seconds
-from hocket.tune.trials import Predicted, Trials, enough_microbatches, fits, gib, memory_of
+from hocket.tune.trials import Predicted, Trials, enough_microbatches, gib, memory_of
 from hocket_trace.columns import duration
 
 STRATEGY, UPDATE, LAYER_ORDER = "overlap.dp.strategy", "overlap.dp.update", "plan.layer_order"
@@ -322,47 +314,6 @@ def choose_stages(c: Config, host: Host, trials: Trials) -> tuple[Split, str]:
 
 def _split_so(c: Config, split: Split, trials: Trials) -> Predicted:
     return trials.step(changed(c, {"plan.layers_per_stage": split}))
-
-
-Recomputed = tuple[str, ...]
-"""A value of `plan.recompute`."""
-
-
-def choose_recompute(c: Config, host: Host, trials: Trials) -> tuple[Recomputed, str]:
-    memory = memory_of(c, host)
-    if not memory:
-        return (), f"how much memory a {hardware_of(c).name} rank can use is not known"
-    without = trials.step(changed(c, {"plan.recompute": ()}))
-    if fits(without.nbytes, memory):
-        return (), f"{gib(without.nbytes)} of {gib(memory)} are needed without"
-    steps = {parts: trials.step(changed(c, {"plan.recompute": parts})) for parts in recomputed(c)[1:]}
-    fitting: list[Recomputed] = []
-    for parts, step in steps.items():
-        if not any(set(fewer) < set(parts) for fewer in fitting) and step.fits(memory):
-            fitting.append(parts)
-    best = min(fitting, key=lambda parts: steps[parts].seconds) if fitting else max(steps, key=len)
-    step = steps[best]
-    if fitting:
-        best, step = _in_fewest_layers(c, best, step, memory, trials)
-    longer, less = step.seconds / without.seconds - 1, step.nbytes
-    short = "" if fitting else "; that is the least, and does not fit either"
-    return best, f"{gib(less)} instead of {gib(without.nbytes)}, of {gib(memory)}, for {longer:.1%} more time{short}"
-
-
-def _in_fewest_layers(
-    c: Config, parts: Recomputed, step: Predicted, memory: int, trials: Trials
-) -> tuple[Recomputed, Predicted]:
-    """The same parts in as few layers of each stage as fit, and that step. Fewer layers need more memory."""
-    too_few, enough, found = 0, most_layers(c), parts
-    while enough - too_few > 1:
-        count = (too_few + enough) // 2
-        fewer = tuple(f"{part}:{count}" for part in parts)
-        tried = trials.step(changed(c, {"plan.recompute": fewer}))
-        if tried.fits(memory):
-            enough, found, step = count, fewer, tried
-        else:
-            too_few = count
-    return found, step
 
 
 USUAL = "literature"

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from hocket.config import Config, Strategy
 from hocket.program.layer import MERGED
-from hocket.program.ops import Layout, recomputable, recomputed_layers
+from hocket.program.ops import Layout, offloadable, recomputable, recomputed_layers
 from hocket.program.simulate import Costs
 from hocket.program.stages import layout_of
 from hocket.settings.plan_rules import most_layers
@@ -93,6 +93,12 @@ def _groups(c: Config, known: Known) -> Sequence[int]:
 def recomputed(c: Config) -> tuple[tuple[str, ...], ...]:
     """Every set of parts, the smaller ones first."""
     parts = recomputable(c.model.kinds(), 1 if c.overlap.cp.method in ("heads", "ring") else c.mesh.cp)
+    return tuple(some for count in range(len(parts) + 1) for some in combinations(parts, count))
+
+
+def offloaded(c: Config) -> tuple[tuple[str, ...], ...]:
+    """The same for parts that the host's memory may keep."""
+    parts = offloadable(c.model.kinds())
     return tuple(some for count in range(len(parts) + 1) for some in combinations(parts, count))
 
 

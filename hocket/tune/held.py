@@ -30,7 +30,8 @@ def at_most(program: Program, costs: CostTable, rank: int, late_heads: int) -> i
     """An upper bound, if weight gradients have no steps of their own. `late_heads` counts those at a step's end.
 
     It adds up: all chunks in flight and one more, at the size of the largest chunk, with the values that it starts from
-    and forward's values that backward reads; everything else that two chunks hold; and all gradients.
+    and forward's values that backward reads; everything else that two chunks hold; what six layer passes have on their
+    way to the host's memory and back; and all gradients.
     """
     layout = program.layout
     grads = {(op.verb, op.part, op.chunk, op.layer): op for op in program.ranks[rank] if op.verb in ("wgrad", "add")}
@@ -47,9 +48,16 @@ def at_most(program: Program, costs: CostTable, rank: int, late_heads: int) -> i
         costs.fixed_bytes(program, rank)
         + (program.in_flight[rank] + 1) * kept
         + 2 * rest
+        + 6 * max((_on_the_way(layout, costs, layer) for layer in range(len(layout.kinds))), default=0)
         + late_heads * costs.saved_bytes(rank, Op("bwd", "head"))
         + sum(costs.grad_bytes(rank, op) for op in grads.values())
     )
+
+
+def _on_the_way(layout: Layout, costs: CostTable, layer: int) -> int:
+    """What a layer offloads in a pass. See Note: [A layer step ahead, and two behind]."""
+    parts = (part for part in layout.forward_parts(layer) if layout.offloads(part, layer))
+    return sum(costs.saved_bytes(0, Op("fwd", part, 0, 0, layer)) for part in parts)
 
 
 def forwards_at_most(layout: Layout, costs: CostTable) -> int:

@@ -106,7 +106,10 @@ class Rough:
                 found += float(self._costs.table["gather", unit, kind].seconds)
             if verb == "wgrad" and not self._sharding.adds_up(unit) and self._sharding.size(unit) > 1:
                 found += float(self._costs.table["reduce", unit, kind].seconds)
-        return found
+        host: Verb = "offload" if verb == "fwd" else "reload"
+        parts = self._layout.forward_parts(layer) if verb != "wgrad" else ()
+        away = (self._seconds(host, part, layer) for part in parts if self._layout.offloads(part, layer))
+        return max(found, sum(away))
 
     @cached_property
     def _blocks(self) -> Mapping[tuple[str, int], Block]:

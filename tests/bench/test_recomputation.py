@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.prediction_tables import recomputation
-from benchmarks.recomputation import CHOICES, settings_of, take_turns
+from benchmarks.recomputation import STUDIES, settings_of, take_turns
 from hocket.settings.rule import Host
 from tests.helpers.ranks import run_ranks
 
@@ -20,15 +20,16 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 
 
-def measured(rank: int) -> dict[str, Any]:
-    choices = {part: settings_of(part, 32, Host(), SMALL) for part in CHOICES}
-    return take_turns(choices, 1, 1, torch.device("cpu"))
+def measured(rank: int, study: str) -> dict[str, Any]:
+    choices = {name: settings_of(choice, 32, Host(), SMALL) for name, choice in STUDIES[study].items()}
+    return take_turns(study, choices, 1, 1, torch.device("cpu"))
 
 
-def test_every_choice_has_its_row_and_the_same_losses() -> None:
-    found = json.loads(json.dumps(run_ranks(measured, 1)[0]))
+@pytest.mark.parametrize("study", STUDIES)
+def test_every_choice_has_its_row_and_the_same_losses(study: str) -> None:
+    found = json.loads(json.dumps(run_ranks(measured, 1, study)[0]))
     lines = recomputation({"lengths": [found]}).splitlines()
-    assert [line.split(" |")[0] for line in lines[2:]] == [f"| 32, {part or 'nothing'}" for part in CHOICES]
-    found["blocks"]["dispatch"][0]["first_losses"][0] += 1e-6
+    assert [line.split(" |")[0] for line in lines[2:]] == [f"| 32, {name or 'nothing'}" for name in STUDIES[study]]
+    found["blocks"][list(STUDIES[study])[1]][0]["first_losses"][0] += 1e-6
     with pytest.raises(AssertionError, match="losses differ"):
         recomputation({"lengths": [found]})

@@ -89,6 +89,9 @@ def _case(source: Any, most_ranks: int) -> Case:
             )
         ),
     )
+    away = among(((), ("attn",), ("attn:2", "experts"), ("experts:1", "mlp")))
+    if not {part[:4] for part in away} & {part[:4] for part in layout.recompute} and "dispatch" not in str(layout):
+        layout = replace(layout, offload=away)
     layout = replace(layout, placed=not layout.per_rank and among((False, True)))
     layout = replace(layout, uncounted=layout.placed and among((False, True)))
     apart = {1: ("zb_h1",), 2: ("zb_v", "merged_v")}.get(chunks, ())

@@ -69,7 +69,8 @@ def test_removed_dependencies_are_caught() -> None:
 
 
 def test_the_dry_run_alone_catches_most() -> None:
-    everything = list(mutations())
+    """Of those that are not only there to hold memory back, of which it knows nothing."""
+    everything = [(mutant, name) for mutant, name in mutations() if name[:6] != "reload" or "<- offload" in name]
     chosen = random.Random(1).sample(everything, TRIED)
     missed = [name for mutant, name in chosen if not caught_by_dry_run(mutant)]
     rate = 1 - len(missed) / len(chosen)

@@ -40,6 +40,7 @@ VALUES: dict[str, list[Any]] = {
     "splits": ["host", "device"],
     "order": ["auto", "sequential", "zb_h1", "zb_v", "merged_v"],
     "recompute": [(), ("attn:1",), ("experts", "mlp"), ("dispatch",), ("attn", "dispatch:1", "experts")],
+    "offload": [(), ("attn:1",), ("attn", "experts", "mlp")],
     "room": [1.0, 2.0],
     "documents": ["off", "on"],
     "attention": ["full", "window", "sinks", "both", "delta"],
@@ -65,6 +66,8 @@ PROJECTIONS: dict[str, dict[str, Any]] = {
 
 def legal(case: dict[str, Any]) -> bool:
     if case["groups"] > 1 and case["kinds"] == "dense":
+        return False
+    if case["offload"] and case["recompute"]:
         return False
     if case["projections"].startswith("latent") and case["attention"] != "full":
         return False
@@ -269,6 +272,11 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
         dict(layers=9, dense_layers=(0, 1, 4), shared_ffn=16, aux_loss=0.01),
         dict(pp=2, dp=2, ep=2),
         dict(chunks=2, merge="on", defer_wgrad="on", recompute=("attn:1", "experts:2", "mlp:1")),
+    ),
+    "one part on the host, others made again": (
+        dict(layers=9, dense_layers=(0, 1, 4), shared_ffn=16, aux_loss=0.01),
+        dict(pp=2, dp=2, ep=2),
+        dict(chunks=2, merge="on", defer_wgrad="on", recompute=("attn:1", "mlp"), offload=("experts:2",)),
     ),
     "embedding and head alone in their stages": (
         dict(layers=6, dense_layers=(0, 3), shared_ffn=16, aux_loss=0.01, bias_rate=0.01),

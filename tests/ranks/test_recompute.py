@@ -23,12 +23,12 @@ from tests.reference import random_batches
 LENGTH = 128
 
 
-def peaks(kind: str, recompute: tuple[str, ...]) -> tuple[int, int]:
+def peaks(kind: str, recompute: tuple[str, ...], offload: tuple[str, ...] = (), layers: int = 4) -> tuple[int, int]:
     """(real, predicted) most bytes of values and gradients in a step of four merged microbatches."""
-    model: dict[str, Any] = dict(layers=4, hidden=64, kv_heads=4, head_dim=16, ffn=256, expert_ffn=128, vocab=64)
-    model["dense_layers"] = () if kind == "moe" else range(4)
+    model: dict[str, Any] = dict(layers=layers, hidden=64, kv_heads=4, head_dim=16, ffn=256, expert_ffn=128, vocab=64)
+    model["dense_layers"] = () if kind == "moe" else range(layers)
     shared = kind == "shared"
-    c = config(model, {"cp": 4} if shared else {}, dict(merge="on", recompute=recompute), 4, "fp32")
+    c = config(model, {"cp": 4} if shared else {}, dict(merge="on", recompute=recompute, offload=offload), 4, "fp32")
     c = replace(c, data=DataConfig(sequence_length=LENGTH))
     if shared:
         c = changed(c, {"train.transport": "null", "overlap.cp.method": "gather"})
@@ -56,6 +56,15 @@ def test_memory_falls_as_predicted(kind: str, parts: tuple[str, ...]) -> None:
         assert saved == pytest.approx(expected, rel=0.2)
     assert everything[0] < some[0] < 0.8 * kept[0]
     assert everything[0] < half[0] < 0.8 * kept[0]
+
+
+@pytest.mark.parametrize(("kind", "part"), [("dense", "mlp"), ("moe", "experts"), ("moe", "attn")])
+def test_what_is_on_the_host_is_not_here(kind: str, part: str) -> None:
+    torch.set_num_threads(1)
+    kept, away = (peaks(kind, (), parts, layers=10) for parts in ((), (f"{part}:9",)))
+    saved, expected = kept[0] - away[0], kept[1] - away[1]
+    assert saved == pytest.approx(expected, rel=0.2)
+    assert away[0] < 0.85 * kept[0]
 
 
 def test_rows_made_again_are_not_kept() -> None:

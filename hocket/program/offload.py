@@ -1,0 +1,109 @@
+"""A pass over a rank's ops: what parts keep for their backward goes to the host's memory, and comes back.
+
+Note: [A layer step ahead, and two behind]
+A pass is the forward or backward of a layer, or of the head. `offload` stands behind the forward of its part, and the
+first op of the second next pass comes behind the copy. So a rank holds what two passes keep, and no more, however slow
+the link is; where it is fast enough nobody waits. `reload` stands in front of the pass before the one that needs it,
+whatever that does, and is issued no earlier than that. So it has the time of one pass, and the rank holds what two of
+them need.
+
+Note: [Slots in the host's memory]
+What a part keeps has one slot of its kind from its offload to its reload. The slots are handed out in the order of the
+list: an offload takes the one that has been free for the longest time, or a new one, and waits for the reload that
+read it last. So a rank needs as many as the list has between offloads and reloads at most.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+
+from hocket.program.ops import HOST, Key, Layout, Op
+from hocket.program.shard import put_in
+from hocket.program.transformer import HEAD
+
+Held = Mapping[Key, tuple[Key, ...]]
+Pass = tuple[bool, int, int, int]
+"""(whether forward, microbatch, chunk, layer): one pass over a layer, or over the head with layer -1."""
+
+
+def offload(ops: Sequence[Op], layout: Layout, held: Held) -> tuple[tuple[Op, ...], Held]:
+    """The ops with offloads and reloads, and `held` with what waits for them.
+
+    See Note: [A layer step ahead, and two behind].
+    """
+    starts = _starts(ops, layout)
+    passes = list(starts)
+    before, behind, waiting = defaultdict[int, list[Op]](list), defaultdict[int, list[Op]](list), dict(held)
+    for one, later in zip(passes, passes[2:], strict=False):
+        parts = _offloaded(layout, one[3])
+        if one[0] and parts:
+            first = ops[starts[later]].key
+            waiting[first] = (*waiting.get(first, ()), ("offload", parts[-1], *one[1:]))
+    made: dict[tuple[str, int, int, int], int] = {}
+    for i, op in enumerate(ops):
+        if op.verb == "fwd" and layout.offloads(op.part, op.layer):
+            behind[i].append(Op("offload", op.part, op.microbatch, op.chunk, op.layer, HOST[0]))
+            made[op.key[1:]] = i
+    for n, (forward, microbatch, chunk, layer) in enumerate(passes):
+        if forward or layer < 0:
+            continue
+        ahead = starts[passes[n - 1]]
+        for part in reversed(_offloaded(layout, layer)):
+            reload, p = Op("reload", part, microbatch, chunk, layer, HOST[1]), made[part, microbatch, chunk, layer]
+            if p < ahead:
+                before[ahead].append(reload)
+            else:
+                behind[p].append(reload)
+    return tuple(_with_slots(put_in(ops, before, behind))), waiting
+
+
+def host_slots(ops: Sequence[Op]) -> dict[str, int]:
+    """Part -> slots in the host's memory that a rank's ops need."""
+    counts: dict[str, int] = {}
+    for op in ops:
+        if op.verb == "offload":
+            counts[op.part] = max(counts.get(op.part, 0), op.slot + 1)
+    return counts
+
+
+def _is_early(op: Op, layout: Layout) -> bool:
+    """Whether an op stands at the end of the pass before: see Note: [uB' belongs to the next layer]."""
+    return op.verb == "bwd" and layout.part(op.part, op.layer).early
+
+
+def _starts(ops: Sequence[Op], layout: Layout) -> dict[Pass, int]:
+    """Where each pass over a layer, or over the head, begins to compute, in the order of the list."""
+    starts: dict[Pass, int] = {}
+    for i, op in enumerate(ops):
+        within = op.layer >= 0 or op.part == HEAD.name
+        if within and op.lane == "compute" and op.verb in ("fwd", "recompute", "bwd") and not _is_early(op, layout):
+            starts.setdefault((op.verb == "fwd", op.microbatch, op.chunk, op.layer), i)
+    return starts
+
+
+def _offloaded(layout: Layout, layer: int) -> list[str]:
+    """The parts of a layer that are offloaded, in forward order; none of the head."""
+    if layer < 0:
+        return []
+    return [part for part in layout.forward_parts(layer) if layout.offloads(part, layer)]
+
+
+def _with_slots(ops: Iterator[Op]) -> Iterator[Op]:
+    """See Note: [Slots in the host's memory]."""
+    free, made = defaultdict[str, deque[int]](deque), defaultdict[str, int](int)
+    used: dict[tuple[str, int, int, int], int] = {}
+    for op in ops:
+        place = op.key[1:]
+        if op.verb == "offload":
+            if not free[op.part]:
+                free[op.part].append(made[op.part])
+                made[op.part] += 1
+            used[place] = free[op.part].popleft()
+            yield op._replace(slot=used[place])
+        elif op.verb == "reload":
+            slot = used.pop(place)
+            free[op.part].append(slot)
+            yield op._replace(slot=slot)
+        else:
+            yield op

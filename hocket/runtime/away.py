@@ -1,0 +1,110 @@
+"""What a segment keeps for its backward, in the host's memory meanwhile.
+
+Note: [What goes away]
+All that functions of the segment save, by storage, so that views of one tensor stay views of one. What stays is what
+another lane has made, whose memory the plan keeps for the backward anyway (`Part.kept`), and what is too small to be
+worth a copy. Weights are never saved: functions look them up (`runtime/weights.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SMALLEST = 512
+"""Bytes of the smallest storage that goes away."""
+BLOCK = 1 << 26
+"""Bytes of a block of the host's memory: torch rounds pinned memory up to a power of two."""
+
+
+class HostMemory:
+    """Slots in the host's memory, pinned if tensors are on a GPU. They grow as they are used, and are never moved."""
+
+    def __init__(self, pinned: bool) -> None:
+        self._pinned = pinned
+        self._slots: dict[tuple[str, int], list[Tensor]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots."""
+        return BLOCK * sum(map(len, self._slots.values()))
+
+    def store(self, slot: tuple[str, int], tensors: Sequence[Tensor]) -> None:
+        """Issue copies of bytes [n] to a slot, one behind the other."""
+        for theirs, ours in self._pairs(slot, tensors):
+            ours.copy_(theirs, non_blocking=True)
+
+    def load(self, slot: tuple[str, int], tensors: Sequence[Tensor]) -> None:
+        """Issue copies of a slot to bytes [n], of the sizes that were stored."""
+        for theirs, ours in self._pairs(slot, tensors):
+            theirs.copy_(ours, non_blocking=True)
+
+    def _pairs(self, slot: tuple[str, int], tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pieces of tensors, each with its place in a block."""
+        blocks, used = self._slots.setdefault(slot, []), 0
+        for tensor in tensors:
+            done = 0
+            while done < len(tensor):
+                number, start = divmod(used, BLOCK)
+                if number == len(blocks):
+                    blocks.append(torch.empty(BLOCK, dtype=torch.uint8, pin_memory=self._pinned))
+                count = min(len(tensor) - done, BLOCK - start)
+                yield tensor[done : done + count], blocks[number][start : start + count]
+                done, used = done + count, used + count
+
+
+class Away:
+    """What one segment has saved, while it is elsewhere. A `Saver` of `runtime/segment.py`."""
+
+    def __init__(self, stay: Collection[Tensor] = ()) -> None:
+        """`stay` are tensors that do not go away."""
+        self._stay = {tensor.untyped_storage()._cdata for tensor in stay}
+        self._index: dict[int, int] = {}
+        self._there: list[Tensor] = []  # bytes of each storage, while they are here
+        self._sizes: list[int] = []
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around the segment's forward."""
+        with torch.autograd.graph.saved_tensors_hooks(self._put, self._found):
+            yield
+        self._stay.clear()
+        self._index.clear()
+
+    def _put(self, saved: Tensor) -> Any:
+        storage = saved.untyped_storage()
+        if storage._cdata in self._stay or storage.nbytes() < SMALLEST or saved.device.type not in ("cuda", "cpu"):
+            return saved
+        if storage._cdata not in self._index:
+            self._index[storage._cdata] = len(self._there)
+            whole = torch.empty(0, dtype=torch.uint8, device=saved.device)
+            self._there.append(whole.set_(storage, 0, (storage.nbytes(),), (1,)))
+        view = saved.storage_offset(), saved.shape, saved.stride()
+        return self._index[storage._cdata], saved.dtype, view
+
+    def _found(self, saved: Any) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        number, dtype, view = saved
+        assert self._there, "what is away comes back before backward"
+        whole = self._there[number]
+        return torch.empty(0, dtype=dtype, device=whole.device).set_(whole.untyped_storage(), *view)
+
+    def take(self) -> list[Tensor]:
+        """Behind forward: all that goes away, bytes [n] each. From now on it is the caller's."""
+        there, self._there = self._there, []
+        self._sizes = [len(whole) for whole in there]
+        return there
+
+    def place(self, device: torch.device) -> list[Tensor]:
+        """Ahead of backward: new memory for what was taken, bytes [n] each, for the caller to fill."""
+        self._there = [torch.empty(size, dtype=torch.uint8, device=device) for size in self._sizes]
+        return self._there
+
+    def end(self) -> None:
+        """Backward is done."""
+        self._there = []
