@@ -50,7 +50,7 @@ def main() -> None:
 
     result = {
         "question": "Which programs train under fully_shard to the weights of the run that is not sharded?",
-        "method": "two ranks of gloo, or four on two axes; losses and final weights against one process that computes the data of both",
+        "method": "ranks of gloo: two, or four on two axes; losses and weights beside one process with the data of all",
         "programs": found,
     }
     print(write("fsdp_zoo", result))

@@ -29,10 +29,10 @@ def steps(
     microbatches: int = 1,
     clip: bool = False,
     choose: Callable[[int], None] | None = None,
-    **options: Any,
+    decay: float = 0.01,
 ) -> None:
-    """The loop of all programs here. `options` are the optimizer's; `choose` gets the seed of each microbatch."""
-    updates = torch.optim.AdamW(model.parameters(), **{"lr": 0.02, **options})
+    """The loop of all programs here. `choose` gets the seed of each microbatch."""
+    updates = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=decay)
     for step in range(STEPS):
         for microbatch in range(microbatches):
             last = microbatch == microbatches - 1
@@ -91,7 +91,7 @@ def _(run: Run) -> None:
         for one in chosen:
             one.choice = seed // 1000 % 2
 
-    steps(run, run.shard(model, Choosing, mesh=mesh_of(run, "replicate", "shard")), choose=choose, weight_decay=0.5)
+    steps(run, run.shard(model, Choosing, mesh=mesh_of(run, "replicate", "shard")), choose=choose, decay=0.5)
 
 
 class Recomputed(Block):
@@ -105,8 +105,8 @@ def parallel(
     """Layers divided among the ranks of one axis by torch, then sharded over the other; those share their data."""
     mesh = mesh_of(run, "dp", "tp")
     run.share_data(2)
-    for block in model.modules() if mesh is not None else ():
-        if isinstance(block, kind):
+    for block in model.modules():
+        if isinstance(block, kind) and mesh is not None:
             parallelize_module(block, mesh["tp"], plan())
     return run.shard(model, kind, mesh=None if mesh is None else mesh["dp"])
 
