@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -138,6 +139,9 @@ def damage(path: Path, how: str) -> None:
             meta = json.loads((path / "meta.json").read_text())
             del meta[how.removeprefix("no ")]
             (path / "meta.json").write_text(json.dumps(meta))
+        case "other position":
+            text = (path / "meta.json").read_text()
+            (path / "meta.json").write_text(text.replace('"position": 50', '"position": 58'))
         case "step in words" | "no files":
             meta = json.loads((path / "meta.json").read_text())
             wrong = {"step": "five"} if how == "step in words" else {"files": {}}
@@ -152,6 +156,7 @@ DAMAGES = {
     "broken meta": "cannot be read",
     "meta of something else": "cannot be read",
     "other format": "format 99",
+    "other position": "checksum",
     "no step": "cannot be read",
     "no config": "cannot be read",
     "step in words": "cannot be read",
@@ -257,6 +262,41 @@ def test_another_text_is_noted(tmp_path):
         assert restored is not None
         assert [note for note in restored.notes if "the text was 3" in note] == list(restored.notes)
         assert len(restored.notes) == (text == "4 documents")
+
+
+def test_folders_of_other_names_are_neither_counted_nor_deleted(tmp_path):
+    """A copy that somebody has made beside the checkpoints, and one that sorts behind every number."""
+    save_steps(0, tmp_path, [10], keep=1)
+    folder = tmp_path / "checkpoints"
+    others = [folder / "step-00000010-mine", folder / "step-final"]
+    for other in others:
+        shutil.copytree(folder / "step-00000010", other)
+    save_steps(0, tmp_path, [20], keep=1)
+    assert {path.name for path in folder.iterdir()} == {"latest", "step-00000020", *(path.name for path in others)}
+    assert load_and_compare(0, tmp_path)[0] == 20
+
+
+def test_a_run_goes_on_in_a_copy_without_links(tmp_path):
+    """As `cp -rL` makes one, or a file system that has none."""
+    save_steps(0, tmp_path / "run", [10])
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    assert not (tmp_path / "copy" / "checkpoints" / "latest").is_symlink()
+    assert load_and_compare(0, tmp_path / "copy")[0] == 10
+    save_steps(0, tmp_path / "copy", [20])
+    folder = tmp_path / "copy" / "checkpoints"
+    assert (folder / "latest").resolve() == folder / "step-00000020"
+    assert (folder / "latest.old" / "meta.json").exists(), "nothing is lost"
+
+
+def test_a_checkpoint_that_was_moved_and_linked_is_the_runs_own(tmp_path):
+    save_steps(0, tmp_path / "run", [10])
+    folder = tmp_path / "run" / "checkpoints"
+    shutil.move(folder / "step-00000010", tmp_path / "elsewhere")
+    (folder / "step-00000010").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "run" / "metrics.jsonl").write_text("measured")
+    assert load_and_compare(0, tmp_path / "run")[0] == 10
+    assert (folder / "latest").readlink() == Path("step-00000010")
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == "measured"
 
 
 def test_set_aside_never_overwrites(tmp_path):

@@ -162,6 +162,22 @@ def test_a_resumed_run_goes_on_behind_the_step_of_its_checkpoint(tmp_path):
     assert [r["step"] for r in records(tmp_path) if "loss" in r] == [1, 2, 3, 4, 5]
 
 
+def test_a_resumed_run_says_which_lines_are_lost(tmp_path):
+    settings = settings_in(tmp_path)
+    report(settings, range(1, 6))
+    file = tmp_path / "metrics.jsonl"
+    lines = file.read_bytes().splitlines(keepends=True)
+    whole = [line for line in lines if b'"loss"' in line]
+    assert "lost" not in report(settings, range(6, 7), done=5)
+    spoiled = [whole[0], b"\xb9" + whole[1], whole[2].replace(b'"step": 3', b'"step": "3"'), whole[3], whole[4]]
+    file.write_bytes(b"".join(spoiled))
+    said = " ".join(report(settings, range(6, 7), done=5).split())
+    assert "metrics.jsonl has lost the lines of 2 steps of those up to 5, the first is 2" in said
+    assert [line["step"] for line in records(tmp_path) if "loss" in line] == [1, 4, 5, 6]
+    file.unlink()
+    assert "the lines of 5 steps" in " ".join(report(settings, range(6, 7), done=5).split())
+
+
 def test_steps_behind_a_profiled_window_carry_its_exposed_share(tmp_path):
     out = io.StringIO()
     with Metrics(settings_in(tmp_path), 3.0, console=Console(file=out, width=200)) as metrics:

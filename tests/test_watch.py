@@ -136,6 +136,7 @@ def test_the_page_of_runs_fits_a_narrow_window_and_loads_nothing(tmp_path: Path)
 def test_runs_draws_what_it_is_asked_for(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     run_in(tmp_path / "runs/a")
     run_in(tmp_path / "runs/b")
+    (tmp_path / "runs/b/about.json").write_bytes(b"\xff")  # damaged, which hides no other run
     target = tmp_path / "out.html"
     assert command(capsys, "runs", tmp_path / "runs", "--html", target)[0] == 0
     assert target.read_text().count("swatch") - target.read_text().count(".swatch") == 2

@@ -39,7 +39,7 @@ from hocket.resolve import Settings
 from hocket.runtime.world import by_first, everyone, together
 from hocket.settings.schema import digest, problem
 from hocket.train.changes import changes, stored, told
-from hocket.train.damage import FORMAT, META, damage_of, my_checksums
+from hocket.train.damage import FORMAT, META, damage_of, my_checksums, sealed
 from hocket.train.pieces import Range
 
 STEPS = "step-*"
@@ -193,13 +193,13 @@ def in_time(settings: Settings, task: str) -> Iterator[None]:
 
 def meta_of(settings: Settings, moment: Moment, sums: Iterable[Mapping[str, list[int]]]) -> dict[str, Any]:
     """What `meta.json` has. `sums` are checksums of files, by rank."""
-    return {
+    return sealed({
         "format": FORMAT, "step": moment.step, "position": moment.position, "text": moment.text,
         "more": dict(moment.more), "world": settings.world, "digest": digest(settings),
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "network": LABELS.get(settings.train.transport, "real"), "config": stored(settings),
         "files": {name: entry for part in sums for name, entry in part.items()},
-    }  # fmt: skip
+    })  # fmt: skip
 
 
 def _publish(folder: WholeFolder, meta: Mapping[str, Any], train: TrainConfig) -> None:
@@ -238,6 +238,8 @@ def _step_of(path: Path) -> int:
 
 
 def _link(name: str, path: Path) -> None:
+    if path.with_name(name).is_dir() and not path.with_name(name).is_symlink():
+        set_aside(path.with_name(name))  # what a copy of the run's folder without links has made of it
     link = path.with_name(f"{name}.tmp")
     link.unlink(missing_ok=True)
     link.symlink_to(path.name)
@@ -387,19 +389,21 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 def _set_others_aside(settings: Settings, restored: Restored | None) -> None:
     """Rename the checkpoints of an earlier run in this folder, or those behind the one that was loaded."""
     folder = checkpoints_of(settings)
-    if restored is None or not (restored.in_memory or restored.path.resolve().parent == folder.resolve()):
+    there = newest_first(folder)
+    # A checkpoint of this run may be a link to where somebody has moved it, and `run.resume` may be a link to it.
+    own = restored and next((path for path in there if path.resolve() == restored.path.resolve()), None)
+    if restored is None or not (restored.in_memory or own):
         if folder.exists() and {path.name for path in folder.iterdir()} - {IDENTITY}:
             set_aside(folder)
         if restored is not None:  # another run's: what was measured here does not belong to it
             set_aside(Path(settings.run.folder) / "metrics.jsonl")
         return
-    there = newest_first(folder)
     for path in there:
-        if _step_of(path) > restored.step:
+        if _step_of(path) > restored.step and path != own:
             set_aside(path)
     before = [path for path in there if _step_of(path) <= restored.step]
     if before:
-        _link("latest", before[0] if restored.in_memory else restored.path.resolve())
+        _link("latest", own or before[0])
     for name in ("latest", "best"):
         link = folder / name
         if link.is_symlink() and not link.exists():
@@ -431,8 +435,9 @@ def state_of(groups: Groups) -> dict[str, FlatTensor]:
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """Folders of checkpoints with their final names, by step."""
-    return sorted((p for p in folder.glob(STEPS) if p.is_dir() and not p.suffix), reverse=True)
+    """Folders of checkpoints with their final names, by step. Other names are somebody else's: no copy is deleted."""
+    found = (path for path in folder.glob(STEPS) if path.is_dir() and path == path.with_name(name_of(_step_of(path))))
+    return sorted(found, key=_step_of, reverse=True)
 
 
 def problem_of(settings: Settings, reason: str, fix: str) -> str:

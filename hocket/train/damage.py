@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ FORMAT = 1
 
 META, METADATA = "meta.json", ".metadata"
 """Files beside those with tensors: hocket's, and that of DCP."""
+
+CHECK = "check"
+"""The key in `meta.json` of the checksum of all else that it says."""
 
 
 def my_checksums(folder: Path) -> dict[str, list[int]]:
@@ -45,6 +49,8 @@ def _damage_seen(path: Path) -> str:
             return f"{path / META} cannot be read"
         if meta["format"] != FORMAT:
             return f"it has format {meta['format']}, and this version of hocket reads format {FORMAT}"
+        if not is_sealed(meta):
+            return f"the checksum of {path / META} is wrong"
         rank, world = rank_and_world()
         found = (damage_of_file(path / name, entry) for name, entry in sorted(meta["files"].items())[rank::world])
         return next(filter(None, found), "")
@@ -54,6 +60,21 @@ def _damage_seen(path: Path) -> str:
         return f"{error.filename or path} cannot be read ({error.strerror})"
     except (ValueError, KeyError, TypeError, IndexError, AttributeError):
         return f"{path / META} cannot be read"
+
+
+def sealed(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """What `meta.json` says, with its own checksum."""
+    return {**meta, CHECK: _check(meta)}
+
+
+def is_sealed(meta: Mapping[str, Any]) -> bool:
+    """Whether a `meta.json` says what was written. Those of before there was a checksum are believed."""
+    return CHECK not in meta or meta[CHECK] == _check({name: meta[name] for name in meta if name != CHECK})
+
+
+def _check(meta: Mapping[str, Any]) -> int:
+    read_back = json.loads(json.dumps(meta))  # keys that are numbers are text in a file
+    return zlib.crc32(json.dumps(read_back, sort_keys=True).encode())
 
 
 def is_complete(meta: Any) -> bool:

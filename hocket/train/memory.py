@@ -62,7 +62,7 @@ from hocket.train.checkpoint import (
     name_of,
     state_of,
 )
-from hocket.train.damage import FORMAT, META, METADATA, damage_of_file, is_complete, my_checksums
+from hocket.train.damage import FORMAT, META, METADATA, damage_of_file, is_complete, is_sealed, my_checksums
 
 _FIX = "a larger file system (docker run --shm-size), another folder, or train.memory_every = 0"
 
@@ -258,7 +258,7 @@ class Memory:
         try:
             text = (path / META).read_text()
             meta = json.loads(text)
-            if not path.suffix and is_complete(meta) and meta["format"] == FORMAT:
+            if not path.suffix and is_complete(meta) and is_sealed(meta) and meta["format"] == FORMAT:
                 files = {name: entry for name, entry in meta["files"].items() if (path / name).is_file()}
                 mine = sorted(files)[self._host.index(self._rank) :: len(self._host)]
                 whole = [name for name in mine if not damage_of_file(path / name, files[name])]

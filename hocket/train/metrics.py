@@ -304,8 +304,13 @@ class Metrics:
     def _open(self, done: int) -> None:
         """Continue the file of a resumed run behind step `done`; put the file of another run aside."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if done and self.path.exists():
-            kept = [line for line in self.path.read_text().splitlines() if _step_of(line) <= done]
+        if done and (self.path.exists() or self.settings.run.resume == "auto"):
+            lines = self.path.read_text(errors="replace").splitlines() if self.path.exists() else []
+            kept = [line for line in lines if _step_of(line) <= done]
+            there = {_step_of(line) for line in kept if '"loss"' in line}
+            if lost := [step for step in range(1, done + 1) if step not in there]:
+                what = f"{counted(len(lost), 'step')} of those up to {done}, the first is {lost[0]}"
+                self.say(f"WARNING  {self.path} has lost the lines of {what}: weights and later lines are not touched")
             shorter = self.path.with_suffix(".tmp")
             shorter.write_text("".join(f"{line}\n" for line in kept))
             shorter.replace(self.path)
@@ -349,6 +354,7 @@ def _same_links(train: TrainConfig) -> dict[tuple[float, float], list[str]]:
 def _step_of(line: str) -> float:
     """The step of a line of metrics. A line that was cut off by a crash belongs to no step."""
     try:
-        return json.loads(line)["step"]
+        step = json.loads(line)["step"]
     except (ValueError, KeyError, TypeError):
         return math.inf
+    return step if isinstance(step, int) else math.inf

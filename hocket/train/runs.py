@@ -57,7 +57,7 @@ def runs(folder: Path) -> list[Run]:
 
 def run_of(path: Path) -> Run:
     """The run of a folder."""
-    said = _json((path / FILE).read_text()) if (path / FILE).exists() else {}
+    said = _json((path / FILE).read_bytes()) if (path / FILE).exists() else {}
     metrics = path / METRICS
     step, loss, when = 0, None, None
     if metrics.exists():
