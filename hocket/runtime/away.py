@@ -81,8 +81,7 @@ class Away:
             return saved
         if storage._cdata not in self._index:
             self._index[storage._cdata] = len(self._there)
-            whole = torch.empty(0, dtype=torch.uint8, device=saved.device)
-            self._there.append(whole.set_(storage, 0, (storage.nbytes(),), (1,)))
+            self._there.append(_bytes_of(storage))
         view = saved.storage_offset(), saved.shape, saved.stride()
         return self._index[storage._cdata], saved.dtype, view
 
@@ -101,10 +100,18 @@ class Away:
         return there
 
     def place(self, device: torch.device) -> list[Tensor]:
-        """Ahead of backward: new memory for what was taken, bytes [n] each, for the caller to fill."""
-        self._there = [torch.empty(size, dtype=torch.uint8, device=device) for size in self._sizes]
+        """Ahead of backward: new memory for what was taken, bytes [n] each, for the caller to fill.
+
+        With deterministic algorithms `torch.empty` would fill it too, on a queue that does not wait for the caller's.
+        """
+        self._there = [_bytes_of(torch.UntypedStorage(size, device=device)) for size in self._sizes]
         return self._there
 
     def end(self) -> None:
         """Backward is done."""
         self._there = []
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """All of a storage, as bytes [n]."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
