@@ -1,4 +1,4 @@
-"""Runs the zoo: programs as people write them, unsharded, under FSDP2 and under `hocket.fully_shard`, on two CPU ranks.
+"""Runs the zoo: programs as people write them, unsharded, under FSDP2 and under `hocket.fully_shard`, on CPU ranks.
 
 python -m benchmarks.zoo                  all programs, into benchmarks/results/fsdp_zoo.json
 python -m benchmarks.zoo llama "GAN"      those with these words in their names, shown only
@@ -50,7 +50,7 @@ def main() -> None:
 
     result = {
         "question": "Which programs train under fully_shard to the weights of the run that is not sharded?",
-        "method": "two ranks of gloo; losses and final weights against one process that computes the data of both",
+        "method": "ranks of gloo: two, or four on two axes; losses and weights beside one process with the data of all",
         "programs": found,
     }
     print(write("fsdp_zoo", result))

@@ -88,10 +88,9 @@ def total_norm(
     for one, tensor in zip(given, tensors, strict=True):
         has_memory = not is_traceable_wrapper_subclass(tensor)  # a DTensor has none of its own
         group, context = homes.get(tensor.untyped_storage().data_ptr() if has_memory else 0, (None, None))
-        if group is None or group.keeps_all:
+        if group is None or context is None or _alike(group, context):
             parts.setdefault(None, []).append((tensor, 1))
         else:
-            assert context is not None
             parts.setdefault(context, []).append((tensor, group.groups.replicas * _copies(context, one)))
     if not any(parts):
         return _norm(tensors, norm_type, error_if_nonfinite, foreach)
@@ -116,6 +115,11 @@ def total_norm(
     return norm
 
 
+def _alike(group: ParamGroup, context: ShardContext) -> bool:
+    """Whether all ranks of the model keep the same gradients, whole. Of experts others may keep other ones."""
+    return group.keeps_all and set(context.groups.holders) <= set(group.groups.holders)
+
+
 def _copies(context: ShardContext, one: Tensor) -> int:
     """How many tensor-parallel ranks have the same elements of a gradient."""
     place = getattr(one, "place", None)
@@ -134,7 +138,7 @@ def unscale_grads_(scaler: Any, optimizer: Optimizer, *rest: Any) -> dict[torch.
     """What `torch.amp.GradScaler` divides gradients with, and looks for infinities: those of any rank count."""
     found = _unscale(scaler, optimizer, *rest)
     held = {id(p.group) for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)}
-    contexts = {context: None for group, context in _groups() if id(group) in held and not group.keeps_all}
+    contexts = {context: None for group, context in _groups() if id(group) in held and not _alike(group, context)}
     for context in contexts:
         for infinite in found.values():
             context.over_ranks(infinite.view(1), "max")

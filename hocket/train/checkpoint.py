@@ -391,7 +391,7 @@ def _set_others_aside(settings: Settings, restored: Restored | None) -> None:
     folder = checkpoints_of(settings)
     there = newest_first(folder)
     # A checkpoint of this run may be a link to where somebody has moved it, and `run.resume` may be a link to it.
-    loaded = restored.path.resolve() if restored is not None else None
+    loaded = restored.path.resolve() if restored else None
     own = next((path for path in there if path.resolve() == loaded), None)
     if restored is None or not (restored.in_memory or own):
         if folder.exists() and {path.name for path in folder.iterdir()} - {IDENTITY}:

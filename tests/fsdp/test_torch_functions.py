@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import hocket
 from hocket.fsdp.part import plain as plain_part
-from tests.fsdp.twin import naming
+from tests.fsdp.twin import Case, Pair, naming
 from tests.helpers.ranks import run_ranks
 
 WORLD = 2
@@ -188,3 +188,37 @@ def states(rank: int, folder: str) -> None:
 
 def test_states_of_torchs_own_functions(tmp_path: Path) -> None:
     run_ranks(states, WORLD, str(tmp_path / "checkpoint"))
+
+
+def experts_alone(rank: int, strategies: list[str], experts: int) -> None:
+    """Experts that one rank keeps whole, and no other has: all count, and the infinity of one counts for all."""
+    for strategy in strategies:
+        pair = Pair(Case("moe", strategy, experts=experts), rank, dist.get_world_size())
+        for p in (2.0, float("inf")):
+            pair.microbatch()
+            grads = [param.grad for param in pair.module.parameters() if param.grad is not None]
+            found = torch.nn.utils.get_total_norm(grads, p)
+            twin = {id(g): g.total for g in pair.twin.gradients.values() if g.total is not None}
+            wanted = torch.nn.utils.get_total_norm(list(twin.values()), p)
+            with naming(f"{strategy}, {experts}, {p}"):
+                torch.testing.assert_close(found, wanted)
+                torch.testing.assert_close(torch.nn.utils.clip_grad_norm_(pair.module.parameters(), 0.1, p), wanted)
+            pair.optimizer.zero_grad()
+            pair.forget()
+        if strategy != "no_shard":
+            continue
+        pair.microbatch()
+        mine = next(p for name, p in pair.module.named_parameters() if ".experts." in name and p.grad is not None)
+        if rank == 0:
+            plain_part(mine.grad).fill_(float("inf"))
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+        scaler.scale(torch.zeros(()))
+        scaler.step(optimizer := torch.optim.SGD([mine], lr=1.0))
+        scaler.update()
+        assert scaler.get_scale() == 0.5, strategy
+        assert not optimizer.state
+
+
+@pytest.mark.parametrize(("world", "experts"), [(2, 2), (4, 2), (4, 4)])
+def test_norms_with_experts_that_one_rank_has(world: int, experts: int) -> None:
+    run_ranks(experts_alone, world, ["no_shard", "optim", "optim_grads_params"], experts)

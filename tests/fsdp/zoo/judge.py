@@ -1,4 +1,4 @@
-"""Runs programs of the zoo on two ranks, and says of each form whether it was right.
+"""Runs programs of the zoo on two ranks or more, and says of each form whether it was right.
 
 Note: [What is said]
 `bits`     losses, weights and all that the program notes are the plain run's, bit for bit
@@ -31,7 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from tests.fsdp.zoo.program import PROGRAMS, Form, Program, Run
 from tests.helpers.ranks import RanksTimeout, run_ranks
 
-FILES = ("language", "idioms", "loops", "steps", "weights", "packages")
+FILES = ("language", "idioms", "loops", "steps", "weights", "packages", "meshes", "habits")
 """Where programs are."""
 
 SECONDS = 40.0
@@ -154,8 +154,16 @@ def judge_on_rank(rank: int, left: Sequence[tuple[str, Form]], folder: str) -> N
             return  # what it has left may harm the next one
 
 
-def judge(names: Sequence[str], forms: Sequence[Form], world: int = 2) -> dict[str, dict[str, Verdict]]:
-    """Judge programs on ranks of their own: as many after each other as go well, then the rest on new ones."""
+def judge(names: Sequence[str], forms: Sequence[Form]) -> dict[str, dict[str, Verdict]]:
+    """Judge programs on as many ranks as each needs."""
+    known, found = programs(), dict[str, dict[str, Verdict]]()
+    for world in sorted({known[name].world for name in names}):
+        found |= _judge([name for name in names if known[name].world == world], forms, world)
+    return found
+
+
+def _judge(names: Sequence[str], forms: Sequence[Form], world: int) -> dict[str, dict[str, Verdict]]:
+    """On ranks of their own: as many after each other as go well, then the rest on new ones."""
     left: list[tuple[str, Form]] = [(name, form) for name in names for form in forms]
     found: dict[str, dict[str, Verdict]] = {name: {} for name in names}
     while left:

@@ -37,6 +37,8 @@ class Run:
     """What `hocket.fully_shard` returned, by model."""
     turn: int = field(init=False)
     """Whose data is computed now."""
+    shares: int = 1
+    """How many ranks have the same data, and parts of weights."""
 
     def __post_init__(self) -> None:
         self.turn = self.rank
@@ -65,6 +67,17 @@ class Run:
             hocket.fully_shard(model, units=chosen or None, **options)
             self.contexts[model] = hocket.sharding.context_of(model)
         return model
+
+    def one_unit(self, module: nn.Module, **options: Any) -> nn.Module:
+        """Make one unit of what a module holds outside of others, blocks first and the model last, as FSDP2 does."""
+        if self.form != "plain":
+            (fsdp.fully_shard if self.form == "fsdp2" else hocket.fully_shard)(module, **options)
+        return module
+
+    def share_data(self, ranks: int) -> None:
+        """Neighbouring ranks, as many, compute the same data."""
+        self.rank, self.world, self.shares = self.rank // ranks, self.world // ranks, ranks
+        self.turn = self.rank
 
     def seeds(self, step: int) -> Iterator[int]:
         """A seed of data for this rank, or for all ranks one after the other."""
@@ -115,11 +128,12 @@ class Run:
     def weights(self, model: nn.Module) -> dict[str, Tensor]:
         """The whole weights of a model by name, on every rank."""
         names = [name for name, _ in model.named_parameters()]
-        if model not in self.contexts:
-            found = {name: model.get_parameter(name) for name in names}
-            return {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in found.items()}
+        if model not in self.contexts or self.shares > 1:
+            found: dict[str, Any] = {name: model.get_parameter(name) for name in names}
+            return {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in found.items()}
         with self.contexts[model].gathered():
-            return {name: model.get_parameter(name).detach().clone() for name in names}
+            found = {name: model.get_parameter(name).detach() for name in names}
+            return {name: p.full_tensor() if isinstance(p, DTensor) else p.clone() for name, p in found.items()}
 
 
 def _types(kinds: Sequence[Any]) -> tuple[type[nn.Module], ...]:
@@ -140,6 +154,8 @@ class Program:
     """Why hocket refuses it; one of `REASONS`."""
     off: float = 2e-5
     """By how much values may differ, besides 2e-4 of each."""
+    world: int = 2
+    """Ranks that run it."""
 
 
 REASONS = (
@@ -154,14 +170,14 @@ PROGRAMS: dict[str, Program] = {}
 
 
 def program(
-    name: str, *, heavy: bool = False, needs: tuple[str, ...] = (), no: str = "", off: float = 2e-5
+    name: str, *, heavy: bool = False, needs: tuple[str, ...] = (), no: str = "", off: float = 2e-5, world: int = 2
 ) -> Callable[[Callable[[Run], None]], Callable[[Run], None]]:
     """Register a function as a program."""
     assert not no or no in REASONS
 
     def register(train: Callable[[Run], None]) -> Callable[[Run], None]:
         assert name not in PROGRAMS, name
-        PROGRAMS[name] = Program(name, train, heavy, needs, no, off)
+        PROGRAMS[name] = Program(name, train, heavy, needs, no, off, world)
         return train
 
     return register
