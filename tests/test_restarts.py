@@ -107,3 +107,14 @@ def test_a_run_that_keeps_no_checkpoint_writes_none(tmp_path):
     assert not (tmp_path / "runs/tiny/checkpoints").exists()
     ended = hocket(tmp_path, "train", *words, "--train.steps", "2", "--restarts", "1")
     assert (ended.code, "train.keep = 0, so that no start would find" in ended.err) == (2, True), ended
+
+
+def test_a_signal_to_every_process_is_one_request(tmp_path: Path) -> None:
+    """As systemd and Slurm send it; the launcher passes its own on, so that ranks get two."""
+    process = start(tmp_path, "train", *PAIR, "--train.steps", "100000", "--data.paths", text_in(tmp_path))
+    wait_for(lambda: has_saved(tmp_path), "a checkpoint")
+    for pid in [*workers(process.pid), process.pid]:
+        os.kill(pid, signal.SIGTERM)
+    ended = finish(process)
+    assert ended.code == 0, ended
+    assert "stopped by signal 15; saved in" in ended.out

@@ -9,8 +9,12 @@ from __future__ import annotations
 import os
 import signal
 import stat
+import time
 from collections.abc import Callable
 from types import FrameType
+
+SAME = 1.0
+"""Seconds in which signals are one wish: systemd and Slurm signal every process, and a launcher passes its own on."""
 
 Handler = Callable[[int, FrameType | None], object] | int | None
 
@@ -29,7 +33,7 @@ def hang_up() -> None:
 
 
 class StopRequest:
-    """Set by the first signal that asks. The second one ends the process at once.
+    """Set by the first signal that asks. One that comes more than `SAME` seconds later ends the process at once.
 
     Use as a context manager, which puts the former handlers back.
     """
@@ -37,6 +41,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal = 0
         """Number of the signal that asked, 0 if none has."""
+        self._since = 0.0
         self._former: dict[int, Handler] = {}
 
     def __bool__(self) -> bool:
@@ -55,5 +60,7 @@ class StopRequest:
         if number == signal.SIGHUP:
             hang_up()
         if self.signal:
-            os._exit(128 + number)
-        self.signal = number
+            if time.monotonic() > self._since + SAME:
+                os._exit(128 + number)
+            return
+        self.signal, self._since = number, time.monotonic()
