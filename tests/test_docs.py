@@ -75,7 +75,7 @@ def commands(text: str) -> Iterator[list[str]]:
             yield shlex.split(line)
 
 
-@pytest.mark.timeout(180)  # steps are predicted again
+@pytest.mark.timeout(600)  # steps are predicted again
 @pytest.mark.parametrize("path", DOCS, ids=name)
 def test_what_stands_between_markers_is_up_to_date(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
@@ -91,7 +91,7 @@ def test_every_result_is_shown() -> None:
     assert [table for table in TABLES if f"<!-- table:{table} -->" not in text] == []
 
 
-@pytest.mark.timeout(180)  # likewise
+@pytest.mark.timeout(600)  # likewise
 def test_a_changed_figure_would_be_noticed() -> None:
     text = read("docs/benchmarks-archive.md")
     row = next(line for line in text.splitlines() if line.startswith("| merged |"))
