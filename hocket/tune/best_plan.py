@@ -40,6 +40,7 @@ _BY_SIMULATION = (
     "train.transport",
     "plan.graphs",
     "plan.layers_per_stage",
+    "plan.offload",
     "plan.recompute",
     "plan.layer_order",
     "overlap.dp.strategy",

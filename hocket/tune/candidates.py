@@ -8,7 +8,9 @@ from itertools import combinations, pairwise
 from typing import Any, get_args
 
 from hocket.config import Config, Strategy
+from hocket.program.hardware import LAPTOP
 from hocket.program.layer import MERGED
+from hocket.program.network import hardware_of
 from hocket.program.ops import Layout, offloadable, recomputable, recomputed_layers
 from hocket.program.simulate import Costs
 from hocket.program.stages import layout_of
@@ -97,14 +99,16 @@ def recomputed(c: Config) -> tuple[tuple[str, ...], ...]:
 
 
 def offloaded(c: Config) -> tuple[tuple[str, ...], ...]:
-    """The same for parts that the host's memory may keep."""
+    """The same for parts that the host's memory may keep: none where ranks compute in it."""
+    if hardware_of(c).name == LAPTOP.name:
+        return ((),)
     parts = offloadable(c.model.kinds())
     return tuple(some for count in range(len(parts) + 1) for some in combinations(parts, count))
 
 
-def _in_fewer_layers(c: Config, known: Known) -> Sequence[tuple[str, ...]]:
-    """The plan's recomputed parts in a quarter, a half and three quarters of the layers of the longest stage."""
-    parts, layers = [part for part, _ in map(recomputed_layers, c.plan.recompute)], most_layers(c)
+def _in_fewer_layers(items: tuple[str, ...], c: Config) -> Sequence[tuple[str, ...]]:
+    """The plan's recomputed or offloaded parts in a quarter, a half, three quarters of the longest stage's layers."""
+    parts, layers = [part for part, _ in map(recomputed_layers, items)], most_layers(c)
     counts = dict.fromkeys(layers * quarters // 4 for quarters in (1, 2, 3)) if parts else ()
     return [tuple(f"{part}:{count}" for part in parts) for count in counts if count]
 
@@ -138,7 +142,9 @@ GROUPS: tuple[tuple[Choice, ...], ...] = (
     ),
     (Choice("overlap.cp.method", lambda c, known: ("gather", "heads", "ring") if c.mesh.cp > 1 else ()),),
     (Choice("plan.layers_per_stage", _splits),),
-    (Choice("plan.recompute", _in_fewer_layers),),
+    (Choice("plan.offload", lambda c, known: offloaded(c)), Choice("plan.recompute", lambda c, known: recomputed(c))),
+    (Choice("plan.recompute", lambda c, known: _in_fewer_layers(c.plan.recompute, c)),),
+    (Choice("plan.offload", lambda c, known: _in_fewer_layers(c.plan.offload, c)),),
     (Choice("overlap.pp.defer_head", lambda c, known: (0, 1, 2, -1)),),
     (Choice("plan.layer_order", lambda c, known: (*MERGED, *known.orders)),),
     (Choice("overlap.pp.backward_lane", lambda c, known: ("on", "off")),),

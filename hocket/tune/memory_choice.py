@@ -31,6 +31,8 @@ def choose_offload(c: Config, host: Host, trials: Trials) -> tuple[Parts, str]:
     memory = memory_of(c, host)
     if not memory:
         return (), f"how much memory a {hardware_of(c).name} rank can use is not known"
+    if len(offloaded(c)) == 1:
+        return (), "ranks compute in the host's memory"
     open_ = c.plan.recompute == ("auto",)
     c = changed(c, {_OFFLOAD: (), **({_RECOMPUTE: ()} if open_ else {})})
     without = trials.step(c)

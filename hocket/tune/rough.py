@@ -40,6 +40,8 @@ class Block:
     """Seconds of all-to-alls that have compute beside them without another half."""
     moved: float = 0.0
     """Gathers, or reductions."""
+    copied: float = 0.0
+    """Copies to the host's memory, or back."""
     issue: float = 0.0
 
     def __add__(self, other: Block) -> Block:
@@ -93,7 +95,8 @@ class Rough:
             min(exchange / 2, self._seconds("wgrad", part, layer)) for part in self._layout.weighted_parts(layer)
         )
         covered = covered if verb == "bwd" and self._config.overlap.defer_wgrad != "off" else 0.0
-        return Block(compute, exchange, covered, self._moved(verb, layer), _OPS[verb] * self._issue)
+        moved, copied = self._moved(verb, layer), self._copied(verb, layer)
+        return Block(compute, exchange, covered, moved, copied, _OPS[verb] * self._issue)
 
     @cached_property
     def _issue(self) -> float:
@@ -106,10 +109,13 @@ class Rough:
                 found += float(self._costs.table["gather", unit, kind].seconds)
             if verb == "wgrad" and not self._sharding.adds_up(unit) and self._sharding.size(unit) > 1:
                 found += float(self._costs.table["reduce", unit, kind].seconds)
+        return found
+
+    def _copied(self, verb: Verb, layer: int) -> float:
+        """Seconds of copies to the host's memory, or back."""
         host: Verb = "offload" if verb == "fwd" else "reload"
         parts = self._layout.forward_parts(layer) if verb != "wgrad" else ()
-        away = (self._seconds(host, part, layer) for part in parts if self._layout.offloads(part, layer))
-        return max(found, sum(away))
+        return sum(self._seconds(host, part, layer) for part in parts if self._layout.offloads(part, layer))
 
     @cached_property
     def _blocks(self) -> Mapping[tuple[str, int], Block]:
@@ -130,7 +136,7 @@ class Rough:
         """Seconds of a block if so much of its exchanges has compute beside it."""
         contend = self._contention
         compute = block.compute + contend.get("a2a", 0.0) * covered + contend.get("gather", 0.0) * block.moved
-        return max(compute + block.exchange - covered, block.moved, block.issue)
+        return max(compute + block.exchange - covered, block.moved, block.copied, block.issue)
 
     @cached_property
     def _merged(self) -> float:

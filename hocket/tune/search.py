@@ -162,8 +162,8 @@ class Search:
         """Names of groups of plans similar to this one, the closest group first."""
         config = changed(self._start, changes)
         order = config.plan.order, config.overlap.ep.merge, config.plan.chunks
-        yield (*order, config.plan.recompute, config.overlap.dp.strategy)
-        yield (*order, bool(config.plan.recompute))
+        yield (*order, config.plan.offload, config.plan.recompute, config.overlap.dp.strategy)
+        yield (*order, bool(config.plan.offload), bool(config.plan.recompute))
         yield order
 
     def _learn(self, trial: Trial) -> None:

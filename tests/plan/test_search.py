@@ -401,3 +401,17 @@ def test_the_search_comes_close_to_all_combinations(share: float) -> None:
             best = min(best, trial.seconds)
     assert found.fits == (best < float("inf"))
     assert not found.fits or found.path[-1].seconds <= 1.03 * best
+
+
+def test_what_fits_is_offloaded_or_recomputed_whichever_is_shorter() -> None:
+    sizes = ["--model.layers", "8", "--mesh.dp", "2", "--data.sequence_length", "32768", "--train.microbatches", "2"]
+    whole = task("llama3_8b", *sizes, "--train.sequences", "1")
+    start = best_plan.Pricer(whole)({}, whole=True)
+    assert start is not None
+    capped = replace(whole, cap=int(0.93 * start.peak_bytes))
+    free = best_plan.search(capped).found
+    never = best_plan.search(replace(capped, origins={**whole.origins, "plan.offload": "test"})).found
+    assert free.fits
+    assert never.fits
+    assert "plan.offload" in free.path[-1].changes
+    assert free.path[-1].seconds < 0.99 * never.path[-1].seconds

@@ -29,11 +29,10 @@ def train(
     microbatches: int = 1,
     between: Callable[[nn.Module, int], None] | None = None,
     none: bool = True,
-    steps: int = 4,
 ) -> None:
     model = run.shard(model, units)
     updates = torch.optim.AdamW(model.parameters(), lr=0.03, weight_decay=0.3)
-    for step in range(steps):
+    for step in range(4):
         for microbatch in range(microbatches):
             for seed in run.seeds(10 * step + microbatch):
                 generator = torch.Generator().manual_seed(seed)
@@ -135,7 +134,7 @@ def _(run: Run) -> None:
                     x = layer(x)
             return x
 
-    train(run, Dropping(*stack(4)), loss=lambda m, x, g, s: distance(m(x, s), g), steps=5)
+    train(run, Dropping(*stack(4)), loss=lambda m, x, g, s: distance(m(x, s), g))
 
 
 @program("a frozen trunk that is trained from a step on")
@@ -440,7 +439,7 @@ def _(run: Run) -> None:
                     out = out.index_add(0, rows, expert(x[rows]) * weights[rows, i, None])
             return x + out
 
-    train(run, nn.Sequential(nn.Linear(8, WIDTH), Routed(), Routed(), nn.Linear(WIDTH, 4)), Routed, steps=6)
+    train(run, nn.Sequential(nn.Linear(8, WIDTH), Routed(), Routed(), nn.Linear(WIDTH, 4)), Routed)
 
 
 @program("the same parameter under two names, one unit each")
