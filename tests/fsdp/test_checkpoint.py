@@ -365,7 +365,7 @@ def refused(rank: int, folder: Path) -> None:
         load(more_ctx, None, folder / "weights")
     with torch.no_grad():
         assert all((param == 3).all() for param in other.parameters())  # nothing has changed
-    for file in (folder / "weights").glob("__*"):
+    for file in (folder / "weights").glob(f"__{rank}_*"):
         file.write_bytes(file.read_bytes()[:100])
     dist.barrier()
     with pytest.raises(ValueError, match="weights is damaged: the checksum of"):
