@@ -4,8 +4,8 @@ Note: [What a forward leaves behind]
 A unit's weights are needed again when the first gradient of anything arrives that its forward has made. Most of that is
 what it returns. Models also collect second losses or hidden states in a list or dict that they were called with, or
 keep them as attributes until the loop adds them to the loss. So both are searched before and after a forward, and what
-is new gets the hook that outputs have. What is kept elsewhere, such as in a list that is no argument, can't be found:
-then a gradient arrives for a unit whose backward has not begun, which is an error.
+is new gets the hook that outputs have. What is kept elsewhere, such as in a list that is no argument, can't be found.
+A gradient that comes from there alone arrives for a unit whose backward has not begun, which is an error.
 
 Inputs get an identity (`hooks.py`), and may be cast or moved. In lists and dicts that is done in place, and undone when
 the forward is over: what a module writes to them is written to those of its caller.

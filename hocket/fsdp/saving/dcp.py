@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import warnings
+import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.optim import Optimizer
@@ -124,6 +126,33 @@ class CheckpointReader(HarmlessReader):
         if not (Path(self.path) / ".metadata").is_file():
             return Metadata({})
         return super().read_metadata(*args, **options)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Every rank: read what it wants, if none of that is damaged. Raises ValueError, before it loads anything."""
+        checked = plan.items if torch.serialization.get_crc32_options() else []  # else they were not written
+        wanted = {item.storage_index: self.storage_data[item.storage_index] for item in checked}
+        for index, stored in wanted.items():
+            file = Path(self.path) / stored.relative_path
+            if not stored.transform_descriptors and not _whole(file, stored.offset, stored.length):
+                raise ValueError(
+                    f"checkpoint {self.path} is damaged: the checksum of {index.fqn} in {file} is wrong; load another "
+                    "one. If it was saved under torch.serialization.set_crc32_options(False), load it so, too"
+                )
+        return super().read_data(plan, planner)
+
+
+def _whole(file: Path, offset: int, length: int) -> bool:
+    """Whether an archive of torch in a file has the checksums that it names, at which torch itself does not look."""
+    with file.open("rb") as stream:
+        stream.seek(offset)
+        content = stream.read(length)
+    if not content.startswith(b"PK"):  # what else DCP can write, or somebody's damage, is for torch to read
+        return True
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            return archive.testzip() is None
+    except Exception:  # a damaged archive may raise anything
+        return False
 
 
 class FittingPlanner(HarmlessPlanner):
