@@ -154,7 +154,8 @@ class Actions:
             return None
         reads = self._layout.part(op.part, op.layer).reads
         foreign = [self._is_foreign(read, op.layer) for read in reads]
-        return Away([x for x, stays in zip(inputs, foreign, strict=False) if stays and isinstance(x, Tensor)])
+        stay = [x for x, stays in zip(inputs, foreign, strict=False) if stays and isinstance(x, Tensor)]
+        return Away(self._activation.device, stay)
 
     def _is_foreign(self, read: str, layer: int) -> bool:
         """Whether what a part of a layer reads may be memory of a communication lane.
@@ -174,7 +175,7 @@ class Actions:
     def reload(self, op: Op) -> tuple[list[Tensor], Pending]:
         """Copy it back, for the backward."""
         with self.allocating("compute"):
-            saved = self._away(op).place(self._activation.device)
+            saved = self._away(op).place()
         self._host.load((op.part, op.slot), saved)
         return saved, DONE
 

@@ -2,7 +2,7 @@
 
 A `Chunk` holds the consecutive layers of one virtual pipeline stage, and the embedding or the head if it is
 the first or the last one. Every part of a layer is a method that takes and returns tensors, so that a plan
-can run each as an segment of its own; nothing is remembered on a module between calls. A chunk with all
+can run each as a segment of its own; nothing is remembered on a module between calls. A chunk with all
 layers is the whole model, `chunk.loss(chunk(ids), targets)`, and runs the same parts in order.
 
 Shapes: B sequences, S sequence length, D hidden, V vocabulary.

@@ -101,7 +101,10 @@ def activations_capped(facts: Facts) -> Iterator[Violation]:
 
 
 def reloads_paced(facts: Facts) -> Iterator[Violation]:
-    """Invariant 11 for what comes back from the host: it takes memory no earlier than its place in the list says."""
+    """Invariant 11 for what comes back from the host: it takes memory no earlier than its place in the list says.
+
+    By then the compute lane, to which that memory belongs, is done with what was there before.
+    """
     computed = -1
     for i, op in enumerate(facts.ops):
         if op.verb == "reload" and not (computed < 0 or facts.before(computed, i)):

@@ -22,6 +22,9 @@ from hocket.program.ops import HOST, Key, Layout, Op
 from hocket.program.shard import put_in
 from hocket.program.transformer import HEAD
 
+HOST_BLOCK = 1 << 24
+"""Bytes of the pieces of which slots in the host's memory are made: torch rounds pinned memory up to a power of two."""
+
 Held = Mapping[Key, tuple[Key, ...]]
 Pass = tuple[bool, int, int, int]
 """(whether forward, microbatch, chunk, layer): one pass over a layer, or over the head with layer -1."""

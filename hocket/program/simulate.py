@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
-from hocket.program.offload import host_slots
+from hocket.program.offload import HOST_BLOCK, host_slots
 from hocket.program.ops import COMPUTING, HOST, Lane, Op, Program
 from hocket.program.schedule import KINDS, NO_OVERHEADS, Kind, Overheads, Time, kind_of, schedule
 from hocket.program.values import Name, UnitName, meanings, unit_moved
@@ -222,10 +222,10 @@ def peak_bytes(program: Program, rank: int, spans: Sequence[Span], costs: Costs)
 
 
 def host_bytes(program: Program, rank: int, costs: Costs) -> int:
-    """Bytes of the host's memory that a rank's offloads need."""
+    """Bytes of the host's memory that a rank's offloads need, with rows spread evenly over experts."""
     slots = host_slots(program.ranks[rank])
     largest = dict.fromkeys(slots, 0)
     for op in program.ranks[rank]:
         if op.verb == "offload":
             largest[op.part] = max(largest[op.part], costs.output_bytes(rank, op))
-    return sum(slots[part] * nbytes for part, nbytes in largest.items())
+    return sum(slots[part] * -(-nbytes // HOST_BLOCK) * HOST_BLOCK for part, nbytes in largest.items())

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hocket.program.offload import HOST_BLOCK
+
 SMALLEST = 512
 """Bytes of the smallest storage that goes away."""
-BLOCK = 1 << 26
-"""Bytes of a block of the host's memory: torch rounds pinned memory up to a power of two."""
 
 
 class HostMemory:
@@ -27,11 +27,6 @@ class HostMemory:
     def __init__(self, pinned: bool) -> None:
         self._pinned = pinned
         self._slots: dict[tuple[str, int], list[Tensor]] = {}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all slots."""
-        return BLOCK * sum(map(len, self._slots.values()))
 
     def store(self, slot: tuple[str, int], tensors: Sequence[Tensor]) -> None:
         """Issue copies of bytes [n] to a slot, one behind the other."""
@@ -49,10 +44,10 @@ class HostMemory:
         for tensor in tensors:
             done = 0
             while done < len(tensor):
-                number, start = divmod(used, BLOCK)
+                number, start = divmod(used, HOST_BLOCK)
                 if number == len(blocks):
-                    blocks.append(torch.empty(BLOCK, dtype=torch.uint8, pin_memory=self._pinned))
-                count = min(len(tensor) - done, BLOCK - start)
+                    blocks.append(torch.empty(HOST_BLOCK, dtype=torch.uint8, pin_memory=self._pinned))
+                count = min(len(tensor) - done, HOST_BLOCK - start)
                 yield tensor[done : done + count], blocks[number][start : start + count]
                 done, used = done + count, used + count
 
@@ -60,8 +55,9 @@ class HostMemory:
 class Away:
     """What one segment has saved, while it is elsewhere. A `Saver` of `runtime/segment.py`."""
 
-    def __init__(self, stay: Collection[Tensor] = ()) -> None:
-        """`stay` are tensors that do not go away."""
+    def __init__(self, device: torch.device, stay: Collection[Tensor] = ()) -> None:
+        """What is on `device` goes away, but for the tensors in `stay`."""
+        self._device = device
         self._stay = {tensor.untyped_storage()._cdata for tensor in stay}
         self._index: dict[int, int] = {}
         self._there: list[Tensor] = []  # bytes of each storage, while they are here
@@ -77,7 +73,7 @@ class Away:
 
     def _put(self, saved: Tensor) -> Any:
         storage = saved.untyped_storage()
-        if storage._cdata in self._stay or storage.nbytes() < SMALLEST or saved.device.type not in ("cuda", "cpu"):
+        if storage._cdata in self._stay or storage.nbytes() < SMALLEST or saved.device.type != self._device.type:
             return saved
         if storage._cdata not in self._index:
             self._index[storage._cdata] = len(self._there)
@@ -99,12 +95,12 @@ class Away:
         self._sizes = [len(whole) for whole in there]
         return there
 
-    def place(self, device: torch.device) -> list[Tensor]:
+    def place(self) -> list[Tensor]:
         """Ahead of backward: new memory for what was taken, bytes [n] each, for the caller to fill.
 
         With deterministic algorithms `torch.empty` would fill it too, on a queue that does not wait for the caller's.
         """
-        self._there = [_bytes_of(torch.UntypedStorage(size, device=device)) for size in self._sizes]
+        self._there = [_bytes_of(torch.UntypedStorage(size, device=self._device)) for size in self._sizes]
         return self._there
 
     def end(self) -> None:

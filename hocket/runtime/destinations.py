@@ -40,7 +40,7 @@ def sink_of(param: Tensor) -> Sink | None:
 
 @dataclass(slots=True, eq=False)
 class Queued:
-    """The queue of an segment, for a managed weight."""
+    """The queue of a segment, for a managed weight."""
 
     weight: Weight
     queue: WgradQueue | None

@@ -1,7 +1,7 @@
 """One part of one layer, for one microbatch, as an autograd graph of its own.
 
-Note: [What an segment holds]
-Between forward and backward an segment holds only what its functions saved for backward: no output (only the
+Note: [What a segment holds]
+Between forward and backward a segment holds only what its functions saved for backward: no output (only the
 edge of the graph at which a gradient enters) and no input that nobody saved (an ordinary leaf would be kept
 by the node that accumulates its gradient). So the plan, not the graph, decides how long a value lives.
 
@@ -44,7 +44,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise AssertionError("an segment's gradients are taken at its entry")
+        raise AssertionError("a segment's gradients are taken at its entry")
 
 
 class Saver(Protocol):
@@ -159,7 +159,7 @@ class Segment:
         None for an output means that nobody used it; None for an input, that it has no gradient. Weight
         gradients are left in `queue`. Nothing of the graph is left afterwards, but what the queue holds.
         """
-        assert self._inputs is not None, "an segment runs backward once, after its forward"
+        assert self._inputs is not None, "a segment runs backward once, after its forward"
         assert len(grads) == len(self._outputs), f"{len(grads)} gradients for {len(self._outputs)} outputs"
         pairs = [(edge, g) for edge, g in zip(self._outputs, grads, strict=True) if g is not None]
         assert all(edge is not None for edge, _ in pairs), "a gradient was given for an output that has none"

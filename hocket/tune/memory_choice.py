@@ -75,14 +75,19 @@ def choose_recompute(c: Config, host: Host, trials: Trials) -> tuple[Parts, str]
 def _shortest(c: Config, ways: list[Config], memory: int, trials: Trials) -> tuple[Config, Predicted, bool]:
     """Of configurations, smaller sets of parts first: the shortest step that fits, and whether any does.
 
-    If none fits, it is the one that does most about it. What fits with fewer parts is not tried with more.
+    If none fits, it is the one that needs least, of those that do most. What fits with fewer parts is not tried with
+    more.
     """
     steps = {way: trials.step(way) for way in ways}
     fitting: list[Config] = []
     for way, step in steps.items():
         if not any(_does(fewer) < _does(way) for fewer in fitting) and step.fits(memory):
             fitting.append(way)
-    best = min(fitting, key=lambda way: steps[way].seconds) if fitting else max(ways, key=lambda way: len(_does(way)))
+    if fitting:
+        best = min(fitting, key=lambda way: steps[way].seconds)
+    else:
+        most = max(len(_does(way)) for way in ways)
+        best = min((way for way in ways if len(_does(way)) == most), key=lambda way: steps[way].nbytes)
     return best, steps[best], bool(fitting)
 
 
