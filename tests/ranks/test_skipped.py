@@ -272,6 +272,7 @@ def test_a_run_goes_back_behind_too_many_skipped_steps_and_skips_their_text(tmp_
     run_of(tmp_path, "plain", {}, **{"train.steps": 4})
     meta_of_plain = tmp_path / "plain/checkpoints/step-00000004/meta.json"
     said = json.loads(meta_of_plain.read_text())
+    del said["check"]
     meta_of_plain.write_text(json.dumps(said | {"position": 9 * back.settings.batch}))
     plain = run_of(tmp_path, "plain", {}, **rewinds)
     for (name, mine), (_, theirs) in zip(state_of(back.engine), state_of(plain.engine), strict=True):
