@@ -47,9 +47,11 @@ class ExpertParts:
     def forward_attn(self, x_BSD: Tensor, documents: None = None, kept: Routing | None = None) -> Routed:
         """The pieces before the dispatch. With `kept`, a routing of the same tokens, rows go where they went."""
         assert documents is None
-        rows_TD, ids_TK, weights_TK, (residual, other) = self.layer.route(
-            self.layer.attention(x_BSD, self._context(x_BSD))
-        )
+        return self.routed(self.layer.attention(x_BSD, self._context(x_BSD)), kept)
+
+    def routed(self, state: Any, kept: Routing | None = None) -> Routed:
+        """What follows from the first piece's result, up to the dispatch."""
+        rows_TD, ids_TK, weights_TK, (residual, other) = self.layer.route(state)
         routing = kept
         if routing is None:
             routing = placed(ids_TK.detach(), self._experts)
