@@ -44,6 +44,8 @@ REFUSED_ORDERS: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
     ({"model__dense_layers": ()}, {"plan__offload": ("mlp",)}, "plan.offload", "has the part mlp; fix: leave mlp out"),
     ({"plan__recompute": ("attn",)}, {"plan__offload": ("attn:1",)}, "plan.offload", "on the host, or made again"),
     ({"mesh__tp": 2}, {"plan__loss_pieces": 2}, "plan.loss_pieces", "a part of the vocabulary"),
+    ({"data__sequence_length": 8, "train__sequences": 1}, {"plan__loss_pieces": 9}, "plan.loss_pieces", "has 8 tokens"),
+    ({"data__sequence_length": 8, "train__sequences": 1}, {"plan__mlp_pieces": 9}, "plan.mlp_pieces", "has 8 tokens"),
     ({"mesh__tp": 2}, {"plan__mlp_pieces": 2}, "plan.mlp_pieces", "in pieces of another kind"),
     (FP8, {"plan__mlp_pieces": 2}, "plan.mlp_pieces", "products in fp8 share casts"),
     ({"plan__recompute": ("mlp",)}, {"plan__mlp_pieces": 2}, "plan.mlp_pieces", "leave mlp out of plan.recompute"),

@@ -295,6 +295,18 @@ PLAN_RULES: tuple[Rule, ...] = (
         "each tensor-parallel rank has a part of the vocabulary, and logits of all tokens in it",
         "plan.loss_pieces = 1, or mesh.tp = 1",
     ),
+    *(
+        Rule(
+            (setting, "data.sequence_length"),
+            lambda c, h, pieces=pieces: pieces(c.plan) > c.tokens,
+            "a rank has {tokens} tokens of a microbatch, and a piece has at least one",
+            f"{setting} = {{tokens}} or fewer",
+        )
+        for setting, pieces in (
+            ("plan.loss_pieces", lambda plan: plan.pieces),
+            ("plan.mlp_pieces", lambda plan: plan.of_mlp),
+        )
+    ),
     Rule(
         ("plan.mlp_pieces", "mesh.tp"),
         lambda c, h: c.plan.of_mlp > 1 and c.mesh.tp > 1,
