@@ -261,7 +261,12 @@ def both(rank: int, name: str) -> None:
         if isinstance(values[-1], nn.Module):
             values += get_model_state_dict(values.pop(), options=StateDictOptions(full_state_dict=True)).values()
         found.append(values)
+    # A GPU chooses kernels by where tensors lie, and those round products in bf16 in other ways.
+    loose = torch.cuda.is_available() and name in ("in_bf16", "built_in_bf16", "offloaded")
     for theirs, ours in zip(*found, strict=True):
+        if loose:
+            assert (ours.float() - theirs.float()).norm() <= 5e-3 * theirs.float().norm()
+            continue
         torch.testing.assert_close(ours, theirs, check_dtype=name != "built_in_bf16")
 
 
