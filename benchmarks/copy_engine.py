@@ -31,6 +31,8 @@ SHAPES = ((HIDDEN + 2 * KV, HIDDEN), (HIDDEN, HIDDEN), (2 * FFN, HIDDEN), (HIDDE
 """(out, in) of a layer's matrices."""
 LAYERS, GATHERS, REDUCES = 8, 2, 1
 WARM_UP, TIMED, ROUNDS = 3, 10, 7
+SLEEP = 40_000_000
+"""Cycles: about 20 ms."""
 SWEEP = (16, 32, 66, 132, 264, 528, 1056)
 """Numbers of programs of the local sum that are tried."""
 
@@ -131,6 +133,10 @@ class Clock:
         """Seconds of the products, while their layers are gathered and reduced beside them."""
         self._together()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        with torch.cuda.stream(self.compute):
+            torch.cuda._sleep(SLEEP)  # until the host has issued what moves bytes: all begin together
+        for lane in self.lanes:
+            lane.wait_stream(self.compute)
         for lane, call, count in zip(self.lanes, (gather, reduce), (GATHERS, REDUCES), strict=True):
             with torch.cuda.stream(lane):
                 for _ in range(LAYERS * count if call else 0):

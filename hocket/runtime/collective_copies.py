@@ -37,6 +37,7 @@ from torch import Tensor
 
 from hocket.runtime.driver import Cuda, Driver
 from hocket.runtime.lanes import current_queue
+from hocket.runtime.queue import named
 from hocket.runtime.shared_memory import shared_memory
 from hocket.runtime.transports import DONE, Nccl, Pending, local_sum
 
@@ -72,16 +73,17 @@ class Halves:
         )
         """What is done with the words of all peers around copies, by half; each is given a stream."""
 
-    def address(self, rank: int, half: int) -> int:
-        """Where a half of a rank begins, in this process."""
-        return self._memories[rank].data_ptr() + half * self.nbytes
-
-    def bytes_of(self, half: int) -> Tensor:
-        """The half that this rank owns."""
-        return self._memories[self.rank][half * self.nbytes : (half + 1) * self.nbytes]
+    def bytes_of(self, rank: int, half: int) -> Tensor:
+        """A half of a rank."""
+        return self._memories[rank][half * self.nbytes : (half + 1) * self.nbytes]
 
     def _word(self, at: int, half: int, kind: int, peer: int) -> int:
         return self._memories[at].data_ptr() + HALVES * self.nbytes + 4 * ((half * 2 + kind) * self.size + peer)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor's memory as 1-D bytes."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _take(word: int) -> tuple[tuple[Literal["wait"], int, int], tuple[Literal["write"], int, int]]:
@@ -102,15 +104,13 @@ def blank(memory: Tensor, size: int) -> None:
 class CollectiveCopies:
     """Gathers and reductions of one group. See Note: [Halves and their words]."""
 
-    def __init__(
-        self, rank: int, size: int, driver: Driver, queue: Callable[[], int], make: Callable[[], Halves]
-    ) -> None:
+    def __init__(self, rank: int, size: int, queue: Callable[[], int], make: Callable[[], Halves]) -> None:
         """`queue` says what stream is current. `make` is called by all ranks together, when they first need it.
 
         Calls come in one order on all ranks of the group.
         """
         self.rank, self.size = rank, size
-        self._driver, self._queue, self._make = driver, queue, make
+        self._queue, self._make = queue, make
 
     @cached_property
     def _gathered(self) -> Halves:
@@ -124,47 +124,45 @@ class CollectiveCopies:
         """`out` (size * n) becomes the ranks' `shard`s (n), on the current stream."""
         assert out.is_contiguous()
         assert shard.is_contiguous()
-        stream, halves, copy = self._queue(), self._gathered, self._driver.copy
-        into, source, n = out.data_ptr(), shard.data_ptr(), shard.nbytes
-        if into + self.rank * n != source:
-            copy(stream, into + self.rank * n, source, n)
+        halves, source = self._gathered, _bytes(shard)
+        into = _bytes(out).view(self.size, -1)
+        if into[self.rank].data_ptr() != source.data_ptr():
+            into[self.rank].copy_(source)
 
         def send(half: int, low: int, high: int) -> None:
-            copy(stream, halves.address(self.rank, half), source + low, high - low)
+            halves.bytes_of(self.rank, half)[: high - low].copy_(source[low:high])
 
         def receive(half: int, low: int, high: int) -> None:
             for peer in halves.peers:
-                copy(stream, into + peer * n + low, halves.address(peer, half), high - low)
+                into[peer, low:high].copy_(halves.bytes_of(peer, half)[: high - low])
 
-        self._in_pieces(halves, stream, n, halves.nbytes, send, receive)
+        self._in_pieces(halves, len(source), halves.nbytes, send, receive)
 
     def reduce(self, full: Tensor, into: Tensor, scale: float, add: bool) -> None:
         """`into` (n) += (or =) scale * the sum of the ranks' `full` (size * n), on the current stream."""
         assert full.is_contiguous()
         assert into.is_contiguous()
-        stream, halves, copy = self._queue(), self._reduced, self._driver.copy
-        source, width, n = full.data_ptr(), full.itemsize, into.numel()
-        others = self.size - 1
+        halves, width, others = self._reduced, full.itemsize, self.size - 1
+        parts, into = _bytes(full).view(self.size, -1), into.view(-1)
+        mine = full.view(self.size, -1)[self.rank]
         room = halves.nbytes // others // ALIGNED * ALIGNED
         """Bytes of what one rank sends to another."""
-        mine = full.view(-1)[self.rank * n : (self.rank + 1) * n]
 
         def send(half: int, low: int, high: int) -> None:
             for peer in halves.peers:
-                place = halves.address(peer, half) + (self.rank - (peer < self.rank)) * room
-                copy(stream, place, source + peer * n * width + low, high - low)
+                place = (self.rank - (peer < self.rank)) * room
+                halves.bytes_of(peer, half)[place : place + high - low].copy_(parts[peer, low:high])
 
         def receive(half: int, low: int, high: int) -> None:
-            parts = halves.bytes_of(half)[: others * room].view(others, room)[:, : high - low].view(full.dtype)
+            come = halves.bytes_of(self.rank, half)[: others * room].view(others, room)[:, : high - low]
             first, last = low // width, high // width
-            local_sum(parts, into.view(-1)[first:last], scale, add, (self.rank, mine[first:last]))
+            local_sum(come.view(full.dtype), into[first:last], scale, add, (self.rank, mine[first:last]))
 
-        self._in_pieces(halves, stream, n * width, room, send, receive)
+        self._in_pieces(halves, parts.shape[1], room, send, receive)
 
     def _in_pieces(
         self,
         halves: Halves,
-        stream: int,
         nbytes: int,
         room: int,
         send: Callable[[int, int, int], None],
@@ -172,7 +170,7 @@ class CollectiveCopies:
     ) -> None:
         """Move `nbytes` of every pair of ranks, in pieces of `room`: `send` and `receive` are given half and bytes."""
         assert room, f"a half of {halves.nbytes} bytes has no room for a piece of each of {self.size} ranks"
-        waiting: tuple[int, int, int] | None = None
+        stream, waiting = self._queue(), None
         for piece in (*self._pieces(halves, nbytes, room), None):
             if piece is not None:
                 halves.take_read[piece[0]](stream)
@@ -199,11 +197,13 @@ class CopiedCollectives(Nccl):
     copies: CollectiveCopies
 
     def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
-        self.copies.gather(out, shard)
+        with named("hocket:all_gather"):
+            self.copies.gather(out, shard)
         return DONE
 
     def reduce_sum(self, full: Tensor, into: Tensor, scale: float, add: bool) -> Pending:
-        self.copies.reduce(full, into, scale, add)
+        with named("hocket:reduce_scatter"):
+            self.copies.reduce(full, into, scale, add)
         return DONE
 
     def all_sum(self, full: Tensor, into: Tensor, scale: float, add: bool) -> Pending:
@@ -227,4 +227,4 @@ def collective_copies(group: dist.ProcessGroup, nbytes: int, device: torch.devic
         rank, memories, _ = shared_memory(group, whole, device, timeout, lambda memory: blank(memory, size))
         return Halves(rank, memories, driver)
 
-    return CollectiveCopies(dist.get_rank(group), size, driver, lambda: current_queue(device), make)
+    return CollectiveCopies(dist.get_rank(group), size, lambda: current_queue(device), make)

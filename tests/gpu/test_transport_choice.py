@@ -59,9 +59,9 @@ def test_a_run_that_asks_for_nothing_copies(tmp_path: Path, name: str) -> None:
     assert notes == []
 
 
-def test_a_host_where_no_memory_can_be_shown_is_on_nccl_and_says_so(tmp_path: Path) -> None:
-    groups, (note,) = run(tmp_path, MESHES["experts"], NCCL_CUMEM_ENABLE="0")
-    assert "train.transport = nccl: NCCL_CUMEM_ENABLE = 0 (environment)" in note
+def test_a_host_whose_gpus_are_not_to_reach_each_other_is_on_nccl_and_says_so(tmp_path: Path) -> None:
+    groups, (note,) = run(tmp_path, MESHES["experts"], NCCL_P2P_DISABLE="1")
+    assert "train.transport = nccl: NCCL_P2P_DISABLE = 1 (environment)" in note
     assert all(moved.startswith("NCCL") for moved in groups.values())
 
 

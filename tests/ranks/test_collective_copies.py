@@ -40,7 +40,7 @@ class Ranks:
         for rank in range(size):
             shown = iter(self.memories)
             make = lambda rank=rank, shown=shown: Halves(rank, next(shown), self.driver)  # noqa: E731
-            self.copies.append(CollectiveCopies(rank, size, self.driver, lambda: 0, make))
+            self.copies.append(CollectiveCopies(rank, size, lambda: 0, make))
 
     @staticmethod
     def _shown(size: int) -> list[Tensor]:
@@ -102,51 +102,52 @@ def test_gathers_and_reductions_are_exact_whoever_is_late(size: int, late: int |
 
 
 class Stepwise(Memcpy):
-    """Notes in which order one rank's thread does what."""
+    """Notes which words were said, taken and waited for, and whether something had been sent, and received, by then."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.done: list[str] = []
+        self.done: list[tuple[str, bool, bool]] = []
+        self.sent = self.received = torch.zeros(1)
 
-    def copy(self, stream: int, into: int, source: int, nbytes: int) -> None:
-        super().copy(stream, into, source, nbytes)
-        self.done.append("copy")
+    def _note(self, what: str) -> None:
+        self.done.append((what, bool(self.sent.any()), bool(self.received.any())))
 
     def write(self, stream: int, word: int, value: int) -> None:
         super().write(stream, word, value)
-        self.done.append("say" if value > 0 else "take")
+        self._note("say" if value > 0 else "take")
 
     def wait(self, stream: int, word: int, value: int) -> None:
         super().wait(stream, word, value)
-        self.done.append("wait")
+        self._note("wait")
 
 
 def test_words_are_taken_before_a_copy_and_said_behind_it() -> None:
-    """Two ranks in one thread: rank 1's words are said beforehand, as if it had sent."""
+    """Two ranks in one thread: rank 1 has said that its piece is here."""
     driver = Stepwise()
     ranks = Ranks(2, driver)
     mine, theirs = ranks.copies
-    stream = 0
-    theirs._gathered.say_here[0](stream)
-    mine._gathered.say_here[0](stream)  # so that the other may take
+    theirs._gathered.bytes_of(1, 0).fill_(1)
+    theirs._gathered.say_here[0](0)
+    out = torch.zeros(8)
+    driver.sent, driver.received = mine._gathered.bytes_of(0, 0).zero_(), out[4:]
     driver.done.clear()
-    mine.gather(torch.zeros(8), torch.ones(4))
-    own = ["copy"]
-    send, receive = ["wait", "take", "copy", "say"], ["wait", "take", "copy", "say"]
-    assert driver.done == own + send + receive
+    mine.gather(out, torch.ones(4))
+    sends = [("wait", False, False), ("take", False, False), ("say", True, False)]
+    receives = [("wait", True, False), ("take", True, False), ("say", True, True)]
+    assert driver.done == sends + receives
 
 
 def test_a_rank_sends_the_next_piece_before_it_receives_one() -> None:
     """A rank alone can send two pieces: nobody has to read the first one before the second one leaves."""
-    driver = Stepwise()
-    ranks = Ranks(2, driver)
-    sent = 2 * HALF // 4
+    ranks = Ranks(2)
+    halves = ranks.memories[0][0][: HALVES * HALF].zero_().view(HALVES, HALF)
 
     def work(rank: int) -> None:
         if rank == 1:
-            time.sleep(0.2)
-            assert driver.done.count("copy") == 3, "own part, then two pieces"
-        ranks.copies[rank].gather(torch.zeros(2 * sent), torch.ones(sent))
+            end = time.monotonic() + 10
+            while not halves.any(1).all():
+                assert time.monotonic() < end, "the second piece waits for the first one to be read"
+        ranks.copies[rank].gather(torch.zeros(HALF), torch.ones(HALF // 2))
 
     ranks.each(work)
 
