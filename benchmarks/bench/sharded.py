@@ -61,11 +61,11 @@ def slots(workload: Workload, rank: int, device: torch.device) -> Contender:
 
 
 def copy_engine(workload: Workload, rank: int, device: torch.device) -> Contender:
-    return Sharded(workload, rank, device, How("copy_engine"))
+    return Sharded(workload, rank, device, How("copy_engine", fixed=False))
 
 
 def copy_engine_gathers(workload: Workload, rank: int, device: torch.device) -> Contender:
-    return Sharded(workload, rank, device, How("copy_engine_gathers"))
+    return Sharded(workload, rank, device, How("copy_engine_gathers", fixed=False))
 
 
 def unified(workload: Workload, rank: int, device: torch.device) -> Contender:
@@ -85,7 +85,7 @@ def optim(workload: Workload, rank: int, device: torch.device) -> Contender:
 
 
 def optim_copy_engine(workload: Workload, rank: int, device: torch.device) -> Contender:
-    return Sharded(workload, rank, device, How("copy_engine", strategy="optim"))
+    return Sharded(workload, rank, device, How("copy_engine", fixed=False, strategy="optim"))
 
 
 def offload(workload: Workload, rank: int, device: torch.device) -> Contender:
@@ -207,7 +207,6 @@ class Sharded:
         return torch.stack(losses).mean()
 
     def close(self) -> None:
-        self.context.close()
         del self.model, self.context, self.optimizer
 
 

@@ -438,7 +438,6 @@ class Engine:
     def close(self) -> None:
         """Give back memory, and the process groups that this engine has made: those that it was lent go on."""
         self.forget_graph()
-        self.sharded.close()
         if not self._lent:
             self.groups.destroy()
 
