@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from hocket.adapters.chunk import DenseParts, ExpertParts
-from hocket.adapters.decoder_layer import PlainLayer, Unfit
+from hocket.adapters.decoder_layer import Unfit
 from hocket.adapters.layer import DenseLayer, ExpertLayer
 from hocket.model.context import Context
 from hocket.model.context_layers import cut_as
 from hocket.model.heads import Heads
 from hocket.model.moe import ExpertPlace, Routed
+from hocket.model.source import ChunkPlace
 from hocket.parallel.routing import Routing
 from hocket.runtime.comm import Group
 
@@ -107,8 +108,8 @@ class _Shared:
 class SharedDense(_Shared, DenseParts):
     """A dense layer."""
 
-    def __init__(self, layer: DenseLayer, attn: SharedAttention, group: Group) -> None:
-        super().__init__(layer, lambda x_BSD: None)
+    def __init__(self, layer: DenseLayer, attn: SharedAttention, group: Group, pieces: int) -> None:
+        super().__init__(layer, lambda x_BSD: None, pieces)
         self.attn, self.group = attn, group
 
     def added(self, x_BSD: Tensor, more_BSD: Tensor, context: Context) -> Tensor:
@@ -129,10 +130,10 @@ class SharedExperts(_Shared, ExpertParts):
 
 
 def shared_parts(
-    layer: PlainLayer, window: int, told: Told, group: Group, method: str, routed: tuple[int, ExpertPlace] | None
+    layer: Any, attn: SharedAttention, place: ChunkPlace, method: str, experts: int
 ) -> DenseParts | ExpertParts:
-    """The parts of a copied layer; `routed` says how many experts a layer with experts has, and where. Raises Unfit."""
-    attn: Any = SharedAttention(layer.module.get_submodule("self_attn"), window, told)
-    if routed is None:
-        return cut_as(method, SharedDense)(layer, attn, group)
-    return cut_as(method, SharedExperts)(layer, attn, group, *routed)
+    """The parts of a copied layer; `experts` are those of the whole model, 0 for a dense layer."""
+    assert place.groups is not None, "ranks that share sequences have a group"
+    if not experts:
+        return cut_as(method, SharedDense)(layer, attn, place.groups.cp, place.linears.mlp_pieces)
+    return cut_as(method, SharedExperts)(layer, attn, place.groups.cp, experts, place.ep)

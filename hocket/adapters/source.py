@@ -13,7 +13,7 @@ from hocket.adapters.chunk import AdaptedChunk, DenseParts, ExpertParts
 from hocket.adapters.cut import Cut, Ends, Values
 from hocket.adapters.layer import ExpertLayer
 from hocket.adapters.shareable import windows_of
-from hocket.adapters.shared_layers import shared_parts, without_masks
+from hocket.adapters.shared_layers import SharedAttention, shared_parts, without_masks
 from hocket.config import Config
 from hocket.model.context import Context
 from hocket.model.source import ChunkLike, ChunkPlace
@@ -66,14 +66,16 @@ class AdaptedModel:
         layers: dict[int, DenseParts | ExpertParts] = {}
         for number in place.layers:
             layer: Any = cut.copied(number, dict(memo), fused=place.device.type == "cuda")
-            routed = (cut.experts, ep) if isinstance(layer, ExpertLayer) else None
+            experts = cut.experts if isinstance(layer, ExpertLayer) else 0
             told = _of_layer(contexts, number)
             if shared:
-                assert place.groups is not None
                 window = windows_of(cut.adapter.model.config)[number]
-                layers[number] = shared_parts(layer, window, told, place.groups.cp, self._method, routed)
+                attn = SharedAttention(layer.module.get_submodule("self_attn"), window, told)
+                layers[number] = shared_parts(layer, attn, place, self._method, experts)
+            elif experts:
+                layers[number] = ExpertParts(layer, told, experts, ep)
             else:
-                layers[number] = DenseParts(layer, told) if routed is None else ExpertParts(layer, told, *routed)
+                layers[number] = DenseParts(layer, told, place.linears.mlp_pieces)
         return AdaptedChunk(
             ends.embed if place.first else None, layers, ends.logits if place.last else None, parameters
         )

@@ -59,15 +59,14 @@ def plan_model(
     _check(cut, config, values)
     _check_widths(cut, changed(config, {"precision.compute": "fp32"}))  # in which layers are compared
     shared = config.mesh.cp > 1
-    top_k = verify(cut, shared)
+    top_k = verify(cut, shared, config.plan.mlp_pieces != 1)
     config = replace(config, model=sizes_of(cut, top_k, shared))
     price = price_of(cut)
     if config.plan.graphs == "auto":
         # hocket cannot know what a foreign forward does while it is recorded.
         config = changed(config, {"plan.graphs": "off"})
-    for pieces in ("plan.loss_pieces", "plan.mlp_pieces"):
-        if leaf(config, pieces) == "auto":
-            config = changed(config, {pieces: 1})  # its forward makes logits, and MLPs are its own
+    if config.plan.loss_pieces == "auto":
+        config = changed(config, {"plan.loss_pieces": 1})  # its forward makes logits
     if config.plan.offload == ("auto",):
         config = changed(config, {"plan.offload": ()})  # its functions may save weights, which move
     resolved = resolve(config, _host(), given, price)
@@ -137,11 +136,6 @@ def _check(cut: Cut, config: Config, values: Values | None) -> None:
         problems.append(
             f"plan.loss_pieces = {config.plan.pieces}: a model of others makes its logits itself; fix: "
             "plan.loss_pieces = 1"
-        )
-    if config.plan.of_mlp > 1:
-        problems.append(
-            f"plan.mlp_pieces = {config.plan.of_mlp}: MLPs of a model of others take all tokens at once; fix: "
-            "plan.mlp_pieces = 1, or plan.recompute = mlp"
         )
     if config.plan.offload:
         problems.append(

@@ -32,14 +32,17 @@ _LARGE = 1 << 27
 """Elements beyond which a parameter is one row, seen as often as it has rows."""
 _SHAPE = (2, 6)
 """Sequences and their length."""
+_PIECES = 5
+"""Pieces of these tokens, where MLPs take them so."""
 _WRONG = RuntimeError, TypeError, AttributeError, AssertionError, LookupError, ArithmeticError
 """Errors that a foreign forward may raise."""
 
 
-def verify(cut: Cut, shared: bool = False) -> int:
+def verify(cut: Cut, shared: bool = False, pieces: bool = False) -> int:
     """Compare every kind of layer; returns the experts per token, 0 without experts. Raises ValueError.
 
-    With `shared` attention is also compared as ranks that share sequences cut it.
+    With `shared` attention is also compared as ranks that share sequences cut it; with `pieces` dense MLPs take their
+    tokens in pieces.
     """
     adapter, chosen = cut.adapter, set[int]()
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
@@ -59,7 +62,7 @@ def verify(cut: Cut, shared: bool = False) -> int:
         for number, layer in enumerate(adapter.layers):
             if (kind := _kind(layer)) not in seen:
                 seen.add(kind)
-                chosen.add(_compare(cut, number, memo, x_BSD, contexts))
+                chosen.add(_compare(cut, number, memo, x_BSD, contexts, _PIECES if pieces else 1))
                 if shared:
                     _compare_shared(cut, number, memo, x_BSD, contexts[number])
     chosen -= {0}
@@ -108,7 +111,7 @@ def _kind(layer: nn.Module) -> Any:
     )
 
 
-def _compare(cut: Cut, number: int, memo: dict[int, Any], x_BSD: Tensor, contexts: Sequence[Any]) -> int:
+def _compare(cut: Cut, number: int, memo: dict[int, Any], x_BSD: Tensor, contexts: Sequence[Any], pieces: int) -> int:
     model, name = cut.adapter.model, type(cut.adapter.layers[number]).__name__
     top_k, context = 0, contexts[number]
     whole: Any = copy.deepcopy(cut.adapter.layers[number], dict(memo))
@@ -132,7 +135,7 @@ def _compare(cut: Cut, number: int, memo: dict[int, Any], x_BSD: Tensor, context
         if isinstance(layer, ExpertLayer):
             top_k, found = _routed(cut, layer, x_BSD, context, params)
         else:
-            parts = DenseParts(layer, lambda _: context)
+            parts = DenseParts(layer, lambda _: context, pieces)
             found = _with_gradients(lambda x: parts.forward_mlp(_first(parts.forward_attn, x)), x_BSD, params)
     except (*_WRONG, ValueError) as error:
         raise refuse(model, f"the pieces of layer {number}, {name}, do not fit together: {error}") from error

@@ -22,7 +22,7 @@ from hocket.runtime.weights import Product, Weight, WgradQueue, collecting, put,
 
 
 def in_pieces(function: Callable[[Tensor], Tensor], x_TD: Tensor, params: Sequence[Tensor], pieces: int) -> Tensor:
-    """`function(x)`, which takes each token apart from others and reads `params` alone: [T, ...]."""
+    """`function(x)`, which takes each token apart from others and reads no parameters but `params`: [T, ...]."""
     wheres = [destination(x_TD, param) for param in params]
     told = function, tuple(params), wheres, pieces
     return _Pieces.apply(x_TD, *(where.given for where in wheres), told)  # pyrefly: ignore[bad-return]
@@ -74,11 +74,14 @@ class _Sums:
         queue, x = WgradQueue(), x.detach().requires_grad_()
         with torch.enable_grad(), collecting(queue):
             y = function(x)
+        anchors = [] if queue.anchor is None else [queue.anchor]  # of functions with no other input that has a gradient
         # On the thread that asks, as a segment's: Note: [Backward stays on its thread].
         with torch.autograd.set_multithreading_enabled(False):
-            dx, *grads = torch.autograd.grad(y, [x, *self._plain], g)
+            dx, *grads = torch.autograd.grad(y, [x, *self._plain, *anchors], g, allow_unused=True)
         del y
-        for param, grad in zip(self._plain, grads, strict=True):
+        for param, grad in zip(self._plain, grads, strict=False):
+            if grad is None:
+                continue
             first = id(param) not in self._totals
             put(grad, self._total(id(param), grad), not first)
         queue.drain(lambda weight: self._total(weight, weight.tensor()), self._written, x.dtype)
