@@ -21,6 +21,7 @@ from hocket.adapters.costs import price_of, sizes_of
 from hocket.adapters.cut import Cut
 from hocket.adapters.shareable import FAMILIES
 from hocket.adapters.transformers import Pretrained
+from hocket.model.microbatch import Microbatch
 from hocket.resolve import resolve
 from hocket.settings.origins import DEFAULTS
 from hocket.settings.rule import Host
@@ -63,6 +64,12 @@ def steps(rank: int, families: list[str], settings: dict[str, Any], batches: Bat
         step = out.pop("step")
         out["verbs"] = sorted({f"{op.verb} {op.part}" for ops in step.program.ranks for op in ops})
         out["seconds"] = float(step.simulate().makespan)
+        mine = [of_ranks[step.engine.where.dp] for of_ranks in batches]
+        out["evaluated"] = step.evaluate([Microbatch(*batch) for batch in mine])
+        after = made(family)
+        step.load_into(after)
+        losses, _ = plain(after, batches)
+        out["after"] = sum(map(sum, losses)) / sum(map(len, losses))
         step.close()
         found.append(out)
     return found
@@ -74,6 +81,7 @@ def compare(family: str, ranks: list[dict[str, Any]], batches: Batches) -> None:
     mean = sum(map(sum, losses)) / sum(map(len, losses))
     for rank in ranks:
         assert rank["outcome"].loss == pytest.approx(mean, rel=ROUNDING), family
+        assert rank["evaluated"] == pytest.approx(rank["after"], rel=ROUNDING), f"{family} behind the step"
         assert 0 < rank["seconds"] < 1
     found = whole([piece for rank in ranks for piece in rank["grads"]])
     assert found.keys() == grads.keys()
