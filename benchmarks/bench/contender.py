@@ -158,7 +158,7 @@ CONTENDERS: dict[str, Entry] = {
     ),
     "fully_shard": Entry(f"{_SHARDED}:fully_shard", "hocket.fully_shard on NCCL's kernels"),
     "fully_shard_slots": Entry(f"{_SHARDED}:slots", "hocket.fully_shard, fixed slots"),
-    "fully_shard_ce": Entry(f"{_SHARDED}:copy_engine", "hocket.fully_shard as it is called, on copy engines", cuda=True),
+    "fully_shard_ce": Entry(f"{_SHARDED}:copy_engine", "hocket.fully_shard as called, on copy engines", cuda=True),
     "fully_shard_ce_gather": Entry(
         f"{_SHARDED}:copy_engine_gathers", "hocket.fully_shard, gathers on copy engines", cuda=True
     ),
