@@ -42,6 +42,7 @@ class How:
     """How `fully_shard` is used."""
 
     transport: ShardTransport = "auto"
+    """`auto` is NCCL's kernels on GPUs, where a user's would be copy engines."""
     fixed: bool = True
     """Whether gathered weights lie in fixed slots, instead of memory that comes and goes."""
     unified: bool = False
@@ -122,7 +123,7 @@ class Sharded:
         options = hocket.ShardOptions(
             prefetch=PREFETCH,
             slots=PREFETCH + 1 if how.fixed else "dynamic",
-            transport=how.transport,
+            transport="nccl" if how.transport == "auto" and device.type == "cuda" else how.transport,
             unified=how.unified,
             offload=how.offload,
             device=device,
@@ -212,7 +213,7 @@ class Sharded:
 
 TRANSPORTS: dict[ShardTransport, str] = {
     "auto": "NCCL",
-    "copy_engine": "copy engines; reductions as all-to-all and one kernel that adds up",
+    "copy_engine": "copy engines; reductions as exchanges and one kernel that adds up",
     "copy_engine_gathers": "copy engines for gathers, NCCL for reductions",
     "null": "null",
 }
