@@ -8,32 +8,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hocket.fsdp.saving.archives import checksum
+from hocket.fsdp.saving.dcp import METADATA
 from hocket.runtime.world import everyone, rank_and_world
 
 FORMAT = 1
 """Number of the format. It changes whenever saved data changes its meaning."""
 
-META, METADATA = "meta.json", ".metadata"
-"""Files beside those with tensors: hocket's, and that of DCP."""
+META = "meta.json"
+"""The file that hocket adds to those of DCP."""
 
 CHECK = "check"
 """The key in `meta.json` of the checksum of all else that it says."""
-
-
-def my_checksums(folder: Path) -> dict[str, list[int]]:
-    """Checksums of the DCP files that this rank has written into a folder. Raises OSError."""
-    rank, _ = rank_and_world()
-    files = [folder / METADATA] if rank == 0 else []
-    return {file.name: checksum(file) for file in [*files, *sorted(folder.glob(f"__{rank}_*"))]}
-
-
-def checksum(file: Path) -> list[int]:
-    """[size in bytes, CRC-32]. Raises OSError."""
-    size = total = 0
-    with file.open("rb") as source:
-        while block := source.read(1 << 24):
-            size, total = size + len(block), zlib.crc32(block, total)
-    return [size, total]
 
 
 def damage_of(path: Path) -> str:
@@ -90,4 +76,4 @@ def damage_of_file(file: Path, entry: list[int]) -> str:
     size = file.stat().st_size
     if size != entry[0]:
         return f"{file} has {size:,} bytes instead of {entry[0]:,}"
-    return "" if checksum(file) == entry else f"the checksum of {file} is wrong"
+    return "" if list(checksum(file)) == entry else f"the checksum of {file} is wrong"

@@ -21,7 +21,8 @@ import hocket
 from hocket.fsdp.saving.checkpoint import load, save
 from hocket.fsdp.saving.harmless import HarmlessPlanner, HarmlessReader
 from hocket.train import checkpoint
-from hocket.train.damage import CHECK, META, checksum, sealed
+from hocket.fsdp.saving.archives import checksum
+from hocket.train.damage import CHECK, META, sealed
 from tests.test_checkpoint import groups, save_steps, settings_in
 
 
@@ -105,7 +106,7 @@ def test_metadata_of_a_run_runs_nothing(tmp_path: Path, way: Way) -> None:
     folder = tmp_path / "checkpoints" / "step-00000001"
     poison(folder, way, tmp_path / "made")
     meta = json.loads((folder / META).read_text())
-    meta["files"][".metadata"] = checksum(folder / ".metadata")
+    meta["files"][".metadata"] = list(checksum(folder / ".metadata"))
     (folder / META).write_text(json.dumps(sealed({name: meta[name] for name in meta if name != CHECK})))
     with pytest.raises(ValueError, match=r"run\.resume = .*\.metadata (cannot be read: it asks|names files)"):
         checkpoint.restore(settings_in(tmp_path), groups(None))

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.optim import Optimizer
 
+from hocket.fsdp.saving.archives import checksum, write_archives
 from hocket.fsdp.saving.harmless import HarmlessPlanner, HarmlessReader
 from hocket.fsdp.saving.kept import Inventory
 from hocket.fsdp.saving.optimizer_state import optimizer_state_like, put, room_for, split
@@ -35,13 +36,15 @@ if TYPE_CHECKING:
 MODEL, OPTIMIZER = "model", "optimizer"
 """The keys of a checkpoint."""
 
+METADATA = ".metadata"
+"""The file in which DCP says where each tensor is."""
+
 
 class CheckpointWriter(dcp.FileSystemWriter):
     """Writes a folder in DCP's format. See Note: [A checkpoint is there or it is not].
 
     The folder gets its name when DCP is done; with `publishes` false the caller has more to write, and does that.
-    `of_copies` says that it writes copies in host memory, in a thread; `apart`, that each host has a folder of its own
-    under that name, and files of its ranks alone. `others` are further names of parameters of the
+    `apart` says that each host has a folder of its own under that name, and files of its ranks alone. `others` are further names of parameters of the
     key `model`: they get entries that point to the same bytes, so that a plain module finds every name of a shared
     parameter.
     """
@@ -52,14 +55,13 @@ class CheckpointWriter(dcp.FileSystemWriter):
         others: Mapping[str, str] | None = None,
         *,
         publishes: bool = True,
-        of_copies: bool = False,
         apart: bool = False,
     ) -> None:
         self.folder, self.others, self.publishes, self.apart = folder, dict(others or {}), publishes, apart
+        self.sums: dict[str, list[int]] = {}
+        """Bytes and CRC-32 of each file that this rank has written."""
         self._begun = False
-        # DCP's way to copy from a GPU while it writes would take the thread's current device, which is GPU 0.
-        ahead = 0 if of_copies else 10_000_000
-        super().__init__(folder.temporary, sync_files=True, per_thread_copy_ahead=ahead)
+        super().__init__(folder.temporary, sync_files=True)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Every rank, before the coordinator has made room: nothing yet."""
@@ -72,15 +74,14 @@ class CheckpointWriter(dcp.FileSystemWriter):
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Every rank: write its file and wait until it is on disk. Raises OSError."""
+        """Every rank: write its files and wait until they are on disk. Raises OSError."""
         self._begun = True
         self.folder.temporary.mkdir(parents=True, exist_ok=True)  # on a host that does not share it: see `_check`
-        try:
-            return super().write_data(plan, planner)
-        except RuntimeError as error:  # torch's archives, closed after an error, say only that they are too short
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from None
-            raise
+        files = write_archives(self.folder.temporary / plan.storage_data.prefix, plan.items, planner)
+        self.sums = {file.path.name: [file.size, file.crc] for file, _ in files}
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([result for _, results in files for result in results])
+        return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """The coordinator, when all ranks have written."""
@@ -88,6 +89,7 @@ class CheckpointWriter(dcp.FileSystemWriter):
             self._check(results)
         self._add_other_names(metadata, results)
         super().finish(metadata, results)
+        self.sums[METADATA] = list(checksum(self.folder.temporary / METADATA))
         if self.publishes:
             self.folder.publish()
 
@@ -123,7 +125,7 @@ class CheckpointReader(HarmlessReader):
     """Tells a folder that is no checkpoint by metadata without entries, on every rank alike."""
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
-        if not (Path(self.path) / ".metadata").is_file():
+        if not (Path(self.path) / METADATA).is_file():
             return Metadata({})
         return super().read_metadata(*args, **options)
 
