@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hocket.fsdp.saving.archives import checksum
-from hocket.fsdp.saving.dcp import METADATA
+from hocket.fsdp.saving.harmless import METADATA
 from hocket.runtime.world import everyone, rank_and_world
 
 FORMAT = 1

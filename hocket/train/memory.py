@@ -41,9 +41,9 @@ from hocket.config import COPIES
 from hocket.environment import available_memory
 from hocket.fsdp.saving import background
 from hocket.fsdp.saving.background import Saving, copied_bytes
-from hocket.fsdp.saving.dcp import METADATA, CheckpointWriter, run_dcp
+from hocket.fsdp.saving.dcp import CheckpointWriter, run_dcp
 from hocket.fsdp.saving.flat_tensor import FlatTensor
-from hocket.fsdp.saving.harmless import HarmlessReader
+from hocket.fsdp.saving.harmless import METADATA, HarmlessReader
 from hocket.fsdp.saving.whole import WholeFolder, free, shown
 from hocket.resolve import Settings
 from hocket.runtime.sent_files import Sent, send_files

@@ -132,6 +132,7 @@ def test_objects_beside_tensors_run_nothing(tmp_path: Path) -> None:
     for index, other in metadata.storage_data.items():
         if "extra" in index.fqn:
             other.length = len(harm.getvalue())
+            del other.crc  # as in a checkpoint of before there was any
         elif other.offset > entry.offset:
             other.offset += len(harm.getvalue()) - entry.length
     (tmp_path / "saved" / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -166,7 +167,7 @@ def test_members_of_enumerations_are_read_as_older_pythons_write_them(tmp_path: 
 def test_a_damaged_pickle_is_named(tmp_path: Path) -> None:
     save_steps(0, tmp_path, [1])
     file = tmp_path / "checkpoints" / "step-00000001" / ".metadata"
-    for content in (b"", b"\x80\x05.", file.read_bytes()[:-9], pickle.dumps(3)):
+    for content in (b"", b"\x80\x05.", file.read_bytes()[:-19], pickle.dumps(3)):
         file.write_bytes(content)
         with pytest.raises(ValueError, match=r"\.metadata cannot be read: "):
             HarmlessReader(file.parent).read_metadata()

@@ -7,6 +7,7 @@ import io
 import warnings
 import zipfile
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,8 +24,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from hocket.fsdp.saving.archives import checksum, write_archives
-from hocket.fsdp.saving.harmless import HarmlessPlanner, HarmlessReader
+from hocket.fsdp.saving.archives import CRC, FILES, checksum, write_archives
+from hocket.fsdp.saving.harmless import METADATA, HarmlessPlanner, HarmlessReader, seal
 from hocket.fsdp.saving.kept import Inventory
 from hocket.fsdp.saving.optimizer_state import optimizer_state_like, put, room_for, split
 from hocket.fsdp.saving.state import EXTRA, differences, entries, listed
@@ -35,9 +36,6 @@ if TYPE_CHECKING:
 
 MODEL, OPTIMIZER = "model", "optimizer"
 """The keys of a checkpoint."""
-
-METADATA = ".metadata"
-"""The file in which DCP says where each tensor is."""
 
 
 class CheckpointWriter(dcp.FileSystemWriter):
@@ -89,6 +87,7 @@ class CheckpointWriter(dcp.FileSystemWriter):
             self._check(results)
         self._add_other_names(metadata, results)
         super().finish(metadata, results)
+        seal(self.folder.temporary / METADATA)
         self.sums[METADATA] = list(checksum(self.folder.temporary / METADATA))
         if self.publishes:
             self.folder.publish()
@@ -131,23 +130,34 @@ class CheckpointReader(HarmlessReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Every rank: read what it wants, if none of that is damaged. Raises ValueError, before it loads anything."""
-        checked = plan.items if torch.serialization.get_crc32_options() else []  # else they were not written
-        wanted = {item.storage_index: self.storage_data[item.storage_index] for item in checked}
-        for index, stored in wanted.items():
-            file = Path(self.path) / stored.relative_path
-            if not stored.transform_descriptors and not _whole(file, stored.offset, stored.length):
+        wanted = {item.storage_index: self.storage_data[item.storage_index] for item in plan.items}
+        folder = Path(self.path)
+        with ThreadPoolExecutor(FILES) as pool:
+            whole = list(pool.map(lambda stored: _whole(folder / stored.relative_path, stored), wanted.values()))
+        for (index, stored), ok in zip(wanted.items(), whole, strict=True):
+            if not ok:
+                file = folder / stored.relative_path
+                fix = "load another one"
+                if CRC not in vars(stored):
+                    fix += ". If it was saved under torch.serialization.set_crc32_options(False), load it so, too"
                 raise ValueError(
-                    f"checkpoint {self.path} is damaged: the checksum of {index.fqn} in {file} is wrong; load another "
-                    "one. If it was saved under torch.serialization.set_crc32_options(False), load it so, too"
+                    f"checkpoint {folder} is damaged: the checksum of {index.fqn} in {file} is wrong; {fix}"
                 )
         return super().read_data(plan, planner)
 
 
-def _whole(file: Path, offset: int, length: int) -> bool:
-    """Whether an archive of torch in a file has the checksums that it names, at which torch itself does not look."""
+def _whole(file: Path, stored: Any) -> bool:
+    """Whether a range of a file is what was written, by the checksum in the metadata.
+
+    Checkpoints of before there was one have those of torch's archives, at which torch itself does not look.
+    """
+    if (crc := vars(stored).get(CRC)) is not None:
+        return checksum(file, stored.offset, stored.length) == (stored.length, crc)
+    if stored.transform_descriptors or not torch.serialization.get_crc32_options():  # else they were not written
+        return True
     with file.open("rb") as stream:
-        stream.seek(offset)
-        content = stream.read(length)
+        stream.seek(stored.offset)
+        content = stream.read(stored.length)
     if not content.startswith(b"PK"):  # what else DCP can write, or somebody's damage, is for torch to read
         return True
     try:
