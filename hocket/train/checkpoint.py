@@ -36,7 +36,7 @@ from hocket.fsdp.saving.flat_tensor import FlatTensor
 from hocket.fsdp.saving.harmless import HarmlessPlanner, HarmlessReader
 from hocket.fsdp.saving.whole import WholeFolder, clean_up, free, remove, shown, sync
 from hocket.resolve import Settings
-from hocket.runtime.world import by_first, everyone, together
+from hocket.runtime.world import by_first, everyone
 from hocket.settings.schema import digest, problem
 from hocket.train.changes import changes, stored, told
 from hocket.train.damage import FORMAT, META, damage_of, sealed

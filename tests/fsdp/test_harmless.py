@@ -18,10 +18,10 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 import hocket
+from hocket.fsdp.saving.archives import checksum
 from hocket.fsdp.saving.checkpoint import load, save
 from hocket.fsdp.saving.harmless import HarmlessPlanner, HarmlessReader
 from hocket.train import checkpoint
-from hocket.fsdp.saving.archives import checksum
 from hocket.train.damage import CHECK, META, sealed
 from tests.test_checkpoint import groups, save_steps, settings_in
 

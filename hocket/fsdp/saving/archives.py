@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,8 +45,8 @@ def write_archives(
 ) -> list[tuple[ArchiveFile, list[WriteResult]]]:
     """Write a rank's items to files whose names begin so, and wait until all are on disk. Raises OSError."""
     sizes = [_size(item) for item in items]
-    tensors = (planner.resolve_data(item) for item in items if item.type != WriteItemType.BYTE_IO)
-    device = next((tensor.device for tensor in tensors if not tensor.is_cpu), None)
+    values = (planner.resolve_data(item) for item in items if item.type != WriteItemType.BYTE_IO)
+    device = next((value.device for value in values if isinstance(value, Tensor) and not value.is_cpu), None)
     parts = _divided(sizes, max(1, min(FILES, sum(sizes) // LEAST)))
 
     def write(number: int) -> tuple[ArchiveFile, list[WriteResult]]:
@@ -120,7 +121,7 @@ class ArchiveFile:
                 if self._pinned is None:
                     self._pinned = torch.empty(BLOCK, dtype=torch.uint8, pin_memory=True)
                 block = self._pinned[: block.numel()].copy_(block)
-            yield memoryview(block.numpy())
+            yield block.numpy().data
 
     def _put(self, piece: bytes | bytearray | memoryview) -> None:
         self.crc, self.size = zlib.crc32(piece, self.crc), self.size + len(piece)
@@ -139,19 +140,19 @@ class ArchiveFile:
             rest = rest[self._file.write(rest) :]
 
 
-class _Frame(io.RawIOBase):
+class _Frame(io.BytesIO):
     """What `torch.save` writes `ahead` of a tensor's elements and `behind` them, with a `hole` of so many bytes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ahead, self.hole, self.behind = bytearray(), 0, bytearray()
 
-    def write(self, piece: memoryview) -> int:  # type: ignore[override]
+    def write(self, piece: Any) -> int:
         (self.behind if self.hole else self.ahead).extend(piece)
         return len(piece)
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        assert whence == os.SEEK_CUR and not self.hole, "torch skips the elements once"
+        assert (whence, self.hole) == (os.SEEK_CUR, 0), "torch skips the elements once"
         self.hole = offset
         return offset
 
@@ -170,8 +171,9 @@ def _with_checksum(behind: bytes, crc: int) -> bytearray:
     """What comes behind elements that have this CRC-32. A zip has it there, and again in its directory."""
     content = bytearray(behind)
     places = 4, content.rindex(_NAME) - 30
-    assert behind.startswith(_DESCRIPTOR) and not any(any(behind[at : at + 4]) for at in places), "another archive"
+    assert behind.startswith(_DESCRIPTOR), "another kind of archive"
     for at in places:
+        assert not any(content[at : at + 4]), "there is a checksum already"
         content[at : at + 4] = crc.to_bytes(4, "little")
     return content
 
@@ -203,7 +205,7 @@ def joined(first: int, second: int, length: int) -> int:
 
 @functools.lru_cache(4096)
 def _power(nbytes: int) -> int:
-    """x to the power of as many bits, modulo the polynomial. The highest bit is the coefficient of 1."""
+    """X to the power of as many bits, modulo the polynomial. The highest bit is the coefficient of 1."""
     power, square = 1 << 31, 1 << 23  # x ** 8
     while nbytes:
         if nbytes & 1:

@@ -42,9 +42,9 @@ class CheckpointWriter(dcp.FileSystemWriter):
     """Writes a folder in DCP's format. See Note: [A checkpoint is there or it is not].
 
     The folder gets its name when DCP is done; with `publishes` false the caller has more to write, and does that.
-    `apart` says that each host has a folder of its own under that name, and files of its ranks alone. `others` are further names of parameters of the
-    key `model`: they get entries that point to the same bytes, so that a plain module finds every name of a shared
-    parameter.
+    `apart` says that each host has a folder of its own under that name, and files of its ranks alone. `others` are
+    further names of parameters of the key `model`: they get entries that point to the same bytes, so that a plain
+    module finds every name of a shared parameter.
     """
 
     def __init__(
