@@ -44,6 +44,7 @@ from benchmarks.faulty_runs import (
     Link,
     Run,
     Trial,
+    Way,
     mount,
     unmount,
     why_no_disk,
