@@ -279,13 +279,14 @@ def on_a_bad_link(trial: Trial, whole: Any) -> tuple[str, str]:
         link.close()
 
 
+FULL, TORCHRUN_KILLED = "a file system is full", "torchrun is killed"
 _USUAL: dict[str, Callable[[Trial], Run]] = {
     "a rank is killed": kill_rank,
     "a rank stands still": stop_rank,
     "the launcher is killed": kill_launcher,
     "all processes are killed": kill_all,
     "files end early: a full disk": short_writes,
-    "a file system is full": full_disk,
+    FULL: full_disk,
     "the folder of checkpoints is gone": no_folder,
     "a checkpoint is cut off": damaged(_newest_files, cut),
     "a bit of a checkpoint flips": damaged(_newest_files, flip),
@@ -300,11 +301,10 @@ FAULTS: dict[str, tuple[Way, Callable[[Trial], Run]]] = {
     **{kind: (PLAIN, fault) for kind, fault in _USUAL.items()},
     **{f"a rank is killed, {how}": (way, kill_rank) for how, way in WAYS.items()},
     "a rank stands still, under torchrun": (UNDER_TORCHRUN, stop_rank),
-    "torchrun is killed": (UNDER_TORCHRUN, kill_launcher),
+    TORCHRUN_KILLED: (UNDER_TORCHRUN, kill_launcher),
     "all processes are killed, with copies in memory": (COPIES, kill_all),
     "a bit of a copy in memory flips": (COPIES, damaged(_copies, flip)),
 }
-FULL = "a file system is full"
 LINK, HOST, BAD_LINK = "a link is cut", "a host is gone, with its memory", "a link is slow and loses packets"
 LINKS: dict[str, Callable[[Trial, Any], tuple[str, str]]] = {
     LINK: partial(on_link, cut_link, False),
