@@ -16,6 +16,7 @@ from hocket.adapters import transformers
 from hocket.adapters.costs import price_of, sizes_of
 from hocket.adapters.cut import ELSE, Adapter, Cut, Values, refuse
 from hocket.adapters.own import OwnModel
+from hocket.adapters.shareable import unshareable
 from hocket.adapters.source import AdaptedModel
 from hocket.adapters.verify import verify
 from hocket.config import Config
@@ -57,8 +58,9 @@ def plan_model(
     cut = Cut(_adapter(model))
     _check(cut, config, values)
     _check_widths(cut, changed(config, {"precision.compute": "fp32"}))  # in which layers are compared
-    top_k = verify(cut)
-    config = replace(config, model=sizes_of(cut, top_k))
+    shared = config.mesh.cp > 1
+    top_k = verify(cut, shared, config.plan.mlp_pieces != 1)
+    config = replace(config, model=sizes_of(cut, top_k, shared))
     price = price_of(cut)
     if config.plan.graphs == "auto":
         # hocket cannot know what a foreign forward does while it is recorded.
@@ -76,7 +78,8 @@ def plan_model(
     if values is None:
         _check_alike(cut)
     rank = dist.get_rank() if dist.is_initialized() else 0
-    engine = Engine(resolved, rank, device, source=AdaptedModel(cut, values))
+    method = resolved.overlap.cp.method if shared else ""
+    engine = Engine(resolved, rank, device, source=AdaptedModel(cut, values, method))
     engine.init_weights()
     names = {name: (cut.theirs[name], param.shape) for name, param in cut.params.items()}
     return PlannedStep(engine, resolved, price, names, *_beside(cut, values))
@@ -127,11 +130,8 @@ def _check(cut: Cut, config: Config, values: Values | None) -> None:
     problems = other_ranks(config)
     if config.mesh.tp > 1:
         problems.append(f"mesh.tp = {config.mesh.tp}: heads of a model of others stay together; fix: mesh.tp = 1")
-    if config.mesh.cp > 1:
-        problems.append(
-            f"mesh.cp = {config.mesh.cp}: attention of a model of others has its sequences whole; fix: mesh.cp = 1, or "
-            "without a plan hocket.context_parallel and hocket.fully_shard"
-        )
+    if config.mesh.cp > 1 and (reason := unshareable(model)):
+        problems.append(f"mesh.cp = {config.mesh.cp}: {reason}; fix: mesh.cp = 1")
     if config.plan.pieces > 1:
         problems.append(
             f"plan.loss_pieces = {config.plan.pieces}: a model of others makes its logits itself; fix: "

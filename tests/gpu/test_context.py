@@ -97,6 +97,7 @@ def norms(rank: int, c: Config, steps: int = 3) -> list[tuple[float, float]]:
         result = engine.train_step(batch, 1e-3)
         found.append((engine.agree(result.loss)[0], float(result.grad_norm)))
     assert engine.replays == (c.plan.graphs == "on")
+    engine.forget_graph()  # which keeps gradients where it writes them
     engine.assert_clean()
     engine.close()
     return found
