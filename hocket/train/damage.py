@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from hocket.fsdp.saving.archives import checksum
+from hocket.fsdp.saving.archives import FILES, checksum
 from hocket.fsdp.saving.harmless import METADATA
 from hocket.runtime.world import everyone, rank_and_world
 
@@ -38,8 +39,9 @@ def _damage_seen(path: Path) -> str:
         if not is_sealed(meta):
             return f"the checksum of {path / META} is wrong"
         rank, world = rank_and_world()
-        found = (damage_of_file(path / name, entry) for name, entry in sorted(meta["files"].items())[rank::world])
-        return next(filter(None, found), "")
+        mine = sorted(meta["files"].items())[rank::world]
+        with ThreadPoolExecutor(FILES) as pool:
+            return next(filter(None, pool.map(lambda each: damage_of_file(path / each[0], each[1]), mine)), "")
     except FileNotFoundError:
         return f"{path} is not a checkpoint: it has no {META}" if path.exists() else f"{path} does not exist"
     except OSError as error:
