@@ -1,4 +1,4 @@
-"""Layers of transformers whose sequences context-parallel ranks share: attention cut where keys and values travel.
+"""Layers of transformers whose sequences ranks or documents share: attention cut where keys and values travel.
 
 hocket calls the projections and norms of the module `self_attn`, and the function by which its file turns queries and
 keys; what heads find is hocket's attention. So keys and values travel on a lane of their own, while queries are made.
@@ -20,16 +20,17 @@ from torch import Tensor
 
 from hocket.adapters.chunk import DenseParts, ExpertParts
 from hocket.adapters.decoder_layer import Unfit
-from hocket.adapters.layer import DenseLayer, ExpertLayer
 from hocket.model.context import Context
 from hocket.model.context_layers import cut_as
+from hocket.model.documents import Documents
 from hocket.model.heads import Heads
-from hocket.model.moe import ExpertPlace, Routed
+from hocket.model.moe import Routed
 from hocket.model.source import ChunkPlace
 from hocket.parallel.routing import Routing
-from hocket.runtime.comm import Group
 
-Told = Callable[[Tensor, Context], Any]
+Places = Context | Documents
+"""Of tokens of sequences that ranks share, or that documents share."""
+Told = Callable[[Tensor, Places], Any]
 """Gives what a layer is told, from hidden states and the places of their tokens."""
 
 MASKLESS = "hocket_plan"
@@ -59,12 +60,12 @@ class SharedAttention(Heads):
         self.heads, self.kv_heads = (p.out_features // self.head_dim for p in (module.q_proj, module.k_proj))
         self._turn = sys.modules[type(module).__module__].apply_rotary_pos_emb if _turns(module) else None
 
-    def keys(self, h_BSD: Tensor, context: Context) -> Tensor:
+    def keys(self, h_BSD: Tensor, context: Places) -> Tensor:
         """Keys and values of a rank's tokens, side by side: [T, 2 * K * N]."""
         k_THN = self._made("k", h_BSD, context)
         return torch.cat([k_THN.flatten(1), self._module.v_proj(h_BSD).flatten(0, 1)], -1)
 
-    def queries(self, h_BSD: Tensor, context: Context) -> tuple[Tensor, None]:
+    def queries(self, h_BSD: Tensor, context: Places) -> tuple[Tensor, None]:
         """Queries of a rank's tokens, [T, H, N]. They have no gates."""
         return self._made("q", h_BSD, context), None
 
@@ -72,7 +73,7 @@ class SharedAttention(Heads):
         """What attention adds to the residual stream."""
         return self._module.o_proj(o_BSF)
 
-    def _made(self, name: str, h_BSD: Tensor, context: Context) -> Tensor:
+    def _made(self, name: str, h_BSD: Tensor, context: Places) -> Tensor:
         """Queries `q` or keys `k`, with their norm and positions: [T, H, N]."""
         made: Tensor = getattr(self._module, f"{name}_proj")(h_BSD)
         norm: Any = getattr(self._module, f"{name}_norm", None)
@@ -96,6 +97,7 @@ class _Shared:
     """What both kinds of layers have in common."""
 
     layer: Any
+    attn: SharedAttention
 
     def normed(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
         """The input of attention, and the residual stream."""
@@ -108,32 +110,60 @@ class _Shared:
 class SharedDense(_Shared, DenseParts):
     """A dense layer."""
 
-    def __init__(self, layer: DenseLayer, attn: SharedAttention, group: Group, pieces: int) -> None:
-        super().__init__(layer, lambda x_BSD: None, pieces)
-        self.attn, self.group = attn, group
-
     def added(self, x_BSD: Tensor, more_BSD: Tensor, context: Context) -> Tensor:
         """The residual stream behind attention."""
         return self._stream(x_BSD, more_BSD)
 
 
 class SharedExperts(_Shared, ExpertParts):
-    """A layer with `experts` experts, in the whole model."""
-
-    def __init__(self, layer: ExpertLayer, attn: SharedAttention, group: Group, experts: int, ep: ExpertPlace) -> None:
-        super().__init__(layer, lambda x_BSD: None, experts, ep)
-        self.attn, self.group = attn, group
+    """A layer with experts."""
 
     def added(self, x_BSD: Tensor, more_BSD: Tensor, context: Context, kept: Routing | None = None) -> Routed:
         """Routed rows of the residual stream behind attention."""
         return self.routed(self._stream(x_BSD, more_BSD), kept)
 
 
+class _Packed(_Shared):
+    """Where a rank has its sequences whole, and documents share them."""
+
+    def attended(self, x_BSD: Tensor, documents: Documents) -> Tensor:
+        """The residual stream behind attention."""
+        h_BSD, attn, batch = self.layer.before(x_BSD), self.attn, x_BSD.shape[0]
+        kv_TX, (q_THN, _) = attn.keys(h_BSD, documents), attn.queries(h_BSD, documents)
+        k_TKN, v_TKN = kv_TX.view(len(kv_TX), 2, attn.kv_heads, attn.head_dim).unbind(1)
+        found_THN = attn.whole(q_THN, k_TKN, v_TKN, batch, documents)
+        return self._stream(x_BSD, attn.projected(found_THN.flatten(1), None, batch))
+
+
+class PackedDense(_Packed, DenseParts):
+    """A dense layer."""
+
+    def forward_attn(self, x_BSD: Tensor, documents: Any = None) -> Tensor:
+        """The first piece, inside of documents."""
+        return self.attended(x_BSD, documents)
+
+
+class PackedExperts(_Packed, ExpertParts):
+    """A layer with experts."""
+
+    def forward_attn(self, x_BSD: Tensor, documents: Any = None, kept: Routing | None = None) -> Routed:
+        """The pieces before the dispatch, inside of documents."""
+        return self.routed(self.attended(x_BSD, documents), kept)
+
+
+WHOLE = "whole"
+"""The method of ranks that have their sequences whole."""
+
+
 def shared_parts(
     layer: Any, attn: SharedAttention, place: ChunkPlace, method: str, experts: int
 ) -> DenseParts | ExpertParts:
     """The parts of a copied layer; `experts` are those of the whole model, 0 for a dense layer."""
-    assert place.groups is not None, "ranks that share sequences have a group"
-    if not experts:
-        return cut_as(method, SharedDense)(layer, attn, place.groups.cp, place.linears.mlp_pieces)
-    return cut_as(method, SharedExperts)(layer, attn, place.groups.cp, experts, place.ep)
+    assert place.groups is not None, "ranks have groups"
+    kinds: Any = (PackedDense, PackedExperts)
+    if method != WHOLE:
+        kinds = cut_as(method, SharedDense), cut_as(method, SharedExperts)
+    how = (experts, place.ep) if experts else (place.linears.mlp_pieces,)
+    parts = kinds[experts > 0](layer, lambda x_BSD: None, *how)
+    parts.attn, parts.group = attn, place.groups.cp
+    return parts

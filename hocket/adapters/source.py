@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +14,8 @@ from hocket.adapters.chunk import AdaptedChunk, DenseParts, ExpertParts
 from hocket.adapters.cut import Cut, Ends, Values
 from hocket.adapters.layer import ExpertLayer
 from hocket.adapters.shareable import windows_of
-from hocket.adapters.shared_layers import SharedAttention, shared_parts, without_masks
+from hocket.adapters.shared_layers import Places, SharedAttention, shared_parts, without_masks
 from hocket.config import Config
-from hocket.model.context import Context
 from hocket.model.source import ChunkLike, ChunkPlace
 from hocket.program.ops import Layout
 from hocket.program.stages import layout_of
@@ -28,7 +28,7 @@ class AdaptedModel:
     def __init__(self, cut: Cut, values: Values | None = None, method: str = "") -> None:
         """`values` for a model on the meta device; otherwise first values are the model's own.
 
-        `method` says what travels between ranks that share sequences.
+        `method` says what travels between ranks that share sequences; `whole` where documents alone share them.
         """
         self.cut, self._values, self._method = cut, values, method
 
@@ -57,8 +57,7 @@ class AdaptedModel:
             memo[id(param)] = stand_in
             if any(name.startswith(prefix) for prefix in wanted):
                 parameters[name] = stand_in
-        shared = place.groups is not None and place.groups.cp.size > 1
-        if shared:
+        if self._method:
             config: Any = cut.adapter.model.config
             memo[id(config)] = without_masks(config)
         ends = cut.adapter.ends(dict(memo))
@@ -68,7 +67,7 @@ class AdaptedModel:
             layer: Any = cut.copied(number, dict(memo), fused=place.device.type == "cuda")
             experts = cut.experts if isinstance(layer, ExpertLayer) else 0
             told = _of_layer(contexts, number)
-            if shared:
+            if self._method:
                 window = windows_of(cut.adapter.model.config)[number]
                 attn = SharedAttention(layer.module.get_submodule("self_attn"), window, told)
                 layers[number] = shared_parts(layer, attn, place, self._method, experts)
@@ -106,17 +105,17 @@ class AdaptedModel:
 def _remembered(ends: Ends) -> Callable[..., Any]:
     """What layers are told depends on the shape of hidden states alone, so it is made once for each.
 
-    Where ranks share sequences, also on the places of their tokens: the last ones are remembered.
+    Where ranks or documents share sequences, also on the places of tokens, and is kept as long as these are.
     """
-    known: dict[Any, tuple[Context | None, Any]] = {}
+    known: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 
-    def contexts(x_BSD: Tensor, context: Context | None = None) -> Any:
-        key = x_BSD.shape, x_BSD.dtype, x_BSD.device
-        if key not in known or known[key][0] is not context:
-            positions = () if context is None else (context.position_T.view(x_BSD.shape[:2]),)
+    def contexts(x_BSD: Tensor, places: Places | None = None) -> Any:
+        made, key = known.setdefault(ends if places is None else places, {}), (x_BSD.shape, x_BSD.dtype, x_BSD.device)
+        if key not in made:
+            positions = () if places is None else (places.position_T.view(x_BSD.shape[:2]),)
             with torch.inference_mode(False), torch.no_grad():
-                known[key] = context, ends.contexts(x_BSD.detach(), *positions)
-        return known[key][1]
+                made[key] = ends.contexts(x_BSD.detach(), *positions)
+        return made[key]
 
     return contexts
 

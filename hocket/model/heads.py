@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hocket.model.context import Context, among, in_order, in_ranks
+from hocket.model.context import Context, Span, among, in_order, in_ranks
 from hocket.model.documents import Documents, Seen, attend, whole_sequences
 from hocket.model.ring import Final, whole
 from hocket.model.sinks import attend_with_sinks
+from hocket.model.stretches import attend_stretch
 from hocket.runtime.destinations import destination
 
 
@@ -81,6 +82,8 @@ class Heads:
         return self.out(o_BSF, gate_BSF if gate_BSF is None else gate_BSF.reshape(o_BSF.shape))
 
     def _attend(self, q_THN: Tensor, k_TKN: Tensor, v_TKN: Tensor, seen: Seen, window: int) -> Tensor:
+        if self.sinks is None and isinstance(seen, Span):
+            return attend_stretch(q_THN, k_TKN, v_TKN, seen, window)
         if self.sinks is None:
             return attend(q_THN, k_TKN, v_TKN, seen, window)
         return attend_with_sinks(q_THN, k_TKN, v_TKN, self.sinks, seen, window)

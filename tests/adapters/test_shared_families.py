@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 pytest.importorskip(
@@ -21,6 +23,7 @@ from hocket.adapters.costs import price_of, sizes_of
 from hocket.adapters.cut import Cut
 from hocket.adapters.shareable import FAMILIES
 from hocket.adapters.transformers import Pretrained
+from hocket.model.documents import Documents, documents_of
 from hocket.model.microbatch import Microbatch
 from hocket.resolve import resolve
 from hocket.settings.origins import DEFAULTS
@@ -37,6 +40,59 @@ SMALL = 0.01
 """Share of the whole gradient's norm below which a parameter's is measured by that share."""
 OLMO3 = dict(sliding_window=3, layer_types=["sliding_attention", "full_attention"] * 2)
 CHANGES: dict[str, dict[str, Any]] = {"olmo3": OLMO3}
+
+
+class Packed(NamedTuple):
+    """A step whose sequences documents share."""
+
+    batches: Batches
+    documents: list[list[Documents]]
+    """By microbatch and data-parallel rank."""
+
+
+def packed(microbatches: int, ranks: int = 1) -> Packed:
+    """Documents of all lengths; a data-parallel rank has more targets that count than the other."""
+    numbers = [[[0, 0, 0, 1, 1, 2, 2, 2], [0] * 8], [[0] + [1] * 7, [0, 0, 1, 1, 1, 1, 1, 2]]]
+    documents = [[documents_of(torch.tensor(numbers[(m + r) % 2])) for r in range(ranks)] for m in range(microbatches)]
+    batches = given(microbatches, ranks)
+    for of_ranks in batches:
+        of_ranks[0][1][1, 5:] = -100
+    return Packed(batches, documents)
+
+
+def plain_packed(one: Any, step: Packed) -> tuple[float, dict[str, Tensor]]:
+    """The mean loss over all targets of a step, and its gradients, by transformers' own packing."""
+    pairs = zip(chain(*step.batches), chain(*step.documents), strict=True)
+    total, count = torch.zeros(()), 0
+    for (ids, targets), documents in pairs:
+        logits = one(input_ids=ids, position_ids=documents.position_T.view(ids.shape), use_cache=False).logits
+        total = total + F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        count += int((targets != -100).sum())
+    mean = total / count
+    params = dict(one.named_parameters())
+    return mean.item(), dict(zip(params, torch.autograd.grad(mean, [*params.values()]), strict=True))
+
+
+def packed_steps(rank: int, families: list[str], settings: dict[str, Any], given: Packed) -> list[dict[str, Any]]:
+    found = []
+    for family in families:
+        more = {"mesh.ep": 2} if family in EXPERTS else {}
+        both = {**settings, **more, "data.packing": "on"}
+        out = planned(made(family), both, given.batches, documents=given.documents)
+        out.pop("step").close()
+        found.append(out)
+    return found
+
+
+def compare_packed(family: str, ranks: list[dict[str, Any]], step: Packed) -> None:
+    mean, grads = plain_packed(made(family), step)
+    for rank in ranks:
+        assert rank["outcome"].loss == pytest.approx(mean, rel=ROUNDING), family
+    found = whole([piece for rank in ranks for piece in rank["grads"]])
+    least = SMALL * float(torch.stack([grad.norm() for grad in grads.values()]).norm())
+    wrong = {name: off for name, grad in grads.items() if not (off := far(found[name], grad, least)) <= ROUNDING}
+    assert found.keys() == grads.keys()
+    assert not wrong, f"gradients of {family}: {wrong}"
 
 
 def given(microbatches: int, ranks: int = 1, ignored: bool = False) -> Batches:
@@ -117,6 +173,26 @@ def test_four_ranks(way: dict[str, Any]) -> None:
     ranks = run_ranks(steps, 4, families, way, batches)
     for i, family in enumerate(families):
         compare(family, [rank[i] for rank in ranks], batches)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "families"),
+    [
+        ({"mesh.dp": 2}, list(FAMILIES)),
+        ({"mesh.cp": 2, "overlap.cp.method": "gather"}, list(FAMILIES)),
+        ({"mesh.cp": 2, "overlap.cp.method": "ring"}, ["olmo3", "qwen3_moe"]),
+        ({"mesh.cp": 2, "overlap.cp.method": "heads"}, ["olmo3", "qwen3_moe"]),
+        ({"mesh.pp": 2, "mesh.cp": 2, "plan.chunks": 2, "overlap.cp.method": "gather"}, ["mistral", "mixtral"]),
+        ({"mesh.pp": 2, "mesh.dp": 2, "plan.chunks": 2, "plan.recompute": ("attn",)}, ["olmo3", "qwen3_moe"]),
+    ],
+    ids=str,
+)
+def test_documents_share_sequences(mesh: dict[str, Any], families: list[str]) -> None:
+    """Attention and positions end where documents do, and each target of a step weighs the same."""
+    step = packed(4, mesh.get("mesh.dp", 1))
+    ranks = run_ranks(packed_steps, 4 if "mesh.pp" in mesh else 2, families, mesh, step)
+    for i, family in enumerate(families):
+        compare_packed(family, [rank[i] for rank in ranks], step)
 
 
 def test_costs_are_those_of_its_heads() -> None:
