@@ -10,6 +10,7 @@ import signal
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -135,7 +136,7 @@ def not_on_disk_on_one_rank(rank: int, folder: Path) -> str:
     return ""
 
 
-def _fail(file: int) -> None:
+def _fail(fd: Any) -> None:
     raise OSError(5, "Input/output error")
 
 
