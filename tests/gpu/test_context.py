@@ -140,7 +140,8 @@ def test_chunks_of_one_document_attend_in_parts(queries: int, keys: int, width: 
     chunks = [(range(keys - queries),), (range(keys - queries, keys),)]
     (span,) = context_of(whole_sequences(1, keys, CUDA), chunks, 1).spans
     found, wanted = [x.clone().requires_grad_() for x in given], [x.float().requires_grad_() for x in given]
-    out, exact = attend_stretch(*found, span), attend(*wanted, span)
+    out = attend_stretch(found[0], found[1], found[2], span)
+    exact = attend(wanted[0], wanted[1], wanted[2], span)
     assert (out.float() - exact).norm() < 1e-2 * exact.norm()
     out.backward(grad)
     exact.backward(grad.float())
