@@ -62,7 +62,13 @@ def one_round(result: Result) -> str:
             ratios = [f"{ratio['median']:.3f}" if ratio else "1" for ratio in over]
             cells = [f"{1e3 * row['seconds']:,.0f} ms", f"{row['tflops_per_gpu']:.0f}", *ratios, _gib(row)]
             rows.append([f"{tokens_of(found)}: {name}", *cells, str(len(row["blocks"]))])
-    head = ["tokens of a sequence: contender", "step", "TFLOP/s per GPU", "share of the bound", "speed over the best peer"]
+    head = [
+        "tokens of a sequence: contender",
+        "step",
+        "TFLOP/s per GPU",
+        "share of the bound",
+        "speed over the best peer",
+    ]
     return table([*head, "GiB", "blocks"], rows)
 
 
