@@ -9,31 +9,33 @@ from typing import Any
 
 Case = dict[str, Any]
 Values = Mapping[str, Sequence[Any]]
-Legal = Callable[[Case], bool]
+Rule = Callable[[Case], bool]
+"""Whether a case is legal, as far as the settings go that this rule looks at. All rules must be kept."""
 Cost = Callable[[Case], float]
 Item = tuple[str, Any]
 """The name of a setting, and one of its values."""
 
 CANDIDATES = 60
 """Cases that are looked at for each one that is taken."""
+PARTS = 12
+"""Combinations of settings that rules tie together which are looked at for each candidate."""
 
 
 def pairwise(
-    values: Values, legal: Legal, cost: Callable[[Case], float] = lambda case: 1.0, seed: int = 0
+    values: Values, rules: Sequence[Rule], cost: Callable[[Case], float] = lambda case: 1.0, seed: int = 0
 ) -> list[Case]:
     """Cases that cover every pair of values that any legal case has, and cost little together.
 
     Greedy: each case is built around a pair that is still missing, and covers most other missing ones for its `cost`,
     of many. At the end, those go that the others have made superfluous, the costliest first.
     """
-    chooser, parts = random.Random(seed), legal_parts(values, legal)
-    pairs = _Pairs(values, parts)
+    chooser = random.Random(seed)
+    pairs = _Pairs(values, legal_parts(values, rules))
     cases: list[Case] = []
     while wanted := pairs.one_missing():
-        fixed = [part for part in parts if all(part.get(name, value) == value for name, value in wanted)]
         candidates = []
-        for part in chooser.sample(fixed, min(CANDIDATES, len(fixed))):
-            case = pairs.completed({**part, **dict(wanted)}, chooser)
+        for _ in range(CANDIDATES):
+            case = pairs.completed(wanted, chooser)
             candidates.append((pairs.new_in(case) / cost(case), case))
         best = max(candidates, key=lambda candidate: candidate[0])[1]
         pairs.take(best)
@@ -41,18 +43,39 @@ def pairwise(
     return _needed(cases, cost)
 
 
-def legal_parts(values: Values, legal: Legal) -> list[Case]:
-    """All legal combinations of the settings that `legal` looks at; what others are makes no difference."""
+def legal_parts(values: Values, rules: Sequence[Rule]) -> list[list[Case]]:
+    """Groups of settings that no rule ties to those of other groups, and of each group all legal combinations.
+
+    So a case is legal if its part in each group is. Few rules that each look at few settings make small groups.
+    """
+    groups: list[tuple[set[str], list[Rule]]] = [({name}, []) for name in values]
+    for rule in rules:
+        names, kept = _looked_at(values, rule), [rule]
+        for group in [group for group in groups if group[0] & names]:
+            groups.remove(group)
+            names, kept = names | group[0], kept + group[1]
+        groups.append((names, kept))
+    return [_legal(values, [name for name in values if name in names], kept) for names, kept in groups]
+
+
+def _legal(values: Values, names: Sequence[str], rules: Sequence[Rule]) -> list[Case]:
+    """All combinations of these settings that the rules allow."""
+    parts = (dict(zip(names, chosen, strict=True)) for chosen in itertools.product(*(values[name] for name in names)))
+    legal = [part for part in parts if all(rule(part) for rule in rules)]
+    assert legal, f"no values of {', '.join(names)} keep all rules"
+    return legal
+
+
+def _looked_at(values: Values, rule: Rule) -> set[str]:
+    """The settings that a rule looks at, whatever their values are."""
     names: list[str] = []
     while True:
-        asked, parts = set[str](), []
+        asked = set[str]()
         for chosen in itertools.product(*(values[name] for name in names)):
-            part = dict(zip(names, chosen, strict=True))
-            case = _Watched({name: options[0] for name, options in values.items()} | part, asked)
-            if legal(case):
-                parts.append(part)
+            case = {name: options[0] for name, options in values.items()} | dict(zip(names, chosen, strict=True))
+            rule(_Watched(case, asked))
         if asked <= set(names):
-            return parts
+            return asked
         names = [name for name in values if name in asked or name in names]
 
 
@@ -71,21 +94,18 @@ class _Watched(dict[str, Any]):
 class _Pairs:
     """The pairs that are still missing: for each value the others, one bit each."""
 
-    def __init__(self, values: Values, parts: Sequence[Case]) -> None:
+    def __init__(self, values: Values, groups: Sequence[Sequence[Case]]) -> None:
         items = [(name, value) for name, options in values.items() for value in options]
         self._items, self._bit = items, {item: 1 << i for i, item in enumerate(items)}
-        self._free = {name: options for name, options in values.items() if name not in parts[0]}
+        self._groups = groups
         self._missing = dict.fromkeys(items, 0)
-        free = self._bits((name, value) for name, options in self._free.items() for value in options)
-        for part in parts:
-            bits = self._bits(part.items())
-            for item in part.items():
-                self._missing[item] |= (bits | free) & ~self._bit[item]
-        bound = self._bits(item for item in items if self._missing[item])
-        for name, options in self._free.items():
-            own = self._bits((name, value) for value in options)
-            for value in options:
-                self._missing[name, value] = (bound | free) & ~own
+        possible = [self._bits({item for part in parts for item in part.items()}) for parts in groups]
+        for own, parts in zip(possible, groups, strict=True):
+            others = sum(possible) - own  # no rule ties these to any of the group's
+            for part in parts:
+                bits = self._bits(part.items())
+                for item in part.items():
+                    self._missing[item] |= (bits | others) & ~self._bit[item]
 
     def _bits(self, items: Any) -> int:
         return sum(self._bit[item] for item in items)
@@ -97,22 +117,35 @@ class _Pairs:
                 return [item, self._items[(others & -others).bit_length() - 1]]
         return []
 
-    def completed(self, part: Case, chooser: random.Random) -> Case:
-        """A case with the values of settings that are free to choose, such that many missing pairs are in it."""
-        case, bits = dict(part), self._bits(part.items())
-        names = [name for name in self._free if name not in part]
-        chooser.shuffle(names)
-        for name in names:
-            options = chooser.sample(self._free[name], len(self._free[name]))
-            new = [(self._missing[name, value] & bits).bit_count() for value in options]
-            case[name] = options[new.index(max(new))]
-            bits |= self._bit[name, case[name]]
+    def completed(self, wanted: Sequence[Item], chooser: random.Random) -> Case:
+        """A legal case with these values, and with others such that many missing pairs are in it.
+
+        First come the groups of those values, then all others in any order.
+        """
+        case, bits = dict[str, Any](), 0
+        tied = [any(name in parts[0] for name, _ in wanted) for parts in self._groups]
+        for parts, given in sorted(zip(self._groups, tied, strict=True), key=lambda g: (not g[1], chooser.random())):
+            if given:
+                fixed = [(name, value) for name, value in wanted if name in parts[0]]
+                parts = [part for part in parts if all(part[name] == value for name, value in fixed)]
+            options = chooser.sample(parts, min(PARTS, len(parts)))
+            new = [self._new_with(part, bits) for part in options]
+            best = options[new.index(max(new))]
+            case |= best
+            bits |= self._bits(best.items())
         return case
+
+    def _new_with(self, part: Case, bits: int) -> int:
+        """How many missing pairs a part of a case brings, inside of it and with the bits that are there."""
+        own = self._bits(part.items())
+        return sum(
+            2 * (self._missing[item] & bits).bit_count() + (self._missing[item] & own).bit_count()
+            for item in part.items()
+        )
 
     def new_in(self, case: Case) -> int:
         """How many missing pairs a case has."""
-        bits = self._bits(case.items())
-        return sum((self._missing[item] & bits).bit_count() for item in case.items()) // 2
+        return self._new_with(case, 0) // 2
 
     def take(self, case: Case) -> None:
         bits = self._bits(case.items())
@@ -120,13 +153,13 @@ class _Pairs:
             self._missing[item] &= ~bits
 
 
-def drawn(values: Values, legal: Legal, count: int, seed: int = 0) -> list[Case]:
+def drawn(values: Values, rules: Sequence[Rule], count: int, seed: int = 0) -> list[Case]:
     """`count` different legal combinations out of all, which are too many to list."""
     chooser = random.Random(seed)
     cases: dict[str, Case] = {}
     while len(cases) < count:
         case = {name: chooser.choice(options) for name, options in values.items()}
-        if legal(case):
+        if all(rule(case) for rule in rules):
             cases[repr(case)] = case
     return list(cases.values())
 

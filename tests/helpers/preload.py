@@ -11,6 +11,7 @@ LIBRARIES = [
     "torch._dynamo",  # the first optimizer of a process imports it, which takes a second
     "hypothesis",
     "pytest",
+    "transformers.models.llama.modeling_llama",  # with what models of all families import, more than a second
 ]
 SHARED = ["tests.fsdp.twin", "tests.helpers.parity"]
 """What many tests' functions import."""

@@ -203,7 +203,7 @@ def legal(case: dict[str, Any]) -> bool:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Not in a decorator, for ranks of other tests import this module."""
     if "pairwise_case" in metafunc.fixturenames:
-        cases = pairwise(VALUES, legal)
+        cases = pairwise(VALUES, [legal])
         metafunc.parametrize("pairwise_case", cases, ids=lambda case: "-".join(map(str, case.values())))
 
 
