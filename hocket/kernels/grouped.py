@@ -50,6 +50,7 @@ def weight_gradients(
     add: bool = False,
     scale: float = 1.0,
     tile: Tile = TILE,
+    sources: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> None:
     """`out[e]` = or += `scale * x[rows of e].T @ g[rows of e]`: the rows from `ends[e - 1]` to `ends[e]`, int32.
 
@@ -64,7 +65,9 @@ def weight_gradients(
     grid = experts * triton.cdiv(width, tile.tall) * triton.cdiv(inner, tile.wide)
     given = (x_RD.contiguous(), g_RF.contiguous(), ends_E, out_EDF, scale, width, inner, add)
     _weight_gradients[grid,](
+        *(ends_E if source is None else source for source in sources),
         *given,
+        *(source is not None for source in sources),
         tile.tall,
         tile.wide,
         tile.deep,
@@ -76,6 +79,8 @@ def weight_gradients(
 
 @triton.jit
 def _weight_gradients(
+    of_x,
+    of_g,
     x,
     g,
     ends,
@@ -84,6 +89,8 @@ def _weight_gradients(
     width: tl.constexpr,
     inner: tl.constexpr,
     add: tl.constexpr,
+    x_gathered: tl.constexpr,
+    g_gathered: tl.constexpr,
     tall: tl.constexpr,
     wide: tl.constexpr,
     deep: tl.constexpr,
@@ -98,16 +105,30 @@ def _weight_gradients(
     m = (tile // across * tall + tl.arange(0, tall))[None, :]
     n = (tile % across * wide + tl.arange(0, wide))[None, :]
     row = tl.arange(0, deep)[:, None]
-    from_x = x + start.to(tl.int64) * width + row * width + m
-    from_g = g + start.to(tl.int64) * inner + row * inner + n
+    from_x, from_g = x + m, g + n
+    if not x_gathered:
+        from_x += start.to(tl.int64) * width + row * width
+    if not g_gathered:
+        from_g += start.to(tl.int64) * inner + row * inner
+    of_x += start + row
+    of_g += start + row
     total = tl.zeros([tall, wide], tl.float32)
     for left in range(rows, 0, -deep):
         inside = row < left
-        x_tile = tl.load(from_x, mask=inside & (m < width) if width % tall else inside, other=0.0)
-        g_tile = tl.load(from_g, mask=inside & (n < inner) if inner % wide else inside, other=0.0)
+        here_x, here_g = from_x, from_g
+        if x_gathered:
+            here_x += tl.load(of_x, mask=inside, other=0).to(tl.int64) * width
+            of_x += deep
+        if g_gathered:
+            here_g += tl.load(of_g, mask=inside, other=0).to(tl.int64) * inner
+            of_g += deep
+        x_tile = tl.load(here_x, mask=inside & (m < width) if width % tall else inside, other=0.0)
+        g_tile = tl.load(here_g, mask=inside & (n < inner) if inner % wide else inside, other=0.0)
         total = tl.dot(tl.trans(x_tile), g_tile, total)
-        from_x += deep * width
-        from_g += deep * inner
+        if not x_gathered:
+            from_x += deep * width
+        if not g_gathered:
+            from_g += deep * inner
     total *= scale
     column = tl.trans(m)
     into = out + expert.to(tl.int64) * (width * inner) + column * inner + n
