@@ -35,12 +35,12 @@ from hocket.kernels.experts import BLOCK, _gate, _gate_backward, _place
 from hocket.kernels.grouped import Tile
 
 GPU = torch.cuda.is_available()
-D, F, E, T, K = (2048, 768, 32, 8192, 8) if GPU else (64, 32, 4, 24, 4)
+D, F, E, T, K = (2048, 768, 32, 8192, 8) if GPU else (64, 128, 4, 24, 4)
 UPS = [(128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (128, 64, 64, 4, 3), (128, 64, 64, 4, 4), (256, 64, 64, 8, 3)]
 DOWNS = [(128, 128, 64, 8, 3), (128, 128, 64, 4, 3), (128, 256, 64, 8, 3), (256, 128, 64, 8, 3), (128, 64, 64, 4, 4)]
 GRADS = [(128, 256, 64, 8, 3), (128, 256, 64, 8, 5), (128, 128, 64, 4, 5)]
 if not GPU:
-    UPS = DOWNS = GRADS = [(16, 16, 16, 4, 2)]
+    UPS, DOWNS, GRADS = [(16, 16, 16, 4, 2)], [(16, wide, 16, 4, 2) for wide in (16, 64, 128)], [(16, 16, 16, 4, 2)]
 
 
 @triton.jit
@@ -78,7 +78,7 @@ def _down_backward_tma(
     for low in range(0, width, deep):
         total = tl.dot(g.load([first, low]), w.load([expert * ffn + tile * wide, low]).T, total)
     row, sums = first + tl.arange(0, tall), g_weights + tile * rows
-    _gate_backward(total, row, tile * wide, stop, weights, gate_up, g_gate_up, sums, ffn, True, wide, BLOCK)
+    _gate_backward(total, row, tile * wide, stop, weights, gate_up, g_gate_up, sums, ffn, True, wide, BLOCK if wide > BLOCK else wide)
 
 
 @dataclass

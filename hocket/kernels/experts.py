@@ -132,7 +132,7 @@ def _down_backward(
         from_g += deep
         from_w += deep
     sums = g_weights + tile * rows
-    _gate_backward(total, row, tile * wide, stop, weights, gate_up, g_gate_up, sums, ffn, weighted, wide, BLOCK)
+    _gate_backward(total, row, tile * wide, stop, weights, gate_up, g_gate_up, sums, ffn, weighted, wide, BLOCK if wide > BLOCK else wide)
 
 
 @triton.jit
