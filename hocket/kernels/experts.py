@@ -51,7 +51,7 @@ def _place(ends, slot, experts: tl.constexpr, tall: tl.constexpr, block_e: tl.co
 
 
 @triton.jit
-def _up(
+def _grouped_mm_gated(
     x, source, w, ends, weights, gate_up, inner,
     width: tl.constexpr, ffn: tl.constexpr, experts: tl.constexpr, gathered: tl.constexpr, weighted: tl.constexpr,
     tall: tl.constexpr, wide: tl.constexpr, deep: tl.constexpr, block_e: tl.constexpr,
@@ -102,7 +102,7 @@ def _gate(gate, up, row, n, stop, weights, gate_up, inner, ffn: tl.constexpr, we
 
 
 @triton.jit
-def _down_backward(
+def _grouped_mm_gate_backward(
     g, source, w, ends, weights, gate_up, g_gate_up, g_weights, rows,
     width: tl.constexpr, ffn: tl.constexpr, experts: tl.constexpr, gathered: tl.constexpr, weighted: tl.constexpr,
     tall: tl.constexpr, wide: tl.constexpr, deep: tl.constexpr, block_e: tl.constexpr,
@@ -211,7 +211,7 @@ def up(
         given = (_or(source_R, ends_E), w_EDF.contiguous(), ends_E, _or(weights_R, ends_E), gate_up_RF, inner_RF)
         sizes = (width, twice // 2, experts, source_R is not None, weights_R is not None)
         shape = (tile.tall, tile.wide, tile.deep, triton.next_power_of_2(experts))
-        _up[grid,](x_ND.contiguous(), *given, *sizes, *shape, num_warps=tile.warps, num_stages=tile.stages)
+        _grouped_mm_gated[grid,](x_ND.contiguous(), *given, *sizes, *shape, num_warps=tile.warps, num_stages=tile.stages)
     return gate_up_RF, inner_RF
 
 
@@ -234,7 +234,7 @@ def down_backward(
         shape = (tile.tall, tile.wide, tile.deep, triton.next_power_of_2(experts))
         into = (g_gate_up_RF, _or(g_weights, ends_E))
         how = {"num_warps": tile.warps, "num_stages": tile.stages}
-        _down_backward[grid,](g_ND.contiguous(), *given, *into, *sizes, *shape, **how)
+        _grouped_mm_gate_backward[grid,](g_ND.contiguous(), *given, *into, *sizes, *shape, **how)
     return g_gate_up_RF, None if g_weights is None else g_weights.sum(0)
 
 

@@ -22,6 +22,7 @@ from hocket.parallel.linears import WHOLE, Linears
 from hocket.parallel.router_losses import attach_losses, over_batch
 from hocket.parallel.routing import Routing, route
 from hocket.runtime.biases import add_bias_by_expert
+from hocket.runtime.experts import gated_experts, gates_itself
 from hocket.runtime.functional import grouped_linear, score, shift
 from hocket.runtime.norms import add_rms_norm
 
@@ -95,6 +96,9 @@ class Experts(nn.Module):
         """
         gate = partial(gated, config=self.config)
         if self.b_gate_up is None or self.b_down is None:
+            plain = self.linears.experts_in_bf16 and not self.config.swiglu_limit
+            if plain and gates_itself(rows_RD, self.w_gate_up, self.w_down):
+                return gated_experts(rows_RD, self.w_gate_up, self.w_down, offsets_L, weights_R)
             return self.linears.experts(rows_RD, self.w_gate_up, self.w_down, offsets_L, (count, weights_R), gate)
         assert weights_R is None, "a bias behind the second product is weighted too"
         gate_up_RF = add_bias_by_expert(grouped_linear(rows_RD, self.w_gate_up, offsets_L), self.b_gate_up, offsets_L)
