@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.bench.plain import Exchange, SyncMoELayer
+from benchmarks.bench.plain import Kept, SyncMoELayer
 from benchmarks.options import arguments
 from benchmarks.record import write
 from hocket.config import ModelConfig
@@ -297,7 +297,7 @@ def update(elements: int, averages: torch.dtype, device: torch.device, repeats: 
 def layer(sizes: Sizes, repeats: int) -> dict[str, Any]:
     """Forward and backward of a MoE layer, both ways: seconds, TFLOP/s, and what the time goes to."""
     made = SyncMoELayer(sizes.model, ExpertPlace(RANKS, stays=True), 1.0)
-    made.exchange = Exchange(None, RANKS, 0)
+    made.exchange = Kept(RANKS, 0)
     made.to(sizes.dtype).to_empty(device=sizes.device)
     with torch.no_grad():
         for param in made.parameters():
