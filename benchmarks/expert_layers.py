@@ -149,10 +149,11 @@ def down_tma(d: Data, tile: Tile) -> tuple[Tensor, Tensor]:
 
 def grads(d: Data, tile: Tile, gathered: bool, first: bool, add: bool = False) -> Tensor:
     """The weight gradient of the first or of the second product."""
-    x, g = (d.x if gathered else d.rows, d.g_gate_up) if first else (d.inner, d.g if gathered else d.g_rows)
-    source = d.source if gathered else None
-    out = torch.empty(E, x.shape[1], g.shape[1], device=x.device, dtype=torch.bfloat16)
-    grouped.weight_gradients(x, g, d.ends, out, add, 1.0, tile, (source, None) if first else (None, source))
+    x, g = ((d.x, d.source) if gathered else d.rows, d.g_gate_up) if first else (d.inner, d.g_rows)
+    if gathered and not first:
+        g = d.g, d.source
+    out = torch.empty(E, *((D, 2 * F) if first else (F, D)), device=d.x.device, dtype=torch.bfloat16)
+    grouped.weight_gradients(x, g, d.ends, out, add, 1.0, tile)
     return out
 
 
@@ -310,11 +311,17 @@ def main() -> None:
 
 
 def layers() -> None:
-    """A whole layer, as it is timed today, and without what only that way of keeping rows costs."""
+    """A whole layer: with single kernels, with products that gate rows, and with those that also gather them."""
     from benchmarks import kernels as k
     from benchmarks.bench.plain import Exchange, Kept, SyncMoELayer
+    from hocket.model.moe import Experts
 
-    device = torch.device("cuda")
+    class Rows(Exchange):
+        """Keeps rows, that are made."""
+
+        splits = Kept.splits
+
+    device, gates = torch.device("cuda"), Experts.gates_itself
     sizes = k.Sizes(k.qwen3_30b_a3b(), T, device)
     made = SyncMoELayer(sizes.model, k.ExpertPlace(k.RANKS, stays=True), 1.0)
     made.to(sizes.dtype).to_empty(device=device)
@@ -328,14 +335,21 @@ def layers() -> None:
         torch.autograd.grad(made(x), wanted, g)
 
     flops = k.model_flops_per_token(k.replace(sizes.model, layers=1, vocab=1, tied=True), T) * T
-    for exchange in (Exchange(None, k.RANKS, 0), Kept(k.RANKS, 0)):
+    ways = {
+        "single kernels, host stops": (False, Exchange(None, k.RANKS, 0)),
+        "single kernels": (False, Rows(None, k.RANKS, 0)),
+        "gated": (True, Rows(None, k.RANKS, 0)),
+        "gated and gathered": (True, Kept(k.RANKS, 0)),
+    }
+    for name, (gated, exchange) in ways.items():
         made.exchange = exchange
-        us = [1e6 * k.seconds(step, device, 5) for _ in range(2)]
+        Experts.gates_itself = gates if gated else lambda *_: False
+        us = [1e6 * k.seconds(step, device, 8) for _ in range(3)]
         spent = k.kernels(step, device, 200)
         total = sum(one["microseconds"] for one in spent)
         rates = ", ".join(f"{t:.0f} us {flops / t / 1e6:.0f} TFLOP/s" for t in us)
-        print(f"layer, {type(exchange).__name__}: {rates}; kernels {total:.0f} us", flush=True)
-        for one in spent[:60]:
+        print(f"layer, {name}: {rates}; kernels {total:.0f} us", flush=True)
+        for one in spent[: 40 if "and" in name else 12]:
             print(f"    {one['microseconds']:8.1f} us {one['count']:4.0f} times  {one['name'][:100]}")
 
 

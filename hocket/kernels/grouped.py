@@ -42,32 +42,41 @@ TILE = Tile(128, 256, 64, warps=8, stages=4)
 of `benchmarks.expert_grads` it adds in the least time, and writes in little more than the least."""
 
 
+GATHERED = Tile(128, 256, 64, warps=8, stages=5)
+"""The same of gathered rows, whose numbers are loaded one stage ahead of them."""
+Rows = Tensor | tuple[Tensor, Tensor]
+"""Rows in grouped order; or others, and for each row in grouped order which of them it is, int32."""
+
+
 def weight_gradients(
-    x_RD: Tensor,
-    g_RF: Tensor,
+    x_RD: Rows,
+    g_RF: Rows,
     ends_E: Tensor,
     out_EDF: Tensor,
     add: bool = False,
     scale: float = 1.0,
-    tile: Tile = TILE,
-    sources: tuple[Tensor | None, Tensor | None] = (None, None),
+    tile: Tile | None = None,
 ) -> None:
     """`out[e]` = or += `scale * x[rows of e].T @ g[rows of e]`: the rows from `ends[e - 1]` to `ends[e]`, int32.
 
     An expert without rows gets zeros, or nothing is added. What is added to is fp32.
     """
-    (_, width), inner, experts = x_RD.shape, g_RF.shape[1], len(ends_E)
+    (x, of_x), (g, of_g) = (rows if isinstance(rows, tuple) else (rows, None) for rows in (x_RD, g_RF))
+    tile = tile or (TILE if of_x is of_g is None else GATHERED)
+    width, inner, experts = x.shape[1], g.shape[1], len(ends_E)
     assert out_EDF.shape == (experts, width, inner), f"{tuple(out_EDF.shape)} is not {(experts, width, inner)}"
     assert out_EDF.is_contiguous()
     assert not add or out_EDF.dtype is torch.float32
     if not out_EDF.numel():
         return
     grid = experts * triton.cdiv(width, tile.tall) * triton.cdiv(inner, tile.wide)
-    given = (x_RD.contiguous(), g_RF.contiguous(), ends_E, out_EDF, scale, width, inner, add)
+    given = (x.contiguous(), g.contiguous(), ends_E, out_EDF, scale, width, inner, add)
+    sources = (ends_E if of_x is None else of_x, ends_E if of_g is None else of_g)
     _weight_gradients[grid,](
-        *(ends_E if source is None else source for source in sources),
+        *sources,
         *given,
-        *(source is not None for source in sources),
+        of_x is not None,
+        of_g is not None,
         tile.tall,
         tile.wide,
         tile.deep,

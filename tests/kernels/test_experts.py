@@ -13,7 +13,9 @@ from hocket.config import ModelConfig
 from hocket.kernels.experts import down_backward, up
 from hocket.kernels.grouped import Tile, weight_gradients
 from hocket.model import moe
-from hocket.model.moe import Experts
+from hocket.model.moe import ONLY, Experts, MoELayer
+from hocket.parallel import rows
+from hocket.parallel.dispatch import exchange_counts
 from hocket.runtime import experts, functional
 
 COUNTS = st.lists(st.sampled_from([0, 1, 7, 15, 16, 17, 33]), min_size=1, max_size=5)
@@ -109,11 +111,11 @@ def test_weight_gradients_of_gathered_rows(first: bool) -> None:
     ends, out, wanted = ends_of(counts), torch.empty(3, 24, 16), torch.empty(3, 24, 16)
     tile = Tile(16, 16, 16, warps=4, stages=2)
     if first:
-        weight_gradients(x, g, ends, out, tile=tile, sources=(source, None))
+        weight_gradients((x, source), g, ends, out, tile=tile)
         weight_gradients(x[source.long()], g, ends, wanted, tile=tile)
     else:
         out, wanted = (t.transpose(1, 2).contiguous() for t in (out, wanted))
-        weight_gradients(g, x, ends, out, tile=tile, sources=(None, source))
+        weight_gradients(g, (x, source), ends, out, tile=tile)
         weight_gradients(g, x[source.long()], ends, wanted, tile=tile)
     assert torch.equal(out, wanted)
 
@@ -148,3 +150,27 @@ def test_experts_leave_others_alone(monkeypatch: pytest.MonkeyPatch, why: str) -
     y = made(torch.zeros(4, 64, dtype=dtype).requires_grad_(), ends_of([4, 0, 0]))
     assert "_Experts" not in type(y.grad_fn).__name__
     assert moe.gates_itself(torch.zeros(1).bfloat16())
+
+
+def test_experts_of_tokens_are_their_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bits, though nobody makes rows."""
+    config = ModelConfig(hidden=64, experts=4, top_k=2, expert_ffn=32, heads=2, kv_heads=1, head_dim=32)
+    made = MoELayer(config, ONLY, 0.5).to_empty(device="cpu").bfloat16()
+    with torch.no_grad():
+        for param in made.parameters():
+            param.normal_(std=0.2) if param.dim() > 1 else param.fill_(1.0)
+    for module in (experts, functional, rows):
+        monkeypatch.setattr(module, "usable", lambda *tensors: True)
+    found, x, g = [], bf16(1, 21, 64), bf16(1, 21, 64)
+    for whole in (False, True):
+        leaf = x.clone().requires_grad_()
+        if whole:
+            y = made(leaf)
+            assert "_Tokens" in type(y.grad_fn).__name__
+        else:
+            sent, residual, shared, weights, probs, routing = made.forward_attn(leaf)
+            sent = made.forward_experts(sent, weights, exchange_counts(routing, None))
+            y = made.forward_unpermute(sent, residual, shared, probs, routing)
+        found.append([y.detach(), *torch.autograd.grad(y, [leaf, *made.parameters()], g)])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
