@@ -10,7 +10,6 @@ Without a GPU, and with TRITON_INTERPRET=1, sizes are tiny: it shows only that e
 """
 
 # pyrefly: ignore-errors
-# ruff: noqa: ANN001, ANN202
 from __future__ import annotations
 
 import os
@@ -78,7 +77,20 @@ def _down_backward_tma(
     for low in range(0, width, deep):
         total = tl.dot(g.load([first, low]), w.load([expert * ffn + tile * wide, low]).T, total)
     row, sums = first + tl.arange(0, tall), g_weights + tile * rows
-    _gate_backward(total, row, tile * wide, stop, weights, gate_up, g_gate_up, sums, ffn, True, wide, BLOCK if wide > BLOCK else wide)
+    _gate_backward(
+        total,
+        row,
+        tile * wide,
+        stop,
+        weights,
+        gate_up,
+        g_gate_up,
+        sums,
+        ffn,
+        True,
+        wide,
+        BLOCK if wide > BLOCK else wide,
+    )
 
 
 @dataclass
@@ -167,9 +179,12 @@ def variants() -> dict[str, Callable[[Data], Any]]:
         )
         found[f"up: rows {t}"] = lambda d, tile=tile: experts.up(d.rows, None, d.w_up, d.ends, d.weights, d.count, tile)
         found[f"up: rows, TMA {t}"] = partial(up_tma, tile=tile)
+
+    def given(d: Data) -> tuple[Tensor, ...]:
+        return d.w_down, d.ends, d.weights, d.gate_up
+
     for t in DOWNS:
         tile = Tile(*t)
-        given = lambda d: (d.w_down, d.ends, d.weights, d.gate_up)  # noqa: E731
         found[f"down backward: gathered {t}"] = lambda d, tile=tile: experts.down_backward(
             d.g, d.source, *given(d), tile
         )
@@ -205,6 +220,7 @@ def torchs(d: Data) -> dict[str, Callable[[], Any]]:
 
 def exact(d: Data) -> dict[str, list[Tensor]]:
     """Results in fp32 of the first expert's and the last one's rows."""
+
     def piece(e: int) -> dict[str, list[Tensor]]:
         lo, hi = int(d.ends[e - 1]) if e else 0, int(d.ends[e])
         here = slice(lo, hi)
@@ -237,9 +253,7 @@ def apart(d: Data, name: str, made: Any, wanted: dict[str, list[Tensor]]) -> flo
         pieces = [made[0][0], made[0][-1]]
     else:
         pieces = [*(m[:end] for m in made), *(m[start : int(d.ends[-1])] for m in made)]
-    return max(
-        float((a.float() - b).abs().max() / b.abs().max()) for a, b in zip(pieces, wanted[kind], strict=True)
-    )
+    return max(float((a.float() - b).abs().max() / b.abs().max()) for a, b in zip(pieces, wanted[kind], strict=True))
 
 
 def compiled(names: list[str]) -> list[str]:

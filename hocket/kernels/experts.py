@@ -132,7 +132,20 @@ def _grouped_mm_gate_backward(
         from_g += deep
         from_w += deep
     sums = g_weights + tile * rows
-    _gate_backward(total, row, tile * wide, stop, weights, gate_up, g_gate_up, sums, ffn, weighted, wide, BLOCK if wide > BLOCK else wide)
+    _gate_backward(
+        total,
+        row,
+        tile * wide,
+        stop,
+        weights,
+        gate_up,
+        g_gate_up,
+        sums,
+        ffn,
+        weighted,
+        wide,
+        BLOCK if wide > BLOCK else wide,
+    )
 
 
 @triton.jit
@@ -211,7 +224,9 @@ def up(
         given = (_or(source_R, ends_E), w_EDF.contiguous(), ends_E, _or(weights_R, ends_E), gate_up_RF, inner_RF)
         sizes = (width, twice // 2, experts, source_R is not None, weights_R is not None)
         shape = (tile.tall, tile.wide, tile.deep, triton.next_power_of_2(experts))
-        _grouped_mm_gated[grid,](x_ND.contiguous(), *given, *sizes, *shape, num_warps=tile.warps, num_stages=tile.stages)
+        _grouped_mm_gated[grid,](
+            x_ND.contiguous(), *given, *sizes, *shape, num_warps=tile.warps, num_stages=tile.stages
+        )
     return gate_up_RF, inner_RF
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hocket.kernels.usable import refuse_graph
 from hocket.parallel.rows import total_of
-from hocket.runtime.destinations import Destination, destination
+from hocket.runtime.destinations import destination
 from hocket.runtime.functional import grouped_mm
 from hocket.runtime.weights import Product, put
 
@@ -79,6 +79,7 @@ class _Tokens(torch.autograd.Function):
         work = partial(_weight_gradients, (x.detach(), source), g_gate_up, offsets)
         dw = ctx.where.contribute(ctx, 1, Product(work))
         dx = total_of(grouped_mm(g_gate_up, ctx.where.again().transpose(1, 2), offsets), None, place)
+        assert g_weights is not None
         g_probs = g_weights.new_empty(place.shape)
         rows.weights(g_probs, g_weights, place, back=True)
         return dx, dw, dw_down, g_probs, g, g if ctx.has_shared else None, None, None, None

@@ -217,7 +217,20 @@ def of(dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
-CALLS: list[Callable[[], None]] = [rows, per_rank, routing, router, dense, sums, adamw, grouped, experts, biases, exchange, fp8]
+CALLS: list[Callable[[], None]] = [
+    rows,
+    per_rank,
+    routing,
+    router,
+    dense,
+    sums,
+    adamw,
+    grouped,
+    experts,
+    biases,
+    exchange,
+    fp8,
+]
 """Add a function of your own here."""
 
 
