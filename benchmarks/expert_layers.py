@@ -21,6 +21,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -35,9 +36,17 @@ from hocket.kernels.grouped import Tile
 
 GPU = torch.cuda.is_available()
 D, F, E, T, K = (2048, 768, 32, 8192, 8) if GPU else (64, 128, 4, 24, 4)
-UPS = [(128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (128, 64, 64, 4, 3), (128, 64, 64, 4, 4), (256, 64, 64, 8, 3)]
-DOWNS = [(128, 128, 64, 8, 3), (128, 128, 64, 4, 3), (128, 256, 64, 8, 3), (256, 128, 64, 8, 3), (128, 64, 64, 4, 4)]
-GRADS = [(128, 256, 64, 8, 3), (128, 256, 64, 8, 5), (128, 128, 64, 4, 5)]
+UPS = [(128, 128, 64, 8, 3), (128, 128, 64, 8, 4)]
+DOWNS = [(128, 128, 64, 8, 3), (128, 256, 64, 8, 3)]
+GRADS = [(128, 256, 64, 8, 5), (256, 128, 64, 8, 5)]
+CHOSEN = (
+    "up: rows, TMA (128, 128, 64, 8, 4)", "up: rows, persistent (128, 128, 64, 8, 3)",
+    "up: rows, flat (128, 128, 64, 8, 3)", "up: rows, one (128, 128, 64, 8, 4)",
+    "up: gathered, one (128, 128, 64, 8, 4)", "up: gathered, one (128, 128, 64, 8, 3)",
+    "down backward: rows, TMA (128, 128, 64, 8, 3)", "down backward: gathered (128, 256, 64, 8, 3)",
+    "up grads: gathered (128, 256, 64, 8, 5)", "down grads: gathered (256, 128, 64, 8, 5)",
+    "down grads: gathered (128, 256, 64, 8, 5)",
+)  # fmt: skip
 if not GPU:
     UPS, DOWNS, GRADS = [(16, 16, 16, 4, 2)], [(16, wide, 16, 4, 2) for wide in (16, 64, 128)], [(16, 16, 16, 4, 2)]
 
@@ -60,6 +69,63 @@ def _up_tma(
         up = tl.dot(x_tile, w.load([expert * width + low, ffn + start]), up)
     row, n = first + tl.arange(0, tall), start + tl.arange(0, wide)
     _gate(gate, up, row, n, stop, weights, gate_up, inner, ffn, True)
+
+
+@triton.jit
+def _up_persistent(
+    x, w, ends, weights, gate_up, inner,
+    width: tl.constexpr, ffn: tl.constexpr, experts: tl.constexpr,
+    tall: tl.constexpr, wide: tl.constexpr, deep: tl.constexpr, block_e: tl.constexpr, flat: tl.constexpr,
+):  # fmt: skip
+    across: tl.constexpr = ffn // wide
+    e = tl.arange(0, block_e)
+    end = tl.load(ends + e, mask=e < experts, other=0)
+    begin = tl.load(ends + e - 1, mask=(e > 0) & (e < experts), other=0)
+    slots = tl.where(e < experts, (end - begin + tall - 1) // tall, 0)
+    behind = tl.cumsum(slots, 0)
+    tiles = tl.sum(slots) * across
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=flat):
+        slot, start = tile // across, tile % across * wide
+        expert = tl.sum((behind <= slot).to(tl.int32))
+        mine = e == expert
+        first = tl.sum(tl.where(mine, begin + (slot - behind + slots) * tall, 0))
+        stop = tl.sum(tl.where(mine, end, 0))
+        gate, up = tl.zeros([tall, wide], tl.float32), tl.zeros([tall, wide], tl.float32)
+        for low in range(0, width, deep):
+            x_tile = x.load([first, low])
+            gate = tl.dot(x_tile, w.load([expert * width + low, start]), gate)
+            up = tl.dot(x_tile, w.load([expert * width + low, ffn + start]), up)
+        row, n = first + tl.arange(0, tall), start + tl.arange(0, wide)
+        _gate(gate, up, row, n, stop, weights, gate_up, inner, ffn, True)
+
+
+@triton.jit
+def _up_one(
+    x, source, w, ends, weights, gate_up, inner,
+    width: tl.constexpr, ffn: tl.constexpr, experts: tl.constexpr, gathered: tl.constexpr,
+    tall: tl.constexpr, wide: tl.constexpr, deep: tl.constexpr, block_e: tl.constexpr,
+):  # fmt: skip
+    """One product for 8 gates and 8 ups in turn."""
+    across: tl.constexpr = ffn // wide
+    expert, first, stop = _place(ends, tl.program_id(0) // across, experts, tall, block_e)
+    if first >= stop:
+        return
+    row = first + tl.arange(0, tall)
+    here = tl.minimum(row, stop - 1)
+    taken = tl.load(source + here).to(tl.int64) if gathered else here.to(tl.int64)
+    start, k, c = tl.program_id(0) % across * wide, tl.arange(0, deep), tl.arange(0, 2 * wide)
+    column = tl.max_contiguous(tl.multiple_of(c // 16 * 8 + c % 8 + c // 8 % 2 * ffn, 8), 8)
+    from_x = x + taken[:, None] * width + k[None, :]
+    from_w = w + expert.to(tl.int64) * (2 * width * ffn) + start + k[:, None] * (2 * ffn) + column[None, :]
+    total = tl.zeros([tall, 2 * wide], tl.float32)
+    for low in range(0, width, deep):
+        total = tl.dot(tl.load(from_x), tl.load(from_w), total)
+        from_x += deep
+        from_w += deep * 2 * ffn
+    pairs = tl.permute(tl.reshape(total, [tall, wide // 8, 2, 8]), [0, 1, 3, 2])
+    gate, up = tl.split(pairs)
+    gate, up = tl.reshape(gate, [tall, wide]), tl.reshape(up, [tall, wide])
+    _gate(gate, up, row, start + tl.arange(0, wide), stop, weights, gate_up, inner, ffn, True)
 
 
 @triton.jit
@@ -147,6 +213,25 @@ def up_tma(d: Data, tile: Tile) -> tuple[Tensor, Tensor]:
     return gate_up, inner
 
 
+def up_persistent(d: Data, tile: Tile, flat: bool) -> tuple[Tensor, Tensor]:
+    gate_up, inner = d.rows.new_empty(d.count, 2 * F), d.rows.new_empty(d.count, F)
+    x = TensorDescriptor.from_tensor(d.rows, [tile.tall, tile.deep])
+    w = TensorDescriptor.from_tensor(d.w_up.view(E * D, 2 * F), [tile.deep, tile.wide])
+    sizes = (D, F, E, tile.tall, tile.wide, tile.deep, triton.next_power_of_2(E), flat)
+    how = {"num_warps": tile.warps, "num_stages": tile.stages}
+    _up_persistent[132,](x, w, d.ends, d.weights, gate_up, inner, *sizes, **how)
+    return gate_up, inner
+
+
+def up_one(d: Data, tile: Tile, gathered: bool) -> tuple[Tensor, Tensor]:
+    gate_up, inner = d.rows.new_empty(d.count, 2 * F), d.rows.new_empty(d.count, F)
+    grid = (d.count // tile.tall + E) * (F // tile.wide)
+    given = (d.x if gathered else d.rows, d.source, d.w_up, d.ends, d.weights, gate_up, inner)
+    sizes = (D, F, E, gathered, tile.tall, tile.wide, tile.deep, triton.next_power_of_2(E))
+    _up_one[grid,](*given, *sizes, num_warps=tile.warps, num_stages=tile.stages)
+    return gate_up, inner
+
+
 def down_tma(d: Data, tile: Tile) -> tuple[Tensor, Tensor]:
     out, across = torch.empty_like(d.gate_up), F // tile.wide
     g_weights = d.weights.new_empty(across, d.count)
@@ -179,6 +264,10 @@ def variants() -> dict[str, Callable[[Data], Any]]:
         )
         found[f"up: rows {t}"] = lambda d, tile=tile: experts.up(d.rows, None, d.w_up, d.ends, d.weights, d.count, tile)
         found[f"up: rows, TMA {t}"] = partial(up_tma, tile=tile)
+        found[f"up: rows, persistent {t}"] = partial(up_persistent, tile=tile, flat=False)
+        found[f"up: rows, flat {t}"] = partial(up_persistent, tile=tile, flat=True)
+        found[f"up: gathered, one {t}"] = partial(up_one, tile=tile, gathered=True)
+        found[f"up: rows, one {t}"] = partial(up_one, tile=tile, gathered=False)
 
     def given(d: Data) -> tuple[Tensor, ...]:
         return d.w_down, d.ends, d.weights, d.gate_up
@@ -195,7 +284,7 @@ def variants() -> dict[str, Callable[[Data], Any]]:
             for how, gathered in (("gathered", True), ("rows", False)):
                 tile = Tile(*t) if gathered else Tile(*t[:4], min(t[4], 4))  # indices take stages of their own
                 found[f"{name}: {how} {t}"] = partial(grads, tile=tile, gathered=gathered, first=first)
-    return found
+    return {name: run for name, run in found.items() if name in CHOSEN} if GPU else found
 
 
 def torchs(d: Data) -> dict[str, Callable[[], Any]]:
@@ -205,9 +294,16 @@ def torchs(d: Data) -> dict[str, Callable[[], Any]]:
         return torch._grouped_mm(a, b, offs=d.ends)
 
     out = torch.empty_like(d.rows)
+    leaves = d.gate_up.clone().requires_grad_(), d.weights.clone().requires_grad_()
+    gated = swiglu.swiglu(leaves[0], None, 0.0, 1.0, leaves[1])
+
+    def gate_backward() -> Any:
+        return torch.autograd.grad(gated, leaves, d.inner, retain_graph=True)
+
     return {
         "up: torch, product": lambda: mm(d.rows, d.w_up),
         "up: today, gate": lambda: swiglu.swiglu(d.gate_up, None, 0.0, 1.0, d.weights),
+        "down backward: today, gate": gate_backward,
         "up: today, spread": lambda: rows.spread(d.x, d.place, out),
         "down: torch, product": lambda: mm(d.inner, d.w_down),
         "down: today, total": lambda: rows.total(d.rows, None, d.place, None, None),
@@ -308,7 +404,7 @@ def main() -> None:
     times: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
         took(run, 2)
-    for _ in range(5 if GPU else 1):
+    for _ in range(4 if GPU else 1):
         for name, run in runs.items():
             times[name].append(took(run))
     flops = {"up": 4, "up backward": 4, "up grads": 4}
@@ -349,22 +445,47 @@ def layers() -> None:
         torch.autograd.grad(made(x), wanted, g)
 
     flops = k.model_flops_per_token(k.replace(sizes.model, layers=1, vocab=1, tied=True), T) * T
+    gated_up, gated_backward = experts.up, experts.down_backward
+
+    def up(x: Tensor, source: Tensor | None, w: Tensor, ends: Tensor, weights: Tensor | None, count: int) -> Any:
+        if source is not None:
+            return gated_up(x, source, w, ends, weights, count)
+        d = SimpleNamespace(rows=x, w_up=w, ends=ends, weights=weights, count=count)
+        return up_tma(d, Tile(128, 128, 64, 8, 4))
+
+    def down(
+        g: Tensor, source: Tensor | None, w: Tensor, ends: Tensor, weights: Tensor, gate_up: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        if source is not None:
+            return gated_backward(g, source, w, ends, weights, gate_up, Tile(128, 256, 64, 8, 3))
+        if single:
+            g_inner = torch._grouped_mm(g, w.transpose(1, 2), offs=ends)
+            ctx = SimpleNamespace(saved_tensors=(gate_up, weights, None), limits=(0.0, 1.0, False))
+            return swiglu._Swiglu.backward(ctx, g_inner)[:2]
+        d = SimpleNamespace(g_rows=g, w_down=w, ends=ends, weights=weights, count=len(g), gate_up=gate_up)
+        return down_tma(d, Tile(128, 128, 64, 8, 3))
+
+    experts.up, experts.down_backward = up, down
     ways = {
-        "single kernels, host stops": (False, Exchange(None, k.RANKS, 0)),
-        "single kernels": (False, Rows(None, k.RANKS, 0)),
-        "gated": (True, Rows(None, k.RANKS, 0)),
-        "gated and gathered": (True, Kept(k.RANKS, 0)),
+        "single kernels": (False, False, Rows(None, k.RANKS, 0)),
+        "gated forward": (True, True, Rows(None, k.RANKS, 0)),
+        "gated": (True, False, Rows(None, k.RANKS, 0)),
+        "gated and gathered": (True, False, Kept(k.RANKS, 0)),
     }
-    for name, (gated, exchange) in ways.items():
-        made.exchange = exchange
-        Experts.gates_itself = gates if gated else lambda *_: False
-        us = [1e6 * k.seconds(step, device, 8) for _ in range(3)]
-        spent = k.kernels(step, device, 200)
-        total = sum(one["microseconds"] for one in spent)
-        rates = ", ".join(f"{t:.0f} us {flops / t / 1e6:.0f} TFLOP/s" for t in us)
-        print(f"layer, {name}: {rates}; kernels {total:.0f} us", flush=True)
-        for one in spent[: 40 if "and" in name else 12]:
-            print(f"    {one['microseconds']:8.1f} us {one['count']:4.0f} times  {one['name'][:100]}")
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(4):
+        for name, (gated, single, exchange) in ways.items():
+            made.exchange = exchange
+            Experts.gates_itself = gates if gated else lambda *_: False
+            times[name].append(1e6 * k.seconds(step, device, 6))
+            if turn == 3:
+                spent = k.kernels(step, device, 200)
+                total = sum(one["microseconds"] for one in spent)
+                us = statistics.median(times[name])
+                each = " ".join(f"{t:.0f}" for t in times[name])
+                print(f"layer, {name}: {us:.0f} us {flops / us / 1e6:.0f} TFLOP/s ({each}); kernels {total:.0f} us")
+                for one in spent[:24]:
+                    print(f"    {one['microseconds']:8.1f} us {one['count']:4.0f} times  {one['name'][:80]}")
 
 
 if __name__ == "__main__":
