@@ -302,11 +302,12 @@ def layer(sizes: Sizes, repeats: int) -> dict[str, Any]:
     with torch.no_grad():
         for param in made.parameters():
             param.normal_(std=0.02) if param.dim() > 1 else param.fill_(1.0)
-    x, g = sizes.new(1, sizes.tokens, sizes.model.hidden), torch.randn_like(sizes.new(1, sizes.tokens, 1))
+    x, g = (sizes.new(1, sizes.tokens, sizes.model.hidden) for _ in range(2))
+    g = g.detach()
     wanted = [x, *made.parameters()]
 
     def step() -> None:
-        torch.autograd.grad(made(x), wanted, g.expand_as(x))
+        torch.autograd.grad(made(x), wanted, g)
 
     alone = replace(sizes.model, layers=1, vocab=1, tied=True)
     flops = model_flops_per_token(alone, sizes.tokens) * sizes.tokens

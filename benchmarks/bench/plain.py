@@ -86,8 +86,6 @@ class SyncMoELayer(MoELayer):
     exchange: Exchange
 
     def forward(self, x_BSD: Tensor, documents: Documents | None = None) -> Tensor:
-        if isinstance(self.exchange, Kept):
-            return self.whole(x_BSD, documents, self.exchange.splits)
         rows_RD, residual_BSD, shared_BSD, weights_R, probs_TK, routing = self.forward_attn(x_BSD, documents)
         splits = self.exchange.splits(routing)
         if (sent := sum(splits.table.send)) < len(rows_RD):  # backward of a cut fills and copies a gradient

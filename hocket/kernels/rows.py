@@ -54,14 +54,6 @@ def _weights(here, there, place, choices, back: tl.constexpr, block: tl.constexp
 
 
 @triton.jit
-def _sources(probs, place, source, weights, choices, top_k: tl.constexpr, block: tl.constexpr):
-    at = tl.program_id(0) * block + tl.arange(0, block)
-    row = tl.load(place + at, mask=at < choices, other=-1).to(tl.int64)
-    tl.store(source + row, at // top_k, mask=row >= 0)
-    tl.store(weights + row, tl.load(probs + at, mask=row >= 0), mask=row >= 0)
-
-
-@triton.jit
 def _total(
     rows,
     probs,
@@ -158,15 +150,6 @@ def weights(here_NK: Tensor, there_R: Tensor, place_NK: Tensor, back: bool) -> N
     if choices := here_NK.numel():
         given = (here_NK, there_R, place_NK.contiguous(), choices, back, BLOCK)
         _weights[triton.cdiv(choices, BLOCK),](*given, num_warps=WARPS)
-
-
-def sources(probs_NK: Tensor, place_NK: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """For each place the row whose choice it is, int32 [rows], and the choice's weight, fp32 [rows]."""
-    source_R, weights_R = place_NK.new_empty(rows), probs_NK.new_empty(rows)
-    if choices := place_NK.numel():
-        given = (probs_NK.contiguous(), place_NK.contiguous(), source_R, weights_R, choices, place_NK.shape[1], BLOCK)
-        _sources[triton.cdiv(choices, BLOCK),](*given, num_warps=WARPS)
-    return source_R, weights_R
 
 
 def total(

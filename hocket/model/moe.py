@@ -6,7 +6,6 @@ F width of an expert, K experts per token, R rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,21 +17,11 @@ from hocket.config import ModelConfig
 from hocket.model.documents import Documents, Told
 from hocket.model.layers import Mlp, attention_of, gated
 from hocket.model.parameters import new_weight
-from hocket.parallel.dispatch import (
-    Splits,
-    exchange_counts,
-    from_experts,
-    rows_of,
-    send_rows,
-    to_experts,
-    unpermute,
-)
-from hocket.parallel.gathered import experts_of_tokens
+from hocket.parallel.dispatch import exchange_counts, from_experts, rows_of, send_rows, to_experts, unpermute
 from hocket.parallel.linears import WHOLE, Linears
 from hocket.parallel.router_losses import attach_losses, over_batch
 from hocket.parallel.routing import Routing, route
 from hocket.runtime.biases import add_bias_by_expert
-from hocket.runtime.experts import gated_experts, gates_itself
 from hocket.runtime.functional import grouped_linear, score, shift
 from hocket.runtime.norms import add_rms_norm
 
@@ -106,18 +95,11 @@ class Experts(nn.Module):
         """
         gate = partial(gated, config=self.config)
         if self.b_gate_up is None or self.b_down is None:
-            if self.gates_itself(rows_RD):
-                return gated_experts(rows_RD, self.w_gate_up, self.w_down, offsets_L, weights_R)
             return self.linears.experts(rows_RD, self.w_gate_up, self.w_down, offsets_L, (count, weights_R), gate)
         assert weights_R is None, "a bias behind the second product is weighted too"
         gate_up_RF = add_bias_by_expert(grouped_linear(rows_RD, self.w_gate_up, offsets_L), self.b_gate_up, offsets_L)
         inner_RF = gate(gate_up_RF, count)
         return add_bias_by_expert(grouped_linear(inner_RF, self.w_down, offsets_L), self.b_down, offsets_L)
-
-    def gates_itself(self, x_RD: Tensor) -> bool:
-        """Whether products gate the rows themselves (`runtime/experts.py`)."""
-        plain = self.b_down is None and not self.config.swiglu_limit and self.linears.experts_in_bf16
-        return plain and gates_itself(x_RD, self.w_gate_up, self.w_down)
 
 
 def _real(documents: Told | None) -> Tensor:
@@ -150,9 +132,7 @@ class MoELayer(nn.Module):
         self.router = Router(config)
         self.experts = Experts(config, config.experts // ep.size, linears)
 
-    def forward_attn(
-        self, x_BSD: Tensor, documents: Documents | None = None, kept: Routing | None = None, later: bool = False
-    ) -> Routed:
+    def forward_attn(self, x_BSD: Tensor, documents: Documents | None = None, kept: Routing | None = None) -> Routed:
         """Attention, norm, shared expert, router and permutation.
 
         Returns (rows [R, D] in sent order, residual [B, S, D], shared [B, S, D] or None, rows' weights [R] for the
@@ -162,11 +142,9 @@ class MoELayer(nn.Module):
         the first one's routing.
         """
         x_BSD, h_BSD = add_rms_norm(x_BSD, None, self.attn_norm, self.config.norm_eps, self.config.norm_plus_one)
-        return self.routed(x_BSD, self.attn(h_BSD, documents), documents, kept, later)
+        return self.routed(x_BSD, self.attn(h_BSD, documents), documents, kept)
 
-    def routed(
-        self, x_BSD: Tensor, more_BSD: Tensor, documents: Told | None, kept: Routing | None, later: bool = False
-    ) -> Routed:
+    def routed(self, x_BSD: Tensor, more_BSD: Tensor, documents: Told | None, kept: Routing | None) -> Routed:
         """What is behind attention in `forward_attn`, which adds `more` to the residual stream."""
         c = self.config
         x1_BSD, h_BSD = add_rms_norm(x_BSD, more_BSD, self.ffn_norm, c.norm_eps, c.norm_plus_one)
@@ -182,7 +160,7 @@ class MoELayer(nn.Module):
             probs_TK = attach_losses(probs_TK, logits_TE, routing, c, self.aux_scale, self.router.share, counts)
         if self.ep.per_rank and kept is None:
             routing = routing.by_rank(self.ep.size)
-        rows, weights, probs = send_rows(h_TD, probs_TK, routing, self.weighted, later or self.ep.later)
+        rows, weights, probs = send_rows(h_TD, probs_TK, routing, self.weighted, self.ep.later)
         routing.settle()
         return rows, x1_BSD, shared_BSD, weights, probs, routing
 
@@ -212,15 +190,6 @@ class MoELayer(nn.Module):
 
     def forward(self, x_BSD: Tensor, documents: Documents | None = None) -> Tensor:
         assert self.ep.size == 1, "with experts on other ranks, a plan must move the rows between the parts"
-        return self.whole(x_BSD, documents, lambda routing: exchange_counts(routing, None))
-
-    def whole(self, x_BSD: Tensor, documents: Documents | None, splits_of: Callable[[Routing], Splits]) -> Tensor:
-        """The layer where all rows stay on this rank: to the bits of its parts, without making rows where it can."""
-        h_TD, residual_BSD, shared_BSD, weights_TK, probs_TK, routing = self.forward_attn(x_BSD, documents, later=True)
-        splits, e = splits_of(routing), self.experts
-        if weights_TK is not None and e.gates_itself(h_TD):
-            params, more = (e.w_gate_up, e.w_down), (residual_BSD, shared_BSD)
-            return experts_of_tokens(h_TD, weights_TK, routing.inverse_TK, splits.offsets_L, params, more)
-        rows_RD, weights_R = self.forward_dispatch(h_TD, weights_TK, routing)
-        rows_RD = self.forward_experts(rows_RD, weights_R, splits)
+        rows_RD, residual_BSD, shared_BSD, weights_R, probs_TK, routing = self.forward_attn(x_BSD, documents)
+        rows_RD = self.forward_experts(rows_RD, weights_R, exchange_counts(routing, None))
         return self.forward_unpermute(rows_RD, residual_BSD, shared_BSD, probs_TK, routing)

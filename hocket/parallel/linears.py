@@ -39,8 +39,6 @@ class Linears:
 
     size = 1
     """Over how many ranks heads, MLP columns and the vocabulary are spread."""
-    experts_in_bf16 = True
-    """Whether products of experts' rows, and of their gradients with weights, are not in fp8."""
 
     def __init__(self, loss_pieces: int = 1) -> None:
         """Tokens go through the head in so many pieces."""
@@ -122,7 +120,6 @@ class Fp8Linears(Linears):
         """The first `ends[0]` and the last `ends[1]` layers of the model compute as without fp8."""
         super().__init__(loss_pieces)
         self.products, self.ends = products, ends
-        self.experts_in_bf16 = not (products.forward or products.dgrad)
 
     def of_layer(self, number: int, layers: int) -> Linears:
         return self if self.ends[0] <= number < layers - self.ends[1] else WHOLE
@@ -143,7 +140,7 @@ class Fp8Linears(Linears):
     def experts(
         self, rows_RD: Tensor, into: Tensor, out: Tensor, offsets_E: Tensor, of_rows: OfRows, gate: Gate
     ) -> Tensor:
-        if not self.experts_in_bf16:
+        if self.products.forward or self.products.dgrad:
             return fp8_experts(rows_RD, into, out, offsets_E, of_rows, self.products)
         return super().experts(rows_RD, into, out, offsets_E, of_rows, gate)
 

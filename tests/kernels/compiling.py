@@ -62,7 +62,6 @@ def rows() -> None:
         kernels.total(sent, None, place, x, None)
         kernels.total(sent, probs, place, x, x)
         kernels.total_backward(x, sent, probs, place)
-        kernels.sources(probs, place, 800)
         for back in (False, True):
             kernels.weights(probs, of(torch.float32, 800), place, back)
 
@@ -152,22 +151,8 @@ def grouped() -> None:
     for width, inner in ((2048, 1536), (200, 72)):
         x, g = of(BF16, 100, width), of(BF16, 100, inner)
         weight_gradients(x, g, ends, of(BF16, 4, width, inner))
-        source = of(torch.int32, 100)
         for add in (False, True):
             weight_gradients(x, g, ends, of(torch.float32, 4, width, inner), add, 0.25)
-            weight_gradients((x, source), g, ends, of(torch.float32, 4, width, inner), add, 0.25)
-            weight_gradients(x, (g, source), ends, of(BF16, 4, width, inner))
-
-
-def experts() -> None:
-    from hocket.kernels.experts import down_backward, up
-
-    ends, source, weights = of(torch.int32, 4), of(torch.int32, 100), of(torch.float32, 100)
-    for width, ffn in ((2048, 768), (200, 72)):
-        x, w, down = of(BF16, 100, width), of(BF16, 4, width, 2 * ffn), of(BF16, 4, ffn, width)
-        for gathered, weighted in ((None, weights), (source, None)):
-            gate_up, _ = up(x, gathered, w, ends, weighted, 100)
-            down_backward(x, gathered, down, ends, weighted, gate_up)
 
 
 def biases() -> None:
@@ -217,20 +202,7 @@ def of(dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
-CALLS: list[Callable[[], None]] = [
-    rows,
-    per_rank,
-    routing,
-    router,
-    dense,
-    sums,
-    adamw,
-    grouped,
-    experts,
-    biases,
-    exchange,
-    fp8,
-]
+CALLS: list[Callable[[], None]] = [rows, per_rank, routing, router, dense, sums, adamw, grouped, biases, exchange, fp8]
 """Add a function of your own here."""
 
 
