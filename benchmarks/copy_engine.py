@@ -25,13 +25,14 @@ from benchmarks.record import write
 from hocket.kernels.sums import PROGRAMS, launch
 from hocket.program.mesh import Mesh
 from hocket.runtime.comm import Groups, make_groups
-from hocket.runtime.copy_engine import CopyEngine
 
 HIDDEN, FFN, KV = 4096, 14336, 1024
 SHAPES = ((HIDDEN + 2 * KV, HIDDEN), (HIDDEN, HIDDEN), (2 * FFN, HIDDEN), (HIDDEN, FFN))
 """(out, in) of a layer's matrices."""
 LAYERS, GATHERS, REDUCES = 8, 2, 1
 WARM_UP, TIMED, ROUNDS = 3, 10, 7
+SLEEP = 40_000_000
+"""Cycles: about 20 ms."""
 SWEEP = (16, 32, 66, 132, 264, 528, 1056)
 """Numbers of programs of the local sum that are tried."""
 
@@ -40,7 +41,7 @@ Call = Callable[[], object]
 
 @dataclass
 class Unit:
-    """A layer's weights and gradients on this rank, where both transports can reach them."""
+    """A layer's weights and gradients on this rank."""
 
     groups: dict[str, Groups]
     device: torch.device
@@ -51,12 +52,9 @@ class Unit:
         numel, multiple = sum(rows * columns for rows, columns in SHAPES), self.world * 64
         self.total = -(-numel // multiple) * multiple
         numbers: dict[str, Any] = {"device": self.device, "dtype": torch.bfloat16}
-        copied = self.groups["copy_engine"]
-        with copied.gather_dense.window():
-            self.shard = torch.empty(self.total // self.world, **numbers).normal_(std=0.02)
-            self.full = torch.empty(self.total, **numbers).normal_(std=0.02)
-        with copied.reduce_dense.window(self.full.nbytes):
-            self.grads = torch.empty(self.total, **numbers).normal_(std=0.02)
+        self.full = torch.empty(self.total, **numbers).normal_(std=0.02)
+        self.shard = self.full.view(self.world, -1)[dist.get_rank()]
+        self.grads = torch.empty(self.total, **numbers).normal_(std=0.02)
         self.parts = torch.empty(self.world, self.total // self.world, **numbers).normal_(std=0.02)
         self.into = torch.zeros(self.total // self.world, device=self.device)
 
@@ -70,14 +68,6 @@ class Unit:
 
     def reduce(self, transport: str) -> Call:
         return lambda: self.groups[transport].reduce_dense.reduce_sum(self.grads, self.into, 1 / self.world)
-
-    def exchange(self) -> Call:
-        """The part of a copy engine's reduction that moves bytes."""
-        transport = self.groups["copy_engine"].reduce_dense.transport
-        assert isinstance(transport, CopyEngine)
-        arrived = max((window.staging for window in transport.windows), key=Tensor.numel)
-        parts = arrived[: self.grads.nbytes].view(torch.bfloat16)
-        return lambda: dist.all_to_all_single(parts, self.grads, group=transport.group)
 
     def add(self, programs: int) -> Call:
         """The local sum."""
@@ -143,6 +133,10 @@ class Clock:
         """Seconds of the products, while their layers are gathered and reduced beside them."""
         self._together()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        with torch.cuda.stream(self.compute):
+            torch.cuda._sleep(SLEEP)  # until the host has issued what moves bytes: all begin together
+        for lane in self.lanes:
+            lane.wait_stream(self.compute)
         for lane, call, count in zip(self.lanes, (gather, reduce), (GATHERS, REDUCES), strict=True):
             with torch.cuda.stream(lane):
                 for _ in range(LAYERS * count if call else 0):
@@ -168,22 +162,12 @@ def measure_alone(unit: Unit, clock: Clock) -> dict[str, Any]:
     return {
         "gather": {name: moved(unit.gather(name), unit.bus_bytes) for name in unit.groups},
         "reduce": {name: moved(unit.reduce(name), unit.bus_bytes) for name in unit.groups},
-        "exchange": moved(unit.exchange(), unit.bus_bytes),
         "sum": {programs: moved(unit.add(programs), summed) for programs in SWEEP},
     }
 
 
 def measure_beside(unit: Unit, clock: Clock, tokens: int) -> dict[str, Any]:
     """Seconds of the products with different things beside them, in turns, and the tax of each."""
-    exchange = unit.exchange()
-
-    def reduce_with(programs: int) -> Call:
-        def call() -> None:
-            exchange()
-            unit.add(programs)()
-
-        return call
-
     cases: dict[str, tuple[Call | None, Call | None]] = {
         "nothing": (None, None),
         "nccl": (unit.gather("nccl"), unit.reduce("nccl")),
@@ -192,8 +176,7 @@ def measure_beside(unit: Unit, clock: Clock, tokens: int) -> dict[str, Any]:
         "nccl gathers alone": (unit.gather("nccl"), None),
         "copy_engine gathers alone": (unit.gather("copy_engine"), None),
         "nccl reduces alone": (None, unit.reduce("nccl")),
-        "copy_engine exchanges alone": (None, exchange),
-        **{f"copy_engine reduces alone, {n} programs": (None, reduce_with(n)) for n in SWEEP[::2]},
+        "copy_engine reduces alone": (None, unit.reduce("copy_engine")),
     }
     products, times = Products(tokens, unit.device), {name: [] for name in cases}
     for turn in range(ROUNDS + 1):
@@ -214,8 +197,6 @@ def show(result: dict[str, Any]) -> None:
     for name in ("gather", "reduce"):
         for transport, found in result["alone"][name].items():
             print(f"{name:8} {transport:12} {1e3 * found['seconds']:7.3f} ms  {found['gb_per_s']:6.0f} GB/s")
-    found = result["alone"]["exchange"]
-    print(f"exchange copy_engine  {1e3 * found['seconds']:7.3f} ms  {found['gb_per_s']:6.0f} GB/s")
     for programs, found in result["alone"]["sum"].items():
         mark = "  <- default" if programs == PROGRAMS else ""
         print(f"sum, {programs:4} programs    {1e3 * found['seconds']:7.3f} ms  {found['gb_per_s']:6.0f} GB/s{mark}")

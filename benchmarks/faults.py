@@ -3,8 +3,8 @@
     python -m benchmarks.faults                    # all kinds, four times each
     python -m benchmarks.faults --each 1 --kinds "a rank is killed" "a checkpoint is cut off"
 
-A small run of two ranks on CPUs is trained once undisturbed. Then each trial trains it again in a folder of its own,
-with a fault at a random moment, drawn from the seed and the number of the trial.
+A small run of two ranks on CPUs is trained once undisturbed, for each mesh. Then each trial trains it again in a folder
+of its own, with a fault at a random moment, drawn from the seed and the number of the trial.
 
     survived   it ends, by itself or with the same command once more, with the undisturbed run's losses and weights, bit
                for bit
@@ -15,24 +15,42 @@ with a fault at a random moment, drawn from the seed and the number of the trial
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import resource
-import shlex
 import shutil
 import signal
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.faulty_runs import EVERY, LIMIT, RANKS, STEPS, WORDS, Link, Run, why_no_link
+from benchmarks.faulty_runs import (
+    COPIES,
+    EVERY,
+    LIMIT,
+    PLAIN,
+    RANKS,
+    STEPS,
+    UNDER_TORCHRUN,
+    WAYS,
+    WORDS,
+    Link,
+    Run,
+    Trial,
+    Way,
+    mount,
+    unmount,
+    why_no_disk,
+    why_no_link,
+    words_with,
+)
 from benchmarks.markdown import Result, table
 from benchmarks.options import arguments
 from benchmarks.record import write
@@ -41,39 +59,6 @@ from hocket.environment import prepare
 ENDS = 30.0
 """Seconds in which both sides of a cut link end, behind the limit."""
 OUTCOMES = ("tried", "survived", "told", "lost")
-
-
-@dataclass
-class Trial:
-    """One run with a fault, in a folder that has the text and its cache already."""
-
-    folder: Path
-    chance: random.Random
-    restarts: int = 2
-    mend: Callable[[], object] = lambda: None
-    """What ends the fault."""
-
-    def start(self) -> Run:
-        return Run(self.folder, [*shlex.split(WORDS), "--restarts", str(self.restarts)])
-
-    def begun(self) -> Run:
-        """A run at a random moment behind its first checkpoint."""
-        run, step = self.start(), self.chance.randrange(EVERY + 1, STEPS - EVERY)
-        run.until(lambda: len(self.newest()) > 0 and self.lines() >= step)
-        time.sleep(0.05 * self.chance.random())
-        return run
-
-    def lines(self) -> int:
-        file = self.folder / "runs/run/metrics.jsonl"
-        return file.read_bytes().count(b"\n") if file.exists() else 0
-
-    def newest(self) -> list[Path]:
-        """Checkpoints, the newest first."""
-        folder = self.folder / "runs/run/checkpoints"
-        return sorted((path for path in folder.glob("step-*") if not path.suffix), reverse=True)
-
-    def some(self, files: list[Path]) -> Path:
-        return self.chance.choice(sorted(files))
 
 
 # Faults. Each returns the run that is to go on with it.
@@ -126,6 +111,24 @@ def _limit(ranks: list[int], few: int) -> None:
             resource.prlimit(rank, resource.RLIMIT_FSIZE, (few, resource.RLIM_INFINITY))
         except ProcessLookupError:
             return
+
+
+def full_disk(trial: Trial) -> Run:
+    """A small file system is full, but for some bytes, for a while or until somebody makes room."""
+    place = trial.folder / "runs"
+    mount(place)
+    trial.close = partial(unmount, place)
+    run, filler = trial.begun(), place / "filler"
+    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+    os.truncate(filler, max(0, filler.stat().st_size - trial.chance.choice([0, 4096, 100_000])))
+    if trial.chance.random() < 0.5:
+        trial.mend = partial(filler.unlink, missing_ok=True)
+    else:
+        time.sleep(0.2 + 0.6 * trial.chance.random())
+        filler.unlink()
+    return run
 
 
 def no_folder(trial: Trial) -> Run:
@@ -206,6 +209,11 @@ def _newest_tensors(trial: Trial) -> list[Path]:
     return list(trial.newest()[0].glob("*.distcp"))
 
 
+def _copies(trial: Trial) -> list[Path]:
+    newest = max(trial.folder.glob("memory/*/step-????????"))
+    return [path for path in newest.iterdir() if path.is_file()]
+
+
 def _cache(trial: Trial) -> list[Path]:
     return [path for path in (trial.folder / "cache").rglob("*") if path.is_file() and path.stat().st_size]
 
@@ -271,12 +279,14 @@ def on_a_bad_link(trial: Trial, whole: Any) -> tuple[str, str]:
         link.close()
 
 
-FAULTS: dict[str, Callable[[Trial], Run]] = {
+FULL, TORCHRUN_KILLED = "a file system is full", "torchrun is killed"
+_USUAL: dict[str, Callable[[Trial], Run]] = {
     "a rank is killed": kill_rank,
     "a rank stands still": stop_rank,
     "the launcher is killed": kill_launcher,
     "all processes are killed": kill_all,
     "files end early: a full disk": short_writes,
+    FULL: full_disk,
     "the folder of checkpoints is gone": no_folder,
     "a checkpoint is cut off": damaged(_newest_files, cut),
     "a bit of a checkpoint flips": damaged(_newest_files, flip),
@@ -286,6 +296,14 @@ FAULTS: dict[str, Callable[[Trial], Run]] = {
     "the cache is cut off": damaged(_cache, cut),
     "a text changes": damaged(_text, change),
     "a text is cut off": damaged(_text, cut),
+}
+FAULTS: dict[str, tuple[Way, Callable[[Trial], Run]]] = {
+    **{kind: (PLAIN, fault) for kind, fault in _USUAL.items()},
+    **{f"a rank is killed, {how}": (way, kill_rank) for how, way in WAYS.items()},
+    "a rank stands still, under torchrun": (UNDER_TORCHRUN, stop_rank),
+    TORCHRUN_KILLED: (UNDER_TORCHRUN, kill_launcher),
+    "all processes are killed, with copies in memory": (COPIES, kill_all),
+    "a bit of a copy in memory flips": (COPIES, damaged(_copies, flip)),
 }
 LINK, HOST, BAD_LINK = "a link is cut", "a host is gone, with its memory", "a link is slow and loses packets"
 LINKS: dict[str, Callable[[Trial, Any], tuple[str, str]]] = {
@@ -331,28 +349,41 @@ def reliability(result: Result) -> str:
     return table(["fault", *OUTCOMES], [*rows, ["all", *total]])
 
 
-def undisturbed(folder: Path) -> Any:
+def undisturbed(folder: Path, mesh: str) -> Any:
     """The outcome of a run that nobody disturbs. Raises RuntimeError if there is none."""
     (folder / "text").mkdir(parents=True)
     for n in range(20):
         (folder / "text" / f"{n}.txt").write_text(f"this is document {n}. " * 100)
-    run = Run(folder, shlex.split(WORDS))
+    run = Run(folder, words_with(mesh))
     if run.end() or (whole := outcome(folder)) is None:
         raise RuntimeError(f"the undisturbed run failed: {run.text}")
     return whole
 
 
+def why_not(kind: str, place: Path) -> str:
+    """Why a kind of fault is not tried here; empty if it is."""
+    if kind in LINKS:
+        return why_no_link(worse=kind == BAD_LINK)
+    return why_no_disk(place / "disk") if kind == FULL else ""
+
+
 def tried(kinds: list[str], each: int, seed: int, place: Path) -> Result:
     """All trials: counts by kind, and what was said where something was lost."""
-    whole = undisturbed(place / "whole")
-    faults, lost = {}, []
-    absent = {kind: why for kind in kinds if kind in LINKS and (why := why_no_link(worse=kind == BAD_LINK))}
+    wholes, faults, lost = dict[str, Any](), {}, []
+    absent = {kind: why for kind in kinds if (why := why_not(kind, place))}
     for kind in (kind for kind in kinds if kind not in absent):
         counts = Counter[str]()
+        way, fault = FAULTS.get(kind, (PLAIN, kill_rank))
+        if way.mesh not in wholes:
+            wholes[way.mesh] = undisturbed(place / f"whole{len(wholes)}", way.mesh)
+        whole = wholes[way.mesh]
         for n in range(each):
-            trial = Trial(place / f"{kind.replace(' ', '-')}-{n}", random.Random(f"{seed} {kind} {n}"))
-            shutil.copytree(place / "whole" / "text", trial.folder / "text")
-            found, why = LINKS[kind](trial, whole) if kind in LINKS else judged(trial, FAULTS[kind](trial), whole)
+            trial = Trial(place / f"{kind.replace(' ', '-')}-{n}", random.Random(f"{seed} {kind} {n}"), way)
+            shutil.copytree(place / "whole0" / "text", trial.folder / "text")
+            try:
+                found, why = LINKS[kind](trial, whole) if kind in LINKS else judged(trial, fault(trial), whole)
+            finally:
+                trial.close()
             counts.update([found, "tried"])
             print(f"{kind}, {n}: {found}", flush=True)
             if why:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
 import shlex
 import signal
 import subprocess
@@ -11,7 +12,10 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+
+from benchmarks.record import ROOT
 
 STEPS, EVERY, RANKS, LIMIT = 80, 5, 2, 5.0
 """Steps of a run, and between its checkpoints; its ranks; `train.hang_timeout`."""
@@ -23,20 +27,31 @@ WORDS = (
     f"--train.keep 3 --train.hang_timeout {LIMIT:g} --train.warmup 5 --overlap.ep.merge off --data.paths text "
     "--data.cache cache --run.name run"
 )
+TORCHRUN = ["--standalone", "--nproc-per-node", str(RANKS)]
 PATIENCE = 120.0
 """Seconds after which a run hangs."""
 TOLD = "hocket: "
 
 
-class Run:
-    """`hocket train` in a folder, as a fork of this process."""
+def words_with(more: str) -> list[str]:
+    """The words of a run, some of which are others than usual."""
+    recipe, *usual = shlex.split(WORDS)
+    others = shlex.split(more)
+    pairs = {**dict(zip(usual[::2], usual[1::2], strict=True)), **dict(zip(others[::2], others[1::2], strict=True))}
+    return [recipe, *(word for pair in pairs.items() for word in pair)]
 
-    def __init__(self, folder: Path, words: list[str], network: str = "", **variables: str) -> None:
+
+class Run:
+    """`hocket train`, or `torchrun`, in a folder, as a fork of this process."""
+
+    def __init__(
+        self, folder: Path, words: list[str], network: str = "", command: str = "hocket", **variables: str
+    ) -> None:
         self._log = folder / f"log{len(list(folder.glob('log*')))}"
         self._log.touch()
         self.pid = os.fork()
         if not self.pid:
-            _become(folder, self._log, words, network, variables)
+            _become(folder, self._log, words if command == "torchrun" else ["train", *words], network, variables)
         self.code: int | None = None
 
     def over(self) -> bool:
@@ -89,8 +104,10 @@ class Run:
 
 
 def _become(folder: Path, log: Path, words: list[str], network: str, variables: dict[str, str]) -> None:
-    """Be `hocket train`, in a group of processes and, by its name, a network of its own."""
-    from hocket.cli import main
+    """Be a command, in a group of processes and, by its name, a network of its own."""
+    from torch.distributed.run import main as torchrun
+
+    from hocket.cli import main as hocket
 
     os.setsid()
     if network:
@@ -102,13 +119,76 @@ def _become(folder: Path, log: Path, words: list[str], network: str, variables: 
         os.dup2(file, stream)
     os.environ.update(variables)
     try:
-        main(["train", *words])
+        hocket(words) if words[0] == "train" else torchrun(words)
+        os._exit(0)
     except SystemExit as ended:
         sys.stdout.flush()
         os._exit(ended.code if isinstance(ended.code, int) else 1)
     except BaseException:
         traceback.print_exc()
         os._exit(1)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a run is started. Its outcome depends on `mesh` alone."""
+
+    mesh: str = ""
+    more: str = ""
+    torchrun: bool = False
+
+
+PLAIN, UNDER_TORCHRUN = Way(), Way(torchrun=True)
+COPIES = Way(more=f"--train.save_every {4 * EVERY} --train.memory_every 2 --run.memory memory")
+WAYS = {
+    "under torchrun": UNDER_TORCHRUN,
+    "in a pipeline": Way("--mesh.pp 2 --mesh.dp 1 --train.microbatches 4"),
+    "with tensor parallelism": Way("--mesh.tp 2 --mesh.dp 1 --model.kv_heads 2"),
+    "with context parallelism": Way("--mesh.cp 2 --mesh.dp 1"),
+    "with expert parallelism": Way("--mesh.ep 2"),
+    "with copies in memory": COPIES,
+}
+
+
+@dataclass
+class Trial:
+    """One run with a fault, in a folder that has the text and its cache already."""
+
+    folder: Path
+    chance: random.Random
+    way: Way = PLAIN
+    restarts: int = 2
+    mend: Callable[[], object] = lambda: None
+    """What ends the fault."""
+    close: Callable[[], object] = lambda: None
+    """What is left to be done when the folder goes."""
+
+    def start(self) -> Run:
+        (self.folder / "memory").mkdir(exist_ok=True)
+        words, restarts = words_with(f"{self.way.mesh} {self.way.more}"), str(self.restarts)
+        if not self.way.torchrun:
+            return Run(self.folder, [*words, "--restarts", restarts])
+        words = [*TORCHRUN, "--max-restarts", restarts, "-m", "hocket", "train", *words]
+        return Run(self.folder, words, command="torchrun", PYTHONPATH=str(ROOT))
+
+    def begun(self) -> Run:
+        """A run at a random moment behind its first checkpoint."""
+        run, step = self.start(), self.chance.randrange(EVERY + 1, STEPS - EVERY)
+        run.until(lambda: len(self.newest()) > 0 and self.lines() >= step)
+        time.sleep(0.05 * self.chance.random())
+        return run
+
+    def lines(self) -> int:
+        file = self.folder / "runs/run/metrics.jsonl"
+        return file.read_bytes().count(b"\n") if file.exists() else 0
+
+    def newest(self) -> list[Path]:
+        """Checkpoints, the newest first."""
+        folder = self.folder / "runs/run/checkpoints"
+        return sorted((path for path in folder.glob("step-*") if not path.suffix), reverse=True)
+
+    def some(self, files: list[Path]) -> Path:
+        return self.chance.choice(sorted(files))
 
 
 class Link:
@@ -154,6 +234,26 @@ class Link:
     def close(self) -> None:
         for name in self.names:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+def why_no_disk(place: Path) -> str:
+    """Why file systems of a few MB cannot be made here; empty if they can."""
+    try:
+        mount(place)
+    except (OSError, subprocess.CalledProcessError) as error:
+        return f"no file systems can be mounted: {error}"
+    unmount(place)
+    return ""
+
+
+def mount(place: Path) -> None:
+    """Make a folder that is a small file system. Raises OSError or CalledProcessError."""
+    place.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(place)], check=True, capture_output=True)
+
+
+def unmount(place: Path) -> None:
+    subprocess.run(["umount", "--lazy", str(place)], check=False, capture_output=True)
 
 
 def _ip(*words: str) -> None:

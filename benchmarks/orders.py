@@ -141,7 +141,6 @@ def main() -> None:
         bench = bench_of(programs_of(options, orders), rank, device, groups.get(turns))
         groups[turns], config = bench.engine.groups, bench.engine.config
         rows += rows_of(options, bench, orders, measure(options, bench, rank))
-        bench.engine.sharded.close()
     assert config is not None
     model = predicted(options, dist.get_world_size()) if rank == 0 else {}
     for row in rows if rank == 0 else ():

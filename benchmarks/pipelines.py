@@ -138,7 +138,6 @@ def bench_of(
     for program in programs.values():
         assert_valid(program)
     groups = first.groups
-    first.sharded.close()
     engine = Engine(chosen[_most_slots(programs)][0], rank, device, groups=groups, update=False)
     engine.init_weights()
     return Bench(engine, programs, device)

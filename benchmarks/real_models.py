@@ -160,8 +160,6 @@ def measure(name: str, form: str, device: torch.device, tiny: bool, tokens: int,
         times += [time.perf_counter() - start] * (step >= WARM)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     rows = everyone((statistics.median(times), peak))
-    if context is not None:
-        context.close()
     del made, optimizer, context
     gc.collect()
     return Row(1e3 * max(seconds for seconds, _ in rows), max(most for _, most in rows) / 1e9, loss.item())

@@ -2,12 +2,12 @@
 
     python -m benchmarks.saves --gpus 2 --folder /dev/shm
 
-Trains Llama-3 8B's layers three times for some steps: without a checkpoint in the middle, with one that is written
-while training goes on, and with one for which training waits. A result has the seconds of steps alone and beside the
-write, those of the copy and of the write, and bytes per second. Beside them stands what the folder takes of plain
-writes of as many bytes. The folder should be faster than a disk, such as one in memory. It needs room for two
-checkpoints, and the host as much memory again for the copies: 12 bytes per parameter, so 45 GB for 12 layers and 97 GB
-for all 32. Words that are no options here go to `hocket train`.
+Trains Llama-3 8B's layers twice for some steps: with a checkpoint in the middle for which training waits, and with one
+that is written while training goes on. A result has the seconds of steps alone and beside the write, those of the copy
+and of the write, and bytes per second. Beside them stands what the folder takes of plain writes of as many bytes. The
+folder should be faster than a disk, such as one in memory. It needs room for two checkpoints, and the host as much
+memory again for the copies: 12 bytes per parameter, so 45 GB for 12 layers and 97 GB for all 32. A host may give memory
+more slowly for the first time, so the run that waits goes first. Words that are no options here go to `hocket train`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from benchmarks.markdown import Result, table
 from benchmarks.options import arguments
 from benchmarks.record import ROOT, write
 
-MODEL = "llama3_8b --model.layers {layers} --data.sequence_length 2048 --train.microbatches 2 --mesh.dp {gpus}"
+MODEL = "llama3_8b --model.layers {layers} --data.sequence_length {length} --train.microbatches 2 --mesh.dp {gpus}"
 WARM = 8
 """First steps that are not counted: kernels are loaded, steps are recorded."""
 THREADS, BLOCK = 8, 1 << 24
 """Plain writes: files at a time, and bytes of a write."""
-WAYS: dict[str, list[str]] = {"none": [], "behind": [], "between": ["--train.save_behind", "False"]}
+WAYS: dict[str, list[str]] = {"between": ["--train.save_behind", "False"], "behind": []}
 
 
 def outcome(lines: list[dict[str, Any]]) -> dict[str, Any]:
@@ -112,15 +112,19 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--gpus", type=int, default=2, help="ranks, also without GPUs")
     parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=160, help="of a run, which saves in the middle")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
+    parser.add_argument("--steps", type=int, default=48, help="of a run, which saves in the middle and at its end")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
     options, more = parser.parse_known_args()
-    words = [*shlex.split(MODEL.format(layers=options.layers, gpus=options.gpus)), "--train.keep", "1", *more]
+    words = [
+        *shlex.split(MODEL.format(layers=options.layers, length=options.length, gpus=options.gpus)),
+        "--train.keep",
+        "1",
+        *more,
+    ]
     words += ["--train.steps", str(options.steps), "--train.eval_every", "0", "--train.eval_batches", "0"]
-    ways = {}
-    for way in WAYS:
-        every = 0 if way == "none" else options.steps // 2
-        ways[way] = run([*words, "--train.save_every", str(every)], options.folder, way)
+    words += ["--train.save_every", str(options.steps // 2)]
+    ways = {way: run(words, options.folder, way) for way in WAYS}
     plain = folder_gb_per_s(options.folder, max(found["bytes"] for found in ways.values()))
     result = {"words": shlex.join(words), "folder": str(options.folder), "folder_gb_per_s": plain, "ways": ways}
     print(write("saves", result, options.out, options.commit))

@@ -138,10 +138,11 @@ def copy_engine_tax(result: Result) -> str:
         "nccl gathers alone": f"only gathers, on {names['nccl']}",
         "copy_engine gathers alone": f"only gathers, on {names['copy_engine']}",
         "nccl reduces alone": f"only reductions, on {names['nccl']}",
+        "copy_engine reduces alone": f"only reductions, on {names['copy_engine']}",
         "copy_engine exchanges alone": f"only the exchange of a reduction on {names['copy_engine']}",
     }
     rows = []
-    for name, words in shown.items():
+    for name, words in ((name, words) for name, words in shown.items() if name in cases):
         row = cases[name]
         times = f"{1e3 * row['seconds']:.1f} ms ({1e3 * min(row['all']):.1f} to {1e3 * max(row['all']):.1f})"
         rows.append([words, times, f"{row['tax']:+.1%}" if name != "nothing" else "-"])

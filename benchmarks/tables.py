@@ -252,6 +252,7 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "fsdp_parts": ("fsdp_steps", parts),
     "fsdp_parts_settings": ("fsdp_steps", parts_settings),
     "copy_engine": ("copy_engine", copy_engine),
+    "copy_engine_2": ("copy_engine_2", copy_engine),
     "copy_engine_tax": ("copy_engine", copy_engine_tax),
     "copy_engine_sum": ("copy_engine", copy_engine_sum),
     "row_exchange": ("row_exchange", row_exchange),

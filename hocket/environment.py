@@ -271,7 +271,7 @@ def _look() -> Gpus:
     """Touches CUDA."""
     import torch
 
-    from hocket.runtime import copy_engine, peer_access
+    from hocket.runtime import peer_access
 
     count = torch.cuda.device_count()
     if not count:
@@ -284,7 +284,7 @@ def _look() -> Gpus:
         processors=every[0].multi_processor_count,
         capability=torch.cuda.get_device_capability(0),
         memory=min(each.total_memory for each in every),
-        no_copy_engine=copy_engine.problem(),
+        no_copy_engine=peer_access.problem(),
         no_peer_memory=peer_access.unreachable(),
     )
 

@@ -108,9 +108,6 @@ HARMFUL: tuple[Harm, ...] = (
     Harm("NCCL_SHM_DISABLE", ("1",), "ranks of one host talk through the network"),
     Harm("NCCL_IB_DISABLE", ("1",), "hosts talk over TCP, many times slower than over InfiniBand or RoCE"),
     Harm("NCCL_NET", ("SOCKET",), "hosts talk over TCP, many times slower than over InfiniBand or RoCE"),
-    Harm("NCCL_CUMEM_ENABLE", ("0",), "no memory can be shown to other ranks: copy engines cannot serve"),
-    Harm("NCCL_WIN_ENABLE", ("0",), "no memory is shown to other ranks: NCCL's kernels do what copy engines should"),
-    Harm("NCCL_CTA_POLICY", (), "it overrules what each group asks for: copy engines are used by none, or by all"),
     Harm("NCCL_MAX_CTAS", (), "it overrules how many SMs each group may take"),
     Harm("NCCL_MIN_CTAS", (), "it overrules how many SMs each group may take"),
     Harm("NCCL_MAX_NCHANNELS", (), "it overrules how many SMs each group may take"),
@@ -120,8 +117,8 @@ HARMFUL: tuple[Harm, ...] = (
 )
 """Variables that hocket never sets, with what each costs if the user has set it."""
 
-_NO_COPIES = ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_CUMEM_ENABLE", "NCCL_WIN_ENABLE", "NCCL_CTA_POLICY")
-"""Variables with which NCCL fails, or uses kernels for gathers that copy engines should do."""
+_NO_COPIES = ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL")
+"""Variables by which a user says that GPUs are not to use each other's memory."""
 
 
 def passed(modules: Mapping[str, Any]) -> frozenset[Moment]:
@@ -165,7 +162,7 @@ def _harmful(env: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def no_copies(findings: Sequence[Finding]) -> str:
-    """Why copy engines cannot serve NCCL's groups, by what was found; empty if they can."""
+    """Why copy engines are not to serve, by what was found; empty if they may."""
     return "; ".join(f"{f.name} = {f.found} (environment): {f.cost}" for f in findings if _forbids_copies(f))
 
 

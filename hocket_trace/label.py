@@ -28,6 +28,8 @@ COLLECTIVES: tuple[str, ...] = (
     "allgather", "reducescatter", "allreduce", "alltoall", "sendrecv", "send", "recv", "broadcast", "barrier",
     "reduce", "gather", "scatter",
 )  # fmt: skip
+_COPYING = ("nccl:", "c10d::", "symm_mem::_low_contention", "hocket:")
+"""Beginnings of launchers whose copies are communication, also those within a GPU."""
 _ENDLESS = 1e18
 """Elements and bytes that no message has: beyond them, numbers are broken."""
 _SMALL = 4096
@@ -108,7 +110,7 @@ def is_communication(name: str, launcher: str, op: PlanOp | None = None) -> bool
     """
     if op is not None and op.kind == "pp" and name.startswith("Memcpy DtoD"):
         return True
-    if name.startswith(("Memcpy", "Memset")) and launcher.startswith(("nccl:", "c10d::", "symm_mem::_low_contention")):
+    if name.startswith(("Memcpy", "Memset")) and launcher.startswith(_COPYING):
         return True
     return not _ONLY_COMPUTE.search(name) and _TRANSFER.search(name) is not None
 

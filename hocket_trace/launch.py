@@ -17,6 +17,8 @@ from hocket_trace.parse import COLLECTIVE, Events, Rows
 
 TRANSPORTS = ("nccl:", "gloo:")
 """Beginnings of the annotations that torch puts around the calls of a communication library."""
+COPIES = "hocket:"
+"""Beginning of those around a gather or reduction that is copies."""
 
 
 @dataclass(frozen=True)
@@ -78,15 +80,18 @@ def opened_at(events: Events, host: Rows, words: Sequence[str], at: Floats, thre
         return np.append(name, empty)[index]
 
     plan, layer = telling(events.plan.ops.__contains__), np.array([layer_of(word, events) for word in words], np.int64)
-    transport, collective = telling(lambda word: word.startswith(TRANSPORTS)), telling(lambda word: word == COLLECTIVE)
+    transport = telling(lambda word: word.startswith(TRANSPORTS))
+    copies = telling(lambda word: word.startswith(COPIES))
+    collective = telling(lambda word: word == COLLECTIVE) | copies
     purpose = telling(lambda word: any(part in word for part in _PURPOSES)) & ~plan
     optimizer = telling(lambda word: word.startswith("Optimizer.step#"))
     agrees = telling(lambda word: word in events.plan.ops and events.plan.ops[word].kind == "control")
     op = nearest(plan[name] & annotation)
     op = np.where(op == empty, _open_anywhere(host, plan, at, empty), op)
     call = nesting.climb(inner, collective[name])
+    launcher, copied = nearest(np.where(annotation, transport[name], ~collective[name])), nearest(copies[name])
     return Opened(
-        launcher=nearest(np.where(annotation, transport[name], ~collective[name])),
+        launcher=np.where(copied == empty, launcher, copied),
         op=op,
         around=nearest(purpose[name] & (annotation | ~collective[name])),
         layer=np.where(op == empty, layer[nearest(layer[name] >= 0)], layer[op]),

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from hocket.config import COPIED as ALL
 from hocket.config import Config
 from hocket.engine.comm_options import comm_options
 from hocket.explain.build import explain
 from hocket.planning import predict, program_of, report
 from hocket.program.network import hardware_of
 from hocket.resolve import resolve
-from hocket.settings.arrivals import arrival_bytes, parts_bytes
+from hocket.settings.arrivals import arrival_bytes, halves_bytes
 from hocket.settings.rule import Host
 from hocket.settings.schema import changed
 from hocket.tune.trials import Trials
@@ -48,9 +49,9 @@ CASES: list[tuple[str, dict[str, Any], float]] = [
 @pytest.mark.parametrize(("what", "settings", "microbatches"), CASES, ids=[case[0] for case in CASES])
 def test_what_others_write_into_is_counted(what: str, settings: dict[str, Any], microbatches: float) -> None:
     c = resolve(changed(Config(), settings), GPUS)
-    parts = max(parts_bytes(c, rank) for rank in range(c.mesh.pp)) if c.train.transport == "copy_engine" else 0
-    assert (parts > 0) == (c.train.transport == "copy_engine" and c.mesh.dp > 1)
-    assert arrival_bytes(c) == microbatches * TOKENS + parts
+    halves = max(halves_bytes(c, rank) for rank in range(c.mesh.pp))
+    assert (halves > 0) == (c.train.transport in ALL and c.mesh.dp > 1)
+    assert arrival_bytes(c) == microbatches * TOKENS + halves
     step = Trials().step(c)
     rest, nccl = step.nbytes - arrival_bytes(c), Trials().step(changed(c, {"train.transport": "nccl"})).nbytes
     assert rest == nccl or (c.mesh.ep > 1 and rest == pytest.approx(nccl, rel=0.02))  # rows are kept as they come

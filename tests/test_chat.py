@@ -245,6 +245,19 @@ def test_a_document_on_the_border_of_a_split_is_in_neither(tmp_path):
     assert not set(texts[0]) & set(texts[1])
 
 
+def test_documents_longer_than_a_sequence_ask_for_longer_sequences(tmp_path):
+    (tmp_path / "text").mkdir()
+    for i in range(10):
+        (tmp_path / "text" / str(i)).write_text(chr(97 + i) * 9)
+    data = DataConfig(
+        paths=(str(tmp_path / "text"),), cache=str(tmp_path / "cache"), packing="best_fit", validation=0.25,
+        sequence_length=4,
+    )  # fmt: skip
+    settings = settings_of(data, eval_batches=1)
+    with pytest.raises(ValueError, match=r"documents are longer .*fix: data.packing = on, .*, a longer data.sequence"):
+        make_streams(open_text(settings), settings)
+
+
 def chat(i: int) -> list[dict[str, str]]:
     return [{"role": "user", "content": "say " + "x" * (i % 9)}, {"role": "assistant", "content": "y" * (i % 7 + 1)}]
 

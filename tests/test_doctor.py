@@ -110,7 +110,6 @@ CASES: list[tuple[Found, str, str, str]] = [
     (replace(HEALTHY, python=(3, 10, 1)), "python", "stops", "3.10.1"),
     (torch(version="2.9.1"), "torch", "stops", "2.9.1"),
     (torch(error="OSError: no libcuda", gpus=0), "torch", "stops", "no libcuda"),
-    (torch(nccl=(2, 27, 9)), "NCCL", "costs", "2.27.9"),
     (torch(triton=""), "triton", "stops", "none"),
     (torch(gpus=3), "GPUs", "stops", "3 of 4"),
     (torch(gpus=0, cuda=""), "GPUs", "stops", "0 of 4"),

@@ -156,11 +156,11 @@ CONTENDERS: dict[str, Entry] = {
     "exchanges": Entry(
         f"{_OURS}:exchanges", "the exchanges of rows alone, nothing computed", model="moe", bound=True, computes=False
     ),
-    "fully_shard": Entry(f"{_SHARDED}:fully_shard", "hocket.fully_shard on the plain stack, dynamic memory"),
+    "fully_shard": Entry(f"{_SHARDED}:fully_shard", "hocket.fully_shard on NCCL's kernels"),
     "fully_shard_slots": Entry(f"{_SHARDED}:slots", "hocket.fully_shard, fixed slots"),
-    "fully_shard_ce": Entry(f"{_SHARDED}:copy_engine", "hocket.fully_shard, slots, on copy engines", cuda=True),
+    "fully_shard_ce": Entry(f"{_SHARDED}:copy_engine", "hocket.fully_shard as called, on copy engines", cuda=True),
     "fully_shard_ce_gather": Entry(
-        f"{_SHARDED}:copy_engine_gathers", "hocket.fully_shard, slots, gathers on copy engines", cuda=True
+        f"{_SHARDED}:copy_engine_gathers", "hocket.fully_shard, gathers on copy engines", cuda=True
     ),
     "fully_shard_null": Entry(
         f"{_SHARDED}:null", "hocket.fully_shard, slots, the same program without communication", bound=True

@@ -89,7 +89,6 @@ class Planned:
 
     def close(self) -> None:
         self.engine.forget_graph()
-        self.engine.sharded.close()
         del self.engine
 
 

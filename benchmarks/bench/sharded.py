@@ -42,6 +42,7 @@ class How:
     """How `fully_shard` is used."""
 
     transport: ShardTransport = "auto"
+    """`auto` is NCCL's kernels on GPUs, where a user's would be copy engines."""
     fixed: bool = True
     """Whether gathered weights lie in fixed slots, instead of memory that comes and goes."""
     unified: bool = False
@@ -61,11 +62,11 @@ def slots(workload: Workload, rank: int, device: torch.device) -> Contender:
 
 
 def copy_engine(workload: Workload, rank: int, device: torch.device) -> Contender:
-    return Sharded(workload, rank, device, How("copy_engine"))
+    return Sharded(workload, rank, device, How("copy_engine", fixed=False))
 
 
 def copy_engine_gathers(workload: Workload, rank: int, device: torch.device) -> Contender:
-    return Sharded(workload, rank, device, How("copy_engine_gathers"))
+    return Sharded(workload, rank, device, How("copy_engine_gathers", fixed=False))
 
 
 def unified(workload: Workload, rank: int, device: torch.device) -> Contender:
@@ -85,7 +86,7 @@ def optim(workload: Workload, rank: int, device: torch.device) -> Contender:
 
 
 def optim_copy_engine(workload: Workload, rank: int, device: torch.device) -> Contender:
-    return Sharded(workload, rank, device, How("copy_engine", strategy="optim"))
+    return Sharded(workload, rank, device, How("copy_engine", fixed=False, strategy="optim"))
 
 
 def offload(workload: Workload, rank: int, device: torch.device) -> Contender:
@@ -122,7 +123,7 @@ class Sharded:
         options = hocket.ShardOptions(
             prefetch=PREFETCH,
             slots=PREFETCH + 1 if how.fixed else "dynamic",
-            transport=how.transport,
+            transport="nccl" if how.transport == "auto" and device.type == "cuda" else how.transport,
             unified=how.unified,
             offload=how.offload,
             device=device,
@@ -207,13 +208,12 @@ class Sharded:
         return torch.stack(losses).mean()
 
     def close(self) -> None:
-        self.context.close()
         del self.model, self.context, self.optimizer
 
 
 TRANSPORTS: dict[ShardTransport, str] = {
     "auto": "NCCL",
-    "copy_engine": "copy engines; reductions as all-to-all and one kernel that adds up",
+    "copy_engine": "copy engines; reductions as exchanges and one kernel that adds up",
     "copy_engine_gathers": "copy engines for gathers, NCCL for reductions",
     "null": "null",
 }

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hocket.adapters.layer import DenseLayer, ExpertLayer
 from hocket.model.moe import ExpertPlace, Routed
 from hocket.parallel.dispatch import from_experts, rows_of, send_rows, to_experts, unpermute
+from hocket.parallel.in_pieces import in_pieces
 from hocket.parallel.linears import cross_entropy
 from hocket.parallel.routing import Routing, placed
 
@@ -23,8 +24,9 @@ Contexts = Callable[[Tensor], Any]
 class DenseParts:
     """A dense layer's part functions."""
 
-    def __init__(self, layer: DenseLayer, context: Contexts) -> None:
-        self.layer, self._context = layer, context
+    def __init__(self, layer: DenseLayer, context: Contexts, pieces: int = 1) -> None:
+        """Tokens go through the second piece in so many `pieces` of theirs."""
+        self.layer, self._context, self._pieces = layer, context, pieces
 
     def forward_attn(self, x_BSD: Tensor, documents: None = None) -> Tensor:
         """The first piece."""
@@ -33,7 +35,11 @@ class DenseParts:
 
     def forward_mlp(self, x_BSD: Tensor) -> Tensor:
         """The second."""
-        return self.layer.mlp(x_BSD)
+        if self._pieces == 1:
+            return self.layer.mlp(x_BSD)
+        params = [param for _, param in self.layer.named_parameters()]
+        one = in_pieces(lambda x_TD: self.layer.mlp(x_TD.unsqueeze(0))[0], x_BSD.flatten(0, 1), params, self._pieces)
+        return one.view_as(x_BSD)
 
 
 class ExpertParts:
@@ -47,9 +53,11 @@ class ExpertParts:
     def forward_attn(self, x_BSD: Tensor, documents: None = None, kept: Routing | None = None) -> Routed:
         """The pieces before the dispatch. With `kept`, a routing of the same tokens, rows go where they went."""
         assert documents is None
-        rows_TD, ids_TK, weights_TK, (residual, other) = self.layer.route(
-            self.layer.attention(x_BSD, self._context(x_BSD))
-        )
+        return self.routed(self.layer.attention(x_BSD, self._context(x_BSD)), kept)
+
+    def routed(self, state: Any, kept: Routing | None = None) -> Routed:
+        """What follows from the first piece's result, up to the dispatch."""
+        rows_TD, ids_TK, weights_TK, (residual, other) = self.layer.route(state)
         routing = kept
         if routing is None:
             routing = placed(ids_TK.detach(), self._experts)

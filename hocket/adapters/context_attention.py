@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from hocket.adapters.context_ring import attend_in_stages
 from hocket.model.context import Context, in_order, in_ranks
 from hocket.model.documents import Documents, attend
+from hocket.model.stretches import attend_stretch
 from hocket.runtime.transports import exchange_flat, gather_flat, reduce_scatter_flat
 
 PARTS = 2
@@ -162,7 +163,7 @@ def _of_spans(q: Tensor, k: Tensor, v: Tensor, context: Context, window: int, sc
     found = []
     for span in context.spans:
         queries, keys = (slice(r.start, r.stop) for r in (span.queries, span.keys))
-        found.append(attend(q[queries], k[keys], v[keys], span, window, scale))
+        found.append(attend_stretch(q[queries], k[keys], v[keys], span, window, scale))
     return torch.cat(found)
 
 

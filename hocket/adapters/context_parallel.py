@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hocket.adapters.context_attention import COMPUTED, KEYWORD, SharedBatch, attend_shared
+from hocket.adapters.shareable import unshareable, windows_of
 from hocket.model.chunks import Shares, shares
 from hocket.model.context import context_of
 from hocket.model.documents import documents_of
@@ -28,13 +29,6 @@ from hocket.runtime.transports import gather_flat, sum_flat
 NAME = "hocket_context_parallel"
 """Of the attention in transformers' `AttentionInterface`."""
 
-FAMILIES = ("llama", "mistral", "mixtral", "olmo2", "olmo3", "qwen2", "qwen3", "qwen3_moe", "smollm3")
-"""Model types whose tokens meet in attention alone, each tested against the model on one process."""
-
-ROTARY = ("default", "linear", "llama3", "yarn")
-"""Kinds of rotary embedding that depend on a token's position alone."""
-
-LAYERS = ("full_attention", "sliding_attention")
 TAKEN = ("input_ids", "labels", "position_ids", "num_items_in_batch")
 COMPARED = ("input_ids", "position_ids", "labels")
 """What all ranks are to be given alike."""
@@ -89,7 +83,7 @@ class ContextParallel:
         positions = positions.expand(batch, length)
         first = positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1
         documents = documents_of(first.cumsum(1).cpu())
-        attention = of_windows(_windows(model.config), length)
+        attention = of_windows(windows_of(model.config), length)
         self.shares = shares(documents.bounds, length, self.group.size(), attention)
         chunks, rank = self.shares.chunks, self.group.rank()
         mine = torch.cat([torch.arange(c.start, c.stop) for c in chunks[rank]]).to(ids.device)
@@ -200,49 +194,16 @@ def context_parallel(
         group = group.get_group()
     if method not in COMPUTED:
         raise ValueError(f"method={method!r} must be one of {', '.join(COMPUTED)}")
-    _refuse(model)
-    config: Any = model.config
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "_attn_implementation", None) == NAME:
+        raise ValueError("context_parallel was called on this model before: call .remove() of what it returned first")
+    if reason := unshareable(model):
+        raise ValueError(f"{reason}: not with context_parallel")
     heads = {"num_attention_heads": config.num_attention_heads, "num_key_value_heads": config.num_key_value_heads}
     for name, count in heads.items():
         if method == "heads" and count % group.size():
             raise ValueError(f"method='heads' needs {name}={count} to divide by {group.size()} ranks: use 'gather'")
     return ContextParallel(model, group, method)
-
-
-def _refuse(model: nn.Module) -> None:
-    """Raise ValueError for a model of which ranks with a part of the tokens would compute something else."""
-    config: Any = getattr(model, "config", None)
-    kind = getattr(config, "model_type", None)
-    if kind not in FAMILIES or not any(c.__name__.endswith("ForCausalLM") for c in type(model).__mro__):
-        raise ValueError(
-            f"context_parallel knows causal language models of {', '.join(FAMILIES)}; this is a {type(model).__name__}"
-            f" of type {kind}, whose tokens may meet elsewhere than in attention"
-        )
-    if config._attn_implementation == NAME:
-        raise ValueError("context_parallel was called on this model before: call .remove() of what it returned first")
-    rope = config.rope_parameters or {}
-    kinds = [each.get("rope_type", "default") for each in ([rope] if "rope_type" in rope else rope.values())]
-    wrong = {
-        "attention_dropout": getattr(config, "attention_dropout", 0),
-        "dropout": any(isinstance(m, nn.Dropout) and m.p for m in model.modules()),
-        "output_router_logits": getattr(config, "output_router_logits", False),
-        "output_attentions": getattr(config, "output_attentions", False),
-        "output_hidden_states": getattr(config, "output_hidden_states", False),
-        "is_causal=False": not getattr(config, "is_causal", True),
-        "rope_type": next((each for each in kinds if each not in ROTARY), None),
-        "layer_types": next((t for t in getattr(config, "layer_types", None) or () if t not in LAYERS), None),
-        "loss_type": getattr(model, "loss_type", None) != "ForCausalLM",
-    }
-    for name, value in wrong.items():
-        if value:
-            raise ValueError(f"{name} of this {type(model).__name__} ({value}) does not go with context_parallel")
-
-
-def _windows(config: Any) -> list[int]:
-    """The window of every layer; 0 for none."""
-    window = getattr(config, "sliding_window", None) or 0
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    return [window if kind == "sliding_attention" else 0 for kind in kinds]
 
 
 def _of(x: Tensor, tokens: Tensor) -> Tensor:

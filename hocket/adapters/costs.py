@@ -38,8 +38,11 @@ class Counted:
     """Bytes of activations; 0: not counted."""
 
 
-def sizes_of(cut: Cut, top_k: int) -> ModelConfig:
-    """The sizes by which settings are checked and chosen: hocket's transformer with as many weights in each part."""
+def sizes_of(cut: Cut, top_k: int, shared: bool = False) -> ModelConfig:
+    """The sizes by which settings are checked and chosen: hocket's transformer with as many weights in each part.
+
+    With `shared` heads are the model's own, by which keys and values travel between ranks that share sequences.
+    """
     d, kinds = cut.adapter.hidden, cut.kinds()
     numbers = {kind: kinds.index(kind) for kind in set(kinds)}
 
@@ -59,13 +62,18 @@ def sizes_of(cut: Cut, top_k: int) -> ModelConfig:
     if "moe" in numbers:
         expert_ffn = multiple(count(numbers["moe"], lambda name: name.startswith("experts.")) / (3 * d * cut.experts))
         attention = count(numbers["moe"], lambda name: not name.startswith("experts.")) - d * cut.experts
+    heads, kv_heads, width = 1, 1, multiple(attention / (4 * d))
+    if shared:
+        theirs: Any = cut.adapter.layers[0].get_submodule("self_attn")
+        width = theirs.head_dim
+        heads, kv_heads = theirs.q_proj.out_features // width, theirs.k_proj.out_features // width
     return ModelConfig(
         vocab=cut.adapter.vocab,
         hidden=d,
         layers=len(kinds),
-        heads=1,
-        kv_heads=1,
-        head_dim=multiple(attention / (4 * d)),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=width,
         ffn=ffn,
         dense_layers=tuple(i for i, kind in enumerate(kinds) if kind == "dense") if cut.experts else (),
         experts=cut.experts,
@@ -77,10 +85,10 @@ def sizes_of(cut: Cut, top_k: int) -> ModelConfig:
 
 def price_of(cut: Cut) -> Price:
     """Costs of ops in a configuration with this model."""
-    known: dict[tuple[int, int, str], Mapping[tuple[str, str], Counted]] = {}
+    known: dict[tuple[int, int, int, str], Mapping[tuple[str, str], Counted]] = {}
 
     def price(config: Config) -> CostTable:
-        key = config.train.sequences, config.data.sequence_length, config.precision.compute
+        key = config.train.sequences, config.data.sequence_length, config.mesh.cp, config.precision.compute
         if key not in known:
             known[key] = count_parts(cut, config)
         costs = costs_of(config, hardware_of(config))
@@ -91,7 +99,8 @@ def price_of(cut: Cut) -> Price:
             for verb in ("fwd", "recompute", "bwd", "wgrad"):
                 if counted.flops and modelled and (cost := table.get((verb, part, kind))):
                     ratio = counted.flops / modelled
-                    saved = counted.saved_bytes if verb in ("fwd", "recompute") else 0
+                    whole = part != "mlp" or config.plan.of_mlp == 1
+                    saved = counted.saved_bytes if verb in ("fwd", "recompute") and whole else 0
                     if part == "experts" and verb in ("fwd", "recompute"):
                         saved = cost.saved_bytes + outputs
                     changed = replace(cost, seconds=cost.seconds * ratio, flops=cost.flops * ratio)
@@ -102,9 +111,12 @@ def price_of(cut: Cut) -> Price:
 
 
 def count_parts(cut: Cut, config: Config) -> dict[tuple[str, str], Counted]:
-    """FLOPs and saved bytes of the forward of every part by kind of layer; of experts and head, FLOPs by shapes."""
+    """FLOPs and saved bytes of the forward of every part by kind of layer; of experts and head, FLOPs by shapes.
+
+    Where ranks share sequences, attention is hocket's, and goes by its cost model.
+    """
     adapter, dtype = cut.adapter, DTYPES[config.precision.dtype]
-    shape = config.train.sequences, config.data.sequence_length
+    shape, whole_sequences = (config.train.sequences, config.tokens // config.train.sequences), config.mesh.cp == 1
     x_BSD = torch.empty((*shape, adapter.hidden), dtype=dtype, device="meta", requires_grad=True)
     memo = cut.buffers(torch.device("cpu"), lambda name: torch.zeros(adapter.model.get_buffer(name).shape))
     whole: Any = getattr(adapter.model, "config", None)
@@ -126,15 +138,17 @@ def count_parts(cut: Cut, config: Config) -> dict[tuple[str, str], Counted]:
         number = kinds.index(kind)
         layer: Any = cut.copied(number, dict(memo))
         if isinstance(layer, ExpertLayer):
-            found["attn", kind] = _counted(
-                lambda x, layer=layer, n=number: layer.route(layer.attention(x, contexts[n]))[0], x_BSD
-            )
+            if whole_sequences:
+                found["attn", kind] = _counted(
+                    lambda x, layer=layer, n=number: layer.route(layer.attention(x, contexts[n]))[0], x_BSD
+                )
             rows = shape[0] * shape[1] * config.model.top_k
             prefix = f"layers.{number}.experts."
             weights = sum(p.numel() for name, p in cut.params.items() if name.startswith(prefix) and p.dim() > 2)
             found["experts", kind] = Counted(2 * rows * weights // cut.experts, 0)
         else:
-            found["attn", kind] = _counted(lambda x, layer=layer, n=number: layer.attention(x, contexts[n]), x_BSD)
+            if whole_sequences:
+                found["attn", kind] = _counted(lambda x, layer=layer, n=number: layer.attention(x, contexts[n]), x_BSD)
             found["mlp", kind] = _counted(layer.mlp, x_BSD)
     weights = sum(p.numel() for name, p in cut.params.items() if name.startswith("head.") and p.dim() > 1)
     found["head", ""] = Counted(2 * shape[0] * shape[1] * (weights or adapter.vocab * adapter.hidden), 0)

@@ -34,8 +34,9 @@ class Ends:
     """Token ids [B, S] to hidden states [B, S, D]."""
     logits: Callable[[Tensor], Tensor]
     """Hidden states to logits [B, S, V]."""
-    contexts: Callable[[Tensor], Sequence[Any]]
-    """Hidden states to the context of each layer. Only shape, dtype and device of the states count."""
+    contexts: Callable[..., Sequence[Any]]
+    """Hidden states to the context of each layer. Only shape, dtype and device of the states count. Of transformers
+    also takes positions of the tokens, [B, S]; without them sequences are whole."""
 
 
 class Adapter(Protocol):

@@ -99,9 +99,15 @@ class PlainLayer:
 
     def attention(self, x_BSD: Tensor, context: Mapping[str, Any]) -> Any:
         """`x + attn(x)`, with the norms that belong to it."""
-        before, behind, _, _ = self._norms
-        a_BSD = _first(self._attention(hidden_states=_apply(before, x_BSD), **context))
-        return self._added(x_BSD, _apply(behind, a_BSD))
+        return self.behind(x_BSD, _first(self._attention(hidden_states=self.before(x_BSD), **context)))
+
+    def before(self, x_BSD: Tensor) -> Tensor:
+        """What attention reads."""
+        return _apply(self._norms[0], x_BSD)
+
+    def behind(self, x_BSD: Tensor, more_BSD: Tensor) -> Tensor:
+        """The stream, from what it was and what attention has made."""
+        return self._added(x_BSD, _apply(self._norms[1], more_BSD))
 
     def mlp(self, x_BSD: Tensor) -> Tensor:
         """The same of the MLP."""

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from hocket.adapters.chunk import AdaptedChunk, Contexts, DenseParts, ExpertParts
+from hocket.adapters.chunk import AdaptedChunk, DenseParts, ExpertParts
 from hocket.adapters.cut import Cut, Ends, Values
 from hocket.adapters.layer import ExpertLayer
+from hocket.adapters.shareable import windows_of
+from hocket.adapters.shared_layers import Places, SharedAttention, shared_parts, without_masks
 from hocket.config import Config
 from hocket.model.source import ChunkLike, ChunkPlace
 from hocket.program.ops import Layout
@@ -22,9 +25,12 @@ from hocket.runtime.standin import StandIn
 class AdaptedModel:
     """Chunks of a model that an adapter has cut, with stand-ins for its parameters."""
 
-    def __init__(self, cut: Cut, values: Values | None = None) -> None:
-        """`values` for a model on the meta device; otherwise first values are the model's own."""
-        self.cut, self._values = cut, values
+    def __init__(self, cut: Cut, values: Values | None = None, method: str = "") -> None:
+        """`values` for a model on the meta device; otherwise first values are the model's own.
+
+        `method` says what travels between ranks that share sequences; `whole` where documents alone share them.
+        """
+        self.cut, self._values, self._method = cut, values, method
 
     def layout(self, config: Config) -> Layout:
         """That of hocket's own layers, but that weight gradients of the first part read the layer's input too.
@@ -51,16 +57,24 @@ class AdaptedModel:
             memo[id(param)] = stand_in
             if any(name.startswith(prefix) for prefix in wanted):
                 parameters[name] = stand_in
+        if self._method:
+            config: Any = cut.adapter.model.config
+            memo[id(config)] = without_masks(config)
         ends = cut.adapter.ends(dict(memo))
         contexts = _remembered(ends)
         layers: dict[int, DenseParts | ExpertParts] = {}
         for number in place.layers:
-            layer = cut.copied(number, dict(memo), fused=place.device.type == "cuda")
-            context = _of_layer(contexts, number)
-            if isinstance(layer, ExpertLayer):
-                layers[number] = ExpertParts(layer, context, cut.experts, ep)
+            layer: Any = cut.copied(number, dict(memo), fused=place.device.type == "cuda")
+            experts = cut.experts if isinstance(layer, ExpertLayer) else 0
+            told = _of_layer(contexts, number)
+            if self._method:
+                window = windows_of(cut.adapter.model.config)[number]
+                attn = SharedAttention(layer.module.get_submodule("self_attn"), window, told)
+                layers[number] = shared_parts(layer, attn, place, self._method, experts)
+            elif experts:
+                layers[number] = ExpertParts(layer, told, experts, ep)
             else:
-                layers[number] = DenseParts(layer, context)
+                layers[number] = DenseParts(layer, told, place.linears.mlp_pieces)
         return AdaptedChunk(
             ends.embed if place.first else None, layers, ends.logits if place.last else None, parameters
         )
@@ -88,19 +102,23 @@ class AdaptedModel:
         return self.cut.theirs[name]
 
 
-def _remembered(ends: Ends) -> Callable[[Tensor], Any]:
-    """What layers are told depends on the shape of hidden states alone, so it is made once for each."""
-    known: dict[Any, Any] = {}
+def _remembered(ends: Ends) -> Callable[..., Any]:
+    """What layers are told depends on the shape of hidden states alone, so it is made once for each.
 
-    def contexts(x_BSD: Tensor) -> Any:
-        key = x_BSD.shape, x_BSD.dtype, x_BSD.device
-        if key not in known:
+    Where ranks or documents share sequences, also on the places of tokens, and is kept as long as these are.
+    """
+    known: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
+
+    def contexts(x_BSD: Tensor, places: Places | None = None) -> Any:
+        made, key = known.setdefault(ends if places is None else places, {}), (x_BSD.shape, x_BSD.dtype, x_BSD.device)
+        if key not in made:
+            positions = () if places is None else (places.position_T.view(x_BSD.shape[:2]),)
             with torch.inference_mode(False), torch.no_grad():
-                known[key] = ends.contexts(x_BSD.detach())
-        return known[key]
+                made[key] = ends.contexts(x_BSD.detach(), *positions)
+        return made[key]
 
     return contexts
 
 
-def _of_layer(contexts: Callable[[Tensor], Any], number: int) -> Contexts:
-    return lambda x_BSD: contexts(x_BSD)[number]
+def _of_layer(contexts: Callable[..., Any], number: int) -> Callable[..., Any]:
+    return lambda *given: contexts(*given)[number]

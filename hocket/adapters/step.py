@@ -16,6 +16,8 @@ from hocket.adapters import transformers
 from hocket.adapters.costs import price_of, sizes_of
 from hocket.adapters.cut import ELSE, Adapter, Cut, Values, refuse
 from hocket.adapters.own import OwnModel
+from hocket.adapters.shareable import unshareable
+from hocket.adapters.shared_layers import WHOLE
 from hocket.adapters.source import AdaptedModel
 from hocket.adapters.verify import verify
 from hocket.config import Config
@@ -57,8 +59,9 @@ def plan_model(
     cut = Cut(_adapter(model))
     _check(cut, config, values)
     _check_widths(cut, changed(config, {"precision.compute": "fp32"}))  # in which layers are compared
-    top_k = verify(cut)
-    config = replace(config, model=sizes_of(cut, top_k))
+    shared, packed = config.mesh.cp > 1, config.data.packing != "off"
+    top_k = verify(cut, shared or packed, config.plan.mlp_pieces != 1)
+    config = replace(config, model=sizes_of(cut, top_k, shared))
     price = price_of(cut)
     if config.plan.graphs == "auto":
         # hocket cannot know what a foreign forward does while it is recorded.
@@ -76,7 +79,8 @@ def plan_model(
     if values is None:
         _check_alike(cut)
     rank = dist.get_rank() if dist.is_initialized() else 0
-    engine = Engine(resolved, rank, device, source=AdaptedModel(cut, values))
+    method = resolved.overlap.cp.method if shared else WHOLE if packed else ""
+    engine = Engine(resolved, rank, device, source=AdaptedModel(cut, values, method))
     engine.init_weights()
     names = {name: (cut.theirs[name], param.shape) for name, param in cut.params.items()}
     return PlannedStep(engine, resolved, price, names, *_beside(cut, values))
@@ -127,11 +131,9 @@ def _check(cut: Cut, config: Config, values: Values | None) -> None:
     problems = other_ranks(config)
     if config.mesh.tp > 1:
         problems.append(f"mesh.tp = {config.mesh.tp}: heads of a model of others stay together; fix: mesh.tp = 1")
-    if config.mesh.cp > 1:
-        problems.append(
-            f"mesh.cp = {config.mesh.cp}: attention of a model of others has its sequences whole; fix: mesh.cp = 1, or "
-            "without a plan hocket.context_parallel and hocket.fully_shard"
-        )
+    reason = unshareable(model) if config.mesh.cp > 1 or config.data.packing != "off" else ""
+    if config.mesh.cp > 1 and reason:
+        problems.append(f"mesh.cp = {config.mesh.cp}: {reason}; fix: mesh.cp = 1")
     if config.plan.pieces > 1:
         problems.append(
             f"plan.loss_pieces = {config.plan.pieces}: a model of others makes its logits itself; fix: "
@@ -155,9 +157,13 @@ def _check(cut: Cut, config: Config, values: Values | None) -> None:
         if cut.experts:
             experts, fix = f"{cut.experts} experts in a layer", f"mesh.ep = a divisor of {cut.experts}"
         problems.append(f"mesh.ep = {config.mesh.ep}: {type(model).__name__} has {experts}; fix: {fix}")
-    if config.data.packing != "off":
-        told = "a model of others is told of no documents; fix: data.packing = off"
-        problems.append(f"data.packing = {config.data.packing}: {told}")
+    if config.data.packing != "off" and reason:
+        problems.append(f"data.packing = {config.data.packing}: {reason}; fix: data.packing = off")
+    if config.data.packing != "off" and config.plan.graphs == "on":
+        problems.append(
+            "plan.graphs = on: what layers of others are told of documents is made anew for each microbatch, and no "
+            "recorded step serves another one; fix: plan.graphs = off, or data.packing = off"
+        )
     if config.optimizer.name == "muon":
         problems.append(
             f"optimizer.name = muon: which weights of {type(model).__name__} are several matrices in one is not known; "

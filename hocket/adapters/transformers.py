@@ -154,7 +154,7 @@ class _Around:
         self._meeting({0: meet}, self._base, input_ids=ids_BS)
         return seen[0]
 
-    def contexts(self, x_BSD: Tensor) -> list[dict[str, Any]]:
+    def contexts(self, x_BSD: Tensor, position_BS: Tensor | None = None) -> list[dict[str, Any]]:
         """The contexts of all layers."""
         seen: list[dict[str, Any]] = []
         passed: list[Tensor] = []
@@ -169,7 +169,8 @@ class _Around:
             return passed[-1]
 
         meets = dict.fromkeys(range(len(self._probes)), meet)
-        self._meeting(meets, self._base, inputs_embeds=x_BSD.new_zeros(()).expand(x_BSD.shape))
+        nothing = x_BSD.new_zeros(()).expand(x_BSD.shape)
+        self._meeting(meets, self._base, inputs_embeds=nothing, position_ids=position_BS)
         return seen
 
     def logits(self, x_BSD: Tensor) -> Tensor:

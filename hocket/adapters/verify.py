@@ -8,7 +8,7 @@ does one thing more fails here, by name, not in a loss curve.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,13 @@ from torch import Tensor, nn
 
 from hocket.adapters.chunk import DenseParts, ExpertParts
 from hocket.adapters.cut import ELSE, Cut, refuse
+from hocket.adapters.decoder_layer import PlainLayer, Unfit
 from hocket.adapters.layer import DenseLayer, ExpertLayer
+from hocket.adapters.shareable import windows_of
+from hocket.adapters.shared_layers import SharedAttention
+from hocket.model.chunks import zigzag
+from hocket.model.context import context_of
+from hocket.model.documents import whole_sequences
 from hocket.model.moe import ONLY
 from hocket.parallel.dispatch import exchange_counts
 
@@ -26,12 +32,18 @@ _LARGE = 1 << 27
 """Elements beyond which a parameter is one row, seen as often as it has rows."""
 _SHAPE = (2, 6)
 """Sequences and their length."""
+_PIECES = 5
+"""Pieces of these tokens, where MLPs take them so."""
 _WRONG = RuntimeError, TypeError, AttributeError, AssertionError, LookupError, ArithmeticError
 """Errors that a foreign forward may raise."""
 
 
-def verify(cut: Cut) -> int:
-    """Compare every kind of layer; returns the experts per token, 0 without experts. Raises ValueError."""
+def verify(cut: Cut, shared: bool = False, pieces: bool = False) -> int:
+    """Compare every kind of layer; returns the experts per token, 0 without experts. Raises ValueError.
+
+    With `shared` attention is also compared as ranks that share sequences cut it; with `pieces` dense MLPs take their
+    tokens in pieces.
+    """
     adapter, chosen = cut.adapter, set[int]()
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
         torch.manual_seed(0)
@@ -50,7 +62,9 @@ def verify(cut: Cut) -> int:
         for number, layer in enumerate(adapter.layers):
             if (kind := _kind(layer)) not in seen:
                 seen.add(kind)
-                chosen.add(_compare(cut, number, memo, x_BSD, contexts))
+                chosen.add(_compare(cut, number, memo, x_BSD, contexts, _PIECES if pieces else 1))
+                if shared:
+                    _compare_shared(cut, number, memo, x_BSD, contexts[number])
     chosen -= {0}
     if len(chosen) > 1:
         raise refuse(adapter.model, f"layers choose different numbers of experts per token: {sorted(chosen)}")
@@ -97,7 +111,7 @@ def _kind(layer: nn.Module) -> Any:
     )
 
 
-def _compare(cut: Cut, number: int, memo: dict[int, Any], x_BSD: Tensor, contexts: Sequence[Any]) -> int:
+def _compare(cut: Cut, number: int, memo: dict[int, Any], x_BSD: Tensor, contexts: Sequence[Any], pieces: int) -> int:
     model, name = cut.adapter.model, type(cut.adapter.layers[number]).__name__
     top_k, context = 0, contexts[number]
     whole: Any = copy.deepcopy(cut.adapter.layers[number], dict(memo))
@@ -121,18 +135,49 @@ def _compare(cut: Cut, number: int, memo: dict[int, Any], x_BSD: Tensor, context
         if isinstance(layer, ExpertLayer):
             top_k, found = _routed(cut, layer, x_BSD, context, params)
         else:
-            parts = DenseParts(layer, lambda _: context)
+            parts = DenseParts(layer, lambda _: context, pieces)
             found = _with_gradients(lambda x: parts.forward_mlp(_first(parts.forward_attn, x)), x_BSD, params)
     except (*_WRONG, ValueError) as error:
         raise refuse(model, f"the pieces of layer {number}, {name}, do not fit together: {error}") from error
-    for what, expected in wanted.items():
-        if not _close(found.get(what), expected):
-            raise refuse(
-                model,
-                f"the pieces of layer {number}, {name}, do not compute what its forward does: the {what} differs",
-                f"write pieces that together are the forward, and keep nothing on the module; {ELSE}",
-            )
+    if differing := _differing(found, wanted):
+        raise refuse(
+            model,
+            f"the pieces of layer {number}, {name}, do not compute what its forward does: the {differing} differs",
+            f"write pieces that together are the forward, and keep nothing on the module; {ELSE}",
+        )
     return top_k
+
+
+def _compare_shared(cut: Cut, number: int, memo: dict[int, Any], x_BSD: Tensor, told: Any) -> None:
+    """Compare the first piece of a layer with its attention cut where keys and values travel."""
+    model, layer = cut.adapter.model, cut.copied(number, dict(memo))
+    name, window = type(cut.adapter.layers[number]).__name__, windows_of(model.config)[number]
+    assert isinstance(layer, PlainLayer), "models that ranks can share are of transformers"
+    module = layer.module.get_submodule("self_attn")
+    params = dict(module.named_parameters())
+    batch, length = _SHAPE
+    context = context_of(whole_sequences(batch, length, x_BSD.device), zigzag(batch, length, 1), 0)
+
+    def cut_attention(x: Tensor) -> Tensor:
+        h = layer.before(x)
+        kv, (q, gate) = attn.keys(h, context), attn.queries(h, context)
+        return layer.behind(x, attn.attended(kv, q, gate, context, batch))
+
+    try:
+        attn = SharedAttention(module, window, lambda *_: told)
+        wanted = _with_gradients(lambda x: layer.attention(x, told), x_BSD, params)
+        differing = _differing(_with_gradients(cut_attention, x_BSD, params), wanted)
+    except (*_WRONG, ValueError, Unfit) as error:
+        raise refuse(model, f"attention of layer {number}, {name}, cannot be shared: {error}", "mesh.cp = 1") from error
+    if differing:
+        raise refuse(
+            model, f"attention of layer {number}, {name}, cannot be shared: the {differing} differs", "mesh.cp = 1"
+        )
+
+
+def _differing(found: Mapping[str, Tensor | None], wanted: Mapping[str, Tensor | None]) -> str:
+    """What differs; empty if nothing does."""
+    return next((what for what, expected in wanted.items() if not _close(found.get(what), expected)), "")
 
 
 def _first(attention: Callable[[Tensor], Any], x_BSD: Tensor) -> Any:

@@ -9,7 +9,9 @@ from typing import Literal, get_args
 from hocket.config.layout import Purpose
 
 COPIED: dict[str, tuple[Purpose, ...]] = {
-    "copy_engine": ("gather_dense", "reduce_dense", "gather_experts", "reduce_experts", "a2a", "pp_fwd", "pp_bwd"),
+    "copy_engine": (
+        *("gather_dense", "reduce_dense", "gather_experts", "reduce_experts", "a2a", "cp", "pp_fwd", "pp_bwd"),
+    ),
     "copy_engine_gathers": ("gather_dense", "gather_experts"),
 }
 """Transports that use copy engines -> purposes of the groups that copy engines serve. NCCL's kernels serve the

@@ -11,7 +11,7 @@ from hocket.doctor.found import Check, Found, Gpu, State
 from hocket.environment import is_number_of_threads
 from hocket.variables import WANTED, survey
 
-OLDEST_PYTHON, OLDEST_TORCH, COPY_ENGINE_NCCL = (3, 11), (2, 11), (2, 28)
+OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 11)
 GIB, MIB = 2**30, 2**20
 SHM_PER_GPU = 64 * MIB
 """Shared memory that NCCL's processes need to talk to each other, in bytes per GPU."""
@@ -77,12 +77,7 @@ def software(f: Found) -> Checks:
     if not f.torch.gpus:
         yield _soft("NCCL", "unknown", "-", "torch uses no GPU here")
         return
-    nccl = ".".join(map(str, f.torch.nccl))
-    if f.torch.nccl < COPY_ENGINE_NCCL:
-        cost = "no gathers on copy engines: every collective takes SMs from the compute that it hides under"
-        yield _soft("NCCL", "costs", nccl or "none", cost, "a torch with NCCL 2.28 or newer")
-    else:
-        yield _soft("NCCL", "ok", nccl)
+    yield _soft("NCCL", "ok", ".".join(map(str, f.torch.nccl)))
     if f.torch.triton:
         yield _soft("triton", "ok", f.torch.triton)
     else:
@@ -226,8 +221,8 @@ def _copy_engine(f: Found) -> Checks:
     elif not f.copies:
         yield _link("copy engine", "unknown", "not tried", f.no_probe)
     elif kernels := sorted({name for name in f.copies if any(word in name for word in KERNELS)}):
-        cost = "NCCL has fallen back to kernels without a word: gathers take SMs from compute"
-        fix = "unset NCCL_* variables, or train.transport = nccl, which needs less memory"
+        cost = "gathers take SMs from compute"
+        fix = "report it; train.transport = nccl needs less memory until then"
         yield _link("copy engine", "costs", f"a gather ran {kernels[0][:60]}", cost, fix)
     elif any("Memcpy" in name for name in f.copies):
         yield _link("copy engine", "ok", "a gather of 16 MiB per GPU ran copies, and no kernel")

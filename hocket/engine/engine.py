@@ -309,9 +309,10 @@ class Engine:
         See Note: [A fixed capacity, and never silently].
         """
         assert self.config.data.packing != "off" or all(m.documents is None for m in microbatches), "packing is off"
+        whole = microbatches
         if self.shared is not None:
-            microbatches = self.shared.parts(microbatches)
-        executor.actions.weights_M = self._weights(microbatches)
+            microbatches = self.shared.parts(whole)
+        executor.actions.weights_M = self._weights(microbatches, whole)
         self.sharded.forget_casts()
         graphed = self._graphed if executor is self.executor else None
         losses = (graphed or executor).run(microbatches)
@@ -326,11 +327,16 @@ class Engine:
                 self._graphed = None
         return losses
 
-    def _weights(self, microbatches: Sequence[Microbatch]) -> Tensor | None:
-        """See Note: [The mean over the tokens of a step]. None where every target counts."""
-        if self.config.data.packing == "off":
+    def _weights(self, microbatches: Sequence[Microbatch], whole: Sequence[Microbatch]) -> Tensor | None:
+        """See Note: [The mean over the tokens of a step]. None where all means weigh the same.
+
+        Of `whole` microbatches that ranks share, each rank has the mean over targets of its own.
+        """
+        if self.config.data.packing == "off" and self.shared is None:
             return None
-        counts_M = torch.stack([(m.targets != IGNORED).sum() for m in microbatches])
+        counts_M = _targets(microbatches)
+        if self.config.data.packing == "off":
+            return (counts_M.double() * self.mesh.cp / _targets(whole).clamp(min=1) / len(whole)).float()
         total = counts_M.sum(0, keepdim=True)
         self.groups.sum_over_dp(total)
         return (counts_M.double() * self.mesh.data / total.clamp(min=1)).float()
@@ -432,6 +438,10 @@ class Engine:
     def close(self) -> None:
         """Give back memory, and the process groups that this engine has made: those that it was lent go on."""
         self.forget_graph()
-        self.sharded.close()
         if not self._lent:
             self.groups.destroy()
+
+
+def _targets(microbatches: Sequence[Microbatch]) -> Tensor:
+    """How many targets of each microbatch count, int64 [M]."""
+    return torch.stack([(m.targets != IGNORED).sum() for m in microbatches])

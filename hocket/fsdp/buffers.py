@@ -140,7 +140,7 @@ class StagingMemory:
 
 
 class StagingRing:
-    """Staging memory that stays: `count` buffers of `numel` elements, made when first needed, or all by `allocate`."""
+    """Staging memory that stays: `count` buffers of `numel` elements, made when first needed."""
 
     fixed = True
 
@@ -158,11 +158,6 @@ class StagingRing:
     @property
     def nbytes(self) -> int:
         return self.made * self.numel * self.dtype.itemsize
-
-    def allocate(self) -> None:
-        """Make all `count` buffers now."""
-        while self.made < self.count:
-            self._free.append(self._new())
 
     def take(self, unit: object, numel: int) -> Tensor:
         """A free buffer, or a new one; only if there is neither, the one that was given back first.

@@ -25,7 +25,6 @@ from hocket.fsdp.spread import apart
 from hocket.fsdp.stats import ShardStats, stats_of
 from hocket.fsdp.strategy import Policy, Prefetch
 from hocket.fsdp.unused import Unused
-from hocket.runtime.comm import Window
 from hocket.runtime.queue import History, Ticket
 
 
@@ -91,7 +90,6 @@ class ShardContext:
         self.ahead = Lookahead(self.units, prefetch, policy.free)
         self._staging: dict[ParamGroup, Staging] = {}
         self._fixed_bytes = 0
-        self._windows: list[Window] = []
         self._everybody = Unbounded()
         self._residency: Residency = self._everybody
         self.unused = Unused(order, self._model, device)
@@ -104,7 +102,8 @@ class ShardContext:
 
     def __repr__(self) -> str:
         kept = sum(group.nbytes for unit in self.units for group in unit.groups)
-        return f"ShardContext({len(self.units)} units, {kept / 2**20:,.1f} MiB of weights and gradients on this rank)"
+        mib = f"{kept / 2**20:,.1f} MiB of weights and gradients on this rank"
+        return f"ShardContext({len(self.units)} units, {mib}, moved by {self.groups.moved_by})"
 
     @property
     def root(self) -> nn.Module:
@@ -131,10 +130,8 @@ class ShardContext:
         slots = FixedSlots(inner, count) if self.policy.free and count is not None else None
         if self.policy.free:
             self._residency = slots or self.prefetch.budget(inner)
-        self._fixed_bytes, weights = place_weights(self.units if new is None else new, slots, fixed)
-        caller = self.reducing.caller
-        self._staging, gradients = place_gradients(self.units, self.policy.staging, fixed, caller)
-        self._windows = [*weights, *gradients]
+        self._fixed_bytes = place_weights(self.units if new is None else new, slots, fixed)
+        self._staging = place_gradients(self.units, self.policy.staging, fixed, self.reducing.caller)
 
     def record(self) -> History:
         """Write down from now on what is issued and waited for, for tests of the structure of a step."""
@@ -198,7 +195,7 @@ class ShardContext:
             return False
         self.finish_step()
         count = max((staging.count for staging in self._staging.values()), default=self.policy.staging)
-        self._staging, _ = place_gradients(self.units, count, False, self.reducing.caller)
+        self._staging = place_gradients(self.units, count, False, self.reducing.caller)
         return True
 
     def staging_count(self, count: int) -> None:
@@ -418,14 +415,6 @@ class ShardContext:
         self.ahead.restart()
         self._depth = 0
         self.in_backward = self.reductions_open = False
-
-    def close(self) -> None:
-        """After the last step: take back the memory of copy engines. All ranks call this, in one order of models."""
-        for queue in {self.gathering, self.reducing, self.outer}:
-            queue.join()  # a window waits for what the caller has issued
-        for window in reversed(self._windows):
-            window.close()
-        self._windows.clear()
 
     def read_outside(self, unit: Unit) -> bool:
         """A weight is read while its unit is not in use: claim that. False outside of any forward; see `outside.py`."""

@@ -33,12 +33,11 @@ from hocket.fsdp.orthogonal import factor_of, orthogonal
 from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.part import plain
 from hocket.fsdp.sharded_parameter import ShardedParameter
-from hocket.runtime.transports import Window
 
 _init_group: Any = Muon._init_group  # pyrefly: ignore[missing-attribute]
 """What torch has."""
 
-_buffers: WeakKeyDictionary[Optimizer, dict[int, tuple[Tensor, Tensor, Window]]] = WeakKeyDictionary()
+_buffers: WeakKeyDictionary[Optimizer, dict[int, tuple[Tensor, Tensor]]] = WeakKeyDictionary()
 """Room for averages and results, by groups of ranks."""
 
 
@@ -90,9 +89,8 @@ def _make_buffers(optimizer: Muon, groups: Sequence[ParamGroup]) -> None:
         length = max(other.layout.total for other in groups if other.groups is group.groups)
         if key in made and len(made[key][0]) >= length:
             continue
-        with group.groups.reduce.window(2 * length) as window:
-            pair = [torch.zeros(length, dtype=torch.bfloat16, device=group.device) for _ in range(2)]
-        made[key] = pair[0], pair[1], window
+        gathered, results = (torch.zeros(length, dtype=torch.bfloat16, device=group.device) for _ in range(2))
+        made[key] = gathered, results
 
 
 def _ahead(optimizer: Muon, shard: ShardedParameter, held: Mapping[str, Any]) -> Tensor:
@@ -113,7 +111,7 @@ def _step(optimizer: Muon, group: ParamGroup, shards: Sequence[ShardedParameter]
             _move(shard, _iterated(x.view(shard.shape).to(group.device), held).reshape(-1), held)
         return
     here = group.kept.slices(group.position)
-    gathered, results = (buffer[: group.layout.total] for buffer in _buffers[optimizer][id(group.groups)][:2])
+    gathered, results = (buffer[: group.layout.total] for buffer in _buffers[optimizer][id(group.groups)])
     size = group.main.numel()
     mine = gathered[group.position * size :][:size]
     for shard, x in zip(shards, ahead, strict=True):

@@ -9,7 +9,6 @@ from typing import Literal, get_args
 import torch
 from torch import nn
 
-from hocket.config import COPIED
 from hocket.fsdp.buckets import parse_bucket
 from hocket.fsdp.home import Offload
 from hocket.fsdp.layout import Granularity
@@ -34,12 +33,12 @@ class ShardOptions:
     """How far ahead weights are gathered: a number of units, or a size such as "512MiB"."""
     staging: int = 2
     """Buffers for gradients on their way: compute waits when all are being reduced."""
-    slots: Literal["auto", "dynamic"] | int = "auto"
+    slots: Literal["dynamic"] | int = "dynamic"
     """Where gathered weights lie: `dynamic` memory that comes and goes, which suits any model, or a number of fixed
-    buffers, which bound the memory and which CUDA graphs and the copy engine need. `auto` is fixed for these."""
+    buffers, which bound the memory and which CUDA graphs need."""
     transport: ShardTransport = "auto"
-    """How bytes move: `auto` is nccl for GPUs, since copy engines need fixed slots, and gloo for CPUs.
-    `copy_engine_gathers` leaves reductions to NCCL. `null` moves none, for measuring the bound."""
+    """How bytes move: `auto` is copy_engine for GPUs of one host that reach each other's memory, nccl for others, and
+    gloo for CPUs. `copy_engine_gathers` leaves reductions to NCCL. `null` moves none, for measuring the bound."""
     unified: bool = False
     """One process group and one queue for gathers and reductions, instead of one each."""
     driver: Driver = "hooks"
@@ -79,10 +78,10 @@ class ShardOptions:
         ahead = Prefetch.parse(self.prefetch)
         if isinstance(self.staging, bool) or not isinstance(self.staging, int) or self.staging < 1:
             raise ValueError(f"staging={self.staging!r} must be a number of buffers, at least 1 (2 overlaps)")
-        if self.slots in ("auto", "dynamic"):
+        if self.slots == "dynamic":
             return
         if isinstance(self.slots, bool) or not isinstance(self.slots, int) or self.slots < 1:
-            raise ValueError(f"slots={self.slots!r} must be 'auto', 'dynamic', or a number of buffers, at least 1")
+            raise ValueError(f"slots={self.slots!r} must be 'dynamic', or a number of buffers, at least 1")
         if ahead.units is not None and self.slots <= ahead.units:
             raise ValueError(
                 f"slots={self.slots} leaves no room for prefetch={self.prefetch}: it takes prefetch + 1 = "
@@ -92,17 +91,7 @@ class ShardOptions:
     @property
     def slot_count(self) -> int | None:
         """The number of fixed slots, None for dynamic memory."""
-        if isinstance(self.slots, int):
-            return self.slots
-        if self.slots == "dynamic" or self.transport not in COPIED:
-            if self.transport in COPIED:
-                raise ValueError(
-                    f"slots='dynamic' does not work with transport={self.transport!r}, which moves bytes between "
-                    f"buffers that are registered once: use slots='auto' or a number"
-                )
-            return None
-        units = Prefetch.parse(self.prefetch).units
-        return 3 if units is None else units + 1
+        return self.slots if isinstance(self.slots, int) else None
 
 
 @dataclass

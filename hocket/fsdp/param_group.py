@@ -404,8 +404,8 @@ class ParamGroup:
         self._has[index] = self._partial_has[index] = False
         self.local.forget(index)
         self.uses.forget(index)
-        if not self.has_grad and self.grads.flat is not None:
-            self.let_grads_go()
+        if not self.has_grad:
+            self._let_go()
 
     def set_grad(self, index: int, value: Tensor) -> None:
         """What setting `shards[index].grad` to a tensor does: its values are copied."""
@@ -439,5 +439,11 @@ class ParamGroup:
         self.local.clear()
         if self._partial is not None:
             self._partial.zero_()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Nobody has a gradient any more: give their memory back, if that is safe."""
         if self.grads.flat is not None:
             self.let_grads_go()
+        if self.grads.flat is None:
+            self._parts.clear()  # which hold the memory too

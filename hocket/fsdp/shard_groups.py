@@ -26,6 +26,7 @@ from hocket.config import COPIED
 from hocket.fsdp.spread import over
 from hocket.program.mesh import Purpose
 from hocket.runtime.comm import Group, TransportName, make_group
+from hocket.runtime.trial import LIMIT, why_no_copies
 from hocket.runtime.world import everyone
 
 Ranks = tuple[int, ...]
@@ -83,6 +84,8 @@ class ShardGroups:
     """See `Placement.part`."""
     holders: Ranks = ()
     """All ranks of the mesh."""
+    moved_by: str = ""
+    """What moves bytes between the ranks that share, and why it is not copy engines."""
 
     @property
     def alike(self) -> int:
@@ -96,6 +99,8 @@ class ShardGroups:
 
 
 _made: dict[object, ShardGroups] = {}
+_tried: dict[tuple[object, tuple[Ranks, ...], torch.device], str] = {}
+"""Why copy engines do not serve such lists of ranks; empty if they do."""
 
 
 def shard_groups_for(placement: Placement, strategy: str, options: Wiring, device: torch.device) -> ShardGroups:
@@ -116,7 +121,7 @@ def shard_groups_for(placement: Placement, strategy: str, options: Wiring, devic
             f"mesh, or leave outer='replicate'"
         )
     divide = float(len(inner) * len(outer)) if placement.divide is None else float(placement.divide)
-    transport = _transport(options.transport, device)
+    transport = _transport(options.transport, device, inner if len(inner) > 1 else outer)
     world = dist.group.WORLD if dist.is_initialized() else None
     alike = strategy == "no_shard"
     key = (world, inner, outer, alike, options.outer, divide, transport, options.unified, device, placement.part)
@@ -126,7 +131,11 @@ def shard_groups_for(placement: Placement, strategy: str, options: Wiring, devic
             made = _make_alike(inner, outer, transport, device)
         else:
             made = _make(inner, outer, options, transport, device)
-        _made[key] = replace(made, part=placement.part, divide=divide, holders=_holders(placement.mesh))
+        chosen = options.transport == "auto" and transport == "nccl" and dist.is_initialized()
+        reason = why_not_copies(inner if len(inner) > 1 else outer, device) if chosen else ""
+        moved_by = f"{transport} ({reason})" if reason else transport
+        here = _holders(placement.mesh)
+        _made[key] = replace(made, part=placement.part, divide=divide, holders=here, moved_by=moved_by)
     return _made[key]
 
 
@@ -174,9 +183,12 @@ def _describe(mesh: DeviceMesh | None) -> str:
     return f"the mesh has {mesh.ndim} {'axis' if mesh.ndim == 1 else 'axes'} ({axes})"
 
 
-def _transport(name: str, device: torch.device) -> TransportName:
+def _transport(name: str, device: torch.device, mine: Ranks) -> TransportName:
+    """What moves bytes between the ranks of each such list; this rank is in `mine`. All ranks call this alike."""
     if name == "auto":
-        return "nccl" if device.type == "cuda" else "gloo"
+        if device.type != "cuda" or not dist.is_initialized():
+            return "gloo" if device.type != "cuda" else "nccl"
+        return "nccl" if why_not_copies(mine, device) else "copy_engine"
     if (name == "nccl" or name in COPIED) and device.type != "cuda":
         raise ValueError(f"transport={name!r} moves bytes between GPUs, but parameters are on {device}: use 'gloo'")
     if name == "gloo" and device.type == "cuda":
@@ -186,6 +198,18 @@ def _transport(name: str, device: torch.device) -> TransportName:
         if transport == name:
             return transport
     raise ValueError(f"transport={name!r} is not one of auto, {', '.join(known)}")
+
+
+def why_not_copies(mine: Ranks, device: torch.device) -> str:
+    """Why copy engines cannot serve all such lists of ranks, of which this rank is in `mine`; empty if they can."""
+    lists = _all_lists(mine)
+    key = dist.group.WORLD, tuple(lists), device
+    if key not in _tried:
+        for old in [old for old in _tried if old[0] is not dist.group.WORLD]:
+            del _tried[old]
+        several = [ranks for ranks in lists if len(ranks) > 1]
+        _tried[key] = why_no_copies(["gather_dense"], device, LIMIT, groups=several) if several else "each has one rank"
+    return _tried[key]
 
 
 def _make(inner: Ranks, outer: Ranks, options: Wiring, transport: TransportName, device: torch.device) -> ShardGroups:

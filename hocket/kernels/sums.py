@@ -1,6 +1,7 @@
 """Adding up what has arrived, in one pass: see `transports.local_sum`."""
 
 # pyrefly: ignore-errors
+# ruff: noqa: ANN001, ANN202
 from __future__ import annotations
 
 import triton
@@ -14,16 +15,26 @@ PROGRAMS = 528
 
 
 @triton.jit
-def _local_sum(parts, into, scale, numel, world: tl.constexpr, block_size: tl.constexpr, add: tl.constexpr):  # noqa: ANN001, ANN202
+def _local_sum(
+    parts,
+    own,
+    into,
+    scale,
+    numel,
+    stride,
+    rank: tl.constexpr,
+    world: tl.constexpr,
+    block_size: tl.constexpr,
+    add: tl.constexpr,
+):
     start = tl.program_id(0).to(tl.int64) * block_size  # units of experts can have more than 2^31 elements
     while start < numel:
         at = start + tl.arange(0, block_size)
         inside = at < numel
-        part = parts + at
-        total = tl.load(part, mask=inside).to(tl.float32)
-        for _ in tl.static_range(world - 1):
-            part += numel
-            total += tl.load(part, mask=inside).to(tl.float32)
+        total = tl.load((own if rank == 0 else parts) + at, mask=inside).to(tl.float32)
+        for row in tl.static_range(1, world):
+            part = own if rank == row else parts + (row - (1 if rank >= 0 and rank < row else 0)) * stride
+            total += tl.load(part + at, mask=inside).to(tl.float32)
         total *= scale
         if add:
             total = tl.load(into + at, mask=inside).to(tl.float32) + total
@@ -31,9 +42,20 @@ def _local_sum(parts, into, scale, numel, world: tl.constexpr, block_size: tl.co
         start += tl.num_programs(0) * block_size
 
 
-def launch(parts_WS: Tensor, into_S: Tensor, scale: float, add: bool = True, programs: int = PROGRAMS) -> None:
+def launch(
+    parts_WS: Tensor,
+    into_S: Tensor,
+    scale: float,
+    add: bool = True,
+    own: tuple[int, Tensor] | None = None,
+    programs: int = PROGRAMS,
+) -> None:
     """`into` += (or =) scale * the sum of the rows of `parts`, in their order and in fp32, on the current stream."""
-    world, numel = parts_WS.shape
+    world, numel = parts_WS.shape[0] + (own is not None), parts_WS.shape[1]
+    rank, mine_S = own if own is not None else (-1, parts_WS)
     grid = (min(programs, triton.cdiv(numel, BLOCK)),)
     # Multiply, then add: a fused product would round differently from what the CPU does.
-    _local_sum[grid](parts_WS, into_S, scale, numel, world, BLOCK, add, num_warps=4, enable_fp_fusion=False)
+    stride = parts_WS.stride(0)
+    _local_sum[grid](
+        parts_WS, mine_S, into_S, scale, numel, stride, rank, world, BLOCK, add, num_warps=4, enable_fp_fusion=False
+    )

@@ -72,6 +72,8 @@ def be_worker(settings: Settings, worker: Worker, job: Job) -> int:
 
 def outcome(settings: Settings, worker: Worker, job: Job) -> int:
     """Run one rank that torchrun or Slurm started, and say itself what went wrong. Returns the exit code."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # else ranks of a torchrun that is killed would go on, and hold the folder
+        die_with(os.getppid())
     try:
         # One of the ranks is enough to hold the folder.
         with run_folder(settings) if worker.rank == 0 else contextlib.nullcontext():

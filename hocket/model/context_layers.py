@@ -35,18 +35,16 @@ from hocket.runtime.norms import add_rms_norm, rms_norm
 class _Cut:
     """The parts before attention, and attention behind a gather, of either kind of layer."""
 
-    config: ModelConfig
     group: Group
     attn: Any
-    attn_norm: nn.Parameter
+    normed: Any
+    """The input of attention, and the residual stream, from a layer's input."""
     added: Any
+    """The next part's input, or routed rows, from the residual stream and what attention adds to it."""
 
     def forward_keys(self, x_BSD: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """What travels, [T, X], the input of attention and the residual stream, [B, S, D]."""
-        if self.config.norms == "after":
-            return self.attn.keys(x_BSD, context), x_BSD, x_BSD
-        norm = self.config.norm_eps, self.config.norm_plus_one
-        x_BSD, h_BSD = add_rms_norm(x_BSD, None, self.attn_norm, *norm)
+        h_BSD, x_BSD = self.normed(x_BSD)
         return self.attn.keys(h_BSD, context), h_BSD, x_BSD
 
     def forward_kv(self, kv_TX: Tensor) -> tuple[Tensor, Pending]:
@@ -183,8 +181,23 @@ def _add(out_TX: Tensor, rows_RX: Tensor, places: Sequence[range]) -> None:
         out_TX[tokens.start : tokens.stop].add_(rows)
 
 
-class _Dense(DenseLayer):
-    """What the two dense layers have in common."""
+class _Own:
+    """Norms of hocket's own layers."""
+
+    config: ModelConfig
+    attn_norm: nn.Parameter
+
+    def normed(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
+        """The input of attention, and the residual stream."""
+        if self.config.norms == "after":
+            return x_BSD, x_BSD
+        norm = self.config.norm_eps, self.config.norm_plus_one
+        x_BSD, h_BSD = add_rms_norm(x_BSD, None, self.attn_norm, *norm)
+        return h_BSD, x_BSD
+
+
+class _Dense(_Own, DenseLayer):
+    """What the dense layers have in common."""
 
     def __init__(self, config: ModelConfig, linears: Linears, number: int, group: Group) -> None:
         super().__init__(config, linears, number)
@@ -195,8 +208,8 @@ class _Dense(DenseLayer):
         return x_BSD + (rms_norm(more_BSD, self.attn_norm, *self.norm) if self.after else more_BSD)
 
 
-class _MoE(MoELayer):
-    """What the two layers with routed experts have in common."""
+class _MoE(_Own, MoELayer):
+    """What the layers with routed experts have in common."""
 
     def __init__(
         self, config: ModelConfig, ep: ExpertPlace, aux_scale: float, linears: Linears, number: int, group: Group
@@ -209,36 +222,13 @@ class _MoE(MoELayer):
         return self.routed(x_BSD, more_BSD, context, kept)
 
 
-class CutDenseLayer(_Cut, _Dense):  # pyrefly: ignore[inconsistent-inheritance]
-    """A dense layer on ranks that gather keys and values."""
+METHODS: dict[str, type[_Cut]] = {"gather": _Cut, "heads": _ByHeads, "ring": _Ring}
+"""By method: the parts of attention, which a layer with `group`, `attn`, `normed` and `added` is made with."""
 
 
-class CutMoELayer(_Cut, _MoE):  # pyrefly: ignore[inconsistent-inheritance]
-    """A layer with routed experts on such ranks."""
-
-
-class HeadsDenseLayer(_ByHeads, _Dense):  # pyrefly: ignore[inconsistent-inheritance]
-    """A dense layer on ranks that exchange heads."""
-
-
-class HeadsMoELayer(_ByHeads, _MoE):  # pyrefly: ignore[inconsistent-inheritance]
-    """A layer with routed experts on such ranks."""
-
-
-class RingDenseLayer(_Ring, _Dense):  # pyrefly: ignore[inconsistent-inheritance]
-    """A dense layer on ranks that get keys and values in stages."""
-
-
-class RingMoELayer(_Ring, _MoE):  # pyrefly: ignore[inconsistent-inheritance]
-    """A layer with routed experts on such ranks."""
-
-
-_LAYERS: dict[str, tuple[Any, Any]] = {
-    "gather": (CutDenseLayer, CutMoELayer),
-    "heads": (HeadsDenseLayer, HeadsMoELayer),
-    "ring": (RingDenseLayer, RingMoELayer),
-}
-"""By method: a dense layer, and one with routed experts."""
+def cut_as(method: str, layer: type) -> Any:
+    """The class of a layer whose attention is cut for what travels."""
+    return type(f"{METHODS[method].__name__}{layer.__name__}", (METHODS[method], layer), {})
 
 
 class SharedChunk(Chunk):
@@ -246,7 +236,7 @@ class SharedChunk(Chunk):
 
     def __init__(self, group: Group, method: str, *sizes: Any, **how: Any) -> None:
         """`method` says what travels. The rest is as for `Chunk`."""
-        self._group, self._made = group, _LAYERS[method]
+        self._group, self._made = group, [cut_as(method, layer) for layer in (_Dense, _MoE)]
         super().__init__(*sizes, **how)
 
     def _layer(self, number: int, experts: tuple[ExpertPlace, float] | None, linears: Linears) -> Layer:

@@ -15,21 +15,20 @@ from torch import Tensor, nn
 from hocket.config import ModelConfig
 from hocket.kernels.usable import usable
 from hocket.model.cache import KeyValueCache
-from hocket.model.context import Context, among, in_order, in_ranks
+from hocket.model.context import Context
 from hocket.model.delta_net import DeltaNet
-from hocket.model.documents import Documents, Seen, attend, whole_sequences
+from hocket.model.documents import Documents
+from hocket.model.heads import Heads
 from hocket.model.latent_attention import LatentAttention
 from hocket.model.parameters import new_weight
-from hocket.model.ring import Final, whole
 from hocket.model.rotary import rope_of, rotary_table
-from hocket.model.sinks import attend_with_sinks
+from hocket.parallel.in_pieces import in_pieces
 from hocket.parallel.linears import WHOLE, Linears, Role
-from hocket.runtime.destinations import destination
 from hocket.runtime.functional import linear, shift
 from hocket.runtime.norms import add_rms_norm, norm_rotate, rms_norm, rotate
 
 
-class Attention(nn.Module):
+class Attention(nn.Module, Heads):
     """Causal grouped-query attention with rotary positions, without norm and residual."""
 
     def __init__(self, config: ModelConfig, linears: Linears = WHOLE, number: int = 0) -> None:
@@ -37,7 +36,7 @@ class Attention(nn.Module):
         super().__init__()
         self.config, self.linears, self.rope = config, linears, rope_of(config, number)
         self.window = config.windows()[number]
-        self.heads = config.heads // linears.size
+        self.heads, self.head_dim = config.heads // linears.size, config.head_dim
         self.kv_heads = max(1, config.kv_heads // linears.size)
         queries, keys = self.heads * config.head_dim, self.kv_heads * config.head_dim
         made = 2 * queries if config.attn_gate else queries
@@ -85,22 +84,10 @@ class Attention(nn.Module):
         if self.cache is not None:
             given = (x.squeeze(0) for x in (q_BSHN, k_BSKN, v_BSKN))
             o_SHN = self.cache.attend(*given, window=self.window, sink_H=self.sinks)
-            return self._out(o_SHN.flatten(1).unsqueeze(0), gate)
+            return self.out(o_SHN.flatten(1).unsqueeze(0), gate)
         q_THN, k_TKN, v_TKN = (x.flatten(0, 1) for x in (q_BSHN, k_BSKN, v_BSKN))
         o_THN = self.whole(q_THN, k_TKN, v_TKN, batch, documents)
-        return self._out(o_THN.reshape(batch, seq, self.heads * c.head_dim), gate)
-
-    def whole(self, q_THN: Tensor, k_TKN: Tensor, v_TKN: Tensor, batch: int, documents: Documents | None) -> Tensor:
-        """Attention in `batch` sequences that are all here, of some heads: [T, H, N]."""
-        seq = len(q_THN) // batch
-        window = self.window if self.window < seq else 0
-        if documents is not None or window or self.sinks is not None:
-            documents = documents or whole_sequences(batch, seq, q_THN.device)
-            return self._attend(q_THN, k_TKN, v_TKN, documents, window)
-        q, k, v = (x.unflatten(0, (batch, seq)).transpose(1, 2) for x in (q_THN, k_TKN, v_TKN))
-        grouped = self.config.kv_heads != self.config.heads
-        o_BHSN = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-        return o_BHSN.transpose(1, 2).flatten(0, 1)
+        return self.out(o_THN.reshape(batch, seq, self.heads * c.head_dim), gate)
 
     def keys(self, h_BSD: Tensor, context: Context) -> Tensor:
         """Keys and values of a rank's tokens, side by side: what is gathered, [T, 2 * K * N]."""
@@ -114,10 +101,6 @@ class Attention(nn.Module):
         (k_1TKN,) = self._turned(context.length, context.position_T, k=k_1TKN)
         return torch.cat([k_1TKN.flatten(2)[0], v.flatten(0, 1)], -1)
 
-    def by_head(self, kv_TX: Tensor) -> Tensor:
-        """What `keys` returns, each head's keys beside its values: [T, K, 2, N]."""
-        return kv_TX.unflatten(1, (2, self.kv_heads, -1)).transpose(1, 2)
-
     def queries(self, h_BSD: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
         """Queries of a rank's tokens, [T, H, N], and the gates of what they find."""
         c = self.config
@@ -129,44 +112,6 @@ class Attention(nn.Module):
         (q_1THN,) = self._turned(context.length, context.position_T, q=q_1THN)
         return q_1THN[0], gate
 
-    def attended(self, kv_UX: Tensor, q_THN: Tensor, gate_BSF: Tensor | None, context: Context, batch: int) -> Tensor:
-        """What attention adds to the residual stream of `batch` rows, from the keys and values of all ranks."""
-        kv_U2KN = in_order(kv_UX, context).view(-1, 2, self.kv_heads, self.config.head_dim)
-        k_UKN, v_UKN = kv_U2KN.unbind(1)
-        window = self.window if self.window < context.length else 0
-        found = [
-            self._attend(among(q_THN, span.queries), among(k_UKN, span.keys), among(v_UKN, span.keys), span, window)
-            for span in context.spans
-        ]
-        return self.projected(torch.cat(found).flatten(1), gate_BSF, batch)
-
-    def of_stages(self, found_THN: Tensor, lse_TH: Tensor, gate: Tensor | None, x_BSD: Tensor, final: Final) -> Tensor:
-        """What attention adds to the residual stream `x`, from what queries have found in all stages."""
-        sinks = None if self.sinks is None else destination(found_THN, self.sinks)
-        o_THN = whole(found_THN, lse_TH, sinks, x_BSD.dtype, final)
-        return self.projected(o_THN.flatten(1), gate, x_BSD.shape[0])
-
-    def of_own_heads(self, kv_UX: Tensor, q_UX: Tensor, context: Context) -> Tensor:
-        """What some heads find in all tokens, [U, X], from these heads' keys and values, and their queries, [U, X].
-
-        Of all three the tokens of each rank stand together, one rank after the other.
-        """
-        width = self.config.head_dim
-        k_UKN, v_UKN = in_order(kv_UX, context).view(len(kv_UX), -1, 2, width).unbind(2)
-        q_UHN = in_order(q_UX, context).view(len(q_UX), -1, width)
-        o_UHN = self.whole(q_UHN, k_UKN, v_UKN, len(q_UHN) // context.length, context.documents)
-        return in_ranks(o_UHN.flatten(1), context)
-
-    def projected(self, o_TF: Tensor, gate_BSF: Tensor | None, batch: int) -> Tensor:
-        """What attention adds to the residual stream of `batch` rows, from what heads have found."""
-        o_BSF = o_TF.unflatten(0, (batch, -1))
-        return self._out(o_BSF, gate_BSF if gate_BSF is None else gate_BSF.reshape(o_BSF.shape))
-
-    def _attend(self, q_THN: Tensor, k_TKN: Tensor, v_TKN: Tensor, seen: Seen, window: int) -> Tensor:
-        if self.sinks is None:
-            return attend(q_THN, k_TKN, v_TKN, seen, window)
-        return attend_with_sinks(q_THN, k_TKN, v_TKN, self.sinks, seen, window)
-
     def _gated(self, q_BSF: Tensor) -> tuple[Tensor, Tensor | None]:
         """Queries, and the gates that stand behind those of each head."""
         if not self.config.attn_gate:
@@ -174,7 +119,7 @@ class Attention(nn.Module):
         q, gate = (x.flatten(2) for x in q_BSF.unflatten(2, (self.heads, 2, self.config.head_dim)).unbind(3))
         return q, gate
 
-    def _out(self, o_BSF: Tensor, gate_BSF: Tensor | None) -> Tensor:
+    def out(self, o_BSF: Tensor, gate_BSF: Tensor | None) -> Tensor:
         """What attention adds to the residual stream."""
         if gate_BSF is not None:
             o_BSF = o_BSF * gate_BSF.sigmoid()
@@ -278,11 +223,18 @@ class DenseLayer(nn.Module):
         return x_BSD + self.attn(h_BSD, documents)
 
     def forward_mlp(self, x_BSD: Tensor) -> Tensor:
-        """`x + mlp(norm(x))`, or `x + norm(mlp(x))`."""
+        """`x + mlp(norm(x))`, or `x + norm(mlp(x))`; with `plan.mlp_pieces` of a piece of the tokens after another."""
+        pieces = self.mlp.linears.mlp_pieces
+        if pieces == 1:
+            return self._mlp(x_BSD)
+        params = self.ffn_norm, self.mlp.w_gate_up, self.mlp.w_down
+        return in_pieces(self._mlp, x_BSD.flatten(0, 1), params, pieces).view_as(x_BSD)
+
+    def _mlp(self, x: Tensor) -> Tensor:
         if self.after:
-            return x_BSD + rms_norm(self.mlp(x_BSD), self.ffn_norm, *self.norm)
-        x_BSD, h_BSD = add_rms_norm(x_BSD, None, self.ffn_norm, *self.norm)
-        return x_BSD + self.mlp(h_BSD)
+            return x + rms_norm(self.mlp(x), self.ffn_norm, *self.norm)
+        x, h = add_rms_norm(x, None, self.ffn_norm, *self.norm)
+        return x + self.mlp(h)
 
     def forward(self, x_BSD: Tensor, documents: Documents | None = None) -> Tensor:
         return self.forward_mlp(self.forward_attn(x_BSD, documents))

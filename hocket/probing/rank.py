@@ -108,16 +108,14 @@ def _transfers(
 def gather(groups: Groups, shard: int, dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
     """A call that gathers `shard` elements of every rank."""
     group = groups.gather_dense
-    with group.window():
-        mine = torch.ones(shard, device=device, dtype=dtype)
-        out = torch.zeros(group.size * shard, device=device, dtype=dtype)
+    mine = torch.ones(shard, device=device, dtype=dtype)
+    out = torch.zeros(group.size * shard, device=device, dtype=dtype)
     return lambda: group.all_gather(out, mine).wait()
 
 
 def _reduce(groups: Groups, shard: int, dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
     group = groups.reduce_dense
-    with group.window(group.size * shard * dtype.itemsize):
-        full = torch.ones(group.size * shard, device=device, dtype=dtype)
+    full = torch.ones(group.size * shard, device=device, dtype=dtype)
     into = torch.zeros(shard, device=device)
     return lambda: group.reduce_sum(full, into).wait()
 

@@ -25,6 +25,8 @@ PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
 P2P: tuple[Purpose, ...] = ("pp_fwd", "pp_bwd")
 """Groups of two neighbours in a pipeline: the first rank sends forward, the second one back."""
 
+HALF = 64 << 20
+"""Bytes of a half, through which copy engines move what is gathered, or reduced; there are two for each."""
 SMS, TP_SMS, P2P_SMS = 16, 24, 4
 """Most SMs of one collective on NCCL, of one of tensor-parallel ranks, beside most of which nothing computes, and of
 one pipeline send or receive."""

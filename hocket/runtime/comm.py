@@ -1,6 +1,6 @@
 """Process groups by purpose, and the collectives that may be called on them.
 
-This file and the transports (`transports.py`, `copy_engine.py`) are the only callers of `torch.distributed`
+This file and the transports (`transports.py` and those beside it) are the only callers of `torch.distributed`
 collectives; `group_transport.py` chooses a group's transport. Every purpose and direction has a group of its own
 (`program/mesh.py` says which ranks), created and warmed in one order on all ranks before the first step, so that no
 collective creates anything while lanes are running.
@@ -20,18 +20,18 @@ from torch import Tensor
 from hocket.config import COPIED
 from hocket.program.mesh import P2P, PURPOSES, Mesh, Purpose
 from hocket.runtime.blocks import Blocks, HostBlocks
-from hocket.runtime.copy_engine import CopyEngine, problem
+from hocket.runtime.collective_copies import CopiedCollectives
 from hocket.runtime.exchanges import Issued, Words
 from hocket.runtime.group_transport import CommOptions, TransportName, make_transport
 from hocket.runtime.p2p_copies import CopiedHops
-from hocket.runtime.peer_access import place, refuse, unreachable
+from hocket.runtime.peer_access import place, problem, refuse, unreachable
 from hocket.runtime.peer_copies import CopiedRows
 from hocket.runtime.pretended import Link, Slow
 from hocket.runtime.pushed_rows import PushedRows
 from hocket.runtime.shared_memory import Barrier
 from hocket.runtime.token_copies import CopyingNccl
 from hocket.runtime.tokens import SentTokens, Tokens
-from hocket.runtime.transports import Local, Nccl, Pending, Reduction, RowTable, Transport, Window
+from hocket.runtime.transports import Local, Nccl, Pending, Reduction, RowTable, Transport
 from hocket.runtime.world import everyone
 
 __all__ = [
@@ -42,7 +42,6 @@ __all__ = [
     "Pending",
     "RowTable",
     "TransportName",
-    "Window",
     "make_group",
     "make_groups",
 ]
@@ -102,18 +101,9 @@ class Group:
         return SentTokens(self.rank, self.size, self.send, self.recv)
 
     @property
-    def has_windows(self) -> bool:
-        """Whether it matters where buffers are allocated."""
-        return isinstance(self.transport, CopyEngine)
-
-    def window(self, reduced: int = 0) -> Window:
-        """A context manager: buffers that `all_gather` and `reduce_sum` will touch are allocated inside.
-
-        That matters on the copy engine only, but holds for all: every rank of the group opens the same windows in the
-        same order and allocates the same sizes inside. No windows inside of windows. `reduced` are the bytes of the
-        largest tensor that `reduce_sum` will be given. Close it when nothing of it will be communicated any more.
-        """
-        return self.transport.window(reduced) if isinstance(self.transport, CopyEngine) else Window()
+    def copies(self) -> bool:
+        """Whether copy engines move what is gathered or reduced."""
+        return isinstance(self.transport, CopiedCollectives)
 
     def _count(self, call: str, nbytes: int) -> None:
         self.calls[call] += 1
@@ -156,10 +146,11 @@ class Group:
     def sum_parts(self, full: Tensor, out: Tensor) -> Pending:
         """`out` (n) becomes this rank's part of the sum over ranks of their `full` (size * n), of the same dtype.
 
-        On gloo the sum runs in rank order in fp32 and is rounded once, on NCCL it runs in that dtype.
+        On gloo and on copy engines the sum runs in rank order in fp32 and is rounded once, on NCCL it runs in that
+        dtype.
         """
         full, out = full.view(-1), out.view(-1)
-        if isinstance(self.transport, Nccl):
+        if isinstance(self.transport, Nccl) and not self.copies:
             return self.reduce_sum(full, out, add=False)
         total = torch.empty_like(out, dtype=torch.float32)
         return self.reduce_sum(full, total, add=False).then(lambda: out.copy_(total))
@@ -363,28 +354,35 @@ def _warm(groups: Groups, mesh: Mesh, rank: int, device: torch.device) -> None:
                 sends = (group.rank == 0) == (purpose == "pp_fwd")
                 (group.send if sends else group.recv)(row[0], group.other).wait()
             else:
-                _warm_collectives(group, row.expand(group.size, -1).contiguous())
+                _warm_collectives(group, row.expand(group.size, -1).contiguous(), copies=False)
     for group in groups:
         group.forget_calls()
     groups.control.barrier()
 
 
-def _warm_collectives(group: Group, rows: Tensor) -> None:
-    """Call what the group is for; `rows` has one per rank. A backend connects anew for each kind of collective."""
+def _warm_collectives(group: Group, rows: Tensor, copies: bool = True) -> None:
+    """Call what the group is for; `rows` has one per rank. A backend connects anew for each kind of collective.
+
+    Copies connect with their first call, and then have memory: without `copies`, only where something is to be moved.
+    """
     if group.name.startswith(("gather", "reduce")):
-        group.all_reduce(rows).wait()  # a group can show memory to its ranks once it has communicated
-        with group.window(rows.nbytes):
-            row, full, narrow = rows[0].clone(), rows.clone(), rows.to(torch.bfloat16)
+        group.all_reduce(rows).wait()
+        if group.copies and not copies:
+            return
+        row, full, narrow = rows[0].clone(), rows.clone(), rows.to(torch.bfloat16)
         if group.name.startswith("gather"):
             group.all_gather(full.view(-1), row).wait()
             return
         for each in (full, narrow):  # kernels are loaded now too, which may wait for what runs beside
             group.reduce_sum(each.view(-1), torch.zeros_like(row)).wait()
-            group.all_sum(each.view(-1), torch.zeros_like(rows).view(-1)).wait()
+            if not group.copies:  # which would show memory for gathers too
+                group.all_sum(each.view(-1), torch.zeros_like(rows).view(-1)).wait()
     elif group.name in ("tp", "cp"):
-        group.all_gather(rows.view(-1), rows[0].clone()).wait()
         if group.name == "cp":
             _warm_exchange(group, rows)
+        if group.copies and not copies:
+            return
+        group.all_gather(rows.view(-1), rows[0].clone()).wait()
         for each in (rows, rows.to(torch.bfloat16)):
             group.sum_parts(each, torch.empty_like(each[0])).wait()
         if group.name == "tp":

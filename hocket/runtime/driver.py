@@ -14,9 +14,9 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -25,6 +25,10 @@ WORDS_AT_ONCE = 256
 PATIENCE = 2.0
 """Seconds in which words must have come to the host."""
 _NOT_READY = 600
+
+
+WordStep = tuple[Literal["wait", "write"], int, int]
+"""What is done with a word, its address, and the value."""
 
 
 class Driver(Protocol):
@@ -43,9 +47,28 @@ class Driver(Protocol):
         """Until the word, read as a number that may be negative, is at least the value."""
         ...
 
+    def prepared(self, steps: Sequence[WordStep]) -> Callable[[int], None]:
+        """Issues these writes and waits, in this order, on a stream: in one call of the driver, however many."""
+        ...
+
     def read(self, words: Sequence[int]) -> list[int] | None:
         """What these words are now, beside all streams; None if the device does not answer."""
         ...
+
+
+class _Step(ctypes.Structure):
+    """One write or wait of a batch (`CUstreamBatchMemOpParams`, of 48 bytes)."""
+
+    _fields_ = (
+        ("operation", ctypes.c_uint64),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+        ("unused", ctypes.c_uint64 * 2),
+    )
+
+
+_OPERATIONS = {"wait": 1, "write": 2}
 
 
 class _Attributes(ctypes.Structure):
@@ -71,13 +94,14 @@ class Cuda:
         library = ctypes.CDLL("libcuda.so.1")
         self._batch: Any = getattr(library, "cuMemcpyBatchAsync", None)  # of CUDA 12.8
         self._how = _Attributes(source_order=_IN_STREAM_ORDER, flags=_BESIDE_COMPUTE)
-        self._copy, self._write, self._wait = (
-            getattr(library, name)
-            for name in ("cuMemcpyDtoDAsync_v2", "cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2")
+        self._copy, self._write, self._wait, self._steps = (
+            getattr(library, f"{name}_v2")
+            for name in ("cuMemcpyDtoDAsync", "cuStreamWriteValue32", "cuStreamWaitValue32", "cuStreamBatchMemOp")
         )
         self._copy.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
         for call in (self._write, self._wait):
             call.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
+        self._steps.argtypes = (ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint)
         self._reader = reader()
 
     def copy(self, stream: int, into: int, source: int, nbytes: int) -> None:
@@ -100,6 +124,12 @@ class Cuda:
 
     def wait(self, stream: int, word: int, value: int) -> None:
         _check(self._wait(stream, word, value & 0xFFFFFFFF, 0))  # "at least" compares the signed difference
+
+    def prepared(self, steps: Sequence[WordStep]) -> Callable[[int], None]:
+        batch = (_Step * len(steps))(
+            *(_Step(_OPERATIONS[what], word, value & 0xFFFFFFFF, 0) for what, word, value in steps)
+        )
+        return lambda stream: _check(self._steps(stream, len(batch), batch, 0))
 
     def read(self, words: Sequence[int]) -> list[int] | None:
         return self._reader.read(words)

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from hocket.config import Purpose
-from hocket.program.mesh import P2P, Mover, most_sms, mover_of
-from hocket.runtime.copy_engine import CopyEngine, copy_engine_options
+from hocket.program.mesh import HALF, P2P, Mover, most_sms, mover_of
+from hocket.runtime.collective_copies import CopiedCollectives, collective_copies
 from hocket.runtime.lanes import SideStream
 from hocket.runtime.p2p_copies import CopiedHops, p2p_copies
 from hocket.runtime.peer_copies import CopiedRows, peer_copies
@@ -33,6 +33,8 @@ class CommOptions:
     timeout: float = 300.0
     arrival: int = 64 << 20
     """Bytes of rows that a rank has room for in one round of a copied all-to-all; there are two such buffers."""
+    half: int = HALF
+    """Bytes of a half, through which copy engines move what is gathered or reduced."""
     tokens: int = 0
     """Bytes of all tokens of a microbatch, for tensor-parallel ranks that move them by copy engines; 0: they don't."""
     p2p: int = 32 << 20
@@ -65,8 +67,7 @@ def make_transport(
         if mover == "gloo":
             made = dist.new_group(list(ranks), timeout, "gloo", group_desc=purpose)
         else:
-            collective = mover == "copies" and purpose != "a2a" and purpose not in P2P
-            pg_options = (copy_engine_options if collective else nccl_options)(most_sms(purpose), timeout)
+            pg_options = nccl_options(most_sms(purpose), timeout)
             made = dist.new_group(list(ranks), timeout, "nccl", pg_options=pg_options, group_desc=purpose)
     if not member:
         return None
@@ -100,4 +101,4 @@ def _on_gpus(
         return CopiedRows(made, ranks, device, peer_copies(made, options.arrival, device, options.timeout))
     if purpose in P2P:
         return CopiedHops(made, ranks, device, p2p_copies(made, ranks, options.p2p, device, options.timeout))
-    return CopyEngine(made, ranks, device)
+    return CopiedCollectives(made, ranks, device, collective_copies(made, options.half, device, options.timeout))

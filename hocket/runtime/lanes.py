@@ -36,11 +36,6 @@ def spinner(device: torch.device) -> Callable[[float], None]:
     return lambda seconds: torch.cuda._sleep(int(seconds * per_second))
 
 
-def on_default_stream(device: torch.device) -> bool:
-    """Whether the current stream is a GPU's default one, on which copy engines take no batches."""
-    return device.type == "cuda" and torch.cuda.current_stream(device) == torch.cuda.default_stream(device)
-
-
 def drain(device: torch.device) -> None:
     """Wait until the current stream has done all that was issued on it."""
     torch.cuda.current_stream(device).synchronize()

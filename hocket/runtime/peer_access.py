@@ -11,6 +11,13 @@ Place = tuple[str, str]
 """Of one rank: its host, and why its GPUs cannot do what is asked of them; empty if they can."""
 
 
+def problem() -> str:
+    """Why this host's GPUs cannot use copy engines, and empty if they can. Touches CUDA."""
+    if not torch.cuda.is_available() or not hasattr(torch.distributed, "ProcessGroupNCCL"):
+        return "torch finds no usable GPU, or was built without NCCL"
+    return unreachable()
+
+
 def unreachable() -> str:
     """Why the GPUs of this host cannot use each other's memory, and empty if they can. Touches CUDA."""
     count = torch.cuda.device_count()

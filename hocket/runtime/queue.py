@@ -142,7 +142,7 @@ class Queue:
     def _issue(self, ticket: Ticket, work: Work, after: Sequence[Ticket]) -> None:
         for earlier in after:
             earlier._queue._finish(earlier)
-        with _named(ticket.name):
+        with named(ticket.name):
             pending = work()
         if pending is not None and not pending.done:
             self._pending.append((ticket, pending))
@@ -155,7 +155,7 @@ class Queue:
         """Have the host wait for a ticket and everything before it."""
         while not ticket.done:
             first, pending = self._pending[0]
-            with _named(f"wait {first.name}"):
+            with named(f"wait {first.name}"):
                 pending.wait()
             self._pending.popleft()
             first.done = True
@@ -168,7 +168,7 @@ class Queue:
         with torch.cuda.stream(stream):
             for earlier in after:
                 earlier._queue._order(stream, earlier)
-            with _named(ticket.name):
+            with named(ticket.name):
                 pending = work()
                 if pending is not None:
                     pending.wait()
@@ -240,6 +240,6 @@ def _entries(tickets: Sequence[Ticket]) -> list[Entry]:
     return [ticket.entry for ticket in tickets if ticket.entry is not None]
 
 
-def _named(name: str) -> AbstractContextManager[Any]:
+def named(name: str) -> AbstractContextManager[Any]:
     """A range of that name in a profile; nothing when nobody profiles."""
     return torch.profiler.record_function(name) if profiler._is_profiler_enabled else nullcontext()

@@ -1,4 +1,4 @@
-"""How the bytes of one group move: over gloo or NCCL. `copy_engine.py` and `pretended.py` have other ways.
+"""How the bytes of one group move: over gloo or NCCL. `collective_copies.py` and `pretended.py` have other ways.
 
 A transport serves exactly one group. Its methods return a `Pending`. On gloo the work is done when the pending has
 been waited for. NCCL is *stream-ordered*: the collective is queued on the current CUDA stream and the pending is done
@@ -12,9 +12,9 @@ the chip, with room left for compute. Each lane runs one collective at a time, h
 tp 24, cp 16, the four pipeline sends and receives 4 each, and the two sends behind the turn of a V, control after
 everything else. That is at most 112 of the 132 SMs of a Hopper. 16 is also the number at which NCCL still reaches the
 bandwidth of its default; 8 lose a third.
-Groups on the copy engine (`copy_engine.py`) hold no SM: their ranks wait for each other in the stream, not in a kernel,
-and the kernel that sums what has arrived waits for nobody. So they need no place in this sum. Nor do pipeline sends
-that are copies (`p2p_copies.py`).
+Groups on copy engines (`collective_copies.py`) hold no SM: their ranks wait for each other in the stream, not in a
+kernel, and the kernel that sums what has arrived waits for nobody. So they need no place in this sum. Nor do pipeline
+sends that are copies (`p2p_copies.py`).
 """
 
 from __future__ import annotations
@@ -145,19 +145,6 @@ class Scratch:
         self.free.append(whole.set_(tensor.untyped_storage()))
 
 
-class Window:
-    """Memory that a group's collectives touch: what is allocated inside of `with window:`. Here it is any memory."""
-
-    def __enter__(self) -> Window:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: object) -> None:
-        pass
-
-    def close(self) -> None:
-        """Say that no collective will touch this memory again. All ranks close their windows in one order."""
-
-
 class Transport(Protocol):
     """What a group needs from the thing that moves its bytes. Ranks are positions in the group."""
 
@@ -182,22 +169,28 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.uint8 else tensor.view(torch.uint8)
 
 
-def local_sum(parts_WS: Tensor, into_S: Tensor, scale: float, add: bool = True) -> None:
+def local_sum(
+    parts_WS: Tensor, into_S: Tensor, scale: float, add: bool = True, own: tuple[int, Tensor] | None = None
+) -> None:
     """`into` += (or =) scale * the sum of the rows of `parts`, in their order and in the dtype of `into`.
 
-    Multiplied, then added, in two roundings: what that means when written out, whether or not a kernel would fuse the
-    two. Into fp32 one kernel reads every part once on a GPU; a CPU gets the same bits.
+    `own` is one more row [S], which lies elsewhere, behind its place among the others. Multiplied, then added, in two
+    roundings: what that means when written out, whether or not a kernel would fuse the two. Into fp32 one kernel reads
+    every part once on a GPU; a CPU gets the same bits.
     """
     assert parts_WS.shape[1:] == into_S.shape, f"{tuple(parts_WS.shape)} and {tuple(into_S.shape)}"
-    assert parts_WS.is_contiguous()
+    assert parts_WS.stride(1) == 1 or parts_WS.numel() == 0
     assert into_S.is_contiguous()
     if into_S.is_cuda and into_S.dtype is torch.float32:
         from hocket.kernels.sums import launch
 
-        launch(parts_WS, into_S, scale, add)
+        launch(parts_WS, into_S, scale, add, own)
         return
-    total = parts_WS[0].to(into_S.dtype, copy=True)
-    for part in parts_WS[1:]:
+    parts = list(parts_WS)
+    if own is not None:
+        parts.insert(*own)
+    total = parts[0].to(into_S.dtype, copy=True)
+    for part in parts[1:]:
         total.add_(part)
     total.mul_(scale)
     if add:

@@ -1,6 +1,6 @@
 """Whether copy engines serve these ranks: tried, before anything is built on it.
 
-What a host says of itself (`copy_engine.problem`) is known before workers start. Whether memory can be mapped into
+What a host says of itself (`peer_access.problem`) is known before workers start. Whether memory can be mapped into
 other processes is not: a container may forbid it. So where copy engines were chosen, and nobody asked for them, all
 ranks make small groups of the kinds that they would use, and take NCCL if that fails.
 
@@ -12,28 +12,37 @@ time limit ends the run with an error, as it would later.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
 
 from hocket.program.mesh import Purpose
 from hocket.runtime.comm import CommOptions, Group, make_group
-from hocket.runtime.copy_engine import problem
-from hocket.runtime.peer_access import apart, place
+from hocket.runtime.peer_access import apart, place, problem
 from hocket.runtime.world import everyone
 
 LIMIT = 60.0
 """Seconds that a rank waits for others, at most."""
 _ROOM = 1 << 20
 """Bytes of arrival buffers."""
+NUMBERS = 1 << 20
+"""What a trial gathers of each rank, in several pieces."""
 
-MakeGroup = Callable[[Purpose, torch.device, CommOptions], Group | None]
+Ranks = tuple[int, ...]
+MakeGroup = Callable[[Purpose, Ranks, torch.device, CommOptions], Group | None]
 
 
-def of_all(purpose: Purpose, device: torch.device, options: CommOptions) -> Group | None:
-    """A group of all ranks on copy engines."""
-    world = tuple(range(torch.distributed.get_world_size()))
-    return make_group(purpose, world, torch.distributed.get_rank(), device, "copy_engine", options)
+def copied(purpose: Purpose, ranks: Ranks, device: torch.device, options: CommOptions) -> Group | None:
+    """A group on copy engines, which has moved some numbers. Raises RuntimeError if they are not what arrived."""
+    group = make_group(purpose, ranks, torch.distributed.get_rank(), device, "copy_engine", options)
+    if group is not None and purpose.startswith("gather"):
+        mine = torch.arange(NUMBERS, device=device, dtype=torch.int32) + group.rank * NUMBERS
+        out = torch.empty(group.size * NUMBERS, device=device, dtype=torch.int32)
+        group.all_gather(out, mine).wait()
+        if not torch.equal(out, torch.arange(len(out), device=device, dtype=torch.int32)):
+            raise RuntimeError("GPUs do not find in each other's memory what was written there")
+    return group
 
 
 def why_no_copies(
@@ -41,19 +50,24 @@ def why_no_copies(
     device: torch.device,
     timeout: float,
     look: Callable[[], str] = problem,
-    make: MakeGroup = of_all,
+    make: MakeGroup = copied,
+    groups: Sequence[Ranks] = (),
 ) -> str:
     """Why copy engines cannot serve groups for these purposes, the same on all ranks; empty if they can.
 
-    All ranks of the world call it at the same point. `look` says what is wrong with this rank's GPUs; `make` makes a
-    group and uses it. Nothing of the groups is left if all goes well. `timeout` is in seconds.
+    All ranks of the world call it at the same point. The groups are of all ranks, or `groups`. `look` says what is
+    wrong with this rank's GPUs; `make` makes a group and uses it. Nothing of the groups is left if all goes well.
+    `timeout` is in seconds.
     """
-    if reason := apart(everyone(place(look()))):
-        return reason
-    for purpose in purposes:
+    places = everyone(place(look()))
+    groups = groups or [tuple(range(len(places)))]
+    reasons = {apart([places[rank] for rank in ranks]) for ranks in groups} - {""}
+    if reasons:
+        return sorted(reasons)[0]
+    for purpose, ranks in itertools.product(purposes, groups):
         group, failed = None, ""
         try:
-            group = make(purpose, device, CommOptions(timeout=timeout, arrival=_ROOM))
+            group = make(purpose, ranks, device, CommOptions(timeout=timeout, arrival=_ROOM, half=_ROOM))
         except Exception as error:  # whatever it is, NCCL can do without
             failed = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
         reasons = sorted(set(everyone(failed)) - {""})

@@ -11,9 +11,9 @@ import math
 from hocket.config import COPIED, Config
 from hocket.program.capacity import rows_allowed
 from hocket.program.copies import copies_of
-from hocket.program.cost import unit_weights, units_of
+from hocket.program.cost import units_of
+from hocket.program.mesh import HALF
 from hocket.program.stages import layout_of, mesh_of, sharding_of
-from hocket.program.tensor_costs import model_of_rank
 from hocket.program.tensor_times import DIRECTIONS, ROLES
 from hocket.settings.schema import leaf
 from hocket.settings.tensor_rules import setting_of
@@ -45,18 +45,21 @@ def p2p_bytes(c: Config) -> int:
     return min(c.tokens * c.model.hidden * c.element_bytes, _P2P)
 
 
-def parts_bytes(c: Config, rank: int) -> int:
-    """Bytes that a pipeline rank has room for where parts of gradients arrive: one largest unit of each kind of group.
+def halves_bytes(c: Config, rank: int) -> int:
+    """Bytes through which copy engines move what a pipeline rank gathers and reduces: `runtime/collective_copies.py`.
 
-    A reduction on copy engines is an exchange of parts and a local sum (`runtime/copy_engine.py`).
+    Units of a kind have two groups, one that gathers and one that reduces. Where weights are whole, the latter gathers
+    sums.
     """
-    layout, sharding, model = layout_of(c), sharding_of(c), model_of_rank(c)
-    largest: dict[bool, int] = {}
-    for unit, kind in units_of(layout, rank):
-        if sharding.size(unit) > 1:
-            experts = unit == "experts"
-            largest[experts] = max(largest.get(experts, 0), unit_weights(model, layout, unit, kind) * c.wire_bytes)
-    return sum(largest.values())
+    copied, sharding = COPIED.get(c.train.transport, ()), sharding_of(c)
+    kinds = {
+        "experts" if unit == "experts" else "dense"
+        for unit, _ in units_of(layout_of(c), rank)
+        if sharding.size(unit) > 1
+    }
+    served = sum(f"{way}_{kind}" in copied for kind in kinds for way in ("gather", "reduce"))
+    keys = "cp" in copied and c.mesh.cp > 1 and c.overlap.cp.method == "gather"  # gathered, and sums of their gradients
+    return (served + 2 * keys) * 2 * HALF
 
 
 def by_pieces(c: Config) -> bool:
@@ -73,8 +76,6 @@ def arrival_bytes(c: Config) -> int:
     rows = c.mesh.ep > 1 and (layout_of(c).uncounted or "a2a" in copied)
     edges = mesh_of(c).edges if "pp_fwd" in copied else ()
     of_rank = (
-        2 * sum(rank in edge for edge in edges) * p2p_bytes(c)
-        + (parts_bytes(c, rank) if "reduce_dense" in copied else 0)
-        for rank in range(c.mesh.pp)
+        2 * sum(rank in edge for edge in edges) * p2p_bytes(c) + halves_bytes(c, rank) for rank in range(c.mesh.pp)
     )
     return 2 * (rows_bytes(c) if rows else 0) + 2 * tokens_bytes(c) + max(of_rank)

@@ -295,6 +295,43 @@ PLAN_RULES: tuple[Rule, ...] = (
         "each tensor-parallel rank has a part of the vocabulary, and logits of all tokens in it",
         "plan.loss_pieces = 1, or mesh.tp = 1",
     ),
+    *(
+        Rule(
+            (setting, "data.sequence_length"),
+            lambda c, h, pieces=pieces: pieces(c.plan) > c.tokens,
+            "a rank has {tokens} tokens of a microbatch, and a piece has at least one",
+            f"{setting} = {{tokens}} or fewer",
+        )
+        for setting, pieces in (
+            ("plan.loss_pieces", lambda plan: plan.pieces),
+            ("plan.mlp_pieces", lambda plan: plan.of_mlp),
+        )
+    ),
+    Rule(
+        ("plan.mlp_pieces", "mesh.tp"),
+        lambda c, h: c.plan.of_mlp > 1 and c.mesh.tp > 1,
+        "tokens of a tensor-parallel rank's MLP are gathered and summed in pieces of another kind",
+        "plan.mlp_pieces = 1, or mesh.tp = 1",
+    ),
+    Rule(
+        ("plan.mlp_pieces", "precision.compute"),
+        lambda c, h: c.plan.of_mlp > 1 and c.precision.compute == "fp8",
+        "products in fp8 share casts between forward, backward and weight gradients of all tokens",
+        "plan.mlp_pieces = 1, or precision.compute = bf16",
+    ),
+    Rule(
+        ("plan.mlp_pieces", "plan.recompute"),
+        lambda c, h: c.plan.of_mlp > 1 and "mlp" in recomputed_parts(c),
+        "pieces make again what a dense MLP keeps, inside of its backward",
+        "leave mlp out of plan.recompute, or plan.mlp_pieces = 1",
+    ),
+    Rule(
+        ("plan.mlp_pieces", "model.dense_layers"),
+        lambda c, h: c.plan.of_mlp > 1 and "dense" not in c.model.kinds(),
+        "no effect: no layer has a dense MLP",
+        "leave plan.mlp_pieces out",
+        only_if_set=True,
+    ),
     Rule(
         ("plan.recompute",),
         lambda c, h: _twice(c.plan.recompute),

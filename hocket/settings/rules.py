@@ -363,6 +363,7 @@ def rule_text(text: str, config: Config, host: Host) -> str:
         on_a_host=ranks_of_a_host(config, host),
         local_world=host.local_workers or world,
         stages=stages(config),
+        tokens=config.tokens,
         width=config.element_bytes,
         unit=16 // config.element_bytes,
         last_layer=config.model.layers - 1,

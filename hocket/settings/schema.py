@@ -63,7 +63,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("mesh.dp", "mesh.cp", "mesh.ep", "mesh.tp", "network.ranks_per_host"), (1, MOST_RANKS)),
     "mesh.shard": (0, MOST_RANKS),
     "plan.layers_per_stage": (0, ANY),
-    "plan.loss_pieces": (1, _MANY),
+    **dict.fromkeys(("plan.loss_pieces", "plan.mlp_pieces"), (1, _MANY)),
     **dict.fromkeys(("plan.group", "overlap.dp.prefetch", "overlap.tp.pieces"), (0, _MANY)),
     **dict.fromkeys(("overlap.pp.defer_layers", "overlap.pp.defer_head"), (-1, ANY)),
     "overlap.ep.room": (1, ANY),

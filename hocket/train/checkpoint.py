@@ -36,10 +36,10 @@ from hocket.fsdp.saving.flat_tensor import FlatTensor
 from hocket.fsdp.saving.harmless import HarmlessPlanner, HarmlessReader
 from hocket.fsdp.saving.whole import WholeFolder, clean_up, free, remove, shown, sync
 from hocket.resolve import Settings
-from hocket.runtime.world import by_first, everyone, together
+from hocket.runtime.world import by_first, everyone
 from hocket.settings.schema import digest, problem
 from hocket.train.changes import changes, stored, told
-from hocket.train.damage import FORMAT, META, damage_of, my_checksums, sealed
+from hocket.train.damage import FORMAT, META, damage_of, sealed
 from hocket.train.pieces import Range
 
 STEPS = "step-*"
@@ -144,7 +144,7 @@ def save_behind(settings: Settings, moment: Moment, groups: Groups) -> Saving:
     What is returned raises what `save` raises, on every rank.
     """
     folder = _folder_of(settings, moment)
-    writer = CheckpointWriter(folder, publishes=False, of_copies=True)
+    writer = CheckpointWriter(folder, publishes=False)
     return background.save_behind(
         folder.final,
         state_of(groups),
@@ -170,7 +170,7 @@ def _write(
     with in_time(settings, f"write the checkpoint of step {moment.step}"):
         try:
             run_dcp("", dcp.save, state, storage_writer=writer, process_group=group)
-            meta = meta_of(settings, moment, together(lambda: my_checksums(folder.temporary), group))
+            meta = meta_of(settings, moment, everyone(writer.sums, group))
             by_first(lambda: _publish(folder, meta, settings.train), group)
         except (OSError, ValueError) as error:
             writer.give_up()

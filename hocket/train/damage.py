@@ -5,35 +5,22 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from hocket.fsdp.saving.archives import FILES, checksum
+from hocket.fsdp.saving.harmless import METADATA
 from hocket.runtime.world import everyone, rank_and_world
 
 FORMAT = 1
 """Number of the format. It changes whenever saved data changes its meaning."""
 
-META, METADATA = "meta.json", ".metadata"
-"""Files beside those with tensors: hocket's, and that of DCP."""
+META = "meta.json"
+"""The file that hocket adds to those of DCP."""
 
 CHECK = "check"
 """The key in `meta.json` of the checksum of all else that it says."""
-
-
-def my_checksums(folder: Path) -> dict[str, list[int]]:
-    """Checksums of the DCP files that this rank has written into a folder. Raises OSError."""
-    rank, _ = rank_and_world()
-    files = [folder / METADATA] if rank == 0 else []
-    return {file.name: checksum(file) for file in [*files, *sorted(folder.glob(f"__{rank}_*"))]}
-
-
-def checksum(file: Path) -> list[int]:
-    """[size in bytes, CRC-32]. Raises OSError."""
-    size = total = 0
-    with file.open("rb") as source:
-        while block := source.read(1 << 24):
-            size, total = size + len(block), zlib.crc32(block, total)
-    return [size, total]
 
 
 def damage_of(path: Path) -> str:
@@ -52,8 +39,9 @@ def _damage_seen(path: Path) -> str:
         if not is_sealed(meta):
             return f"the checksum of {path / META} is wrong"
         rank, world = rank_and_world()
-        found = (damage_of_file(path / name, entry) for name, entry in sorted(meta["files"].items())[rank::world])
-        return next(filter(None, found), "")
+        mine = sorted(meta["files"].items())[rank::world]
+        with ThreadPoolExecutor(FILES) as pool:
+            return next(filter(None, pool.map(lambda each: damage_of_file(path / each[0], each[1]), mine)), "")
     except FileNotFoundError:
         return f"{path} is not a checkpoint: it has no {META}" if path.exists() else f"{path} does not exist"
     except OSError as error:
@@ -90,4 +78,4 @@ def damage_of_file(file: Path, entry: list[int]) -> str:
     size = file.stat().st_size
     if size != entry[0]:
         return f"{file} has {size:,} bytes instead of {entry[0]:,}"
-    return "" if checksum(file) == entry else f"the checksum of {file} is wrong"
+    return "" if list(checksum(file)) == entry else f"the checksum of {file} is wrong"

@@ -280,14 +280,15 @@ def _too_small(source: Source, train: Shuffled, validation: Shuffled | None, set
     paths, length = source.data.paths, settings.data.sequence_length
     if not train.sequences:
         reason = f"its training split has {len(train.tokens):,} tokens, no sequence of {length}{_too_long(train)}"
-        return [problem("data.paths", paths, source.origins, reason, "more text, or leave the source out")]
+        fix = _cut_them(train, "more text, or leave the source out")
+        return [problem("data.paths", paths, source.origins, reason, fix)]
     if validation is None or not source.has_validation or validation.sequences >= settings.batch:
         return []
     reason = (
         f"its validation split has {len(validation.tokens):,} tokens, {validation.sequences:,} sequences of {length}, "
         f"but a batch takes {settings.batch:,}{_too_long(validation)}"
     )
-    fix = "a larger validation, validation = 0 for this source, or more text"
+    fix = _cut_them(validation, "a larger validation, validation = 0 for this source, or more text")
     return [problem("data.paths", paths, source.origins, reason, fix)]
 
 
@@ -299,7 +300,15 @@ def _check_length(stream: Shuffled, split: str, settings: Settings, fix: str) ->
             f"batch takes {settings.batch:,} (mesh.dp {settings.mesh.dp} x train.microbatches {train.microbatches} x "
             f"train.sequences {train.sequences}){_too_long(stream)}"
         )
-        raise ValueError(problem("data.paths", settings.data.paths, settings.origins, reason, fix))
+        raise ValueError(problem("data.paths", settings.data.paths, settings.origins, reason, _cut_them(stream, fix)))
+
+
+def _cut_them(stream: Shuffled, fix: str) -> str:
+    """What lets a split have more sequences: where documents are left out, shorter sequences would leave out more."""
+    if not stream.left_out:
+        return fix
+    others = fix.removeprefix("shorter data.sequence_length, ")
+    return f"data.packing = on, which cuts documents, a longer data.sequence_length, {others}"
 
 
 def _too_long(stream: Shuffled) -> str:

@@ -43,7 +43,7 @@ from hocket.fsdp.saving import background
 from hocket.fsdp.saving.background import Saving, copied_bytes
 from hocket.fsdp.saving.dcp import CheckpointWriter, run_dcp
 from hocket.fsdp.saving.flat_tensor import FlatTensor
-from hocket.fsdp.saving.harmless import HarmlessReader
+from hocket.fsdp.saving.harmless import METADATA, HarmlessReader
 from hocket.fsdp.saving.whole import WholeFolder, free, shown
 from hocket.resolve import Settings
 from hocket.runtime.sent_files import Sent, send_files
@@ -62,7 +62,7 @@ from hocket.train.checkpoint import (
     name_of,
     state_of,
 )
-from hocket.train.damage import FORMAT, META, METADATA, damage_of_file, is_complete, is_sealed, my_checksums
+from hocket.train.damage import FORMAT, META, damage_of_file, is_complete, is_sealed
 
 _FIX = "a larger file system (docker run --shm-size), another folder, or train.memory_every = 0"
 
@@ -125,7 +125,7 @@ class Memory:
         """Make a copy of the state, while training goes on. What is returned raises SaveFailed, on every rank."""
         assert self._place is not None
         folder = WholeFolder(self._place / name_of(moment.step))
-        writer = CheckpointWriter(folder, publishes=False, of_copies=True, apart=True)
+        writer = CheckpointWriter(folder, publishes=False, apart=True)
         return background.save_behind(
             folder.final,
             state_of(groups),
@@ -178,7 +178,7 @@ class Memory:
         with in_time(self.settings, f"copy the state of step {moment.step} to the memory of hosts"):
             try:
                 run_dcp("", dcp.save, copied, storage_writer=writer, process_group=group)
-                sums = together(lambda: my_checksums(folder.temporary), group)
+                sums = everyone(writer.sums, group)
                 # Of rank 0 on all hosts: paths may differ between them.
                 meta = of_rank(json.dumps(meta_of(self.settings, moment, sums), indent=1), 0, group)
                 metadata = together(lambda: _metadata_in(folder.temporary), group)[0]

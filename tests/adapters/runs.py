@@ -26,8 +26,11 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def planned(made: nn.Module, settings: dict[str, Any], given: Batches, **how: Any) -> Step:
-    """Losses of this rank's microbatches, pieces of gradients by the model's names, and the step."""
+def planned(made: nn.Module, settings: dict[str, Any], given: Batches, documents: Any = None, **how: Any) -> Step:
+    """Losses of this rank's microbatches, pieces of gradients by the model's names, and the step.
+
+    `documents` are those of each microbatch and data-parallel rank, where some share sequences.
+    """
     torch.use_deterministic_algorithms(True)
     step = hocket.plan_model(made, {**SETTINGS, "train.microbatches": len(given), **settings}, **how)
     grads: list[Piece] = []
@@ -39,7 +42,9 @@ def planned(made: nn.Module, settings: dict[str, Any], given: Batches, **how: An
 
     step.engine.optimizer.step = keep  # type: ignore[method-assign]
     at = step.engine.where.dp
-    outcome = step([Microbatch(*ranks[at]) for ranks in given], 1e-2)
+    several = [None] * len(given) if documents is None else [ranks[at] for ranks in documents]
+    microbatches = [Microbatch(*ranks[at], documents=docs) for ranks, docs in zip(given, several, strict=True)]
+    outcome = step(microbatches, 1e-2)
     step.engine.assert_clean()
     losses = [loss.item() for loss in step.engine.executor.actions.losses]
     return {"losses": losses, "grads": grads, "outcome": outcome, "step": step}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import hocket
-from hocket.adapters.context_parallel import FAMILIES
+from hocket.adapters.shareable import FAMILIES
 from tests.helpers.ranks import run_ranks
 
 LENGTH = 32
@@ -201,7 +201,7 @@ def test_what_would_be_wrong_is_refused_by_name(two: list[tuple[list[str], list[
     said = [refused for _, refused in two]
     for pattern, *each in zip(
         (
-            "this is a Linear of type None", "Gemma2ForCausalLM of type gemma2", "attention_dropout", "router_logits",
+            "Linear of type None", "Gemma2ForCausalLM of type gemma2", "attention_dropout", "router_logits",
             "rope_type .*dynamic", "num_key_value_heads=1", "method='rings'", "called on this model before",
             "attention_mask .* leave it out", "use_cache", "return_dict", "inputs_embeds",
             r"labels has shape \(1, 32\)", "different batches", r"^ranks \[1\]|^use_cache",

@@ -16,7 +16,7 @@ from tests.adapters.families import DENSE, EXPERTS, REFUSED
 from tests.helpers.ranks import run_ranks
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "any-model.md").read_text(encoding="utf-8")
-PRETRAINED, SAVED, LAYER, CHECK = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
+PRETRAINED, SAVED, PACKED, LAYER, CHECK = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
 
 
 def program(rank: int, folder: str) -> tuple[float, bool]:
@@ -26,7 +26,9 @@ def program(rank: int, folder: str) -> tuple[float, bool]:
     exec(SAVED.replace("checkpoints/", f"{folder}/"), known)
     values = known["step"].state_dict()
     loaded = all(torch.equal(p.detach(), values[name]) for name, p in known["model"].named_parameters())
-    return known["loss"], loaded
+    first = known["loss"]
+    exec(PACKED, known)
+    return first, loaded and 5 < known["loss"] < 8 and known["loss"] != first
 
 
 def test_the_first_program_and_its_checkpoint(tmp_path: Path) -> None:

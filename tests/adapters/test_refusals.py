@@ -27,8 +27,8 @@ def refused(model: nn.Module, words: str, settings: Any = None, **how: Any) -> s
     return text
 
 
-def test_sequences_that_ranks_share_need_another_way() -> None:
-    words = r"mesh.cp = 2: .*; fix: mesh.cp = 1, or without a plan hocket.context_parallel and hocket.fully_shard$"
+def test_layers_of_ones_own_have_their_sequences_whole() -> None:
+    words = r"mesh.cp = 2: Model of type None is no causal language model of llama, .*; fix: mesh.cp = 1$"
     with pytest.raises(ValueError, match=words):
         hocket.plan_model(Model([Dense()]), {**SETTINGS, "mesh.cp": 2})
 

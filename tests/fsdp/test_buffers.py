@@ -104,14 +104,6 @@ def test_a_full_ring_names_who_holds_it():
     assert len(kept) == 2
 
 
-def test_a_ring_can_be_made_at_once():
-    staging = ring()
-    staging.allocate()
-    assert staging.made == 2
-    kept = [staging.take("a", 100), staging.take("b", 100)]
-    assert (staging.made, len(kept)) == (2, 2)
-
-
 def memory(count=2):
     """With the stream of its caller, which a test may change."""
     stream = [0]

@@ -261,6 +261,12 @@ def both(rank: int, name: str) -> None:
         if isinstance(values[-1], nn.Module):
             values += get_model_state_dict(values.pop(), options=StateDictOptions(full_state_dict=True)).values()
         found.append(values)
+    # A GPU chooses kernels by where tensors lie, and those round products in bf16 in other ways.
+    loose = torch.cuda.is_available() and name in ("in_bf16", "built_in_bf16", "offloaded")
+    if loose:  # all together: AdamW makes a lot of a gradient that is nothing but rounding
+        theirs, ours = (torch.cat([x.float().cpu().view(-1) for x in values]) for values in found)
+        assert (ours - theirs).norm() <= 2e-2 * theirs.norm()
+        return
     for theirs, ours in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, check_dtype=name != "built_in_bf16")
 

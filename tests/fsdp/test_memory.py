@@ -219,3 +219,29 @@ def addresses(rank: int) -> None:
 
 def test_fixed_slots_keep_their_addresses():
     run_ranks(addresses, 2)
+
+
+def storages() -> dict[int, int]:
+    """Bytes of all storages that some tensor has, by their identity."""
+    gc.collect()
+    tensors = [plain_part(x) for x in gc.get_objects() if isinstance(x, torch.Tensor)]
+    return {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}
+
+
+def forgotten(rank: int) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    ctx = hocket.fully_shard(model, units=torch.nn.Linear)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        model(torch.randn(4, 64)).sum().backward()
+        hocket.clip_grad_norm_(model, 1.0)
+        kept = [group.main_grad.untyped_storage()._cdata for unit in ctx.units for group in unit.groups]
+        assert set(kept) <= set(storages())
+        optimizer.step()
+        optimizer.zero_grad()
+        assert not set(kept) & set(storages()), "nothing holds the memory of gradients that were forgotten"
+
+
+def test_forgotten_gradients_are_gone():
+    run_ranks(forgotten, 2)

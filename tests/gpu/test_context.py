@@ -12,9 +12,11 @@ from hocket.config.overlap import ContextOverlap
 from hocket.engine import Engine
 from hocket.model.chunks import zigzag
 from hocket.model.context import context_of
-from hocket.model.documents import attend, documents_of
+from hocket.model.documents import attend, documents_of, whole_sequences
 from hocket.model.microbatch import Microbatch
+from hocket.model.partial_attention import takes_parts
 from hocket.model.sinks import attend_with_sinks
+from hocket.model.stretches import attend_stretch
 from tests.helpers.plans import planned, small
 from tests.helpers.ranks import run_ranks
 from tests.test_ring import in_stages
@@ -97,6 +99,7 @@ def norms(rank: int, c: Config, steps: int = 3) -> list[tuple[float, float]]:
         result = engine.train_step(batch, 1e-3)
         found.append((engine.agree(result.loss)[0], float(result.grad_norm)))
     assert engine.replays == (c.plan.graphs == "on")
+    engine.forget_graph()  # which keeps gradients where it writes them
     engine.assert_clean()
     engine.close()
     return found
@@ -124,3 +127,24 @@ def test_replayed_steps_learn_what_issued_ones_do(method: Method) -> None:
     assert replayed[:3] == plain[:3]
     for found, wanted in zip(replayed[3:], plain[3:], strict=True):
         assert found == pytest.approx(wanted, rel=2e-3)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(512, 512), (256, 1024), (1000, 1001)])
+@pytest.mark.parametrize("width", [64, 128])
+def test_chunks_of_one_document_attend_in_parts(queries: int, keys: int, width: int) -> None:
+    """cuDNN's two parts, put together, and their gradients, against fp32."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (queries, 8, width), (keys, 2, width), (keys, 2, width), (queries, 8, width)
+    *given, grad = (torch.randn(*shape, generator=generator).to(CUDA, torch.bfloat16) for shape in shapes)
+    assert takes_parts(*given)
+    chunks = [(range(keys - queries),), (range(keys - queries, keys),)]
+    (span,) = context_of(whole_sequences(1, keys, CUDA), chunks, 1).spans
+    found, wanted = [x.clone().requires_grad_() for x in given], [x.float().requires_grad_() for x in given]
+    out, exact = attend_stretch(*found, span), attend(*wanted, span)
+    assert (out.float() - exact).norm() < 1e-2 * exact.norm()
+    out.backward(grad)
+    exact.backward(grad.float())
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        assert (mine.grad.float() - theirs.grad).norm() < 1e-2 * theirs.grad.norm()

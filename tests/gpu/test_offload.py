@@ -42,7 +42,6 @@ def trained(rank: int, offload: Offload, strategy: str, late: bool, **options: A
         training.optimizer.zero_grad()
     for p in training.model.parameters():
         assert p.device.type == ("cuda" if offload == "none" else "cpu")
-    training.ctx.close()
     return found
 
 

@@ -150,7 +150,8 @@ def compare(rank: int, config: Config, seeds: int) -> dict[str, Any]:
         changed(plain, {"plan.order": "sequential", "precision.gather": "bf16", **PLAIN, **same_sums}), rank, device
     )
     turns = config.plan.turning
-    merged = Engine(config, rank, device, groups=None if turns else sequential.groups)
+    apart = turns or config.overlap.ep.splits == "device"  # whose rows are moved by kernels
+    merged = Engine(config, rank, device, groups=None if apart else sequential.groups)
     generator = torch.Generator().manual_seed(sequential.where.dp)
     shape = (config.train.sequences, config.data.sequence_length + 1)
     batches = []

@@ -13,7 +13,7 @@ from hocket.config import Config
 from hocket.engine import Engine
 from hocket.program.mesh import Purpose
 from hocket.runtime.comm import CommOptions, Group
-from hocket.runtime.trial import of_all, why_no_copies
+from hocket.runtime.trial import copied, why_no_copies
 from hocket.settings.schema import changed
 from tests.gpu.test_copy_engine import CONFIGS, engine_on
 from tests.helpers.command import finish, start
@@ -59,9 +59,9 @@ def test_a_run_that_asks_for_nothing_copies(tmp_path: Path, name: str) -> None:
     assert notes == []
 
 
-def test_a_host_where_no_memory_can_be_shown_is_on_nccl_and_says_so(tmp_path: Path) -> None:
-    groups, (note,) = run(tmp_path, MESHES["experts"], NCCL_CUMEM_ENABLE="0")
-    assert "train.transport = nccl: NCCL_CUMEM_ENABLE = 0 (environment)" in note
+def test_a_host_whose_gpus_are_not_to_reach_each_other_is_on_nccl_and_says_so(tmp_path: Path) -> None:
+    groups, (note,) = run(tmp_path, MESHES["experts"], NCCL_P2P_DISABLE="1")
+    assert "train.transport = nccl: NCCL_P2P_DISABLE = 1 (environment)" in note
     assert all(moved.startswith("NCCL") for moved in groups.values())
 
 
@@ -76,8 +76,8 @@ def tried(rank: int, config: Config) -> dict[str, Any]:
     """Two trials that succeed, a step on copy engines, a trial that fails behind its groups, and a step on NCCL."""
     device = torch.device("cuda", rank)
 
-    def fail(purpose: Purpose, on: torch.device, options: CommOptions) -> Group | None:
-        assert of_all(purpose, on, options) is not None
+    def fail(purpose: Purpose, ranks: tuple[int, ...], on: torch.device, options: CommOptions) -> Group | None:
+        assert copied(purpose, ranks, on, options) is not None
         raise RuntimeError("Operation not permitted")
 
     found: dict[str, Any] = {"first": why_no_copies(PURPOSES, device, 60.0)}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
+
+from hocket.runtime.driver import WordStep
 
 
 class Memcpy:
@@ -36,6 +38,13 @@ class Memcpy:
         with self.changed:
             reached = self.changed.wait_for(lambda: self.value(word) >= value, 10.0)
         assert reached, "the awaited word was not written"
+
+    def prepared(self, steps: Sequence[WordStep]) -> Callable[[int], None]:
+        def issue(stream: int) -> None:
+            for what, word, value in steps:
+                (self.wait if what == "wait" else self.write)(stream, word, value)
+
+        return issue
 
     def read(self, words: Sequence[int]) -> list[int] | None:
         return [self.value(word) for word in words]

@@ -25,8 +25,13 @@ def test_same_bits_as_the_formula(world, numel, dtype, scale, add, programs) -> 
     before = torch.randn(numel + 1)
     expected, into = before.clone(), before.clone()
     local_sum(parts, expected[:-1], scale, add)
-    launch(parts, into[:-1], scale, add, programs)
+    launch(parts, into[:-1], scale, add, programs=programs)
     assert torch.equal(into, expected)  # the last element too, which no part has
+    rank = numel % world  # a row that lies elsewhere, and others that lie further apart
+    wide = torch.full((world - 1, numel + 16), torch.nan, dtype=dtype)
+    wide[:, :numel], into = torch.cat([parts[:rank], parts[rank + 1 :]]), before.clone()
+    launch(wide[:, :numel], into[:-1], scale, add, (rank, parts[rank].clone()), programs)
+    assert torch.equal(into, expected)
 
 
 def test_order_of_the_rows_counts() -> None:

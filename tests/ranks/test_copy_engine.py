@@ -1,11 +1,12 @@
-"""The copy-engine transport on a CPU: its windows, what it refuses, its sums; gloo moves the bytes."""
+"""Copy engines on a CPU: what they refuse, their sums, and steps, with memory that processes share for that of GPUs."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import tempfile
+import time
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -29,18 +30,16 @@ from hocket.engine import Engine
 from hocket.model.microbatch import Microbatch
 from hocket.parallel import dispatch
 from hocket.program.mesh import Mesh
-from hocket.runtime import copy_engine
+from hocket.runtime.collective_copies import HALVES, CollectiveCopies, CopiedCollectives, Halves, _words, blank
 from hocket.runtime.comm import Group, Groups, make_groups
-from hocket.runtime.copy_engine import CopyEngine, SymmetricWindow
 from hocket.runtime.group_transport import P2P
-from hocket.runtime.peer_access import refuse
+from hocket.runtime.peer_access import problem, refuse
 from hocket.runtime.peer_copies import CopiedRows, PeerCopies
 from hocket.runtime.transports import Gloo, local_sum
 from hocket.runtime.world import everyone
 from hocket.settings.schema import changed
 from tests.helpers.driver import Memcpy
 from tests.helpers.plans import planned
-from tests.helpers.pools import CpuPool
 from tests.helpers.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -53,68 +52,6 @@ def rank_order_sum(parts: Tensor, into: Tensor, scale: float) -> Tensor:
     for part in parts[1:]:
         total = (total + part).to(into.dtype)
     return into + total * scale
-
-
-# Windows
-
-
-def alone(log: list[str] | None = None) -> CopyEngine:
-    """A transport without a group: what it refuses, it refuses before it asks the group."""
-    no_group: Any = None
-    return CopyEngine(no_group, (0, 1), CPU, make_pool=lambda: CpuPool(log))
-
-
-def test_a_window_holds_what_was_allocated_inside_and_nothing_else():
-    before = torch.zeros(64)
-    with alone().window(0) as window:
-        inside, also = torch.zeros(64), torch.empty(8, 8, dtype=BF16)
-        assert not window.holds(inside), "it is registered when it is left"
-    after = torch.zeros(64)
-    assert [window.holds(t) for t in (before, inside, also, after)] == [False, True, True, False]
-    assert window.holds(inside[3:60])
-    assert window.holds(also.view(-1)[1:])
-    window.close()
-    assert not window.holds(inside)
-
-
-def test_windows_are_given_back_once_in_reverse_order(monkeypatch):
-    monkeypatch.setattr(dist, "destroy_process_group", lambda group: log.append("destroy"))
-    log: list[str] = []
-    transport = alone(log)
-    made = []
-    for _ in range(3):
-        with transport.window(0) as window:
-            torch.zeros(4)
-        made.append(window)
-    made[1].close()
-    made[1].close()
-    transport.destroy()
-    transport.destroy()
-    assert log == ["register"] * 3 + ["deregister"] * 3 + ["destroy"] * 2
-
-
-def test_a_window_that_failed_is_not_registered():
-    log: list[str] = []
-    with pytest.raises(KeyError), alone(log).window(0) as window:
-        raise KeyError("out of memory")
-    window.close()
-    assert log == []
-
-
-def test_other_memory_is_refused_and_not_gathered_some_other_way():
-    transport = alone()
-    outside = torch.zeros(8)
-    with transport.window(0):
-        shard, out = torch.zeros(4), torch.zeros(8)
-    for wrong in ((outside, shard), (out, torch.zeros(4))):
-        with pytest.raises(AssertionError, match="not allocated inside of `with group"):
-            transport.all_gather(*wrong)
-    with pytest.raises(AssertionError, match="not contiguous"):
-        transport.all_gather(out, out[::2])
-    with pytest.raises(AssertionError, match="not allocated inside"):
-        transport.reduce_sum(outside, torch.zeros(4), 1.0, True)
-    with pytest.raises(AssertionError, match=r"32 bytes on the copy engine, .* room for 0 to arrive"):
-        transport.reduce_sum(out, torch.zeros(4), 1.0, True)
 
 
 # Sums
@@ -151,20 +88,14 @@ def test_ranks_that_cannot_are_refused_with_reason_and_fix(places, reason):
 
 def test_what_is_missing_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "no usable GPU" in copy_engine.problem()
+    assert "no usable GPU" in problem()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", type("Old", (), {}), raising=False)
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 7))
-    assert copy_engine.problem().startswith("NCCL 2.27.7 has no copy-engine collectives")
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
-    assert "has no NCCL_CTA_POLICY_ZERO, register_mem_pool" in copy_engine.problem()
-    able = {"NCCL_CTA_POLICY_ZERO": 2, "register_mem_pool": None}
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", type("New", (), able), raising=False)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", type("Nccl", (), {}), raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda gpu, peer: peer != 2)
-    assert copy_engine.problem() == "GPU 0 cannot reach the memory of GPU 2"
+    assert problem() == "GPU 0 cannot reach the memory of GPU 2"
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda gpu, peer: True)
-    assert copy_engine.problem() == ""
+    assert problem() == ""
 
 
 @pytest.mark.parametrize("transport", sorted(COPIED))
@@ -197,27 +128,56 @@ def shared_rows(group: Group, gloo: Gloo, folder: Path) -> CopiedRows:
     return CopiedRows(gloo.group, gloo.ranks, CPU, copies)
 
 
-def on_copy_engines(groups: Groups, purposes: tuple[str, ...]) -> list[CopyEngine]:
-    """Put groups of gloo on the copy-engine transport, with CPU memory in its windows."""
+class Polling(Memcpy):
+    """Waits for words that other processes write."""
+
+    def wait(self, stream: int, word: int, value: int) -> None:
+        end = time.monotonic() + 30.0
+        while self.value(word) < value:
+            assert time.monotonic() < end, "the awaited word was not written"
+            time.sleep(1e-4)
+
+
+def copied(group: Group, gloo: Gloo, folder: Path) -> CopiedCollectives:
+    """Gathers and reductions by copies through halves of 1 KiB, in memory that processes share."""
+    driver, number = Polling(), itertools.count()
+
+    def make() -> Halves:
+        kind, size = next(number), group.size
+        whole = HALVES * 1024 + _words(size)
+        files = [str(folder / f"{kind}.{rank}") for rank in range(size)]
+        memories = [torch.from_file(file, shared=True, size=whole, dtype=torch.uint8) for file in files]
+        blank(memories[group.rank], size)
+        dist.barrier(group=gloo.group)
+        return Halves(group.rank, memories, driver)
+
+    copies = CollectiveCopies(group.rank, group.size, lambda: 0, make)
+    return CopiedCollectives(gloo.group, gloo.ranks, CPU, copies)
+
+
+def on_copy_engines(groups: Groups, purposes: tuple[str, ...]) -> list[CopiedCollectives]:
+    """Put groups of gloo on copies through memory that processes share. Those that gather and reduce."""
     made = []
     for purpose in purposes:
         if purpose in P2P:  # which `test_p2p_copies.py` is about
             continue
         group = getattr(groups, purpose)
+        if group.size == 1:
+            continue
         assert isinstance(group.transport, Gloo)
+        folder = Path(everyone(tempfile.mkdtemp())[group.ranks[0]])
         if purpose == "a2a":
-            folder = Path(everyone(tempfile.mkdtemp())[group.ranks[0]])
             group.transport = shared_rows(group, group.transport, folder)
             continue
-        group.transport = CopyEngine(group.transport.group, group.ranks, CPU, make_pool=CpuPool)
+        group.transport = copied(group, group.transport, folder)
         made.append(group.transport)
     return made
 
 
-def a_run(rank: int, config: Config, transport: str) -> tuple[list[Tensor], list[int]]:
-    """Losses and weights after two steps, and how many windows each group has had."""
+def a_run(rank: int, config: Config, transport: str) -> tuple[list[Tensor], list[bool]]:
+    """Losses and weights after two steps, and which groups had memory for what is gathered and what is reduced."""
     groups = make_groups(Mesh(dp=config.mesh.dp, ep=config.mesh.ep), rank, CPU, "gloo")
-    engines = on_copy_engines(groups, COPIED.get(transport, ()))
+    transports = on_copy_engines(groups, COPIED.get(transport, ()))
     config = changed(config, {"train.transport": transport})  # rows of experts arrive in their order, or do not
     engine = Engine(config, rank, CPU, groups=groups)
     engine.init_weights()
@@ -228,37 +188,36 @@ def a_run(rank: int, config: Config, transport: str) -> tuple[list[Tensor], list
         losses = [engine.train_step(batch, 1e-2).loss.clone() for _ in range(2)]
     assert bool(sort.called) == (transport != "copy_engine"), "copies bring rows in the order of experts"
     weights = [unit.group.main.clone() for unit in engine.sharded.units.values()]
-    engine.sharded.close()
-    windows = [sum(isinstance(window, SymmetricWindow) for window in one.windows) for one in engines]
-    assert not any(window.ranges for one in engines for window in one.windows)
-    return [*losses, *weights], windows
+    shown = [way in vars(one.copies) for one in transports for way in ("_gathered", "_reduced")]
+    return [*losses, *weights], shown
 
 
 def the_same_steps(rank: int, config: Config) -> None:
     expected, _ = a_run(rank, config, "gloo")
     for transport in COPIED:
-        got, windows = a_run(rank, config, transport)
+        got, shown = a_run(rank, config, transport)
         assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True)), transport
-        windowed = [purpose for purpose in COPIED[transport] if purpose not in ("a2a", *P2P)]
-        assert windows == [1] * len(windowed), "one window holds all that a group communicates"
+        gather, reduce = [True, False], [False, True]
+        served = [purpose for purpose in COPIED[transport] if purpose not in ("a2a", "cp", *P2P)]
+        assert shown == [one for purpose in served for one in (gather if purpose.startswith("gather") else reduce)]
 
 
-def test_all_that_a_step_communicates_lies_in_windows():
+def test_steps_by_copies_are_those_of_gloo():
     run_ranks(the_same_steps, 4, CONFIG)
 
 
 def whole_gradients(rank: int, config: Config) -> None:
     expected, _ = a_run(rank, config, "gloo")
-    got, windows = a_run(rank, config, "copy_engine")
+    got, shown = a_run(rank, config, "copy_engine")
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
-    assert windows == [0, 1, 0, 1], "nothing is gathered but sums, in the memory of the reductions"
+    assert shown == [False, False, True, True] * 2, "nothing is gathered but sums, by the groups that reduce"
 
 
-def test_sums_that_every_rank_gets_lie_in_windows_too():
+def test_sums_that_every_rank_gets_are_gathered_where_they_are_reduced():
     run_ranks(whole_gradients, 4, planned(CONFIG, strategy="no_shard"))
 
 
-def test_an_evaluation_gathers_from_windows_too():
+def test_an_evaluation_gathers_by_copies_too():
     run_ranks(evaluation, 2, dataclasses.replace(CONFIG, mesh=MeshConfig(dp=2)))
 
 

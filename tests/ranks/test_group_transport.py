@@ -1,6 +1,6 @@
 """Which transport a group on GPUs gets, from what it is for.
 
-Results alone would not tell if one fell back to NCCL's kernels: what `CopyEngine` is asked to send, NCCL sends.
+Results alone would not tell if one fell back to NCCL's kernels.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from hocket.config import COPIED, Purpose
 from hocket.runtime import group_transport
-from hocket.runtime.copy_engine import CopyEngine
+from hocket.runtime.collective_copies import CopiedCollectives
 from hocket.runtime.group_transport import CommOptions, make_transport
 from hocket.runtime.p2p_copies import CopiedHops
 from hocket.runtime.peer_copies import CopiedRows
@@ -22,23 +22,18 @@ from hocket.runtime.token_copies import CopyingNccl
 from hocket.runtime.transports import Nccl
 
 COPIES = {"a2a": CopiedRows, "pp_fwd": CopiedHops, "pp_bwd": CopiedHops}
-"""What copies for a purpose; collectives are left to NCCL on copy engines."""
+"""What copies for a purpose that is no collective."""
 
 
 @pytest.fixture(autouse=True)
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Nothing is made that needs a GPU: memory of peers, options of NCCL, a group. The options that groups got."""
-    options: list[Any] = []
+def nothing_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That needs a GPU: memory of peers, options of NCCL, a group."""
 
-    def new_group(*_: Any, pg_options: Any, **__: Any) -> dist.ProcessGroup:
-        options.append(pg_options)
-        return dist.ProcessGroup(0, 2)  # pyrefly: ignore
-
-    for name in ("pushes", "peer_copies", "p2p_copies", "copied_tokens", "SideStream", "nccl_options"):
+    copies = ("pushes", "peer_copies", "p2p_copies", "copied_tokens", "collective_copies")
+    for name in (*copies, "SideStream", "nccl_options"):
         monkeypatch.setattr(group_transport, name, lambda *_: None)
-    monkeypatch.setattr(group_transport, "copy_engine_options", lambda *_: "copy engines")
-    monkeypatch.setattr(dist, "new_group", new_group)
-    return options
+    group = dist.ProcessGroup(0, 2)  # pyrefly: ignore
+    monkeypatch.setattr(dist, "new_group", lambda *_, **__: group)
 
 
 def made(purpose: Purpose, name: Any, **options: Any) -> Any:
@@ -47,11 +42,10 @@ def made(purpose: Purpose, name: Any, **options: Any) -> Any:
 
 @pytest.mark.parametrize("name", ["nccl", *COPIED])
 @pytest.mark.parametrize("purpose", get_args(Purpose))
-def test_copies_move_what_a_transport_says_that_they_move(purpose: Purpose, name: str, asked: list[Any]) -> None:
+def test_copies_move_what_a_transport_says_that_they_move(purpose: Purpose, name: str) -> None:
     found = made(purpose, name)
     copied = purpose in COPIED.get(name, ())
-    assert type(found) is (COPIES.get(purpose, CopyEngine) if copied else Nccl)
-    assert asked == ["copy engines" if type(found) is CopyEngine else None]
+    assert type(found) is (COPIES.get(purpose, CopiedCollectives) if copied else Nccl)
 
 
 @pytest.mark.parametrize("name", ["nccl", *COPIED])
@@ -61,4 +55,4 @@ def test_rows_of_device_known_splits_are_stored_and_tokens_copied_on_any(name: s
 
 
 def test_copy_engines_move_all_but_tokens_and_what_ranks_agree_on() -> None:
-    assert set(get_args(Purpose)) - set(COPIED["copy_engine"]) == {"cp", "tp", "control", "replicas"}
+    assert set(get_args(Purpose)) - set(COPIED["copy_engine"]) == {"tp", "control", "replicas"}

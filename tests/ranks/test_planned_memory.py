@@ -14,8 +14,7 @@ from hocket.model.microbatch import Microbatch
 from hocket.program.network import hardware_of
 from hocket.program.stages import costs_of, mesh_of
 from hocket.program.values import unit_moved, unit_written
-from hocket.runtime.comm import Group, Window, make_groups
-from hocket.settings.arrivals import parts_bytes
+from hocket.runtime.comm import make_groups
 from hocket.settings.schema import changed
 from tests.helpers.parity import config
 from tests.helpers.ranks import run_ranks
@@ -26,17 +25,9 @@ PADDING = 0.01
 
 
 def bytes_of(rank: int, c: Config) -> dict[str, tuple[int, int]]:
-    """(allocated, predicted) bytes of one rank: kept between steps, slots, and gradients when the optimizer reads;
-    and what copy engines would need where parts of gradients arrive.
-    """
-    cpu, rooms, window = torch.device("cpu"), list[int](), Group.window
+    """(allocated, predicted) bytes of one rank: kept between steps, slots, and gradients when the optimizer reads."""
+    cpu = torch.device("cpu")
     groups = make_groups(mesh_of(c), rank, cpu, "gloo")
-
-    def opened(group: Group, reduced: int = 0) -> Window:
-        rooms.append(reduced if group.size > 1 else 0)
-        return window(group, reduced)
-
-    Group.window = opened  # type: ignore[method-assign]
     engine = Engine(c, rank, cpu, groups=groups)
     engine.init_weights()
     costs, pp = costs_of(c, hardware_of(c)), engine.where.pp
@@ -65,7 +56,6 @@ def bytes_of(rank: int, c: Config) -> dict[str, tuple[int, int]]:
             costs.fixed_bytes(engine.program, pp) - costs.state_bytes[pp],
         ),
         "gradients": (gradients[0], sum(by_unit.values())),
-        "parts": (sum(rooms), parts_bytes(c, pp)),
     }
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hocket.engine.graphed import from_turn_one
+from hocket.runtime.driver import WordStep
 from hocket.runtime.lanes import SideStream
 from hocket.runtime.token_copies import WORDS, CopiedTokens
 from tests.helpers.driver import Memcpy
@@ -110,6 +111,10 @@ class Recorded:
 
     def wait(self, stream: int, word: int, value: int) -> None:
         self._do(lambda: self.real.wait(stream, word, value))
+
+    def prepared(self, steps: Sequence[WordStep]) -> Callable[[int], None]:
+        made = self.real.prepared(steps)
+        return lambda stream: self._do(lambda: made(stream))
 
     def read(self, words: Sequence[int]) -> list[int] | None:
         return self.real.read(words)

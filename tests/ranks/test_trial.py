@@ -29,10 +29,10 @@ def answer(
         if (rank, purpose) == failing:
             raise RuntimeError("pidfd_getfd: Operation not permitted\nmore of it")
 
-    def make(purpose: Purpose, device: torch.device, options: CommOptions) -> Group | None:
+    def make(purpose: Purpose, ranks: tuple[int, ...], device: torch.device, options: CommOptions) -> Group | None:
         if alone:
             fail(purpose)
-        group = make_group("gather_dense", (0, 1), rank, device, "gloo", options)
+        group = make_group("gather_dense", ranks, rank, device, "gloo", options)
         assert group is not None
         fail(purpose)
         destroy = group.transport.destroy
@@ -48,7 +48,7 @@ FAILED = "a trial failed (RuntimeError: pidfd_getfd: Operation not permitted)"
 CASES: list[tuple[str, int, tuple[int, str], str, list[list[str]]]] = [
     ("all is well", -1, (-1, ""), "", [BOTH, BOTH]),
     ("the GPUs of one rank cannot", 1, (-1, ""), "NCCL is old", [[], []]),
-    ("no windows on one rank", -1, (0, "gather_dense"), FAILED, [[], ["gather_dense"]]),
+    ("no shown memory on one rank", -1, (0, "gather_dense"), FAILED, [[], ["gather_dense"]]),
     ("no memory of peers on one rank", -1, (1, "a2a"), FAILED, [BOTH[:3], BOTH[:2]]),
 ]
 

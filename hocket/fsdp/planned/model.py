@@ -21,7 +21,7 @@ from hocket.program.mesh import Mesh
 from hocket.program.ops import UNITS, Program
 from hocket.program.ops import Unit as UnitKind
 from hocket.program.values import UnitName, unit_moved
-from hocket.runtime.comm import Group, Groups, Window
+from hocket.runtime.comm import Group, Groups
 from hocket.runtime.transports import Local, local_sum
 
 
@@ -96,7 +96,6 @@ class PlannedModel:
         self.tensors = TensorRank(groups.tp.rank, mesh.tp, mesh.sharing)
         self.device = device
         self._numbers, self._wire = _Numbers(dtype=dtype, device=device), wire or dtype
-        self._windows: list[Window] = []
         self.held = False
         """Whether gradients stay where they are: a recorded step writes them there again (`engine/graphed.py`)."""
         self._eights: list[Eights] = []
@@ -157,33 +156,17 @@ class PlannedModel:
         if not lengths:
             return
         if gather.size > 1:
-            with gather.window() as window:
-                for kind, nbytes in gathered.items():
-                    count, length = program.weight_slots.get(kind, 0), -(-nbytes // self._numbers["dtype"].itemsize)
-                    assert count, f"the program has no weight slots for {kind} units, which {gather.size} ranks share"
-                    eight = any(name[0] == kind for name in eights)
-                    self.weight_slots[kind] = Slots(f"{kind} weight", count, length, **self._numbers, eight=eight)
-            self._windows.append(window)
+            for kind, nbytes in gathered.items():
+                count, length = program.weight_slots.get(kind, 0), -(-nbytes // self._numbers["dtype"].itemsize)
+                assert count, f"the program has no weight slots for {kind} units, which {gather.size} ranks share"
+                eight = any(name[0] == kind for name in eights)
+                self.weight_slots[kind] = Slots(f"{kind} weight", count, length, **self._numbers, eight=eight)
         if reduce.size == 1:  # Note: [Gradients that are collected]
             meet = program.layout.tied and not program.layout.apart
             lengths = {kind: length for kind, length in lengths.items() if kind == "embed" and meet}
-        if not lengths:
-            return
-        with reduce.window(max(lengths.values()) * self._wire.itemsize) as window:
-            for kind, length in lengths.items():
-                count = program.grad_slots.get(kind, 0)
-                self.grad_slots[kind] = Slots(f"{kind} gradient", count, length, self._wire, self.device)
-        self._windows.append(window)
-
-    def add_window(self, window: Window) -> None:
-        """Close a window of one of the groups with those of this model."""
-        self._windows.append(window)
-
-    def close(self) -> None:
-        """Take the memory back from the groups, so that it can be freed: all ranks, after their last step."""
-        for window in reversed(self._windows):
-            window.close()
-        self._windows.clear()
+        for kind, length in lengths.items():
+            count = program.grad_slots.get(kind, 0)
+            self.grad_slots[kind] = Slots(f"{kind} gradient", count, length, self._wire, self.device)
 
     def unit(self, kind: UnitKind, chunk: int, layer: int = -1) -> PlannedUnit:
         """The unit of a class in a chunk; embed and head have layer -1."""

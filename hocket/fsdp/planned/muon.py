@@ -125,12 +125,9 @@ class PlannedMuon:
             return []
         length, part = (max(sizes) for sizes in zip(*((g.layout.total, g.main.numel()) for g in groups), strict=True))
         device, found = self.model.device, list[_Slot]()
-        with groups[0].groups.reduce.window(2 * length) as window:
-            for _ in range(1 if groups[0].keeps_all else self.options.slots):
-                found.append(_Slot(torch.zeros(length, dtype=torch.bfloat16, device=device), torch.empty(0)))
-        self.model.add_window(window)
-        for slot in found:
-            slot.parts = torch.empty(part, device=device)
+        for _ in range(1 if groups[0].keeps_all else self.options.slots):
+            whole = torch.zeros(length, dtype=torch.bfloat16, device=device)
+            found.append(_Slot(whole, torch.empty(part, device=device)))
         return found
 
     def takes(self, unit: PlannedUnit) -> bool:

@@ -66,7 +66,7 @@ def write_now_or_behind(
 ) -> Future[Path]:
     """Write a state dict, with `others` for further names of parameters, at once or in the thread that saves."""
     if behind:
-        writer = CheckpointWriter(WholeFolder(path), others, of_copies=True)
+        writer = CheckpointWriter(WholeFolder(path), others)
         return save_behind(path, state, lambda copied, own: write(copied, writer, own), group)
     done: Future[Path] = Future()
     done.set_result(write(state, CheckpointWriter(WholeFolder(path), others), group))

@@ -7,6 +7,7 @@ import io
 import warnings
 import zipfile
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from hocket.fsdp.saving.harmless import HarmlessPlanner, HarmlessReader
+from hocket.fsdp.saving.archives import CRC, FILES, checksum, write_archives
+from hocket.fsdp.saving.harmless import METADATA, HarmlessPlanner, HarmlessReader, seal
 from hocket.fsdp.saving.kept import Inventory
 from hocket.fsdp.saving.optimizer_state import optimizer_state_like, put, room_for, split
 from hocket.fsdp.saving.state import EXTRA, differences, entries, listed
@@ -40,10 +42,9 @@ class CheckpointWriter(dcp.FileSystemWriter):
     """Writes a folder in DCP's format. See Note: [A checkpoint is there or it is not].
 
     The folder gets its name when DCP is done; with `publishes` false the caller has more to write, and does that.
-    `of_copies` says that it writes copies in host memory, in a thread; `apart`, that each host has a folder of its own
-    under that name, and files of its ranks alone. `others` are further names of parameters of the
-    key `model`: they get entries that point to the same bytes, so that a plain module finds every name of a shared
-    parameter.
+    `apart` says that each host has a folder of its own under that name, and files of its ranks alone. `others` are
+    further names of parameters of the key `model`: they get entries that point to the same bytes, so that a plain
+    module finds every name of a shared parameter.
     """
 
     def __init__(
@@ -52,14 +53,13 @@ class CheckpointWriter(dcp.FileSystemWriter):
         others: Mapping[str, str] | None = None,
         *,
         publishes: bool = True,
-        of_copies: bool = False,
         apart: bool = False,
     ) -> None:
         self.folder, self.others, self.publishes, self.apart = folder, dict(others or {}), publishes, apart
+        self.sums: dict[str, list[int]] = {}
+        """Bytes and CRC-32 of each file that this rank has written."""
         self._begun = False
-        # DCP's way to copy from a GPU while it writes would take the thread's current device, which is GPU 0.
-        ahead = 0 if of_copies else 10_000_000
-        super().__init__(folder.temporary, sync_files=True, per_thread_copy_ahead=ahead)
+        super().__init__(folder.temporary, sync_files=True)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Every rank, before the coordinator has made room: nothing yet."""
@@ -72,15 +72,14 @@ class CheckpointWriter(dcp.FileSystemWriter):
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Every rank: write its file and wait until it is on disk. Raises OSError."""
+        """Every rank: write its files and wait until they are on disk. Raises OSError."""
         self._begun = True
         self.folder.temporary.mkdir(parents=True, exist_ok=True)  # on a host that does not share it: see `_check`
-        try:
-            return super().write_data(plan, planner)
-        except RuntimeError as error:  # torch's archives, closed after an error, say only that they are too short
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from None
-            raise
+        files = write_archives(self.folder.temporary / plan.storage_data.prefix, plan.items, planner)
+        self.sums = {file.path.name: [file.size, file.crc] for file, _ in files}
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([result for _, results in files for result in results])
+        return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """The coordinator, when all ranks have written."""
@@ -88,6 +87,8 @@ class CheckpointWriter(dcp.FileSystemWriter):
             self._check(results)
         self._add_other_names(metadata, results)
         super().finish(metadata, results)
+        seal(self.folder.temporary / METADATA)
+        self.sums[METADATA] = list(checksum(self.folder.temporary / METADATA))
         if self.publishes:
             self.folder.publish()
 
@@ -123,29 +124,40 @@ class CheckpointReader(HarmlessReader):
     """Tells a folder that is no checkpoint by metadata without entries, on every rank alike."""
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
-        if not (Path(self.path) / ".metadata").is_file():
+        if not (Path(self.path) / METADATA).is_file():
             return Metadata({})
         return super().read_metadata(*args, **options)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Every rank: read what it wants, if none of that is damaged. Raises ValueError, before it loads anything."""
-        checked = plan.items if torch.serialization.get_crc32_options() else []  # else they were not written
-        wanted = {item.storage_index: self.storage_data[item.storage_index] for item in checked}
-        for index, stored in wanted.items():
-            file = Path(self.path) / stored.relative_path
-            if not stored.transform_descriptors and not _whole(file, stored.offset, stored.length):
+        wanted = {item.storage_index: self.storage_data[item.storage_index] for item in plan.items}
+        folder = Path(self.path)
+        with ThreadPoolExecutor(FILES) as pool:
+            whole = list(pool.map(lambda stored: _whole(folder / stored.relative_path, stored), wanted.values()))
+        for (index, stored), ok in zip(wanted.items(), whole, strict=True):
+            if not ok:
+                file = folder / stored.relative_path
+                fix = "load another one"
+                if CRC not in vars(stored):
+                    fix += ". If it was saved under torch.serialization.set_crc32_options(False), load it so, too"
                 raise ValueError(
-                    f"checkpoint {self.path} is damaged: the checksum of {index.fqn} in {file} is wrong; load another "
-                    "one. If it was saved under torch.serialization.set_crc32_options(False), load it so, too"
+                    f"checkpoint {folder} is damaged: the checksum of {index.fqn} in {file} is wrong; {fix}"
                 )
         return super().read_data(plan, planner)
 
 
-def _whole(file: Path, offset: int, length: int) -> bool:
-    """Whether an archive of torch in a file has the checksums that it names, at which torch itself does not look."""
+def _whole(file: Path, stored: Any) -> bool:
+    """Whether a range of a file is what was written, by the checksum in the metadata.
+
+    Checkpoints of before there was one have those of torch's archives, at which torch itself does not look.
+    """
+    if (crc := vars(stored).get(CRC)) is not None:
+        return checksum(file, stored.offset, stored.length) == (stored.length, crc)
+    if stored.transform_descriptors or not torch.serialization.get_crc32_options():  # else they were not written
+        return True
     with file.open("rb") as stream:
-        stream.seek(offset)
-        content = stream.read(length)
+        stream.seek(stored.offset)
+        content = stream.read(stored.length)
     if not content.startswith(b"PK"):  # what else DCP can write, or somebody's damage, is for torch to read
         return True
     try:

@@ -7,7 +7,9 @@ readers know the classes of DCP's metadata, and for other objects what `torch.lo
 from __future__ import annotations
 
 import io
+import os
 import pickle
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,12 @@ from torch.distributed.checkpoint import metadata as entries
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
+
+METADATA = ".metadata"
+"""The file in which DCP says where each tensor is."""
+
+_SEAL = b"hocket"
+"""What follows the pickle in that file, with the pickle's CRC-32. Torch reads as far as the pickle's end."""
 
 _KNOWN = {
     entries.__name__: {
@@ -49,15 +57,29 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
+def seal(file: Path) -> None:
+    """Add the checksum of metadata that DCP has written. Raises OSError."""
+    with file.open("r+b") as stream:
+        stream.write(_SEAL + _checksum(stream.read()))
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _checksum(content: bytes) -> bytes:
+    return zlib.crc32(content).to_bytes(4, "little")
+
+
 class HarmlessReader(dcp.FileSystemReader):
     """Reads a folder in DCP's format."""
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
         """Raises ValueError for metadata that is damaged, asks for other classes, or names files outside."""
-        file = Path(self.path) / ".metadata"
+        file = Path(self.path) / METADATA
         try:
-            with file.open("rb") as stream:
-                metadata = _Unpickler(stream).load()
+            content = file.read_bytes()
+            if content[-10:-4] == _SEAL and content[-4:] != _checksum(content[:-10]):
+                raise ValueError("its checksum is wrong")
+            metadata = _Unpickler(io.BytesIO(content)).load()
             names = {stored.relative_path for stored in (metadata.storage_data or {}).values()}
         except OSError:
             raise

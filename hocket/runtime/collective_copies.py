@@ -1,0 +1,230 @@
+"""Gathers and reductions that hold no SM: copy engines move the bytes between the GPUs of one host.
+
+A NCCL kernel under a product takes SMs from it, and the product slows down by more than its share. A copy takes none.
+Ranks of one NVLink domain reach each other's memory (`shared_memory.py`), but only what they have shown each other. So
+bytes pass through a few *halves* of shown memory, and what is gathered or reduced may lie anywhere:
+
+    gather     a rank copies its shard into a half of its own, and its peers fetch it from there
+    reduction  a rank copies each peer's part into a half of that peer's, which adds up what has come
+
+A shard is a small part of what is gathered, so the copy into a half costs little. There is no reduction among copies:
+one kernel adds up the parts in fp32 and in the order of ranks, so the bits are always the same.
+
+Note: [Halves and their words]
+What is moved goes in pieces, through two halves in turns. For every half a rank has two words of each peer: one says
+that the peer's piece is *here*, the other that the peer has *read* its own. Who sends takes the word *read* of all
+peers, which is a wait until it is positive and a write that makes it negative; copies; and makes their words *here*
+positive. Who receives takes its words *here*, copies or adds up, and makes the senders' words *read* positive. So no
+half is written before all have read it, nor read before it was written. In the end all signs are as they were, so a
+recorded step can be replayed as it is. A rank sends piece n + 1 before it receives piece n: then the words of the next
+piece are on their way while bytes of this one move. Waits and writes are operations of the stream, not kernels.
+
+Note: [Gathers and reductions have halves of their own]
+A half for gathers is written by its owner, one for reductions by all peers. A peer that has sent in a gather knows that
+its own piece was read, but not that everybody else has read the owner's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hocket.runtime.driver import Cuda, Driver
+from hocket.runtime.lanes import current_queue
+from hocket.runtime.queue import named
+from hocket.runtime.shared_memory import shared_memory
+from hocket.runtime.transports import DONE, Nccl, Pending, local_sum
+
+HALVES = 2
+ALIGNED = 256
+"""Bytes of which places in shown memory are multiples."""
+_HERE, _READ = 0, 1
+"""Which of a half's words of a peer."""
+
+
+class Halves:
+    """The halves of all ranks for gathers, or for reductions, as one rank sees them."""
+
+    def __init__(self, rank: int, memories: Sequence[Tensor], driver: Driver) -> None:
+        """`memories[p]` are bytes of rank p, as `blank` has made them: two halves, then words."""
+        self.rank, self.size, self._memories = rank, len(memories), tuple(memories)
+        self.nbytes = (memories[0].numel() - _words(self.size)) // HALVES
+        """Bytes of a half."""
+        self.peers = [(rank + step) % self.size for step in range(1, self.size)]
+        """The others, from the next one on: each rank begins with another."""
+        here = [[self._word(rank, half, _HERE, p) for p in self.peers] for half in range(HALVES)]
+        read = [[self._word(rank, half, _READ, p) for p in self.peers] for half in range(HALVES)]
+        self.take_here = [driver.prepared([s for w in words for s in _take(w)]) for words in here]
+        self.take_read = [driver.prepared([s for w in words for s in _take(w)]) for words in read]
+        self.turns = 0
+        """Pieces that went through so far."""
+        self.say_here, self.say_read = (
+            [
+                driver.prepared([("write", self._word(p, half, kind, rank), 1) for p in self.peers])
+                for half in range(HALVES)
+            ]
+            for kind in (_HERE, _READ)
+        )
+        """What is done with the words of all peers around copies, by half; each is given a stream."""
+
+    def bytes_of(self, rank: int, half: int) -> Tensor:
+        """A half of a rank."""
+        return self._memories[rank][half * self.nbytes : (half + 1) * self.nbytes]
+
+    def _word(self, at: int, half: int, kind: int, peer: int) -> int:
+        return self._memories[at].data_ptr() + HALVES * self.nbytes + 4 * ((half * 2 + kind) * self.size + peer)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor's memory as 1-D bytes."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _take(word: int) -> tuple[tuple[Literal["wait"], int, int], tuple[Literal["write"], int, int]]:
+    return ("wait", word, 1), ("write", word, -1)
+
+
+def _words(size: int) -> int:
+    """Bytes of the words of one rank."""
+    return -(-4 * 2 * HALVES * size // ALIGNED) * ALIGNED
+
+
+def blank(memory: Tensor, size: int) -> None:
+    """Make a rank's bytes what they are before anything was sent: no piece is here, and all were read."""
+    words = memory[-_words(size) :].zero_().view(torch.int32)[: 2 * HALVES * size].view(HALVES, 2, size)
+    words[:, _HERE], words[:, _READ] = -1, 1
+
+
+class CollectiveCopies:
+    """Gathers and reductions of one group. See Note: [Halves and their words]."""
+
+    def __init__(self, rank: int, size: int, queue: Callable[[], int], make: Callable[[], Halves]) -> None:
+        """`queue` says what stream is current. `make` is called by all ranks together, when they first need it.
+
+        Calls come in one order on all ranks of the group.
+        """
+        self.rank, self.size = rank, size
+        self._queue, self._make = queue, make
+
+    @cached_property
+    def _gathered(self) -> Halves:
+        return self._make()
+
+    @cached_property
+    def _reduced(self) -> Halves:
+        return self._make()
+
+    def gather(self, out: Tensor, shard: Tensor) -> None:
+        """`out` (size * n) becomes the ranks' `shard`s (n), on the current stream."""
+        assert out.is_contiguous()
+        assert shard.is_contiguous()
+        halves, source = self._gathered, _bytes(shard)
+        into = _bytes(out).view(self.size, -1)
+        if into[self.rank].data_ptr() != source.data_ptr():
+            into[self.rank].copy_(source)
+
+        def send(half: int, low: int, high: int) -> None:
+            halves.bytes_of(self.rank, half)[: high - low].copy_(source[low:high])
+
+        def receive(half: int, low: int, high: int) -> None:
+            for peer in halves.peers:
+                into[peer, low:high].copy_(halves.bytes_of(peer, half)[: high - low])
+
+        self._in_pieces(halves, len(source), halves.nbytes, send, receive)
+
+    def reduce(self, full: Tensor, into: Tensor, scale: float, add: bool) -> None:
+        """`into` (n) += (or =) scale * the sum of the ranks' `full` (size * n), on the current stream."""
+        assert full.is_contiguous()
+        assert into.is_contiguous()
+        halves, width, others = self._reduced, full.itemsize, self.size - 1
+        parts, into = _bytes(full).view(self.size, -1), into.view(-1)
+        mine = full.view(self.size, -1)[self.rank]
+        room = halves.nbytes // others // ALIGNED * ALIGNED
+        """Bytes of what one rank sends to another."""
+
+        def send(half: int, low: int, high: int) -> None:
+            for peer in halves.peers:
+                place = (self.rank - (peer < self.rank)) * room
+                halves.bytes_of(peer, half)[place : place + high - low].copy_(parts[peer, low:high])
+
+        def receive(half: int, low: int, high: int) -> None:
+            come = halves.bytes_of(self.rank, half)[: others * room].view(others, room)[:, : high - low]
+            first, last = low // width, high // width
+            local_sum(come.view(full.dtype), into[first:last], scale, add, (self.rank, mine[first:last]))
+
+        self._in_pieces(halves, parts.shape[1], room, send, receive)
+
+    def _in_pieces(
+        self,
+        halves: Halves,
+        nbytes: int,
+        room: int,
+        send: Callable[[int, int, int], None],
+        receive: Callable[[int, int, int], None],
+    ) -> None:
+        """Move `nbytes` of every pair of ranks, in pieces of `room`: `send` and `receive` are given half and bytes."""
+        assert room, f"a half of {halves.nbytes} bytes has no room for a piece of each of {self.size} ranks"
+        stream, waiting = self._queue(), None
+        for piece in (*self._pieces(halves, nbytes, room), None):
+            if piece is not None:
+                halves.take_read[piece[0]](stream)
+                send(*piece)
+                halves.say_here[piece[0]](stream)
+            if waiting is not None:
+                halves.take_here[waiting[0]](stream)
+                receive(*waiting)
+                halves.say_read[waiting[0]](stream)
+            waiting = piece
+
+    @staticmethod
+    def _pieces(halves: Halves, nbytes: int, room: int) -> Iterator[tuple[int, int, int]]:
+        for low in range(0, nbytes, room):
+            half = halves.turns % HALVES
+            halves.turns += 1
+            yield half, low, min(low + room, nbytes)
+
+
+@dataclass
+class CopiedCollectives(Nccl):
+    """Gathers and reduces by copies; whatever else is asked of the group runs on NCCL's kernels."""
+
+    copies: CollectiveCopies
+
+    def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
+        with named("hocket:all_gather"):
+            self.copies.gather(out, shard)
+        return DONE
+
+    def reduce_sum(self, full: Tensor, into: Tensor, scale: float, add: bool) -> Pending:
+        with named("hocket:reduce_scatter"):
+            self.copies.reduce(full, into, scale, add)
+        return DONE
+
+    def all_sum(self, full: Tensor, into: Tensor, scale: float, add: bool) -> Pending:
+        mine = full.view(len(self.ranks), -1)[self.copies.rank]
+        part = self.scratch.take(mine.numel(), into.dtype)
+        self.reduce_sum(full, part, 1.0, add=False)
+        mine.copy_(part)
+        self.scratch.give(part)
+        self.all_gather(full, mine)
+        local_sum(full.view(1, -1), into, scale, add)
+        return DONE
+
+
+def collective_copies(group: dist.ProcessGroup, nbytes: int, device: torch.device, timeout: float) -> CollectiveCopies:
+    """Copies through halves of `nbytes`, on GPUs that reach each other's memory."""
+    half = -(-nbytes // ALIGNED) * ALIGNED
+    size, driver = dist.get_world_size(group), Cuda()
+
+    def make() -> Halves:
+        whole = HALVES * half + _words(size)
+        rank, memories, _ = shared_memory(group, whole, device, timeout, lambda memory: blank(memory, size))
+        return Halves(rank, memories, driver)
+
+    return CollectiveCopies(dist.get_rank(group), size, lambda: current_queue(device), make)

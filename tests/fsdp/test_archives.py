@@ -1,0 +1,164 @@
+"""Files of archives: what torch and a zip's reader see in them, and whose they are."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+import hocket
+from hocket.fsdp.saving import archives
+from hocket.fsdp.saving.archives import ArchiveFile, checksum, joined
+from hocket.fsdp.saving.checkpoint import load, save
+from hocket.fsdp.saving.harmless import HarmlessReader
+from hocket.fsdp.saving.state import model_state
+from tests.fsdp.models import Block, Stack
+from tests.helpers.ranks import run_ranks
+
+TENSORS = {
+    "matrix": torch.randn(3, 5),
+    "scalar": torch.tensor(3.0),
+    "empty": torch.zeros(0, 4),
+    "blocks": torch.randn(700, 100).bfloat16(),
+    "float8": torch.randn(64).to(torch.float8_e4m3fn),
+    "turned": torch.randn(4, 6).t(),
+    "bools": torch.tensor([True, False]),
+    "complex": torch.randn(3, dtype=torch.complex64),
+    "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
+    "sparse": torch.eye(3).to_sparse(),
+    "view": torch.randn(1000)[500:503],
+    "parameter": nn.Parameter(torch.randn(2)),
+}
+
+
+def test_archives_are_read_by_torch_and_have_right_checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(archives, "BLOCK", 4096)
+    file = ArchiveFile(tmp_path / "file")
+    places = {name: file.add(tensor) for name, tensor in TENSORS.items()}
+    begin, length, crc = file.add(io.BytesIO(b"an object"))
+    file.close()
+    content = file.path.read_bytes()
+    assert (len(content), zlib.crc32(content)) == (file.size, file.crc) == checksum(file.path)
+    assert content[begin : begin + length] == b"an object"
+    assert crc == zlib.crc32(b"an object")
+    for name, (begin, length, crc) in places.items():
+        part = content[begin : begin + length]
+        assert zlib.crc32(part) == crc, name
+        assert checksum(file.path, begin, length) == (length, crc)
+        found, tensor = torch.load(io.BytesIO(part), weights_only=True), TENSORS[name]
+        assert (found.shape, found.dtype, found.layout) == (tensor.shape, tensor.dtype, tensor.layout)
+        assert torch.equal(found.to_dense().float() if name == "float8" else found.to_dense(), _dense(name)), name
+        with zipfile.ZipFile(io.BytesIO(part)) as archive:
+            assert archive.testzip() is None, name
+
+
+def _dense(name: str) -> torch.Tensor:
+    tensor = TENSORS[name].detach().to_dense()
+    return tensor.float() if name == "float8" else tensor.resolve_conj()
+
+
+@pytest.mark.parametrize("length", [0, 1, 5, 64, 1000, 77777])
+def test_checksums_of_texts_behind_each_other_are_joined(length: int) -> None:
+    first, second = os.urandom(100), os.urandom(length)
+    assert joined(zlib.crc32(first), zlib.crc32(second), length) == zlib.crc32(first + second)
+
+
+def sharded(seed: int) -> tuple[Stack, Any]:
+    torch.manual_seed(seed)
+    module = Stack(2)
+    with torch.no_grad():
+        for param in module.parameters():
+            param.normal_()
+    return module, hocket.fully_shard(module, units=Block)
+
+
+def save_two(rank: int, folder: Path) -> None:
+    archives.LEAST = 300
+    for seed in (1, 2):
+        module, ctx = sharded(seed)
+        optimizer = torch.optim.AdamW(module.parameters())
+        save(ctx, optimizer, folder / str(seed))
+        save(ctx, optimizer, folder / f"{seed} again")
+
+
+def load_one(rank: int, folder: Path, seed: int) -> str:
+    """What a load says; and nothing has changed then. Empty if there is what was saved."""
+    module, ctx = sharded(seed)
+    saved = [param.detach().clone() for param in module.parameters()]
+    with torch.no_grad():
+        for param in module.parameters():
+            param.fill_(7)
+    try:
+        load(ctx, None, folder)
+    except ValueError as error:
+        assert all(bool((param == 7).all()) for param in module.parameters())
+        return str(error)
+    assert all(map(torch.equal, module.parameters(), saved))
+    return ""
+
+
+def test_a_file_of_another_checkpoint_is_refused(tmp_path: Path) -> None:
+    run_ranks(save_two, 2, tmp_path)
+    names = sorted(file.name for file in (tmp_path / "1").glob("*.distcp"))
+    assert {name[:4] for name in names} == {"__0_", "__1_"}
+    assert len(names) > 4, "several files of a rank"
+    for name in names:
+        content = (tmp_path / "1" / name).read_bytes()
+        assert content == (tmp_path / "1 again" / name).read_bytes(), "the same state makes the same files"
+        (tmp_path / "1 again" / name).write_bytes((tmp_path / "2" / name).read_bytes())
+    assert run_ranks(load_one, 3, tmp_path / "1", 1) == [""] * 3
+    for said in run_ranks(load_one, 3, tmp_path / "1 again", 1):
+        assert "1 again is damaged: the checksum of " in said
+        assert "distcp is wrong; load another one" in said
+
+
+def test_metadata_that_has_changed_is_refused(tmp_path: Path) -> None:
+    _, ctx = sharded(1)
+    save(ctx, None, tmp_path / "1")
+    content = (tmp_path / "1" / ".metadata").read_bytes()
+    at = content.index(b"hocket", len(content) - 10)
+    for place in (100, at // 2, at - 1, at + 7):
+        changed = bytearray(content)
+        changed[place] ^= 1
+        (tmp_path / "1" / ".metadata").write_bytes(changed)
+        with pytest.raises(ValueError, match=r"\.metadata cannot be read: its checksum is wrong"):
+            HarmlessReader(tmp_path / "1").read_metadata()
+    (tmp_path / "1" / ".metadata").write_bytes(content)
+    assert load_one(0, tmp_path / "1", 1) == ""
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_checkpoints_without_checksums_in_their_metadata_are_read(tmp_path: Path) -> None:
+    """As torch's own writer makes them, and as older versions of hocket did."""
+    _, ctx = sharded(1)
+    dcp.save({"model": model_state(ctx)}, checkpoint_id=tmp_path / "1", no_dist=True)
+    assert load_one(0, tmp_path / "1", 1) == ""
+    (file,) = (tmp_path / "1").glob("*.distcp")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    assert "set_crc32_options(False)" in load_one(0, tmp_path / "1", 1)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_makes_one_file_of_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(archives, "LEAST", 100)
+    module, ctx = sharded(1)
+    plain = {name: tensor.clone().flatten() for name, tensor in module.state_dict().items()}
+    save(ctx, None, tmp_path / "1")
+    assert len(list((tmp_path / "1").glob("*.distcp"))) == archives.FILES
+    dcp_to_torch_save(tmp_path / "1", tmp_path / "file")
+    found = torch.load(tmp_path / "file", weights_only=True)["model"]
+    assert found.keys() == plain.keys()
+    assert all(torch.equal(found[name].flatten(), plain[name]) for name in plain)
+    shutil.rmtree(tmp_path / "1")

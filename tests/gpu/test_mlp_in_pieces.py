@@ -1,0 +1,61 @@
+"""On a GPU, dense MLPs in pieces have the gradients of whole ones, and take less memory than recomputed ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hocket.engine import Engine
+from hocket.model.layers import swiglu
+from hocket.model.microbatch import Microbatch
+from hocket.parallel.in_pieces import in_pieces
+from hocket.presets import PLAIN
+from hocket.settings.schema import changed
+from tests.gpu.test_parity import BASE, run
+from tests.helpers.plans import planned
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+CUDA = torch.device("cuda", 0)
+
+
+def mlp(x: Tensor, into: Tensor, out: Tensor) -> Tensor:
+    return swiglu(x @ into.T) @ out.T
+
+
+def test_pieces_have_the_gradients_of_whole_mlps_in_less_memory() -> None:
+    generator = torch.Generator().manual_seed(0)
+    tokens, width, inner = 16384, 256, 2048
+    sizes = (tokens, width), (2 * inner, width), (width, inner)
+    given = [(0.1 * torch.randn(size, generator=generator)).to(CUDA, torch.bfloat16).requires_grad_() for size in sizes]
+    found, peaks = list[list[Tensor]](), []
+    for pieces in (1, 8):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        x, *weights = given
+        y = mlp(*given) if pieces == 1 else in_pieces(lambda h: mlp(h, *given[1:]), x, weights, pieces)
+        found.append([y.detach(), *torch.autograd.grad(y.float().sin().sum(), given)])
+        del y
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    for mine, theirs in zip(found[1], found[0], strict=True):
+        assert (mine.float() - theirs.float()).norm() < 1e-2 * theirs.float().norm()
+    assert peaks[1] < 0.5 * peaks[0]
+
+
+@pytest.mark.parametrize("graphs", ["off", "on"])
+def test_a_merged_step_in_pieces_keeps_the_bits_of_a_sequential_one(graphs: str) -> None:
+    one_rank = {"mesh.pp": 1, "mesh.dp": 1, "mesh.ep": 1, "plan.chunks": 1}
+    alone = planned(changed(BASE, one_rank), mlp_pieces=3)
+    assert "dense" in alone.model.kinds()
+    sequential = changed(alone, {"plan.order": "sequential", **PLAIN})
+    merged = planned(alone, order="1f1b", recompute=("attn", "experts"), defer_layers=0, graphs=graphs)
+    found: list[list[Tensor]] = []
+    for config in (sequential, merged):
+        engine = Engine(config, 0, CUDA)
+        generator, batches = torch.Generator().manual_seed(0), []
+        for _ in range(5):
+            ids = [torch.randint(512, (2, 257), generator=generator).to(CUDA) for _ in range(6)]
+            batches.append([Microbatch(i[:, :-1].contiguous(), i[:, 1:].contiguous()) for i in ids])
+        found.append(run(engine, batches))
+        engine.close()
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

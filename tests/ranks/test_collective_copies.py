@@ -1,0 +1,171 @@
+"""Gathers and reductions through halves of shown memory, with threads in place of ranks: a queue does at once what it
+is given."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from hocket.runtime.collective_copies import ALIGNED, HALVES, CollectiveCopies, Halves, _words, blank
+from hocket.runtime.transports import local_sum
+from tests.helpers.driver import Memcpy
+
+BF16 = torch.bfloat16
+HALF = 8 * ALIGNED
+"""Bytes of a half."""
+SIZES = [64, 1, 128 * 8, 4096, 5000, 3, 0, 128 * 8 + 1, 20000]
+"""Elements of a rank's part: less than a piece, whole pieces, several times a half."""
+
+
+def rank_order_sum(parts: Tensor, into: Tensor, scale: float) -> Tensor:
+    total = parts[0].to(into.dtype)
+    for part in parts[1:]:
+        total = (total + part).to(into.dtype)
+    return into + total * scale
+
+
+class Ranks:
+    """The copies of all ranks of a group, which share a driver."""
+
+    def __init__(self, size: int, driver: Memcpy | None = None) -> None:
+        self.size, self.driver = size, driver or Memcpy()
+        self.memories = [self._shown(size) for _ in range(2)]
+        self.copies = []
+        for rank in range(size):
+            shown = iter(self.memories)
+            make = lambda rank=rank, shown=shown: Halves(rank, next(shown), self.driver)  # noqa: E731
+            self.copies.append(CollectiveCopies(rank, size, lambda: 0, make))
+
+    @staticmethod
+    def _shown(size: int) -> list[Tensor]:
+        memories = [torch.full((HALVES * HALF + _words(size),), 77, dtype=torch.uint8) for _ in range(size)]
+        for memory in memories:
+            blank(memory, size)
+        return memories
+
+    def signs(self) -> list[list[int]]:
+        words = (memory[-_words(self.size) :].view(torch.int32) for shown in self.memories for memory in shown)
+        return [each[: 2 * HALVES * self.size].sign().tolist() for each in words]
+
+    def each(self, work: Callable[[int], None]) -> None:
+        """Do something as every rank, at once."""
+        with ThreadPoolExecutor(self.size) as pool:
+            for future in [pool.submit(work, rank) for rank in range(self.size)]:
+                future.result(60.0)
+
+
+@pytest.mark.parametrize("late", [None, 0, 1, "any"])
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_gathers_and_reductions_are_exact_whoever_is_late(size: int, late: int | str | None) -> None:
+    ranks = Ranks(size)
+    order = [random.choice(SIZES) for _ in range(12)]
+    generator = torch.Generator().manual_seed(0)
+    shards = [[torch.randn(n, generator=generator).to(BF16) for n in order] for _ in range(size)]
+    fulls = [[torch.randn(size * n, generator=generator).to(BF16) for n in order] for _ in range(size)]
+    intos = [[torch.randn(n, generator=generator) for n in order] for _ in range(size)]
+    starts = [[into.clone() for into in each] for each in intos]
+    outs = [[torch.full((size * n,), -1.0, dtype=BF16) for n in order] for _ in range(size)]
+
+    def work(rank: int) -> None:
+        copies = ranks.copies[rank]
+        for i in range(len(order)):
+            if late == rank or (late == "any" and random.random() < 0.3):
+                time.sleep(0.002)
+            if i % 3 == 2:  # the shard already lies where it belongs
+                mine = outs[rank][i].view(size, -1)[rank].copy_(shards[rank][i])
+                copies.gather(outs[rank][i], mine)
+            else:
+                shard = shards[rank][i].clone()
+                copies.gather(outs[rank][i], shard)
+                shard.fill_(-2.0)  # the copies are over
+            full = fulls[rank][i].clone()
+            copies.reduce(full, intos[rank][i], 1 / 3, add=i % 2 == 0)
+            full.fill_(-2.0)
+
+    before = ranks.signs()
+    ranks.each(work)
+    for i, n in enumerate(order):
+        whole = torch.cat([shards[rank][i] for rank in range(size)])
+        parts = torch.stack([fulls[rank][i].view(size, n) for rank in range(size)])
+        for rank in range(size):
+            assert torch.equal(outs[rank][i], whole), f"gather {i} of {n} at rank {rank}"
+            start = starts[rank][i] if i % 2 == 0 else torch.zeros(n)
+            assert torch.equal(intos[rank][i], rank_order_sum(parts[:, rank], start, 1 / 3)), f"sum {i} at rank {rank}"
+    after = ranks.signs()
+    assert before == after or not any(order), "a recorded step finds the words as it found them first"
+
+
+class Stepwise(Memcpy):
+    """Notes which words were said, taken and waited for, and whether something had been sent, and received, by then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.done: list[tuple[str, bool, bool]] = []
+        self.sent = self.received = torch.zeros(1)
+
+    def _note(self, what: str) -> None:
+        self.done.append((what, bool(self.sent.any()), bool(self.received.any())))
+
+    def write(self, stream: int, word: int, value: int) -> None:
+        super().write(stream, word, value)
+        self._note("say" if value > 0 else "take")
+
+    def wait(self, stream: int, word: int, value: int) -> None:
+        super().wait(stream, word, value)
+        self._note("wait")
+
+
+def test_words_are_taken_before_a_copy_and_said_behind_it() -> None:
+    """Two ranks in one thread: rank 1 has said that its piece is here."""
+    driver = Stepwise()
+    ranks = Ranks(2, driver)
+    mine, theirs = ranks.copies
+    theirs._gathered.bytes_of(1, 0).fill_(1)
+    theirs._gathered.say_here[0](0)
+    out = torch.zeros(8)
+    driver.sent, driver.received = mine._gathered.bytes_of(0, 0).zero_(), out[4:]
+    driver.done.clear()
+    mine.gather(out, torch.ones(4))
+    sends = [("wait", False, False), ("take", False, False), ("say", True, False)]
+    receives = [("wait", True, False), ("take", True, False), ("say", True, True)]
+    assert driver.done == sends + receives
+
+
+def test_a_rank_sends_the_next_piece_before_it_receives_one() -> None:
+    """A rank alone can send two pieces: nobody has to read the first one before the second one leaves."""
+    ranks = Ranks(2)
+    halves = ranks.memories[0][0][: HALVES * HALF].zero_().view(HALVES, HALF)
+
+    def work(rank: int) -> None:
+        if rank == 1:
+            end = time.monotonic() + 10
+            while not halves.any(1).all():
+                assert time.monotonic() < end, "the second piece waits for the first one to be read"
+        ranks.copies[rank].gather(torch.zeros(HALF), torch.ones(HALF // 2))
+
+    ranks.each(work)
+
+
+def test_a_part_that_lies_elsewhere_is_added_in_its_turn() -> None:
+    parts, own = torch.randn(3, 40).to(BF16), torch.randn(40).to(BF16)
+    wide = torch.full((3, 64), torch.nan, dtype=BF16)
+    wide[:, :40] = parts
+    for place in range(4):
+        given = torch.randn(40)
+        found, rows = given.clone(), list(parts)
+        rows.insert(place, own)
+        local_sum(wide[:, :40], found, 0.5, True, (place, own))
+        assert torch.equal(found, rank_order_sum(torch.stack(rows), given, 0.5))
+
+
+def test_halves_without_room_for_every_rank_are_an_error() -> None:
+    ranks = Ranks(2)
+    ranks.copies[0].size = HALF // ALIGNED + 2
+    with pytest.raises(AssertionError, match="no room for a piece of each"):
+        ranks.copies[0].reduce(torch.zeros(0), torch.zeros(0), 1.0, True)
