@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from benchmarks import eight_gpus, settings_tables, summary_tables, tensor_tables
 from benchmarks.aim_tables import expert_aims
 from benchmarks.bench.record import origins
-from benchmarks.contender_tables import before_and_after, contenders, host_cost, settings, shared_memory
+from benchmarks.contender_tables import before_and_after, contenders, host_cost, one_round, settings, shared_memory
 from benchmarks.context_balance import balance
 from benchmarks.family_tables import families, weights_memory
 from benchmarks.faults import reliability
@@ -278,6 +278,7 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "pipeline_peers": ("pipeline_peers", contenders),
     "any_model": ("any_model", contenders),
     "context_dense": ("context_dense context_dense_long?", contenders),
+    "context_dense_2": ("context_dense_2", one_round),
     "context_experts": ("context_experts context_experts_long?", contenders),
     "context_dense_adamw": ("context_dense_adamw", contenders),
     "context_experts_adamw": ("context_experts_adamw", contenders),

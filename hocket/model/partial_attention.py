@@ -66,14 +66,14 @@ class Meeting:
 
 def found(qkv: Triple, seen: Seen | Meeting, window: int) -> tuple[Tensor, Tensor]:
     """What queries find in the last `window` tokens, or with 0 in all: [T, H, N], and its lse [T, H], fp32 at least."""
-    if _whole(qkv, seen, window):
+    if _whole(seen, qkv, window):
         return _cudnn(qkv, seen)
     return (_flash if has_flash(qkv[0]) else _plain)(qkv, seen, window)
 
 
 def gradients(g: Tensor, qkv: Triple, out: Tensor, total_TH: Tensor, seen: Seen | Meeting, window: int) -> Triple:
     """Gradients of these queries, keys and values, from those of the whole, and its output and lse."""
-    if _whole(qkv, seen, window):
+    if _whole(seen, qkv, window):
         return _cudnn_backward(g, qkv, out, total_TH, seen)
     return (_flash_backward if has_flash(g) else _plain_backward)(g, qkv, out, total_TH, seen, window)
 
@@ -88,7 +88,7 @@ def takes_parts(q_THN: Tensor, k_UKN: Tensor, v_UKN: Tensor) -> bool:
     return torch.backends.cuda.cudnn_sdp_enabled() and q_THN.shape[-1] == v_UKN.shape[-1] and len(k_UKN) > 0
 
 
-def _whole(qkv: Triple, seen: Seen | Meeting, window: int) -> TypeGuard[Meeting]:
+def _whole(seen: Seen | Meeting, qkv: Triple, window: int) -> TypeGuard[Meeting]:
     """Whether queries meet all of the keys, or their own in order, and cuDNN serves that."""
     return isinstance(seen, Meeting) and not window and takes_parts(*qkv)
 

@@ -136,11 +136,12 @@ def test_chunks_of_one_document_attend_in_parts(queries: int, keys: int, width: 
     generator = torch.Generator().manual_seed(0)
     shapes = (queries, 8, width), (keys, 2, width), (keys, 2, width), (queries, 8, width)
     *given, grad = (torch.randn(*shape, generator=generator).to(CUDA, torch.bfloat16) for shape in shapes)
-    assert takes_parts(*given)
+    assert takes_parts(given[0], given[1], given[2])
     chunks = [(range(keys - queries),), (range(keys - queries, keys),)]
     (span,) = context_of(whole_sequences(1, keys, CUDA), chunks, 1).spans
     found, wanted = [x.clone().requires_grad_() for x in given], [x.float().requires_grad_() for x in given]
-    out, exact = attend_stretch(*found, span), attend(*wanted, span)
+    (q, k, v), (exact_q, exact_k, exact_v) = found, wanted
+    out, exact = attend_stretch(q, k, v, span), attend(exact_q, exact_k, exact_v, span)
     assert (out.float() - exact).norm() < 1e-2 * exact.norm()
     out.backward(grad)
     exact.backward(grad.float())
