@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.bench.plain import Exchange, SyncMoELayer
+from benchmarks.bench.plain import Kept, SyncMoELayer
 from benchmarks.options import arguments
 from benchmarks.record import write
 from hocket.config import ModelConfig
@@ -297,16 +297,17 @@ def update(elements: int, averages: torch.dtype, device: torch.device, repeats: 
 def layer(sizes: Sizes, repeats: int) -> dict[str, Any]:
     """Forward and backward of a MoE layer, both ways: seconds, TFLOP/s, and what the time goes to."""
     made = SyncMoELayer(sizes.model, ExpertPlace(RANKS, stays=True), 1.0)
-    made.exchange = Exchange(None, RANKS, 0)
+    made.exchange = Kept(RANKS, 0)
     made.to(sizes.dtype).to_empty(device=sizes.device)
     with torch.no_grad():
         for param in made.parameters():
             param.normal_(std=0.02) if param.dim() > 1 else param.fill_(1.0)
-    x, g = sizes.new(1, sizes.tokens, sizes.model.hidden), torch.randn_like(sizes.new(1, sizes.tokens, 1))
+    x, g = (sizes.new(1, sizes.tokens, sizes.model.hidden) for _ in range(2))
+    g = g.detach()
     wanted = [x, *made.parameters()]
 
     def step() -> None:
-        torch.autograd.grad(made(x), wanted, g.expand_as(x))
+        torch.autograd.grad(made(x), wanted, g)
 
     alone = replace(sizes.model, layers=1, vocab=1, tied=True)
     flops = model_flops_per_token(alone, sizes.tokens) * sizes.tokens

@@ -88,7 +88,9 @@ class SyncMoELayer(MoELayer):
     def forward(self, x_BSD: Tensor, documents: Documents | None = None) -> Tensor:
         rows_RD, residual_BSD, shared_BSD, weights_R, probs_TK, routing = self.forward_attn(x_BSD, documents)
         splits = self.exchange.splits(routing)
-        rows_RD = self.exchange.move(rows_RD[: sum(splits.table.send)], splits.table.receive, splits.table.send)
+        if (sent := sum(splits.table.send)) < len(rows_RD):  # backward of a cut fills and copies a gradient
+            rows_RD = rows_RD[:sent]
+        rows_RD = self.exchange.move(rows_RD, splits.table.receive, splits.table.send)
         rows_RD = self.forward_experts(rows_RD, weights_R, splits)
         rows_RD = self.exchange.move(rows_RD, splits.table.send, splits.table.receive)
         return self.forward_unpermute(rows_RD, residual_BSD, shared_BSD, probs_TK, routing)
