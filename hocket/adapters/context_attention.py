@@ -163,7 +163,7 @@ def _of_spans(q: Tensor, k: Tensor, v: Tensor, context: Context, window: int, sc
     found = []
     for span in context.spans:
         queries, keys = (slice(r.start, r.stop) for r in (span.queries, span.keys))
-        found.append(attend_stretch(q[queries], k[keys], v[keys], span, window, scale))
+        found.append(attend_stretch(q[queries], k[keys], v[keys], span, context.of_sequences, window, scale))
     return torch.cat(found)
 
 

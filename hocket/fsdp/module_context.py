@@ -282,12 +282,22 @@ class ShardContext:
             unit.forget_graphs_since(this)
             unit.reduce()
         self.ahead.end_backward()
+        self._show_life()
         self.begun.clear()
         self.in_backward = False
         for unit in self.units:
             kept = unit.options.reshard_after_forward is unit.contains_units
             if kept and unit.options.reshard_after_backward:
                 unit.reshard()
+
+    def _show_life(self) -> None:
+        """Behind the reductions of a backward: a number that NCCL adds up, where copies move all else.
+
+        Streams wait for copies without a limit. NCCL's watchdog ends a process whose collective does not end in time.
+        """
+        reduce = self.groups.reduce
+        if reduce.copies and self.reductions_open and not torch.cuda.is_current_stream_capturing():
+            self.reducing.submit("life", lambda: reduce.all_reduce(torch.zeros(1, device=self.device)))
 
     def finish_step(self) -> None:
         """Order the caller's following work behind all reductions: the only barrier of a step.

@@ -99,8 +99,8 @@ class ShardGroups:
 
 
 _made: dict[object, ShardGroups] = {}
-_tried: dict[tuple[object, tuple[Ranks, ...], torch.device], str] = {}
-"""Why copy engines do not serve such lists of ranks; empty if they do."""
+_tried: dict[tuple[object, Ranks, torch.device], str] = {}
+"""Why copy engines do not serve this rank's list, and those of others; empty if they do."""
 
 
 def shard_groups_for(placement: Placement, strategy: str, options: Wiring, device: torch.device) -> ShardGroups:
@@ -121,9 +121,9 @@ def shard_groups_for(placement: Placement, strategy: str, options: Wiring, devic
             f"mesh, or leave outer='replicate'"
         )
     divide = float(len(inner) * len(outer)) if placement.divide is None else float(placement.divide)
-    transport = _transport(options.transport, device, inner if len(inner) > 1 else outer)
-    world = dist.group.WORLD if dist.is_initialized() else None
     alike = strategy == "no_shard"
+    transport, reason = _transport(options.transport, device, outer if alike else inner)
+    world = dist.group.WORLD if dist.is_initialized() else None
     key = (world, inner, outer, alike, options.outer, divide, transport, options.unified, device, placement.part)
     if key not in _made:
         _forget_other_worlds(world)
@@ -131,8 +131,6 @@ def shard_groups_for(placement: Placement, strategy: str, options: Wiring, devic
             made = _make_alike(inner, outer, transport, device)
         else:
             made = _make(inner, outer, options, transport, device)
-        chosen = options.transport == "auto" and transport == "nccl" and dist.is_initialized()
-        reason = why_not_copies(inner if len(inner) > 1 else outer, device) if chosen else ""
         moved_by = f"{transport} ({reason})" if reason else transport
         here = _holders(placement.mesh)
         _made[key] = replace(made, part=placement.part, divide=divide, holders=here, moved_by=moved_by)
@@ -183,12 +181,16 @@ def _describe(mesh: DeviceMesh | None) -> str:
     return f"the mesh has {mesh.ndim} {'axis' if mesh.ndim == 1 else 'axes'} ({axes})"
 
 
-def _transport(name: str, device: torch.device, mine: Ranks) -> TransportName:
-    """What moves bytes between the ranks of each such list; this rank is in `mine`. All ranks call this alike."""
+def _transport(name: str, device: torch.device, mine: Ranks) -> tuple[TransportName, str]:
+    """What moves bytes between the ranks that share, `mine` and such lists of other ranks; why it is not copies.
+
+    All ranks call this alike.
+    """
     if name == "auto":
-        if device.type != "cuda" or not dist.is_initialized():
-            return "gloo" if device.type != "cuda" else "nccl"
-        return "nccl" if why_not_copies(mine, device) else "copy_engine"
+        if device.type != "cuda":
+            return "gloo", ""
+        reason = why_not_copies(mine, device) if len(mine) > 1 else ""
+        return ("nccl" if reason or len(mine) == 1 else "copy_engine"), reason
     if (name == "nccl" or name in COPIED) and device.type != "cuda":
         raise ValueError(f"transport={name!r} moves bytes between GPUs, but parameters are on {device}: use 'gloo'")
     if name == "gloo" and device.type == "cuda":
@@ -196,20 +198,22 @@ def _transport(name: str, device: torch.device, mine: Ranks) -> TransportName:
     known: tuple[TransportName, ...] = ("nccl", "copy_engine", "copy_engine_gathers", "gloo", "null")
     for transport in known:
         if transport == name:
-            return transport
+            return transport, ""
     raise ValueError(f"transport={name!r} is not one of auto, {', '.join(known)}")
 
 
 def why_not_copies(mine: Ranks, device: torch.device) -> str:
-    """Why copy engines cannot serve all such lists of ranks, of which this rank is in `mine`; empty if they can."""
-    lists = _all_lists(mine)
-    key = dist.group.WORLD, tuple(lists), device
-    if key not in _tried:
-        for old in [old for old in _tried if old[0] is not dist.group.WORLD]:
-            del _tried[old]
-        several = [ranks for ranks in lists if len(ranks) > 1]
-        _tried[key] = why_no_copies(["gather_dense"], device, LIMIT, groups=several) if several else "each has one rank"
-    return _tried[key]
+    """Why copy engines cannot serve all such lists of ranks, of which this rank is in `mine`; empty if they can.
+
+    All ranks call it together the first time. Asked again, a rank asks nobody.
+    """
+    world = dist.group.WORLD
+    for old in [old for old in _tried if old[0] is not world]:
+        del _tried[old]
+    if (world, mine, device) not in _tried:
+        several = [ranks for ranks in _all_lists(mine) if len(ranks) > 1]
+        _tried[world, mine, device] = why_no_copies(["gather_dense", "reduce_dense"], device, LIMIT, groups=several)
+    return _tried[world, mine, device]
 
 
 def _make(inner: Ranks, outer: Ranks, options: Wiring, transport: TransportName, device: torch.device) -> ShardGroups:

@@ -33,7 +33,7 @@ def _local_sum(
         inside = at < numel
         total = tl.load((own if rank == 0 else parts) + at, mask=inside).to(tl.float32)
         for row in tl.static_range(1, world):
-            part = own if rank == row else parts + (row - (1 if rank >= 0 and rank < row else 0)) * stride
+            part = own if rank == row else parts + (row - (1 if rank >= 0 and rank < row else 0)) * stride.to(tl.int64)
             total += tl.load(part + at, mask=inside).to(tl.float32)
         total *= scale
         if add:

@@ -92,6 +92,11 @@ class Context:
     """Where documents of all sequences begin and end, sequences of one document too."""
     rank: int = 0
 
+    @cached_property
+    def of_sequences(self) -> bool:
+        """Whether each document is a whole sequence."""
+        return all(hi - lo == self.length for lo, hi in pairwise(self.bounds))
+
 
 def context_of(documents: Documents, chunks: Sequence[Chunks], rank: int) -> Context:
     """What one rank is told of a microbatch with these documents, whose tokens ranks have in `chunks`."""

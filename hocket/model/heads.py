@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hocket.model.context import Context, Span, among, in_order, in_ranks
+from hocket.model.context import Context, among, in_order, in_ranks
 from hocket.model.documents import Documents, Seen, attend, whole_sequences
 from hocket.model.ring import Final, whole
 from hocket.model.sinks import attend_with_sinks
@@ -53,10 +53,13 @@ class Heads:
         kv_U2KN = in_order(kv_UX, context).view(-1, 2, self.kv_heads, self.head_dim)
         k_UKN, v_UKN = kv_U2KN.unbind(1)
         window = self.window if self.window < context.length else 0
-        found = [
-            self._attend(among(q_THN, span.queries), among(k_UKN, span.keys), among(v_UKN, span.keys), span, window)
-            for span in context.spans
-        ]
+        found = []
+        for span in context.spans:
+            q, k, v = among(q_THN, span.queries), among(k_UKN, span.keys), among(v_UKN, span.keys)
+            if self.sinks is None:
+                found.append(attend_stretch(q, k, v, span, context.of_sequences, window))
+            else:
+                found.append(self._attend(q, k, v, span, window))
         return self.projected(torch.cat(found).flatten(1), gate_BSF, batch)
 
     def of_stages(self, found_THN: Tensor, lse_TH: Tensor, gate: Tensor | None, x_BSD: Tensor, final: Final) -> Tensor:
@@ -82,8 +85,6 @@ class Heads:
         return self.out(o_BSF, gate_BSF if gate_BSF is None else gate_BSF.reshape(o_BSF.shape))
 
     def _attend(self, q_THN: Tensor, k_TKN: Tensor, v_TKN: Tensor, seen: Seen, window: int) -> Tensor:
-        if self.sinks is None and isinstance(seen, Span):
-            return attend_stretch(q_THN, k_TKN, v_TKN, seen, window)
         if self.sinks is None:
             return attend(q_THN, k_TKN, v_TKN, seen, window)
         return attend_with_sinks(q_THN, k_TKN, v_TKN, self.sinks, seen, window)

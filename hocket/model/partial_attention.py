@@ -16,7 +16,7 @@ of a key head.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,61 +66,15 @@ class Meeting:
 
 def found(qkv: Triple, seen: Seen | Meeting, window: int) -> tuple[Tensor, Tensor]:
     """What queries find in the last `window` tokens, or with 0 in all: [T, H, N], and its lse [T, H], fp32 at least."""
-    if _whole(seen, qkv, window):
-        return _cudnn(qkv, seen)
     return (_flash if has_flash(qkv[0]) else _plain)(qkv, seen, window)
 
 
 def gradients(g: Tensor, qkv: Triple, out: Tensor, total_TH: Tensor, seen: Seen | Meeting, window: int) -> Triple:
     """Gradients of these queries, keys and values, from those of the whole, and its output and lse."""
-    if _whole(seen, qkv, window):
-        return _cudnn_backward(g, qkv, out, total_TH, seen)
     return (_flash_backward if has_flash(g) else _plain_backward)(g, qkv, out, total_TH, seen, window)
 
 
-# ------------------------------------------------------------------------------------------------------- cuDNN's kernel
-
-
-def takes_parts(q_THN: Tensor, k_UKN: Tensor, v_UKN: Tensor) -> bool:
-    """Whether cuDNN's attention serves a meeting of these: as `F.scaled_dot_product_attention` would take it."""
-    if not has_flash(q_THN) or q_THN.shape[-1] not in (64, 128) or torch.are_deterministic_algorithms_enabled():
-        return False
-    return torch.backends.cuda.cudnn_sdp_enabled() and q_THN.shape[-1] == v_UKN.shape[-1] and len(k_UKN) > 0
-
-
-def _whole(seen: Seen | Meeting, qkv: Triple, window: int) -> TypeGuard[Meeting]:
-    """Whether queries meet all of the keys, or their own in order, and cuDNN serves that."""
-    return isinstance(seen, Meeting) and not window and takes_parts(*qkv)
-
-
-_unused: dict[torch.device, tuple[Tensor, Tensor]] = {}
-"""Two numbers that cuDNN's forward has for a dropout, of which there is none, and that its backward is given."""
-
-
-def _batched(x_THN: Tensor) -> Tensor:
-    """[1, H, T, N]."""
-    return x_THN.transpose(0, 1).unsqueeze(0)
-
-
-def _cudnn(qkv: Triple, seen: Meeting) -> tuple[Tensor, Tensor]:
-    given = map(_batched, qkv)
-    out, lse, *_, seed, offset, _ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        *given, None, True, 0.0, seen.own
-    )
-    _unused[out.device] = seed, offset
-    return out[0].transpose(0, 1), lse.view(lse.shape[1:3]).t()
-
-
-def _cudnn_backward(g: Tensor, qkv: Triple, out: Tensor, total_TH: Tensor, seen: Meeting) -> Triple:
-    lengths = None, None, len(seen.queries), len(seen.keys)
-    total_1HT1 = total_TH.t().contiguous()[None, ..., None]
-    given = (*map(_batched, (g, *qkv, out)), total_1HT1, *_unused[g.device], None, *lengths, 0.0, seen.own)
-    found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(*given)
-    dq, dk, dv = (x[0].transpose(0, 1) for x in found)
-    return dq, dk, dv
-
-
-# -------------------------------------------------------------------------------------------- flash attention's kernel
+# ---------------------------------------------------------------------------------------------------------- the kernel
 
 
 def _how(seen: Seen | Meeting, window: int) -> tuple[tuple[Any, ...], dict[str, int]]:

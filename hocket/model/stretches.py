@@ -1,9 +1,10 @@
-"""Attention of the last tokens of a document to all of it, in two parts: to the tokens before them, and to themselves.
+"""Attention of the last tokens of a sequence to all of it, in two parts: to the tokens before them, and to themselves.
 
 Queries that are fewer than their keys are causal with both aligned at their ends. cuDNN's attention, on Hopper faster
 than flash attention of documents, aligns them at their beginnings. But each part is one that it has: all queries see
 all keys of the first one, and the second one is square. `partial_attention.py` has the formulas by which two results
-make one, and gradients of parts.
+make one, and gradients of parts. cuDNN makes a plan for each pair of lengths that it meets: chunks of whole sequences
+have few, and those of documents ever others, which go by flash attention.
 
 Shapes: T queries, U keys, the last T of which are those of the queries' tokens, H query heads, K key and value heads, N
 width of a head.
@@ -19,55 +20,59 @@ from torch import Tensor
 from hocket.kernels.usable import usable
 from hocket.model.context import Span
 from hocket.model.documents import attend, has_flash
-from hocket.model.partial_attention import Meeting, Triple, found, gradients, takes_parts
+from hocket.model.partial_attention import Meeting, Triple, found, gradients
 
 
 def attend_stretch(
-    q_THN: Tensor, k_UKN: Tensor, v_UKN: Tensor, span: Span, window: int = 0, scale: float | None = None
+    q_THN: Tensor, k_UKN: Tensor, v_UKN: Tensor, span: Span, whole: bool, window: int = 0, scale: float | None = None
 ) -> Tensor:
-    """Causal attention of a chunk's queries to its stretch of keys, inside of each document: as `attend`, [T, H, N]."""
-    whole = len(span.ends) == 2 and not window and scale in (None, q_THN.shape[-1] ** -0.5)
-    if whole and has_flash(q_THN) and takes_parts(q_THN, k_UKN, v_UKN):
+    """Causal attention of a chunk's queries to its stretch of keys, inside of each document: as `attend`, [T, H, N].
+
+    `whole` says that documents are whole sequences.
+    """
+    plain = whole and not window and scale in (None, q_THN.shape[-1] ** -0.5)
+    if plain and has_flash(q_THN) and served(q_THN, k_UKN, v_UKN):
         return InParts.apply(q_THN, k_UKN, v_UKN)  # pyrefly: ignore[bad-return]
     return attend(q_THN, k_UKN, v_UKN, span, window, scale)
 
 
+def served(q_THN: Tensor, k_UKN: Tensor, v_UKN: Tensor) -> bool:
+    """Whether cuDNN's attention serves both parts: as `F.scaled_dot_product_attention` would take it."""
+    widths, ahead = {x.shape[-1] for x in (q_THN, k_UKN, v_UKN)}, len(k_UKN) - len(q_THN)
+    if len(widths) > 1 or not widths <= {64, 128} or torch.are_deterministic_algorithms_enabled():
+        return False
+    return torch.backends.cuda.cudnn_sdp_enabled() and len(q_THN) > 1 and ahead != 1  # it has none for a single key
+
+
 class InParts(torch.autograd.Function):
-    """Queries of the last tokens of one document."""
+    """Queries of the last tokens of a document."""
 
     @staticmethod
     def forward(ctx: Any, q_THN: Tensor, k_UKN: Tensor, v_UKN: Tensor) -> Tensor:
-        parts = _parts(q_THN, k_UKN, v_UKN)
-        out_THN, lse_TH = found(*parts[0], 0)
-        for part in parts[1:]:
-            out_THN, lse_TH = merged(out_THN, lse_TH, *found(*part, 0))
+        (own, meeting), *others = _parts(q_THN, k_UKN, v_UKN)
+        out_THN, lse_TH = _found(own, meeting)
+        for part, meeting in others:
+            out_THN, lse_TH = merged(out_THN, lse_TH, *_found(part, meeting))
         ctx.save_for_backward(q_THN, k_UKN, v_UKN, out_THN, lse_TH)
         return out_THN
 
     @staticmethod
     def backward(ctx: Any, g_THN: Tensor) -> Triple:  # pyrefly: ignore[bad-override]
         q, k, v, out_THN, total_TH = ctx.saved_tensors
-        (own, others), ahead = _halves(_parts(q, k, v)), len(k) - len(q)
-        dk, dv = torch.empty_like(k), torch.empty_like(v)
-        dq, dk[ahead:], dv[ahead:] = gradients(g_THN, own[0], out_THN, total_TH, own[1], 0)
-        if others is not None:
-            more, dk[:ahead], dv[:ahead] = gradients(g_THN, others[0], out_THN, total_TH, others[1], 0)
-            dq = dq + more
-        return dq, dk, dv
+        dk, dv, dqs = torch.empty_like(k), torch.empty_like(v), list[Tensor]()
+        for part, meeting in _parts(q, k, v):
+            dq, more_k, more_v = _gradients(g_THN, part, out_THN, total_TH, meeting)
+            here = slice(len(k) - len(q), None) if meeting.own else slice(len(k) - len(q))
+            dk[here], dv[here] = more_k, more_v
+            dqs.append(dq)
+        return (dqs[0] if len(dqs) == 1 else dqs[0] + dqs[1]), dk, dv
 
 
-_Part = tuple[Triple, Meeting]
-
-
-def _parts(q: Tensor, k: Tensor, v: Tensor) -> list[_Part]:
+def _parts(q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Triple, Meeting]]:
     """Queries with keys of their own tokens, and with those before, if there are any."""
     queries, ahead = range(len(q)), len(k) - len(q)
     own = ((q, k[ahead:], v[ahead:]), Meeting(queries, queries, own=True))
     return [own, ((q, k[:ahead], v[:ahead]), Meeting(queries, range(ahead)))] if ahead else [own]
-
-
-def _halves(parts: list[_Part]) -> tuple[_Part, _Part | None]:
-    return parts[0], parts[1] if len(parts) > 1 else None
 
 
 def merged(one_THN: Tensor, lse_TH: Tensor, other_THN: Tensor, other_lse_TH: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,9 +80,39 @@ def merged(one_THN: Tensor, lse_TH: Tensor, other_THN: Tensor, other_lse_TH: Ten
     if usable(one_THN, lse_TH) and lse_TH.dtype == torch.float32:
         from hocket.kernels.merging import merge
 
-        lse_HT = (x.t().contiguous() for x in (lse_TH, other_lse_TH))
-        out_THN, total_HT = merge(one_THN.contiguous(), next(lse_HT), other_THN.contiguous(), next(lse_HT))
+        lse_HT, other_lse_HT = lse_TH.t().contiguous(), other_lse_TH.t().contiguous()
+        out_THN, total_HT = merge(one_THN.contiguous(), lse_HT, other_THN.contiguous(), other_lse_HT)
         return out_THN, total_HT.t()
     total_TH = torch.logaddexp(lse_TH, other_lse_TH)
-    shares = ((lse - total_TH).exp().unsqueeze(-1) for lse in (lse_TH, other_lse_TH))
-    return (one_THN * next(shares) + other_THN * next(shares)).to(one_THN.dtype), total_TH
+    share, other_share = ((lse - total_TH).exp().unsqueeze(-1) for lse in (lse_TH, other_lse_TH))
+    return (one_THN * share + other_THN * other_share).to(one_THN.dtype), total_TH
+
+
+# ------------------------------------------------------------------------------------------------------- cuDNN's kernel
+
+_unused: dict[torch.device, tuple[Tensor, Tensor]] = {}
+"""Two numbers that cuDNN's forward has for a dropout, of which there is none, and that its backward is given."""
+
+
+def _batched(x_THN: Tensor) -> Tensor:
+    """[1, H, T, N]."""
+    return x_THN.transpose(0, 1).unsqueeze(0)
+
+
+def _found(qkv: Triple, meeting: Meeting) -> tuple[Tensor, Tensor]:
+    if not qkv[0].is_cuda:
+        return found(qkv, meeting, 0)
+    given = (*map(_batched, qkv), None, True, 0.0, meeting.own)
+    out, lse, *_, seed, offset, _ = torch.ops.aten._scaled_dot_product_cudnn_attention(*given)
+    _unused[out.device] = seed, offset
+    return out[0].transpose(0, 1), lse.view(lse.shape[1:3]).t()
+
+
+def _gradients(g: Tensor, qkv: Triple, out: Tensor, total_TH: Tensor, meeting: Meeting) -> Triple:
+    if not g.is_cuda:
+        return gradients(g, qkv, out, total_TH, meeting, 0)
+    lengths = None, None, len(meeting.queries), len(meeting.keys)
+    total_1HT1 = total_TH.t().contiguous()[None, ..., None]
+    given = (*map(_batched, (g, *qkv, out)), total_1HT1, *_unused[g.device], None, *lengths, 0.0, meeting.own)
+    dq, dk, dv = (x[0].transpose(0, 1) for x in torch.ops.aten._scaled_dot_product_cudnn_attention_backward(*given))
+    return dq, dk, dv

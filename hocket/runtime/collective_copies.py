@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal
 
 import torch
@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hocket.runtime.driver import Cuda, Driver
-from hocket.runtime.lanes import current_queue
+from hocket.runtime.lanes import come_behind, current_queue
 from hocket.runtime.queue import named
 from hocket.runtime.shared_memory import shared_memory
 from hocket.runtime.transports import DONE, Nccl, Pending, local_sum
@@ -62,8 +62,6 @@ class Halves:
         read = [[self._word(rank, half, _READ, p) for p in self.peers] for half in range(HALVES)]
         self.take_here = [driver.prepared([s for w in words for s in _take(w)]) for words in here]
         self.take_read = [driver.prepared([s for w in words for s in _take(w)]) for words in read]
-        self.turns = 0
-        """Pieces that went through so far."""
         self.say_here, self.say_read = (
             [
                 driver.prepared([("write", self._word(p, half, kind, rank), 1) for p in self.peers])
@@ -104,13 +102,22 @@ def blank(memory: Tensor, size: int) -> None:
 class CollectiveCopies:
     """Gathers and reductions of one group. See Note: [Halves and their words]."""
 
-    def __init__(self, rank: int, size: int, queue: Callable[[], int], make: Callable[[], Halves]) -> None:
-        """`queue` says what stream is current. `make` is called by all ranks together, when they first need it.
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        queue: Callable[[], int],
+        make: Callable[[], Halves],
+        follow: Callable[[int], object] = lambda last: None,
+    ) -> None:
+        """`queue` says what stream is current, and `follow` orders it behind another one, given by its handle. `make` is
+        called by all ranks together, when they first need it.
 
         Calls come in one order on all ranks of the group.
         """
         self.rank, self.size = rank, size
-        self._queue, self._make = queue, make
+        self._queue, self._make, self._follow = queue, make, follow
+        self._last = queue()
 
     @cached_property
     def _gathered(self) -> Halves:
@@ -171,7 +178,10 @@ class CollectiveCopies:
         """Move `nbytes` of every pair of ranks, in pieces of `room`: `send` and `receive` are given half and bytes."""
         assert room, f"a half of {halves.nbytes} bytes has no room for a piece of each of {self.size} ranks"
         stream, waiting = self._queue(), None
-        for piece in (*self._pieces(halves, nbytes, room), None):
+        if stream != self._last:
+            self._follow(self._last)  # halves are in use there
+            self._last = stream
+        for piece in (*self._pieces(nbytes, room), None):
             if piece is not None:
                 halves.take_read[piece[0]](stream)
                 send(*piece)
@@ -183,11 +193,10 @@ class CollectiveCopies:
             waiting = piece
 
     @staticmethod
-    def _pieces(halves: Halves, nbytes: int, room: int) -> Iterator[tuple[int, int, int]]:
-        for low in range(0, nbytes, room):
-            half = halves.turns % HALVES
-            halves.turns += 1
-            yield half, low, min(low + room, nbytes)
+    def _pieces(nbytes: int, room: int) -> Iterator[tuple[int, int, int]]:
+        """The half of each piece, and its first and last byte. Every call begins with the first half, on all ranks."""
+        for number, low in enumerate(range(0, nbytes, room)):
+            yield number % HALVES, low, min(low + room, nbytes)
 
 
 @dataclass
@@ -227,4 +236,5 @@ def collective_copies(group: dist.ProcessGroup, nbytes: int, device: torch.devic
         rank, memories, _ = shared_memory(group, whole, device, timeout, lambda memory: blank(memory, size))
         return Halves(rank, memories, driver)
 
-    return CollectiveCopies(dist.get_rank(group), size, lambda: current_queue(device), make)
+    follow = partial(come_behind, device)
+    return CollectiveCopies(dist.get_rank(group), size, lambda: current_queue(device), make, follow)

@@ -46,6 +46,13 @@ def current_queue(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
+def come_behind(device: torch.device, queue: int) -> None:
+    """Order the current queue behind all that was issued on another one, given by its handle. Not in a recording."""
+    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        other = torch.cuda.ExternalStream(queue, device) if queue else torch.cuda.default_stream(device)
+        torch.cuda.current_stream(device).wait_stream(other)
+
+
 class SideStream:
     """A queue beside the one in use, for communication in the middle of an op: the `tp` lane.
 

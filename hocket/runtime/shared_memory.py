@@ -1,12 +1,13 @@
 """Memory of this rank into which the other ranks of its group write.
 
 All memory of one NVLink domain can be mapped into each process: torch calls that symmetric memory. Whether ranks are in
-one domain is asked before (`peer_access.py`). NVLink multicast must be switched off (`hocket/environment.py`): torch
-would make a multicast object.
+one domain is asked before (`peer_access.py`). NVLink multicast must be off, or torch would make a multicast object: runs
+switch it off before they start (`hocket/environment.py`), and for programs of others it is done here.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from torch import Tensor
 
 from hocket.runtime.driver import reader
 from hocket.runtime.exchanges import Told
+
+MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
 @dataclass
@@ -63,6 +66,8 @@ def shared_memory(
 
     All ranks of the group call it together. `prepare` makes a rank's own bytes what they are before anybody writes.
     """
+    if os.environ.setdefault(MULTICAST, "1") != "1":  # torch reads it below
+        raise RuntimeError(f"{MULTICAST} = {os.environ[MULTICAST]}: NVLink multicast must be off; fix: {MULTICAST}=1")
     mine = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
     handle: Any = symm_mem.rendezvous(mine, group)
     barrier = Barrier(handle, timeout)

@@ -26,7 +26,7 @@ LIMIT = 60.0
 """Seconds that a rank waits for others, at most."""
 _ROOM = 1 << 20
 """Bytes of arrival buffers."""
-NUMBERS = 1 << 20
+NUMBERS = 1 << 19
 """What a trial gathers of each rank, in several pieces."""
 
 Ranks = tuple[int, ...]
@@ -36,12 +36,19 @@ MakeGroup = Callable[[Purpose, Ranks, torch.device, CommOptions], Group | None]
 def copied(purpose: Purpose, ranks: Ranks, device: torch.device, options: CommOptions) -> Group | None:
     """A group on copy engines, which has moved some numbers. Raises RuntimeError if they are not what arrived."""
     group = make_group(purpose, ranks, torch.distributed.get_rank(), device, "copy_engine", options)
-    if group is not None and purpose.startswith("gather"):
-        mine = torch.arange(NUMBERS, device=device, dtype=torch.int32) + group.rank * NUMBERS
-        out = torch.empty(group.size * NUMBERS, device=device, dtype=torch.int32)
-        group.all_gather(out, mine).wait()
-        if not torch.equal(out, torch.arange(len(out), device=device, dtype=torch.int32)):
-            raise RuntimeError("GPUs do not find in each other's memory what was written there")
+    if group is None or not purpose.startswith(("gather", "reduce")):
+        return group
+    whole = torch.arange(group.size * NUMBERS, device=device, dtype=torch.float32)  # whole numbers, so sums are exact
+    mine = whole.view(group.size, NUMBERS)[group.rank]
+    if purpose.startswith("gather"):
+        found, wanted = torch.empty_like(whole), whole
+        group.all_gather(found, mine.clone()).wait()
+    else:
+        small = whole % 1000
+        found, wanted = torch.empty_like(mine), group.size * (mine % 1000)
+        group.reduce_sum(small, found, 1.0, add=False).wait()
+    if not torch.equal(found, wanted):
+        raise RuntimeError("GPUs do not find in each other's memory what was written there")
     return group
 
 
