@@ -110,8 +110,8 @@ class CollectiveCopies:
         make: Callable[[], Halves],
         follow: Callable[[int], object] = lambda last: None,
     ) -> None:
-        """`queue` says what stream is current, and `follow` orders it behind another one, given by its handle. `make` is
-        called by all ranks together, when they first need it.
+        """`queue` says what stream is current, and `follow` orders it behind another one, given by its handle. All
+        ranks call `make` together, when they first need it.
 
         Calls come in one order on all ranks of the group.
         """

@@ -1,8 +1,8 @@
 """Memory of this rank into which the other ranks of its group write.
 
 All memory of one NVLink domain can be mapped into each process: torch calls that symmetric memory. Whether ranks are in
-one domain is asked before (`peer_access.py`). NVLink multicast must be off, or torch would make a multicast object: runs
-switch it off before they start (`hocket/environment.py`), and for programs of others it is done here.
+one domain is asked before (`peer_access.py`). NVLink multicast must be off, or torch would make a multicast object:
+runs switch it off before they start (`hocket/environment.py`), and for programs of others it is done here.
 """
 
 from __future__ import annotations

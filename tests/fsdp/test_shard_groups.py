@@ -1,12 +1,15 @@
 """From device meshes to process groups, and meshes that don't fit."""
 
 from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from hocket.fsdp import shard_groups
 from hocket.fsdp.shard_groups import Placement, shard_groups_for
 from hocket.runtime.pretended import Null
 from hocket.runtime.transports import Gloo, Local
@@ -183,3 +186,22 @@ def _outside(rank):
 
 def test_a_rank_outside_of_the_mesh_is_told():
     run_ranks(_outside, 2)
+
+
+def asked_again(rank: int) -> list[str]:
+    """Stages of a pipeline ask as often as they have units."""
+    lists: list[Any] = []
+
+    def tried(purposes: Any, device: torch.device, limit: float, groups: Any) -> str:
+        lists.append(groups)
+        return "tried"
+
+    mine = (0, 1) if rank < 2 else (2, 3)
+    with patch.object(shard_groups, "why_no_copies", tried):
+        found = [shard_groups.why_not_copies(mine, torch.device("cuda")) for _ in range(3 if rank < 2 else 1)]
+    assert lists == [[(0, 1), (2, 3)]]
+    return found
+
+
+def test_ranks_try_copies_once_however_often_each_asks():
+    assert run_ranks(asked_again, 4) == [["tried"] * 3] * 2 + [["tried"]] * 2
