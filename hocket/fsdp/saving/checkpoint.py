@@ -100,13 +100,20 @@ def load(
     it keeps.
 
     Raises: ValueError, on all ranks, if the folder is no complete checkpoint, or if the names or shapes of parameters
-        and buffers are not the module's; then nothing has changed. Also if the optimizer's settings don't fit, or the
-        files are damaged; then weights may have been loaded.
+        and buffers are not the module's, or if something is damaged that a rank reads; then nothing has changed. Also
+        if the optimizer's settings don't fit; then weights may have been loaded.
     """
     path = Path(folder)
     planner = FittingPlanner(context, optimizer, path)
     failed = f"checkpoint {path} can't be read: "
-    run_dcp(failed, dcp.load, {}, storage_reader=CheckpointReader(path), planner=planner, process_group=process_group)
+    run_dcp(
+        failed,
+        dcp.load,
+        {},
+        storage_reader=CheckpointReader(path, process_group),
+        planner=planner,
+        process_group=process_group,
+    )
     load_model_state(context, planner.found[MODEL])
     if optimizer is not None:
         try:

@@ -30,6 +30,7 @@ from hocket.fsdp.saving.kept import Inventory
 from hocket.fsdp.saving.optimizer_state import optimizer_state_like, put, room_for, split
 from hocket.fsdp.saving.state import EXTRA, differences, entries, listed
 from hocket.fsdp.saving.whole import WholeFolder
+from hocket.runtime.world import together
 
 if TYPE_CHECKING:
     from hocket.fsdp.module_context import ShardContext
@@ -121,7 +122,14 @@ class CheckpointWriter(dcp.FileSystemWriter):
 
 
 class CheckpointReader(HarmlessReader):
-    """Tells a folder that is no checkpoint by metadata without entries, on every rank alike."""
+    """Tells a folder that is no checkpoint by metadata without entries, on every rank alike.
+
+    No rank loads anything before all have found what they want whole. `group` has the ranks that load; None is all.
+    """
+
+    def __init__(self, folder: Path, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(folder)
+        self._group = group
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
         if not (Path(self.path) / METADATA).is_file():
@@ -129,7 +137,12 @@ class CheckpointReader(HarmlessReader):
         return super().read_metadata(*args, **options)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Every rank: read what it wants, if none of that is damaged. Raises ValueError, before it loads anything."""
+        """Every rank: read what it wants, if all ranks find that whole. Raises ValueError or OSError on all alike."""
+        together(lambda: self._check(plan), self._group)
+        return super().read_data(plan, planner)
+
+    def _check(self, plan: LoadPlan) -> None:
+        """Raise ValueError if something is damaged that this rank wants."""
         wanted = {item.storage_index: self.storage_data[item.storage_index] for item in plan.items}
         folder = Path(self.path)
         with ThreadPoolExecutor(FILES) as pool:
@@ -143,7 +156,6 @@ class CheckpointReader(HarmlessReader):
                 raise ValueError(
                     f"checkpoint {folder} is damaged: the checksum of {index.fqn} in {file} is wrong; {fix}"
                 )
-        return super().read_data(plan, planner)
 
 
 def _whole(file: Path, stored: Any) -> bool:
