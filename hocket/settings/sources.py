@@ -151,6 +151,8 @@ def _fix(value: Any, hint: Any) -> str:
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     options = [option for kind in kinds for option in get_args(kind) if isinstance(option, str)]
     close = meant(value, options) if isinstance(value, str) else ""
+    if isinstance(value, str) and is_a((value,), hint):
+        return f'give ["{value}"]'
     return f"did you mean {close}?" if close else f"give {describe(hint)}"
 
 
