@@ -37,8 +37,8 @@ from hocket.resolve import Settings, resolve
 from hocket.settings.rule import Host
 from hocket.settings.schema import changed
 
-OTHER_KERNELS = ("dense_peers", "fsdp_steps")
-"""Results of a time when the layers were torch's operations."""
+OTHER_KERNELS = ("dense_peers", "fsdp_steps", "fsdp_adamw_compiled")
+"""Results of a time when the layers were torch's operations, and of compiled layers."""
 LATE = 0.85
 """Share of a step that its host takes from which on the host may decide over a step without communication."""
 SHARDED = {

@@ -76,7 +76,7 @@ _NAME_CLASS = _patterns(
         "indexing",
         r"^_(lay_out_blocks|pair_(counts|rows)|(read|write)_labels|label_grads|spread|total(_backward)?|weights)$",
     ),
-    ("reduction", r"^_(local_sum|squares|route_backward|row_sums)$"),
+    ("reduction", r"^_(local_sum|merge|squares|route_backward|row_sums)$"),
     ("optimizer", r"fused_?adam|multi_tensor_apply|^_adamw"),
     ("grouped gemm", r"grouped_?(gemm|mm)|GroupProblemShape|^_weight_gradients"),
     ("attention", r"flash|fmha|attention|sdpa"),

@@ -31,10 +31,16 @@ def _local_sum(
     while start < numel:
         at = start + tl.arange(0, block_size)
         inside = at < numel
-        total = tl.load((own if rank == 0 else parts) + at, mask=inside).to(tl.float32)
+        part = parts + at
+        total = tl.load(own + at if rank == 0 else part, mask=inside).to(tl.float32)
+        if rank != 0:
+            part += stride
         for row in tl.static_range(1, world):
-            part = own if rank == row else parts + (row - (1 if rank >= 0 and rank < row else 0)) * stride.to(tl.int64)
-            total += tl.load(part + at, mask=inside).to(tl.float32)
+            if rank == row:
+                total += tl.load(own + at, mask=inside).to(tl.float32)
+            else:
+                total += tl.load(part, mask=inside).to(tl.float32)
+                part += stride
         total *= scale
         if add:
             total = tl.load(into + at, mask=inside).to(tl.float32) + total

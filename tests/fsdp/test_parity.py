@@ -54,7 +54,7 @@ def test_residency():
     """Where gathered weights live, and for how long, changes no bit."""
     options = [
         *({"prefetch": n} for n in (0, 1, 2, 9, "1KiB", "4KiB", "1MiB")),
-        *({"slots": n} for n in ("auto", "dynamic", 2, 3, 8)),
+        *({"slots": n} for n in ("dynamic", 2, 3, 8)),
         *({"staging": n} for n in (1, 2, 3)),
         {"unified": True},
         {"unified": True, "prefetch": 2, "staging": 1, "slots": 3},

@@ -130,8 +130,18 @@ def sums() -> None:
 
     for world in (1, 4):
         launch(of(BF16, world, 100), of(torch.float32, 100), 0.5)
+        for rank in (0, world):
+            launch(of(BF16, world, 100), of(torch.float32, 100), 0.5, own=(rank, of(BF16, 100)))
     for dtype in (BF16, torch.float32):
         squares([of(dtype, 5000)])
+
+
+def merging() -> None:
+    from hocket.kernels.merging import merge
+
+    for width in (64, 128):
+        lse = of(torch.float32, 4, 100)
+        merge(of(BF16, 100, 4, width), lse, of(BF16, 100, 4, width), lse)
 
 
 def adamw() -> None:
@@ -202,7 +212,20 @@ def of(dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
-CALLS: list[Callable[[], None]] = [rows, per_rank, routing, router, dense, sums, adamw, grouped, biases, exchange, fp8]
+CALLS: list[Callable[[], None]] = [
+    rows,
+    per_rank,
+    routing,
+    router,
+    dense,
+    sums,
+    merging,
+    adamw,
+    grouped,
+    biases,
+    exchange,
+    fp8,
+]
 """Add a function of your own here."""
 
 
