@@ -81,7 +81,7 @@ class ShardContext:
         """Whether gradients were staged that nobody has waited for."""
         self.arriving = False
         """Whether gradients may be read of units alone whose reduction was waited for; see `gradients_arrive`."""
-        self._depth = self._gathered = 0
+        self._depth = self._gathered = self._shown = 0
         self._no_sync = self._accumulating = False
         self._sends_all = False  # what was put off
         self._weights: Ticket | None = None
@@ -295,8 +295,9 @@ class ShardContext:
 
         Streams wait for copies without a limit. NCCL's watchdog ends a process whose collective does not end in time.
         """
-        reduce = self.groups.reduce
-        if reduce.copies and self.reductions_open and not torch.cuda.is_current_stream_capturing():
+        reduce, sent = self.groups.reduce, sum(unit.reduces for unit in self.units)
+        if reduce.copies and sent > self._shown and not torch.cuda.is_current_stream_capturing():
+            self._shown = sent
             self.reducing.submit("life", lambda: reduce.all_reduce(torch.zeros(1, device=self.device)))
 
     def finish_step(self) -> None:

@@ -6,6 +6,8 @@ value heads, N width of a head, F features of all heads, X elements that travel.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,7 +20,7 @@ from hocket.model.stretches import attend_stretch
 from hocket.runtime.destinations import destination
 
 
-class Heads:
+class Heads(ABC):
     """Causal attention of queries to keys and values that are made already, and what follows from it."""
 
     heads: int
@@ -28,9 +30,9 @@ class Heads:
     """Tokens that a query meets at most; 0: all before it."""
     sinks: Tensor | None
 
+    @abstractmethod
     def out(self, o_BSF: Tensor, gate_BSF: Tensor | None) -> Tensor:
         """What attention adds to the residual stream, from what heads have found and their gates."""
-        raise NotImplementedError
 
     def whole(self, q_THN: Tensor, k_TKN: Tensor, v_TKN: Tensor, batch: int, documents: Documents | None) -> Tensor:
         """Attention in `batch` sequences that are all here, of some heads: [T, H, N]."""

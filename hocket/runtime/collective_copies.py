@@ -152,8 +152,7 @@ class CollectiveCopies:
         halves, width, others = self._reduced, full.itemsize, self.size - 1
         parts, into = _bytes(full).view(self.size, -1), into.view(-1)
         mine = full.view(self.size, -1)[self.rank]
-        room = halves.nbytes // others // ALIGNED * ALIGNED
-        """Bytes of what one rank sends to another."""
+        room = halves.nbytes // others // ALIGNED * ALIGNED  # for what one rank sends to another
 
         def send(half: int, low: int, high: int) -> None:
             for peer in halves.peers:

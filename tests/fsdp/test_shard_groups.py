@@ -9,8 +9,10 @@ import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+import hocket
 from hocket.fsdp import shard_groups
 from hocket.fsdp.shard_groups import Placement, shard_groups_for
+from hocket.runtime.comm import Group
 from hocket.runtime.pretended import Null
 from hocket.runtime.transports import Gloo, Local
 from tests.helpers.ranks import run_ranks
@@ -205,3 +207,27 @@ def asked_again(rank: int) -> list[str]:
 
 def test_ranks_try_copies_once_however_often_each_asks():
     assert run_ranks(asked_again, 4) == [["tried"] * 3] * 2 + [["tried"]] * 2
+
+
+def alive(rank: int) -> list[int]:
+    """How often a number is added up over ranks, where copies seem to move all else."""
+    with (
+        patch.object(Group, "copies", True),
+        patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
+    ):
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        ctx = hocket.fully_shard(model, units=torch.nn.Linear)
+        group, counts = ctx.groups.reduce, []
+        group.forget_calls()
+        for _ in range(2):
+            with ctx.no_sync():
+                model(torch.ones(2, 4)).sum().backward()
+            counts.append(group.calls["all_reduce"])
+            model(torch.ones(2, 4)).sum().backward()
+            counts.append(group.calls["all_reduce"])
+            ctx.finish_step()
+    return counts
+
+
+def test_a_backward_that_reduces_shows_life_once():
+    assert run_ranks(alive, 2) == [[0, 1, 1, 2]] * 2

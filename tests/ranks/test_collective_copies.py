@@ -169,3 +169,14 @@ def test_halves_without_room_for_every_rank_are_an_error() -> None:
     ranks.copies[0].size = HALF // ALIGNED + 2
     with pytest.raises(AssertionError, match="no room for a piece of each"):
         ranks.copies[0].reduce(torch.zeros(0), torch.zeros(0), 1.0, True)
+
+
+def test_a_call_on_another_stream_comes_behind_the_one_before() -> None:
+    """Two streams in the same halves would take each other's words."""
+    streams, followed = iter([7, 7, 7, 9, 9, 7]), list[int]()
+    shown = Ranks(1).memories
+    make = lambda: Halves(0, shown[0], Memcpy())  # noqa: E731
+    copies = CollectiveCopies(0, 1, lambda: next(streams), make, followed.append)
+    for _ in range(5):  # of one rank, so that nobody has to answer
+        copies.gather(torch.zeros(4), torch.ones(4))
+    assert followed == [7, 9]

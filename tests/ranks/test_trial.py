@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from hocket.program.mesh import Purpose
 from hocket.runtime.comm import CommOptions, Group, make_group
+from hocket.runtime.shared_memory import MULTICAST, shared_memory
 from hocket.runtime.trial import why_no_copies
 from tests.helpers.ranks import run_ranks
 
@@ -74,3 +76,15 @@ def real(rank: int) -> str:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
 def test_without_gpus_copy_engines_do_not_serve() -> None:
     assert run_ranks(real, 2) == ["torch finds no usable GPU, or was built without NCCL"] * 2
+
+
+def test_no_memory_is_shown_where_multicast_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    group: Any = None
+    monkeypatch.setenv(MULTICAST, "0")
+    with pytest.raises(RuntimeError, match=rf"{MULTICAST} = 0: NVLink multicast must be off; fix: {MULTICAST}=1"):
+        shared_memory(group, 64, CPU, 1.0)
+    monkeypatch.delenv(MULTICAST)
+    with pytest.raises(Exception, match=r"."):  # there is no GPU to show memory of
+        shared_memory(group, 64, CPU, 1.0)
+    assert os.environ[MULTICAST] == "1"
+    monkeypatch.delenv(MULTICAST)
