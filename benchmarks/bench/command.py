@@ -37,6 +37,9 @@ class Bench(RecipeOptions):
     """Whether the optimizer is part of the step; off leaves forward, backward and gradient reduction."""
     compile: Literal["on", "off"] = "off"
     """Whether contenders made of the plain stack compile their layers; hocket runs eagerly."""
+    alone: bool = False
+    """Build each contender anew for each of its blocks, with nothing beside it in memory, where all have no room at
+    once."""
     lengths: tuple[int, ...] = ()
     """Sequence lengths to measure one after the other; empty takes the recipe's."""
     out: str = ""
@@ -94,6 +97,7 @@ def run(words: list[str]) -> int:
         commit=options.commit,
         until=began + options.seconds if options.seconds else math.inf,
         former=former,
+        alone=options.alone,
     )
     return launch.work(settings, worker, Job(functools.partial(bench_rank, measurement, say), "start it again"))
 

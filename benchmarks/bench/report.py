@@ -33,11 +33,11 @@ class Measured:
 
     workload: Workload
     verdict: Verdict
-    settings: Mapping[str, Mapping[str, str]]
+    settings: dict[str, dict[str, str]]
     """By contender."""
     blocks: Mapping[str, Sequence[Block]]
     """By contender, one per round."""
-    resident: Mapping[str, int]
+    resident: dict[str, int]
     """Bytes that a contender holds between steps, by contender, on rank 0."""
     phases: Mapping[str, float]
     """Seconds."""

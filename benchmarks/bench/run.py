@@ -63,6 +63,8 @@ class Bench:
     """By `time.monotonic` of this host: no round begins that would probably end later."""
     former: tuple[Mapping[str, Any], ...] = ()
     """Workloads of an earlier run, as the result file has them, which stay in it."""
+    alone: bool = False
+    """Whether each contender is built anew for each of its blocks, with nothing beside it in memory."""
 
 
 @dataclass
@@ -122,33 +124,60 @@ class Session:
             with self.phase("gate"):
                 self.verdict = self.compare(workload)
             self.say(verdict_text(self.verdict))
-        contenders, resident = {}, {}
-        with self.phase("build"):
-            for name in self.bench.names:
-                before = self.allocated()
-                contenders[name] = self.build(name, workload)
-                resident[name] = self.allocated() - before
-        settings = {name: dict(contender.settings) for name, contender in contenders.items()}
-        self.say(settings_text(settings))
         microbatches = batches(workload, self.rank, 0, self.device)
-        with self.phase("warm-up"):
-            seconds = self.warm_up(contenders, microbatches, resident)
-        blocks = {name: [] for name in contenders}
+        contenders, resident, settings = dict[str, Contender](), dict[str, int](), dict[str, dict[str, str]]()
+        blocks: dict[str, list[Block]] = {name: [] for name in self.bench.names}
         found = Measured(workload, self.verdict, settings, blocks, resident, self.phases, hardware_name(self.device))
-        with self.phase("measure"), Gauge(nvml(self.device) if self.rank == 0 else None) as gauge:
-            turns = take_turns(contenders, microbatches, seconds, self.bench, self.timer, gauge)
-            for number, blocks_of_round in enumerate(self.in_time(turns), 1):
-                settings.update({name: dict(contender.settings) for name, contender in contenders.items()})
-                for name, block in blocks_of_round.items():
-                    blocks[name].append(block)
-                times = ", ".join(f"{name} {1e3 * block.median:.1f}" for name, block in blocks_of_round.items())
-                self.say(f"round {number} of {self.bench.blocks}, ms: {times}")
-                keep(dataclasses.replace(found, complete=False))
+        with Gauge(nvml(self.device) if self.rank == 0 else None) as gauge:
+            if self.bench.alone:
+                turns = self.alone(found, microbatches, gauge)
+            else:
+                contenders, seconds = self.ready(self.bench.names, found, microbatches)
+                turns = take_turns(contenders, microbatches, seconds, self.bench, self.timer, gauge)
+            with self.phase("measure"):
+                for number, blocks_of_round in enumerate(self.in_time(turns), 1):
+                    settings.update({name: dict(contender.settings) for name, contender in contenders.items()})
+                    for name, block in blocks_of_round.items():
+                        blocks[name].append(block)
+                    times = ", ".join(f"{name} {1e3 * block.median:.1f}" for name, block in blocks_of_round.items())
+                    self.say(f"round {number} of {self.bench.blocks}, ms: {times}")
+                    keep(dataclasses.replace(found, complete=False))
         while contenders:
             self.close(contenders.popitem()[1])
         if workload.compile:
             torch.compiler.reset()  # the next workload has other shapes
         return dataclasses.replace(found, complete=all(len(each) == self.bench.blocks for each in blocks.values()))
+
+    def ready(
+        self, names: Sequence[str], found: Measured, microbatches: Sequence[Microbatch]
+    ) -> tuple[dict[str, Contender], dict[str, float]]:
+        """Contenders, built and warmed up, and about how long a step of each is, in seconds."""
+        contenders, new = {}, [name for name in names if name not in found.settings]
+        with self.phase("build"):
+            for name in names:
+                before = self.allocated()
+                contenders[name] = self.build(name, found.workload)
+                found.resident[name] = self.allocated() - before
+                found.settings[name] = dict(contenders[name].settings)
+        if new:
+            self.say(settings_text({name: found.settings[name] for name in new}))
+        with self.phase("warm-up"):
+            return contenders, self.warm_up(contenders, microbatches, found.resident)
+
+    def alone(
+        self, found: Measured, microbatches: Sequence[Microbatch], gauge: Gauge
+    ) -> Generator[dict[str, Block], None, None]:
+        """As `take_turns`, with every contender built anew for every block and closed after it."""
+        one = dataclasses.replace(self.bench, blocks=1)
+        for number in range(self.bench.blocks):
+            blocks = {}
+            for name in self.bench.names[:: 1 if number % 2 == 0 else -1]:
+                contenders, seconds = self.ready([name], found, microbatches)
+                for turn in take_turns(contenders, microbatches, seconds, one, self.timer, gauge):
+                    blocks |= turn
+                found.settings[name] = dict(contenders[name].settings)
+                self.close(contenders.pop(name))
+            yield {name: blocks[name] for name in self.bench.names}
 
     def in_time(self, turns: Generator[dict[str, Block], None, None]) -> Iterator[dict[str, Block]]:
         """Rounds until the time is up: none begins that would end later, if it is as long as the longest one was."""

@@ -186,6 +186,17 @@ def test_a_benchmark_from_start_to_result(tmp_path: Path):
     assert json.loads((tmp_path / "result.json").read_text()) == result
 
 
+def test_contenders_can_be_measured_with_nothing_beside_them(tmp_path: Path):
+    against = ["--against", "bound,hocket", "--alone", "--out", "result.json"]
+    done = hocket(tmp_path, "bench", *SMALL, *ALONE, *LITTLE, *QUICK, *against)
+    assert done.code == 0, done.err
+    assert done.out.count("build ") == 4, "each of two, for each of two rounds"
+    (found,) = json.loads((tmp_path / "result.json").read_text())["workloads"]
+    assert found["complete"]
+    assert [len(row["blocks"]) for row in found["contenders"].values()] == [2, 2]
+    assert all(row["settings"] for row in found["contenders"].values())
+
+
 def test_what_was_measured_before_an_interruption_stays(tmp_path: Path):
     words = [*SMALL, *ALONE, *LITTLE, "--plan.chunks", "1", "--gate_steps", "2", "--blocks", "100000", "--steps", "1"]
     process = start(tmp_path, "bench", *words, "--against", "bound", "--out", "result.json")
