@@ -81,10 +81,11 @@ SHARDED_ADAMW = (
 )
 """With the optimizer, whose state leaves room for half of the layers."""
 SHARDED_ADAMW_COMPILED = (
-    "llama3_8b --model.layers 16 --train.microbatches 1 --against bound,fsdp2_tuned_fp32,fully_shard_ce,"
-    "fully_shard_null --blocks 4 --steps 2 --compile on"
+    "llama3_8b --model.layers 16 --train.microbatches 1 --against fsdp2_tuned_fp32,fully_shard_ce,fully_shard_null "
+    "--blocks 3 --steps 4 --compile on --alone"
 )
-"""The same with compiled layers, as FSDP2 and as `fully_shard` are trained at their best."""
+"""The same with compiled layers, as FSDP2 and as `fully_shard` are trained at their best. Each has the memory for
+itself, so that an H100 holds them."""
 SHARDED_ADAMW_OFFLOADED = (
     "llama3_8b --model.layers 16 --train.microbatches 1 --against bound,fully_shard,fully_shard_offload "
     "--blocks 2 --steps 1"
@@ -120,17 +121,16 @@ EVERYTHING = (
 )
 """Pipeline of 2 with 2 chunks, experts and full sharding over the other ranks: all four kinds of communication."""
 CONTEXT = {
-    "dense": "llama3_8b --model.layers 8 --train.microbatches 1 --blocks 3 --steps 2",
+    "dense": "llama3_8b --model.layers 8 --train.microbatches 1 --blocks 3 --steps 2 --alone",
     "experts": (
         "qwen3_30b_a3b --model.layers 6 --model.aux_loss 0 --mesh.pp 1 --plan.chunks 1 --mesh.ep 1 "
-        "--train.microbatches 1 --blocks 3 --steps 2"
+        "--train.microbatches 1 --blocks 3 --steps 2 --alone"
     ),
 }
 """Layers of Llama-3 8B and of Qwen3-30B-A3B, for long sequences."""
 CONTEXT_SHARED = "--mesh.cp {gpus} --against hocket,hocket_null,torch_cp_gather"
 """All ranks share every sequence."""
-CONTEXT_LONG = f"{CONTEXT_SHARED},torch_cp_ring --optimizer off"
-"""As many as there is room for beside the activations of 128k tokens on two GPUs."""
+CONTEXT_LONG = f"{CONTEXT_SHARED},torch_cp_ring,hocket_ce --optimizer off"
 CONTEXT_ALL = (
     f"{CONTEXT_SHARED},torch_cp_ring,ulysses,hocket_ce --optimizer off --variant 'heads --overlap.cp.method heads'"
 )

@@ -1,17 +1,18 @@
 """Whole training steps of models as they come, under torch's FSDP2 and under `hocket.fully_shard`.
 
     torchrun --nproc-per-node 2 -m benchmarks.real_models            llama, t5 and vit, into results/real_models.json
+    torchrun --nproc-per-node 2 -m benchmarks.real_models llama --against fsdp2 hocket hocket_nccl
     torchrun --nproc-per-node 2 -m benchmarks.real_models t5 --compile --tokens 2048
     torchrun --nproc-per-node 2 -m benchmarks.real_models --tiny     a few layers, shown only; on CPUs without GPUs
 
 The loop is the same for all: bf16 compute, fp32 weights and reductions, fused AdamW. One unit per layer. FSDP2 fetches
-two layers ahead. `hocket` is `fully_shard` called as FSDP2 is, and `hocket, copy engines` the fastest way that one host
-has. Times are medians of the slowest rank; memory is the most that a step has in use, on the rank with the most.
+two layers ahead. `hocket` is `fully_shard` called as FSDP2 is: on GPUs of one host, copy engines move its bytes.
+`hocket_nccl` is the same by NCCL. Times are medians of the slowest rank; memory is the most that a step has in use, on
+the rank with the most. The result is written after every row.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import importlib
 import statistics
@@ -26,15 +27,15 @@ from torch import Tensor, nn
 from torch.distributed import fsdp
 
 import hocket
+from benchmarks.options import arguments
 from benchmarks.ranks import join
 from benchmarks.record import write
-from hocket.fsdp.module_context import ShardContext
 from hocket.runtime.world import everyone, join_world
 
 AHEAD = 2
 """Layers that are fetched ahead."""
 WARM = 3
-FORMS = ("fsdp2", "hocket", "hocket, copy engines")
+FORMS = ("fsdp2", "hocket", "hocket_nccl")
 
 
 @dataclass(frozen=True)
@@ -105,24 +106,20 @@ def vit(tiny: bool, device: torch.device) -> Made:
 MODELS: dict[str, Callable[[bool, torch.device], Made]] = {"llama": llama, "t5": t5, "vit": vit}
 
 
-def shard(form: str, made: Made) -> ShardContext | None:
-    """Shard a model; the context, where it has memory to give back."""
-    if form == "hocket, copy engines":
-        options = hocket.ShardOptions(prefetch=AHEAD, transport="copy_engine")
-        precision = hocket.Precision(compute=torch.bfloat16, wire=torch.float32)
-        return hocket.fully_shard(made.model, units=made.layers, precision=precision, options=options)
+def shard(form: str, made: Made) -> None:
+    """Shard a model, layer by layer, by FSDP2's calls."""
     policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     fully_shard: Any = fsdp.fully_shard if form == "fsdp2" else hocket.sharding.fully_shard
+    own = {"options": hocket.ShardOptions(prefetch=AHEAD, transport="nccl")} if form == "hocket_nccl" else {}
     for layer in made.layers:
-        fully_shard(layer, mp_policy=policy)
-    fully_shard(made.model, mp_policy=policy)
+        fully_shard(layer, mp_policy=policy, **own)
+    fully_shard(made.model, mp_policy=policy, **own)
     if form == "fsdp2":
         for i, layer in enumerate(made.layers):
             ahead, behind = made.layers[i + 1 : i + 1 + AHEAD], made.layers[max(0, i - AHEAD) : i][::-1]
             assert isinstance(layer, fsdp.FSDPModule)
             layer.set_modules_to_forward_prefetch(ahead)  # pyrefly: ignore[bad-argument-type]
             layer.set_modules_to_backward_prefetch(behind)  # pyrefly: ignore[bad-argument-type]
-    return None
 
 
 @dataclass(frozen=True)
@@ -141,7 +138,7 @@ def measure(name: str, form: str, device: torch.device, tiny: bool, tokens: int,
     if compiled:
         for layer in made.layers:
             layer.compile()
-    context = shard(form, made)
+    shard(form, made)
     optimizer = torch.optim.AdamW(made.model.parameters(), lr=1e-5, fused=True)
     torch.manual_seed(1 + dist.get_rank())
     times, loss = list[float](), torch.zeros(())
@@ -160,21 +157,24 @@ def measure(name: str, form: str, device: torch.device, tiny: bool, tokens: int,
         times += [time.perf_counter() - start] * (step >= WARM)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     rows = everyone((statistics.median(times), peak))
-    del made, optimizer, context
+    del made, optimizer
     gc.collect()
+    if compiled:
+        torch.compiler.reset()
     return Row(1e3 * max(seconds for seconds, _ in rows), max(most for _, most in rows) / 1e9, loss.item())
 
 
 def line(key: str, form: str, row: Row, first: Row) -> str:
-    """A row beside that of FSDP2."""
+    """A row beside the first one."""
     speed, memory = first.milliseconds / row.milliseconds, row.gigabytes / (first.gigabytes or 1)
     took = f"{row.milliseconds:9.1f} ms {speed:.3f} x  {row.gigabytes:6.2f} GB {memory:.3f} x"
     return f"{key:24} {form:22} {took}  loss {row.loss:.3f}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("models", nargs="*", choices=[[], *MODELS])
+    parser.add_argument("--against", nargs="+", choices=FORMS, default=FORMS[:2])
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096, 8192])
@@ -185,19 +185,18 @@ def main() -> None:
     else:
         device = torch.device("cpu")
         join_world(False, 600.0)
-    forms = FORMS if device.type == "cuda" else FORMS[:2]
-    found: dict[str, dict[str, Row]] = {}
+    result: dict[str, Any] = {"compiled": options.compile, "steps": options.steps, "models": {}}
     for name in options.models or MODELS:
         for tokens in [64] if options.tiny else options.tokens:
             key = f"{name}, {tokens} tokens"
-            for form in forms:
-                row = measure(name, form, device, options.tiny, tokens, options.steps, options.compile)
-                found.setdefault(key, {})[form] = row
+            rows = dict[str, Row]()
+            for form in options.against:
+                rows[form] = measure(name, form, device, options.tiny, tokens, options.steps, options.compile)
+                result["models"][key] = {form: asdict(row) for form, row in rows.items()}
                 if dist.get_rank() == 0:
-                    print(line(key, form, row, found[key]["fsdp2"]), flush=True)
-    if dist.get_rank() == 0 and not options.tiny:
-        models = {key: {form: asdict(row) for form, row in rows.items()} for key, rows in found.items()}
-        print(write("real_models", {"compiled": options.compile, "steps": options.steps, "models": models}))
+                    print(line(key, form, rows[form], rows[options.against[0]]), flush=True)
+                if dist.get_rank() == 0 and not options.tiny:
+                    write("real_models", result, options.out, options.commit)
     dist.destroy_process_group()
 
 
