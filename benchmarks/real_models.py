@@ -83,7 +83,7 @@ def t5(tiny: bool, device: torch.device) -> Made:
     def loss(tokens: int) -> Tensor:
         rows = max(1, tokens // 1024)
         ids = torch.randint(config.vocab_size, (rows, tokens // rows), device=device)
-        return model(input_ids=ids, labels=ids[:, : max(1, ids.shape[1] // 4)], use_cache=False).loss
+        return model(input_ids=ids, labels=ids[:, : max(1, ids.shape[1] // 4)].contiguous(), use_cache=False).loss
 
     return Made(model, [*model.encoder.block, *model.decoder.block], loss)
 

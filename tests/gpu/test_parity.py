@@ -129,6 +129,7 @@ def run(engine: Engine, batches: list[list[Microbatch]]) -> list[Tensor]:
     """Losses of every step, then this rank's weights."""
     restart(engine)
     losses = [engine.train_step(batch, 1e-2).loss.clone() for batch in batches]
+    engine.forget_graph()  # which keeps its gradients
     engine.assert_clean()
     engine.catch_up()
     return [*losses, *(unit.group.main.clone() for unit in engine.sharded.units.values())]
