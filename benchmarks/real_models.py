@@ -133,6 +133,7 @@ class Row:
 
 def measure(name: str, form: str, device: torch.device, tiny: bool, tokens: int, steps: int, compiled: bool) -> Row:
     """Train one form of a model for some steps. Every rank calls this."""
+    gc.collect()  # the model before: its loss held its graph
     torch.manual_seed(0)
     made = MODELS[name](tiny, device)
     if compiled:
@@ -157,8 +158,6 @@ def measure(name: str, form: str, device: torch.device, tiny: bool, tokens: int,
         times += [time.perf_counter() - start] * (step >= WARM)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     rows = everyone((statistics.median(times), peak))
-    del made, optimizer
-    gc.collect()
     if compiled:
         torch.compiler.reset()
     return Row(1e3 * max(seconds for seconds, _ in rows), max(most for _, most in rows) / 1e9, loss.item())

@@ -194,7 +194,7 @@ def test_copies_that_a_host_has_no_room_for_are_refused(tmp_path: Path, monkeypa
     assert Memory(settings).start(groups(1))[0].endswith("; there is no other host to have them too")
     for name, text in {
         "free": r"train\.memory_every = 10 .*: copies take 2\.1 KiB of .*host0 on .*, where 1\.0 KiB are free; fix",
-        "available_memory": r"copies and snapshots take 3\.2 KiB of the memory of .*, of which 1\.0 KiB are available",
+        "available_memory": r"copies and snapshots take 3\.6 KiB of the memory of .*, of which 1\.0 KiB are available",
     }.items():
         with monkeypatch.context() as patch:
             patch.setattr(memory, name, lambda *_: 1024)

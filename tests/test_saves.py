@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hocket.fsdp.saving import background
+from hocket.fsdp.saving import background, host_memory
 from hocket.settings.schema import changed
 from hocket.train import checkpoint, room
 from hocket.train.checkpoint import Moment, SaveFailed
@@ -149,8 +149,8 @@ def test_the_newest_the_best_and_those_of_some_steps_are_kept(tmp_path: Path) ->
 
 
 def test_copies_that_the_host_has_no_memory_for_are_refused(tmp_path: Path) -> None:
-    size = background.copied_bytes({"a": torch.zeros(7), "b": [1], "c": {"d": torch.zeros(3)}})
-    assert size == 40
+    size = host_memory.copied_bytes({"a": torch.zeros(7), "b": [1, torch.zeros(200)], "c": {"d": torch.zeros(3)}})
+    assert size == 64 + 832 + 64
     needed = {"train.save_behind": room.copies_of(groups(1))}
     room.require_memory(settings_in(tmp_path), needed, 1 << 20)
     with pytest.raises(ValueError, match=r"train.save_behind = True .*ranks take .*fix: train.save_behind = False"):

@@ -40,10 +40,11 @@ from torch.distributed.checkpoint.default_planner import create_default_local_lo
 from hocket.config import COPIES
 from hocket.environment import available_memory
 from hocket.fsdp.saving import background
-from hocket.fsdp.saving.background import Saving, copied_bytes
+from hocket.fsdp.saving.background import Saving
 from hocket.fsdp.saving.dcp import CheckpointWriter, run_dcp
 from hocket.fsdp.saving.flat_tensor import FlatTensor
 from hocket.fsdp.saving.harmless import METADATA, HarmlessReader
+from hocket.fsdp.saving.host_memory import copied_bytes
 from hocket.fsdp.saving.whole import WholeFolder, free, shown
 from hocket.resolve import Settings
 from hocket.runtime.sent_files import Sent, send_files

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hocket.config import TrainConfig
-from hocket.fsdp.saving.background import copied_bytes
+from hocket.fsdp.saving.host_memory import copied_bytes
 from hocket.fsdp.saving.whole import free, shown
 from hocket.resolve import Settings
 from hocket.runtime.world import by_first, everyone, rank_and_world, together

@@ -27,9 +27,9 @@ from torch import nn
 
 import hocket
 from hocket.fsdp.saving import background
-from hocket.fsdp.saving.background import on_host
 from hocket.fsdp.saving.checkpoint import load, save
 from hocket.fsdp.saving.dcp import CheckpointWriter
+from hocket.fsdp.saving.host_memory import HostMemory
 from hocket.fsdp.saving.whole import WholeFolder
 from tests.fsdp.models import WIDTH, Block, Stack
 from tests.fsdp.saved import Way, adamw, check, fill, shard, step
@@ -162,7 +162,7 @@ def test_a_bit_that_has_flipped_is_refused_on_every_rank(tmp_path: Path) -> None
 
 def test_the_copy_for_the_background_shares_nothing() -> None:
     state = {"weights": [torch.ones(2)], "names": {"a": {1}}}
-    copied = on_host(state)
+    copied = HostMemory().copy(state)
     state["weights"][0].zero_()
     state["names"]["a"].add(2)
     assert copied["weights"][0].tolist() == [1, 1]

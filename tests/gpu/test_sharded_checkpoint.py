@@ -9,6 +9,7 @@ import torch
 
 import hocket
 from hocket.fsdp.saving.checkpoint import load, save
+from hocket.fsdp.saving.host_memory import HostMemory
 from tests.fsdp.models import Block, Stack
 from tests.helpers.ranks import run_ranks
 
@@ -48,3 +49,18 @@ def test_training_goes_on_from_checkpoints_of_gpus(tmp_path: Path) -> None:
         assert run_ranks(train, 2, tmp_path, str(after), 4 - after, backend="nccl")[0] == first[after + 1 :]
     [alone] = run_ranks(train, 1, tmp_path, "1", 3, backend="nccl")
     assert alone == pytest.approx(first[2:], rel=1e-4)
+
+
+def test_copies_are_pinned_and_lie_where_the_last_ones_did() -> None:
+    memory, state = HostMemory(), {"a": torch.arange(5.0, device="cuda"), "b": [torch.ones(3, 2).cuda().bfloat16()]}
+    first = memory.copy(state)
+    assert first["a"].is_pinned()
+    assert first["a"].tolist() == [0, 1, 2, 3, 4]
+    assert first["b"][0].tolist() == [[1, 1]] * 3
+    place = first["a"].data_ptr()
+    state["a"].neg_()
+    second = memory.copy(state)
+    assert (second["a"].data_ptr(), second["a"].tolist()) == (place, [0, -1, -2, -3, -4])
+    larger = memory.copy({**state, "c": torch.zeros(1000, device="cuda")})
+    assert larger["a"].is_pinned()
+    memory.let_go()

@@ -27,8 +27,11 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-BLOCK = 1 << 23
-"""Bytes of elements that are written at a time."""
+BLOCK = 1 << 20
+"""Bytes of elements that are written at a time: few enough to be in a core's cache after their CRC-32."""
+
+FETCHED = 1 << 23
+"""Bytes that come from a GPU at a time."""
 
 FILES, LEAST = 8, 1 << 26
 """Files that a rank writes at most, and bytes that are worth one."""
@@ -87,7 +90,7 @@ class ArchiveFile:
     def add(self, data: io.BytesIO | Tensor) -> tuple[int, int, int]:
         """Write an object's bytes, or a tensor as an archive: (where it begins, its bytes, its CRC-32)."""
         begin, before, self.crc = self.size, self.crc, 0
-        if isinstance(data, Tensor) and _is_plain(data):
+        if isinstance(data, Tensor) and is_plain(data):
             self._add_tensor(data.contiguous())
         elif isinstance(data, Tensor):
             whole = io.BytesIO()
@@ -116,12 +119,13 @@ class ArchiveFile:
             self._put(_with_checksum(behind, crc))
 
     def _blocks(self, tensor: Tensor) -> Iterator[memoryview]:
-        for block in tensor.view(-1).view(torch.uint8).split(BLOCK):
-            if not block.is_cpu:
+        for part in tensor.view(-1).view(torch.uint8).split(FETCHED):
+            if not part.is_cpu:
                 if self._pinned is None:
-                    self._pinned = torch.empty(BLOCK, dtype=torch.uint8, pin_memory=True)
-                block = self._pinned[: block.numel()].copy_(block)
-            yield block.numpy().data
+                    self._pinned = torch.empty(FETCHED, dtype=torch.uint8, pin_memory=True)
+                part = self._pinned[: part.numel()].copy_(part)
+            for block in part.split(BLOCK):
+                yield block.numpy().data
 
     def _put(self, piece: bytes | bytearray | memoryview) -> None:
         self.crc, self.size = zlib.crc32(piece, self.crc), self.size + len(piece)
@@ -178,7 +182,7 @@ def _with_checksum(behind: bytes, crc: int) -> bytearray:
     return content
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is its elements, in an order that `contiguous` makes."""
     own = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_quantized
     return own and not tensor.is_conj() and not tensor.is_neg()

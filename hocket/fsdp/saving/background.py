@@ -1,7 +1,7 @@
 """Saves that run while training goes on, and how their errors come out.
 
 Note: [Saving while training goes on]
-An asynchronous save first copies what this rank writes into memory of the host: pinned memory, if it is on a GPU. When
+An asynchronous save first copies what this rank writes into memory of the host (`HostMemory`). When
 `save_behind` returns, weights may change. A thread then runs DCP's save on the copy. What DCP sends between ranks
 meanwhile goes over a gloo group of its own: sends of two threads in one group would meet each other's. There is one
 such thread, so saves happen one after the other, on all ranks in the same order. A save waits for the one before it to
@@ -17,7 +17,6 @@ that raises at a place where others go on would leave them waiting.
 from __future__ import annotations
 
 import atexit
-import copy
 import time
 import traceback
 import warnings
@@ -27,11 +26,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from hocket.fsdp.saving.flat_tensor import FlatTensor
+from hocket.fsdp.saving.host_memory import HostMemory
 from hocket.runtime.world import host_group
 
 
@@ -123,7 +120,8 @@ def save_behind(
         if earlier.thread == name:
             wait([earlier])
     begun = time.perf_counter()
-    copied = [on_host(state)]  # in a list, from which the thread takes it: no frame here holds it meanwhile
+    memory = _memory.setdefault(name, HostMemory())
+    copied = [memory.copy(state)]  # in a list, from which the thread takes it: no frame here holds it meanwhile
     seconds = time.perf_counter() - begun
     saving = in_background(folder, lambda: write(copied.pop(), group), name)
     saving.copy_seconds = seconds
@@ -139,6 +137,8 @@ def in_background(folder: Path, write: Callable[[], Path], name: str = "checkpoi
 
 
 _threads: dict[str, ThreadPoolExecutor] = {}
+_memory: dict[str, HostMemory] = {}
+"""By the name of a thread, which has one save at a time."""
 
 
 def thread(name: str = "checkpoint") -> ThreadPoolExecutor:
@@ -159,30 +159,3 @@ def _group_of_thread(of: dist.ProcessGroup | None, timeout: float | None, name: 
     if key not in _groups:
         _groups[key] = host_group(of, timeout)
     return _groups[key]
-
-
-def on_host(value: Any) -> Any:
-    """A copy in host memory of what this rank writes of a state dict."""
-    if isinstance(value, FlatTensor):
-        return value.with_elements(_to_host(value.flat)) if value.writes else value
-    if isinstance(value, Tensor):
-        return _to_host(value)
-    if isinstance(value, dict):
-        return {key: on_host(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [on_host(item) for item in value]
-    return copy.deepcopy(value)
-
-
-def copied_bytes(value: Any) -> int:
-    """Bytes of host memory that `on_host` takes for a state dict. Torch rounds pinned memory up to powers of two."""
-    if isinstance(value, FlatTensor):
-        return copied_bytes(value.flat) if value.writes else 0
-    if isinstance(value, Tensor):
-        return 1 << (value.nbytes - 1).bit_length() if value.is_cuda and value.nbytes else value.nbytes
-    return sum(map(copied_bytes, value.values())) if isinstance(value, dict) else 0
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    # Pinned memory is several times as fast, and torch keeps it for the next save.
-    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor.detach())
