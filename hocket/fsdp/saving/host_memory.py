@@ -59,16 +59,14 @@ class HostMemory:
             begin, used = used, used + copied_bytes(tensor)
             return self._whole[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
-        copied = on_host(state, room_for)
-        torch.cuda.current_stream().synchronize()
-        return copied
+        return on_host(state, room_for)
 
     def _grow(self, nbytes: int) -> None:
         self.let_go()
         self._whole = torch.empty(nbytes, dtype=torch.uint8)
         with ThreadPoolExecutor(TOUCHING) as pool:
             list(pool.map(Tensor.zero_, self._whole.chunk(TOUCHING)))
-        error = int(torch.cuda.cudart().cudaHostRegister(self._whole.data_ptr(), nbytes, 0))
+        error = int(_runtime().cudaHostRegister(self._whole.data_ptr(), nbytes, 0))
         self._pinned = not error
         if error:
             warnings.warn(
@@ -80,16 +78,20 @@ class HostMemory:
     def let_go(self) -> None:
         """Give the memory back. No copy may be in use."""
         if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._whole.data_ptr())
+            _runtime().cudaHostUnregister(self._whole.data_ptr())
         self._whole, self._pinned = torch.empty(0, dtype=torch.uint8), False
 
 
+def _runtime() -> Any:
+    return torch.cuda.cudart()
+
+
 def on_host(value: Any, room_for: Callable[[Tensor], Tensor]) -> Any:
-    """A copy in host memory of what this rank writes of a state dict. Copies from a GPU may still be under way."""
+    """A copy in host memory of what this rank writes of a state dict."""
     if isinstance(value, FlatTensor):
         return value.with_elements(on_host(value.flat, room_for)) if value.writes else value
     if isinstance(value, Tensor):
-        return room_for(value).copy_(value.detach(), non_blocking=True)
+        return room_for(value).copy_(value.detach())
     if isinstance(value, dict):
         return {key: on_host(item, room_for) for key, item in value.items()}
     if isinstance(value, list):
