@@ -7,8 +7,9 @@ written while training goes on. A result has the seconds of steps alone and besi
 write, and bytes per second, all of the second checkpoint: for the first one, memory of the host is made. Beside them
 stands what the folder takes of plain writes of as many bytes, from memory that no cache holds. The folder should be
 faster than a disk, such as one in memory. It needs room for two checkpoints, and the host as much memory again for the
-copies: 12 bytes per parameter, so 45 GB for 12 layers and 97 GB for all 32. A host may give memory more slowly for the
-first time, so the run that waits goes first. Words that are no options here go to `hocket train`.
+copies: 12 bytes per parameter, so 45 GB for 12 layers and 97 GB for all 32. A virtual machine may get memory slowly for
+the first time: `--warm` writes so many GB first and deletes them, three times as many as a checkpoint has. Words that
+are no options here go to `hocket train`.
 """
 
 from __future__ import annotations
@@ -123,6 +124,7 @@ def main() -> None:
         "--steps", type=int, default=48, help="of a run, which saves after a third, two, and at its end"
     )
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
+    parser.add_argument("--warm", type=float, default=0.0, help="GB that the folder takes and loses before all else")
     options, more = parser.parse_known_args()
     words = [
         *shlex.split(MODEL.format(layers=options.layers, length=options.length, gpus=options.gpus)),
@@ -132,6 +134,8 @@ def main() -> None:
     ]
     words += ["--train.steps", str(options.steps), "--train.eval_every", "0", "--train.eval_batches", "0"]
     words += ["--train.save_every", str(options.steps // 3)]
+    if options.warm:
+        folder_gb_per_s(options.folder, int(1e9 * options.warm))
     ways = {way: run(words, options.folder, way) for way in WAYS}
     plain = folder_gb_per_s(options.folder, max(found["bytes"] for found in ways.values()))
     result = {"words": shlex.join(words), "folder": str(options.folder), "folder_gb_per_s": plain, "ways": ways}

@@ -178,3 +178,15 @@ def weight_grads(result: Result) -> str:
         rows.append([f"{int(tokens):,} tokens, the whole pass", *(us(layer[way]["seconds"]) for way in ways)])
     rows.append(["host, per linear layer", *(f"{result['host_microseconds'][way]:.0f} µs" for way in ways)])
     return table(["weight gradients of one layer", *ways], rows)
+
+
+def real_models(result: Result) -> str:
+    """A row per model of another library and form: its step, and its memory, beside FSDP2's."""
+    rows = []
+    for key, forms in result["models"].items():
+        first = forms["fsdp2"]
+        for form, row in forms.items():
+            speed, memory = first["milliseconds"] / row["milliseconds"], row["gigabytes"] / first["gigabytes"]
+            took, used = f"{row['milliseconds']:.0f} ms", f"{row['gigabytes']:.1f} GB"
+            rows.append([f"{key}: {form}", took, f"{speed:.3f}", used, f"{memory:.3f}"])
+    return table(["model: form", "step", "speed over FSDP2", "memory", "of FSDP2's"], rows)

@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from benchmarks import eight_gpus, settings_tables, summary_tables, tensor_tables
 from benchmarks.aim_tables import expert_aims
 from benchmarks.bench.record import origins
-from benchmarks.contender_tables import before_and_after, contenders, host_cost, one_round, settings, shared_memory
+from benchmarks.contender_tables import before_and_after, contenders, host_cost, settings, shared_memory
 from benchmarks.context_balance import balance
 from benchmarks.family_tables import families, weights_memory
 from benchmarks.faults import reliability
@@ -38,6 +38,7 @@ from benchmarks.outcomes import KINDS
 from benchmarks.prediction_tables import STEPS, predicted, predicted_compute, predicted_steps, recomputation
 from benchmarks.published import comparison
 from benchmarks.record import RESULTS, ROOT
+from benchmarks.saves import saves
 from benchmarks.search_tables import gains
 from benchmarks.shard_step import drawn
 from benchmarks.sharding_tables import (
@@ -49,6 +50,7 @@ from benchmarks.sharding_tables import (
     headline,
     parts,
     parts_settings,
+    real_models,
     row_exchange,
     weight_grads,
 )
@@ -278,13 +280,12 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "pipeline_peers": ("pipeline_peers", contenders),
     "any_model": ("any_model", contenders),
     "context_dense": ("context_dense context_dense_long?", contenders),
-    "context_dense_2": ("context_dense_2", one_round),
     "context_experts": ("context_experts context_experts_long?", contenders),
     "context_dense_adamw": ("context_dense_adamw", contenders),
     "context_experts_adamw": ("context_experts_adamw", contenders),
     "context_dense_documents": ("context_dense_documents", contenders),
     "context_experts_documents": ("context_experts_documents", contenders),
-    "context_memory": ("context_dense context_dense_whole context_experts context_experts_whole", shared_memory),
+    "context_memory": ("context_dense context_dense_whole context_experts? context_experts_whole?", shared_memory),
     "families": ("", families),
     "context_balance": ("", balance),
     "published": ("published", comparison),
@@ -293,6 +294,8 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     **{name: (name, contenders) for name in eight_gpus.results()},
     "faults": ("faults", reliability),
     "fsdp_zoo": ("fsdp_zoo", zoo),
+    "real_models": ("real_models", real_models),
+    "saves": ("saves", saves),
     "redesign": ("redesign", before_and_after),
     "any_model_settings": ("any_model", settings),
     "summary": (summary_tables.files(short=False), summary_tables.summary),
