@@ -20,10 +20,16 @@ class Row(NamedTuple):
     """Whether the README has it, too."""
 
 
+WHOLE = "Llama-3 8B, 16 compiled layers, with AdamW"
+
 ROWS = (
+    Row("fsdp_adamw_compiled", WHOLE, "2,048", "fully_shard_ce", short=True),
+    Row("fsdp_adamw_compiled", WHOLE, "4,096", "fully_shard_ce", short=True),
+    Row("fsdp_adamw_compiled", WHOLE, "8,192", "fully_shard_ce", short=True),
+    Row("context_dense", "8 of its layers, sequences shared", "32,768", "hocket", short=True),
     Row("fsdp", "Llama-3 8B, sharded weights", "2,048", "fully_shard_ce"),
-    Row("fsdp", "Llama-3 8B, sharded weights", "4,096", "fully_shard_ce", short=True),
-    Row("fsdp_long", "Llama-3 8B, sharded weights", "8,192", "fully_shard_ce", short=True),
+    Row("fsdp", "Llama-3 8B, sharded weights", "4,096", "fully_shard_ce"),
+    Row("fsdp_long", "Llama-3 8B, sharded weights", "8,192", "fully_shard_ce"),
     Row("fsdp_peers", "Llama-3 8B, 16 layers, sharded weights", "4,096", "fully_shard_ce"),
     Row("data_parallel", "Llama-3 8B's layers, whole weights", "8,192", "fully_shard_optim_ce"),
     Row("data_parallel_adamw", "the same with AdamW", "8,192", "fully_shard_optim_ce"),
@@ -62,7 +68,8 @@ def _table(results: tuple[Result, ...], short: bool) -> str:
 def _cells(row: Row, result: Result) -> list[str]:
     (found,) = (one for one in workloads([result]) if tokens_of(one) == row.tokens)
     ours, peer = found["contenders"][row.ours], found["best_peer"]
-    gpus = origins(result)[0]["hardware"].split()[0]
+    many, _, _, gpu, *_ = origins(result)[0]["hardware"].split()  # 2 x NVIDIA H100 80GB HBM3
+    gpus = f"{many} {gpu}"
     other, speed = "none runs it", "-"
     if peer:
         other = f"*{peer}*, {1e3 * found['contenders'][peer]['seconds']:,.0f} ms"
