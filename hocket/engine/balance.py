@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -50,6 +50,15 @@ class Balance:
         """The shares of the last step's rows by layer: live tensors, fp32 [E]. There are none where no loss asks."""
         layers = self.layers.items()
         return {str(n): layer.router.share for n, layer in layers if layer.router.share is not None}
+
+    def rows(self) -> dict[str, list[int]]:
+        """The loads of the last step by layer, for who goes on from a checkpoint: clones are chosen by them."""
+        return {str(n): load.tolist() for n, load in self.loads.items() if self.layers[n].cloned is not None}
+
+    def go_on(self, rows: Mapping[str, Sequence[int]]) -> None:
+        """Take over the loads of all layers, by number, from a checkpoint."""
+        of = {int(n): loads for n, loads in rows.items() if int(n) in self.layers}
+        self.loads = {n: torch.tensor(of[n]) for n in sorted(of)}
 
     def biases(self) -> dict[str, Tensor]:
         """The biases by name, as in a checkpoint: live tensors, fp32 [E]. There are none where the rate is 0."""

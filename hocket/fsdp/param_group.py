@@ -78,7 +78,8 @@ class ParamGroup:
         inner, outer = groups.gather, groups.outer
         parts = outer.size if groups.outer_shards else 1
         shapes = [(one.name, tuple(one.param.shape)) for one in members]
-        shared = FlatLayout.build(shapes, inner.size * parts * groups.alike, granularity=granularity)
+        of = inner.size * parts * groups.alike
+        shared = FlatLayout.build(shapes, of, granularity=granularity, room=members[0].room)
         self.kept = shared.joined(groups.alike)
         """Which elements are this rank's to update: shard number `position`."""
         self.position = inner.rank * parts + (outer.rank if groups.outer_shards else 0)
