@@ -30,13 +30,7 @@ class Balance:
 
         `stay` is a bool on the device: biases do not move where it is true.
         """
-        if mine:
-            numbers = sorted(mine)
-            total = torch.stack([mine[n] for n in numbers])
-            self._groups.sum_over_dp(total)
-            self._groups.tp.all_reduce(total).wait()
-            self.loads = dict(zip(numbers, total.unbind(), strict=True))
-            mine.clear()
+        self._sum(mine)
         for number, layer in self.layers.items():
             if layer.router.bias is not None:
                 moved = balance_bias(layer.router.bias, self.loads[number], self._rate)
@@ -45,6 +39,21 @@ class Balance:
                 load = self.loads[number]
                 share = load / load.sum().clamp(min=1)
                 layer.router.share.copy_(torch.where(stay, layer.router.share, share))
+
+    def without_update(self, mine: dict[int, Tensor]) -> None:
+        """The same where weights and biases stay. Loads are summed if experts are cloned by them, and taken out."""
+        if any(layer.cloned is not None for layer in self.layers.values()):
+            self._sum(mine)
+        mine.clear()
+
+    def _sum(self, mine: dict[int, Tensor]) -> None:
+        if mine:
+            numbers = sorted(mine)
+            total = torch.stack([mine[n] for n in numbers])
+            self._groups.sum_over_dp(total)
+            self._groups.tp.all_reduce(total).wait()
+            self.loads = dict(zip(numbers, total.unbind(), strict=True))
+            mine.clear()
 
     def shares(self) -> dict[str, Tensor]:
         """The shares of the last step's rows by layer: live tensors, fp32 [E]. There are none where no loss asks."""

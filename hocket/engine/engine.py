@@ -298,7 +298,7 @@ class Engine:
         self.sharded.sum_shared_grads()
         if self._optimizer is None or lacked:
             self.sharded.forget_grads()
-            self.executor.actions.loads.clear()
+            self.balance.without_update(self.executor.actions.loads)
             return
         enter("the norm of all gradients, and the optimizer")
         self._grad_norm = self._optimizer.step(self._lr, later=self._leaves_updates)

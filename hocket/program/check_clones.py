@@ -40,8 +40,14 @@ def _weights(facts: Facts) -> Iterator[Violation]:
         elif op.verb == "clone":
             unit = unit_moved(op)
             p = gathered.get(unit)
-            if CLONED in facts.program.weight_slots and (p is None or facts.ops[p][2:7] != op[2:7]):
+            gathers = CLONED in facts.program.weight_slots
+            found = facts.ops[p] if p is not None else op
+            if gathers and (p is None or (found.microbatch, found.slot) != (op.microbatch, op.slot)):
                 yield facts.fail(7, f"{facts.show(i)} does not follow the gather of its slot", i)
+            elif not gathers and (op.microbatch, op.slot) != (0, -1):
+                yield facts.fail(7, f"{facts.show(i)} is of a unit that is held whole, and cloned once", i)
+            elif unit in cloned:
+                yield facts.fail(4, f"{facts.show(i)} comes behind {facts.show(cloned[unit])}", i, cloned[unit])
             elif p is not None and not facts.before(p, i):
                 yield facts.fail(7, f"{facts.show(i)} may run before {facts.show(p)}", i, p)
             cloned[unit] = i

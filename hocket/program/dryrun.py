@@ -105,6 +105,7 @@ class _Rank:
         self.sums: dict[UnitName, list[tuple[int, Gradients]]] = {}  # what was added up, oldest first
         self.cloned: set[UnitName] = set()  # units behind which weights of clones lie
         self.away: set[UnitName] = set()  # units of which gradients of clones are not home yet
+        self.homes: dict[UnitName, list[bool]] = defaultdict(list)  # of each reduce: whether they were
 
     def run(self, position: int) -> None:
         op = self.ops[position]
@@ -149,6 +150,7 @@ class _Rank:
                 self.sums.setdefault(unit_moved(op), []).append(self._complete_gradient(op))
             case "reduce":
                 added = self.sums.pop(unit_moved(op), [])
+                self.homes[unit_moved(op)].append(unit_moved(op) not in self.away)
                 unit = self._ends_unit() if op.layer < 0 and op.part == EMBED.unit else (op.part, op.layer)
                 self.outcome.reduced[unit] += [*added, self._complete_gradient(op)]
         for p in op.frees:
@@ -266,6 +268,9 @@ class _Rank:
         return op.microbatch, gradients
 
     def finish(self) -> None:
+        for unit, homes in self.homes.items():  # each, or the last alone
+            if not all(homes) and any(homes[:-1]):
+                raise ValueError(f"dry run, rank {self.rank}: {unit} is reduced while gradients of clones are away")
         for name in ("values", "states", "resident", "gradients", "sums", "matrices", "host", "away"):
             left = getattr(self, name)
             if left:
