@@ -1,9 +1,9 @@
 """Clones of a unit's experts: their weights come from the ranks that own them, and their gradients go back.
 
 Clones lie in the room behind this rank's own experts, in whatever buffer holds weights or gradients of the unit
-(`FlatLayout`, `room`). So one grouped product computes with both. Buffers, slots, shards and averages are longer by
-that room. What is gathered, reduced or updated there means nothing: weights are overwritten by the next `bring`, and
-gradients are zero behind a `home`.
+(`FlatLayout`, `room`). So one grouped product computes with both. Slots and shards are longer by that room. What is
+gathered or reduced there means nothing: weights are overwritten by the next `bring`, and gradients are zero behind a
+`home`. The optimizer's averages leave it out, since runs of neighbours end where it begins (`adamw.py`).
 """
 
 from __future__ import annotations
