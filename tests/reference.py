@@ -132,9 +132,12 @@ class Reference:
         """Parameters, those of each rank's experts with as many more behind them as it clones."""
         if not self.clones:
             return main
-        room = {name: [part for own in value.chunk(self.ep) for part in (own, own[:1].expand(self.clones, *own.shape[1:]))]
-                for name, value in main.items() if ".experts." in name}  # fmt: skip
-        return {**main, **{name: torch.cat(parts) for name, parts in room.items()}}
+        found = dict(main)
+        for name, value in main.items():
+            if ".experts." in name:
+                shape = self.ep, self.clones, *value.shape[1:]
+                found[name] = torch.cat([value.unflatten(0, (self.ep, -1)), value.new_zeros(shape)], 1).flatten(0, 1)
+        return found
 
     def _rank(self, result: Result, rank: int, microbatches: int, clones: dict[int, Clones]) -> Chunk:
         """The model of one data-parallel rank, with fresh parameters in the compute dtype."""

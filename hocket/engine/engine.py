@@ -116,11 +116,10 @@ class Engine:
         self._tensors = Tensors.of(self.groups.tp, device) if self.mesh.tp > 1 else None
         self._linears = self._make_linears()
         self.shared = self._share()
-        wire = DTYPES.get(config.precision.wire, self.dtype)
         ends: dict[str, nn.Parameter] = {}
         self.chunks: list[Any] = [self._chunk(chunk, ends) for chunk in range(self.layout.chunks)]
         self.balance = Balance(self.chunks, self.groups, config.model.bias_rate)
-        travels = Travels(wire, gathered_in_fp8(config))
+        travels = Travels(DTYPES.get(config.precision.wire, self.dtype), gathered_in_fp8(config))
         self.sharded = PlannedModel(
             self.chunks, self.mesh, self.groups, self.program, self.dtype, device, travels=travels
         )

@@ -36,7 +36,9 @@ class HotExperts:
         if not self._layers:
             return
         if not loads:  # no step has been made, or what it knew is lost
-            loads = {number: torch.zeros(cloned.experts, dtype=torch.int64) for number, (cloned, _) in self._layers.items()}
+            loads = {
+                number: torch.zeros(cloned.experts, dtype=torch.int64) for number, (cloned, _) in self._layers.items()
+            }
         rows = torch.stack([loads[number] for number in self._layers]).tolist()
         for (cloned, moved), counts in zip(self._layers.values(), rows, strict=True):
             cloned.choose(choose(counts, cloned.ranks, cloned.seats))

@@ -16,8 +16,8 @@
     12 At the end nothing is left: values, weight slots, gradient slots, ops.     here, and both of these
     13 Compute is queued before the host waits.                                   check_order.py
 
-Of cloned experts 4, 5 and 7 are in check_clones.py. What an op reads is in `values.py`; what "after" means is in `facts.py`. Everything takes time linear in the
-number of ops.
+Of cloned experts 4, 5 and 7 are in check_clones.py. What an op reads is in `values.py`; what "after" means is in
+`facts.py`. Everything takes time linear in the number of ops.
 """
 
 from __future__ import annotations

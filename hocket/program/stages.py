@@ -263,7 +263,7 @@ def carried_by(key: CostKey, layout: Layout) -> Purpose | None:
             return "pp_fwd"
         case "recv", _:
             return "pp_bwd"
-        case ("clone" | "home"), _:
+        case (("clone" | "home"), _):
             return "clones" if verb == "clone" else "clone_grads"
         case (("gather" | "reduce" | "collect" | "scatter"), _):
             return groups_of(part)[verb != "gather"]

@@ -41,7 +41,7 @@ CLONE_RULES: tuple[Rule, ...] = (
     Rule(
         (CLONES, "overlap.ep.splits"),
         lambda c, h: _cloned(c) and c.overlap.ep.splits == "device",
-        "clones change from step to step, and where the device alone knows splits steps are laid out once",
+        "rows go to clones only where the host knows the splits",
         "overlap.ep.splits = host, or overlap.ep.clones = 0",
     ),
     Rule(

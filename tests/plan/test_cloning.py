@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -15,11 +16,16 @@ from hocket.program.check import check
 from hocket.program.cloning import Clones, choose, divide, fullest, loads_with, owner_of, rank_loads
 from hocket.program.dryrun import dry_run
 from hocket.program.lower import build_forward, build_program
+from hocket.program.network import hardware_of
 from hocket.program.ops import Layout, Program
 from hocket.program.shard import Sharding
 from hocket.program.simulate import simulate
 from hocket.program.stages import costs_of, layout_of, sharding_of
 from hocket.program.text import from_json, to_json, to_text
+from hocket.recipes import recipe
+from hocket.resolve import resolve
+from hocket.settings.rule import Host
+from hocket.settings.schema import changed
 from hocket.tune.clone_choice import unevenness
 from hocket.tune.trials import model_costs
 from tests.helpers.plans import planned, small
@@ -180,9 +186,69 @@ def test_exchanges_and_room_have_a_cost() -> None:
     assert whole["home", "experts", "moe"].wire_bytes == 2 * one * 4, "what is summed up at rest travels as it is"
 
 
-def hardware() -> Any:
-    from hocket.program.network import hardware_of
+@pytest.mark.parametrize(("purpose", "verb"), [("clones", "clone"), ("clone_grads", "home")])
+def test_an_imitated_network_makes_their_exchanges_longer(purpose: Any, verb: str) -> None:
+    c, fast = settled(1), costs_of(settled(1), hardware())
+    slow = replace(c.train, transport="slow", slow_groups=(purpose,), slow_latency=(7.0,), slow_bandwidth=(1e6,))
+    late = costs_of(replace(c, train=slow), hardware())
+    changed_ops = {key[:2] for key, cost in late.table.items() if cost != fast.table[key]}
+    assert changed_ops == {(verb, "experts")}
 
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"mesh.ep": 1}, "overlap.ep.clones = 1 (test): no effect: with mesh.ep = 1"),
+    ({"model.experts": 0}, "no expert is on another rank"),
+    ({"model.routing": "even"}, "an even spread gives all ranks as many rows; fix: model.routing = learnt"),
+    ({"overlap.ep.clones": 5}, "overlap.ep.clones = 5 (test): a rank clones experts of others"),
+    ({"overlap.ep.clones": -1}, "overlap.ep.clones = -1 (test): out of range; fix: at least 0"),
+    ({"overlap.ep.splits": "device"}, "fix: overlap.ep.splits = host, or overlap.ep.clones = 0"),
+    ({"plan.graphs": "on", "overlap.ep.splits": "device"}, "[2] plan.graphs = off, or overlap.ep.clones = 0"),
+    ({"precision.compute": "fp8"}, "fix: precision.compute = bf16, or overlap.ep.clones = 0"),
+    ({"optimizer.name": "muon"}, "fix: optimizer.name = adamw, or overlap.ep.clones = 0"),
+]
+
+
+@pytest.mark.parametrize(("given", "line"), REFUSED, ids=str)
+def test_what_clones_cannot_be_had_with_is_refused_in_one_line(given: dict[str, Any], line: str) -> None:
+    small_one = {"model.experts": 8, "mesh.dp": 2, "mesh.ep": 2, "overlap.ep.clones": 1, "train.device": "cuda"}
+    asked = {**small_one, "model.hidden": 256, "model.expert_ffn": 64, **given}
+    host = Host(gpus=2, processors=132, memory=2**37, capability=(9, 0))
+    with pytest.raises(ValueError, match=re.escape(line)) as error:
+        resolve(changed(Config(), asked), host, dict.fromkeys(asked, "test"))
+    assert sum("overlap.ep.clones = " in part for part in str(error.value).splitlines()) >= 1
+
+
+def test_graphs_that_nobody_asked_for_give_way() -> None:
+    host = Host(gpus=2, processors=132, memory=2**37, capability=(9, 0))
+    asked = {"model.experts": 8, "mesh.dp": 2, "mesh.ep": 2, "overlap.ep.clones": 1}
+    found = resolve(changed(Config(), asked), host)
+    assert (found.plan.graphs, found.overlap.ep.splits, found.overlap.ep.clones) == ("off", "host", 1)
+
+
+def test_auto_takes_clones_that_pay_and_says_why() -> None:
+    def chosen(given: dict[str, Any]) -> tuple[int, str]:
+        asked = {"overlap.ep.clones": "auto", "plan.graphs": "off", **given}
+        host = Host(gpus=8, processors=132, memory=139 * 2**30, capability=(9, 0))
+        found = resolve(changed(recipe("moe_8gpu"), asked), host)
+        decision = next(d for d in found.decisions if d.setting == "overlap.ep.clones")
+        assert resolve(found).overlap == found.overlap, "it is chosen once"
+        return found.overlap.ep.cloned, decision.reason
+
+    count, reason = chosen({})
+    assert count == 1
+    assert "times the mean of rows, with 1 clone on each rank" in reason
+    assert "of exchanges" in reason
+    assert chosen({"mesh.ep": 1}) == (0, "all experts are on every rank")
+    count, reason = chosen({"optimizer.name": "muon"})
+    assert count == 0
+    assert "Muon" in reason
+    found = resolve(changed(recipe("tiny"), {"overlap.ep.clones": "auto"}))
+    decision = next(d for d in found.decisions if d.setting == "overlap.ep.clones")
+    assert (found.overlap.ep.clones, decision.value) == (0, 0)
+    assert decision.reason.endswith("that is little")
+
+
+def hardware() -> Any:
     return hardware_of(settled(0))
 
 

@@ -215,7 +215,19 @@ def test_a_run_goes_on_with_the_clones_that_it_had(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.mkdir()
     (text / "one.txt").write_text("abracadabra, a simsalabim and a hocus pocus. " * 300)
-    words = [*SMALL, "--mesh.pp", "1", "--plan.chunks", "1", "--mesh.dp", "2", "--mesh.ep", "2", "--data.paths", str(text)]
+    words = [
+        *SMALL,
+        "--mesh.pp",
+        "1",
+        "--plan.chunks",
+        "1",
+        "--mesh.dp",
+        "2",
+        "--mesh.ep",
+        "2",
+        "--data.paths",
+        str(text),
+    ]
     words += ["--overlap.ep.clones", "1", "--train.schedule", "constant"]
 
     def losses() -> list[float]:
