@@ -33,5 +33,5 @@ def test_all_rows_of_one_expert(ranks: int) -> None:
     counts = [0] * (3 * ranks)
     counts[4] = 10_000
     clones = choose(counts, ranks, 1)
-    given = [torch.tensor([getattr(clone, name) for clone in clones]) for name in ("expert", "rank")]
-    assert divide_rows(torch.tensor(counts), *given, ranks, ranks).tolist() == divide(counts, clones, ranks)
+    expert_N, rank_N = (torch.tensor([clone[n] for clone in clones]) for n in (0, 1))
+    assert divide_rows(torch.tensor(counts), expert_N, rank_N, ranks, ranks).tolist() == divide(counts, clones, ranks)
