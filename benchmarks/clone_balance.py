@@ -1,8 +1,9 @@
 """How even ranks' rows are with clones of hot experts, in runs on text with natural routing.
 
-    python -m benchmarks.clone_balance tiny --mesh.pp 1 --plan.chunks 1 --mesh.dp 2 --mesh.ep 2 --train.steps 60
+    python -m benchmarks.clone_balance tiny --model.experts 16 --train.sequences 2 --train.steps 40
 
-Each run is `hocket train` of the recipe with these settings, on gloo and CPUs, with 0, 1 and 2 clones on each rank.
+Each run is `hocket train` of the recipe with these settings, on gloo and CPUs, with experts over 2 and 4 ranks, and 0,
+1 and 2 clones on each.
 What is measured are the rows that came to each rank in each exchange, as the ranks themselves count them: those of the
 fullest rank over the mean, as a mean over layers and microbatches of the steps behind the first.
 """
@@ -19,7 +20,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from benchmarks.markdown import table
+from benchmarks.markdown import Result, table
+from benchmarks.record import write
 from hocket.commands.options import RecipeOptions, parse
 from hocket.config import Config
 from hocket.program.cloning import fullest
@@ -27,7 +29,7 @@ from hocket.resolve import resolve
 from hocket.settings.schema import changed
 from hocket.train.trainer import Trainer
 
-CLONES = (0, 1, 2)
+RANKS, CLONES = (2, 4), (0, 1, 2)
 
 
 def train(rank: int, world: int, config: Config, folder: str) -> None:
@@ -54,24 +56,36 @@ def train(rank: int, world: int, config: Config, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def unevenness(config: Config, folder: str) -> tuple[float, float]:
-    """Rows of the fullest rank over the mean: as a mean over exchanges, and in the worst one."""
+def unevenness(config: Config, folder: str) -> dict[str, Any]:
+    """Rows of the fullest rank over the mean, of each exchange but those of the first step: mean and largest."""
     mp.start_processes(train, (config.mesh.world, config, folder), config.mesh.world, start_method="spawn")
     every: list[list[int]] = torch.load(Path(folder) / "rows")
     first = len(every[0]) // config.train.steps  # in which there are no clones yet
     found = [fullest(rows) for rows in zip(*(rank[first:] for rank in every), strict=True)]
-    return sum(found) / len(found), max(found)
+    return {"mean": sum(found) / len(found), "largest": max(found), "exchanges": len(found)}
+
+
+def clone_balance(result: Result) -> str:
+    """A row for each mesh and number of clones."""
+    rows = [
+        [str(row["ranks"]), str(row["clones"]), f"{row['mean']:.3f}", f"{row['largest']:.2f}"] for row in result["rows"]
+    ]
+    return table(["ranks", "clones on each", "rows of the fullest rank over the mean", "in the worst exchange"], rows)
 
 
 def main() -> None:
     options, _ = parse(RecipeOptions, "train", sys.argv[1:])
-    lines = []
-    for clones in CLONES:
-        with tempfile.TemporaryDirectory() as folder:
-            given = {"overlap.ep.clones": clones, "run.folder": f"{folder}/run", "train.eval_every": 0}
-            mean, worst = unevenness(changed(options.config, {**given, "train.save_every": 0}), folder)
-        lines.append([str(clones), f"{mean:.3f}", f"{worst:.2f}"])
-    print(table(["clones on each rank", "fullest rank over the mean", "in the worst exchange"], lines))
+    rows = []
+    for ranks in RANKS:
+        mesh = {"mesh.pp": 1, "plan.chunks": 1, "mesh.dp": ranks, "mesh.ep": ranks}
+        for clones in CLONES:
+            with tempfile.TemporaryDirectory() as folder:
+                quiet = {"train.eval_every": 0, "train.save_every": 0, "train.log_every": 1000}
+                given = {**mesh, **quiet, "overlap.ep.clones": clones, "run.folder": f"{folder}/run"}
+                found = unevenness(changed(options.config, given), folder)
+            rows.append({"ranks": ranks, "clones": clones, **found})
+            print(rows[-1], flush=True)
+    print(write("clone_balance", {"rows": rows}))
 
 
 if __name__ == "__main__":
