@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -193,29 +192,6 @@ def test_an_imitated_network_makes_their_exchanges_longer(purpose: Any, verb: st
     late = costs_of(replace(c, train=slow), hardware())
     changed_ops = {key[:2] for key, cost in late.table.items() if cost != fast.table[key]}
     assert changed_ops == {(verb, "experts")}
-
-
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"mesh.ep": 1}, "overlap.ep.clones = 1 (test): no effect: with mesh.ep = 1"),
-    ({"model.experts": 0}, "no expert is on another rank"),
-    ({"model.routing": "even"}, "an even spread gives all ranks as many rows; fix: model.routing = learnt"),
-    ({"overlap.ep.clones": 5}, "overlap.ep.clones = 5 (test): a rank clones experts of others"),
-    ({"overlap.ep.clones": -1}, "overlap.ep.clones = -1 (test): out of range; fix: at least 0"),
-    ({"overlap.ep.splits": "device"}, "fix: overlap.ep.splits = host, or overlap.ep.clones = 0"),
-    ({"plan.graphs": "on", "overlap.ep.splits": "device"}, "[2] plan.graphs = off, or overlap.ep.clones = 0"),
-    ({"precision.compute": "fp8"}, "fix: precision.compute = bf16, or overlap.ep.clones = 0"),
-    ({"optimizer.name": "muon"}, "fix: optimizer.name = adamw, or overlap.ep.clones = 0"),
-]
-
-
-@pytest.mark.parametrize(("given", "line"), REFUSED, ids=str)
-def test_what_clones_cannot_be_had_with_is_refused_in_one_line(given: dict[str, Any], line: str) -> None:
-    small_one = {"model.experts": 8, "mesh.dp": 2, "mesh.ep": 2, "overlap.ep.clones": 1, "train.device": "cuda"}
-    asked = {**small_one, "model.hidden": 256, "model.expert_ffn": 64, **given}
-    host = Host(gpus=2, processors=132, memory=2**37, capability=(9, 0))
-    with pytest.raises(ValueError, match=re.escape(line)) as error:
-        resolve(changed(Config(), asked), host, dict.fromkeys(asked, "test"))
-    assert sum("overlap.ep.clones = " in part for part in str(error.value).splitlines()) >= 1
 
 
 def test_graphs_that_nobody_asked_for_give_way() -> None:
