@@ -28,6 +28,8 @@ from benchmarks import eight_gpus, settings_tables, summary_tables, tensor_table
 from benchmarks.aim_tables import expert_aims
 from benchmarks.bench.record import origins
 from benchmarks.contender_tables import before_and_after, contenders, host_cost, settings, shared_memory
+from benchmarks.clone_balance import clone_balance
+from benchmarks.contender_tables import before_and_after, contenders, host_cost, one_round, settings, shared_memory
 from benchmarks.context_balance import balance
 from benchmarks.family_tables import families, weights_memory
 from benchmarks.faults import reliability
@@ -209,6 +211,7 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "plan_scaling": ("plan_scaling", plan_scaling),
     "explain_scaling": ("explain_scaling", explain_scaling),
     "weights_memory": ("weights_memory", weights_memory),
+    "clone_balance": ("clone_balance", clone_balance),
     "bubbles": ("", bubbles),
     "bubbles_of_8b": ("", bubbles_of_8b),
     "send_controls": ("send_controls", send_controls),

@@ -27,6 +27,7 @@ from hocket.model.transformer import Chunk, DenseLayer
 from hocket.parallel.dispatch import counts_to_send, splits_of
 from hocket.parallel.linears import WHOLE, Linears
 from hocket.parallel.routing import balance_bias
+from hocket.program.cloning import Clones, choose
 from hocket.runtime.transports import RowTable
 
 Batch = tuple[Any, ...]
@@ -77,6 +78,8 @@ class Reference:
     apart: bool = False
     """Whether a tied head is on another rank than the embedding: then the gradients of either are summed as those of
     any other parameter, over microbatches and ranks, and these two sums are added up at the end, in fp32."""
+    clones: int = 0
+    """Clones of experts that each rank has room for. A step's are chosen by the rows of the step before."""
 
     def run(self, steps: Sequence[Sequence[Sequence[Batch]]]) -> Result:
         """Train on `steps[step][microbatch][dp rank]`, one optimizer step each."""
@@ -87,28 +90,34 @@ class Reference:
         init_biases(whole, "cpu")
         result = Result(weights=main, biases=dict(whole.named_buffers()))
         optimizer = self.optimizer(list(main.values()))
+        rows: dict[int, Tensor] = {}
         for microbatches in steps:
             shard = self.shard or self.dp
-            sizes = {**main, **({HEAD: main[TIED]} if self.config.tied and self.apart else {})}
+            clones = {i: choose(row.tolist(), self.ep, self.clones) for i, row in rows.items() if self.clones}
+            rows = {}
+            sizes = {**self._with_room(main), **({HEAD: main[TIED]} if self.config.tied and self.apart else {})}
             of_copies = [{n: torch.zeros_like(value) for n, value in sizes.items()} for _ in range(0, self.dp, shard)]
-            loads = {name: torch.zeros_like(bias, dtype=torch.int64) for name, bias in result.biases.items()}
             result.losses.append([])
             held: list[dict[tuple[int, str], Tensor]] = [{} for _ in of_copies]
             for m, batches in enumerate(microbatches):
-                ranks = [self._rank(result, r, len(microbatches)) for r in range(self.dp)]
-                losses = self._forward(ranks, batches, loads)
+                ranks = [self._rank(result, r, len(microbatches), clones) for r in range(self.dp)]
+                losses = self._forward(ranks, batches, rows)
                 torch.autograd.backward(losses, self._factors(microbatches, m))
                 result.losses[-1].append([loss.item() for loss in losses])
                 for i, grads in enumerate(of_copies):
                     mine = ranks[i * shard : (i + 1) * shard]
-                    self._reduce(mine, grads, held[i], last=m == len(microbatches) - 1)
+                    self._reduce(mine, grads, held[i], clones, last=m == len(microbatches) - 1)
+            for grads in of_copies:
+                for name in (name for name in grads if self.clones and ".experts." in name):
+                    come_home(list(grads[name].chunk(self.ep)), clones.get(layer_of(name), ()), self.clones)
+                    grads[name] = torch.cat([part[: -self.clones] for part in grads[name].chunk(self.ep)])
             grads = {name: rank_sum([each[name] for each in of_copies]) for name in sizes}
             if HEAD not in main and HEAD in grads:
                 grads[TIED] += grads.pop(HEAD)
             result.grads.append({name: grad.clone() for name, grad in grads.items()})
             result.norms.append(self._step(optimizer, main, grads))
-            for name, load in loads.items():
-                result.biases[name] = balance_bias(result.biases[name], load, self.config.bias_rate)
+            for name in result.biases:
+                result.biases[name] = balance_bias(result.biases[name], rows[layer_of(name)], self.config.bias_rate)
         return result
 
     def _factors(self, microbatches: Sequence[Sequence[Batch]], m: int) -> list[Tensor]:
@@ -119,21 +128,40 @@ class Reference:
         total = max(1, sum(map(sum, counts)))
         return [torch.tensor(count * self.dp / total) for count in counts[m]]
 
-    def _rank(self, result: Result, rank: int, microbatches: int) -> Chunk:
+    def _with_room(self, main: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Parameters, those of each rank's experts with as many more behind them as it clones."""
+        if not self.clones:
+            return main
+        found = dict(main)
+        for name, value in main.items():
+            if ".experts." in name:
+                shape = self.ep, self.clones, *value.shape[1:]
+                found[name] = torch.cat([value.unflatten(0, (self.ep, -1)), value.new_zeros(shape)], 1).flatten(0, 1)
+        return found
+
+    def _rank(self, result: Result, rank: int, microbatches: int, clones: dict[int, Clones]) -> Chunk:
         """The model of one data-parallel rank, with fresh parameters in the compute dtype."""
         c, ep_rank = self.config, rank % self.ep
-        ep = ExpertPlace(self.ep, ep_rank, self.per_rank)
+        ep = ExpertPlace(self.ep, ep_rank, self.per_rank, clones=self.clones)
         chunk = Chunk(c, range(c.layers), ep=ep, aux_scale=1 / microbatches, linears=self.linears)
         chunk.to_empty(device="cpu")  # unties a tied head: the two gradients are added up in the format that travels
         for name, param in chunk.named_parameters():
             value = result.weights[TIED if c.tied and name == HEAD else name]
-            param.data = (value.chunk(self.ep)[ep_rank] if ".experts." in name else value).to(self.dtype).clone()
+            if ".experts." in name:
+                own, here = value.chunk(self.ep)[ep_rank], clones.get(layer_of(name), ())
+                mine = {clone.seat: clone.expert for clone in here if clone.rank == ep_rank}
+                value = torch.cat([own, *(value[mine.get(n, 0)].unsqueeze(0) for n in range(self.clones))])
+            param.data = value.to(self.dtype).clone()
+        for number, chosen in clones.items():
+            chunk.layer(number).cloned.choose(chosen)  # pyrefly: ignore
         for name, bias in result.biases.items():
             chunk.get_submodule(name.removesuffix(".bias")).bias = bias  # pyrefly: ignore
         return chunk
 
-    def _forward(self, ranks: list[Chunk], batches: Sequence[Batch], loads: dict[str, Tensor]) -> list[Tensor]:
-        """Loss of every rank. Expert-parallel groups are consecutive ranks."""
+    def _forward(self, ranks: list[Chunk], batches: Sequence[Batch], rows: dict[int, Tensor]) -> list[Tensor]:
+        """Loss of every rank; rows by expert of every layer are added to `rows`. Expert-parallel groups are consecutive
+        ranks.
+        """
         losses = []
         for first in range(0, self.dp, self.ep):
             group, inputs = ranks[first : first + self.ep], batches[first : first + self.ep]
@@ -145,14 +173,14 @@ class Reference:
                     xs = [layer(x, d) for layer, x, d in zip(layers, xs, documents, strict=True)]
                 else:
                     xs, load = moe_layer(layers, xs, documents, self.fp8_rows)  # pyrefly: ignore
-                    if f"layers.{i}.router.bias" in loads:
-                        loads[f"layers.{i}.router.bias"] += load
+                    rows[i] = rows.get(i, 0) + load
             losses += [chunk.loss(x, batch[1]) for chunk, x, batch in zip(group, xs, inputs, strict=True)]
         return losses
 
     def _reduce(
-        self, ranks: list[Chunk], grads: dict[str, Tensor], held: dict[tuple[int, str], Tensor], last: bool
-    ) -> None:
+        self, ranks: list[Chunk], grads: dict[str, Tensor], held: dict[tuple[int, str], Tensor],
+        clones: dict[int, Clones], last: bool,
+    ) -> None:  # fmt: skip
         """Add one microbatch's gradients: in rank order, in fp32, divided by dp.
 
         Where gradients stay whole they are first added up on each rank, in fp32 in `held`, and rounded at the `last`
@@ -176,7 +204,12 @@ class Reference:
                     held[r, name] = held[r, name] + grad if (r, name) in held else grad.float()
                 if not last:
                     continue
-                all_grads = [held[r, name].to(wire) for r in range(len(ranks))]
+                all_grads = [held[r, name] for r in range(len(ranks))]
+            if self.clones and ".experts." in name and len(ranks) > parts:
+                for first in range(0, len(ranks), parts):
+                    come_home(all_grads[first : first + parts], clones.get(layer_of(name), ()), self.clones)
+            if late:
+                all_grads = [grad.to(wire) for grad in all_grads]
             for part, out in enumerate(grads[name].chunk(parts)):
                 total = rank_sum(all_grads[part::parts])
                 total = total.to(wire).float() if late and self.strategy == "no_shard" else total
@@ -189,6 +222,20 @@ class Reference:
             main[name].grad = grad * coefficient
         optimizer.step()
         return norm
+
+
+def come_home(grads: list[Tensor], clones: Clones, room: int) -> None:
+    """Add the gradients of clones, which lie behind those of each rank's experts, to the owners', in rank order."""
+    local = len(grads[0]) - room
+    for expert, rank, seat in sorted(clones, key=lambda clone: clone.rank):
+        grads[expert // local][expert % local] += grads[rank][local + seat]
+    for grad in grads:
+        grad[local:] = 0
+
+
+def layer_of(name: str) -> int:
+    """The number in the name of a layer's parameter."""
+    return int(name.split(".")[1])
 
 
 def moe_layer(

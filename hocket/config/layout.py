@@ -18,6 +18,8 @@ Purpose = Literal[
     "reduce_experts",
     "replicas",
     "a2a",
+    "clones",
+    "clone_grads",
     "tp",
     "cp",
     "pp_fwd",
@@ -82,7 +84,7 @@ class MeshConfig:
                 return [(max(1, shard // self.ep), self.ep)], [(self.pp * replicas, shard), (self.ep, 1)]
             case "replicas":
                 return [(replicas, shard)], [(self.pp, row), (shard, 1)]
-            case "a2a":
+            case "a2a" | "clones" | "clone_grads":
                 return [(self.ep, 1)], [(max(1, self.world // self.ep), self.ep)]
             case "tp":
                 return [(self.tp, 1)], [(self.pp * self.data, self.tp)]

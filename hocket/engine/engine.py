@@ -19,6 +19,7 @@ from hocket.engine.balance import Balance
 from hocket.engine.comm_options import comm_options
 from hocket.engine.executor import Executor
 from hocket.engine.graphed import GraphedSteps, Record, Way, from_turn_one, recorder_of
+from hocket.engine.hot import HotExperts
 from hocket.engine.room import RowRoom
 from hocket.engine.standstill import Standstill
 from hocket.fsdp.planned.adamw import AdamWOptions, PlannedAdamW
@@ -115,14 +116,14 @@ class Engine:
         self._tensors = Tensors.of(self.groups.tp, device) if self.mesh.tp > 1 else None
         self._linears = self._make_linears()
         self.shared = self._share()
-        wire = DTYPES.get(config.precision.wire, self.dtype)
         ends: dict[str, nn.Parameter] = {}
         self.chunks: list[Any] = [self._chunk(chunk, ends) for chunk in range(self.layout.chunks)]
         self.balance = Balance(self.chunks, self.groups, config.model.bias_rate)
-        travels = Travels(wire, gathered_in_fp8(config))
+        travels = Travels(DTYPES.get(config.precision.wire, self.dtype), gathered_in_fp8(config))
         self.sharded = PlannedModel(
             self.chunks, self.mesh, self.groups, self.program, self.dtype, device, travels=travels
         )
+        self.hot = HotExperts(self.balance.layers, self.sharded.units)
         t, averages = config.train, DTYPES[config.precision.averages]
         options = AdamWOptions(
             betas=t.betas,
@@ -159,7 +160,7 @@ class Engine:
 
     def _chunk(self, chunk: int, ends: dict[str, nn.Parameter]) -> ChunkLike:
         pp, layout = self.where.pp, self.layout
-        place = ExpertPlace(self.mesh.ep, self.where.ep, layout.per_rank, layout.makes_rows_later)
+        place = ExpertPlace(self.mesh.ep, self.where.ep, layout.per_rank, layout.makes_rows_later, layout.clones)
         first, last = layout.is_first(pp, chunk), layout.is_last(pp, chunk)
         layers = layout.layers(pp, chunk)
         where = place, self.device, self._linears, self.groups
@@ -272,6 +273,7 @@ class Engine:
         With `overlap.dp.update = next_step` weights change when the next step begins, or with `catch_up`.
         """
         assert len(microbatches) == self.program.microbatches
+        self.hot.choose(self.balance.loads, self.executor.rehearse)
         self._lr = 0.0 if self.config.train.transport == "null" else lr
         loss = self._loss(self._run(self.executor, microbatches), self.executor)
         lacked = self.room.lacked
@@ -295,7 +297,7 @@ class Engine:
         self.sharded.sum_shared_grads()
         if self._optimizer is None or lacked:
             self.sharded.forget_grads()
-            self.executor.actions.loads.clear()
+            self.balance.without_update(self.executor.actions.loads)
             return
         enter("the norm of all gradients, and the optimizer")
         self._grad_norm = self._optimizer.step(self._lr, later=self._leaves_updates)

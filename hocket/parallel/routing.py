@@ -41,7 +41,7 @@ class Routing:
     inverse_R: Tensor
     """Row of every slot among rows by global expert, then token; int32. With one copy per expert the sent row."""
     counts_E: Tensor
-    """Rows for every global expert, int64, on the device."""
+    """Rows for every global expert, int64, on the device; with clones, for every place of one (`clones.py`)."""
     tokens: int
     top_k: int
     pairs: Pairs | None = None
@@ -165,7 +165,7 @@ def _by_kernels(
     begin = linears.total if factor else Arriving
     if kept is not None:
         assert kept.chosen_TK is not None
-        total_E = begin(kept.counts_E)
+        total_E = begin(kept.load_E)
         probs_TK = weigh(logits_TE, kept.chosen_TK.int(), total_E, config, factor, linears.size)
         return probs_TK, replace(kept, total_E=total_E)
     chosen = choose(logits_TE, bias_E, config, factor, begin, linears.size)

@@ -67,6 +67,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("plan.group", "overlap.dp.prefetch", "overlap.tp.pieces"), (0, _MANY)),
     **dict.fromkeys(("overlap.pp.defer_layers", "overlap.pp.defer_head"), (-1, ANY)),
     "overlap.ep.room": (1, ANY),
+    "overlap.ep.clones": (0, _MANY),
     "data.sequence_length": (1, _LONG),
     "data.validation": (0, 0.9),
     "data.processes": (0, _MANY),

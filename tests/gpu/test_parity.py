@@ -27,7 +27,7 @@ from hocket.engine import Engine
 from hocket.model.microbatch import Microbatch
 from hocket.presets import PLAIN
 from hocket.runtime.lanes import CudaLanes
-from hocket.settings.schema import changed
+from hocket.settings.schema import changed, leaf
 from tests.helpers.plans import planned
 from tests.helpers.ranks import run_ranks
 
@@ -56,6 +56,8 @@ OTHERS: dict[str, Config] = {
     "pairs at the ends": planned(BASE, merge_ends="on", group=4, defer_layers=1),
     "the head's weight gradients at the end": planned(BASE, defer_head=-1),
     "recomputed": planned(BASE, recompute=("attn", "experts", "mlp")),
+    "clones": planned(BASE, clones=1),
+    "clones, gathered once": planned(BASE, clones=2, strategy="optim", update="next_step"),
     "one copy per rank": planned(changed(BASE, {"model.top_k": 4}), copies="per_rank"),
     "gradients that travel in fp32": changed(BASE, {"precision.wire": "fp32"}),
     "zb_h1": planned(APART, order="zb_h1", chunks=1),
@@ -93,6 +95,10 @@ TWO: dict[str, Config] = {
         changed(EXPERTS, {"precision.dispatch": "fp8", "model.top_k": 4}), copies="per_rank"
     ),
     "tokens sent in fp8, counted by devices": planned(changed(EXPERTS, {"precision.dispatch": "fp8"}), splits="device"),
+    "clones": planned(EXPERTS, clones=1),
+    "clones, one copy per rank": planned(changed(EXPERTS, {"model.top_k": 4}), clones=2, copies="per_rank"),
+    "clones, updates in the next step": planned(EXPERTS, clones=1, update="next_step"),
+    "clones, copy_engine": planned(COPIED, clones=1),
     "nccl": EXPERTS,
     "copy_engine": COPIED,
     "updates in the next step": planned(EXPERTS, update="next_step"),
@@ -120,6 +126,7 @@ def restart(engine: Engine) -> None:
     """Back to the state before the first step."""
     engine.init_weights()
     engine.optimizer.steps = 0
+    engine.balance.loads = {}
     for state in engine.optimizer.state.values():
         state.exp_avg.zero_()
         state.exp_avg_sq.zero_()
@@ -146,7 +153,8 @@ def compare(rank: int, config: Config, seeds: int) -> dict[str, Any]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # pyrefly: ignore
     plain = dataclasses.replace(config, plan=PlanConfig(chunks=config.plan.chunks), overlap=OverlapConfig())
-    same_sums = {"overlap.dp.strategy": config.overlap.dp.strategy, "overlap.ep.copies": config.overlap.ep.copies}
+    same = ("overlap.dp.strategy", "overlap.ep.copies", "overlap.ep.clones")
+    same_sums = {name: leaf(config, name) for name in same}
     sequential = Engine(
         changed(plain, {"plan.order": "sequential", "precision.gather": "bf16", **PLAIN, **same_sums}), rank, device
     )
