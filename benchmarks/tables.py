@@ -27,9 +27,8 @@ from collections.abc import Callable, Sequence
 from benchmarks import eight_gpus, settings_tables, summary_tables, tensor_tables
 from benchmarks.aim_tables import expert_aims
 from benchmarks.bench.record import origins
-from benchmarks.contender_tables import before_and_after, contenders, host_cost, settings, shared_memory
 from benchmarks.clone_balance import clone_balance
-from benchmarks.contender_tables import before_and_after, contenders, host_cost, one_round, settings, shared_memory
+from benchmarks.contender_tables import before_and_after, contenders, host_cost, settings, shared_memory
 from benchmarks.context_balance import balance
 from benchmarks.family_tables import families, weights_memory
 from benchmarks.faults import reliability
