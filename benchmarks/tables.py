@@ -282,6 +282,7 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "pipeline_peers": ("pipeline_peers", contenders),
     "any_model": ("any_model", contenders),
     "context_dense": ("context_dense context_dense_long?", contenders),
+    "expert_clones": ("expert_clones", contenders),
     "context_experts": ("context_experts context_experts_long?", contenders),
     "context_dense_adamw": ("context_dense_adamw", contenders),
     "context_experts_adamw": ("context_experts_adamw", contenders),

@@ -27,11 +27,8 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-BLOCK = 1 << 20
-"""Bytes of elements that are written at a time: few enough to be in a core's cache after their CRC-32."""
-
-FETCHED = 1 << 23
-"""Bytes that come from a GPU at a time."""
+BLOCK = 1 << 23
+"""Bytes of elements that are written at a time."""
 
 FILES, LEAST = 8, 1 << 26
 """Files that a rank writes at most, and bytes that are worth one."""
@@ -119,13 +116,12 @@ class ArchiveFile:
             self._put(_with_checksum(behind, crc))
 
     def _blocks(self, tensor: Tensor) -> Iterator[memoryview]:
-        for part in tensor.view(-1).view(torch.uint8).split(FETCHED):
-            if not part.is_cpu:
+        for block in tensor.view(-1).view(torch.uint8).split(BLOCK):
+            if not block.is_cpu:
                 if self._pinned is None:
-                    self._pinned = torch.empty(FETCHED, dtype=torch.uint8, pin_memory=True)
-                part = self._pinned[: part.numel()].copy_(part)
-            for block in part.split(BLOCK):
-                yield block.numpy().data
+                    self._pinned = torch.empty(BLOCK, dtype=torch.uint8, pin_memory=True)
+                block = self._pinned[: block.numel()].copy_(block)
+            yield block.numpy().data
 
     def _put(self, piece: bytes | bytearray | memoryview) -> None:
         self.crc, self.size = zlib.crc32(piece, self.crc), self.size + len(piece)
