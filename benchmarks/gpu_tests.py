@@ -67,6 +67,13 @@ def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
     return {**kept[-1], "origins": kept, **counted(tests), "tests": tests}
 
 
+def still_there(name: str) -> bool:
+    """Whether a test, called `tests.gpu.test_parity::test_steps[case]`, has not been removed or renamed since."""
+    module, _, test = name.partition("::")
+    file = ROOT / (module.replace(".", "/") + ".py")
+    return file.exists() and f"def {test.partition('[')[0]}(" in file.read_text()
+
+
 def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--name", default="gpu_tests", help="of the result")
@@ -78,7 +85,10 @@ def main() -> int:
     options, words = parser.parse_known_args()
     path = ((options.out or RESULTS) / f"{options.name}.json").absolute()
     if options.merge:
-        save(path, merged([json.loads(file.read_text()) for file in options.merge]))
+        results = [json.loads(file.read_text()) for file in options.merge]
+        for result in results:
+            result["tests"] = {name: test for name, test in result["tests"].items() if still_there(name)}
+        save(path, merged(results))
         print(path)
         return 0
     result = begin(path, options.commit, options.resume)
