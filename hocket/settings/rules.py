@@ -26,6 +26,10 @@ from hocket.settings.tensor_rules import TENSOR_RULES, no_pieces
 from hocket.settings.training_rules import TRAINING_RULES
 from hocket.settings.transport_rules import TRANSPORT_RULES
 
+RANKS_OF_A_CORE = 8
+"""Most ranks that hocket starts for each CPU core where they compute on CPUs: they take turns, and each has memory of
+its own. Those of torchrun and Slurm are there already."""
+
 LARGEST_BETA = 1 - 2**-6
 """Of averages in bf16. See Note: [Averages in bf16] in `fsdp/planned/adamw.py`."""
 
@@ -201,6 +205,13 @@ RULES: tuple[Rule, ...] = (
         lambda c, h: c.train.device == "cuda" and 0 < h.gpus < (h.local_workers or c.mesh.world),
         "every rank needs a GPU of its own: this host has {host.gpus} and would run {local_world} ranks",
         "a smaller mesh, fewer processes on each host, or train.device = cpu",
+    ),
+    Rule(
+        ("mesh.dp", "mesh.pp", "mesh.cp", "mesh.tp"),
+        lambda c, h: c.train.device == "cpu" and not h.workers and 0 < RANKS_OF_A_CORE * h.cores < c.mesh.world,
+        "mesh.pp = {mesh.pp} x mesh.dp = {mesh.dp}{others} is {world} processes that would compute on this host's "
+        "CPU cores, and it has {host.cores}",
+        f"at most {RANKS_OF_A_CORE} ranks for each core, or torchrun or srun on several hosts",
     ),
     *PLAN_RULES,
     *OVERLAP_RULES,
