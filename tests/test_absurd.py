@@ -55,7 +55,9 @@ def test_ranks_take_turns_on_cores_up_to_a_number() -> None:
     mesh = {"mesh.pp": 2, "mesh.ep": 1}
     resolve(changed(TINY, {**mesh, "mesh.dp": RANKS_OF_A_CORE}), Host(cores=2))
     more = changed(TINY, {**mesh, "mesh.dp": RANKS_OF_A_CORE + 1})
-    with pytest.raises(ValueError, match=r"mesh\.dp = 9 .* is 18 processes .* it has 2; fix: at most 8 ranks for each core"):
+    with pytest.raises(
+        ValueError, match=r"mesh\.dp = 9 .* is 18 processes .* it has 2; fix: at most 8 ranks for each core"
+    ):
         resolve(more, Host(cores=2))
     resolve(more, Host(cores=2, workers=18, local_workers=18))  # torchrun has started them
     resolve(more, Host(cores=2, gpus=18))

@@ -18,7 +18,7 @@ from hocket.settings.layer_rules import LAYER_RULES
 from hocket.settings.network_rules import NETWORK_RULES, ranks_of_a_host
 from hocket.settings.origins import asked
 from hocket.settings.overlap_rules import OVERLAP_RULES
-from hocket.settings.plan_rules import PLAN_RULES, stages
+from hocket.settings.plan_rules import PLAN_RULES, longest_stage, stages
 from hocket.settings.rope_rules import ROPE_RULES
 from hocket.settings.rule import Host, Rule
 from hocket.settings.schema import MOST_RANKS, line
@@ -374,6 +374,7 @@ def rule_text(text: str, config: Config, host: Host) -> str:
         on_a_host=ranks_of_a_host(config, host),
         local_world=host.local_workers or world,
         stages=stages(config),
+        longest=longest_stage(config),
         tokens=config.tokens,
         width=config.element_bytes,
         unit=16 // config.element_bytes,
