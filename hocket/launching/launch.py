@@ -133,7 +133,7 @@ def train_rank(settings: Settings, rank: int, device: Any) -> None:
     trainer.begin()
     if rank == 0:
         record(settings, Path(settings.run.folder))
-        note(settings)
+        note(settings, trainer.number)
     trainer.run()
 
 

@@ -150,7 +150,10 @@ def test_help_and_no_words(capsys: pytest.CaptureFixture[str]) -> None:
         (["-x", "{run}"], "-x (command line): there is no such option"),
         (["--json"], "the traces are missing"),
         (["{run}/none.json"], "none.json (command line): no such file"),
-        (["{run}/empty"], "no traces in this folder: it is of a run that was not profiled; fix: hocket train ... --prof"),
+        (
+            ["{run}/empty"],
+            "no traces in this folder: it is of a run that was not profiled; fix: hocket train ... --prof",
+        ),
         (["{run}/traces/none"], "no traces in this folder; fix: a folder with the .json"),
         (["{run}", "{run}/traces/rank0.json.gz"], "rank0.json.gz (command line): is given twice"),
         (["{run}", "--null"], "--null (command line): says nothing; fix: --null FILE"),
