@@ -7,7 +7,8 @@
     print(hocket.simulate(step).makespan)                # predicted seconds
     print(hocket.draw(step))                             # the timeline as text; kind="svg" and "html" draw it
 
-Nothing here imports torch. `step.start()` does: it makes this rank's part of the step, which trains.
+Nothing here imports torch, unless settings have patterns of weights' names. `step.start()` does: it makes this rank's
+part of the step, which trains.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from hocket.resolve import Settings, resolve
 from hocket.settings.schema import changed, flat, ill_typed, impossible, types
 from hocket.settings.sources import begin
 from hocket.settings.suggest import meant_setting
+from hocket.settings.weight_groups import patterns_of, unmatched
 from hocket.typed import is_a
 
 if TYPE_CHECKING:
@@ -90,7 +92,16 @@ def plan(recipe: str | Config = "tiny", settings: Mapping[str, Any] | None = Non
         config, origins = start.config, dict(start.origins)
     config, given = with_settings(config, settings, "plan")
     resolved = resolve(config, host_for_plan(config, driver_names()), {**origins, **given})
+    check_patterns(resolved)
     return Plan(resolved, program_of(resolved))
+
+
+def check_patterns(settings: Settings) -> None:
+    """Refuse patterns of names that no weight of hocket's own transformer has. Raises ValueError."""
+    if any(patterns_of(settings).values()):
+        from hocket.model.source import parameter_shapes  # imports torch
+
+        stop_if(unmatched(settings, ((name,) for name in parameter_shapes(settings.model)), settings.origins))
 
 
 def with_settings(config: Config, settings: Mapping[str, Any] | None, where: str) -> tuple[Config, dict[str, str]]:

@@ -41,8 +41,8 @@ folder stands for all traces in it, or in its folder `traces`.
 
 _FILES = ("html", "svg", "png", "perfetto")
 _ENDINGS = (".json", ".json.gz")
-_NO_TRACE = "explanation.json"
-"""What a run of hocket leaves beside its traces."""
+_OF_RUN, _NO_TRACES = "explanation.json", ("explanation.json", "about.json")
+"""What a run of hocket leaves beside its traces: what each has, and all that might be taken for a trace."""
 
 Predict = Callable[[Sequence[RankTrace], Report, Tax | None], Prediction | None]
 """Predicts the run of some traces, of which there are a report and maybe a tax; None for a program that it does not
@@ -177,6 +177,9 @@ def _files(name: str) -> list[Path]:
     if path.is_dir():
         if inside := _inside(path / "traces") or _inside(path):
             return inside
+        if (path / _OF_RUN).exists():
+            reason = "no traces in this folder: it is of a run that was not profiled"
+            raise _problem(name, reason, "hocket train ... --profile, which records two steps")
         fix = "a folder with the .json or .json.gz files of the PyTorch profiler (of hocket: hocket train --profile)"
         raise _problem(name, "no traces in this folder", fix)
     if not path.exists():
@@ -189,7 +192,7 @@ def _inside(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     found = (path for path in folder.iterdir() if path.name.endswith(_ENDINGS) and path.is_file())
-    return sorted(path for path in found if path.name != _NO_TRACE)
+    return sorted(path for path in found if path.name not in _NO_TRACES)
 
 
 def only(trace: RankTrace, number: int) -> RankTrace:

@@ -14,6 +14,7 @@ from hocket.recipes import recipe
 from hocket.resolve import resolve
 from hocket.settings.plan_rules import MOST_PASSES
 from hocket.settings.rule import Host
+from hocket.settings.rules import RANKS_OF_A_CORE
 from hocket.settings.schema import ANY, BOUNDS, MOST_RANKS, changed, leaf
 
 AT_ONCE = 10.0
@@ -48,6 +49,18 @@ def test_a_mesh_of_too_many_ranks_and_a_step_of_too_many_passes_are_refused() ->
     with pytest.raises(ValueError, match="plan of millions of operations"):
         resolve(long, Host())
     resolve(changed(TINY, {"train.microbatches": MOST_PASSES // TINY.model.layers}), Host())
+
+
+def test_ranks_take_turns_on_cores_up_to_a_number() -> None:
+    mesh = {"mesh.pp": 2, "mesh.ep": 1}
+    resolve(changed(TINY, {**mesh, "mesh.dp": RANKS_OF_A_CORE}), Host(cores=2))
+    more = changed(TINY, {**mesh, "mesh.dp": RANKS_OF_A_CORE + 1})
+    with pytest.raises(
+        ValueError, match=r"mesh\.dp = 9 .* is 18 processes .* it has 2; fix: at most 8 ranks for each core"
+    ):
+        resolve(more, Host(cores=2))
+    resolve(more, Host(cores=2, workers=18, local_workers=18))  # torchrun has started them
+    resolve(more, Host(cores=2, gpus=18))
 
 
 @pytest.mark.parametrize("words", [("--gpus", "100000000"), ("--model.layers", "10000000"), ("--mesh.dp", "1000000")])

@@ -57,6 +57,7 @@ SETTINGS = [
     (["--model.experts", "3"], ["model.experts = 3", "mesh.ep = 2"]),
     (["--mesh.pp", "4"], ["mesh.pp = 4", "8 virtual stages, too many for model.layers = 4"]),
     (["--mesh.dp", "3"], ["mesh.dp = 3", "does not divide"]),
+    (["--mesh.dp", "65536"], ["mesh.dp = 65536 (command line, --mesh.dp)", "131072 processes", "ranks for each core"]),
     (["--train.microbatches", "1", "--overlap.ep.merge", "off"], ["train.microbatches = 1", "at least mesh.pp = 2"]),
     (["--train.device", "cuda"], ["train.device = cuda", "command line"]),
     (["--data.paths", "no/such"], ["data.paths = no/such", "command line", "no such file or folder"]),

@@ -95,7 +95,10 @@ def test_only_the_newest_are_kept_and_latest_points_to_the_last(tmp_path):
 
 def test_a_step_that_is_saved_already_is_refused_and_stays(tmp_path):
     save_steps(0, tmp_path, [1])
-    with pytest.raises(checkpoint.SaveFailed, match="step-00000001 exists already"):
+    with pytest.raises(
+        checkpoint.SaveFailed,
+        match=r"step-00000001 is there already, and no .* there is no other one; fix: move it away$",
+    ):
         save_steps(0, tmp_path, [1])
     assert load_and_compare(0, tmp_path) == (1, 10)
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["latest", "step-00000001"]

@@ -347,6 +347,7 @@ WITH_HOST: list[tuple[Config, Host, dict[str, Any], str, str]] = [
         for name, method in (("method", "pipeline"), *((at, possible(*at.split("_"))[-1]) for at in PIECEWISE))
     ),
     (TINY, Host(workers=3, local_workers=3), {"mesh__dp": 2}, "mesh.dp", "is 4 ranks, but 3 processes were started"),
+    (TINY, Host(cores=2), {"mesh__dp": 9}, "mesh.dp", "is 18 processes that would compute on this host's CPU cores"),
     (TINY, Host(gpus=2), {"train__device": "cuda"}, "train.device", "this host has 2 and would run 4 ranks"),
     (TINY, Host(gpus=4), {"train__transport": "gloo"}, "train.transport", "ranks compute on GPUs"),
     (TINY, Host(gpus=2, workers=4, local_workers=2), {"train__transport": "copy_engine"}, "train.transport",

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import hocket
+from hocket import cli
 from hocket.config import Config
 from hocket.recipes import RECIPES
 
@@ -195,3 +196,13 @@ def test_a_step_takes_whole_numbers_and_a_finite_learning_rate() -> None:
         step((ids.float(), ids))
     assert step((ids, ids)).loss == pytest.approx(step.evaluate((ids.long(), ids.long())), rel=0.5)
     step.close()
+
+
+@pytest.mark.parametrize("setting", ["optimizer.adamw", "optimizer.no_decay"])
+def test_a_pattern_that_no_weight_has_is_refused_wherever_settings_are_resolved(setting: str) -> None:
+    line = rf"^{setting} = nosuch\* \(.*\): no weight is named like 'nosuch\*'; fix: a pattern of names such as embed"
+    with pytest.raises(ValueError, match=line):
+        hocket.plan("tiny", {"optimizer.name": "muon", setting: ["nosuch*"]})
+    for command in ("plan", "explain"):
+        with pytest.raises(ValueError, match=line):
+            cli.run([command, "tiny", "--optimizer.name", "muon", f"--{setting}", "nosuch*"])

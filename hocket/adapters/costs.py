@@ -1,15 +1,16 @@
 """Costs of the ops of an adapted model: FLOPs from torch's counter on the meta device, bytes from shapes.
 
 Communication goes by the sizes of parameters and hidden states. Of a part that computes, torch counts the FLOPs of its
-forward, and what it saves for backward. Experts of others do not apply the weights of choices, so what they make is
-saved too. The seconds of its ops are those that the cost model gives to a part of hocket's transformer with as many
-weights, times the ratio of the two counts of FLOPs.
+forward, and what it saves for backward. Torch counts all pairs of a query and a key. Of these the causal ones count,
+and in layers with a window those within it, as in the cost model (`program/attending.py`). Experts of others do not
+apply the weights of choices, so what they make is saved too. The seconds of its ops are those that the cost model gives
+to a part of hocket's transformer with as many weights, times the ratio of the two counts of FLOPs.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,12 +22,17 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hocket.adapters.cut import Cut
 from hocket.adapters.layer import ExpertLayer
+from hocket.adapters.shareable import LAYERS, windows_of
 from hocket.config import Config, ModelConfig
+from hocket.program.attending import keys
 from hocket.program.cost import CostTable
 from hocket.program.network import hardware_of
 from hocket.program.stages import costs_of
 from hocket.runtime.dtypes import DTYPES
 from hocket.tune.trials import Price
+
+_OF_PAIRS = ("aten.bmm", "aten._scaled_dot_product")
+"""Operations that multiply queries and keys, and their weights and values, by the beginnings of their names."""
 
 
 @dataclass(frozen=True)
@@ -134,13 +140,14 @@ def count_parts(cut: Cut, config: Config) -> dict[tuple[str, str], Counted]:
     memo |= {id(b): memo[id(b)].to("meta") for b in adapter.model.buffers()}
     found: dict[tuple[str, str], Counted] = {}
     kinds = cut.kinds()
+    met = {kind: _met(whole, [n for n, each in enumerate(kinds) if each == kind], shape[1]) for kind in set(kinds)}
     for kind in sorted(set(kinds)):
         number = kinds.index(kind)
         layer: Any = cut.copied(number, dict(memo))
         if isinstance(layer, ExpertLayer):
             if whole_sequences:
                 found["attn", kind] = _counted(
-                    lambda x, layer=layer, n=number: layer.route(layer.attention(x, contexts[n]))[0], x_BSD
+                    lambda x, layer=layer, n=number: layer.route(layer.attention(x, contexts[n]))[0], x_BSD, met[kind]
                 )
             rows = shape[0] * shape[1] * config.model.top_k
             prefix = f"layers.{number}.experts."
@@ -148,14 +155,26 @@ def count_parts(cut: Cut, config: Config) -> dict[tuple[str, str], Counted]:
             found["experts", kind] = Counted(2 * rows * weights // cut.experts, 0)
         else:
             if whole_sequences:
-                found["attn", kind] = _counted(lambda x, layer=layer, n=number: layer.attention(x, contexts[n]), x_BSD)
+                found["attn", kind] = _counted(
+                    lambda x, layer=layer, n=number: layer.attention(x, contexts[n]), x_BSD, met[kind]
+                )
             found["mlp", kind] = _counted(layer.mlp, x_BSD)
     weights = sum(p.numel() for name, p in cut.params.items() if name.startswith("head.") and p.dim() > 1)
     found["head", ""] = Counted(2 * shape[0] * shape[1] * (weights or adapter.vocab * adapter.hidden), 0)
     return found
 
 
-def _counted(forward: Callable[[Tensor], Tensor], x_BSD: Tensor) -> Counted:
+def _met(config: Any, layers: Sequence[int], length: int) -> float:
+    """The share of all pairs of a query and a key that count, on average of some layers; 1 where that is not known."""
+    types = getattr(config, "layer_types", None)
+    if not hasattr(config, "num_hidden_layers") or any(types[n] not in LAYERS for n in layers if types):
+        return 1.0
+    windows = windows_of(config)
+    return sum(keys(((length, length),), windows[n]) for n in layers) / (length * len(layers))
+
+
+def _counted(forward: Callable[[Tensor], Tensor], x_BSD: Tensor, met: float = 1.0) -> Counted:
+    """FLOPs and saved bytes of a forward. Of products of attention the share `met` counts."""
     saved: dict[int, int] = {}
 
     def pack(x: Tensor) -> Tensor:
@@ -168,4 +187,6 @@ def _counted(forward: Callable[[Tensor], Tensor], x_BSD: Tensor) -> Counted:
     held: list[Any] = []
     with FlopCounterMode(display=False) as counter, saved_tensors_hooks(pack, lambda x: x):
         forward(x_BSD)
-    return Counted(counter.get_total_flops(), sum(saved.values()))
+    counts = counter.get_flop_counts().get("Global", {})
+    pairs = sum(flops for op, flops in counts.items() if str(op).startswith(_OF_PAIRS))
+    return Counted(counter.get_total_flops() - round((1 - met) * pairs), sum(saved.values()))

@@ -21,6 +21,7 @@ from hocket.explain.explanation import Explanation
 from hocket.explain.record import read
 from hocket.explain.text import to_text
 from hocket.measured.stored import other_ways
+from hocket.planned import check_patterns
 from hocket.probing import start
 from hocket.recipes import RECIPES
 from hocket.resolve import Settings
@@ -60,6 +61,7 @@ def run(words: list[str]) -> int:
         raise ValueError(f"{words[0]} (command line): {reason}; fix: {fix}")
     options, origins = parse(Explain, "explain", words)
     settings, refused = settle(options.config, origins)
+    check_patterns(settings)
     variables = survey(os.environ, settings.overlap.env, passed(sys.modules))
     reasons = (*filter(None, [refused]), *stopping(os.environ, variables))
     found = replace(explain(with_documents(settings), variables), refused=reasons)

@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 
 import tyro
 
+from hocket.commands.options import parse_plain
+
 
 @dataclass(frozen=True)
 class Export:
@@ -23,7 +25,7 @@ class Export:
 
 def run(words: list[str]) -> int:
     """Export a checkpoint. Returns the exit code."""
-    options = tyro.cli(Export, args=words, prog="hocket export", use_underscores=True)
+    options = parse_plain(Export, "export", "hocket export RUN FOLDER", words)
     latest = Path(options.run) / "checkpoints" / "latest"
     checkpoint = latest if latest.exists() else Path(options.run)
     from hocket.train.export import export  # imports torch

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from hocket.commands.options import parse_plain
 from hocket.config import ModelConfig
+from hocket.settings.schema import written
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,7 +49,7 @@ class Generate:
 
 def run(words: list[str]) -> int:
     """Generate. Returns the exit code."""
-    options = tyro.cli(Generate, args=words, prog="hocket generate", use_underscores=True)
+    options = parse_plain(Generate, "generate", "hocket generate RUN --prompt TEXT", words)
     _check(options)
     import torch
 
@@ -77,12 +79,13 @@ def run(words: list[str]) -> int:
 
 def _check(options: Generate) -> None:
     least: dict[str, tuple[float, float]] = {
-        "tokens": (1, 1e9), "temperature": (0, 1e9), "top_k": (0, 1e9), "top_p": (1e-9, 1)
+        "tokens": (1, 1e9), "temperature": (0, 1e9), "top_k": (0, 1e9), "top_p": (1e-9, 1),
+        "seed": (0, 2**63 - 1),
     }  # fmt: skip
     for name, (low, high) in least.items():
         given = getattr(options, name)
         if not low <= given <= high:
-            raise _wrong(name, given, "out of range", f"at least {low:g}" + (f", at most {high:g}" if high < 2 else ""))
+            raise _wrong(name, given, "out of range", f"at least {low:g}, at most {written(high)}")
 
 
 def _wrong(name: str, value: Any, reason: str, fix: str) -> ValueError:

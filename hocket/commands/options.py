@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import difflib
 import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, cast, get_type_hints
 
 import tyro
 
@@ -21,7 +22,7 @@ from hocket.machine import host_for_plan
 from hocket.problems import problems_of, stop_if
 from hocket.resolve import resolve
 from hocket.settings.overrides import given, split
-from hocket.settings.schema import changed, leaf, problem
+from hocket.settings.schema import changed, leaf, problem, show
 from hocket.settings.sources import begin
 
 
@@ -77,6 +78,54 @@ def _read(kind: type[Options], words: Sequence[str], config: Config, prog: str =
     return tyro.cli(
         kind, args=words, default=kind(config=config), prog=prog or None, use_underscores=True, config=pairs_off
     )
+
+
+Plain = TypeVar("Plain")
+
+
+def parse_plain(kind: type[Plain], command: str, usage: str, words: Sequence[str]) -> Plain:
+    """The options of a command without a recipe: values by their place, and flags that take a value each.
+
+    `usage` is how it is called. Raises ValueError for what the user can mend.
+    """
+    prog = f"hocket {command}"
+    if {"-h", "--help"} & set(words):
+        _unbreak(kind)
+        return tyro.cli(kind, args=list(words), prog=prog, use_underscores=True)
+    marked, hints = get_type_hints(kind, include_extras=True), get_type_hints(kind)
+    places = [name for name in hints if tyro.conf.Positional in getattr(marked[name], "__metadata__", ())]
+    flags = {name: hint for name, hint in hints.items() if name not in places}
+    values, said = _apart(words)
+    names = [word.partition("=")[0].removeprefix("--").replace("-", "_") for word in said]
+    for name in names:
+        if name not in flags:
+            close = difflib.get_close_matches(name, flags, n=1)
+            fix = f"did you mean --{close[0]}?" if close else f"{prog} --help lists them"
+            raise ValueError(f"--{show(name)} (command line): there is no such option; fix: {fix}")
+    stop_if(given(said, Config(), flags)[1])
+    if len(values) > len(places):
+        fix = f"{usage}, with quotes around a text of several words"
+        raise ValueError(f"{show(values[len(places)])} (command line): one word too many; fix: {fix}")
+    if "" in values:
+        raise ValueError(f"{places[values.index('')]} = (empty) (command line): names nothing; fix: {usage}")
+    needed = [field.name for field in dataclasses.fields(cast(Any, kind)) if field.default is dataclasses.MISSING]
+    if missing := [name for name in needed if name not in {*places[: len(values)], *names}]:
+        raise ValueError(f"{prog} (command line): no {' and no '.join(missing)}; fix: {usage}")
+    return tyro.cli(kind, args=[*said, "--", *values], prog=prog, use_underscores=True)
+
+
+def _apart(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Words that stand alone, and flags, each with `=` and the word behind it."""
+    alone, flags, left = list[str](), list[str](), list(words)
+    while left:
+        word = left.pop(0)
+        if not word.startswith("--"):
+            alone.append(word)
+        elif "=" in word or not left:
+            flags.append(word)
+        else:
+            flags.append(f"{word}={left.pop(0)}")
+    return alone, flags
 
 
 def _unbreak(kind: type[Any]) -> None:

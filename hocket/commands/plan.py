@@ -15,6 +15,7 @@ from hocket.commands.options import RecipeOptions, parse, write
 from hocket.config import Config
 from hocket.environment import driver_names
 from hocket.machine import host_for_plan
+from hocket.planned import check_patterns
 from hocket.program.check import assert_valid
 from hocket.program.cost import CostTable, Measurement
 from hocket.program.network import hardware_of
@@ -65,11 +66,12 @@ def run(words: list[str]) -> int:
         raise ValueError(f"svg = {options.svg} (command line, --svg): --html names it too; fix: two names")
     if options.memory and not options.search:
         raise ValueError("memory (command line, --memory): there is no --search; fix: add --search, or leave it out")
+    settings = resolve_for_plan(options.config, origins)
+    check_patterns(settings)
     if options.search:
         text, fits = search(options, origins)
         print(text)
         return 0 if fits else 1
-    settings = resolve_for_plan(options.config, origins)
     hardware = hardware_of(settings)
     measured = costs_from(settings, options.from_, options.null_from, origins)
     if measured:

@@ -39,7 +39,7 @@ class Home:
         self.away = offload != "none"
         """Whether it is the host's memory, also of a device that is the host."""
         self._where = CPU if self.away else device
-        self._pinned = offload == "pinned" and device.type == "cuda"
+        self._pinned = offload == "pinned"
         self._crosses = self.away and device.type == "cuda"
         self._out, self._in = (Passed(device if self._crosses else CPU) for _ in range(2))
 

@@ -53,7 +53,8 @@ class ShardOptions:
     offload: Offload = "none"
     """Whether weights, gradients and the optimizer's state of shards lie in the host's memory, and the optimizer runs
     there: `pinned`, which the device copies from and to while it computes, or `pageable`, where pages cannot be pinned.
-    `device` still says what computes; a model on the CPU stays there while it is sharded."""
+    `device` still says what computes; a model on the CPU stays there while it is sharded. Where the CPU computes,
+    nothing can be pinned."""
     init: Callable[[nn.Module], None] | None = None
     """Gives the parameters of a module on the meta device their values; `module.reset_parameters()` without it. It is
     called for one module at a time, which is on `device` by then."""

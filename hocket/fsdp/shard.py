@@ -88,6 +88,7 @@ def _shard(
     options, strategy = asked.options, asked.strategy
     policy = policy_of(strategy, options.slot_count, options.staging, options.unified)
     device = _device(params, options, asked.nests) if params else nested[0].device
+    _refuse_pinned(options, device)
     placements, default = _placements(params, asked.place), Placement(asked.mesh, options.divide)
     _refuse_divided(params, placements, default, nested, late=asked.nests)
     everyone = shard_groups_for(default, strategy, options, device)
@@ -249,6 +250,15 @@ def _device(params: Sequence[Member], options: ShardOptions, nests: bool) -> tor
             f"ShardOptions(device='cuda', offload={options.offload!r})"
         )
     return device
+
+
+def _refuse_pinned(options: ShardOptions, device: torch.device) -> None:
+    """Refuse pinned memory where the host computes, and no device copies from it."""
+    if options.offload == "pinned" and device.type == "cpu":
+        raise ValueError(
+            "offload='pinned' of a model that computes on the CPU, for which no memory is pinned: leave it out, or say "
+            "offload='pageable', which is CPUOffloadPolicy(pin_memory=False) of FSDP2"
+        )
 
 
 def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:

@@ -14,10 +14,9 @@ from hocket.explain.record import record
 from hocket.launching.folder import run_folder
 from hocket.launching.parent import start_workers
 from hocket.launching.worker import FAILED, Job, end_now, outcome
-from hocket.problems import stop_if
+from hocket.planned import check_patterns
 from hocket.resolve import Settings, resolve
 from hocket.settings.schema import problem
-from hocket.settings.weight_groups import patterns_of, unmatched
 from hocket.train.runs import note
 from hocket.train.writers import require_writers
 from hocket.tune.transport_choice import lost_copies
@@ -134,7 +133,7 @@ def train_rank(settings: Settings, rank: int, device: Any) -> None:
     trainer.begin()
     if rank == 0:
         record(settings, Path(settings.run.folder))
-        note(settings)
+        note(settings, trainer.number)
     trainer.run()
 
 
@@ -149,14 +148,6 @@ def check_corpus(settings: Settings) -> None:
     from hocket.train.data import make_streams  # imports torch, which a missing file need not wait for
 
     make_streams(text, settings)
-
-
-def check_patterns(settings: Settings) -> None:
-    """Refuse patterns of names that no weight has. Raises ValueError."""
-    if any(patterns_of(settings).values()):
-        from hocket.model.source import parameter_shapes  # imports torch
-
-        stop_if(unmatched(settings, ((name,) for name in parameter_shapes(settings.model)), settings.origins))
 
 
 def check_weights(settings: Settings) -> None:

@@ -33,7 +33,9 @@ def blocks_of(config: Mapping[str, Any], read: Literal["fp8", "mxfp4"] = "fp8") 
     said = config.get("quantization_config")
     if said is None:
         return None
-    method = said.get("quant_method") if isinstance(said, dict) else said
+    if not isinstance(said, dict):
+        raise ValueError(f"quantization_config = {said!r}: not a table of keys")
+    method = said.get("quant_method")
     if method != read or (read == "fp8" and said.get("fmt", "e4m3") != "e4m3"):
         there = "fp8 blocks of e4m3 are" if read == "fp8" else "mxfp4 is"
         raise ValueError(f"quantization_config has quant_method = {method}: only {there} read")

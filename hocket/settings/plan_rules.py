@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 from hocket.config import Config
 from hocket.program.layer import MERGED, at_once, merged_order, order_problem
-from hocket.program.ops import Layout
+from hocket.program.ops import Layout, recomputed_layers
 from hocket.program.pipeline import groups, smallest_group, warmup
 from hocket.program.stages import layout_of
 from hocket.program.values import lent_to
@@ -117,6 +118,17 @@ def recomputed_parts(c: Config) -> tuple[str, ...]:
     return named_parts(c.plan.recompute)
 
 
+def longest_stage(c: Config) -> int:
+    """Layers that the longest stage may have: of given stages, of even ones, or of any that costs may choose later."""
+    chosen_later = c.plan.layers_per_stage == ("auto",) and c.mesh.pp > 1
+    return max(most_layers(c), c.model.layers + 2 - stages(c)) if chosen_later else most_layers(c)
+
+
+def _most_named(items: tuple[str, ...]) -> int:
+    """The largest number of layers that an item such as `attn:2` names; 0 if none names one."""
+    return max((recomputed_layers(text)[1] or 0 for text in items), default=0)
+
+
 def _twice(items: tuple[str, ...]) -> bool:
     """Whether items name a part twice, or anything beside auto."""
     parts = named_parts(items)
@@ -156,6 +168,12 @@ def order_matters(text: str) -> bool:
 
 
 _USUAL = ("auto", "literature")
+
+_OF_PARTS: dict[str, Callable[[Config], tuple[str, ...]]] = {
+    "plan.recompute": lambda c: c.plan.recompute,
+    "plan.offload": lambda c: c.plan.offload,
+}
+"""Settings that name parts of layers -> what they name."""
 
 PLAN_RULES: tuple[Rule, ...] = (
     Rule(
@@ -319,11 +337,14 @@ PLAN_RULES: tuple[Rule, ...] = (
         "products in fp8 share casts between forward, backward and weight gradients of all tokens",
         "plan.mlp_pieces = 1, or precision.compute = bf16",
     ),
-    Rule(
-        ("plan.mlp_pieces", "plan.recompute"),
-        lambda c, h: c.plan.of_mlp > 1 and "mlp" in recomputed_parts(c),
-        "pieces make again what a dense MLP keeps, inside of its backward",
-        "leave mlp out of plan.recompute, or plan.mlp_pieces = 1",
+    *(
+        Rule(
+            ("plan.mlp_pieces", setting),
+            lambda c, h, items=items: c.plan.of_mlp > 1 and "mlp" in named_parts(items(c)),
+            "pieces make again what a dense MLP keeps, inside of its backward",
+            f"leave mlp out of {setting}, or plan.mlp_pieces = 1",
+        )
+        for setting, items in _OF_PARTS.items()
     ),
     Rule(
         ("plan.mlp_pieces", "model.dense_layers"),
@@ -331,6 +352,16 @@ PLAN_RULES: tuple[Rule, ...] = (
         "no effect: no layer has a dense MLP",
         "leave plan.mlp_pieces out",
         only_if_set=True,
+    ),
+    *(
+        Rule(
+            (setting, "plan.layers_per_stage"),
+            lambda c, h, items=items: 0 < longest_stage(c) < _most_named(items(c)),
+            "no stage can have as many layers: the longest has {longest} at most",
+            "{longest} or fewer, or the part without a number, for all layers",
+            only_if_set=True,
+        )
+        for setting, items in _OF_PARTS.items()
     ),
     Rule(
         ("plan.recompute",),

@@ -27,8 +27,8 @@ class Host:
     """Its compute capability; 0.0 means not known."""
     memory: int = 0
     """Bytes of its memory; 0 means not known."""
-    cores: int = 1
-    """CPU cores this process may use."""
+    cores: int = 0
+    """CPU cores this process may use; 0 means not known."""
     workers: int = 0
     """Processes that torchrun or Slurm started, over all hosts; 0 means that hocket starts them itself."""
     local_workers: int = 0

@@ -19,13 +19,17 @@ from hocket.settings.layer_rules import LAYER_RULES
 from hocket.settings.network_rules import NETWORK_RULES, ranks_of_a_host
 from hocket.settings.origins import asked
 from hocket.settings.overlap_rules import OVERLAP_RULES
-from hocket.settings.plan_rules import PLAN_RULES, stages
+from hocket.settings.plan_rules import PLAN_RULES, longest_stage, stages
 from hocket.settings.rope_rules import ROPE_RULES
 from hocket.settings.rule import Host, Rule
 from hocket.settings.schema import MOST_RANKS, line
 from hocket.settings.tensor_rules import TENSOR_RULES, no_pieces
 from hocket.settings.training_rules import TRAINING_RULES
 from hocket.settings.transport_rules import TRANSPORT_RULES
+
+RANKS_OF_A_CORE = 8
+"""Most ranks that hocket starts for each CPU core where they compute on CPUs: they take turns, and each has memory of
+its own. Those of torchrun and Slurm are there already."""
 
 LARGEST_BETA = 1 - 2**-6
 """Of averages in bf16. See Note: [Averages in bf16] in `fsdp/planned/adamw.py`."""
@@ -203,6 +207,13 @@ RULES: tuple[Rule, ...] = (
         "every rank needs a GPU of its own: this host has {host.gpus} and would run {local_world} ranks",
         "a smaller mesh, fewer processes on each host, or train.device = cpu",
     ),
+    Rule(
+        ("mesh.dp", "mesh.pp", "mesh.cp", "mesh.tp"),
+        lambda c, h: c.train.device == "cpu" and not h.workers and 0 < RANKS_OF_A_CORE * h.cores < c.mesh.world,
+        "mesh.pp = {mesh.pp} x mesh.dp = {mesh.dp}{others} is {world} processes that would compute on this host's "
+        "CPU cores, and it has {host.cores}",
+        f"at most {RANKS_OF_A_CORE} ranks for each core, or torchrun or srun on several hosts",
+    ),
     *PLAN_RULES,
     *OVERLAP_RULES,
     *CLONE_RULES,
@@ -365,6 +376,7 @@ def rule_text(text: str, config: Config, host: Host) -> str:
         on_a_host=ranks_of_a_host(config, host),
         local_world=host.local_workers or world,
         stages=stages(config),
+        longest=longest_stage(config),
         tokens=config.tokens,
         width=config.element_bytes,
         unit=16 // config.element_bytes,

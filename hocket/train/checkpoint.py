@@ -40,6 +40,7 @@ from hocket.runtime.world import by_first, everyone
 from hocket.settings.schema import digest, problem
 from hocket.train.changes import changes, stored, told
 from hocket.train.damage import FORMAT, META, damage_of, sealed
+from hocket.train.owner import whose
 from hocket.train.pieces import Range
 
 STEPS = "step-*"
@@ -251,10 +252,14 @@ def _refused(
 ) -> str:
     """The message about a save that has failed: what rank 0 sees once all have removed what they wrote."""
     size, folder = shown(size_of(state, group)), checkpoints_of(settings)
-    there = newest_first(folder)
-    last = f"the last one is {there[0]}" if there else "there is no earlier one"
-    reason = f"the checkpoint of step {step} ({size}) cannot be written: {error}; {shown(free(folder))} are free there"
-    return everyone(problem_of(settings, f"{reason}, and {last}", "make room there, or make it writable"), group)[0]
+    place, reason, fix = folder / name_of(step), str(error), "a folder on a file system that all ranks share"
+    if place.exists():
+        reason, fix = f"{place} is there already, and no checkpoint takes the place of another", "move it away"
+    elif isinstance(error, OSError):
+        reason, fix = f"{error}; {shown(free(folder))} are free there", "make room there, or make it writable"
+    last = next((f"the last one is {path}" for path in newest_first(folder) if path != place), "there is no other one")
+    reason = f"the checkpoint of step {step} ({size}) cannot be written: {reason}, and {last}"
+    return everyone(problem_of(settings, reason, fix), group)[0]
 
 
 def size_of(state: Mapping[str, FlatTensor], group: OfRanks = None) -> int:
@@ -298,8 +303,7 @@ def _change_folder(settings: Settings, action: Callable[[], object]) -> None:
 
 
 def _find_and_load(settings: Settings, groups: Groups, text: TextUpTo, memory: InMemory | None) -> Restored | None:
-    resume, notes = settings.run.resume, list[str]()
-    candidates = _candidates(settings)
+    resume, notes, candidates = settings.run.resume, list[str](), _candidates(settings)
     copy = memory.newest if memory and resume == "auto" else None
     for path in candidates:
         if copy and copy.step > _step_of(path):
@@ -339,6 +343,7 @@ def _load(
 ) -> Restored:
     """Load a checkpoint. `fetch` brings the files of those tensors that this rank reads, if they fit."""
     meta = json.loads((path / META).read_text())
+    notes += whose(settings, path, meta)
     reader, planner = HarmlessReader(path), HarmlessPlanner()
     try:
         differences = _differences(reader, groups)

@@ -39,6 +39,7 @@ from hocket.train.checkpoint import Moment, Restored, restore, resumes
 from hocket.train.data import Bins, Mixed, Rows, make_streams
 from hocket.train.memory import Memory
 from hocket.train.metrics import Metrics, StepRecord
+from hocket.train.owner import RUN, number_for
 from hocket.train.pieces import Range
 from hocket.train.profiling import ProfileWindow
 from hocket.train.room import copies_of, make_place, require_memory
@@ -64,6 +65,7 @@ class Trainer:
         self._require_same_text()
         self.step = self.position = 0
         self._in_a_row = 0  # steps that were skipped, up to the last one
+        self.number = ""  # of the run: Note: [A run has a number]
         self._rewinds = 0  # times that the run went back to a checkpoint
         self._held_out: float | None = None  # the loss of a validation behind the last step
         self._remarks = list[str]()
@@ -94,6 +96,8 @@ class Trainer:
             return
         self._memory = Memory(settings) if self.saves else None
         restored = restore(settings, self._state(), self.text.up_to, self._memory)
+        found = restored.more.get(RUN, "") if restored and settings.run.resume == "auto" else ""
+        self.number = number_for(settings, found)
         notes = make_place(settings, self._state()) if settings.train.keep else []
         needed = {"plan.offload": engine.host_bytes} if settings.plan.offload else {}
         if self.saves and settings.train.save_behind and 0 < settings.train.save_every < settings.train.steps:
@@ -379,6 +383,7 @@ class Trainer:
             "loads": {layer: rows for of_rank in loads for layer, rows in of_rank.items()},
             "held_out": self._held_out,
             "samples": self.text.samples,
+            RUN: self.number,
         }
         return Moment(self.step, self.position, self.text.up_to(self.position), more)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +22,9 @@ import hocket
 from hocket.adapters.costs import count_parts
 from hocket.adapters.cut import Cut
 from hocket.adapters.transformers import Pretrained
+from hocket.config import ModelConfig
+from hocket.program.hardware import H200
+from hocket.program.stages import costs_of
 from tests.adapters.families import REFUSED, VOCAB, batches, configuration, model
 from tests.adapters.runs import SETTINGS, plain, planned
 from tests.adapters.test_families import compare
@@ -122,9 +127,23 @@ def test_costs_are_counted() -> None:
     found = count_parts(Cut(Pretrained(made)), c)
     tokens, d = 16, 32
     attention, square = d * (32 + 16 + 16 + 32), 2 * 2 * 2 * 8 * 8 * 32  # q, k, v, o; two products of two sequences
+    causal = square // 2
     assert found["mlp", "dense"].flops == 2 * tokens * 3 * d * 48
-    assert found["attn", "dense"].flops == 2 * tokens * attention + square
+    assert found["attn", "dense"].flops == 2 * tokens * attention + causal
     assert found["head", ""].flops == 2 * tokens * d * VOCAB
     assert found["mlp", "dense"].saved_bytes > 4 * tokens * (d + 2 * 48)
     assert 0 < float(step.simulate().makespan) < 1
     assert "rank 0 compute" in step.draw(80)
+
+
+@pytest.mark.parametrize(("family", "full"), [("llama", range(4)), ("mistral", ()), ("gemma2", (1, 3))])
+def test_attention_costs_what_it_costs_in_hockets_transformer(family: str, full: Sequence[int]) -> None:
+    """Causal pairs count, and in layers with a window those within it; layers of one kind cost their mean."""
+    made = model(family)
+    step = hocket.plan_model(made, SETTINGS)
+    found = count_parts(Cut(Pretrained(made)), step.settings)["attn", "dense"].flops
+    assert made.config.num_hidden_layers == 4
+    sizes = {"hidden": 32, "layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 8, "window": 4}
+    own = replace(step.settings, model=ModelConfig(**sizes, full_layers=tuple(full)))
+    table = costs_of(own, H200).table
+    assert found == sum(table["fwd", "attn", kind].flops for kind in own.model.layer_kinds()) / 4

@@ -349,6 +349,21 @@ def refused(rank: int, folder: Path) -> None:
         save(ctx, None, folder / "weights")
     with pytest.raises(ValueError, match=r"weights has no state of an optimizer"):
         load(ctx, optimizer, folder / "weights")
+    metadata = folder / "weights/.metadata"
+    whole = metadata.read_bytes()
+    for damaged in (b"", whole[:50], b"text", whole[:100] + bytes([whole[100] ^ 1]) + whole[101:]):
+        dist.barrier()
+        if rank == 0:
+            metadata.write_bytes(damaged)
+        dist.barrier()
+        with pytest.raises(
+            ValueError, match=rf"^checkpoint .*weights is damaged: {metadata} cannot be read: .*; load an"
+        ):
+            load(ctx, None, folder / "weights")
+    dist.barrier()
+    if rank == 0:
+        metadata.write_bytes(whole)
+    dist.barrier()
     for nothing in (folder / "nowhere", folder):
         with pytest.raises(ValueError, match=rf"{nothing} is no complete checkpoint"):
             load(ctx, optimizer, nothing)

@@ -286,6 +286,10 @@ def hockets_own(rank: int) -> None:
     on_host = hocket.ShardOptions(offload="pinned")
     with pytest.raises(ValueError, match=r"offload_policy= and ShardOptions\(offload=\) say the same in two ways"):
         hocket.fully_shard(model, options=on_host, offload_policy=hocket.sharding.CPUOffloadPolicy())
+    with pytest.raises(ValueError, match=r"offload='pinned' of a model that computes on the CPU.*pin_memory=False"):
+        hocket.fully_shard(model, options=on_host)
+    with pytest.raises(ValueError, match=r"offload='pinned' of a model that computes on the CPU"):
+        hocket.fully_shard(model, offload_policy=hocket.sharding.CPUOffloadPolicy())
     with pytest.raises(ValueError, match="reshard_after_forward= and strategy= say the same"):
         hocket.fully_shard(model, reshard_after_forward=True, strategy="optim_grads")
     with pytest.raises(ValueError, match="a ModuleList, which is never called itself"):

@@ -246,12 +246,12 @@ def test_abort_when_there_is_no_memory_for_gradients():
 def offloaded(rank: int) -> None:
     """After an abort, and gradients that were dropped before anybody read them, the next step is right."""
     found = []
-    for offload in ("pinned", "none"):
+    for offload in ("pageable", "none"):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
         ctx = hocket.fully_shard(model, units=nn.Linear, options=hocket.ShardOptions(offload=offload))
         away = [group.home.away for unit in ctx.units for group in unit.groups]
-        assert set(away) == {offload == "pinned"}, "else this compares a way with itself"
+        assert set(away) == {offload == "pageable"}, "else this compares a way with itself"
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         x = torch.arange(10.0).view(2, 5) + rank
         for step in range(4):

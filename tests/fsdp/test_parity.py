@@ -77,7 +77,7 @@ def test_granularity(granularity):
         train(world, [Case(model, microbatches=2, options=options, optimizer="adamw", steps=2) for model in models])
 
 
-OFFLOADED = {"offload": "pinned"}
+OFFLOADED = {"offload": "pageable"}
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -92,6 +92,7 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("qwen2", {"use_mrope": True}, "use_mrope = True: only False is there"),
     ("llama", {"logit_scale": 0.5}, "logit_scale = 0.5: config.json of llama has no such key"),
     ("llama", {"attention_dropout": 0.1}, "attention_dropout = 0.1: there is no dropout"),
+    ("llama", {"quantization_config": "fp8"}, "quantization_config = 'fp8': not a table of keys"),
     ("llama", {"quantization_config": {}}, "quantization_config has quant_method = None: only fp8 blocks"),
     ("llama", {"quantization_config": {"quant_method": "mxfp4"}}, "quant_method = mxfp4: only fp8 blocks of e4m3 are"),
     ("mistral", {"sliding_window": 0}, "sliding_window = 0: a token attends to itself at least"),

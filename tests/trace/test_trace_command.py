@@ -150,7 +150,11 @@ def test_help_and_no_words(capsys: pytest.CaptureFixture[str]) -> None:
         (["-x", "{run}"], "-x (command line): there is no such option"),
         (["--json"], "the traces are missing"),
         (["{run}/none.json"], "none.json (command line): no such file"),
-        (["{run}/empty"], "no traces in this folder"),
+        (
+            ["{run}/empty"],
+            "no traces in this folder: it is of a run that was not profiled; fix: hocket train ... --prof",
+        ),
+        (["{run}/traces/none"], "no traces in this folder; fix: a folder with the .json"),
         (["{run}", "{run}/traces/rank0.json.gz"], "rank0.json.gz (command line): is given twice"),
         (["{run}", "--null"], "--null (command line): says nothing; fix: --null FILE"),
         (["{run}", "--null", "--json"], "--null (command line): says nothing; fix: --null FILE"),
@@ -177,6 +181,8 @@ def test_mistakes_are_one_clear_line(
     folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
 ) -> None:
     (folder / "empty").mkdir()
+    (folder / "traces" / "none").mkdir()
+    (folder / "empty" / "about.json").write_text("{}")
     (folder / "empty" / "explanation.json").write_text("{}")  # as a run without --profile leaves it
     code, out, err = command(capsys, "trace", *(word.format(run=folder) for word in words))
     assert code == 2

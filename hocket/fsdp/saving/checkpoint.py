@@ -105,15 +105,9 @@ def load(
     """
     path = Path(folder)
     planner = FittingPlanner(context, optimizer, path)
-    failed = f"checkpoint {path} can't be read: "
-    run_dcp(
-        failed,
-        dcp.load,
-        {},
-        storage_reader=CheckpointReader(path, process_group),
-        planner=planner,
-        process_group=process_group,
-    )
+    reader, failed = CheckpointReader(path, process_group), f"checkpoint {path} can't be read: "
+    reader.require_metadata()
+    run_dcp(failed, dcp.load, {}, storage_reader=reader, planner=planner, process_group=process_group)
     load_model_state(context, planner.found[MODEL])
     if optimizer is not None:
         try:

@@ -136,6 +136,16 @@ class CheckpointReader(HarmlessReader):
             return Metadata({})
         return super().read_metadata(*args, **options)
 
+    def require_metadata(self) -> None:
+        """Every rank, ahead of DCP, which logs tracebacks: raise ValueError or OSError on all for damaged metadata."""
+        together(self._require_metadata, self._group)
+
+    def _require_metadata(self) -> None:
+        try:
+            self.read_metadata()
+        except ValueError as error:
+            raise ValueError(f"checkpoint {self.path} is damaged: {error}; load another one") from None
+
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Every rank: read what it wants, if all ranks find that whole. Raises ValueError or OSError on all alike."""
         together(lambda: self._check(plan), self._group)
