@@ -229,7 +229,7 @@ class _Pricing:
         work, tokens_bytes = self.work(size, verb, collects, eight), self.tokens * self.dtype_bytes
         output = {"fwd": size.output, "bwd": size.grad}.get(verb, 0) * tokens_bytes
         saved = {"fwd": size.saved, "bwd": size.kept}.get(verb, 0) * tokens_bytes
-        traffic, flops = self._traffic(size, verb), self.work(size, verb).flops
+        traffic, flops = self._traffic(size, verb), (self.work(size, verb) if eight else work).flops
         if eight and self.fp8 is not None:
             traffic += round(eight * self.fp8.moved(size, self.tokens, verb))
             saved -= round(eight * self.fp8.saved(size, self.tokens, verb)) if verb != "wgrad" else 0
@@ -264,9 +264,9 @@ def op_costs(
     """
     shapes = shapes_of(model, layout, seq, hardware, dtype_bytes)
     parts = parts_of(layout)
-    sizes = {(part.name, kind): size_of(part, shapes) for part, kind in parts}
+    sizes = sizes_of(layout, shapes)
     price = _Pricing(hardware, tokens, dtype_bytes, sharding.tensor, sharding.fp8)
-    clock = clock_with(shapes, layout, tokens, sharding, hardware, dtype_bytes)
+    clock = clock_with(sizes, layout, tokens, sharding, hardware, dtype_bytes)
     price = replace(price, hardware=at_clock(hardware, clock)) if clock else price
     table: dict[CostKey, OpCost] = {}
     p2p = tokens * model.hidden * dtype_bytes
@@ -309,6 +309,11 @@ def parts_of(layout: Layout) -> list[tuple[Part, str]]:
     return [(EMBED, ""), (HEAD, ""), *((part, kind.name) for kind in kinds for part in kind.parts)]
 
 
+def sizes_of(layout: Layout, shapes: Shapes) -> dict[tuple[str, str], PartSize]:
+    """The sizes of `parts_of` a layout, by the names of part and kind."""
+    return {(part.name, kind): size_of(part, shapes) for part, kind in parts_of(layout)}
+
+
 def _lent(layout: Layout) -> frozenset[tuple[str, int]]:
     """(part, layer) of those who read what is made again, and were not made to keep it, and of what makes it."""
     pairs = ((part, lent_to(layout, part, n), n) for n in range(len(layout.kinds)) for part in layout.forward_parts(n))
@@ -331,9 +336,10 @@ def _eight(price: _Pricing, layout: Layout, part: Part, kind: str, verb: str) ->
 
 
 def clock_with(
-    shapes: Shapes, layout: Layout, tokens: int, sharding: Sharding, hardware: Hardware, dtype_bytes: int
-) -> float:
-    """The clock of the whole model's microbatches; 0: no limit is known. See Note: [Power sets the clock]."""
+    sizes: Mapping[tuple[str, str], PartSize], layout: Layout, tokens: int, sharding: Sharding, hardware: Hardware,
+    dtype_bytes: int,
+) -> float:  # fmt: skip
+    """The clock of the whole model's microbatches, of `sizes_of`; 0: no limit is known. See Note: [Power sets the clock]."""
     if not hardware.clock:
         return 0.0
     price = _Pricing(hardware, tokens, dtype_bytes, sharding.tensor, sharding.fp8)
@@ -341,7 +347,7 @@ def clock_with(
     for part, kind in parts_of(layout):
         count, collects = layout.kinds.count(kind) if kind else 1, _collects(layout, sharding, part.name)
         again = layout.recomputing(part.name, kind)
-        size = size_of(part, shapes)
+        size = sizes[part.name, kind]
         if not part.communicates:
             eight = {verb: _eight(price, layout, part, kind, verb) for verb in _verbs(size)}
             works += count * [price.work(size, verb, collects, share) for verb, share in eight.items()]

@@ -179,12 +179,14 @@ class Layout:
             known = ", ".join(self.by_kind) or " and ".join(STANDARD)
             raise ValueError(f"no description of layers of kind {unknown[0]!r}: there are {known}")
         _check_types(self.layer_types)
-        again = {*recomputable(STANDARD), *(p.name for kind in self.types for p in kind.parts if p.recomputable)}
-        if wrong := [part for part, _ in map(recomputed_layers, self.recompute) if part not in again]:
-            raise ValueError(f"part {wrong[0]!r} cannot be recomputed: there are {', '.join(sorted(again))}")
-        away = {*offloadable(STANDARD), *(p.name for kind in self.types for p in kind.parts if p.offloadable)}
-        if wrong := [part for part, _ in map(recomputed_layers, self.offload) if part not in away]:
-            raise ValueError(f"part {wrong[0]!r} cannot be offloaded: there are {', '.join(sorted(away))}")
+        if self.recompute:
+            again = {*recomputable(STANDARD), *(p.name for kind in self.types for p in kind.parts if p.recomputable)}
+            if wrong := [part for part, _ in map(recomputed_layers, self.recompute) if part not in again]:
+                raise ValueError(f"part {wrong[0]!r} cannot be recomputed: there are {', '.join(sorted(again))}")
+        if self.offload:
+            away = {*offloadable(STANDARD), *(p.name for kind in self.types for p in kind.parts if p.offloadable)}
+            if wrong := [part for part, _ in map(recomputed_layers, self.offload) if part not in away]:
+                raise ValueError(f"part {wrong[0]!r} cannot be offloaded: there are {', '.join(sorted(away))}")
         if not self.bounds:
             object.__setattr__(self, "bounds", even_bounds(len(self.kinds), self.stages))
         b = self.bounds

@@ -92,30 +92,30 @@ def costs_of(config: Config, hardware: Hardware, measured: Measurement | None = 
 
     Measured seconds take the place of modelled ones.
     """
-    length = config.data.sequence_length
-    sizes = layout_of(config), config.tokens, length, sharding_of(config), hardware, config.element_bytes
+    length, layout = config.data.sequence_length, layout_of(config)
+    sizes = layout, config.tokens, length, sharding_of(config), hardware, config.element_bytes
     costs = op_costs(config.model if config.mesh.tp == 1 else model_of_ranks(config), *sizes)
     if config.mesh.tp > 1:
-        costs = with_tensors(costs, op_costs(model_of_rank(config), *sizes), config, hardware, layout_of(config))
+        costs = with_tensors(costs, op_costs(model_of_rank(config), *sizes), config, hardware, layout)
     if config.optimizer.name == "muon":
-        costs = with_muon(costs, config.model, layout_of(config), sharding_of(config), hardware, config.element_bytes)
-    if layout_of(config).clones:
-        costs = with_clones(costs, config.model, layout_of(config), sharding_of(config), hardware, config.element_bytes)
+        costs = with_muon(costs, config.model, layout, sharding_of(config), hardware, config.element_bytes)
+    if layout.clones:
+        costs = with_clones(costs, config.model, layout, sharding_of(config), hardware, config.element_bytes)
     if config.mesh.replicas > 1:
         costs = _with_replicas(costs, config, hardware)
     if config.precision.dispatch == "fp8":
         costs = _with_fp8_rows(costs, config, hardware)
-    if layout_of(config).placed:
+    if layout.placed:
         costs = _with_placed_rows(costs, config)
     if config.plan.pieces > 1:
         costs = _with_loss_in_pieces(costs, config, hardware)
     if config.plan.of_mlp > 1:
         costs = _with_mlp_in_pieces(costs, config, hardware)
     if config.plan.offload:
-        costs = _with_offload(costs, layout_of(config), hardware)
+        costs = _with_offload(costs, layout, hardware)
     if config.train.transport == "slow":
         links = config.train.slow_links()
-        late = {key: links[purpose] for key in costs.table if (purpose := carried_by(key, layout_of(config))) in links}
+        late = {key: links[purpose] for key in costs.table if (purpose := carried_by(key, layout)) in links}
         for key, (latency, bandwidth) in late.items():
             cost = costs.table[key]
             if cost.wire_bytes:

@@ -189,6 +189,7 @@ def _with(kind: LayerKind, mixer: sizes.Mixer) -> LayerKind:
     return LayerKind(f"{kind.name}_{mixer}", tuple(map(mixed, kind.parts)))
 
 
+@lru_cache
 def standard_types(
     kinds: tuple[str, ...], cp: int = 1, heads: bool = False, ring: int = 0, **moved: bool | int
 ) -> tuple[LayerKind, ...]:

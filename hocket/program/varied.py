@@ -9,7 +9,7 @@ from typing import Any
 from hocket.config import Config
 from hocket.program.attending import Lengths, merged
 from hocket.program.clock import at_clock
-from hocket.program.cost import CORE, CostTable, clock_with, parts_of, shapes_of, size_of
+from hocket.program.cost import CORE, CostTable, clock_with, parts_of, shapes_of, size_of, sizes_of
 from hocket.program.hardware import Hardware
 from hocket.program.ops import Op
 from hocket.program.part_sizes import Shapes
@@ -40,7 +40,8 @@ def varied(whole: CostTable, config: Config, hardware: Hardware, documents: Sequ
     layout, sizes = layout_of(config), (config.tokens, sharding_of(config), hardware, config.element_bytes)
     model = config.model if config.mesh.tp == 1 else model_of_ranks(config)
     shapes = shapes_of(model, layout, config.data.sequence_length, hardware, config.element_bytes)
-    clock, base, rates = clock_with(replace(shapes, documents=merged(documents)), layout, *sizes), whole, hardware
+    average = replace(shapes, documents=merged(documents))
+    clock, base, rates = clock_with(sizes_of(layout, average), layout, *sizes), whole, hardware
     if clock:
         rates = at_clock(hardware, clock)
         base = costs_of(config, rates)

@@ -27,7 +27,7 @@ from hocket.tune.period import continued, repeats, steady
 from hocket.tune.rough import Rough
 from hocket.tune.search import WORTH, Found, Guess, Search, Trial
 from hocket.tune.transport_choice import TRANSPORT, chose_copies
-from hocket.tune.trials import model_costs
+from hocket.tune.trials import model_costs, priced_as
 from hocket_trace.columns import duration
 from hocket_trace.without_collector import without_collector
 
@@ -145,6 +145,7 @@ class Pricer:
         self._known: dict[tuple[Any, bool], Trial | None] = {}
         self._settings: dict[tuple[tuple[str, Any], ...], Settings | None] = {}
         self._guesses: dict[tuple[tuple[str, Any], ...], Guess | None] = {}
+        self._costs: dict[Config, CostTable] = {}
 
     @property
     def tried(self) -> int:
@@ -175,7 +176,7 @@ class Pricer:
         if plain is None:
             return None
         settings = changed(plain, relief)  # no rule is about these
-        costs = self._task.costs(settings)
+        costs = self._priced(settings)
         try:
             rough = Rough(
                 settings, costs, overheads_of(settings, self._task.hardware, costs.table, self._task.measured)
@@ -184,12 +185,19 @@ class Pricer:
             return None
         return Guess(changes, rough.seconds, rough.nbytes + arrival_bytes(settings))
 
+    def _priced(self, config: Config) -> CostTable:
+        """What ops cost."""
+        key = priced_as(config)
+        if key not in self._costs:
+            self._costs[key] = self._task.costs(config)
+        return self._costs[key]
+
     def _settled(self, changes: Changes) -> Settings | None:
         """The settings of a plan; None if they are refused."""
         name = tuple(sorted(changes.items()))
         if name not in self._settings:
             try:
-                self._settings[name] = self._task.settled(changes)
+                self._settings[name] = self._task.settled(changes, self._priced)
             except ValueError:
                 self._settings[name] = None
         return self._settings[name]

@@ -98,6 +98,12 @@ class Rough:
         moved, copied = self._moved(verb, layer), self._copied(verb, layer)
         return Block(compute, exchange, covered, moved, copied, _OPS[verb] * self._issue)
 
+    def _alike(self, layer: int) -> tuple[object, ...]:
+        """All that a layer's share of a block depends on: its kind, and what is done again or copied."""
+        layout, parts = self._layout, self._layout.forward_parts(layer)
+        again = tuple(part for part in parts if layout.recomputes(part, layer))
+        return layout.kinds[layer], again, tuple(part for part in parts if layout.offloads(part, layer))
+
     @cached_property
     def _issue(self) -> float:
         return max((float(value) for value in self._overheads.issue.values()), default=0.0)
@@ -122,13 +128,14 @@ class Rough:
         """Blocks by verb and stage. Embedding and head are part of the blocks of the first and last stage."""
         layout, found = self._layout, dict[tuple[str, int], Block]()
         verbs: tuple[Verb, ...] = ("fwd", "bwd", "wgrad")
-        layers = {(verb, n): self._layer(verb, n) for verb in verbs for n in range(len(layout.kinds))}
+        alike = [self._alike(n) for n in range(len(layout.kinds))]
+        layers = {(verb, what): self._layer(verb, alike.index(what)) for verb in verbs for what in set(alike)}
         for stage in range(layout.stages):
             for verb in verbs:
                 ends = (("embed", stage == 0), ("head", stage == layout.stages - 1))
                 block = Block(sum(self._seconds(verb, part) for part, there in ends if there))
                 for layer in range(layout.bounds[stage], layout.bounds[stage + 1]):
-                    block += layers[verb, layer]
+                    block += layers[verb, alike[layer]]
                 found[verb, stage] = block
         return found
 

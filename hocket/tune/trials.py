@@ -135,7 +135,7 @@ class Trials:
 
     def _table(self, c: Config) -> int:
         """The index of its costs in `_tables`."""
-        key = changed(Config(**{field.name: getattr(c, field.name) for field in fields(Config)}), _OPEN)
+        key = priced_as(c)
         if key not in self._table_of:
             costs = self._price(c)
             if costs not in self._tables:
@@ -153,6 +153,11 @@ class Trials:
             else:
                 self._programs[plan] = build_program(layout, microbatches, config, sharding, frees=False)
         return self._programs[plan]
+
+
+def priced_as(c: Config) -> Config:
+    """Key of costs: equal keys make equal tables."""
+    return changed(Config(**{field.name: getattr(c, field.name) for field in fields(Config)}), _OPEN)
 
 
 _Plan = tuple[Layout, int, Sharding, Config]

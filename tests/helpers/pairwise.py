@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 Case = dict[str, Any]
 Values = Mapping[str, Sequence[Any]]
@@ -33,9 +33,9 @@ def pairwise(
     pairs = _Pairs(values, legal_parts(values, rules))
     cases: list[Case] = []
     while wanted := pairs.one_missing():
-        candidates = []
+        candidates, groups = [], pairs.with_values(wanted)
         for _ in range(CANDIDATES):
-            case = pairs.completed(wanted, chooser)
+            case = pairs.completed(groups, chooser)
             candidates.append((pairs.new_in(case) / cost(case), case))
         best = max(candidates, key=lambda candidate: candidate[0])[1]
         pairs.take(best)
@@ -91,21 +91,29 @@ class _Watched(dict[str, Any]):
         return super().__getitem__(name)
 
 
+class _Part(NamedTuple):
+    """A part of a case: the settings of one group."""
+
+    case: Case
+    items: tuple[Item, ...]
+    bits: int
+    """Of its items."""
+
+
 class _Pairs:
     """The pairs that are still missing: for each value the others, one bit each."""
 
     def __init__(self, values: Values, groups: Sequence[Sequence[Case]]) -> None:
         items = [(name, value) for name, options in values.items() for value in options]
         self._items, self._bit = items, {item: 1 << i for i, item in enumerate(items)}
-        self._groups = groups
+        self._groups = [[_Part(part, tuple(part.items()), self._bits(part.items())) for part in g] for g in groups]
         self._missing = dict.fromkeys(items, 0)
         possible = [self._bits({item for part in parts for item in part.items()}) for parts in groups]
-        for own, parts in zip(possible, groups, strict=True):
+        for own, parts in zip(possible, self._groups, strict=True):
             others = sum(possible) - own  # no rule ties these to any of the group's
             for part in parts:
-                bits = self._bits(part.items())
-                for item in part.items():
-                    self._missing[item] |= (bits | others) & ~self._bit[item]
+                for item in part.items:
+                    self._missing[item] |= (part.bits | others) & ~self._bit[item]
 
     def _bits(self, items: Any) -> int:
         return sum(self._bit[item] for item in items)
@@ -117,35 +125,42 @@ class _Pairs:
                 return [item, self._items[(others & -others).bit_length() - 1]]
         return []
 
-    def completed(self, wanted: Sequence[Item], chooser: random.Random) -> Case:
-        """A legal case with these values, and with others such that many missing pairs are in it.
+    def with_values(self, wanted: Sequence[Item]) -> list[tuple[list[_Part], bool]]:
+        """The parts of every group that have these values, and whether the group has settings of them."""
+        found = []
+        for parts in self._groups:
+            fixed = [(name, value) for name, value in wanted if name in parts[0].case]
+            fitting = [part for part in parts if all(part.case[name] == value for name, value in fixed)]
+            found.append((fitting, bool(fixed)))
+        return found
+
+    def completed(self, groups: Sequence[tuple[list[_Part], bool]], chooser: random.Random) -> Case:
+        """A legal case of the parts `with_values`, chosen such that many missing pairs are in it.
 
         First come the groups of those values, then all others in any order.
         """
         case, bits = dict[str, Any](), 0
-        tied = [any(name in parts[0] for name, _ in wanted) for parts in self._groups]
-        for parts, given in sorted(zip(self._groups, tied, strict=True), key=lambda g: (not g[1], chooser.random())):
-            if given:
-                fixed = [(name, value) for name, value in wanted if name in parts[0]]
-                parts = [part for part in parts if all(part[name] == value for name, value in fixed)]
+        for parts, _ in sorted(groups, key=lambda group: (not group[1], chooser.random())):
             options = chooser.sample(parts, min(PARTS, len(parts)))
             new = [self._new_with(part, bits) for part in options]
             best = options[new.index(max(new))]
-            case |= best
-            bits |= self._bits(best.items())
+            case |= best.case
+            bits |= best.bits
         return case
 
-    def _new_with(self, part: Case, bits: int) -> int:
+    def _new_with(self, part: _Part, bits: int) -> int:
         """How many missing pairs a part of a case brings, inside of it and with the bits that are there."""
-        own = self._bits(part.items())
-        return sum(
-            2 * (self._missing[item] & bits).bit_count() + (self._missing[item] & own).bit_count()
-            for item in part.items()
-        )
+        missing, own = self._missing, part.bits
+        new = 0
+        for item in part.items:
+            found = missing[item]
+            new += 2 * (found & bits).bit_count() + (found & own).bit_count()
+        return new
 
     def new_in(self, case: Case) -> int:
         """How many missing pairs a case has."""
-        return self._new_with(case, 0) // 2
+        bits = self._bits(case.items())
+        return sum((self._missing[item] & bits).bit_count() for item in case.items()) // 2
 
     def take(self, case: Case) -> None:
         bits = self._bits(case.items())
