@@ -1,6 +1,6 @@
 """How even ranks' rows are with clones of hot experts, in runs on text with natural routing.
 
-    python -m benchmarks.clone_balance tiny --model.experts 16 --train.sequences 2 --train.microbatches 2 --train.steps 20
+    python -m benchmarks.clone_balance tiny --model.experts 16 --train.sequences 2 --train.microbatches 2
 
 Each run is `hocket train` of the recipe with these settings, on gloo and CPUs, with experts over 2 and 4 ranks, and 0,
 1 and 2 clones on each.
