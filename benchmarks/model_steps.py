@@ -91,11 +91,13 @@ def kept(folder: Path = RESULTS) -> list[Result]:
 
 
 def measured(results: Iterable[Result]) -> Iterator[Measured]:
-    """Every step of some results that can be compared."""
+    """Every step of some results that can be compared: not those of documents, whose lengths no record has."""
     for result in results:
         words = shlex.split(result["command"])
         preset = words[words.index("benchmarks.baselines") + 1]
         for workload in result["workloads"]:
+            if workload["config"]["data"].get("packing", "off") != "off":
+                continue
             for name, row in workload["contenders"].items():
                 if name in SHARDED or name.startswith("bound") or "null" in name or _plan(row):
                     yield Measured(preset, workload, name, settings_of(workload, name))

@@ -28,7 +28,7 @@ from benchmarks import eight_gpus, settings_tables, summary_tables, tensor_table
 from benchmarks.aim_tables import expert_aims
 from benchmarks.bench.record import origins
 from benchmarks.clone_balance import clone_balance
-from benchmarks.contender_tables import before_and_after, contenders, host_cost, settings, shared_memory
+from benchmarks.contender_tables import before_and_after, contenders, host_cost, one_round, settings, shared_memory
 from benchmarks.context_balance import balance
 from benchmarks.family_tables import families, weights_memory
 from benchmarks.faults import reliability
@@ -282,7 +282,7 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "pipeline_peers": ("pipeline_peers", contenders),
     "any_model": ("any_model", contenders),
     "context_dense": ("context_dense context_dense_long?", contenders),
-    "expert_clones": ("expert_clones", contenders),
+    "expert_clones": ("expert_clones", one_round),
     "context_experts": ("context_experts context_experts_long?", contenders),
     "context_dense_adamw": ("context_dense_adamw", contenders),
     "context_experts_adamw": ("context_experts_adamw", contenders),
