@@ -55,6 +55,8 @@ class Bench(RecipeOptions):
 def run(words: list[str]) -> int:
     """Measure, or list the contenders. Returns the exit code."""
     if "--list" in words:
+        if more := [word for word in words if word != "--list"]:
+            raise ValueError(f"{' '.join(more)} (command line): no effect beside --list; fix: hocket bench --list")
         print(contenders())
         return 0
     began = time.monotonic()

@@ -35,6 +35,13 @@ def failure(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().err
 
 
+def test_nothing_goes_beside_the_list() -> None:
+    with pytest.raises(
+        ValueError, match=r"^tiny --gpus 2 \(command line\): no effect beside --list; fix: hocket bench --l"
+    ):
+        cli.run(["bench", "tiny", "--list", "--gpus", "2"])
+
+
 def test_the_list_names_every_contender(capsys):
     with pytest.raises(SystemExit) as end:
         cli.main(["bench", "--list"])
