@@ -33,12 +33,14 @@ from hocket.program.facts import INVARIANTS, Facts, Violation, gather_facts, has
 from hocket.program.ops import HOST, TIED, Key, Layout, Op, Program, tied_lane
 from hocket.program.transformer import EMBED, HEAD
 from hocket.program.values import follows
+from hocket_trace.without_collector import without_collector
 
 __all__ = ["INVARIANTS", "Violation", "assert_valid", "check"]
 
 _SHOWN = 10
 
 
+@without_collector()
 def check(program: Program, forward_only: bool = False) -> list[Violation]:
     """All broken invariants, by number and rank; empty for a valid program.
 

@@ -36,6 +36,7 @@ from hocket.program.pipeline import Order, Step, forward_only, in_flight, one_f_
 from hocket.program.shard import Sharding, shard
 from hocket.program.transformer import HEAD
 from hocket.program.zero_bubble import ZERO_BUBBLE, zb_h1, zb_v
+from hocket_trace.without_collector import without_collector
 
 
 @dataclass(frozen=True)
@@ -193,6 +194,7 @@ def inserted(behind: str, *more: Pass, passes: Mapping[str, Pass] = PASSES) -> d
     return chain
 
 
+@without_collector()
 def build_program(
     layout: Layout,
     microbatches: int,

@@ -16,6 +16,7 @@ from hocket.program.offload import HOST_BLOCK, host_slots
 from hocket.program.ops import COMPUTING, HOST, Lane, Op, Program
 from hocket.program.schedule import KINDS, NO_OVERHEADS, Kind, Overheads, Time, kind_of, schedule
 from hocket.program.values import Name, UnitName, meanings, unit_moved
+from hocket_trace.without_collector import without_collector
 
 
 class Costs(Protocol):
@@ -83,6 +84,7 @@ class Timeline:
     ranks: tuple[Usage, ...]
 
 
+@without_collector()
 def simulate(program: Program, costs: Costs, overheads: Overheads = NO_OVERHEADS) -> Timeline:
     """Predict one step of every pipeline rank, in time linear in the number of ops (but for sorting by time).
 
