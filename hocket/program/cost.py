@@ -339,7 +339,7 @@ def clock_with(
     sizes: Mapping[tuple[str, str], PartSize], layout: Layout, tokens: int, sharding: Sharding, hardware: Hardware,
     dtype_bytes: int,
 ) -> float:  # fmt: skip
-    """The clock of the microbatches of these sizes, `sizes_of`; 0: no limit is known. See Note: [Power sets the clock]."""
+    """The clock of microbatches of such `sizes_of`; 0: no limit is known. See Note: [Power sets the clock]."""
     if not hardware.clock:
         return 0.0
     price = _Pricing(hardware, tokens, dtype_bytes, sharding.tensor, sharding.fp8)
