@@ -134,7 +134,7 @@ class Session:
             else:
                 contenders, seconds = self.ready(self.bench.names, found, microbatches)
                 turns = take_turns(contenders, microbatches, seconds, self.bench, self.timer, gauge)
-            with self.phase("measure"):
+            with contextlib.nullcontext() if self.bench.alone else self.phase("measure"):
                 for number, blocks_of_round in enumerate(self.in_time(turns), 1):
                     settings.update({name: dict(contender.settings) for name, contender in contenders.items()})
                     for name, block in blocks_of_round.items():
@@ -173,8 +173,9 @@ class Session:
             blocks = {}
             for name in self.bench.names[:: 1 if number % 2 == 0 else -1]:
                 contenders, seconds = self.ready([name], found, microbatches)
-                for turn in take_turns(contenders, microbatches, seconds, one, self.timer, gauge):
-                    blocks |= turn
+                with self.phase("measure"):
+                    for turn in take_turns(contenders, microbatches, seconds, one, self.timer, gauge):
+                        blocks |= turn
                 found.settings[name] = dict(contenders[name].settings)
                 self.close(contenders.pop(name))
             yield {name: blocks[name] for name in self.bench.names}

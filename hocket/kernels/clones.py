@@ -26,12 +26,12 @@ def divide_rows(counts_E: Tensor, expert_N: Tensor, rank_N: Tensor, ranks: int, 
     given_N = torch.empty_like(expert_N)
     local = experts // ranks
     blocks = (triton.next_power_of_2(ranks), triton.next_power_of_2(local), triton.next_power_of_2(most))
-    _divide[(1,)](counts_E, expert_N, rank_N, given_N, clones, ranks, local, ROUNDS, *blocks, num_warps=1)
+    _divide_among_clones[(1,)](counts_E, expert_N, rank_N, given_N, clones, ranks, local, ROUNDS, *blocks, num_warps=1)
     return given_N
 
 
 @triton.jit(do_not_specialize=["clones"])
-def _divide(
+def _divide_among_clones(
     counts,
     experts,
     ranks_of,

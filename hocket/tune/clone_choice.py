@@ -74,7 +74,7 @@ def choose_clones(c: Config, host: Host, trials: Trials) -> tuple[int, str]:
             f"{duration(float(plain.seconds))} of {plain.microbatches} microbatch{'es' * (plain.microbatches > 1)}, "
             f"for {duration(cost)} of exchanges"
         )
-        if memory and not step.fits(memory):
+        if memory and plain.fits(memory) and not step.fits(memory):  # else recomputation makes room, chosen later
             reason = reason or f"{words}; it would need {gib(step.nbytes)} of {gib(memory)}"
             break
         if gain < saved + _WORTH * float(plain.seconds):

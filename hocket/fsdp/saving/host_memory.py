@@ -8,6 +8,7 @@ memory holds all copies of a rank, without the rounding that an allocator needs,
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from collections.abc import Callable
@@ -69,6 +70,8 @@ class HostMemory:
         error = int(_runtime().cudaHostRegister(self._whole.data_ptr(), nbytes, 0))
         self._pinned = not error
         if error:
+            with contextlib.suppress(RuntimeError):  # CUDA tells it once more at the next launch, which is this one
+                torch.zeros(1, device="cuda")
             warnings.warn(
                 f"CUDA cannot pin {nbytes} bytes for copies of checkpoints (error {error}): copying takes longer",
                 RuntimeWarning,
