@@ -1,11 +1,12 @@
-"""How even ranks' rows are with clones of hot experts, in runs on text with natural routing.
+r"""How even ranks' rows are with clones of hot experts, in runs on text with natural routing.
 
-    python -m benchmarks.clone_balance tiny --model.experts 16 --train.sequences 2 --train.microbatches 2
+    python -m benchmarks.clone_balance tiny --model.experts 16 --train.sequences 2 --train.microbatches 2 \
+        --train.steps 20
 
 Each run is `hocket train` of the recipe with these settings, on gloo and CPUs, with experts over 2 and 4 ranks, and 0,
-1 and 2 clones on each.
-What is measured are the rows that came to each rank in each exchange, as the ranks themselves count them: those of the
-fullest rank over the mean, as a mean over layers and microbatches of the steps behind the first.
+1 and 2 clones on each. What is measured are the rows that came to each rank in each exchange, as the ranks themselves
+count them: those of the fullest rank over the mean, as a mean over layers and microbatches of the steps behind the
+first.
 """
 
 from __future__ import annotations

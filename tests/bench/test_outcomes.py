@@ -106,3 +106,11 @@ def test_the_last_outcome_of_several_runs_counts_with_its_commit() -> None:
     assert (found["passed"], found["failed"], found["skipped"]) == (3, 0, 0)
     assert [origin["commit"] for origin in found["origins"]] == ["a", "b"], "nothing is left of c"
     assert merged([found, run("d", y="failed")])["tests"]["y"] == {"outcome": "failed", "commit": "d"}
+
+
+def test_merged_outcomes_leave_out_tests_that_are_gone() -> None:
+    here = "tests.bench.test_outcomes::test_merged_outcomes_leave_out_tests_that_are_gone"
+    assert still_there(here)
+    assert still_there(f"{here}[a case]")
+    assert not still_there("tests.bench.test_outcomes::test_that_was_renamed[a case]")
+    assert not still_there("tests.bench.test_of_old::test_merged_outcomes_leave_out_tests_that_are_gone")

@@ -1,9 +1,9 @@
 """Memory of the host for copies of what a rank saves.
 
 Note: [Several threads touch pinned memory]
-An operating system gives a page when it is first touched, which takes one thread about half a second per GiB, and
-`cudaHostAlloc` has one thread. So several threads touch memory here, and CUDA pins what is there already. One piece of
-memory holds all copies of a rank, without the rounding that an allocator needs, and stays for the next save.
+An operating system gives a page when it is first touched, which takes one thread long, and `cudaHostAlloc` has one. So
+several threads touch memory here, and CUDA pins what is there already. One piece of memory holds all copies of a rank,
+without the rounding that an allocator needs, and stays for the next save.
 """
 
 from __future__ import annotations
