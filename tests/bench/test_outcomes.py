@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu_tests import begin, merged
+from benchmarks.gpu_tests import begin, merged, still_there
 from benchmarks.outcomes import counted
 from benchmarks.record import ROOT
 from benchmarks.tables import gpu_tests
