@@ -91,7 +91,8 @@ def kept(folder: Path = RESULTS) -> list[Result]:
 
 
 def measured(results: Iterable[Result]) -> Iterator[Measured]:
-    """Every step of some results that can be compared: not those of documents, whose lengths no record has."""
+    """Every step of some results that can be compared: not those of documents, whose lengths no record has, nor those
+    of a single block, which say nothing of how sure they are."""
     for result in results:
         words = shlex.split(result["command"])
         preset = words[words.index("benchmarks.baselines") + 1]
@@ -99,7 +100,8 @@ def measured(results: Iterable[Result]) -> Iterator[Measured]:
             if workload["config"]["data"].get("packing", "off") != "off":
                 continue
             for name, row in workload["contenders"].items():
-                if name in SHARDED or name.startswith("bound") or "null" in name or _plan(row):
+                known = name in SHARDED or name.startswith("bound") or "null" in name or _plan(row)
+                if known and len(row["blocks"]) > 1:
                     yield Measured(preset, workload, name, settings_of(workload, name))
 
 
