@@ -165,6 +165,11 @@ def graph(rng: Random, ops: tuple[Op, ...]) -> Graph:
     return Graph(tuple(node(rng, ops, depth=2) for _ in range(rng.randint(2, 7))))
 
 
+def uses_again(nodes: tuple[Node, ...]) -> bool:
+    """Whether a graph uses a unit more than once."""
+    return any(node.op == "again" or uses_again(node.inside) for node in nodes)
+
+
 def random_case(rng: Random, ops: tuple[Op, ...], meshes: list[tuple[int, ...] | None]) -> Case:
     mesh = rng.choice(meshes)
     strategy = rng.choice(["no_shard", "optim", "optim_grads", *["optim_grads_params"] * 3])
@@ -174,12 +179,13 @@ def random_case(rng: Random, ops: tuple[Op, ...], meshes: list[tuple[int, ...] |
         "unified": rng.random() < 0.2,
         "slots": rng.choice(["dynamic", 64]),
     }
-    if options["slots"] == 64:  # fixed memory, in which one buffer may not do for graphs that use a unit again
-        options["staging"] = max(2, options["staging"])
     if mesh is not None and len(mesh) == 2 and strategy != "no_shard":
         options["outer"] = rng.choice(["replicate", "shard"])
+    model = graph(rng, ops)
+    if options["slots"] == 64 and uses_again(model.nodes):  # one fixed buffer may not do, which is an error
+        options["staging"] = max(2, options["staging"])
     return Case(
-        model=graph(rng, ops),
+        model=model,
         strategy=strategy,
         microbatches=rng.randint(1, 3),
         mesh=mesh,
