@@ -107,13 +107,18 @@ MODELS: dict[str, Callable[[bool, torch.device], Made]] = {"llama": llama, "t5":
 
 
 def shard(form: str, made: Made) -> None:
-    """Shard a model, layer by layer, by FSDP2's calls."""
+    """Shard a model, layer by layer, by FSDP2's calls but for `hocket_nccl`."""
+    if form == "hocket_nccl":  # options are of a whole model
+        precision = hocket.Precision(compute=torch.bfloat16, wire=torch.float32)
+        options = hocket.ShardOptions(prefetch=AHEAD, transport="nccl")
+        layers = set(made.layers)
+        hocket.fully_shard(made.model, units=lambda _, module: module in layers, precision=precision, options=options)
+        return
     policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     fully_shard: Any = fsdp.fully_shard if form == "fsdp2" else hocket.sharding.fully_shard
-    own = {"options": hocket.ShardOptions(prefetch=AHEAD, transport="nccl")} if form == "hocket_nccl" else {}
     for layer in made.layers:
-        fully_shard(layer, mp_policy=policy, **own)
-    fully_shard(made.model, mp_policy=policy, **own)
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(made.model, mp_policy=policy)
     if form == "fsdp2":
         for i, layer in enumerate(made.layers):
             ahead, behind = made.layers[i + 1 : i + 1 + AHEAD], made.layers[max(0, i - AHEAD) : i][::-1]

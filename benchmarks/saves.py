@@ -4,12 +4,12 @@
 
 Trains Llama-3 8B's layers twice for some steps: with checkpoints for which training waits, and with some that are
 written while training goes on. A result has the seconds of steps alone and beside a write, those of the copy and of the
-write, and bytes per second, all of the second checkpoint: for the first one, memory of the host is made. Beside them
-stands what the folder takes of plain writes of as many bytes, from memory that no cache holds. The folder should be
-faster than a disk, such as one in memory. It needs room for two checkpoints, and the host as much memory again for the
-copies: 12 bytes per parameter, so 45 GB for 12 layers and 97 GB for all 32. A virtual machine may get memory slowly for
-the first time: `--warm` writes so many GB first and deletes them, three times as many as a checkpoint has. Words that
-are no options here go to `hocket train`.
+write, until the folder has its name, and bytes per second, all of the second checkpoint: for the first one, memory of
+the host is made. Beside them stands what the folder takes of plain writes of as many bytes, from memory that no cache
+holds. The folder should be faster than a disk, such as one in memory. It needs room for two checkpoints, and the host
+as much memory again for the copies: 12 bytes per parameter, so 45 GB for 12 layers and 97 GB for all 32. A virtual
+machine may get memory slowly for the first time: `--warm` writes so many GB first and deletes them, three times as many
+as a checkpoint has. Words that are no options here go to `hocket train`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from benchmarks.record import ROOT, write
 MODEL = "llama3_8b --model.layers {layers} --data.sequence_length {length} --train.microbatches 2 --mesh.dp {gpus}"
 WARM = 8
 """First steps that are not counted: kernels are loaded, steps are recorded."""
-THREADS, BLOCK = 8, 1 << 24
+THREADS, BLOCK = 16, 1 << 24
 """Plain writes: files at a time, and bytes of a write."""
 SOURCE = 1 << 30
 """Bytes that they come from."""

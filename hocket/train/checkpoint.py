@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,23 +27,21 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from hocket.config import LABELS, TrainConfig
+from hocket.config import LABELS
 from hocket.fsdp.saving import background
 from hocket.fsdp.saving.background import Saving
 from hocket.fsdp.saving.dcp import CheckpointWriter, run_dcp
 from hocket.fsdp.saving.flat_tensor import FlatTensor
 from hocket.fsdp.saving.harmless import HarmlessPlanner, HarmlessReader
-from hocket.fsdp.saving.whole import WholeFolder, clean_up, free, remove, shown, sync
+from hocket.fsdp.saving.whole import WholeFolder, clean_up, free, shown, sync
 from hocket.resolve import Settings
-from hocket.runtime.world import by_first, everyone
+from hocket.runtime.world import by_first, everyone, rank_and_world
 from hocket.settings.schema import digest, problem
 from hocket.train.changes import changes, stored, told
 from hocket.train.damage import FORMAT, META, damage_of, sealed
+from hocket.train.folders import STEPS, best_first, delete_old, link, name_of, newest_first, set_aside, step_of
 from hocket.train.owner import whose
 from hocket.train.pieces import Range
-
-STEPS = "step-*"
-"""Names of checkpoints, as a pattern."""
 
 IDENTITY = "identity"
 """A file beside them: see Note: [Whose copies they are]."""
@@ -136,31 +133,31 @@ def save(settings: Settings, moment: Moment, groups: Groups) -> Path:
     for on a full disk nothing else would find room. ValueError if it takes some rank much longer than others.
     """
     folder = _folder_of(settings, moment)
-    return _write(settings, moment, state_of(groups), CheckpointWriter(folder, publishes=False), None)
+    path = _write(settings, moment, state_of(groups), CheckpointWriter(folder, publishes=False), None)
+    by_first(lambda: delete_old(path.parent, settings.train))
+    return path
 
 
 def save_behind(settings: Settings, moment: Moment, groups: Groups) -> Saving:
     """The same from a copy, while training goes on. See Note: [Saving while training goes on].
 
-    What is returned raises what `save` raises, on every rank.
+    What is returned raises what `save` raises, on every rank. The thread of rank 0 deletes once the folder is there.
     """
     folder = _folder_of(settings, moment)
     writer = CheckpointWriter(folder, publishes=False)
-    return background.save_behind(
+    saving = background.save_behind(
         folder.final,
         state_of(groups),
         lambda copied, group: _write(settings, moment, copied, writer, group),
         timeout=settings.train.hang_timeout,
     )
+    if rank_and_world()[0] == 0:
+        background.thread().submit(delete_old, folder.final.parent, settings.train)
+    return saving
 
 
 def _folder_of(settings: Settings, moment: Moment) -> WholeFolder:
     return WholeFolder(checkpoints_of(settings) / name_of(moment.step))
-
-
-def name_of(step: int) -> str:
-    """The name of a checkpoint of so many steps."""
-    return f"step-{step:08d}"
 
 
 def _write(
@@ -172,7 +169,7 @@ def _write(
         try:
             run_dcp("", dcp.save, state, storage_writer=writer, process_group=group)
             meta = meta_of(settings, moment, everyone(writer.sums, group))
-            by_first(lambda: _publish(folder, meta, settings.train), group)
+            by_first(lambda: _publish(folder, meta, settings.train.keep_best), group)
         except (OSError, ValueError) as error:
             writer.give_up()
             raise SaveFailed(_refused(settings, moment.step, state, error, group)) from None
@@ -203,48 +200,14 @@ def meta_of(settings: Settings, moment: Moment, sums: Iterable[Mapping[str, list
     })  # fmt: skip
 
 
-def _publish(folder: WholeFolder, meta: Mapping[str, Any], train: TrainConfig) -> None:
-    """Make a written checkpoint the newest one, and delete what is not to be kept. Runs on rank 0."""
+def _publish(folder: WholeFolder, meta: Mapping[str, Any], keep_best: int) -> None:
+    """Make a written checkpoint the newest one, and name the best one. Runs on rank 0."""
     (folder.temporary / META).write_text(json.dumps(meta, indent=1))
     sync(folder.temporary / META)
     folder.publish()
-    _link("latest", folder.final)
-    there = newest_first(folder.final.parent)
-    best = _best_first(there)[: train.keep_best] if train.keep_best else []
-    if best:
-        _link("best", best[0])
-    for old in set(there[train.keep :]) - set(best):
-        if not train.keep_every or _step_of(old) % train.keep_every:
-            remove(old)
-
-
-def _best_first(there: Sequence[Path]) -> list[Path]:
-    """Checkpoints with a held-out loss, the lowest first, and of equal ones the earliest."""
-    losses = {path: _held_out(path) for path in there}
-    return sorted((path for path in there if losses[path] < math.inf), key=lambda path: (losses[path], path.name))
-
-
-def _held_out(path: Path) -> float:
-    """The held-out loss of a checkpoint; infinite if it has none, or cannot be read."""
-    try:
-        loss = json.loads((path / META).read_text())["more"].get("held_out")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return math.inf
-    return loss if isinstance(loss, float) and math.isfinite(loss) else math.inf
-
-
-def _step_of(path: Path) -> int:
-    digits = path.name.rpartition("-")[2]
-    return int(digits) if digits.isdigit() else 0
-
-
-def _link(name: str, path: Path) -> None:
-    if path.with_name(name).is_dir() and not path.with_name(name).is_symlink():
-        set_aside(path.with_name(name))  # what a copy of the run's folder without links has made of it
-    link = path.with_name(f"{name}.tmp")
-    link.unlink(missing_ok=True)
-    link.symlink_to(path.name)
-    link.replace(path.with_name(name))
+    link("latest", folder.final)
+    if keep_best and (best := best_first(newest_first(folder.final.parent))):
+        link("best", best[0])
 
 
 def _refused(
@@ -306,7 +269,7 @@ def _find_and_load(settings: Settings, groups: Groups, text: TextUpTo, memory: I
     resume, notes, candidates = settings.run.resume, list[str](), _candidates(settings)
     copy = memory.newest if memory and resume == "auto" else None
     for path in candidates:
-        if copy and copy.step > _step_of(path):
+        if copy and copy.step > step_of(path):
             break
         damage = damage_of(path)
         if not damage:
@@ -405,25 +368,15 @@ def _set_others_aside(settings: Settings, restored: Restored | None) -> None:
             set_aside(Path(settings.run.folder) / "metrics.jsonl")
         return
     for path in there:
-        if _step_of(path) > restored.step and path != own:
+        if step_of(path) > restored.step and path != own:
             set_aside(path)
-    before = [path for path in there if _step_of(path) <= restored.step]
+    before = [path for path in there if step_of(path) <= restored.step]
     if before:
-        _link("latest", own or before[0])
+        link("latest", own or before[0])
     for name in ("latest", "best"):
-        link = folder / name
-        if link.is_symlink() and not link.exists():
-            link.unlink()
-
-
-def set_aside(path: Path) -> Path | None:
-    """Rename a file or folder of an earlier run to `<name>.old`, `.old2`, ...; None if there is none. One rank only."""
-    if not path.exists():
-        return None
-    names = [path.with_name(f"{path.name}.old{n if n > 1 else ''}") for n in range(1, 1000)]
-    target = next(name for name in names if not name.exists())
-    path.rename(target)
-    return target
+        named = folder / name
+        if named.is_symlink() and not named.exists():
+            named.unlink()
 
 
 # --------------------------------------------------------------------------------------------------------------- both
@@ -438,12 +391,6 @@ def state_of(groups: Groups) -> dict[str, FlatTensor]:
     }
     assert len(state) == sum(map(len, groups.values())), "a rank gives one piece of a tensor"
     return state
-
-
-def newest_first(folder: Path) -> list[Path]:
-    """Folders of checkpoints with their final names, by step. Other names are somebody else's: no copy is deleted."""
-    found = (path for path in folder.glob(STEPS) if path.is_dir() and path == path.with_name(name_of(_step_of(path))))
-    return sorted(found, key=_step_of, reverse=True)
 
 
 def problem_of(settings: Settings, reason: str, fix: str) -> str:

@@ -52,7 +52,6 @@ from hocket.runtime.world import by_first, everyone, of_rank, rank_and_world, to
 from hocket.settings.schema import leaf, problem
 from hocket.train.checkpoint import (
     IDENTITY,
-    STEPS,
     Copy,
     Groups,
     Moment,
@@ -60,10 +59,10 @@ from hocket.train.checkpoint import (
     checkpoints_of,
     in_time,
     meta_of,
-    name_of,
     state_of,
 )
 from hocket.train.damage import FORMAT, META, damage_of_file, is_complete, is_sealed
+from hocket.train.folders import STEPS, name_of
 
 _FIX = "a larger file system (docker run --shm-size), another folder, or train.memory_every = 0"
 

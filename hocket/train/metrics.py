@@ -29,7 +29,7 @@ from hocket.program.hardware import LAPTOP
 from hocket.program.mesh import described
 from hocket.resolve import Settings
 from hocket.settings.schema import problem
-from hocket.train.checkpoint import set_aside
+from hocket.train.folders import set_aside
 from hocket.train.lines import Lines
 from hocket.train.start import Start
 from hocket.train.writers import Writers

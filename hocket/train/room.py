@@ -17,7 +17,8 @@ from hocket.fsdp.saving.whole import free, shown
 from hocket.resolve import Settings
 from hocket.runtime.world import by_first, everyone, rank_and_world, together
 from hocket.settings.schema import leaf, problem
-from hocket.train.checkpoint import Groups, checkpoints_of, newest_first, problem_of, size_of, state_of
+from hocket.train.checkpoint import Groups, checkpoints_of, problem_of, size_of, state_of
+from hocket.train.folders import newest_first
 
 
 def make_place(settings: Settings, groups: Groups) -> list[str]:

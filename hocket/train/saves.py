@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hocket.fsdp.saving.background import Saving
+from hocket.fsdp.saving.background import Saving, wait_for_thread
 from hocket.resolve import Settings
 from hocket.train.checkpoint import Groups, Moment, SaveFailed, save, save_behind
 from hocket.train.memory import Memory
@@ -56,6 +56,7 @@ class Saves:
         """Wait until the save and the copy that are under way have ended, and tell of them."""
         self._wait_for_copy()
         self._wait_for_checkpoint()
+        wait_for_thread()  # which deletes
 
     def _wait_for_checkpoint(self) -> None:
         if self._under_way is None:

@@ -30,8 +30,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 BLOCK = 1 << 23
 """Bytes of elements that are written at a time."""
 
-FILES, LEAST = 8, 1 << 26
-"""Files that a rank writes at most, and bytes that are worth one."""
+FILES, LEAST = 16, 1 << 26
+"""Files that a rank writes at most, and bytes that are worth one. A thread writes about 0.8 GB per second."""
 
 CRC = "crc"
 """The name that the CRC-32 of a range of a file has beside its place in DCP's metadata."""

@@ -148,6 +148,12 @@ def thread(name: str = "checkpoint") -> ThreadPoolExecutor:
     return _threads[name]
 
 
+def wait_for_thread(name: str = "checkpoint") -> None:
+    """Wait until a thread that saves has nothing to do."""
+    if name in _threads:
+        wait([thread(name).submit(int)])
+
+
 _groups: dict[object, dist.ProcessGroup] = {}
 
 
