@@ -38,7 +38,12 @@ EXPERT_CLONES = (
     "--train.microbatches 4 --plan.graphs off --overlap.ep.splits host --overlap.ep.clones 0 --blocks 4 --steps 2 "
     "--against hocket,hocket_null --variant 'cloned --overlap.ep.clones 1' 'cloned_2 --overlap.ep.clones 2'"
 )
-"""Natural routing with and without clones of hot experts. With `--model.routing even --variant` it has even rows."""
+"""Natural routing with and without clones of hot experts."""
+EXPERT_ROUTING = (
+    "qwen3_30b_a3b --model.layers 12 --mesh.pp 1 --plan.chunks 1 --mesh.ep {gpus} --train.microbatches 4 --blocks 3 "
+    "--steps 2 --against hocket_graph_ce,hocket_null --alone"
+)
+"""Whole steps with natural routing, and under another name with `--model.routing even`."""
 SHARED_EXPERT = (
     "moonlight_16b --model.kv_lora_rank 0 --model.kv_heads 16 --model.head_dim 128 --model.layers 8 "
     "--model.bias_rate 0 --mesh.pp 1 --plan.chunks 1 --mesh.ep {gpus} --optimizer off --train.microbatches 4 "
@@ -171,6 +176,7 @@ PRESETS = {
     "expert_parallel": (f"{EXPERTS} {EXPERTS_AGAINST}", (4096, 8192)),
     "expert_steps": (EXPERT_STEPS, (4096,)),
     "expert_clones": (EXPERT_CLONES, (8192,)),
+    "expert_routing": (EXPERT_ROUTING, (4096, 8192)),
     "any_model": (ANY_MODEL, (4096, 8192)),
     "copies": (f"{EXPERTS} {COPIES}", (4096,)),
     "expert_parallel_host": (f"{EXPERTS} --against bound_graph,bound,hocket,hocket_graph --blocks 4", (256,)),

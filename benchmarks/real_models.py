@@ -67,7 +67,7 @@ def llama(tiny: bool, device: torch.device) -> Made:
 
 
 def t5(tiny: bool, device: torch.device) -> Made:
-    """The sizes of T5 v1.1 XL, 2.8 billion parameters; a quarter of the tokens are targets."""
+    """The sizes of T5 v1.1 XL, 2.8 billion parameters, with one table of words; a quarter of the tokens are targets."""
     from transformers import T5Config, T5ForConditionalGeneration
 
     hidden, inner, layers, heads, width, vocab = (64, 128, 2, 4, 16, 256) if tiny else (2048, 5120, 24, 32, 64, 32128)
@@ -75,7 +75,6 @@ def t5(tiny: bool, device: torch.device) -> Made:
         d_model=hidden, d_ff=inner, num_layers=layers, num_decoder_layers=layers, num_heads=heads, d_kv=width,
         vocab_size=vocab, feed_forward_proj="gated-gelu",
     )  # fmt: skip
-    config.tie_word_embeddings = False
     config.decoder_start_token_id = config.pad_token_id = 0
     with device:
         model: Any = T5ForConditionalGeneration(config)

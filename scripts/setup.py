@@ -53,6 +53,9 @@ MODELS = frozenset({
 })  # fmt: skip
 """What tests of models of transformers need, which are skipped without: it, its companions and what they import."""
 
+FASTER = frozenset({"zlib-ng"})
+"""What hocket also runs without, slower."""
+
 SEES_A_GPU = """
 import torch
 major, minor = torch.__version__.split(".")[:2]
@@ -102,7 +105,8 @@ def adopt(python: str) -> None:
     missing = {name: pin for name, pin in pins(LOCK.read_text()).items() if name not in installed}
     tools, models = set(missing) & set(TOOLS), set(missing) & MODELS
     # Tools apart, so that a folder with a few wheels (PIP_FIND_LINKS) is enough to train without a network.
-    for names in (sorted(set(missing) - tools - models), sorted(tools), sorted(models)):
+    faster = set(missing) & FASTER
+    for names in map(sorted, (set(missing) - tools - models - faster, faster, tools, models)):
         if names:
             say(f"it lacks {', '.join(names)}: installing in {EXTRA.relative_to(ROOT)}")
             wanted = VENV / "missing.txt"

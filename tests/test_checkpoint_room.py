@@ -120,7 +120,7 @@ def test_half_of_a_deleted_checkpoint_is_none(tmp_path, monkeypatch):
 
 def test_a_folder_that_cannot_be_changed_is_named_when_a_run_begins(tmp_path, monkeypatch):
     save_steps(0, tmp_path, [1])
-    monkeypatch.setattr(checkpoint, "_link", lambda *_: (_ for _ in ()).throw(OSError(30, "Read-only")))
+    monkeypatch.setattr(checkpoint, "link", lambda *_: (_ for _ in ()).throw(OSError(30, "Read-only")))
     with pytest.raises(ValueError, match=r"run.folder = .*earlier run there cannot be moved \(.*Read-only\); fix: "):
         checkpoint.restore(settings_in(tmp_path), groups(None))
 

@@ -18,8 +18,9 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from enum import Enum
-from functools import cache, partial
+from functools import partial
 from logging import Logger
+from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, NoneType
 from typing import Any
 
@@ -54,10 +55,13 @@ class Substitution:
                 self._changed.append((value, made))
             return value
         if isinstance(value, tuple):
-            parts, spec = tree_flatten(value, is_leaf=lambda one: one is not value)
+            if type(value) is tuple:
+                parts, made_of = value, tuple
+            else:  # one with names
+                parts, spec = tree_flatten(value, is_leaf=lambda one: one is not value)
+                made_of = partial(tree_unflatten, treespec=spec)
             new = [self.apply(part, new_of) for part in parts]
-            same = all(a is b for a, b in zip(new, parts, strict=True))
-            return value if same else tree_unflatten(new, spec)
+            return value if all(map(is_, new, parts)) else made_of(new)
         return new_of(value)
 
     def undo(self) -> None:
@@ -125,9 +129,8 @@ def _kept_in(modules: Iterable[nn.Module]) -> list[Tensor]:
     """Tensors with a graph that are attributes of modules, or in lists and the like that are."""
     found: list[Tensor] = []
     for module in modules:
-        for key, value in module.__dict__.items():
-            if key in _OWN or not _may_hold(type(value)):
-                continue
+        own = module.__dict__.items()
+        for key, value in [item for item in own if _MAY_HOLD[type(item[1])] and item[0] not in _OWN]:
             if isinstance(value, Tensor):
                 if value.grad_fn is not None and key not in module._parameters:
                     found.append(value)
@@ -139,10 +142,15 @@ def _kept_in(modules: Iterable[nn.Module]) -> list[Tensor]:
     return found
 
 
-@cache
-def _may_hold(kind: type) -> bool:
-    """Whether an attribute is a tensor, or a container of which some may be."""
-    return issubclass(kind, Tensor) or kind in (list, dict, tuple, set, deque)
+class _MayHold(dict[type, bool]):
+    """Whether an attribute of some type is a tensor, or a container of which some may be."""
+
+    def __missing__(self, kind: type) -> bool:
+        found = self[kind] = issubclass(kind, Tensor) or kind in (list, dict, tuple, set, deque)
+        return found
+
+
+_MAY_HOLD = _MayHold()
 
 
 def modules_of(unit: Unit, module: nn.Module) -> list[nn.Module]:

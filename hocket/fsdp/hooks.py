@@ -285,7 +285,7 @@ def _cast(value: Any, dtype: torch.dtype, made: dict[int, tuple[Tensor, Tensor]]
             known[id(x)] = x, x.to(dtype)
         return known[id(x)][1]
 
-    new = _apply_to_tensors(cast, value)
+    new = cast(value) if isinstance(value, Tensor) else _apply_to_tensors(cast, value)
     return new if changed else value
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import io
 import os
-import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
@@ -27,11 +26,16 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+try:
+    from zlib_ng.zlib_ng import crc32  # some ten times as fast
+except ImportError:
+    from zlib import crc32
+
 BLOCK = 1 << 23
 """Bytes of elements that are written at a time."""
 
-FILES, LEAST = 16, 1 << 26
-"""Files that a rank writes at most, and bytes that are worth one. A thread writes about 0.8 GB per second."""
+FILES, LEAST = 8, 1 << 26
+"""Files that a rank writes at most, and bytes that are worth one."""
 
 CRC = "crc"
 """The name that the CRC-32 of a range of a file has beside its place in DCP's metadata."""
@@ -124,7 +128,7 @@ class ArchiveFile:
             yield block.numpy().data
 
     def _put(self, piece: bytes | bytearray | memoryview) -> None:
-        self.crc, self.size = zlib.crc32(piece, self.crc), self.size + len(piece)
+        self.crc, self.size = crc32(piece, self.crc), self.size + len(piece)
         if len(piece) + len(self._small) <= BLOCK // 8:
             self._small += piece
         else:
@@ -190,7 +194,7 @@ def checksum(file: Path, begin: int = 0, length: int | None = None) -> tuple[int
     with file.open("rb", buffering=0) as source:
         source.seek(begin)
         while block := source.read(BLOCK if length is None else min(BLOCK, length - size)):
-            size, total = size + len(block), zlib.crc32(block, total)
+            size, total = size + len(block), crc32(block, total)
     return size, total
 
 
