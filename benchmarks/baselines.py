@@ -102,6 +102,13 @@ SHARDED_ADAMW_OFFLOADED = (
     "--blocks 2 --steps 1"
 )
 """What shards, gradients and an optimizer in the host's memory cost."""
+DENSE_FP8 = (
+    "llama3_8b --model.layers 16 --train.microbatches 1 --blocks 3 --steps 4 --alone "
+    "--against hocket_graph_ce,hocket_null "
+    "--variant 'fp8 --precision.compute fp8 --plan.graphs on --train.transport copy_engine' "
+    "'fp8_gathers --precision.compute fp8 --precision.gather fp8 --plan.graphs on --train.transport copy_engine'"
+)
+"""Whole steps in bf16, with products in fp8, and with weights gathered in fp8, too."""
 DATA_PARALLEL = (
     "--model.layers 14 --blocks 4 --steps 2 --against bound,ddp,fsdp2_kept,fully_shard_optim,fully_shard_optim_ce"
 )
@@ -170,6 +177,7 @@ PRESETS = {
     "fsdp_adamw": (SHARDED_ADAMW, (2048, 4096, 8192)),
     "fsdp_adamw_offloaded": (SHARDED_ADAMW_OFFLOADED, (4096, 8192)),
     "fsdp_adamw_compiled": (SHARDED_ADAMW_COMPILED, (2048, 4096, 8192)),
+    "dense_fp8": (DENSE_FP8, (2048, 8192)),
     "data_parallel": (f"{DENSE} {DATA_PARALLEL}", (4096, 8192)),
     "data_parallel_whole": (f"{DENSE} {DATA_PARALLEL_WHOLE}", (4096,)),
     "data_parallel_adamw": (DATA_PARALLEL_ADAMW, (8192,)),

@@ -1,6 +1,6 @@
 """Whole training steps of models as they come, under torch's FSDP2 and under `hocket.fully_shard`.
 
-    torchrun --nproc-per-node 2 -m benchmarks.real_models            llama, t5 and vit, into results/real_models.json
+    torchrun --nproc-per-node 2 -m benchmarks.real_models            llama, t5 and vit, into results/real_models_*.json
     torchrun --nproc-per-node 2 -m benchmarks.real_models llama --against fsdp2 hocket hocket_nccl
     torchrun --nproc-per-node 2 -m benchmarks.real_models t5 --compile --tokens 2048
     torchrun --nproc-per-node 2 -m benchmarks.real_models --tiny     a few layers, shown only; on CPUs without GPUs
@@ -188,8 +188,8 @@ def main() -> None:
     else:
         device = torch.device("cpu")
         join_world(False, 600.0)
-    result: dict[str, Any] = {"compiled": options.compile, "steps": options.steps, "models": {}}
     for name in options.models or MODELS:
+        result: dict[str, Any] = {"compiled": options.compile, "steps": options.steps, "models": {}}
         for tokens in [64] if options.tiny else options.tokens:
             key = f"{name}, {tokens} tokens"
             rows = dict[str, Row]()
@@ -199,7 +199,7 @@ def main() -> None:
                 if dist.get_rank() == 0:
                     print(line(key, form, rows[form], rows[options.against[0]]), flush=True)
                 if dist.get_rank() == 0 and not options.tiny:
-                    write("real_models", result, options.out, options.commit)
+                    write(f"real_models_{name}", result, options.out, options.commit)
     dist.destroy_process_group()
 
 
