@@ -43,14 +43,15 @@ def contenders(*results: Result) -> str:
                 ratio = row["speed_over"].get(other)
                 shown = f"{ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})" if ratio else "1"
                 cells.append(shown if other else "-")
-            clocks = [block["clock_mhz"] for block in row["blocks"]]
-            clock = "-" if None in clocks else f"{statistics.median(clocks):,.0f}{'*' * any(row['off_clock'])}"
+            cells.insert(4, _in_cycles(row, found))
+            mhz = _mhz(row)
+            clock = f"{mhz:,.0f}{'*' * any(row['off_clock'])}" if mhz else "-"
             rows.append([*cells, f"{row['noise']:.1%}", clock, _gib(row)])
     rounds = {len(row["blocks"]) for found in all_found for row in found["contenders"].values()}
     count = " or ".join(map(str, sorted(rounds)))
     meaning = "95 % interval" if min(rounds) >= FEW else f"range of {count} rounds"
     head = ["tokens per microbatch: contender", "step", "TFLOP/s per GPU (MFU)", f"share of the bound ({meaning})"]
-    return table([*head, "speed over the best peer", "A against A", "MHz", "GiB"], rows)
+    return table([*head, "in cycles", "speed over the best peer", "A against A", "MHz", "GiB"], rows)
 
 
 def one_round(result: Result) -> str:
@@ -61,6 +62,7 @@ def one_round(result: Result) -> str:
             over = [row["speed_over"].get(other) for other in (found["bound"], found["best_peer"])]
             ratios = [f"{ratio['median']:.3f}" if ratio else "1" for ratio in over]
             ratios[1] = ratios[1] if found["best_peer"] else "-"
+            ratios.insert(1, _in_cycles(row, found))
             cells = [f"{1e3 * row['seconds']:,.0f} ms", f"{row['tflops_per_gpu']:.0f}", *ratios, _gib(row)]
             rows.append([f"{tokens_of(found)}: {name}", *cells, str(len(row["blocks"]))])
     head = [
@@ -68,6 +70,7 @@ def one_round(result: Result) -> str:
         "step",
         "TFLOP/s per GPU",
         "share of the bound",
+        "in cycles",
         "speed over the best peer",
     ]
     return table([*head, "GiB", "blocks"], rows)
@@ -82,6 +85,20 @@ def before_and_after(result: Result) -> str:
                 shown = f"{1e3 * row['seconds']:,.1f} ms at `{run['commit']}`"
                 times.setdefault((run["shape"], name), []).append(shown)
     return table(["shape", "contender", "before", "after"], [[*names, *cells] for names, cells in times.items()])
+
+
+def _mhz(row: Result) -> float | None:
+    """The clock of a contender's blocks, as it was sampled."""
+    clocks = [block["clock_mhz"] for block in row["blocks"]]
+    return None if None in clocks else statistics.median(clocks)
+
+
+def _in_cycles(row: Result, found: Result) -> str:
+    """The share of the bound as clock cycles: GPUs at their limit of power run some contenders faster than others."""
+    bound = found["contenders"].get(found["bound"])
+    if bound is None or not (mhz := _mhz(row)) or not (of_bound := _mhz(bound)):
+        return "-"
+    return f"{bound['seconds'] * of_bound / (row['seconds'] * mhz):.2f}" if row is not bound else "1"
 
 
 def _gib(row: Result) -> str:

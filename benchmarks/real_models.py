@@ -7,8 +7,8 @@
 
 The loop is the same for all: bf16 compute, fp32 weights and reductions, fused AdamW. One unit per layer. FSDP2 fetches
 two layers ahead. `hocket` is `fully_shard` called as FSDP2 is: on GPUs of one host, copy engines move its bytes.
-`hocket_nccl` is the same by NCCL. Times are medians of the slowest rank; memory is the most that a step has in use, on
-the rank with the most. The result is written after every row.
+`hocket_nccl` is the same by NCCL. Forms take turns; times are medians of the slowest rank, and of rounds; memory is the
+most that a step has in use, on the rank with the most. The result is written after every row.
 """
 
 from __future__ import annotations
@@ -133,6 +133,14 @@ class Row:
     milliseconds: float
     gigabytes: float
     loss: float
+    rounds: tuple[float, ...] = ()
+    """Milliseconds of each round."""
+
+
+def both(before: Row, row: Row) -> Row:
+    """Rounds of a form as one: the median of their times, and the most memory."""
+    rounds = (*before.rounds, *row.rounds)
+    return Row(statistics.median(rounds), max(before.gigabytes, row.gigabytes), row.loss, rounds)
 
 
 def measure(name: str, form: str, device: torch.device, tiny: bool, tokens: int, steps: int, compiled: bool) -> Row:
@@ -164,7 +172,8 @@ def measure(name: str, form: str, device: torch.device, tiny: bool, tokens: int,
     rows = everyone((statistics.median(times), peak))
     if compiled:
         torch.compiler.reset()
-    return Row(1e3 * max(seconds for seconds, _ in rows), max(most for _, most in rows) / 1e9, loss.item())
+    took = 1e3 * max(seconds for seconds, _ in rows)
+    return Row(took, max(most for _, most in rows) / 1e9, loss.item(), (took,))
 
 
 def line(key: str, form: str, row: Row, first: Row) -> str:
@@ -182,6 +191,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096, 8192])
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=2, help="how often forms take turns, each made anew")
     options = parser.parse_args()
     if torch.cuda.is_available():
         _, device = join()
@@ -193,8 +203,9 @@ def main() -> None:
         for tokens in [64] if options.tiny else options.tokens:
             key = f"{name}, {tokens} tokens"
             rows = dict[str, Row]()
-            for form in options.against:
-                rows[form] = measure(name, form, device, options.tiny, tokens, options.steps, options.compile)
+            for form in [*options.against] * options.rounds:
+                row = measure(name, form, device, options.tiny, tokens, options.steps, options.compile)
+                rows[form] = both(rows[form], row) if form in rows else row
                 result["models"][key] = {form: asdict(row) for form, row in rows.items()}
                 if dist.get_rank() == 0:
                     print(line(key, form, rows[form], rows[options.against[0]]), flush=True)

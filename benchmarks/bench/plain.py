@@ -220,8 +220,8 @@ def adamw(params: Iterable[Tensor], dims: Iterable[int], workload: Workload) -> 
 def fastest(device: torch.device) -> Literal["foreach", "fused"]:
     """Which of torch's implementations of AdamW to ask for on a device.
 
-    On a GPU `fused` reads and writes all that there is once, where `foreach` does so for every operation. On a CPU both
-    are as fast, and `foreach` has the bits of the plain formula.
+    `fused` reads and writes all that there is once, where `foreach` does so for every operation, but has the bits of
+    the plain formula on a CPU.
     """
     return "fused" if device.type == "cuda" else "foreach"
 

@@ -10,6 +10,7 @@ import io
 import os
 import pickle
 import zlib
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -81,15 +82,25 @@ class HarmlessReader(dcp.FileSystemReader):
                 raise ValueError("its checksum is wrong")
             metadata = _Unpickler(io.BytesIO(content)).load()
             names = {stored.relative_path for stored in (metadata.storage_data or {}).values()}
+            partial = [name for name, entry in metadata.state_dict_metadata.items() if not _whole(entry)]
         except OSError:
             raise
         except Exception as error:  # a damaged pickle may raise anything
             raise ValueError(f"{file} cannot be read: {error}") from None
         if outside := sorted(name for name in names if Path(name).name != name):
             raise ValueError(f"{file} names files that are not in its folder, such as {outside[0]}")
+        if partial:
+            raise ValueError(f"{file} lists a part of {partial[0]} alone")
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+
+def _whole(entry: object) -> bool:
+    """Whether the pieces of a tensor have as many elements as it has."""
+    if not isinstance(entry, entries.TensorStorageMetadata):
+        return True
+    return sum(prod(chunk.sizes) for chunk in entry.chunks) >= prod(entry.size)
 
 
 class HarmlessPlanner(DefaultLoadPlanner):
