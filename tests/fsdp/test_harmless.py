@@ -80,13 +80,13 @@ def outside(metadata: Metadata, made: Path) -> Any:
     return replace(metadata, storage_data=stored)
 
 
-def emptied(metadata: Metadata, made: Path) -> Any:
-    entries: dict[str, Any] = {name: replace(entry, chunks=[]) for name, entry in metadata.state_dict_metadata.items()}
-    return replace(metadata, state_dict_metadata=entries)
+def without_pieces(metadata: Metadata, made: Path) -> Any:
+    emptied: dict[str, Any] = dict(metadata.state_dict_metadata)
+    return replace(metadata, state_dict_metadata={name: replace(entry, chunks=[]) for name, entry in emptied.items()})
 
 
 Way = Callable[[Metadata, Path], Any]
-WAYS = [whole, in_planner_data, in_an_entry, by_getattr, outside, emptied]
+WAYS = [whole, in_planner_data, in_an_entry, by_getattr, outside, without_pieces]
 
 
 def poison(folder: Path, way: Way, made: Path) -> None:
