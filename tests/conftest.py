@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -60,6 +61,10 @@ def pytest_xdist_auto_num_workers() -> int:
 # Where there is no GPU, kernels are interpreted. Triton wants to know before it is first imported.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# Thousands of ranks and commands import the same files, which are compiled once: also where that is not the custom.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # What is shown must not depend on the size of a terminal, which readline tells the processes that pytest starts.
 for name in ("COLUMNS", "LINES"):

@@ -15,12 +15,9 @@ import pytest
 
 from hocket import config as config_package
 from hocket.config import Config, ModelConfig, Purpose, TrainConfig
-from hocket.planning import predict, program_of
-from hocket.program.check import assert_valid
-from hocket.program.hardware import H200
 from hocket.program.tensor_times import DIRECTIONS, ROLES
 from hocket.program.tensor_ways import possible
-from hocket.recipes import RECIPES, recipe
+from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
 from hocket.settings.rule import Host
 from hocket.settings.rules import RULES
@@ -98,16 +95,6 @@ def test_the_parts_a_user_touches_first_import_no_torch():
 
 
 # --------------------------------------------------------------------------------------------------- choices
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_resolves_and_has_a_valid_program_that_fits(name):
-    settings = resolve(recipe(name), Host(gpus=8, gpu="NVIDIA H200"))
-    program = program_of(settings)
-    assert settings.run.folder == f"runs/{name}"
-    assert max(use.peak_bytes for use in predict(settings, program, H200).ranks) < H200.memory
-    if settings.world <= 8 and settings.model.layers <= 16:
-        assert_valid(program)
 
 
 CHOICES = [

@@ -207,7 +207,7 @@ def test_copies_that_a_host_has_no_room_for_are_refused(tmp_path: Path, monkeypa
 
 # A run of two hosts, of which one is lost.
 
-STEPS = 60
+STEPS = 36
 WORDS = [*SMALL, "--mesh.pp", "1", "--mesh.dp", "2", "--mesh.ep", "1", "--train.steps", str(STEPS)]
 WORDS += ["--network.ranks_per_host", "1", "--train.memory_every", "3"]
 

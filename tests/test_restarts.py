@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers.command import ALONE, SMALL, children_of, end_all, finish, hocket, start, text_in, wait_for
 
-STEPS, SAVED = 60, 10
+STEPS, SAVED = 40, 4
 PAIR = [*SMALL, "--mesh.pp", "1", "--mesh.dp", "2", "--mesh.ep", "1", "--train.steps", str(STEPS)]
 PAIR += ["--train.save_every", str(SAVED)]
 
@@ -47,24 +47,23 @@ def kill_one(folder: Path, pid: int) -> None:
     os.kill(max(workers(pid)), signal.SIGKILL)
 
 
-def whole(folder: Path) -> dict[int, float]:
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """The losses of a run that nobody disturbs."""
+    folder = tmp_path_factory.mktemp("whole")
     ended = hocket(folder, "train", *PAIR, "--data.paths", text_in(folder))
     assert ended.code == 0, ended
     return steps(folder)
 
 
-def test_a_run_starts_again_from_its_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "whole").mkdir()
-    (tmp_path / "killed").mkdir()
-    folder = tmp_path / "killed"
-    process = start(folder, "train", *PAIR, "--data.paths", text_in(folder), "--restarts", "2")
-    kill_one(folder, process.pid)
+def test_a_run_starts_again_from_its_checkpoint(tmp_path: Path, whole: dict[int, float]) -> None:
+    process = start(tmp_path, "train", *PAIR, "--data.paths", text_in(tmp_path), "--restarts", "2")
+    kill_one(tmp_path, process.pid)
     ended = finish(process)
     assert ended.code == 0, ended
     assert ended.err.count("was ended by SIGKILL") == 1
     assert ended.err.count("hocket: restart 1 of 2, from the last checkpoint") == 1
-    assert steps(folder) == whole(tmp_path / "whole")
+    assert steps(tmp_path) == whole
 
 
 def test_restarts_come_to_an_end(tmp_path: Path) -> None:
@@ -75,16 +74,13 @@ def test_restarts_come_to_an_end(tmp_path: Path) -> None:
     assert [f"restart {attempt} of 2" in ended.err for attempt in (1, 2, 3)] == [True, True, False]
 
 
-def test_torchrun_starts_again_too(tmp_path: Path) -> None:
-    (tmp_path / "whole").mkdir()
-    (tmp_path / "killed").mkdir()
-    folder = tmp_path / "killed"
+def test_torchrun_starts_again_too(tmp_path: Path, whole: dict[int, float]) -> None:
     words = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "-m", "hocket", "train", *PAIR]
-    process = start(folder, *words, "--data.paths", text_in(folder), module="torch.distributed.run")
-    kill_one(folder, process.pid)
+    process = start(tmp_path, *words, "--data.paths", text_in(tmp_path), module="torch.distributed.run")
+    kill_one(tmp_path, process.pid)
     ended = finish(process)
     assert ended.code == 0, ended
-    assert steps(folder) == whole(tmp_path / "whole")
+    assert steps(tmp_path) == whole
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, reduce
 from typing import Any, TypeVar, get_type_hints
 
@@ -148,15 +148,19 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def changed(config: ConfigLike, changes: Mapping[str, Any]) -> ConfigLike:
-    """A configuration with other values for some settings, by dotted name."""
+    """A configuration with other values for some settings, by dotted name. Each section is made once."""
+    whole: dict[str, Any] = {}
+    parts: dict[str, dict[str, Any]] = {}
     for setting, value in changes.items():
-        config = _replaced(config, setting.split("."), value)
-    return config
-
-
-def _replaced(section: Any, path: Sequence[str], value: Any) -> Any:
-    name, *rest = path
-    return dataclasses.replace(section, **{name: _replaced(getattr(section, name), rest, value) if rest else value})
+        name, _, rest = setting.partition(".")
+        if rest:
+            parts.setdefault(name, {})[rest] = value
+        else:
+            whole[name] = value
+            parts.pop(name, None)
+    for name, inner in parts.items():
+        whole[name] = changed(whole[name] if name in whole else getattr(config, name), inner)
+    return dataclasses.replace(config, **whole) if whole else config
 
 
 def impossible(config: Config, origins: Mapping[str, str]) -> dict[str, str]:

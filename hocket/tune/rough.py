@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 from hocket.config import Config
 from hocket.program.cost import CostTable, units_of
@@ -45,8 +46,14 @@ class Block:
     issue: float = 0.0
 
     def __add__(self, other: Block) -> Block:
-        both = zip(vars(self).values(), vars(other).values(), strict=True)
-        return Block(*(a + b for a, b in both))
+        return Block(
+            self.compute + other.compute,
+            self.exchange + other.exchange,
+            self.covered + other.covered,
+            self.moved + other.moved,
+            self.copied + other.copied,
+            self.issue + other.issue,
+        )
 
 
 class Rough:
@@ -173,35 +180,63 @@ class Rough:
         return total
 
     def _makespan(self) -> float:
-        layout, done = self._layout, dict[tuple[str, int, int], float]()
+        layout, done = self._layout, dict[_Done, float]()
         p2p = self._seconds("recv", "act")
-        known: dict[tuple[str, tuple[int, ...], bool], float] = {}
-        place, clocks = [0] * layout.pp, [0.0] * layout.pp
-        apart = [{step.wgrad for step in steps} - {None} for steps in self._order]
-        moved = True
-        while moved:
-            moved = False
-            for rank, steps in enumerate(self._order):
-                while place[rank] < len(steps):
-                    step = steps[place[rank]]
-                    items = list(_items(step, layout, rank))
-                    needed = [key for item in items for key in _needs(item, layout)]
-                    if any(key not in done for key in needed):
-                        break
-                    own = layout.owner
-                    arrivals = [done[key] + (p2p if own(key[1])[0] != rank else 0.0) for key in needed]
-                    verb = "both" if step.fwd and step.bwd else items[0][0]
-                    what = verb, tuple(stage for _, stage, _ in items), bool(apart[rank]) and step.bwd in apart[rank]
-                    if what not in known:
-                        known[what] = self._duration(*what)
-                    clocks[rank] = max([clocks[rank], *arrivals]) + known[what]
-                    done.update(dict.fromkeys(items, clocks[rank]))
-                    place[rank] += 1
-                    moved = True
+        known: dict[_What, float] = {}
+        clocks = [0.0] * layout.pp
+        for rank, what, items, here, come in _in_turn(self._order, layout.pp, layout.chunks, layout.turning):
+            if what not in known:
+                known[what] = self._duration(*what)
+            arrivals = [*(done[key] for key in here), *(done[key] + p2p for key in come)]
+            clocks[rank] = max([clocks[rank], *arrivals]) + known[what]
+            for item in items:
+                done[item] = clocks[rank]
         return max(clocks)
 
 
-def _items(step: Step, layout: Layout, rank: int) -> Iterator[tuple[str, int, int]]:
+_Done = tuple[str, int, int]
+"""(verb, stage, microbatch)."""
+_What = tuple[str, tuple[int, ...], bool]
+"""The arguments of `Rough._duration`."""
+
+
+class _Turn(NamedTuple):
+    """A step of a rank: what it is and does, and what it needs of its own rank, and of others."""
+
+    rank: int
+    what: _What
+    items: list[_Done]
+    here: list[_Done]
+    come: list[_Done]
+
+
+@lru_cache(maxsize=64)
+def _in_turn(order: Order, pp: int, chunks: int, turning: bool) -> list[_Turn]:
+    """All steps of an order, each behind those that it waits for. Many plans have the same order."""
+    layout = Layout(("dense",) * pp * chunks, pp=pp, chunks=chunks, turning=turning)
+    found, done, place = list[_Turn](), set[_Done](), [0] * pp
+    apart = [{step.wgrad for step in steps} - {None} for steps in order]
+    moved = True
+    while moved:
+        moved = False
+        for rank, steps in enumerate(order):
+            while place[rank] < len(steps):
+                step = steps[place[rank]]
+                items = list(_items(step, layout, rank))
+                needed = [key for item in items for key in _needs(item, layout)]
+                if not done.issuperset(needed):
+                    break
+                verb = "both" if step.fwd and step.bwd else items[0][0]
+                what = verb, tuple(stage for _, stage, _ in items), step.bwd in apart[rank]
+                here = [key for key in needed if layout.owner(key[1])[0] == rank]
+                found.append(_Turn(rank, what, items, here, [key for key in needed if key not in here]))
+                done.update(items)
+                place[rank] += 1
+                moved = True
+    return found
+
+
+def _items(step: Step, layout: Layout, rank: int) -> Iterator[_Done]:
     """(verb, stage, microbatch) of everything that runs in a step, forwards first."""
     items: tuple[tuple[str, tuple[Item, ...]], ...] = (
         ("fwd", step.forwards),
@@ -213,7 +248,7 @@ def _items(step: Step, layout: Layout, rank: int) -> Iterator[tuple[str, int, in
             yield verb, layout.stage(rank, chunk), microbatch
 
 
-def _needs(item: tuple[str, int, int], layout: Layout) -> Iterator[tuple[str, int, int]]:
+def _needs(item: _Done, layout: Layout) -> Iterator[_Done]:
     """The items that must be done before an item."""
     verb, stage, microbatch = item
     if verb == "fwd" and stage:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from hocket.config import Config
 from hocket.machine import host_for_plan
 from hocket.program.cost import CostTable
@@ -47,12 +45,6 @@ def test_what_is_asked_for_stays() -> None:
     settings = resolved(**{"plan.layer_order": "early_release"})
     assert settings.plan.layer_order == "early_release"
     assert not [d for d in settings.decisions if d.setting == "plan.layer_order"]
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_recipes_keep_the_usual_order(name: str) -> None:
-    config = RECIPES[name]()
-    assert resolve(config, host_for_plan(config), {}).plan.layer_order == "literature"
 
 
 def test_nothing_is_said_where_nothing_is_merged() -> None:

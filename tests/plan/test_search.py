@@ -26,14 +26,12 @@ from hocket.program.ops import Layout, Program
 from hocket.program.schedule import CostKey, Overheads
 from hocket.program.shard import Sharding
 from hocket.program.simulate import simulate
-from hocket.program.stages import layout_of
-from hocket.recipes import RECIPES
 from hocket.resolve import Settings
 from hocket.settings.schema import changed
 from hocket.tune import best_plan
 from hocket.tune.balance import balanced
 from hocket.tune.candidates import GROUPS, Changes, Known
-from hocket.tune.layer_orders import all_orders, better_orders, layer_seconds, step_seconds
+from hocket.tune.layer_orders import all_orders, better_orders, step_seconds
 from hocket.tune.search import Guess, Search, Trial
 from tests.helpers.golden import assert_golden
 from tests.helpers.plans import planned
@@ -120,15 +118,6 @@ def test_for_measured_costs_none_beats_the_literature() -> None:
     for longer in (1, 2, 4):
         slow = {word: value * (longer if word[0] in "dc" else 1) for word, value in seconds.items()}
         assert better_orders(slow, 4, 1) == []
-
-
-def test_for_the_costs_of_all_recipes_none_beats_the_literature() -> None:
-    for name in RECIPES:
-        wanted = task(name)
-        settings = wanted.settled({})
-        seconds = layer_seconds(wanted.costs(settings), layout_of(settings))
-        assert bool(seconds) == (settings.mesh.ep > 1)
-        assert not seconds or better_orders(seconds, len(layout_of(settings).layers(0, 0)), 1) == []
 
 
 def test_ranks_compute_for_equally_long() -> None:
