@@ -18,7 +18,6 @@ from hocket.runtime.p2p_copies import CopiedHops, p2p_copies
 from hocket.runtime.peer_copies import CopiedRows, peer_copies
 from hocket.runtime.pretended import Link, Null, Slow
 from hocket.runtime.pushed_rows import PushedRows, pushes
-from hocket.runtime.recorder import MARGIN
 from hocket.runtime.token_copies import CopyingNccl, copied_tokens
 from hocket.runtime.transports import Gloo, Local, Nccl, Transport, nccl_options
 from hocket.runtime.world import within
@@ -63,7 +62,7 @@ def make_transport(
     if mover == "nothing":
         return Null(len(ranks), ranks.index(rank), device) if member else None
     timeout = timedelta(seconds=options.timeout)
-    with within(options.timeout + MARGIN, f"ranks that were to make the group {purpose} have not met"):
+    with within(options.timeout, f"ranks that were to make the group {purpose} have not met"):
         if mover == "gloo":
             made = dist.new_group(list(ranks), timeout, "gloo", group_desc=purpose)
         else:
