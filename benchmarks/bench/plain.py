@@ -213,22 +213,21 @@ def adamw(params: Iterable[Tensor], dims: Iterable[int], workload: Workload) -> 
         for matrix, tensors in groups.items()
         if tensors
     ]
-    how = fastest(params[0].device)
-    return torch.optim.AdamW(made, lr=t.lr, betas=t.betas, eps=t.eps, **{how: True})
+    return torch.optim.AdamW(made, lr=t.lr, betas=t.betas, eps=t.eps, **{implementation(workload): True})
 
 
-def fastest(device: torch.device) -> Literal["foreach", "fused"]:
-    """Which of torch's implementations of AdamW to ask for on a device.
+def implementation(workload: Workload) -> Literal["foreach", "fused"]:
+    """Which of torch's implementations of AdamW to ask for.
 
-    `fused` reads and writes all that there is once, where `foreach` does so for every operation, but has the bits of
-    the plain formula on a CPU.
+    `fused` reads and writes all that there is once, also on a host for GPUs; `foreach` does so for every operation, and
+    has the bits of the plain formula, which CPU runs compare.
     """
-    return "fused" if device.type == "cuda" else "foreach"
+    return "fused" if workload.config.train.device == "cuda" else "foreach"
 
 
 def optimizer_name(workload: Workload, of: str, kernel: bool = False) -> str:
     """What `adamw` makes, and of what, for settings; on a GPU hocket's `kernel`."""
-    how: str = fastest(torch.device(workload.config.train.device))
+    how: str = implementation(workload)
     how = "hocket's kernel" if kernel and how == "fused" else how
     return f"AdamW ({how}) {of}" if workload.optimizer else "none"
 
