@@ -108,7 +108,7 @@ def measured(results: Iterable[Result]) -> Iterator[Measured]:
 def settings_of(workload: Result, name: str) -> Settings:
     """The settings of the plan that does what a contender did. Those that it had of its own are in its record."""
     row, tree = workload["contenders"][name], copy.deepcopy(dict(workload["config"]))
-    for section in ("plan", "overlap") if _plan(row) else ():
+    for section in ("plan", "overlap", "precision") if _plan(row) else ():
         for setting, value in _ITEM.findall(row["settings"].get(section, "")):
             put(tree, f"{section}.{setting}", _value(value))
     put(tree, "train.transport", row["settings"]["transport"] if _plan(row) else "nccl")

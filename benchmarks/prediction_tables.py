@@ -34,7 +34,8 @@ STEPS = (
     "fsdp", "fsdp_long", "fsdp_peers", "data_parallel", "data_parallel_adamw", "updates", "pipeline_dense_2",
     "pipeline_dense_8", "expert_parallel", "expert_parallel_long", "expert_parallel_even", "expert_parallel_2",
     "expert_parallel_torchtitan",
-    "expert_steps", "shared_expert", "skinny", "pipeline_peers", "everything",
+    "expert_steps", "shared_expert", "skinny", "pipeline_peers", "everything", "dense_fp8", "expert_routing",
+    "expert_routing_even",
 )  # fmt: skip
 """Results with steps that are predicted."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -63,12 +62,14 @@ class Planned:
         _groups[kind] = self.engine.groups
         self.engine.init_weights()
         self.lr = config.train.lr
-        plan, overlap = (", ".join(f"{name} = {value}" for name, value in part.items()) for part in _parts(config))
+        said = {
+            name: ", ".join(f"{setting} = {value}" for setting, value in flat(dataclasses.asdict(section)).items())
+            for name, section in (("plan", config.plan), ("overlap", config.overlap), ("precision", config.precision))
+        }
         whole = config.overlap.dp.strategy == "no_shard"
         self.twice = 0  # steps
         self.settings: dict[str, str] = {
-            "plan": plan,
-            "overlap": overlap,
+            **said,
             "transport": transport,
             "weights": "fp32 and the compute dtype, whole" if whole else "fp32 shards, cast by each gather",
             "compile": "off: hocket runs eagerly",
@@ -215,8 +216,3 @@ def exchanges(workload: Workload, rank: int, device: torch.device) -> Contender:
 def _on(config: Config, transport: TransportName) -> Config:
     """A configuration on another transport."""
     return changed(config, {"train.transport": transport})
-
-
-def _parts(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the sections `plan` and `overlap` say, by name."""
-    return dataclasses.asdict(config.plan), flat(dataclasses.asdict(config.overlap))

@@ -33,7 +33,8 @@ def test_presets_are_commands_that_work_on_gpus(name, gpus):
     assert settings.train.clip == 0
     assert any(CONTENDERS[name].ours and not CONTENDERS[name].bound for name in names)
     assert set(BOUNDS) & set(names)
-    assert options.optimizer == ("on" if name == "pipeline_peers" or "adamw" in name else "off")
+    whole = name in ("pipeline_peers", "dense_fp8", "expert_routing") or "adamw" in name
+    assert options.optimizer == ("on" if whole else "off")
     assert options.compile == ("on" if name.endswith("compiled") else "off")
     assert any(name in files.replace("?", "").split() for files, _ in KNOWN.values())
     if name.startswith("expert"):
@@ -69,12 +70,16 @@ def test_a_result_becomes_a_table():
     row |= {"peak_bytes": 2**32, "resident_bytes": 2**31}
     row |= {"blocks": [{"clock_mhz": 1700.0}, {"clock_mhz": 1800.0}], "off_clock": [True, True]}
     ratio = {"median": 0.9, "low": 0.88, "high": 0.91}
-    rows = {"bound": {**row, "speed_over": {"fsdp2": ratio}}, "fsdp2": {**row, "speed_over": {"bound": ratio}}}
+    slow = {"seconds": 0.7, "blocks": [{"clock_mhz": 1500.0}] * 2}
+    rows = {"bound": {**row, "speed_over": {"fsdp2": ratio}}}
+    rows["fsdp2"] = {**row, **slow, "speed_over": {"bound": ratio}}
     config = {"train": {"sequences": 2}, "data": {"sequence_length": 2048}}
     found = {"bound": "bound", "best_peer": "fsdp2", "config": config, "contenders": rows}
     text = contenders({"workloads": [found]})
-    assert "| 4,096: bound | 500.0 ms | 400 (40%) | 1 | 0.900 (0.880 to 0.910) | 0.4% | 1,750* | 4, 2 held |" in text
-    assert "| 4,096: fsdp2 | 500.0 ms | 400 (40%) | 0.900 (0.880 to 0.910) | 1 | 0.4% | 1,750* | 4, 2 held |" in text
+    shown = "400 (40%) | 1 | 1 | 0.900 (0.880 to 0.910) | 0.4% | 1,750* | 4, 2 held |"
+    assert f"| 4,096: bound | 500.0 ms | {shown}" in text
+    shown = "400 (40%) | 0.900 (0.880 to 0.910) | 0.83 | 1 | 0.4% | 1,500* | 4, 2 held |"
+    assert f"| 4,096: fsdp2 | 700.0 ms | {shown}" in text
 
 
 def test_settings_that_are_nearly_those_of_another_are_shown_as_differences():
