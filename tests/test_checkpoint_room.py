@@ -18,7 +18,7 @@ import torch.distributed as dist
 from hocket.fsdp.saving import whole
 from hocket.fsdp.saving.dcp import CheckpointWriter
 from hocket.settings.schema import changed
-from hocket.train import checkpoint, room
+from hocket.train import checkpoint, folders, room
 from hocket.train.checkpoint import Moment
 from tests.helpers.ranks import run_ranks
 from tests.test_checkpoint import SHAPES, groups, load_and_compare, save_steps, settings_in
@@ -116,6 +116,40 @@ def test_half_of_a_deleted_checkpoint_is_none(tmp_path, monkeypatch):
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["latest", "step-00000001.tmp", "step-00000002"]
     assert load_and_compare(0, tmp_path)[0] == 2
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["latest", "step-00000002"]
+
+
+def test_what_cannot_be_deleted_is_deleted_behind_the_next_save(tmp_path, monkeypatch):
+    save_steps(0, tmp_path, [1], keep=1)
+    folder, rename = tmp_path / "checkpoints", Path.rename
+
+    def refuse(path: Path, target: Path) -> Path:
+        if path.name == "step-00000001":
+            raise OSError(16, "Device or resource busy")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    save_steps(0, tmp_path, [2], keep=1)
+    assert sorted(os.listdir(folder)) == ["latest", "step-00000001", "step-00000002"]
+    monkeypatch.undo()
+    monkeypatch.setattr(Path, "is_dir", lambda _: (_ for _ in ()).throw(OSError(116, "Stale file handle")))
+    folders.delete_old(folder, settings_in(tmp_path, keep=1).train)
+    monkeypatch.undo()
+    save_steps(0, tmp_path, [3], keep=1)
+    assert sorted(os.listdir(folder)) == ["latest", "step-00000003"]
+
+
+def test_a_file_that_cannot_be_deleted_keeps_no_other(tmp_path, monkeypatch):
+    save_steps(0, tmp_path, [1])
+    unlink = os.unlink
+
+    def refuse(path: Any, **more: Any) -> None:
+        if str(path).endswith(".metadata"):
+            raise OSError(16, "Device or resource busy")
+        unlink(path, **more)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    whole.remove(tmp_path / "checkpoints" / "step-00000001")
+    assert os.listdir(tmp_path / "checkpoints" / "step-00000001.tmp") == [".metadata"]
 
 
 def test_a_folder_that_cannot_be_changed_is_named_when_a_run_begins(tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hocket.fsdp.saving import background, host_memory
+from hocket.fsdp.saving.dcp import CheckpointWriter
 from hocket.settings.schema import changed
 from hocket.train import checkpoint, room
 from hocket.train.checkpoint import Moment, SaveFailed
@@ -96,6 +97,35 @@ def test_a_save_that_fails_behind_is_told_and_the_next_one_tried(tmp_path: Path)
     saves.between(step)
     saves.wait()
     assert told.lines[1:] == ["saved 2"]
+
+
+def _wait_for(saving: background.Saving | Path) -> None:
+    if isinstance(saving, background.Saving):
+        saving.result(timeout=20)
+
+
+def save_over(rank: int, folder: Path, behind: bool, fails: str) -> list[str]:
+    """A save with `train.keep` = 1 over two checkpoints, of which a part fails."""
+    for step in (1, 2):
+        checkpoint.save(settings_in(folder, keep=2), Moment(step, step), groups(step))
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    owner, name = {"files": (CheckpointWriter, "write_data"), "link": (checkpoint, "link")}[fails]
+    setattr(owner, name, fail)
+    save = checkpoint.save_behind if behind else checkpoint.save
+    with pytest.raises(SaveFailed, match=r"the last one is .*step-00000002"):
+        _wait_for(save(settings_in(folder, keep=1), Moment(3, 3), groups(3)))
+    background.wait_for_thread()
+    dist.barrier()
+    return sorted(path.name for path in (folder / "checkpoints").glob("step-*") if path.name != "step-00000003")
+
+
+@pytest.mark.parametrize("fails", ["files", "link"])
+@pytest.mark.parametrize("behind", [False, True], ids=["at once", "behind"])
+def test_a_save_that_fails_deletes_no_earlier_checkpoint(tmp_path: Path, behind: bool, fails: str) -> None:
+    assert run_ranks(save_over, 2, tmp_path, behind, fails) == [["step-00000001", "step-00000002"]] * 2
 
 
 def records(folder: Path) -> list[dict[str, float]]:

@@ -59,6 +59,8 @@ class Substitution:
                 parts, made_of = value, tuple
             else:  # one with names
                 parts, spec = tree_flatten(value, is_leaf=lambda one: one is not value)
+                if spec.is_leaf():  # nobody knows how to make another one
+                    return new_of(value)
                 made_of = partial(tree_unflatten, treespec=spec)
             new = [self.apply(part, new_of) for part in parts]
             return value if all(map(is_, new, parts)) else made_of(new)

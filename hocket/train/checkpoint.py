@@ -134,7 +134,8 @@ def save(settings: Settings, moment: Moment, groups: Groups) -> Path:
     """
     folder = _folder_of(settings, moment)
     path = _write(settings, moment, state_of(groups), CheckpointWriter(folder, publishes=False), None)
-    by_first(lambda: delete_old(path.parent, settings.train))
+    with in_time(settings, "delete old checkpoints"):
+        by_first(lambda: delete_old(path.parent, settings.train))
     return path
 
 
@@ -152,7 +153,7 @@ def save_behind(settings: Settings, moment: Moment, groups: Groups) -> Saving:
         timeout=settings.train.hang_timeout,
     )
     if rank_and_world()[0] == 0:
-        background.thread().submit(delete_old, folder.final.parent, settings.train)
+        background.thread().submit(lambda: saving.written and delete_old(folder.final.parent, settings.train))
     return saving
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Sequence
@@ -27,12 +28,16 @@ def newest_first(folder: Path) -> list[Path]:
 
 
 def delete_old(checkpoints: Path, train: TrainConfig) -> None:
-    """Delete the checkpoints that are not to be kept. Runs on rank 0."""
-    there = newest_first(checkpoints)
-    best = best_first(there)[: train.keep_best] if train.keep_best else []
-    for old in set(there[train.keep :]) - set(best):
-        if not train.keep_every or step_of(old) % train.keep_every:
-            remove(old)
+    """Delete the checkpoints that are not to be kept, behind a save that went well. Runs on rank 0.
+
+    What the file system refuses is no error: the next save tries again.
+    """
+    with contextlib.suppress(OSError):
+        there = newest_first(checkpoints)
+        best = best_first(there)[: train.keep_best] if train.keep_best else []
+        for old in set(there[train.keep :]) - set(best):
+            if not train.keep_every or step_of(old) % train.keep_every:
+                remove(old)
 
 
 def best_first(there: Sequence[Path]) -> list[Path]:

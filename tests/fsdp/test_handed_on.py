@@ -107,6 +107,17 @@ class InDictOfLists(Block):
         return y
 
 
+class Holder(tuple[list[Tensor], ...]):
+    """A tuple that torch's pytree takes for a leaf."""
+
+
+class InHolder(Block):
+    def forward(self, x: Tensor, found: Holder) -> Tensor:
+        y, aux = self.both(x)
+        found[0].append(aux)
+        return y
+
+
 class Attribute(Block):
     def forward(self, x: Tensor) -> Tensor:
         y, self.aux = self.both(x)
@@ -176,6 +187,7 @@ PROGRAMS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor]]] = {
     "list that is changed": (lambda: ListModel(HiddenStates), lambda model, x: model(x)),
     "object": (lambda: ListModel(InObject, SimpleNamespace), lambda model, x: model(x)),
     "dict of lists": (lambda: ListModel(InDictOfLists, dict), lambda model, x: model(x)),
+    "tuple of another class": (lambda: ListModel(InHolder, lambda: Holder([[]])), lambda model, x: model(x)),
     "attribute": (lambda: Chain(Attribute), late),
     "attribute of a module inside": (lambda: Chain(InnerAttribute), late),
     "list of the module": (lambda: Chain(InListOfSelf), late),

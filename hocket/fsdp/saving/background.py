@@ -59,6 +59,11 @@ class Saving(Future[Path]):
         finally:
             self._asked |= self.done()
 
+    @property
+    def written(self) -> bool:
+        """Whether the folder is there. Nobody has asked for an error by this."""
+        return self.done() and super().exception() is None
+
     def timed(self, write: Callable[[], Path]) -> Path:
         """The thread's work."""
         begun = time.perf_counter()

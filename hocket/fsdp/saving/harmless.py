@@ -74,7 +74,9 @@ class HarmlessReader(dcp.FileSystemReader):
     """Reads a folder in DCP's format."""
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
-        """Raises ValueError for metadata that is damaged, asks for other classes, or names files outside."""
+        """Raises ValueError for metadata that is damaged or lists only a part of a tensor, that asks for other classes,
+        or that names files outside.
+        """
         file = Path(self.path) / METADATA
         try:
             content = file.read_bytes()
@@ -90,7 +92,7 @@ class HarmlessReader(dcp.FileSystemReader):
         if outside := sorted(name for name in names if Path(name).name != name):
             raise ValueError(f"{file} names files that are not in its folder, such as {outside[0]}")
         if partial:
-            raise ValueError(f"{file} lists a part of {partial[0]} alone")
+            raise ValueError(f"{file} lists only a part of {partial[0]}")
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata

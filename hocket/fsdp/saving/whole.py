@@ -51,9 +51,9 @@ def clean_up(parent: Path, names: str) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Delete a folder, so that no half of it is ever taken for a whole one."""
+    """Delete a folder as far as possible, so that no half of it is ever taken for a whole one."""
     with contextlib.suppress(OSError):
-        shutil.rmtree(folder.rename(_temporary(folder)))
+        shutil.rmtree(folder.rename(_temporary(folder)), ignore_errors=True)
 
 
 def free(folder: Path) -> int:
