@@ -35,7 +35,8 @@ def run(words: list[str]) -> int:
             checkpoint.resolve(), Path(options.folder), "" if options.dtype == "run" else options.dtype
         )
     except (OSError, ValueError) as error:
-        fix = "" if "; fix: " in str(error) else "; fix: a run with a whole checkpoint of a model that a family computes"
+        fix = "; fix: a run with a whole checkpoint of a model that a family computes"
+        fix = "" if "; fix: " in str(error) else fix
         raise ValueError(f"export {options.run} {options.folder} (command line): {error}{fix}") from None
     print(f"wrote {options.folder}: {family}, of {checkpoint}")
     if remark:
