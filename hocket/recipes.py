@@ -35,9 +35,7 @@ def tiny() -> Config:
         mesh=MeshConfig(pp=2, dp=2, ep=2),
         plan=PlanConfig(chunks=2),
         data=DataConfig(sequence_length=128),
-        train=TrainConfig(
-            steps=150, microbatches=4, sequences=4, lr=4e-3, min_lr=4e-4, warmup=15, eval_every=50, save_every=50
-        ),
+        train=TrainConfig(steps=150, microbatches=4, sequences=4, lr=4e-3, warmup=15, eval_every=50, save_every=50),
         run=RunConfig(name="tiny"),
     )
 
@@ -64,7 +62,7 @@ def moe_8gpu() -> Config:
         plan=PlanConfig(chunks=2),
         data=DataConfig(sequence_length=2048),
         precision=PrecisionConfig(compute="bf16"),
-        train=TrainConfig(steps=200, microbatches=8, sequences=8, lr=6e-4, min_lr=6e-5, warmup=20),
+        train=TrainConfig(steps=200, microbatches=8, sequences=8, lr=6e-4, warmup=20),
         run=RunConfig(name="moe_8gpu"),
     )
 
@@ -92,7 +90,7 @@ def large(name: str, model: ModelConfig, mesh: MeshConfig, plan: PlanConfig, len
         plan=plan,
         data=DataConfig(sequence_length=length),
         precision=PrecisionConfig(compute="bf16"),
-        train=TrainConfig(steps=1000, microbatches=8, lr=3e-4, min_lr=3e-5, warmup=100, save_every=500),
+        train=TrainConfig(steps=1000, microbatches=8, lr=3e-4, warmup=100, save_every=500),
         run=RunConfig(name=name),
     )
 

@@ -121,7 +121,7 @@ def create(python: str) -> None:
     if not succeeds(python, "-c", "import ensurepip, venv", quiet=True):
         fix = "apt-get install python3-venv, or set HOCKET_PYTHON to a Python that has torch"
         stop(f"{python} cannot make virtual environments", fix)
-    say(f"making a virtual environment in {ENV.relative_to(ROOT)}; torch is large, so this takes a few minutes")
+    say("making a virtual environment in .venv/env; torch is large, so this takes a few minutes")
     run(python, "-m", "venv", "--clear", str(ENV))
     pip = (str(ENV / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
     # All are in it but torch, which some of them need.
@@ -130,7 +130,8 @@ def create(python: str) -> None:
     run(*pip, "-r", str(TORCH))
     for distribution in (ROOT / "hocket_trace", ROOT):
         run(*pip, "--no-deps", "--no-build-isolation", "--editable", str(distribution))
-    write_launcher(str(ENV / "bin" / "python"), path=[])
+    # An editable package is found last: a script beside a clone called hocket would import that folder.
+    write_launcher(str(ENV / "bin" / "python"), path=[ROOT])
 
 
 def check(*, to_train: bool) -> None:
@@ -158,11 +159,8 @@ def pins(lock: str) -> dict[str, str]:
 
 def write_launcher(python: str, path: list[Path]) -> None:
     """Write the command `.venv/python`, which adds folders to what PYTHONPATH holds when it is run."""
-    lines = ["#!/bin/sh"]
-    if path:
-        folders = ":".join(map(str, path))
-        lines.append(f'export PYTHONPATH="{folders}${{PYTHONPATH:+:$PYTHONPATH}}"')
-    lines.append(f'exec "{python}" "$@"')
+    folders = ":".join(map(str, path))
+    lines = ("#!/bin/sh", f'export PYTHONPATH="{folders}${{PYTHONPATH:+:$PYTHONPATH}}"', f'exec "{python}" "$@"')
     LAUNCHER.write_text("\n".join(lines) + "\n")
     LAUNCHER.chmod(LAUNCHER.stat().st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)
 

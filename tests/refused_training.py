@@ -10,9 +10,9 @@ WSD: dict[str, Any] = {"train__schedule": "wsd"}
 
 REFUSED_TRAINING: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
     ({}, {"train__min_lr": 1.0}, "train.min_lr", "above the highest"),
-    ({"train__min_lr_ratio": 0.1}, {"train__min_lr": 1e-4}, "train.min_lr", "train.min_lr_ratio = 0.1 says"),
+    ({"train__min_lr": 1e-4}, {"train__min_lr_ratio": 0.2}, "train.min_lr_ratio", "train.min_lr = 0.0001 is"),
     ({"train__schedule": "constant"}, {"train__min_lr": 1e-4}, "train.min_lr", "never falls"),
-    ({"train__schedule": "constant"}, {"train__min_lr_ratio": 0.1}, "train.min_lr_ratio", "never falls"),
+    ({"train__schedule": "constant"}, {"train__min_lr_ratio": 0.2}, "train.min_lr_ratio", "never falls"),
     ({}, {"train__decay": 0.1}, "train.decay", "only train.schedule = wsd"),
     ({}, {"train__decay_shape": "cosine"}, "train.decay_shape", "only train.schedule = wsd"),
     (WSD, {"train__decay": 1.5}, "train.decay", "neither a whole number of steps"),

@@ -292,7 +292,7 @@ def test_python_is_read_as_examples_have_it() -> None:
 def test_what_torchtitan_does_where_nothing_is_said() -> None:
     model: read.Pairs = [("model.name", "llama3"), ("model.flavor", "8B")]
     found = translate(TORCHTITAN, model, 8).settings
-    assert (found["train.schedule"], found["train.min_lr"], found["train.warmup"]) == ("linear", 0.0, 200)
+    assert (found["train.schedule"], found["train.min_lr_ratio"], found["train.warmup"]) == ("linear", 0.0, 200)
     assert translate(TORCHTITAN, [*model, ("lr_scheduler.decay_ratio", 0.5)], 8).settings["train.schedule"] == "wsd"
     fp8 = translate(TORCHTITAN, [*model, ("model.converters", ["float8"])], 8)
     assert fp8.settings["precision.compute"] == "fp8"

@@ -12,6 +12,8 @@ from torch.optim import SGD, lr_scheduler
 from transformers import get_cosine_with_min_lr_schedule_with_warmup, get_wsd_schedule
 
 from hocket.config import TrainConfig
+from hocket.recipes import RECIPES
+from hocket.settings.schema import changed
 from hocket.train.schedule import SHAPES, learning_rate
 
 STEPS, WARMUP, LR, FLOOR = 110, 10, 0.4, 0.05
@@ -69,12 +71,19 @@ def test_cosine_with_a_floor_is_that_of_transformers() -> None:
     def theirs(optimizer: SGD) -> lr_scheduler.LRScheduler:
         return get_cosine_with_min_lr_schedule_with_warmup(optimizer, WARMUP, STEPS - 1, min_lr_rate=0.125)
 
-    assert rates(min_lr_ratio=0.125)[WARMUP:] == pytest.approx(list(of(theirs))[WARMUP:], rel=1e-9)
+    assert rates(min_lr=-1, min_lr_ratio=0.125)[WARMUP:] == pytest.approx(list(of(theirs))[WARMUP:], rel=1e-9)
 
 
-def test_a_ratio_takes_the_place_of_the_floor() -> None:
-    assert rates(min_lr_ratio=0.125) == rates(min_lr=0.125 * LR)
-    assert rates(min_lr_ratio=1.0)[WARMUP:] == [LR] * (STEPS - WARMUP)
+def test_the_lowest_rate_is_a_share_of_the_highest_or_a_number() -> None:
+    assert rates(min_lr=-1, min_lr_ratio=0.125) == rates(min_lr=0.125 * LR)
+    assert rates(min_lr=-1, min_lr_ratio=1.0)[WARMUP:] == [LR] * (STEPS - WARMUP)
+    assert rates(min_lr=0.0)[-1] == 0.0
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
+def test_any_rate_may_be_chosen_without_its_lowest(recipe: str) -> None:
+    config = changed(RECIPES[recipe](), {"train.lr": 1e-6})
+    assert config.train.lowest_lr == pytest.approx(1e-7)
 
 
 def test_the_whole_rate_of_wsd_does_not_depend_on_the_end() -> None:

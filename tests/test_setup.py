@@ -73,6 +73,23 @@ def test_launcher_puts_folders_before_what_is_on_the_path(tmp_path: Path, monkey
     assert shown.stdout.split() == [str(tmp_path / "a"), str(tmp_path / "b"), "/c"]
 
 
+def test_a_script_beside_the_clone_imports_the_package(tmp_path: Path, monkeypatch) -> None:
+    """Python takes a folder `hocket` beside the script for a package without code, unless it finds the real one."""
+    (tmp_path / "hocket").mkdir()
+    (tmp_path / "env" / "bin").mkdir(parents=True)
+    python = tmp_path / "env" / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    (tmp_path / "train.py").write_text("import hocket; print(hocket.plan.__name__)")
+    monkeypatch.setattr(setup, "ENV", tmp_path / "env")
+    monkeypatch.setattr(setup, "LAUNCHER", tmp_path / "python")
+    monkeypatch.setattr(setup, "run", lambda *command: None)  # installs nothing
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    setup.create(sys.executable)
+    script = [tmp_path / "python", tmp_path / "train.py"]
+    assert subprocess.run(script, capture_output=True, text=True, check=True, cwd=tmp_path).stdout == "plan\n"
+
+
 def run_python(code: str, path: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": f"{path}:{ROOT}"}
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)

@@ -15,9 +15,9 @@ from hocket.commands.options import parse_plain
 class Export:
     """Write the newest checkpoint of a run, or one that is named, as config.json and safetensors."""
 
-    run: Annotated[str, tyro.conf.Positional]
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """The folder of a run, or of a checkpoint."""
-    folder: Annotated[str, tyro.conf.Positional]
+    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
     """A new folder."""
     dtype: Literal["run", "fp32", "bf16"] = "run"
     """Format of the weights; run is the one that the run computed in."""
@@ -35,8 +35,9 @@ def run(words: list[str]) -> int:
             checkpoint.resolve(), Path(options.folder), "" if options.dtype == "run" else options.dtype
         )
     except (OSError, ValueError) as error:
-        fix = "a run with a whole checkpoint of a model that a family computes, and a new folder"
-        raise ValueError(f"export {options.run} {options.folder} (command line): {error}; fix: {fix}") from None
+        fix = "; fix: a run with a whole checkpoint of a model that a family computes"
+        fix = "" if "; fix: " in str(error) else fix
+        raise ValueError(f"export {options.run} {options.folder} (command line): {error}{fix}") from None
     print(f"wrote {options.folder}: {family}, of {checkpoint}")
     if remark:
         print(f"note: {remark}; so hocket wrote a config.json of its own")

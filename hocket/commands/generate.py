@@ -29,7 +29,7 @@ UNFINISHED = "�"
 class Generate:
     """Print what a model goes on with: that of a run's newest checkpoint, or of a folder of Hugging Face."""
 
-    model: Annotated[str, tyro.conf.Positional]
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """The folder of a run, of a checkpoint, or of a published model."""
     prompt: str
     """The text to go on with."""

@@ -118,10 +118,10 @@ class TrainConfig:
     """Sequences per microbatch. A step consumes dp * microbatches * sequences of them."""
     lr: float = 3e-3
     """Learning rate after the warm-up, the highest of the run."""
-    min_lr: float = 3e-4
-    """Learning rate of the last step, the lowest behind the warm-up. `min_lr_ratio` takes its place if it is set."""
-    min_lr_ratio: float = 0.0
-    """The lowest learning rate as a fraction of `lr`; 0 leaves it to `min_lr`."""
+    min_lr_ratio: float = 0.1
+    """Learning rate of the last step, the lowest after the warm-up, as a fraction of `lr`."""
+    min_lr: float = -1.0
+    """The same learning rate as a number, in place of `min_lr_ratio`. -1 leaves it to that."""
     warmup: int = 10
     """Steps in which the learning rate rises linearly to `lr`."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
@@ -191,7 +191,7 @@ class TrainConfig:
     @property
     def lowest_lr(self) -> float:
         """Learning rate at the end of the decay."""
-        return self.lr * self.min_lr_ratio if self.min_lr_ratio else self.min_lr
+        return self.min_lr if self.min_lr >= 0 else self.lr * self.min_lr_ratio
 
     @property
     def decay_steps(self) -> int:

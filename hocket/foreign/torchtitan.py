@@ -141,8 +141,7 @@ def config(value: Any, given: Given) -> Answer:
 
 def lowest(value: Any, given: Given) -> Answer:
     """The lowest rate, as a share of the highest."""
-    share = float(value)
-    return Answer("becomes", {"train.min_lr_ratio": share, **({} if share else {"train.min_lr": 0.0})})
+    return Answer("becomes", {"train.min_lr_ratio": float(value)})
 
 
 def converted(value: Any, given: Given) -> Answer:
@@ -329,7 +328,7 @@ TORCHTITAN = System(
         ("(no optimizer.lr)", _unless(("optimizer.lr",), {"train.lr": 8e-4})),
         ("(no lr_scheduler.warmup_steps)", _unless((f"{L}warmup_steps",), {"train.warmup": 200})),
         ("(no lr_scheduler.decay_type)", _unless((f"{L}decay_type", f"{L}decay_ratio"), {"train.schedule": "linear"})),
-        ("(no lr_scheduler.min_lr_factor)", _unless((f"{L}min_lr_factor", f"{L}lr_min"), {"train.min_lr": 0.0})),
+        ("(no lr_scheduler.min_lr_factor)", _unless((f"{L}min_lr_factor", f"{L}lr_min"), {"train.min_lr_ratio": 0.0})),
     ),
     spelled,
     (("mesh.tp", (TP,)), ("mesh.cp", (CP,)), ("mesh.pp", (PP,)), ("plan.chunks", (SCHEDULE,)), ("mesh.ep", (EP,))),

@@ -7,14 +7,14 @@ from hocket.settings.rule import Rule
 TRAINING_RULES: tuple[Rule, ...] = (
     Rule(
         ("train.min_lr", "train.lr"),
-        lambda c, h: c.train.schedule != "constant" and not c.train.min_lr_ratio and c.train.min_lr > c.train.lr,
+        lambda c, h: c.train.schedule != "constant" and c.train.min_lr > c.train.lr,
         "the last learning rate is above the highest, train.lr = {train.lr}",
         "train.min_lr at most train.lr",
     ),
     Rule(
-        ("train.min_lr", "train.min_lr_ratio"),
-        lambda c, h: c.train.schedule != "constant" and c.train.min_lr_ratio > 0,
-        "no effect: train.min_lr_ratio = {train.min_lr_ratio} says the lowest learning rate",
+        ("train.min_lr_ratio", "train.min_lr"),
+        lambda c, h: c.train.schedule != "constant" and c.train.min_lr >= 0,
+        "no effect: train.min_lr = {train.min_lr} is the lowest learning rate",
         "leave one of the two out",
         only_if_set=True,
     ),

@@ -345,7 +345,7 @@ def refused(rank: int, folder: Path) -> None:
     (folder / "weights").mkdir(exist_ok=True)
     dist.barrier()
     save(ctx, None, folder / "weights")
-    with pytest.raises(ValueError, match=r"weights exists already: save to another folder"):
+    with pytest.raises(ValueError, match=r"weights exists already; fix: another folder"):
         save(ctx, None, folder / "weights")
     with pytest.raises(ValueError, match=r"weights has no state of an optimizer"):
         load(ctx, optimizer, folder / "weights")

@@ -101,7 +101,8 @@ def test_transformers_finds_the_same_loss(tmp_path: Path) -> None:
     assert validated == pytest.approx(expected, rel=1e-5)
     again = hocket(tmp_path, "export", "runs/run", "back")
     assert again.code == 2
-    assert "back exists already" in again.err
+    assert "back exists already; fix: another folder, or remove it first" in again.err
+    assert again.err.count("fix:") == 1
     assert hocket(tmp_path, "export", "runs/run", "half", "--dtype", "bf16").code == 0
     half = load_file(tmp_path / "half" / "model.safetensors")
     assert {value.dtype for value in half.values()} == {torch.bfloat16}

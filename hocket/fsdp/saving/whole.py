@@ -28,7 +28,7 @@ class WholeFolder:
         Raises: ValueError if the place is taken, but for an empty folder, OSError if the folder cannot be made.
         """
         if self.final.exists() and not (self.final.is_dir() and not any(self.final.iterdir())):
-            raise ValueError(f"checkpoint {self.final} exists already: save to another folder, or remove it first")
+            raise ValueError(f"{self.final} exists already; fix: another folder, or remove it first")
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self.temporary)
         self.temporary.mkdir(parents=True)
