@@ -167,5 +167,5 @@ def tiny() -> ModelConfig:
     """A model for a laptop that has every kind of part: dense and MoE layers, shared expert, grouped queries."""
     return ModelConfig(
         vocab=256, hidden=128, layers=8, heads=4, kv_heads=2, head_dim=32, ffn=384, dense_layers=(0, 4),
-        experts=8, top_k=2, expert_ffn=128, shared_ffn=128, aux_loss=0.01,
+        experts=8, top_k=2, expert_ffn=128, shared_ffn=128, aux_loss=0.01, init="torchtitan",
     )  # fmt: skip
