@@ -92,7 +92,7 @@ def test_a_bad_start_is_told_once() -> None:
 
 
 def test_a_run_says_so(tmp_path: Path) -> None:
-    few = ["--data.paths", text_in(tmp_path), "--train.device", "cpu", "--train.steps", "2", "--model.init", "gpt2"]
+    few = ["--data.paths", text_in(tmp_path), "--train.device", "cpu", "--train.steps", "2"]
     done = hocket(tmp_path, "train", *SMALL_RUN, *ALONE, *few, "--model.init_std", "3")
     assert done.code == 0, done.err
     (line,) = (line for line in done.out.splitlines() if line.startswith("WARNING") and "the loss" in line)

@@ -22,6 +22,9 @@ from hocket.runtime.token_copies import CopyingNccl, copied_tokens
 from hocket.runtime.transports import Gloo, Local, Nccl, Transport, nccl_options
 from hocket.runtime.world import within
 
+LATER = 5.0
+"""Seconds that ranks wait for a group behind the limit that torch was given: it knows more, where it keeps to it."""
+
 TransportName = Literal["gloo", "nccl", "copy_engine", "copy_engine_gathers", "null", "slow"]
 
 
@@ -62,7 +65,7 @@ def make_transport(
     if mover == "nothing":
         return Null(len(ranks), ranks.index(rank), device) if member else None
     timeout = timedelta(seconds=options.timeout)
-    with within(options.timeout, f"ranks that were to make the group {purpose} have not met"):
+    with within(options.timeout + LATER, f"ranks that were to make the group {purpose} have not met"):
         if mover == "gloo":
             made = dist.new_group(list(ranks), timeout, "gloo", group_desc=purpose)
         else:

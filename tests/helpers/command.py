@@ -21,7 +21,8 @@ SMALL = [
     "tiny", "--model.layers", "4", "--model.dense_layers", "0", "--model.hidden", "16", "--model.heads", "2",
     "--model.kv_heads", "1", "--model.head_dim", "8", "--model.ffn", "16", "--model.expert_ffn", "16",
     "--model.shared_ffn", "16", "--model.experts", "4", "--data.sequence_length", "8", "--train.sequences", "1",
-    "--train.microbatches", "2", "--train.eval_every", "0", "--train.eval_batches", "1", "--train.save_every", "0",
+    "--model.init", "gpt2", "--train.microbatches", "2", "--train.eval_every", "0", "--train.eval_batches", "1",
+    "--train.save_every", "0",
 ]  # fmt: skip
 """The recipe tiny, shrunk until a step takes milliseconds."""
 ALONE = ["--mesh.pp", "1", "--mesh.dp", "1", "--mesh.ep", "1"]
