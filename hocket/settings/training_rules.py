@@ -6,6 +6,12 @@ from hocket.settings.rule import Rule
 
 TRAINING_RULES: tuple[Rule, ...] = (
     Rule(
+        ("train.min_lr",),
+        lambda c, h: -1 < c.train.min_lr < 0,
+        "no learning rate is negative",
+        "0 or more, or -1, which leaves it to train.min_lr_ratio",
+    ),
+    Rule(
         ("train.min_lr", "train.lr"),
         lambda c, h: c.train.schedule != "constant" and c.train.min_lr > c.train.lr,
         "the last learning rate is above the highest, train.lr = {train.lr}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.real_models import FORMS, Row, line, measure
+from benchmarks.real_models import FORMS, Row, both, line, measure
 from tests.helpers.ranks import run_ranks
 
 MODELS = ("llama", "t5")
@@ -23,3 +23,8 @@ def test_forms_have_one_loss() -> None:
             assert ours.loss == pytest.approx(theirs.loss, rel=0.01), name
             assert min(ours.milliseconds, theirs.milliseconds) > 0
             assert f"{theirs.milliseconds / ours.milliseconds:.3f} x" in line(name, FORMS[1], ours, theirs)
+
+
+def test_rounds_are_one_row() -> None:
+    first, second, third = (Row(ms, gb, 1.0, (ms,)) for ms, gb in ((30.0, 2.0), (10.0, 3.0), (20.0, 1.0)))
+    assert both(both(first, second), third) == Row(20.0, 3.0, 1.0, (30.0, 10.0, 20.0))
