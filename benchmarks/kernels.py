@@ -285,8 +285,8 @@ def update(elements: int, averages: torch.dtype, device: torch.device, repeats: 
 
     found["torch"] = seconds(by_torch, device, repeats)
     torchs.state.clear()
-    told = torch.tensor([1.0, 1e-4, 1.0, 0.0], dtype=torch.float64, device=device)
-    given = told, 0.999, (0.9, 0.95, 1e-8)
+    told = torch.tensor([1.0, 1e-4, 1.0, 0.0, 0.999], dtype=torch.float64, device=device)
+    given = told, True, (0.9, 0.95, 1e-8)
     if usable(main):
         from hocket.kernels.adamw import adamw
 

@@ -266,7 +266,7 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (changed(TINY, mesh__ep=1, merge="off"), {"splits": "device"}, "overlap.ep.splits", "no rows travel"),
     (TINY, {"graphs": "on"}, "plan.graphs", "ranks compute on CPUs"),
     (TINY, {"graphs": "on", "splits": "host"}, "plan.graphs", "the host waits for the counts"),
-    (TINY, {"graphs": "on", "update": "next_step"}, "plan.graphs", "recorded without updates"),
+    (TINY, {"graphs": "on", "update": "next_step", "optimizer__name": "muon"}, "plan.graphs", "Muon's updates"),
     (TINY, {"room": 3.0}, "overlap.ep.room", "room for as many rows as come"),
     *((changed(TINY, **base), settings, setting, reason) for base, settings, setting, reason in REFUSED_ORDERS),
     *((changed(TINY, **base), settings, setting, reason) for base, settings, setting, reason in REFUSED_MODELS),

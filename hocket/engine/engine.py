@@ -156,7 +156,10 @@ class Engine:
         tokens = tp.tokens()
         if isinstance(tokens, CopiedTokens):
             record = from_turn_one(record, tokens, lambda: tp.all_reduce(one).wait())
-        return GraphedSteps(self.executor, self.sharded, record, lambda: [group.transport for group in self.groups])
+        updates = self._optimizer if self._leaves_updates else None
+        return GraphedSteps(
+            self.executor, self.sharded, record, lambda: [group.transport for group in self.groups], updates
+        )
 
     def _chunk(self, chunk: int, ends: dict[str, nn.Parameter]) -> ChunkLike:
         pp, layout = self.where.pp, self.layout

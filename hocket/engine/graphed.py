@@ -8,6 +8,7 @@ tell the host something, and whatever Python keeps from one step to the next mus
 - gradients are not forgotten: each step overwrites them where the recorded one left them (`PlannedModel.held`);
 - what the end of a step reads, losses and experts' loads, are the recorded tensors, with new values;
 - the end of a step itself, the plan's `step` op, is not recorded: norm, optimizer and balance run behind each replay;
+  updates that it leaves to the next step are recorded with that one (`fsdp/planned/adamw.py`);
 - packed documents have room for others: empty ones, up to twice as many as there were on any rank when it was made;
 - bytes move as they did: a group that has another transport since makes the recording void.
 
@@ -32,6 +33,7 @@ import torch
 from torch import Tensor
 
 from hocket.engine.executor import Executor
+from hocket.fsdp.planned.adamw import PlannedAdamW
 from hocket.fsdp.planned.model import PlannedModel
 from hocket.model.documents import Documents
 from hocket.model.microbatch import Microbatch
@@ -101,9 +103,15 @@ class GraphedSteps:
     """Runs the steps of an executor, from some step on by replays. See Note: [What a recording holds]."""
 
     def __init__(
-        self, executor: Executor, model: PlannedModel, record: Record, transports: Callable[[], Sequence[object]]
+        self,
+        executor: Executor,
+        model: PlannedModel,
+        record: Record,
+        transports: Callable[[], Sequence[object]],
+        updates: PlannedAdamW | None,
     ) -> None:
-        """`transports` are those of all groups now."""
+        """`transports` are those of all groups now; `updates` makes what a step leaves to the next one, if any."""
+        self._updates = updates
         self._executor, self._model, self._record, self._transports = executor, model, record, transports
         self._moved_by: Sequence[object] = transports()
         self.way: Way = "issued"
@@ -136,6 +144,8 @@ class GraphedSteps:
             self._weights_M.copy_(actions.weights_M)
         executor.recorder.begin(replayed=True)
         self._replay()
+        if self._updates is not None:
+            self._updates.replayed()
         actions.losses = self._losses
         actions.loads.update(self._loads)
         assert actions.on_step is not None
@@ -148,8 +158,14 @@ class GraphedSteps:
         on_step, weights_M = actions.on_step, actions.weights_M
         self._weights_M = None if weights_M is None else weights_M.clone()
         actions.on_step, actions.weights_M = (lambda: None), self._weights_M
+        if self._updates is not None:
+            self._updates.begin_recording()
         try:
             losses, replay = self._record(lambda: self._executor.run(self._inputs))
+        except BaseException:
+            if self._updates is not None:
+                self._updates.not_recorded()
+            raise
         finally:
             actions.on_step, actions.weights_M = on_step, weights_M
         self._losses, self._loads = list(losses), dict(actions.loads)
@@ -179,8 +195,7 @@ class GraphedSteps:
             return
         self._replay, self._weights_M = None, None
         self._inputs, self._losses, self._loads = [], [], {}
-        self._model.held = False
-        self._model.forget_grads()
+        self._model.let_grads_go()
 
 
 @dataclass(frozen=True)

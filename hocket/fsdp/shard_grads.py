@@ -79,6 +79,8 @@ class ShardGrads:
         self._ranges = ranges
         self.flat: Tensor | None = None
         """All of them, in the dtype in which they are added up."""
+        self.stays = False
+        """Whether the memory is kept, since a recorded step reads and writes it."""
         self._copy: Tensor | None = None
         self._views: list[Tensor] = []
         self._versions = (-1, -1)  # of flat and of the copy, when the copy was made
@@ -103,8 +105,9 @@ class ShardGrads:
             return self._home.empty(self._numel, dtype)
 
     def let_go(self) -> None:
-        """Give the memory back."""
-        self.flat, self._copy, self._views = None, None, []
+        """Give the memory back, unless it stays."""
+        if not self.stays:
+            self.flat, self._copy, self._views = None, None, []
 
     def views(self) -> list[Tensor]:
         """One tensor per range, the same objects for as long as the memory is there."""

@@ -26,10 +26,10 @@ def _adamw(
     weight,
     told,
     numel,
-    decay,
     beta1,
     beta2,
     eps,
+    decays: tl.constexpr,
     writes_weight: tl.constexpr,
     block_size: tl.constexpr,
 ):
@@ -43,7 +43,9 @@ def _adamw(
     v = tl.load(squares + at, mask=inside).to(tl.float32)
     m += (g - m) * (1 - beta1)
     v = v * beta2 + g * g * (1 - beta2)
-    w = tl.load(main + at, mask=inside) * decay
+    w = tl.load(main + at, mask=inside)
+    if decays:
+        w *= tl.load(told + 4).to(tl.float32)
     w -= size.to(tl.float32) * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), root.to(tl.float32)) + eps)
     tl.store(main + at, w, mask=inside)
     tl.store(average + at, m.to(average.dtype.element_ty), mask=inside)
@@ -58,18 +60,18 @@ def adamw(
     averages: tuple[Tensor, Tensor],
     weight: Tensor | None,
     told: Tensor,
-    decay: float,
+    decays: bool,
     rates: tuple[float, float, float],
 ) -> None:
     """Update `main` and its averages, and write it to `weight` too, which may be None. All are 1-D and contiguous.
 
-    `told`, fp64 [4] on the device: what scales the gradient, the size of a step over the first bias correction, the
-    root of the second, and whether nothing is to be done. `decay` is what weights are multiplied with before;
+    `told`, fp64 [5] on the device: what scales the gradient, the size of a step over the first bias correction, the
+    root of the second, whether nothing is to be done, and what weights that decay are multiplied with before.
     `rates` are those of both averages, and epsilon.
     """
     if not main.numel():
         return
     grid = (triton.cdiv(main.numel(), BLOCK),)
     copy = main if weight is None else weight
-    given = (main, grad, *averages, copy, told, main.numel(), decay, *rates)
-    _adamw[grid](*given, weight is not None, BLOCK, num_warps=4, enable_fp_fusion=False)
+    given = (main, grad, *averages, copy, told, main.numel(), *rates)
+    _adamw[grid](*given, decays, weight is not None, BLOCK, num_warps=4, enable_fp_fusion=False)

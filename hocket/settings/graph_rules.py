@@ -36,8 +36,8 @@ GRAPH_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("plan.graphs", "overlap.dp.update"),
-        lambda c, h: _graphed(c) and c.overlap.dp.update == "next_step",
-        "a step is recorded without updates, and this one would have some beside its forwards",
+        lambda c, h: _graphed(c) and c.overlap.dp.update == "next_step" and c.optimizer.name == "muon",
+        "a recorded step cannot have Muon's updates in it, whose learning rate the host tells",
         "overlap.dp.update = end, or plan.graphs = off",
     ),
 )

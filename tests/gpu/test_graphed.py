@@ -43,6 +43,7 @@ CONFIGS = {
     "experts": CONFIG,
     "little room": planned(CONFIG, room=1.0),
     "whole gradients": planned(CONFIG, strategy="no_shard"),
+    "updates in the next step": planned(CONFIG, update="next_step"),
     "dense": dataclasses.replace(DENSE, plan=dataclasses.replace(DENSE.plan, order="sequential")),
 }
 
@@ -64,6 +65,7 @@ def steps(rank: int, config: Config) -> tuple[list[float], list[Tensor], float]:
         numbers += [float(result.loss), float(result.grad_norm)]
         if i in (2, 6):
             numbers.append(float(engine.evaluate(batch)))
+    engine.catch_up()
     weights = [unit.group.main.cpu() for unit in engine.sharded.units.values()]
     engine.close()
     return numbers, weights, seconds
@@ -92,6 +94,9 @@ PIPELINE = dataclasses.replace(BASE, mesh=MeshConfig(pp=2, dp=WORLD // 2, ep=1),
 PIPED = changed(PIPELINE, {"plan.order": "interleaved", "overlap.ep.merge": "off", "overlap.defer_wgrad": "on"})
 BESIDE: dict[str, Config] = {
     "copy engines": changed(CONFIG, {"train.transport": "copy_engine"}),
+    "copy engines, updates in the next step": changed(
+        planned(CONFIG, update="next_step"), {"train.transport": "copy_engine"}
+    ),
     "copy engines, dense": changed(CONFIGS["dense"], {"train.transport": "copy_engine"}),
     "copy engines, whole gradients": changed(planned(CONFIG, strategy="optim"), {"train.transport": "copy_engine"}),
     "interleaved": planned(PIPED, defer_layers=2, defer_parts="all"),
@@ -138,6 +143,7 @@ def train(engine: Engine, batches: list[Any]) -> list[Tensor]:
     for batch in batches:
         result = engine.train_step(batch, 1e-2)
         numbers += [result.loss.clone(), result.grad_norm.clone()]
+    engine.catch_up()
     return [*numbers, *(unit.group.main.clone() for unit in engine.sharded.units.values())]
 
 

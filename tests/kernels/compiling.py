@@ -154,11 +154,11 @@ def merging() -> None:
 def adamw() -> None:
     from hocket.kernels.adamw import adamw as kernel
 
-    main, told = of(torch.float32, 5000), of(torch.float64, 4)
+    main, told = of(torch.float32, 5000), of(torch.float64, 5)
     for averages in (torch.float32, BF16):
         kept = of(averages, 5000), of(averages, 5000)
         for weight in (None, of(BF16, 5000)):
-            kernel(main, of(torch.float32, 5000), kept, weight, told, 0.9, (0.9, 0.95, 1e-8))
+            kernel(main, of(torch.float32, 5000), kept, weight, told, weight is None, (0.9, 0.95, 1e-8))
 
 
 def grouped() -> None:

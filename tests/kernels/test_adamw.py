@@ -14,9 +14,10 @@ from hocket.kernels.adamw import BLOCK, adamw
 BETAS, EPS = (0.9, 0.95), 1e-8
 
 
-def told(step: int, lr: float, factor: float = 1.0, skipped: bool = False) -> Tensor:
+def told(step: int, lr: float, factor: float = 1.0, decay: float = 0.1, skipped: bool = False) -> Tensor:
     corrections = [1 - beta**step for beta in BETAS]
-    return torch.tensor([factor, lr / corrections[0], corrections[1] ** 0.5, skipped], dtype=torch.float64)
+    numbers = [factor, lr / corrections[0], corrections[1] ** 0.5, skipped, 1 - lr * decay]
+    return torch.tensor(numbers, dtype=torch.float64)
 
 
 def spread_out(numel: int, power: float) -> Tensor:
@@ -42,8 +43,8 @@ def test_is_torchs_adamw(numel: int, lr: float, decay: float, factor: float) -> 
         grad = spread_out(numel, 1.0)
         exact.grad = grad.double() * factor
         torchs.step()
-        adamw(mine, grad.clone(), kept, weight, told(step, lr, factor), 1 - lr * decay, (*BETAS, EPS))
-        formula(theirs, grad.clone(), others, told(step, lr, factor), 1 - lr * decay, (*BETAS, EPS))
+        adamw(mine, grad.clone(), kept, weight, told(step, lr, factor, decay), True, (*BETAS, EPS))
+        formula(theirs, grad.clone(), others, told(step, lr, factor, decay), True, (*BETAS, EPS))
     assert torch.equal(weight, mine.bfloat16())
     wanted = exact.detach()
     largest = (theirs - wanted).abs().max().item() + 1e-6 * wanted.abs().max().item()
@@ -60,8 +61,8 @@ def test_averages_in_bf16_are_rounded_behind_the_update() -> None:
     rounded = torch.zeros(numel).bfloat16(), torch.zeros(numel).bfloat16()
     for step in range(1, 4):
         grad = spread_out(numel, 1.0)
-        adamw(wide, grad, exact, None, told(step, lr), 1.0, (*BETAS, EPS))
-        adamw(narrow, grad, rounded, None, told(step, lr), 1.0, (*BETAS, EPS))
+        adamw(wide, grad, exact, None, told(step, lr), False, (*BETAS, EPS))
+        adamw(narrow, grad, rounded, None, told(step, lr), False, (*BETAS, EPS))
         assert all(torch.equal(a.bfloat16(), b) for a, b in zip(exact, rounded, strict=True))
         assert torch.equal(wide, narrow)
         exact = rounded[0].float(), rounded[1].float()
@@ -73,7 +74,7 @@ def test_a_step_that_is_skipped_changes_nothing(value: float) -> None:
     before = [tensor.clone() for tensor in tensors]
     grad = torch.full((BLOCK + 3,), value)
     main, weight, *averages = tensors
-    adamw(main, grad, (averages[0], averages[1]), weight, told(1, 0.1, value, skipped=True), 0.9, (*BETAS, EPS))
+    adamw(main, grad, (averages[0], averages[1]), weight, told(1, 0.1, value, skipped=True), True, (*BETAS, EPS))
     assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
 
 
@@ -82,7 +83,7 @@ def test_a_part_leaves_its_neighbours_alone() -> None:
     before = [tensor.clone() for tensor in memory]
     at = slice(BLOCK - 3, 2 * BLOCK + 1)
     main, grad, average, squares = (tensor[at] for tensor in memory)
-    adamw(main, grad, (average, squares.abs_()), None, told(1, 0.1), 0.9, (*BETAS, EPS))
+    adamw(main, grad, (average, squares.abs_()), None, told(1, 0.1), True, (*BETAS, EPS))
     for tensor, old in zip(memory, before, strict=True):
         assert torch.equal(tensor[: at.start], old[: at.start])
         assert torch.equal(tensor[at.stop :], old[at.stop :])

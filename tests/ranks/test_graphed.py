@@ -84,6 +84,11 @@ def test_whole_gradients_are_summed_anew() -> None:
     assert_same(planned(CONFIG, strategy="no_shard"), STEPS - graphed.WARM_UP)
 
 
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
+def test_updates_are_recorded_with_the_next_step(strategy: Any) -> None:
+    assert_same(planned(CONFIG, update="next_step", strategy=strategy), STEPS - graphed.WARM_UP)
+
+
 def test_documents_have_room_and_weigh_as_ever() -> None:
     assert_same(changed(CONFIG, {"data.packing": "on"}), STEPS - graphed.WARM_UP)
 

@@ -13,6 +13,13 @@ decay by `1 - beta` of a value is lost where that is less than half of its last 
 average may so stay off by 2^-8 / (1 - beta) of itself: 4 % at 0.9, 8 % at 0.95, all of it at 0.996. Settings allow
 rates up to where it is a quarter, and a step an eighth (`settings/rules.py`). DeepSeek-V3 was trained so, with rates of
 0.9 and 0.95 (DeepSeek-AI 2024, section 3.3.3).
+
+Note: [Recorded updates]
+With `overlap.dp.update = next_step` a recorded step (`engine/graphed.py`) begins with the updates that the step before
+has left to it. A replay reads what the recording read: gradients where each step writes them, so their memory stays
+from the recording on; and `told`, which the end of each step writes. A replay updates every unit, whether or not its
+gradients wait for that. So where they were updated before, by `catch_up` in front of a validation or a checkpoint, or
+where none are there yet, `told` says that nothing is to be done.
 """
 
 from __future__ import annotations
@@ -120,8 +127,8 @@ class PlannedAdamW:
         """Updates made so far."""
         self._betas = torch.tensor(options.betas, dtype=torch.float64, device=model.device)
         self._verdict = Verdict(self.guard.skipped, self._betas.new_ones(()), options.lr)
-        self._told = self._betas.new_zeros(4)
-        """What updates read on the device: see `kernels/adamw.py`."""
+        self._told = self._betas.new_zeros(5)
+        """What updates read on the device: see `kernels/adamw.py`. Always the same memory, which recorded ones read."""
         momenta = self.momenta
         self._runs: dict[PlannedUnit, list[_Run]] = {}
         self._pieces: dict[str, tuple[Piece, _Run]] = {}
@@ -200,8 +207,7 @@ class PlannedAdamW:
         norm = self.grad_norm()
         self._judge(norm, self._verdict.lr if lr is None else lr)
         if later:
-            for unit in self.model.units.values():
-                unit.rest_grads()
+            self.model.rest_grads()
             return norm
         for unit in self.model.units.values():
             self._step(unit)
@@ -217,7 +223,9 @@ class PlannedAdamW:
         self._verdict = Verdict(skipped, factor, lr)
         self._count += ~skipped
         corrections = 1 - self._betas**self._count
-        self._told = torch.stack([factor, lr / corrections[0], corrections[1].sqrt(), skipped.double()])
+        decay = torch.full_like(factor, 1 - lr * self.options.weight_decay)
+        told = [factor, lr / corrections[0], corrections[1].sqrt(), skipped.double(), decay]
+        torch.stack(told, out=self._told)
 
     def _step(self, unit: PlannedUnit) -> None:
         """Update one unit."""
@@ -227,8 +235,7 @@ class PlannedAdamW:
         fused, copy = usable(group.main), group.weight if group.whole and group.weight is not group.main else None
         for run in self._runs[unit]:
             main, grad = group.main[run.at], group.main_grad[run.at]
-            decay = 1 - self._verdict.lr * self.options.weight_decay if run.decays else 1.0
-            given = self._told, decay, (*self.options.betas, self.options.eps)
+            given = self._told, run.decays, (*self.options.betas, self.options.eps)
             if fused:
                 from hocket.kernels.adamw import adamw
 
@@ -246,7 +253,7 @@ class PlannedAdamW:
         if not unit.awaits_update:
             return ()
         self._step(unit)
-        return unit.take_grads()
+        return unit.take_grads(self.model.held)
 
     @torch.no_grad()
     def with_matrices(self, verb: str, unit: PlannedUnit, slot: int) -> Pending:
@@ -257,9 +264,30 @@ class PlannedAdamW:
 
     def catch_up(self) -> None:
         """Make the updates that were left to the next step: weights and state are those behind the last step."""
-        units, muon = self.model.units.values(), self.muon
+        units, muon = [unit for unit in self.model.units.values() if unit.awaits_update], self.muon
         for unit in sorted(units, key=lambda unit: muon is None or not muon.begun(unit)):  # begun ones have the slots
             self.update(unit)
+        if units:
+            self._told[3].fill_(1)
+
+    def begin_recording(self) -> None:
+        """Before a step is recorded: it makes the updates of the step before. See Note: [Recorded updates]."""
+        units = self.model.units.values()
+        if not all(unit.awaits_update for unit in units):
+            self._told[3].fill_(1)
+        for unit in units:
+            unit.keep_grads()
+
+    def not_recorded(self) -> None:
+        """Behind a recording that has failed, in which no update was made."""
+        for unit in self.model.units.values():
+            unit.awaits_update = True
+            unit.let_grads_go()
+
+    def replayed(self) -> None:
+        """Behind a replay: it has made all updates that were left."""
+        for unit in self.model.units.values():
+            unit.awaits_update = False
 
 
 def _adamw(
@@ -267,17 +295,17 @@ def _adamw(
     grad: Tensor,
     averages: tuple[Tensor, Tensor],
     told: Tensor,
-    decay: float,
+    decays: bool,
     rates: tuple[float, float, float],
 ) -> None:
     """What `kernels/adamw.py` does, in torch's operations, with the bits of torch's own AdamW on a CPU."""
-    factor, size, root, skipped = told.tolist()
+    factor, size, root, skipped, decay = told.tolist()
     if skipped:
         return
     beta1, beta2, eps = rates
     average, squares = (kept.float() for kept in averages)
     grad.mul_(torch.tensor(factor, dtype=torch.float32))
-    main.mul_(decay)
+    main.mul_(decay if decays else 1.0)
     average.lerp_(grad, 1 - beta1)
     squares.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
     main.addcdiv_(average, squares.sqrt().div_(root).add_(eps), value=-size)

@@ -232,6 +232,17 @@ class PlannedModel:
         for unit in self.units.values():
             unit.forget_grads()
 
+    def rest_grads(self) -> None:
+        """At the end of a step whose updates are left to the next one."""
+        for unit in self.units.values():
+            unit.rest_grads(self.held)
+
+    def let_grads_go(self) -> None:
+        """A recording that held gradients is dropped."""
+        self.held = False
+        for unit in self.units.values():
+            unit.let_grads_go()
+
     def stats(self) -> Stats:
         """What was communicated since the start, and what is allocated."""
         gather = [self.groups.gather_dense, self.groups.gather_experts, self.groups.clones]

@@ -369,17 +369,40 @@ class PlannedUnit:
             return self.group.reduce_outer()
         return reduced.then(lambda: self.group.reduce_outer().wait())
 
-    def rest_grads(self) -> None:
-        """In the step op: reduced gradients stay for the next step's update, and what they were added up in goes."""
-        self.awaits_update = True
-        self._forget_sums()
+    def rest_grads(self, held: bool = False) -> None:
+        """In the step op: reduced gradients stay for the next step's update, and what they were added up in goes.
 
-    def take_grads(self) -> tuple[Tensor, ...]:
-        """The memory of gradients that no one needs any more; the caller keeps it while a lane still reads it."""
-        memory = self.group.grads.memory
+        Where they are `held`, a replay adds up in the same place.
+        """
+        self.awaits_update = True
+        if not held:
+            self._forget_sums()
+
+    def take_grads(self, held: bool = False) -> tuple[Tensor, ...]:
+        """The memory of gradients that no one needs any more, unless they are `held` for a replay to write them.
+
+        The caller keeps it while a lane still reads it.
+        """
         self.awaits_update = False
+        if held:
+            return ()
+        memory = self.group.grads.memory
         self.forget_grads()
         return memory
+
+    def keep_grads(self) -> None:
+        """Before a step is recorded with its update: what the update reads is where the step writes gradients."""
+        self.group.make_grads()
+        self.group.grads.stays = True
+        self.awaits_update = True
+
+    def let_grads_go(self) -> None:
+        """Once a recording is dropped: gradients that wait for their update stay, all others go."""
+        self.group.grads.stays = False
+        if self.awaits_update:
+            self._forget_sums()
+        else:
+            self.forget_grads()
 
     def forget_grads(self) -> None:
         """After the optimizer has read them, on the compute lane: the next step's gradients begin anew."""
