@@ -44,6 +44,14 @@ EXPERT_ROUTING = (
     "--steps 2 --against hocket_graph_ce,hocket_null --alone"
 )
 """Whole steps with natural routing, and under another name with `--model.routing even`."""
+EXPERT_ADAMW = (
+    "qwen3_30b_a3b --model.layers 12 --mesh.pp 1 --plan.chunks 1 --mesh.ep {gpus} --train.microbatches 4 --blocks 2 "
+    "--steps 2 --alone --against hocket_graph_ce,fsdp2_tuned,megatron_core --variant "
+    "'averages_bf16 --precision.averages bf16 --plan.graphs on --overlap.ep.splits device --train.transport copy_engine' "
+    "'rows_fp8 --precision.dispatch fp8 --plan.graphs on --overlap.ep.splits device --train.transport copy_engine' "
+    "'next_step --overlap.dp.update next_step --plan.graphs on --overlap.ep.splits device --train.transport copy_engine'"
+)
+"""Whole steps of a quarter of Qwen3-30B-A3B beside peers, and what each of three settings buys."""
 SHARED_EXPERT = (
     "moonlight_16b --model.kv_lora_rank 0 --model.kv_heads 16 --model.head_dim 128 --model.layers 8 "
     "--model.bias_rate 0 --mesh.pp 1 --plan.chunks 1 --mesh.ep {gpus} --optimizer off --train.microbatches 4 "
@@ -98,8 +106,8 @@ SHARDED_ADAMW_COMPILED = (
 """The same with compiled layers, as FSDP2 and as `fully_shard` are trained at their best. Each has the memory for
 itself, so that an H100 holds them."""
 SHARDED_ADAMW_OFFLOADED = (
-    "llama3_8b --model.layers 16 --train.microbatches 1 --against bound,fully_shard,fully_shard_offload "
-    "--blocks 2 --steps 1"
+    "llama3_8b --model.layers 16 --train.microbatches 1 --against fully_shard,fully_shard_offload "
+    "--blocks 2 --steps 1 --alone"
 )
 """What shards, gradients and an optimizer in the host's memory cost."""
 DENSE_FP8 = (
@@ -185,6 +193,7 @@ PRESETS = {
     "expert_steps": (EXPERT_STEPS, (4096,)),
     "expert_clones": (EXPERT_CLONES, (8192,)),
     "expert_routing": (EXPERT_ROUTING, (4096, 8192)),
+    "expert_adamw": (EXPERT_ADAMW, (4096, 8192)),
     "any_model": (ANY_MODEL, (4096, 8192)),
     "copies": (f"{EXPERTS} {COPIES}", (4096,)),
     "expert_parallel_host": (f"{EXPERTS} --against bound_graph,bound,hocket,hocket_graph --blocks 4", (256,)),

@@ -205,14 +205,15 @@ def test_adamw(averages: torch.dtype) -> None:
         exact.grad = 0.5 * grad.double()
         torchs.step()
         corrections = [1 - beta**step for beta in betas]
-        told = torch.tensor([0.5, lr / corrections[0], corrections[1] ** 0.5, 0.0], dtype=torch.float64, device="cuda")
-        adamw(main, grad, (kept[0], kept[1]), weight, told, 1 - lr * 0.1, (*betas, eps))
+        numbers = [0.5, lr / corrections[0], corrections[1] ** 0.5, 0.0, 1 - lr * 0.1]
+        told = torch.tensor(numbers, dtype=torch.float64, device="cuda")
+        adamw(main, grad, (kept[0], kept[1]), weight, told, True, (*betas, eps))
     assert torch.equal(weight, main.bfloat16())
     torch.testing.assert_close(
         main.double(), exact.detach(), rtol=1e-6, atol=1e-6 if averages is torch.float32 else 2e-3
     )
     told[3], before = 1.0, main.clone()
-    adamw(main, grad, (kept[0], kept[1]), weight, told, 0.5, (*betas, eps))
+    adamw(main, grad, (kept[0], kept[1]), weight, told, True, (*betas, eps))
     assert torch.equal(main, before)
 
 

@@ -74,8 +74,9 @@ class OwnUpdate(MainWeights):
     def __init__(self, params: Mapping[str, torch.nn.Parameter], workload: Workload, rank: int, **how: Any) -> None:
         super().__init__(params, workload, rank, **how)
         self.averages = [(torch.zeros_like(main), torch.zeros_like(main)) for main in self.main]
-        lr, device = workload.config.train.lr, self.main[0].device
-        self.told = torch.tensor([1.0, lr, 1.0, 0.0], dtype=torch.float64, device=device)  # without corrections
+        t, device = workload.config.train, self.main[0].device
+        told = [1.0, t.lr, 1.0, 0.0, 1 - t.lr * t.weight_decay]  # without corrections
+        self.told = torch.tensor(told, dtype=torch.float64, device=device)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -87,9 +88,8 @@ class OwnUpdate(MainWeights):
         t = self.workload.config.train
         for param, main, value, averages in zip(self.params, self.main, self.values, self.averages, strict=True):
             assert param.grad is not None
-            decay = 1 - t.lr * t.weight_decay if param.dim() > 1 else 1.0
             grad = self._mine(param.grad.contiguous()).float()
-            adamw(main, grad, averages, value, self.told, decay, (*t.betas, t.eps))
+            adamw(main, grad, averages, value, self.told, param.dim() > 1, (*t.betas, t.eps))
             param.grad = None
 
 
