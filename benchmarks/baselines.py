@@ -44,12 +44,12 @@ EXPERT_ROUTING = (
     "--steps 2 --against hocket_graph_ce,hocket_null --alone"
 )
 """Whole steps with natural routing, and under another name with `--model.routing even`."""
+REPLAYED = "--plan.graphs on --overlap.ep.splits device --train.transport copy_engine"
 EXPERT_ADAMW = (
     "qwen3_30b_a3b --model.layers 12 --mesh.pp 1 --plan.chunks 1 --mesh.ep {gpus} --train.microbatches 4 --blocks 2 "
-    "--steps 2 --alone --against hocket_graph_ce,fsdp2_tuned,megatron_core --variant "
-    "'averages_bf16 --precision.averages bf16 --plan.graphs on --overlap.ep.splits device --train.transport copy_engine' "
-    "'rows_fp8 --precision.dispatch fp8 --plan.graphs on --overlap.ep.splits device --train.transport copy_engine' "
-    "'next_step --overlap.dp.update next_step --plan.graphs on --overlap.ep.splits device --train.transport copy_engine'"
+    "--steps 2 --alone --against hocket_graph_ce,hocket_null,fsdp2_tuned,megatron_core --variant "
+    f"'averages_bf16 --precision.averages bf16 {REPLAYED}' 'rows_fp8 --precision.dispatch fp8 {REPLAYED}' "
+    f"'next_step --overlap.dp.update next_step {REPLAYED}'"
 )
 """Whole steps of a quarter of Qwen3-30B-A3B beside peers, and what each of three settings buys."""
 SHARED_EXPERT = (
@@ -106,7 +106,8 @@ SHARDED_ADAMW_COMPILED = (
 """The same with compiled layers, as FSDP2 and as `fully_shard` are trained at their best. Each has the memory for
 itself, so that an H100 holds them."""
 SHARDED_ADAMW_OFFLOADED = (
-    "llama3_8b --model.layers 16 --train.microbatches 1 --against fully_shard,fully_shard_offload "
+    "llama3_8b --model.layers 16 --train.microbatches 1 --against fully_shard,fully_shard_offload,"
+    "fully_shard_null "
     "--blocks 2 --steps 1 --alone"
 )
 """What shards, gradients and an optimizer in the host's memory cost."""
