@@ -56,8 +56,6 @@ def _against(c: Config, h: Host) -> str:
         return f"copy engines reach the GPUs of one host, and of {c.mesh.world} ranks {each} are on each"
     if c.mesh.tp > 1:  # whose pieces copy engines move
         return "only where they are asked for: copy engines beside tensor-parallel ranks have not been timed"
-    if c.mesh.cp > 1:
-        return "only where they are asked for: copy engines beside context-parallel ranks have not been timed"
     return _host_against(h)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any, Literal
 
 import pytest
@@ -16,6 +17,7 @@ from hocket.model.documents import attend, documents_of, whole_sequences
 from hocket.model.microbatch import Microbatch
 from hocket.model.sinks import attend_with_sinks
 from hocket.model.stretches import attend_stretch, served
+from hocket.runtime.lanes import CudaLanes
 from tests.helpers.plans import planned, small
 from tests.helpers.ranks import run_ranks
 from tests.test_ring import in_stages
@@ -73,7 +75,9 @@ def test_stages_find_what_whole_sequences_do(window: int, sinks: bool) -> None:
 Method = Literal["gather", "heads", "ring"]
 
 
-def settings(cp: int, method: Method, recompute: tuple[str, ...], graphs: str = "off") -> Config:
+def settings(
+    cp: int, method: Method, recompute: tuple[str, ...], graphs: str = "off", transport: Any = "nccl"
+) -> Config:
     model = small(vocab=256, hidden=128, heads=4, kv_heads=2, head_dim=64, layers=2, experts=0, ffn=256)
     whole = Config(
         model=model,
@@ -81,15 +85,20 @@ def settings(cp: int, method: Method, recompute: tuple[str, ...], graphs: str = 
         precision=PrecisionConfig(compute="bf16"),
         data=DataConfig(sequence_length=256),
         overlap=OverlapConfig(cp=ContextOverlap(method=method)),
-        train=TrainConfig(microbatches=2, sequences=2, transport="nccl", device="cuda"),
+        train=TrainConfig(microbatches=2, sequences=2, transport=transport, device="cuda"),
     )
     return planned(whole, merge="off", recompute=recompute if cp > 1 else (), graphs=graphs)
 
 
-def norms(rank: int, c: Config, steps: int = 3) -> list[tuple[float, float]]:
-    """Losses of all ranks, and norms, of some steps."""
+def norms(rank: int, c: Config, steps: int = 3, delayed: bool = False) -> list[tuple[float, float]]:
+    """Losses of all ranks, and norms, of some steps; all lanes may be `delayed` at random."""
     torch.cuda.set_device(rank)
+    torch.use_deterministic_algorithms(True, warn_only=True)
     engine = Engine(c, rank, torch.device("cuda", rank))
+    if delayed:
+        assert isinstance(engine.lanes, CudaLanes)
+        chooser = random.Random(rank)
+        engine.lanes.delays = [0 if chooser.random() < 0.7 else chooser.randrange(1_000_000) for _ in range(997)]
     engine.init_weights()
     generator, found = torch.Generator().manual_seed(1), []
     for _ in range(steps):
@@ -126,6 +135,17 @@ def test_replayed_steps_learn_what_issued_ones_do(method: Method) -> None:
     assert replayed[:3] == plain[:3]
     for found, wanted in zip(replayed[3:], plain[3:], strict=True):
         assert found == pytest.approx(wanted, rel=2e-3)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("method", ["gather", "heads", "ring"])
+def test_copy_engines_move_what_nccl_does(method: Method) -> None:
+    """Bit for bit, under random delays."""
+    plain, copied = (
+        run_ranks(norms, 2, settings(2, method, (), transport=transport), 5, transport != "nccl", backend="nccl")
+        for transport in ("nccl", "copy_engine")
+    )
+    assert copied == plain
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(512, 512), (256, 1024), (1000, 1002)])
