@@ -18,6 +18,7 @@ from hocket.model.microbatch import Microbatch
 from hocket.model.sinks import attend_with_sinks
 from hocket.model.stretches import attend_stretch, served
 from hocket.runtime.lanes import CudaLanes
+from hocket.settings.schema import changed
 from tests.helpers.plans import planned, small
 from tests.helpers.ranks import run_ranks
 from tests.test_ring import in_stages
@@ -85,7 +86,7 @@ def settings(
         precision=PrecisionConfig(compute="bf16"),
         data=DataConfig(sequence_length=256),
         overlap=OverlapConfig(cp=ContextOverlap(method=method)),
-        train=TrainConfig(microbatches=2, sequences=2, transport=transport, device="cuda"),
+        train=TrainConfig(microbatches=2, sequences=2, transport="nccl", device="cuda"),
     )
     return planned(whole, merge="off", recompute=recompute if cp > 1 else (), graphs=graphs)
 
@@ -140,12 +141,14 @@ def test_replayed_steps_learn_what_issued_ones_do(method: Method) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("method", ["gather", "heads", "ring"])
 def test_copy_engines_move_what_nccl_does(method: Method) -> None:
-    """Bit for bit, under random delays."""
-    plain, copied = (
-        run_ranks(norms, 2, settings(2, method, (), transport=transport), 5, transport != "nccl", backend="nccl")
-        for transport in ("nccl", "copy_engine")
-    )
-    assert copied == plain
+    """Under random delays the bits of copies without, and NCCL's numbers: it rounds sums that copies keep in fp32."""
+    plain = settings(2, method, ())
+    copies = changed(plain, {"train.transport": "copy_engine"})
+    asked = (plain, False), (copies, False), (copies, True)
+    by_nccl, by_copies, delayed = (run_ranks(norms, 2, c, 5, late, backend="nccl")[0] for c, late in asked)
+    assert delayed == by_copies
+    for found, wanted in zip(by_copies, by_nccl, strict=True):
+        assert found == pytest.approx(wanted, rel=2e-3)
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(512, 512), (256, 1024), (1000, 1002)])
