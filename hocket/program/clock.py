@@ -5,11 +5,12 @@ Matmuls and attention keep to the clock, kernels between them to the memory. A r
 runs at a lower clock than the full one. Drawn power grows with the voltage's square, the voltage with the clock, and
 what is drawn beside that is mostly what is computed: so at the limit
 
-    FLOP/s of matmuls and attention * clock^2 = a constant of the kind of GPU
+    (FLOP/s of matmuls + 0.8 FLOP/s of attention) * clock^2 = a constant of the kind of GPU
 
-On an H200 at 700 W it was 1.34 to 1.43e33 for the bounds of `hocket bench` that kept to that limit, of dense models at
-1.50 GHz as of MoEs at 1.78 GHz (clock and power stand in benchmarks/results). A step with less to multiply runs its
-matmuls at a higher clock. What communication draws is in its contention (`overheads.py`).
+On an H200 at 700 W that was 1.15 to 1.52e33 for the bounds of `hocket bench` that kept to that limit, of dense models
+at 1.50 GHz as of MoEs at 1.78 GHz (clock and power stand in benchmarks/results). A step with less to multiply runs its
+matmuls at a higher clock. Attention draws less for a FLOP: sequences of 131,072 tokens, most of whose FLOPs are
+attention's, ran at 1.73 GHz. What communication draws is in its contention (`overheads.py`).
 
 A GPU takes far longer than an op to change its clock. So one clock holds for a whole step, that of all ops of a
 microbatch one after the other; bubbles, in which a GPU cools, are left out.
@@ -30,6 +31,7 @@ class Work:
     clocked: float
     others: float
     flops: float
+    """Of matmuls in bf16 that draw as much power."""
 
 
 def clock_of(hardware: Hardware, works: Iterable[Work]) -> float:

@@ -136,6 +136,8 @@ def _lasting(cost: OpCost, seconds: Time) -> OpCost:
 
 _FREE = OpCost()
 
+_ATTENTION_DRAWN = 0.8
+"""Power of a FLOP of attention over that of one of a matmul. See Note: [Power sets the clock]."""
 CORE = {"fwd": 1.0, "bwd": 2.5}
 """By verb, how often the FLOPs of an attention core are computed."""
 _SHOWN = 2 / 3
@@ -222,14 +224,15 @@ class _Pricing:
             moving = operands / hw.kernel_bandwidth
             others += max(_SHOWN * moving, moving - clocked)  # few tokens: reading weights takes longer than arithmetic
         others += hw.gap + (size.routes * hw.routing if verb != "wgrad" else 0.0)
-        return Work(clocked + whole / rate, others, drawn + core)
+        return Work(clocked + whole / rate, others, drawn + _ATTENTION_DRAWN * core)
 
     def compute(self, size: PartSize, verb: str, collects: bool = False, eight: float = 0.0) -> OpCost:
         """Cost of fwd, bwd or wgrad of a part; `collects` and `eight` as for its work."""
         work, tokens_bytes = self.work(size, verb, collects, eight), self.tokens * self.dtype_bytes
         output = {"fwd": size.output, "bwd": size.grad}.get(verb, 0) * tokens_bytes
         saved = {"fwd": size.saved, "bwd": size.kept}.get(verb, 0) * tokens_bytes
-        traffic, flops = self._traffic(size, verb), (self.work(size, verb) if eight else work).flops
+        traffic = self._traffic(size, verb)
+        flops = self.tokens * (2.0 * (size.gemm + size.grouped) + CORE.get(verb, 0.0) * size.core)
         if eight and self.fp8 is not None:
             traffic += round(eight * self.fp8.moved(size, self.tokens, verb))
             saved -= round(eight * self.fp8.saved(size, self.tokens, verb)) if verb != "wgrad" else 0

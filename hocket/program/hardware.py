@@ -53,6 +53,8 @@ class Hardware:
     """By how much longer compute takes while NCCL's kernels, or kernels that store rows, communicate beside it."""
     beside_copies: float = 0.0
     """The same while copy engines do."""
+    beside_updates: float = 0.0
+    """The same while weights are updated beside it."""
     issue: float = 0.0
     """Seconds in which the host issues one op, its kernels and its collectives; 0: to issue an op is to do it."""
     counts: float = 0.0
@@ -102,9 +104,10 @@ H200 = Hardware(
     gap=20e-6,
     routing=100e-6,
     clock=GPUS["h200"].full_clock,
-    power=1.375e33,
+    power=1.33e33,
     beside_kernels=0.42,
     beside_copies=0.19,
+    beside_updates=8.0,
     issue=0.45e-3,
     counts=0.3e-3,
     memory=139 * 2**30,
@@ -125,7 +128,9 @@ kernels.json has it; `kernel_bandwidth` is the median of the kernels there, 87 %
 
 Beside communication. `beside_kernels` and `beside_copies`: products beside gathers and reductions of their weights
 (copy_engine.json) and the layers of a MoE beside its all-to-alls take 0.36 to 0.46 and 0.18 to 0.22 longer for the time
-that those last. `issue` is 0.40 to 0.58 ms on hosts of H200s, `counts` that of calibration.json.
+that those last. `beside_updates`: forwards that could have hidden 27 ms of updates made a step 1 to 2 ms shorter
+(expert_adamw.json), so beside updates they get on at a ninth of their speed. `issue` is 0.40 to 0.58 ms on hosts of
+H200s, `counts` that of calibration.json.
 
 Links are fits of latency and bandwidth to 1 MB .. 1 GB (within 12 %), for pp to ring sends of 16 and 256 MB, for tp,
 whose collectives follow each other closely, to 50 and 100 MB of four ranks, and `copies` to pieces of 17 and 34 MB

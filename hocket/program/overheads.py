@@ -1,9 +1,9 @@
 """What slows a step down beyond the costs of its ops, as far as the kind of hardware says it: contention and the host.
 
 Contention. NCCL's kernels hold processors, copy engines hold none; both move bytes through memory and links, which
-takes of the bandwidth and of the power that compute has. The host. It issues a step op by op, if the step is not
-replayed as a graph, and waits for the counts of rows that it has to know. Traces of a run measure the same
-(`measured/calibrate.py`); Note: [What the simulator believes] in `schedule.py` says what the simulator makes of it.
+takes of the bandwidth and of the power that compute has. So do updates beside forwards. The host. It issues a step op
+by op, if the step is not replayed as a graph, and waits for the counts of rows that it has to know. Traces of a run
+measure the same (`measured/calibrate.py`); Note: [What the simulator believes] in `schedule.py` says what the simulator makes of it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hocket.config import COPIED, Config, Purpose
 from hocket.program.cost import Measurement
 from hocket.program.fp8_costs import ISSUED
 from hocket.program.hardware import KIND_OF_GROUPS, Hardware
-from hocket.program.schedule import CostKey, Kind, Overheads
+from hocket.program.schedule import UPDATES, CostKey, Kind, Overheads
 
 _PURPOSES: tuple[Purpose, ...] = ("gather_dense", "reduce_dense", "a2a", "pp_fwd")
 """One group of each kind of communication that runs beside compute."""
@@ -46,6 +46,8 @@ def _contention(config: Config, hardware: Hardware) -> Mapping[Kind, float]:
         KIND_OF_GROUPS[purpose]: hardware.beside_copies if _copied(config, purpose) else hardware.beside_kernels
         for purpose in _PURPOSES
     }
+    if config.overlap.dp.update == "next_step":
+        factors[UPDATES] = hardware.beside_updates
     return {kind: factor for kind, factor in factors.items() if factor}
 
 

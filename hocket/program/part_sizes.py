@@ -139,7 +139,10 @@ def queries(s: Shapes) -> PartSize:
 
 
 def _attended(s: Shapes, mixer: Mixer = "full") -> PartSize:
-    """Attention of a rank's own queries to gathered keys and values, put into order, and the residual."""
+    """Attention of a rank's own queries to gathered keys and values, put into order, and the residual.
+
+    What the queries of each chunk have found is kept, and all of it in one piece.
+    """
     m = s.model
     if m.latent:
         return _latent_attended(s)
@@ -149,7 +152,7 @@ def _attended(s: Shapes, mixer: Mixer = "full") -> PartSize:
     sinks = PartSize(traffic=2 * width) if m.sinks else PartSize()
     beside = PartSize(traffic=3 * d + 4 * kv + 9 * (made - width), back=_FLASH_BACK * width)
     out = PartSize(gemm=d * width, weights=weights, rows=width + d, casts=width, output=d, grad=made + 2 * kv)
-    kept = PartSize(saved=made + width + 2 * kv, lent=2 * kv, kept=d)
+    kept = PartSize(saved=made + 2 * width + 2 * kv, lent=2 * kv, kept=d)
     return plus(_core(s, mixer == "window", width), beside, sinks, out, kept)
 
 
@@ -332,7 +335,7 @@ def _latent_attended(s: Shapes) -> PartSize:
         core=met * (keys + values), masked=met * filled + _BLOCK * (filled + keys + values),
         traffic=3 * d + 2 * s.cp * (row + keys + wide), back=_FLASH_BACK * (wide or values),
     )  # fmt: skip
-    saved = keys + s.cp * (kv + (2 * wide if wide else keys + made)) + values
+    saved = keys + s.cp * (kv + (2 * wide if wide else keys + made)) + 2 * values
     return plus(products, core, PartSize(saved=saved, kept=s.cp * made + d))
 
 

@@ -13,8 +13,8 @@ hardware has it (`overheads.py`):
 
 - Contention. While communication runs on a rank, its compute op gets on at 1 / (1 + sum of the factors of the kinds
   that run). The factors add up because what they stand for does: the SMs that NCCL kernels hold and the memory
-  bandwidth that transfers take. A p2p transfer runs on the receiver and on the sender. Communication is not slowed, nor
-  are forwards by the updates beside them: see `tune/by_cost.py`.
+  bandwidth that transfers take. A p2p transfer runs on the receiver and on the sender. Communication is not slowed.
+  Updates that run beside forwards slow them down likewise, nearly to a stop: they take power and bandwidth.
 - The host. It issues a rank's ops one after the other, in the order of the list. An op can't start before the host
   comes to it, nor one that computes, which is many kernels, end before it is issued completely. At a dispatch the host
   stands still until the ranks have exchanged their counts, `counts` seconds after the dispatch's start; only then does
@@ -44,6 +44,9 @@ KIND_OF: Mapping[Lane, Kind] = {
     "send_act_back": "pp", "send_grad_back": "pp", "gather": "gather", "reduce": "reduce",
 }  # fmt: skip
 
+UPDATES: Lane = "update"
+"""The lane of what updates weights beside forwards."""
+
 CostKey = tuple[str, str, str]
 """(verb, part, kind of the layer): ops with the same one cost the same. The kind is empty outside layers."""
 
@@ -63,7 +66,7 @@ class Overheads:
     """What slows a step down beyond the costs of its ops. See Note: [What the simulator believes]."""
 
     contention: Mapping[Kind, Time] = field(default_factory=dict)
-    """By how much compute takes longer while that kind of communication runs: 0.1 is 10 %."""
+    """By how much compute takes longer while that kind of communication, or `UPDATES`, runs: 0.1 is 10 %."""
     issue: Mapping[CostKey, Time] = field(default_factory=dict)
     """Seconds that the host needs to issue an op; missing ones need none."""
     counts: Time | None = None
@@ -241,8 +244,8 @@ class _Schedule:
             self._arrive(later, now)
 
     def _compete(self, rank: int, op: Op, now: Time, change: int) -> None:
-        """One more or one less op of communication runs: compute slows down or speeds up, here and where it is sent."""
-        kind = kind_of(op.lane)
+        """One more or one less op runs beside compute, which slows down or speeds up, here and where it is sent."""
+        kind = UPDATES if op.lane == UPDATES else kind_of(op.lane)
         if kind is None or not self._overheads.contention.get(kind):
             return
         for where in {rank, self._program.layout.peer(op, rank)[0]} if op.verb == "recv" else {rank}:
