@@ -21,12 +21,17 @@ class Row(NamedTuple):
 
 
 WHOLE = "Llama-3 8B, 16 compiled layers, with AdamW"
+EXPERTS = "Qwen3-30B-A3B, 12 layers, with AdamW"
 
 ROWS = (
     Row("fsdp_adamw_compiled", WHOLE, "2,048", "fully_shard_ce", short=True),
     Row("fsdp_adamw_compiled", WHOLE, "4,096", "fully_shard_ce", short=True),
     Row("fsdp_adamw_compiled", WHOLE, "8,192", "fully_shard_ce", short=True),
-    Row("context_dense", "8 of its layers, sequences shared", "32,768", "hocket", short=True),
+    Row("expert_adamw", EXPERTS, "4,096", "hocket_graph_ce", short=True),
+    Row("expert_adamw", EXPERTS, "8,192", "hocket_graph_ce", short=True),
+    Row("context_dense", "8 layers of Llama-3 8B, sequences shared", "32,768", "hocket", short=True),
+    Row("context_dense_long", "8 layers of Llama-3 8B, sequences shared", "131,072", "hocket", short=True),
+    Row("context_experts", "6 layers of Qwen3-30B-A3B, sequences shared", "32,768", "hocket_ce", short=True),
     Row("fsdp", "Llama-3 8B, sharded weights", "2,048", "fully_shard_ce"),
     Row("fsdp", "Llama-3 8B, sharded weights", "4,096", "fully_shard_ce"),
     Row("fsdp_long", "Llama-3 8B, sharded weights", "8,192", "fully_shard_ce"),
@@ -68,7 +73,7 @@ def _table(results: tuple[Result, ...], short: bool) -> str:
 def _cells(row: Row, result: Result) -> list[str]:
     (found,) = (one for one in workloads([result]) if tokens_of(one) == row.tokens)
     ours, peer = found["contenders"][row.ours], found["best_peer"]
-    many, _, _, gpu, *_ = origins(result)[0]["hardware"].split()  # 2 x NVIDIA H100 80GB HBM3
+    many, _, _, gpu, *_ = found.get("origin", origins(result)[0])["hardware"].split()  # 2 x NVIDIA H100 80GB HBM3
     gpus = f"{many} {gpu}"
     other, speed = "none runs it", "-"
     if peer:
