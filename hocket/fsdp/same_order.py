@@ -78,6 +78,8 @@ class SameOrder:
         self.models = self.count = 0
         self.asked = 0
         """How often something was issued that was not predicted."""
+        self.speaks = False
+        """Whether a rank is known to have left parameters out: see Note: [Gradients that nobody has]."""
         self._prediction = Prediction()
         self._history = 0  # of all so far, as one number
         self._recent: deque[str] = deque(maxlen=TAIL)
@@ -117,6 +119,16 @@ class SameOrder:
         self._open = ""
         if waited > ASK_AFTER:
             self.store.delete_key("ask")
+
+    def speak(self) -> None:
+        """Have all ranks say what they leave out: this one does."""
+        if not self.speaks:
+            self.store.set("speak", "")
+            self.speaks = True
+
+    def listen(self) -> None:
+        """Look whether others speak. Called by a thread."""
+        self.speaks = self.speaks or self.store.check(["speak"])
 
     def answer(self) -> None:
         """Tell what was issued last, if somebody asks. Called by a thread, while nothing is issued."""
@@ -167,12 +179,13 @@ def order_over(mesh: DeviceMesh | None) -> SameOrder | None:
 
 
 def _watch() -> None:
-    """Answer for ranks that wait. A store that is gone has nobody who asks."""
+    """Answer for ranks that wait, and listen to those that speak. A store that is gone has nobody who asks."""
     counts: dict[int, int] = {}
     while True:
         time.sleep(ASK_AFTER)
         for order in list(_watched):
-            if counts.get(id(order)) == order.count:
-                with suppress(RuntimeError):
+            with suppress(RuntimeError):
+                order.listen()
+                if counts.get(id(order)) == order.count:
                     order.answer()
             counts[id(order)] = order.count

@@ -67,7 +67,7 @@ def install(contexts: Iterable[ShardContext]) -> None:
 
 
 def _groups() -> list[tuple[ParamGroup, ShardContext]]:
-    return [(group, context) for context in _contexts for unit in context.units for group in unit.groups]
+    return [(group, context) for context in _contexts for group in context.param_groups]
 
 
 # Gradients
