@@ -29,6 +29,8 @@ from weakref import WeakSet
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from hocket.fsdp.spread import ranks_of
+
 ASK_AFTER = 1.0
 """Seconds without everybody's count until a rank asks; and between looks of the thread that answers."""
 GIVE_UP = dist.constants.default_pg_timeout
@@ -163,7 +165,7 @@ def order_over(mesh: DeviceMesh | None) -> SameOrder | None:
     global _world
     if not dist.is_initialized():
         return None
-    ranks = tuple(range(dist.get_world_size()) if mesh is None else sorted(mesh.mesh.flatten().tolist()))
+    ranks = tuple(sorted(ranks_of(mesh)))
     if len(ranks) < 2:
         return None
     if dist.group.WORLD is not _world[1]:
