@@ -290,7 +290,7 @@ def test_a_warmup_longer_than_the_run_is_remarked_on_once(warmup: int, steps: in
     about = [d for d in found.decisions if d.setting in ("train.warmup", "train.steps")]
     assert [d.setting for d in about] == [setting] * bool(setting)
     for remark in about:
-        assert f"for {warmup} steps (train.warmup), and a run of {steps} (train.steps) never reaches" in remark.reason
+        assert f"{warmup} steps of train.warmup are more than train.steps = {steps}, so the learning" in remark.reason
         assert remark.fix
         assert not remark.unmet
 

@@ -163,9 +163,9 @@ TRAINING_RULES: tuple[Rule, ...] = (
         Rule(  # a remark, for a short try of a recipe is no mistake; it names what is likely to have been set
             (f"train.{first}", f"train.{other}"),
             lambda c, h, own=own: c.train.warmup > c.train.steps and (c.train.warmup != DEFAULT.warmup) == own,
-            "the learning rate rises for {train.warmup} steps (train.warmup), and a run of {train.steps} (train.steps) "
+            "{train.warmup} steps of train.warmup are more than train.steps = {train.steps}, so the learning rate "
             "never reaches train.lr = {train.lr}",
-            "train.warmup at most train.steps, unless this run is a short try, or goes on later",
+            "a smaller train.warmup, unless this is a short try, or a run that goes on later",
             remark=True,
         )
         for first, other, own in (("warmup", "steps", True), ("steps", "warmup", False))
