@@ -40,6 +40,7 @@ TOOLS = {
     "sortedcontainers": "sortedcontainers",
     "pillow": "PIL",
     "pyarrow": "pyarrow",
+    "sentencepiece": "sentencepiece",
     "ruff": "ruff",
     "pyrefly": "pyrefly",
     "triton": "triton",
@@ -52,7 +53,10 @@ MODELS = frozenset({
     "tokenizers", "tqdm", "truststore", "typer", "typing-inspection",
 })  # fmt: skip
 """What tests of models of transformers need, which are skipped without: it, its companions and what they import."""
-
+EVENTS = frozenset({
+    "tensorboard", "tensorboard-data-server", "absl-py", "grpcio", "markdown", "protobuf", "werkzeug",
+})  # fmt: skip
+"""What tests of TensorBoard's files need, which are skipped without: it and what it alone imports."""
 FASTER = frozenset({"zlib-ng"})
 """What hocket also runs without, slower."""
 
@@ -103,10 +107,10 @@ def adopt(python: str) -> None:
     write_launcher(python, path=[ROOT, EXTRA])
     installed = output(python, "-c", INSTALLED).split()
     missing = {name: pin for name, pin in pins(LOCK.read_text()).items() if name not in installed}
-    tools, models = set(missing) & set(TOOLS), set(missing) & MODELS
+    tools, models, events = (set(missing) & names for names in (set(TOOLS), MODELS, EVENTS))
     # Tools apart, so that a folder with a few wheels (PIP_FIND_LINKS) is enough to train without a network.
     faster = set(missing) & FASTER
-    for names in map(sorted, (set(missing) - tools - models - faster, faster, tools, models)):
+    for names in map(sorted, (set(missing) - tools - models - events - faster, faster, tools, models, events)):
         if names:
             say(f"it lacks {', '.join(names)}: installing in {EXTRA.relative_to(ROOT)}")
             wanted = VENV / "missing.txt"
@@ -136,7 +140,7 @@ def create(python: str) -> None:
 
 def check(*, to_train: bool) -> None:
     """Stop if nothing can run, or if hocket itself cannot and is about to; say so if only tools are missing."""
-    missing = output(str(LAUNCHER), "-c", NOT_FOUND, *NEEDED, *TOOLS.values(), "transformers").split()
+    missing = output(str(LAUNCHER), "-c", NOT_FOUND, *NEEDED, *TOOLS.values(), "transformers", "tensorboard").split()
     fatal = [name for name in missing if name == "torch" or (to_train and name in NEEDED)]
     if fatal:
         forget()

@@ -280,6 +280,21 @@ def test_what_scripts_of_all_kinds_set_and_this_run_does_not_read_is_a_remark(
     assert not [d for d in resolve(changed(TINY, {setting: value})).decisions if d.setting == setting]
 
 
+@pytest.mark.parametrize(
+    ("warmup", "steps", "setting"),
+    [(15, 10, "train.warmup"), (10, 4, "train.steps"), (300, 100, "train.warmup"), (10, 10, ""), (0, 1, "")],
+)
+def test_a_warmup_longer_than_the_run_is_remarked_on_once(warmup: int, steps: int, setting: str) -> None:
+    """Short tries of a recipe go on, and say that their learning rate stays below its top."""
+    found = resolve(changed(TINY, {"train.warmup": warmup, "train.steps": steps}))
+    about = [d for d in found.decisions if d.setting in ("train.warmup", "train.steps")]
+    assert [d.setting for d in about] == [setting] * bool(setting)
+    for remark in about:
+        assert f"{warmup} steps of train.warmup are more than train.steps = {steps}, so the learning" in remark.reason
+        assert remark.fix
+        assert not remark.unmet
+
+
 def test_the_port_that_torchrun_was_told_is_used_and_open_ones_need_no_remark() -> None:
     worker = Worker(0, 4, 0, 4, "h", 29500)
     host = probe(changed(TINY, {"train.device": "cpu"}), {}, worker)

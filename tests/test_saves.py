@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,9 +16,11 @@ import torch.distributed as dist
 
 from hocket.fsdp.saving import background, host_memory
 from hocket.fsdp.saving.dcp import CheckpointWriter
+from hocket.fsdp.saving.whole import WholeFolder
 from hocket.settings.schema import changed
 from hocket.train import checkpoint, room
 from hocket.train.checkpoint import Moment, SaveFailed
+from hocket.train.folders import newest_of
 from hocket.train.metrics import Metrics
 from hocket.train.saves import Saves
 from tests.helpers.command import SMALL, end_all, hocket, text_in
@@ -112,20 +115,56 @@ def save_over(rank: int, folder: Path, behind: bool, fails: str) -> list[str]:
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    owner, name = {"files": (CheckpointWriter, "write_data"), "link": (checkpoint, "link")}[fails]
+    owner, name = {"files": (CheckpointWriter, "write_data"), "name": (WholeFolder, "publish")}[fails]
     setattr(owner, name, fail)
     save = checkpoint.save_behind if behind else checkpoint.save
     with pytest.raises(SaveFailed, match=r"the last one is .*step-00000002"):
         _wait_for(save(settings_in(folder, keep=1), Moment(3, 3), groups(3)))
     background.wait_for_thread()
     dist.barrier()
-    return sorted(path.name for path in (folder / "checkpoints").glob("step-*") if path.name != "step-00000003")
+    return sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
 
 
-@pytest.mark.parametrize("fails", ["files", "link"])
+@pytest.mark.parametrize("fails", ["files", "name"])
 @pytest.mark.parametrize("behind", [False, True], ids=["at once", "behind"])
 def test_a_save_that_fails_deletes_no_earlier_checkpoint(tmp_path: Path, behind: bool, fails: str) -> None:
     assert run_ranks(save_over, 2, tmp_path, behind, fails) == [["step-00000001", "step-00000002"]] * 2
+
+
+def unlinkable(rank: int, folder: Path, behind: bool) -> list[str]:
+    """A save over two checkpoints, and one more, on a file system that makes no links from now on."""
+    for step in (1, 2):
+        checkpoint.save(changed(settings_in(folder), {"train.keep_best": 1}), held_out(step), groups(step))
+
+    def refuse(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    changes = {"train.save_every": 1, "train.save_behind": behind, "train.keep_best": 1}
+    settings, told = changed(settings_in(folder, keep=1), changes), Told()
+    saves = Saves(settings, told, 2, lambda: groups(3), lambda: held_out(3))
+    with patch.object(Path, "symlink_to", refuse):
+        saves.between(3)
+        assert saves.last() == "", "it is saved, and not written again"
+    return told.lines
+
+
+def held_out(step: int) -> Moment:
+    return Moment(step, 10 * step, more={"held_out": 1.0 / step})
+
+
+@pytest.mark.parametrize("behind", [False, True], ids=["at once", "behind"])
+def test_a_whole_checkpoint_counts_where_no_link_can_be_made(tmp_path: Path, behind: bool) -> None:
+    """It is found by its name, older ones go, and no link stands for one that is older."""
+    folder = tmp_path / "checkpoints"
+    for lines in run_ranks(unlinkable, 2, tmp_path, behind):
+        assert lines[0] == "saved 3"
+        assert lines[1].startswith(f"WARNING  {folder / 'step-00000003'} is whole, but the file system takes no link ")
+        assert lines[2:] == []
+    assert sorted(os.listdir(folder)) == ["step-00000003"]
+    assert newest_of(tmp_path) == folder / "step-00000003"
+    assert run_ranks(load_and_compare, 2, tmp_path) == [(3, 30)] * 2
+    checkpoint.save(settings_in(tmp_path, keep=1), Moment(4, 40), groups(4))
+    assert (folder / "latest").resolve() == folder / "step-00000004", "a later save makes it, where it can"
 
 
 def records(folder: Path) -> list[dict[str, float]]:

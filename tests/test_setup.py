@@ -9,6 +9,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 from scripts import setup
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,16 +29,27 @@ def test_lock_pins_what_the_project_asks_for() -> None:
     assert names - {"torch"} <= set(pinned())
     assert set(setup.TOOLS) <= set(pinned())
     assert set(setup.MODELS) <= set(pinned())
+    assert set(setup.EVENTS) <= set(pinned())
 
 
-def test_what_only_transformers_needs_is_installed_with_it() -> None:
+@pytest.mark.parametrize(
+    ("group", "heads"),
+    [(setup.MODELS, ("transformers", "accelerate", "peft")), (setup.EVENTS, ("tensorboard",))],
+    ids=["models", "events"],
+)
+def test_what_only_a_group_needs_is_installed_with_it(group: frozenset[str], heads: tuple[str, ...]) -> None:
     """Where it cannot be installed, everything else can."""
     for name, requirement in pinned().items():
         asked_by = set(re.findall(r"^    #(?: {2}| via) (\S.*)$", requirement, re.MULTILINE))
         assert asked_by, name
-        assert (name in setup.MODELS) == (name in ("transformers", "accelerate", "peft") or asked_by <= setup.MODELS), (
-            f"{name}: {asked_by}"
-        )
+        assert (name in group) == (name in heads or asked_by <= group), f"{name}: {asked_by}"
+
+
+def test_the_lock_has_what_tests_of_extras_need() -> None:
+    """Those of wandb and mlflow alone are skipped where everything is installed; their reasons say why."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    wanted = [re.split(r"[<>=]", each)[0] for extra in ("text", "tensorboard", "checkpoints") for each in extras[extra]]
+    assert set(wanted) <= set(pinned())
 
 
 def test_every_pin_has_a_version_and_a_hash_and_torch_is_apart() -> None:

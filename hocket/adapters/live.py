@@ -52,7 +52,7 @@ class _Sharded:
     def __init__(self, context: ShardContext) -> None:
         self.context, own = context, Inventory(context)
         self.model, self.device, self.others, self._kept = own.root, context.device, own.others, own.kept
-        self.dtype = next((g.compute_dtype for unit in context.units for g in unit.groups), torch.float32)
+        self.dtype = next((group.compute_dtype for group in context.param_groups), torch.float32)
         self.buffers: dict[str, Tensor] = {
             name: own.state[original]
             for name, original in own.plain.items()

@@ -26,10 +26,10 @@ class Export:
 def run(words: list[str]) -> int:
     """Export a checkpoint. Returns the exit code."""
     options = parse_plain(Export, "export", "hocket export RUN FOLDER", words)
-    latest = Path(options.run) / "checkpoints" / "latest"
-    checkpoint = latest if latest.exists() else Path(options.run)
     from hocket.train.export import export  # imports torch
+    from hocket.train.folders import newest_of
 
+    checkpoint = newest_of(Path(options.run))
     try:
         family, remark = export(
             checkpoint.resolve(), Path(options.folder), "" if options.dtype == "run" else options.dtype

@@ -99,6 +99,7 @@ def _opened(folder: Path) -> tuple[ModelConfig, Callable[[str, tuple[int, ...]],
     from hocket.model.tokenizer import tokenizer_file
     from hocket.pretrained.convert import PretrainedFolder
     from hocket.train.export import StoredModel
+    from hocket.train.folders import newest_of
 
     if (folder / "config.json").exists():
         published = PretrainedFolder(str(folder))
@@ -108,8 +109,7 @@ def _opened(folder: Path) -> tuple[ModelConfig, Callable[[str, tuple[int, ...]],
             print(f"note: {folder} has {BYTE_VOCAB} tokens and no tokenizer: a token is a byte", file=sys.stderr)
             named = BYTES  # hocket export writes such folders
         return published.model, published.value, named
-    latest = folder / "checkpoints" / "latest"
-    stored = StoredModel((latest if latest.exists() else folder).resolve())
+    stored = StoredModel(newest_of(folder).resolve())
     return stored.model, stored.value, stored.settings["data"]["tokenizer"]
 
 

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from hocket.fsdp import hooks
 from hocket.fsdp.checks import is_full, refuse_early, refuse_matrices, refuse_newcomers, refuse_types
 from hocket.fsdp.fsdp2 import FSDPModule
 from hocket.fsdp.fsdp2_arguments import Fsdp2Arguments, Place, asked_for
@@ -128,9 +129,7 @@ def unit_of(module: nn.Module) -> Unit:
 
 def context_of(module: nn.Module | ShardContext) -> ShardContext:
     """The context of a sharded module."""
-    found = module if isinstance(module, ShardContext) else unit_of(module).context
-    assert isinstance(found, ShardContext)
-    return found
+    return module if isinstance(module, ShardContext) else hooks.context_of(unit_of(module))
 
 
 def param_groups(module: nn.Module, rule: Callable[[str, tuple[int, ...]], Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -157,7 +156,7 @@ def clip_grad_norm_(module: nn.Module | ShardContext, max_norm: float) -> Tensor
         raise ValueError(f"max_norm={max_norm!r} must be a number, 0 or above")
     refuse_early(context, "clip_grad_norm_")
     context.finish_step()
-    groups = [group for unit in context.units for group in unit.groups if group.trainable and group.has_grad]
+    groups = [group for group in context.param_groups if group.trainable and group.has_grad]
     square = torch.zeros(1, dtype=torch.float64, device=context.device)
     for group in groups:
         group.tidy()

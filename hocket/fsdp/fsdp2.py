@@ -20,8 +20,8 @@ from torch.distributed.fsdp import (
     UnshardHandle,
 )
 
+from hocket.fsdp.hooks import context_of
 from hocket.fsdp.members import UNIT
-from hocket.fsdp.module_context import ShardContext
 from hocket.fsdp.module_unit import Claim, Unit
 from hocket.fsdp.shard_groups import Placement
 
@@ -64,7 +64,7 @@ class FSDPModule(TorchFSDPModule):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the weights and show them, until `reshard`, the module's next forward, or until they change."""
         unit = _unit(self)
-        handle = _Handle([_context(unit).outside.unshard(unit)])
+        handle = _Handle([context_of(unit).outside.unshard(unit)])
         if async_op:
             return handle
         handle.wait()
@@ -73,12 +73,12 @@ class FSDPModule(TorchFSDPModule):
     def reshard(self) -> None:
         """Give up the gathered weights, unless a forward or backward uses them."""
         unit = _unit(self)
-        _context(unit).outside.reshard(unit)
+        context_of(unit).outside.reshard(unit)
         unit.reshard()
 
     def reset_iter_state(self) -> None:
         """After an exception inside of a step: forget its claims and gradients. See `ShardContext.abort`."""
-        _context(_unit(self)).abort()
+        context_of(_unit(self)).abort()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients, or only adds them up on this rank, until it does or they are read."""
@@ -120,12 +120,12 @@ class FSDPModule(TorchFSDPModule):
     def set_modules_to_forward_prefetch(self, modules: list[Any]) -> None:
         """Gather these when the forward of this module begins, instead of what was needed next the last time."""
         unit = _unit(self)
-        _context(unit).prefetch_of(unit, _all_units(modules, "set_modules_to_forward_prefetch"), backward=False)
+        context_of(unit).prefetch_of(unit, _all_units(modules, "set_modules_to_forward_prefetch"), backward=False)
 
     def set_modules_to_backward_prefetch(self, modules: list[Any]) -> None:
         """Gather these when the backward of this module begins, instead of what was needed next the last time."""
         unit = _unit(self)
-        _context(unit).prefetch_of(unit, _all_units(modules, "set_modules_to_backward_prefetch"), backward=True)
+        context_of(unit).prefetch_of(unit, _all_units(modules, "set_modules_to_backward_prefetch"), backward=True)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Nothing to do: the end of a backward waits for nothing, in no case."""
@@ -149,7 +149,7 @@ class FSDPModule(TorchFSDPModule):
         """How many units of the model may have gradients on their way; two, without this."""
         if type(max_input_buffers) is not int or max_input_buffers < 1:
             raise ValueError(f"max_input_buffers={max_input_buffers!r} must be a number of buffers, at least 1")
-        _context(_unit(self)).staging_count(max_input_buffers)
+        context_of(_unit(self)).staging_count(max_input_buffers)
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Refuse."""
@@ -184,16 +184,11 @@ def _unit(module: Any) -> Unit:
     return module.__dict__[UNIT]
 
 
-def _context(unit: Unit) -> ShardContext:
-    assert isinstance(unit.context, ShardContext)
-    return unit.context
-
-
 def _units(module: Any, recurse: bool) -> list[Unit]:
     """The unit that a module is; with `recurse` also those inside of it."""
     mine = _unit(module)
     inside = {one for one in module.modules() if isinstance(one, FSDPModule)} if recurse else set()
-    return [unit for unit in _context(mine).units if unit is mine or any(one in inside for one in unit.modules)]
+    return [unit for unit in context_of(mine).units if unit is mine or any(one in inside for one in unit.modules)]
 
 
 def _all_units(modules: Any, what: str) -> list[Unit]:

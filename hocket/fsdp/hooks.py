@@ -180,7 +180,7 @@ def _refuse_unexpected(unit: Unit) -> None:
     Of an invocation that is over they come from nodes that were made before its identity, as what makes DTensors of
     weights: these read none.
     """
-    context = _context(unit)
+    context = context_of(unit)
     if not unit.claims and unit not in context.begun and context.may_go(unit):
         raise ValueError(
             f"a gradient reached {unit} whose backward has not begun, so its weights may not have been there: its "
@@ -190,7 +190,8 @@ def _refuse_unexpected(unit: Unit) -> None:
         )
 
 
-def _context(unit: Unit) -> ShardContext:
+def context_of(unit: Unit) -> ShardContext:
+    """The context of the sharded model that a unit is a part of."""
     assert isinstance(unit.context, ShardContext)
     return unit.context
 
@@ -200,7 +201,7 @@ def _drive(unit: Unit, module: nn.Module) -> None:
     inside: list[nn.Module] = []
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        call, context = _Call(), _context(unit)
+        call, context = _Call(), context_of(unit)
         calls.append(call)
         if torch._C._are_functorch_transforms_active():
             _refuse_derivatives(unit)
@@ -251,7 +252,7 @@ def _drive(unit: Unit, module: nn.Module) -> None:
 
 def _leave(unit: Unit, claim: Claim, lent: bool) -> None:
     """A forward of the unit is over, which may have lent weights to its caller."""
-    context = _context(unit)
+    context = context_of(unit)
     if not lent:
         claim.release()
     context.leave_forward(unit)
@@ -324,7 +325,7 @@ def _on_gradient(unit: Unit) -> Callable[[Tensor], None]:
         unit = reference()
         assert isinstance(param, nn.Parameter)
         assert unit is not None, "a backward of a sharded model that is gone"
-        context = _context(unit)
+        context = context_of(unit)
         begin_backward(context)
         if param.grad is not None:
             _refuse_unexpected(unit)

@@ -17,7 +17,6 @@ from hocket.fsdp.memory import place_gradients, place_weights
 from hocket.fsdp.module_unit import Claim, Unit
 from hocket.fsdp.outside import Outside, called_by_hand
 from hocket.fsdp.param_group import ParamGroup
-from hocket.fsdp.queues import queue_of
 from hocket.fsdp.residency import Budget, FixedSlots, Residency, Unbounded
 from hocket.fsdp.same_order import SameOrder
 from hocket.fsdp.shard_groups import ShardGroups, over_ranks
@@ -25,22 +24,17 @@ from hocket.fsdp.spread import apart
 from hocket.fsdp.stats import ShardStats, stats_of
 from hocket.fsdp.strategy import Policy, Prefetch
 from hocket.fsdp.unused import Unused
-from hocket.runtime.queue import History, Ticket
+from hocket.runtime.queue import History, Ticket, queue_of
 
 
 class Begun(Protocol):
-    """An invocation of a unit in the middle of its backward."""
+    """An invocation of a unit in the middle of its backward: `Invocation`."""
 
     unit: Unit
 
     @property
-    def ends_with_gradients(self) -> bool:
-        """Whether it is over as soon as every parameter has contributed."""
-        ...
-
-    def finish(self) -> None:
-        """The gradients of all inputs are done."""
-        ...
+    def ends_with_gradients(self) -> bool: ...
+    def finish(self) -> None: ...
 
 
 class ShardContext:
@@ -101,7 +95,7 @@ class ShardContext:
                 group.know_wholes(partial(self.over_ranks, parts=group.groups))
 
     def __repr__(self) -> str:
-        kept = sum(group.nbytes for unit in self.units for group in unit.groups)
+        kept = sum(group.nbytes for group in self.param_groups)
         mib = f"{kept / 2**20:,.1f} MiB of weights and gradients on this rank"
         return f"ShardContext({len(self.units)} units, {mib}, moved by {self.groups.moved_by})"
 
@@ -109,6 +103,11 @@ class ShardContext:
     def root(self) -> nn.Module:
         """The sharded model, or the first module of several that were sharded as one unit."""
         return next(unit.module for unit in self.units if not unit.name)
+
+    @property
+    def param_groups(self) -> list[ParamGroup]:
+        """Those of all units."""
+        return [group for unit in self.units for group in unit.groups]
 
     @property
     def is_gathered(self) -> bool:
@@ -208,9 +207,9 @@ class ShardContext:
     def begin_forward(self) -> None:
         """A forward begins; the weights are what they are now."""
         if not self.forwards:
-            refuse_valueless([group for unit in self.units for group in unit.groups if group.late])
+            refuse_valueless([group for group in self.param_groups if group.late])
         self.forwards += 1
-        if any(group.stale() for unit in self.units for group in unit.groups):
+        if any(group.stale() for group in self.param_groups):
             self._weights = self.gathering.mark("weights")
         self.forget_old_forwards()
         self.outside.begin_forward()
@@ -220,7 +219,7 @@ class ShardContext:
 
         A unit that was not gathered since says nothing about that: it may have been left out for many steps.
         """
-        editions = [group.edition for unit in self.units for group in unit.groups]
+        editions = [group.edition for group in self.param_groups]
         if editions == self._editions or self._depth or self.in_backward:
             return
         self._editions = editions
@@ -281,6 +280,7 @@ class ShardContext:
         for unit in self.units:
             unit.forget_graphs_since(this)
             unit.reduce()
+        self.unused.all_sent()
         self.ahead.end_backward()
         self._show_life()
         self.begun.clear()
@@ -330,6 +330,7 @@ class ShardContext:
         with torch.inference_mode(False):  # memory that is made now is written later, outside of that mode
             for unit in self.units:
                 unit.reduce_deferred()
+        self.unused.all_sent()
         self._sends_all = False
         self.reductions_open = False  # what was sent just now is waited for, too
 
@@ -337,7 +338,7 @@ class ShardContext:
         self.before_waiting()
         self.reducing.join()
         self.outer.join()
-        for group in [group for unit in self.units for group in unit.groups]:
+        for group in self.param_groups:
             group.home.wait_in()
         for staging in set(self._staging.values()):
             staging.settle()
@@ -345,13 +346,12 @@ class ShardContext:
     def _find_unused(self, group: ParamGroup) -> None:
         """See Note: [Gradients that nobody has]. Nothing is known of gradients inside of a backward."""
         if not self.in_backward:
-            self.unused.find([group] if self.arriving else [one for unit in self.units for one in unit.groups])
+            self.unused.find([group] if self.arriving else self.param_groups)
 
     def weights_updated(self) -> None:
         """Say that weights were changed in a way that leaves no trace, such as through `.data`."""
-        for unit in self.units:
-            for group in unit.groups:
-                group.invalidate()
+        for group in self.param_groups:
+            group.invalidate()
 
     def over_ranks(self, value: Tensor, how: Literal["sum", "max"], parts: ShardGroups | None = None) -> None:
         """The `sum` or `max` of a tensor over all ranks of the model, or those that keep other `parts`, in place."""
@@ -381,7 +381,7 @@ class ShardContext:
                 claim.wait()  # the weights are still there
             after = [param.data_ptr() for unit in self.units for param in unit.parameters]
             if changed:
-                for group in (group for unit in self.units for group in unit.groups):
+                for group in self.param_groups:
                     for i, member in enumerate(group.members):
                         group.load(i, member.param)
             if after != before:

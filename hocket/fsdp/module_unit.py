@@ -23,12 +23,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from hocket.fsdp.buffers import FullBuffer, Staging
+from hocket.fsdp.buffers import FullBuffer, Staged, Staging
 from hocket.fsdp.members import View
 from hocket.fsdp.options import UnitOptions
 from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.residency import Residency
-from hocket.fsdp.staged import Staged
 from hocket.fsdp.unused import Unused
 from hocket.runtime.destinations import set_sink
 from hocket.runtime.queue import Queue, Ticket

@@ -29,6 +29,8 @@ from weakref import WeakSet
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from hocket.fsdp.spread import ranks_of
+
 ASK_AFTER = 1.0
 """Seconds without everybody's count until a rank asks; and between looks of the thread that answers."""
 GIVE_UP = dist.constants.default_pg_timeout
@@ -78,6 +80,8 @@ class SameOrder:
         self.models = self.count = 0
         self.asked = 0
         """How often something was issued that was not predicted."""
+        self.speaks = False
+        """Whether a rank is known to have left parameters out: see Note: [Gradients that nobody has]."""
         self._prediction = Prediction()
         self._history = 0  # of all so far, as one number
         self._recent: deque[str] = deque(maxlen=TAIL)
@@ -118,6 +122,16 @@ class SameOrder:
         if waited > ASK_AFTER:
             self.store.delete_key("ask")
 
+    def speak(self) -> None:
+        """Have all ranks say what they leave out: this one does."""
+        if not self.speaks:
+            self.store.set("speak", "")
+            self.speaks = True
+
+    def listen(self) -> None:
+        """Look whether others speak. Called by a thread."""
+        self.speaks = self.speaks or self.store.check(["speak"])
+
     def answer(self) -> None:
         """Tell what was issued last, if somebody asks. Called by a thread, while nothing is issued."""
         if self.store.check(["ask"]):
@@ -151,7 +165,7 @@ def order_over(mesh: DeviceMesh | None) -> SameOrder | None:
     global _world
     if not dist.is_initialized():
         return None
-    ranks = tuple(range(dist.get_world_size()) if mesh is None else sorted(mesh.mesh.flatten().tolist()))
+    ranks = tuple(sorted(ranks_of(mesh)))
     if len(ranks) < 2:
         return None
     if dist.group.WORLD is not _world[1]:
@@ -167,12 +181,13 @@ def order_over(mesh: DeviceMesh | None) -> SameOrder | None:
 
 
 def _watch() -> None:
-    """Answer for ranks that wait. A store that is gone has nobody who asks."""
+    """Answer for ranks that wait, and listen to those that speak. A store that is gone has nobody who asks."""
     counts: dict[int, int] = {}
     while True:
         time.sleep(ASK_AFTER)
         for order in list(_watched):
-            if counts.get(id(order)) == order.count:
-                with suppress(RuntimeError):
+            with suppress(RuntimeError):
+                order.listen()
+                if counts.get(id(order)) == order.count:
                     order.answer()
             counts[id(order)] = order.count

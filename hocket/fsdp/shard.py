@@ -146,7 +146,7 @@ def _refuse_divided(
 ) -> None:
     """Refuse DTensors that can't be sharded where they are to go."""
     mesh_of([(one.name, one.spread) for one in params], [context.tensor_mesh for context in nested])
-    for one in (m for context in nested for unit in context.units for group in unit.groups for m in group.members):
+    for one in (m for context in nested for group in context.param_groups for m in group.members):
         if one.spread is not None and one.spread.part is None:
             refuse_overlap(one.name, one.spread, default.mesh)
     for name, spread, param in ((one.name, one.spread, one.param) for one in params):

@@ -23,11 +23,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hocket.config import COPIED
-from hocket.fsdp.spread import over
+from hocket.fsdp.spread import over, ranks_of
 from hocket.program.mesh import Purpose
 from hocket.runtime.comm import Group, TransportName, make_group
 from hocket.runtime.trial import LIMIT, why_no_copies
-from hocket.runtime.world import everyone
+from hocket.runtime.world import everyone, rank_and_world
 
 Ranks = tuple[int, ...]
 
@@ -132,15 +132,9 @@ def shard_groups_for(placement: Placement, strategy: str, options: Wiring, devic
         else:
             made = _make(inner, outer, options, transport, device)
         moved_by = f"{transport} ({reason})" if reason else transport
-        here = _holders(placement.mesh)
+        here = ranks_of(placement.mesh)
         _made[key] = replace(made, part=placement.part, divide=divide, holders=here, moved_by=moved_by)
     return _made[key]
-
-
-def _holders(mesh: DeviceMesh | None) -> Ranks:
-    if mesh is not None:
-        return tuple(mesh.mesh.flatten().tolist())
-    return tuple(range(dist.get_world_size())) if dist.is_initialized() else (0,)
 
 
 def _forget_other_worlds(world: object) -> None:
@@ -151,10 +145,9 @@ def _forget_other_worlds(world: object) -> None:
 
 def _axes(mesh: DeviceMesh | None, strategy: str) -> tuple[Ranks, Ranks]:
     """The ranks over which this rank's parameters are sharded, and those that hold the same shard."""
+    alone = (rank_and_world()[0],)
     if mesh is None:
-        world = tuple(range(dist.get_world_size())) if dist.is_initialized() else (0,)
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        return ((rank,), world) if strategy == "no_shard" else (world, (rank,))
+        return (alone, ranks_of(mesh)) if strategy == "no_shard" else (ranks_of(mesh), alone)
     if mesh.ndim not in (1, 2):
         raise ValueError(
             f"{_describe(mesh)}, but parameters are sharded over one axis or two, (outer, shard): take a slice such as "
@@ -169,7 +162,7 @@ def _axes(mesh: DeviceMesh | None, strategy: str) -> tuple[Ranks, Ranks]:
     row, column = here if mesh.ndim == 2 else (0, here[0])
     inner, outer = tuple(grid[row].tolist()), tuple(grid[:, column].tolist())
     if strategy == "no_shard":
-        return (dist.get_rank(),), tuple(sorted(grid.flatten().tolist()))
+        return alone, tuple(sorted(ranks_of(mesh)))
     return inner, outer
 
 
@@ -254,10 +247,6 @@ def over_ranks(
     value.copy_(here)
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
 def _all_lists(mine: Ranks) -> list[Ranks]:
     """Every rank's list, each once, in an order in which all ranks agree."""
     lists = sorted(set(everyone(mine)))
@@ -276,7 +265,7 @@ def _one(purpose: Purpose, lists: Sequence[Ranks], mine: Ranks, device: torch.de
     """Make a group of every list; return the one of `mine`."""
     found: Group | None = None
     for ranks in lists:
-        group = make_group(purpose, ranks, _rank(), device, how)
+        group = make_group(purpose, ranks, rank_and_world()[0], device, how)
         if ranks == mine:
             found = group
     assert found is not None

@@ -106,18 +106,21 @@ def mesh_of(spreads: Iterable[tuple[str, Spread | None]], others: Sequence[Devic
     return found
 
 
+def ranks_of(mesh: DeviceMesh | None) -> tuple[int, ...]:
+    """The ranks of a mesh, row by row; None: all ranks."""
+    return tuple(range(rank_and_world()[1]) if mesh is None else mesh.mesh.flatten().tolist())
+
+
 def apart(spreads: Iterable[Spread | None], ranks: Collection[int]) -> DeviceMesh | None:
     """The mesh over which parameters are divided; None if it is among the `ranks` that shard others, as for experts."""
     mesh = next((spread.mesh for spread in spreads if spread is not None), None)
-    return None if mesh is None or len({*mesh.mesh.flatten().tolist()} & {*ranks}) > 1 else mesh
+    return None if mesh is None or len({*ranks_of(mesh)} & {*ranks}) > 1 else mesh
 
 
 def refuse_overlap(name: str, spread: Spread, mesh: DeviceMesh | None) -> None:
     """Refuse to divide a part over ranks that have other parts. `mesh` is that of `fully_shard`; None: all ranks."""
-    here = set(spread.mesh.mesh.flatten().tolist())
-    own, world = rank_and_world()
-    ranks = set(range(world) if mesh is None else mesh.mesh.flatten().tolist())
-    if here & ranks - {own}:
+    here, ranks = {*ranks_of(spread.mesh)}, {*ranks_of(mesh)}
+    if here & ranks - {rank_and_world()[0]}:
         raise ValueError(
             f"parameter {name} is a DTensor over ranks {sorted(here)}, and fully_shard would divide it once more over "
             f"ranks {sorted(ranks)}, which have other parts: give it the other axis, such as mesh=device_mesh['dp']"

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hocket.fsdp.checks import UNIT, refuse_early
-from hocket.fsdp.grad_norm import squares_of
+from hocket.fsdp.grad_norm import powers_of, squares_of
 from hocket.fsdp.muon import collect
 from hocket.fsdp.part import plain
 from hocket.fsdp.saving.flat_tensor import FlatTensor
@@ -67,7 +67,7 @@ def install(contexts: Iterable[ShardContext]) -> None:
 
 
 def _groups() -> list[tuple[ParamGroup, ShardContext]]:
-    return [(group, context) for context in _contexts for unit in context.units for group in unit.groups]
+    return [(group, context) for context in _contexts for group in context.param_groups]
 
 
 # Gradients
@@ -103,7 +103,8 @@ def total_norm(
             largest = [tensor.abs().max().to(total) for tensor, _ in several if tensor.numel()]
             mine = torch.stack([*largest, torch.zeros_like(total[0])]).max().view(1)
         else:
-            mine = _powers([tensor for tensor, _ in several], p)
+            held = [tensor for tensor, _ in several]
+            mine = squares_of(held) if p == 2 else powers_of(held, p)
             mine = (mine / torch.tensor([n for _, n in several], device=mine.device)).sum().view(1).to(total)
         if context is not None:
             refuse_early(context, "clip_grad_norm_")
@@ -124,14 +125,6 @@ def _copies(context: ShardContext, one: Tensor) -> int:
     """How many tensor-parallel ranks have the same elements of a gradient."""
     place = getattr(one, "place", None)
     return copies(context.tensor_mesh, None if place is None else place.span.part)
-
-
-def _powers(tensors: Sequence[Tensor], p: float) -> Tensor:
-    """The sum of |x|^p of each tensor, fp64 [n]."""
-    if p == 2:
-        return squares_of(tensors)
-    norms = [torch.linalg.vector_norm(tensor, p, dtype=torch.float64) for tensor in tensors]
-    return torch.stack([norm.to(norms[0].device) for norm in norms]) ** p  # some may be offloaded
 
 
 def unscale_grads_(scaler: Any, optimizer: Optimizer, *rest: Any) -> dict[torch.device, Tensor]:

@@ -19,7 +19,8 @@ An elementwise optimizer gives the same bits in any order.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -28,7 +29,6 @@ from torch.optim import Optimizer
 from hocket.fsdp.api import context_of, refuse_optimizer
 from hocket.fsdp.module_context import ShardContext
 from hocket.fsdp.module_unit import Unit
-from hocket.fsdp.optimizer_holding import optimizer_holding
 
 
 def step_and_gather(module: nn.Module | ShardContext, optimizer: Optimizer) -> None:
@@ -96,7 +96,23 @@ def _updates(optimizer: Optimizer, units: Sequence[Unit]) -> Callable[[Unit | No
 
     def update(unit: Unit | None) -> None:
         if unit in chosen:
-            with optimizer_holding(optimizer, chosen[unit]):
+            with _holding(optimizer, chosen[unit]):
                 optimizer.step()
 
     return update
+
+
+@contextmanager
+def _holding(optimizer: Optimizer, params: Sequence[list[nn.Parameter]]) -> Iterator[None]:
+    """Inside, the optimizer holds these parameters alone, group by group."""
+    groups = optimizer.param_groups
+    whole = [group["params"] for group in groups]
+    for group, some in zip(groups, params, strict=True):
+        group["params"] = some
+    optimizer.param_groups = [group for group in groups if group["params"]]
+    try:
+        yield
+    finally:
+        optimizer.param_groups = groups
+        for group, before in zip(groups, whole, strict=True):
+            group["params"] = before

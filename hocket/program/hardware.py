@@ -151,7 +151,8 @@ LAPTOP = Hardware(
     host=Link(0.0, 20e9),
 )
 """One of four single-threaded processes that share two CPU cores, talking over gloo. Rounded from one measurement:
-matmuls of 512x128x384, all-to-alls of 3 KB .. 3 MB. There is no data sheet, so MFU is relative to the matmul rate."""
+matmuls of 512x128x384, all-to-alls of 3 KB .. 3 MB. `peak_flops` is the matmul rate: there is no data sheet. Other CPUs
+and processes with more threads reach other rates, so runs on CPUs have no MFU."""
 
 SCALED = "scaled from its data sheet by what an H200 reaches of its own"
 """Of every GPU but the H200.

@@ -161,7 +161,11 @@ def grouped_mm(x_RD: Tensor, w_EDF: Tensor, offsets_E: Tensor) -> Tensor:
 def grouped_wgrad(
     x_RD: Tensor, g_RF: Tensor, offsets_E: Tensor, out_EDF: Tensor, add: bool = False, scale: float = 1.0
 ) -> None:
-    """Write `scale * x[rows of e].T @ g[rows of e]` to `out[e]`, or add it, for every expert."""
+    """Write `scale * x[rows of e].T @ g[rows of e]` to `out[e]`, or add it, for every expert.
+
+    All of `out` is written: an expert without rows gets zeros. So gradients may be sent from memory that held others,
+    and those of clones may be added to (`home`).
+    """
     if _writes_itself(x_RD, g_RF, out_EDF, add):
         from hocket.kernels.grouped import weight_gradients
 
@@ -170,7 +174,10 @@ def grouped_wgrad(
         if not add:
             out_EDF.zero_()
     elif _has_grouped_kernel(x_RD):
-        put(torch._grouped_mm(x_RD.t(), g_RF, offs=offsets_E), out_EDF, add, scale)
+        product_EDF = torch._grouped_mm(x_RD.t(), g_RF, offs=offsets_E)
+        # On Blackwell that of an expert without rows is no zero: github.com/pytorch/pytorch/issues/172439.
+        none_E = offsets_E.diff(prepend=offsets_E.new_zeros(1)) == 0
+        put(product_EDF.masked_fill_(none_E.view(-1, 1, 1), 0), out_EDF, add, scale)
     else:
         for e, (lo, hi) in enumerate(_bounds(offsets_E)):
             write_product(x_RD[lo:hi].t(), g_RF[lo:hi], out_EDF[e], add, scale)

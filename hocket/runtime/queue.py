@@ -25,7 +25,7 @@ from torch.autograd import profiler
 from hocket.runtime.history import CALLER, Entry, History
 from hocket.runtime.transports import Pending
 
-__all__ = ["CALLER", "Entry", "History", "Queue", "Ticket", "Work"]
+__all__ = ["CALLER", "Entry", "History", "Queue", "Ticket", "Work", "queue_of"]
 
 Work = Callable[[], Pending | None]
 """Issues something. What it returns is a collective under way, None if there is none."""
@@ -215,6 +215,21 @@ class Queue:
         if torch.cuda.is_current_stream_capturing():
             self._enter_capture()
         torch.cuda.current_stream(self.device).wait_stream(stream)
+
+
+_queues: dict[tuple[str, torch.device], Queue] = {}
+
+
+def queue_of(name: str, device: torch.device) -> Queue:
+    """The queue of that name on a device.
+
+    Note: [Models share queues]
+    Models over the same ranks share groups, and a backward may run through several of them. A group has one place for
+    what a reduction receives, until it is added up: so the reductions of a group are all on one queue.
+    """
+    if (name, device) not in _queues:
+        _queues[name, device] = Queue(name, device)
+    return _queues[name, device]
 
 
 class Passed:

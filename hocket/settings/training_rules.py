@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from hocket.config import TrainConfig
 from hocket.settings.rule import Rule
+
+DEFAULT = TrainConfig()
 
 TRAINING_RULES: tuple[Rule, ...] = (
     Rule(
@@ -155,5 +158,16 @@ TRAINING_RULES: tuple[Rule, ...] = (
         lambda c, h: c.train.schedule == "wsd" and c.train.warmup + c.train.decay_steps > c.train.steps,
         "{train.warmup} steps of train.warmup and {decay} of the decay are more than train.steps = {train.steps}",
         "a smaller train.decay or train.warmup, or more train.steps",
+    ),
+    *(
+        Rule(  # a remark, for a short try of a recipe is no mistake; it names what is likely to have been set
+            (f"train.{first}", f"train.{other}"),
+            lambda c, h, own=own: c.train.warmup > c.train.steps and (c.train.warmup != DEFAULT.warmup) == own,
+            "{train.warmup} steps of train.warmup are more than train.steps = {train.steps}, so the learning rate "
+            "never reaches train.lr = {train.lr}",
+            "a smaller train.warmup, unless this is a short try, or a run that goes on later",
+            remark=True,
+        )
+        for first, other, own in (("warmup", "steps", True), ("steps", "warmup", False))
     ),
 )

@@ -39,7 +39,7 @@ from hocket.runtime.world import by_first, everyone, rank_and_world
 from hocket.settings.schema import digest, problem
 from hocket.train.changes import changes, stored, told
 from hocket.train.damage import FORMAT, META, damage_of, sealed
-from hocket.train.folders import STEPS, best_first, delete_old, link, name_of, newest_first, set_aside, step_of
+from hocket.train.folders import STEPS, delete_old, link, name_of, newest_first, set_aside, step_of
 from hocket.train.owner import whose
 from hocket.train.pieces import Range
 
@@ -206,9 +206,7 @@ def _publish(folder: WholeFolder, meta: Mapping[str, Any], keep_best: int) -> No
     (folder.temporary / META).write_text(json.dumps(meta, indent=1))
     sync(folder.temporary / META)
     folder.publish()
-    link("latest", folder.final)
-    if keep_best and (best := best_first(newest_first(folder.final.parent))):
-        link("best", best[0])
+    link(folder.final, keep_best)
 
 
 def _refused(
@@ -217,10 +215,10 @@ def _refused(
     """The message about a save that has failed: what rank 0 sees once all have removed what they wrote."""
     size, folder = shown(size_of(state, group)), checkpoints_of(settings)
     place, reason, fix = folder / name_of(step), str(error), "a folder on a file system that all ranks share"
-    if place.exists():
-        reason, fix = f"{place} is there already, and no checkpoint takes the place of another", "move it away"
-    elif isinstance(error, OSError):
+    if isinstance(error, OSError):
         reason, fix = f"{error}; {shown(free(folder))} are free there", "make room there, or make it writable"
+    elif place.exists():
+        reason, fix = f"{place} is there already, and no checkpoint takes the place of another", "move it away"
     last = next((f"the last one is {path}" for path in newest_first(folder) if path != place), "there is no other one")
     reason = f"the checkpoint of step {step} ({size}) cannot be written: {reason}, and {last}"
     return everyone(problem_of(settings, reason, fix), group)[0]
@@ -373,7 +371,7 @@ def _set_others_aside(settings: Settings, restored: Restored | None) -> None:
             set_aside(path)
     before = [path for path in there if step_of(path) <= restored.step]
     if before:
-        link("latest", own or before[0])
+        link(own or before[0])
     for name in ("latest", "best"):
         named = folder / name
         if named.is_symlink() and not named.exists():

@@ -61,8 +61,40 @@ def step_of(path: Path) -> int:
     return int(digits) if digits.isdigit() else 0
 
 
-def link(name: str, path: Path) -> None:
-    """Have a name beside a checkpoint stand for it."""
+def newest_of(run: Path) -> Path:
+    """The newest checkpoint in the folder of a run; the folder itself if it has none, for it may be a checkpoint."""
+    checkpoints = run / "checkpoints"
+    return next((path for path in (*newest_first(checkpoints), checkpoints / "latest") if path.exists()), run)
+
+
+def link(path: Path, keep_best: int = 0) -> None:
+    """Have `latest` stand for a checkpoint, and with `keep_best` the name `best` for the best one beside it.
+
+    A link is for people: runs and commands go by the names of checkpoints. So a file system that refuses one fails no
+    save, but no link stays that stands for an earlier checkpoint. `unlinked` says what is missing.
+    """
+    stands = {"latest": path}
+    if keep_best and (best := best_first(newest_first(path.parent))):
+        stands["best"] = best[0]
+    for name, checkpoint in stands.items():
+        if checkpoint.with_name(name).resolve() == checkpoint.resolve():
+            continue
+        try:
+            _link(name, checkpoint)
+        except OSError:
+            with contextlib.suppress(OSError):
+                checkpoint.with_name(name).unlink()
+
+
+def unlinked(path: Path) -> str:
+    """Why the newest checkpoint is not found by its link, in words; nothing if it is."""
+    latest = path.with_name("latest")
+    if latest.resolve() == path.resolve():
+        return ""
+    return f"{path} is whole, but the file system takes no link {latest}; give commands the folder of the run"
+
+
+def _link(name: str, path: Path) -> None:
     if path.with_name(name).is_dir() and not path.with_name(name).is_symlink():
         set_aside(path.with_name(name))  # what a copy of the run's folder without links has made of it
     own = path.with_name(f"{name}.tmp")

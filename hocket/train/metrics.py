@@ -25,7 +25,6 @@ from hocket.explain.record import FILE
 from hocket.gpus import peak_flops
 from hocket.model.chunks import TOLERANCE
 from hocket.program.cost import model_flops_per_token
-from hocket.program.hardware import LAPTOP
 from hocket.program.mesh import described
 from hocket.resolve import Settings
 from hocket.settings.schema import problem
@@ -173,14 +172,12 @@ class Metrics:
             for (latency, bandwidth), purposes in _same_links(s.train).items():
                 limit = f"{bandwidth:.3g} bytes/s" if bandwidth < math.inf else "no limit on bytes/s"
                 self.say(f"network  emulated: {latency:g} s per operation, {limit}, for {', '.join(purposes)}")
-        over = f"model FLOPs ({self.flops_per_token:.4g} per token) over"
         if not self.peak:
             what = s.host.gpu or f"{s.train.device} ranks"
             self.say(f"MFU      left out: hocket knows no peak of {what}")
-        elif s.train.device == "cuda":
-            self.say(f"MFU      {over} {self.peak / 1e12:g} TFLOP/s of one {s.host.gpu} (dense bf16)")
         else:
-            self.say(f"MFU      {over} {self.peak / 1e9:g} GFLOP/s of a rank ({LAPTOP.name}, {LAPTOP.origin})")
+            over = f"model FLOPs ({self.flops_per_token:.4g} per token) over"
+            self.say(f"MFU      {over} {self.peak / 1e12:g} TFLOP/s of one {s.host.gpu} (dense bf16)")
 
     def remarks(self, *notes: str) -> None:
         """What was asked for and is not done, or has no effect; `notes`; and where the choices are explained."""
@@ -337,10 +334,8 @@ class Metrics:
 
 
 def _peak(settings: Settings) -> float:
-    """FLOP/s of a rank that MFU is over; 0 if they are not known. CPUs have no data sheet: see `LAPTOP`."""
-    if settings.train.device == "cuda":
-        return peak_flops(settings.host.gpu)
-    return LAPTOP.peak_flops if settings.precision.compute == "fp32" else 0.0
+    """FLOP/s of a rank that MFU is over; 0 if they are not known, as those of CPUs, which have no data sheet."""
+    return peak_flops(settings.host.gpu) if settings.train.device == "cuda" else 0.0
 
 
 def _same_links(train: TrainConfig) -> dict[tuple[float, float], list[str]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from hocket.fsdp.saving.background import Saving, wait_for_thread
 from hocket.resolve import Settings
 from hocket.train.checkpoint import Groups, Moment, SaveFailed, save, save_behind
+from hocket.train.folders import unlinked
 from hocket.train.memory import Memory
 from hocket.train.metrics import Metrics
 
@@ -68,8 +69,13 @@ class Saves:
         except SaveFailed as error:
             self._warn(error, "saves", step + self.settings.train.save_every)
             return
+        self._is_saved(step, path, saving.copy_seconds, saving.write_seconds)
+
+    def _is_saved(self, step: int, path: Path, copy_seconds: float, write_seconds: float) -> None:
         self._saved = step
-        self._metrics.saved(step, path, saving.copy_seconds, saving.write_seconds)
+        self._metrics.saved(step, path, copy_seconds, write_seconds)
+        if why := unlinked(path):
+            self._metrics.say(f"WARNING  {why}")
 
     def _wait_for_copy(self) -> None:
         if self._copying is None:
@@ -138,8 +144,7 @@ class Saves:
     def _now(self, moment: Moment) -> Path:
         begun = time.perf_counter()
         path = save(self.settings, moment, self._state())
-        self._saved = moment.step
-        self._metrics.saved(moment.step, path, 0.0, time.perf_counter() - begun)
+        self._is_saved(moment.step, path, 0.0, time.perf_counter() - begun)
         return path
 
     def _warn(self, error: SaveFailed, does: str, step: int) -> None:

@@ -46,14 +46,8 @@ class Block:
     issue: float = 0.0
 
     def __add__(self, other: Block) -> Block:
-        return Block(
-            self.compute + other.compute,
-            self.exchange + other.exchange,
-            self.covered + other.covered,
-            self.moved + other.moved,
-            self.copied + other.copied,
-            self.issue + other.issue,
-        )
+        more = vars(other)
+        return type(self)(**{name: seconds + more[name] for name, seconds in vars(self).items()})
 
 
 class Rough:

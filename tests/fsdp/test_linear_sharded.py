@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hocket
-from hocket.fsdp.staged import Staged
+from hocket.fsdp.buffers import Staged
 from hocket.runtime import functional
 from tests.fsdp.kinds import Kind
 from tests.fsdp.models import WIDTH

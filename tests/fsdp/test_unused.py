@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -14,6 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hocket
+from hocket.fsdp.shard_grads import Uses
+from hocket.fsdp.unused import Unused
+from hocket.runtime.queue import Passed
 from tests.fsdp.test_parity import train
 from tests.fsdp.twin import Case, mesh_of, variants
 from tests.helpers.ranks import run_ranks
@@ -213,15 +220,140 @@ def test_unused_parameters_beside_the_twin() -> None:
     train(2, [*cases, *variants(Case("conditional", optimizer="adamw"), strategy=["optim", "no_shard"])])
 
 
-def counted(rank: int) -> int:
-    """How often ranks write what they leave out."""
-    pair = Beside(rank, build=Model)
-    with patch("json.dumps", side_effect=json.dumps) as told:
-        for step in range(STEPS):
-            pair.backward(lambda rank, step: [0, 1], step, step)
+class Used(nn.Module):
+    """A model whose branches may all be used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = Branches(), nn.Linear(WIDTH, 3)
+        del self.first.never
+
+    def forward(self, x: Tensor, chosen: list[int]) -> Tensor:
+        return self.head(self.first(x, chosen))
+
+
+def counted(rank: int, chosen: Sequence[int]) -> list[int]:
+    """How often a rank writes what it leaves out, in each step."""
+    pair, found = Beside(rank, build=Used), list[int]()
+    for step in range(STEPS):
+        with patch("json.dumps", side_effect=json.dumps) as told:
+            pair.backward(lambda rank, step: list(chosen), step, step)
             pair.step()
-    return told.call_count
+        found.append(told.call_count)
+    return found
 
 
-def test_what_is_left_out_is_written_once() -> None:
-    assert run_ranks(counted, 2) == [3, 3]  # of two units, and before the first reduction
+def test_who_uses_everything_writes_that_once() -> None:
+    assert run_ranks(counted, 2, [0, 1, 2]) == [[1, 0, 0, 0, 0]] * 2
+
+
+def test_what_is_left_out_is_written_once_per_backward() -> None:
+    for first, *others in run_ranks(counted, 2, [0, 1]):
+        assert first <= 3, "silent, speaking, and behind the backward"
+        assert others == [1] * (STEPS - 1)
+
+
+def waits_in(action: Callable[[], object]) -> int:
+    """How often the host waits for the device to find out what nobody has used."""
+    with patch("hocket.fsdp.unused.Passed", side_effect=Passed) as passed:
+        action()
+    return passed.call_count
+
+
+def waiting(rank: int, chosen: list[list[int]]) -> list[int]:
+    """Waits of each step, until all ranks have had three steps without one."""
+    pair, found = Beside(rank, build=Used), list[int]()
+
+    def step() -> None:
+        pair.backward(lambda rank, step: chosen[rank], 0, len(found))
+        pair.compare_gradients()
+        pair.step()
+
+    end = time.monotonic() + 40
+    while time.monotonic() < end:
+        found.append(waits_in(step))
+        here = torch.tensor(sum(found[-3:]) if len(found) >= 3 else 1)
+        dist.all_reduce(here)
+        if not here:
+            break
+        time.sleep(0.1)
+    return found
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [[[0], [0]], [[0, 1], [1, 2]], [[0], [0, 1, 2]], [[], [0], [0, 1, 2]]],
+    ids=["alike", "others", "one uses all", "three"],
+)
+def test_hosts_stop_waiting_for_their_devices(chosen: list[list[int]]) -> None:
+    """Where all ranks leave something out, behind the first step; otherwise when the others have heard of it."""
+    for mine, found in zip(chosen, run_ranks(waiting, len(chosen), chosen), strict=True):
+        assert (found[0] > 0) == (len(mine) < 3)
+        assert found[-3:] == [0, 0, 0]
+        assert len(found) == 4 or any(len(each) == 3 for each in chosen)
+
+
+class Told:
+    """The ranks of a model, as `Unused` asks for them."""
+
+    def __init__(self, rank: int, ranks: int, store: dist.Store) -> None:
+        self.rank, self.ranks, self.store, self.speaks = rank, tuple(range(ranks)), store, False
+
+    def speak(self) -> None:
+        self.speaks = True
+
+
+class Host:
+    """A rank without a device: it issues reductions of one group with two members, and asks what nobody has used."""
+
+    def __init__(self, rank: int, ranks: int, store: dist.Store) -> None:
+        groups = SimpleNamespace(part=(0, 1), holders=tuple(range(ranks)))
+        members, self.uses = [SimpleNamespace(name="w")], Uses([True, True])
+        self.group: Any = SimpleNamespace(uses=self.uses, members=members, groups=groups, is_divided=False)
+        self.unused = Unused(Told(rank, ranks, store), "", torch.device("cpu"))
+
+    def send(self, *used: int) -> None:
+        """Gradients of one backward."""
+        for member in range(2):
+            self.uses.forget(member)
+        self.unused.about_to_send(self.group, [member in used for member in range(2)])
+
+    def by_nobody(self) -> list[int]:
+        self.unused.find([self.group])
+        return [member for member in range(2) if self.uses.by_nobody(member)]
+
+
+def test_a_reader_waits_for_hosts_that_are_behind_and_not_for_its_device() -> None:
+    early, late = (Host(rank, 2, store) for store in [dist.HashStore()] for rank in range(2))
+    for host in (early, late):
+        host.send(0)
+        host.unused.all_sent()
+    assert [host.by_nobody() for host in (early, late)] == [[1], [1]]
+    with ThreadPoolExecutor(1) as pool, patch("hocket.fsdp.unused.Passed") as passed:
+        for used, found in (((0,), [1]), ((1,), []), ((0, 1), []), ((), [1]), ((0,), [1])):
+            early.send(0)
+            early.unused.all_sent()
+            answer = pool.submit(early.by_nobody)
+            late.send(*used)
+            time.sleep(0.05)
+            assert not answer.done(), "the other one is in the midst of its backward"
+            late.unused.all_sent()
+            assert answer.result(20) == found, used
+            late.send(*used)  # it is a backward ahead
+            late.unused.all_sent()
+            early.send(0)
+            early.unused.all_sent()
+            assert early.by_nobody() == found
+    assert not passed.called
+
+
+def test_a_rank_that_never_comes_is_an_error() -> None:
+    early, late = (Host(rank, 2, store) for store in [dist.HashStore()] for rank in range(2))
+    for host in (early, late):
+        host.send(0)
+    late.unused.all_sent()
+    assert early.by_nobody() == [1]
+    early.send(0)
+    words = r"rank 0 reads gradients, and ranks \[1\] have not ended that backward"
+    with patch("hocket.fsdp.unused.GIVE_UP", timedelta(seconds=0.1)), pytest.raises(ValueError, match=words):
+        early.by_nobody()

@@ -337,3 +337,30 @@ def hidden(rank: int, transport: ShardTransport) -> None:
 @pytest.mark.parametrize("transport", ["nccl", "copy_engine_gathers"])
 def test_gathers_and_reductions_are_hidden(transport: ShardTransport) -> None:
     run_ranks(hidden, 2, transport, backend="nccl", timeout=200)
+
+
+def asleep(rank: int) -> list[bool]:
+    """Whether the device still sleeps in front of each step when the host has issued all of it."""
+    torch.manual_seed(0)
+    with torch.device("cuda", rank):
+        model, x = Model(64, 2), torch.randn(8, 64)
+        model.blocks[0].never = nn.Parameter(torch.ones(5))
+    hocket.fully_shard(model, units=Block)
+    optimizer, found = torch.optim.AdamW(model.parameters(), capturable=True, foreach=True), list[bool]()
+    for _ in range(4):
+        torch.cuda._sleep(1_000_000_000)  # clocks: more than half a second
+        awake = torch.cuda.Event()
+        awake.record()
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(not awake.query())
+        torch.cuda.synchronize()
+    assert model.blocks[0].never.grad is None
+    return found
+
+
+def test_a_parameter_that_nobody_uses_has_no_host_wait_for_its_device() -> None:
+    """But for the first time."""
+    for found in run_ranks(asleep, 2, backend="nccl"):
+        assert found[2:] == [True, True]

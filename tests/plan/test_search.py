@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from itertools import combinations, product
 from typing import Any, get_args
 
@@ -32,6 +32,7 @@ from hocket.tune import best_plan
 from hocket.tune.balance import balanced
 from hocket.tune.candidates import GROUPS, Changes, Known
 from hocket.tune.layer_orders import all_orders, better_orders, step_seconds
+from hocket.tune.rough import Block
 from hocket.tune.search import Guess, Search, Trial
 from tests.helpers.golden import assert_golden
 from tests.helpers.plans import planned
@@ -413,3 +414,14 @@ def test_what_fits_is_offloaded_or_recomputed_whichever_is_shorter() -> None:
     assert never.fits
     assert "plan.offload" in free.path[-1].changes
     assert free.path[-1].seconds < 0.99 * never.path[-1].seconds
+
+
+def test_blocks_add_up_all_that_they_have() -> None:
+    @dataclass(frozen=True)
+    class More(Block):
+        """With a field that was added later."""
+
+        later: float = 0.0
+
+    count = len(fields(More))
+    assert More(*range(count)) + More(*[1.0] * count) == More(*range(1, count + 1))

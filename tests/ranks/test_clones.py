@@ -69,16 +69,23 @@ def skewed(c: Config, steps: int) -> list[list[list[Batch]]]:
     ]
 
 
-def trained(rank: int, c: Config, steps: list[list[list[Batch]]], validated: bool = False) -> dict[str, Any]:
-    """One rank of a run: losses, gradients, weights, clones and received rows of every step."""
+def trained(
+    rank: int, c: Config, steps: list[list[list[Batch]]], validated: bool = False, spoiled: bool = False
+) -> dict[str, Any]:
+    """One rank of a run: losses, gradients, weights, clones and received rows of every step.
+
+    What is made without values holds NaN, and if it is `spoiled`, so does what a step leaves where it wrote gradients.
+    """
     torch.use_deterministic_algorithms(True)
     engine = Engine(c, rank, CPU)
     engine.init_weights()
     units = engine.sharded.units.values()
-    rows = received(engine)
+    rows, idle = received(engine)
     chosen: list[int] = []
 
     def grads() -> list[Any]:
+        for buffer in (buffer for unit in units if spoiled and not unit.alone for buffer in unit._grad_slots.buffers):
+            buffer.fill_(float("nan"))
         layers = engine.balance.layers.values()
         chosen.append(sum(len(layer.cloned.clones) for layer in layers if layer.cloned is not None))
         if validated:
@@ -93,21 +100,22 @@ def trained(rank: int, c: Config, steps: list[list[list[Batch]]], validated: boo
         engine.train_step(batches, LR)
     out["weights"] = [(p.name, p.shape, p.lo, p.hi, p.main.clone()) for u in units for p in u.pieces()]
     engine.close()
-    return {**out, "clones": chosen, "rows": rows}
+    return {**out, "clones": chosen, "rows": rows, "idle": idle}
 
 
-def received(engine: Engine) -> list[int]:
-    """Grows by the rows that come to this rank in each exchange."""
-    rows: list[int] = []
+def received(engine: Engine) -> tuple[list[int], list[int]]:
+    """Grows by the rows that come to this rank in each exchange, and by its experts and clones without any."""
+    rows, idle = list[int](), list[int]()
     split: Callable[..., Any] = engine.executor.actions._split
 
     def seen(op: Any) -> Any:
         splits = split(op)
         rows.append(int(splits.counts_PL.sum()))
+        idle.append(int((splits.counts_PL.sum(0) == 0).sum()))
         return splits
 
     engine.executor.actions._split = seen  # type: ignore[method-assign]
-    return rows
+    return rows, idle
 
 
 WAYS = [
@@ -145,6 +153,22 @@ def test_training_is_that_without_clones_but_for_the_order_of_sums(
     before, after = (unevenness(ranks, c) for ranks in (plain, cloned))
     assert before > 1.2, "the text is not skewed enough to show anything"
     assert after < 1 + 0.7 * (before - 1)
+
+
+@pytest.mark.parametrize(("mesh", "plan", "model"), [WAYS[0], WAYS[2], WAYS[3]], ids=str)
+def test_gradients_come_home_from_memory_that_held_others(
+    mesh: dict[str, int], plan: dict[str, Any], model: dict[str, Any]
+) -> None:
+    """A product writes all experts and clones, also those without rows, before `home` adds to them and reads them."""
+    c = config(dict(layers=3, experts=16, **model), mesh, {"merge": "on", **plan, "clones": 2}, 2, "fp32")
+    found, spoiled = (run_ranks(trained, c.mesh.world, c, skewed(c, 3), False, how) for how in (False, True))
+    assert all(min(rank["clones"][1:]) > 0 for rank in found)
+    for one, other in zip(found, spoiled, strict=True):
+        assert max(one["idle"]) > 0, "an expert or a clone of every rank has no rows in some microbatch"
+        for mine, theirs in zip((*one["grads"], one["weights"]), (*other["grads"], other["weights"]), strict=True):
+            for (name, *_, a), (_, *_, b) in zip(mine, theirs, strict=True):
+                assert a.isfinite().all(), name
+                assert torch.equal(a, b), name
 
 
 def test_tensor_parallel_ranks_have_clones() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from hocket.config import ModelConfig
 from hocket.model.moe import MoELayer
 from hocket.model.transformer import Chunk
 from hocket.parallel.dispatch import exchange_counts
-from hocket.runtime.functional import embedding, grouped_linear, linear, scale, score, shift
+from hocket.runtime.functional import embedding, grouped_linear, grouped_wgrad, linear, scale, score, shift
 from hocket.runtime.norms import rms_norm
 from hocket.runtime.segment import Segment
 from hocket.runtime.weights import Weight, WgradQueue, collecting, manage, weight_of
@@ -125,6 +126,26 @@ def test_experts_without_rows_get_zeros(dtype: torch.dtype) -> None:
         assert not grad[1].any()
         assert not grad[3].any()
         assert grad[0].any()
+
+
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_experts_without_rows_get_zeros_from_a_kernel_that_forgets_them(dtype: torch.dtype, add: bool) -> None:
+    """As torch's does on Blackwell."""
+    product, ends = torch._grouped_mm, torch.tensor([0, 5, 5, 11], dtype=torch.int32)
+    x, g = torch.randn(11, 16).to(dtype), torch.randn(11, 8).to(dtype)
+
+    def forgets(*operands: Tensor, offs: Tensor) -> Tensor:
+        out = product(*operands, offs=offs)
+        out[0] = out[2] = float("nan")
+        return out
+
+    found, wanted = torch.full((2, 4, 16, 8), 2.0 if add else float("nan"), dtype=dtype)
+    with patch.object(torch, "_grouped_mm", forgets):
+        grouped_wgrad(x, g, ends, found, add)
+    grouped_wgrad(x, g, ends, wanted, add)
+    assert torch.equal(found, wanted)
+    assert (found[[0, 2]] == (2.0 if add else 0.0)).all()
 
 
 def test_weight_is_looked_up_again_in_backward() -> None:

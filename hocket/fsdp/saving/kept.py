@@ -78,7 +78,7 @@ class Inventory:
         names: dict[int, list[str]] = {}
         for name, value in self.state.items():
             names.setdefault(id(value), []).append(plain_name(name))
-        for shard in (shard for unit in context.units for group in unit.groups for shard in group.shards):
+        for shard in (shard for group in context.param_groups for shard in group.shards):
             names.setdefault(id(shard), [plain_name(shard.full_name)])  # what a hook of the module leaves out
         kept = {id(one.shard): one for one in _all_kept(context, names)}
         self.kept: dict[str, Kept] = {found[0]: kept[key] for key, found in names.items() if key in kept}
@@ -118,7 +118,7 @@ def plain_name(name: str) -> str:
 
 
 def _all_kept(context: ShardContext, names: dict[int, list[str]]) -> list[Kept]:
-    groups = [group for unit in context.units for group in unit.groups]
+    groups = context.param_groups
     ranks = max((_ranks(group) for group in groups), default=1)
     written: dict[tuple[int, ...], list[int]] = {}
     found, mesh = list[Kept](), context.tensor_mesh

@@ -61,7 +61,7 @@ def load_model_state(context: ShardContext | nn.Module, state: Mapping[str, Any]
             shard.copy_(value)
     # Buffers, and the extra state of modules that have any, go the way of every module.
     own.root.load_state_dict({original: found[name] for name, original in own.plain.items()}, strict=False)
-    for group in (group for unit in own.context.units for group in unit.groups):
+    for group in own.context.param_groups:
         group.valueless = False
     own.context.weights_updated()
 
