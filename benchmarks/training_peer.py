@@ -144,9 +144,9 @@ class Run:
         return mean(torch.stack(losses).mean())
 
 
-def main(words: list[str]) -> None:
+def train(words: list[str]) -> None:
+    """Train as this rank of the process group."""
     gpu = torch.cuda.is_available()
-    dist.init_process_group("nccl" if gpu else "gloo")
     device = torch.device("cuda", dist.get_rank()) if gpu else torch.device("cpu")
     if gpu:
         torch.cuda.set_device(device)
@@ -167,6 +167,11 @@ def main(words: list[str]) -> None:
                 lines.flush()
                 if number % 20 == 0:
                     print(f"transformers: step {number + 1}: {rows[0]}", flush=True)
+
+
+def main(words: list[str]) -> None:
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    train(words)
     dist.destroy_process_group()
     sys.stdout.flush()
     os._exit(0)  # a thread that torch's gloo has not joined would abort the process

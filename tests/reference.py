@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hocket.config import ModelConfig, Strategy
 from hocket.kernels import IGNORED
@@ -99,8 +99,10 @@ class Reference:
             of_copies = [{n: torch.zeros_like(value) for n, value in sizes.items()} for _ in range(0, self.dp, shard)]
             result.losses.append([])
             held: list[dict[tuple[int, str], Tensor]] = [{} for _ in of_copies]
+            ranks = [self._rank(result, r, len(microbatches), clones) for r in range(self.dp)]
             for m, batches in enumerate(microbatches):
-                ranks = [self._rank(result, r, len(microbatches), clones) for r in range(self.dp)]
+                for chunk in ranks:
+                    chunk.zero_grad()
                 losses = self._forward(ranks, batches, rows)
                 torch.autograd.backward(losses, self._factors(microbatches, m))
                 result.losses[-1].append([loss.item() for loss in losses])
@@ -140,18 +142,19 @@ class Reference:
         return found
 
     def _rank(self, result: Result, rank: int, microbatches: int, clones: dict[int, Clones]) -> Chunk:
-        """The model of one data-parallel rank, with fresh parameters in the compute dtype."""
+        """The model of one data-parallel rank, with parameters of its own in the compute dtype."""
         c, ep_rank = self.config, rank % self.ep
         ep = ExpertPlace(self.ep, ep_rank, self.per_rank, clones=self.clones)
         chunk = Chunk(c, range(c.layers), ep=ep, aux_scale=1 / microbatches, linears=self.linears)
-        chunk.to_empty(device="cpu")  # unties a tied head: the two gradients are added up in the format that travels
-        for name, param in chunk.named_parameters():
+        for name, _ in list(chunk.named_parameters(remove_duplicate=False)):
             value = result.weights[TIED if c.tied and name == HEAD else name]
             if ".experts." in name:
                 own, here = value.chunk(self.ep)[ep_rank], clones.get(layer_of(name), ())
                 mine = {clone.seat: clone.expert for clone in here if clone.rank == ep_rank}
                 value = torch.cat([own, *(value[mine.get(n, 0)].unsqueeze(0) for n in range(self.clones))])
-            param.data = value.to(self.dtype).clone()
+            owner, _, last = name.rpartition(".")
+            # A parameter for each name: a tied head's two gradients are added up in the format that travels.
+            setattr(chunk.get_submodule(owner), last, nn.Parameter(value.to(self.dtype).clone()))
         for number, chosen in clones.items():
             chunk.layer(number).cloned.choose(chosen)  # pyrefly: ignore
         for name, bias in result.biases.items():

@@ -21,8 +21,8 @@ from hocket.config import Config
 from hocket.machine import host_for_plan
 from hocket.problems import problems_of, stop_if
 from hocket.resolve import resolve
-from hocket.settings.overrides import given, split
-from hocket.settings.schema import changed, leaf, problem, show
+from hocket.settings.overrides import given, split, value_of
+from hocket.settings.schema import changed, leaf, problem, show, types
 from hocket.settings.sources import begin
 
 
@@ -56,7 +56,7 @@ def parse(kind: type[Options], command: str, words: list[str]) -> tuple[Options,
         fix = f"hocket {command} tiny, hocket {command} run.toml, or see hocket recipes"
         raise ValueError(f"hocket {command} (command line): the recipe is missing; fix: {fix}")
     start = begin(name, early.get("--recipe", ""), early.get("--preset", ""))
-    own = {flag.rstrip("_"): hint for flag, hint in get_type_hints(kind).items() if flag != "config"}
+    own = _own(kind)
     origins, problems = ({}, []) if {"-h", "--help"} & set(flags) else given(flags, start.config, own)
     prog = f"hocket {command} {name or early['--recipe']}"
     if found := [*start.problems, *problems]:
@@ -74,10 +74,26 @@ def _read(kind: type[Options], words: Sequence[str], config: Config, prog: str =
     """The configuration with the settings of some words. A word for help prints help and exits."""
     if {"-h", "--help"} & set(words):
         _unbreak(kind)
-    pairs_off = (tyro.conf.FlagCreatePairsOff,)
-    return tyro.cli(
-        kind, args=words, default=kind(config=config), prog=prog or None, use_underscores=True, config=pairs_off
-    )
+        pairs_off, default = (tyro.conf.FlagCreatePairsOff,), kind(config=config)
+        return tyro.cli(kind, args=words, default=default, prog=prog or None, use_underscores=True, config=pairs_off)
+    values = _values(words, {**types(), **_own(kind)})
+    settings = {name: value for name, value in values.items() if name in types()}
+    own = {field.name: values[name] for field in dataclasses.fields(kind) if (name := field.name.rstrip("_")) in values}
+    return kind(config=changed(config, settings), **own)
+
+
+def _own(kind: type[RecipeOptions]) -> dict[str, Any]:
+    """The flags of a command itself, with their types."""
+    return {name.rstrip("_"): hint for name, hint in get_type_hints(kind).items() if name != "config"}
+
+
+def _values(words: Sequence[str], hints: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of flags, by name, of words that `given` has checked. A flag of a command alone is True."""
+    said = {flag.removeprefix("--").replace("-", "_"): values for flag, values in split(words, [])}
+    return {
+        name: value_of(values, hints[name]) if values or hints[name] is not bool else True
+        for name, values in said.items()
+    }
 
 
 Plain = TypeVar("Plain")
@@ -111,7 +127,7 @@ def parse_plain(kind: type[Plain], command: str, usage: str, words: Sequence[str
     needed = [field.name for field in dataclasses.fields(cast(Any, kind)) if field.default is dataclasses.MISSING]
     if missing := [name for name in needed if name not in {*places[: len(values)], *names}]:
         raise ValueError(f"{prog} (command line): no {' and no '.join(missing)}; fix: {usage}")
-    return tyro.cli(kind, args=[*said, "--", *values], prog=prog, use_underscores=True)
+    return kind(**dict(zip(places, values, strict=False)), **_values(said, flags))
 
 
 def _apart(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -19,8 +19,11 @@ EVERY = 50
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Nothing is collected inside, unless somebody asks for it; what exists already, never."""
-    enabled = gc.isenabled()
+    """Nothing is collected inside, unless somebody asks for it; what exists already, never.
+
+    Where the process had frozen objects before, all stay frozen behind it: Python cannot tell them apart.
+    """
+    enabled, frozen = gc.isenabled(), gc.get_freeze_count()
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -29,7 +32,8 @@ def no_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-        gc.unfreeze()
+        if not frozen:
+            gc.unfreeze()
 
 
 def collect_after(step: int) -> None:

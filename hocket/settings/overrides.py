@@ -1,7 +1,7 @@
 """Settings from the command line: `--overlap.ep.merge off`, checked one by one, so that each mistake is one clear line.
 
-The parser proper is tyro; this runs before it. It finds out which settings were given (for the origin that messages
-name) and reports unknown settings and wrong values in hocket's own words, all at once.
+`given` finds out which settings were given (for the origin that messages name) and reports unknown settings and wrong
+values, all at once; `value_of` makes values of the words that it lets pass. Help is tyro's.
 """
 
 from __future__ import annotations
@@ -100,23 +100,32 @@ def _check_other(flag: str, words: Sequence[str], kind: Any) -> list[str]:
 
 def _parses(words: Sequence[str], hint: Any) -> bool:
     """Whether the words after a flag are a value of a type."""
-    if get_origin(hint) is tuple:
-        args = get_args(hint)
-        return (args[-1] is Ellipsis or len(words) == len(args)) and all(_parses([word], args[0]) for word in words)
-    if get_origin(hint) in (Union, UnionType):
-        return any(_parses(words, kind) for kind in get_args(hint))
-    if len(words) != 1:
+    try:
+        value_of(words, hint)
+    except ValueError:
         return False
-    if get_origin(hint) is Literal:
-        return words[0] in map(str, get_args(hint))
-    if hint is bool:
-        return words[0] in ("True", "False")
-    if hint in (int, float):
-        try:
-            hint(words[0])
-        except ValueError:
-            return False
     return True
+
+
+def value_of(words: Sequence[str], hint: Any) -> Any:
+    """The value of a type that the words after a flag are; of a union, that of its first type that they fit.
+
+    Raises ValueError if they are none.
+    """
+    args = get_args(hint)
+    if get_origin(hint) is tuple:
+        if args[-1] is not Ellipsis and len(words) != len(args):
+            raise ValueError(f"{len(args)} values are wanted, not {len(words)}")
+        return tuple(value_of([word], args[0]) for word in words)
+    if get_origin(hint) in (Union, UnionType):
+        return value_of(words, next((kind for kind in args if _parses(words, kind)), args[0]))
+    (word,) = words
+    if get_origin(hint) is Literal or hint is bool:
+        options = {str(option): option for option in args or (True, False)}
+        if word not in options:
+            raise ValueError(f"{show(word)} is not {describe(hint)}")
+        return options[word]
+    return hint(word)
 
 
 def _example(value: object, hint: Any) -> str:

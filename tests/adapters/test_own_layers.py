@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from hocket.adapters import checking
 from hocket.testing import check_layer
 from tests.adapters import own_layers
 from tests.adapters.own_layers import HIDDEN, Dense, Model, Routed
+from tests.helpers.ranks import server_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,9 +27,12 @@ def test_dense_layer() -> None:
     check_layer(Dense(), HIDDEN, context=own_layers.context)
 
 
-@pytest.mark.timeout(180)
-def test_layer_with_experts() -> None:
-    check_layer(Routed(), HIDDEN, context=own_layers.context)
+def test_layer_with_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On ranks from the tests' fork server; tests/adapters/test_documents.py starts some as `check_layer` does."""
+    with server_environment():
+        multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.helpers.preload"])
+        monkeypatch.setattr(checking.mp, "spawn", partial(checking.mp.start_processes, start_method="forkserver"))
+        check_layer(Routed(), HIDDEN, context=own_layers.context)
 
 
 @pytest.mark.parametrize(

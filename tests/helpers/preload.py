@@ -10,6 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LIBRARIES = [
     "torch.distributed.checkpoint",
     "torch._dynamo",  # the first optimizer of a process imports it, which takes a second
+    "torch._inductor.pattern_matcher",  # likewise the first that compiles
     "hypothesis",
     "pytest",
     "transformers.models.llama.modeling_llama",  # with what models of all families import, more than a second

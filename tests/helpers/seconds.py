@@ -23,14 +23,14 @@ def cpu_seconds(action: Callable[[], object], times: int = 3) -> float:
     Nothing that other tests have left is collected meanwhile.
     """
     found = []
-    for _ in range(times):
-        gc.collect()
-        gc.disable()
-        try:
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(times):
             before, spent, behind = (_timed(each) for each in (_yardstick, action, _yardstick))
-        finally:
-            gc.enable()
-        found.append(spent / (before + behind) * 2 * YARDSTICK)
+            found.append(spent / (before + behind) * 2 * YARDSTICK)
+    finally:
+        gc.enable()
     return min(found)
 
 

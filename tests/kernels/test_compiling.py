@@ -14,15 +14,16 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.timeout(300)
-def test_kernels_compile(tmp_path: Path) -> None:
+def test_kernels_compile() -> None:
+    """Those that have changed since the last time: Triton finds the others in its cache."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.kernels.compiling"],
         cwd=ROOT,
-        env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
+        env={**environment, "TRITON_CACHE_DIR": str(ROOT / ".cache" / "triton")},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     source = "\n".join(path.read_text() for path in sorted((ROOT / "hocket" / "kernels").glob("*.py")))

@@ -69,3 +69,22 @@ def test_garbage_waits_for_its_step() -> None:
         assert not gc.isenabled(), "it was off before"
     finally:
         gc.enable()
+
+
+def test_what_was_frozen_before_stays_frozen() -> None:
+    gc.freeze()  # as the tests' processes do anyway
+    before = gc.get_freeze_count()
+    with no_collection():
+        pass
+    assert gc.get_freeze_count() >= before > 0
+
+
+def thaws(rank: int) -> int:
+    gc.unfreeze()
+    with no_collection():
+        assert gc.get_freeze_count()
+    return gc.get_freeze_count()
+
+
+def test_what_was_not_frozen_before_is_not_behind() -> None:
+    assert run_ranks(thaws, 1) == [0]
