@@ -35,7 +35,7 @@ STEPS = (
     "pipeline_dense_8", "expert_parallel", "expert_parallel_long", "expert_parallel_even", "expert_parallel_2",
     "expert_parallel_torchtitan",
     "expert_steps", "shared_expert", "skinny", "pipeline_peers", "everything", "dense_fp8", "expert_routing",
-    "expert_routing_even",
+    "expert_routing_even", "expert_adamw", "context_dense_long", "context_experts",
 )  # fmt: skip
 """Results with steps that are predicted."""
 

@@ -30,7 +30,7 @@ def run(words: list[str]) -> int:
     said += [setting(topic)] if topic in docstrings() and not heading else []  # a page and a section share some names
     if not said:
         close = meant(topic, [*found, *docstrings()]) or meant_setting(topic, types())
-        fix = f"did you mean {close}?" if close else "hocket help lists the topics"
+        fix = f"did you mean {close}?" if close else "hocket help -h lists the topics"
         raise ValueError(f"help {' '.join(words)} (command line): there is no such topic; fix: {fix}")
     print("\n\n".join(said))
     return 0

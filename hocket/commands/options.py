@@ -221,7 +221,7 @@ def _spread(options: Options, origins: dict[str, str]) -> Options:
     if options.gpus < 0 or options.gpus % others:
         axes = "".join(f" x mesh.{name} = {n}" for name, n in (("cp", mesh.cp), ("tp", mesh.tp)) if n > 1)
         reason = f"cannot be split over mesh.pp = {mesh.pp}{axes}"
-        fix = f"a multiple of {others}, or another mesh"
+        fix = f"a multiple of {others} above 0, or another mesh"
         raise ValueError(problem("gpus", options.gpus, {"gpus": "command line, --gpus"}, reason, fix))
     return replace(options, config=changed(options.config, {"mesh.dp": options.gpus // others}))
 

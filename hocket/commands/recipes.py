@@ -9,7 +9,7 @@ from hocket.settings.schema import show
 
 def run(words: list[str]) -> int:
     """List the recipes, one per line, then the presets with what they set."""
-    if words:
+    if words and not {"-h", "--help"} & set(words):
         raise ValueError(f"recipes {' '.join(words)} (command line): recipes takes no arguments; fix: hocket recipes")
     width = max(map(len, [*RECIPES, *PRESETS]))
     print("\n".join(f"{name:{width}}  {describe(name)}" for name in RECIPES))

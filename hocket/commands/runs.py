@@ -9,11 +9,17 @@ from hocket.settings.schema import show
 from hocket.train.curves import page
 from hocket.train.runs import METRICS, Run, run_of, runs
 
+USAGE = """usage: hocket runs [DIR ...] [--html FILE]
+
+Lists the runs in folders of runs, or in `runs`, the latest last. --html writes a page with their curves."""
 COLUMNS = ("name", "recipe", "step", "loss", "when", "state")
 
 
 def run(words: list[str]) -> int:
     """List runs, the latest last, or write a page with their curves."""
+    if {"-h", "--help"} & set(words):
+        print(USAGE)
+        return 0
     folders, target = asked(words)
     found: list[tuple[Path, Run]] = []
     for folder in folders:

@@ -33,7 +33,8 @@ def given(arguments: Sequence[str], config: Config, others: Mapping[str, Any]) -
         hint = others.get(name, known.get(name))
         if seen.setdefault(name, words) != words:
             fix = "give it once, with all of its values" if get_origin(hint) is tuple else "give it once"
-            problems.append(f"{flag} (command line): given twice; fix: {fix}")
+            both = " and ".join(show(" ".join(values)) if values else "(nothing)" for values in (seen[name], words))
+            problems.append(f"{flag} = {both} (command line): given twice; fix: {fix}")
         if name in others:
             problems += _check_other(flag, words, hint)
         elif name in known:
@@ -77,6 +78,8 @@ def _unknown(flag: str, name: str, known: Sequence[str]) -> str:
 def _check(name: str, flag: str, words: Sequence[str], config: Config) -> list[str]:
     hint = types()[name]
     shown = show(" ".join(words)) if words else "(nothing)"
+    if not words and str in get_args(hint):  # an empty variable of a shell, not a wish for what the default means
+        return [f"{name} = (nothing) (command line, {flag}): names nothing; fix: a value, or leave it out"]
     if _parses(words, hint):
         return []
     wanted = describe(hint)
