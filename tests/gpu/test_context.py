@@ -76,9 +76,7 @@ def test_stages_find_what_whole_sequences_do(window: int, sinks: bool) -> None:
 Method = Literal["gather", "heads", "ring"]
 
 
-def settings(
-    cp: int, method: Method, recompute: tuple[str, ...], graphs: str = "off", transport: Any = "nccl"
-) -> Config:
+def settings(cp: int, method: Method, recompute: tuple[str, ...], graphs: str = "off") -> Config:
     model = small(vocab=256, hidden=128, heads=4, kv_heads=2, head_dim=64, layers=2, experts=0, ffn=256)
     whole = Config(
         model=model,

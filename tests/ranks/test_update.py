@@ -90,6 +90,21 @@ def _fail(*_: Any) -> None:
     raise RuntimeError("interrupted")
 
 
+def begun_anew(rank: int) -> bool:
+    """Whether first values that are given behind a step stay, though the step has left its updates."""
+    engine = engine_of(rank, "next_step", "adamw")
+    first = weights(engine)
+    (batch,) = batches_of(engine, 1)
+    engine.train_step(batch, 0.1)
+    engine.init_weights()
+    engine.catch_up()
+    return same(first, weights(engine))
+
+
+def test_no_update_comes_behind_first_values() -> None:
+    assert run_ranks(begun_anew, 2) == [True, True]
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_who_reads_weights_in_between_finds_those_of_the_last_step(optimizer: str) -> None:
     run_ranks(in_between, 2, optimizer)
