@@ -363,25 +363,6 @@ def test_a_recorded_step_has_no_updates_of_muon() -> None:
         resolve(changed(recipe("llama3_8b"), asked), Host(gpus=4), dict.fromkeys(asked, "command line"))
 
 
-def caught_up(rank: int) -> list[bool]:
-    """Whether updates made before a replay move weights, and whether those that the replay has recorded do."""
-    engine = engine_of(rank, "next_step", "adamw")
-    (batch,) = batches_of(engine, 1)
-    engine.train_step(batch, 0.1)
-    optimizer, seen = engine._optimizer, []
-    assert optimizer is not None
-    engine.sharded.held = True  # as behind a replay: gradients stay where they are
-    for update in (optimizer.catch_up, lambda: [optimizer._step(unit) for unit in engine.sharded.units.values()]):
-        before = weights(engine)
-        update()
-        seen.append(not same(before, weights(engine)))
-    return seen
-
-
-def test_a_replay_does_not_repeat_updates() -> None:
-    assert run_ranks(caught_up, 2) == [[True, False]] * 2
-
-
 def test_sharding_is_the_same_without_updates() -> None:
     """Nothing but the updates is there that was not."""
     with_updates, without = program_of(), program_of(update="end")
