@@ -106,8 +106,7 @@ SHARDED_ADAMW_COMPILED = (
 """The same with compiled layers, as FSDP2 and as `fully_shard` are trained at their best. Each has the memory for
 itself, so that an H100 holds them."""
 SHARDED_ADAMW_OFFLOADED = (
-    "llama3_8b --model.layers 16 --train.microbatches 1 --against fully_shard,fully_shard_offload,"
-    "fully_shard_null "
+    "llama3_8b --model.layers 16 --train.microbatches 1 --against fully_shard,fully_shard_offload,fully_shard_null "
     "--blocks 2 --steps 1 --alone"
 )
 """What shards, gradients and an optimizer in the host's memory cost."""

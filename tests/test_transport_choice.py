@@ -29,6 +29,7 @@ BASE: dict[str, Any] = {"model.layers": 8, "train.microbatches": 8, "plan.graphs
 DENSE = changed(Config(), BASE | {"mesh.dp": 4})
 EXPERTS = changed(Config(), BASE | {"model.experts": 8, "mesh.dp": 4, "mesh.ep": 4})
 PIPED = changed(Config(), BASE | {"mesh.pp": 4})
+SHARED = changed(Config(), BASE | {"mesh.cp": 4})
 HERE = Host(gpus=8, gpu="NVIDIA H200")
 """A host that was examined."""
 TWO_HOSTS = Host(gpus=2, gpu="NVIDIA H200", workers=4, local_workers=2)
@@ -42,7 +43,7 @@ def chosen(settings: Settings, name: str = "train.transport") -> Decision:
     return next(decision for decision in settings.decisions if decision.setting == name)
 
 
-@pytest.mark.parametrize("config", [DENSE, EXPERTS, PIPED], ids=["dense", "experts", "pipeline"])
+@pytest.mark.parametrize("config", [DENSE, EXPERTS, PIPED, SHARED], ids=["dense", "experts", "pipeline", "context"])
 def test_ranks_on_gpus_of_one_host_copy(config: Config) -> None:
     settings = resolve(config, HERE)
     decision = chosen(settings)
@@ -220,7 +221,7 @@ def test_all_ranks_settle_for_nccl_and_rank_0_says_so(rank: int, tmp_path: Path,
 
 @pytest.mark.parametrize(
     ("config", "purposes"),
-    [(DENSE, ["gather_dense"]), (EXPERTS, ["gather_dense", "a2a"]), (PIPED, ["a2a"])],
+    [(DENSE, ["gather_dense"]), (EXPERTS, ["gather_dense", "a2a"]), (PIPED, ["a2a"]), (SHARED, ["gather_dense"])],
 )
 def test_a_trial_that_succeeds_changes_nothing(config: Config, purposes: list[Purpose], capsys: Any) -> None:
     settings = resolve(config, HERE)

@@ -29,8 +29,8 @@ class DataOverlap:
     update: Update = "auto"
     """When weights are updated. end updates all of them when a step ends. next_step updates unit by unit when the next
     step begins, on a lane of its own: the first gathers and forwards run beside the updates of other units. auto is
-    next_step if copy engines gather, or Muon updates, and this hides 2% of a step or more even if forwards gain
-    nothing."""
+    next_step if copy engines gather, AdamW updates, no step is replayed, and this hides 2% of a step or more even if
+    forwards gain nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -212,15 +212,8 @@ class Engine:
         `on_step` is what the program's `step` op does; None, for a program of forwards alone, keeps no graphs.
         """
         config, pp = self.config, self.where.pp
-        actions = Actions(
-            self.layout,
-            self.chunks,
-            self.sharded.units,
-            self.groups,
-            self._activation(),
-            on_step,
-            self.room,
-        )
+        units, activation = self.sharded.units, self._activation()
+        actions = Actions(self.layout, self.chunks, units, self.groups, activation, on_step, self.room)
         actions.allocating = self.lanes.allocating
         actions.fp8_rows = config.precision.dispatch == "fp8"
         if on_step is not None and self._optimizer is not None:
@@ -255,6 +248,7 @@ class Engine:
 
     def init_weights(self) -> None:
         """Give every weight its first value; the same on any mesh."""
+        self.catch_up()  # no update of an earlier step may come behind
         self.init_buffers()
         first = self.where.ep * (self.config.model.experts // self.mesh.ep)
         shapes = {w.name: w.shape for unit in self.sharded.units.values() for w in unit.weights}

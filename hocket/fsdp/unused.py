@@ -10,10 +10,11 @@ for each other, not for the device. A rank that *speaks* writes behind each back
 so far, and what it has left out of each group from which reduction on. One that reads the gradient of a parameter that
 it has left out waits until all others have written a number as large as its own.
 
-A rank speaks from when it has left out something or has heard that another one has. Before, it is silent: it has used
-everything, and writes that once. It hears of others within seconds, by the thread that answers in `same_order.py`.
-Until it speaks, the store does not tell how far it is. So a reader waits for the device, too: behind the reductions,
-all others have sent, and one that was silent and leaves out something writes that before it sends.
+A rank begins to speak when it leaves something out, or when it has heard that another rank speaks: within seconds, by
+the thread that answers in `same_order.py`. Until then it is silent: it has used everything, and has written that once.
+The store does not tell how far a silent rank is. So a reader waits for its device as long as it knows of a rank that
+may be silent: behind the reductions all others have sent, and a silent rank that leaves something out writes that
+before it sends.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def overheads_of(
     """The overheads of a step of these ops, as it was measured if it was.
 
     In a replay no op waits for the host, so only contention is left. (Recorded steps were issued op by op.) With the
-    null transport nothing runs beside compute.
+    null transport nothing is moved beside compute.
     """
     if measured is not None:
         return Overheads(measured.overheads.contention) if config.plan.graphs == "on" else measured.overheads
@@ -41,11 +41,9 @@ def issued(config: Config, hardware: Hardware) -> float:
 
 
 def _contention(config: Config, hardware: Hardware) -> Mapping[Kind, float]:
-    if config.train.transport == "null":
-        return {}
     factors: dict[Kind, float] = {
         KIND_OF_GROUPS[purpose]: hardware.beside_copies if _copied(config, purpose) else hardware.beside_kernels
-        for purpose in _PURPOSES
+        for purpose in (_PURPOSES if config.train.transport != "null" else ())
     }
     if config.overlap.dp.update == "next_step":
         factors[UPDATES] = hardware.beside_updates

@@ -76,9 +76,7 @@ def test_stages_find_what_whole_sequences_do(window: int, sinks: bool) -> None:
 Method = Literal["gather", "heads", "ring"]
 
 
-def settings(
-    cp: int, method: Method, recompute: tuple[str, ...], graphs: str = "off", transport: Any = "nccl"
-) -> Config:
+def settings(cp: int, method: Method, recompute: tuple[str, ...], graphs: str = "off") -> Config:
     model = small(vocab=256, hidden=128, heads=4, kv_heads=2, head_dim=64, layers=2, experts=0, ffn=256)
     whole = Config(
         model=model,
@@ -127,12 +125,12 @@ def test_two_ranks_learn_what_one_does(method: Method, recompute: tuple[str, ...
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("transport", ["nccl", "copy_engine"])
 @pytest.mark.parametrize("method", ["gather", "heads", "ring"])
-def test_replayed_steps_learn_what_issued_ones_do(method: Method) -> None:
+def test_replayed_steps_learn_what_issued_ones_do(method: Method, transport: str) -> None:
     """Keys, heads and stages that a graph moves: one of seven steps is recorded, and later ones have other text."""
-    plain, replayed = (
-        run_ranks(norms, 2, settings(2, method, (), graphs), 7, backend="nccl")[0] for graphs in ("off", "on")
-    )
+    asked = (changed(settings(2, method, (), graphs), {"train.transport": transport}) for graphs in ("off", "on"))
+    plain, replayed = (run_ranks(norms, 2, c, 7, backend="nccl")[0] for c in asked)
     assert replayed[:3] == plain[:3]
     for found, wanted in zip(replayed[3:], plain[3:], strict=True):
         assert found == pytest.approx(wanted, rel=2e-3)

@@ -42,6 +42,12 @@ def test_contention_is_that_of_what_moves_the_bytes() -> None:
     assert overheads_of(settled(train__transport="null"), H200, KEYS).contention == {}
 
 
+@pytest.mark.parametrize("transport", ["copy_engine", "null"])
+def test_updates_slow_forwards_down_whatever_moves_the_bytes(transport: str) -> None:
+    found = overheads_of(settled(train__transport=transport, overlap__dp__update="next_step"), H200, KEYS)
+    assert found.contention["update"] == H200.beside_updates > 1
+
+
 def test_a_host_issues_what_is_not_replayed() -> None:
     issued = overheads_of(settled(), H200, KEYS)
     assert issued.issue == dict.fromkeys(KEYS, H200.issue)

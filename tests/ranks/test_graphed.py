@@ -89,6 +89,90 @@ def test_updates_are_recorded_with_the_next_step(strategy: Any) -> None:
     assert_same(planned(CONFIG, update="next_step", strategy=strategy), STEPS - graphed.WARM_UP)
 
 
+def replayed(rank: int, c: Config, recorded: bool) -> tuple[list[float], list[Tensor], list[str]]:
+    """Of twelve steps, between which weights are read: losses, norms and what was read; weights; how steps were made.
+
+    A recording makes its calls again where it has made them, with what Python knew then: all updates are left.
+    """
+    engine, found, ways = Engine(c, rank, torch.device("cpu")), list[float](), list[str]()
+    engine.init_weights()
+    actions, model = engine.executor.actions, engine.sharded
+
+    def record(run: Any) -> Any:
+        losses, made = run(), [1]
+        loads = dict(actions.loads)
+
+        def replay() -> None:
+            if made:  # the recording's own
+                made.clear()
+                return
+            model.held, (actions.on_step, on_step) = False, (lambda: None, actions.on_step)
+            for unit in model.units.values():
+                unit.awaits_update = True
+            again = run()
+            model.held, actions.on_step = True, on_step
+            for into, new in zip([*losses, *loads.values()], [*again, *actions.loads.values()], strict=True):
+                into.copy_(new)
+
+        return losses, replay
+
+    if recorded:
+        engine._graphed = engine.graphed_by(record)
+    for i, batches in enumerate(random_batches(c.model, 12, c.train.microbatches, c.mesh.dp, (2, 8))):
+        microbatches = [microbatch(batch[engine.where.dp]) for batch in batches]
+        engine.executor.annotate(i == 9)
+        result = engine.train_step(microbatches, 1e-2 / (1 + i))
+        ways.append(result.way)
+        found += [float(result.loss), float(result.grad_norm), result.lacked]
+        if i in (2, 5, 6, 8):
+            found.append(float(engine.evaluate(microbatches)))
+        if i == 7:  # as a checkpoint does
+            found += [float(state.piece.main.sum()) for state in engine.optimizer.state.values()]
+    engine.catch_up()
+    return found, [unit.group.main.clone() for unit in model.units.values()], ways
+
+
+@pytest.mark.parametrize("changes", [{}, {"strategy": "no_shard"}, {"splits": "device", "room": 1.0}], ids=str)
+def test_a_replay_makes_each_update_once(changes: Any) -> None:
+    """Behind validations, checkpoints, a profiled step, and one that is made again because rows found no room."""
+    c = planned(CONFIG, update="next_step", **changes)
+    issued, found = (run_ranks(replayed, 2, c, recorded) for recorded in (False, True))
+    for (numbers, tensors, _), (found_numbers, found_tensors, ways) in zip(issued, found, strict=True):
+        assert found_numbers == numbers
+        assert all(map(torch.equal, found_tensors, tensors))
+        assert ways[:4] == ["issued"] * 3 + ["recorded"]
+        assert ways[9:] == ["issued", "recorded", "replayed"]
+        assert ("issued" in ways[4:9]) == bool(changes.get("room")), "made again"
+
+
+def not_recorded(rank: int) -> bool:
+    """Whether the updates that a step has left are made, though the recording that began with them has failed."""
+    engines = [Engine(planned(CONFIG, update="next_step"), rank, torch.device("cpu")) for _ in range(2)]
+    (*steps, last) = random_batches(CONFIG.model, 4, CONFIG.train.microbatches, CONFIG.mesh.dp, (2, 8))
+
+    def fails(run: Any) -> Any:
+        for unit in engines[0].sharded.units.values():
+            unit.take_grads()  # as an update that is recorded, and not made
+        raise torch.OutOfMemoryError("no room")
+
+    engines[0]._graphed = engines[0].graphed_by(fails)
+    for engine in engines:
+        engine.init_weights()
+        for batches in steps:
+            engine.train_step([Microbatch(*batch[rank]) for batch in batches], 1e-2)
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        engines[0].train_step([Microbatch(*batch[rank]) for batch in last], 1e-2)
+    engines[0].abort()
+    engines[0].assert_clean()
+    engines[1].catch_up()
+    units = zip(*(engine.sharded.units.values() for engine in engines), strict=True)
+    return all(a.group.grads.flat is None and torch.equal(a.group.main, b.group.main) for a, b in units)
+
+
+def test_a_recording_that_fails_loses_no_update() -> None:
+    assert run_ranks(not_recorded, 2) == [True, True]
+
+
 def test_documents_have_room_and_weigh_as_ever() -> None:
     assert_same(changed(CONFIG, {"data.packing": "on"}), STEPS - graphed.WARM_UP)
 
