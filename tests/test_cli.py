@@ -41,12 +41,6 @@ from tests.helpers.command import (
 # ------------------------------------------------------------------------------------------------------- words
 
 
-@pytest.mark.parametrize("words", [["runs", "--help"], ["recipes", "-h"], ["help", "-h"]])
-def test_commands_without_a_recipe_have_help(words, capsys):
-    code, out, _ = command(capsys, *words)
-    assert (code, bool(out)) == (0, True)
-
-
 def test_recipes_and_presets_are_listed_with_a_line_each(capsys):
     code, out, _ = command(capsys, "recipes")
     assert code == 0
@@ -131,7 +125,6 @@ MISTAKES = [
     (["--config", "x"], "--config", "--help lists all settings"),
     (["--data.paths", "a", "--data.paths", "b"], "--data.paths = a and b", "given twice; fix: give it once"),
     (["--train.steps", "3", "--train.steps=5"], "--train.steps = 3 and 5", "given twice; fix: give it once"),
-    (["--data.paths"], "data.paths = (nothing)", "names nothing; fix: a value"),
     (["--gpus", "-4"], "gpus = -4", "a multiple of 2 above 0"),
     (["stray"], "stray", "--train.steps 50"),
     (["plan.order=1f1b"], "plan.order=1f1b", "fix: --plan.order=1f1b"),

@@ -20,7 +20,7 @@ MISTAKES = [
     ("generate run --prompt a --tokens 0", "--tokens 0 (command line): out of range; fix: at least 1, at"),
     ("generate run --prompt a --seed 18446744073709551616", "--seed 18446744073709551616 (command line): out of"),
     ("generate run --prompt a --temperature nan", "--temperature nan (command line): out of range; fix: "),
-    ("generate run --prompt a --prompt b", "--prompt (command line): given twice; fix: give it once"),
+    ("generate run --prompt a --prompt b", "--prompt = a and b (command line): given twice; fix: give it once"),
     ("generate run --prompt a --top_q 1", "--top_q (command line): there is no such option; fix: did you mean --top_"),
     ("generate run --prompt a --train.steps 3", "--train.steps (command line): there is no such option; fix: hocket"),
     ("generate run --prompt a --device tpu", "--device = tpu (command line): not one of auto, cpu, cuda; fix"),
@@ -59,3 +59,9 @@ def test_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         parse_plain(Export, "export", "usage", ["-h"])
     assert ended.value.code == 0
     assert "--dtype" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", ["runs --help", "recipes -h", "help -h"])
+def test_lists_have_help(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(words.split()) == 0
+    assert capsys.readouterr().out

@@ -78,8 +78,6 @@ def _unknown(flag: str, name: str, known: Sequence[str]) -> str:
 def _check(name: str, flag: str, words: Sequence[str], config: Config) -> list[str]:
     hint = types()[name]
     shown = show(" ".join(words)) if words else "(nothing)"
-    if not words and str in get_args(hint):  # an empty variable of a shell, not a wish for what the default means
-        return [f"{name} = (nothing) (command line, {flag}): names nothing; fix: a value, or leave it out"]
     if _parses(words, hint):
         return []
     wanted = describe(hint)
