@@ -141,7 +141,7 @@ def test_help_knows_pages_and_settings(capsys, words: list[str], parts: list[str
     ("words", "fix"),
     [
         (["help", "orderz"], "fix: did you mean orders?"),
-        (["help", "quux"], "fix: hocket help lists the topics"),
+        (["help", "quux"], "fix: hocket help -h lists the topics"),
         (["help", "overlap", "quux"], "has no such heading; fix: hocket help overlap lists them"),
         (["completion", "csh"], "takes fish, or nothing for bash and zsh; fix: hocket completion"),
     ],
