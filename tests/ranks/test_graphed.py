@@ -92,7 +92,8 @@ def test_updates_are_recorded_with_the_next_step(strategy: Any) -> None:
 def replayed(rank: int, c: Config, recorded: bool) -> tuple[list[float], list[Tensor], list[str]]:
     """Of twelve steps, between which weights are read: losses, norms and what was read; weights; how steps were made.
 
-    A recording makes its calls again where it has made them, with what Python knew then: all updates are left.
+    A recording makes its calls again where it has made them, with what Python knew then: all updates are left. What
+    Python knows of updates does not change meanwhile, for a replay runs none of it.
     """
     engine, found, ways = Engine(c, rank, torch.device("cpu")), list[float](), list[str]()
     engine.init_weights()
@@ -107,9 +108,12 @@ def replayed(rank: int, c: Config, recorded: bool) -> tuple[list[float], list[Te
                 made.clear()
                 return
             model.held, (actions.on_step, on_step) = False, (lambda: None, actions.on_step)
-            for unit in model.units.values():
+            known = {unit: unit.awaits_update for unit in model.units.values()}
+            for unit in known:
                 unit.awaits_update = True
             again = run()
+            for unit, waits in known.items():
+                unit.awaits_update = waits
             model.held, actions.on_step = True, on_step
             for into, new in zip([*losses, *loads.values()], [*again, *actions.loads.values()], strict=True):
                 into.copy_(new)
