@@ -22,7 +22,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 STEPS = 4
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(("ranks", "experts", "seats"), [(2, 128, 1), (8, 128, 2), (3, 6, 4)])
 def test_rows_are_divided_as_the_formula_divides_them(ranks: int, experts: int, seats: int) -> None:
     draw = torch.Generator().manual_seed(experts)

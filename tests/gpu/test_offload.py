@@ -18,7 +18,6 @@ from tests.helpers.ranks import run_ranks
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU"),
 ]
 two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 WORLDS = [1, pytest.param(2, marks=two)]
