@@ -222,7 +222,7 @@ def choose_update(c: Config, host: Host, trials: Trials) -> tuple[Update, str]:
     if c.precision.gather == "fp8":
         return "end", "what is gathered in fp8 is cast behind the whole update"
     if c.plan.graphs == "on":
-        return "end", "replayed steps with experts became at most 0.5% shorter by next_step (plan.graphs = on)"
+        return "end", "recorded steps with experts became at most 0.5% shorter by next_step (plan.graphs = on)"
     updates, compute = _updates(trials.costs(c)), _compute(c, trials.costs(c))
     if updates < _WORTH_UPDATE * compute:  # no more can be hidden, and no step is shorter
         what = f"all updates take {duration(updates)}, {updates / compute:.1%} of other compute"
