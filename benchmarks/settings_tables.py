@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args, get_origin
 from hocket.commands.options import docstrings
 from hocket.presets import PRESETS
 from hocket.settings.origins import DEFAULTS
-from hocket.settings.schema import ANY, BOUNDS, TEXTS, leaf, show, types, written
+from hocket.settings.schema import bounds_of, form_of, leaf, show, types, written
 from hocket.typed import describe
 
 
@@ -37,9 +37,9 @@ def _code(value: Any) -> str:
 def _values(name: str, hint: Any) -> str:
     if get_origin(hint) is Literal:
         return ", ".join(f"`{each}`" for each in get_args(hint))
-    if name in TEXTS:
-        return f"`auto`, or such as `{TEXTS[name][1]}`"
-    low, high = BOUNDS.get(name, (-ANY, ANY))
-    if low == -ANY:
+    if form := form_of(name):
+        return f"`auto`, or such as `{form.example}`"
+    if not (bounds := bounds_of(name)):
         return describe(hint)
+    low, high = bounds.low, bounds.high
     return describe(hint) + (f", {written(low)} to {written(high)}" if high < 1e18 else f", {written(low)} or more")

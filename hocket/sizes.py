@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -88,13 +88,6 @@ def parse_time(text: str) -> float:
     if seconds > _LONGEST:
         raise ValueError("is longer than an hour")
     return seconds
-
-
-WITH_UNITS: dict[str, tuple[Callable[[str], float], str]] = {
-    "network.bandwidth": (parse_rate, "50GB/s"),
-    "network.latency": (parse_time, "10us"),
-}
-"""Settings that are texts with a unit: what reads them, and an example."""
 
 
 def _in_units(text: str, units: Mapping[str, float], what: str) -> float:

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from hocket import cli
+from hocket.config.bounds import ANY, MOST_RANKS
 from hocket.recipes import recipe
 from hocket.resolve import resolve
 from hocket.settings.plan_rules import MOST_PASSES
 from hocket.settings.rule import Host
 from hocket.settings.rules import RANKS_OF_A_CORE
-from hocket.settings.schema import ANY, BOUNDS, MOST_RANKS, changed, leaf
+from hocket.settings.schema import bounds_of, changed, leaf, types
 
 AT_ONCE = 10.0
 """Seconds, most of them for imports on a busy machine; without bounds it is minutes."""
@@ -31,9 +32,12 @@ def command(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
     return end.value.code, capsys.readouterr().err
 
 
-@pytest.mark.parametrize("setting", [name for name, (_, high) in BOUNDS.items() if high not in (ANY, 1)])
+HIGHEST = {name: bounds.high for name in types() if (bounds := bounds_of(name)) and bounds.high not in (ANY, 1)}
+
+
+@pytest.mark.parametrize("setting", HIGHEST)
 def test_one_more_than_the_most_is_refused_in_a_line(setting: str) -> None:
-    high = BOUNDS[setting][1]
+    high = HIGHEST[setting]
     value: Any = int(high) + 1 if isinstance(high, int) else high * 2
     value = (value, value) if isinstance(leaf(TINY, setting), tuple) else value
     with pytest.raises(ValueError, match=rf"{setting} = .*fix: at most ") as error:

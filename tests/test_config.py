@@ -15,13 +15,16 @@ import pytest
 
 from hocket import config as config_package
 from hocket.config import Config, ModelConfig, Purpose, TrainConfig
+from hocket.config.layout import OFFLOADED, RECOMPUTED
+from hocket.program.ops import offloadable, recomputable
 from hocket.program.tensor_times import DIRECTIONS, ROLES
 from hocket.program.tensor_ways import possible
+from hocket.program.transformer import STANDARD
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
 from hocket.settings.rule import Host
 from hocket.settings.rules import RULES
-from hocket.settings.schema import BOUNDS, leaf, types
+from hocket.settings.schema import bounds_of, leaf, types
 from hocket.settings.schema import changed as replaced
 from tests.helpers.plans import NAMES
 from tests.refused_models import REFUSED_MODELS
@@ -74,9 +77,14 @@ def numeric(hint: Any) -> bool:
     return hint in (int, float) or any(numeric(arg) for arg in get_args(hint) if arg is not Ellipsis)
 
 
-def test_every_number_has_bounds_and_every_bound_a_setting():
+def test_every_number_has_bounds():
     numbers = {name for name, hint in types().items() if numeric(hint) and name != "plan.stride"}
-    assert numbers == set(BOUNDS)
+    assert numbers == {name for name in types() if bounds_of(name)}
+
+
+def test_items_of_recompute_and_offload_are_the_parts_that_can_be():
+    assert recomputable(STANDARD) == RECOMPUTED
+    assert offloadable(STANDARD) == OFFLOADED
 
 
 def test_settings_that_name_others_exist():

@@ -54,7 +54,7 @@ LIMITS = {
     "files that name graphs": (29, 2),
     "files that name fp8": (36, 2),
     "files that name context parallelism": (46, 2),
-    "files that name tensor parallelism": (53, 2),
+    "files that name tensor parallelism": (49, 2),
     "files that name ring": (32, 2),
     "files that name muon": (25, 2),
     "files that name replicas (HSDP)": (27, 2),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +15,8 @@ from hocket.program.hardware import H200
 from hocket.program.stages import costs_of
 from hocket.recipes import recipe
 from hocket.resolve import resolve
-from hocket.settings.absent import ABSENT
-from hocket.settings.overrides import given
 from hocket.settings.rule import Host
-from hocket.settings.schema import changed, types
-from hocket.settings.sources import begin
+from hocket.settings.schema import changed
 
 TINY, MOE = recipe("tiny"), recipe("moe_8gpu")
 
@@ -53,34 +49,6 @@ def test_fp32_on_the_wire_sends_twice_the_bytes_of_gradients_alone() -> None:
         assert wide.table[key].wire_bytes == times * cost.wire_bytes, key
     for one, two in zip(narrow.slot_bytes, wide.slot_bytes, strict=True):
         assert {unit: (weight, 2 * gradient) for unit, (weight, gradient) in one.items()} == two
-
-
-def test_there_is_no_setting_for_what_is_said_to_be_absent() -> None:
-    assert not set(ABSENT) & set(types())
-
-
-@pytest.mark.parametrize(
-    ("setting", "value", "reason"),
-    [
-        ("precision.wire", "fp8", "products run in fp8 with precision.compute, weights"),
-        ("precision.compute", "float8_e4m3fn", "products run in fp8 with precision.compute, weights"),
-        ("precision.wire", "fp16", "bf16 has the range of fp32"),
-        ("overlap.pp.batch", "on", "sends are never batched"),
-    ],
-)
-def test_what_is_not_there_is_refused_with_value_origin_reason_and_fix(
-    tmp_path: Path, setting: str, value: str, reason: str
-) -> None:
-    file = tmp_path / "run.toml"
-    file.write_text(f'recipe = "tiny"\n{setting} = "{value}"\n')
-    [in_file] = begin(str(file)).problems
-    [typed] = given([f"--{setting}", value], TINY, {})[1]
-    for line, origin in ((in_file, f"{file}:2"), (typed, f"command line, --{setting}")):
-        assert line.startswith(f"{setting} = {value} ({origin}): {reason}")
-        assert "; fix: " in line
-    if setting in types():
-        with pytest.raises(ValueError, match=reason):
-            resolve(changed(TINY, {setting: value}), Host())
 
 
 def wire_of(system: Any, words: str) -> str | None:

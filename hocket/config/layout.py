@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
+from hocket.config.bounds import MANY, MOST_RANKS, Between, Form
 from hocket.config.overlap import Switch
 
 Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
@@ -28,28 +29,53 @@ Purpose = Literal[
 ]
 """The use of a process group. Every purpose has groups of its own, so no two lanes share a group."""
 
+RECOMPUTED, OFFLOADED = ("attn", "dispatch", "experts", "kv", "mlp"), ("attn", "experts", "mlp")
+"""Parts of hocket's own layers that `plan.recompute` and `plan.offload` may name."""
+
 Steps = list[tuple[int, int]]
 """Ranks as sums of multiples: (how many multiples, of which number) for each. The first varies slowest."""
+
+
+def part_and_layers(text: str) -> tuple[str, int | None]:
+    """(part, number of layers of each stage) that an item of `plan.recompute` or `plan.offload` names; None for all.
+
+    `attn` means all layers, `attn:2` the first two of each virtual stage. Raises ValueError for any other text.
+    """
+    part, colon, count = text.partition(":")
+    if colon and (not count.isdecimal() or int(count) < 1):
+        raise ValueError(f"{text!r} is no part with a number of layers, such as attn:2")
+    return part, int(count) if colon else None
+
+
+def part_of(parts: tuple[str, ...]) -> Form:
+    """The form of an item that names one of these parts."""
+
+    def read(text: str) -> None:
+        part, _ = part_and_layers(text)
+        if part not in parts:
+            raise ValueError(f"{part!r} is none of the parts {', '.join(parts)}")
+
+    return Form(read, "attn:2")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
     """How ranks are arranged. There are pp * dp * cp * tp ranks. ep divides dp * cp * tp."""
 
-    pp: int = 1
+    pp: Annotated[int, Between(1, 1024)] = 1
     """Pipeline ranks."""
-    dp: int = 1
+    dp: Annotated[int, Between(1, MOST_RANKS)] = 1
     """Data-parallel ranks of each pipeline rank. Dense weights are sharded over dp * cp ranks, or over `shard` of
     them."""
-    cp: int = 1
+    cp: Annotated[int, Between(1, MOST_RANKS)] = 1
     """Context-parallel ranks of each data-parallel rank: each has 2 of 2 * cp chunks of every sequence, or with
     data.packing chunks that go by documents. Layers gather keys and values of the other chunks before attention."""
-    ep: int = 1
+    ep: Annotated[int, Between(1, MOST_RANKS)] = 1
     """Expert-parallel ranks: neighbours among the dp * cp * tp ranks of a pipeline rank, whose tokens all differ.
     Expert weights are sharded over the remaining dp * cp * tp / ep ranks."""
-    tp: int = 1
+    tp: Annotated[int, Between(1, MOST_RANKS)] = 1
     """Tensor-parallel ranks of each context-parallel rank. They share its tokens, heads, MLP columns and vocabulary."""
-    shard: int = 0
+    shard: Annotated[int, Between(0, MOST_RANKS)] = 0
     """Neighbours among the dp * cp ranks that share one copy of the weights; 0 means all of them. ep divides shard *
     tp. If it is less than dp * cp, there are dp * cp / shard replicas (HSDP). Gathers and reduces then stay among shard
     ranks, such as those of a host. A step sums its gradients over the replicas once, after the last microbatch's
@@ -108,34 +134,34 @@ class PlanConfig:
     """Order of microbatches over pipeline ranks. auto picks sequential, 1f1b or interleaved from pp and chunks. zb_h1
     and zb_v fill the bubble with weight gradients. zb_v and merged_v have two chunks per rank, placed as a V. merged_v
     merges forwards of one chunk with backwards of the other."""
-    chunks: int = 1
+    chunks: Annotated[int, Between(1, 1024)] = 1
     """Virtual pipeline stages per rank."""
-    layers_per_stage: tuple[int | Literal["auto"], ...] = ("auto",)
+    layers_per_stage: Annotated[tuple[int | Literal["auto"], ...], Between(0)] = ("auto",)
     """Layers of every virtual stage; empty splits evenly. The first stage, with the embedding, and the last, with the
     head, may have 0. auto lets all ranks compute for the same time, embedding and head included, if that shortens the
     step and fits into memory."""
-    group: int = 0
+    group: Annotated[int, Between(0, MANY)] = 0
     """Microbatches that pass through a chunk before the next chunk's turn, in the interleaved order. 0 means the fewest
     that work: mesh.pp, or 1.5 * mesh.pp with a stride of 3."""
     stride: Literal[2, 3] = 2
     """Warm-up steps by which neighbouring ranks of a merged order differ. 3 gives a p2p transfer a step of its own, and
     keeps more activations."""
-    recompute: tuple[str, ...] = ()
+    recompute: Annotated[tuple[str, ...], part_of(RECOMPUTED)] = ()
     """Parts of layers, out of attn, dispatch, experts, kv and mlp, that keep only their inputs after forward, and run
     forward again before their backward. That takes less memory and more time. attn includes the norms, the router and
     the shared expert. dispatch makes the rows of experts again, and sends them again where experts are on other ranks.
     kv gathers keys and values again, where ranks share sequences. attn:2 recomputes attn in the first two layers of
     each virtual stage, and attn in all layers. auto recomputes as few parts in as few layers as the memory allows."""
-    offload: tuple[str, ...] = ()
+    offload: Annotated[tuple[str, ...], part_of(OFFLOADED)] = ()
     """Parts of layers, out of attn, experts and mlp, that keep in the host's memory what their backward needs. It is
     copied there behind their forward, and back ahead of their backward, beside compute. attn:2 means attn in the first
     two layers of each virtual stage. auto is as few parts in as few layers as let a step fit into memory, where that
     takes less time than to recompute."""
-    loss_pieces: int | Literal["auto"] = 1
+    loss_pieces: Annotated[int | Literal["auto"], Between(1, MANY)] = 1
     """Pieces of a microbatch's tokens that go through the head one after the other, so that only the logits of one are
     in memory. Backward makes them once more: the head has four products in place of three. auto is as many as let a
     step fit into memory, and 1 if it fits without."""
-    mlp_pieces: int | Literal["auto"] = 1
+    mlp_pieces: Annotated[int | Literal["auto"], Between(1, MANY)] = 1
     """Pieces of a microbatch's tokens that go through each dense MLP one after the other, so that only the wide tensors
     of one are in memory. Backward makes them once more, as with plan.recompute = mlp. auto is 1 if a step fits into
     memory without, else the number with the shortest step that fits, beside what is recomputed then."""

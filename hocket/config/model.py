@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
+from hocket.config.bounds import LONG, MANY, WIDE, Between
 from hocket.config.rope import RopeConfig
 
 
@@ -12,51 +13,51 @@ from hocket.config.rope import RopeConfig
 class ModelConfig:
     """Sizes of a decoder transformer. All widths are in elements."""
 
-    vocab: int = 256
+    vocab: Annotated[int, Between(2, LONG)] = 256
     """Number of tokens."""
-    hidden: int = 128
+    hidden: Annotated[int, Between(1, WIDE)] = 128
     """Width of the residual stream."""
-    layers: int = 4
+    layers: Annotated[int, Between(1, 1024)] = 4
     """Number of transformer layers."""
-    heads: int = 4
+    heads: Annotated[int, Between(1, MANY)] = 4
     """Query heads."""
-    kv_heads: int = 2
+    kv_heads: Annotated[int, Between(1, MANY)] = 2
     """Key and value heads; divides `heads`."""
-    head_dim: int = 32
+    head_dim: Annotated[int, Between(2, MANY)] = 32
     """Width of one head."""
-    kv_lora_rank: int = 0
+    kv_lora_rank: Annotated[int, Between(0, WIDE)] = 0
     """Width of the latent of which multi-head latent attention makes keys and values; 0 means plain attention. With it
     `heads` have keys and values of their own, `qk_rope_head_dim` + `qk_nope_head_dim` and `v_head_dim` wide."""
-    q_lora_rank: int = 0
+    q_lora_rank: Annotated[int, Between(0, WIDE)] = 0
     """Width of the latent of which latent attention makes queries; 0 makes them of the hidden state."""
-    qk_nope_head_dim: int = 128
+    qk_nope_head_dim: Annotated[int, Between(1, MANY)] = 128
     """Elements of each query and key without position. Of latent attention, as the next two."""
-    qk_rope_head_dim: int = 64
+    qk_rope_head_dim: Annotated[int, Between(2, MANY)] = 64
     """Elements of each query and key that rotate. Those of keys are one for all heads."""
-    v_head_dim: int = 128
+    v_head_dim: Annotated[int, Between(1, MANY)] = 128
     """Width of each head's values."""
-    delta_heads: int = 0
+    delta_heads: Annotated[int, Between(0, MANY)] = 0
     """Value heads of gated delta nets, a linear attention, which all layers but `full_layers` have in place of
     attention; 0 means attention everywhere."""
-    delta_key_heads: int = 16
+    delta_key_heads: Annotated[int, Between(1, MANY)] = 16
     """Heads of a delta net's queries and keys; divides `delta_heads`. Of delta nets, as the next three."""
-    delta_key_dim: int = 128
+    delta_key_dim: Annotated[int, Between(1, MANY)] = 128
     """Width of a query and of a key."""
-    delta_value_dim: int = 128
+    delta_value_dim: Annotated[int, Between(1, MANY)] = 128
     """Width of a value."""
-    delta_conv: int = 4
+    delta_conv: Annotated[int, Between(1, MANY)] = 4
     """Tokens over which queries, keys and values are convolved, each itself included."""
-    ffn: int = 384
+    ffn: Annotated[int, Between(1, WIDE)] = 384
     """Width of a dense layer's MLP."""
-    dense_layers: tuple[int, ...] = ()
+    dense_layers: Annotated[tuple[int, ...], Between(0)] = ()
     """Numbers of the layers that have a dense MLP. All other layers are MoE layers. Ignored if experts is 0."""
-    experts: int = 0
+    experts: Annotated[int, Between(0, MANY)] = 0
     """Routed experts per MoE layer; 0 makes every layer dense."""
-    top_k: int = 2
+    top_k: Annotated[int, Between(1, MANY)] = 2
     """Experts per token."""
-    expert_ffn: int = 128
+    expert_ffn: Annotated[int, Between(1, WIDE)] = 128
     """Width of one routed expert."""
-    shared_ffn: int = 0
+    shared_ffn: Annotated[int, Between(0, WIDE)] = 0
     """Width of the shared expert; 0 means none."""
     shared_gate: bool = False
     """The shared expert's output is multiplied by the sigmoid of a product of the token with a vector."""
@@ -67,11 +68,11 @@ class ModelConfig:
     with a balanced load. The scores weigh the experts' outputs in both cases."""
     normalize_top_k: bool = True
     """Divide the chosen scores by their sum."""
-    route_scale: float = 1.0
+    route_scale: Annotated[float, Between(1e-6, 1e12)] = 1.0
     """Factor on the routing weights."""
-    route_groups: int = 1
+    route_groups: Annotated[int, Between(1, MANY)] = 1
     """Groups of neighbouring experts, all as large. A token chooses experts in `route_top_groups` of them only."""
-    route_top_groups: int = 1
+    route_top_groups: Annotated[int, Between(1, MANY)] = 1
     """Groups in which a token chooses experts; 1 of 1 is all of them."""
     route_group_score: Literal["best", "best_two"] = "best_two"
     """How groups are chosen. best: by their highest score (DeepSeek-V2). best_two: by the sum of their two highest
@@ -80,27 +81,27 @@ class ModelConfig:
     """A bias of the router's logits, which is trained like a weight."""
     expert_bias: bool = False
     """Biases of both products of every routed expert."""
-    aux_loss: float = 0.0
+    aux_loss: Annotated[float, Between(0)] = 0.0
     """Coefficient of the load-balancing loss."""
     aux_loss_over: Literal["microbatch", "sequence", "batch"] = "microbatch"
     """Tokens over which the load-balancing loss balances: those of a microbatch, of each sequence, or of a whole step,
     over all microbatches and ranks. Where ranks share sequences, each takes its own tokens of a microbatch. The loss
     over a batch goes by the loads of the step before."""
-    z_loss: float = 0.0
+    z_loss: Annotated[float, Between(0)] = 0.0
     """Coefficient of the router's z-loss, which keeps its logits small."""
-    bias_rate: float = 0.0
+    bias_rate: Annotated[float, Between(0)] = 0.0
     """Size of one change of the bias that balances the load without a loss; 0 means no bias."""
     tied: bool = False
     """The head uses the embedding's weights. Where the two are on two pipeline ranks both have these, and update them
     alike."""
-    swiglu_limit: float = 0.0
+    swiglu_limit: Annotated[float, Between(0, 1e6)] = 0.0
     """Above 0 every MLP and expert computes `gate * sigmoid(swiglu_alpha * gate) * (up + 1)`, with gates cut off at
     this and ups at plus and minus this. 0 computes `silu(gate) * up`."""
-    swiglu_alpha: float = 1.702
+    swiglu_alpha: Annotated[float, Between(1e-6, 1e6)] = 1.702
     """Of SwiGLU with a limit: factor on the gate."""
-    window: int = 0
+    window: Annotated[int, Between(0, LONG)] = 0
     """Tokens to which a token attends, itself and those before it. 0 means all before it."""
-    full_layers: tuple[int, ...] = ()
+    full_layers: Annotated[tuple[int, ...], Between(0)] = ()
     """Numbers of the layers that have full attention. The others have a window, or with `delta_heads` a gated delta
     net. Ignored if there is neither."""
     sinks: bool = False
@@ -119,15 +120,15 @@ class ModelConfig:
     """Norms multiply by 1 + weight, and these weights are 0 at first. That of a delta net's output does not."""
     norms: Literal["before", "after"] = "before"
     """Where the norms of a layer are: before attention and MLP, or behind them, on what they add to the stream."""
-    rope_theta: float = 10000.0
+    rope_theta: Annotated[float, Between(1e-6, 1e12)] = 10000.0
     """Base of the rotary embedding."""
     rope: RopeConfig = RopeConfig()  # noqa: RUF009 (frozen)
     """What else there is to rotary positions."""
-    norm_eps: float = 1e-6
+    norm_eps: Annotated[float, Between(1e-30, 1e30)] = 1e-6
     """Epsilon of RMSNorm."""
     init: Literal["gpt2", "torchtitan"] = "gpt2"
     """How first values are drawn (docs/models.md). Models wider than a few hundred need torchtitan."""
-    init_std: float = 0.02
+    init_std: Annotated[float, Between(0)] = 0.02
     """Standard deviation of the initial weights, where `init` gives no other."""
     weights: str = ""
     """Folder of Hugging Face whose weights are the first values; `hocket import` sets it. Empty draws them."""

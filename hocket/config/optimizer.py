@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from hocket.config.bounds import Between
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +17,7 @@ class OptimizerConfig:
     AdamW the rest: embedding, head, vectors, and what `adamw` names."""
     adamw: tuple[str, ...] = ()
     """Of muon: names of further weights that AdamW updates, in patterns as those of `no_decay`."""
-    momentum: float = 0.95
+    momentum: Annotated[float, Between(0, 0.999999)] = 0.95
     """Of muon: decay rate of its average of gradients, per step."""
     scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
     """Of muon: factor of the learning rate by a matrix's shape. match_rms_adamw makes updates as large as those of
@@ -23,13 +25,13 @@ class OptimizerConfig:
     no_decay: tuple[str, ...] = ()
     """Names of weights without weight decay, beside all vectors, such as embed.weight or *.router.weight. In a pattern
     * stands for any text. hocket explain shows which weights decay."""
-    skip_spikes: float = 0.0
+    skip_spikes: Annotated[float, Between(0, 1e12)] = 0.0
     """A step is skipped if the norm of its gradient is above this factor times the median of those of the last 128
     steps that were taken; 0 skips none. A step whose gradient is not finite is always skipped: weights, the optimizer's
     state and balance biases stay as they were."""
-    skip_limit: int = 5
+    skip_limit: Annotated[int, Between(0)] = 5
     """Most steps in a row that may be skipped. At the next one the run ends, or goes back if `rewinds` is left; with 0
     at the first."""
-    rewinds: int = 0
+    rewinds: Annotated[int, Between(0)] = 0
     """Times that a run, rather than end there, goes back to its last checkpoint. It does not read again the text that
     it has read since."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
+from hocket.config.bounds import MANY, Between
 from hocket.variables import Policy
 
 Switch = Literal["auto", "on", "off"]
@@ -24,7 +25,7 @@ class DataOverlap:
     """What data-parallel ranks shard: nothing, the optimizer's state, also gradients, or also weights. Each rank keeps
     the rest whole. no_shard and optim keep a step's gradients whole, and reduce them once, in the last microbatch.
     auto shards as little as fits into memory, if that makes a step shorter or moves fewer bytes."""
-    prefetch: int = 2
+    prefetch: Annotated[int, Between(0, MANY)] = 2
     """Number of layer passes by which a gather runs ahead of the op that reads it."""
     update: Update = "auto"
     """When weights are updated. end updates all of them when a step ends. next_step updates unit by unit when the next
@@ -40,12 +41,12 @@ class PipelineOverlap:
     backward_lane: Switch = "auto"
     """What waits for a gradient from the next pipeline rank. on: only the op that reads it. off: the whole merged step
     that the op belongs to. auto is on."""
-    defer_layers: int | Literal["auto"] = "auto"
+    defer_layers: Annotated[int | Literal["auto"], Between(-1)] = "auto"
     """How many layers of a chunk compute their weight gradients after the chunk has sent its gradient. They are the
     last layers of its backward. -1 means all layers. auto makes the step as short as possible."""
     defer_parts: Literal["auto", "attn", "all"] = "auto"
     """Parts of these layers whose weight gradients come late: attn is attention only, all adds MLP and experts."""
-    defer_head: int | Literal["auto"] = "auto"
+    defer_head: Annotated[int | Literal["auto"], Between(-1)] = "auto"
     """For how many microbatches the weight gradient of the head, the projection onto the vocabulary, waits until its
     rank has nothing else to compute. They are the last microbatches. -1 means all of them. auto takes as many as
     shorten the step and fit into memory."""
@@ -62,13 +63,13 @@ class ExpertOverlap:
     splits: Literal["auto", "host", "device"] = "auto"
     """Where the number of rows that travel to each expert is known. host: the host waits for these numbers in every
     layer. device: only the device knows them, which needs room of a fixed size. auto is device in replayed steps."""
-    room: float = 2.0
+    room: Annotated[float, Between(1)] = 2.0
     """Rows that a rank has room for, as a multiple of the rows of an even load, with splits = device. A step that needs
     more room runs again with splits that the host knows, and the steps after it have more room."""
     copies: Literal["auto", "per_expert", "per_rank"] = "auto"
     """How often a token's hidden state is sent: once for each of its experts, or once for each rank that has some of
     them. With per_rank that rank sums its experts' outputs. auto sends fewer bytes if compute does not hide them."""
-    clones: int | Literal["auto"] = 0
+    clones: Annotated[int | Literal["auto"], Between(0, MANY)] = 0
     """Room of a rank, in each MoE layer, for clones of experts that other ranks own and that got most rows in the step
     before. Owner and clones share the expert's rows, so that ranks get as many. auto is the number that is predicted to
     shorten a step by 1% or more."""
@@ -87,7 +88,7 @@ class TensorOverlap:
     """How products and communication overlap, in the layers that allow it. ring gathers piece by piece. pipeline sums
     piece by piece. bulk runs backward's second gather beside the ops that follow. auto leaves the choice to the roles
     below. A role with auto chooses by the shape of its layer."""
-    pieces: int = 0
+    pieces: Annotated[int, Between(0, MANY)] = 0
     """Pieces of a product. It divides mesh.tp. 0 picks the number by the layer's shape."""
     qkv_forward: TensorMethod = "auto"
     """For projections into attention, forward: off or ring; auto takes method."""

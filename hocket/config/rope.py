@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from hocket.config.bounds import LONG, MANY, Between
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
@@ -15,31 +17,31 @@ class RopeConfig:
     kind: RopeKind = "default"
     """How the angles of a model that was trained on short sequences are made smaller for long ones. default: not at
     all. linear: all alike. llama3 and yarn: slow pairs alone, as Llama 3.1 and Peng et al. 2023 (YaRN) have it."""
-    width: int = 0
+    width: Annotated[int, Between(0, MANY)] = 0
     """Elements of each head that rotate, from its first one on. The others have no position. 0 means all."""
-    without: tuple[int, ...] = ()
+    without: Annotated[tuple[int, ...], Between(0)] = ()
     """Numbers of the layers whose queries and keys do not rotate."""
     plain_windows: bool = False
     """Whether layers with a window keep their angles, whatever `kind` is."""
-    factor: float = 1.0
+    factor: Annotated[float, Between(1, 1e6)] = 1.0
     """Divisor of the angles that are made smaller. Of linear, llama3 and yarn."""
-    original_positions: int = 0
+    original_positions: Annotated[int, Between(0, LONG)] = 0
     """Positions of the model before its angles were made smaller. llama3 and yarn need it."""
-    low_frequency: float = 1.0
+    low_frequency: Annotated[float, Between(1e-6, 1e6)] = 1.0
     """Of llama3: pairs that turn fewer times than this in the original positions have all of the factor."""
-    high_frequency: float = 4.0
+    high_frequency: Annotated[float, Between(1e-6, 1e6)] = 4.0
     """Of llama3: pairs that turn more often than this in the original positions keep their angles."""
-    beta_fast: float = 32.0
+    beta_fast: Annotated[float, Between(1e-6, 1e6)] = 32.0
     """Of yarn: pairs that turn more often than this in the original positions keep their angles."""
-    beta_slow: float = 1.0
+    beta_slow: Annotated[float, Between(1e-6, 1e6)] = 1.0
     """Of yarn: pairs that turn fewer times than this have all of the factor."""
     truncate: bool = True
     """Of yarn: whether the first and the last pair between the two are rounded to whole numbers."""
-    attention_factor: float = 0.0
+    attention_factor: Annotated[float, Between(0, 1e6)] = 0.0
     """Of yarn: factor on cosines and sines. 0 computes it from `factor`, `mscale` and `mscale_all_dim`."""
-    mscale: float = 0.0
+    mscale: Annotated[float, Between(0, 1e6)] = 0.0
     """Of yarn: weight of ln(factor) in the numerator of that factor, if `mscale_all_dim` is given too."""
-    mscale_all_dim: float = 0.0
+    mscale_all_dim: Annotated[float, Between(0, 1e6)] = 0.0
     """Of yarn: weight of ln(factor) in its denominator, if `mscale` is given too."""
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
+from hocket.config.bounds import LONG, MANY, Between
 from hocket.config.layout import Purpose
 
 COPIED: dict[str, tuple[Purpose, ...]] = {
@@ -41,7 +42,7 @@ class PrecisionConfig:
     fp8_products: tuple[Literal["forward", "dgrad", "wgrad"], ...] = ("forward", "dgrad", "wgrad")
     """With compute = fp8, which products run in fp8: forward, input gradients (dgrad), weight gradients (wgrad). The
     others run in bf16."""
-    fp8_ends: tuple[int, int] = (0, 0)
+    fp8_ends: Annotated[tuple[int, int], Between(0, 1024)] = (0, 0)
     """With compute = fp8, how many of the first and of the last layers compute in bf16."""
     gather: Literal["auto", "bf16", "fp8"] = "auto"
     """With compute = fp8, format in which gathered weights of fp8 products travel. fp8 moves half the bytes and gives
@@ -83,7 +84,7 @@ class DataConfig:
     tokenizer: str = "bytes"
     """`bytes` (a token per byte), or the path of a JSON file of the `tokenizers` package or of a `.model` of
     sentencepiece, or a folder that has one."""
-    sequence_length: int = 128
+    sequence_length: Annotated[int, Between(1, LONG)] = 128
     """Tokens of one sequence."""
     packing: Literal["off", "on", "best_fit"] = "off"
     """on keeps documents that share a sequence apart: attention stays inside each document, positions begin anew in
@@ -94,15 +95,15 @@ class DataConfig:
     deal out the sequences of a step by the attention of their documents, about as much to ranks that run at the same
     time. dearest_middle begins and ends with cheap microbatches. dearest_early begins with a single cheap one, and goes
     on with the dearest first. auto takes the order with the shortest simulated step."""
-    validation: float = 0.05
+    validation: Annotated[float, Between(0, 0.9)] = 0.05
     """Share of the tokens that is kept for validation, between 0 and 1."""
     validation_paths: tuple[str, ...] = ()
     """Files, folders or patterns of text for validation. Then no token of data.paths is kept for it."""
-    seed: int = 0
+    seed: Annotated[int, Between(0, 2**63 - 1)] = 0
     """Seed of the order of documents and sequences."""
     cache: str = ".cache/hocket"
     """Folder for tokenised text."""
-    processes: int = 0
+    processes: Annotated[int, Between(0, MANY)] = 0
     """Processes that tokenise. 0 is one for each core, and no more than there are pieces of 32 MiB."""
 
 
@@ -110,38 +111,38 @@ class DataConfig:
 class TrainConfig:
     """Length, batch, optimizer and machinery of a run."""
 
-    steps: int = 100
+    steps: Annotated[int, Between(1)] = 100
     """Optimizer steps of the whole run, counted from its first start."""
-    microbatches: int = 8
+    microbatches: Annotated[int, Between(1, MANY)] = 8
     """Microbatches per step on every data-parallel rank."""
-    sequences: int = 1
+    sequences: Annotated[int, Between(1, MANY)] = 1
     """Sequences per microbatch. A step consumes dp * microbatches * sequences of them."""
-    lr: float = 3e-3
+    lr: Annotated[float, Between(1e-30, 1e30)] = 3e-3
     """Learning rate after the warm-up, the highest of the run."""
-    min_lr_ratio: float = 0.1
+    min_lr_ratio: Annotated[float, Between(0, 1)] = 0.1
     """Learning rate of the last step, the lowest after the warm-up, as a fraction of `lr`."""
-    min_lr: float = -1.0
+    min_lr: Annotated[float, Between(-1)] = -1.0
     """The same learning rate as a number, in place of `min_lr_ratio`. -1 leaves it to that."""
-    warmup: int = 10
+    warmup: Annotated[int, Between(0)] = 10
     """Steps in which the learning rate rises linearly to `lr`."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """The way of the learning rate behind the warm-up. cosine and linear: it falls from the warm-up to the last step,
     as half a cosine or along a line. wsd (warm-up, stable, decay): it stays `lr`, and falls in the last `decay` steps.
     constant: it stays `lr`."""
-    decay: float = 0.2
+    decay: Annotated[float, Between(1e-6, 1e12)] = 0.2
     """Of wsd: steps in which the learning rate falls. Below 1 it is a fraction of all steps."""
     decay_shape: Literal["linear", "cosine", "1-sqrt"] = "linear"
     """Of wsd: how the learning rate falls. 1-sqrt is one minus the root of the share of the decay that has passed."""
-    weight_decay: float = 0.1
+    weight_decay: Annotated[float, Between(0)] = 0.1
     """Decoupled weight decay of matrices. Vectors (norms, biases) have none, nor has what `optimizer.no_decay`
     names."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: Annotated[tuple[float, float], Between(0, 0.999999)] = (0.9, 0.95)
     """Decay rates of AdamW's two averages, per step."""
-    eps: float = 1e-8
+    eps: Annotated[float, Between(1e-30, 1e30)] = 1e-8
     """AdamW's epsilon, in units of the gradient."""
-    clip: float = 1.0
+    clip: Annotated[float, Between(0)] = 1.0
     """Largest norm of the whole gradient; 0 means no clipping."""
-    seed: int = 0
+    seed: Annotated[int, Between(0, 2**63 - 1)] = 0
     """Seed of the initial weights."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where ranks compute. auto takes one GPU per rank if the host has enough GPUs, else the CPU."""
@@ -152,40 +153,40 @@ class TrainConfig:
     and a step fits beside its buffers, else nccl. On CPUs auto is gloo."""
     slow_groups: tuple[Purpose, ...] = ()
     """Purposes of the groups that the slow transport slows; empty means all but control."""
-    slow_latency: tuple[float, ...] = ()
+    slow_latency: Annotated[tuple[float, ...], Between(0)] = ()
     """Seconds that the slow transport adds to every operation: one number, or one for each of slow_groups."""
-    slow_bandwidth: tuple[float, ...] = ()
+    slow_bandwidth: Annotated[tuple[float, ...], Between(0)] = ()
     """Bytes per second and rank of that network: one number, or one for each of slow_groups; 0 means no limit."""
-    eval_every: int = 50
+    eval_every: Annotated[int, Between(0)] = 50
     """Steps between validations; 0 means only one at the end."""
-    eval_batches: int = 4
+    eval_batches: Annotated[int, Between(0)] = 4
     """Batches of one validation, each as large as a step's; 0 means no validation."""
-    save_every: int = 0
+    save_every: Annotated[int, Between(0)] = 0
     """Steps between checkpoints; 0 means only one at the end."""
     save_behind: bool = True
     """Checkpoints are written while training goes on, from a copy in the memory of the host. Without it training waits
     until one is written, and no copy is made."""
-    memory_every: int = 0
+    memory_every: Annotated[int, Between(0)] = 0
     """Steps between copies of the state in the memory of hosts, each on its own host and the next one; 0 means none. A
     run that starts again after a host is lost goes on from the newest copy, or from a newer checkpoint."""
-    keep: int = 2
+    keep: Annotated[int, Between(0)] = 2
     """The newest checkpoints that are kept; older ones are deleted. 0 writes none, not even at the end."""
-    keep_every: int = 0
+    keep_every: Annotated[int, Between(0)] = 0
     """Checkpoints of steps that are a multiple of this are kept for good, beside those of keep; 0 means none."""
-    keep_best: int = 0
+    keep_best: Annotated[int, Between(0)] = 0
     """Checkpoints with the lowest held-out losses that are kept beside those of keep. `best` is a link to the first."""
-    log_every: int = 1
+    log_every: Annotated[int, Between(1)] = 1
     """Steps between printed lines. Every step goes to metrics.jsonl."""
-    experts_every: int = 0
+    experts_every: Annotated[int, Between(0)] = 0
     """Steps between records of the rows that each expert had; 0 means none. Each step records how even they were."""
     writers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
     """Where metrics go beside metrics.jsonl: files of TensorBoard in the run's folder, an offline run of Weights &
     Biases there, a run of MLflow. Each needs its extra, as in pip install 'hocket[tensorboard]'."""
-    hang_timeout: float = 300.0
+    hang_timeout: Annotated[float, Between(1, 1e6)] = 300.0
     """Seconds that a rank waits for other ranks. After that it reports what it waits for, and ends."""
-    lane_seed: int = 0
+    lane_seed: Annotated[int, Between(0, 2**63 - 1)] = 0
     """Seed of the order in which a CPU serves its lanes. Every legal order gives the same result."""
-    profile: tuple[int, ...] = ()
+    profile: Annotated[tuple[int, ...], Between(0)] = ()
     """First step and number of steps to profile. First step 0 is soon after the start; empty profiles none."""
 
     @property
@@ -224,5 +225,5 @@ class RunConfig:
     elastic: bool = False
     """Where torchrun has started fewer processes than the mesh has ranks, as `--nnodes 1:2` may, hocket takes a smaller
     mesh. A step has the same sequences."""
-    port: int = 0
+    port: Annotated[int, Between(0, 65535)] = 0
     """TCP port at which ranks meet. 0 takes the port that torchrun or Slurm gave, or picks a free one."""

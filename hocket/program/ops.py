@@ -13,6 +13,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
+from hocket.config.layout import part_and_layers
 from hocket.program.parts import UNITS as UNITS
 from hocket.program.parts import LayerKind, Part
 from hocket.program.parts import Unit as Unit
@@ -69,17 +70,6 @@ def offloadable(kinds: Collection[str]) -> tuple[str, ...]:
     """Those parts of hocket's own layers of these kinds that can keep what they save in the host's memory."""
     parts = (part for kind in standard_types(tuple(kinds)) for part in kind.parts)
     return tuple(sorted({part.name for part in parts if part.offloadable}))
-
-
-def recomputed_layers(name: str) -> tuple[str, int | None]:
-    """(part, number of layers of each stage) that an item of `plan.recompute` or `plan.offload` names; None for all.
-
-    `attn` means all layers, `attn:2` the first two of each virtual stage. Raises ValueError for any other text.
-    """
-    part, colon, count = name.partition(":")
-    if colon and (not count.isdecimal() or int(count) < 1):
-        raise ValueError(f"{name!r} is no part with a number of layers, such as attn:2")
-    return part, int(count) if colon else None
 
 
 Key = tuple[str, str, int, int, int]
@@ -181,11 +171,11 @@ class Layout:
         _check_types(self.layer_types)
         if self.recompute:
             again = {*recomputable(STANDARD), *(p.name for kind in self.types for p in kind.parts if p.recomputable)}
-            if wrong := [part for part, _ in map(recomputed_layers, self.recompute) if part not in again]:
+            if wrong := [part for part, _ in map(part_and_layers, self.recompute) if part not in again]:
                 raise ValueError(f"part {wrong[0]!r} cannot be recomputed: there are {', '.join(sorted(again))}")
         if self.offload:
             away = {*offloadable(STANDARD), *(p.name for kind in self.types for p in kind.parts if p.offloadable)}
-            if wrong := [part for part, _ in map(recomputed_layers, self.offload) if part not in away]:
+            if wrong := [part for part, _ in map(part_and_layers, self.offload) if part not in away]:
                 raise ValueError(f"part {wrong[0]!r} cannot be offloaded: there are {', '.join(sorted(away))}")
         if not self.bounds:
             object.__setattr__(self, "bounds", even_bounds(len(self.kinds), self.stages))
@@ -311,7 +301,7 @@ class Layout:
     @cached_property
     def _dispatches_again(self) -> bool:
         """Whether rows of some layers are dispatched once more."""
-        return DISPATCHED in (part for part, _ in map(recomputed_layers, self.recompute))
+        return DISPATCHED in (part for part, _ in map(part_and_layers, self.recompute))
 
     @property
     def makes_rows_later(self) -> bool:
@@ -330,7 +320,7 @@ class Layout:
 
     def _named(self, items: tuple[str, ...]) -> Iterator[tuple[str, int]]:
         """(part, layer) of all that items such as `attn:2` mean."""
-        for part, count in map(recomputed_layers, items):
+        for part, count in map(part_and_layers, items):
             for start, stop in pairwise(self.bounds):
                 yield from ((part, layer) for layer in range(start, stop)[:count] if self.has_part(part, layer))
 

@@ -12,7 +12,6 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from hocket.config import Config
-from hocket.settings.absent import why_no, why_not
 from hocket.settings.schema import leaf, show, types
 from hocket.settings.suggest import meant_setting
 from hocket.typed import describe
@@ -40,9 +39,6 @@ def given(arguments: Sequence[str], config: Config, others: Mapping[str, Any]) -
         elif name in known:
             found[name] = f"command line, {flag}"
             problems += _check(name, flag, words, config)
-        elif why := why_no(name):
-            value = " ".join(words) or "(nothing)"
-            problems.append(f"{name} = {value} (command line, {flag}): {why}; fix: leave it out")
         else:
             problems.append(_unknown(flag, name, [*known, *others]))
     return found, problems
@@ -83,8 +79,7 @@ def _check(name: str, flag: str, words: Sequence[str], config: Config) -> list[s
     wanted = describe(hint)
     guess = difflib.get_close_matches(shown, map(str, get_args(hint)), n=1) if get_origin(hint) is Literal else []
     fix = f"did you mean {guess[0]}?" if guess else f"give {wanted}, such as {_example(leaf(config, name), hint)}"
-    reason = why_not(name, shown) or f"not {wanted}"
-    return [f"{name} = {shown} (command line, {flag}): {reason}; fix: {fix}"]
+    return [f"{name} = {shown} (command line, {flag}): not {wanted}; fix: {fix}"]
 
 
 def _check_other(flag: str, words: Sequence[str], kind: Any) -> list[str]:

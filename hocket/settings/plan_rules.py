@@ -6,8 +6,9 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from hocket.config import Config
+from hocket.config.layout import part_and_layers
 from hocket.program.layer import MERGED, at_once, merged_order, order_problem
-from hocket.program.ops import Layout, recomputed_layers
+from hocket.program.ops import Layout
 from hocket.program.pipeline import groups, smallest_group, warmup
 from hocket.program.stages import layout_of
 from hocket.program.values import lent_to
@@ -126,7 +127,7 @@ def longest_stage(c: Config) -> int:
 
 def _most_named(items: tuple[str, ...]) -> int:
     """The largest number of layers that an item such as `attn:2` names; 0 if none names one."""
-    return max((recomputed_layers(text)[1] or 0 for text in items), default=0)
+    return max((part_and_layers(text)[1] or 0 for text in items), default=0)
 
 
 def _twice(items: tuple[str, ...]) -> bool:

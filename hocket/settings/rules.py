@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from hocket.config import Config
+from hocket.config.bounds import MOST_RANKS
 from hocket.program.layer import order_problem
 from hocket.settings.architecture_rules import ARCHITECTURE_RULES, has_experts
 from hocket.settings.clone_rules import CLONE_RULES
@@ -22,7 +23,7 @@ from hocket.settings.overlap_rules import OVERLAP_RULES
 from hocket.settings.plan_rules import PLAN_RULES, longest_stage, stages
 from hocket.settings.rope_rules import ROPE_RULES
 from hocket.settings.rule import Host, Rule
-from hocket.settings.schema import MOST_RANKS, line
+from hocket.settings.schema import line
 from hocket.settings.tensor_rules import TENSOR_RULES, no_pieces
 from hocket.settings.training_rules import TRAINING_RULES
 from hocket.settings.transport_rules import TRANSPORT_RULES

@@ -6,133 +6,51 @@ import dataclasses
 import hashlib
 import json
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache, reduce
 from typing import Any, TypeVar, get_type_hints
 
 from hocket.config import Config
-from hocket.program.ops import offloadable, recomputable, recomputed_layers
-from hocket.program.transformer import STANDARD
-from hocket.settings.absent import why_not
-from hocket.sizes import WITH_UNITS
+from hocket.config.bounds import ANY, Between, Form
 from hocket.typed import describe, is_a
 
-ANY = float("inf")
 _UNSEEN = ("Cc", "Cs")
 """Kinds of characters: controls, and the halves of pairs, for which Python takes bytes that are no text."""
 
-MOST_RANKS = 10**6
-"""Largest number of ranks of a mesh, and of each of its axes."""
-
 ConfigLike = TypeVar("ConfigLike", bound=Config)
 
-_WIDE, _MANY, _LONG = 2**20, 2**16, 2**27
-"""Largest width of a layer; largest number of parts and passes; largest number of things that have a row in a layer.
-All are far above the largest known models."""
 
-BOUNDS: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(("model.hidden", "model.ffn", "model.expert_ffn"), (1, _WIDE)),
-    "model.layers": (1, 1024),
-    "precision.fp8_ends": (0, 1024),
-    **dict.fromkeys(("model.heads", "model.kv_heads", "model.top_k"), (1, _MANY)),
-    **dict.fromkeys(("model.route_groups", "model.route_top_groups"), (1, _MANY)),
-    "model.vocab": (2, _LONG),
-    **dict.fromkeys(("model.head_dim", "model.qk_rope_head_dim"), (2, _MANY)),
-    **dict.fromkeys(("model.kv_lora_rank", "model.q_lora_rank"), (0, _WIDE)),
-    **dict.fromkeys(("model.qk_nope_head_dim", "model.v_head_dim"), (1, _MANY)),
-    "model.delta_heads": (0, _MANY),
-    **dict.fromkeys((f"model.delta_{x}" for x in ("key_heads", "key_dim", "value_dim", "conv")), (1, _MANY)),
-    "model.experts": (0, _MANY),
-    "model.shared_ffn": (0, _WIDE),
-    "model.window": (0, _LONG),
-    "model.swiglu_limit": (0, 1e6),
-    "model.swiglu_alpha": (1e-6, 1e6),
-    **dict.fromkeys(("model.dense_layers", "model.aux_loss", "model.bias_rate", "model.init_std"), (0, ANY)),
-    "model.z_loss": (0, ANY),
-    "model.full_layers": (0, ANY),
-    **dict.fromkeys(("model.norm_eps", "train.lr", "train.eps"), (1e-30, 1e30)),
-    **dict.fromkeys(("model.route_scale", "model.rope_theta"), (1e-6, 1e12)),
-    "model.rope.width": (0, _MANY),
-    "model.rope.without": (0, ANY),
-    "model.rope.factor": (1, 1e6),
-    "model.rope.original_positions": (0, _LONG),
-    **dict.fromkeys((f"model.rope.{x}_frequency" for x in ("low", "high")), (1e-6, 1e6)),
-    **dict.fromkeys((f"model.rope.beta_{x}" for x in ("fast", "slow")), (1e-6, 1e6)),
-    **dict.fromkeys((f"model.rope.{x}" for x in ("attention_factor", "mscale", "mscale_all_dim")), (0, 1e6)),
-    **dict.fromkeys(("mesh.pp", "plan.chunks"), (1, 1024)),
-    **dict.fromkeys(("mesh.dp", "mesh.cp", "mesh.ep", "mesh.tp", "network.ranks_per_host"), (1, MOST_RANKS)),
-    "mesh.shard": (0, MOST_RANKS),
-    "plan.layers_per_stage": (0, ANY),
-    **dict.fromkeys(("plan.loss_pieces", "plan.mlp_pieces"), (1, _MANY)),
-    **dict.fromkeys(("plan.group", "overlap.dp.prefetch", "overlap.tp.pieces"), (0, _MANY)),
-    **dict.fromkeys(("overlap.pp.defer_layers", "overlap.pp.defer_head"), (-1, ANY)),
-    "overlap.ep.room": (1, ANY),
-    "overlap.ep.clones": (0, _MANY),
-    "data.sequence_length": (1, _LONG),
-    "data.validation": (0, 0.9),
-    "data.processes": (0, _MANY),
-    **dict.fromkeys(("data.seed", "train.seed", "train.lane_seed"), (0, 2**63 - 1)),
-    **dict.fromkeys(("train.microbatches", "train.sequences"), (1, _MANY)),
-    **dict.fromkeys(("train.steps", "train.log_every"), (1, ANY)),
-    "train.hang_timeout": (1, 1e6),
-    "train.min_lr": (-1, ANY),
-    **dict.fromkeys(("train.warmup", "train.weight_decay", "train.clip"), (0, ANY)),
-    "train.min_lr_ratio": (0, 1),
-    "train.decay": (1e-6, 1e12),
-    **dict.fromkeys(("train.eval_every", "train.eval_batches", "train.profile"), (0, ANY)),
-    **dict.fromkeys(("train.save_every", "train.memory_every", "train.experts_every"), (0, ANY)),
-    **dict.fromkeys(("train.keep", "train.keep_every", "train.keep_best"), (0, ANY)),
-    **dict.fromkeys(("train.slow_latency", "train.slow_bandwidth"), (0, ANY)),
-    "train.betas": (0, 0.999999),
-    "optimizer.momentum": (0, 0.999999),
-    "optimizer.skip_spikes": (0, 1e12),
-    "optimizer.skip_limit": (0, ANY),
-    "optimizer.rewinds": (0, ANY),
-    "run.port": (0, 65535),
-}
-"""Smallest and largest value of every number. In a tuple they hold for each member.
-
-Numbers that set the size of tables and plans have a largest value. So a mistyped number is an error at once, instead of
-a process that is silent for minutes.
-"""
+@cache
+def annotated() -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    """Dotted name of every setting -> (its type, the bounds and forms of its annotation), in the order of the tree."""
+    return dict(_annotated(Config, ""))
 
 
-def _recomputed_part(text: str) -> None:
-    """Raises ValueError for a text that is no item of `plan.recompute`."""
-    part, _ = recomputed_layers(text)
-    if part not in recomputable(STANDARD):
-        raise ValueError(f"{part!r} is none of the parts {', '.join(recomputable(STANDARD))}")
-
-
-def _offloaded_part(text: str) -> None:
-    """Raises ValueError for a text that is no item of `plan.offload`."""
-    part, _ = recomputed_layers(text)
-    if part not in offloadable(STANDARD):
-        raise ValueError(f"{part!r} is none of the parts {', '.join(offloadable(STANDARD))}")
-
-
-TEXTS: dict[str, tuple[Callable[[str], object], str]] = {
-    **WITH_UNITS,
-    "plan.recompute": (_recomputed_part, "attn:2"),
-    "plan.offload": (_offloaded_part, "attn:2"),
-}
-"""Settings whose texts have a form, or auto -> what reads such a text, and an example."""
+def _annotated(section: type[Any], prefix: str) -> Iterator[tuple[str, tuple[Any, tuple[Any, ...]]]]:
+    hints = get_type_hints(section, include_extras=True)
+    for field in dataclasses.fields(section):
+        hint = hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            yield from _annotated(hint, f"{prefix}{field.name}.")
+        else:
+            marks = getattr(hint, "__metadata__", ())
+            yield f"{prefix}{field.name}", (hint.__origin__ if marks else hint, marks)
 
 
 @cache
 def types() -> dict[str, Any]:
     """Dotted name of every setting -> its type, in the order of the tree."""
-    return dict(_types(Config, ""))
+    return {name: hint for name, (hint, _) in annotated().items()}
 
 
-def _types(section: type[Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    hints = get_type_hints(section)
-    for field in dataclasses.fields(section):
-        hint = hints[field.name]
-        if dataclasses.is_dataclass(hint):
-            yield from _types(hint, f"{prefix}{field.name}.")
-        else:
-            yield f"{prefix}{field.name}", hint
+def bounds_of(setting: str) -> Between | None:
+    """Smallest and largest value of a setting's numbers; None if it has none."""
+    return next((mark for mark in annotated()[setting][1] if isinstance(mark, Between)), None)
+
+
+def form_of(setting: str) -> Form | None:
+    """The form that a setting's texts have, or auto; None if they have none."""
+    return next((mark for mark in annotated().get(setting, ("", ()))[1] if isinstance(mark, Form)), None)
 
 
 def leaf(config: Config, setting: str) -> Any:
@@ -168,14 +86,14 @@ def impossible(config: Config, origins: Mapping[str, str]) -> dict[str, str]:
     """The settings that have the wrong type, or are no choice, too small or too large, with a line about each."""
     lines: dict[str, str] = {}
     for setting, hint in types().items():
-        value = leaf(config, setting)
+        value, form = leaf(config, setting), form_of(setting)
         if not is_a(value, hint):
-            reason = why_not(setting, value) or "not " + describe(hint)
+            reason = no_unit(setting, value) or "not " + describe(hint)
             lines[setting] = line(config, origins, setting, reason, f"give {describe(hint)}")
         elif unseen(value):
             lines[setting] = line(config, origins, setting, "has a character that cannot be shown", "leave it out")
-        elif reason := unreadable(setting, value):
-            lines[setting] = line(config, origins, setting, reason, f"auto, or such as {TEXTS[setting][1]}")
+        elif form and (reason := unreadable(form, value)):
+            lines[setting] = line(config, origins, setting, reason, f"auto, or such as {form.example}")
         elif bounds := beyond(setting, value):
             lines[setting] = line(config, origins, setting, "out of range", bounds)
     return lines
@@ -187,13 +105,18 @@ def unseen(value: object) -> bool:
     return any(unicodedata.category(x) in _UNSEEN for text in texts if isinstance(text, str) for x in text)
 
 
-def unreadable(setting: str, value: object) -> str:
-    """Why a text, or one of several, has not the form that a setting needs; empty if it has, or if none is needed."""
-    texts = value if isinstance(value, tuple) else (value,)
-    for text in texts if setting in TEXTS else ():
+def no_unit(setting: str, value: object) -> str:
+    """Why a number is no value of a setting that is a text with a unit; empty for anything else."""
+    form = form_of(setting)
+    return f'has no unit, as "{form.example}" has' if form and isinstance(value, int | float) else ""
+
+
+def unreadable(form: Form, value: object) -> str:
+    """Why a text, or one of several, has another form; empty if none has."""
+    for text in value if isinstance(value, tuple) else (value,):
         try:
             if isinstance(text, str) and text != "auto":
-                TEXTS[setting][0](text)
+                form.read(text)
         except ValueError as error:
             return str(error)
     return ""
@@ -201,7 +124,8 @@ def unreadable(setting: str, value: object) -> str:
 
 def beyond(setting: str, value: object) -> str:
     """The bounds of a setting's numbers if one of the numbers is outside; empty if all are inside."""
-    low, high = BOUNDS.get(setting, (-ANY, ANY))
+    bounds = bounds_of(setting)
+    low, high = (bounds.low, bounds.high) if bounds else (-ANY, ANY)
     numbers = [x for x in (value if isinstance(value, tuple) else (value,)) if isinstance(x, int | float)]
     if all(low <= x <= high and x != ANY for x in numbers):
         return ""

@@ -14,9 +14,8 @@ from typing import Any, Union, get_args, get_origin
 from hocket.config import Config
 from hocket.presets import preset
 from hocket.recipes import recipe
-from hocket.settings.absent import why_no, why_not
 from hocket.settings.origins import BELOW, DEFAULTS, Implied
-from hocket.settings.schema import changed, leaf, problem, types
+from hocket.settings.schema import changed, leaf, no_unit, problem, types
 from hocket.settings.suggest import meant, meant_setting
 from hocket.settings.tomlfile import Entry, read
 from hocket.typed import describe, is_a
@@ -114,8 +113,6 @@ def _wrong(where: str, entry: Entry, inside: list[str]) -> str:
     if inside:
         example = f"[{name}] with {inside[0].removeprefix(f'{name}.')} = ... below it"
         return f"{name} = {entry.value} ({where}): is a table of settings; fix: {example}"
-    if why := why_no(name):
-        return problem(name, as_setting(entry.value), {name: where}, why, "leave it out")
     if name not in types():
         return _unknown(name, where)
     if isinstance(entry.value, dict):
@@ -123,7 +120,7 @@ def _wrong(where: str, entry: Entry, inside: list[str]) -> str:
     value, hint = as_setting(entry.value), types()[name]
     if is_a(value, hint):
         return ""
-    return problem(name, value, {name: where}, why_not(name, value) or f"not {describe(hint)}", _fix(value, hint))
+    return problem(name, value, {name: where}, no_unit(name, value) or f"not {describe(hint)}", _fix(value, hint))
 
 
 def as_setting(value: Any) -> Any:

@@ -8,10 +8,11 @@ from itertools import combinations, pairwise
 from typing import Any, get_args
 
 from hocket.config import Config, Strategy
+from hocket.config.layout import part_and_layers
 from hocket.program.hardware import LAPTOP
 from hocket.program.layer import MERGED
 from hocket.program.network import hardware_of
-from hocket.program.ops import Layout, offloadable, recomputable, recomputed_layers
+from hocket.program.ops import Layout, offloadable, recomputable
 from hocket.program.simulate import Costs
 from hocket.program.stages import layout_of
 from hocket.settings.plan_rules import most_layers
@@ -109,7 +110,7 @@ def offloaded(c: Config) -> tuple[tuple[str, ...], ...]:
 
 def _in_fewer_layers(items: tuple[str, ...], c: Config) -> Sequence[tuple[str, ...]]:
     """The plan's recomputed or offloaded parts in a quarter, a half, three quarters of the longest stage's layers."""
-    parts, layers = [part for part, _ in map(recomputed_layers, items)], most_layers(c)
+    parts, layers = [part for part, _ in map(part_and_layers, items)], most_layers(c)
     counts = dict.fromkeys(layers * quarters // 4 for quarters in (1, 2, 3)) if parts else ()
     return [tuple(f"{part}:{count}" for part in parts) for count in counts if count]
 

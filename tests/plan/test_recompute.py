@@ -9,12 +9,13 @@ from itertools import pairwise
 import pytest
 
 from hocket.config import Config
+from hocket.config.layout import part_and_layers
 from hocket.program.check import check
 from hocket.program.cost import Measurement, op_costs
 from hocket.program.dryrun import dry_run
 from hocket.program.hardware import H200
 from hocket.program.lower import build_program
-from hocket.program.ops import Layout, Program, recomputed_layers
+from hocket.program.ops import Layout, Program
 from hocket.program.p2p import activation
 from hocket.program.schedule import NO_OVERHEADS
 from hocket.program.shard import Sharding
@@ -215,7 +216,7 @@ def test_auto_recomputes_only_what_does_not_fit() -> None:
         assert "of 139 GiB" in decision.reason
     assert found[1] == ()
     assert found[6], "what does not fit is not left as it is"
-    parts, counts = zip(*map(recomputed_layers, found[6]), strict=True)
+    parts, counts = zip(*map(part_and_layers, found[6]), strict=True)
     (count,) = set(counts)
     step = Trials().step
     whole, usable = changed(config, {"train.sequences": 6}), Host(gpus=8)
