@@ -39,7 +39,7 @@ USAGE = """usage: hocket train RECIPE [--setting value ...]   train; Ctrl-C save
        hocket trace FILE... [--null FILE...]       show what communication cost, from profiler traces
        hocket explain RECIPE [--setting value ...] say what hides communication, what does not, and why
        hocket explain runs/NAME                    the same of a run, as it was when the run was started
-       hocket explain --from-megatron "FLAGS"      settings of other systems in hocket's words
+       hocket explain --from-megatron "FLAGS"      flags of Megatron-LM and Megatron Bridge as hocket's settings
        hocket import DIR FILE.toml                 settings of a model of Hugging Face, which begin with its weights
        hocket export RUN DIR                       a run's model as Hugging Face has it: config.json and safetensors
        hocket generate RUN --prompt TEXT           what a run's model, or a published one, goes on with

@@ -31,7 +31,6 @@ from hocket.commands.options import parse
 from hocket.commands.plan import Plan
 from hocket.commands.runs import asked as asked_runs
 from hocket.commands.train import Train
-from hocket.foreign.systems import SYSTEMS
 from hocket.program.ops import LANES, UNITS, Verb
 from hocket.program.transformer import STANDARD, standard_types
 from hocket.recipes import RECIPES
@@ -166,9 +165,8 @@ def check_hocket(words: list[str]) -> None:
         return
     command, recipe, *flags = words
     if recipe.startswith("--from-"):
-        assert command == "explain", words
-        assert recipe.removeprefix("--from-") in SYSTEMS, words
-        assert {word for word in flags[1:] if word.startswith("--")} <= {"--gpus", "--toml", "--json"}, words
+        assert (command, recipe) == ("explain", "--from-megatron"), words
+        assert {word for word in flags[1:] if word.startswith("--")} <= {"--gpus"}, words
         return
     if "--help" in flags:
         assert command in COMMANDS, words

@@ -443,6 +443,4 @@ def test_help_and_a_missing_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0
     assert "--overlap.ep.merge" in out
     assert command(capsys, "explain")[0] == 2
-    assert command(capsys, "explain", "--from-megatron", "--help")[1].startswith(
-        "usage: hocket explain --from-megatron"
-    )
+    assert "--from_megatron" in command(capsys, "explain", "--from-megatron", "--help")[1]

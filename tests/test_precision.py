@@ -1,16 +1,11 @@
-"""Number formats: what is chosen, what it costs, what there is not, and what older runs and other systems did."""
+"""Number formats: what is chosen, what it costs, and what older runs did."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 
 from benchmarks.stored import config_of
 from hocket.config import PrecisionConfig
-from hocket.foreign import read
-from hocket.foreign.systems import BRIDGE, MEGATRON, TORCHTITAN
-from hocket.foreign.translate import translate
 from hocket.program.hardware import H200
 from hocket.program.stages import costs_of
 from hocket.recipes import recipe
@@ -49,29 +44,6 @@ def test_fp32_on_the_wire_sends_twice_the_bytes_of_gradients_alone() -> None:
         assert wide.table[key].wire_bytes == times * cost.wire_bytes, key
     for one, two in zip(narrow.slot_bytes, wide.slot_bytes, strict=True):
         assert {unit: (weight, 2 * gradient) for unit, (weight, gradient) in one.items()} == two
-
-
-def wire_of(system: Any, words: str) -> str | None:
-    pairs = read.keys(words) if system is BRIDGE else read.flags(words)
-    return translate(system, pairs, 8).settings.get("precision.wire")
-
-
-@pytest.mark.parametrize(
-    ("system", "words", "wire"),
-    [
-        (MEGATRON, "--bf16", "fp32"),
-        (MEGATRON, "--bf16 --grad-reduce-in-bf16", "bf16"),
-        (MEGATRON, "--bf16 --accumulate-allreduce-grads-in-fp32", "fp32"),
-        (MEGATRON, "--bf16 --ddp-reduce-scatter-with-fp32-accumulation", None),
-        (MEGATRON, "--seq-length 8", None),
-        (BRIDGE, "mixed_precision=bf16_mixed", "fp32"),
-        (BRIDGE, "mixed_precision=bf16_mixed ddp.grad_reduce_in_fp32=false", "auto"),
-        (TORCHTITAN, "--training.seq_len 8", "fp32"),
-        (TORCHTITAN, "--training.mixed_precision_reduce bfloat16", "bf16"),
-    ],
-)
-def test_other_systems_reduce_in_fp32_by_themselves(system: Any, words: str, wire: str | None) -> None:
-    assert wire_of(system, words) == wire
 
 
 def test_runs_from_before_there_was_a_choice_sent_what_they_computed_in() -> None:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import tyro
 
-from hocket.commands import translate
+from hocket.commands import megatron
 from hocket.commands.options import RecipeOptions, parse
 from hocket.commands.plan import resolve_for_plan, same_work, with_documents
 from hocket.config import Config
@@ -36,7 +36,7 @@ class Explain(RecipeOptions):
     """Say what hides communication in a run and what does not, why, what was chosen, and what it will cost.
 
     Needs no GPU. `hocket explain runs/NAME` prints what was decided when that run was started instead, and
-    `hocket explain --from-megatron "FLAGS"` translates settings of other systems; see its --help.
+    `hocket explain --from-megatron "FLAGS"` translates settings of Megatron-LM; see its --help.
     """
 
     json: bool = False
@@ -48,12 +48,12 @@ class Explain(RecipeOptions):
 
 
 def run(words: list[str]) -> int:
-    """Explain a configuration, or translate settings of another system. Returns the exit code."""
-    if any(word.startswith("--from-") for word in words):
-        if {"-h", "--help"} & set(words):
-            print(translate.USAGE)
-            return 0
-        return translate.run(words)
+    """Explain a configuration, or translate settings of Megatron-LM. Returns the exit code."""
+    if foreign := [name for word in words if (name := word.partition("=")[0]).startswith("--from-")]:
+        if strange := [name for name in foreign if name != "--from-megatron"]:
+            fix = "--from-megatron, also for Megatron Bridge, or the tables of hocket help coming-from"
+            raise ValueError(f"explain {strange[0]} (command line): nothing translates this system; fix: {fix}")
+        return megatron.run(words)
     if words and of_run(words[0]):
         return show_run(*words)
     if words and "/" in words[0] and not words[0].endswith(".toml") and not os.path.exists(words[0]):

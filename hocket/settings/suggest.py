@@ -45,15 +45,5 @@ def meant_setting(name: str, known: Iterable[str]) -> str:
     return meant(name, known)
 
 
-def meant_elsewhere(name: str, known: Iterable[str]) -> str:
-    """The known name whose last word is the same, in another section; empty if there is none, or many have that word.
-
-    A last word that is short, such as `name` or `enable`, says nothing.
-    """
-    last = _plain(name.rsplit(".", 1)[-1])
-    same = [each for each in known if _plain(each.rsplit(".", 1)[-1]) == last]
-    return same[0] if len(same) == 1 and "-" in last else ""
-
-
 def _plain(name: str) -> str:
     return name.lstrip("-").replace("_", "-")
