@@ -24,12 +24,10 @@ COMMANDS = (
     "doctor",
     "recipes",
     "runs",
-    "watch",
     "import",
     "export",
     "generate",
     "help",
-    "completion",
 )
 """Each is a module of `commands/` with a function `run(words) -> exit code`."""
 
@@ -46,9 +44,7 @@ USAGE = """usage: hocket train RECIPE [--setting value ...]   train; Ctrl-C save
        hocket doctor                               check environment and hardware: what costs overlap here
        hocket recipes                              list recipes, and presets with what they set
        hocket runs [DIR...] [--html FILE]          list runs: how far they came, their loss; their curves as a page
-       hocket watch RUN                            the curves of a run, in the terminal, as they grow
        hocket help TOPIC                           a page of the documentation, or a setting; hocket help -h lists them
-       hocket completion                           a script with which shells complete all this
        hocket --version                            versions of hocket, torch and Python
 
 In place of RECIPE there may be a TOML file of settings, or module:function of your own; --preset comes before them.

@@ -1,7 +1,7 @@
-"""Curves over steps, as pictures and as text: what many runs have measured, a point a step.
+"""Curves over steps as pictures: what many runs have measured, a point a step.
 
-Both show extremes: a column of pixels reaches from the smallest to the largest value of the steps that share it. So no
-spike is lost, however long a run is. A picture shows the mean in front of them.
+A column of pixels reaches from the smallest to the largest value of the steps that share it, with the mean in front. So
+no spike is lost, however long a run is.
 """
 
 from __future__ import annotations
@@ -20,9 +20,6 @@ PALETTE = ("fwd", "bwd", "wgrad", "a2a", "exposed", "pp", "gather", "reduce")
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 22, 30, 22
 _FAINT = 0.3
 """Opacity of extremes beside their means."""
-_GUTTER = 10
-_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
-"""Bits of the braille pattern's dots, by column and row."""
 
 
 @dataclass(frozen=True)
@@ -94,33 +91,3 @@ def _ticks(low: float, high: float, count: float) -> list[float]:
     """About `count` round numbers between two."""
     step = tick(high - low, max(count, 1.0) * 100)
     return [n * step for n in range(int(np.ceil(low / step)), int(np.floor(high / step)) + 1)]
-
-
-def text_chart(curve: Curve, marks: Curve | None, width: int, height: int) -> list[str]:
-    """A curve as lines of text, `width` characters wide and `height` high, with its extremes at the left.
-
-    `marks` are values of a few steps, each a dot of its own. Characters are braille patterns: 2 x 4 dots each.
-    """
-    x, y = curve.points()
-    mark_x, mark_y = marks.points() if marks else (np.zeros(0), np.zeros(0))
-    if not len(x) and not len(mark_x):
-        return [f"{'no values yet':>{_GUTTER + 14}}"[:width], *[""] * (height - 1)]
-    (left, right), (low, high) = _range([np.append(x, mark_x)]), _range([np.append(y, mark_y)])
-    across, up = max(width - _GUTTER - 1, 1) * 2, height * 4
-    cells = np.zeros((height, across // 2), dtype=np.int64)
-    if len(x):
-        rows = (high - y) / (high - low) * (up - 1)
-        column, top, _, bottom = by_column((x - left) / (right - left) * (across - 1), rows)
-        every = np.arange(int(column[0]), int(column[-1]) + 1)
-        tops, bottoms = np.interp(every, column, top).round(), np.interp(every, column, bottom).round()
-        tops[1:] = np.minimum(tops[1:], bottoms[:-1] + 1)  # no gap between two columns
-        bottoms[1:] = np.maximum(bottoms[1:], tops[:-1] - 1)
-        for at, first, last in zip(every.tolist(), tops.astype(int), bottoms.astype(int), strict=True):
-            for row in range(max(first, 0), min(last, up - 1) + 1):
-                cells[row // 4, at // 2] |= _DOTS[at % 2][row % 4]
-    lines = [[chr(0x2800 + cell) if cell else " " for cell in row] for row in cells.tolist()]
-    for at, value in zip(mark_x.tolist(), mark_y.tolist(), strict=True):
-        row = int((high - value) / (high - low) * (up - 1)) // 4
-        lines[row][int((at - left) / (right - left) * (across - 1)) // 2] = "●"
-    labels = {0: shown(high), height - 1: shown(low)}
-    return [f"{labels.get(n, ''):>{_GUTTER}}┤{''.join(row)}".rstrip()[:width] for n, row in enumerate(lines)]

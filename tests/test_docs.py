@@ -154,7 +154,7 @@ def check_hocket(words: list[str]) -> None:
     if words[0] == "runs":
         assert asked_runs(words[1:])[0], words
         return
-    if words[0] in ("watch", "help"):
+    if words[0] == "help":
         assert len(words) == 2, words
         return
     if words[0] in ("export", "generate"):

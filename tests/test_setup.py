@@ -46,7 +46,7 @@ def test_what_only_a_group_needs_is_installed_with_it(group: frozenset[str], hea
 
 
 def test_the_lock_has_what_tests_of_extras_need() -> None:
-    """Those of wandb and mlflow alone are skipped where everything is installed; their reasons say why."""
+    """That of wandb alone is skipped where everything is installed; their reasons say why."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     wanted = [re.split(r"[<>=]", each)[0] for extra in ("text", "tensorboard", "checkpoints") for each in extras[extra]]
     assert set(wanted) <= set(pinned())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -48,7 +47,7 @@ def test_the_wheel_has_the_package_and_nothing_else(shipped: set[str]) -> None:
 
 
 def test_what_is_installed_works_in_a_clean_folder(wheels: list[Path], tmp_path: Path) -> None:
-    """It helps, completes, plans, translates, trains and draws without the checkout."""
+    """It helps, plans, translates, trains and draws without the checkout."""
     pytest.importorskip("pip", reason="pip installs the wheels")
     there, clean = tmp_path / "installed", tmp_path / "clean"
     clean.mkdir()
@@ -64,7 +63,6 @@ def test_what_is_installed_works_in_a_clean_folder(wheels: list[Path], tmp_path:
     assert run("-c", "import hocket; print(hocket.__file__)").startswith(str(there))
     assert run("-m", "hocket", "--version").startswith("hocket 0.1.0, ")
     assert "What it cannot do" in run("-m", "hocket", "help", "overlap")
-    assert "complete -o default -F _hocket hocket" in run("-m", "hocket", "completion")
     assert run("-m", "hocket", "explain", "--from-megatron", "--bf16 --tensor-model-parallel-size 1", "--gpus", "2")
     run("-m", "hocket", "plan", "tiny", "--html", "plan.html")
     assert "<canvas" in (clean / "plan.html").read_text()
@@ -74,49 +72,6 @@ def test_what_is_installed_works_in_a_clean_folder(wheels: list[Path], tmp_path:
     run("-m", "hocket", "runs", "--html", "runs.html")
     assert "<polyline" in (clean / "runs.html").read_text()
     assert not {path.name for path in clean.iterdir()} - {"plan.html", "runs.html", "text", "runs", ".cache"}
-
-
-SETTING = """
-source /dev/stdin <<< "$SCRIPT"
-COMP_WORDS=({words}) COMP_CWORD={at}
-_hocket
-echo "${{COMPREPLY[@]}}"
-"""
-
-
-@pytest.mark.parametrize(
-    ("words", "answer"),
-    [
-        ("hocket tra", "train trace"),
-        ("hocket plan moe_", "moe_8gpu"),
-        ("hocket train tiny --overlap.ep.merge_", "--overlap.ep.merge_ends"),
-        ("hocket train tiny --overlap.ep.merge o", "on off"),
-        ("hocket runs x", ""),
-    ],
-)
-def test_a_shell_completes_commands_recipes_settings_and_values(capsys, words: str, answer: str) -> None:
-    code, script, _ = command(capsys, "completion")
-    assert code == 0
-    text = SETTING.format(words=words, at=len(words.split()) - 1)
-    ended = subprocess.run(["bash", "-c", text], env={**os.environ, "SCRIPT": script}, capture_output=True, text=True)
-    assert (ended.stderr, ended.stdout.strip()) == ("", answer)
-
-
-@pytest.mark.skipif(shutil.which("fish") is None, reason="no fish is installed")
-@pytest.mark.parametrize(
-    ("line", "answer"),
-    [
-        ("hocket tra", "trace train"),
-        ("hocket plan moe_", "moe_8gpu"),
-        ("hocket train tiny --overlap.ep.merge_", "--overlap.ep.merge_ends"),
-        ("hocket train tiny --overlap.ep.merge o", "off on"),
-    ],
-)
-def test_fish_completes_them_too(capsys, line: str, answer: str) -> None:
-    code, script, _ = command(capsys, "completion", "fish")
-    assert code == 0
-    ended = subprocess.run(["fish", "-c", f"{script}\ncomplete -C '{line}'"], capture_output=True, text=True)
-    assert (ended.stderr, ended.stdout.split()) == ("", answer.split())
 
 
 @pytest.mark.parametrize(
@@ -143,7 +98,6 @@ def test_help_knows_pages_and_settings(capsys, words: list[str], parts: list[str
         (["help", "orderz"], "fix: did you mean orders?"),
         (["help", "quux"], "fix: hocket help -h lists the topics"),
         (["help", "overlap", "quux"], "has no such heading; fix: hocket help overlap lists them"),
-        (["completion", "csh"], "takes fish, or nothing for bash and zsh; fix: hocket completion"),
     ],
 )
 def test_what_help_does_not_know_is_one_line(capsys, words: list[str], fix: str) -> None:

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from importlib.resources import files
+from math import isfinite
 from pathlib import Path
+from typing import Any
 
 from hocket.commands.options import write
 from hocket.settings.schema import show
-from hocket.train.curves import page
 from hocket.train.runs import METRICS, Run, run_of, runs
+from hocket_trace.chart import PALETTE, Curve, chart, shown
+from hocket_trace.picture import svg_of
+from hocket_trace.scene import COLORS
 
 USAGE = """usage: hocket runs [DIR ...] [--html FILE]
 
 Lists the runs in folders of runs, or in `runs`, the latest last. --html writes a page with their curves."""
 COLUMNS = ("name", "recipe", "step", "loss", "when", "state")
+CURVES = {
+    "loss, nats per token; held-out text: dashed": ("loss", "validation_loss"),
+    "norm of the gradient": ("grad_norm",),
+    "rows of the busiest expert over the mean": ("load",),
+    "tokens per second": ("tokens_per_second",),
+    "learning rate": ("lr",),
+}
+"""Titles of the page's pictures -> names in metrics.jsonl: of a curve, and of a dashed one."""
 
 
 def run(words: list[str]) -> int:
@@ -61,3 +77,60 @@ def _row(found: Run) -> tuple[str, ...]:
     loss = "-" if found.loss is None else f"{found.loss:.4f}"
     when = f"{found.when:%Y-%m-%d %H:%M}" if found.when else "-"
     return show(found.name), show(found.recipe or "-"), f"{found.step}{of}", loss, when, found.state or "-"
+
+
+def page(folders: Sequence[Path]) -> str:
+    """A page with the curves of runs that needs no other file.
+
+    Raises ValueError for more runs than there are colours, and OSError.
+    """
+    if len(folders) > len(PALETTE):
+        reason = f"{len(folders)} runs: colours tell {len(PALETTE)} apart"
+        raise ValueError(f"{reason}; fix: name the folders of at most {len(PALETTE)} runs")
+    found = [(run_of(folder), list(_metrics(folder)), color) for folder, color in zip(folders, PALETTE, strict=False)]
+    charts = []
+    for title, names in CURVES.items():
+        curves = [_curve(lines, name, color, name != names[0]) for name in names for _, lines, color in found]
+        if any(any(curve.values) for curve in curves):  # a model without experts has no load
+            charts.append(f"<figure>{svg_of(chart(title, curves))}</figure>")
+    heads = "".join(f"<th>{head}</th>" for head in ("run", "recipe", "step", "loss", "held-out", "tokens/s", "state"))
+    rows = "".join(_page_row(*each) for each in found)
+    style = (files("hocket_trace") / "assets" / "page.css").read_text(encoding="utf-8")
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><title>Runs</title>'
+        f"<style>{style}</style></head>\n<body><main><h1>Runs</h1>\n"
+        f'<div class="wide"><section><table><tr>{heads}</tr>{rows}</table></section></div>\n'
+        f'<div class="charts">{"".join(charts)}</div>\n</main></body></html>\n'
+    )
+
+
+def _metrics(folder: Path) -> Iterator[dict[str, Any]]:
+    """Lines of a run's metrics; the last one may be half written."""
+    for line in (folder / METRICS).read_bytes().splitlines():
+        try:
+            found = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(found, dict) and isinstance(found.get("step"), int):
+            yield found
+
+
+def _curve(lines: Sequence[Mapping[str, Any]], name: str, color: str = "fwd", dashed: bool = False) -> Curve:
+    """The finite values of a name by step."""
+    points = [(line["step"], line[name]) for line in lines if isinstance(line.get(name), int | float)]
+    points = [(step, float(value)) for step, value in points if isfinite(value)]
+    return Curve([step for step, _ in points], [value for _, value in points], color, dashed)
+
+
+def _page_row(run: Run, lines: Sequence[Mapping[str, Any]], color: str) -> str:
+    last = (_curve(lines, name).values[-1:] for name in ("loss", "validation_loss", "tokens_per_second"))
+    back = [(line["rewound_from"], line["step"]) for line in lines if isinstance(line.get("rewound_from"), int)]
+    rewound = "went back from step {} to {}".format(*back[-1]) if back else ""
+    rewound += f", {len(back)} times in all" if len(back) > 1 else ""
+    step = f"{run.step} of {run.steps}" if run.steps else str(run.step)
+    state = "; ".join(filter(None, (run.state, rewound))) or "-"
+    cells = (run.name, run.recipe or "-", step, *(shown(*value) if value else "-" for value in last), state)
+    name, *rest = (escape(show(text)) for text in cells)
+    swatch = f'<i class="swatch" style="background:{COLORS[color]}"></i>'
+    return f"<tr><td>{swatch}{name}</td>{''.join(f'<td>{cell}</td>' for cell in rest)}</tr>"

@@ -1,11 +1,10 @@
-"""Where metrics go beside metrics.jsonl, which has all of them: TensorBoard, Weights & Biases, MLflow."""
+"""Where metrics go beside metrics.jsonl, which has all of them: TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,9 +13,6 @@ from hocket.problems import stop_if
 from hocket.resolve import Settings
 from hocket.settings.schema import flat, problem
 from hocket.train.changes import stored
-
-MOST_PARAMS = 100
-"""That MLflow takes at a time."""
 
 
 class Writer(Protocol):
@@ -70,36 +66,9 @@ class Wandb:
         self._wandb.teardown()
 
 
-class MLflow:
-    """A run of the experiment `hocket`, where MLFLOW_TRACKING_URI says. A resumed run is one more."""
-
-    def __init__(self, settings: Settings, done: int) -> None:
-        mlflow = importlib.import_module("mlflow")
-        entities = importlib.import_module("mlflow.entities")
-        self._metric = entities.Metric
-        self._client = mlflow.MlflowClient()
-        found = self._client.get_experiment_by_name("hocket")
-        experiment = found.experiment_id if found else self._client.create_experiment("hocket")
-        self._id = self._client.create_run(experiment, run_name=settings.run.name).info.run_id
-        said = [entities.Param(name, str(value)[:500]) for name, value in flat(stored(settings)).items()]
-        for some in range(0, len(said), MOST_PARAMS):
-            self._client.log_batch(self._id, params=said[some : some + MOST_PARAMS])
-
-    def add(self, step: int, values: Mapping[str, float]) -> None:
-        """All numbers at once."""
-        now = time.time_ns() // 1_000_000
-        metrics = [self._metric(name, value, now, step) for name, value in values.items()]
-        self._client.log_batch(self._id, metrics=metrics)
-
-    def close(self) -> None:
-        """Say that the run has ended."""
-        self._client.set_terminated(self._id)
-
-
 WRITERS: dict[str, tuple[str, Callable[[Settings, int], Writer]]] = {
     "tensorboard": ("tensorboard", TensorBoard),
     "wandb": ("wandb", Wandb),
-    "mlflow": ("mlflow", MLflow),
 }
 """Name -> package that it needs, and what makes one of the settings and the steps that are done already."""
 

@@ -1,26 +1,19 @@
-"""Curves of runs: in the terminal as they grow, and as a page of several runs."""
+"""The page that `hocket runs --html` makes, and its curves."""
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import re
-import select
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from hocket.commands.watch import drawn
-from hocket.train.curves import History, page
-from hocket_trace.chart import Curve, chart, text_chart
+from hocket.commands.runs import page
+from hocket_trace.chart import Curve, chart
 from hocket_trace.picture import png_of
-from tests.helpers.command import command, in_a_terminal
+from tests.helpers.command import command
 from tests.trace.test_page import Reader, attribute, opened
 
 
@@ -38,61 +31,23 @@ def write(folder: Path, **record: Any) -> None:
         file.write(json.dumps(record) + "\n")
 
 
-def history(folder: Path) -> History:
-    found = History(folder)
-    found.update()
-    return found
-
-
-def test_what_grows_is_read_once_and_what_is_rewritten_anew(tmp_path: Path) -> None:
-    found = history(run_in(tmp_path / "a", 3))
-    write(tmp_path / "a", step=4, loss=None, grad_norm=float("inf"))
-    write(tmp_path / "a", step=5, loss=1.5)
-    with (tmp_path / "a" / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 6, "lo')
-    found.update()
-    assert (found.curve("loss").steps, found.last("loss")) == ([1, 2, 3, 5], 1.5)
-    assert found.curve("grad_norm").steps == [1, 2, 3]
-    with (tmp_path / "a" / "metrics.jsonl").open("a") as file:
-        file.write('ss": 1.25}\nnonsense\n[1]\n')
-    found.update()
-    assert found.last("loss") == 1.25
-    shorter = tmp_path / "shorter"
-    shorter.write_text('{"step": 1, "loss": 7.0}\n')  # as a run that goes on from an earlier checkpoint writes it
-    shorter.replace(tmp_path / "a" / "metrics.jsonl")
-    found.update()
-    assert found.curve("loss").values == [7.0]
+def test_lines_that_are_no_numbers_of_a_step_are_left_out(tmp_path: Path) -> None:
+    folder = run_in(tmp_path / "a", 3)
+    write(folder, step=4, loss=None, grad_norm=float("inf"), tokens_per_second="many")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('nonsense\n[1]\n{"loss": 3.0}\n{"step": 5, "loss": 1.5}\n{"step": 6, "lo')
+    made = page([folder])
+    assert "<td>5</td><td>1.5</td><td>2.5</td><td>1e+04</td>" in made.replace("10,000", "1e+04")
+    assert made.count("<figure>") == 4, "a model without experts has no load"
 
 
 def test_steps_back_are_told(tmp_path: Path) -> None:
     folder = run_in(tmp_path / "a", 3)
-    assert history(folder).rewound == ""
+    assert "went back" not in page([folder])
     write(folder, step=2, rewound_from=40)
-    assert drawn(history(folder), 120, 40).splitlines()[0] == "a: step 3, went back from step 40 to 2"
+    assert "<td>went back from step 40 to 2</td>" in page([folder])
     write(folder, step=2, rewound_from=30)
     assert "went back from step 30 to 2, 2 times in all</td>" in page([folder])
-
-
-@given(width=st.integers(20, 300), height=st.integers(5, 120), steps=st.integers(1, 40))
-def test_text_fits_whatever_the_terminal(tmp_path_factory, width: int, height: int, steps: int) -> None:
-    found = history(run_in(tmp_path_factory.mktemp("runs") / "a", steps))
-    lines = drawn(found, width, height).splitlines()
-    assert max(map(len, lines)) <= width
-    titles = [line for line in lines if "loss" in line or "gradient" in line]
-    assert titles
-    assert not [line for line in lines if "busiest expert" in line]  # this model has no experts
-
-
-def test_a_curve_is_where_its_values_are_and_keeps_its_spikes() -> None:
-    steps = list(range(2000))
-    rising = text_chart(Curve(steps, steps), None, 60, 8)
-    assert [line[:11] for line in (rising[0], rising[-1])] == ["      1999┤", "         0┤"]
-    heights = [max(n for n, line in enumerate(rising) if line[at : at + 1].strip()) for at in range(12, 58)]
-    assert heights == sorted(heights, reverse=True)
-    spiked = [100.0 if step == 777 else 1.0 for step in steps]
-    assert all(line[11:].strip() for line in text_chart(Curve(steps, spiked), None, 60, 8))
-    marked = text_chart(Curve([1, 100], [1.0, 1.0]), Curve([50], [3.0]), 60, 8)
-    assert [line.count("●") for line in marked] == [1, *[0] * 7]
 
 
 def test_a_picture_has_every_curve_at_its_place() -> None:
@@ -154,10 +109,6 @@ def test_runs_draws_what_it_is_asked_for(capsys: pytest.CaptureFixture[str], tmp
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["watch"], "takes one run; fix:"),
-        (["watch", "a", "b"], "takes one run; fix:"),
-        (["watch", "--twice"], "takes one run; fix:"),
-        (["watch", "nowhere"], "nowhere (command line): has no metrics (No such file"),
         (["runs", "--html"], "takes folders, and --html FILE once; fix:"),
         (["runs", "--html", "a", "--html", "b"], "takes folders, and --html FILE once; fix:"),
     ],
@@ -166,30 +117,3 @@ def test_mistakes_are_one_line(capsys, tmp_path, monkeypatch, words: list[str], 
     monkeypatch.chdir(tmp_path)
     code, _, err = command(capsys, *words)
     assert (code, len(err.splitlines()), message in err) == (2, 1, True)
-
-
-def test_it_draws_while_the_run_goes_on_and_ends_with_it(tmp_path: Path) -> None:
-    folder = run_in(tmp_path / "a", 5)
-    lock = (folder / "lock").open("w")
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    process, ours = in_a_terminal(tmp_path, "watch", "a")
-    seen = ""
-
-    def until(text: str) -> None:
-        nonlocal seen
-        deadline = time.monotonic() + 30
-        while text not in seen:
-            assert time.monotonic() < deadline, seen
-            if select.select([ours], [], [], 0.5)[0]:
-                try:
-                    seen += os.read(ours, 1 << 16).decode(errors="replace")
-                except OSError:  # the other end is closed
-                    assert text in seen, seen
-
-    until("a: step 5, running")
-    write(folder, step=6, loss=2.0)
-    until("a: step 6, running")
-    lock.close()
-    until("a: step 6\r\n")
-    assert process.wait(30) == 0
-    os.close(ours)
