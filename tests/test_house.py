@@ -38,8 +38,8 @@ FEATURES = {
 
 # figure -> (most that it may be, slack). A figure that is more than the slack below its limit lowers the limit.
 LIMITS = {
-    "lines of hocket/": (64_950, 300),
-    "files of hocket/": (428, 3),
+    "lines of hocket/": (62_830, 300),
+    "files of hocket/": (414, 3),
     "lines of hocket_trace/": (4_600, 150),
     "words of docs": (104_300, 1_500),
     "settings": (186, 0),
@@ -51,9 +51,9 @@ LIMITS = {
     "files that name recomputation": (44, 2),
     "files that name offload": (39, 2),
     "files that name clones": (34, 2),
-    "files that name graphs": (29, 2),
-    "files that name fp8": (36, 2),
-    "files that name context parallelism": (46, 2),
+    "files that name graphs": (30, 2),  # one more: the table of Megatron-LM's flags is Python now
+    "files that name fp8": (33, 2),
+    "files that name context parallelism": (43, 2),
     "files that name tensor parallelism": (49, 2),
     "files that name ring": (32, 2),
     "files that name muon": (25, 2),
