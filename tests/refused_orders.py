@@ -20,18 +20,6 @@ SIX: dict[str, Any] = {"mesh__cp": 6, "data__sequence_length": 48, "model__kv_he
 FP8: dict[str, Any] = {"precision__compute": "fp8"}
 
 REFUSED_ORDERS: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
-    *(
-        (given, {"clones": 1}, "overlap.ep.clones", reason)
-        for given, reason in (
-            ({"mesh__ep": 1}, "no effect: with mesh.ep = 1 and model.experts = 8"),
-            ({"model__routing": "even"}, "an even spread gives all ranks as many rows; fix: model.routing = learnt"),
-            ({"splits": "device"}, "fix: overlap.ep.splits = host, or overlap.ep.clones = 0"),
-            ({"splits": "device", "graphs": "on"}, "plan.graphs = off, or overlap.ep.clones = 0"),
-            ({"precision__compute": "fp8"}, "fix: precision.compute = bf16, or overlap.ep.clones = 0"),
-            ({"optimizer__name": "muon"}, "fix: optimizer.name = adamw, or overlap.ep.clones = 0"),
-        )
-    ),
-    ({}, {"clones": 5}, "overlap.ep.clones", "of 8 experts it owns 8 / 2; fix: a smaller number, or auto"),
     (FOUR, {"mesh__shard": 3}, "mesh.shard", "a divisor of mesh.dp"),
     (FOUR, {"mesh__shard": 8}, "mesh.shard", "a divisor of mesh.dp"),
     ({**FOUR, "mesh__ep": 1}, {"mesh__shard": 1}, "mesh.shard", "fix: overlap.dp.strategy = no_shard without"),

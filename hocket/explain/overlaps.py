@@ -8,7 +8,6 @@ from hocket.explain.explanation import Axis, Overlap, State
 from hocket.program.tensor_times import DIRECTIONS, ROLES
 from hocket.program.transformer import GATHERED
 from hocket.resolve import Settings
-from hocket.settings.clone_rules import CLONES
 from hocket.settings.context_rules import METHOD
 from hocket.settings.origins import source
 from hocket.settings.plan_rules import recomputes, separate_wgrads, shares_units
@@ -34,7 +33,6 @@ _STAGES = "keys and values in stages, and their gradients sent back"
 _TIED = "gradients of the tied embedding"
 _MATRICES = "averages and matrices of Muon"
 _ENDS = "the same, at both ends of a step"
-_CLONED = "weights of cloned experts, and their gradients back"
 
 _KINDS = {_WEIGHTS: "gather", _GRADIENTS: "reduce", _FORWARD: "pp", _TO_EXPERTS: "a2a"}
 _KINDS |= dict.fromkeys((_KEYS, _AGAIN, _OWN_KEYS, _FOUND, _STAGES), "cp")
@@ -171,8 +169,3 @@ def _experts(s: Settings) -> Iterator[Overlap]:
     else:
         yield _row(s, "ep", _TO_EXPERTS, under, merge, "overlap.ep.merge")
     yield _row(s, "ep", _ENDS, under, merge_ends, "overlap.ep.merge_ends")
-    if s.overlap.ep.cloned:
-        under = "the layers before; backward of what follows"
-        why = f"room for {s.overlap.ep.cloned} on each rank, for experts that got most rows in the step before"
-        chosen = any(decision.setting == CLONES for decision in s.decisions)
-        yield _row(s, "ep", _CLONED, under, "on", CLONES, "" if chosen else why)

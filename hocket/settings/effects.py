@@ -13,7 +13,6 @@ EFFECTS: dict[tuple[str, Any], str] = {
     ("overlap.ep.merge_ends", "off"): "the first forwards and the last backwards run alone",
     ("overlap.ep.copies", "per_expert"): "a token is sent once for each of its experts",
     ("overlap.ep.copies", "per_rank"): "a token is sent once for each rank that has some of its experts",
-    ("overlap.ep.clones", 0): "each expert computes on the rank that owns it",
     ("overlap.cp.method", "gather"): "keys and values of all ranks are gathered while queries are made",
     ("overlap.cp.method", "heads"): "each rank attends with some heads in all tokens; queries and results travel too",
     ("overlap.cp.method", "ring"): "keys and values come in stages, each while attention to those before it runs",
