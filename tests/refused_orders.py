@@ -14,7 +14,6 @@ V: dict[str, Any] = {"plan__order": "merged_v"}
 FOUR: dict[str, Any] = {"mesh__dp": 4}
 SHARED: dict[str, Any] = {"mesh__cp": 2}
 HEADS: dict[str, Any] = {"overlap__cp__method": "heads"}
-RING: dict[str, Any] = {"overlap__cp__method": "ring"}
 ODD: dict[str, Any] = {"model__heads": 9, "model__kv_heads": 3, "model__ffn": 48, "model__vocab": 96}
 SIX: dict[str, Any] = {"mesh__cp": 6, "data__sequence_length": 48, "model__kv_heads": 4, "model__heads": 12}
 FP8: dict[str, Any] = {"precision__compute": "fp8"}
@@ -42,9 +41,6 @@ REFUSED_ORDERS: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
     ({**SHARED, "model__sinks": True}, HEADS, "overlap.cp.method", "sinks are weights of all heads"),
     ({**SHARED, **ODD, "mesh__tp": 3}, HEADS, "overlap.cp.method", "2 ranks cannot have as many of 9 / mesh.tp = 3"),
     (SIX, HEADS, "overlap.cp.method", "can neither share 4 heads of keys and values"),
-    ({}, RING, "overlap.cp.method", "no effect: mesh.cp = 1"),
-    ({**SHARED, "model__kv_lora_rank": 8}, RING, "overlap.cp.method", "keys and values of the latents that came"),
-    ({**SHARED, **RING}, {"plan__recompute": ("kv",)}, "plan.recompute", "overlap.cp.method = ring"),
     ({}, {"plan__offload": ("attn", "attn:2")}, "plan.offload", "each part is named once"),
     ({"model__dense_layers": tuple(range(8))}, {"plan__offload": ("experts",)}, "plan.offload", "has the part experts"),
     ({"model__dense_layers": ()}, {"plan__offload": ("mlp",)}, "plan.offload", "has the part mlp; fix: leave mlp out"),

@@ -103,11 +103,11 @@ class TensorOverlap:
 class ContextOverlap:
     """What context-parallel ranks tell each other for attention."""
 
-    method: Literal["auto", "gather", "heads", "ring"] = "auto"
+    method: Literal["auto", "gather", "heads"] = "auto"
     """What travels between ranks that share sequences. gather: keys and values, which each rank's own queries meet, and
     their gradients. heads: queries, keys and values, so that each rank has all tokens of some heads, and what these
-    find (Ulysses); mesh.cp divides a tensor-parallel rank's heads. ring: what gather moves, in stages, each while
-    attention to what came before runs. auto is gather, or what a step is predicted to be 1% shorter with."""
+    find (Ulysses); mesh.cp divides a tensor-parallel rank's heads. auto is gather, or heads if a step is predicted to
+    be 1% shorter with them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,13 +29,12 @@ _KEYS = "keys and values gathered, and their gradients reduced"
 _AGAIN = "keys and values gathered again, for backward"
 _OWN_KEYS = "keys and values of heads exchanged, and their gradients"
 _FOUND = "queries and results of heads exchanged, and their gradients"
-_STAGES = "keys and values in stages, and their gradients sent back"
 _TIED = "gradients of the tied embedding"
 _MATRICES = "averages and matrices of Muon"
 _ENDS = "the same, at both ends of a step"
 
 _KINDS = {_WEIGHTS: "gather", _GRADIENTS: "reduce", _FORWARD: "pp", _TO_EXPERTS: "a2a"}
-_KINDS |= dict.fromkeys((_KEYS, _AGAIN, _OWN_KEYS, _FOUND, _STAGES), "cp")
+_KINDS |= dict.fromkeys((_KEYS, _AGAIN, _OWN_KEYS, _FOUND), "cp")
 """Whose predicted times a row shows."""
 
 
@@ -90,9 +89,6 @@ def _context(s: Settings) -> Iterator[Overlap]:
         yield _row(s, "cp", _KEYS, "queries; weight gradients of attention", "on", METHOD)
         if recomputes(s, GATHERED):
             yield _row(s, "cp", _AGAIN, "backward of the layer's parts behind attention", "on", "plan.recompute")
-        return
-    if s.overlap.cp.method == "ring":
-        yield _row(s, "cp", _STAGES, "queries; attention to keys of the stage before", "on", METHOD)
         return
     yield _row(s, "cp", _OWN_KEYS, "queries; their weight gradients", "on", METHOD)
     if s.overlap.ep.merge == "on":

@@ -321,8 +321,6 @@ class _Model:
         if self.layout.cp == 1:
             return self.forward("attn", layer, x)
         keys = self.forward("keys", layer, x)
-        if self.layout.ring:
-            return self.ring_forward(layer, keys)
         kv, queries = self.forward("kv", layer, keys), self.forward("queries", layer, keys)
         if not self.layout.heads:
             return self.forward("attn", layer, kv, queries, keys)
@@ -333,31 +331,12 @@ class _Model:
         g = self.backward("attn", layer, *grads)
         if self.layout.cp == 1:
             return g
-        if self.layout.ring:
-            return self.ring_backward(layer, g)
         if not self.layout.heads:
             queries = self.backward("queries", layer, g)
             return self.backward("keys", layer, self.backward("kv", layer, g), queries, g)
         core = self.backward("core", layer, self.backward("results", layer, g))
         queries = self.backward("queries", layer, self.backward("spread", layer, core), g)
         return self.backward("keys", layer, self.backward("kv", layer, core), queries, g)
-
-    def ring_forward(self, layer: int, keys: Token) -> Token:
-        """Attention to keys that come in stages, behind that to the rank's own."""
-        queries = self.forward("queries", layer, keys)
-        found = self.forward("near", layer, keys, queries)
-        for stage in range(1, self.layout.ring + 1):
-            found = self.forward(f"far{stage}", layer, self.forward(f"kv{stage}", layer, keys), found)
-        return self.forward("attn", layer, found, queries, keys)
-
-    def ring_backward(self, layer: int, g: Token) -> Token:
-        found, came = g, list[Token]()
-        for stage in range(self.layout.ring, 0, -1):
-            found = self.backward(f"far{stage}", layer, found)
-            came.insert(0, self.backward(f"kv{stage}", layer, found))
-        near = self.backward("near", layer, found)
-        queries = self.backward("queries", layer, near, g)
-        return self.backward("keys", layer, came[0], queries, near, *came[1:], g)
 
     def layer_forward(self, layer: int, x: Token) -> Token:
         match self.layout.kinds[layer].partition("_")[0]:

@@ -110,7 +110,7 @@ def hardware_of(config: Config) -> Hardware:
 
 def _is_exchange(c: Config, purpose: Purpose) -> bool:
     """Whether each rank of a group has something else for each of the others."""
-    return purpose == "a2a" or (purpose == "cp" and c.overlap.cp.method in ("heads", "ring"))
+    return purpose == "a2a" or (purpose == "cp" and c.overlap.cp.method == "heads")
 
 
 def on_one_host(config: Config) -> Hardware:

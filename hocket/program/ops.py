@@ -128,8 +128,7 @@ class Layout:
     the ranks; with `turning`, every other round goes through them backwards, so that with two chunks stages make a V
     and the last rank hands on to itself. The first stage, which has the embedding, and the last, which has the head,
     may be without layers.
-    With `cp` above 1 each rank has a part of every sequence, and layers gather keys and values, exchange `heads`, or
-    get keys and values in so many stages of a `ring`.
+    With `cp` above 1 each rank has a part of every sequence, and layers gather keys and values, or exchange `heads`.
     With `ep == 1` a MoE layer needs no all-to-all, so it has no dispatch and no combine; with `per_rank` rows are sent
     once per token and rank, and nothing of what comes back is kept for backward; with `placed` rows arrive where their
     experts want them, who keep them as they are; with `uncounted` no host waits until it knows how many they are.
@@ -145,7 +144,6 @@ class Layout:
     ep: int = 1
     cp: int = 1
     heads: bool = False
-    ring: int = 0
     bounds: tuple[int, ...] = ()
     tied: bool = False
     turning: bool = False
@@ -243,7 +241,7 @@ class Layout:
             return self.types
         moved = {"ep": self.ep, "per_rank": self.per_rank, "placed": self.placed, "uncounted": self.uncounted}
         moved["again"] = self._dispatches_again
-        return standard_types(self.kinds, self.cp, self.heads, self.ring, **moved)
+        return standard_types(self.kinds, self.cp, self.heads, **moved)
 
     @cached_property
     def by_kind(self) -> Mapping[str, LayerKind]:

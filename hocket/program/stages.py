@@ -17,7 +17,6 @@ from hocket.program.ops import HOST, Layout
 from hocket.program.schedule import CostKey
 from hocket.program.shard import Sharding
 from hocket.program.tensor_costs import model_of_rank, model_of_ranks, with_tensors
-from hocket.program.transformer import STAGES
 
 
 def mesh_of(config: Config) -> Mesh:
@@ -43,7 +42,6 @@ def layout_of(config: Config) -> Layout:
         ep=config.mesh.ep,
         cp=config.mesh.cp,
         heads=config.mesh.cp > 1 and config.overlap.cp.method == "heads",
-        ring=min(STAGES, config.mesh.cp - 1) if config.overlap.cp.method == "ring" else 0,
         bounds=tuple(bounds) if config.plan.split else (),
         tied=config.model.tied,
         turning=config.plan.turning,
