@@ -33,12 +33,6 @@ EXPERT_STEPS = (
     "--variant 'merged --overlap.ep.merge_ends off --overlap.defer_wgrad off' 'deferred --overlap.ep.merge_ends off'"
 )
 """What each step from a sequential plan to replayed, merged steps on copy engines buys."""
-EXPERT_CLONES = (
-    "qwen3_30b_a3b --model.layers 6 --mesh.pp 1 --plan.chunks 1 --mesh.ep {gpus} --optimizer off "
-    "--train.microbatches 4 --plan.graphs off --overlap.ep.splits host --overlap.ep.clones 0 --blocks 4 --steps 2 "
-    "--against hocket,hocket_null --variant 'cloned --overlap.ep.clones 1' 'cloned_2 --overlap.ep.clones 2'"
-)
-"""Natural routing with and without clones of hot experts."""
 EXPERT_ROUTING = (
     "qwen3_30b_a3b --model.layers 12 --mesh.pp 1 --plan.chunks 1 --mesh.ep {gpus} --train.microbatches 4 --blocks 3 "
     "--steps 2 --against hocket_graph_ce,hocket_null --alone"
@@ -191,7 +185,6 @@ PRESETS = {
     "data_parallel_adamw": (DATA_PARALLEL_ADAMW, (8192,)),
     "expert_parallel": (f"{EXPERTS} {EXPERTS_AGAINST}", (4096, 8192)),
     "expert_steps": (EXPERT_STEPS, (4096,)),
-    "expert_clones": (EXPERT_CLONES, (8192,)),
     "expert_routing": (EXPERT_ROUTING, (4096, 8192)),
     "expert_adamw": (EXPERT_ADAMW, (4096, 8192)),
     "any_model": (ANY_MODEL, (4096, 8192)),

@@ -54,28 +54,6 @@ def contenders(*results: Result) -> str:
     return table([*head, "in cycles", "speed over the best peer", "A against A", "MHz", "GiB"], rows)
 
 
-def one_round(result: Result) -> str:
-    """A row per contender of a run whose time was up: medians of as many blocks as there were, without a range."""
-    rows = []
-    for found in result["workloads"]:
-        for name, row in found["contenders"].items():
-            over = [row["speed_over"].get(other) for other in (found["bound"], found["best_peer"])]
-            ratios = [f"{ratio['median']:.3f}" if ratio else "1" for ratio in over]
-            ratios[1] = ratios[1] if found["best_peer"] else "-"
-            ratios.insert(1, _in_cycles(row, found))
-            cells = [f"{1e3 * row['seconds']:,.0f} ms", f"{row['tflops_per_gpu']:.0f}", *ratios, _gib(row)]
-            rows.append([f"{tokens_of(found)}: {name}", *cells, str(len(row["blocks"]))])
-    head = [
-        "tokens of a sequence: contender",
-        "step",
-        "TFLOP/s per GPU",
-        "share of the bound",
-        "in cycles",
-        "speed over the best peer",
-    ]
-    return table([*head, "GiB", "blocks"], rows)
-
-
 def before_and_after(result: Result) -> str:
     """A row per shape and contender, and its step in milliseconds at every commit."""
     times: dict[tuple[str, str], list[str]] = {}

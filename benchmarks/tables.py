@@ -27,8 +27,7 @@ from collections.abc import Callable, Sequence
 from benchmarks import eight_gpus, settings_tables, summary_tables, tensor_tables
 from benchmarks.aim_tables import expert_aims
 from benchmarks.bench.record import origins
-from benchmarks.clone_balance import clone_balance
-from benchmarks.contender_tables import before_and_after, contenders, host_cost, one_round, settings, shared_memory
+from benchmarks.contender_tables import before_and_after, contenders, host_cost, settings, shared_memory
 from benchmarks.context_balance import balance
 from benchmarks.family_tables import families, weights_memory
 from benchmarks.faults import reliability
@@ -210,7 +209,6 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "plan_scaling": ("plan_scaling", plan_scaling),
     "explain_scaling": ("explain_scaling", explain_scaling),
     "weights_memory": ("weights_memory", weights_memory),
-    "clone_balance": ("clone_balance", clone_balance),
     "bubbles": ("", bubbles),
     "bubbles_of_8b": ("", bubbles_of_8b),
     "send_controls": ("send_controls", send_controls),
@@ -283,7 +281,6 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "any_model": ("any_model", contenders),
     "context_dense": ("context_dense", contenders),
     "context_dense_long": ("context_dense_long", contenders),
-    "expert_clones": ("expert_clones", one_round),
     "context_experts": ("context_experts context_experts_long?", contenders),
     "context_dense_adamw": ("context_dense_adamw", contenders),
     "context_experts_adamw": ("context_experts_adamw", contenders),

@@ -39,7 +39,6 @@ from hocket.tune.by_cost import (
     choose_update,
     stride_remark,
 )
-from hocket.tune.clone_choice import choose_clones
 from hocket.tune.data_order import choose_data_order
 from hocket.tune.deferral_choice import DEFERRAL, choose_deferral
 from hocket.tune.graph_choice import GRAPHS, SPLITS, choose_graphs, choose_splits, graphs_that_pay
@@ -334,7 +333,6 @@ CHOICES_BY_COST: tuple[tuple[str, Callable[[Config, Host, Trials], tuple[Any, st
     ("precision.gather", choose_gather),
     ("overlap.dp.update", choose_update),
     ("plan.layers_per_stage", choose_stages),
-    ("overlap.ep.clones", choose_clones),
     ("plan.loss_pieces", choose_loss_pieces),
     ("plan.mlp_pieces", choose_mlp_pieces),
     ("plan.offload", choose_offload),

@@ -74,7 +74,7 @@ _NAME_CLASS = _patterns(
     ("copy", r"^Mem(cpy|set)|^_(take_rows|cast_rows|pack_rows|open_rows|transposed)"),
     (
         "indexing",
-        r"^_(lay_out_blocks|divide_among_clones|pair_(counts|rows)|(read|write)_labels|label_grads|spread|total(_backward)?|weights)$",
+        r"^_(lay_out_blocks|pair_(counts|rows)|(read|write)_labels|label_grads|spread|total(_backward)?|weights)$",
     ),
     ("reduction", r"^_(local_sum|merge|squares|route_backward|row_sums)$"),
     ("optimizer", r"fused_?adam|multi_tensor_apply|^_adamw"),

@@ -27,7 +27,6 @@ from hocket.model.transformer import Chunk, DenseLayer
 from hocket.parallel.dispatch import counts_to_send, splits_of
 from hocket.parallel.linears import WHOLE, Linears
 from hocket.parallel.routing import balance_bias
-from hocket.program.cloning import Clones, choose
 from hocket.runtime.transports import RowTable
 
 Batch = tuple[Any, ...]
@@ -78,8 +77,6 @@ class Reference:
     apart: bool = False
     """Whether a tied head is on another rank than the embedding: then the gradients of either are summed as those of
     any other parameter, over microbatches and ranks, and these two sums are added up at the end, in fp32."""
-    clones: int = 0
-    """Clones of experts that each rank has room for. A step's are chosen by the rows of the step before."""
 
     def run(self, steps: Sequence[Sequence[Sequence[Batch]]]) -> Result:
         """Train on `steps[step][microbatch][dp rank]`, one optimizer step each."""
@@ -90,16 +87,14 @@ class Reference:
         init_biases(whole, "cpu")
         result = Result(weights=main, biases=dict(whole.named_buffers()))
         optimizer = self.optimizer(list(main.values()))
-        rows: dict[int, Tensor] = {}
         for microbatches in steps:
             shard = self.shard or self.dp
-            clones = {i: choose(row.tolist(), self.ep, self.clones) for i, row in rows.items() if self.clones}
-            rows = {}
-            sizes = {**self._with_room(main), **({HEAD: main[TIED]} if self.config.tied and self.apart else {})}
+            rows: dict[int, Tensor] = {}
+            sizes = {**main, **({HEAD: main[TIED]} if self.config.tied and self.apart else {})}
             of_copies = [{n: torch.zeros_like(value) for n, value in sizes.items()} for _ in range(0, self.dp, shard)]
             result.losses.append([])
             held: list[dict[tuple[int, str], Tensor]] = [{} for _ in of_copies]
-            ranks = [self._rank(result, r, len(microbatches), clones) for r in range(self.dp)]
+            ranks = [self._rank(result, r, len(microbatches)) for r in range(self.dp)]
             for m, batches in enumerate(microbatches):
                 for chunk in ranks:
                     chunk.zero_grad()
@@ -108,11 +103,7 @@ class Reference:
                 result.losses[-1].append([loss.item() for loss in losses])
                 for i, grads in enumerate(of_copies):
                     mine = ranks[i * shard : (i + 1) * shard]
-                    self._reduce(mine, grads, held[i], clones, last=m == len(microbatches) - 1)
-            for grads in of_copies:
-                for name in (name for name in grads if self.clones and ".experts." in name):
-                    come_home(list(grads[name].chunk(self.ep)), clones.get(layer_of(name), ()), self.clones)
-                    grads[name] = torch.cat([part[: -self.clones] for part in grads[name].chunk(self.ep)])
+                    self._reduce(mine, grads, held[i], last=m == len(microbatches) - 1)
             grads = {name: rank_sum([each[name] for each in of_copies]) for name in sizes}
             if HEAD not in main and HEAD in grads:
                 grads[TIED] += grads.pop(HEAD)
@@ -130,33 +121,18 @@ class Reference:
         total = max(1, sum(map(sum, counts)))
         return [torch.tensor(count * self.dp / total) for count in counts[m]]
 
-    def _with_room(self, main: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Parameters, those of each rank's experts with as many more behind them as it clones."""
-        if not self.clones:
-            return main
-        found = dict(main)
-        for name, value in main.items():
-            if ".experts." in name:
-                shape = self.ep, self.clones, *value.shape[1:]
-                found[name] = torch.cat([value.unflatten(0, (self.ep, -1)), value.new_zeros(shape)], 1).flatten(0, 1)
-        return found
-
-    def _rank(self, result: Result, rank: int, microbatches: int, clones: dict[int, Clones]) -> Chunk:
+    def _rank(self, result: Result, rank: int, microbatches: int) -> Chunk:
         """The model of one data-parallel rank, with parameters of its own in the compute dtype."""
         c, ep_rank = self.config, rank % self.ep
-        ep = ExpertPlace(self.ep, ep_rank, self.per_rank, clones=self.clones)
+        ep = ExpertPlace(self.ep, ep_rank, self.per_rank)
         chunk = Chunk(c, range(c.layers), ep=ep, aux_scale=1 / microbatches, linears=self.linears)
         for name, _ in list(chunk.named_parameters(remove_duplicate=False)):
             value = result.weights[TIED if c.tied and name == HEAD else name]
             if ".experts." in name:
-                own, here = value.chunk(self.ep)[ep_rank], clones.get(layer_of(name), ())
-                mine = {clone.seat: clone.expert for clone in here if clone.rank == ep_rank}
-                value = torch.cat([own, *(value[mine.get(n, 0)].unsqueeze(0) for n in range(self.clones))])
+                value = value.chunk(self.ep)[ep_rank]
             owner, _, last = name.rpartition(".")
             # A parameter for each name: a tied head's two gradients are added up in the format that travels.
             setattr(chunk.get_submodule(owner), last, nn.Parameter(value.to(self.dtype).clone()))
-        for number, chosen in clones.items():
-            chunk.layer(number).cloned.choose(chosen)  # pyrefly: ignore
         for name, bias in result.biases.items():
             chunk.get_submodule(name.removesuffix(".bias")).bias = bias  # pyrefly: ignore
         return chunk
@@ -181,9 +157,8 @@ class Reference:
         return losses
 
     def _reduce(
-        self, ranks: list[Chunk], grads: dict[str, Tensor], held: dict[tuple[int, str], Tensor],
-        clones: dict[int, Clones], last: bool,
-    ) -> None:  # fmt: skip
+        self, ranks: list[Chunk], grads: dict[str, Tensor], held: dict[tuple[int, str], Tensor], last: bool
+    ) -> None:
         """Add one microbatch's gradients: in rank order, in fp32, divided by dp.
 
         Where gradients stay whole they are first added up on each rank, in fp32 in `held`, and rounded at the `last`
@@ -207,12 +182,7 @@ class Reference:
                     held[r, name] = held[r, name] + grad if (r, name) in held else grad.float()
                 if not last:
                     continue
-                all_grads = [held[r, name] for r in range(len(ranks))]
-            if self.clones and ".experts." in name and len(ranks) > parts:
-                for first in range(0, len(ranks), parts):
-                    come_home(all_grads[first : first + parts], clones.get(layer_of(name), ()), self.clones)
-            if late:
-                all_grads = [grad.to(wire) for grad in all_grads]
+                all_grads = [held[r, name].to(wire) for r in range(len(ranks))]
             for part, out in enumerate(grads[name].chunk(parts)):
                 total = rank_sum(all_grads[part::parts])
                 total = total.to(wire).float() if late and self.strategy == "no_shard" else total
@@ -225,15 +195,6 @@ class Reference:
             main[name].grad = grad * coefficient
         optimizer.step()
         return norm
-
-
-def come_home(grads: list[Tensor], clones: Clones, room: int) -> None:
-    """Add the gradients of clones, which lie behind those of each rank's experts, to the owners', in rank order."""
-    local = len(grads[0]) - room
-    for expert, rank, seat in sorted(clones, key=lambda clone: clone.rank):
-        grads[expert // local][expert % local] += grads[rank][local + seat]
-    for grad in grads:
-        grad[local:] = 0
 
 
 def layer_of(name: str) -> int:

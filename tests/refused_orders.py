@@ -14,24 +14,11 @@ V: dict[str, Any] = {"plan__order": "merged_v"}
 FOUR: dict[str, Any] = {"mesh__dp": 4}
 SHARED: dict[str, Any] = {"mesh__cp": 2}
 HEADS: dict[str, Any] = {"overlap__cp__method": "heads"}
-RING: dict[str, Any] = {"overlap__cp__method": "ring"}
 ODD: dict[str, Any] = {"model__heads": 9, "model__kv_heads": 3, "model__ffn": 48, "model__vocab": 96}
 SIX: dict[str, Any] = {"mesh__cp": 6, "data__sequence_length": 48, "model__kv_heads": 4, "model__heads": 12}
 FP8: dict[str, Any] = {"precision__compute": "fp8"}
 
 REFUSED_ORDERS: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
-    *(
-        (given, {"clones": 1}, "overlap.ep.clones", reason)
-        for given, reason in (
-            ({"mesh__ep": 1}, "no effect: with mesh.ep = 1 and model.experts = 8"),
-            ({"model__routing": "even"}, "an even spread gives all ranks as many rows; fix: model.routing = learnt"),
-            ({"splits": "device"}, "fix: overlap.ep.splits = host, or overlap.ep.clones = 0"),
-            ({"splits": "device", "graphs": "on"}, "plan.graphs = off, or overlap.ep.clones = 0"),
-            ({"precision__compute": "fp8"}, "fix: precision.compute = bf16, or overlap.ep.clones = 0"),
-            ({"optimizer__name": "muon"}, "fix: optimizer.name = adamw, or overlap.ep.clones = 0"),
-        )
-    ),
-    ({}, {"clones": 5}, "overlap.ep.clones", "of 8 experts it owns 8 / 2; fix: a smaller number, or auto"),
     (FOUR, {"mesh__shard": 3}, "mesh.shard", "a divisor of mesh.dp"),
     (FOUR, {"mesh__shard": 8}, "mesh.shard", "a divisor of mesh.dp"),
     ({**FOUR, "mesh__ep": 1}, {"mesh__shard": 1}, "mesh.shard", "fix: overlap.dp.strategy = no_shard without"),
@@ -54,9 +41,6 @@ REFUSED_ORDERS: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
     ({**SHARED, "model__sinks": True}, HEADS, "overlap.cp.method", "sinks are weights of all heads"),
     ({**SHARED, **ODD, "mesh__tp": 3}, HEADS, "overlap.cp.method", "2 ranks cannot have as many of 9 / mesh.tp = 3"),
     (SIX, HEADS, "overlap.cp.method", "can neither share 4 heads of keys and values"),
-    ({}, RING, "overlap.cp.method", "no effect: mesh.cp = 1"),
-    ({**SHARED, "model__kv_lora_rank": 8}, RING, "overlap.cp.method", "keys and values of the latents that came"),
-    ({**SHARED, **RING}, {"plan__recompute": ("kv",)}, "plan.recompute", "overlap.cp.method = ring"),
     ({}, {"plan__offload": ("attn", "attn:2")}, "plan.offload", "each part is named once"),
     ({"model__dense_layers": tuple(range(8))}, {"plan__offload": ("experts",)}, "plan.offload", "has the part experts"),
     ({"model__dense_layers": ()}, {"plan__offload": ("mlp",)}, "plan.offload", "has the part mlp; fix: leave mlp out"),

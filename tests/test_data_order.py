@@ -133,7 +133,7 @@ MODELS = {
     "delta nets": families.qwen3_next_80b_a3b(),
 }
 WAYS: dict[str, dict[str, Any]] = {
-    "alone": {}, "tp": {"mesh.tp": 2}, "cp": {"mesh.cp": 2}, "ring": {"mesh.cp": 2, "overlap.cp.method": "ring"},
+    "alone": {}, "tp": {"mesh.tp": 2}, "cp": {"mesh.cp": 2},
 }  # fmt: skip
 CASES = [
     (model, way)

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hocket.adapters.context_ring import attend_in_stages
 from hocket.model.context import Context, in_order, in_ranks
 from hocket.model.documents import Documents, attend
 from hocket.model.stretches import attend_stretch
@@ -179,15 +178,8 @@ def _by_heads(q: Tensor, k: Tensor, v: Tensor, shared: SharedBatch, window: int,
     return _AllToAll.apply(back, shared.group).transpose(0, 1).flatten(1, 2)
 
 
-def _in_stages(q: Tensor, k: Tensor, v: Tensor, shared: SharedBatch, window: int, scale: float | None) -> Tensor:
-    """Keys and values of other ranks in stages, each beside attention to those before."""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return attend_in_stages(q, k, v, shared.context, shared.group, window, scale)
-
-
 COMPUTED: dict[str, Callable[[Tensor, Tensor, Tensor, SharedBatch, int, float | None], Tensor]] = {
     "gather": _gathered,
     "heads": _by_heads,
-    "ring": _in_stages,
 }
 """Attention by method."""

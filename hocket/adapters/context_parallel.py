@@ -180,8 +180,7 @@ def context_parallel(
     Args:
         model: a causal language model of transformers of a type in `FAMILIES`.
         group: the ranks that share sequences, as a mesh of one axis or a process group.
-        method: `gather` gathers keys and values, `ring` gets them in stages, `heads` exchanges tokens for heads, which
-            must divide.
+        method: `gather` gathers keys and values, `heads` exchanges tokens for heads, which must divide.
 
     Returns: a handle that undoes it, and tells of the last batch's balance.
 

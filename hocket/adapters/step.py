@@ -68,8 +68,6 @@ def plan_model(
         config = changed(config, {"plan.graphs": "off"})
     if config.plan.loss_pieces == "auto":
         config = changed(config, {"plan.loss_pieces": 1})  # its forward makes logits
-    if config.overlap.ep.clones == "auto":
-        config = changed(config, {"overlap.ep.clones": 0})  # its layers route rows themselves
     if config.plan.offload == ("auto",):
         config = changed(config, {"plan.offload": ()})  # its functions may save weights, which move
     resolved = resolve(config, _host(), given, price)
@@ -145,11 +143,6 @@ def _check(cut: Cut, config: Config, values: Values | None) -> None:
         problems.append(
             f"plan.offload = {' '.join(config.plan.offload)}: functions of others may save weights, which lie "
             "elsewhere by the time of the copy; fix: leave plan.offload out, or plan.recompute"
-        )
-    if config.overlap.ep.cloned:
-        problems.append(
-            f"overlap.ep.clones = {config.overlap.ep.cloned}: layers of others route their rows themselves; fix: "
-            "overlap.ep.clones = 0"
         )
     if config.precision.compute == "fp8":
         problems.append(

@@ -19,8 +19,6 @@ Purpose = Literal[
     "reduce_experts",
     "replicas",
     "a2a",
-    "clones",
-    "clone_grads",
     "tp",
     "cp",
     "pp_fwd",
@@ -110,7 +108,7 @@ class MeshConfig:
                 return [(max(1, shard // self.ep), self.ep)], [(self.pp * replicas, shard), (self.ep, 1)]
             case "replicas":
                 return [(replicas, shard)], [(self.pp, row), (shard, 1)]
-            case "a2a" | "clones" | "clone_grads":
+            case "a2a":
                 return [(self.ep, 1)], [(max(1, self.world // self.ep), self.ep)]
             case "tp":
                 return [(self.tp, 1)], [(self.pp * self.data, self.tp)]

@@ -69,15 +69,6 @@ class ExpertOverlap:
     copies: Literal["auto", "per_expert", "per_rank"] = "auto"
     """How often a token's hidden state is sent: once for each of its experts, or once for each rank that has some of
     them. With per_rank that rank sums its experts' outputs. auto sends fewer bytes if compute does not hide them."""
-    clones: Annotated[int | Literal["auto"], Between(0, MANY)] = 0
-    """Room of a rank, in each MoE layer, for clones of experts that other ranks own and that got most rows in the step
-    before. Owner and clones share the expert's rows, so that ranks get as many. auto is the number that is predicted to
-    shorten a step by 1% or more."""
-
-    @property
-    def cloned(self) -> int:
-        """`clones`; 0 if they are not chosen yet."""
-        return 0 if self.clones == "auto" else self.clones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,11 +103,11 @@ class TensorOverlap:
 class ContextOverlap:
     """What context-parallel ranks tell each other for attention."""
 
-    method: Literal["auto", "gather", "heads", "ring"] = "auto"
+    method: Literal["auto", "gather", "heads"] = "auto"
     """What travels between ranks that share sequences. gather: keys and values, which each rank's own queries meet, and
     their gradients. heads: queries, keys and values, so that each rank has all tokens of some heads, and what these
-    find (Ulysses); mesh.cp divides a tensor-parallel rank's heads. ring: what gather moves, in stages, each while
-    attention to what came before runs. auto is gather, or what a step is predicted to be 1% shorter with."""
+    find (Ulysses); mesh.cp divides a tensor-parallel rank's heads. auto is gather, or heads if a step is predicted to
+    be 1% shorter with them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,6 @@ actions.py       what each op does to tensors
 graphed.py       steps that are recorded once and replayed
 room.py          how many of experts' rows there is room for, and steps whose rows find none
 balance.py       loads of experts, and the biases that they move
-hot.py           which experts are cloned, by these loads
 blame.py         where a number that is not finite came from
 comm_options.py  how groups are made
 """

@@ -343,12 +343,6 @@ class Actions:
     def gather(self, op: Op) -> CommResult:
         return None, self._units[unit_moved(op)].gather(op.slot)
 
-    def clone(self, op: Op) -> CommResult:
-        return None, self._units[unit_moved(op)].clone()
-
-    def home(self, op: Op) -> CommResult:
-        return None, self._units[unit_moved(op)].home(op.slot)
-
     def release(self, op: Op) -> None:
         self._units[unit_moved(op)].release()
 

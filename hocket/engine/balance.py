@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -30,7 +30,13 @@ class Balance:
 
         `stay` is a bool on the device: biases do not move where it is true.
         """
-        self._sum(mine)
+        if mine:
+            numbers = sorted(mine)
+            total = torch.stack([mine[n] for n in numbers])
+            self._groups.sum_over_dp(total)
+            self._groups.tp.all_reduce(total).wait()
+            self.loads = dict(zip(numbers, total.unbind(), strict=True))
+            mine.clear()
         for number, layer in self.layers.items():
             if layer.router.bias is not None:
                 moved = balance_bias(layer.router.bias, self.loads[number], self._rate)
@@ -40,34 +46,10 @@ class Balance:
                 share = load / load.sum().clamp(min=1)
                 layer.router.share.copy_(torch.where(stay, layer.router.share, share))
 
-    def without_update(self, mine: dict[int, Tensor]) -> None:
-        """The same where weights and biases stay. Loads are summed if experts are cloned by them, and taken out."""
-        if any(layer.cloned is not None for layer in self.layers.values()):
-            self._sum(mine)
-        mine.clear()
-
-    def _sum(self, mine: dict[int, Tensor]) -> None:
-        if mine:
-            numbers = sorted(mine)
-            total = torch.stack([mine[n] for n in numbers])
-            self._groups.sum_over_dp(total)
-            self._groups.tp.all_reduce(total).wait()
-            self.loads = dict(zip(numbers, total.unbind(), strict=True))
-            mine.clear()
-
     def shares(self) -> dict[str, Tensor]:
         """The shares of the last step's rows by layer: live tensors, fp32 [E]. There are none where no loss asks."""
         layers = self.layers.items()
         return {str(n): layer.router.share for n, layer in layers if layer.router.share is not None}
-
-    def rows(self) -> dict[str, list[int]]:
-        """The loads of the last step by layer, for who goes on from a checkpoint: clones are chosen by them."""
-        return {str(n): load.tolist() for n, load in self.loads.items() if self.layers[n].cloned is not None}
-
-    def go_on(self, rows: Mapping[str, Sequence[int]]) -> None:
-        """Take over the loads of all layers, by number, from a checkpoint."""
-        of = {int(n): loads for n, loads in rows.items() if int(n) in self.layers}
-        self.loads = {n: torch.tensor(of[n]) for n in sorted(of)}
 
     def biases(self) -> dict[str, Tensor]:
         """The biases by name, as in a checkpoint: live tensors, fp32 [E]. There are none where the rate is 0."""

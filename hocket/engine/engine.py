@@ -19,7 +19,6 @@ from hocket.engine.balance import Balance
 from hocket.engine.comm_options import comm_options
 from hocket.engine.executor import Executor
 from hocket.engine.graphed import GraphedSteps, Record, Way, from_turn_one, recorder_of
-from hocket.engine.hot import HotExperts
 from hocket.engine.room import RowRoom
 from hocket.engine.standstill import Standstill
 from hocket.fsdp.planned.adamw import AdamWOptions, PlannedAdamW
@@ -123,7 +122,6 @@ class Engine:
         self.sharded = PlannedModel(
             self.chunks, self.mesh, self.groups, self.program, self.dtype, device, travels=travels
         )
-        self.hot = HotExperts(self.balance.layers, self.sharded.units)
         t, averages = config.train, DTYPES[config.precision.averages]
         options = AdamWOptions(
             betas=t.betas,
@@ -163,7 +161,7 @@ class Engine:
 
     def _chunk(self, chunk: int, ends: dict[str, nn.Parameter]) -> ChunkLike:
         pp, layout = self.where.pp, self.layout
-        place = ExpertPlace(self.mesh.ep, self.where.ep, layout.per_rank, layout.makes_rows_later, layout.clones)
+        place = ExpertPlace(self.mesh.ep, self.where.ep, layout.per_rank, layout.makes_rows_later)
         first, last = layout.is_first(pp, chunk), layout.is_last(pp, chunk)
         layers = layout.layers(pp, chunk)
         where = place, self.device, self._linears, self.groups
@@ -270,7 +268,6 @@ class Engine:
         With `overlap.dp.update = next_step` weights change when the next step begins, or with `catch_up`.
         """
         assert len(microbatches) == self.program.microbatches
-        self.hot.choose(self.balance.loads, self.executor.rehearse)
         self._lr = 0.0 if self.config.train.transport == "null" else lr
         loss = self._loss(self._run(self.executor, microbatches), self.executor)
         lacked = self.room.lacked
@@ -294,7 +291,7 @@ class Engine:
         self.sharded.sum_shared_grads()
         if self._optimizer is None or lacked:
             self.sharded.forget_grads()
-            self.balance.without_update(self.executor.actions.loads)
+            self.executor.actions.loads.clear()
             return
         enter("the norm of all gradients, and the optimizer")
         self._grad_norm = self._optimizer.step(self._lr, later=self._leaves_updates)

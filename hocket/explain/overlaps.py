@@ -8,7 +8,6 @@ from hocket.explain.explanation import Axis, Overlap, State
 from hocket.program.tensor_times import DIRECTIONS, ROLES
 from hocket.program.transformer import GATHERED
 from hocket.resolve import Settings
-from hocket.settings.clone_rules import CLONES
 from hocket.settings.context_rules import METHOD
 from hocket.settings.origins import source
 from hocket.settings.plan_rules import recomputes, separate_wgrads, shares_units
@@ -30,14 +29,12 @@ _KEYS = "keys and values gathered, and their gradients reduced"
 _AGAIN = "keys and values gathered again, for backward"
 _OWN_KEYS = "keys and values of heads exchanged, and their gradients"
 _FOUND = "queries and results of heads exchanged, and their gradients"
-_STAGES = "keys and values in stages, and their gradients sent back"
 _TIED = "gradients of the tied embedding"
 _MATRICES = "averages and matrices of Muon"
 _ENDS = "the same, at both ends of a step"
-_CLONED = "weights of cloned experts, and their gradients back"
 
 _KINDS = {_WEIGHTS: "gather", _GRADIENTS: "reduce", _FORWARD: "pp", _TO_EXPERTS: "a2a"}
-_KINDS |= dict.fromkeys((_KEYS, _AGAIN, _OWN_KEYS, _FOUND, _STAGES), "cp")
+_KINDS |= dict.fromkeys((_KEYS, _AGAIN, _OWN_KEYS, _FOUND), "cp")
 """Whose predicted times a row shows."""
 
 
@@ -92,9 +89,6 @@ def _context(s: Settings) -> Iterator[Overlap]:
         yield _row(s, "cp", _KEYS, "queries; weight gradients of attention", "on", METHOD)
         if recomputes(s, GATHERED):
             yield _row(s, "cp", _AGAIN, "backward of the layer's parts behind attention", "on", "plan.recompute")
-        return
-    if s.overlap.cp.method == "ring":
-        yield _row(s, "cp", _STAGES, "queries; attention to keys of the stage before", "on", METHOD)
         return
     yield _row(s, "cp", _OWN_KEYS, "queries; their weight gradients", "on", METHOD)
     if s.overlap.ep.merge == "on":
@@ -171,8 +165,3 @@ def _experts(s: Settings) -> Iterator[Overlap]:
     else:
         yield _row(s, "ep", _TO_EXPERTS, under, merge, "overlap.ep.merge")
     yield _row(s, "ep", _ENDS, under, merge_ends, "overlap.ep.merge_ends")
-    if s.overlap.ep.cloned:
-        under = "the layers before; backward of what follows"
-        why = f"room for {s.overlap.ep.cloned} on each rank, for experts that got most rows in the step before"
-        chosen = any(decision.setting == CLONES for decision in s.decisions)
-        yield _row(s, "ep", _CLONED, under, "on", CLONES, "" if chosen else why)

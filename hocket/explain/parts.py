@@ -10,7 +10,7 @@ from hocket.config import Purpose
 from hocket.explain.explanation import GroupRow, MemoryRow, OptimizerRow, UnitRow
 from hocket.explain.predicted import Step
 from hocket.program.cost import unit_weights, units_of
-from hocket.program.mesh import OF_CLONES, P2P, PURPOSES, most_sms, mover_of
+from hocket.program.mesh import P2P, PURPOSES, most_sms, mover_of
 from hocket.program.network import hardware_of
 from hocket.program.ops import UNITS
 from hocket.program.shard import ALIGN
@@ -23,8 +23,7 @@ from hocket.settings.weight_groups import samples, weight_groups
 
 LANES: dict[str, tuple[str, ...]] = {
     "gather_dense": ("gather",), "gather_experts": ("gather",), "reduce_dense": ("reduce",),
-    "reduce_experts": ("reduce",), "replicas": ("reduce",), "a2a": ("a2a",), "clones": ("gather",),
-    "clone_grads": ("reduce",), "tp": ("compute",), "cp": ("cp",),
+    "reduce_experts": ("reduce",), "replicas": ("reduce",), "a2a": ("a2a",), "tp": ("compute",), "cp": ("cp",),
     "pp_fwd": ("send_act", "recv_act"), "pp_bwd": ("send_grad", "recv_grad"), "control": (),
 }  # fmt: skip
 """Purpose of a group -> lanes of the plan that use it."""
@@ -81,7 +80,7 @@ def _groups(settings: Settings) -> Iterator[GroupRow]:
     mesh = mesh_of(settings)
     for purpose in PURPOSES:
         members = settings.mesh.members(purpose)
-        if members == 1 or (purpose in OF_CLONES and not settings.overlap.ep.cloned):
+        if members == 1:
             continue
         count = len(mesh.edges) * mesh.data * mesh.tp if purpose in P2P else settings.world // members
         used = has_experts(settings) or not purpose.endswith("_experts")

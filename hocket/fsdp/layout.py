@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
@@ -37,12 +37,6 @@ class Entry:
     name: str
     shape: tuple[int, ...]
     offset: int
-    room: int = 0
-    """More slices of dimension 0 that have room behind it."""
-
-    @property
-    def shape_with_room(self) -> tuple[int, ...]:
-        return (self.shape[0] + self.room, *self.shape[1:]) if self.room else self.shape
 
     @property
     def numel(self) -> int:
@@ -80,19 +74,14 @@ class FlatLayout:
         world: int,
         align: int = ALIGN,
         granularity: Granularity = "element",
-        room: int = 0,
     ) -> FlatLayout:
-        """Lay parameters (name, shape) out for `world` ranks; starts and shards are multiples of `align` elements.
-
-        With `room` each parameter has so many slices of dimension 0 behind it that belong to none.
-        """
+        """Lay parameters (name, shape) out for `world` ranks; starts and shards are multiples of `align` elements."""
         assert world >= 1
         assert align >= 1
         params = [(name, tuple(shape)) for name, shape in params]
         assert len({name for name, _ in params}) == len(params), "two parameters of one unit have the same name"
-        held = [Entry(name, shape, 0, room) for name, shape in params]
-        offsets, shard = _PLACE[granularity]([(one.name, one.shape_with_room) for one in held], world, align)
-        entries = tuple(replace(one, offset=offset) for one, offset in zip(held, offsets, strict=True))
+        offsets, shard = _PLACE[granularity](params, world, align)
+        entries = tuple(Entry(*param, offset) for param, offset in zip(params, offsets, strict=True))
         return cls(entries, world, shard)
 
     @property
@@ -122,9 +111,8 @@ class FlatLayout:
         return Local(lo - entry.offset, hi - entry.offset, lo - start)
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """The parameters in a whole buffer, as views of their shapes; with what lies in the room behind them."""
-        shapes = [(entry.offset, entry.shape_with_room) for entry in self.entries]
-        return [flat[offset : offset + math.prod(shape)].view(shape) for offset, shape in shapes]
+        """The parameters in a whole buffer, as views of their shapes."""
+        return [flat[entry.offset : entry.end].view(entry.shape) for entry in self.entries]
 
     def slices(self, rank: int) -> list[slice]:
         """What `rank` keeps of each parameter, as ranges of its shard."""

@@ -51,8 +51,6 @@ class Member:
     owners: tuple[tuple[nn.Module, str], ...] = ()
     spread: Spread | None = None
     """How tensor-parallel ranks divide it."""
-    room: int = 0
-    """Slices of dimension 0 that have room behind it, where clones of experts lie."""
 
     @property
     def given(self) -> nn.Parameter | None:

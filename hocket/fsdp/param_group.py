@@ -69,7 +69,7 @@ class ParamGroup:
         offload: Offload = "none",
     ) -> None:
         assert members
-        first, param = members[0], members[0].param
+        param = members[0].param
         self.members, self.groups, self.device, self.home = tuple(members), groups, device, Home(device, offload)
         self.trainable, self._splits = param.requires_grad, granularity != "tensor"
         self.formats = precision.of(param.dtype)
@@ -78,7 +78,7 @@ class ParamGroup:
         inner, outer = groups.gather, groups.outer
         parts = outer.size if groups.outer_shards else 1
         shapes = [(one.name, tuple(one.param.shape)) for one in members]
-        shared = FlatLayout.build(shapes, inner.size * parts * groups.alike, room=first.room, granularity=granularity)
+        shared = FlatLayout.build(shapes, inner.size * parts * groups.alike, granularity=granularity)
         self.kept = shared.joined(groups.alike)
         """Which elements are this rank's to update: shard number `position`."""
         self.position = inner.rank * parts + (outer.rank if groups.outer_shards else 0)

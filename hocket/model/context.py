@@ -4,7 +4,7 @@ A microbatch's sequences, one after the other, are cut into chunks. Each rank ha
 chunks of its own. Keys and values of all ranks are gathered before attention, and put into the order of sequences. What
 a chunk attends to is then one stretch of it: from where the document of its first token begins to its own last token.
 So attention is that of documents whose queries are fewer than their keys, with both aligned at their ends, and no
-partial results are put together. `ring.py` has the other way, in stages.
+partial results are put together.
 
 Shapes: B sequences, S sequence length, T tokens of this rank, U tokens of all ranks (B * S), D width of a row.
 """
@@ -86,11 +86,8 @@ class Context:
     """Which tokens are no padding; None if all."""
     documents: Documents | None = None
     """Those of all ranks' tokens, in the order of sequences; None if each sequence is one."""
-    chunks: tuple[Chunks, ...] = ()
-    """Which tokens each rank has."""
     bounds: tuple[int, ...] = ()
     """Where documents of all sequences begin and end, sequences of one document too."""
-    rank: int = 0
 
     @cached_property
     def of_sequences(self) -> bool:
@@ -111,8 +108,8 @@ def context_of(documents: Documents, chunks: Sequence[Chunks], rank: int) -> Con
         first += len(chunk)
     real_T = None if documents.real_T is None else documents.real_T[mine]
     length, position_T = documents.ids_BS.shape[1], documents.position_T[mine]
-    told = Context(length, position_T, places.to(device), order.to(device), tuple(spans), real_T, documents)
-    return replace(told, chunks=tuple(chunks), bounds=documents.bounds, rank=rank)
+    orders = places.to(device), order.to(device)
+    return Context(length, position_T, *orders, tuple(spans), real_T, documents, documents.bounds)
 
 
 def _span(bounds: Sequence[int], chunk: range, first: int) -> Span:

@@ -3,8 +3,7 @@
 Keys and values are made first. While they travel, queries are made; attention then has all of its document. In backward
 the gradients of all ranks' keys and values are summed, each rank's part where it belongs, while those of queries go on.
 Where heads are exchanged, queries follow keys and values, and attention has whole sequences of some heads. What it
-finds goes back to the ranks that have the tokens. In a ring keys and values come in stages, and attention to those that
-are there runs while the next ones travel.
+finds goes back to the ranks that have the tokens.
 
 Shapes: B sequences, S tokens of each on this rank, T tokens of this rank (B * S), U tokens of all ranks, D hidden,
 X elements that travel, H query heads, N width of one.
@@ -12,22 +11,17 @@ X elements that travel, H query heads, N width of one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partialmethod
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hocket.config import ModelConfig
 from hocket.model.context import Context, by_heads, of_heads
 from hocket.model.layers import DenseLayer
 from hocket.model.moe import ExpertPlace, MoELayer, Routed
-from hocket.model.ring import Final, Stage, more, own, stage_of
 from hocket.model.transformer import Chunk, Layer
 from hocket.parallel.linears import Linears
 from hocket.parallel.routing import Routing
-from hocket.program.transformer import STAGES
 from hocket.runtime.comm import Group, Pending, RowTable
 from hocket.runtime.norms import add_rms_norm, rms_norm
 
@@ -103,84 +97,6 @@ class _ByHeads(_Cut):
         return self.added(x_BSD, more_BSD, context, *kept)
 
 
-class _Ring(_Cut):
-    """The same where keys and values come in stages. In each a rank gets what its queries see of some ranks' tokens."""
-
-    def forward_keys(self, x_BSD: Tensor, context: Context) -> tuple[Tensor, ...]:  # pyrefly: ignore[bad-override]
-        """Keys and values, [T, X], once for each part that reads them, and the rest as where they are gathered."""
-        kv_TX, h_BSD, x_BSD = super().forward_keys(x_BSD, context)
-        return *[kv_TX] * (1 + self._stages), h_BSD, x_BSD
-
-    @property
-    def _stages(self) -> int:
-        return min(STAGES, self.group.size - 1)
-
-    def _stage(self, number: int, context: Context) -> Stage:
-        return stage_of(context, self._window(context), self._stages, number)
-
-    def _window(self, context: Context) -> int:
-        return self.attn.window if self.attn.window < context.length else 0
-
-    def _sent(self, number: int, kv_TX: Tensor, context: Context) -> tuple[Tensor, Pending]:
-        """Keys and values that this rank's queries see, rank after rank: [U, X]."""
-        stage = self._stage(number, context)
-        rows, table = (
-            [kv_TX[each.start : each.stop] for each in stage.sent],
-            RowTable([*map(list, stage.rows)], self.group.rank),
-        )
-        sent_RX = rows[0] if len(rows) == 1 else torch.cat([kv_TX[:0], *rows])
-        out_UX = kv_TX.new_empty(table.room, kv_TX.shape[1])
-        return out_UX, self._exchange(out_UX, sent_RX, table)
-
-    def _returned(self, number: int, grad_UX: Tensor, context: Context) -> tuple[Tensor, Pending]:
-        """The sum of what other ranks' queries say of this rank's keys and values in a stage: [T, X]."""
-        stage, tokens = self._stage(number, context), len(context.position_T)
-        table = RowTable([list(line) for line in zip(*stage.rows, strict=True)], self.group.rank)
-        back_RX = grad_UX.new_empty(table.room, grad_UX.shape[1])
-        pending = self._exchange(back_RX, grad_UX.contiguous(), table)
-        if stage.sent == (range(tokens),):
-            return back_RX, pending
-        out_TX = grad_UX.new_zeros(tokens, grad_UX.shape[1])
-        return out_TX, pending.then(lambda: _add(out_TX, back_RX, stage.sent))
-
-    def _exchange(self, out_UX: Tensor, rows_RX: Tensor, table: RowTable) -> Pending:
-        """Nothing is called where no rank sends anything, which all know."""
-        return self.group.all_to_all(out_UX, rows_RX, table) if any(map(any, table.rows)) else Pending()
-
-    def forward_near(self, kv_TX: Tensor, q_THN: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor, Final]:
-        """Queries, what they find among the rank's own keys, [T, H, N], and its lse, [T, H]."""
-        final = Final()
-        return q_THN, *own(q_THN, kv_TX, context, self._window(context), final), final
-
-    def _far(
-        self, number: int, kv_UX: Tensor, q_THN: Tensor, found: Tensor, lse: Tensor, context: Context, final: Final
-    ) -> tuple[Tensor, ...]:
-        """The same with what they find among those that came in a stage; behind the last one without queries."""
-        stage = self._stage(number, context)
-        both = more(q_THN, kv_UX, found, lse, stage, self._window(context), final)
-        return both if number == self._stages else (q_THN, *both)
-
-    def forward_attn(  # pyrefly: ignore[bad-override]
-        self, found: Tensor, lse: Tensor, gate: Tensor | None, x_BSD: Tensor, context: Context, final: Final,
-        *kept: Routing,
-    ) -> Tensor | Routed:  # fmt: skip
-        """What follows from what a rank's queries have found in all stages."""
-        more_BSD = self.attn.of_stages(found, lse, gate, x_BSD, final)
-        return self.added(x_BSD, more_BSD, context, *kept)
-
-
-for _number in range(1, STAGES + 1):
-    setattr(_Ring, f"forward_kv{_number}", partialmethod(_Ring._sent, _number))
-    setattr(_Ring, f"backward_kv{_number}", partialmethod(_Ring._returned, _number))
-    setattr(_Ring, f"forward_far{_number}", partialmethod(_Ring._far, _number))
-
-
-def _add(out_TX: Tensor, rows_RX: Tensor, places: Sequence[range]) -> None:
-    """Add rows to those of some tokens, which may have several."""
-    for tokens, rows in zip(places, rows_RX.split([len(each) for each in places]), strict=True):
-        out_TX[tokens.start : tokens.stop].add_(rows)
-
-
 class _Own:
     """Norms of hocket's own layers."""
 
@@ -222,7 +138,7 @@ class _MoE(_Own, MoELayer):
         return self.routed(x_BSD, more_BSD, context, kept)
 
 
-METHODS: dict[str, type[_Cut]] = {"gather": _Cut, "heads": _ByHeads, "ring": _Ring}
+METHODS: dict[str, type[_Cut]] = {"gather": _Cut, "heads": _ByHeads}
 """By method: the parts of attention, which a layer with `group`, `attn`, `normed` and `added` is made with."""
 
 

@@ -14,10 +14,8 @@ from torch import Tensor
 
 from hocket.model.context import Context, among, in_order, in_ranks
 from hocket.model.documents import Documents, Seen, attend, whole_sequences
-from hocket.model.ring import Final, whole
 from hocket.model.sinks import attend_with_sinks
 from hocket.model.stretches import attend_stretch
-from hocket.runtime.destinations import destination
 
 
 class Heads(ABC):
@@ -63,12 +61,6 @@ class Heads(ABC):
             else:
                 found.append(self._attend(q, k, v, span, window))
         return self.projected(torch.cat(found).flatten(1), gate_BSF, batch)
-
-    def of_stages(self, found_THN: Tensor, lse_TH: Tensor, gate: Tensor | None, x_BSD: Tensor, final: Final) -> Tensor:
-        """What attention adds to the residual stream `x`, from what queries have found in all stages."""
-        sinks = None if self.sinks is None else destination(found_THN, self.sinks)
-        o_THN = whole(found_THN, lse_TH, sinks, x_BSD.dtype, final)
-        return self.projected(o_THN.flatten(1), gate, x_BSD.shape[0])
 
     def of_own_heads(self, kv_UX: Tensor, q_UX: Tensor, context: Context) -> Tensor:
         """What some heads find in all tokens, [U, X], from these heads' keys and values, and their queries, [U, X].

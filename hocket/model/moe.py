@@ -17,7 +17,6 @@ from hocket.config import ModelConfig
 from hocket.model.documents import Documents, Told
 from hocket.model.layers import Mlp, attention_of, gated
 from hocket.model.parameters import new_weight
-from hocket.parallel.clones import ClonedExperts
 from hocket.parallel.dispatch import exchange_counts, from_experts, rows_of, send_rows, to_experts, unpermute
 from hocket.parallel.linears import WHOLE, Linears
 from hocket.parallel.router_losses import attach_losses, over_batch
@@ -39,8 +38,6 @@ class ExpertPlace:
     """Rows are sent once per token and rank, not once per expert (`parallel/per_rank.py`)."""
     later: bool = False
     """Rows are made of tokens when they are moved: `forward_dispatch` does, if all experts are here."""
-    clones: int = 0
-    """Room of each rank for clones of experts that others own (`parallel/clones.py`)."""
     stays: bool = False
     """Nobody moves the rows, though experts are missing: what a bound without communication computes."""
 
@@ -134,7 +131,6 @@ class MoELayer(nn.Module):
         self.shared = Mlp(config, config.shared_ffn, linears, shared=True) if config.shared_ffn else None
         self.router = Router(config)
         self.experts = Experts(config, config.experts // ep.size, linears)
-        self.cloned = ClonedExperts(config.experts, ep.size, ep.clones) if ep.clones else None
 
     def forward_attn(self, x_BSD: Tensor, documents: Documents | None = None, kept: Routing | None = None) -> Routed:
         """Attention, norm, shared expert, router and permutation.
@@ -162,8 +158,6 @@ class MoELayer(nn.Module):
             tokens = len(h_TD) * self.attn.linears.size if real_T is None else _real(documents)
             counts = real_T, tokens, len(x_BSD)
             probs_TK = attach_losses(probs_TK, logits_TE, routing, c, self.aux_scale, self.router.share, counts)
-        if self.cloned is not None and kept is None:
-            routing = self.cloned.divided(routing)
         if self.ep.per_rank and kept is None:
             routing = routing.by_rank(self.ep.size)
         rows, weights, probs = send_rows(h_TD, probs_TK, routing, self.weighted, self.ep.later)

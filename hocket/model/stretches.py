@@ -12,6 +12,7 @@ width of a head.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +21,22 @@ from torch import Tensor
 from hocket.kernels.usable import usable
 from hocket.model.context import Span
 from hocket.model.documents import attend, has_flash
-from hocket.model.partial_attention import Meeting, Triple, found, gradients
+from hocket.model.partial_attention import Triple, plain, plain_backward
+
+
+@dataclass(frozen=True)
+class _Part:
+    """So many queries, and keys that all of them meet; or their `own` keys, which each meets up to its own token."""
+
+    queries: int
+    keys: int
+    own: bool
+
+    batch = 1
+
+    def within(self, window: int) -> Tensor | None:
+        """Which keys a query meets, [1, 1, queries, keys]; None: all."""
+        return torch.ones(1, 1, self.queries, self.keys, dtype=torch.bool).tril() if self.own else None
 
 
 def attend_stretch(
@@ -49,10 +65,10 @@ class InParts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q_THN: Tensor, k_UKN: Tensor, v_UKN: Tensor) -> Tensor:
-        (own, meeting), *others = _parts(q_THN, k_UKN, v_UKN)
-        out_THN, lse_TH = _found(own, meeting)
-        for part, meeting in others:
-            out_THN, lse_TH = merged(out_THN, lse_TH, *_found(part, meeting))
+        own, *others = _parts(q_THN, k_UKN, v_UKN)
+        out_THN, lse_TH = _found(*own)
+        for other in others:
+            out_THN, lse_TH = merged(out_THN, lse_TH, *_found(*other))
         ctx.save_for_backward(q_THN, k_UKN, v_UKN, out_THN, lse_TH)
         return out_THN
 
@@ -60,19 +76,19 @@ class InParts(torch.autograd.Function):
     def backward(ctx: Any, g_THN: Tensor) -> Triple:  # pyrefly: ignore[bad-override]
         q, k, v, out_THN, total_TH = ctx.saved_tensors
         dk, dv, dqs = torch.empty_like(k), torch.empty_like(v), list[Tensor]()
-        for part, meeting in _parts(q, k, v):
-            dq, more_k, more_v = _gradients(g_THN, part, out_THN, total_TH, meeting)
-            here = slice(len(k) - len(q), None) if meeting.own else slice(len(k) - len(q))
+        for given, part in _parts(q, k, v):
+            dq, more_k, more_v = _gradients(g_THN, given, out_THN, total_TH, part)
+            here = slice(len(k) - len(q), None) if part.own else slice(len(k) - len(q))
             dk[here], dv[here] = more_k, more_v
             dqs.append(dq)
         return (dqs[0] if len(dqs) == 1 else dqs[0] + dqs[1]), dk, dv
 
 
-def _parts(q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Triple, Meeting]]:
+def _parts(q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Triple, _Part]]:
     """Queries with keys of their own tokens, and with those before, if there are any."""
-    queries, ahead = range(len(q)), len(k) - len(q)
-    own = ((q, k[ahead:], v[ahead:]), Meeting(queries, queries, own=True))
-    return [own, ((q, k[:ahead], v[:ahead]), Meeting(queries, range(ahead)))] if ahead else [own]
+    queries, ahead = len(q), len(k) - len(q)
+    own = ((q, k[ahead:], v[ahead:]), _Part(queries, queries, own=True))
+    return [own, ((q, k[:ahead], v[:ahead]), _Part(queries, ahead, own=False))] if ahead else [own]
 
 
 def merged(one_THN: Tensor, lse_TH: Tensor, other_THN: Tensor, other_lse_TH: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,20 +115,20 @@ def _batched(x_THN: Tensor) -> Tensor:
     return x_THN.transpose(0, 1).unsqueeze(0)
 
 
-def _found(qkv: Triple, meeting: Meeting) -> tuple[Tensor, Tensor]:
+def _found(qkv: Triple, part: _Part) -> tuple[Tensor, Tensor]:
     if not qkv[0].is_cuda:
-        return found(qkv, meeting, 0)
-    given = (*map(_batched, qkv), None, True, 0.0, meeting.own)
+        return plain(qkv, part, 0)
+    given = (*map(_batched, qkv), None, True, 0.0, part.own)
     out, lse, *_, seed, offset, _ = torch.ops.aten._scaled_dot_product_cudnn_attention(*given)
     _unused[out.device] = seed, offset
     return out[0].transpose(0, 1), lse.view(lse.shape[1:3]).t()
 
 
-def _gradients(g: Tensor, qkv: Triple, out: Tensor, total_TH: Tensor, meeting: Meeting) -> Triple:
+def _gradients(g: Tensor, qkv: Triple, out: Tensor, total_TH: Tensor, part: _Part) -> Triple:
     if not g.is_cuda:
-        return gradients(g, qkv, out, total_TH, meeting, 0)
-    lengths = None, None, len(meeting.queries), len(meeting.keys)
+        return plain_backward(g, qkv, out, total_TH, part, 0)
+    lengths = None, None, part.queries, part.keys
     total_1HT1 = total_TH.t().contiguous()[None, ..., None]
-    given = (*map(_batched, (g, *qkv, out)), total_1HT1, *_unused[g.device], None, *lengths, 0.0, meeting.own)
+    given = (*map(_batched, (g, *qkv, out)), total_1HT1, *_unused[g.device], None, *lengths, 0.0, part.own)
     dq, dk, dv = (x[0].transpose(0, 1) for x in torch.ops.aten._scaled_dot_product_cudnn_attention_backward(*given))
     return dq, dk, dv

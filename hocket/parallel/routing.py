@@ -41,7 +41,7 @@ class Routing:
     inverse_R: Tensor
     """Row of every slot among rows by global expert, then token; int32. With one copy per expert the sent row."""
     counts_E: Tensor
-    """Rows for every global expert, int64, on the device; with clones, for every place of one (`clones.py`)."""
+    """Rows for every global expert, int64, on the device."""
     tokens: int
     top_k: int
     pairs: Pairs | None = None

@@ -16,7 +16,7 @@
     12 At the end nothing is left: values, weight slots, gradient slots, ops.     here, and both of these
     13 Compute is queued before the host waits.                                   check_order.py
 
-Of cloned experts 4, 5 and 7 are in check_clones.py. What an op reads is in `values.py`; what "after" means is in
+What an op reads is in `values.py`; what "after" means is in
 `facts.py`. Everything takes time linear in the number of ops.
 """
 
@@ -25,7 +25,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from hocket.program.check_clones import clones_served
 from hocket.program.check_memory import activations_capped, receives_paced, reloads_paced, values_live
 from hocket.program.check_order import deadlock_free, halves_independent, sends_match, work_queued
 from hocket.program.check_slots import gradients_kept, host_slots_kept, matrices_whole, updates_first, weights_resident
@@ -165,9 +164,7 @@ def _lanes_for(op: Op, layout: Layout, rank: int) -> tuple[str, ...]:
             return (f"recv_{op.part}",)
         case "gather" | "offload" | "reload":
             return (op.verb,)
-        case "clone":
-            return ("gather",)
-        case "reduce" | "home" | "collect" | "scatter":
+        case "reduce" | "collect" | "scatter":
             return ("reduce",)
         case "update" | "orthogonalise":
             return ("update",)
@@ -188,7 +185,6 @@ _RULES = (
     values_live,
     weights_resident,
     gradients_kept,
-    clones_served,
     updates_first,
     matrices_whole,
     host_slots_kept,

@@ -232,7 +232,7 @@ def updates_first(facts: Facts) -> Iterator[Violation]:
     for i, op in enumerate(facts.ops if updates else ()):
         if not has_place(op, layout):
             continue
-        unit = unit_moved(op) if op.verb in ("gather", "clone") else unit_read(op, layout) or unit_written(op, layout)
+        unit = unit_moved(op) if op.verb == "gather" else unit_read(op, layout) or unit_written(op, layout)
         if unit is None or unit in missing:
             continue
         if unit not in updates:

@@ -166,7 +166,7 @@ class _Arrivals:
 def _needs(ops: list[Op], known: Meanings) -> list[list[int]]:
     """Everything that each op must come after, by position."""
     where: dict[int, dict[Name, int]] = defaultdict(dict)  # microbatch -> the ops of a name
-    gathered: dict[UnitName, int] = {}  # unit -> its latest gather, or clone behind that
+    gathered: dict[UnitName, int] = {}  # unit -> its latest gather
     released: dict[tuple[str, int], int] = {}  # weight slot -> its latest release
     slot_read: dict[tuple[str, int], int] = {}  # gradient slot -> its latest add or reduce
     last_reader: dict[UnitName, int] = {}
@@ -199,7 +199,7 @@ def _needs(ops: list[Op], known: Meanings) -> list[list[int]]:
             brought[part, slot] = i
         elif verb == "offload":
             need += [brought[part, slot]] if (part, slot) in brought else []
-        elif verb in ("gather", "clone"):
+        elif verb == "gather":
             # That the unit has left its former slot follows: that slot's next tenant waited for it on this lane.
             if (part, slot) in released:
                 need.append(released[part, slot])
@@ -211,7 +211,7 @@ def _needs(ops: list[Op], known: Meanings) -> list[list[int]]:
         elif verb == "release":
             need.append(last_reader[unit_moved(op)])
             released[part, slot] = i
-        elif verb in ("add", "home", "reduce"):
+        elif verb in ("add", "reduce"):
             # That a reduce comes behind its unit's adds follows: they are on this lane too, before that gradient.
             need.append(written[unit_moved(op), microbatch])
             slot_read[part, slot] = i

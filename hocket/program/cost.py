@@ -167,9 +167,7 @@ def size_of(part: Part, shapes: Shapes) -> PartSize:
 
 def unit_weights(model: ModelConfig, layout: Layout, unit: Unit, kind: str) -> int:
     """Weights (elements) of one unit of such a layer, whole; of an experts unit those of one expert-parallel rank."""
-    shapes = Shapes(
-        model, 1, layout.ep, copies_of(model, layout.ep, False, 1), STOCK, layout.cp, layout.heads, layout.ring
-    )
+    shapes = Shapes(model, 1, layout.ep, copies_of(model, layout.ep, False, 1), STOCK, layout.cp, layout.heads)
     parts = (EMBED, HEAD) if unit in END_UNITS else layout.by_kind[kind].parts
     return sum(size_of(part, shapes).weights for part in parts if layout.unit(part.name) == unit)
 
@@ -278,7 +276,7 @@ def op_costs(
         if described.communicates:
             assert described.purpose is not None
             rows, room = (tokens * elements * dtype_bytes for elements in (size.output, size.grad))
-            moved = tokens * size.wire * dtype_bytes or rows * (described.ranks - 1) // described.ranks
+            moved = rows * (described.ranks - 1) // described.ranks
             for verb, nbytes, local in (("fwd", rows, size.traffic), ("bwd", room, 2 * size.traffic + size.back)):
                 local_bytes = tokens * local * dtype_bytes
                 table[verb, part, kind] = price.transfer(described.purpose, moved, nbytes, local_bytes)
@@ -302,7 +300,7 @@ def op_costs(
 def shapes_of(model: ModelConfig, layout: Layout, seq: int, hardware: Hardware, dtype_bytes: int) -> Shapes:
     """What the sizes of a plan's parts depend on."""
     copies = copies_of(model, layout.ep, layout.per_rank, dtype_bytes)
-    ways = layout.cp, layout.heads, layout.ring
+    ways = layout.cp, layout.heads
     return Shapes(model, seq, layout.ep, copies, hardware.formulas, *ways, exact=4 // dtype_bytes)
 
 

@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from hocket.program.clone_ops import CLONED
 from hocket.program.linearize import linearize
 from hocket.program.ops import TIED, WHOLE_MATRICES, Key, Layout, Op, Program
 from hocket.program.parts import INPUT
@@ -103,9 +102,6 @@ class _Rank:
         self.trimmed: dict[Key, str] = {}  # value -> the part whose share of it is gone
         self.host: dict[tuple[str, int], Token] = {}  # slot in the host's memory -> the state that lies there
         self.sums: dict[UnitName, list[tuple[int, Gradients]]] = {}  # what was added up, oldest first
-        self.cloned: set[UnitName] = set()  # units behind which weights of clones lie
-        self.away: set[UnitName] = set()  # units of which gradients of clones are not home yet
-        self.homes: dict[UnitName, list[bool]] = defaultdict(list)  # of each reduce: whether they were
 
     def run(self, position: int) -> None:
         op = self.ops[position]
@@ -141,16 +137,12 @@ class _Rank:
                 self._look_updated(unit, op)
                 self.weights[op.part, op.slot] = unit
                 self.resident[unit] = op.slot
-                self.cloned.discard(unit)
-            case "clone" | "home":
-                self._clone(op)
             case "release":
                 self._take(self.resident, unit_moved(op), op, "the weights of")
             case "add":
                 self.sums.setdefault(unit_moved(op), []).append(self._complete_gradient(op))
             case "reduce":
                 added = self.sums.pop(unit_moved(op), [])
-                self.homes[unit_moved(op)].append(unit_moved(op) not in self.away)
                 unit = self._ends_unit() if op.layer < 0 and op.part == EMBED.unit else (op.part, op.layer)
                 self.outcome.reduced[unit] += [*added, self._complete_gradient(op)]
         for p in op.frees:
@@ -178,17 +170,6 @@ class _Rank:
         if place in self.matrices:
             raise ValueError(f"dry run, rank {self.rank}: {op} overwrites matrices of {self.matrices[place][1]}")
         self.matrices[place] = op.verb, unit_moved(op)
-
-    def _clone(self, op: Op) -> None:
-        """Weights of clones lie behind those of the unit; their gradients leave before these are reduced."""
-        unit = unit_moved(op)
-        if op.verb == "home":
-            self.away.discard(unit)
-            return
-        self._look_updated(unit, op)
-        if op.part in self.program.weight_slots and self._look(self.resident, unit, op, "the weights of") != op.slot:
-            raise ValueError(f"dry run, rank {self.rank}: {op} is in another slot than the unit")
-        self.cloned.add(unit)
 
     def _take_matrices(self, where: str, verb: str, op: Op) -> None:
         found = self.matrices.pop((where, op.part, op.slot), None)
@@ -239,8 +220,6 @@ class _Rank:
     def _weights(self, op: Op) -> Unit | None:
         """What the op finds where it looks for its weights."""
         unit = unit_read(op, self.program.layout)
-        if self.program.layout.clones and unit is not None and unit[0] == CLONED and unit not in self.cloned:
-            raise ValueError(f"dry run, rank {self.rank}: {op} finds no weights of clones")
         if unit is not None and unit[0] in self.program.weight_slots:
             unit = self.weights[unit[0], self._look(self.resident, unit, op, "the weights of")]
         elif unit is not None:
@@ -251,8 +230,6 @@ class _Rank:
         unit = unit_written(op, self.program.layout)
         assert unit is not None, f"{op} has no weights"
         self._look_updated(unit, op)
-        if self.program.layout.clones and unit[0] == CLONED:
-            self.away.add(unit)
         owner = (unit, op.microbatch)
         held = self.gradients.get((unit[0], op.slot))
         if held is None or held[:2] != owner:  # overwrites whatever is there
@@ -268,10 +245,7 @@ class _Rank:
         return op.microbatch, gradients
 
     def finish(self) -> None:
-        for unit, homes in self.homes.items():  # each, or the last alone
-            if not all(homes) and any(homes[:-1]):
-                raise ValueError(f"dry run, rank {self.rank}: {unit} is reduced while gradients of clones are away")
-        for name in ("values", "states", "resident", "gradients", "sums", "matrices", "host", "away"):
+        for name in ("values", "states", "resident", "gradients", "sums", "matrices", "host"):
             left = getattr(self, name)
             if left:
                 raise ValueError(
@@ -347,8 +321,6 @@ class _Model:
         if self.layout.cp == 1:
             return self.forward("attn", layer, x)
         keys = self.forward("keys", layer, x)
-        if self.layout.ring:
-            return self.ring_forward(layer, keys)
         kv, queries = self.forward("kv", layer, keys), self.forward("queries", layer, keys)
         if not self.layout.heads:
             return self.forward("attn", layer, kv, queries, keys)
@@ -359,31 +331,12 @@ class _Model:
         g = self.backward("attn", layer, *grads)
         if self.layout.cp == 1:
             return g
-        if self.layout.ring:
-            return self.ring_backward(layer, g)
         if not self.layout.heads:
             queries = self.backward("queries", layer, g)
             return self.backward("keys", layer, self.backward("kv", layer, g), queries, g)
         core = self.backward("core", layer, self.backward("results", layer, g))
         queries = self.backward("queries", layer, self.backward("spread", layer, core), g)
         return self.backward("keys", layer, self.backward("kv", layer, core), queries, g)
-
-    def ring_forward(self, layer: int, keys: Token) -> Token:
-        """Attention to keys that come in stages, behind that to the rank's own."""
-        queries = self.forward("queries", layer, keys)
-        found = self.forward("near", layer, keys, queries)
-        for stage in range(1, self.layout.ring + 1):
-            found = self.forward(f"far{stage}", layer, self.forward(f"kv{stage}", layer, keys), found)
-        return self.forward("attn", layer, found, queries, keys)
-
-    def ring_backward(self, layer: int, g: Token) -> Token:
-        found, came = g, list[Token]()
-        for stage in range(self.layout.ring, 0, -1):
-            found = self.backward(f"far{stage}", layer, found)
-            came.insert(0, self.backward(f"kv{stage}", layer, found))
-        near = self.backward("near", layer, found)
-        queries = self.backward("queries", layer, near, g)
-        return self.backward("keys", layer, came[0], queries, near, *came[1:], g)
 
     def layer_forward(self, layer: int, x: Token) -> Token:
         match self.layout.kinds[layer].partition("_")[0]:

@@ -36,8 +36,6 @@ class PartSize:
     """Elements of the value that fwd produces."""
     grad: int = 0
     """Elements of the value that bwd produces."""
-    wire: int = 0
-    """Elements that a part which communicates gets from other ranks; 0: all of its value but the rank's own share."""
     saved: int = 0
     """Elements that fwd keeps for bwd, its input included."""
     lent: int = 0

@@ -79,7 +79,7 @@ class Hardware:
 
 KIND_OF_GROUPS: Mapping[Purpose, Kind] = {
     "gather_dense": "gather", "gather_experts": "gather", "reduce_dense": "reduce", "reduce_experts": "reduce",
-    "replicas": "reduce", "a2a": "a2a", "clones": "a2a", "clone_grads": "a2a", "tp": "tp", "cp": "gather",
+    "replicas": "reduce", "a2a": "a2a", "tp": "tp", "cp": "gather",
     "pp_fwd": "pp", "pp_bwd": "pp", "control": "reduce",
 }  # fmt: skip
 """What their communication is like."""

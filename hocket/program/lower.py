@@ -6,7 +6,6 @@
     defer_wgrads    expand.py          weight gradients that hide the send
     defer_head      expand.py          those of the head, for when its rank would idle
     shard           shard.py           gather, release, add, reduce; slots
-    clones          clone_ops.py       weights of cloned experts, and their gradients back
     offload         offload.py         copies to the host's memory and back; slots there
     connect         connect.py         dependencies
     free            connect.py         where each value is dropped
@@ -24,7 +23,6 @@ from functools import cache
 from itertools import pairwise
 
 from hocket.config import Config
-from hocket.program.clone_ops import with_clones
 from hocket.program.connect import connect, free, latest_per_lane
 from hocket.program.expand import StepOps, compute_awaits, defer_head, defer_past_send, expand, insert_p2p
 from hocket.program.layer import alone_order, at_once, merged_order, pairs_problem, without_wgrads
@@ -137,14 +135,6 @@ def shard_units(draft: Draft) -> Draft:
     return replace(draft, ranks=ranks, held=held, weight_slots=sharded.weight_slots, grad_slots=sharded.grad_slots)
 
 
-def clone_experts(draft: Draft) -> Draft:
-    """Weights of cloned experts from their owners, and gradients of clones back to them."""
-    if not draft.layout.clones:
-        return draft
-    found = (with_clones(ops, draft.layout, rank, draft.sharding) for rank, ops in enumerate(draft.ranks))
-    return replace(draft, ranks=tuple(found))
-
-
 def offload_saved(draft: Draft) -> Draft:
     """Copies of what parts keep to the host's memory, and back."""
     if not draft.layout.offload:
@@ -170,14 +160,13 @@ PASSES: Mapping[str, Pass] = {
     "defer_wgrads": defer_wgrads,
     "defer_head": defer_heads,
     "shard": shard_units,
-    "clones": clone_experts,
     "offload": offload_saved,
     "connect": connect_lanes,
     "free": free_values,
 }
 """The chain of passes behind every training step, by name, in their order."""
 FORWARD_PASSES: Mapping[str, Pass] = {
-    "expand": expand_forwards, **{name: PASSES[name] for name in ("sends", "shard", "clones", "connect", "free")}
+    "expand": expand_forwards, **{name: PASSES[name] for name in ("sends", "shard", "connect", "free")}
 }  # fmt: skip
 """That of a validation."""
 

@@ -25,9 +25,6 @@ PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
 P2P: tuple[Purpose, ...] = ("pp_fwd", "pp_bwd")
 """Groups of two neighbours in a pipeline: the first rank sends forward, the second one back."""
 
-OF_CLONES: tuple[Purpose, ...] = ("clones", "clone_grads")
-"""Groups that carry weights of cloned experts, and their gradients: between expert-parallel ranks, if there are any."""
-
 HALF = 64 << 20
 """Bytes of a half, through which copy engines move what is gathered, or reduced; there are two for each."""
 SMS, TP_SMS, P2P_SMS = 16, 24, 4
@@ -78,8 +75,7 @@ class Mesh:
 
     Activations go round a ring of pipeline ranks; with `turning`, to the last one and back. Where there are fewer key
     and value heads than tensor-parallel ranks, `sharing` neighbours have the same ones. `shard` of the dp * cp ranks,
-    neighbours, share one copy of the weights; 0: all. With `clones` expert-parallel ranks have clones of each other's
-    experts.
+    neighbours, share one copy of the weights; 0: all.
     """
 
     pp: int = 1
@@ -90,7 +86,6 @@ class Mesh:
     sharing: int = 1
     shard: int = 0
     cp: int = 1
-    clones: bool = False
 
     def __post_init__(self) -> None:
         for axis in ("pp", "dp", "ep", "tp", "cp"):
@@ -168,8 +163,6 @@ class Mesh:
         if purpose in P2P:
             row = self.data * self.tp
             return tuple((p * row + place, q * row + place) for p, q in self.edges for place in range(row))
-        if purpose in OF_CLONES and not self.clones:
-            return tuple((rank,) for rank in range(self.world))
         axes = MeshConfig(pp=self.pp, dp=self.dp, cp=self.cp, ep=self.ep, tp=self.tp, shard=self.shard)
         members, firsts = axes.grid(purpose)
         others = sums(members)

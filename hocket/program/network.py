@@ -37,7 +37,7 @@ from functools import cache
 from hocket.config import Config, MeshConfig, Purpose
 from hocket.program.hardware import HARDWARE, Hardware, Link
 from hocket.program.measured_hardware import read
-from hocket.program.mesh import OF_CLONES, PURPOSES, sums
+from hocket.program.mesh import PURPOSES, sums
 from hocket.sizes import parse_rate, parse_time
 
 BANDWIDTH, LATENCY = "48GB/s", "10us"
@@ -86,8 +86,7 @@ def crossing(c: Config) -> Mapping[Purpose, Spread]:
     each = c.network.ranks_per_host
     if each == "auto" or hosts_of(c) == 1:
         return {}
-    made = (purpose for purpose in PURPOSES if purpose not in OF_CLONES or c.overlap.ep.cloned)
-    spreads = ((purpose, spread_of(c.mesh, purpose, each)) for purpose in made)
+    spreads = ((purpose, spread_of(c.mesh, purpose, each)) for purpose in PURPOSES)
     return {purpose: spread for purpose, spread in spreads if spread.hosts > 1}
 
 
@@ -111,7 +110,7 @@ def hardware_of(config: Config) -> Hardware:
 
 def _is_exchange(c: Config, purpose: Purpose) -> bool:
     """Whether each rank of a group has something else for each of the others."""
-    return purpose in ("a2a", *OF_CLONES) or (purpose == "cp" and c.overlap.cp.method in ("heads", "ring"))
+    return purpose == "a2a" or (purpose == "cp" and c.overlap.cp.method == "heads")
 
 
 def on_one_host(config: Config) -> Hardware:

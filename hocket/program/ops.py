@@ -21,15 +21,14 @@ from hocket.program.transformer import DISPATCHED, EMBED, HEAD, STANDARD, standa
 
 Verb = Literal[
     "fwd", "recompute", "bwd", "wgrad", "send", "recv", "gather", "release", "add", "reduce", "step",
-    "collect", "orthogonalise", "scatter", "update", "offload", "reload", "clone", "home",
+    "collect", "orthogonalise", "scatter", "update", "offload", "reload",
 ]  # fmt: skip
 """fwd, recompute (forward once more, for the backward), offload and reload (of what a part keeps for its backward, to
 the host's memory and back), bwd (input gradients), wgrad (weight gradients), pipeline send
 and recv, gather and release of a unit's weights, add of a unit's gradients to those of earlier microbatches, reduce of
 them over ranks, the optimizer step, and the update of one unit by what the step before has reduced. Where Muon needs
 whole matrices of a sharded unit, three ops come before its update: collect of the averages of its gradients from all
-ranks, orthogonalise of the matrices that are this rank's, and scatter of the results. Where experts are cloned
-(`cloning.py`): clone of their weights from owners, and home of the gradients of clones."""
+ranks, orthogonalise of the matrices that are this rank's, and scatter of the results."""
 
 Lane = str
 """An ordered queue of work: on a GPU a CUDA stream, on a CPU a queue. Sends and receives have lanes of their own,
@@ -56,7 +55,7 @@ TIED = "tied"
 WHOLE_MATRICES = ("collect", "orthogonalise", "scatter")
 """Verbs of what Muon does before it updates a sharded unit, in their order."""
 
-UNIT_VERBS = ("gather", "clone", "release", "add", "home", "reduce", *WHOLE_MATRICES, "update")
+UNIT_VERBS = ("gather", "release", "add", "reduce", *WHOLE_MATRICES, "update")
 """Verbs whose op works on a whole unit, named by `Op.part`."""
 
 
@@ -79,13 +78,12 @@ Key = tuple[str, str, int, int, int]
 class Op(NamedTuple):
     """One operation of one rank.
 
-    `microbatch` counts the residencies of the unit (0, 1, ...) for gather, clone and release. `layer` is the
-    layer's number in the whole model, -1 where no layer is meant. `deps` and `frees` are positions in the
-    same rank's list: ops that must be done before this one, and ops whose output is dropped once this one
-    has been issued. `slot` is the weight slot of a gather, clone or release, the gradient slot of a wgrad, add, home or
-    reduce, the slot of whole matrices of a collect, orthogonalise, scatter, and the update behind them, and the slot
-    in the host's memory of an offload or reload; -1 means none. The step has the chunk of an end whose gradient it adds
-    to what was received as `tied`.
+    `microbatch` counts the residencies of the unit (0, 1, ...) for gather and release. `layer` is the layer's number in
+    the whole model, -1 where no layer is meant. `deps` and `frees` are positions in the same rank's list: ops that must
+    be done before this one, and ops whose output is dropped once this one has been issued. `slot` is the weight slot of
+    a gather or release, the gradient slot of a wgrad, add or reduce, the slot of whole matrices of a collect,
+    orthogonalise, scatter, and the update behind them, and the slot in the host's memory of an offload or reload; -1
+    means none. The step has the chunk of an end whose gradient it adds to what was received as `tied`.
     """
 
     verb: Verb
@@ -110,7 +108,7 @@ class Op(NamedTuple):
 
     def __str__(self) -> str:
         """Short name, for example `bwd attn m3 c1 l5` or `gather experts t0 c1 l5 s2`."""
-        count = "t" if self.verb in ("gather", "clone", "release") else "m"
+        count = "t" if self.verb in ("gather", "release") else "m"
         fields = [
             (count, self.microbatch),
             ("c", self.chunk),
@@ -130,12 +128,10 @@ class Layout:
     the ranks; with `turning`, every other round goes through them backwards, so that with two chunks stages make a V
     and the last rank hands on to itself. The first stage, which has the embedding, and the last, which has the head,
     may be without layers.
-    With `cp` above 1 each rank has a part of every sequence, and layers gather keys and values, exchange `heads`, or
-    get keys and values in so many stages of a `ring`.
+    With `cp` above 1 each rank has a part of every sequence, and layers gather keys and values, or exchange `heads`.
     With `ep == 1` a MoE layer needs no all-to-all, so it has no dispatch and no combine; with `per_rank` rows are sent
     once per token and rank, and nothing of what comes back is kept for backward; with `placed` rows arrive where their
     experts want them, who keep them as they are; with `uncounted` no host waits until it knows how many they are.
-    With `clones` each rank has room for so many copies of other ranks' experts in each MoE layer.
     `tied` says that the head uses the embedding's weights, so that both belong to one unit, whose chunk counts as 0.
     Where the ends are on two ranks both have it: see Note: [One embedding on two ranks] in `shard.py`.
     The parts in `recompute` keep nothing but their inputs from forward to backward: `attn` in all layers, `attn:2` in
@@ -148,14 +144,12 @@ class Layout:
     ep: int = 1
     cp: int = 1
     heads: bool = False
-    ring: int = 0
     bounds: tuple[int, ...] = ()
     tied: bool = False
     turning: bool = False
     per_rank: bool = False
     placed: bool = False
     uncounted: bool = False
-    clones: int = 0
     recompute: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
     types: tuple[LayerKind, ...] = ()
@@ -247,7 +241,7 @@ class Layout:
             return self.types
         moved = {"ep": self.ep, "per_rank": self.per_rank, "placed": self.placed, "uncounted": self.uncounted}
         moved["again"] = self._dispatches_again
-        return standard_types(self.kinds, self.cp, self.heads, self.ring, **moved)
+        return standard_types(self.kinds, self.cp, self.heads, **moved)
 
     @cached_property
     def by_kind(self) -> Mapping[str, LayerKind]:

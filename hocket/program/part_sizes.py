@@ -5,9 +5,7 @@ Letters: D hidden, K top_k, E experts, S tokens of a sequence, R rows.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Literal
 
 from hocket.config import ModelConfig
@@ -46,8 +44,6 @@ class Shapes:
     """Ranks that share a sequence."""
     heads: bool = False
     """Whether these exchange heads."""
-    ring: int = 0
-    """Stages in which these get each other's keys and values; 0: in one piece."""
     exact: int = 2
     """Elements of the dtype of compute that one in fp32 takes the room of."""
     documents: Lengths = ()
@@ -73,8 +69,6 @@ def attention(s: Shapes, mixer: Mixer = "full") -> PartSize:
     """Attention, or what a layer has in place of it, as in a dense layer: all of it, or what parts before it leave."""
     if s.cp == 1:
         return _whole(s, mixer)
-    if s.ring:
-        return _from_stages(s)
     return _from_heads(s) if s.heads else _attended(s, mixer)
 
 
@@ -182,56 +176,6 @@ def _from_heads(s: Shapes) -> PartSize:
     beside = PartSize(traffic=3 * d + 2 * width + 9 * gates, saved=width + gates, kept=d)
     weights = d * width + (d if m.o_bias else 0)
     return plus(beside, PartSize(d * width, weights=weights, rows=width + d, casts=width, output=d, grad=width + gates))
-
-
-def stage_shifts(ranks: int, stages: int) -> tuple[range, ...]:
-    """Of each stage of a ring, by how many ranks before its own are those whose keys a rank gets. Later ones get more.
-
-    The first one is there soonest, and has the rank's own keys to hide under.
-    """
-    each, more = divmod(ranks - 1, stages)
-    bounds = [1 + n * each + max(0, n - (stages - more)) for n in range(stages + 1)]
-    return tuple(range(lo, hi) for lo, hi in pairwise(bounds))
-
-
-def passed(s: Shapes, number: int, mixer: Mixer = "full") -> PartSize:
-    """Keys and values that come in a stage; gradients of the rank's own that come back. Within windows few travel."""
-    m, ranks = s.model, len(stage_shifts(s.cp, s.ring)[number - 1])
-    row = 2 * m.kv_heads * m.head_dim
-    came = row * ranks
-    if mixer == "window":
-        came = min(came, math.ceil(2 * row * m.window * s.cp / s.seq))
-    return PartSize(output=came, wire=came, grad=row)
-
-
-def stage(s: Shapes, number: int, mixer: Mixer = "full") -> PartSize:
-    """Attention of a rank's own queries to keys of a stage, or with 0 to its own, put together with that before.
-
-    With zigzag chunks each rank's keys are as much work. What is found is in fp32. Backward reads the gradient of what
-    was found, and adds up gradients of queries: 4 elements more beside what its kernels do.
-    """
-    m, windowed = s.model, mixer == "window"
-    width, row = m.heads * m.head_dim, 2 * m.kv_heads * m.head_dim
-    ranks = len(stage_shifts(s.cp, s.ring)[number - 1]) if number else 1
-    size = _core(s, windowed, width)
-    if windowed:  # nearly all of it is among the rank's own
-        core = PartSize() if number else PartSize(core=size.core, masked=size.masked)
-    else:
-        core = PartSize(core=size.core * ranks // s.cp, masked=0 if number else size.masked)
-    moved = 4 * s.exact * width  # twice in, twice out
-    back = (_FLASH_BACK + s.exact + 4) * width - 2 * moved
-    kept = 0 if number else width + row
-    found = s.exact * (width + m.heads)
-    return plus(core, PartSize(traffic=moved, back=back, output=found, grad=width + row * ranks, saved=kept))
-
-
-def _from_stages(s: Shapes) -> PartSize:
-    """The projection of what all stages have found, with sinks, and the residual. Gradients go back in fp32."""
-    m = s.model
-    width = m.heads * m.head_dim
-    traffic = (2 * s.exact + 1 if m.sinks else s.exact + 1) * width
-    more = PartSize(weights=m.heads if m.sinks else 0, traffic=traffic, grad=(s.exact - 1) * width)
-    return plus(_from_heads(s), more)
 
 
 def into_heads(model: ModelConfig) -> tuple[int, int]:

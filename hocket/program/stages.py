@@ -7,7 +7,6 @@ from dataclasses import replace
 from hocket.config import COPIED, Config, Purpose, Strategy
 from hocket.program.capacity import rows_allowed, rows_evenly
 from hocket.program.clock import at_clock
-from hocket.program.clone_costs import with_clones
 from hocket.program.copies import SCALE_BYTES, copies_of
 from hocket.program.cost import CostTable, Measurement, OpCost, groups_of, op_costs
 from hocket.program.fp8_costs import Fp8
@@ -18,7 +17,6 @@ from hocket.program.ops import HOST, Layout
 from hocket.program.schedule import CostKey
 from hocket.program.shard import Sharding
 from hocket.program.tensor_costs import model_of_rank, model_of_ranks, with_tensors
-from hocket.program.transformer import STAGES
 
 
 def mesh_of(config: Config) -> Mesh:
@@ -26,7 +24,7 @@ def mesh_of(config: Config) -> Mesh:
     m, keys = config.mesh, config.model.heads if config.model.latent else config.model.kv_heads
     sharing = max(1, m.tp // keys)
     shared = {"sharing": sharing, "shard": m.shard, "cp": m.cp}
-    return Mesh(m.pp, m.dp, m.ep, m.tp, turning=config.plan.turning, clones=config.overlap.ep.cloned > 0, **shared)
+    return Mesh(m.pp, m.dp, m.ep, m.tp, turning=config.plan.turning, **shared)
 
 
 def layout_of(config: Config) -> Layout:
@@ -44,13 +42,11 @@ def layout_of(config: Config) -> Layout:
         ep=config.mesh.ep,
         cp=config.mesh.cp,
         heads=config.mesh.cp > 1 and config.overlap.cp.method == "heads",
-        ring=min(STAGES, config.mesh.cp - 1) if config.overlap.cp.method == "ring" else 0,
         bounds=tuple(bounds) if config.plan.split else (),
         tied=config.model.tied,
         turning=config.plan.turning,
         placed=uncounted or (away and written and not per_rank),
         uncounted=uncounted,
-        clones=config.overlap.ep.cloned if away else 0,
         recompute=tuple(part for part in config.plan.recompute if part != "auto"),
         offload=tuple(part for part in config.plan.offload if part != "auto"),
         per_rank=away and per_rank,
@@ -99,8 +95,6 @@ def costs_of(config: Config, hardware: Hardware, measured: Measurement | None = 
         costs = with_tensors(costs, op_costs(model_of_rank(config), *sizes), config, hardware, layout)
     if config.optimizer.name == "muon":
         costs = with_muon(costs, config.model, layout, sharding_of(config), hardware, config.element_bytes)
-    if layout.clones:
-        costs = with_clones(costs, config.model, layout, sharding_of(config), hardware, config.element_bytes)
     if config.mesh.replicas > 1:
         costs = _with_replicas(costs, config, hardware)
     if config.precision.dispatch == "fp8":
@@ -263,8 +257,6 @@ def carried_by(key: CostKey, layout: Layout) -> Purpose | None:
             return "pp_fwd"
         case "recv", _:
             return "pp_bwd"
-        case (("clone" | "home"), _):
-            return "clones" if verb == "clone" else "clone_grads"
         case (("gather" | "reduce" | "collect" | "scatter"), _):
             return groups_of(part)[verb != "gather"]
     found = layout.by_kind[kind].by_name.get(part) if kind else None

@@ -39,9 +39,11 @@ _APART = ("kinds", "bounds", "types")
 """Fields of a layout that have lines of their own."""
 _SIZES = {f.name: type(f.default) for f in fields(Layout) if f.name not in _APART}
 """Fields of the line `layout`, with their types: numbers, flags, and names joined by commas. Flags and names that say
-nothing are left out, but for `tied`; so are a `cp` of 1, a `ring` of 0 and no `clones`."""
+nothing are left out, but for `tied`; so is a `cp` of 1."""
 
-_LEFT_OUT = {"cp": 1, "ring": 0, "clones": 0}
+_LEFT_OUT = {
+    "cp": 1,
+}
 
 
 def to_text(program: Program) -> str:

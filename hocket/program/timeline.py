@@ -32,7 +32,7 @@ _LEGEND = (
     "! exposed for half of a character's time, : for a tenth"
 )
 _LETTERS = {
-    "wgrad": "w", "add": "w", "gather": "g", "clone": "g", "collect": "g", "reduce": "r", "home": "r", "scatter": "r",
+    "wgrad": "w", "add": "w", "gather": "g", "collect": "g", "reduce": "r", "scatter": "r",
     "offload": "o", "reload": "l", "step": "S", "orthogonalise": "S", "update": "S",
 }  # fmt: skip
 """Of verbs that mean the same whatever they work on."""

@@ -41,56 +41,19 @@ GATHERED = "kv"
 DISPATCHED = "dispatch"
 """Experts' rows: made of tokens, and sent where they are on other ranks."""
 
-STAGES = 3
-"""Stages of a ring at most: in each come keys of some ranks, so that calls of attention do not become too small."""
-_STAGE_LETTERS = (("g", "x"), ("v", "y"), ("w", "z"))
-"""Of what comes in a stage, and of its attention."""
 
-
-def _in_stages(ranks: int, stages: int) -> tuple[Part, ...]:
-    """Parts of attention whose keys and values come in stages: `kv1` while `near` attends to the rank's own.
-
-    A stage is sent before attention of the one before begins, and its gradients leave beside that one's backward.
-    """
-    own = Part(
-        "near", "n", ("keys.kv", "queries.queries"), outputs=("queries", "found", "lse"), takes=("documents",),
-        makes=("final",), size=partial(sizes.stage, number=0),
-    )  # fmt: skip
-    order, found, came = list[Part](), [own], list[Part]()
-    for number, (sent, met) in enumerate(_STAGE_LETTERS[:stages], 1):
-        reads = (f"kv{number}", *(f"{found[-1].name}.{output}" for output in own.outputs))
-        came.append(
-            Part(
-                f"kv{number}", sent, (f"keys.kv{number}",), takes=("documents",), lane="cp", purpose="cp", ranks=ranks,
-                size=partial(sizes.passed, number=number),
-            )
-        )  # fmt: skip
-        found.append(
-            Part(
-                f"far{number}", met, reads, outputs=own.outputs if number < stages else own.outputs[1:],
-                takes=("documents", "final"), kept=(f"fwd kv{number}",), size=partial(sizes.stage, number=number),
-            )
-        )  # fmt: skip
-    for number, part in enumerate(found, 1):
-        order += [part, *came[number : number + 1]]
-    return (came[0], *order)
-
-
-def _shared_sequences(kind: LayerKind, ranks: int, heads: bool, stages: int) -> LayerKind:
+def _shared_sequences(kind: LayerKind, ranks: int, heads: bool) -> LayerKind:
     """The same kind where ranks share sequences: its first part is cut where keys and values are gathered.
 
     Queries are made while these travel. Gradients of queries are, too, while those of keys and values do. With `heads`
     queries travel as well, and `core` has all tokens of some heads; what it finds goes back to the ranks of the tokens.
-    With `stages` keys and values come in as many, and attention goes on with what has come.
     """
     attn = kind.entry
     away = partial(Part, lane="cp", purpose="cp", ranks=ranks)
-    parts = _in_stages(ranks, stages) if stages else ()
-    came = tuple(part.name for part in parts if part.communicates) or (GATHERED,)
     made = (
         Part(
-            "keys", "k", outputs=("kv", *(came if stages else ()), "normed", "residual"), takes=("documents",),
-            unit="dense", kept=(INPUT,), wgrad_kept=tuple(f"bwd {name}" for name in came), products=("qkv",),
+            "keys", "k", outputs=("kv", "normed", "residual"), takes=("documents",),
+            unit="dense", kept=(INPUT,), wgrad_kept=(f"bwd {GATHERED}",), products=("qkv",),
             size=sizes.keys,
         ),
         away(GATHERED, "g", ("keys.kv",), recomputable=not heads, size=sizes.kv),
@@ -108,11 +71,8 @@ def _shared_sequences(kind: LayerKind, ranks: int, heads: bool, stages: int) -> 
             away("results", "r", ("core",), size=sizes.spread),
         )
         reads = ("results",)
-    if stages:
-        made, last = (made[0], parts[0], made[2], *parts[1:]), parts[-1].name
-        reads = (f"{last}.found", f"{last}.lse")
     rest = replace(
-        attn, reads=(*reads, "queries.gates", "keys.residual"), takes=(*attn.takes, *(["final"] if stages else [])),
+        attn, reads=(*reads, "queries.gates", "keys.residual"),
         shares_input=True, kept=tuple(dict.fromkeys((INPUT, *attn.kept))),
         products=tuple(p for p in attn.products if p != "qkv"),
     )  # fmt: skip
@@ -175,7 +135,7 @@ STANDARD = ("dense", "moe")
 window, or with a gated delta net in place of attention."""
 
 
-_MIXING = ("attn", "core", "near", *(f"{part}{n}" for part in ("kv", "far") for n in range(1, STAGES + 1)))
+_MIXING = ("attn", "core")
 """Parts that cost something else with another mixer."""
 
 
@@ -191,15 +151,14 @@ def _with(kind: LayerKind, mixer: sizes.Mixer) -> LayerKind:
 
 @lru_cache
 def standard_types(
-    kinds: tuple[str, ...], cp: int = 1, heads: bool = False, ring: int = 0, **moved: bool | int
+    kinds: tuple[str, ...], cp: int = 1, heads: bool = False, **moved: bool | int
 ) -> tuple[LayerKind, ...]:
     """The descriptions of hocket's own kinds among `kinds`.
 
-    `cp` ranks share sequences, and exchange `heads`, gather keys and values, or get them in so many stages of a
-    `ring`; `moved` is as for `moe`.
+    `cp` ranks share sequences, and exchange `heads` or gather keys and values; `moved` is as for `moe`.
     """
     own = (DENSE, moe(**moved))  # type: ignore[arg-type]
     if cp > 1:
-        own = tuple(_shared_sequences(kind, cp, heads, ring) for kind in own)
+        own = tuple(_shared_sequences(kind, cp, heads) for kind in own)
     others = (_with(kind, mixer) for mixer in ("window", "delta") for kind in own)
     return tuple(kind for kind in (*own, *others) if kind.name in kinds)

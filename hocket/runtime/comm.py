@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hocket.config import COPIED
-from hocket.program.mesh import OF_CLONES, P2P, PURPOSES, Mesh, Purpose
+from hocket.program.mesh import P2P, PURPOSES, Mesh, Purpose
 from hocket.runtime.blocks import Blocks, HostBlocks
 from hocket.runtime.collective_copies import CopiedCollectives
 from hocket.runtime.exchanges import Issued, Words
@@ -221,8 +221,6 @@ class Groups:
     reduce_experts: Group
     replicas: Group
     a2a: Group
-    clones: Group
-    clone_grads: Group
     tp: Group
     cp: Group
     control: Group
@@ -389,10 +387,9 @@ def _warm_collectives(group: Group, rows: Tensor, copies: bool = True) -> None:
             group.sum_parts(each, torch.empty_like(each[0])).wait()
         if group.name == "tp":
             _warm_tokens(group, rows[:1])
-    elif group.name in ("a2a", *OF_CLONES):
+    elif group.name == "a2a":
         _warm_exchange(group, rows)
-        if group.name == "a2a":
-            group.all_counts(rows[:, :1].long())
+        group.all_counts(rows[:, :1].long())
     else:
         group.all_reduce(rows).wait()
 

@@ -163,8 +163,7 @@ def grouped_wgrad(
 ) -> None:
     """Write `scale * x[rows of e].T @ g[rows of e]` to `out[e]`, or add it, for every expert.
 
-    All of `out` is written: an expert without rows gets zeros. So gradients may be sent from memory that held others,
-    and those of clones may be added to (`home`).
+    All of `out` is written: an expert without rows gets zeros. So gradients may be sent from memory that held others.
     """
     if _writes_itself(x_RD, g_RF, out_EDF, add):
         from hocket.kernels.grouped import weight_gradients

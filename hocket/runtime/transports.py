@@ -12,7 +12,6 @@ the chip, with room left for compute. Each lane runs one collective at a time, h
 tp 24, cp 16, the four pipeline sends and receives 4 each, and the two sends behind the turn of a V, control after
 everything else. That is at most 112 of the 132 SMs of a Hopper. 16 is also the number at which NCCL still reaches the
 bandwidth of its default; 8 lose a third.
-Clones of experts travel on the lanes of gathers and reduces, so they add nothing.
 Groups on copy engines (`collective_copies.py`) hold no SM: their ranks wait for each other in the stream, not in a
 kernel, and the kernel that sums what has arrived waits for nobody. So they need no place in this sum. Nor do pipeline
 sends that are copies (`p2p_copies.py`).

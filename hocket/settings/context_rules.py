@@ -58,22 +58,11 @@ HEADS_RULES: tuple[Rule, ...] = (
 )
 """What an exchange of heads needs. A choice by cost asks them too."""
 
-RING_RULES: tuple[Rule, ...] = (
-    Rule(
-        (METHOD, "model.kv_lora_rank"),
-        lambda c, h: _shared(c) and c.overlap.cp.method == "ring" and c.model.latent,
-        "each stage would have to make keys and values of the latents that came, with weights that one part has",
-        "overlap.cp.method = gather",
-    ),
-)
-"""What keys and values in stages need. A choice by cost asks them too."""
-
 CONTEXT_RULES: tuple[Rule, ...] = (
     *HEADS_RULES,
-    *RING_RULES,
     Rule(
         (METHOD, "mesh.cp"),
-        lambda c, h: not _shared(c) and c.overlap.cp.method in ("heads", "ring"),
+        lambda c, h: not _shared(c) and c.overlap.cp.method == "heads",
         "no effect: mesh.cp = 1, so every rank has its sequences whole",
         "mesh.cp above 1, or leave it out",
         only_if_set=True,

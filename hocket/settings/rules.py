@@ -12,7 +12,6 @@ from hocket.config import Config
 from hocket.config.bounds import MOST_RANKS
 from hocket.program.layer import order_problem
 from hocket.settings.architecture_rules import ARCHITECTURE_RULES, has_experts
-from hocket.settings.clone_rules import CLONE_RULES
 from hocket.settings.context_rules import CONTEXT_RULES
 from hocket.settings.fp8_rules import FP8_RULES
 from hocket.settings.graph_rules import GRAPH_RULES
@@ -217,7 +216,6 @@ RULES: tuple[Rule, ...] = (
     ),
     *PLAN_RULES,
     *OVERLAP_RULES,
-    *CLONE_RULES,
     # Data
     Rule(
         ("data.paths",),

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from typing import get_args
 
-from hocket.config import COPIED, Config, Purpose
-from hocket.program.mesh import OF_CLONES
+from hocket.config import COPIED, Purpose
 from hocket.settings.network_rules import leaves_host
 from hocket.settings.rule import Rule
-
-
-def _alone(c: Config, purpose: Purpose) -> bool:
-    """Whether every group of a purpose has one rank."""
-    return c.mesh.members(purpose) == 1 or (purpose in OF_CLONES and not c.overlap.ep.cloned)
-
 
 TRANSPORT_RULES: tuple[Rule, ...] = (
     Rule(
@@ -78,7 +71,7 @@ TRANSPORT_RULES: tuple[Rule, ...] = (
     *(
         Rule(
             ("train.slow_groups", "mesh.pp", "mesh.dp", "mesh.ep"),
-            lambda c, h, purpose=purpose: purpose in c.train.slow_groups and _alone(c, purpose),
+            lambda c, h, purpose=purpose: purpose in c.train.slow_groups and c.mesh.members(purpose) == 1,
             f"no effect: on this mesh every group of {purpose} has one rank",
             f"leave out {purpose}, or another mesh",
         )

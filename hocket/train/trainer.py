@@ -125,7 +125,6 @@ class Trainer:
         for layer, share in engine.balance.shares().items():
             if layer in more.get("shares", {}):
                 share.copy_(torch.tensor(more["shares"][layer]))
-        engine.balance.go_on(more.get("loads", {}))
         engine.sharded.refresh()
 
     def run(self) -> int:
@@ -373,14 +372,12 @@ class Trainer:
         """What a checkpoint of now holds beside tensors."""
         guard = self.engine.optimizer.guard
         shares = everyone({layer: share.tolist() for layer, share in self.engine.balance.shares().items()})
-        loads = everyone(self.engine.balance.rows())
         more = {
             "skipped": int(guard.total),
             "norms": guard.norms,
             "in_a_row": self._in_a_row,
             "rewinds": self._rewinds,
             "shares": {layer: share for of_rank in shares for layer, share in of_rank.items()},
-            "loads": {layer: rows for of_rank in loads for layer, rows in of_rank.items()},
             "held_out": self._held_out,
             "samples": self.text.samples,
             RUN: self.number,

@@ -49,7 +49,7 @@ from hocket.program.p2p import smallest_cover, stride_price
 from hocket.program.schedule import Time
 from hocket.program.stages import carried_by, gathered_units, layout_of
 from hocket.program.transformer import GATHERED
-from hocket.settings.context_rules import HEADS_RULES, METHOD, RING_RULES
+from hocket.settings.context_rules import HEADS_RULES, METHOD
 from hocket.settings.decision import Choice
 from hocket.settings.plan_rules import (
     few_microbatches,
@@ -119,32 +119,17 @@ def choose_context(c: Config, host: Host, trials: Trials) -> tuple[str, str]:
         return "gather", ""
     if GATHERED in recomputed_parts(c):
         return "gather", f"plan.recompute = {show(c.plan.recompute)} means that keys and values are gathered"
-    steps, refused = {"gather": trials.step(changed(c, {METHOD: "gather"}))}, list[str]()
-    for method, (what, rules) in _OTHER_METHODS.items():
-        way = changed(c, {METHOD: method})
-        if broken := next((rule for rule in rules if rule.broken(way, host)), None):
-            refused.append(f"{what}: {rule_text(broken.reason, way, host)}")
-        else:
-            steps[method] = trials.step(way)
-    if len(steps) == 1:
-        return "gather", "; ".join(refused)
-    kept, memory = steps["gather"], memory_of(c, host)
-    *first, last = (f"{duration(step.seconds)} with {method}" for method, step in steps.items())
-    count = f"{kept.microbatches} microbatches take" if kept.microbatches > 1 else "1 microbatch takes"
-    times = "; ".join([f"{count} {', '.join(first)} and {last}", *refused])
-    best = min(steps, key=lambda method: float(steps[method].seconds))
-    if steps[best].seconds > (1 - WORTH) * kept.seconds:
+    way = changed(c, {METHOD: "heads"})
+    if broken := next((rule for rule in HEADS_RULES if rule.broken(way, host)), None):
+        return "gather", f"heads cannot be exchanged: {rule_text(broken.reason, way, host)}"
+    gather, heads, memory = trials.step(changed(c, {METHOD: "gather"})), trials.step(way), memory_of(c, host)
+    count = f"{gather.microbatches} microbatches take" if gather.microbatches > 1 else "1 microbatch takes"
+    times = f"{count} {duration(gather.seconds)} with gather and {duration(heads.seconds)} with heads"
+    if heads.seconds > (1 - WORTH) * gather.seconds:
         return "gather", times
-    if memory and not steps[best].fits(memory) and kept.fits(memory):
-        return "gather", f"{times}; {best} would need {gib(steps[best].nbytes)} of {gib(memory)}"
-    return best, times
-
-
-_OTHER_METHODS = {
-    "heads": ("heads cannot be exchanged", HEADS_RULES),
-    "ring": ("keys and values cannot come in stages", RING_RULES),
-}
-"""What a method that is not gather needs, and how to begin to say why it cannot be had."""
+    if memory and not heads.fits(memory) and gather.fits(memory):
+        return "gather", f"{times}; heads would need {gib(heads.nbytes)} of {gib(memory)}"
+    return "heads", times
 
 
 _LEAST: Strategy = "optim_grads_params"

@@ -95,7 +95,7 @@ def _groups(c: Config, known: Known) -> Sequence[int]:
 
 def recomputed(c: Config) -> tuple[tuple[str, ...], ...]:
     """Every set of parts, the smaller ones first. Dense MLPs in pieces keep little that could be made again."""
-    parts = recomputable(c.model.kinds(), 1 if c.overlap.cp.method in ("heads", "ring") else c.mesh.cp)
+    parts = recomputable(c.model.kinds(), 1 if c.overlap.cp.method == "heads" else c.mesh.cp)
     parts = tuple(part for part in parts if part != "mlp" or c.plan.of_mlp == 1)
     return tuple(some for count in range(len(parts) + 1) for some in combinations(parts, count))
 
@@ -142,7 +142,7 @@ GROUPS: tuple[tuple[Choice, ...], ...] = (
         Choice("overlap.pp.defer_layers", lambda c, known: (0, 1, 2, -1)),
         Choice("overlap.pp.defer_parts", lambda c, known: ("attn", "all")),
     ),
-    (Choice("overlap.cp.method", lambda c, known: ("gather", "heads", "ring") if c.mesh.cp > 1 else ()),),
+    (Choice("overlap.cp.method", lambda c, known: ("gather", "heads") if c.mesh.cp > 1 else ()),),
     (Choice("plan.layers_per_stage", _splits),),
     (Choice("plan.offload", lambda c, known: offloaded(c)), Choice("plan.recompute", lambda c, known: recomputed(c))),
     (Choice("plan.recompute", lambda c, known: _in_fewer_layers(c.plan.recompute, c)),),

@@ -36,8 +36,6 @@ Price = Callable[[Config], CostTable]
 _USABLE = 0.9
 """Share of the memory that values may fill as predicted: the allocator and libraries need the rest."""
 
-_MOVED = ("gather", "clone", "home", "reduce")
-"""Verbs of what is moved beside rows and activations."""
 _TOLD = {
     "plan.graphs": "off",
     "plan.layers_per_stage": (),
@@ -223,10 +221,11 @@ class Predicted:
 
     @cached_property
     def moved(self) -> int:
-        """Bytes of gathers and reduces, and of clones."""
+        """Bytes of gathers and reduces."""
         table, kinds = self._trials.costs(self._config).table, self._program.layout.kinds
         return max(
-            sum(table[cost_key(op, kinds)].wire_bytes for op in ops if op.verb in _MOVED) for ops in self._program.ranks
+            sum(table[cost_key(op, kinds)].wire_bytes for op in ops if op.verb in ("gather", "reduce"))
+            for ops in self._program.ranks
         )
 
     @cached_property

@@ -151,7 +151,7 @@ def _refused(rank: int) -> list[str]:
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     refused(lambda: hocket.context_parallel(model_of("llama", rope_parameters=dynamic), group))
     refused(lambda: hocket.context_parallel(model_of("llama", num_key_value_heads=1), group, method="heads"))
-    refused(lambda: hocket.context_parallel(model_of("llama"), group, method="rings"))
+    refused(lambda: hocket.context_parallel(model_of("llama"), group, method="ring"))
     model = model_of("llama")
     hocket.context_parallel(model, group)
     refused(lambda: hocket.context_parallel(model, group))
@@ -174,14 +174,12 @@ def _two(rank: int) -> tuple[list[str], list[str]]:
     wrong += _families(rank, ("qwen3", "mixtral"), True, "heads", True) + _families(
         rank, ("llama",), False, "heads", False
     )
-    wrong += _families(rank, FAMILIES, True, "ring", False) + _families(rank, ("olmo3",), False, "ring", True)
     return wrong, _refused(rank)
 
 
 def _four(rank: int) -> list[str]:
-    """Stages that have keys of several ranks, windows, and meetings of many chunks."""
-    kinds = ("llama", "olmo3", "qwen3")
-    return _families(rank, kinds, True, "ring", True) + _families(rank, kinds, False, "ring", False)
+    """Windows and documents over chunks of several ranks."""
+    return _families(rank, ("olmo3", "qwen3"), True, "gather", True)
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +191,7 @@ def test_loss_and_gradients_are_those_of_the_whole_model(two: list[tuple[list[st
     assert [wrong for wrong, _ in two] == [[], []]
 
 
-def test_stages_bring_keys_of_four_ranks() -> None:
+def test_four_ranks_have_keys_of_all() -> None:
     assert run_ranks(_four, 4) == [[]] * 4
 
 
@@ -202,7 +200,7 @@ def test_what_would_be_wrong_is_refused_by_name(two: list[tuple[list[str], list[
     for pattern, *each in zip(
         (
             "Linear of type None", "Gemma2ForCausalLM of type gemma2", "attention_dropout", "router_logits",
-            "rope_type .*dynamic", "num_key_value_heads=1", "method='rings'", "called on this model before",
+            "rope_type .*dynamic", "num_key_value_heads=1", "method='ring' must be", "called on this model before",
             "attention_mask .* leave it out", "use_cache", "return_dict", "inputs_embeds",
             r"labels has shape \(1, 32\)", "different batches", r"^ranks \[1\]|^use_cache",
             "outside of a call", "31 tokens cannot be cut",

@@ -177,7 +177,6 @@ def test_a_model_on_the_wrong_device(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"train.sequencs": 2}, r"train.sequencs = 2 \(plan_model\): no such setting; fix: train.sequences"),
         ({"data.packing": "on"}, r"data.packing = on"),
         ({"mesh.pp": 3}, r"mesh.tp = 3: 1 rank has started, without a process group; fix: .* 3, or a mesh of 1$"),
-        ({"overlap.ep.clones": 1}, r"clones = 1: layers of others route their rows themselves; fix: .*clones = 0$"),
         ({"mesh.ep": 2}, r"mesh.ep = 2: Model has no layer with experts; fix: mesh.ep = 1$"),
         ({3: 4}, r"3 = 4 \(plan_model\): no such setting"),
         ([("mesh.dp", 2)], r"settings = \[.* \(plan_model\): no values by dotted name"),

@@ -21,7 +21,6 @@ from hocket.runtime.lanes import CudaLanes
 from hocket.settings.schema import changed
 from tests.helpers.plans import planned, small
 from tests.helpers.ranks import run_ranks
-from tests.test_ring import in_stages
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -51,29 +50,7 @@ def test_chunks_attend_as_whole_sequences_do(window: int, sinks: bool) -> None:
             torch.testing.assert_close(found, wanted[chunk.start : chunk.stop], rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("window", [0, 100])
-@pytest.mark.parametrize("sinks", [False, True])
-def test_stages_find_what_whole_sequences_do(window: int, sinks: bool) -> None:
-    """Flash attention of keys that stand before all queries, put together, and its gradients."""
-    batch, length, ranks, heads, width = 2, 1024, 4, 8, 64
-    generator = torch.Generator().manual_seed(0)
-    documents = documents_of(torch.randint(3, (batch, length), generator=generator).sort(1).values)
-    sizes = ((heads, width), (2 * 2 * width,), (heads, width))
-    q, kv, grad = (torch.randn(batch * length, *size, generator=generator).to(CUDA, torch.bfloat16) for size in sizes)
-    sink = torch.randn(heads, generator=generator).to(CUDA, torch.bfloat16) if sinks else None
-    given = [x.requires_grad_() for x in (q, kv, sink) if x is not None]
-    k, v = kv.view(-1, 2, 2, width).unbind(1)
-    seen = documents.to(CUDA)
-    plain = attend(q, k, v, seen, window) if sink is None else attend_with_sinks(q, k, v, sink, seen, window)
-    told = [context_of(documents.to(CUDA), zigzag(batch, length, ranks), rank) for rank in range(ranks)]
-    out, _ = in_stages(q, kv, told, window, sink)
-    torch.testing.assert_close(out, plain, rtol=2e-2, atol=2e-2)
-    both = (torch.autograd.grad(x, given, grad, retain_graph=True) for x in (out, plain))
-    for mine, theirs in zip(*both, strict=True):
-        assert (mine.float() - theirs.float()).norm() < 2e-2 * theirs.float().norm()
-
-
-Method = Literal["gather", "heads", "ring"]
+Method = Literal["gather", "heads"]
 
 
 def settings(cp: int, method: Method, recompute: tuple[str, ...], graphs: str = "off") -> Config:
@@ -115,7 +92,7 @@ def norms(rank: int, c: Config, steps: int = 3, delayed: bool = False) -> list[t
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize(
     ("method", "recompute"),
-    [("gather", ()), ("gather", ("kv",)), ("gather", ("attn", "kv")), ("heads", ("attn",)), ("ring", ())],
+    [("gather", ()), ("gather", ("kv",)), ("gather", ("attn", "kv")), ("heads", ("attn",))],
 )
 def test_two_ranks_learn_what_one_does(method: Method, recompute: tuple[str, ...]) -> None:
     one, two = (run_ranks(norms, cp, settings(cp, method, recompute), backend="nccl")[0] for cp in (1, 2))
@@ -126,9 +103,9 @@ def test_two_ranks_learn_what_one_does(method: Method, recompute: tuple[str, ...
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("transport", ["nccl", "copy_engine"])
-@pytest.mark.parametrize("method", ["gather", "heads", "ring"])
+@pytest.mark.parametrize("method", ["gather", "heads"])
 def test_replayed_steps_learn_what_issued_ones_do(method: Method, transport: str) -> None:
-    """Keys, heads and stages that a graph moves: one of seven steps is recorded, and later ones have other text."""
+    """Keys and heads that a graph moves: one of seven steps is recorded, and later ones have other text."""
     asked = (changed(settings(2, method, (), graphs), {"train.transport": transport}) for graphs in ("off", "on"))
     plain, replayed = (run_ranks(norms, 2, c, 7, backend="nccl")[0] for c in asked)
     assert replayed[:3] == plain[:3]
@@ -137,7 +114,7 @@ def test_replayed_steps_learn_what_issued_ones_do(method: Method, transport: str
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("method", ["gather", "heads", "ring"])
+@pytest.mark.parametrize("method", ["gather", "heads"])
 def test_copy_engines_move_what_nccl_does(method: Method) -> None:
     """Under random delays the bits of copies without, and NCCL's numbers: it rounds sums that copies keep in fp32."""
     plain = settings(2, method, ())

@@ -56,8 +56,6 @@ OTHERS: dict[str, Config] = {
     "pairs at the ends": planned(BASE, merge_ends="on", group=4, defer_layers=1),
     "the head's weight gradients at the end": planned(BASE, defer_head=-1),
     "recomputed": planned(BASE, recompute=("attn", "experts", "mlp")),
-    "clones": planned(BASE, clones=1),
-    "clones, gathered once": planned(BASE, clones=2, strategy="optim", update="next_step"),
     "one copy per rank": planned(changed(BASE, {"model.top_k": 4}), copies="per_rank"),
     "gradients that travel in fp32": changed(BASE, {"precision.wire": "fp32"}),
     "zb_h1": planned(APART, order="zb_h1", chunks=1),
@@ -95,10 +93,6 @@ TWO: dict[str, Config] = {
         changed(EXPERTS, {"precision.dispatch": "fp8", "model.top_k": 4}), copies="per_rank"
     ),
     "tokens sent in fp8, counted by devices": planned(changed(EXPERTS, {"precision.dispatch": "fp8"}), splits="device"),
-    "clones": planned(EXPERTS, clones=1),
-    "clones, one copy per rank": planned(changed(EXPERTS, {"model.top_k": 4}), clones=2, copies="per_rank"),
-    "clones, updates in the next step": planned(EXPERTS, clones=1, update="next_step"),
-    "clones, copy_engine": planned(COPIED, clones=1),
     "nccl": EXPERTS,
     "copy_engine": COPIED,
     "updates in the next step": planned(EXPERTS, update="next_step"),
@@ -153,7 +147,7 @@ def compare(rank: int, config: Config, seeds: int) -> dict[str, Any]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # pyrefly: ignore
     plain = dataclasses.replace(config, plan=PlanConfig(chunks=config.plan.chunks), overlap=OverlapConfig())
-    same = ("overlap.dp.strategy", "overlap.ep.copies", "overlap.ep.clones")
+    same = ("overlap.dp.strategy", "overlap.ep.copies")
     same_sums = {name: leaf(config, name) for name in same}
     sequential = Engine(
         changed(plain, {"plan.order": "sequential", "precision.gather": "bf16", **PLAIN, **same_sums}), rank, device

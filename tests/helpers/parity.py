@@ -120,8 +120,7 @@ def assert_parity(c: Config, batches: list[list[list[Batch]]] | None = None) -> 
     wire = DTYPES.get(c.precision.wire)
     clip = c.train.clip or math.inf
     how = clip, adamw, strategy, per_rank, wire, c.mesh.shard, linears_of(c), c.precision.dispatch == "fp8"
-    apart, clones = bool(layout_of(c).apart), layout_of(c).clones
-    plain = Reference(c.model, c.mesh.dp, c.mesh.ep, dtype, 0, *how, apart, clones)
+    plain = Reference(c.model, c.mesh.dp, c.mesh.ep, dtype, 0, *how, bool(layout_of(c).apart))
     reference = plain.run(batches)
     ranks = run_ranks(train, c.mesh.pp * c.mesh.dp, c, batches)
     compare(reference, ranks)

@@ -78,13 +78,6 @@ def per_rank() -> None:
         label_grads(labelled, 16, row)
 
 
-def clones() -> None:
-    from hocket.kernels.clones import divide_rows
-
-    for ranks, local, most in ((2, 64, 2), (8, 5, 24)):
-        divide_rows(of(torch.int64, ranks * local), of(torch.int64, most), of(torch.int64, most), ranks, most)
-
-
 def routing() -> None:
     from hocket.kernels.routing import choose, regroup
 
@@ -221,7 +214,6 @@ def of(dtype: torch.dtype, *shape: int) -> Tensor:
 
 CALLS: list[Callable[[], None]] = [
     rows,
-    clones,
     per_rank,
     routing,
     router,

@@ -121,7 +121,6 @@ def _case(source: Any, most_ranks: int) -> Case:
     microbatches, sharding = among(range(fewest, fewest + 8)), Sharding(among((1, 2)), among((1, 2)), strategy)
     sharding = replace(sharding, muon=len(layout.kinds) % 2 == 1)
     updates = among(("end", "next_step"))
-    layout = replace(layout, clones=among((0, 1)) if layout.ep > 1 and not layout.uncounted else 0)
     return Case(layout, microbatches, planned(config, update=updates), sharding)
 
 

@@ -16,7 +16,7 @@ from hocket.machine import host_for_plan
 from hocket.planning import as_json, network, program_of, report
 from hocket.program.cost import CostTable
 from hocket.program.hardware import H200, HARDWARE
-from hocket.program.mesh import OF_CLONES, Mesh
+from hocket.program.mesh import Mesh
 from hocket.program.network import STEP, Spread, crossing, hardware_of, hosts_of, spread_of
 from hocket.program.simulate import simulate
 from hocket.program.stages import costs_of
@@ -51,7 +51,7 @@ def meshes(draw: st.DrawFn) -> tuple[MeshConfig, int]:
 @given(meshes(), st.booleans())
 def test_groups_are_on_the_hosts_on_which_their_ranks_are(drawn: tuple[MeshConfig, int], turning: bool) -> None:
     m, each = drawn
-    mesh = Mesh(m.pp, m.dp, m.ep, m.tp, turning=turning, shard=m.shard, cp=m.cp, clones=True)
+    mesh = Mesh(m.pp, m.dp, m.ep, m.tp, turning=turning, shard=m.shard, cp=m.cp)
     for purpose in PURPOSES:
         groups = mesh.groups(purpose)
         found = spread_of(m, purpose, each)
@@ -108,7 +108,7 @@ def test_rings_have_the_adapters_of_all_their_ranks_and_others_their_own() -> No
     found = settled("qwen3_30b_a3b", **base, mesh__ep=8)
     links, usual = hardware_of(found), H200.links
     assert hosts_of(found) == 4
-    assert crossing(found).keys() == set(PURPOSES) - {"a2a", *OF_CLONES, "tp", "cp", "replicas"}
+    assert crossing(found).keys() == set(PURPOSES) - {"a2a", "tp", "cp", "replicas"}
     assert links.link("gather_dense").bandwidth == usual["gather"].bandwidth, "8 adapters carry more than NVLink"
     assert links.link("gather_dense").latency == pytest.approx(usual["gather"].latency + 5e-6 + 8 * STEP)
     assert links.link("reduce_experts").bandwidth == 40e9, "of each pair, one is on either host"

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from hocket.config import COPIED, Purpose
-from hocket.program.mesh import OF_CLONES
 from hocket.runtime import group_transport
 from hocket.runtime.collective_copies import CopiedCollectives
 from hocket.runtime.group_transport import CommOptions, make_transport
@@ -55,5 +54,5 @@ def test_rows_of_device_known_splits_are_stored_and_tokens_copied_on_any(name: s
     assert type(made("tp", name, tokens=1)) is CopyingNccl
 
 
-def test_copy_engines_move_all_but_tokens_clones_and_what_ranks_agree_on() -> None:
-    assert set(get_args(Purpose)) - set(COPIED["copy_engine"]) == {"tp", "control", "replicas", *OF_CLONES}
+def test_copy_engines_move_all_but_tokens_and_what_ranks_agree_on() -> None:
+    assert set(get_args(Purpose)) - set(COPIED["copy_engine"]) == {"tp", "control", "replicas"}

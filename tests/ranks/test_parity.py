@@ -38,7 +38,6 @@ VALUES: dict[str, list[Any]] = {
     "microbatches": [1, 2, 3, 5, 8],
     "layer_order": ["literature", "early_release", "wgrad_last", "cB eB aF dB aB dF eF cF uB eW aW uF"],
     "splits": ["host", "device"],
-    "clones": [0, 1, 2],
     "order": ["auto", "sequential", "zb_h1", "zb_v", "merged_v"],
     "recompute": [(), ("attn:1",), ("experts", "mlp"), ("dispatch",), ("attn", "dispatch:1", "experts")],
     "offload": [(), ("attn:1",), ("attn", "experts", "mlp")],
@@ -66,8 +65,6 @@ PROJECTIONS: dict[str, dict[str, Any]] = {
 
 
 def of_experts(case: dict[str, Any]) -> bool:
-    if case["clones"] and (case["ep"] == 1 or case["kinds"] == "dense" or case["splits"] == "device"):
-        return False
     if case["kinds"] == "dense":
         return case["groups"] == case["ep"] == 1 and case["splits"] == "host" and case["copies"] == "per_expert"
     if case["ep"] == 1:

@@ -64,8 +64,6 @@ def groups_of(rank: int, name: str, ranks: tuple[int, int], copies: HopCopies) -
             "reduce_experts",
             "replicas",
             "a2a",
-            "clones",
-            "clone_grads",
             "cp",
             "tp",
             "control",

@@ -11,14 +11,12 @@ from torch import Tensor, nn
 
 from hocket.fsdp.members import Member
 from hocket.fsdp.param_group import ParamGroup
-from hocket.fsdp.planned.clones import UnitClones
 from hocket.fsdp.planned.eights import Eights, EightUnit
 from hocket.fsdp.planned.slots import Slots
 from hocket.fsdp.planned.unit import PlannedUnit
 from hocket.fsdp.precision import Precision
 from hocket.fsdp.shard_groups import ShardGroups
 from hocket.parallel.slices import TensorRank
-from hocket.program.clone_ops import CLONED
 from hocket.program.mesh import Mesh
 from hocket.program.ops import UNITS, Program
 from hocket.program.ops import Unit as UnitKind
@@ -104,7 +102,7 @@ class PlannedModel:
         self.weight_slots: dict[UnitKind, Slots] = {}
         self.grad_slots: dict[UnitKind, Slots] = {}
         made: dict[UnitName, PlannedUnit] = {}
-        members = _members(chunks, program.layout.tied, program.layout.clones)
+        members = _members(chunks, program.layout.tied)
         experts = {name: params for name, params in members.items() if name[0] == "experts"}
         dense = {name: params for name, params in members.items() if name not in experts}
         alone = Group("outer", (0,), 0, Local())
@@ -129,8 +127,6 @@ class PlannedModel:
                 made[name].copies = 2 if tied and program.layout.apart else 1
                 if name in eights:
                     made[name].gather_in_fp8(*eights[name])
-                if kind == CLONED and program.layout.clones:
-                    made[name].clones = UnitClones(group.layout, groups.clones, groups.clone_grads)
         self.units = {name: unit for kind in UNITS for name, unit in made.items() if name[0] == kind}
 
     def _cast(
@@ -245,8 +241,8 @@ class PlannedModel:
 
     def stats(self) -> Stats:
         """What was communicated since the start, and what is allocated."""
-        gather = [self.groups.gather_dense, self.groups.gather_experts, self.groups.clones]
-        reduce = [self.groups.reduce_dense, self.groups.reduce_experts, self.groups.clone_grads]
+        gather = [self.groups.gather_dense, self.groups.gather_experts]
+        reduce = [self.groups.reduce_dense, self.groups.reduce_experts]
         return Stats(
             gathers=sum(group.calls["all_gather"] for group in gather),
             reduces=sum(group.calls["reduce_sum"] + group.calls["all_sum"] for group in reduce),
@@ -277,11 +273,8 @@ class PlannedModel:
             slots.holders = [None] * len(slots)
 
 
-def _members(chunks: Sequence[nn.Module], tied: bool, clones: int) -> dict[UnitName, list[Member]]:
-    """The parameters of every unit, in the order of the modules' parameters: each once, whoever shares it.
-
-    Behind those of experts there is room for so many `clones`.
-    """
+def _members(chunks: Sequence[nn.Module], tied: bool) -> dict[UnitName, list[Member]]:
+    """The parameters of every unit, in the order of the modules' parameters: each once, whoever shares it."""
     members: dict[UnitName, list[Member]] = {}
     seen = set[int]()
     for chunk, module in enumerate(chunks):
@@ -290,5 +283,5 @@ def _members(chunks: Sequence[nn.Module], tied: bool, clones: int) -> dict[UnitN
                 continue
             seen.add(id(param))
             unit = unit_of(name, chunk, tied)
-            members.setdefault(unit, []).append(Member(name, param, room=clones if unit[0] == CLONED else 0))
+            members.setdefault(unit, []).append(Member(name, param))
     return members

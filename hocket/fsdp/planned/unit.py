@@ -48,7 +48,6 @@ import torch
 from torch import Tensor
 
 from hocket.fsdp.param_group import ParamGroup
-from hocket.fsdp.planned.clones import UnitClones
 from hocket.fsdp.planned.eights import Eights, EightUnit
 from hocket.fsdp.planned.slots import Slots
 from hocket.fsdp.sharded_parameter import ShardedParameter
@@ -110,14 +109,12 @@ class PlannedUnit:
         self.weights = tuple(manage(member.param, member.name) for member in group.members)
         self._weight_slots, self._slots_of_grads, self._adds = weight_slots, grad_slots, adds
         self._eights: tuple[Eights, EightUnit] | None = None
-        self.clones: UnitClones | None = None
-        """What clones the unit's experts; None: nothing."""
         self.slot = -1
         """The weight slot that holds the gathered weights; -1 means that they are not gathered."""
         self.version = 0
         """Grows with every optimizer step."""
         self.gathered_version = -1
-        self.gathering = self._homing = Pending()
+        self.gathering = Pending()
         self.reducing: dict[int, Pending] = {}
         self.awaits_update = False
         """Whether its gradients are a whole step's, and rest until the next step begins with the update."""
@@ -212,13 +209,6 @@ class PlannedUnit:
         self._show(self._weight_views[slot])
         self.slot, self.gathered_version = slot, self.version
         return self.gathering
-
-    def clone(self) -> Pending:
-        """Bring the weights of clones to the room behind this rank's experts. They may be read after the wait."""
-        assert self.clones is not None
-        self.gathering.wait()
-        flat = self.group.weight if self._weight_slots is None else self._weight_slots.buffers[self.slot]
-        return self.clones.bring(flat)
 
     def assert_readable(self) -> None:
         """Assert that the weights are here, and not those of before the last optimizer step."""
@@ -322,19 +312,11 @@ class PlannedUnit:
         """Bytes of what adds have summed up, where that is not in the place of the gradients."""
         return 0 if self._sum is None or self._sum is self.group.grads.flat else self._sum.nbytes
 
-    def home(self, slot: int) -> Pending:
-        """Bring the gradients of clones to the experts that they are of, before these are reduced."""
-        assert self.clones is not None
-        rests = self._sum if self._sum is not None else self.group.main_grad if self.alone else self._flat(slot)
-        self._homing = self.clones.home(rests)
-        return self._homing
-
     def reduce(self, slot: int, last: bool = False) -> Pending:
         """Add the sum of all ranks' gradients in a slot, divided, to this step's. The slot is free after the wait.
 
         Behind the `last` of a step, those of replicas of the weights are added up.
         """
-        self._homing.wait()
         if self.alone:
             return self._over_replicas(Pending()) if last else Pending()
         slots = self._grad_slots
@@ -439,7 +421,7 @@ class PlannedUnit:
 
     def abort(self) -> None:
         """Forget gathered weights and gradients of an interrupted step."""
-        self.gathering = self._homing = Pending()
+        self.gathering = Pending()
         self.reducing.clear()
         if self.slot >= 0:
             self.release()
