@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from hocket.commands.options import write
 from hocket.config import ModelConfig
 from hocket.model.tokenizer import tokenizer_file
-from hocket.settings.schema import flat
+from hocket.settings.schema import flat, show, unseen
+from hocket.settings.tomlfile import written
 
 USAGE = """usage: hocket import DIR FILE.toml
 
@@ -28,6 +28,8 @@ def run(words: list[str]) -> int:
     folder, target = str(Path(words[0]).absolute()), words[1]
     if Path(target).exists():
         raise ValueError(f"{target} (command line): is there already; fix: another name, or remove it")
+    if unseen(folder):
+        raise ValueError(f"{show(folder)} (command line): has a character that cannot be shown; fix: rename the folder")
     from hocket.model.source import open_weights  # imports torch
     from hocket.pretrained.configuration import model_of, read_config
 
@@ -48,7 +50,6 @@ def _toml(folder: str, family: str, model: ModelConfig) -> str:
     """A file of settings."""
     default = flat(asdict(ModelConfig()))
     said = {name: value for name, value in flat(asdict(model)).items() if value != default[name]}
-    rows = [f"{name} = {json.dumps(value)}" for name, value in {**said, "weights": folder}.items()]
+    settings = {f"model.{name}": value for name, value in {**said, "weights": folder}.items()}
     tokenizer = tokenizer_file(folder)
-    rows += ["", "[data]", f"tokenizer = {json.dumps(str(tokenizer))}"] if tokenizer.exists() else []
-    return "\n".join([f"# {folder}, {family}", "", "[model]", *rows, ""])
+    return written(f"{folder}, {family}", settings | ({"data.tokenizer": str(tokenizer)} if tokenizer.exists() else {}))

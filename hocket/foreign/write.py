@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hocket.foreign.entry import State
 from hocket.foreign.translate import Row, Translation
+from hocket.settings.tomlfile import written
 
 WIDTH = 120
 _TITLES: Mapping[State, str] = {
@@ -48,20 +48,8 @@ def _word(value: Any) -> str:
 
 def to_toml(found: Translation) -> str:
     """A file of settings, each with what it was."""
-    tables: dict[str, list[str]] = {}
-    for setting, value in sorted(found.settings.items(), key=lambda item: ("." in item[0], item[0])):
-        table, _, name = setting.rpartition(".")
-        source = "".join(each if each.isprintable() else " " for each in found.sources[setting])
-        tables.setdefault(table, []).append(f"{name} = {_toml(value)}  # {source}")
-    blocks = ("\n".join([f"[{table}]"] * bool(table) + rows) for table, rows in tables.items())
-    return "\n\n".join([f"# {found.system}, translated", *blocks]) + "\n"
-
-
-def _toml(value: Any) -> str:
-    """A value as TOML."""
-    if isinstance(value, tuple):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    return json.dumps(value)  # numbers, texts and truth values look the same in both
+    ordered = dict(sorted(found.settings.items(), key=lambda item: ("." in item[0], item[0])))
+    return written(f"{found.system}, translated", ordered, found.sources)
 
 
 def to_json(found: Translation) -> dict[str, Any]:

@@ -17,6 +17,8 @@ from hocket.config import ModelConfig
 from hocket.pretrained.configuration import family_for
 from hocket.pretrained.tables import FAMILIES, REFUSED
 from hocket.settings import families
+from hocket.settings.schema import show
+from hocket.settings.tomlfile import read
 from tests.helpers.command import command
 from tests.pretrained.folders import change_config, saved
 
@@ -161,7 +163,7 @@ def refused(capsys: pytest.CaptureFixture[str], path: Path, words: str) -> None:
     code, out, err = command(capsys, "import", path, target)
     assert (code, out) == (2, "")
     assert err.count("\n") == 1
-    assert err.startswith(f"hocket: {path} (command line): ")
+    assert err.startswith(f"hocket: {show(str(path))} (command line): ")
     with pytest.raises(ValueError, match=words):
         raise ValueError(err)
     assert not target.exists()
@@ -237,6 +239,18 @@ def test_no_folder_and_a_file_that_is_there(tmp_path: Path, capsys: pytest.Captu
     path = saved("llama", tmp_path / "model")
     assert "is there already" in command(capsys, "import", path, tmp_path / "run.toml")[2]
     assert (tmp_path / "run.toml").read_text() == ""
+
+
+def test_a_folders_name_sets_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = saved("llama", tmp_path / 'a "b" # \u2028[train] 😀')
+    (path / "tokenizer.json").write_text("{}")
+    assert command(capsys, "import", path, tmp_path / "run.toml")[0] == 0
+    said = {entry.name: entry.value for entry in read(str(tmp_path / "run.toml"))}
+    assert (said["model.weights"], said["data.tokenizer"]) == (str(path), str(path / "tokenizer.json"))
+    assert {name.partition(".")[0] for name in said} == {"model", "data"}
+    path = path.rename(tmp_path / "model\n[train]\nsteps = 7")
+    (tmp_path / "run.toml").unlink()
+    refused(capsys, path, r"model\\n\[train\]\\nsteps = 7 .* has a character that cannot be shown; fix: rename the")
 
 
 def test_models_without_a_family() -> None:
