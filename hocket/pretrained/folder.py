@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hocket.files import finite
+from hocket.files import finite, inside, json_in
 from hocket.pretrained.quantised import FP8, SCALES, Blocks, dequantised, scale_name, scales_shape
 
 INDEX = "model.safetensors.index.json"
@@ -62,10 +61,12 @@ class TensorFolder:
         if not path.exists():
             return {}
         try:
-            found = json.loads(finite(path).read_text())["weight_map"]
-            return {str(name): str(file) for name, file in found.items()}
+            found = {str(name): str(file) for name, file in json_in(path)["weight_map"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise ValueError(f"{path} cannot be read") from None
+        for file in found.values():
+            inside(path, file)
+        return found
 
     @contextmanager
     def _open(self, file: str) -> Iterator[Any]:

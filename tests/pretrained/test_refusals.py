@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -226,10 +227,39 @@ def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     refused(capsys, path, f"{second.name} lacks {lost}, which model.safetensors.index.json says is there")
     (path / "model.safetensors.index.json").write_text("{")
     refused(capsys, path, r"index\.json cannot be read")
-    (path / "config.json").write_text("[")
-    refused(capsys, path, r"config\.json is no whole JSON")
+    for damaged in ("[" * 10**5, "{", '{"weight_map": []}', "[]"):
+        (path / "model.safetensors.index.json").write_text(damaged)
+        refused(capsys, path, r"index\.json cannot be read")
+    for damaged, reason in (("[" * 10**5, "brackets are too deep"), ("[", "Expecting value"), ("\ufffe", "Expecting")):
+        (path / "config.json").write_text(damaged)
+        refused(capsys, path, rf"config\.json is no whole JSON \({reason}")
     (path / "config.json").unlink()
     refused(capsys, path, r"config\.json cannot be read \(No such file")
+
+
+@pytest.mark.parametrize("name", ["{}", "../other/{}", "shards/../../{}", "", ".", "a\0b"])
+def test_weights_outside_of_the_folder(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = saved("llama", tmp_path / "model")
+    other = saved("llama", tmp_path / "other") / "model.safetensors"
+    (path / "model.safetensors").unlink()
+    named = name.format(other if name == "{}" else other.name)
+    index = {"weight_map": dict.fromkeys(load_file(other), named)}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    capsys.readouterr()
+    refused(capsys, path, r"index\.json names files that are not in its folder, such as ")
+
+
+def test_weights_may_be_links_and_in_folders_below(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, blobs = saved("llama", tmp_path / "snapshot"), tmp_path / "blobs"
+    blobs.mkdir()
+    for file in list(path.iterdir()):  # as Hugging Face's cache keeps them
+        (path / file.name).symlink_to(file.rename(blobs / file.name))
+    assert command(capsys, "import", path, tmp_path / "links.toml")[0] == 0
+    (path / "shards").mkdir()
+    (path / "model.safetensors").rename(path / "shards" / "a.safetensors")
+    index = {"weight_map": dict.fromkeys(load_file(blobs / "model.safetensors"), "shards/a.safetensors")}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert command(capsys, "import", path, tmp_path / "below.toml")[0] == 0
 
 
 def test_no_folder_and_a_file_that_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
+from hocket.files import inside
+
 METADATA = ".metadata"
 """The file in which DCP says where each tensor is."""
 
@@ -83,14 +85,14 @@ class HarmlessReader(dcp.FileSystemReader):
             if content[-10:-4] == _SEAL and content[-4:] != _checksum(content[:-10]):
                 raise ValueError("its checksum is wrong")
             metadata = _Unpickler(io.BytesIO(content)).load()
-            names = {stored.relative_path for stored in (metadata.storage_data or {}).values()}
+            names = {str(stored.relative_path) for stored in (metadata.storage_data or {}).values()}
             partial = [name for name, entry in metadata.state_dict_metadata.items() if not _whole(entry)]
         except OSError:
             raise
         except Exception as error:  # a damaged pickle may raise anything
             raise ValueError(f"{file} cannot be read: {error}") from None
-        if outside := sorted(name for name in names if Path(name).name != name):
-            raise ValueError(f"{file} names files that are not in its folder, such as {outside[0]}")
+        for name in names:
+            inside(file, name)
         if partial:
             raise ValueError(f"{file} lists only a part of {partial[0]}")
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
