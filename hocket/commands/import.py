@@ -13,7 +13,7 @@ from hocket.settings.tomlfile import written
 
 USAGE = """usage: hocket import DIR FILE.toml
 
-Checks config.json and all tensors of DIR, and writes the settings of its model to FILE.toml. A run of that file begins
+Reads config.json and all tensors of DIR, and writes the settings of its model to FILE.toml. A run of that file begins
 with the weights of DIR, on any mesh: hocket train FILE.toml --mesh.dp 8 --data.paths my/texts"""
 
 
@@ -40,6 +40,9 @@ def run(words: list[str]) -> int:
     except ValueError as error:
         raise ValueError(f"{folder} (command line): {error}; fix: a whole folder of a family that is there") from None
     write(target, _toml(folder, config["model_type"], model))
+    if broken := opened.not_finite():
+        more = f", and {len(broken) - 1} more tensors have such" if len(broken) > 1 else ""
+        print(f"WARNING  {broken[0]}{more}: a run refuses to begin with them")
     if opened.further:
         some = f"{len(opened.further)} tensors, such as {min(opened.further)},"
         print(f"note: {some} belong to layers that predict further tokens; hocket leaves them out, and exports none")

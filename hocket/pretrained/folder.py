@@ -29,6 +29,10 @@ class Entry:
     dtype: str
 
 
+class NotFiniteError(ValueError):
+    """A tensor has elements that are no number, or infinite."""
+
+
 class TensorFolder:
     """The tensors of a folder, by name. Only headers are read until one is asked for.
 
@@ -79,14 +83,20 @@ class TensorFolder:
             raise ValueError(f"{self.path / file} cannot be read") from None
 
     def read(self, name: str, first: int = 0, count: int = -1) -> Tensor:
-        """A tensor as it is stored, or `count` of its rows from row `first`; one of fp8 in fp32, and by its scales."""
+        """A tensor as it is stored, or `count` of its rows from row `first`; one of fp8 in fp32, and by its scales.
+
+        Raises ValueError for one that is not finite.
+        """
         entry = self.entries[name]
         value = self._stored(name, first, count)
-        if entry.dtype != FP8:
-            return value
-        assert self.blocks is not None
-        assert count < 0 or len(entry.shape) > 2, "rows of one matrix share scales"
-        return dequantised(value, self._stored(scale_name(name), first, count), self.blocks)
+        if entry.dtype == FP8:
+            assert self.blocks is not None
+            assert count < 0 or len(entry.shape) > 2, "rows of one matrix share scales"
+            value = dequantised(value, self._stored(scale_name(name), first, count), self.blocks)
+        if value.is_floating_point() and value.numel() and not all(bound.isfinite() for bound in value.aminmax()):
+            broken = value.numel() - int(value.isfinite().sum())
+            raise NotFiniteError(f"{name} in {self.path / entry.file} has elements that are not finite ({broken})")
+        return value
 
     def _stored(self, name: str, first: int, count: int) -> Tensor:
         with self._open(self.entries[name].file) as opened:

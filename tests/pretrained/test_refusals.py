@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ pytest.importorskip("transformers", minversion="5.0", reason="needs transformers
 from safetensors.torch import load_file, save_file
 
 from hocket.config import ModelConfig
+from hocket.model.source import whole_shapes
 from hocket.pretrained.configuration import family_for
+from hocket.pretrained.convert import PretrainedFolder
 from hocket.pretrained.tables import FAMILIES, REFUSED
 from hocket.settings import families
 from hocket.settings.schema import show
@@ -247,6 +250,23 @@ def test_weights_outside_of_the_folder(name: str, tmp_path: Path, capsys: pytest
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
     capsys.readouterr()
     refused(capsys, path, r"index\.json names files that are not in its folder, such as ")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_are_not_finite(dtype: torch.dtype, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = saved("llama", tmp_path / "model") / "model.safetensors"
+    tensors = {name: value.to(dtype) for name, value in load_file(file).items()}
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 1:4] = torch.tensor([float("nan"), float("inf"), float("-inf")])
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, file)
+    capsys.readouterr()
+    code, out, _ = command(capsys, "import", file.parent, tmp_path / "run.toml")
+    assert (code, (tmp_path / "run.toml").exists()) == (0, True)
+    said = f"model.layers.1.mlp.up_proj.weight in {file} has elements that are not finite (3)"
+    assert out == f"WARNING  {said}, and 1 more tensors have such: a run refuses to begin with them\n"
+    folder = PretrainedFolder(str(file.parent))
+    with pytest.raises(ValueError, match=re.escape(f"{said}; fix: download it again, ")):
+        folder.value("layers.1.mlp.w_gate_up", whole_shapes(folder.model)["layers.1.mlp.w_gate_up"])
 
 
 def test_weights_may_be_links_and_in_folders_below(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ readers know the classes of DCP's metadata, and for other objects what `torch.lo
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pickle
@@ -112,12 +113,17 @@ class HarmlessPlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Raises ValueError, with the way to allow a class, for what `torch.load(weights_only=True)` refuses."""
+        names = list[str]()
         try:
             torch.load(value, weights_only=True)
-        except pickle.UnpicklingError as error:
+        except pickle.UnpicklingError:  # whose words advise to load it all the same
+            with contextlib.suppress(ValueError, RuntimeError):
+                value.seek(0)
+                names = torch.serialization.get_unsafe_globals_in_checkpoint(value)
+            named = f" ({', '.join(map(ascii, sorted(names)[:3]))})" if names else ""
             raise ValueError(
                 f"{read_item.dest_index.fqn} may run code when it is loaded; fix: "
-                f"torch.serialization.add_safe_globals([...]) with its classes, if you trust them ({error})"
+                f"torch.serialization.add_safe_globals([...]) with its classes{named}, if you trust them"
             ) from None
         value.seek(0)
         super().load_bytes(read_item, value)
