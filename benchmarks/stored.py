@@ -27,6 +27,9 @@ _FORMER = {
 _VALUES = {"overlap.dp.gather_in_update": {"on": "next_step", "off": "end"}}
 """Former name of a setting -> what its values are called now, where that has changed too."""
 
+_GONE = {"run.memory": "/dev/shm", "train.memory_every": 0}
+"""Settings that are no more -> the value that leaves today's settings as they are."""
+
 _LATER: dict[str, Any] = {
     "overlap.pp.backward_lane": "on",
     "overlap.ep.merge_ends": "off",
@@ -45,6 +48,8 @@ def config_of(tree: Mapping[str, Any]) -> Config:
     """The configuration that nested dictionaries of some day stand for. Raises ValueError for a setting of no day."""
     stored: dict[str, Any] = {}
     for former, value in flat(tree).items():
+        if former in _GONE and value == _GONE[former]:
+            continue
         name = _FORMER.get(former, former)
         value = _VALUES[former].get(value, value) if former in _VALUES else value
         stored[name] = tuple(value) if isinstance(value, list) else value

@@ -145,16 +145,6 @@ def over_group(value: torch.Tensor, how: Literal["sum", "max"], group: dist.Proc
     return value
 
 
-def begin_send(elements: torch.Tensor, rank: int, group: dist.ProcessGroup | None, tag: int) -> Any:
-    """Begin to send a CPU tensor to a rank. Returns what to `wait` for; the tensor must be kept until then."""
-    return dist.isend(elements, rank, group, tag)
-
-
-def begin_receive(elements: torch.Tensor, rank: int, group: dist.ProcessGroup | None, tag: int) -> Any:
-    """Begin to fill a CPU tensor with what a rank sends under the same tag. Returns what to `wait` for."""
-    return dist.irecv(elements, rank, group, tag)
-
-
 def host_group(of: dist.ProcessGroup | None = None, timeout: float | None = None) -> dist.ProcessGroup:
     """Another gloo group of the ranks of a group, or of all ranks: for what a thread of its own sends meanwhile.
 
