@@ -198,7 +198,7 @@ def test_a_plan_as_json_and_pictures(capsys, tmp_path):
         (["--from"], ["--from = (nothing)", "a list of texts"]),
         (["--from", ""], ["--from = (empty)", "names nothing"]),
         (["--from", "."], [".", "no traces in this folder"]),
-        (["--null-from"], ["--null-from = (nothing)"]),
+        (["--from"], ["--from = (nothing)"]),
     ],
 )
 def test_a_bad_flag_of_plan_is_one_line(capsys, words, parts):
