@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 4 -m benchmarks.calibration
 
-For each shape: a step of one plan is recorded on all ranks, with the real and with the null transport; costs and
-contention are measured on it (`hocket/measured/calibrate.py`). From these, steps of *other* plans of the same sizes are
+For each shape: a step of one plan is recorded on all ranks, with the real and with the null transport; costs are
+measured on it (`hocket/measured/calibrate.py`). From these, steps of *other* plans of the same sizes are
 predicted (other orders, other numbers of microbatches, other sharding), and so are later steps of the recorded plan
 and those of the plan that `hocket plan --search` finds with these costs. All of them are timed without a profiler:
 slowest rank, median over steps. Beside it stands what the cost model says without any measurement.
@@ -278,7 +278,7 @@ def predictions(
     times: Mapping[str, Sequence[float]],
 ) -> dict[str, Any]:
     """What the recorded steps say about all plans of a shape."""
-    costs = calibrate(real, null)
+    costs = calibrate(real)
     recorded = report(real)
     tax = compare(recorded, report(null), real, null)
     rows = {}

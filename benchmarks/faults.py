@@ -32,7 +32,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.faulty_runs import (
-    COPIES,
     EVERY,
     LIMIT,
     PLAIN,
@@ -209,11 +208,6 @@ def _newest_tensors(trial: Trial) -> list[Path]:
     return list(trial.newest()[0].glob("*.distcp"))
 
 
-def _copies(trial: Trial) -> list[Path]:
-    newest = max(trial.folder.glob("memory/*/step-????????"))
-    return [path for path in newest.iterdir() if path.is_file()]
-
-
 def _cache(trial: Trial) -> list[Path]:
     return [path for path in (trial.folder / "cache").rglob("*") if path.is_file() and path.stat().st_size]
 
@@ -234,14 +228,13 @@ def kill_host(trial: Trial, link: Link, ranks: list[Run]) -> None:
     side = trial.chance.randrange(RANKS)
     link.put("down", side)
     ranks[side].kill()
-    shutil.rmtree(trial.folder / f"memory{side}")
 
 
-def on_link(fault: Callable[[Trial, Link, list[Run]], None], copies: bool, trial: Trial, whole: Any) -> tuple[str, str]:
+def on_link(fault: Callable[[Trial, Link, list[Run]], None], trial: Trial, whole: Any) -> tuple[str, str]:
     """A fault at a random moment, which ends all ranks in time; then the same two start again. The verdict."""
     link, port = Link(), trial.chance.randrange(20_000, 30_000)
     try:
-        ranks, step = link.start(trial.folder, port, copies), trial.chance.randrange(EVERY + 1, STEPS - EVERY)
+        ranks, step = link.start(trial.folder, port), trial.chance.randrange(EVERY + 1, STEPS - EVERY)
         if early := trial.chance.random() < 0.3:  # while ranks meet, or make groups
             ranks[0].until(lambda: bool(ranks[0].text))
         else:
@@ -258,7 +251,7 @@ def on_link(fault: Callable[[Trial, Link, list[Run]], None], copies: bool, trial
             return "lost", f"no one line: {told}"
         for side in range(RANKS):
             link.put("up", side)
-        again = link.start(trial.folder, port + 1, copies)
+        again = link.start(trial.folder, port + 1)
         codes = [rank.end() for rank in again]
         same = outcome(trial.folder) == whole
         return ("told", "") if same else ("lost", f"{codes}: {told} {again[0].text} {again[1].text}")
@@ -302,13 +295,11 @@ FAULTS: dict[str, tuple[Way, Callable[[Trial], Run]]] = {
     **{f"a rank is killed, {how}": (way, kill_rank) for how, way in WAYS.items()},
     "a rank stands still, under torchrun": (UNDER_TORCHRUN, stop_rank),
     TORCHRUN_KILLED: (UNDER_TORCHRUN, kill_launcher),
-    "all processes are killed, with copies in memory": (COPIES, kill_all),
-    "a bit of a copy in memory flips": (COPIES, damaged(_copies, flip)),
 }
 LINK, HOST, BAD_LINK = "a link is cut", "a host is gone, with its memory", "a link is slow and loses packets"
 LINKS: dict[str, Callable[[Trial, Any], tuple[str, str]]] = {
-    LINK: partial(on_link, cut_link, False),
-    HOST: partial(on_link, kill_host, True),
+    LINK: partial(on_link, cut_link),
+    HOST: partial(on_link, kill_host),
     BAD_LINK: on_a_bad_link,
 }
 KINDS = (*FAULTS, *LINKS)

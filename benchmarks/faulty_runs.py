@@ -134,19 +134,16 @@ class Way:
     """How a run is started. Its outcome depends on `mesh` alone."""
 
     mesh: str = ""
-    more: str = ""
     torchrun: bool = False
 
 
 PLAIN, UNDER_TORCHRUN = Way(), Way(torchrun=True)
-COPIES = Way(more=f"--train.save_every {4 * EVERY} --train.memory_every 2 --run.memory memory")
 WAYS = {
     "under torchrun": UNDER_TORCHRUN,
     "in a pipeline": Way("--mesh.pp 2 --mesh.dp 1 --train.microbatches 4"),
     "with tensor parallelism": Way("--mesh.tp 2 --mesh.dp 1 --model.kv_heads 2"),
     "with context parallelism": Way("--mesh.cp 2 --mesh.dp 1"),
     "with expert parallelism": Way("--mesh.ep 2"),
-    "with copies in memory": COPIES,
 }
 
 
@@ -164,8 +161,7 @@ class Trial:
     """What is left to be done when the folder goes."""
 
     def start(self) -> Run:
-        (self.folder / "memory").mkdir(exist_ok=True)
-        words, restarts = words_with(f"{self.way.mesh} {self.way.more}"), str(self.restarts)
+        words, restarts = words_with(self.way.mesh), str(self.restarts)
         if not self.way.torchrun:
             return Run(self.folder, [*words, "--restarts", restarts])
         words = [*TORCHRUN, "--max-restarts", restarts, "-m", "hocket", "train", *words]
@@ -215,19 +211,13 @@ class Link:
             words = ["tc", "-n", name, "qdisc", "add", "dev", f"link{side}", "root"]
             subprocess.run([*words, "netem", "delay", "1ms", "loss", "0.5%"], check=True, capture_output=True)
 
-    def start(self, folder: Path, port: int, copies: bool = False) -> list[Run]:
-        """A rank on each side, as torchrun would start them; with `copies` of the state in memory, `memory0` or 1."""
+    def start(self, folder: Path, port: int) -> list[Run]:
+        """A rank on each side, as torchrun would start them."""
         words = [*shlex.split(WORDS), "--network.ranks_per_host", "1"]
-        memory = [folder / f"memory{side}" for side in range(RANKS)]
-        if copies:
-            words += ["--train.memory_every", "2"]
-            for place in memory:
-                place.mkdir(exist_ok=True)
         every = {"WORLD_SIZE": str(RANKS), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "10.99.0.1"}
         every["MASTER_PORT"] = str(port)
-        copied = [["--run.memory", str(place)] if copies else [] for place in memory]
         return [
-            Run(folder, [*words, *copied[side]], name, **every, RANK=str(side), GLOO_SOCKET_IFNAME=f"link{side}")
+            Run(folder, words, name, **every, RANK=str(side), GLOO_SOCKET_IFNAME=f"link{side}")
             for side, name in enumerate(self.names)
         ]
 

@@ -27,7 +27,7 @@ _FORMER = {
 _VALUES = {"overlap.dp.gather_in_update": {"on": "next_step", "off": "end"}}
 """Former name of a setting -> what its values are called now, where that has changed too."""
 
-_GONE = {"overlap.ep.clones": 0}
+_GONE: dict[str, Any] = {"overlap.ep.clones": 0, "run.memory": "/dev/shm", "train.memory_every": 0}
 """Settings that are no more -> the value that leaves today's settings as they are."""
 
 _LATER: dict[str, Any] = {

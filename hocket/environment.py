@@ -29,6 +29,9 @@ from hocket.variables import WANTED, Finding, Moment, Policy, apply, refusals, s
 MULTICAST_OFF = {variable.name: variable.value for variable in WANTED if variable.must}
 """NVLink multicast stays off. Read when libraries load, so set before torch is imported."""
 
+HERE = "127.0.0.1", ""
+"""Address of rank 0 where all ranks are on its host, and what said so: see Note: [Nobody else is let in]."""
+
 PORTS = range(20_000, 32_000)
 """Where a free port is looked for: below those that systems give to outgoing connections, one of which could take it
 before rank 0 listens there."""
@@ -82,7 +85,8 @@ def find_worker(env: Mapping[str, str], port: int = 0) -> Worker | None:
         found = {"LOCAL_RANK": env.get("RANK", ""), "LOCAL_WORLD_SIZE": env.get("WORLD_SIZE", ""), **env}
         rank, world, local_rank, local_world, master_port = (_number(found, name, "torchrun") for name in names)
         address = env.get("MASTER_ADDR") or _missing("MASTER_ADDR", "torchrun")
-        return _checked(Worker(rank, world, local_rank, local_world, address, master_port))
+        at = HERE if "LOCAL_WORLD_SIZE" in env and local_world == world else (address, "MASTER_ADDR")
+        return _checked(Worker(rank, world, local_rank, local_world, at[0], master_port, at[1]))
     # A batch script without srun has SLURM_PROCID = 0 as well; with one task it starts its own workers.
     if "SLURM_PROCID" in env and _number(env, "SLURM_NTASKS", "srun", "1") > 1:
         names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
@@ -94,6 +98,7 @@ def find_worker(env: Mapping[str, str], port: int = 0) -> Worker | None:
         local_world = tasks_here(tasks, _number(env, "SLURM_NODEID", "srun", "0"))
         address, said = env.get("MASTER_ADDR"), _number(env, "MASTER_PORT", "srun", "0")
         at = (address, "MASTER_ADDR") if address else (first_host(nodes), listed)
+        at = HERE if local_world == world else at
         ports = ((port, "run.port"), (said, "MASTER_PORT"), (20000 + job % 20000, "SLURM_JOB_ID"))
         number, port_from = next(found for found in ports if found[0])
         return _checked(Worker(rank, world, local_rank, local_world, at[0], number, at[1], port_from))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from collections import Counter
@@ -19,9 +20,12 @@ from hocket.config import Config, DataConfig, TrainConfig
 from hocket.kernels import IGNORED
 from hocket.model.documents import PADDING
 from hocket.resolve import Settings, resolve
+from hocket.train import chat as chat_module
 from hocket.train.bins import best_fit
+from hocket.train.chat import Chats
 from hocket.train.corpus import Corpus, open_corpus
 from hocket.train.data import Bins, make_streams
+from hocket.train.documents import BadFileError
 from hocket.train.sources import open_text
 from tests.helpers.command import ALONE, SMALL, hocket
 
@@ -130,9 +134,21 @@ REWRITES = "{% for message in messages %}{% if loop.last %}[{{ message.content }
     ("messages", "template", "reason"),
     [
         (CHAT, REWRITES, "writes an earlier turn in another way later"),
-        (CHAT, "{{ raise_exception('no user') }}", r"the template refuses \(no user\)"),
-        (CHAT, "{% if %}", "whose template is none"),
-        (CHAT, "{{ ''.__class__.__mro__[1].__subclasses__() }}", "the template refuses .*unsafe"),
+        (CHAT, "{{ raise_exception('no user') }}", r"t\.jinja refuses \(no user\)"),
+        (CHAT, "{% if %}", r"t\.jinja has no template"),
+        (CHAT, "{{ ''.__class__.__mro__[1].__subclasses__() }}", r"t\.jinja refuses .*unsafe"),
+        (
+            CHAT,
+            "{{ 1 // 0 }}",
+            r"in line 1 that the template of .*t\.jinja refuses \(integer division or modulo by zero\)",
+        ),
+        (CHAT, "{{ range(10**12) }}", r"in line 1 that .*t\.jinja refuses \(Range too big"),
+        (CHAT, "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}", r"t\.jinja refuses \(maximum recursion depth"),
+        (CHAT, "{{ 10 ** (10 ** 10) }}", r"t\.jinja refuses \(a value would be too large"),
+        (CHAT, "{{ 'a' * 10 ** 12 }}", r"t\.jinja refuses \(a value would be too large"),
+        (CHAT, "{{ messages * 10 ** 9 }}", r"t\.jinja refuses \(a value would be too large"),
+        (CHAT, "{{ raise_exception('a\\nb\\x1b[2J') }}", r"t\.jinja refuses \(a b\\x1b\[2J\)"),
+        (CHAT, "{{" + "(" * 10**5 + "}}", r"t\.jinja has no template \("),
         (CHAT, "", "there is no chat template; fix: data.chat_template = "),
         (["hello"], CHATML, "has no message but 'hello' in line 1"),
         ([{"content": "x"}], CHATML, "has no message but"),
@@ -145,6 +161,45 @@ def test_chats_that_are_refused(tmp_path, messages, template, reason):
         opened(tmp_path, {"messages": messages}, text_key="messages", template=template)
     assert "; fix: " in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "endless",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(100) }}",
+        "{% for i in range(99999) %}{% for j in range(99999) if j < 0 %}{% endfor %}{% endfor %}",
+    ],
+)
+def test_a_template_without_end_is_given_up(tmp_path, monkeypatch, endless):
+    monkeypatch.setattr(chat_module, "SECONDS", 0.2)
+    with pytest.raises(ValueError, match=r"in line 1 that the template of .*t\.jinja has not written in 0\.2 s; fix: "):
+        opened(tmp_path, {"messages": CHAT}, text_key="messages", template=endless)
+
+
+@pytest.mark.parametrize("content", ["[" * 10**5, '{"chat_template": [1]}', '{"bos_token": {"a": 1}}', "[]", "{"])
+def test_a_damaged_file_beside_a_tokenizer_is_one_line(tmp_path, content):
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
+    chats = Chats(DataConfig(tokenizer=str(tmp_path)))
+    with pytest.raises(BadFileError, match=r"^has chats, and .*tokenizer_config\.json cannot be read \(") as caught:
+        chats.marked(CHAT, None, "line 1")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+LOOPS = """{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ loop.last }}{{ loop.revindex0 }}
+{{ loop.cycle(1, 2) }}{% for k, v in m.items() if v %}{{ k ~ v * 2 }}{% else %}none{% endfor %}{{ loop.nextitem }}
+{% if loop.last %}{% break %}{% endif %}
+{% endfor %}{% for x in [[1, [2]], 3] recursive %}{{ loop(x) if x is sequence else x ** 2 }}{% endfor %}"""
+
+
+def test_loops_are_those_of_jinja(tmp_path):
+    sandbox = importlib.import_module("jinja2.sandbox").ImmutableSandboxedEnvironment
+    plain = sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]).from_string(LOOPS)
+    (tmp_path / "t.jinja").write_text(LOOPS)
+    asked = [message for message in CHAT if message["role"] == "user"]
+    found = Chats(DataConfig(chat_template=str(tmp_path / "t.jinja"))).marked(asked, None, "line 1")
+    assert found.text == plain.render(messages=asked)
 
 
 def test_a_missing_template_or_package_is_named(tmp_path, monkeypatch):

@@ -128,7 +128,6 @@ CASES: list[tuple[Found, str, str, str]] = [
     (replace(HEALTHY, copies=("ncclDevKernel_AllGather_RING_LL",)), "copy engine", "costs", "ncclDevKernel_AllGather"),
     (replace(HEALTHY, cores=6), "cores", "costs", "6 for 4 GPUs"),
     (replace(HEALTHY, shm=64 << 20), "/dev/shm", "stops", "64 MiB"),
-    (replace(HEALTHY, left={"/dev/shm/hocket-copies-a": 3 << 30}), "copies of runs", "costs", "3.0 GiB in 1 folders"),
     (replace(HEALTHY, open_files=1024), "open files", "costs", "1024"),
     (replace(HEALTHY, temporary_free=1 << 20), "temporary files", "costs", "1 MiB free"),
 ]

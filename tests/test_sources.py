@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import pickle
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hocket import presets, recipes
@@ -20,9 +21,9 @@ from hocket.config import Config
 from hocket.presets import PRESETS
 from hocket.resolve import resolve
 from hocket.settings.origins import Implied, asked, source
-from hocket.settings.schema import changed, leaf, types
+from hocket.settings.schema import changed, flat, leaf, types
 from hocket.settings.sources import begin
-from hocket.settings.tomlfile import keys, read
+from hocket.settings.tomlfile import keys, read, written
 from tests.helpers.command import command
 
 RUN = """# a run
@@ -96,6 +97,31 @@ def test_every_key_has_the_line_that_it_stands_on() -> None:
 def test_brackets_and_strings_hide_what_looks_like_a_key(text: str) -> None:
     assert dict(keys(text))["c" if "[t]" not in text else "t.c"] == 4
     assert "b" not in dict(keys(text))
+
+
+NASTY = st.text(st.sampled_from(list("ab.#=[]{}\"'\\\n\r\t\x00\x0b\x1f\x7f\x85\u2028\ufeff😀")), max_size=12) | st.text(
+    max_size=5
+)
+PLAIN = st.booleans() | st.integers() | st.floats(allow_nan=False) | NASTY
+SETTINGS = st.dictionaries(
+    st.from_regex(r"[a-z_]{1,4}(\.[a-z]{1,3}){0,2}", fullmatch=True), PLAIN | st.tuples(PLAIN, PLAIN)
+)
+
+
+@given(NASTY, SETTINGS, NASTY)
+def test_what_is_written_sets_these_settings_and_no_others(title: str, wanted: dict[str, Any], source: str) -> None:
+    names = sorted(wanted)
+    assume(not any(b.startswith(f"{a}.") for a in names for b in names))  # a setting is no section
+    text = written(title, wanted, dict.fromkeys(wanted, source))
+    said = flat(tomllib.loads(text))
+    assert {name: tuple(value) if isinstance(value, list) else value for name, value in said.items()} == wanted
+    assert {name for name, _ in keys(text)} >= set(wanted)  # and our own scan of lines agrees
+    assert len(list(keys(text))) == len(wanted) + len({name.rpartition(".")[0] for name in wanted} - {""})
+
+
+def test_a_text_that_no_file_holds_is_not_written() -> None:
+    with pytest.raises(ValueError, match=r"'a\\udcff' is no text of UTF-8"):
+        written("a run", {"run.name": "a\udcff"})
 
 
 def test_a_file_sets_settings_and_remembers_lines(here: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +22,7 @@ from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
 from hocket.settings.decision import Decision
 from hocket.settings.schema import changed
-from tests.helpers.command import ALONE, SMALL, finish, start, text_in
+from tests.helpers.command import ALONE, SMALL, end_all, finish, start, text_in, wait_for
 from tests.helpers.ranks import server_environment
 from tests.test_bad_input import one_message
 
@@ -44,6 +46,41 @@ def test_ranks_that_go_by_other_settings_are_refused(tmp_path: Path, steps: str,
     ]
     for i, process in enumerate(ranks):
         one_message(finish(process), told[i], f"rank {1 - i} has ", "fix: the same command and files on all hosts")
+
+
+def listening(processes: set[int]) -> set[str]:
+    """Local addresses, as the kernel writes them, on which these processes and those below them wait for others."""
+    parents = dict[int, int]()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has just ended
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+    while below := {child for child, parent in parents.items() if parent in processes} - processes:
+        processes = processes | below
+    files = [file.readlink().name for number in processes for file in Path(f"/proc/{number}/fd").iterdir()]
+    rows = [row.split() for kind in ("tcp", "tcp6") for row in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]]
+    return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in files}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's table of sockets")
+@pytest.mark.parametrize("way", ["hocket", "torchrun", "slurm"])
+def test_ranks_of_one_host_listen_on_its_loopback_interface_alone(tmp_path: Path, way: str) -> None:
+    words = [*SMALL, *ALONE[:2], "--mesh.dp", "2", "--data.paths", text_in(tmp_path), "--train.steps", "100000"]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    ranks: list[dict[str, str]] = [{}]
+    if way == "torchrun":
+        place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": socket.gethostname(), "MASTER_PORT": port}
+        ranks = [{"RANK": str(i), "LOCAL_RANK": str(i), **place} for i in range(2)]
+    if way == "slurm":
+        place = {"SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "2", "SLURM_JOB_NODELIST": "far", "MASTER_PORT": port}
+        ranks = [{"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i), **place} for i in range(2)]
+    processes = [start(tmp_path, "train", *words, **rank) for rank in ranks]
+    metrics = tmp_path / "runs" / "tiny" / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and metrics.stat().st_size > 0, "a step")
+    found = listening({process.pid for process in processes})
+    end_all()
+    assert found == {"0100007F"}  # 127.0.0.1
 
 
 def ask_while_forking(folder: Path) -> None:

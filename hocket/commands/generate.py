@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import tyro
 
 from hocket.commands.options import parse_plain
 from hocket.config import ModelConfig
+from hocket.files import json_in
 from hocket.settings.schema import written
 
 if TYPE_CHECKING:
@@ -138,7 +138,8 @@ def _ends(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
     ends = {tokenizer.separator}
     for name in ("config.json", "generation_config.json"):
         if (folder / name).exists():
-            said = json.loads((folder / name).read_text()).get("eos_token_id")
+            found = json_in(folder / name)
+            said = found.get("eos_token_id") if isinstance(found, dict) else None
             ends |= {token for token in (said if isinstance(said, list) else [said]) if isinstance(token, int)}
     return frozenset(ends)
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from hocket.commands.options import write
 from hocket.config import ModelConfig
 from hocket.model.tokenizer import tokenizer_file
-from hocket.settings.schema import flat
+from hocket.settings.schema import flat, show, unseen
+from hocket.settings.tomlfile import written
 
 USAGE = """usage: hocket import DIR FILE.toml
 
-Checks config.json and all tensors of DIR, and writes the settings of its model to FILE.toml. A run of that file begins
+Reads config.json and all tensors of DIR, and writes the settings of its model to FILE.toml. A run of that file begins
 with the weights of DIR, on any mesh: hocket train FILE.toml --mesh.dp 8 --data.paths my/texts"""
 
 
@@ -28,6 +28,8 @@ def run(words: list[str]) -> int:
     folder, target = str(Path(words[0]).absolute()), words[1]
     if Path(target).exists():
         raise ValueError(f"{target} (command line): is there already; fix: another name, or remove it")
+    if unseen(folder):
+        raise ValueError(f"{show(folder)} (command line): has a character that cannot be shown; fix: rename the folder")
     from hocket.model.source import open_weights  # imports torch
     from hocket.pretrained.configuration import model_of, read_config
 
@@ -38,6 +40,9 @@ def run(words: list[str]) -> int:
     except ValueError as error:
         raise ValueError(f"{folder} (command line): {error}; fix: a whole folder of a family that is there") from None
     write(target, _toml(folder, config["model_type"], model))
+    if broken := opened.not_finite():
+        more = f", and {len(broken) - 1} more tensors have such" if len(broken) > 1 else ""
+        print(f"WARNING  {broken[0]}{more}: a run refuses to begin with them")
     if opened.further:
         some = f"{len(opened.further)} tensors, such as {min(opened.further)},"
         print(f"note: {some} belong to layers that predict further tokens; hocket leaves them out, and exports none")
@@ -48,7 +53,6 @@ def _toml(folder: str, family: str, model: ModelConfig) -> str:
     """A file of settings."""
     default = flat(asdict(ModelConfig()))
     said = {name: value for name, value in flat(asdict(model)).items() if value != default[name]}
-    rows = [f"{name} = {json.dumps(value)}" for name, value in {**said, "weights": folder}.items()]
+    settings = {f"model.{name}": value for name, value in {**said, "weights": folder}.items()}
     tokenizer = tokenizer_file(folder)
-    rows += ["", "[data]", f"tokenizer = {json.dumps(str(tokenizer))}"] if tokenizer.exists() else []
-    return "\n".join([f"# {folder}, {family}", "", "[model]", *rows, ""])
+    return written(f"{folder}, {family}", settings | ({"data.tokenizer": str(tokenizer)} if tokenizer.exists() else {}))

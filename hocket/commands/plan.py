@@ -44,9 +44,7 @@ class Plan(RecipeOptions):
     html: str = ""
     """File to write a page with timeline and numbers to."""
     from_: Annotated[tuple[str, ...], tyro.conf.arg(name="from")] = ()
-    """Traces of a run of the same sizes, one per rank, or its folder: costs and contention come from them."""
-    null_from: tuple[str, ...] = ()
-    """Traces of that run with the null transport: contention is found more safely with them."""
+    """Traces of a run of the same sizes, one per rank, or its folder: costs of ops come from them."""
     search: bool = False
     """Search the settings of the plan that make the step shortest. Settings of the command line stay."""
     memory: str = ""
@@ -73,7 +71,7 @@ def run(words: list[str]) -> int:
         print(text)
         return 0 if fits else 1
     hardware = hardware_of(settings)
-    measured = costs_from(settings, options.from_, options.null_from, origins)
+    measured = costs_from(settings, options.from_, origins)
     if measured:
         settings = resolve_for_plan(options.config, origins, lambda c: costs_of(c, hardware, measured))
     settings = with_documents(settings)
@@ -101,7 +99,7 @@ def task_of(options: Plan, origins: dict[str, str]) -> best_plan.Task:
         origins=origins,
         resolve=resolve_for_plan,
         hardware=hardware,
-        measured=costs_from(settings, options.from_, options.null_from, origins),
+        measured=costs_from(settings, options.from_, origins),
         cap=best_plan.bytes_of(options.memory) if options.memory else hardware.memory,
     )
 
@@ -117,18 +115,12 @@ def search(options: Plan, origins: dict[str, str]) -> tuple[str, bool]:
     return best_plan.report(task, result), result.found.fits
 
 
-def costs_from(
-    settings: Settings, paths: tuple[str, ...], null: tuple[str, ...], origins: dict[str, str]
-) -> Measurement | None:
+def costs_from(settings: Settings, paths: tuple[str, ...], origins: dict[str, str]) -> Measurement | None:
     """The costs that traces show, None without traces.
 
     Raises ValueError if their run's ops have other work to do than those of the plan.
     """
     if not paths:
-        if null:
-            raise ValueError(
-                "null_from (command line): there is no --from; fix: name the traces of the run with --from"
-            )
         return None
     from hocket.measured.calibrate import calibrate
     from hocket.measured.stored import other_ways
@@ -137,7 +129,7 @@ def costs_from(
 
     traces = load(trace_files(paths))
     same_work(settings, traces, origins)
-    found = calibrate(traces, load(trace_files(null)) if null else ())
+    found = calibrate(traces)
     return replace(found, notes=(*found.notes, *other_ways(settings, traces[0])))
 
 

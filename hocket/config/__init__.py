@@ -28,9 +28,7 @@ from hocket.config.rope import RopeConfig as RopeConfig
 from hocket.config.training import BYTE_VOCAB as BYTE_VOCAB
 from hocket.config.training import BYTES as BYTES
 from hocket.config.training import COPIED as COPIED
-from hocket.config.training import COPIES as COPIES
 from hocket.config.training import LABELS as LABELS
-from hocket.config.training import MEMORY as MEMORY
 from hocket.config.training import DataConfig as DataConfig
 from hocket.config.training import DataOrder as DataOrder
 from hocket.config.training import PrecisionConfig as PrecisionConfig

@@ -20,8 +20,6 @@ others."""
 
 BYTES, BYTE_VOCAB = "bytes", 256
 """The tokenizer that needs no file, and its number of tokens."""
-MEMORY, COPIES = "/dev/shm", "hocket-copies-"
-"""A file system in the memory of a host, and the beginning of the names of folders there with copies of runs."""
 LABELS = {"null": "no communication", "slow": "emulated network"}
 """Transports that only serve measurements -> the words that mark all results made with them."""
 
@@ -166,9 +164,6 @@ class TrainConfig:
     save_behind: bool = True
     """Checkpoints are written while training goes on, from a copy in the memory of the host. Without it training waits
     until one is written, and no copy is made."""
-    memory_every: Annotated[int, Between(0)] = 0
-    """Steps between copies of the state in the memory of hosts, each on its own host and the next one; 0 means none. A
-    run that starts again after a host is lost goes on from the newest copy, or from a newer checkpoint."""
     keep: Annotated[int, Between(0)] = 2
     """The newest checkpoints that are kept; older ones are deleted. 0 writes none, not even at the end."""
     keep_every: Annotated[int, Between(0)] = 0
@@ -217,8 +212,6 @@ class RunConfig:
     """Name of the run. Without it the run has the name of its file or recipe."""
     folder: str = ""
     """Folder of metrics, logs and checkpoints; empty means `runs/<name>`, or `runs/<name>-null`."""
-    memory: str = MEMORY
-    """Folder in the memory of each host for the copies of `train.memory_every`."""
     resume: str = "auto"
     """auto continues from the newest complete checkpoint of the folder. off starts over. A path loads that
     checkpoint."""

@@ -246,14 +246,6 @@ def host(f: Found) -> Checks:
         yield _host("/dev/shm", "ok", _size(f.shm))
     else:
         yield _host("/dev/shm", "unknown", "not there", "shared memory cannot be measured on this system")
-    if f.left:
-        found, cost = (
-            f"{_size(sum(f.left.values()))} in {len(f.left)} folders",
-            "memory that no run uses, if all have ended",
-        )
-        yield _host(
-            "copies of runs", "costs", found, cost, f"the commands of those runs again, or rm -r {' '.join(f.left)}"
-        )
     if 0 < f.open_files < OPEN_FILES and f.torch.gpus:
         cost = "each group holds sockets to its peers: a run of many groups fails at its start"
         yield _host("open files", "costs", str(f.open_files), cost, f"ulimit -n {OPEN_FILES}")

@@ -86,8 +86,6 @@ class Found:
     cores: int = 0
     shm: int = 0
     """Size of the shared memory of processes."""
-    left: Mapping[str, int] = field(default_factory=dict)
-    """Size of folders there with copies of runs that have made none for an hour (`train.memory_every`)."""
     open_files: int = 0
     """Files and sockets that one process may hold."""
     locked: int = -1

@@ -10,16 +10,13 @@ import json
 import re
 import resource
 import shutil
-import stat
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hocket.config import COPIES, MEMORY
 from hocket.doctor.found import Found, Gpu, Port, Torch
 from hocket.environment import cores, torch_build
 from hocket.probing.request import Request
@@ -63,8 +60,7 @@ def look(env: Mapping[str, str], passed: Collection[Moment], probe: bool) -> Fou
         copies=copies,
         no_probe=no_probe,
         cores=cores(),
-        shm=_size_of(MEMORY),
-        left=copies_left_in(Path(MEMORY), time.time() - 3600),
+        shm=_size_of("/dev/shm"),
         open_files=_limit(resource.RLIMIT_NOFILE),
         locked=_limit(resource.RLIMIT_MEMLOCK),
         temporary=temporary,
@@ -99,17 +95,6 @@ def _size_of(folder: str) -> int:
     with contextlib.suppress(OSError):
         return shutil.disk_usage(folder).total
     return 0
-
-
-def copies_left_in(folder: Path, before: float) -> dict[str, int]:
-    """Folders with copies of runs, of which none was made behind that time, and their sizes in bytes."""
-    found = dict[str, int]()
-    for place in sorted(folder.glob(f"{COPIES}*")):
-        with contextlib.suppress(OSError):  # somebody else's, or gone meanwhile
-            every = [path.stat() for path in (place, *place.rglob("*"))]
-            if all(entry.st_mtime < before for entry in every):
-                found[str(place)] = sum(entry.st_size for entry in every if stat.S_ISREG(entry.st_mode))
-    return found
 
 
 def _limit(kind: int) -> int:

@@ -12,7 +12,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from hocket.explain.build import explain
 from hocket.explain.explanation import Explanation
-from hocket.files import finite
+from hocket.files import json_in
 from hocket.resolve import Settings
 from hocket.settings.schema import problem
 from hocket.typed import is_a
@@ -45,7 +45,7 @@ def read(name: str) -> Explanation:
     path = Path(name)
     try:
         path = path / FILE if path.is_dir() else path
-        return _built(Explanation, json.loads(finite(path).read_text()), "it")
+        return _built(Explanation, json_in(path), "it")
     except OSError as error:
         reason, fix = f"cannot be read ({error.strerror})", f"the folder of a run, or its {FILE}"
     except (ValueError, RecursionError) as error:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from hocket.environment import Worker
+from hocket.environment import HERE, Worker
 from hocket.launching.children import Child, explain, explain_hang
 from hocket.launching.ports import free_port
 from hocket.launching.worker import Job, child_main
@@ -43,7 +43,7 @@ def start_workers(settings: Settings, job: Job) -> int:
     with forwarded_signals(children, job.ending) as asked:
         try:
             for rank in range(settings.world):
-                worker = Worker(rank, settings.world, rank, settings.world, "127.0.0.1", port, "", "run.port")
+                worker = Worker(rank, settings.world, rank, settings.world, HERE[0], port, HERE[1], "run.port")
                 with signals_held_back():
                     children.append(fork_worker(settings, worker, job, logs / f"rank{rank}.log"))
             return watch(children, asked, job.ended)

@@ -61,7 +61,7 @@ def be_worker(settings: Settings, worker: Worker, job: Job) -> int:
     try:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         join_world(device.type == "cuda", settings.train.hang_timeout, attempt)
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
+    except (dist.DistNetworkError, dist.DistStoreError, OSError) as error:
         taken = "address already in use" in str(error).lower() or "EADDRINUSE" in str(error)
         raise ValueError(port_in_use(settings, worker) if taken else nobody_met(settings, worker)) from None
     require_same(settings, worker.rank)

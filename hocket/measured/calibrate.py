@@ -1,6 +1,6 @@
 """Costs of a plan's ops as a run has shown them, to predict other plans of the same sizes with.
 
-    compute          the op's time on its lane, without what contention added (`contention.py`): mean over the ops of
+    compute          the op's time on its lane, without what contention added (see below): mean over the ops of
                      the ranks that decide. Of ranks that run the same list, that is the one that computes longest: the
                      others wait for it in their collectives
     communication    without waiting for peers: median over ops. If the waiting is not known, because not all ranks of a
@@ -14,43 +14,38 @@
 A mean, not a median, for compute: the step is a sum of ops, and a mean keeps the sum. Who computes longest is asked
 over a whole step, not for every op: with uneven routing the slower rank changes from op to op, and what is hidden under
 other compute lets such differences even out. The profiler itself slows the host down, so its times are upper bounds.
+
+While the kinds S of communication run, compute gets on at 1 / (1 + sum of their factors), as in the simulator
+(`program/schedule.py`). The factors are those of the model of hardware with which the run was predicted.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from hocket.measured.contention import Overlaps, factors_of, joined, named, numbers_of, progress, shares_beside
 from hocket.measured.planops import PlanOps, all_plan_ops
 from hocket.measured.stored import stored_in
 from hocket.program.cost import Measurement
 from hocket.program.ops import Layout
-from hocket.program.schedule import KINDS, CostKey, Overheads, cost_key, stops_host
+from hocket.program.schedule import KINDS, CostKey, Kind, Overheads, Time, cost_key, stops_host
 from hocket_trace.columns import several
-from hocket_trace.compare import assert_same_work
 from hocket_trace.data import Floats, RankTrace
+from hocket_trace.intervals import union
 
 QUIET = 0.1
 """Quantile that stands for an op without waiting where waiting is not known."""
-_STILL = 0.05
-"""Share of an op that gaps due to the host may take before it says nothing about contention."""
 
 
-def calibrate(traces: Sequence[RankTrace], null: Sequence[RankTrace] = ()) -> Measurement:
-    """What a run shows about its ops. `null` are traces of the same run with the null transport.
-
-    Raises ValueError if the traces are not of hocket, or not of one run and its null run.
-    """
-    program = stored_in(traces[0]).program
-    if null:
-        _assert_null(traces[0], null[0])
+def calibrate(traces: Sequence[RankTrace]) -> Measurement:
+    """What a run shows about its ops. Raises ValueError if the traces are not of hocket."""
+    stored = stored_in(traces[0])
+    program, contention = stored.program, stored.overheads.contention
     kinds = program.layout.kinds
     runs = all_plan_ops(traces, program)
-    alone = all_plan_ops(null, stored_in(null[0]).program) if null else ()
-    factors, compute = _compute(traces, runs, alone, kinds)
+    compute = _compute(traces, runs, kinds, contention)
     communication, unknown = _communication(runs, kinds)
     notes: list[str] = []
     if unknown:
@@ -59,12 +54,6 @@ def calibrate(traces: Sequence[RankTrace], null: Sequence[RankTrace] = ()) -> Me
             f"({', '.join(sorted(unknown))}): the tenth percentile of those ops counts, and for a recv the hardware's "
             "figures"
         )
-    if not null:
-        notes.append("no null trace: contention was found by comparing ops of this run with each other")
-    contention = named(factors)
-    absent = [kind for kind in KINDS if kind not in contention]
-    if absent:
-        notes.append(f"no contention was found with {', '.join(absent)}")
     on_gpu = traces[0].device != "cpu"  # on a CPU, issuing is computing
     issue, counts = _host(runs, program.layout) if on_gpu else ({}, None)
     overheads = Overheads(contention, issue, counts)
@@ -76,54 +65,38 @@ def calibrate(traces: Sequence[RankTrace], null: Sequence[RankTrace] = ()) -> Me
     )
 
 
-def _assert_null(real: RankTrace, null: RankTrace) -> None:
-    """Raise ValueError unless `null` is of a run with the null transport whose ops do the same as those of `real`."""
-    if null.run.get("transport") != "null":
-        raise ValueError(
-            f"{null.source}: its transport is {null.run.get('transport') or 'not known'}, not null, so it is no run "
-            "without communication; fix: a trace of the same run with --train.transport null"
-        )
-    assert_same_work(real, null)
-
-
 def _compute(
-    traces: Sequence[RankTrace], runs: Sequence[PlanOps], alone: Sequence[PlanOps], kinds: Sequence[str]
-) -> tuple[Floats, dict[CostKey, float]]:
-    """Factors of contention, and the works of compute ops by key."""
-    numbers = numbers_of([cost_key(op, kinds) for rows in runs for op in rows.ops if op.lane == "compute"])
-    parts, steady = [], []
+    traces: Sequence[RankTrace], runs: Sequence[PlanOps], kinds: Sequence[str], contention: Mapping[Kind, Time]
+) -> dict[CostKey, float]:
+    """Seconds of compute ops without contention, by key: means over the ranks that decide."""
+    longest = dict[int, tuple[float, dict[CostKey, list[float]]]]()
     for trace, rows in zip(traces, runs, strict=True):
-        mine = rows.take(np.array([n for n, op in enumerate(rows.ops) if op.lane == "compute"], dtype=np.int64))
-        key = np.array([numbers[cost_key(op, kinds)] for op in mine.ops], dtype=np.int64)
-        parts.append(Overlaps(key, np.maximum(mine.seconds, 1e-9), shares_beside(trace, mine.start, mine.end)))
-        calm = mine.late <= _STILL * (mine.end - mine.start)
-        steady.append(calm & np.array([op.verb not in ("step", "update", "release") for op in mine.ops], dtype=bool))
-    known = {numbers[key]: value for key, value in _undisturbed(alone, kinds).items() if key in numbers}
-    factors = factors_of(joined([part.take(kept) for part, kept in zip(parts, steady, strict=True)]), known)
-    deciding = joined([parts[n] for n in _deciding(runs, parts, factors)])
-    works, count = deciding.seconds * progress(deciding.shares, factors), len(numbers)
-    times = np.bincount(deciding.key, minlength=count)
-    mean = np.bincount(deciding.key, works, count) / np.maximum(times, 1)
-    return factors, {key: float(mean[n]) for key, n in numbers.items() if times[n]}  # a trace may lack activities
+        moments, lost = _lost(trace, contention)
+        slowed = np.interp(rows.end, moments, lost) - np.interp(rows.start, moments, lost)
+        alone = rows.seconds * (1.0 - slowed / np.maximum(rows.end - rows.start, 1e-12))
+        found = defaultdict[CostKey, list[float]](list)
+        for op, seconds in zip(rows.ops, alone.tolist(), strict=True):
+            if op.lane == "compute":
+                found[cost_key(op, kinds)].append(max(seconds, 1e-9))
+        whole = sum(map(sum, found.values())) / len(np.unique(rows.step))
+        if whole > longest.get(rows.pp_rank, (-1.0, {}))[0]:
+            longest[rows.pp_rank] = whole, found
+    deciding = defaultdict[CostKey, list[float]](list)
+    for _, found in longest.values():
+        for key, values in found.items():
+            deciding[key] += values
+    return {key: float(np.mean(values)) for key, values in deciding.items()}  # a trace may lack activities
 
 
-def _deciding(runs: Sequence[PlanOps], parts: Sequence[Overlaps], factors: Floats) -> list[int]:
-    """Which run of every pipeline rank has most to compute in a step."""
-    longest: dict[int, tuple[float, int]] = {}
-    for n, (rows, part) in enumerate(zip(runs, parts, strict=True)):
-        work = float((part.seconds * progress(part.shares, factors)).sum()) / len(np.unique(rows.step))
-        longest[rows.pp_rank] = max(longest.get(rows.pp_rank, (0.0, n)), (work, n))
-    return [n for _, n in longest.values()]
-
-
-def _undisturbed(alone: Sequence[PlanOps], kinds: Sequence[str]) -> dict[CostKey, float]:
-    """Seconds of compute ops without communication by key: geometric means, since `factors_of` compares logarithms."""
-    found: dict[CostKey, list[float]] = defaultdict(list)
-    for rows in alone:
-        for op, seconds in zip(rows.ops, rows.seconds.tolist(), strict=True):
-            if op.lane == "compute" and seconds > 0:
-                found[cost_key(op, kinds)].append(float(np.log(seconds)))
-    return {key: float(np.exp(np.mean(values))) for key, values in found.items()}
+def _lost(trace: RankTrace, contention: Mapping[Kind, Time]) -> tuple[Floats, Floats]:
+    """Moments on the trace's rank, and how many seconds of compute contention has cost up to each."""
+    spans = {kind: union(trace.start[rows], trace.end[rows]) for kind in KINDS if len(rows := trace.of_kind(kind))}
+    turns = [np.tile([1.0, -1.0], len(span)) * float(contention.get(kind, 0.0)) for kind, span in spans.items()]
+    edges = np.concatenate([np.zeros(1), *(span.ravel() for span in spans.values())])
+    order = np.argsort(edges, kind="stable")
+    slower = np.cumsum(np.concatenate([np.zeros(1), *turns])[order])
+    rate = slower / (1.0 + slower)
+    return edges[order], np.concatenate([np.zeros(1), np.cumsum(rate[:-1] * np.diff(edges[order]))])
 
 
 def _communication(runs: Sequence[PlanOps], kinds: Sequence[str]) -> tuple[dict[CostKey, float], set[str]]:

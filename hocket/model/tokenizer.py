@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from hocket.config import BYTE_VOCAB, BYTES
-from hocket.files import finite
+from hocket.files import finite, json_in
 from hocket.settings.schema import problem
 
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "<|im_end|>", "[EOS]")
@@ -174,7 +173,7 @@ def _sizes(path: str, origins: Mapping[str, str]) -> tuple[int, int]:
     """(number of tokens including the separator, separator) of a tokenizer file."""
     fix = "data.tokenizer = bytes, or the path of a JSON file of the `tokenizers` package"
     try:
-        content = json.loads(finite(tokenizer_file(path)).read_text(encoding="utf-8"))
+        content = json_in(tokenizer_file(path))
         vocab = content["model"]["vocab"]
         # Unigram models list (token, score) pairs, all others map tokens to numbers.
         tokens = {token: i for i, (token, _) in enumerate(vocab)} if isinstance(vocab, list) else dict(vocab)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from hocket.config import ModelConfig
-from hocket.files import finite
+from hocket.files import json_in
 from hocket.pretrained import windows
 from hocket.pretrained.family import FURTHER_LAYERS, REQUIRED, Family, Key
 from hocket.pretrained.positions import keys_of, read_rope, written_rope
@@ -47,11 +46,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The content of a folder's config.json. Raises ValueError."""
     path = folder / "config.json"
     try:
-        found = json.loads(finite(path).read_text())
+        found = json_in(path)
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror})") from None
-    except ValueError:
-        raise ValueError(f"{path} is no whole JSON") from None
     if not isinstance(found, dict):
         raise ValueError(f"{path} is no table of keys")
     return found

@@ -14,7 +14,7 @@ from hocket.config import ModelConfig
 from hocket.pretrained import mxfp4
 from hocket.pretrained.configuration import differences, family_of, model_of, read_config
 from hocket.pretrained.family import FURTHER_LAYERS, IGNORED_TENSORS, Family, Rule
-from hocket.pretrained.folder import READ, TensorFolder
+from hocket.pretrained.folder import READ, NotFiniteError, TensorFolder
 from hocket.pretrained.quantised import FP8, blocks_of, scale_name
 
 Shape = tuple[int, ...]
@@ -178,6 +178,18 @@ class PretrainedFolder:
         if more:
             raise ValueError(f"{self.path} has {listed(more)}, which no parameter takes")
 
+    def not_finite(self) -> list[str]:
+        """A line for each tensor that has elements that are not finite. Reads all that the model has."""
+        scales = {scale_name(name) for name, entry in self.folder.entries.items() if entry.dtype == FP8}
+        found = []
+        for name in self.folder.entries.keys() - {*self.further, *scales}:
+            if not re.search(IGNORED_TENSORS, name):
+                try:
+                    self.folder.read(name)
+                except NotFiniteError as error:
+                    found.append(str(error))
+        return sorted(found)
+
     def _rule(self, name: str) -> tuple[Rule, str]:
         """The rule of a parameter whose tensors are there; else the first."""
         rules = rules_of(self.family, name)
@@ -186,9 +198,15 @@ class PretrainedFolder:
         return next(there, rules[0])
 
     def value(self, name: str, shape: Shape, first_expert: int = 0) -> Tensor:
-        """A parameter, fp32; of experts, those from `first_expert` on that `shape` counts."""
+        """A parameter, fp32; of experts, those from `first_expert` on that `shape` counts.
+
+        Raises ValueError for tensors that are not finite.
+        """
         rule, number = self._rule(name)
-        return join(rule, number, shape, first_expert, self.folder.read, self.model).float()
+        try:
+            return join(rule, number, shape, first_expert, self.folder.read, self.model).float()
+        except NotFiniteError as error:
+            raise ValueError(f"{error}; fix: download it again, or take another folder") from None
 
 
 def listed(names: list[str]) -> str:

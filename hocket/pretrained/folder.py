@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hocket.files import finite
+from hocket.files import finite, inside, json_in
 from hocket.pretrained.quantised import FP8, SCALES, Blocks, dequantised, scale_name, scales_shape
 
 INDEX = "model.safetensors.index.json"
@@ -28,6 +27,10 @@ class Entry:
     file: str
     shape: tuple[int, ...]
     dtype: str
+
+
+class NotFiniteError(ValueError):
+    """A tensor has elements that are no number, or infinite."""
 
 
 class TensorFolder:
@@ -62,10 +65,12 @@ class TensorFolder:
         if not path.exists():
             return {}
         try:
-            found = json.loads(finite(path).read_text())["weight_map"]
-            return {str(name): str(file) for name, file in found.items()}
+            found = {str(name): str(file) for name, file in json_in(path)["weight_map"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise ValueError(f"{path} cannot be read") from None
+        for file in found.values():
+            inside(path, file)
+        return found
 
     @contextmanager
     def _open(self, file: str) -> Iterator[Any]:
@@ -78,14 +83,20 @@ class TensorFolder:
             raise ValueError(f"{self.path / file} cannot be read") from None
 
     def read(self, name: str, first: int = 0, count: int = -1) -> Tensor:
-        """A tensor as it is stored, or `count` of its rows from row `first`; one of fp8 in fp32, and by its scales."""
+        """A tensor as it is stored, or `count` of its rows from row `first`; one of fp8 in fp32, and by its scales.
+
+        Raises ValueError for one that is not finite.
+        """
         entry = self.entries[name]
         value = self._stored(name, first, count)
-        if entry.dtype != FP8:
-            return value
-        assert self.blocks is not None
-        assert count < 0 or len(entry.shape) > 2, "rows of one matrix share scales"
-        return dequantised(value, self._stored(scale_name(name), first, count), self.blocks)
+        if entry.dtype == FP8:
+            assert self.blocks is not None
+            assert count < 0 or len(entry.shape) > 2, "rows of one matrix share scales"
+            value = dequantised(value, self._stored(scale_name(name), first, count), self.blocks)
+        if value.is_floating_point() and value.numel() and not all(bound.isfinite() for bound in value.aminmax()):
+            broken = value.numel() - int(value.isfinite().sum())
+            raise NotFiniteError(f"{name} in {self.path / entry.file} has elements that are not finite ({broken})")
+        return value
 
     def _stored(self, name: str, first: int, count: int) -> Tensor:
         with self._open(self.entries[name].file) as opened:

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
-from hocket.files import finite
+from hocket.files import json_in
 from hocket.gpus import GpuName
 from hocket.program.hardware import HARDWARE, Hardware, Link
 from hocket.program.schedule import KINDS
@@ -64,7 +64,7 @@ def read(path: str) -> MeasuredHardware:
 def _parsed(path: str) -> MeasuredHardware:
     """The same. Raises ValueError with the reason."""
     try:
-        fields = json.loads(finite(path).read_text())
+        fields = json_in(path)
     except OSError as error:
         raise ValueError(f"it cannot be read: {error.strerror}") from None
     except ValueError:

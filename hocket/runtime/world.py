@@ -1,9 +1,17 @@
-"""All ranks of a run: how they meet, what they tell each other as Python objects, and how they part."""
+"""All ranks of a run: how they meet, what they tell each other as Python objects, and how they part.
+
+Note: [Nobody else is let in]
+Neither torch's store nor gloo nor NCCL asks who connects. So where all ranks are on one host, which a loopback address
+in `MASTER_ADDR` or a store in a file says, their sockets listen on its loopback interface alone. Torch binds a store to
+all interfaces by itself, so the store gets a socket that is bound already. gloo and NCCL take the interface that a
+variable names, unless the user has named one.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -18,6 +26,9 @@ from hocket.runtime.recorder import HANG_EXIT_CODE, MARGIN
 
 T = TypeVar("T")
 
+LOOPBACK = "127.0.0.1"
+SOCKETS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Variables that name the interface of gloo and NCCL."""
 MOST = 1800.0
 """Seconds that torch gives a group of gloo by itself."""
 
@@ -47,17 +58,30 @@ def within(seconds: float, doing: str) -> Iterator[None]:
 
 
 def join_world(gpus: bool, timeout: float, attempt: str = "0", **where: Any) -> None:
-    """Make the default group of all ranks, as RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT or `where` (a store) say.
+    """Make the default group of all ranks, as RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say, or `where`: a store in
+    a file, the rank and the number of ranks. See Note: [Nobody else is let in].
 
     It carries Python objects and barriers; beside NCCL a gloo of its own does. `timeout` is in seconds. Workers that
     torchrun has started again find in its store what ended ones left there, so each `attempt` has names of its own.
     """
     limit = timedelta(seconds=timeout)
     with within(timeout + MARGIN, "ranks that were to meet have not"):
+        here = bool(where) or os.environ.get("MASTER_ADDR", "").startswith(("127.", "localhost"))
+        for name in SOCKETS if here else ():
+            os.environ.setdefault(name, "lo")
         if not where:
-            store, rank, world = next(rendezvous("env://", timeout=limit))
+            store, rank, world = _store_here(limit) if here else next(rendezvous("env://", timeout=limit))
             where = {"store": dist.PrefixStore(f"attempt{attempt}", store), "rank": rank, "world_size": world}
         dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=limit, **where)
+
+
+def _store_here(limit: timedelta) -> tuple[dist.Store, int, int]:
+    """What torch's rendezvous gives, with a store that listens on the loopback interface. Raises OSError."""
+    rank, world, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    listening: int | None = None
+    if serves := rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+        listening = socket.create_server((LOOPBACK, port)).detach()  # the store closes it
+    return dist.TCPStore(LOOPBACK, port, world, serves, limit, master_listen_fd=listening), rank, world
 
 
 def leave_world() -> None:
@@ -119,16 +143,6 @@ def over_group(value: torch.Tensor, how: Literal["sum", "max"], group: dist.Proc
     """The `sum` or `max` of a tensor over the ranks of a group, in place; returns it."""
     dist.all_reduce(value, dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX, group)
     return value
-
-
-def begin_send(elements: torch.Tensor, rank: int, group: dist.ProcessGroup | None, tag: int) -> Any:
-    """Begin to send a CPU tensor to a rank. Returns what to `wait` for; the tensor must be kept until then."""
-    return dist.isend(elements, rank, group, tag)
-
-
-def begin_receive(elements: torch.Tensor, rank: int, group: dist.ProcessGroup | None, tag: int) -> Any:
-    """Begin to fill a CPU tensor with what a rank sends under the same tag. Returns what to `wait` for."""
-    return dist.irecv(elements, rank, group, tag)
 
 
 def host_group(of: dist.ProcessGroup | None = None, timeout: float | None = None) -> dist.ProcessGroup:

@@ -1,14 +1,15 @@
-"""Settings from a TOML file, each with the line that it stands on.
+"""Settings from a TOML file, each with its line, and settings as a TOML file.
 
 The standard library's parser gives values without lines, and stops at the first mistake. So lines are found by a scan
-of our own, which knows keys, tables, strings and brackets, and nothing of values.
+of our own, which knows keys, tables, strings and brackets, and nothing of values. The standard library has no writer.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -64,6 +65,47 @@ def read(path: str) -> list[Entry]:
     ]
 
 
+def written(title: str, settings: Mapping[str, Any], sources: Mapping[str, str] | None = None) -> str:
+    """A file of settings by dotted name, below `title` as a comment; after each the comment that `sources` has for it.
+
+    The only writer of TOML: whatever title, texts and comments hold, the file sets these settings and no others. Raises
+    ValueError for a text that no file of UTF-8 can hold.
+    """
+    tables: dict[str, list[str]] = {"": []}  # what is in no table comes before all tables
+    for setting, value in settings.items():
+        table, _, name = setting.rpartition(".")
+        after = f"  {_comment(sources[setting])}" if sources and setting in sources else ""
+        tables.setdefault(table, []).append(f"{_key(name)} = {_written(value)}{after}")
+    heads = {table: ["[" + ".".join(map(_key, table.split("."))) + "]"] if table else [] for table in tables}
+    blocks = ["\n".join([*heads[table], *rows]) for table, rows in tables.items() if rows]
+    return "\n\n".join([_comment(title), *blocks]) + "\n"
+
+
+def _comment(text: str) -> str:
+    return "# " + "".join(x if x.isprintable() else ascii(x)[1:-1] for x in text)
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch("[A-Za-z0-9_-]+", name) else _written(name)
+
+
+def _written(value: bool | int | float | str | tuple[Any, ...]) -> str:
+    """A value as TOML."""
+    match value:
+        case bool():
+            return str(value).lower()
+        case int() | float():
+            return repr(value)  # TOML's words for no number and infinity are Python's
+        case str():
+            try:
+                value.encode()
+            except UnicodeEncodeError:
+                raise ValueError(f"{value!a} is no text of UTF-8") from None
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # all else JSON escapes alike
+        case _:
+            return "[" + ", ".join(map(_written, value)) + "]"
+
+
 def _has_keys(value: Any, name: str, lines: list[tuple[str, int]]) -> bool:
     """Whether a name is that of a table whose keys are listed themselves."""
     return isinstance(value, dict) and any(other.startswith(f"{name}.") for other, _ in lines)
@@ -75,7 +117,7 @@ def keys(text: str) -> Iterator[tuple[str, int]]:
     The name of an array of tables is in brackets, and what has a dot inside of quotes keeps these.
     """
     table, depth, quote = "", 0, ""
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):  # TOML has no other ends of lines
         start = 0
         if not depth and not quote:
             if found := _TABLE.match(line) or _ARRAY.match(line):

@@ -55,14 +55,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
             "train.keep = 1 or more, or leave it out",
             only_if_set=True,
         )
-        for name in ("save_behind", "memory_every", "keep_every", "keep_best")
-    ),
-    Rule(
-        ("run.memory", "train.memory_every"),
-        lambda c, h: c.train.memory_every == 0,
-        "no effect: train.memory_every = 0 makes no copies there",
-        "train.memory_every = 1 or more, or leave it out",
-        only_if_set=True,
+        for name in ("save_behind", "keep_every", "keep_best")
     ),
     Rule(
         ("optimizer.rewinds", "train.keep", "train.save_every"),

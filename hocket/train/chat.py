@@ -5,6 +5,12 @@ A chat template writes messages as one text. What the template has in `{% genera
 tag, as transformers' `return_assistant_tokens_mask` has it. Otherwise the text of each turn of the assistant is what
 the template adds to the turns before, with their prompt for an answer. That needs a template that only adds: one that
 writes earlier turns in another way once there are later ones is refused.
+
+Note: [A template comes from somebody else]
+jinja's sandbox keeps a template from files and from Python's insides. It does not keep it from raising any exception,
+nor from loops without end. So every exception of a template is one line that names the template and the row. Each step
+of a loop and each call looks at the clock, and a text that takes longer than `SECONDS` is given up. A product or power
+of huge values would be one call without a look at the clock, so those are refused before they are made.
 """
 
 from __future__ import annotations
@@ -12,15 +18,22 @@ from __future__ import annotations
 import datetime
 import importlib
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from hocket.config import BYTES, DataConfig
+from hocket.files import finite, json_in
+from hocket.settings.schema import show
 from hocket.train.documents import BadFileError, Marked
 
+SECONDS = 30.0
+"""In which a template must have written a chat, which takes milliseconds."""
+LARGEST = 1 << 24
+"""Characters or items that a product in a template may have, and bits of a power."""
 ROLE = "assistant"
 """The role whose turns are learnt."""
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
@@ -81,12 +94,16 @@ class Chats:
 
     def _render(self, chat: _Chat, count: int, asks: bool = False) -> str:
         """The text of the first messages; what it `asks` ends where an answer begins."""
-        template, special = self._template
+        template, special, name = self._template
         given = {"messages": chat.messages[:count], "tools": chat.tools, "add_generation_prompt": asks}
         try:
+            template.environment.until = time.monotonic() + SECONDS
             return template.render(**special, **given)
-        except (self._jinja.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            raise BadFileError(f"has a chat in {chat.where} that the template refuses ({error})", NAMING) from None
+        except _TooLongError:
+            reason = f"the template of {name} has not written in {SECONDS:g} s"
+        except Exception as error:  # see Note: [A template comes from somebody else]
+            reason = f"the template of {name} refuses ({_in_a_line(error)})"
+        raise BadFileError(f"has a chat in {chat.where} that {reason}", NAMING)
 
     @cached_property
     def _jinja(self) -> Any:
@@ -98,26 +115,43 @@ class Chats:
             raise BadFileError("has chats, whose template jinja2 renders", "pip install 'hocket[text]'") from None
 
     @cached_property
-    def _template(self) -> tuple[Any, Mapping[str, str]]:
-        """The template, and special tokens by the names that templates know."""
-        jinja, source, special = self._jinja, "", dict[str, str]()
+    def _template(self) -> tuple[Any, Mapping[str, str], Path]:
+        """The template, special tokens by the names that templates know, and the template's file."""
+        jinja, source, special, name = self._jinja, "", dict[str, str](), Path()
         for file in reversed(template_files(self.data)):
             try:
-                content = file.read_text(encoding="utf-8")
                 if file.name == SETTINGS:
-                    found = json.loads(content)
+                    found = json_in(file)
                     special = {k: _content(v) for k, v in found.items() if k.endswith("_token") and v}
-                    source = _default(found.get("chat_template")) or source
+                    content = _default(found.get("chat_template"))
                 else:
-                    source = content
-            except (OSError, ValueError, AttributeError, KeyError) as error:
-                raise BadFileError(f"has chats, and {file} cannot be read ({error})", NAMING) from None
+                    content = finite(file).read_text(encoding="utf-8")
+            except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+                raise BadFileError(f"has chats, and {file} cannot be read ({_in_a_line(error)})", NAMING) from None
+            source, name = (content, file) if content else (source, name)
         if not source:
             raise BadFileError("has chats, and there is no chat template", NAMING)
         try:
-            return _environment(jinja).from_string(source), special
-        except jinja.TemplateError as error:
-            raise BadFileError(f"has chats, whose template is none ({error})", NAMING) from None
+            return _environment(jinja).from_string(source), special, name
+        except Exception as error:
+            raise BadFileError(f"has chats, and {name} has no template ({_in_a_line(error)})", NAMING) from None
+
+
+class _TooLongError(Exception):
+    """A template has had its time."""
+
+
+def _huge(operator: str, left: object, right: object) -> bool:
+    """Whether a product or power would have more characters, items or bits than `LARGEST`."""
+    if isinstance(left, int) and isinstance(right, int):
+        bits = left.bit_length()
+        return (bits * right if operator == "**" else bits + right.bit_length()) > LARGEST
+    number, other = (left, right) if isinstance(left, int) else (right, left)
+    return isinstance(number, int) and isinstance(other, str | list | tuple) and len(other) * number > LARGEST
+
+
+def _in_a_line(error: BaseException) -> str:
+    return show(" ".join(str(error).split()) or type(error).__name__)[:200]
 
 
 def _content(token: Any) -> str:
@@ -154,9 +188,40 @@ def _environment(jinja: Any) -> Any:
     def to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
 
-    environment = jinja.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
-    )
+    class Sandbox(jinja.sandbox.ImmutableSandboxedEnvironment):
+        """See Note: [A template comes from somebody else]."""
+
+        intercepted_binops = frozenset({"*", "**"})
+        until = 0.0
+        """On the monotonic clock."""
+
+        def _parse(self, *args: Any) -> Any:
+            """The template's tree, whose loops look at the clock."""
+            tree = super()._parse(*args)
+            self.filters["in time"] = self._in_time
+            for loop in list(tree.find_all(jinja.nodes.For)):
+                loop.iter = jinja.nodes.Filter(loop.iter, "in time", [], [], None, None, lineno=loop.lineno)
+            return tree
+
+        def _in_time(self, values: Iterable[Any]) -> Iterator[Any]:
+            for value in values:
+                self._look()
+                yield value
+
+        def _look(self) -> None:
+            if time.monotonic() > self.until:
+                raise _TooLongError
+
+        def call(self, *args: Any, **named: Any) -> Any:
+            self._look()
+            return super().call(*args, **named)
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            if _huge(operator, left, right):
+                raise OverflowError("a value would be too large")
+            return super().call_binop(context, operator, left, right)
+
+    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"])
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().astimezone().strftime(form)

@@ -17,10 +17,10 @@ import contextlib
 import json
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,9 +42,6 @@ from hocket.train.damage import FORMAT, META, damage_of, sealed
 from hocket.train.folders import STEPS, delete_old, link, name_of, newest_first, set_aside, step_of
 from hocket.train.owner import whose
 from hocket.train.pieces import Range
-
-IDENTITY = "identity"
-"""A file beside them: see Note: [Whose copies they are]."""
 
 TextUpTo = Callable[[int], str]
 """What the stream is of, up to a position."""
@@ -73,35 +70,6 @@ class Restored:
     """What else was given to be saved; nothing in checkpoints of before there was any."""
     notes: tuple[str, ...]
     """Remarks for the user: checkpoints passed over, settings that have changed since."""
-    in_memory: bool = False
-    """Whether it was one in the memory of the hosts, which `path` names on this one."""
-
-
-@dataclass(frozen=True)
-class Copy:
-    """A copy in the memory of hosts of which every file is somewhere."""
-
-    step: int
-    """Steps done."""
-    meta: str
-    """What its `meta.json` says."""
-    there: Mapping[str, frozenset[int]]
-    """Ranks whose hosts have a file, by its name."""
-
-
-class InMemory(Protocol):
-    """The copies of a run in the memory of its hosts (`train/memory.py`)."""
-
-    newest: Copy | None
-    """The one that the run may go on from."""
-
-    def folder_of(self, copy: Copy) -> Path:
-        """Its folder on this host, with all but tensors. Raises ValueError, on every rank."""
-        ...
-
-    def fetch(self, copy: Copy, folder: Path, groups: Groups) -> None:
-        """Have those files with tensors in it that its ranks read. Raises OSError or ValueError, on every rank."""
-        ...
 
 
 def checkpoints_of(settings: Settings) -> Path:
@@ -240,17 +208,15 @@ def resumes(settings: Settings) -> bool:
     return bool(_candidates(settings))
 
 
-def restore(
-    settings: Settings, groups: Groups, text: TextUpTo = lambda _: "", memory: InMemory | None = None
-) -> Restored | None:
+def restore(settings: Settings, groups: Groups, text: TextUpTo = lambda _: "") -> Restored | None:
     """Load the checkpoint that `run.resume` asks for into the tensors of `groups`; None if there is none to load.
 
-    `auto` takes the newest checkpoint of the run that is not damaged, on disk or in `memory`. Whatever the run does not
-    continue from is renamed, so that it is neither taken for this run's nor deleted. Raises ValueError if the
-    checkpoint is missing or damaged, or belongs to another model, or if the folder cannot be written.
+    `auto` takes the newest checkpoint of the run that is not damaged. Whatever the run does not continue from is
+    renamed, so that it is neither taken for this run's nor deleted. Raises ValueError if the checkpoint is missing or
+    damaged, or belongs to another model, or if the folder cannot be written.
     """
     _change_folder(settings, lambda: clean_up(checkpoints_of(settings), STEPS))
-    restored = None if settings.run.resume == "off" else _find_and_load(settings, groups, text, memory)
+    restored = None if settings.run.resume == "off" else _find_and_load(settings, groups, text)
     _change_folder(settings, lambda: _set_others_aside(settings, restored))
     return restored
 
@@ -264,12 +230,9 @@ def _change_folder(settings: Settings, action: Callable[[], object]) -> None:
         raise ValueError(problem_of(settings, reason, "make it writable, or name another folder")) from None
 
 
-def _find_and_load(settings: Settings, groups: Groups, text: TextUpTo, memory: InMemory | None) -> Restored | None:
+def _find_and_load(settings: Settings, groups: Groups, text: TextUpTo) -> Restored | None:
     resume, notes, candidates = settings.run.resume, list[str](), _candidates(settings)
-    copy = memory.newest if memory and resume == "auto" else None
     for path in candidates:
-        if copy and copy.step > step_of(path):
-            break
         damage = damage_of(path)
         if not damage:
             return _load(path, settings, groups, text, notes)
@@ -277,11 +240,6 @@ def _find_and_load(settings: Settings, groups: Groups, text: TextUpTo, memory: I
             fix = "name a complete checkpoint, such as runs/<name>/checkpoints/latest"
             raise ValueError(problem("run.resume", resume, settings.origins, damage, fix))
         notes.append(f"checkpoint {path} is damaged ({damage}) and was passed over")
-    if memory and copy:
-        notes.append(f"the run goes on from the copy of step {copy.step} in the memory of its hosts")
-        path = memory.folder_of(copy)
-        restored = _load(path, settings, groups, text, notes, lambda: memory.fetch(copy, path, groups))
-        return replace(restored, in_memory=True)
     if candidates:
         reason = "; ".join(notes)
         fix = f"delete {checkpoints_of(settings)} or set run.resume = off to start over"
@@ -295,15 +253,7 @@ def _candidates(settings: Settings) -> list[Path]:
     return everyone(newest_first(checkpoints_of(settings)))[0] if resume == "auto" else [Path(resume)]
 
 
-def _load(
-    path: Path,
-    settings: Settings,
-    groups: Groups,
-    text: TextUpTo,
-    notes: list[str],
-    fetch: Callable[[], object] = lambda: None,
-) -> Restored:
-    """Load a checkpoint. `fetch` brings the files of those tensors that this rank reads, if they fit."""
+def _load(path: Path, settings: Settings, groups: Groups, text: TextUpTo, notes: list[str]) -> Restored:
     meta = json.loads((path / META).read_text())
     notes += whose(settings, path, meta)
     reader, planner = HarmlessReader(path), HarmlessPlanner()
@@ -320,7 +270,6 @@ def _load(
         fix = "the same model settings, another run.name, or run.resume = off to start over"
         raise ValueError(problem("run.resume", settings.run.resume, settings.origins, reason, fix))
     try:
-        fetch()
         run_dcp(f"{path} cannot be read: ", dcp.load, state_of(groups), storage_reader=reader, planner=planner)
     except (OSError, ValueError) as error:
         fix = "name another checkpoint, or start again if this may pass"
@@ -360,8 +309,8 @@ def _set_others_aside(settings: Settings, restored: Restored | None) -> None:
     # A checkpoint of this run may be a link to where somebody has moved it, and `run.resume` may be a link to it.
     loaded = restored.path.resolve() if restored else None
     own = next((path for path in there if path.resolve() == loaded), None)
-    if restored is None or not (restored.in_memory or own):
-        if folder.exists() and {path.name for path in folder.iterdir()} - {IDENTITY}:
+    if restored is None or not own:
+        if folder.exists() and any(folder.iterdir()):
             set_aside(folder)
         if restored is not None:  # another run's: what was measured here does not belong to it
             set_aside(Path(settings.run.folder) / "metrics.jsonl")

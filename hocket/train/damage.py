@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from hocket.files import inside
 from hocket.fsdp.saving.archives import FILES, checksum
 from hocket.fsdp.saving.harmless import METADATA
 from hocket.runtime.world import everyone, rank_and_world
@@ -41,7 +42,9 @@ def _damage_seen(path: Path) -> str:
         rank, world = rank_and_world()
         mine = sorted(meta["files"].items())[rank::world]
         with ThreadPoolExecutor(FILES) as pool:
-            return next(filter(None, pool.map(lambda each: damage_of_file(path / each[0], each[1]), mine)), "")
+            return next(
+                filter(None, pool.map(lambda each: damage_of_file(inside(path / META, each[0]), each[1]), mine)), ""
+            )
     except FileNotFoundError:
         return f"{path} is not a checkpoint: it has no {META}" if path.exists() else f"{path} does not exist"
     except OSError as error:

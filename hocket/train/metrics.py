@@ -266,11 +266,6 @@ class Metrics:
         seconds = {"copy_seconds": copy_seconds, "write_seconds": write_seconds}
         self._write({"step": self._last or step, "saved": {"step": step, "bytes": size, **seconds, "gb_per_s": rate}})
 
-    def copied(self, step: int, copy_seconds: float, write_seconds: float) -> None:
-        """Record a copy of `step` steps in the memory of hosts, as this rank has seen it."""
-        seconds = {"copy_seconds": copy_seconds, "write_seconds": write_seconds}
-        self._write({"step": self._last or step, "copied": {"step": step, **seconds}})
-
     def went_back(self, left: int, step: int, skipped: int) -> None:
         """The run is at `step` again, with `skipped` steps not taken: what it did up to step `left` is cut off."""
         self._last, self._skipped = step, skipped

@@ -11,7 +11,6 @@ from hocket.fsdp.saving.background import Saving, wait_for_thread
 from hocket.resolve import Settings
 from hocket.train.checkpoint import Groups, Moment, SaveFailed, save, save_behind
 from hocket.train.folders import unlinked
-from hocket.train.memory import Memory
 from hocket.train.metrics import Metrics
 
 
@@ -22,8 +21,7 @@ class _UnderWay:
 
 
 class Saves:
-    """The checkpoints of one run, which has done `step` steps, and its copies in `memory`. Every rank calls its methods
-    alike.
+    """The checkpoints of one run, which has done `step` steps. Every rank calls its methods alike.
 
     `state` and `moment` say what there is to save, when they are called.
 
@@ -38,24 +36,19 @@ class Saves:
         step: int,
         state: Callable[[], Groups],
         moment: Callable[[], Moment],
-        memory: Memory | None = None,
     ) -> None:
-        self.settings, self._metrics, self._memory = settings, metrics, memory
+        self.settings, self._metrics = settings, metrics
         self._state, self._moment = state, moment
         self._saved = step
         self._under_way: _UnderWay | None = None
-        self._copying: _UnderWay | None = None
 
     def look(self) -> None:
-        """Tell of a save or copy that has ended meanwhile. Ranks may see that at different steps."""
+        """Tell of a save that has ended meanwhile. Ranks may see that at different steps."""
         if self._under_way is not None and self._under_way.saving.done():
             self._wait_for_checkpoint()
-        if self._copying is not None and self._copying.saving.done():
-            self._wait_for_copy()
 
     def wait(self) -> None:
-        """Wait until the save and the copy that are under way have ended, and tell of them."""
-        self._wait_for_copy()
+        """Wait until the save that is under way has ended, and tell of it."""
         self._wait_for_checkpoint()
         wait_for_thread()  # which deletes
 
@@ -67,7 +60,7 @@ class Saves:
         try:
             path = saving.result()
         except SaveFailed as error:
-            self._warn(error, "saves", step + self.settings.train.save_every)
+            self._warn(error, step + self.settings.train.save_every)
             return
         self._is_saved(step, path, saving.copy_seconds, saving.write_seconds)
 
@@ -77,42 +70,15 @@ class Saves:
         if why := unlinked(path):
             self._metrics.say(f"WARNING  {why}")
 
-    def _wait_for_copy(self) -> None:
-        if self._copying is None:
-            return
-        step, saving = self._copying.step, self._copying.saving
-        self._copying = None
-        try:
-            saving.result()
-        except SaveFailed as error:
-            self._warn(error, "copies", step + self.settings.train.memory_every)
-            return
-        self._metrics.copied(step, saving.copy_seconds, saving.write_seconds)
-
     def went_back(self, step: int) -> None:
         """The run is at a checkpoint of `step` steps again."""
         self._saved = step
-        if self._memory:
-            self._memory.begin_anew()
 
     def between(self, step: int) -> None:
         """What is due between two steps, with `step` of them done."""
         train = self.settings.train
-        if train.memory_every and self._memory and step % train.memory_every == 0:
-            self._copy()
         if train.save_every and step % train.save_every == 0:
             self._save()
-
-    def _copy(self) -> None:
-        assert self._memory is not None
-        moment = self._moment()
-        if self._copying is not None and not self._copying.saving.done():
-            self._metrics.say(
-                f"note     step {moment.step} waits until the copy of step {self._copying.step} is made: a longer "
-                "train.memory_every would spare that"
-            )
-        self._wait_for_copy()
-        self._copying = _UnderWay(moment.step, self._memory.copy(moment, self._state()))
 
     def _save(self) -> None:
         """Begin to save, once the save before has ended, or do all of it."""
@@ -130,16 +96,13 @@ class Saves:
         try:
             self._now(moment)
         except SaveFailed as error:
-            self._warn(error, "saves", moment.step + self.settings.train.save_every)
+            self._warn(error, moment.step + self.settings.train.save_every)
 
     def last(self) -> str:
         """Save what is not saved yet, at the end of a run. Returns where, or nothing. Raises SaveFailed."""
         self.wait()
         moment = self._moment()
-        where = str(self._now(moment)) if self._saved != moment.step else ""
-        if self._memory:
-            self._memory.end()
-        return where
+        return str(self._now(moment)) if self._saved != moment.step else ""
 
     def _now(self, moment: Moment) -> Path:
         begun = time.perf_counter()
@@ -147,6 +110,6 @@ class Saves:
         self._is_saved(moment.step, path, 0.0, time.perf_counter() - begun)
         return path
 
-    def _warn(self, error: SaveFailed, does: str, step: int) -> None:
+    def _warn(self, error: SaveFailed, step: int) -> None:
         again = min(step, self.settings.train.steps)
-        self._metrics.say(f"WARNING  {error}; the run goes on, and {does} again after step {again}")
+        self._metrics.say(f"WARNING  {error}; the run goes on, and saves again after step {again}")

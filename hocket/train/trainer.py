@@ -37,7 +37,6 @@ from hocket.runtime.world import everyone
 from hocket.settings.schema import leaf, problem
 from hocket.train.checkpoint import Moment, Restored, restore, resumes
 from hocket.train.data import Bins, Mixed, Rows, make_streams
-from hocket.train.memory import Memory
 from hocket.train.metrics import Metrics, StepRecord
 from hocket.train.owner import RUN, number_for
 from hocket.train.pieces import Range
@@ -69,7 +68,6 @@ class Trainer:
         self._rewinds = 0  # times that the run went back to a checkpoint
         self._held_out: float | None = None  # the loss of a validation behind the last step
         self._remarks = list[str]()
-        self._memory: Memory | None = None
         self._saved = 0  # steps of the checkpoint on disk that the run goes on from
 
     def _require_same_text(self) -> None:
@@ -94,8 +92,7 @@ class Trainer:
             engine.init_weights()
         if self.pretends:
             return
-        self._memory = Memory(settings) if self.saves else None
-        restored = restore(settings, self._state(), self.text.up_to, self._memory)
+        restored = restore(settings, self._state(), self.text.up_to)
         found = restored.more.get(RUN, "") if restored and settings.run.resume == "auto" else ""
         self.number = number_for(settings, found)
         notes = make_place(settings, self._state()) if settings.train.keep else []
@@ -103,12 +100,10 @@ class Trainer:
         if self.saves and settings.train.save_behind and 0 < settings.train.save_every < settings.train.steps:
             needed["train.save_behind"] = copies_of(self._state())
         require_memory(settings, needed, available_memory())
-        if self._memory:
-            notes += self._memory.start(self._state(), restored.step if restored and restored.in_memory else None)
         self._remarks = [*(restored.notes if restored else ()), *notes]
         if restored is not None:
             self.position = restored.position
-            self._saved = -1 if restored.in_memory else restored.step
+            self._saved = restored.step
             if restored.more.get("samples", self.text.samples) != self.text.samples:
                 self._remarks.append(OTHER_TEXT)
             self._go_on(restored)
@@ -164,7 +159,7 @@ class Trainer:
         train = self.settings.train
         if self.pretends:
             train = dataclasses.replace(train, eval_batches=0)
-        saves = Saves(self.settings, metrics, self._saved, self._state, self._moment, self._memory)
+        saves = Saves(self.settings, metrics, self._saved, self._state, self._moment)
         try:
             return self._steps(train, saves, metrics, stop, window)
         except ValueError:  # of all ranks, so none waits for one that has ended

@@ -145,8 +145,10 @@ def test_objects_beside_tensors_run_nothing(tmp_path: Path) -> None:
         elif other.offset > entry.offset:
             other.offset += len(harm.getvalue()) - entry.length
     (tmp_path / "saved" / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(ValueError, match=r"may run code when it is loaded; fix: torch\.serialization\.add_safe"):
+    fix = r"fix: torch\.serialization\.add_safe_globals\(\[\.\.\.\]\) with its classes \(.*\), if you trust them$"
+    with pytest.raises(ValueError, match=rf"may run code when it is loaded; {fix}") as caught:
         load(context, None, tmp_path / "saved")
+    assert len(str(caught.value).splitlines()) == 1
     assert not (tmp_path / "made").exists()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,13 @@ pytest.importorskip("transformers", minversion="5.0", reason="needs transformers
 from safetensors.torch import load_file, save_file
 
 from hocket.config import ModelConfig
+from hocket.model.source import whole_shapes
 from hocket.pretrained.configuration import family_for
+from hocket.pretrained.convert import PretrainedFolder
 from hocket.pretrained.tables import FAMILIES, REFUSED
 from hocket.settings import families
+from hocket.settings.schema import show
+from hocket.settings.tomlfile import read
 from tests.helpers.command import command
 from tests.pretrained.folders import change_config, saved
 
@@ -161,7 +167,7 @@ def refused(capsys: pytest.CaptureFixture[str], path: Path, words: str) -> None:
     code, out, err = command(capsys, "import", path, target)
     assert (code, out) == (2, "")
     assert err.count("\n") == 1
-    assert err.startswith(f"hocket: {path} (command line): ")
+    assert err.startswith(f"hocket: {show(str(path))} (command line): ")
     with pytest.raises(ValueError, match=words):
         raise ValueError(err)
     assert not target.exists()
@@ -224,10 +230,56 @@ def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     refused(capsys, path, f"{second.name} lacks {lost}, which model.safetensors.index.json says is there")
     (path / "model.safetensors.index.json").write_text("{")
     refused(capsys, path, r"index\.json cannot be read")
-    (path / "config.json").write_text("[")
-    refused(capsys, path, r"config\.json is no whole JSON")
+    for damaged in ("[" * 10**5, "{", '{"weight_map": []}', "[]"):
+        (path / "model.safetensors.index.json").write_text(damaged)
+        refused(capsys, path, r"index\.json cannot be read")
+    for damaged, reason in (("[" * 10**5, "brackets are too deep"), ("[", "Expecting value"), ("\ufffe", "Expecting")):
+        (path / "config.json").write_text(damaged)
+        refused(capsys, path, rf"config\.json is no whole JSON \({reason}")
     (path / "config.json").unlink()
     refused(capsys, path, r"config\.json cannot be read \(No such file")
+
+
+@pytest.mark.parametrize("name", ["{}", "../other/{}", "shards/../../{}", "", ".", "a\0b"])
+def test_weights_outside_of_the_folder(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = saved("llama", tmp_path / "model")
+    other = saved("llama", tmp_path / "other") / "model.safetensors"
+    (path / "model.safetensors").unlink()
+    named = name.format(other if name == "{}" else other.name)
+    index = {"weight_map": dict.fromkeys(load_file(other), named)}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    capsys.readouterr()
+    refused(capsys, path, r"index\.json names files that are not in its folder, such as ")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_are_not_finite(dtype: torch.dtype, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = saved("llama", tmp_path / "model") / "model.safetensors"
+    tensors = {name: value.to(dtype) for name, value in load_file(file).items()}
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 1:4] = torch.tensor([float("nan"), float("inf"), float("-inf")])
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, file)
+    capsys.readouterr()
+    code, out, _ = command(capsys, "import", file.parent, tmp_path / "run.toml")
+    assert (code, (tmp_path / "run.toml").exists()) == (0, True)
+    said = f"model.layers.1.mlp.up_proj.weight in {file} has elements that are not finite (3)"
+    assert out == f"WARNING  {said}, and 1 more tensors have such: a run refuses to begin with them\n"
+    folder = PretrainedFolder(str(file.parent))
+    with pytest.raises(ValueError, match=re.escape(f"{said}; fix: download it again, ")):
+        folder.value("layers.1.mlp.w_gate_up", whole_shapes(folder.model)["layers.1.mlp.w_gate_up"])
+
+
+def test_weights_may_be_links_and_in_folders_below(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, blobs = saved("llama", tmp_path / "snapshot"), tmp_path / "blobs"
+    blobs.mkdir()
+    for file in list(path.iterdir()):  # as Hugging Face's cache keeps them
+        (path / file.name).symlink_to(file.rename(blobs / file.name))
+    assert command(capsys, "import", path, tmp_path / "links.toml")[0] == 0
+    (path / "shards").mkdir()
+    (path / "model.safetensors").rename(path / "shards" / "a.safetensors")
+    index = {"weight_map": dict.fromkeys(load_file(blobs / "model.safetensors"), "shards/a.safetensors")}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert command(capsys, "import", path, tmp_path / "below.toml")[0] == 0
 
 
 def test_no_folder_and_a_file_that_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -237,6 +289,18 @@ def test_no_folder_and_a_file_that_is_there(tmp_path: Path, capsys: pytest.Captu
     path = saved("llama", tmp_path / "model")
     assert "is there already" in command(capsys, "import", path, tmp_path / "run.toml")[2]
     assert (tmp_path / "run.toml").read_text() == ""
+
+
+def test_a_folders_name_sets_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = saved("llama", tmp_path / 'a "b" # \u2028[train] 😀')
+    (path / "tokenizer.json").write_text("{}")
+    assert command(capsys, "import", path, tmp_path / "run.toml")[0] == 0
+    said = {entry.name: entry.value for entry in read(str(tmp_path / "run.toml"))}
+    assert (said["model.weights"], said["data.tokenizer"]) == (str(path), str(path / "tokenizer.json"))
+    assert {name.partition(".")[0] for name in said} == {"model", "data"}
+    path = path.rename(tmp_path / "model\n[train]\nsteps = 7")
+    (tmp_path / "run.toml").unlink()
+    refused(capsys, path, r"model\\n\[train\]\\nsteps = 7 .* has a character that cannot be shown; fix: rename the")
 
 
 def test_models_without_a_family() -> None:

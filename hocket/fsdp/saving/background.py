@@ -6,7 +6,7 @@ An asynchronous save first copies what this rank writes into memory of the host 
 meanwhile goes over a gloo group of its own: sends of two threads in one group would meet each other's. There is one
 such thread, so saves happen one after the other, on all ranks in the same order. A save waits for the one before it to
 be written before it copies, so there is one copy at a time. Runs of `hocket train`, planned steps and sharded modules
-all save this way. Copies that stay in memory have a thread and a group of their own: they do not wait for a disk.
+all save this way.
 
 Note: [No error of a save is lost]
 Whoever asks a `Saving` for its result gets its error raised. If nobody has asked, a warning tells it: at the next save,
@@ -23,6 +23,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,9 @@ class Saving(Future[Path]):
     It cannot be cancelled: the other ranks would wait. See Note: [No error of a save is lost].
     """
 
-    def __init__(self, folder: Path, thread: str = "checkpoint") -> None:
+    def __init__(self, folder: Path) -> None:
         super().__init__()
-        self._folder, self._asked, self.thread = folder, False, thread
+        self._folder, self._asked = folder, False
         self.copy_seconds = self.write_seconds = 0.0
         """How long this rank took to copy, in which training waited, and to write, until all ranks had written."""
         self.set_running_or_notify_cancel()
@@ -113,60 +114,52 @@ def save_behind(
     write: Callable[[dict[str, Any], dist.ProcessGroup | None], Path],
     of: dist.ProcessGroup | None = None,
     timeout: float | None = None,
-    name: str = "checkpoint",
 ) -> Saving:
     """Copy what this rank writes of a state dict, once the save before is written, and have a thread write the copy.
 
     All ranks of the group `of` call this. `write` gets the copy, and the group for what the thread sends, whose ranks
-    wait up to `timeout` seconds for each other. `name` is that of the thread.
+    wait up to `timeout` seconds for each other.
     """
-    group = _group_of_thread(of, timeout, name)
-    for earlier in list(_under_way):
-        if earlier.thread == name:
-            wait([earlier])
+    group = _group_of_thread(of, timeout)
+    wait(list(_under_way))
     begun = time.perf_counter()
-    memory = _memory.setdefault(name, HostMemory())
-    copied = [memory.copy(state)]  # in a list, from which the thread takes it: no frame here holds it meanwhile
+    copied = [_memory.copy(state)]  # in a list, from which the thread takes it: no frame here holds it meanwhile
     seconds = time.perf_counter() - begun
-    saving = in_background(folder, lambda: write(copied.pop(), group), name)
+    saving = in_background(folder, lambda: write(copied.pop(), group))
     saving.copy_seconds = seconds
     return saving
 
 
-def in_background(folder: Path, write: Callable[[], Path], name: str = "checkpoint") -> Saving:
+def in_background(folder: Path, write: Callable[[], Path]) -> Saving:
     """Have a thread write a folder, behind what it has to do already."""
-    saving = Saving(folder, name)
+    saving = Saving(folder)
     _under_way.add(saving)
-    thread(name).submit(saving.timed, write).add_done_callback(saving.settle)
+    thread().submit(saving.timed, write).add_done_callback(saving.settle)
     return saving
 
 
-_threads: dict[str, ThreadPoolExecutor] = {}
-_memory: dict[str, HostMemory] = {}
-"""By the name of a thread, which has one save at a time."""
+_memory = HostMemory()
 
 
-def thread(name: str = "checkpoint") -> ThreadPoolExecutor:
-    """A thread that saves. See Note: [Saving while training goes on]."""
-    if name not in _threads:
-        _threads[name] = ThreadPoolExecutor(1, thread_name_prefix=name)
-    return _threads[name]
+@cache
+def thread() -> ThreadPoolExecutor:
+    """The thread that saves. See Note: [Saving while training goes on]."""
+    return ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
 
-def wait_for_thread(name: str = "checkpoint") -> None:
-    """Wait until a thread that saves has nothing to do."""
-    if name in _threads:
-        wait([thread(name).submit(int)])
+def wait_for_thread() -> None:
+    """Wait until the thread that saves has nothing to do."""
+    wait([thread().submit(int)])
 
 
 _groups: dict[object, dist.ProcessGroup] = {}
 
 
-def _group_of_thread(of: dist.ProcessGroup | None, timeout: float | None, name: str) -> dist.ProcessGroup | None:
+def _group_of_thread(of: dist.ProcessGroup | None, timeout: float | None) -> dist.ProcessGroup | None:
     """The group for a thread's traffic, made once for each group of callers; None without any."""
     if not dist.is_initialized():
         return None
-    key = of or dist.group.WORLD, timeout, name
+    key = of or dist.group.WORLD, timeout
     if key not in _groups:
         _groups[key] = host_group(of, timeout)
     return _groups[key]

@@ -43,9 +43,8 @@ class CheckpointWriter(dcp.FileSystemWriter):
     """Writes a folder in DCP's format. See Note: [A checkpoint is there or it is not].
 
     The folder gets its name when DCP is done; with `publishes` false the caller has more to write, and does that.
-    `apart` says that each host has a folder of its own under that name, and files of its ranks alone. `others` are
-    further names of parameters of the key `model`: they get entries that point to the same bytes, so that a plain
-    module finds every name of a shared parameter.
+    `others` are further names of parameters of the key `model`: they get entries that point to the same bytes, so that
+    a plain module finds every name of a shared parameter.
     """
 
     def __init__(
@@ -54,9 +53,8 @@ class CheckpointWriter(dcp.FileSystemWriter):
         others: Mapping[str, str] | None = None,
         *,
         publishes: bool = True,
-        apart: bool = False,
     ) -> None:
-        self.folder, self.others, self.publishes, self.apart = folder, dict(others or {}), publishes, apart
+        self.folder, self.others, self.publishes = folder, dict(others or {}), publishes
         self.sums: dict[str, list[int]] = {}
         """Bytes and CRC-32 of each file that this rank has written."""
         self._begun = False
@@ -84,8 +82,7 @@ class CheckpointWriter(dcp.FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """The coordinator, when all ranks have written."""
-        if not self.apart:
-            self._check(results)
+        self._check(results)
         self._add_other_names(metadata, results)
         super().finish(metadata, results)
         seal(self.folder.temporary / METADATA)

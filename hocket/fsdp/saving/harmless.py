@@ -6,6 +6,7 @@ readers know the classes of DCP's metadata, and for other objects what `torch.lo
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pickle
@@ -20,6 +21,8 @@ from torch.distributed.checkpoint import metadata as entries
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
+
+from hocket.files import inside
 
 METADATA = ".metadata"
 """The file in which DCP says where each tensor is."""
@@ -83,14 +86,14 @@ class HarmlessReader(dcp.FileSystemReader):
             if content[-10:-4] == _SEAL and content[-4:] != _checksum(content[:-10]):
                 raise ValueError("its checksum is wrong")
             metadata = _Unpickler(io.BytesIO(content)).load()
-            names = {stored.relative_path for stored in (metadata.storage_data or {}).values()}
+            names = {str(stored.relative_path) for stored in (metadata.storage_data or {}).values()}
             partial = [name for name, entry in metadata.state_dict_metadata.items() if not _whole(entry)]
         except OSError:
             raise
         except Exception as error:  # a damaged pickle may raise anything
             raise ValueError(f"{file} cannot be read: {error}") from None
-        if outside := sorted(name for name in names if Path(name).name != name):
-            raise ValueError(f"{file} names files that are not in its folder, such as {outside[0]}")
+        for name in names:
+            inside(file, name)
         if partial:
             raise ValueError(f"{file} lists only a part of {partial[0]}")
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
@@ -110,12 +113,17 @@ class HarmlessPlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Raises ValueError, with the way to allow a class, for what `torch.load(weights_only=True)` refuses."""
+        names = list[str]()
         try:
             torch.load(value, weights_only=True)
-        except pickle.UnpicklingError as error:
+        except pickle.UnpicklingError:  # whose words advise to load it all the same
+            with contextlib.suppress(ValueError, RuntimeError):
+                value.seek(0)
+                names = torch.serialization.get_unsafe_globals_in_checkpoint(value)
+            named = f" ({', '.join(map(ascii, sorted(names)[:3]))})" if names else ""
             raise ValueError(
                 f"{read_item.dest_index.fqn} may run code when it is loaded; fix: "
-                f"torch.serialization.add_safe_globals([...]) with its classes, if you trust them ({error})"
+                f"torch.serialization.add_safe_globals([...]) with its classes{named}, if you trust them"
             ) from None
         value.seek(0)
         super().load_bytes(read_item, value)
