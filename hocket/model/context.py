@@ -84,6 +84,8 @@ class Context:
     """One for every chunk, in the order of the rank's tokens."""
     real_T: Tensor | None = None
     """Which tokens are no padding; None if all."""
+    weighs_2: Tensor | None = None
+    """As of `Documents`."""
     documents: Documents | None = None
     """Those of all ranks' tokens, in the order of sequences; None if each sequence is one."""
     chunks: tuple[Chunks, ...] = ()
@@ -111,8 +113,8 @@ def context_of(documents: Documents, chunks: Sequence[Chunks], rank: int) -> Con
         first += len(chunk)
     real_T = None if documents.real_T is None else documents.real_T[mine]
     length, position_T = documents.ids_BS.shape[1], documents.position_T[mine]
-    told = Context(length, position_T, places.to(device), order.to(device), tuple(spans), real_T, documents)
-    return replace(told, chunks=tuple(chunks), bounds=documents.bounds, rank=rank)
+    told = Context(length, position_T, places.to(device), order.to(device), tuple(spans), real_T)
+    return replace(told, documents=documents, chunks=tuple(chunks), bounds=documents.bounds, rank=rank)
 
 
 def _span(bounds: Sequence[int], chunk: range, first: int) -> Span:

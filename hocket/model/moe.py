@@ -105,13 +105,6 @@ class Experts(nn.Module):
         return add_bias_by_expert(grouped_linear(inner_RF, self.w_down, offsets_L), self.b_down, offsets_L)
 
 
-def _real(documents: Told | None) -> Tensor:
-    """Tokens of a microbatch that are no padding, at least 1; on all tensor-parallel ranks."""
-    assert documents is not None
-    assert documents.real_T is not None
-    return documents.real_T.sum().clamp(min=1)
-
-
 class MoELayer(nn.Module):
     """A transformer layer with routed experts.
 
@@ -159,9 +152,8 @@ class MoELayer(nn.Module):
         h_TD, logits_TE = self.router(h_TD)
         probs_TK, routing = route(logits_TE, c, self.router.bias, self.aux_scale, kept, real_T, self.attn.linears)
         if c.z_loss or c.aux_loss_over != "microbatch":
-            tokens = len(h_TD) * self.attn.linears.size if real_T is None else _real(documents)
-            counts = real_T, tokens, len(x_BSD)
-            probs_TK = attach_losses(probs_TK, logits_TE, routing, c, self.aux_scale, self.router.share, counts)
+            weighs = self._weighs(documents, len(h_TD) * self.attn.linears.size, len(x_BSD))
+            probs_TK = attach_losses(probs_TK, logits_TE, routing, c, self.router.share, real_T, weighs, len(x_BSD))
         if self.cloned is not None and kept is None:
             routing = self.cloned.divided(routing)
         if self.ep.per_rank and kept is None:
@@ -169,6 +161,13 @@ class MoELayer(nn.Module):
         rows, weights, probs = send_rows(h_TD, probs_TK, routing, self.weighted, self.ep.later)
         routing.settle()
         return rows, x1_BSD, shared_BSD, weights, probs, routing
+
+    def _weighs(self, documents: Told | None, tokens: int, sequences: int) -> tuple[Tensor | float, Tensor | float]:
+        """What each of a microbatch's tokens, and of its sequences, weighs in means over the step."""
+        if documents is not None and documents.weighs_2 is not None:
+            return documents.weighs_2[0], documents.weighs_2[1]
+        assert documents is None or documents.real_T is None or not torch.is_grad_enabled(), "padding was not counted"
+        return self.aux_scale / tokens, self.aux_scale / sequences
 
     def forward_dispatch(self, x_TD: Tensor, probs_TK: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor | None]:
         """Rows and their weights, of tokens and theirs: see `rows_of`."""
