@@ -61,7 +61,7 @@ def run(words: list[str]) -> int:
         raise _wrong("device", device, "torch sees no GPU here", "device cpu")
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     try:
-        config, value, named = _opened(Path(options.model))
+        config, value, named = opened(Path(options.model))
     except (OSError, ValueError) as error:
         fix = "a run with a whole checkpoint, or a folder of a family that hocket computes"
         raise ValueError(f"generate {options.model} (command line): {error}; fix: {fix}") from None
@@ -69,7 +69,7 @@ def run(words: list[str]) -> int:
     (prompt,) = tokenizer.encode([options.prompt.encode()])
     if not len(prompt):
         raise _wrong("prompt", options.prompt, "has no token", "a text")
-    model = _filled(config, value, device)
+    model = filled(config, value, device)
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     sys.stdout.write(options.prompt)
     ends = _ends(Path(options.model), tokenizer)
@@ -92,7 +92,7 @@ def _wrong(name: str, value: Any, reason: str, fix: str) -> ValueError:
     return ValueError(f"--{name} {value} (command line): {reason}; fix: {fix}")
 
 
-def _opened(folder: Path) -> tuple[ModelConfig, Callable[[str, tuple[int, ...]], Tensor], str]:
+def opened(folder: Path) -> tuple[ModelConfig, Callable[[str, tuple[int, ...]], Tensor], str]:
     """A model's settings, its parameters by name and whole shape, and its tokenizer."""
     from hocket.config import BYTE_VOCAB, BYTES
     from hocket.model.source import whole_shapes
@@ -113,7 +113,7 @@ def _opened(folder: Path) -> tuple[ModelConfig, Callable[[str, tuple[int, ...]],
     return stored.model, stored.value, stored.settings["data"]["tokenizer"]
 
 
-def _filled(config: ModelConfig, value: Callable[[str, tuple[int, ...]], Tensor], device: str) -> Chunk:
+def filled(config: ModelConfig, value: Callable[[str, tuple[int, ...]], Tensor], device: str) -> Chunk:
     """The whole model with its weights, one parameter at a time."""
     import torch
 
