@@ -20,8 +20,9 @@ from hocket.model.parameters import new_weight
 from hocket.parallel.clones import ClonedExperts
 from hocket.parallel.dispatch import exchange_counts, from_experts, rows_of, send_rows, to_experts, unpermute
 from hocket.parallel.linears import WHOLE, Linears
-from hocket.parallel.router_losses import attach_losses, over_batch
-from hocket.parallel.routing import Routing, route
+from hocket.parallel.router_losses import Weighs, attach_losses, over_batch
+from hocket.parallel.routing import Routing, Sharers, route
+from hocket.parallel.tensor import Arriving
 from hocket.runtime.biases import add_bias_by_expert
 from hocket.runtime.functional import grouped_linear, score, shift
 from hocket.runtime.norms import add_rms_norm
@@ -113,6 +114,9 @@ class MoELayer(nn.Module):
     load-balancing loss, to match the factor of the main loss (1 / microbatches).
     """
 
+    cp = 1
+    """Ranks that share its sequences. Gradients are averaged over them, as over data-parallel ranks."""
+
     def __init__(
         self, config: ModelConfig, ep: ExpertPlace, aux_scale: float, linears: Linears = WHOLE, number: int = 0
     ) -> None:
@@ -150,10 +154,12 @@ class MoELayer(nn.Module):
         if real_T is not None:
             real_T = self.attn.linears.own(real_T)
         h_TD, logits_TE = self.router(h_TD)
-        probs_TK, routing = route(logits_TE, c, self.router.bias, self.aux_scale, kept, real_T, self.attn.linears)
+        sharers = Sharers(self.total, self.attn.linears.size * self.cp)
+        probs_TK, routing = route(logits_TE, c, self.router.bias, self.aux_scale * self.cp, kept, real_T, sharers)
         if c.z_loss or c.aux_loss_over != "microbatch":
             weighs = self._weighs(documents, len(h_TD) * self.attn.linears.size, len(x_BSD))
-            probs_TK = attach_losses(probs_TK, logits_TE, routing, c, self.router.share, real_T, weighs, len(x_BSD))
+            tokens = real_T, len(x_BSD), weighs
+            probs_TK = attach_losses(probs_TK, logits_TE, routing, c, self.router.share, tokens)
         if self.cloned is not None and kept is None:
             routing = self.cloned.divided(routing)
         if self.ep.per_rank and kept is None:
@@ -162,7 +168,11 @@ class MoELayer(nn.Module):
         routing.settle()
         return rows, x1_BSD, shared_BSD, weights, probs, routing
 
-    def _weighs(self, documents: Told | None, tokens: int, sequences: int) -> tuple[Tensor | float, Tensor | float]:
+    def total(self, rows_E: Tensor) -> Arriving:
+        """Rows of all ranks that have tokens of the microbatch, on their way. Leaves `rows` alone."""
+        return self.attn.linears.total(rows_E)
+
+    def _weighs(self, documents: Told | None, tokens: int, sequences: int) -> Weighs:
         """What each of a microbatch's tokens, and of its sequences, weighs in means over the step."""
         if documents is not None and documents.weighs_2 is not None:
             return documents.weighs_2[0], documents.weighs_2[1]

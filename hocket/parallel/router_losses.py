@@ -36,6 +36,8 @@ from torch import Tensor
 from hocket.config import ModelConfig
 from hocket.parallel.routing import Routing
 
+Weighs = tuple[Tensor | float, Tensor | float]
+
 
 def attach_losses(
     probs_TK: Tensor,
@@ -43,17 +45,16 @@ def attach_losses(
     routing: Routing,
     config: ModelConfig,
     load_E: Tensor | None,
-    real_T: Tensor | None,
-    weighs: tuple[Tensor | float, Tensor | float],
-    sequences: int,
+    tokens: tuple[Tensor | None, int, Weighs],
 ) -> Tensor:
     """`probs` with the router's other losses attached.
 
-    `load_E` are shares of a step's rows, for the loss over a batch, `real_T` which of these tokens are no padding
-    (None: all), `weighs` what each token and each of the `sequences` weighs in means over the step.
+    `load_E` are shares of a step's rows, for the loss over a batch. `tokens` are (which of these are no padding, None:
+    all; how many sequences they are; what each token, and each sequence, weighs in means over the step).
     """
     if not torch.is_grad_enabled():
         return probs_TK
+    real_T, sequences, weighs = tokens
     losses = []
     if config.z_loss:
         losses.append(config.z_loss * z_loss(logits_TE, real_T, weighs[0]))

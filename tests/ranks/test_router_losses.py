@@ -38,7 +38,7 @@ def gradient(c: ModelConfig, logits: Tensor, load: Tensor | None = None, real: T
     """Of the losses alone: what attaching them adds."""
     probs, routing = route(logits, replace(c, aux_loss=0.0), real_T=real)
     count = B * S if real is None else int(real.sum())
-    attached = attach_losses(probs, logits, routing, c, load, real, (0.5 / count, 0.5 / B), B)
+    attached = attach_losses(probs, logits, routing, c, load, (real, B, (0.5 / count, 0.5 / B)))
     assert torch.equal(attached, probs)
     return torch.autograd.grad(attached, logits, torch.zeros_like(probs))[0]
 
@@ -92,7 +92,7 @@ def test_one_sequence_or_the_batch_of_one_microbatch_is_the_loss_over_the_microb
     torch.testing.assert_close(gradient(replace(plain, aux_loss_over="batch"), logits, load), expected)
     by_sequence = replace(plain, aux_loss_over="sequence")
     probs, routing = route(logits, by_sequence, aux_scale=0.5)
-    attached = attach_losses(probs, logits, routing, by_sequence, None, None, (0.5 / (B * S), 0.5), 1)
+    attached = attach_losses(probs, logits, routing, by_sequence, None, (None, 1, (0.5 / (B * S), 0.5)))
     torch.testing.assert_close(torch.autograd.grad(attached, logits, torch.zeros_like(probs))[0], expected)
 
 
@@ -105,7 +105,7 @@ def test_padding_counts_for_nothing(router: str, over: str) -> None:
     logits, load = logits_of(), torch.rand(6).softmax(0)
     bare = logits.detach().view(B, S, 6)[:, :5].reshape(-1, 6).requires_grad_()
     probs, routing = route(bare, replace(c, aux_loss=0.0))
-    attached = attach_losses(probs, bare, routing, c, load, None, (0.5 / (B * 5), 0.5 / B), B)
+    attached = attach_losses(probs, bare, routing, c, load, (None, B, (0.5 / (B * 5), 0.5 / B)))
     expected = torch.autograd.grad(attached, bare, torch.zeros_like(probs))[0]
     found = gradient(c, logits, load, real.flatten()).view(B, S, 6)
     torch.testing.assert_close(found[:, :5].reshape(-1, 6), expected)
