@@ -308,6 +308,8 @@ def test_a_validation_loss_is_the_mean_over_all_its_targets(tmp_path):
         trainer.engine.close()
     plain = filled(model, lambda name, shape: init_tensor(name, shape, model, 0), "cpu")
     ids, targets, numbers = stream.batch(list(range(8)))
+    assert numbers is not None
+    assert plain.head is not None
     with torch.no_grad():
         logits = plain.head(plain(ids, documents_of(numbers))).flatten(0, 1).double()
     expected = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED).item()

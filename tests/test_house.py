@@ -38,10 +38,10 @@ FEATURES = {
 
 # figure -> (most that it may be, slack). A figure that is more than the slack below its limit lowers the limit.
 LIMITS = {
-    "lines of hocket/": (64_950, 300),
-    "files of hocket/": (428, 3),
+    "lines of hocket/": (65_040, 300),  # raised by `hocket eval`
+    "files of hocket/": (429, 3),  # raised by `hocket eval`
     "lines of hocket_trace/": (4_600, 150),
-    "words of docs": (104_300, 1_500),
+    "words of docs": (104_520, 1_500),  # raised by `hocket eval`
     "settings": (186, 0),
     "settings outside of model.*": (118, 0),
     "rules": (325, 3),

@@ -216,7 +216,7 @@ class _MoE(_Own, MoELayer):
         self, config: ModelConfig, ep: ExpertPlace, aux_scale: float, linears: Linears, number: int, group: Group
     ) -> None:
         super().__init__(config, ep, aux_scale, linears, number)
-        self.group, self.cp = group, group.size
+        self.group, self.sharing = group, group.size
 
     def total(self, rows_E: Tensor) -> Arriving:
         total_E = super().total(rows_E).get().clone()

@@ -10,8 +10,8 @@ counted: neither in the load-balancing loss nor in the loads that move the balan
 Note: [The mean over the tokens of a step]
 The loss of a step is the sum over its targets that count, of all microbatches and data-parallel ranks, divided by their
 number. So a token weighs the same wherever it stands, whatever is masked around it. A microbatch's loss is the mean
-over its own n targets; its weight is n * dp / N with N those of the step, since gradients are averaged over dp ranks
-(dp * cp ranks where these share sequences). The same holds for a router's losses that are means over tokens or over
+over its own n targets; its weight is n * dp / N with N those of the step, since gradients are averaged over dp ranks,
+to which those that share sequences are added. The same holds for a router's losses that are means over tokens or over
 sequences: they are sums over a microbatch's, of which each weighs dp / N (`weighs_2`). Padding counts for neither.
 
 Shapes: B sequences, S sequence length, T tokens (B * S), H query heads, K key and value heads, N width of a head.

@@ -114,7 +114,7 @@ class MoELayer(nn.Module):
     load-balancing loss, to match the factor of the main loss (1 / microbatches).
     """
 
-    cp = 1
+    sharing = 1
     """Ranks that share its sequences. Gradients are averaged over them, as over data-parallel ranks."""
 
     def __init__(
@@ -154,8 +154,8 @@ class MoELayer(nn.Module):
         if real_T is not None:
             real_T = self.attn.linears.own(real_T)
         h_TD, logits_TE = self.router(h_TD)
-        sharers = Sharers(self.total, self.attn.linears.size * self.cp)
-        probs_TK, routing = route(logits_TE, c, self.router.bias, self.aux_scale * self.cp, kept, real_T, sharers)
+        sharers = Sharers(self.total, self.attn.linears.size * self.sharing)
+        probs_TK, routing = route(logits_TE, c, self.router.bias, self.aux_scale * self.sharing, kept, real_T, sharers)
         if c.z_loss or c.aux_loss_over != "microbatch":
             weighs = self._weighs(documents, len(h_TD) * self.attn.linears.size, len(x_BSD))
             tokens = real_T, len(x_BSD), weighs

@@ -220,7 +220,10 @@ def test_means_are_over_the_tokens_and_sequences_of_the_step_whatever_the_batchi
         return parity.whole([piece for rank in ranks for piece in rank])
 
     wanted = gradients([(0,), (1,), (2,)], {})
-    for rows, mesh in (([(0, 1), (2, -1)], {}), ([(-1, 0), (1, 2)], {"dp": 2}), ([(0, 1), (-1, -1), (2, -1)], {})):
+    others: list[tuple[list[tuple[int, ...]], dict[str, int]]] = [
+        ([(0, 1), (2, -1)], {}), ([(-1, 0), (1, 2)], {"dp": 2}), ([(0, 1), (-1, -1), (2, -1)], {}),
+    ]  # fmt: skip
+    for rows, mesh in others:
         found = gradients(rows, mesh)
         for name, grad in wanted.items():
             torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
