@@ -27,6 +27,7 @@ COMMANDS = (
     "import",
     "export",
     "generate",
+    "eval",
     "help",
 )
 """Each is a module of `commands/` with a function `run(words) -> exit code`."""
@@ -41,6 +42,7 @@ USAGE = """usage: hocket train RECIPE [--setting value ...]   train; Ctrl-C save
        hocket import DIR FILE.toml                 settings of a model of Hugging Face, which begin with its weights
        hocket export RUN DIR                       a run's model as Hugging Face has it: config.json and safetensors
        hocket generate RUN --prompt TEXT           what a run's model, or a published one, goes on with
+       hocket eval RUN --data.paths PATH...        the loss of a run's model, or a published one, on other text
        hocket doctor                               check environment and hardware: what costs overlap here
        hocket recipes                              list recipes, and presets with what they set
        hocket runs [DIR...] [--html FILE]          list runs: how far they came, their loss; their curves as a page

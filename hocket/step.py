@@ -42,7 +42,7 @@ class Outcome(NamedTuple):
     """The result that a step reports, the same on all ranks."""
 
     loss: float
-    """Mean cross-entropy over the microbatches of all ranks."""
+    """Mean cross-entropy over the targets that count of all microbatches and data-parallel ranks."""
     grad_norm: float
     """Norm of the whole gradient, before it is clipped. If it is not finite, the step was not taken: weights stay."""
 
@@ -80,9 +80,10 @@ class PlannedStep:
 
         `batch` is the microbatches, or token ids and targets, both [microbatches * sequences, sequence length]; targets
         are the tokens to predict (-100 counts for nothing). Ranks of one pipeline are given the same. Without `lr` it
-        is `train.lr`. Raises ValueError, before anything runs, for a batch of other shapes, tokens that the model does
-        not have, and a microbatch without a target that counts: on the rank whose batch it is, for which others wait.
-        An error inside of the step leaves the weights as they were before it.
+        is `train.lr`. Each target weighs the same, in whichever microbatch and on whichever rank it is. Raises
+        ValueError, before anything runs, for a batch of other shapes and tokens that the model does not have, on the
+        rank whose batch it is, for which others wait; and on all ranks for a step without a target that counts. An
+        error inside of the step leaves the weights as they were before it.
         """
         lr = self.settings.train.lr if lr is None else lr
         if not is_a(lr, float) or not 0 <= lr <= _LARGEST:
@@ -232,12 +233,20 @@ class PlannedStep:
                 f"{shape[1]} tokens"
             )
         found = found or [Microbatch(*pair) for pair in zip(*(x.split(shape[0]) for x in several), strict=True)]
-        return [self._examined(n, one, device) for n, one in enumerate(found)]
+        microbatches = [self._examined(n, one, device) for n, one in enumerate(found)]
+        learnt = torch.stack([(one.targets != IGNORED).sum() for one in microbatches]).sum()
+        self.engine.groups.control.all_reduce(learnt).wait()
+        if not learnt and self.settings.train.transport != "null":
+            raise ValueError(
+                "batch: no target of any microbatch or rank counts, and the mean of none is no number; fix: give the "
+                f"step sequences with targets other than {IGNORED}"
+            )
+        return microbatches
 
     def _examined(self, n: int, one: Microbatch, device: torch.device) -> Microbatch:
         """A microbatch on the device. Raises ValueError for tokens that the model does not have."""
         ids, targets = one.ids.long(), one.targets.long()
-        packed = self.settings.data.packing != "off"  # then a step's targets are weighed together
+        packed = self.settings.data.packing != "off"
         there = isinstance(one.documents, Documents) and one.documents.ids_BS.shape == ids.shape
         if there != packed or (one.documents is not None) != packed:
             raise ValueError(
@@ -246,11 +255,6 @@ class PlannedStep:
                 "hocket.model.documents where it is not off, and there alone"
             )
         counted = targets[targets != IGNORED]
-        if not counted.numel() and not packed:
-            raise ValueError(
-                f"batch: microbatch {n} has no target that counts, and the mean of none is no number; fix: give it "
-                f"sequences with targets other than {IGNORED}"
-            )
         for what, values, size in (("token ids", ids, self._rows), ("targets", counted, self.settings.model.vocab)):
             least, most = (int(values.min()), int(values.max())) if values.numel() else (0, 0)
             if least < 0 or most >= size:

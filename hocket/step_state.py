@@ -1,12 +1,14 @@
 """Checkpoints of a planned step: its weights, its optimizer's state and its buffers, by the model's own names.
 
 The format is that of `hocket.checkpoint.save` (`fsdp/saving/checkpoint.py`): DCP's, with the keys `model` and
-`optimizer`, the latter in torch's flat layout, since pipeline ranks hold different parameters.
+`optimizer`, the latter in torch's flat layout, since pipeline ranks hold different parameters. A third key, `step`, has
+what else the next step goes by: shares of the balance loss over a batch, and the norms by which steps are skipped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,8 @@ from hocket.fsdp.saving.flat_tensor import FlatTensor
 from hocket.fsdp.saving.harmless import HarmlessPlanner
 from hocket.fsdp.saving.state import differences
 from hocket.runtime.world import everyone
+
+STEP = "step"
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,8 @@ class StepState:
             theirs = self.parameters[name][0]
             state[f"state.{theirs}.step"] = torch.tensor(float(optimizer.steps))
             state |= {f"param_groups.{theirs}.{key}": value for key, value in settings.items()}
-        return write_now_or_behind(folder, {MODEL: self._weights(), OPTIMIZER: state}, self.others, asynchronously)
+        whole = {MODEL: self._weights(), OPTIMIZER: state, STEP: self._next()}
+        return write_now_or_behind(folder, whole, self.others, asynchronously)
 
     def load(self, folder: Path, optimizer: bool) -> None:
         """Read what this rank keeps; without `optimizer` AdamW begins anew. Raises ValueError for what does not fit."""
@@ -63,15 +68,40 @@ class StepState:
         averages = self._averages()
         steps = {f"state.{theirs}.step": torch.zeros(()) for theirs, _ in self.parameters.values()}
         state: dict[str, Any] = {MODEL: self._weights()}
-        state |= {OPTIMIZER: {**averages, **steps}} if optimizer else {}
+        following = self._begun_anew()
+        known = {name: tensor for name, tensor in following.items() if f"{STEP}.{name}" in stored}
+        state |= {OPTIMIZER: {**averages, **steps}, STEP: known} if optimizer else {}
         run_dcp(
             f"checkpoint {folder} can't be read: ", dcp.load, state, storage_reader=reader, planner=HarmlessPlanner()
         )
         if not optimizer:
             for tensor in averages.values():
                 tensor.flat.zero_()
+        elif lacks := self._lacks(following.keys() - known.keys()):
+            warnings.warn(f"checkpoint {folder} lacks {lacks}: they begin anew", stacklevel=4)
         self.engine.optimizer.steps = int(max(steps.values()))
         self.engine.sharded.refresh()
+
+    def _next(self) -> dict[str, Tensor]:
+        """What the next step goes by beside weights and averages: live tensors."""
+        shares = {f"layers.{n}.share": share for n, share in self.engine.balance.shares().items()}
+        return {**shares, **self.engine.optimizer.guard.remembered}
+
+    def _begun_anew(self) -> dict[str, Tensor]:
+        """The same, as before a first step."""
+        for share in self.engine.balance.shares().values():
+            share.fill_(1 / len(share))
+        self.engine.optimizer.guard.go_on(0, ())
+        return self._next()
+
+    def _lacks(self, missing: Collection[str]) -> str:
+        """In words, what the next step will miss."""
+        spikes = self.engine.config.optimizer.skip_spikes
+        words = {
+            "the shares of rows that model.aux_loss_over = batch goes by": any(n.endswith(".share") for n in missing),
+            f"the norms that optimizer.skip_spikes = {spikes:g} compares with": "norms" in missing and spikes > 0,
+        }
+        return " and ".join(text for text, lacking in words.items() if lacking)
 
     def _weights(self) -> dict[str, Tensor]:
         """The main weights that this rank keeps, and buffers: live tensors."""

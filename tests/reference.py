@@ -114,9 +114,7 @@ class Reference:
         return result
 
     def _factors(self, microbatches: Sequence[Sequence[Batch]], m: int) -> list[Tensor]:
-        """Factor of every rank's loss of microbatch m: with documents, its share of the targets of the step."""
-        if len(microbatches[0][0]) == 2:
-            return [torch.tensor(1 / len(microbatches))] * self.dp
+        """Factor of every rank's loss of microbatch m: its share of the targets of the step."""
         counts = [[int((batch[1] != IGNORED).sum()) for batch in batches] for batches in microbatches]
         total = max(1, sum(map(sum, counts)))
         return [torch.tensor(count * self.dp / total) for count in counts[m]]

@@ -13,12 +13,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hocket.config import Config, DataConfig, TrainConfig
+from hocket.commands.generate import filled
+from hocket.config import Config, DataConfig, PrecisionConfig, TrainConfig
 from hocket.kernels import IGNORED
-from hocket.model.documents import PADDING
+from hocket.model.documents import PADDING, documents_of
+from hocket.model.init import init_tensor
 from hocket.resolve import Settings, resolve
 from hocket.train import chat as chat_module
 from hocket.train.bins import best_fit
@@ -27,7 +31,9 @@ from hocket.train.corpus import Corpus, open_corpus
 from hocket.train.data import Bins, make_streams
 from hocket.train.documents import BadFileError
 from hocket.train.sources import open_text
+from hocket.train.trainer import Trainer
 from tests.helpers.command import ALONE, SMALL, hocket
+from tests.helpers.plans import small
 
 CHATML = """{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<end>
 {% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
@@ -332,3 +338,44 @@ def test_a_run_of_chats_has_the_same_losses_on_any_ranks(tmp_path):
         lines = (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
         losses.append([line.get("loss", line.get("validation_loss")) for line in map(json.loads, lines)])
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
+def test_a_validation_loss_is_the_mean_over_all_its_targets(tmp_path):
+    """Of answers of one token and of many, the loss of a plain model, whatever a batch is; a run learns nothing."""
+    rows = [
+        {"p": "?" * (1 + i % 9), "a": "".join(chr(97 + i * k % 26) for k in range(1 + i % 3 * 12))} for i in range(40)
+    ]
+    data = data_of(
+        tmp_path, *rows, prompt_key="p", text_key="a", packing="best_fit", sequence_length=48, template="",
+        validation=0.5,
+    )  # fmt: skip
+    model, told = small(vocab=256, experts=0, layers=2), []
+    for batch, count in ((1, 8), (2, 4)):
+        train = TrainConfig(microbatches=batch, eval_batches=count, device="cpu", keep=0, transport="gloo")
+        precision = PrecisionConfig(compute="fp32")
+        settings = resolve(Config(model=model, data=data, train=train, precision=precision))
+        trainer = Trainer(settings, 0, torch.device("cpu"))
+        trainer.begin()
+        metrics = Said()
+        trainer._validate(metrics)  # type: ignore[arg-type]
+        told.append(metrics.losses)
+        stream = trainer.validation_streams[""]
+        trainer.engine.close()
+    plain = filled(model, lambda name, shape: init_tensor(name, shape, model, 0), "cpu")
+    ids, targets, numbers = stream.batch(list(range(8)))
+    assert numbers is not None
+    assert plain.head is not None
+    with torch.no_grad():
+        logits = plain.head(plain(ids, documents_of(numbers))).flatten(0, 1).double()
+    expected = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED).item()
+    assert told == [[pytest.approx(expected, rel=1e-6)]] * 2
+
+
+class Said:
+    """In the place of a run's metrics."""
+
+    def __init__(self) -> None:
+        self.losses = list[float]()
+
+    def validation(self, step: int, loss: float, by_source: object) -> None:
+        self.losses.append(loss)

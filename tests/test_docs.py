@@ -24,6 +24,7 @@ from benchmarks.bench.command import Bench
 from benchmarks.prediction_tables import CONTENDERS
 from benchmarks.tables import DOCS, MAKERS, PICTURES, RESULTS, ROOT, TABLES, make_ops, picture, renew
 from hocket.cli import COMMANDS
+from hocket.commands.eval import configured
 from hocket.commands.explain import Explain
 from hocket.commands.export import Export
 from hocket.commands.generate import Generate
@@ -31,6 +32,7 @@ from hocket.commands.options import parse
 from hocket.commands.plan import Plan
 from hocket.commands.runs import asked as asked_runs
 from hocket.commands.train import Train
+from hocket.config import Config
 from hocket.program.ops import LANES, UNITS, Verb
 from hocket.program.transformer import STANDARD, standard_types
 from hocket.recipes import RECIPES
@@ -156,6 +158,9 @@ def check_hocket(words: list[str]) -> None:
         return
     if words[0] == "help":
         assert len(words) == 2, words
+        return
+    if words[0] == "eval":
+        assert configured(Config(), words[2:]), words
         return
     if words[0] in ("export", "generate"):
         tyro.cli(Export if words[0] == "export" else Generate, args=words[1:], use_underscores=True)

@@ -63,6 +63,11 @@ def test_every_step_is_a_line_of_json_and_a_line_of_text(tmp_path):
     assert "\x1b" not in text
 
 
+def test_only_a_run_from_scratch_is_judged_by_the_entropy(tmp_path):
+    settings = changed(settings_in(tmp_path), {"model.weights": "Qwen3-0.6B"})
+    assert report(settings, range(1, 4)).endswith("loss 2.5000 nats per token, with a unigram entropy of 3.0000\n")
+
+
 def test_some_steps_are_printed_and_all_are_kept(tmp_path):
     settings = changed(settings_in(tmp_path), {"train.log_every": 3, "train.steps": 8})
     printed = [line.split()[1] for line in report(settings, range(1, 9)).splitlines() if "tok/s" in line]

@@ -190,6 +190,42 @@ def test_documents_of_a_packed_batch_stay_apart() -> None:
         step((ids.repeat(2, 1), targets.repeat(2, 1)))
 
 
+def test_a_loaded_step_goes_on_with_its_balance_and_its_norms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit; and a checkpoint that has neither says so."""
+    import torch
+
+    from hocket.step_state import StepState
+
+    model = {"model.aux_loss": 1.0, "model.aux_loss_over": "batch", "optimizer.skip_spikes": 3.0}
+    plan = hocket.plan("tiny", {**ONE, **model, "precision.compute": "fp32"})
+    shape = 2 * plan.settings.train.sequences, plan.settings.data.sequence_length
+    batches = [torch.randint(256, shape, generator=torch.Generator().manual_seed(n)) for n in range(5)]
+
+    def trained(step: Any, some: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        for ids in some:
+            step((ids, ids.roll(-1, 1)), 1e-2)
+        return step.state_dict()
+
+    step, other, third = (plan.start() for _ in range(3))
+    trained(step, batches[:2])
+    step.save(tmp_path / "two")
+    expected, guard = trained(step, batches[2:]), step.engine.optimizer.guard
+    trained(other, [batches[4]])  # which leaves shares and norms that must not stay
+    other.load(tmp_path / "two")
+    found = trained(other, batches[2:])
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert other.engine.optimizer.guard.norms == guard.norms
+    other.load(tmp_path / "two", optimizer=False)
+    assert other.engine.optimizer.guard.norms == []
+    assert all(share.unique().numel() == 1 for share in other.engine.balance.shares().values())
+    with monkeypatch.context() as patched:
+        patched.setattr(StepState, "_next", lambda self: {})
+        other.save(tmp_path / "without")
+    words = "lacks the shares of rows .* goes by and the norms that optimizer.skip_spikes = 3 compares with: they begin"
+    with pytest.warns(UserWarning, match=words):
+        third.load(tmp_path / "without")
+
+
 def test_a_plan_is_shown_in_one_line() -> None:
     assert re.fullmatch(r"Plan\(tiny: pp 2 x dp 2 x tp 1, ep 2, \d+ ops\)", repr(hocket.plan("tiny")))
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from hocket.commands.options import parse_plain
-from hocket.config import ModelConfig
+from hocket.config import DataConfig, ModelConfig
 from hocket.files import json_in
 from hocket.settings.schema import written
 
@@ -51,30 +51,34 @@ def run(words: list[str]) -> int:
     """Generate. Returns the exit code."""
     options = parse_plain(Generate, "generate", "hocket generate RUN --prompt TEXT", words)
     _check(options)
-    import torch
-
     from hocket.model.generate import Sampling, generate
     from hocket.model.tokenizer import load_tokenizer
 
-    device = options.device
-    if device == "cuda" and not torch.cuda.is_available():
-        raise _wrong("device", device, "torch sees no GPU here", "device cpu")
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    device = device_of(options.device)
     try:
-        config, value, named = _opened(Path(options.model))
+        config, value, data = opened(Path(options.model))
     except (OSError, ValueError) as error:
         fix = "a run with a whole checkpoint, or a folder of a family that hocket computes"
         raise ValueError(f"generate {options.model} (command line): {error}; fix: {fix}") from None
-    tokenizer = load_tokenizer(named, {"data.tokenizer": options.model})
+    tokenizer = load_tokenizer(data.tokenizer, {"data.tokenizer": options.model})
     (prompt,) = tokenizer.encode([options.prompt.encode()])
     if not len(prompt):
         raise _wrong("prompt", options.prompt, "has no token", "a text")
-    model = _filled(config, value, device)
+    model = filled(config, value, device)
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     sys.stdout.write(options.prompt)
     ends = _ends(Path(options.model), tokenizer)
     _print(generate(model, [int(token) for token in prompt], options.tokens, sampling, ends), tokenizer)
     return 0
+
+
+def device_of(asked: str) -> str:
+    """Where to compute. Raises ValueError for a GPU that is not there."""
+    import torch
+
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise _wrong("device", asked, "torch sees no GPU here", "device cpu")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if asked == "auto" else asked
 
 
 def _check(options: Generate) -> None:
@@ -92,8 +96,8 @@ def _wrong(name: str, value: Any, reason: str, fix: str) -> ValueError:
     return ValueError(f"--{name} {value} (command line): {reason}; fix: {fix}")
 
 
-def _opened(folder: Path) -> tuple[ModelConfig, Callable[[str, tuple[int, ...]], Tensor], str]:
-    """A model's settings, its parameters by name and whole shape, and its tokenizer."""
+def opened(folder: Path) -> tuple[ModelConfig, Callable[[str, tuple[int, ...]], Tensor], DataConfig]:
+    """A model's settings, its parameters by name and whole shape, and the settings of its text."""
     from hocket.config import BYTE_VOCAB, BYTES
     from hocket.model.source import whole_shapes
     from hocket.model.tokenizer import tokenizer_file
@@ -108,12 +112,12 @@ def _opened(folder: Path) -> tuple[ModelConfig, Callable[[str, tuple[int, ...]],
         if published.model.vocab == BYTE_VOCAB and not tokenizer_file(named).exists():
             print(f"note: {folder} has {BYTE_VOCAB} tokens and no tokenizer: a token is a byte", file=sys.stderr)
             named = BYTES  # hocket export writes such folders
-        return published.model, published.value, named
+        return published.model, published.value, DataConfig(tokenizer=named)
     stored = StoredModel(newest_of(folder).resolve())
-    return stored.model, stored.value, stored.settings["data"]["tokenizer"]
+    return stored.model, stored.value, stored.data
 
 
-def _filled(config: ModelConfig, value: Callable[[str, tuple[int, ...]], Tensor], device: str) -> Chunk:
+def filled(config: ModelConfig, value: Callable[[str, tuple[int, ...]], Tensor], device: str) -> Chunk:
     """The whole model with its weights, one parameter at a time."""
     import torch
 

@@ -85,8 +85,7 @@ class ModelConfig:
     """Coefficient of the load-balancing loss."""
     aux_loss_over: Literal["microbatch", "sequence", "batch"] = "microbatch"
     """Tokens over which the load-balancing loss balances: those of a microbatch, of each sequence, or of a whole step,
-    over all microbatches and ranks. Where ranks share sequences, each takes its own tokens of a microbatch. The loss
-    over a batch goes by the loads of the step before."""
+    over all microbatches and ranks. The loss over a batch goes by the loads of the step before."""
     z_loss: Annotated[float, Between(0)] = 0.0
     """Coefficient of the router's z-loss, which keeps its logits small."""
     bias_rate: Annotated[float, Between(0)] = 0.0

@@ -89,7 +89,8 @@ class Actions:
         """Whether rows travel to their experts in fp8."""
         self.microbatches: Sequence[Microbatch] = ()
         self.losses: list[Tensor] = []
-        self.weights_M: Tensor | None = None
+        self.weights_M = torch.empty(0)
+        """What each microbatch's loss weighs: see Note: [The mean over the tokens of a step]."""
         """Factor of every microbatch's loss, fp32; None: all weigh the same."""
         self.loads: dict[int, Tensor] = {}
         """Rows that each expert was sent in this step by this rank's tokens, by layer: int64 [E]."""
@@ -295,10 +296,7 @@ class Actions:
         self.losses.append(loss.detach())
 
     def bwd_head(self, op: Op, *_kept: Any) -> Tensor | None:
-        scale = torch.full((), 1.0 / len(self.microbatches), device=self._activation.device)
-        if self.weights_M is not None:
-            scale = self.weights_M[op.microbatch]
-        return self._backward(op, scale)[0]
+        return self._backward(op, self.weights_M[op.microbatch])[0]
 
     def bwd_embed(self, op: Op, g: Tensor) -> None:
         self._backward(op, g)

@@ -7,7 +7,7 @@ world has one rank or the transport is `null`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,8 @@ from hocket.fsdp.planned.adamw import AdamWOptions, PlannedAdamW
 from hocket.fsdp.planned.model import PlannedModel, Travels
 from hocket.fsdp.planned.muon import MuonOptions
 from hocket.kernels import IGNORED
-from hocket.model.context import Shared
+from hocket.model.context import Context, Shared
+from hocket.model.documents import Documents
 from hocket.model.microbatch import Microbatch
 from hocket.model.moe import ExpertPlace
 from hocket.model.source import ChunkLike, ChunkPlace, ModelSource, OwnTransformer
@@ -54,7 +55,8 @@ class StepResult:
     """What one optimizer step says about itself. Tensors, so that nobody has to wait for the GPU."""
 
     loss: Tensor
-    """Mean cross-entropy of this rank's microbatches, fp32; 0 on ranks without the head."""
+    """What this rank adds to the mean cross-entropy of the step, which is the mean over data-parallel ranks, fp32; 0 on
+    ranks without the head."""
     grad_norm: Tensor
     """Norm of the whole gradient before clipping."""
     loads: dict[int, Tensor]
@@ -141,6 +143,8 @@ class Engine:
         self.lanes: Lanes = CudaLanes(device, sides, lanes) if on_gpu else CpuLanes(lanes)
         self._grad_norm = torch.zeros((), device=device)
         self._skipped = torch.zeros((), dtype=torch.bool, device=device)
+        self.learnt = torch.zeros((), dtype=torch.int64, device=device)
+        """Targets that counted in the last step or validation, of all data-parallel ranks."""
         self.executor = self.executor_for(self.program, self._finish_step)
         self._validation: Executor | None = None
         self._graphed: GraphedSteps | None = None
@@ -305,10 +309,9 @@ class Engine:
         See Note: [A fixed capacity, and never silently].
         """
         assert self.config.data.packing != "off" or all(m.documents is None for m in microbatches), "packing is off"
-        whole = microbatches
         if self.shared is not None:
-            microbatches = self.shared.parts(whole)
-        executor.actions.weights_M = self._weights(microbatches, whole)
+            microbatches = self.shared.parts(microbatches)
+        microbatches = self._weighed(microbatches, executor)
         self.sharded.forget_casts()
         graphed = self._graphed if executor is self.executor else None
         losses = (graphed or executor).run(microbatches)
@@ -323,29 +326,29 @@ class Engine:
                 self._graphed = None
         return losses
 
-    def _weights(self, microbatches: Sequence[Microbatch], whole: Sequence[Microbatch]) -> Tensor | None:
-        """See Note: [The mean over the tokens of a step]. None where all means weigh the same.
+    def _weighed(self, microbatches: Sequence[Microbatch], executor: Executor) -> list[Microbatch]:
+        """Tell the executor what each microbatch's loss weighs, and packed ones what their tokens do in other means.
 
-        Of `whole` microbatches that ranks share, each rank has the mean over targets of its own.
+        See Note: [The mean over the tokens of a step].
         """
-        if self.config.data.packing == "off" and self.shared is None:
-            return None
-        counts_M = _targets(microbatches)
+        counts_M3 = torch.stack([_counts(microbatch) for microbatch in microbatches])
+        total_3 = counts_M3.sum(0)
+        self.groups.sum_over_dp(total_3)
+        self.learnt = total_3[0]
+        executor.actions.weights_M = (counts_M3[:, 0].double() * self.mesh.data / total_3[0].clamp(min=1)).float()
         if self.config.data.packing == "off":
-            return (counts_M.double() * self.mesh.cp / _targets(whole).clamp(min=1) / len(whole)).float()
-        total = counts_M.sum(0, keepdim=True)
-        self.groups.sum_over_dp(total)
-        return (counts_M.double() * self.mesh.data / total.clamp(min=1)).float()
+            return list(microbatches)
+        weighs_2 = (self.mesh.data / total_3[1:].clamp(min=1).double()).float()
+        return [_told(microbatch, weighs_2) for microbatch in microbatches]
 
     def _loss(self, losses: Sequence[Tensor], executor: Executor) -> Tensor:
         """What this rank's microbatches, in their order, add to the mean over data-parallel ranks."""
         if not losses:
             return torch.zeros((), device=self.device)
-        weights_M, losses_M = executor.actions.weights_M, torch.stack(list(losses))
-        return losses_M.mean() if weights_M is None else (losses_M * weights_M).sum()
+        return (torch.stack(list(losses)) * executor.actions.weights_M).sum()
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> Tensor:
-        """Mean cross-entropy of this rank's microbatches without training; 0 on ranks without the head."""
+        """As `StepResult.loss`, without training."""
         assert len(microbatches) == self.program.microbatches
         self.catch_up()
         return self._loss(self._run(self.validating, microbatches), self.validating)
@@ -438,6 +441,16 @@ class Engine:
             self.groups.destroy()
 
 
-def _targets(microbatches: Sequence[Microbatch]) -> Tensor:
-    """How many targets of each microbatch count, int64 [M]."""
-    return torch.stack([(m.targets != IGNORED).sum() for m in microbatches])
+def _counts(microbatch: Microbatch) -> Tensor:
+    """Targets of a microbatch that count, tokens that are no padding, and sequences with such a token: int64 [3]."""
+    learnt_BS, documents = microbatch.targets != IGNORED, microbatch.documents
+    real_T = None if documents is None else documents.real_T
+    real_BS = torch.ones_like(learnt_BS) if real_T is None else real_T.view_as(learnt_BS)
+    return torch.stack([learnt_BS.sum(), real_BS.sum(), real_BS.any(1).sum()])
+
+
+def _told(microbatch: Microbatch, weighs_2: Tensor) -> Microbatch:
+    """A packed microbatch whose layers know what its tokens and sequences weigh."""
+    documents = microbatch.documents
+    assert isinstance(documents, Documents | Context), "packed microbatches have documents"
+    return replace(microbatch, documents=replace(documents, weighs_2=weighs_2))

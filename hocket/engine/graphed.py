@@ -119,7 +119,7 @@ class GraphedSteps:
         self._issued = 0
         self._replay: Callable[[], None] | None = None
         self._inputs: list[Microbatch] = []
-        self._weights_M: Tensor | None = None
+        self._weights_M = torch.empty(0)
         self._documents = _Documents(0, False)
         self._losses: list[Tensor] = []
         self._loads: dict[int, Tensor] = {}
@@ -139,9 +139,7 @@ class GraphedSteps:
             self._replay = self._recorded(microbatches)
         for mine, given in zip(self._inputs, microbatches, strict=True):
             _fill(mine, given)
-        if self._weights_M is not None:
-            assert actions.weights_M is not None
-            self._weights_M.copy_(actions.weights_M)
+        self._weights_M.copy_(actions.weights_M)
         executor.recorder.begin(replayed=True)
         self._replay()
         if self._updates is not None:
@@ -156,7 +154,7 @@ class GraphedSteps:
         actions = self._executor.actions
         self._inputs = [_copy(microbatch, self._documents) for microbatch in microbatches]
         on_step, weights_M = actions.on_step, actions.weights_M
-        self._weights_M = None if weights_M is None else weights_M.clone()
+        self._weights_M = weights_M.clone()
         actions.on_step, actions.weights_M = (lambda: None), self._weights_M
         if self._updates is not None:
             self._updates.begin_recording()
@@ -193,7 +191,7 @@ class GraphedSteps:
         """Forget the recording and the gradients it writes, so that a step can run op by op."""
         if self._replay is None:
             return
-        self._replay, self._weights_M = None, None
+        self._replay = None
         self._inputs, self._losses, self._loads = [], [], {}
         self._model.let_grads_go()
 

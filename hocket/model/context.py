@@ -84,6 +84,8 @@ class Context:
     """One for every chunk, in the order of the rank's tokens."""
     real_T: Tensor | None = None
     """Which tokens are no padding; None if all."""
+    weighs_2: Tensor | None = None
+    """As of `Documents`."""
     documents: Documents | None = None
     """Those of all ranks' tokens, in the order of sequences; None if each sequence is one."""
     bounds: tuple[int, ...] = ()
@@ -109,7 +111,9 @@ def context_of(documents: Documents, chunks: Sequence[Chunks], rank: int) -> Con
     real_T = None if documents.real_T is None else documents.real_T[mine]
     length, position_T = documents.ids_BS.shape[1], documents.position_T[mine]
     orders = places.to(device), order.to(device)
-    return Context(length, position_T, *orders, tuple(spans), real_T, documents, documents.bounds)
+    return Context(
+        length, position_T, *orders, tuple(spans), real_T, documents=documents, bounds=documents.bounds
+    )
 
 
 def _span(bounds: Sequence[int], chunk: range, first: int) -> Span:

@@ -22,6 +22,7 @@ from hocket.model.moe import ExpertPlace, MoELayer, Routed
 from hocket.model.transformer import Chunk, Layer
 from hocket.parallel.linears import Linears
 from hocket.parallel.routing import Routing
+from hocket.parallel.tensor import Arriving
 from hocket.runtime.comm import Group, Pending, RowTable
 from hocket.runtime.norms import add_rms_norm, rms_norm
 
@@ -131,7 +132,11 @@ class _MoE(_Own, MoELayer):
         self, config: ModelConfig, ep: ExpertPlace, aux_scale: float, linears: Linears, number: int, group: Group
     ) -> None:
         super().__init__(config, ep, aux_scale, linears, number)
-        self.group = group
+        self.group, self.sharing = group, group.size
+
+    def total(self, rows_E: Tensor) -> Arriving:
+        total_E = super().total(rows_E).get().clone()
+        return Arriving(total_E, (self.group.all_reduce(total_E).wait,))
 
     def added(self, x_BSD: Tensor, more_BSD: Tensor, context: Context, kept: Routing | None = None) -> Routed:
         """As `forward_attn` of `MoELayer`, behind attention."""

@@ -10,7 +10,9 @@ counted: neither in the load-balancing loss nor in the loads that move the balan
 Note: [The mean over the tokens of a step]
 The loss of a step is the sum over its targets that count, of all microbatches and data-parallel ranks, divided by their
 number. So a token weighs the same wherever it stands, whatever is masked around it. A microbatch's loss is the mean
-over its own n targets; its weight is n * dp / N with N those of the step, since gradients are averaged over dp ranks.
+over its own n targets; its weight is n * dp / N with N those of the step, since gradients are averaged over dp ranks,
+to which those that share sequences are added. The same holds for a router's losses that are means over tokens or over
+sequences: they are sums over a microbatch's, of which each weighs dp / N (`weighs_2`). Padding counts for neither.
 
 Shapes: B sequences, S sequence length, T tokens (B * S), H query heads, K key and value heads, N width of a head.
 """
@@ -46,6 +48,9 @@ class Documents:
     """What `ends` are, known to the host."""
     real_T: Tensor | None = None
     """Which tokens are no padding; None if all."""
+    weighs_2: Tensor | None = None
+    """What a token, and a sequence, weigh in means over a step: see Note: [The mean over the tokens of a step]. fp32.
+    None before an engine has counted the step's; if there is no padding, all weigh the same."""
 
     def to(self, device: torch.device) -> Documents:
         """The same on a device."""
@@ -81,12 +86,13 @@ class Documents:
         real_T = torch.ones_like(self.position_T, dtype=torch.bool) if self.real_T is None else self.real_T.clone()
         longest = self.ids_BS.shape[1]
         kept = replace(self, ids_BS=self.ids_BS.clone(), position_T=self.position_T.clone(), ends=ends, longest=longest)
-        return replace(kept, real_T=real_T if padded else None)
+        weighs_2 = None if self.weighs_2 is None else self.weighs_2.clone()
+        return replace(kept, real_T=real_T if padded else None, weighs_2=weighs_2)
 
     def become(self, other: Documents) -> None:
         """Have the values of another microbatch's, on a device and after `roomy`."""
         given = other.roomy(self.count, self.real_T is not None)
-        for name in ("ids_BS", "position_T", "ends", "real_T"):
+        for name in ("ids_BS", "position_T", "ends", "real_T", "weighs_2"):
             mine, theirs = getattr(self, name), getattr(given, name)
             if mine is not None:
                 mine.copy_(theirs)
@@ -128,6 +134,8 @@ class Told(Protocol):
     def position_T(self) -> Tensor: ...
     @property
     def real_T(self) -> Tensor | None: ...
+    @property
+    def weighs_2(self) -> Tensor | None: ...
 
 
 def documents_of(ids_BS: Tensor) -> Documents:

@@ -19,8 +19,9 @@ from hocket.model.layers import Mlp, attention_of, gated
 from hocket.model.parameters import new_weight
 from hocket.parallel.dispatch import exchange_counts, from_experts, rows_of, send_rows, to_experts, unpermute
 from hocket.parallel.linears import WHOLE, Linears
-from hocket.parallel.router_losses import attach_losses, over_batch
-from hocket.parallel.routing import Routing, route
+from hocket.parallel.router_losses import Weighs, attach_losses, over_batch
+from hocket.parallel.routing import Routing, Sharers, route
+from hocket.parallel.tensor import Arriving
 from hocket.runtime.biases import add_bias_by_expert
 from hocket.runtime.functional import grouped_linear, score, shift
 from hocket.runtime.norms import add_rms_norm
@@ -102,13 +103,6 @@ class Experts(nn.Module):
         return add_bias_by_expert(grouped_linear(inner_RF, self.w_down, offsets_L), self.b_down, offsets_L)
 
 
-def _real(documents: Told | None) -> Tensor:
-    """Tokens of a microbatch that are no padding, at least 1; on all tensor-parallel ranks."""
-    assert documents is not None
-    assert documents.real_T is not None
-    return documents.real_T.sum().clamp(min=1)
-
-
 class MoELayer(nn.Module):
     """A transformer layer with routed experts.
 
@@ -116,6 +110,9 @@ class MoELayer(nn.Module):
     last two the rows travel to their experts' ranks and back. `aux_scale` multiplies the coefficient of the
     load-balancing loss, to match the factor of the main loss (1 / microbatches).
     """
+
+    sharing = 1
+    """Ranks that share its sequences. Gradients are averaged over them, as over data-parallel ranks."""
 
     def __init__(
         self, config: ModelConfig, ep: ExpertPlace, aux_scale: float, linears: Linears = WHOLE, number: int = 0
@@ -153,16 +150,28 @@ class MoELayer(nn.Module):
         if real_T is not None:
             real_T = self.attn.linears.own(real_T)
         h_TD, logits_TE = self.router(h_TD)
-        probs_TK, routing = route(logits_TE, c, self.router.bias, self.aux_scale, kept, real_T, self.attn.linears)
+        sharers = Sharers(self.total, self.attn.linears.size * self.sharing)
+        probs_TK, routing = route(logits_TE, c, self.router.bias, self.aux_scale * self.sharing, kept, real_T, sharers)
         if c.z_loss or c.aux_loss_over != "microbatch":
-            tokens = len(h_TD) * self.attn.linears.size if real_T is None else _real(documents)
-            counts = real_T, tokens, len(x_BSD)
-            probs_TK = attach_losses(probs_TK, logits_TE, routing, c, self.aux_scale, self.router.share, counts)
+            weighs = self._weighs(documents, len(h_TD) * self.attn.linears.size, len(x_BSD))
+            tokens = real_T, len(x_BSD), weighs
+            probs_TK = attach_losses(probs_TK, logits_TE, routing, c, self.router.share, tokens)
         if self.ep.per_rank and kept is None:
             routing = routing.by_rank(self.ep.size)
         rows, weights, probs = send_rows(h_TD, probs_TK, routing, self.weighted, self.ep.later)
         routing.settle()
         return rows, x1_BSD, shared_BSD, weights, probs, routing
+
+    def total(self, rows_E: Tensor) -> Arriving:
+        """Rows of all ranks that have tokens of the microbatch, on their way. Leaves `rows` alone."""
+        return self.attn.linears.total(rows_E)
+
+    def _weighs(self, documents: Told | None, tokens: int, sequences: int) -> Weighs:
+        """What each of a microbatch's tokens, and of its sequences, weighs in means over the step."""
+        if documents is not None and documents.weighs_2 is not None:
+            return documents.weighs_2[0], documents.weighs_2[1]
+        assert documents is None or documents.real_T is None or not torch.is_grad_enabled(), "padding was not counted"
+        return self.aux_scale / tokens, self.aux_scale / sequences
 
     def forward_dispatch(self, x_TD: Tensor, probs_TK: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor | None]:
         """Rows and their weights, of tokens and theirs: see `rows_of`."""

@@ -8,16 +8,16 @@ Shapes: T tokens, E global experts, K top_k, R rows (T * K).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from hocket.config import ModelConfig
 from hocket.kernels.usable import usable
-from hocket.parallel.linears import WHOLE, Linears
 from hocket.parallel.per_rank import Pairs, pair
 from hocket.parallel.tensor import Arriving
 
@@ -32,6 +32,17 @@ class CountExchange(Protocol):
     def all_counts(self, counts: Tensor) -> Tensor:
         """Every rank's counts [P, ...] of what it sends to each: [P, P, ...]."""
         ...
+
+
+class Sharers(NamedTuple):
+    """The ranks that have the tokens of a microbatch between them."""
+
+    total: Callable[[Tensor], Arriving] = Arriving
+    """Begins the sum over them of whole numbers that each has of its own tokens. Leaves its argument alone."""
+    count: int = 1
+
+
+ALONE = Sharers()
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +62,7 @@ class Routing:
     counted_E: Tensor | None = None
     """`counts_E` without the rows of padding; None if there is none."""
     total_E: Arriving | None = None
-    """`load_E` summed over tensor-parallel ranks, for the load-balancing loss; None where it needs no gradient."""
+    """`load_E` summed over `Sharers`, for the load-balancing loss; None where it needs no gradient."""
     scores_E: Tensor | None = None
     """Sums of this rank's scores, those of a token summing to 1, fp32: the other half of that loss."""
 
@@ -99,7 +110,7 @@ def route(
     aux_scale: float = 1.0,
     kept: Routing | None = None,
     real_T: Tensor | None = None,
-    linears: Linears = WHOLE,
+    sharers: Sharers = ALONE,
 ) -> tuple[Tensor, Routing]:
     """Choose `top_k` experts per token. Returns their weights, fp32 [T, K], and the routing.
 
@@ -107,11 +118,11 @@ def route(
     (Wang et al. 2024, "Auxiliary-loss-free load balancing"). The load-balancing loss (Fedus et al. 2021,
     "Switch Transformers", eq. 4) is attached to the returned weights: their backward adds its gradient, times
     `config.aux_loss * aux_scale`. Give `aux_scale = 1 / microbatches`, the factor of the main loss. It is a loss of all
-    tokens of a microbatch, of which tensor-parallel ranks have a part each: `linears` begins the sum of their rows, and
-    the caller calls `Routing.settle` before its op ends. With `kept`, a routing of the same tokens, nothing is chosen:
-    the weights of its choices are computed once more; likewise where `config.routing` is even, and the choice no
-    score's. Tokens that are not in `real_T` are padding: they are routed, and not counted. Losses over something other
-    than the microbatch are not attached here, but by `router_losses.py`.
+    tokens of a microbatch, of which `sharers` have a part each: the sum of their rows begins here, and the caller calls
+    `Routing.settle` before its op ends. With `kept`, a routing of the same tokens, nothing is chosen: the weights of
+    its choices are computed once more; likewise where `config.routing` is even, and the choice no score's. Tokens that
+    are not in `real_T` are padding: they are routed, and not counted. Losses over something other than the microbatch
+    are not attached here, but by `router_losses.py`.
     """
     assert logits_TE.dtype is torch.float32, "router scores are computed in fp32"
     if config.routing == "even" and kept is None:
@@ -119,13 +130,13 @@ def route(
     factor = config.aux_loss * aux_scale if config.aux_loss_over == "microbatch" else 0.0
     balanced = factor > 0 and torch.is_grad_enabled()
     if usable(logits_TE) and len(logits_TE) and real_T is None:
-        return _by_kernels(logits_TE, config, bias_E, factor if balanced else 0.0, kept, linears)
+        return _by_kernels(logits_TE, config, bias_E, factor if balanced else 0.0, kept, sharers)
     scores_TE = logits_TE.softmax(-1) if config.router == "softmax" else logits_TE.sigmoid()
     if kept is None:
         choice_TE = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E
         choice_TE = _within_groups(choice_TE, config)
         kept = placed(choice_TE.topk(config.top_k, dim=-1).indices, config.experts, real_T)
-    total_E = linears.total(kept.load_E) if balanced else None
+    total_E = sharers.total(kept.load_E) if balanced else None
     assert kept.chosen_TK is not None
     probs_TK: Tensor = _Select.apply(scores_TE, kept.chosen_TK)
     if config.normalize_top_k:
@@ -157,18 +168,18 @@ def _within_groups(choice_TE: Tensor, config: ModelConfig) -> Tensor:
 
 
 def _by_kernels(
-    logits_TE: Tensor, config: ModelConfig, bias_E: Tensor | None, factor: float, kept: Routing | None, linears: Linears
+    logits_TE: Tensor, config: ModelConfig, bias_E: Tensor | None, factor: float, kept: Routing | None, sharers: Sharers
 ) -> tuple[Tensor, Routing]:
     """`route` on a GPU, where no token is padding."""
     from hocket.kernels.routing import choose, weigh
 
-    begin = linears.total if factor else Arriving
+    begin = sharers.total if factor else Arriving
     if kept is not None:
         assert kept.chosen_TK is not None
         total_E = begin(kept.load_E)
-        probs_TK = weigh(logits_TE, kept.chosen_TK.int(), total_E, config, factor, linears.size)
+        probs_TK = weigh(logits_TE, kept.chosen_TK.int(), total_E, config, factor, sharers.count)
         return probs_TK, replace(kept, total_E=total_E)
-    chosen = choose(logits_TE, bias_E, config, factor, begin, linears.size)
+    chosen = choose(logits_TE, bias_E, config, factor, begin, sharers.count)
     probs_TK, inverse_R, counts_E, chosen_TK, scores_E, total_E = chosen
     routing = Routing(inverse_R, counts_E, len(logits_TE), config.top_k, chosen_TK=chosen_TK)
     return probs_TK, replace(routing, total_E=total_E, scores_E=scores_E) if factor else routing

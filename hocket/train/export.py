@@ -38,9 +38,10 @@ class StoredModel:
         if damage := damage_of(checkpoint):
             raise ValueError(damage)
         self.settings: dict[str, Any] = json.loads((checkpoint / META).read_text())["config"]
-        found = flat({"model": self.settings["model"]})
+        found = flat({"model": self.settings["model"], "data": self.settings["data"]})
         known = {name: tuple(v) if isinstance(v, list) else v for name, v in found.items() if name in types()}
-        self.model = changed(Config(), known).model
+        config = changed(Config(), known)
+        self.model, self.data = config.model, config.data
         self._reader = HarmlessReader(checkpoint)
 
     def value(self, name: str, shape: tuple[int, ...]) -> Tensor:

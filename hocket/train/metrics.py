@@ -277,7 +277,10 @@ class Metrics:
         self._write({"step": step, "rewound_from": left})
 
     def summary(self) -> None:
-        """The end of a run: the last validation loss beside what counting tokens would reach."""
+        """The end of a run: the last validation loss, and whether it is below what counting tokens would reach.
+
+        That asks whether a model from scratch has learnt anything. One that began with weights had learnt before.
+        """
         seconds, steps = time.monotonic() - self._started, self._last - self._first
         if steps:
             skipped = f", {self._skipped} of the run skipped" if self._skipped else ""
@@ -288,10 +291,10 @@ class Metrics:
             self.say("nothing to do: the run is complete. A larger train.steps goes on, run.resume = off starts over")
         if not math.isnan(self.validation_loss):
             verdict = "below" if self.validation_loss < self.entropy else "NOT below"
-            self.say(
-                f"{self._mark}validation loss {self.validation_loss:.4f} nats per token, {verdict} the corpus's "
-                f"unigram entropy {self.entropy:.4f}"
-            )
+            beside = f"{verdict} the corpus's unigram entropy {self.entropy:.4f}"
+            if self.settings.model.weights:
+                beside = f"with a unigram entropy of {self.entropy:.4f}"
+            self.say(f"{self._mark}validation loss {self.validation_loss:.4f} nats per token, {beside}")
 
     def _open(self, done: int) -> None:
         """Continue the file of a resumed run behind step `done`; put the file of another run aside."""

@@ -331,21 +331,26 @@ class Trainer:
         return dict(zip(names, self.train_stream.epochs(position), strict=True))
 
     def _validate(self, metrics: Metrics) -> None:
-        losses = {name: self._evaluate(stream, metrics) for name, stream in self.validation_streams.items()}
-        self._held_out = self.text.mean(losses)
-        metrics.validation(self.step, self._held_out, losses if "" not in losses else {})
+        found = {name: self._evaluate(stream, metrics) for name, stream in self.validation_streams.items()}
+        losses = {name: loss for name, (loss, learnt) in found.items() if learnt}
+        for name in found.keys() - losses.keys():
+            metrics.say(f"WARNING  validation{name and f' of {name}'} has no target that counts, and so no loss")
+        self._held_out = self.text.mean(losses) if losses else None
+        if self._held_out is not None:
+            metrics.validation(self.step, self._held_out, losses if "" not in losses else {})
 
-    def _evaluate(self, stream: Rows, metrics: Metrics) -> float:
-        """Mean cross-entropy of the first `eval_batches` batches of a validation stream."""
-        losses, train = [], self.settings.train
+    def _evaluate(self, stream: Rows, metrics: Metrics) -> tuple[float, int]:
+        """Mean cross-entropy over all targets that count of the first `eval_batches` batches, and their number."""
+        total, learnt, train = 0.0, 0, self.settings.train
         order = as_read(train.microbatches, self.settings.mesh.dp, train.sequences)
         for batch in range(train.eval_batches):
             loss = self.engine.evaluate(self._microbatches(stream, batch * self.settings.batch, order))
-            losses.append(self.engine.agree(loss).loss)
+            count = int(self.engine.learnt)
+            total, learnt = total + self.engine.agree(loss).loss * count, learnt + count
             room = self.engine.room
             if room.lacked:
                 metrics.say(f"validation {batch + 1} {lack(self.settings, room.lacked, room.now is not None)}")
-        return sum(losses) / len(losses)
+        return total / max(learnt, 1), learnt
 
     def _state(self) -> Mapping[str, list[Range]]:
         """The part of a checkpoint that this rank adds, by kind."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 pytest.importorskip(
     "transformers",
@@ -18,6 +21,7 @@ pytest.importorskip(
 from hocket.adapters.cut import Cut
 from hocket.adapters.source import AdaptedModel
 from hocket.adapters.transformers import Pretrained
+from hocket.model.microbatch import Microbatch
 from hocket.program.check import check
 from hocket.program.lower import build_program
 from hocket.program.stages import layout_of, sharding_of
@@ -26,7 +30,7 @@ from hocket.settings.origins import DEFAULTS
 from hocket.settings.rule import Host
 from hocket.settings.schema import changed
 from tests.adapters.families import DENSE, EXPERTS, FAMILIES, batches, model
-from tests.adapters.runs import far, of_family, plain, planned
+from tests.adapters.runs import Batches, far, of_family, plain, planned
 from tests.helpers.parity import whole
 from tests.helpers.ranks import run_ranks
 
@@ -81,6 +85,60 @@ def test_pipeline_sharding_experts(families: list[str]) -> None:
         compare(family, [list(losses) for losses in zip(*last, strict=True)], mine, plain(model(family), batches(4, 2)))
         assert {"gather dense", "reduce dense", "wgrad attn"} <= set(mine[0]["verbs"])
         assert ("fwd dispatch" in mine[0]["verbs"]) == (family in EXPERTS)
+
+
+LEARNT = [[16, 2], [0, 0], [0, 13], [1, 5]]
+"""Targets that count, by microbatch and data-parallel rank."""
+
+
+def uneven(ranks: int) -> Batches:
+    """Batches of `LEARNT`, those of one rank one after the other if there is one."""
+    given = batches(4, 2)
+    for of_ranks, counts in zip(given, LEARNT, strict=True):
+        for (_, targets), count in zip(of_ranks, counts, strict=True):
+            targets.view(-1)[count:] = -100
+    return given if ranks == 2 else [[batch] for of_ranks in given for batch in of_ranks]
+
+
+def weighed(rank: int, families: list[str], settings: dict[str, Any], given: Batches) -> list[dict[str, Any]]:
+    found = []
+    for family in families:
+        out = planned(model(family), {**settings, **({"mesh.ep": 2} if family in EXPERTS and settings else {})}, given)
+        step = out.pop("step")
+        step.load_into(after := model(family))
+        out["evaluated"] = step.evaluate([Microbatch(*of_ranks[step.engine.where.dp]) for of_ranks in given])
+        out["after"] = mean_loss(after, given).item()
+        step.close()
+        found.append(out)
+    return found
+
+
+def mean_loss(made: Any, given: Batches) -> Tensor:
+    """The sum over targets of all microbatches and ranks, divided once by their number: transformers', in fp64."""
+    made.config._experts_implementation = "eager"  # whose products take fp64
+    made, total, count = made.double(), torch.zeros((), dtype=torch.float64), 0
+    for ids, targets in chain(*given):
+        logits = made(input_ids=ids, use_cache=False).logits
+        total = total + F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        count += int((targets != -100).sum())
+    return total / count
+
+
+@pytest.mark.parametrize("settings", [{}, PIPELINE], ids=["one rank", "pipeline"])
+def test_each_target_that_counts_weighs_the_same(settings: dict[str, Any]) -> None:
+    families, given = ["llama", "qwen3_moe"], uneven(2 if settings else 1)
+    ranks = run_ranks(weighed, 4 if settings else 1, families, settings, given)
+    for i, family in enumerate(families):
+        made, mine = model(family), [rank[i] for rank in ranks]
+        loss = mean_loss(made, given)
+        for rank in mine:
+            assert rank["outcome"].loss == pytest.approx(loss.item(), rel=1e-6), family
+            assert rank["evaluated"] == pytest.approx(rank["after"], rel=1e-6), family
+        grads = dict(zip(dict(made.named_parameters()), torch.autograd.grad(loss, [*made.parameters()]), strict=True))
+        found = whole([piece for rank in mine for piece in rank["grads"]])
+        least = SMALL * float(torch.stack([grad.norm() for grad in grads.values()]).norm())
+        wrong = {name: off for name, grad in grads.items() if not (off := far(found[name], grad, least)) <= 1e-5}
+        assert not wrong, f"gradients of {family}: {wrong}"
 
 
 WAYS: list[dict[str, Any]] = [

@@ -197,8 +197,6 @@ def test_a_batch_of_another_shape() -> None:
 
 
 IDS = torch.arange(32).view(4, 8)
-HALF = IDS.clone()
-HALF[2:] = -100
 
 
 @pytest.mark.parametrize(
@@ -215,7 +213,7 @@ HALF[2:] = -100
         ((IDS - 1, IDS), "token ids of microbatch 0 go from -1 to 14, and the model's from 0 to 31; fix: "),
         ((IDS, IDS + 100), "targets of microbatch 0 go from 100 to 115, and the model's from 0 to 31; fix: "),
         ((IDS, IDS - 99), "targets of microbatch 0 go from -99 to -84, and the model's from 0 to 31; fix: "),
-        ((IDS, HALF), "microbatch 1 has no target that counts, and the mean of none is no number; fix: "),
+        ((IDS, IDS.new_full(IDS.shape, -100)), "no target of any microbatch or rank counts, and the mean of none is "),
         (
             [Microbatch(IDS[:2], IDS[:2], documents=documents_of(torch.zeros(2, 8, dtype=torch.int32)))] * 2,
             "microbatch 0 has documents of its tokens, and data.packing = off; fix: ",

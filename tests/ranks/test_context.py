@@ -74,6 +74,13 @@ CASES: dict[str, Config] = {
         {**DENSE, **GATED, "vocab": 32, **WINDOWS}, {"tp": 2}, {}, **TENSORS, **HEADS
     ),
     "four ranks": of({**DENSE, **GATED, **SINKS}, {"cp": 4}, dict(recompute=("attn:1",))),
+    "balanced": of({**MOE, "aux_loss": 0.5}, {"ep": 2}, dict(merge="on", merge_ends="off", recompute=("attn",))),
+    "balanced, sequences of one document": of(
+        {**MOE, "aux_loss": 0.5, "z_loss": 0.1}, {"dp": 2}, {}, **{"data.packing": "off"}
+    ),
+    "balanced over tensor-parallel ranks": of(
+        {**MOE, "aux_loss": 0.5, "vocab": 32}, {"tp": 2}, {}, **TENSORS, **{"data.packing": "off"}
+    ),
     "tied, zero bubble": of(
         {**MOE, "tied": True, "layers": 2}, {"pp": 2}, dict(order="zb_h1", layers_per_stage=(1, 1), defer_wgrad="on")
     ),

@@ -12,8 +12,12 @@ from transformers.models.switch_transformers.modeling_switch_transformers import
 
 from hocket.config import ModelConfig
 from hocket.engine import Engine
+from hocket.kernels import IGNORED
+from hocket.model.documents import PADDING, documents_of
 from hocket.parallel.router_losses import attach_losses, shares_of
 from hocket.parallel.routing import Routing, route
+from hocket.settings.schema import changed
+from tests.helpers import parity
 from tests.helpers.parity import assert_parity, batches_of, config
 from tests.helpers.ranks import run_ranks
 from tests.reference import Batch, microbatch
@@ -33,8 +37,8 @@ def logits_of(tokens: int = B * S) -> Tensor:
 def gradient(c: ModelConfig, logits: Tensor, load: Tensor | None = None, real: Tensor | None = None) -> Tensor:
     """Of the losses alone: what attaching them adds."""
     probs, routing = route(logits, replace(c, aux_loss=0.0), real_T=real)
-    count = B * S if real is None else real.sum()
-    attached = attach_losses(probs, logits, routing, c, 0.5, load, (real, count, B))
+    count = B * S if real is None else int(real.sum())
+    attached = attach_losses(probs, logits, routing, c, load, (real, B, (0.5 / count, 0.5 / B)))
     assert torch.equal(attached, probs)
     return torch.autograd.grad(attached, logits, torch.zeros_like(probs))[0]
 
@@ -88,7 +92,7 @@ def test_one_sequence_or_the_batch_of_one_microbatch_is_the_loss_over_the_microb
     torch.testing.assert_close(gradient(replace(plain, aux_loss_over="batch"), logits, load), expected)
     by_sequence = replace(plain, aux_loss_over="sequence")
     probs, routing = route(logits, by_sequence, aux_scale=0.5)
-    attached = attach_losses(probs, logits, routing, by_sequence, 0.5, None, (None, B * S, 1))
+    attached = attach_losses(probs, logits, routing, by_sequence, None, (None, 1, (0.5 / (B * S), 0.5)))
     torch.testing.assert_close(torch.autograd.grad(attached, logits, torch.zeros_like(probs))[0], expected)
 
 
@@ -101,7 +105,7 @@ def test_padding_counts_for_nothing(router: str, over: str) -> None:
     logits, load = logits_of(), torch.rand(6).softmax(0)
     bare = logits.detach().view(B, S, 6)[:, :5].reshape(-1, 6).requires_grad_()
     probs, routing = route(bare, replace(c, aux_loss=0.0))
-    attached = attach_losses(probs, bare, routing, c, 0.5, load, (None, B * 5, B))
+    attached = attach_losses(probs, bare, routing, c, load, (None, B, (0.5 / (B * 5), 0.5 / B)))
     expected = torch.autograd.grad(attached, bare, torch.zeros_like(probs))[0]
     found = gradient(c, logits, load, real.flatten()).view(B, S, 6)
     torch.testing.assert_close(found[:, :5].reshape(-1, 6), expected)
@@ -175,3 +179,51 @@ def test_the_loss_over_a_batch_does_not_depend_on_how_ranks_share_it() -> None:
     by_microbatch = {**BATCH, "aux_loss_over": "microbatch"}
     other = run_ranks(train, 1, config(by_microbatch, {}, {}, 2, "fp32"), alone)[0]
     assert other["norms"][1:] != pytest.approx(one["norms"][1:], rel=1e-3)
+
+
+def first_gradients(rank: int, c: Any, microbatches: list[list[Batch]]) -> list[parity.Piece]:
+    """Gradients of a run's first step, to whose routers an uneven batch came before."""
+    engine = Engine(c, rank, torch.device("cpu"))
+    engine.init_weights()
+    for share in engine.balance.shares().values():
+        share.copy_(torch.arange(4.0).softmax(0))
+    units = engine.sharded.units.values()
+    pieces = lambda: [(p.name, p.shape, p.lo, p.hi, p.grad.clone()) for u in units for p in u.pieces()]  # noqa: E731
+    (found,) = parity.learn(engine, [microbatches], pieces)["grads"]
+    engine.close()
+    return found
+
+
+def sequences_in(*rows: tuple[int, ...]) -> list[Batch]:
+    """Microbatches of these of three sequences, -1 for one of padding."""
+    ids = torch.randint(32, (3, 9), generator=torch.Generator().manual_seed(5))
+    made = []
+    for row in rows:
+        here, real = ids[[max(n, 0) for n in row]], torch.tensor(row) >= 0
+        targets = here[:, 1:].where(real.unsqueeze(1), IGNORED).contiguous()
+        numbers = torch.full((len(row), 8), PADDING).where(~real.unsqueeze(1), torch.arange(len(row)).unsqueeze(1))
+        made.append((here[:, :-1].contiguous(), targets, documents_of(numbers)))
+    return made
+
+
+@pytest.mark.parametrize("losses", [*LOSSES.values(), BATCH], ids=[*LOSSES, "batch"])
+def test_means_are_over_the_tokens_and_sequences_of_the_step_whatever_the_batching(losses: dict[str, Any]) -> None:
+    """Three sequences in microbatches of two, on one rank and on two, are three microbatches of one."""
+    model = {**dict(layers=2, dense_layers=(0,)), **losses, "vocab": 32}
+
+    def gradients(rows: list[tuple[int, ...]], mesh: dict[str, int]) -> dict[str, Tensor]:
+        packed = any(-1 in row for row in rows)
+        dp, shape = mesh.get("dp", 1), {"data.packing": "on" if packed else "off", "train.sequences": len(rows[0])}
+        c = changed(config(model, mesh, {}, len(rows) // dp, "fp32"), shape)
+        made = [batch if packed else batch[:2] for batch in sequences_in(*rows)]
+        ranks = run_ranks(first_gradients, dp, c, [made[i : i + dp] for i in range(0, len(made), dp)])
+        return parity.whole([piece for rank in ranks for piece in rank])
+
+    wanted = gradients([(0,), (1,), (2,)], {})
+    others: list[tuple[list[tuple[int, ...]], dict[str, int]]] = [
+        ([(0, 1), (2, -1)], {}), ([(-1, 0), (1, 2)], {"dp": 2}), ([(0, 1), (-1, -1), (2, -1)], {}),
+    ]  # fmt: skip
+    for rows, mesh in others:
+        found = gradients(rows, mesh)
+        for name, grad in wanted.items():
+            torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")

@@ -72,6 +72,11 @@ class StepGuard:
         """The norms that are remembered. Waits for the device."""
         return self._norms[~self._norms.isnan()].tolist()
 
+    @property
+    def remembered(self) -> dict[str, Tensor]:
+        """All that `go_on` takes, by name: live tensors."""
+        return {"skipped": self.total, "norms": self._norms}
+
     def go_on(self, total: int, norms: Sequence[float]) -> None:
         """Remember what another guard did."""
         self.total.fill_(total)
