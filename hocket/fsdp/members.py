@@ -17,9 +17,12 @@ What takes the place of a shard would be shown in use only, or never: so `_param
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -262,6 +265,7 @@ def watch_reads(module: nn.Module, methods: type | None = None) -> None:
     if (cls, methods) not in _subclasses:
         new = _subclasses[cls, methods] = _subclass(cls, forward_of(cls), methods)
         _originals[new] = cls
+        _know_outputs(cls, new)
     module.__class__ = _subclasses[cls, methods]
 
 
@@ -315,17 +319,34 @@ def _subclass(cls: type[nn.Module], forward: Callable[..., Any] | None, methods:
     body |= {"_apply": apply, "_load_from_state_dict": load, "_save_to_state_dict": save}
     if forward is not None:
         body["forward"] = forward
-    if hasattr(cls, "save_pretrained"):
-        body["save_pretrained"] = _save_pretrained
     return type(f"{PREFIX}{cls.__name__}", (cls,) if methods is None else (methods, cls), body)
 
 
-def _save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """That of a model of transformers, peft, or diffusers: of whole weights, or not at all."""
+def _know_outputs(cls: type[nn.Module], new: type[nn.Module]) -> None:
+    """Have transformers capture of a subclass what it captures of a class: it looks that up by the class's name."""
+    capturing = sys.modules.get("transformers.utils.output_capturing") or sys.modules.get("transformers.utils.generic")
+    registry: dict[str, Any] = getattr(capturing, "_CAN_RECORD_REGISTRY", {})
+    if (rules := dict.get(registry, str(cls))) is not None:
+        dict.__setitem__(registry, str(new), rules)
+
+
+def refuse_parts(model: nn.Module) -> None:
+    """Have `save_pretrained` of a model of transformers, peft, or diffusers save whole weights, or nothing.
+
+    An attribute does it: a class of its own would hide the model from code that looks up its class.
+    """
+    if "save_pretrained" not in model.__dict__:
+        object.__setattr__(model, "save_pretrained", partial(_save_pretrained, ref(model)))
+
+
+def _save_pretrained(model: ref[Any], *args: Any, **kwargs: Any) -> Any:
+    self = model()
+    assert self is not None, "a method is called of what exists"
+    cls = _originals.get(type(self), type(self))
     units = [module.__dict__[UNIT] for module in self.modules() if UNIT in module.__dict__]
     if kwargs.get("state_dict") is None and not all(getattr(unit.context, "is_gathered", False) for unit in units):
         raise ValueError(
-            f"save_pretrained of a sharded {self._hocket_original.__name__} would write this rank's parts as if they "
-            f"were weights: call it inside of context_of(model).gathered() on all ranks, or give it a whole state_dict="
+            f"save_pretrained of a sharded {cls.__name__} would write this rank's parts as if they were weights: call "
+            f"it inside of context_of(model).gathered() on all ranks, or give it a whole state_dict="
         )
-    return self._hocket_original.save_pretrained(self, *args, **kwargs)
+    return cls.save_pretrained(self, *args, **kwargs)  # pyrefly: ignore[not-callable]

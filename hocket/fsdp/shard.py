@@ -19,7 +19,7 @@ from hocket.fsdp.freezing import watch
 from hocket.fsdp.fsdp2 import FSDPModule
 from hocket.fsdp.fsdp2_arguments import Asked, Place
 from hocket.fsdp.materialize import materialize
-from hocket.fsdp.members import UNIT, Member, Rule, assign, divided, found_parameters, watch_reads
+from hocket.fsdp.members import UNIT, Member, Rule, assign, divided, found_parameters, refuse_parts, watch_reads
 from hocket.fsdp.module_context import ShardContext
 from hocket.fsdp.module_unit import Unit
 from hocket.fsdp.nesting import nested_in, refuse_nested, take_over
@@ -205,7 +205,7 @@ def _install(context: ShardContext, made: Sequence[Unit], manual: bool) -> None:
             watch_reads(one, FSDPModule)
             for model in one.modules():
                 if hasattr(type(model), "save_pretrained"):
-                    watch_reads(model)
+                    refuse_parts(model)
         if not manual:
             hooks.drive(unit)
         watch(unit, partial(hooks.see_gradients, unit) if not manual else _unseen)

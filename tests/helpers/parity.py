@@ -103,13 +103,18 @@ def dims_of(param: Tensor) -> int:
     return param.dim() - getattr(param, "stacked", False)
 
 
-def adamw(params: list[Tensor]) -> torch.optim.Optimizer:
+LINEAR = 1.0
+"""An epsilon of AdamW beside which gradients are small, so that its updates are linear in them. With a small one it
+divides gradients by themselves, and rounding, which is the CPU's, grows as they do."""
+
+
+def adamw(params: list[Tensor], eps: float = 1e-8) -> torch.optim.Optimizer:
     """The optimizer that the settings of `config` ask for: no weight decay for vectors."""
     groups = [
         {"params": [p for p in params if dims_of(p) >= 2], "weight_decay": 0.1},
         {"params": [p for p in params if dims_of(p) < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8, foreach=True)
+    return torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=eps, foreach=True)
 
 
 def assert_parity(c: Config, batches: list[list[list[Batch]]] | None = None) -> None:

@@ -41,6 +41,19 @@ def hidden(model: nn.Module, generator: torch.Generator) -> Tensor:
     return distance(model(input_ids=ids(generator)).last_hidden_state, generator)
 
 
+def with_outputs(model: nn.Module, generator: torch.Generator) -> Tensor:
+    """The loss with all that transformers captures inside of layers: hidden states, attentions, logits of routers."""
+    given = ids(generator)
+    flags = {"output_hidden_states": True, "output_attentions": True}
+    if getattr(model.config, "num_local_experts", 0):
+        flags["output_router_logits"] = True
+    found = model(input_ids=given, labels=given, **flags)
+    assert len(found.hidden_states) == 3
+    assert len(found.attentions) == 2
+    states = [state for name in ("hidden_states", "attentions", "router_logits") for state in found.get(name) or ()]
+    return found.loss + 0.01 * sum(state.square().mean() for state in states)
+
+
 def _build(name: str, config: str, sizes: dict[str, Any]) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         import transformers
@@ -69,6 +82,14 @@ def zoo_of(program: str, name: str, config: str, loss: Loss = next_token, heavy:
 
 
 zoo_of("llama", "LlamaForCausalLM", "LlamaConfig", **TINY)
+EAGER: dict[str, Any] = dict(TINY, attn_implementation="eager")
+zoo_of("llama with captured outputs", "LlamaForCausalLM", "LlamaConfig", with_outputs, **EAGER)
+zoo_of("mixtral with captured outputs", "MixtralForCausalLM", "MixtralConfig", with_outputs, **EAGER,
+       num_local_experts=4)  # fmt: skip
+zoo_of("qwen3_moe with captured outputs", "Qwen3MoeForCausalLM", "Qwen3MoeConfig", with_outputs, **EAGER, num_experts=4,
+       num_local_experts=4, moe_intermediate_size=16, num_experts_per_tok=2, decoder_sparse_step=1)  # fmt: skip
+loop("llama with captured outputs, the inner model a unit", _build("LlamaForCausalLM", "LlamaConfig", EAGER),
+     with_outputs, lambda model: [*_layers(model), model.model], needs=("transformers",))  # fmt: skip
 zoo_of("gpt2", "GPT2LMHeadModel", "GPT2Config", vocab_size=VOCAB, n_positions=16, n_embd=32, n_layer=2, n_head=4)
 zoo_of("mixtral", "MixtralForCausalLM", "MixtralConfig", **TINY, num_local_experts=4)
 zoo_of(
