@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from hocket.config import Config
-from hocket.settings.origins import DEFAULTS
-from hocket.settings.schema import changed, flat, leaf, types
+from hocket.config.overlap import DIRECTIONS, ROLES
+from hocket.settings.schema import changed, flat, types
 
 _FORMER = {
     "plan.merge": "overlap.ep.merge",
@@ -27,6 +27,9 @@ _FORMER = {
 _VALUES = {"overlap.dp.gather_in_update": {"on": "next_step", "off": "end"}}
 """Former name of a setting -> what its values are called now, where that has changed too."""
 
+_ROLES = {f"{role}_{direction}" for role in ROLES for direction in DIRECTIONS}
+"""What once had settings of their own below overlap.tp."""
+
 _LATER: dict[str, Any] = {
     "overlap.pp.backward_lane": "on",
     "overlap.ep.merge_ends": "off",
@@ -36,7 +39,7 @@ _LATER: dict[str, Any] = {
     "overlap.dp.update": "end",
     "plan.graphs": "off",
     "plan.recompute": (),
-    **{name: "off" for name in types() if name.startswith("overlap.tp.") and leaf(DEFAULTS, name) == "auto"},
+    "overlap.tp.method": ("off",),
 }
 """Settings that came after the first results and are automatic now, and what runs did before there was a choice."""
 
@@ -47,7 +50,12 @@ def config_of(tree: Mapping[str, Any]) -> Config:
     for former, value in flat(tree).items():
         name = _FORMER.get(former, former)
         value = _VALUES[former].get(value, value) if former in _VALUES else value
+        if name == "overlap.tp.method" and isinstance(value, str):
+            value = [value]
         stored[name] = tuple(value) if isinstance(value, list) else value
+    by_role = [(name, stored.pop(name)) for name in list(stored) if name.removeprefix("overlap.tp.") in _ROLES]
+    if named := tuple(f"{name.removeprefix('overlap.tp.')}:{way}" for name, way in by_role if way != "auto"):
+        stored["overlap.tp.method"] = named
     if strange := sorted(set(stored) - set(types())):
         raise ValueError(f"{strange[0]}: there is no such setting; fix: a result of hocket")
     wire = {"precision.wire": stored["precision.compute"]} if "precision.compute" in stored else {}

@@ -52,7 +52,7 @@ explain tiny --overlap.dp.align on
 explain tiny --precision.gather fp8
 explain tiny --precision.compute fp6
 explain tiny --overlap.tp.method ring
-explain llama3_8b --mesh.dp 1 --mesh.tp 4 --train.transport copy_engine --overlap.tp.qkv_forward pipeline
+explain llama3_8b --mesh.dp 1 --mesh.tp 4 --train.transport copy_engine --overlap.tp.method qkv_forward:pipeline
 explain tiny --plan.layer_order "fwd then bwd"
 explain tiny --train.transport slow --train.slow_groups a2a --train.slow_latency 1 2
 explain --from-megatron "--tensor-model-parallel-size two"

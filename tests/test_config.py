@@ -16,9 +16,8 @@ import pytest
 from hocket import config as config_package
 from hocket.config import Config, ModelConfig, Purpose, TrainConfig
 from hocket.config.layout import OFFLOADED, RECOMPUTED
+from hocket.config.overlap import DIRECTIONS, ROLES, possible
 from hocket.program.ops import offloadable, recomputable
-from hocket.program.tensor_times import DIRECTIONS, ROLES
-from hocket.program.tensor_ways import possible
 from hocket.program.transformer import STANDARD
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
@@ -222,10 +221,12 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (changed(TINY, mesh__tp=2), {"model__shared_ffn": 33}, "model.shared_ffn", "33 of them cannot be spread"),
     (changed(DENSE, mesh__tp=2), {"data__sequence_length": 33}, "data.sequence_length", "(1 x 33) cannot"),
     (changed(DENSE, mesh__tp=2), {"overlap__tp__pieces": 3}, "overlap.tp.pieces", "3 does not divide mesh.tp = 2"),
-    *((changed(DENSE, mesh__tp=2), {f"overlap__tp__{name}": value}, f"overlap.tp.{name}", "these layers") for
-      name, value in {"qkv_forward": "bulk", "qkv_backward": "ring", "proj_forward": "ring", "proj_backward": "bulk",
+    *((changed(DENSE, mesh__tp=2), {"overlap__tp__method": (f"{where}:{way}",)}, "overlap.tp.method", "these layers")
+      for where, way in {"qkv_forward": "bulk", "qkv_backward": "ring", "proj_forward": "ring", "proj_backward": "bulk",
                       "fc1_forward": "pipeline", "fc1_backward": "ring", "fc2_forward": "bulk",
                       "fc2_backward": "pipeline"}.items()),
+    *((changed(DENSE, mesh__tp=2), {"overlap__tp__method": (item,)}, "overlap.tp.method", "none of") for item in
+      ("rings", "fc3_forward:ring", "fc1:ring", "fc1_forward:", ":off")),
     (TINY, {"model__experts": 7}, "model.experts", "7 experts cannot be spread evenly"),
     (TINY, {"train__device": "cuda"}, "train.device", "no usable GPU"),
     (TINY, {"plan__chunks": 6}, "plan.chunks", "12 virtual stages, too many for model.layers = 8"),
@@ -335,11 +336,11 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
 ]  # fmt: skip
 WITH_HOST: list[tuple[Config, Host, dict[str, Any], str, str]] = [
     (changed(DENSE, mesh__tp=2, train__device="cuda"), Host(gpus=1, workers=2, local_workers=1),
-     {"overlap__tp__method": "ring"}, "overlap.tp.method", "the GPUs of one host"),
+     {"overlap__tp__method": ("ring",)}, "overlap.tp.method", "the GPUs of one host"),
     *(
         (changed(DENSE, mesh__tp=2, train__device="cuda"), Host(gpus=2, no_peer_memory="GPU 0 is far"),
-         {f"overlap__tp__{name}": method}, f"overlap.tp.{name}", "GPU 0 is far, and pieces are copied there")
-        for name, method in (("method", "pipeline"), *((at, possible(*at.split("_"))[-1]) for at in PIECEWISE))
+         {"overlap__tp__method": (item,)}, "overlap.tp.method", "GPU 0 is far, and pieces are copied there")
+        for item in ("pipeline", *(f"{at}:{possible(*at.split('_'))[-1]}" for at in PIECEWISE))
     ),
     (TINY, Host(workers=3, local_workers=3), {"mesh__dp": 2}, "mesh.dp", "is 4 ranks, but 3 processes were started"),
     (TINY, Host(cores=2), {"mesh__dp": 9}, "mesh.dp", "is 18 processes that would compute on this host's CPU cores"),

@@ -216,7 +216,7 @@ def tensor_step(rank: int, folder: Path, method: str) -> None:
     mesh = {"pp": 1, "dp": 1, "ep": 1, "tp": 2}
     changes: dict[str, Any] = {f"model.{name}": size for name, size in sizes.items()}
     changes |= {f"mesh.{name}": size for name, size in mesh.items()}
-    changes |= {"model.dense_layers": (0, 1), "model.experts": 0, "overlap.tp.method": method}
+    changes |= {"model.dense_layers": (0, 1), "model.experts": 0, "overlap.tp.method": (method,)}
     config = resolve(planned(changed(recipe("tiny"), changes), chunks=1, merge="off", defer_wgrad="off"))
     engine = Engine(config, rank, torch.device("cpu"))
     engine.init_weights()
