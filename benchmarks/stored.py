@@ -27,6 +27,9 @@ _FORMER = {
 _VALUES = {"overlap.dp.gather_in_update": {"on": "next_step", "off": "end"}}
 """Former name of a setting -> what its values are called now, where that has changed too."""
 
+_GONE: dict[str, Any] = {"train.slow_groups": (), "train.slow_latency": (), "train.slow_bandwidth": ()}
+"""Former settings -> the value with which a run was as one without them."""
+
 _ROLES = {f"{role}_{direction}" for role in ROLES for direction in DIRECTIONS}
 """What once had settings of their own below overlap.tp."""
 
@@ -53,6 +56,9 @@ def config_of(tree: Mapping[str, Any]) -> Config:
         if name == "overlap.tp.method" and isinstance(value, str):
             value = [value]
         stored[name] = tuple(value) if isinstance(value, list) else value
+    for name, neutral in _GONE.items():
+        if stored.get(name, neutral) == neutral:
+            stored.pop(name, None)
     by_role = [(name, stored.pop(name)) for name in list(stored) if name.removeprefix("overlap.tp.") in _ROLES]
     if named := tuple(f"{name.removeprefix('overlap.tp.')}:{way}" for name, way in by_role if way != "auto"):
         stored["overlap.tp.method"] = named

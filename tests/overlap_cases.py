@@ -35,7 +35,7 @@ CASES = (
          {"overlap.tp.method": ("pipeline",)}),
     Case(2, "nothing to hide", {}, {}, {}, {"tp": "n/a", "pp": "n/a", "dp": "n/a", "ep": "n/a"}),
     Case(3, "no way to move tokens piece by piece", {**TENSOR, "train.device": "cuda", "train.transport": "slow",
-         "train.slow_latency": (0.1,)}, {"overlap.tp.method": ("ring",)}, refused=("overlap.tp.method = ring",)),
+         "train.slow": ("100ms",)}, {"overlap.tp.method": ("ring",)}, refused=("overlap.tp.method = ring",)),
     Case(4, "no tensor parallelism", {}, {"overlap.tp.method": ("ring",)},
          refused=("overlap.tp.method = ring", "mesh.tp")),
     Case(5, "tokens are not divided", {**TENSOR, "data.sequence_length": 126}, {"overlap.tp.method": ("ring",)},

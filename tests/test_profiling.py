@@ -127,7 +127,7 @@ def tables_of(folder: Path) -> None:
 
 def test_whatever_an_emulated_network_touches_says_so(tmp_path):
     words = [*SMALL, *ALONE[:2], "--mesh.dp", "2", "--data.paths", text_in(tmp_path), "--train.steps", "3", "--profile"]
-    ended = hocket(tmp_path, "train", *words, "--train.transport", "slow", "--train.slow_latency", "0.001")
+    ended = hocket(tmp_path, "train", *words, "--train.transport", "slow", "--train.slow", "1ms")
     assert "EMULATED NETWORK" in ended.out, ended
     assert "only waits for them" in ended.out
     assert "emulated network: validation loss" in ended.out

@@ -188,7 +188,7 @@ def test_exchanges_and_room_have_a_cost() -> None:
 @pytest.mark.parametrize(("purpose", "verb"), [("clones", "clone"), ("clone_grads", "home")])
 def test_an_imitated_network_makes_their_exchanges_longer(purpose: Any, verb: str) -> None:
     c, fast = settled(1), costs_of(settled(1), hardware())
-    slow = replace(c.train, transport="slow", slow_groups=(purpose,), slow_latency=(7.0,), slow_bandwidth=(1e6,))
+    slow = replace(c.train, transport="slow", slow=(f"{purpose}:7s,1MB/s",))
     late = costs_of(replace(c, train=slow), hardware())
     changed_ops = {key[:2] for key, cost in late.table.items() if cost != fast.table[key]}
     assert changed_ops == {(verb, "experts")}

@@ -90,7 +90,7 @@ def test_of_a_measured_op_the_same_share_waits() -> None:
 
 def test_an_imitated_network_between_tensor_parallel_ranks_is_predicted() -> None:
     off = {"overlap__tp__method": ("off",)}
-    slow = {"train__transport": "slow", "train__slow_groups": ("tp",), "train__slow_latency": (0.5,)}
+    slow = {"train__transport": "slow", "train__slow": ("tp:0.5s",)}
     fast, late = of(settings(LARGE, 4, **off)), of(settings(LARGE, 4, **off, **slow))
     moves = 2 * (2 * (2 * 2 + 2 * 3) + 2 + 3)  # 2 microbatches, 2 layers: two parts forward and backward; embed; head
     assert late["tp"] - fast["tp"] == pytest.approx(moves * 0.5, rel=0.01)
@@ -108,7 +108,7 @@ def test_little_layers_are_not_cut() -> None:
     assert ways["fc1_forward"] == "off"
     assert ways["fc1_backward"] == "off"  # nor is anything issued beside them
     assert recorded.overlap.tp.named()["fc1_backward"] == "bulk"  # whose host has issued everything
-    slow = settings(LARGE, 4, train__transport="slow", train__slow_latency=(0.001,)).overlap.tp.named()
+    slow = settings(LARGE, 4, train__transport="slow", train__slow=("1ms",)).overlap.tp.named()
     assert (slow["fc1_forward"], slow["fc1_backward"]) == ("off", "bulk")
     assert "the host might not issue pieces" in reason(small, "proj_forward")
     assert "would hide too little" in reason(recorded, "proj_forward")
