@@ -68,10 +68,8 @@ def settings(options: argparse.Namespace, ranks: int) -> Config:
 
 def on_slow_link(config: Config, link: Link) -> Config:
     """The same on the emulated link, for predictions and for what `auto` picks there."""
-    train = replace(
-        config.train, transport="slow", slow_groups=("pp_fwd", "pp_bwd"), slow_latency=(link.latency,),
-        slow_bandwidth=(link.bandwidth,),
-    )  # fmt: skip
+    slow = tuple(f"{purpose}:{link.latency:.9f}s,{link.bandwidth:.0f}B/s" for purpose in ("pp_fwd", "pp_bwd"))
+    train = replace(config.train, transport="slow", slow=slow)
     return replace(config, train=train)
 
 

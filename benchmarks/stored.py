@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from hocket.config import Config
-from hocket.settings.origins import DEFAULTS
-from hocket.settings.schema import changed, flat, leaf, types
+from hocket.config.overlap import DIRECTIONS, ROLES
+from hocket.settings.schema import changed, flat, types
 
 _FORMER = {
     "plan.merge": "overlap.ep.merge",
@@ -27,8 +27,14 @@ _FORMER = {
 _VALUES = {"overlap.dp.gather_in_update": {"on": "next_step", "off": "end"}}
 """Former name of a setting -> what its values are called now, where that has changed too."""
 
-_GONE: dict[str, Any] = {"overlap.ep.clones": 0, "run.memory": "/dev/shm", "train.memory_every": 0}
-"""Settings that are no more -> the value that leaves today's settings as they are."""
+_GONE: dict[str, Any] = {
+    "overlap.ep.clones": 0, "run.memory": "/dev/shm", "train.memory_every": 0,
+    "train.slow_groups": (), "train.slow_latency": (), "train.slow_bandwidth": (),
+}  # fmt: skip
+"""Former settings -> the value with which a run was as one without them."""
+
+_ROLES = {f"{role}_{direction}" for role in ROLES for direction in DIRECTIONS}
+"""What once had settings of their own below overlap.tp."""
 
 _LATER: dict[str, Any] = {
     "overlap.pp.backward_lane": "on",
@@ -39,7 +45,7 @@ _LATER: dict[str, Any] = {
     "overlap.dp.update": "end",
     "plan.graphs": "off",
     "plan.recompute": (),
-    **{name: "off" for name in types() if name.startswith("overlap.tp.") and leaf(DEFAULTS, name) == "auto"},
+    "overlap.tp.method": ("off",),
 }
 """Settings that came after the first results and are automatic now, and what runs did before there was a choice."""
 
@@ -48,11 +54,17 @@ def config_of(tree: Mapping[str, Any]) -> Config:
     """The configuration that nested dictionaries of some day stand for. Raises ValueError for a setting of no day."""
     stored: dict[str, Any] = {}
     for former, value in flat(tree).items():
-        if former in _GONE and value == _GONE[former]:
-            continue
         name = _FORMER.get(former, former)
         value = _VALUES[former].get(value, value) if former in _VALUES else value
+        if name == "overlap.tp.method" and isinstance(value, str):
+            value = [value]
         stored[name] = tuple(value) if isinstance(value, list) else value
+    for name, neutral in _GONE.items():
+        if stored.get(name, neutral) == neutral:
+            stored.pop(name, None)
+    by_role = [(name, stored.pop(name)) for name in list(stored) if name.removeprefix("overlap.tp.") in _ROLES]
+    if named := tuple(f"{name.removeprefix('overlap.tp.')}:{way}" for name, way in by_role if way != "auto"):
+        stored["overlap.tp.method"] = named
     if strange := sorted(set(stored) - set(types())):
         raise ValueError(f"{strange[0]}: there is no such setting; fix: a result of hocket")
     wire = {"precision.wire": stored["precision.compute"]} if "precision.compute" in stored else {}

@@ -14,11 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hocket.config import ModelConfig
+from hocket.config.overlap import COLUMNS, ROLES, Method, possible
 from hocket.model.layers import swiglu
 from hocket.parallel.tensor import Arriving, Tensors, Way, column_linear, row_linear
 from hocket.program.mesh import Mesh
-from hocket.program.tensor_times import COLUMNS, ROLES, Method
-from hocket.program.tensor_ways import possible
 from hocket.runtime.comm import CommOptions, Group, make_groups
 from hocket.runtime.norms import rms_norm
 from hocket.runtime.transports import Nccl

@@ -24,8 +24,8 @@ from benchmarks.ranks import join
 from benchmarks.record import write
 from benchmarks.tensor_layers import ALONE, PLAIN, Bench, Call, Layer, Role, shapes, tried
 from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PrecisionConfig, TrainConfig
+from hocket.config.overlap import ROLES
 from hocket.parallel.tensor import Way, ways_of
-from hocket.program.tensor_times import ROLES
 from hocket.resolve import Settings, resolve
 from hocket.settings.families import llama3_8b
 from hocket.settings.rule import Host

@@ -28,6 +28,7 @@ from hocket.settings.plan_rules import fills_bubble, merges, separate_wgrads, st
 from hocket.settings.rule import Host, Rule
 from hocket.settings.rules import RULES, broken, has_experts, numbered, rule_lines, rule_text
 from hocket.settings.schema import changed, impossible, leaf, show, types
+from hocket.settings.tensor_rules import METHOD
 from hocket.tune.by_cost import (
     choose_context,
     choose_copies,
@@ -117,7 +118,7 @@ def resolve(
     old = _still_chosen(before, settled) if before else {}
     decisions += _remarks(settled, host, origins, {decision.setting for decision in decisions} | old.keys())
     advice = stride_remark(settled, host, trials) if remarks else ()
-    decisions += [Decision(setting=s, value=v, asked=v, reasons=(why,)) for s, v, why in advice]
+    decisions += [Decision(setting=s, value=v, asked=v, reasons=(str(why),)) for s, v, why in advice]
     init, reasons = settled.model.init, (described(settled.model),)
     decisions.append(Decision(setting="model.init", value=init, asked=init, reasons=reasons))
     decisions = _carried(before, old, decisions) if before else decisions
@@ -154,7 +155,8 @@ def _priced(config: Config, decisions: list[Decision], host: Host, origins: Mapp
     """A configuration with all choices made on which costs of ops depend."""
     config = _add(config, decisions, choose_hardware(config, host, origins))
     config = _add(config, decisions, choose_network(config, host))
-    return _add(config, decisions, choose_tensor(config, host))
+    tensor = choose_tensor(config, host)
+    return _add(changed(config, {METHOD: ("auto",)}) if tensor else config, decisions, tensor)
 
 
 def _settled(
@@ -204,7 +206,8 @@ def _add(config: Config, decisions: list[Decision], choices: Iterable[Choice]) -
         earlier = next((i for i, decision in enumerate(decisions) if decision.setting == setting), len(decisions))
         if earlier < len(decisions) or leaf(config, setting) in _OPEN:
             config = changed(config, {setting: value})
-            decision = Decision(setting=setting, value=value, reasons=(reason,), effect=effect_of(setting, value))
+            reasons = (reason,) if isinstance(reason, str) else reason
+            decision = Decision(setting=setting, value=value, reasons=reasons, effect=effect_of(setting, value))
             decisions[earlier : earlier + 1] = [decision] if reason else []
     return config
 
@@ -213,7 +216,7 @@ def _remarks(config: Config, host: Host, origins: Mapping[str, str], decided: se
     """What the rules let pass because the user did not ask for it, and what a preset lost to a recipe."""
     for rule in RULES:
         setting = rule.settings[0]
-        came_with = setting in origins or leaf(config, setting) not in (leaf(DEFAULTS, setting), "off")
+        came_with = setting in origins or leaf(config, setting) not in (leaf(DEFAULTS, setting), "off", ("off",))
         if (rule.only_if_set or rule.remark) and came_with and setting not in decided and rule.broken(config, host):
             yield _remark(rule, config, host, origins)
     for name, origin in origins.items():

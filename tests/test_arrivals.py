@@ -60,7 +60,7 @@ def test_what_others_write_into_is_counted(what: str, settings: dict[str, Any], 
 
 @pytest.mark.parametrize("way", [{"train.transport": "null"}, {"train.device": "cpu", "precision.compute": "fp32"}])
 def test_nothing_is_told_of_where_nobody_writes(way: dict[str, Any]) -> None:
-    wanted = EXPERTS | {"mesh.tp": 2, "overlap.ep.splits": "device", "overlap.tp.fc1_forward": "ring"}
+    wanted = EXPERTS | {"mesh.tp": 2, "overlap.ep.splits": "device", "overlap.tp.method": ("fc1_forward:ring",)}
     assert arrival_bytes(resolve(changed(Config(), wanted), GPUS)) > 0
     assert arrival_bytes(resolve(changed(Config(), wanted | way), GPUS)) == 0
 

@@ -52,9 +52,9 @@ explain tiny --overlap.dp.align on
 explain tiny --precision.gather fp8
 explain tiny --precision.compute fp6
 explain tiny --overlap.tp.method ring
-explain llama3_8b --mesh.dp 1 --mesh.tp 4 --train.transport copy_engine --overlap.tp.qkv_forward pipeline
+explain llama3_8b --mesh.dp 1 --mesh.tp 4 --train.transport copy_engine --overlap.tp.method qkv_forward:pipeline
 explain tiny --plan.layer_order "fwd then bwd"
-explain tiny --train.transport slow --train.slow_groups a2a --train.slow_latency 1 2
+explain tiny --train.transport slow --train.slow a2a:1s a2a:2s
 explain --from-megatron "--tensor-model-parallel-size two"
 explain --from-megatron "--use-distributed-optimizer --use-torch-fsdp2"
 explain --from-fairscale x

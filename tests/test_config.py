@@ -16,9 +16,8 @@ import pytest
 from hocket import config as config_package
 from hocket.config import Config, ModelConfig, Purpose, TrainConfig
 from hocket.config.layout import OFFLOADED, RECOMPUTED
+from hocket.config.overlap import DIRECTIONS, ROLES, possible
 from hocket.program.ops import offloadable, recomputable
-from hocket.program.tensor_times import DIRECTIONS, ROLES
-from hocket.program.tensor_ways import possible
 from hocket.program.transformer import STANDARD
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
@@ -43,7 +42,7 @@ def full(name: str) -> str:
 
 TINY = recipe("tiny")
 PIECEWISE = [f"{role}_{direction}" for role in ROLES for direction in DIRECTIONS]
-SLOW = changed(TINY, train__transport="slow", train__slow_latency=(0.01,))
+SLOW = changed(TINY, train__transport="slow", train__slow=("10ms",))
 ALONE = changed(SLOW, mesh__pp=1, mesh__dp=1, mesh__ep=1)
 DENSE = Config(model=ModelConfig(layers=4))
 ONE_STAGE = changed(TINY, mesh__pp=1, plan__chunks=1)
@@ -222,10 +221,12 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (changed(TINY, mesh__tp=2), {"model__shared_ffn": 33}, "model.shared_ffn", "33 of them cannot be spread"),
     (changed(DENSE, mesh__tp=2), {"data__sequence_length": 33}, "data.sequence_length", "(1 x 33) cannot"),
     (changed(DENSE, mesh__tp=2), {"overlap__tp__pieces": 3}, "overlap.tp.pieces", "3 does not divide mesh.tp = 2"),
-    *((changed(DENSE, mesh__tp=2), {f"overlap__tp__{name}": value}, f"overlap.tp.{name}", "these layers") for
-      name, value in {"qkv_forward": "bulk", "qkv_backward": "ring", "proj_forward": "ring", "proj_backward": "bulk",
+    *((changed(DENSE, mesh__tp=2), {"overlap__tp__method": (f"{where}:{way}",)}, "overlap.tp.method", "these layers")
+      for where, way in {"qkv_forward": "bulk", "qkv_backward": "ring", "proj_forward": "ring", "proj_backward": "bulk",
                       "fc1_forward": "pipeline", "fc1_backward": "ring", "fc2_forward": "bulk",
                       "fc2_backward": "pipeline"}.items()),
+    *((changed(DENSE, mesh__tp=2), {"overlap__tp__method": (item,)}, "overlap.tp.method", "none of") for item in
+      ("rings", "fc3_forward:ring", "fc1:ring", "fc1_forward:", ":off")),
     (TINY, {"model__experts": 7}, "model.experts", "7 experts cannot be spread evenly"),
     (TINY, {"train__device": "cuda"}, "train.device", "no usable GPU"),
     (TINY, {"plan__chunks": 6}, "plan.chunks", "12 virtual stages, too many for model.layers = 8"),
@@ -289,17 +290,17 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (changed(TINY, train__eval_batches=0), {"train__eval_every": 5}, "train.eval_every", "no effect"),
     (TINY, {"train__transport": "nccl"}, "train.transport", "GPU memory only"),
     (TINY, {"train__transport": "slow"}, "train.transport", "nothing says which"),
-    (TINY, {"train__transport": "slow", "train__slow_bandwidth": (0.0,)}, "train.transport", "nothing says which"),
-    (changed(SLOW, train__slow_groups=("a2a",)), {"train__slow_latency": (1.0, 2.0)}, "train.slow_latency", "names 1"),
-    (SLOW, {"train__slow_bandwidth": (1e9, 2e9)}, "train.slow_bandwidth", "names none"),
-    (SLOW, {"train__slow_groups": ("a2a", "pp_fwd", "a2a")}, "train.slow_groups", "one is named twice"),
+    (SLOW, {"train__slow": ("a2a:10us", "pp_fwd:1ms", "a2a:1GB/s")}, "train.slow", "one is named twice"),
+    *((TINY, {"train__slow": (item,)}, "train.slow", reason) for item, reason in {
+        "a": "is no time", "a2b:1s": "is none of gather_dense", "a2a:": "is no time", "a2a:1GB/s,2": "has no unit",
+        "0GB/s": "nothing would ever arrive"}.items()),
     *(
-        (ALONE, {"train__slow_groups": (purpose,)}, "train.slow_groups", f"every group of {purpose} has one rank")
+        (ALONE, {"train__slow": (f"{purpose}:1ms",)}, "train.slow", f"every group of {purpose} has one rank")
         for purpose in get_args(Purpose)
     ),
-    (SLOW, {"train__slow_groups": ("gather_experts",)}, "train.slow_groups", "no effect: on this mesh"),
+    (SLOW, {"train__slow": ("gather_experts:1ms",)}, "train.slow", "no effect: on this mesh"),
     (changed(TINY, train__transport="null"), {"run__resume": "x"}, "run.resume", "loads and saves nothing"),
-    (TINY, {"train__slow_latency": (0.01,)}, "train.slow_latency", "imitates no network"),
+    (TINY, {"train__slow": ("10ms",)}, "train.slow", "emulates no network"),
     (TINY, {"train__transport": "copy_engine"}, "train.transport", "move GPU memory only"),
     (TINY, {"train__profile": (3,)}, "train.profile", "its first step (0: soon after the start)"),
     (TINY, {"train__profile": (1, 0)}, "train.profile", "its number of steps"),
@@ -335,11 +336,11 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
 ]  # fmt: skip
 WITH_HOST: list[tuple[Config, Host, dict[str, Any], str, str]] = [
     (changed(DENSE, mesh__tp=2, train__device="cuda"), Host(gpus=1, workers=2, local_workers=1),
-     {"overlap__tp__method": "ring"}, "overlap.tp.method", "the GPUs of one host"),
+     {"overlap__tp__method": ("ring",)}, "overlap.tp.method", "the GPUs of one host"),
     *(
         (changed(DENSE, mesh__tp=2, train__device="cuda"), Host(gpus=2, no_peer_memory="GPU 0 is far"),
-         {f"overlap__tp__{name}": method}, f"overlap.tp.{name}", "GPU 0 is far, and pieces are copied there")
-        for name, method in (("method", "pipeline"), *((at, possible(*at.split("_"))[-1]) for at in PIECEWISE))
+         {"overlap__tp__method": (item,)}, "overlap.tp.method", "GPU 0 is far, and pieces are copied there")
+        for item in ("pipeline", *(f"{at}:{possible(*at.split('_'))[-1]}" for at in PIECEWISE))
     ),
     (TINY, Host(workers=3, local_workers=3), {"mesh__dp": 2}, "mesh.dp", "is 4 ranks, but 3 processes were started"),
     (TINY, Host(cores=2), {"mesh__dp": 9}, "mesh.dp", "is 18 processes that would compute on this host's CPU cores"),
@@ -383,13 +384,11 @@ def check_message(text: str, setting: str, reason: str) -> None:
 
 
 def test_a_link_per_group_or_one_for_all():
-    all_slow = TrainConfig(slow_latency=(0.1,)).slow_links()
+    all_slow = TrainConfig(slow=("100ms",)).slow_links()
     assert all_slow.keys() == set(get_args(Purpose)) - {"control"}
     assert set(all_slow.values()) == {(0.1, math.inf)}
-    two = TrainConfig(slow_groups=("a2a", "pp_fwd"), slow_latency=(0.1, 0.2), slow_bandwidth=(1e9,))
-    assert two.slow_links() == {"a2a": (0.1, 1e9), "pp_fwd": (0.2, 1e9)}
-    mixed = TrainConfig(slow_groups=("a2a", "control"), slow_bandwidth=(0.0, 1e9))
-    assert mixed.slow_links() == {"a2a": (0.0, math.inf), "control": (0.0, 1e9)}
+    some = TrainConfig(slow=("a2a:100ms,1GB/s", "control:1GB/s", "pp_fwd:1ms")).slow_links()
+    assert some == {"a2a": (0.1, 1e9), "control": (0.0, 1e9), "pp_fwd": (1e-3, math.inf)}
 
 
 def test_every_rule_can_be_broken():

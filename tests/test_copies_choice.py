@@ -11,7 +11,7 @@ from hocket.resolve import resolve
 from hocket.settings.schema import changed
 
 APART = {"overlap.ep.merge": "off"}
-SLOW = {"train.transport": "slow", "train.slow_bandwidth": (1e7,), "train.slow_latency": (0.0,)}
+SLOW = {"train.transport": "slow", "train.slow": ("10MB/s",)}
 MANY = {"model.experts": 64, "mesh.dp": 64, "mesh.ep": 64}
 
 CASES: list[tuple[dict[str, Any], str, str]] = [

@@ -301,10 +301,13 @@ def test_a_thousand_gpus_are_explained_in_less_than_a_second() -> None:
 
 
 def test_every_product_of_tensor_ranks_has_its_row() -> None:
-    rows = [o for o in explained("llama3_8b", mesh__tp=2, overlap__tp__fc1_forward="off").overlaps if o.axis == "tp"]
+    rows = [
+        o
+        for o in explained("llama3_8b", mesh__tp=2, overlap__tp__method=("fc1_forward:off",)).overlaps
+        if o.axis == "tp"
+    ]
     assert len(rows) == 8
-    assert len({overlap.setting for overlap in rows}) == 8
-    off = next(overlap for overlap in rows if overlap.setting == "overlap.tp.fc1_forward")
+    off = next(overlap for overlap in rows if overlap.what == "MLP's input, forward")
     assert (off.state, off.source) == ("off", "run.toml:6")
     assert all(overlap.why for overlap in rows if overlap.source == "auto")
 

@@ -204,8 +204,8 @@ def test_what_is_no_training_has_no_loss_and_says_so_on_every_line(tmp_path):
 
 
 def test_an_emulated_network_is_described_link_by_link(tmp_path):
-    links = dict(train__slow_groups=("a2a", "pp_fwd", "pp_bwd"), train__slow_latency=(1e-5, 2e-4, 2e-4))
-    settings = measuring(tmp_path, train__transport="slow", train__slow_bandwidth=(0.0, 25e9, 25e9), **links)
+    links = ("a2a:10us", "pp_fwd:200us,25GB/s", "pp_bwd:200us,25GB/s")
+    settings = measuring(tmp_path, train__transport="slow", train__slow=links)
     text = report(settings, range(1, 3))
     assert "network  emulated: 1e-05 s per operation, no limit on bytes/s, for a2a" in text
     assert "network  emulated: 0.0002 s per operation, 2.5e+10 bytes/s, for pp_fwd, pp_bwd" in text

@@ -127,7 +127,7 @@ def tables_of(folder: Path) -> None:
 
 def test_whatever_an_emulated_network_touches_says_so(tmp_path):
     words = [*SMALL, *ALONE[:2], "--mesh.dp", "2", "--data.paths", text_in(tmp_path), "--train.steps", "3", "--profile"]
-    ended = hocket(tmp_path, "train", *words, "--train.transport", "slow", "--train.slow_latency", "0.001")
+    ended = hocket(tmp_path, "train", *words, "--train.transport", "slow", "--train.slow", "1ms")
     assert "EMULATED NETWORK" in ended.out, ended
     assert "only waits for them" in ended.out
     assert "emulated network: validation loss" in ended.out
@@ -216,7 +216,7 @@ def tensor_step(rank: int, folder: Path, method: str) -> None:
     mesh = {"pp": 1, "dp": 1, "ep": 1, "tp": 2}
     changes: dict[str, Any] = {f"model.{name}": size for name, size in sizes.items()}
     changes |= {f"mesh.{name}": size for name, size in mesh.items()}
-    changes |= {"model.dense_layers": (0, 1), "model.experts": 0, "overlap.tp.method": method}
+    changes |= {"model.dense_layers": (0, 1), "model.experts": 0, "overlap.tp.method": (method,)}
     config = resolve(planned(changed(recipe("tiny"), changes), chunks=1, merge="off", defer_wgrad="off"))
     engine = Engine(config, rank, torch.device("cpu"))
     engine.init_weights()

@@ -68,7 +68,7 @@ def test_the_cases_of_the_field(case: Case) -> None:
     found = resolve(config, host, origins)
     assert repr((config, origins)) == before
     assert {name: leaf(found, name) for name in case.settings} == case.settings
-    assert {name for name in types() if leaf(found, name) == "auto"} <= {"run.resume", "overlap.tp.method", *NETWORK}
+    assert {name for name in types() if leaf(found, name) in ("auto", ("auto",))} <= {"run.resume", *NETWORK}
     rows: dict[str, str] = {}
     for row in overlaps(found):
         rows[row.axis] = row.state if rows.get(row.axis) != "on" else "on"
@@ -304,13 +304,16 @@ def test_the_port_that_torchrun_was_told_is_used_and_open_ones_need_no_remark() 
         assert not [d for d in settings.decisions if d.setting == "run.port"]
 
 
-def test_a_method_of_one_role_that_the_host_cannot_serve_is_given_up_alone() -> None:
+def test_methods_that_the_host_cannot_serve_are_given_up() -> None:
     dense = Config(mesh=MeshConfig(tp=2))
     host = Host(gpus=2, no_peer_memory="GPU 0 cannot reach the memory of GPU 1")
-    asked = {"overlap.tp.qkv_forward": "ring", "overlap.on_unmet": "warn"}
+    asked = {"overlap.tp.method": ("qkv_forward:ring",), "overlap.on_unmet": "warn"}
     found = resolve(changed(dense, asked), host, flags(asked))
-    given_up = decided(found, "overlap.tp.qkv_forward")
-    assert (given_up.value, given_up.asked, given_up.unmet) == ("off", "ring", True)
+    given_up = decided(found, "overlap.tp.method")
+    assert (given_up.asked, given_up.unmet, found.overlap.tp.way("qkv", "forward")) == (
+        ("qkv_forward:ring",),
+        True,
+        "off",
+    )
     assert "cannot reach" in given_up.reason
-    alone = resolve(dense, host)
-    assert {leaf(alone, name) for name in types() if name.startswith("overlap.tp.") and "_" in name} <= {"off", "bulk"}
+    assert set(resolve(dense, host).overlap.tp.named().values()) <= {"off", "bulk"}

@@ -36,13 +36,12 @@ overlap_param_gather_with_optimizer_step => overlap.dp.update=next_step
 ddp_reduce_scatter_with_fp32_accumulation reduce_scatter_with_fp32_accumulation => train.transport=copy_engine
 use_nccl_ub nccl_ub moe_enable_deepep moe_token_dispatcher_type=flex => train.transport=copy_engine
 tp_comm_overlap => overlap.tp.method=auto; tp_comm_overlap=false => overlap.tp.method=off
-disable_tp_comm_overlap_ag tp_comm_overlap_ag=false => overlap.tp.qkv_forward=off overlap.tp.fc1_forward=off \
-overlap.tp.proj_backward=off overlap.tp.fc2_backward=off
-disable_tp_comm_overlap_rs tp_comm_overlap_rs=false => overlap.tp.proj_forward=off overlap.tp.fc2_forward=off
-disable_tp_comm_bulk_dgrad tp_comm_bulk_dgrad=false => overlap.tp.qkv_backward=off overlap.tp.fc1_backward=off
-tp_comm_overlap_rs_dgrad => overlap.tp.qkv_backward=pipeline overlap.tp.fc1_backward=pipeline
-tp_comm_overlap_disable_qkv => overlap.tp.qkv_forward=off overlap.tp.qkv_backward=off
-tp_comm_overlap_disable_fc1 => overlap.tp.fc1_forward=off overlap.tp.fc1_backward=off
+disable_tp_comm_overlap_ag tp_comm_overlap_ag=false => overlap.tp.method=qkv_forward:off,fc1_forward:off,proj_backward:off,fc2_backward:off
+disable_tp_comm_overlap_rs tp_comm_overlap_rs=false => overlap.tp.method=proj_forward:off,fc2_forward:off
+disable_tp_comm_bulk_dgrad tp_comm_bulk_dgrad=false => overlap.tp.method=qkv_backward:off,fc1_backward:off
+tp_comm_overlap_rs_dgrad => overlap.tp.method=qkv_backward:pipeline,fc1_backward:pipeline
+tp_comm_overlap_disable_qkv => overlap.tp.method=qkv_forward:off,qkv_backward:off
+tp_comm_overlap_disable_fc1 => overlap.tp.method=fc1_forward:off,fc1_backward:off
 overlap_p2p_backward_on_comm_stream -> overlap.pp.backward_lane
 overlap_p2p_wgrad_delayed_layer_number -> overlap.pp.defer_layers
 overlap_p2p_with_transformer_layer_wgrad => overlap.pp.defer_parts=all
@@ -191,6 +190,7 @@ class Translation:
             wanted = beyond(setting, made)
         except ValueError:
             made, wanted = None, describe(hint)
+        before: Any
         before, its = self.settings.setdefault(setting, (made, source)) if not wanted else (made, source)
         if wanted:
             self._problems.append(f"{source} (Megatron): {setting} is {wanted}; fix: give {wanted}")

@@ -21,7 +21,6 @@ from hocket.config.overlap import ExpertOverlap as ExpertOverlap
 from hocket.config.overlap import OverlapConfig as OverlapConfig
 from hocket.config.overlap import PipelineOverlap as PipelineOverlap
 from hocket.config.overlap import Switch as Switch
-from hocket.config.overlap import TensorMethod as TensorMethod
 from hocket.config.overlap import TensorOverlap as TensorOverlap
 from hocket.config.overlap import Update as Update
 from hocket.config.rope import RopeConfig as RopeConfig

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast, get_args
 
-from hocket.config.bounds import MANY, Between
+from hocket.config.bounds import MANY, Between, Form
 from hocket.variables import Policy
 
 Switch = Literal["auto", "on", "off"]
@@ -13,8 +14,39 @@ Switch = Literal["auto", "on", "off"]
 Update = Literal["auto", "end", "next_step"]
 """When the weights of a planned step are updated. See docs/overlap.md, Updates."""
 
-TensorMethod = Literal["auto", "off", "bulk", "ring", "pipeline"]
+Role = Literal["qkv", "proj", "fc1", "fc2"]
+"""The weights of a tensor-parallel layer. In forward qkv and fc1 gather tokens, proj and fc2 sum them."""
+Direction = Literal["forward", "backward"]
+Method = Literal["off", "bulk", "ring", "pipeline"]
 """How a product and the communication beside it overlap."""
+ROLES: tuple[Role, ...] = get_args(Role)
+DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
+COLUMNS = ("qkv", "fc1")
+
+
+def possible(role: str, direction: str) -> tuple[Method, ...]:
+    """What the layers of a role can do in a direction (`parallel/tensor.py` has the table)."""
+    if role in COLUMNS:
+        return ("off", "ring") if direction == "forward" else ("off", "bulk", "pipeline")
+    return ("off", "pipeline") if direction == "forward" else ("off", "ring")
+
+
+def place_and_method(item: str) -> tuple[str, Method]:
+    """(role and direction such as fc1_forward, or nothing for all, and method) of an item of `overlap.tp.method`."""
+    where, _, method = item.rpartition(":")
+    return where, cast(Method, method)
+
+
+def check_tensor_method(item: str) -> None:
+    """Raise ValueError for a text that is no item of `overlap.tp.method`."""
+    where, method = place_and_method(item)
+    if method not in get_args(Method):
+        raise ValueError(f"{method!r} is none of {', '.join(get_args(Method))}")
+    places = [f"{role}_{direction}" for role in ROLES for direction in DIRECTIONS]
+    if ":" in item and where not in places:
+        raise ValueError(f"{where!r} is none of {', '.join(places)}")
+    if where and method not in (can := possible(*where.split("_"))):
+        raise ValueError(f"these layers, {where.split('_')[1]}, can be {' or '.join(can)}, not {method}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,28 +107,31 @@ class ExpertOverlap:
 class TensorOverlap:
     """Gathers and sums of tokens inside tensor-parallel layers. In forward qkv and fc1 gather, proj and fc2 sum."""
 
-    method: TensorMethod = "auto"
-    """How products and communication overlap, in the layers that allow it. ring gathers piece by piece. pipeline sums
-    piece by piece. bulk runs backward's second gather beside the ops that follow. auto leaves the choice to the roles
-    below. A role with auto chooses by the shape of its layer."""
+    method: Annotated[tuple[str, ...], Form(check_tensor_method, "ring, or fc1_forward:off")] = ("auto",)
+    """How products and communication overlap, in the layers that allow it. ring gathers piece by piece (qkv and fc1
+    forward, proj and fc2 backward). pipeline sums piece by piece (the other way round). bulk runs backward's second
+    gather beside the ops that follow (qkv and fc1). off is one after the other, also for layers that do not allow the
+    method. fc1_forward:off sets one role and direction, out of qkv, proj, fc1 (with the head) and fc2. auto chooses by
+    the shapes of layers what is not set so."""
     pieces: Annotated[int, Between(0, MANY)] = 0
     """Pieces of a product. It divides mesh.tp. 0 picks the number by the layer's shape."""
-    qkv_forward: TensorMethod = "auto"
-    """For projections into attention, forward: off or ring; auto takes method."""
-    qkv_backward: TensorMethod = "auto"
-    """For projections into attention, backward: off, bulk or pipeline."""
-    proj_forward: TensorMethod = "auto"
-    """For the projection out of attention, forward: off or pipeline."""
-    proj_backward: TensorMethod = "auto"
-    """For the projection out of attention, backward: off or ring."""
-    fc1_forward: TensorMethod = "auto"
-    """For projections into an MLP, forward: off or ring. The head uses the same method."""
-    fc1_backward: TensorMethod = "auto"
-    """For projections into an MLP, backward: off, bulk or pipeline."""
-    fc2_forward: TensorMethod = "auto"
-    """For the projection out of an MLP, forward: off or pipeline."""
-    fc2_backward: TensorMethod = "auto"
-    """For the projection out of an MLP, backward: off or ring."""
+
+    def named(self) -> dict[str, Method]:
+        """Role and direction, such as fc1_forward -> the method that is set for it."""
+        return {where: method for where, method in map(place_and_method, self._items()) if where}
+
+    def way(self, role: Role, direction: Direction) -> Method:
+        """The method of one role in one direction, in a resolved configuration."""
+        common: Method = next((method for where, method in map(place_and_method, self._items()) if not where), "off")
+        return self.named().get(f"{role}_{direction}", common if common in possible(role, direction) else "off")
+
+    @property
+    def open(self) -> bool:
+        """Whether some method is not set."""
+        return len(self.named()) < len(ROLES) * len(DIRECTIONS) and all(":" in x or x == "auto" for x in self.method)
+
+    def _items(self) -> Iterator[str]:
+        return (item for item in self.method if item != "auto")
 
 
 @dataclass(frozen=True, kw_only=True)

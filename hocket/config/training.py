@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal, cast, get_args
 
-from hocket.config.bounds import LONG, MANY, Between
+from hocket.config.bounds import LONG, MANY, Between, Form
 from hocket.config.layout import Purpose
+from hocket.sizes import parse_rate, parse_time
 
 COPIED: dict[str, tuple[Purpose, ...]] = {
     "copy_engine": (
@@ -26,6 +27,25 @@ LABELS = {"null": "no communication", "slow": "emulated network"}
 
 DataOrder = Literal["as_read", "dearest_early", "dearest_middle"]
 """Orders of a step's microbatches."""
+
+
+def slow_link(item: str) -> tuple[Purpose | None, float, float]:
+    """(purpose, or None for all, latency in seconds, bytes per second) of an item of `train.slow`."""
+    purpose, _, link = item.rpartition(":")
+    latency, bandwidth = 0.0, math.inf
+    for part in link.split(","):
+        if part.endswith("/s"):
+            bandwidth = parse_rate(part)
+        else:
+            latency = parse_time(part)
+    return cast("Purpose | None", purpose or None), latency, bandwidth
+
+
+def check_slow_link(item: str) -> None:
+    """Raise ValueError for a text that is no item of `train.slow`."""
+    purpose, *_ = slow_link(item)
+    if purpose not in (None, *get_args(Purpose)):
+        raise ValueError(f"{purpose!r} is none of {', '.join(get_args(Purpose))}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,12 +169,11 @@ class TrainConfig:
     no SM from compute. With copy_engine_gathers only gathers take none. null moves nothing: its results are wrong, and
     its times are bounds. slow imitates a network. auto is copy_engine if all ranks are GPUs of one host that can use it
     and a step fits beside its buffers, else nccl. On CPUs auto is gloo."""
-    slow_groups: tuple[Purpose, ...] = ()
-    """Purposes of the groups that the slow transport slows; empty means all but control."""
-    slow_latency: Annotated[tuple[float, ...], Between(0)] = ()
-    """Seconds that the slow transport adds to every operation: one number, or one for each of slow_groups."""
-    slow_bandwidth: Annotated[tuple[float, ...], Between(0)] = ()
-    """Bytes per second and rank of that network: one number, or one for each of slow_groups; 0 means no limit."""
+    slow: Annotated[tuple[str, ...], Form(check_slow_link, "10us, or a2a:10us,50GB/s")] = ()
+    """The network that the slow transport emulates: what it adds to every operation, and the rate at which a rank's
+    bytes pass, or one of them. a2a:10us,50GB/s holds for the groups of one purpose (gather_dense, reduce_dense,
+    gather_experts, reduce_experts, replicas, a2a, tp, cp, pp_fwd, pp_bwd or control), and then the others stay fast.
+    10us holds for all purposes but control."""
     eval_every: Annotated[int, Between(0)] = 50
     """Steps between validations; 0 means only one at the end."""
     eval_batches: Annotated[int, Between(0)] = 4
@@ -196,12 +215,12 @@ class TrainConfig:
 
     def slow_links(self) -> dict[Purpose, tuple[float, float]]:
         """Latency in seconds and bandwidth in bytes per second (inf: no limit) by purpose, for the slow transport."""
-        purposes = self.slow_groups or tuple(p for p in get_args(Purpose) if p != "control")
-        latencies, bandwidths = (
-            values * len(purposes) if len(values) == 1 else values or (0.0,) * len(purposes)
-            for values in (self.slow_latency, self.slow_bandwidth)
-        )
-        return {p: (x, y or math.inf) for p, x, y in zip(purposes, latencies, bandwidths, strict=True)}
+        links: dict[Purpose, tuple[float, float]] = {}
+        for item in self.slow:
+            purpose, *numbers = slow_link(item)
+            for each in (purpose,) if purpose else (p for p in get_args(Purpose) if p != "control"):
+                links[each] = (numbers[0], numbers[1])
+        return links
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
+from hocket.config.overlap import DIRECTIONS, ROLES
 from hocket.explain.explanation import Axis, Overlap, State
-from hocket.program.tensor_times import DIRECTIONS, ROLES
 from hocket.program.transformer import GATHERED
 from hocket.resolve import Settings
 from hocket.settings.context_rules import METHOD
+from hocket.settings.decision import AUTOMATIC
 from hocket.settings.origins import source
 from hocket.settings.plan_rules import recomputes, separate_wgrads, shares_units
 from hocket.settings.rules import has_experts
-from hocket.settings.schema import leaf
-from hocket.settings.tensor_rules import setting_of
+from hocket.settings.tensor_rules import METHOD as METHODS
 
 ALWAYS = "always"
 """The source of what no setting decides."""
@@ -74,10 +75,13 @@ def _tensor(s: Settings) -> Iterator[Overlap]:
         return
     for role in ROLES:
         for direction in DIRECTIONS:
-            setting = setting_of(role, direction)
-            method = leaf(s, setting)
-            under = _BY_METHOD.get(method, "")
-            yield _row(s, "tp", f"{_PRODUCTS[role]}, {direction}", under, "on" if under else "off", setting)
+            under = _BY_METHOD.get(s.overlap.tp.way(role, direction), "")
+            reasons = [reason for d in s.decisions if d.setting == METHODS for reason in d.reasons]
+            start = f"{role}_{direction}: "
+            why = next((reason.removeprefix(start) for reason in reasons if reason.startswith(start)), "")
+            where = AUTOMATIC if why else source(s, s.origins, METHODS)
+            row = _row(s, "tp", f"{_PRODUCTS[role]}, {direction}", under, "on" if under else "off", METHODS)
+            yield replace(row, why=why or ("" if under else "as asked"), source=where)
 
 
 def _context(s: Settings) -> Iterator[Overlap]:

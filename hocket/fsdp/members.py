@@ -342,11 +342,11 @@ def refuse_parts(model: nn.Module) -> None:
 def _save_pretrained(model: ref[Any], *args: Any, **kwargs: Any) -> Any:
     self = model()
     assert self is not None, "a method is called of what exists"
-    cls = _originals.get(type(self), type(self))
+    cls: Any = _originals.get(type(self), type(self))
     units = [module.__dict__[UNIT] for module in self.modules() if UNIT in module.__dict__]
     if kwargs.get("state_dict") is None and not all(getattr(unit.context, "is_gathered", False) for unit in units):
         raise ValueError(
             f"save_pretrained of a sharded {cls.__name__} would write this rank's parts as if they were weights: call "
             f"it inside of context_of(model).gathered() on all ranks, or give it a whole state_dict="
         )
-    return cls.save_pretrained(self, *args, **kwargs)  # pyrefly: ignore[not-callable]
+    return cls.save_pretrained(self, *args, **kwargs)

@@ -111,9 +111,7 @@ def context_of(documents: Documents, chunks: Sequence[Chunks], rank: int) -> Con
     real_T = None if documents.real_T is None else documents.real_T[mine]
     length, position_T = documents.ids_BS.shape[1], documents.position_T[mine]
     orders = places.to(device), order.to(device)
-    return Context(
-        length, position_T, *orders, tuple(spans), real_T, documents=documents, bounds=documents.bounds
-    )
+    return Context(length, position_T, *orders, tuple(spans), real_T, documents=documents, bounds=documents.bounds)
 
 
 def _span(bounds: Sequence[int], chunk: range, first: int) -> Span:

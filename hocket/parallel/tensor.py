@@ -41,7 +41,8 @@ import torch
 from torch import Tensor
 
 from hocket.config import Config
-from hocket.program.tensor_times import DIRECTIONS, LIKE, ROLES, Method, pieces
+from hocket.config.overlap import DIRECTIONS, ROLES, Method
+from hocket.program.tensor_times import LIKE, pieces
 from hocket.program.tensor_ways import splits_of
 from hocket.runtime.comm import Group
 from hocket.runtime.destinations import Destination, Ordinary, Queued, keep
@@ -69,7 +70,7 @@ def ways_of(config: Config) -> dict[str, Way]:
         return {}
     ways = {}
     for role in ROLES:
-        forward, backward = (getattr(config.overlap.tp, f"{role}_{direction}") for direction in DIRECTIONS)
+        forward, backward = (config.overlap.tp.way(role, direction) for direction in DIRECTIONS)
         splits = splits_of(config, role, "forward"), splits_of(config, role, "backward")
         ways[role] = Way(forward, backward, splits)
     return {**ways, **{role: ways[like] for role, like in LIKE.items()}}

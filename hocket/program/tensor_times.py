@@ -15,19 +15,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
 
+from hocket.config.overlap import COLUMNS, Direction, Method, Role
 from hocket.program.hardware import Hardware
 
-Role = Literal["qkv", "proj", "fc1", "fc2"]
-Direction = Literal["forward", "backward"]
-Method = Literal["off", "bulk", "ring", "pipeline"]
-
-COLUMNS = ("qkv", "fc1")
-ROLES: tuple[Role, ...] = get_args(Role)
 LIKE: Mapping[str, Role] = {"shared_fc1": "fc1", "shared_fc2": "fc2", "head": "fc1"}
 """Roles of other products -> the role that they communicate like."""
-DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 TILE = 128
 """Rows and columns that one processor computes at a time. Where the last tiles of a piece leave processors free, the
 first ones of the next piece run; only pieces that two of together are too few tiles compute worse than the whole."""

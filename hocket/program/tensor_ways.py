@@ -8,17 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hocket.config import Config
+from hocket.config.overlap import COLUMNS, Direction, Method, Role, possible
 from hocket.program.hardware import Hardware
 from hocket.program.network import hardware_of
 from hocket.program.part_sizes import into_heads, mostly_deltas
-from hocket.program.tensor_times import COLUMNS, Cell, Direction, Method, Role, issued, products, seconds
-
-
-def possible(role: str, direction: str) -> tuple[Method, ...]:
-    """What the layers of a role can do in a direction (`parallel/tensor.py` has the table)."""
-    if role in COLUMNS:
-        return ("off", "ring") if direction == "forward" else ("off", "bulk", "pipeline")
-    return ("off", "pipeline") if direction == "forward" else ("off", "ring")
+from hocket.program.tensor_times import Cell, issued, products, seconds
 
 
 def cell_of(c: Config, role: Role, direction: Direction) -> Cell:
@@ -38,14 +32,14 @@ def cell_of(c: Config, role: Role, direction: Direction) -> Cell:
 
 def time_of(c: Config, role: Role, direction: Direction, hardware: Hardware) -> tuple[float, int]:
     """Seconds in which a resolved layer's products wait for tokens, and how often all tokens are moved for them."""
-    cell, way = cell_of(c, role, direction), getattr(c.overlap.tp, f"{role}_{direction}")
+    cell, way = cell_of(c, role, direction), c.overlap.tp.way(role, direction)
     takes = seconds(cell, way, splits_of(c, role, direction), hardware)
     return max(0.0, takes - products(cell, hardware)), 2 if cell.gathers_again else 1
 
 
 def splits_of(c: Config, role: Role, direction: Direction) -> int:
     """Into how many pieces a resolved layer's product is cut; 0 if it is not."""
-    way = getattr(c.overlap.tp, f"{role}_{direction}")
+    way = c.overlap.tp.way(role, direction)
     return splits_for(c, cell_of(c, role, direction), way) if way in ("ring", "pipeline") else 0
 
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 import math
 
 from hocket.config import COPIED, Config
+from hocket.config.overlap import DIRECTIONS, ROLES
 from hocket.program.capacity import rows_allowed
 from hocket.program.copies import copies_of
 from hocket.program.cost import units_of
 from hocket.program.mesh import HALF
 from hocket.program.stages import layout_of, mesh_of, sharding_of
-from hocket.program.tensor_times import DIRECTIONS, ROLES
-from hocket.settings.schema import leaf
-from hocket.settings.tensor_rules import setting_of
 
 _P2P = 64 << 20
 """Most bytes that wait at an edge of a pipeline for their receiver."""
@@ -64,7 +62,7 @@ def halves_bytes(c: Config, rank: int) -> int:
 
 def by_pieces(c: Config) -> bool:
     """Whether some layer moves tokens piece by piece."""
-    ways = {leaf(c, setting_of(role, direction)) for role in ROLES for direction in DIRECTIONS}
+    ways = {c.overlap.tp.way(role, direction) for role in ROLES for direction in DIRECTIONS}
     return c.mesh.tp > 1 and bool(ways & {"ring", "pipeline"})
 
 

@@ -10,8 +10,8 @@ from hocket.settings.schema import show
 AUTOMATIC = "auto"
 """The source of what hocket chose because the configuration left it open."""
 
-Choice = tuple[str, object, str]
-"""Setting, value, reason: what becomes a decision."""
+Choice = tuple[str, object, str | tuple[str, ...]]
+"""Setting, value, reason or reasons: what becomes a decision."""
 
 
 @dataclass(frozen=True, kw_only=True)

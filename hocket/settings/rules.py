@@ -25,7 +25,7 @@ from hocket.settings.rule import Host, Rule
 from hocket.settings.schema import line
 from hocket.settings.tensor_rules import TENSOR_RULES, no_pieces
 from hocket.settings.training_rules import TRAINING_RULES
-from hocket.settings.transport_rules import TRANSPORT_RULES
+from hocket.settings.transport_rules import TRANSPORT_RULES, slowed_alone
 
 RANKS_OF_A_CORE = 8
 """Most ranks that hocket starts for each CPU core where they compute on CPUs: they take turns, and each has memory of
@@ -382,5 +382,5 @@ def rule_text(text: str, config: Config, host: Host) -> str:
         last_layer=config.model.layers - 1,
         order=order_problem(config.plan.layer_order),
         decay=config.train.decay_steps,
-        slowed=len(config.train.slow_groups) or "none",
+        slowed_alone=", ".join(slowed_alone(config)),
     )

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from hocket.config import Config
-from hocket.program.tensor_times import DIRECTIONS, ROLES
-from hocket.program.tensor_ways import possible
+from hocket.config.overlap import DIRECTIONS, ROLES, Method
 from hocket.settings.network_rules import leaves_host, ranks_of_a_host
 from hocket.settings.rule import Host, Rule
 
-_METHODS = ("method", *(f"{role}_{direction}" for role in ROLES for direction in DIRECTIONS))
-"""The settings of `overlap.tp` that name a method."""
+METHOD = "overlap.tp.method"
 
 
 def no_pieces(c: Config, h: Host) -> str:
@@ -25,13 +23,9 @@ def no_pieces(c: Config, h: Host) -> str:
     return ""
 
 
-def setting_of(role: str, direction: str) -> str:
-    return f"overlap.tp.{role}_{direction}"
-
-
-def _asked(c: Config, name: str) -> str:
-    """The value of a setting below overlap.tp."""
-    return getattr(c.overlap.tp, name)
+def _ways(c: Config) -> set[Method]:
+    """All methods of a configuration of which some may not be chosen yet."""
+    return {c.overlap.tp.way(role, direction) for role in ROLES for direction in DIRECTIONS}
 
 
 def _uneven(c: Config, number: int) -> bool:
@@ -85,33 +79,20 @@ TENSOR_RULES: tuple[Rule, ...] = (
         "a piece is the tokens of neighbouring ranks, and {overlap.tp.pieces} does not divide mesh.tp = {mesh.tp}",
         "a divisor of mesh.tp, or 0",
     ),
-    *(
-        Rule(
-            (f"overlap.tp.{name}", "mesh.tp"),
-            lambda c, h, name=name: c.mesh.tp > 1 and _asked(c, name) in ("ring", "pipeline") and bool(no_pieces(c, h)),
-            "tokens cannot be moved piece by piece: {no_pieces}",
-            "bulk or off, or tensor-parallel ranks on GPUs of one host that reach each other, and no slow transport",
-        )
-        for name in _METHODS
+    Rule(
+        (METHOD, "mesh.tp"),
+        lambda c, h: c.mesh.tp > 1 and bool(_ways(c) & {"ring", "pipeline"}) and bool(no_pieces(c, h)),
+        "tokens cannot be moved piece by piece: {no_pieces}",
+        "bulk or off, or tensor-parallel ranks on GPUs of one host that reach each other, and no slow transport",
     ),
     *(
         Rule(
-            (f"overlap.tp.{role}_{direction}",),
-            lambda c, h, r=role, d=direction: _asked(c, f"{r}_{d}") not in ("auto", *possible(r, d)),
-            f"these layers, {direction}, can be {' or '.join(possible(role, direction))}",
-            "one of those, or auto",
-        )
-        for role in ROLES
-        for direction in DIRECTIONS
-    ),
-    *(
-        Rule(
-            (f"overlap.tp.{name}", "mesh.tp"),
+            (setting, "mesh.tp"),
             lambda c, h: c.mesh.tp == 1,
             "no effect: mesh.tp = 1, so nothing is communicated inside of layers",
             "mesh.tp above 1, or leave it out",
             only_if_set=True,
         )
-        for name in ("pieces", *_METHODS)
+        for setting in ("overlap.tp.pieces", METHOD)
     ),
 )

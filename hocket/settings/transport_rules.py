@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from typing import get_args
 
-from hocket.config import COPIED, Purpose
+from hocket.config import COPIED, Config, Purpose
 from hocket.settings.network_rules import leaves_host
 from hocket.settings.rule import Rule
+
+
+def slowed_alone(c: Config) -> list[str]:
+    """Purposes that `train.slow` names, and whose groups have one rank each."""
+    alone = [p for p in get_args(Purpose) if c.mesh.members(p) == 1]
+    return [purpose for purpose in _slowed(c) if purpose in alone]
+
+
+def _slowed(c: Config) -> list[str]:
+    return [item.rpartition(":")[0] for item in c.train.slow]
+
 
 TRANSPORT_RULES: tuple[Rule, ...] = (
     Rule(
@@ -40,41 +51,27 @@ TRANSPORT_RULES: tuple[Rule, ...] = (
         "train.transport = nccl",
     ),
     Rule(
-        ("train.transport", "train.slow_latency", "train.slow_bandwidth"),
-        lambda c, h: c.train.transport == "slow" and not (any(c.train.slow_latency) or any(c.train.slow_bandwidth)),
-        "the slow transport imitates a network, and nothing says which",
-        "train.slow_latency (seconds) or train.slow_bandwidth (bytes per second)",
+        ("train.transport", "train.slow"),
+        lambda c, h: c.train.transport == "slow" and not c.train.slow,
+        "the slow transport emulates a network, and nothing says which",
+        "train.slow = 10us, or such as a2a:10us,50GB/s",
     ),
     Rule(
-        ("train.slow_latency", "train.slow_bandwidth", "train.slow_groups", "train.transport"),
-        lambda c, h: (
-            c.train.transport != "slow" and bool(c.train.slow_latency or c.train.slow_bandwidth or c.train.slow_groups)
-        ),
-        "no effect: train.transport = {train.transport} imitates no network",
-        "train.transport = slow, or leave these settings out",
-    ),
-    *(
-        Rule(
-            (f"train.{name}", "train.slow_groups"),
-            lambda c, h, name=name: len(getattr(c.train, name)) not in (0, 1, len(c.train.slow_groups)),
-            "one number holds for all slowed groups, several need a group each, and train.slow_groups names {slowed}",
-            "one number, or one for each of train.slow_groups in their order",
-        )
-        for name in ("slow_latency", "slow_bandwidth")
+        ("train.slow", "train.transport"),
+        lambda c, h: c.train.transport != "slow" and bool(c.train.slow),
+        "no effect: train.transport = {train.transport} emulates no network",
+        "train.transport = slow, or leave train.slow out",
     ),
     Rule(
-        ("train.slow_groups",),
-        lambda c, h: len(set(c.train.slow_groups)) < len(c.train.slow_groups),
+        ("train.slow",),
+        lambda c, h: len(set(_slowed(c))) < len(c.train.slow),
         "a group has one link, and one is named twice",
         "name every group once",
     ),
-    *(
-        Rule(
-            ("train.slow_groups", "mesh.pp", "mesh.dp", "mesh.ep"),
-            lambda c, h, purpose=purpose: purpose in c.train.slow_groups and c.mesh.members(purpose) == 1,
-            f"no effect: on this mesh every group of {purpose} has one rank",
-            f"leave out {purpose}, or another mesh",
-        )
-        for purpose in get_args(Purpose)
+    Rule(
+        ("train.slow", "mesh.pp", "mesh.dp", "mesh.ep"),
+        lambda c, h: bool(slowed_alone(c)),
+        "no effect: on this mesh every group of {slowed_alone} has one rank",
+        "leave out {slowed_alone}, or another mesh",
     ),
 )

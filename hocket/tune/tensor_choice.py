@@ -7,40 +7,41 @@ that a busy host would not issue in time, and methods that save less than a few 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from hocket.config import Config
+from hocket.config.overlap import DIRECTIONS, ROLES, Direction, Method, Role, possible
 from hocket.program.network import BANDWIDTH, LATENCY, hardware_of
-from hocket.program.tensor_times import DIRECTIONS, ROLES, Direction, Role, seconds
-from hocket.program.tensor_ways import cell_of, in_time, possible, splits_for, without_pieces
+from hocket.program.tensor_times import seconds
+from hocket.program.tensor_ways import cell_of, in_time, splits_for, without_pieces
 from hocket.settings.decision import Choice
 from hocket.settings.network_rules import ranks_of_a_host
 from hocket.settings.rule import Host
-from hocket.settings.tensor_rules import no_pieces, setting_of
+from hocket.settings.tensor_rules import METHOD, no_pieces
 
 WORTH = 1.03
 """Factor by which a method with pieces must be faster than the best one without pieces to be chosen."""
 
 
-def choose_tensor(c: Config, h: Host) -> Iterator[Choice]:
-    """Every role and direction.
+def choose_tensor(c: Config, h: Host) -> list[Choice]:
+    """A method for every role and direction that is left open; nothing if none is.
 
     Without tensor parallelism all is off, and there is no reason to give: nothing was chosen.
     """
+    if not c.overlap.tp.open:
+        return []
     if c.mesh.tp == 1:
-        yield "overlap.tp.method", "off", ""
-    for role in ROLES:
-        for direction in DIRECTIONS:
-            value, reason = ("off", "") if c.mesh.tp == 1 else _choose(c, h, role, direction)
-            yield setting_of(role, direction), value, reason
+        return [(METHOD, ("off",), "")]
+    ways, reasons = c.overlap.tp.named(), list[str]()
+    for role, direction in ((role, direction) for role in ROLES for direction in DIRECTIONS):
+        if (where := f"{role}_{direction}") not in ways:
+            ways[where], reason = _choose(c, h, role, direction)
+            reasons.append(f"{where}: {reason}")
+    return [(METHOD, tuple(f"{where}:{way}" for where, way in ways.items()), tuple(reasons))]
 
 
-def _choose(c: Config, h: Host, role: Role, direction: Direction) -> tuple[str, str]:
-    asked, can = c.overlap.tp.method, possible(role, direction)
-    if asked != "auto":
-        if asked in can:
-            return asked, f"overlap.tp.method = {asked}"
-        return "off", f"overlap.tp.method = {asked} is not for this direction of these layers, which can be {_or(can)}"
+def _choose(c: Config, h: Host, role: Role, direction: Direction) -> tuple[Method, str]:
+    can = possible(role, direction)
     hardware, cell, method = hardware_of(c), cell_of(c, role, direction), can[-1]
     worse = without_pieces(c, cell)
     beside = "; the second gather of the input is hidden beside the input gradient" if worse == "bulk" else ""
@@ -56,10 +57,6 @@ def _choose(c: Config, h: Host, role: Role, direction: Direction) -> tuple[str, 
         return worse, f"{splits} pieces would hide too little: {gain:.2f}x by the model of {hardware.name}{beside}"
     gain = seconds(cell, "off", 0, hardware) / takes
     return method, f"{splits} pieces: {gain:.2f}x one after the other by the model of {hardware.name}"
-
-
-def _or(values: Iterable[str]) -> str:
-    return " or ".join(values)
 
 
 def choose_network(c: Config, h: Host) -> Iterator[Choice]:

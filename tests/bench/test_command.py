@@ -23,7 +23,7 @@ from tests.helpers.command import ALONE, SMALL, finish, hocket, start, wait_for
 from tests.helpers.ranks import run_ranks
 
 QUICK = ["--blocks", "2", "--steps", "1", "--gate_steps", "3"]
-SLOW = ["--train.transport", "slow", "--train.slow_latency", "0.001"]
+SLOW = ["--train.transport", "slow", "--train.slow", "1ms"]
 LITTLE = ["--model.layers", "2", "--train.microbatches", "2"]
 
 

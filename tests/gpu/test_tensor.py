@@ -77,8 +77,8 @@ BASE = Config(
 )  # fmt: skip
 ROLES = [f"{role}_{direction}" for role in ("qkv", "proj", "fc1", "fc2") for direction in ("forward", "backward")]
 PIECES = ("ring", "pipeline", "pipeline", "ring") * 2
-OFF = changed(BASE, {f"overlap.tp.{role}": "off" for role in ROLES})
-ALL = changed(BASE, {f"overlap.tp.{role}": way for role, way in zip(ROLES, PIECES, strict=True)})
+OFF = changed(BASE, {"overlap.tp.method": ("off",)})
+ALL = changed(BASE, {"overlap.tp.method": tuple(map(":".join, zip(ROLES, PIECES, strict=True)))})
 SPREAD = changed(ALL, {"mesh.ep": 2, "overlap.ep.merge": "on"})
 STEPS = 4
 

@@ -110,7 +110,7 @@ def test_what_is_probed_is_what_the_run_does_and_no_more_than_the_host_has() -> 
     assert (8 * 2048, 2048, (16 + 8) * 128) in on_gpus.products
     assert {kind for kind, _ in asked("llama3_8b", 8).transfers} == {"gather", "reduce"}
     for transport in ("null", "slow"):
-        slow = {"train__slow_latency": (1e-3,)} if transport == "slow" else {}
+        slow = {"train__slow": ("1ms",)} if transport == "slow" else {}
         assert asked("tiny", 0, train__transport=transport, **slow).transport == "gloo"
 
 

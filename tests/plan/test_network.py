@@ -130,7 +130,7 @@ def test_tokens_of_tensor_parallel_ranks_cross_hosts_too() -> None:
     found = settled("llama3_8b", mesh__dp=1, mesh__tp=8, network__ranks_per_host=4, network__bandwidth="10GB/s")
     assert hardware_of(found).links["tp"].bandwidth == 40e9
     assert hardware_of(found).copies.bandwidth == 10e9
-    assert found.overlap.tp.fc1_forward == "off", "pieces are copied inside of a host"
+    assert found.overlap.tp.way("fc1", "forward") == "off", "pieces are copied inside of a host"
     inside = settled("llama3_8b", mesh__dp=2, mesh__tp=4, network__ranks_per_host=4, network__bandwidth="10GB/s")
     assert hardware_of(inside).links["tp"] == H200.links["tp"]
 

@@ -212,13 +212,12 @@ def test_what_is_set_is_kept_and_the_rest_chosen_to_fit() -> None:
 
 
 def test_a_slower_network_has_more_put_behind_it_and_then_names_the_price_of_a_stride() -> None:
-    slow: dict[str, Any] = dict(train__transport="slow", train__slow_groups=("pp_bwd",), train__slow_bandwidth=(0.0,))
-    late = settings(train__slow_latency=(0.006,), **slow)
+    late = settings(train__transport="slow", train__slow=("pp_bwd:6ms",))
     assert (late.overlap.pp.defer_layers, late.overlap.pp.defer_parts) != (
         settings().overlap.pp.defer_layers, settings().overlap.pp.defer_parts,
     )  # fmt: skip
     assert said(settings(), "plan.stride") == []
-    found = settings(train__slow_latency=(0.5,), train__microbatches=12, **slow)
+    found = settings(train__transport="slow", train__slow=("pp_bwd:500ms",), train__microbatches=12)
     (reason,) = said(found, "plan.stride")
     assert "with plan.stride = 3 and plan.group = 3, 6 microbatches would take" in reason
     assert "GiB" in reason
@@ -297,7 +296,7 @@ CARRIED: dict[str, set[tuple[str, str]]] = {
 @pytest.mark.parametrize("purpose", CARRIED)
 def test_an_imitated_network_is_in_the_costs_of_what_it_carries(purpose: Any) -> None:
     config = changed(recipe("tiny"), {"mesh.dp": 4})
-    slow = replace(config.train, transport="slow", slow_groups=(purpose,), slow_latency=(7.0,), slow_bandwidth=(1e6,))
+    slow = replace(config.train, transport="slow", slow=(f"{purpose}:7s,1MB/s",))
     plain, late = (costs_of(c, LAPTOP).table for c in (config, replace(config, train=slow)))
     slower = {key: cost for key, cost in late.items() if cost != plain[key]}
     assert {key[:2] for key in slower} == CARRIED[purpose]

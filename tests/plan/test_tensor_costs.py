@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PrecisionConfig, TrainConfig
+from hocket.config.overlap import DIRECTIONS, ROLES, possible
 from hocket.planning import program_of
 from hocket.program.cost import op_costs
 from hocket.program.hardware import H200
@@ -14,8 +15,8 @@ from hocket.program.parts import LayerKind
 from hocket.program.simulate import simulate
 from hocket.program.stages import costs_of, layout_of, sharding_of
 from hocket.program.tensor_costs import with_tensors
-from hocket.program.tensor_times import DIRECTIONS, ROLES, issued, products, seconds
-from hocket.program.tensor_ways import cell_of, possible, splits_of
+from hocket.program.tensor_times import issued, products, seconds
+from hocket.program.tensor_ways import cell_of, splits_of
 from hocket.program.transformer import DENSE
 from hocket.resolve import Settings, resolve
 from hocket.settings.families import llama3_8b
@@ -48,7 +49,7 @@ def of(s: Settings) -> dict[str, float]:
 
 def test_pieces_hide_and_what_is_left_is_exposed() -> None:
     alone, pieces = of(settings(LARGE, 1)), of(settings(LARGE, 4))
-    apart = of(settings(LARGE, 4, overlap__tp__method="off"))
+    apart = of(settings(LARGE, 4, overlap__tp__method=("off",)))
     assert alone["tp"] == 0
     assert 0 < pieces["tp"] < 0.5 * apart["tp"]
     assert pieces["step"] < apart["step"]
@@ -65,7 +66,7 @@ def test_memory_is_that_of_a_rank() -> None:
 
 def test_parts_wait_for_the_products_that_their_descriptions_name() -> None:
     """Kinds of layers with other names wait as long; a part that names one product less waits for one less."""
-    s = settings(replace(LARGE, experts=8, shared_ffn=4096, dense_layers=(0,)), 4, overlap__tp__method="off")
+    s = settings(replace(LARGE, experts=8, shared_ffn=4096, dense_layers=(0,)), 4, overlap__tp__method=("off",))
     own, mlp = layout_of(s), DENSE.by_name["mlp"]
     types = LayerKind("d", (DENSE.parts[0], replace(mlp, products=("fc1",)))), LayerKind("m", own.by_kind["moe"].parts)
     other = replace(own, kinds=("d", "m"), types=types)
@@ -79,7 +80,7 @@ def test_parts_wait_for_the_products_that_their_descriptions_name() -> None:
 
 
 def test_of_a_measured_op_the_same_share_waits() -> None:
-    s = settings(LARGE, 4, overlap__tp__method="off")
+    s = settings(LARGE, 4, overlap__tp__method=("off",))
     costs = costs_of(s, H200)
     shorter = costs.measured({key: cost.seconds / 100 for key, cost in costs.table.items()})
     modelled, measured = (simulate(program_of(s), table).ranks[0] for table in (costs, shorter))
@@ -88,25 +89,29 @@ def test_of_a_measured_op_the_same_share_waits() -> None:
 
 
 def test_an_imitated_network_between_tensor_parallel_ranks_is_predicted() -> None:
-    off = {"overlap__tp__method": "off"}
-    slow = {"train__transport": "slow", "train__slow_groups": ("tp",), "train__slow_latency": (0.5,)}
+    off = {"overlap__tp__method": ("off",)}
+    slow = {"train__transport": "slow", "train__slow": ("tp:0.5s",)}
     fast, late = of(settings(LARGE, 4, **off)), of(settings(LARGE, 4, **off, **slow))
     moves = 2 * (2 * (2 * 2 + 2 * 3) + 2 + 3)  # 2 microbatches, 2 layers: two parts forward and backward; embed; head
     assert late["tp"] - fast["tp"] == pytest.approx(moves * 0.5, rel=0.01)
     assert late["busy"] == pytest.approx(fast["busy"])
 
 
+def reason(s: Settings, where: str) -> str:
+    reasons = next(d.reasons for d in s.decisions if d.setting == "overlap.tp.method")
+    return next(text for text in reasons if text.startswith(f"{where}: "))
+
+
 def test_little_layers_are_not_cut() -> None:
-    choices = {d.setting: d for d in settings(SMALL, 4).decisions}
-    assert choices["overlap.tp.fc1_forward"].value == "off"
-    assert choices["overlap.tp.fc1_backward"].value == "off"  # nor is anything issued beside them
-    recorded = settings(SMALL, 4, plan__graphs="on").overlap.tp
-    assert recorded.fc1_backward == "bulk"  # whose host has issued everything
-    slow = settings(LARGE, 4, train__transport="slow", train__slow_latency=(0.001,))
-    assert (slow.overlap.tp.fc1_forward, slow.overlap.tp.fc1_backward) == ("off", "bulk")
-    assert "the host might not issue pieces" in choices["overlap.tp.proj_forward"].reason
-    by_record = {d.setting: d for d in settings(SMALL, 4, plan__graphs="on").decisions}
-    assert "would hide too little" in by_record["overlap.tp.proj_forward"].reason
+    small, recorded = settings(SMALL, 4), settings(SMALL, 4, plan__graphs="on")
+    ways = small.overlap.tp.named()
+    assert ways["fc1_forward"] == "off"
+    assert ways["fc1_backward"] == "off"  # nor is anything issued beside them
+    assert recorded.overlap.tp.named()["fc1_backward"] == "bulk"  # whose host has issued everything
+    slow = settings(LARGE, 4, train__transport="slow", train__slow=("1ms",)).overlap.tp.named()
+    assert (slow["fc1_forward"], slow["fc1_backward"]) == ("off", "bulk")
+    assert "the host might not issue pieces" in reason(small, "proj_forward")
+    assert "would hide too little" in reason(recorded, "proj_forward")
 
 
 @pytest.mark.parametrize("tp", [2, 4, 8])
@@ -118,17 +123,23 @@ def test_the_rule_takes_what_its_model_finds_fastest(tp: int) -> None:
             whole = seconds(cell, "bulk" if cell.gathers_again else "off", 0, H200)
             in_time = [n for n in (2, 4, 8) if tp % n == 0 and issued(cell, cut, n, H200) <= whole]
             pieces = [takes for n in in_time if whole / (takes := seconds(cell, cut, n, H200)) >= WORTH]
-            method, splits = getattr(s.overlap.tp, f"{role}_{direction}"), splits_of(s, role, direction)
+            method, splits = s.overlap.tp.way(role, direction), splits_of(s, role, direction)
             taken = seconds(cell, method, splits, H200)
             assert taken >= products(cell, H200)
             assert taken == pytest.approx(min([whole, *pieces]))
 
 
 def test_one_method_goes_to_those_that_can() -> None:
-    s = settings(LARGE, 2, overlap__tp__method="ring", overlap__tp__fc1_forward="off")
-    tp = s.overlap.tp
-    assert (tp.qkv_forward, tp.proj_backward, tp.fc2_backward) == ("ring", "ring", "ring")
-    assert (tp.qkv_backward, tp.proj_forward, tp.fc1_forward) == ("off", "off", "off")
-    reasons = {d.setting: d.reason for d in s.decisions}
-    assert "off or pipeline" in reasons["overlap.tp.proj_forward"]
-    assert "overlap.tp.fc1_forward" not in reasons  # what was set is not decided
+    s = settings(LARGE, 2, overlap__tp__method=("ring", "fc1_forward:off"))
+    ways = {f"{role}_{direction}": s.overlap.tp.way(role, direction) for role in ROLES for direction in DIRECTIONS}
+    assert {where for where, way in ways.items() if way == "ring"} == {"qkv_forward", "proj_backward", "fc2_backward"}
+    assert set(ways.values()) == {"ring", "off"}
+    assert "overlap.tp.method" not in {d.setting for d in s.decisions}  # what was set is not decided
+
+
+def test_what_is_named_stays_and_the_rest_is_chosen() -> None:
+    s = settings(LARGE, 2, overlap__tp__method=("fc1_forward:off",))
+    assert s.overlap.tp.named().keys() == {f"{role}_{direction}" for role in ROLES for direction in DIRECTIONS}
+    assert (s.overlap.tp.way("fc1", "forward"), s.overlap.tp.way("fc2", "backward")) == ("off", "ring")
+    assert not any(text.startswith("fc1_forward") for d in s.decisions for text in d.reasons)
+    assert resolve(s) == s

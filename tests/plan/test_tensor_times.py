@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from benchmarks.tensor_parallel import model_of, settings
+from hocket.config.overlap import DIRECTIONS, ROLES, Direction, Role, possible
 from hocket.program.hardware import H200
-from hocket.program.tensor_times import DIRECTIONS, ROLES, Direction, Role, seconds
-from hocket.program.tensor_ways import cell_of, possible, splits_of
+from hocket.program.tensor_times import seconds
+from hocket.program.tensor_ways import cell_of, splits_of
 from hocket.resolve import Settings
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -62,7 +63,7 @@ def measured(file: str, model: str, role: str, direction: str) -> dict[str, Meas
 
 def name_of(s: Settings, role: Role, direction: Direction) -> str:
     splits = splits_of(s, role, direction)
-    return getattr(s.overlap.tp, f"{role}_{direction}") + (f"/{splits}" if splits else "")
+    return s.overlap.tp.way(role, direction) + (f"/{splits}" if splits else "")
 
 
 @pytest.mark.parametrize(("file", "model", "role", "direction"), ROWS)

@@ -40,7 +40,7 @@ def of(model: dict[str, Any], mesh: dict[str, int], plan: dict[str, Any], **sett
 MOE, DENSE = dict(dense_layers=(0,), shared_ffn=16), dict(experts=0)
 SINKS = dict(window=3, full_layers=(1,), sinks=True)
 GATED = dict(attn_gate=True, norm_plus_one=True, qk_norm=True, rope=RopeConfig(without=(0,)))
-TENSORS = {f"overlap.tp.{name}": "off" for name in tensors.OFF}
+TENSORS = {"overlap.tp.method": ("off",)}
 HEADS = {"overlap.cp.method": "heads"}
 WINDOWS = dict(window=3, full_layers=(1,))
 CASES: dict[str, Config] = {

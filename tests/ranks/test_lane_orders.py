@@ -283,7 +283,7 @@ def timed_step(rank: int, c: Config) -> float:
 
 def test_the_slow_transport_takes_its_time_and_changes_nothing_else() -> None:
     fast = config(dict(layers=2), dict(dp=2, ep=2), dict(merge="on"), 2, "fp32")
-    slow = replace(fast, train=replace(fast.train, transport="slow", slow_latency=(0.02,), slow_groups=("a2a",)))
+    slow = replace(fast, train=replace(fast.train, transport="slow", slow=("a2a:20ms",)))
     exchanges = 2 * 2 * 4
     assert min(run_ranks(timed_step, 2, slow)) > exchanges * 0.02 / 2  # at most two are under way at once
     assert_parity(slow)

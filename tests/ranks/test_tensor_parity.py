@@ -107,7 +107,8 @@ def of(model: dict[str, Any], mesh: dict[str, int], plan: dict[str, Any], **sett
     ways = dict(qkv_forward="ring", qkv_backward="bulk", proj_forward="pipeline", proj_backward="ring",
                 fc1_forward="ring", fc1_backward="pipeline", fc2_forward="pipeline", fc2_backward="ring")  # fmt: skip
     ways.update(settings)
-    return changed(base, {f"overlap.tp.{name}": value for name, value in ways.items()})
+    pieces, named = ways.pop("pieces", 0), tuple(f"{where}:{way}" for where, way in ways.items())
+    return changed(base, {"overlap.tp.method": named, "overlap.tp.pieces": pieces})
 
 
 OFF = dict.fromkeys(
