@@ -256,10 +256,10 @@ def test_incomplete_variables_are_named(name):
     del env[name]
     if name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):  # as on one host
         env |= {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8", "LOCAL_RANK": "5"}
-        at: Any = (
-            ("h", 29) if name == "LOCAL_WORLD_SIZE" else ("127.0.0.1", 29, "")
-        )  # without it there may be other hosts
-        assert find_worker({k: v for k, v in env.items() if k != name}) == Worker(5, 8, 5, 8, *at)
+        at = ("h", 29, "MASTER_ADDR") if name == "LOCAL_WORLD_SIZE" else ("127.0.0.1", 29, "")
+        assert find_worker({k: v for k, v in env.items() if k != name}) == Worker(5, 8, 5, 8, *at), (
+            "without LOCAL_WORLD_SIZE there may be other hosts"
+        )
         return
     with pytest.raises(ValueError, match=rf"{name} = \(not set\) \(environment\).*fix:"):
         find_worker(env)
