@@ -243,7 +243,7 @@ def measure(bench: Bench, name: str, shape: Shape) -> dict[str, Any]:
         found = everyone((read(bench.trace(first)), read(bench.trace(bound))))
         real, without = (align(traces) for traces in zip(*found, strict=True)) if bench.rank == 0 else ((), ())
     with clock.phase(f"{name}: search"):
-        best = everyone(None if bench.rank else searched(shape.config, base, calibrate(real, without)))[0]
+        best = everyone(None if bench.rank else searched(shape.config, base, calibrate(real)))[0]
         others |= {"as searched": bench.settings(best)} if best else {}
     times |= {plan: bench.run(f"{name}, {plan}", settings, clock) for plan, settings in others.items()}
     if bench.rank:
