@@ -75,7 +75,7 @@ def test_ranks_of_one_host_listen_on_its_loopback_interface_alone(tmp_path: Path
     if way == "slurm":
         place = {"SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "2", "SLURM_JOB_NODELIST": "far", "MASTER_PORT": port}
         ranks = [{"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i), **place} for i in range(2)]
-    processes = [start(tmp_path, "train", *words, **rank) for rank in ranks]  # pyrefly: ignore[bad-argument-type]
+    processes = [start(tmp_path, "train", *words, **rank) for rank in ranks]  # type: ignore[arg-type]
     metrics = tmp_path / "runs" / "tiny" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and metrics.stat().st_size > 0, "a step")
     found = listening({process.pid for process in processes})
