@@ -194,8 +194,8 @@ class Translation:
         before, its = self.settings.setdefault(setting, (made, source)) if not wanted else (made, source)
         if wanted:
             self._problems.append(f"{source} (Megatron): {setting} is {wanted}; fix: give {wanted}")
-        elif before != made and isinstance(made, tuple):
-            self.settings[setting] = ((*before, *made), its)
+        elif isinstance(made, tuple) and isinstance(before, tuple):
+            self.settings[setting] = ((*before, *(x for x in made if x not in before)), its)
         elif before != made:
             why = f"becomes {setting} = {show(made)}, and {its} makes it {show(before)}"
             self._problems.append(f"{source} (Megatron): {why}; fix: leave one of them out")
