@@ -36,7 +36,8 @@ overlap_param_gather_with_optimizer_step => overlap.dp.update=next_step
 ddp_reduce_scatter_with_fp32_accumulation reduce_scatter_with_fp32_accumulation => train.transport=copy_engine
 use_nccl_ub nccl_ub moe_enable_deepep moe_token_dispatcher_type=flex => train.transport=copy_engine
 tp_comm_overlap => overlap.tp.method=auto; tp_comm_overlap=false => overlap.tp.method=off
-disable_tp_comm_overlap_ag tp_comm_overlap_ag=false => overlap.tp.method=qkv_forward:off,fc1_forward:off,proj_backward:off,fc2_backward:off
+disable_tp_comm_overlap_ag tp_comm_overlap_ag=false => \
+overlap.tp.method=qkv_forward:off,fc1_forward:off,proj_backward:off,fc2_backward:off
 disable_tp_comm_overlap_rs tp_comm_overlap_rs=false => overlap.tp.method=proj_forward:off,fc2_forward:off
 disable_tp_comm_bulk_dgrad tp_comm_bulk_dgrad=false => overlap.tp.method=qkv_backward:off,fc1_backward:off
 tp_comm_overlap_rs_dgrad => overlap.tp.method=qkv_backward:pipeline,fc1_backward:pipeline
