@@ -75,7 +75,7 @@ def test_every_row_of_the_table_gives_settings_that_exist_and_values_that_they_c
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("--tensor-model-parallel-size 2 --tp-comm-overlap", {"mesh.tp": 2, "overlap.tp.method": "auto"}),
+        ("--tensor-model-parallel-size 2 --tp-comm-overlap", {"mesh.tp": 2, "overlap.tp.method": ("auto",)}),
         ("--tp-comm-overlap", {}),
         ("--num-virtual-stages-per-pipeline-rank=2", {"plan.chunks": 2}),
         ("--overlap-moe-expert-parallel-comm", {"overlap.ep.merge": "on"}),
@@ -157,6 +157,10 @@ def test_what_becomes_nothing_is_named(text: str, title: str, line: str) -> None
         ("--tensor-model-parallel-size 0", "mesh.tp is at least 1; fix: "),
         ("--bf16 yes", "--bf16 yes (Megatron): takes no value; fix: leave out yes"),
         ("--bf16 -fp16", "--bf16 -fp16 (Megatron): takes no value; fix: leave out -fp16"),
+        (
+            "--tensor-model-parallel-size 2 --tp-comm-overlap-rs-dgrad --disable-tp-comm-bulk-dgrad",
+            "--disable-tp-comm-bulk-dgrad (Megatron): becomes overlap.tp.method = qkv_backward:off",
+        ),
         ("--seq-length 2 --seq-length 3", "--seq-length = 3 (Megatron): it is 2, too; fix: leave one out"),
         ("--use-distributed-optimizer --use-torch-fsdp2", "--use-torch-fsdp2 (Megatron): becomes overlap.dp.strategy"),
         ("--micro-batch-size many --context-parallel-size x", "context-parallel-size x (Megatron): mesh.cp is a whole"),
@@ -179,7 +183,7 @@ def test_scripts_and_python_are_read_as_they_stand(tmp_path: Path) -> None:
     assert [line.split()[0] for line in found.notes[UNKNOWN]] == ["GPUS", "TRAINING", "--lr", "--save"]
     assert found.notes[LACKING] == ["--context-parallel-size $CP: its value is set elsewhere; write it here"]
     assert settings(PYTHON) == {
-        "mesh.tp": 4, "overlap.tp.method": "auto", "plan.recompute": ("mlp", "experts"), "precision.compute": "bf16",
+        "mesh.tp": 4, "overlap.tp.method": ("auto",), "plan.recompute": ("mlp", "experts"), "precision.compute": "bf16",
     }  # fmt: skip
     assert pairs("+ddp.bucket_size = 1024 model.x=[mlp,'moe'] loose --a=b --c 1 2") == [
         ("+ddp.bucket_size", ["1024"]), ("model.x", ["mlp", "moe", "loose"]), ("--a", ["b"]), ("--c", ["1", "2"]),

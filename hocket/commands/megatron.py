@@ -43,21 +43,19 @@ disable_tp_comm_bulk_dgrad tp_comm_bulk_dgrad=false => overlap.tp.method=qkv_bac
 tp_comm_overlap_rs_dgrad => overlap.tp.method=qkv_backward:pipeline,fc1_backward:pipeline
 tp_comm_overlap_disable_qkv => overlap.tp.method=qkv_forward:off,qkv_backward:off
 tp_comm_overlap_disable_fc1 => overlap.tp.method=fc1_forward:off,fc1_backward:off
-overlap_p2p_backward_on_comm_stream -> overlap.pp.backward_lane
-overlap_p2p_wgrad_delayed_layer_number -> overlap.pp.defer_layers
+overlap_p2p_backward_on_comm_stream -> overlap.pp.backward_lane; delay_wgrad_compute -> overlap.defer_wgrad
 overlap_p2p_with_transformer_layer_wgrad => overlap.pp.defer_parts=all
 overlap_p2p_with_transformer_layer_wgrad=false => overlap.pp.defer_parts=attn
 defer_embedding_wgrad_compute => overlap.pp.defer_head=-1; wgrad_deferral_limit !! overlap.pp.defer_head is that number
-overlap_moe_expert_parallel_comm -> overlap.ep.merge; delay_wgrad_compute -> overlap.defer_wgrad
-ep_overlap_early_attn_memory_release => plan.layer_order=early_release
+overlap_moe_expert_parallel_comm -> overlap.ep.merge; overlap_p2p_wgrad_delayed_layer_number -> overlap.pp.defer_layers
+ep_overlap_early_attn_memory_release => plan.layer_order=early_release; grad_reduce_in_bf16 => precision.wire=bf16
 bf16 mixed_precision=bf16_mixed mixed_precision=bf16-mixed => precision.compute=bf16
 fp8=hybrid fp8=e4m3 fp8_format=hybrid fp8_format=e4m3 => precision.compute=fp8; fp8_param_gather => precision.gather=fp8
 first_last_layers_bf16 => precision.fp8_ends=1,1; exp_avg_dtype exp_avg_sq_dtype -> precision.averages
 accumulate_allreduce_grads_in_fp32 grad_reduce_in_fp32 => precision.wire=fp32
 accumulate_allreduce_grads_in_fp32=false grad_reduce_in_fp32=false => precision.wire=auto
 moe_layer_recompute recompute_modules=moe => plan.recompute=experts; recompute_modules=mlp => plan.recompute=mlp
-grad_reduce_in_bf16 => precision.wire=bf16; enable_cuda_graph => plan.graphs=on
-external_cuda_graph cuda_graph_impl=local cuda_graph_impl=transformer_engine => plan.graphs=on
+enable_cuda_graph external_cuda_graph cuda_graph_impl=local cuda_graph_impl=transformer_engine => plan.graphs=on
 overlap_grad_reduce overlap_param_gather overlap_p2p_communication overlap_p2p_comm .. each communication has a lane
 align_grad_reduce align_param_gather no_align_grad_reduce no_align_param_gather delay_grad_reduce delay_param_gather \
 tp_comm_overlap_cfg tp_comm_bulk_wgrad disable_tp_comm_bulk_wgrad tp_comm_overlap_ag tp_comm_overlap_rs \
@@ -86,7 +84,7 @@ moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_polic
 mixed_precision fp16 fp8 fp8_format fp4_format !! precision.compute is fp32, bf16, or fp8: e4m3, a scale for each row
 recompute_modules recompute_granularity !! plan.recompute names parts to do again: attn, mlp, experts
 distribute_saved_activations cpu_offloading optimizer_cpu_offload !! plan.offload names parts that go to the host
-main_grads_dtype main_params_dtype moe_router_dtype !! these are fp32
+main_grads_dtype main_params_dtype moe_router_dtype !! these are fp32; use_sharp !! no reductions inside switches
 """
 """Names, for all their values or for one, and a sign: -> a setting of the same value; => settings, for true if the name
 has no value; .. why hocket does not need it; !! what hocket has instead."""
@@ -193,10 +191,11 @@ class Translation:
             made, wanted = None, describe(hint)
         before: Any
         before, its = self.settings.setdefault(setting, (made, source)) if not wanted else (made, source)
+        both = list(dict.fromkeys((*before, *made))) if isinstance(made, tuple) and before != made else []
         if wanted:
             self._problems.append(f"{source} (Megatron): {setting} is {wanted}; fix: give {wanted}")
-        elif isinstance(made, tuple) and isinstance(before, tuple):
-            self.settings[setting] = ((*before, *(x for x in made if x not in before)), its)
+        elif both and len({each.partition(":")[0] for each in both}) == len(both):
+            self.settings[setting] = (tuple(both), its)
         elif before != made:
             why = f"becomes {setting} = {show(made)}, and {its} makes it {show(before)}"
             self._problems.append(f"{source} (Megatron): {why}; fix: leave one of them out")
