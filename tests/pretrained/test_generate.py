@@ -245,14 +245,14 @@ def test_an_exported_model_of_words_goes_on_as_its_run(tmp_path: Path) -> None:
     tokens = by_transformers(folder, 20, "w3 w1")
     later = next(f"w{token}" for token in tokens[3:] if token not in tokens[:3] and token > 8)
     folder = exported(later, "--data.bos", "off", "--data.chat_template", "t.jinja")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert tokenizer("w3 w1")["input_ids"] == [3, 1]
+    another: Any = AutoTokenizer.from_pretrained(folder)
+    assert another("w3 w1")["input_ids"] == [3, 1]
     ends = AutoModelForCausalLM.from_pretrained(folder).generation_config.eos_token_id
-    assert ends == [tokenizer.convert_tokens_to_ids(later), 7]
+    assert ends == [another.convert_tokens_to_ids(later), 7]
     for way in (ask, [*ask, "--chat"]):
         expected = by_transformers(folder, 20, **{"chat" if len(way) > 2 else "prompt": "w3 w1"})
         found = [answers(tmp_path, name, *way) for name in (f"runs/{later}", later)]
-        text = tokenizer.decode(expected, skip_special_tokens=True)
+        text = another.decode(expected, skip_special_tokens=True)
         assert found[0] == found[1] == f"{'' if len(way) > 2 else 'w3 w1'}{text}".split()
 
 
