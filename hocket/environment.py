@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 
 from hocket.config import Config
-from hocket.model.tokenizer import tokenizer_vocab
+from hocket.model.tokenizer import known_tokenizer
 from hocket.problems import stop_if
 from hocket.settings.layer_rules import why_no_delta_kernels
 from hocket.settings.rule import Host
@@ -190,6 +190,7 @@ def cores() -> int:
 def probe(config: Config, origins: Mapping[str, str], worker: Worker | None, variables: Sequence[Finding] = ()) -> Host:
     """What is here. Imports torch only if it could use a GPU. `variables` are as they were before `prepare`."""
     found = Gpus() if config.train.device == "cpu" else find_gpus()
+    tokenizer = known_tokenizer(config.data, origins) if config.data.tokenizer.strip() else None
     return Host(
         gpus=found.count,
         gpu=found.name,
@@ -201,7 +202,8 @@ def probe(config: Config, origins: Mapping[str, str], worker: Worker | None, var
         workers=worker.world if worker else 0,
         local_workers=worker.local_world if worker else 0,
         port=worker.port if worker else 0,
-        tokenizer_vocab=tokenizer_vocab(config.data.tokenizer, origins) if config.data.tokenizer.strip() else 0,
+        tokenizer_vocab=tokenizer.vocab if tokenizer else 0,
+        tokenizer_begin=tokenizer.begin if tokenizer else "",
         no_copy_engine=found.no_copy_engine,
         no_peer_memory=found.no_peer_memory,
         no_delta_kernels=why_no_delta_kernels(found.capability),

@@ -121,6 +121,9 @@ def resolve(
     decisions += [Decision(setting=s, value=v, asked=v, reasons=(str(why),)) for s, v, why in advice]
     init, reasons = settled.model.init, (described(settled.model),)
     decisions.append(Decision(setting="model.init", value=init, asked=init, reasons=reasons))
+    if host.tokenizer_begin:
+        bos, reasons = settled.data.bos, (f"each document that is no chat begins with {host.tokenizer_begin}",)
+        decisions.append(Decision(setting="data.bos", value=bos, asked=bos, reasons=reasons))
     decisions = _carried(before, old, decisions) if before else decisions
     fields = {f.name: getattr(settled, f.name) for f in dataclasses.fields(Config)}
     return Settings(**fields, host=host, origins=origins, decisions=tuple(decisions))

@@ -177,7 +177,7 @@ def test_nothing_is_left_open_and_nothing_that_was_set_is_changed():
     settings = resolve(TINY)
     open_values = {name for name in types() if leaf(settings, name) == "auto"}
     hosts = {name for name in types() if name.startswith("network.")}
-    assert open_values == {"run.resume", *hosts}  # decided by what is on disk, and of no matter on one host
+    assert open_values == {"run.resume", "data.bos", *hosts}  # decided by what is on disk, and of no matter on one host
     for name in types():
         if leaf(TINY, name) not in ("auto", "", ("auto",)):
             assert leaf(settings, name) == leaf(TINY, name)
@@ -212,6 +212,9 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
         "route_scale": 2.0, "aux_loss": 0.1, "bias_rate": 0.1, "z_loss": 0.1, "aux_loss_over": "batch",
     }.items()),
     (DENSE, {"model__dense_layers": (0,)}, "model.dense_layers", "no effect"),
+    (DENSE, {"model__weights": "folder"}, "model.weights", "a token would be a byte, and folder has weights"),
+    (DENSE, {"data__eos": "</s>"}, "data.eos", "byte 0 ends a document"),
+    (DENSE, {"data__bos": "on"}, "data.bos", "byte 0 ends a document"),
     (changed(TINY, mesh__tp=2), {"mesh__ep": 8}, "mesh.ep", "8 does not divide mesh.dp = 2 x mesh.tp = 2"),
     (changed(DENSE, mesh__dp=2), {"mesh__ep": 2}, "mesh.ep", "no MoE layer"),
     (changed(DENSE, mesh__tp=2), {"model__vocab": 257}, "model.vocab", "257 of them cannot be spread"),

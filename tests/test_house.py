@@ -37,16 +37,16 @@ FEATURES = {
 
 # figure -> (most that it may be, slack). A figure that is more than the slack below its limit lowers the limit.
 LIMITS = {
-    "lines of hocket/": (60_800, 300),
+    "lines of hocket/": (61_150, 300),  # begins and ends of texts, exported tokenizers, answers in a chat
     "files of hocket/": (400, 3),
     "lines of hocket_trace/": (4_560, 150),
-    "words of docs": (102_800, 1_500),
-    "settings": (173, 0),
-    "settings outside of model.*": (105, 0),
-    "rules": (277, 3),
+    "words of docs": (103_050, 1_500),
+    "settings": (175, 0),  # data.eos, data.bos: files of a tokenizer may not say how texts begin and end
+    "settings outside of model.*": (107, 0),  # the same
+    "rules": (279, 3),  # imported weights on bytes; data.eos and data.bos with bytes
     "rules that say 'no effect'": (106, 3),
     "names at the top": (12, 0),
-    "files that name documents": (56, 2),
+    "files that name documents": (58, 2),  # hocket generate --chat, and export of chat templates
     "files that name recomputation": (42, 2),
     "files that name offload": (39, 2),
     "files that name graphs": (29, 2),

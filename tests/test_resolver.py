@@ -68,7 +68,8 @@ def test_the_cases_of_the_field(case: Case) -> None:
     found = resolve(config, host, origins)
     assert repr((config, origins)) == before
     assert {name: leaf(found, name) for name in case.settings} == case.settings
-    assert {name for name in types() if leaf(found, name) in ("auto", ("auto",))} <= {"run.resume", *NETWORK}
+    open_ = {name for name in types() if leaf(found, name) in ("auto", ("auto",))}
+    assert open_ <= {"run.resume", "data.bos", *NETWORK}
     rows: dict[str, str] = {}
     for row in overlaps(found):
         rows[row.axis] = row.state if rows.get(row.axis) != "on" else "on"
@@ -215,7 +216,7 @@ def test_resolving_is_pure_repeatable_and_never_silent(tree: dict[str, Any]) -> 
             assert one.asked == value
             assert one.reasons
     for name in types():
-        unasked = {"run.resume", *NETWORK, *TENSORS, *ORDER, *CONTEXT, *GATHER, *DOCUMENTS}
+        unasked = {"run.resume", "data.bos", *NETWORK, *TENSORS, *ORDER, *CONTEXT, *GATHER, *DOCUMENTS}
         if leaf(config, name) == "auto" and name not in unasked:
             assert decided(found, name).reason is not None
 

@@ -31,7 +31,7 @@ def run(words: list[str]) -> int:
 
     checkpoint = newest_of(Path(options.run))
     try:
-        family, remark = export(
+        family, remarks = export(
             checkpoint.resolve(), Path(options.folder), "" if options.dtype == "run" else options.dtype
         )
     except (OSError, ValueError) as error:
@@ -39,6 +39,6 @@ def run(words: list[str]) -> int:
         fix = "" if "; fix: " in str(error) else fix
         raise ValueError(f"export {options.run} {options.folder} (command line): {error}{fix}") from None
     print(f"wrote {options.folder}: {family}, of {checkpoint}")
-    if remark:
-        print(f"note: {remark}; so hocket wrote a config.json of its own")
+    for remark in remarks:
+        print(f"note: {remark}")
     return 0

@@ -11,15 +11,21 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from hocket.commands.options import parse_plain
-from hocket.config import DataConfig, ModelConfig
-from hocket.files import json_in
+from hocket.config import BYTE_VOCAB, BYTES, Config, DataConfig, ModelConfig, PrecisionConfig
+from hocket.model.tokenizer import FILES, ends_of, load_tokenizer, tokenizer_file
+from hocket.problems import stop_if
+from hocket.settings.rule import Host
+from hocket.settings.rules import broken, rule_lines
 from hocket.settings.schema import written
+from hocket.train.chat import NAMING, TEMPLATE, Chats
+from hocket.train.documents import BadFileError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from hocket.model.tokenizer import Tokenizer
     from hocket.model.transformer import Chunk
+    from hocket.train.export import StoredModel
 
 UNFINISHED = "�"
 """What a decoder puts in place of a character whose last bytes are still to come."""
@@ -33,6 +39,8 @@ class Generate:
     """The folder of a run, of a checkpoint, or of a published model."""
     prompt: str
     """The text to go on with."""
+    chat: bool = False
+    """The prompt is a user's message in the chat template. Prints the answer, up to where the template ends it."""
     tokens: int = 100
     """The most tokens."""
     temperature: float = 0.0
@@ -52,23 +60,29 @@ def run(words: list[str]) -> int:
     options = parse_plain(Generate, "generate", "hocket generate RUN --prompt TEXT", words)
     _check(options)
     from hocket.model.generate import Sampling, generate
-    from hocket.model.tokenizer import load_tokenizer
 
     device = device_of(options.device)
     try:
-        config, value, data = opened(Path(options.model))
+        config, value, data, stored = opened(Path(options.model))
+        _require_sound(config, device)
+        if data.tokenizer != BYTES and not (file := tokenizer_file(data.tokenizer)).exists():
+            raise ValueError(f"there is no {file}, the tokenizer; fix: put the model's {' or '.join(FILES)} there")
     except (OSError, ValueError) as error:
-        fix = "a run with a whole checkpoint, or a folder of a family that hocket computes"
-        raise ValueError(f"generate {options.model} (command line): {error}; fix: {fix}") from None
-    tokenizer = load_tokenizer(data.tokenizer, {"data.tokenizer": options.model})
-    (prompt,) = tokenizer.encode([options.prompt.encode()])
-    if not len(prompt):
+        fix = "; fix: a run with a whole checkpoint, or a folder of a family that hocket computes"
+        fix = "" if "; fix: " in str(error) else fix
+        raise ValueError(f"generate {options.model} (command line): {error}{fix}") from None
+    tokenizer = load_tokenizer(data, {"data.tokenizer": options.model})
+    text, end = _in_chat(options, data) if options.chat else (options.prompt, "")
+    prompt = [*(() if options.chat else tokenizer.begins), *map(int, tokenizer.encode([text.encode()])[0])]
+    if not prompt:
         raise _wrong("prompt", options.prompt, "has no token", "a text")
+    ends = stored.ends if stored else ends_of(Path(options.model)) or [tokenizer.separator]
+    if (special := tokenizer.special(end)) >= 0:
+        ends, end = [*ends, special], ""
     model = filled(config, value, device)
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
-    sys.stdout.write(options.prompt)
-    ends = _ends(Path(options.model), tokenizer)
-    _print(generate(model, [int(token) for token in prompt], options.tokens, sampling, ends), tokenizer)
+    sys.stdout.write("" if options.chat else options.prompt)
+    _print(generate(model, prompt, options.tokens, sampling, frozenset(ends)), tokenizer, end)
     return 0
 
 
@@ -96,11 +110,11 @@ def _wrong(name: str, value: Any, reason: str, fix: str) -> ValueError:
     return ValueError(f"--{name} {value} (command line): {reason}; fix: {fix}")
 
 
-def opened(folder: Path) -> tuple[ModelConfig, Callable[[str, tuple[int, ...]], Tensor], DataConfig]:
-    """A model's settings, its parameters by name and whole shape, and the settings of its text."""
-    from hocket.config import BYTE_VOCAB, BYTES
+def opened(
+    folder: Path,
+) -> tuple[ModelConfig, Callable[[str, tuple[int, ...]], Tensor], DataConfig, StoredModel | None]:
+    """A model's settings, its parameters by name and whole shape, the settings of its text, and a run's checkpoint."""
     from hocket.model.source import whole_shapes
-    from hocket.model.tokenizer import tokenizer_file
     from hocket.pretrained.convert import PretrainedFolder
     from hocket.train.export import StoredModel
     from hocket.train.folders import newest_of
@@ -108,13 +122,38 @@ def opened(folder: Path) -> tuple[ModelConfig, Callable[[str, tuple[int, ...]], 
     if (folder / "config.json").exists():
         published = PretrainedFolder(str(folder))
         published.check(whole_shapes(published.model))
-        named = str(folder)
-        if published.model.vocab == BYTE_VOCAB and not tokenizer_file(named).exists():
+        stored, model, value = None, published.model, published.value
+        data = DataConfig(tokenizer=str(folder))
+        if model.vocab == BYTE_VOCAB and not tokenizer_file(data.tokenizer).exists():  # hocket export writes such ones
             print(f"note: {folder} has {BYTE_VOCAB} tokens and no tokenizer: a token is a byte", file=sys.stderr)
-            named = BYTES  # hocket export writes such folders
-        return published.model, published.value, DataConfig(tokenizer=named)
-    stored = StoredModel(newest_of(folder).resolve())
-    return stored.model, stored.value, stored.data
+            template = folder / TEMPLATE
+            data = DataConfig(tokenizer=BYTES, chat_template=str(template) if template.exists() else "")
+    else:
+        stored = StoredModel(newest_of(folder).resolve())
+        model, value, data = stored.model, stored.value, stored.data
+    return model, value, data, stored
+
+
+def _require_sound(model: ModelConfig, device: str) -> None:
+    """Raise ValueError for a model that no run computes here, by the rules of runs."""
+    config = Config(model=model, precision=PrecisionConfig(compute="bf16" if device == "cuda" else "fp32"))
+    about = [rule for rule in broken(config, Host(), {}) if all(map(_of_the_model, rule.settings))]
+    stop_if(rule_lines(about, config, Host(), {"": "the model"}))
+
+
+def _of_the_model(setting: str) -> bool:
+    return setting.startswith("model.") or setting == "precision.compute"
+
+
+def _in_chat(options: Generate, data: DataConfig) -> tuple[str, str]:
+    """The prompt as a user's message, and the text that ends an answer."""
+    chats = Chats(data)
+    try:
+        return chats.question(options.prompt), chats.end
+    except BadFileError as error:
+        beside = "a run with data.chat_template" if data.tokenizer == BYTES else f"{TEMPLATE} beside the tokenizer"
+        fix = error.fix if error.fix != NAMING else f"leave it out, or {beside}"
+        raise ValueError(f"--chat (command line): {options.model} {error}; fix: {fix}") from None
 
 
 def filled(config: ModelConfig, value: Callable[[str, tuple[int, ...]], Tensor], device: str) -> Chunk:
@@ -137,25 +176,18 @@ def filled(config: ModelConfig, value: Callable[[str, tuple[int, ...]], Tensor],
     return model
 
 
-def _ends(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
-    """Tokens that end a text: the tokenizer's separator, and what a published model's files say."""
-    ends = {tokenizer.separator}
-    for name in ("config.json", "generation_config.json"):
-        if (folder / name).exists():
-            found = json_in(folder / name)
-            said = found.get("eos_token_id") if isinstance(found, dict) else None
-            ends |= {token for token in (said if isinstance(said, list) else [said]) if isinstance(token, int)}
-    return frozenset(ends)
-
-
-def _print(tokens: Iterable[int], tokenizer: Tokenizer) -> None:
-    """Print tokens as they come, each character when its last byte is there."""
+def _print(tokens: Iterable[int], tokenizer: Tokenizer, end: str) -> None:
+    """Print tokens as they come, each character when its last byte is there, until a text comes that is the end."""
     seen, shown = list[int](), 0
     for token in tokens:
         seen.append(token)
-        text = tokenizer.decode(seen)
-        whole = text.removesuffix(UNFINISHED)
-        sys.stdout.write(whole[shown:])
+        text, found, _ = tokenizer.decode(seen).partition(end) if end else (tokenizer.decode(seen), "", "")
+        whole = text if found else text.removesuffix(UNFINISHED)
+        begun = 0 if found else max((n for n in range(1, len(end)) if whole.endswith(end[:n])), default=0)
+        sys.stdout.write(whole[shown : len(whole) - begun])
         sys.stdout.flush()
-        shown = len(whole)
+        shown = max(shown, len(whole) - begun)
+        if found:
+            sys.stdout.write("\n")
+            return
     sys.stdout.write(tokenizer.decode(seen)[shown:] + "\n")

@@ -100,7 +100,7 @@ Plain = TypeVar("Plain")
 
 
 def parse_plain(kind: type[Plain], command: str, usage: str, words: Sequence[str]) -> Plain:
-    """The options of a command without a recipe: values by their place, and flags that take a value each.
+    """The options of a command without a recipe: values by their place, and flags that take a value each, unless bool.
 
     `usage` is how it is called. Raises ValueError for what the user can mend.
     """
@@ -111,7 +111,7 @@ def parse_plain(kind: type[Plain], command: str, usage: str, words: Sequence[str
     marked, hints = get_type_hints(kind, include_extras=True), get_type_hints(kind)
     places = [name for name in hints if tyro.conf.Positional in getattr(marked[name], "__metadata__", ())]
     flags = {name: hint for name, hint in hints.items() if name not in places}
-    values, said = _apart(words)
+    values, said = _apart(words, [name for name, hint in flags.items() if hint is bool])
     names = [word.partition("=")[0].removeprefix("--").replace("-", "_") for word in said]
     for name in names:
         if name not in flags:
@@ -130,14 +130,14 @@ def parse_plain(kind: type[Plain], command: str, usage: str, words: Sequence[str
     return kind(**dict(zip(places, values, strict=False)), **_values(said, flags))
 
 
-def _apart(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Words that stand alone, and flags, each with `=` and the word behind it."""
+def _apart(words: Sequence[str], bare: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Words that stand alone, and flags, each with `=` and the word behind it; those of `bare` take none."""
     alone, flags, left = list[str](), list[str](), list(words)
     while left:
         word = left.pop(0)
         if not word.startswith("--"):
             alone.append(word)
-        elif "=" in word or not left:
+        elif "=" in word or not left or word.removeprefix("--").replace("-", "_") in bare:
             flags.append(word)
         else:
             flags.append(f"{word}={left.pop(0)}")

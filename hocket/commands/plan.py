@@ -5,6 +5,7 @@ from __future__ import annotations
 import json as json_module
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +16,7 @@ from hocket.commands.options import RecipeOptions, parse, write
 from hocket.config import Config
 from hocket.environment import driver_names
 from hocket.machine import host_for_plan
+from hocket.model.tokenizer import known_tokenizer
 from hocket.planned import check_patterns
 from hocket.program.check import assert_valid
 from hocket.program.cost import CostTable, Measurement
@@ -160,5 +162,9 @@ def resolve_for_plan(
     """Settings as on hosts with enough GPUs if the recipe computes in bf16, else as on this machine's CPUs.
 
     A plan can be looked at anywhere, so the GPUs of the run are taken for granted: of the kind that this machine has.
+    Its tokenizer is told of if it is here.
     """
-    return resolve(config, host_for_plan(config, driver_names()), origins, price, remarks)
+    host = host_for_plan(config, driver_names())
+    with suppress(ValueError):
+        host = replace(host, tokenizer_begin=known_tokenizer(config.data, origins).begin)
+    return resolve(config, host, origins, price, remarks)

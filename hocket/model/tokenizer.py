@@ -1,24 +1,60 @@
-"""Text to tokens: a token per byte, a JSON file of the `tokenizers` package, or a model of sentencepiece."""
+"""Text to tokens: a token per byte, a JSON file of the `tokenizers` package, or a model of sentencepiece.
+
+Note: [Where a text begins and ends]
+A document ends with the token that `data.eos` names, or else with the one of `tokenizer_config.json`, `config.json`,
+`generation_config.json` beside the tokenizer, the model of sentencepiece, or the list `END_OF_TEXT`, whichever names
+one of the tokenizer's tokens first. It begins with the tokens that transformers puts before a text by default: those of
+the post-processor in `tokenizer.json`, or the `bos_token` of a model of sentencepiece if `add_bos_token` is true.
+Chats have what their template writes, and no more.
+"""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from hocket.config import BYTE_VOCAB, BYTES
+from hocket.config import BYTE_VOCAB, BYTES, DataConfig
 from hocket.files import finite, json_in
 from hocket.settings.schema import problem
 
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "<|im_end|>", "[EOS]")
-"""Names under which tokenizers know the token that ends a document, by preference."""
-
+"""Names under which tokenizers know the token that ends a document, by preference, where no file names one."""
 
 FILES = ("tokenizer.json", "tokenizer.model")
 """Names of a tokenizer's file in a folder of a published model, by preference."""
+NAMING = ("special_tokens_map.json", "tokenizer_config.json")
+"""Files beside a tokenizer that name its special tokens; the second counts where both do."""
+NUMBERING = ("config.json", "generation_config.json")
+"""Files of a model beside its tokenizer that say the numbers of special tokens. They are read beside `FILES` alone:
+beside a tokenizer of another name they may be another program's."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of a tokenizer without its package. See Note: [Where a text begins and ends]."""
+
+    vocab: int
+    """Number of tokens."""
+    separator: int
+    """Token after every document; -1 if none is known."""
+    bos: int
+    """Token that its files call beginning of text; -1 if they name none."""
+    begins: tuple[int, ...]
+    """Tokens before every document that is no chat."""
+    names: Mapping[int, str]
+    """Tokens as the tokenizer writes them."""
+
+    @property
+    def begin(self) -> str:
+        """Tokens before every document that is no chat, as text."""
+        return "".join(self.names.get(token, str(token)) for token in self.begins)
 
 
 class Tokenizer(Protocol):
@@ -27,7 +63,9 @@ class Tokenizer(Protocol):
     vocab: int
     """Number of tokens."""
     separator: int
-    """Token that stands behind every document."""
+    """Token after every document; -1 if none is known."""
+    begins: tuple[int, ...]
+    """Tokens before every document that is no chat. See Note: [Where a text begins and ends]."""
 
     def encode(self, texts: list[bytes]) -> list[np.ndarray]:
         """Tokens of each document, as unsigned integers."""
@@ -41,12 +79,17 @@ class Tokenizer(Protocol):
         """The text of tokens; bytes that are no character become the replacement character."""
         ...
 
+    def special(self, text: str) -> int:
+        """The special token with which a text begins; -1 if it begins with none."""
+        ...
+
 
 class ByteTokenizer:
     """A token per byte. Byte 0 separates documents: text has none, and files that do are taken for binary ones."""
 
     vocab = BYTE_VOCAB
     separator = 0
+    begins = ()
 
     def encode(self, texts: list[bytes]) -> list[np.ndarray]:
         """The bytes themselves, uint8, without any byte 0."""
@@ -63,24 +106,25 @@ class ByteTokenizer:
         """The bytes as UTF-8, without those that are no byte."""
         return bytes(token for token in tokens if token < BYTE_VOCAB).decode(errors="replace")
 
+    def special(self, text: str) -> int:
+        """-1: there are none."""
+        return -1
+
 
 class JsonTokenizer:
-    """A tokenizer file of the `tokenizers` package.
+    """A tokenizer file of the `tokenizers` package. Documents stay whole, whatever the file says of their length."""
 
-    The separator is the end-of-text token that the file names, or one more token behind the last if it names none.
-    """
-
-    def __init__(self, path: str, origins: Mapping[str, str]) -> None:
+    def __init__(self, data: DataConfig, origins: Mapping[str, str]) -> None:
         try:
             backend = importlib.import_module("tokenizers")
         except ImportError:
-            reason, fix = (
-                "the package `tokenizers` is not installed",
-                "pip install 'hocket[text]', or data.tokenizer = bytes",
-            )
-            raise ValueError(problem("data.tokenizer", path, origins, reason, fix)) from None
-        self.vocab, self.separator = _sizes(path, origins)
-        self._backend = backend.Tokenizer.from_file(str(tokenizer_file(path)))
+            reason, fix = "the package `tokenizers` is not installed", "pip install 'hocket[text]'"
+            raise ValueError(problem("data.tokenizer", data.tokenizer, origins, reason, fix)) from None
+        known = _known_json(data, origins)
+        self.vocab, self.separator, self.begins = known.vocab, known.separator, known.begins
+        self._backend = backend.Tokenizer.from_file(str(tokenizer_file(data.tokenizer)))
+        self._backend.no_truncation()  # either may be saved in the file
+        self._backend.no_padding()
 
     def encode(self, texts: list[bytes]) -> list[np.ndarray]:
         """Token numbers, uint32. Bytes that are not UTF-8 become the replacement character. Uses all cores."""
@@ -97,34 +141,20 @@ class JsonTokenizer:
         """The text, without special tokens."""
         return self._backend.decode(tokens)
 
+    def special(self, text: str) -> int:
+        """The special token with which a text begins; -1 if it begins with none."""
+        first = self._backend.encode(text, add_special_tokens=False).ids[:1]
+        added = self._backend.get_added_tokens_decoder()
+        return next((token for token in first if token in added and added[token].special), -1)
+
 
 class SentencePieceTokenizer:
-    """A `.model` file of sentencepiece.
+    """A `.model` file of sentencepiece."""
 
-    The separator is the model's end of a sentence, or one more token behind the last if it has none.
-    """
-
-    def __init__(self, path: str, origins: Mapping[str, str]) -> None:
-        fix = "data.tokenizer = bytes, or the path of a model of sentencepiece"
-        try:
-            backend = importlib.import_module("sentencepiece")
-        except ImportError:
-            reason = "the package `sentencepiece` is not installed"
-            fix = "pip install 'hocket[text]', or a JSON file of the `tokenizers` package"
-            raise ValueError(problem("data.tokenizer", path, origins, reason, fix)) from None
-        try:
-            proto = finite(tokenizer_file(path)).read_bytes()
-            model: Any = backend.SentencePieceProcessor(model_proto=proto) if proto else None
-        except OSError as error:
-            reason = f"cannot be read ({error.strerror})"
-            raise ValueError(problem("data.tokenizer", path, origins, reason, fix)) from None
-        except RuntimeError:
-            model = None
-        if model is None or not model.vocab_size():
-            raise ValueError(problem("data.tokenizer", path, origins, "not a model of sentencepiece", fix))
-        self._model, pieces, end = model, model.vocab_size(), model.eos_id()
-        self.separator = end if end >= 0 else pieces
-        self.vocab = max(pieces, self.separator + 1)
+    def __init__(self, data: DataConfig, origins: Mapping[str, str]) -> None:
+        self._model = _sentencepiece(data, origins)
+        known = _known_pieces(data, origins, self._model)
+        self.vocab, self.separator, self.begins = known.vocab, known.separator, known.begins
 
     def encode(self, texts: list[bytes]) -> list[np.ndarray]:
         """Token numbers, uint32. Bytes that are not UTF-8 become the replacement character. Uses all cores."""
@@ -143,7 +173,12 @@ class SentencePieceTokenizer:
 
     def decode(self, tokens: list[int]) -> str:
         """The text."""
-        return self._model.decode([token for token in tokens if token < self._model.vocab_size()])
+        return self._model.decode([token for token in tokens if token < self.vocab])
+
+    def special(self, text: str) -> int:
+        """The special token with which a text begins; -1 if it begins with none."""
+        specials = (token for token in range(self.vocab) if self._model.is_control(token))
+        return next((token for token in specials if text.startswith(self._model.id_to_piece(token))), -1)
 
 
 def tokenizer_file(name: str) -> Path:
@@ -153,35 +188,163 @@ def tokenizer_file(name: str) -> Path:
     return next((file for file in map(Path(name).joinpath, FILES) if file.exists()), Path(name, FILES[0]))
 
 
-def load_tokenizer(name: str, origins: Mapping[str, str]) -> Tokenizer:
+def tokenizer_files(name: str) -> list[Path]:
+    """All files that decide about tokens, of which those beside the tokenizer's own need not be there."""
+    if name == BYTES:
+        return []
+    file = tokenizer_file(name)
+    beside = (*NAMING, *(NUMBERING if file.name in FILES else ()))
+    return [file, *(path for path in map(file.with_name, beside) if path.exists())]
+
+
+def load_tokenizer(data: DataConfig, origins: Mapping[str, str]) -> Tokenizer:
     """The tokenizer a configuration names. Raises ValueError if its file or package is missing."""
-    if name == BYTES:
+    if data.tokenizer == BYTES:
         return ByteTokenizer()
-    return (SentencePieceTokenizer if tokenizer_file(name).suffix == ".model" else JsonTokenizer)(name, origins)
+    return (SentencePieceTokenizer if _is_sentencepiece(data) else JsonTokenizer)(data, origins)
 
 
-def tokenizer_vocab(name: str, origins: Mapping[str, str]) -> int:
-    """Number of tokens of a tokenizer. Raises ValueError if its file cannot be read."""
-    if name == BYTES:
-        return ByteTokenizer.vocab
-    if tokenizer_file(name).suffix == ".model":
-        return SentencePieceTokenizer(name, origins).vocab
-    return _sizes(name, origins)[0]  # without its package
+def known_tokenizer(data: DataConfig, origins: Mapping[str, str]) -> Known:
+    """What is known of the tokenizer that text is trained on with.
+
+    Raises ValueError as `load_tokenizer`, and if no token is known that ends a document.
+    """
+    if data.tokenizer == BYTES:
+        return Known(BYTE_VOCAB, ByteTokenizer.separator, -1, (), {})
+    known = (
+        _known_pieces(data, origins, _sentencepiece(data, origins))
+        if _is_sentencepiece(data)
+        else _known_json(data, origins)
+    )
+    if known.separator < 0:
+        reason = f"it is not known which token ends a text: no file beside the tokenizer says it, and of {END_OF_TEXT} "
+        fix = "data.eos = that token as the tokenizer writes it, such as --data.eos '</s>'"
+        raise ValueError(problem("data.tokenizer", data.tokenizer, origins, f"{reason}it has none", fix))
+    return known
 
 
-def _sizes(path: str, origins: Mapping[str, str]) -> tuple[int, int]:
-    """(number of tokens including the separator, separator) of a tokenizer file."""
-    fix = "data.tokenizer = bytes, or the path of a JSON file of the `tokenizers` package"
+def _is_sentencepiece(data: DataConfig) -> bool:
+    return tokenizer_file(data.tokenizer).suffix == ".model"
+
+
+def _known_json(data: DataConfig, origins: Mapping[str, str]) -> Known:
+    """Of a tokenizer file of the `tokenizers` package."""
+    fix = "a JSON file of the `tokenizers` package, such as the tokenizer.json of a published model"
     try:
-        content = json_in(tokenizer_file(path))
+        content = json_in(tokenizer_file(data.tokenizer))
         vocab = content["model"]["vocab"]
         # Unigram models list (token, score) pairs, all others map tokens to numbers.
         tokens = {token: i for i, (token, _) in enumerate(vocab)} if isinstance(vocab, list) else dict(vocab)
         tokens |= {added["content"]: added["id"] for added in content.get("added_tokens", ())}
-        last = max(tokens.values())
+        max(tokens.values()) + 1  # there are tokens, and they have numbers
+        begins = _begins(content.get("post_processor"))
+    except OSError as error:
+        reason = f"cannot be read ({error.strerror})"
+        raise ValueError(problem("data.tokenizer", data.tokenizer, origins, reason, fix)) from None
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise ValueError(problem("data.tokenizer", data.tokenizer, origins, "not a tokenizer file", fix)) from None
+    return _known(data, origins, tokens, begins)
+
+
+def _begins(processor: Any) -> tuple[int, ...]:
+    """The tokens that a post-processor of the `tokenizers` package puts before a text."""
+    match (processor or {}).get("type"):
+        case "TemplateProcessing":
+            before = takewhile(lambda piece: "SpecialToken" in piece, processor["single"])
+            ids = (processor["special_tokens"][piece["SpecialToken"]["id"]]["ids"] for piece in before)
+            return tuple(token for each in ids for token in each)
+        case "BertProcessing" | "RobertaProcessing":
+            return (processor["cls"][1],)
+        case "Sequence":  # later ones go around earlier ones
+            return tuple(token for each in reversed(processor["processors"]) for token in _begins(each))
+    return ()
+
+
+def _sentencepiece(data: DataConfig, origins: Mapping[str, str]) -> Any:
+    """A model of sentencepiece, opened."""
+    path, fix = data.tokenizer, "a model of sentencepiece, such as the tokenizer.model of a published model"
+    try:
+        backend = importlib.import_module("sentencepiece")
+    except ImportError:
+        reason, fix = "the package `sentencepiece` is not installed", "pip install 'hocket[text]'"
+        raise ValueError(problem("data.tokenizer", path, origins, reason, fix)) from None
+    try:
+        proto = finite(tokenizer_file(path)).read_bytes()
+        model: Any = backend.SentencePieceProcessor(model_proto=proto) if proto else None
     except OSError as error:
         raise ValueError(problem("data.tokenizer", path, origins, f"cannot be read ({error.strerror})", fix)) from None
-    except (KeyError, TypeError, ValueError):
-        raise ValueError(problem("data.tokenizer", path, origins, "not a tokenizer file", fix)) from None
-    separator = next((tokens[name] for name in END_OF_TEXT if name in tokens), last + 1)
-    return max(last, separator) + 1, separator
+    except RuntimeError:
+        model = None
+    if model is None or not model.vocab_size():
+        raise ValueError(problem("data.tokenizer", path, origins, "not a model of sentencepiece", fix))
+    return model
+
+
+def _known_pieces(data: DataConfig, origins: Mapping[str, str], model: Any) -> Known:
+    """Of a model of sentencepiece."""
+    pieces = {model.id_to_piece(number): number for number in range(model.vocab_size())}
+    return _known(data, origins, pieces, None, model.eos_id())
+
+
+def _known(
+    data: DataConfig,
+    origins: Mapping[str, str],
+    tokens: Mapping[str, int],
+    begins: tuple[int, ...] | None,
+    end: int = -1,
+) -> Known:
+    """What is known of a tokenizer with these tokens, of which `end` may be known to end a text.
+
+    `begins` are tokens that it puts before a text; None leaves that to its `add_bos_token`.
+    """
+    file = tokenizer_file(data.tokenizer)
+    beside = {path.name: _table(path, data, origins) for path in tokenizer_files(data.tokenizer)[1:]}
+    named = {key: value for name in NAMING for key, value in beside.get(name, {}).items() if value}
+    numbered, numbers = [beside.get(name, {}) for name in NUMBERING], set(tokens.values())
+
+    def special(kind: str) -> int:
+        name = named.get(f"{kind}_token")
+        name = name.get("content") if isinstance(name, dict) else name
+        if isinstance(name, str) and name in tokens:
+            return tokens[name]
+        return next((x for said in numbered for x in token_numbers(said.get(f"{kind}_token_id")) if x in numbers), -1)
+
+    bos, eos = special("bos"), special("eos")
+    eos = eos if eos >= 0 else end if end >= 0 else next((tokens[name] for name in END_OF_TEXT if name in tokens), -1)
+    if data.eos:
+        eos = tokens.get(data.eos, -1)
+        if eos < 0:
+            reason, fix = "data.tokenizer has no such token", "one of its tokens, as the tokenizer writes it"
+            raise ValueError(problem("data.eos", data.eos, origins, reason, fix))
+    if begins is None:
+        begins = (bos,) if named.get("add_bos_token") and bos >= 0 else ()
+    if data.bos == "off":
+        begins = ()
+    elif data.bos == "on" and not begins:
+        if bos < 0:
+            reason = "the files of data.tokenizer name no token that begins a text"
+            fix = f"data.bos = auto, or a bos_token in {file.parent / NAMING[-1]}"
+            raise ValueError(problem("data.bos", data.bos, origins, reason, fix))
+        begins = (bos,)
+    return Known(max(numbers) + 1, eos, bos, begins, {number: token for token, number in tokens.items()})
+
+
+def _table(path: Path, data: DataConfig, origins: Mapping[str, str]) -> dict[str, Any]:
+    """What a file beside a tokenizer says."""
+    with suppress(OSError, ValueError):
+        if isinstance(found := json_in(path), dict):
+            return found
+    reason, fix = f"{path} is no table of JSON", "mend it, or put the published one there"
+    raise ValueError(problem("data.tokenizer", data.tokenizer, origins, reason, fix))
+
+
+def token_numbers(said: Any) -> list[int]:
+    """The tokens that a file means by one number or a list of them."""
+    return [token for token in (said if isinstance(said, list) else [said]) if type(token) is int]
+
+
+def ends_of(folder: Path) -> list[int]:
+    """Tokens at which transformers ends a text: those of generation_config.json, or of config.json if there is none."""
+    file = next((file for file in (folder / name for name in reversed(NUMBERING)) if file.exists()), None)
+    found = json_in(file) if file else {}
+    return token_numbers(found.get("eos_token_id")) if isinstance(found, dict) else []

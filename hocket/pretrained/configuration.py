@@ -36,10 +36,12 @@ IGNORED_KEYS = frozenset(
         "use_return_dict", "_attn_implementation", "attn_implementation", "_experts_implementation", "is_decoder",
         "is_encoder_decoder", "num_mtp_layers", "num_mtp_modules", "mtp_transformer_layers", "use_mtp",
         "mlp_intermediate_size", "quantization_config", "aux_loss_alpha", "seq_aux", "ep_size",
-        "initial_context_length",
+        "initial_context_length", "is_llama_config", "unsloth_version", "unsloth_fixed", "transformers.js_config",
     )
 )  # fmt: skip
 """Keys of config.json that say nothing of what a model computes. All others are read, or refused by name."""
+OFF_KEYS = {"attention_dropout": "there is no dropout", "rope_interleaved": "a rotary pair is half a head apart"}
+"""Keys of config.json that say nothing while they are false, and why they must be."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -193,10 +195,11 @@ def _refuse_others(config: Mapping[str, Any], family: Family) -> None:
         if any(x not in only.values and not (x is None and only.missing in only.values) for x in values):
             there = "" if key in config else ", where the key is missing"
             raise ValueError(f"{key} = {value}{there}: only {only.values[0]} is there")
-    if config.get("attention_dropout"):
-        raise ValueError(f"attention_dropout = {config['attention_dropout']}: there is no dropout")
+    for key, reason in OFF_KEYS.items():
+        if config.get(key):
+            raise ValueError(f"{key} = {config[key]}: {reason}")
     known |= keys_of(family) | windows.keys_of(family)
-    known |= {*family.only, *family.same, *IGNORED_KEYS, "attention_dropout"}
+    known |= {*family.only, *family.same, *IGNORED_KEYS, *OFF_KEYS}
     known |= {"sliding_window"} if "use_sliding_window" in family.only else set()
     strange = [key for key, value in config.items() if key not in known and value is not None]
     if strange:

@@ -37,6 +37,8 @@ class Host:
     """TCP port at which they meet; 0 where hocket starts them."""
     tokenizer_vocab: int = 0
     """Number of tokens of the configured tokenizer; 0 means not known."""
+    tokenizer_begin: str = ""
+    """Tokens before each document, as text; empty if there are none, or if the tokenizer was not looked for."""
     no_copy_engine: str = ""
     """Why the GPUs' copy engines cannot serve collectives; empty if they can, or if this was not checked."""
     no_peer_memory: str = ""
@@ -55,7 +57,8 @@ class Rule:
 
     `settings` are the dotted names involved, the most likely culprit first. `reason` and `fix` are format strings
     over the sections of the configuration, `host` and `world`. A rule about a setting without effect applies
-    only if the user set it: `only_if_set`. A `remark` is no error even then.
+    only if the user set it: `only_if_set`; one about a default that few mean, only if the user did not: `unless_set`. A
+    `remark` is no error even then.
     """
 
     settings: tuple[str, ...]
@@ -63,4 +66,5 @@ class Rule:
     reason: str
     fix: str
     only_if_set: bool = False
+    unless_set: bool = False
     remark: bool = False

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from hocket.config import Config
+from hocket.config import BYTES, Config
 from hocket.config.bounds import MOST_RANKS
 from hocket.program.layer import order_problem
 from hocket.settings.architecture_rules import ARCHITECTURE_RULES, has_experts
@@ -249,6 +249,19 @@ RULES: tuple[Rule, ...] = (
         "data.tokenizer = bytes, or the path of a tokenizers JSON file",
     ),
     Rule(
+        ("data.tokenizer", "model.weights"),
+        lambda c, h: bool(c.model.weights) and c.data.tokenizer == BYTES,
+        "a token would be a byte, and {model.weights} has weights for tokens of a tokenizer of its own",
+        "data.tokenizer = the folder or file of that tokenizer, or bytes by name if they are meant",
+        unless_set=True,
+    ),
+    Rule(
+        ("data.eos", "data.bos", "data.tokenizer"),
+        lambda c, h: c.data.tokenizer == BYTES and (bool(c.data.eos) or c.data.bos != "auto"),
+        "byte 0 ends a document of bytes, and no token begins it",
+        "leave it out, or another data.tokenizer",
+    ),
+    Rule(
         ("data.cache",),
         lambda c, h: not c.data.cache.strip(),
         "an empty path",
@@ -332,7 +345,8 @@ def broken(config: Config, host: Host, origins: Mapping[str, str]) -> list[Rule]
     return [
         rule
         for rule in binding
-        if not (rule.only_if_set and not asked(origins, rule.settings[0])) and rule.broken(config, host)
+        if not (rule.only_if_set if not asked(origins, rule.settings[0]) else rule.unless_set)
+        and rule.broken(config, host)
     ]
 
 

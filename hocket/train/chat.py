@@ -38,6 +38,8 @@ ROLE = "assistant"
 """The role whose turns are learnt."""
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 """Around what a template generates, until it is rendered: code points that no text has."""
+ANSWER = "\ufdd2"
+"""An answer, in a chat that shows what follows one."""
 TEMPLATE = "chat_template.jinja"
 SETTINGS = "tokenizer_config.json"
 """Files of a tokenizer's folder that have a chat template; the second has special tokens too."""
@@ -77,6 +79,17 @@ class Chats:
         chat = _Chat(messages, tools, where)
         text = self._render(chat, len(messages))
         return _without_marks(text) if OPEN in text else self._by_turns(text, chat)
+
+    def question(self, text: str) -> str:
+        """The text of a user's message, up to where an answer begins. Raises BadFileError."""
+        return self._render(_Chat([{"role": "user", "content": text}], None, "the prompt"), 1, asks=True)
+
+    @cached_property
+    def end(self) -> str:
+        """What the template writes after an answer, without white space around it. Raises BadFileError."""
+        chat = _Chat([{"role": "user", "content": "?"}, {"role": ROLE, "content": ANSWER}], None, "a chat of two")
+        _, said, behind = self._render(chat, 2).rpartition(ANSWER)
+        return behind.replace(CLOSE, "").strip() if said else ""
 
     def _by_turns(self, text: str, chat: _Chat) -> Marked:
         """See Note: [What of a chat is learnt]."""

@@ -31,15 +31,15 @@ from typing import Any
 
 import numpy as np
 
-from hocket.config import BYTES, DataConfig
+from hocket.config import DataConfig
 from hocket.fsdp.saving.whole import WholeFolder, sync
-from hocket.model.tokenizer import load_tokenizer, tokenizer_file
+from hocket.model.tokenizer import known_tokenizer, tokenizer_files
 from hocket.settings.schema import problem
 from hocket.train.chat import template_files
 from hocket.train.documents import PIECE, beside
 from hocket.train.tokenising import POLL, Asked, Say, in_order, tokenise
 
-FORMAT = 4
+FORMAT = 5
 """Number of the format. It changes whenever cached data changes its meaning."""
 
 SAMPLE = 1 << 20
@@ -302,10 +302,11 @@ def _checksum(tokens: np.ndarray, starts: np.ndarray, masked: np.ndarray, meta: 
 def _key(files: list[Path], data: DataConfig, asked: Asked) -> str:
     """Changes with everything that the tokens depend on: files, their sizes and times, tokenizer, seed."""
     digest = hashlib.sha256(f"{FORMAT} {data.tokenizer} {data.text_key} {data.seed}".encode())
+    if data.eos or data.bos != "auto":
+        digest.update(f" {data.eos!r} {data.bos}".encode())
     if data.prompt_key or data.chat_template:
         digest.update(f" {data.prompt_key} {data.chat_template}".encode())
-    tokenizer = [*([] if data.tokenizer == BYTES else [tokenizer_file(data.tokenizer)]), *template_files(data)]
-    for file in [*files, *tokenizer]:
+    for file in dict.fromkeys([*files, *tokenizer_files(data.tokenizer), *template_files(data)]):
         try:
             stat = file.stat()
         except OSError as error:
@@ -348,7 +349,7 @@ def _lock(path: Path, timeout: float) -> Iterator[None]:
 
 def _write(files: list[Path], asked: Asked, data: DataConfig, final: Path, say: Say) -> None:
     """Tokenise into a folder that appears once it is complete."""
-    tokenizer = load_tokenizer(data.tokenizer, asked.origins)
+    tokenizer = known_tokenizer(data, asked.origins)
     folder, parts = WholeFolder(final), final.with_suffix(".pieces")
     folder.begin()
     try:

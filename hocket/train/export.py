@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -13,22 +15,34 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from hocket.config import BYTES, Config, PrecisionConfig
+from hocket.config import BYTES, Config, DataConfig, PrecisionConfig
+from hocket.files import json_in
 from hocket.fsdp.saving.dcp import run_dcp
 from hocket.fsdp.saving.flat_tensor import FlatTensor
 from hocket.fsdp.saving.harmless import HarmlessPlanner, HarmlessReader
 from hocket.fsdp.saving.whole import WholeFolder, sync
 from hocket.model.source import whole_shapes
-from hocket.model.tokenizer import tokenizer_file
+from hocket.model.tokenizer import (
+    FILES,
+    NAMING,
+    Known,
+    ends_of,
+    known_tokenizer,
+    load_tokenizer,
+    token_numbers,
+    tokenizer_file,
+)
 from hocket.pretrained.configuration import TYPES, config_for
 from hocket.pretrained.convert import rules_of, split, tensors_of
 from hocket.pretrained.tables import FAMILIES
 from hocket.pretrained.written import LARGEST, files_of, write_files
 from hocket.settings.schema import changed, flat, types
+from hocket.train.chat import TEMPLATE, Chats
 from hocket.train.damage import META, damage_of
+from hocket.train.documents import BadFileError
 
-BESIDE = ("tokenizer*", "special_tokens_map.json", "generation_config.json", "chat_template*", "vocab.*", "merges.txt")
-"""Files of an imported model that go on unchanged."""
+BESIDE = ("tokenizer*", "special_tokens_map.json", "chat_template*", "vocab.*", "merges.txt")
+"""Files of a published model's tokenizer."""
 
 
 class StoredModel:
@@ -38,11 +52,22 @@ class StoredModel:
         if damage := damage_of(checkpoint):
             raise ValueError(damage)
         self.settings: dict[str, Any] = json.loads((checkpoint / META).read_text())["config"]
-        found = flat({"model": self.settings["model"], "data": self.settings["data"]})
+        data = {"bos": "off"} | self.settings["data"]  # a run that knows no such setting had none
+        found = flat({"model": self.settings["model"], "data": data})
         known = {name: tuple(v) if isinstance(v, list) else v for name, v in found.items() if name in types()}
         config = changed(Config(), known)
         self.model, self.data = config.model, config.data
         self._reader = HarmlessReader(checkpoint)
+
+    @property
+    def ends(self) -> list[int]:
+        """Tokens that end a text: the one after documents first, then others that the model had when it was imported.
+
+        Raises ValueError if the tokenizer is not there.
+        """
+        weights, file = Path(self.model.weights).resolve(), tokenizer_file(self.data.tokenizer).resolve()
+        known = self.model.weights and (self.data.tokenizer == BYTES or file.parent == weights)
+        return list(dict.fromkeys([known_tokenizer(self.data, {}).separator, *(ends_of(weights) if known else ())]))
 
     def value(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """A whole parameter, or a balance bias, fp32."""
@@ -54,10 +79,10 @@ class StoredModel:
         return value.view(shape)
 
 
-def export(checkpoint: Path, target: Path, dtype: str = "", largest: int = LARGEST) -> tuple[str, str]:
-    """Write a checkpoint's model to a new folder: config.json, safetensors, and the tokenizer.
+def export(checkpoint: Path, target: Path, dtype: str = "", largest: int = LARGEST) -> tuple[str, list[str]]:
+    """Write a checkpoint's model to a new folder: config.json, safetensors, and what makes text of tokens.
 
-    Returns its family, and a remark: why an imported model's own config.json could not be taken; empty if it was.
+    Returns its family, and remarks: why an imported model's own config.json could not be taken, and what is missing.
 
     `dtype` is fp32 or bf16, by default the one that the run computed in; balance biases stay fp32. Holds one parameter
     at a time. A folder appears whole or not at all. Raises ValueError for a damaged checkpoint, for a model that no
@@ -83,21 +108,75 @@ def export(checkpoint: Path, target: Path, dtype: str = "", largest: int = LARGE
     folder.begin()
     try:
         write_files(folder.temporary, files_of(tensors, largest), values())
+        missing = _write_text_files(stored, config, folder.temporary)
         (folder.temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        _copy_tokenizer(settings, folder.temporary)
         for file in folder.temporary.iterdir():
             sync(file)
         folder.publish()
     except BaseException:
         folder.give_up()
         raise
-    return name, remark
+    own = f"{remark}; so hocket wrote a config.json of its own" if remark else ""
+    return name, [note for note in (own, missing) if note]
 
 
-def _copy_tokenizer(settings: dict[str, Any], folder: Path) -> None:
-    weights, tokenizer = settings["model"].get("weights", ""), settings["data"]["tokenizer"]
-    for pattern in BESIDE if weights else ():
-        for file in Path(weights).glob(pattern):
-            shutil.copy(file, folder / file.name)
-    if tokenizer != BYTES and (file := tokenizer_file(tokenizer)).exists():
-        shutil.copy(file, folder / "tokenizer.model" if file.suffix == ".model" else "tokenizer.json")
+def _write_text_files(stored: StoredModel, config: dict[str, Any], folder: Path) -> str:
+    """Write what makes text of tokens: tokenizer, chat template, and where a text begins and ends, also in `config`.
+
+    Files of an imported model go on as they are, but for what the run has otherwise. Returns a remark on what is
+    missing.
+    """
+    data, weights = stored.data, Path(stored.model.weights)
+    file = tokenizer_file(data.tokenizer)
+    home, patterns = (file.parent, BESIDE) if file.name in FILES else (file.parent, (*NAMING, TEMPLATE))
+    if data.tokenizer == BYTES:
+        home, patterns = weights, BESIDE if stored.model.weights else ()
+    for path in (path for pattern in patterns for path in home.glob(pattern) if path.is_file()):
+        shutil.copy(path, folder / path.name)
+    if data.tokenizer != BYTES and not file.exists():
+        config |= {key: config.get(key) for key in ("bos_token_id", "eos_token_id")}  # a family's own may be others
+        return f"there is no {file} any more, so hocket wrote no tokenizer"
+    remark = ""
+    if data.chat_template and Path(data.chat_template).is_file():
+        shutil.copy(data.chat_template, folder / TEMPLATE)
+    elif data.chat_template:
+        remark = f"there is no {data.chat_template} any more, so hocket wrote no chat template"
+    known, ends = known_tokenizer(data, {}), stored.ends
+    if data.tokenizer != BYTES:
+        _write_tokenizer(data, known, file, folder)
+    with suppress(ValueError, BadFileError):  # no template, or no packages that read it
+        special = load_tokenizer(data, {}).special(Chats(data).end)
+        ends += [special] if special >= 0 and special not in ends else []
+    bos = next((token for token in (known.bos, *known.begins) if token >= 0), None)
+    before = weights / "generation_config.json"
+    generation = json_in(before) if stored.model.weights and before.exists() else {}
+    if "eos_token_id" not in config or ends[0] not in ends_of(weights):
+        config |= {"bos_token_id": bos, "eos_token_id": ends[0]}
+        generation |= {"bos_token_id": bos}
+    if set(token_numbers(generation.get("eos_token_id"))) != set(ends):
+        generation |= {"eos_token_id": ends if len(ends) > 1 else ends[0]}
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    return remark
+
+
+def _write_tokenizer(data: DataConfig, known: Known, file: Path, folder: Path) -> None:
+    """Write a tokenizer's own file, so that text begins as in the run, and tokenizer_config.json if there is none."""
+    pieces, default = file.suffix == ".model", known_tokenizer(replace(data, bos="auto"), {})
+    target, about = folder / FILES[pieces], folder / NAMING[-1]
+    shutil.copy(file, target)
+    names = known.names
+    said: dict[str, Any] = json_in(about) if about.exists() else {}
+    if not about.exists():
+        said = {"tokenizer_class": "LlamaTokenizer" if pieces else "PreTrainedTokenizerFast"}
+        said |= {"clean_up_tokenization_spaces": False, "eos_token": names[known.separator]}
+        said |= {"bos_token": names[known.bos]} if known.bos >= 0 else {}
+    if pieces and (known.begins != default.begins or not about.exists()):
+        said["add_bos_token"] = bool(known.begins)
+    about.write_text(json.dumps(said, indent=2, ensure_ascii=False) + "\n")
+    if not pieces and known.begins != default.begins:
+        text, other = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+        begin = [{"SpecialToken": {"id": names[token], "type_id": 0}} for token in known.begins]
+        specials = {names[x]: {"id": names[x], "ids": [x], "tokens": [names[x]]} for x in known.begins}
+        template = {"single": [*begin, text], "pair": [*begin, text, other], "special_tokens": specials}
+        content = json_in(file) | {"post_processor": {"type": "TemplateProcessing", **template}}
+        target.write_text(json.dumps(content, ensure_ascii=False))

@@ -28,7 +28,7 @@ import numpy as np
 
 from hocket.config import DataConfig
 from hocket.fsdp.saving.whole import sync
-from hocket.model.tokenizer import Tokenizer, load_tokenizer, tokenizer_vocab
+from hocket.model.tokenizer import Tokenizer, known_tokenizer, load_tokenizer
 from hocket.settings.schema import problem
 from hocket.settings.sources import as_setting
 from hocket.train.chat import Chats
@@ -126,7 +126,7 @@ def tokenise(folder: Path, files: Sequence[Path], asked: Asked, data: DataConfig
     if processes > 1:
         _in_processes(folder, pieces, asked, data, processes, progress)
     elif missing:
-        _Task(folder, asked, data, load_tokenizer(data.tokenizer, asked.origins), progress.tell).work(pieces)
+        _Task(folder, asked, data, load_tokenizer(data, asked.origins), progress.tell).work(pieces)
     return [_read(folder, number, progress.dtype) for number in range(len(pieces))]
 
 
@@ -140,7 +140,7 @@ class _Progress:
 
     def __init__(self, folder: Path, pieces: int, data: DataConfig, origins: Mapping[str, str], say: Say) -> None:
         self._folder, self._pieces, self._say, self._told = folder, pieces, say, time.monotonic()
-        self.dtype = dtype_of(tokenizer_vocab(data.tokenizer, origins))
+        self.dtype = dtype_of(known_tokenizer(data, origins).vocab)
 
     def tell(self) -> None:
         """Say it if nothing was said for a while."""
@@ -233,7 +233,7 @@ def _worker(folder: Path) -> int:
 
     try:
         pieces = [[(Path(file), (part[0], part[1])) for file, part in piece] for piece in job["pieces"]]
-        _Task(folder, asked, data, load_tokenizer(data.tokenizer, asked.origins), stop_with_parent).work(pieces)
+        _Task(folder, asked, data, load_tokenizer(data, asked.origins), stop_with_parent).work(pieces)
     except OSError as error:
         sys.stdout.write(json.dumps(["OSError", error.errno, error.strerror or str(error)]))
         return 1
@@ -350,7 +350,7 @@ class _Writer:
     def flush(self) -> None:
         """Tokenise the text that waits."""
         for tokens in self._tokenizer.encode(self._texts):
-            self._append(tokens)
+            self._append(self._begun(tokens))
         self._texts, self._waiting = [], 0
 
     def _append_marked(self, document: Marked) -> None:
@@ -360,9 +360,17 @@ class _Writer:
         for first, end in document.learnt:
             learnt[:-1] |= (firsts >= first) & (firsts < end)
         learnt[-1] = document.ends
+        if document.ends:  # the text of a chat has what its template writes
+            tokens = self._begun(tokens)
+            learnt = np.pad(learnt, (len(tokens) + 1 - len(learnt), 0))
         edges = np.flatnonzero(np.diff(learnt, prepend=True, append=True))
         self.masked += [(len(self.lengths), int(a), int(b)) for a, b in edges.reshape(-1, 2)]
         self._append(tokens)
+
+    def _begun(self, tokens: np.ndarray) -> np.ndarray:
+        """The tokens of a text with those that begin one. No text stays none."""
+        begins = self._tokenizer.begins
+        return np.concatenate([np.asarray(begins, dtype=tokens.dtype), tokens]) if begins and len(tokens) else tokens
 
     def _append(self, tokens: np.ndarray) -> None:
         self._out.write(tokens.astype(self._dtype).tobytes())

@@ -98,6 +98,7 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("qwen2", {"use_mrope": True}, "use_mrope = True: only False is there"),
     ("llama", {"logit_scale": 0.5}, "logit_scale = 0.5: config.json of llama has no such key"),
     ("llama", {"attention_dropout": 0.1}, "attention_dropout = 0.1: there is no dropout"),
+    ("llama", {"rope_interleaved": True}, "rope_interleaved = True: a rotary pair is half a head apart"),
     ("llama", {"quantization_config": "fp8"}, "quantization_config = 'fp8': not a table of keys"),
     ("llama", {"quantization_config": {}}, "quantization_config has quant_method = None: only fp8 blocks"),
     ("llama", {"quantization_config": {"quant_method": "mxfp4"}}, "quant_method = mxfp4: only fp8 blocks of e4m3 are"),
@@ -204,6 +205,38 @@ def test_tensors(
     save_file(tensors, file)
     capsys.readouterr()
     refused(capsys, file.parent, words)
+
+
+def test_keys_that_say_nothing_are_ignored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = {"is_llama_config": True, "rope_interleaved": False, "unsloth_version": "1", "unsloth_fixed": True}
+    path = change_config(saved("llama", tmp_path / "model"), **keys, **{"transformers.js_config": {"dtype": "q4"}})
+    assert command(capsys, "import", path, tmp_path / "run.toml")[0] == 0
+
+
+def test_a_folder_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, target = saved("llama", tmp_path / "model"), tmp_path / "run.toml"
+    code, out, _ = command(capsys, "import", path, target)
+    assert code == 0
+    assert f"note: {path} has no tokenizer that hocket reads (tokenizer.json or tokenizer.model): a run" in out
+    assert "[data]" not in target.read_text()
+    words = ["plan", target, "--model.vocab", "256", "--train.microbatches", "2"]
+    code, _, err = command(capsys, *words)
+    assert code == 2
+    assert "a token would be a byte, and " in err
+    assert "fix: data.tokenizer = the folder or file of that tokenizer, or bytes by name if they are meant" in err
+    assert command(capsys, *words, "--data.tokenizer", "bytes")[0] == 0
+
+
+def test_a_tokenizer_that_names_no_end_of_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, target = saved("llama", tmp_path / "model"), tmp_path / "run.toml"
+    capsys.readouterr()
+    change_config(path, eos_token_id=None)
+    (path / "generation_config.json").write_text("{}")
+    (path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 1}}}))
+    refused(capsys, path, r"not known which token ends a text.*; fix: data\.eos = that token .*--data\.eos '</s>'$")
+    assert command(capsys, "import", path, target, "--data.eos", "c")[0] == 2
+    assert command(capsys, "import", path, target, "--data.eos", "b")[0] == 0
+    assert 'eos = "b"' in target.read_text()
 
 
 def test_old_frequencies_are_ignored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
