@@ -256,10 +256,11 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
     assert not list((tmp_path / "cache").glob("*.tmp"))
 
 
-def test_bytes_that_are_no_utf8_are_text_and_utf16_is_not(tmp_path):
-    odd = bytes(range(1, 256))
-    (tmp_path / "odd").write_bytes(odd)
-    assert bytes(open_corpus(data_in(tmp_path, str(tmp_path / "odd")), {}).tokens) == odd + b"\0"
+def test_text_in_other_encodings_is_refused(tmp_path):
+    (tmp_path / "odd").write_bytes("café".encode("latin-1") * 9)
+    for path in (tmp_path, tmp_path / "odd"):
+        with pytest.raises(ValueError, match=r"odd is not UTF-8 \(byte 0xe9 at offset 3\); fix: save it as UTF-8"):
+            open_corpus(data_in(tmp_path, str(path)), {}, without=tmp_path / "cache")
     (tmp_path / "wide").write_bytes("text".encode("utf-16"))
     with pytest.raises(ValueError, match=r"wide holds no text \(binary: with bytes 0, as UTF-16 has\); fix: "):
         open_corpus(data_in(tmp_path, str(tmp_path / "wide")), {})

@@ -94,9 +94,12 @@ class DataConfig:
     sources: str = ""
     """A TOML file of several sources of text with weights, in place of data.paths: docs/data.md."""
     text_key: str = "text"
-    """Name of the text, or of the messages of a chat, in a line of JSON or a row of a table."""
+    """Name of the text, or of the messages of a chat, in a line of JSON or a row of a table. `a.b` is the `b` inside of
+    `a`."""
     prompt_key: str = ""
     """Name of a text there that stands before the text and is not learnt. Empty: there is none."""
+    skip_empty: bool = False
+    """Leave out rows whose text is null or missing, and say how many. Without it such a row ends the run."""
     chat_template: str = ""
     """A file with a template of Jinja that makes text of messages. Empty: that of the tokenizer's folder."""
     tokenizer: str = "bytes"
