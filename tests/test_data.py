@@ -391,6 +391,23 @@ def test_a_split_must_hold_a_batch(tmp_path):
         streams_of(tmp_path, "x" * 131, microbatches=2, sequences=3)
 
 
+@pytest.mark.parametrize("packing", ["off", "on", "best_fit"])
+def test_a_validation_reads_each_sequence_once(tmp_path, packing):
+    write(tmp_path / "text", **{f"{i:02}": f"{i:02}" * 8 for i in range(40)})
+    more = {"sequence_length": 16, "validation": 0.5, "packing": packing}
+    data = data_in(tmp_path, str(tmp_path / "text"), **more)
+    settings = resolve(Config(data=data, train=TrainConfig(microbatches=4, sequences=2)))
+    train, validations = make_streams(open_text(settings), settings)
+    stream = validations[""]
+    assert stream.sequences % 8
+    batches = [stream.batch(range(8 * n, 8 * n + 8)) for n in range(stream.batches(8))]
+    counting = [ids for ids, targets, _ in batches for ids in ids[(targets != IGNORED).any(1)].tolist()]
+    assert sorted(counting) == sorted(stream.row(position)[0].tolist() for position in range(stream.sequences))
+    assert all(ids.shape == (8, 16) for ids, _, _ in batches)
+    again = train.streams[0].sequences
+    assert (train.batch([again])[1] != IGNORED).any(), "training begins anew"
+
+
 def test_only_a_validation_split_that_is_used_must_hold_a_batch(tmp_path):
     write(tmp_path / "text", a="x" * 200)
     for batches in (0, 1):

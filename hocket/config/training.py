@@ -180,7 +180,7 @@ class TrainConfig:
     eval_every: Annotated[int, Between(0)] = 50
     """Steps between validations; 0 means only one at the end."""
     eval_batches: Annotated[int, Between(0)] = 4
-    """Batches of one validation, each as large as a step's; 0 means no validation."""
+    """Most batches of one validation, each as large as a step's; 0 means no validation. It reads no sequence twice."""
     save_every: Annotated[int, Between(0)] = 0
     """Steps between checkpoints; 0 means only one at the end."""
     save_behind: bool = True

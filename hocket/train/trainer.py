@@ -36,7 +36,7 @@ from hocket.runtime.recorder import Watchdog
 from hocket.runtime.world import everyone
 from hocket.settings.schema import leaf, problem
 from hocket.train.checkpoint import Moment, Restored, restore, resumes
-from hocket.train.data import Bins, Mixed, Rows, make_streams
+from hocket.train.data import Bins, Mixed, Rows, Shuffled, make_streams
 from hocket.train.metrics import Metrics, StepRecord
 from hocket.train.owner import RUN, number_for
 from hocket.train.pieces import Range
@@ -339,11 +339,14 @@ class Trainer:
         if self._held_out is not None:
             metrics.validation(self.step, self._held_out, losses if "" not in losses else {})
 
-    def _evaluate(self, stream: Rows, metrics: Metrics) -> tuple[float, int]:
-        """Mean cross-entropy over all targets that count of the first `eval_batches` batches, and their number."""
+    def _evaluate(self, stream: Shuffled, metrics: Metrics) -> tuple[float, int]:
+        """Mean cross-entropy over all targets that count of the first `eval_batches` batches, and their number.
+
+        No sequence is read twice.
+        """
         total, learnt, train = 0.0, 0, self.settings.train
         order = as_read(train.microbatches, self.settings.mesh.dp, train.sequences)
-        for batch in range(train.eval_batches):
+        for batch in range(min(train.eval_batches, stream.batches(self.settings.batch))):
             loss = self.engine.evaluate(self._microbatches(stream, batch * self.settings.batch, order))
             count = int(self.engine.learnt)
             total, learnt = total + self.engine.agree(loss).loss * count, learnt + count
