@@ -4,7 +4,8 @@ The tokens of a split are cut into sequences of equal length, without regard to 
 stands there); with `data.packing` the documents that share a sequence are then kept apart. Each epoch visits all of
 them in a new random order. Several sources share one stream as `hocket/train/mix.py` says. The *position* of a run is
 the number of sequences it has consumed. A step takes the next `dp * microbatches * sequences` of them, whatever their
-order in the step is (`data.order`), so the same position continues the same stream on any number of ranks.
+order in the step is (`hocket/program/dealing.py`), so the same position continues the same stream on any number of
+ranks.
 """
 
 from __future__ import annotations

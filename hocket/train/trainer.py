@@ -28,7 +28,7 @@ from hocket.model.microbatch import Microbatch
 from hocket.model.transformer import parameter_counts
 from hocket.program.attending import lengths_of
 from hocket.program.capacity import lack
-from hocket.program.dealing import Dealt, as_read, dealt, works_of
+from hocket.program.dealing import Dealt, as_read, deals, dealt, works_of
 from hocket.program.part_sizes import attending
 from hocket.resolve import Settings
 from hocket.runtime.collection import collect_after, no_collection
@@ -295,13 +295,12 @@ class Trainer:
         All ranks find the same. See `hocket/program/dealing.py`.
         """
         settings, dp = self.settings, self.settings.mesh.dp
-        assert settings.data.order != "auto", "the configuration is not resolved"
-        if settings.data.order == "as_read":
+        if not deals(settings):
             return as_read(settings.train.microbatches, dp, settings.train.sequences), None
         attention = attending(settings.model, settings.data.sequence_length)
         lengths = (self.train_stream.lengths(position + n).tolist() for n in range(settings.batch))
         works = [attention.work(lengths_of(each)) for each in lengths]
-        order = dealt(works, dp, settings.train.sequences, settings.data.order)
+        order = dealt(works, dp, settings.train.sequences)
         return order, imbalance_of(works_of(order, works)) if dp > 1 else None
 
     def _microbatches(self, stream: Rows, position: int, order: Dealt) -> list[Microbatch]:
