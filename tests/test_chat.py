@@ -346,7 +346,7 @@ def test_loops_are_those_of_jinja(tmp_path):
     plain = sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]).from_string(LOOPS)
     (tmp_path / "t.jinja").write_text(LOOPS)
     asked = [message for message in CHAT if message["role"] == "user"]
-    found = Chats(DataConfig(chat_template=str(tmp_path / "t.jinja"))).marked(asked, None, "line 1")
+    (found,) = Chats(DataConfig(chat_template=str(tmp_path / "t.jinja"))).marked(asked, None, "line 1")
     assert found.text == plain.render(messages=asked)
 
 

@@ -6,7 +6,7 @@ sequences of a step are dealt out anew: parcels of as even cost as sequences all
 run them at the same time, and as much to each rank over the whole step. This is integer arithmetic on what every rank
 knows, so all ranks find the same without a word. A step has the sequences that it would have otherwise.
 
-The order matters to pipelines alone. A single cheap microbatch fills the pipeline, and then the dearest come first. With
+The order matters to pipelines alone. One cheap microbatch fills the pipeline, and then the dearest come first. With
 the dearest in the middle most simulated steps are up to 2 % shorter, but those of interleaved orders of few groups, in
 which a microbatch soon comes back to the first rank, up to 6 % longer.
 """
