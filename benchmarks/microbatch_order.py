@@ -1,12 +1,11 @@
-"""What the order of microbatches within a step gains where it goes by the attention of their documents (`data.order`).
+"""What the order of microbatches within a step gains where it goes by the attention of their documents.
 
     python -m benchmarks.microbatch_order
 
 A microbatch has as many tokens as any other, and as little attention as its documents are short. Lengths are those of
-`benchmarks.context_balance`. Each step is simulated with the costs of its own microbatches: as they are read, and in
-each order that `data.order` has. Data-parallel ranks wait for each other in every microbatch, as they do where weights
-are gathered for each use, so the one with the most attention counts. `auto` is the order that hocket chooses without
-knowing these lengths. Needs no GPU.
+`benchmarks.context_balance`. Each step is simulated with the costs of its own microbatches: as they are read, and as
+`hocket/program/dealing.py` deals them out. Data-parallel ranks wait for each other in every microbatch, as they do
+where weights are gathered for each use, so the one with the most attention counts. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from typing import Any
 
 from benchmarks.context_balance import lengths_of as bounds_of
 from benchmarks.markdown import table
-from hocket.config import Config, DataOrder
-from hocket.planning import program_of
+from hocket.config import Config
+from hocket.planning import program_of, slowest_ranks
 from hocket.program.attending import Lengths, lengths_of
 from hocket.program.network import hardware_of
 from hocket.program.overheads import overheads_of
@@ -30,10 +29,7 @@ from hocket.resolve import Settings, resolve
 from hocket.settings.families import llama3_8b
 from hocket.settings.rule import Host
 from hocket.settings.schema import changed
-from hocket.tune.data_order import slowest_ranks
 
-ORDERS: tuple[DataOrder, ...] = ("dearest_early", "dearest_middle")
-NAMES = (*ORDERS, "auto")
 STEPS = 20
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "no pipeline": (8, {"mesh.pp": 1, "plan.order": "1f1b"}),
@@ -58,24 +54,20 @@ def settings_of(case: dict[str, Any], length: int, microbatches: int) -> Setting
     return resolve(config, Host(gpus=config.mesh.world))
 
 
-def gains(settings: Settings) -> dict[str, float]:
-    """By how much steps are shorter in each order than as they are read, on average over steps."""
+def gain(settings: Settings) -> float:
+    """By how much steps are shorter than as they are read, on average over steps."""
     program, hardware, length = program_of(settings), hardware_of(settings), settings.data.sequence_length
     whole = costs_of(settings, hardware)
     overheads = overheads_of(settings, hardware, whole.table)
 
-    def seconds(sequences: Sequence[Lengths], order: DataOrder) -> float:
-        slowest = slowest_ranks(changed(settings, {"data.order": order}), sequences)
+    def seconds(sequences: Sequence[Lengths], packing: str) -> float:
+        slowest = slowest_ranks(changed(settings, {"data.packing": packing}), sequences)  # without it as they are read
         return float(simulate(program, varied(whole, settings, hardware, slowest), overheads).makespan)
 
-    found = dict.fromkeys(NAMES, 0.0)
+    found = 0.0
     for step in range(STEPS):
         sequences = [documents(settings.batch * step + n, length) for n in range(settings.batch)]
-        plain = seconds(sequences, "as_read")
-        gained = {order: 1 - seconds(sequences, order) / plain for order in ORDERS}
-        for order, gain in gained.items():
-            found[order] += gain / STEPS
-            found["auto"] += gain / STEPS if order == settings.data.order else 0.0
+        found += (1 - seconds(sequences, "on") / seconds(sequences, "off")) / STEPS
     return found
 
 
@@ -85,11 +77,9 @@ def main() -> None:
         for (name, (count, case)), dp in product(CASES.items(), (1, 2, 8)):
             if dp == case["mesh.pp"] == 1:
                 continue
-            found = gains(settings_of({**case, "mesh.dp": dp}, length, count))
-            rows.append(
-                [f"{length:,}", name, str(dp), str(count), *(f"{100 * gain:+.1f} %" for gain in found.values())]
-            )
-    print(table(["tokens", "order of the pipeline", "dp", "microbatches", *NAMES], rows))
+            gained = gain(settings_of({**case, "mesh.dp": dp}, length, count))
+            rows.append([f"{length:,}", name, str(dp), str(count), f"{100 * gained:+.1f} %"])
+    print(table(["tokens", "order of the pipeline", "dp", "microbatches", "shorter by"], rows))
 
 
 if __name__ == "__main__":

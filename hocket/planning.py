@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from textwrap import wrap
 from typing import Any
 
+from hocket.config import Config
 from hocket.program.attending import Lengths, merged
 from hocket.program.cost import CostTable, Measurement
+from hocket.program.dealing import as_read, by_documents, deals, dealt, works_of
 from hocket.program.hardware import Hardware
 from hocket.program.lower import build_program
 from hocket.program.mesh import described
 from hocket.program.network import adapter_times, crossing, hardware_of
 from hocket.program.ops import Program
 from hocket.program.overheads import issued, overheads_of
+from hocket.program.part_sizes import attending
 from hocket.program.schedule import cost_key
 from hocket.program.simulate import Timeline, simulate
 from hocket.program.stages import carried_by, costs_of, layout_of, sharding_of
@@ -25,7 +28,7 @@ from hocket.program.varied import varied
 from hocket.resolve import Settings
 from hocket.settings.arrivals import arrival_bytes
 from hocket.settings.hardware_choice import GPU
-from hocket.tune.data_order import by_documents, slowest_ranks
+from hocket.settings.rules import has_experts
 from hocket_trace.columns import duration
 
 
@@ -53,6 +56,24 @@ def documents_of(settings: Settings) -> list[Lengths]:
     slowest = slowest_ranks(settings, sequences)
     count = settings.train.microbatches
     return slowest if len(sequences) == count * each else [merged(slowest)] * count
+
+
+def slowest_ranks(c: Config, sequences: Sequence[Lengths]) -> list[Lengths]:
+    """Documents of each microbatch, on the data-parallel rank that others wait for.
+
+    `sequences` has those of each sequence of a step, as they are read.
+    """
+    attention = attending(c.model, c.data.sequence_length)
+    works, dp, each = [attention.work(documents) for documents in sequences], c.mesh.dp, c.train.sequences
+    order = dealt(works, dp, each) if deals(c) else as_read(len(works) // (dp * each), dp, each)
+    of_ranks = works_of(order, works)
+    totals = [sum(all_of) for all_of in zip(*of_ranks, strict=True)]
+    meet_once = c.overlap.dp.strategy in ("no_shard", "optim") and not (has_experts(c) and c.mesh.ep > 1)
+    most = [
+        totals.index(max(totals)) if meet_once else of_microbatch.index(max(of_microbatch))
+        for of_microbatch in of_ranks
+    ]
+    return [merged(sequences[n] for n in mine[rank]) for mine, rank in zip(order, most, strict=True)]
 
 
 def told_documents(settings: Settings) -> str:

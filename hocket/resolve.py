@@ -40,7 +40,6 @@ from hocket.tune.by_cost import (
     choose_update,
     stride_remark,
 )
-from hocket.tune.data_order import choose_data_order
 from hocket.tune.deferral_choice import DEFERRAL, choose_deferral
 from hocket.tune.graph_choice import GRAPHS, SPLITS, choose_graphs, choose_splits, graphs_that_pay
 from hocket.tune.memory_choice import choose_offload, choose_recompute
@@ -345,7 +344,6 @@ CHOICES_BY_COST: tuple[tuple[str, Callable[[Config, Host, Trials], tuple[Any, st
     ("plan.recompute", choose_recompute),
     ("plan.layer_order", choose_layer_order),
     ("overlap.pp.backward_lane", choose_lane),
-    ("data.order", choose_data_order),
 )
 """The same of those that go by costs, which only a sound configuration has."""
 _OPEN = ("auto", "", ("auto",))

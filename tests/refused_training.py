@@ -32,7 +32,6 @@ REFUSED_TRAINING: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = 
         "train.keep_best",
         "there is no held-out loss",
     ),
-    ({}, {"data__order": "dearest_early"}, "data.order", "none is dearer than another"),
     ({}, {"optimizer__momentum": 0.9}, "optimizer.momentum", "only optimizer.name = muon"),
     ({}, {"optimizer__scale": "original"}, "optimizer.scale", "only optimizer.name = muon"),
     ({}, {"optimizer__adamw": ("*.router.*",)}, "optimizer.adamw", "only optimizer.name = muon"),

@@ -133,13 +133,153 @@ def test_tokens_and_masks_are_those_of_transformers(tmp_path, template):
     assert any(mask)
 
 
+THINKS = """{% set ns = namespace(last=-1) %}{% for m in messages if m.role == 'user' %}
+{% set ns.last = messages.index(m) %}{% endfor %}{% for m in messages %}{% if m.role == 'assistant' %}<A>
+{% if loop.index0 > ns.last %}<think>{{ m.thoughts or '' }}</think>{% endif %}{{ m.content.split('</think>')[-1] }}<end>
+{% else %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<A>
+{% endif %}"""
+"""As Qwen3's: thoughts are written in turns since the last question."""
+FORGETS = """{% for m in messages %}{% if m.role == 'assistant' %}<A>{{ m.content.split('</think>')[-1] }}<end>
+{%- else %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<A><think>
+{% endif %}"""
+"""As DeepSeek-R1's: no thoughts are written, and the prompt for an answer opens one."""
+
+
+def taught(corpus: Corpus) -> dict[str, list[str]]:
+    """What is learnt of each document: its ranges, by the document's text."""
+    split, tokens = [*corpus.starts[1:], len(corpus.tokens)], corpus.tokens
+    mask = np.ones(len(tokens), dtype=bool)
+    for first, end in corpus.masked:
+        mask[first:end] = False
+    found = {}
+    for first, end in zip(corpus.starts, split, strict=True):
+        edges = np.flatnonzero(np.diff(mask[first:end], prepend=False, append=False)).reshape(-1, 2)
+        found[bytes(tokens[first : end - 1]).decode()] = [
+            bytes(tokens[first + a : first + b]).decode() for a, b in edges
+        ]
+    assert len(found) == corpus.documents
+    return found
+
+
+def test_a_template_that_drops_thoughts_makes_a_document_of_each_turn(tmp_path):
+    chat = [
+        {"role": "user", "content": "1?"},
+        {"role": "assistant", "content": "one", "thoughts": "ein"},
+        {"role": "user", "content": "2?"},
+        {"role": "assistant", "content": "call", "thoughts": "zwei"},
+        {"role": "tool", "content": "two"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "3?"},
+        {"role": "assistant", "content": "three", "thoughts": "drei"},
+        {"role": "user", "content": "4?"},
+    ]
+    found = taught(opened(tmp_path, {"messages": chat}, text_key="messages", template=THINKS))
+    assert found == {
+        "<user>1?<A>\n<think>ein</think>one<end>\n": ["<think>ein</think>one<end>\n"],
+        "<user>1?<A>\none<end>\n<user>2?<A>\n<think>zwei</think>call<end>\n<tool>two<A>\n<think></think>2<end>\n": [
+            "<think>zwei</think>call<end>\n",
+            "<think></think>2<end>\n",
+        ],
+        "<user>1?<A>\none<end>\n<user>2?<A>\ncall<end>\n<tool>two<A>\n2<end>\n<user>3?<A>\n<think>drei</think>three<end>"
+        "\n": ["<think>drei</think>three<end>\n"],
+    }
+
+
+@pytest.mark.parametrize("said", ["four", "<think>2 + 2</think>four", "<thin four"])
+def test_a_prompt_that_opens_a_thought_is_no_part_of_the_answer(tmp_path, said):
+    chat = [*CHAT[:2], {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": said}]
+    found = taught(opened(tmp_path, {"messages": chat}, text_key="messages", template=FORGETS))
+    text = said.split(">")[-1]
+    assert found == {
+        f"<user>what is 1 + 1?<A>größer: 2<end><user>2 + 2?<A>{text}<end>": ["größer: 2<end>", f"{text}<end>"]
+    }
+
+
+TOOLED = """{% if tools %}{{ tools | tojson(sort_keys=true) }}{% endif %}
+{%- for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' and m.content is none %}
+{%- for call in m.tool_calls %}{{ call | tojson }}{% endfor %}{% endif %}
+{%- for key in m if key not in ('role', 'content', 'tool_calls') %}!{{ key }}{% endfor %}<end>
+{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+@pytest.mark.parametrize("template", [TOOLED, CHATML])
+def test_chats_of_a_table_are_those_of_lines(tmp_path, template, as_text):
+    pyarrow = pytest.importorskip("pyarrow", reason="needs the extra: pip install hocket[text]")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    tools: list[dict[str, Any]] = [
+        {"type": "function", "function": {"name": "add", "parameters": {"a": {"type": "int"}}}},
+        {"type": "function", "function": {"name": "see", "parameters": {"b": {"type": "str"}}}},
+    ]
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    calls = [
+        {"role": "user", "content": "and 1?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2", "name": "add"},
+        {"role": "assistant", "content": "it is 2"},
+    ]
+    rows = [{"messages": calls, "tools": json.dumps(tools) if as_text else tools}, {"messages": CHAT}]
+    data = data_of(tmp_path, *rows, text_key="messages", template=template)
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert "tool_calls': None" in str(parquet.read_table(tmp_path / "a.parquet").to_pylist())
+    found = taught(open_corpus(replace(data, seed=1), {}))
+    assert taught(open_corpus(replace(data, paths=(str(tmp_path / "a.parquet"),)), {})) == found
+    text = next(text for text in found if "and 1?" in text)
+    assert "None" not in text
+    if template == TOOLED:
+        assert text.startswith(
+            '[{"function": {"name": "add", "parameters": {"a": {"type": "int"}}}, "type": "function"}'
+        )
+        assert '<assistant>{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}<end>' in text
+
+
+def test_sharegpt_is_read_as_messages(tmp_path):
+    call = {"name": "add", "arguments": {"a": 1}}
+    turns = [
+        ("system", "help"), ("human", "and 1?"), ("function_call", json.dumps(call)), ("observation", "2"),
+        ("gpt", "it is 2"), ("user", "sure?"), ("assistant", "yes"),
+    ]  # fmt: skip
+    messages = [
+        {"role": "system", "content": "help"},
+        {"role": "user", "content": "and 1?"},
+        {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": call}]},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "it is 2"},
+        {"role": "user", "content": "sure?"},
+        {"role": "assistant", "content": "yes"},
+    ]
+    rows = [{"conversations": [{"from": name, "value": value} for name, value in turns], "tools": "[]"}]
+    found = taught(opened(tmp_path, *rows, text_key="conversations", template=TOOLED))
+    assert found == taught(opened(tmp_path, {"messages": messages}, text_key="messages", template=TOOLED))
+    assert next(iter(found.values()))[1:] == ["it is 2<end>\n", "yes<end>\n"]
+
+
+def test_json_in_a_template_is_that_of_transformers(tmp_path):
+    utils = pytest.importorskip("transformers.utils.chat_template_utils", reason="needs transformers")
+    forms = [
+        "",
+        "separators=(',', ':')",
+        "sort_keys=true",
+        "indent=2, sort_keys=true",
+        "ensure_ascii=true",
+        "true",
+        "false, 1",
+    ]
+    template = "".join(f"{{{{ tools | tojson{f'({form})' if form else ''} }}}}\n" for form in forms)
+    template += "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tools = [{"type": "function", "function": {"name": "größer<'&>", "b": [1, {"z": 1, "a": 2}]}}]
+    corpus = opened(tmp_path, {"messages": CHAT, "tools": tools}, text_key="messages", template=template)
+    ((theirs,), _) = utils.render_jinja_template([CHAT], tools=tools, chat_template=template)
+    assert bytes(corpus.tokens[:-1]).decode() == theirs
+
+
 REWRITES = "{% for message in messages %}{% if loop.last %}[{{ message.content }}]{% else %}.{% endif %}{% endfor %}"
 
 
 @pytest.mark.parametrize(
     ("messages", "template", "reason"),
     [
-        (CHAT, REWRITES, "writes an earlier turn in another way later"),
+        (CHAT, REWRITES, "writes the turns before an answer in another way"),
         (CHAT, "{{ raise_exception('no user') }}", r"t\.jinja refuses \(no user\)"),
         (CHAT, "{% if %}", r"t\.jinja has no template"),
         (CHAT, "{{ ''.__class__.__mro__[1].__subclasses__() }}", r"t\.jinja refuses .*unsafe"),
@@ -158,6 +298,8 @@ REWRITES = "{% for message in messages %}{% if loop.last %}[{{ message.content }
         (CHAT, "", "there is no chat template; fix: data.chat_template = "),
         (["hello"], CHATML, "has no message but 'hello' in line 1"),
         ([{"content": "x"}], CHATML, "has no message but"),
+        ([{"from": "me", "value": "x"}], CHATML, "has a turn from 'me' in line 1; fix: turns from one of system, user"),
+        ([{"from": "function_call", "value": "add"}], CHATML, "has no JSON but 'add' as call of a function in line 1"),
         ([{"role": "user", "content": "a\ufdd0"}], CHATML, "code points in line 1"),
         (7, CHATML, "has no text but 7 as messages in line 1"),
     ],
@@ -204,7 +346,7 @@ def test_loops_are_those_of_jinja(tmp_path):
     plain = sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]).from_string(LOOPS)
     (tmp_path / "t.jinja").write_text(LOOPS)
     asked = [message for message in CHAT if message["role"] == "user"]
-    found = Chats(DataConfig(chat_template=str(tmp_path / "t.jinja"))).marked(asked, None, "line 1")
+    (found,) = Chats(DataConfig(chat_template=str(tmp_path / "t.jinja"))).marked(asked, None, "line 1")
     assert found.text == plain.render(messages=asked)
 
 

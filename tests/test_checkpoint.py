@@ -256,6 +256,17 @@ def test_another_batch_and_other_steps_of_the_optimizer_are_noted_and_other_mach
     assert notes(mesh__dp=2, train__microbatches=2) == (
         f"{since}the sequences of a step were 8 (1 x 8 x 1) and are 4 (2 x 2 x 1): {batch}",
     )
+    others: list[tuple[dict[str, object], str]] = [
+        ({"data__sequence_length": 64}, "data.sequence_length"),
+        ({"data__sequence_length": 64, "data__packing": "best_fit"}, "data.sequence_length and data.packing"),
+    ]
+    for given, names in others:
+        (note,) = (note for note in notes(**given) if "sequences" in note)
+        moved = (
+            f"{since}the text is cut into other sequences ({names}), and the run's position is a number of sequences: "
+        )
+        assert note == f"{moved}some of the text will be read again, some never"
+    assert notes(data__packing="on") == (f"{since}data.packing was off and is on",), "sequences begin where they did"
 
 
 def test_another_text_is_noted(tmp_path):

@@ -256,10 +256,11 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
     assert not list((tmp_path / "cache").glob("*.tmp"))
 
 
-def test_bytes_that_are_no_utf8_are_text_and_utf16_is_not(tmp_path):
-    odd = bytes(range(1, 256))
-    (tmp_path / "odd").write_bytes(odd)
-    assert bytes(open_corpus(data_in(tmp_path, str(tmp_path / "odd")), {}).tokens) == odd + b"\0"
+def test_text_in_other_encodings_is_refused(tmp_path):
+    (tmp_path / "odd").write_bytes("café".encode("latin-1") * 9)
+    for path in (tmp_path, tmp_path / "odd"):
+        with pytest.raises(ValueError, match=r"odd is not UTF-8 \(byte 0xe9 at offset 3\); fix: save it as UTF-8"):
+            open_corpus(data_in(tmp_path, str(path)), {}, without=tmp_path / "cache")
     (tmp_path / "wide").write_bytes("text".encode("utf-16"))
     with pytest.raises(ValueError, match=r"wide holds no text \(binary: with bytes 0, as UTF-16 has\); fix: "):
         open_corpus(data_in(tmp_path, str(tmp_path / "wide")), {})
@@ -388,6 +389,23 @@ def test_a_split_must_hold_a_batch(tmp_path):
     assert (len(train), len(validation)) == (8, 8)
     with pytest.raises(ValueError, match="training split has 66 tokens, 8 sequences of 8, but a batch takes 12"):
         streams_of(tmp_path, "x" * 131, microbatches=2, sequences=3)
+
+
+@pytest.mark.parametrize("packing", ["off", "on", "best_fit"])
+def test_a_validation_reads_each_sequence_once(tmp_path, packing):
+    write(tmp_path / "text", **{f"{i:02}": f"{i:02}" * 8 for i in range(40)})
+    more = {"sequence_length": 16, "validation": 0.5, "packing": packing}
+    data = data_in(tmp_path, str(tmp_path / "text"), **more)
+    settings = resolve(Config(data=data, train=TrainConfig(microbatches=4, sequences=2)))
+    train, validations = make_streams(open_text(settings), settings)
+    stream = validations[""]
+    assert stream.sequences % 8
+    batches = [stream.batch(range(8 * n, 8 * n + 8)) for n in range(stream.batches(8))]
+    counting = [ids for ids, targets, _ in batches for ids in ids[(targets != IGNORED).any(1)].tolist()]
+    assert sorted(counting) == sorted(stream.row(position)[0].tolist() for position in range(stream.sequences))
+    assert all(ids.shape == (8, 16) for ids, _, _ in batches)
+    again = train.streams[0].sequences
+    assert (train.batch([again])[1] != IGNORED).any(), "training begins anew"
 
 
 def test_only_a_validation_split_that_is_used_must_hold_a_batch(tmp_path):

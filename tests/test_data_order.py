@@ -6,7 +6,7 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.microbatch_order import documents
-from hocket.config import Config, DataConfig, DataOrder, MeshConfig, TrainConfig
+from hocket.config import Config, DataConfig, MeshConfig, TrainConfig
 from hocket.model.documents import documents_of
-from hocket.planning import program_of
+from hocket.planning import program_of, slowest_ranks
 from hocket.program.attending import lengths_of
-from hocket.program.dealing import as_read, dealt, works_of
+from hocket.program.dealing import as_read, deals, dealt, works_of
 from hocket.program.hardware import H200
 from hocket.program.ops import Op
 from hocket.program.part_sizes import attending
@@ -32,13 +32,10 @@ from hocket.settings.rule import Host
 from hocket.settings.schema import changed
 from hocket.train.data import make_streams
 from hocket.train.sources import open_text
-from hocket.tune.data_order import slowest_ranks, step_seconds
-from hocket.tune.trials import Trials
 from tests.helpers.command import SMALL, hocket
 from tests.helpers.parity import STEPS, assert_parity, config
 from tests.reference import Batch, awkward_batches
 
-BY_COST: tuple[DataOrder, ...] = ("dearest_early", "dearest_middle")
 WORKS = st.integers(1, 3).flatmap(
     lambda dp: st.integers(1, 3).flatmap(
         lambda sequences: st.integers(1, 5).flatmap(
@@ -53,42 +50,39 @@ WORKS = st.integers(1, 3).flatmap(
 """Ranks, sequences of a microbatch, and the cost of each sequence of a step."""
 
 
-@given(WORKS, st.sampled_from(get_args(DataOrder)))
-def test_every_sequence_of_a_step_has_one_place(case: tuple[int, int, list[int]], order: DataOrder) -> None:
+@given(WORKS)
+def test_every_sequence_of_a_step_has_one_place(case: tuple[int, int, list[int]]) -> None:
     dp, sequences, works = case
-    found = dealt(works, dp, sequences, order)
+    found = dealt(works, dp, sequences)
     assert sorted(n for microbatch in found for mine in microbatch for n in mine) == list(range(len(works)))
     assert {len(mine) for microbatch in found for mine in microbatch} == {sequences}
     assert {len(microbatch) for microbatch in found} == {dp}
 
 
-@given(WORKS, st.sampled_from(BY_COST))
-def test_ranks_wait_less_for_each_other_than_as_read(case: tuple[int, int, list[int]], order: DataOrder) -> None:
+@given(WORKS)
+def test_ranks_wait_less_for_each_other_than_as_read(case: tuple[int, int, list[int]]) -> None:
     """Neighbours in cost run at the same time, so the sum of the dearest is the least that parcels allow."""
     dp, _, works = case
-    plain, found = (works_of(dealt(works, dp, 1, each), works) for each in ("as_read", order))
+    plain, found = (works_of(each, works) for each in (as_read(len(works) // dp, dp, 1), dealt(works, dp, 1)))
     assert sum(map(max, found)) <= sum(map(max, plain))
     totals = [sum(each) for each in zip(*found, strict=True)]
     assert max(totals) - min(totals) <= max(works)
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=9))
-def test_orders_have_their_shapes(works: list[int]) -> None:
-    early, middle = ([works[n] for ((n,),) in dealt(works, 1, 1, order)] for order in BY_COST)
-    assert early == [min(works), *sorted(works, reverse=True)[:-1]]
-    top = middle.index(max(works))
-    assert middle == sorted(middle[:top]) + sorted(middle[top:], reverse=True)
-    assert sorted([middle[0], middle[-1]]) == sorted(works)[:2] or len(works) == 1
+def test_a_cheap_microbatch_is_the_first_and_then_the_dearest_are(works: list[int]) -> None:
+    found = [works[n] for ((n,),) in dealt(works, 1, 1)]
+    assert found == [min(works), *sorted(works, reverse=True)[:-1]]
 
 
 def test_sequences_of_a_microbatch_even_each_other_out() -> None:
     works = [1, 2, 3, 4, 5, 6, 7, 8]
-    assert {cost for (cost,) in works_of(dealt(works, 1, 2, "dearest_middle"), works)} == {9}
+    assert {cost for (cost,) in works_of(dealt(works, 1, 2), works)} == {9}
 
 
 def test_sequences_that_fill_no_step_are_refused() -> None:
     with pytest.raises(ValueError, match="3 sequences do not fill microbatches of 1 on 2 ranks"):
-        dealt([1, 2, 3], 2, 1, "dearest_early")
+        dealt([1, 2, 3], 2, 1)
 
 
 # -- what sequences cost ---------------------------------------------------------------------------------------------
@@ -178,15 +172,7 @@ def test_measured_costs_are_those_of_the_documents_that_there_were() -> None:
     assert found.seconds(0, Op("bwd", "attn", 0, 0, 0)) < costs.seconds(0, Op("bwd", "attn", 0, 0, 0))
 
 
-def test_windows_leave_little_to_order() -> None:
-    """Within a window of 1,024 a long document costs hardly more than several."""
-    full, windows = (resolved(model__window=window, plan__layers_per_stage=()) for window in (0, 1024))
-    assert full.data.order != "as_read"
-    assert windows.data.order == "as_read"
-    assert "too little to gain" in reason(windows)
-
-
-# -- the choice ------------------------------------------------------------------------------------------------------
+# -- what it gains ---------------------------------------------------------------------------------------------------
 
 LONG = {"data.packing": "on", "data.sequence_length": 32768, "train.sequences": 1, "train.microbatches": 8}
 LLAMA = changed(recipe("llama3_8b"), {"mesh.pp": 4, "mesh.dp": 2, **LONG})
@@ -197,35 +183,18 @@ def resolved(**given: Any) -> Settings:
     return resolve(changed(LLAMA, settings), Host(gpus=8), settings)
 
 
-def reason(settings: Settings) -> str:
-    return next(decision.reason for decision in settings.decisions if decision.setting == "data.order")
-
-
-@pytest.mark.parametrize(
-    ("order", "chunks", "best"), [("1f1b", 1, "dearest_middle"), ("interleaved", 2, "dearest_early")]
-)
-def test_auto_is_the_order_that_is_shortest_in_simulated_steps(order: str, chunks: int, best: DataOrder) -> None:
-    chosen = resolved(plan__order=order, plan__chunks=chunks, plan__layers_per_stage=())
-    assert chosen.data.order == best
-    assert "as_read" in reason(chosen)
-    assert "8 microbatches" in reason(chosen)
-    trials = Trials()
-    steps = {each: step_seconds(chosen, each, trials) for each in get_args(DataOrder)}
-    assert steps[best] < 1.001 * min(steps.values()) < 0.95 * steps["as_read"]
-
-
-def test_the_choice_is_right_for_documents_that_it_has_not_seen() -> None:
+@pytest.mark.parametrize(("order", "chunks"), [("1f1b", 1), ("interleaved", 2)])
+def test_simulated_steps_are_shorter_than_as_read(order: str, chunks: int) -> None:
     """Log-normal lengths, priced one microbatch at a time."""
-    chosen = resolved(plan__layers_per_stage=())
-    program, length = program_of(chosen), chosen.data.sequence_length
-    seconds = dict.fromkeys(get_args(DataOrder), 0.0)
+    settings = resolved(plan__order=order, plan__chunks=chunks, plan__layers_per_stage=())
+    program, read = program_of(settings), changed(settings, {"data.packing": "off"})
+    seconds = {"dealt": 0.0, "read": 0.0}
     for step in range(4):
-        sequences = [documents(chosen.batch * step + n, length) for n in range(chosen.batch)]
-        for order in seconds:
-            slowest = slowest_ranks(changed(chosen, {"data.order": order}), sequences)
-            costs = varied(costs_of(chosen, H200), chosen, H200, slowest)
-            seconds[order] += float(simulate(program, costs).makespan)
-    assert seconds[chosen.data.order] < 0.95 * seconds["as_read"]
+        sequences = [documents(settings.batch * step + n, settings.data.sequence_length) for n in range(settings.batch)]
+        for name, each in (("dealt", settings), ("read", read)):
+            costs = varied(costs_of(settings, H200), settings, H200, slowest_ranks(each, sequences))
+            seconds[name] += float(simulate(program, costs).makespan)
+    assert seconds["dealt"] < 0.95 * seconds["read"]
 
 
 def test_costs_of_microbatches_lie_between_those_of_short_and_whole_documents() -> None:
@@ -240,52 +209,39 @@ def test_costs_of_microbatches_lie_between_those_of_short_and_whole_documents() 
     assert steps[1] == pytest.approx(float(simulate(program, half).makespan), rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("given", "why"),
-    [
-        ({"precision__compute": "fp32"}, "attention with a mask"),
-        ({"mesh__pp": 1, "mesh__dp": 1}, "no rank waits"),
-        ({"data__sequence_length": 128, "train__sequences": 64}, "too little to gain"),
-    ],
-    ids=str,
-)
-def test_auto_stays_as_read_where_nothing_is_gained(given: dict[str, Any], why: str) -> None:
-    settings = resolved(**given)
-    assert settings.data.order == "as_read"
-    assert why in reason(settings)
-
-
-def test_without_packing_there_is_nothing_to_order() -> None:
-    assert resolved(data__packing="off").data.order == "as_read"
-    with pytest.raises(ValueError, match=r"data.order = dearest_middle .* fix: data.packing = on or best_fit"):
-        resolved(data__packing="off", data__order="dearest_middle")
+def test_sequences_are_dealt_out_where_ranks_wait_for_each_other() -> None:
+    assert deals(resolved())
+    assert deals(resolved(mesh__pp=1))
+    assert not deals(resolved(mesh__pp=1, mesh__dp=1))
+    assert not deals(resolved(data__packing="off"))
 
 
 # -- a step of dealt sequences ---------------------------------------------------------------------------------------
 
 
-def in_order(step: list[list[Batch]], order: DataOrder) -> list[list[Batch]]:
+def in_order(step: list[list[Batch]]) -> list[list[Batch]]:
     """The microbatches of a step, [microbatch][rank], dealt out as a run does with one sequence in each."""
     flat, ranks = [batch for microbatch in step for batch in microbatch], len(step[0])
     works = [sum(n * (n + 1) // 2 for n in np.diff(batch[2].bounds).tolist()) for batch in flat]
-    found = dealt(works, ranks, 1, order)
+    found = dealt(works, ranks, 1)
     assert found != as_read(len(step), ranks, 1)
     return [[flat[n] for (n,) in microbatch] for microbatch in found]
 
 
 @pytest.mark.parametrize(
-    ("order", "mesh", "plan"),
+    ("mesh", "plan"),
     [
-        ("dearest_middle", dict(pp=2, dp=2, ep=2), dict(chunks=2, merge="on", defer_wgrad="on", defer_layers=1)),
-        ("dearest_early", dict(pp=2, dp=2), dict(merge="off")),
+        (dict(pp=2, dp=2, ep=2), dict(chunks=2, merge="on", defer_wgrad="on", defer_layers=1)),
+        (dict(pp=2, dp=2), dict(merge="off")),
     ],
 )
-def test_a_planned_step_equals_the_plain_one_over_the_same_order(
-    order: DataOrder, mesh: dict[str, int], plan: dict[str, Any]
-) -> None:
+def test_a_planned_step_equals_the_plain_one_over_the_same_order(mesh: dict[str, int], plan: dict[str, Any]) -> None:
     model = dict(layers=4, dense_layers=(0,), aux_loss=0.05, bias_rate=0.01)
-    c = changed(config(model, mesh, plan, 4, "fp32"), {"data.packing": "on", "data.order": order})
-    assert_parity(c, [in_order(step, order) for step in awkward_batches(c.model, STEPS, 4, c.mesh.dp)])
+    c = changed(config(model, mesh, plan, 4, "fp32"), {"data.packing": "on"})
+    assert_parity(c, [in_order(step) for step in awkward_batches(c.model, STEPS, 4, c.mesh.dp)])
+
+
+TWO = ["--mesh.dp", "2", "--mesh.ep", "2", "--train.microbatches", "4"]
 
 
 def records(folder: Path, run: str) -> list[dict[str, Any]]:
@@ -293,16 +249,16 @@ def records(folder: Path, run: str) -> list[dict[str, Any]]:
 
 
 def test_a_run_over_a_pipeline_learns_what_one_without_does(tmp_path: Path) -> None:
-    """Bit for bit in the same order, resumed or not; and nearly so in the order in which sequences are read."""
+    """Bit for bit in the same order, resumed or not; and nearly so alone, in the order in which sequences are read."""
     common = [
         *SMALL, "--data.paths", texts_in(tmp_path), "--data.packing", "best_fit", "--train.device", "cpu",
-        "--mesh.dp", "2", "--mesh.ep", "2", "--train.microbatches", "4", "--train.sequences", "2",
+        "--train.sequences", "2",
         "--data.sequence_length", "32", "--data.validation", "0.4",
     ]  # fmt: skip
     kinds = {
-        "plain": ["--mesh.pp", "1", "--data.order", "dearest_middle"],
-        "planned": ["--mesh.pp", "2", "--data.order", "dearest_middle"],
-        "read": ["--mesh.pp", "1", "--data.order", "as_read"],
+        "plain": ["--mesh.pp", "1", *TWO],
+        "planned": ["--mesh.pp", "2", *TWO],
+        "read": ["--mesh.pp", "1", "--mesh.dp", "1", "--mesh.ep", "1", "--train.microbatches", "8"],
     }
     for name, mine in kinds.items():
         for steps in (2, 4) if name == "planned" else (4,):
@@ -324,7 +280,7 @@ def test_a_run_deals_out_sequences_by_what_windows_leave_of_their_attention(tmp_
     data: dict[str, Any] = {
         "data.paths": (texts_in(tmp_path),), "data.packing": "best_fit", "data.sequence_length": 32,
         "data.validation": 0.4, "mesh.dp": 2, "mesh.ep": 2, "mesh.pp": 1, "train.microbatches": 4,
-        "train.device": "cpu", "data.order": "dearest_middle", "model.window": 4, "train.steps": 1,
+        "train.device": "cpu", "model.window": 4, "train.steps": 1,
     }  # fmt: skip
     words = ["--data.paths", data["data.paths"][0]]
     words += [word for name, value in data.items() if name != "data.paths" for word in (f"--{name}", str(value))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import struct
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -23,9 +24,9 @@ END = 2
 TEXTS = ["the first", "", "a second\nof two lines", "größer"]
 
 
-def read(file: Path, key: str = "text", vocab: int = 50000) -> list[Any]:
-    found: Iterable[Any] = documents(file, Keys(key), vocab, END)
-    return [one if isinstance(one, bytes) else one.tolist() for one in found]
+def read(file: Path, key: str | Keys = "text", vocab: int = 50000) -> list[Any]:
+    found: Iterable[Any] = documents(file, Keys(key) if isinstance(key, str) else key, vocab, END)
+    return [one.tolist() if isinstance(one, np.ndarray) else one for one in found]
 
 
 def refused(folder: Path, *paths: Path, **more: Any) -> str:
@@ -89,6 +90,94 @@ def test_a_list_of_rows_is_a_table(tmp_path: Path, indent: int | None) -> None:
     assert read(tmp_path / "a.json") == [text.encode() for text in TEXTS]
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.txt", b"caf\xc3\xa9"),
+        ("a.jsonl", '{"text": "café"}'.encode()),
+        ("a.json", '[{"text": "café"}]'.encode()),
+        ("a.json", '{"text": "café"}\n'.encode()),
+        ("a.txt.gz", gzip.compress(b"\xef\xbb\xbfcaf\xc3\xa9")),
+    ],
+)
+def test_a_byte_order_mark_is_no_text(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content if name.endswith(".gz") else b"\xef\xbb\xbf" + content)
+    assert read(tmp_path / name) == ["café".encode()]
+
+
+NESTED = [{"doc": {"text": "one", "more": 1}}, {"doc": {"text": None}}, {"doc": None}, {"doc": {"text": "two"}}]
+
+
+def write_rows(file: Path, rows: list[Any]) -> Path:
+    """The same rows in a file of any kind."""
+    if file.suffix == ".jsonl":
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif file.suffix == ".json":
+        file.write_text(json.dumps(rows))
+    else:
+        arrow = pytest.importorskip("pyarrow", reason="needs the extra: pip install hocket[text]")
+        table = arrow.Table.from_pylist(rows)
+        if file.suffix == ".parquet":
+            pytest.importorskip("pyarrow.parquet").write_table(table, file)
+        else:
+            with pytest.importorskip("pyarrow.ipc").new_stream(str(file), table.schema) as out:
+                out.write_table(table)
+    return file
+
+
+KINDS = ["a.jsonl", "a.json", "a.parquet", "a.arrow"]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_dotted_name_reads_what_is_inside(tmp_path: Path, name: str) -> None:
+    file = write_rows(tmp_path / name, NESTED)
+    assert read(file, Keys("doc.text", skip_empty=True)) == [b"one", None, None, b"two"]
+    if name != "a.json":  # a list without such texts is text itself
+        assert re.search(
+            r"has no (column )?doc\.words( in line 1)?, but doc; fix: ", refused(tmp_path, file, text_key="doc.words")
+        )
+    flat = write_rows(tmp_path / f"b.{name}", [{"doc.text": "flat", "doc": {"text": "deep"}}])
+    assert read(flat, "doc.text") == [b"flat"]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_rows_without_text_are_left_out_and_counted_where_asked(tmp_path: Path, name: str) -> None:
+    file = write_rows(tmp_path / name, [{"id": 1, "text": "one"}, {"id": 2, "text": None}, {"id": 3}, {"text": "two"}])
+    told = refused(tmp_path, file)
+    assert "has null as text in " in told
+    assert "; fix: data.text_key = the name of the text, or data.skip_empty = true, which leaves such rows" in told
+    paths, cache = (str(file),), str(tmp_path / "cache")
+    corpus = open_corpus(DataConfig(paths=paths, cache=cache, skip_empty=True, validation=0.0), {})
+    assert sorted(bytes(corpus.tokens).split(b"\0")) == [b"", b"one", b"two"]
+    assert str(corpus).endswith(", 2 rows without text left out")
+    held = DataConfig(paths=paths, cache=cache, skip_empty=True, validation_paths=paths)
+    assert str(open_corpus(held, {})).endswith(", 4 rows without text left out")
+    assert "has null as text in " in refused(tmp_path, file), "the cache of another setting"
+
+
+def test_a_row_needs_both_texts_and_no_other_kind_is_skipped(tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "a.jsonl", [{"p": "a", "text": "b"}, {"p": None, "text": "c"}, {"p": "d"}])
+    found = read(file, Keys("text", "p", skip_empty=True))
+    assert (found[0].text, found[1:]) == ("ab", [None, None])
+    write_rows(file, [{"text": 7}])
+    assert "has no text but 7 as text in line 1; fix: data.text_key = the name of the text" in refused(
+        tmp_path, file, skip_empty=True
+    )
+    write_rows(file, [{"text": None}] * 3)
+    assert "no text in 1 files (" in (told := refused(tmp_path, file, skip_empty=True))
+    assert ", 3 rows without text left out; fix: " in told
+
+
+def test_bytes_of_a_table_are_utf8(tmp_path: Path, arrow: Any) -> None:
+    rows = [{"p": b"ask", "text": "größer".encode()}, {"p": b"ask", "text": b"caf\xe9"}]
+    file = write_rows(tmp_path / "a.parquet", rows[:1])
+    assert read(file) == ["größer".encode()]
+    write_rows(file, rows)
+    for prompt in ("", "p"):
+        told = refused(tmp_path, file, prompt_key=prompt)
+        assert "is not UTF-8 (byte 0xe9 at offset 3 of row 2); fix: save it as UTF-8" in told
+
+
 def test_tables_without_rows_are_listed(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"\n")
     (tmp_path / "b.txt").write_text("words " * 50)
@@ -142,8 +231,30 @@ def test_each_row_of_an_arrow_file_is_a_document(tmp_path: Path, arrow: Any, kin
         ("a.jsonl", b'{"text": "x"}\nnot json\n', "has no JSON in line 2"),
         ("a.jsonl", b"[1]\n", "has no JSON object in line 1"),
         ("a.jsonl", b'{"content": "x", "id": 1}\n', "has no text in line 1, but content, id; fix: data.text_key"),
-        ("a.jsonl", b'{"text": null}\n', "has no text but None as text in line 1"),
-        ("a.jsonl", b'{"text": "\xff"}\n', "has no JSON in line 1"),
+        (
+            "a.jsonl",
+            b'{"text": null}\n',
+            "has null as text in line 1; fix: data.text_key = the name of the text, or data.s",
+        ),
+        (
+            "a.jsonl",
+            b'{"text": "x"}\n{"text": "\xff"}\n',
+            "is not UTF-8 (byte 0xff at offset 10 of line 2); fix: save it",
+        ),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b'{"text": "\xff"}\n', mtime=0),
+            "is not UTF-8 (byte 0xff at offset 10 of line 1)",
+        ),
+        ("a.json", b'[{"text": "x"},\n {"text": "\xff"}]', "is not UTF-8 (byte 0xff at offset 27)"),
+        ("a.txt", "café naïve".encode("latin-1"), "is not UTF-8 (byte 0xe9 at offset 3); fix: save it as UTF-8 (iconv"),
+        ("a", b"\xef\xbb\xbf caf\xe9", "is not UTF-8 (byte 0xe9 at offset 7)"),
+        ("a.txt", "二月".encode("utf-16"), "is in UTF-16 or UTF-32; fix: save it as UTF-8"),
+        (
+            "a.jsonl",
+            b'{"text": "cut off \\ud83d"}\n',
+            r"has half a character (\ud83d, a lone surrogate) in line 1; fix: mend",
+        ),
         (
             "a.jsonl",
             b'{"text": "x"}\r\n{"text": "y"\n',

@@ -50,8 +50,6 @@ CONTEXT = {"overlap.cp.method"}
 """Nor where every rank has its sequences whole."""
 GATHER = {"precision.gather"}
 """Nor where nothing computes in fp8."""
-DOCUMENTS = {"data.order"}
-"""Nor where sequences are one document each."""
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
@@ -216,7 +214,7 @@ def test_resolving_is_pure_repeatable_and_never_silent(tree: dict[str, Any]) -> 
             assert one.asked == value
             assert one.reasons
     for name in types():
-        unasked = {"run.resume", "data.bos", *NETWORK, *TENSORS, *ORDER, *CONTEXT, *GATHER, *DOCUMENTS}
+        unasked = {"run.resume", "data.bos", *NETWORK, *TENSORS, *ORDER, *CONTEXT, *GATHER}
         if leaf(config, name) == "auto" and name not in unasked:
             assert decided(found, name).reason is not None
 

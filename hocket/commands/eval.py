@@ -28,7 +28,7 @@ token of the text that is learnt counts once; hocket eval RUN --data.sources FIL
                                  data.sequence_length = 1024
   --train.sequences              sequences that are computed together, by default 1
   --train.device                 auto takes a GPU if there is one. On a CPU weights are fp32, on a GPU bf16"""
-UNREAD = ("data.validation", "data.validation_paths", "data.order", "data.seed")
+UNREAD = ("data.validation", "data.validation_paths", "data.seed")
 """Settings of text for training alone."""
 
 

@@ -29,7 +29,6 @@ from hocket.config.training import BYTES as BYTES
 from hocket.config.training import COPIED as COPIED
 from hocket.config.training import LABELS as LABELS
 from hocket.config.training import DataConfig as DataConfig
-from hocket.config.training import DataOrder as DataOrder
 from hocket.config.training import PrecisionConfig as PrecisionConfig
 from hocket.config.training import RunConfig as RunConfig
 from hocket.config.training import TrainConfig as TrainConfig

@@ -25,6 +25,7 @@ LABELS = {"null": "no communication", "slow": "emulated network"}
 """Transports that only serve measurements -> the words that mark all results made with them."""
 
 
+<<<<<<< HEAD
 DataOrder = Literal["as_read", "dearest_early", "dearest_middle"]
 """Orders of a step's microbatches."""
 
@@ -48,6 +49,8 @@ def check_slow_link(item: str) -> None:
         raise ValueError(f"{purpose!r} is none of {', '.join(get_args(Purpose))}")
 
 
+=======
+>>>>>>> c9924f73 (data: one order of a step's sequences, in place of data.order)
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
     """Number formats. Main weights, gradients at rest, the router and the loss are fp32."""
@@ -94,9 +97,12 @@ class DataConfig:
     sources: str = ""
     """A TOML file of several sources of text with weights, in place of data.paths: docs/data.md."""
     text_key: str = "text"
-    """Name of the text, or of the messages of a chat, in a line of JSON or a row of a table."""
+    """Name of the text, or of the messages of a chat, in a line of JSON or a row of a table. `a.b` is the `b` inside of
+    `a`."""
     prompt_key: str = ""
     """Name of a text there that stands before the text and is not learnt. Empty: there is none."""
+    skip_empty: bool = False
+    """Leave out rows whose text is null or missing, and say how many. Without it such a row ends the run."""
     chat_template: str = ""
     """A file with a template of Jinja that makes text of messages. Empty: that of the tokenizer's folder."""
     tokenizer: str = "bytes"
@@ -115,11 +121,6 @@ class DataConfig:
     """on keeps documents that share a sequence apart: attention stays inside each document, positions begin anew in
     each, and no document has to predict the first token of the next. best_fit does too, cuts no document, and fills
     sequences up with padding. off puts only a separator between documents."""
-    order: Literal["auto", DataOrder] = "auto"
-    """Order of the microbatches of a training step, with packing. as_read leaves sequences as they come. The others
-    deal out the sequences of a step by the attention of their documents, about as much to ranks that run at the same
-    time. dearest_middle begins and ends with cheap microbatches. dearest_early begins with a single cheap one, and goes
-    on with the dearest first. auto takes the order with the shortest simulated step."""
     validation: Annotated[float, Between(0, 0.9)] = 0.05
     """Share of the tokens that is kept for validation, between 0 and 1."""
     validation_paths: tuple[str, ...] = ()
@@ -184,7 +185,7 @@ class TrainConfig:
     eval_every: Annotated[int, Between(0)] = 50
     """Steps between validations; 0 means only one at the end."""
     eval_batches: Annotated[int, Between(0)] = 4
-    """Batches of one validation, each as large as a step's; 0 means no validation."""
+    """Most batches of one validation, each as large as a step's; 0 means no validation. It reads no sequence twice."""
     save_every: Annotated[int, Between(0)] = 0
     """Steps between checkpoints; 0 means only one at the end."""
     save_behind: bool = True

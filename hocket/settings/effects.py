@@ -15,8 +15,6 @@ EFFECTS: dict[tuple[str, Any], str] = {
     ("overlap.ep.copies", "per_rank"): "a token is sent once for each rank that has some of its experts",
     ("overlap.cp.method", "gather"): "keys and values of all ranks are gathered while queries are made",
     ("overlap.cp.method", "heads"): "each rank attends with some heads in all tokens; queries and results travel too",
-    ("data.order", "dearest_middle"): "a step's sequences are dealt out by their attention, the dearest in the middle",
-    ("data.order", "dearest_early"): "a step's sequences are dealt out by their attention, the dearest early",
     ("overlap.defer_wgrad", "on"): "weight gradients are ops of their own, which can wait",
     ("overlap.defer_wgrad", "off"): "each weight gradient is computed beside its input gradient",
     ("overlap.pp.backward_lane", "on"): "only the op that reads a received gradient waits for it",

@@ -129,12 +129,6 @@ TRAINING_RULES: tuple[Rule, ...] = (
         "precision.averages = fp32, or optimizer.name = adamw",
     ),
     Rule(
-        ("data.order", "data.packing"),
-        lambda c, h: c.data.order in ("dearest_early", "dearest_middle") and c.data.packing == "off",
-        "sequences are one document each, and none is dearer than another",
-        "data.packing = on or best_fit, or leave data.order out",
-    ),
-    Rule(
         ("optimizer.skip_spikes",),
         lambda c, h: 0 < c.optimizer.skip_spikes <= 1,
         "about half of all norms are above their median",

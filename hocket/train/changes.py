@@ -17,6 +17,8 @@ TRAINED_BY = (
 )  # fmt: skip
 TOLD = ("model.", "data.", "precision.", "optimizer.", *(f"train.{name} " for name in TRAINED_BY))
 """Beginnings of the names of settings that change results. A continued run reports their changes."""
+CUT = ("data.sequence_length", "data.packing")
+"""Settings on which it depends where a sequence of the text begins."""
 BATCH = ("mesh.dp", "train.microbatches", "train.sequences")
 
 Stored = Mapping[str, Any]
@@ -49,6 +51,16 @@ def told(saved: Stored, config: Config) -> Iterator[str]:
     if math.prod(before) != math.prod(now):  # how ranks and microbatches share them changes nothing
         was, is_ = (f"{math.prod(sizes)} ({' x '.join(map(str, sizes))})" for sizes in (before, now))
         yield f"the sequences of a step were {was} and are {is_}: {' x '.join(BATCH)}"
+    if cut := [name for name in CUT if name in then and _cut_as(name, then[name]) != _cut_as(name, leaf(config, name))]:
+        yield (
+            f"the text is cut into other sequences ({' and '.join(cut)}), and the run's position is a number of "
+            "sequences: some of the text will be read again, some never"
+        )
+
+
+def _cut_as(name: str, value: Any) -> Any:
+    """What of a setting decides where sequences begin: only best_fit packs them otherwise."""
+    return value == "best_fit" if name == "data.packing" else value
 
 
 def _said(value: Any) -> str:

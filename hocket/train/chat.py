@@ -2,9 +2,19 @@
 
 Note: [What of a chat is learnt]
 A chat template writes messages as one text. What the template has in `{% generation %}` is learnt, where it has such a
-tag, as transformers' `return_assistant_tokens_mask` has it. Otherwise the text of each turn of the assistant is what
-the template adds to the turns before, with their prompt for an answer. That needs a template that only adds: one that
-writes earlier turns in another way once there are later ones is refused.
+tag, as transformers' `return_assistant_tokens_mask` has it. Otherwise a turn of the assistant is what the template adds
+to the turns before it and their prompt for an answer. Some templates write an earlier turn in another way once there
+are later ones: those of Qwen3 and DeepSeek leave out its thoughts. A chat then is several documents. Each ends with a
+turn of the assistant, has the turns before as the model will read them when it writes this one, and learns the turns
+that no document before has learnt. So each turn is learnt once, and as many turns as can share a document.
+
+Some prompts for an answer open a thought that the template does not write in the answer (DeepSeek-R1's). The answer
+then begins where its text leaves that of the prompt, whatever the answer says.
+
+Note: [A chat is the same from any file]
+A table of Arrow's has each key in each message, null where a message had none. So null keys are left out of messages
+and tools from any file. The content of a message with `tool_calls` is null where it has none, for templates ask for
+it; such a null is written as no text.
 
 Note: [A template comes from somebody else]
 jinja's sandbox keeps a template from files and from Python's insides. It does not keep it from raising any exception,
@@ -18,9 +28,10 @@ from __future__ import annotations
 import datetime
 import importlib
 import json
+import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -40,6 +51,15 @@ OPEN, CLOSE = "\ufdd0", "\ufdd1"
 """Around what a template generates, until it is rendered: code points that no text has."""
 ANSWER = "\ufdd2"
 """An answer, in a chat that shows what follows one."""
+SHAREGPT = {
+    **{name: name for name in ("system", "user", "assistant", "tool")},
+    "human": "user",
+    "gpt": "assistant",
+    "function_call": "assistant",
+    "function_response": "tool",
+    "observation": "tool",
+}
+"""Who speaks in ShareGPT's turns of `from` and `value` -> role."""
 TEMPLATE = "chat_template.jinja"
 SETTINGS = "tokenizer_config.json"
 """Files of a tokenizer's folder that have a chat template; the second has special tokens too."""
@@ -69,16 +89,13 @@ class Chats:
 
     data: DataConfig
 
-    def marked(self, messages: list[Any], tools: Any, where: str) -> Marked:
-        """The text of a chat. Raises BadFileError for what the template refuses, or where there is none."""
-        for message in messages:
-            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-                raise BadFileError(f"has no message but {message!r:.40} in {where}", "rows of role and content")
-            if any(mark in str(value) for value in message.values() for mark in (OPEN, CLOSE)):
-                raise BadFileError(f"has code points in {where} that no text has")
-        chat = _Chat(messages, tools, where)
+    def marked(self, messages: list[Any], tools: Any, where: str) -> list[Marked]:
+        """The documents of a chat. Raises BadFileError for what the template refuses, or where there is none."""
+        chat = _Chat([_message(each, where) for each in messages], _tools(tools, where), where)
+        if any(mark in str(value) for each in chat.messages for value in each.values() for mark in (OPEN, CLOSE)):
+            raise BadFileError(f"has code points in {where} that no text has")
         text = self._render(chat, len(messages))
-        return _without_marks(text) if OPEN in text else self._by_turns(text, chat)
+        return [_without_marks(text)] if OPEN in text else self._by_turns(text, chat)
 
     def question(self, text: str) -> str:
         """The text of a user's message, up to where an answer begins. Raises BadFileError."""
@@ -91,19 +108,37 @@ class Chats:
         _, said, behind = self._render(chat, 2).rpartition(ANSWER)
         return behind.replace(CLOSE, "").strip() if said else ""
 
-    def _by_turns(self, text: str, chat: _Chat) -> Marked:
+    def _by_turns(self, text: str, chat: _Chat) -> list[Marked]:
         """See Note: [What of a chat is learnt]."""
-        learnt = []
+        made = list[Marked]()
         for number, message in enumerate(chat.messages):
             if message["role"] != ROLE:
                 continue
-            asked = self._render(chat, number, asks=True) if number else ""
             answered = self._render(chat, number + 1)
-            if not (text.startswith(answered) and answered.startswith(asked)):
-                reason = f"has a chat in {chat.where} of which the template writes an earlier turn in another way later"
-                raise BadFileError(reason, "a data.chat_template with {% generation %} around what is learnt")
-            learnt.append((len(asked), len(answered)))
-        return Marked(text, tuple(learnt), ends=False)
+            turn = self._begin(chat, number, answered), len(answered)
+            goes_on = made and answered.startswith(made[-1].text) and turn[0] >= len(made[-1].text)
+            learnt = (*made.pop().learnt, turn) if goes_on else (turn,)
+            made.append(Marked(answered, learnt, ends=False))
+        if not made:
+            return [Marked(text, (), ends=False)]
+        last = made.pop()
+        return [*made, replace(last, text=text) if text.startswith(last.text) else last]
+
+    def _begin(self, chat: _Chat, number: int, answered: str) -> int:
+        """Where a turn begins that is the last one of a text."""
+        if not number:
+            return 0
+        asked = self._render(chat, number, asks=True)
+        if answered.startswith(asked):
+            return len(asked)
+        other = replace(chat, messages=[*chat.messages[:number], {**chat.messages[number], "content": OPEN}])
+        begin = len(os.path.commonprefix([asked, self._render(other, number + 1)]))  # noqa: RUF071, of characters
+        if not answered.startswith(asked[:begin]) or not asked[:begin].startswith(self._render(chat, number)):
+            reason = (
+                f"has a chat in {chat.where} of which the template writes the turns before an answer in another way"
+            )
+            raise BadFileError(reason, "a data.chat_template with {% generation %} around what is learnt")
+        return begin
 
     def _render(self, chat: _Chat, count: int, asks: bool = False) -> str:
         """The text of the first messages; what it `asks` ends where an answer begins."""
@@ -167,6 +202,51 @@ def _in_a_line(error: BaseException) -> str:
     return show(" ".join(str(error).split()) or type(error).__name__)[:200]
 
 
+def _message(given: Any, where: str) -> dict[str, Any]:
+    """A message of role and content. See Note: [A chat is the same from any file]."""
+    message = _without_nulls(given)
+    if isinstance(message, dict) and "from" in message and "role" not in message:
+        message = _of_sharegpt(message, where)
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise BadFileError(
+            f"has no message but {given!r:.40} in {where}", "rows of role and content, or from and value"
+        )
+    return message if "tool_calls" not in message else {"content": None, **message}
+
+
+def _of_sharegpt(turn: dict[str, Any], where: str) -> dict[str, Any]:
+    """A turn of ShareGPT as a message. What it has beside `from` and `value` stays."""
+    speaker, value = turn.pop("from"), turn.pop("value", None)
+    if speaker not in SHAREGPT:
+        reason = f"has a turn from {speaker!r:.40} in {where}"
+        raise BadFileError(reason, f"turns from one of {', '.join(SHAREGPT)}, or messages of role and content")
+    message = {"role": SHAREGPT[speaker], **turn}
+    if speaker != "function_call":
+        return message if value is None else {**message, "content": value}
+    calls = _json(value, f"call of a function in {where}")
+    calls = calls if isinstance(calls, list) else [calls]
+    return {**message, "tool_calls": [{"type": "function", "function": call} for call in calls]}
+
+
+def _tools(given: Any, where: str) -> Any:
+    """What may be called: a list, which some files hold as JSON in a text."""
+    found = _json(given, f"list of tools in {where}") if isinstance(given, str) and given.strip() else given
+    return _without_nulls(found) or None
+
+
+def _json(text: Any, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, TypeError, RecursionError):
+        raise BadFileError(f"has no JSON but {text!r:.40} as {what}") from None
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
 def _content(token: Any) -> str:
     return token["content"] if isinstance(token, dict) else str(token)
 
@@ -198,8 +278,14 @@ def _environment(jinja: Any) -> Any:
     def refuse(reason: str) -> None:
         raise jinja.TemplateError(reason)
 
-    def to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+    def to_json(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     class Sandbox(jinja.sandbox.ImmutableSandboxedEnvironment):
         """See Note: [A template comes from somebody else]."""
@@ -234,7 +320,12 @@ def _environment(jinja: Any) -> Any:
                 raise OverflowError("a value would be too large")
             return super().call_binop(context, operator, left, right)
 
-    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"])
+    environment = Sandbox(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[Generation, "jinja2.ext.loopcontrols"],
+        finalize=lambda value: "" if value is None else value,
+    )
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().astimezone().strftime(form)

@@ -62,6 +62,8 @@ class Corpus:
     """Files that were left out because they hold no text: path and reason."""
     train_tokens: int
     """Number of tokens for training, from the first on. The rest is for validation."""
+    empty: int = 0
+    """Rows without text that were left out."""
     starts: np.ndarray = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
     """Where each document begins in `tokens`, ascending int64; all is one if nothing else is said."""
     masked: np.ndarray = field(default_factory=lambda: np.zeros((0, 2), dtype=np.int64))
@@ -129,6 +131,8 @@ class Corpus:
     def __str__(self) -> str:
         names = "; ".join([*self.skipped[:NAMED], *(["…"] if len(self.skipped) > NAMED else [])])
         left_out = f", {len(self.skipped)} files left out: {names}" if self.skipped else ""
+        empty = self.empty + (0 if self.held is None else self.held.empty)
+        left_out += f", {empty:,} rows without text left out" if empty else ""
         return (
             f"{self.documents:,} documents, {len(self.train):,} training and {len(self.validation):,} validation "
             f"tokens{self._unlearnt}{left_out}"
@@ -288,7 +292,7 @@ def _load(folder: Path, data: DataConfig, origins: Mapping[str, str], check: boo
         raise ValueError(problem("data.cache", data.cache, origins, f"{folder} is damaged", "delete it")) from None
     kept = round(len(tokens) * data.validation)
     skipped = tuple(meta["skipped"])
-    return Corpus(tokens, meta["vocab"], len(starts), skipped, len(tokens) - kept, starts, masked)
+    return Corpus(tokens, meta["vocab"], len(starts), skipped, len(tokens) - kept, meta["empty"], starts, masked)
 
 
 def _checksum(tokens: np.ndarray, starts: np.ndarray, masked: np.ndarray, meta: Mapping[str, Any]) -> int:
@@ -304,8 +308,8 @@ def _key(files: list[Path], data: DataConfig, asked: Asked) -> str:
     digest = hashlib.sha256(f"{FORMAT} {data.tokenizer} {data.text_key} {data.seed}".encode())
     if data.eos or data.bos != "auto":
         digest.update(f" {data.eos!r} {data.bos}".encode())
-    if data.prompt_key or data.chat_template:
-        digest.update(f" {data.prompt_key} {data.chat_template}".encode())
+    if data.prompt_key or data.chat_template or data.skip_empty:
+        digest.update(f" {data.prompt_key} {data.chat_template} {data.skip_empty}".encode())
     for file in dict.fromkeys([*files, *tokenizer_files(data.tokenizer), *template_files(data)]):
         try:
             stat = file.stat()
@@ -354,14 +358,15 @@ def _write(files: list[Path], asked: Asked, data: DataConfig, final: Path, say: 
     folder.begin()
     try:
         pieces = tokenise(parts, files, asked, data, say)
-        skipped = [line for piece in pieces for line in piece.skipped]
+        skipped, empty = [line for piece in pieces for line in piece.skipped], sum(piece.empty for piece in pieces)
         if not any(piece.lengths.any() for piece in pieces):
             left_out = f" ({'; '.join(skipped[:NAMED])})" if skipped else ""
+            left_out += f", {empty:,} rows without {data.text_key} left out" if empty else ""
             reason = f"the corpus is empty: no text in {len(files)} files{left_out}"
             raise asked.refused(reason, "name files that hold text")
         tokens, starts, masked = in_order(pieces, folder.temporary / "tokens.bin", tokenizer.separator, data.seed)
         np.save(folder.temporary / "starts.npy", starts)
-        meta = {"dtype": tokens.dtype.name, "vocab": tokenizer.vocab, "skipped": skipped}
+        meta = {"dtype": tokens.dtype.name, "vocab": tokenizer.vocab, "skipped": skipped, "empty": empty}
         if len(masked):
             meta["masked"] = len(masked)
             np.save(folder.temporary / "masked.npy", masked)

@@ -4,7 +4,8 @@ The tokens of a split are cut into sequences of equal length, without regard to 
 stands there); with `data.packing` the documents that share a sequence are then kept apart. Each epoch visits all of
 them in a new random order. Several sources share one stream as `hocket/train/mix.py` says. The *position* of a run is
 the number of sequences it has consumed. A step takes the next `dp * microbatches * sequences` of them, whatever their
-order in the step is (`data.order`), so the same position continues the same stream on any number of ranks.
+order in the step is (`hocket/program/dealing.py`), so the same position continues the same stream on any number of
+ranks.
 """
 
 from __future__ import annotations
@@ -80,6 +81,8 @@ class Shuffled(Rows):
     """Sequences of one epoch."""
     left_out = 0
     """Documents that are longer than a sequence, where none is cut."""
+    once = False
+    """Whether each sequence counts once, as in a validation: what fills the last batch up has no target that counts."""
     _epoch = -1
     _order: np.ndarray
 
@@ -90,6 +93,17 @@ class Shuffled(Rows):
     def streams(self) -> Sequence[Shuffled]:
         """Itself."""
         return [self]
+
+    def batch(self, positions: Sequence[int]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Tokens, targets and documents of sequences, int64 [len(positions), length] each."""
+        ids, targets, documents = super().batch(positions)
+        if self.once:
+            targets[torch.tensor(positions) >= self.sequences] = IGNORED
+        return ids, targets, documents
+
+    def batches(self, size: int) -> int:
+        """Batches that hold one epoch; the last one may not be full."""
+        return -(-self.sequences // size)
 
     def window(self, position: int) -> int:
         """Which sequence of the split stands at a position of the stream."""
@@ -268,10 +282,11 @@ def _split(corpus: Corpus, settings: Settings) -> tuple[Shuffled, Shuffled]:
             Bins(tokens, length, seed, bounds, masked)
             for (tokens, _, masked, seed), bounds in zip(splits, corpus.whole_documents, strict=True)
         )
-        return train, validation
-    if data.packing == "off":
-        return Stream(corpus.train, length, data.seed), Stream(corpus.validation, length, data.seed + 1)
-    train, validation = (Stream(tokens, length, seed, starts, masked) for tokens, starts, masked, seed in splits)
+    elif data.packing == "off":
+        train, validation = (Stream(tokens, length, seed) for tokens, _, _, seed in splits)
+    else:
+        train, validation = (Stream(tokens, length, seed, starts, masked) for tokens, starts, masked, seed in splits)
+    validation.once = True
     return train, validation
 
 

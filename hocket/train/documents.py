@@ -9,6 +9,7 @@ and `.ds.index`, llm.c's `.bin` (dev/data/data_common.py), OLMo's `.npy` (an arr
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import importlib
 import io
@@ -37,14 +38,14 @@ class Marked:
 
 
 Document = bytes | np.ndarray | Marked
-"""Text, or tokens as integers of one dimension."""
+"""Text in UTF-8, or tokens as integers of one dimension."""
 
 
 class ChatReader(Protocol):
     """What makes the text of a chat."""
 
-    def marked(self, messages: list[Any], tools: Any, where: str) -> Marked:
-        """The text of messages. Raises BadFileError."""
+    def marked(self, messages: list[Any], tools: Any, where: str) -> list[Marked]:
+        """The text of messages, as one document or several. Raises BadFileError."""
         ...
 
 
@@ -53,10 +54,12 @@ class Keys:
     """What is read of a line of JSON, or of a row of a table."""
 
     text: str
-    """Name of the text, or of the messages of a chat."""
+    """Name of the text, or of the messages of a chat. `a.b` is the name `b` inside of the object `a`."""
     prompt: str = ""
     """Name of a text before it that is not learnt; empty: there is none."""
     chats: ChatReader | None = None
+    skip_empty: bool = False
+    """Whether rows in which such a text is null or missing are left out, or end the run."""
 
     @property
     def columns(self) -> list[str]:
@@ -74,7 +77,10 @@ BESIDE = {".bin": (".idx",), ".ds": (".ds.index", ".ds.metadata")}
 OF_DATASETS = ("dataset_info.json", "state.json")
 """Files that `datasets` writes beside its `.arrow` files."""
 
+TOOLS = "tools"
+"""Name of what the assistant of a chat may call, in the row of the chat."""
 OTHER_KEY = "data.text_key = the name of the text"
+SKIPPED = f"{OTHER_KEY}, or data.skip_empty = true, which leaves such rows out"
 
 MEGATRON, MEGATRON_DTYPES = b"MMIDIDX\0\0", {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}
 LLM_C = {20240520: "<u2", 20240801: "<u4"}
@@ -90,6 +96,7 @@ NO_TEXT = {
     b"\x28\xb5\x2f\xfd": "compressed by zstandard",
 }
 """How files begin that may have no bytes 0, and are no text to learn."""
+BOM = codecs.BOM_UTF8
 UTF16 = (b"\xff\xfe", b"\xfe\xff")
 """How files begin that are in UTF-16 or UTF-32."""
 PIECE = 1 << 24
@@ -108,9 +115,10 @@ class BadFileError(Exception):
         self.fix = fix
 
 
-def documents(file: Path, key: Keys, vocab: int, separator: int, part: Part = WHOLE) -> Iterator[Document]:
+def documents(file: Path, key: Keys, vocab: int, separator: int, part: Part = WHOLE) -> Iterator[Document | None]:
     """The documents of a file, or of a part of it, in its order. A file of text is one document.
 
+    None is a row without text that `key` leaves out.
     `key` says what is read of a line of JSON or a row of a table. `vocab` and `separator` are the tokenizer's: an array
     without a header has two bytes per token if those can hold `vocab` tokens, else four, and its documents end with
     `separator`. Raises NoTextError, BadFileError, and OSError.
@@ -174,24 +182,39 @@ def _text(file: Path, *_: Any) -> Iterator[Document]:
         text = stream.read()
     if b"\0" in text:
         raise NoTextError("binary: with bytes 0, as UTF-16 has")
-    begin = text[:64].lstrip()
+    plain = text.removeprefix(BOM)
+    begin = plain[:64].lstrip()
     for mark, kind in NO_TEXT.items():
         if begin.startswith(mark):
             raise NoTextError(f"{kind}, which is no plain text")
-    yield text
+    _decoded(text)
+    yield plain
+
+
+def _decoded(text: bytes, where: str = "") -> str:
+    """UTF-8 without a byte order mark as characters. Raises BadFileError for other bytes: none is replaced."""
+    if text.startswith(UTF16):
+        raise BadFileError("is in UTF-16 or UTF-32", "save it as UTF-8")
+    mark = len(BOM) if text.startswith(BOM) else 0
+    try:
+        return text[mark:].decode()
+    except UnicodeDecodeError as error:
+        place = f"byte {error.object[error.start]:#04x} at offset {mark + error.start:,}"
+        reason = f"is not UTF-8 ({place}{where and f' of {where}'})"
+        raise BadFileError(reason, "save it as UTF-8 (iconv -f LATIN1 -t UTF-8 FILE), or leave it out") from None
 
 
 # -- lines and rows --------------------------------------------------------------------------------------------------
 
 
-def _json_lines(file: Path, key: Keys, *_: Any, part: Part = WHOLE) -> Iterator[Document]:
+def _json_lines(file: Path, key: Keys, *_: Any, part: Part = WHOLE) -> Iterator[Document | None]:
     with _opened(file) as stream:
         first, end = _lines_of(file, stream, part)
         behind = f" behind byte {first:,}" if first else ""
         for number, line in enumerate(stream, 1):
             where = f"line {number}{behind}"
-            if line.strip():
-                yield _of_row(_object(_parsed(line, where), where), key, where)
+            if line.removeprefix(BOM).strip():
+                yield from _of_row(_object(_parsed(line, where), where), key, where)
             first += len(line)
             if first >= end:
                 break
@@ -213,10 +236,9 @@ def _lines_of(file: Path, stream: BinaryIO, part: Part) -> tuple[int, float]:
 
 def _parsed(text: bytes, where: str) -> Any:
     """What JSON means. Raises BadFileError."""
-    if text.startswith(UTF16):
-        raise BadFileError("is in UTF-16 or UTF-32", "save it as UTF-8")
+    characters = _decoded(text, where).strip()
     try:
-        return json.loads(text.strip().decode("utf-8-sig"))
+        return json.loads(characters)
     except json.JSONDecodeError as error:
         raise BadFileError(f"has no JSON in {where} ({error.msg}, character {error.pos + 1})") from None
     except (ValueError, RecursionError) as error:
@@ -232,15 +254,14 @@ def _object(row: Any, where: str) -> dict[str, Any]:
 def _json_table(file: Path, key: Keys) -> Reader:
     """What reads a `.json` file: rows, in lines as C4 has them or in one list, or else text like any other.
 
-    Several lines, each of which is an object, are rows, whatever their names. A list is one where its first object has
+    Several lines, each of which is an object, are rows, whatever their names. A list is one where an object in it has
     the text.
     """
     with _opened(file) as stream:
         lines = [line for line in (stream.readline(), stream.readline()) if line.strip()]
-        listed = b"".join(lines).lstrip().startswith(b"[")
-        if listed:
-            first = _first_of_list(b"".join(lines) + stream.read())
-            return _json_list if _has_text(first, key) else _text
+        if b"".join(lines).removeprefix(BOM).lstrip().startswith(b"["):
+            rows = _listed(b"".join(lines) + stream.read())
+            return _json_list if any(_has_text(row, key) for row in rows) else _text
     try:
         rows = [json.loads(line) for line in lines]
     except (ValueError, RecursionError):
@@ -249,41 +270,41 @@ def _json_table(file: Path, key: Keys) -> Reader:
     return _json_lines if objects and (len(rows) > 1 or _has_text(rows[0], key)) else _text
 
 
-def _first_of_list(text: bytes) -> Any:
+def _listed(text: bytes) -> list[Any]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
-        return None
-    return found[0] if isinstance(found, list) and found else None
+        return []
+    return found if isinstance(found, list) else []
 
 
 def _has_text(row: Any, key: Keys) -> bool:
-    return isinstance(row, dict) and isinstance(row.get(key.text), str | list)
+    return isinstance(row, dict) and isinstance(_value(row, key.text), str | list)
 
 
-def _json_list(file: Path, key: Keys, *_: Any) -> Iterator[Document]:
+def _json_list(file: Path, key: Keys, *_: Any) -> Iterator[Document | None]:
     with _opened(file) as stream:
         rows = _parsed(stream.read(), "it")
     for number, row in enumerate(rows, 1):
-        yield _of_row(_object(row, f"row {number}"), key, f"row {number}")
+        yield from _of_row(_object(row, f"row {number}"), key, f"row {number}")
 
 
-def _parquet(file: Path, key: Keys, *_: Any, part: Part = WHOLE) -> Iterator[Document]:
+def _parquet(file: Path, key: Keys, *_: Any, part: Part = WHOLE) -> Iterator[Document | None]:
     arrow, parquet = _arrow(file), _arrow(file, "pyarrow.parquet")
     try:
         with _opened(file) as stream:
             source = arrow.BufferReader(stream.read()) if _compression(file) else stream
             table = parquet.ParquetFile(source, page_checksum_verification=True)
-            _require_column(key, table.schema_arrow.names)
+            columns = _columns(key, table.schema_arrow)
             (number, parts), groups = part, table.num_row_groups
             mine = range(groups * number // parts, groups * (number + 1) // parts)
             before = sum(table.metadata.row_group(group).num_rows for group in range(mine.start))
-            yield from _of_batches(table.iter_batches(row_groups=list(mine), columns=key.columns), key, before)
+            yield from _of_batches(table.iter_batches(row_groups=list(mine), columns=columns), key, before)
     except arrow.ArrowException as error:
         raise BadFileError(f"is damaged ({' '.join(str(error).split())})") from None
 
 
-def _arrow_table(file: Path, key: Keys, *_: Any) -> Iterator[Document]:
+def _arrow_table(file: Path, key: Keys, *_: Any) -> Iterator[Document | None]:
     """A table as `datasets` keeps it, or a file of Arrow's."""
     arrow, ipc = _arrow(file), _arrow(file, "pyarrow.ipc")
     try:
@@ -294,48 +315,88 @@ def _arrow_table(file: Path, key: Keys, *_: Any) -> Iterator[Document]:
                 stream.seek(0)
                 table = ipc.open_file(stream)
                 batches = map(table.get_batch, range(table.num_record_batches))
-            _require_column(key, table.schema.names)
-            yield from _of_batches(batches, key)
+            names = {_top(column, table.schema.names) for column in _columns(key, table.schema)}
+            yield from _of_batches((batch.select(sorted(names)) for batch in batches), key)
     except arrow.ArrowException as error:
         raise BadFileError(f"is damaged ({' '.join(str(error).split())})") from None
 
 
-def _require_column(key: Keys, names: list[str]) -> None:
+def _columns(key: Keys, schema: Any) -> list[str]:
+    """The columns of a table that are read, by their dotted names. Raises BadFileError if one is missing."""
     for column in key.columns:
-        if column not in names:
-            raise BadFileError(f"has no column {column}, but {', '.join(names)}", OTHER_KEY)
+        if not _is_in(schema, column):
+            raise BadFileError(f"has no column {column}, but {', '.join(schema.names)}", OTHER_KEY)
+    return [*key.columns, *({TOOLS} & set(schema.names))]
 
 
-def _of_batches(batches: Iterable[Any], key: Keys, number: int = 0) -> Iterator[Document]:
+def _top(column: str, names: list[str]) -> str:
+    return column if column in names else column.partition(".")[0]
+
+
+def _is_in(fields: Any, name: str) -> bool:
+    """Whether a schema or a struct of Arrow's has a field of a dotted name."""
+    kinds = {field.name: field.type for field in fields}
+    first, _, rest = name.partition(".")
+    inner = kinds.get(first)
+    return name in kinds or (bool(rest) and str(inner).startswith("struct<") and _is_in(inner, rest))
+
+
+def _of_batches(batches: Iterable[Any], key: Keys, number: int = 0) -> Iterator[Document | None]:
     """The rows behind the first `number` of a table."""
     for batch in batches:
         try:
-            columns = [batch.column(column).to_pylist() for column in key.columns]
+            rows = batch.to_pylist()
         except UnicodeDecodeError as error:
             raise BadFileError(f"is damaged (text behind row {number} that is no UTF-8: {error.reason})") from None
-        for values in zip(*columns, strict=True):
+        for row in rows:
             number += 1
-            yield _of_row(dict(zip(key.columns, values, strict=True)), key, f"row {number}")
+            yield from _of_row(row, key, f"row {number}")
 
 
-def _of_row(row: dict[str, Any], key: Keys, where: str) -> Document:
-    if key.prompt:
-        prompt, answer = (_text_of(row, column, where).decode() for column in key.columns)
-        return Marked(prompt + answer, ((len(prompt), len(prompt) + len(answer)),), ends=True)
-    if isinstance(row.get(key.text), list) and key.chats is not None:
-        return key.chats.marked(row[key.text], row.get("tools"), where)
-    return _text_of(row, key.text, where)
+def _of_row(row: dict[str, Any], key: Keys, where: str) -> Iterator[Document | None]:
+    """The documents of a row, which are several of some chats."""
+    values = {name: _value(row, name) for name in key.columns}
+    missing = next((name for name, value in values.items() if value is None), "")
+    if missing and key.skip_empty:
+        yield None
+        return
+    if missing:
+        has = f"null as {missing} in {where}" if missing in row else f"no {missing} in {where}, but {', '.join(row)}"
+        raise BadFileError(f"has {has}", SKIPPED)
+    text = values[key.text]
+    if isinstance(text, list) and key.chats is not None and not key.prompt:
+        for chat in key.chats.marked(text, row.get(TOOLS), where):
+            _encoded(chat.text, where)
+            yield chat
+        return
+    texts = [_text_of(values[name], name, where) for name in key.columns]
+    whole = "".join(texts)
+    content = _encoded(whole, where)
+    yield Marked(whole, ((len(texts[0]), len(whole)),), ends=True) if key.prompt else content
 
 
-def _text_of(row: dict[str, Any], key: str, where: str) -> bytes:
-    if key not in row:
-        raise BadFileError(f"has no {key} in {where}, but {', '.join(row)}", OTHER_KEY)
-    value = row[key]
+def _value(row: dict[str, Any], name: str) -> Any:
+    """What a row has under a name, which may be dotted; None if nothing."""
+    first, _, rest = name.partition(".")
+    inner = row.get(first)
+    return _value(inner, rest) if name not in row and rest and isinstance(inner, dict) else row.get(name)
+
+
+def _text_of(value: Any, name: str, where: str) -> str:
     if isinstance(value, bytes):
-        return value
+        return _decoded(value, where)
     if not isinstance(value, str):
-        raise BadFileError(f"has no text but {value!r:.40} as {key} in {where}", OTHER_KEY)
-    return value.encode(errors="replace")
+        raise BadFileError(f"has no text but {value!r:.40} as {name} in {where}", OTHER_KEY)
+    return value
+
+
+def _encoded(text: str, where: str) -> bytes:
+    """Text as UTF-8. JSON may have halves of a character, which have none. Raises BadFileError."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        half = ascii(text[error.start])[1:-1]
+        raise BadFileError(f"has half a character ({half}, a lone surrogate) in {where}") from None
 
 
 # -- tokens ----------------------------------------------------------------------------------------------------------

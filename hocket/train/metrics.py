@@ -74,8 +74,8 @@ class StepRecord:
     """Where ranks share sequences of documents: how much longer than on average the busiest one attends. 0.05 is 5 %.
     It has that of the data-parallel rank where it is largest."""
     waits: float | None = None
-    """Where `data.order` is not as_read: how much longer than on average the data-parallel rank attends that has most
-    in a microbatch, over all of them. 0.05 is 5 %."""
+    """Where documents share sequences: how much longer than on average the data-parallel rank attends that has most in
+    a microbatch, over all of them. 0.05 is 5 %."""
 
 
 class PatientConsole(Console):

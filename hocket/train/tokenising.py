@@ -82,6 +82,8 @@ class Piece:
     """Tokens of each document, int64; 0 of an empty one."""
     skipped: list[str]
     """Files without text, and what they have instead."""
+    empty: int
+    """Rows without text that were left out."""
     masked: np.ndarray
     """Tokens that are read and not learnt: int64 [ranges, 3] of (document, first, end), ascending. The token behind the
     last of a document is its separator."""
@@ -165,8 +167,8 @@ def _read(folder: Path, number: int, dtype: np.dtype) -> Piece:
     tokens = np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.empty(0, dtype)
     if len(tokens) != lengths.sum():
         raise OSError(None, f"{path} has {len(tokens)} tokens of {lengths.sum()}")
-    skipped = json.loads(_place(folder, number, "json").read_text())
-    return Piece(tokens, lengths, skipped, np.load(_place(folder, number, "masked.npy")))
+    skipped, empty = json.loads(_place(folder, number, "json").read_text())
+    return Piece(tokens, lengths, skipped, empty, np.load(_place(folder, number, "masked.npy")))
 
 
 # -- in several processes ----------------------------------------------------------------------------------------------
@@ -260,7 +262,7 @@ class _Task:
     @cached_property
     def keys(self) -> Keys:
         """What is read of rows."""
-        return Keys(self.data.text_key, self.data.prompt_key, Chats(self.data))
+        return Keys(self.data.text_key, self.data.prompt_key, Chats(self.data), self.data.skip_empty)
 
     def work(self, pieces: Sequence[Parts]) -> None:
         """Make the pieces that are missing and that nobody has taken."""
@@ -280,7 +282,7 @@ class _Task:
         for file in (path, lengths, masked):
             sync(file)
         done = _place(self.folder, number, "tmp")
-        done.write_text(json.dumps(skipped))
+        done.write_text(json.dumps([skipped, writer.empty]))
         sync(done)
         done.rename(_place(self.folder, number, "json"))
 
@@ -323,13 +325,18 @@ class _Writer:
         self.lengths = array("q")
         self.masked = list[tuple[int, int, int]]()
         """(document, first, end) of tokens that are not learnt."""
+        self.empty = 0
+        """Rows without text."""
 
     def __len__(self) -> int:
         """Documents so far."""
         return len(self.lengths) + len(self._texts)
 
-    def add(self, document: Document) -> None:
+    def add(self, document: Document | None) -> None:
         """Text waits until a batch is full. Raises BadFileError for tokens that the tokenizer does not have."""
+        if document is None:
+            self.empty += 1
+            return
         if isinstance(document, bytes):
             self._texts.append(document)
             self._waiting += len(document)

@@ -28,7 +28,7 @@ from hocket.model.microbatch import Microbatch
 from hocket.model.transformer import parameter_counts
 from hocket.program.attending import lengths_of
 from hocket.program.capacity import lack
-from hocket.program.dealing import Dealt, as_read, dealt, works_of
+from hocket.program.dealing import Dealt, as_read, deals, dealt, works_of
 from hocket.program.part_sizes import attending
 from hocket.resolve import Settings
 from hocket.runtime.collection import collect_after, no_collection
@@ -36,7 +36,7 @@ from hocket.runtime.recorder import Watchdog
 from hocket.runtime.world import everyone
 from hocket.settings.schema import leaf, problem
 from hocket.train.checkpoint import Moment, Restored, restore, resumes
-from hocket.train.data import Bins, Mixed, Rows, make_streams
+from hocket.train.data import Bins, Mixed, Rows, Shuffled, make_streams
 from hocket.train.metrics import Metrics, StepRecord
 from hocket.train.owner import RUN, number_for
 from hocket.train.pieces import Range
@@ -295,13 +295,12 @@ class Trainer:
         All ranks find the same. See `hocket/program/dealing.py`.
         """
         settings, dp = self.settings, self.settings.mesh.dp
-        assert settings.data.order != "auto", "the configuration is not resolved"
-        if settings.data.order == "as_read":
+        if not deals(settings):
             return as_read(settings.train.microbatches, dp, settings.train.sequences), None
         attention = attending(settings.model, settings.data.sequence_length)
         lengths = (self.train_stream.lengths(position + n).tolist() for n in range(settings.batch))
         works = [attention.work(lengths_of(each)) for each in lengths]
-        order = dealt(works, dp, settings.train.sequences, settings.data.order)
+        order = dealt(works, dp, settings.train.sequences)
         return order, imbalance_of(works_of(order, works)) if dp > 1 else None
 
     def _microbatches(self, stream: Rows, position: int, order: Dealt) -> list[Microbatch]:
@@ -339,11 +338,14 @@ class Trainer:
         if self._held_out is not None:
             metrics.validation(self.step, self._held_out, losses if "" not in losses else {})
 
-    def _evaluate(self, stream: Rows, metrics: Metrics) -> tuple[float, int]:
-        """Mean cross-entropy over all targets that count of the first `eval_batches` batches, and their number."""
+    def _evaluate(self, stream: Shuffled, metrics: Metrics) -> tuple[float, int]:
+        """Mean cross-entropy over all targets that count of the first `eval_batches` batches, and their number.
+
+        No sequence is read twice.
+        """
         total, learnt, train = 0.0, 0, self.settings.train
         order = as_read(train.microbatches, self.settings.mesh.dp, train.sequences)
-        for batch in range(train.eval_batches):
+        for batch in range(min(train.eval_batches, stream.batches(self.settings.batch))):
             loss = self.engine.evaluate(self._microbatches(stream, batch * self.settings.batch, order))
             count = int(self.engine.learnt)
             total, learnt = total + self.engine.agree(loss).loss * count, learnt + count

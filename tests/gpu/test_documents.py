@@ -102,7 +102,7 @@ def dealt_out(step: int, config: Config, generator: torch.Generator) -> list[Mic
     works = [attending(config.model, 256).work(lengths_of(each)) for each in lengths]
     return [
         Microbatch(ids[mine, :-1].to(CUDA), ids[mine, 1:].to(CUDA), documents=documents_of(numbers[mine]).to(CUDA))
-        for (mine,) in dealt(works, 1, 2, "dearest_middle")
+        for (mine,) in dealt(works, 1, 2)
     ]
 
 
@@ -110,7 +110,7 @@ def test_a_replayed_step_learns_from_sequences_that_were_dealt_out() -> None:
     """Every step has other documents in another order, and in time more than the recorded one has room for."""
     torch.use_deterministic_algorithms(True)
     one_rank = {"mesh.pp": 1, "mesh.dp": 1, "mesh.ep": 1, "plan.chunks": 1, "plan.order": "sequential"}
-    packed = changed(BASE, {**one_rank, **PLAIN, "data.packing": "on", "data.order": "dearest_middle"})
+    packed = changed(BASE, {**one_rank, **PLAIN, "data.packing": "on"})
     found: list[list[float]] = []
     for graphs in ("off", "on"):
         config = planned(packed, graphs=graphs)
