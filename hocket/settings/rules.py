@@ -176,9 +176,15 @@ RULES: tuple[Rule, ...] = (
     *CONTEXT_RULES,
     Rule(
         ("mesh.dp", "mesh.pp", "mesh.cp", "mesh.tp"),
-        lambda c, h: 0 < h.workers != c.mesh.world,
+        lambda c, h: 0 < h.workers < c.mesh.world and not c.run.elastic,
         "mesh.pp = {mesh.pp} x mesh.dp = {mesh.dp}{others} is {world} ranks, but {host.workers} processes were started",
         "start {world} processes, or another mesh, or run.elastic = True where they may become fewer",
+    ),
+    Rule(
+        ("mesh.dp", "mesh.pp", "mesh.cp", "mesh.tp"),
+        lambda c, h: h.workers > c.mesh.world,
+        "mesh.pp = {mesh.pp} x mesh.dp = {mesh.dp}{others} is {world} ranks, but {host.workers} processes were started",
+        "start {world} processes, or another mesh",
     ),
     Rule(
         ("mesh.dp", "mesh.pp", "mesh.cp", "mesh.tp"),
