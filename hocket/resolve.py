@@ -218,10 +218,8 @@ def _unmet(
 def _less(rules: list[Rule], config: Config, host: Host, origins: Mapping[str, str]) -> Any:
     """A setting that breaks rules, without what breaks them: a list without some items if that will do, or default."""
     name = rules[0].settings[0]
-    left = leaf(config, name) if isinstance(leaf(config, name), tuple) else ()
-    for rule in rules:
-        ways = [changed(config, {name: tuple(x for x in left if x != item)}) for item in left]
-        left = next((leaf(way, name) for way in ways if not rule.broken(way, host)), ())
+    items = leaf(config, name) if isinstance(leaf(config, name), tuple) else ()
+    left = tuple(x for x in items if not any(rule.broken(changed(config, {name: (x,)}), host) for rule in rules))
     others = broken(changed(config, {name: left}), host, origins) if left else rules
     return leaf(DEFAULTS, name) if any(rule.settings[0] == name for rule in others) else left
 
