@@ -91,7 +91,8 @@ def plan(recipe: str | Config = "tiny", settings: Mapping[str, Any] | None = Non
         stop_if(start.problems)
         config, origins = start.config, dict(start.origins)
     config, given = with_settings(config, settings, "plan")
-    resolved = resolve(config, host_for_plan(config, driver_names()), {**origins, **given})
+    host = replace(host_for_plan(config, driver_names()), tokenizer_vocab=0)  # a step may be of ids of the caller's own
+    resolved = resolve(config, host, {**origins, **given})
     check_patterns(resolved)
     return Plan(resolved, program_of(resolved))
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from hocket.config import Config
@@ -44,7 +45,7 @@ from hocket.tune.deferral_choice import DEFERRAL, choose_deferral
 from hocket.tune.graph_choice import GRAPHS, SPLITS, choose_graphs, choose_splits, graphs_that_pay
 from hocket.tune.memory_choice import choose_offload, choose_recompute
 from hocket.tune.pieces import choose_loss_pieces, choose_mlp_pieces
-from hocket.tune.smaller_mesh import smaller_mesh
+from hocket.tune.smaller_mesh import gives_up, smaller_mesh
 from hocket.tune.tensor_choice import choose_network, choose_tensor
 from hocket.tune.transport_choice import CHOSEN_BY_IT, choose_transport, chose_copies, transport_that_fits
 from hocket.tune.trials import Price, Trials, model_costs
@@ -94,13 +95,16 @@ def resolve(
     # A setting that was set to auto counts as not set.
     origins = {name: origin for name, origin in origins.items() if name not in types() or leaf(config, name) != "auto"}
     wrong = impossible(config, origins)
-    shrunk = list[Decision]()
-    if not wrong:
-        config, shrunk = smaller_mesh(config, host, origins, lambda each: _runs(each, host, origins), Trials(price))
     sound = changed(config, {name: leaf(DEFAULTS, name) for name in wrong})
     settled, decisions, unmet = _settled(sound, host, origins)
+    rules, shrunk = _left_broken(settled, host, origins, unmet), list[Decision]()
+    if config.run.elastic and not wrong and not rules:
+        config, shrunk = smaller_mesh(sound, host, origins, partial(_runs, host=host, origins=origins), Trials(price))
+        if shrunk:
+            settled, decisions, unmet = _settled(config, host, origins, smaller=True)
+            rules = _left_broken(settled, host, origins, unmet)
+    rules = [rule for rule in rules if not wrong.keys() & set(rule.settings)]
     origins = {name: origin for name, origin in origins.items() if name not in unmet}
-    rules = [rule for rule in broken(settled, host, origins) if not wrong.keys() & set(rule.settings)]
     stop_if([*wrong.values(), *rule_lines(rules, settled, host, origins)])
     settled = _priced(settled, decisions, host, origins)
     open_ = {decision.setting for decision in decisions}
@@ -145,12 +149,20 @@ def without_copies(settings: Settings, reason: str) -> Settings:
     return resolve(changed(settings, open_), dataclasses.replace(host, no_copy_engine=reason))
 
 
-def _runs(config: Config, host: Host, origins: Mapping[str, str]) -> Config | None:
-    """A configuration with all choices that need no costs; None if a rule is broken, but for what is chosen later."""
-    settled, _, unmet = _settled(config, host, origins)
-    if broken(settled, host, {name: origin for name, origin in origins.items() if name not in unmet}):
+def _runs(config: Config, host: Host, origins: Mapping[str, str]) -> tuple[Config, Config] | None:
+    """A configuration of a smaller mesh without what it gives up, and that with all choices that need no costs.
+
+    None if a rule is broken, but for what is chosen later.
+    """
+    settled, _, unmet = _settled(config, host, origins, smaller=True)
+    if _left_broken(settled, host, origins, unmet):
         return None
-    return _priced(settled, [], host, origins)
+    return changed(config, {name: d.value for name, d in unmet.items()}), _priced(settled, [], host, origins)
+
+
+def _left_broken(config: Config, host: Host, origins: Mapping[str, str], unmet: Mapping[str, Decision]) -> list[Rule]:
+    """The rules that are broken behind what was given up."""
+    return broken(config, host, {name: origin for name, origin in origins.items() if name not in unmet})
 
 
 def _priced(config: Config, decisions: list[Decision], host: Host, origins: Mapping[str, str]) -> Config:
@@ -162,12 +174,13 @@ def _priced(config: Config, decisions: list[Decision], host: Host, origins: Mapp
 
 
 def _settled(
-    config: Config, host: Host, origins: Mapping[str, str]
+    config: Config, host: Host, origins: Mapping[str, str], smaller: bool = False
 ) -> tuple[Config, list[Decision], dict[str, Decision]]:
     """A configuration with all choices made that need no costs, the choices, and the requests that were given up.
 
-    Requests are given up only if `overlap.on_unmet` says so. One at a time goes back to its default, since another may
-    be possible then; what takes its place is chosen like everything that was left open.
+    Requests are given up if `overlap.on_unmet` says so, or if a `smaller` mesh than the configuration's has no use for
+    them: see Note: [Settings that a smaller mesh gives up]. One at a time is, since another may be possible then; what
+    takes its place is chosen like everything that was left open.
     """
     unmet: dict[str, Decision] = {}
     while True:
@@ -175,28 +188,42 @@ def _settled(
         for setting, choose in CHOICES:
             if leaf(settled, setting) in _OPEN:
                 settled = _add(settled, decisions, [(setting, *choose(settled, host))])
-        if config.overlap.on_unmet == "error":
-            return settled, decisions, unmet
-        rules = broken(settled, host, {name: origin for name, origin in origins.items() if name not in unmet})
-        name = next((rule.settings[0] for rule in rules if _can_be_given_up(rule, config, unmet)), "")
+        rules = _left_broken(settled, host, origins, unmet)
+        name = next((rule.settings[0] for rule in rules if _can_be_given_up(rule, config, unmet, smaller)), "")
         if not name:
             return settled, decisions, unmet
-        unmet[name] = _unmet(name, [rule for rule in rules if rule.settings[0] == name], settled, host, origins)
-        config = changed(config, {name: leaf(DEFAULTS, name)})
+        mine = [rule for rule in rules if rule.settings[0] == name]
+        unmet[name] = _unmet(name, mine, settled, host, origins, smaller)
+        config = changed(config, {name: unmet[name].value})
 
 
-def _can_be_given_up(rule: Rule, config: Config, unmet: Mapping[str, Decision]) -> bool:
+def _can_be_given_up(rule: Rule, config: Config, unmet: Mapping[str, Decision], smaller: bool) -> bool:
     name = rule.settings[0]
     other = rule.only_if_set or leaf(config, name) != leaf(DEFAULTS, name)
-    return name.startswith("overlap.") and name not in unmet and other
+    warned = config.overlap.on_unmet == "warn" and name.startswith("overlap.")
+    return name not in unmet and other and (warned or (smaller and gives_up(rule)))
 
 
-def _unmet(name: str, rules: list[Rule], config: Config, host: Host, origins: Mapping[str, str]) -> Decision:
-    """A request that cannot be met, with all reasons and a fix for each."""
+def _unmet(
+    name: str, rules: list[Rule], config: Config, host: Host, origins: Mapping[str, str], smaller: bool
+) -> Decision:
+    """A request that cannot be met, with all reasons and a fix for each: on a smaller mesh only more ranks are one."""
     reasons = tuple(rule_text(rule.reason, config, host) for rule in rules)
     fix = numbered([rule_text(rule.fix, config, host) for rule in rules])
-    value, where = leaf(config, name), source(config, origins, name)
-    return Decision(setting=name, value=value, asked=value, source=where, reasons=reasons, fix=fix, given_up=True)
+    if smaller:
+        reasons, fix = (f"on the smaller mesh: {numbered(reasons)}",), ""
+    value, where = _less(rules, config, host, origins), source(config, origins, name)
+    asked = leaf(config, name)
+    return Decision(setting=name, value=value, asked=asked, source=where, reasons=reasons, fix=fix, given_up=True)
+
+
+def _less(rules: list[Rule], config: Config, host: Host, origins: Mapping[str, str]) -> Any:
+    """A setting that breaks rules, without what breaks them: a list without some items if that will do, or default."""
+    name = rules[0].settings[0]
+    items = leaf(config, name) if isinstance(leaf(config, name), tuple) else ()
+    left = tuple(x for x in items if not any(rule.broken(changed(config, {name: (x,)}), host) for rule in rules))
+    others = broken(changed(config, {name: left}), host, origins) if left else rules
+    return leaf(DEFAULTS, name) if any(rule.settings[0] == name for rule in others) else left
 
 
 def _add(config: Config, decisions: list[Decision], choices: Iterable[Choice]) -> Config:

@@ -25,14 +25,14 @@ REFUSED_MODELS: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
     ({}, {"model__qk_norm_over": "whole"}, "model.qk_norm_over", "no effect: queries and keys have no norm"),
     ({}, {"model__norms": "after"}, "model.norms", "layers with experts have their norms before"),
     ({}, {"model__rope__width": 5}, "model.rope.width", "pairs of elements rotate"),
-    ({}, {"model__rope__width": 34}, "model.rope.width", "a head has 32; fix: an even number up to model.head_dim"),
+    ({}, {"model__rope__width": 34}, "model.rope.width", "fix: an even model.rope.width up to model.head_dim"),
     ({}, {"model__rope__without": (8,)}, "model.rope.without", "numbered 0 to 7"),
     ({}, {"model__rope__kind": "yarn"}, "model.rope.kind", "yarn goes by how often a pair turns"),
-    (YARN, {"model__rope__original_positions": 0}, "model.rope.original_positions", "such as 8192"),
+    (YARN, {"model__rope__original_positions": 0}, "model.rope.original_positions", "original_positions above 0"),
     (LLAMA, {"model__rope__high_frequency": 1.0}, "model.rope.high_frequency", "model.rope.low_frequency is 1.0"),
-    (LLAMA, {"model__rope__low_frequency": 4.0}, "model.rope.low_frequency", "more than model.rope.low_frequency"),
+    (LLAMA, {"model__rope__low_frequency": 4.0}, "model.rope.low_frequency", "above model.rope.low_frequency"),
     (YARN, {"model__rope__beta_slow": 33.0}, "model.rope.beta_slow", "model.rope.beta_slow is 33.0"),
-    (YARN, {"model__rope_theta": 1.0}, "model.rope_theta", "another model.rope_theta than 1"),
+    (YARN, {"model__rope_theta": 1.0}, "model.rope_theta", "fix: another model.rope_theta"),
     ({}, {"model__rope__factor": 2.0}, "model.rope.factor", "only linear, llama3, yarn reads it"),
     *(
         (LLAMA, {f"model__rope__{name}": value}, f"model.rope.{name}", "model.rope.kind = llama3, and only yarn reads")

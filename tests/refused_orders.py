@@ -19,8 +19,8 @@ SIX: dict[str, Any] = {"mesh__cp": 6, "data__sequence_length": 48, "model__kv_he
 FP8: dict[str, Any] = {"precision__compute": "fp8"}
 
 REFUSED_ORDERS: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
-    (FOUR, {"mesh__shard": 3}, "mesh.shard", "a divisor of mesh.dp"),
-    (FOUR, {"mesh__shard": 8}, "mesh.shard", "a divisor of mesh.dp"),
+    (FOUR, {"mesh__shard": 3}, "mesh.shard", "a mesh.shard that divides mesh.dp"),
+    (FOUR, {"mesh__shard": 8}, "mesh.shard", "a mesh.shard that divides mesh.dp"),
     ({**FOUR, "mesh__ep": 1}, {"mesh__shard": 1}, "mesh.shard", "fix: overlap.dp.strategy = no_shard without"),
     ({**FOUR, "mesh__ep": 4}, {"mesh__shard": 2}, "mesh.shard", "has all experts"),
     ({**FOUR, "mesh__tp": 2, "mesh__ep": 8}, {"mesh__shard": 2}, "mesh.shard", "mesh.shard = 2 x mesh.tp = 2"),
@@ -45,6 +45,7 @@ REFUSED_ORDERS: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
     ({"model__dense_layers": tuple(range(8))}, {"plan__offload": ("experts",)}, "plan.offload", "has the part experts"),
     ({"model__dense_layers": ()}, {"plan__offload": ("mlp",)}, "plan.offload", "has the part mlp; fix: leave mlp out"),
     ({"plan__recompute": ("attn",)}, {"plan__offload": ("attn:1",)}, "plan.offload", "on the host, or made again"),
+    ({}, {"overlap__tp__method": ("bulk",)}, "overlap.tp.method", "no effect: mesh.tp = 1"),
     ({"mesh__tp": 2}, {"plan__loss_pieces": 2}, "plan.loss_pieces", "a part of the vocabulary"),
     ({"data__sequence_length": 8, "train__sequences": 1}, {"plan__loss_pieces": 9}, "plan.loss_pieces", "has 8 tokens"),
     ({"data__sequence_length": 8, "train__sequences": 1}, {"plan__mlp_pieces": 9}, "plan.mlp_pieces", "has 8 tokens"),
@@ -56,7 +57,7 @@ REFUSED_ORDERS: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
     (SHARED, {"plan__layer_order": "early_release"}, "plan.layer_order", "leave plan.layer_order out, or mesh.cp = 1"),
     (SHARED, {"plan__graphs": "on", "data__packing": "on"}, "plan.graphs", "documents decide which keys"),
     ({"precision__averages": "bf16"}, {"train__betas": (0.9, 0.999)}, "train.betas", "lower train.betas"),
-    (FP8, {"model__hidden": 40}, "model.hidden", "widths of a multiple of 16; fix: a multiple of 16, or"),
+    (FP8, {"model__hidden": 40}, "model.hidden", "widths of a multiple of 16; fix: make model.hidden"),
     (
         FP8,
         {"model__head_dim": 4, "model__kv_heads": 2},
@@ -85,7 +86,19 @@ REFUSED_ORDERS: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
     ({}, {"precision__fp8_products": ("forward",)}, "precision.fp8_products", "no effect: nothing computes in fp8"),
     ({}, {"precision__fp8_ends": (1, 1)}, "precision.fp8_ends", "no effect: nothing computes in fp8"),
     ({}, {"precision__gather": "fp8"}, "precision.gather", "no effect: nothing computes in fp8"),
-    ({**FP8, "strategy": "no_shard"}, {"precision__gather": "fp8"}, "precision.gather", "no weights are gathered"),
+    ({**FP8, "strategy": "no_shard"}, {"precision__gather": "fp8"}, "precision.gather", "another overlap.dp.strategy"),
+    (
+        {**FP8, "mesh__dp": 1, "mesh__ep": 1},
+        {"precision__gather": "fp8"},
+        "precision.gather",
+        "no weights are gathered; fix: mesh.dp = 2 or more",
+    ),
+    (
+        {"mesh__pp": 1, "plan__chunks": 1, "merge": "on", "train__microbatches": 1},
+        {"overlap__ep__merge_ends": "on"},
+        "overlap.ep.merge_ends",
+        "one microbatch has no other one to merge with",
+    ),
     ({**FP8, "update": "next_step"}, {"precision__gather": "fp8"}, "precision.gather", "agree on scales of rows"),
     (
         {**FP8, "precision__fp8_products": ("forward", "wgrad")},

@@ -10,7 +10,12 @@ WSD: dict[str, Any] = {"train__schedule": "wsd"}
 
 REFUSED_TRAINING: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
     ({}, {"train__min_lr": 1.0}, "train.min_lr", "above the highest"),
-    ({}, {"train__min_lr": -0.5}, "train.min_lr", "no learning rate is negative; fix: 0 or more, or -1"),
+    (
+        {},
+        {"train__min_lr": -0.5},
+        "train.min_lr",
+        "no learning rate is negative; fix: train.min_lr = 0 or more, or train.min_lr = -1",
+    ),
     ({"train__min_lr": 1e-4}, {"train__min_lr_ratio": 0.2}, "train.min_lr_ratio", "train.min_lr = 0.0001 is"),
     ({"train__schedule": "constant"}, {"train__min_lr": 1e-4}, "train.min_lr", "never falls"),
     ({"train__schedule": "constant"}, {"train__min_lr_ratio": 0.2}, "train.min_lr_ratio", "never falls"),

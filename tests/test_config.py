@@ -203,8 +203,8 @@ def test_a_recipe_setting_that_loses_its_effect_is_a_remark_and_a_flag_an_error(
 
 REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (DENSE, {"model__heads": 5}, "model.heads", "cannot share 2 key and value heads"),
-    (TINY, {"model__hidden": 34}, "model.hidden", "of 16 bytes, and fp32 has 4 per element; fix: a multiple of 4"),
-    (changed(TINY, precision__compute="bf16"), {"model__expert_ffn": 12}, "model.expert_ffn", "fix: a multiple of 8"),
+    (TINY, {"model__hidden": 34}, "model.hidden", "fix: make model.hidden a multiple of 4"),
+    (changed(TINY, precision__compute="bf16"), {"model__expert_ffn": 12}, "model.expert_ffn", "a multiple of 8"),
     (changed(DENSE, mesh__pp=2, plan__order="zb_v", plan__chunks=2, overlap__ep__merge="off"),
      {"model__tied": True, "overlap__pp__defer_head": 1}, "overlap.pp.defer_head", "wait for its other half"),
     *((DENSE, {f"model__{name}": value}, f"model.{name}", "no effect") for name, value in {
@@ -346,6 +346,9 @@ WITH_HOST: list[tuple[Config, Host, dict[str, Any], str, str]] = [
         for item in ("pipeline", *(f"{at}:{possible(*at.split('_'))[-1]}" for at in PIECEWISE))
     ),
     (TINY, Host(workers=3, local_workers=3), {"mesh__dp": 2}, "mesh.dp", "is 4 ranks, but 3 processes were started"),
+    (TINY, Host(workers=5, local_workers=5), {"mesh__dp": 2}, "mesh.dp", "5 processes were started; fix: start 4 "),
+    (TINY, Host(gpus=2, workers=4, local_workers=4), {"train__device": "cuda"}, "train.device",
+     "this host has 2 and would run 4 ranks; fix: fewer processes on each host"),
     (TINY, Host(cores=2), {"mesh__dp": 9}, "mesh.dp", "is 18 processes that would compute on this host's CPU cores"),
     (TINY, Host(gpus=2), {"train__device": "cuda"}, "train.device", "this host has 2 and would run 4 ranks"),
     (TINY, Host(gpus=4), {"train__transport": "gloo"}, "train.transport", "ranks compute on GPUs"),

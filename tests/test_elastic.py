@@ -16,7 +16,7 @@ from hocket.environment import find_port
 from hocket.recipes import recipe
 from hocket.resolve import resolve
 from hocket.settings.rule import Host
-from hocket.settings.schema import changed
+from hocket.settings.schema import changed, leaf
 from tests.helpers.command import SMALL, end_all, hocket, text_in
 
 ELASTIC = {"run.elastic": True}
@@ -70,6 +70,65 @@ def test_the_choice_is_explained_and_what_has_no_mesh_is_refused() -> None:
         resolve(changed(mesh_of(dp=4), {"run.elastic": False}), Host(workers=2, local_workers=2))
     with pytest.raises(ValueError, match="but 8 processes were started"):
         resolve(mesh_of(dp=4), Host(workers=8, local_workers=8))
+
+
+DENSE: dict[str, Any] = {"model.experts": 0}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "ranks", "asked", "setting", "left", "expected"),
+    [
+        (dict(dp=2), 1, {}, "overlap.dp.prefetch", 3, dict(dp=1)),
+        (dict(tp=4, dp=2), 4, DENSE, "overlap.dp.prefetch", 3, dict(tp=4, dp=1)),
+        (dict(dp=2), 1, {}, "overlap.dp.strategy", "optim", dict(dp=1)),
+        (dict(dp=4, shard=2), 1, {}, "overlap.dp.strategy", "optim_grads", dict(dp=1)),
+        (dict(dp=2, ep=2), 1, {}, "overlap.ep.copies", "per_rank", dict(ep=1)),
+        (dict(dp=2, ep=2), 1, {}, "overlap.ep.splits", "device", dict(ep=1)),
+        (dict(dp=2, ep=2), 1, {}, "overlap.ep.merge_ends", "on", dict(ep=1)),
+        (dict(dp=2, ep=2), 1, {}, "precision.dispatch", "fp8", dict(ep=1)),
+        (dict(pp=2), 1, {}, "overlap.pp.defer_layers", 2, dict(pp=1)),
+        (dict(pp=2), 1, {}, "overlap.pp.defer_head", 1, dict(pp=1)),
+        (dict(pp=2), 1, {}, "overlap.pp.backward_lane", "on", dict(pp=1)),
+        (dict(pp=2), 1, {"plan.chunks": 2, "overlap.ep.merge": "off"}, "plan.order", "zb_v", dict(pp=1)),
+        (dict(pp=4), 2, {}, "plan.layers_per_stage", (1, 2, 2, 3), dict(pp=2)),
+        (dict(tp=4), 2, {}, "overlap.tp.pieces", 4, dict(tp=2)),
+        (dict(tp=2), 1, {}, "overlap.tp.method", ("bulk",), dict(tp=1)),
+        (dict(cp=2), 1, {}, "overlap.cp.method", "heads", dict(cp=1)),
+        (dict(cp=2), 1, {}, "plan.recompute", ("attn", "kv"), dict(cp=1)),
+        (dict(dp=2, pp=2), 2, {"train.transport": "slow"}, "train.slow",
+         ("pp_fwd:1ms", "reduce_dense:1ms", "gather_dense:1ms"), dict(pp=2, dp=1)),
+    ],
+)  # fmt: skip
+def test_what_a_smaller_mesh_has_no_use_for_goes_and_is_told(
+    mesh: dict[str, int], ranks: int, asked: dict[str, Any], setting: str, left: Any, expected: dict[str, int]
+) -> None:
+    config = changed(mesh_of(**mesh), asked | {setting: left})
+    origins = {setting: f"command line, --{setting}"}
+    assert leaf(resolve(config, Host(), origins), setting) == left
+    settings = resolve(config, Host(workers=ranks, local_workers=ranks), origins)
+    assert {name: getattr(settings.mesh, name) for name in expected} == expected
+    assert settings.world == ranks
+    (told,) = (decision for decision in settings.decisions if decision.setting == setting)
+    assert (told.asked, told.value, told.given_up) == (left, leaf(settings, setting), True)
+    assert told.value != left
+    assert re.search(rf"\(asked for .*: command line, --{setting}\): on the smaller mesh: ", str(told))
+    if setting in ("plan.recompute", "train.slow"):
+        assert told.value == left[:1], "the items that mean something stay"
+    again = resolve(settings)
+    assert (again, again.decisions) == (settings, settings.decisions)
+
+
+def test_a_mistake_is_none_of_the_smaller_mesh() -> None:
+    """What the whole mesh refuses is refused with its values."""
+    config = changed(mesh_of(dp=4), {"overlap.dp.strategy": "no_shard", "overlap.dp.prefetch": 3, "model.heads": 3})
+    with pytest.raises(ValueError, match="3 query heads cannot") as error:
+        resolve(
+            config, Host(workers=1, local_workers=1), {"overlap.dp.prefetch": "command line, --overlap.dp.prefetch"}
+        )
+    assert "overlap.dp.prefetch = 3 (command line, --overlap.dp.prefetch): no effect: every rank has" in str(
+        error.value
+    )
+    assert "elastic" not in str(error.value)
 
 
 def test_the_first_mesh_whose_memory_suffices_is_taken() -> None:

@@ -1,4 +1,4 @@
-"""Proves a program: the 13 invariants, each broken one reported with the ops involved.
+"""Proves a program: the 14 invariants, each broken one reported with the ops involved.
 
     1  All ranks' lists with sends, receives and host waits have no cycle.        check_order.py
     2  Between two ranks, sends and receives come in the same order.              here, check_order.py
@@ -15,6 +15,7 @@
        ahead of the list.
     12 At the end nothing is left: values, weight slots, gradient slots, ops.     here, and both of these
     13 Compute is queued before the host waits.                                   check_order.py
+    14 A value, or its first reader's share, is dropped as soon as it may be.     check_memory.py
 
 What an op reads is in `values.py`; what "after" means is in
 `facts.py`. Everything takes time linear in the number of ops.
@@ -25,7 +26,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from hocket.program.check_memory import activations_capped, receives_paced, reloads_paced, values_live
+from hocket.program.check_memory import (
+    activations_capped,
+    receives_paced,
+    reloads_paced,
+    values_dropped_in_time,
+    values_live,
+)
 from hocket.program.check_order import deadlock_free, halves_independent, sends_match, work_queued
 from hocket.program.check_slots import gradients_kept, host_slots_kept, matrices_whole, updates_first, weights_resident
 from hocket.program.facts import INVARIANTS, Facts, Violation, gather_facts, has_place
@@ -183,6 +190,7 @@ _RULES = (
     halves_independent,
     work_queued,
     values_live,
+    values_dropped_in_time,
     weights_resident,
     gradients_kept,
     updates_first,

@@ -1,4 +1,4 @@
-"""Invariants about memory of values (6, 12), of activations in flight and of received tensors (11)."""
+"""Invariants about memory of values (6, 12, 14), of activations in flight and of received tensors (11)."""
 
 from __future__ import annotations
 
@@ -41,6 +41,33 @@ def values_live(facts: Facts) -> Iterator[Violation]:
             yield facts.fail(12, f"the value of {facts.show(p)} is never dropped", p)
 
 
+def values_dropped_in_time(facts: Facts) -> Iterator[Violation]:
+    """Invariant 14: a value, and the first reader's share of it, is dropped by the first op that may do so.
+
+    That is the first op of the lane to which the memory belongs that comes after the readers. A later one holds memory
+    that no plan has counted.
+    """
+    trimmed, newest = {p for op in facts.ops for p in op.trims}, dict[str, int]()
+    for q, op in enumerate(facts.ops):
+        drops = [("the value", p, facts.readers.get(p, [])) for p in op.frees]
+        shares = [*op.trims, *(p for p in op.frees if p not in trimmed)]
+        for what, p, readers in [*drops, *(("a share", p, _first_readers(facts, p)) for p in shares)]:
+            earlier = newest.get(memory_of(facts.ops[p]), -1) if readers else -1
+            if earlier >= max(readers, default=0) and all(facts.before(i, earlier) for i in readers):
+                message = (
+                    f"{facts.show(q)} drops {what} of {facts.show(p)}, which {facts.show(earlier)} could have done"
+                )
+                yield facts.fail(14, message, q, p, earlier)
+        newest[op.lane] = q
+
+
+def _first_readers(facts: Facts, p: int) -> list[int]:
+    """Who reads the share of a value that goes first; none if it has no shares."""
+    readers = facts.readers.get(p, [])
+    first = first_reader(facts.ops[p], facts.layout) if readers and has_place(facts.ops[p], facts.layout) else ""
+    return [i for i in readers if facts.ops[i].part == first]
+
+
 def _dropped_late_enough(facts: Facts, p: int, q: int, readers: list[int]) -> Iterator[Violation]:
     owner = memory_of(facts.ops[p])
     if owner != facts.ops[q].lane and facts.ops[q].verb != "step":
@@ -67,13 +94,12 @@ def _trimmed_late_enough(facts: Facts, q: int) -> Iterator[Violation]:
         if not first:
             yield facts.fail(6, f"{facts.show(q)} drops a share of op {p}, which has none", q)
             continue
-        mine = [i for i in facts.readers.get(p, ()) if facts.ops[i].part == first]
         owner = memory_of(facts.ops[p])
         if owner != op.lane and op.verb != "step":
             yield facts.fail(
                 6, f"{facts.show(q)} drops a share of {facts.show(p)}, whose memory is lane {owner}'s", q, p
             )
-        for i in mine:
+        for i in _first_readers(facts, p):
             if i > q or not facts.before(i, q):
                 yield facts.fail(
                     6,

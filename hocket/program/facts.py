@@ -37,6 +37,7 @@ INVARIANTS = {
     11: "activations in flight",
     12: "nothing is left",
     13: "work is queued before the host waits",
+    14: "values go when they may",
 }
 
 

@@ -15,7 +15,7 @@ ARCHITECTURE_RULES: tuple[Rule, ...] = (
         ("model.qk_rope_head_dim",),
         lambda c, h: c.model.latent and c.model.qk_rope_head_dim % 2 != 0,
         "the rotary embedding turns pairs of elements",
-        "make it even",
+        "an even model.qk_rope_head_dim",
     ),
     *(
         Rule(
@@ -49,7 +49,7 @@ ARCHITECTURE_RULES: tuple[Rule, ...] = (
         ("model.rope.width", "model.kv_lora_rank"),
         lambda c, h: c.model.latent and c.model.rope.width > 0,
         "of latent attention model.qk_rope_head_dim = {model.qk_rope_head_dim} elements of each head rotate",
-        "leave it out, or model.kv_lora_rank = 0",
+        "leave model.rope.width out, or model.kv_lora_rank = 0",
     ),
     *(
         Rule(
@@ -65,8 +65,8 @@ ARCHITECTURE_RULES: tuple[Rule, ...] = (
         Rule(
             (f"model.{name}", "model.kv_lora_rank"),
             lambda c, h: c.model.latent,
-            "no effect: latent attention has keys of its own for every head",
-            f"model.{instead}, or model.kv_lora_rank = 0",
+            f"no effect: latent attention has keys of its own for every head: model.{instead} says what they are",
+            "leave it out, or model.kv_lora_rank = 0",
             only_if_set=True,
         )
         for name, instead in (("kv_heads", "heads"), ("head_dim", "qk_nope_head_dim"))
@@ -75,7 +75,7 @@ ARCHITECTURE_RULES: tuple[Rule, ...] = (
         ("model.route_groups", "model.experts"),
         lambda c, h: has_experts(c) and c.model.experts % c.model.route_groups != 0,
         "{model.experts} experts cannot be spread evenly over {model.route_groups} groups",
-        "a divisor of model.experts",
+        "a model.route_groups that divides model.experts",
     ),
     Rule(
         ("model.route_top_groups", "model.route_groups"),
@@ -101,7 +101,7 @@ ARCHITECTURE_RULES: tuple[Rule, ...] = (
             and c.model.route_top_groups < c.model.route_groups == c.model.experts
         ),
         "a group of one expert has no two scores",
-        "best, or fewer model.route_groups",
+        "model.route_group_score = best, or fewer model.route_groups",
     ),
     Rule(
         ("model.route_group_score", "model.route_groups"),

@@ -44,7 +44,7 @@ HEADS_RULES: tuple[Rule, ...] = (
         (METHOD, "mesh.cp", "model.heads"),
         lambda c, h: _heads(c) and _own(c, c.model.heads) % c.mesh.cp != 0,
         "{mesh.cp} ranks cannot have as many of {model.heads}{shares_of_heads} heads each",
-        "overlap.cp.method = gather, or a mesh.cp that divides the heads",
+        "overlap.cp.method = gather, or a mesh.cp that divides model.heads{shares_of_heads}",
     ),
     Rule(
         (METHOD, "mesh.cp", "model.kv_heads"),
@@ -53,7 +53,8 @@ HEADS_RULES: tuple[Rule, ...] = (
         ),
         "{mesh.cp} ranks can neither share {model.kv_heads}{shares_of_heads} heads of keys and values evenly nor have "
         "each of them as often",
-        "overlap.cp.method = gather, or a mesh.cp that divides these heads or is a multiple of them",
+        "overlap.cp.method = gather, a mesh.cp that divides model.kv_heads{shares_of_heads}, or a mesh.cp that is a "
+        "multiple of model.kv_heads{shares_of_heads}",
     ),
 )
 """What an exchange of heads needs. A choice by cost asks them too."""
@@ -103,7 +104,7 @@ CONTEXT_RULES: tuple[Rule, ...] = (
         ("plan.recompute", "mesh.cp"),
         lambda c, h: GATHERED in recomputed_parts(c) and not recomputes(c, GATHERED),
         "no effect: no layer gathers keys and values (mesh.cp = {mesh.cp}, overlap.cp.method = {overlap.cp.method})",
-        "mesh.cp above 1 with overlap.cp.method = gather, or leave kv out",
+        "mesh.cp above 1 and overlap.cp.method = gather, or leave kv out",
         only_if_set=True,
     ),
     Rule(

@@ -66,34 +66,38 @@ FP8_RULES: tuple[Rule, ...] = (
             (setting, "precision.compute"),
             lambda c, h, setting=setting: c.precision.compute == "fp8" and widths(c).get(setting, 0) % UNIT > 0,
             f"products in fp8 take widths of a multiple of {UNIT}{words}",
-            f"a multiple{of}, or precision.compute = bf16",
+            f"make {product} a multiple of {UNIT}, or precision.compute = bf16",
         )
-        for setting, words, of in (
-            ("model.hidden", "", f" of {UNIT}"),
-            ("model.head_dim", ", and keys of all model.kv_heads = {model.kv_heads} heads are one", ""),
-            ("model.ffn", "", f" of {UNIT}"),
-            ("model.shared_ffn", "", f" of {UNIT}"),
-            ("model.expert_ffn", "", f" of {UNIT}"),
+        for setting, words, product in (
+            ("model.hidden", "", "model.hidden"),
+            (
+                "model.head_dim",
+                ", and keys of all model.kv_heads = {model.kv_heads} heads are one",
+                "model.kv_heads x model.head_dim",
+            ),
+            ("model.ffn", "", "model.ffn"),
+            ("model.shared_ffn", "", "model.shared_ffn"),
+            ("model.expert_ffn", "", "model.expert_ffn"),
         )
     ),
     Rule(
         ("data.sequence_length", "train.sequences", "precision.compute"),
         lambda c, h: c.precision.compute == "fp8" and c.tokens % UNIT != 0,
         f"weight gradients in fp8 sum over a multiple of {UNIT} tokens, and a microbatch has "
-        "train.sequences x data.sequence_length = {train.sequences} x {data.sequence_length}",
-        f"a multiple of {UNIT} tokens, or precision.compute = bf16",
+        "train.sequences x data.sequence_length = {train.sequences} x {data.sequence_length}{shares}",
+        f"make train.sequences x data.sequence_length{{shares}} a multiple of {UNIT}, or precision.compute = bf16",
     ),
     Rule(
         ("precision.fp8_products", "precision.compute"),
         lambda c, h: c.precision.compute == "fp8" and not c.precision.fp8_products,
         "no product is left to run in fp8",
-        "some of forward, dgrad and wgrad, or precision.compute = bf16",
+        "leave precision.fp8_products out, or precision.compute = bf16",
     ),
     Rule(
         ("precision.fp8_ends", "model.layers", "precision.compute"),
         lambda c, h: c.precision.compute == "fp8" and sum(c.precision.fp8_ends) >= c.model.layers,
         "none of the model.layers = {model.layers} layers is left to compute in fp8",
-        "fewer of them, or precision.compute = bf16",
+        "smaller precision.fp8_ends, or precision.compute = bf16",
     ),
     *(
         Rule(
@@ -119,7 +123,14 @@ FP8_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("precision.gather", "mesh.dp"),
-        lambda c, h: _gathers(c) and not gathered_units(c),
+        lambda c, h: _gathers(c) and c.overlap.dp.strategy == "no_shard",
+        "no effect: every rank has all weights, and nothing is gathered",
+        "another overlap.dp.strategy, or leave precision.gather out",
+        only_if_set=True,
+    ),
+    Rule(
+        ("precision.gather", "mesh.dp"),
+        lambda c, h: _gathers(c) and c.overlap.dp.strategy != "no_shard" and not gathered_units(c),
         "no effect: no weights are gathered",
         "mesh.dp = 2 or more, or leave precision.gather out",
         only_if_set=True,
@@ -134,13 +145,13 @@ FP8_RULES: tuple[Rule, ...] = (
         ("precision.dispatch", "mesh.ep"),
         lambda c, h: c.precision.dispatch == "fp8" and (c.mesh.ep == 1 or not has_experts(c)),
         "no effect: no token travels to experts on other ranks",
-        "mesh.ep = 2 or more, or precision.dispatch = compute",
+        "mesh.ep = 2 or more in a model with experts, or precision.dispatch = compute",
     ),
     Rule(
         ("model.hidden", "precision.dispatch"),
         lambda c, h: c.precision.dispatch == "fp8" and c.model.hidden % UNIT > 0,
         f"rows travel in fp8 in units of {UNIT} bytes",
-        f"a multiple of {UNIT}, or precision.dispatch = compute",
+        f"make model.hidden a multiple of {UNIT}, or precision.dispatch = compute",
     ),
     Rule(
         ("model.expert_ffn", "precision.compute"),

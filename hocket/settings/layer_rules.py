@@ -35,7 +35,7 @@ LAYER_RULES: tuple[Rule, ...] = (
         ("model.full_layers", "model.window", "model.delta_heads"),
         lambda c, h: c.model.window == 0 and c.model.delta_heads == 0 and bool(c.model.full_layers),
         "no effect: no layer has a window or a delta net",
-        "set model.window or model.delta_heads, or leave it out",
+        "set model.window, set model.delta_heads, or leave it out",
         only_if_set=True,
     ),
     Rule(
@@ -85,7 +85,7 @@ LAYER_RULES: tuple[Rule, ...] = (
         ("model.shared_gate", "model.shared_ffn"),
         lambda c, h: c.model.shared_gate and (c.model.shared_ffn == 0 or "moe" not in c.model.kinds()),
         "no effect: no layer has a shared expert",
-        "set model.shared_ffn, or leave it out",
+        "model.shared_ffn = 1 or more in a model with experts, or leave it out",
         only_if_set=True,
     ),
     Rule(
@@ -99,20 +99,20 @@ LAYER_RULES: tuple[Rule, ...] = (
         ("model.window",),
         lambda c, h: c.model.window == 1,
         "a token that attends to itself alone needs no queries and keys, and flash attention has no such window",
-        "model.window = 0 for all tokens before it, or 2 and more",
+        "model.window = 0, which means all tokens before it, or model.window = 2 or more",
     ),
     Rule(
         ("model.window", "data.sequence_length"),
         lambda c, h: any(c.model.windows()) and c.model.window >= c.data.sequence_length,
         "no effect: sequences have {data.sequence_length} tokens",
-        "longer sequences, or leave it as the model has it",
+        "data.sequence_length above model.window, or leave it as the model has it",
         remark=True,
     ),
     Rule(
         ("model.rope.plain_windows", "model.window", "model.rope.kind"),
         lambda c, h: c.model.rope.plain_windows and (c.model.rope.kind == "default" or not any(c.model.windows())),
         "no effect: model.rope.kind = {model.rope.kind}, and model.window = {model.window}",
-        "another model.rope.kind and a model.window, or leave it out",
+        "another model.rope.kind and model.window above 0, or leave it out",
         only_if_set=True,
     ),
     Rule(

@@ -31,13 +31,13 @@ NETWORK_RULES: tuple[Rule, ...] = (
         (_RANKS, "mesh.dp", "mesh.pp", "mesh.tp"),
         lambda c, h: bool(_given(c)) and c.mesh.world % _given(c) != 0,
         "all hosts have the same number of ranks, and {network.ranks_per_host} does not divide {world}",
-        "a divisor of {world}, or leave it out",
+        "a network.ranks_per_host that divides {world}, or leave network.ranks_per_host out",
     ),
     Rule(
         (_RANKS,),
         lambda c, h: h.workers == c.mesh.world and 0 < h.local_workers < _given(c) <= c.mesh.world,
         "of {host.workers} processes only {host.local_workers} are on this host",
-        "{host.local_workers}, or leave it out",
+        "network.ranks_per_host = {host.local_workers}, or leave network.ranks_per_host out",
     ),
     Rule(
         (_RANKS, "mesh.dp"),

@@ -58,7 +58,7 @@ OVERLAP_RULES: tuple[Rule, ...] = (
         ("overlap.ep.merge", "train.microbatches", "plan.chunks"),
         lambda c, h: c.overlap.ep.merge == "on" and not any(merges(c, rank) for rank in range(c.mesh.pp)),
         "all forwards of {train.microbatches} microbatches are warm-up, so nothing would be merged",
-        "more train.microbatches, fewer plan.chunks, a smaller plan.group, or overlap.ep.merge = off",
+        "more train.microbatches, or overlap.ep.merge = off",
     ),
     Rule(
         ("overlap.ep.merge_ends", "overlap.ep.merge"),
@@ -67,8 +67,19 @@ OVERLAP_RULES: tuple[Rule, ...] = (
         "overlap.ep.merge = on, or overlap.ep.merge_ends = off",
     ),
     Rule(
+        ("overlap.ep.merge_ends", "train.microbatches"),
+        lambda c, h: c.overlap.ep.merge_ends == "on" and c.overlap.ep.merge == "on" and c.train.microbatches == 1,
+        "one microbatch has no other one to merge with at the ends",
+        "train.microbatches = 2 or more, or overlap.ep.merge_ends = off",
+    ),
+    Rule(
         ("overlap.ep.merge_ends", "plan.group", "train.microbatches"),
-        lambda c, h: c.overlap.ep.merge_ends == "on" and c.overlap.ep.merge == "on" and not has_pairs(c),
+        lambda c, h: (
+            c.overlap.ep.merge_ends == "on"
+            and c.overlap.ep.merge == "on"
+            and c.train.microbatches > 1
+            and not has_pairs(c)
+        ),
         "no two microbatches follow each other on one chunk, so nothing at the ends would be merged",
         "plan.group = 2 or more, or overlap.ep.merge_ends = off",
     ),
@@ -133,7 +144,7 @@ OVERLAP_RULES: tuple[Rule, ...] = (
         ("overlap.pp.defer_layers", "model.layers", "mesh.pp", "plan.chunks"),
         lambda c, h: c.overlap.pp.defer_layers != "auto" and c.overlap.pp.defer_layers > most_layers(c) > 0,
         "no stage has as many layers",
-        "-1 for all layers of a stage",
+        "overlap.pp.defer_layers = -1, which means all layers of a stage",
         only_if_set=True,
     ),
     Rule(
@@ -145,7 +156,7 @@ OVERLAP_RULES: tuple[Rule, ...] = (
             )
         ),
         "no effect: no weight gradient runs after a send",
-        "mesh.pp = 2 or more, overlap.defer_wgrad = on and overlap.pp.defer_layers not 0, or leave it out",
+        "leave overlap.pp.defer_parts out",
         only_if_set=True,
     ),
     Rule(
@@ -172,7 +183,7 @@ OVERLAP_RULES: tuple[Rule, ...] = (
         ("overlap.pp.defer_head", "train.microbatches"),
         lambda c, h: c.overlap.pp.defer_head != "auto" and c.overlap.pp.defer_head > c.train.microbatches,
         "a step has {train.microbatches} microbatches",
-        "-1 for all of them",
+        "overlap.pp.defer_head = -1, which means all of them",
         only_if_set=True,
     ),
     Rule(
@@ -207,7 +218,7 @@ OVERLAP_RULES: tuple[Rule, ...] = (
         ("overlap.ep.splits", "mesh.ep"),
         lambda c, h: c.overlap.ep.splits == "device" and (c.mesh.ep == 1 or not c.model.experts),
         "no effect: with mesh.ep = {mesh.ep} no rows travel to experts",
-        "mesh.ep above 1, or leave it out",
+        "mesh.ep = 2 or more in a model with experts, or leave it out",
         only_if_set=True,
     ),
     Rule(
@@ -227,7 +238,7 @@ OVERLAP_RULES: tuple[Rule, ...] = (
         ("overlap.ep.splits", "mesh.ep"),
         lambda c, h: c.overlap.ep.splits == "device" and c.train.device == "cuda" and leaves_host(c, h, "a2a"),
         "rows are stored into the memory of GPUs of one host, and mesh.ep = {mesh.ep} ranks are not all on one",
-        "overlap.ep.splits = host, or mesh.ep that divides the {on_a_host} ranks of a host",
+        "overlap.ep.splits = host, or a smaller mesh.ep",
     ),
     Rule(
         ("overlap.ep.splits",),

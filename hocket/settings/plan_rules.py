@@ -144,15 +144,18 @@ def offloads(c: Config, part: str) -> bool:
         return True
 
 
-def made_again(c: Config) -> bool:
-    """Whether a part that is offloaded keeps nothing, or leaves out what is made again."""
+def made_again(c: Config) -> list[tuple[str, str]]:
+    """Parts that are offloaded and keep nothing, or not all, and the recomputed parts that make it again."""
     if not c.plan.offload or "auto" in (*c.plan.offload, *c.plan.recompute):
-        return False
+        return []
     try:
         layout = layout_of(c)
     except ValueError:
-        return False
-    return any(layout.recomputes(*where) or lent_to(layout, *where) for where in layout.offloaded)
+        return []
+    found = (
+        (part, part if layout.recomputes(part, at) else lent_to(layout, part, at)) for part, at in layout.offloaded
+    )
+    return sorted({(part, again) for part, again in found if again})
 
 
 def recomputes(c: Config, part: str) -> bool:
@@ -161,6 +164,16 @@ def recomputes(c: Config, part: str) -> bool:
         return any(name == part for name, _ in layout_of(c).recomputed)
     except ValueError:
         return True
+
+
+def missing_recompute(c: Config) -> list[str]:
+    """The parts of `plan.recompute` that no layer has; `kv`, which goes by the mesh, has a rule of its own."""
+    return [x for x in ("dispatch", "experts", "mlp") if x in recomputed_parts(c) and not recomputes(c, x)]
+
+
+def missing_offload(c: Config) -> list[str]:
+    """The parts of `plan.offload` that no layer has."""
+    return [x for x in ("experts", "mlp") if x in named_parts(c.plan.offload) and not offloads(c, x)]
 
 
 def order_matters(text: str) -> bool:
@@ -182,31 +195,31 @@ PLAN_RULES: tuple[Rule, ...] = (
         lambda c, h: stages(c) > c.model.layers + 2,
         "mesh.pp = {mesh.pp} x plan.chunks = {plan.chunks} is {stages} virtual stages, too many for model.layers = "
         "{model.layers}: only the first and the last may be without layers",
-        "lower plan.chunks or mesh.pp, or raise model.layers",
+        "make mesh.pp x plan.chunks at most model.layers + 2",
     ),
     Rule(
         ("plan.layers_per_stage", "mesh.pp", "plan.chunks"),
         lambda c, h: len(c.plan.split) not in (0, stages(c)),
         "mesh.pp = {mesh.pp} x plan.chunks = {plan.chunks} needs {stages} numbers",
-        "give {stages} numbers, or none to split evenly",
+        "give {stages} numbers, or leave plan.layers_per_stage out",
     ),
     Rule(
         ("plan.layers_per_stage", "model.layers"),
         lambda c, h: bool(c.plan.split) and sum(c.plan.split) != c.model.layers,
         "the stages' layers do not add up to model.layers = {model.layers}",
-        "make them add up, or leave plan.layers_per_stage out",
+        "numbers that add up to {model.layers}, or leave plan.layers_per_stage out",
     ),
     Rule(
         ("plan.layers_per_stage",),
         lambda c, h: 0 in c.plan.split[1:-1] or c.plan.split == (0,),
         "only the first stage, with the embedding, and the last, with the head, may be without layers",
-        "1 or more layers for every other stage",
+        "1 or more layers for all other stages, or leave plan.layers_per_stage out",
     ),
     Rule(
         ("plan.layers_per_stage",),
         lambda c, h: "auto" in c.plan.layers_per_stage and len(c.plan.layers_per_stage) > 1,
         "auto stands alone",
-        "a number for each stage, or auto",
+        "plan.layers_per_stage = auto, or a number for each stage",
     ),
     Rule(
         ("plan.order", "plan.chunks"),
@@ -255,20 +268,20 @@ PLAN_RULES: tuple[Rule, ...] = (
         ("train.microbatches", "mesh.pp"),
         lambda c, h: c.plan.order == "merged_v" and c.train.microbatches < 2 * c.mesh.pp,
         "the order merged_v needs two for each of mesh.pp = {mesh.pp} ranks, or what it merges does not meet",
-        "more microbatches, or plan.order = zb_v",
+        "more train.microbatches, or plan.order = zb_v",
     ),
     Rule(
         ("train.microbatches", "mesh.pp", "plan.chunks"),
         lambda c, h: c.plan.order == "interleaved" and c.train.microbatches < c.mesh.pp,
         "the interleaved order passes groups of at least mesh.pp = {mesh.pp} microbatches from chunk to chunk",
-        "train.microbatches = {mesh.pp} or more, or plan.chunks = 1",
+        "train.microbatches = {mesh.pp} or more, or plan.order = auto and plan.chunks = 1",
     ),
     Rule(
         ("train.microbatches", "model.layers"),
         lambda c, h: c.train.microbatches * c.model.layers > MOST_PASSES,
         "{train.microbatches} microbatches through {model.layers} layers are a plan of millions of operations, which "
         "takes minutes to make and to check",
-        f"fewer microbatches of more train.sequences: at most {MOST_PASSES} / model.layers",
+        "train.microbatches = {most_microbatches} or fewer (of more train.sequences)",
     ),
     Rule(
         ("plan.group", "mesh.pp", "train.microbatches"),
@@ -280,7 +293,7 @@ PLAN_RULES: tuple[Rule, ...] = (
         ("plan.group", "plan.chunks"),
         lambda c, h: c.plan.group > 0 and c.plan.order != "interleaved",
         "no effect: only the interleaved order has groups",
-        "plan.chunks = 2 or more, or leave plan.group out",
+        "plan.order = interleaved and plan.chunks = 2 or more, or leave plan.group out",
         only_if_set=True,
     ),
     Rule(
@@ -306,7 +319,7 @@ PLAN_RULES: tuple[Rule, ...] = (
         ("train.microbatches", "plan.stride"),
         lambda c, h: c.plan.stride == 3 and 2 * c.train.microbatches < 3 * c.mesh.pp,
         "plan.stride = 3 needs groups of at least 1.5 * mesh.pp microbatches",
-        "more microbatches, or plan.stride = 2",
+        "more train.microbatches, or plan.stride = 2",
     ),
     Rule(
         ("plan.loss_pieces", "mesh.tp"),
@@ -317,7 +330,7 @@ PLAN_RULES: tuple[Rule, ...] = (
     *(
         Rule(
             (setting, "data.sequence_length"),
-            lambda c, h, pieces=pieces: pieces(c.plan) > c.tokens,
+            lambda c, h, pieces=pieces: pieces(c.plan) > c.tokens > 0,
             "a rank has {tokens} tokens of a microbatch, and a piece has at least one",
             f"{setting} = {{tokens}} or fewer",
         )
@@ -359,7 +372,7 @@ PLAN_RULES: tuple[Rule, ...] = (
             (setting, "plan.layers_per_stage"),
             lambda c, h, items=items: 0 < longest_stage(c) < _most_named(items(c)),
             "no stage can have as many layers: the longest has {longest} at most",
-            "{longest} or fewer, or the part without a number, for all layers",
+            f"at most {{longest}} layers in {setting}, or no number in {setting}, which means all layers",
             only_if_set=True,
         )
         for setting, items in _OF_PARTS.items()
@@ -368,45 +381,40 @@ PLAN_RULES: tuple[Rule, ...] = (
         ("plan.recompute",),
         lambda c, h: _twice(c.plan.recompute),
         "each part is named once, and auto stands alone",
-        "parts out of attn, dispatch, experts, kv and mlp, such as attn or attn:2, or auto",
+        "each part once in plan.recompute, or plan.recompute = auto",
     ),
-    *(
-        Rule(
-            ("plan.recompute",),
-            lambda c, h, part=part: part in recomputed_parts(c) and not recomputes(c, part),
-            f"no effect: no layer that it means has the part {part}",
-            f"leave {part} out, or name more layers",
-            only_if_set=True,
-        )
-        for part in ("dispatch", "experts", "mlp")
+    Rule(
+        ("plan.recompute",),
+        lambda c, h: bool(missing_recompute(c)),
+        "no effect: no layer that it means has the part {missing_recompute}",
+        "leave {missing_recompute} out of plan.recompute",
+        only_if_set=True,
     ),
     Rule(
         ("plan.offload",),
         lambda c, h: _twice(c.plan.offload),
         "each part is named once, and auto stands alone",
-        "parts out of attn, experts and mlp, such as attn or attn:2, or auto",
+        "each part once in plan.offload, or plan.offload = auto",
     ),
-    *(
-        Rule(
-            ("plan.offload",),
-            lambda c, h, part=part: part in named_parts(c.plan.offload) and not offloads(c, part),
-            f"no effect: no layer that it means has the part {part}",
-            f"leave {part} out, or name more layers",
-            only_if_set=True,
-        )
-        for part in ("experts", "mlp")
+    Rule(
+        ("plan.offload",),
+        lambda c, h: bool(missing_offload(c)),
+        "no effect: no layer that it means has the part {missing_offload}",
+        "leave {missing_offload} out of plan.offload",
+        only_if_set=True,
     ),
     Rule(
         ("plan.offload", "plan.recompute"),
-        lambda c, h: made_again(c),
-        "a part keeps its saved tensors in one way: on the host, or made again",
-        "other parts, or other layers, in one of them",
+        lambda c, h: bool(made_again(c)),
+        "saved tensors are kept in one way, on the host, or made again: {again} of plan.recompute makes again what "
+        "{offloaded} of plan.offload would keep",
+        "leave {offloaded} out of plan.offload",
     ),
     Rule(
         ("plan.layer_order",),
         lambda c, h: bool(order_problem(c.plan.layer_order)),
         "{order}",
-        "a name, or an order such as 'cB aF eB dF eW dB eF cF aB uB aW uF'",
+        "plan.layer_order = literature, or plan.layer_order = 'cB aF eB dF eW dB eF cF aB uB aW uF'",
     ),
     Rule(
         ("plan.layer_order", "overlap.ep.merge"),

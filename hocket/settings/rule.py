@@ -51,6 +51,10 @@ class Host:
     """Findings about the variables that decide about overlap, before hocket set any."""
 
 
+NO_EFFECT = "no effect: "
+"""How the reason begins for which a setting changes nothing."""
+
+
 @dataclass(frozen=True)
 class Rule:
     """Something that must not be.
@@ -68,3 +72,8 @@ class Rule:
     only_if_set: bool = False
     unless_set: bool = False
     remark: bool = False
+
+    @property
+    def without_effect(self) -> bool:
+        """Whether it is about a setting that changes nothing."""
+        return self.reason.startswith(NO_EFFECT)

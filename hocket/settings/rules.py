@@ -19,7 +19,15 @@ from hocket.settings.layer_rules import LAYER_RULES
 from hocket.settings.network_rules import NETWORK_RULES, ranks_of_a_host
 from hocket.settings.origins import asked
 from hocket.settings.overlap_rules import OVERLAP_RULES
-from hocket.settings.plan_rules import PLAN_RULES, longest_stage, stages
+from hocket.settings.plan_rules import (
+    MOST_PASSES,
+    PLAN_RULES,
+    longest_stage,
+    made_again,
+    missing_offload,
+    missing_recompute,
+    stages,
+)
 from hocket.settings.rope_rules import ROPE_RULES
 from hocket.settings.rule import Host, Rule
 from hocket.settings.schema import line
@@ -47,7 +55,7 @@ RULES: tuple[Rule, ...] = (
         ("model.head_dim",),
         lambda c, h: not c.model.latent and c.model.head_dim % 2 != 0,
         "the rotary embedding turns pairs of elements",
-        "make it even",
+        "an even model.head_dim",
     ),
     *ROPE_RULES,
     Rule(
@@ -75,7 +83,7 @@ RULES: tuple[Rule, ...] = (
             (setting, "precision.compute"),
             lambda c, h, name=name: has_experts(c) and getattr(c.model, name) * c.element_bytes % 16 != 0,
             "products of experts need rows of a multiple of 16 bytes, and {precision.compute} has {width} per element",
-            "a multiple of {unit}",
+            f"make {setting} a multiple of {{unit}}",
         )
         for setting, name in (("model.hidden", "hidden"), ("model.expert_ffn", "expert_ffn"))
     ),
@@ -90,7 +98,7 @@ RULES: tuple[Rule, ...] = (
             (setting, "model.experts"),
             lambda c, h: not has_experts(c),
             "no effect: the model has no MoE layer",
-            "set model.experts, or leave it out",
+            "a model with experts, or leave it out",
             only_if_set=True,
         )
         for setting in (
@@ -123,7 +131,7 @@ RULES: tuple[Rule, ...] = (
         ("model.ffn", "model.dense_layers"),
         lambda c, h: "dense" not in c.model.kinds(),
         "no effect: every layer is a MoE layer",
-        "name dense ones in model.dense_layers, or leave it out",
+        "more model.dense_layers, or leave it out",
         remark=True,
     ),
     Rule(
@@ -145,7 +153,7 @@ RULES: tuple[Rule, ...] = (
         ("mesh.ep", "model.experts"),
         lambda c, h: c.mesh.ep > 1 and not has_experts(c),
         "the model has no MoE layer whose experts could be spread over {mesh.ep} ranks",
-        "mesh.ep = 1, or set model.experts",
+        "mesh.ep = 1, or a model with experts",
     ),
     Rule(
         ("model.experts", "mesh.ep"),
@@ -157,7 +165,7 @@ RULES: tuple[Rule, ...] = (
         ("mesh.shard", "mesh.dp"),
         lambda c, h: c.mesh.shard > 0 and c.mesh.data % c.mesh.shard != 0,
         "{mesh.shard} ranks cannot share each copy of the weights of mesh.dp = {mesh.dp}{contexts} ranks",
-        "a divisor of mesh.dp x mesh.cp, or leave mesh.shard out",
+        "a mesh.shard that divides mesh.dp x mesh.cp, or leave mesh.shard out",
     ),
     Rule(
         ("mesh.shard", "mesh.ep", "mesh.tp"),
@@ -170,21 +178,27 @@ RULES: tuple[Rule, ...] = (
         ("mesh.shard", "overlap.dp.strategy"),
         lambda c, h: c.mesh.replicas > 1 and (c.mesh.shard == 1 or c.overlap.dp.strategy == "no_shard"),
         "every rank has a copy of all weights of its own then, so there is nothing that {mesh.shard} ranks could share",
-        "overlap.dp.strategy = no_shard without mesh.shard, or another strategy and mesh.shard = 2 or more",
+        "overlap.dp.strategy = no_shard without mesh.shard, or another overlap.dp.strategy and mesh.shard = 2 or more",
     ),
     *TENSOR_RULES,
     *CONTEXT_RULES,
     Rule(
         ("mesh.dp", "mesh.pp", "mesh.cp", "mesh.tp"),
-        lambda c, h: 0 < h.workers != c.mesh.world,
+        lambda c, h: 0 < h.workers < c.mesh.world and not c.run.elastic,
         "mesh.pp = {mesh.pp} x mesh.dp = {mesh.dp}{others} is {world} ranks, but {host.workers} processes were started",
-        "start {world} processes, or another mesh, or run.elastic = True where they may become fewer",
+        "start {world} processes, or another mesh, or run.elastic = True",
+    ),
+    Rule(
+        ("mesh.dp", "mesh.pp", "mesh.cp", "mesh.tp"),
+        lambda c, h: h.workers > c.mesh.world,
+        "mesh.pp = {mesh.pp} x mesh.dp = {mesh.dp}{others} is {world} ranks, but {host.workers} processes were started",
+        "start {world} processes, or another mesh",
     ),
     Rule(
         ("mesh.dp", "mesh.pp", "mesh.cp", "mesh.tp"),
         lambda c, h: c.mesh.world > MOST_RANKS,
         "mesh.pp = {mesh.pp} x mesh.dp = {mesh.dp}{others} is {world} ranks",
-        f"{MOST_RANKS} ranks at most",
+        f"a smaller mesh of {MOST_RANKS} ranks at most",
     ),
     *NETWORK_RULES,
     *FP8_RULES,
@@ -203,16 +217,22 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("mesh.dp", "mesh.pp", "train.device"),
-        lambda c, h: c.train.device == "cuda" and 0 < h.gpus < (h.local_workers or c.mesh.world),
-        "every rank needs a GPU of its own: this host has {host.gpus} and would run {local_world} ranks",
-        "a smaller mesh, fewer processes on each host, or train.device = cpu",
+        lambda c, h: c.train.device == "cuda" and 0 < h.gpus < h.local_workers,
+        "every rank needs a GPU of its own: this host has {host.gpus} and would run {host.local_workers} ranks",
+        "fewer processes on each host, or train.device = cpu",
+    ),
+    Rule(
+        ("mesh.dp", "mesh.pp", "train.device"),
+        lambda c, h: c.train.device == "cuda" and not h.local_workers and 0 < h.gpus < c.mesh.world,
+        "every rank needs a GPU of its own: this host has {host.gpus} and would run {world} ranks",
+        "a smaller mesh, or train.device = cpu",
     ),
     Rule(
         ("mesh.dp", "mesh.pp", "mesh.cp", "mesh.tp"),
         lambda c, h: c.train.device == "cpu" and not h.workers and 0 < RANKS_OF_A_CORE * h.cores < c.mesh.world,
         "mesh.pp = {mesh.pp} x mesh.dp = {mesh.dp}{others} is {world} processes that would compute on this host's "
         "CPU cores, and it has {host.cores}",
-        f"at most {RANKS_OF_A_CORE} ranks for each core, or torchrun or srun on several hosts",
+        f"a smaller mesh of at most {RANKS_OF_A_CORE} ranks for each core, or torchrun or srun on several hosts",
     ),
     *PLAN_RULES,
     *OVERLAP_RULES,
@@ -221,26 +241,26 @@ RULES: tuple[Rule, ...] = (
         ("data.paths",),
         lambda c, h: any(not path.strip() for path in c.data.paths),
         "an empty path",
-        "name files, folders or glob patterns, or leave data.paths out for Python's own source",
+        "data.paths with files or folders, or leave data.paths out, which takes Python's own source",
     ),
     Rule(
         ("data.validation_paths",),
         lambda c, h: any(not path.strip() for path in c.data.validation_paths),
         "an empty path",
-        "name files, folders or glob patterns, or leave it out",
+        "data.validation_paths with files or folders, or leave data.validation_paths out",
     ),
     Rule(
         ("data.validation", "data.validation_paths"),
         lambda c, h: bool(c.data.validation_paths),
         "no effect: data.validation_paths has the text for validation",
-        "leave one of them out",
+        "leave data.validation or data.validation_paths out",
         only_if_set=True,
     ),
     Rule(
         ("data.sources", "data.paths", "data.validation_paths"),
         lambda c, h: bool(c.data.sources) and bool(c.data.paths or c.data.validation_paths),
         "each source names its own text",
-        "paths and validation_paths in data.sources, or leave data.sources out",
+        "leave data.sources out, or leave data.paths and data.validation_paths out",
     ),
     Rule(
         ("data.tokenizer",),
@@ -265,7 +285,7 @@ RULES: tuple[Rule, ...] = (
         ("data.cache",),
         lambda c, h: not c.data.cache.strip(),
         "an empty path",
-        "name a folder for tokenised text",
+        "leave data.cache out, or the path of a folder",
     ),
     Rule(
         ("model.vocab", "data.tokenizer"),
@@ -309,19 +329,19 @@ RULES: tuple[Rule, ...] = (
         ("train.profile", "train.steps"),
         lambda c, h: bool(c.train.profile) and (len(c.train.profile) != 2 or c.train.profile[1] < 1),
         "the profiled window is given by its first step (0: soon after the start) and its number of steps",
-        "two numbers, such as 10 2",
+        "two numbers in train.profile, such as 10 2",
     ),
     Rule(
         ("train.profile", "train.steps"),
         lambda c, h: len(c.train.profile) == 2 and sum(c.train.profile) > c.train.steps + (c.train.profile[0] > 0),
         "the run ends before the profiled window does",
-        "a window that ends by train.steps = {train.steps}",
+        "a train.profile that ends by train.steps = {train.steps}",
     ),
     Rule(
         ("run.name",),
         lambda c, h: not c.run.name.strip() or "/" in c.run.name or c.run.name in (".", ".."),
         "a run's name is a folder's name",
-        "a name without slashes, or run.folder for another place",
+        "a run.name without slashes (run.folder names another place)",
     ),
     Rule(
         ("run.port",),
@@ -334,7 +354,7 @@ RULES: tuple[Rule, ...] = (
         ("run.resume",),
         lambda c, h: not c.run.resume.strip(),
         "an empty path",
-        "auto, off, or the path of a checkpoint",
+        "run.resume = auto or off, or the path of a checkpoint",
     ),
 )
 
@@ -387,7 +407,6 @@ def rule_text(text: str, config: Config, host: Host) -> str:
         shares_of_heads=f" / mesh.tp = {mesh.tp}" if mesh.tp > 1 else "",
         others=contexts + tensors,
         on_a_host=ranks_of_a_host(config, host),
-        local_world=host.local_workers or world,
         stages=stages(config),
         longest=longest_stage(config),
         tokens=config.tokens,
@@ -395,6 +414,11 @@ def rule_text(text: str, config: Config, host: Host) -> str:
         unit=16 // config.element_bytes,
         last_layer=config.model.layers - 1,
         order=order_problem(config.plan.layer_order),
+        missing_recompute=" and ".join(missing_recompute(config)),
+        missing_offload=" and ".join(missing_offload(config)),
+        most_microbatches=MOST_PASSES // config.model.layers,
+        offloaded=" and ".join(dict.fromkeys(part for part, _ in made_again(config))),
+        again=" and ".join(dict.fromkeys(again for _, again in made_again(config))),
         decay=config.train.decay_steps,
-        slowed_alone=", ".join(slowed_alone(config)),
+        slowed_alone=" and ".join(slowed_alone(config)),
     )

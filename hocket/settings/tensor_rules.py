@@ -51,7 +51,7 @@ TENSOR_RULES: tuple[Rule, ...] = (
         lambda c, h: not c.model.latent and _uneven(c, c.model.kv_heads) and c.mesh.tp % c.model.kv_heads != 0,
         "tensor-parallel ranks have as many of the {model.kv_heads} key and value heads each, or as many ranks share "
         "each of them, and neither goes with {mesh.tp}",
-        "a mesh.tp that divides model.kv_heads, or is a multiple of it",
+        "a mesh.tp that divides model.kv_heads, or a mesh.tp that is a multiple of model.kv_heads",
     ),
     Rule(
         ("mesh.tp", "model.delta_key_heads"),
@@ -77,13 +77,14 @@ TENSOR_RULES: tuple[Rule, ...] = (
         ("overlap.tp.pieces", "mesh.tp"),
         lambda c, h: c.overlap.tp.pieces > 0 and c.mesh.tp > 1 and c.mesh.tp % c.overlap.tp.pieces != 0,
         "a piece is the tokens of neighbouring ranks, and {overlap.tp.pieces} does not divide mesh.tp = {mesh.tp}",
-        "a divisor of mesh.tp, or 0",
+        "an overlap.tp.pieces that divides mesh.tp, or overlap.tp.pieces = 0",
     ),
     Rule(
         (METHOD, "mesh.tp"),
         lambda c, h: c.mesh.tp > 1 and bool(_ways(c) & {"ring", "pipeline"}) and bool(no_pieces(c, h)),
         "tokens cannot be moved piece by piece: {no_pieces}",
-        "bulk or off, or tensor-parallel ranks on GPUs of one host that reach each other, and no slow transport",
+        "overlap.tp.method = off, or tensor-parallel ranks on GPUs of one host that reach each other, "
+        "and no slow transport",
     ),
     *(
         Rule(

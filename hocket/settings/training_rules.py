@@ -12,7 +12,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
         ("train.min_lr",),
         lambda c, h: -1 < c.train.min_lr < 0,
         "no learning rate is negative",
-        "0 or more, or -1, which leaves it to train.min_lr_ratio",
+        "train.min_lr = 0 or more, or train.min_lr = -1, which leaves it to train.min_lr_ratio",
     ),
     Rule(
         ("train.min_lr", "train.lr"),
@@ -24,7 +24,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
         ("train.min_lr_ratio", "train.min_lr"),
         lambda c, h: c.train.schedule != "constant" and c.train.min_lr >= 0,
         "no effect: train.min_lr = {train.min_lr} is the lowest learning rate",
-        "leave one of the two out",
+        "leave train.min_lr or train.min_lr_ratio out",
         only_if_set=True,
     ),
     *(
@@ -61,13 +61,13 @@ TRAINING_RULES: tuple[Rule, ...] = (
         ("optimizer.rewinds", "train.keep", "train.save_every"),
         lambda c, h: c.optimizer.rewinds > 0 and not (c.train.keep and c.train.save_every),
         "there would be no checkpoint to go back to: train.keep = {train.keep}, train.save_every = {train.save_every}",
-        "both 1 or more, or leave optimizer.rewinds out",
+        "train.keep = 1 or more and train.save_every = 1 or more, or leave optimizer.rewinds out",
     ),
     Rule(
         ("train.keep_every", "train.save_every"),
         lambda c, h: c.train.keep_every > 0 and (not c.train.save_every or c.train.keep_every % c.train.save_every > 0),
         "checkpoints come every train.save_every = {train.save_every} steps",
-        "a multiple of train.save_every, which must not be 0",
+        "a train.save_every that divides train.keep_every, or leave train.keep_every out",
     ),
     Rule(
         ("train.keep_best", "train.eval_every"),
@@ -132,19 +132,19 @@ TRAINING_RULES: tuple[Rule, ...] = (
         ("optimizer.skip_spikes",),
         lambda c, h: 0 < c.optimizer.skip_spikes <= 1,
         "about half of all norms are above their median",
-        "a factor such as 5, or 0",
+        "optimizer.skip_spikes above 1, or optimizer.skip_spikes = 0",
     ),
     Rule(
         ("train.decay", "train.schedule"),
         lambda c, h: c.train.schedule == "wsd" and c.train.decay >= 1 and c.train.decay != int(c.train.decay),
         "neither a whole number of steps nor, below 1, a fraction of them",
-        "a whole number, or a fraction such as 0.2",
+        "a whole train.decay, or train.decay below 1",
     ),
     Rule(
         ("train.decay", "train.warmup", "train.steps"),
         lambda c, h: c.train.schedule == "wsd" and c.train.warmup + c.train.decay_steps > c.train.steps,
         "{train.warmup} steps of train.warmup and {decay} of the decay are more than train.steps = {train.steps}",
-        "a smaller train.decay or train.warmup, or more train.steps",
+        "make train.warmup + train.decay at most train.steps, or more train.steps",
     ),
     *(
         Rule(  # a remark, for a short try of a recipe is no mistake; it names what is likely to have been set
@@ -152,7 +152,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
             lambda c, h, own=own: c.train.warmup > c.train.steps and (c.train.warmup != DEFAULT.warmup) == own,
             "{train.warmup} steps of train.warmup are more than train.steps = {train.steps}, so the learning rate "
             "never reaches train.lr = {train.lr}",
-            "a smaller train.warmup, unless this is a short try, or a run that goes on later",
+            "a smaller train.warmup, or more train.steps, unless this is a short try or a run that goes on later",
             remark=True,
         )
         for first, other, own in (("warmup", "steps", True), ("steps", "warmup", False))

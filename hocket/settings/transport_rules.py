@@ -54,7 +54,7 @@ TRANSPORT_RULES: tuple[Rule, ...] = (
         ("train.transport", "train.slow"),
         lambda c, h: c.train.transport == "slow" and not c.train.slow,
         "the slow transport emulates a network, and nothing says which",
-        "train.slow = 10us, or such as a2a:10us,50GB/s",
+        "train.slow = 10us (or such as a2a:10us,50GB/s)",
     ),
     Rule(
         ("train.slow", "train.transport"),
@@ -66,12 +66,12 @@ TRANSPORT_RULES: tuple[Rule, ...] = (
         ("train.slow",),
         lambda c, h: len(set(_slowed(c))) < len(c.train.slow),
         "a group has one link, and one is named twice",
-        "name every group once",
+        "each group of train.slow once",
     ),
     Rule(
         ("train.slow", "mesh.pp", "mesh.dp", "mesh.ep"),
         lambda c, h: bool(slowed_alone(c)),
         "no effect: on this mesh every group of {slowed_alone} has one rank",
-        "leave out {slowed_alone}, or another mesh",
+        "leave {slowed_alone} out of train.slow",
     ),
 )

@@ -5,6 +5,11 @@ Fewer ranks share weights and the optimizer's state, so each has more of them. T
 fit is taken. What the run left open counts as what needs the least memory, for the choices that come later know the
 memory too. If no mesh fits, the one that needs least is taken, and the run says so: predictions may be wrong, and a run
 that ends for want of memory says that itself.
+
+Note: [Settings that a smaller mesh gives up]
+A setting of how a step runs may have no effect on a smaller mesh, or be impossible there: `overlap.dp.prefetch` with
+one data-parallel rank. It goes back to its default, and the run says so. Otherwise a rule would refuse that mesh, and
+with it the run. What a step computes is never given up. What the whole mesh does not allow either is refused.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ from hocket.program.mesh import described
 from hocket.program.ops import recomputable
 from hocket.settings.decision import Decision
 from hocket.settings.origins import source
-from hocket.settings.rule import Host
+from hocket.settings.rule import Host, Rule
 from hocket.settings.schema import changed, leaf, problem
 from hocket.tune.trials import Trials, fits, gib, memory_of, room
 
@@ -26,8 +31,16 @@ _CHANGED = (*(f"mesh.{field.name}" for field in dataclasses.fields(MeshConfig)),
 
 RECOMPUTE = "plan.recompute"
 
-Settle = Callable[[Config], Config | None]
-"""A configuration with all choices that need no costs; None if a rule refuses it."""
+Settle = Callable[[Config], tuple[Config, Config] | None]
+"""A configuration without what it gives up, and that with all choices that need no costs; None if a rule refuses it."""
+
+_HOW = ("overlap.", "plan.", "network.")
+"""Sections that say how a step runs."""
+
+
+def gives_up(rule: Rule) -> bool:
+    """Whether a setting that breaks this rule goes: see Note: [Settings that a smaller mesh gives up]."""
+    return rule.settings[0].startswith(_HOW) or rule.without_effect
 
 
 def smaller_mesh(
@@ -36,16 +49,18 @@ def smaller_mesh(
     """A configuration for the processes that were started, where `run.elastic` allows fewer of them than ranks.
 
     It takes the first mesh of `_smaller` that no rule refuses and whose memory suffices: see Note: [What a smaller mesh
-    must hold]. The decisions say what changes. Raises ValueError if there is none.
+    must hold]. The decisions say what changes. If rules refuse all of them, it is the first, for rules say why. Raises
+    ValueError if there is none.
     """
     ranks = host.workers
     if not config.run.elastic or not 0 < ranks < config.mesh.world:
         return config, []
-    found, why = _chosen(config, ranks, settle, host, trials)
-    if found is None:
+    meshes = list(_smaller(config, ranks))
+    if not meshes:
         reason = f"no mesh of the {ranks} processes that were started has the batch of {config.mesh.world} ranks"
         fix = "another number of processes, or run.elastic = False and another mesh"
         raise ValueError(problem("run.elastic", True, origins, reason, fix))
+    found, why = _chosen(meshes, settle, host, trials)
     reason = (
         f"{config.mesh.world} ranks, and processes for {ranks} of them were started: run.elastic takes a smaller mesh"
     )
@@ -62,23 +77,21 @@ def smaller_mesh(
     return found, decisions
 
 
-def _chosen(
-    config: Config, ranks: int, settle: Settle, host: Host, trials: Trials
-) -> tuple[Config | None, tuple[str, ...]]:
+def _chosen(meshes: list[Config], settle: Settle, host: Host, trials: Trials) -> tuple[Config, tuple[str, ...]]:
     """The configuration to take, and what its memory has to do with that."""
     passed, least = "", list[tuple[int, Config]]()
-    for each in _smaller(config, ranks):
-        settled = settle(each)
-        if settled is None:
+    for each in meshes:
+        runs = settle(each)
+        if runs is None:
             continue
-        memory = memory_of(settled, host)
-        needed = trials.step(_lean(each, settled)).nbytes if memory else 0
+        memory = memory_of(runs[1], host)
+        needed = trials.step(_lean(*runs)).nbytes if memory else 0
         if not memory or fits(needed, memory):
             return each, (passed,) if passed else ()
         passed = passed or f"a step of {described(each.mesh)} would need {gib(needed)} of {gib(room(memory))}"
         least.append((needed, each))
     if not least:
-        return None, ()
+        return meshes[0], ()
     needed, found = min(least, key=lambda pair: pair[0])
     return found, (f"none is predicted to fit: {passed}, and one of this mesh {gib(needed)}",)
 

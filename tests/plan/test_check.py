@@ -250,6 +250,17 @@ def cap_lowered(program: Program) -> Program:
     return replace(program, in_flight=(program.in_flight[0] - 1, *program.in_flight[1:]))
 
 
+def freed_late(program: Program) -> Program:
+    p, q = next((op.frees[0], q) for q, op in enumerate(program.ranks[0]) if op.frees and op.lane == "compute")
+    ops = [op._replace(frees=tuple(v for v in op.frees if v != p)) for op in program.ranks[0]]
+    later = next(i for i in range(q + 1, len(ops)) if ops[i].lane == "compute")
+    return with_op(replace(program, ranks=(tuple(ops), *program.ranks[1:])), 0, later, frees=(*ops[later].frees, p))
+
+
+def share_kept(program: Program) -> Program:
+    return with_op(program, 0, next(q for q, op in enumerate(program.ranks[0]) if op.trims), trims=())
+
+
 def never_freed(program: Program) -> Program:
     q = next(q for q, op in enumerate(program.ranks[0]) if op.frees)
     return with_op(program, 0, q, frees=())
@@ -316,6 +327,8 @@ BROKEN = [
     (12, never_released),
     (12, cut("step", "send", rank=1)),
     (12, never_reduced),
+    (14, freed_late),
+    (14, share_kept),
 ]
 
 

@@ -88,3 +88,32 @@ def test_removed_frees_are_caught() -> None:
                 mutant = with_op(program, rank, position, frees=tuple(v for v in op.frees if v != p))
                 assert [violation.invariant for violation in check(mutant)] == [12]
                 assert caught_by_dry_run(mutant)
+
+
+def test_removed_and_late_drops_are_caught() -> None:
+    """Whether all of a value or its first reader's share is held too long: memory that no plan has counted."""
+    programs = [case.build() for case in sample(30, seed=5, most_ranks=3)]
+    drops = [
+        (program, rank, position, field, p)
+        for program in programs
+        if len(program) <= LONGEST
+        for rank, ops in enumerate(program.ranks)
+        for position, op in enumerate(ops)
+        for field in ("frees", "trims")
+        for p in getattr(op, field)
+    ]
+    trims = [drop for drop in drops if drop[3] == "trims"]
+    assert len(trims) > 300
+    for program, rank, position, field, p in [
+        *random.Random(2).sample(trims, 100),
+        *random.Random(3).sample(drops, 150),
+    ]:
+        ops = program.ranks[rank]
+        op, left = ops[position], tuple(v for v in getattr(ops[position], field) if v != p)
+        mutant = with_op(program, rank, position, **{field: left})
+        found = {violation.invariant for violation in check(mutant)}
+        assert found == ({12} if field == "frees" else {14}), f"{op} without {field} {p}"
+        later = next((i for i in range(position + 1, len(ops)) if ops[i].lane == op.lane), -1)
+        if later >= 0 and p not in ops[later].frees:
+            late = with_op(mutant, rank, later, **{field: (*getattr(ops[later], field), p)})
+            assert {violation.invariant for violation in check(late)} == {14}, f"{op} {field} {p}"
