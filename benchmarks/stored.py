@@ -28,22 +28,13 @@ _VALUES = {"overlap.dp.gather_in_update": {"on": "next_step", "off": "end"}}
 """Former name of a setting -> what its values are called now, where that has changed too."""
 
 _GONE: dict[str, Any] = {
-<<<<<<< HEAD
-    "overlap.ep.clones": 0, "run.memory": "/dev/shm", "train.memory_every": 0,
+    "overlap.ep.clones": 0, "run.memory": "/dev/shm", "train.memory_every": 0, "data.order": "as_read",
     "train.slow_groups": (), "train.slow_latency": (), "train.slow_bandwidth": (),
 }  # fmt: skip
 """Former settings -> the value with which a run was as one without them."""
 
 _ROLES = {f"{role}_{direction}" for role in ROLES for direction in DIRECTIONS}
 """What once had settings of their own below overlap.tp."""
-=======
-    "overlap.ep.clones": 0,
-    "run.memory": "/dev/shm",
-    "train.memory_every": 0,
-    "data.order": "as_read",
-}
-"""Settings that are no more -> the value that leaves today's settings as they are."""
->>>>>>> c9924f73 (data: one order of a step's sequences, in place of data.order)
 
 _LATER: dict[str, Any] = {
     "overlap.pp.backward_lane": "on",

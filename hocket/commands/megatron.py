@@ -189,9 +189,10 @@ class Translation:
             wanted = beyond(setting, made)
         except ValueError:
             made, wanted = None, describe(hint)
-        before: Any
         before, its = self.settings.setdefault(setting, (made, source)) if not wanted else (made, source)
-        both = list(dict.fromkeys((*before, *made))) if isinstance(made, tuple) and before != made else []
+        both = list[str]()
+        if isinstance(made, tuple) and isinstance(before, tuple) and before != made:
+            both = list(dict.fromkeys((*before, *made)))
         if wanted:
             self._problems.append(f"{source} (Megatron): {setting} is {wanted}; fix: give {wanted}")
         elif both and len({each.partition(":")[0] for each in both}) == len(both):

@@ -25,11 +25,6 @@ LABELS = {"null": "no communication", "slow": "emulated network"}
 """Transports that only serve measurements -> the words that mark all results made with them."""
 
 
-<<<<<<< HEAD
-DataOrder = Literal["as_read", "dearest_early", "dearest_middle"]
-"""Orders of a step's microbatches."""
-
-
 def slow_link(item: str) -> tuple[Purpose | None, float, float]:
     """(purpose, or None for all, latency in seconds, bytes per second) of an item of `train.slow`."""
     purpose, _, link = item.rpartition(":")
@@ -49,8 +44,6 @@ def check_slow_link(item: str) -> None:
         raise ValueError(f"{purpose!r} is none of {', '.join(get_args(Purpose))}")
 
 
-=======
->>>>>>> c9924f73 (data: one order of a step's sequences, in place of data.order)
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
     """Number formats. Main weights, gradients at rest, the router and the loss are fp32."""

@@ -492,7 +492,7 @@ def _split(tokens: np.ndarray, separator: int) -> Iterator[Document]:
         yield tokens[first:]
 
 
-Reader = Callable[..., Iterator[Document]]
+Reader = Callable[..., Iterator[Document | None]]
 """Of a file, the key, the tokenizer's vocabulary and separator; of files that have parts, also the part."""
 TABLES: dict[str, Reader] = {
     ".json": _json_lines,
