@@ -219,7 +219,8 @@ def value_of(case: Case, text: str) -> Any:
 
 def typed(name: str, text: str) -> Any:
     """A value as one types it; KeyError for none of the setting's."""
-    hint, word = types()[name], text.strip("'")
+    hint = types()[name]
+    word: Any = text.strip("'")
     word = int(word) if get_origin(hint) is Literal and word.isdigit() else word
     for option in (hint, *get_args(hint)):
         if get_origin(option) is Literal and word in get_args(option):
