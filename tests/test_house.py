@@ -37,18 +37,18 @@ FEATURES = {
 
 # figure -> (most that it may be, slack). A figure that is more than the slack below its limit lowers the limit.
 LIMITS = {
-    "lines of hocket/": (61_150, 300),  # begins and ends of texts, exported tokenizers, answers in a chat
-    "files of hocket/": (400, 3),
+    "lines of hocket/": (61_390, 300),  # begins and ends of texts, exported tokenizers, answers in a chat
+    "files of hocket/": (399, 3),
     "lines of hocket_trace/": (4_560, 150),
-    "words of docs": (103_050, 1_500),
+    "words of docs": (103_000, 1_500),
     "settings": (175, 0),  # data.eos, data.bos: files of a tokenizer may not say how texts begin and end
     "settings outside of model.*": (107, 0),  # the same
-    "rules": (279, 3),  # imported weights on bytes; data.eos and data.bos with bytes
-    "rules that say 'no effect'": (106, 3),
+    "rules": (280, 3),  # imported weights on bytes; data.eos and data.bos with bytes
+    "rules that say 'no effect'": (104, 3),
     "names at the top": (12, 0),
-    "files that name documents": (58, 2),  # hocket generate --chat, and export of chat templates
+    "files that name documents": (57, 2),  # hocket generate --chat, and export of chat templates
     "files that name recomputation": (42, 2),
-    "files that name offload": (39, 2),
+    "files that name offload": (40, 2),
     "files that name graphs": (29, 2),
     "files that name fp8": (32, 2),
     "files that name context parallelism": (43, 2),
