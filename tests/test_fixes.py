@@ -220,11 +220,11 @@ def value_of(case: Case, text: str) -> Any:
 def typed(name: str, text: str) -> Any:
     """A value as one types it; KeyError for none of the setting's."""
     hint = types()[name]
-    word: Any = text.strip("'")
-    word = int(word) if get_origin(hint) is Literal and word.isdigit() else word
+    word = text.strip("'")
+    number: Any = int(word) if get_origin(hint) is Literal and word.isdigit() else word
     for option in (hint, *get_args(hint)):
-        if get_origin(option) is Literal and word in get_args(option):
-            return word
+        if get_origin(option) is Literal and number in get_args(option):
+            return number
     if hint is bool and word in ("True", "False"):
         return word == "True"
     options = (hint, *get_args(hint))
