@@ -118,7 +118,7 @@ MISTAKES = [
     (["--model.tied", "yes"], "model.tied = yes", "True or False"),
     (["--train.betas", "0.9"], "train.betas = 0.9", "2 numbers"),
     (["--model.dense_layers", "a"], "model.dense_layers = a", "a list of whole numbers"),
-    (["--train.slow_groups", "a"], "train.slow_groups = a", "a list of names out of gather_dense, "),
+    (["--train.profile", "a"], "train.profile = a", "a list of whole numbers"),
     (["--gpus", "x"], "--gpus = x", "a whole number"),
     (["--gpus", "3"], "gpus = 3", "mesh.pp = 2"),
     (["--gpus", "4", "--mesh.dp", "4"], "gpus = 4", "leave one of them out"),
