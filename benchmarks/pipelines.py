@@ -117,12 +117,15 @@ class Bench:
 
     def step(self, name: str, microbatches: Sequence[Microbatch]) -> list[float]:
         """One step of a plan. Returns the losses of its microbatches, if this rank has them."""
-        losses = self.executors[name].run(microbatches)
+        executor = self.executors[name]
+        losses = executor.run(self.engine.weighed(microbatches, executor))
         return [loss.item() for loss in losses]
 
     def block(self, name: str, microbatches: Sequence[Microbatch], timer: Timer, steps: int) -> list[float]:
         """Seconds of steps of a plan on the slowest rank, without the first."""
-        run: Callable[[Sequence[Microbatch]], object] = self.executors[name].run
+        executor = self.executors[name]
+        run: Callable[[Sequence[Microbatch]], object] = executor.run
+        microbatches = self.engine.weighed(microbatches, executor)
         return slowest(timer.steps(lambda: run(microbatches), steps + 1))[1:]
 
 

@@ -212,7 +212,6 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
         "route_scale": 2.0, "aux_loss": 0.1, "bias_rate": 0.1, "z_loss": 0.1, "aux_loss_over": "batch",
     }.items()),
     (DENSE, {"model__dense_layers": (0,)}, "model.dense_layers", "no effect"),
-    (DENSE, {"model__weights": "folder"}, "model.weights", "a token would be a byte, and folder has weights"),
     (DENSE, {"data__eos": "</s>"}, "data.eos", "byte 0 ends a document"),
     (DENSE, {"data__bos": "on"}, "data.bos", "byte 0 ends a document"),
     (changed(TINY, mesh__tp=2), {"mesh__ep": 8}, "mesh.ep", "8 does not divide mesh.dp = 2 x mesh.tp = 2"),
@@ -345,6 +344,7 @@ WITH_HOST: list[tuple[Config, Host, dict[str, Any], str, str]] = [
          {"overlap__tp__method": (item,)}, "overlap.tp.method", "GPU 0 is far, and pieces are copied there")
         for item in ("pipeline", *(f"{at}:{possible(*at.split('_'))[-1]}" for at in PIECEWISE))
     ),
+    (DENSE, Host(tokenizer_vocab=256), {"model__weights": "folder"}, "model.weights", "a token would be a byte, and folder"),
     (TINY, Host(workers=3, local_workers=3), {"mesh__dp": 2}, "mesh.dp", "is 4 ranks, but 3 processes were started"),
     (TINY, Host(workers=5, local_workers=5), {"mesh__dp": 2}, "mesh.dp", "5 processes were started; fix: start 4 "),
     (TINY, Host(gpus=2, workers=4, local_workers=4), {"train__device": "cuda"}, "train.device",

@@ -448,7 +448,7 @@ SPOKEN = {
     "install a torch with CUDA", "fewer processes on each host", "torchrun or srun on several hosts",
     "tensor-parallel ranks on GPUs of one host that reach each other, and no slow transport", "the path of a folder",
     "as many processes on every host", "network.ranks_per_host = a number that divides those of each",
-    "the path of a tokenizers JSON file", "--master-port of torchrun", "the path of a checkpoint",
+    "the path of a tokenizers JSON file", "the path of its folder in data.tokenizer", "--master-port of torchrun", "the path of a checkpoint",
 }  # fmt: skip
 """Ways that are no settings, or values that no list has."""
 COMMENT = re.compile(r"(which|where|unless|such as) .*")

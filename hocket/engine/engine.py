@@ -311,7 +311,7 @@ class Engine:
         assert self.config.data.packing != "off" or all(m.documents is None for m in microbatches), "packing is off"
         if self.shared is not None:
             microbatches = self.shared.parts(microbatches)
-        microbatches = self._weighed(microbatches, executor)
+        microbatches = self.weighed(microbatches, executor)
         self.sharded.forget_casts()
         graphed = self._graphed if executor is self.executor else None
         losses = (graphed or executor).run(microbatches)
@@ -326,7 +326,7 @@ class Engine:
                 self._graphed = None
         return losses
 
-    def _weighed(self, microbatches: Sequence[Microbatch], executor: Executor) -> list[Microbatch]:
+    def weighed(self, microbatches: Sequence[Microbatch], executor: Executor) -> list[Microbatch]:
         """Tell the executor what each microbatch's loss weighs, and packed ones what their tokens do in other means.
 
         See Note: [The mean over the tokens of a step].

@@ -270,9 +270,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("data.tokenizer", "model.weights"),
-        lambda c, h: bool(c.model.weights) and c.data.tokenizer == BYTES,
+        lambda c, h: bool(c.model.weights) and c.data.tokenizer == BYTES and h.tokenizer_vocab > 0,
         "a token would be a byte, and {model.weights} has weights for tokens of a tokenizer of its own",
-        "data.tokenizer = the folder or file of that tokenizer, or bytes by name if they are meant",
+        "the path of its folder in data.tokenizer, or data.tokenizer = bytes where bytes are meant",
         unless_set=True,
     ),
     Rule(

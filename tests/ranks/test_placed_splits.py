@@ -251,6 +251,7 @@ class Lacking:
 
     def __init__(self) -> None:
         self.room, self._ran = SimpleNamespace(lacked=0, now=object()), 0
+        self.learnt = torch.tensor(8)
 
     def evaluate(self, microbatches: object) -> Tensor:
         self._ran += 1
@@ -267,6 +268,6 @@ def test_a_validation_that_is_made_again_is_told_like_a_step(monkeypatch: pytest
     trainer.settings, trainer.engine = resolve(changed(recipe("tiny"), {"train.eval_batches": 3})), engine
     monkeypatch.setattr(trainer, "_microbatches", lambda *_: [])
     metrics: Any = SimpleNamespace(say=said.append)
-    stream: Any = None
-    assert trainer._evaluate(stream, metrics) == 2.0
+    stream: Any = SimpleNamespace(batches=lambda sequences: 3)
+    assert trainer._evaluate(stream, metrics) == (2.0, 24)
     assert said == [f"validation 2 {lack(trainer.settings, 40, grown=True)}"]
