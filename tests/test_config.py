@@ -344,7 +344,7 @@ WITH_HOST: list[tuple[Config, Host, dict[str, Any], str, str]] = [
          {"overlap__tp__method": (item,)}, "overlap.tp.method", "GPU 0 is far, and pieces are copied there")
         for item in ("pipeline", *(f"{at}:{possible(*at.split('_'))[-1]}" for at in PIECEWISE))
     ),
-    (DENSE, Host(tokenizer_vocab=256), {"model__weights": "folder"}, "model.weights", "a token would be a byte, and folder"),
+    (DENSE, Host(tokenizer_vocab=256), {"model__weights": "folder"}, "model.weights", "a token would be a byte"),
     (TINY, Host(workers=3, local_workers=3), {"mesh__dp": 2}, "mesh.dp", "is 4 ranks, but 3 processes were started"),
     (TINY, Host(workers=5, local_workers=5), {"mesh__dp": 2}, "mesh.dp", "5 processes were started; fix: start 4 "),
     (TINY, Host(gpus=2, workers=4, local_workers=4), {"train__device": "cuda"}, "train.device",

@@ -69,7 +69,7 @@ class Case:
     def breaks(self, rule: Rule) -> bool:
         name = rule.settings[0]
         set_ = asked(self.origins, name) and leaf(self.config, name) != "auto"
-        spoken = set_ or not (rule.only_if_set or rule.remark)
+        spoken = not rule.unless_set if set_ else not (rule.only_if_set or rule.remark)
         return spoken and rule.broken(self.settled, self.host)
 
     def reported(self, rule: Rule) -> str:
@@ -219,12 +219,11 @@ def value_of(case: Case, text: str) -> Any:
 
 def typed(name: str, text: str) -> Any:
     """A value as one types it; KeyError for none of the setting's."""
-    hint = types()[name]
-    word = text.strip("'")
-    number: Any = int(word) if get_origin(hint) is Literal and word.isdigit() else word
+    hint, word = types()[name], text.strip("'")
     for option in (hint, *get_args(hint)):
-        if get_origin(option) is Literal and number in get_args(option):
-            return number
+        for value in get_args(option) if get_origin(option) is Literal else ():
+            if str(value) == word:
+                return value
     if hint is bool and word in ("True", "False"):
         return word == "True"
     options = (hint, *get_args(hint))
@@ -311,7 +310,9 @@ def _(case: Case, it: str, how: str, name: str) -> Ways:
 @form(r"(?:a|an) NAME that (divides|is a multiple of) (.*)")
 def _(case: Case, it: str, name: str, how: str, of: str) -> Ways:
     bound = value_of(case, of)
-    return [{name: n} for n in numbers(case, name) if n and not (bound % n if how == "divides" else n % bound)]
+    return [
+        {name: n} for n in numbers(case, name) if n and bound and not (bound % n if how == "divides" else n % bound)
+    ]
 
 
 @form(r"make (NAME(?: x NAME)*)(?: / NAME = \d+)? a multiple of (\S+)")
@@ -435,7 +436,8 @@ def _(case: Case, it: str, name: str) -> Ways:
 def _(case: Case, it: str) -> Ways:
     axes = ("mesh.pp", "mesh.dp", "mesh.cp", "mesh.tp", "mesh.ep", "mesh.shard")
     sizes = itertools.product((1, 2, 4), (1, 2, 3, 4, 8), (1, 2), (1, 2, 4), (1, 2, 4), (0, 1, 2))
-    return [dict(zip(axes, each, strict=True)) for each in sizes]
+    alone = [dict.fromkeys(axes, 1) | {"mesh.dp": n, "mesh.shard": 0} for n in (1, 2, case.host.workers) if n]
+    return [*alone, *(dict(zip(axes, each, strict=True)) for each in sizes)]
 
 
 @form(r"start (\d+) processes")
@@ -448,7 +450,8 @@ SPOKEN = {
     "install a torch with CUDA", "fewer processes on each host", "torchrun or srun on several hosts",
     "tensor-parallel ranks on GPUs of one host that reach each other, and no slow transport", "the path of a folder",
     "as many processes on every host", "network.ranks_per_host = a number that divides those of each",
-    "the path of a tokenizers JSON file", "the path of its folder in data.tokenizer", "--master-port of torchrun", "the path of a checkpoint",
+    "the path of a tokenizers JSON file", "the folder or file of that tokenizer",
+    "--master-port of torchrun", "the path of a checkpoint",
 }  # fmt: skip
 """Ways that are no settings, or values that no list has."""
 COMMENT = re.compile(r"(which|where|unless|such as) .*")
@@ -482,7 +485,7 @@ def helps(case: Case, rule: Rule, values: Values) -> bool:
     """Whether a message goes where one does as it says: with what the recipe has, or with no recipe at all."""
     for below in (case.base, DEFAULTS):
         after = replace(case, base=below).after(values)
-        if not after.breaks(rule) and not impossible(after.config, {}):
+        if not impossible(after.config, {}) and not after.breaks(rule):
             return True
     return False
 

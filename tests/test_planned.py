@@ -226,6 +226,11 @@ def test_a_loaded_step_goes_on_with_its_balance_and_its_norms(tmp_path: Path, mo
         third.load(tmp_path / "without")
 
 
+def test_a_plan_over_ids_of_its_own_has_any_vocabulary() -> None:
+    """A run would read text, and its tokenizer has 256 tokens; a step takes what its caller hands in."""
+    assert hocket.plan("tiny", {"model.vocab": 64}).settings.model.vocab == 64
+
+
 def test_a_plan_is_shown_in_one_line() -> None:
     assert re.fullmatch(r"Plan\(tiny: pp 2 x dp 2 x tp 1, ep 2, \d+ ops\)", repr(hocket.plan("tiny")))
 

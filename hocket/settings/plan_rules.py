@@ -166,14 +166,22 @@ def recomputes(c: Config, part: str) -> bool:
         return True
 
 
-def missing_recompute(c: Config) -> list[str]:
-    """The parts of `plan.recompute` that no layer has; `kv`, which goes by the mesh, has a rule of its own."""
-    return [x for x in ("dispatch", "experts", "mlp") if x in recomputed_parts(c) and not recomputes(c, x)]
+def missing(c: Config, setting: str) -> list[str]:
+    """The parts that a setting names and no layer has; `kv`, which goes by the mesh, has a rule of its own."""
+    there = recomputes if setting == "plan.recompute" else offloads
+    parts = named_parts(_OF_PARTS[setting](c))
+    return [part for part in ("dispatch", "experts", "mlp") if part in parts and not there(c, part)]
 
 
-def missing_offload(c: Config) -> list[str]:
-    """The parts of `plan.offload` that no layer has."""
-    return [x for x in ("experts", "mlp") if x in named_parts(c.plan.offload) and not offloads(c, x)]
+def named(c: Config) -> dict[str, object]:
+    """What reasons and fixes of the rules below name."""
+    again = made_again(c)
+    parts = {
+        "missing_recompute": missing(c, "plan.recompute"), "missing_offload": missing(c, "plan.offload"),
+        "offloaded": [part for part, _ in again], "again": [part for _, part in again],
+    }  # fmt: skip
+    found = {name: " and ".join(dict.fromkeys(some)) for name, some in parts.items()}
+    return {**found, "most_microbatches": MOST_PASSES // c.model.layers}
 
 
 def order_matters(text: str) -> bool:
@@ -384,24 +392,20 @@ PLAN_RULES: tuple[Rule, ...] = (
         "each part once in plan.recompute, or plan.recompute = auto",
     ),
     Rule(
-        ("plan.recompute",),
-        lambda c, h: bool(missing_recompute(c)),
-        "no effect: no layer that it means has the part {missing_recompute}",
-        "leave {missing_recompute} out of plan.recompute",
-        only_if_set=True,
-    ),
-    Rule(
         ("plan.offload",),
         lambda c, h: _twice(c.plan.offload),
         "each part is named once, and auto stands alone",
         "each part once in plan.offload, or plan.offload = auto",
     ),
-    Rule(
-        ("plan.offload",),
-        lambda c, h: bool(missing_offload(c)),
-        "no effect: no layer that it means has the part {missing_offload}",
-        "leave {missing_offload} out of plan.offload",
-        only_if_set=True,
+    *(
+        Rule(
+            (setting,),
+            lambda c, h, setting=setting: bool(missing(c, setting)),
+            f"no effect: no layer that it means has the part {{missing_{setting[5:]}}}",
+            f"leave {{missing_{setting[5:]}}} out of {setting}",
+            only_if_set=True,
+        )
+        for setting in _OF_PARTS
     ),
     Rule(
         ("plan.offload", "plan.recompute"),

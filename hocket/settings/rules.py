@@ -20,12 +20,9 @@ from hocket.settings.network_rules import NETWORK_RULES, ranks_of_a_host
 from hocket.settings.origins import asked
 from hocket.settings.overlap_rules import OVERLAP_RULES
 from hocket.settings.plan_rules import (
-    MOST_PASSES,
     PLAN_RULES,
     longest_stage,
-    made_again,
-    missing_offload,
-    missing_recompute,
+    named,
     stages,
 )
 from hocket.settings.rope_rules import ROPE_RULES
@@ -184,15 +181,9 @@ RULES: tuple[Rule, ...] = (
     *CONTEXT_RULES,
     Rule(
         ("mesh.dp", "mesh.pp", "mesh.cp", "mesh.tp"),
-        lambda c, h: 0 < h.workers < c.mesh.world and not c.run.elastic,
+        lambda c, h: h.workers > c.mesh.world or (0 < h.workers < c.mesh.world and not c.run.elastic),
         "mesh.pp = {mesh.pp} x mesh.dp = {mesh.dp}{others} is {world} ranks, but {host.workers} processes were started",
-        "start {world} processes, or another mesh, or run.elastic = True",
-    ),
-    Rule(
-        ("mesh.dp", "mesh.pp", "mesh.cp", "mesh.tp"),
-        lambda c, h: h.workers > c.mesh.world,
-        "mesh.pp = {mesh.pp} x mesh.dp = {mesh.dp}{others} is {world} ranks, but {host.workers} processes were started",
-        "start {world} processes, or another mesh",
+        "start {world} processes, or another mesh{elastic}",
     ),
     Rule(
         ("mesh.dp", "mesh.pp", "mesh.cp", "mesh.tp"),
@@ -217,15 +208,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("mesh.dp", "mesh.pp", "train.device"),
-        lambda c, h: c.train.device == "cuda" and 0 < h.gpus < h.local_workers,
-        "every rank needs a GPU of its own: this host has {host.gpus} and would run {host.local_workers} ranks",
-        "fewer processes on each host, or train.device = cpu",
-    ),
-    Rule(
-        ("mesh.dp", "mesh.pp", "train.device"),
-        lambda c, h: c.train.device == "cuda" and not h.local_workers and 0 < h.gpus < c.mesh.world,
-        "every rank needs a GPU of its own: this host has {host.gpus} and would run {world} ranks",
-        "a smaller mesh, or train.device = cpu",
+        lambda c, h: c.train.device == "cuda" and 0 < h.gpus < (h.local_workers or c.mesh.world),
+        "every rank needs a GPU of its own: this host has {host.gpus} and would run {local_world} ranks",
+        "{fewer_ranks}, or train.device = cpu",
     ),
     Rule(
         ("mesh.dp", "mesh.pp", "mesh.cp", "mesh.tp"),
@@ -272,14 +257,14 @@ RULES: tuple[Rule, ...] = (
         ("data.tokenizer", "model.weights"),
         lambda c, h: bool(c.model.weights) and c.data.tokenizer == BYTES and h.tokenizer_vocab > 0,
         "a token would be a byte, and {model.weights} has weights for tokens of a tokenizer of its own",
-        "the path of its folder in data.tokenizer, or data.tokenizer = bytes where bytes are meant",
+        "the folder or file of that tokenizer, or data.tokenizer = bytes (by name, if they are meant)",
         unless_set=True,
     ),
     Rule(
         ("data.eos", "data.bos", "data.tokenizer"),
         lambda c, h: c.data.tokenizer == BYTES and (bool(c.data.eos) or c.data.bos != "auto"),
         "byte 0 ends a document of bytes, and no token begins it",
-        "leave it out, or another data.tokenizer",
+        "leave data.eos and data.bos out, or another data.tokenizer",
     ),
     Rule(
         ("data.cache",),
@@ -414,11 +399,10 @@ def rule_text(text: str, config: Config, host: Host) -> str:
         unit=16 // config.element_bytes,
         last_layer=config.model.layers - 1,
         order=order_problem(config.plan.layer_order),
-        missing_recompute=" and ".join(missing_recompute(config)),
-        missing_offload=" and ".join(missing_offload(config)),
-        most_microbatches=MOST_PASSES // config.model.layers,
-        offloaded=" and ".join(dict.fromkeys(part for part, _ in made_again(config))),
-        again=" and ".join(dict.fromkeys(again for _, again in made_again(config))),
+        local_world=host.local_workers or world,
+        fewer_ranks="fewer processes on each host" if host.local_workers else "a smaller mesh",
+        elastic=", or run.elastic = True" if host.workers < world else "",
+        **named(config),
         decay=config.train.decay_steps,
         slowed_alone=" and ".join(slowed_alone(config)),
     )

@@ -78,7 +78,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
         ),
         "a checkpoint has a held-out loss only behind a validation: train.save_every = {train.save_every}, "
         "train.eval_every = {train.eval_every}",
-        "a train.save_every that is a multiple of train.eval_every",
+        "a train.eval_every that divides train.save_every",
     ),
     Rule(
         ("train.keep_best", "train.eval_batches"),

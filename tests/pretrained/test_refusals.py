@@ -223,7 +223,7 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixt
     code, _, err = command(capsys, *words)
     assert code == 2
     assert "a token would be a byte, and " in err
-    assert "fix: the path of its folder in data.tokenizer, or data.tokenizer = bytes where bytes are meant" in err
+    assert "fix: the folder or file of that tokenizer, or data.tokenizer = bytes (by name, if they are meant)" in err
     assert command(capsys, *words, "--data.tokenizer", "bytes")[0] == 0
 
 
