@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -50,8 +51,8 @@ class Outcome(NamedTuple):
 class PlannedStep:
     """One rank of a planned step that trains: what `plan_model` and `Plan.start` return. Ranks call its methods alike.
 
-    `parameters` has the model's own name and whole shape of each parameter, by hocket's name of it. `buffers` are what
-    else the model's state has, which no step changes, and `others` further names of parameters.
+    `parameters` has the model's own name and whole shape of each parameter that it trains, by hocket's name of it.
+    `buffers` are what else the model's state has, which no step changes, and `others` further names of parameters.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class PlannedStep:
         return text_timeline(self.simulate(), self.program, width)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter of the model by its own name, whole, fp32, on the CPU: put together one after the other.
+        """Every trained parameter by its own name, whole, fp32, on the CPU: put together one after the other.
 
         Raises ValueError with tensor-parallel ranks, which hold parts of parameters: save a checkpoint instead.
         """
@@ -155,7 +156,8 @@ class PlannedStep:
         `load_state_dict` of the model takes it, and `save_pretrained(..., state_dict=...)` of transformers.
         """
         weights = dict(self.named_weights())
-        found = {**weights, **{other: weights[name] for other, name in self.others.items()}, **self.buffers}
+        found = {**weights, **{other: weights[name] for other, name in self.others.items()}}
+        found |= {name: buffer.to("cpu", copy=True) for name, buffer in self.buffers.items()}
         for biases in everyone({name: bias.cpu() for name, bias in self.engine.balance.biases().items()}):
             found |= biases
         return found
@@ -163,10 +165,11 @@ class PlannedStep:
     def load_into(self, model: nn.Module) -> None:
         """Copy the weights into a model of the same shape, such as the one that was planned. ValueError for another."""
         params = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
-        if wrong := differences(params, dict(self.parameters.values())):
+        constants = {name: buffer for name, buffer in self.buffers.items() if name in params}
+        if wrong := differences(params, {**dict(self.parameters.values()), **constants}):
             raise ValueError(f"model = {type(model).__name__}: {wrong}; fix: a model like the one that was planned")
         with torch.no_grad():
-            for name, value in self.named_weights():
+            for name, value in chain(self.named_weights(), constants.items()):
                 params[name].copy_(value)
 
     def save(self, folder: str | os.PathLike[str], *, asynchronously: bool = False) -> Future[Path]:

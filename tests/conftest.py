@@ -1,4 +1,4 @@
-"""What all tests share: seeds, the skipping of GPU tests, the profile of the property tests, who runs beside whom."""
+"""What all tests share: seeds, the skipping of GPU tests, the profile of the property tests."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import gc
 import os
 import random
 import sys
-from collections.abc import Generator, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import hypothesis
 import numpy as np
@@ -15,7 +14,6 @@ import pytest
 import torch
 
 from tests.helpers.command import end_all
-from tests.helpers.turns import turn
 
 # Random examples are the same in every run of CI; elsewhere each run looks at new ones.
 hypothesis.settings.register_profile("local", deadline=None)
@@ -46,15 +44,6 @@ def pytest_collection_finish() -> None:
     """The objects of thousands of tests live to the end, so the garbage collector need not look through them."""
     gc.collect()
     gc.freeze()
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Let a test that is marked `alone` wait for the others, and them for it, outside of its limit of time."""
-    if not hasattr(item.config, "workerinput"):  # pytest-xdist gives this to its workers
-        return (yield)
-    with turn(Path(item.config.getoption("basetemp")).parent, alone=item.get_closest_marker("alone") is not None):
-        return (yield)
 
 
 @pytest.hookimpl(optionalhook=True)

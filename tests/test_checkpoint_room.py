@@ -53,7 +53,7 @@ def slower_than_patience(rank: int, folder: Path, behind: bool) -> str:
         CheckpointWriter.write_data = lambda *args: (time.sleep(2), write(*args))[1]  # type: ignore[method-assign]
     try:
         if behind:
-            checkpoint.save_behind(settings, Moment(1, 1), groups(1)).result(timeout=20)
+            checkpoint.save_behind(settings, Moment(1, 1), groups(1)).result(timeout=50)
         else:
             checkpoint.save(settings, Moment(1, 1), groups(1))
     except (ValueError, RuntimeError) as error:

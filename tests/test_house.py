@@ -37,10 +37,13 @@ FEATURES = {
 
 # figure -> (most that it may be, slack). A figure that is more than the slack below its limit lowers the limit.
 LIMITS = {
-    "lines of hocket/": (61_390, 300),  # begins and ends of texts, exported tokenizers, answers in a chat
+    "lines of hocket/": (
+        61_450,
+        300,
+    ),  # begins and ends of texts, exported tokenizers, answers in a chat; parameters without gradients
     "files of hocket/": (399, 3),
     "lines of hocket_trace/": (4_560, 150),
-    "words of docs": (103_000, 1_500),
+    "words of docs": (103_100, 1_500),
     "settings": (175, 0),  # data.eos, data.bos: files of a tokenizer may not say how texts begin and end
     "settings outside of model.*": (107, 0),  # the same
     "rules": (280, 3),  # imported weights on bytes; data.eos and data.bos with bytes

@@ -45,7 +45,7 @@ def behind_changes(rank: int, folder: Path) -> None:
     dist.barrier()
     assert not saving.done()
     may_write.set()
-    assert saving.result(timeout=20).name == "step-00000005"
+    assert saving.result(timeout=50).name == "step-00000005"
 
 
 def test_what_is_written_is_of_the_step_though_training_goes_on(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_a_save_that_fails_behind_is_told_and_the_next_one_tried(tmp_path: Path)
 
 def _wait_for(saving: background.Saving | Path) -> None:
     if isinstance(saving, background.Saving):
-        saving.result(timeout=20)
+        saving.result(timeout=50)
 
 
 def save_over(rank: int, folder: Path, behind: bool, fails: str) -> list[str]:

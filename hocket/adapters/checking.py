@@ -158,7 +158,7 @@ def _batches(shape: tuple[int, int], ranks: int) -> list[list[Batch]]:
 def _plain(model: Between, batches: list[list[Batch]]) -> Found:
     """The same by plain autograd. Of each microbatch gradients are summed over ranks first, as reduces do."""
     params, losses = dict(model.named_parameters()), list[float]()
-    total = {name: torch.zeros_like(param) for name, param in params.items()}
+    total: dict[str, Tensor] = {}  # of those that some gradient reaches
     for ranks in batches:
         found = []
         for ids, targets in ranks:
@@ -167,7 +167,7 @@ def _plain(model: Between, batches: list[list[Batch]]) -> Found:
             found.append(torch.autograd.grad(loss / len(batches), list(params.values()), allow_unused=True))
         for name, grads in zip(params, zip(*found, strict=True), strict=True):
             if grads[0] is not None:
-                total[name] += sum(grads[1:], grads[0]) * (1 / len(ranks))
+                total[name] = total.get(name, 0) + sum(grads[1:], grads[0]) * (1 / len(ranks))
     return losses, total
 
 

@@ -124,7 +124,8 @@ def count_parts(cut: Cut, config: Config) -> dict[tuple[str, str], Counted]:
     adapter, dtype = cut.adapter, DTYPES[config.precision.dtype]
     shape, whole_sequences = (config.train.sequences, config.tokens // config.train.sequences), config.mesh.cp == 1
     x_BSD = torch.empty((*shape, adapter.hidden), dtype=dtype, device="meta", requires_grad=True)
-    memo = cut.buffers(torch.device("cpu"), lambda name: torch.zeros(adapter.model.get_buffer(name).shape))
+    state = adapter.model.state_dict()
+    memo = cut.buffers(torch.device("cpu"), lambda name: torch.zeros(state[name].shape))
     whole: Any = getattr(adapter.model, "config", None)
     if whole is not None:
         memo[id(whole)] = here = copy.deepcopy(whole)
@@ -137,7 +138,7 @@ def count_parts(cut: Cut, config: Config) -> dict[tuple[str, str], Counted]:
     # What layers are told is made on the CPU: transformers looks at values to see which mask is needed.
     told = adapter.ends(dict(memo)).contexts(torch.empty((), dtype=dtype).expand(x_BSD.shape))
     contexts = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, told)
-    memo |= {id(b): memo[id(b)].to("meta") for b in adapter.model.buffers()}
+    memo |= {id(b): memo[id(b)].to("meta") for b in [*adapter.model.buffers(), *cut.constants.values()]}
     found: dict[tuple[str, str], Counted] = {}
     kinds = cut.kinds()
     met = {kind: _met(whole, [n for n, each in enumerate(kinds) if each == kind], shape[1]) for kind in set(kinds)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hocket.adapters.fused import fuse
 from hocket.adapters.layer import DenseLayer, ExpertLayer
+from hocket.fsdp.saving.state import listed
 
 Values = Callable[[str], Tensor]
 """The first value of a parameter or buffer by its name in the model, in the shape of the whole model."""
@@ -79,7 +80,9 @@ class Cut:
         self.theirs: dict[str, str] = {}
         """hocket's name of a parameter -> the model's."""
         self.params: dict[str, nn.Parameter] = {}
-        """By hocket's name."""
+        """Those that a step trains, by hocket's name."""
+        self.constants: dict[str, nn.Parameter] = {}
+        """Those that no gradient reaches: torch's optimizers leave them alone, and a step has them as buffers."""
         names = {id(p): name for name, p in adapter.model.named_parameters()}
         for unit, modules in (("embed", adapter.embed_modules), ("head", adapter.head_modules)):
             for path, module in modules.items():
@@ -130,12 +133,20 @@ class Cut:
             )
         claimed = {id(param) for param in self.params.values()}
         if left := [name for known, name in names.items() if known not in claimed]:
-            raise refuse(model, f"no part claims the parameters {', '.join(left[:4])}{' and more' * (len(left) > 4)}")
+            raise refuse(model, listed("no part claims the parameters {}", left))
+
+    def leave(self, names: Collection[str]) -> None:
+        """Take parameters, which no gradient reaches, for constants. Raises ValueError if others are frozen."""
+        self.constants = {name: self.params.pop(name) for name in names}
+        if stacked := [self.theirs[name] for name in names if ".experts." in name]:
+            raise refuse(
+                self.adapter.model, f"{stacked[0]} is of experts, and no gradient reaches it: ranks have parts of it"
+            )
         if frozen := [self.theirs[name] for name, param in self.params.items() if not param.requires_grad]:
             raise refuse(
-                model,
-                f"{frozen[0]} does not require a gradient, and a plan trains all parameters",
-                f"{frozen[0].rsplit('.', 1)[-1]}.requires_grad_(True) for all; {ELSE}",
+                self.adapter.model,
+                listed("requires_grad is False for {}, and a plan trains every parameter that the loss needs", frozen),
+                "hocket.fully_shard, which leaves frozen parameters alone; requires_grad_(True) trains them as well",
             )
 
     def _experts(self) -> int:
@@ -158,21 +169,22 @@ class Cut:
         return self.adapter.layer(layer)
 
     def buffers(self, device: torch.device, values: Values | None = None) -> dict[int, Any]:
-        """What takes the place of the model's buffers, and of its configuration: the same values.
+        """What takes the place of the model's buffers and constants, and of its configuration: copies.
 
         `values` has those that are saved with a model on the meta device; the adapter fills in the others.
         """
         model, memo = self.adapter.model, dict[int, Any]()
         saved = {id(b): name for name, b in model.state_dict(keep_vars=True).items()}
-        for name, buffer in model.named_buffers():
+        for name, buffer in [*model.named_buffers(), *((self.theirs[n], p) for n, p in self.constants.items())]:
             if not buffer.is_meta:
-                memo[id(buffer)] = buffer.detach().to(device)
+                memo[id(buffer)] = buffer.detach().to(device, copy=True)
             elif id(buffer) not in saved:
                 memo[id(buffer)] = torch.empty_like(buffer, device=device)
             elif values is None:
                 raise refuse(model, f"{name} is on the meta device and has no value", "plan_model(..., values=...)")
             else:
-                memo[id(buffer)] = values(name).to(device, buffer.dtype)
+                memo[id(buffer)] = values(name).detach().to(device, buffer.dtype, copy=True)
+        memo |= {id(p): nn.Parameter(memo[id(p)], requires_grad=False) for p in self.constants.values()}
         config = getattr(model, "config", None)
         if config is not None:
             memo[id(config)] = config

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -31,6 +31,7 @@ class AdaptedModel:
         `method` says what travels between ranks that share sequences; `whole` where documents alone share them.
         """
         self.cut, self._values, self._method = cut, values, method
+        self._buffers: dict[int, Any] = {}
 
     def layout(self, config: Config) -> Layout:
         """That of hocket's own layers, but that weight gradients of the first part read the layer's input too.
@@ -41,6 +42,12 @@ class AdaptedModel:
         there = layout_of(config)
         return replace(there, types=tuple(kind.keeping_input() for kind in there.layer_types))
 
+    def buffers(self, device: torch.device) -> Mapping[int, Any]:
+        """What all chunks of this rank have in the place of buffers and constants, by the model's own."""
+        if not self._buffers:
+            self._buffers = self.cut.buffers(device, self._values)
+        return self._buffers
+
     def chunk(self, place: ChunkPlace) -> ChunkLike:
         cut, ep = self.cut, place.ep
         wanted = {f"layers.{number}." for number in place.layers}
@@ -48,7 +55,7 @@ class AdaptedModel:
         wanted |= {"embed."} if place.first or both else set()
         wanted |= {"head."} if place.last or both else set()
         parameters: dict[str, nn.Parameter] = {}
-        memo = cut.buffers(place.device, self._values)
+        memo = dict(self.buffers(place.device))
         for name, param in cut.params.items():
             first, *rest = param.shape or (1,)
             stand_in = StandIn.of(first // ep.size if ".experts." in name else first, *rest)

@@ -80,10 +80,11 @@ def plan_model(
         _check_alike(cut)
     rank = dist.get_rank() if dist.is_initialized() else 0
     method = resolved.overlap.cp.method if shared else WHOLE if packed else ""
-    engine = Engine(resolved, rank, device, source=AdaptedModel(cut, values, method))
+    source = AdaptedModel(cut, values, method)
+    engine = Engine(resolved, rank, device, source=source)
     engine.init_weights()
     names = {name: (cut.theirs[name], param.shape) for name, param in cut.params.items()}
-    return PlannedStep(engine, resolved, price, names, *_beside(cut, values))
+    return PlannedStep(engine, resolved, price, names, *_beside(cut, source.buffers(device)))
 
 
 def _values_of(folder: Path, model: nn.Module) -> Values:
@@ -94,13 +95,12 @@ def _values_of(folder: Path, model: nn.Module) -> Values:
         raise ValueError(f"values = {folder}: {error}; fix: the folder of such a model") from None
 
 
-def _beside(cut: Cut, values: Values | None) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """What the model's state has beside parameters, and further names of parameters -> the names that they have."""
+def _beside(cut: Cut, buffers: Mapping[int, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """What the model's state has beside trained parameters, as the step has it, and further names of these -> names."""
     state: dict[str, Any] = cut.adapter.model.state_dict(keep_vars=True)
     known = {id(param): cut.theirs[name] for name, param in cut.params.items()}
     others = {name: known[id(x)] for name, x in state.items() if id(x) in known and known[id(x)] != name}
-    beside = {name: x for name, x in state.items() if id(x) not in known and isinstance(x, Tensor)}
-    return {n: values(n).clone() if x.is_meta and values else x.detach().clone() for n, x in beside.items()}, others
+    return {name: buffers[id(x)].detach() for name, x in state.items() if id(x) in buffers}, others
 
 
 def _adapter(model: nn.Module) -> Adapter:
@@ -202,7 +202,7 @@ def _check_alike(cut: Cut) -> None:
     """Check that all ranks hold the same model, by the first and last element of each parameter."""
     ends = [
         (name, *(float(param.detach().reshape(-1)[i]) for i in (0, -1)))
-        for name, param in cut.params.items()
+        for name, param in {**cut.params, **cut.constants}.items()
         if param.numel()
     ]
     for others in everyone(ends):

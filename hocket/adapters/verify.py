@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from hocket.adapters.chunk import DenseParts, ExpertParts
 from hocket.adapters.cut import ELSE, Cut, refuse
@@ -41,30 +42,43 @@ _WRONG = RuntimeError, TypeError, AttributeError, AssertionError, LookupError, A
 def verify(cut: Cut, shared: bool = False, pieces: bool = False) -> int:
     """Compare every kind of layer; returns the experts per token, 0 without experts. Raises ValueError.
 
+    Parameters that no gradient reaches become the cut's constants.
+
     With `shared` attention is also compared as ranks that share sequences cut it; with `pieces` dense MLPs take their
     tokens in pieces.
     """
     adapter, chosen = cut.adapter, set[int]()
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
         torch.manual_seed(0)
-        memo = _random(cut)
+        memo, unreached = _random(cut), set[int]()
         x_BSD = torch.randn(*_SHAPE, adapter.hidden)
         ids_BS = torch.arange(_SHAPE[0] * _SHAPE[1]).view(_SHAPE) % adapter.vocab
         try:
             with torch.no_grad():
                 adapter.settle(memo, x_BSD, ids_BS)
-                contexts = adapter.ends(dict(memo)).contexts(x_BSD)
+            with torch.enable_grad():
+                ends = adapter.ends(dict(memo))
+                contexts = ends.contexts(x_BSD)
+                reached = _reached(ends.embed(ids_BS)) | _reached(ends.logits(x_BSD))
         except _WRONG as error:
             raise refuse(
                 adapter.model, f"what is around its layers cannot be computed apart from them: {error}"
             ) from error
-        seen: set[Any] = set()
+        if any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(contexts)):
+            raise refuse(
+                adapter.model, "what its layers are told depends on parameters, and no gradient would come back to them"
+            )
+        seen: dict[Any, set[str]] = {}
         for number, layer in enumerate(adapter.layers):
             if (kind := _kind(layer)) not in seen:
-                seen.add(kind)
-                chosen.add(_compare(cut, number, memo, x_BSD, contexts, _PIECES if pieces else 1))
+                top_k, seen[kind] = _compare(cut, number, memo, x_BSD, contexts, _PIECES if pieces else 1)
+                chosen.add(top_k)
                 if shared:
                     _compare_shared(cut, number, memo, x_BSD, contexts[number])
+            unreached |= {id(param) for name, param in layer.named_parameters() if name in seen[kind]}
+    around = {name: param for name, param in cut.params.items() if name.startswith(("embed.", "head."))}
+    unreached |= {id(param) for param in around.values() if id(memo[id(param)]) not in reached}
+    cut.leave([name for name, param in cut.params.items() if id(param) in unreached])
     chosen -= {0}
     if len(chosen) > 1:
         raise refuse(adapter.model, f"layers choose different numbers of experts per token: {sorted(chosen)}")
@@ -85,7 +99,7 @@ def _random(cut: Cut) -> dict[int, Any]:
     for name, param in cut.params.items():
         shape, large = param.shape, param.numel() > _LARGE or name.startswith(("embed.", "head."))
         if large and param.dim() > 1:
-            value = nn.Parameter((torch.randn(1, *shape[1:]) / shape[-1] ** 0.5).expand(shape), requires_grad=False)
+            value = nn.Parameter((torch.randn(1, *shape[1:]) / shape[-1] ** 0.5).expand(shape))
         elif param.dim() > 1:
             value = nn.Parameter(torch.randn(shape) / shape[-1] ** 0.5)
         else:
@@ -111,7 +125,10 @@ def _kind(layer: nn.Module) -> Any:
     )
 
 
-def _compare(cut: Cut, number: int, memo: dict[int, Any], x_BSD: Tensor, contexts: Sequence[Any], pieces: int) -> int:
+def _compare(
+    cut: Cut, number: int, memo: dict[int, Any], x_BSD: Tensor, contexts: Sequence[Any], pieces: int
+) -> tuple[int, set[str]]:
+    """Returns the experts per token, and the parameters of the layer that no gradient reaches."""
     model, name = cut.adapter.model, type(cut.adapter.layers[number]).__name__
     top_k, context = 0, contexts[number]
     whole: Any = copy.deepcopy(cut.adapter.layers[number], dict(memo))
@@ -122,9 +139,9 @@ def _compare(cut: Cut, number: int, memo: dict[int, Any], x_BSD: Tensor, context
             f"layer {number}, {name}, has neither attention and mlp nor attention, route, experts and merge",
             "the methods of hocket.adapters.layer.DenseLayer or ExpertLayer",
         )
-    params = {key: p for key, p in whole.named_parameters() if p.requires_grad}
+    params, reached = _small(whole), set[int]()
     try:
-        wanted = _with_gradients(lambda x: _whole(whole, x, context), x_BSD, params)
+        wanted = _with_gradients(lambda x: _whole(whole, x, context), x_BSD, params, reached)
     except (*_WRONG, ValueError) as error:
         raise refuse(
             model,
@@ -145,7 +162,13 @@ def _compare(cut: Cut, number: int, memo: dict[int, Any], x_BSD: Tensor, context
             f"the pieces of layer {number}, {name}, do not compute what its forward does: the {differing} differs",
             f"write pieces that together are the forward, and keep nothing on the module; {ELSE}",
         )
-    return top_k
+    unreached = {key for key in params if wanted[f"gradient of {key}"] is None}
+    return top_k, unreached | {key for key, p in whole.named_parameters() if id(p) not in reached}
+
+
+def _small(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters whose gradients are compared."""
+    return {name: param for name, param in module.named_parameters() if param.numel() <= _LARGE}
 
 
 def _compare_shared(cut: Cut, number: int, memo: dict[int, Any], x_BSD: Tensor, told: Any) -> None:
@@ -154,7 +177,7 @@ def _compare_shared(cut: Cut, number: int, memo: dict[int, Any], x_BSD: Tensor, 
     name, window = type(cut.adapter.layers[number]).__name__, windows_of(model.config)[number]
     assert isinstance(layer, PlainLayer), "models that ranks can share are of transformers"
     module = layer.module.get_submodule("self_attn")
-    params = dict(module.named_parameters())
+    params = _small(module)
     batch, length = _SHAPE
     context = context_of(whole_sequences(batch, length, x_BSD.device), zigzag(batch, length, 1), 0)
 
@@ -217,11 +240,27 @@ def _routed(
     return seen[0], found
 
 
-def _with_gradients(forward: Any, x_BSD: Tensor, params: dict[str, nn.Parameter]) -> dict[str, Tensor | None]:
-    """Output and gradients of a function of hidden states."""
+def _reached(y: Tensor) -> set[int]:
+    """The ids of the tensors that a backward of `y` comes to."""
+    found, seen, nodes = set[int](), set[Any](), [y.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            found.add(id(getattr(node, "variable", None)))
+            nodes += [each for each, _ in node.next_functions]
+    return found
+
+
+def _with_gradients(
+    forward: Any, x_BSD: Tensor, params: dict[str, nn.Parameter], reached: set[int] | None = None
+) -> dict[str, Tensor | None]:
+    """Output and gradients of a function of hidden states. `reached` takes the ids of what its backward comes to."""
     x_BSD = x_BSD.clone().requires_grad_()
     with torch.enable_grad():
         y_BSD = forward(x_BSD)
+        if reached is not None:
+            reached |= _reached(y_BSD)
         weight = torch.linspace(-1, 1, y_BSD.numel()).view(y_BSD.shape)
         grads = torch.autograd.grad((y_BSD * weight).sum(), [x_BSD, *params.values()], allow_unused=True)
     names = ["gradient of its input", *(f"gradient of {name}" for name in params)]

@@ -52,6 +52,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "minimax_m2": dict(num_local_experts=4, num_experts_per_tok=2),
     "granitemoe": dict(num_local_experts=4, num_experts_per_tok=2, residual_multiplier=0.3),
     "dots1": _DEEPSEEK,
+    "ernie4_5_moe": dict(moe_intermediate_size=16, moe_num_experts=4, moe_k=2),
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "cohere": ({}, "its norms are input_layernorm"),

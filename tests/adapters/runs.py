@@ -59,7 +59,7 @@ def pieces_of(step: PlannedStep) -> list[Piece]:
 def plain(made: Any, given: Batches, logits: Callable[[Tensor], Tensor] | None = None) -> tuple[list[list[float]], Any]:
     """Losses by microbatch and rank, and whole gradients: of each microbatch summed over ranks first, as reduces do."""
     logits = logits or (lambda ids: made(input_ids=ids, use_cache=False).logits)
-    params = dict(made.named_parameters())
+    params = {name: param for name, param in made.named_parameters() if param.requires_grad}
     total = {name: torch.zeros_like(param) for name, param in params.items()}
     losses = []
     for ranks in given:

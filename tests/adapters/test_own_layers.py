@@ -27,6 +27,21 @@ def test_dense_layer() -> None:
     check_layer(Dense(), HIDDEN, context=own_layers.context)
 
 
+class Gated(Dense):
+    """No gradient reaches its threshold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threshold = torch.nn.Parameter(torch.full((HIDDEN,), 0.1))
+
+    def mlp(self, x_BSD: Tensor) -> Tensor:
+        return super().mlp(x_BSD * (x_BSD > self.threshold))
+
+
+def test_dense_layer_with_a_parameter_that_no_gradient_reaches() -> None:
+    check_layer(Gated(), HIDDEN, context=own_layers.context)
+
+
 def test_layer_with_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """On ranks from the tests' fork server; tests/adapters/test_documents.py starts some as `check_layer` does."""
     with server_environment():

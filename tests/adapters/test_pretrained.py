@@ -99,7 +99,7 @@ def test_tied(settings: dict[str, Any]) -> None:
         torch.testing.assert_close(values.view(shape), grads[name], rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "ernie4_5_moe"])
 def test_a_model_on_the_meta_device(family: str) -> None:
     """Rotary tables are filled in, and everything that is saved comes from the caller."""
     known, given = model(family), batches(2)

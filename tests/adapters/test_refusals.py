@@ -81,9 +81,22 @@ def test_a_module_that_no_part_claims() -> None:
 
 
 def test_a_frozen_parameter() -> None:
-    model = Model([Dense()])
-    model.layers[0].scale.requires_grad_(False)
-    refused(model, r"layers.0.scale does not require a gradient")
+    model = Model([Dense(), Dense()])
+    for layer in model.layers:
+        layer.scale.requires_grad_(False)
+    text = refused(
+        model, r"requires_grad is False for layers.0.scale, layers.1.scale, and a plan trains every parameter"
+    )
+    assert "; fix: hocket.fully_shard, which leaves frozen parameters alone; requires_grad_(True) trains" in text
+    hocket.plan_model(model.requires_grad_(True), SETTINGS)
+
+
+def test_layers_that_are_told_a_parameter() -> None:
+    class Telling(Model):
+        def context(self, x_BSD: Tensor) -> Tensor:
+            return self.head.weight[0].expand(x_BSD.shape)
+
+    refused(Telling([Dense()]), r"what its layers are told depends on parameters")
 
 
 def test_dropout() -> None:

@@ -181,6 +181,58 @@ def test_transformers_takes_the_state(family: str, changes: dict[str, Any], tmp_
         assert float(F.cross_entropy(logits.float(), targets.flatten())) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_parameter_that_no_gradient_reaches_stays(trains: bool) -> None:
+    """A routing correction, as by torch's AdamW, also where `requires_grad_(True)` was called for the whole model."""
+    made, twin = (model("ernie4_5_moe") for _ in range(2))
+    for each in (made, twin) if trains else ():
+        each.requires_grad_(True)
+    first = {name: param.detach().clone() for name, param in made.named_parameters()}
+    step = planned(made, {"train.weight_decay": 0.1})
+    groups = [
+        {"params": [p for p in twin.parameters() if (p.dim() > 1) == large], "weight_decay": 0.1 * large}
+        for large in (True, False)
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=step.settings.train.betas, eps=step.settings.train.eps)
+    for _ in range(3):
+        step(mine(step), LR)
+        plain_step(twin, optimizer)
+    assert_same(step.state_dict(), dict(twin.state_dict()))
+    step.load_into(made)
+    same = {name for name, param in made.named_parameters() if torch.equal(param, first[name])}
+    assert same == {f"model.layers.{n}.mlp.gate.moe_statics.e_score_correction_bias" for n in (1, 2, 3)}
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "ernie4_5_moe"])
+def test_what_no_step_changes_is_loaded_too(family: str, tmp_path: Path) -> None:
+    """A routing correction, a buffer or a parameter: steps go by the one that was loaded, and so does the state."""
+    saved, other = planned(model(family)), model(family)
+    with torch.no_grad():
+        for name, value in other.state_dict().items():
+            if "correction" in name:
+                value.copy_(torch.arange(4.0).flip(0))
+    before, step = {n: v.clone() for n, v in other.state_dict().items()}, planned(other)
+    expected = saved.evaluate(mine(saved))
+    assert step.evaluate(mine(step)) != expected
+    saved.save(tmp_path / "dcp")
+    hocket.checkpoint.save_pretrained(saved, tmp_path / "pretrained")
+    for load in (
+        lambda s: s.load(tmp_path / "dcp"),
+        lambda s: hocket.checkpoint.load_pretrained(s, tmp_path / "pretrained"),
+    ):
+        step = planned(other)
+        load(step)
+        assert step.evaluate(mine(step)) == expected
+        assert_same(step.state_dict(), saved.state_dict(), bitwise=True)
+    assert_same(dict(other.state_dict()), before, bitwise=True)
+    sharded = model(family)
+    context = hocket.fully_shard(sharded, units=type(sharded.model.layers[0]))
+    hocket.checkpoint.load(context, None, tmp_path / "dcp")
+    hocket.checkpoint.save(context, None, tmp_path / "back")
+    step.load(tmp_path / "back", optimizer=False)
+    assert_same(step.state_dict(), saved.state_dict(), bitwise=True)
+
+
 def test_a_model_on_the_meta_device_has_its_buffers(tmp_path: Path) -> None:
     made = model("deepseek_v3")
     known = made.state_dict()

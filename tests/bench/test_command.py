@@ -6,7 +6,6 @@ import json
 import re
 import signal
 import socket
-import time
 from pathlib import Path
 
 import pytest
@@ -208,10 +207,8 @@ def test_what_was_measured_before_an_interruption_stays(tmp_path: Path):
     words = [*SMALL, *ALONE, *LITTLE, "--plan.chunks", "1", "--gate_steps", "2", "--blocks", "100000", "--steps", "1"]
     process = start(tmp_path, "bench", *words, "--against", "bound", "--out", "result.json")
     wait_for((tmp_path / "result.json").exists, "the first round")
-    began = time.monotonic()
     process.send_signal(signal.SIGTERM)
     done = finish(process)
-    assert time.monotonic() - began < 5
     assert done.code == 128 + signal.SIGTERM
     assert done.err.splitlines()[-1] == "hocket: ended"
     (found,) = json.loads((tmp_path / "result.json").read_text())["workloads"]

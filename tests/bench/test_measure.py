@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 import time
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.bench import measure
 from benchmarks.bench.contender import blame
 from benchmarks.bench.gate import Verdict
 from benchmarks.bench.measure import Block, Gauge, Timer, nvml, take_turns
@@ -18,10 +21,11 @@ from tests.bench.setup import CPU, workload
 from tests.helpers.ranks import run_ranks
 
 LOG: list[str] = []
+CLOCK = [0.0]
 
 
 class Sleeper:
-    """Sleeps for a while per step; its first step after another contender's is slow."""
+    """Takes a while per step, on `CLOCK`; its first step after another contender's is slow."""
 
     def __init__(self, name: str, seconds: float) -> None:
         self.name, self.seconds = name, seconds
@@ -31,7 +35,7 @@ class Sleeper:
         switched = not LOG or LOG[-1] != self.name
         LOG.append(self.name)
         assert not gc.isenabled()
-        time.sleep(self.seconds + 0.2 * switched)
+        CLOCK[0] += self.seconds + 0.2 * switched
         return torch.zeros(())
 
     def close(self) -> None:
@@ -42,23 +46,24 @@ def turns(rank: int) -> tuple[list[str], dict[str, list[tuple[float, ...]]], lis
     LOG.clear()
     # Rank 1 is the slow one of a, rank 0 of b.
     contenders = {"a": Sleeper("a", 0.01 + 0.04 * rank), "b": Sleeper("b", 0.05 - 0.04 * rank)}
-    rounds = list(
-        take_turns(contenders, [], dict.fromkeys(contenders, 1.0), Bench((), (), 3, 2), Timer(CPU), Gauge(None))
-    )
+    clock = SimpleNamespace(perf_counter=lambda: CLOCK[0], monotonic=lambda: CLOCK[0])
+    with mock.patch.object(measure, "time", clock):
+        rounds = list(
+            take_turns(contenders, [], dict.fromkeys(contenders, 1.0), Bench((), (), 3, 2), Timer(CPU), Gauge(None))
+        )
     assert gc.isenabled()
     seconds = {name: [found[name].seconds for found in rounds] for name in contenders}
     return LOG, seconds, [block.host_seconds for found in rounds for block in found.values()]
 
 
-@pytest.mark.alone
 def test_contenders_take_turns_and_the_slowest_rank_counts():
     (order, seconds, hosts), (_, others, _) = run_ranks(turns, 2)
     assert "".join(order) == "aaabbb" + "bbbaaa" + "aaabbb", "the order turns around; one step more than is timed"
     assert seconds == others, "all ranks know the same figures"
     times = [t for blocks in seconds.values() for block in blocks for t in block]
     assert len(times) == 2 * 3 * 2
-    assert all(0.05 <= t < 0.25 for t in times), "the slow first step, of 0.25 s at least, does not count"
-    assert all(0.05 <= host < 0.15 for host in hosts)
+    assert times == pytest.approx([0.05] * 12), "the slow first step does not count"
+    assert hosts == pytest.approx([0.05] * 6)
 
 
 def test_blocks_on_gpus_begin_with_a_second_that_does_not_count():

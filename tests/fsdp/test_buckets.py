@@ -86,7 +86,7 @@ class Unnamed:
 
 
 def train(world: int, cases: list[Case]) -> None:
-    assert run_ranks(train_all, world, cases, timeout=50.0) == [len(cases)] * world
+    assert run_ranks(train_all, world, cases) == [len(cases)] * world
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -181,7 +181,7 @@ def behind_the_others(rank: int, folder: Path) -> float:
     numbers = torch.full((4,), float(rank + 1))
     dist.all_reduce(numbers)
     may_begin.set()
-    saved.result(timeout=20)
+    saved.result(timeout=50)
     return numbers.sum().item()
 
 
@@ -248,21 +248,21 @@ def unasked(rank: int, folder: Path, how: str) -> list[str]:
     if rank == 1:
         CheckpointWriter.write_data = _full
     saving = save(ctx, None, folder / "first", asynchronously=True)
-    background.thread().submit(time.sleep, 0).result(timeout=20)  # the save has ended
+    background.thread().submit(time.sleep, 0).result(timeout=50)  # the save has ended
     assert not saving.cancel()
     CheckpointWriter.write_data = write
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if how == "asked":
             with pytest.raises(OSError, match="No space left") as raised:
-                saving.result(timeout=20)
+                saving.result(timeout=50)
             assert raised.value.errno == errno.ENOSPC
         elif how == "dropped":
             del saving
         elif how == "at the end":
             background.tell_all()
         save(ctx, None, folder / "second")
-        save(ctx, None, folder / "third", asynchronously=True).result(timeout=20)
+        save(ctx, None, folder / "third", asynchronously=True).result(timeout=50)
         saving = None
         gc.collect()
     return [str(warning.message) for warning in caught]
@@ -292,10 +292,10 @@ def test_a_failed_save_that_is_not_asked_for_holds_no_copy_of_the_model() -> Non
 
     saving = background.in_background(Path("x"), functools.partial(write, [copied]))
     del copied
-    background.thread().submit(int).result(timeout=20)
+    background.thread().submit(int).result(timeout=50)
     assert alive() is None
     with pytest.raises(OSError, match="no room"):
-        saving.result(timeout=20)
+        saving.result(timeout=50)
 
 
 def test_a_program_that_ends_tells_of_the_last_save(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def group_of_one_rank(rank: int) -> None:
 
 def test_a_rank_may_have_no_gradient_in_a_whole_group():
     """Say in its experts, when no token came to any of them. The others would wait for it."""
-    run_ranks(group_of_one_rank, 2, timeout=20)
+    run_ranks(group_of_one_rank, 2)
 
 
 class Recomputed(nn.Module):
@@ -122,12 +122,12 @@ def outside_of_a_region(rank: int, reentrant: bool) -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_unit_runs_outside_of_what_is_recomputed_and_again_in_it(reentrant):
-    run_ranks(outside_of_a_region, 2, reentrant, timeout=40)
+    run_ranks(outside_of_a_region, 2, reentrant)
 
 
 def test_a_unit_runs_twice_in_what_is_recomputed():
     """With a graph of its own, whose backward needs the weights of both."""
-    run_ranks(twice_in_a_region, 2, timeout=20)
+    run_ranks(twice_in_a_region, 2)
 
 
 class Boom(Exception):
@@ -158,7 +158,7 @@ def goes_on_without_abort(rank: int) -> None:
 
 def test_after_a_backward_that_failed_abort_is_asked_for():
     """Without it no rank would wait for reductions any more."""
-    run_ranks(goes_on_without_abort, 2, timeout=20)
+    run_ranks(goes_on_without_abort, 2)
 
 
 def norm_of_what_is_left(rank: int) -> None:
@@ -225,7 +225,7 @@ STORIES = [norm_of_what_is_left, norm_of_what_was_written, norm_of_what_was_set,
 
 @pytest.mark.parametrize("story", STORIES, ids=lambda f: f.__name__)
 def test_clipping_sees_the_gradients_that_readers_see(story):
-    run_ranks(story, 2, timeout=20)
+    run_ranks(story, 2)
 
 
 def forgotten_unsent(rank: int) -> None:
@@ -241,7 +241,7 @@ def forgotten_unsent(rank: int) -> None:
 
 
 def test_gradients_that_were_never_sent_can_be_forgotten():
-    run_ranks(forgotten_unsent, 2, timeout=20)
+    run_ranks(forgotten_unsent, 2)
 
 
 def sharded_late(rank: int) -> None:
@@ -255,7 +255,7 @@ def sharded_late(rank: int) -> None:
 
 
 def test_an_optimizer_is_looked_at_again_when_its_model_is_sharded():
-    run_ranks(sharded_late, 1, timeout=20)
+    run_ranks(sharded_late, 1)
 
 
 def two_models(rank: int) -> None:
@@ -273,7 +273,7 @@ def two_models(rank: int) -> None:
 
 
 def test_collectives_of_models_that_share_groups_are_in_one_order():
-    run_ranks(two_models, 2, timeout=20)
+    run_ranks(two_models, 2)
 
 
 def read_on_one_rank(rank: int) -> None:
@@ -292,7 +292,7 @@ def read_on_one_rank(rank: int) -> None:
 
 def test_one_rank_may_look_at_gradients_alone():
     """Between microbatches, to log them: it gathers no more weights than others do."""
-    run_ranks(read_on_one_rank, 2, timeout=20)
+    run_ranks(read_on_one_rank, 2)
 
 
 def stepped_too_early(rank: int) -> None:
@@ -307,7 +307,7 @@ def stepped_too_early(rank: int) -> None:
 
 
 def test_a_fused_step_between_forward_and_backward_is_noticed():
-    run_ranks(stepped_too_early, 2, timeout=20)
+    run_ranks(stepped_too_early, 2)
 
 
 def readers_on_two_streams(rank: int) -> None:
@@ -333,7 +333,7 @@ def readers_on_two_streams(rank: int) -> None:
 
 
 def test_memory_is_written_again_behind_the_readers_of_all_streams():
-    run_ranks(readers_on_two_streams, 2, timeout=20)
+    run_ranks(readers_on_two_streams, 2)
 
 
 def forgotten_while_accumulating(rank: int, outer: Literal["replicate", "shard"]) -> None:
@@ -353,7 +353,7 @@ def forgotten_while_accumulating(rank: int, outer: Literal["replicate", "shard"]
 @pytest.mark.parametrize("outer", ["replicate", "shard"])
 def test_gradients_may_be_forgotten_before_replicas_exchange_them(outer):
     """The exchange takes place all the same, in the memory of the forgotten gradients."""
-    run_ranks(forgotten_while_accumulating, 2, outer, timeout=20)
+    run_ranks(forgotten_while_accumulating, 2, outer)
 
 
 def read_for_inference(rank: int, main: torch.dtype) -> None:
@@ -373,4 +373,4 @@ def read_for_inference(rank: int, main: torch.dtype) -> None:
 @pytest.mark.parametrize("main", [torch.float32, torch.float64])
 def test_gradients_may_be_read_in_inference_mode(main):
     """Memory that is made there, for reductions that were put off and for readers, is written outside of it too."""
-    run_ranks(read_for_inference, 2, main, timeout=20)
+    run_ranks(read_for_inference, 2, main)

@@ -71,6 +71,23 @@ def test_gathered_weights_keep_to_their_bound():
     run_ranks(bounded, 2)
 
 
+def bounded_beside_the_outermost(rank: int) -> None:
+    """Its unit is in use from a step's forward to its backward, and checkpoints run blocks once more meanwhile."""
+    for model in ("reentrant", "recomputed"):
+        for ahead in (0, 1, 2):
+            with naming((model, ahead)):
+                pair = Pair(Case(model, microbatches=2, options={"prefetch": ahead}), rank, 2)
+                outermost, *blocks = (unit.full_bytes for unit in pair.ctx.units)
+                with Meter(pair.ctx) as meter:
+                    for _ in range(3):
+                        some_steps(pair)
+                assert max(blocks) < meter.peak <= outermost + (ahead + 1) * max(blocks)
+
+
+def test_gathered_weights_keep_to_their_bound_under_checkpoints():
+    run_ranks(bounded_beside_the_outermost, 2)
+
+
 def bounded_in_bytes(rank: int) -> None:
     for size in ("1KiB", "3KiB", "10KiB", "1MiB"):
         with naming(size):

@@ -17,8 +17,8 @@ STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 MODELS = [name for name in ZOO if name != "moe"]
 
 
-def train(world: int, cases: list[Case], timeout: float = 50.0) -> None:
-    assert run_ranks(train_all, world, cases, timeout=timeout) == [len(cases)] * world
+def train(world: int, cases: list[Case]) -> None:
+    assert run_ranks(train_all, world, cases) == [len(cases)] * world
 
 
 def optimizer_for(model: str) -> str:

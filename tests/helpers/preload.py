@@ -4,9 +4,12 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import os
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+PROCESS = os.getpid()
+"""Who has imported this."""
 LIBRARIES = [
     "torch.distributed.checkpoint",
     "torch._dynamo",  # the first optimizer of a process imports it, which takes a second

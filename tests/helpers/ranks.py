@@ -68,7 +68,7 @@ class _Rank:
 
 
 def run_ranks(
-    fn: Callable[..., Any], world: int, *args: Any, timeout: float = 50.0, backend: str = "gloo"
+    fn: Callable[..., Any], world: int, *args: Any, timeout: float = 200.0, backend: str = "gloo"
 ) -> list[Any]:
     """Call `fn(rank, *args)` on `world` ranks with a process group of all of them, and return their results in order.
 

@@ -13,9 +13,9 @@ from hocket.program.ops import Layout, Op
 from hocket.program.schedule import KINDS, Overheads
 from hocket.program.shard import Sharding
 from hocket.program.simulate import Time, simulate
+from tests.helpers.calls import calls
 from tests.helpers.costs import Table, published
 from tests.helpers.plans import planned
-from tests.helpers.seconds import cpu_seconds
 from tests.plan.programs import Case, cases, times, toy
 
 HALF, QUARTER = Fraction(1, 2), Fraction(1, 4)
@@ -140,8 +140,10 @@ def test_compute_slows_by_the_time_that_it_met_communication() -> None:
 @pytest.mark.parametrize(
     "overheads", [Overheads(), Overheads(dict.fromkeys(KINDS, 0.1), counts=0.1)], ids=["no", "full"]
 )
-def test_a_large_program_takes_a_moment(overheads: Overheads) -> None:
-    layout = Layout(kinds=("moe",) * 64, pp=8, chunks=4, ep=8)
-    built = build_program(layout, 32, planned(chunks=4), Sharding(dense=8))
+def test_simulation_grows_with_the_ops_and_not_faster(overheads: Overheads) -> None:
     costs = Table({key: float(value) for key, value in published(Fraction(1)).items()})
-    assert cpu_seconds(lambda: simulate(built, costs, overheads)) < 0.5
+    layout = Layout(kinds=("moe",) * 8, pp=4, chunks=2, ep=8)
+    small, large = (build_program(layout, m, planned(chunks=2), Sharding(dense=8)) for m in (4, 32))
+    few, many = (calls(lambda p=program: simulate(p, costs, overheads)) for program in (small, large))
+    assert few < 80 * len(small)
+    assert many / few < 1.2 * len(large) / len(small)

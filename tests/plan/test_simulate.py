@@ -15,7 +15,6 @@ from hocket.program.shard import Sharding
 from hocket.program.simulate import KINDS, Time, simulate
 from tests.helpers.costs import Table, published
 from tests.helpers.plans import planned
-from tests.helpers.seconds import cpu_seconds
 from tests.plan.programs import sample, times, toy
 
 # --- toys
@@ -253,14 +252,6 @@ def test_activations_never_exceed_those_planned_to_be_in_flight() -> None:
     for rank, use in enumerate(simulate(built, table).ranks):
         layers = 2
         assert built.in_flight[rank] * layers - layers < use.peak_bytes <= built.in_flight[rank] * layers
-
-
-def test_simulation_of_a_large_program_takes_a_moment() -> None:
-    layout = Layout(kinds=("moe",) * 64, pp=8, chunks=4, ep=8)
-    built = build_program(layout, 32, planned(chunks=4), Sharding(dense=8))
-    costs = Table({key: float(value) for key, value in published(Fraction(1)).items()})
-    assert len(built) > 25_000
-    assert cpu_seconds(lambda: simulate(built, costs)) < 0.3
 
 
 def test_times_do_not_depend_on_where_values_are_dropped() -> None:

@@ -337,26 +337,23 @@ def test_slow_delivers_late_and_in_order():
 
 
 def _two_links(rank):
+    """How long operations of two groups are held back."""
     options = CommOptions(links={"a2a": Link(0.0, 1e12), "gather_dense": Link(0.05, 4e6)}, timeout=20)
     groups = make_groups(Mesh(dp=2, ep=2), rank, CPU, "slow", options)
     shard, full = torch.ones(50_000), torch.empty(100_000)
     rows, out = torch.ones(2, 25_000), torch.empty(2, 25_000)
-
-    def seconds(start):
-        begin = time.monotonic()
-        start().wait()
-        return time.monotonic() - begin
-
-    fast = min(seconds(lambda: groups.a2a.all_to_all(out, rows, RowTable([[1, 1], [1, 1]], rank))) for _ in range(3))
-    slow = min(seconds(lambda: groups.gather_dense.all_gather(full, shard)) for _ in range(3))
+    held = []
+    with mock.patch.object(pretended, "time", SimpleNamespace(sleep=held.append)):
+        groups.a2a.all_to_all(out, rows, RowTable([[1, 1], [1, 1]], rank)).wait()
+        groups.gather_dense.all_gather(full, shard).wait()
     groups.destroy()
-    return fast, slow
+    return held
 
 
 def test_each_group_has_a_link_of_its_own():
-    for fast, slow in run_ranks(_two_links, 2):
-        assert fast < slow / 2
-        assert 0.1 <= slow < 0.5  # 0.05 s, and 0.05 s for the 200,000 bytes that come from the other rank
+    for held in run_ranks(_two_links, 2):
+        # 100,000 bytes of rows and 200,000 of a shard come from the other rank.
+        assert held == pytest.approx([1e5 / 1e12, 0.05 + 2e5 / 4e6])
 
 
 def test_sizes_that_do_not_fit_are_our_own_mistake():

@@ -39,7 +39,7 @@ def test_all_ranks_measure_what_was_asked_for_and_agree() -> None:
     assert set(first.transfers) == set(REQUEST.transfers)
     assert set(first.rates) == set(RATES)
     assert all(rate > 0 for rate in first.rates.values())
-    assert all(0 < seconds < 5 for seconds in (*first.products.values(), *first.transfers.values()))
+    assert all(seconds > 0 for seconds in (*first.products.values(), *first.transfers.values()))
 
 
 def test_a_rank_that_fails_says_why_and_nobody_waits_for_it() -> None:
