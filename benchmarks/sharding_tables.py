@@ -19,7 +19,7 @@ PARTS = {
     "fully_shard_ce": "gathers and reductions on copy engines",
     "fully_shard_null": "nothing moves",
 }
-"""Contender -> in which single thing it differs from the first one."""
+"""Contender -> in which single thing it differs from the first one. Some are of earlier commits."""
 EXPERT_STEPS = {
     "hocket_sequential": "one microbatch after the other",
     "merged": "a forward beside another microbatch's backward",
@@ -99,7 +99,7 @@ def expert_steps(result: Result) -> str:
 def _one_by_one(result: Result, about: Mapping[str, str]) -> str:
     """Contenders as named in `about`, those that were measured, beside the first of them."""
     (found,) = workloads([result])
-    base, rows = next(iter(about)), []
+    base, rows = next(name for name in about if name in found["contenders"]), []
     for name, words in about.items():
         if name in found["contenders"]:
             row = found["contenders"][name]
@@ -113,7 +113,7 @@ def _one_by_one(result: Result, about: Mapping[str, str]) -> str:
 def parts_settings(result: Result) -> str:
     """Their settings, the first of `PARTS` in full."""
     (found,) = workloads([result])
-    ordered = {name: found["contenders"][name] for name in PARTS}
+    ordered = {name: found["contenders"][name] for name in PARTS if name in found["contenders"]}
     return settings({**result, "workloads": [{**found, "contenders": ordered}]})
 
 

@@ -165,7 +165,6 @@ CONTENDERS: dict[str, Entry] = {
     "fully_shard_null": Entry(
         f"{_SHARDED}:null", "hocket.fully_shard, slots, the same program without communication", bound=True
     ),
-    "fully_shard_unified": Entry(f"{_SHARDED}:unified", "hocket.fully_shard, slots, one group and queue"),
     "fully_shard_fp32_wire": Entry(f"{_SHARDED}:fp32_wire", "hocket.fully_shard, slots, gradients sent in fp32"),
     "fully_shard_copied": Entry(f"{_SHARDED}:copied", "hocket.fully_shard, slots, autograd's weight gradients"),
     "fully_shard_optim": Entry(f"{_SHARDED}:optim", "hocket.fully_shard, the optimizer's state shared"),

@@ -45,7 +45,6 @@ class How:
     """`auto` is NCCL's kernels on GPUs, where a user's would be copy engines."""
     fixed: bool = True
     """Whether gathered weights lie in fixed slots, instead of memory that comes and goes."""
-    unified: bool = False
     fp32_wire: bool = False
     copied: bool = False
     """Whether autograd makes weight gradients, which are then copied to where they are sent from."""
@@ -67,10 +66,6 @@ def copy_engine(workload: Workload, rank: int, device: torch.device) -> Contende
 
 def copy_engine_gathers(workload: Workload, rank: int, device: torch.device) -> Contender:
     return Sharded(workload, rank, device, How("copy_engine_gathers", fixed=False))
-
-
-def unified(workload: Workload, rank: int, device: torch.device) -> Contender:
-    return Sharded(workload, rank, device, How(unified=True))
 
 
 def fp32_wire(workload: Workload, rank: int, device: torch.device) -> Contender:
@@ -124,7 +119,6 @@ class Sharded:
             prefetch=PREFETCH,
             slots=PREFETCH + 1 if how.fixed else "dynamic",
             transport="nccl" if how.transport == "auto" and device.type == "cuda" else how.transport,
-            unified=how.unified,
             offload=how.offload,
             device=device,
             init=first_values(self.model, workload, rank, device),
@@ -176,7 +170,7 @@ class Sharded:
             "memory of gathered weights": "whole, until the next update" if late else slots,
             "prefetch": f"{PREFETCH} units",
             "transport": f"{TRANSPORTS[how.transport]}; {_KERNELS}" if device.type == "cuda" else "gloo",
-            "process groups": "one, with one queue" if how.unified else "one for gathers, one for reductions",
+            "process groups": "one for gathers, one for reductions",
             "reduce": f"{'fp32' if how.fp32_wire else dtype}, {'once a step' if late else 'after every microbatch'}",
             "staging": f"{options.staging} buffers",
             "weight gradients": "autograd's, copied" if how.copied else "layers write them where they are sent",

@@ -59,8 +59,8 @@ class ShardContext:
         self.policy, self.prefetch, self.groups, self.device = policy, prefetch, groups, device
         self.history: History | None = None
         self.gathering = queue_of("gather", device)
-        self.reducing = self.gathering if policy.unified else queue_of("reduce", device)
-        self.outer = self.gathering if policy.unified else queue_of("outer", device)
+        self.reducing = queue_of("reduce", device)
+        self.outer = queue_of("outer", device)
         self.units = list(units)
         spreads = (member.spread for unit in units for group in unit.groups for member in group.members)
         self.tensor_mesh = apart(spreads, {*groups.reduce.ranks, *groups.outer.ranks})

@@ -39,8 +39,6 @@ class ShardOptions:
     transport: ShardTransport = "auto"
     """How bytes move: `auto` is copy_engine for GPUs of one host that reach each other's memory, nccl for others, and
     gloo for CPUs. `copy_engine_gathers` leaves reductions to NCCL. `null` moves none, for measuring the bound."""
-    unified: bool = False
-    """One process group and one queue for gathers and reductions, instead of one each."""
     driver: Driver = "hooks"
     """`manual` installs no hooks: the caller makes the calls of `Unit` itself."""
     divide: float | None = None
@@ -69,8 +67,6 @@ class ShardOptions:
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(choices)}")
-        if not isinstance(self.unified, bool):
-            raise ValueError(f"unified={self.unified!r} must be True or False")
         if self.device is not None:
             _check_device(self.device)
         if self.init is not None and not callable(self.init):

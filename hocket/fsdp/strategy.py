@@ -21,10 +21,9 @@ class Policy:
     slots: int | None
     """Number of fixed weight slots; None for memory that comes and goes."""
     staging: int
-    unified: bool
 
 
-def policy_of(strategy: str, slots: int | None, staging: int, unified: bool) -> Policy:
+def policy_of(strategy: str, slots: int | None, staging: int) -> Policy:
     """The bits of a strategy. Raises: ValueError for an unknown one."""
     if strategy not in get_args(Strategy):
         raise ValueError(f"strategy={strategy!r} is not one of {', '.join(get_args(Strategy))}")
@@ -34,7 +33,6 @@ def policy_of(strategy: str, slots: int | None, staging: int, unified: bool) -> 
         free=rank >= 3,
         slots=slots,
         staging=staging,
-        unified=unified,
     )
 
 

@@ -18,7 +18,7 @@ from hocket.runtime.pretended import Null
 from tests.bench.setup import CPU, built, learn_the_same, workload
 from tests.helpers.ranks import run_ranks
 
-EVERY = [f"fully_shard{way}" for way in ("", "_slots", "_unified", "_fp32_wire", "_copied")]
+EVERY = [f"fully_shard{way}" for way in ("", "_slots", "_fp32_wire", "_copied")]
 CASES = {
     "dense": (2, workload(2), ["hocket", *EVERY]),
     "weights whole": (2, workload(2), ["hocket", "fully_shard_optim", "fully_shard_no_shard", "ddp", "fsdp2_kept"]),
@@ -48,8 +48,6 @@ def ways(rank: int) -> None:
         assert sunk == {name != "fully_shard_copied"}
         fixed = {buffer.is_fixed for unit in contender.context.units for buffer in unit.full.values()}
         assert fixed == {name != "fully_shard"}
-        one = {group.groups.gather is group.groups.reduce for group in groups}
-        assert one == {name == "fully_shard_unified"}
         assert stats.reduces == 5 * 2, "embedding, three layers, head, in two microbatches"
         contender.close()
 

@@ -176,7 +176,6 @@ def random_case(rng: Random, ops: tuple[Op, ...], meshes: list[tuple[int, ...] |
     options = {
         "prefetch": rng.choice([0, 1, 1, 2, 5, "1KiB", "4KiB"]),
         "staging": rng.choice([1, 2, 2, 3]),
-        "unified": rng.random() < 0.2,
         "slots": rng.choice(["dynamic", 64]),
     }
     if mesh is not None and len(mesh) == 2 and strategy != "no_shard":

@@ -22,7 +22,6 @@ SHAPES = {"w": (37, 11), "scalar": (), "norm": (11,), "odd": (3, 5, 2)}
 class Options:
     outer: str = "replicate"
     transport: str = "auto"
-    unified: bool = False
 
 
 @dataclass(frozen=True)

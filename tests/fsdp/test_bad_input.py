@@ -19,7 +19,6 @@ OPTIONS = {
     "outer": [("shards", "outer='shards' is not one of replicate, shard")],
     "transport": [("mpi", "transport='mpi' is not one of")],
     "driver": [("magic", "driver='magic' is not one of hooks, manual")],
-    "unified": [("no", "unified='no' must be True or False")],
     "device": [("gpu", "device='gpu' is no place for shards"), ("meta", "'meta'"), (3, "device=3"), ([], "device=[]")],
     "init": [(3, "init=3 is no function")],
     "granularity": [("col", "granularity='col' is not one of element, row, tensor")],

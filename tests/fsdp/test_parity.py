@@ -56,8 +56,7 @@ def test_residency():
         *({"prefetch": n} for n in (0, 1, 2, 9, "1KiB", "4KiB", "1MiB")),
         *({"slots": n} for n in ("dynamic", 2, 3, 8)),
         *({"staging": n} for n in (1, 2, 3)),
-        {"unified": True},
-        {"unified": True, "prefetch": 2, "staging": 1, "slots": 3},
+        {"prefetch": 2, "staging": 1, "slots": 3},
     ]
     cases = [Case(model, microbatches=3, options=one, steps=2) for one in options for model in ("deep", "stack")]
     train(2, cases)

@@ -165,10 +165,6 @@ def communicators(rank: int) -> None:
     groups = [group.groups for unit in Run(Model(2)).ctx.units for group in unit.groups]
     assert all(one.gather is not one.reduce for one in groups)
     assert all(one.gather is groups[0].gather for one in groups)
-    unified = Run(Model(2), options=hocket.ShardOptions(unified=True))
-    assert all(group.groups.gather is group.groups.reduce for unit in unified.ctx.units for group in unit.groups)
-    history = unified.step()
-    assert len({e.queue for e in history.entries}) == 2  # the caller's, and one
 
 
 def test_gathers_and_reductions_have_groups_of_their_own():

@@ -205,7 +205,6 @@ def test_buckets_change_no_bit() -> None:
 def residency(rank: int) -> None:
     variants: list[dict[str, Any]] = [
         {}, {"slots": 2}, {"slots": 3, "prefetch": 2}, {"prefetch": 0}, {"prefetch": "8MiB"}, {"staging": 1},
-        {"unified": True},
     ]  # fmt: skip
     first: list[Tensor] = []
     for options in variants:

@@ -46,7 +46,7 @@ def trained(rank: int, offload: Offload, strategy: str, late: bool, **options: A
 
 def same(rank: int, strategy: str) -> None:
     ways: list[tuple[Offload, dict[str, Any]]] = [
-        ("pinned", {}), ("pageable", {}), ("pinned", {"slots": 3, "prefetch": 2}), ("pinned", {"unified": True}),
+        ("pinned", {}), ("pageable", {}), ("pinned", {"slots": 3, "prefetch": 2}),
         ("pinned", {"transport": "copy_engine", "slots": 2}),
     ]  # fmt: skip
     expected = trained(rank, "none", strategy, late=False)
