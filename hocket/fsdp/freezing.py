@@ -34,13 +34,7 @@ def _changer(unit: Unit, group: ParamGroup, hook: Callable[[nn.Parameter], None]
             )
         if trains and not group.trainable:
             group.trainable = True
-            if not unit.context.stage_anew():
-                group.trainable = False
-                raise ValueError(
-                    f"requires_grad of {name} can't be set to True with fixed slots, since no parameter like it in "
-                    f"{unit} was trained when it was sharded: unfreeze it before hocket.fully_shard, or use "
-                    f"slots='dynamic'"
-                )
+            unit.context.stage_anew()
         group.train(index, trains)
         if trains:
             hook(group.members[index].param)

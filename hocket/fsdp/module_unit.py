@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from hocket.fsdp.buffers import FullBuffer, Staged, Staging
+from hocket.fsdp.buffers import FullBuffer, Staged, StagingMemory
 from hocket.fsdp.members import View
 from hocket.fsdp.options import UnitOptions
 from hocket.fsdp.param_group import ParamGroup
@@ -45,14 +45,14 @@ class Shared(Protocol):
 
     def accumulates(self, unit: Unit) -> bool: ...
     def residency_of(self, unit: Unit) -> Residency: ...
-    def staging_of(self, group: ParamGroup) -> Staging: ...
+    def staging_of(self, group: ParamGroup) -> StagingMemory: ...
     def about_to(self, what: str) -> None: ...
     def before_waiting(self) -> None: ...
     def adds_up_locally(self, unit: Unit, group: ParamGroup) -> bool: ...
     def read_outside(self, unit: Unit) -> bool: ...
     def weights_ready(self) -> Ticket: ...
     def forget_old_forwards(self) -> None: ...
-    def stage_anew(self) -> bool: ...
+    def stage_anew(self) -> None: ...
 
 
 Around = tuple[Callable[..., tuple[Any, Any]], Callable[..., Any]]
@@ -197,7 +197,15 @@ class Unit:
         return Claim(self, shows)
 
     def prefetch(self, wanted: bool = False) -> bool:
-        """Start the gather if the weights are not here. False if there is no room for it, and nobody has to have it."""
+        """Start the gather if the weights are not here. False if there is no room for it, and nobody has to have it.
+
+        Raises: ValueError while a CUDA graph is recorded: in a replay the memory would be somebody else's.
+        """
+        if self.groups and self.groups[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise ValueError(
+                f"{self} is called while a CUDA graph is recorded, and memory of its weights and gradients comes and "
+                f"goes: run its steps without recording; plan.graphs replays planned steps"
+            )
         if self.current:
             self.context.residency_of(self).touch(self)
             return True
@@ -271,18 +279,17 @@ class Unit:
         self._gathered = False
         for buffer in self.full.values():
             buffer.behind = self._last_use()
-        if not all(buffer.is_fixed for buffer in self.full.values()):
-
-            def free() -> None:
-                for buffer in self.full.values():
-                    buffer.free()
-
-            self.context.gathering.submit(f"free {self.name}", free, self._last_use())
+        if self.full:
+            self.context.gathering.submit(f"free {self.name}", self._free, self._last_use())
         self.context.residency_of(self).gone(self)
 
+    def _free(self) -> None:
+        for buffer in self.full.values():
+            buffer.free()
+
     def reshard(self) -> None:
-        """Give up the gathered weights, if nobody claims them and they have memory of their own."""
-        if not self.claims and self.full and not any(buffer.is_fixed for buffer in self.full.values()):
+        """Give up the gathered weights, if nobody claims them."""
+        if not self.claims and self.full:
             self.evict()
 
     # Gradients
@@ -292,7 +299,7 @@ class Unit:
         found = self._staged.get(group)
         if found is None:
             self.context.before_waiting()  # for memory that is still on its way
-            found = self._staged[group] = Staged(group, self.context.staging_of(group), self)
+            found = self._staged[group] = Staged(group, self.context.staging_of(group))
         return found
 
     def grad_ready(self, param: nn.Parameter) -> None:

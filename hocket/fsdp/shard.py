@@ -86,7 +86,7 @@ def _shard(
 ) -> ShardContext:
     """Units of what the buckets hold, and one of the rest of a tree, which is that of `modules`."""
     options, strategy = asked.options, asked.strategy
-    policy = policy_of(strategy, options.slot_count, options.staging)
+    policy = policy_of(strategy, options.staging)
     device = _device(params, options, asked.nests) if params else nested[0].device
     _refuse_pinned(options, device)
     placements, default = _placements(params, asked.place), Placement(asked.mesh, options.divide)

@@ -95,7 +95,7 @@ def one_reduction_each(pair: Pair) -> None:
     assert [unit.reduces for unit in pair.ctx.units if unit.groups] == [steps] * 3
 
 
-@pytest.mark.parametrize("options", [{}, {"prefetch": 0}, {"slots": 2}, {"slots": 3, "staging": 1}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"prefetch": 0}, {"prefetch": 2, "staging": 1}], ids=str)
 def test_a_unit_is_over_when_its_last_layer_has_written(options: dict[str, object]) -> None:
     """A parameter that has contributed may contribute again: until then its unit keeps weights and buffer."""
     run_ranks(train, 2, [Case(BRANCHES, options=options)], one_reduction_each)  # type: ignore[arg-type]
