@@ -24,12 +24,11 @@ import torch
 from torch import Tensor, nn
 
 from hocket.fsdp.buffers import FullBuffer, Staged, StagingMemory
-from hocket.fsdp.members import View
+from hocket.fsdp.members import FULL, View
 from hocket.fsdp.options import UnitOptions
 from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.residency import Residency
 from hocket.fsdp.unused import Unused
-from hocket.runtime.destinations import set_sink
 from hocket.runtime.queue import Queue, Ticket
 from hocket.runtime.transports import Pending
 
@@ -127,7 +126,7 @@ class Unit:
             group.let_grads_go = partial(self._let_grads_go, group)
         self._place = {m.param: (g, i) for g in self.groups for i, m in enumerate(g.members)}
         for param in self._place:
-            set_sink(param, partial(self.grad_target, param))
+            setattr(param, FULL, True)
 
     def __str__(self) -> str:
         return f"unit {self.name!r}" if self.name else "the root unit"
@@ -317,14 +316,6 @@ class Unit:
                 self.staged(group).add(index, grad)
         if group in self._staged:
             self._staged[group].arrived(index)
-
-    def grad_target(self, param: nn.Parameter) -> tuple[Tensor, bool]:
-        """Where a gradient may be written directly, shaped like the parameter; True if it must be added to."""
-        group, index = self._place[param]
-        if self.context.adds_up_locally(self, group):
-            self.context.reductions_open = True
-            return group.local.target(index)
-        return self.staged(group).target(index)
 
     @property
     def complete(self) -> bool:
