@@ -152,6 +152,7 @@ class _Call:
 
 def drive(unit: Unit) -> None:
     """Put a unit's modules and parameters under hooks."""
+    unit.see = partial(see_gradients, unit)
     for module in unit.modules:
         _drive(unit, module)
     for group in unit.groups:

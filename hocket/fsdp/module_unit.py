@@ -124,6 +124,9 @@ class Unit:
         for group in self.groups:
             group.make_grads = partial(self._make_grads, group)
             group.let_grads_go = partial(self._let_grads_go, group)
+            group.changed_by = partial(self._train, group)
+        self.see: Callable[[nn.Parameter], None] = lambda param: None
+        """Has a driver see the gradients of a parameter that is trained again."""
         self._place = {m.param: (g, i) for g in self.groups for i, m in enumerate(g.members)}
         for param in self._place:
             setattr(param, FULL, True)
@@ -393,6 +396,26 @@ class Unit:
         if group in self._reduced and self.context.reductions_open:
             self._reduced[group].wait()  # forgotten before anybody has waited for them
         group.grads.let_go()
+
+    def _train(self, group: ParamGroup, index: int, trains: bool) -> None:
+        """Freeze a member, or have it trained again.
+
+        In a group with others it sends zeros while it is frozen; a group of frozen ones alone sends nothing.
+
+        Raises: ValueError between a forward and its backward.
+        """
+        self.context.forget_old_forwards()
+        if self.claims or self.open:
+            raise ValueError(
+                f"requires_grad of {group.members[index].name} is set between a forward and its backward: set it "
+                f"before the forward"
+            )
+        if trains and not group.trainable:
+            group.trainable = True
+            self.context.stage_anew()
+        group.train(index, trains)
+        if trains:
+            self.see(group.members[index].param)
 
     def forget_graphs_since(self, backward: int) -> None:
         """At the end of a backward: nothing runs the graphs any more that it, or one inside of it, has made.

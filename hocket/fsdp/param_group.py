@@ -57,7 +57,7 @@ class ParamGroup:
     Takes over the values of the parameters, all ranks the same ones; those on the meta device are zero until `load`.
     """
 
-    changed_by: Callable[[int, bool], None] | None = None  # where a unit has more to do (`freezing.py`)
+    changed_by: Callable[[int, bool], None] | None = None  # where a unit has more to do
 
     def __init__(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from weakref import WeakSet
 
 import torch
@@ -15,7 +14,6 @@ from hocket.fsdp import hooks
 from hocket.fsdp.agreement import Fingerprints, take_first_rank
 from hocket.fsdp.buckets import Named, make_buckets, parse_bucket
 from hocket.fsdp.checks import IGNORED, refuse_foreign, refuse_strange, refuse_uncalled
-from hocket.fsdp.freezing import watch
 from hocket.fsdp.fsdp2 import FSDPModule
 from hocket.fsdp.fsdp2_arguments import Asked, Place
 from hocket.fsdp.materialize import materialize
@@ -207,13 +205,8 @@ def _install(context: ShardContext, made: Sequence[Unit], manual: bool) -> None:
                     refuse_parts(model)
         if not manual:
             hooks.drive(unit)
-        watch(unit, partial(hooks.see_gradients, unit) if not manual else _unseen)
     contexts.add(context)
     checked.clear()  # an optimizer may hold what has just been sharded
-
-
-def _unseen(param: nn.Parameter) -> None:
-    """Of a manual driver, which asks for gradients itself."""
 
 
 def _reader(unit: Unit, member: Member) -> Callable[[], Tensor | None]:
