@@ -19,7 +19,7 @@ PARTS = {
     "fully_shard_ce": "gathers and reductions on copy engines",
     "fully_shard_null": "nothing moves",
 }
-"""Contender -> in which single thing it differs from the first one."""
+"""Contender -> in which single thing it differs from the first one. Some are of earlier commits."""
 EXPERT_STEPS = {
     "hocket_sequential": "one microbatch after the other",
     "merged": "a forward beside another microbatch's backward",
@@ -99,7 +99,7 @@ def expert_steps(result: Result) -> str:
 def _one_by_one(result: Result, about: Mapping[str, str]) -> str:
     """Contenders as named in `about`, those that were measured, beside the first of them."""
     (found,) = workloads([result])
-    base, rows = next(iter(about)), []
+    base, rows = next(name for name in about if name in found["contenders"]), []
     for name, words in about.items():
         if name in found["contenders"]:
             row = found["contenders"][name]
@@ -113,7 +113,7 @@ def _one_by_one(result: Result, about: Mapping[str, str]) -> str:
 def parts_settings(result: Result) -> str:
     """Their settings, the first of `PARTS` in full."""
     (found,) = workloads([result])
-    ordered = {name: found["contenders"][name] for name in PARTS}
+    ordered = {name: found["contenders"][name] for name in PARTS if name in found["contenders"]}
     return settings({**result, "workloads": [{**found, "contenders": ordered}]})
 
 
@@ -170,13 +170,10 @@ def copy_engine_sum(result: Result) -> str:
 
 
 def weight_grads(result: Result) -> str:
-    ways, rows = list(result["host_microseconds"]), []
-    for tokens in result["layers"]:
-        own = [row["seconds"] for row in result["weights"] if str(row["tokens"]) == tokens]
-        rows.append([f"{int(tokens):,} tokens", *(us(sum(seconds[way] for seconds in own)) for way in ways)])
-        layer = result["layers"][tokens]
-        rows.append([f"{int(tokens):,} tokens, the whole pass", *(us(layer[way]["seconds"]) for way in ways)])
-    rows.append(["host, per linear layer", *(f"{result['host_microseconds'][way]:.0f} µs" for way in ways)])
+    ways, rows = list(result["weights"][0]["seconds"]), []
+    for tokens in dict.fromkeys(row["tokens"] for row in result["weights"]):
+        own = [row["seconds"] for row in result["weights"] if row["tokens"] == tokens]
+        rows.append([f"{tokens:,} tokens", *(us(sum(seconds[way] for seconds in own)) for way in ways)])
     return table(["weight gradients of one layer", *ways], rows)
 
 

@@ -157,17 +157,14 @@ CONTENDERS: dict[str, Entry] = {
         f"{_OURS}:exchanges", "the exchanges of rows alone, nothing computed", model="moe", bound=True, computes=False
     ),
     "fully_shard": Entry(f"{_SHARDED}:fully_shard", "hocket.fully_shard on NCCL's kernels"),
-    "fully_shard_slots": Entry(f"{_SHARDED}:slots", "hocket.fully_shard, fixed slots"),
     "fully_shard_ce": Entry(f"{_SHARDED}:copy_engine", "hocket.fully_shard as called, on copy engines", cuda=True),
     "fully_shard_ce_gather": Entry(
         f"{_SHARDED}:copy_engine_gathers", "hocket.fully_shard, gathers on copy engines", cuda=True
     ),
     "fully_shard_null": Entry(
-        f"{_SHARDED}:null", "hocket.fully_shard, slots, the same program without communication", bound=True
+        f"{_SHARDED}:null", "hocket.fully_shard, the same program without communication", bound=True
     ),
-    "fully_shard_unified": Entry(f"{_SHARDED}:unified", "hocket.fully_shard, slots, one group and queue"),
-    "fully_shard_fp32_wire": Entry(f"{_SHARDED}:fp32_wire", "hocket.fully_shard, slots, gradients sent in fp32"),
-    "fully_shard_copied": Entry(f"{_SHARDED}:copied", "hocket.fully_shard, slots, autograd's weight gradients"),
+    "fully_shard_fp32_wire": Entry(f"{_SHARDED}:fp32_wire", "hocket.fully_shard, gradients sent in fp32"),
     "fully_shard_optim": Entry(f"{_SHARDED}:optim", "hocket.fully_shard, the optimizer's state shared"),
     "fully_shard_optim_ce": Entry(
         f"{_SHARDED}:optim_copy_engine", "hocket.fully_shard, the optimizer's state shared, on copy engines", cuda=True

@@ -10,14 +10,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
 import hocket
 from benchmarks.bench.contender import Contender
-from benchmarks.bench.ours import Muted
 from benchmarks.bench.peers.fsdp2 import meshes
 from benchmarks.bench.plain import Exchange, adamw, backward, first_value, optimizer_name, plain_model
 from benchmarks.bench.workload import Workload
@@ -27,14 +25,9 @@ from hocket.fsdp.options import ShardTransport
 from hocket.fsdp.sharded_parameter import ShardedParameter
 from hocket.model.microbatch import Microbatch
 from hocket.program.mesh import SMS
-from hocket.runtime.comm import Group
-from hocket.runtime.destinations import set_sink
 
 PREFETCH = 2
 """Units that are gathered ahead."""
-
-_lenders: WeakValueDictionary[int, Sharded] = WeakValueDictionary()
-"""Sharded models whose gathered weights lie in fixed slots, by the identity of their workload."""
 
 
 @dataclass(frozen=True)
@@ -43,70 +36,58 @@ class How:
 
     transport: ShardTransport = "auto"
     """`auto` is NCCL's kernels on GPUs, where a user's would be copy engines."""
-    fixed: bool = True
-    """Whether gathered weights lie in fixed slots, instead of memory that comes and goes."""
-    unified: bool = False
     fp32_wire: bool = False
-    copied: bool = False
-    """Whether autograd makes weight gradients, which are then copied to where they are sent from."""
     strategy: Strategy = "optim_grads_params"
     offload: Offload = "none"
 
 
 def fully_shard(workload: Workload, rank: int, device: torch.device) -> Contender:
-    return Sharded(workload, rank, device, How(fixed=False))
-
-
-def slots(workload: Workload, rank: int, device: torch.device) -> Contender:
     return Sharded(workload, rank, device, How())
 
 
 def copy_engine(workload: Workload, rank: int, device: torch.device) -> Contender:
-    return Sharded(workload, rank, device, How("copy_engine", fixed=False))
+    return Sharded(workload, rank, device, How("copy_engine"))
 
 
 def copy_engine_gathers(workload: Workload, rank: int, device: torch.device) -> Contender:
-    return Sharded(workload, rank, device, How("copy_engine_gathers", fixed=False))
-
-
-def unified(workload: Workload, rank: int, device: torch.device) -> Contender:
-    return Sharded(workload, rank, device, How(unified=True))
+    return Sharded(workload, rank, device, How("copy_engine_gathers"))
 
 
 def fp32_wire(workload: Workload, rank: int, device: torch.device) -> Contender:
     return Sharded(workload, rank, device, How(fp32_wire=True))
 
 
-def copied(workload: Workload, rank: int, device: torch.device) -> Contender:
-    return Sharded(workload, rank, device, How(copied=True))
-
-
 def optim(workload: Workload, rank: int, device: torch.device) -> Contender:
-    return Sharded(workload, rank, device, How(fixed=False, strategy="optim"))
+    return Sharded(workload, rank, device, How(strategy="optim"))
 
 
 def optim_copy_engine(workload: Workload, rank: int, device: torch.device) -> Contender:
-    return Sharded(workload, rank, device, How("copy_engine", fixed=False, strategy="optim"))
+    return Sharded(workload, rank, device, How("copy_engine", strategy="optim"))
 
 
 def offload(workload: Workload, rank: int, device: torch.device) -> Contender:
-    return Sharded(workload, rank, device, How(fixed=False, offload="pinned"))
+    return Sharded(workload, rank, device, How(offload="pinned"))
 
 
 def no_shard(workload: Workload, rank: int, device: torch.device) -> Contender:
-    return Sharded(workload, rank, device, How(fixed=False, strategy="no_shard"))
+    return Sharded(workload, rank, device, How(strategy="no_shard"))
 
 
 def null(workload: Workload, rank: int, device: torch.device) -> Contender:
     """The same program without communication: a step's bound. Its losses mean nothing.
 
-    Without an optimizer it uses the weights of another contender, if one has them in fixed slots: what dynamic memory
-    holds without a gather is anything, and a GPU that computes on it may draw less power.
+    Its gathered weights have memory that stays, full of normal numbers: without a gather memory holds anything, and a
+    GPU that computes on that may draw less power.
     """
-    lender = _lenders.get(id(workload))
-    if lender is not None and lender.workload is workload and not workload.optimizer:
-        return Muted(lender, lender.groups, device)
-    return Sharded(workload, rank, device, How("null"))
+    contender = Sharded(workload, rank, device, How("null"))
+    for buffer in (buffer for unit in contender.context.units for buffer in unit.full.values()):
+        buffer.allocate()
+        buffer.flat.normal_(std=0.02)
+        buffer.free = _stay  # pyrefly: ignore
+    return contender
+
+
+def _stay() -> None: ...
 
 
 class Sharded:
@@ -122,9 +103,7 @@ class Sharded:
         assert self.model.head is not None
         options = hocket.ShardOptions(
             prefetch=PREFETCH,
-            slots=PREFETCH + 1 if how.fixed else "dynamic",
             transport="nccl" if how.transport == "auto" and device.type == "cuda" else how.transport,
-            unified=how.unified,
             offload=how.offload,
             device=device,
             init=first_values(self.model, workload, rank, device),
@@ -138,17 +117,11 @@ class Sharded:
             precision=precision,
             options=options,
         )
-        if how.copied:
-            for group in (group for unit in self.context.units for group in unit.groups):
-                for member in group.members:
-                    set_sink(member.param, None)
         self.optimizer: torch.optim.Optimizer | None = None
         if workload.optimizer:
             shards = [shard for shard in self.model.parameters() if isinstance(shard, ShardedParameter)]
             self.optimizer = adamw(shards, [len(shard.full_shape) for shard in shards], workload)
         self.settings: Mapping[str, str] = self._settings(options, device)
-        if how.fixed and how.strategy == "optim_grads_params":
-            _lenders[id(workload)] = self
 
     def _place(self, position: int) -> Callable[[str, nn.Parameter], hocket.sharding.Placement | None] | None:
         """Where experts go that are spread over ranks: they see the tokens of all of these."""
@@ -158,28 +131,20 @@ class Sharded:
         experts = hocket.sharding.Placement(self.grid["edp"], divide=float(mesh.dp), part=(position, mesh.ep))
         return lambda name, param: experts if ".experts." in name else None
 
-    @property
-    def groups(self) -> list[Group]:
-        """The groups over which this model is gathered and reduced."""
-        found = [g.groups for unit in self.context.units for g in unit.groups]
-        every = [group for one in found for group in (one.gather, one.reduce, one.outer, one.outer_gather)]
-        return list(dict.fromkeys(every))
-
     def _settings(self, options: hocket.ShardOptions, device: torch.device) -> dict[str, str]:
         dtype, how, mesh = self.workload.config.precision.compute, self.how, self.workload.mesh
         late = how.strategy in ("no_shard", "optim")
-        slots = f"{PREFETCH + 1} fixed slots" if how.fixed else "dynamic"
         found = {
             "strategy": how.strategy,
             "units": "each layer, embedding, head",
             "weights": f"fp32 shards, cast to {dtype} as they are gathered",
-            "memory of gathered weights": "whole, until the next update" if late else slots,
+            "memory of gathered weights": "whole, until the next update" if late else "dynamic",
             "prefetch": f"{PREFETCH} units",
             "transport": f"{TRANSPORTS[how.transport]}; {_KERNELS}" if device.type == "cuda" else "gloo",
-            "process groups": "one, with one queue" if how.unified else "one for gathers, one for reductions",
+            "process groups": "one for gathers, one for reductions",
             "reduce": f"{'fp32' if how.fp32_wire else dtype}, {'once a step' if late else 'after every microbatch'}",
             "staging": f"{options.staging} buffers",
-            "weight gradients": "autograd's, copied" if how.copied else "layers write them where they are sent",
+            "weight gradients": "autograd's, copied to where they are sent",
             "optimizer": optimizer_name(self.workload, "on fp32 shards, unit by unit"),
             "compile": "each layer" if self.workload.compile else "off",
         }

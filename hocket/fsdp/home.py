@@ -54,9 +54,7 @@ class Home:
         return self.empty(numel, dtype).zero_()
 
     def copy_out(self, kept: Tensor, into: Tensor) -> None:
-        """Copy to the device, on the current stream. Raises ValueError in a CUDA graph, where no host takes part."""
-        if self._crosses and torch.cuda.is_current_stream_capturing():
-            raise ValueError("offload: weights in the host's memory cannot be gathered in a CUDA graph; leave it out")
+        """Copy to the device, on the current stream."""
         into.copy_(kept, non_blocking=self._crosses)
         self._out.note()
 

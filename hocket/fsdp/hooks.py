@@ -37,7 +37,6 @@ from hocket.fsdp.handed_on import HandedOn, Substitution, levels, modules_of, te
 from hocket.fsdp.module_context import ShardContext
 from hocket.fsdp.module_unit import Claim, Unit
 from hocket.fsdp.precision import FORMATS
-from hocket.runtime.destinations import set_sink
 
 
 class Invocation:
@@ -153,11 +152,11 @@ class _Call:
 
 def drive(unit: Unit) -> None:
     """Put a unit's modules and parameters under hooks."""
+    unit.see = partial(see_gradients, unit)
     for module in unit.modules:
         _drive(unit, module)
     for group in unit.groups:
         for param in (member.param for member in group.members):
-            set_sink(param, partial(_target, unit, param))
             if group.trainable:
                 see_gradients(unit, param)
 
@@ -166,12 +165,6 @@ def see_gradients(unit: Unit, param: nn.Parameter) -> None:
     """Put a parameter under a hook, if it is under none."""
     if not param._post_accumulate_grad_hooks:
         param.register_post_accumulate_grad_hook(_on_gradient(unit))
-
-
-def _target(unit: Unit, param: nn.Parameter) -> tuple[Tensor, bool]:
-    """`Unit.grad_target` of a unit under hooks."""
-    _refuse_unexpected(unit)
-    return unit.grad_target(param)
 
 
 def _refuse_unexpected(unit: Unit) -> None:

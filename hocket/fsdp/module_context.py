@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from hocket.fsdp.agreement import refuse_valueless
-from hocket.fsdp.buffers import Staging
+from hocket.fsdp.buffers import StagingMemory
 from hocket.fsdp.lookahead import Lookahead
 from hocket.fsdp.memory import place_gradients, place_weights
 from hocket.fsdp.module_unit import Claim, Unit
 from hocket.fsdp.outside import Outside, called_by_hand
 from hocket.fsdp.param_group import ParamGroup
-from hocket.fsdp.residency import Budget, FixedSlots, Residency, Unbounded
+from hocket.fsdp.residency import Budget, Residency, Unbounded
 from hocket.fsdp.same_order import SameOrder
 from hocket.fsdp.shard_groups import ShardGroups, over_ranks
 from hocket.fsdp.spread import apart
@@ -59,8 +59,8 @@ class ShardContext:
         self.policy, self.prefetch, self.groups, self.device = policy, prefetch, groups, device
         self.history: History | None = None
         self.gathering = queue_of("gather", device)
-        self.reducing = self.gathering if policy.unified else queue_of("reduce", device)
-        self.outer = self.gathering if policy.unified else queue_of("outer", device)
+        self.reducing = queue_of("reduce", device)
+        self.outer = queue_of("outer", device)
         self.units = list(units)
         spreads = (member.spread for unit in units for group in unit.groups for member in group.members)
         self.tensor_mesh = apart(spreads, {*groups.reduce.ranks, *groups.outer.ranks})
@@ -82,8 +82,7 @@ class ShardContext:
         self.outside = Outside(units)
         self._editions: list[tuple[int, int]] = []  # of the weights that forwards under way have read
         self.ahead = Lookahead(self.units, prefetch, policy.free)
-        self._staging: dict[ParamGroup, Staging] = {}
-        self._fixed_bytes = 0
+        self._staging: dict[ParamGroup, StagingMemory] = {}
         self._everybody = Unbounded()
         self._residency: Residency = self._everybody
         self.unused = Unused(order, self._model, device)
@@ -124,13 +123,10 @@ class ShardContext:
 
         Those that are not `new` have their weights' memory from the models that they were before.
         """
-        count, fixed = self.policy.slots, self.policy.slots is not None
-        inner = [unit for unit in self.units if not unit.contains_units]
-        slots = FixedSlots(inner, count) if self.policy.free and count is not None else None
         if self.policy.free:
-            self._residency = slots or self.prefetch.budget(inner)
-        self._fixed_bytes = place_weights(self.units if new is None else new, slots, fixed)
-        self._staging = place_gradients(self.units, self.policy.staging, fixed, self.reducing.caller)
+            self._residency = self.prefetch.budget([unit for unit in self.units if not unit.contains_units])
+        place_weights(self.units if new is None else new)
+        self._staging = place_gradients(self.units, self.policy.staging, self.reducing.caller)
 
     def record(self) -> History:
         """Write down from now on what is issued and waited for, for tests of the structure of a step."""
@@ -160,7 +156,7 @@ class ShardContext:
         """Whether gathered weights of a unit may go while nobody claims them, and they are not updated."""
         return self.residency_of(unit) is not self._everybody
 
-    def staging_of(self, group: ParamGroup) -> Staging:
+    def staging_of(self, group: ParamGroup) -> StagingMemory:
         """The staging memory for a group's gradients."""
         return self._staging[group]
 
@@ -188,14 +184,11 @@ class ShardContext:
         if isinstance(self._residency, Budget) and self._residency.units is not None:
             self._residency.units = max(self._residency.units, len(units) + 1)
 
-    def stage_anew(self) -> bool:
-        """Give memory to gradients of what is trained from now on. False if memory is fixed."""
-        if self.policy.slots is not None:
-            return False
+    def stage_anew(self) -> None:
+        """Give memory to gradients of what is trained from now on."""
         self.finish_step()
         count = max((staging.count for staging in self._staging.values()), default=self.policy.staging)
-        self._staging = place_gradients(self.units, count, False, self.reducing.caller)
-        return True
+        self._staging = place_gradients(self.units, count, self.reducing.caller)
 
     def staging_count(self, count: int) -> None:
         """Let as many units have gradients on their way."""
@@ -447,4 +440,4 @@ class ShardContext:
     def stats(self) -> ShardStats:
         """Counters since the start, and what is allocated."""
         exceeded = self._residency.exceeded if isinstance(self._residency, Budget) else 0
-        return stats_of(self.units, set(self._staging.values()), self._fixed_bytes, self.ahead.surprises, exceeded)
+        return stats_of(self.units, set(self._staging.values()), self.ahead.surprises, exceeded)

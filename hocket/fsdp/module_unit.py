@@ -23,13 +23,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from hocket.fsdp.buffers import FullBuffer, Staged, Staging
-from hocket.fsdp.members import View
+from hocket.fsdp.buffers import FullBuffer, Staged, StagingMemory
+from hocket.fsdp.members import FULL, View
 from hocket.fsdp.options import UnitOptions
 from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.residency import Residency
 from hocket.fsdp.unused import Unused
-from hocket.runtime.destinations import set_sink
 from hocket.runtime.queue import Queue, Ticket
 from hocket.runtime.transports import Pending
 
@@ -45,14 +44,14 @@ class Shared(Protocol):
 
     def accumulates(self, unit: Unit) -> bool: ...
     def residency_of(self, unit: Unit) -> Residency: ...
-    def staging_of(self, group: ParamGroup) -> Staging: ...
+    def staging_of(self, group: ParamGroup) -> StagingMemory: ...
     def about_to(self, what: str) -> None: ...
     def before_waiting(self) -> None: ...
     def adds_up_locally(self, unit: Unit, group: ParamGroup) -> bool: ...
     def read_outside(self, unit: Unit) -> bool: ...
     def weights_ready(self) -> Ticket: ...
     def forget_old_forwards(self) -> None: ...
-    def stage_anew(self) -> bool: ...
+    def stage_anew(self) -> None: ...
 
 
 Around = tuple[Callable[..., tuple[Any, Any]], Callable[..., Any]]
@@ -125,9 +124,12 @@ class Unit:
         for group in self.groups:
             group.make_grads = partial(self._make_grads, group)
             group.let_grads_go = partial(self._let_grads_go, group)
+            group.changed_by = partial(self._train, group)
+        self.see: Callable[[nn.Parameter], None] = lambda param: None
+        """Has a driver see the gradients of a parameter that is trained again."""
         self._place = {m.param: (g, i) for g in self.groups for i, m in enumerate(g.members)}
         for param in self._place:
-            set_sink(param, partial(self.grad_target, param))
+            setattr(param, FULL, True)
 
     def __str__(self) -> str:
         return f"unit {self.name!r}" if self.name else "the root unit"
@@ -197,7 +199,15 @@ class Unit:
         return Claim(self, shows)
 
     def prefetch(self, wanted: bool = False) -> bool:
-        """Start the gather if the weights are not here. False if there is no room for it, and nobody has to have it."""
+        """Start the gather if the weights are not here. False if there is no room for it, and nobody has to have it.
+
+        Raises: ValueError while a CUDA graph is recorded: in a replay the memory would be somebody else's.
+        """
+        if self.groups and self.groups[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise ValueError(
+                f"{self} is called while a CUDA graph is recorded, and memory of its weights and gradients comes and "
+                f"goes: run its steps without recording; plan.graphs replays planned steps"
+            )
         if self.current:
             self.context.residency_of(self).touch(self)
             return True
@@ -271,18 +281,17 @@ class Unit:
         self._gathered = False
         for buffer in self.full.values():
             buffer.behind = self._last_use()
-        if not all(buffer.is_fixed for buffer in self.full.values()):
-
-            def free() -> None:
-                for buffer in self.full.values():
-                    buffer.free()
-
-            self.context.gathering.submit(f"free {self.name}", free, self._last_use())
+        if self.full:
+            self.context.gathering.submit(f"free {self.name}", self._free, self._last_use())
         self.context.residency_of(self).gone(self)
 
+    def _free(self) -> None:
+        for buffer in self.full.values():
+            buffer.free()
+
     def reshard(self) -> None:
-        """Give up the gathered weights, if nobody claims them and they have memory of their own."""
-        if not self.claims and self.full and not any(buffer.is_fixed for buffer in self.full.values()):
+        """Give up the gathered weights, if nobody claims them."""
+        if not self.claims and self.full:
             self.evict()
 
     # Gradients
@@ -292,7 +301,7 @@ class Unit:
         found = self._staged.get(group)
         if found is None:
             self.context.before_waiting()  # for memory that is still on its way
-            found = self._staged[group] = Staged(group, self.context.staging_of(group), self)
+            found = self._staged[group] = Staged(group, self.context.staging_of(group))
         return found
 
     def grad_ready(self, param: nn.Parameter) -> None:
@@ -310,14 +319,6 @@ class Unit:
                 self.staged(group).add(index, grad)
         if group in self._staged:
             self._staged[group].arrived(index)
-
-    def grad_target(self, param: nn.Parameter) -> tuple[Tensor, bool]:
-        """Where a gradient may be written directly, shaped like the parameter; True if it must be added to."""
-        group, index = self._place[param]
-        if self.context.adds_up_locally(self, group):
-            self.context.reductions_open = True
-            return group.local.target(index)
-        return self.staged(group).target(index)
 
     @property
     def complete(self) -> bool:
@@ -395,6 +396,26 @@ class Unit:
         if group in self._reduced and self.context.reductions_open:
             self._reduced[group].wait()  # forgotten before anybody has waited for them
         group.grads.let_go()
+
+    def _train(self, group: ParamGroup, index: int, trains: bool) -> None:
+        """Freeze a member, or have it trained again.
+
+        In a group with others it sends zeros while it is frozen; a group of frozen ones alone sends nothing.
+
+        Raises: ValueError between a forward and its backward.
+        """
+        self.context.forget_old_forwards()
+        if self.claims or self.open:
+            raise ValueError(
+                f"requires_grad of {group.members[index].name} is set between a forward and its backward: set it "
+                f"before the forward"
+            )
+        if trains and not group.trainable:
+            group.trainable = True
+            self.context.stage_anew()
+        group.train(index, trains)
+        if trains:
+            self.see(group.members[index].param)
 
     def forget_graphs_since(self, backward: int) -> None:
         """At the end of a backward: nothing runs the graphs any more that it, or one inside of it, has made.

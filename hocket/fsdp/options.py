@@ -33,14 +33,9 @@ class ShardOptions:
     """How far ahead weights are gathered: a number of units, or a size such as "512MiB"."""
     staging: int = 2
     """Buffers for gradients on their way: compute waits when all are being reduced."""
-    slots: Literal["dynamic"] | int = "dynamic"
-    """Where gathered weights lie: `dynamic` memory that comes and goes, which suits any model, or a number of fixed
-    buffers, which bound the memory and which CUDA graphs need."""
     transport: ShardTransport = "auto"
     """How bytes move: `auto` is copy_engine for GPUs of one host that reach each other's memory, nccl for others, and
     gloo for CPUs. `copy_engine_gathers` leaves reductions to NCCL. `null` moves none, for measuring the bound."""
-    unified: bool = False
-    """One process group and one queue for gathers and reductions, instead of one each."""
     driver: Driver = "hooks"
     """`manual` installs no hooks: the caller makes the calls of `Unit` itself."""
     divide: float | None = None
@@ -69,30 +64,14 @@ class ShardOptions:
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(choices)}")
-        if not isinstance(self.unified, bool):
-            raise ValueError(f"unified={self.unified!r} must be True or False")
         if self.device is not None:
             _check_device(self.device)
         if self.init is not None and not callable(self.init):
             raise ValueError(f"init={self.init!r} is no function of a module: give one, or None")
         parse_bucket(self.bucket)
-        ahead = Prefetch.parse(self.prefetch)
+        Prefetch.parse(self.prefetch)
         if isinstance(self.staging, bool) or not isinstance(self.staging, int) or self.staging < 1:
             raise ValueError(f"staging={self.staging!r} must be a number of buffers, at least 1 (2 overlaps)")
-        if self.slots == "dynamic":
-            return
-        if isinstance(self.slots, bool) or not isinstance(self.slots, int) or self.slots < 1:
-            raise ValueError(f"slots={self.slots!r} must be 'dynamic', or a number of buffers, at least 1")
-        if ahead.units is not None and self.slots <= ahead.units:
-            raise ValueError(
-                f"slots={self.slots} leaves no room for prefetch={self.prefetch}: it takes prefetch + 1 = "
-                f"{ahead.units + 1} slots, the unit in use and those ahead of it"
-            )
-
-    @property
-    def slot_count(self) -> int | None:
-        """The number of fixed slots, None for dynamic memory."""
-        return self.slots if isinstance(self.slots, int) else None
 
 
 @dataclass

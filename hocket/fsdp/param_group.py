@@ -57,7 +57,7 @@ class ParamGroup:
     Takes over the values of the parameters, all ranks the same ones; those on the meta device are zero until `load`.
     """
 
-    changed_by: Callable[[int, bool], None] | None = None  # where a unit has more to do (`freezing.py`)
+    changed_by: Callable[[int, bool], None] | None = None  # where a unit has more to do
 
     def __init__(
         self,
@@ -117,7 +117,6 @@ class ParamGroup:
         self._summed = True  # whether partial is the same on all replicas
         self.local = LocalSum(self.layout, self.formats.accumulate, device)
         """Gradients that are added up whole, and that no reduction has included yet."""
-        self._grad_views: dict[int, list[Tensor]] = {}
         self._reducing = self._outer = self._refreshing = Pending()
 
     def __repr__(self) -> str:
@@ -291,16 +290,8 @@ class ParamGroup:
         """See Note: [Two levels of groups]."""
         return self.main_grad if self._partial is None else self._partial
 
-    def grad_views(self, flat: Tensor, keep: bool) -> list[Tensor]:
-        """Where in a staging buffer each gradient belongs, shaped like its parameter. `keep` them and the buffer."""
-        if not keep:
-            return self.layout.views(flat)
-        if flat.data_ptr() not in self._grad_views:
-            self._grad_views[flat.data_ptr()] = self.layout.views(flat)
-        return self._grad_views[flat.data_ptr()]
-
     def fill_gaps(self, flat: Tensor, views: Sequence[Tensor], written: Sequence[bool]) -> None:
-        """Zero what nobody wrote to `grad_views` of a buffer that is about to be reduced, and its padding."""
+        """Zero what nobody wrote to the `views` of a buffer that is about to be reduced, and its padding."""
         for view, has in zip(views, written, strict=True):
             if not has:
                 view.zero_()

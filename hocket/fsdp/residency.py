@@ -10,7 +10,6 @@ strategy that does not shard weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 
@@ -92,44 +91,3 @@ class Budget:
 
     def gone(self, unit: Resident) -> None:
         self._gathered.remove(unit)
-
-
-class FixedSlots:
-    """Units share fixed buffers, which are all the memory there is: unit number i always uses slot i modulo `count`.
-
-    A unit's weights are bound to its slot for good, since autograd keeps views of them between forward and backward.
-    So two units of one slot can't be in use together; that is an error, whatever else is free.
-    """
-
-    def __init__(self, units: Sequence[Resident], count: int) -> None:
-        self.count = count
-        self._slot = {unit: i % count for i, unit in enumerate(units)}
-        self._holder: dict[int, Resident | None] = dict.fromkeys(self._slot.values())
-
-    def __contains__(self, unit: Resident) -> bool:
-        return unit in self._slot
-
-    def slot_of(self, unit: Resident) -> int:
-        return self._slot[unit]
-
-    def admit(self, unit: Resident, wanted: bool) -> bool:
-        slot = self._slot[unit]
-        holder = self._holder[slot]
-        if holder is not None and holder is not unit:
-            if holder.claims:
-                if not wanted:
-                    return False
-                raise ValueError(
-                    f"{unit} needs weight slot {slot} of {self.count}, which {holder} is using: with slots="
-                    f"{self.count} these two can't be in use together. Use more slots, or slots='dynamic'"
-                )
-            holder.evict()
-        self._holder[slot] = unit
-        return True
-
-    def touch(self, unit: Resident) -> None:
-        pass
-
-    def gone(self, unit: Resident) -> None:
-        if self._holder[self._slot[unit]] is unit:
-            self._holder[self._slot[unit]] = None

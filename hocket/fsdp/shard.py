@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from weakref import WeakSet
 
 import torch
@@ -15,11 +14,10 @@ from hocket.fsdp import hooks
 from hocket.fsdp.agreement import Fingerprints, take_first_rank
 from hocket.fsdp.buckets import Named, make_buckets, parse_bucket
 from hocket.fsdp.checks import IGNORED, refuse_foreign, refuse_strange, refuse_uncalled
-from hocket.fsdp.freezing import watch
 from hocket.fsdp.fsdp2 import FSDPModule
 from hocket.fsdp.fsdp2_arguments import Asked, Place
 from hocket.fsdp.materialize import materialize
-from hocket.fsdp.members import UNIT, Member, Rule, assign, divided, found_parameters, refuse_parts, watch_reads
+from hocket.fsdp.members import FULL, UNIT, Member, Rule, assign, divided, found_parameters, refuse_parts, watch_reads
 from hocket.fsdp.module_context import ShardContext
 from hocket.fsdp.module_unit import Unit
 from hocket.fsdp.nesting import nested_in, refuse_nested, take_over
@@ -31,7 +29,6 @@ from hocket.fsdp.shard_groups import Placement, shard_groups_for
 from hocket.fsdp.spread import mesh_of, refuse_overlap
 from hocket.fsdp.strategy import Prefetch, policy_of
 from hocket.fsdp.torch_functions import install
-from hocket.runtime.destinations import set_sink
 
 contexts: WeakSet[ShardContext] = WeakSet()
 """Of all sharded models."""
@@ -86,7 +83,7 @@ def _shard(
 ) -> ShardContext:
     """Units of what the buckets hold, and one of the rest of a tree, which is that of `modules`."""
     options, strategy = asked.options, asked.strategy
-    policy = policy_of(strategy, options.slot_count, options.staging, options.unified)
+    policy = policy_of(strategy, options.staging)
     device = _device(params, options, asked.nests) if params else nested[0].device
     _refuse_pinned(options, device)
     placements, default = _placements(params, asked.place), Placement(asked.mesh, options.divide)
@@ -196,7 +193,7 @@ def _install(context: ShardContext, made: Sequence[Unit], manual: bool) -> None:
             for member, shard in zip(group.members, group.shards, strict=True):
                 shard.read_outside = _reader(unit, member)
                 if member.spread is not None and (given := member.given) is not None:
-                    set_sink(given, _never)  # a mark: optimizers that were built too early hold it
+                    setattr(given, FULL, True)
                 for owner, key in member.owners:
                     dict.__setitem__(owner._parameters, key, shard)  # of a module with another shard it refuses
                     watch_reads(owner)
@@ -208,17 +205,8 @@ def _install(context: ShardContext, made: Sequence[Unit], manual: bool) -> None:
                     refuse_parts(model)
         if not manual:
             hooks.drive(unit)
-        watch(unit, partial(hooks.see_gradients, unit) if not manual else _unseen)
     contexts.add(context)
     checked.clear()  # an optimizer may hold what has just been sharded
-
-
-def _never() -> tuple[Tensor, bool]:
-    raise AssertionError("modules compute with no DTensor that they were built with")
-
-
-def _unseen(param: nn.Parameter) -> None:
-    """Of a manual driver, which asks for gradients itself."""
 
 
 def _reader(unit: Unit, member: Member) -> Callable[[], Tensor | None]:

@@ -39,8 +39,6 @@ class Wiring(Protocol):
     def outer(self) -> str: ...
     @property
     def transport(self) -> str: ...
-    @property
-    def unified(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -124,7 +122,7 @@ def shard_groups_for(placement: Placement, strategy: str, options: Wiring, devic
     alike = strategy == "no_shard"
     transport, reason = _transport(options.transport, device, outer if alike else inner)
     world = dist.group.WORLD if dist.is_initialized() else None
-    key = (world, inner, outer, alike, options.outer, divide, transport, options.unified, device, placement.part)
+    key = (world, inner, outer, alike, options.outer, divide, transport, device, placement.part)
     if key not in _made:
         _forget_other_worlds(world)
         if alike:
@@ -215,10 +213,10 @@ def _make(inner: Ranks, outer: Ranks, options: Wiring, transport: TransportName,
     # Copy engines reach the ranks of one host; replicas are usually on others.
     outside: TransportName = "nccl" if transport in COPIED else transport
     gather = _one("gather_dense", inners, inner, device, transport)
-    reduce = gather if options.unified else _one("reduce_dense", inners, inner, device, transport)
+    reduce = _one("reduce_dense", inners, inner, device, transport)
     shards = options.outer == "shard" and len(outer) > 1
     around = _one("reduce_dense", outers, outer, device, outside)
-    back = _one("gather_dense", outers, outer, device, outside) if shards and not options.unified else around
+    back = _one("gather_dense", outers, outer, device, outside) if shards else around
     return ShardGroups(gather, reduce, around, back, 1.0, shards)
 
 

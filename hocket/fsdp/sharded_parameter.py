@@ -256,7 +256,7 @@ class ShardedParameter(WholeSize, nn.Parameter):  # pyrefly: ignore[inconsistent
     # The stub of torch calls the argument `mode`.
     # pyrefly: ignore[bad-override-param-name]
     def requires_grad_(self, requires_grad: bool = True) -> ShardedParameter:
-        """Freeze the parameter, or have it trained again: between steps, on all ranks alike (`freezing.py`)."""
+        """Freeze the parameter, or have it trained again: between steps, on all ranks alike."""
         if self.group is not None and requires_grad != self.requires_grad:
             self.group.change(self.position, requires_grad)
         with torch._C.DisableTorchFunctionSubclass():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from hocket.fsdp.buffers import Staging
+from hocket.fsdp.buffers import StagingMemory
 from hocket.fsdp.module_unit import Unit
 
 
@@ -22,22 +22,19 @@ class ShardStats:
     shard_bytes: int
     """Weights and gradients that this rank keeps."""
     full_bytes: int
-    """Gathered weights at this moment, or the fixed slots."""
+    """Gathered weights at this moment."""
     staging_bytes: int
     """Gradients on their way, at most so far."""
 
 
-def stats_of(
-    units: Sequence[Unit], staging: Collection[Staging], fixed_bytes: int, surprises: int, exceeded: int
-) -> ShardStats:
-    """The statistics of some units. `fixed_bytes` are those of fixed slots."""
-    dynamic = sum(b.nbytes for unit in units for b in unit.full.values() if not b.is_fixed and b.allocated)
+def stats_of(units: Sequence[Unit], staging: Collection[StagingMemory], surprises: int, exceeded: int) -> ShardStats:
+    """The statistics of some units."""
     return ShardStats(
         gathers=sum(unit.gathers for unit in units),
         reduces=sum(unit.reduces for unit in units),
         surprises=surprises,
         exceeded=exceeded,
         shard_bytes=sum(group.nbytes for unit in units for group in unit.groups),
-        full_bytes=dynamic + fixed_bytes,
+        full_bytes=sum(b.nbytes for unit in units for b in unit.full.values() if b.allocated),
         staging_bytes=sum(one.nbytes for one in staging),
     )

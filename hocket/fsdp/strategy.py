@@ -18,13 +18,10 @@ class Policy:
     free: bool
     """Whether gathered weights make room for others."""
     reduce_every_microbatch: bool
-    slots: int | None
-    """Number of fixed weight slots; None for memory that comes and goes."""
     staging: int
-    unified: bool
 
 
-def policy_of(strategy: str, slots: int | None, staging: int, unified: bool) -> Policy:
+def policy_of(strategy: str, staging: int) -> Policy:
     """The bits of a strategy. Raises: ValueError for an unknown one."""
     if strategy not in get_args(Strategy):
         raise ValueError(f"strategy={strategy!r} is not one of {', '.join(get_args(Strategy))}")
@@ -32,9 +29,7 @@ def policy_of(strategy: str, slots: int | None, staging: int, unified: bool) -> 
     return Policy(
         reduce_every_microbatch=rank >= 2,
         free=rank >= 3,
-        slots=slots,
         staging=staging,
-        unified=unified,
     )
 
 

@@ -37,7 +37,7 @@ def step_and_gather(module: nn.Module | ShardContext, optimizer: Optimizer) -> N
     The same as `optimizer.step()`, bit for bit; see Note: [A step between two collectives]. As many units are gathered
     as the strategy keeps, and `prefetch` allows. Step hooks of the optimizer run once per unit. Every rank calls this.
 
-    Raises: ValueError inside of a backward, and while a CUDA graph is recorded, which would end in its midst.
+    Raises: ValueError inside of a backward.
     """
     context = context_of(module)
     if not isinstance(optimizer, Optimizer):
@@ -46,11 +46,6 @@ def step_and_gather(module: nn.Module | ShardContext, optimizer: Optimizer) -> N
         raise ValueError(
             "step_and_gather is called inside of a backward: call it afterwards; after a backward that ended with an "
             "exception, call abort() of the ShardContext on all ranks"
-        )
-    if context.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise ValueError(
-            "step_and_gather starts gathers of the next step, which a CUDA graph that is recorded step by step cannot "
-            "hold: call optimizer.step() there"
         )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:

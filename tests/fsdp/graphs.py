@@ -176,16 +176,11 @@ def random_case(rng: Random, ops: tuple[Op, ...], meshes: list[tuple[int, ...] |
     options = {
         "prefetch": rng.choice([0, 1, 1, 2, 5, "1KiB", "4KiB"]),
         "staging": rng.choice([1, 2, 2, 3]),
-        "unified": rng.random() < 0.2,
-        "slots": rng.choice(["dynamic", 64]),
     }
     if mesh is not None and len(mesh) == 2 and strategy != "no_shard":
         options["outer"] = rng.choice(["replicate", "shard"])
-    model = graph(rng, ops)
-    if options["slots"] == 64 and uses_again(model.nodes):  # one fixed buffer may not do, which is an error
-        options["staging"] = max(2, options["staging"])
     return Case(
-        model=model,
+        model=graph(rng, ops),
         strategy=strategy,
         microbatches=rng.randint(1, 3),
         mesh=mesh,

@@ -22,7 +22,6 @@ SHAPES = {"w": (37, 11), "scalar": (), "norm": (11,), "odd": (3, 5, 2)}
 class Options:
     outer: str = "replicate"
     transport: str = "auto"
-    unified: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ def build(case, frozen=False, divide=1.0):
     params = {name: nn.Parameter(value, requires_grad=not frozen) for name, value in values(0).items()}
     members = [Member(name, param) for name, param in params.items()]
     group = ParamGroup(members, groups, case.precision, case.granularity, CPU)
-    buffer = FullBuffer.dynamic(0 if group.whole else group.layout.total, group.compute_dtype, CPU)
+    buffer = FullBuffer(0 if group.whole else group.layout.total, group.compute_dtype, CPU)
     buffer.allocate()
     group.bind(group.weight if group.whole else buffer.flat)
     return group, params, buffer
@@ -74,7 +73,7 @@ def reduce(group, grads, outer=True):
     flat = torch.full((group.layout.total + 7,), float("nan"), dtype=group.formats.wire)
     for lo, hi in group.layout.gaps:
         flat[lo:hi] = 0
-    for member, view in zip(group.members, group.grad_views(flat, keep=False), strict=True):
+    for member, view in zip(group.members, group.layout.views(flat), strict=True):
         view.copy_(grads.get(member.name, torch.zeros(())))
     group.make_grads()
     group.reduce(flat).wait()

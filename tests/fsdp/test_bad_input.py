@@ -14,12 +14,10 @@ from tests.helpers.ranks import run_ranks
 
 OPTIONS = {
     "prefetch": [(-1, "prefetch=-1"), (True, "prefetch=True"), (1.5, "prefetch=1.5"), ("lots", "lots"), ("5", "5")],
-    "slots": [(0, "slots=0"), (True, "slots=True"), ("many", "slots='many'"), (1, "prefetch + 1")],
     "staging": [(0, "staging=0"), (2.0, "staging=2.0")],
     "outer": [("shards", "outer='shards' is not one of replicate, shard")],
     "transport": [("mpi", "transport='mpi' is not one of")],
     "driver": [("magic", "driver='magic' is not one of hooks, manual")],
-    "unified": [("no", "unified='no' must be True or False")],
     "device": [("gpu", "device='gpu' is no place for shards"), ("meta", "'meta'"), (3, "device=3"), ([], "device=[]")],
     "init": [(3, "init=3 is no function")],
     "granularity": [("col", "granularity='col' is not one of element, row, tensor")],
@@ -43,7 +41,7 @@ CALLS = {
     "an empty list": (dict(units=[]), "chooses nothing: the Stack contains no module of an empty list"),
     "mesh": (dict(mesh=(2,)), "mesh=(2,) is no DeviceMesh"),
     "precision": (dict(precision=torch.bfloat16), "precision=torch.bfloat16 is no Precision"),
-    "options": (dict(options={"slots": 2}), "options={'slots': 2} is no ShardOptions"),
+    "options": (dict(options={"staging": 2}), "options={'staging': 2} is no ShardOptions"),
     "no function": (dict(place=3), "place=3 is no function"),
     "no module": (dict(units=[3]), "units has 3, which is no module"),
     "a stranger": (dict(units=[Block()]), "units has a Block that is no part of the Stack"),
@@ -107,10 +105,6 @@ def test_a_norm_that_is_none(max_norm):
         hocket.clip_grad_norm_(model, max_norm)
     with pytest.raises(ValueError, match="is no module: give a sharded model"):
         hocket.clip_grad_norm_(list(model.parameters()), 1.0)  # pyrefly: ignore[bad-argument-type]
-
-
-def test_more_slots_than_units():
-    hocket.fully_shard(Stack(), units=Block, options=hocket.ShardOptions(slots=10**12))
 
 
 def test_a_module_without_parameters():

@@ -108,10 +108,7 @@ def test_replicas_of_what_is_frozen_and_trained_again() -> None:
 
 def refused(rank: int) -> None:
     model = made(frozen=True)
-    ctx = hocket.fully_shard(model, units=Block, options=hocket.ShardOptions(slots=3))
-    with pytest.raises(ValueError, match=r"requires_grad of 1\.norm\.weight can't be set to True with fixed slots"):
-        model[1].requires_grad_(True)
-    assert not any(p.requires_grad for p in model[1].parameters())
+    ctx = hocket.fully_shard(model, units=Block)
     loss = model(data(0, rank)[0]).sum()
     with pytest.raises(ValueError, match=r"4\.weight is set between a forward and its backward"):
         model[4].requires_grad_(False)

@@ -230,7 +230,7 @@ def test_what_leaves_a_forward_beside_its_output(name: str) -> None:
 
 
 def both_ways(rank: int, name: str) -> None:
-    several: list[dict[str, Any]] = [{"options": hocket.ShardOptions(slots=2)}, {}, {"strategy": "optim_grads"}]
+    several: list[dict[str, Any]] = [{}, {"strategy": "optim_grads"}]
     for how in several:
         try:
             beside(rank, name, how)
@@ -264,7 +264,7 @@ def outside(rank: int, how: dict[str, Any]) -> None:
     assert all(map(torch.equal, before, after))
 
 
-@pytest.mark.parametrize("how", [{}, {"options": hocket.ShardOptions(slots=2)}, {"strategy": "optim_grads"}], ids=str)
+@pytest.mark.parametrize("how", [{}, {"strategy": "optim_grads"}], ids=str)
 def test_what_is_kept_outside_of_modules_is_refused(how: dict[str, Any]) -> None:
     run_ranks(outside, 2, how)
 

@@ -12,7 +12,7 @@ from tests.fsdp.twin import Case, Pair, naming
 from tests.helpers.ranks import run_ranks
 
 MANUAL = {"driver": "manual"}
-VARIANTS = [MANUAL, {**MANUAL, "slots": 4}, {**MANUAL, "staging": 3, "prefetch": 2}, {**MANUAL, "unified": True}]
+VARIANTS = [MANUAL, {**MANUAL, "staging": 3, "prefetch": 2}]
 
 
 def forward(pair: Pair, x: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:

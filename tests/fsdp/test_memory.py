@@ -11,7 +11,7 @@ from hocket.fsdp.buffers import FullBuffer
 from hocket.fsdp.module_context import ShardContext
 from hocket.fsdp.part import plain as plain_part
 from hocket.fsdp.precision import Precision
-from tests.fsdp.models import WIDTH, Block, Chain
+from tests.fsdp.models import Block, Chain
 from tests.fsdp.noted import Model, Run
 from tests.fsdp.twin import Case, Pair, mesh_of, naming
 from tests.helpers.ranks import run_ranks
@@ -55,16 +55,14 @@ def some_steps(pair: Pair) -> None:
 
 def bounded(rank: int) -> None:
     for ahead in (0, 1, 2):
-        for slots in ("dynamic", ahead + 1, ahead + 3):
-            with naming((ahead, slots)):
-                case = Case("deep", microbatches=2, options={"prefetch": ahead, "slots": slots})
-                pair = Pair(case, rank, 2)
-                largest = max(unit.full_bytes for unit in pair.ctx.units)
-                with Meter(pair.ctx) as meter:
-                    some_steps(pair)
-                room = ahead + 1 if slots == "dynamic" else slots
-                assert meter.peak <= room * largest
-                assert meter.peak >= min(room, 2) * min(unit.full_bytes for unit in pair.ctx.units if unit.full)
+        with naming(ahead):
+            pair = Pair(Case("deep", microbatches=2, options={"prefetch": ahead}), rank, 2)
+            largest = max(unit.full_bytes for unit in pair.ctx.units)
+            with Meter(pair.ctx) as meter:
+                some_steps(pair)
+            room = ahead + 1
+            assert meter.peak <= room * largest
+            assert meter.peak >= min(room, 2) * min(unit.full_bytes for unit in pair.ctx.units if unit.full)
 
 
 def test_gathered_weights_keep_to_their_bound():
@@ -177,32 +175,6 @@ def test_persistent_bytes_of_shards_of_shards():
     run_ranks(persistent_in_shards_of_shards, 4)
 
 
-def conflict(rank: int) -> None:
-    """Two units of one slot in use together: an error that names both."""
-
-    class Inside(torch.nn.Module):
-        """Reads the weights of another unit while it runs."""
-
-        def __init__(self, other: Block) -> None:
-            super().__init__()
-            self.block, self.others = Block(), [other]
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.block(x) + self.others[0].up.weight.sum()
-
-    torch.manual_seed(0)
-    first, middle = Block(), Block()
-    model = Chain(first, middle, Inside(first))
-    options = hocket.ShardOptions(slots=2)
-    hocket.fully_shard(model, units=[first, middle, model.blocks[2]], options=options)
-    with pytest.raises(ValueError, match=r"blocks\.0.*blocks\.2|blocks\.2.*blocks\.0"):
-        model(torch.randn(3, WIDTH))
-
-
-def test_a_slot_conflict_names_both_units():
-    run_ranks(conflict, 2)
-
-
 def deleted(rank: int) -> None:
     run = Run(Model(L), 2)
     run.step()
@@ -219,23 +191,6 @@ def deleted(rank: int) -> None:
 def test_a_deleted_model_is_gone():
     """Units, shards and buffers; a module and its unit know each other, so the collector of cycles has to run."""
     run_ranks(deleted, 2)
-
-
-def addresses(rank: int) -> None:
-    """Fixed slots, and gradients, stay where they are: CUDA graphs and registered memory need that."""
-    run = Run(Model(L), options=hocket.ShardOptions(slots=2))
-    seen = set()
-    for _ in range(3):
-        run.step()
-        full = tuple(p.data_ptr() for unit in run.ctx.units for g in unit.groups for p in (m.param for m in g.members))
-        shards = tuple(plain_part(p.detach()).data_ptr() for p in run.model.parameters())
-        seen.add((full, shards))
-    assert len(seen) == 1
-    assert len({b.flat.data_ptr() for unit in run.ctx.units for b in unit.full.values()}) == 2
-
-
-def test_fixed_slots_keep_their_addresses():
-    run_ranks(addresses, 2)
 
 
 def storages() -> dict[int, int]:

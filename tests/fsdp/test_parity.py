@@ -54,10 +54,8 @@ def test_residency():
     """Where gathered weights live, and for how long, changes no bit."""
     options = [
         *({"prefetch": n} for n in (0, 1, 2, 9, "1KiB", "4KiB", "1MiB")),
-        *({"slots": n} for n in ("dynamic", 2, 3, 8)),
         *({"staging": n} for n in (1, 2, 3)),
-        {"unified": True},
-        {"unified": True, "prefetch": 2, "staging": 1, "slots": 3},
+        {"prefetch": 2, "staging": 1},
     ]
     cases = [Case(model, microbatches=3, options=one, steps=2) for one in options for model in ("deep", "stack")]
     train(2, cases)
@@ -65,7 +63,7 @@ def test_residency():
 
 def test_residency_of_other_orders():
     """Models that do not run their units once each, in order."""
-    options = [{"prefetch": 0}, {"prefetch": 2}, {"prefetch": "1KiB"}, {"slots": "dynamic", "staging": 1}]
+    options = [{"prefetch": 0}, {"prefetch": 2}, {"prefetch": "1KiB"}, {"staging": 1}]
     models = ["nested", "tied_across", "read_outside", "conditional", "reordered", "twice", "parallel", "reentrant"]
     train(2, [Case(model, microbatches=2, options=one, steps=2) for one in options for model in models])
 
@@ -91,8 +89,7 @@ def test_shards_in_the_hosts_memory(world):
     ways = {"sync": ["each", "no_sync", "accumulating"], "set_to_none": [True, False], "by_unit": [True, False]}
     formats = [{}, {"compute": torch.bfloat16}, {"main": None, "compute": torch.bfloat16}]
     more = variants(first, **ways, precision=formats, optimizer=["adamw", "adamw_fused"])
-    slots = [replace(first, options=OFFLOADED | {"slots": 2, "prefetch": 1}), replace(first, mesh=(1, world))]
-    train(world, [*cases, *more, *slots])
+    train(world, [*cases, *more, replace(first, mesh=(1, world))])
 
 
 def test_shards_in_the_hosts_memory_of_replicas():

@@ -24,7 +24,6 @@ CPU = torch.device("cpu")
 class Options:
     outer: str = "replicate"
     transport: str = "auto"
-    unified: bool = False
 
 
 def mesh_of(*sizes):
@@ -114,9 +113,6 @@ def _again(rank):
     assert shard_groups_for(Placement(mesh, None), "optim_grads", Options(), CPU) is first
     assert shard_groups_for(Placement(None, 2.0), "optim", Options(), CPU) is first
     assert shard_groups_for(Placement(mesh, 4), "optim", Options(), CPU) is not first
-    unified = shard_groups_for(Placement(mesh, None), "optim", Options(unified=True), CPU)
-    assert unified.gather is unified.reduce
-    _check(unified.reduce, lambda rank: 10**rank)
     null = shard_groups_for(Placement(mesh, None), "optim", Options(transport="null"), CPU)
     assert isinstance(null.gather.transport, Null)
     dist.destroy_process_group()

@@ -15,10 +15,7 @@ from tests.helpers.ranks import run_ranks
 L = 6
 VARIANTS: list[dict[str, Any]] = [
     {},
-    {"slots": 2},
-    {"slots": "dynamic"},
     {"prefetch": 2},
-    {"prefetch": 2, "slots": 3},
     {"staging": 3},
 ]
 
@@ -72,19 +69,17 @@ def test_one_gather_and_one_reduction_of_a_step_are_exposed():
 
 def parents(rank: int) -> None:
     """A unit around others collects gradients all through their backward, and takes no room from them."""
-    for options in (hocket.ShardOptions(), hocket.ShardOptions(slots=2)):
-        with naming(options):
-            history = Run(Model(L, head=True), 2, options=options).step()
-            for m in range(2):
-                for i in range(1, L):
-                    assert history.concurrent(history.one(f"reduce layers.{i}", m), history.one(f"B {i - 1}", m)), (
-                        m,
-                        i,
-                    )
-            shown = [g.name for g in named(history, "gather ") if exposed(history, g)]
-            assert sorted(shown) == ["gather ", "gather layers.0"]
-            shown = [r.name for r in named(history, "reduce ") if exposed(history, r)]
-            assert sorted(shown) == ["reduce ", "reduce layers.0"]
+    history = Run(Model(L, head=True), 2).step()
+    for m in range(2):
+        for i in range(1, L):
+            assert history.concurrent(history.one(f"reduce layers.{i}", m), history.one(f"B {i - 1}", m)), (
+                m,
+                i,
+            )
+    shown = [g.name for g in named(history, "gather ") if exposed(history, g)]
+    assert sorted(shown) == ["gather ", "gather layers.0"]
+    shown = [r.name for r in named(history, "reduce ") if exposed(history, r)]
+    assert sorted(shown) == ["reduce ", "reduce layers.0"]
 
 
 def test_parameters_of_the_root_take_no_room():
@@ -126,20 +121,18 @@ def test_gradients_wait_for_their_own_staging_buffer_only():
     run_ranks(staging, 2)
 
 
-def slots(rank: int) -> None:
+def handed_on(rank: int) -> None:
     """Memory is handed on behind its last reader."""
-    for options in (hocket.ShardOptions(), hocket.ShardOptions(slots=2)):
-        with naming(options):
-            history = Run(Model(L), options=options).step()
-            for i in range(L - 2):
-                assert history.before(history.one(f"F {i}"), history.one(f"gather layers.{i + 2}")), i
-            for i in range(2, L - 1):
-                backward = history.all(f"gather layers.{i - 2}")[-1]
-                assert history.before(history.one(f"B {i}"), backward), i
+    history = Run(Model(L)).step()
+    for i in range(L - 2):
+        assert history.before(history.one(f"F {i}"), history.one(f"gather layers.{i + 2}")), i
+    for i in range(2, L - 1):
+        backward = history.all(f"gather layers.{i - 2}")[-1]
+        assert history.before(history.one(f"B {i}"), backward), i
 
 
 def test_a_gather_comes_behind_the_last_readers_of_its_memory():
-    run_ranks(slots, 2)
+    run_ranks(handed_on, 2)
 
 
 def two_groups(rank: int) -> None:
@@ -165,10 +158,6 @@ def communicators(rank: int) -> None:
     groups = [group.groups for unit in Run(Model(2)).ctx.units for group in unit.groups]
     assert all(one.gather is not one.reduce for one in groups)
     assert all(one.gather is groups[0].gather for one in groups)
-    unified = Run(Model(2), options=hocket.ShardOptions(unified=True))
-    assert all(group.groups.gather is group.groups.reduce for unit in unified.ctx.units for group in unit.groups)
-    history = unified.step()
-    assert len({e.queue for e in history.entries}) == 2  # the caller's, and one
 
 
 def test_gathers_and_reductions_have_groups_of_their_own():

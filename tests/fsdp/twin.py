@@ -313,17 +313,9 @@ class Pair:
     def compare_gathered(self) -> None:
         """Compare the full compute weights, and the buffers."""
         plain = self.twin.module(self.rank)
-        if isinstance(self.case.options.get("slots"), int):  # there is no room for all at once
-            for unit in self.ctx.units:
-                claim = unit.acquire()
-                claim.wait()
-                for member in (member for group in unit.groups for member in group.members):
-                    self.same(member.param, plain.get_parameter(member.name), f"gathered {member.name}")
-                claim.release()
-        else:
-            with self.ctx.gathered():
-                for name, param in plain.named_parameters():
-                    self.same(self.module.get_parameter(name), param, f"gathered {name}")
+        with self.ctx.gathered():
+            for name, param in plain.named_parameters():
+                self.same(self.module.get_parameter(name), param, f"gathered {name}")
         for name, buffer in self.twin.buffers[self.rank].items():
             self.same(self.module.get_buffer(name), buffer, f"buffer {name}")
 

@@ -115,7 +115,7 @@ def zoo(rank: int, names: list[str]) -> None:
     cases += [
         Case("stack", s, 3, device="cuda", sync=y) for s in STRATEGIES for y in ("each", "no_sync", "accumulating")
     ]
-    cases += [Case("deep", microbatches=2, device="cuda", options={"slots": 2}, steps=4)]
+    cases += [Case("deep", microbatches=2, device="cuda", steps=4)]
     train_all(rank, cases)
 
 
@@ -153,7 +153,7 @@ def test_all_strategies_have_the_same_bits() -> None:
 
 def by_unit(rank: int, clip: bool) -> None:
     for strategy in STRATEGIES:
-        every: list[dict[str, Any]] = [{}, {"transport": "copy_engine", "slots": 2}]
+        every: list[dict[str, Any]] = [{}, {"transport": "copy_engine"}]
         for options in every:
             if strategy == "no_shard" and options:
                 continue
@@ -175,7 +175,7 @@ def transports(rank: int, strategy: str) -> None:
     results: dict[str, list[Tensor]] = {}
     every: tuple[ShardTransport, ...] = ("nccl", "copy_engine_gathers", "copy_engine")
     for transport in every:
-        training = Training(rank, strategy, transport=transport, slots=2, wire=torch.float32)
+        training = Training(rank, strategy, transport=transport, wire=torch.float32)
         losses = [training.step() for _ in range(5)]
         results[transport] = [*losses, *training.weights()]
     for transport in every[1:]:
@@ -204,8 +204,7 @@ def test_buckets_change_no_bit() -> None:
 
 def residency(rank: int) -> None:
     variants: list[dict[str, Any]] = [
-        {}, {"slots": 2}, {"slots": 3, "prefetch": 2}, {"prefetch": 0}, {"prefetch": "8MiB"}, {"staging": 1},
-        {"unified": True},
+        {}, {"prefetch": 2}, {"prefetch": 0}, {"prefetch": "8MiB"}, {"staging": 1},
     ]  # fmt: skip
     first: list[Tensor] = []
     for options in variants:
@@ -222,32 +221,21 @@ def test_residency_changes_no_bit() -> None:
 # CUDA graphs
 
 
-def graph(rank: int, transport: ShardTransport) -> None:
-    """Warm up, capture a whole iteration, and replay it; the eager twin does as many steps."""
-    warm, replays = 3, 4
-    eager = Training(rank, slots=2, transport=transport)
-    expected = [eager.step().clone() for _ in range(warm + replays)]
-    captured = Training(rank, slots=2, transport=transport)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for i in range(warm):
-            assert torch.equal(captured.step(), expected[i])
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    recorded = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(recorded, capture_error_mode="thread_local"):
-        loss = captured.step()
-    for i in range(replays):
-        recorded.replay()
-        assert torch.equal(loss, expected[warm + i]), i
-    torch.cuda.synchronize()
-    assert all(torch.equal(a, b) for a, b in zip(captured.weights(), eager.weights(), strict=True))
+def graph(rank: int) -> None:
+    """Memory comes and goes, which a replay would not know. What was begun is over, and the next step is as any."""
+    eager, other = (Training(rank) for _ in range(2))
+    expected = [eager.step().clone() for _ in range(4)]
+    assert all(torch.equal(other.step(), one) for one in expected[:2])
+    with (
+        pytest.raises(ValueError, match="is called while a CUDA graph is recorded"),
+        torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"),
+    ):
+        other.model(other.x)
+    assert all(torch.equal(other.step(), one) for one in expected[2:])
 
 
-@pytest.mark.parametrize("transport", ["nccl", "copy_engine"])
-def test_a_captured_iteration_has_the_bits_of_an_eager_one(transport: ShardTransport) -> None:
-    run_ranks(graph, 2, transport, backend="nccl", timeout=150)
+def test_a_step_in_a_cuda_graph_is_refused() -> None:
+    run_ranks(graph, 2, backend="nccl", timeout=150)
 
 
 # Memory
@@ -268,7 +256,7 @@ def growth(rank: int, options: dict[str, Any]) -> list[int]:
     return peaks
 
 
-@pytest.mark.parametrize("options", [{}, {"slots": 2}, {"prefetch": 2, "staging": 3}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"prefetch": 2, "staging": 3}], ids=str)
 def test_memory_does_not_grow(options: dict[str, Any]) -> None:
     for peaks in run_ranks(growth, 2, options, backend="nccl", timeout=120):
         assert max(peaks) == peaks[0], peaks
@@ -309,7 +297,7 @@ def test_full_buffers_keep_to_their_bound() -> None:
 
 def overlap(rank: int, transport: ShardTransport) -> tuple[Overlap, int]:
     """Blocks of 134 million weights and 8,192 rows: 4 ms of forward beside 1 ms of gather."""
-    training = Training(rank, width=8192, blocks=6, rows=8192, transport=transport, slots=2)
+    training = Training(rank, width=8192, blocks=6, rows=8192, transport=transport)
     for _ in range(4):
         training.step()
     torch.cuda.synchronize()

@@ -46,8 +46,8 @@ def trained(rank: int, offload: Offload, strategy: str, late: bool, **options: A
 
 def same(rank: int, strategy: str) -> None:
     ways: list[tuple[Offload, dict[str, Any]]] = [
-        ("pinned", {}), ("pageable", {}), ("pinned", {"slots": 3, "prefetch": 2}), ("pinned", {"unified": True}),
-        ("pinned", {"transport": "copy_engine", "slots": 2}),
+        ("pinned", {}), ("pageable", {}), ("pinned", {"prefetch": 2}),
+        ("pinned", {"transport": "copy_engine"}),
     ]  # fmt: skip
     expected = trained(rank, "none", strategy, late=False)
     for offload, options in ways:

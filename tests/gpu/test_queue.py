@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hocket.fsdp.buffers import FullBuffer, StagingRing
+from hocket.fsdp.buffers import FullBuffer, StagingMemory
 from hocket.runtime.queue import Queue
 
 pytestmark = pytest.mark.gpu
@@ -77,10 +77,11 @@ def test_events_are_reused_only_when_nobody_can_wait_for_them(device):
 
 
 def test_staging_buffers_are_written_behind_their_last_reduction(device):
-    queue, staging = Queue("reduce", device), StagingRing(2, N, torch.float32, device)
+    queue = Queue("reduce", device)
+    staging = StagingMemory(2, torch.float32, device, queue.caller)
     sums = torch.zeros(6, device=device)
     for i in range(6):
-        buffer = staging.take(i, N)
+        buffer = staging.take(N)
         buffer.fill_(i)
 
         def work(i=i, buffer=buffer):
@@ -90,13 +91,13 @@ def test_staging_buffers_are_written_behind_their_last_reduction(device):
         staging.give(buffer, queue.submit(f"reduce {i}", work, [queue.mark(f"staged {i}")]))
     queue.join()
     assert sums.tolist() == [0, 1, 2, 3, 4, 5]
-    assert staging.made == 2
+    assert staging.nbytes == 2 * 4 * N
 
 
 def test_dynamic_memory_is_handed_on_in_the_order_of_the_queue(device):
     """Two units take turns in memory of one unit's size; each reads its own weights."""
     queue = Queue("gather", device)
-    buffers = [FullBuffer.dynamic(N, torch.float32, device) for _ in range(2)]
+    buffers = [FullBuffer(N, torch.float32, device) for _ in range(2)]
     seen = []
     for i in range(8):
         buffer = buffers[i % 2]
@@ -117,7 +118,7 @@ def test_a_step_is_captured_and_replayed(device):
     """Tickets from before a capture and from inside it don't meet, and a second capture works like the first."""
     gather, reduce = Queue("gather", device), Queue("reduce", device)
     weight, out, grad = (torch.zeros(N, device=device) for _ in range(3))
-    staging = StagingRing(1, N, torch.float32, device)
+    staging, last = torch.empty(N, device=device), []
 
     def fetch():
         torch.add(weight, 1, out=out)
@@ -125,9 +126,10 @@ def test_a_step_is_captured_and_replayed(device):
     def step():
         gathered = gather.submit("gather", fetch, [gather.mark("weights")])
         gathered.wait()
-        buffer = staging.take("unit", N)
-        buffer.copy_(out * 2)
-        staging.give(buffer, reduce.submit("reduce", issuing(grad.add_, buffer), [reduce.mark("staged")]))
+        if last:
+            last[0].wait()
+        staging.copy_(out * 2)
+        last[:] = [reduce.submit("reduce", issuing(grad.add_, staging), [reduce.mark("staged")])]
         reduce.join()
         weight.add_(grad, alpha=0.5)
         gather.join()
