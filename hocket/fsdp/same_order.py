@@ -3,15 +3,15 @@
 Note: [Ranks that go apart]
 A collective meets the one that other ranks issue next, whatever they mean by it. A rank that leaves a unit out, or
 whose loss does not reach it, would get another unit's weights, add up another unit's gradients, and wait forever in the
-end. So each rank predicts from the collectives so far which one is next. Ranks predict alike as long as they have
-issued alike. Where they part, at least one issues what it has not predicted.
+end. So each rank expects what it issued the last time after the same collectives. Ranks expect alike as long as they
+have issued alike. Where they part, at least one issues what it has not expected.
 
 That one counts itself in the store of the default group, under the number of the collective and all that came before.
 Before it waits for any collective, it looks whether everybody is counted there. In a first step everybody is. If some
 are not, it asks. A thread on each rank answers, with the last collectives there, since the main thread waits for one
 that never comes. The first difference is the error.
 
-A step like those before it predicts everything, asks nobody, and pays a few look-ups in a table per collective.
+A step like those before it asks nobody, and pays a few look-ups in a table per collective.
 """
 
 from __future__ import annotations
@@ -38,38 +38,10 @@ GIVE_UP = dist.constants.default_pg_timeout
 TAIL = 512
 """How many collectives an answer tells."""
 
-_LENGTHS = 2, 32, 512, 8192
-_BASE, _MODULUS = 1_000_003, 2**61 - 1
-_MOST_CONTEXTS = 1 << 17
-
-
-class Prediction:
-    """What follows a sequence of numbers, from what followed its last 2, 32, 512 and 8192 before; the most known win.
-
-    Microbatches of one step look alike: only a long memory tells which of them ends the step.
-    """
-
-    def __init__(self) -> None:
-        self._past: deque[int] = deque(maxlen=max(_LENGTHS))
-        self._hashes = [0] * len(_LENGTHS)
-        self._leaving = [pow(_BASE, length, _MODULUS) for length in _LENGTHS]
-        self._followed: dict[tuple[int, int], int] = {}
-
-    def expects(self, item: int) -> bool:
-        """Whether `item` was predicted as the next one. It is the next one, in any case."""
-        expected, contexts = None, list(enumerate(self._hashes))
-        for context in contexts:
-            expected = self._followed.get(context, expected)
-        if len(self._followed) > _MOST_CONTEXTS:
-            self._followed.clear()
-        for context in contexts:
-            self._followed[context] = item
-        past = self._past
-        for i, length in enumerate(_LENGTHS):
-            left = (past[-length] + 1) * self._leaving[i] if len(past) >= length else 0
-            self._hashes[i] = (self._hashes[i] * _BASE + item + 1 - left) % _MODULUS
-        past.append(item)
-        return item == expected
+_LONG = 32
+"""Of so many collectives each predicts the next one. Microbatches look alike: that tells where in a step they are."""
+_MOST = 1 << 17
+"""How many are remembered."""
 
 
 class SameOrder:
@@ -79,10 +51,11 @@ class SameOrder:
         self.ranks, self.rank, self.store = tuple(ranks), dist.get_rank(), store
         self.models = self.count = 0
         self.asked = 0
-        """How often something was issued that was not predicted."""
+        """How often something was issued that was not expected."""
         self.speaks = False
         """Whether a rank is known to have left parameters out: see Note: [Gradients that nobody has]."""
-        self._prediction = Prediction()
+        self._past, self._next = list[int](), 0  # where in the past the next collective is expected
+        self._followed: dict[int, int] = {}  # the last place behind some collectives, by their hash
         self._history = 0  # of all so far, as one number
         self._recent: deque[str] = deque(maxlen=TAIL)
         self._open = ""  # the key under which this rank has counted itself last, until all have
@@ -90,13 +63,25 @@ class SameOrder:
     def note(self, what: str) -> None:
         """A collective is about to be issued."""
         item = zlib.crc32(what.encode())
-        self._history = (self._history * _BASE + item + 1) % _MODULUS
+        self._history = hash((self._history, item))
         self._recent.append(what)
         self.count += 1
-        if not self._prediction.expects(item):
+        if not self._expects(item):
             self.asked += 1
             self._open = f"{self.count} {self._history}"
             self.store.add(self._open, 1)
+
+    def _expects(self, item: int) -> bool:
+        """Whether `item` is what followed the last time. From where it is not, the longest memory goes on."""
+        if len(self._past) >= _MOST:
+            self._past, self._next, self._followed = [], 0, {}
+        past, place = self._past, self._next
+        expected = place < len(past) and past[place] == item
+        past.append(item)
+        last, alone = hash(tuple(past[-_LONG:])), hash((item,))
+        self._next = place + 1 if expected else self._followed.get(last, self._followed.get(alone, len(past)))
+        self._followed[last] = self._followed[alone] = len(past)
+        return expected
 
     def settle(self) -> None:
         """Before this rank waits for a collective: see to it that all ranks have issued the same ones.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import hocket
 from hocket.fsdp import same_order
-from hocket.fsdp.same_order import Prediction, SameOrder
+from hocket.fsdp.same_order import SameOrder
 from tests.fsdp.twin import naming
 from tests.helpers.ranks import run_ranks
 
@@ -122,7 +122,7 @@ def quiet(rank: int) -> None:
     order = ctx._order
     assert isinstance(order, SameOrder)
     asked = []
-    for step in range(6):
+    for step in range(12):
         for microbatch in range(3):
             with ctx.no_sync() if microbatch < 2 else ctx.accumulating():
                 model(batch()).square().mean().backward()
@@ -133,7 +133,7 @@ def quiet(rank: int) -> None:
             with torch.no_grad():
                 model(batch(), (0, 1, 3))
         asked.append(order.asked)
-    assert asked[-1] == asked[-3], asked
+    assert asked[-1] == asked[-5], asked
     assert asked[0] > 0
     dist.barrier()
 
@@ -143,10 +143,20 @@ def test_an_ordinary_step_asks_nobody() -> None:
 
 
 @pytest.mark.parametrize("microbatches", [1, 3, 20])
-def test_steps_are_predicted(microbatches: int) -> None:
-    step = [*itertools.chain(*[[2, 3, 1, 0]] * microbatches), 4, 0, 1]
-    prediction = Prediction()
+@pytest.mark.parametrize("evaluates", [0, 2, 3])
+def test_a_step_like_those_before_is_expected(
+    microbatches: int, evaluates: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also beside evaluations, with what each of these and of microbatches repeats; and another one is not."""
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    order = SameOrder((0,), dist.HashStore())
+    step = [*itertools.chain(*["2310"] * microbatches), *"401"]
+
     for _ in range(12):
-        missed = [item for item in step if not prediction.expects(item)]
-    assert missed == []
-    assert not prediction.expects(9)
+        before = order.asked
+        for item in [*step * (evaluates or 1), *"231" * (2 if evaluates else 0)]:
+            order.note(item)
+    assert order.asked == before
+    order.note("2")
+    order.note("9")
+    assert order.asked == before + 1
