@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hocket.adapters.source import AdaptedModel
-from hocket.fsdp.members import PREFIX, UNIT
+from hocket.fsdp.members import UNIT
 from hocket.fsdp.saving.kept import Inventory, context_given
 from hocket.fsdp.saving.state import EXTRA
 from hocket.fsdp.saving.whole import WholeFolder, sync
@@ -177,7 +177,7 @@ def _live(target: Any) -> _Live:
     if UNIT in getattr(target, "__dict__", ()):
         target = context_given(target)
     if not hasattr(target, "units"):
-        kind = type(target).__name__.removeprefix(PREFIX)
+        kind = type(target).__name__
         raise ValueError(f"{kind}: no ShardContext and no step; fix: what fully_shard or plan_model returned")
     return _Sharded(target)
 

@@ -14,7 +14,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hocket.fsdp.elementwise import is_elementwise
-from hocket.fsdp.members import PREFIX, UNIT, Member, is_called, is_full
+from hocket.fsdp.members import UNIT, Member, is_called, is_full
 from hocket.fsdp.muon import refuse_no_matrices
 from hocket.fsdp.options import ShardOptions
 from hocket.fsdp.precision import Precision
@@ -138,7 +138,7 @@ def refuse_newcomers(root: nn.Module) -> None:
     for name, param in root.named_parameters():
         if param.requires_grad and not isinstance(param, ShardedParameter) and not hasattr(param, IGNORED):
             raise ValueError(
-                f"{name} joined the {type(root).__name__.removeprefix(PREFIX)} after it was sharded, so its "
+                f"{name} joined the {type(root).__name__} after it was sharded, so its "
                 f"gradients are not averaged over ranks: complete the model before hocket.fully_shard"
             )
 

@@ -3,9 +3,10 @@
 Note: [What a forward leaves behind]
 A unit's weights are needed again when the first gradient of anything arrives that its forward has made. Most of that is
 what it returns. Models also collect second losses or hidden states in a list or dict that they were called with, or
-keep them as attributes until the loop adds them to the loss. So both are searched before and after a forward, and what
-is new gets the hook that outputs have. What is kept elsewhere, such as in a list that is no argument, can't be found.
-A gradient that comes from there alone arrives for a unit whose backward has not begun, which is an error.
+keep them as attributes until the loop adds them to the loss, and transformers collects by hooks what
+`output_attentions=True` and the like ask for. So these are searched before and after a forward, and what is new gets
+the hook that outputs have. What is kept elsewhere, such as in a list that is no argument, can't be found. A gradient
+that comes from there alone arrives for a unit whose backward has not begun, which is an error.
 
 Inputs get an identity (`hooks.py`), and may be cast or moved. In lists and dicts that is done in place, and undone when
 the forward is over: what a module writes to them is written to those of its caller.
@@ -14,6 +15,7 @@ the forward is over: what a module writes to them is written to those of its cal
 from __future__ import annotations
 
 import inspect
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -82,7 +84,7 @@ class HandedOn:
     """What a forward of a unit's module can leave tensors in, and which are there before it."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], modules: Iterable[nn.Module]) -> None:
-        self._given = [one for one in (*args, *kwargs.values()) if not isinstance(one, _PLAIN)]
+        self._given = [one for one in (*args, *kwargs.values(), _collector()) if not isinstance(one, _PLAIN)]
         self._modules = modules
         self._before: Seen = {id(one): weakref.ref(one) for one in self._found()}
 
@@ -95,6 +97,16 @@ class HandedOn:
     def new(self) -> list[Tensor]:
         """The tensors with a graph that were not there before."""
         return [one for one in self._found() if (seen := self._before.get(id(one))) is None or seen() is not one]
+
+
+def _collector() -> object:
+    """Where a model of transformers that runs now collects hidden states, attentions and router logits of its layers.
+
+    It is no argument of a layer: hooks on modules of the layer fill it.
+    """
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    active = getattr(capturing, "_active_collector", None)
+    return None if active is None else active.get()
 
 
 _PLAIN = (Tensor, NoneType, bool, int, float, str, torch.dtype, torch.device)

@@ -17,12 +17,10 @@ What takes the place of a shard would be shown in use only, or never: so `_param
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from types import MethodType
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -37,9 +35,6 @@ Rule = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module]
 
 UNIT = "_hocket_unit"
 """Where a module keeps its unit. Not in a table of this file: a unit refers to its module, which then never went."""
-
-PREFIX = "FSDP"
-"""Of the names of subclasses, as in FSDP2: transformers takes it off where it writes down the class of a model."""
 
 
 FULL = "_hocket_full"
@@ -262,7 +257,6 @@ def watch_reads(module: nn.Module, methods: type | None = None) -> None:
     if (cls, methods) not in _subclasses:
         new = _subclasses[cls, methods] = _subclass(cls, methods)
         _originals[new] = cls
-        _know_outputs(cls, new)
     module.__class__ = _subclasses[cls, methods]
 
 
@@ -311,37 +305,24 @@ def _subclass(cls: type[nn.Module], methods: type | None) -> type[nn.Module]:
                 state[prefix + key] = shard
         cls._load_from_state_dict(self, state, prefix, *rest)
 
-    body: dict[str, Any] = {"__getattr__": getattr_, "__reduce_ex__": reduce, "__module__": cls.__module__}
-    body["_hocket_original"] = cls
+    # Other code looks classes up by name: transformers does to find what a model can record. So the name stays.
+    body: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_hocket_original": cls}
+    body |= {"__getattr__": getattr_, "__reduce_ex__": reduce}
     body |= {"_apply": apply, "_load_from_state_dict": load, "_save_to_state_dict": save}
-    return type(f"{PREFIX}{cls.__name__}", (cls,) if methods is None else (methods, cls), body)
+    return type(cls.__name__, (cls,) if methods is None else (methods, cls), body)
 
 
-def _know_outputs(cls: type[nn.Module], new: type[nn.Module]) -> None:
-    """Have transformers capture of a subclass what it captures of a class: it looks that up by the class's name."""
-    capturing = sys.modules.get("transformers.utils.output_capturing") or sys.modules.get("transformers.utils.generic")
-    registry: dict[str, Any] = getattr(capturing, "_CAN_RECORD_REGISTRY", {})
-    if (rules := dict.get(registry, str(cls))) is not None:
-        dict.__setitem__(registry, str(new), rules)
+def guard_saving(module: nn.Module) -> None:
+    """Have `save_pretrained` of a model of transformers, peft or diffusers write whole weights, or nothing."""
+    if hasattr(type(module), "save_pretrained"):
+        module.__dict__["save_pretrained"] = MethodType(_save_pretrained, module)
 
 
-def refuse_parts(model: nn.Module) -> None:
-    """Have `save_pretrained` of a model of transformers, peft, or diffusers save whole weights, or nothing.
-
-    An attribute does it: a class of its own would hide the model from code that looks up its class.
-    """
-    if "save_pretrained" not in model.__dict__:
-        object.__setattr__(model, "save_pretrained", partial(_save_pretrained, ref(model)))
-
-
-def _save_pretrained(model: ref[Any], *args: Any, **kwargs: Any) -> Any:
-    self = model()
-    assert self is not None, "a method is called of what exists"
-    cls: Any = _originals.get(type(self), type(self))
+def _save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
     units = [module.__dict__[UNIT] for module in self.modules() if UNIT in module.__dict__]
     if kwargs.get("state_dict") is None and not all(getattr(unit.context, "is_gathered", False) for unit in units):
         raise ValueError(
-            f"save_pretrained of a sharded {cls.__name__} would write this rank's parts as if they were weights: call "
-            f"it inside of context_of(model).gathered() on all ranks, or give it a whole state_dict="
+            f"save_pretrained of a sharded {type(self).__name__} would write this rank's parts as if they "
+            f"were weights: call it inside of context_of(model).gathered() on all ranks, or give it a whole state_dict="
         )
-    return cls.save_pretrained(self, *args, **kwargs)
+    return type(self).save_pretrained(self, *args, **kwargs)

@@ -17,7 +17,7 @@ from hocket.fsdp.checks import IGNORED, refuse_foreign, refuse_strange, refuse_u
 from hocket.fsdp.fsdp2 import FSDPModule
 from hocket.fsdp.fsdp2_arguments import Asked, Place
 from hocket.fsdp.materialize import materialize
-from hocket.fsdp.members import FULL, UNIT, Member, Rule, assign, divided, found_parameters, refuse_parts, watch_reads
+from hocket.fsdp.members import FULL, UNIT, Member, Rule, assign, divided, found_parameters, guard_saving, watch_reads
 from hocket.fsdp.module_context import ShardContext
 from hocket.fsdp.module_unit import Unit
 from hocket.fsdp.nesting import nested_in, refuse_nested, take_over
@@ -201,8 +201,7 @@ def _install(context: ShardContext, made: Sequence[Unit], manual: bool) -> None:
         for one in unit.modules:  # may hold no parameter itself, and must refuse copies all the same
             watch_reads(one, FSDPModule)
             for model in one.modules():
-                if hasattr(type(model), "save_pretrained"):
-                    refuse_parts(model)
+                guard_saving(model)
         if not manual:
             hooks.drive(unit)
     contexts.add(context)

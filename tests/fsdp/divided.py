@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 import hocket
+from tests.helpers.parity import LINEAR
 
 WIDTH, TOKENS, CLIP = 16, 8, 0.5
 VOCABULARY = 33  # ranks have parts of other lengths
@@ -106,7 +107,7 @@ def loss_of(model: nn.Module, ids: Tensor, targets: Tensor) -> Tensor:
 def twin_steps(steps: int, dp: int, microbatches: int) -> tuple[list[float], list[float], Model]:
     """Losses of the last microbatches, norms of gradients, and the plain model that was trained."""
     plain, losses, norms = model(), list[float](), list[float]()
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1, eps=LINEAR)
     for step in range(steps):
         optimizer.zero_grad()
         for microbatch in range(microbatches):
@@ -143,7 +144,7 @@ def compare(
     """Train beside a plain twin: losses, norms of gradients, and weights in the end."""
     dp = mesh.size()
     losses, norms, plain = twin_steps(steps, dp, microbatches)
-    optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(sharded.parameters(), lr=0.1, eps=LINEAR)
     for step in range(steps):
         optimizer.zero_grad()
         for microbatch in range(microbatches):

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import hocket
 from tests.fsdp.twin import naming
 from tests.fsdp.zoo.program import Block, stack
+from tests.helpers.parity import LINEAR
 from tests.helpers.ranks import run_ranks
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
@@ -77,7 +78,7 @@ def tell(rank: int, story: Callable[[nn.Module, int], None], frozen: bool, strat
     options = hocket.ShardOptions(outer=outer or "replicate")  # pyrefly: ignore[bad-argument-type]
     precision = hocket.Precision(accumulate=torch.float64)
     ctx = hocket.fully_shard(model, units=Block, mesh=mesh, strategy=strategy, options=options, precision=precision)
-    updates = [torch.optim.AdamW(one.parameters(), lr=0.01) for one in (plain, model)]
+    updates = [torch.optim.AdamW(one.parameters(), lr=0.1, eps=LINEAR) for one in (plain, model)]
     for step in range(4):
         for one in (plain, model):
             story(one, step)

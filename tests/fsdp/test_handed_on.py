@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import hocket
 from hocket.fsdp.sharded_parameter import ShardedParameter
 from hocket.sharding import MixedPrecisionPolicy, fully_shard
+from tests.helpers.parity import LINEAR
 from tests.helpers.ranks import run_ranks
 
 WIDTH, BLOCKS = 6, 4
@@ -206,7 +207,7 @@ def beside(rank: int, name: str, how: dict[str, Any]) -> None:
     world, loss_of = dist.get_world_size(), PROGRAMS[name][1]
     plain, model = build(name), build(name)
     hocket.fully_shard(model, units=UNITS, **how)
-    updates = [torch.optim.AdamW(one.parameters(), lr=0.05) for one in (plain, model)]
+    updates = [torch.optim.AdamW(one.parameters(), lr=0.5, eps=LINEAR) for one in (plain, model)]
     for step in range(3):
         inputs = [torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(9 * step + i)) for i in range(world)]
         losses = [loss_of(plain, x.requires_grad_(step == 1)) for x in inputs]

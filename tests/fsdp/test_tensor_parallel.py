@@ -42,6 +42,7 @@ from tests.fsdp.divided import (
     under_fsdp2,
     whole,
 )
+from tests.helpers.parity import LINEAR
 from tests.helpers.ranks import run_ranks
 
 
@@ -87,7 +88,7 @@ def trains_elsewhere(rank: int, shape: tuple[int, ...]) -> None:
     made, plain = parallel(model(tied=True), mesh["tp"]), model(tied=True)
     tie(made)  # torch has made two of it
     in_one_call(made, dp)
-    optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (made, plain)]
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.1, eps=LINEAR) for one in (made, plain)]
     for step in range(2):
         for one, optimizer in zip((made, plain), optimizers, strict=True):
             optimizer.zero_grad()
@@ -243,7 +244,7 @@ def llama_of_transformers(rank: int, folder: Path) -> None:
         parallelize_module(layer.mlp, mesh["tp"], mlp)
         hocket.fully_shard(layer, mesh=mesh["dp"])
     hocket.fully_shard(made, mesh=mesh["dp"])
-    optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (made, plain)]
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.1, eps=LINEAR) for one in (made, plain)]
     for step in range(2):
         all_ids, here = [batch(dp, step, 0)[0] for dp in range(2)], mesh["dp"].get_local_rank()
         loss = made(all_ids[here], labels=all_ids[here]).loss
@@ -349,7 +350,7 @@ def experts_divided(rank: int) -> None:
     hocket.fully_shard(made.experts, mesh=mesh["replicas"])
     made.experts.set_gradient_divide_factor(4.0)  # pyrefly: ignore[not-callable]
     hocket.fully_shard(made, mesh=everyone)
-    optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (made, plain)]
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.1, eps=LINEAR) for one in (made, plain)]
     for step in range(2):
         loss_of(made, *batch(rank, step, 0)).backward()
         torch.stack([loss_of(plain, *batch(one, step, 0)) for one in range(4)]).mean().backward()

@@ -23,6 +23,7 @@ from hocket.fsdp.unused import Unused
 from hocket.runtime.queue import Passed
 from tests.fsdp.test_parity import train
 from tests.fsdp.twin import Case, mesh_of, variants
+from tests.helpers.parity import LINEAR
 from tests.helpers.ranks import run_ranks
 
 WIDTH, STEPS = 6, 5
@@ -73,7 +74,7 @@ def loss_of(model: nn.Module, chosen: list[int], seed: int) -> Tensor:
 def update(params: list[Any], name: str) -> torch.optim.Optimizer:
     if name == "sgd":
         return torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1)
-    return torch.optim.AdamW(params, lr=0.05, weight_decay=0.1)
+    return torch.optim.AdamW(params, lr=0.5, weight_decay=0.1, eps=LINEAR)
 
 
 class Beside:

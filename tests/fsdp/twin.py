@@ -21,15 +21,16 @@ import hocket
 from hocket.fsdp.precision import Precision
 from hocket.fsdp.shard_groups import Placement
 from tests.fsdp.kinds import ZOO, Kind, batch, loss_of
+from tests.helpers.parity import LINEAR
 
 OPTIMIZERS: Mapping[str, Callable[[Sequence[Tensor]], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.2),
     "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01),
     "nesterov": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
-    "adamw": lambda params: torch.optim.AdamW(params, lr=0.02),
-    "adamw_foreach": lambda params: torch.optim.AdamW(params, lr=0.02, foreach=True, amsgrad=True),
-    "adamw_fused": lambda params: torch.optim.AdamW(params, lr=0.02, fused=True),
-    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.1, eps=LINEAR),
+    "adamw_foreach": lambda params: torch.optim.AdamW(params, lr=0.1, eps=LINEAR, foreach=True, amsgrad=True),
+    "adamw_fused": lambda params: torch.optim.AdamW(params, lr=0.1, eps=LINEAR, fused=True),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.1, eps=LINEAR),
 }
 
 

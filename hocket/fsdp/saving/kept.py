@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from hocket.fsdp.checks import refuse_newcomers
-from hocket.fsdp.members import PREFIX, UNIT, Member
+from hocket.fsdp.members import UNIT, Member
 from hocket.fsdp.part import plain
 from hocket.fsdp.saving.flat_tensor import FlatTensor
 from hocket.fsdp.sharded_parameter import ShardedParameter
@@ -94,8 +94,8 @@ class Inventory:
 
     @property
     def kind(self) -> str:
-        """The name of the module's class, as its author knows it."""
-        return type(self.root).__name__.removeprefix(PREFIX)
+        """The name of the module's class."""
+        return type(self.root).__name__
 
 
 def context_given(given: ShardContext | nn.Module) -> ShardContext:

@@ -36,6 +36,15 @@ def pixels(labels: int = 4) -> Loss:
     return loss
 
 
+def states(model: nn.Module, generator: torch.Generator) -> Tensor:
+    """A loss of what a model without a head captures, and of nothing that its last layer returns."""
+    given: dict[str, Tensor] = {"input_ids": ids(generator)}
+    if hasattr(model.config, "image_size"):
+        given = {"pixel_values": torch.randn(2, 3, 16, 16, generator=generator)}
+    found = model(**given, output_hidden_states=True, output_attentions=True)
+    return distance(found.hidden_states[1], generator) + sum(one.square().mean() for one in found.attentions)
+
+
 def hidden(model: nn.Module, generator: torch.Generator) -> Tensor:
     """Of a model without a head."""
     return distance(model(input_ids=ids(generator)).last_hidden_state, generator)
@@ -137,6 +146,17 @@ zoo_of(
     text_config=dict(**_TOWER, vocab_size=VOCAB, max_position_embeddings=16, eos_token_id=1),
     vision_config=dict(**_TOWER, image_size=16, patch_size=8),
 )  # fmt: skip
+
+zoo_of("llama without a head, with captured outputs", "LlamaModel", "LlamaConfig", states, **EAGER)
+zoo_of(
+    "vit without a head, with captured outputs", "ViTModel", "ViTConfig", states, **_TOWER, image_size=16,
+    patch_size=8, attn_implementation="eager",
+)  # fmt: skip
+_ROUTED: dict[str, Any] = dict(TINY, output_router_logits=True, router_aux_loss_coef=0.5, num_experts_per_tok=2)
+zoo_of("mixtral, router losses", "MixtralForCausalLM", "MixtralConfig", **_ROUTED, num_local_experts=4)
+zoo_of("qwen3_moe, router losses", "Qwen3MoeForCausalLM", "Qwen3MoeConfig", **_ROUTED, num_experts=4,
+       moe_intermediate_size=16)  # fmt: skip
+zoo_of("gpt_oss, router losses", "GptOssForCausalLM", "GptOssConfig", **_ROUTED, num_local_experts=4)
 
 _LATENT: dict[str, Any] = dict(
     TINY, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8,
