@@ -64,7 +64,9 @@ class FSDPModule(TorchFSDPModule):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the weights and show them, until `reshard`, the module's next forward, or until they change."""
         unit = _unit(self)
-        handle = _Handle([context_of(unit).outside.unshard(unit)])
+        context = context_of(unit)
+        context.forget_old_forwards()  # now, and not in a forward that reads these weights
+        handle = _Handle([context.outside.unshard(unit)])
         if async_op:
             return handle
         handle.wait()

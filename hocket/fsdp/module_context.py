@@ -205,7 +205,7 @@ class ShardContext:
         if any(group.stale() for group in self.param_groups):
             self._weights = self.gathering.mark("weights")
         self.forget_old_forwards()
-        self.outside.begin_forward()
+        self.outside.drop()
 
     def forget_old_forwards(self) -> None:
         """If weights were updated since this was called last, no backward comes any more for the forwards before.
@@ -421,17 +421,22 @@ class ShardContext:
         self.in_backward = self.reductions_open = False
 
     def read_outside(self, unit: Unit) -> bool:
-        """A weight is read while its unit is not in use: claim that. False outside of any forward; see `outside.py`."""
+        """A weight is read while its unit is not in use: claim that. False outside of any forward; see `outside.py`.
+
+        Raises: ValueError in a module that is called outside of a forward of the model: it would compute with a part.
+        """
         if self._depth:
             claim = unit.acquire()
             claim.wait()
             self.outside.hold(claim)
             return True
-        if not called_by_hand():
-            return False
-        self.forget_old_forwards()
-        self.outside.take_by_hand(unit)
-        return True
+        if called_by_hand():
+            raise ValueError(
+                f"a module reads a weight of {unit} outside of a forward of that unit, which holds a part of it: call "
+                f"the unit's module, or one of its methods after register_fsdp_forward_method; or call unshard() of "
+                f"it before, and reshard() after the backward"
+            )
+        return False
 
     def hold(self, claim: Claim) -> None:
         """Keep a claim until all backwards of this time are over: a unit's weights are read outside of its forward."""

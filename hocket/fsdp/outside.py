@@ -2,10 +2,6 @@
 
 Inside of a forward of the model, by another module: the unit stays gathered until all backwards of this time are over.
 
-Outside of any forward of the model, when a module that is no unit is called by hand, such as the embedding or the head
-of a model: nothing tells when its backward is over. So the unit stays gathered until weights change, and a backward
-that comes later yet is torch's error about tensors that were changed in place.
-
 By `unshard()` of a module: until `reshard()`, the end of the module's next forward, or until weights change.
 """
 
@@ -14,9 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-import torch
 from torch import nn
-from torch.autograd.graph import increment_version
 
 from hocket.fsdp.module_unit import Claim, Unit
 
@@ -27,20 +21,11 @@ class Outside:
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
         self._held: list[Claim] = []
-        self._by_hand: dict[Unit, tuple[Claim, bool]] = {}  # and whether a backward may come
         self._unsharded: dict[Unit, Claim] = {}
 
     def hold(self, claim: Claim) -> None:
         """Keep a claim until all backwards of this time are over."""
         self._held.append(claim)
-
-    def take_by_hand(self, unit: Unit) -> None:
-        """A module of the unit is called by hand."""
-        if unit not in self._by_hand:
-            self._by_hand[unit] = unit.acquire(shows=False), torch.is_grad_enabled()
-        elif torch.is_grad_enabled():
-            self._by_hand[unit] = self._by_hand[unit][0], True
-        self._by_hand[unit][0].wait()
 
     def unshard(self, unit: Unit) -> Claim:
         """Keep the unit's weights gathered and shown by its modules."""
@@ -52,12 +37,6 @@ class Outside:
         """End `unshard`."""
         if unit in self._unsharded:
             self._unsharded.pop(unit).release()
-
-    def begin_forward(self) -> None:
-        """A forward of the model begins: give up what no backward needs."""
-        for unit in [unit for unit, (_, backward) in self._by_hand.items() if not backward]:
-            self._by_hand.pop(unit)[0].release()
-        self.drop()
 
     def drop(self) -> None:
         """Give up weights that were read inside of a forward, unless a backward is still to come.
@@ -73,12 +52,6 @@ class Outside:
 
     def weights_changed(self) -> None:
         """No backward comes any more for what was computed with the old weights."""
-        by_hand, self._by_hand = self._by_hand, {}
-        for unit, (claim, backward) in by_hand.items():
-            claim.release()
-            if backward:
-                for param in unit.parameters:
-                    increment_version(param)
         for unit in list(self._unsharded):
             self.reshard(unit)
         self.drop()
@@ -86,7 +59,6 @@ class Outside:
     def clear(self) -> None:
         """Forget all claims, which an abort has ended."""
         self._held.clear()
-        self._by_hand.clear()
         self._unsharded.clear()
 
 
@@ -94,7 +66,7 @@ _CALLS = {nn.Module._call_impl.__code__}
 
 
 def called_by_hand() -> bool:
-    """Whether the caller runs inside of a forward of some module."""
+    """Whether the caller runs inside of a forward of some module, whose weights it then reads."""
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code

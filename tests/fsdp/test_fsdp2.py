@@ -342,21 +342,28 @@ BY_HAND: list[Callable[[Any, Tensor], Tensor]] = [
 
 
 def by_hand(rank: int) -> None:
-    """Modules that are no units, called outside of any forward of the model."""
+    """Modules that are no units, called outside of any forward of the model: refused, unless their unit is gathered."""
     model, plain = new(), new()
     nested(hocket.sharding, model)
     ours, theirs = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain))
+    units = [model, model.layers[0], model.layers[2]]
     for call in BY_HAND:
         for ids in zip(*(batches(one, 2) for one in range(WORLD)), strict=True):
-            with torch.no_grad():
-                torch.testing.assert_close(call(model, ids[0]), call(plain, ids[0]))
-            hidden = call(model, ids[rank])
-            model(ids[rank])  # another forward before the backward
-            hidden.square().mean().backward()
+            with pytest.raises(ValueError, match=r"a module reads a weight of .* outside of a forward of that unit"):
+                call(model, ids[rank])
+            assert model.head.weight.to_local().ndim == 1  # outside of a forward it is the shard
+            if call is BY_HAND[-1]:  # the model's own forward ends what `unshard` began
+                continue
+            for unit in units:
+                unit.unshard()
+            call(model, ids[rank]).square().mean().backward()
+            for unit in units:
+                unit.reshard()
             torch.stack([call(plain, one).square().mean() for one in ids]).mean().backward()
             for optimizer in (ours, theirs):
                 optimizer.step()
                 optimizer.zero_grad()
+<<<<<<< HEAD
             assert model.head.weight.to_local().ndim == 1  # outside of a forward it is the shard
     ids = next(batches(rank))
     late = model.head(model.embed(ids))
@@ -364,6 +371,8 @@ def by_hand(rank: int) -> None:
     model(ids)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         late.sum().backward()
+=======
+>>>>>>> cut-fsdp
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(state[name], value)
