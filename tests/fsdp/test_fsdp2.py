@@ -363,16 +363,6 @@ def by_hand(rank: int) -> None:
             for optimizer in (ours, theirs):
                 optimizer.step()
                 optimizer.zero_grad()
-<<<<<<< HEAD
-            assert model.head.weight.to_local().ndim == 1  # outside of a forward it is the shard
-    ids = next(batches(rank))
-    late = model.head(model.embed(ids))
-    ours.step()
-    model(ids)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        late.sum().backward()
-=======
->>>>>>> cut-fsdp
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(state[name], value)
