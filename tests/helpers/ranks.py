@@ -114,6 +114,9 @@ def server_environment() -> Iterator[None]:
     """What the fork server, and so every rank, finds in its environment: only the call that starts it matters."""
     path = os.environ.get("PYTHONPATH")
     wanted = {**MULTICAST_OFF, "PYTHONPATH": os.pathsep.join([str(ROOT), *([path] if path else [])])}
+    # Libraries ask for GPUs while they are imported. With this torch asks NVML: a server that has asked CUDA can fork
+    # no process that uses it.
+    wanted["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     try:
