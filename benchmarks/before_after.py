@@ -64,10 +64,13 @@ def main() -> None:
     options = parser.parse_args()
     trees, end, rows = {"before": options.before.resolve(), "after": ROOT}, time.monotonic() + options.seconds, []
     for case in options.case or CASES:
-        words, found = CASES[case].format(gpus=options.gpus).split(), dict[str, list[dict[str, Any]]]()
+        words, found = (
+            f"{CASES[case]} --gpus {{gpus}}".format(gpus=options.gpus).split(),
+            dict[str, list[dict[str, Any]]](),
+        )
         for turn in TURNS:
             if time.monotonic() < end:
-                found.setdefault(turn, []).append(run(trees[turn], ["--gpus", str(options.gpus), *words]))
+                found.setdefault(turn, []).append(run(trees[turn], words))
         if "after" not in found:
             continue
         first, second = (min(one["seconds"] for one in found[turn]) for turn in ("before", "after"))
