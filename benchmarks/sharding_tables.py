@@ -170,10 +170,13 @@ def copy_engine_sum(result: Result) -> str:
 
 
 def weight_grads(result: Result) -> str:
-    ways, rows = list(result["weights"][0]["seconds"]), []
-    for tokens in dict.fromkeys(row["tokens"] for row in result["weights"]):
-        own = [row["seconds"] for row in result["weights"] if row["tokens"] == tokens]
-        rows.append([f"{tokens:,} tokens", *(us(sum(seconds[way] for seconds in own)) for way in ways)])
+    ways, rows = list(result["host_microseconds"]), []
+    for tokens in result["layers"]:
+        own = [row["seconds"] for row in result["weights"] if str(row["tokens"]) == tokens]
+        rows.append([f"{int(tokens):,} tokens", *(us(sum(seconds[way] for seconds in own)) for way in ways)])
+        layer = result["layers"][tokens]
+        rows.append([f"{int(tokens):,} tokens, the whole pass", *(us(layer[way]["seconds"]) for way in ways)])
+    rows.append(["host, per linear layer", *(f"{result['host_microseconds'][way]:.0f} µs" for way in ways)])
     return table(["weight gradients of one layer", *ways], rows)
 
 

@@ -19,11 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from hocket.fsdp import hooks
-from hocket.fsdp.checks import refuse_early, refuse_matrices, refuse_newcomers, refuse_types
+from hocket.fsdp.checks import is_full, refuse_early, refuse_matrices, refuse_newcomers, refuse_types
 from hocket.fsdp.fsdp2 import FSDPModule
 from hocket.fsdp.fsdp2_arguments import Fsdp2Arguments, Place, asked_for
 from hocket.fsdp.grad_norm import counted, squares_of
-from hocket.fsdp.members import UNIT, Rule, is_full
+from hocket.fsdp.members import UNIT, Rule
 from hocket.fsdp.module_context import ShardContext
 from hocket.fsdp.module_unit import Unit
 from hocket.fsdp.options import ShardOptions

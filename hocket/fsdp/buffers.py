@@ -115,13 +115,17 @@ class Staged:
         self.unfinished = group.learning
         """How many parameters have not written all of their gradient yet."""
 
+    def target(self, index: int) -> tuple[Tensor, bool]:
+        """Where parameter `index` writes its gradient; True if one is there already, to which it must be added."""
+        already, self.written[index] = self.written[index], True
+        return self.views[index], already
+
     def add(self, index: int, grad: Tensor) -> None:
         """Take over a gradient of parameter `index`; a second one is added to the first."""
-        put(grad, self.views[index], add=self.written[index])
-        self.written[index] = True
+        put(grad, *self.target(index))
 
     def arrived(self, index: int) -> None:
-        """Autograd is done with parameter `index`."""
+        """Autograd is done with parameter `index`; layers may have written its gradient before, piece by piece."""
         if self.written[index] and not self._arrived[index]:
             self._arrived[index] = True
             self.unfinished -= 1

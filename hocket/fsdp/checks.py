@@ -7,18 +7,19 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hocket.fsdp.elementwise import is_elementwise
-from hocket.fsdp.members import UNIT, Member, is_called, is_full
+from hocket.fsdp.members import UNIT, Member, is_called
 from hocket.fsdp.muon import refuse_no_matrices
 from hocket.fsdp.options import ShardOptions
 from hocket.fsdp.precision import Precision
 from hocket.fsdp.sharded_parameter import ShardedParameter
+from hocket.runtime.destinations import sink_of
 
 IGNORED = "_hocket_ignored"
 """An attribute of parameters that are to stay as they are."""
@@ -65,6 +66,11 @@ def refuse_foreign(module: nn.Module, known: Container[int]) -> None:
                 raise ValueError(
                     f"parameter {name}.{key} belongs to another sharded model: a parameter is sharded once"
                 )
+
+
+def is_full(param: Tensor | None) -> bool:
+    """Whether it is a full parameter of a sharded model."""
+    return param is not None and sink_of(param) is not None
 
 
 def refuse_strange(module: nn.Module, params: Sequence[Member]) -> None:

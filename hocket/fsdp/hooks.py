@@ -37,6 +37,7 @@ from hocket.fsdp.handed_on import HandedOn, Substitution, levels, modules_of, te
 from hocket.fsdp.module_context import ShardContext
 from hocket.fsdp.module_unit import Claim, Unit
 from hocket.fsdp.precision import FORMATS
+from hocket.runtime.destinations import set_sink
 
 
 class Invocation:
@@ -157,6 +158,7 @@ def drive(unit: Unit) -> None:
         _drive(unit, module)
     for group in unit.groups:
         for param in (member.param for member in group.members):
+            set_sink(param, partial(_target, unit, param))
             if group.trainable:
                 see_gradients(unit, param)
 
@@ -165,6 +167,12 @@ def see_gradients(unit: Unit, param: nn.Parameter) -> None:
     """Put a parameter under a hook, if it is under none."""
     if not param._post_accumulate_grad_hooks:
         param.register_post_accumulate_grad_hook(_on_gradient(unit))
+
+
+def _target(unit: Unit, param: nn.Parameter) -> tuple[Tensor, bool]:
+    """`Unit.grad_target` of a unit under hooks."""
+    _refuse_unexpected(unit)
+    return unit.grad_target(param)
 
 
 def _refuse_unexpected(unit: Unit) -> None:

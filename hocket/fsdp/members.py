@@ -28,6 +28,8 @@ from torch import Tensor, nn
 from hocket.fsdp.sharded_parameter import ShardedParameter
 from hocket.fsdp.spread import Spread, spread_of
 from hocket.parallel.parts import Span
+from hocket.runtime.destinations import sink_of
+from hocket.runtime.functional import embedding_forward, linear_forward
 
 Rule = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool] | Iterable[nn.Module] | None
 """How a user says which modules are units."""
@@ -35,15 +37,6 @@ Rule = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module]
 
 UNIT = "_hocket_unit"
 """Where a module keeps its unit. Not in a table of this file: a unit refers to its module, which then never went."""
-
-
-FULL = "_hocket_full"
-"""An attribute of full parameters of sharded models, and of what they were made of."""
-
-
-def is_full(param: Tensor | None) -> bool:
-    """Whether it is a full parameter of a sharded model. Optimizers that were built too early hold such."""
-    return hasattr(param, FULL)
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,7 +167,7 @@ def found_parameters(root: nn.Module) -> list[Member]:
     names: dict[nn.Parameter, str] = {}
     for prefix, module in root.named_modules():
         for key, param in module._parameters.items():
-            if param is not None and not isinstance(param, ShardedParameter) and not is_full(param):
+            if param is not None and not isinstance(param, ShardedParameter) and sink_of(param) is None:
                 names.setdefault(param, f"{prefix}.{key}" if prefix else key)
                 owners.setdefault(param, []).append((module, key))
     return [Member(names[param], param, tuple(places)) for param, places in owners.items()]
@@ -222,6 +215,15 @@ def _paths(
         _paths(child, chain, units, above)
 
 
+FORWARDS: dict[type[nn.Module], Callable[..., Tensor]] = {nn.Linear: linear_forward, nn.Embedding: embedding_forward}
+"""The forward that replaces the one of a class of modules in a sharded unit."""
+
+
+def forward_of(cls: type[nn.Module]) -> Callable[..., Tensor] | None:
+    """The replacement for a class of `FORWARDS` or a subclass that runs its forward unchanged, None for others."""
+    return next((new for base, new in FORWARDS.items() if cls.forward is base.forward), None)
+
+
 def _load(shard: ShardedParameter, value: Tensor, name: str) -> None:
     """Take a whole weight, or what `state_dict` has of this shard."""
     assert shard.group is not None
@@ -246,7 +248,8 @@ _originals: dict[type[nn.Module], type[nn.Module]] = {}
 def watch_reads(module: nn.Module, methods: type | None = None) -> None:
     """Give a module that holds managed parameters the subclass of Note: [Two faces of a parameter].
 
-    `methods` is a class with those of a module that is a unit.
+    Where there is a forward that writes weight gradients itself (`FORWARDS`), it gets that too. `methods` is a class
+    with those of a module that is a unit.
     """
     if any(isinstance(param, ShardedParameter) for param in module._parameters.values()):
         module.__dict__["_parameters"] = Managed(module._parameters)
@@ -255,12 +258,12 @@ def watch_reads(module: nn.Module, methods: type | None = None) -> None:
         return
     cls = _originals.get(cls, cls)
     if (cls, methods) not in _subclasses:
-        new = _subclasses[cls, methods] = _subclass(cls, methods)
+        new = _subclasses[cls, methods] = _subclass(cls, forward_of(cls), methods)
         _originals[new] = cls
     module.__class__ = _subclasses[cls, methods]
 
 
-def _subclass(cls: type[nn.Module], methods: type | None) -> type[nn.Module]:
+def _subclass(cls: type[nn.Module], forward: Callable[..., Any] | None, methods: type | None) -> type[nn.Module]:
     def getattr_(self: nn.Module, name: str) -> Any:
         found = cls.__getattr__(self, name)
         read = getattr(found, "read_outside", None) if isinstance(found, nn.Parameter) else None
@@ -309,6 +312,8 @@ def _subclass(cls: type[nn.Module], methods: type | None) -> type[nn.Module]:
     body: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_hocket_original": cls}
     body |= {"__getattr__": getattr_, "__reduce_ex__": reduce}
     body |= {"_apply": apply, "_load_from_state_dict": load, "_save_to_state_dict": save}
+    if forward is not None:
+        body["forward"] = forward
     return type(cls.__name__, (cls,) if methods is None else (methods, cls), body)
 
 

@@ -24,11 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from hocket.fsdp.buffers import FullBuffer, Staged, StagingMemory
-from hocket.fsdp.members import FULL, View
+from hocket.fsdp.members import View
 from hocket.fsdp.options import UnitOptions
 from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.residency import Residency
 from hocket.fsdp.unused import Unused
+from hocket.runtime.destinations import set_sink
 from hocket.runtime.queue import Queue, Ticket
 from hocket.runtime.transports import Pending
 
@@ -129,7 +130,7 @@ class Unit:
         """Has a driver see the gradients of a parameter that is trained again."""
         self._place = {m.param: (g, i) for g in self.groups for i, m in enumerate(g.members)}
         for param in self._place:
-            setattr(param, FULL, True)
+            set_sink(param, partial(self.grad_target, param))
 
     def __str__(self) -> str:
         return f"unit {self.name!r}" if self.name else "the root unit"
@@ -319,6 +320,14 @@ class Unit:
                 self.staged(group).add(index, grad)
         if group in self._staged:
             self._staged[group].arrived(index)
+
+    def grad_target(self, param: nn.Parameter) -> tuple[Tensor, bool]:
+        """Where a gradient may be written directly, shaped like the parameter; True if it must be added to."""
+        group, index = self._place[param]
+        if self.context.adds_up_locally(self, group):
+            self.context.reductions_open = True
+            return group.local.target(index)
+        return self.staged(group).target(index)
 
     @property
     def complete(self) -> bool:

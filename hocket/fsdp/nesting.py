@@ -11,10 +11,11 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from hocket.fsdp.members import UNIT, View, is_full, watch_reads
+from hocket.fsdp.members import UNIT, View, watch_reads
 from hocket.fsdp.module_context import ShardContext
 from hocket.fsdp.module_unit import Unit
 from hocket.fsdp.param_group import ParamGroup
+from hocket.runtime.destinations import sink_of
 
 
 def nested_in(modules: Sequence[nn.Module]) -> list[ShardContext]:
@@ -76,7 +77,7 @@ def _adopt(root: nn.Module, units: Sequence[Unit]) -> None:
     }
     for module in root.modules():
         for key, param in list(module._parameters.items()):
-            if param is not None and param in holders and is_full(param):
+            if param is not None and param in holders and sink_of(param) is not None:
                 unit, group, i = holders[param]
                 group.rename(i, group.members[i].name, (module, key))
                 unit.views.append(View(module, key, group.members[i]))

@@ -17,7 +17,7 @@ from hocket.fsdp.checks import IGNORED, refuse_foreign, refuse_strange, refuse_u
 from hocket.fsdp.fsdp2 import FSDPModule
 from hocket.fsdp.fsdp2_arguments import Asked, Place
 from hocket.fsdp.materialize import materialize
-from hocket.fsdp.members import FULL, UNIT, Member, Rule, assign, divided, found_parameters, guard_saving, watch_reads
+from hocket.fsdp.members import UNIT, Member, Rule, assign, divided, found_parameters, guard_saving, watch_reads
 from hocket.fsdp.module_context import ShardContext
 from hocket.fsdp.module_unit import Unit
 from hocket.fsdp.nesting import nested_in, refuse_nested, take_over
@@ -29,6 +29,7 @@ from hocket.fsdp.shard_groups import Placement, shard_groups_for
 from hocket.fsdp.spread import mesh_of, refuse_overlap
 from hocket.fsdp.strategy import Prefetch, policy_of
 from hocket.fsdp.torch_functions import install
+from hocket.runtime.destinations import set_sink
 
 contexts: WeakSet[ShardContext] = WeakSet()
 """Of all sharded models."""
@@ -193,7 +194,7 @@ def _install(context: ShardContext, made: Sequence[Unit], manual: bool) -> None:
             for member, shard in zip(group.members, group.shards, strict=True):
                 shard.read_outside = _reader(unit, member)
                 if member.spread is not None and (given := member.given) is not None:
-                    setattr(given, FULL, True)
+                    set_sink(given, _never)  # a mark: optimizers that were built too early hold it
                 for owner, key in member.owners:
                     dict.__setitem__(owner._parameters, key, shard)  # of a module with another shard it refuses
                     watch_reads(owner)
@@ -206,6 +207,14 @@ def _install(context: ShardContext, made: Sequence[Unit], manual: bool) -> None:
             hooks.drive(unit)
     contexts.add(context)
     checked.clear()  # an optimizer may hold what has just been sharded
+
+
+def _never() -> tuple[Tensor, bool]:
+    raise AssertionError("modules compute with no DTensor that they were built with")
+
+
+def _unseen(param: nn.Parameter) -> None:
+    """Of a manual driver, which asks for gradients itself."""
 
 
 def _reader(unit: Unit, member: Member) -> Callable[[], Tensor | None]:

@@ -30,13 +30,17 @@ class LocalSum:
         """Bytes of the memory, if it is there."""
         return self._layout.total * self._dtype.itemsize if self._views else 0
 
-    def add(self, index: int, grad: Tensor) -> None:
-        """Add a whole gradient of an entry."""
+    def target(self, index: int) -> tuple[Tensor, bool]:
+        """Where the gradient of an entry goes, shaped like it; True if it must be added to what is there."""
         if not self._views:
             flat = torch.zeros(self._layout.total, dtype=self._dtype, device=self._device)
             self._views = self._layout.views(flat)
-        put(grad, self._views[index], add=self.has[index])
-        self.has[index] = True
+        already, self.has[index] = self.has[index], True
+        return self._views[index], already
+
+    def add(self, index: int, grad: Tensor) -> None:
+        """Add a whole gradient of an entry."""
+        put(grad, *self.target(index))
 
     def merge(self, into: Sequence[Tensor]) -> None:
         """Add everything to `into`, views like the entries, all of them written; rounded once. Nothing is left here.

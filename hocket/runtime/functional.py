@@ -1,10 +1,11 @@
 """The functions that read weights: linear, score, grouped linear, scale, shift, embedding; `norms.py` has the norms.
 
-For an ordinary parameter each of them is the stock torch function. For a managed parameter only activations enter
-autograd: the weight is looked up when forward runs and again when backward runs, and the weight gradient is left to the
-segment's queue. `destinations.py` tells them apart. On a CPU all ways compute the same bits, because the formulas and
-their operand order are those of torch's own derivatives. On a GPU gradients that products add up are rounded less
-often, and experts' weight gradients have a product of their own (`kernels/grouped.py`).
+For an ordinary parameter each of them is the stock torch function; in a module sharded by `fully_shard`, backward of
+`linear` and `embedding` writes the weight gradient where it is sent from. For a managed parameter only activations
+enter autograd: the weight is looked up when forward runs and again when backward runs, and the weight gradient is left
+to the segment's queue. `destinations.py` tells them apart. On a CPU all ways compute the same bits, because the
+formulas and their operand order are those of torch's own derivatives. On a GPU gradients that products add up are
+rounded less often, and experts' weight gradients have a product of their own (`kernels/grouped.py`).
 
 Note: [Nothing but activations is saved]
 A weight that autograd saves would pin its slot, and after a release the slot holds another layer's weights.
@@ -24,20 +25,22 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from hocket.kernels.usable import refuse_graph, usable
 from hocket.runtime.destinations import (
     Destination,
+    Ordinary,
     Queued,
     apply,
-    destination,
     keep,
     kept,
     queued,
+    sink_of,
     value_of,
+    writes_itself,
 )
-from hocket.runtime.table_rows import write_rows
+from hocket.runtime.table_rows import dense_gradient, write_rows
 from hocket.runtime.weights import Product, current_queue, put, sum_of_products, weight_of, write_product
 
 
@@ -46,15 +49,38 @@ def linear(x_TD: Tensor, p_FD: Tensor, bias_F: Tensor | None = None) -> Tensor:
     weight = weight_of(p_FD)
     if weight is not None:
         assert bias_F is None, f"{weight.name} is managed, and would lose its bias"
-        return _Linear.apply(x_TD, queued(x_TD, weight), x_TD.dtype)
-    return F.linear(x_TD, p_FD, bias_F)
+        return _Linear.apply(x_TD, None, None, queued(x_TD, weight), None, x_TD.dtype)
+    if not writes_itself(x_TD, p_FD, bias_F):
+        return F.linear(x_TD, p_FD, bias_F)
+    if x_TD.dim() == 2:
+        return _written(x_TD, p_FD, bias_F)
+    # Views are made out here: what a Function returns must be no view, or nobody could change it in place.
+    x_RD, shape = x_TD.flatten(0, -2), (*x_TD.shape[:-1], p_FD.shape[0])
+    if bias_F is None or x_TD.is_contiguous():
+        return _written(x_RD, p_FD, bias_F).view(shape)
+    # To the product with an input of any other layout torch adds the bias in an operation of its own.
+    return _written(x_RD, p_FD, None).view(shape) + bias_F
+
+
+def _written(x_RD: Tensor, p_FD: Tensor, bias_F: Tensor | None) -> Tensor:
+    """`linear` of an ordinary weight that has a sink."""
+    bias = None if bias_F is None else Ordinary(bias_F, sink_of(bias_F))
+    return _Linear.apply(x_RD, p_FD, bias_F, Ordinary(p_FD, sink_of(p_FD)), bias, x_RD.dtype)
+
+
+def linear_forward(module: nn.Linear, x: Tensor) -> Tensor:
+    """`linear` with the module's weight and bias."""
+    return linear(x, module.weight, module.bias)
 
 
 def linears(x_TD: Tensor, params: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """`linear` of every weight. On a GPU one product after another adds its part to the gradient of `x`."""
     if len(params) == 1 or not _sums_itself(x_TD, params):
         return tuple(linear(x_TD, p) for p in params)
-    wheres = [destination(x_TD, p) for p in params]
+    wheres: list[Destination] = []
+    for p in params:
+        weight = weight_of(p)
+        wheres.append(Ordinary(p, sink_of(p)) if weight is None else queued(x_TD, weight))
     return _Linears.apply(x_TD, *(where.given for where in wheres), wheres)
 
 
@@ -68,7 +94,7 @@ def score(x_TD: Tensor, p_ED: Tensor) -> tuple[Tensor, Tensor]:
         return apply(_Score, x_TD, p_ED)
     if weight is None:
         return x_TD, F.linear(x_TD.float(), p_ED.float())
-    return x_TD, _Linear.apply(x_TD, queued(x_TD, weight), torch.float32)
+    return x_TD, _Linear.apply(x_TD, None, None, queued(x_TD, weight), None, torch.float32)
 
 
 def grouped_linear(x_RD: Tensor, p_EDF: Tensor, offsets_E: Tensor) -> Tensor:
@@ -109,7 +135,17 @@ def embedding(ids_T: Tensor, p_VD: Tensor) -> Tensor:
         if queue is None:
             return F.embedding(ids_T, weight.tensor())
         return _Embedding.apply(queue.anchored(), ids_T, Queued(weight, queue))
-    return F.embedding(ids_T, p_VD)
+    if not writes_itself(ids_T, p_VD):
+        return F.embedding(ids_T, p_VD)
+    return _Embedding.apply(p_VD, ids_T, Ordinary(p_VD, sink_of(p_VD)))
+
+
+def embedding_forward(module: nn.Embedding, ids_T: Tensor) -> Tensor:
+    """`embedding` with the module's table; what its options ask for beyond that is left to torch."""
+    plain = module.padding_idx is None and module.max_norm is None
+    if plain and not module.scale_grad_by_freq and not module.sparse:
+        return embedding(ids_T, module.weight)
+    return nn.Embedding.forward(module, ids_T)
 
 
 def grouped_mm(x_RD: Tensor, w_EDF: Tensor, offsets_E: Tensor) -> Tensor:
@@ -160,6 +196,7 @@ def _sums_itself(x_TD: Tensor, params: Sequence[Tensor]) -> bool:
         usable(x_TD, *values)
         and len(ordinary) in (0, len(params))
         and all(value.dtype == x_TD.dtype for value in values)
+        and all(sink_of(p) is None or writes_itself(x_TD, p) for p in ordinary)
     )
 
 
@@ -199,6 +236,14 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
+def _sum_wgrad(g_RF: Tensor, out_F: Tensor, add: bool, scale: float) -> None:
+    """Write the sum of the rows of `g` to `out`, or add it."""
+    if add or scale != 1.0 or out_F.dtype != g_RF.dtype:
+        put(g_RF.sum(0), out_F, add, scale)
+    else:
+        torch.sum(g_RF, 0, out=out_F)
+
+
 def _input_gradient(g_RF: Tensor, x_RD: Tensor, weight_FD: Tensor) -> Tensor:
     """`g @ weight`, laid out like `x`, as autograd does it: bits may depend on the layout of the operands."""
     if x_RD.dim() == 2 and x_RD.stride() == (1, x_RD.shape[0]):
@@ -221,27 +266,38 @@ def _shift_wgrad(g: Tensor, out_D: Tensor) -> None:
 
 
 class _Linear(torch.autograd.Function):
-    """The product with a managed weight, in a dtype."""
+    """A managed weight is not given, nor is a bias beside it; ordinary ones have sinks, and `x` two dimensions."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, where: Queued, dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        given: Tensor | None,
+        bias: Tensor | None,
+        where: Destination,
+        of_bias: Ordinary | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.set_materialize_grads(False)
-        ctx.where, ctx.dtype = where, dtype
-        return F.linear(_as(x, dtype), _as(where.value(), dtype))
+        ctx.where, ctx.of_bias, ctx.dtype = where, of_bias, dtype
+        return F.linear(_as(x, dtype), _as(where.value(), dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         if g is None:  # what its weight gets is no gradient either, which is not zeros
-            return None, None, None
+            return (None,) * 6
         (x,) = ctx.saved_tensors
         where, dtype = ctx.where, ctx.dtype
         weight_FD = _as(where.again(), dtype)
         dx = _as(_input_gradient(g, x, weight_FD), x.dtype) if ctx.needs_input_grad[0] else None
         write = partial(_linear_wgrad, where.keep(x), g, dtype)
         # A gradient in a wider dtype than weights have is rounded to theirs before anything is added.
-        where.contribute(ctx, 1, Product(write) if dtype == x.dtype else partial(write, add=False, scale=1.0))
-        return dx, None, None
+        work = Product(write) if dtype == x.dtype else partial(write, add=False, scale=1.0)
+        dw, db = where.contribute(ctx, 1, work, lambda: g.t() @ x), None
+        if ctx.of_bias is not None:
+            db = ctx.of_bias.contribute(ctx, 2, Product(partial(_sum_wgrad, g)), lambda: g.sum(0))
+        return dx, dw, db, None, None, None
 
 
 class _Linears(torch.autograd.Function):
@@ -341,16 +397,18 @@ class _Shift(torch.autograd.Function):
 
 
 class _Embedding(torch.autograd.Function):
-    """Rows of a managed table. Its first input makes autograd call backward: the anchor of a queue."""
+    """Its first input makes autograd call backward: a weight that has a sink, or the anchor of a queue."""
 
     @staticmethod
-    def forward(ctx: Any, _anchor: Tensor, ids: Tensor, where: Queued) -> Tensor:
+    def forward(ctx: Any, _given: Tensor, ids: Tensor, where: Destination) -> Tensor:
         ctx.set_materialize_grads(False)
         return F.embedding(ids, keep(ctx, ids, where))
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor | None) -> tuple[None, None, None]:  # pyrefly: ignore[bad-override]
-        if g is not None:
-            (ids,) = ctx.saved_tensors
-            ctx.where.contribute(ctx, 0, Product(partial(write_rows, ids, g)))
-        return None, None, None
+    def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        if g is None:
+            return None, None, None
+        (ids,) = ctx.saved_tensors
+        rows = len(ctx.where.value()) if isinstance(ctx.where, Ordinary) else 0
+        work = Product(partial(write_rows, ids, g))
+        return ctx.where.contribute(ctx, 0, work, lambda: dense_gradient(ids, g, rows)), None, None

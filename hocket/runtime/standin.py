@@ -137,7 +137,7 @@ def _linear(func: Any, x: Tensor, p: Tensor, bias: Tensor | None = None) -> Tens
     if x.dtype != weight.value.dtype or (bias is not None and offset is None):
         return _other(func, x, p, bias)
     if offset is None:
-        return functional._Linear.apply(x, queued(x, weight), x.dtype)
+        return functional._Linear.apply(x, None, None, queued(x, weight), None, x.dtype)
     return _LinearBias.apply(x, queued(x, weight), queued(x, offset))
 
 

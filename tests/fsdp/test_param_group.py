@@ -187,10 +187,10 @@ def _local(rank, case):
     wanted = added(*total)
     wanted["odd"] = wanted["odd"] - total[1]["odd"]
     expect_grads(group, wanted)
-    assert not group.local
-    group.local.add(0, torch.ones(group.layout.entries[0].shape))
-    assert group.local
-    assert group.local.nbytes == group.layout.total * case.precision.accumulate.itemsize
+    target, already = group.local.target(0)
+    assert not already
+    assert target.dtype == case.precision.accumulate
+    assert group.local.target(0)[1]
     group.forget_gradients()
     assert not group.local
 

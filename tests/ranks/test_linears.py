@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hocket.runtime import functional
+from hocket.runtime.destinations import set_sink
 from hocket.runtime.functional import linears
 from hocket.runtime.weights import WgradQueue, collecting, manage, weight_of
 
@@ -76,6 +78,19 @@ def test_managed_weights_have_the_same_bits(dtype: torch.dtype) -> None:
     queue.drain(lambda weight: slots[weight])
     for a, b in zip(ordinary, [*managed, *slots.values()], strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_gradients_go_to_sinks(add: bool) -> None:
+    x, params, gs = made()
+    wanted, buffers = formula(x, params, gs), [torch.ones_like(p) for p in params]
+    for p, buffer in zip(params, buffers, strict=True):
+        set_sink(p, partial(lambda view: (view, add), buffer.detach()))
+    torch.autograd.backward(linears(x, params), gs)
+    assert all(p.grad is None for p in params)
+    assert x.grad is not None
+    for a, b in zip([x.grad, *(buffer - int(add) for buffer in buffers)], wanted[3:], strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_only_what_is_asked_for() -> None:
