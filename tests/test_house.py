@@ -37,10 +37,10 @@ FEATURES = {
 
 # figure -> (most that it may be, slack). A figure that is more than the slack below its limit lowers the limit.
 LIMITS = {
-    "lines of hocket/": (60_990, 300),
+    "lines of hocket/": (61_150, 300),
     "files of hocket/": (398, 3),
     "lines of hocket_trace/": (4_560, 150),
-    "words of docs": (102_800, 1_500),
+    "words of docs": (102_900, 1_500),
     "settings": (175, 0),
     "settings outside of model.*": (107, 0),
     "rules": (278, 3),
