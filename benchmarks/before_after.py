@@ -54,6 +54,12 @@ def run(tree: Path, words: list[str]) -> dict[str, Any]:
     return {name: found[name] for name in ("seconds", "noise", "peak_bytes")}
 
 
+def commit_of(tree: Path) -> str:
+    """The commit of a tree, or its name where it is no checkout."""
+    found = subprocess.run(["git", "-C", str(tree), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return found.stdout.strip() or tree.name
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("before", type=Path, help="a tree of the commit before")
@@ -80,7 +86,7 @@ def main() -> None:
         )
         said = "  ".join(f"{turn} again {ratio:.4f}" for turn, ratio in again.items())
         print(f"{case:16} {first * 1e3:8.2f} ms {second * 1e3:8.2f} ms  {second / first:.4f}  {said}", flush=True)
-        write(options.name, {"cases": rows})
+        write(options.name, {"before": commit_of(trees["before"]), "cases": rows})
 
 
 if __name__ == "__main__":

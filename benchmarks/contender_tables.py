@@ -55,14 +55,15 @@ def contenders(*results: Result) -> str:
 
 
 def before_and_after(result: Result) -> str:
-    """A row per shape and contender, and its step in milliseconds at every commit."""
-    times: dict[tuple[str, str], list[str]] = {}
-    for run in result["runs"]:
-        for found in run["workloads"]:
-            for name, row in found["contenders"].items():
-                shown = f"{1e3 * row['seconds']:,.1f} ms at `{run['commit']}`"
-                times.setdefault((run["shape"], name), []).append(shown)
-    return table(["shape", "contender", "before", "after"], [[*names, *cells] for names, cells in times.items()])
+    """A row per case: steps of two commits in turns, and how far the runs of one commit are apart."""
+    rows = []
+    for case in result["cases"]:
+        cells = []
+        for turn in ("before", "after"):
+            cells += [" and ".join(f"{1e3 * run['seconds']:.1f} ms" for run in case[turn])]
+        rows.append([case["case"].replace("_", ", "), *cells, f"{case['after_over_before']:.3f}"])
+    head = ["case, tokens", f"`{result['before']}`", f"`{result['commit']}`", "shortest over shortest"]
+    return table(head, rows)
 
 
 def _mhz(row: Result) -> float | None:

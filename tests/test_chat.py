@@ -521,3 +521,20 @@ class Said:
 
     def validation(self, step: int, loss: float, by_source: object) -> None:
         self.losses.append(loss)
+
+
+@pytest.mark.parametrize("row", [{"role": "assistant", "content": None}, {"from": "gpt", "value": None}])
+def test_a_message_without_content_is_refused_or_left_out(tmp_path, row):
+    ask = {"role": "user", "content": "?"} if "role" in row else {"from": "human", "value": "?"}
+    rows = {"text": [ask, row]}, {"text": chat(1)}
+    with pytest.raises(ValueError, match=r"has a message of assistant without content in line 1; fix: content for it"):
+        opened(tmp_path, *rows)
+    kept = opened(tmp_path, *rows, skip_empty=True)
+    assert (kept.documents, kept.empty) == (1, 1)
+
+
+def test_text_of_which_nothing_is_learnt_is_refused(tmp_path):
+    data = data_of(tmp_path, *({"text": [{"role": "user", "content": "hello"}]} for _ in range(40)))
+    settings = settings_of(replace(data, packing="best_fit"))
+    with pytest.raises(ValueError, match=r"no token of it is learnt: .* fix: text with answers"):
+        make_streams(open_text(settings), settings)

@@ -63,7 +63,7 @@ def run(words: list[str]) -> int:
             print(_line(source.name, *found[-1]))
     total, count = (sum(each) for each in zip(*found, strict=True))
     if not count:
-        raise ValueError("hocket eval (command line): no token is learnt; fix: more text, or --data.packing on")
+        raise ValueError("hocket eval (command line): no token of it is learnt; fix: text with answers")
     if len(found) > 1 or not config.data.sources:
         print(_line("all" if len(found) > 1 else "", total, int(count)))
     return 0

@@ -116,6 +116,8 @@ def value_of(words: Sequence[str], hint: Any) -> Any:
     if get_origin(hint) in (Union, UnionType):
         return value_of(words, next((kind for kind in args if _parses(words, kind)), args[0]))
     (word,) = words
+    if hint is bool:
+        word = word.capitalize()  # as TOML has it, too
     if get_origin(hint) is Literal or hint is bool:
         options = {str(option): option for option in args or (True, False)}
         if word not in options:

@@ -202,6 +202,9 @@ def _in_a_line(error: BaseException) -> str:
     return show(" ".join(str(error).split()) or type(error).__name__)[:200]
 
 
+EMPTY = "content for it, or data.skip_empty = true, which leaves such chats out"
+
+
 def _message(given: Any, where: str) -> dict[str, Any]:
     """A message of role and content. See Note: [A chat is the same from any file]."""
     message = _without_nulls(given)
@@ -211,7 +214,9 @@ def _message(given: Any, where: str) -> dict[str, Any]:
         raise BadFileError(
             f"has no message but {given!r:.40} in {where}", "rows of role and content, or from and value"
         )
-    return message if "tool_calls" not in message else {"content": None, **message}
+    if "content" not in message and "tool_calls" not in message:
+        raise BadFileError(f"has a message of {message['role']} without content in {where}", EMPTY)
+    return {"content": None, **message}
 
 
 def _of_sharegpt(turn: dict[str, Any], where: str) -> dict[str, Any]:

@@ -264,7 +264,11 @@ def known_documents(settings: Settings) -> tuple[Lengths, ...]:
 
 
 def _unmasked(source: Source, corpus: Corpus, settings: Settings) -> list[str]:
-    """A line about text with parts that are not learnt, where all of it would be."""
+    """A line about text of which nothing is learnt, or all of it though parts are not to be."""
+    ranges = corpus.masked.clip(max=len(corpus.train))
+    if len(corpus.train) and int((ranges[:, 1] - ranges[:, 0]).sum()) >= len(corpus.train):
+        reason = "no token of it is learnt: it has prompts alone, or chats without an answer"
+        return [problem("data.paths", source.data.paths, source.origins, reason, "text with answers")]
     if settings.data.packing != "off" or not (len(corpus.masked) or len(corpus.validation_masked)):
         return []
     reason = "has prompts or chats, of which only a part is learnt, and data.packing = off learns everything"

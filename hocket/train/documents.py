@@ -364,6 +364,9 @@ def _of_row(row: dict[str, Any], key: Keys, where: str) -> Iterator[Document | N
         has = f"null as {missing} in {where}" if missing in row else f"no {missing} in {where}, but {', '.join(row)}"
         raise BadFileError(f"has {has}", SKIPPED)
     text = values[key.text]
+    if isinstance(text, list) and key.skip_empty and _lacks_content(text):
+        yield None
+        return
     if isinstance(text, list) and key.chats is not None and not key.prompt:
         for chat in key.chats.marked(text, row.get(TOOLS), where):
             _encoded(chat.text, where)
@@ -373,6 +376,12 @@ def _of_row(row: dict[str, Any], key: Keys, where: str) -> Iterator[Document | N
     whole = "".join(texts)
     content = _encoded(whole, where)
     yield Marked(whole, ((len(texts[0]), len(whole)),), ends=True) if key.prompt else content
+
+
+def _lacks_content(messages: list[Any]) -> bool:
+    """Whether some message of a chat says nothing and calls nothing."""
+    said = ("content", "value", "tool_calls")
+    return any(isinstance(one, dict) and all(one.get(name) is None for name in said) for one in messages)
 
 
 def _value(row: dict[str, Any], name: str) -> Any:
