@@ -37,7 +37,7 @@ FEATURES = {
 
 # figure -> (most that it may be, slack). A figure that is more than the slack below its limit lowers the limit.
 LIMITS = {
-    "lines of hocket/": (61_150, 300),
+    "lines of hocket/": (61_170, 300),
     "files of hocket/": (398, 3),
     "lines of hocket_trace/": (4_560, 150),
     "words of docs": (102_900, 1_500),

@@ -216,7 +216,7 @@ def _message(given: Any, where: str) -> dict[str, Any]:
         )
     if "content" not in message and "tool_calls" not in message:
         raise BadFileError(f"has a message of {message['role']} without content in {where}", EMPTY)
-    return {"content": None, **message}
+    return message if "content" in message else {"content": None, **message}
 
 
 def _of_sharegpt(turn: dict[str, Any], where: str) -> dict[str, Any]:
