@@ -14,7 +14,7 @@ from hocket.pretrained.family import FURTHER_LAYERS, REQUIRED, Family, Key
 from hocket.pretrained.positions import keys_of, read_rope, written_rope
 from hocket.pretrained.reading import require
 from hocket.pretrained.tables import FAMILIES, REFUSED
-from hocket.settings.schema import flat
+from hocket.settings.schema import flat, show
 
 _NOT_SHAPE = ("aux_loss", "aux_loss_over", "z_loss", "routing", "init", "init_std", "weights")
 """Settings that say how a model is trained, or where its weights come from, not what it computes."""
@@ -62,7 +62,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
     if isinstance(name, str) and name in FAMILIES:
         return FAMILIES[name]
     needs = REFUSED.get(str(name), f"a table of its own: there is {', '.join(FAMILIES)}")
-    raise ValueError(f"model_type = {name}: needs {needs}")
+    raise ValueError(f"model_type = {show(name)}: needs {needs}")
 
 
 def model_of(config: Mapping[str, Any]) -> ModelConfig:
@@ -194,16 +194,17 @@ def _refuse_others(config: Mapping[str, Any], family: Family) -> None:
         values = value if isinstance(value, list) else [value]
         if any(x not in only.values and not (x is None and only.missing in only.values) for x in values):
             there = "" if key in config else ", where the key is missing"
-            raise ValueError(f"{key} = {value}{there}: only {only.values[0]} is there")
+            raise ValueError(f"{key} = {show(value)}{there}: only {only.values[0]} is there")
     for key, reason in OFF_KEYS.items():
         if config.get(key):
-            raise ValueError(f"{key} = {config[key]}: {reason}")
+            raise ValueError(f"{key} = {show(config[key])}: {reason}")
     known |= keys_of(family) | windows.keys_of(family)
     known |= {*family.only, *family.same, *IGNORED_KEYS, *OFF_KEYS}
     known |= {"sliding_window"} if "use_sliding_window" in family.only else set()
     strange = [key for key, value in config.items() if key not in known and value is not None]
     if strange:
-        raise ValueError(f"{strange[0]} = {config[strange[0]]}: config.json of {config['model_type']} has no such key")
+        name, value = show(strange[0]), show(config[strange[0]])
+        raise ValueError(f"{name} = {value}: config.json of {config['model_type']} has no such key")
 
 
 def _dense_layers(config: Mapping[str, Any], family: Family, values: Mapping[str, Any]) -> tuple[int, ...]:

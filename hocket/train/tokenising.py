@@ -29,7 +29,7 @@ import numpy as np
 from hocket.config import DataConfig
 from hocket.fsdp.saving.whole import sync
 from hocket.model.tokenizer import Tokenizer, known_tokenizer, load_tokenizer
-from hocket.settings.schema import problem
+from hocket.settings.schema import problem, show
 from hocket.settings.sources import as_setting
 from hocket.train.chat import Chats
 from hocket.train.documents import (
@@ -304,7 +304,7 @@ class _Task:
             yield f"{file} ({error})"
             writer.add(b"")
         except BadFileError as error:
-            raise asked.refused(f"{file} {error}", error.fix) from None
+            raise asked.refused(f"{show(str(file))} {error}", error.fix) from None
 
 
 def _claimed(folder: Path, number: int) -> bool:

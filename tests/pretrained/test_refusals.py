@@ -346,3 +346,13 @@ def test_models_without_a_family() -> None:
     assert found == {name: "deepseek_v2" if "v2" in name else "deepseek_v3" for name in latent}
     assert family_for(ModelConfig(qk_norm=True)) == "qwen3"
     assert not FAMILIES.keys() & REFUSED.keys()
+
+
+@pytest.mark.parametrize("change", [{"model_type": "evil\nname"}, {"bad\nkey": 1}, {"bad": "two\nlines"}])
+def test_a_foreign_line_break_makes_no_second_line(
+    change: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = change_config(saved("llama", tmp_path / "model"), **change)
+    capsys.readouterr()
+    code, _, err = command(capsys, "import", path, tmp_path / "run.toml")
+    assert (code, err.count("\n")) == (2, 1)
