@@ -261,7 +261,7 @@ def test_a_hang_is_reported_by_every_rank_that_waits(tmp_path):
     first, *lines = ended.err.splitlines()
     assert ended.code == 1, ended
     cause = "hocket: no progress for 2 s: rank 2 has not .*, and did not say what it does. ranks 0, 1, 3 waited; "
-    assert re.match(cause, first)
+    assert re.match(cause, first), first
     assert f"rank 2 (process {workers[2]}) said nothing and was ended. fix: see runs/tiny/logs" in first
     for rank in (0, 1, 3):
         assert any(line.startswith(f"  | rank {rank}: stuck for ") for line in lines)

@@ -333,6 +333,8 @@ class Engine:
         """
         counts_M3 = torch.stack([_counts(microbatch) for microbatch in microbatches])
         total_3 = counts_M3.sum(0)
+        executor.recorder.active = True  # ranks wait for each other here, before the step's first op
+        executor.recorder.enter("the sum of all ranks' targets, ahead of all ops")
         self.groups.sum_over_dp(total_3)
         self.learnt = total_3[0]
         executor.actions.weights_M = (counts_M3[:, 0].double() * self.mesh.data / total_3[0].clamp(min=1)).float()
