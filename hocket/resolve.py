@@ -44,7 +44,7 @@ from hocket.tune.by_cost import (
 from hocket.tune.deferral_choice import DEFERRAL, choose_deferral
 from hocket.tune.graph_choice import GRAPHS, SPLITS, choose_graphs, choose_splits, graphs_that_pay
 from hocket.tune.memory_choice import choose_offload, choose_recompute
-from hocket.tune.pieces import choose_loss_pieces, choose_mlp_pieces
+from hocket.tune.pieces import choose_loss_pieces
 from hocket.tune.smaller_mesh import gives_up, smaller_mesh
 from hocket.tune.tensor_choice import choose_network, choose_tensor
 from hocket.tune.transport_choice import CHOSEN_BY_IT, choose_transport, chose_copies, transport_that_fits
@@ -366,7 +366,6 @@ CHOICES_BY_COST: tuple[tuple[str, Callable[[Config, Host, Trials], tuple[Any, st
     ("overlap.dp.update", choose_update),
     ("plan.layers_per_stage", choose_stages),
     ("plan.loss_pieces", choose_loss_pieces),
-    ("plan.mlp_pieces", choose_mlp_pieces),
     ("plan.offload", choose_offload),
     ("plan.recompute", choose_recompute),
     ("plan.layer_order", choose_layer_order),

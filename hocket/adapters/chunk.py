@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from hocket.adapters.layer import DenseLayer, ExpertLayer
 from hocket.model.moe import ExpertPlace, Routed
 from hocket.parallel.dispatch import from_experts, rows_of, send_rows, to_experts, unpermute
-from hocket.parallel.in_pieces import in_pieces
 from hocket.parallel.linears import cross_entropy
 from hocket.parallel.routing import Routing, placed
 
@@ -24,9 +23,8 @@ Contexts = Callable[[Tensor], Any]
 class DenseParts:
     """A dense layer's part functions."""
 
-    def __init__(self, layer: DenseLayer, context: Contexts, pieces: int = 1) -> None:
-        """Tokens go through the second piece in so many `pieces` of theirs."""
-        self.layer, self._context, self._pieces = layer, context, pieces
+    def __init__(self, layer: DenseLayer, context: Contexts) -> None:
+        self.layer, self._context = layer, context
 
     def forward_attn(self, x_BSD: Tensor, documents: None = None) -> Tensor:
         """The first piece."""
@@ -35,11 +33,7 @@ class DenseParts:
 
     def forward_mlp(self, x_BSD: Tensor) -> Tensor:
         """The second."""
-        if self._pieces == 1:
-            return self.layer.mlp(x_BSD)
-        params = [param for _, param in self.layer.named_parameters()]
-        one = in_pieces(lambda x_TD: self.layer.mlp(x_TD.unsqueeze(0))[0], x_BSD.flatten(0, 1), params, self._pieces)
-        return one.view_as(x_BSD)
+        return self.layer.mlp(x_BSD)
 
 
 class ExpertParts:

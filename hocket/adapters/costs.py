@@ -105,8 +105,7 @@ def price_of(cut: Cut) -> Price:
             for verb in ("fwd", "recompute", "bwd", "wgrad"):
                 if counted.flops and modelled and (cost := table.get((verb, part, kind))):
                     ratio = counted.flops / modelled
-                    whole = part != "mlp" or config.plan.of_mlp == 1
-                    saved = counted.saved_bytes if verb in ("fwd", "recompute") and whole else 0
+                    saved = counted.saved_bytes if verb in ("fwd", "recompute") else 0
                     if part == "experts" and verb in ("fwd", "recompute"):
                         saved = cost.saved_bytes + outputs
                     changed = replace(cost, seconds=cost.seconds * ratio, flops=cost.flops * ratio)

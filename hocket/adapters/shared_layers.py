@@ -163,7 +163,7 @@ def shared_parts(
     kinds: Any = (PackedDense, PackedExperts)
     if method != WHOLE:
         kinds = cut_as(method, SharedDense), cut_as(method, SharedExperts)
-    how = (experts, place.ep) if experts else (place.linears.mlp_pieces,)
+    how = (experts, place.ep) if experts else ()
     parts = kinds[experts > 0](layer, lambda x_BSD: None, *how)
     parts.attn, parts.group = attn, place.groups.cp
     return parts

@@ -81,7 +81,7 @@ class AdaptedModel:
             elif experts:
                 layers[number] = ExpertParts(layer, told, experts, ep)
             else:
-                layers[number] = DenseParts(layer, told, place.linears.mlp_pieces)
+                layers[number] = DenseParts(layer, told)
         return AdaptedChunk(
             ends.embed if place.first else None, layers, ends.logits if place.last else None, parameters
         )

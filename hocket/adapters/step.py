@@ -60,7 +60,7 @@ def plan_model(
     _check(cut, config, values)
     _check_widths(cut, changed(config, {"precision.compute": "fp32"}))  # in which layers are compared
     shared, packed = config.mesh.cp > 1, config.data.packing != "off"
-    top_k = verify(cut, shared or packed, config.plan.mlp_pieces != 1)
+    top_k = verify(cut, shared or packed)
     config = replace(config, model=sizes_of(cut, top_k, shared))
     price = price_of(cut)
     if config.plan.graphs == "auto":

@@ -33,19 +33,16 @@ _LARGE = 1 << 27
 """Elements beyond which a parameter is one row, seen as often as it has rows."""
 _SHAPE = (2, 6)
 """Sequences and their length."""
-_PIECES = 5
-"""Pieces of these tokens, where MLPs take them so."""
 _WRONG = RuntimeError, TypeError, AttributeError, AssertionError, LookupError, ArithmeticError
 """Errors that a foreign forward may raise."""
 
 
-def verify(cut: Cut, shared: bool = False, pieces: bool = False) -> int:
+def verify(cut: Cut, shared: bool = False) -> int:
     """Compare every kind of layer; returns the experts per token, 0 without experts. Raises ValueError.
 
     Parameters that no gradient reaches become the cut's constants.
 
-    With `shared` attention is also compared as ranks that share sequences cut it; with `pieces` dense MLPs take their
-    tokens in pieces.
+    With `shared` attention is also compared as ranks that share sequences cut it.
     """
     adapter, chosen = cut.adapter, set[int]()
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
@@ -71,7 +68,7 @@ def verify(cut: Cut, shared: bool = False, pieces: bool = False) -> int:
         seen: dict[Any, set[str]] = {}
         for number, layer in enumerate(adapter.layers):
             if (kind := _kind(layer)) not in seen:
-                top_k, seen[kind] = _compare(cut, number, memo, x_BSD, contexts, _PIECES if pieces else 1)
+                top_k, seen[kind] = _compare(cut, number, memo, x_BSD, contexts)
                 chosen.add(top_k)
                 if shared:
                     _compare_shared(cut, number, memo, x_BSD, contexts[number])
@@ -126,7 +123,7 @@ def _kind(layer: nn.Module) -> Any:
 
 
 def _compare(
-    cut: Cut, number: int, memo: dict[int, Any], x_BSD: Tensor, contexts: Sequence[Any], pieces: int
+    cut: Cut, number: int, memo: dict[int, Any], x_BSD: Tensor, contexts: Sequence[Any]
 ) -> tuple[int, set[str]]:
     """Returns the experts per token, and the parameters of the layer that no gradient reaches."""
     model, name = cut.adapter.model, type(cut.adapter.layers[number]).__name__
@@ -152,7 +149,7 @@ def _compare(
         if isinstance(layer, ExpertLayer):
             top_k, found = _routed(cut, layer, x_BSD, context, params)
         else:
-            parts = DenseParts(layer, lambda _: context, pieces)
+            parts = DenseParts(layer, lambda _: context)
             found = _with_gradients(lambda x: parts.forward_mlp(_first(parts.forward_attn, x)), x_BSD, params)
     except (*_WRONG, ValueError) as error:
         raise refuse(model, f"the pieces of layer {number}, {name}, do not fit together: {error}") from error

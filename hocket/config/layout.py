@@ -159,10 +159,6 @@ class PlanConfig:
     """Pieces of a microbatch's tokens that go through the head one after the other, so that only the logits of one are
     in memory. Backward makes them once more: the head has four products in place of three. auto is as many as let a
     step fit into memory, and 1 if it fits without."""
-    mlp_pieces: Annotated[int | Literal["auto"], Between(1, MANY)] = 1
-    """Pieces of a microbatch's tokens that go through each dense MLP one after the other, so that only the wide tensors
-    of one are in memory. Backward makes them once more, as with plan.recompute = mlp. auto is 1 if a step fits into
-    memory without, else the number with the shortest step that fits, beside what is recomputed then."""
     graphs: Switch = "auto"
     """Record a step's calls to the GPU once and replay them as one CUDA graph. The optimizer runs after the graph. auto
     is on if the host would be late otherwise, and memory allows it."""
@@ -180,11 +176,6 @@ class PlanConfig:
     def pieces(self) -> int:
         """`loss_pieces`; 1 if they are not chosen yet."""
         return 1 if self.loss_pieces == "auto" else self.loss_pieces
-
-    @property
-    def of_mlp(self) -> int:
-        """`mlp_pieces`; 1 if they are not chosen yet."""
-        return 1 if self.mlp_pieces == "auto" else self.mlp_pieces
 
     @property
     def turning(self) -> bool:

@@ -38,7 +38,7 @@ WORK = ("model", "mesh", "train.sequences", "precision.compute", "data.sequence_
 """Settings, or whole sections of them, that say what one op of a plan has to do."""
 
 WAYS = (
-    "plan.loss_pieces", "plan.mlp_pieces", "overlap.dp.strategy", "overlap.ep.copies", "overlap.ep.splits",
+    "plan.loss_pieces", "overlap.dp.strategy", "overlap.ep.copies", "overlap.ep.splits",
     "overlap.ep.room", "overlap.tp", "precision.dispatch", "precision.gather", "precision.wire", "train.transport",
     "network",
 )  # fmt: skip
@@ -57,7 +57,7 @@ class Stored:
     overheads: Overheads
 
 
-BEFORE = {"plan.loss_pieces": 1, "plan.mlp_pieces": 1, "precision.dispatch": "compute", "precision.gather": "bf16"}
+BEFORE = {"plan.loss_pieces": 1, "precision.dispatch": "compute", "precision.gather": "bf16"}
 """Settings that the oldest traces do not have -> what their runs did."""
 
 

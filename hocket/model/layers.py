@@ -22,7 +22,6 @@ from hocket.model.heads import Heads
 from hocket.model.latent_attention import LatentAttention
 from hocket.model.parameters import new_weight
 from hocket.model.rotary import rope_of, rotary_table
-from hocket.parallel.in_pieces import in_pieces
 from hocket.parallel.linears import WHOLE, Linears, Role
 from hocket.runtime.functional import linear, shift
 from hocket.runtime.norms import add_rms_norm, norm_rotate, rms_norm, rotate
@@ -223,18 +222,11 @@ class DenseLayer(nn.Module):
         return x_BSD + self.attn(h_BSD, documents)
 
     def forward_mlp(self, x_BSD: Tensor) -> Tensor:
-        """`x + mlp(norm(x))`, or `x + norm(mlp(x))`; with `plan.mlp_pieces` of a piece of the tokens after another."""
-        pieces = self.mlp.linears.mlp_pieces
-        if pieces == 1:
-            return self._mlp(x_BSD)
-        params = self.ffn_norm, self.mlp.w_gate_up, self.mlp.w_down
-        return in_pieces(self._mlp, x_BSD.flatten(0, 1), params, pieces).view_as(x_BSD)
-
-    def _mlp(self, x: Tensor) -> Tensor:
+        """`x + mlp(norm(x))`, or `x + norm(mlp(x))`."""
         if self.after:
-            return x + rms_norm(self.mlp(x), self.ffn_norm, *self.norm)
-        x, h = add_rms_norm(x, None, self.ffn_norm, *self.norm)
-        return x + self.mlp(h)
+            return x_BSD + rms_norm(self.mlp(x_BSD), self.ffn_norm, *self.norm)
+        x_BSD, h_BSD = add_rms_norm(x_BSD, None, self.ffn_norm, *self.norm)
+        return x_BSD + self.mlp(h_BSD)
 
     def forward(self, x_BSD: Tensor, documents: Documents | None = None) -> Tensor:
         return self.forward_mlp(self.forward_attn(x_BSD, documents))

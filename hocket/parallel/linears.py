@@ -40,9 +40,9 @@ class Linears:
     size = 1
     """Over how many ranks heads, MLP columns and the vocabulary are spread."""
 
-    def __init__(self, loss_pieces: int = 1, mlp_pieces: int = 1) -> None:
-        """Tokens go through the head, and through dense MLPs, in so many pieces."""
-        self.loss_pieces, self.mlp_pieces = loss_pieces, mlp_pieces
+    def __init__(self, loss_pieces: int = 1) -> None:
+        """Tokens go through the head in so many pieces."""
+        self.loss_pieces = loss_pieces
 
     def of_layer(self, number: int, layers: int) -> Linears:
         """What a layer of a model with so many asks."""
@@ -147,9 +147,9 @@ class Fp8Linears(Linears):
 
 def linears_of(config: Config) -> Linears:
     """What a model of whole weights asks: the products of a resolved configuration."""
-    p, pieces, of_mlp = config.precision, config.plan.pieces, config.plan.of_mlp
+    p, pieces = config.precision, config.plan.pieces
     if p.compute != "fp8":
-        return Linears(pieces, of_mlp) if pieces > 1 or of_mlp > 1 else WHOLE
+        return Linears(pieces) if pieces > 1 else WHOLE
     products = Products(*(name in p.fp8_products for name in ("forward", "dgrad", "wgrad")))
     return Fp8Linears(products, p.fp8_ends, pieces)
 

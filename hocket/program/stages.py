@@ -103,8 +103,6 @@ def costs_of(config: Config, hardware: Hardware, measured: Measurement | None = 
         costs = _with_placed_rows(costs, config)
     if config.plan.pieces > 1:
         costs = _with_loss_in_pieces(costs, config, hardware)
-    if config.plan.of_mlp > 1:
-        costs = _with_mlp_in_pieces(costs, config, hardware)
     if config.plan.offload:
         costs = _with_offload(costs, layout, hardware)
     if config.train.transport == "slow":
@@ -212,30 +210,6 @@ def _with_loss_in_pieces(costs: CostTable, config: Config, hardware: Hardware) -
         ),
     }  # fmt: skip
     return replace(costs, table={**costs.table, **table})
-
-
-def _with_mlp_in_pieces(costs: CostTable, config: Config, hardware: Hardware) -> CostTable:
-    """The costs if tokens go through dense MLPs in pieces. See `parallel/in_pieces.py`.
-
-    Forward keeps its input. Backward has the forward once more, and the products of weight gradients, which every piece
-    but the first adds to what is there, in fp32. What a piece takes inside of an op counts as kept.
-    """
-    m, rates, pieces = config.model, at_clock(hardware, costs.clock) if costs.clock else hardware, config.plan.of_mlp
-    weights, table = 3 * m.hidden * m.ffn + m.hidden, dict(costs.table)
-    added = (8 * pieces - 4) * weights / rates.kernel_bandwidth
-    moved = (4 + config.wire_bytes) * weights
-    for kind in {kind for verb, part, kind in costs.table if (verb, part) == ("fwd", "mlp")}:
-        fwd, bwd, wgrad = (costs.table[verb, "mlp", kind] for verb in ("fwd", "bwd", "wgrad"))
-        seconds, flops = (sum(getattr(cost, what) for cost in (fwd, bwd, wgrad)) for what in ("seconds", "flops"))
-        table["fwd", "mlp", kind] = replace(fwd, saved_bytes=config.tokens * m.hidden * config.element_bytes)
-        table["bwd", "mlp", kind] = replace(
-            bwd, seconds=seconds + added, flops=flops, memory_bytes=bwd.memory_bytes + fwd.memory_bytes,
-            saved_bytes=(fwd.saved_bytes + bwd.saved_bytes) // pieces + 4 * weights,
-        )  # fmt: skip
-        table["wgrad", "mlp", kind] = replace(
-            wgrad, seconds=moved / rates.memory_bandwidth + rates.gap, flops=0.0, memory_bytes=moved
-        )
-    return replace(costs, table=table)
 
 
 def _with_offload(costs: CostTable, layout: Layout, hardware: Hardware) -> CostTable:

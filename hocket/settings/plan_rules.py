@@ -335,45 +335,11 @@ PLAN_RULES: tuple[Rule, ...] = (
         "each tensor-parallel rank has a part of the vocabulary, and logits of all tokens in it",
         "plan.loss_pieces = 1, or mesh.tp = 1",
     ),
-    *(
-        Rule(
-            (setting, "data.sequence_length"),
-            lambda c, h, pieces=pieces: pieces(c.plan) > c.tokens > 0,
-            "a rank has {tokens} tokens of a microbatch, and a piece has at least one",
-            f"{setting} = {{tokens}} or fewer",
-        )
-        for setting, pieces in (
-            ("plan.loss_pieces", lambda plan: plan.pieces),
-            ("plan.mlp_pieces", lambda plan: plan.of_mlp),
-        )
-    ),
     Rule(
-        ("plan.mlp_pieces", "mesh.tp"),
-        lambda c, h: c.plan.of_mlp > 1 and c.mesh.tp > 1,
-        "tokens of a tensor-parallel rank's MLP are gathered and summed in pieces of another kind",
-        "plan.mlp_pieces = 1, or mesh.tp = 1",
-    ),
-    Rule(
-        ("plan.mlp_pieces", "precision.compute"),
-        lambda c, h: c.plan.of_mlp > 1 and c.precision.compute == "fp8",
-        "products in fp8 share casts between forward, backward and weight gradients of all tokens",
-        "plan.mlp_pieces = 1, or precision.compute = bf16",
-    ),
-    *(
-        Rule(
-            ("plan.mlp_pieces", setting),
-            lambda c, h, items=items: c.plan.of_mlp > 1 and "mlp" in named_parts(items(c)),
-            "pieces make again what a dense MLP keeps, inside of its backward",
-            f"leave mlp out of {setting}, or plan.mlp_pieces = 1",
-        )
-        for setting, items in _OF_PARTS.items()
-    ),
-    Rule(
-        ("plan.mlp_pieces", "model.dense_layers"),
-        lambda c, h: c.plan.of_mlp > 1 and "dense" not in c.model.kinds(),
-        "no effect: no layer has a dense MLP",
-        "leave plan.mlp_pieces out",
-        only_if_set=True,
+        ("plan.loss_pieces", "data.sequence_length"),
+        lambda c, h: c.plan.pieces > c.tokens > 0,
+        "a rank has {tokens} tokens of a microbatch, and a piece has at least one",
+        "plan.loss_pieces = {tokens} or fewer",
     ),
     *(
         Rule(

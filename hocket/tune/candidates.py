@@ -94,9 +94,8 @@ def _groups(c: Config, known: Known) -> Sequence[int]:
 
 
 def recomputed(c: Config) -> tuple[tuple[str, ...], ...]:
-    """Every set of parts, the smaller ones first. Dense MLPs in pieces keep little that could be made again."""
+    """Every set of parts, the smaller ones first."""
     parts = recomputable(c.model.kinds(), 1 if c.overlap.cp.method == "heads" else c.mesh.cp)
-    parts = tuple(part for part in parts if part != "mlp" or c.plan.of_mlp == 1)
     return tuple(some for count in range(len(parts) + 1) for some in combinations(parts, count))
 
 

@@ -40,7 +40,6 @@ _TOLD = {
     "plan.graphs": "off",
     "plan.layers_per_stage": (),
     "plan.loss_pieces": 1,
-    "plan.mlp_pieces": 1,
     "plan.offload": (),
     "plan.recompute": (),
     "overlap.cp.method": "gather",

@@ -163,7 +163,7 @@ def test_two_ranks_share_sequences(method: str) -> None:
 WAYS: list[dict[str, Any]] = [
     {"mesh.cp": 2, "mesh.dp": 2},
     {"mesh.cp": 2, "mesh.pp": 2, "plan.chunks": 2, "plan.recompute": ("attn", "kv"), "overlap.cp.method": "gather"},
-    {"mesh.cp": 4, "plan.mlp_pieces": 2},
+    {"mesh.cp": 4},
 ]
 
 
