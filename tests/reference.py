@@ -72,8 +72,6 @@ class Reference:
     """So many ranks share a copy of the weights: their gradients of a step are summed first, then those of copies."""
     linears: Linears = WHOLE
     """What layers ask of their weights."""
-    fp8_rows: bool = False
-    """Whether rows travel to experts in fp8."""
     apart: bool = False
     """Whether a tied head is on another rank than the embedding: then the gradients of either are summed as those of
     any other parameter, over microbatches and ranks, and these two sums are added up at the end, in fp32."""
@@ -149,7 +147,7 @@ class Reference:
                 if isinstance(layers[0], DenseLayer):
                     xs = [layer(x, d) for layer, x, d in zip(layers, xs, documents, strict=True)]
                 else:
-                    xs, load = moe_layer(layers, xs, documents, self.fp8_rows)  # pyrefly: ignore
+                    xs, load = moe_layer(layers, xs, documents)  # pyrefly: ignore
                     rows[i] = rows.get(i, 0) + load
             losses += [chunk.loss(x, batch[1]) for chunk, x, batch in zip(group, xs, inputs, strict=True)]
         return losses
@@ -201,7 +199,7 @@ def layer_of(name: str) -> int:
 
 
 def moe_layer(
-    layers: list[MoELayer], xs: list[Tensor], documents: Sequence[Documents | None] = (), fp8_rows: bool = False
+    layers: list[MoELayer], xs: list[Tensor], documents: Sequence[Documents | None] = ()
 ) -> tuple[list[Tensor], Tensor]:
     """One MoE layer on all ranks of an expert-parallel group. Returns their outputs, and the rows by expert."""
     ep = len(layers)
@@ -214,8 +212,7 @@ def moe_layer(
     sent = []
     for source, at in enumerate(splits):
         assert isinstance(at.table, RowTable)
-        leaving = rows[source][: sum(at.table.send)]
-        sent.append((Rounded.apply(leaving, at.table.label) if fp8_rows else leaving).split(at.table.send))
+        sent.append(rows[source][: sum(at.table.send)].split(at.table.send))
     returned = []
     for rank, layer in enumerate(layers):
         received = torch.cat([sent[source][rank] for source in range(ep)])
@@ -231,23 +228,6 @@ def moe_layer(
             layer.forward_unpermute(back, residuals[source], shared[source], probs[source], routings[source])
         )
     return outputs, torch.stack([routing.load_E for routing in routings]).sum(0)
-
-
-class Rounded(torch.autograd.Function):
-    """Rows to fp8 by the least power of two with which they fit, and back; gradients pass. Labels are bits."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, label: int) -> Tensor:
-        width = rows.shape[1] - label // rows.itemsize
-        hidden, out = rows[:, :width].float(), rows.clone()
-        largest = hidden.abs().amax(1, keepdim=True)
-        scale = torch.exp2(torch.ceil(torch.log2(largest.clamp(min=2.0**-100).double() / 448))).float()
-        out[:, :width] = ((hidden / scale).to(torch.float8_e4m3fn).float() * scale).to(rows.dtype)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:  # pyrefly: ignore[bad-override]
-        return g, None
 
 
 TIED, HEAD = "embed.weight", "head.weight"

@@ -65,18 +65,6 @@ REFUSED_ORDERS: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
     (FP8, {"mesh__tp": 2}, "mesh.tp", "do not run in fp8; fix: mesh.tp = 1"),
     (FP8, {"precision__fp8_products": ()}, "precision.fp8_products", "no product is left"),
     (FP8, {"precision__fp8_ends": (4, 4)}, "precision.fp8_ends", "none of the model.layers = 8 layers is left"),
-    (
-        {"mesh__ep": 1},
-        {"precision__dispatch": "fp8"},
-        "precision.dispatch",
-        "no effect: no token travels",
-    ),
-    (
-        {"model__experts": 4, "model__top_k": 2, "mesh__dp": 2, "mesh__ep": 2, "model__hidden": 24},
-        {"precision__dispatch": "fp8"},
-        "precision.dispatch",
-        "units of 16 bytes",
-    ),
     ({}, {"precision__fp8_products": ("forward",)}, "precision.fp8_products", "no effect: nothing computes in fp8"),
     ({}, {"precision__fp8_ends": (1, 1)}, "precision.fp8_ends", "no effect: nothing computes in fp8"),
     ({}, {"precision__gather": "fp8"}, "precision.gather", "no effect: nothing computes in fp8"),

@@ -359,7 +359,6 @@ WITH_HOST: list[tuple[Config, Host, dict[str, Any], str, str]] = [
      "is old"),
     (TINY, Host(gpus=4), {"precision__compute": "fp32", "splits": "device"}, "overlap.ep.splits", "of experts in fp32"),
     (TINY, Host(gpus=4, gpu="A100", capability=(8, 0)), {"precision__compute": "fp8"}, "precision.compute", "A100 has"),
-    (TINY, Host(gpus=4, gpu="A100", capability=(8, 0)), {"precision__dispatch": "fp8"}, "precision.dispatch", "A100 c"),
     (changed(TINY, mesh__dp=4, mesh__ep=4), Host(gpus=2, workers=8, local_workers=2), {"splits": "device"},
      "overlap.ep.splits", "not all on one"),
     (changed(TINY, mesh__dp=4, mesh__ep=8, mesh__tp=2), Host(gpus=4, workers=16, local_workers=4),

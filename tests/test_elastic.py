@@ -85,7 +85,6 @@ DENSE: dict[str, Any] = {"model.experts": 0}
         (dict(dp=2, ep=2), 1, {}, "overlap.ep.copies", "per_rank", dict(ep=1)),
         (dict(dp=2, ep=2), 1, {}, "overlap.ep.splits", "device", dict(ep=1)),
         (dict(dp=2, ep=2), 1, {}, "overlap.ep.merge_ends", "on", dict(ep=1)),
-        (dict(dp=2, ep=2), 1, {}, "precision.dispatch", "fp8", dict(ep=1)),
         (dict(pp=2), 1, {}, "overlap.pp.defer_layers", 2, dict(pp=1)),
         (dict(pp=2), 1, {}, "overlap.pp.defer_head", 1, dict(pp=1)),
         (dict(pp=2), 1, {}, "overlap.pp.backward_lane", "on", dict(pp=1)),

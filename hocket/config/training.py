@@ -62,9 +62,6 @@ class PrecisionConfig:
     """With compute = fp8, format in which gathered weights of fp8 products travel. fp8 moves half the bytes and gives
     the same bits: each rank casts its shard behind an update, by scales of whole rows on which ranks agree before.
     auto takes what is predicted to be faster."""
-    dispatch: Literal["compute", "fp8"] = "compute"
-    """Format in which tokens travel to experts on other ranks: that of compute, or fp8 (e4m3, a scale for each row),
-    half of bf16's bytes. Experts read rounded rows then. What they return, and all gradients, travel as without."""
     wire: Literal["auto", "fp32", "bf16"] = "auto"
     """Format in which gradients of weights travel. auto is the format of compute: each rank rounds its gradient to it.
     fp32 with compute in bf16 rounds no gradient, and moves twice the bytes. Where no gradient travels, products add to

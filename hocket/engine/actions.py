@@ -36,7 +36,6 @@ from hocket.program.values import UnitName, lent_to, unit_moved, unit_read, unit
 from hocket.runtime.away import Away, HostMemory
 from hocket.runtime.blocks import Blocks, HostBlocks
 from hocket.runtime.comm import Group, Groups, Pending, RowTable
-from hocket.runtime.fp8 import open_rows, pack_rows
 from hocket.runtime.segment import Lent, Saver, Segment
 from hocket.runtime.transports import DONE
 from hocket.runtime.weights import Weight
@@ -85,8 +84,6 @@ class Actions:
         """Does one of `WHOLE_MATRICES` with a unit, in a slot."""
         self.allocating: Callable[[Lane], AbstractContextManager[object]] = lambda _: nullcontext()
         """Inside, new tensors are memory of another lane than the one in use."""
-        self.fp8_rows = False
-        """Whether rows travel to their experts in fp8."""
         self.microbatches: Sequence[Microbatch] = ()
         self.losses: list[Tensor] = []
         self.weights_M = torch.empty(0)
@@ -269,8 +266,7 @@ class Actions:
             table = state["splits"].table if op.verb == "recompute" else self._split(op).table
             if self._layout.makes_rows_later:
                 rows, _ = rows_of(rows, None, state["routing"])
-            move = self._all_to_all_in_fp8 if self.fp8_rows else self._all_to_all
-            return move(rows[: table.sent], table)
+            return self._all_to_all(rows[: table.sent], table)
         return self._all_to_all(rows, self._state[_place(op)]["splits"].table.back)
 
     exchange_recompute = exchange_fwd
@@ -375,14 +371,6 @@ class Actions:
         count = table.room
         out = rows.new_empty((max(count, room), rows.shape[1]))
         return out, self._groups.a2a.all_to_all(out[:count], rows, table)
-
-    def _all_to_all_in_fp8(self, rows: Tensor, table: RowTable | HostBlocks | Blocks) -> CommResult:
-        """The same, cast before and opened behind, on the lane of the exchange."""
-        label = table.label if isinstance(table, RowTable) else 0
-        packed = pack_rows(rows, label)
-        arrived, out = packed.new_empty(table.room, packed.shape[1]), rows.new_empty(table.room, rows.shape[1])
-        pending = self._groups.a2a.all_to_all(arrived, packed, table)
-        return out, pending.then(lambda: open_rows(arrived, out, label))
 
     def _edge(self, op: Op) -> Group:
         """The group of a send or receive."""

@@ -217,7 +217,6 @@ class Engine:
         units, activation = self.sharded.units, self._activation()
         actions = Actions(self.layout, self.chunks, units, self.groups, activation, on_step, self.room)
         actions.allocating = self.lanes.allocating
-        actions.fp8_rows = config.precision.dispatch == "fp8"
         if on_step is not None and self._optimizer is not None:
             actions.on_update, actions.on_matrices = self._optimizer.update, self._optimizer.with_matrices
         on_gpu = self.device.type == "cuda"

@@ -23,7 +23,7 @@ from hocket.program.stages import costs_of
 from hocket.resolve import Settings
 from hocket.settings.fp8_rules import FP8_RULES, FROM
 from hocket.settings.rule import Host
-from hocket.settings.schema import changed, leaf
+from hocket.settings.schema import changed
 from hocket.tune.period import continued, steady
 from hocket_trace.without_collector import without_collector
 
@@ -74,24 +74,19 @@ def simulated(settings: Settings) -> tuple[Predicted, Step | None]:
     return replace(found, note="; ".join(filter(None, notes))), step
 
 
-_IN_FP8 = {"precision.compute": ("compute", "compute"), "precision.dispatch": ("a2a", "exchanges of rows")}
-"""Settings that may be fp8 -> the lane that is then faster, and what it does."""
-
-
 def _in_fp8(settings: Settings, hardware: Hardware, step: Step) -> Iterator[str]:
     """What fp8 would save where it can be had. To round more is the user's choice."""
     gpu = next((gpu for name, gpu in GPUS.items() if name == hardware.name), None)
     if settings.precision.dtype != "bf16" or gpu is None or gpu.capability < FROM:
         return
     host, rules = Host(capability=gpu.capability), [rule for rule in FP8_RULES if not rule.only_if_set]
-    for setting, (lane, what) in _IN_FP8.items():
-        tried = changed(settings, {setting: "fp8"})
-        if leaf(settings, setting) == "fp8" or any(rule.broken(tried, host) for rule in rules):
-            continue
-        ops = [(rank, op) for rank, ops in enumerate(step.program.ranks) for op in ops if op.lane == lane]
-        own, other = (sum(costs.seconds(*op) for op in ops) for costs in (step.costs, costs_of(tried, hardware)))
-        if own > other:
-            yield f"{setting} = fp8 makes {what} {own / other:.2f} times as fast, and rounds more"
+    tried = changed(settings, {"precision.compute": "fp8"})
+    if settings.precision.compute == "fp8" or any(rule.broken(tried, host) for rule in rules):
+        return
+    ops = [(rank, op) for rank, ops in enumerate(step.program.ranks) for op in ops if op.lane == "compute"]
+    own, other = (sum(costs.seconds(*op) for op in ops) for costs in (step.costs, costs_of(tried, hardware)))
+    if own > other:
+        yield f"precision.compute = fp8 makes compute {own / other:.2f} times as fast, and rounds more"
 
 
 def _step(settings: Settings, hardware: Hardware, microbatches: int) -> Step:

@@ -163,46 +163,6 @@ def _swiglu_rows_backward(
     tl.store(scales + one, scale, mask=one < rows)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _pack_rows(
-    x, labels, out, words, rows, width: tl.constexpr, columns: tl.constexpr, label: tl.constexpr,
-    label_words: tl.constexpr, tile_rows: tl.constexpr, block: tl.constexpr, label_block: tl.constexpr,
-):  # fmt: skip
-    """`words` are those of `out`, `labels` those of `x`, of which the last ones of a row are its label."""
-    one = (tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)).to(tl.int64)
-    row, column = one[:, None], tl.arange(0, block)[None, :]
-    inside = (row < rows) & (column < width)
-    long: tl.constexpr = width // 4 + 4 + label_words
-    value = tl.load(x + row * columns + column, mask=inside, other=0).to(tl.float32)
-    scale, inverse = _scale_of(_largest(value))
-    tl.store(out + row * (4 * long) + column, (value * inverse[:, None]).to(tl.float8e4nv), mask=inside)
-    tl.store(words + one * long + width // 4, scale.to(tl.int32, bitcast=True), mask=one < rows)
-    if label_words:
-        k = tl.arange(0, label_block)[None, :]
-        told = tl.load(labels + row * label + (label - label_words) + k, mask=(row < rows) & (k < label_words), other=0)
-        tl.store(words + row * long + (long - label_words) + k, told, mask=(row < rows) & (k < label_words))
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _open_rows(
-    packed, words, out, labels, rows, width: tl.constexpr, columns: tl.constexpr, label: tl.constexpr,
-    label_words: tl.constexpr, tile_rows: tl.constexpr, block: tl.constexpr, label_block: tl.constexpr,
-):  # fmt: skip
-    """What `_pack_rows` has written, as rows."""
-    one = (tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)).to(tl.int64)
-    row, column = one[:, None], tl.arange(0, block)[None, :]
-    inside = (row < rows) & (column < width)
-    long: tl.constexpr = width // 4 + 4 + label_words
-    scale = tl.load(words + one * long + width // 4, mask=one < rows, other=0).to(tl.float32, bitcast=True)
-    byte = tl.load(packed + row * (4 * long) + column, mask=inside, other=0)
-    value = byte.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale[:, None]
-    tl.store(out + row * columns + column, value.to(out.dtype.element_ty), mask=inside)
-    if label_words:
-        k = tl.arange(0, label_block)[None, :]
-        told = tl.load(words + row * long + (long - label_words) + k, mask=(row < rows) & (k < label_words), other=0)
-        tl.store(labels + row * label + (label - label_words) + k, told, mask=(row < rows) & (k < label_words))
-
-
 def _sizes(width: int) -> tuple[int, int, int]:
     """Rows of a program, columns that it holds, and warps for it."""
     assert width <= WIDEST, f"a row of {width} elements is wider than {WIDEST}"
@@ -313,29 +273,3 @@ def swiglu_rows_backward(
         given = (g_RF, gate_up_RF, *others, out, scales, rows, width, *flags, tile_rows, block)
         _swiglu_rows_backward[triton.cdiv(rows, tile_rows),](*given, num_warps=warps, enable_fp_fusion=False)
     return out, scales
-
-
-def pack_rows(rows_RW: Tensor, packed: Tensor, label: int) -> None:
-    """Write rows, contiguous, as `runtime.fp8.pack_rows` describes them."""
-    grid, sizes, warps = _travelling(rows_RW, label)
-    tensors = (rows_RW, rows_RW.view(torch.int32), packed.view(torch.float8_e4m3fn), packed.view(torch.int32))
-    if len(rows_RW):
-        _pack_rows[grid](*tensors, *sizes, num_warps=warps, enable_fp_fusion=False)
-
-
-def open_rows(packed: Tensor, rows_RW: Tensor, label: int) -> None:
-    """The rows that were packed."""
-    grid, sizes, warps = _travelling(rows_RW, label)
-    tensors = (packed, packed.view(torch.int32), rows_RW, rows_RW.view(torch.int32))
-    if len(rows_RW):
-        _open_rows[grid](*tensors, *sizes, num_warps=warps, enable_fp_fusion=False)
-
-
-def _travelling(wide: Tensor, label: int) -> tuple[tuple[int], tuple[int, ...], int]:
-    """Programs, sizes and warps for rows with labels of so many bytes."""
-    rows, columns = wide.shape
-    width = columns - label // wide.itemsize
-    tile_rows, block, warps = _sizes(width)
-    words = columns * wide.itemsize // 4, label // 4
-    sizes = (rows, width, columns, *words, tile_rows, block, triton.next_power_of_2(max(label // 4, 1)))
-    return (triton.cdiv(rows, tile_rows),), sizes, warps

@@ -39,7 +39,7 @@ WORK = ("model", "mesh", "train.sequences", "precision.compute", "data.sequence_
 
 WAYS = (
     "plan.loss_pieces", "overlap.dp.strategy", "overlap.ep.copies", "overlap.ep.splits",
-    "overlap.ep.room", "overlap.tp", "precision.dispatch", "precision.gather", "precision.wire", "train.transport",
+    "overlap.ep.room", "overlap.tp", "precision.gather", "precision.wire", "train.transport",
     "network",
 )  # fmt: skip
 """Settings, or whole sections of them, that say how an op of a plan does what it has to."""
@@ -57,7 +57,7 @@ class Stored:
     overheads: Overheads
 
 
-BEFORE = {"plan.loss_pieces": 1, "precision.dispatch": "compute", "precision.gather": "bf16"}
+BEFORE = {"plan.loss_pieces": 1, "precision.gather": "bf16"}
 """Settings that the oldest traces do not have -> what their runs did."""
 
 

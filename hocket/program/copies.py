@@ -24,10 +24,6 @@ def label_bytes(top_k: int) -> int:
     return -(-8 * top_k // 64) * 64
 
 
-SCALE_BYTES = 16
-"""Behind each row that travels in fp8: its scale, fp32, padded so that rows stay aligned."""
-
-
 @dataclass(frozen=True, slots=True)
 class Copies:
     """What a token sends. Elements count numbers of the compute dtype."""

@@ -7,7 +7,6 @@ from dataclasses import replace
 from hocket.config import COPIED, Config, Purpose, Strategy
 from hocket.program.capacity import rows_allowed, rows_evenly
 from hocket.program.clock import at_clock
-from hocket.program.copies import SCALE_BYTES, copies_of
 from hocket.program.cost import CostTable, Measurement, OpCost, groups_of, op_costs
 from hocket.program.fp8_costs import Fp8
 from hocket.program.hardware import Hardware
@@ -97,8 +96,6 @@ def costs_of(config: Config, hardware: Hardware, measured: Measurement | None = 
         costs = with_muon(costs, config.model, layout, sharding_of(config), hardware, config.element_bytes)
     if config.mesh.replicas > 1:
         costs = _with_replicas(costs, config, hardware)
-    if config.precision.dispatch == "fp8":
-        costs = _with_fp8_rows(costs, config, hardware)
     if layout.placed:
         costs = _with_placed_rows(costs, config)
     if config.plan.pieces > 1:
@@ -128,29 +125,6 @@ def _with_replicas(costs: CostTable, config: Config, hardware: Hardware) -> Cost
             kept = costs.table["update", *key[1:]].output_bytes  # the rank's gradients of the unit
             seconds = link.seconds(2 * kept * (replicas - 1) / replicas)
             table[key] = replace(cost, seconds=cost.seconds + seconds / config.train.microbatches)
-    return replace(costs, table=table)
-
-
-def _with_fp8_rows(costs: CostTable, config: Config, hardware: Hardware) -> CostTable:
-    """The costs if rows travel to experts in fp8, cast before and opened behind, on the lane of the exchange.
-
-    Both read or write rows and bytes once; of a row's label, nothing is cast.
-    """
-    link, table = hardware.link("a2a"), dict(costs.table)
-    copies = copies_of(config.model, config.mesh.ep, layout_of(config).per_rank, config.element_bytes)
-    wide = config.model.hidden * config.element_bytes
-    label = copies.label * config.element_bytes
-    packed = config.model.hidden + SCALE_BYTES + label
-    for kind in layout_of(config).layer_types:
-        for part in kind.parts:
-            if part.way == "out":
-                cost = table["fwd", part.name, kind.name]
-                wire = round(cost.wire_bytes * packed / (wide + label))
-                local = cost.memory_bytes + round(2 * config.tokens * copies.count * (wide + label + packed))
-                seconds = link.seconds(wire) + local / hardware.memory_bandwidth + 2 * hardware.gap
-                for key in (("fwd", part.name, kind.name), ("recompute", part.name, kind.name)):
-                    if key in table:
-                        table[key] = replace(table[key], seconds=seconds, wire_bytes=wire, memory_bytes=local)
     return replace(costs, table=table)
 
 

@@ -44,7 +44,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hocket.kernels.usable import refuse_graph, usable
-from hocket.program.copies import SCALE_BYTES
 from hocket.runtime.destinations import Destination, Ordinary, Queued, queued
 from hocket.runtime.weights import Product, put, sum_of_products, weight_of, write_product
 
@@ -112,39 +111,6 @@ def cast_rows(
         into[0].copy_(made.values)
         into[1].copy_(made.scale)
     return made
-
-
-def pack_rows(rows_RW: Tensor, label: int = 0) -> Tensor:
-    """Rows as bytes, to travel: e4m3 [D], the row's scale (fp32, padded to `SCALE_BYTES`), and its last `label` bytes.
-
-    D is a multiple of 16.
-    """
-    rows_RW = rows_RW.contiguous()
-    width = rows_RW.shape[1] - label // rows_RW.itemsize
-    packed = rows_RW.new_empty(len(rows_RW), width + SCALE_BYTES + label, dtype=torch.uint8)
-    if usable(rows_RW):
-        from hocket.kernels import fp8
-
-        fp8.pack_rows(rows_RW, packed, label)
-        return packed
-    cast = cast_rows([rows_RW[:, :width]])
-    packed[:, :width], packed[:, width + 4 : width + SCALE_BYTES] = cast.values.view(torch.uint8), 0
-    packed[:, width : width + 4] = cast.scale.view(torch.uint8).view(-1, 4)
-    packed[:, width + SCALE_BYTES :] = rows_RW.view(torch.uint8)[:, width * rows_RW.itemsize :]
-    return packed
-
-
-def open_rows(packed: Tensor, rows_RW: Tensor, label: int = 0) -> None:
-    """Write rows that were packed; rounded no more, since scales are powers of two."""
-    if usable(rows_RW):
-        from hocket.kernels import fp8
-
-        fp8.open_rows(packed, rows_RW, label)
-        return
-    width = rows_RW.shape[1] - label // rows_RW.itemsize
-    scale = packed[:, width : width + 4].contiguous().view(torch.float32)
-    rows_RW[:, :width] = packed[:, :width].contiguous().view(E4M3).float() * scale
-    rows_RW.view(torch.uint8)[:, width * rows_RW.itemsize :] = packed[:, width + SCALE_BYTES :]
 
 
 def transposed(values: Tensor, factors_R: Tensor | None = None, limit: Tensor | None = None) -> Tensor:

@@ -25,7 +25,6 @@ EFFECTS: dict[tuple[str, Any], str] = {
     ("overlap.dp.update", "end"): "a step ends with its update, and the next one begins with gathers",
     ("precision.gather", "fp8"): "weights are cast once a step and travel in fp8: the same bits with half the bytes",
     ("precision.gather", "bf16"): "weights travel in bf16 and are cast where they arrive",
-    ("precision.dispatch", "fp8"): "tokens travel to experts in fp8, and what experts read is rounded to it",
     ("overlap.pp.defer_head", 0): "the head's weight gradient follows its input gradient",
     ("overlap.pp.defer_head", -1): "the head's weight gradients run at the end, while other ranks finish",
     ("overlap.dp.strategy", "no_shard"): "every rank keeps everything; gradients are summed once a step",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from hocket.config import Config
 from hocket.program.stages import gathered_units
-from hocket.settings.architecture_rules import has_experts
 from hocket.settings.rule import Rule
 from hocket.settings.schema import leaf
 
@@ -134,24 +133,6 @@ FP8_RULES: tuple[Rule, ...] = (
         "no effect: no weights are gathered",
         "mesh.dp = 2 or more, or leave precision.gather out",
         only_if_set=True,
-    ),
-    Rule(
-        ("precision.dispatch", "train.device"),
-        lambda c, h: c.precision.dispatch == "fp8" and c.train.device == "cuda" and (0, 0) < h.capability < FROM,
-        "{host.gpu} casts nothing to fp8, which begins at compute capability 8.9 (Ada, Hopper)",
-        "precision.dispatch = compute",
-    ),
-    Rule(
-        ("precision.dispatch", "mesh.ep"),
-        lambda c, h: c.precision.dispatch == "fp8" and (c.mesh.ep == 1 or not has_experts(c)),
-        "no effect: no token travels to experts on other ranks",
-        "mesh.ep = 2 or more in a model with experts, or precision.dispatch = compute",
-    ),
-    Rule(
-        ("model.hidden", "precision.dispatch"),
-        lambda c, h: c.precision.dispatch == "fp8" and c.model.hidden % UNIT > 0,
-        f"rows travel in fp8 in units of {UNIT} bytes",
-        f"make model.hidden a multiple of {UNIT}, or precision.dispatch = compute",
     ),
     Rule(
         ("model.expert_ffn", "precision.compute"),

@@ -87,12 +87,6 @@ TWO: dict[str, Config] = {
     "a layer at each end in bf16, weights gathered in fp8, copy_engine": changed(
         COPIED, {**GATHERED, "precision.fp8_ends": (1, 1)}
     ),
-    "tokens sent in fp8": changed(EXPERTS, {"precision.dispatch": "fp8"}),
-    "tokens sent in fp8, copy_engine": changed(COPIED, {"precision.dispatch": "fp8"}),
-    "tokens sent in fp8, one copy per rank": planned(
-        changed(EXPERTS, {"precision.dispatch": "fp8", "model.top_k": 4}), copies="per_rank"
-    ),
-    "tokens sent in fp8, counted by devices": planned(changed(EXPERTS, {"precision.dispatch": "fp8"}), splits="device"),
     "nccl": EXPERTS,
     "copy_engine": COPIED,
     "updates in the next step": planned(EXPERTS, update="next_step"),

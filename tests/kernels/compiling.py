@@ -197,10 +197,6 @@ def fp8() -> None:
         kernels.cast_rows([of(BF16, 7, width), of(BF16, 7, 16), of(BF16, 7, 16)], of(torch.float32, width + 32))
         kernels.transposed(values)
         kernels.transposed(values, scale, scale[0])
-        for label in (0, 64):
-            rows, packed = of(BF16, 7, width + label // 2), of(torch.uint8, 7, width + 16 + label)
-            kernels.pack_rows(rows, packed, label)
-            kernels.open_rows(packed, rows, label)
         kernels.swiglu_rows(of(BF16, 7, 2 * width))
         kernels.swiglu_rows_backward(of(BF16, 7, width), of(BF16, 7, 2 * width), of(torch.float32, 2 * width))
         wide, gates, weights = of(BF16, 7, width), of(BF16, 7, 2 * width), (of(torch.float32, 7), of(torch.float32, 7))

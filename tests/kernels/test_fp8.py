@@ -57,30 +57,6 @@ def test_scales_are_the_least_with_which_a_row_fits(largest: float) -> None:
     assert scale == 2.0**LEAST or x[0, 0].item() > 448 * scale / 2
 
 
-@given(
-    rows=st.integers(0, 7),
-    width=st.sampled_from([16, 48, 2048]),
-    label=st.sampled_from([0, 64, 128]),
-    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
-    size=st.sampled_from([1.0, 1e-8, 1e8]),
-)
-@settings(max_examples=30)
-def test_rows_that_travel(rows: int, width: int, label: int, dtype: torch.dtype, size: float) -> None:
-    """Kernels and formulas read what the other has written; a label is bits, also those of nan."""
-    x = numbers(rows, width + label // dtype.itemsize, size=size, dtype=dtype)
-    x.view(torch.uint8)[:, width * dtype.itemsize :] = torch.randint(256, (rows, label), dtype=torch.uint8)
-    packed, by_kernel = fp8.pack_rows(x, label), torch.zeros(rows, width + 16 + label, dtype=torch.uint8)
-    kernels.pack_rows(x, by_kernel, label)
-    cast, found, expected = fp8.cast_rows([x[:, :width]]), torch.empty_like(x), torch.empty_like(x)
-    fp8.open_rows(by_kernel, expected, label)
-    kernels.open_rows(packed, found, label)
-    for opened in (found, expected):
-        assert torch.equal(opened[:, :width].float(), cast.values.float() * cast.scale[:, None])
-        assert torch.equal(
-            opened.view(torch.uint8)[:, width * dtype.itemsize :], x.view(torch.uint8)[:, width * dtype.itemsize :]
-        )
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_not_finite_makes_all_that_reads_it_nan(bad: float) -> None:
     x, w = torch.randn(4, 32), torch.randn(16, 32)

@@ -129,22 +129,8 @@ def test_auto_gathers_in_fp8_where_that_is_shorter() -> None:
     )
 
 
-def test_tokens_that_travel_in_fp8_are_half_of_the_bytes_one_way() -> None:
-    """And casts take time: where rows are few, or links fast, they may take more than they save."""
-    moe = changed(recipe("qwen3_30b_a3b"), {"mesh.dp": 8, "mesh.ep": 8, "mesh.pp": 1, "precision.compute": "bf16"})
-    eight = changed(moe, {"precision.dispatch": "fp8"})
-    before, after = (costs_of(c, H200).table for c in (moe, eight))
-    hidden = moe.model.hidden
-    dispatch = "fwd", "dispatch", "moe"
-    assert after[dispatch].wire_bytes == round(before[dispatch].wire_bytes * (hidden + 16) / (2 * hidden))
-    assert 0.5 < float(after[dispatch].seconds) / float(before[dispatch].seconds) < 1
-    assert {key for key in before if before[key] != after[key]} == {dispatch}
-
-
 def test_an_explanation_says_what_fp8_would_save() -> None:
-    host = Host(gpus=8, gpu="NVIDIA H200", capability=(9, 0))
-    moe = changed(recipe("moe_8gpu"), {"train.microbatches": 4})
-    eight = changed(moe, {"precision.dispatch": "fp8"})
-    notes = [simulated(resolve(c, host))[0].note for c in (moe, eight)]
-    said = "precision.dispatch = fp8 makes exchanges of rows"
-    assert [said in note for note in notes] == [True, False]
+    host = Host(gpus=2, gpu="NVIDIA H200", capability=(9, 0))
+    dense = changed(recipe("llama3_8b"), {"mesh.dp": 2, "train.microbatches": 4})
+    notes = [simulated(resolve(changed(dense, {"precision.compute": way}), host))[0].note for way in ("bf16", "fp8")]
+    assert ["precision.compute = fp8 makes compute" in note for note in notes] == [True, False]

@@ -259,7 +259,7 @@ def test_how_long_an_adapter_is_busy_is_told_and_that_predictions_leave_out_who_
     assert f"a rank's adapter is busy for {duration(program.adapter)}" in step.note
     assert "longer than the step" not in step.note
     slow = {"network__bandwidth": "1MB/s", "network__ranks_per_host": 1}
-    shared = settled("qwen3_30b_a3b", mesh__pp=2, mesh__dp=8, precision__dispatch="fp8", **slow)
+    shared = settled("qwen3_30b_a3b", mesh__pp=2, mesh__dp=8, **slow)
     note = simulated(shared)[0].note
     assert "longer than the step: lanes share it" in note
     assert as_json(shared, hardware_of(shared))["network"] == note, "hocket plan says the same"

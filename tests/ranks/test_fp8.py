@@ -7,13 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from hocket.config import Config
-from hocket.engine import Engine
-from hocket.program.copies import SCALE_BYTES
 from hocket.settings.schema import changed
-from tests.helpers.parity import LR, assert_parity, batches_of, config, train
+from tests.helpers.parity import assert_parity, batches_of, config, train
 from tests.helpers.ranks import run_ranks
-from tests.reference import Batch, microbatch
 
 MIXED = dict(layers=4, dense_layers=(0, 2), shared_ffn=16, qk_norm=True)
 
@@ -38,16 +34,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any], dict[str,
     "gathered in fp8 once a step by three": (
         dict(MIXED, experts=3, hidden=48, heads=3, kv_heads=1, head_dim=16), dict(dp=3),
         dict(strategy="optim", defer_wgrad="on"), {"gather": "fp8"},
-    ),
-    "rows to experts in fp8": (
-        MIXED, dict(dp=2, ep=2), dict(merge="on", defer_wgrad="on"), {"compute": "bf16", "dispatch": "fp8"},
-    ),
-    "the same in a pipeline, with one row for each rank, in fp8": (
-        dict(layers=4, top_k=3), dict(pp=2, dp=2, ep=2),
-        dict(chunks=2, merge="on", copies="per_rank", recompute=("attn", "dispatch", "experts")), {"dispatch": "fp8"},
-    ),
-    "the same where no host counts rows": (
-        MIXED, dict(dp=2, ep=2), dict(merge="on", splits="device"), {"compute": "fp32", "dispatch": "fp8"},
     ),
     "some layers in bf16": (MIXED, dict(dp=2), dict(merge="on"), {"fp8_ends": (1, 1)}),
     "forward alone": (MIXED, dict(dp=2), dict(defer_wgrad="on"), {"fp8_products": ("forward",)}),
@@ -75,27 +61,3 @@ def test_gathers_in_fp8_move_half_of_the_bytes_and_keep_every_bit() -> None:
         assert less["gathers"] == stats["gathers"]
         assert less["gathered_bytes"] < 0.7 * stats["gathered_bytes"]
         assert less["weight_slot_bytes"] < 0.7 * stats["weight_slot_bytes"]
-
-
-def rows_sent(rank: int, c: Config, batches: list[list[list[Batch]]]) -> tuple[int, int]:
-    """Bytes that a rank sends to the experts of the other rank and back, and those of counts."""
-    engine = Engine(c, rank, torch.device("cpu"))
-    engine.init_weights()
-    group = engine.groups.a2a
-    group.forget_calls()
-    engine.train_step([microbatch(ranks[rank]) for ranks in batches[0]], LR)
-    counts = group.calls["all_counts"] * 2 * (c.model.experts // 2) * 8
-    sent = group.sent_bytes, counts
-    engine.close()
-    return sent
-
-
-def test_rows_in_fp8_are_half_of_the_bytes_to_experts() -> None:
-    """Of the four exchanges of a layer, one is in fp8: the layer has the same rows, whose routing comes first."""
-    c = config(dict(layers=1, hidden=64), dict(dp=2, ep=2), {}, 2, "bf16")
-    both = [changed(c, {"precision.dispatch": way}) for way in ("compute", "fp8")]
-    wide, eight = (run_ranks(rows_sent, 2, c, batches_of(c)) for c in both)
-    counts = sum(told for _, told in wide)
-    rows = (sum(sent for sent, _ in wide) - counts) // (4 * 2 * 64)
-    assert rows > 0
-    assert sum(sent for sent, _ in eight) - counts == rows * (3 * 2 * 64 + 64 + SCALE_BYTES)
