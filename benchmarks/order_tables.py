@@ -91,13 +91,13 @@ def orders(result: Result) -> str:
     """Measured and predicted steps, and what of them is no microbatch's."""
     lines, predicted = [], orders_predicted(result)
     for row in result["rows"]:
-        cells = [row["order"], str(row["in_flight"])]
+        cells = [row["order"], str(row["in_flight"]), f"{1e3 * row['seconds'][1]:,.1f} ms"]
         for few, many in (row["seconds"], predicted[row["order"]]):
             cells += [f"{1e3 * few:,.1f} ms", f"{(2 * few - many) / few:.1%}"]
         cells += [f"{row['seconds'][0] / row['signal_seconds'] - 1:+.1%}"] if "signal_seconds" in row else []
         lines.append(cells)
     count = result["microbatches"]
-    head = ["order", "chunks in flight", f"measured step of {count} microbatches", "of which bubble"]
+    head = ["order", "chunks in flight", f"measured step of {2 * count} microbatches", f"of {count}", "of which bubble"]
     head += ["predicted step", "of which bubble"]
     head += ["measured, over p2p transfers of an element"] if "signal_seconds" in result["rows"][0] else []
     return table(head, lines)
