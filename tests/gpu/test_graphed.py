@@ -283,6 +283,7 @@ def profiled(rank: int, folder: Path) -> tuple[list[str], bool]:
     return ways, all(map(torch.equal, expected[-len(found) :], found))
 
 
+@pytest.mark.alone  # compares times of kernels
 def test_a_recorded_window_of_replays_shows_replays(tmp_path: Path) -> None:
     """Kernels inside of a graph are there, and their communication is known for what it is."""
     for ways, same in run_ranks(profiled, WORLD, tmp_path, backend="nccl", timeout=150):

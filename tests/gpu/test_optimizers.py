@@ -112,8 +112,9 @@ def test_copy_engines_serve_muon(update: str) -> None:
     copies = changed(nccl, {"train.transport": "copy_engine"})
     found = [run_ranks(train, 2, config, (0, 1, 2), -1, backend="nccl", timeout=200) for config in (nccl, copies)]
     for mine, theirs in zip(*found, strict=True):
-        moved = [
-            (mine["state"][name] - value).norm() / value.norm().clamp(min=1e-6)
+        moved = {
+            name: float((mine["state"][name] - value).norm() / value.norm().clamp(min=1e-6))
             for name, value in theirs["state"].items()
-        ]
-        assert max(moved) < 0.05  # sums of two gradients round alike, but kernels may differ
+        }
+        # Sums of two gradients round alike, but kernels may differ.
+        assert not {name: far for name, far in moved.items() if far > 0.05}, sorted(moved.values())
