@@ -18,9 +18,9 @@ from hocket.planning import predict, program_of
 from hocket.program.hardware import H200
 from hocket.program.lower import build_program
 from hocket.program.ops import Layout, Op, Program
+from hocket.program.pipeline import TRANSFORMER, ZERO_BUBBLE
 from hocket.program.shard import Sharding
 from hocket.program.simulate import simulate
-from hocket.program.zero_bubble import TRANSFORMER, ZERO_BUBBLE
 from hocket.resolve import resolve
 from hocket.settings.families import llama3_8b
 from hocket.settings.rule import Host

@@ -44,8 +44,8 @@ from hocket.model.microbatch import Microbatch
 from hocket.planning import costs_as_json, predict, program_of
 from hocket.presets import PLAIN
 from hocket.program.cost import CostTable, Measurement
+from hocket.program.hardware import hardware_of
 from hocket.program.mesh import Mesh
-from hocket.program.network import hardware_of
 from hocket.program.stages import mesh_of
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve

@@ -4,7 +4,7 @@
 
 A microbatch has as many tokens as any other, and as little attention as its documents are short. Lengths are those of
 `benchmarks.context_balance`. Each step is simulated with the costs of its own microbatches: as they are read, and as
-`hocket/program/dealing.py` deals them out. Data-parallel ranks wait for each other in every microbatch, as they do
+`hocket/program/documents.py` deals them out. Data-parallel ranks wait for each other in every microbatch, as they do
 where weights are gathered for each use, so the one with the most attention counts. Needs no GPU.
 """
 
@@ -19,12 +19,11 @@ from benchmarks.context_balance import lengths_of as bounds_of
 from benchmarks.markdown import table
 from hocket.config import Config
 from hocket.planning import program_of, slowest_ranks
-from hocket.program.attending import Lengths, lengths_of
-from hocket.program.network import hardware_of
-from hocket.program.overheads import overheads_of
+from hocket.program.cost import overheads_of
+from hocket.program.documents import Lengths, lengths_of
+from hocket.program.hardware import hardware_of
 from hocket.program.simulate import simulate
-from hocket.program.stages import costs_of
-from hocket.program.varied import varied
+from hocket.program.stages import costs_of, varied
 from hocket.resolve import Settings, resolve
 from hocket.settings.families import llama3_8b
 from hocket.settings.rule import Host

@@ -15,8 +15,8 @@ from hocket.commands.options import parse
 from hocket.commands.plan import Plan, resolve_for_plan
 from hocket.planning import predict, program_of
 from hocket.presets import PLAIN
-from hocket.program.formulas import STOCK
-from hocket.program.network import hardware_of
+from hocket.program.hardware import hardware_of
+from hocket.program.part_sizes import STOCK
 from hocket.recipes import recipe
 from hocket.resolve import resolve
 from hocket.settings.rule import Host

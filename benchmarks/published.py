@@ -22,7 +22,7 @@ from hocket.config import Config, ModelConfig
 from hocket.machine import host_for_plan
 from hocket.planning import predict, program_of
 from hocket.program.cost import model_flops_per_token
-from hocket.program.network import hardware_of
+from hocket.program.hardware import hardware_of
 from hocket.resolve import resolve
 from hocket.settings.schema import changed
 

@@ -35,8 +35,8 @@ from hocket.config import (
     PlanConfig,
     Switch,
 )
+from hocket.program.hardware import hardware_of
 from hocket.program.lower import build_program
-from hocket.program.network import hardware_of
 from hocket.program.ops import Program
 from hocket.program.p2p import Parts
 from hocket.program.simulate import simulate

@@ -61,7 +61,7 @@ from hocket.commands.options import parse
 from hocket.commands.plan import Plan, resolve_for_plan, task_of
 from hocket.gpus import GPUS, peak_flops
 from hocket.planning import predict, program_of, report
-from hocket.program.network import hardware_of
+from hocket.program.hardware import hardware_of
 from hocket.program.ops import Program
 from hocket.program.simulate import Timeline
 from hocket.program.text import to_text

@@ -28,7 +28,7 @@ from hocket.model.source import whole_shapes
 from hocket.pretrained.configuration import config_of, family_for
 from hocket.pretrained.convert import rules_of, split, tensors_of
 from hocket.pretrained.tables import FAMILIES
-from hocket.program.dealing import as_read
+from hocket.program.documents import as_read
 from hocket.resolve import Settings, resolve
 from hocket.settings.rule import Host
 from hocket.train.data import Rows, make_streams

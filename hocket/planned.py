@@ -22,11 +22,10 @@ from hocket.environment import driver_names
 from hocket.machine import host_for_plan
 from hocket.planning import page_head, predict, program_of
 from hocket.problems import stop_if
-from hocket.program.attending import lengths_of
 from hocket.program.check import Violation
 from hocket.program.check import check as check_program
-from hocket.program.hardware import Hardware
-from hocket.program.network import hardware_of
+from hocket.program.documents import lengths_of
+from hocket.program.hardware import Hardware, hardware_of
 from hocket.program.ops import Program
 from hocket.program.simulate import Timeline
 from hocket.program.timeline import html_timeline, svg_timeline, text_timeline

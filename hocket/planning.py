@@ -9,22 +9,17 @@ from textwrap import wrap
 from typing import Any
 
 from hocket.config import Config
-from hocket.program.attending import Lengths, merged
-from hocket.program.cost import CostTable, Measurement
-from hocket.program.dealing import as_read, by_documents, deals, dealt, works_of
-from hocket.program.hardware import Hardware
+from hocket.program.cost import CostTable, Measurement, issued, overheads_of
+from hocket.program.documents import Lengths, as_read, by_documents, deals, dealt, merged, works_of
+from hocket.program.hardware import Hardware, adapter_times, crossing, hardware_of
 from hocket.program.lower import build_program
 from hocket.program.mesh import described
-from hocket.program.network import adapter_times, crossing, hardware_of
 from hocket.program.ops import Program
-from hocket.program.overheads import issued, overheads_of
 from hocket.program.part_sizes import attending
-from hocket.program.schedule import cost_key
-from hocket.program.simulate import Timeline, simulate
-from hocket.program.stages import carried_by, costs_of, layout_of, sharding_of
+from hocket.program.simulate import Timeline, cost_key, simulate
+from hocket.program.stages import carried_by, costs_of, layout_of, sharding_of, varied
 from hocket.program.text import to_text
 from hocket.program.timeline import summary, text_timeline
-from hocket.program.varied import varied
 from hocket.resolve import Settings
 from hocket.settings.arrivals import arrival_bytes
 from hocket.settings.hardware_choice import GPU

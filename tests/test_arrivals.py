@@ -13,7 +13,7 @@ from hocket.config import Config
 from hocket.engine.comm_options import comm_options
 from hocket.explain.build import explain
 from hocket.planning import predict, program_of, report
-from hocket.program.network import hardware_of
+from hocket.program.hardware import hardware_of
 from hocket.resolve import resolve
 from hocket.settings.arrivals import arrival_bytes, halves_bytes
 from hocket.settings.rule import Host

@@ -14,8 +14,7 @@ import pytest
 from benchmarks import calibration, prediction, tables
 from hocket.planning import predict, program_of
 from hocket.program.check import assert_valid
-from hocket.program.hardware import HARDWARE
-from hocket.program.network import hardware_of
+from hocket.program.hardware import HARDWARE, hardware_of
 from hocket.resolve import Settings, resolve
 from hocket.settings.rule import Host
 from hocket.settings.schema import changed

@@ -12,7 +12,7 @@ from benchmarks.context_balance import lengths_of
 from hocket.model.chunks import TOLERANCE, Chunks, imbalance_of, shares, work_of, zigzag
 from hocket.model.context import context_of
 from hocket.model.documents import attend, documents_of
-from hocket.program.attending import of_windows
+from hocket.program.documents import of_windows
 
 
 def counted(bounds: tuple[int, ...], chunks: tuple[range, ...], window: int = 0) -> int:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hocket.config import Config, DataConfig, MeshConfig, TrainConfig
 from hocket.kernels import IGNORED
 from hocket.model.documents import documents_of
-from hocket.program.dealing import as_read
+from hocket.program.documents import as_read
 from hocket.resolve import Settings, resolve
 from hocket.train import corpus as corpus_module
 from hocket.train import documents as documents_module

@@ -31,8 +31,8 @@ from hocket.explain.record import FILE, read, record
 from hocket.explain.text import to_text
 from hocket.machine import host_for_plan
 from hocket.planning import predict, program_of
+from hocket.program.hardware import hardware_of
 from hocket.program.mesh import P2P_SMS, PURPOSES, SMS, Mesh
-from hocket.program.network import hardware_of
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
 from hocket.settings.decision import Decision

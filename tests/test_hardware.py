@@ -16,9 +16,7 @@ from hocket.gpus import GPUS, GpuName, gpu_named, nearest, peak_flops
 from hocket.machine import host_for_plan
 from hocket.planning import predict, program_of, report
 from hocket.probing.request import Measured
-from hocket.program.hardware import H200, HARDWARE
-from hocket.program.measured_hardware import kept_file
-from hocket.program.network import hardware_of
+from hocket.program.hardware import H200, HARDWARE, hardware_of, kept_file
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
 from hocket.settings import layer_rules

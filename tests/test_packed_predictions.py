@@ -14,7 +14,7 @@ from hocket.commands.plan import with_documents
 from hocket.config import Config
 from hocket.explain.predicted import simulated
 from hocket.planning import as_json, documents_of, page_head, predict, program_of, report
-from hocket.program.attending import Lengths, lengths_of, merged
+from hocket.program.documents import Lengths, lengths_of, merged
 from hocket.program.hardware import H200
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve

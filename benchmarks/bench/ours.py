@@ -16,10 +16,9 @@ from hocket.config import Config
 from hocket.engine import Engine
 from hocket.engine.comm_options import comm_options
 from hocket.model.microbatch import Microbatch
-from hocket.program.capacity import lack
+from hocket.program.hardware import hardware_of
 from hocket.program.mesh import Mesh
-from hocket.program.network import hardware_of
-from hocket.program.stages import costs_of, layout_of, mesh_of
+from hocket.program.stages import costs_of, lack, layout_of, mesh_of
 from hocket.runtime.comm import Group, Groups, RowTable, TransportName, make_groups
 from hocket.runtime.pretended import Null
 from hocket.runtime.transports import Pending, Transport

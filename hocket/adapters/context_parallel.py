@@ -23,7 +23,7 @@ from hocket.adapters.shareable import unshareable, windows_of
 from hocket.model.chunks import Shares, shares
 from hocket.model.context import context_of
 from hocket.model.documents import documents_of
-from hocket.program.attending import of_windows
+from hocket.program.documents import of_windows
 from hocket.runtime.transports import gather_flat, sum_flat
 
 NAME = "hocket_context_parallel"

@@ -2,7 +2,7 @@
 
 Communication goes by the sizes of parameters and hidden states. Of a part that computes, torch counts the FLOPs of its
 forward, and what it saves for backward. Torch counts all pairs of a query and a key. Of these the causal ones count,
-and in layers with a window those within it, as in the cost model (`program/attending.py`). Experts of others do not
+and in layers with a window those within it, as in the cost model (`program/documents.py`). Experts of others do not
 apply the weights of choices, so what they make is saved too. The seconds of its ops are those that the cost model gives
 to a part of hocket's transformer with as many weights, times the ratio of the two counts of FLOPs.
 """
@@ -24,9 +24,9 @@ from hocket.adapters.cut import Cut
 from hocket.adapters.layer import ExpertLayer
 from hocket.adapters.shareable import LAYERS, windows_of
 from hocket.config import Config, ModelConfig
-from hocket.program.attending import keys
 from hocket.program.cost import CostTable
-from hocket.program.network import hardware_of
+from hocket.program.documents import keys
+from hocket.program.hardware import hardware_of
 from hocket.program.stages import costs_of
 from hocket.runtime.dtypes import DTYPES
 from hocket.tune.trials import Price

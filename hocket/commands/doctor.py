@@ -11,7 +11,7 @@ from hocket.doctor.look import look
 from hocket.doctor.measure import measure, report
 from hocket.doctor.report import to_json, to_text
 from hocket.environment import find_gpus
-from hocket.program.measured_hardware import kept_file
+from hocket.program.hardware import kept_file
 from hocket.variables import passed
 
 USAGE = """usage: hocket doctor [--quick] [--json]

@@ -20,8 +20,8 @@ from hocket.model.tokenizer import known_tokenizer
 from hocket.planned import check_patterns
 from hocket.program.check import assert_valid
 from hocket.program.cost import CostTable, Measurement
-from hocket.program.dealing import by_documents
-from hocket.program.network import hardware_of
+from hocket.program.documents import by_documents
+from hocket.program.hardware import hardware_of
 from hocket.program.stages import costs_of
 from hocket.program.timeline import html_timeline, svg_timeline
 from hocket.resolve import Settings, resolve

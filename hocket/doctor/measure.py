@@ -10,9 +10,8 @@ from hocket.environment import Gpus, torch_build
 from hocket.gpus import gpu_named, is_slice, nearest
 from hocket.probing.request import Measured, Request
 from hocket.probing.start import run
-from hocket.program.hardware import HARDWARE
-from hocket.program.measured_hardware import MeasuredHardware
-from hocket.program.schedule import Kind
+from hocket.program.hardware import HARDWARE, MeasuredHardware
+from hocket.program.simulate import Kind
 
 LIMIT = 300.0
 """Seconds in which it has ended: about 20 of load, and the start of the ranks."""

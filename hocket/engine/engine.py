@@ -34,9 +34,9 @@ from hocket.parallel.linears import Linears, SplitLinears, gathered_in_fp8, line
 from hocket.parallel.slices import whole_shape
 from hocket.parallel.tensor import Tensors, ways_of
 from hocket.program.check import assert_valid
+from hocket.program.hardware import hardware_of
 from hocket.program.linearize import linearize
 from hocket.program.lower import build_forward, build_program
-from hocket.program.network import hardware_of
 from hocket.program.ops import Layout, Op, Program
 from hocket.program.part_sizes import attending
 from hocket.program.shard import MATRIX_SLOTS

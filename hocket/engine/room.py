@@ -17,8 +17,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from hocket.config import Config
-from hocket.program.capacity import rows_allowed, rows_at_most, rows_evenly, rows_grown
-from hocket.program.stages import layout_of
+from hocket.program.stages import layout_of, rows_allowed, rows_at_most, rows_evenly, rows_grown
 from hocket.runtime.blocks import Room
 from hocket.runtime.comm import Groups
 

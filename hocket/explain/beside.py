@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 from hocket.explain.explanation import Predicted, Probed, Times
 from hocket.gpus import GPUS, gpu_named
 from hocket.probing.request import Measured, Product, Request
-from hocket.program.hardware import HARDWARE, LAPTOP, Hardware
-from hocket.program.network import on_one_host
+from hocket.program.hardware import HARDWARE, LAPTOP, Hardware, on_one_host
 from hocket.program.ops import Layout
 from hocket.program.part_sizes import into_heads
-from hocket.program.schedule import KINDS, CostKey, Kind
+from hocket.program.simulate import KINDS, CostKey, Kind
 from hocket.program.stages import costs_of, layout_of
 from hocket.resolve import Settings
 from hocket_trace.columns import duration, listed, several

@@ -9,8 +9,8 @@ from hocket.explain.explanation import Explanation
 from hocket.explain.overlaps import overlaps
 from hocket.explain.parts import groups, memory, optimizer, units
 from hocket.explain.predicted import simulated
+from hocket.program.hardware import hosts_of
 from hocket.program.mesh import described
-from hocket.program.network import hosts_of
 from hocket.resolve import Settings
 from hocket.settings.origins import command_words
 from hocket.settings.schema import changed, digest

@@ -10,8 +10,8 @@ from hocket.config import Purpose
 from hocket.explain.explanation import GroupRow, MemoryRow, OptimizerRow, UnitRow
 from hocket.explain.predicted import Step
 from hocket.program.cost import unit_weights, units_of
+from hocket.program.hardware import hardware_of
 from hocket.program.mesh import P2P, PURPOSES, most_sms, mover_of
-from hocket.program.network import hardware_of
 from hocket.program.ops import UNITS
 from hocket.program.shard import ALIGN
 from hocket.program.stages import layout_of, mesh_of, sharding_of

@@ -15,10 +15,9 @@ from hocket.explain.explanation import Predicted, Times
 from hocket.gpus import GPUS
 from hocket.planning import adapter_seconds, network, predict, program_of, rates, told_documents
 from hocket.program.cost import CostTable
-from hocket.program.hardware import Hardware
-from hocket.program.network import hardware_of
+from hocket.program.hardware import Hardware, hardware_of
 from hocket.program.ops import Program
-from hocket.program.schedule import kind_of
+from hocket.program.simulate import kind_of
 from hocket.program.stages import costs_of
 from hocket.resolve import Settings
 from hocket.settings.fp8_rules import FP8_RULES, FROM

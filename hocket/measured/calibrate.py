@@ -16,7 +16,7 @@ over a whole step, not for every op: with uneven routing the slower rank changes
 other compute lets such differences even out. The profiler itself slows the host down, so its times are upper bounds.
 
 While the kinds S of communication run, compute gets on at 1 / (1 + sum of their factors), as in the simulator
-(`program/schedule.py`). The factors are those of the model of hardware with which the run was predicted.
+(`program/simulate.py`). The factors are those of the model of hardware with which the run was predicted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hocket.measured.planops import PlanOps, all_plan_ops
 from hocket.measured.stored import stored_in
 from hocket.program.cost import Measurement
 from hocket.program.ops import Layout
-from hocket.program.schedule import KINDS, CostKey, Kind, Overheads, Time, cost_key, stops_host
+from hocket.program.simulate import KINDS, CostKey, Kind, Overheads, Time, cost_key, stops_host
 from hocket_trace.columns import several
 from hocket_trace.data import Floats, RankTrace
 from hocket_trace.intervals import union

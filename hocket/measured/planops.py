@@ -16,7 +16,7 @@ import numpy as np
 
 from hocket.measured.stored import ops_by_name, pipeline_rank
 from hocket.program.ops import Layout, Op, Program
-from hocket.program.schedule import stops_host
+from hocket.program.simulate import stops_host
 from hocket_trace.data import COMMUNICATION, Floats, Ints, RankTrace
 from hocket_trace.exposure import last_starts, waits
 from hocket_trace.intervals import covered

@@ -25,8 +25,7 @@ from hocket.measured.planops import PlanOps, all_plan_ops
 from hocket.measured.stored import pipeline_rank, stored_in
 from hocket.program.cost import Measurement
 from hocket.program.ops import Program
-from hocket.program.schedule import CostKey, cost_key
-from hocket.program.simulate import Timeline, simulate
+from hocket.program.simulate import CostKey, Timeline, cost_key, simulate
 from hocket_trace.compare import middle_steps
 from hocket_trace.data import COMMUNICATION, Floats, OpPrediction, Prediction, RankTrace, Report, StepReport, Tax
 from hocket_trace.exposure import exposed, last_starts, waits

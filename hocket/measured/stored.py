@@ -20,12 +20,10 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, cast
 
 from hocket.config import Config
-from hocket.program.cost import CostTable, OpCost
-from hocket.program.hardware import KIND_OF_GROUPS
-from hocket.program.network import hardware_of
+from hocket.program.cost import CostTable, OpCost, overheads_of
+from hocket.program.hardware import KIND_OF_GROUPS, hardware_of
 from hocket.program.ops import COMPUTING, Op, Program
-from hocket.program.overheads import overheads_of
-from hocket.program.schedule import CostKey, Kind, Overheads, cost_key
+from hocket.program.simulate import CostKey, Kind, Overheads, cost_key
 from hocket.program.stages import carried_by, costs_of
 from hocket.program.text import from_json, to_json
 from hocket.settings.schema import changed, flat, leaf, types

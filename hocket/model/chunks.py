@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from hocket.program.attending import FULL, Attending
+from hocket.program.documents import FULL, Attending
 
 MOST_CHUNKS = 128
 """Of one rank, before neighbours are joined."""

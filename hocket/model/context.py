@@ -23,7 +23,7 @@ from torch import Tensor
 from hocket.model.chunks import Chunks, imbalance_of, shares, zigzag
 from hocket.model.documents import Documents, whole_sequences
 from hocket.model.microbatch import Microbatch
-from hocket.program.attending import FULL, Attending
+from hocket.program.documents import FULL, Attending
 from hocket.runtime.segment import lend
 
 

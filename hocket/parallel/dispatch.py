@@ -47,7 +47,7 @@ from hocket.parallel.per_rank import open_rows, opened_rows, pack, read_labels
 from hocket.parallel.placed import PlacedSplits
 from hocket.parallel.routing import CountExchange, Routing, inverse_of
 from hocket.parallel.rows import gather, spread, spread_weights, total, total_of
-from hocket.program.copies import label_bytes
+from hocket.program.part_sizes import label_bytes
 from hocket.runtime.blocks import HostBlocks, host_blocks
 from hocket.runtime.segment import lend
 from hocket.runtime.transports import Pending, RowTable

@@ -38,7 +38,7 @@ from torch.autograd.function import once_differentiable
 
 from hocket.kernels.usable import usable
 from hocket.parallel.rows import spread_into, total_of
-from hocket.program.copies import label_bytes
+from hocket.program.part_sizes import label_bytes
 
 
 @dataclass(frozen=True, eq=False)

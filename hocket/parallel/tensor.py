@@ -42,8 +42,7 @@ from torch import Tensor
 
 from hocket.config import Config
 from hocket.config.overlap import DIRECTIONS, ROLES, Method
-from hocket.program.tensor_times import LIKE, pieces
-from hocket.program.tensor_ways import splits_of
+from hocket.program.tensor_costs import LIKE, pieces, splits_of
 from hocket.runtime.comm import Group
 from hocket.runtime.destinations import Destination, Ordinary, Queued, keep
 from hocket.runtime.lanes import SideStream

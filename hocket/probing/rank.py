@@ -15,7 +15,7 @@ import torch
 from hocket.probing.rates import rates
 from hocket.probing.request import Measured, Product, Request
 from hocket.program.mesh import Mesh
-from hocket.program.schedule import Kind
+from hocket.program.simulate import Kind
 from hocket.runtime.comm import CommOptions, Groups, RowTable, make_groups
 from hocket.runtime.dtypes import DTYPES
 from hocket.runtime.lanes import drain

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from hocket.program.schedule import Kind
+from hocket.program.simulate import Kind
 
 Product = tuple[int, int, int]
 """Sizes of a matrix product: [m, k] times [k, n]."""

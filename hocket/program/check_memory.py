@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 from hocket.program.facts import Facts, Violation, has_place
-from hocket.program.values import first_reader, memory_of
+from hocket.program.ops import TIED, WHOLE_MATRICES
+from hocket.program.transformer import EMBED
+from hocket.program.values import UnitName, first_reader, memory_of, unit_moved, unit_read, unit_written
 
 
 def values_live(facts: Facts) -> Iterator[Violation]:
@@ -155,3 +159,296 @@ def receives_paced(facts: Facts) -> Iterator[Violation]:
                 p = (read or late)[0]
                 yield facts.fail(11, f"{facts.show(i)} may be posted before {facts.show(p)} has a reader", i, p)
             waiting[op.part] = [*late, i][-2:]
+
+
+# ---------------------------------------------------------------------------------------------------------- check slots
+#
+# Invariants about slots: weights (7, 12), gradients (5, 7, 9, 12) and the host's memory (7, 12).
+#
+# All walk a rank's list in host order, which is also the order in which an executor hands out slots, and ask of
+# every step whether happens-before bears it out.
+
+
+@dataclass(slots=True)
+class _Claim:
+    """A unit in its weight slot: the gather that brought it, and who has read it since."""
+
+    gather: int
+    readers: list[int] = field(default_factory=list)
+
+
+class _WeightSlots:
+    """Follows every unit from gather to release."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+        self.resident: dict[UnitName, _Claim] = {}
+        self.tenant: dict[tuple[str, int], int] = {}  # slot -> its latest gather, until it is released
+        self.released: dict[tuple, int] = {}  # slot, and unit -> its latest release
+        self.turns: dict[UnitName, int] = {}  # unit -> how often it was gathered
+
+    def gather(self, i: int) -> Iterator[Violation]:
+        facts, op = self.facts, self.facts.ops[i]
+        unit, slot = unit_moved(op), (op.part, op.slot)
+        count = facts.program.weight_slots.get(op.part, 0)
+        if not 0 <= op.slot < count:
+            yield facts.fail(7, f"{facts.show(i)}: {op.part} has {count} weight slots", i)
+        if op.microbatch != self.turns.get(unit, 0):
+            yield facts.fail(7, f"{facts.show(i)} is the unit's gather number {self.turns.get(unit, 0)}", i)
+        self.turns[unit] = op.microbatch + 1
+        if unit in self.resident:
+            p = self.resident[unit].gather
+            yield facts.fail(7, f"{facts.show(i)} gathers what {facts.show(p)} already holds", i, p)
+        elif slot in self.tenant:
+            p = self.tenant[slot]
+            yield facts.fail(7, f"{facts.show(i)} overwrites {facts.show(p)}, not released yet", i, p)
+        for p in {self.released[place] for place in (slot, unit) if place in self.released}:
+            if not facts.before(p, i):
+                yield facts.fail(7, f"{facts.show(i)} may run before {facts.show(p)}", i, p)
+        self.resident[unit] = _Claim(i)
+        self.tenant[slot] = i
+
+    def release(self, i: int) -> Iterator[Violation]:
+        facts, op = self.facts, self.facts.ops[i]
+        unit, slot = unit_moved(op), (op.part, op.slot)
+        claim = self.resident.pop(unit, None)
+        gathered = None if claim is None else facts.ops[claim.gather]
+        if claim is None or gathered is None or (gathered.slot, gathered.microbatch) != (op.slot, op.microbatch):
+            yield facts.fail(7, f"{facts.show(i)} releases what was not gathered so", i)
+            return
+        self.tenant.pop(slot, None)
+        self.released[slot] = self.released[unit] = i
+        for p in claim.readers:
+            if not facts.before(p, i):
+                yield facts.fail(7, f"{facts.show(i)} may run before {facts.show(p)}, which reads the weights", i, p)
+
+    def read(self, i: int, unit: UnitName) -> Iterator[Violation]:
+        facts = self.facts
+        claim = self.resident.get(unit)
+        if claim is None:
+            yield facts.fail(7, f"{facts.show(i)} reads weights that are not gathered", i)
+            return
+        claim.readers.append(i)
+        if not facts.before(claim.gather, i):
+            yield facts.fail(7, f"{facts.show(i)} may run before {facts.show(claim.gather)}", i, claim.gather)
+
+    def finish(self) -> Iterator[Violation]:
+        for claim in self.resident.values():
+            yield self.facts.fail(12, f"{self.facts.show(claim.gather)} is never released", claim.gather)
+
+
+def weights_resident(facts: Facts) -> Iterator[Violation]:
+    """Invariant 7 for weights: readers come after the gather and before the release, the next gather after it.
+
+    Also invariant 12: every slot is released.
+    """
+    slots = _WeightSlots(facts)
+    for i, op in enumerate(facts.ops):
+        if not has_place(op, facts.layout):
+            continue
+        if op.verb == "gather":
+            yield from slots.gather(i)
+        elif op.verb == "release":
+            yield from slots.release(i)
+        elif (unit := unit_read(op, facts.layout)) is not None and unit[0] in facts.program.weight_slots:
+            yield from slots.read(i, unit)
+    yield from slots.finish()
+
+
+@dataclass(slots=True)
+class _Gradient:
+    """A gradient slot in use: whose gradient it is, and which ops have written to it."""
+
+    owner: tuple[UnitName, int]
+    writers: list[int] = field(default_factory=list)
+
+
+class _GradientSlots:
+    """Follows every gradient from its first write to its reduce, by way of its unit's sum where there is an add."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+        self.used: dict[tuple[str, int], _Gradient] = {}
+        self.slot_of: dict[tuple[UnitName, int], int] = {}
+        self.read_slot: dict[tuple[str, int], int] = {}  # slot -> its latest add or reduce
+        self.read: dict[tuple[UnitName, int], int] = {}  # likewise, of a unit's microbatch
+        self.latest: dict[UnitName, int] = {}  # likewise, of a unit
+        self.parts: dict[tuple[UnitName, str], int] = {}  # a part of a unit -> the latest op that wrote its gradient
+        self.sums: dict[UnitName, int] = {}  # unit -> its latest add, until its reduce
+        self.ended: dict[UnitName, int] = {}  # unit -> the reduce that took its sum in
+
+    def write(self, i: int, unit: UnitName) -> Iterator[Violation]:
+        facts, op = self.facts, self.facts.ops[i]
+        owner, slot, part = (unit, op.microbatch), (unit[0], op.slot), (unit, op.part)
+        earlier = self.parts.get(part)
+        if earlier is not None and facts.ops[earlier].microbatch >= op.microbatch:  # products may add them up
+            yield facts.fail(9, f"{facts.show(i)} comes after {facts.show(earlier)}: not ascending", i, earlier)
+        self.parts[part] = i
+        count = facts.program.grad_slots.get(unit[0], 0)
+        if not 0 <= op.slot < count:
+            yield facts.fail(7, f"{facts.show(i)}: {unit[0]} has {count} gradient slots", i)
+        if owner in self.read:
+            p = self.read[owner]
+            yield facts.fail(5, f"{facts.show(i)} comes after {facts.show(p)}, which needs it", i, p)
+        if self.slot_of.setdefault(owner, op.slot) != op.slot:
+            yield facts.fail(
+                7, f"{facts.show(i)} writes a gradient whose other parts are in slot {self.slot_of[owner]}", i
+            )
+        gradient = self.used.get(slot)
+        if gradient is not None and gradient.owner != owner:
+            p = gradient.writers[-1]
+            yield facts.fail(7, f"{facts.show(i)} overwrites {facts.show(p)}, not reduced yet", i, p)
+            gradient = None
+        if slot in self.read_slot and not facts.before(self.read_slot[slot], i):
+            p = self.read_slot[slot]
+            yield facts.fail(7, f"{facts.show(i)} may overwrite its slot before {facts.show(p)} has read it", i, p)
+        if gradient is None:
+            gradient = self.used[slot] = _Gradient(owner)
+        gradient.writers.append(i)
+
+    def add(self, i: int) -> Iterator[Violation]:
+        yield from self._read(i)
+        self.sums[unit_moved(self.facts.ops[i])] = i
+
+    def reduce(self, i: int) -> Iterator[Violation]:
+        yield from self._read(i)
+        unit = unit_moved(self.facts.ops[i])
+        if unit in self.sums:  # that it comes behind the latest add, `_read` has asked; each add comes behind the last
+            self.ended[unit] = i
+            del self.sums[unit]
+
+    def _read(self, i: int) -> Iterator[Violation]:
+        """What an add and a reduce ask of the slot that they read."""
+        facts, op = self.facts, self.facts.ops[i]
+        unit = unit_moved(op)
+        slot = (op.part, op.slot)
+        gradient = self.used.get(slot)
+        if gradient is None or gradient.owner != (unit, op.microbatch):
+            yield facts.fail(5, f"{facts.show(i)} finds no gradient of its own in its slot", i)
+        else:
+            del self.used[slot]
+            for p in gradient.writers:
+                if not facts.before(p, i):
+                    yield facts.fail(5, f"{facts.show(i)} may run before {facts.show(p)}", i, p)
+        if unit in self.latest:
+            p = self.latest[unit]
+            if facts.ops[p].microbatch >= op.microbatch or not facts.before(p, i):
+                yield facts.fail(9, f"{facts.show(i)} adds to the gradient after {facts.show(p)}: not ascending", i, p)
+        if unit in self.ended:
+            p = self.ended[unit]
+            yield facts.fail(5, f"{facts.show(i)} comes after {facts.show(p)}, which ended the unit's sum", i, p)
+        self.latest[unit] = self.read[unit, op.microbatch] = self.read_slot[slot] = i
+
+    def send(self, i: int) -> Iterator[Violation]:
+        """What a rank sends of a tied embedding is the sum of all microbatches."""
+        facts = self.facts
+        for p in (p for p, op in enumerate(facts.ops) if op.verb == "reduce" and op.part == EMBED.unit):
+            if not facts.before(p, i):
+                yield facts.fail(5, f"{facts.show(i)} may run before {facts.show(p)}", i, p)
+
+    def finish(self) -> Iterator[Violation]:
+        for gradient in self.used.values():
+            p = gradient.writers[-1]
+            yield self.facts.fail(12, f"the gradient of {self.facts.show(p)} is never reduced", p)
+        for p in self.sums.values():
+            yield self.facts.fail(12, f"what {self.facts.show(p)} added up is never reduced", p)
+
+
+def gradients_kept(facts: Facts) -> Iterator[Violation]:
+    """Invariants 5, 7, 9 and 12 for gradients: written, reduced once complete, in ascending microbatch order."""
+    slots = _GradientSlots(facts)
+    for i, op in enumerate(facts.ops):
+        if not has_place(op, facts.layout):
+            continue
+        if op.verb == "add":
+            yield from slots.add(i)
+        elif op.verb == "reduce":
+            yield from slots.reduce(i)
+        elif op.verb == "send" and op.part == TIED:
+            yield from slots.send(i)
+        elif (unit := unit_written(op, facts.layout)) is not None:
+            yield from slots.write(i, unit)
+    yield from slots.finish()
+
+
+def updates_first(facts: Facts) -> Iterator[Violation]:
+    """Invariants 4 and 7: where a step updates weights, it does so of all units, before these are read or gathered.
+
+    And before new gradients are written where the old ones rest.
+    """
+    layout = facts.layout
+    updates = {unit_moved(op): i for i, op in enumerate(facts.ops) if op.verb == "update" and has_place(op, layout)}
+    for i in updates.values():
+        if facts.ops[i].microbatch >= 0:
+            yield facts.fail(4, f"{facts.show(i)} is of one microbatch, but an update is of a whole step", i)
+    missing = set[UnitName]()
+    for i, op in enumerate(facts.ops if updates else ()):
+        if not has_place(op, layout):
+            continue
+        unit = unit_moved(op) if op.verb == "gather" else unit_read(op, layout) or unit_written(op, layout)
+        if unit is None or unit in missing:
+            continue
+        if unit not in updates:
+            missing.add(unit)
+            yield facts.fail(4, f"{facts.show(i)} needs a unit that is never updated, as others are", i)
+        elif not facts.before(updates[unit], i):
+            yield facts.fail(7, f"{facts.show(i)} may run before {facts.show(updates[unit])}", i, updates[unit])
+
+
+def matrices_whole(facts: Facts) -> Iterator[Violation]:
+    """Invariants 4, 5 and 7 for Muon: a unit's matrices are collected, made orthogonal, scattered, and then moved.
+
+    All units of a class are, or none; and a slot is filled again when those who read it have.
+    """
+    ops = [i for i, op in enumerate(facts.ops) if has_place(op, facts.layout)]
+    found = {(verb, unit_moved(facts.ops[i])): i for i in ops if (verb := facts.ops[i].verb) in _OF_MATRICES}
+    classes = {unit[0] for verb, unit in found if verb != "update"}
+    collected: dict[tuple[str, int], UnitName] = {}
+    for unit in dict.fromkeys(unit for _, unit in found if unit[0] in classes):
+        places = [found.get((verb, unit)) for verb in _OF_MATRICES]
+        if None in places:
+            missing = _OF_MATRICES[places.index(None)]
+            i = next(place for place in places if place is not None)
+            yield facts.fail(4, f"{facts.show(i)} is of a unit without {missing}", i)
+            continue
+        mine = [place for place in places if place is not None]
+        slot = (unit[0], facts.ops[mine[0]].slot)
+        if not facts.before(mine[-2], mine[-1]):  # that the others are in order is shown with backwards
+            yield facts.fail(5, f"{facts.show(mine[-1])} may run before {facts.show(mine[-2])}", mine[-1], mine[-2])
+        for p, i in pairwise(mine):
+            if facts.ops[i].slot != slot[1] or slot[1] < 0:
+                yield facts.fail(7, f"{facts.show(i)} has another slot than {facts.show(p)}, or none", i, p)
+        if (former := collected.get(slot)) is not None:
+            for writer, reader in (("collect", "scatter"), ("scatter", "update")):
+                p, i = found[reader, former], found[writer, unit]
+                if not facts.before(p, i):
+                    yield facts.fail(7, f"{facts.show(i)} may overwrite what {facts.show(p)} reads", i, p)
+        collected[slot] = unit
+
+
+_OF_MATRICES = (*WHOLE_MATRICES, "update")
+
+
+def host_slots_kept(facts: Facts) -> Iterator[Violation]:
+    """Invariants 7 and 12 for the host's memory: what an offload leaves in a slot stays until its reload has read."""
+    there: dict[tuple[str, int], int] = {}  # slot -> the offload that was the last to write it, until its reload
+    read: dict[tuple[str, int], int] = {}  # slot -> its latest reload
+    for i, op in enumerate(facts.ops):
+        slot = (op.part, op.slot)
+        if op.verb == "offload":
+            if op.slot < 0:
+                yield facts.fail(7, f"{facts.show(i)} has no slot", i)
+            elif slot in there:
+                p = there[slot]
+                yield facts.fail(7, f"{facts.show(i)} overwrites what {facts.show(p)} has left, not read yet", i, p)
+            elif slot in read and not facts.before(read[slot], i):
+                p = read[slot]
+                yield facts.fail(7, f"{facts.show(i)} may overwrite its slot before {facts.show(p)} has read it", i, p)
+            there[slot] = i
+        elif op.verb == "reload":
+            p = there.pop(slot, None)
+            if p is None or facts.ops[p].key[1:] != op.key[1:]:
+                yield facts.fail(7, f"{facts.show(i)} finds nothing of its own in its slot", i)
+            read[slot] = i
+    for p in there.values():
+        yield facts.fail(12, f"what {facts.show(p)} has left is never read", p)

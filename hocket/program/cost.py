@@ -5,7 +5,7 @@ n ranks of a group. "Elements" count numbers, whatever their dtype; bytes are el
 
     time of a compute op    matmul FLOPs / rate + attention FLOPs / rate + bytes of kernels between / their bandwidth
                             + 2/3 of what matmuls read and write / the same + what starts and ends kernels
-    rate                    of the full clock, at the clock that power allows (`clock.py`)
+    rate                    of the full clock, at the clock that power allows (`clock_of` in `hardware.py`)
     matmul FLOPs            2 T P in fwd, in bwd and in wgrad each
     attention core          2 T S w in fwd (causal, so half of the square; w = heads * head_dim), 5/2 of that in bwd
     time of a transfer      latency + wire bytes / bandwidth
@@ -21,20 +21,16 @@ bytes are the `busbw` factors of nccl-tests. Elementwise bytes count one read or
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from hocket.config import ModelConfig, Purpose
-from hocket.program.clock import Work, at_clock, clock_of
-from hocket.program.copies import copies_of
-from hocket.program.formulas import STOCK, PartSize
-from hocket.program.fp8_costs import DRAWN, Fp8
-from hocket.program.hardware import Hardware
+from hocket.config import COPIED, Config, ModelConfig, Purpose
+from hocket.program.hardware import KIND_OF_GROUPS, Hardware, Work, at_clock, clock_of
 from hocket.program.ops import TIED, Layout, Op, Program
-from hocket.program.part_sizes import Shapes
+from hocket.program.part_sizes import DRAWN, ISSUED, STOCK, Fp8, PartSize, Shapes, copies_of, orthogonal_flops
 from hocket.program.parts import END_UNITS, Part, Unit
-from hocket.program.schedule import CostKey, Overheads, Time, cost_key
-from hocket.program.shard import Sharding
+from hocket.program.shard import MATRIX_SLOTS, Sharding
+from hocket.program.simulate import UPDATES, CostKey, Kind, Overheads, Time, cost_key
 from hocket.program.transformer import EMBED, HEAD, standard_types
 from hocket.program.values import lent_to
 
@@ -443,3 +439,131 @@ def units_of(layout: Layout, rank: int) -> list[tuple[Unit, str]]:
         if layout.is_last(rank, chunk) and not (layout.tied and ("embed", "") in units):
             units.append(("embed" if layout.tied else "head", ""))
     return units
+
+
+# ------------------------------------------------------------------------------------------------------------ overheads
+#
+# What slows a step down beyond the costs of its ops, as far as the kind of hardware says it: contention and the host.
+#
+# Contention. NCCL's kernels hold processors, copy engines hold none; both move bytes through memory and links, which
+# takes of the bandwidth and of the power that compute has. So do updates beside forwards. The host. It issues a step op
+# by op, if the step is not replayed as a graph, and waits for the counts of rows that it has to know. Traces of a run
+# measure the same (`measured/calibrate.py`); Note: [What the simulator believes] in `simulate.py` says what the
+# simulator makes of it.
+
+
+_PURPOSES: tuple[Purpose, ...] = ("gather_dense", "reduce_dense", "a2a", "pp_fwd")
+"""One group of each kind of communication that runs beside compute."""
+
+
+def overheads_of(
+    config: Config, hardware: Hardware, ops: Iterable[CostKey], measured: Measurement | None = None
+) -> Overheads:
+    """The overheads of a step of these ops, as it was measured if it was.
+
+    In a replay no op waits for the host, so only contention is left. (Recorded steps were issued op by op.) With the
+    null transport nothing is moved beside compute.
+    """
+    if measured is not None:
+        return Overheads(measured.overheads.contention) if config.plan.graphs == "on" else measured.overheads
+    issue = dict.fromkeys(ops, seconds) if (seconds := issued(config, hardware)) and config.plan.graphs != "on" else {}
+    return Overheads(_contention(config, hardware), issue, hardware.counts if issue else None)
+
+
+def issued(config: Config, hardware: Hardware) -> float:
+    """Seconds in which the host issues one op."""
+    return hardware.issue * (ISSUED if config.precision.compute == "fp8" else 1)
+
+
+def _contention(config: Config, hardware: Hardware) -> Mapping[Kind, float]:
+    factors: dict[Kind, float] = {
+        KIND_OF_GROUPS[purpose]: hardware.beside_copies if _copied(config, purpose) else hardware.beside_kernels
+        for purpose in (_PURPOSES if config.train.transport != "null" else ())
+    }
+    if config.overlap.dp.update == "next_step":
+        factors[UPDATES] = hardware.beside_updates
+    return {kind: factor for kind, factor in factors.items() if factor}
+
+
+def _copied(config: Config, purpose: Purpose) -> bool:
+    """Whether copy engines move the bytes of these groups. Rows that devices place are stored by kernels."""
+    stored = purpose == "a2a" and config.overlap.ep.splits == "device"
+    return purpose in COPIED.get(config.train.transport, ()) and not stored
+
+
+# ----------------------------------------------------------------------------------------------------------- muon costs
+#
+# What Muon's updates cost: averages, iterations, and the exchanges around them, in the place of AdamW's.
+#
+# A unit's matrices are shared out over the ranks of its group, each as much as the others, and what is sent is bf16. An
+# average reads gradient and average and writes the average and what is sent: 14 bytes an element. The update reads the
+# result and the weight and writes the weight: 12. Of AdamW's two averages one is left.
+
+
+def with_muon(
+    costs: CostTable, model: ModelConfig, layout: Layout, sharding: Sharding, hardware: Hardware, dtype_bytes: int
+) -> CostTable:
+    """The costs of a step whose layers Muon updates. The step op has all of it, if no update is left to the next."""
+    table, state = dict(costs.table), list(costs.state_bytes)
+    longest: Time = 0.0
+    for rank in range(layout.pp):
+        slots: dict[Unit, int] = {}
+        longer: Time = 0.0
+        for (unit, kind), count in Counter(units_of(layout, rank)).items():
+            if not kind:
+                continue
+            weights = unit_weights(model, layout, unit, kind)
+            ranks = sharding.size(unit) if sharding.gathers(unit) else 1
+            shard = -(-weights // ranks)
+            adamw = costs.table["update", unit, kind]
+            cast = (4 + dtype_bytes) * shard if ranks == 1 and dtype_bytes != 4 else 0
+            made = _of_unit((unit, kind), (weights, ranks), cast, _flops(model, layout, unit, kind), hardware)
+            made["update", unit, kind] = replace(made["update", unit, kind], output_bytes=adamw.output_bytes)
+            table |= made
+            longer += count * (sum(cost.seconds for cost in made.values()) - adamw.seconds)
+            state[rank] -= count * shard * sharding.averages_bytes
+            held = MATRIX_SLOTS if sharding.collects(unit) else 1
+            slots[unit] = max(slots.get(unit, 0), held * (2 * weights + 4 * shard))
+        state[rank] += sum(slots.values())
+        longest = max(longest, longer)
+    step = table["step", "all", ""]
+    table["step", "all", ""] = replace(step, seconds=step.seconds + longest)
+    return replace(costs, table=table, state_bytes=tuple(state))
+
+
+def _of_unit(
+    named: tuple[Unit, str], sizes: tuple[int, int], cast: int, flops: float, hardware: Hardware
+) -> dict[CostKey, OpCost]:
+    """The ops of a unit, by its class and kind, its weights and the ranks that share them, and the FLOPs of all."""
+    (unit, kind), (weights, ranks) = named, sizes
+    shard = -(-weights // ranks)
+
+    def local(nbytes: int, flops: float = 0.0) -> OpCost:
+        seconds = nbytes / hardware.memory_bandwidth + flops / hardware.gemm_flops + hardware.gap
+        return OpCost(seconds, flops, memory_bytes=nbytes)
+
+    def exchange(nbytes: int) -> OpCost:
+        wire = 2 * shard * (ranks - 1)
+        seconds = hardware.link(groups_of(unit)[1]).seconds(wire) + nbytes / hardware.memory_bandwidth
+        return OpCost(seconds, 0.0, wire, nbytes)
+
+    average, iterate, move = 14 * shard, 10 * weights, 12 * shard + cast
+    if ranks == 1:
+        return {("update", unit, kind): local(average + iterate + move, flops)}
+    return {
+        ("collect", unit, kind): exchange(average),
+        ("orthogonalise", unit, kind): local(iterate, flops / ranks),
+        ("scatter", unit, kind): exchange(2 * weights + 4 * shard),
+        ("update", unit, kind): local(move),
+    }
+
+
+def _flops(model: ModelConfig, layout: Layout, unit: Unit, kind: str) -> float:
+    """Of the iterations of all matrices of a unit; those of attention are taken as square."""
+    shapes = Shapes(model, 1, layout.ep, copies_of(model, layout.ep, False, 1), STOCK)
+    widths = {"experts": model.expert_ffn, "mlp": model.ffn}
+    return sum(
+        orthogonal_flops(size_of(part, shapes).weights, model.hidden, widths.get(part.name, model.hidden))
+        for part in layout.by_kind[kind].parts
+        if layout.unit(part.name) == unit
+    )

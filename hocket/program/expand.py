@@ -5,9 +5,8 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Literal
 
-from hocket.program.layer import Token
+from hocket.program.layer import Token, early_ops, is_early, op_of, ops_of
 from hocket.program.ops import Key, Lane, Layout, Op
-from hocket.program.pairs import early_ops, is_early, op_of, ops_of
 from hocket.program.pipeline import Item, Step
 from hocket.program.transformer import EMBED, HEAD
 from hocket.program.values import reads

@@ -5,7 +5,7 @@ Op a happens before op b of the same rank if a chain of lane order and dependenc
 may also lead over other ranks (a send, its receive, ... , a receive here), but nothing that protects memory
 should lean on it: the checker demands a chain within the rank. So it may refuse a program that would have
 run; it never accepts one because of what another rank is believed to do. Deadlock is the one question that
-needs all ranks at once (`check_order.py`).
+needs all ranks at once (`check.py`).
 
 Note: [A clock per op]
 For every op we keep, per lane, the position of the latest op of that lane that happens before it, itself

@@ -1,14 +1,25 @@
-"""What ops are priced for: the rates that one rank reaches, and the links between ranks of one host."""
+"""What ops are priced for: the rates that one rank reaches, as measured or as its power allows, and the links of a
+group, on one host or between hosts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args
 
-from hocket.config import Purpose
+from hocket.config import Config, MeshConfig, Purpose
+from hocket.files import json_in
 from hocket.gpus import GPUS, GpuName
-from hocket.program.formulas import FUSED, STOCK, Formulas
-from hocket.program.schedule import Kind
+from hocket.program.mesh import PURPOSES, sums
+from hocket.program.part_sizes import FUSED, STOCK, Formulas
+from hocket.program.simulate import KINDS, Kind
+from hocket.sizes import parse_rate, parse_time
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +51,7 @@ class Hardware:
     kernel_bandwidth: float
     """The same by kernels between matmuls."""
     links: Mapping[Kind | Purpose, Link]
-    """Of every kind of communication, and of groups for a purpose that have another one: see `network.py`."""
+    """Of every kind of communication, and of groups for a purpose that have another one: see `on_hosts`."""
     gap: float
     """Seconds of every compute op in which its kernels start and end."""
     routing: float = 0.0
@@ -168,7 +179,7 @@ The H200 and the laptop were measured. All other GPUs are the H200 with figures 
     copies all else              as on the H200: latencies, gaps, the host's time, contention
 
 Kernels, attention and libraries of other architectures reach other shares, so these are guesses until somebody
-measures: `hocket doctor --measure` (`measured_hardware.py`)."""
+measures: `hocket doctor --measure` (`MeasuredHardware`)."""
 
 
 def scaled(name: GpuName) -> Hardware:
@@ -209,3 +220,291 @@ HARDWARE: Mapping[str, Hardware] = {
     "laptop": LAPTOP,
 }
 """What plans and predictions can be for, by the values of `hardware.gpu`."""
+
+
+# ---------------------------------------------------------------------------------------------------------------- clock
+#
+# How fast a GPU's clock runs while it computes a step: as fast as its power allows.
+#
+# Note: [Power sets the clock]
+# Matmuls and attention keep to the clock, kernels between them to the memory. A rank that draws as much power as it may
+# runs at a lower clock than the full one. Drawn power grows with the voltage's square, the voltage with the clock, and
+# what is drawn beside that is mostly what is computed: so at the limit
+#
+#     (FLOP/s of matmuls + 0.8 FLOP/s of attention) * clock^2 = a constant of the kind of GPU
+#
+# On an H200 at 700 W that was 1.15 to 1.52e33 for the bounds of `hocket bench` that kept to that limit, of dense models
+# at 1.50 GHz as of MoEs at 1.78 GHz (clock and power stand in benchmarks/results). A step with less to multiply runs
+# its matmuls at a higher clock. Attention draws less for a FLOP: sequences of 131,072 tokens, most of whose FLOPs are
+# attention's, ran at 1.73 GHz. What communication draws is in its contention (`overheads_of` in `cost.py`).
+#
+# A GPU takes far longer than an op to change its clock. So one clock holds for a whole step, that of all ops of a
+# microbatch one after the other; bubbles, in which a GPU cools, are left out.
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What compute does: seconds at the full clock that keep to the clock, and others; FLOPs."""
+
+    clocked: float
+    others: float
+    flops: float
+    """Of matmuls in bf16 that draw as much power."""
+
+
+def clock_of(hardware: Hardware, works: Iterable[Work]) -> float:
+    """The clock in Hz at which a rank does such works in turns, to within 1e-6."""
+    parts = list(works)
+    clocked, others, flops = (sum(part) for part in zip(*((w.clocked, w.others, w.flops) for w in parts), strict=True))
+    low, high = 0.0, hardware.clock
+    if flops * high**2 <= hardware.power * (clocked + others):
+        return high
+    while high - low > 1e-6 * high:
+        middle = (low + high) / 2
+        too_fast = flops * middle**2 > hardware.power * (clocked * hardware.clock / middle + others)
+        low, high = (low, middle) if too_fast else (middle, high)
+    return low
+
+
+def at_clock(hardware: Hardware, clock: float) -> Hardware:
+    """The hardware with the rates of that clock. Its prices then are those of a GPU that knows no limit."""
+    share = clock / hardware.clock
+    return replace(
+        hardware,
+        gemm_flops=share * hardware.gemm_flops,
+        attention_fwd_flops=share * hardware.attention_fwd_flops,
+        attention_bwd_flops=share * hardware.attention_bwd_flops,
+        clock=0.0,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- measured hardware
+#
+# Rates that were measured on a host's own GPUs and kept in a file: what takes the place of the table's.
+
+
+VERSION = 1
+"""Of the file."""
+RATES = ("gemm_flops", "attention_fwd_flops", "attention_bwd_flops", "memory_bandwidth", "kernel_bandwidth")
+"""Fields of `Hardware` that are measured. At the clock that a long load leaves, so no limit of power is asked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredHardware:
+    """What `hocket doctor --measure` found, of one rank and between the ranks of one host."""
+
+    device: str
+    """The GPU's name in the driver's words."""
+    gpu: GpuName
+    """The table's GPU whose other figures are kept."""
+    gpus: int
+    """On which links were measured."""
+    date: str
+    versions: Mapping[str, str]
+    rates: Mapping[str, float]
+    """Per second, by the name of the field of `Hardware`."""
+    links: Mapping[str, tuple[float, float]]
+    """Kind of communication -> seconds of latency, bytes per second."""
+
+    def to_json(self) -> str:
+        return json.dumps({"version": VERSION, **asdict(self)}, indent=1)
+
+    def applied(self, source: str) -> Hardware:
+        """The table's GPU with these rates and links. `source` is the file."""
+        base = HARDWARE[self.gpu]
+        links = {kind: Link(*self.links[kind]) if kind in self.links else link for kind, link in base.links.items()}
+        origin = f"measured on {self.device}, {self.date} ({source}); latencies of kernels and the host as on an H200"
+        rates: dict[str, Any] = dict(self.rates)
+        if "gemm_flops" in rates:
+            rates |= {"clock": 0.0, "power": 0.0, "wave_flops": base.wave_flops * rates["gemm_flops"] / base.gemm_flops}
+        return replace(base, origin=origin, links=links, **rates)
+
+
+@cache
+def read_measured(path: str) -> MeasuredHardware:
+    """What a file says. Raises ValueError if it cannot be read or is no such file."""
+    try:
+        return _parsed(path)
+    except ValueError as error:
+        fix = "a file of hocket doctor --measure, or off"
+        raise ValueError(f"hardware.measured = {path}: {error}; fix: {fix}") from None
+
+
+def _parsed(path: str) -> MeasuredHardware:
+    """The same. Raises ValueError with the reason."""
+    try:
+        fields = json_in(path)
+    except OSError as error:
+        raise ValueError(f"it cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise ValueError("it is no JSON") from None
+    if not isinstance(fields, dict) or fields.pop("version", None) != VERSION:
+        raise ValueError(f"it is not of version {VERSION} of what hocket doctor --measure writes")
+    try:
+        found = MeasuredHardware(**fields)
+        links = {str(kind): (float(latency), float(rate)) for kind, (latency, rate) in found.links.items()}
+        rates = {str(name): float(rate) for name, rate in found.rates.items()}
+    except (TypeError, ValueError, AttributeError):
+        raise ValueError("it lacks what hocket doctor --measure writes") from None
+    wrong = [name for name in rates if name not in RATES] + [kind for kind in links if kind not in KINDS]
+    if wrong or found.gpu not in get_args(GpuName):
+        raise ValueError(f"it names {(wrong or [found.gpu])[0]}, which this hocket does not know")
+    if any(rate <= 0 for rate in rates.values()) or any(low < 0 or rate <= 0 for low, rate in links.values()):
+        raise ValueError("it has a rate that is not above 0")
+    return replace(found, rates=rates, links=links)
+
+
+def kept_file(device: str) -> Path:
+    """Where the rates of a GPU are kept, by its name in the driver's words."""
+    name = "".join(letter if letter.isalnum() else "-" for letter in device.lower())
+    return Path.home() / ".cache" / "hocket" / f"hardware-{name}.json"
+
+
+# -------------------------------------------------------------------------------------------------------------- network
+#
+# What groups can use whose ranks are on several hosts: where ranks are, and links that go through adapters.
+#
+# Note: [Links between hosts]
+# Each rank has an adapter of its own, which sends and receives `network.bandwidth` at a time; hosts are joined by a
+# network that holds nobody up. A group has n ranks on h hosts, r of them on the host that has the fewest. With a link
+# of one host of bandwidth B and an adapter of bandwidth A, the links of groups that are on several hosts are
+#
+#     gathers, reduces, tokens    bandwidth min(B, r A)                   h - 1 crossings, n - (ranks of a host) steps
+#     all-to-all                  bandwidth min(B, A (n-1) / (n-r))       h - 1 crossings
+#     sum over replicas           bandwidth min(B, r A)                   h - 1 crossings, n - (ranks of a host) steps
+#     pipeline p2p transfer                bandwidth min(B, A)                     1 crossing
+#     sum of one number           bandwidth min(B, r A)                   2 log2(h) crossings
+#
+# NCCL gathers and reduces in rings that pass each host once, and each ring leaves a host through another adapter. So
+# the (n - 1) / n of all bytes that every rank gets, the factor of `busbw` in nccl-tests, come to a host through the
+# adapters of all the group's ranks there together. In an all-to-all nothing is passed on: what n - r of n - 1 peers
+# send has to come in through a rank's own adapter. (NCCL's authors expect no more of it than one adapter carries:
+# nccl-tests, issue 267 on GitHub.)
+#
+# A crossing takes `network.latency` longer than a step inside of a host, and a ring of more ranks than a host has takes
+# more steps. Both are NCCL's own model of a ring in its protocol for large messages (src/graph/tuning.cc): 3.4 us for a
+# step on NVLink, some 10 us more for one through the network; small sums go up a tree of hosts and down. NVLink SHARP
+# and trees for large sums are left out, and so is that groups of one rank on different lanes share its adapter: how
+# long it is busy in all is told beside a prediction (`adapter_times`).
+#
+# Of all groups for a purpose the one that is spread widest is what is priced, for all ranks: none is quicker than that.
+
+
+BANDWIDTH, LATENCY = "48GB/s", "10us"
+"""What is taken for granted of a network that nobody has described: one adapter of 400 Gb/s for each GPU, as DGX H100
+and H200 have them (NVIDIA's user guide), of which NCCL should reach 46 to 49 GB/s (nccl-tests, issues 267 and 290 on
+GitHub); and see Note: [Links between hosts]."""
+STEP = 3.4e-6
+"""Seconds of one more step of a ring inside of a host."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How the groups for a purpose lie on hosts, of the group that is spread widest."""
+
+    ranks: int
+    hosts: int
+    """On which the group has ranks."""
+    fewest: int
+    """Its ranks on the host that has the fewest of them."""
+
+
+@cache
+def spread_of(mesh: MeshConfig, purpose: Purpose, ranks_per_host: int) -> Spread:
+    """How the groups for a purpose lie on hosts with neighbouring ranks."""
+    members, starts = mesh.grid(purpose)
+    if mesh.world <= ranks_per_host:
+        size = math.prod(count for count, _ in members)
+        return Spread(size, 1, size)
+    begins = {0}  # groups that begin at the same place of a host lie on hosts in the same way
+    for count, stride in starts:
+        ahead = {i * stride % ranks_per_host for i in range(min(count, ranks_per_host))}
+        begins = {(begin + more) % ranks_per_host for begin in begins for more in ahead}
+    ranks = sums(members)
+    found = [Counter((begin + rank) // ranks_per_host for rank in ranks) for begin in begins]
+    return Spread(len(ranks), max(map(len, found)), min(min(hosts.values()) for hosts in found))
+
+
+def hosts_of(c: Config) -> int:
+    """On how many hosts the ranks are; one while that is open."""
+    each = c.network.ranks_per_host
+    return 1 if each == "auto" else max(1, c.mesh.world // each)
+
+
+def crossing(c: Config) -> Mapping[Purpose, Spread]:
+    """The purposes of groups that have ranks on several hosts."""
+    each = c.network.ranks_per_host
+    if each == "auto" or hosts_of(c) == 1:
+        return {}
+    spreads = ((purpose, spread_of(c.mesh, purpose, each)) for purpose in PURPOSES)
+    return {purpose: spread for purpose, spread in spreads if spread.hosts > 1}
+
+
+def on_hosts(hardware: Hardware, c: Config) -> Hardware:
+    """The hardware with the links of groups that have ranks on several hosts. See Note: [Links between hosts]."""
+    wide = crossing(c)
+    if not wide:
+        return hardware
+    links = {purpose: _link(c, purpose, hardware.link(purpose), spread) for purpose, spread in wide.items()}
+    copies = _link(c, "pp_fwd", hardware.copies, wide["tp"]) if "tp" in wide else hardware.copies
+    return replace(hardware, links={**hardware.links, **links}, copies=copies)
+
+
+def hardware_of(config: Config) -> Hardware:
+    """The hardware to predict for, with the links between its hosts."""
+    hardware = on_one_host(config)
+    if _is_exchange(config, "cp"):
+        hardware = replace(hardware, links={"cp": hardware.link("a2a"), **hardware.links})
+    return on_hosts(hardware, config)
+
+
+def _is_exchange(c: Config, purpose: Purpose) -> bool:
+    """Whether each rank of a group has something else for each of the others."""
+    return purpose == "a2a" or (purpose == "cp" and c.overlap.cp.method == "heads")
+
+
+def on_one_host(config: Config) -> Hardware:
+    """The same with the links of one host. While `hardware.gpu` is open it is what fits the dtype of the run."""
+    name, measured = config.hardware.gpu, config.hardware.measured
+    if measured not in ("auto", "off"):
+        return read_measured(measured).applied(measured)
+    if name == "auto":
+        name = "laptop" if config.precision.compute == "fp32" else "h200"
+    return HARDWARE[name]
+
+
+def _link(c: Config, purpose: Purpose, link: Link, spread: Spread) -> Link:
+    adapter, late = _described(c)
+    each = c.network.ranks_per_host
+    assert each != "auto"
+    crossings, steps = spread.hosts - 1, max(0, spread.ranks - each)
+    if _is_exchange(c, purpose):
+        steps = 0
+    elif purpose in ("pp_fwd", "pp_bwd"):
+        crossings, steps = 1, 0
+    elif purpose == "control":
+        crossings, steps = 2 * math.ceil(math.log2(spread.hosts)), 0
+    bandwidth = min(link.bandwidth, _adapters(c, purpose, spread) * adapter)
+    return Link(link.latency + crossings * late + steps * STEP, bandwidth)
+
+
+def _adapters(c: Config, purpose: Purpose, spread: Spread) -> float:
+    """How many adapters together bring what one rank gets."""
+    if _is_exchange(c, purpose):
+        return (spread.ranks - 1) / (spread.ranks - spread.fewest)
+    return 1.0 if purpose in ("pp_fwd", "pp_bwd") else float(spread.fewest)
+
+
+def adapter_times(c: Config) -> Mapping[Purpose, float]:
+    """Seconds in which a rank's own adapter is busy for each byte that the rank gets, by purpose; empty on one host."""
+    adapter, _ = _described(c)
+    return {purpose: 1 / (_adapters(c, purpose, spread) * adapter) for purpose, spread in crossing(c).items()}
+
+
+def _described(c: Config) -> tuple[float, float]:
+    """Bandwidth and latency of an adapter, as given or taken for granted."""
+    bandwidth, latency = c.network.bandwidth, c.network.latency
+    return (
+        parse_rate(BANDWIDTH if bandwidth == "auto" else bandwidth),
+        parse_time(LATENCY if latency == "auto" else latency),
+    )

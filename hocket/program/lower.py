@@ -25,15 +25,23 @@ from itertools import pairwise
 from hocket.config import Config
 from hocket.program.connect import connect, free, latest_per_lane
 from hocket.program.expand import StepOps, compute_awaits, defer_head, defer_past_send, expand, insert_p2p
-from hocket.program.layer import alone_order, at_once, merged_order, pairs_problem, without_wgrads
-from hocket.program.merged_v import merged_v
+from hocket.program.layer import alone_order, at_once, expand_pair, merged_order, pairs_problem, without_wgrads
 from hocket.program.offload import offload
 from hocket.program.ops import TIED, Key, Layout, Op, Program
-from hocket.program.pairs import expand_pair
-from hocket.program.pipeline import Order, Step, forward_only, in_flight, one_f_one_b, sequential
+from hocket.program.pipeline import (
+    ZERO_BUBBLE,
+    Order,
+    Step,
+    forward_only,
+    in_flight,
+    merged_v,
+    one_f_one_b,
+    sequential,
+    zb_h1,
+    zb_v,
+)
 from hocket.program.shard import Sharding, shard
 from hocket.program.transformer import HEAD
-from hocket.program.zero_bubble import ZERO_BUBBLE, zb_h1, zb_v
 from hocket_trace.without_collector import without_collector
 
 

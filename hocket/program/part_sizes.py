@@ -1,18 +1,145 @@
-"""Sizes of the parts of hocket's own layers, per token: see `formulas.PartSize`.
+"""Sizes of the parts of hocket's own layers, per token: weights, FLOPs, and what they move and keep.
 
-Letters: D hidden, K top_k, E experts, S tokens of a sequence, R rows.
+Operations beside matmuls are torch's own (`STOCK`), or one kernel each (`FUSED`). "Elements" count numbers, whatever
+their dtype. Backward moves twice as many as forward. Letters: D hidden, K top_k, E experts, S tokens of a sequence, R
+rows.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from hocket.config import ModelConfig
-from hocket.program.attending import Attending, Lengths, of_windows, slower
-from hocket.program.attending import keys as keys_met
-from hocket.program.copies import Copies
-from hocket.program.formulas import FUSED, Formulas, PartSize, plus
+from hocket.program.documents import Attending, Lengths, of_windows, slower
+from hocket.program.documents import keys as keys_met
+
+
+@dataclass(frozen=True, slots=True)
+class PartSize:
+    """One part of one layer, or embed or head. All but `weights` are elements (or FLOPs) per token."""
+
+    gemm: int = 0
+    """Weights of ordinary matmuls that a token meets."""
+    grouped: int = 0
+    """Weights of its experts that a token meets."""
+    weights: int = 0
+    """Weights of the part on one expert-parallel rank."""
+    rows: int = 0
+    """Elements that its matmuls read and write beside weights, in each direction."""
+    casts: int = 0
+    """Elements of their inputs that a cast reads, if they run in fp8, forward; about as many backward."""
+    core: int = 0
+    """FLOPs of the attention core, forward."""
+    masked: int = 0
+    """FLOPs that the core does and then masks, forward: blocks on the diagonal are computed whole."""
+    traffic: int = 0
+    """Elements read and written outside matmuls, forward."""
+    back: int = 0
+    """Those backward, beyond twice as many."""
+    routes: int = 0
+    """How often experts are chosen, in each direction."""
+    output: int = 0
+    """Elements of the value that fwd produces."""
+    grad: int = 0
+    """Elements of the value that bwd produces."""
+    saved: int = 0
+    """Elements that fwd keeps for bwd, its input included."""
+    lent: int = 0
+    """Of these, elements of what is gathered for the part: what is gathered again need not be kept."""
+    handed: int = 0
+    """Elements of its value that something saved keeps anyway; the value alone does if the part is recomputed."""
+    kept: int = 0
+    """Elements that bwd keeps for wgrad: inputs of matmuls and gradients of their outputs."""
+
+
+_NAMES = tuple(field.name for field in fields(PartSize))
+
+
+def plus(*sizes: PartSize) -> PartSize:
+    return PartSize(*(sum(getattr(size, name) for size in sizes) for name in _NAMES))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Formulas:
+    """Elements that each formula moves forward, and keeps for its backward, for every element of its width."""
+
+    norm_traffic: int
+    norm_saved: int
+    """Its input, and everything up to the scaled one that a matmul reads."""
+    norm_kept: int
+    swiglu_traffic: int
+    """For every element of the inner width."""
+    swiglu_saved: int
+    weighted_saved: int
+    """More of these, where each row has a weight."""
+    rotary_traffic: int
+    """For every element of queries and keys."""
+    rotary_with_norm: bool
+    """Whether the norm of each head is made on the way, from which one more tensor is saved."""
+    loss_traffic: int
+    """For every word."""
+    loss_saved: int
+
+    def norm(self, width: int) -> PartSize:
+        """RMSNorm and its scale."""
+        kept = self.norm_kept * width
+        return PartSize(weights=width, traffic=self.norm_traffic * width, saved=self.norm_saved * width, kept=kept)
+
+    def swiglu(self, width: int, inner: int) -> PartSize:
+        """Values of a gated MLP but for its input, which a norm keeps.
+
+        wgrad needs gradients of gate and up, and the product with the gradient of what is made of it.
+        """
+        return PartSize(traffic=self.swiglu_traffic * inner, saved=self.swiglu_saved * inner, kept=3 * inner + width)
+
+    def positions(self, width: int, normed: bool) -> PartSize:
+        """Rotary positions of queries and keys, `width` elements together, and the norm of each head before them.
+
+        All heads share one scale, whose few weights are left out.
+        """
+        rotary = PartSize(traffic=self.rotary_traffic * width)
+        if not normed:
+            return rotary
+        if self.rotary_with_norm:
+            return plus(rotary, PartSize(saved=width))
+        norm = self.norm(width)
+        return plus(rotary, PartSize(traffic=norm.traffic, saved=norm.saved, kept=norm.kept))
+
+    def loss(self, words: int) -> PartSize:
+        """Cross-entropy of logits. Their gradient is what wgrad reads."""
+        return PartSize(traffic=self.loss_traffic * words, saved=self.loss_saved * words, kept=words)
+
+
+STOCK = Formulas(
+    norm_traffic=4, norm_saved=3, norm_kept=3, swiglu_traffic=5, swiglu_saved=4, weighted_saved=1,
+    rotary_traffic=12, rotary_with_norm=False, loss_traffic=8, loss_saved=2,
+)  # fmt: skip
+"""torch's operations: norms keep input, normed and scaled; SwiGLU keeps gate, up, silu(gate) and product; rotary
+positions and the loss are computed in fp32."""
+FUSED = Formulas(
+    norm_traffic=2, norm_saved=2, norm_kept=1, swiglu_traffic=3, swiglu_saved=3, weighted_saved=0,
+    rotary_traffic=2, rotary_with_norm=True, loss_traffic=1, loss_saved=1,
+)  # fmt: skip
+"""One kernel each (`hocket/kernels/`): what is read and written once. The loss leaves its gradient in the logits."""
+
+
+def orthogonal_flops(elements: int, rows: int, columns: int) -> float:
+    """FLOPs of Muon's iteration of matrices of [rows, columns] that have so many elements together.
+
+    Each of five rounds multiplies a matrix of [a, b], a <= b, by itself, the square by itself, and that by the matrix:
+    `4 a a b + 2 a a a` (Jordan et al. 2024).
+    """
+    a, b = sorted((rows, columns))
+    return 5 * elements * (4 * a + 2 * a * a / b)
+
+
+# ----------------------------------------------------------------------------------------------------------- part sizes
+#
+# The parts themselves.
+
 
 _BLOCK = 512
 """Keys beyond the diagonal that attention computes for a query, on average, and does not use: an estimate from how its
@@ -375,3 +502,126 @@ def unpermute(s: Shapes) -> PartSize:
 def _rows(count: float, width: int, copies: Copies) -> int:
     """Elements of labelled rows."""
     return round(count * (width + copies.label))
+
+
+# --------------------------------------------------------------------------------------------------------------- copies
+#
+# How many rows a token sends to experts on other ranks: one per expert, or one per rank that has some of them.
+
+
+def ranks_per_token(model: ModelConfig, ep: int) -> float:
+    """Ranks that have some of a token's experts, on average, where all sets of `top_k` experts are equally likely.
+
+    A rank has none of them in C(E - E / ep, K) of C(E, K) cases.
+    """
+    e, k = model.experts, model.top_k
+    return ep * (1 - math.comb(e - e // ep, k) / math.comb(e, k))
+
+
+def label_bytes(top_k: int) -> int:
+    """Bytes that a row sent once per rank has behind its hidden state (`parallel/per_rank.py`): a place, int32, and a
+    weight, fp32, for each choice, padded so that rows stay aligned.
+    """
+    return -(-8 * top_k // 64) * 64
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """What a token sends. Elements count numbers of the compute dtype."""
+
+    count: float
+    """Rows per token, on average."""
+    room: int
+    """Rows per token that the tensor of sent rows has, as many as there can be."""
+    label: int = 0
+    """Elements of a row's label."""
+    per_rank: bool = False
+    """Weights travel in labels, and rows are weighted and summed before they return."""
+
+
+def copies_of(model: ModelConfig, ep: int, per_rank: bool, dtype_bytes: int) -> Copies:
+    """What a token sends, one way or the other."""
+    if not per_rank or ep == 1:
+        return Copies(model.top_k, model.top_k)
+    label = label_bytes(model.top_k) // dtype_bytes
+    return Copies(ranks_per_token(model, ep), min(model.top_k, ep), label, True)
+
+
+def elements_sent(model: ModelConfig, copies: Copies) -> float:
+    """Elements that a token sends to experts and gets back, whether to another rank or not."""
+    return copies.count * (2 * model.hidden + copies.label)
+
+
+# ------------------------------------------------------------------------------------------------------------ fp8 costs
+#
+# What products in fp8 cost, beside what they would cost in bf16.
+#
+# A product in fp8 is faster, and its operands are half as large. Casts read and write more: the input of a product when
+# it runs forward, its output's gradient before backward, transposed copies of both before the weight gradient, and each
+# gathered copy of a weight. SwiGLU writes fp8 itself. Experts' weight gradients stay bf16 (`runtime/fp8_experts.py`).
+#
+# Rates are ratios to bf16 on an H200 (benchmarks/results/fp8_products.json): of Llama-3 8B's products at 8,192 tokens
+# 1.86 to 1.91 forward and backward and 1.74 to 1.87 for weight gradients; of grouped ones 1.32 to 1.72. What layers are
+# predicted to gain stands beside what they gained in tests/plan/test_fp8_costs.py.
+
+
+PRODUCTS = {"fwd": "forward", "recompute": "forward", "bwd": "dgrad", "wgrad": "wgrad"}
+"""Verb -> the product that it computes, as `precision.fp8_products` names it."""
+RATES = {"forward": 1.88, "dgrad": 1.88, "wgrad": 1.78}
+GROUPED = {"forward": 1.6, "dgrad": 1.6, "wgrad": 1.0}
+"""How much faster a product is than in bf16: of linear layers, and of experts."""
+ISSUED = 4 / 3
+"""How much longer the host issues an op, for the kernels of casts: a traced step of six layers of Qwen3-30B-A3B has
+2,636 kernels in fp8 and 1,976 in bf16."""
+DRAWN = 0.5
+"""Power that a product's FLOP draws, of what one in bf16 does: about, as half of the bits are multiplied."""
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """Which products run in fp8."""
+
+    products: tuple[str, ...]
+    """Some of forward, dgrad and wgrad."""
+    ends: tuple[int, int] = (0, 0)
+    """The first and the last layers without."""
+    casts: float = 2.0
+    """How often a microbatch has to cast a weight: at each of its two gathers, or its share of once a step."""
+    gathered: tuple[str, ...] = ()
+    """Units that are gathered in fp8: nothing of them is cast but shards, once a step."""
+
+    def share(self, kinds: Sequence[str], kind: str, verb: str) -> float:
+        """Share of the layers of a kind whose op of a verb runs products in fp8. `kinds` has those of all layers."""
+        if PRODUCTS.get(verb) not in self.products:
+            return 0.0
+        first, last = self.ends
+        numbers = [number for number, other in enumerate(kinds) if other == kind]
+        return sum(first <= number < len(kinds) - last for number in numbers) / max(1, len(numbers))
+
+    def beside(self, kinds: Sequence[str], kind: str, unit: str) -> float:
+        """Bytes of fp8 beside each weight that is there: its cast, if it is none itself, and a transposed copy."""
+        copies = 1 if unit in self.gathered else 2
+        return copies * max(self.share(kinds, kind, "fwd"), self.share(kinds, kind, "bwd"))
+
+    def travelling(self, kinds: Sequence[str], kind: str, unit: str) -> float:
+        """Share of a unit's weights, in all layers of a kind, that are gathered in fp8."""
+        return self.share(kinds, kind, "fwd") if unit in self.gathered else 0.0
+
+    def seconds(self, dense: float, grouped: float, verb: str) -> float:
+        """Of products that take `dense` and `grouped` seconds in bf16."""
+        product = PRODUCTS[verb]
+        return dense / RATES[product] + grouped / GROUPED[product]
+
+    def moved(self, size: PartSize, tokens: int, verb: str) -> float:
+        """Bytes that casts read and write in an op."""
+        if verb == "wgrad":  # transposed copies of both operands
+            return 2.0 * tokens * size.rows if size.gemm else 0.0
+        weights = 5 if verb == "fwd" or not size.grouped else 3  # a transposed copy too
+        weights -= 3 if ("experts" if size.grouped else "dense") in self.gathered else 0
+        return 3.0 * tokens * size.casts + weights * size.weights * self.casts / 2
+
+    def saved(self, size: PartSize, tokens: int, verb: str) -> int:
+        """Bytes that an op keeps less of than in bf16: operands of weight gradients of linear layers."""
+        if size.grouped or "wgrad" not in self.products:
+            return 0
+        return tokens * (size.casts if verb == "fwd" else size.kept)

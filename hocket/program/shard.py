@@ -58,8 +58,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hocket.config import Strategy
-from hocket.program.fp8_costs import Fp8
 from hocket.program.ops import TIED, Layout, Op, Verb, tied_lane
+from hocket.program.part_sizes import Fp8
 from hocket.program.parts import END_UNITS, UNITS, Unit
 from hocket.program.transformer import EMBED
 from hocket.program.values import Meanings, UnitName, meanings, unit_moved

@@ -1,22 +1,319 @@
-"""When every op of a program would run, given what each costs: the predicted timeline of a step.
+"""When every op starts and ends: one pass over the moments of a step, in the order of time.
 
-Pure arithmetic on the costs' own numbers (`int`, `float` or `Fraction`): no rounding, no tolerance. With fractions
-the result is exact. Nothing here knows how an op's cost was found; see `cost.py`.
+Note: [What the simulator believes]
+An op starts when the op before it on its lane and all its `deps` have ended, as a CUDA stream with events does it.
+A send takes no lane time: it is posted, and its data may leave from then on. The matching recv starts when it is at the
+head of its lane and the send is posted, and lasts one p2p transfer. The optimizer step begins with the norm of the
+whole gradient, so no rank's starts before all have come to it. Data- and expert-parallel ranks run the same list on
+equal loads, so a collective starts when this rank reaches it, and links don't queue. So stragglers are in the
+prediction only as far as they are in the costs: measured ones are those of the rank that computes longest.
 
-An op's start and end come from `schedule.py`; its Note says what the simulator believes.
+What else slows a real step down is `Overheads`, measured on the run itself (`measured/calibrate.py`), or as the kind of
+hardware has it (`overheads_of` in `cost.py`):
+
+- Contention. While communication runs on a rank, its compute op gets on at 1 / (1 + sum of the factors of the kinds
+  that run). The factors add up because what they stand for does: the SMs that NCCL kernels hold and the memory
+  bandwidth that transfers take. A p2p transfer runs on the receiver and on the sender. Communication is not slowed.
+  Updates that run beside forwards slow them down likewise, nearly to a stop: they take power and bandwidth.
+- The host. It issues a rank's ops one after the other, in the order of the list. An op can't start before the host
+  comes to it, nor one that computes, which is many kernels, end before it is issued completely. At a dispatch the host
+  stands still until the ranks have exchanged their counts, `counts` seconds after the dispatch's start; only then does
+  it go on issuing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from heapq import heappop, heappush
+from typing import Literal, NamedTuple, Protocol
 
 from hocket.program.offload import HOST_BLOCK, host_slots
-from hocket.program.ops import COMPUTING, HOST, Lane, Op, Program
-from hocket.program.schedule import KINDS, NO_OVERHEADS, Kind, Overheads, Time, kind_of, schedule
+from hocket.program.ops import COMPUTING, HOST, Key, Lane, Op, Program, stops_host
 from hocket.program.values import Name, UnitName, meanings, unit_moved
 from hocket_trace.without_collector import without_collector
+
+Time = int | float | Fraction
+"""Seconds, or any other unit that the costs use."""
+
+Kind = str
+"""A kind of communication, as reports name it: `a2a`, `pp`, `gather`, `reduce`, `tp`, or the name of a part's lane."""
+
+KINDS: tuple[Literal["a2a", "pp", "gather", "reduce"], ...] = ("a2a", "pp", "gather", "reduce")
+
+KIND_OF: Mapping[Lane, Kind] = {
+    "a2a": "a2a", "send_act": "pp", "recv_act": "pp", "send_grad": "pp", "recv_grad": "pp",
+    "send_act_back": "pp", "send_grad_back": "pp", "gather": "gather", "reduce": "reduce",
+}  # fmt: skip
+
+UPDATES: Lane = "update"
+"""The lane of what updates weights beside forwards."""
+
+CostKey = tuple[str, str, str]
+"""(verb, part, kind of the layer): ops with the same one cost the same. The kind is empty outside layers."""
+
+
+def cost_key(op: Op, kinds: Sequence[str]) -> CostKey:
+    """The key of an op's cost; `kinds` are those of the layers."""
+    return op.verb, op.part, kinds[op.layer] if op.layer >= 0 else ""
+
+
+def kind_of(lane: Lane) -> Kind | None:
+    """The kind of communication that a lane carries; None for a lane that computes."""
+    return None if lane in COMPUTING else KIND_OF.get(lane, lane)
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """What slows a step down beyond the costs of its ops. See Note: [What the simulator believes]."""
+
+    contention: Mapping[Kind, Time] = field(default_factory=dict)
+    """By how much compute takes longer while that kind of communication, or `UPDATES`, runs: 0.1 is 10 %."""
+    issue: Mapping[CostKey, Time] = field(default_factory=dict)
+    """Seconds that the host needs to issue an op; missing ones need none."""
+    counts: Time | None = None
+    """Seconds from the start of a dispatch until the host goes on; None: it does not wait."""
+
+
+NO_OVERHEADS = Overheads()
+
+
+def schedule(program: Program, durations: Sequence[Time], overheads: Overheads) -> tuple[list[Time], list[Time]]:
+    """Start and end of every op, numbered through all ranks; each as early as it can be.
+
+    Raises ValueError if the program cannot finish, naming the ops at which it stops.
+    """
+    if overheads == NO_OVERHEADS:
+        return _longest_paths(program, durations)
+    return _Schedule(program, durations, overheads).run()
+
+
+def _longest_paths(program: Program, durations: Sequence[Time]) -> tuple[list[Time], list[Time]]:
+    """The same where nothing rubs: then it does not matter what runs beside what.
+
+    Rank by rank, in the order of the lists, where most of what an op waits for has come before; what has not, such as
+    another rank's send, is looked up first.
+    """
+    before = _predecessors(program)
+    starts: list[Time] = [0] * len(before)
+    ends: list[Time | None] = [None] * len(before)
+    for number in range(len(before)):
+        path = [number] if ends[number] is None else []
+        while path:
+            top = path[-1]
+            start: Time = 0
+            for earlier in before[top]:
+                end = ends[earlier]
+                if end is None:
+                    path.append(earlier)
+                    break
+                if end > start:
+                    start = end
+            else:
+                starts[top] = start
+                ends[top] = start + durations[top]
+                path.pop()
+            if len(path) > len(before):
+                raise ValueError(_stuck(program, _never(before)))
+    return starts, [end for end in ends if end is not None]
+
+
+def _never(before: Sequence[Sequence[int]]) -> list[bool]:
+    """Which ops wait for themselves, or for one that does."""
+    never, more = [True] * len(before), True
+    while more:
+        more = False
+        for number, needed in enumerate(before):
+            if never[number] and not any(never[earlier] for earlier in needed):
+                never[number], more = False, True
+    return never
+
+
+def _turned(before: Sequence[Sequence[int]]) -> list[list[int]]:
+    """For each op the ops that wait for it, from those that each waits for."""
+    after: list[list[int]] = [[] for _ in before]
+    for number, needed in enumerate(before):
+        for earlier in needed:
+            after[earlier].append(number)
+    return after
+
+
+class _Rank:
+    """The moving parts of one pipeline rank."""
+
+    def __init__(self, first: int, stop: int) -> None:
+        self.next, self.stop = first, stop
+        """The op that the host issues next, and where its list ends."""
+        self.host: Time = 0
+        """When the host is done with the ops before."""
+        self.running: dict[Kind, int] = {}
+        """Ops of communication that run, by kind."""
+        self.slowed: Time = 1
+        """How much longer compute takes right now."""
+        self.compute = -1
+        """The compute op that runs; -1 for none."""
+        self.left: Time = 0
+        """What was left of it, in seconds without contention, ..."""
+        self.since: Time = 0
+        """... at this moment."""
+
+
+class _Schedule:
+    def __init__(self, program: Program, durations: Sequence[Time], overheads: Overheads) -> None:
+        self._program, self._durations, self._overheads = program, durations, overheads
+        self._ops = [(rank, op) for rank, _, op in program]
+        kinds = program.layout.kinds
+        self._issue_time = [overheads.issue.get(cost_key(op, kinds), 0) for _, op in self._ops]
+        before = _predecessors(program)
+        self._after = _turned(before)
+        self._waiting = [len(needed) + 1 for needed in before]  # one more for the host
+        self.starts: list[Time] = [0] * len(before)
+        self.ends: list[Time] = [0] * len(before)
+        self._issued: list[Time] = [0] * len(before)
+        self._ranks: list[_Rank] = []
+        for ops in program.ranks:
+            first = self._ranks[-1].stop if self._ranks else 0
+            self._ranks.append(_Rank(first, first + len(ops)))
+        self._events: list[tuple[Time, int, bool, int]] = []
+        """(when, op, whether it starts or ends, version). An end is void if the op's version is a later one."""
+        self._version = [0] * len(before)
+
+    def run(self) -> tuple[list[Time], list[Time]]:
+        done = 0
+        for rank in self._ranks:
+            self._issue(rank)
+        while self._events:
+            now, number, starts, version = heappop(self._events)
+            if starts:
+                self._start(number, now)
+            elif version == self._version[number]:
+                self._end(number, now)
+                done += 1
+        if done < len(self._ops):
+            raise ValueError(_stuck(self._program, self._waiting))
+        return self.starts, self.ends
+
+    def _issue(self, rank: _Rank) -> None:
+        """Let the host issue ops until it has to wait for counts, or is through."""
+        waits = False
+        while rank.next < rank.stop and not waits:
+            number = rank.next
+            op = self._ops[number][1]
+            begin = rank.host
+            rank.next += 1
+            rank.host += self._issue_time[number]
+            self._issued[number] = rank.host
+            self._arrive(number, begin)
+            waits = self._waits_for_counts(op)
+
+    def _waits_for_counts(self, op: Op) -> bool:
+        return self._overheads.counts is not None and stops_host(op, self._program.layout)
+
+    def _arrive(self, number: int, when: Time) -> None:
+        """One of the things that an op needs is there."""
+        self.starts[number] = max(self.starts[number], when)
+        self._waiting[number] -= 1
+        if self._waiting[number] == 0:
+            heappush(self._events, (self.starts[number], number, True, 0))
+
+    def _start(self, number: int, now: Time) -> None:
+        rank, op = self._ops[number]
+        mine, duration = self._ranks[rank], self._durations[number]
+        if self._waits_for_counts(op):
+            assert self._overheads.counts is not None
+            mine.host = max(mine.host, now + self._overheads.counts)
+            self._issue(mine)
+        if op.lane == "compute":
+            mine.compute, mine.left, mine.since = number, duration, now
+            duration = duration * mine.slowed
+        elif duration:
+            self._compete(rank, op, now, 1)
+        self._plan_end(number, now + duration)
+
+    def _plan_end(self, number: int, when: Time) -> None:
+        if self._ops[number][1].lane in COMPUTING:
+            when = max(when, self._issued[number])
+        heappush(self._events, (when, number, False, self._version[number]))
+
+    def _end(self, number: int, now: Time) -> None:
+        rank, op = self._ops[number]
+        self.ends[number] = now
+        if op.lane == "compute":
+            self._ranks[rank].compute = -1
+        elif self._durations[number]:
+            self._compete(rank, op, now, -1)
+        for later in self._after[number]:
+            self._arrive(later, now)
+
+    def _compete(self, rank: int, op: Op, now: Time, change: int) -> None:
+        """One more or one less op runs beside compute, which slows down or speeds up, here and where it is sent."""
+        kind = UPDATES if op.lane == UPDATES else kind_of(op.lane)
+        if kind is None or not self._overheads.contention.get(kind):
+            return
+        for where in {rank, self._program.layout.peer(op, rank)[0]} if op.verb == "recv" else {rank}:
+            self._slow(self._ranks[where], kind, now, change)
+
+    def _slow(self, rank: _Rank, kind: Kind, now: Time, change: int) -> None:
+        rank.running[kind] = rank.running.get(kind, 0) + change
+        slowed = 1 + sum(self._overheads.contention.get(kind, 0) for kind, count in rank.running.items() if count)
+        if slowed != rank.slowed and rank.compute >= 0:
+            gone = now - rank.since
+            rank.left -= gone if rank.slowed == 1 else gone / rank.slowed
+            rank.since = now
+            self._version[rank.compute] += 1
+            self._plan_end(rank.compute, now + max(rank.left, 0) * slowed)
+        rank.slowed = slowed
+
+
+def _predecessors(program: Program) -> list[list[int]]:
+    """For each op, numbered through all ranks, the ops that must have ended before it starts."""
+    before: list[list[int]] = []
+    together: list[int] = []  # what the steps of all ranks wait for
+    sends: dict[tuple[int, Key], int] = {}
+    receives: list[tuple[int, int, Op]] = []
+    for rank, ops in enumerate(program.ranks):
+        first = len(before)
+        last_on_lane: dict[Lane, int] = {}
+        for number, op in enumerate(ops, first):
+            verb, _, _, _, _, lane, _, deps, _, _ = op
+            needed = [first + dep for dep in deps]
+            if lane in last_on_lane:
+                needed.append(last_on_lane[lane])
+            last_on_lane[lane] = number
+            if verb == "send":
+                sends[rank, op.key] = number
+            elif verb == "recv":
+                receives.append((number, rank, op))
+            elif verb == "step":
+                together += needed
+                needed = together
+            before.append(needed)
+    for number, rank, op in receives:
+        peer = program.layout.peer(op, rank)
+        if peer not in sends:
+            raise ValueError(f"rank {rank} waits at '{op}' for a send that rank {peer[0]} does not have")
+        before[number].append(sends[peer])
+    return before
+
+
+def _stuck(program: Program, waiting: Sequence[int]) -> str:
+    """Name the first op of every lane that never runs."""
+    heads: dict[tuple[int, Lane], str] = {}
+    for number, (rank, position, op) in enumerate(program):
+        if waiting[number]:
+            heads.setdefault((rank, op.lane), f"rank {rank} lane {op.lane}: '{op}' (position {position})")
+    return "the program never finishes, its ops wait for each other in a circle; stuck at " + "; ".join(heads.values())
+
+
+# ------------------------------------------------------------------------------------------------------------- simulate
+#
+# When every op of a program would run, given what each costs: the predicted timeline of a step.
+#
+# Pure arithmetic on the costs' own numbers (`int`, `float` or `Fraction`): no rounding, no tolerance. With fractions
+# the result is exact. Nothing here knows how an op's cost was found; see `cost.py`.
+#
+# See Note: [What the simulator believes].
 
 
 class Costs(Protocol):

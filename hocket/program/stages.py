@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from hocket.config import COPIED, Config, Purpose, Strategy
-from hocket.program.capacity import rows_allowed, rows_evenly
-from hocket.program.clock import at_clock
-from hocket.program.cost import CostTable, Measurement, OpCost, groups_of, op_costs
-from hocket.program.fp8_costs import Fp8
-from hocket.program.hardware import Hardware
+from hocket.program.cost import (
+    CORE,
+    CostTable,
+    Measurement,
+    OpCost,
+    clock_with,
+    groups_of,
+    op_costs,
+    parts_of,
+    shapes_of,
+    size_of,
+    sizes_of,
+    with_muon,
+)
+from hocket.program.documents import Lengths, merged
+from hocket.program.hardware import Hardware, at_clock
 from hocket.program.mesh import Mesh
-from hocket.program.muon_costs import with_muon
-from hocket.program.ops import HOST, Layout
-from hocket.program.schedule import CostKey
+from hocket.program.ops import HOST, Layout, Op
+from hocket.program.part_sizes import Fp8, Shapes
 from hocket.program.shard import Sharding
+from hocket.program.simulate import CostKey, Time
 from hocket.program.tensor_costs import model_of_rank, model_of_ranks, with_tensors
 
 
@@ -209,3 +223,104 @@ def carried_by(key: CostKey, layout: Layout) -> Purpose | None:
             return groups_of(part)[verb != "gather"]
     found = layout.by_kind[kind].by_name.get(part) if kind else None
     return found.purpose if found else None
+
+
+# ------------------------------------------------------------------------------------------------------------- capacity
+#
+# How many rows a rank has room for, where no host knows how many come. Imports no torch.
+
+
+MORE = 1.25
+"""Room that is made, as a multiple of the rows that found none."""
+
+
+def rows_evenly(c: Config) -> int:
+    """Rows that arrive at every rank if the load is even: as many as it sends."""
+    return c.tokens * c.model.top_k
+
+
+def rows_at_most(c: Config) -> int:
+    """Rows that may arrive at one rank: all tokens of all ranks choose as many of its experts as there are."""
+    tokens = c.tokens
+    return tokens * min(c.model.top_k, c.model.experts // c.mesh.ep) * c.mesh.ep
+
+
+def rows_allowed(c: Config) -> int:
+    """Rows that a rank has room for: `overlap.ep.room` times those of an even load, and never more than needed."""
+    return min(math.ceil(c.overlap.ep.room * rows_evenly(c)), rows_at_most(c))
+
+
+def rows_grown(c: Config, rows: int) -> int:
+    """Rows that a rank has room for from then on, after so many came and found none."""
+    return min(math.ceil(MORE * rows), rows_at_most(c))
+
+
+def lack(c: Config, rows: int, grown: bool) -> str:
+    """What a user is told of a step in which so many rows came to one rank and found no room, and whether it grew."""
+    came, now = (count / rows_evenly(c) for count in (rows, rows_grown(c, rows)))
+    after = (
+        f"there is room for {now:.2f} times from now on"
+        if grown
+        else f"room for {now:.2f} times does not fit, so from now on hosts know the splits and issue every step"
+    )
+    why = f"made twice, since {came:.2f} times the rows of an even load came to one rank in a layer"
+    return f"{why}; {after} (overlap.ep.room = {c.overlap.ep.room:g})"
+
+
+# --------------------------------------------------------------------------------------------------------------- varied
+#
+# Costs of ops where documents share sequences, and so of microbatches whose attention differs.
+
+
+@dataclass(frozen=True)
+class Varied(CostTable):
+    """Costs where each microbatch has documents of its own. Memory does not depend on them. Made by `varied`."""
+
+    microbatches: Sequence[CostTable] = ()
+    """Of each."""
+
+    def seconds(self, rank: int, op: Op) -> Time:
+        if op.verb not in ("fwd", "bwd", "recompute"):
+            return super().seconds(rank, op)
+        return self.microbatches[op.microbatch].seconds(rank, op)
+
+
+def varied(whole: CostTable, config: Config, hardware: Hardware, documents: Sequence[Lengths]) -> Varied:
+    """The costs of microbatches with these documents, beside `whole`, which are those of whole sequences.
+
+    All run at the clock of documents as they are on average: see Note: [Power sets the clock]. Measured costs stay
+    those of the documents that there were.
+    """
+    layout, sizes = layout_of(config), (config.tokens, sharding_of(config), hardware, config.element_bytes)
+    model = config.model if config.mesh.tp == 1 else model_of_ranks(config)
+    shapes = shapes_of(model, layout, config.data.sequence_length, hardware, config.element_bytes)
+    average = replace(shapes, documents=merged(documents))
+    clock, base, rates = clock_with(sizes_of(layout, average), layout, *sizes), whole, hardware
+    if clock:
+        rates = at_clock(hardware, clock)
+        base = costs_of(config, rates)
+        measured = {key: whole.table[key] for key in whole.timed}
+        base = replace(base, table={**base.table, **measured}, timed=whole.timed, clock=clock)
+    same: dict[str, Any] = {field.name: getattr(base, field.name) for field in fields(CostTable)}
+    return Varied(**same, microbatches=[_with_documents(base, config, rates, shapes, each) for each in documents])
+
+
+def _with_documents(
+    whole: CostTable, config: Config, hardware: Hardware, shapes: Shapes, lengths: Lengths
+) -> CostTable:
+    """The costs of a microbatch with such documents: each part that attends does less, as its kind of layer does."""
+    tokens, packed, table = config.tokens, replace(shapes, documents=lengths), dict(whole.table)
+    for part, kind in parts_of(layout_of(config)):
+        before, after = size_of(part, shapes), size_of(part, packed)
+        less, kernels = before.core - after.core, before.core + before.masked - after.core - after.masked
+        for verb, like, rate in (
+            ("fwd", "fwd", hardware.attention_fwd_flops),
+            ("recompute", "fwd", hardware.attention_fwd_flops),
+            ("bwd", "bwd", hardware.attention_bwd_flops),
+        ):
+            cost = whole.table.get((verb, part.name, kind))
+            if kernels and cost is not None and (verb, part.name, kind) not in whole.timed:
+                times = CORE[like] * tokens
+                changed = replace(cost, seconds=cost.seconds - times * kernels / rate, flops=cost.flops - times * less)
+                table[verb, part.name, kind] = changed
+    return replace(whole, table=table)

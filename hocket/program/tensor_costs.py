@@ -1,23 +1,241 @@
-"""What tensor parallelism adds to the costs of a plan's ops, and takes from them.
+"""How long one direction of a tensor-parallel layer takes a GPU, by the way it communicates, and how long the host.
 
-An op of a tensor-parallel rank computes on its share of tokens, or on all of them with its share of the weights: either
-way on 1 / tp of the work, which is what the cost model says of so many fewer tokens. Added are gathers and sums of
-tokens, as far as they are not hidden beside products (`tensor_ways.py`). Units are those of a model whose heads, MLPs
-and vocabulary are as narrow as a rank's.
+A model of what `parallel/tensor.py` does, on the layer's own shapes. `tests/plan/test_tensor_times.py` holds it beside
+what was measured (benchmarks/results/tensor_parallel.json and tensor_parallel_as_8.json).
+
+Note: [Crowded receivers]
+Copies leave a rank one after the other. Those of a gather begin with the rank before and go on from there, so each
+rank receives from one peer at a time. So do those of a sum in pieces of one rank each. In pieces of W neighbours, the W
+ranks of a group send to the same peer at the same time, then all to the next one: each gets a W-th of that peer's
+bandwidth.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import cast
 
 from hocket.config import Config, ModelConfig
+from hocket.config.overlap import COLUMNS, Direction, Method, Role, possible
 from hocket.program.cost import CostTable, OpCost
-from hocket.program.hardware import Hardware, Link
+from hocket.program.hardware import Hardware, Link, hardware_of
 from hocket.program.ops import Layout
-from hocket.program.schedule import CostKey
-from hocket.program.tensor_times import LIKE, Direction, Role
-from hocket.program.tensor_ways import cell_of, time_of
+from hocket.program.part_sizes import into_heads, mostly_deltas
+from hocket.program.simulate import CostKey
+
+LIKE: Mapping[str, Role] = {"shared_fc1": "fc1", "shared_fc2": "fc2", "head": "fc1"}
+"""Roles of other products -> the role that they communicate like."""
+TILE = 128
+"""Rows and columns that one processor computes at a time. Where the last tiles of a piece leave processors free, the
+first ones of the next piece run; only pieces that two of together are too few tiles compute worse than the whole."""
+PAIR = 2 / 3
+"""Share of a collective's bandwidth that two ranks alone reach."""
+KEEPING = 3.0
+"""How much longer than memory allows it takes to copy tokens out of the arrival buffers, beside a product."""
+ISSUE: dict[tuple[Direction, Method], float] = {
+    ("forward", "ring"): 195e-6,
+    ("forward", "pipeline"): 250e-6,
+    ("backward", "bulk"): 420e-6,
+    ("backward", "ring"): 545e-6,
+    ("backward", "pipeline"): 680e-6,
+}
+"""Seconds that a host which others use too takes to issue a layer, beside those of its pieces: up to twice what it
+takes otherwise, since where it is late a way is slower than one thing after the other."""
+PIECE = 70e-6
+"""And those of a piece."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One direction of a layer on one of several ranks: a product of T rows, and the tokens that are moved for it.
+
+    T x inner times inner x columns; backward, that of the input gradient. The one of the weight gradient, which
+    follows, is as long.
+    """
+
+    role: Role
+    direction: Direction
+    ranks: int
+    rows: int
+    inner: int
+    columns: int
+    moved: int
+    """Bytes of all tokens, of which a rank sends or receives all but its own share."""
+
+    @property
+    def backward(self) -> bool:
+        return self.direction == "backward"
+
+    @property
+    def gathers_again(self) -> bool:
+        """Whether the input is gathered once more, for the weight gradient."""
+        return self.backward and self.role in COLUMNS
+
+
+def pieces(rank: int, size: int, splits: int) -> list[tuple[int, int]]:
+    """The ranks, as ranges, in the order in which a rank multiplies their tokens as they arrive.
+
+    First its own; then the rest of its group of `size / splits` neighbours, and the other groups, from the next one on.
+    """
+    width = size // (splits or size)
+    start = rank // width * width
+    found = [(rank, rank + 1), (start, rank), (rank + 1, start + width)]
+    found += [((start + step) % size, (start + step) % size + width) for step in range(width, size, width)]
+    return [(low, high) for low, high in found if low < high]
+
+
+def product(cell: Cell, rows: int, hardware: Hardware) -> float:
+    """Seconds of `rows` rows of the product."""
+    if not hardware.processors:
+        return 2.0 * rows * cell.inner * cell.columns / hardware.gemm_flops
+    tiles = math.ceil(rows / TILE) * math.ceil(cell.columns / TILE)
+    return 2.0 * cell.inner * TILE**2 * max(tiles, hardware.processors / 2) / hardware.wave_flops
+
+
+def products(cell: Cell, hardware: Hardware) -> float:
+    """Seconds of all products, if nothing has to be moved."""
+    return product(cell, cell.rows, hardware) * (2 if cell.backward else 1)
+
+
+def seconds(cell: Cell, method: Method, splits: int, hardware: Hardware) -> float:
+    """Seconds of the direction, with all its products. `splits` counts where the product is done in pieces."""
+    alone = product(cell, cell.rows, hardware)
+    gradient = alone if cell.backward else 0.0
+    if method == "ring":
+        return _ring(cell, splits, hardware) + gradient
+    if method == "pipeline":
+        return _pipeline(cell, splits, hardware) + gradient
+    missing = cell.moved * (cell.ranks - 1) / cell.ranks
+    collective = hardware.links["tp"].seconds(missing / (PAIR if cell.ranks == 2 and hardware.processors else 1.0))
+    if method == "off":
+        return alone + collective * (2 if cell.gathers_again else 1) + gradient
+    # The sum is behind the gather on the same link. Where there are no copies, that is a collective, too.
+    return max(alone, min(collective, _copies(cell, hardware))) + collective + gradient
+
+
+def issued(cell: Cell, method: Method, splits: int, hardware: Hardware) -> float:
+    """Seconds in which the host has issued it all, if it is late; 0 for one thing after the other, and on CPUs."""
+    if method == "off" or not hardware.processors:
+        return 0.0
+    most = max(len(pieces(rank, cell.ranks, splits)) for rank in range(cell.ranks)) if method != "bulk" else 0
+    return ISSUE[cell.direction, method] + PIECE * most
+
+
+def _copies(cell: Cell, hardware: Hardware) -> float:
+    """Seconds in which a rank's tokens are with all its peers."""
+    return (cell.ranks - 1) * hardware.copies.seconds(cell.moved / cell.ranks)
+
+
+def _kept(cell: Cell, hardware: Hardware) -> float:
+    """Seconds in which arrived tokens are copied to where they stay: read and written."""
+    return KEEPING * 2 * cell.moved / hardware.memory_bandwidth
+
+
+def _ring(cell: Cell, splits: int, hardware: Hardware) -> float:
+    """A gather, and the product of what has arrived, on the slowest rank. Backward, the weight gradient waits for all.
+
+    Tokens of the next rank arrive first; a piece begins when the one before is done and all its tokens are here.
+    """
+    copy = hardware.copies.seconds(cell.moved / cell.ranks)
+    worst = 0.0
+    for rank in range(cell.ranks):
+        now = 0.0
+        for low, high in pieces(rank, cell.ranks, splits):
+            steps = max((source - rank) % cell.ranks for source in range(low, high))
+            now = max(now, steps * copy) + product(cell, cell.rows // cell.ranks * (high - low), hardware)
+        worst = max(worst, now)
+    return max(worst, _copies(cell, hardware) + _kept(cell, hardware)) if cell.backward else worst
+
+
+def _pipeline(cell: Cell, splits: int, hardware: Hardware) -> float:
+    """A product, whose pieces leave as they are made, on the slowest rank, and then the sum.
+
+    Backward, the input that is gathered again leaves first. See Note: [Crowded receivers].
+    """
+    share, width = cell.moved / cell.ranks, cell.ranks // splits
+    free = _copies(cell, hardware) + _kept(cell, hardware) if cell.backward else 0.0
+    worst = 0.0
+    for rank in range(cell.ranks):
+        now, sent = 0.0, free
+        for low, high in reversed(pieces(rank, cell.ranks, splits)):
+            now += product(cell, cell.rows // cell.ranks * (high - low), hardware)
+            crowd = 1 if low // width == rank // width else width
+            if (low, high) != (rank, rank + 1):
+                sent = max(sent, now) + (high - low) * hardware.copies.seconds(crowd * share)
+        worst = max(worst, now, sent)
+    return worst + (cell.ranks + 1) * share / hardware.memory_bandwidth
+
+
+# ---------------------------------------------------------------------------------------------------------- tensor ways
+#
+# How the layers of a run can communicate: their products, into how many pieces, and whether the host keeps up.
+#
+# Times are those of the model above. `tune/tensor_choice.py` chooses among the ways.
+
+
+def cell_of(c: Config, role: Role, direction: Direction) -> Cell:
+    """The product beside which tokens are moved: forward, or of the input gradient."""
+    m, tp = c.model, c.mesh.tp
+    rows = c.tokens * tp
+    hidden, made = into_heads(replace(m, kv_heads=max(tp, m.kv_heads)))
+    hidden, heads = hidden if role == "qkv" else m.hidden, m.heads * (m.v_head_dim if m.latent else m.head_dim)
+    heads = m.delta_heads * m.delta_value_dim if mostly_deltas(m) else heads
+    ffn = m.ffn if "dense" in m.kinds() else m.shared_ffn
+    spread = {"qkv": made, "proj": heads, "fc1": 2 * ffn, "fc2": ffn}[role] // tp
+    inner, columns = hidden, spread
+    if (role in COLUMNS) != (direction == "forward"):
+        inner, columns = columns, inner
+    return Cell(role, direction, tp, rows, inner, columns, rows * hidden * c.element_bytes)
+
+
+def time_of(c: Config, role: Role, direction: Direction, hardware: Hardware) -> tuple[float, int]:
+    """Seconds in which a resolved layer's products wait for tokens, and how often all tokens are moved for them."""
+    cell, way = cell_of(c, role, direction), c.overlap.tp.way(role, direction)
+    takes = seconds(cell, way, splits_of(c, role, direction), hardware)
+    return max(0.0, takes - products(cell, hardware)), 2 if cell.gathers_again else 1
+
+
+def splits_of(c: Config, role: Role, direction: Direction) -> int:
+    """Into how many pieces a resolved layer's product is cut; 0 if it is not."""
+    way = c.overlap.tp.way(role, direction)
+    return splits_for(c, cell_of(c, role, direction), way) if way in ("ring", "pipeline") else 0
+
+
+def splits_for(c: Config, cell: Cell, method: Method) -> int:
+    """The number asked for, or the fastest of what the host issues in time; of what takes as long, the most.
+
+    More pieces wait less for peers that are late.
+    """
+    if c.overlap.tp.pieces:
+        return c.overlap.tp.pieces
+    every = [n for n in range(2, cell.ranks + 1) if cell.ranks % n == 0]
+    some = [n for n in every if in_time(c, cell, method, n)] or every
+    return min(some, key=lambda n: (round(seconds(cell, method, n, hardware_of(c)), 9), -n))
+
+
+def without_pieces(c: Config, cell: Cell) -> Method:
+    """What is done without pieces."""
+    return "bulk" if "bulk" in possible(cell.role, cell.direction) and in_time(c, cell, "bulk") else "off"
+
+
+def in_time(c: Config, cell: Cell, method: Method, splits: int = 0) -> bool:
+    """Whether a busy host has issued a way by the time that the GPU would need without it. Nobody waits for records."""
+    without: Method = "off" if method == "bulk" else without_pieces(c, cell)
+    hardware = hardware_of(c)
+    return c.plan.graphs == "on" or issued(cell, method, splits, hardware) <= seconds(cell, without, 0, hardware)
+
+
+# --------------------------------------------------------------------------------------------------------- tensor costs
+#
+# What tensor parallelism adds to the costs of a plan's ops, and takes from them.
+#
+# An op of a tensor-parallel rank computes on its share of tokens, or on all of them with its share of the weights:
+# either way on 1 / tp of the work, which is what the cost model says of so many fewer tokens. Added are gathers and
+# sums of tokens, as far as they are not hidden beside products. Units are those of a model whose heads, MLPs and
+# vocabulary are as narrow as a rank's.
+
 
 _SPREAD = ("heads", "ffn", "shared_ffn", "vocab", "delta_heads", "delta_key_heads")
 """Numbers of the model of which each rank has a part."""

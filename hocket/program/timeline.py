@@ -16,8 +16,7 @@ import numpy as np
 
 from hocket.program.ops import COMPUTING, LANES, Lane, Layout, Op, Program
 from hocket.program.parts import Part
-from hocket.program.schedule import kind_of
-from hocket.program.simulate import Timeline
+from hocket.program.simulate import Timeline, kind_of
 from hocket.program.transformer import EMBED, HEAD
 from hocket.typed import is_a
 from hocket_trace.columns import duration

@@ -10,11 +10,10 @@ import math
 
 from hocket.config import COPIED, Config
 from hocket.config.overlap import DIRECTIONS, ROLES
-from hocket.program.capacity import rows_allowed
-from hocket.program.copies import copies_of
 from hocket.program.cost import units_of
 from hocket.program.mesh import HALF
-from hocket.program.stages import layout_of, mesh_of, sharding_of
+from hocket.program.part_sizes import copies_of
+from hocket.program.stages import layout_of, mesh_of, rows_allowed, sharding_of
 
 _P2P = 64 << 20
 """Most bytes that wait at an edge of a pipeline for their receiver."""

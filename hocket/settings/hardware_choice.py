@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from hocket.config import Config
 from hocket.gpus import GPUS, GpuName, gpu_named, is_slice, nearest
-from hocket.program.measured_hardware import MeasuredHardware, kept_file, read
-from hocket.program.network import hardware_of
+from hocket.program.hardware import MeasuredHardware, hardware_of, kept_file, read_measured
 from hocket.settings.decision import Choice
 from hocket.settings.rule import Host
 from hocket.settings.schema import changed, problem
@@ -19,7 +18,7 @@ _NONE = "hocket doctor --measure has kept no file for what is priced"
 def choose_hardware(c: Config, h: Host, origins: Mapping[str, str]) -> Iterator[Choice]:
     """The GPU, and the file of its measured rates. Raises ValueError if a file that was named cannot serve."""
     named, asked = c.hardware.measured, c.hardware.gpu
-    file = read(named) if named not in ("auto", "off") else None
+    file = read_measured(named) if named not in ("auto", "off") else None
     gpu, reason = (asked, "as set") if asked != "auto" else _gpu_of(c, h, file)
     if file and file.gpu != gpu:
         why = f"it was measured on {file.device}, and rates are asked for of {gpu} ({reason})"
@@ -73,4 +72,4 @@ def _kept(h: Host, gpu: str) -> str:
     if len(h.kinds) != 1 or h.local_workers != h.workers or not kept_file(h.kinds[0]).is_file():
         return "off"
     path = str(kept_file(h.kinds[0]))
-    return path if read(path).gpu == gpu else "off"
+    return path if read_measured(path).gpu == gpu else "off"

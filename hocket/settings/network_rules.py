@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hocket.config import Config, Purpose
 from hocket.config.bounds import MOST_RANKS
-from hocket.program.network import hosts_of, spread_of
+from hocket.program.hardware import hosts_of, spread_of
 from hocket.settings.rule import Host, Rule
 
 _RANKS, _BANDWIDTH, _LATENCY = "network.ranks_per_host", "network.bandwidth", "network.latency"

@@ -9,10 +9,9 @@ from hocket.config import Config
 from hocket.config.layout import part_and_layers
 from hocket.program.layer import MERGED, at_once, merged_order, order_problem
 from hocket.program.ops import Layout
-from hocket.program.pipeline import groups, smallest_group, warmup
+from hocket.program.pipeline import ZERO_BUBBLE, groups, smallest_group, warmup
 from hocket.program.stages import layout_of
 from hocket.program.values import lent_to
-from hocket.program.zero_bubble import ZERO_BUBBLE
 from hocket.settings.rule import Rule
 
 MOST_PASSES = 200_000

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hocket.config import Config
-from hocket.program.attending import Lengths
+from hocket.program.documents import Lengths
 from hocket.variables import Finding
 
 

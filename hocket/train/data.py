@@ -4,7 +4,7 @@ The tokens of a split are cut into sequences of equal length, without regard to 
 stands there); with `data.packing` the documents that share a sequence are then kept apart. Each epoch visits all of
 them in a new random order. Several sources share one stream as `hocket/train/mix.py` says. The *position* of a run is
 the number of sequences it has consumed. A step takes the next `dp * microbatches * sequences` of them, whatever their
-order in the step is (`hocket/program/dealing.py`), so the same position continues the same stream on any number of
+order in the step is (`hocket/program/documents.py`), so the same position continues the same stream on any number of
 ranks.
 """
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from hocket.kernels import IGNORED
 from hocket.model.documents import PADDING
 from hocket.problems import stop_if
-from hocket.program.attending import Lengths, lengths_of
+from hocket.program.documents import Lengths, lengths_of
 from hocket.resolve import Settings
 from hocket.settings.schema import problem
 from hocket.train.bins import best_fit

@@ -26,10 +26,9 @@ from hocket.model.chunks import imbalance_of
 from hocket.model.documents import documents_of
 from hocket.model.microbatch import Microbatch
 from hocket.model.transformer import parameter_counts
-from hocket.program.attending import lengths_of
-from hocket.program.capacity import lack
-from hocket.program.dealing import Dealt, as_read, deals, dealt, works_of
+from hocket.program.documents import Dealt, as_read, deals, dealt, lengths_of, works_of
 from hocket.program.part_sizes import attending
+from hocket.program.stages import lack
 from hocket.resolve import Settings
 from hocket.runtime.collection import collect_after, no_collection
 from hocket.runtime.recorder import Watchdog
@@ -292,7 +291,7 @@ class Trainer:
     def _dealt(self, position: int) -> tuple[Dealt, float | None]:
         """Who trains on which sequences of the step at a position; and, of ordered ones, how even ranks' attention is.
 
-        All ranks find the same. See `hocket/program/dealing.py`.
+        All ranks find the same. See `hocket/program/documents.py`.
         """
         settings, dp = self.settings, self.settings.mesh.dp
         if not deals(settings):

@@ -11,9 +11,8 @@ from typing import Any, Protocol
 from hocket.config import Config
 from hocket.planning import network, predict, program_of
 from hocket.program.check import assert_valid
-from hocket.program.cost import CostTable, Measurement
+from hocket.program.cost import CostTable, Measurement, overheads_of
 from hocket.program.hardware import Hardware
-from hocket.program.overheads import overheads_of
 from hocket.program.stages import costs_of, layout_of
 from hocket.resolve import Settings
 from hocket.settings.arrivals import arrival_bytes

@@ -40,13 +40,13 @@ from collections.abc import Iterator, Sequence
 from typing import get_args
 
 from hocket.config import COPIED, Config, Strategy, Update
-from hocket.program.copies import copies_of, elements_sent
 from hocket.program.cost import CostTable
+from hocket.program.hardware import hardware_of
 from hocket.program.layer import MERGED, spelt
-from hocket.program.network import hardware_of
 from hocket.program.ops import COMPUTING, Lane, Layout, Program
 from hocket.program.p2p import smallest_cover, stride_price
-from hocket.program.schedule import Time
+from hocket.program.part_sizes import copies_of, elements_sent
+from hocket.program.simulate import Time
 from hocket.program.stages import carried_by, gathered_units, layout_of
 from hocket.program.transformer import GATHERED
 from hocket.settings.context_rules import HEADS_RULES, METHOD

@@ -9,9 +9,8 @@ from typing import Any, get_args
 
 from hocket.config import Config, Strategy
 from hocket.config.layout import part_and_layers
-from hocket.program.hardware import LAPTOP
+from hocket.program.hardware import LAPTOP, hardware_of
 from hocket.program.layer import MERGED
-from hocket.program.network import hardware_of
 from hocket.program.ops import Layout, offloadable, recomputable
 from hocket.program.simulate import Costs
 from hocket.program.stages import layout_of

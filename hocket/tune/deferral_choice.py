@@ -34,7 +34,7 @@ from dataclasses import dataclass, replace
 
 from hocket.config import Config, Switch
 from hocket.program.cost import CostTable
-from hocket.program.network import hardware_of
+from hocket.program.hardware import hardware_of
 from hocket.program.ops import Op
 from hocket.program.p2p import Cover, Parts, smallest_cover
 from hocket.program.simulate import quiet_end

@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from hocket.config import Config
-from hocket.program.network import hardware_of
-from hocket.program.overheads import issued
+from hocket.program.cost import issued
+from hocket.program.hardware import hardware_of
 from hocket.settings.decision import Choice
 from hocket.settings.rule import Host
 from hocket.settings.rules import RULES, has_experts, rule_text

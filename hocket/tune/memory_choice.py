@@ -15,7 +15,7 @@ in that step is then offloaded in as few layers as fit, and what is recomputed b
 from __future__ import annotations
 
 from hocket.config import Config
-from hocket.program.network import hardware_of
+from hocket.program.hardware import hardware_of
 from hocket.settings.plan_rules import made_again, most_layers, named_parts
 from hocket.settings.rule import Host
 from hocket.settings.schema import changed, leaf

@@ -22,7 +22,7 @@ from hocket.program.lower import choose_order
 from hocket.program.ops import Layout, Op, Verb
 from hocket.program.p2p import activation
 from hocket.program.pipeline import Item, Order, Step, in_flight
-from hocket.program.schedule import Overheads
+from hocket.program.simulate import Overheads
 from hocket.program.stages import layout_of, sharding_of
 from hocket.tune.layer_orders import layer_seconds, step_seconds
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from hocket.config import Config
-from hocket.program.schedule import Kind
+from hocket.program.simulate import Kind
 from hocket.settings.schema import changed, leaf
 from hocket.tune.candidates import GROUPS, ORDER, RELIEF, Changes, Choice, Known
 

@@ -1,7 +1,7 @@
 """Chooses how tensor-parallel layers communicate: by what is possible, what is worth it, and what the user set.
 
 For each weight's role and direction the rule compares all possible methods, on the layer's own shapes, by the model of
-`program/tensor_times.py`. More pieces hide more communication, and take the host longer. The rule leaves out methods
+`program/tensor_costs.py`. More pieces hide more communication, and take the host longer. The rule leaves out methods
 that a busy host would not issue in time, and methods that save less than a few per cent.
 """
 
@@ -11,9 +11,8 @@ from collections.abc import Iterator
 
 from hocket.config import Config
 from hocket.config.overlap import DIRECTIONS, ROLES, Direction, Method, Role, possible
-from hocket.program.network import BANDWIDTH, LATENCY, hardware_of
-from hocket.program.tensor_times import seconds
-from hocket.program.tensor_ways import cell_of, in_time, splits_for, without_pieces
+from hocket.program.hardware import BANDWIDTH, LATENCY, hardware_of
+from hocket.program.tensor_costs import cell_of, in_time, seconds, splits_for, without_pieces
 from hocket.settings.decision import Choice
 from hocket.settings.network_rules import ranks_of_a_host
 from hocket.settings.rule import Host

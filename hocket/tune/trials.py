@@ -16,13 +16,12 @@ from typing import Any
 
 from hocket.config import Config
 from hocket.program.cost import CostTable
+from hocket.program.hardware import hardware_of
 from hocket.program.lower import build_forward, build_program, choose_order, free_rank, with_late_heads
-from hocket.program.network import hardware_of
 from hocket.program.ops import Layout, Program
 from hocket.program.pipeline import in_flight
-from hocket.program.schedule import Time, cost_key
 from hocket.program.shard import Sharding
-from hocket.program.simulate import peak_bytes, simulate, spans_of, times
+from hocket.program.simulate import Time, cost_key, peak_bytes, simulate, spans_of, times
 from hocket.program.stages import costs_of, layout_of, sharding_of
 from hocket.settings.arrivals import arrival_bytes
 from hocket.settings.plan_rules import few_microbatches, group_of, separate_wgrads

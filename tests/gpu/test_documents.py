@@ -15,8 +15,7 @@ from hocket.model.documents import PADDING, Documents, attend, documents_of
 from hocket.model.latent_attention import attention
 from hocket.model.microbatch import Microbatch
 from hocket.presets import PLAIN
-from hocket.program.attending import lengths_of
-from hocket.program.dealing import dealt
+from hocket.program.documents import dealt, lengths_of
 from hocket.program.part_sizes import attending
 from hocket.settings.schema import changed
 from tests.gpu.test_parity import BASE, run

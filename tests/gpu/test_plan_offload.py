@@ -14,7 +14,7 @@ from torch import Tensor
 from hocket.engine import Engine
 from hocket.model.microbatch import Microbatch
 from hocket.presets import PLAIN
-from hocket.program.network import hardware_of
+from hocket.program.hardware import hardware_of
 from hocket.program.simulate import host_bytes, simulate
 from hocket.program.stages import costs_of
 from hocket.runtime.lanes import CudaLanes

@@ -13,7 +13,7 @@ from hocket.kernels import per_rank as kernels
 from hocket.kernels.per_rank import BLOCK
 from hocket.parallel.per_rank import pack, pair, read_labels
 from hocket.parallel.routing import route
-from hocket.program.copies import label_bytes
+from hocket.program.part_sizes import label_bytes
 
 CONFIG = ModelConfig(experts=12)
 CASES = {

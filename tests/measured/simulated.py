@@ -11,8 +11,7 @@ from hocket.measured.stored import describe
 from hocket.planning import program_of
 from hocket.program.hardware import H200
 from hocket.program.ops import LANES, Op, Program
-from hocket.program.schedule import KIND_OF, NO_OVERHEADS, Overheads, cost_key
-from hocket.program.simulate import Timeline
+from hocket.program.simulate import KIND_OF, NO_OVERHEADS, Overheads, Timeline, cost_key
 from hocket.resolve import Settings, resolve
 from hocket.settings.rule import Host
 from tests.helpers.plans import planned
@@ -56,7 +55,7 @@ def about(settings: Settings, pp_rank: int, transport: str = "nccl") -> dict[str
 
 
 def issued_at(ops: tuple[Op, ...], starts: list[float], kinds: tuple[str, ...], overheads: Overheads) -> list[float]:
-    """When the host comes to every op; see `program/schedule.py`."""
+    """When the host comes to every op; see `program/simulate.py`."""
     now, found = 0.0, []
     for op, start in zip(ops, starts, strict=True):
         found.append(now)

@@ -13,13 +13,10 @@ from hocket.measured.calibrate import calibrate
 from hocket.measured.predict import predict as predict_trace
 from hocket.measured.stored import stored_in
 from hocket.planning import predict, program_of
-from hocket.program.cost import Measurement
-from hocket.program.hardware import HARDWARE
-from hocket.program.network import hardware_of
+from hocket.program.cost import Measurement, overheads_of
+from hocket.program.hardware import HARDWARE, hardware_of
 from hocket.program.ops import Program
-from hocket.program.overheads import overheads_of
-from hocket.program.schedule import Overheads, cost_key
-from hocket.program.simulate import Timeline, simulate
+from hocket.program.simulate import Overheads, Timeline, cost_key, simulate
 from hocket.resolve import Settings
 from hocket.settings.schema import changed
 from hocket_trace.align import load

@@ -16,8 +16,7 @@ from hocket.explain.beside import CPU_BYTES, beside, request
 from hocket.explain.build import explain
 from hocket.planning import predict, program_of
 from hocket.probing.request import Measured, Request
-from hocket.program.hardware import HARDWARE
-from hocket.program.network import hardware_of
+from hocket.program.hardware import HARDWARE, hardware_of
 from hocket.recipes import recipe
 from hocket.settings.schema import changed
 from tests.measured.simulated import about, traces_of

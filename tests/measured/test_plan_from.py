@@ -10,10 +10,9 @@ import pytest
 
 from hocket.commands.plan import resolve_for_plan, run
 from hocket.planning import predict, program_of
-from hocket.program.cost import Measurement
-from hocket.program.network import hardware_of
-from hocket.program.overheads import overheads_of
-from hocket.program.schedule import cost_key
+from hocket.program.cost import Measurement, overheads_of
+from hocket.program.hardware import hardware_of
+from hocket.program.simulate import cost_key
 from hocket.recipes import recipe
 from tests.measured.simulated import traces_of
 

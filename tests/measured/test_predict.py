@@ -14,10 +14,9 @@ from hocket.measured.predict import predict
 from hocket.measured.stored import pipeline_rank, stored_in
 from hocket.planning import predict as predict_step
 from hocket.planning import program_of
-from hocket.program.network import hardware_of
-from hocket.program.overheads import overheads_of
-from hocket.program.schedule import KIND_OF, Overheads
-from hocket.program.simulate import simulate
+from hocket.program.cost import overheads_of
+from hocket.program.hardware import hardware_of
+from hocket.program.simulate import KIND_OF, Overheads, simulate
 from hocket.program.stages import costs_of
 from hocket_trace.align import load
 from hocket_trace.compare import compare, middle_steps

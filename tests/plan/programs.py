@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from hocket.config import Config
 from hocket.program.lower import build_program
 from hocket.program.ops import Layout, Op, Program
-from hocket.program.schedule import Time
 from hocket.program.shard import Sharding
-from hocket.program.simulate import Timeline
+from hocket.program.simulate import Time, Timeline
 from tests.helpers.plans import planned
 
 

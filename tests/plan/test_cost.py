@@ -12,14 +12,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hocket.config import MeshConfig, ModelConfig, Purpose, Strategy
 from hocket.model.transformer import Chunk
-from hocket.program.copies import copies_of, ranks_per_token
 from hocket.program.cost import CostTable, OpCost, model_flops_per_token, op_costs, size_of
 from hocket.program.cost import unit_weights as weights_of
-from hocket.program.formulas import FUSED, STOCK, Formulas, PartSize
 from hocket.program.hardware import H200, HARDWARE, LAPTOP, Link
 from hocket.program.lower import build_program
 from hocket.program.ops import Layout, Op, Program
-from hocket.program.part_sizes import Shapes
+from hocket.program.part_sizes import FUSED, STOCK, Formulas, PartSize, Shapes, copies_of, ranks_per_token
 from hocket.program.parts import Unit
 from hocket.program.shard import Sharding
 from hocket.program.simulate import Kind, simulate

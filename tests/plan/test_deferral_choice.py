@@ -11,8 +11,7 @@ import pytest
 
 from hocket.config import Config
 from hocket.machine import host_for_plan
-from hocket.program.hardware import H200, HARDWARE
-from hocket.program.network import hardware_of
+from hocket.program.hardware import H200, HARDWARE, hardware_of
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
 from hocket.settings.plan_rules import few_microbatches

@@ -13,9 +13,9 @@ import pytest
 from hocket.config import ModelConfig
 from hocket.explain.predicted import simulated
 from hocket.program.cost import CostTable, op_costs
-from hocket.program.fp8_costs import Fp8
 from hocket.program.hardware import H200
 from hocket.program.ops import Layout, Op
+from hocket.program.part_sizes import Fp8
 from hocket.program.shard import Sharding
 from hocket.program.stages import costs_of
 from hocket.recipes import recipe

@@ -8,12 +8,10 @@ import pytest
 
 from hocket.program.check import assert_valid
 from hocket.program.lower import build_program
-from hocket.program.merged_v import merged_v
 from hocket.program.ops import Layout, Program
-from hocket.program.pipeline import in_flight, merged_share
+from hocket.program.pipeline import TRANSFORMER, in_flight, merged_share, merged_v
 from hocket.program.shard import Sharding
 from hocket.program.simulate import simulate
-from hocket.program.zero_bubble import TRANSFORMER
 from tests.helpers.costs import Table
 from tests.helpers.plans import planned
 

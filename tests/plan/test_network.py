@@ -15,9 +15,8 @@ from hocket.explain.predicted import simulated
 from hocket.machine import host_for_plan
 from hocket.planning import as_json, network, program_of, report
 from hocket.program.cost import CostTable
-from hocket.program.hardware import H200, HARDWARE
+from hocket.program.hardware import H200, HARDWARE, STEP, Spread, crossing, hardware_of, hosts_of, spread_of
 from hocket.program.mesh import Mesh
-from hocket.program.network import STEP, Spread, crossing, hardware_of, hosts_of, spread_of
 from hocket.program.simulate import simulate
 from hocket.program.stages import costs_of
 from hocket.recipes import recipe

@@ -8,12 +8,9 @@ from typing import Any
 import pytest
 
 from hocket.planning import late_host, predict, program_of, report
-from hocket.program.clock import Work, at_clock, clock_of
-from hocket.program.cost import Measurement
-from hocket.program.hardware import H200, LAPTOP
-from hocket.program.network import hardware_of
-from hocket.program.overheads import overheads_of
-from hocket.program.schedule import Overheads
+from hocket.program.cost import Measurement, overheads_of
+from hocket.program.hardware import H200, LAPTOP, Work, at_clock, clock_of, hardware_of
+from hocket.program.simulate import Overheads
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
 from hocket.settings.rule import Host

@@ -14,15 +14,14 @@ from hocket.measured.stored import named
 from hocket.program.check import check
 from hocket.program.cost import OpCost, op_costs, unit_weights
 from hocket.program.dryrun import dry_run, reference
-from hocket.program.formulas import PartSize
 from hocket.program.hardware import H200
 from hocket.program.layer import FULL, chains, merged_order, order_problem, spelt, woven
 from hocket.program.lower import Draft, build_forward, build_program, inserted
 from hocket.program.ops import Layout, Op, Program
+from hocket.program.part_sizes import PartSize
 from hocket.program.parts import LayerKind, Part, layer_kind
-from hocket.program.schedule import Time
 from hocket.program.shard import Sharding
-from hocket.program.simulate import simulate
+from hocket.program.simulate import Time, simulate
 from hocket.program.stages import carried_by, layout_of
 from hocket.program.text import from_json, to_json
 from hocket.program.timeline import html_timeline, svg_timeline, text_timeline

@@ -10,8 +10,8 @@ from hocket.program.check import check
 from hocket.program.dryrun import dry_run, linearize
 from hocket.program.lower import build_forward, build_program
 from hocket.program.ops import WHOLE_MATRICES, Layout, Program
+from hocket.program.pipeline import ZERO_BUBBLE
 from hocket.program.shard import Sharding
-from hocket.program.zero_bubble import ZERO_BUBBLE
 from tests.helpers.plans import planned
 from tests.plan.programs import Case, cases
 

@@ -17,9 +17,8 @@ from hocket.program.hardware import H200
 from hocket.program.lower import build_program
 from hocket.program.ops import Layout, Program
 from hocket.program.p2p import activation
-from hocket.program.schedule import NO_OVERHEADS
 from hocket.program.shard import Sharding
-from hocket.program.simulate import simulate
+from hocket.program.simulate import NO_OVERHEADS, simulate
 from hocket.program.stages import costs_of, layout_of
 from hocket.program.text import from_json, to_json
 from hocket.recipes import qwen3_30b_a3b

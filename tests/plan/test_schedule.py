@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from hocket.program.lower import build_program
 from hocket.program.ops import Layout, Op
-from hocket.program.schedule import KINDS, Overheads
 from hocket.program.shard import Sharding
-from hocket.program.simulate import Time, simulate
+from hocket.program.simulate import KINDS, Overheads, Time, simulate
 from tests.helpers.calls import calls
 from tests.helpers.costs import Table, published
 from tests.helpers.plans import planned

@@ -23,9 +23,8 @@ from hocket.program.hardware import HARDWARE
 from hocket.program.layer import FULL, MERGED, merged_order, order_problem, spelt, template
 from hocket.program.lower import build_program
 from hocket.program.ops import Layout, Program
-from hocket.program.schedule import CostKey, Overheads
 from hocket.program.shard import Sharding
-from hocket.program.simulate import simulate
+from hocket.program.simulate import CostKey, Overheads, simulate
 from hocket.resolve import Settings
 from hocket.settings.schema import changed
 from hocket.tune import best_plan

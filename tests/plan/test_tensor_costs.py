@@ -14,9 +14,7 @@ from hocket.program.hardware import H200
 from hocket.program.parts import LayerKind
 from hocket.program.simulate import simulate
 from hocket.program.stages import costs_of, layout_of, sharding_of
-from hocket.program.tensor_costs import with_tensors
-from hocket.program.tensor_times import issued, products, seconds
-from hocket.program.tensor_ways import cell_of, splits_of
+from hocket.program.tensor_costs import cell_of, issued, products, seconds, splits_of, with_tensors
 from hocket.program.transformer import DENSE
 from hocket.resolve import Settings, resolve
 from hocket.settings.families import llama3_8b

@@ -15,8 +15,7 @@ import pytest
 from benchmarks.tensor_parallel import model_of, settings
 from hocket.config.overlap import DIRECTIONS, ROLES, Direction, Role, possible
 from hocket.program.hardware import H200
-from hocket.program.tensor_times import seconds
-from hocket.program.tensor_ways import cell_of, splits_of
+from hocket.program.tensor_costs import cell_of, seconds, splits_of
 from hocket.resolve import Settings
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

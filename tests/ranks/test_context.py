@@ -17,7 +17,7 @@ from hocket.model.context import Context, Shared, by_heads, context_of, of_heads
 from hocket.model.documents import documents_of, whole_sequences
 from hocket.model.layers import Attention
 from hocket.model.microbatch import Microbatch
-from hocket.program.attending import of_windows
+from hocket.program.documents import of_windows
 from hocket.runtime.dtypes import DTYPES
 from hocket.settings.schema import changed
 from tests.helpers import parity

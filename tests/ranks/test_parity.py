@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hocket.config import Config, RopeConfig
-from hocket.program.zero_bubble import ZERO_BUBBLE
+from hocket.program.pipeline import ZERO_BUBBLE
 from hocket.settings.schema import changed
 from tests.helpers.pairwise import drawn, pairwise
 from tests.helpers.parity import assert_parity, config

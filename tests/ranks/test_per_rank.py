@@ -25,8 +25,8 @@ from hocket.parallel.dispatch import (
     unpermute,
 )
 from hocket.parallel.routing import Routing, route
-from hocket.program.copies import label_bytes, ranks_per_token
 from hocket.program.mesh import Mesh
+from hocket.program.part_sizes import label_bytes, ranks_per_token
 from hocket.runtime.comm import make_groups
 from tests.helpers.plans import small
 from tests.helpers.ranks import run_ranks

@@ -17,10 +17,9 @@ from hocket.model.microbatch import Microbatch
 from hocket.parallel.dispatch import exchange_counts, group_rows
 from hocket.parallel.placed import place_counts
 from hocket.parallel.routing import Routing
-from hocket.program.capacity import lack, rows_allowed, rows_at_most, rows_evenly, rows_grown
 from hocket.program.hardware import LAPTOP
 from hocket.program.mesh import Mesh
-from hocket.program.stages import costs_of
+from hocket.program.stages import costs_of, lack, rows_allowed, rows_at_most, rows_evenly, rows_grown
 from hocket.recipes import recipe
 from hocket.resolve import resolve
 from hocket.runtime.blocks import Room

@@ -9,7 +9,7 @@ import pytest
 from hocket.probing.rank import measure
 from hocket.probing.request import Measured, Request
 from hocket.probing.start import run
-from hocket.program.measured_hardware import RATES
+from hocket.program.hardware import RATES
 from tests.helpers.ranks import run_ranks
 
 REQUEST = Request(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hocket.config.overlap import DIRECTIONS, ROLES, Method, possible
 from hocket.parallel.tensor import Tensors, Way, column_linear, row_linear
 from hocket.program.mesh import Mesh
-from hocket.program.tensor_times import pieces
+from hocket.program.tensor_costs import pieces
 from hocket.runtime.comm import make_groups
 from hocket.runtime.weights import WgradQueue, collecting, manage
 from tests.helpers.ranks import run_ranks
