@@ -24,8 +24,8 @@ from hocket.program.ops import Op
 from hocket.program.stages import layout_of, sharding_of
 from hocket.recipes import recipe
 from hocket.runtime.comm import Pending
+from hocket.runtime.hangs import Recorder
 from hocket.runtime.lanes import CpuLanes, CudaLanes
-from hocket.runtime.recorder import Recorder
 
 
 class Idle:

@@ -5,7 +5,7 @@
 
 `torch._grouped_mm` has a result of its own. Where each rank has its own experts, that is summed up in fp32; where ranks
 share experts, it is copied into the slot from which the reduction sends it. Both ways run beside one kernel that does
-all of it (`hocket/kernels/grouped.py`), with the tile it uses or with others too. Rows are spread evenly, or half
+all of it (`hocket/kernels/products.py`), with the tile it uses or with others too. Rows are spread evenly, or half
 of them go to a quarter of the experts.
 
 `break_even` is the share of torch's rate which the kernel's product needs, for both ways to take equally long: the
@@ -36,7 +36,7 @@ TILES = (
     (128, 256, 64, 8, 4), (128, 256, 64, 8, 3), (128, 256, 32, 8, 5), (256, 128, 64, 8, 4), (256, 128, 64, 8, 3),
     (128, 128, 64, 8, 3), (128, 128, 64, 4, 3), (128, 128, 32, 4, 5), (64, 256, 32, 4, 5), (64, 256, 64, 4, 4),
 )  # fmt: skip
-"""Tiles to try: height, width, depth, warps, stages. The first is what `hocket/kernels/grouped.py` has."""
+"""Tiles to try: height, width, depth, warps, stages. The first is what `hocket/kernels/products.py` has."""
 
 
 def ends(rows: int, experts: int, even: bool, device: torch.device) -> Tensor:
@@ -67,7 +67,7 @@ def ways(x_RD: Tensor, g_RF: Tensor, ends_E: Tensor, tiles: Mapping[str, Any]) -
         "product and sum": summed,
     }
     if x_RD.is_cuda:
-        from hocket.kernels.grouped import weight_gradients
+        from hocket.kernels.products import weight_gradients
 
         for name, tile in tiles.items():
             found[f"written, {name}"] = lambda tile=tile: weight_gradients(x_RD, g_RF, ends_E, slot_EDF, tile=tile)
@@ -81,7 +81,7 @@ def apart(x_RD: Tensor, g_RF: Tensor, ends_E: Tensor) -> float:
     """Largest difference between torch's product and the kernel's, over the largest number."""
     if not x_RD.is_cuda:
         return 0.0
-    from hocket.kernels.grouped import weight_gradients
+    from hocket.kernels.products import weight_gradients
 
     expected = torch._grouped_mm(x_RD.t(), g_RF, offs=ends_E).float()
     found = torch.zeros_like(expected)
@@ -93,7 +93,7 @@ def tiles_of(which: str) -> dict[str, Any]:
     """The tiles to measure, by a name."""
     if not torch.cuda.is_available():
         return {}
-    from hocket.kernels.grouped import TILE, Tile
+    from hocket.kernels.products import TILE, Tile
 
     return {" x ".join(map(str, t)): Tile(*t) for t in TILES} if which == "all" else {"chosen tile": TILE}
 

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 from benchmarks.kernels import seconds
 from hocket.config import ModelConfig
-from hocket.kernels.usable import formulas
+from hocket.kernels import formulas
+from hocket.layers import fp8
+from hocket.layers.fp8 import ALL, Rows, grouped_product
+from hocket.layers.linears import WHOLE, Fp8Linears
 from hocket.model.moe import Experts
-from hocket.parallel.linears import WHOLE, Fp8Linears
-from hocket.runtime import fp8
-from hocket.runtime.fp8 import ALL, Rows
-from hocket.runtime.fp8_experts import grouped_product
 
 BF16 = torch.bfloat16
 LLAMA = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}

@@ -27,13 +27,12 @@ from benchmarks.fp8_checks import BF16, LLAMA, Found, checks
 from benchmarks.options import arguments
 from benchmarks.record import write
 from hocket.config import ModelConfig
+from hocket.layers import fp8
+from hocket.layers.fp8 import ALL, Products, grouped_product, owners
+from hocket.layers.functional import grouped_mm
+from hocket.layers.linears import WHOLE, Fp8Linears, Linears
 from hocket.model.layers import DenseLayer
 from hocket.model.moe import ONLY, Experts, MoELayer
-from hocket.parallel.linears import WHOLE, Fp8Linears, Linears
-from hocket.runtime import fp8
-from hocket.runtime.fp8 import ALL, Products
-from hocket.runtime.fp8_experts import grouped_product, owners
-from hocket.runtime.functional import grouped_mm
 from hocket.runtime.segment import Segment
 from hocket.runtime.weights import Weight, manage, put, write_product
 

@@ -28,11 +28,8 @@ from benchmarks.bench.plain import Kept, SyncMoELayer
 from benchmarks.options import arguments
 from benchmarks.record import write
 from hocket.config import ModelConfig
-from hocket.kernels.usable import formulas, usable
-from hocket.model.layers import swiglu
-from hocket.model.moe import ExpertPlace
-from hocket.model.rotary import rotary_table
-from hocket.parallel.dispatch import (
+from hocket.kernels import formulas, usable
+from hocket.layers.dispatch import (
     Splits,
     counts_to_send,
     from_experts,
@@ -43,11 +40,14 @@ from hocket.parallel.dispatch import (
     to_experts,
     unpermute,
 )
-from hocket.parallel.linears import cross_entropy
-from hocket.parallel.routing import route
+from hocket.layers.functional import score
+from hocket.layers.linears import cross_entropy
+from hocket.layers.norms import add_rms_norm, norm_rotate, rms_norm, rotate
+from hocket.layers.routing import route
+from hocket.model.layers import swiglu
+from hocket.model.moe import ExpertPlace
+from hocket.model.rotary import rotary_table
 from hocket.program.cost import model_flops_per_token
-from hocket.runtime.functional import score
-from hocket.runtime.norms import add_rms_norm, norm_rotate, rms_norm, rotate
 from hocket.runtime.transports import RowTable
 from hocket.settings.families import qwen3_30b_a3b
 

@@ -40,10 +40,10 @@ from benchmarks.record import write
 from hocket.commands.options import parse
 from hocket.config import Config
 from hocket.engine import Engine
+from hocket.engine.executor import no_collection
 from hocket.model.microbatch import Microbatch
 from hocket.recipes import recipe
 from hocket.resolve import resolve
-from hocket.runtime.collection import no_collection
 from hocket.settings.rule import Host
 from hocket.settings.schema import changed
 from hocket.train.recording import Recording

@@ -29,7 +29,7 @@ from hocket.program.stages import sharding_of
 from hocket.resolve import resolve
 from hocket.runtime.comm import Groups
 from hocket.runtime.lanes import spinner
-from hocket.runtime.pretended import Link, Slow
+from hocket.runtime.transports import Link, Slow
 from hocket.runtime.world import join_world
 from hocket.settings.rule import Host
 

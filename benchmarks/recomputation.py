@@ -26,9 +26,9 @@ from benchmarks.options import arguments
 from benchmarks.ranks import join
 from benchmarks.record import write
 from hocket.config import Config
+from hocket.engine.executor import no_collection
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
-from hocket.runtime.collection import no_collection
 from hocket.settings.rule import Host
 from hocket.settings.schema import changed
 

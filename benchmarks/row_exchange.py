@@ -23,11 +23,11 @@ from benchmarks.copy_engine import ROUNDS, Call, Clock, Products
 from benchmarks.options import arguments
 from benchmarks.ranks import join
 from benchmarks.record import write
-from hocket.parallel.dispatch import Splits, group_rows
+from hocket.layers.dispatch import Splits, group_rows
 from hocket.program.mesh import Mesh
 from hocket.runtime.blocks import HostBlocks, host_blocks
 from hocket.runtime.comm import make_groups
-from hocket.runtime.peer_copies import PeerCopies, peer_copies
+from hocket.runtime.peer_rows import PeerCopies, peer_copies
 from hocket.runtime.transports import Nccl, RowTable
 
 HIDDEN, TOP_K, EXPERTS = 2048, 8, 128

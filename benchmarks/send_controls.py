@@ -35,6 +35,7 @@ from hocket.config import (
     PlanConfig,
     Switch,
 )
+from hocket.engine.executor import no_collection
 from hocket.program.hardware import hardware_of
 from hocket.program.lower import build_program
 from hocket.program.ops import Program
@@ -42,8 +43,7 @@ from hocket.program.p2p import Parts
 from hocket.program.simulate import simulate
 from hocket.program.stages import costs_of, layout_of, sharding_of
 from hocket.resolve import resolve
-from hocket.runtime.collection import no_collection
-from hocket.runtime.pretended import Link
+from hocket.runtime.transports import Link
 from hocket.settings.rule import Host
 from hocket.settings.schema import changed, leaf
 

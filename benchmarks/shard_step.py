@@ -2,7 +2,7 @@
 
     python -m benchmarks.shard_step --microbatches 2 --strategy optim
 
-Ranks are processes on this CPU. The record (`hocket/runtime/history.py`) has no times, so an order is all that comes
+Ranks are processes on this CPU. The record (`hocket/runtime/queue.py`) has no times, so an order is all that comes
 from it: everything begins as soon as what it comes behind is over, and lasts as many characters as `LENGTHS` says.
 """
 
@@ -18,7 +18,7 @@ import tyro
 from torch.distributed.device_mesh import init_device_mesh
 
 import hocket
-from hocket.runtime.history import CALLER, Entry, History
+from hocket.runtime.queue import CALLER, Entry, History
 from tests.fsdp.noted import ROWS, WIDTH, Model, Noted
 from tests.helpers.ranks import run_ranks
 

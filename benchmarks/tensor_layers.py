@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from hocket.config import ModelConfig
 from hocket.config.overlap import COLUMNS, ROLES, Method, possible
+from hocket.layers.norms import rms_norm
+from hocket.layers.tensor import Arriving, Tensors, Way, column_linear, row_linear
 from hocket.model.layers import swiglu
-from hocket.parallel.tensor import Arriving, Tensors, Way, column_linear, row_linear
 from hocket.program.mesh import Mesh
 from hocket.runtime.comm import CommOptions, Group, make_groups
-from hocket.runtime.norms import rms_norm
 from hocket.runtime.transports import Nccl
 from hocket.runtime.weights import WgradQueue, collecting, manage
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.markdown import Result, table
 from benchmarks.tensor_parallel import model_of, settings
-from hocket.parallel.tensor import ways_of
+from hocket.layers.tensor import ways_of
 
 WAYS = ("ring", "pipeline", "bulk")
 """What layers can do; a result may have ways that were tried and given up."""

@@ -23,9 +23,8 @@ from torch import Tensor, nn
 from benchmarks.options import arguments
 from benchmarks.record import write
 from hocket.fsdp.layout import FlatLayout
-from hocket.runtime.destinations import set_sink
-from hocket.runtime.functional import linear_forward
-from hocket.runtime.weights import put, write_product
+from hocket.layers.functional import linear_forward
+from hocket.runtime.weights import put, set_sink, write_product
 
 LLAMA = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 """Output and input width of the linears of one layer."""

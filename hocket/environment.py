@@ -278,7 +278,7 @@ def _look() -> Gpus:
     """Touches CUDA."""
     import torch
 
-    from hocket.runtime import peer_access
+    from hocket.runtime import shared_memory
 
     count = torch.cuda.device_count()
     if not count:
@@ -291,8 +291,8 @@ def _look() -> Gpus:
         processors=every[0].multi_processor_count,
         capability=torch.cuda.get_device_capability(0),
         memory=min(each.total_memory for each in every),
-        no_copy_engine=peer_access.problem(),
-        no_peer_memory=peer_access.unreachable(),
+        no_copy_engine=shared_memory.problem(),
+        no_peer_memory=shared_memory.unreachable(),
     )
 
 

@@ -136,7 +136,7 @@ def without_copies(settings: Settings, reason: str) -> Settings:
     """The settings for a host whose copy engines turned out not to work, if hocket chose copy engines by itself.
 
     Settings that were chosen to save memory for copy engines stay. A transport that the user set stays. Kernels that
-    store rows need peers' memory too (`runtime/pushed_rows.py`). So hocket does not choose them again, nor the graph
+    store rows need peers' memory too (`runtime/peer_rows.py`). So hocket does not choose them again, nor the graph
     that they are part of, unless the user set one of these.
     """
     if not chose_copies(settings, settings.decisions):

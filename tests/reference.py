@@ -19,14 +19,14 @@ from torch import Tensor, nn
 
 from hocket.config import ModelConfig, Strategy
 from hocket.kernels import IGNORED
+from hocket.layers.dispatch import counts_to_send, splits_of
+from hocket.layers.linears import WHOLE, Linears
+from hocket.layers.routing import balance_bias
 from hocket.model.documents import PADDING, Documents, documents_of
 from hocket.model.init import init_biases, init_tensor
 from hocket.model.microbatch import Microbatch
 from hocket.model.moe import ExpertPlace, MoELayer
 from hocket.model.transformer import Chunk, DenseLayer
-from hocket.parallel.dispatch import counts_to_send, splits_of
-from hocket.parallel.linears import WHOLE, Linears
-from hocket.parallel.routing import balance_bias
 from hocket.runtime.transports import RowTable
 
 Batch = tuple[Any, ...]

@@ -10,7 +10,7 @@ import torch
 
 from hocket.config import COPIED as ALL
 from hocket.config import Config
-from hocket.engine.comm_options import comm_options
+from hocket.engine.engine import comm_options
 from hocket.explain.build import explain
 from hocket.planning import predict, program_of, report
 from hocket.program.hardware import hardware_of

@@ -21,7 +21,7 @@ from hocket.launching.children import Child, explain
 from hocket.launching.ports import nobody_met, port_in_use
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
-from hocket.runtime.exchanges import STATE
+from hocket.runtime.hangs import STATE
 from hocket.settings.schema import changed
 from tests.helpers.command import (
     ALONE,

@@ -10,8 +10,7 @@ import pytest
 
 from hocket.launching import parent
 from hocket.launching.children import Child, explain_hang
-from hocket.runtime.exchanges import RankState
-from hocket.runtime.recorder import HANG_HEADLINE
+from hocket.runtime.hangs import HANG_HEADLINE, RankState
 from tests.helpers.command import SMALL, Finished, alive, end_all, finish, start, text_in
 
 PIPELINE = ["--mesh.pp", "2", "--mesh.dp", "1", "--mesh.ep", "1"]

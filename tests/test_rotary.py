@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from hocket.config import RopeConfig
+from hocket.layers.norms import rotate
 from hocket.model.layers import Attention
 from hocket.model.rotary import attention_factor, inverse_frequencies, rope_of, rotary_table
 from hocket.model.transformer import Chunk
-from hocket.runtime.norms import rotate
 from tests.helpers.chunks import init_chunk
 from tests.helpers.plans import small
 

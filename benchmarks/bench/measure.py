@@ -34,8 +34,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.bench.contender import Contender, Resting, blame
+from hocket.engine.executor import no_collection
 from hocket.model.microbatch import Microbatch
-from hocket.runtime.collection import no_collection
 
 PERIOD = 0.05
 """Seconds between two samples of clock and power."""

@@ -14,14 +14,13 @@ from benchmarks.bench.plain import optimizer_name
 from benchmarks.bench.workload import Workload
 from hocket.config import Config
 from hocket.engine import Engine
-from hocket.engine.comm_options import comm_options
+from hocket.engine.engine import comm_options
 from hocket.model.microbatch import Microbatch
 from hocket.program.hardware import hardware_of
 from hocket.program.mesh import Mesh
 from hocket.program.stages import costs_of, lack, layout_of, mesh_of
 from hocket.runtime.comm import Group, Groups, RowTable, TransportName, make_groups
-from hocket.runtime.pretended import Null
-from hocket.runtime.transports import Pending, Transport
+from hocket.runtime.transports import Null, Pending, Transport
 from hocket.settings.schema import changed, flat
 
 _groups: dict[tuple[Mesh, str, str, str, int], Groups] = {}

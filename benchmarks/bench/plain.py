@@ -1,7 +1,7 @@
 """The plain stack: hocket's layers as an ordinary model, with ordinary parameters and ordinary autograd.
 
 hocket's functions are stock torch functions or hocket's kernels, the same for parameters that it does not manage
-(`runtime/functional.py`), so contenders built from this stack run the same kernels; only what moves weights, gradients
+(`layers/functional.py`), so contenders built from this stack run the same kernels; only what moves weights, gradients
 and rows differs. MoE layers with experts on other ranks exchange rows by synchronous all-to-alls; with `null` they keep
 splits and kernels, and every rank takes back the rows that it would have sent.
 """
@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from benchmarks.bench.workload import Workload
+from hocket.layers.dispatch import Splits, counts_to_send, exchange_counts
+from hocket.layers.linears import linears_of
+from hocket.layers.routing import Routing
 from hocket.model.documents import Documents
 from hocket.model.init import init_tensor
 from hocket.model.microbatch import Microbatch
 from hocket.model.moe import ExpertPlace, MoELayer
 from hocket.model.transformer import Chunk
-from hocket.parallel.dispatch import Splits, counts_to_send, exchange_counts
-from hocket.parallel.linears import linears_of
-from hocket.parallel.routing import Routing
 from hocket.runtime.transports import RowTable
 
 

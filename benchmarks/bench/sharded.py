@@ -25,7 +25,7 @@ from hocket.fsdp.options import ShardTransport
 from hocket.fsdp.sharded_parameter import ShardedParameter
 from hocket.model.microbatch import Microbatch
 from hocket.program.mesh import SMS
-from hocket.runtime.destinations import set_sink
+from hocket.runtime.weights import set_sink
 
 PREFETCH = 2
 """Units that are gathered ahead."""

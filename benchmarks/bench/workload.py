@@ -14,7 +14,7 @@ from hocket.model.microbatch import Microbatch
 from hocket.program.cost import model_flops_per_token
 from hocket.program.mesh import Mesh
 from hocket.program.stages import mesh_of
-from hocket.runtime.dtypes import DTYPES
+from hocket.runtime.weights import DTYPES
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from hocket.adapters.layer import DenseLayer, ExpertLayer
+from hocket.layers.dispatch import from_experts, rows_of, send_rows, to_experts, unpermute
+from hocket.layers.linears import cross_entropy
+from hocket.layers.routing import Routing, placed
 from hocket.model.moe import ExpertPlace, Routed
-from hocket.parallel.dispatch import from_experts, rows_of, send_rows, to_experts, unpermute
-from hocket.parallel.linears import cross_entropy
-from hocket.parallel.routing import Routing, placed
 
 Contexts = Callable[[Tensor], Any]
 """Gives the context of a layer's first piece, from hidden states."""

@@ -28,7 +28,7 @@ from hocket.program.cost import CostTable
 from hocket.program.documents import keys
 from hocket.program.hardware import hardware_of
 from hocket.program.stages import costs_of
-from hocket.runtime.dtypes import DTYPES
+from hocket.runtime.weights import DTYPES
 from hocket.tune.trials import Price
 
 _OF_PAIRS = ("aten.bmm", "aten._scaled_dot_product")

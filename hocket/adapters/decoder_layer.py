@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from hocket.adapters.fused import gate_of
 from hocket.adapters.layer import Keep
-from hocket.runtime.standin import grouped_linear
+from hocket.layers.standin import grouped_linear
 
 _INPUT, _ATTENTION = "input_layernorm", "post_attention_layernorm"
 _BEFORE, _AFTER = "pre_feedforward_layernorm", "post_feedforward_layernorm"

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hocket.layers.norms import rms_norm
 from hocket.model.layers import swiglu
-from hocket.runtime.norms import rms_norm
 
 _EPS = ("variance_epsilon", "eps")
 """What norms call their epsilon."""

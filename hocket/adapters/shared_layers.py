@@ -20,13 +20,13 @@ from torch import Tensor
 
 from hocket.adapters.chunk import DenseParts, ExpertParts
 from hocket.adapters.decoder_layer import Unfit
+from hocket.layers.routing import Routing
 from hocket.model.context import Context
 from hocket.model.context_layers import cut_as
 from hocket.model.documents import Documents
 from hocket.model.heads import Heads
 from hocket.model.moe import Routed
 from hocket.model.source import ChunkPlace
-from hocket.parallel.routing import Routing
 
 Places = Context | Documents
 """Of tokens of sequences that ranks share, or that documents share."""

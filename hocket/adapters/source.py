@@ -16,10 +16,10 @@ from hocket.adapters.layer import ExpertLayer
 from hocket.adapters.shareable import windows_of
 from hocket.adapters.shared_layers import Places, SharedAttention, shared_parts, without_masks
 from hocket.config import Config
+from hocket.layers.standin import StandIn
 from hocket.model.source import ChunkLike, ChunkPlace
 from hocket.program.ops import Layout
 from hocket.program.stages import layout_of
-from hocket.runtime.standin import StandIn
 
 
 class AdaptedModel:

@@ -21,11 +21,11 @@ from hocket.adapters.decoder_layer import PlainLayer, Unfit
 from hocket.adapters.layer import DenseLayer, ExpertLayer
 from hocket.adapters.shareable import windows_of
 from hocket.adapters.shared_layers import SharedAttention
+from hocket.layers.dispatch import exchange_counts
 from hocket.model.chunks import zigzag
 from hocket.model.context import context_of
 from hocket.model.documents import whole_sequences
 from hocket.model.moe import ONLY
-from hocket.parallel.dispatch import exchange_counts
 
 TOLERANCE = 1e-4
 """Largest difference, of two norms: sums in another order differ by 1e-6, a forgotten scale by 1e-1."""

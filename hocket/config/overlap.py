@@ -25,7 +25,7 @@ COLUMNS = ("qkv", "fc1")
 
 
 def possible(role: str, direction: str) -> tuple[Method, ...]:
-    """What the layers of a role can do in a direction (`parallel/tensor.py` has the table)."""
+    """What the layers of a role can do in a direction (`layers/tensor.py` has the table)."""
     if role in COLUMNS:
         return ("off", "ring") if direction == "forward" else ("off", "bulk", "pipeline")
     return ("off", "pipeline") if direction == "forward" else ("off", "ring")

@@ -176,7 +176,7 @@ try:
     count = torch.cuda.device_count()
     found = dict(version=torch.__version__, cuda=torch.version.cuda or "", gpus=count)
     if count:
-        from hocket.runtime.peer_access import problem
+        from hocket.runtime.shared_memory import problem
         found["nccl"] = list(torch.cuda.nccl.version())
         found["no_copy_engine"] = problem() if count > 1 else ""
         reach = torch.cuda.can_device_access_peer

@@ -24,19 +24,16 @@ import torch
 from torch import Tensor
 
 from hocket.engine.room import RowRoom
-from hocket.engine.wiring import Wiring
 from hocket.fsdp.planned.unit import PlannedUnit
+from hocket.layers.dispatch import exchange_counts, place_counts, rows_of, tokens_of
 from hocket.model.microbatch import Microbatch
 from hocket.model.transformer import Chunk
-from hocket.parallel.dispatch import exchange_counts, rows_of, tokens_of
-from hocket.parallel.placed import place_counts
 from hocket.program.ops import HOST, TIED, UNIT_VERBS, Lane, Layout, Op
-from hocket.program.parts import INPUT
+from hocket.program.parts import INPUT, LayerKind, Part
 from hocket.program.values import UnitName, lent_to, unit_moved, unit_read, unit_written
-from hocket.runtime.away import Away, HostMemory
 from hocket.runtime.blocks import Blocks, HostBlocks
 from hocket.runtime.comm import Group, Groups, Pending, RowTable
-from hocket.runtime.segment import Lent, Saver, Segment
+from hocket.runtime.segment import Away, HostMemory, Lent, Saver, Segment
 from hocket.runtime.transports import DONE
 from hocket.runtime.weights import Weight
 
@@ -402,3 +399,50 @@ class Actions:
 
 def _place(op: Op) -> Place:
     return op.microbatch, op.chunk, op.layer
+
+
+# --------------------------------------------------------------------------------------------------------------- wiring
+#
+# Where a part finds what it works on among the values that its op reads.
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """Where a part finds its inputs, and the gradients of its outputs, among the values that its op reads."""
+
+    part: Part
+    sources: tuple[tuple[int, int], ...]
+    """Of each input: which value, and which of its outputs; -1 for all of it."""
+    readers: tuple[tuple[int, int], ...]
+    """Of each output: in which value its gradient is, and where in that; -1 for all of it. (-1, -1) has none."""
+    first: bool
+    last: bool
+    """Whether it is the layer's first part, or its last one."""
+
+    @classmethod
+    def of(cls, kind: LayerKind, part: Part) -> Wiring:
+        def source(read: str) -> tuple[int, int]:
+            name, _, output = read.partition(".")
+            place = kind.by_name[name].outputs.index(output) if output else -1
+            return part.sources.index(name), place
+
+        def reader(output: str) -> tuple[int, int]:
+            name, place = kind.gradient_of(part, output)
+            if not name:
+                return -1, -1
+            return kind.readers[part.name].index(name), place if len(kind.by_name[name].reads) > 1 else -1
+
+        last = part is kind.exit
+        return cls(
+            part,
+            tuple((0, -1) if read == INPUT else source(read) for read in part.reads),
+            ((0, -1),) if last else tuple(reader(output) for output in part.outputs or ("",)),
+            part is kind.entry,
+            last,
+        )
+
+    def inputs(self, values: Sequence[Any]) -> list[Any]:
+        return [values[n] if place < 0 else values[n][place] for n, place in self.sources]
+
+    def grads(self, values: Sequence[Any]) -> list[Any]:
+        return [None if n < 0 else values[n] if place < 0 else values[n][place] for n, place in self.readers]

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hocket.layers.routing import balance_bias
 from hocket.model.moe import MoELayer
 from hocket.model.transformer import Chunk
-from hocket.parallel.routing import balance_bias
 from hocket.runtime.comm import Groups
 
 

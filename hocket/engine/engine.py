@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from hocket.config import Config
 from hocket.engine.actions import Actions, Activation
 from hocket.engine.balance import Balance
-from hocket.engine.comm_options import comm_options
 from hocket.engine.executor import Executor
 from hocket.engine.graphed import GraphedSteps, Record, Way, from_turn_one, recorder_of
 from hocket.engine.room import RowRoom
@@ -25,14 +24,14 @@ from hocket.fsdp.planned.adamw import AdamWOptions, PlannedAdamW
 from hocket.fsdp.planned.model import PlannedModel, Travels
 from hocket.fsdp.planned.muon import MuonOptions
 from hocket.kernels import IGNORED
+from hocket.layers.linears import Linears, SplitLinears, gathered_in_fp8, linears_of
+from hocket.layers.slices import whole_shape
+from hocket.layers.tensor import Tensors, ways_of
 from hocket.model.context import Context, Shared
 from hocket.model.documents import Documents
 from hocket.model.microbatch import Microbatch
 from hocket.model.moe import ExpertPlace
 from hocket.model.source import ChunkLike, ChunkPlace, ModelSource, OwnTransformer
-from hocket.parallel.linears import Linears, SplitLinears, gathered_in_fp8, linears_of
-from hocket.parallel.slices import whole_shape
-from hocket.parallel.tensor import Tensors, ways_of
 from hocket.program.check import assert_valid
 from hocket.program.hardware import hardware_of
 from hocket.program.linearize import linearize
@@ -41,12 +40,14 @@ from hocket.program.ops import Layout, Op, Program
 from hocket.program.part_sizes import attending
 from hocket.program.shard import MATRIX_SLOTS
 from hocket.program.simulate import host_bytes
-from hocket.program.stages import costs_of, mesh_of, sharding_of
-from hocket.runtime.comm import Groups, make_groups
-from hocket.runtime.dtypes import DTYPES
-from hocket.runtime.lanes import CpuLanes, CudaLanes, Lanes
-from hocket.runtime.recorder import Recorder
-from hocket.runtime.token_copies import CopiedTokens
+from hocket.program.stages import costs_of, layout_of, mesh_of, sharding_of
+from hocket.runtime.comm import CommOptions, Groups, Link, make_groups
+from hocket.runtime.hangs import MARGIN, Recorder
+from hocket.runtime.lanes import CpuLanes, CudaLanes, Lanes, spinner
+from hocket.runtime.tokens import CopiedTokens
+from hocket.runtime.weights import DTYPES
+from hocket.runtime.world import everyone
+from hocket.settings.arrivals import p2p_bytes, rows_bytes, tokens_bytes
 from hocket.settings.weight_groups import by_muon, decays
 
 
@@ -455,3 +456,74 @@ def _told(microbatch: Microbatch, weighs_2: Tensor) -> Microbatch:
     documents = microbatch.documents
     assert isinstance(documents, Documents | Context), "packed microbatches have documents"
     return replace(microbatch, documents=replace(documents, weighs_2=weighs_2))
+
+
+# --------------------------------------------------------------------------------------------------------- comm options
+#
+# How the groups of a configuration are made.
+
+
+def comm_options(config: Config, device: torch.device) -> CommOptions:
+    """How long groups wait, how much comes at once, how late a slow one is. `config` is resolved."""
+    train = config.train
+    options = CommOptions(
+        timeout=train.hang_timeout + MARGIN,
+        arrival=rows_bytes(config),
+        tokens=tokens_bytes(config),
+        p2p=p2p_bytes(config),
+        device_splits=layout_of(config).uncounted,
+    )
+    if train.transport != "slow":
+        return options
+    links = {purpose: Link(*numbers) for purpose, numbers in train.slow_links().items()}
+    spin = spinner(device) if device.type == "cuda" else None
+    return replace(options, tokens=0, links=links, spin=spin)  # copy engines know no imitated network
+
+
+# ---------------------------------------------------------------------------------------------------------------- blame
+#
+# Where a number that is not finite came from: looked for once a run ends by it, when time does not matter.
+
+
+Found = tuple[float, int, int, str]
+"""Layer, part and microbatch of an op, and its name: the first of all is the least."""
+
+
+def blame(engine: Engine, microbatches: Sequence[Microbatch]) -> str:
+    """The first op whose output is not finite, with its rank; or the last unit whose gradient in the last step is not.
+
+    Runs forward once more on the microbatches. Every rank calls this, and is told the same. Empty if all is finite.
+    """
+    seen: list[Found] = []
+
+    def see(op: Op, result: Any) -> None:
+        losses = engine.validating.actions.losses[-1:] if op.part == "head" else []
+        if not all(map(_finite, [*_tensors(result), *losses])):
+            seen.append((*_place(op, engine), str(op)))
+
+    engine.watch(microbatches, see)
+    found = [(*mine, rank) for rank, mine in enumerate(everyone(min(seen, default=None))) if mine]
+    if found:
+        *_, op, rank = min(found)
+        return f"the first output that is not finite is that of {op} on rank {rank}"
+    units = sorted({unit for mine in everyone(engine.optimizer.not_finite()) for unit in mine})
+    if units:
+        _, unit = units[-1]
+        return f"all outputs of its forward are finite, and backward loses that in the gradient of {unit}"
+    return ""
+
+
+def _place(op: Op, engine: Engine) -> tuple[float, int, int]:
+    if op.layer < 0:
+        return (-1.0 if op.part == "embed" else float("inf")), 0, op.microbatch
+    parts = [part.name for part in engine.layout.type_of(op.layer).parts]
+    return float(op.layer), parts.index(op.part), op.microbatch
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    several = result if isinstance(result, list | tuple) else [result]
+    return [each for each in several if isinstance(each, Tensor) and each.is_floating_point()]
+
+
+def _finite(value: Tensor) -> bool:
+    return bool(torch.isfinite(value).all())

@@ -38,7 +38,7 @@ from hocket.fsdp.planned.model import PlannedModel
 from hocket.model.documents import Documents
 from hocket.model.microbatch import Microbatch
 from hocket.runtime.lanes import CudaLanes
-from hocket.runtime.token_copies import CopiedTokens
+from hocket.runtime.tokens import CopiedTokens
 from hocket.runtime.world import everyone
 
 WARM_UP = 3

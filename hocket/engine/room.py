@@ -24,7 +24,7 @@ from hocket.runtime.comm import Groups
 T = TypeVar("T")
 
 ARRIVALS = 2
-"""Buffers in which rows arrive; see `runtime/pushed_rows.py`."""
+"""Buffers in which rows arrive; see `runtime/peer_rows.py`."""
 
 _USABLE = 0.95
 """Share of a rank's memory that tensors may fill: between them the allocator leaves gaps."""

@@ -1,7 +1,7 @@
 """What a rank does and waits for when a step stands still, from its ops, its groups and the flags in memory.
 
 Note: [Who waits for whom]
-Ops tell where the lanes stand, as far as it is known which are complete (`runtime/stands.py`). A lane that stands at
+Ops tell where the lanes stand, as far as it is known which are complete (`runtime/hangs.py`). A lane that stands at
 ops which have called groups waits in the first of these exchanges that is not over; one that stands at other ops is
 busy. Where ranks wait for flags in memory, these say more: how many exchanges are over, and whose word is missing. Of a
 step that is replayed nothing is known of ops, and words are all there is.
@@ -13,11 +13,8 @@ import time
 from collections.abc import Collection, Sequence
 
 from hocket.runtime.comm import Group, Groups
-from hocket.runtime.culprit import culprit
-from hocket.runtime.exchanges import ALONE, Came, Issued, RankState, Told
+from hocket.runtime.hangs import ALONE, Came, Issued, RankState, Recorder, Stands, Told, culprit
 from hocket.runtime.lanes import Lanes
-from hocket.runtime.recorder import Recorder
-from hocket.runtime.stands import Stands
 
 SHOWN = 5
 """Ops of a kind that a report names."""

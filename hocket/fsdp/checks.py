@@ -19,7 +19,7 @@ from hocket.fsdp.muon import refuse_no_matrices
 from hocket.fsdp.options import ShardOptions
 from hocket.fsdp.precision import Precision
 from hocket.fsdp.sharded_parameter import ShardedParameter
-from hocket.runtime.destinations import sink_of
+from hocket.runtime.weights import sink_of
 
 IGNORED = "_hocket_ignored"
 """An attribute of parameters that are to stay as they are."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hocket.fsdp.sharded_parameter import ShardedParameter
-from hocket.parallel.parts import Span
+from hocket.layers.slices import Span
 
 ROWS, COLUMNS, CUT = 48, 32, 481
 STEPS = 3

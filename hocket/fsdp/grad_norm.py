@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.spread import copies
-from hocket.kernels.usable import usable
+from hocket.kernels import usable
 
 
 def counted(group: ParamGroup, mesh: DeviceMesh | None) -> list[tuple[Tensor, int]]:
@@ -28,7 +28,7 @@ def squares_of(grads: Sequence[Tensor]) -> Tensor:
     """
     grads = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads]
     if grads and all(_for_kernel(grad) for grad in grads):
-        from hocket.kernels.squares import squares
+        from hocket.kernels.sums import squares
 
         return squares(grads)
     return powers_of(grads, 2.0)

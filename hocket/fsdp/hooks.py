@@ -37,7 +37,7 @@ from hocket.fsdp.handed_on import HandedOn, Substitution, levels, modules_of, te
 from hocket.fsdp.module_context import ShardContext
 from hocket.fsdp.module_unit import Claim, Unit
 from hocket.fsdp.precision import FORMATS
-from hocket.runtime.destinations import set_sink
+from hocket.runtime.weights import set_sink
 
 
 class Invocation:

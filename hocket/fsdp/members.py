@@ -27,9 +27,9 @@ from torch import Tensor, nn
 
 from hocket.fsdp.sharded_parameter import ShardedParameter
 from hocket.fsdp.spread import Spread, spread_of
-from hocket.parallel.parts import Span
-from hocket.runtime.destinations import sink_of
-from hocket.runtime.functional import embedding_forward, linear_forward
+from hocket.layers.functional import embedding_forward, linear_forward
+from hocket.layers.slices import Span
+from hocket.runtime.weights import sink_of
 
 Rule = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool] | Iterable[nn.Module] | None
 """How a user says which modules are units."""

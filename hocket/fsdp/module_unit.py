@@ -29,9 +29,9 @@ from hocket.fsdp.options import UnitOptions
 from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.residency import Residency
 from hocket.fsdp.unused import Unused
-from hocket.runtime.destinations import set_sink
 from hocket.runtime.queue import Queue, Ticket
 from hocket.runtime.transports import Pending
+from hocket.runtime.weights import set_sink
 
 
 class Shared(Protocol):

@@ -15,7 +15,7 @@ from hocket.fsdp.members import UNIT, View, watch_reads
 from hocket.fsdp.module_context import ShardContext
 from hocket.fsdp.module_unit import Unit
 from hocket.fsdp.param_group import ParamGroup
-from hocket.runtime.destinations import sink_of
+from hocket.runtime.weights import sink_of
 
 
 def nested_in(modules: Sequence[nn.Module]) -> list[ShardContext]:

@@ -47,7 +47,7 @@ from hocket.fsdp.shard_grads import LocalSum, ShardGrads, Uses, zero_others
 from hocket.fsdp.shard_groups import ShardGroups
 from hocket.fsdp.sharded_parameter import ShardedParameter
 from hocket.fsdp.spread import over
-from hocket.parallel.parts import Span
+from hocket.layers.slices import Span
 from hocket.runtime.transports import Pending
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hocket.parallel.parts import Span
+from hocket.layers.slices import Span
 
 How = Literal["sum", "max"]
 Ask = Callable[[Tensor, How], None]

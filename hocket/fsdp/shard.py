@@ -29,7 +29,7 @@ from hocket.fsdp.shard_groups import Placement, shard_groups_for
 from hocket.fsdp.spread import mesh_of, refuse_overlap
 from hocket.fsdp.strategy import Prefetch, policy_of
 from hocket.fsdp.torch_functions import install
-from hocket.runtime.destinations import set_sink
+from hocket.runtime.weights import set_sink
 
 contexts: WeakSet[ShardContext] = WeakSet()
 """Of all sharded models."""

@@ -35,7 +35,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from hocket.fsdp.part import Part, WholeSize, alongside, call, no_address, plain
 from hocket.fsdp.place import Place, whole_of
-from hocket.parallel.parts import Span
+from hocket.layers.slices import Span
 
 
 class Group(Protocol):

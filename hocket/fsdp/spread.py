@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hocket.parallel.parts import Part
+from hocket.layers.slices import Part
 from hocket.runtime.world import over_group, rank_and_world
 
 if TYPE_CHECKING:

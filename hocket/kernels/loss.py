@@ -18,8 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hocket.kernels import IGNORED
-from hocket.kernels.usable import refuse_graph
+from hocket.kernels import IGNORED, refuse_graph
 
 BLOCK = 4096
 """Columns of a program at a time; with 256 threads, each loads 32 bytes of bf16."""

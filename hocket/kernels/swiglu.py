@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hocket.kernels.usable import refuse_graph
+from hocket.kernels import refuse_graph
 
 TILE = 2048
 """Elements of a program; with 128 threads, each loads 32 bytes of every bf16 tensor."""

@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hocket.runtime.culprit import culprit
-from hocket.runtime.exchanges import ALONE, STATE, RankState
-from hocket.runtime.recorder import HANG_EXIT_CODE, HANG_HEADLINE
+from hocket.runtime.hangs import ALONE, HANG_EXIT_CODE, HANG_HEADLINE, STATE, RankState, culprit
 
 TAIL = 15
 """Lines of a failed worker's log that are shown."""

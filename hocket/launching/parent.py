@@ -21,7 +21,7 @@ from hocket.launching.children import Child, explain, explain_hang
 from hocket.launching.ports import free_port
 from hocket.launching.worker import Job, child_main
 from hocket.resolve import Settings
-from hocket.runtime.recorder import ANSWER, HANG_EXIT_CODE
+from hocket.runtime.hangs import ANSWER, HANG_EXIT_CODE
 from hocket.settings.schema import problem
 from hocket.train.signals import asking, hang_up
 

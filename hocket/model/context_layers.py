@@ -16,15 +16,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from hocket.config import ModelConfig
+from hocket.layers.linears import Linears
+from hocket.layers.norms import add_rms_norm, rms_norm
+from hocket.layers.routing import Routing
+from hocket.layers.tensor import Arriving
 from hocket.model.context import Context, by_heads, of_heads
 from hocket.model.layers import DenseLayer
 from hocket.model.moe import ExpertPlace, MoELayer, Routed
 from hocket.model.transformer import Chunk, Layer
-from hocket.parallel.linears import Linears
-from hocket.parallel.routing import Routing
-from hocket.parallel.tensor import Arriving
 from hocket.runtime.comm import Group, Pending, RowTable
-from hocket.runtime.norms import add_rms_norm, rms_norm
 
 
 class _Cut:

@@ -33,13 +33,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hocket.config import ModelConfig
+from hocket.layers.functional import causal_convolution, decay, shift
+from hocket.layers.linears import WHOLE, Linears
+from hocket.layers.norms import rms_norm
 from hocket.model.cache import DeltaCache
 from hocket.model.documents import Documents, has_flash
 from hocket.model.parameters import new_weight
-from hocket.parallel.linears import WHOLE, Linears
-from hocket.runtime.delta import causal_convolution, decay
-from hocket.runtime.functional import shift
-from hocket.runtime.norms import rms_norm
 from hocket.settings.layer_rules import why_no_delta_kernels
 
 CHUNK = 64

@@ -22,14 +22,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hocket.config import ModelConfig
+from hocket.layers.functional import linear, linears
+from hocket.layers.linears import WHOLE, Linears
+from hocket.layers.norms import rms_norm, rotate
 from hocket.model.cache import KeyValueCache
 from hocket.model.context import Context, among, in_order
 from hocket.model.documents import Documents, Seen, attend, has_flash
 from hocket.model.parameters import new_weight
 from hocket.model.rotary import mscale, rope_of, rotary_table
-from hocket.parallel.linears import WHOLE, Linears
-from hocket.runtime.functional import linear, linears
-from hocket.runtime.norms import rms_norm, rotate
 
 EPS = 1e-6
 """Epsilon of the norms of latents, whatever that of the others is."""

@@ -13,7 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hocket.config import ModelConfig
-from hocket.kernels.usable import usable
+from hocket.kernels import usable
+from hocket.layers.functional import linear, shift
+from hocket.layers.linears import WHOLE, Linears, Role
+from hocket.layers.norms import add_rms_norm, norm_rotate, rms_norm, rotate
 from hocket.model.cache import KeyValueCache
 from hocket.model.context import Context
 from hocket.model.delta_net import DeltaNet
@@ -22,9 +25,6 @@ from hocket.model.heads import Heads
 from hocket.model.latent_attention import LatentAttention
 from hocket.model.parameters import new_weight
 from hocket.model.rotary import rope_of, rotary_table
-from hocket.parallel.linears import WHOLE, Linears, Role
-from hocket.runtime.functional import linear, shift
-from hocket.runtime.norms import add_rms_norm, norm_rotate, rms_norm, rotate
 
 
 class Attention(nn.Module, Heads):

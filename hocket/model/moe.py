@@ -14,17 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from hocket.config import ModelConfig
+from hocket.layers.dispatch import exchange_counts, from_experts, rows_of, send_rows, to_experts, unpermute
+from hocket.layers.functional import add_bias_by_expert, grouped_linear, score, shift
+from hocket.layers.linears import WHOLE, Linears
+from hocket.layers.norms import add_rms_norm
+from hocket.layers.routing import Routing, Sharers, Weighs, attach_losses, over_batch, route
+from hocket.layers.tensor import Arriving
 from hocket.model.documents import Documents, Told
 from hocket.model.layers import Mlp, attention_of, gated
 from hocket.model.parameters import new_weight
-from hocket.parallel.dispatch import exchange_counts, from_experts, rows_of, send_rows, to_experts, unpermute
-from hocket.parallel.linears import WHOLE, Linears
-from hocket.parallel.router_losses import Weighs, attach_losses, over_batch
-from hocket.parallel.routing import Routing, Sharers, route
-from hocket.parallel.tensor import Arriving
-from hocket.runtime.biases import add_bias_by_expert
-from hocket.runtime.functional import grouped_linear, score, shift
-from hocket.runtime.norms import add_rms_norm
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class ExpertPlace:
     rank: int = 0
     """This one's number among them."""
     per_rank: bool = False
-    """Rows are sent once per token and rank, not once per expert (`parallel/per_rank.py`)."""
+    """Rows are sent once per token and rank, not once per expert (`layers/rows.py`)."""
     later: bool = False
     """Rows are made of tokens when they are moved: `forward_dispatch` does, if all experts are here."""
     stays: bool = False

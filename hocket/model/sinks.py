@@ -23,8 +23,7 @@ from torch import Tensor
 
 from hocket.model import partial_attention
 from hocket.model.documents import Seen
-from hocket.runtime.destinations import Destination, Ordinary, queued
-from hocket.runtime.weights import Product, put, weight_of
+from hocket.runtime.weights import Destination, Ordinary, Product, put, queued, weight_of
 
 
 def attend_with_sinks(

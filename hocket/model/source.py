@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from hocket.config import Config, ModelConfig
+from hocket.layers.linears import WHOLE, Linears
 from hocket.model.context_layers import SharedChunk
 from hocket.model.init import init_biases, init_tensor
 from hocket.model.moe import ExpertPlace
 from hocket.model.transformer import Chunk
-from hocket.parallel.linears import WHOLE, Linears
 from hocket.pretrained.convert import PretrainedFolder
 from hocket.program.ops import Layout
 from hocket.program.stages import layout_of

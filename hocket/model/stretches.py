@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hocket.kernels.usable import usable
+from hocket.kernels import usable
 from hocket.model.context import Span
 from hocket.model.documents import attend, has_flash
 from hocket.model.partial_attention import Triple, plain, plain_backward
@@ -94,7 +94,7 @@ def _parts(q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Triple, _Part]]:
 def merged(one_THN: Tensor, lse_TH: Tensor, other_THN: Tensor, other_lse_TH: Tensor) -> tuple[Tensor, Tensor]:
     """What queries find in two disjoint sets of keys, [T, H, N], and its lse, [T, H], from what they find in each."""
     if usable(one_THN, lse_TH) and lse_TH.dtype == torch.float32:
-        from hocket.kernels.merging import merge
+        from hocket.kernels.sums import merge
 
         lse_HT, other_lse_HT = lse_TH.t().contiguous(), other_lse_TH.t().contiguous()
         out_THN, total_HT = merge(one_THN.contiguous(), lse_HT, other_THN.contiguous(), other_lse_HT)

@@ -13,13 +13,13 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from hocket.config import ModelConfig
+from hocket.layers.linears import WHOLE, Linears
+from hocket.layers.norms import rms_norm
+from hocket.layers.vocabulary import loss_in_pieces
 from hocket.model.documents import Documents
 from hocket.model.layers import DenseLayer
 from hocket.model.moe import ONLY, ExpertPlace, MoELayer
 from hocket.model.parameters import new_weight
-from hocket.parallel.linears import WHOLE, Linears
-from hocket.parallel.loss_in_pieces import loss_in_pieces
-from hocket.runtime.norms import rms_norm
 
 Layer = DenseLayer | MoELayer
 
@@ -65,7 +65,7 @@ class Chunk(nn.Module):
 
     Parameters are named as in the whole model (`layers.3.attn.wq`), but for experts they hold only those of
     expert-parallel rank `ep.rank`: global experts `ep.rank * E / ep.size` onwards, and of other weights what `linears`
-    has (`parallel/slices.py`). Made without values, on the meta device.
+    has (`layers/slices.py`). Made without values, on the meta device.
     """
 
     def __init__(

@@ -17,8 +17,8 @@ from hocket.probing.request import Measured, Product, Request
 from hocket.program.mesh import Mesh
 from hocket.program.simulate import Kind
 from hocket.runtime.comm import CommOptions, Groups, RowTable, make_groups
-from hocket.runtime.dtypes import DTYPES
 from hocket.runtime.lanes import drain
+from hocket.runtime.weights import DTYPES
 from hocket.runtime.world import everyone, join_world, leave_world
 
 TIMEOUT = 60.0

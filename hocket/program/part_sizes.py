@@ -519,7 +519,7 @@ def ranks_per_token(model: ModelConfig, ep: int) -> float:
 
 
 def label_bytes(top_k: int) -> int:
-    """Bytes that a row sent once per rank has behind its hidden state (`parallel/per_rank.py`): a place, int32, and a
+    """Bytes that a row sent once per rank has behind its hidden state (`layers/rows.py`): a place, int32, and a
     weight, fp32, for each choice, padded so that rows stay aligned.
     """
     return -(-8 * top_k // 64) * 64
@@ -558,7 +558,7 @@ def elements_sent(model: ModelConfig, copies: Copies) -> float:
 #
 # A product in fp8 is faster, and its operands are half as large. Casts read and write more: the input of a product when
 # it runs forward, its output's gradient before backward, transposed copies of both before the weight gradient, and each
-# gathered copy of a weight. SwiGLU writes fp8 itself. Experts' weight gradients stay bf16 (`runtime/fp8_experts.py`).
+# gathered copy of a weight. SwiGLU writes fp8 itself. Experts' weight gradients stay bf16 (`layers/fp8.py`).
 #
 # Rates are ratios to bf16 on an H200 (benchmarks/results/fp8_products.json): of Llama-3 8B's products at 8,192 tokens
 # 1.86 to 1.91 forward and backward and 1.74 to 1.87 for weight gradients; of grouped ones 1.32 to 1.72. What layers are

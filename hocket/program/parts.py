@@ -85,7 +85,7 @@ class Part:
     counted: bool = False
     """Whether the host waits in the midst of issuing its forward, for the counts of the rows that it moves."""
     products: tuple[str, ...] = ()
-    """Those of its products that tensor-parallel ranks share, by their roles (`parallel/linears.py`); `embed`: it looks
+    """Those of its products that tensor-parallel ranks share, by their roles (`layers/linears.py`); `embed`: it looks
     up rows of a table that they share."""
     mark: str = ""
     """Its letter in text timelines; by default `letter` in upper case."""

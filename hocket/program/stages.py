@@ -174,7 +174,7 @@ def _with_placed_rows(costs: CostTable, config: Config) -> CostTable:
 
 
 def _with_loss_in_pieces(costs: CostTable, config: Config, hardware: Hardware) -> CostTable:
-    """The costs if tokens go through the head in pieces. See `parallel/loss_in_pieces.py`.
+    """The costs if tokens go through the head in pieces. See `layers/vocabulary.py`.
 
     Backward makes logits and reads them once more, and has the product of the weight gradient, which it keeps in fp32.
     What a piece takes inside of an op counts as kept.

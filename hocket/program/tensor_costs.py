@@ -1,6 +1,6 @@
 """How long one direction of a tensor-parallel layer takes a GPU, by the way it communicates, and how long the host.
 
-A model of what `parallel/tensor.py` does, on the layer's own shapes. `tests/plan/test_tensor_times.py` holds it beside
+A model of what `layers/tensor.py` does, on the layer's own shapes. `tests/plan/test_tensor_times.py` holds it beside
 what was measured (benchmarks/results/tensor_parallel.json and tensor_parallel_as_8.json).
 
 Note: [Crowded receivers]

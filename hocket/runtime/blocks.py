@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hocket.kernels.usable import usable
+from hocket.kernels import usable
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,7 @@
 """Process groups by purpose, and the collectives that may be called on them.
 
 This file and the transports (`transports.py` and those beside it) are the only callers of `torch.distributed`
-collectives; `group_transport.py` chooses a group's transport. Every purpose and direction has a group of its own
+collectives; what is below chooses a group's transport. Every purpose and direction has a group of its own
 (`program/mesh.py` says which ranks), created and warmed in one order on all ranks before the first step, so that no
 collective creates anything while lanes are running.
 """
@@ -10,29 +10,39 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from datetime import timedelta
+from typing import Literal, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from hocket.config import COPIED
-from hocket.program.mesh import P2P, PURPOSES, Mesh, Purpose
+from hocket.config import COPIED, Purpose
+from hocket.program.mesh import HALF, P2P, PURPOSES, Mesh, Mover, most_sms, mover_of
 from hocket.runtime.blocks import Blocks, HostBlocks
-from hocket.runtime.collective_copies import CopiedCollectives
-from hocket.runtime.exchanges import Issued, Words
-from hocket.runtime.group_transport import CommOptions, TransportName, make_transport
-from hocket.runtime.p2p_copies import CopiedHops
-from hocket.runtime.peer_access import place, problem, refuse, unreachable
-from hocket.runtime.peer_copies import CopiedRows
-from hocket.runtime.pretended import Link, Slow
-from hocket.runtime.pushed_rows import PushedRows
-from hocket.runtime.shared_memory import Barrier
-from hocket.runtime.token_copies import CopyingNccl
-from hocket.runtime.tokens import SentTokens, Tokens
-from hocket.runtime.transports import Local, Nccl, Pending, Reduction, RowTable, Transport
-from hocket.runtime.world import everyone
+from hocket.runtime.collective_copies import CopiedCollectives, collective_copies
+from hocket.runtime.hangs import Issued, Words
+from hocket.runtime.lanes import SideStream
+from hocket.runtime.p2p_copies import CopiedHops, p2p_copies
+from hocket.runtime.peer_rows import CopiedRows, PushedRows, peer_copies, pushes
+from hocket.runtime.shared_memory import Barrier, place, problem, refuse, unreachable
+from hocket.runtime.tokens import CopyingNccl, SentTokens, Tokens, copied_tokens
+from hocket.runtime.transports import (
+    Gloo,
+    Link,
+    Local,
+    Nccl,
+    Null,
+    Pending,
+    Reduction,
+    RowTable,
+    Slow,
+    Transport,
+    nccl_options,
+)
+from hocket.runtime.world import everyone, within
 
 __all__ = [
     "CommOptions",
@@ -412,3 +422,92 @@ def _warm_tokens(group: Group, row: Tensor) -> None:
             collect.place(rank, rank + 1).copy_(row)
             collect.send(rank, rank + 1)
         collect.sum(torch.empty_like(row))
+
+
+# ------------------------------------------------------------------------------------------------------ group transport
+#
+# The transport of one group: which one serves a purpose, under which name, with which options.
+
+
+LATER = 5.0
+"""Seconds that ranks wait for a group behind the limit that torch was given: it knows more, where it keeps to it."""
+
+TransportName = Literal["gloo", "nccl", "copy_engine", "copy_engine_gathers", "null", "slow"]
+
+
+@dataclass(frozen=True)
+class CommOptions:
+    """How groups are made. Times in seconds."""
+
+    timeout: float = 300.0
+    arrival: int = 64 << 20
+    """Bytes of rows that a rank has room for in one round of a copied all-to-all; there are two such buffers."""
+    half: int = HALF
+    """Bytes of a half, through which copy engines move what is gathered or reduced."""
+    tokens: int = 0
+    """Bytes of all tokens of a microbatch, for tensor-parallel ranks that move them by copy engines; 0: they don't."""
+    p2p: int = 32 << 20
+    """Bytes that a pipeline rank has room for on each edge, where copy engines move what is sent over it."""
+    device_splits: bool = False
+    """Groups that exchange rows can do so by `Blocks`: on GPUs, by kernels that store into the peers' memory."""
+    links: Mapping[Purpose, Link] = field(default_factory=dict)
+    """The emulated network of the slow transport; purposes that are missing are not slowed."""
+    spin: Callable[[float], None] | None = None
+    """Keeps the current CUDA stream busy for so many seconds; needed by the slow transport on a GPU."""
+
+
+def make_transport(
+    purpose: Purpose,
+    ranks: tuple[int, ...],
+    rank: int,
+    device: torch.device,
+    name: TransportName,
+    options: CommOptions,
+) -> Transport | None:
+    """The transport of one group, or None if `rank` is not a member. Every rank of the world calls this."""
+    member = rank in ranks
+    if len(ranks) == 1:
+        return Local() if member else None
+    mover = mover_of(purpose, name, device.type == "cuda", options.device_splits, options.tokens > 0)
+    if mover == "nothing":
+        return Null(len(ranks), ranks.index(rank), device) if member else None
+    timeout = timedelta(seconds=options.timeout)
+    with within(options.timeout + LATER, f"ranks that were to make the group {purpose} have not met"):
+        if mover == "gloo":
+            made = dist.new_group(list(ranks), timeout, "gloo", group_desc=purpose)
+        else:
+            pg_options = nccl_options(most_sms(purpose), timeout)
+            made = dist.new_group(list(ranks), timeout, "nccl", pg_options=pg_options, group_desc=purpose)
+    if not member:
+        return None
+    assert isinstance(made, dist.ProcessGroup)
+    on_gpu = mover != "gloo"
+    real = _on_gpus(purpose, made, ranks, device, mover, options) if on_gpu else Gloo(made, ranks)
+    if name != "slow" or purpose not in options.links:
+        return real
+    assert not on_gpu or options.spin is not None, "the slow transport on a GPU needs a way to spin"
+    spin = options.spin if on_gpu else None
+    return Slow(real, options.links[purpose], ranks.index(rank), options.timeout, spin)
+
+
+def _on_gpus(
+    purpose: Purpose,
+    made: dist.ProcessGroup,
+    ranks: tuple[int, ...],
+    device: torch.device,
+    mover: Mover,
+    options: CommOptions,
+) -> Transport:
+    """What moves the bytes of a NCCL group."""
+    if mover == "kernels":
+        return PushedRows(made, ranks, device, options.timeout, pushes(made, options.arrival, device, options.timeout))
+    if mover == "pieces":
+        tokens = copied_tokens(made, options.tokens, device, options.timeout, SideStream(device))
+        return CopyingNccl(made, ranks, device, tokens)
+    if mover == "nccl":
+        return Nccl(made, ranks, device)
+    if purpose == "a2a":
+        return CopiedRows(made, ranks, device, peer_copies(made, options.arrival, device, options.timeout))
+    if purpose in P2P:
+        return CopiedHops(made, ranks, device, p2p_copies(made, ranks, options.p2p, device, options.timeout))
+    return CopiedCollectives(made, ranks, device, collective_copies(made, options.half, device, options.timeout))

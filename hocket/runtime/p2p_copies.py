@@ -4,7 +4,7 @@ A receive is issued early, so that what it brings is there when it is wanted. NC
 its SMs until the sender comes, and so does the send of a rank whose neighbour is late. Ranks of one NVLink domain can
 write into each other's memory (`shared_memory.py`). So here the sender's stream copies, and the receiver's stream waits
 for a flag in memory, which takes no SM from the products beside it. Such a wait has no limit of its own: a step that
-hangs in one is ended by the watchdog (`recorder.py`), which reads the words.
+hangs in one is ended by the watchdog (`hangs.py`), which reads the words.
 
 Note: [Two halves, each with two words]
 What is sent goes in pieces through two halves of a buffer at the receiver, and copies bring it from there to where it
@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hocket.runtime.driver import Cuda, Driver
-from hocket.runtime.exchanges import Told
+from hocket.runtime.hangs import Told
 from hocket.runtime.lanes import current_queue
 from hocket.runtime.shared_memory import shared_memory
 from hocket.runtime.transports import DONE, Nccl, Pending

@@ -19,7 +19,7 @@ import torch
 
 from hocket.program.mesh import Purpose
 from hocket.runtime.comm import CommOptions, Group, make_group
-from hocket.runtime.peer_access import apart, place, problem
+from hocket.runtime.shared_memory import apart, place, problem
 from hocket.runtime.world import everyone
 
 LIMIT = 60.0

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from hocket.runtime.recorder import HANG_EXIT_CODE, MARGIN
+from hocket.runtime.hangs import HANG_EXIT_CODE, MARGIN
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hocket.parallel.parts import Part
+from hocket.layers.slices import Part
 
 
 @dataclass(frozen=True)

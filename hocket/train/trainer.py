@@ -19,7 +19,8 @@ from torch import Tensor
 
 from hocket.config import TrainConfig
 from hocket.engine import Engine
-from hocket.engine.blame import blame
+from hocket.engine.engine import blame
+from hocket.engine.executor import collect_after, no_collection
 from hocket.environment import available_memory
 from hocket.fsdp.planned.unit import Piece
 from hocket.model.chunks import imbalance_of
@@ -30,8 +31,7 @@ from hocket.program.documents import Dealt, as_read, deals, dealt, lengths_of, w
 from hocket.program.part_sizes import attending
 from hocket.program.stages import lack
 from hocket.resolve import Settings
-from hocket.runtime.collection import collect_after, no_collection
-from hocket.runtime.recorder import Watchdog
+from hocket.runtime.hangs import Watchdog
 from hocket.runtime.world import everyone
 from hocket.settings.schema import leaf, problem
 from hocket.train.checkpoint import Moment, Restored, restore, resumes

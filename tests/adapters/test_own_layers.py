@@ -144,7 +144,7 @@ def test_pieces_that_do_not_fit(layer: type[torch.nn.Module], words: str) -> Non
 
 def test_a_difference_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where only the planned step goes wrong, which no comparison of pieces sees."""
-    from hocket.runtime import standin
+    from hocket.layers import standin
 
     monkeypatch.setattr(standin, "_sum_rows", lambda g, out: out.fill_(1.0))
     with pytest.raises(AssertionError, match=r"on 1 rank, beyond 0:\n.*gradient of layers.0.mixer.into.bias differs"):

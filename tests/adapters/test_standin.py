@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hocket.fsdp.planned.slots import Slots
+from hocket.layers.standin import StandIn, grouped_linear
 from hocket.runtime.segment import Segment
-from hocket.runtime.standin import StandIn, grouped_linear
 from hocket.runtime.weights import Weight, manage
 
 Params = dict[str, Tensor]

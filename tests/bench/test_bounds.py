@@ -14,7 +14,7 @@ from benchmarks.bench.ours import Exchanges, Muted, Planned, Signal
 from benchmarks.bench.plain import Exchange, Kept, backward, materialize, plain_model
 from benchmarks.bench.workload import Workload, batches
 from hocket.config import MeshConfig
-from hocket.parallel import dispatch
+from hocket.layers import dispatch
 from tests.bench.setup import CPU, built, workload
 from tests.helpers.command import wait_for
 from tests.helpers.ranks import run_ranks

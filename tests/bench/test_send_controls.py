@@ -26,7 +26,7 @@ from benchmarks.send_controls import (
     report,
     settings,
 )
-from hocket.runtime.pretended import Link
+from hocket.runtime.transports import Link
 from tests.helpers.ranks import run_ranks
 
 OPTIONS = argparse.Namespace(

@@ -12,8 +12,8 @@ import torch
 from benchmarks.bench.sharded import Sharded
 from benchmarks.bench.workload import batches
 from hocket.fsdp.param_group import ParamGroup
-from hocket.runtime.destinations import sink_of
-from hocket.runtime.pretended import Null
+from hocket.runtime.transports import Null
+from hocket.runtime.weights import sink_of
 from tests.bench.setup import CPU, built, learn_the_same, workload
 from tests.helpers.ranks import run_ranks
 

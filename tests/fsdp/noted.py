@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import hocket
-from hocket.runtime.history import CALLER, Entry, History
+from hocket.runtime.queue import CALLER, Entry, History
 
 WIDTH, ROWS = 11, 3
 

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from hocket.fsdp.layout import FlatLayout
-from hocket.runtime.destinations import set_sink
-from hocket.runtime.functional import linear_forward
-from hocket.runtime.weights import put
+from hocket.layers.functional import linear_forward
+from hocket.runtime.weights import put, set_sink
 
 DTYPES = [torch.float32, torch.bfloat16]
 D, F_OUT = 24, 40

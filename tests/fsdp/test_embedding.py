@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hocket.fsdp.members import forward_of
-from hocket.runtime.destinations import set_sink
-from hocket.runtime.functional import embedding, embedding_forward
-from hocket.runtime.table_rows import dense_gradient, sums_by_id, write_sums
+from hocket.layers.functional import dense_gradient, embedding, embedding_forward, sums_by_id, write_sums
+from hocket.runtime.weights import set_sink
 from tests.fsdp.sinks import DTYPES, D, Slot
 
 V = 50

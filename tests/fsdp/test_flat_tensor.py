@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
 from hocket.fsdp.saving.flat_tensor import FlatTensor
-from hocket.parallel.parts import boxes
+from hocket.layers.slices import boxes
 from tests.helpers.ranks import run_ranks
 
 SHAPES: dict[str, tuple[int, ...]] = {

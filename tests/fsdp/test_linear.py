@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from hocket.runtime.destinations import set_sink
-from hocket.runtime.functional import linear_forward
+from hocket.layers.functional import linear_forward
+from hocket.runtime.weights import set_sink
 from tests.fsdp.sinks import DTYPES, F_OUT, LAYOUTS, OUTPUTS, D, Slot, attach, compare_bits, equal, linears, pair, same
 
 

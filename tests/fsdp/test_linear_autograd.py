@@ -17,8 +17,8 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from hocket.fsdp.members import FORWARDS, forward_of
-from hocket.runtime.destinations import sink_of
-from hocket.runtime.functional import embedding_forward, linear_forward
+from hocket.layers.functional import embedding_forward, linear_forward
+from hocket.runtime.weights import sink_of
 from tests.fsdp.sinks import F_OUT, LAYOUTS, D, attach, equal, linears, pair, same
 
 
@@ -253,7 +253,7 @@ def test_left_to_autograd(run: Callable[[nn.Linear, Tensor], Tensor]) -> None:
 def test_without_gradients_it_is_the_plain_function(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, mine = linears()
     attach(mine)
-    monkeypatch.setattr("hocket.runtime.functional._Linear", None)
+    monkeypatch.setattr("hocket.layers.functional._Linear", None)
     x = LAYOUTS[layout]().requires_grad_()
     with torch.no_grad():
         equal(plain(x), mine(x))

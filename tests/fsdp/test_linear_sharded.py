@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hocket
 from hocket.fsdp.buffers import Staged
-from hocket.runtime import functional
+from hocket.layers import functional
 from tests.fsdp.kinds import Kind
 from tests.fsdp.models import WIDTH
 from tests.fsdp.twin import Case, Pair, naming

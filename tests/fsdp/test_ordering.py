@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import hocket
-from hocket.runtime.history import History
+from hocket.runtime.queue import History
 from tests.helpers.ranks import run_ranks
 
 

@@ -13,8 +13,7 @@ import hocket
 from hocket.fsdp import shard_groups
 from hocket.fsdp.shard_groups import Placement, shard_groups_for
 from hocket.runtime.comm import Group
-from hocket.runtime.pretended import Null
-from hocket.runtime.transports import Gloo, Local
+from hocket.runtime.transports import Gloo, Local, Null
 from tests.helpers.ranks import run_ranks
 
 CPU = torch.device("cpu")

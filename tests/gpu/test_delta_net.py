@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from hocket.engine import Engine
-from hocket.kernels.usable import formulas
+from hocket.kernels import formulas
+from hocket.layers.norms import add_rms_norm, norm_rotate, rms_norm
 from hocket.model import delta_net
 from hocket.model.documents import Documents
 from hocket.presets import PLAIN
-from hocket.runtime.norms import add_rms_norm, norm_rotate, rms_norm
 from hocket.settings.schema import changed
 from tests.gpu.test_documents import CUDA, packed, some_documents
 from tests.gpu.test_parity import BASE, run

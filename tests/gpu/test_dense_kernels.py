@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hocket.kernels.usable import formulas
+from hocket.kernels import formulas
+from hocket.layers.functional import score
+from hocket.layers.linears import cross_entropy
+from hocket.layers.norms import add_rms_norm, norm_rotate, rms_norm, rotate
 from hocket.model.layers import swiglu
 from hocket.model.rotary import rotary_table
-from hocket.parallel.linears import cross_entropy
-from hocket.runtime.functional import score
-from hocket.runtime.norms import add_rms_norm, norm_rotate, rms_norm, rotate
 
 pytestmark = pytest.mark.gpu
 
@@ -105,7 +105,7 @@ def test_router(tokens: int, experts: int, width: int) -> None:
 @pytest.mark.parametrize(("tokens", "experts", "lost"), [(1, 128, 2**-21), (3, 5, 2**-20), (8192, 128, 2**-18)])
 def test_weight_gradient_of_a_router_in_fp32(tokens: int, experts: int, lost: float) -> None:
     """Nothing of the gradient is left out where microbatches are added up; of few tokens it could be seen."""
-    from hocket.kernels.router import weight_gradient
+    from hocket.kernels.products import weight_gradient
 
     g, x = new(tokens, experts), new(tokens, 2048, dtype=torch.bfloat16)
     out = new(experts, 2048)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from hocket.layers.functional import grouped_linear
 from hocket.model.transformer import Chunk
-from hocket.runtime.functional import grouped_linear
 from hocket.runtime.segment import Segment
 from tests.helpers.chunks import init_chunk
 from tests.ranks.test_segments import CASES, CONFIGS, DTYPES, BySegments, gradients

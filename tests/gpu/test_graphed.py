@@ -21,8 +21,8 @@ from hocket.engine import Engine
 from hocket.model.documents import documents_of
 from hocket.model.microbatch import Microbatch
 from hocket.presets import PLAIN
+from hocket.runtime.hangs import Watchdog
 from hocket.runtime.lanes import CudaLanes
-from hocket.runtime.recorder import Watchdog
 from hocket.settings.schema import changed
 from hocket.train.recording import Recording
 from hocket_trace import load, report

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hocket.runtime.functional import grouped_wgrad
+from hocket.layers.functional import grouped_wgrad
 
 pytestmark = pytest.mark.gpu
 MATRICES = [(2048, 1536), (768, 2048), (200, 72)]

@@ -30,7 +30,7 @@ COPIED = [
 """Over `SMALL`."""
 HEAD = f"hocket: no progress for {LIMIT} s: "
 ATTENTION = "hocket.model.moe:MoELayer.forward_attn"
-EXCHANGE = "hocket.runtime.peer_copies:PeerCopies.exchange"
+EXCHANGE = "hocket.runtime.peer_rows:PeerCopies.exchange"
 STEP = "hocket.engine.engine:Engine.train_step"
 
 

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from hocket.config import ModelConfig
 from hocket.fsdp.grad_norm import squares_of
+from hocket.kernels import formulas
 from hocket.kernels.adamw import adamw
-from hocket.kernels.usable import formulas
-from hocket.model.moe import ONLY, MoELayer
-from hocket.parallel.dispatch import (
+from hocket.layers.dispatch import (
     Splits,
     counts_to_send,
     from_experts,
@@ -27,7 +26,8 @@ from hocket.parallel.dispatch import (
     ungroup_rows,
     unpermute,
 )
-from hocket.parallel.routing import Routing, route
+from hocket.layers.routing import Routing, route
+from hocket.model.moe import ONLY, MoELayer
 from hocket.runtime.transports import RowTable
 
 pytestmark = pytest.mark.gpu

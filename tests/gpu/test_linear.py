@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from hocket.fsdp.layout import ALIGN
-from hocket.kernels.usable import formulas
-from hocket.runtime import functional
-from hocket.runtime.table_rows import dense_gradient, write_rows
+from hocket.kernels import formulas
+from hocket.layers import functional
+from hocket.layers.functional import dense_gradient, write_rows
 from hocket.runtime.weights import write_product
 from tests.fsdp.sinks import DTYPES, LAYOUTS, OUTPUTS, attach, compare_bits, linears, pair
 

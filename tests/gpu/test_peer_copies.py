@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from hocket.parallel.dispatch import Splits, group_rows
+from hocket.layers.dispatch import Splits, group_rows
 from hocket.program.mesh import Mesh
 from hocket.runtime.blocks import host_blocks
 from hocket.runtime.comm import CommOptions, RowTable, make_groups

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from hocket.config import Config, ExpertOverlap, MeshConfig, OverlapConfig, PlanConfig
 from hocket.engine import Engine
+from hocket.layers.dispatch import exchange_counts, group_rows, place_counts
+from hocket.layers.routing import Routing
 from hocket.model.microbatch import Microbatch
-from hocket.parallel.dispatch import exchange_counts, group_rows
-from hocket.parallel.placed import place_counts
-from hocket.parallel.routing import Routing
 from hocket.program.mesh import Mesh
 from hocket.runtime.blocks import Room
 from hocket.runtime.comm import CommOptions, make_groups

@@ -11,7 +11,7 @@ from hocket.config import Config
 from hocket.engine import Engine
 from hocket.model.init import init_tensor
 from hocket.model.microbatch import Microbatch
-from hocket.runtime.dtypes import DTYPES
+from hocket.runtime.weights import DTYPES
 from hocket.settings.schema import changed
 from tests.gpu.test_parity import BASE, EXPERTS
 from tests.helpers.parity import adamw, whole

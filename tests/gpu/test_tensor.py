@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PrecisionConfig, TrainConfig
 from hocket.engine import Engine
+from hocket.layers.tensor import Tensors, Way, column_linear, row_linear
 from hocket.model.microbatch import Microbatch
-from hocket.parallel.tensor import Tensors, Way, column_linear, row_linear
 from hocket.program.mesh import Mesh
 from hocket.runtime.comm import CommOptions, make_groups
 from hocket.runtime.lanes import CudaLanes
-from hocket.runtime.token_copies import CopiedTokens
+from hocket.runtime.tokens import CopiedTokens
 from hocket.settings.schema import changed
 from tests.helpers.ranks import run_ranks
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from hocket.engine import Engine
-from hocket.kernels.usable import formulas
+from hocket.kernels import formulas
+from hocket.layers.functional import add_bias_by_expert
 from hocket.model.documents import Documents, attend, whole_sequences
 from hocket.model.layers import swiglu
 from hocket.model.sinks import attend_with_sinks
 from hocket.presets import PLAIN
-from hocket.runtime.biases import add_bias_by_expert
 from hocket.settings.schema import changed
 from tests.gpu.test_documents import CUDA, packed, some_documents
 from tests.gpu.test_parity import BASE, run

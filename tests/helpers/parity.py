@@ -15,9 +15,9 @@ from torch import Tensor
 
 from hocket.config import Config, DataConfig, MeshConfig, PrecisionConfig, TrainConfig
 from hocket.engine import Engine
-from hocket.parallel.linears import linears_of
+from hocket.layers.linears import linears_of
 from hocket.program.stages import layout_of
-from hocket.runtime.dtypes import DTYPES
+from hocket.runtime.weights import DTYPES
 from tests.helpers.plans import planned, small
 from tests.helpers.ranks import run_ranks
 from tests.reference import Batch, Reference, Result, awkward_batches, microbatch, random_batches

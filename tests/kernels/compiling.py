@@ -19,7 +19,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from hocket.config import ModelConfig
-from hocket.parallel.tensor import Arriving
+from hocket.layers.tensor import Arriving
 
 BF16 = torch.bfloat16
 LONG = ("_local_sum",)
@@ -67,7 +67,7 @@ def rows() -> None:
 
 
 def per_rank() -> None:
-    from hocket.kernels.per_rank import label_grads, number, read_labels, write_labels
+    from hocket.kernels.rows import label_grads, number, read_labels, write_labels
 
     for ranks, top_k in ((8, 8), (3, 2)):
         probs = of(torch.float32, 100, top_k)
@@ -93,7 +93,7 @@ def routing() -> None:
 
 
 def router() -> None:
-    from hocket.kernels.router import input_gradient, weight_gradient
+    from hocket.kernels.products import input_gradient, weight_gradient
 
     for experts, width in ((128, 2048), (5, 72)):
         g, x, weight = of(torch.float32, 7, experts), of(BF16, 7, width), of(BF16, experts, width)
@@ -105,7 +105,7 @@ def router() -> None:
 def dense() -> None:
     from hocket.kernels import norm
     from hocket.kernels.loss import cross_entropy
-    from hocket.kernels.rotary import norm_turn_backward, turn
+    from hocket.kernels.norm import norm_turn_backward, turn
     from hocket.kernels.swiglu import swiglu
 
     x, weight = of(BF16, 7, 2048), of(BF16, 2048)
@@ -125,8 +125,7 @@ def dense() -> None:
 
 
 def sums() -> None:
-    from hocket.kernels.squares import squares
-    from hocket.kernels.sums import launch
+    from hocket.kernels.sums import launch, squares
 
     for world in (1, 4):
         launch(of(BF16, world, 100), of(torch.float32, 100), 0.5)
@@ -137,7 +136,7 @@ def sums() -> None:
 
 
 def merging() -> None:
-    from hocket.kernels.merging import merge
+    from hocket.kernels.sums import merge
 
     for width in (64, 128):
         lse = of(torch.float32, 4, 100)
@@ -155,7 +154,7 @@ def adamw() -> None:
 
 
 def grouped() -> None:
-    from hocket.kernels.grouped import weight_gradients
+    from hocket.kernels.products import weight_gradients
 
     ends = of(torch.int32, 4)
     for width, inner in ((2048, 1536), (200, 72)):
@@ -166,7 +165,7 @@ def grouped() -> None:
 
 
 def biases() -> None:
-    from hocket.kernels.biases import add_by_expert, row_sums
+    from hocket.kernels.sums import add_by_expert, row_sums
 
     ends = of(torch.int32, 5)
     for width in (2880, 72):

@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hocket.kernels.biases import add_by_expert, row_sums
-from hocket.runtime import biases
-from hocket.runtime.biases import add_bias_by_expert, sum_by_expert
+from hocket.kernels.sums import add_by_expert, row_sums
+from hocket.layers import functional as biases
+from hocket.layers.functional import add_bias_by_expert, sum_by_expert
 from tests.kernels.test_grouped import ends_of
 
 COUNTS = st.lists(st.sampled_from([0, 1, 7, 15, 16, 17, 40]), min_size=1, max_size=5)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hocket.kernels import fp8 as kernels
-from hocket.runtime import fp8
-from hocket.runtime.fp8 import E4M3, LEAST
+from hocket.layers import fp8
+from hocket.layers.fp8 import E4M3, LEAST
 
 
 def same(found: tuple[Tensor, Tensor], expected: fp8.Rows) -> None:

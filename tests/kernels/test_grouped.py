@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hocket.kernels.grouped import Tile, weight_gradients
+from hocket.kernels.products import Tile, weight_gradients
 
 SMALL = Tile(16, 16, 16, warps=4, stages=2)
 

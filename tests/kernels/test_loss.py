@@ -11,8 +11,8 @@ from torch import Tensor
 
 from hocket.config import ModelConfig
 from hocket.kernels.loss import BLOCK, IGNORED, cross_entropy
+from hocket.layers import linears, vocabulary
 from hocket.model import transformer
-from hocket.parallel import linears, loss_in_pieces
 from tests.helpers.chunks import init_chunk
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -110,11 +110,11 @@ def test_pieces_of_tokens_have_the_loss_and_gradients_of_the_formula(monkeypatch
     targets[3] = IGNORED
 
     def step() -> tuple[Tensor, ...]:
-        loss = loss_in_pieces.loss_in_pieces(h, weight, targets, 3)
+        loss = vocabulary.loss_in_pieces(h, weight, targets, 3)
         return loss.detach(), *torch.autograd.grad(loss * 2, (h, weight))
 
     formula = step()
-    monkeypatch.setattr(loss_in_pieces, "usable", lambda *tensors: True)
+    monkeypatch.setattr(vocabulary, "usable", lambda *tensors: True)
     for fused, wanted in zip(step(), formula, strict=True):
         torch.testing.assert_close(fused, wanted, rtol=1e-5, atol=1e-6)
 

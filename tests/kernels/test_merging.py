@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hocket.kernels.merging import merge
+from hocket.kernels.sums import merge
 from hocket.model.stretches import merged
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hocket.kernels import norm
-from hocket.runtime import norms
+from hocket.layers import norms
 from tests.ranks.test_segments import gradients
 
 EPS = 1e-5

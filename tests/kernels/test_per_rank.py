@@ -1,4 +1,4 @@
-"""The kernels that number pairs and write and read labels, against the formulas in `hocket/parallel/per_rank.py`."""
+"""The kernels that number pairs and write and read labels, against the formulas in `hocket/layers/rows.py`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hocket.config import ModelConfig
-from hocket.kernels import per_rank as kernels
-from hocket.kernels.per_rank import BLOCK
-from hocket.parallel.per_rank import pack, pair, read_labels
-from hocket.parallel.routing import route
+from hocket.kernels import rows as kernels
+from hocket.kernels.rows import BLOCK
+from hocket.layers.routing import route
+from hocket.layers.rows import pack, pair, read_labels
 from hocket.program.part_sizes import label_bytes
 
 CONFIG = ModelConfig(experts=12)

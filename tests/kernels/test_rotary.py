@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hocket.kernels import rotary
-from hocket.kernels.rotary import Rotary
+from hocket.kernels import norm as rotary
+from hocket.kernels.norm import Rotary
+from hocket.layers import norms
 from hocket.model.rotary import rotary_table
-from hocket.runtime import norms
 from tests.helpers.ranks import run_ranks
 from tests.kernels.conftest import mend_interpreter
 from tests.ranks.test_segments import gradients
@@ -112,7 +112,7 @@ def test_with_norm_against_float64(sizes, half: int, programs: int, share: float
     exact.backward(g.double())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rotary, "PROGRAMS", programs)
-        patch.setattr(rotary, "TILE", 64)
+        patch.setattr(rotary, "HEADS_TILE", 64)
         y = rotary.turn(x, table, p, eps)
         dx, parts = rotary.norm_turn_backward(g, x, table, p, eps)
     for a, b in (y, exact), (dx, exact_x.grad), (parts.sum(0), exact_p.grad):

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hocket.kernels import router
-from hocket.runtime import functional
-from hocket.runtime.functional import score
+from hocket.kernels import products as router
+from hocket.layers import functional
+from hocket.layers.functional import score
 from tests.ranks.test_segments import CONFIGS, BySegments, batch, gradients, model
 
 BF16 = torch.bfloat16

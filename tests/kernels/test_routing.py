@@ -1,4 +1,4 @@
-"""The kernels that choose experts and place rows, against the formulas in `hocket/parallel/routing.py`."""
+"""The kernels that choose experts and place rows, against the formulas in `hocket/layers/routing.py`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from hocket.config import ModelConfig
 from hocket.kernels.routing import choose, regroup, weigh
-from hocket.parallel.dispatch import Splits
-from hocket.parallel.routing import route
-from hocket.parallel.tensor import Arriving
+from hocket.layers.dispatch import Splits
+from hocket.layers.routing import route
+from hocket.layers.tensor import Arriving
 from hocket.runtime.transports import RowTable
 
 CONFIGS = st.builds(

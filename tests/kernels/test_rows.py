@@ -1,4 +1,4 @@
-"""The kernels that move rows, against the formulas in `hocket/parallel/rows.py`."""
+"""The kernels that move rows, against the formulas in `hocket/layers/rows.py`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 from hocket.config import ModelConfig
 from hocket.kernels import rows as kernels
 from hocket.kernels.rows import BLOCK, PAIRS
-from hocket.parallel.routing import Routing, route
-from hocket.parallel.rows import spread, spread_weights, total
+from hocket.layers.routing import Routing, route
+from hocket.layers.rows import spread, spread_weights, total
 
 CONFIG = ModelConfig(experts=8, top_k=3)
 DTYPES = [torch.float32, torch.bfloat16]

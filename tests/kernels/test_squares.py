@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hocket.fsdp.grad_norm import squares_of
-from hocket.kernels.squares import BLOCK, squares
+from hocket.kernels.sums import BLOCK, squares
 
 
 @given(

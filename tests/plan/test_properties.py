@@ -72,7 +72,7 @@ def test_free_of_deadlock(case: Case) -> None:
 @given(cases())
 @SETTINGS
 def test_rows_come_back_before_the_exchange_after_the_next(case: Case) -> None:
-    """Counts arrive in two buffers by turns (`runtime/pushed_rows.py`), and experts are the last to read them."""
+    """Counts arrive in two buffers by turns (`runtime/peer_rows.py`), and experts are the last to read them."""
     for ops in case.build().ranks:
         exchanges = [op for op in ops if op.lane == "a2a" and op.verb == "fwd"]
         back = {op.key[2:]: i for i, op in enumerate(exchanges) if op.part == "combine"}

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hocket.program.mesh import PURPOSES, Mesh
-from hocket.runtime import pretended
+from hocket.runtime import transports as pretended
 from hocket.runtime.comm import CommOptions, Group, Link, RowTable, make_groups
 from hocket.runtime.transports import Gloo, Pending, Scratch
 from tests.helpers.ranks import run_ranks

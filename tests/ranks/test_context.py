@@ -18,7 +18,7 @@ from hocket.model.documents import documents_of, whole_sequences
 from hocket.model.layers import Attention
 from hocket.model.microbatch import Microbatch
 from hocket.program.documents import of_windows
-from hocket.runtime.dtypes import DTYPES
+from hocket.runtime.weights import DTYPES
 from hocket.settings.schema import changed
 from tests.helpers import parity
 from tests.helpers.parity import adamw, batches_of, config

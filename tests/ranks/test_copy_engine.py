@@ -27,14 +27,13 @@ from hocket.config import (
     TrainConfig,
 )
 from hocket.engine import Engine
+from hocket.layers import dispatch
 from hocket.model.microbatch import Microbatch
-from hocket.parallel import dispatch
 from hocket.program.mesh import Mesh
 from hocket.runtime.collective_copies import HALVES, CollectiveCopies, CopiedCollectives, Halves, _words, blank
-from hocket.runtime.comm import Group, Groups, make_groups
-from hocket.runtime.group_transport import P2P
-from hocket.runtime.peer_access import problem, refuse
-from hocket.runtime.peer_copies import CopiedRows, PeerCopies
+from hocket.runtime.comm import P2P, Group, Groups, make_groups
+from hocket.runtime.peer_rows import CopiedRows, PeerCopies
+from hocket.runtime.shared_memory import problem, refuse
 from hocket.runtime.transports import Gloo, local_sum
 from hocket.runtime.world import everyone
 from hocket.settings.schema import changed

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hocket.config import ModelConfig
-from hocket.parallel.dispatch import Splits, exchange_counts, group_rows, permute, ungroup_rows, unpermute
-from hocket.parallel.routing import Routing, balance_bias, inverse_of, route
+from hocket.layers.dispatch import Splits, exchange_counts, group_rows, permute, ungroup_rows, unpermute
+from hocket.layers.routing import Routing, balance_bias, inverse_of, route
 from hocket.runtime.blocks import HostBlocks, rows_of
 from hocket.runtime.transports import RowTable
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from hocket.config import ModelConfig, RopeConfig
 from hocket.kernels import IGNORED
+from hocket.layers.linears import cross_entropy
+from hocket.layers.routing import route
 from hocket.model.documents import PADDING, attend, documents_of
 from hocket.model.transformer import Chunk
-from hocket.parallel.linears import cross_entropy
-from hocket.parallel.routing import route
 from hocket.settings.schema import changed
 from tests.helpers.chunks import init_chunk
 from tests.helpers.parity import STEPS, assert_parity, config

@@ -11,7 +11,7 @@ from torch import Tensor
 from hocket.config import Config
 from hocket.engine import Engine
 from hocket.model.microbatch import Microbatch
-from hocket.runtime.dtypes import DTYPES
+from hocket.runtime.weights import DTYPES
 from tests.helpers.parity import LR, adamw, config, whole
 from tests.helpers.ranks import run_ranks
 from tests.reference import Batch, Reference, random_batches

@@ -14,7 +14,7 @@ from hocket.config import Config
 from hocket.engine import Engine, graphed
 from hocket.model.documents import PADDING, attend, documents_of
 from hocket.model.microbatch import Microbatch
-from hocket.runtime.pretended import Null
+from hocket.runtime.transports import Null
 from hocket.settings.schema import changed
 from tests.helpers.parity import config
 from tests.helpers.plans import planned

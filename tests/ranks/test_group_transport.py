@@ -12,13 +12,12 @@ import torch
 import torch.distributed as dist
 
 from hocket.config import COPIED, Purpose
-from hocket.runtime import group_transport
+from hocket.runtime import comm as group_transport
 from hocket.runtime.collective_copies import CopiedCollectives
-from hocket.runtime.group_transport import CommOptions, make_transport
+from hocket.runtime.comm import CommOptions, make_transport
 from hocket.runtime.p2p_copies import CopiedHops
-from hocket.runtime.peer_copies import CopiedRows
-from hocket.runtime.pushed_rows import PushedRows
-from hocket.runtime.token_copies import CopyingNccl
+from hocket.runtime.peer_rows import CopiedRows, PushedRows
+from hocket.runtime.tokens import CopyingNccl
 from hocket.runtime.transports import Nccl
 
 COPIES = {"a2a": CopiedRows, "pp_fwd": CopiedHops, "pp_bwd": CopiedHops}

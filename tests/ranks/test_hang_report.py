@@ -15,9 +15,8 @@ import torch
 
 from hocket.config import Config
 from hocket.engine import Engine
-from hocket.runtime import recorder
-from hocket.runtime.exchanges import STATE, RankState
-from hocket.runtime.recorder import Recorder
+from hocket.runtime import hangs as recorder
+from hocket.runtime.hangs import STATE, RankState, Recorder
 from tests.helpers.command import ROOT, wait_for
 from tests.helpers.parity import LR, batches_of
 from tests.helpers.ranks import run_ranks

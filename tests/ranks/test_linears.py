@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hocket.runtime import functional
-from hocket.runtime.destinations import set_sink
-from hocket.runtime.functional import linears
-from hocket.runtime.weights import WgradQueue, collecting, manage, weight_of
+from hocket.layers import functional
+from hocket.layers.functional import linears
+from hocket.runtime.weights import WgradQueue, collecting, manage, set_sink, weight_of
 
 WIDTHS = (12, 4, 4)
 

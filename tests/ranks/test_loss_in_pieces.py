@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from hocket.config import Config
 from hocket.kernels import IGNORED
-from hocket.parallel.loss_in_pieces import loss_in_pieces
+from hocket.layers.vocabulary import loss_in_pieces
 from hocket.program.hardware import H200
 from hocket.program.stages import costs_of
 from hocket.resolve import resolve

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hocket.runtime.blocks import host_blocks
-from hocket.runtime.peer_copies import CopiedRows, PeerCopies
+from hocket.runtime.peer_rows import CopiedRows, PeerCopies
 from hocket.runtime.transports import RowTable
 from tests.helpers.driver import Memcpy
 

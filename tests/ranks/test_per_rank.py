@@ -13,8 +13,7 @@ from torch import Tensor
 
 from benchmarks.bench.plain import Exchange, SyncMoELayer
 from hocket.config import ModelConfig
-from hocket.model.moe import ExpertPlace
-from hocket.parallel.dispatch import (
+from hocket.layers.dispatch import (
     Splits,
     counts_to_send,
     exchange_counts,
@@ -24,7 +23,8 @@ from hocket.parallel.dispatch import (
     to_experts,
     unpermute,
 )
-from hocket.parallel.routing import Routing, route
+from hocket.layers.routing import Routing, route
+from hocket.model.moe import ExpertPlace
 from hocket.program.mesh import Mesh
 from hocket.program.part_sizes import label_bytes, ranks_per_token
 from hocket.runtime.comm import make_groups

@@ -13,10 +13,9 @@ from torch import Tensor
 from hocket.config import Config
 from hocket.engine import Engine
 from hocket.engine.room import Held, RowRoom
+from hocket.layers.dispatch import exchange_counts, group_rows, place_counts
+from hocket.layers.routing import Routing
 from hocket.model.microbatch import Microbatch
-from hocket.parallel.dispatch import exchange_counts, group_rows
-from hocket.parallel.placed import place_counts
-from hocket.parallel.routing import Routing
 from hocket.program.hardware import LAPTOP
 from hocket.program.mesh import Mesh
 from hocket.program.stages import costs_of, lack, rows_allowed, rows_at_most, rows_evenly, rows_grown
@@ -24,7 +23,7 @@ from hocket.recipes import recipe
 from hocket.resolve import resolve
 from hocket.runtime.blocks import Room
 from hocket.runtime.comm import CommOptions, make_groups
-from hocket.runtime.peer_access import refuse
+from hocket.runtime.shared_memory import refuse
 from hocket.settings.schema import changed
 from hocket.train.trainer import Trainer
 from tests.helpers.parity import config

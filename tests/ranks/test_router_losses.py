@@ -13,9 +13,8 @@ from transformers.models.switch_transformers.modeling_switch_transformers import
 from hocket.config import ModelConfig
 from hocket.engine import Engine
 from hocket.kernels import IGNORED
+from hocket.layers.routing import Routing, attach_losses, route, shares_of
 from hocket.model.documents import PADDING, documents_of
-from hocket.parallel.router_losses import attach_losses, shares_of
-from hocket.parallel.routing import Routing, route
 from hocket.settings.schema import changed
 from tests.helpers import parity
 from tests.helpers.parity import assert_parity, batches_of, config

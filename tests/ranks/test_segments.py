@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hocket.config import ModelConfig
+from hocket.layers.dispatch import exchange_counts
+from hocket.layers.functional import embedding, grouped_linear, grouped_wgrad, linear, scale, score, shift
+from hocket.layers.norms import rms_norm
 from hocket.model.moe import MoELayer
 from hocket.model.transformer import Chunk
-from hocket.parallel.dispatch import exchange_counts
-from hocket.runtime.functional import embedding, grouped_linear, grouped_wgrad, linear, scale, score, shift
-from hocket.runtime.norms import rms_norm
 from hocket.runtime.segment import Segment
 from hocket.runtime.weights import Weight, WgradQueue, collecting, manage, weight_of
 from tests.helpers.chunks import init_chunk

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hocket.runtime import shared_memory as module
 from hocket.runtime.p2p_copies import HALVES, WORDS, blank, p2p_copies
-from hocket.runtime.peer_copies import shared_buffers
+from hocket.runtime.peer_rows import shared_buffers
 
 CPU = torch.device("cpu")
 GROUP: Any = "the group"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hocket.engine import Engine
-from hocket.engine.blame import blame
+from hocket.engine.engine import blame
 from hocket.fsdp.planned import skipping
 from hocket.fsdp.planned.skipping import ENOUGH, WINDOW, StepGuard
 from hocket.recipes import recipe

@@ -7,9 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hocket.program.ops import Op
-from hocket.runtime.culprit import culprit
-from hocket.runtime.exchanges import Came, RankState
-from hocket.runtime.stands import Stands
+from hocket.runtime.hangs import Came, RankState, Stands, culprit
 
 OPS = [
     Op("gather", "dense", lane="gather"),  # 0

@@ -11,10 +11,8 @@ from hocket.engine.standstill import Standstill
 from hocket.program.ops import Op
 from hocket.runtime import p2p_copies
 from hocket.runtime.comm import Group, Groups
-from hocket.runtime.culprit import culprit
-from hocket.runtime.exchanges import STATE
+from hocket.runtime.hangs import STATE, Recorder, culprit
 from hocket.runtime.p2p_copies import HALVES, WORDS, CopiedHops, HopCopies, blank
-from hocket.runtime.recorder import Recorder
 from hocket.runtime.transports import Local
 from tests.helpers.driver import Memcpy
 

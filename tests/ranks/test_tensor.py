@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hocket.config.overlap import DIRECTIONS, ROLES, Method, possible
-from hocket.parallel.tensor import Tensors, Way, column_linear, row_linear
+from hocket.layers.tensor import Tensors, Way, column_linear, row_linear
 from hocket.program.mesh import Mesh
 from hocket.program.tensor_costs import pieces
 from hocket.runtime.comm import make_groups

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from hocket.engine import Engine
-from hocket.parallel.parts import Part
-from hocket.parallel.slices import TensorRank, part_of, split_of, take, whole_shape
+from hocket.layers.slices import Part, TensorRank, part_of, split_of, take, whole_shape
 from hocket.resolve import Settings, resolve
 from hocket.settings.schema import changed
 from hocket.train.checkpoint import Moment, restore, save

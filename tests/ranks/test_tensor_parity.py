@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hocket.config import Config, RopeConfig
 from hocket.engine import Engine
-from hocket.runtime.dtypes import DTYPES
+from hocket.runtime.weights import DTYPES
 from hocket.settings.schema import changed
 from tests.helpers.pairwise import pairwise
 from tests.helpers.parity import LINEAR, STEPS, adamw, batches_of, config, learn

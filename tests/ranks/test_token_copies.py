@@ -15,7 +15,7 @@ from torch import Tensor
 from hocket.engine.graphed import from_turn_one
 from hocket.runtime.driver import WordStep
 from hocket.runtime.lanes import SideStream
-from hocket.runtime.token_copies import WORDS, CopiedTokens
+from hocket.runtime.tokens import WORDS, CopiedTokens
 from tests.helpers.driver import Memcpy
 
 CPU = torch.device("cpu")

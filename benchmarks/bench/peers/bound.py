@@ -27,7 +27,7 @@ from benchmarks.bench.plain import (
     plain_model,
 )
 from benchmarks.bench.workload import Workload
-from hocket.kernels.usable import usable
+from hocket.kernels import usable
 from hocket.model.microbatch import Microbatch
 
 

@@ -26,9 +26,9 @@ from benchmarks.bench.contender import Contender
 from benchmarks.bench.peers.fsdp2 import shard
 from benchmarks.bench.plain import Exchange, MainWeights, PlainModel, adamw, fill, optimizer_name, plain_model
 from benchmarks.bench.workload import Workload
+from hocket.layers.linears import cross_entropy
 from hocket.model.microbatch import Microbatch
 from hocket.model.moe import MoELayer
-from hocket.parallel.linears import cross_entropy
 from hocket.program.mesh import Mesh
 from hocket.program.ops import Layout
 from hocket.program.stages import layout_of

@@ -17,12 +17,12 @@ from torchtitan.models.moe import MoE  # pyrefly: ignore[missing-import]
 from benchmarks.bench.plain import Exchange, PlainModel, compile_layers
 from benchmarks.bench.workload import Workload
 from hocket.config import ModelConfig
+from hocket.layers.dispatch import Splits, group_rows, ungroup_rows
+from hocket.layers.functional import grouped_linear
 from hocket.model.documents import Documents
 from hocket.model.layers import DenseLayer, swiglu
 from hocket.model.moe import ONLY, Experts, MoELayer
 from hocket.model.transformer import Chunk
-from hocket.parallel.dispatch import Splits, group_rows, ungroup_rows
-from hocket.runtime.functional import grouped_linear
 from hocket.runtime.transports import RowTable
 
 

@@ -36,7 +36,7 @@ from hocket.fsdp.planned.model import PlannedModel
 from hocket.fsdp.planned.muon import MuonOptions, PlannedMuon
 from hocket.fsdp.planned.skipping import StepGuard, Verdict
 from hocket.fsdp.planned.unit import Piece, PlannedUnit
-from hocket.kernels.usable import usable
+from hocket.kernels import usable
 from hocket.runtime.comm import Group, Pending
 
 AVERAGES = ("exp_avg", "exp_avg_sq")

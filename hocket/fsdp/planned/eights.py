@@ -1,7 +1,7 @@
 """Weights that are gathered in fp8: each rank casts its shard behind an update, and a gather moves half the bytes.
 
 Note: [Scales before the cast]
-A product wants one scale for each row of a weight (`runtime/fp8.py`), and a shard begins and ends anywhere in a row. A
+A product wants one scale for each row of a weight (`layers/fp8.py`), and a shard begins and ends anywhere in a row. A
 row's scale is the least power of two with which it fits, so that of a whole row is the largest of its pieces'. Behind
 an update each rank casts its whole rows in one pass, finds the scales of its pieces, and the ranks take the largest of
 each: one small all-reduce for all units. Pieces are cast behind it. Then every rank knows the scales of all rows, and a
@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from hocket.fsdp.param_group import ParamGroup
+from hocket.layers.fp8 import E4M3, cast_rows, cast_to, scale_of
 from hocket.runtime.comm import Group, Pending
-from hocket.runtime.fp8 import E4M3, cast_rows, cast_to, scale_of
 from hocket.runtime.weights import Weight
 
 

@@ -16,7 +16,7 @@ from hocket.fsdp.planned.slots import Slots
 from hocket.fsdp.planned.unit import PlannedUnit
 from hocket.fsdp.precision import Precision
 from hocket.fsdp.shard_groups import ShardGroups
-from hocket.parallel.slices import TensorRank
+from hocket.layers.slices import TensorRank
 from hocket.program.mesh import Mesh
 from hocket.program.ops import UNITS, Program
 from hocket.program.ops import Unit as UnitKind

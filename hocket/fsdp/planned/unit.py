@@ -51,8 +51,7 @@ from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.planned.eights import Eights, EightUnit
 from hocket.fsdp.planned.slots import Slots
 from hocket.fsdp.sharded_parameter import ShardedParameter
-from hocket.parallel.parts import Part
-from hocket.parallel.slices import ALONE, TensorRank, part_of, sharers_of, take, whole_shape
+from hocket.layers.slices import ALONE, Part, TensorRank, part_of, sharers_of, take, whole_shape
 from hocket.program.ops import Unit as UnitKind
 from hocket.runtime.comm import Pending
 from hocket.runtime.weights import Weight, WgradQueue, manage

@@ -1,7 +1,7 @@
 """A range of a parameter's elements, as something `torch.distributed.checkpoint` (DCP) can save, load and reshard.
 
 A flat shard begins and ends anywhere inside a parameter. DCP describes what a rank holds by boxes, and a range of
-elements is a few of them (`parallel/parts.py`). So flat shards need no DTensor, no padding and no communication of
+elements is a few of them (`layers/slices.py`). So flat shards need no DTensor, no padding and no communication of
 their own: DCP cuts the boxes of who saved against the boxes of who loads.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from hocket.parallel.parts import Box, Part, Span
+from hocket.layers.slices import Box, Part, Span
 
 
 class FlatTensor(Tensor):

@@ -18,7 +18,7 @@ from hocket.fsdp.members import UNIT, Member
 from hocket.fsdp.part import plain
 from hocket.fsdp.saving.flat_tensor import FlatTensor
 from hocket.fsdp.sharded_parameter import ShardedParameter
-from hocket.parallel.parts import Span
+from hocket.layers.slices import Span
 
 if TYPE_CHECKING:
     from hocket.fsdp.module_context import ShardContext

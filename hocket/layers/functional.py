@@ -3,9 +3,9 @@
 For an ordinary parameter each of them is the stock torch function; in a module sharded by `fully_shard`, backward of
 `linear` and `embedding` writes the weight gradient where it is sent from. For a managed parameter only activations
 enter autograd: the weight is looked up when forward runs and again when backward runs, and the weight gradient is left
-to the segment's queue. `destinations.py` tells them apart. On a CPU all ways compute the same bits, because the
+to the segment's queue. `runtime/weights.py` tells them apart. On a CPU all ways compute the same bits, because the
 formulas and their operand order are those of torch's own derivatives. On a GPU gradients that products add up are
-rounded less often, and experts' weight gradients have a product of their own (`kernels/grouped.py`).
+rounded less often, and experts' weight gradients have a product of their own (`kernels/products.py`).
 
 Note: [Nothing but activations is saved]
 A weight that autograd saves would pin its slot, and after a release the slot holds another layer's weights.
@@ -27,21 +27,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hocket.kernels.usable import refuse_graph, usable
-from hocket.runtime.destinations import (
+from hocket.kernels import refuse_graph, usable
+from hocket.runtime.weights import (
     Destination,
     Ordinary,
+    Product,
     Queued,
     apply,
+    current_queue,
     keep,
     kept,
+    put,
     queued,
     sink_of,
+    sum_of_products,
     value_of,
+    weight_of,
+    write_product,
     writes_itself,
 )
-from hocket.runtime.table_rows import dense_gradient, write_rows
-from hocket.runtime.weights import Product, current_queue, put, sum_of_products, weight_of, write_product
 
 
 def linear(x_TD: Tensor, p_FD: Tensor, bias_F: Tensor | None = None) -> Tensor:
@@ -166,7 +170,7 @@ def grouped_wgrad(
     All of `out` is written: an expert without rows gets zeros. So gradients may be sent from memory that held others.
     """
     if _writes_itself(x_RD, g_RF, out_EDF, add):
-        from hocket.kernels.grouped import weight_gradients
+        from hocket.kernels.products import weight_gradients
 
         weight_gradients(x_RD, g_RF, offsets_E, out_EDF, add, scale)
     elif not x_RD.shape[0]:  # no launch takes a matrix without rows
@@ -252,7 +256,7 @@ def _input_gradient(g_RF: Tensor, x_RD: Tensor, weight_FD: Tensor) -> Tensor:
 
 
 def _score_wgrad(x_TD: Tensor, g_TE: Tensor, out_ED: Tensor, add: bool, scale: float) -> None:
-    from hocket.kernels.router import weight_gradient
+    from hocket.kernels.products import weight_gradient
 
     weight_gradient(g_TE, x_TD, out_ED, add, scale)
 
@@ -336,7 +340,7 @@ class _Score(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g_x: Tensor, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        from hocket.kernels.router import input_gradient
+        from hocket.kernels.products import input_gradient
 
         x, w_ED = kept(ctx)
         dx = input_gradient(g, w_ED, g_x)
@@ -412,3 +416,190 @@ class _Embedding(torch.autograd.Function):
         rows = len(ctx.where.value()) if isinstance(ctx.where, Ordinary) else 0
         work = Product(partial(write_rows, ids, g))
         return ctx.where.contribute(ctx, 0, work, lambda: dense_gradient(ids, g, rows)), None, None
+
+
+# ----------------------------------------------------------------------------------------------------------- table rows
+#
+# The gradient of a table's rows, written where the reduction reads it.
+#
+# Note: [Rows that nobody looked up]
+# Autograd makes a gradient of the whole table: it clears it, adds up rows, and hands it on to be copied. Of a large
+# vocabulary a microbatch looks up few rows, so that is three passes over zeros. Here rows are added up in a tensor as
+# long as the tokens, where the rows of one id have one place, and these sums are put into the cleared destination. They
+# are sums of `embedding_dense_backward`, which adds rows in the order of tokens wherever their place is: so are the
+# bits.
+#
+# Shapes: T tokens, or any leading dimensions, V rows of the table, D width.
+
+
+def dense_gradient(ids_T: Tensor, g_TD: Tensor, rows: int) -> Tensor:
+    """The gradient of the whole table, as autograd makes it."""
+    return torch.ops.aten.embedding_dense_backward(g_TD, ids_T, rows, -1, False)
+
+
+def write_rows(ids_T: Tensor, g_TD: Tensor, out_VD: Tensor, add: bool = False, scale: float = 1.0) -> None:
+    """Write the gradient of the whole table, times `scale`, or add it. See `Note: [Rows that nobody looked up]`."""
+    if out_VD.is_cuda and 0 < ids_T.numel() < len(out_VD):
+        write_sums(ids_T, g_TD, out_VD, add, scale)
+    else:
+        put(dense_gradient(ids_T, g_TD, len(out_VD)), out_VD, add, scale)
+
+
+def write_sums(ids_T: Tensor, g_TD: Tensor, out_VD: Tensor, add: bool, scale: float = 1.0) -> None:
+    """Clear the table, and write the rows that were looked up; or add to these."""
+    ids_T = ids_T.reshape(-1).long()
+    rows_TD = sums_by_id(ids_T, g_TD.reshape(len(ids_T), -1))
+    if scale != 1.0:
+        rows_TD = rows_TD.to(out_VD.dtype) * scale
+    if add:
+        rows_TD = out_VD.index_select(0, ids_T).add_(rows_TD)
+    else:
+        out_VD.zero_()
+    out_VD.index_copy_(0, ids_T, rows_TD.to(out_VD.dtype))  # tokens of one id write the same row
+
+
+def sums_by_id(ids_T: Tensor, g_TD: Tensor) -> Tensor:
+    """For every token the sum of the rows of all tokens with its id, [T, D]; no host waits for the number of ids."""
+    order = ids_T.argsort(stable=True)
+    in_order = ids_T[order]
+    begins = torch.zeros_like(order)
+    begins[1:] = in_order[1:] != in_order[:-1]
+    place_T = torch.empty_like(order).scatter_(0, order, begins.cumsum(0))
+    return dense_gradient(place_T, g_TD, len(ids_T)).index_select(0, place_T)
+
+
+# --------------------------------------------------------------------------------------------------------------- biases
+#
+# A bias of each expert, added to its rows.
+#
+# Shapes: R rows grouped by expert, F width, E local experts.
+
+
+def add_bias_by_expert(x_RF: Tensor, p_EF: Tensor, offsets_E: Tensor) -> Tensor:
+    """`x + p[e]` of the rows `offsets[e - 1]:offsets[e]` of every expert; the rows behind the last one mean nothing.
+
+    `offsets` is int32, on the device of `x`. On a GPU the result takes the memory of `x`. An expert without rows gets a
+    zero gradient.
+    """
+    return apply(_AddBiasByExpert, x_RF, p_EF, offsets_E)
+
+
+def sum_by_expert(g_RF: Tensor, offsets_E: Tensor, out_EF: Tensor, add: bool = False, scale: float = 1.0) -> None:
+    """Write `scale` times the sum of every expert's rows to `out`, or add it."""
+    if usable(g_RF, out_EF):
+        from hocket.kernels.sums import row_sums
+
+        row_sums(g_RF, offsets_E, out_EF, add, scale)
+        return
+    ends: list[int] = offsets_E.tolist()
+    sums = [g_RF[lo:hi].sum(0) for lo, hi in zip([0, *ends[:-1]], ends, strict=True)]
+    put(torch.stack(sums), out_EF, add, scale)
+
+
+class _AddBiasByExpert(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, given: Tensor | None, where: Destination, offsets: Tensor) -> Tensor:
+        ctx.save_for_backward(offsets)
+        ctx.where, value_EF = where, where.value()
+        if usable(x, value_EF):
+            from hocket.kernels.sums import add_by_expert
+
+            ctx.mark_dirty(x)
+            return add_by_expert(x, value_EF, offsets)
+        rows_R = torch.arange(len(x), device=x.device, dtype=offsets.dtype)
+        expert_R = torch.searchsorted(offsets, rows_R, right=True).clamp_(max=len(offsets) - 1)
+        return x + value_EF[expert_R]
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        (offsets,) = ctx.saved_tensors
+        if g.is_cuda:
+            refuse_graph()
+        return g, ctx.where.contribute(ctx, 1, Product(partial(sum_by_expert, g.contiguous(), offsets))), None, None
+
+
+# ---------------------------------------------------------------------------------------------------------------- delta
+#
+# What gated delta nets read weights for beside products: a causal convolution, and the decay of their memory.
+#
+# Both are computed in fp32.
+#
+# Shapes: B sequences, S sequence length, C channels, W tokens of a convolution, H heads.
+
+
+def causal_convolution(x_BSC: Tensor, p_CW: Tensor, position_BS: Tensor | None = None) -> Tensor:
+    """Of every channel by itself, the sum over the W tokens up to each of `x * p`, the last one the token itself.
+
+    Before a sequence are zeros, and with positions of tokens in their documents before a document.
+    """
+    return apply(_Convolution, x_BSC, p_CW, position_BS)
+
+
+def decay(x_BSH: Tensor, p_H: Tensor) -> Tensor:
+    """`-exp(p) * x`, fp32."""
+    return apply(_Decay, x_BSH, p_H)
+
+
+def _before(x_BSC: Tensor, count: int, position_BS: Tensor | None) -> Tensor:
+    """Each token's `count`-th one before; zeros where there is none."""
+    if not count:
+        return x_BSC
+    moved_BSC = F.pad(x_BSC, (0, 0, count, 0))[:, : x_BSC.shape[1]]
+    return moved_BSC if position_BS is None else moved_BSC.masked_fill((position_BS < count).unsqueeze(-1), 0)
+
+
+def _behind(g_BSC: Tensor, count: int, position_BS: Tensor | None) -> Tensor:
+    """The gradient of `_before`."""
+    if not count:
+        return g_BSC
+    if position_BS is not None:
+        g_BSC = g_BSC.masked_fill((position_BS < count).unsqueeze(-1), 0)
+    return F.pad(g_BSC, (0, 0, 0, count))[:, count:]
+
+
+def _convolution_wgrad(x_BSC: Tensor, g_BSC: Tensor, position_BS: Tensor | None, out_CW: Tensor) -> None:
+    x_BSC, g_BSC, width = x_BSC.float(), g_BSC.float(), out_CW.shape[1]
+    found = [(g_BSC * _before(x_BSC, count, position_BS)).sum((0, 1)) for count in range(width)]
+    out_CW.copy_(torch.stack(found[::-1], 1))
+
+
+def _decay_wgrad(y_BSH: Tensor, g_BSH: Tensor, out_H: Tensor) -> None:
+    out_H.copy_((g_BSH * y_BSH).sum((0, 1)))
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, given: Tensor | None, where: Destination, position: Tensor | None) -> Tensor:
+        ctx.position = position
+        p_CW, x_BSC = keep(ctx, x, where).float(), x.float()
+        width = p_CW.shape[1]
+        y_BSC = x_BSC * p_CW[:, -1]
+        for count in range(1, width):
+            y_BSC.addcmul_(_before(x_BSC, count, position), p_CW[:, width - 1 - count])
+        return y_BSC.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        (x,) = ctx.saved_tensors
+        p_CW, g_BSC = ctx.where.again().float(), g.float()
+        width = p_CW.shape[1]
+        dx_BSC = g_BSC * p_CW[:, -1]
+        for count in range(1, width):
+            dx_BSC += _behind(g_BSC * p_CW[:, width - 1 - count], count, ctx.position)
+        dw = ctx.where.contribute(ctx, 1, partial(_convolution_wgrad, x.detach(), g, ctx.position))
+        return dx_BSC.to(x.dtype), dw, None, None
+
+
+class _Decay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, given: Tensor | None, where: Destination) -> Tensor:
+        ctx.where = where
+        y_BSH = x * -where.value().float().exp()
+        ctx.save_for_backward(y_BSH)
+        return y_BSH
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        (y_BSH,) = ctx.saved_tensors
+        dw = ctx.where.contribute(ctx, 1, partial(_decay_wgrad, y_BSH.detach(), g))
+        return g * -ctx.where.again().float().exp(), dw, None

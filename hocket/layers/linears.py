@@ -16,15 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hocket.config import Config
-from hocket.kernels import IGNORED
-from hocket.kernels.usable import usable
-from hocket.parallel.split_norms import split_norms
-from hocket.parallel.tensor import Arriving, Tensors, Way, column_linear, gathered_tokens, row_linear
-from hocket.parallel.vocabulary import split_cross_entropy, split_embedding
-from hocket.runtime.fp8 import Products, fp8_linears, fp8_mlp
-from hocket.runtime.fp8_experts import fp8_experts
-from hocket.runtime.functional import embedding, grouped_linear, linear, linears, scale
-from hocket.runtime.norms import rms_norm
+from hocket.kernels import IGNORED, usable
+from hocket.layers.fp8 import Products, fp8_experts, fp8_linears, fp8_mlp
+from hocket.layers.functional import embedding, grouped_linear, linear, linears, scale
+from hocket.layers.norms import rms_norm
+from hocket.layers.tensor import Arriving, Tensors, Way, column_linear, gathered_tokens, row_linear, split_norms
+from hocket.layers.vocabulary import split_cross_entropy, split_embedding
 
 Role = Literal["qkv", "proj", "fc1", "fc2", "shared_fc1", "shared_fc2", "head"]
 """What a weight does in a layer: into attention and out of it, into an MLP and out of it, logits."""

@@ -4,7 +4,7 @@ A module of another library reads `self.weight` and calls torch functions on it.
 and no value. Torch hands every function that takes it to `StandIn.__torch_function__`, and nothing else: functions of
 activations alone cost nothing more. There, three things can happen:
 
-- A product, a table lookup or a scale becomes hocket's function of the same name (`runtime/functional.py`), which saves
+- A product, a table lookup or a scale becomes hocket's function of the same name (`layers/functional.py`), which saves
   no weight and leaves its weight gradient to the segment's queue.
 - A question about the parameter itself (its shape, its dtype) is answered.
 - Any other function gets the weight's value as of now. See Note: [A value that is looked up again].
@@ -28,10 +28,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from hocket.runtime import functional, table_rows
-from hocket.runtime.destinations import Queued, queued
-from hocket.runtime.functional import grouped_mm, grouped_wgrad
-from hocket.runtime.weights import Product, Weight, WgradQueue, current_queue, weight_of
+from hocket.layers import functional
+from hocket.layers.functional import grouped_mm, grouped_wgrad
+from hocket.runtime.weights import Product, Queued, Weight, WgradQueue, current_queue, queued, weight_of
 
 
 class StandIn(nn.Parameter):
@@ -244,7 +243,7 @@ class _PaddedEmbedding(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         (ids,) = ctx.saved_tensors
         g = g.masked_fill((ids == ctx.padding).unsqueeze(-1), 0.0)
-        ctx.queue.push(ctx.weight, Product(partial(table_rows.write_rows, ids, g)))
+        ctx.queue.push(ctx.weight, Product(partial(functional.write_rows, ids, g)))
         return None, None, None, None, None
 
 

@@ -1,6 +1,6 @@
 """Dispatch: moving a token's rows to its experts and back, as values and pure functions.
 
-A token's hidden state is sent once per chosen expert, or once per rank that has chosen experts (`per_rank.py`). Rows
+A token's hidden state is sent once per chosen expert, or once per rank that has chosen experts (`rows.py`). Rows
 pass through three orders:
 
     sent      by destination, that is by global expert, then token; with one copy per rank by rank, then token
@@ -42,13 +42,21 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from hocket.kernels.usable import usable
-from hocket.parallel.per_rank import open_rows, opened_rows, pack, read_labels
-from hocket.parallel.placed import PlacedSplits
-from hocket.parallel.routing import CountExchange, Routing, inverse_of
-from hocket.parallel.rows import gather, spread, spread_weights, total, total_of
+from hocket.kernels import usable
+from hocket.layers.routing import CountExchange, Routing, inverse_of
+from hocket.layers.rows import (
+    gather,
+    open_rows,
+    opened_rows,
+    pack,
+    read_labels,
+    spread,
+    spread_weights,
+    total,
+    total_of,
+)
 from hocket.program.part_sizes import label_bytes
-from hocket.runtime.blocks import HostBlocks, host_blocks
+from hocket.runtime.blocks import Blocks, HostBlocks, Room, host_blocks, lay_out
 from hocket.runtime.segment import lend
 from hocket.runtime.transports import Pending, RowTable
 
@@ -243,3 +251,40 @@ def _block_order(counts_PL: Tensor, rows: int) -> Tensor:
     shift = start_PL.t().reshape(-1) - grouped_start
     order_R = torch.arange(rows, device=sizes.device) + shift.repeat_interleave(sizes_by_expert, output_size=rows)
     return order_R.to(torch.int32)
+
+
+# --------------------------------------------------------------------------------------------------------------- placed
+#
+# Splits that only the devices know: rows that arrive where their experts want them, in room of a fixed size.
+#
+# The other maker of splits is `dispatch.exchange_counts`, which stops the host until it knows the counts. Here nobody
+# waits: see `runtime/blocks.py`, and its Note: [A fixed capacity, and never silently].
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedSplits:
+    """Where rows go, in tensors. Rows arrive in grouped order, and those behind the last one mean nothing."""
+
+    table: Blocks
+    ends_L: Tensor
+    """End of every local expert's rows, int32; of the lane that exchanges."""
+
+    @cached_property
+    def offsets_L(self) -> Tensor:
+        """End of every local expert's rows, int32.
+
+        Copied at first use, on the lane that uses it: weight gradients keep it longer than the exchanging lane knows.
+        """
+        return self.ends_L.clone()
+
+    @property
+    def count(self) -> Tensor:
+        """Rows that have arrived: int32 [1]."""
+        return self.offsets_L[-1:]
+
+
+def place_counts(routing: Routing, group: CountExchange, room: Room) -> PlacedSplits:
+    """Tell every device how many rows go from whom to whom. No host waits."""
+    assert routing.pairs is None, "devices place rows that are sent once per expert"
+    every_PPL = group.all_counts(routing.counts_E.view(group.size, -1))
+    return PlacedSplits(*lay_out(every_PPL, group.rank, routing.tokens * routing.top_k, room))

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hocket.kernels.usable import usable
-from hocket.runtime.destinations import Destination, apply, keep, kept, value_of
-from hocket.runtime.functional import scale
+from hocket.kernels import usable
+from hocket.layers.functional import scale
+from hocket.runtime.weights import Destination, apply, keep, kept, value_of
 
 
 def rms_norm(x_TD: Tensor, p_D: Tensor, eps: float, one: bool = False) -> Tensor:
@@ -47,7 +47,7 @@ def rotate(x_BSHN: Tensor, table: Tensor) -> Tensor:
     `table` has the cosines and the sines of all positions' angles, [2, S, 1, R / 2].
     """
     if usable(x_BSHN, table):
-        from hocket.kernels.rotary import Rotary
+        from hocket.kernels.norm import Rotary
 
         return Rotary.apply(x_BSHN, table, False)
     cos, sin = table
@@ -123,15 +123,15 @@ class _NormRotate(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, given: Tensor | None, where: Destination, eps: float, one: bool, table: Tensor
     ) -> Tensor:
-        from hocket.kernels import rotary
+        from hocket.kernels import norm
 
         ctx.eps, ctx.one, ctx.table = eps, one, table
-        return rotary.turn(x, table, _factor(keep(ctx, x, where), one), eps)
+        return norm.turn(x, table, _factor(keep(ctx, x, where), one), eps)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        from hocket.kernels import norm, rotary
+        from hocket.kernels import norm
 
         x, p_N = kept(ctx)
-        dx, parts_PN = rotary.norm_turn_backward(g, x, ctx.table, _factor(p_N, ctx.one), ctx.eps)
+        dx, parts_PN = norm.norm_turn_backward(g, x, ctx.table, _factor(p_N, ctx.one), ctx.eps)
         return dx, ctx.where.contribute(ctx, 1, partial(norm.sum_parts, parts_PN)), None, None, None, None
