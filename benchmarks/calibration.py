@@ -39,7 +39,6 @@ from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PlanConfi
 from hocket.engine import Engine
 from hocket.environment import prepare
 from hocket.measured.calibrate import calibrate
-from hocket.measured.predict import predict as beside
 from hocket.model.microbatch import Microbatch
 from hocket.planning import costs_as_json, predict, program_of
 from hocket.presets import PLAIN
@@ -295,16 +294,11 @@ def predictions(
             "plan": dataclasses.asdict(settings.plan),
             "overlap": dataclasses.asdict(settings.overlap),
         }
-    explained = {
-        "calibrated": beside(real, recorded, costs).explained,
-        "modelled": beside(real, recorded, tax=tax).explained,
-    }
     found = costs_as_json(costs)
     return {
         "plans": rows,
         "recorded_step": recorded.step_seconds,
         "tax": {"share": tax.share, "parts": tax.parts, "slow-down": {row.name: row.share for row in tax.classes}},
-        "explained": explained,
         "costs": {key: value for key, value in found.items() if key != "from"},
     }
 

@@ -37,10 +37,10 @@ FEATURES = {
 
 # figure -> (most that it may be, slack). A figure that is more than the slack below its limit lowers the limit.
 LIMITS = {
-    "lines of hocket/": (60_760, 300),
-    "files of hocket/": (397, 3),
-    "lines of hocket_trace/": (4_560, 150),
-    "words of docs": (102_200, 1_500),
+    "lines of hocket/": (60_600, 300),
+    "files of hocket/": (396, 3),
+    "lines of hocket_trace/": (4_440, 150),
+    "words of docs": (101_900, 1_500),
     "settings": (173, 0),
     "settings outside of model.*": (105, 0),
     "rules": (269, 3),

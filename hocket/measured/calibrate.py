@@ -42,7 +42,7 @@ QUIET = 0.1
 def calibrate(traces: Sequence[RankTrace]) -> Measurement:
     """What a run shows about its ops. Raises ValueError if the traces are not of hocket."""
     stored = stored_in(traces[0])
-    program, contention = stored.program, stored.overheads.contention
+    program, contention = stored.program, stored.contention
     kinds = program.layout.kinds
     runs = all_plan_ops(traces, program)
     compute = _compute(traces, runs, kinds, contention)

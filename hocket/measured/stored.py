@@ -5,7 +5,7 @@ A trace holds it under the key `hocket`, as JSON:
     version     of all this
     plan        what the ops of this rank are, for readers of the trace (`hocket_trace/plan.py`)
     program     the ops of all pipeline ranks: JSON of `program/text.py`, packed by zlib, in base64
-    costs       what the ops were predicted to cost when they were recorded: hardware, seconds and overheads
+    costs       `contention`: by what factor each kind of communication slowed compute down in the prediction
     settings    all of them, nested
     work        settings, or whole sections of them, by which an op has other work to do
 """
@@ -20,12 +20,11 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, cast
 
 from hocket.config import Config
-from hocket.program.cost import CostTable, OpCost
 from hocket.program.hardware import KIND_OF_GROUPS
 from hocket.program.network import hardware_of
 from hocket.program.ops import COMPUTING, Op, Program
 from hocket.program.overheads import overheads_of
-from hocket.program.schedule import CostKey, Kind, Overheads, cost_key
+from hocket.program.schedule import Kind, cost_key
 from hocket.program.stages import carried_by, costs_of
 from hocket.program.text import from_json, to_json
 from hocket.settings.schema import changed, flat, leaf, types
@@ -50,11 +49,8 @@ class Stored:
     """A run's plan, as its trace has it."""
 
     program: Program
-    hardware: str
-    """For which the costs were predicted."""
-    costs: CostTable
-    """Seconds alone: no bytes."""
-    overheads: Overheads
+    contention: Mapping[Kind, float]
+    """By what factor each kind of communication was predicted to slow compute down."""
 
 
 BEFORE = {"plan.loss_pieces": 1, "precision.gather": "bf16"}
@@ -63,12 +59,13 @@ BEFORE = {"plan.loss_pieces": 1, "precision.gather": "bf16"}
 
 def describe(settings: Config, program: Program, pp_rank: int) -> dict[str, Any]:
     """What a trace of this pipeline rank stores, as JSON values."""
-    text = json.dumps(to_json(program), separators=(",", ":"))
+    text, hardware = json.dumps(to_json(program), separators=(",", ":")), hardware_of(settings)
+    overheads = overheads_of(changed(settings, {"plan.graphs": "off"}), hardware, costs_of(settings, hardware).table)
     return {
         "version": VERSION,
         "plan": named(program, pp_rank, tensors=settings.mesh.tp > 1),
         "program": base64.b64encode(zlib.compress(text.encode(), 9)).decode(),
-        "costs": _costs(settings),
+        "costs": {"contention": {kind: float(factor) for kind, factor in overheads.contention.items()}},
         "settings": json.loads(json.dumps({f.name: asdict(getattr(settings, f.name)) for f in fields(Config)})),
         "work": list(WORK),
     }
@@ -86,35 +83,12 @@ def named(program: Program, pp_rank: int, tensors: bool) -> dict[str, Any]:
     return {"lanes": list(program.layout.lanes), "computing": list(COMPUTING), "ops": ops}
 
 
-def _costs(settings: Config) -> dict[str, Any]:
-    """What the recorded ops cost, which have names and so were issued one by one."""
-    hardware = hardware_of(settings)
-    table = costs_of(settings, hardware).table
-    overheads = overheads_of(changed(settings, {"plan.graphs": "off"}), hardware, table)
-    return {
-        "hardware": hardware.name,
-        "seconds": {" ".join(key).strip(): [float(c.seconds), float(c.inner_seconds)] for key, c in table.items()},
-        "contention": {kind: float(factor) for kind, factor in overheads.contention.items()},
-        "issue": {" ".join(key).strip(): float(seconds) for key, seconds in overheads.issue.items()},
-        "counts": None if overheads.counts is None else float(overheads.counts),
-    }
-
-
 def stored_in(trace: RankTrace) -> Stored:
     """What a trace stores of its run's plan. Raises ValueError if it stores none, or as another hocket does."""
     run = checked(trace)
     try:
         program = from_json(zlib.decompress(base64.b64decode(run["program"])).decode())
-        costs = run["costs"]
-        seconds = {_key(name): OpCost(seconds=s, inner_seconds=inner) for name, (s, inner) in costs["seconds"].items()}
-        issue = {_key(name): float(each) for name, each in costs["issue"].items()}
-        contention = {cast(Kind, kind): float(factor) for kind, factor in costs["contention"].items()}
-        found = Stored(
-            program=program,
-            hardware=str(costs["hardware"]),
-            costs=CostTable(program.layout.kinds, seconds),
-            overheads=Overheads(contention, issue, costs["counts"]),
-        )
+        contention = {cast(Kind, kind): float(factor) for kind, factor in run["costs"]["contention"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, zlib.error) as error:
         raise ValueError(
             f"{trace.source}: its program cannot be read ({type(error).__name__} {error}), so it was edited; fix: the "
@@ -126,7 +100,7 @@ def stored_in(trace: RankTrace) -> Stored:
             f"{trace.source}: its metadata has pp_rank {pp_rank} of {pp}, so it was edited; "
             "fix: the trace as hocket train --train.profile wrote it"
         )
-    return found
+    return Stored(program, contention)
 
 
 def checked(trace: RankTrace) -> Mapping[str, Any]:
@@ -143,11 +117,6 @@ def checked(trace: RankTrace) -> Mapping[str, Any]:
             "fix: read it with the hocket that wrote it"
         )
     return trace.run
-
-
-def _key(name: str) -> CostKey:
-    verb, part, *kind = name.split()
-    return verb, part, kind[0] if kind else ""
 
 
 def pipeline_rank(trace: RankTrace) -> int:
