@@ -22,8 +22,7 @@ from hocket_trace.data import RankTrace, Report, Tax
 from hocket_trace.exposure import report
 from hocket_trace.page import html
 from hocket_trace.perfetto import filtered
-from hocket_trace.picture import png, svg
-from hocket_trace.scene import numbers
+from hocket_trace.picture import numbers, png, svg
 from hocket_trace.table import Figures, table
 
 USAGE = """usage: {program} FILE... [--null FILE...] [options]

@@ -20,8 +20,7 @@ from hocket_trace.as_json import by_launcher, to_json
 from hocket_trace.columns import UNKNOWN, milliseconds, percent, short_kernel
 from hocket_trace.data import RankTrace, Report, Tax
 from hocket_trace.exposure import late
-from hocket_trace.picture import typical
-from hocket_trace.scene import COLORS, colors, lanes
+from hocket_trace.picture import COLORS, colors, lanes, typical
 
 _PART_COLORS = {
     "alone": "#8db9f7", "beside": "#2f5f9e", "exposed": COLORS["exposed"], "host_bound": COLORS["late"],

@@ -19,10 +19,9 @@ from torch import Tensor, nn
 
 from hocket.config import ModelConfig, Strategy
 from hocket.kernels import IGNORED
-from hocket.model.documents import PADDING, Documents, documents_of
-from hocket.model.init import init_biases, init_tensor
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import PADDING, Documents, Microbatch, documents_of
 from hocket.model.moe import ExpertPlace, MoELayer
+from hocket.model.source import init_biases, init_tensor
 from hocket.model.transformer import Chunk, DenseLayer
 from hocket.parallel.dispatch import counts_to_send, splits_of
 from hocket.parallel.linears import WHOLE, Linears

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hocket.launching import parent
-from hocket.launching.children import Child, explain_hang
+from hocket.launching.parent import Child, explain_hang
 from hocket.runtime.exchanges import RankState
 from hocket.runtime.recorder import HANG_HEADLINE
 from tests.helpers.command import SMALL, Finished, alive, end_all, finish, start, text_in

@@ -37,25 +37,25 @@ FEATURES = {
 
 # figure -> (most that it may be, slack). A figure that is more than the slack below its limit lowers the limit.
 LIMITS = {
-    "lines of hocket/": (60_600, 300),
-    "files of hocket/": (396, 3),
-    "lines of hocket_trace/": (4_440, 150),
+    "lines of hocket/": (60_280, 300),
+    "files of hocket/": (343, 3),
+    "lines of hocket_trace/": (4_390, 150),
     "words of docs": (101_900, 1_500),
     "settings": (173, 0),
     "settings outside of model.*": (105, 0),
     "rules": (269, 3),
     "rules that say 'no effect'": (102, 3),
     "names at the top": (12, 0),
-    "files that name documents": (57, 2),
-    "files that name recomputation": (42, 2),
+    "files that name documents": (49, 2),
+    "files that name recomputation": (41, 2),
     "files that name offload": (38, 2),
-    "files that name graphs": (28, 2),
-    "files that name fp8": (28, 2),
-    "files that name context parallelism": (43, 2),
-    "files that name tensor parallelism": (48, 2),
+    "files that name graphs": (27, 2),
+    "files that name fp8": (27, 2),
+    "files that name context parallelism": (41, 2),
+    "files that name tensor parallelism": (46, 2),
     "files that name ring": (17, 2),
     "files that name muon": (24, 2),
-    "files that name replicas (HSDP)": (26, 2),
+    "files that name replicas (HSDP)": (25, 2),
 }
 
 SECONDS_OF_MAKE_TEST = 1_515

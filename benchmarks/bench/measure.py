@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.bench.contender import Contender, Resting, blame
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Microbatch
 from hocket.runtime.collection import no_collection
 
 PERIOD = 0.05

@@ -15,7 +15,7 @@ from benchmarks.bench.workload import Workload
 from hocket.config import Config
 from hocket.engine import Engine
 from hocket.engine.comm_options import comm_options
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Microbatch
 from hocket.program.capacity import lack
 from hocket.program.mesh import Mesh
 from hocket.program.network import hardware_of

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from benchmarks.bench.workload import Workload
-from hocket.model.documents import Documents
-from hocket.model.init import init_tensor
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Documents, Microbatch
 from hocket.model.moe import ExpertPlace, MoELayer
+from hocket.model.source import init_tensor
 from hocket.model.transformer import Chunk
 from hocket.parallel.dispatch import Splits, counts_to_send, exchange_counts
 from hocket.parallel.linears import linears_of

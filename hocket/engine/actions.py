@@ -26,7 +26,7 @@ from torch import Tensor
 from hocket.engine.room import RowRoom
 from hocket.engine.wiring import Wiring
 from hocket.fsdp.planned.unit import PlannedUnit
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Microbatch
 from hocket.model.transformer import Chunk
 from hocket.parallel.dispatch import exchange_counts, rows_of, tokens_of
 from hocket.parallel.placed import place_counts

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hocket.engine.engine import Engine
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Microbatch
 from hocket.program.ops import Op
 from hocket.runtime.world import everyone
 

@@ -26,8 +26,7 @@ from hocket.fsdp.planned.model import PlannedModel, Travels
 from hocket.fsdp.planned.muon import MuonOptions
 from hocket.kernels import IGNORED
 from hocket.model.context import Context, Shared
-from hocket.model.documents import Documents
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Documents, Microbatch
 from hocket.model.moe import ExpertPlace
 from hocket.model.source import ChunkLike, ChunkPlace, ModelSource, OwnTransformer
 from hocket.parallel.linears import Linears, SplitLinears, gathered_in_fp8, linears_of

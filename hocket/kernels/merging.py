@@ -1,4 +1,4 @@
-"""Two results of attention to disjoint keys made one, in one pass: see `model/stretches.py`.
+"""Two results of attention to disjoint keys made one, in one pass: see `model/heads.py`.
 
 Shapes: T tokens, H heads, N width of a head.
 """

@@ -147,7 +147,7 @@ to add to fp32 those of 4 (`benchmarks.expert_grads` and `benchmarks.weight_grad
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What a run has shown about its ops, to predict plans of the same sizes with (see `measured/calibrate.py`)."""
+    """What a run has shown about its ops, to predict plans of the same sizes with (see `measured.py`)."""
 
     source: str
     """The trace it comes from."""

@@ -3,7 +3,7 @@
 Contention. NCCL's kernels hold processors, copy engines hold none; both move bytes through memory and links, which
 takes of the bandwidth and of the power that compute has. So do updates beside forwards. The host. It issues a step op
 by op, if the step is not replayed as a graph, and waits for the counts of rows that it has to know. Traces of a run
-measure the same (`measured/calibrate.py`); Note: [What the simulator believes] in `schedule.py` says what the simulator
+measure the same (`measured.py`); Note: [What the simulator believes] in `schedule.py` says what the simulator
 makes of it.
 """
 

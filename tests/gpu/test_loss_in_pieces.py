@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hocket.engine import Engine
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Microbatch
 from hocket.parallel.linears import cross_entropy
 from hocket.parallel.loss_in_pieces import loss_in_pieces
 from hocket.presets import PLAIN

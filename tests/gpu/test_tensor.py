@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PrecisionConfig, TrainConfig
 from hocket.engine import Engine
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Microbatch
 from hocket.parallel.tensor import Tensors, Way, column_linear, row_linear
 from hocket.program.mesh import Mesh
 from hocket.runtime.comm import CommOptions, make_groups

@@ -11,8 +11,8 @@ from torch import Tensor
 from hocket.engine import Engine
 from hocket.kernels.usable import formulas
 from hocket.model.documents import Documents, attend, whole_sequences
+from hocket.model.heads import attend_with_sinks
 from hocket.model.layers import swiglu
-from hocket.model.sinks import attend_with_sinks
 from hocket.presets import PLAIN
 from hocket.runtime.biases import add_bias_by_expert
 from hocket.settings.schema import changed

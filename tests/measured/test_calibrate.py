@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hocket.measured.calibrate import calibrate
-from hocket.measured.stored import stored_in
+from hocket.measured import calibrate, stored_in
 from hocket.planning import predict, program_of
 from hocket.program.cost import CostTable, Measurement
 from hocket.program.hardware import HARDWARE

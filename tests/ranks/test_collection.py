@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hocket.config import Config
 from hocket.engine import Engine
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Microbatch
 from hocket.runtime.collection import EVERY, collect_after, no_collection
 from tests.helpers.parity import config
 from tests.helpers.ranks import run_ranks

@@ -27,7 +27,7 @@ from hocket.config import (
     TrainConfig,
 )
 from hocket.engine import Engine
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Microbatch
 from hocket.parallel import dispatch
 from hocket.program.mesh import Mesh
 from hocket.runtime.collective_copies import HALVES, CollectiveCopies, CopiedCollectives, Halves, _words, blank

@@ -14,8 +14,7 @@ from hocket.parallel.parts import Part
 from hocket.parallel.slices import TensorRank, part_of, split_of, take, whole_shape
 from hocket.resolve import Settings, resolve
 from hocket.settings.schema import changed
-from hocket.train.checkpoint import Moment, restore, save
-from hocket.train.pieces import Range
+from hocket.train.checkpoint import Moment, Range, restore, save
 from tests.helpers.ranks import run_ranks
 from tests.ranks.test_tensor_parity import MIXED, of, whole
 

@@ -20,7 +20,7 @@ from hocket_trace.as_json import to_json
 from hocket_trace.data import RankTrace, Step
 from hocket_trace.exposure import report
 from hocket_trace.page import html
-from hocket_trace.scene import COLORS
+from hocket_trace.picture import COLORS
 from hocket_trace.table import headline
 from tests.trace.reports import Row, busy, op, step_of, tax, trace
 from tests.trace.reports import report as made

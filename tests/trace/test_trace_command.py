@@ -200,7 +200,7 @@ def test_a_null_trace_that_communicates_is_refused(
 
 
 def test_traces_do_not_wait_for_torch() -> None:
-    code = "import sys, hocket.commands.trace; sys.exit('torch' in sys.modules)"
+    code = "import sys, hocket.cli, hocket_trace.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 

@@ -33,8 +33,8 @@ from megatron.core.transformer.module import MegatronModule  # pyrefly: ignore[m
 from torch import Tensor, nn
 
 from benchmarks.bench.plain import Exchange, PlainModel
+from hocket.model.documents import Microbatch
 from hocket.model.layers import DenseLayer
-from hocket.model.microbatch import Microbatch
 from hocket.model.moe import MoELayer
 from hocket.parallel.dispatch import Splits
 from hocket.parallel.routing import Routing

@@ -30,7 +30,7 @@ from benchmarks.bench.peers.pipelining import HeldStage
 from benchmarks.bench.peers.torchtitan_model import TitanModel, move_experts, titan_model
 from benchmarks.bench.plain import adamw, first_value, optimizer_name
 from benchmarks.bench.workload import Workload
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Microbatch
 from hocket.parallel.linears import cross_entropy
 from hocket.program.mesh import Mesh
 from hocket.program.ops import even_bounds
