@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 -m benchmarks.calibration
 
 For each shape: a step of one plan is recorded on all ranks, with the real and with the null transport; costs are
-measured on it (`hocket/measured/calibrate.py`). From these, steps of *other* plans of the same sizes are
+measured on it (`hocket/measured.py`). From these, steps of *other* plans of the same sizes are
 predicted (other orders, other numbers of microbatches, other sharding), and so are later steps of the recorded plan
 and those of the plan that `hocket plan --search` finds with these costs. All of them are timed without a profiler:
 slowest rank, median over steps. Beside it stands what the cost model says without any measurement.
@@ -38,9 +38,8 @@ from benchmarks.record import write
 from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
 from hocket.engine import Engine
 from hocket.environment import prepare
-from hocket.measured.calibrate import calibrate
-from hocket.measured.predict import predict as beside
-from hocket.model.microbatch import Microbatch
+from hocket.measured import calibrate
+from hocket.model.documents import Microbatch
 from hocket.planning import costs_as_json, predict, program_of
 from hocket.presets import PLAIN
 from hocket.program.cost import CostTable, Measurement
@@ -53,7 +52,7 @@ from hocket.runtime.comm import Groups
 from hocket.runtime.world import everyone, join_world, leave_world
 from hocket.settings.rule import Host
 from hocket.settings.schema import changed
-from hocket.train.recording import Recording
+from hocket.train.profiling import Recording
 from hocket.tune.best_plan import Task, search
 from hocket_trace.align import align
 from hocket_trace.compare import compare
@@ -295,16 +294,11 @@ def predictions(
             "plan": dataclasses.asdict(settings.plan),
             "overlap": dataclasses.asdict(settings.overlap),
         }
-    explained = {
-        "calibrated": beside(real, recorded, costs).explained,
-        "modelled": beside(real, recorded, tax=tax).explained,
-    }
     found = costs_as_json(costs)
     return {
         "plans": rows,
         "recorded_step": recorded.step_seconds,
         "tax": {"share": tax.share, "parts": tax.parts, "slow-down": {row.name: row.share for row in tax.classes}},
-        "explained": explained,
         "costs": {key: value for key, value in found.items() if key != "from"},
     }
 

@@ -13,7 +13,7 @@ import random
 import time
 
 from benchmarks.markdown import table
-from hocket.model.chunks import shares, work_of, zigzag
+from hocket.model.context import shares, work_of, zigzag
 
 BATCHES = 40
 SPREAD = 1.6

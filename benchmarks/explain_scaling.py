@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.fresh import answer, in_fresh_process, options
 from hocket.explain.build import explain
-from hocket.explain.text import to_text
+from hocket.explain.explanation import to_text
 from hocket.machine import host_for_plan
 from hocket.recipes import recipe
 from hocket.resolve import resolve

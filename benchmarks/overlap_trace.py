@@ -41,12 +41,12 @@ from hocket.commands.options import parse
 from hocket.config import Config
 from hocket.engine import Engine
 from hocket.engine.executor import no_collection
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Microbatch
 from hocket.recipes import recipe
 from hocket.resolve import resolve
 from hocket.settings.rule import Host
 from hocket.settings.schema import changed
-from hocket.train.recording import Recording
+from hocket.train.profiling import Recording
 from hocket_trace import load, report
 from hocket_trace.as_json import to_json
 from hocket_trace.compare import compare

@@ -21,7 +21,7 @@ from benchmarks.ranks import join
 from benchmarks.record import write
 from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PrecisionConfig, TrainConfig
 from hocket.engine import Engine
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Microbatch
 from hocket.program.check import assert_valid
 from hocket.program.lower import build_program
 from hocket.program.ops import Program

@@ -13,7 +13,7 @@ from benchmarks.bench.workload import Workload, batches
 from hocket.config import Config
 from hocket.engine import Engine
 from hocket.environment import prepare
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Microbatch
 from hocket.runtime.world import join_world
 
 

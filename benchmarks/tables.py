@@ -147,18 +147,6 @@ def calibration(result: Result) -> str:
     return table(["plan", "predicted", "measured", "ratio", "model alone", "ratio"], rows)
 
 
-def calibration_rest(result: Result) -> str:
-    """Where the rest of the recorded step went: measured - predicted by cause, in ms on the slowest rank."""
-    shapes = result["shapes"]
-    causes = dict.fromkeys(cause for found in shapes.values() for cause in found["explained"]["calibrated"])
-    rows = [
-        [shape, f"{1e3 * found['recorded_step']:,.0f}"]
-        + [f"{1e3 * found['explained']['calibrated'].get(cause, 0.0):+,.1f}" for cause in causes]
-        for shape, found in shapes.items()
-    ]
-    return table(["ms", "recorded step", *causes], rows)
-
-
 def trace_reading(result: Result) -> str:
     rows = [
         [
@@ -230,7 +218,6 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "gpu_tests_rerun": ("gpu_tests_rerun", gpu_tests),
     "prediction": ("prediction", calibration),
     "calibration": ("calibration", calibration),
-    "calibration_rest": ("calibration", calibration_rest),
     "gains": ("calibration prediction", gains),
     "dense_peers": ("dense_peers", contenders),
     "dense_peers_settings": ("dense_peers", settings),

@@ -23,8 +23,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hocket.commands.options import RecipeOptions, parse
 from hocket.config import ModelConfig
-from hocket.model.init import init_tensor
-from hocket.model.source import whole_shapes
+from hocket.model.source import init_tensor, whole_shapes
 from hocket.pretrained.configuration import config_of, family_for
 from hocket.pretrained.convert import rules_of, split, tensors_of
 from hocket.pretrained.tables import FAMILIES
@@ -32,8 +31,8 @@ from hocket.program.documents import as_read
 from hocket.resolve import Settings, resolve
 from hocket.settings.rule import Host
 from hocket.train.data import Rows, make_streams
-from hocket.train.schedule import learning_rate
 from hocket.train.sources import open_text
+from hocket.train.trainer import learning_rate
 
 
 def empty_model(model: ModelConfig, length: int) -> Any:

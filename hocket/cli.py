@@ -13,24 +13,28 @@ import sys
 import traceback
 from collections.abc import Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import NoReturn
 
-COMMANDS = (
-    "train",
-    "plan",
-    "trace",
-    "bench",
-    "explain",
-    "doctor",
-    "recipes",
-    "runs",
-    "import",
-    "export",
-    "generate",
-    "eval",
-    "help",
-)
-"""Each is a module of `commands/` with a function `run(words) -> exit code`."""
+COMMANDS = {
+    "train": "train.run",
+    "plan": "plan.run",
+    "trace": "",
+    "bench": "",
+    "explain": "explain.run",
+    "doctor": "doctor.run",
+    "recipes": "help.run_recipes",
+    "runs": "runs.run",
+    "import": "models.run_import",
+    "export": "models.run_export",
+    "generate": "models.run_generate",
+    "eval": "models.run_eval",
+    "help": "help.run",
+}
+"""Command -> the function `words -> exit code` of a module of `commands/`. Those without one are begun here."""
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+"""The checkout, where hocket runs from one."""
 
 USAGE = """usage: hocket train RECIPE [--setting value ...]   train; Ctrl-C saves and ends, the same command continues
        hocket plan RECIPE [--setting value ...]    show the step that would run, and what it would cost
@@ -88,7 +92,21 @@ def run(words: list[str]) -> int:
     if command not in COMMANDS:
         reason = "there is no such command"
         raise ValueError(f"{' '.join(words)} (command line): {reason}; fix: one of {', '.join(COMMANDS)}")
-    return importlib.import_module(f"hocket.commands.{command}").run(rest)
+    if command == "bench":
+        return _bench(rest)
+    if command == "trace":
+        return importlib.import_module("hocket_trace.cli").run(rest, "hocket trace")
+    module, function = COMMANDS[command].split(".")
+    return getattr(importlib.import_module(f"hocket.commands.{module}"), function)(rest)
+
+
+def _bench(words: list[str]) -> int:
+    """Measure a step against other programs, with what the folder `benchmarks` of a checkout has."""
+    if not (CHECKOUT / "benchmarks" / "bench" / "command.py").exists():
+        reason = "benchmarks are not installed with hocket"
+        raise ValueError(f"bench (command line): {reason}; fix: run it in a checkout, set up by make setup")
+    sys.path.insert(0, str(CHECKOUT))
+    return importlib.import_module("benchmarks.bench.command").run(words)
 
 
 def _harmless(text: str) -> str:

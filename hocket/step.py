@@ -17,8 +17,7 @@ from hocket.config import Config
 from hocket.engine import Engine
 from hocket.fsdp.saving.state import differences
 from hocket.kernels import IGNORED
-from hocket.model.documents import Documents
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Documents, Microbatch
 from hocket.model.transformer import Chunk
 from hocket.problems import stop_if
 from hocket.program.ops import Program

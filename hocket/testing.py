@@ -230,7 +230,7 @@ def profile_overlap(keep: Path | None = None, plan: Mapping[str, Any] | None = N
 
     Work that was launched before is waited for first, and the block's own before it ends. The answers are there behind
     the block. The trace is written to `keep`, if given, for a look at it when an assertion fails. `plan` tells what the
-    ops are that the block names, if it names some (`hocket_trace/plan.py`). On a CPU the transfers of gloo are seen,
+    ops are that the block names, if it names some (`hocket_trace/parse.py`). On a CPU the transfers of gloo are seen,
     and compute is what torch computes meanwhile.
 
     Raises TraceError if the block neither computed nor communicated, and ValueError while another profiler records:

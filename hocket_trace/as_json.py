@@ -25,10 +25,6 @@ is not known is null. Means are over steps and ranks unless a name says otherwis
 - `tax`: null without a null trace, else `step_seconds` and `null_step_seconds`, `tax_share` (step / null step - 1),
   `parts` of the difference (`compute`, `exposed`, `host_bound`, `idle`: `seconds`), `contention` (all compute kernels),
   `classes` and `ops`: `seconds`, `null_seconds` (without communication) and `slowdown_share`, and `notes`.
-- `prediction`: null outside hocket, else `costs` (what was predicted from), `predicted_step_seconds`,
-  `measured_step_seconds`, `ratio` (measured / predicted), `ops` (of one op `predicted_seconds`, `measured_seconds` and
-  `ratio`, `count` and `missed_seconds` per rank and step; what missed most first), `explained` (`cause`, `seconds`),
-  `notes`.
 """
 
 from __future__ import annotations
@@ -39,12 +35,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from hocket_trace.data import COMMUNICATION, OpRow, Prediction, Report, Share, Slowdown, StepReport, Tax
+from hocket_trace.data import COMMUNICATION, OpRow, Report, Share, Slowdown, StepReport, Tax
 
 VERSION = 1
 
 
-def to_json(report: Report, tax: Tax | None = None, prediction: Prediction | None = None) -> dict[str, Any]:
+def to_json(report: Report, tax: Tax | None = None) -> dict[str, Any]:
     """All figures of a report; see the head of this module for the names."""
     step = _mean_of(report.steps)
     return {
@@ -68,7 +64,6 @@ def to_json(report: Report, tax: Tax | None = None, prediction: Prediction | Non
         "classes": _classes(report.steps),
         "imbalance": _imbalance(report),
         "tax": _tax(tax) if tax else None,
-        "prediction": _prediction(prediction) if prediction else None,
         "notes": list(report.notes),
     }
 
@@ -202,28 +197,6 @@ def _tax(tax: Tax) -> dict[str, Any]:
 
 def _slowdown(row: Slowdown, key: str) -> dict[str, Any]:
     return {key: row.name, "seconds": row.seconds, "null_seconds": row.null, "slowdown_share": known(row.share)}
-
-
-def _prediction(prediction: Prediction) -> dict[str, Any]:
-    return {
-        "costs": prediction.costs,
-        "predicted_step_seconds": prediction.predicted,
-        "measured_step_seconds": prediction.measured,
-        "ratio": known(prediction.ratio),
-        "ops": [
-            {
-                "op": row.name,
-                "count": row.count,
-                "predicted_seconds": row.predicted,
-                "measured_seconds": row.measured,
-                "ratio": known(row.ratio),
-                "missed_seconds": row.missed,
-            }
-            for row in prediction.ops
-        ],
-        "explained": [{"cause": name, "seconds": seconds} for name, seconds in prediction.explained.items()],
-        "notes": list(prediction.notes),
-    }
 
 
 def _spread(values: Iterable[float]) -> float:

@@ -18,12 +18,11 @@ from hocket_trace.align import load
 from hocket_trace.as_json import to_json
 from hocket_trace.columns import Line, harmless
 from hocket_trace.compare import compare
-from hocket_trace.data import Prediction, RankTrace, Report, Tax
+from hocket_trace.data import RankTrace, Report, Tax
 from hocket_trace.exposure import report
 from hocket_trace.page import html
 from hocket_trace.perfetto import filtered
-from hocket_trace.picture import png, svg
-from hocket_trace.scene import numbers
+from hocket_trace.picture import numbers, png, svg
 from hocket_trace.table import Figures, table
 
 USAGE = """usage: {program} FILE... [--null FILE...] [options]
@@ -43,10 +42,6 @@ _FILES = ("html", "svg", "png", "perfetto")
 _ENDINGS = (".json", ".json.gz")
 _OF_RUN, _NO_TRACES = "explanation.json", ("explanation.json", "about.json")
 """What a run of hocket leaves beside its traces: what each has, and all that might be taken for a trace."""
-
-Predict = Callable[[Sequence[RankTrace], Report, Tax | None], Prediction | None]
-"""Predicts the run of some traces, of which there are a report and maybe a tax; None for a program that it does not
-know. Raises ValueError if it cannot."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     sys.exit(code)
 
 
-def run(words: Sequence[str], program: str = "hocket-trace", predict: Predict | None = None) -> int:
+def run(words: Sequence[str], program: str = "hocket-trace") -> int:
     """Print a report, or write its pages and pictures. Returns the exit code.
 
-    `program` is how the command is called; `predict` is asked what was to be expected. Raises ValueError for
-    what the user can mend.
+    `program` is how the command is called. Raises ValueError for what the user can mend.
     """
     if not words or {"-h", "--help"} & set(words):
         print(USAGE.format(program=program))
@@ -100,9 +94,8 @@ def run(words: Sequence[str], program: str = "hocket-trace", predict: Predict | 
         traces = tuple(only(trace, asked.step) for trace in traces)
     found = report(traces)
     tax = _tax(found, traces, null_paths)
-    found, prediction = _prediction(found, traces, tax, predict)
     makers: dict[str, Callable[[], str | bytes]] = {
-        "html": lambda: html(found, traces, tax, prediction),
+        "html": lambda: html(found, traces, tax),
         "svg": lambda: svg(found, traces, asked.step),
         "png": lambda: png(found, traces, asked.step),
         "perfetto": lambda: filtered(traces),
@@ -110,9 +103,9 @@ def run(words: Sequence[str], program: str = "hocket-trace", predict: Predict | 
     for name, target in asked.files.items():
         _write(target, makers[name]())
     if asked.json:
-        print(json_module.dumps(to_json(found, tax, prediction), indent=1, allow_nan=False))
+        print(json_module.dumps(to_json(found, tax), indent=1, allow_nan=False))
     elif not asked.files:
-        _show(to_json(found, tax, prediction))
+        _show(to_json(found, tax))
     return 0
 
 
@@ -214,18 +207,6 @@ def _tax(found: Report, traces: Sequence[RankTrace], null_paths: Sequence[Path])
         return None
     nulls = load(null_paths)
     return compare(found, report(nulls), traces, nulls)
-
-
-def _prediction(
-    found: Report, traces: Sequence[RankTrace], tax: Tax | None, predict: Predict | None
-) -> tuple[Report, Prediction | None]:
-    """What was to be expected. The report is noted why a run cannot be predicted."""
-    if predict is None or not found.steps:
-        return found, None
-    try:
-        return found, predict(traces, found, tax)
-    except ValueError as error:  # the measured figures are good all the same
-        return replace(found, notes=(*found.notes, f"no prediction: {error}")), None
 
 
 def _write(target: str, data: str | bytes) -> None:

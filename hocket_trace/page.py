@@ -18,10 +18,9 @@ import numpy as np
 from hocket_trace import table
 from hocket_trace.as_json import by_launcher, to_json
 from hocket_trace.columns import UNKNOWN, milliseconds, percent, short_kernel
-from hocket_trace.data import Prediction, RankTrace, Report, Tax
+from hocket_trace.data import RankTrace, Report, Tax
 from hocket_trace.exposure import late
-from hocket_trace.picture import typical
-from hocket_trace.scene import COLORS, colors, lanes
+from hocket_trace.picture import COLORS, colors, lanes, typical
 
 _PART_COLORS = {
     "alone": "#8db9f7", "beside": "#2f5f9e", "exposed": COLORS["exposed"], "host_bound": COLORS["late"],
@@ -36,7 +35,6 @@ def html(
     report: Report,
     traces: Sequence[RankTrace],
     tax: Tax | None = None,
-    prediction: Prediction | None = None,
     title: str = "",
     about: Sequence[str] = (),
     first: tuple[float, float] | None = None,
@@ -45,7 +43,7 @@ def html(
 
     It begins at the step whose length is the median, or with the time of `first`, in seconds from and to.
     """
-    figures, data = to_json(report, tax, prediction), _data(report, traces, first)
+    figures, data = to_json(report, tax), _data(report, traces, first)
     headline, *said = table.title(figures, 10_000)[0][0][0].split(": ", 1)
     parts = {
         "title": escape(title or headline),
@@ -151,7 +149,7 @@ def _parts(figures: table.Figures) -> str:
 
 
 def _tables(figures: table.Figures) -> list[str]:
-    tax, prediction = figures["tax"], figures["prediction"]
+    tax = figures["tax"]
     out = [
         _section("Ranks", "milliseconds a step", *table.rank_rows(figures), [table.imbalance_text(figures)]),
         _section("Communication", "per step of one rank; milliseconds", *table.kind_rows(figures)),
@@ -161,10 +159,6 @@ def _tables(figures: table.Figures) -> list[str]:
     if tax:
         texts = [table.tax_text(tax), *tax["notes"]]
         out.append(_section("Tax of communication", "milliseconds", *table.tax_rows(tax), texts))
-    if prediction:
-        heads, rows = table.predicted_rows(prediction)
-        texts = [table.prediction_text(prediction), *prediction["notes"]]
-        out.append(_section("Predicted and measured", "milliseconds of one op", heads, rows, texts))
     out.append(_ops(figures))
     if figures["notes"]:
         notes = "".join(f"<li>{escape(note)}</li>" for note in figures["notes"])

@@ -17,7 +17,7 @@ import numpy as np
 from hocket_trace.data import RankTrace
 from hocket_trace.exposure import exposed, idle, late
 from hocket_trace.intervals import Spans, subtract
-from hocket_trace.scene import colors, lanes
+from hocket_trace.picture import colors, lanes
 
 Event = dict[str, Any]
 

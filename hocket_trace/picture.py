@@ -3,15 +3,384 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape
-from typing import Any
+from itertools import pairwise
+from math import floor, isfinite, log10
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from hocket_trace.as_json import to_json
 from hocket_trace.columns import duration, percent, several
-from hocket_trace.data import RankTrace, Report
-from hocket_trace.scene import COLORS, Line, Scene, Word, draw, numbers
+from hocket_trace.data import Floats, Ints, RankTrace, Report
+from hocket_trace.exposure import exposed, late
+from hocket_trace.intervals import Spans
 from hocket_trace.table import warnings
+
+# -- scene -------------------------------------------------------------------------------------------------------------
+# What a picture of a step shows, before it is drawn: boxes, words and lines, all in pixels.
+#
+# For each rank there are its lanes, compute first, and below compute a strip that marks exposed time, and time in which
+# the host was late. The SVG, the PNG, the page and the Perfetto file have the same lanes and colours.
+
+COLORS = {
+    "compute": "#4a7fc9", "fwd": "#5b9bf3", "bwd": "#f2a03d", "wgrad": "#5fbf77", "step": "#9aa5b1",
+    "a2a": "#c77ddb", "pp": "#2bb3c0", "gather": "#d9b62c", "reduce": "#b5835a", "tp": "#e2799b",
+    "control": "#7f8ea3", "other": "#a39b8b", "exposed": "#e5484d", "late": "#7c3aed",
+}  # fmt: skip
+"""Colours by kind; compute of a named op that begins with one of `_VERBS` has that of its verb. `late` is a
+host that has not launched yet. Mid tones, readable on light and on dark."""
+
+_VERBS = {name: name for name in ("fwd", "bwd", "wgrad", "step", "gather", "reduce")}
+_VERBS |= {"recompute": "fwd", "update": "step"}
+
+ABSENT = {"exposed": "communication is exposed", "late": "the host is late"}
+"""Why no compute runs, as the strip below compute shows it; where it shows nothing, the next kernel waits."""
+
+GUTTER, _TOP, _GAP = 148, 56, 12
+_MAIN, _STRIP, _LOW = 24, 5, 11
+_NARROW = 1.0
+"""What is narrower than this many pixels shares its pixels with others."""
+_SHADES = 8
+_GOOD_PART = 0.1
+
+
+class Box(NamedTuple):
+    """A filled rectangle. `color` is a name of `COLORS`, or `bg` or `lane`."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    color: str
+    opacity: float = 1.0
+    title: str = ""
+    label: str = ""
+
+
+class Word(NamedTuple):
+    """A text whose baseline lies at `y`; `anchor` says which end of it `x` is."""
+
+    x: float
+    y: float
+    text: str
+    dim: bool = False
+    bold: bool = False
+    anchor: str = "start"
+    inside: bool = False
+    """Whether it stands in a bar."""
+
+
+class Rule(NamedTuple):
+    """A vertical line."""
+
+    x: float
+    top: float
+    bottom: float
+
+
+class Line(NamedTuple):
+    """A line through points, in pixels. `color` is a name of `COLORS`, or `line`."""
+
+    points: tuple[tuple[float, float], ...]
+    color: str
+    dashed: bool = False
+    opacity: float = 1.0
+
+
+@dataclass
+class Scene:
+    """A picture."""
+
+    width: int
+    height: int = 0
+    boxes: list[Box] = field(default_factory=list)
+    rules: list[Rule] = field(default_factory=list)
+    lines: list[Line] = field(default_factory=list)
+    words: list[Word] = field(default_factory=list)
+
+
+class Lane(NamedTuple):
+    """A lane of a rank, and its rows in the trace."""
+
+    name: str
+    compute: bool
+    """Whether it computes for most of its busy time, and for a good part of the rank's."""
+    rows: Ints
+
+
+def lanes(trace: RankTrace) -> list[Lane]:
+    """The lanes of a rank as they are shown: those that compute, then those of its plan, then the others."""
+    seconds = trace.end - trace.start
+    computes = np.where(trace.of_kind("compute"), seconds, 0.0)
+    known: dict[str, int] = {name: n for n, name in enumerate(trace.plan.lanes)}
+    found = []
+    for index in np.unique(trace.lane):
+        name, rows = trace.words[index], np.flatnonzero(trace.lane == index)
+        busy = computes[rows].sum()
+        much = busy > seconds[rows].sum() / 2 and busy > computes.sum() * _GOOD_PART
+        found.append(Lane(name, name in trace.plan.computing if name in known else bool(much), rows))
+    return sorted(found, key=lambda lane: (not lane.compute, known.get(lane.name, len(known)), _natural(lane.name)))
+
+
+def _natural(name: str) -> tuple[str, int]:
+    """`stream 7` before `stream 23`."""
+    text, _, number = name.rpartition(" ")
+    return (text, int(number)) if number.isdigit() else (name, -1)
+
+
+def colors(trace: RankTrace) -> list[str]:
+    """The name of each row's colour."""
+    verbs = {n: word.partition(" ")[0] for n, word in enumerate(trace.words)}
+    names = [trace.words[kind] for kind in trace.kind]
+    return [
+        _VERBS.get(verbs[op], kind) if kind == "compute" else kind for kind, op in zip(names, trace.op, strict=True)
+    ]
+
+
+def window(traces: Sequence[RankTrace], number: int) -> tuple[float, float]:
+    """From the first start of a step on any rank to its last end."""
+    steps = [step for trace in traces for step in trace.steps if step.number == number]
+    return min(step.start for step in steps), max(step.end for step in steps)
+
+
+def numbers(traces: Sequence[RankTrace]) -> list[int]:
+    """The steps that the traces have."""
+    return sorted({step.number for trace in traces for step in trace.steps})
+
+
+def draw(
+    traces: Sequence[RankTrace],
+    number: int,
+    head: str,
+    width: int = 1200,
+    labels: Mapping[str, str] = MappingProxyType({}),
+) -> Scene:
+    """The picture of a step, `width` pixels wide, under a line of text. `labels` are texts by op for wide bars."""
+    start, end = window(traces, number)
+    scene = Scene(width)
+    chart = width - GUTTER - 12
+    scale = chart / ((end - start) or 1.0)
+    top, used = _TOP, {"exposed", "late"}
+    for trace in traces:
+        names = colors(trace)
+        for n, lane in enumerate(_shown(trace, start, end)):
+            height = _MAIN if lane.compute else _LOW
+            if n == 0:
+                scene.words.append(Word(8, top + height / 2 + 4, f"rank {trace.rank}", bold=True))
+            scene.words.append(Word(GUTTER - 8, top + height / 2 + 4, lane.name, dim=True, anchor="end"))
+            scene.boxes.append(Box(GUTTER, top, chart, height, "lane"))
+            for box in _bars(trace, lane, names, (start, end, scale), labels):
+                used.add(box.color)
+                scene.boxes.append(box._replace(x=box.x + GUTTER, y=top, height=height))
+                if box.label and box.width >= 6.5 * len(box.label) + 2:
+                    middle = GUTTER + box.x + box.width / 2
+                    scene.words.append(Word(middle, top + 16, box.label, anchor="middle", inside=True))
+            top += height + 2
+            if n == 0:
+                scene.boxes.append(Box(GUTTER, top, chart, _STRIP, "lane"))
+                for color, spans in (("exposed", exposed(trace, start, end)), ("late", late(trace, start, end))):
+                    for box in _strip(spans, color, start, scale):
+                        scene.boxes.append(box._replace(x=box.x + GUTTER, y=top, height=_STRIP))
+                top += _STRIP + 2
+        top += _GAP
+    _frame(scene, head, (end - start, chart, top - _GAP), used)
+    return scene
+
+
+def _shown(trace: RankTrace, start: float, end: float) -> Iterator[Lane]:
+    """The lanes of a rank on which something runs in a stretch of time, with the rows of that stretch."""
+    for lane in lanes(trace):
+        inside = (trace.end[lane.rows] > start) & (trace.start[lane.rows] < end)
+        if inside.any():
+            yield lane._replace(rows=lane.rows[inside])
+
+
+def _bars(
+    trace: RankTrace,
+    lane: Lane,
+    names: Sequence[str],
+    view: tuple[float, float, float],
+    labels: Mapping[str, str],
+) -> Iterator[Box]:
+    """The bars of a lane, what is too narrow to be seen first. Only their x and width count."""
+    start, end, scale = view
+    left = (np.clip(trace.start[lane.rows], start, end) - start) * scale
+    right = (np.clip(trace.end[lane.rows], start, end) - start) * scale
+    narrow = right - left < _NARROW
+    here = np.array([names[row] for row in lane.rows])
+    masks = {name: (here == name) & narrow for name in dict.fromkeys(here[narrow].tolist())}
+    yield from columns({name: (left[mask], right[mask]) for name, mask in masks.items()}, "short activities")
+    for n in np.flatnonzero(~narrow):
+        width = right[n] - left[n]
+        row = int(lane.rows[n])
+        told = _title(trace, row, start) if width >= 2 else ""  # a narrower one cannot be pointed at
+        label = labels.get(trace.words[trace.op[row]], "")
+        yield Box(float(left[n]), 0, width - (0.5 if width > 3 else 0.0), 0, names[row], 1.0, told, label)
+
+
+def _strip(spans: Spans, color: str, start: float, scale: float) -> Iterator[Box]:
+    """The bars of the strip below compute."""
+    left, right = (spans[:, 0] - start) * scale, (spans[:, 1] - start) * scale
+    narrow = right - left < _NARROW
+    if narrow.any():
+        yield from columns({color: (left[narrow], right[narrow])}, f"short stretches: {ABSENT[color]}")
+    for x, end in zip(left[~narrow].tolist(), right[~narrow].tolist(), strict=True):
+        yield Box(x, 0, end - x, 0, color, 1.0, f"{ABSENT[color]} for {duration((end - x) / scale)}")
+
+
+def columns(narrow: Mapping[str, tuple[Floats, Floats]], noun: str) -> Iterator[Box]:
+    """Boxes for stretches too narrow to be seen, colour -> (left, right).
+
+    Every pixel has the colour that fills most of it, as opaque as all fill it; pixels that look alike are one box.
+    """
+    if not narrow:
+        return
+    width = int(max(right.max() for _, right in narrow.values())) + 2
+    filled = np.zeros((len(narrow), width))
+    count = np.zeros(width)
+    for n, (left, right) in enumerate(narrow.values()):
+        first, last = left.astype(int), right.astype(int)
+        cut = np.minimum(right, first + 1)
+        np.add.at(filled[n], first, cut - left)
+        np.add.at(filled[n], last, np.where(last > first, right - last, 0.0))
+        np.add.at(count, first, 1)
+    shade = np.ceil(np.clip(filled.sum(axis=0), 0.0, 1.0) * _SHADES).astype(int)
+    look = np.where(shade > 0, shade + (_SHADES + 1) * filled.argmax(axis=0), 0)
+    edges = np.flatnonzero(np.diff(look, prepend=0, append=0))
+    for first, last in pairwise(edges.tolist()):
+        if look[first]:
+            name = list(narrow)[look[first] // (_SHADES + 1)]
+            title = f"{int(count[first:last].sum())} {noun}"
+            yield Box(first, 0, last - first, 0, name, shade[first] / _SHADES, title)
+
+
+def tick(length: float, width: float) -> float:
+    """The distance of grid lines on an axis of this length, a round number about 100 pixels wide."""
+    rough = length / max(1.0, width / 100)
+    power = 10.0 ** floor(log10(rough))
+    return next(power * m for m in (1, 2, 5, 10) if power * m >= rough)
+
+
+def _title(trace: RankTrace, row: int, zero: float) -> str:
+    """What an activity is, and when it ran since `zero`, in one line."""
+    words = trace.words
+    names = [words[column[row]] for column in (trace.op, trace.launcher, trace.name)]
+    first = next(filter(None, names), "")
+    told = ", ".join([first, *dict.fromkeys(name for name in names if not first.startswith(name))])
+    start, end = trace.start[row], trace.end[row]
+    when = f"{duration(end - start)}, {duration(start - zero)} to {duration(end - zero)}"
+    return f"{told if len(told) <= 160 else told[:159] + '…'}: {when}"
+
+
+def _frame(scene: Scene, head: str, size: tuple[float, float, float], used: set[str]) -> None:
+    """Head, axis and legend around the lanes. `size` is the length in seconds and pixels, and the lanes' bottom."""
+    length, chart, bottom = size
+    scene.words.append(Word(8, 18, head, bold=True))
+    step = tick(length, chart) if length > 0 else 1.0
+    for n in range(int(length / step) + 1 if length > 0 else 0):
+        x = n * step / length * chart
+        scene.rules.append(Rule(GUTTER + x, _TOP - 6, bottom))
+        if x < chart - 36 or n == 0:
+            scene.words.append(Word(GUTTER + x, _TOP - 12, duration(n * step) if n else "0", dim=True))
+    x, y = float(GUTTER), bottom + 14
+    for name in (name for name in COLORS if name in used):
+        if x + 30 + 7 * len(name) > scene.width:
+            x, y = float(GUTTER), y + 18
+        scene.boxes.append(Box(x, y, 10, 10, name))
+        scene.words.append(Word(x + 14, y + 9, name))
+        x += 30 + 7 * len(name)
+    scene.height = round(y + 24)
+
+
+# -- chart -------------------------------------------------------------------------------------------------------------
+# Curves over steps as pictures: what many runs have measured, a point a step.
+#
+# A column of pixels reaches from the smallest to the largest value of the steps that share it, with the mean in front.
+# So no spike is lost, however long a run is.
+
+PALETTE = ("fwd", "bwd", "wgrad", "a2a", "exposed", "pp", "gather", "reduce")
+"""Names of colours that can be told apart."""
+_LEFT, _RIGHT, _UPPER, _LOWER = 64, 22, 30, 22
+_FAINT = 0.3
+"""Opacity of extremes beside their means."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Values by step. Values that are no numbers are left out."""
+
+    steps: Sequence[float]
+    values: Sequence[float]
+    color: str = "fwd"
+    dashed: bool = False
+
+    def points(self) -> tuple[Floats, Floats]:
+        """Steps and values that are finite."""
+        kept = [(x, y) for x, y in zip(self.steps, self.values, strict=True) if isfinite(y)]
+        both = np.array(kept, dtype=np.float64).reshape(-1, 2)
+        return both[:, 0], both[:, 1]
+
+
+def shown(value: float) -> str:
+    """A value of an axis."""
+    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+
+
+def by_column(columns: Floats, values: Floats) -> tuple[Floats, Floats, Floats, Floats]:
+    """(column, smallest, mean, largest value) of each whole number of a column that has values; columns ascend."""
+    at, first, count = np.unique(columns.astype(np.int64), return_index=True, return_counts=True)
+    low, high = np.minimum.reduceat(values, first), np.maximum.reduceat(values, first)
+    return at.astype(np.float64), low, np.add.reduceat(values, first) / count, high
+
+
+def chart(title: str, curves: Sequence[Curve], width: int = 560, height: int = 240) -> Scene:
+    """A picture with axes, `width` x `height` pixels. All curves share them; one without points is not drawn."""
+    scene = Scene(width, height)
+    scene.words.append(Word(8, 18, title, bold=True))
+    drawn = [(curve, *curve.points()) for curve in curves]
+    drawn = [(curve, x, y) for curve, x, y in drawn if len(x)]
+    if not drawn:
+        scene.words.append(Word(_LEFT, height / 2, "no values", dim=True))
+        return scene
+    (left, right), (low, high) = _range([x for _, x, _ in drawn]), _range([y for _, _, y in drawn])
+    across, up = width - _LEFT - _RIGHT, height - _UPPER - _LOWER
+    for value in _ticks(low, high, up / 40):
+        y = _UPPER + up - (value - low) / (high - low) * up
+        scene.lines.append(Line(((_LEFT, y), (width - _RIGHT, y)), "line"))
+        scene.words.append(Word(_LEFT - 6, y + 4, shown(value), dim=True, anchor="end"))
+    for value in _ticks(left, right, across / 90):
+        x = _LEFT + (value - left) / (right - left) * across
+        scene.rules.append(Rule(x, _UPPER, height - _LOWER))
+        scene.words.append(Word(x, height - 6, shown(value), dim=True, anchor="middle"))
+    for curve, x, y in drawn:
+        column, least, mean, most = by_column((x - left) / (right - left) * across, y)
+        both = np.stack([_UPPER + up - (values - low) / (high - low) * up for values in (least, mean, most)], axis=1)
+        if len(x) > len(column):
+            ends = zip(np.repeat(column + _LEFT, 2).tolist(), both[:, ::2].ravel().tolist(), strict=True)
+            scene.lines.append(Line(tuple(ends), curve.color, opacity=_FAINT))
+        points = zip((column + _LEFT).tolist(), both[:, 1].tolist(), strict=True)
+        scene.lines.append(Line(tuple(points), curve.color, curve.dashed))
+    return scene
+
+
+def _range(values: Sequence[Floats]) -> tuple[float, float]:
+    """Smallest and largest value, further apart if they are one."""
+    low, high = min(float(one.min()) for one in values), max(float(one.max()) for one in values)
+    room = (abs(low) or 1.0) * 0.05
+    return (low, high) if high > low else (low - room, high + room)
+
+
+def _ticks(low: float, high: float, count: float) -> list[float]:
+    """About `count` round numbers between two."""
+    step = tick(high - low, max(count, 1.0) * 100)
+    return [n * step for n in range(int(np.ceil(low / step)), int(np.floor(high / step)) + 1)]
+
+
+# -- picture -----------------------------------------------------------------------------------------------------------
 
 _STYLE = """
 .t{--bg:#ffffff;--fg:#1f2328;--dim:#656d76;--line:#d8dee4;--lane:#f3f5f8;

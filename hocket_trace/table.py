@@ -25,7 +25,7 @@ from hocket_trace.columns import (
     size,
     wrapped,
 )
-from hocket_trace.data import Prediction, Report, Tax
+from hocket_trace.data import Report, Tax
 
 Figures = Mapping[str, Any]
 """What `to_json` returns, or a part of it."""
@@ -50,9 +50,9 @@ OP_HEADS = ("op, and kernels it launched", "class", "count", "time", "of step", 
 STYLES = {"compute": "bright_blue", "both": "blue", "exposed": "bold red", "late": "yellow", "idle": "dim"}
 
 
-def render(report: Report, tax: Tax | None = None, prediction: Prediction | None = None, width: int = 100) -> str:
+def render(report: Report, tax: Tax | None = None, width: int = 100) -> str:
     """The report as plain text, `width` characters wide; below 72 tables keep their own width."""
-    return plain(table(to_json(report, tax, prediction), width))
+    return plain(table(to_json(report, tax), width))
 
 
 def table(figures: Figures, width: int = 100) -> list[Line]:
@@ -67,7 +67,6 @@ def table(figures: Figures, width: int = 100) -> list[Line]:
         _layers(figures, width),
         _ops(figures, width),
         _tax(figures, width),
-        _prediction(figures, width),
         _notes(figures, width),
     ]
     return [one for section in sections if section for one in (*section, line())][:-1]
@@ -215,17 +214,6 @@ def _slowdown_rows(rows: Sequence[Figures], key: str) -> list[list[str]]:
     ]
 
 
-def predicted_rows(prediction: Figures) -> tuple[list[str], list[list[str]]]:
-    """Heads and rows of the table of predicted ops. Times are milliseconds."""
-    heads = ["op", "count", "predicted", "measured", "ratio", "missed a step"]
-    rows = []
-    for row in prediction["ops"]:
-        ratio = "–" if row["ratio"] is None else f"{row['ratio']:.2f}"
-        times = [milliseconds(row["predicted_seconds"], 3), milliseconds(row["measured_seconds"], 3), ratio]
-        rows.append([row["op"], number(row["count"]), *times, f"{row['missed_seconds'] * 1e3:+.2f}"])
-    return heads, rows
-
-
 def _warnings(figures: Figures, width: int) -> list[Line]:
     return [one for text in warnings(figures) for one in wrapped(text, width, "bold white on red")]
 
@@ -319,15 +307,6 @@ def tax_text(tax: Figures) -> str:
     return f"A step is {abs(longer):.2f} ms {change} than without communication: {parts} ms."
 
 
-def prediction_text(found: Figures) -> str:
-    """The predicted and the measured step, and what the difference is made of."""
-    predicted, measured = found["predicted_step_seconds"], found["measured_step_seconds"]
-    text = f"Predicted {duration(predicted)} from {found['costs']}, measured {duration(measured)}"
-    text += f" ({_longer(measured / predicted - 1)})." if predicted else "."
-    causes = ", ".join(f"{row['cause']} {row['seconds'] * 1e3:+.2f}" for row in found["explained"])
-    return text + (f" The difference: {causes} ms." if causes else "")
-
-
 def _tax(figures: Figures, width: int) -> list[Line]:
     tax = figures["tax"]
     if not tax:
@@ -336,16 +315,6 @@ def _tax(figures: Figures, width: int) -> list[Line]:
     body += grid(*tax_rows(tax, _CLASSES, _OPS), width)
     body += _more([*tax["classes"][_CLASSES:], *tax["ops"][_OPS:]], 0, "class or op", "classes and ops")
     return section("Tax of communication", "milliseconds", [*body, *_listed(tax["notes"], width)])
-
-
-def _prediction(figures: Figures, width: int) -> list[Line]:
-    found = figures["prediction"]
-    if not found:
-        return []
-    heads, rows = predicted_rows(found)
-    body = [(("  ", ""), *one) for one in wrapped(prediction_text(found), width - 2)]
-    body += grid(heads, rows[:_OPS], width) + _more(rows, _OPS, "kind of op", "kinds of ops")
-    return section("Predicted and measured", "milliseconds of one op", [*body, *_listed(found["notes"], width)])
 
 
 def _notes(figures: Figures, width: int) -> list[Line]:

@@ -16,9 +16,8 @@ from pathlib import Path
 import pytest
 
 from hocket.environment import Worker
-from hocket.launching import ports
-from hocket.launching.children import Child, explain
-from hocket.launching.ports import nobody_met, port_in_use
+from hocket.launching.parent import Child, explain
+from hocket.launching.worker import free_port, nobody_met, port_in_use
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
 from hocket.runtime.hangs import STATE
@@ -162,9 +161,9 @@ def test_where_ranks_did_not_meet_is_named_by_what_it_came_from():
 
 
 def test_no_port_is_free(monkeypatch):
-    monkeypatch.setattr(ports, "find_port", lambda wanted: 0)
+    monkeypatch.setattr("hocket.launching.worker.find_port", lambda wanted: 0)
     with pytest.raises(ValueError, match=r"run\.port = 0 \(configuration\): there is no free port on this host; fix: "):
-        ports.free_port(0, {})
+        free_port(0, {})
 
 
 def run_of_one(folder: Path, *words: str) -> Finished:

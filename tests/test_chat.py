@@ -18,17 +18,16 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hocket.commands.generate import filled
+from hocket.commands.models import filled
 from hocket.config import Config, DataConfig, PrecisionConfig, TrainConfig
 from hocket.kernels import IGNORED
 from hocket.model.documents import PADDING, documents_of
-from hocket.model.init import init_tensor
+from hocket.model.source import init_tensor
 from hocket.resolve import Settings, resolve
 from hocket.train import chat as chat_module
-from hocket.train.bins import best_fit
 from hocket.train.chat import Chats
 from hocket.train.corpus import Corpus, open_corpus
-from hocket.train.data import Bins, make_streams
+from hocket.train.data import Bins, best_fit, make_streams
 from hocket.train.documents import BadFileError
 from hocket.train.sources import open_text
 from hocket.train.trainer import Trainer

@@ -17,8 +17,7 @@ from hocket.config import Config, ModelConfig, RunConfig, TrainConfig
 from hocket.resolve import Settings, resolve
 from hocket.settings.schema import changed
 from hocket.train import checkpoint
-from hocket.train.checkpoint import Moment
-from hocket.train.pieces import Range
+from hocket.train.checkpoint import Moment, Range
 from tests.helpers.ranks import run_ranks
 
 SHAPES = {"embed.weight": (13, 5), "layers.0.w": (3, 4, 5), "layers.0.scale": (7,), "bias": (2,), "count": ()}

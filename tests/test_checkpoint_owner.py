@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from hocket.train import checkpoint
-from hocket.train.checkpoint import Moment, Restored
-from hocket.train.owner import RUN, number_for
+from hocket.train.checkpoint import RUN, Moment, Restored, number_for
 from hocket.train.runs import identity, note
 from tests.helpers.ranks import run_ranks
 from tests.test_checkpoint import groups, settings_in

@@ -18,7 +18,9 @@ import torch.distributed as dist
 from hocket.fsdp.saving import whole
 from hocket.fsdp.saving.dcp import CheckpointWriter
 from hocket.settings.schema import changed
-from hocket.train import checkpoint, folders, room
+from hocket.train import checkpoint
+from hocket.train import checkpoint as folders
+from hocket.train import saves as room
 from hocket.train.checkpoint import Moment
 from tests.helpers.ranks import run_ranks
 from tests.test_checkpoint import SHAPES, groups, load_and_compare, save_steps, settings_in

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from benchmarks.context_balance import lengths_of
-from hocket.model.chunks import TOLERANCE, Chunks, imbalance_of, shares, work_of, zigzag
-from hocket.model.context import context_of
+from hocket.model.context import TOLERANCE, Chunks, context_of, imbalance_of, shares, work_of, zigzag
 from hocket.model.documents import attend, documents_of
 from hocket.program.documents import of_windows
 

@@ -24,10 +24,8 @@ from benchmarks.bench.command import Bench
 from benchmarks.prediction_tables import CONTENDERS
 from benchmarks.tables import DOCS, MAKERS, PICTURES, RESULTS, ROOT, TABLES, make_ops, picture, renew
 from hocket.cli import COMMANDS
-from hocket.commands.eval import configured
 from hocket.commands.explain import Explain
-from hocket.commands.export import Export
-from hocket.commands.generate import Generate
+from hocket.commands.models import Export, Generate, configured
 from hocket.commands.options import parse
 from hocket.commands.plan import Plan
 from hocket.commands.runs import asked as asked_runs

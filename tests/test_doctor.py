@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 
 from hocket import cli
-from hocket.doctor.checks import AREAS, examine, exit_code
-from hocket.doctor.found import Check, Found, Gpu, Port, Torch
+from hocket.doctor.checks import AREAS, Check, Found, Gpu, Port, Torch, examine, exit_code, to_json, to_text, verdict
 from hocket.doctor.look import gpus_of, links_of, ports_in
-from hocket.doctor.report import to_json, to_text, verdict
 from hocket.variables import HARMFUL
 from tests.helpers.golden import assert_golden
 

@@ -15,7 +15,7 @@ import pytest
 from hocket.commands.explain import Explain, settle
 from hocket.commands.options import parse
 from hocket.environment import prepare
-from hocket.explain.build import explain
+from hocket.explain.build import FILE, explain, read, record, simulated
 from hocket.explain.explanation import (
     Explanation,
     GroupRow,
@@ -25,10 +25,8 @@ from hocket.explain.explanation import (
     Probed,
     Times,
     UnitRow,
+    to_text,
 )
-from hocket.explain.predicted import simulated
-from hocket.explain.record import FILE, read, record
-from hocket.explain.text import to_text
 from hocket.machine import host_for_plan
 from hocket.planning import predict, program_of
 from hocket.program.hardware import hardware_of
@@ -189,14 +187,14 @@ def test_long_steps_are_continued_from_shorter_ones_and_the_longest_are_not_simu
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     long = settled(train__microbatches=40)
-    monkeypatch.setattr("hocket.explain.predicted.MOST_OPS", 20 * 8 * 20)
+    monkeypatch.setattr("hocket.explain.build.MOST_OPS", 20 * 8 * 20)
     found, step = simulated(long)
     whole = predict(long, program_of(long), hardware_of(long))
     assert step is not None
     assert step.program.microbatches < 20
     assert "continued to 40" in found.note
     assert found.step == pytest.approx(float(whole.makespan), rel=0.005)
-    monkeypatch.setattr("hocket.explain.predicted.LONGEST_OPS", 1000)
+    monkeypatch.setattr("hocket.explain.build.LONGEST_OPS", 1000)
     nothing, none = simulated(long)
     assert none is None
     assert nothing.step == 0

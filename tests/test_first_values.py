@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 
 from hocket.config import Config, ModelConfig
-from hocket.model.init import init_tensor
+from hocket.model.source import init_tensor
 from hocket.model.transformer import Chunk
 from hocket.resolve import resolve
 from hocket.settings import families
-from hocket.train.start import Start
+from hocket.train.metrics import Start
 from tests.helpers.chunks import init_chunk
 from tests.helpers.command import ALONE, hocket, text_in
 from tests.helpers.command import SMALL as SMALL_RUN

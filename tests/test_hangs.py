@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hocket.launching import parent
-from hocket.launching.children import Child, explain_hang
+from hocket.launching.parent import Child, explain_hang
 from hocket.runtime.hangs import HANG_HEADLINE, RankState
 from tests.helpers.command import SMALL, Finished, alive, end_all, finish, start, text_in
 

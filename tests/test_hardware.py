@@ -10,12 +10,11 @@ from typing import Any, get_args
 import pytest
 
 from hocket.commands import doctor
-from hocket.doctor.measure import LARGE, LINKED, SMALL, as_hardware, asked, measure
+from hocket.doctor.measure import LARGE, LINKED, SMALL, Measured, as_hardware, asked, measure
 from hocket.environment import Gpus
 from hocket.gpus import GPUS, GpuName, gpu_named, nearest, peak_flops
 from hocket.machine import host_for_plan
 from hocket.planning import predict, program_of, report
-from hocket.probing.request import Measured
 from hocket.program.hardware import H200, HARDWARE, hardware_of, kept_file
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve

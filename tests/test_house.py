@@ -37,25 +37,25 @@ FEATURES = {
 
 # figure -> (most that it may be, slack). A figure that is more than the slack below its limit lowers the limit.
 LIMITS = {
-    "lines of hocket/": (60_760, 300),
-    "files of hocket/": (397, 3),
-    "lines of hocket_trace/": (4_560, 150),
-    "words of docs": (102_200, 1_500),
+    "lines of hocket/": (60_040, 300),
+    "files of hocket/": (291, 3),
+    "lines of hocket_trace/": (4_390, 150),
+    "words of docs": (101_900, 1_500),
     "settings": (173, 0),
     "settings outside of model.*": (105, 0),
     "rules": (269, 3),
     "rules that say 'no effect'": (102, 3),
     "names at the top": (12, 0),
-    "files that name documents": (57, 2),
-    "files that name recomputation": (42, 2),
+    "files that name documents": (48, 2),
+    "files that name recomputation": (38, 2),
     "files that name offload": (38, 2),
-    "files that name graphs": (28, 2),
-    "files that name fp8": (28, 2),
-    "files that name context parallelism": (43, 2),
-    "files that name tensor parallelism": (48, 2),
-    "files that name ring": (17, 2),
+    "files that name graphs": (27, 2),
+    "files that name fp8": (24, 2),
+    "files that name context parallelism": (40, 2),
+    "files that name tensor parallelism": (41, 2),
+    "files that name ring": (15, 2),
     "files that name muon": (24, 2),
-    "files that name replicas (HSDP)": (26, 2),
+    "files that name replicas (HSDP)": (24, 2),
 }
 
 SECONDS_OF_MAKE_TEST = 1_515

@@ -8,7 +8,7 @@ import signal
 import time
 from pathlib import Path
 
-from hocket.train.damage import damage_of
+from hocket.train.checkpoint import damage_of
 from tests.helpers.command import ALONE, SMALL, alive, children_of, finish, hocket, start, text_in, wait_for
 
 

@@ -23,7 +23,7 @@ from hocket.settings.decision import Decision
 from hocket.settings.rule import Host
 from hocket.settings.schema import changed
 from hocket.train.metrics import REMARKS, Metrics, StepRecord
-from hocket.train.schedule import learning_rate
+from hocket.train.trainer import learning_rate
 from tests.helpers.ranks import run_ranks
 
 

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from hocket.config import Config, DataConfig, MeshConfig, TrainConfig
 from hocket.resolve import Settings, resolve
 from hocket.train.data import Mixed, make_streams
-from hocket.train.mix import BLOCK, Quotas
-from hocket.train.sources import open_text, read_sources
+from hocket.train.sources import BLOCK, Quotas, open_text, read_sources
 from tests.helpers.command import ALONE, SMALL, hocket
 
 weights = st.lists(

@@ -12,7 +12,7 @@ import pytest
 import hocket
 from hocket.commands.plan import with_documents
 from hocket.config import Config
-from hocket.explain.predicted import simulated
+from hocket.explain.build import simulated
 from hocket.planning import as_json, documents_of, page_head, predict, program_of, report
 from hocket.program.documents import Lengths, lengths_of, merged
 from hocket.program.hardware import H200

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hocket import cli
-from hocket.commands.export import Export
-from hocket.commands.generate import Generate
+from hocket.commands.models import Export, Generate
 from hocket.commands.options import parse_plain
 
 MISTAKES = [

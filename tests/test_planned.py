@@ -163,8 +163,7 @@ def test_documents_of_a_packed_batch_stay_apart() -> None:
     """Tokens of the first document say nothing about the second one's targets; without documents they do."""
     import torch
 
-    from hocket.model.documents import documents_of
-    from hocket.model.microbatch import Microbatch
+    from hocket.model.documents import Microbatch, documents_of
 
     torch.manual_seed(0)
     step = hocket.plan("tiny", {**ONE, "precision.compute": "fp32", "data.packing": "on"}).start()

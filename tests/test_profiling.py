@@ -18,13 +18,12 @@ from benchmarks.overlap_trace import figures, keep
 from benchmarks.tables import overlap_tax, overlap_trace
 from hocket.config import Config
 from hocket.engine import Engine
-from hocket.measured.stored import VERSION
+from hocket.measured import VERSION
 from hocket.recipes import recipe
 from hocket.resolve import resolve
 from hocket.settings.schema import changed
 from hocket.train.metrics import Metrics
-from hocket.train.profiling import WARM_UP, ProfileWindow, window_of
-from hocket.train.recording import Recording, describe
+from hocket.train.profiling import WARM_UP, ProfileWindow, Recording, describe, window_of
 from hocket.train.signals import StopRequest
 from hocket.train.trace_reader import Reading, TraceReader
 from hocket_trace import load, report

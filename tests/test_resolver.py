@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hocket.config import Config, MeshConfig
 from hocket.environment import Worker, probe
-from hocket.explain.overlaps import overlaps
+from hocket.explain.build import overlaps
 from hocket.launching.launch import check_memory, too_few_gpus
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from hocket.commands.runs import page
-from hocket_trace.chart import Curve, chart
-from hocket_trace.picture import png_of
+from hocket_trace.picture import Curve, chart, png_of
 from tests.helpers.command import command
 from tests.trace.test_page import Reader, attribute, opened
 

@@ -18,9 +18,9 @@ from hocket.fsdp.saving import background, host_memory
 from hocket.fsdp.saving.dcp import CheckpointWriter
 from hocket.fsdp.saving.whole import WholeFolder
 from hocket.settings.schema import changed
-from hocket.train import checkpoint, room
-from hocket.train.checkpoint import Moment, SaveFailed
-from hocket.train.folders import newest_of
+from hocket.train import checkpoint
+from hocket.train import saves as room
+from hocket.train.checkpoint import Moment, SaveFailed, newest_of
 from hocket.train.metrics import Metrics
 from hocket.train.saves import Saves
 from tests.helpers.command import SMALL, end_all, hocket, text_in

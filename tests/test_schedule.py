@@ -14,7 +14,7 @@ from transformers import get_cosine_with_min_lr_schedule_with_warmup, get_wsd_sc
 from hocket.config import TrainConfig
 from hocket.recipes import RECIPES
 from hocket.settings.schema import changed
-from hocket.train.schedule import SHAPES, learning_rate
+from hocket.train.trainer import SHAPES, learning_rate
 
 STEPS, WARMUP, LR, FLOOR = 110, 10, 0.4, 0.05
 OF = TrainConfig(steps=STEPS, warmup=WARMUP, lr=LR, min_lr=FLOOR)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hocket.model.documents import PADDING, Documents, attend, documents_of, whole_sequences
-from hocket.model.sinks import attend_with_sinks
+from hocket.model.heads import attend_with_sinks
 from hocket.model.transformer import Chunk
 from tests.helpers.chunks import init_chunk
 from tests.helpers.plans import small

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hocket.model.chunks import zigzag
-from hocket.model.context import context_of
+from hocket.model.context import context_of, zigzag
 from hocket.model.documents import attend, documents_of, whole_sequences
-from hocket.model.stretches import InParts, attend_stretch, merged
+from hocket.model.heads import InParts, attend_stretch, merged
 
 KEYS, HEADS, KV, WIDTH = 40, 4, 2, 8
 

@@ -14,7 +14,7 @@ from benchmarks.bench.run import Bench, Sized, without
 from hocket.config import Config
 from hocket.explain.build import explain
 from hocket.launching import launch
-from hocket.launching.copies import tried
+from hocket.launching.agreement import tried
 from hocket.program.mesh import Purpose
 from hocket.resolve import Settings, resolve, without_copies
 from hocket.settings.arrivals import arrival_bytes

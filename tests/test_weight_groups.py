@@ -12,7 +12,7 @@ from hocket.adapters.step import plan_model
 from hocket.config import Config
 from hocket.engine import Engine
 from hocket.explain.build import explain
-from hocket.explain.text import to_text
+from hocket.explain.explanation import to_text
 from hocket.model.source import parameter_shapes
 from hocket.recipes import recipe
 from hocket.resolve import resolve

@@ -20,8 +20,8 @@ from hocket.adapters.transformers import Pretrained
 from hocket.adapters.verify import verify
 from hocket.config import RopeConfig
 from hocket.engine import Engine
-from hocket.model.init import init_tensor
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Microbatch
+from hocket.model.source import init_tensor
 from hocket.pretrained import configuration
 from hocket.settings.schema import changed
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # the list of contenders is shown without loading torch
     from torch import Tensor
 
     from benchmarks.bench.workload import Workload
-    from hocket.model.microbatch import Microbatch
+    from hocket.model.documents import Microbatch
 
 
 class Contender(Protocol):

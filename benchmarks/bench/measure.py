@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from benchmarks.bench.contender import Contender, Resting, blame
 from hocket.engine.executor import no_collection
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Microbatch
 
 PERIOD = 0.05
 """Seconds between two samples of clock and power."""

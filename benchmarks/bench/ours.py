@@ -15,7 +15,7 @@ from benchmarks.bench.workload import Workload
 from hocket.config import Config
 from hocket.engine import Engine
 from hocket.engine.engine import comm_options
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Microbatch
 from hocket.program.hardware import hardware_of
 from hocket.program.mesh import Mesh
 from hocket.program.stages import costs_of, lack, layout_of, mesh_of

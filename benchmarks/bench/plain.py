@@ -20,10 +20,9 @@ from benchmarks.bench.workload import Workload
 from hocket.layers.dispatch import Splits, counts_to_send, exchange_counts
 from hocket.layers.linears import linears_of
 from hocket.layers.routing import Routing
-from hocket.model.documents import Documents
-from hocket.model.init import init_tensor
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Documents, Microbatch
 from hocket.model.moe import ExpertPlace, MoELayer
+from hocket.model.source import init_tensor
 from hocket.model.transformer import Chunk
 from hocket.runtime.transports import RowTable
 

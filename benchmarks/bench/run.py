@@ -21,7 +21,7 @@ from benchmarks.bench.measure import Block, Gauge, Timer, nvml, slowest, take_tu
 from benchmarks.bench.record import provenance, save
 from benchmarks.bench.report import Measured, as_json, settings_text, table, verdict_text, workload_text
 from benchmarks.bench.workload import Workload, batches
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Microbatch
 from hocket.resolve import Settings, without_copies
 
 WARM_UP = 3

@@ -23,7 +23,7 @@ from hocket.config import Strategy
 from hocket.fsdp.home import Offload
 from hocket.fsdp.options import ShardTransport
 from hocket.fsdp.sharded_parameter import ShardedParameter
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Microbatch
 from hocket.program.mesh import SMS
 from hocket.runtime.weights import set_sink
 

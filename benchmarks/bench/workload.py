@@ -9,8 +9,7 @@ import torch
 
 from benchmarks.context_balance import lengths_of
 from hocket.config import Config
-from hocket.model.documents import Documents, documents_of
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Documents, Microbatch, documents_of
 from hocket.program.cost import model_flops_per_token
 from hocket.program.mesh import Mesh
 from hocket.program.stages import mesh_of

@@ -25,10 +25,15 @@ token, R rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
+
+from hocket.layers.dispatch import from_experts, rows_of, send_rows, to_experts, unpermute
+from hocket.layers.linears import cross_entropy
+from hocket.layers.routing import Routing, placed
+from hocket.model.moe import ExpertPlace, Routed
 
 Keep = tuple[Tensor, Tensor | None]
 """What the last piece needs of the first: the residual stream [B, S, D], and one more tensor [B, S, D] or None."""
@@ -80,3 +85,99 @@ class ExpertLayer(Layer, Protocol):
     def merge(self, rows_TD: Tensor, keep: Keep) -> Tensor:
         """The last piece: the experts' weighted sums back into the stream, [B, S, D]."""
         ...
+
+
+# -- chunk -------------------------------------------------------------------------------------------------------------
+# Layers of the protocol as the chunks that an engine runs.
+#
+# Shapes: B sequences, S sequence length, T tokens (B * S), D hidden, K experts per token, R rows.
+
+Contexts = Callable[[Tensor], Any]
+"""Gives the context of a layer's first piece, from hidden states."""
+
+
+class DenseParts:
+    """A dense layer's part functions."""
+
+    def __init__(self, layer: DenseLayer, context: Contexts) -> None:
+        self.layer, self._context = layer, context
+
+    def forward_attn(self, x_BSD: Tensor, documents: None = None) -> Tensor:
+        """The first piece."""
+        assert documents is None
+        return self.layer.attention(x_BSD, self._context(x_BSD))
+
+    def forward_mlp(self, x_BSD: Tensor) -> Tensor:
+        """The second."""
+        return self.layer.mlp(x_BSD)
+
+
+class ExpertParts:
+    """The part functions of a layer with `experts` experts, in the whole model."""
+
+    def __init__(self, layer: ExpertLayer, context: Contexts, experts: int, ep: ExpertPlace) -> None:
+        self.layer, self._context, self._experts, self._ep = layer, context, experts, ep
+        self._plain = getattr(layer, "plain_merge", False)
+        """Whether merging is a sum of rows, residual stream and what else is kept: then one kernel does all of it."""
+
+    def forward_attn(self, x_BSD: Tensor, documents: None = None, kept: Routing | None = None) -> Routed:
+        """The pieces before the dispatch. With `kept`, a routing of the same tokens, rows go where they went."""
+        assert documents is None
+        return self.routed(self.layer.attention(x_BSD, self._context(x_BSD)), kept)
+
+    def routed(self, state: Any, kept: Routing | None = None) -> Routed:
+        """What follows from the first piece's result, up to the dispatch."""
+        rows_TD, ids_TK, weights_TK, (residual, other) = self.layer.route(state)
+        routing = kept
+        if routing is None:
+            routing = placed(ids_TK.detach(), self._experts)
+            routing = routing.by_rank(self._ep.size) if self._ep.per_rank else routing
+        rows, weights, probs = send_rows(
+            rows_TD.contiguous(), weights_TK.float().contiguous(), routing, later=self._ep.later
+        )
+        return rows, residual, other, weights, probs, routing
+
+    def forward_dispatch(self, x_TD: Tensor, _probs_TK: None, routing: Routing) -> tuple[Tensor, None]:
+        """Rows of tokens: see `rows_of`."""
+        return rows_of(x_TD, None, routing)[0], None
+
+    def forward_experts(self, rows_RD: Tensor, *told: Any) -> Tensor:
+        """The experts of this rank, on rows in received order. They know nothing of weights."""
+        *_, splits = told
+        grouped_RD, _, opened = to_experts(rows_RD, splits)
+        return from_experts(self.layer.experts(grouped_RD, splits.offsets_L), opened, splits)
+
+    def forward_unpermute(
+        self, rows_RD: Tensor, residual: Tensor, other: Tensor | None, probs_TK: Tensor | None, routing: Routing
+    ) -> Tensor:
+        """The last piece, behind the weighted sum of the rows that came back."""
+        if self._plain:
+            return unpermute(rows_RD, probs_TK, residual, other, routing)
+        return self.layer.merge(unpermute(rows_RD, probs_TK, None, None, routing), (residual, other))
+
+
+class AdaptedChunk:
+    """One virtual stage of a model that hocket did not write."""
+
+    def __init__(
+        self,
+        embed: Callable[[Tensor], Tensor] | None,
+        layers: Mapping[int, DenseParts | ExpertParts],
+        logits: Callable[[Tensor], Tensor] | None,
+        parameters: Mapping[str, nn.Parameter],
+    ) -> None:
+        self.embed, self._logits, self._parameters = embed, logits, dict(parameters)
+        self.layers = {str(number): layer for number, layer in layers.items()}
+
+    def layer(self, number: int) -> DenseParts | ExpertParts:
+        """The layer of a global number."""
+        return self.layers[str(number)]
+
+    def loss(self, x_BSD: Tensor, targets_BS: Tensor) -> Tensor:
+        """Mean cross-entropy over the targets that are not `IGNORED`, fp32."""
+        assert self._logits is not None
+        return cross_entropy(self._logits(x_BSD).flatten(0, 1), targets_BS.flatten())
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Stand-ins by name."""
+        return iter(self._parameters.items())

@@ -30,9 +30,9 @@ from hocket.fsdp.saving.whole import WholeFolder, sync
 from hocket.layers.slices import Span
 from hocket.model.source import whole_shapes
 from hocket.pretrained.configuration import config_for
+from hocket.pretrained.folder import DTYPES, LARGEST, files_of, write_files
 from hocket.pretrained.groups import Group, ModuleFolder, Shape, is_pretrained, of_family, plain, written
 from hocket.pretrained.tables import FAMILIES
-from hocket.pretrained.written import DTYPES, LARGEST, files_of, write_files
 from hocket.runtime.weights import DTYPES as COMPUTED
 from hocket.step import PlannedStep
 

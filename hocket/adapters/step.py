@@ -14,11 +14,9 @@ from torch import Tensor, nn
 
 from hocket.adapters import transformers
 from hocket.adapters.costs import price_of, sizes_of
-from hocket.adapters.cut import ELSE, Adapter, Cut, Values, refuse
-from hocket.adapters.own import OwnModel
-from hocket.adapters.shareable import unshareable
-from hocket.adapters.shared_layers import WHOLE
-from hocket.adapters.source import AdaptedModel
+from hocket.adapters.cut import ELSE, Adapter, Cut, OwnModel, Values, refuse
+from hocket.adapters.decoder_layer import unshareable
+from hocket.adapters.source import WHOLE, AdaptedModel
 from hocket.adapters.verify import verify
 from hocket.config import Config
 from hocket.engine import Engine

@@ -15,15 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from hocket.adapters.chunk import DenseParts, ExpertParts
 from hocket.adapters.cut import ELSE, Cut, refuse
-from hocket.adapters.decoder_layer import PlainLayer, Unfit
-from hocket.adapters.layer import DenseLayer, ExpertLayer
-from hocket.adapters.shareable import windows_of
-from hocket.adapters.shared_layers import SharedAttention
+from hocket.adapters.decoder_layer import PlainLayer, Unfit, windows_of
+from hocket.adapters.layer import DenseLayer, DenseParts, ExpertLayer, ExpertParts
+from hocket.adapters.source import SharedAttention
 from hocket.layers.dispatch import exchange_counts
-from hocket.model.chunks import zigzag
-from hocket.model.context import context_of
+from hocket.model.context import context_of, zigzag
 from hocket.model.documents import whole_sequences
 from hocket.model.moe import ONLY
 

@@ -6,10 +6,9 @@ import json
 import os
 import sys
 
-from hocket.doctor.checks import examine, exit_code
+from hocket.doctor.checks import examine, exit_code, to_json, to_text
 from hocket.doctor.look import look
 from hocket.doctor.measure import measure, report
-from hocket.doctor.report import to_json, to_text
 from hocket.environment import find_gpus
 from hocket.program.hardware import kept_file
 from hocket.variables import passed

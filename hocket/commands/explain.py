@@ -14,15 +14,13 @@ from hocket.commands import megatron
 from hocket.commands.options import RecipeOptions, parse
 from hocket.commands.plan import resolve_for_plan, same_work, with_documents
 from hocket.config import Config
+from hocket.doctor.measure import run as measure_here
 from hocket.environment import find_gpus, stopping
 from hocket.explain.beside import beside, hardware_for, in_traces, request
-from hocket.explain.build import explain
-from hocket.explain.explanation import Explanation
-from hocket.explain.record import read
-from hocket.explain.text import to_text
-from hocket.measured.stored import other_ways
+from hocket.explain.build import explain, read
+from hocket.explain.explanation import Explanation, to_text
+from hocket.measured import other_ways
 from hocket.planned import check_patterns
-from hocket.probing import start
 from hocket.recipes import RECIPES
 from hocket.resolve import Settings
 from hocket.settings.schema import changed
@@ -121,7 +119,7 @@ def with_probe(found: Explanation, settings: Settings) -> Explanation:
     found_here = find_gpus()
     gpus, name = found_here.count, found_here.name
     asked = request(settings, gpus)
-    measured = start.run(asked, os.environ)
+    measured = measure_here(asked, os.environ)
     where = f"{asked.world} x {name}" if gpus else f"{asked.world} processes on the CPU"
     hardware = hardware_for(asked, settings, name)
     on = f"{where}, {asked.transport}; predicted for {hardware.name}"

@@ -9,6 +9,9 @@ import textwrap
 from pathlib import Path
 
 from hocket.commands.options import docstrings
+from hocket.presets import PRESETS
+from hocket.recipes import RECIPES
+from hocket.recipes import describe as described
 from hocket.settings.origins import DEFAULTS
 from hocket.settings.schema import leaf, show, types
 from hocket.settings.suggest import meant, meant_setting
@@ -94,3 +97,19 @@ def _wrapped(text: str) -> list[str]:
 
 def _width() -> int:
     return min(shutil.get_terminal_size((100, 40)).columns, 120)
+
+
+# -- `hocket recipes`: what there is to train, and presets -------------------------------------------------------------
+
+
+def run_recipes(words: list[str]) -> int:
+    """List the recipes, one per line, then the presets with what they set."""
+    if words and not {"-h", "--help"} & set(words):
+        raise ValueError(f"recipes {' '.join(words)} (command line): recipes takes no arguments; fix: hocket recipes")
+    width = max(map(len, [*RECIPES, *PRESETS]))
+    print("\n".join(f"{name:{width}}  {described(name)}" for name in RECIPES))
+    print("\npresets, for --preset:")
+    for name, preset in PRESETS.items():
+        print(f"{name:{width}}  {preset.description}")
+        print("\n".join(f"{'':{width}}    {setting} = {show(value)}" for setting, value in preset.changes.items()))
+    return 0

@@ -124,8 +124,7 @@ def costs_from(settings: Settings, paths: tuple[str, ...], origins: dict[str, st
     """
     if not paths:
         return None
-    from hocket.measured.calibrate import calibrate
-    from hocket.measured.stored import other_ways
+    from hocket.measured import calibrate, other_ways
     from hocket_trace import load
     from hocket_trace.cli import trace_files
 
@@ -137,7 +136,7 @@ def costs_from(settings: Settings, paths: tuple[str, ...], origins: dict[str, st
 
 def same_work(settings: Settings, traces: Sequence[RankTrace], origins: Mapping[str, str]) -> None:
     """Raise ValueError if the ops of a traced run have other work to do than those of the plan."""
-    from hocket.measured.stored import other_work
+    from hocket.measured import other_work
 
     for name, here, there in other_work(settings, traces[0]):
         origin = origins.get(name) or origins.get("", "")

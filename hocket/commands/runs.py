@@ -13,9 +13,7 @@ from typing import Any
 from hocket.commands.options import write
 from hocket.settings.schema import show
 from hocket.train.runs import METRICS, Run, run_of, runs
-from hocket_trace.chart import PALETTE, Curve, chart, shown
-from hocket_trace.picture import svg_of
-from hocket_trace.scene import COLORS
+from hocket_trace.picture import COLORS, PALETTE, Curve, chart, shown, svg_of
 
 USAGE = """usage: hocket runs [DIR ...] [--html FILE]
 

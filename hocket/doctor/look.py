@@ -17,10 +17,9 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hocket.doctor.found import Found, Gpu, Port, Torch
+from hocket.doctor.checks import Found, Gpu, Port, Torch
+from hocket.doctor.measure import Request, run
 from hocket.environment import cores, torch_build
-from hocket.probing.request import Request
-from hocket.probing.start import run
 from hocket.variables import Moment
 
 LIMIT = 60.0

@@ -26,7 +26,7 @@ from torch import Tensor
 from hocket.engine.room import RowRoom
 from hocket.fsdp.planned.unit import PlannedUnit
 from hocket.layers.dispatch import exchange_counts, place_counts, rows_of, tokens_of
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Microbatch
 from hocket.model.transformer import Chunk
 from hocket.program.ops import HOST, TIED, UNIT_VERBS, Lane, Layout, Op
 from hocket.program.parts import INPUT, LayerKind, Part

@@ -28,8 +28,7 @@ from hocket.layers.linears import Linears, SplitLinears, gathered_in_fp8, linear
 from hocket.layers.slices import whole_shape
 from hocket.layers.tensor import Tensors, ways_of
 from hocket.model.context import Context, Shared
-from hocket.model.documents import Documents
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Documents, Microbatch
 from hocket.model.moe import ExpertPlace
 from hocket.model.source import ChunkLike, ChunkPlace, ModelSource, OwnTransformer
 from hocket.program.check import assert_valid

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hocket.engine.actions import Actions
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Microbatch
 from hocket.program.ops import COMPUTING, Key, Lane, Layout, Op, Program
 from hocket.program.values import reads, shares
 from hocket.runtime.hangs import Recorder

@@ -35,8 +35,7 @@ from torch import Tensor
 from hocket.engine.executor import Executor
 from hocket.fsdp.planned.adamw import PlannedAdamW
 from hocket.fsdp.planned.model import PlannedModel
-from hocket.model.documents import Documents
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Documents, Microbatch
 from hocket.runtime.lanes import CudaLanes
 from hocket.runtime.tokens import CopiedTokens
 from hocket.runtime.world import everyone

@@ -8,9 +8,9 @@ from math import isnan
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from hocket.doctor.measure import Measured, Product, Request
 from hocket.explain.explanation import Predicted, Probed, Times
 from hocket.gpus import GPUS, gpu_named
-from hocket.probing.request import Measured, Product, Request
 from hocket.program.hardware import HARDWARE, LAPTOP, Hardware, on_one_host
 from hocket.program.ops import Layout
 from hocket.program.part_sizes import into_heads

@@ -2,19 +2,425 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import json
 import shlex
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
-from hocket.explain.explanation import Explanation
-from hocket.explain.overlaps import overlaps
-from hocket.explain.parts import groups, memory, optimizer, units
-from hocket.explain.predicted import simulated
-from hocket.program.hardware import hosts_of
-from hocket.program.mesh import described
+from hocket.config import Purpose
+from hocket.config.overlap import DIRECTIONS, ROLES
+from hocket.explain.explanation import (
+    Axis,
+    Explanation,
+    GroupRow,
+    MemoryRow,
+    OptimizerRow,
+    Overlap,
+    Predicted,
+    State,
+    Times,
+    UnitRow,
+)
+from hocket.files import json_in
+from hocket.gpus import GPUS
+from hocket.planning import adapter_seconds, network, predict, program_of, rates, told_documents
+from hocket.program.cost import CostTable, unit_weights, units_of
+from hocket.program.hardware import Hardware, hardware_of, hosts_of
+from hocket.program.mesh import P2P, PURPOSES, described, most_sms, mover_of
+from hocket.program.ops import UNITS, Program
+from hocket.program.shard import ALIGN
+from hocket.program.simulate import kind_of
+from hocket.program.stages import costs_of, layout_of, mesh_of, sharding_of
+from hocket.program.tensor_costs import model_of_rank
+from hocket.program.transformer import GATHERED
 from hocket.resolve import Settings
-from hocket.settings.origins import command_words
-from hocket.settings.schema import changed, digest
+from hocket.settings.arrivals import arrival_bytes, by_pieces
+from hocket.settings.context_rules import METHOD
+from hocket.settings.decision import AUTOMATIC
+from hocket.settings.fp8_rules import FP8_RULES, FROM
+from hocket.settings.origins import command_words, source
+from hocket.settings.plan_rules import recomputes, separate_wgrads, shares_units
+from hocket.settings.rule import Host
+from hocket.settings.rules import has_experts
+from hocket.settings.schema import changed, digest, problem
+from hocket.settings.tensor_rules import METHOD as METHODS
+from hocket.settings.weight_groups import samples, weight_groups
+from hocket.tune.period import continued, steady
+from hocket.typed import is_a
 from hocket.variables import Finding
+from hocket_trace.without_collector import without_collector
+
+# -- What is hidden under what, row by row: pure functions of settings -------------------------------------------------
+
+ALWAYS = "always"
+"""The source of what no setting decides."""
+
+
+_ROWS_AROUND, _WEIGHTS, _GRADIENTS = (
+    "rows gathered and reduced around products",
+    "weights gathered",
+    "gradients reduced",
+)
+_FORWARD, _BACKWARD, _TO_EXPERTS = "activations sent", "gradients sent", "rows to experts and back"
+_KEYS = "keys and values gathered, and their gradients reduced"
+_AGAIN = "keys and values gathered again, for backward"
+_OWN_KEYS = "keys and values of heads exchanged, and their gradients"
+_FOUND = "queries and results of heads exchanged, and their gradients"
+_TIED = "gradients of the tied embedding"
+_MATRICES = "averages and matrices of Muon"
+_ENDS = "the same, at both ends of a step"
+
+_KINDS = {_WEIGHTS: "gather", _GRADIENTS: "reduce", _FORWARD: "pp", _TO_EXPERTS: "a2a"}
+_KINDS |= dict.fromkeys((_KEYS, _AGAIN, _OWN_KEYS, _FOUND), "cp")
+"""Whose predicted times a row shows."""
+
+
+def overlaps(settings: Settings) -> tuple[Overlap, ...]:
+    """Every communication of a step, whether or not this run has it."""
+    return tuple(row for make in (_tensor, _context, _data, _pipeline, _experts) for row in make(settings))
+
+
+def _row(s: Settings, axis: Axis, what: str, under: str, state: State, setting: str = "", why: str = "") -> Overlap:
+    """A row, with the source and the reason of what decides it."""
+    decision = next((d for d in s.decisions if d.setting == setting), None)
+    where = decision.source if decision else source(s, s.origins, setting) if setting else ALWAYS
+    reason = decision.reason if decision else "as asked" if state == "off" else ""
+    return Overlap(
+        axis=axis,
+        what=what,
+        under=under if state == "on" else "",
+        state=state,
+        setting=setting,
+        source=where,
+        why=why or reason,
+        kind=_KINDS.get(what, "") if state != "n/a" else "",
+    )
+
+
+_BY_METHOD = {
+    "ring": "its own product, on the rows that have come",
+    "pipeline": "its own product, of the next rows",
+    "bulk": "the product of the input gradient",
+}
+_PRODUCTS = {"qkv": "queries, keys, values", "proj": "attention's output", "fc1": "MLP's input", "fc2": "MLP's output"}
+
+
+def _tensor(s: Settings) -> Iterator[Overlap]:
+    if s.mesh.tp == 1:
+        yield _row(s, "tp", _ROWS_AROUND, "", "n/a", "mesh.tp", "mesh.tp is 1")
+        return
+    for role in ROLES:
+        for direction in DIRECTIONS:
+            under = _BY_METHOD.get(s.overlap.tp.way(role, direction), "")
+            reasons = [reason for d in s.decisions if d.setting == METHODS for reason in d.reasons]
+            start = f"{role}_{direction}: "
+            why = next((reason.removeprefix(start) for reason in reasons if reason.startswith(start)), "")
+            where = AUTOMATIC if why else source(s, s.origins, METHODS)
+            row = _row(s, "tp", f"{_PRODUCTS[role]}, {direction}", under, "on" if under else "off", METHODS)
+            yield replace(row, why=why or ("" if under else "as asked"), source=where)
+
+
+def _context(s: Settings) -> Iterator[Overlap]:
+    """Keys and values of other ranks' tokens, or heads, and their gradients."""
+    if s.mesh.cp == 1:
+        yield _row(s, "cp", _KEYS, "", "n/a", "mesh.cp", "mesh.cp is 1")
+        return
+    if s.overlap.cp.method == "gather":
+        yield _row(s, "cp", _KEYS, "queries; weight gradients of attention", "on", METHOD)
+        if recomputes(s, GATHERED):
+            yield _row(s, "cp", _AGAIN, "backward of the layer's parts behind attention", "on", "plan.recompute")
+        return
+    yield _row(s, "cp", _OWN_KEYS, "queries; their weight gradients", "on", METHOD)
+    if s.overlap.ep.merge == "on":
+        yield _row(s, "cp", _FOUND, "the other half of a merged step", "on", METHOD)
+    else:
+        why = "but for gradients of results, beside weight gradients of attention's output, nothing is beside them"
+        yield _row(s, "cp", _FOUND, "", "off", METHOD, why)
+
+
+def _data(s: Settings) -> Iterator[Overlap]:
+    strategy = s.overlap.dp.strategy
+    if not shares_units(s):
+        for what in (_WEIGHTS, _GRADIENTS):
+            yield _row(s, "dp", what, "", "n/a", "mesh.dp", "mesh.dp is 1")
+        return
+    if strategy == "no_shard":
+        why = "every rank has all weights"
+        yield _row(s, "dp", _WEIGHTS, "", "n/a", "overlap.dp.strategy", why)
+    else:
+        ahead = s.overlap.dp.prefetch
+        how = "within a step a unit is gathered again when its slot was needed"
+        why = how if strategy == "optim_grads_params" else "each unit once a step"
+        under = f"the layers before, {ahead} pass{'' if ahead == 1 else 'es'} ahead"
+        if s.overlap.dp.update == "next_step":
+            why += "; the first ones beside the updates of other units"
+        exposed = "a gather starts when its reader is next: overlap.dp.prefetch is 0"
+        state: State = "on" if ahead else "off"
+        yield _row(s, "dp", _WEIGHTS, under, state, "overlap.dp.prefetch", why if ahead else exposed)
+        if s.optimizer.name == "muon":
+            later, why = s.overlap.dp.update == "next_step", "4 bytes per parameter"
+            under = "other units' iterations, and the first forwards" if later else ""
+            yield _row(s, "dp", _MATRICES, under, "on" if later else "off", "overlap.dp.update", why)
+    once = strategy in ("no_shard", "optim")
+    why = "once a step, behind the last microbatch" if once else "behind the weight gradients of every microbatch"
+    why += "; over replicas of the weights once a step" if s.mesh.replicas > 1 else ""
+    yield _row(s, "dp", _GRADIENTS, "backward of what follows", "on", "overlap.dp.strategy", why)
+
+
+def _pipeline(s: Settings) -> Iterator[Overlap]:
+    if s.mesh.pp == 1:
+        for what in (_FORWARD, _BACKWARD):
+            yield _row(s, "pp", what, "", "n/a", "mesh.pp", "mesh.pp is 1")
+        return
+    why = "lanes and groups of their own; needs no virtual stages"
+    yield _row(s, "pp", _FORWARD, "other microbatches", "on", why=why)
+    if s.model.tied and not s.plan.turning:
+        under = "the first rank's last backward"
+        yield _row(s, "pp", _TIED, under, "on", why="one way; the first rank's own leaves behind its last reduce")
+    if s.overlap.defer_wgrad == "off":
+        yield _row(s, "pp", _BACKWARD, "", "off", "overlap.defer_wgrad")
+        return
+    separate = separate_wgrads(s)
+    setting = "overlap.defer_wgrad" if separate else "overlap.pp.defer_layers"
+    behind = separate or s.overlap.pp.defer_layers != 0
+    yield _row(s, "pp", _BACKWARD, "weight gradients behind them", "on" if behind else "off", setting)
+
+
+def _experts(s: Settings) -> Iterator[Overlap]:
+    if not has_experts(s) or s.mesh.ep == 1:
+        setting, why = ("mesh.ep", "mesh.ep is 1") if has_experts(s) else ("model.experts", "the model has no experts")
+        for what in (_TO_EXPERTS, _ENDS):
+            yield _row(s, "ep", what, "", "n/a", setting, why)
+        return
+    under = "the other half of a merged step"
+    merge, merge_ends = s.overlap.ep.merge, s.overlap.ep.merge_ends
+    assert merge != "auto"
+    assert merge_ends != "auto"
+    if merge == "off" and s.overlap.defer_wgrad == "on" and not separate_wgrads(s):
+        alone, why = (
+            "experts' weight gradients, backwards alone",
+            "overlap.ep.merge is off: nothing else is beside them",
+        )
+        yield _row(s, "ep", _TO_EXPERTS, alone, "on", "overlap.defer_wgrad", why)
+    else:
+        yield _row(s, "ep", _TO_EXPERTS, under, merge, "overlap.ep.merge")
+    yield _row(s, "ep", _ENDS, under, merge_ends, "overlap.ep.merge_ends")
+
+
+# -- predicted ---------------------------------------------------------------------------------------------------------
+# What the plan's simulation says of a step's communication: times by kind, and the most that a rank holds.
+#
+# Note: [An explanation is quick]
+# A step is simulated whole if it has few enough ops. One with more microbatches than it takes to reach the steady state
+# is simulated twice with fewer, a period apart, and continued: see Note: [Long steps are priced by their period]. One
+# that would take minutes even so is not simulated at all, which is said.
+
+MOST_OPS = 40_000
+"""Ops of a program that is built and simulated in a second."""
+LONGEST_OPS = 800_000
+"""Ops of the longest program that is simulated at all: in half a minute, and half a GiB."""
+OPS_PER_LAYER = {"dense": 12, "moe": 20}
+"""Ops of one layer in one microbatch, forward and backward: an estimate, from above if nothing is recomputed."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One simulated step."""
+
+    program: Program
+    costs: CostTable
+    found: Predicted
+    peaks: tuple[int, ...]
+    """The most bytes that each pipeline rank holds."""
+    adapter: float
+    """See `adapter_seconds`."""
+
+
+@without_collector()
+def simulated(settings: Settings) -> tuple[Predicted, Step | None]:
+    """What is predicted of a step, and the step that was simulated for it: shorter than the run's, or none."""
+    hardware = hardware_of(settings)
+    count = settings.train.microbatches
+    per_microbatch = sum(OPS_PER_LAYER[kind] for kind in settings.model.kinds())
+    few, more = steady(settings)
+    whole = few + more >= count or count * per_microbatch <= MOST_OPS
+    if (count if whole else more) * per_microbatch > LONGEST_OPS:
+        note = f"not simulated: about {count * per_microbatch:,} operations, which would take minutes"
+        return Predicted(hardware=hardware.name, step=0.0, compute=0.0, idle=0.0, kinds={}, note=note), None
+    if whole:
+        step = _step(settings, hardware, count)
+        found, adapter, how = step.found, step.adapter, ""
+    else:
+        short, step = _step(settings, hardware, few), _step(settings, hardware, more)
+        periods = (count - few) / (more - few)
+        found = _continued(short.found, step.found, periods)
+        adapter = continued(short.adapter, step.adapter, periods)
+        how = f"simulated with {few} and {more} microbatches, and continued to {count}"
+    told = told_documents(settings)
+    notes = [how, rates(settings, hardware), told and f"documents: {told}", network(settings, adapter, found.step)]
+    notes += _in_fp8(settings, hardware, step)
+    return replace(found, note="; ".join(filter(None, notes))), step
+
+
+def _in_fp8(settings: Settings, hardware: Hardware, step: Step) -> Iterator[str]:
+    """What fp8 would save where it can be had. To round more is the user's choice."""
+    gpu = next((gpu for name, gpu in GPUS.items() if name == hardware.name), None)
+    if settings.precision.dtype != "bf16" or gpu is None or gpu.capability < FROM:
+        return
+    host, rules = Host(capability=gpu.capability), [rule for rule in FP8_RULES if not rule.only_if_set]
+    tried = changed(settings, {"precision.compute": "fp8"})
+    if settings.precision.compute == "fp8" or any(rule.broken(tried, host) for rule in rules):
+        return
+    ops = [(rank, op) for rank, ops in enumerate(step.program.ranks) for op in ops if op.lane == "compute"]
+    own, other = (sum(costs.seconds(*op) for op in ops) for costs in (step.costs, costs_of(tried, hardware)))
+    if own > other:
+        yield f"precision.compute = fp8 makes compute {own / other:.2f} times as fast, and rounds more"
+
+
+def _step(settings: Settings, hardware: Hardware, microbatches: int) -> Step:
+    shorter = replace(settings, train=replace(settings.train, microbatches=microbatches))
+    program, costs = program_of(shorter), costs_of(shorter, hardware)
+    timeline = predict(shorter, program, hardware)
+    count = len(timeline.ranks)
+    seconds = dict.fromkeys(timeline.ranks[0].exposed, 0.0)
+    for ops, spans in zip(program.ranks, timeline.spans, strict=True):
+        for op, span in zip(ops, spans, strict=True):
+            if "tp" in seconds:
+                seconds["tp"] += costs.of(op).inner_bytes / hardware.links["tp"].bandwidth / count
+            if (kind := kind_of(op.lane)) is not None:
+                seconds[kind] += float(span.end - span.start) / count
+    exposed = {kind: sum(float(use.exposed[kind]) for use in timeline.ranks) / count for kind in seconds}
+    found = Predicted(
+        hardware=hardware.name,
+        step=float(timeline.makespan),
+        compute=sum(float(use.busy) for use in timeline.ranks) / count,
+        idle=sum(float(use.idle) for use in timeline.ranks) / count,
+        kinds={kind: Times(seconds=seconds[kind], exposed=exposed[kind]) for kind in seconds if seconds[kind]},
+    )
+    peaks = tuple(use.peak_bytes for use in timeline.ranks)
+    return Step(program, costs, found, peaks, adapter_seconds(settings, program, costs))
+
+
+def _continued(short: Predicted, long: Predicted, periods: float) -> Predicted:
+    """A step with more microbatches of the steady state."""
+    kinds = {
+        kind: Times(
+            seconds=continued(times.seconds, long.kinds[kind].seconds, periods),
+            exposed=continued(times.exposed, long.kinds[kind].exposed, periods),
+        )
+        for kind, times in short.kinds.items()
+    }
+    return replace(
+        long,
+        step=continued(short.step, long.step, periods),
+        compute=continued(short.compute, long.compute, periods),
+        idle=continued(short.idle, long.idle, periods),
+        kinds=kinds,
+    )
+
+
+# -- Units, groups and memory of a run ---------------------------------------------------------------------------------
+
+LANES: dict[str, tuple[str, ...]] = {
+    "gather_dense": ("gather",), "gather_experts": ("gather",), "reduce_dense": ("reduce",),
+    "reduce_experts": ("reduce",), "replicas": ("reduce",), "a2a": ("a2a",), "tp": ("compute",), "cp": ("cp",),
+    "pp_fwd": ("send_act", "recv_act"), "pp_bwd": ("send_grad", "recv_grad"), "control": (),
+}  # fmt: skip
+"""Purpose of a group -> lanes of the plan that use it."""
+
+
+def units(settings: Settings) -> tuple[UnitRow, ...]:
+    """All kinds of units. Layers with and without a window have the same."""
+    layout, sharding, model, mesh = layout_of(settings), sharding_of(settings), model_of_rank(settings), settings.mesh
+    found = Counter(each for rank in range(layout.pp) for each in units_of(layout, rank))
+    rows: list[UnitRow] = []
+    for unit, kind in sorted(found, key=lambda key: (UNITS.index(key[0]), key[1])):
+        elements, members = unit_weights(model, layout, unit, kind), sharding.size(unit)
+        padded = -(-elements // (members * ALIGN)) * members * ALIGN
+        others = ", all but its experts" if ("experts", kind) in found else ""
+        name = f"layer{others}" if unit == "dense" else unit
+        axis = "ep" if unit == "experts" else "tp"
+        row = UnitRow(
+            unit=f"{name} of one {axis} rank" if getattr(mesh, axis) > 1 else name,
+            count=found[unit, kind],
+            elements=elements,
+            padding=1 - elements / padded if members > 1 else 0.0,
+            members=members,
+            nbytes=elements * settings.element_bytes,
+        )
+        if rows and replace(rows[-1], count=row.count) == row:
+            rows[-1] = replace(row, count=row.count + rows[-1].count)
+        else:
+            rows.append(row)
+    return tuple(rows)
+
+
+def optimizer(settings: Settings) -> tuple[OptimizerRow, ...]:
+    """All weights, by what the optimizer does with them."""
+    from hocket.model.source import parameter_shapes  # imports torch
+
+    return tuple(
+        OptimizerRow(
+            what=group.why,
+            count=len(group.names),
+            elements=group.elements,
+            decay=group.decay,
+            names=" ".join(samples(group.names)),
+        )
+        for group in weight_groups(settings, parameter_shapes(settings.model))
+    )
+
+
+def groups(settings: Settings) -> tuple[GroupRow, ...]:
+    """All process groups with more than one member, by purpose, in the order in which they are made."""
+    return tuple(_groups(settings))
+
+
+def _groups(settings: Settings) -> Iterator[GroupRow]:
+    mesh = mesh_of(settings)
+    for purpose in PURPOSES:
+        members = settings.mesh.members(purpose)
+        if members == 1:
+            continue
+        count = len(mesh.edges) * mesh.data * mesh.tp if purpose in P2P else settings.world // members
+        used = has_experts(settings) or not purpose.endswith("_experts")
+        moved, lanes = _moved_by(settings, purpose), LANES.get(purpose, ()) if used else ()
+        yield GroupRow(purpose=purpose, members=members, count=count, lanes=lanes, moved_by=moved)
+
+
+def _moved_by(settings: Settings, purpose: Purpose) -> str:
+    on_gpu, placed = settings.train.device == "cuda", settings.overlap.ep.splits == "device"
+    return {
+        "nothing": "nothing: it only pretends to",
+        "gloo": "gloo",
+        "nccl": f"NCCL, at most {most_sms(purpose)} SMs",
+        "copies": "copy engines, no SM",
+        "pieces": f"copy engines, piece by piece; else NCCL, at most {most_sms(purpose)} SMs",
+        "kernels": "kernels that store into the peers' memory",
+    }[mover_of(purpose, settings.train.transport, on_gpu, placed, by_pieces(settings))]
+
+
+def memory(settings: Settings, step: Step | None) -> tuple[MemoryRow, ...]:
+    """What pipeline ranks hold; nothing of a step that was not simulated."""
+    if step is None:
+        return ()
+    room, arrivals = hardware_of(settings).memory, arrival_bytes(settings)
+    rows = []
+    for rank, peak in enumerate(step.peaks):
+        state = step.costs.state_bytes[rank]
+        slots = step.costs.fixed_bytes(step.program, rank) - state
+        fits = not room or peak + arrivals <= room
+        rows.append(MemoryRow(rank=rank, state=state, slots=slots, peak=peak, arrivals=arrivals, fits=fits))
+    return tuple(rows)
+
+
+# -- build -------------------------------------------------------------------------------------------------------------
 
 
 def explain(settings: Settings, environment: Sequence[Finding]) -> Explanation:
@@ -52,3 +458,71 @@ def _check(settings: Settings) -> tuple[str, ...]:
     train = shlex.join(command_words(traced, settings.origins, ["run.folder"]))
     traces = shlex.join(["hocket", "trace", traced.run.folder])
     return (f"hocket bench {command} --against hocket_null", f"hocket train {train} --profile && {traces}")
+
+
+# -- The explanation of a run, in its folder: written once, by the process that holds the folder, and read again -------
+
+FILE = "explanation.json"
+
+
+def record(settings: Settings, folder: Path) -> None:
+    """Write what was decided about a run, and why, as `hocket explain --json` shows it.
+
+    Raises ValueError if it cannot be written.
+    """
+    found = explain(settings, settings.host.variables)
+    temporary = folder / f"{FILE}.tmp"
+    try:
+        temporary.write_text(json.dumps(found.as_json(), indent=1))
+        temporary.replace(folder / FILE)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        reason, fix = f"cannot be written ({error.strerror})", "make room, or name a folder you can write to"
+        raise ValueError(problem("run.folder", settings.run.folder, settings.origins, reason, fix)) from None
+
+
+def read(name: str) -> Explanation:
+    """The explanation that a run has written; `name` is that of its folder or of the file.
+
+    Raises ValueError if there is none, or if it is not what this version of hocket writes.
+    """
+    path = Path(name)
+    try:
+        path = path / FILE if path.is_dir() else path
+        return _built(Explanation, json_in(path), "it")
+    except OSError as error:
+        reason, fix = f"cannot be read ({error.strerror})", f"the folder of a run, or its {FILE}"
+    except (ValueError, RecursionError) as error:
+        what = error if isinstance(error, _NotAsWritten) else "no whole JSON"
+        reason = f"damaged, or written by another version of hocket ({what})"
+        fix = "the hocket that wrote it, or hocket explain with the words that the run was started with"
+    raise ValueError(f"{path} (command line): {reason}; fix: {fix}")
+
+
+class _NotAsWritten(ValueError):
+    """A part of an explanation is missing, or is something else."""
+
+
+def _built(hint: Any, value: Any, where: str) -> Any:
+    """A value of a type, from what JSON made of such a value. What is there beyond it is passed over."""
+    origin, args = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return tuple(value) if isinstance(value, list) else value
+    if origin is UnionType:  # with None
+        return None if value is None else _built(args[0], value, where)
+    if dataclasses.is_dataclass(hint) and isinstance(value, dict):
+        hints, parts = get_type_hints(hint), {}
+        for field in dataclasses.fields(hint):
+            if field.name in value:
+                parts[field.name] = _built(hints[field.name], value[field.name], field.name)
+            elif field.default is dataclasses.MISSING:
+                raise _NotAsWritten(f"{where} lacks {field.name}")
+        return hint(**parts)
+    if origin is tuple and isinstance(value, list):
+        return tuple(_built(args[0], item, where) for item in value)
+    if origin is Mapping and isinstance(value, dict):
+        return {key: _built(args[1], item, where) for key, item in value.items()}
+    if origin in (tuple, Mapping) or not is_a(value, hint):
+        raise _NotAsWritten(f"{where} is something else")
+    return value

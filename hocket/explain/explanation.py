@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from hocket.settings.decision import Decision
+from hocket.settings.schema import show
 from hocket.variables import Finding
+from hocket_trace.columns import duration
 
 Axis = Literal["tp", "cp", "dp", "pp", "ep"]
 State = Literal["on", "off", "n/a"]
@@ -158,3 +161,209 @@ class Explanation:
     def as_json(self) -> dict[str, Any]:
         """Every field, for machines."""
         return asdict(self) | {"decisions": [decision.as_json() for decision in self.decisions]}
+
+
+# -- An explanation as text --------------------------------------------------------------------------------------------
+
+WIDTH = 120
+GIB, MIB = 2**30, 2**20
+
+Lines = Iterator[str]
+
+
+def to_text(found: Explanation) -> str:
+    """Everything, by section."""
+    lines = [f"{found.name}: {found.heading}", f"digest {found.digest}"]
+    for title, section in SECTIONS:
+        rows = list(section(found))
+        if rows:
+            lines += ["", title, *rows]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _overlaps(found: Explanation) -> Lines:
+    head = ("axis", "what", "hidden under", "state", "decided by", "predicted per step")
+    rows = [(o.axis, o.what, o.under or "-", o.state, o.source, _predicted(found, o)) for o in found.overlaps]
+    yield from table([head, *rows])
+    for overlap in found.overlaps:
+        if overlap.why and overlap.state != "n/a":
+            setting = f" ({overlap.setting})" if overlap.setting else ""
+            yield from paragraph(f"{overlap.axis} {overlap.what}{setting}: {overlap.why}", "  ")
+
+
+def _predicted(found: Explanation, overlap: Overlap) -> str:
+    """The times of a row, or why there are none."""
+    times = found.predicted.kinds.get(overlap.kind)
+    if overlap.state == "n/a":
+        return overlap.why
+    if times is None:
+        return ""
+    return f"{duration(times.seconds - times.exposed)} of {duration(times.seconds)} hidden"
+
+
+def _step(found: Explanation) -> Lines:
+    p = found.predicted
+    if p.step:
+        exposed = sum(times.exposed for times in p.kinds.values())
+        yield (
+            f"  {duration(p.step)} on {p.hardware}: compute {duration(p.compute)}, exposed communication "
+            f"{duration(exposed)}, nothing at all {duration(p.idle)}; mean over pipeline ranks"
+        )
+        by_kind = ", ".join(f"{kind} {duration(times.exposed)}" for kind, times in p.kinds.items())
+        yield f"  exposed by kind: {by_kind}" if by_kind else "  no communication"
+    if p.note:
+        yield from paragraph(p.note, "  ")
+
+
+def _measured(found: Explanation) -> Lines:
+    m, p = found.measured, found.predicted
+    if m is None:
+        return
+    yield from paragraph(f"on {m.hardware}, {m.note}; means over ranks, the step is that of the slowest", "  ")
+    rows = [("step", p.step, m.step), ("compute", p.compute, m.compute), ("nothing at all", p.idle, m.idle)]
+    nothing = Times(seconds=0.0, exposed=0.0)
+    for kind in dict.fromkeys((*p.kinds, *m.kinds)):
+        here, there = p.kinds.get(kind, nothing), m.kinds.get(kind, nothing)
+        rows += [(kind, here.seconds, there.seconds), (f"{kind}, exposed", here.exposed, there.exposed)]
+    head = ("", "predicted", "measured", "measured / predicted")
+    body = [(name, duration(a), duration(b), f"{b / a:.2f}" if a else "-") for name, a, b in rows]
+    yield from table([head, *body], right=(1, 2, 3))
+
+
+def _probed(found: Explanation) -> Lines:
+    if not found.probed:
+        return
+    yield f"  on {found.probed_on}"
+    head = ("", "predicted", "measured", "measured / predicted")
+    body = [
+        (p.what, duration(p.predicted), duration(p.measured), f"{p.measured / p.predicted:.2f}") for p in found.probed
+    ]
+    yield from table([head, *body], right=(1, 2, 3))
+
+
+def _unmet(found: Explanation) -> Lines:
+    for decision in found.unmet:
+        yield from paragraph(str(decision), "  ")
+
+
+def _without_effect(found: Explanation) -> Lines:
+    for decision in found.without_effect:
+        value = f"{decision.setting} = {show(decision.value)} ({decision.source})"
+        yield from paragraph(f"{value}: {decision.reason}; fix: {decision.fix}", "  ")
+
+
+def _decisions(found: Explanation) -> Lines:
+    told = {overlap.setting for overlap in found.overlaps if overlap.state != "n/a"}
+    there = {f"overlap.{overlap.axis}" for overlap in found.overlaps if overlap.state != "n/a"}
+    for d in found.decisions:
+        if not d.unmet and not d.fix and d.setting not in told:
+            idle = d.setting.count(".") == 2 and d.setting.rpartition(".")[0] not in there  # nothing communicates
+            effect = f"; {d.effect}" if d.effect and not idle else ""
+            yield from paragraph(f"{d.setting} = {show(d.value)}: {d.reason}{effect}", "  ")
+
+
+def _units(found: Explanation) -> Lines:
+    head = ("unit", "how many", "parameters", "whole", "over ranks", "padding")
+    rows = [
+        (u.unit, str(u.count), f"{u.elements:,}", size(u.nbytes), str(u.members), f"{u.padding:.2%}")
+        for u in found.units
+    ]
+    yield from table([head, *rows], right=(1, 2, 3, 4, 5))
+
+
+def _optimizer(found: Explanation) -> Lines:
+    if not found.optimizer:
+        return
+    head = ("weights", "how many", "parameters", "decay", "such as")
+    rows = [(o.what, str(o.count), f"{o.elements:,}", f"{o.decay:g}", o.names) for o in found.optimizer]
+    yield from table([head, *rows], right=(1, 2, 3))
+
+
+def _groups(found: Explanation) -> Lines:
+    if not found.groups:
+        return
+    head = ("group", "ranks", "groups", "lanes", "moved by")
+    rows = [(g.purpose, str(g.members), str(g.count), " ".join(g.lanes) or "-", g.moved_by) for g in found.groups]
+    yield from table([head, *rows], right=(1, 2))
+
+
+def _memory(found: Explanation) -> Lines:
+    if not found.memory:
+        return
+    head = ("pipeline rank", "shards, optimizer", "slots", "peak")
+    rows = [
+        (str(m.rank), size(m.state), size(m.slots), size(m.peak) + ("" if m.fits else "  DOES NOT FIT"))
+        for m in found.memory
+    ]
+    yield from table([head, *rows], right=(0, 1, 2))
+    if arrivals := max(m.arrivals for m in found.memory):
+        yield f"  and {size(arrivals)} on each, where other ranks write what they send"
+
+
+def _environment(found: Explanation) -> Lines:
+    if not found.environment:
+        return
+    head = ("variable", "wanted", "found", "")
+    yield from table([head, *((f.name, f.wanted or "-", f.found or "-", STATES[f.state]) for f in found.environment)])
+    for finding in found.environment:
+        if finding.fix:
+            yield from paragraph(_costs(finding), "  ")
+
+
+STATES = {
+    "ok": "ok", "set": "set by hocket", "missing": "not set", "late": "set too late", "kept": "kept",
+    "refused": "refused",
+}  # fmt: skip
+
+
+def _costs(finding: Finding) -> str:
+    return f"{finding.name}: {finding.cost}; fix: {finding.fix}"
+
+
+def _check(found: Explanation) -> Lines:
+    yield from (f"  {command}" for command in found.check)
+
+
+SECTIONS: Sequence[tuple[str, Callable[[Explanation], Lines]]] = (
+    ("WHAT IS HIDDEN", _overlaps),
+    ("PREDICTED STEP", _step),
+    ("MEASURED STEP", _measured),
+    ("PROBED", _probed),
+    ("NOT DONE AS ASKED", _unmet),
+    ("ASKED FOR, WITHOUT EFFECT", _without_effect),
+    ("CHOICES", _decisions),
+    ("OPTIMIZER", _optimizer),
+    ("UNITS", _units),
+    ("GROUPS", _groups),
+    ("MEMORY", _memory),
+    ("ENVIRONMENT", _environment),
+    ("TO CHECK", _check),
+)
+
+
+def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> Lines:
+    """Rows in columns, indented; the first one is the heading. `right` are the columns that stand to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        cells = (
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        yield "  " + "  ".join(cells).rstrip()
+
+
+def paragraph(text: str, indent: str) -> list[str]:
+    """Text in lines of at most WIDTH characters."""
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=indent,
+        subsequent_indent=indent + "  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def size(nbytes: int) -> str:
+    """Bytes with a unit."""
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB else f"{nbytes / MIB:.2f} MiB"

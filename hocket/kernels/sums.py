@@ -176,7 +176,7 @@ def row_sums(g_RF: Tensor, ends_E: Tensor, out_EF: Tensor, add: bool = False, sc
 
 # -------------------------------------------------------------------------------------------------------------- merging
 #
-# Two results of attention to disjoint keys made one, in one pass: see `model/stretches.py`.
+# Two results of attention to disjoint keys made one, in one pass: see `model/heads.py`.
 #
 # Shapes: T tokens, H heads, N width of a head.
 

@@ -10,10 +10,9 @@ from typing import Any, NoReturn
 
 from hocket.config import Config
 from hocket.environment import Worker, find_worker, memory, prepare, probe
-from hocket.explain.record import record
-from hocket.launching.folder import run_folder
+from hocket.explain.build import record
 from hocket.launching.parent import start_workers
-from hocket.launching.worker import FAILED, Job, end_now, outcome
+from hocket.launching.worker import FAILED, Job, end_now, outcome, run_folder
 from hocket.planned import check_patterns
 from hocket.resolve import Settings, resolve
 from hocket.settings.schema import problem

@@ -9,21 +9,125 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
-from hocket.environment import Worker
-from hocket.launching.folder import run_folder
-from hocket.launching.ports import nobody_met, port_in_use
+from hocket.environment import Worker, find_port
 from hocket.resolve import Settings
+from hocket.settings.schema import problem
 from hocket.train.signals import asking
+
+# -- Where ranks meet, and what to say if they can't -------------------------------------------------------------------
+
+
+def free_port(wanted: int, origins: Mapping[str, str]) -> int:
+    """The port that `run.port` wants, or any free one without a wish. Raises ValueError if it is not to be had."""
+    port = find_port(wanted)
+    if not port:
+        reason = "another process listens on that port" if wanted else "there is no free port on this host"
+        fix = "run.port = 0 picks a free one, or name another" if wanted else "name one, or end what listens here"
+        raise ValueError(problem("run.port", wanted, origins, reason, fix))
+    return port
+
+
+def port_in_use(settings: Settings, worker: Worker) -> str:
+    """The message of rank 0, which cannot listen where the ranks are to meet."""
+    reason = "another process listens on that port"
+    if worker.port_from == "run.port" and not settings.run.port:
+        reason = f"port {worker.port} was free, and another process has taken it since"
+        return problem("run.port", 0, settings.origins, reason, "start again")
+    fixes = {
+        "run.port": "name another, on all hosts the same",
+        "MASTER_PORT": "name another: --master-port of torchrun, or the variable, on all hosts the same",
+        "SLURM_JOB_ID": "name a free one with run.port, on all hosts the same",
+    }
+    return f"{_port(settings, worker)}: {reason}; fix: {fixes[worker.port_from]}"
+
+
+def nobody_met(settings: Settings, worker: Worker) -> str:
+    """The message of a rank that did not find the others."""
+    at = {"": "this host", "MASTER_ADDR": f"MASTER_ADDR = {worker.address} (environment)"}
+    address = at.get(worker.address_from, f"{worker.address} (the first of {worker.address_from})")
+    return (
+        f"{address}, {_port(settings, worker)}: rank {worker.rank} of {worker.world} did not meet the others within "
+        f"{settings.train.hang_timeout:g} s; fix: start all of them, with an address that all can reach"
+    )
+
+
+def _port(settings: Settings, worker: Worker) -> str:
+    """A port, under the name of what said so."""
+    if worker.port_from == "run.port":
+        origin = settings.origins.get("run.port") or settings.origins.get("", "configuration")
+        return f"run.port = {worker.port} ({origin})"
+    if worker.port_from == "MASTER_PORT":
+        return f"MASTER_PORT = {worker.port} (environment)"
+    return f"port {worker.port} (from {worker.port_from})"
+
+
+# -- The folder of a run, which one run at a time may hold -------------------------------------------------------------
+
+LOCK_WAIT = 2.0
+"""Seconds in which the workers of a run that was just killed are gone."""
+
+
+@contextlib.contextmanager
+def run_folder(settings: Settings) -> Iterator[Path]:
+    """Make the run's folder and hold it, so that no second run writes there. Forked workers hold it too.
+
+    The system lets go of it when the last of them has ended. Raises ValueError if it cannot be written or is held.
+    """
+    folder = Path(settings.run.folder)
+    try:
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+        lock = (folder / "lock").open("a")
+    except OSError as error:
+        reason, fix = f"cannot be written ({error.strerror})", "name a folder you can write to"
+        raise ValueError(problem("run.folder", settings.run.folder, settings.origins, reason, fix)) from None
+    with lock:
+        deadline = time.monotonic() + LOCK_WAIT
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    reason, fix = "another run is writing there", "another run.name, or end that run"
+                    raise ValueError(
+                        problem("run.folder", settings.run.folder, settings.origins, reason, fix)
+                    ) from None
+                time.sleep(0.05)
+            except OSError:  # a file system without locks
+                break
+        refuse_training(settings, folder)
+        yield folder
+
+
+def refuse_training(settings: Settings, folder: Path) -> None:
+    """Raise ValueError if a run without communication would write where a training run has left something."""
+    if settings.train.transport != "null":
+        return
+    metrics = folder / "metrics.jsonl"
+    try:
+        with metrics.open() as file:
+            trained = '"transport": "null"' not in file.readline()
+    except OSError:
+        trained = False
+    if trained or (folder / "checkpoints").exists():
+        reason = "a training run has left its metrics or checkpoints there, and this run would be no training"
+        fix = "leave run.folder out, which means another folder than the training run's, or name an empty one"
+        raise ValueError(problem("run.folder", settings.run.folder, settings.origins, reason, fix))
+
+
+# -- worker ------------------------------------------------------------------------------------------------------------
 
 FAILED = 1
 """Exit code of a run in which a rank crashed, hung or was killed; 2 is a mistake of the user."""
@@ -49,8 +153,7 @@ def be_worker(settings: Settings, worker: Worker, job: Job) -> int:
     import torch
     import torch.distributed as dist
 
-    from hocket.launching.agreement import require_same
-    from hocket.launching.copies import tried
+    from hocket.launching.agreement import require_same, tried
     from hocket.runtime.world import join_world, leave_world
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))

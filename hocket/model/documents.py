@@ -20,7 +20,7 @@ Shapes: B sequences, S sequence length, T tokens (B * S), H query heads, K key a
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from typing import Any, Protocol
 
@@ -206,3 +206,19 @@ def _options(window: int, scale: float | None) -> dict[str, Any]:
     causal: dict[str, Any] = {"window_size": (window - 1, 0)} if "window_size" in known else {"is_causal": True}
     scaled = {"scale": scale} if scale is not None and "scale" in known else {}
     return causal | scaled | ({"enable_gqa": True} if "enable_gqa" in known else {})
+
+
+# -- What a forward and a backward of the model are of -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Token ids and the tokens to predict, both of shape [B, S].
+
+    Targets that are `IGNORED` count for nothing, and attention stays inside of `documents`, where they are given. Where
+    ranks share sequences, an engine makes a rank's part of each, with a `context.Context` in place of documents.
+    """
+
+    ids: Tensor
+    targets: Tensor
+    documents: Told | None = field(default=None, kw_only=True)

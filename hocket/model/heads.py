@@ -7,15 +7,303 @@ value heads, N width of a head, F features of all heads, X elements that travel.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hocket.model.context import Context, among, in_order, in_ranks
-from hocket.model.documents import Documents, Seen, attend, whole_sequences
-from hocket.model.sinks import attend_with_sinks
-from hocket.model.stretches import attend_stretch
+from hocket.kernels import usable
+from hocket.model.context import Context, Span, among, in_order, in_ranks
+from hocket.model.documents import Documents, Seen, attend, has_flash, whole_sequences
+from hocket.runtime.weights import Destination, Ordinary, Product, put, queued, weight_of
+
+# -- partial attention -------------------------------------------------------------------------------------------------
+# Attention to some of the keys that count, with what it takes to put such results together, and its gradients.
+#
+# A result is the output of a softmax over the keys that were there, and `lse`, the logarithm of the sum of
+# exponentials. Two results for disjoint keys make one (Milakov and Gimelshein 2018, "Online normalizer calculation for
+# softmax"):
+#
+#     total = log(exp(lse) + exp(lse2))        out = out * exp(lse - total) + out2 * exp(lse2 - total)
+#
+# Backward takes the gradient, output and `lse` of the whole, whichever keys it is asked about: the weight of a key is
+# `exp(score - lse)`, and the gradient of its score that weight times (gradient of the weight - sum of gradient *
+# output). So gradients of parts need no correction, and those of the queries add up.
+#
+# Shapes: T tokens, H query heads, K key and value heads, N width of a head, B sequences, S sequence length, G query
+# heads of a key head.
+
+Triple = tuple[Tensor, Tensor, Tensor]
+"""Queries [T, H, N], keys and values [T, K, N], or their gradients."""
+
+
+class Met(Protocol):
+    """Which keys queries meet: those of `Seen`, or a part of them."""
+
+    @property
+    def batch(self) -> int: ...
+    def within(self, window: int) -> Tensor | None:
+        """[1, 1, queries, keys]; None: all."""
+        ...
+
+
+def found(qkv: Triple, seen: Seen, window: int) -> tuple[Tensor, Tensor]:
+    """What queries find in the last `window` tokens, or with 0 in all: [T, H, N], and its lse [T, H], fp32 at least."""
+    return (_flash if has_flash(qkv[0]) else plain)(qkv, seen, window)
+
+
+def gradients(g: Tensor, qkv: Triple, out: Tensor, total_TH: Tensor, seen: Seen, window: int) -> Triple:
+    """Gradients of these queries, keys and values, from those of the whole, and its output and lse."""
+    return (_flash_backward if has_flash(g) else plain_backward)(g, qkv, out, total_TH, seen, window)
+
+
+# ---------------------------------------------------------------------------------------------------------- the kernel
+
+
+def _how(seen: Seen, window: int) -> tuple[tuple[Any, ...], dict[str, int]]:
+    """Lengths, dropout and whether attention is causal; and windows."""
+    lengths = (seen.ends, seen.key_ends, seen.longest, seen.key_longest)
+    return (*lengths, 0.0, True), {"window_size_left": window - 1, "window_size_right": 0}
+
+
+def _flash(qkv: Triple, seen: Seen, window: int) -> tuple[Tensor, Tensor]:
+    how, windows = _how(seen, window)
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(*qkv, *how, False, **windows)
+    return out, lse.t()
+
+
+def _flash_backward(g: Tensor, qkv: Triple, out: Tensor, total_TH: Tensor, seen: Seen, window: int) -> Triple:
+    how, windows = _how(seen, window)
+    unused = torch.zeros(2, dtype=torch.uint64, device=g.device)  # of random numbers, for dropout
+    given = (g, *qkv, out, total_TH.t().contiguous())
+    return torch.ops.aten._flash_attention_backward(*given, *how, unused, unused, **windows)
+
+
+# --------------------------------------------------------------------------------------------------------- the formula
+
+
+def _heads(x_THN: Tensor, seen: Met, keys: int) -> Tensor:
+    """[B, K, G, S, N], in fp32 at least; K is `keys`."""
+    x_BSKGN = x_THN.reshape(seen.batch, x_THN.shape[0] // seen.batch, keys, -1, x_THN.shape[-1])
+    return x_BSKGN.permute(0, 2, 3, 1, 4).to(torch.promote_types(x_THN.dtype, torch.float32))
+
+
+def _tokens(x_BKGSN: Tensor, dtype: torch.dtype) -> Tensor:
+    """[T, heads, N] again."""
+    return x_BKGSN.permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1).to(dtype)
+
+
+def _scores(q_BKGSN: Tensor, k_BK1SN: Tensor, seen: Met, window: int) -> Tensor:
+    scores, met = q_BKGSN @ k_BK1SN.mT * q_BKGSN.shape[-1] ** -0.5, seen.within(window)
+    return scores if met is None else scores.masked_fill(~met.to(scores.device).unsqueeze(1), -torch.inf)
+
+
+def plain(qkv: Triple, seen: Met, window: int) -> tuple[Tensor, Tensor]:
+    """What `found` does, in fp32 on any device."""
+    keys = qkv[1].shape[1]
+    q, k, v = (_heads(x, seen, keys) for x in qkv)
+    scores = _scores(q, k, seen, window)
+    lse_BKGS1 = scores.logsumexp(-1, keepdim=True)
+    out = (scores - lse_BKGS1).exp() @ v
+    return _tokens(out, qkv[0].dtype), _tokens(lse_BKGS1, lse_BKGS1.dtype).squeeze(-1)
+
+
+def plain_backward(g: Tensor, qkv: Triple, out: Tensor, total_TH: Tensor, seen: Met, window: int) -> Triple:
+    keys, dtype = qkv[1].shape[1], g.dtype
+    along_TH1 = (g.to(total_TH.dtype) * out).sum(-1, keepdim=True)
+    q, k, v, g, total, along = (_heads(x, seen, keys) for x in (*qkv, g, total_TH.unsqueeze(-1), along_TH1))
+    weights = (_scores(q, k, seen, window) - total).exp()
+    g_scores = weights * (g @ v.mT - along) * q.shape[-1] ** -0.5
+    dk, dv = (g_scores.mT @ q).sum(2, keepdim=True), (weights.mT @ g).sum(2, keepdim=True)
+    dq, dk, dv = (_tokens(x, dtype) for x in (g_scores @ k, dk, dv))
+    return dq, dk, dv
+
+
+# -- sinks -------------------------------------------------------------------------------------------------------------
+# Attention with a sink: a logit of each query head that takes part in the softmax and has no value.
+#
+# A sink takes a share of the softmax away from the keys (gpt-oss; Xiao et al. 2023, "Efficient Streaming Language
+# Models with Attention Sinks", for the idea). With the logarithm `lse` of the sum of exponentials over keys, it makes
+#
+#     lse'  = log(exp(lse) + exp(sink))        out' = out * exp(lse - lse')
+#
+# so any kernel that returns `lse` will do. Its backward needs no change either, since it takes output and `lse` of the
+# whole (`partial_attention.py`): with `out'` and `lse'` they are those of the softmax with the sink. The sink
+# is one more score, whose weight `exp(sink - lse')` has no value: its gradient is that weight times minus the sum of
+# gradient * out'.
+#
+# Shapes: T tokens, H query heads, K key and value heads, N width of a head.
+
+
+def attend_with_sinks(
+    q_THN: Tensor, k_TKN: Tensor, v_TKN: Tensor, param_H: Tensor, documents: Seen, window: int = 0
+) -> Tensor:
+    """`documents.attend` with a sink for each query head: [T, H, N]."""
+    weight = weight_of(param_H)
+    where: Destination = Ordinary(param_H) if weight is None else queued(q_THN, weight)
+    return _Sinks.apply(q_THN, k_TKN, v_TKN, where.given, where, (documents, window))
+
+
+class _Sinks(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        given: Tensor | None,
+        where: Destination,
+        seen: tuple[Seen, int],
+    ) -> Tensor:
+        out, lse_TH = found((q, k, v), *seen)
+        sink_H = where.value().to(lse_TH.dtype)
+        total_TH = torch.logaddexp(lse_TH, sink_H)
+        out.mul_((lse_TH - total_TH).exp_().unsqueeze(-1))
+        ctx.save_for_backward(q, k, v, out, total_TH, (sink_H - total_TH).exp_())
+        ctx.where, ctx.seen = where, seen
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        q, k, v, out, total_TH, share_TH = ctx.saved_tensors
+        along_TH = (g.to(total_TH.dtype) * out).sum(-1)
+        dq, dk, dv = gradients(g, (q, k, v), out, total_TH, *ctx.seen)
+        sinks = ctx.where.contribute(ctx, 3, Product(partial(sink_gradient, share_TH * along_TH, g.dtype)))
+        return dq, dk, dv, sinks, None, None
+
+
+def sink_gradient(shares_TH: Tensor, dtype: torch.dtype, out_H: Tensor, add: bool, scale: float) -> None:
+    """Write the gradient of sinks from each token's share of it."""
+    put(-shares_TH.sum(0).to(dtype), out_H, add, scale)
+
+
+# -- stretches ---------------------------------------------------------------------------------------------------------
+# Attention of the last tokens of a sequence to all of it, in two parts: to the tokens before them, and to themselves.
+#
+# Queries that are fewer than their keys are causal with both aligned at their ends. cuDNN's attention, on Hopper faster
+# than flash attention of documents, aligns them at their beginnings. But each part is one that it has: all queries see
+# all keys of the first one, and the second one is square. `partial_attention.py` has the formulas by which two results
+# make one, and gradients of parts. cuDNN makes a plan for each pair of lengths that it meets: chunks of whole sequences
+# have few, and those of documents ever others, which go by flash attention.
+#
+# Shapes: T queries, U keys, the last T of which are those of the queries' tokens, H query heads, K key and value heads,
+# N width of a head.
+
+
+@dataclass(frozen=True)
+class _Part:
+    """So many queries, and keys that all of them meet; or their `own` keys, which each meets up to its own token."""
+
+    queries: int
+    keys: int
+    own: bool
+
+    batch = 1
+
+    def within(self, window: int) -> Tensor | None:
+        """Which keys a query meets, [1, 1, queries, keys]; None: all."""
+        return torch.ones(1, 1, self.queries, self.keys, dtype=torch.bool).tril() if self.own else None
+
+
+def attend_stretch(
+    q_THN: Tensor, k_UKN: Tensor, v_UKN: Tensor, span: Span, whole: bool, window: int = 0, scale: float | None = None
+) -> Tensor:
+    """Causal attention of a chunk's queries to its stretch of keys, inside of each document: as `attend`, [T, H, N].
+
+    `whole` says that documents are whole sequences.
+    """
+    plain = whole and not window and scale in (None, q_THN.shape[-1] ** -0.5)
+    if plain and has_flash(q_THN) and served(q_THN, k_UKN, v_UKN):
+        return InParts.apply(q_THN, k_UKN, v_UKN)  # pyrefly: ignore[bad-return]
+    return attend(q_THN, k_UKN, v_UKN, span, window, scale)
+
+
+def served(q_THN: Tensor, k_UKN: Tensor, v_UKN: Tensor) -> bool:
+    """Whether cuDNN's attention serves both parts: as `F.scaled_dot_product_attention` would take it."""
+    widths, ahead = {x.shape[-1] for x in (q_THN, k_UKN, v_UKN)}, len(k_UKN) - len(q_THN)
+    if len(widths) > 1 or not widths <= {64, 128} or torch.are_deterministic_algorithms_enabled():
+        return False
+    return torch.backends.cuda.cudnn_sdp_enabled() and len(q_THN) > 1 and ahead != 1  # it has none for a single key
+
+
+class InParts(torch.autograd.Function):
+    """Queries of the last tokens of a document."""
+
+    @staticmethod
+    def forward(ctx: Any, q_THN: Tensor, k_UKN: Tensor, v_UKN: Tensor) -> Tensor:
+        own, *others = _parts(q_THN, k_UKN, v_UKN)
+        out_THN, lse_TH = _found(*own)
+        for other in others:
+            out_THN, lse_TH = merged(out_THN, lse_TH, *_found(*other))
+        ctx.save_for_backward(q_THN, k_UKN, v_UKN, out_THN, lse_TH)
+        return out_THN
+
+    @staticmethod
+    def backward(ctx: Any, g_THN: Tensor) -> Triple:  # pyrefly: ignore[bad-override]
+        q, k, v, out_THN, total_TH = ctx.saved_tensors
+        dk, dv, dqs = torch.empty_like(k), torch.empty_like(v), list[Tensor]()
+        for given, part in _parts(q, k, v):
+            dq, more_k, more_v = _gradients(g_THN, given, out_THN, total_TH, part)
+            here = slice(len(k) - len(q), None) if part.own else slice(len(k) - len(q))
+            dk[here], dv[here] = more_k, more_v
+            dqs.append(dq)
+        return (dqs[0] if len(dqs) == 1 else dqs[0] + dqs[1]), dk, dv
+
+
+def _parts(q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Triple, _Part]]:
+    """Queries with keys of their own tokens, and with those before, if there are any."""
+    queries, ahead = len(q), len(k) - len(q)
+    own = ((q, k[ahead:], v[ahead:]), _Part(queries, queries, own=True))
+    return [own, ((q, k[:ahead], v[:ahead]), _Part(queries, ahead, own=False))] if ahead else [own]
+
+
+def merged(one_THN: Tensor, lse_TH: Tensor, other_THN: Tensor, other_lse_TH: Tensor) -> tuple[Tensor, Tensor]:
+    """What queries find in two disjoint sets of keys, [T, H, N], and its lse, [T, H], from what they find in each."""
+    if usable(one_THN, lse_TH) and lse_TH.dtype == torch.float32:
+        from hocket.kernels.sums import merge
+
+        lse_HT, other_lse_HT = lse_TH.t().contiguous(), other_lse_TH.t().contiguous()
+        out_THN, total_HT = merge(one_THN.contiguous(), lse_HT, other_THN.contiguous(), other_lse_HT)
+        return out_THN, total_HT.t()
+    total_TH = torch.logaddexp(lse_TH, other_lse_TH)
+    share, other_share = ((lse - total_TH).exp().unsqueeze(-1) for lse in (lse_TH, other_lse_TH))
+    return (one_THN * share + other_THN * other_share).to(one_THN.dtype), total_TH
+
+
+# ------------------------------------------------------------------------------------------------------- cuDNN's kernel
+
+_unused: dict[torch.device, tuple[Tensor, Tensor]] = {}
+"""Two numbers that cuDNN's forward has for a dropout, of which there is none, and that its backward is given."""
+
+
+def _batched(x_THN: Tensor) -> Tensor:
+    """[1, H, T, N]."""
+    return x_THN.transpose(0, 1).unsqueeze(0)
+
+
+def _found(qkv: Triple, part: _Part) -> tuple[Tensor, Tensor]:
+    if not qkv[0].is_cuda:
+        return plain(qkv, part, 0)
+    given = (*map(_batched, qkv), None, True, 0.0, part.own)
+    out, lse, *_, seed, offset, _ = torch.ops.aten._scaled_dot_product_cudnn_attention(*given)
+    _unused[out.device] = seed, offset
+    return out[0].transpose(0, 1), lse.view(lse.shape[1:3]).t()
+
+
+def _gradients(g: Tensor, qkv: Triple, out: Tensor, total_TH: Tensor, part: _Part) -> Triple:
+    if not g.is_cuda:
+        return plain_backward(g, qkv, out, total_TH, part, 0)
+    lengths = None, None, part.queries, part.keys
+    total_1HT1 = total_TH.t().contiguous()[None, ..., None]
+    given = (*map(_batched, (g, *qkv, out)), total_1HT1, *_unused[g.device], None, *lengths, 0.0, part.own)
+    dq, dk, dv = (x[0].transpose(0, 1) for x in torch.ops.aten._scaled_dot_product_cudnn_attention_backward(*given))
+    return dq, dk, dv
+
+
+# -- heads -------------------------------------------------------------------------------------------------------------
 
 
 class Heads(ABC):

@@ -9,11 +9,16 @@ from typing import Any
 
 from hocket.config import ModelConfig
 from hocket.files import json_in
-from hocket.pretrained import windows
-from hocket.pretrained.family import FURTHER_LAYERS, REQUIRED, Family, Key
-from hocket.pretrained.positions import keys_of, read_rope, written_rope
-from hocket.pretrained.reading import require
-from hocket.pretrained.tables import FAMILIES, REFUSED
+from hocket.pretrained.positions import (
+    keys_of_positions,
+    keys_of_windows,
+    read_rope,
+    read_windows,
+    require,
+    written_rope,
+    written_windows,
+)
+from hocket.pretrained.tables import FAMILIES, FURTHER_LAYERS, REFUSED, REQUIRED, Family, Key
 from hocket.settings.schema import flat, show
 
 _NOT_SHAPE = ("aux_loss", "aux_loss_over", "z_loss", "routing", "init", "init_std", "weights")
@@ -77,7 +82,7 @@ def model_of(config: Mapping[str, Any]) -> ModelConfig:
         values[setting] = value * config[key.times] if key.times else value
     turning = values["qk_rope_head_dim"] if "kv_lora_rank" in values else values["head_dim"]
     values["rope_theta"], values["rope"] = read_rope(config, family, turning, values["layers"])
-    values["window"], values["full_layers"] = windows.read_windows(config, family, values["layers"])
+    values["window"], values["full_layers"] = read_windows(config, family, values["layers"])
     if family.windows is not None and family.windows.plain and values["window"] and values["rope"].kind != "default":
         values["rope"] = replace(values["rope"], plain_windows=True)
     values["dense_layers"] = _dense_layers(config, family, values)
@@ -112,7 +117,7 @@ def config_of(name: str, model: ModelConfig, dtype: str, positions: int) -> dict
         config["first_k_dense_replace"] = len(model.dense_layers)
     if family.dense == "types":
         config["mlp_layer_types"] = ["dense" if kind == "dense" else "sparse" for kind in model.kinds()]
-    config |= {**written_rope(family, model), **windows.written_windows(family, model)}
+    config |= {**written_rope(family, model), **written_windows(family, model)}
     config |= {"max_position_embeddings": positions, "use_cache": True}
     config |= {"pad_token_id": None, "initializer_range": model.init_std}  # a family's own token may be beyond ours
     return {**config, "torch_dtype": dtype, "dtype": dtype}
@@ -198,7 +203,7 @@ def _refuse_others(config: Mapping[str, Any], family: Family) -> None:
     for key, reason in OFF_KEYS.items():
         if config.get(key):
             raise ValueError(f"{key} = {show(config[key])}: {reason}")
-    known |= keys_of(family) | windows.keys_of(family)
+    known |= keys_of_positions(family) | keys_of_windows(family)
     known |= {*family.only, *family.same, *IGNORED_KEYS, *OFF_KEYS}
     known |= {"sliding_window"} if "use_sliding_window" in family.only else set()
     strange = [key for key, value in config.items() if key not in known and value is not None]

@@ -11,11 +11,18 @@ import torch
 from torch import Tensor
 
 from hocket.config import ModelConfig
-from hocket.pretrained import mxfp4
 from hocket.pretrained.configuration import differences, family_of, model_of, read_config
-from hocket.pretrained.family import FURTHER_LAYERS, IGNORED_TENSORS, Family, Rule
-from hocket.pretrained.folder import READ, NotFiniteError, TensorFolder
-from hocket.pretrained.quantised import FP8, blocks_of, scale_name
+from hocket.pretrained.folder import (
+    FP8,
+    MXFP4_BLOCK,
+    READ,
+    NotFiniteError,
+    TensorFolder,
+    blocks_of,
+    mxfp4_values,
+    scale_name,
+)
+from hocket.pretrained.tables import FURTHER_LAYERS, IGNORED_TENSORS, Family, Rule
 
 Shape = tuple[int, ...]
 
@@ -43,8 +50,8 @@ def tensors_of(
     elif rule.way == "fused":
         yield rule.theirs[0].format(i=number), (shape[0], shape[2], shape[1])
     elif rule.way == "mxfp4":
-        scales = (shape[0], shape[2], shape[1] // mxfp4.BLOCK)
-        for name, of_each in zip(rule.theirs, ((mxfp4.BLOCK // 2,), ()), strict=True):
+        scales = (shape[0], shape[2], shape[1] // MXFP4_BLOCK)
+        for name, of_each in zip(rule.theirs, ((MXFP4_BLOCK // 2,), ()), strict=True):
             yield name.format(i=number), (*scales, *of_each)
     else:
         for e in range(shape[0]):
@@ -71,7 +78,7 @@ def join(rule: Rule, number: str, shape: Shape, first: int, read: Callable[..., 
         blocks, scales = (read(name, first, shape[0]) for name in names)
         value = torch.empty(shape)
         for e in range(shape[0]):
-            value[e] = _halves(mxfp4.values(blocks[e], scales[e]).T, rule.turns)
+            value[e] = _halves(mxfp4_values(blocks[e], scales[e]).T, rule.turns)
         return value
     if rule.way == "rows":
         return read(names[0]) if len(names) == 1 else torch.cat([read(name) for name in names])

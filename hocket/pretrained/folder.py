@@ -2,18 +2,97 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hocket.files import finite, inside, json_in
-from hocket.pretrained.quantised import FP8, SCALES, Blocks, dequantised, scale_name, scales_shape
+from hocket.typed import is_a
+
+# -- mxfp4 -------------------------------------------------------------------------------------------------------------
+# Values of MXFP4 tensors: numbers of 4 bits in blocks that have a scale each (Open Compute Project, "OCP Microscaling
+# Formats (MX) Specification" 1.0, section 5.3).
+
+MXFP4_BLOCK = 32
+"""Numbers of a block, two in a byte: the first one in its lower half."""
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_NUMBERS = torch.tensor([*_MAGNITUDES, *(-x for x in _MAGNITUDES)])
+"""What 4 bits mean: a sign, two bits of exponent, one of mantissa."""
+_BIAS = 127
+"""A scale is a power of 2 with this number added to its exponent."""
+
+
+def mxfp4_values(blocks: Tensor, scales: Tensor) -> Tensor:
+    """[rows, columns], fp32, of blocks uint8 [rows, columns / 32, 16] and scales uint8 [rows, columns / 32]."""
+    halves = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)
+    exponents = scales.to(torch.int32).unsqueeze(-1) - _BIAS
+    return torch.ldexp(_NUMBERS[halves.int()], exponents).flatten(-2)
+
+
+# -- quantised ---------------------------------------------------------------------------------------------------------
+# Weights in fp8 with one scale for each block of rows and columns, as DeepSeek-V3 is published.
+#
+# Beside a matrix `x` of float8_e4m3fn, `x_scale_inv` has a scale for each block, by which the block is multiplied, in
+# spite of the name. Blocks at the edges are smaller. Matrices may be stacked, and so are their scales then.
+
+FP8 = "F8_E4M3"
+"""How safetensors calls the type."""
+SCALES = ("F32", "BF16", "F8_E8M0")
+"""Types of scales."""
+Blocks = tuple[int, int]
+"""Rows and columns of a block."""
+
+
+def scale_name(name: str) -> str:
+    """The tensor with the scales of another."""
+    return f"{name}_scale_inv"
+
+
+def blocks_of(config: Mapping[str, Any], read: Literal["fp8", "mxfp4"] = "fp8") -> Blocks | None:
+    """The fp8 blocks of a config.json's `quantization_config`; None without one, and for mxfp4, whose blocks are of
+    one size (`mxfp4.py`). `read` is the kind that the family's tensors may be. Raises ValueError for another one.
+    """
+    said = config.get("quantization_config")
+    if said is None:
+        return None
+    if not isinstance(said, dict):
+        raise ValueError(f"quantization_config = {said!r}: not a table of keys")
+    method = said.get("quant_method")
+    if method != read or (read == "fp8" and said.get("fmt", "e4m3") != "e4m3"):
+        there = "fp8 blocks of e4m3 are" if read == "fp8" else "mxfp4 is"
+        raise ValueError(f"quantization_config has quant_method = {method}: only {there} read")
+    if read == "mxfp4":
+        return None
+    blocks = said.get("weight_block_size")
+    if not isinstance(blocks, list) or len(blocks) != 2 or not all(is_a(n, int) and n > 0 for n in blocks):
+        raise ValueError(f"quantization_config has weight_block_size = {blocks}: only blocks of two sizes are read")
+    return blocks[0], blocks[1]
+
+
+def scales_shape(shape: tuple[int, ...], blocks: Blocks) -> tuple[int, ...]:
+    """The shape of the scales of a matrix, or of stacked ones."""
+    return (*shape[:-2], *(-(-size // block) for size, block in zip(shape[-2:], blocks, strict=True)))
+
+
+def dequantised(values: Tensor, scales: Tensor, blocks: Blocks) -> Tensor:
+    """A matrix, or stacked ones, in fp32."""
+    rows, columns = blocks
+    value = values.float()
+    for i, scale in enumerate(scales.float().unbind(-2)):
+        wide = scale.repeat_interleave(columns, -1)[..., : value.shape[-1]]
+        value[..., i * rows : (i + 1) * rows, :] *= wide.unsqueeze(-2)
+    return value
+
+
+# -- folder ------------------------------------------------------------------------------------------------------------
 
 INDEX = "model.safetensors.index.json"
 READ = ("F32", "BF16", "F16")
@@ -118,3 +197,68 @@ class TensorFolder:
     def same(self, name: str, other: str) -> bool:
         """Whether two tensors are equal."""
         return torch.equal(self.read(name), self.read(other))
+
+
+# -- Safetensors files that are written tensor by tensor, so that none but the current one is in memory ----------------
+
+LARGEST = 5 * 10**9
+"""Bytes of a file."""
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64}
+
+
+def files_of(tensors: Mapping[str, tuple[tuple[int, ...], str]], largest: int = LARGEST) -> dict[str, Entry]:
+    """In which file each tensor goes, by name; tensors have a shape and a type of elements, and keep their order."""
+    numbers, size, number = dict[str, int](), 0, 1
+    for name, (shape, dtype) in tensors.items():
+        nbytes = prod(shape) * DTYPES[dtype].itemsize
+        if size and size + nbytes > largest:
+            size, number = 0, number + 1
+        size, numbers[name] = size + nbytes, number
+    whole = {
+        n: "model.safetensors" if number == 1 else f"model-{n:05}-of-{number:05}.safetensors" for n in numbers.values()
+    }
+    return {name: Entry(whole[numbers[name]], *tensors[name]) for name in tensors}
+
+
+def write_files(folder: Path, entries: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Write tensors, which come in the order of `entries`, and an index if there is more than one file.
+
+    Format: eight bytes of length, a header of JSON with the range of each tensor, and their bytes.
+    """
+    current = ""
+    output = None
+    expected = iter(entries.items())
+    try:
+        for name, tensor in tensors:
+            wanted, entry = next(expected)
+            assert (name, tuple(tensor.shape)) == (wanted, entry.shape), f"{name} where {wanted} belongs"
+            if entry.file != current:
+                if output is not None:
+                    output.close()
+                current = entry.file
+                output = (folder / current).open("wb")
+                output.write(_header({n: e for n, e in entries.items() if e.file == current}))
+            assert output is not None
+            flat = tensor.to(DTYPES[entry.dtype]).contiguous().view(-1)
+            output.write(flat.view(torch.uint8).numpy().data)
+            del tensor, flat  # before the next one is made
+    finally:
+        if output is not None:
+            output.close()
+    assert next(expected, None) is None, "not all tensors came"
+    if len({entry.file for entry in entries.values()}) > 1:
+        total = sum(prod(entry.shape) * DTYPES[entry.dtype].itemsize for entry in entries.values())
+        index = {"metadata": {"total_size": total}, "weight_map": {name: e.file for name, e in entries.items()}}
+        (folder / INDEX).write_text(json.dumps(index, indent=2))
+
+
+def _header(entries: Mapping[str, Entry]) -> bytes:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name, entry in entries.items():
+        end = start + prod(entry.shape) * DTYPES[entry.dtype].itemsize
+        header[name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight bytes
+    return len(text).to_bytes(8, "little") + text

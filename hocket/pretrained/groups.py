@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from hocket.config import ModelConfig
 from hocket.pretrained.configuration import read_config
 from hocket.pretrained.convert import listed, rules_of, split, tensors_of
-from hocket.pretrained.family import IGNORED_TENSORS, Family
 from hocket.pretrained.folder import READ, TensorFolder
+from hocket.pretrained.tables import IGNORED_TENSORS, Family
 
 Shape = tuple[int, ...]
 Read = Callable[[str], Tensor]

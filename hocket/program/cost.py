@@ -143,7 +143,7 @@ to add to fp32 those of 4 (`benchmarks.expert_grads` and `benchmarks.weight_grad
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What a run has shown about its ops, to predict plans of the same sizes with (see `measured/calibrate.py`)."""
+    """What a run has shown about its ops, to predict plans of the same sizes with (see `measured.py`)."""
 
     source: str
     """The trace it comes from."""
@@ -448,7 +448,7 @@ def units_of(layout: Layout, rank: int) -> list[tuple[Unit, str]]:
 # Contention. NCCL's kernels hold processors, copy engines hold none; both move bytes through memory and links, which
 # takes of the bandwidth and of the power that compute has. So do updates beside forwards. The host. It issues a step op
 # by op, if the step is not replayed as a graph, and waits for the counts of rows that it has to know. Traces of a run
-# measure the same (`measured/calibrate.py`); Note: [What the simulator believes] in `simulate.py` says what the
+# measure the same (`measured.py`); Note: [What the simulator believes] in `simulate.py` says what the
 # simulator makes of it.
 
 

@@ -8,7 +8,7 @@ whole gradient, so no rank's starts before all have come to it. Data- and expert
 equal loads, so a collective starts when this rank reaches it, and links don't queue. So stragglers are in the
 prediction only as far as they are in the costs: measured ones are those of the rank that computes longest.
 
-What else slows a real step down is `Overheads`, measured on the run itself (`measured/calibrate.py`), or as the kind of
+What else slows a real step down is `Overheads`, measured on the run itself (`measured.py`), or as the kind of
 hardware has it (`overheads_of` in `cost.py`):
 
 - Contention. While communication runs on a rank, its compute op gets on at 1 / (1 + sum of the factors of the kinds

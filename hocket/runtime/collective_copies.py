@@ -84,8 +84,9 @@ class Halves:
         all of them.
         """
         if len(source):
-            addresses = (np.array([bytes_.data_ptr()], dtype=np.int64) for bytes_ in (into, source))
-            self._driver.copies(stream, *addresses, np.array([len(source)], dtype=np.int64))
+            numbers = into.data_ptr(), source.data_ptr(), len(source)
+            to, by, nbytes = (np.array([number], dtype=np.int64) for number in numbers)
+            self._driver.copies(stream, to, by, nbytes)
 
     def _word(self, at: int, half: int, kind: int, peer: int) -> int:
         return self._memories[at].data_ptr() + HALVES * self.nbytes + 4 * ((half * 2 + kind) * self.size + peer)

@@ -1,6 +1,6 @@
 """Whether copy engines serve these ranks: tried, before anything is built on it.
 
-What a host says of itself (`peer_access.problem`) is known before workers start. Whether memory can be mapped into
+What a host says of itself (`shared_memory.problem`) is known before workers start. Whether memory can be mapped into
 other processes is not: a container may forbid it. So where copy engines were chosen, and nobody asked for them, all
 ranks make small groups of the kinds that they would use, and take NCCL if that fails.
 

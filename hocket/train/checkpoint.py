@@ -4,7 +4,7 @@
         step-00000100/       tensors in DCP's format (`*.distcp`, `.metadata`) and meta.json
         latest               link to the newest one
 
-`meta.json` has the settings, the position of the stream, and size and checksum of every file (`train/damage.py`). How a
+`meta.json` has the settings, the position of the stream, and size and checksum of every file (`damage_of`). How a
 folder appears whole is Note: [A checkpoint is there or it is not].
 
 All functions here are collective: every rank calls them with the same arguments. An error of one rank is raised
@@ -15,8 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import platform
+import secrets
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -25,23 +29,259 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from hocket.config import LABELS
+from hocket.config import LABELS, TrainConfig
+from hocket.files import inside
 from hocket.fsdp.saving import background
+from hocket.fsdp.saving.archives import FILES, checksum
 from hocket.fsdp.saving.background import Saving
 from hocket.fsdp.saving.dcp import CheckpointWriter, run_dcp
 from hocket.fsdp.saving.flat_tensor import FlatTensor
-from hocket.fsdp.saving.harmless import HarmlessPlanner, HarmlessReader
-from hocket.fsdp.saving.whole import WholeFolder, clean_up, free, shown, sync
+from hocket.fsdp.saving.harmless import METADATA, HarmlessPlanner, HarmlessReader
+from hocket.fsdp.saving.whole import WholeFolder, clean_up, free, remove, shown, sync
+from hocket.layers.slices import Part
 from hocket.resolve import Settings
 from hocket.runtime.world import by_first, everyone, rank_and_world
 from hocket.settings.schema import digest, problem
 from hocket.train.changes import changes, stored, told
-from hocket.train.damage import FORMAT, META, damage_of, sealed
-from hocket.train.folders import STEPS, delete_old, link, name_of, newest_first, set_aside, step_of
-from hocket.train.owner import whose
-from hocket.train.pieces import Range
+from hocket.train.runs import identity
+
+# -- What a checkpoint of a run is made of: ranges of the elements of named tensors ------------------------------------
+
+
+@dataclass(frozen=True)
+class Range:
+    """Elements `[lo, hi)` of a named tensor of the whole model, flattened row by row.
+
+    `tensor` holds them: one dimension, `hi - lo` elements. A scalar's shape is `()` and its one element is `[0, 1)`.
+    With a `part`, these are elements of that part of the tensor.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    lo: int
+    hi: int
+    tensor: Tensor
+    part: Part | None = None
+
+
+# -- owner -------------------------------------------------------------------------------------------------------------
+# Whose a checkpoint is.
+#
+# Note: [A run has a number]
+# A run's folder has a random number, in `about.json`, and so has each checkpoint of the run. A folder of checkpoints
+# that somebody has copied from another run's folder would continue that run under this one's name, behind its metrics.
+# So `run.resume = auto` refuses a checkpoint with another number. A folder without a number takes that of the
+# checkpoint: somebody has moved it there, and the run says so. Checkpoints of before there were numbers have none.
+
+RUN = "run"
+"""The key of a run's number in what a checkpoint holds beside tensors."""
+
+
+def whose(settings: Settings, path: Path, meta: Mapping[str, Any]) -> list[str]:
+    """What to say of whose checkpoint `run.resume = auto` has found; `meta` is its `meta.json`.
+
+    Raises ValueError, on every rank, if it is another run's.
+    """
+    if settings.run.resume != "auto":
+        return []
+    mine, its = _number(settings), meta.get("more", {}).get(RUN, "")
+    there = meta["config"].get("run", {}).get("folder", "")
+    if mine and its and mine != its:
+        reason = f"{path} is a checkpoint of another run, which wrote it into {there}"
+        fix = f"move it away; another run.name and run.resume = {path} begin a new run with it"
+        raise ValueError(problem("run.resume", "auto", settings.origins, reason, fix))
+    known = bool(mine and its) or there == settings.run.folder
+    return [] if known else [f"{path} was written by the run in {there}, and this run continues it"]
+
+
+def number_for(settings: Settings, found: str) -> str:
+    """The number of a run that begins or continues, the same on every rank; `found` is that of what it continues."""
+    return _number(settings) or found or everyone(secrets.token_hex(8))[0]
+
+
+def _number(settings: Settings) -> str:
+    return everyone(identity(Path(settings.run.folder)))[0]
+
+
+# -- What a checkpoint on disk should be, by the sizes and checksums in its `meta.json`, and what is wrong with it -----
+
+FORMAT = 1
+"""Number of the format. It changes whenever saved data changes its meaning."""
+
+META = "meta.json"
+"""The file that hocket adds to those of DCP."""
+
+CHECK = "check"
+"""The key in `meta.json` of the checksum of all else that it says."""
+
+
+def damage_of(path: Path) -> str:
+    """The damage of a checkpoint on disk, in a few words; empty if it is complete. The same on all ranks."""
+    return next((text for text in everyone(_damage_seen(path)) if text), "")
+
+
+def _damage_seen(path: Path) -> str:
+    """The damage that this rank sees. The ranks share the work of reading everything once."""
+    try:
+        meta = json.loads((path / META).read_text())
+        if not is_complete(meta):
+            return f"{path / META} cannot be read"
+        if meta["format"] != FORMAT:
+            return f"it has format {meta['format']}, and this version of hocket reads format {FORMAT}"
+        if not is_sealed(meta):
+            return f"the checksum of {path / META} is wrong"
+        rank, world = rank_and_world()
+        mine = sorted(meta["files"].items())[rank::world]
+        with ThreadPoolExecutor(FILES) as pool:
+            return next(
+                filter(None, pool.map(lambda each: damage_of_file(inside(path / META, each[0]), each[1]), mine)), ""
+            )
+    except FileNotFoundError:
+        return f"{path} is not a checkpoint: it has no {META}" if path.exists() else f"{path} does not exist"
+    except OSError as error:
+        return f"{error.filename or path} cannot be read ({error.strerror})"
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        return f"{path / META} cannot be read"
+
+
+def sealed(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """What `meta.json` says, with its own checksum."""
+    return {**meta, CHECK: _check(meta)}
+
+
+def is_sealed(meta: Mapping[str, Any]) -> bool:
+    """Whether a `meta.json` says what was written. Those of before there was a checksum are believed."""
+    return CHECK not in meta or meta[CHECK] == _check({name: meta[name] for name in meta if name != CHECK})
+
+
+def _check(meta: Mapping[str, Any]) -> int:
+    read_back = json.loads(json.dumps(meta))  # keys that are numbers are text in a file
+    return zlib.crc32(json.dumps(read_back, sort_keys=True).encode())
+
+
+def is_complete(meta: Any) -> bool:
+    """Whether a `meta.json` has what a run goes on from. What it lacks altogether raises an error of Python."""
+    whole = all(isinstance(meta[name], int) and meta[name] >= 0 for name in ("step", "position"))
+    return whole and bool(meta["config"].keys()) and METADATA in meta["files"]
+
+
+def damage_of_file(file: Path, entry: list[int]) -> str:
+    """The same of one file with tensors, which should have this size and checksum. Raises OSError."""
+    if not file.exists():
+        return f"{file} is missing"
+    size = file.stat().st_size
+    if size != entry[0]:
+        return f"{file} has {size:,} bytes instead of {entry[0]:,}"
+    return "" if list(checksum(file)) == entry else f"the checksum of {file} is wrong"
+
+
+# -- The folders of a run's checkpoints: their names, which is the newest and the best, and which are deleted ----------
+
+STEPS = "step-*"
+"""Names of checkpoints, as a pattern."""
+
+
+def name_of(step: int) -> str:
+    """The name of a checkpoint of so many steps."""
+    return f"step-{step:08d}"
+
+
+def newest_first(folder: Path) -> list[Path]:
+    """Folders of checkpoints with their final names, by step. Other names are somebody else's: no copy is deleted."""
+    found = (path for path in folder.glob(STEPS) if path.is_dir() and path == path.with_name(name_of(step_of(path))))
+    return sorted(found, key=step_of, reverse=True)
+
+
+def delete_old(checkpoints: Path, train: TrainConfig) -> None:
+    """Delete the checkpoints that are not to be kept, behind a save that went well. Runs on rank 0.
+
+    What the file system refuses is no error: the next save tries again.
+    """
+    with contextlib.suppress(OSError):
+        there = newest_first(checkpoints)
+        best = best_first(there)[: train.keep_best] if train.keep_best else []
+        for old in set(there[train.keep :]) - set(best):
+            if not train.keep_every or step_of(old) % train.keep_every:
+                remove(old)
+
+
+def best_first(there: Sequence[Path]) -> list[Path]:
+    """Checkpoints with a held-out loss, the lowest first, and of equal ones the earliest."""
+    losses = {path: _held_out(path) for path in there}
+    return sorted((path for path in there if losses[path] < math.inf), key=lambda path: (losses[path], path.name))
+
+
+def _held_out(path: Path) -> float:
+    """The held-out loss of a checkpoint; infinite if it has none, or cannot be read."""
+    try:
+        loss = json.loads((path / META).read_text())["more"].get("held_out")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return math.inf
+    return loss if isinstance(loss, float) and math.isfinite(loss) else math.inf
+
+
+def step_of(path: Path) -> int:
+    """How many steps a checkpoint has by its name."""
+    digits = path.name.rpartition("-")[2]
+    return int(digits) if digits.isdigit() else 0
+
+
+def newest_of(run: Path) -> Path:
+    """The newest checkpoint in the folder of a run; the folder itself if it has none, for it may be a checkpoint."""
+    checkpoints = run / "checkpoints"
+    return next((path for path in (*newest_first(checkpoints), checkpoints / "latest") if path.exists()), run)
+
+
+def link(path: Path, keep_best: int = 0) -> None:
+    """Have `latest` stand for a checkpoint, and with `keep_best` the name `best` for the best one beside it.
+
+    A link is for people: runs and commands go by the names of checkpoints. So a file system that refuses one fails no
+    save, but no link stays that stands for an earlier checkpoint. `unlinked` says what is missing.
+    """
+    stands = {"latest": path}
+    if keep_best and (best := best_first(newest_first(path.parent))):
+        stands["best"] = best[0]
+    for name, checkpoint in stands.items():
+        if checkpoint.with_name(name).resolve() == checkpoint.resolve():
+            continue
+        try:
+            _link(name, checkpoint)
+        except OSError:
+            with contextlib.suppress(OSError):
+                checkpoint.with_name(name).unlink()
+
+
+def unlinked(path: Path) -> str:
+    """Why the newest checkpoint is not found by its link, in words; nothing if it is."""
+    latest = path.with_name("latest")
+    if latest.resolve() == path.resolve():
+        return ""
+    return f"{path} is whole, but the file system takes no link {latest}; give commands the folder of the run"
+
+
+def _link(name: str, path: Path) -> None:
+    if path.with_name(name).is_dir() and not path.with_name(name).is_symlink():
+        set_aside(path.with_name(name))  # what a copy of the run's folder without links has made of it
+    own = path.with_name(f"{name}.tmp")
+    own.unlink(missing_ok=True)
+    own.symlink_to(path.name)
+    own.replace(path.with_name(name))
+
+
+def set_aside(path: Path) -> Path | None:
+    """Rename a file or folder of an earlier run to `<name>.old`, `.old2`, ...; None if there is none. One rank only."""
+    if not path.exists():
+        return None
+    names = [path.with_name(f"{path.name}.old{n if n > 1 else ''}") for n in range(1, 1000)]
+    target = next(name for name in names if not name.exists())
+    path.rename(target)
+    return target
+
+
+# -- checkpoint --------------------------------------------------------------------------------------------------------
 
 TextUpTo = Callable[[int], str]
 """What the stream is of, up to a position."""

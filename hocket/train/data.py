@@ -2,7 +2,7 @@
 
 The tokens of a split are cut into sequences of equal length, without regard to where documents end (a separator token
 stands there); with `data.packing` the documents that share a sequence are then kept apart. Each epoch visits all of
-them in a new random order. Several sources share one stream as `hocket/train/mix.py` says. The *position* of a run is
+them in a new random order. Several sources share one stream as `sources.py` says. The *position* of a run is
 the number of sequences it has consumed. A step takes the next `dp * microbatches * sequences` of them, whatever their
 order in the step is (`hocket/program/documents.py`), so the same position continues the same stream on any number of
 ranks.
@@ -11,6 +11,7 @@ ranks.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,10 +25,44 @@ from hocket.problems import stop_if
 from hocket.program.documents import Lengths, lengths_of
 from hocket.resolve import Settings
 from hocket.settings.schema import problem
-from hocket.train.bins import best_fit
 from hocket.train.corpus import Corpus, inside, known_corpus
-from hocket.train.mix import Quotas
-from hocket.train.sources import Source, Text, quotas_of, read_sources
+from hocket.train.sources import Quotas, Source, Text, quotas_of, read_sources
+
+# -- bins --------------------------------------------------------------------------------------------------------------
+# Whole documents in sequences: which of them share one, so that little is left over.
+#
+# Best fit, the longest first: a document goes where the least room is left that still holds it (Johnson 1973,
+# Near-optimal bin packing algorithms). A document of n tokens takes n - 1 places: its last token, the separator, is
+# only a target.
+
+
+def best_fit(sizes: np.ndarray, room: int) -> list[list[int]]:
+    """Numbers of the things in each bin. `sizes` are from 1 to `room`."""
+    bins, left, open_by_room = list[list[int]](), list[int](), dict[int, list[int]]()
+    rooms: list[int] = []  # keys of open_by_room, ascending
+    for thing in np.argsort(-sizes, kind="stable").tolist():
+        size = int(sizes[thing])
+        place = bisect_left(rooms, size)
+        if place == len(rooms):
+            bins.append([])
+            left.append(room)
+            number = len(bins) - 1
+        else:
+            found = rooms[place]
+            number = open_by_room[found].pop()
+            if not open_by_room[found]:
+                del open_by_room[found], rooms[place]
+        bins[number].append(thing)
+        left[number] -= size
+        if rest := left[number]:
+            if rest not in open_by_room:
+                open_by_room[rest] = []
+                insort(rooms, rest)
+            open_by_room[rest].append(number)
+    return bins
+
+
+# -- data --------------------------------------------------------------------------------------------------------------
 
 NOTHING = np.zeros((0, 2), dtype=np.int64)
 """No ranges."""
@@ -150,7 +185,7 @@ class Stream(Shuffled):
 
 
 class Bins(Shuffled):
-    """Sequences of whole documents and padding. See `hocket/train/bins.py`."""
+    """Sequences of whole documents and padding. See `hocket/train/data.py`."""
 
     def __init__(self, tokens: np.ndarray, length: int, seed: int, bounds: np.ndarray, masked: np.ndarray) -> None:
         """`bounds` has where whole documents begin, and where the last one ends. `masked` is as in a `Corpus`."""

@@ -34,11 +34,11 @@ from hocket.model.tokenizer import (
 )
 from hocket.pretrained.configuration import TYPES, config_for
 from hocket.pretrained.convert import rules_of, split, tensors_of
+from hocket.pretrained.folder import LARGEST, files_of, write_files
 from hocket.pretrained.tables import FAMILIES
-from hocket.pretrained.written import LARGEST, files_of, write_files
 from hocket.settings.schema import changed, flat, types
 from hocket.train.chat import TEMPLATE, Chats
-from hocket.train.damage import META, damage_of
+from hocket.train.checkpoint import META, damage_of
 from hocket.train.documents import BadFileError
 
 BESIDE = ("tokenizer*", "special_tokens_map.json", "chat_template*", "vocab.*", "merges.txt")

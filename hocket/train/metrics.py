@@ -10,7 +10,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -19,20 +19,88 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from hocket.config import LABELS, TrainConfig
+from hocket.config import LABELS, ModelConfig, TrainConfig
 from hocket.engine.graphed import Way
-from hocket.explain.record import FILE
+from hocket.explain.build import FILE
 from hocket.gpus import peak_flops
-from hocket.model.chunks import TOLERANCE
+from hocket.model.context import TOLERANCE
 from hocket.program.cost import model_flops_per_token
 from hocket.program.mesh import described
 from hocket.resolve import Settings
 from hocket.settings.schema import problem
-from hocket.train.folders import set_aside
-from hocket.train.lines import Lines
-from hocket.train.start import Start
+from hocket.train.checkpoint import set_aside
 from hocket.train.writers import Writers
 from hocket_trace.columns import counted
+
+# -- A file of lines that loses none while its disk is full ------------------------------------------------------------
+
+
+class Lines:
+    """Lines at the end of a file. What finds no room waits in memory, and goes before the next line."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError if the file cannot be opened."""
+        self._file = path.open("ab", buffering=0)
+        self._waiting = b""
+
+    def add(self, line: str) -> str:
+        """Write a line. Returns why it has to wait, in a few words; nothing if it is written."""
+        self._waiting += f"{line}\n".encode()
+        try:
+            while self._waiting:  # a disk that is getting full takes a part
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
+        except OSError as error:
+            return error.strerror or str(error)
+        return ""
+
+    @property
+    def missing(self) -> int:
+        """How many lines wait."""
+        return self._waiting.count(b"\n")
+
+    def close(self) -> None:
+        """Close the file; lines that still wait are lost."""
+        self._file.close()
+
+
+# -- Signs of a broken start: first values, or a learning rate, from which a model hardly learns -----------------------
+
+WATCHED = 10
+"""Steps that are looked at."""
+WORSE, FULL, JUMP = 1.0, 0.9, 3.0
+"""Nats above a guess; share of the largest load; factor between gradient norms."""
+
+
+class Start:
+    """The first steps of a run that begins with new weights."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        self._fix = "model.init = torchtitan, " if model.init == "gpt2" else ""
+        self._guess = math.log(model.vocab)
+        self._largest = model.experts / model.top_k if model.experts else math.inf
+        self._calmest = math.inf
+        self._said = set[str]()
+
+    def warnings(self, step: int, loss: float, grad_norm: float, load: float) -> Iterator[str]:
+        """What is wrong with a step, each once. `load` is the busiest expert's rows over the mean."""
+        if step > WATCHED:
+            return
+        jumps, self._calmest = grad_norm > JUMP * self._calmest, min(self._calmest, grad_norm)
+        signs = {
+            f"the loss {loss:.2f} is above that of a guess, {self._guess:.2f}": loss > self._guess + WORSE,
+            f"the busiest expert has {load:.1f} times the mean, of at most {self._largest:.1f}": (
+                self._largest >= 4 and load >= FULL * self._largest
+            ),
+            f"the gradient's norm has jumped to {grad_norm:.3g}": jumps,
+        }
+        for text, wrong in signs.items():
+            kind = text.split()[1]
+            if wrong and kind not in self._said:
+                self._said.add(kind)
+                yield f"a bad start: {text}; fix: {self._fix}a lower train.lr or a longer train.warmup"
+
+
+# -- metrics -----------------------------------------------------------------------------------------------------------
 
 REMARKS = 4
 """Largest number of remarks on settings without their wanted effect, at the start of a run."""

@@ -2,16 +2,116 @@
 
 from __future__ import annotations
 
+import math
+import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from hocket.config import TrainConfig
 from hocket.fsdp.saving.background import Saving, wait_for_thread
+from hocket.fsdp.saving.host_memory import copied_bytes
+from hocket.fsdp.saving.whole import free, shown
 from hocket.resolve import Settings
-from hocket.train.checkpoint import Groups, Moment, SaveFailed, save, save_behind
-from hocket.train.folders import unlinked
+from hocket.runtime.world import by_first, everyone, rank_and_world, together
+from hocket.settings.schema import leaf, problem
+from hocket.train.checkpoint import (
+    Groups,
+    Moment,
+    SaveFailed,
+    checkpoints_of,
+    newest_first,
+    problem_of,
+    save,
+    save_behind,
+    size_of,
+    state_of,
+    unlinked,
+)
 from hocket.train.metrics import Metrics
+
+# -- room --------------------------------------------------------------------------------------------------------------
+# Whether there is room for what a run will save, asked before there is anything to lose.
+#
+# All functions here are collective, as those of `train/checkpoint.py`.
+
+
+def make_place(settings: Settings, groups: Groups) -> list[str]:
+    """Make the folder of a run's checkpoints, before there is anything to lose.
+
+    Returns a remark if there is less room than its checkpoints will need. Raises ValueError if the folder cannot be
+    written, or if the ranks' hosts do not share it.
+    """
+    folder = checkpoints_of(settings)
+    # Named like a checkpoint that is being written, so that what is left of it is removed like one.
+    here = folder / everyone(f"step-here-{platform.node()}-{time.time_ns()}.tmp")[0]
+    try:
+        by_first(lambda: here.mkdir(parents=True))
+        together(lambda: _require_shared(here))
+        by_first(here.rmdir)
+    except (OSError, ValueError) as error:
+        fix = "name a folder that you can write to, on a file system that all hosts share"
+        raise ValueError(problem_of(settings, f"no place for checkpoints: {error}", fix)) from None
+    size, there, available = size_of(state_of(groups)), len(newest_first(folder)), free(folder)
+    more = max(1, min(_most(settings.train), there + _saves(settings.train)) - there)
+    if more * size <= available:
+        return []
+    what = f"{more} more checkpoints" if more > 1 else "a checkpoint"
+    text = f"{what} will take {shown(more * size)} there, and {shown(available)} are free"
+    return [problem_of(settings, text, "make room before the first one")]
+
+
+def _saves(train: TrainConfig) -> int:
+    """Checkpoints that a whole run writes."""
+    return -(-train.steps // train.save_every) if train.save_every else 1
+
+
+def _most(train: TrainConfig) -> int:
+    """Most checkpoints that are there at a time, with the one that is being written."""
+    for_good = train.steps // math.lcm(train.keep_every, train.save_every or train.steps) if train.keep_every else 0
+    return train.keep + train.keep_best + for_good + 1
+
+
+def require_memory(settings: Settings, needed: Mapping[str, int], available: int) -> None:
+    """Refuse what a host's ranks have no memory for, of which `available` bytes are left.
+
+    `needed` has, by setting, the bytes of this rank: copies of what is saved behind steps, and what steps offload.
+    Raises ValueError, on every rank, that names the setting that needs most.
+    """
+    ranks = everyone((platform.node(), dict(needed), available))
+    for host in dict.fromkeys(name for name, _, _ in ranks):
+        of_host = [(each, room) for name, each, room in ranks if name == host]
+        sizes = {setting: sum(each[setting] for each, _ in of_host) for setting in needed}
+        size, room = sum(sizes.values()), min(room for _, room in of_host)
+        if size > room:
+            most = max(sizes, key=sizes.__getitem__)
+            what = "copies and offloaded tensors" if len(needed) > 1 else _ON_HOSTS[most][0]
+            reason = f"{what} of {host}'s ranks take {shown(size)}, and {shown(room)} of its memory are available"
+            raise ValueError(problem(most, leaf(settings, most), settings.origins, reason, _ON_HOSTS[most][1]))
+
+
+_ON_HOSTS = {
+    "train.save_behind": (
+        "the copies", "train.save_behind = False, with which training waits until a checkpoint is written"
+    ),
+    "plan.offload": ("offloaded tensors", "fewer parts or layers, such as attn:2, or plan.recompute"),
+}  # fmt: skip
+"""Setting -> what takes memory of hosts, and how to need less."""
+
+
+def copies_of(groups: Groups) -> int:
+    """Bytes that this rank's copies take while they are written behind steps."""
+    return copied_bytes(state_of(groups))
+
+
+def _require_shared(here: Path) -> None:
+    if not here.exists():
+        rank, _ = rank_and_world()
+        raise ValueError(f"rank {rank} on {platform.node()} does not see {here}, which rank 0 has created")
+
+
+# -- saves -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -23,9 +23,8 @@ from hocket.engine.engine import blame
 from hocket.engine.executor import collect_after, no_collection
 from hocket.environment import available_memory
 from hocket.fsdp.planned.unit import Piece
-from hocket.model.chunks import imbalance_of
-from hocket.model.documents import documents_of
-from hocket.model.microbatch import Microbatch
+from hocket.model.context import imbalance_of
+from hocket.model.documents import Microbatch, documents_of
 from hocket.model.transformer import parameter_counts
 from hocket.program.documents import Dealt, as_read, deals, dealt, lengths_of, works_of
 from hocket.program.part_sizes import attending
@@ -34,17 +33,44 @@ from hocket.resolve import Settings
 from hocket.runtime.hangs import Watchdog
 from hocket.runtime.world import everyone
 from hocket.settings.schema import leaf, problem
-from hocket.train.checkpoint import Moment, Restored, restore, resumes
+from hocket.train.checkpoint import RUN, Moment, Range, Restored, number_for, restore, resumes
 from hocket.train.data import Bins, Mixed, Rows, Shuffled, make_streams
 from hocket.train.metrics import Metrics, StepRecord
-from hocket.train.owner import RUN, number_for
-from hocket.train.pieces import Range
 from hocket.train.profiling import ProfileWindow
-from hocket.train.room import copies_of, make_place, require_memory
-from hocket.train.saves import Saves
-from hocket.train.schedule import learning_rate
+from hocket.train.saves import Saves, copies_of, make_place, require_memory
 from hocket.train.signals import StopRequest
 from hocket.train.sources import open_text
+
+# -- The learning rate of every step: a function of the step and of settings alone, so a continued run has the same ----
+
+SHAPES: dict[str, Callable[[float], float]] = {
+    "linear": lambda share: 1 - share,
+    "cosine": lambda share: (1 + math.cos(math.pi * share)) / 2,
+    "1-sqrt": lambda share: 1 - math.sqrt(share),
+}
+"""Share of the decay that has passed -> what is left of the way from the highest rate to the lowest.
+
+1-sqrt is that of Hägele et al. 2024, "Scaling laws and compute-optimal training beyond fixed training durations".
+"""
+
+
+def learning_rate(step: int, train: TrainConfig) -> float:
+    """Learning rate of step `step` (from 0): a linear rise over `warmup` steps, then what `train.schedule` says.
+
+    The first step already has 1 / warmup of `lr`. The last step of the run has the lowest rate, and so have steps
+    behind it. A decay of n steps begins behind the last step with the whole rate: its steps are n.
+    """
+    if step < train.warmup:
+        return train.lr * (step + 1) / train.warmup
+    if train.schedule == "constant":
+        return train.lr
+    shape = train.decay_shape if train.schedule == "wsd" else train.schedule
+    span = train.decay_steps if train.schedule == "wsd" else max(1, train.steps - 1 - train.warmup)
+    share = (step - (train.steps - 1 - span)) / span if train.schedule == "wsd" else (step - train.warmup) / span
+    return train.lowest_lr + (train.lr - train.lowest_lr) * SHAPES[shape](min(1.0, max(0.0, share)))
+
+
+# -- trainer -----------------------------------------------------------------------------------------------------------
 
 OTHER_TEXT = (
     "since the checkpoint was written, the text or its order has changed, as its beginning and its end show: "

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import hocket
 from hocket.adapters.step import PlannedStep
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Microbatch
 from tests.adapters.families import LENGTH, SEQUENCES, batches, model
 from tests.helpers.parity import Piece
 

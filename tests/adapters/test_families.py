@@ -21,7 +21,7 @@ pytest.importorskip(
 from hocket.adapters.cut import Cut
 from hocket.adapters.source import AdaptedModel
 from hocket.adapters.transformers import Pretrained
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Microbatch
 from hocket.program.check import check
 from hocket.program.lower import build_program
 from hocket.program.stages import layout_of, sharding_of

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import hocket
-from hocket.model.documents import documents_of
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Microbatch, documents_of
 from tests.adapters.own_layers import HIDDEN, Dense, Experts, Model, Routed
 from tests.helpers.ranks import run_ranks
 

@@ -21,10 +21,9 @@ pytest.importorskip(
 import hocket
 from hocket.adapters.costs import price_of, sizes_of
 from hocket.adapters.cut import Cut
-from hocket.adapters.shareable import FAMILIES
+from hocket.adapters.decoder_layer import FAMILIES
 from hocket.adapters.transformers import Pretrained
-from hocket.model.documents import Documents, documents_of
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Documents, Microbatch, documents_of
 from hocket.resolve import resolve
 from hocket.settings.origins import DEFAULTS
 from hocket.settings.rule import Host

@@ -22,7 +22,7 @@ from hocket.fsdp.saving.archives import checksum
 from hocket.fsdp.saving.checkpoint import load, save
 from hocket.fsdp.saving.harmless import HarmlessPlanner, HarmlessReader
 from hocket.train import checkpoint
-from hocket.train.damage import CHECK, META, sealed
+from hocket.train.checkpoint import CHECK, META, sealed
 from tests.test_checkpoint import groups, save_steps, settings_in
 
 

@@ -11,12 +11,9 @@ import torch
 from hocket.config import Config, DataConfig, MeshConfig, OverlapConfig, PrecisionConfig, TrainConfig
 from hocket.config.overlap import ContextOverlap
 from hocket.engine import Engine
-from hocket.model.chunks import zigzag
-from hocket.model.context import context_of
-from hocket.model.documents import attend, documents_of, whole_sequences
-from hocket.model.microbatch import Microbatch
-from hocket.model.sinks import attend_with_sinks
-from hocket.model.stretches import attend_stretch, served
+from hocket.model.context import context_of, zigzag
+from hocket.model.documents import Microbatch, attend, documents_of, whole_sequences
+from hocket.model.heads import attend_stretch, attend_with_sinks, served
 from hocket.runtime.lanes import CudaLanes
 from hocket.settings.schema import changed
 from tests.helpers.plans import planned, small

@@ -28,8 +28,8 @@ from hocket.config import (
     TrainConfig,
 )
 from hocket.engine import Engine
-from hocket.measured.stored import named
-from hocket.model.microbatch import Microbatch
+from hocket.measured import named
+from hocket.model.documents import Microbatch
 from hocket.program.mesh import Mesh
 from hocket.runtime.comm import CommOptions, make_groups
 from hocket.runtime.lanes import CudaLanes

@@ -11,9 +11,8 @@ from torch import Tensor
 from hocket.config import Config
 from hocket.engine import Engine
 from hocket.kernels import IGNORED
-from hocket.model.documents import PADDING, Documents, attend, documents_of
+from hocket.model.documents import PADDING, Documents, Microbatch, attend, documents_of
 from hocket.model.latent_attention import attention
-from hocket.model.microbatch import Microbatch
 from hocket.presets import PLAIN
 from hocket.program.documents import dealt, lengths_of
 from hocket.program.part_sizes import attending

@@ -18,13 +18,12 @@ from torch import Tensor
 
 from hocket.config import Config, ExpertOverlap, MeshConfig, OverlapConfig, PlanConfig
 from hocket.engine import Engine
-from hocket.model.documents import documents_of
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Microbatch, documents_of
 from hocket.presets import PLAIN
 from hocket.runtime.hangs import Watchdog
 from hocket.runtime.lanes import CudaLanes
 from hocket.settings.schema import changed
-from hocket.train.recording import Recording
+from hocket.train.profiling import Recording
 from hocket_trace import load, report
 from tests.gpu.test_parity import BASE, restart
 from tests.gpu.test_placed_splits import CONFIG, WORLD, batches_of

@@ -9,7 +9,7 @@ from torch import Tensor
 from hocket.engine import Engine
 from hocket.layers.linears import cross_entropy
 from hocket.layers.vocabulary import loss_in_pieces
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Microbatch
 from hocket.presets import PLAIN
 from hocket.settings.schema import changed
 from tests.gpu.test_parity import BASE, run

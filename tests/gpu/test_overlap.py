@@ -28,8 +28,8 @@ from hocket.config import (
     TrainConfig,
 )
 from hocket.engine import Engine
-from hocket.measured.stored import named
-from hocket.model.microbatch import Microbatch
+from hocket.measured import named
+from hocket.model.documents import Microbatch
 from hocket.presets import PLAIN
 from hocket.settings.schema import changed
 from hocket.testing import Overlap, profile_overlap

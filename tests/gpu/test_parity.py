@@ -24,7 +24,7 @@ from hocket.config import (
     TrainConfig,
 )
 from hocket.engine import Engine
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Microbatch
 from hocket.presets import PLAIN
 from hocket.runtime.lanes import CudaLanes
 from hocket.settings.schema import changed, leaf

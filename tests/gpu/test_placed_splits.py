@@ -14,7 +14,7 @@ from hocket.config import Config, ExpertOverlap, MeshConfig, OverlapConfig, Plan
 from hocket.engine import Engine
 from hocket.layers.dispatch import exchange_counts, group_rows, place_counts
 from hocket.layers.routing import Routing
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Microbatch
 from hocket.program.mesh import Mesh
 from hocket.runtime.blocks import Room
 from hocket.runtime.comm import CommOptions, make_groups

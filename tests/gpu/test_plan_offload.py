@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hocket.engine import Engine
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Microbatch
 from hocket.presets import PLAIN
 from hocket.program.hardware import hardware_of
 from hocket.program.simulate import host_bytes, simulate

@@ -9,8 +9,8 @@ import torch
 
 from hocket.config import Config
 from hocket.engine import Engine
-from hocket.model.init import init_tensor
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Microbatch
+from hocket.model.source import init_tensor
 from hocket.runtime.weights import DTYPES
 from hocket.settings.schema import changed
 from tests.gpu.test_parity import BASE, EXPERTS

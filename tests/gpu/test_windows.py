@@ -12,8 +12,8 @@ from hocket.engine import Engine
 from hocket.kernels import formulas
 from hocket.layers.functional import add_bias_by_expert
 from hocket.model.documents import Documents, attend, whole_sequences
+from hocket.model.heads import attend_with_sinks
 from hocket.model.layers import swiglu
-from hocket.model.sinks import attend_with_sinks
 from hocket.presets import PLAIN
 from hocket.settings.schema import changed
 from tests.gpu.test_documents import CUDA, packed, some_documents

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hocket.model.init import init_biases, init_tensor
+from hocket.model.source import init_biases, init_tensor
 from hocket.model.transformer import Chunk
 
 

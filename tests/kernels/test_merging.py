@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hocket.kernels.sums import merge
-from hocket.model.stretches import merged
+from hocket.model.heads import merged
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hocket.config import Config, MeshConfig, ModelConfig, TrainConfig
-from hocket.measured.stored import describe
+from hocket.measured import describe
 from hocket.planning import program_of
 from hocket.program.hardware import H200
 from hocket.program.ops import LANES, Op, Program

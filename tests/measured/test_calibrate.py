@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hocket.measured.calibrate import calibrate
-from hocket.measured.predict import predict as predict_trace
-from hocket.measured.stored import stored_in
+from hocket.measured import calibrate, stored_in
 from hocket.planning import predict, program_of
-from hocket.program.cost import Measurement, overheads_of
+from hocket.program.cost import CostTable, Measurement, overheads_of
 from hocket.program.hardware import HARDWARE, hardware_of
 from hocket.program.ops import Program
-from hocket.program.simulate import Overheads, Timeline, cost_key, simulate
+from hocket.program.simulate import KIND_OF, Overheads, Timeline, cost_key, simulate
+from hocket.program.stages import costs_of
 from hocket.resolve import Settings
 from hocket.settings.schema import changed
 from hocket_trace.align import load
@@ -146,7 +145,6 @@ def test_a_replay_does_not_wait_for_the_host_that_was_recorded(tmp_path: Path) -
     alone = replace(measured, overheads=Overheads(measured.overheads.contention))
     assert of_replay == predict(op_by_op, program, hardware_of(op_by_op), alone)
     assert float(of_replay.makespan) < 0.95 * float(of_ops.makespan)
-    assert predict_trace(traces, report(traces), measured).ratio == pytest.approx(1, abs=0.02)  # which ran op by op
 
 
 def test_an_op_that_the_deciding_ranks_trace_lacks_is_not_measured(tmp_path: Path) -> None:
@@ -171,5 +169,55 @@ def test_costs_of_a_real_run_predict_its_step() -> None:
     """A small model on four GPUs with a late host: the measured step is close to the simulated one."""
     traces = load(sorted(FIXTURES.glob("rank*.json.gz")))
     stored, measured = stored_in(traces[0]), calibrate(traces)
-    found = simulate(stored.program, stored.costs.measured(measured.seconds), measured.overheads)
+    costs = CostTable(stored.program.layout.kinds, {}).measured(measured.seconds)
+    found = simulate(stored.program, costs, measured.overheads)
     assert report(traces).step_seconds == pytest.approx(float(found.makespan), rel=0.15)
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> tuple[RankTrace, ...]:
+    """Two steps of a run that takes exactly what the hardware's costs say."""
+    settings = settings_for(**PLANS[0])
+    timeline = predict(settings, program_of(settings), hardware_of(settings))
+    return load(traces_of(settings, timeline, tmp_path_factory.mktemp("plain"), steps=2))
+
+
+def test_the_program_comes_back(traces: tuple[RankTrace, ...]) -> None:
+    settings = settings_for(**PLANS[0])
+    program, hardware = program_of(settings), hardware_of(settings)
+    found = stored_in(traces[1])
+    assert found.program == program
+    costs = costs_of(settings, hardware)
+    assert found.contention == overheads_of(settings, hardware, costs.table).contention
+    assert traces[1].plan.ops.keys() == {str(op) for op in program.ranks[1]}
+    for op in program.ranks[1]:
+        told = traces[1].plan.ops[str(op)]
+        assert (told.lane, told.layer) == (op.lane, op.layer)
+        assert told.kind == KIND_OF.get(op.lane, "control" if op.verb == "step" else "compute")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda run: {}, "says nothing about settings"),
+        (lambda run: run | {"version": 1}, "has version 1, this hocket reads version 2"),
+        (lambda run: run | {"program": run["program"][:40]}, "its program cannot be read .*so it was edited; fix: "),
+        (lambda run: run | {"program": 3}, "its program cannot be read"),
+        (lambda run: run | {"costs": run["costs"] | {"contention": {"a2a": "much"}}}, "its program cannot be read"),
+        (lambda run: {name: run[name] for name in run if name != "costs"}, "its program cannot be read .KeyError"),
+        (lambda run: run | {"pp_rank": None}, "has pp_rank None of 2"),
+        (lambda run: run | {"pp_rank": -1}, "has pp_rank -1 of 2"),
+    ],
+)
+def test_traces_of_other_programs_and_versions_are_refused(
+    traces: tuple[RankTrace, ...], change: Any, message: str
+) -> None:
+    changed = [replace(trace, run=change(dict(trace.run))) for trace in traces]
+    with pytest.raises(ValueError, match=message):
+        calibrate(changed)
+
+
+def test_a_trace_without_the_plans_ops_is_refused(traces: tuple[RankTrace, ...]) -> None:
+    bare = [replace(trace, op=np.full(len(trace), trace.words.index(""))) for trace in traces]
+    with pytest.raises(ValueError, match="none of the ops of its plan"):
+        calibrate(bare)

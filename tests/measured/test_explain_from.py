@@ -11,11 +11,11 @@ import pytest
 
 from hocket.commands.explain import run, with_traces
 from hocket.commands.plan import resolve_for_plan
+from hocket.doctor.measure import Measured, Request
 from hocket.environment import Gpus
 from hocket.explain.beside import CPU_BYTES, beside, request
 from hocket.explain.build import explain
 from hocket.planning import predict, program_of
-from hocket.probing.request import Measured, Request
 from hocket.program.hardware import HARDWARE, hardware_of
 from hocket.recipes import recipe
 from hocket.settings.schema import changed
@@ -134,7 +134,7 @@ def test_the_command_probes_and_shows_both(capsys: pytest.CaptureFixture[str], m
             products=dict.fromkeys(request.products, 1e-3), transfers=dict.fromkeys(request.transfers, 2e-3)
         )
 
-    monkeypatch.setattr("hocket.probing.start.run", measured)
+    monkeypatch.setattr("hocket.doctor.measure.run", measured)
     monkeypatch.setattr("hocket.commands.explain.find_gpus", Gpus)
     assert run(["tiny", "--probe"]) == 0
     printed = capsys.readouterr().out

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hocket.measured.planops import PlanOps, all_plan_ops
+from hocket.measured import PlanOps, all_plan_ops
 from hocket.planning import program_of
 from hocket_trace.align import load
 from tests.measured.simulated import about, settings_for

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hocket.config import ModelConfig
-from hocket.explain.overlaps import overlaps
+from hocket.explain.build import overlaps
 from hocket.planning import predict, program_of
 from hocket.program.check import assert_valid
 from hocket.program.cost import unit_weights

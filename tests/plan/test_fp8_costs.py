@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hocket.config import ModelConfig
-from hocket.explain.predicted import simulated
+from hocket.explain.build import simulated
 from hocket.program.cost import CostTable, op_costs
 from hocket.program.hardware import H200
 from hocket.program.ops import Layout, Op

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hocket.config import Config, MeshConfig, Purpose, Strategy
-from hocket.explain.parts import units
-from hocket.explain.predicted import simulated
+from hocket.explain.build import simulated, units
 from hocket.machine import host_for_plan
 from hocket.planning import as_json, network, program_of, report
 from hocket.program.cost import CostTable

@@ -10,7 +10,7 @@ import pytest
 
 from hocket.config import Config, MeshConfig
 from hocket.explain.beside import asked
-from hocket.measured.stored import named
+from hocket.measured import named
 from hocket.program.check import check
 from hocket.program.cost import OpCost, op_costs, unit_weights
 from hocket.program.dryrun import dry_run, reference
@@ -30,7 +30,7 @@ from hocket.program.values import reads
 from hocket.settings.plan_rules import other_ops_first
 from hocket.tune.by_cost import seconds_of_experts
 from hocket.tune.layer_orders import layer_seconds
-from hocket_trace.plan import plan_of
+from hocket_trace.parse import plan_of
 from tests.helpers.costs import Table
 from tests.helpers.plans import planned, small
 from tests.plan.programs import with_op

@@ -26,7 +26,7 @@ from hocket.program.timeline import (
     text_timeline,
 )
 from hocket_trace.exposure import exposed, report
-from hocket_trace.scene import COLORS, GUTTER
+from hocket_trace.picture import COLORS, GUTTER
 from tests.helpers.costs import Table
 from tests.helpers.plans import planned
 

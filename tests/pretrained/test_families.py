@@ -20,9 +20,8 @@ from hocket.model.source import whole_shapes
 from hocket.model.transformer import Chunk
 from hocket.pretrained.configuration import config_of, family_for, model_of
 from hocket.pretrained.convert import PretrainedFolder, rules_of, split, tensors_of
-from hocket.pretrained.family import Family
-from hocket.pretrained.tables import FAMILIES
-from hocket.pretrained.written import files_of, write_files
+from hocket.pretrained.folder import files_of, write_files
+from hocket.pretrained.tables import FAMILIES, Family
 from tests.pretrained.folders import CASES, VOCAB, change_config, made, ours, saved, settings
 
 

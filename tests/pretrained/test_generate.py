@@ -13,7 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5", exc_type=ImportError)
 
-from hocket.commands.generate import _print
+from hocket.commands.models import _print
 from hocket.model.generate import Sampling, generate
 from hocket.model.tokenizer import ByteTokenizer
 from tests.helpers.command import ALONE, SMALL, hocket, text_in

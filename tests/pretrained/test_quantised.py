@@ -21,9 +21,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 
 from hocket.model.source import whole_shapes
-from hocket.pretrained import mxfp4
 from hocket.pretrained.convert import PretrainedFolder
-from hocket.pretrained.quantised import dequantised, scales_shape
+from hocket.pretrained.folder import dequantised, mxfp4_values, scales_shape
 from tests.helpers.command import command, hocket
 from tests.pretrained.folders import change_config, ours, saved
 from tests.pretrained.test_families import assert_same
@@ -200,11 +199,11 @@ def test_quantised_experts_are_what_transformers_makes_of_them(tmp_path: Path) -
 
 def test_all_numbers_of_four_bits() -> None:
     blocks = torch.arange(0, 256, 17, dtype=torch.uint8).view(1, 1, 16)  # of both halves the same number
-    found = mxfp4.values(blocks, torch.tensor([[128]], dtype=torch.uint8))
+    found = mxfp4_values(blocks, torch.tensor([[128]], dtype=torch.uint8))
     magnitudes = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
     expected = [2 * x for x in magnitudes] + [-2 * x for x in magnitudes]
     assert found.tolist() == [[x for x in expected for _ in range(2)]]
-    first = mxfp4.values(torch.full((1, 1, 16), 0x21, dtype=torch.uint8), torch.tensor([[127]], dtype=torch.uint8))
+    first = mxfp4_values(torch.full((1, 1, 16), 0x21, dtype=torch.uint8), torch.tensor([[127]], dtype=torch.uint8))
     assert first[0, :2].tolist() == [0.5, 1.0]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from hocket.config import Config
 from hocket.engine import Engine
 from hocket.engine.executor import EVERY, collect_after, no_collection
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Microbatch
 from tests.helpers.parity import config
 from tests.helpers.ranks import run_ranks
 from tests.reference import random_batches

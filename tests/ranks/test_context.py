@@ -12,11 +12,20 @@ from torch import Tensor
 
 from hocket.config import Config, RopeConfig
 from hocket.engine import Engine
-from hocket.model.chunks import TOLERANCE, imbalance_of, shares, work_of, zigzag
-from hocket.model.context import Context, Shared, by_heads, context_of, of_heads
-from hocket.model.documents import documents_of, whole_sequences
+from hocket.model.context import (
+    TOLERANCE,
+    Context,
+    Shared,
+    by_heads,
+    context_of,
+    imbalance_of,
+    of_heads,
+    shares,
+    work_of,
+    zigzag,
+)
+from hocket.model.documents import Microbatch, documents_of, whole_sequences
 from hocket.model.layers import Attention
-from hocket.model.microbatch import Microbatch
 from hocket.program.documents import of_windows
 from hocket.runtime.weights import DTYPES
 from hocket.settings.schema import changed

@@ -28,7 +28,7 @@ from hocket.config import (
 )
 from hocket.engine import Engine
 from hocket.layers import dispatch
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Microbatch
 from hocket.program.mesh import Mesh
 from hocket.runtime.collective_copies import HALVES, CollectiveCopies, CopiedCollectives, Halves, _words, blank
 from hocket.runtime.comm import P2P, Group, Groups, make_groups

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hocket.config import Config
 from hocket.engine import Engine
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Microbatch
 from hocket.runtime.weights import DTYPES
 from tests.helpers.parity import LR, adamw, config, whole
 from tests.helpers.ranks import run_ranks

@@ -8,7 +8,7 @@ from torch import nn
 
 from hocket.engine import Engine
 from hocket.fsdp.planned.model import PlannedModel, unit_of
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Microbatch
 from hocket.program.mesh import Mesh
 from hocket.program.ops import Layout, Program
 from hocket.runtime.comm import make_groups

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from hocket.config import Config
 from hocket.engine import Engine, graphed
-from hocket.model.documents import PADDING, attend, documents_of
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import PADDING, Microbatch, attend, documents_of
 from hocket.runtime.transports import Null
 from hocket.settings.schema import changed
 from tests.helpers.parity import config

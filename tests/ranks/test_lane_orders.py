@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from hocket.config import Config
 from hocket.engine import Engine
 from hocket.fsdp.shard_grads import ShardGrads
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Microbatch
 from hocket.program.linearize import linearize
 from hocket.program.ops import Op
 from hocket.runtime import segment

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from hocket.config import ModelConfig
 from hocket.layers.norms import rotate
-from hocket.model.init import init_tensor
 from hocket.model.latent_attention import LatentAttention, softmax_scale
 from hocket.model.layers import Attention
 from hocket.model.moe import ExpertPlace, MoELayer
 from hocket.model.rotary import rotary_table
+from hocket.model.source import init_tensor
 from hocket.model.transformer import Chunk
 from hocket.settings import families
 from tests.helpers.chunks import init_chunk

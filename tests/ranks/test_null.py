@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hocket.config import Config
 from hocket.engine import Engine
 from hocket.engine.actions import Actions
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Microbatch
 from hocket.program.ops import Op
 from hocket.recipes import recipe
 from hocket.resolve import resolve

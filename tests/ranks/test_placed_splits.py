@@ -15,7 +15,7 @@ from hocket.engine import Engine
 from hocket.engine.room import Held, RowRoom
 from hocket.layers.dispatch import exchange_counts, group_rows, place_counts
 from hocket.layers.routing import Routing
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Microbatch
 from hocket.program.hardware import LAPTOP
 from hocket.program.mesh import Mesh
 from hocket.program.stages import costs_of, lack, rows_allowed, rows_at_most, rows_evenly, rows_grown

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hocket.config import Config
 from hocket.engine import Engine
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Microbatch
 from hocket.program.hardware import hardware_of
 from hocket.program.stages import costs_of, mesh_of
 from hocket.program.values import unit_moved, unit_written

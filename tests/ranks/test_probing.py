@@ -6,9 +6,8 @@ import os
 
 import pytest
 
-from hocket.probing.rank import measure
-from hocket.probing.request import Measured, Request
-from hocket.probing.start import run
+from hocket.doctor.measure import Measured, Request, run
+from hocket.doctor.rank import measure
 from hocket.program.hardware import RATES
 from tests.helpers.ranks import run_ranks
 
@@ -51,6 +50,6 @@ def test_a_rank_that_fails_says_why_and_nobody_waits_for_it() -> None:
 def test_a_host_without_a_free_port_and_ranks_that_do_not_end_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"probe: no end after 0\.01 s; fix: "):
         run(REQUEST, os.environ, limit=0.01)
-    monkeypatch.setattr("hocket.probing.start.find_port", lambda: 0)
+    monkeypatch.setattr("hocket.doctor.measure.find_port", lambda: 0)
     with pytest.raises(ValueError, match="probe: there is no free port; fix: "):
         run(REQUEST, os.environ)

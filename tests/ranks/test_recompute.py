@@ -10,7 +10,7 @@ import torch
 
 from hocket.config import Config, DataConfig
 from hocket.engine import Engine
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Microbatch
 from hocket.program.hardware import hardware_of
 from hocket.program.simulate import simulate
 from hocket.program.stages import costs_of

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from hocket.config import Config, Strategy
 from hocket.engine import Engine
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Microbatch
 from hocket.train import checkpoint
-from hocket.train.pieces import Range
+from hocket.train.checkpoint import Range
 from tests.helpers.parity import config, whole
 from tests.helpers.ranks import run_ranks
 from tests.reference import random_batches

@@ -13,8 +13,7 @@ from hocket.engine import Engine
 from hocket.layers.slices import Part, TensorRank, part_of, split_of, take, whole_shape
 from hocket.resolve import Settings, resolve
 from hocket.settings.schema import changed
-from hocket.train.checkpoint import Moment, restore, save
-from hocket.train.pieces import Range
+from hocket.train.checkpoint import Moment, Range, restore, save
 from tests.helpers.ranks import run_ranks
 from tests.ranks.test_tensor_parity import MIXED, of, whole
 

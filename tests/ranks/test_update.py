@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hocket.config import Strategy
 from hocket.engine import Engine
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Microbatch
 from hocket.program.check import check
 from hocket.program.dryrun import dry_run
 from hocket.program.lower import build_program

@@ -10,9 +10,7 @@ import numpy as np
 
 from hocket_trace.data import (
     Kind,
-    OpPrediction,
     OpRow,
-    Prediction,
     RankTrace,
     Report,
     Share,
@@ -120,21 +118,6 @@ def tax() -> Tax:
         ),
         ops=(Slowdown(name="fwd attn", seconds=0.03, null=0.028),),
         notes=("Routing differs between the two runs.",),
-    )
-
-
-def prediction() -> Prediction:
-    return Prediction(
-        costs="h200",
-        predicted=0.092,
-        measured=0.100,
-        ops=(
-            OpPrediction(name="fwd experts moe", count=32, predicted=0.0004, measured=0.0005),
-            OpPrediction(name="gather dense", count=64, predicted=0.0005, measured=0.00045),
-            OpPrediction(name="step all", count=1, predicted=0.0, measured=0.001),
-        ),
-        explained={"longer compute": 0.005, "late host": 0.002, "the rest": 0.001},
-        notes=("The model knows no contention.",),
     )
 
 

@@ -20,9 +20,9 @@ from hocket_trace.as_json import to_json
 from hocket_trace.data import RankTrace, Step
 from hocket_trace.exposure import report
 from hocket_trace.page import html
-from hocket_trace.scene import COLORS
+from hocket_trace.picture import COLORS
 from hocket_trace.table import headline
-from tests.trace.reports import Row, busy, op, prediction, step_of, tax, trace
+from tests.trace.reports import Row, busy, op, step_of, tax, trace
 from tests.trace.reports import report as made
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
@@ -272,8 +272,8 @@ def test_the_page_loads_nothing() -> None:
 
 
 def test_tables_have_the_numbers_of_the_terminal() -> None:
-    words = Reader(html(made(steps=(step_of(0, 1), step_of(1, 1))), [busy(50)], tax(), prediction())).words
-    for text in ("Tax of communication", "Predicted and measured", "fwd experts moe", "+10.1 %", "310", "aten::mm"):
+    words = Reader(html(made(steps=(step_of(0, 1), step_of(1, 1))), [busy(50)], tax())).words
+    for text in ("Tax of communication", "+10.1 %", "310", "aten::mm"):
         assert text in words, text
     assert "Traces of ranks 4 to 7 are missing: waiting for them counts as transfer." in words
 

@@ -13,8 +13,7 @@ import pytest
 from hocket_trace.data import RankTrace, Step
 from hocket_trace.exposure import exposed, idle, late, report
 from hocket_trace.intervals import length
-from hocket_trace.picture import png, svg, typical
-from hocket_trace.scene import COLORS, GUTTER, Box, columns, draw, lanes
+from hocket_trace.picture import COLORS, GUTTER, Box, columns, draw, lanes, png, svg, typical
 from tests.trace.reports import Row, busy, step_of, trace
 from tests.trace.reports import report as made
 

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hocket.measured.predict import predict
 from hocket_trace import load, report
 from hocket_trace.data import RankTrace
 from hocket_trace.intervals import intersect, length, union
@@ -159,18 +158,6 @@ def test_a_rank_waits_for_late_peers_no_longer_than_its_transfers_run(traces: tu
         waits = [share.waiting for step in found.steps[2:] if (share := step.kinds[kind]) is not None]
         assert max(waits) > 2 * min(waits)
     assert not any("clock" in note for note in found.notes)
-
-
-def test_the_run_is_predicted_from_what_its_traces_say(traces: tuple[RankTrace, ...]) -> None:
-    found = report(traces)
-    prediction = predict(traces, found)
-    assert math.isclose(prediction.measured, found.step_seconds, rel_tol=1e-9)
-    assert 0 < prediction.predicted < prediction.measured
-    assert math.isclose(
-        sum(prediction.explained.values()), prediction.measured - prediction.predicted, rel_tol=1e-6, abs_tol=1e-9
-    )
-    verbs = {row.name.split()[0] for row in prediction.ops}
-    assert {"fwd", "bwd", "wgrad", "gather", "reduce", "recv", "step"} <= verbs
 
 
 def test_times_add_up(traces: tuple[RankTrace, ...]) -> None:

@@ -13,23 +13,23 @@ from hocket_trace.as_json import by_launcher, to_json
 from hocket_trace.columns import bar, duration, grid, milliseconds, plain, rate, short_kernel, shortened, size, wrapped
 from hocket_trace.table import headline, render, step_parts, table, warnings
 from tests.helpers.golden import assert_golden
-from tests.trace.reports import NAN, OPS, prediction, report, share, step_of, tax
+from tests.trace.reports import NAN, OPS, report, share, step_of, tax
 
 
 @pytest.mark.parametrize("width", [80, 100])
 def test_table_is_the_one_that_was_looked_at(width: int, pytestconfig: pytest.Config) -> None:
-    assert_golden(f"trace_{width}.txt", render(report(), tax(), prediction(), width) + "\n", pytestconfig)
+    assert_golden(f"trace_{width}.txt", render(report(), tax(), width) + "\n", pytestconfig)
 
 
 def test_json_is_the_one_that_was_looked_at(pytestconfig: pytest.Config) -> None:
-    figures = to_json(report(), tax(), prediction())
+    figures = to_json(report(), tax())
     rounded = json.loads(json.dumps(figures), parse_float=lambda text: float(f"{float(text):.9g}"))
     assert_golden("trace.json", json.dumps(rounded, indent=1) + "\n", pytestconfig)
 
 
 @pytest.mark.parametrize("width", [80, 100, 120])
 def test_no_line_is_longer_than_asked(width: int) -> None:
-    lines = render(report(), tax(), prediction(), width).splitlines()
+    lines = render(report(), tax(), width).splitlines()
     assert not [line for line in lines if len(line) > width]
     assert any("late peers" in line for line in lines)
 
@@ -109,7 +109,7 @@ def test_what_is_not_known_is_null_in_json_and_a_dash_in_the_table() -> None:
     assert (row["waiting_seconds"], row["bandwidth_bytes_per_second"]) == (None, None)
     line = next(line for line in render(alone).splitlines() if line.startswith("  gather"))
     assert line.split() == ["gather", "4", "20.00", "–", "–", "–", "10.00", "50.0", "%", "4.0", "%"]
-    json.dumps(to_json(alone, tax(), prediction()), allow_nan=False)
+    json.dumps(to_json(alone, tax()), allow_nan=False)
 
 
 def test_names_of_figures_end_in_their_unit() -> None:
@@ -129,7 +129,7 @@ def test_names_of_figures_end_in_their_unit() -> None:
             units = ("seconds", "_share", "_fraction", "bytes", "_bytes_per_second")
             assert name in plain_names or name.endswith(units), name
 
-    walk(to_json(report(), tax(), prediction()), "")
+    walk(to_json(report(), tax()), "")
 
 
 # ------------------------------------------------------------------------------------------------------- text

@@ -102,14 +102,10 @@ def test_null_adds_the_tax(folder: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert gemm["slowdown_share"] == pytest.approx(75 / 45 - 1)
 
 
-def test_a_run_that_cannot_be_predicted_is_reported_all_the_same(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_of_another_version_is_reported_all_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = {"version": 99, "transport": "slow", "rank": 0}
     code, out, _ = command(capsys, "trace", build(0, tmp_path, hocket=run))
     assert code == 0
-    assert "no prediction: " in " ".join(out.split())
-    assert "version 99" in out
     assert "EMULATED NETWORK" in out
 
 
@@ -204,7 +200,7 @@ def test_a_null_trace_that_communicates_is_refused(
 
 
 def test_traces_do_not_wait_for_torch() -> None:
-    code = "import sys, hocket.commands.trace; sys.exit('torch' in sys.modules)"
+    code = "import sys, hocket.cli, hocket_trace.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 

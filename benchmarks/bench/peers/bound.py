@@ -28,7 +28,7 @@ from benchmarks.bench.plain import (
 )
 from benchmarks.bench.workload import Workload
 from hocket.kernels import usable
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Microbatch
 
 
 def bound(workload: Workload, rank: int, device: torch.device) -> Contender:

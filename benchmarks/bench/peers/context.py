@@ -27,8 +27,8 @@ from benchmarks.bench.contender import Contender
 from benchmarks.bench.peers.fsdp2 import Fsdp2, Options
 from benchmarks.bench.plain import Exchange, PlainModel
 from benchmarks.bench.workload import Workload
+from hocket.model.documents import Microbatch
 from hocket.model.layers import Attention
-from hocket.model.microbatch import Microbatch
 from hocket.program.mesh import Mesh
 
 METHODS = {"gather": "allgather", "ring": "alltoall"}

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.bench.contender import Contender
 from benchmarks.bench.plain import MainWeights, backward, materialize, optimizer_name, plain_model
 from benchmarks.bench.workload import Workload
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Microbatch
 
 BUCKET_MB = 100
 """Larger than torch's default of 25, which is too small for fast links."""

@@ -17,8 +17,8 @@ from torch import Tensor
 from benchmarks.bench.contender import Contender
 from benchmarks.bench.plain import PlainModel, adamw, first_value, materialize, optimizer_name, plain_model
 from benchmarks.bench.workload import Workload
+from hocket.model.documents import Microbatch
 from hocket.model.layers import DenseLayer
-from hocket.model.microbatch import Microbatch
 from hocket.model.moe import MoELayer
 from hocket.model.transformer import Head
 

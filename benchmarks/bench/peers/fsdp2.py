@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from benchmarks.bench.contender import Contender
 from benchmarks.bench.plain import Exchange, MainWeights, PlainModel, adamw, backward, fill, optimizer_name, plain_model
 from benchmarks.bench.workload import Workload
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Microbatch
 from hocket.model.moe import MoELayer
 from hocket.program.mesh import Mesh
 

@@ -34,7 +34,7 @@ from benchmarks.bench.contender import Contender
 from benchmarks.bench.peers.megatron_core_plan import Experts, Stage, wait_for_whole_layers
 from benchmarks.bench.plain import Exchange, PlainModel, first_value, materialize, plain_model
 from benchmarks.bench.workload import Workload
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Microbatch
 from hocket.program.stages import layout_of
 
 

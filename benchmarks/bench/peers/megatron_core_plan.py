@@ -35,8 +35,8 @@ from torch import Tensor, nn
 from benchmarks.bench.plain import Exchange, PlainModel
 from hocket.layers.dispatch import Splits
 from hocket.layers.routing import Routing
+from hocket.model.documents import Microbatch
 from hocket.model.layers import DenseLayer
-from hocket.model.microbatch import Microbatch
 from hocket.model.moe import MoELayer
 from hocket.runtime.transports import RowTable
 from hocket.runtime.weights import Weight, WgradQueue, collecting, manage

@@ -32,8 +32,8 @@ from benchmarks.bench.plain import (
     plain_model,
 )
 from benchmarks.bench.workload import Workload
+from hocket.model.documents import Microbatch
 from hocket.model.layers import DenseLayer
-from hocket.model.microbatch import Microbatch
 from hocket.model.moe import MoELayer
 from hocket.model.transformer import Embed, Head
 from hocket.program.mesh import Mesh, Purpose

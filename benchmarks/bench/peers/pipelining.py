@@ -27,7 +27,7 @@ from benchmarks.bench.peers.fsdp2 import shard
 from benchmarks.bench.plain import Exchange, MainWeights, PlainModel, adamw, fill, optimizer_name, plain_model
 from benchmarks.bench.workload import Workload
 from hocket.layers.linears import cross_entropy
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Microbatch
 from hocket.model.moe import MoELayer
 from hocket.program.mesh import Mesh
 from hocket.program.ops import Layout

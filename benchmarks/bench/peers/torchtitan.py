@@ -31,7 +31,7 @@ from benchmarks.bench.peers.torchtitan_model import TitanModel, move_experts, ti
 from benchmarks.bench.plain import adamw, first_value, optimizer_name
 from benchmarks.bench.workload import Workload
 from hocket.layers.linears import cross_entropy
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Microbatch
 from hocket.program.mesh import Mesh
 from hocket.program.ops import even_bounds
 

@@ -20,7 +20,7 @@ from benchmarks.bench.any_model import buffer_of, model_of, value_of
 from benchmarks.bench.contender import Contender
 from benchmarks.bench.plain import adamw, optimizer_name
 from benchmarks.bench.workload import Workload
-from hocket.model.microbatch import Microbatch
+from hocket.model.documents import Microbatch
 
 
 class Fsdp2:

@@ -1,0 +1,415 @@
+"""`hocket generate`: what a model goes on with."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from hocket.commands.options import parse_plain, write
+from hocket.config import BYTE_VOCAB, BYTES, Config, DataConfig, ModelConfig, PrecisionConfig
+from hocket.model.tokenizer import FILES, ends_of, known_tokenizer, load_tokenizer, tokenizer_file
+from hocket.problems import stop_if
+from hocket.settings.overrides import given, split, value_of
+from hocket.settings.rule import Host
+from hocket.settings.rules import broken, rule_lines
+from hocket.settings.schema import changed, flat, impossible, problem, show, types, unseen, written
+from hocket.settings.tomlfile import written as toml_of
+from hocket.train.chat import NAMING, TEMPLATE, Chats
+from hocket.train.documents import BadFileError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hocket.model.tokenizer import Tokenizer
+    from hocket.model.transformer import Chunk
+    from hocket.train.corpus import Corpus
+    from hocket.train.data import Shuffled
+    from hocket.train.export import StoredModel
+
+UNFINISHED = "�"
+"""What a decoder puts in place of a character whose last bytes are still to come."""
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Print what a model goes on with: that of a run's newest checkpoint, or of a folder of Hugging Face."""
+
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """The folder of a run, of a checkpoint, or of a published model."""
+    prompt: str
+    """The text to go on with."""
+    chat: bool = False
+    """The prompt is a user's message in the chat template. Prints the answer, up to where the template ends it."""
+    tokens: int = 100
+    """The most tokens."""
+    temperature: float = 0.0
+    """What logits are divided by; 0 takes the likeliest token."""
+    top_k: int = 0
+    """Draw from that many of the likeliest tokens; 0 means all."""
+    top_p: float = 1.0
+    """Draw from the fewest likeliest tokens that have this probability together."""
+    seed: int = 0
+    """Of the draws."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes a GPU if there is one. On a CPU weights are fp32, on a GPU bf16."""
+
+
+def run_generate(words: list[str]) -> int:
+    """Generate. Returns the exit code."""
+    options = parse_plain(Generate, "generate", "hocket generate RUN --prompt TEXT", words)
+    _check_ranges(options)
+    from hocket.model.generate import Sampling, generate
+
+    device = device_of(options.device)
+    try:
+        config, value, data, stored = opened(Path(options.model))
+        _require_sound(config, device)
+        if data.tokenizer != BYTES and not (file := tokenizer_file(data.tokenizer)).exists():
+            raise ValueError(f"there is no {file}, the tokenizer; fix: put the model's {' or '.join(FILES)} there")
+    except (OSError, ValueError) as error:
+        fix = "; fix: a run with a whole checkpoint, or a folder of a family that hocket computes"
+        fix = "" if "; fix: " in str(error) else fix
+        raise ValueError(f"generate {options.model} (command line): {error}{fix}") from None
+    tokenizer = load_tokenizer(data, {"data.tokenizer": options.model})
+    text, end = _in_chat(options, data) if options.chat else (options.prompt, "")
+    prompt = [*(() if options.chat else tokenizer.begins), *map(int, tokenizer.encode([text.encode()])[0])]
+    if not prompt:
+        raise _wrong("prompt", options.prompt, "has no token", "a text")
+    ends = stored.ends if stored else ends_of(Path(options.model)) or [tokenizer.separator]
+    if (special := tokenizer.special(end)) >= 0:
+        ends, end = [*ends, special], ""
+    model = filled(config, value, device)
+    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+    sys.stdout.write("" if options.chat else options.prompt)
+    _print(generate(model, prompt, options.tokens, sampling, frozenset(ends)), tokenizer, end)
+    return 0
+
+
+def device_of(asked: str) -> str:
+    """Where to compute. Raises ValueError for a GPU that is not there."""
+    import torch
+
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise _wrong("device", asked, "torch sees no GPU here", "device cpu")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if asked == "auto" else asked
+
+
+def _check_ranges(options: Generate) -> None:
+    least: dict[str, tuple[float, float]] = {
+        "tokens": (1, 1e9), "temperature": (0, 1e9), "top_k": (0, 1e9), "top_p": (1e-9, 1),
+        "seed": (0, 2**63 - 1),
+    }  # fmt: skip
+    for name, (low, high) in least.items():
+        given = getattr(options, name)
+        if not low <= given <= high:
+            raise _wrong(name, given, "out of range", f"at least {low:g}, at most {written(high)}")
+
+
+def _wrong(name: str, value: Any, reason: str, fix: str) -> ValueError:
+    return ValueError(f"--{name} {value} (command line): {reason}; fix: {fix}")
+
+
+def opened(
+    folder: Path,
+) -> tuple[ModelConfig, Callable[[str, tuple[int, ...]], Tensor], DataConfig, StoredModel | None]:
+    """A model's settings, its parameters by name and whole shape, the settings of its text, and a run's checkpoint."""
+    from hocket.model.source import whole_shapes
+    from hocket.pretrained.convert import PretrainedFolder
+    from hocket.train.checkpoint import newest_of
+    from hocket.train.export import StoredModel
+
+    if (folder / "config.json").exists():
+        published = PretrainedFolder(str(folder))
+        published.check(whole_shapes(published.model))
+        stored, model, value = None, published.model, published.value
+        data = DataConfig(tokenizer=str(folder))
+        if model.vocab == BYTE_VOCAB and not tokenizer_file(data.tokenizer).exists():  # hocket export writes such ones
+            print(f"note: {folder} has {BYTE_VOCAB} tokens and no tokenizer: a token is a byte", file=sys.stderr)
+            template = folder / TEMPLATE
+            data = DataConfig(tokenizer=BYTES, chat_template=str(template) if template.exists() else "")
+    else:
+        stored = StoredModel(newest_of(folder).resolve())
+        model, value, data = stored.model, stored.value, stored.data
+    return model, value, data, stored
+
+
+def _require_sound(model: ModelConfig, device: str) -> None:
+    """Raise ValueError for a model that no run computes here, by the rules of runs."""
+    config = Config(model=model, precision=PrecisionConfig(compute="bf16" if device == "cuda" else "fp32"))
+    about = [rule for rule in broken(config, Host(), {}) if all(map(_of_the_model, rule.settings))]
+    stop_if(rule_lines(about, config, Host(), {"": "the model"}))
+
+
+def _of_the_model(setting: str) -> bool:
+    return setting.startswith("model.") or setting == "precision.compute"
+
+
+def _in_chat(options: Generate, data: DataConfig) -> tuple[str, str]:
+    """The prompt as a user's message, and the text that ends an answer."""
+    chats = Chats(data)
+    try:
+        return chats.question(options.prompt), chats.end
+    except BadFileError as error:
+        beside = "a run with data.chat_template" if data.tokenizer == BYTES else f"{TEMPLATE} beside the tokenizer"
+        fix = error.fix if error.fix != NAMING else f"leave it out, or {beside}"
+        raise ValueError(f"--chat (command line): {options.model} {error}; fix: {fix}") from None
+
+
+def filled(config: ModelConfig, value: Callable[[str, tuple[int, ...]], Tensor], device: str) -> Chunk:
+    """The whole model with its weights, one parameter at a time."""
+    import torch
+
+    from hocket.model.source import init_biases
+    from hocket.model.transformer import Chunk
+
+    model = Chunk(config, range(config.layers))
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    for module in model.modules():
+        for name, param in list(module.named_parameters(recurse=False)):
+            setattr(module, name, torch.nn.Parameter(torch.empty(param.shape, dtype=dtype, device=device)))
+    model.tie()
+    init_biases(model, device)
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            tensor.copy_(value(name, tuple(tensor.shape)))
+    return model
+
+
+def _print(tokens: Iterable[int], tokenizer: Tokenizer, end: str) -> None:
+    """Print tokens as they come, each character when its last byte is there, until a text comes that is the end."""
+    seen, shown = list[int](), 0
+    for token in tokens:
+        seen.append(token)
+        text, found, _ = tokenizer.decode(seen).partition(end) if end else (tokenizer.decode(seen), "", "")
+        whole = text if found else text.removesuffix(UNFINISHED)
+        begun = 0 if found else max((n for n in range(1, len(end)) if whole.endswith(end[:n])), default=0)
+        sys.stdout.write(whole[shown : len(whole) - begun])
+        sys.stdout.flush()
+        shown = max(shown, len(whole) - begun)
+        if found:
+            sys.stdout.write("\n")
+            return
+    sys.stdout.write(tokenizer.decode(seen)[shown:] + "\n")
+
+
+# -- `hocket eval`: the held-out loss of a model, by source ------------------------------------------------------------
+
+EVAL_USAGE = """usage: hocket eval RUN|FOLDER --data.paths PATH...
+
+The loss of a model in nats per token: of a run's newest checkpoint, a checkpoint, or a folder of Hugging Face. Every
+token of the text that is learnt counts once; hocket eval RUN --data.sources FILE also tells the loss of each source.
+
+  --data.paths, --data.sources   the text, none of which is kept back (docs/data.md)
+  --data.*                       how it is read: as the run has read its own, a folder with data.packing = on and
+                                 data.sequence_length = 1024
+  --train.sequences              sequences that are computed together, by default 1
+  --train.device                 auto takes a GPU if there is one. On a CPU weights are fp32, on a GPU bf16"""
+UNREAD = ("data.validation", "data.validation_paths", "data.seed")
+"""Settings of text for training alone."""
+
+
+def run_eval(words: list[str]) -> int:
+    """Evaluate. Returns the exit code."""
+    if {"-h", "--help"} & set(words):
+        print(EVAL_USAGE)
+        return 0
+    if not words or words[0].startswith("-"):
+        raise ValueError("hocket eval (command line): no model; fix: hocket eval RUN --data.paths my/texts")
+    model, *flags = words
+    from hocket.train.corpus import open_corpus
+    from hocket.train.sources import read_sources
+
+    try:
+        sizes, value, read, *_ = opened(Path(model))
+    except (OSError, ValueError) as error:
+        fix = "a run with a whole checkpoint, or a folder of a family that hocket computes"
+        raise ValueError(f"eval {model} (command line): {error}; fix: {fix}") from None
+    if (Path(model) / "config.json").exists():
+        read = replace(read, packing="on", sequence_length=1024)
+    config, origins = configured(Config(model=sizes, data=replace(read, paths=(), sources="")), flags)
+    chunk, found = filled(sizes, value, device_of(config.train.device)), list[tuple[float, int]]()
+    for source in read_sources(config.data, origins):
+        corpus = open_corpus(replace(source.data, validation=0.0, validation_paths=()), source.origins)
+        if corpus.vocab > sizes.vocab:
+            reason, fix = f"has {corpus.vocab} tokens, and the model {sizes.vocab}", "the model's own tokenizer"
+            raise ValueError(problem("data.tokenizer", source.data.tokenizer, source.origins, reason, fix))
+        found.append(_loss(chunk, corpus, source.data, config.train.sequences))
+        if source.name:
+            print(_line(source.name, *found[-1]))
+    total, count = (sum(each) for each in zip(*found, strict=True))
+    if not count:
+        raise ValueError("hocket eval (command line): no token of it is learnt; fix: text with answers")
+    if len(found) > 1 or not config.data.sources:
+        print(_line("all" if len(found) > 1 else "", total, int(count)))
+    return 0
+
+
+def configured(config: Config, flags: list[str]) -> tuple[Config, dict[str, str]]:
+    """The settings with those of the command line. Raises ValueError for flags that mean nothing here."""
+    origins, problems = given(flags, config, {})
+    read = {name for name in types() if name.startswith("data.") and name not in UNREAD}
+    for name in origins.keys() - read - {"train.sequences", "train.device"}:
+        problems.append(f"{name} ({origins[name]}): no effect on an evaluation; fix: leave it out")
+    if not problems and not {"data.paths", "data.sources"} & origins.keys():
+        problems.append("hocket eval (command line): no text; fix: --data.paths my/texts")
+    stop_if(problems)
+    said = {flag.removeprefix("--").replace("-", "_"): values for flag, values in split(flags, [])}
+    config = changed(config, {name: value_of(values, types()[name]) for name, values in said.items()})
+    stop_if(list(impossible(config, origins).values()))
+    return config, origins
+
+
+def _line(name: str, total: float, count: int) -> str:
+    mean = total / max(count, 1)
+    perplexity = math.exp(mean) if mean < 700 else math.inf
+    return f"{name and f'{name}  '}loss {mean:.6f} nats per token, perplexity {perplexity:.4g}, {count:,} tokens"
+
+
+def _streams(corpus: Corpus, data: DataConfig) -> Iterator[Shuffled]:
+    """All sequences of a text, and where sequences are cut from it what is left behind the last one."""
+    from hocket.train.data import Bins, Stream
+
+    tokens, length = corpus.train, data.sequence_length
+    if data.packing == "best_fit":
+        stream = Bins(tokens, length, 0, corpus.whole_documents[0], corpus.masked)
+        if stream.left_out:
+            print(f"note: {stream.left_out:,} documents longer than {length} tokens are left out")
+        yield stream
+        return
+    packed, rest = data.packing == "on", max(len(tokens) - 1, 0) % length
+    for size, first in ((length, 0), (rest, len(tokens) - 1 - rest)):
+        if size:
+            starts = corpus.starts - first if packed else None
+            yield Stream(tokens[first:], size, 0, starts, corpus.masked - first)
+
+
+def _loss(chunk: Chunk, corpus: Corpus, data: DataConfig, together: int) -> tuple[float, int]:
+    """The sum of losses over a text's learnt tokens, and their number."""
+    import torch
+
+    from hocket.kernels import IGNORED
+    from hocket.model.documents import documents_of
+
+    total, learnt = 0.0, 0
+    device = next(chunk.parameters()).device
+    with torch.no_grad():
+        for stream in _streams(corpus, data):
+            for first in range(0, stream.sequences, together):
+                rows = stream.batch(range(first, min(first + together, stream.sequences)))
+                ids, targets = (x.to(device) for x in rows[:2])
+                documents = None if rows[2] is None else documents_of(rows[2]).to(device)
+                count = int((targets != IGNORED).sum())
+                total += float(chunk.loss(chunk(ids, documents), targets)) * count
+                learnt += count
+    return total, learnt
+
+
+# -- `hocket export`: a run's model as Hugging Face has it -------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Export:
+    """Write the newest checkpoint of a run, or one that is named, as config.json and safetensors."""
+
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """The folder of a run, or of a checkpoint."""
+    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
+    """A new folder."""
+    dtype: Literal["run", "fp32", "bf16"] = "run"
+    """Format of the weights; run is the one that the run computed in."""
+
+
+def run_export(words: list[str]) -> int:
+    """Export a checkpoint. Returns the exit code."""
+    options = parse_plain(Export, "export", "hocket export RUN FOLDER", words)
+    from hocket.train.checkpoint import newest_of
+    from hocket.train.export import export  # imports torch
+
+    checkpoint = newest_of(Path(options.run))
+    try:
+        family, remarks = export(
+            checkpoint.resolve(), Path(options.folder), "" if options.dtype == "run" else options.dtype
+        )
+    except (OSError, ValueError) as error:
+        fix = "; fix: a run with a whole checkpoint of a model that a family computes"
+        fix = "" if "; fix: " in str(error) else fix
+        raise ValueError(f"export {options.run} {options.folder} (command line): {error}{fix}") from None
+    print(f"wrote {options.folder}: {family}, of {checkpoint}")
+    for remark in remarks:
+        print(f"note: {remark}")
+    return 0
+
+
+# -- `hocket import`: the settings of a model that Hugging Face has ----------------------------------------------------
+
+IMPORT_USAGE = """usage: hocket import DIR FILE.toml [--data.eos TOKEN]
+
+Reads config.json and all tensors of DIR, and writes the settings of its model to FILE.toml. A run of that file begins
+with the weights of DIR, on any mesh: hocket train FILE.toml --mesh.dp 8 --data.paths my/texts
+--data.eos names the token that ends a text, as the tokenizer writes it, where no file of DIR does."""
+
+
+def run_import(words: list[str]) -> int:
+    """Check a folder, and write a file of settings. Returns the exit code."""
+    if {"-h", "--help"} & set(words):
+        print(IMPORT_USAGE)
+        return 0
+    words, eos = (words[:2], words[3]) if len(words) == 4 and words[2] == "--data.eos" else (words, "")
+    if len(words) != 2 or not words[1].endswith(".toml"):
+        text = " ".join(words)
+        raise ValueError(f"import {text} (command line): not a folder and a file; fix: hocket import DIR FILE.toml")
+    folder, target = str(Path(words[0]).absolute()), words[1]
+    if Path(target).exists():
+        raise ValueError(f"{target} (command line): is there already; fix: another name, or remove it")
+    if unseen(folder):
+        raise ValueError(f"{show(folder)} (command line): has a character that cannot be shown; fix: rename the folder")
+    from hocket.model.source import open_weights  # imports torch
+    from hocket.pretrained.configuration import model_of, read_config
+
+    try:
+        config = read_config(Path(folder))
+        model = model_of(config)
+        opened = open_weights(replace(model, weights=folder))
+    except ValueError as error:
+        raise ValueError(f"{folder} (command line): {error}; fix: a whole folder of a family that is there") from None
+    try:
+        data, remark = _data(folder, model, eos)
+    except ValueError as error:
+        raise ValueError(f"{folder} (command line): {error}") from None
+    write(target, _toml(folder, config["model_type"], model, data))
+    if remark:
+        print(f"note: {remark}")
+    if broken := opened.not_finite():
+        more = f", and {len(broken) - 1} more tensors have such" if len(broken) > 1 else ""
+        print(f"WARNING  {broken[0]}{more}: a run refuses to begin with them")
+    if opened.further:
+        some = f"{len(opened.further)} tensors, such as {min(opened.further)},"
+        print(f"note: {some} belong to layers that predict further tokens; hocket leaves them out, and exports none")
+    return 0
+
+
+def _data(folder: str, model: ModelConfig, eos: str) -> tuple[dict[str, str], str]:
+    """Settings of the folder's tokenizer, and a remark if it has none. Raises ValueError if no token ends a text."""
+    tokenizer = tokenizer_file(folder)
+    if tokenizer.exists():
+        data = DataConfig(tokenizer=str(tokenizer), eos=eos)
+        known_tokenizer(data, {"data.tokenizer": "import", "data.eos": "command line, --data.eos"})
+        return {"tokenizer": data.tokenizer} | ({"eos": eos} if eos else {}), ""
+    if model.vocab == BYTE_VOCAB:  # hocket export writes such folders
+        return {"tokenizer": BYTES}, f"{folder} has {BYTE_VOCAB} tokens and no tokenizer: a token is a byte"
+    needs = "a run of this file needs data.tokenizer, or it is refused"
+    return {}, f"{folder} has no tokenizer that hocket reads ({' or '.join(FILES)}): {needs}"
+
+
+def _toml(folder: str, family: str, model: ModelConfig, data: dict[str, str]) -> str:
+    """A file of settings."""
+    default = flat(asdict(ModelConfig()))
+    said = {name: value for name, value in flat(asdict(model)).items() if value != default[name]}
+    settings = {f"model.{name}": value for name, value in {**said, "weights": folder}.items()}
+    return toml_of(f"{folder}, {family}", settings | {f"data.{name}": value for name, value in data.items()})

@@ -1,1 +1,0 @@
-"""Short measurements of the links and matrix products of this host, through hocket's own communication layer."""
