@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-NO_EXPERTS: dict[str, Any] = {"model__experts": 0, "model__dense_layers": (), "mesh__ep": 1}
 MUON: dict[str, Any] = {"optimizer__name": "muon"}
 WSD: dict[str, Any] = {"train__schedule": "wsd"}
 
@@ -25,7 +24,6 @@ REFUSED_TRAINING: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = 
     (WSD, {"train__decay": 140}, "train.decay", "15 steps of train.warmup and 140 of the decay"),
     ({"model__aux_loss": 0.0}, {"model__aux_loss_over": "batch"}, "model.aux_loss_over", "no load-balancing loss"),
     ({"model__aux_loss": 0.1, "mesh__tp": 2}, {"model__aux_loss_over": "sequence"}, "model.aux_loss_over", "share the"),
-    (NO_EXPERTS, {"train__experts_every": 5}, "train.experts_every", "no MoE layer"),
     ({"train__keep": 0}, {"optimizer__rewinds": 1}, "optimizer.rewinds", "no checkpoint to go back to"),
     ({"train__keep": 0}, {"train__keep_best": 1}, "train.keep_best", "writes no checkpoint"),
     ({"train__save_every": 10}, {"train__keep_every": 25}, "train.keep_every", "every train.save_every = 10 steps"),

@@ -253,7 +253,6 @@ def test_a_run_that_was_meant_for_gpus_says_at_once_that_it_computes_on_cpus() -
     [
         ("model.ffn", 96, {"model.dense_layers": ()}, Host()),
         ("model.bias_rate", 0.1, {"model.routing": "even"}, Host()),
-        ("train.lane_seed", 3, {}, Host(gpus=8)),
         ("run.port", 4711, {}, Host(workers=4, local_workers=4, port=29500)),
     ],
 )

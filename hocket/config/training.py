@@ -189,15 +189,11 @@ class TrainConfig:
     """Checkpoints with the lowest held-out losses that are kept beside those of keep. `best` is a link to the first."""
     log_every: Annotated[int, Between(1)] = 1
     """Steps between printed lines. Every step goes to metrics.jsonl."""
-    experts_every: Annotated[int, Between(0)] = 0
-    """Steps between records of the rows that each expert had; 0 means none. Each step records how even they were."""
     writers: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Where metrics go beside metrics.jsonl: files of TensorBoard in the run's folder, an offline run of Weights &
     Biases there. Each needs its extra, as in pip install 'hocket[tensorboard]'."""
     hang_timeout: Annotated[float, Between(1, 1e6)] = 300.0
     """Seconds that a rank waits for other ranks. After that it reports what it waits for, and ends."""
-    lane_seed: Annotated[int, Between(0, 2**63 - 1)] = 0
-    """Seed of the order in which a CPU serves its lanes. Every legal order gives the same result."""
     profile: Annotated[tuple[int, ...], Between(0)] = ()
     """First step and number of steps to profile. First step 0 is soon after the start; empty profiles none."""
 

@@ -295,13 +295,6 @@ RULES: tuple[Rule, ...] = (
         "train.eval_batches above 0, or leave train.eval_every out",
         only_if_set=True,
     ),
-    Rule(
-        ("train.lane_seed", "train.device"),
-        lambda c, h: c.train.lane_seed != 0 and c.train.device == "cuda",
-        "no effect: on GPUs lanes run side by side, and no seed orders them",
-        "train.device = cpu, or leave it out",
-        remark=True,
-    ),
     *TRANSPORT_RULES,
     *GRAPH_RULES,
     Rule(

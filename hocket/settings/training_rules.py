@@ -99,13 +99,6 @@ TRAINING_RULES: tuple[Rule, ...] = (
         "tensor-parallel ranks share the tokens of a sequence, and none knows where all of them went",
         "mesh.tp = 1, or model.aux_loss_over = batch or microbatch",
     ),
-    Rule(
-        ("train.experts_every", "model.experts"),
-        lambda c, h: c.train.experts_every > 0 and c.model.experts == 0,
-        "no effect: the model has no MoE layer",
-        "set model.experts, or leave it out",
-        only_if_set=True,
-    ),
     *(
         Rule(
             (f"optimizer.{name}", "optimizer.name"),

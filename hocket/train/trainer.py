@@ -180,7 +180,7 @@ class Trainer:
                 self._rewind(metrics, saves)
                 if not signal:
                     continue
-            if train.eval_batches and train.eval_every and self.step % train.eval_every == 0:
+            if self._evaluates():
                 self._validate(metrics)
                 evaluated = self.step
             saves.look()
@@ -278,10 +278,15 @@ class Trainer:
         numbers = loss, norm, lr, seconds, worst, int(total)
         return StepRecord(self.step, *numbers, loads, rows, epochs, result.way, uneven, waits), signal
 
+    def _evaluates(self) -> bool:
+        """Whether a validation follows the last step because of its number."""
+        train = self.settings.train
+        due = train.eval_batches and train.eval_every and self.step % train.eval_every == 0
+        return bool(due) and not self.pretends
+
     def _rows(self, mine: Mapping[int, Tensor]) -> dict[int, list[int]]:
-        """Rows of every expert by layer, of all pipeline ranks, in steps that record them."""
-        every = self.settings.train.experts_every
-        if not every or self.step % every:
+        """Rows of every expert by layer, of all pipeline ranks, in steps with a validation."""
+        if not self._evaluates():
             return {}
         return {
             layer: rows

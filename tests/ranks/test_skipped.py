@@ -205,7 +205,8 @@ def test_a_run_goes_on_exactly_behind_skipped_steps(tmp_path: Path, monkeypatch,
     spoiled = {3: math.nan, 7: 1e4}
     balance = {"model.aux_loss": 0.5, "model.aux_loss_over": "batch", "model.bias_rate": 0.01}
     falls = {"train.schedule": "wsd", "train.warmup": 2, "train.decay": 5, "optimizer.no_decay": ("embed.*",)}
-    spikes = {"optimizer.name": optimizer, "optimizer.skip_spikes": 4.0, "train.experts_every": 4, **balance, **falls}
+    spikes = {"optimizer.name": optimizer, "optimizer.skip_spikes": 4.0, **balance, **falls}
+    spikes |= {"train.eval_batches": 1, "train.eval_every": 4}
     if optimizer == "muon":
         spikes["overlap.dp.update"] = "next_step"
     whole = run_of(tmp_path, "whole", spoiled, **spikes)
