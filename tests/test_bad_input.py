@@ -74,7 +74,6 @@ SETTINGS = [
     (["--data.validation_paths", "short.txt", "--data.validation", "0.1"], ["data.validation = 0.1", "no effect"]),
     (["--data.chat_template", "none"], ["data.chat_template = none", "there is no such file"]),
     (["--data.tokenizer", "none.model"], ["data.tokenizer = none.model", "sentencepiece"]),
-    (["--data.processes", "-1"], ["data.processes = -1", "at least 0"]),
     (["--data.tokenizer", "none.json"], ["data.tokenizer = none.json", "cannot be read"]),
     (["--data.cache", "/dev/null/x"], ["data.cache = /dev/null/x", "cannot be written"]),
     (["--run.folder", "/dev/null/x"], ["run.folder = /dev/null/x", "cannot be written"]),

@@ -119,8 +119,6 @@ class DataConfig:
     """Seed of the order of documents and sequences."""
     cache: str = ".cache/hocket"
     """Folder for tokenised text."""
-    processes: Annotated[int, Between(0, MANY)] = 0
-    """Processes that tokenise. 0 is one for each core, and no more than there are pieces of 32 MiB."""
 
 
 @dataclass(frozen=True, kw_only=True)

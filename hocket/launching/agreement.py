@@ -10,7 +10,7 @@ from hocket.resolve import Settings
 from hocket.runtime.world import everyone
 from hocket.settings.schema import leaf, problem, show, types
 
-_OWN = ("run.", "data.paths", "data.sources", "data.validation_paths", "data.tokenizer", "data.cache", "data.processes")
+_OWN = ("run.", "data.paths", "data.sources", "data.validation_paths", "data.tokenizer", "data.cache")
 """Beginnings of the names of settings for places of files. They may differ between hosts. The trainer compares the
 text."""
 

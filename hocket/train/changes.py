@@ -39,11 +39,7 @@ def changes(saved: Stored, config: Config) -> list[str]:
 
 def told(saved: Stored, config: Config) -> Iterator[str]:
     """The changes that change results, in as few lines as possible."""
-    found = [
-        text
-        for text in changes(saved, config)
-        if text.startswith(TOLD) and not text.startswith(("data.cache ", "data.processes "))
-    ]
+    found = [text for text in changes(saved, config) if text.startswith(TOLD) and not text.startswith("data.cache ")]
     if found:
         yield "; ".join(found)
     then = flat(saved)
