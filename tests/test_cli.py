@@ -239,7 +239,6 @@ def test_a_worker_finds_its_place():
     assert find_worker({}) is None
     assert find_worker(TORCHRUN) == Worker(5, 8, 1, 4, "h", 29)
     assert find_worker(SLURM) == Worker(5, 8, 1, 4, "gpu07", 21234, "SLURM_JOB_NODELIST", "SLURM_JOB_ID")
-    assert find_worker(SLURM, port=7) == Worker(5, 8, 1, 4, "gpu07", 7, "SLURM_JOB_NODELIST", "run.port")
     assert find_worker({**SLURM, "MASTER_ADDR": "x", "MASTER_PORT": "9"}) == Worker(5, 8, 1, 4, "x", 9)
     assert find_worker({**SLURM, "SLURM_TASKS_PER_NODE": "8"}) == Worker(
         5, 8, 1, 8, *HERE[:1], 21234, "", "SLURM_JOB_ID"

@@ -334,7 +334,6 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (TINY, {"network__latency": f"{'9' * 300}s"}, "network.latency", "is longer than an hour"),
     (TINY, {"network__latency": "10"}, "network.latency", "has no unit: there are s, ms, us; fix: auto, or such"),
     (TINY, {"network__latency": "9" * 400 + "s"}, "network.latency", "too many digits"),
-    (TINY, {"run__port": 70000}, "run.port", "at most 65535"),
 ]  # fmt: skip
 WITH_HOST: list[tuple[Config, Host, dict[str, Any], str, str]] = [
     (changed(DENSE, mesh__tp=2, train__device="cuda"), Host(gpus=1, workers=2, local_workers=1),

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hocket.config import Config, MeshConfig
-from hocket.environment import Worker, probe
 from hocket.explain.overlaps import overlaps
 from hocket.launching.launch import check_memory, too_few_gpus
 from hocket.recipes import recipe
@@ -253,7 +252,6 @@ def test_a_run_that_was_meant_for_gpus_says_at_once_that_it_computes_on_cpus() -
     [
         ("model.ffn", 96, {"model.dense_layers": ()}, Host()),
         ("model.bias_rate", 0.1, {"model.routing": "even"}, Host()),
-        ("run.port", 4711, {}, Host(workers=4, local_workers=4, port=29500)),
     ],
 )
 def test_what_scripts_of_all_kinds_set_and_this_run_does_not_read_is_a_remark(
@@ -280,15 +278,6 @@ def test_a_warmup_longer_than_the_run_is_remarked_on_once(warmup: int, steps: in
         assert f"{warmup} steps of train.warmup are more than train.steps = {steps}, so the learning" in remark.reason
         assert remark.fix
         assert not remark.unmet
-
-
-def test_the_port_that_torchrun_was_told_is_used_and_open_ones_need_no_remark() -> None:
-    worker = Worker(0, 4, 0, 4, "h", 29500)
-    host = probe(changed(TINY, {"train.device": "cpu"}), {}, worker)
-    assert host.port == 29500
-    for port in (0, 29500):
-        settings = resolve(changed(TINY, {"run.port": port}), host, {"run.port": "run.toml:3"})
-        assert not [d for d in settings.decisions if d.setting == "run.port"]
 
 
 def test_methods_that_the_host_cannot_serve_are_given_up() -> None:

@@ -229,5 +229,3 @@ class RunConfig:
     elastic: bool = False
     """Where torchrun has started fewer processes than the mesh has ranks, as `--nnodes 1:2` may, hocket takes a smaller
     mesh. A step has the same sequences."""
-    port: Annotated[int, Between(0, 65535)] = 0
-    """TCP port at which ranks meet. 0 takes the port that torchrun or Slurm gave, or picks a free one."""

@@ -65,7 +65,7 @@ def arrive(config: Config, origins: Mapping[str, str]) -> tuple[Settings, Worker
 
     Raises ValueError for settings that cannot work.
     """
-    worker = find_worker(os.environ, config.run.port)
+    worker = find_worker(os.environ)
     local_world = worker.local_world if worker else config.mesh.world
     policy, now = config.overlap.env, passed(sys.modules)
     variables = survey(os.environ, policy, now)

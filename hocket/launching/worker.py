@@ -63,7 +63,7 @@ def be_worker(settings: Settings, worker: Worker, job: Job) -> int:
         join_world(device.type == "cuda", settings.train.hang_timeout, attempt)
     except (dist.DistNetworkError, dist.DistStoreError, OSError) as error:
         taken = "address already in use" in str(error).lower() or "EADDRINUSE" in str(error)
-        raise ValueError(port_in_use(settings, worker) if taken else nobody_met(settings, worker)) from None
+        raise ValueError(port_in_use(worker) if taken else nobody_met(settings, worker)) from None
     require_same(settings, worker.rank)
     job.run(tried(settings, worker.rank, device), worker.rank, device)
     leave_world()

@@ -322,13 +322,6 @@ RULES: tuple[Rule, ...] = (
         "a run.name without slashes (run.folder names another place)",
     ),
     Rule(
-        ("run.port",),
-        lambda c, h: h.port > 0 and c.run.port not in (0, h.port),
-        "no effect: the processes were started to meet at port {host.port}",
-        "--master-port of torchrun, or leave it out",
-        remark=True,
-    ),
-    Rule(
         ("run.resume",),
         lambda c, h: not c.run.resume.strip(),
         "an empty path",

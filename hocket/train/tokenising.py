@@ -218,7 +218,7 @@ def _require_success(process: subprocess.Popen[str], asked: Asked) -> None:
         kind, *rest = json.loads(said)
     except ValueError:
         reason = f"a process that tokenised ended with exit code {process.returncode}"
-        raise asked.refused(reason, "what it wrote before this line; the same command continues") from None
+        raise asked.refused(reason, "taskset -c 0 before the command: one process, which shows what fails") from None
     if kind == "OSError":
         raise OSError(*rest)
     raise ValueError(*rest)
