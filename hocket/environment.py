@@ -24,7 +24,7 @@ from hocket.model.tokenizer import known_tokenizer
 from hocket.problems import stop_if
 from hocket.settings.layer_rules import why_no_delta_kernels
 from hocket.settings.rule import Host
-from hocket.variables import WANTED, Finding, Moment, Policy, apply, refusals, survey
+from hocket.variables import WANTED, Finding, Moment, apply, refusals, survey
 
 MULTICAST_OFF = {variable.name: variable.value for variable in WANTED if variable.must}
 """NVLink multicast stays off. Read when libraries load, so set before torch is imported."""
@@ -154,17 +154,15 @@ def tasks_here(tasks: str, node: int) -> int:
     return counts[min(node, len(counts) - 1)]
 
 
-def prepare(
-    env: MutableMapping[str, str], local_world: int, policy: Policy = "set", passed: Collection[Moment] = ()
-) -> list[str]:
+def prepare(env: MutableMapping[str, str], local_world: int, passed: Collection[Moment] = ()) -> list[str]:
     """Set what must be set before torch is imported. What the user has set stays; remarks say where that matters.
 
     `passed` is what has happened in this process, so that what would be set too late is noticed. Raises ValueError if
     NVLink multicast has been switched on.
     """
-    stop_if(stopping(env, survey(env, policy, passed)), "variables")
+    stop_if(stopping(env, survey(env, passed)), "variables")
     env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // max(1, local_world))))
-    return apply(env, policy, passed)
+    return apply(env, passed)
 
 
 def stopping(env: Mapping[str, str], findings: Sequence[Finding]) -> list[str]:

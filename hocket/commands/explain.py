@@ -62,7 +62,7 @@ def run(words: list[str]) -> int:
     options, origins = parse(Explain, "explain", words)
     settings, refused = settle(options.config, origins)
     check_patterns(settings)
-    variables = survey(os.environ, settings.overlap.env, passed(sys.modules))
+    variables = survey(os.environ, passed(sys.modules))
     reasons = (*filter(None, [refused]), *stopping(os.environ, variables))
     found = replace(explain(with_documents(settings), variables), refused=reasons)
     if options.from_:

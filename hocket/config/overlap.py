@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal, cast, get_args
 
 from hocket.config.bounds import MANY, Between, Form
-from hocket.variables import Policy
 
 Switch = Literal["auto", "on", "off"]
 
@@ -164,6 +163,3 @@ class OverlapConfig:
     setting and says so."""
     defer_wgrad: Switch = "auto"
     """Run weight gradients as ops of their own, at the places that the layer order gives them."""
-    env: Policy = "set"
-    """What hocket does about unset environment variables that decide whether communication overlaps. set: set them for
-    all workers. check: say which are missing. ignore: nothing. hocket never changes a value that was set."""

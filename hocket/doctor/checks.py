@@ -33,7 +33,7 @@ _env, _soft, _gpu, _link, _host = (
 def environment(f: Found) -> Checks:
     """Variables that hocket sets or wants, and harmful variables."""
     wanted = {variable.name for variable in WANTED}
-    for finding in survey(f.env, "set", f.passed):
+    for finding in survey(f.env, f.passed):
         found = finding.found or "not set, hocket sets " + finding.wanted
         if finding.state in ("ok", "set"):
             yield _env(finding.name, "ok", found)

@@ -67,9 +67,9 @@ def arrive(config: Config, origins: Mapping[str, str]) -> tuple[Settings, Worker
     """
     worker = find_worker(os.environ)
     local_world = worker.local_world if worker else config.mesh.world
-    policy, now = config.overlap.env, passed(sys.modules)
-    variables = survey(os.environ, policy, now)
-    notes = prepare(os.environ, local_world, policy, now)
+    now = passed(sys.modules)
+    variables = survey(os.environ, now)
+    notes = prepare(os.environ, local_world, now)
     settings = resolve(config, probe(config, origins, worker, variables), origins)
     check_weights(settings)
     check_patterns(settings)
