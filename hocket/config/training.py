@@ -176,9 +176,6 @@ class TrainConfig:
     """Most batches of one validation, each as large as a step's; 0 means no validation. It reads no sequence twice."""
     save_every: Annotated[int, Between(0)] = 0
     """Steps between checkpoints; 0 means only one at the end."""
-    save_behind: bool = True
-    """Checkpoints are written while training goes on, from a copy in the memory of the host. Without it training waits
-    until one is written, and no copy is made."""
     keep: Annotated[int, Between(0)] = 2
     """The newest checkpoints that are kept; older ones are deleted. 0 writes none, not even at the end."""
     keep_every: Annotated[int, Between(0)] = 0

@@ -55,7 +55,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
             "train.keep = 1 or more, or leave it out",
             only_if_set=True,
         )
-        for name in ("save_behind", "keep_every", "keep_best")
+        for name in ("keep_every", "keep_best")
     ),
     Rule(
         ("optimizer.rewinds", "train.keep", "train.save_every"),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import platform
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 from hocket.config import TrainConfig
@@ -16,7 +15,7 @@ from hocket.fsdp.saving.host_memory import copied_bytes
 from hocket.fsdp.saving.whole import free, shown
 from hocket.resolve import Settings
 from hocket.runtime.world import by_first, everyone, rank_and_world, together
-from hocket.settings.schema import leaf, problem
+from hocket.settings.schema import problem
 from hocket.train.checkpoint import Groups, checkpoints_of, problem_of, size_of, state_of
 from hocket.train.folders import newest_first
 
@@ -57,31 +56,30 @@ def _most(train: TrainConfig) -> int:
     return train.keep + train.keep_best + for_good + 1
 
 
-def require_memory(settings: Settings, needed: Mapping[str, int], available: int) -> None:
+def require_memory(settings: Settings, offloaded: int, copies: int, available: int) -> str:
     """Refuse what a host's ranks have no memory for, of which `available` bytes are left.
 
-    `needed` has, by setting, the bytes of this rank: copies of what is saved behind steps, and what steps offload.
-    Raises ValueError, on every rank, that names the setting that needs most.
+    `offloaded` and `copies` are the bytes of this rank: what steps offload, and copies of what is saved behind steps.
+    Returns a remark where the host has no memory for the copies, the same on every rank: then there must be none.
+    Raises ValueError, on every rank, where it has none for what is offloaded.
     """
-    ranks = everyone((platform.node(), dict(needed), available))
-    for host in dict.fromkeys(name for name, _, _ in ranks):
-        of_host = [(each, room) for name, each, room in ranks if name == host]
-        sizes = {setting: sum(each[setting] for each, _ in of_host) for setting in needed}
-        size, room = sum(sizes.values()), min(room for _, room in of_host)
-        if size > room:
-            most = max(sizes, key=sizes.__getitem__)
-            what = "copies and offloaded tensors" if len(needed) > 1 else _ON_HOSTS[most][0]
-            reason = f"{what} of {host}'s ranks take {shown(size)}, and {shown(room)} of its memory are available"
-            raise ValueError(problem(most, leaf(settings, most), settings.origins, reason, _ON_HOSTS[most][1]))
-
-
-_ON_HOSTS = {
-    "train.save_behind": (
-        "the copies", "train.save_behind = False, with which training waits until a checkpoint is written"
-    ),
-    "plan.offload": ("offloaded tensors", "fewer parts or layers, such as attn:2, or plan.recompute"),
-}  # fmt: skip
-"""Setting -> what takes memory of hosts, and how to need less."""
+    ranks, without = everyone((platform.node(), offloaded, copies, available)), ""
+    for host in dict.fromkeys(name for name, *_ in ranks):
+        of_host = [rank for rank in ranks if rank[0] == host]
+        away, copied = sum(rank[1] for rank in of_host), sum(rank[2] for rank in of_host)
+        room = min(rank[3] for rank in of_host)
+        left = f"{shown(room)} of its memory are available"
+        if away > room:
+            reason = f"offloaded tensors of {host}'s ranks take {shown(away)}, and {left}"
+            fix = "fewer parts or layers, such as attn:2, or plan.recompute"
+            raise ValueError(problem("plan.offload", settings.plan.offload, settings.origins, reason, fix))
+        if copied and away + copied > room:
+            what = "copies and offloaded tensors" if away else "copies"
+            without = (
+                f"training waits while checkpoints are written: {what} of {host}'s ranks, with which it would go on, "
+                f"take {shown(away + copied)}, and {left}"
+            )
+    return without
 
 
 def copies_of(groups: Groups) -> int:

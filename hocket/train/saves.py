@@ -23,7 +23,8 @@ class _UnderWay:
 class Saves:
     """The checkpoints of one run, which has done `step` steps. Every rank calls its methods alike.
 
-    `state` and `moment` say what there is to save, when they are called.
+    `state` and `moment` say what there is to save, when they are called. With `behind` it is written from a copy in
+    the host's memory while training goes on.
 
     A full disk is no reason to end the run between two saves: what has been learnt since the last checkpoint would be
     lost at once, and there may be room by the next one. The last save of a run has no next one, and raises.
@@ -36,8 +37,9 @@ class Saves:
         step: int,
         state: Callable[[], Groups],
         moment: Callable[[], Moment],
+        behind: bool = True,
     ) -> None:
-        self.settings, self._metrics = settings, metrics
+        self.settings, self._metrics, self._behind = settings, metrics, behind
         self._state, self._moment = state, moment
         self._saved = step
         self._under_way: _UnderWay | None = None
@@ -90,7 +92,7 @@ class Saves:
                 "train.save_every, or a faster disk, would spare that"
             )
         self._wait_for_checkpoint()
-        if self.settings.train.save_behind:
+        if self._behind:
             self._under_way = _UnderWay(moment.step, save_behind(self.settings, moment, self._state()))
             return
         try:

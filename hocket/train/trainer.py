@@ -96,11 +96,13 @@ class Trainer:
         found = restored.more.get(RUN, "") if restored and settings.run.resume == "auto" else ""
         self.number = number_for(settings, found)
         notes = make_place(settings, self._state()) if settings.train.keep else []
-        needed = {"plan.offload": engine.host_bytes} if settings.plan.offload else {}
-        if self.saves and settings.train.save_behind and 0 < settings.train.save_every < settings.train.steps:
-            needed["train.save_behind"] = copies_of(self._state())
-        require_memory(settings, needed, available_memory())
-        self._remarks = [*(restored.notes if restored else ()), *notes]
+        between = self.saves and 0 < settings.train.save_every < settings.train.steps
+        copies, offloaded = (
+            copies_of(self._state()) if between else 0,
+            engine.host_bytes if settings.plan.offload else 0,
+        )
+        self._no_copies = require_memory(settings, offloaded, copies, available_memory())
+        self._remarks = [*(restored.notes if restored else ()), *notes, *filter(None, [self._no_copies])]
         if restored is not None:
             self.position = restored.position
             self._saved = restored.step
@@ -159,7 +161,7 @@ class Trainer:
         train = self.settings.train
         if self.pretends:
             train = dataclasses.replace(train, eval_batches=0)
-        saves = Saves(self.settings, metrics, self._saved, self._state, self._moment)
+        saves = Saves(self.settings, metrics, self._saved, self._state, self._moment, behind=not self._no_copies)
         try:
             return self._steps(train, saves, metrics, stop, window)
         except ValueError:  # of all ranks, so none waits for one that has ended
