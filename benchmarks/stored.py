@@ -31,6 +31,7 @@ _GONE: dict[str, Any] = {
     "overlap.ep.clones": 0, "run.memory": "/dev/shm", "train.memory_every": 0, "data.order": "as_read",
     "plan.mlp_pieces": 1, "precision.dispatch": "compute", "train.lane_seed": 0, "train.experts_every": 0,
     "data.processes": 0, "run.port": 0, "overlap.env": "set", "train.save_behind": True,
+    "optimizer.skip_limit": 5, "optimizer.momentum": 0.95,
     "train.slow_groups": (), "train.slow_latency": (), "train.slow_bandwidth": (),
 }  # fmt: skip
 """Former settings -> the value with which a run was as one without them."""

@@ -185,7 +185,6 @@ class Engine:
             takes=lambda name, shape: by_muon(config, name, shape),
             decays=self._decays,
             weight_decay=config.train.weight_decay,
-            momentum=optimizer.momentum,
             scale=optimizer.scale,
             slots=MATRIX_SLOTS if config.overlap.dp.update == "next_step" else 1,
         )

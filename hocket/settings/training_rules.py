@@ -107,7 +107,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
             "optimizer.name = muon, or leave it out",
             only_if_set=True,
         )
-        for name in ("adamw", "momentum", "scale")
+        for name in ("adamw", "scale")
     ),
     Rule(
         ("optimizer.name", "mesh.tp"),

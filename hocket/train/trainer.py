@@ -53,6 +53,10 @@ OTHER_TEXT = (
 )
 
 
+MOST_SKIPPED = 5
+"""Most steps in a row that may be skipped. At the next one the run ends, or goes back if `rewinds` are left."""
+
+
 class Trainer:
     """One rank of a run. The default process group exists already if the world has more than one rank."""
 
@@ -207,9 +211,9 @@ class Trainer:
         settings, optimizer = self.settings, self.settings.optimizer
         what = f"step {result.step} has loss {result.loss:g} and a gradient of norm {result.grad_norm:g}"
         left = optimizer.rewinds - self._rewinds
-        if self._in_a_row and self._in_a_row <= optimizer.skip_limit:
+        if self._in_a_row and self._in_a_row <= MOST_SKIPPED:
             then = "goes back to its last checkpoint" if left > 0 else "ends"
-            more = optimizer.skip_limit + 1 - self._in_a_row
+            more = MOST_SKIPPED + 1 - self._in_a_row
             metrics.say(f"WARNING  {what}: it was skipped, weights stay; the run {then} after {more} more in a row")
         elif self._in_a_row:
             if left > 0:
@@ -241,8 +245,7 @@ class Trainer:
     def _too_many(self, what: str, spike: bool) -> str:
         """Why the run ends behind skipped steps. Every rank calls this."""
         settings = self.settings
-        limit, factor = settings.optimizer.skip_limit, settings.optimizer.skip_spikes
-        row = f", the last of {limit + 1} skipped in a row" if limit else ""
+        factor, row = settings.optimizer.skip_spikes, f", the last of {MOST_SKIPPED + 1} skipped in a row"
         if settings.optimizer.rewinds:
             row += f", behind {self._rewinds} of {settings.optimizer.rewinds} rewinds"
             row += "" if resumes(self._of_run) else ", for there is no checkpoint to go back to"
