@@ -29,12 +29,16 @@ _VALUES = {"overlap.dp.gather_in_update": {"on": "next_step", "off": "end"}}
 
 _GONE: dict[str, Any] = {
     "overlap.ep.clones": 0, "run.memory": "/dev/shm", "train.memory_every": 0, "data.order": "as_read",
-    "plan.mlp_pieces": 1, "precision.dispatch": "compute", "train.lane_seed": 0, "train.experts_every": 0,
-    "data.processes": 0, "run.port": 0, "overlap.env": "set", "train.save_behind": True,
-    "optimizer.skip_limit": 5, "optimizer.momentum": 0.95,
+    "plan.mlp_pieces": 1, "precision.dispatch": "compute", "overlap.env": "set", "optimizer.momentum": 0.95,
     "train.slow_groups": (), "train.slow_latency": (), "train.slow_bandwidth": (),
 }  # fmt: skip
 """Former settings -> the value with which a run was as one without them."""
+
+_NO_PART = {
+    "train.lane_seed", "train.experts_every", "train.min_lr_ratio", "train.decay", "train.decay_shape",
+    "train.save_behind", "optimizer.skip_limit", "data.processes", "run.port",
+}  # fmt: skip
+"""Former settings that said nothing of a step."""
 
 _ROLES = {f"{role}_{direction}" for role in ROLES for direction in DIRECTIONS}
 """What once had settings of their own below overlap.tp."""
@@ -62,6 +66,8 @@ def config_of(tree: Mapping[str, Any]) -> Config:
         if name == "overlap.tp.method" and isinstance(value, str):
             value = [value]
         stored[name] = tuple(value) if isinstance(value, list) else value
+    for name in _NO_PART:
+        stored.pop(name, None)
     for name, neutral in _GONE.items():
         if stored.get(name, neutral) == neutral:
             stored.pop(name, None)

@@ -44,7 +44,7 @@ HOSTS = (
     Host(), Host(gpus=8, gpu="NVIDIA H100", capability=(9, 0)), Host(gpus=8, gpu="NVIDIA A100", capability=(8, 0)),
     Host(gpus=8, no_copy_engine="NCCL is old", no_peer_memory="GPU 0 is far", no_delta_kernels="fla-core is missing"),
     Host(gpus=4, workers=8, local_workers=4), Host(gpus=8, workers=6, local_workers=4), Host(cores=1),
-    Host(workers=2, local_workers=2, port=29500), Host(tokenizer_vocab=300), Host(gpus=2, workers=4, local_workers=4),
+    Host(workers=2, local_workers=2), Host(tokenizer_vocab=300), Host(gpus=2, workers=4, local_workers=4),
 )  # fmt: skip
 
 LEFT_OUT = object()
@@ -129,10 +129,14 @@ def _values(name: str, hint: Any, value: Any) -> list[Any]:
         return [(), (10, 2), (3,), (5, 0), (10**9, 2)]
     if name == "precision.fp8_products":
         return [(), ("forward",), ("forward", "dgrad"), ("forward", "dgrad", "wgrad")]
+    if name == "train.schedule":
+        return ["cosine", "constant", "wsd", "wsd:5", "wsd:140"]
+    if name == "train.min_lr":
+        return ["0%", "100%", 0.0, 1e-4, 1.0]
     if name == "train.betas":
         return [(0.9, 0.95), (0.9, 0.999)]
     if name and (form := form_of(name)):
-        return ["auto", form.example]
+        return ["auto", form.example] if form.auto else [form.example]
     if get_origin(hint) is Literal:
         return list(get_args(hint))
     if hint is bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Annotated, Literal, cast, get_args
 
@@ -21,6 +22,8 @@ others."""
 
 BYTES, BYTE_VOCAB = "bytes", 256
 """The tokenizer that needs no file, and its number of tokens."""
+SCHEDULES, DECAYS = ("cosine", "linear", "wsd", "constant"), ("linear", "cosine", "1-sqrt")
+"""Ways of the learning rate, and ways in which that of wsd falls."""
 LABELS = {"null": "no communication", "slow": "emulated network"}
 """Transports that only serve measurements -> the words that mark all results made with them."""
 
@@ -42,6 +45,30 @@ def check_slow_link(item: str) -> None:
     purpose, *_ = slow_link(item)
     if purpose not in (None, *get_args(Purpose)):
         raise ValueError(f"{purpose!r} is none of {', '.join(get_args(Purpose))}")
+
+
+def share_of(text: str) -> float:
+    """The share that a text such as 10% is, 0 to 1. Raises ValueError for any other text."""
+    number = text.removesuffix("%")
+    if number == text or not re.fullmatch(r"\d+(\.\d+)?", number) or float(number) > 100:
+        raise ValueError(f"{text!r} is neither a number nor a share, 0% to 100%")
+    return float(number) / 100
+
+
+def schedule_of(text: str) -> tuple[str, float, str]:
+    """(way, of wsd how many steps or which share of them falls, of wsd how) of a text of `train.schedule`.
+
+    Raises ValueError for any other text.
+    """
+    way, *more = text.split(":")
+    if way not in SCHEDULES or (more and way != "wsd") or len(more) > 2:
+        raise ValueError(f"{text!r} is none of {', '.join(SCHEDULES)}; wsd alone has more, as wsd:500:cosine has")
+    share, shape = more[0] if more else "0.2", more[1] if len(more) > 1 else "linear"
+    if not re.fullmatch(r"0\.\d*[1-9]\d*|[1-9]\d{0,11}", share):
+        raise ValueError(f"{share!r} is neither a whole number of steps nor, below 1, a fraction of them")
+    if shape not in DECAYS:
+        raise ValueError(f"{shape!r} is none of {', '.join(DECAYS)}")
+    return way, float(share), shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,20 +160,16 @@ class TrainConfig:
     """Sequences per microbatch. A step consumes dp * microbatches * sequences of them."""
     lr: Annotated[float, Between(1e-30, 1e30)] = 3e-3
     """Learning rate after the warm-up, the highest of the run."""
-    min_lr_ratio: Annotated[float, Between(0, 1)] = 0.1
-    """Learning rate of the last step, the lowest after the warm-up, as a fraction of `lr`."""
-    min_lr: Annotated[float, Between(-1)] = -1.0
-    """The same learning rate as a number, in place of `min_lr_ratio`. -1 leaves it to that."""
+    min_lr: Annotated[float | str, Between(0), Form(share_of, "10%", auto=False)] = "10%"
+    """Learning rate of the last step, the lowest after the warm-up: a number, or a share of `lr`."""
     warmup: Annotated[int, Between(0)] = 10
     """Steps in which the learning rate rises linearly to `lr`."""
-    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    schedule: Annotated[str, Form(schedule_of, "cosine, linear, constant, or wsd:0.2:linear", auto=False)] = "cosine"
     """The way of the learning rate behind the warm-up. cosine and linear: it falls from the warm-up to the last step,
-    as half a cosine or along a line. wsd (warm-up, stable, decay): it stays `lr`, and falls in the last `decay` steps.
-    constant: it stays `lr`."""
-    decay: Annotated[float, Between(1e-6, 1e12)] = 0.2
-    """Of wsd: steps in which the learning rate falls. Below 1 it is a fraction of all steps."""
-    decay_shape: Literal["linear", "cosine", "1-sqrt"] = "linear"
-    """Of wsd: how the learning rate falls. 1-sqrt is one minus the root of the share of the decay that has passed."""
+    as half a cosine or along a line. constant: it stays `lr`. wsd (warm-up, stable, decay): it stays `lr`, and falls in
+    the last steps. wsd:500 are 500 steps, wsd:0.1 is a tenth of all steps; wsd alone is wsd:0.2. wsd:0.1:cosine and
+    wsd:0.1:1-sqrt fall in other ways than along a line: 1-sqrt is one minus the root of the share of the decay that has
+    passed."""
     weight_decay: Annotated[float, Between(0)] = 0.1
     """Decoupled weight decay of matrices. Vectors (norms, biases) have none, nor has what `optimizer.no_decay`
     names."""
@@ -165,7 +188,7 @@ class TrainConfig:
     no SM from compute. With copy_engine_gathers only gathers take none. null moves nothing: its results are wrong, and
     its times are bounds. slow imitates a network. auto is copy_engine if all ranks are GPUs of one host that can use it
     and a step fits beside its buffers, else nccl. On CPUs auto is gloo."""
-    slow: Annotated[tuple[str, ...], Form(check_slow_link, "10us, or a2a:10us,50GB/s")] = ()
+    slow: Annotated[tuple[str, ...], Form(check_slow_link, "10us, or a2a:10us,50GB/s", auto=False)] = ()
     """The network that the slow transport emulates: what it adds to every operation, and the rate at which a rank's
     bytes pass, or one of them. a2a:10us,50GB/s holds for the groups of one purpose (gather_dense, reduce_dense,
     gather_experts, reduce_experts, replicas, a2a, tp, cp, pp_fwd, pp_bwd or control), and then the others stay fast.
@@ -195,12 +218,17 @@ class TrainConfig:
     @property
     def lowest_lr(self) -> float:
         """Learning rate at the end of the decay."""
-        return self.min_lr if self.min_lr >= 0 else self.lr * self.min_lr_ratio
+        return self.lr * share_of(self.min_lr) if isinstance(self.min_lr, str) else self.min_lr
 
     @property
-    def decay_steps(self) -> int:
-        """Steps in which wsd lets the learning rate fall."""
-        return max(1, round(self.decay * self.steps)) if self.decay < 1 else int(self.decay)
+    def decay(self) -> tuple[int, str]:
+        """Steps in which the learning rate falls, and how; 0 steps of a constant one."""
+        way, decay, shape = schedule_of(self.schedule)
+        if way == "constant":
+            return 0, shape
+        if way != "wsd":
+            return max(1, self.steps - 1 - self.warmup), way
+        return (max(1, round(decay * self.steps)) if decay < 1 else int(decay)), shape
 
     def slow_links(self) -> dict[Purpose, tuple[float, float]]:
         """Latency in seconds and bandwidth in bytes per second (inf: no limit) by purpose, for the slow transport."""

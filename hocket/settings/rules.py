@@ -389,6 +389,6 @@ def rule_text(text: str, config: Config, host: Host) -> str:
         fewer_ranks="fewer processes on each host" if host.local_workers else "a smaller mesh",
         elastic=", or run.elastic = True" if host.workers < world else "",
         **named(config),
-        decay=config.train.decay_steps,
+        decay=config.train.decay[0],
         slowed_alone=" and ".join(slowed_alone(config)),
     )

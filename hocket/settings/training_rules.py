@@ -9,43 +9,17 @@ DEFAULT = TrainConfig()
 
 TRAINING_RULES: tuple[Rule, ...] = (
     Rule(
-        ("train.min_lr",),
-        lambda c, h: -1 < c.train.min_lr < 0,
-        "no learning rate is negative",
-        "train.min_lr = 0 or more, or train.min_lr = -1, which leaves it to train.min_lr_ratio",
-    ),
-    Rule(
         ("train.min_lr", "train.lr"),
-        lambda c, h: c.train.schedule != "constant" and c.train.min_lr > c.train.lr,
+        lambda c, h: c.train.schedule != "constant" and c.train.lowest_lr > c.train.lr,
         "the last learning rate is above the highest, train.lr = {train.lr}",
         "train.min_lr at most train.lr",
     ),
     Rule(
-        ("train.min_lr_ratio", "train.min_lr"),
-        lambda c, h: c.train.schedule != "constant" and c.train.min_lr >= 0,
-        "no effect: train.min_lr = {train.min_lr} is the lowest learning rate",
-        "leave train.min_lr or train.min_lr_ratio out",
+        ("train.min_lr", "train.schedule"),
+        lambda c, h: c.train.schedule == "constant",
+        "no effect: train.schedule = constant, and the learning rate never falls",
+        "another train.schedule, or leave it out",
         only_if_set=True,
-    ),
-    *(
-        Rule(
-            (f"train.{name}", "train.schedule"),
-            lambda c, h: c.train.schedule == "constant",
-            "no effect: train.schedule = constant, and the learning rate never falls",
-            "another train.schedule, or leave it out",
-            only_if_set=True,
-        )
-        for name in ("min_lr", "min_lr_ratio")
-    ),
-    *(
-        Rule(
-            (f"train.{name}", "train.schedule"),
-            lambda c, h: c.train.schedule != "wsd",
-            "no effect: only train.schedule = wsd has steps of a decay",
-            "train.schedule = wsd, or leave it out",
-            only_if_set=True,
-        )
-        for name in ("decay", "decay_shape")
     ),
     *(
         Rule(
@@ -128,16 +102,10 @@ TRAINING_RULES: tuple[Rule, ...] = (
         "optimizer.skip_spikes above 1, or optimizer.skip_spikes = 0",
     ),
     Rule(
-        ("train.decay", "train.schedule"),
-        lambda c, h: c.train.schedule == "wsd" and c.train.decay >= 1 and c.train.decay != int(c.train.decay),
-        "neither a whole number of steps nor, below 1, a fraction of them",
-        "a whole train.decay, or train.decay below 1",
-    ),
-    Rule(
-        ("train.decay", "train.warmup", "train.steps"),
-        lambda c, h: c.train.schedule == "wsd" and c.train.warmup + c.train.decay_steps > c.train.steps,
+        ("train.schedule", "train.warmup", "train.steps"),
+        lambda c, h: c.train.schedule.startswith("wsd") and c.train.warmup + c.train.decay[0] > c.train.steps,
         "{train.warmup} steps of train.warmup and {decay} of the decay are more than train.steps = {train.steps}",
-        "make train.warmup + train.decay at most train.steps, or more train.steps",
+        "another train.schedule, or more train.steps",
     ),
     *(
         Rule(  # a remark, for a short try of a recipe is no mistake; it names what is likely to have been set

@@ -26,9 +26,11 @@ def learning_rate(step: int, train: TrainConfig) -> float:
     """
     if step < train.warmup:
         return train.lr * (step + 1) / train.warmup
-    if train.schedule == "constant":
+    span, shape = train.decay
+    if not span:
         return train.lr
-    shape = train.decay_shape if train.schedule == "wsd" else train.schedule
-    span = train.decay_steps if train.schedule == "wsd" else max(1, train.steps - 1 - train.warmup)
-    share = (step - (train.steps - 1 - span)) / span if train.schedule == "wsd" else (step - train.warmup) / span
+    if train.schedule.startswith("wsd"):
+        share = (step - (train.steps - 1 - span)) / span
+    else:
+        share = (step - train.warmup) / span
     return train.lowest_lr + (train.lr - train.lowest_lr) * SHAPES[shape](min(1.0, max(0.0, share)))

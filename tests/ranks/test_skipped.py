@@ -205,7 +205,7 @@ def test_a_run_goes_on_exactly_behind_skipped_steps(tmp_path: Path, monkeypatch,
     monkeypatch.setattr(skipping, "ENOUGH", 2)
     spoiled = {3: math.nan, 7: 1e4}
     balance = {"model.aux_loss": 0.5, "model.aux_loss_over": "batch", "model.bias_rate": 0.01}
-    falls = {"train.schedule": "wsd", "train.warmup": 2, "train.decay": 5, "optimizer.no_decay": ("embed.*",)}
+    falls = {"train.schedule": "wsd:5", "train.warmup": 2, "optimizer.no_decay": ("embed.*",)}
     spikes = {"optimizer.name": optimizer, "optimizer.skip_spikes": 4.0, **balance, **falls}
     spikes |= {"train.eval_batches": 1, "train.eval_every": 4}
     if optimizer == "muon":
