@@ -37,6 +37,7 @@ _GONE: dict[str, Any] = {
 _NO_PART = {
     "train.lane_seed", "train.experts_every", "train.min_lr_ratio", "train.decay", "train.decay_shape",
     "train.save_behind", "optimizer.skip_limit", "data.processes", "run.port",
+    "precision.fp8_products", "precision.fp8_ends", "train.keep", "train.keep_every", "train.keep_best",
 }  # fmt: skip
 """Former settings that said nothing of a step."""
 

@@ -127,10 +127,19 @@ def _values(name: str, hint: Any, value: Any) -> list[Any]:
         return ["auto", "literature", "early_release", "wgrad_last", "cB aF eB", "cB aF eB dF eW dB eF cF aB uB aW uF"]
     if name == "train.profile":
         return [(), (10, 2), (3,), (5, 0), (10**9, 2)]
-    if name == "precision.fp8_products":
-        return [(), ("forward",), ("forward", "dgrad"), ("forward", "dgrad", "wgrad")]
+    if name == "precision.fp8":
+        return [
+            (),
+            ("forward",),
+            ("forward", "dgrad"),
+            ("but_first:1", "but_last:1"),
+            ("but_last:8",),
+            ("dgrad", "dgrad"),
+        ]
     if name == "train.schedule":
         return ["cosine", "constant", "wsd", "wsd:5", "wsd:140"]
+    if name == "train.keep":
+        return [(0,), (1,), ("best:1",), ("every:40",), (2, "best:1", "every:50"), (0, "best:1"), (1, 2)]
     if name == "train.min_lr":
         return ["0%", "100%", 0.0, 1e-4, 1.0]
     if name == "train.betas":
@@ -230,7 +239,7 @@ def typed(name: str, text: str) -> Any:
                 return value
     if hint is bool and word in ("True", "False"):
         return word == "True"
-    options = (hint, *get_args(hint))
+    options = (hint, *get_args(hint), *(each for option in get_args(hint) for each in get_args(option)))
     if (int in options or float in options) and re.fullmatch(r"-?\d+(\.\d+)?", word):
         number = float(word) if "." in word else int(word)
         return (number,) if get_origin(hint) is tuple else float(number) if int not in options else number
@@ -244,7 +253,8 @@ def typed(name: str, text: str) -> Any:
 @form(r"NAME = (\S+) or more( in a model with experts)?")
 def _(case: Case, it: str, name: str, least: str, experts: str | None) -> Ways:
     also = {"model.experts": 8, "model.dense_layers": ()} if experts and "moe" not in case.settled.model.kinds() else {}
-    return [{name: n, **also} for n in numbers(case, name) if n >= int(least)]
+    many = get_origin(types()[name]) is tuple
+    return [{name: (n,) if many else n, **also} for n in numbers(case, name) if n >= int(least)]
 
 
 @form(r"NAME = (\S+) or fewer")
@@ -408,7 +418,7 @@ def _(case: Case, it: str, most: str | None, *names: str) -> Ways:
 @form(r"(?:each part once in|each group of) NAME(?: once)?")
 def _(case: Case, it: str, name: str) -> Ways:
     items = [text for text in leaf(case.config, name) if text != "auto"]
-    return [{name: tuple({re.findall(r"^[a-z]\w*|^", text)[0]: text for text in items}.values())}]
+    return [{name: tuple({re.findall(r"^[a-z]\w*|^", str(text))[0]: text for text in items}.values())}]
 
 
 @form(r"one NAME")

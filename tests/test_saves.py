@@ -135,13 +135,13 @@ def test_a_save_that_fails_deletes_no_earlier_checkpoint(tmp_path: Path, behind:
 def unlinkable(rank: int, folder: Path, behind: bool) -> list[str]:
     """A save over two checkpoints, and one more, on a file system that makes no links from now on."""
     for step in (1, 2):
-        checkpoint.save(changed(settings_in(folder), {"train.keep_best": 1}), held_out(step), groups(step))
+        checkpoint.save(changed(settings_in(folder), {"train.keep": (2, "best:1")}), held_out(step), groups(step))
 
     def refuse(*_: object) -> None:
         raise OSError(95, "Operation not supported")
 
-    changes = {"train.save_every": 1, "train.keep_best": 1}
-    settings, told = changed(settings_in(folder, keep=1), changes), Told()
+    changes = {"train.save_every": 1, "train.keep": (1, "best:1")}
+    settings, told = changed(settings_in(folder), changes), Told()
     saves = Saves(settings, told, 2, lambda: groups(3), lambda: held_out(3), behind)
     with patch.object(Path, "symlink_to", refuse):
         saves.between(3)
@@ -177,8 +177,8 @@ def records(folder: Path) -> list[dict[str, float]]:
 
 def test_a_run_saves_behind_its_steps_and_goes_on_from_what_it_saved(tmp_path: Path) -> None:
     words = [*SMALL, "--mesh.pp", "1", "--mesh.dp", "2", "--mesh.ep", "1", "--data.paths", text_in(tmp_path)]
-    words += ["--train.steps", "6", "--train.save_every", "2", "--train.eval_every", "1", "--train.keep_best", "1"]
-    words += ["--train.keep_every", "2"]
+    words += ["--train.steps", "6", "--train.save_every", "2", "--train.eval_every", "1", "--train.keep", "best:1"]
+    words += ["every:2"]
     ended = hocket(tmp_path, "train", *words, "--run.name", "behind")
     assert ended.code == 0, ended
     run = tmp_path / "runs/behind"
@@ -201,7 +201,7 @@ def test_a_run_saves_behind_its_steps_and_goes_on_from_what_it_saved(tmp_path: P
 
 
 def test_the_newest_the_best_and_those_of_some_steps_are_kept(tmp_path: Path) -> None:
-    names = {"train.keep": 1, "train.keep_every": 40, "train.keep_best": 2, "train.save_every": 10}
+    names = {"train.keep": (1, "every:40", "best:2"), "train.save_every": 10}
     settings = changed(settings_in(tmp_path), {**names, "train.eval_every": 10})
     losses = {10: 5.0, 20: 3.0, 30: None, 40: 4.0, 50: math.nan, 60: 3.0, 70: 3.5, 80: 9.0, 90: 8.0}
     for step, loss in losses.items():

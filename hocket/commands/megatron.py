@@ -51,7 +51,7 @@ overlap_moe_expert_parallel_comm -> overlap.ep.merge; overlap_p2p_wgrad_delayed_
 ep_overlap_early_attn_memory_release => plan.layer_order=early_release; grad_reduce_in_bf16 => precision.wire=bf16
 bf16 mixed_precision=bf16_mixed mixed_precision=bf16-mixed => precision.compute=bf16
 fp8=hybrid fp8=e4m3 fp8_format=hybrid fp8_format=e4m3 => precision.compute=fp8; fp8_param_gather => precision.gather=fp8
-first_last_layers_bf16 => precision.fp8_ends=1,1; exp_avg_dtype exp_avg_sq_dtype -> precision.averages
+first_last_layers_bf16 => precision.fp8=but_first:1,but_last:1; exp_avg_dtype exp_avg_sq_dtype -> precision.averages
 accumulate_allreduce_grads_in_fp32 grad_reduce_in_fp32 => precision.wire=fp32
 accumulate_allreduce_grads_in_fp32=false grad_reduce_in_fp32=false => precision.wire=auto
 moe_layer_recompute recompute_modules=moe => plan.recompute=experts; recompute_modules=mlp => plan.recompute=mlp

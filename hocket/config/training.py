@@ -22,6 +22,8 @@ others."""
 
 BYTES, BYTE_VOCAB = "bytes", 256
 """The tokenizer that needs no file, and its number of tokens."""
+PRODUCTS = "forward", "dgrad", "wgrad"
+"""Products of a linear layer."""
 SCHEDULES, DECAYS = ("cosine", "linear", "wsd", "constant"), ("linear", "cosine", "1-sqrt")
 """Ways of the learning rate, and ways in which that of wsd falls."""
 LABELS = {"null": "no communication", "slow": "emulated network"}
@@ -45,6 +47,23 @@ def check_slow_link(item: str) -> None:
     purpose, *_ = slow_link(item)
     if purpose not in (None, *get_args(Purpose)):
         raise ValueError(f"{purpose!r} is none of {', '.join(get_args(Purpose))}")
+
+
+def fp8_part(item: str) -> tuple[str, int]:
+    """(product, 0) or (but_first or but_last, layers) of an item of `precision.fp8`. Raises ValueError."""
+    name, colon, number = item.partition(":")
+    layers = bool(re.fullmatch(r"[1-9]\d{0,3}", number)) if name in ("but_first", "but_last") else not colon
+    if name not in (*PRODUCTS, "but_first", "but_last") or not layers:
+        raise ValueError(f"{item!r} is none of {', '.join(PRODUCTS)}, but_first:1, but_last:1")
+    return name, int(number or 0)
+
+
+def kept(item: str) -> tuple[str, int]:
+    """(best or every, number) of an item of `train.keep`. Raises ValueError for any other text."""
+    kind, _, number = item.partition(":")
+    if kind not in ("best", "every") or not re.fullmatch(r"[1-9]\d{0,11}", number):
+        raise ValueError(f"{item!r} is neither best nor every with a number, 1 or more")
+    return kind, int(number)
 
 
 def share_of(text: str) -> float:
@@ -80,11 +99,10 @@ class PrecisionConfig:
     fp32 on CPUs. With fp8, products of attention's and MLPs' linear layers take operands in fp8 (e4m3, a scale for each
     row), and all else is as with bf16: the head, the router, attention itself, what travels. That needs a GPU with
     products in fp8 (Ada, Hopper, or newer); on CPUs the same numbers are made in fp32, slowly."""
-    fp8_products: tuple[Literal["forward", "dgrad", "wgrad"], ...] = ("forward", "dgrad", "wgrad")
-    """With compute = fp8, which products run in fp8: forward, input gradients (dgrad), weight gradients (wgrad). The
-    others run in bf16."""
-    fp8_ends: Annotated[tuple[int, int], Between(0, 1024)] = (0, 0)
-    """With compute = fp8, how many of the first and of the last layers compute in bf16."""
+    fp8: Annotated[tuple[str, ...], Form(fp8_part, "forward dgrad, or but_first:1 but_last:1", auto=False)] = ()
+    """With compute = fp8, what runs in fp8. forward, dgrad (input gradients) and wgrad (weight gradients) name
+    products, and the others run in bf16; without a name all run in fp8. With but_first:2 the first two layers compute
+    in bf16, with but_last:2 the last two."""
     gather: Literal["auto", "bf16", "fp8"] = "auto"
     """With compute = fp8, format in which gathered weights of fp8 products travel. fp8 moves half the bytes and gives
     the same bits: each rank casts its shard behind an update, by scales of whole rows on which ranks agree before.
@@ -103,6 +121,17 @@ class PrecisionConfig:
     def dtype(self) -> str:
         """Format of activations and gathered weights."""
         return "bf16" if self.compute == "fp8" else self.compute
+
+    @property
+    def fp8_products(self) -> tuple[str, ...]:
+        """Products that run in fp8."""
+        return tuple(x for x in PRODUCTS if x in self.fp8) or PRODUCTS
+
+    @property
+    def fp8_ends(self) -> tuple[int, int]:
+        """How many of the first and of the last layers compute in bf16."""
+        ends = dict(fp8_part(item) for item in self.fp8)
+        return ends.get("but_first", 0), ends.get("but_last", 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,12 +228,10 @@ class TrainConfig:
     """Most batches of one validation, each as large as a step's; 0 means no validation. It reads no sequence twice."""
     save_every: Annotated[int, Between(0)] = 0
     """Steps between checkpoints; 0 means only one at the end."""
-    keep: Annotated[int, Between(0)] = 2
-    """The newest checkpoints that are kept; older ones are deleted. 0 writes none, not even at the end."""
-    keep_every: Annotated[int, Between(0)] = 0
-    """Checkpoints of steps that are a multiple of this are kept for good, beside those of keep; 0 means none."""
-    keep_best: Annotated[int, Between(0)] = 0
-    """Checkpoints with the lowest held-out losses that are kept beside those of keep. `best` is a link to the first."""
+    keep: Annotated[tuple[int | str, ...], Between(0), Form(kept, "best:1 or every:1000", auto=False)] = (2,)
+    """Checkpoints that are kept; others are deleted. 2 keeps the two newest, and so does a list without a number; 0
+    writes none, not even at the end. best:1 keeps the one with the lowest held-out loss, too, and the link `best` names
+    it; every:1000 those of steps that are a multiple of 1000."""
     log_every: Annotated[int, Between(1)] = 1
     """Steps between printed lines. Every step goes to metrics.jsonl."""
     writers: tuple[Literal["tensorboard", "wandb"], ...] = ()
@@ -214,6 +241,18 @@ class TrainConfig:
     """Seconds that a rank waits for other ranks. After that it reports what it waits for, and ends."""
     profile: Annotated[tuple[int, ...], Between(0)] = ()
     """First step and number of steps to profile. First step 0 is soon after the start; empty profiles none."""
+
+    @property
+    def kept(self) -> dict[str, int]:
+        """How many checkpoints are kept: of the newest, of the best, and of every so many steps; 0 means none."""
+        numbers = [("newest", item) for item in self.keep if isinstance(item, int)]
+        return {
+            "newest": 2,
+            "best": 0,
+            "every": 0,
+            **dict(numbers),
+            **dict(kept(x) for x in self.keep if isinstance(x, str)),
+        }
 
     @property
     def lowest_lr(self) -> float:

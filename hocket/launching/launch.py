@@ -52,7 +52,7 @@ def _require_restarts(settings: Settings, worker: Worker | None, restarts: int) 
     if restarts and worker:
         reason = "torchrun or Slurm starts these workers"
         raise ValueError(problem("restarts", restarts, where, reason, "torchrun --max-restarts, or srun again"))
-    if restarts and not settings.train.keep:
+    if restarts and not settings.train.kept["newest"]:
         reason = "train.keep = 0, so that no start would find a checkpoint"
         raise ValueError(problem("restarts", restarts, where, reason, "train.keep = 1 or more"))
     if restarts and settings.run.resume != "auto":

@@ -21,32 +21,39 @@ TRAINING_RULES: tuple[Rule, ...] = (
         "another train.schedule, or leave it out",
         only_if_set=True,
     ),
-    *(
-        Rule(
-            (f"train.{name}", "train.keep"),
-            lambda c, h: c.train.keep == 0,
-            "no effect: train.keep = 0 writes no checkpoint",
-            "train.keep = 1 or more, or leave it out",
-            only_if_set=True,
-        )
-        for name in ("keep_every", "keep_best")
+    Rule(
+        ("train.keep",),
+        lambda c, h: (
+            len({str(item).partition(":")[0] if isinstance(item, str) else "" for item in c.train.keep})
+            < len(c.train.keep)
+        ),
+        "it has one number, one best and one every at most",
+        "each part once in train.keep",
+    ),
+    Rule(
+        ("train.keep",),
+        lambda c, h: c.train.kept["newest"] == 0 and len(c.train.keep) > 1,
+        "0 writes no checkpoint, and none is kept for another reason",
+        "train.keep = 0, or leave train.keep out",
     ),
     Rule(
         ("optimizer.rewinds", "train.keep", "train.save_every"),
-        lambda c, h: c.optimizer.rewinds > 0 and not (c.train.keep and c.train.save_every),
+        lambda c, h: c.optimizer.rewinds > 0 and not (c.train.kept["newest"] and c.train.save_every),
         "there would be no checkpoint to go back to: train.keep = {train.keep}, train.save_every = {train.save_every}",
         "train.keep = 1 or more and train.save_every = 1 or more, or leave optimizer.rewinds out",
     ),
     Rule(
-        ("train.keep_every", "train.save_every"),
-        lambda c, h: c.train.keep_every > 0 and (not c.train.save_every or c.train.keep_every % c.train.save_every > 0),
+        ("train.keep", "train.save_every"),
+        lambda c, h: (
+            c.train.kept["every"] > 0 and (not c.train.save_every or c.train.kept["every"] % c.train.save_every > 0)
+        ),
         "checkpoints come every train.save_every = {train.save_every} steps",
-        "a train.save_every that divides train.keep_every, or leave train.keep_every out",
+        "another train.save_every, or leave train.keep out",
     ),
     Rule(
-        ("train.keep_best", "train.eval_every"),
+        ("train.keep", "train.eval_every"),
         lambda c, h: (
-            c.train.keep_best > 0
+            c.train.kept["best"] > 0
             and c.train.save_every > 0
             and (not c.train.eval_every or c.train.save_every % c.train.eval_every > 0)
         ),
@@ -55,8 +62,8 @@ TRAINING_RULES: tuple[Rule, ...] = (
         "a train.eval_every that divides train.save_every",
     ),
     Rule(
-        ("train.keep_best", "train.eval_batches"),
-        lambda c, h: c.train.keep_best > 0 and c.train.eval_batches == 0,
+        ("train.keep", "train.eval_batches"),
+        lambda c, h: c.train.kept["best"] > 0 and c.train.eval_batches == 0,
         "train.eval_batches = 0, and there is no held-out loss",
         "train.eval_batches above 0",
     ),

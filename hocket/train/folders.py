@@ -34,9 +34,10 @@ def delete_old(checkpoints: Path, train: TrainConfig) -> None:
     """
     with contextlib.suppress(OSError):
         there = newest_first(checkpoints)
-        best = best_first(there)[: train.keep_best] if train.keep_best else []
-        for old in set(there[train.keep :]) - set(best):
-            if not train.keep_every or step_of(old) % train.keep_every:
+        kept = train.kept
+        best = best_first(there)[: kept["best"]] if kept["best"] else []
+        for old in set(there[kept["newest"] :]) - set(best):
+            if not kept["every"] or step_of(old) % kept["every"]:
                 remove(old)
 
 

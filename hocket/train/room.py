@@ -52,8 +52,9 @@ def _saves(train: TrainConfig) -> int:
 
 def _most(train: TrainConfig) -> int:
     """Most checkpoints that are there at a time, with the one that is being written."""
-    for_good = train.steps // math.lcm(train.keep_every, train.save_every or train.steps) if train.keep_every else 0
-    return train.keep + train.keep_best + for_good + 1
+    kept = train.kept
+    for_good = train.steps // math.lcm(kept["every"], train.save_every or train.steps) if kept["every"] else 0
+    return kept["newest"] + kept["best"] + for_good + 1
 
 
 def require_memory(settings: Settings, offloaded: int, copies: int, available: int) -> str:

@@ -228,7 +228,7 @@ def _worker(folder: Path) -> int:
     """What a process does: pieces that nobody has taken. What is wrong goes to stdout, as JSON."""
     job = json.loads((folder / JOB).read_text())
     asked = Asked(job["asked"]["setting"], tuple(job["asked"]["given"]), job["asked"]["origins"])
-    data = dataclasses.replace(DataConfig(), **{k: as_setting(value) for k, value in job["data"].items()})
+    data = dataclasses.replace(DataConfig(), **{k: as_setting(value, None) for k, value in job["data"].items()})
 
     def stop_with_parent() -> None:
         if os.getppid() != job["parent"]:

@@ -99,7 +99,7 @@ class Trainer:
         restored = restore(settings, self._state(), self.text.up_to)
         found = restored.more.get(RUN, "") if restored and settings.run.resume == "auto" else ""
         self.number = number_for(settings, found)
-        notes = make_place(settings, self._state()) if settings.train.keep else []
+        notes = make_place(settings, self._state()) if settings.train.kept["newest"] else []
         between = self.saves and 0 < settings.train.save_every < settings.train.steps
         copies, offloaded = (
             copies_of(self._state()) if between else 0,
@@ -159,7 +159,7 @@ class Trainer:
     @property
     def saves(self) -> bool:
         """Whether the run writes checkpoints."""
-        return self.settings.train.keep > 0 and not self.pretends
+        return self.settings.train.kept["newest"] > 0 and not self.pretends
 
     def _loop(self, metrics: Metrics, stop: StopRequest, window: ProfileWindow) -> int:
         train = self.settings.train

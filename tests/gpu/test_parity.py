@@ -85,7 +85,7 @@ TWO: dict[str, Config] = {
     "experts in fp8, weights gathered in it": changed(EXPERTS, GATHERED),
     "weights gathered in fp8 once a step, copy_engine": planned(changed(COPIED, GATHERED), strategy="optim"),
     "a layer at each end in bf16, weights gathered in fp8, copy_engine": changed(
-        COPIED, {**GATHERED, "precision.fp8_ends": (1, 1)}
+        COPIED, {**GATHERED, "precision.fp8": ("but_first:1", "but_last:1")}
     ),
     "nccl": EXPERTS,
     "copy_engine": COPIED,

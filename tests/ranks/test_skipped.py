@@ -177,8 +177,8 @@ def run_of(folder: Path, name: str, spoiled: dict[int, float], **more: Any) -> T
         changed(recipe("tiny"), {f"model.{key}": value for key, value in small.items()}),
         {
             **alone, "data.paths": (str(text),), "data.sequence_length": 8, "data.cache": str(folder / "cache"),
-            "train.steps": 12, "train.microbatches": 2, "train.save_every": 4, "train.eval_batches": 0, "train.keep": 9,
-            "run.folder": str(folder / name), **more,
+            "train.steps": 12, "train.microbatches": 2, "train.save_every": 4, "train.eval_batches": 0,
+            "train.keep": (9,), "run.folder": str(folder / name), **more,
         },
     )  # fmt: skip
     trainer = Trainer(resolve(c), 0, torch.device("cpu"))
