@@ -13,7 +13,6 @@ _FORMER = {
     "plan.merge": "overlap.ep.merge",
     "plan.merge_ends": "overlap.ep.merge_ends",
     "plan.defer_wgrad": "overlap.defer_wgrad",
-    "plan.p2p_backward_lane": "overlap.pp.backward_lane",
     "plan.p2p_defer_layers": "overlap.pp.defer_layers",
     "plan.p2p_defer_parts": "overlap.pp.defer_parts",
     "plan.strategy": "overlap.dp.strategy",
@@ -45,7 +44,6 @@ _ROLES = {f"{role}_{direction}" for role in ROLES for direction in DIRECTIONS}
 """What once had settings of their own below overlap.tp."""
 
 _LATER: dict[str, Any] = {
-    "overlap.pp.backward_lane": "on",
     "overlap.ep.merge_ends": "off",
     "overlap.ep.copies": "per_expert",
     "overlap.ep.splits": "host",
@@ -67,6 +65,9 @@ def config_of(tree: Mapping[str, Any]) -> Config:
         if name == "overlap.tp.method" and isinstance(value, str):
             value = [value]
         stored[name] = tuple(value) if isinstance(value, list) else value
+    layers, parts = stored.get("overlap.pp.defer_layers", 0), stored.pop("overlap.pp.defer_parts", "all")
+    if parts == "attn" and isinstance(layers, int) and layers:
+        stored["overlap.pp.defer_layers"] = f"attn:{layers}" if layers > 0 else "attn"
     for name in _NO_PART:
         stored.pop(name, None)
     for name, neutral in _GONE.items():

@@ -34,7 +34,6 @@ from hocket.tune.by_cost import (
     choose_context,
     choose_copies,
     choose_gather,
-    choose_lane,
     choose_layer_order,
     choose_stages,
     choose_strategy,
@@ -369,7 +368,6 @@ CHOICES_BY_COST: tuple[tuple[str, Callable[[Config, Host, Trials], tuple[Any, st
     ("plan.offload", choose_offload),
     ("plan.recompute", choose_recompute),
     ("plan.layer_order", choose_layer_order),
-    ("overlap.pp.backward_lane", choose_lane),
 )
 """The same of those that go by costs, which only a sound configuration has."""
 _OPEN = ("auto", "", ("auto",))

@@ -110,8 +110,6 @@ REFUSED_ORDERS: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
     (ZB, {"defer_wgrad": "off"}, "overlap.defer_wgrad", "so they must be able to wait"),
     (ZB, {"train__microbatches": 1}, "train.microbatches", "fewer than mesh.pp = 2 microbatches"),
     (ZB, {"defer_layers": 2}, "overlap.pp.defer_layers", "steps of their own"),
-    (ZB, {"defer_parts": "all"}, "overlap.pp.defer_parts", "no effect"),
-    (ZB, {"backward_lane": "off"}, "overlap.pp.backward_lane", "is not merged"),
     (ZB, {"plan__group": 2}, "plan.group", "only the interleaved order"),
     (
         {**ZB, "model__dense_layers": ()},

@@ -85,14 +85,14 @@ def test_help_and_mistakes_do_not_wait_for_torch():
 
 
 def test_overrides_reach_the_configuration_and_are_remembered():
-    words = ["--model.hidden", "64", "--overlap.pp.defer-parts=all", "--data.paths", "a", "b", "--model.tied", "True"]
+    words = ["--model.hidden", "64", "--plan.layer-order=all", "--data.paths", "a", "b", "--model.tied", "True"]
     options, origins = parse(Train, "train", ["tiny", *words, "--train.betas", "0.8", "0.9"])
     config = options.config
-    assert (config.model.hidden, config.overlap.pp.defer_parts, config.data.paths) == (64, "all", ("a", "b"))
+    assert (config.model.hidden, config.plan.layer_order, config.data.paths) == (64, "all", ("a", "b"))
     assert (config.model.tied, config.train.betas) == (True, (0.8, 0.9))
-    assert origins["overlap.pp.defer_parts"] == "command line, --overlap.pp.defer-parts"
+    assert origins["plan.layer_order"] == "command line, --plan.layer-order"
     assert set(origins) == {
-        "", "model.hidden", "overlap.pp.defer_parts", "data.paths", "model.tied", "train.betas",
+        "", "model.hidden", "plan.layer_order", "data.paths", "model.tied", "train.betas",
     }  # fmt: skip
 
 

@@ -87,7 +87,6 @@ DENSE: dict[str, Any] = {"model.experts": 0}
         (dict(dp=2, ep=2), 1, {}, "overlap.ep.merge_ends", "on", dict(ep=1)),
         (dict(pp=2), 1, {}, "overlap.pp.defer_layers", 2, dict(pp=1)),
         (dict(pp=2), 1, {}, "overlap.pp.defer_head", 1, dict(pp=1)),
-        (dict(pp=2), 1, {}, "overlap.pp.backward_lane", "on", dict(pp=1)),
         (dict(pp=2), 1, {"plan.chunks": 2, "overlap.ep.merge": "off"}, "plan.order", "zb_v", dict(pp=1)),
         (dict(pp=4), 2, {}, "plan.layers_per_stage", (1, 2, 2, 3), dict(pp=2)),
         (dict(tp=4), 2, {}, "overlap.tp.pieces", 4, dict(tp=2)),

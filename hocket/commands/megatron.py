@@ -43,9 +43,9 @@ disable_tp_comm_bulk_dgrad tp_comm_bulk_dgrad=false => overlap.tp.method=qkv_bac
 tp_comm_overlap_rs_dgrad => overlap.tp.method=qkv_backward:pipeline,fc1_backward:pipeline
 tp_comm_overlap_disable_qkv => overlap.tp.method=qkv_forward:off,qkv_backward:off
 tp_comm_overlap_disable_fc1 => overlap.tp.method=fc1_forward:off,fc1_backward:off
-overlap_p2p_backward_on_comm_stream -> overlap.pp.backward_lane; delay_wgrad_compute -> overlap.defer_wgrad
-overlap_p2p_with_transformer_layer_wgrad => overlap.pp.defer_parts=all
-overlap_p2p_with_transformer_layer_wgrad=false => overlap.pp.defer_parts=attn
+overlap_p2p_backward_on_comm_stream .. gradients always arrive on a lane of their own
+delay_wgrad_compute -> overlap.defer_wgrad
+overlap_p2p_with_transformer_layer_wgrad .. overlap.pp.defer_layers = 2 takes all parts, and attn:2 attention
 defer_embedding_wgrad_compute => overlap.pp.defer_head=-1; wgrad_deferral_limit !! overlap.pp.defer_head is that number
 overlap_moe_expert_parallel_comm -> overlap.ep.merge; overlap_p2p_wgrad_delayed_layer_number -> overlap.pp.defer_layers
 ep_overlap_early_attn_memory_release => plan.layer_order=early_release; grad_reduce_in_bf16 => precision.wire=bf16

@@ -48,6 +48,14 @@ def check_tensor_method(item: str) -> None:
         raise ValueError(f"these layers, {where.split('_')[1]}, can be {' or '.join(can)}, not {method}")
 
 
+def attention_of(text: str) -> int:
+    """The layers of a text such as attn:2 of `overlap.pp.defer_layers`; -1 for attn. Raises ValueError for others."""
+    part, colon, count = text.partition(":")
+    if part != "attn" or (colon and (not count.isdecimal() or int(count) < 1)):
+        raise ValueError(f"{text!r} is neither a number of layers nor attn with one")
+    return int(count) if colon else -1
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataOverlap:
     """Gathers of weights and reduces of gradients."""
@@ -69,18 +77,21 @@ class DataOverlap:
 class PipelineOverlap:
     """Sends between pipeline ranks."""
 
-    backward_lane: Switch = "auto"
-    """What waits for a gradient from the next pipeline rank. on: only the op that reads it. off: the whole merged step
-    that the op belongs to. auto is on."""
-    defer_layers: Annotated[int | Literal["auto"], Between(-1)] = "auto"
+    defer_layers: Annotated[int | str, Between(-1), Form(attention_of, "attn:2")] = "auto"
     """How many layers of a chunk compute their weight gradients after the chunk has sent its gradient. They are the
-    last layers of its backward. -1 means all layers. auto makes the step as short as possible."""
-    defer_parts: Literal["auto", "attn", "all"] = "auto"
-    """Parts of these layers whose weight gradients come late: attn is attention only, all adds MLP and experts."""
+    last layers of its backward. -1 means all layers. attn:2 means those of attention alone in two layers, attn in all.
+    auto makes the step as short as possible."""
     defer_head: Annotated[int | Literal["auto"], Between(-1)] = "auto"
     """For how many microbatches the weight gradient of the head, the projection onto the vocabulary, waits until its
     rank has nothing else to compute. They are the last microbatches. -1 means all of them. auto takes as many as
     shorten the step and fit into memory."""
+
+    @property
+    def late(self) -> tuple[int, Literal["attn", "all"]]:
+        """Layers and parts of `defer_layers`: attention of one as long as it is open."""
+        if isinstance(self.defer_layers, int):
+            return self.defer_layers, "all"
+        return (1 if self.defer_layers == "auto" else attention_of(self.defer_layers)), "attn"
 
 
 @dataclass(frozen=True, kw_only=True)

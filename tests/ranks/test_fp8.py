@@ -18,7 +18,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any], dict[str,
     "a merged pipeline with deferred weight gradients": (
         dict(layers=8, dense_layers=(0, 4), shared_ffn=16, aux_loss=0.01, bias_rate=0.01),
         dict(pp=2, dp=2, ep=2),
-        dict(chunks=2, merge="on", defer_wgrad="on", defer_layers=2, defer_parts="all"),
+        dict(chunks=2, merge="on", defer_wgrad="on", defer_layers=2),
         {},
     ),
     "recomputed": (
