@@ -28,14 +28,15 @@ _VALUES = {"overlap.dp.gather_in_update": {"on": "next_step", "off": "end"}}
 
 _GONE: dict[str, Any] = {
     "overlap.ep.clones": 0, "run.memory": "/dev/shm", "train.memory_every": 0, "data.order": "as_read",
-    "plan.mlp_pieces": 1, "precision.dispatch": "compute", "overlap.env": "set", "optimizer.momentum": 0.95,
+    "plan.mlp_pieces": 1, "precision.dispatch": "compute", "overlap.env": "set", "overlap.tp.pieces": 0,
+    "overlap.on_unmet": "error", "optimizer.momentum": 0.95,
     "train.slow_groups": (), "train.slow_latency": (), "train.slow_bandwidth": (),
 }  # fmt: skip
 """Former settings -> the value with which a run was as one without them."""
 
 _NO_PART = {
     "train.lane_seed", "train.experts_every", "train.min_lr_ratio", "train.decay", "train.decay_shape",
-    "train.save_behind", "optimizer.skip_limit", "data.processes", "run.port",
+    "train.save_behind", "overlap.pp.backward_lane", "optimizer.skip_limit", "data.processes", "run.port",
     "precision.fp8_products", "precision.fp8_ends", "train.keep", "train.keep_every", "train.keep_best",
 }  # fmt: skip
 """Former settings that said nothing of a step."""

@@ -222,7 +222,6 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (changed(DENSE, mesh__tp=2), {"model__ffn": 33}, "model.ffn", "33 cannot be spread evenly"),
     (changed(TINY, mesh__tp=2), {"model__shared_ffn": 33}, "model.shared_ffn", "33 of them cannot be spread"),
     (changed(DENSE, mesh__tp=2), {"data__sequence_length": 33}, "data.sequence_length", "(1 x 33) cannot"),
-    (changed(DENSE, mesh__tp=2), {"overlap__tp__pieces": 3}, "overlap.tp.pieces", "3 does not divide mesh.tp = 2"),
     *((changed(DENSE, mesh__tp=2), {"overlap__tp__method": (f"{where}:{way}",)}, "overlap.tp.method", "these layers")
       for where, way in {"qkv_forward": "bulk", "qkv_backward": "ring", "proj_forward": "ring", "proj_backward": "bulk",
                       "fc1_forward": "pipeline", "fc1_backward": "ring", "fc2_forward": "bulk",

@@ -89,7 +89,6 @@ DENSE: dict[str, Any] = {"model.experts": 0}
         (dict(pp=2), 1, {}, "overlap.pp.defer_head", 1, dict(pp=1)),
         (dict(pp=2), 1, {"plan.chunks": 2, "overlap.ep.merge": "off"}, "plan.order", "zb_v", dict(pp=1)),
         (dict(pp=4), 2, {}, "plan.layers_per_stage", (1, 2, 2, 3), dict(pp=2)),
-        (dict(tp=4), 2, {}, "overlap.tp.pieces", 4, dict(tp=2)),
         (dict(tp=2), 1, {}, "overlap.tp.method", ("bulk",), dict(tp=1)),
         (dict(cp=2), 1, {}, "overlap.cp.method", "heads", dict(cp=1)),
         (dict(cp=2), 1, {}, "plan.recompute", ("attn", "kv"), dict(cp=1)),

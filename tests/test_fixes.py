@@ -184,8 +184,7 @@ def draw_case(draw: random.Random) -> Case:
 
 
 SECTIONS = ("plan.", "overlap.", "mesh.", "train.", "precision.", "model.")
-DRAWN = [name for name in types() if name.startswith(SECTIONS) and name != "overlap.on_unmet"]
-"""With `overlap.on_unmet = warn` what a fix sets may be given up for another reason."""
+DRAWN = [name for name in types() if name.startswith(SECTIONS)]
 
 
 @functools.cache

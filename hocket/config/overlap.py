@@ -123,8 +123,6 @@ class TensorOverlap:
     gather beside the ops that follow (qkv and fc1). off is one after the other, also for layers that do not allow the
     method. fc1_forward:off sets one role and direction, out of qkv, proj, fc1 (with the head) and fc2. auto chooses by
     the shapes of layers what is not set so."""
-    pieces: Annotated[int, Between(0, MANY)] = 0
-    """Pieces of a product. It divides mesh.tp. 0 picks the number by the layer's shape."""
 
     def named(self) -> dict[str, Method]:
         """Role and direction, such as fc1_forward -> the method that is set for it."""
@@ -169,8 +167,5 @@ class OverlapConfig:
     """Gathers and sums inside tensor-parallel layers."""
     cp: ContextOverlap = field(default_factory=ContextOverlap)
     """Keys, values and heads of sequences that ranks share."""
-    on_unmet: Literal["error", "warn"] = "error"
-    """What hocket does about a setting of this section that cannot work. error ends the run. warn goes on without the
-    setting and says so."""
     defer_wgrad: Switch = "auto"
     """Run weight gradients as ops of their own, at the places that the layer order gives them."""
