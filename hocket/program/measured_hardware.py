@@ -57,8 +57,8 @@ def read(path: str) -> MeasuredHardware:
     try:
         return _parsed(path)
     except ValueError as error:
-        fix = "a file of hocket doctor --measure, or off"
-        raise ValueError(f"hardware.measured = {path}: {error}; fix: {fix}") from None
+        fix = "a file of hocket doctor --measure, or the name of a GPU"
+        raise ValueError(f"hardware.gpu = {path}: {error}; fix: {fix}") from None
 
 
 def _parsed(path: str) -> MeasuredHardware:
