@@ -38,7 +38,7 @@ ORDERS: dict[str, dict[str, Any]] = {
     "V, merged": {"plan.order": "merged_v", "plan.chunks": 2, "overlap.ep.merge": "on", "overlap.defer_wgrad": "on"},
 }
 """Settings by the name of the order. Nothing is merged unless it says so."""
-BEHIND_SENDS: dict[str, Any] = {"overlap.pp.defer_layers": -1, "overlap.pp.defer_parts": "all"}
+BEHIND_SENDS: dict[str, Any] = {"overlap.pp.defer_layers": -1}
 OPEN: dict[str, Any] = dict.fromkeys(BEHIND_SENDS, "auto")
 SIZES = ((4, 8), (4, 16), (8, 16), (8, 32))
 """Pipeline ranks and microbatches."""

@@ -30,7 +30,7 @@ from hocket.program.simulate import Overheads, cost_key, kind_of, simulate
 from hocket.resolve import Settings, resolve
 from hocket.settings.schema import changed
 
-GPU = {"hardware.gpu": "h200", "hardware.measured": "off"}
+GPU = {"hardware.gpu": "h200"}
 _CONTEXT = tuple(
     (f"context_{model}{long} --gpus {gpus} --name context_{model}{long}_{gpus}{more}", "hocket")
     for model in ("dense", "experts")

@@ -27,7 +27,7 @@ CONTENDERS = {
     "sequential": f"--plan.order sequential {PLAIN_FLAGS}",
     "interleaved": PLAIN_FLAGS,
     "merged": "",
-    "merged, defer all": "--overlap.pp.defer_layers -1 --overlap.pp.defer_parts all",
+    "merged, defer all": "--overlap.pp.defer_layers -1",
 }
 """Plans of benchmarks/step_time.py -> the settings that make them."""
 STEPS = (

@@ -53,7 +53,6 @@ def config_of(facts: dict[str, Any], microbatches: int) -> Config:
     fixed = {
         "run.name": facts["name"],
         "hardware.gpu": facts["gpu"],
-        "hardware.measured": "off",
         "model": ModelConfig(**facts["model"]),
         "network.ranks_per_host": min(8, facts["gpus"]),
         "data.sequence_length": facts["sequence"],

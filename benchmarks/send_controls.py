@@ -1,4 +1,4 @@
-"""What the three controls of pipeline sends are worth: every combination, on the real link and on an emulated slow one.
+"""What weight gradients behind pipeline sends are worth: of any layers and parts, on the real link and on a slow one.
 
     torchrun --nproc-per-node 4 -m benchmarks.send_controls
     torchrun --nproc-per-node 2 -m benchmarks.send_controls --cpu
@@ -33,13 +33,12 @@ from hocket.config import (
     OverlapConfig,
     PipelineOverlap,
     PlanConfig,
-    Switch,
 )
 from hocket.engine.executor import no_collection
 from hocket.program.hardware import hardware_of
 from hocket.program.lower import build_program
 from hocket.program.ops import Program
-from hocket.program.p2p import Parts
+from hocket.program.p2p import Cover, Parts
 from hocket.program.simulate import simulate
 from hocket.program.stages import costs_of, layout_of, sharding_of
 from hocket.resolve import resolve
@@ -50,17 +49,20 @@ from hocket.settings.schema import changed, leaf
 LAYERS = 2
 """Of one chunk."""
 CHUNKS = 2
-CONTROLS = ("overlap.pp.backward_lane", "overlap.pp.defer_layers", "overlap.pp.defer_parts")
-LANES: tuple[Switch, ...] = ("off", "on")
+CONTROL = "overlap.pp.defer_layers"
 COUNTS = (0, 1, LAYERS)
 PARTS: tuple[Parts, ...] = ("attn", "all")
+COVERS = [Cover(count, parts, 0.0, 0.0) for count, parts in product(COUNTS, PARTS) if count or parts == "attn"]
+"""Of no layer, all parts are the same as attention."""
+_FORMER = "lane on, "
+"""How results of before call plans in which gradients arrive on a lane of their own, as they always do now."""
 Blocks = dict[str, dict[str, list[list[float]]]]
 """Seconds of the steps of every block, by link and plan."""
 
 
 def settings(options: argparse.Namespace, ranks: int) -> Config:
-    """The configuration that all plans share; its plan is the field's default of the controls."""
-    sends = PipelineOverlap(backward_lane="off", defer_layers=1, defer_parts="attn")
+    """The configuration that all plans share; its plan is the field's default."""
+    sends = PipelineOverlap(defer_layers="attn:1")
     overlap = OverlapConfig(pp=sends, ep=ExpertOverlap(merge="on"), defer_wgrad="on")
     config = Config(plan=PlanConfig(order="interleaved", chunks=CHUNKS), overlap=overlap)
     return sized(options, ranks, CHUNKS * LAYERS, options.microbatches, config)
@@ -74,19 +76,15 @@ def on_slow_link(config: Config, link: Link) -> Config:
 
 
 def plans(config: Config, links: Mapping[str, Config]) -> dict[str, Config]:
-    """The contenders by name: every combination of the controls, then the others."""
-    found = {
-        f"lane {lane}, {count} layers, {parts}": changed(config, dict(zip(CONTROLS, (lane, count, parts), strict=True)))
-        for lane, count, parts in product(LANES, COUNTS, PARTS)
-        if count or parts == "attn"  # of no layer, all parts are the same as attention
-    }
+    """The contenders by name: everything that may be behind sends, then the others."""
+    found = {f"{way.layers} layers, {way.parts}": changed(config, {CONTROL: way.setting}) for way in COVERS}
     for name, on in links.items():
-        chosen = resolve(changed(on, dict.fromkeys(CONTROLS, "auto")), Host(gpus=config.mesh.pp))
+        chosen = resolve(changed(on, {CONTROL: "auto"}), Host(gpus=config.mesh.pp))
         found[f"auto for the {name} link"] = replace(config, overlap=chosen.overlap)
     wide = -(-3 * config.mesh.pp // 2)
     if config.train.microbatches >= wide:
-        found["stride 3"] = changed(config, {"overlap.pp.backward_lane": "on", "plan.stride": 3, "plan.group": wide})
-    found["not merged"] = changed(config, {"overlap.pp.backward_lane": "on", "overlap.ep.merge": "off"})
+        found["stride 3"] = changed(config, {"plan.stride": 3, "plan.group": wide})
+    found["not merged"] = changed(config, {"overlap.ep.merge": "off"})
     found["not merged, nothing deferred"] = changed(
         found["not merged"], {"overlap.defer_wgrad": "off", "overlap.pp.defer_layers": 0}
     )
@@ -149,8 +147,10 @@ def of_result(result: Mapping[str, Any]) -> dict[tuple[str, str], float]:
     config = settings(options, was["mesh"]["pp"])
     same_model(config, was)
     links = {"real": config, "slow": on_slow_link(config, Link(link["latency"], link["bandwidth"]))}
-    picked = {name: changed(config, controls) for name, controls in result.get("picked", {}).items()}
-    chosen = {name: plan for name, plan in plans(config, {}).items() if name in result["in_flight"]} | picked
+    picked = {name: changed(config, {CONTROL: value}) for name, value in result.get("picked", {}).items()}
+    known = plans(config, {})
+    there = {name: known.get(name.removeprefix(_FORMER)) for name in result["in_flight"]}
+    chosen = {name: plan for name, plan in there.items() if plan} | picked
     programs = {
         name: build_program(layout_of(plan), options.microbatches, plan, sharding_of(plan))
         for name, plan in chosen.items()
@@ -171,7 +171,7 @@ def report(bench: Bench, chosen: Mapping[str, Config], config: Config, slow: Lin
     return {
         "config": asdict(config),
         "slow_link": {**asdict(slow), "emulated": True},
-        "picked": {name: {control: leaf(plan, control) for control in CONTROLS} for name, plan in picked.items()},
+        "picked": {name: leaf(plan, CONTROL) for name, plan in picked.items()},
         "in_flight": {name: list(program.in_flight) for name, program in bench.programs.items()},
         "rows": rows,
     }

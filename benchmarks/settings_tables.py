@@ -38,7 +38,8 @@ def _values(name: str, hint: Any) -> str:
     if get_origin(hint) is Literal:
         return ", ".join(f"`{each}`" for each in get_args(hint))
     if form := form_of(name):
-        return f"`auto`, or such as `{form.example}`"
+        number = "a number, " if bounds_of(name) else ""
+        return f"{number}{'`auto`, ' if form.auto else ''}or such as `{form.example}`".removeprefix("or ")
     if not (bounds := bounds_of(name)):
         return describe(hint)
     low, high = bounds.low, bounds.high

@@ -33,7 +33,7 @@ from hocket.settings.schema import changed
 
 def contenders(config: Config) -> dict[str, Config]:
     """The settings of the contenders, by name."""
-    everything = {"overlap.pp.defer_layers": -1, "overlap.pp.defer_parts": "all"}
+    everything = {"overlap.pp.defer_layers": -1}
     return {
         "sequential": changed(config, {"plan.order": "sequential", **PLAIN}),
         "interleaved": changed(config, {"plan.order": "auto", **PLAIN}),

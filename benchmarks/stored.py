@@ -13,7 +13,6 @@ _FORMER = {
     "plan.merge": "overlap.ep.merge",
     "plan.merge_ends": "overlap.ep.merge_ends",
     "plan.defer_wgrad": "overlap.defer_wgrad",
-    "plan.p2p_backward_lane": "overlap.pp.backward_lane",
     "plan.p2p_defer_layers": "overlap.pp.defer_layers",
     "plan.p2p_defer_parts": "overlap.pp.defer_parts",
     "plan.strategy": "overlap.dp.strategy",
@@ -29,16 +28,24 @@ _VALUES = {"overlap.dp.gather_in_update": {"on": "next_step", "off": "end"}}
 
 _GONE: dict[str, Any] = {
     "overlap.ep.clones": 0, "run.memory": "/dev/shm", "train.memory_every": 0, "data.order": "as_read",
-    "plan.mlp_pieces": 1, "precision.dispatch": "compute",
+    "plan.mlp_pieces": 1, "precision.dispatch": "compute", "overlap.env": "set", "overlap.tp.pieces": 0,
+    "network.bandwidth": "auto", "network.latency": "auto", "hardware.measured": "off",
+    "overlap.on_unmet": "error", "optimizer.momentum": 0.95,
     "train.slow_groups": (), "train.slow_latency": (), "train.slow_bandwidth": (),
 }  # fmt: skip
 """Former settings -> the value with which a run was as one without them."""
+
+_NO_PART = {
+    "train.lane_seed", "train.experts_every", "train.min_lr_ratio", "train.decay", "train.decay_shape",
+    "train.save_behind", "overlap.pp.backward_lane", "optimizer.skip_limit", "data.processes", "run.port",
+    "precision.fp8_products", "precision.fp8_ends", "train.keep", "train.keep_every", "train.keep_best",
+}  # fmt: skip
+"""Former settings that said nothing of a step."""
 
 _ROLES = {f"{role}_{direction}" for role in ROLES for direction in DIRECTIONS}
 """What once had settings of their own below overlap.tp."""
 
 _LATER: dict[str, Any] = {
-    "overlap.pp.backward_lane": "on",
     "overlap.ep.merge_ends": "off",
     "overlap.ep.copies": "per_expert",
     "overlap.ep.splits": "host",
@@ -60,6 +67,11 @@ def config_of(tree: Mapping[str, Any]) -> Config:
         if name == "overlap.tp.method" and isinstance(value, str):
             value = [value]
         stored[name] = tuple(value) if isinstance(value, list) else value
+    layers, parts = stored.get("overlap.pp.defer_layers", 0), stored.pop("overlap.pp.defer_parts", "all")
+    if parts == "attn" and isinstance(layers, int) and layers:
+        stored["overlap.pp.defer_layers"] = f"attn:{layers}" if layers > 0 else "attn"
+    for name in _NO_PART:
+        stored.pop(name, None)
     for name, neutral in _GONE.items():
         if stored.get(name, neutral) == neutral:
             stored.pop(name, None)

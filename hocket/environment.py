@@ -24,7 +24,7 @@ from hocket.model.tokenizer import known_tokenizer
 from hocket.problems import stop_if
 from hocket.settings.layer_rules import why_no_delta_kernels
 from hocket.settings.rule import Host
-from hocket.variables import WANTED, Finding, Moment, Policy, apply, refusals, survey
+from hocket.variables import WANTED, Finding, Moment, apply, refusals, survey
 
 MULTICAST_OFF = {variable.name: variable.value for variable in WANTED if variable.must}
 """NVLink multicast stays off. Read when libraries load, so set before torch is imported."""
@@ -50,7 +50,7 @@ class Worker:
     address_from: str = "MASTER_ADDR"
     """The variable that said so; empty for this host."""
     port_from: str = "MASTER_PORT"
-    """The variable or setting that said so."""
+    """The variable that said so; empty for one that was free on this host."""
 
     def variables(self) -> dict[str, str]:
         """As `torch.distributed` reads it."""
@@ -64,9 +64,9 @@ class Worker:
         }
 
 
-def find_port(wanted: int = 0) -> int:
-    """The wanted TCP port of this host if it is free, any free one without a wish; 0 if there is none."""
-    for port in [wanted] if wanted else random.sample(PORTS, 100):
+def find_port() -> int:
+    """A free TCP port of this host; 0 if there is none."""
+    for port in random.sample(PORTS, 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", port))
@@ -75,8 +75,8 @@ def find_port(wanted: int = 0) -> int:
     return 0
 
 
-def find_worker(env: Mapping[str, str], port: int = 0) -> Worker | None:
-    """The place of this process if torchrun or Slurm started it, else None. `port` wins over a derived one.
+def find_worker(env: Mapping[str, str]) -> Worker | None:
+    """The place of this process if torchrun or Slurm started it, else None.
 
     Raises ValueError if the variables are incomplete or contradict each other.
     """
@@ -99,9 +99,8 @@ def find_worker(env: Mapping[str, str], port: int = 0) -> Worker | None:
         address, said = env.get("MASTER_ADDR"), _number(env, "MASTER_PORT", "srun", "0")
         at = (address, "MASTER_ADDR") if address else (first_host(nodes), listed)
         at = HERE if local_world == world else at
-        ports = ((port, "run.port"), (said, "MASTER_PORT"), (20000 + job % 20000, "SLURM_JOB_ID"))
-        number, port_from = next(found for found in ports if found[0])
-        return _checked(Worker(rank, world, local_rank, local_world, at[0], number, at[1], port_from))
+        port = (said, "MASTER_PORT") if said else (20000 + job % 20000, "SLURM_JOB_ID")
+        return _checked(Worker(rank, world, local_rank, local_world, at[0], port[0], at[1], port[1]))
     return None
 
 
@@ -155,17 +154,15 @@ def tasks_here(tasks: str, node: int) -> int:
     return counts[min(node, len(counts) - 1)]
 
 
-def prepare(
-    env: MutableMapping[str, str], local_world: int, policy: Policy = "set", passed: Collection[Moment] = ()
-) -> list[str]:
+def prepare(env: MutableMapping[str, str], local_world: int, passed: Collection[Moment] = ()) -> list[str]:
     """Set what must be set before torch is imported. What the user has set stays; remarks say where that matters.
 
     `passed` is what has happened in this process, so that what would be set too late is noticed. Raises ValueError if
     NVLink multicast has been switched on.
     """
-    stop_if(stopping(env, survey(env, policy, passed)), "variables")
+    stop_if(stopping(env, survey(env, passed)), "variables")
     env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // max(1, local_world))))
-    return apply(env, policy, passed)
+    return apply(env, passed)
 
 
 def stopping(env: Mapping[str, str], findings: Sequence[Finding]) -> list[str]:
@@ -201,7 +198,6 @@ def probe(config: Config, origins: Mapping[str, str], worker: Worker | None, var
         cores=cores(),
         workers=worker.world if worker else 0,
         local_workers=worker.local_world if worker else 0,
-        port=worker.port if worker else 0,
         tokenizer_vocab=tokenizer.vocab if tokenizer else 0,
         tokenizer_begin=tokenizer.begin if tokenizer else "",
         no_copy_engine=found.no_copy_engine,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hocket.config import BYTE_VOCAB, BYTES, Config
 from hocket.gpus import GPUS
+from hocket.program.hardware import read_measured
 from hocket.settings.rule import Host
 
 GPUS_OF_A_HOST = 8
@@ -32,6 +33,7 @@ def _ranks_of_a_host(config: Config, wants_gpus: bool) -> int:
     if config.network.ranks_per_host != "auto":
         return config.network.ranks_per_host
     world, gpu = config.mesh.world, config.hardware.gpu
+    gpu = read_measured(gpu).gpu if gpu.endswith(".json") else gpu
     most = max(GPUS_OF_A_HOST, GPUS[gpu].domain if gpu in GPUS else 0)
     if not wants_gpus or world <= most:
         return world

@@ -11,7 +11,7 @@ from typing import Any
 from hocket.config import Config
 from hocket.program.cost import CostTable, Measurement, issued, overheads_of
 from hocket.program.documents import Lengths, as_read, by_documents, deals, dealt, merged, works_of
-from hocket.program.hardware import Hardware, adapter_times, crossing, hardware_of
+from hocket.program.hardware import LATENCY, Hardware, adapter_times, crossing, hardware_of
 from hocket.program.lower import build_program
 from hocket.program.mesh import described
 from hocket.program.ops import Program
@@ -103,11 +103,12 @@ def network(settings: Settings, busy: float = 0.0, step: float = 0.0) -> str:
             rate = hardware.link(purpose).bandwidth / 1e9
             rows.setdefault(f"{spread.ranks} ranks on {spread.hosts} hosts at {rate:.3g} GB/s", []).append(purpose)
     open_ = {decision.setting for decision in settings.decisions if decision.chosen}
-    assumed = [name for name in ("bandwidth", "latency") if f"network.{name}" in open_]
+    rate, late = given.adapter
+    assumed = "not set: network.link" if "network.link" in open_ else "" if late else "no time in network.link"
     each = given.ranks_per_host
     words = f"{each} rank{'' if each == 1 else 's'} on a host, "
-    words += f"each sends {given.bandwidth} to others after {given.latency}"
-    words += f" (assumed, not set: network.{' and network.'.join(assumed)})" if assumed else ""
+    words += f"each sends {rate} to others after {late or LATENCY}"
+    words += f" (assumed, {assumed})" if assumed else ""
     parts = [f"network: {words}", *(f"{', '.join(names)}: {way}" for way, names in rows.items())]
     if busy:
         longer = ", longer than the step: lanes share it, which is not simulated" if busy > step else ""

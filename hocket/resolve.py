@@ -34,7 +34,6 @@ from hocket.tune.by_cost import (
     choose_context,
     choose_copies,
     choose_gather,
-    choose_lane,
     choose_layer_order,
     choose_stages,
     choose_strategy,
@@ -45,7 +44,8 @@ from hocket.tune.deferral_choice import DEFERRAL, choose_deferral
 from hocket.tune.graph_choice import GRAPHS, SPLITS, choose_graphs, choose_splits, graphs_that_pay
 from hocket.tune.memory_choice import choose_offload, choose_recompute
 from hocket.tune.pieces import choose_loss_pieces
-from hocket.tune.smaller_mesh import gives_up, smaller_mesh
+from hocket.tune.smaller_mesh import gives_up as given_up_when_smaller
+from hocket.tune.smaller_mesh import smaller_mesh
 from hocket.tune.tensor_choice import choose_network, choose_tensor
 from hocket.tune.transport_choice import CHOSEN_BY_IT, choose_transport, chose_copies, transport_that_fits
 from hocket.tune.trials import Price, Trials, model_costs
@@ -81,12 +81,14 @@ def resolve(
     origins: Mapping[str, str] | None = None,
     price: Price = model_costs,
     remarks: bool = True,
+    gives_up: bool = False,
 ) -> Settings:
     """Make every automatic choice of `config` and check the result.
 
     `origins` tells where a leaf (dotted name) was set, for messages; a leaf that is missing there came with the
     configuration itself, whose name is under the key "". `price` says what ops cost, for choices that depend on it.
-    Without `remarks` none is sought that takes simulations.
+    Without `remarks` none is sought that takes simulations. With `gives_up` a setting below `overlap` that cannot work
+    is chosen as if it had been left open, and its decision says so.
     Raises ValueError with one line per problem.
     """
     before = config if isinstance(config, Settings) else None
@@ -96,7 +98,7 @@ def resolve(
     origins = {name: origin for name, origin in origins.items() if name not in types() or leaf(config, name) != "auto"}
     wrong = impossible(config, origins)
     sound = changed(config, {name: leaf(DEFAULTS, name) for name in wrong})
-    settled, decisions, unmet = _settled(sound, host, origins)
+    settled, decisions, unmet = _settled(sound, host, origins, gives_up=gives_up)
     rules, shrunk = _left_broken(settled, host, origins, unmet), list[Decision]()
     if config.run.elastic and not wrong and not rules:
         config, shrunk = smaller_mesh(sound, host, origins, partial(_runs, host=host, origins=origins), Trials(price))
@@ -174,11 +176,11 @@ def _priced(config: Config, decisions: list[Decision], host: Host, origins: Mapp
 
 
 def _settled(
-    config: Config, host: Host, origins: Mapping[str, str], smaller: bool = False
+    config: Config, host: Host, origins: Mapping[str, str], smaller: bool = False, gives_up: bool = False
 ) -> tuple[Config, list[Decision], dict[str, Decision]]:
     """A configuration with all choices made that need no costs, the choices, and the requests that were given up.
 
-    Requests are given up if `overlap.on_unmet` says so, or if a `smaller` mesh than the configuration's has no use for
+    Requests are given up if the caller `gives_up`, or if a `smaller` mesh than the configuration's has no use for
     them: see Note: [Settings that a smaller mesh gives up]. One at a time is, since another may be possible then; what
     takes its place is chosen like everything that was left open.
     """
@@ -189,7 +191,9 @@ def _settled(
             if leaf(settled, setting) in _OPEN:
                 settled = _add(settled, decisions, [(setting, *choose(settled, host))])
         rules = _left_broken(settled, host, origins, unmet)
-        name = next((rule.settings[0] for rule in rules if _can_be_given_up(rule, config, unmet, smaller)), "")
+        name = next(
+            (rule.settings[0] for rule in rules if _can_be_given_up(rule, config, unmet, smaller, gives_up)), ""
+        )
         if not name:
             return settled, decisions, unmet
         mine = [rule for rule in rules if rule.settings[0] == name]
@@ -197,11 +201,11 @@ def _settled(
         config = changed(config, {name: unmet[name].value})
 
 
-def _can_be_given_up(rule: Rule, config: Config, unmet: Mapping[str, Decision], smaller: bool) -> bool:
+def _can_be_given_up(rule: Rule, config: Config, unmet: Mapping[str, Decision], smaller: bool, gives_up: bool) -> bool:
     name = rule.settings[0]
     other = rule.only_if_set or leaf(config, name) != leaf(DEFAULTS, name)
-    warned = config.overlap.on_unmet == "warn" and name.startswith("overlap.")
-    return name not in unmet and other and (warned or (smaller and gives_up(rule)))
+    below = gives_up and name.startswith("overlap.")
+    return name not in unmet and other and (below or (smaller and given_up_when_smaller(rule)))
 
 
 def _unmet(
@@ -369,7 +373,6 @@ CHOICES_BY_COST: tuple[tuple[str, Callable[[Config, Host, Trials], tuple[Any, st
     ("plan.offload", choose_offload),
     ("plan.recompute", choose_recompute),
     ("plan.layer_order", choose_layer_order),
-    ("overlap.pp.backward_lane", choose_lane),
 )
 """The same of those that go by costs, which only a sound configuration has."""
 _OPEN = ("auto", "", ("auto",))

@@ -19,9 +19,7 @@ from typing import Any, Literal
 from hocket.problems import stop_if
 
 Moment = Literal["threads start", "CUDA starts", "groups are made"]
-Policy = Literal["set", "check", "ignore"]
-"""What hocket does about unset variables: set them, only report them, or nothing."""
-State = Literal["ok", "set", "missing", "late", "kept", "refused"]
+State = Literal["ok", "set", "late", "kept", "refused"]
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,6 @@ class Finding:
 _WORDS: Mapping[State, str] = {
     "ok": "as wanted",
     "set": "set by hocket",
-    "missing": "not set, and hocket was told not to set it",
     "late": "set too late: its reader has started before",
     "kept": "is kept",
     "refused": "NVLink multicast must be off",
@@ -134,12 +131,12 @@ def passed(modules: Mapping[str, Any]) -> frozenset[Moment]:
     return frozenset(found)
 
 
-def survey(env: Mapping[str, str], policy: Policy = "set", passed: Collection[Moment] = ()) -> list[Finding]:
+def survey(env: Mapping[str, str], passed: Collection[Moment] = ()) -> list[Finding]:
     """Findings about all wanted variables, then about harmful ones. Changes nothing."""
-    return [*_wanted(env, policy, passed), *_harmful(env)]
+    return [*_wanted(env, passed), *_harmful(env)]
 
 
-def _wanted(env: Mapping[str, str], policy: Policy, passed: Collection[Moment]) -> Iterator[Finding]:
+def _wanted(env: Mapping[str, str], passed: Collection[Moment]) -> Iterator[Finding]:
     for v in WANTED:
         found = env.get(v.name, "")
         state: State = "ok"
@@ -149,8 +146,7 @@ def _wanted(env: Mapping[str, str], policy: Policy, passed: Collection[Moment]) 
         elif not found and v.read in passed:
             state, fix = "late", f"{v.name}={v.value} in the shell, before Python starts"
         elif not found:
-            state = "set" if v.must or policy == "set" else "missing"
-            fix = "" if state == "set" else f"{v.name}={v.value} in the shell, or overlap.env = set"
+            state = "set"
         yield Finding(v.name, v.value, found, state, v.cost if fix else "", fix)
 
 
@@ -176,16 +172,14 @@ def refusals(findings: Sequence[Finding]) -> list[str]:
     return [str(each) for each in findings if each.name in must and each.state in ("refused", "late")]
 
 
-def apply(env: MutableMapping[str, str], policy: Policy, passed: Collection[Moment] = ()) -> list[str]:
-    """Set missing variables, if the policy allows it, and return remarks on unwanted values.
+def apply(env: MutableMapping[str, str], passed: Collection[Moment] = ()) -> list[str]:
+    """Set missing variables, and return remarks on unwanted values.
 
     Raises ValueError if NVLink multicast has been switched on, or cannot be switched off any more.
     """
-    findings = survey(env, policy, passed)
+    findings = survey(env, passed)
     stop_if(refusals(findings), "variables")
     for finding in findings:
         if finding.state == "set":
             env[finding.name] = finding.wanted
-    if policy == "ignore":
-        return []
-    return [str(finding) for finding in findings if finding.state in ("kept", "missing", "late")]
+    return [str(finding) for finding in findings if finding.state in ("kept", "late")]

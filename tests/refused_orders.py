@@ -63,10 +63,21 @@ REFUSED_ORDERS: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
     (FP8, {"model__expert_ffn": 8}, "model.expert_ffn", "widths of a multiple of 16"),
     (FP8, {"data__sequence_length": 41}, "data.sequence_length", "a multiple of 16 tokens"),
     (FP8, {"mesh__tp": 2}, "mesh.tp", "do not run in fp8; fix: mesh.tp = 1"),
-    (FP8, {"precision__fp8_products": ()}, "precision.fp8_products", "no product is left"),
-    (FP8, {"precision__fp8_ends": (4, 4)}, "precision.fp8_ends", "none of the model.layers = 8 layers is left"),
-    ({}, {"precision__fp8_products": ("forward",)}, "precision.fp8_products", "no effect: nothing computes in fp8"),
-    ({}, {"precision__fp8_ends": (1, 1)}, "precision.fp8_ends", "no effect: nothing computes in fp8"),
+    (FP8, {"precision__fp8": ("forward", "forward")}, "precision.fp8", "names a product, or an end, twice"),
+    (
+        FP8,
+        {"precision__fp8": ("but_first",)},
+        "precision.fp8",
+        "'but_first' is none of forward, dgrad, wgrad, but_first:1",
+    ),
+    (FP8, {"precision__fp8": ("wgrad:1",)}, "precision.fp8", "'wgrad:1' is none of"),
+    (
+        FP8,
+        {"precision__fp8": ("but_first:4", "but_last:4")},
+        "precision.fp8",
+        "none of the model.layers = 8 layers is left",
+    ),
+    ({}, {"precision__fp8": ("forward",)}, "precision.fp8", "no effect: nothing computes in fp8"),
     ({}, {"precision__gather": "fp8"}, "precision.gather", "no effect: nothing computes in fp8"),
     ({**FP8, "strategy": "no_shard"}, {"precision__gather": "fp8"}, "precision.gather", "another overlap.dp.strategy"),
     (
@@ -83,7 +94,7 @@ REFUSED_ORDERS: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
     ),
     ({**FP8, "update": "next_step"}, {"precision__gather": "fp8"}, "precision.gather", "agree on scales of rows"),
     (
-        {**FP8, "precision__fp8_products": ("forward", "wgrad")},
+        {**FP8, "precision__fp8": ("forward", "wgrad")},
         {"precision__gather": "fp8"},
         "precision.gather",
         "not both of them run in fp8",
@@ -99,8 +110,6 @@ REFUSED_ORDERS: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
     (ZB, {"defer_wgrad": "off"}, "overlap.defer_wgrad", "so they must be able to wait"),
     (ZB, {"train__microbatches": 1}, "train.microbatches", "fewer than mesh.pp = 2 microbatches"),
     (ZB, {"defer_layers": 2}, "overlap.pp.defer_layers", "steps of their own"),
-    (ZB, {"defer_parts": "all"}, "overlap.pp.defer_parts", "no effect"),
-    (ZB, {"backward_lane": "off"}, "overlap.pp.backward_lane", "is not merged"),
     (ZB, {"plan__group": 2}, "plan.group", "only the interleaved order"),
     (
         {**ZB, "model__dense_layers": ()},

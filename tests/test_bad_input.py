@@ -19,9 +19,8 @@ from hocket.environment import Worker
 from hocket.launching.parent import Child, explain
 from hocket.launching.worker import free_port, nobody_met, port_in_use
 from hocket.recipes import recipe
-from hocket.resolve import Settings, resolve
+from hocket.resolve import resolve
 from hocket.runtime.hangs import STATE
-from hocket.settings.schema import changed
 from tests.helpers.command import (
     ALONE,
     SMALL,
@@ -73,7 +72,6 @@ SETTINGS = [
     (["--data.validation_paths", "short.txt", "--data.validation", "0.1"], ["data.validation = 0.1", "no effect"]),
     (["--data.chat_template", "none"], ["data.chat_template = none", "there is no such file"]),
     (["--data.tokenizer", "none.model"], ["data.tokenizer = none.model", "sentencepiece"]),
-    (["--data.processes", "-1"], ["data.processes = -1", "at least 0"]),
     (["--data.tokenizer", "none.json"], ["data.tokenizer = none.json", "cannot be read"]),
     (["--data.cache", "/dev/null/x"], ["data.cache = /dev/null/x", "cannot be written"]),
     (["--run.folder", "/dev/null/x"], ["run.folder = /dev/null/x", "cannot be written"]),
@@ -114,16 +112,11 @@ def test_a_port_in_use(tmp_path):
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        words = ["--data.paths", text_in(tmp_path), "--run.port", str(port)]
-        ended = hocket(tmp_path, "train", *SMALL, *words)
-        one_message(ended, f"run.port = {port}", "command line, --run.port", "listens on that port")
         slurm = {
             "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_TASKS_PER_NODE": "2",
             "SLURM_JOB_NODELIST": "127.0.0.1",
         }  # fmt: skip
         two = [*SMALL, *ALONE[:2], "--mesh.dp", "2", "--data.paths", text_in(tmp_path)]
-        ended = hocket(tmp_path, "train", *two, "--run.port", str(port), **slurm)
-        one_message(ended, f"run.port = {port} (command line, --run.port): another process listens on that port")
         ended = hocket(tmp_path, "train", *two, MASTER_PORT=str(port), **slurm)
         one_message(ended, f"MASTER_PORT = {port} (environment): another process listens on that port")
         torchrun = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -131,39 +124,34 @@ def test_a_port_in_use(tmp_path):
         one_message(ended, f"MASTER_PORT = {port} (environment): another process listens on that port")
 
 
-def settings_with(port: int) -> Settings:
-    return resolve(changed(recipe("tiny"), {"run.port": port}), origins={"run.port": "run.toml:3", "": "recipe tiny"})
-
-
 @pytest.mark.parametrize(
-    ("port", "came_from", "words"),
+    ("came_from", "words"),
     [
-        (4711, "run.port", "run.port = 4711 (run.toml:3): another process listens on that port; fix: name another"),
-        (0, "run.port", "run.port = 0 (run.toml:3): port 4711 was free, and another process has taken it since; fix: "),
-        (0, "MASTER_PORT", "MASTER_PORT = 4711 (environment): another process listens on that port; fix: name another"),
-        (0, "SLURM_JOB_ID", "port 4711 (from SLURM_JOB_ID): another process listens on that port; fix: name a free"),
+        ("", "port 4711 was free, and another process has taken it since; fix: start again"),
+        ("MASTER_PORT", "MASTER_PORT = 4711 (environment): another process listens on that port; fix: name another"),
+        ("SLURM_JOB_ID", "port 4711 (from SLURM_JOB_ID): another process listens on that port; fix: name a free"),
     ],
 )
-def test_a_port_is_named_by_what_it_came_from(port, came_from, words):
-    assert port_in_use(settings_with(port), Worker(0, 2, 0, 1, "n7", 4711, "", came_from)).startswith(words)
+def test_a_port_is_named_by_what_it_came_from(came_from, words):
+    assert port_in_use(Worker(0, 2, 0, 1, "n7", 4711, "", came_from)).startswith(words)
 
 
 def test_where_ranks_did_not_meet_is_named_by_what_it_came_from():
     def told(address_from: str, port_from: str) -> str:
-        return nobody_met(settings_with(4711), Worker(1, 2, 0, 1, "n7", 4711, address_from, port_from)).partition(": ")[
-            0
-        ]
+        worker = Worker(1, 2, 0, 1, "n7", 4711, address_from, port_from)
+        return nobody_met(resolve(recipe("tiny")), worker).partition(": ")[0]
 
     assert told("SLURM_JOB_NODELIST", "SLURM_JOB_ID") == (
         "n7 (the first of SLURM_JOB_NODELIST), port 4711 (from SLURM_JOB_ID)"
     )
-    assert told("MASTER_ADDR", "run.port") == "MASTER_ADDR = n7 (environment), run.port = 4711 (run.toml:3)"
+    assert told("MASTER_ADDR", "MASTER_PORT") == "MASTER_ADDR = n7 (environment), MASTER_PORT = 4711 (environment)"
+    assert told("", "") == "this host, port 4711"
 
 
 def test_no_port_is_free(monkeypatch):
-    monkeypatch.setattr("hocket.launching.worker.find_port", lambda wanted: 0)
-    with pytest.raises(ValueError, match=r"run\.port = 0 \(configuration\): there is no free port on this host; fix: "):
-        free_port(0, {})
+    monkeypatch.setattr("hocket.launching.worker.find_port", lambda: 0)
+    with pytest.raises(ValueError, match=r"there is no free port on this host .*; fix: "):
+        free_port()
 
 
 def run_of_one(folder: Path, *words: str) -> Finished:

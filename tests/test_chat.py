@@ -492,7 +492,7 @@ def test_a_validation_loss_is_the_mean_over_all_its_targets(tmp_path):
     )  # fmt: skip
     model, told = small(vocab=256, experts=0, layers=2), []
     for batch, count in ((1, 8), (2, 4)):
-        train = TrainConfig(microbatches=batch, eval_batches=count, device="cpu", keep=0, transport="gloo")
+        train = TrainConfig(microbatches=batch, eval_batches=count, device="cpu", keep=(0,), transport="gloo")
         precision = PrecisionConfig(compute="fp32")
         settings = resolve(Config(model=model, data=data, train=train, precision=precision))
         trainer = Trainer(settings, 0, torch.device("cpu"))

@@ -29,7 +29,7 @@ def settings_in(folder: Path, resume: str = "auto", keep: int = 2, hidden: int =
         Config(
             model=ModelConfig(hidden=hidden),
             run=RunConfig(name="test", folder=str(folder), resume=resume),
-            train=TrainConfig(keep=keep),
+            train=TrainConfig(keep=(keep,)),
         )
     )
 

@@ -243,7 +243,7 @@ def test_a_host_without_a_fast_network_is_told_what_that_costs_and_has_nothing_t
     both = examine(replace(HEALTHY, ports=(IB, replace(IB, kind="Ethernet"))))
     [network] = [check for check in both if check.name == "InfiniBand"]
     assert network.found == "2 ports of 400 Gb/s, InfiniBand and RoCE"
-    assert "network.bandwidth = 25GB/s " in network.cost, "two for four GPUs"
+    assert "network.link = 25GB/s " in network.cost, "two for four GPUs"
 
 
 def test_the_command_prints_what_it_finds(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

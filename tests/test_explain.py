@@ -419,9 +419,6 @@ def test_what_a_run_would_refuse_is_explained_all_the_same_and_the_exit_code_say
     assert code == 1
     assert "NOT DONE AS ASKED\n  overlap.ep.merge_ends = off (asked for on: command line" in out
     assert err.startswith("hocket: a run would not start: overlap.ep.merge_ends = on (command line")
-    code, out, err = command(capsys, "explain", *IMPOSSIBLE, "--overlap.on_unmet", "warn")
-    assert (code, err) == (0, "")
-    assert "NOT DONE AS ASKED\n  overlap.ep.merge_ends = off" in out
 
 
 @pytest.mark.parametrize(("name", "value"), [("NCCL_NVLS_ENABLE", "1"), ("OMP_NUM_THREADS", "all")])

@@ -44,7 +44,7 @@ HOSTS = (
     Host(), Host(gpus=8, gpu="NVIDIA H100", capability=(9, 0)), Host(gpus=8, gpu="NVIDIA A100", capability=(8, 0)),
     Host(gpus=8, no_copy_engine="NCCL is old", no_peer_memory="GPU 0 is far", no_delta_kernels="fla-core is missing"),
     Host(gpus=4, workers=8, local_workers=4), Host(gpus=8, workers=6, local_workers=4), Host(cores=1),
-    Host(workers=2, local_workers=2, port=29500), Host(tokenizer_vocab=300), Host(gpus=2, workers=4, local_workers=4),
+    Host(workers=2, local_workers=2), Host(tokenizer_vocab=300), Host(gpus=2, workers=4, local_workers=4),
 )  # fmt: skip
 
 LEFT_OUT = object()
@@ -127,12 +127,25 @@ def _values(name: str, hint: Any, value: Any) -> list[Any]:
         return ["auto", "literature", "early_release", "wgrad_last", "cB aF eB", "cB aF eB dF eW dB eF cF aB uB aW uF"]
     if name == "train.profile":
         return [(), (10, 2), (3,), (5, 0), (10**9, 2)]
-    if name == "precision.fp8_products":
-        return [(), ("forward",), ("forward", "dgrad"), ("forward", "dgrad", "wgrad")]
+    if name == "precision.fp8":
+        return [
+            (),
+            ("forward",),
+            ("forward", "dgrad"),
+            ("but_first:1", "but_last:1"),
+            ("but_last:8",),
+            ("dgrad", "dgrad"),
+        ]
+    if name == "train.schedule":
+        return ["cosine", "constant", "wsd", "wsd:5", "wsd:140"]
+    if name == "train.keep":
+        return [(0,), (1,), ("best:1",), ("every:40",), (2, "best:1", "every:50"), (0, "best:1"), (1, 2)]
+    if name == "train.min_lr":
+        return ["0%", "100%", 0.0, 1e-4, 1.0]
     if name == "train.betas":
         return [(0.9, 0.95), (0.9, 0.999)]
     if name and (form := form_of(name)):
-        return ["auto", form.example]
+        return ["auto", form.example] if form.auto else [form.example]
     if get_origin(hint) is Literal:
         return list(get_args(hint))
     if hint is bool:
@@ -171,8 +184,7 @@ def draw_case(draw: random.Random) -> Case:
 
 
 SECTIONS = ("plan.", "overlap.", "mesh.", "train.", "precision.", "model.")
-DRAWN = [name for name in types() if name.startswith(SECTIONS) and name != "overlap.on_unmet"]
-"""With `overlap.on_unmet = warn` what a fix sets may be given up for another reason."""
+DRAWN = [name for name in types() if name.startswith(SECTIONS)]
 
 
 @functools.cache
@@ -226,7 +238,7 @@ def typed(name: str, text: str) -> Any:
                 return value
     if hint is bool and word in ("True", "False"):
         return word == "True"
-    options = (hint, *get_args(hint))
+    options = (hint, *get_args(hint), *(each for option in get_args(hint) for each in get_args(option)))
     if (int in options or float in options) and re.fullmatch(r"-?\d+(\.\d+)?", word):
         number = float(word) if "." in word else int(word)
         return (number,) if get_origin(hint) is tuple else float(number) if int not in options else number
@@ -240,7 +252,8 @@ def typed(name: str, text: str) -> Any:
 @form(r"NAME = (\S+) or more( in a model with experts)?")
 def _(case: Case, it: str, name: str, least: str, experts: str | None) -> Ways:
     also = {"model.experts": 8, "model.dense_layers": ()} if experts and "moe" not in case.settled.model.kinds() else {}
-    return [{name: n, **also} for n in numbers(case, name) if n >= int(least)]
+    many = get_origin(types()[name]) is tuple
+    return [{name: (n,) if many else n, **also} for n in numbers(case, name) if n >= int(least)]
 
 
 @form(r"NAME = (\S+) or fewer")
@@ -404,7 +417,7 @@ def _(case: Case, it: str, most: str | None, *names: str) -> Ways:
 @form(r"(?:each part once in|each group of) NAME(?: once)?")
 def _(case: Case, it: str, name: str) -> Ways:
     items = [text for text in leaf(case.config, name) if text != "auto"]
-    return [{name: tuple({re.findall(r"^[a-z]\w*|^", text)[0]: text for text in items}.values())}]
+    return [{name: tuple({re.findall(r"^[a-z]\w*|^", str(text))[0]: text for text in items}.values())}]
 
 
 @form(r"one NAME")

@@ -185,17 +185,16 @@ def kept(device: str = "NVIDIA H20", **changes: Any) -> Path:
 def test_a_kept_file_is_used_on_its_host_and_a_named_one_anywhere() -> None:
     file, host = kept(), Host(gpus=8, kinds=("NVIDIA H20",), memory=96 * 2**30, processors=78, capability=(9, 0))
     here = on(host)
-    assert here.hardware.measured == str(file)
+    assert here.hardware.gpu == str(file)
     assert "measured on NVIDIA H20, 2026-01-02" in decided(here)
     found = hardware_of(here)
     assert (found.gemm_flops, found.kernel_bandwidth, found.clock) == (130e12, 3.2e12, 0.0)
     assert found.links["gather"].bandwidth == pytest.approx(300e9)
     assert found.links["gather"].latency == pytest.approx(20e-6)
-    assert found.links["tp"] == HARDWARE[here.hardware.gpu].links["tp"], "not measured"
-    assert on(dataclasses.replace(host, workers=8, local_workers=4)).hardware.measured == "off", "other hosts"
-    assert on(host, hardware__measured="off").hardware.measured == "off"
-    assert on(host, hardware__gpu="b200").hardware.measured == "off"
-    assert hardware_of(on(Host(gpus=8), hardware__measured=str(file))).gemm_flops == 130e12
+    assert found.links["tp"] == HARDWARE[hardware_of(here).name].links["tp"], "not measured"
+    assert on(dataclasses.replace(host, workers=8, local_workers=4)).hardware.gpu in GPUS, "other hosts"
+    assert on(host, hardware__gpu="b200").hardware.gpu == "b200"
+    assert hardware_of(on(Host(gpus=8), hardware__gpu=str(file))).gemm_flops == 130e12
 
 
 @pytest.mark.parametrize(
@@ -211,16 +210,16 @@ def test_a_kept_file_is_used_on_its_host_and_a_named_one_anywhere() -> None:
 def test_a_file_that_cannot_serve_is_one_line(changes: dict[str, Any], words: str) -> None:
     file = kept(**changes)
     with pytest.raises(ValueError, match=words) as caught:
-        on(Host(gpus=8), hardware__measured=str(file))
-    assert f"hardware.measured = {file}" in str(caught.value)
+        on(Host(gpus=8), hardware__gpu=str(file))
+    assert f"hardware.gpu = {file}" in str(caught.value)
     assert "fix: " in str(caught.value)
 
 
-def test_a_file_of_other_gpus_is_refused() -> None:
-    with pytest.raises(ValueError, match="it was measured on NVIDIA H20, and rates are asked for of b200"):
-        on(Host(gpus=8), hardware__gpu="b200", hardware__measured=str(kept()))
+def test_a_file_for_a_run_in_fp32_and_one_that_is_not_there_are_refused() -> None:
+    with pytest.raises(ValueError, match="it was measured on NVIDIA H20 in bf16, and the run computes in fp32"):
+        on(Host(gpus=8), hardware__gpu=str(kept()), precision__compute="fp32")
     with pytest.raises(ValueError, match="cannot be read"):
-        on(Host(gpus=8), hardware__measured="nowhere.json")
+        on(Host(gpus=8), hardware__gpu="nowhere.json")
 
 
 @pytest.mark.parametrize(

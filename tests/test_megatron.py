@@ -89,7 +89,7 @@ def test_every_row_of_the_table_gives_settings_that_exist_and_values_that_they_c
             {"overlap.dp.strategy": "optim_grads"},
         ),
         ("--bf16 --fp8-format hybrid", {"precision.compute": "fp8"}),
-        ("--first-last-layers-bf16", {"precision.fp8_ends": (1, 1)}),
+        ("--first-last-layers-bf16", {"precision.fp8": ("but_first:1", "but_last:1")}),
         ("--recompute-modules mlp moe core_attn", {"plan.recompute": ("mlp", "experts")}),
         ("--recompute-modules mlp moe --moe-layer-recompute", {"plan.recompute": ("mlp", "experts")}),
         ("--overlap-p2p-wgrad-delayed-layer-number 2", {"overlap.pp.defer_layers": 2}),

@@ -163,7 +163,7 @@ def test_validation_files_take_the_place_of_the_share(tmp_path):
         ('[a]\npaths = ["x"]\nweight = 0', ["the weights of all sources are 0 from step 0 on"]),
         ('[a]\npaths = ["x"]\nweight = {0 = 1, 9 = 0}', ["are 0 from step 9 on"]),
         ('[a]\npath = ["x"]', ["[a] path", "did you mean paths?"]),
-        ('[a]\npaths = "x"', ["[a] paths = x", "sources.toml:2"]),
+        ("[a]\npaths = 1", ["[a] paths = 1", "sources.toml:2"]),
         ('[a]\npaths = ["x"]\n[a]\nweight = 2', ["sources.toml:3", "is in line 1 already"]),
         ('[a]\npaths = ["x"]\nvalidation = 1.5', ["validation = 1.5", "out of range"]),
         ('[a]\npaths = ["x"]\nvalidation = 0.5\nvalidation_paths = ["y"]', ["leave one of them out"]),

@@ -26,7 +26,7 @@ from hocket.train.sources import open_text
 LENGTH = 4096
 GIVEN: dict[str, Any] = {
     "data.packing": "on", "data.sequence_length": LENGTH, "train.sequences": 1, "train.microbatches": 4,
-    "mesh.dp": 2, "mesh.pp": 1, "hardware.gpu": "h200", "hardware.measured": "off",
+    "mesh.dp": 2, "mesh.pp": 1, "hardware.gpu": "h200",
 }  # fmt: skip
 
 

@@ -53,9 +53,7 @@ def configs(draw: st.DrawFn) -> Config:
                 prefetch=draw(st.integers(0, 3)),
             ),
             pp=PipelineOverlap(
-                backward_lane=draw(st.sampled_from(["auto", "on", "off"])),
-                defer_layers=draw(st.sampled_from(["auto", -1, 0, 1, 2, 3])),
-                defer_parts=draw(st.sampled_from(["auto", "attn", "all"])),
+                defer_layers=draw(st.sampled_from(["auto", -1, 0, 1, 2, 3, "attn", "attn:2"])),
             ),
             ep=ExpertOverlap(merge=draw(st.sampled_from(["auto", "on", "off"]))),
             defer_wgrad=draw(st.sampled_from(["auto", "on", "off"])),

@@ -18,13 +18,14 @@ from hocket.fsdp.saving import background, host_memory
 from hocket.fsdp.saving.dcp import CheckpointWriter
 from hocket.fsdp.saving.whole import WholeFolder
 from hocket.settings.schema import changed
-from hocket.train import checkpoint
+from hocket.train import checkpoint, trainer
 from hocket.train import saves as room
 from hocket.train.checkpoint import Moment, SaveFailed, newest_of
 from hocket.train.metrics import Metrics
 from hocket.train.saves import Saves
 from tests.helpers.command import SMALL, end_all, hocket, text_in
 from tests.helpers.ranks import run_ranks
+from tests.ranks.test_skipped import run_of
 from tests.test_checkpoint import groups, load_and_compare, settings_in
 
 
@@ -134,14 +135,14 @@ def test_a_save_that_fails_deletes_no_earlier_checkpoint(tmp_path: Path, behind:
 def unlinkable(rank: int, folder: Path, behind: bool) -> list[str]:
     """A save over two checkpoints, and one more, on a file system that makes no links from now on."""
     for step in (1, 2):
-        checkpoint.save(changed(settings_in(folder), {"train.keep_best": 1}), held_out(step), groups(step))
+        checkpoint.save(changed(settings_in(folder), {"train.keep": (2, "best:1")}), held_out(step), groups(step))
 
     def refuse(*_: object) -> None:
         raise OSError(95, "Operation not supported")
 
-    changes = {"train.save_every": 1, "train.save_behind": behind, "train.keep_best": 1}
-    settings, told = changed(settings_in(folder, keep=1), changes), Told()
-    saves = Saves(settings, told, 2, lambda: groups(3), lambda: held_out(3))
+    changes = {"train.save_every": 1, "train.keep": (1, "best:1")}
+    settings, told = changed(settings_in(folder), changes), Told()
+    saves = Saves(settings, told, 2, lambda: groups(3), lambda: held_out(3), behind)
     with patch.object(Path, "symlink_to", refuse):
         saves.between(3)
         assert saves.last() == "", "it is saved, and not written again"
@@ -174,37 +175,33 @@ def records(folder: Path) -> list[dict[str, float]]:
     return [{key: line[key] for key in kept if key in line} for line in lines if "saved" not in line]
 
 
-def test_a_run_saves_behind_its_steps_what_it_would_save_between_them(tmp_path: Path) -> None:
+def test_a_run_saves_behind_its_steps_and_goes_on_from_what_it_saved(tmp_path: Path) -> None:
     words = [*SMALL, "--mesh.pp", "1", "--mesh.dp", "2", "--mesh.ep", "1", "--data.paths", text_in(tmp_path)]
-    words += ["--train.steps", "6", "--train.save_every", "2", "--train.eval_every", "1", "--train.keep_best", "1"]
-    words += ["--train.keep_every", "2"]
-    found = {}
-    for name, more in {"behind": [], "between": ["--train.save_behind", "False"]}.items():
-        ended = hocket(tmp_path, "train", *words, *more, "--run.name", name)
-        assert ended.code == 0, ended
-        run = tmp_path / "runs" / name
-        metas = [json.loads((path / "meta.json").read_text()) for path in sorted(run.glob("checkpoints/step-*"))]
-        losses = {meta["step"]: meta["more"]["held_out"] for meta in metas}
-        assert (run / "checkpoints/best").resolve().name == f"step-{min(losses, key=losses.__getitem__):08d}"
-        tensors = [{file: sum_of for file, sum_of in meta["files"].items() if file != ".metadata"} for meta in metas]
-        assert len(tensors) == 3
-        found[name] = records(run), tensors
-        lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-        saved = [line["saved"] for line in lines if "saved" in line]
-        assert [each["step"] for each in saved] == [2, 4, 6]
-        assert all(each["bytes"] > 0 and each["gb_per_s"] > 0 and each["write_seconds"] > 0 for each in saved)
-        assert [each["copy_seconds"] > 0 for each in saved] == [name == "behind", name == "behind", False]
-    assert found["behind"] == found["between"]
-    saved = str(tmp_path / "runs/behind/checkpoints/step-00000002")
-    ended = hocket(tmp_path, "train", *words, "--run.name", "resumed", "--run.resume", saved)
+    words += ["--train.steps", "6", "--train.save_every", "2", "--train.eval_every", "1", "--train.keep", "best:1"]
+    words += ["every:2"]
+    ended = hocket(tmp_path, "train", *words, "--run.name", "behind")
+    assert ended.code == 0, ended
+    run = tmp_path / "runs/behind"
+    metas = [json.loads((path / "meta.json").read_text()) for path in sorted(run.glob("checkpoints/step-*"))]
+    losses = {meta["step"]: meta["more"]["held_out"] for meta in metas}
+    assert len(losses) == 3
+    assert (run / "checkpoints/best").resolve().name == f"step-{min(losses, key=losses.__getitem__):08d}"
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    saved = [line["saved"] for line in lines if "saved" in line]
+    assert [each["step"] for each in saved] == [2, 4, 6]
+    assert all(each["bytes"] > 0 and each["gb_per_s"] > 0 and each["write_seconds"] > 0 for each in saved)
+    assert [each["copy_seconds"] > 0 for each in saved] == [True, True, False]
+    ended = hocket(
+        tmp_path, "train", *words, "--run.name", "resumed", "--run.resume", str(run / "checkpoints/step-00000002")
+    )
     assert ended.code == 0, ended
     again = records(tmp_path / "runs/resumed")
-    assert again == found["behind"][0][-len(again) :]
+    assert again == records(run)[-len(again) :]
     assert sum("loss" in line for line in again) == 4
 
 
 def test_the_newest_the_best_and_those_of_some_steps_are_kept(tmp_path: Path) -> None:
-    names = {"train.keep": 1, "train.keep_every": 40, "train.keep_best": 2, "train.save_every": 10}
+    names = {"train.keep": (1, "every:40", "best:2"), "train.save_every": 10}
     settings = changed(settings_in(tmp_path), {**names, "train.eval_every": 10})
     losses = {10: 5.0, 20: 3.0, 30: None, 40: 4.0, 50: math.nan, 60: 3.0, 70: 3.5, 80: 9.0, 90: 8.0}
     for step, loss in losses.items():
@@ -217,13 +214,34 @@ def test_the_newest_the_best_and_those_of_some_steps_are_kept(tmp_path: Path) ->
     assert load_and_compare(0, tmp_path)[0] == 20
 
 
-def test_copies_that_the_host_has_no_memory_for_are_refused(tmp_path: Path) -> None:
+def test_there_are_no_copies_for_which_the_host_has_no_memory(tmp_path: Path) -> None:
     size = host_memory.copied_bytes({"a": torch.zeros(7), "b": [1, torch.zeros(200)], "c": {"d": torch.zeros(3)}})
     assert size == 64 + 832 + 64
-    needed = {"train.save_behind": room.copies_of(groups(1))}
-    room.require_memory(settings_in(tmp_path), needed, 1 << 20)
-    with pytest.raises(ValueError, match=r"train.save_behind = True .*ranks take .*fix: train.save_behind = False"):
-        room.require_memory(settings_in(tmp_path), needed, 1000)
-    offloaded = {**needed, "plan.offload": 1 << 20}
-    with pytest.raises(ValueError, match=r"plan.offload = .*copies and offloaded tensors .*fix: fewer parts"):
-        room.require_memory(settings_in(tmp_path), offloaded, 1 << 20)
+    settings, copies = settings_in(tmp_path), room.copies_of(groups(1))
+    assert room.require_memory(settings, 0, copies, 1 << 20) == ""
+    remark = room.require_memory(settings, 0, copies, 1000)
+    assert remark.startswith("training waits while checkpoints are written: copies of ")
+    assert "copies and offloaded tensors" in room.require_memory(settings, 1 << 20, copies, 1 << 20)
+    assert room.require_memory(settings, 1 << 20, 0, 1 << 20) == ""
+    with pytest.raises(ValueError, match=r"plan.offload = .*offloaded tensors of .* take .*fix: fewer parts"):
+        room.require_memory(settings, 1 << 20, 0, 1000)
+
+
+def test_a_run_without_memory_for_copies_learns_the_same(tmp_path: Path, monkeypatch, capsys) -> None:
+    """It saves between its steps, and says why."""
+    found = {}
+    for name in ("behind", "between"):
+        if name == "between":
+            monkeypatch.setattr(trainer, "available_memory", lambda: 1000)
+        run_of(tmp_path, name, {})
+        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        saved = [line["saved"] for line in lines if "saved" in line]
+        assert [each["step"] for each in saved] == [4, 8, 12]
+        assert [each["copy_seconds"] > 0 for each in saved] == [name == "behind", name == "behind", False]
+        assert ("training waits while checkpoints are written" in capsys.readouterr().out) == (name == "between")
+        metas = [
+            json.loads(path.read_text()) for path in sorted((tmp_path / name).glob("checkpoints/step-*/meta.json"))
+        ]
+        tensors = [{file: sum_of for file, sum_of in meta["files"].items() if file != ".metadata"} for meta in metas]
+        found[name] = records(tmp_path / name), tensors
+    assert found["behind"] == found["between"]

@@ -57,7 +57,7 @@ def test_a_schedule_is_torchs(schedule: str, way: Callable[[SGD, int], lr_schedu
 @pytest.mark.parametrize(("decay", "span"), [(0.2, 22), (30, 30), (1, 1), (100, 100)])
 def test_wsd_is_that_of_transformers(shape: str, decay: float, span: int) -> None:
     """Theirs counts steps of the warm-up from 0 and never sees its lowest rate: ours is one step ahead."""
-    mine = rates(schedule="wsd", decay=decay, decay_shape=shape, min_lr=0.1 * LR)
+    mine = rates(schedule=f"wsd:{decay}:{shape}", min_lr=0.1 * LR)
     whole = STEPS - span - WARMUP
     theirs = of(lambda o: get_wsd_schedule(o, WARMUP, span, num_stable_steps=whole, decay_type=shape, min_lr_ratio=0.1))
     _, *expected = (*theirs, 0.1 * LR)
@@ -71,12 +71,12 @@ def test_cosine_with_a_floor_is_that_of_transformers() -> None:
     def theirs(optimizer: SGD) -> lr_scheduler.LRScheduler:
         return get_cosine_with_min_lr_schedule_with_warmup(optimizer, WARMUP, STEPS - 1, min_lr_rate=0.125)
 
-    assert rates(min_lr=-1, min_lr_ratio=0.125)[WARMUP:] == pytest.approx(list(of(theirs))[WARMUP:], rel=1e-9)
+    assert rates(min_lr="12.5%")[WARMUP:] == pytest.approx(list(of(theirs))[WARMUP:], rel=1e-9)
 
 
 def test_the_lowest_rate_is_a_share_of_the_highest_or_a_number() -> None:
-    assert rates(min_lr=-1, min_lr_ratio=0.125) == rates(min_lr=0.125 * LR)
-    assert rates(min_lr=-1, min_lr_ratio=1.0)[WARMUP:] == [LR] * (STEPS - WARMUP)
+    assert rates(min_lr="12.5%") == rates(min_lr=0.125 * LR)
+    assert rates(min_lr="100%")[WARMUP:] == [LR] * (STEPS - WARMUP)
     assert rates(min_lr=0.0)[-1] == 0.0
 
 
@@ -89,12 +89,13 @@ def test_any_rate_may_be_chosen_without_its_lowest(recipe: str) -> None:
 def test_the_whole_rate_of_wsd_does_not_depend_on_the_end() -> None:
     """So a checkpoint of the stable part is one of a longer run."""
     longer = replace(OF, schedule="wsd", steps=1000)
+    assert rates(schedule="wsd") == rates(schedule="wsd:0.2:linear")
     assert rates(schedule="wsd")[:88] == [learning_rate(step, longer) for step in range(88)]
 
 
 def test_runs_of_one_step_and_steps_behind_the_end() -> None:
     for schedule in ("cosine", "linear", "wsd", "constant"):
-        one = TrainConfig(steps=1, warmup=0, lr=1.0, min_lr=0.1, schedule=schedule)  # pyrefly: ignore
+        one = TrainConfig(steps=1, warmup=0, lr=1.0, min_lr=0.1, schedule=schedule)
         assert learning_rate(0, one) == (0.1 if schedule == "wsd" else 1.0)
         last = 1.0 if schedule == "constant" else 0.1
         assert learning_rate(10, one) == pytest.approx(last)

@@ -366,7 +366,7 @@ def test_a_start_without_a_recipe_is_the_defaults(here: Path) -> None:
         ["explain", "--from-megatron", "FILE.sh"],
         ["explain", "FILE.json"],
         ["train", "tiny", "--data.tokenizer", "FILE.json"],
-        ["plan", "tiny", "--hardware.measured", "FILE.json"],
+        ["plan", "tiny", "--hardware.gpu", "FILE.json"],
     ],
 )
 def test_what_has_no_end_is_refused_and_not_read(capsys, tmp_path, monkeypatch, kind: str, words: list[str]) -> None:

@@ -126,7 +126,7 @@ def copy_without_gpus(folder: Path) -> None:
     """A run for which copy engines were chosen, where there are none. Ends the process."""
     (folder / "logs").mkdir()
     prepare(os.environ, 2)  # as a command does before it starts workers
-    two = {"mesh.pp": 1, "mesh.dp": 2, "mesh.ep": 1, "plan.chunks": 1, "run.folder": str(folder), "run.port": 0}
+    two = {"mesh.pp": 1, "mesh.dp": 2, "mesh.ep": 1, "plan.chunks": 1, "run.folder": str(folder)}
     settings = resolve(changed(recipe("tiny"), two))
     chosen = Decision(setting="train.transport", value="copy_engine", reasons=("a mistake",))
     decisions = tuple(chosen if each.setting == chosen.setting else each for each in settings.decisions)

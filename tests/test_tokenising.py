@@ -27,6 +27,7 @@ from tests.helpers.command import alive, children_of, environment
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenising, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(tokenising, "cores", lambda: 1)
 
 
 def texts_in(folder: Path, count: int = 30) -> DataConfig:
@@ -34,7 +35,7 @@ def texts_in(folder: Path, count: int = 30) -> DataConfig:
     for i in range(count):
         (folder / "text" / f"{i:02}.txt").write_text(f"the text of file {i}. " * (i % 7) * 10)
     (folder / "text" / "picture").write_bytes(b"\0\1")
-    return DataConfig(paths=(str(folder / "text"),), cache=str(folder / "cache"), processes=1)
+    return DataConfig(paths=(str(folder / "text"),), cache=str(folder / "cache"))
 
 
 def content(cache: str) -> dict[str, bytes]:
@@ -51,7 +52,8 @@ def test_the_cache_has_the_same_bytes_whatever_makes_it(tmp_path, monkeypatch, s
     one = open_corpus(data, {})
     assert one.documents == 25
     assert len(one.skipped) == 1
-    three = with_cache(data, tmp_path / "three", processes=3)
+    monkeypatch.setattr(tokenising, "cores", lambda: 3)
+    three = with_cache(data, tmp_path / "three")
     open_corpus(three, {})
     monkeypatch.setattr(tokenising, "PIECE_BYTES", 1 << 30)
     whole = with_cache(data, tmp_path / "whole")
@@ -60,12 +62,13 @@ def test_the_cache_has_the_same_bytes_whatever_makes_it(tmp_path, monkeypatch, s
     assert not list(Path(three.cache).glob("*.pieces"))
 
 
-def test_a_cache_of_before_is_still_one(tmp_path):
+def test_a_cache_of_before_is_still_one(tmp_path, monkeypatch):
     """Number of processes and pieces are no part of its key."""
     data = texts_in(tmp_path)
     open_corpus(data, {})
     before = (tmp_path / "cache").stat().st_mtime_ns
-    open_corpus(with_cache(data, tmp_path / "cache", processes=5), {})
+    monkeypatch.setattr(tokenising, "cores", lambda: 5)
+    open_corpus(data, {})
     assert (tmp_path / "cache").stat().st_mtime_ns == before
 
 
@@ -95,8 +98,9 @@ def test_finished_pieces_are_kept(tmp_path, monkeypatch, small_pieces):
     assert content(data.cache) == content(expected.cache)
 
 
-def test_what_a_process_finds_wrong_is_one_message(tmp_path, small_pieces):
-    data = with_cache(texts_in(tmp_path), tmp_path / "cache", processes=2)
+def test_what_a_process_finds_wrong_is_one_message(tmp_path, monkeypatch, small_pieces):
+    monkeypatch.setattr(tokenising, "cores", lambda: 2)
+    data = texts_in(tmp_path)
     (tmp_path / "text" / "bad.jsonl").write_text("{")
     with pytest.raises(ValueError, match=r"data\.paths = .*bad\.jsonl has no JSON in line 1 .*; fix: ") as caught:
         open_corpus(data, {})
@@ -127,12 +131,13 @@ def test_parts_of_a_table_are_the_whole(tmp_path, parts):
     assert [bytes(document).decode() for document in found] == texts
 
 
-def test_a_long_file_is_several_pieces_and_its_lines_are_named(tmp_path, small_pieces):
+def test_a_long_file_is_several_pieces_and_its_lines_are_named(tmp_path, monkeypatch, small_pieces):
+    monkeypatch.setattr(tokenising, "cores", lambda: 3)
     lines = [json.dumps({"text": f"this is line {i}"}) for i in range(300)]
     file = tmp_path / "a.jsonl"
     file.write_text("\n".join(lines))
     assert len(tokenising.pieces_of([file])) > 5
-    data = DataConfig(paths=(str(file),), cache=str(tmp_path / "cache"), processes=3)
+    data = DataConfig(paths=(str(file),), cache=str(tmp_path / "cache"))
     assert open_corpus(data, {}).documents == 300
     file.write_text("\n".join([*lines[:200], "no", *lines[200:]]))
     with pytest.raises(ValueError, match=r"has no JSON in line \d+ behind byte ([\d,]+) ") as caught:
@@ -148,8 +153,8 @@ import sys, time
 from hocket.config import DataConfig
 from hocket.train import tokenising
 from hocket.train.corpus import open_corpus
-tokenising.PIECE_BYTES = 20_000
-data = DataConfig(paths=(sys.argv[1],), cache=sys.argv[2], processes=2)
+tokenising.PIECE_BYTES, tokenising.cores = 20_000, lambda: 2
+data = DataConfig(paths=(sys.argv[1],), cache=sys.argv[2])
 open_corpus(data, {})
 """
 

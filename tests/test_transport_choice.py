@@ -151,8 +151,8 @@ def test_copies_that_were_asked_for_stay_however_little_memory_there_is() -> Non
 
 
 def test_parts_are_recomputed_only_where_no_step_fits_otherwise() -> None:
-    settled = {"overlap.pp.defer_layers": 0, "overlap.pp.defer_parts": "attn", "overlap.pp.defer_head": 0}
-    piped = changed(PIPED, {**settled, "overlap.pp.backward_lane": "on", "plan.layers_per_stage": ()})
+    settled = {"overlap.pp.defer_layers": 0, "overlap.pp.defer_head": 0}
+    piped = changed(PIPED, {**settled, "plan.layers_per_stage": ()})
     free = changed(piped, {"plan.recompute": ("auto",)})
     every = ("attn", "mlp")
     nccl = needs(piped, train__transport="nccl")

@@ -79,4 +79,4 @@ def test_every_program_is_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 SECTIONS = ("model", "mesh", "plan", "overlap", "data", "precision", "train", "run")
-OPEN = {"overlap.pp.defer_layers": "auto", "overlap.pp.defer_head": "auto", "overlap.pp.backward_lane": "auto"}
+OPEN = {"overlap.pp.defer_layers": "auto", "overlap.pp.defer_head": "auto"}

@@ -10,67 +10,50 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hocket.variables import HARMFUL, WANTED, Moment, Policy, apply, passed, survey
+from hocket.variables import HARMFUL, WANTED, Moment, apply, passed, survey
 from tests.helpers.command import environment
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 MUST = {variable.name for variable in WANTED if variable.must}
-POLICIES: tuple[Policy, ...] = get_args(Policy)
 MOMENTS: tuple[Moment, ...] = get_args(Moment)
 
 
 def test_what_is_missing_is_set_and_nothing_is_said() -> None:
     env: dict[str, str] = {}
-    assert apply(env, "set") == []
+    assert apply(env) == []
     assert env == {variable.name: variable.value for variable in WANTED}
-    assert apply(env, "set", MOMENTS) == [], "set before is not too late"
+    assert apply(env, MOMENTS) == [], "set before is not too late"
 
 
-def test_check_sets_nothing_but_says_what_is_missing() -> None:
-    env: dict[str, str] = {}
-    [remark] = apply(env, "check")
-    assert remark.startswith(f"{CONNECTIONS} = (not set) (environment): not set, and hocket was told not to set it;")
-    assert f"fix: {CONNECTIONS}=32 in the shell, or overlap.env = set" in remark
-    assert set(env) == MUST, "multicast is not a matter of choice"
-
-
-def test_ignore_says_nothing_and_sets_nothing_but_multicast() -> None:
-    env = {"NCCL_P2P_DISABLE": "1"}
-    assert apply(env, "ignore") == []
-    assert set(env) == {*MUST, "NCCL_P2P_DISABLE"}
-
-
-@pytest.mark.parametrize("policy", ["set", "check"])
-def test_a_value_of_the_users_is_kept_and_said(policy: Policy) -> None:
+def test_a_value_of_the_users_is_kept_and_said() -> None:
     env = {CONNECTIONS: "1"}
-    [remark] = apply(env, policy)
+    [remark] = apply(env)
     assert env[CONNECTIONS] == "1"
     assert remark.startswith(f"{CONNECTIONS} = 1 (environment): is kept; streams share that many queues")
     assert remark.endswith(f"fix: {CONNECTIONS}=32, or unset it")
 
 
-@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", sorted(MUST))
-def test_multicast_that_is_on_is_refused_whatever_the_policy(policy: Policy, name: str) -> None:
+def test_multicast_that_is_on_is_refused(name: str) -> None:
     wrong = "1" if name == "NCCL_NVLS_ENABLE" else "0"
     with pytest.raises(ValueError, match=rf"{name} = {wrong} \(environment\): NVLink multicast must be off; .*; fix: "):
-        apply({name: wrong}, policy)
+        apply({name: wrong})
 
 
 def test_set_too_late_is_said_at_the_moment_that_counts() -> None:
     for moment in MOMENTS:
-        for finding in survey({}, "set", (moment,)):
+        for finding in survey({}, (moment,)):
             read = next(variable.read for variable in WANTED if variable.name == finding.name)
             assert finding.state == ("late" if read == moment else "set")
-    [remark] = apply({}, "set", ("CUDA starts",))
+    [remark] = apply({}, ("CUDA starts",))
     assert remark.startswith(f"{CONNECTIONS} = (not set) (environment): set too late: its reader has started before;")
     with pytest.raises(ValueError, match="too late"):
-        apply({}, "set", ("groups are made",))
+        apply({}, ("groups are made",))
 
 
 def test_what_harms_is_said_once_with_a_way_out() -> None:
     env = {harm.name: harm.values[0] if harm.values else "7" for harm in HARMFUL}
-    remarks = apply(dict(env), "set")
+    remarks = apply(dict(env))
     assert [remark.split(" = ")[0] for remark in remarks] == [harm.name for harm in HARMFUL]
     assert all("(environment): is kept; " in remark and "; fix: " in remark for remark in remarks)
 
@@ -79,23 +62,20 @@ NAMES = [variable.name for variable in (*WANTED, *HARMFUL)]
 VALUES = st.dictionaries(st.sampled_from(NAMES), st.sampled_from(["", "0", "1", "32", "detail"]))
 
 
-@given(VALUES, st.sampled_from(POLICIES), st.sets(st.sampled_from(MOMENTS)))
-def test_no_value_is_overwritten_and_none_that_differs_goes_unsaid(
-    env: dict[str, str], policy: Policy, now: set[Moment]
-) -> None:
+@given(VALUES, st.sets(st.sampled_from(MOMENTS)))
+def test_no_value_is_overwritten_and_none_that_differs_goes_unsaid(env: dict[str, str], now: set[Moment]) -> None:
     before = {name: value for name, value in env.items() if value}
     late = {v.name for v in WANTED if not before.get(v.name) and v.read in now}
     wrong = {v.name for v in WANTED if before.get(v.name, v.value) != v.value}
     if (late | wrong) & MUST:
         with pytest.raises(ValueError, match="environment"):
-            apply(env, policy, now)
+            apply(env, now)
         return
-    remarks = apply(env, policy, now)
+    remarks = apply(env, now)
     assert {name: env[name] for name in before} == before
-    if policy != "ignore":
-        said = {remark.split(" = ")[0] for remark in remarks}
-        unset = {v.name for v in WANTED if env.get(v.name) != v.value}
-        assert said & {v.name for v in WANTED} == late | wrong | unset
+    said = {remark.split(" = ")[0] for remark in remarks}
+    unset = {v.name for v in WANTED if env.get(v.name) != v.value}
+    assert said & {v.name for v in WANTED} == late | wrong | unset
 
 
 def test_moments_are_seen_in_the_modules_of_a_process() -> None:
@@ -106,7 +86,7 @@ def test_moments_are_seen_in_the_modules_of_a_process() -> None:
         "from hocket.variables import apply, passed\n"
         "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
         "sys.stdout.write(' '.join(sorted(passed(sys.modules))) + '|')\n"
-        "try: apply({}, 'set', passed(sys.modules))\n"
+        "try: apply({}, passed(sys.modules))\n"
         "except ValueError as error: sys.stdout.write(str(error))"
     )
     ended = subprocess.run(
@@ -167,11 +147,3 @@ def test_a_worker_of_torchrun_does_the_same_and_only_the_first_says_so(rank: int
     found, said = arrive(**place(rank), **{CONNECTIONS: "8"})
     assert found == "8 0"
     assert said.startswith(f"hocket: {CONNECTIONS} = 8") if rank == 0 else not said
-
-
-def test_the_policy_is_a_setting() -> None:
-    found, said = arrive("--overlap.env", "check")
-    assert found == "None 0"
-    assert said.startswith(f"hocket: {CONNECTIONS} = (not set) (environment): not set, and hocket was told not to set")
-    found, said = arrive("--overlap.env", "ignore", **{CONNECTIONS: "1"})
-    assert (found, said) == ("1 0", "")

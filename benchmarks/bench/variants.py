@@ -18,7 +18,6 @@ from hocket.settings.schema import changed
 
 HOW = ("overlap.", "plan.", "precision.", "train.transport")
 """Settings that say how a step is made. The others say which one, and that is the same for all contenders."""
-ENVIRONMENT = "overlap.env"
 _OTHER_STEP = "the other contenders would not do the same step"
 
 
@@ -56,12 +55,11 @@ def read(texts: Sequence[str]) -> list[Variant]:
 
 def beside_the_point(name: str, settings: Iterable[str]) -> list[str]:
     """A line for each setting that a variant cannot have for itself."""
-    lines = []
-    for setting in settings:
-        if setting == ENVIRONMENT or not setting.startswith(HOW):
-            same = "all contenders share one environment" if setting == ENVIRONMENT else _OTHER_STEP
-            lines.append(f"{setting} (--variant {name}): {same}; fix: set it for all, outside of --variant")
-    return lines
+    return [
+        f"{setting} (--variant {name}): {_OTHER_STEP}; fix: set it for all, outside of --variant"
+        for setting in settings
+        if not setting.startswith(HOW)
+    ]
 
 
 def settled(

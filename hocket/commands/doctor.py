@@ -22,7 +22,7 @@ is something to mend. With two GPUs or more it also gathers on copy engines, and
   --quick   leave the gather out
   --json    print the findings as JSON
   --measure time products, attention, kernels, copies and links for half a minute, and keep the rates: plans on this
-            host go by them from then on, and elsewhere with --hardware.measured FILE"""
+            host go by them from then on, and elsewhere with --hardware.gpu FILE"""
 
 
 def run(words: list[str]) -> int:

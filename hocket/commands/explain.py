@@ -23,7 +23,6 @@ from hocket.measured import other_ways
 from hocket.planned import check_patterns
 from hocket.recipes import RECIPES
 from hocket.resolve import Settings
-from hocket.settings.schema import changed
 from hocket.variables import passed, survey
 from hocket_trace import load, report
 from hocket_trace.cli import trace_files
@@ -60,7 +59,7 @@ def run(words: list[str]) -> int:
     options, origins = parse(Explain, "explain", words)
     settings, refused = settle(options.config, origins)
     check_patterns(settings)
-    variables = survey(os.environ, settings.overlap.env, passed(sys.modules))
+    variables = survey(os.environ, passed(sys.modules))
     reasons = (*filter(None, [refused]), *stopping(os.environ, variables))
     found = replace(explain(with_documents(settings), variables), refused=reasons)
     if options.from_:
@@ -91,16 +90,14 @@ def show_run(name: str, *words: str) -> int:
 def settle(config: Config, origins: dict[str, str]) -> tuple[Settings, str]:
     """Settings, and why a run would refuse them; empty if it would not.
 
-    What `overlap.on_unmet = error` refuses is explained as if it were `warn`: what would happen instead is then said,
-    too. Raises ValueError for what cannot be explained either way.
+    A setting below `overlap` that cannot work is explained as if it had been left open: what would happen instead is
+    then said, too. Raises ValueError for what cannot be explained either way.
     """
     try:
         return resolve_for_plan(config, origins), ""
     except ValueError as error:
-        if config.overlap.on_unmet == "warn":
-            raise
         try:
-            return resolve_for_plan(changed(config, {"overlap.on_unmet": "warn"}), origins), str(error)
+            return resolve_for_plan(config, origins, gives_up=True), str(error)
         except ValueError:
             raise error from None
 

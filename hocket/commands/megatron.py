@@ -43,15 +43,15 @@ disable_tp_comm_bulk_dgrad tp_comm_bulk_dgrad=false => overlap.tp.method=qkv_bac
 tp_comm_overlap_rs_dgrad => overlap.tp.method=qkv_backward:pipeline,fc1_backward:pipeline
 tp_comm_overlap_disable_qkv => overlap.tp.method=qkv_forward:off,qkv_backward:off
 tp_comm_overlap_disable_fc1 => overlap.tp.method=fc1_forward:off,fc1_backward:off
-overlap_p2p_backward_on_comm_stream -> overlap.pp.backward_lane; delay_wgrad_compute -> overlap.defer_wgrad
-overlap_p2p_with_transformer_layer_wgrad => overlap.pp.defer_parts=all
-overlap_p2p_with_transformer_layer_wgrad=false => overlap.pp.defer_parts=attn
+overlap_p2p_backward_on_comm_stream .. gradients always arrive on a lane of their own
+delay_wgrad_compute -> overlap.defer_wgrad
+overlap_p2p_with_transformer_layer_wgrad .. overlap.pp.defer_layers = 2 takes all parts, and attn:2 attention
 defer_embedding_wgrad_compute => overlap.pp.defer_head=-1; wgrad_deferral_limit !! overlap.pp.defer_head is that number
 overlap_moe_expert_parallel_comm -> overlap.ep.merge; overlap_p2p_wgrad_delayed_layer_number -> overlap.pp.defer_layers
 ep_overlap_early_attn_memory_release => plan.layer_order=early_release; grad_reduce_in_bf16 => precision.wire=bf16
 bf16 mixed_precision=bf16_mixed mixed_precision=bf16-mixed => precision.compute=bf16
 fp8=hybrid fp8=e4m3 fp8_format=hybrid fp8_format=e4m3 => precision.compute=fp8; fp8_param_gather => precision.gather=fp8
-first_last_layers_bf16 => precision.fp8_ends=1,1; exp_avg_dtype exp_avg_sq_dtype -> precision.averages
+first_last_layers_bf16 => precision.fp8=but_first:1,but_last:1; exp_avg_dtype exp_avg_sq_dtype -> precision.averages
 accumulate_allreduce_grads_in_fp32 grad_reduce_in_fp32 => precision.wire=fp32
 accumulate_allreduce_grads_in_fp32=false grad_reduce_in_fp32=false => precision.wire=auto
 moe_layer_recompute recompute_modules=moe => plan.recompute=experts; recompute_modules=mlp => plan.recompute=mlp

@@ -156,7 +156,11 @@ def with_documents(settings: Settings) -> Settings:
 
 
 def resolve_for_plan(
-    config: Config, origins: dict[str, str], price: Callable[[Config], CostTable] = model_costs, remarks: bool = True
+    config: Config,
+    origins: dict[str, str],
+    price: Callable[[Config], CostTable] = model_costs,
+    remarks: bool = True,
+    gives_up: bool = False,
 ) -> Settings:
     """Settings as on hosts with enough GPUs if the recipe computes in bf16, else as on this machine's CPUs.
 
@@ -166,4 +170,4 @@ def resolve_for_plan(
     host = host_for_plan(config, driver_names())
     with suppress(ValueError):
         host = replace(host, tokenizer_begin=known_tokenizer(config.data, origins).begin)
-    return resolve(config, host, origins, price, remarks)
+    return resolve(config, host, origins, price, remarks, gives_up)

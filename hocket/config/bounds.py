@@ -32,9 +32,16 @@ class Between:
 
 @dataclass(frozen=True)
 class Form:
-    """The form of a text, or of each text of a tuple, that is not `auto`."""
+    """The form of a text, or of each text of a tuple."""
 
     read: Callable[[str], object]
     """Raises ValueError, with the reason, for a text of another form."""
     example: str
     """A text of this form, for messages."""
+    auto: bool = True
+    """Whether it may be `auto`, too, which is not read."""
+
+    @property
+    def words(self) -> str:
+        """What to give, for messages."""
+        return f"auto, or such as {self.example}" if self.auto else f"such as {self.example}"

@@ -17,8 +17,6 @@ class OptimizerConfig:
     AdamW the rest: embedding, head, vectors, and what `adamw` names."""
     adamw: tuple[str, ...] = ()
     """Of muon: names of further weights that AdamW updates, in patterns as those of `no_decay`."""
-    momentum: Annotated[float, Between(0, 0.999999)] = 0.95
-    """Of muon: decay rate of its average of gradients, per step."""
     scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
     """Of muon: factor of the learning rate by a matrix's shape. match_rms_adamw makes updates as large as those of
     AdamW: 0.2 times the root of its longer side. original: the root of rows by columns, at least 1."""
@@ -29,9 +27,6 @@ class OptimizerConfig:
     """A step is skipped if the norm of its gradient is above this factor times the median of those of the last 128
     steps that were taken; 0 skips none. A step whose gradient is not finite is always skipped: weights, the optimizer's
     state and balance biases stay as they were."""
-    skip_limit: Annotated[int, Between(0)] = 5
-    """Most steps in a row that may be skipped. At the next one the run ends, or goes back if `rewinds` is left; with 0
-    at the first."""
     rewinds: Annotated[int, Between(0)] = 0
-    """Times that a run, rather than end there, goes back to its last checkpoint. It does not read again the text that
-    it has read since."""
+    """Times that a run, rather than end after six skipped steps in a row, goes back to its last checkpoint. It does not
+    read again the text that it has read since."""

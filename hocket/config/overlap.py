@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal, cast, get_args
 
 from hocket.config.bounds import MANY, Between, Form
-from hocket.variables import Policy
 
 Switch = Literal["auto", "on", "off"]
 
@@ -49,6 +48,14 @@ def check_tensor_method(item: str) -> None:
         raise ValueError(f"these layers, {where.split('_')[1]}, can be {' or '.join(can)}, not {method}")
 
 
+def attention_of(text: str) -> int:
+    """The layers of a text such as attn:2 of `overlap.pp.defer_layers`; -1 for attn. Raises ValueError for others."""
+    part, colon, count = text.partition(":")
+    if part != "attn" or (colon and (not count.isdecimal() or int(count) < 1)):
+        raise ValueError(f"{text!r} is neither a number of layers nor attn with one")
+    return int(count) if colon else -1
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataOverlap:
     """Gathers of weights and reduces of gradients."""
@@ -70,18 +77,21 @@ class DataOverlap:
 class PipelineOverlap:
     """Sends between pipeline ranks."""
 
-    backward_lane: Switch = "auto"
-    """What waits for a gradient from the next pipeline rank. on: only the op that reads it. off: the whole merged step
-    that the op belongs to. auto is on."""
-    defer_layers: Annotated[int | Literal["auto"], Between(-1)] = "auto"
+    defer_layers: Annotated[int | str, Between(-1), Form(attention_of, "attn:2")] = "auto"
     """How many layers of a chunk compute their weight gradients after the chunk has sent its gradient. They are the
-    last layers of its backward. -1 means all layers. auto makes the step as short as possible."""
-    defer_parts: Literal["auto", "attn", "all"] = "auto"
-    """Parts of these layers whose weight gradients come late: attn is attention only, all adds MLP and experts."""
+    last layers of its backward. -1 means all layers. attn:2 means those of attention alone in two layers, attn in all.
+    auto makes the step as short as possible."""
     defer_head: Annotated[int | Literal["auto"], Between(-1)] = "auto"
     """For how many microbatches the weight gradient of the head, the projection onto the vocabulary, waits until its
     rank has nothing else to compute. They are the last microbatches. -1 means all of them. auto takes as many as
     shorten the step and fit into memory."""
+
+    @property
+    def late(self) -> tuple[int, Literal["attn", "all"]]:
+        """Layers and parts of `defer_layers`: attention of one as long as it is open."""
+        if isinstance(self.defer_layers, int):
+            return self.defer_layers, "all"
+        return (1 if self.defer_layers == "auto" else attention_of(self.defer_layers)), "attn"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +123,6 @@ class TensorOverlap:
     gather beside the ops that follow (qkv and fc1). off is one after the other, also for layers that do not allow the
     method. fc1_forward:off sets one role and direction, out of qkv, proj, fc1 (with the head) and fc2. auto chooses by
     the shapes of layers what is not set so."""
-    pieces: Annotated[int, Between(0, MANY)] = 0
-    """Pieces of a product. It divides mesh.tp. 0 picks the number by the layer's shape."""
 
     def named(self) -> dict[str, Method]:
         """Role and direction, such as fc1_forward -> the method that is set for it."""
@@ -159,11 +167,5 @@ class OverlapConfig:
     """Gathers and sums inside tensor-parallel layers."""
     cp: ContextOverlap = field(default_factory=ContextOverlap)
     """Keys, values and heads of sequences that ranks share."""
-    on_unmet: Literal["error", "warn"] = "error"
-    """What hocket does about a setting of this section that cannot work. error ends the run. warn goes on without the
-    setting and says so."""
     defer_wgrad: Switch = "auto"
     """Run weight gradients as ops of their own, at the places that the layer order gives them."""
-    env: Policy = "set"
-    """What hocket does about unset environment variables that decide whether communication overlaps. set: set them for
-    all workers. check: say which are missing. ignore: nothing. hocket never changes a value that was set."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Annotated, Literal, cast, get_args
 
@@ -21,6 +22,10 @@ others."""
 
 BYTES, BYTE_VOCAB = "bytes", 256
 """The tokenizer that needs no file, and its number of tokens."""
+PRODUCTS = "forward", "dgrad", "wgrad"
+"""Products of a linear layer."""
+SCHEDULES, DECAYS = ("cosine", "linear", "wsd", "constant"), ("linear", "cosine", "1-sqrt")
+"""Ways of the learning rate, and ways in which that of wsd falls."""
 LABELS = {"null": "no communication", "slow": "emulated network"}
 """Transports that only serve measurements -> the words that mark all results made with them."""
 
@@ -44,6 +49,47 @@ def check_slow_link(item: str) -> None:
         raise ValueError(f"{purpose!r} is none of {', '.join(get_args(Purpose))}")
 
 
+def fp8_part(item: str) -> tuple[str, int]:
+    """(product, 0) or (but_first or but_last, layers) of an item of `precision.fp8`. Raises ValueError."""
+    name, colon, number = item.partition(":")
+    layers = bool(re.fullmatch(r"[1-9]\d{0,3}", number)) if name in ("but_first", "but_last") else not colon
+    if name not in (*PRODUCTS, "but_first", "but_last") or not layers:
+        raise ValueError(f"{item!r} is none of {', '.join(PRODUCTS)}, but_first:1, but_last:1")
+    return name, int(number or 0)
+
+
+def kept(item: str) -> tuple[str, int]:
+    """(best or every, number) of an item of `train.keep`. Raises ValueError for any other text."""
+    kind, _, number = item.partition(":")
+    if kind not in ("best", "every") or not re.fullmatch(r"[1-9]\d{0,11}", number):
+        raise ValueError(f"{item!r} is neither best nor every with a number, 1 or more")
+    return kind, int(number)
+
+
+def share_of(text: str) -> float:
+    """The share that a text such as 10% is, 0 to 1. Raises ValueError for any other text."""
+    number = text.removesuffix("%")
+    if number == text or not re.fullmatch(r"\d+(\.\d+)?", number) or float(number) > 100:
+        raise ValueError(f"{text!r} is neither a number nor a share, 0% to 100%")
+    return float(number) / 100
+
+
+def schedule_of(text: str) -> tuple[str, float, str]:
+    """(way, of wsd how many steps or which share of them falls, of wsd how) of a text of `train.schedule`.
+
+    Raises ValueError for any other text.
+    """
+    way, *more = text.split(":")
+    if way not in SCHEDULES or (more and way != "wsd") or len(more) > 2:
+        raise ValueError(f"{text!r} is none of {', '.join(SCHEDULES)}; wsd alone has more, as wsd:500:cosine has")
+    share, shape = more[0] if more else "0.2", more[1] if len(more) > 1 else "linear"
+    if not re.fullmatch(r"0\.\d*[1-9]\d*|[1-9]\d{0,11}", share):
+        raise ValueError(f"{share!r} is neither a whole number of steps nor, below 1, a fraction of them")
+    if shape not in DECAYS:
+        raise ValueError(f"{shape!r} is none of {', '.join(DECAYS)}")
+    return way, float(share), shape
+
+
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
     """Number formats. Main weights, gradients at rest, the router and the loss are fp32."""
@@ -53,11 +99,10 @@ class PrecisionConfig:
     fp32 on CPUs. With fp8, products of attention's and MLPs' linear layers take operands in fp8 (e4m3, a scale for each
     row), and all else is as with bf16: the head, the router, attention itself, what travels. That needs a GPU with
     products in fp8 (Ada, Hopper, or newer); on CPUs the same numbers are made in fp32, slowly."""
-    fp8_products: tuple[Literal["forward", "dgrad", "wgrad"], ...] = ("forward", "dgrad", "wgrad")
-    """With compute = fp8, which products run in fp8: forward, input gradients (dgrad), weight gradients (wgrad). The
-    others run in bf16."""
-    fp8_ends: Annotated[tuple[int, int], Between(0, 1024)] = (0, 0)
-    """With compute = fp8, how many of the first and of the last layers compute in bf16."""
+    fp8: Annotated[tuple[str, ...], Form(fp8_part, "forward dgrad, or but_first:1 but_last:1", auto=False)] = ()
+    """With compute = fp8, what runs in fp8. forward, dgrad (input gradients) and wgrad (weight gradients) name
+    products, and the others run in bf16; without a name all run in fp8. With but_first:2 the first two layers compute
+    in bf16, with but_last:2 the last two."""
     gather: Literal["auto", "bf16", "fp8"] = "auto"
     """With compute = fp8, format in which gathered weights of fp8 products travel. fp8 moves half the bytes and gives
     the same bits: each rank casts its shard behind an update, by scales of whole rows on which ranks agree before.
@@ -76,6 +121,17 @@ class PrecisionConfig:
     def dtype(self) -> str:
         """Format of activations and gathered weights."""
         return "bf16" if self.compute == "fp8" else self.compute
+
+    @property
+    def fp8_products(self) -> tuple[str, ...]:
+        """Products that run in fp8."""
+        return tuple(x for x in PRODUCTS if x in self.fp8) or PRODUCTS
+
+    @property
+    def fp8_ends(self) -> tuple[int, int]:
+        """How many of the first and of the last layers compute in bf16."""
+        ends = dict(fp8_part(item) for item in self.fp8)
+        return ends.get("but_first", 0), ends.get("but_last", 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +175,6 @@ class DataConfig:
     """Seed of the order of documents and sequences."""
     cache: str = ".cache/hocket"
     """Folder for tokenised text."""
-    processes: Annotated[int, Between(0, MANY)] = 0
-    """Processes that tokenise. 0 is one for each core, and no more than there are pieces of 32 MiB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,20 +189,16 @@ class TrainConfig:
     """Sequences per microbatch. A step consumes dp * microbatches * sequences of them."""
     lr: Annotated[float, Between(1e-30, 1e30)] = 3e-3
     """Learning rate after the warm-up, the highest of the run."""
-    min_lr_ratio: Annotated[float, Between(0, 1)] = 0.1
-    """Learning rate of the last step, the lowest after the warm-up, as a fraction of `lr`."""
-    min_lr: Annotated[float, Between(-1)] = -1.0
-    """The same learning rate as a number, in place of `min_lr_ratio`. -1 leaves it to that."""
+    min_lr: Annotated[float | str, Between(0), Form(share_of, "10%", auto=False)] = "10%"
+    """Learning rate of the last step, the lowest after the warm-up: a number, or a share of `lr`."""
     warmup: Annotated[int, Between(0)] = 10
     """Steps in which the learning rate rises linearly to `lr`."""
-    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    schedule: Annotated[str, Form(schedule_of, "cosine, linear, constant, or wsd:0.2:linear", auto=False)] = "cosine"
     """The way of the learning rate behind the warm-up. cosine and linear: it falls from the warm-up to the last step,
-    as half a cosine or along a line. wsd (warm-up, stable, decay): it stays `lr`, and falls in the last `decay` steps.
-    constant: it stays `lr`."""
-    decay: Annotated[float, Between(1e-6, 1e12)] = 0.2
-    """Of wsd: steps in which the learning rate falls. Below 1 it is a fraction of all steps."""
-    decay_shape: Literal["linear", "cosine", "1-sqrt"] = "linear"
-    """Of wsd: how the learning rate falls. 1-sqrt is one minus the root of the share of the decay that has passed."""
+    as half a cosine or along a line. constant: it stays `lr`. wsd (warm-up, stable, decay): it stays `lr`, and falls in
+    the last steps. wsd:500 are 500 steps, wsd:0.1 is a tenth of all steps; wsd alone is wsd:0.2. wsd:0.1:cosine and
+    wsd:0.1:1-sqrt fall in other ways than along a line: 1-sqrt is one minus the root of the share of the decay that has
+    passed."""
     weight_decay: Annotated[float, Between(0)] = 0.1
     """Decoupled weight decay of matrices. Vectors (norms, biases) have none, nor has what `optimizer.no_decay`
     names."""
@@ -167,7 +217,7 @@ class TrainConfig:
     no SM from compute. With copy_engine_gathers only gathers take none. null moves nothing: its results are wrong, and
     its times are bounds. slow imitates a network. auto is copy_engine if all ranks are GPUs of one host that can use it
     and a step fits beside its buffers, else nccl. On CPUs auto is gloo."""
-    slow: Annotated[tuple[str, ...], Form(check_slow_link, "10us, or a2a:10us,50GB/s")] = ()
+    slow: Annotated[tuple[str, ...], Form(check_slow_link, "10us, or a2a:10us,50GB/s", auto=False)] = ()
     """The network that the slow transport emulates: what it adds to every operation, and the rate at which a rank's
     bytes pass, or one of them. a2a:10us,50GB/s holds for the groups of one purpose (gather_dense, reduce_dense,
     gather_experts, reduce_experts, replicas, a2a, tp, cp, pp_fwd, pp_bwd or control), and then the others stay fast.
@@ -178,38 +228,46 @@ class TrainConfig:
     """Most batches of one validation, each as large as a step's; 0 means no validation. It reads no sequence twice."""
     save_every: Annotated[int, Between(0)] = 0
     """Steps between checkpoints; 0 means only one at the end."""
-    save_behind: bool = True
-    """Checkpoints are written while training goes on, from a copy in the memory of the host. Without it training waits
-    until one is written, and no copy is made."""
-    keep: Annotated[int, Between(0)] = 2
-    """The newest checkpoints that are kept; older ones are deleted. 0 writes none, not even at the end."""
-    keep_every: Annotated[int, Between(0)] = 0
-    """Checkpoints of steps that are a multiple of this are kept for good, beside those of keep; 0 means none."""
-    keep_best: Annotated[int, Between(0)] = 0
-    """Checkpoints with the lowest held-out losses that are kept beside those of keep. `best` is a link to the first."""
+    keep: Annotated[tuple[int | str, ...], Between(0), Form(kept, "best:1 or every:1000", auto=False)] = (2,)
+    """Checkpoints that are kept; others are deleted. 2 keeps the two newest, and so does a list without a number; 0
+    writes none, not even at the end. best:1 keeps the one with the lowest held-out loss, too, and the link `best` names
+    it; every:1000 those of steps that are a multiple of 1000."""
     log_every: Annotated[int, Between(1)] = 1
     """Steps between printed lines. Every step goes to metrics.jsonl."""
-    experts_every: Annotated[int, Between(0)] = 0
-    """Steps between records of the rows that each expert had; 0 means none. Each step records how even they were."""
     writers: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Where metrics go beside metrics.jsonl: files of TensorBoard in the run's folder, an offline run of Weights &
     Biases there. Each needs its extra, as in pip install 'hocket[tensorboard]'."""
     hang_timeout: Annotated[float, Between(1, 1e6)] = 300.0
     """Seconds that a rank waits for other ranks. After that it reports what it waits for, and ends."""
-    lane_seed: Annotated[int, Between(0, 2**63 - 1)] = 0
-    """Seed of the order in which a CPU serves its lanes. Every legal order gives the same result."""
     profile: Annotated[tuple[int, ...], Between(0)] = ()
     """First step and number of steps to profile. First step 0 is soon after the start; empty profiles none."""
 
     @property
-    def lowest_lr(self) -> float:
-        """Learning rate at the end of the decay."""
-        return self.min_lr if self.min_lr >= 0 else self.lr * self.min_lr_ratio
+    def kept(self) -> dict[str, int]:
+        """How many checkpoints are kept: of the newest, of the best, and of every so many steps; 0 means none."""
+        numbers = [("newest", item) for item in self.keep if isinstance(item, int)]
+        return {
+            "newest": 2,
+            "best": 0,
+            "every": 0,
+            **dict(numbers),
+            **dict(kept(x) for x in self.keep if isinstance(x, str)),
+        }
 
     @property
-    def decay_steps(self) -> int:
-        """Steps in which wsd lets the learning rate fall."""
-        return max(1, round(self.decay * self.steps)) if self.decay < 1 else int(self.decay)
+    def lowest_lr(self) -> float:
+        """Learning rate at the end of the decay."""
+        return self.lr * share_of(self.min_lr) if isinstance(self.min_lr, str) else self.min_lr
+
+    @property
+    def decay(self) -> tuple[int, str]:
+        """Steps in which the learning rate falls, and how; 0 steps of a constant one."""
+        way, decay, shape = schedule_of(self.schedule)
+        if way == "constant":
+            return 0, shape
+        if way != "wsd":
+            return max(1, self.steps - 1 - self.warmup), way
+        return (max(1, round(decay * self.steps)) if decay < 1 else int(decay)), shape
 
     def slow_links(self) -> dict[Purpose, tuple[float, float]]:
         """Latency in seconds and bandwidth in bytes per second (inf: no limit) by purpose, for the slow transport."""
@@ -235,5 +293,3 @@ class RunConfig:
     elastic: bool = False
     """Where torchrun has started fewer processes than the mesh has ranks, as `--nnodes 1:2` may, hocket takes a smaller
     mesh. A step has the same sequences."""
-    port: Annotated[int, Between(0, 65535)] = 0
-    """TCP port at which ranks meet. 0 takes the port that torchrun or Slurm gave, or picks a free one."""

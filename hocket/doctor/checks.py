@@ -139,7 +139,7 @@ _env, _soft, _gpu, _link, _host = (
 def environment(f: Found) -> Checks:
     """Variables that hocket sets or wants, and harmful variables."""
     wanted = {variable.name for variable in WANTED}
-    for finding in survey(f.env, "set", f.passed):
+    for finding in survey(f.env, f.passed):
         found = finding.found or "not set, hocket sets " + finding.wanted
         if finding.state in ("ok", "set"):
             yield _env(finding.name, "ok", found)
@@ -313,7 +313,7 @@ def _network(f: Found) -> Checks:
     elif up:
         kinds = " and ".join(sorted({"RoCE" if port.kind == "Ethernet" else port.kind for port in up}))
         each = sum(port.gbits for port in up) / 8 / (f.torch.gpus or 1)
-        told = f"network.bandwidth = {each:g}GB/s tells predictions for several hosts what each GPU's share carries"
+        told = f"network.link = {each:g}GB/s tells predictions for several hosts what each GPU's share carries"
         yield _link(
             "InfiniBand", "ok", f"{len(up)} ports of {up[0].gbits:g} Gb/s, {kinds}", told if f.torch.gpus else ""
         )

@@ -90,6 +90,9 @@ class Engine:
     is where the model comes from, by default hocket's own transformer.
     """
 
+    lane_seed = 0
+    """Seed of the order in which a CPU serves its lanes. Every legal order gives the same result; tests take others."""
+
     def __init__(
         self,
         config: Config,
@@ -182,7 +185,6 @@ class Engine:
             takes=lambda name, shape: by_muon(config, name, shape),
             decays=self._decays,
             weight_decay=config.train.weight_decay,
-            momentum=optimizer.momentum,
             scale=optimizer.scale,
             slots=MATRIX_SLOTS if config.overlap.dp.update == "next_step" else 1,
         )
@@ -213,14 +215,14 @@ class Engine:
 
         `on_step` is what the program's `step` op does; None, for a program of forwards alone, keeps no graphs.
         """
-        config, pp = self.config, self.where.pp
+        pp = self.where.pp
         units, activation = self.sharded.units, self._activation()
         actions = Actions(self.layout, self.chunks, units, self.groups, activation, on_step, self.room)
         actions.allocating = self.lanes.allocating
         if on_step is not None and self._optimizer is not None:
             actions.on_update, actions.on_matrices = self._optimizer.update, self._optimizer.with_matrices
         on_gpu = self.device.type == "cuda"
-        order = [p for rank, p in linearize(program, None if on_gpu else config.train.lane_seed) if rank == pp]
+        order = [p for rank, p in linearize(program, None if on_gpu else self.lane_seed) if rank == pp]
         return Executor(program, pp, actions, self.lanes, Recorder(program.ranks[pp], self.groups.begin), order)
 
     @property

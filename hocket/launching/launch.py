@@ -51,7 +51,7 @@ def _require_restarts(settings: Settings, worker: Worker | None, restarts: int) 
     if restarts and worker:
         reason = "torchrun or Slurm starts these workers"
         raise ValueError(problem("restarts", restarts, where, reason, "torchrun --max-restarts, or srun again"))
-    if restarts and not settings.train.keep:
+    if restarts and not settings.train.kept["newest"]:
         reason = "train.keep = 0, so that no start would find a checkpoint"
         raise ValueError(problem("restarts", restarts, where, reason, "train.keep = 1 or more"))
     if restarts and settings.run.resume != "auto":
@@ -64,11 +64,11 @@ def arrive(config: Config, origins: Mapping[str, str]) -> tuple[Settings, Worker
 
     Raises ValueError for settings that cannot work.
     """
-    worker = find_worker(os.environ, config.run.port)
+    worker = find_worker(os.environ)
     local_world = worker.local_world if worker else config.mesh.world
-    policy, now = config.overlap.env, passed(sys.modules)
-    variables = survey(os.environ, policy, now)
-    notes = prepare(os.environ, local_world, policy, now)
+    now = passed(sys.modules)
+    variables = survey(os.environ, now)
+    notes = prepare(os.environ, local_world, now)
     settings = resolve(config, probe(config, origins, worker, variables), origins)
     check_weights(settings)
     check_patterns(settings)

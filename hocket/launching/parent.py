@@ -144,7 +144,7 @@ GONE = 30.0
 
 def start_workers(settings: Settings, job: Job) -> int:
     """Fork one worker per rank, watch them until the last has ended, and return the exit code."""
-    port = free_port(settings.run.port, settings.origins)
+    port = free_port()
     logs = Path(settings.run.folder) / "logs"
     # See Note: [Workers are forked]
     import hocket.train.trainer  # noqa: F401
@@ -153,7 +153,7 @@ def start_workers(settings: Settings, job: Job) -> int:
     with forwarded_signals(children, job.ending) as asked:
         try:
             for rank in range(settings.world):
-                worker = Worker(rank, settings.world, rank, settings.world, HERE[0], port, HERE[1], "run.port")
+                worker = Worker(rank, settings.world, rank, settings.world, HERE[0], port, HERE[1], "")
                 with signals_held_back():
                     children.append(fork_worker(settings, worker, job, logs / f"rank{rank}.log"))
             return watch(children, asked, job.ended)

@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,28 +29,23 @@ from hocket.train.signals import asking
 # -- Where ranks meet, and what to say if they can't -------------------------------------------------------------------
 
 
-def free_port(wanted: int, origins: Mapping[str, str]) -> int:
-    """The port that `run.port` wants, or any free one without a wish. Raises ValueError if it is not to be had."""
-    port = find_port(wanted)
+def free_port() -> int:
+    """A free port of this host. Raises ValueError if there is none."""
+    port = find_port()
     if not port:
-        reason = "another process listens on that port" if wanted else "there is no free port on this host"
-        fix = "run.port = 0 picks a free one, or name another" if wanted else "name one, or end what listens here"
-        raise ValueError(problem("run.port", wanted, origins, reason, fix))
+        raise ValueError("there is no free port on this host (20000 to 31999); fix: end what listens there")
     return port
 
 
-def port_in_use(settings: Settings, worker: Worker) -> str:
+def port_in_use(worker: Worker) -> str:
     """The message of rank 0, which cannot listen where the ranks are to meet."""
-    reason = "another process listens on that port"
-    if worker.port_from == "run.port" and not settings.run.port:
-        reason = f"port {worker.port} was free, and another process has taken it since"
-        return problem("run.port", 0, settings.origins, reason, "start again")
     fixes = {
-        "run.port": "name another, on all hosts the same",
         "MASTER_PORT": "name another: --master-port of torchrun, or the variable, on all hosts the same",
-        "SLURM_JOB_ID": "name a free one with run.port, on all hosts the same",
+        "SLURM_JOB_ID": "name a free one with MASTER_PORT, on all hosts the same",
     }
-    return f"{_port(settings, worker)}: {reason}; fix: {fixes[worker.port_from]}"
+    if worker.port_from not in fixes:
+        return f"port {worker.port} was free, and another process has taken it since; fix: start again"
+    return f"{_port(worker)}: another process listens on that port; fix: {fixes[worker.port_from]}"
 
 
 def nobody_met(settings: Settings, worker: Worker) -> str:
@@ -58,19 +53,16 @@ def nobody_met(settings: Settings, worker: Worker) -> str:
     at = {"": "this host", "MASTER_ADDR": f"MASTER_ADDR = {worker.address} (environment)"}
     address = at.get(worker.address_from, f"{worker.address} (the first of {worker.address_from})")
     return (
-        f"{address}, {_port(settings, worker)}: rank {worker.rank} of {worker.world} did not meet the others within "
+        f"{address}, {_port(worker)}: rank {worker.rank} of {worker.world} did not meet the others within "
         f"{settings.train.hang_timeout:g} s; fix: start all of them, with an address that all can reach"
     )
 
 
-def _port(settings: Settings, worker: Worker) -> str:
+def _port(worker: Worker) -> str:
     """A port, under the name of what said so."""
-    if worker.port_from == "run.port":
-        origin = settings.origins.get("run.port") or settings.origins.get("", "configuration")
-        return f"run.port = {worker.port} ({origin})"
     if worker.port_from == "MASTER_PORT":
         return f"MASTER_PORT = {worker.port} (environment)"
-    return f"port {worker.port} (from {worker.port_from})"
+    return f"port {worker.port} (from {worker.port_from})" if worker.port_from else f"port {worker.port}"
 
 
 # -- The folder of a run, which one run at a time may hold -------------------------------------------------------------
@@ -166,7 +158,7 @@ def be_worker(settings: Settings, worker: Worker, job: Job) -> int:
         join_world(device.type == "cuda", settings.train.hang_timeout, attempt)
     except (dist.DistNetworkError, dist.DistStoreError, OSError) as error:
         taken = "address already in use" in str(error).lower() or "EADDRINUSE" in str(error)
-        raise ValueError(port_in_use(settings, worker) if taken else nobody_met(settings, worker)) from None
+        raise ValueError(port_in_use(worker) if taken else nobody_met(settings, worker)) from None
     require_same(settings, worker.rank)
     job.run(tried(settings, worker.rank, device), worker.rank, device)
     leave_world()

@@ -6,10 +6,9 @@ from itertools import pairwise
 from typing import Literal
 
 from hocket.program.layer import Token, early_ops, is_early, op_of, ops_of
-from hocket.program.ops import Key, Lane, Layout, Op
+from hocket.program.ops import Lane, Layout, Op
 from hocket.program.pipeline import Item, Step
 from hocket.program.transformer import EMBED, HEAD
-from hocket.program.values import reads
 
 StepOps = list[Op]
 """The ops of one step, in host order."""
@@ -128,22 +127,6 @@ def _producer(ops: StepOps, item: Item, forward: bool) -> int:
 
 def _insert_behind(ops: StepOps, position: int, inserted: list[Op]) -> StepOps:
     return ops[: position + 1] + inserted + ops[position + 1 :]
-
-
-def compute_awaits(per_step: list[StepOps], layout: Layout, rank: int) -> dict[Key, tuple[Key, ...]]:
-    """First compute op of a step -> the received gradient that the step reads, wherever one is not the other's reader.
-
-    With gradients on the compute lane that op waits for the receive, and the whole step behind it, as if compute itself
-    received: also the forward that a backward is merged with, which has no use for the gradient.
-    """
-    held: dict[Key, tuple[Key, ...]] = {}
-    for ops in per_step:
-        received = {key for op in ops for key in reads(op, layout, rank) if key[:2] == ("recv", "grad")}
-        first = next((op for op in ops if op.lane == "compute" and op.verb != "recompute"), None)
-        for key in received:
-            if first is not None and first.verb != "wgrad" and key not in reads(first, layout, rank):
-                held[first.key] = (key,)
-    return held
 
 
 def defer_past_send(ops: StepOps, layout: Layout, layers: int, parts: str) -> StepOps:

@@ -326,8 +326,8 @@ def read_measured(path: str) -> MeasuredHardware:
     try:
         return _parsed(path)
     except ValueError as error:
-        fix = "a file of hocket doctor --measure, or off"
-        raise ValueError(f"hardware.measured = {path}: {error}; fix: {fix}") from None
+        fix = "a file of hocket doctor --measure, or the name of a GPU"
+        raise ValueError(f"hardware.gpu = {path}: {error}; fix: {fix}") from None
 
 
 def _parsed(path: str) -> MeasuredHardware:
@@ -365,7 +365,7 @@ def kept_file(device: str) -> Path:
 # What groups can use whose ranks are on several hosts: where ranks are, and links that go through adapters.
 #
 # Note: [Links between hosts]
-# Each rank has an adapter of its own, which sends and receives `network.bandwidth` at a time; hosts are joined by a
+# Each rank has an adapter of its own, which sends and receives at the rate of `network.link`; hosts are joined by a
 # network that holds nobody up. A group has n ranks on h hosts, r of them on the host that has the fewest. With a link
 # of one host of bandwidth B and an adapter of bandwidth A, the links of groups that are on several hosts are
 #
@@ -381,8 +381,8 @@ def kept_file(device: str) -> Path:
 # send has to come in through a rank's own adapter. (NCCL's authors expect no more of it than one adapter carries:
 # nccl-tests, issue 267 on GitHub.)
 #
-# A crossing takes `network.latency` longer than a step inside of a host, and a ring of more ranks than a host has takes
-# more steps. Both are NCCL's own model of a ring in its protocol for large messages (src/graph/tuning.cc): 3.4 us for a
+# A crossing takes the time of `network.link` longer than a step inside of a host, and a ring of more ranks than a host
+# has takes more steps. Both are NCCL's own model of a ring in its protocol for large messages (src/graph/tuning.cc): 3.4 us for a
 # step on NVLink, some 10 us more for one through the network; small sums go up a tree of hosts and down. NVLink SHARP
 # and trees for large sums are left out, and so is that groups of one rank on different lanes share its adapter: how
 # long it is busy in all is told beside a prediction (`adapter_times`).
@@ -465,12 +465,10 @@ def _is_exchange(c: Config, purpose: Purpose) -> bool:
 
 def on_one_host(config: Config) -> Hardware:
     """The same with the links of one host. While `hardware.gpu` is open it is what fits the dtype of the run."""
-    name, measured = config.hardware.gpu, config.hardware.measured
-    if measured not in ("auto", "off"):
-        return read_measured(measured).applied(measured)
+    name = config.hardware.gpu
     if name == "auto":
         name = "laptop" if config.precision.compute == "fp32" else "h200"
-    return HARDWARE[name]
+    return read_measured(name).applied(name) if name.endswith(".json") else HARDWARE[name]
 
 
 def _link(c: Config, purpose: Purpose, link: Link, spread: Spread) -> Link:
@@ -503,8 +501,5 @@ def adapter_times(c: Config) -> Mapping[Purpose, float]:
 
 def _described(c: Config) -> tuple[float, float]:
     """Bandwidth and latency of an adapter, as given or taken for granted."""
-    bandwidth, latency = c.network.bandwidth, c.network.latency
-    return (
-        parse_rate(BANDWIDTH if bandwidth == "auto" else bandwidth),
-        parse_time(LATENCY if latency == "auto" else latency),
-    )
+    rate, late = c.network.adapter
+    return parse_rate(rate or BANDWIDTH), parse_time(late or LATENCY)

@@ -24,7 +24,7 @@ from itertools import pairwise
 
 from hocket.config import Config
 from hocket.program.connect import connect, free, latest_per_lane
-from hocket.program.expand import StepOps, compute_awaits, defer_head, defer_past_send, expand, insert_p2p
+from hocket.program.expand import StepOps, defer_head, defer_past_send, expand, insert_p2p
 from hocket.program.layer import alone_order, at_once, expand_pair, merged_order, pairs_problem, without_wgrads
 from hocket.program.offload import offload
 from hocket.program.ops import TIED, Key, Layout, Op, Program
@@ -115,12 +115,11 @@ def insert_sends(draft: Draft) -> Draft:
 
 def defer_wgrads(draft: Draft) -> Draft:
     """Weight gradients behind the send, to hide it."""
-    pp = draft.config.overlap.pp
     if draft.config.overlap.defer_wgrad == "off":
         return draft
-    layers = 1 if pp.defer_layers == "auto" else pp.defer_layers
+    layers, parts = draft.config.overlap.pp.late
     layers = len(draft.layout.kinds) if layers < 0 else layers
-    return draft.each(lambda _, steps: [defer_past_send(ops, draft.layout, layers, pp.defer_parts) for ops in steps])
+    return draft.each(lambda _, steps: [defer_past_send(ops, draft.layout, layers, parts) for ops in steps])
 
 
 def defer_heads(draft: Draft) -> Draft:
@@ -135,26 +134,25 @@ def defer_heads(draft: Draft) -> Draft:
 def shard_units(draft: Draft) -> Draft:
     """Gathers, releases, adds, reduces, updates and the step op, with their slots. Joins the steps of a rank."""
     layout, overlap = draft.layout, draft.config.overlap
-    on_compute = overlap.pp.backward_lane == "off"
-    held = tuple(compute_awaits(list(s), layout, r) if on_compute else {} for r, s in enumerate(draft.steps))
     flat = [[op for ops in steps for op in ops] for steps in draft.steps]
     sharded = shard(flat, layout, draft.sharding, overlap.dp.prefetch, updates=overlap.dp.update == "next_step")
     ranks = tuple(map(tuple, sharded.ranks))
-    return replace(draft, ranks=ranks, held=held, weight_slots=sharded.weight_slots, grad_slots=sharded.grad_slots)
+    return replace(draft, ranks=ranks, weight_slots=sharded.weight_slots, grad_slots=sharded.grad_slots)
 
 
 def offload_saved(draft: Draft) -> Draft:
     """Copies of what parts keep to the host's memory, and back."""
     if not draft.layout.offload:
         return draft
-    found = [offload(ops, draft.layout, held) for ops, held in zip(draft.ranks, draft.held, strict=True)]
-    ranks, held = zip(*found, strict=True)
+    ranks, held = zip(*(offload(ops, draft.layout) for ops in draft.ranks), strict=True)
     return replace(draft, ranks=ranks, held=held)
 
 
 def connect_lanes(draft: Draft) -> Draft:
     """What each op waits for."""
-    return replace(draft, ranks=connect([list(ops) for ops in draft.ranks], draft.layout, draft.held))
+    return replace(
+        draft, ranks=connect([list(ops) for ops in draft.ranks], draft.layout, draft.held or ({},) * len(draft.ranks))
+    )
 
 
 def free_values(draft: Draft) -> Draft:

@@ -30,14 +30,18 @@ Pass = tuple[bool, int, int, int]
 """(whether forward, microbatch, chunk, layer): one pass over a layer, or over the head with layer -1."""
 
 
-def offload(ops: Sequence[Op], layout: Layout, held: Held) -> tuple[tuple[Op, ...], Held]:
-    """The ops with offloads and reloads, and `held` with what waits for them.
+def offload(ops: Sequence[Op], layout: Layout) -> tuple[tuple[Op, ...], Held]:
+    """The ops with offloads and reloads, and what waits for them without reading their values.
 
     See Note: [A layer step ahead, and two behind].
     """
     starts = _starts(ops, layout)
     passes = list(starts)
-    before, behind, waiting = defaultdict[int, list[Op]](list), defaultdict[int, list[Op]](list), dict(held)
+    before, behind, waiting = (
+        defaultdict[int, list[Op]](list),
+        defaultdict[int, list[Op]](list),
+        dict[Key, tuple[Key, ...]](),
+    )
     for one, later in zip(passes, passes[2:], strict=False):
         parts = _offloaded(layout, one[3])
         if one[0] and parts:

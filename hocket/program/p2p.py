@@ -36,6 +36,13 @@ class Cover:
     """What they are to hide, in seconds."""
 
     @property
+    def setting(self) -> int | str:
+        """The value of `overlap.pp.defer_layers` that puts them there."""
+        if self.parts == "all" or not self.layers:
+            return self.layers
+        return "attn" if self.layers < 0 else f"attn:{self.layers}"
+
+    @property
     def exposed(self) -> float:
         """What of a p2p transfer they don't hide, in seconds."""
         return max(0.0, self.p2p - self.seconds)

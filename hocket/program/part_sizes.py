@@ -566,7 +566,7 @@ def elements_sent(model: ModelConfig, copies: Copies) -> float:
 
 
 PRODUCTS = {"fwd": "forward", "recompute": "forward", "bwd": "dgrad", "wgrad": "wgrad"}
-"""Verb -> the product that it computes, as `precision.fp8_products` names it."""
+"""Verb -> the product that it computes, as `precision.fp8` names it."""
 RATES = {"forward": 1.88, "dgrad": 1.88, "wgrad": 1.78}
 GROUPED = {"forward": 1.6, "dgrad": 1.6, "wgrad": 1.0}
 """How much faster a product is than in bf16: of linear layers, and of experts."""

@@ -204,12 +204,10 @@ def splits_of(c: Config, role: Role, direction: Direction) -> int:
 
 
 def splits_for(c: Config, cell: Cell, method: Method) -> int:
-    """The number asked for, or the fastest of what the host issues in time; of what takes as long, the most.
+    """The fastest number of what the host issues in time; of what takes as long, the most.
 
     More pieces wait less for peers that are late.
     """
-    if c.overlap.tp.pieces:
-        return c.overlap.tp.pieces
     every = [n for n in range(2, cell.ranks + 1) if cell.ranks % n == 0]
     some = [n for n in every if in_time(c, cell, method, n)] or every
     return min(some, key=lambda n: (round(seconds(cell, method, n, hardware_of(c)), 9), -n))

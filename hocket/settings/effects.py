@@ -17,8 +17,6 @@ EFFECTS: dict[tuple[str, Any], str] = {
     ("overlap.cp.method", "heads"): "each rank attends with some heads in all tokens; queries and results travel too",
     ("overlap.defer_wgrad", "on"): "weight gradients are ops of their own, which can wait",
     ("overlap.defer_wgrad", "off"): "each weight gradient is computed beside its input gradient",
-    ("overlap.pp.backward_lane", "on"): "only the op that reads a received gradient waits for it",
-    ("overlap.pp.backward_lane", "off"): "the whole step that reads a received gradient waits for it",
     ("overlap.pp.defer_layers", 0): "no weight gradient is put behind a send",
     ("overlap.pp.defer_layers", -1): "all weight gradients of a chunk run behind its send",
     ("overlap.dp.update", "next_step"): "the next step updates weights, beside its first gathers and forwards",

@@ -87,16 +87,16 @@ FP8_RULES: tuple[Rule, ...] = (
         f"make train.sequences x data.sequence_length{{shares}} a multiple of {UNIT}, or precision.compute = bf16",
     ),
     Rule(
-        ("precision.fp8_products", "precision.compute"),
-        lambda c, h: c.precision.compute == "fp8" and not c.precision.fp8_products,
-        "no product is left to run in fp8",
-        "leave precision.fp8_products out, or precision.compute = bf16",
-    ),
-    Rule(
-        ("precision.fp8_ends", "model.layers", "precision.compute"),
+        ("precision.fp8", "model.layers", "precision.compute"),
         lambda c, h: c.precision.compute == "fp8" and sum(c.precision.fp8_ends) >= c.model.layers,
         "none of the model.layers = {model.layers} layers is left to compute in fp8",
-        "smaller precision.fp8_ends, or precision.compute = bf16",
+        "leave precision.fp8 out, or precision.compute = bf16",
+    ),
+    Rule(
+        ("precision.fp8",),
+        lambda c, h: len({item.partition(":")[0] for item in c.precision.fp8}) < len(c.precision.fp8),
+        "it names a product, or an end, twice",
+        "each part once in precision.fp8",
     ),
     *(
         Rule(
@@ -106,13 +106,13 @@ FP8_RULES: tuple[Rule, ...] = (
             "precision.compute = fp8, or leave it out",
             only_if_set=True,
         )
-        for setting in ("precision.fp8_products", "precision.fp8_ends", "precision.gather")
+        for setting in ("precision.fp8", "precision.gather")
     ),
     Rule(
-        ("precision.gather", "precision.fp8_products"),
+        ("precision.gather", "precision.fp8"),
         lambda c, h: _gathers(c) and not {"forward", "dgrad"} <= set(c.precision.fp8_products),
         "forward and input gradient read the weights that are gathered, and not both of them run in fp8",
-        "precision.fp8_products with forward and dgrad, or precision.gather = bf16",
+        "precision.fp8 with forward and dgrad, or precision.gather = bf16",
     ),
     Rule(
         ("precision.gather", "overlap.dp.update"),

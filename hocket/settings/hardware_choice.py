@@ -6,29 +6,26 @@ from collections.abc import Iterator, Mapping
 
 from hocket.config import Config
 from hocket.gpus import GPUS, GpuName, gpu_named, is_slice, nearest
-from hocket.program.hardware import MeasuredHardware, hardware_of, kept_file, read_measured
+from hocket.program.hardware import hardware_of, kept_file, read_measured
 from hocket.settings.decision import Choice
 from hocket.settings.rule import Host
 from hocket.settings.schema import changed, problem
 
-GPU, MEASURED = "hardware.gpu", "hardware.measured"
-_NONE = "hocket doctor --measure has kept no file for what is priced"
+GPU = "hardware.gpu"
 
 
 def choose_hardware(c: Config, h: Host, origins: Mapping[str, str]) -> Iterator[Choice]:
-    """The GPU, and the file of its measured rates. Raises ValueError if a file that was named cannot serve."""
-    named, asked = c.hardware.measured, c.hardware.gpu
-    file = read_measured(named) if named not in ("auto", "off") else None
-    gpu, reason = (asked, "as set") if asked != "auto" else _gpu_of(c, h, file)
-    if file and file.gpu != gpu:
-        why = f"it was measured on {file.device}, and rates are asked for of {gpu} ({reason})"
-        raise ValueError(problem(MEASURED, named, origins, why, f"{GPU} = {file.gpu}, another file, or off"))
-    kept = named
-    if named == "auto":
-        kept = _kept(h, gpu)
-        yield MEASURED, kept, f"hocket doctor --measure kept it for {h.kinds[0]}" if kept != "off" else _NONE
-    if asked == "auto":
-        yield GPU, gpu, f"{reason}; rates {origin_of(changed(c, {GPU: gpu, MEASURED: kept}))}"
+    """The GPU, or the file of its measured rates. Raises ValueError if a file that was named cannot serve."""
+    asked = c.hardware.gpu
+    if asked != "auto":
+        if asked.endswith(".json") and (file := read_measured(asked)) and c.precision.compute == "fp32":
+            why = f"it was measured on {file.device} in bf16, and the run computes in fp32"
+            raise ValueError(problem(GPU, asked, origins, why, f"{GPU} = laptop, or precision.compute = bf16"))
+        return
+    gpu, reason = _gpu_of(c, h)
+    if kept := _kept(h, gpu):
+        gpu, reason = kept, f"hocket doctor --measure kept it for {h.kinds[0]}"
+    yield GPU, gpu, f"{reason}; rates {origin_of(changed(c, {GPU: gpu}))}"
 
 
 def origin_of(c: Config) -> str:
@@ -36,16 +33,12 @@ def origin_of(c: Config) -> str:
     return hardware_of(c).origin
 
 
-def _gpu_of(c: Config, h: Host, file: MeasuredHardware | None) -> tuple[GpuName | str, str]:
-    """A value of `hardware.gpu`, and why. `file` was named by the user."""
+def _gpu_of(c: Config, h: Host) -> tuple[GpuName | str, str]:
+    """The name of a GPU, and why."""
     if c.precision.compute == "fp32":
         return "laptop", "the run computes in fp32, and rates of GPUs are those of bf16"
     if not h.kinds:
-        if file:
-            return file.gpu, f"{MEASURED} is of {file.device}"
         return "h200", f"no GPU here has a name, so an H200 is taken for granted; {GPU} names another one"
-    if file and file.device in h.kinds:
-        return file.gpu, f"this host has {file.device}"
     found = {device: _one(device, h) for device in h.kinds}
     device = min(found, key=lambda each: GPUS[found[each][0]].flops)
     gpu, reason = found[device]
@@ -68,8 +61,8 @@ def _one(device: str, h: Host) -> tuple[GpuName, str]:
 
 
 def _kept(h: Host, gpu: str) -> str:
-    """The file that was kept for the GPUs of this host, if all ranks are on it and these are priced; else off."""
+    """The file that was kept for the GPUs of this host, if all ranks are on it and these are priced; else nothing."""
     if len(h.kinds) != 1 or h.local_workers != h.workers or not kept_file(h.kinds[0]).is_file():
-        return "off"
+        return ""
     path = str(kept_file(h.kinds[0]))
-    return path if read_measured(path).gpu == gpu else "off"
+    return path if read_measured(path).gpu == gpu else ""

@@ -7,7 +7,7 @@ from hocket.config.bounds import MOST_RANKS
 from hocket.program.hardware import hosts_of, spread_of
 from hocket.settings.rule import Host, Rule
 
-_RANKS, _BANDWIDTH, _LATENCY = "network.ranks_per_host", "network.bandwidth", "network.latency"
+_RANKS = "network.ranks_per_host"
 
 
 def ranks_of_a_host(c: Config, h: Host) -> int:
@@ -48,14 +48,11 @@ NETWORK_RULES: tuple[Rule, ...] = (
         "is on which host is not known here",
         "as many processes on every host, or network.ranks_per_host = a number that divides those of each",
     ),
-    *(
-        Rule(
-            (setting, _RANKS),
-            lambda c, h: hosts_of(c) == 1,
-            "no effect: all ranks are on one host",
-            "leave it out, or network.ranks_per_host below {world}",
-            remark=True,
-        )
-        for setting in (_BANDWIDTH, _LATENCY)
+    Rule(
+        ("network.link", _RANKS),
+        lambda c, h: hosts_of(c) == 1,
+        "no effect: all ranks are on one host",
+        "leave it out, or network.ranks_per_host below {world}",
+        remark=True,
     ),
 )

@@ -7,7 +7,6 @@ from hocket.settings.network_rules import leaves_host
 from hocket.settings.plan_rules import (
     fills_bubble,
     has_pairs,
-    lane_matters,
     merges,
     most_layers,
     separate_wgrads,
@@ -97,29 +96,6 @@ OVERLAP_RULES: tuple[Rule, ...] = (
         only_if_set=True,
     ),
     Rule(
-        ("overlap.pp.backward_lane", "mesh.pp"),
-        lambda c, h: c.overlap.pp.backward_lane != "auto" and c.mesh.pp == 1,
-        "no effect: with one pipeline rank nothing is sent",
-        "mesh.pp = 2 or more, or leave overlap.pp.backward_lane out",
-        only_if_set=True,
-    ),
-    Rule(
-        ("overlap.pp.backward_lane", "overlap.ep.merge"),
-        lambda c, h: c.overlap.pp.backward_lane == "off" and c.mesh.pp > 1 and c.overlap.ep.merge == "off",
-        "no effect: a step that is not merged begins with the op that reads its gradient",
-        "overlap.ep.merge = on, or leave overlap.pp.backward_lane out",
-        only_if_set=True,
-    ),
-    Rule(
-        ("overlap.pp.backward_lane", "model.dense_layers"),
-        lambda c, h: (
-            c.overlap.pp.backward_lane == "off" and c.overlap.ep.merge == "on" and c.mesh.pp > 1 and not lane_matters(c)
-        ),
-        "no effect: every stage that receives a gradient ends with a MoE layer, whose backward heads the merged step",
-        "leave overlap.pp.backward_lane out",
-        only_if_set=True,
-    ),
-    Rule(
         ("overlap.pp.defer_layers", "mesh.pp"),
         lambda c, h: c.overlap.pp.defer_layers not in (0, "auto") and c.mesh.pp == 1,
         "no effect: with one pipeline rank nothing is sent",
@@ -142,21 +118,9 @@ OVERLAP_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("overlap.pp.defer_layers", "model.layers", "mesh.pp", "plan.chunks"),
-        lambda c, h: c.overlap.pp.defer_layers != "auto" and c.overlap.pp.defer_layers > most_layers(c) > 0,
+        lambda c, h: c.overlap.pp.late[0] > most_layers(c) > 0,
         "no stage has as many layers",
         "overlap.pp.defer_layers = -1, which means all layers of a stage",
-        only_if_set=True,
-    ),
-    Rule(
-        ("overlap.pp.defer_parts", "overlap.pp.defer_layers", "overlap.defer_wgrad"),
-        lambda c, h: (
-            c.overlap.pp.defer_parts != "auto"
-            and (
-                c.mesh.pp == 1 or c.overlap.pp.defer_layers == 0 or c.overlap.defer_wgrad == "off" or separate_wgrads(c)
-            )
-        ),
-        "no effect: no weight gradient runs after a send",
-        "leave overlap.pp.defer_parts out",
         only_if_set=True,
     ),
     Rule(

@@ -8,7 +8,6 @@ from itertools import pairwise
 from hocket.config import Config
 from hocket.config.layout import part_and_layers
 from hocket.program.layer import MERGED, at_once, merged_order, order_problem
-from hocket.program.ops import Layout
 from hocket.program.pipeline import ZERO_BUBBLE, groups, smallest_group, warmup
 from hocket.program.stages import layout_of
 from hocket.program.values import lent_to
@@ -87,25 +86,6 @@ def most_layers(c: Config) -> int:
     except ValueError:
         return 0
     return max(stop - start for start, stop in pairwise(bounds))
-
-
-def lane_matters(c: Config) -> bool:
-    """Whether some step that reads a received gradient begins with another op than its reader.
-
-    This is a merged step with a backward that begins with a dense layer. With a MoE layer the reader comes first.
-    """
-    if c.mesh.pp == 1 or c.overlap.ep.merge != "on":
-        return False
-    try:
-        layout = layout_of(c)
-    except ValueError:  # stages that cannot be: rules of their own say why
-        return True
-    return other_ops_first(layout)
-
-
-def other_ops_first(layout: Layout) -> bool:
-    """Whether some merged step has ops in front of the reader of its received gradient: that is no early part."""
-    return any(stop and not layout.type_of(stop - 1).exit.early for stop in layout.bounds[1:-1])
 
 
 def named_parts(items: tuple[str, ...]) -> tuple[str, ...]:

@@ -33,8 +33,6 @@ class Host:
     """Processes that torchrun or Slurm started, over all hosts; 0 means that hocket starts them itself."""
     local_workers: int = 0
     """Workers on this host."""
-    port: int = 0
-    """TCP port at which they meet; 0 where hocket starts them."""
     tokenizer_vocab: int = 0
     """Number of tokens of the configured tokenizer; 0 means not known."""
     tokenizer_begin: str = ""

@@ -295,13 +295,6 @@ RULES: tuple[Rule, ...] = (
         "train.eval_batches above 0, or leave train.eval_every out",
         only_if_set=True,
     ),
-    Rule(
-        ("train.lane_seed", "train.device"),
-        lambda c, h: c.train.lane_seed != 0 and c.train.device == "cuda",
-        "no effect: on GPUs lanes run side by side, and no seed orders them",
-        "train.device = cpu, or leave it out",
-        remark=True,
-    ),
     *TRANSPORT_RULES,
     *GRAPH_RULES,
     Rule(
@@ -327,13 +320,6 @@ RULES: tuple[Rule, ...] = (
         lambda c, h: not c.run.name.strip() or "/" in c.run.name or c.run.name in (".", ".."),
         "a run's name is a folder's name",
         "a run.name without slashes (run.folder names another place)",
-    ),
-    Rule(
-        ("run.port",),
-        lambda c, h: h.port > 0 and c.run.port not in (0, h.port),
-        "no effect: the processes were started to meet at port {host.port}",
-        "--master-port of torchrun, or leave it out",
-        remark=True,
     ),
     Rule(
         ("run.resume",),
@@ -403,6 +389,6 @@ def rule_text(text: str, config: Config, host: Host) -> str:
         fewer_ranks="fewer processes on each host" if host.local_workers else "a smaller mesh",
         elastic=", or run.elastic = True" if host.workers < world else "",
         **named(config),
-        decay=config.train.decay_steps,
+        decay=config.train.decay[0],
         slowed_alone=" and ".join(slowed_alone(config)),
     )

@@ -93,7 +93,7 @@ def impossible(config: Config, origins: Mapping[str, str]) -> dict[str, str]:
         elif unseen(value):
             lines[setting] = line(config, origins, setting, "has a character that cannot be shown", "leave it out")
         elif form and (reason := unreadable(form, value)):
-            lines[setting] = line(config, origins, setting, reason, f"auto, or such as {form.example}")
+            lines[setting] = line(config, origins, setting, reason, form.words)
         elif bounds := beyond(setting, value):
             lines[setting] = line(config, origins, setting, "out of range", bounds)
     return lines
@@ -115,7 +115,7 @@ def unreadable(form: Form, value: object) -> str:
     """Why a text, or one of several, has another form; empty if none has."""
     for text in value if isinstance(value, tuple) else (value,):
         try:
-            if isinstance(text, str) and text != "auto":
+            if isinstance(text, str) and not (form.auto and text == "auto"):
                 form.read(text)
         except ValueError as error:
             return str(error)

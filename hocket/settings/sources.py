@@ -104,7 +104,7 @@ def _check(file: str, entry: Entry, problems: list[str]) -> dict[str, Any]:
     found = _wrong(where, entry, inside)
     if found:
         problems.append(found)
-    return {} if found else {name: as_setting(entry.value)}
+    return {} if found else {name: as_setting(entry.value, types()[name])}
 
 
 def _wrong(where: str, entry: Entry, inside: list[str]) -> str:
@@ -117,15 +117,18 @@ def _wrong(where: str, entry: Entry, inside: list[str]) -> str:
         return _unknown(name, where)
     if isinstance(entry.value, dict):
         return f"{name} ({where}): is a setting, not a table; fix: {name.rsplit('.', 1)[-1]} = {_example(name)}"
-    value, hint = as_setting(entry.value), types()[name]
+    hint = types()[name]
+    value = as_setting(entry.value, hint)
     if is_a(value, hint):
         return ""
     return problem(name, value, {name: where}, no_unit(name, value) or f"not {describe(hint)}", _fix(value, hint))
 
 
-def as_setting(value: Any) -> Any:
-    """A value of TOML as settings have it: arrays are tuples."""
-    return tuple(value) if isinstance(value, list) else value
+def as_setting(value: Any, hint: Any) -> Any:
+    """A value of TOML as settings of a type have it: arrays are tuples, and so is what may be the only item of one."""
+    if isinstance(value, list):
+        return tuple(value)
+    return (value,) if get_origin(hint) is tuple and is_a((value,), hint) else value
 
 
 def _unknown(name: str, where: str) -> str:
@@ -148,8 +151,6 @@ def _fix(value: Any, hint: Any) -> str:
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     options = [option for kind in kinds for option in get_args(kind) if isinstance(option, str)]
     close = meant(value, options) if isinstance(value, str) else ""
-    if isinstance(value, str) and is_a((value,), hint):
-        return f'give ["{value}"]'
     return f"did you mean {close}?" if close else f"give {describe(hint)}"
 
 

@@ -74,26 +74,17 @@ TENSOR_RULES: tuple[Rule, ...] = (
         "a mesh.tp that divides train.sequences x data.sequence_length{shares}",
     ),
     Rule(
-        ("overlap.tp.pieces", "mesh.tp"),
-        lambda c, h: c.overlap.tp.pieces > 0 and c.mesh.tp > 1 and c.mesh.tp % c.overlap.tp.pieces != 0,
-        "a piece is the tokens of neighbouring ranks, and {overlap.tp.pieces} does not divide mesh.tp = {mesh.tp}",
-        "an overlap.tp.pieces that divides mesh.tp, or overlap.tp.pieces = 0",
-    ),
-    Rule(
         (METHOD, "mesh.tp"),
         lambda c, h: c.mesh.tp > 1 and bool(_ways(c) & {"ring", "pipeline"}) and bool(no_pieces(c, h)),
         "tokens cannot be moved piece by piece: {no_pieces}",
         "overlap.tp.method = off, or tensor-parallel ranks on GPUs of one host that reach each other, "
         "and no slow transport",
     ),
-    *(
-        Rule(
-            (setting, "mesh.tp"),
-            lambda c, h: c.mesh.tp == 1,
-            "no effect: mesh.tp = 1, so nothing is communicated inside of layers",
-            "mesh.tp above 1, or leave it out",
-            only_if_set=True,
-        )
-        for setting in ("overlap.tp.pieces", METHOD)
+    Rule(
+        (METHOD, "mesh.tp"),
+        lambda c, h: c.mesh.tp == 1,
+        "no effect: mesh.tp = 1, so nothing is communicated inside of layers",
+        "mesh.tp above 1, or leave it out",
+        only_if_set=True,
     ),
 )

@@ -9,70 +9,51 @@ DEFAULT = TrainConfig()
 
 TRAINING_RULES: tuple[Rule, ...] = (
     Rule(
-        ("train.min_lr",),
-        lambda c, h: -1 < c.train.min_lr < 0,
-        "no learning rate is negative",
-        "train.min_lr = 0 or more, or train.min_lr = -1, which leaves it to train.min_lr_ratio",
-    ),
-    Rule(
         ("train.min_lr", "train.lr"),
-        lambda c, h: c.train.schedule != "constant" and c.train.min_lr > c.train.lr,
+        lambda c, h: c.train.schedule != "constant" and c.train.lowest_lr > c.train.lr,
         "the last learning rate is above the highest, train.lr = {train.lr}",
         "train.min_lr at most train.lr",
     ),
     Rule(
-        ("train.min_lr_ratio", "train.min_lr"),
-        lambda c, h: c.train.schedule != "constant" and c.train.min_lr >= 0,
-        "no effect: train.min_lr = {train.min_lr} is the lowest learning rate",
-        "leave train.min_lr or train.min_lr_ratio out",
+        ("train.min_lr", "train.schedule"),
+        lambda c, h: c.train.schedule == "constant",
+        "no effect: train.schedule = constant, and the learning rate never falls",
+        "another train.schedule, or leave it out",
         only_if_set=True,
     ),
-    *(
-        Rule(
-            (f"train.{name}", "train.schedule"),
-            lambda c, h: c.train.schedule == "constant",
-            "no effect: train.schedule = constant, and the learning rate never falls",
-            "another train.schedule, or leave it out",
-            only_if_set=True,
-        )
-        for name in ("min_lr", "min_lr_ratio")
+    Rule(
+        ("train.keep",),
+        lambda c, h: (
+            len({str(item).partition(":")[0] if isinstance(item, str) else "" for item in c.train.keep})
+            < len(c.train.keep)
+        ),
+        "it has one number, one best and one every at most",
+        "each part once in train.keep",
     ),
-    *(
-        Rule(
-            (f"train.{name}", "train.schedule"),
-            lambda c, h: c.train.schedule != "wsd",
-            "no effect: only train.schedule = wsd has steps of a decay",
-            "train.schedule = wsd, or leave it out",
-            only_if_set=True,
-        )
-        for name in ("decay", "decay_shape")
-    ),
-    *(
-        Rule(
-            (f"train.{name}", "train.keep"),
-            lambda c, h: c.train.keep == 0,
-            "no effect: train.keep = 0 writes no checkpoint",
-            "train.keep = 1 or more, or leave it out",
-            only_if_set=True,
-        )
-        for name in ("save_behind", "keep_every", "keep_best")
+    Rule(
+        ("train.keep",),
+        lambda c, h: c.train.kept["newest"] == 0 and len(c.train.keep) > 1,
+        "0 writes no checkpoint, and none is kept for another reason",
+        "train.keep = 0, or leave train.keep out",
     ),
     Rule(
         ("optimizer.rewinds", "train.keep", "train.save_every"),
-        lambda c, h: c.optimizer.rewinds > 0 and not (c.train.keep and c.train.save_every),
+        lambda c, h: c.optimizer.rewinds > 0 and not (c.train.kept["newest"] and c.train.save_every),
         "there would be no checkpoint to go back to: train.keep = {train.keep}, train.save_every = {train.save_every}",
         "train.keep = 1 or more and train.save_every = 1 or more, or leave optimizer.rewinds out",
     ),
     Rule(
-        ("train.keep_every", "train.save_every"),
-        lambda c, h: c.train.keep_every > 0 and (not c.train.save_every or c.train.keep_every % c.train.save_every > 0),
+        ("train.keep", "train.save_every"),
+        lambda c, h: (
+            c.train.kept["every"] > 0 and (not c.train.save_every or c.train.kept["every"] % c.train.save_every > 0)
+        ),
         "checkpoints come every train.save_every = {train.save_every} steps",
-        "a train.save_every that divides train.keep_every, or leave train.keep_every out",
+        "another train.save_every, or leave train.keep out",
     ),
     Rule(
-        ("train.keep_best", "train.eval_every"),
+        ("train.keep", "train.eval_every"),
         lambda c, h: (
-            c.train.keep_best > 0
+            c.train.kept["best"] > 0
             and c.train.save_every > 0
             and (not c.train.eval_every or c.train.save_every % c.train.eval_every > 0)
         ),
@@ -81,8 +62,8 @@ TRAINING_RULES: tuple[Rule, ...] = (
         "a train.eval_every that divides train.save_every",
     ),
     Rule(
-        ("train.keep_best", "train.eval_batches"),
-        lambda c, h: c.train.keep_best > 0 and c.train.eval_batches == 0,
+        ("train.keep", "train.eval_batches"),
+        lambda c, h: c.train.kept["best"] > 0 and c.train.eval_batches == 0,
         "train.eval_batches = 0, and there is no held-out loss",
         "train.eval_batches above 0",
     ),
@@ -99,13 +80,6 @@ TRAINING_RULES: tuple[Rule, ...] = (
         "tensor-parallel ranks share the tokens of a sequence, and none knows where all of them went",
         "mesh.tp = 1, or model.aux_loss_over = batch or microbatch",
     ),
-    Rule(
-        ("train.experts_every", "model.experts"),
-        lambda c, h: c.train.experts_every > 0 and c.model.experts == 0,
-        "no effect: the model has no MoE layer",
-        "set model.experts, or leave it out",
-        only_if_set=True,
-    ),
     *(
         Rule(
             (f"optimizer.{name}", "optimizer.name"),
@@ -114,7 +88,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
             "optimizer.name = muon, or leave it out",
             only_if_set=True,
         )
-        for name in ("adamw", "momentum", "scale")
+        for name in ("adamw", "scale")
     ),
     Rule(
         ("optimizer.name", "mesh.tp"),
@@ -135,16 +109,10 @@ TRAINING_RULES: tuple[Rule, ...] = (
         "optimizer.skip_spikes above 1, or optimizer.skip_spikes = 0",
     ),
     Rule(
-        ("train.decay", "train.schedule"),
-        lambda c, h: c.train.schedule == "wsd" and c.train.decay >= 1 and c.train.decay != int(c.train.decay),
-        "neither a whole number of steps nor, below 1, a fraction of them",
-        "a whole train.decay, or train.decay below 1",
-    ),
-    Rule(
-        ("train.decay", "train.warmup", "train.steps"),
-        lambda c, h: c.train.schedule == "wsd" and c.train.warmup + c.train.decay_steps > c.train.steps,
+        ("train.schedule", "train.warmup", "train.steps"),
+        lambda c, h: c.train.schedule.startswith("wsd") and c.train.warmup + c.train.decay[0] > c.train.steps,
         "{train.warmup} steps of train.warmup and {decay} of the decay are more than train.steps = {train.steps}",
-        "make train.warmup + train.decay at most train.steps, or more train.steps",
+        "another train.schedule, or more train.steps",
     ),
     *(
         Rule(  # a remark, for a short try of a recipe is no mistake; it names what is likely to have been set

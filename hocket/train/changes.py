@@ -11,10 +11,7 @@ from typing import Any
 from hocket.config import Config
 from hocket.settings.schema import flat, leaf, show
 
-TRAINED_BY = (
-    "steps", "lr", "min_lr", "min_lr_ratio", "warmup", "schedule", "decay", "decay_shape", "weight_decay", "betas",
-    "eps", "clip",
-)  # fmt: skip
+TRAINED_BY = ("steps", "lr", "min_lr", "warmup", "schedule", "weight_decay", "betas", "eps", "clip")
 TOLD = ("model.", "data.", "precision.", "optimizer.", *(f"train.{name} " for name in TRAINED_BY))
 """Beginnings of the names of settings that change results. A continued run reports their changes."""
 CUT = ("data.sequence_length", "data.packing")
@@ -39,11 +36,7 @@ def changes(saved: Stored, config: Config) -> list[str]:
 
 def told(saved: Stored, config: Config) -> Iterator[str]:
     """The changes that change results, in as few lines as possible."""
-    found = [
-        text
-        for text in changes(saved, config)
-        if text.startswith(TOLD) and not text.startswith(("data.cache ", "data.processes "))
-    ]
+    found = [text for text in changes(saved, config) if text.startswith(TOLD) and not text.startswith("data.cache ")]
     if found:
         yield "; ".join(found)
     then = flat(saved)

@@ -202,9 +202,10 @@ def delete_old(checkpoints: Path, train: TrainConfig) -> None:
     """
     with contextlib.suppress(OSError):
         there = newest_first(checkpoints)
-        best = best_first(there)[: train.keep_best] if train.keep_best else []
-        for old in set(there[train.keep :]) - set(best):
-            if not train.keep_every or step_of(old) % train.keep_every:
+        kept = train.kept
+        best = best_first(there)[: kept["best"]] if kept["best"] else []
+        for old in set(there[kept["newest"] :]) - set(best):
+            if not kept["every"] or step_of(old) % kept["every"]:
                 remove(old)
 
 
@@ -331,11 +332,11 @@ class Moment:
     text: str = ""
     """What the stream is of, up to `position`, which means another place in another text."""
     more: Mapping[str, Any] = field(default_factory=dict)
-    """JSON. `held_out` in it is the loss by which `train.keep_best` chooses."""
+    """JSON. `held_out` in it is the loss by which `train.keep` finds the best."""
 
 
 def save(settings: Settings, moment: Moment, groups: Groups) -> Path:
-    """Write a checkpoint, then delete those that `train.keep`, `keep_every` and `keep_best` do not keep.
+    """Write a checkpoint, then delete those that `train.keep` does not keep.
 
     Raises SaveFailed if the file system refuses, or if there is one of that step; what it has written is removed then,
     for on a full disk nothing else would find room. ValueError if it takes some rank much longer than others.
@@ -378,7 +379,7 @@ def _write(
         try:
             run_dcp("", dcp.save, state, storage_writer=writer, process_group=group)
             meta = meta_of(settings, moment, everyone(writer.sums, group))
-            by_first(lambda: _publish(folder, meta, settings.train.keep_best), group)
+            by_first(lambda: _publish(folder, meta, settings.train.kept["best"]), group)
         except (OSError, ValueError) as error:
             writer.give_up()
             raise SaveFailed(_refused(settings, moment.step, state, error, group)) from None

@@ -133,7 +133,7 @@ class StepRecord:
     loads: Mapping[int, float] = field(default_factory=dict)
     """The load of each layer with experts."""
     rows: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    """Rows of each expert by layer, in the steps of `train.experts_every`."""
+    """Rows of each expert by layer, in steps with a validation."""
     epochs: Mapping[str, float] = field(default_factory=dict)
     """How often each source of several has been read so far."""
     way: Way = "issued"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from hocket.fsdp.saving.host_memory import copied_bytes
 from hocket.fsdp.saving.whole import free, shown
 from hocket.resolve import Settings
 from hocket.runtime.world import by_first, everyone, rank_and_world, together
-from hocket.settings.schema import leaf, problem
+from hocket.settings.schema import problem
 from hocket.train.checkpoint import (
     Groups,
     Moment,
@@ -69,35 +69,35 @@ def _saves(train: TrainConfig) -> int:
 
 def _most(train: TrainConfig) -> int:
     """Most checkpoints that are there at a time, with the one that is being written."""
-    for_good = train.steps // math.lcm(train.keep_every, train.save_every or train.steps) if train.keep_every else 0
-    return train.keep + train.keep_best + for_good + 1
+    kept = train.kept
+    for_good = train.steps // math.lcm(kept["every"], train.save_every or train.steps) if kept["every"] else 0
+    return kept["newest"] + kept["best"] + for_good + 1
 
 
-def require_memory(settings: Settings, needed: Mapping[str, int], available: int) -> None:
+def require_memory(settings: Settings, offloaded: int, copies: int, available: int) -> str:
     """Refuse what a host's ranks have no memory for, of which `available` bytes are left.
 
-    `needed` has, by setting, the bytes of this rank: copies of what is saved behind steps, and what steps offload.
-    Raises ValueError, on every rank, that names the setting that needs most.
+    `offloaded` and `copies` are the bytes of this rank: what steps offload, and copies of what is saved behind steps.
+    Returns a remark where the host has no memory for the copies, the same on every rank: then there must be none.
+    Raises ValueError, on every rank, where it has none for what is offloaded.
     """
-    ranks = everyone((platform.node(), dict(needed), available))
-    for host in dict.fromkeys(name for name, _, _ in ranks):
-        of_host = [(each, room) for name, each, room in ranks if name == host]
-        sizes = {setting: sum(each[setting] for each, _ in of_host) for setting in needed}
-        size, room = sum(sizes.values()), min(room for _, room in of_host)
-        if size > room:
-            most = max(sizes, key=sizes.__getitem__)
-            what = "copies and offloaded tensors" if len(needed) > 1 else _ON_HOSTS[most][0]
-            reason = f"{what} of {host}'s ranks take {shown(size)}, and {shown(room)} of its memory are available"
-            raise ValueError(problem(most, leaf(settings, most), settings.origins, reason, _ON_HOSTS[most][1]))
-
-
-_ON_HOSTS = {
-    "train.save_behind": (
-        "the copies", "train.save_behind = False, with which training waits until a checkpoint is written"
-    ),
-    "plan.offload": ("offloaded tensors", "fewer parts or layers, such as attn:2, or plan.recompute"),
-}  # fmt: skip
-"""Setting -> what takes memory of hosts, and how to need less."""
+    ranks, without = everyone((platform.node(), offloaded, copies, available)), ""
+    for host in dict.fromkeys(name for name, *_ in ranks):
+        of_host = [rank for rank in ranks if rank[0] == host]
+        away, copied = sum(rank[1] for rank in of_host), sum(rank[2] for rank in of_host)
+        room = min(rank[3] for rank in of_host)
+        left = f"{shown(room)} of its memory are available"
+        if away > room:
+            reason = f"offloaded tensors of {host}'s ranks take {shown(away)}, and {left}"
+            fix = "fewer parts or layers, such as attn:2, or plan.recompute"
+            raise ValueError(problem("plan.offload", settings.plan.offload, settings.origins, reason, fix))
+        if copied and away + copied > room:
+            what = "copies and offloaded tensors" if away else "copies"
+            without = (
+                f"training waits while checkpoints are written: {what} of {host}'s ranks, with which it would go on, "
+                f"take {shown(away + copied)}, and {left}"
+            )
+    return without
 
 
 def copies_of(groups: Groups) -> int:
@@ -123,7 +123,8 @@ class _UnderWay:
 class Saves:
     """The checkpoints of one run, which has done `step` steps. Every rank calls its methods alike.
 
-    `state` and `moment` say what there is to save, when they are called.
+    `state` and `moment` say what there is to save, when they are called. With `behind` it is written from a copy in
+    the host's memory while training goes on.
 
     A full disk is no reason to end the run between two saves: what has been learnt since the last checkpoint would be
     lost at once, and there may be room by the next one. The last save of a run has no next one, and raises.
@@ -136,8 +137,9 @@ class Saves:
         step: int,
         state: Callable[[], Groups],
         moment: Callable[[], Moment],
+        behind: bool = True,
     ) -> None:
-        self.settings, self._metrics = settings, metrics
+        self.settings, self._metrics, self._behind = settings, metrics, behind
         self._state, self._moment = state, moment
         self._saved = step
         self._under_way: _UnderWay | None = None
@@ -190,7 +192,7 @@ class Saves:
                 "train.save_every, or a faster disk, would spare that"
             )
         self._wait_for_checkpoint()
-        if self.settings.train.save_behind:
+        if self._behind:
             self._under_way = _UnderWay(moment.step, save_behind(self.settings, moment, self._state()))
             return
         try:

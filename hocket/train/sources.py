@@ -314,7 +314,9 @@ def _source(
     file = data.sources
     changes, found = dict[str, Any](), {**origins, "data.paths": f"{file}: [{name}]"}
     weights = Source.weights
-    for key, value, line in ((entry.name, as_setting(entry.value), entry.line) for entry in entries):
+    for key, value, line in (
+        (entry.name, as_setting(entry.value, LENT.get(entry.name)), entry.line) for entry in entries
+    ):
         where = f"[{name}] {key} = {value} ({file}:{line})"
         if key == "weight":
             weights = tuple(_weights(where, value, problems)) or weights

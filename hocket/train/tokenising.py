@@ -27,6 +27,7 @@ from typing import BinaryIO
 import numpy as np
 
 from hocket.config import DataConfig
+from hocket.environment import cores
 from hocket.fsdp.saving.whole import sync
 from hocket.model.tokenizer import Tokenizer, known_tokenizer, load_tokenizer
 from hocket.settings.schema import problem, show
@@ -121,7 +122,7 @@ def tokenise(folder: Path, files: Sequence[Path], asked: Asked, data: DataConfig
     for claim in folder.glob("*.claim"):
         claim.unlink()
     missing = [number for number in range(len(pieces)) if not _place(folder, number, "json").exists()]
-    processes = min(data.processes or os.cpu_count() or 1, len(missing))
+    processes = min(cores(), len(missing))
     progress = _Progress(folder, len(pieces), data, asked.origins, say)
     if len(missing) < len(pieces):
         say(f"tokenising goes on: {len(pieces) - len(missing)} of {len(pieces)} pieces are there")
@@ -184,7 +185,7 @@ def _in_processes(
         "parent": os.getpid(),
     }
     (folder / JOB).write_text(json.dumps(job))
-    threads = max(1, (os.cpu_count() or 1) // count)
+    threads = max(1, cores() // count)
     variables = [f"PYTHONPATH={os.pathsep.join(filter(None, sys.path))}", f"RAYON_NUM_THREADS={threads}"]
     command = ["env", *variables, sys.executable, "-m", "hocket.train.tokenising", str(folder)]
     running: list[subprocess.Popen[str]] = []
@@ -195,7 +196,7 @@ def _in_processes(
             progress.tell()
             for process in [one for one in running if one.poll() is not None]:
                 running.remove(process)
-                _require_success(process, data, asked.origins)
+                _require_success(process, asked)
     finally:
         for process in running:
             process.kill()
@@ -203,7 +204,7 @@ def _in_processes(
     (folder / JOB).unlink()
 
 
-def _require_success(process: subprocess.Popen[str], data: DataConfig, origins: Mapping[str, str]) -> None:
+def _require_success(process: subprocess.Popen[str], asked: Asked) -> None:
     assert process.stdout is not None
     with process.stdout:
         said = process.stdout.read()
@@ -211,13 +212,13 @@ def _require_success(process: subprocess.Popen[str], data: DataConfig, origins: 
         return
     if process.returncode < 0:
         reason = f"a process that tokenised was killed by signal {-process.returncode}"
-        fix = "fewer data.processes if memory was short; finished pieces are kept"
-        raise ValueError(problem("data.processes", data.processes, origins, reason, fix))
+        fix = "more memory if it was short, or fewer cores (taskset), one process for each; finished pieces are kept"
+        raise asked.refused(reason, fix)
     try:
         kind, *rest = json.loads(said)
     except ValueError:
         reason = f"a process that tokenised ended with exit code {process.returncode}"
-        raise ValueError(problem("data.processes", data.processes, origins, reason, "data.processes = 1")) from None
+        raise asked.refused(reason, "taskset -c 0 before the command: one process, which shows what fails") from None
     if kind == "OSError":
         raise OSError(*rest)
     raise ValueError(*rest)
@@ -227,7 +228,7 @@ def _worker(folder: Path) -> int:
     """What a process does: pieces that nobody has taken. What is wrong goes to stdout, as JSON."""
     job = json.loads((folder / JOB).read_text())
     asked = Asked(job["asked"]["setting"], tuple(job["asked"]["given"]), job["asked"]["origins"])
-    data = dataclasses.replace(DataConfig(), **{k: as_setting(value) for k, value in job["data"].items()})
+    data = dataclasses.replace(DataConfig(), **{k: as_setting(value, None) for k, value in job["data"].items()})
 
     def stop_with_parent() -> None:
         if os.getppid() != job["parent"]:

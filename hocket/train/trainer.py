@@ -62,11 +62,13 @@ def learning_rate(step: int, train: TrainConfig) -> float:
     """
     if step < train.warmup:
         return train.lr * (step + 1) / train.warmup
-    if train.schedule == "constant":
+    span, shape = train.decay
+    if not span:
         return train.lr
-    shape = train.decay_shape if train.schedule == "wsd" else train.schedule
-    span = train.decay_steps if train.schedule == "wsd" else max(1, train.steps - 1 - train.warmup)
-    share = (step - (train.steps - 1 - span)) / span if train.schedule == "wsd" else (step - train.warmup) / span
+    if train.schedule.startswith("wsd"):
+        share = (step - (train.steps - 1 - span)) / span
+    else:
+        share = (step - train.warmup) / span
     return train.lowest_lr + (train.lr - train.lowest_lr) * SHAPES[shape](min(1.0, max(0.0, share)))
 
 
@@ -76,6 +78,10 @@ OTHER_TEXT = (
     "since the checkpoint was written, the text or its order has changed, as its beginning and its end show: "
     "some of it will be read again, some never"
 )
+
+
+MOST_SKIPPED = 5
+"""Most steps in a row that may be skipped. At the next one the run ends, or goes back if `rewinds` are left."""
 
 
 class Trainer:
@@ -120,12 +126,14 @@ class Trainer:
         restored = restore(settings, self._state(), self.text.up_to)
         found = restored.more.get(RUN, "") if restored and settings.run.resume == "auto" else ""
         self.number = number_for(settings, found)
-        notes = make_place(settings, self._state()) if settings.train.keep else []
-        needed = {"plan.offload": engine.host_bytes} if settings.plan.offload else {}
-        if self.saves and settings.train.save_behind and 0 < settings.train.save_every < settings.train.steps:
-            needed["train.save_behind"] = copies_of(self._state())
-        require_memory(settings, needed, available_memory())
-        self._remarks = [*(restored.notes if restored else ()), *notes]
+        notes = make_place(settings, self._state()) if settings.train.kept["newest"] else []
+        between = self.saves and 0 < settings.train.save_every < settings.train.steps
+        copies, offloaded = (
+            copies_of(self._state()) if between else 0,
+            engine.host_bytes if settings.plan.offload else 0,
+        )
+        self._no_copies = require_memory(settings, offloaded, copies, available_memory())
+        self._remarks = [*(restored.notes if restored else ()), *notes, *filter(None, [self._no_copies])]
         if restored is not None:
             self.position = restored.position
             self._saved = restored.step
@@ -178,13 +186,13 @@ class Trainer:
     @property
     def saves(self) -> bool:
         """Whether the run writes checkpoints."""
-        return self.settings.train.keep > 0 and not self.pretends
+        return self.settings.train.kept["newest"] > 0 and not self.pretends
 
     def _loop(self, metrics: Metrics, stop: StopRequest, window: ProfileWindow) -> int:
         train = self.settings.train
         if self.pretends:
             train = dataclasses.replace(train, eval_batches=0)
-        saves = Saves(self.settings, metrics, self._saved, self._state, self._moment)
+        saves = Saves(self.settings, metrics, self._saved, self._state, self._moment, behind=not self._no_copies)
         try:
             return self._steps(train, saves, metrics, stop, window)
         except ValueError:  # of all ranks, so none waits for one that has ended
@@ -205,7 +213,7 @@ class Trainer:
                 self._rewind(metrics, saves)
                 if not signal:
                     continue
-            if train.eval_batches and train.eval_every and self.step % train.eval_every == 0:
+            if self._evaluates():
                 self._validate(metrics)
                 evaluated = self.step
             saves.look()
@@ -230,9 +238,9 @@ class Trainer:
         settings, optimizer = self.settings, self.settings.optimizer
         what = f"step {result.step} has loss {result.loss:g} and a gradient of norm {result.grad_norm:g}"
         left = optimizer.rewinds - self._rewinds
-        if self._in_a_row and self._in_a_row <= optimizer.skip_limit:
+        if self._in_a_row and self._in_a_row <= MOST_SKIPPED:
             then = "goes back to its last checkpoint" if left > 0 else "ends"
-            more = optimizer.skip_limit + 1 - self._in_a_row
+            more = MOST_SKIPPED + 1 - self._in_a_row
             metrics.say(f"WARNING  {what}: it was skipped, weights stay; the run {then} after {more} more in a row")
         elif self._in_a_row:
             if left > 0:
@@ -264,8 +272,7 @@ class Trainer:
     def _too_many(self, what: str, spike: bool) -> str:
         """Why the run ends behind skipped steps. Every rank calls this."""
         settings = self.settings
-        limit, factor = settings.optimizer.skip_limit, settings.optimizer.skip_spikes
-        row = f", the last of {limit + 1} skipped in a row" if limit else ""
+        factor, row = settings.optimizer.skip_spikes, f", the last of {MOST_SKIPPED + 1} skipped in a row"
         if settings.optimizer.rewinds:
             row += f", behind {self._rewinds} of {settings.optimizer.rewinds} rewinds"
             row += "" if resumes(self._of_run) else ", for there is no checkpoint to go back to"
@@ -303,10 +310,15 @@ class Trainer:
         numbers = loss, norm, lr, seconds, worst, int(total)
         return StepRecord(self.step, *numbers, loads, rows, epochs, result.way, uneven, waits), signal
 
+    def _evaluates(self) -> bool:
+        """Whether a validation follows the last step because of its number."""
+        train = self.settings.train
+        due = train.eval_batches and train.eval_every and self.step % train.eval_every == 0
+        return bool(due) and not self.pretends
+
     def _rows(self, mine: Mapping[int, Tensor]) -> dict[int, list[int]]:
-        """Rows of every expert by layer, of all pipeline ranks, in steps that record them."""
-        every = self.settings.train.experts_every
-        if not every or self.step % every:
+        """Rows of every expert by layer, of all pipeline ranks, in steps with a validation."""
+        if not self._evaluates():
             return {}
         return {
             layer: rows

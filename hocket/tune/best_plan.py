@@ -46,7 +46,6 @@ _BY_SIMULATION = (
     "overlap.dp.update",
     "overlap.ep.splits",
     "overlap.pp.defer_layers",
-    "overlap.pp.defer_parts",
     "overlap.pp.defer_head",
 )
 """Settings that `auto` chooses by simulating steps. That is too slow to do for every plan of a search."""

@@ -54,7 +54,6 @@ from hocket.settings.decision import Choice
 from hocket.settings.plan_rules import (
     few_microbatches,
     group_of,
-    lane_matters,
     nothing_to_put_behind,
     recomputed_parts,
     separate_wgrads,
@@ -331,14 +330,6 @@ def choose_layer_order(c: Config, host: Host, trials: Trials) -> tuple[str, str]
     return best, f"all-to-alls are long: {times}"
 
 
-def choose_lane(c: Config, host: Host, trials: Trials) -> tuple[str, str]:
-    if c.mesh.pp == 1:
-        return "off", "with one pipeline rank nothing is sent"
-    if lane_matters(c):
-        return "on", "the forward half of a merged step starts before the gradient for its backward half is there"
-    return "on", "it makes no difference here: every step begins with the op that reads its gradient"
-
-
 def stride_remark(c: Config, host: Host, trials: Trials) -> Iterator[Choice]:
     """Gain and price of a stride of 3, if weight gradients hide less than half of the p2p transfer.
 
@@ -346,9 +337,8 @@ def stride_remark(c: Config, host: Host, trials: Trials) -> Iterator[Choice]:
     """
     if c.mesh.pp == 1 or c.overlap.ep.merge != "on" or c.plan.stride != 2 or c.plan.turning:
         return
-    costs, layers, parts = trials.costs(c), c.overlap.pp.defer_layers, c.overlap.pp.defer_parts
-    assert layers != "auto", "chosen before"
-    assert parts != "auto", "chosen before"
+    costs, (layers, parts) = trials.costs(c), c.overlap.pp.late
+    assert c.overlap.pp.defer_layers != "auto", "chosen before"
     cover = smallest_cover(layout_of(c), costs, (0 if nothing_to_put_behind(c) else layers,), (parts,))
     price = stride_price(layout_of(c), c.train.microbatches, group_of(c), costs)
     if 2 * cover.exposed <= cover.p2p or price is None:

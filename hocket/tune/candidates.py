@@ -137,8 +137,7 @@ GROUPS: tuple[tuple[Choice, ...], ...] = (
     ),
     (
         Choice("overlap.defer_wgrad", lambda c, known: ("on", "off")),
-        Choice("overlap.pp.defer_layers", lambda c, known: (0, 1, 2, -1)),
-        Choice("overlap.pp.defer_parts", lambda c, known: ("attn", "all")),
+        Choice("overlap.pp.defer_layers", lambda c, known: (0, "attn:1", "attn:2", "attn", 1, 2, -1)),
     ),
     (Choice("overlap.cp.method", lambda c, known: ("gather", "heads") if c.mesh.cp > 1 else ()),),
     (Choice("plan.layers_per_stage", _splits),),
@@ -147,7 +146,6 @@ GROUPS: tuple[tuple[Choice, ...], ...] = (
     (Choice("plan.offload", lambda c, known: _in_fewer_layers(c.plan.offload, c)),),
     (Choice("overlap.pp.defer_head", lambda c, known: (0, 1, 2, -1)),),
     (Choice("plan.layer_order", lambda c, known: (*MERGED, *known.orders)),),
-    (Choice("overlap.pp.backward_lane", lambda c, known: ("on", "off")),),
     (Choice("overlap.dp.prefetch", lambda c, known: (0, 1, 2, 4)),),
 )
 """Groups of settings that are searched together, the most important first. See Note: [How the search goes]."""

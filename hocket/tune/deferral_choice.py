@@ -1,6 +1,6 @@
 """Chooses which weight gradients wait, and whether the ends of a merged order are merged, if that is `auto`.
 
-Both are one choice. Weight gradients can wait until after sends (`overlap.pp.defer_layers` and `defer_parts`). Those of
+Both are one choice. Weight gradients can wait until after sends (`overlap.pp.defer_layers`). Those of
 the head can wait until the end of a step (`overlap.pp.defer_head`). `overlap.ep.merge_ends` makes pairs of the passes
 that run alone at both ends.
 
@@ -48,8 +48,8 @@ from hocket.tune.held import at_most
 from hocket.tune.trials import Predicted, Trials, gib, memory_of, room
 from hocket_trace.columns import duration
 
-DEFERRAL = "overlap.ep.merge_ends", "overlap.pp.defer_layers", "overlap.pp.defer_parts", "overlap.pp.defer_head"
-_ENDS, _LAYERS, _PARTS, _HEADS = DEFERRAL
+DEFERRAL = "overlap.ep.merge_ends", "overlap.pp.defer_layers", "overlap.pp.defer_head"
+_ENDS, _LAYERS, _HEADS = DEFERRAL
 _WORTH = 0.998
 """Share of a step's time to which more weight gradients behind the send, or pairs, must bring it."""
 _WORTH_LATE = 0.995
@@ -68,7 +68,7 @@ class _Way:
 
 
 def choose_deferral(c: Config, host: Host, trials: Trials) -> Iterator[Choice]:
-    """The four settings, of which at least one is open."""
+    """The three settings, of which at least one is open."""
     search = _Search(c, trials)
     best, ends_reason = _with_room(c, host, search)
     heads, heads_reason = _late_heads(c, host, search, best)
@@ -76,11 +76,7 @@ def choose_deferral(c: Config, host: Host, trials: Trials) -> Iterator[Choice]:
         best = search.beside(best, heads)
     yield _ENDS, best.ends, _no_pairs(c) or ends_reason
     idle = nothing_to_put_behind(c)
-    cover_reason = idle or search.cover_reason(best)
-    yield _LAYERS, 0 if idle else best.cover.layers, cover_reason
-    beside = not idle and leaf(c, _LAYERS) == "auto"
-    parts = "attn" if idle else best.cover.parts
-    yield _PARTS, parts, f"goes with {_LAYERS}" if beside else cover_reason
+    yield _LAYERS, 0 if idle else best.cover.setting, idle or search.cover_reason(best)
     yield _HEADS, heads, heads_reason
 
 
@@ -116,15 +112,15 @@ def _no_late_heads(c: Config) -> str:
 
 def _covers(c: Config, costs: CostTable) -> list[Cover]:
     """What may be put behind sends: nothing, little, as much as hides the p2p transfer, and all. Equal ones once."""
-    layers, parts = c.overlap.pp.defer_layers, c.overlap.pp.defer_parts
     if nothing_to_put_behind(c):
         return [Cover(0, "attn", 0.0, 0.0)]
-    kinds: tuple[Parts, ...] = ("attn", "all") if parts == "auto" else (parts,)
     layout = layout_of(c)
-    uncovers = c.overlap.ep.merge == "on" and parts == "auto"  # who asks for parts asks for some
-    least = 0 if uncovers else 1
-    counts = ((least,), (1,), (), (-1,)) if layers == "auto" else ((layers,),) * 4
-    choices = zip(counts, (kinds[:1], kinds[:1], kinds, kinds[-1:]), strict=True)
+    if c.overlap.pp.defer_layers != "auto":
+        layers, parts = c.overlap.pp.late
+        return [smallest_cover(layout, costs, (layers,), (parts,))]
+    kinds: tuple[Parts, ...] = ("attn", "all")
+    least = 0 if c.overlap.ep.merge == "on" else 1
+    choices = zip(((least,), (1,), (), (-1,)), (kinds[:1], kinds[:1], kinds, kinds[-1:]), strict=True)
     *few, enough, everything = (smallest_cover(layout, costs, numbers, some) for numbers, some in choices)
     found = list(dict.fromkeys((*few, enough)))
     return found + ([everything] if everything.seconds > enough.seconds else [])
@@ -146,7 +142,7 @@ class _Search:
 
     def config(self, way: _Way) -> Config:
         """The configuration that a way stands for."""
-        values = {_ENDS: way.ends, _LAYERS: way.cover.layers, _PARTS: way.cover.parts, _HEADS: way.heads}
+        values = {_ENDS: way.ends, _LAYERS: way.cover.setting, _HEADS: way.heads}
         return changed(self._config, {name: v for name, v in values.items() if leaf(self._config, name) == "auto"})
 
     def seconds(self, way: _Way) -> float:

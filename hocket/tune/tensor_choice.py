@@ -63,5 +63,7 @@ def choose_network(c: Config, h: Host) -> Iterator[Choice]:
     each = ranks_of_a_host(c, h)
     if each < c.mesh.world:
         yield "network.ranks_per_host", each, f"{c.mesh.world} ranks on {c.mesh.world // each} hosts"
-        yield "network.bandwidth", BANDWIDTH, "not set: hocket assumes one adapter of 400 Gb/s for each rank"
-        yield "network.latency", LATENCY, "not set: hocket assumes what NCCL reckons with on InfiniBand"
+        reason = (
+            "not set: hocket assumes one adapter of 400 Gb/s for each rank, and what NCCL reckons with on InfiniBand"
+        )
+        yield "network.link", f"{BANDWIDTH},{LATENCY}", reason

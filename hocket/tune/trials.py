@@ -50,9 +50,7 @@ _TOLD = {
 _OPEN = {
     "overlap.dp.update": "end",
     "overlap.ep.merge_ends": "off",
-    "overlap.pp.backward_lane": "on",
-    "overlap.pp.defer_layers": 1,
-    "overlap.pp.defer_parts": "attn",
+    "overlap.pp.defer_layers": "attn:1",
     "overlap.pp.defer_head": 0,
     "plan.layer_order": "literature",
 }

@@ -106,10 +106,9 @@ def test_the_list_names_every_contender(capsys):
         (["tiny", "--variant", "odd --plan.oder 1f1b"], r"--plan.oder \(--variant odd\).* did you mean --plan.order"),
         (["tiny", "--variant", "odd --plan.order 2f2b"], r"plan.order = 2f2b \(--variant odd.*give one of"),
         (["tiny", "--variant", "big --model.layers 9"], r"model.layers \(--variant big\): .*not do the same step"),
-        (["tiny", "--variant", "bare --overlap.env ignore"], r"overlap.env \(--variant bare\): .*one environment"),
         (["tiny", "--variant", "free --train.transport null"], r"null \(--variant free\).* --against hocket_null"),
         (["tiny", "--variant", "-x --plan.graphs off"], r"-x --plan.* begins like a flag; fix: --variant=-x --plan"),
-        (["tiny", *ALONE, "--variant", "few --overlap.pp.backward_lane on"], "overlap.pp.backward_lane .*variant few"),
+        (["tiny", *ALONE, "--variant", "few --overlap.pp.defer_layers 1"], "overlap.pp.defer_layers .*variant few"),
     ],
 )
 def test_mistakes_are_one_line_before_anything_starts(capsys, words, message):

@@ -98,12 +98,10 @@ BESIDE: dict[str, Config] = {
     ),
     "copy engines, dense": changed(CONFIGS["dense"], {"train.transport": "copy_engine"}),
     "copy engines, whole gradients": changed(planned(CONFIG, strategy="optim"), {"train.transport": "copy_engine"}),
-    "interleaved": planned(PIPED, defer_layers=2, defer_parts="all"),
+    "interleaved": planned(PIPED, defer_layers=2),
     "1f1b": changed(PIPED, APART),
     "zb_h1": changed(PIPED, {**APART, "plan.order": "zb_h1"}),
-    "interleaved, copy engines": changed(
-        planned(PIPED, defer_layers=2, defer_parts="all"), {"train.transport": "copy_engine"}
-    ),
+    "interleaved, copy engines": changed(planned(PIPED, defer_layers=2), {"train.transport": "copy_engine"}),
     "recomputed": planned(PIPED, recompute=("attn", "experts")),
 }
 TENSORS = {"mesh.dp": WORLD // 2, "plan.order": "sequential", "overlap.defer_wgrad": "on"}

@@ -42,7 +42,7 @@ BASE = Config(
     mesh=MeshConfig(pp=2, dp=4, ep=2),
     plan=PlanConfig(chunks=2),
     overlap=OverlapConfig(
-        pp=PipelineOverlap(defer_layers=2, defer_parts="all"), ep=ExpertOverlap(merge="on"), defer_wgrad="on"
+        pp=PipelineOverlap(defer_layers=2), ep=ExpertOverlap(merge="on"), defer_wgrad="on"
     ),
     data=DataConfig(sequence_length=256),
     precision=PrecisionConfig(compute="bf16"),
@@ -50,9 +50,6 @@ BASE = Config(
 )  # fmt: skip
 APART = dataclasses.replace(BASE, overlap=OverlapConfig(ep=ExpertOverlap(merge="off")))
 OTHERS: dict[str, Config] = {
-    "gradients on the compute lane": changed(
-        BASE, {"model.dense_layers": (1, 3, 5), "overlap.pp.backward_lane": "off"}
-    ),
     "pairs at the ends": planned(BASE, merge_ends="on", group=4, defer_layers=1),
     "the head's weight gradients at the end": planned(BASE, defer_head=-1),
     "recomputed": planned(BASE, recompute=("attn", "experts", "mlp")),
@@ -85,7 +82,7 @@ TWO: dict[str, Config] = {
     "experts in fp8, weights gathered in it": changed(EXPERTS, GATHERED),
     "weights gathered in fp8 once a step, copy_engine": planned(changed(COPIED, GATHERED), strategy="optim"),
     "a layer at each end in bf16, weights gathered in fp8, copy_engine": changed(
-        COPIED, {**GATHERED, "precision.fp8_ends": (1, 1)}
+        COPIED, {**GATHERED, "precision.fp8": ("but_first:1", "but_last:1")}
     ),
     "nccl": EXPERTS,
     "copy_engine": COPIED,

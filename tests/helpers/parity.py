@@ -29,9 +29,7 @@ Piece = tuple[str, tuple[int, ...], int, int, Tensor]
 """Name, whole shape, first and end element, values."""
 
 
-def config(
-    model: dict[str, Any], mesh: dict[str, int], plan: dict[str, Any], microbatches: int, dtype: Any, lane_seed: int = 0
-) -> Config:
+def config(model: dict[str, Any], mesh: dict[str, int], plan: dict[str, Any], microbatches: int, dtype: Any) -> Config:
     """A small model, with settings of the model, of the mesh, and of plan and overlap under short names."""
     whole = Config(
         model=small(**model),
@@ -39,7 +37,7 @@ def config(
         precision=PrecisionConfig(compute=dtype),
         data=DataConfig(sequence_length=8),
         train=TrainConfig(
-            microbatches=microbatches, sequences=2, transport="gloo", lane_seed=lane_seed,
+            microbatches=microbatches, sequences=2, transport="gloo",
             betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, clip=0.5,
         ),
     )  # fmt: skip
@@ -49,6 +47,7 @@ def config(
 def train(rank: int, config: Config, steps: list[list[list[Batch]]]) -> dict[str, Any]:
     """One rank of a planned run. New memory holds nan, so reads of memory that was not written show up."""
     torch.use_deterministic_algorithms(True)
+    Engine.lane_seed = config.train.microbatches  # in this process alone
     engine = Engine(config, rank, torch.device("cpu"))
     engine.init_weights()
     units = engine.sharded.units.values()

@@ -26,7 +26,7 @@ from tests.measured.simulated import QUICK, settings_for, traces_of
 FIXTURES = Path(__file__).parents[1] / "trace" / "fixtures"
 
 PLANS: list[dict[str, Any]] = [
-    {"merge": "on", "defer_wgrad": "on", "chunks": 2, "defer_layers": 1, "defer_parts": "attn"},
+    {"merge": "on", "defer_wgrad": "on", "chunks": 2, "defer_layers": "attn:1"},
     {"merge": "off", "defer_wgrad": "off", "chunks": 2},
     {"order": "sequential", "merge": "off", "defer_wgrad": "on", "chunks": 2},
 ]

@@ -109,9 +109,7 @@ def _case(source: Any, most_ranks: int) -> Case:
         stride=stride,
         layer_order=among(("literature", "early_release", "wgrad_last", "cB eB aF dB aB dF eF cF uB eW aW uF")),
         defer_wgrad="auto" if order in apart else among(("auto", "off")),
-        backward_lane=among(("on", "off")),
-        defer_layers=among((0, 1, 2, -1)),
-        defer_parts=among(("attn", "all")),
+        defer_layers=among((0, 1, 2, -1, "attn:1", "attn:2", "attn")),
         defer_head=among((0, 1, 2, -1)),
         prefetch=among((0, 1, 2, 4)),
     )

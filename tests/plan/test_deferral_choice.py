@@ -18,12 +18,7 @@ from hocket.settings.plan_rules import few_microbatches
 from hocket.settings.schema import changed
 from hocket.tune.trials import Trials
 
-ENDS, LAYERS, PARTS, HEADS = (
-    "overlap.ep.merge_ends",
-    "overlap.pp.defer_layers",
-    "overlap.pp.defer_parts",
-    "overlap.pp.defer_head",
-)
+ENDS, LAYERS, HEADS = "overlap.ep.merge_ends", "overlap.pp.defer_layers", "overlap.pp.defer_head"
 SMALL = {"model.layers": 8, "mesh.dp": 4, "mesh.ep": 4, "mesh.pp": 2, "plan.chunks": 2, "plan.graphs": "off"}
 LONG = {"data.sequence_length": 8192}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -42,9 +37,9 @@ def settled(name: str, changes: dict[str, Any]) -> Settings:
 def ways(c: Config, count: int) -> Iterator[Config]:
     """Every combination but for numbers of layers between those that are here."""
     pairs = ("off", "on") if c.overlap.ep.merge == "on" else ("off",)
-    covers = [(0, "attn"), *product((1, 2, -1), ("attn", "all"))]
-    for ends, (layers, parts), heads in product(pairs, covers, range(count + 1)):
-        yield changed(c, {ENDS: ends, LAYERS: layers, PARTS: parts, HEADS: heads})
+    covers = (0, 1, 2, -1, "attn:1", "attn:2", "attn")
+    for ends, layers, heads in product(pairs, covers, range(count + 1)):
+        yield changed(c, {ENDS: ends, LAYERS: layers, HEADS: heads})
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -56,8 +51,8 @@ def test_no_combination_is_much_better(case: str) -> None:
 
 def test_attention_of_one_layer_stands_behind_sends_with_late_heads_and_without() -> None:
     name, changes = "moonlight_16b", {**SMALL, **LONG, "model.vocab": 151936}
-    assert settled(name, {**changes, HEADS: 0}).overlap.pp.defer_layers == 1
-    assert settled(name, changes).overlap.pp.defer_layers == 1
+    assert settled(name, {**changes, HEADS: 0}).overlap.pp.defer_layers == "attn:1"
+    assert settled(name, changes).overlap.pp.defer_layers == "attn:1"
 
 
 def test_without_room_for_late_heads_it_is_chosen_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,8 +82,8 @@ def test_few_programs_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Trials, "seconds", asked)
     found = settled(*CASES["both"])
     assert found.overlap.ep.merge_ends == "on"
-    plans = {(c.overlap.ep.merge_ends, c.overlap.pp.defer_layers, c.overlap.pp.defer_parts) for c in made}
-    assert len([ends for ends, _, _ in plans if ends == "on"]) <= 2
+    plans = {(c.overlap.ep.merge_ends, c.overlap.pp.defer_layers) for c in made}
+    assert len([ends for ends, _ in plans if ends == "on"]) <= 2
     assert len(plans) <= 6
 
 
@@ -99,7 +94,7 @@ def test_what_is_set_is_kept_and_the_others_chosen_beside_it() -> None:
         found = settled(name, {**changes, setting: value})
         said = {decision.setting for decision in found.decisions if decision.chosen}
         assert setting not in said
-        assert {ENDS, LAYERS, PARTS, HEADS} - said == {setting}
+        assert {ENDS, LAYERS, HEADS} - said == {setting}
 
 
 def test_pairs_that_do_not_fit_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:

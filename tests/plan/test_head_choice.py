@@ -64,12 +64,10 @@ def test_what_fills_the_time_at_the_end_is_deferred() -> None:
     assert abs(quiet[count]) < quiet[0]
 
 
-@pytest.mark.parametrize("lane", ["on", "off"])
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])
 @pytest.mark.parametrize("order", [{}, {"plan__chunks": 2, "model__tied": True}, {"plan__order": "zb_h1"}])
-def test_late_heads_make_the_program_that_would_be_built(order: dict[str, object], strategy: str, lane: str) -> None:
-    behind = {"overlap__pp__defer_layers": 1, "overlap__pp__defer_parts": "attn"}
-    made = {**order, **behind, "mesh__dp": 2, "overlap__dp__strategy": strategy, "overlap__pp__backward_lane": lane}
+def test_late_heads_make_the_program_that_would_be_built(order: dict[str, object], strategy: str) -> None:
+    made = {**order, "overlap__pp__defer_layers": "attn:1", "mesh__dp": 2, "overlap__dp__strategy": strategy}
 
     def built(count: int) -> Program:
         s = settings(**made, plan__recompute=(), overlap__pp__defer_head=count)

@@ -13,6 +13,7 @@ from hocket.program.expand import defer_past_send
 from hocket.program.layer import MERGED, at_once
 from hocket.program.lower import build_program
 from hocket.program.ops import Layout, Op, Program
+from hocket.program.p2p import Cover, Parts
 from hocket.program.shard import Sharding, Visit, _page
 from tests.helpers.plans import known_of, planned
 
@@ -88,8 +89,9 @@ def test_a_receive_is_posted_two_steps_ahead_at_most() -> None:
 
 @pytest.mark.parametrize("parts", ["attn", "all"])
 @pytest.mark.parametrize("layers", [0, 1, 2, 4, -1])
-def test_deferral_past_the_send(layers: int, parts: str) -> None:
-    program = build(Layout(("moe",) * 8, pp=2, ep=2), 4, defer_layers=layers, defer_parts=parts)
+def test_deferral_past_the_send(layers: int, parts: Parts) -> None:
+    late = Cover(layers, parts, 0.0, 0.0)
+    program = build(Layout(("moe",) * 8, pp=2, ep=2), 4, defer_layers=late.setting)
     ops = program.ranks[1]
     send = position(program, "send grad m1", 1)
     late = [op for op in ops[send:] if op.verb == "wgrad" and op.microbatch == 1]

@@ -22,7 +22,7 @@ COSTS = {(verb, "mlp"): seconds for verb, seconds in TRANSFORMER._asdict().items
 def build(pp: int, microbatches: int, order: str, kinds: tuple[str, ...] = ("dense",), ep: int = 1) -> Program:
     turning = order == "merged_v"
     layout = Layout(kinds * (2 * pp), pp=pp, chunks=2, ep=ep, turning=turning)  # type: ignore[arg-type]
-    plan = planned(order=order, chunks=2, merge="on", defer_wgrad="on", defer_layers=-1, defer_parts="all")
+    plan = planned(order=order, chunks=2, merge="on", defer_wgrad="on", defer_layers=-1)
     return build_program(layout, microbatches, plan, Sharding(2, 1))
 
 

@@ -93,7 +93,7 @@ def test_weights_that_a_host_shares_are_gathered_inside_of_it() -> None:
 def test_links_of_one_host_are_those_of_the_hardware() -> None:
     for name in ("tiny", "llama3_8b", "moe_8gpu"):
         for bandwidth in ("auto", "1GB/s"):
-            found = settled(name, network__bandwidth=bandwidth)
+            found = settled(name, network__link=bandwidth)
             assert hardware_of(found) is HARDWARE[hardware_of(found).name]
             assert network(found) == ""
     config = recipe("llama3_8b")
@@ -102,7 +102,7 @@ def test_links_of_one_host_are_those_of_the_hardware() -> None:
 
 def test_rings_have_the_adapters_of_all_their_ranks_and_others_their_own() -> None:
     """Two stages on four hosts: dp 16 of each on two; experts over 8 ranks, or over 16."""
-    base: dict[str, Any] = {"mesh__pp": 2, "mesh__dp": 16, "network__bandwidth": "40GB/s", "network__latency": "5us"}
+    base: dict[str, Any] = {"mesh__pp": 2, "mesh__dp": 16, "network__link": "40GB/s,5us"}
     found = settled("qwen3_30b_a3b", **base, mesh__ep=8)
     links, usual = hardware_of(found), H200.links
     assert hosts_of(found) == 4
@@ -120,16 +120,16 @@ def test_rings_have_the_adapters_of_all_their_ranks_and_others_their_own() -> No
     wide = hardware_of(settled("qwen3_30b_a3b", **base, mesh__ep=16)).link("a2a")
     assert wide.bandwidth == pytest.approx(40e9 * 15 / 8), "half of the peers are on the other host"
     assert wide.latency == pytest.approx(usual["a2a"].latency + 5e-6)
-    slow = hardware_of(settled("qwen3_30b_a3b", **base | {"network__bandwidth": "100Gb/s"}, mesh__ep=8))
+    slow = hardware_of(settled("qwen3_30b_a3b", **base | {"network__link": "100Gb/s,5us"}, mesh__ep=8))
     assert slow.link("gather_dense").bandwidth == 8 * 12.5e9
 
 
 def test_tokens_of_tensor_parallel_ranks_cross_hosts_too() -> None:
-    found = settled("llama3_8b", mesh__dp=1, mesh__tp=8, network__ranks_per_host=4, network__bandwidth="10GB/s")
+    found = settled("llama3_8b", mesh__dp=1, mesh__tp=8, network__ranks_per_host=4, network__link="10GB/s")
     assert hardware_of(found).links["tp"].bandwidth == 40e9
     assert hardware_of(found).copies.bandwidth == 10e9
     assert found.overlap.tp.way("fc1", "forward") == "off", "pieces are copied inside of a host"
-    inside = settled("llama3_8b", mesh__dp=2, mesh__tp=4, network__ranks_per_host=4, network__bandwidth="10GB/s")
+    inside = settled("llama3_8b", mesh__dp=2, mesh__tp=4, network__ranks_per_host=4, network__link="10GB/s")
     assert hardware_of(inside).links["tp"] == H200.links["tp"]
 
 
@@ -153,7 +153,7 @@ def test_more_hosts_are_never_cheaper(name: str, mesh: dict[str, Any], bandwidth
     tables: dict[int, CostTable] = {}
     seconds: dict[int, float] = {}
     for each in (n for n in range(world, 0, -1) if world % n == 0):
-        ways = {"network.ranks_per_host": each, "network.bandwidth": bandwidth, "network.latency": "1us"}
+        ways = {"network.ranks_per_host": each, "network.link": f"{bandwidth},1us"}
         there = changed(found, ways)
         costs = tables[each] = costs_of(there, hardware_of(there))
         seconds[each] = float(simulate(program, costs).makespan)
@@ -176,14 +176,14 @@ def exposed(found: Settings) -> float:
 
 def test_sharded_weights_hide_less_behind_a_slow_network() -> None:
     """Two hosts as fast as one, of which eight adapters are; then slower and slower ones."""
-    times = [exposed(settled("llama3_8b", mesh__dp=16, network__bandwidth=way)) for way in FAST_TO_SLOW]
+    times = [exposed(settled("llama3_8b", mesh__dp=16, network__link=way)) for way in FAST_TO_SLOW]
     assert times[0] <= times[1] < times[2]
     assert times[2] > 10 * times[0]
 
 
 def test_less_is_shared_out_over_a_slow_network() -> None:
     open_ = {"mesh__dp": 16, "train__microbatches": 4, "overlap__dp__strategy": "auto", "model__layers": 8}
-    fast, slow = (settled("llama3_8b", **open_, network__bandwidth=way) for way in ("400GB/s", "1GB/s"))
+    fast, slow = (settled("llama3_8b", **open_, network__link=way) for way in ("400GB/s", "1GB/s"))
     ways = get_args(Strategy)
     assert ways.index(slow.overlap.dp.strategy) < ways.index(fast.overlap.dp.strategy)
     (why,) = (d.reason for d in slow.decisions if d.setting == "overlap.dp.strategy")
@@ -231,15 +231,13 @@ def test_who_crosses_hosts_at_what_rate_is_said_and_who_said_so() -> None:
     unset = settled("llama3_8b", mesh__dp=16)
     text = network(unset)
     assert "8 ranks on a host" in text
-    assert "(assumed, not set: network.bandwidth and network.latency)" in text
+    assert "(assumed, not set: network.link)" in text
     assert "gather_dense" in text
     assert "16 ranks on 2 hosts at 316 GB/s" in text
-    half_set = network(settled("llama3_8b", mesh__dp=16, network__bandwidth="5GB/s"))
-    assert "(assumed, not set: network.latency)" in half_set
+    half_set = network(settled("llama3_8b", mesh__dp=16, network__link="5GB/s"))
+    assert "after 10us (assumed, no time in network.link)" in half_set
     assert "at 40 GB/s" in half_set
-    assert "granted" not in network(
-        settled("llama3_8b", mesh__dp=16, network__bandwidth="5GB/s", network__latency="2us")
-    )
+    assert "granted" not in network(settled("llama3_8b", mesh__dp=16, network__link="5GB/s,2us"))
     assert as_json(unset, hardware_of(unset))["network"].startswith(text)
     told = " ".join(report(unset, hardware_of(unset), 100, 0).split())
     assert text in told
@@ -248,15 +246,15 @@ def test_who_crosses_hosts_at_what_rate_is_said_and_who_said_so() -> None:
 
 def test_how_long_an_adapter_is_busy_is_told_and_that_predictions_leave_out_who_shares_it() -> None:
     """Gradients alone: both hosts get each other's half, 1 / 8 of it through each adapter of a host."""
-    sizes = {"mesh__dp": 16, "overlap__dp__strategy": "no_shard", "network__latency": "0us", "model__layers": 2}
-    found = settled("llama3_8b", **sizes, network__bandwidth="10MB/s")
+    sizes = {"mesh__dp": 16, "overlap__dp__strategy": "no_shard", "model__layers": 2}
+    found = settled("llama3_8b", **sizes, network__link="10MB/s,0us")
     step, program = simulated(found)
     assert program is not None
     weights = sum(row.count * row.elements for row in units(found))
     assert program.adapter == pytest.approx(2 * weights * 15 / 16 * 2 / 8 / 10e6, rel=1e-3)
     assert f"a rank's adapter is busy for {duration(program.adapter)}" in step.note
     assert "longer than the step" not in step.note
-    slow = {"network__bandwidth": "1MB/s", "network__ranks_per_host": 1}
+    slow = {"network__link": "1MB/s", "network__ranks_per_host": 1}
     shared = settled("qwen3_30b_a3b", mesh__pp=2, mesh__dp=8, **slow)
     note = simulated(shared)[0].note
     assert "longer than the step: lanes share it" in note
@@ -268,7 +266,7 @@ def test_hosts_are_what_the_launcher_started_or_what_is_said() -> None:
     found = settled("llama3_8b", Host(gpus=4, workers=16, local_workers=4), mesh__dp=16)
     assert found.network.ranks_per_host == 4
     assert settled("llama3_8b", mesh__dp=12).network.ranks_per_host == 6, "all hosts have the same number"
-    assert settled("llama3_8b", mesh__dp=72, network__ranks_per_host=72).network.bandwidth == "auto", "one host"
+    assert settled("llama3_8b", mesh__dp=72, network__ranks_per_host=72).network.link == "auto", "one host"
     halves = settled("llama3_8b", mesh__dp=8, network__ranks_per_host=4)
     assert halves.host == Host(gpus=8, workers=8, local_workers=4, tokenizer_vocab=256)
     assert crossing(halves)["gather_dense"] == Spread(8, 2, 4)

@@ -1,10 +1,10 @@
-"""What hides p2p transfers: where the three controls put things, the automatic choice, the price of a stride of 3."""
+"""What hides p2p transfers: where weight gradients are put, the automatic choice, the price of a stride of 3."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
@@ -44,38 +44,6 @@ def costs(layout: Layout, p2p: float, attn: float = 1.0, mlp: float = 2.0) -> Co
     return CostTable(layout.kinds, table)
 
 
-# ----------------------------------------------------------------------------------------- on the compute lane or not
-
-
-def forwards_that_wait_for_gradients(program: Program, rank: int) -> list[str]:
-    ops = program.ranks[rank]
-    gradients = {i for i, op in enumerate(ops) if (op.verb, op.part) == ("recv", "grad")}
-    return [str(op) for op in ops if op.verb == "fwd" and gradients & set(op.deps)]
-
-
-def test_on_the_compute_lane_the_forward_half_waits_for_the_gradient_too() -> None:
-    on, off = build(DENSE), build(DENSE, backward_lane="off")
-    assert forwards_that_wait_for_gradients(on, 0) == []
-    late = forwards_that_wait_for_gradients(off, 0)
-    received = sum((op.verb, op.part) == ("recv", "grad") for op in on.ranks[0])
-    assert (len(late), received) == (7, 12)  # the others come in the cool-down, whose steps begin with their reader
-    assert all(name.startswith(("fwd attn", "fwd embed")) for name in late)
-
-
-def test_a_late_gradient_holds_up_the_forward_half_only_on_the_compute_lane() -> None:
-    slow = costs(DENSE, p2p=6.0)
-    on, off = (simulate(build(DENSE, backward_lane=lane), slow).makespan for lane in ("on", "off"))
-    assert off > on
-    fast = costs(DENSE, p2p=0.0)
-    on, off = (simulate(build(DENSE, backward_lane=lane), fast).makespan for lane in ("on", "off"))
-    assert off == on
-
-
-def test_where_a_moe_layer_heads_the_step_the_lane_makes_no_difference() -> None:
-    layout = Layout(("moe",) * 8, pp=2, chunks=2, ep=2)
-    assert build(layout).ranks == build(layout, backward_lane="off").ranks
-
-
 LAYOUTS = (
     Layout(("dense",) * 3, pp=3),
     Layout(("moe", "dense") * 4, pp=2, chunks=2, ep=2, bounds=(0, 2, 5, 7, 8)),
@@ -85,25 +53,22 @@ LAYOUTS = (
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{len(layout.kinds)} layers on {layout.pp}")
 def test_any_combination_is_valid_and_right(layout: Layout) -> None:
-    for merge, lane, layers, parts in product(("on", "off"), ("on", "off"), (0, 1, 2, -1), ("attn", "all")):
-        program = build(
-            layout, 4, merge=merge, backward_lane=lane, defer_layers=layers, defer_parts=parts, order="auto"
-        )
-        assert check(program) == [], (merge, lane, layers, parts)
+    for merge, layers in product(("on", "off"), (0, 1, 2, -1, "attn:1", "attn:2", "attn")):
+        program = build(layout, 4, merge=merge, defer_layers=layers, order="auto")
+        assert check(program) == [], (merge, layers)
         for seed in (None, 1):
             dry_run(program, seed)
 
 
-@pytest.mark.parametrize("lane", ["on", "off"])
-@pytest.mark.parametrize(("layers", "parts"), [(1, "attn"), (2, "all"), (-1, "attn")])
-def test_a_gradient_travels_beside_what_was_put_behind_it(lane: Literal["on", "off"], layers: int, parts: str) -> None:
+@pytest.mark.parametrize(("layers", "count"), [("attn:1", 1), (2, 4), ("attn", 2)])
+def test_a_gradient_travels_beside_what_was_put_behind_it(layers: int | str, count: int) -> None:
     """Neither the send nor the next receive is ordered against the weight gradients behind the send."""
-    program = build(DENSE, backward_lane=lane, defer_layers=layers, defer_parts=parts)
+    program = build(DENSE, defer_layers=layers)
     ops = list(program.ranks[1])
     known = known_of(ops)
     send = next(i for i, op in enumerate(ops) if str(op) == "send grad m1 c1")
     behind = [i for i, op in enumerate(ops) if i > send and op.verb == "wgrad" and (op.microbatch, op.chunk) == (1, 1)]
-    assert len(behind) == {(1, "attn"): 1, (2, "all"): 4, (-1, "attn"): 2}[layers, parts]
+    assert len(behind) == count
     assert all(known["compute"][send] < i for i in behind)
     assert all(known["send_grad"][i] < send for i in behind)
 
@@ -139,12 +104,12 @@ def test_what_is_chosen_hides_the_p2p_in_the_simulator_and_less_does_not() -> No
     chosen = smallest_cover(layout, table)
     assert (chosen.layers, chosen.parts) == (4, "attn")
 
-    def step(layers: int) -> float:
-        program = build(layout, 16, chunks=1, defer_layers=layers, defer_parts="attn")
+    def step(layers: int | str) -> float:
+        program = build(layout, 16, chunks=1, defer_layers=layers)
         return float(simulate(program, table).makespan)
 
-    most, best = step(1), step(-1)
-    assert step(chosen.layers) == best < most
+    most, best = step("attn:1"), step("attn")
+    assert step(chosen.setting) == best < most
 
 
 def test_stride_3_is_priced_by_what_its_order_holds() -> None:
@@ -188,34 +153,24 @@ def said(found: Settings, setting: str) -> list[str]:
 
 def test_auto_becomes_numbers_with_a_reason() -> None:
     found = settings()
-    assert isinstance(found.overlap.pp.defer_layers, int)
-    assert found.overlap.pp.defer_parts in ("attn", "all")
+    assert found.overlap.pp.defer_layers != "auto"
     (reason,) = said(found, "overlap.pp.defer_layers")
     assert "a gradient's p2p transfer" in reason
-    assert "no difference" in said(resolve(recipe("tiny")), "overlap.pp.backward_lane")[0]
-    assert "the forward half" in said(found, "overlap.pp.backward_lane")[0]
     assert (
         "weight gradients are not deferred" in said(settings(overlap__defer_wgrad="off"), "overlap.pp.defer_layers")[0]
     )
     alone = settings(mesh__pp=1)
-    assert (alone.overlap.pp.defer_layers, alone.overlap.pp.backward_lane) == (0, "off")
+    assert alone.overlap.pp.defer_layers == 0
 
 
-def test_what_is_set_is_kept_and_the_rest_chosen_to_fit() -> None:
-    fixed = settings(overlap__pp__defer_layers=1)
-    assert (fixed.overlap.pp.defer_layers, fixed.overlap.pp.defer_parts) == (
-        1,
-        "all",
-    )  # attention's of one would not do
-    assert settings(overlap__pp__defer_parts="attn").overlap.pp.defer_layers in (1, 2, -1)
-    assert settings(overlap__pp__defer_parts="attn").overlap.pp.defer_parts == "attn"
+@pytest.mark.parametrize("value", [0, 1, -1, "attn:2", "attn"])
+def test_what_is_set_is_kept(value: int | str) -> None:
+    assert settings(overlap__pp__defer_layers=value).overlap.pp.defer_layers == value
 
 
 def test_a_slower_network_has_more_put_behind_it_and_then_names_the_price_of_a_stride() -> None:
     late = settings(train__transport="slow", train__slow=("pp_bwd:6ms",))
-    assert (late.overlap.pp.defer_layers, late.overlap.pp.defer_parts) != (
-        settings().overlap.pp.defer_layers, settings().overlap.pp.defer_parts,
-    )  # fmt: skip
+    assert late.overlap.pp.defer_layers != settings().overlap.pp.defer_layers
     assert said(settings(), "plan.stride") == []
     found = settings(train__transport="slow", train__slow=("pp_bwd:500ms",), train__microbatches=12)
     (reason,) = said(found, "plan.stride")
@@ -226,7 +181,7 @@ def test_a_slower_network_has_more_put_behind_it_and_then_names_the_price_of_a_s
 def test_what_would_uncover_more_than_it_hides_is_left_where_it_is() -> None:
     """In a MoE, weight gradients hide all-to-alls where they stand."""
     found = resolve(recipe("tiny"))
-    assert (found.overlap.pp.defer_layers, found.overlap.pp.defer_parts) == (1, "attn")
+    assert found.overlap.pp.defer_layers == "attn:1"
     (reason,) = said(found, "overlap.pp.defer_layers")
     assert "4 microbatches take" in reason
     assert "with weight gradients of all layers" in reason
@@ -234,7 +189,7 @@ def test_what_would_uncover_more_than_it_hides_is_left_where_it_is() -> None:
 
 def test_nothing_is_moved_where_it_brings_nothing() -> None:
     """No p2p transfer to hide, and weight gradients that take no time: all choices are equal, and none is the least."""
-    config = planned(settings(), defer_layers="auto", defer_parts="auto")
+    config = planned(settings(), defer_layers="auto")
     found = resolve(config, price=lambda c: costs(Layout(c.model.kinds()), 0.0, attn=0.0, mlp=0.0))
     assert found.overlap.pp.defer_layers == 0
     assert said(found, "overlap.pp.defer_layers")[0].startswith(
@@ -248,33 +203,21 @@ def test_nothing_is_moved_where_it_brings_nothing() -> None:
 def test_all_go_behind_the_send_where_that_shortens_the_bubble() -> None:
     """No rank waits for them, and without an all-to-all to cover they are needed at no other place."""
     found = settings(train__microbatches=4)
-    assert (found.overlap.pp.defer_layers, found.overlap.pp.defer_parts) == (-1, "all")
+    assert found.overlap.pp.defer_layers == -1
 
-    def seconds(layers: int, parts: str) -> float:
-        fixed = settings(train__microbatches=4, overlap__pp__defer_layers=layers, overlap__pp__defer_parts=parts)
+    def seconds(layers: int | str) -> float:
+        fixed = settings(train__microbatches=4, overlap__pp__defer_layers=layers)
         return float(predict(fixed, program_of(fixed), LAPTOP).makespan)
 
-    assert seconds(-1, "all") < min(seconds(1, "attn"), seconds(2, "attn"), seconds(1, "all"))
+    assert seconds(-1) < min(seconds("attn:1"), seconds("attn:2"), seconds(1))
 
 
 def test_costs_that_were_measured_take_the_place_of_modelled_ones() -> None:
     config = settings()
-    config = planned(config, defer_layers="auto", defer_parts="auto")
+    config = planned(config, defer_layers="auto")
     for p2p, words in ((0.125, "a gradient's p2p transfer 125 ms"), (6.0, "a gradient's p2p transfer 6 s")):
         found = resolve(config, price=lambda c, p2p=p2p: costs(Layout(c.model.kinds()), p2p))
         assert words in said(found, "overlap.pp.defer_layers")[0]
-
-
-def test_an_op_that_waits_for_what_it_does_not_read_is_no_reader() -> None:
-    """The value stays until its reader has run: the wait alone is no reason to drop it."""
-    program = build(DENSE, backward_lane="off")
-    for ops in program.ranks:
-        dropped = {p: i for i, op in enumerate(ops) for p in op.frees}
-        readers = {op.key: i for i, op in enumerate(ops) if op.verb == "bwd"}
-        for p, op in enumerate(ops):
-            if op.verb == "recv" and op.part == "grad":
-                layers = DENSE.layers(program.ranks.index(ops), op.chunk)
-                assert dropped[p] > readers["bwd", "mlp", op.microbatch, op.chunk, layers.stop - 1]
 
 
 def test_ops_have_the_cost_of_their_kind() -> None:

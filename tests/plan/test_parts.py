@@ -27,7 +27,6 @@ from hocket.program.text import from_json, to_json
 from hocket.program.timeline import html_timeline, svg_timeline, text_timeline
 from hocket.program.transformer import DENSE, moe
 from hocket.program.values import reads
-from hocket.settings.plan_rules import other_ops_first
 from hocket.tune.by_cost import seconds_of_experts
 from hocket.tune.layer_orders import layer_seconds
 from hocket_trace.parse import plan_of
@@ -96,7 +95,7 @@ def test_any_kind_of_layer_computes_what_plain_training_computes(seed: int, reco
         kinds = tuple(draw.choice(["ring", "three"]) for _ in range(pp * chunks * 2))
         settings = planned(
             merge=draw.choice(["on", "off"]), chunks=chunks, defer_wgrad=draw.choice(["on", "off"]),
-            defer_layers=draw.choice([0, 1, -1]), defer_parts=draw.choice(["attn", "all"]),
+            defer_layers=draw.choice([0, 1, -1, "attn:1", "attn"]),
             prefetch=draw.choice([0, 1, 2]), update=draw.choice(["end", "next_step"]),
         )  # fmt: skip
         there = layout(kinds=kinds, pp=pp, chunks=chunks, recompute=recompute)
@@ -209,9 +208,6 @@ def test_what_choices_ask_of_layers_is_asked_of_their_descriptions() -> None:
     ]
     assert asked_of[0] == asked_of[1]
     assert min(asked_of[0][1].values()) > 0
-    assert [other_ops_first(each) for each in (own, others, layout(chunks=4))] == [True, True, True]
-    early = replace(others, kinds=("m",) * 4)
-    assert not other_ops_first(early)
     bare = layout(kinds=("three",) * 4, types=(sized(three()),))
     costs = op_costs(small(), bare, 64, 8, Sharding(2, 1), H200, 2)
     assert (seconds_of_experts(costs, bare), layer_seconds(costs, bare)) == ((0, 0), {})

@@ -205,7 +205,7 @@ def test_balance_knows_which_layers_of_a_stage_run_again() -> None:
 
 
 def test_auto_recomputes_only_what_does_not_fit() -> None:
-    config = planned(qwen3_30b_a3b(), recompute=("auto",), defer_layers=1, defer_parts="attn", chunks=2)
+    config = planned(qwen3_30b_a3b(), recompute=("auto",), defer_layers="attn:1", chunks=2)
     config = changed(config, {"model.layers": 24})
     found = {}
     for sequences in (1, 6):

@@ -12,12 +12,13 @@ from tests.helpers.parity import assert_parity, batches_of, config, train
 from tests.helpers.ranks import run_ranks
 
 MIXED = dict(layers=4, dense_layers=(0, 2), shared_ffn=16, qk_norm=True)
+BUT_ENDS = ("but_first:1", "but_last:1")
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any], dict[str, Any]]] = {
     "a merged pipeline with deferred weight gradients": (
         dict(layers=8, dense_layers=(0, 4), shared_ffn=16, aux_loss=0.01, bias_rate=0.01),
         dict(pp=2, dp=2, ep=2),
-        dict(chunks=2, merge="on", defer_wgrad="on", defer_layers=2, defer_parts="all"),
+        dict(chunks=2, merge="on", defer_wgrad="on", defer_layers=2),
         {},
     ),
     "recomputed": (
@@ -29,16 +30,16 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any], dict[str,
         MIXED, dict(dp=2, ep=2), dict(merge="on", defer_wgrad="on", recompute=("attn", "mlp")), {"gather": "fp8"},
     ),
     "gathered in fp8, but for the ends, with experts": (
-        dict(MIXED, layers=5), dict(dp=4, ep=2), dict(merge="on"), {"gather": "fp8", "fp8_ends": (1, 1)},
+        dict(MIXED, layers=5), dict(dp=4, ep=2), dict(merge="on"), {"gather": "fp8", "fp8": BUT_ENDS},
     ),
     "gathered in fp8 once a step by three": (
         dict(MIXED, experts=3, hidden=48, heads=3, kv_heads=1, head_dim=16), dict(dp=3),
         dict(strategy="optim", defer_wgrad="on"), {"gather": "fp8"},
     ),
-    "some layers in bf16": (MIXED, dict(dp=2), dict(merge="on"), {"fp8_ends": (1, 1)}),
-    "forward alone": (MIXED, dict(dp=2), dict(defer_wgrad="on"), {"fp8_products": ("forward",)}),
-    "all but weight gradients": (MIXED, dict(dp=2), {}, {"fp8_products": ("forward", "dgrad")}),
-    "weight gradients alone": (MIXED, dict(dp=2), dict(defer_wgrad="on"), {"fp8_products": ("wgrad",)}),
+    "some layers in bf16": (MIXED, dict(dp=2), dict(merge="on"), {"fp8": BUT_ENDS}),
+    "forward alone": (MIXED, dict(dp=2), dict(defer_wgrad="on"), {"fp8": ("forward",)}),
+    "all but weight gradients": (MIXED, dict(dp=2), {}, {"fp8": ("forward", "dgrad")}),
+    "weight gradients alone": (MIXED, dict(dp=2), dict(defer_wgrad="on"), {"fp8": ("wgrad",)}),
 }  # fmt: skip
 
 

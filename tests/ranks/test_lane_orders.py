@@ -30,7 +30,7 @@ SEEDS = 30
 EVERYTHING = config(
     dict(layers=4, dense_layers=(0,), shared_ffn=16, aux_loss=0.01),
     dict(pp=2, dp=2, ep=2),
-    dict(chunks=2, merge="on", defer_wgrad="on", defer_layers=2, defer_parts="all"),
+    dict(chunks=2, merge="on", defer_wgrad="on", defer_layers=2),
     3,
     "fp32",
 )

@@ -104,7 +104,6 @@ def long(**more: Any) -> Config:
     given = {
         "mesh.pp": 1, "mesh.dp": 4, "mesh.cp": 2, "data.sequence_length": 131072, "train.sequences": 1,
         "overlap.dp.strategy": "optim_grads_params", "plan.graphs": "off", "hardware.gpu": "h200",
-        "hardware.measured": "off",
     }  # fmt: skip
     return changed(recipe("llama3_8b"), given | {name.replace("__", "."): value for name, value in more.items()})
 

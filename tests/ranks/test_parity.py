@@ -19,9 +19,7 @@ VALUES: dict[str, list[Any]] = {
     "merge_ends": ["off", "on"],
     "copies": ["per_expert", "per_rank"],
     "defer_wgrad": ["off", "on"],
-    "backward_lane": ["on", "off"],
-    "defer_layers": [0, 1, 2, -1],
-    "defer_parts": ["attn", "all"],
+    "defer_layers": [0, 1, 2, -1, "attn:1", "attn"],
     "defer_head": [0, 1, -1],
     "strategy": ["no_shard", "optim", "optim_grads", "optim_grads_params"],
     "update": ["end", "next_step"],
@@ -136,7 +134,7 @@ def matrix_config(case: dict[str, Any]) -> Config:
     model = dict(layers=total, dense_layers=tuple(dense), shared_ffn=case["shared_ffn"], route_groups=case["groups"])
     model |= ATTENTION[case["attention"]] | (BIASES if case["biases"] == "on" else {})
     mesh = {name: case[name] for name in ("pp", "dp", "ep")}
-    whole = config(model | projections, mesh, plan, case["microbatches"], case["dtype"], lane_seed=case["microbatches"])
+    whole = config(model | projections, mesh, plan, case["microbatches"], case["dtype"])
     others = {"data.packing": "documents", "precision.wire": "wire", "train.clip": "clip"}
     return changed(whole, {setting: case[name] for setting, name in others.items()})
 
@@ -168,7 +166,7 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
     "everything on": (
         dict(layers=8, dense_layers=(0, 4), shared_ffn=16, aux_loss=0.01, bias_rate=0.01, qk_norm=True),
         dict(pp=2, dp=2, ep=2),
-        dict(chunks=2, merge="on", defer_wgrad="on", defer_layers=2, defer_parts="all"),
+        dict(chunks=2, merge="on", defer_wgrad="on", defer_layers=2),
     ),
     "latent attention and groups of experts, everything on": (
         dict(
@@ -187,7 +185,7 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
             rope=RopeConfig(kind="yarn", factor=4.0, original_positions=16, mscale_all_dim=0.7),
         ),
         dict(pp=2, dp=2, ep=2),
-        dict(chunks=2, merge="on", defer_wgrad="on", defer_layers=2, defer_parts="all"),
+        dict(chunks=2, merge="on", defer_wgrad="on", defer_layers=2),
     ),
     "latent attention and groups of experts, recomputed": (
         dict(
@@ -227,7 +225,7 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
     "norms behind attention and MLP": (
         dict(layers=4, experts=0, qk_norm=True, qk_norm_over="whole", norms="after", o_bias=True),
         dict(pp=2, dp=2),
-        dict(chunks=2, merge="on", defer_wgrad="on", defer_layers=1, defer_parts="all", recompute=("mlp:1",)),
+        dict(chunks=2, merge="on", defer_wgrad="on", defer_layers=1, recompute=("mlp:1",)),
     ),
     "norms behind, and a head behind all layers": (
         dict(layers=3, experts=0, norms="after"),
@@ -237,7 +235,7 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
     "rows made again": (
         dict(layers=4, dense_layers=(1,), shared_ffn=16, aux_loss=0.01),
         dict(pp=2),
-        dict(chunks=2, merge="on", defer_wgrad="on", defer_layers=-1, defer_parts="all", recompute=("dispatch",)),
+        dict(chunks=2, merge="on", defer_wgrad="on", defer_layers=-1, recompute=("dispatch",)),
     ),
     "rows made again for biased experts": (
         dict(layers=2, **BIASES),
@@ -360,7 +358,7 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
     "a V of two ranks, merged": (
         dict(layers=7, dense_layers=(0, 3), shared_ffn=16, aux_loss=0.01),
         dict(pp=2, dp=2, ep=2),
-        dict(order="merged_v", chunks=2, merge="on", defer_wgrad="on", defer_layers=-1, defer_parts="all"),
+        dict(order="merged_v", chunks=2, merge="on", defer_wgrad="on", defer_layers=-1),
     ),
     "an even load": (dict(layers=2, routing="even"), dict(dp=2, ep=2), dict(merge="on", recompute=("attn",))),
     "one expert per rank, all chosen": (dict(layers=2, experts=2, top_k=2), dict(dp=2, ep=2), dict(merge="on")),

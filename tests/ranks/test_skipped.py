@@ -19,6 +19,7 @@ from hocket.fsdp.planned.skipping import ENOUGH, WINDOW, StepGuard
 from hocket.recipes import recipe
 from hocket.resolve import resolve
 from hocket.settings.schema import changed
+from hocket.train import trainer as training
 from hocket.train.trainer import Trainer
 from tests.helpers.parity import batches_of, config
 from tests.helpers.ranks import run_ranks
@@ -176,8 +177,8 @@ def run_of(folder: Path, name: str, spoiled: dict[int, float], **more: Any) -> T
         changed(recipe("tiny"), {f"model.{key}": value for key, value in small.items()}),
         {
             **alone, "data.paths": (str(text),), "data.sequence_length": 8, "data.cache": str(folder / "cache"),
-            "train.steps": 12, "train.microbatches": 2, "train.save_every": 4, "train.eval_batches": 0, "train.keep": 9,
-            "run.folder": str(folder / name), **more,
+            "train.steps": 12, "train.microbatches": 2, "train.save_every": 4, "train.eval_batches": 0,
+            "train.keep": (9,), "run.folder": str(folder / name), **more,
         },
     )  # fmt: skip
     trainer = Trainer(resolve(c), 0, torch.device("cpu"))
@@ -204,8 +205,9 @@ def test_a_run_goes_on_exactly_behind_skipped_steps(tmp_path: Path, monkeypatch,
     monkeypatch.setattr(skipping, "ENOUGH", 2)
     spoiled = {3: math.nan, 7: 1e4}
     balance = {"model.aux_loss": 0.5, "model.aux_loss_over": "batch", "model.bias_rate": 0.01}
-    falls = {"train.schedule": "wsd", "train.warmup": 2, "train.decay": 5, "optimizer.no_decay": ("embed.*",)}
-    spikes = {"optimizer.name": optimizer, "optimizer.skip_spikes": 4.0, "train.experts_every": 4, **balance, **falls}
+    falls = {"train.schedule": "wsd:5", "train.warmup": 2, "optimizer.no_decay": ("embed.*",)}
+    spikes = {"optimizer.name": optimizer, "optimizer.skip_spikes": 4.0, **balance, **falls}
+    spikes |= {"train.eval_batches": 1, "train.eval_every": 4}
     if optimizer == "muon":
         spikes["overlap.dp.update"] = "next_step"
     whole = run_of(tmp_path, "whole", spoiled, **spikes)
@@ -233,29 +235,32 @@ def test_a_run_goes_on_exactly_behind_skipped_steps(tmp_path: Path, monkeypatch,
     assert shares[0].std() > 0
 
 
-def test_too_many_skipped_steps_end_a_run_and_none_is_saved_between(tmp_path: Path) -> None:
+def test_too_many_skipped_steps_end_a_run_and_none_is_saved_between(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(training, "MOST_SKIPPED", 3)
     spoiled = dict.fromkeys(range(3, 13), math.nan)
     with pytest.raises(
         ValueError, match=r"^train.lr = .* step 6 has loss nan .*, the last of 4 skipped in a row"
     ) as caught:
-        run_of(tmp_path, "ends", spoiled, **{"optimizer.skip_limit": 3, "train.save_every": 2})
+        run_of(tmp_path, "ends", spoiled, **{"train.save_every": 2})
     assert "that of fwd attn m0 c0 l1 on rank 0; fix: a lower train.lr" in str(caught.value)
     assert [path.name for path in (tmp_path / "ends/checkpoints").glob("step-*")] == ["step-00000002"]
-    with pytest.raises(ValueError, match=r"step 3 has loss nan and a gradient of norm nan; the first output"):
-        run_of(tmp_path, "at once", spoiled, **{"optimizer.skip_limit": 0})
 
 
 def test_spikes_that_last_end_a_run_too(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(skipping, "ENOUGH", 2)
+    monkeypatch.setattr(training, "MOST_SKIPPED", 1)
     ended = r"^optimizer.skip_spikes = 4.0 .*: step 6 has loss \d.*, and the usual norm is .*, the last of 2 skipped"
     with pytest.raises(ValueError, match=ended):
-        run_of(tmp_path, "ends", {5: 1e4, 6: 1e4, 7: 1e4}, **{"optimizer.skip_spikes": 4.0, "optimizer.skip_limit": 1})
+        run_of(tmp_path, "ends", {5: 1e4, 6: 1e4, 7: 1e4}, **{"optimizer.skip_spikes": 4.0})
 
 
-def test_a_run_goes_back_behind_too_many_skipped_steps_and_skips_their_text(tmp_path: Path, capsys) -> None:
+def test_a_run_goes_back_behind_too_many_skipped_steps_and_skips_their_text(
+    tmp_path: Path, monkeypatch, capsys
+) -> None:
     """With the weights of a run that resumes from that checkpoint and never had the text in between."""
     spoiled = dict.fromkeys(range(6, 10), math.nan)
-    rewinds = {"optimizer.skip_limit": 1, "optimizer.rewinds": 2}
+    monkeypatch.setattr(training, "MOST_SKIPPED", 1)
+    rewinds = {"optimizer.rewinds": 2}
     back = run_of(tmp_path, "back", spoiled, **rewinds)
     out = capsys.readouterr().out
     assert "weights stay; the run goes back to its last checkpoint after 1 more in a row" in out
@@ -279,12 +284,13 @@ def test_a_run_goes_back_behind_too_many_skipped_steps_and_skips_their_text(tmp_
         assert torch.equal(mine, theirs), name
 
 
-def test_rewinds_come_to_an_end(tmp_path: Path) -> None:
+def test_rewinds_come_to_an_end(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(training, "MOST_SKIPPED", 1)
     spoiled = dict.fromkeys(range(6, 40), math.nan)
     with pytest.raises(ValueError, match=r"skipped in a row, behind 2 of 2 rewinds; the first output"):
-        run_of(tmp_path, "back", spoiled, **{"optimizer.skip_limit": 1, "optimizer.rewinds": 2})
+        run_of(tmp_path, "back", spoiled, **{"optimizer.rewinds": 2})
     with pytest.raises(ValueError, match=r"behind 0 of 2 rewinds, for there is no checkpoint to go back to"):
-        run_of(tmp_path, "none", {2: math.nan}, **{"optimizer.skip_limit": 0, "optimizer.rewinds": 2})
+        run_of(tmp_path, "none", dict.fromkeys((2, 3), math.nan), **{"optimizer.rewinds": 2})
 
 
 def test_an_old_checkpoint_has_skipped_nothing(tmp_path: Path, monkeypatch) -> None:
