@@ -99,6 +99,7 @@ class Trainer:
         self._rewinds = 0  # times that the run went back to a checkpoint
         self._held_out: float | None = None  # the loss of a validation behind the last step
         self._remarks = list[str]()
+        self._no_copies = ""  # why training waits while checkpoints are written
         self._saved = 0  # steps of the checkpoint on disk that the run goes on from
 
     def _require_same_text(self) -> None:
