@@ -382,10 +382,10 @@ def kept_file(device: str) -> Path:
 # nccl-tests, issue 267 on GitHub.)
 #
 # A crossing takes the time of `network.link` longer than a step inside of a host, and a ring of more ranks than a host
-# has takes more steps. Both are NCCL's own model of a ring in its protocol for large messages (src/graph/tuning.cc): 3.4 us for a
-# step on NVLink, some 10 us more for one through the network; small sums go up a tree of hosts and down. NVLink SHARP
-# and trees for large sums are left out, and so is that groups of one rank on different lanes share its adapter: how
-# long it is busy in all is told beside a prediction (`adapter_times`).
+# has takes more steps. Both are NCCL's own model of a ring in its protocol for large messages (src/graph/tuning.cc):
+# 3.4 us for a step on NVLink, some 10 us more for one through the network; small sums go up a tree of hosts and down.
+# NVLink SHARP and trees for large sums are left out, and so is that groups of one rank on different lanes share its
+# adapter: how long it is busy in all is told beside a prediction (`adapter_times`).
 #
 # Of all groups for a purpose the one that is spread widest is what is priced, for all ranks: none is quicker than that.
 
