@@ -36,9 +36,10 @@ _GONE: dict[str, Any] = {
 """Former settings -> the value with which a run was as one without them."""
 
 _NO_PART = {
-    "train.lane_seed", "train.experts_every", "train.min_lr_ratio", "train.decay", "train.decay_shape",
-    "train.save_behind", "overlap.pp.backward_lane", "optimizer.skip_limit", "data.processes", "run.port",
-    "precision.fp8_products", "precision.fp8_ends", "train.keep", "train.keep_every", "train.keep_best",
+    "data.processes", "data.prompt_key", "data.sources", "data.text_key", "data.validation",
+    "data.validation_paths", "optimizer.skip_limit", "overlap.pp.backward_lane", "precision.fp8_ends",
+    "precision.fp8_products", "run.port", "train.decay", "train.decay_shape", "train.experts_every", "train.keep",
+    "train.keep_best", "train.keep_every", "train.lane_seed", "train.min_lr_ratio", "train.save_behind",
 }  # fmt: skip
 """Former settings that said nothing of a step."""
 

@@ -61,7 +61,7 @@ def data_of(folder: Path, *rows: dict[str, Any], template: str = CHATML, **more:
     if template:
         (folder / "t.jinja").write_text(template)
         more.setdefault("chat_template", str(folder / "t.jinja"))
-    data = DataConfig(paths=(lines_in(folder, *rows),), cache=str(folder / "cache"), validation=0.0)
+    data = DataConfig(paths=(lines_in(folder, *rows),), cache=str(folder / "cache"), validation=(0.0,))
     return replace(data, **more)
 
 
@@ -78,7 +78,7 @@ def learnt(corpus: Corpus) -> bytes:
 
 def test_a_prompt_is_read_and_not_learnt(tmp_path):
     rows = [{"question": f"what is {i}? ", "answer": f"größer {i}"} for i in range(20)]
-    corpus = opened(tmp_path, *rows, prompt_key="question", text_key="answer")
+    corpus = opened(tmp_path, *rows, text_key=("question", "answer"))
     texts = {(row["question"] + row["answer"]).encode() for row in rows}
     assert set(bytes(corpus.tokens).split(b"\0")[:-1]) == texts
     assert sorted(learnt(corpus).split(b"\0")[:-1]) == sorted(row["answer"].encode() for row in rows)
@@ -86,20 +86,20 @@ def test_a_prompt_is_read_and_not_learnt(tmp_path):
 
 
 def test_what_the_assistant_says_is_learnt(tmp_path):
-    corpus = opened(tmp_path, {"messages": CHAT}, text_key="messages")
+    corpus = opened(tmp_path, {"messages": CHAT}, text_key=("messages",))
     assert bytes(corpus.tokens).decode().startswith("<|user|>what is 1 + 1?<end>\n<|assistant|>größer: 2<end>\n")
     assert learnt(corpus).decode() == "größer: 2<end>\nyes<end>\n"
 
 
 def test_a_template_says_what_is_learnt(tmp_path):
-    corpus = opened(tmp_path, {"messages": CHAT}, text_key="messages", template=TAGGED)
+    corpus = opened(tmp_path, {"messages": CHAT}, text_key=("messages",), template=TAGGED)
     assert learnt(corpus).decode() == "größer: 2<end>yes<end>"
 
 
 def test_tables_have_chats_and_prompts_too(tmp_path):
     pyarrow = pytest.importorskip("pyarrow", reason="needs the extra: pip install hocket[text]")
     parquet = pytest.importorskip("pyarrow.parquet")
-    data = data_of(tmp_path, text_key="messages")
+    data = data_of(tmp_path, text_key=("messages",))
     parquet.write_table(pyarrow.table({"messages": [CHAT, CHAT[:2]]}), tmp_path / "a.parquet")
     corpus = open_corpus(replace(data, paths=(str(tmp_path / "a.parquet"),)), {})
     assert sorted(learnt(corpus).decode().split("<end>\n")) == ["", "größer: 2", "größer: 2", "yes"]
@@ -122,7 +122,7 @@ def test_tokens_and_masks_are_those_of_transformers(tmp_path, template):
     expected = theirs.apply_chat_template(
         CHAT, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, add_generation_prompt=False
     )
-    more = {"tokenizer": str(tmp_path / "model"), "text_key": "messages"}
+    more = {"tokenizer": str(tmp_path / "model"), "text_key": ("messages",)}
     corpus = opened(tmp_path, {"messages": CHAT}, template="", **more)
     assert corpus.tokens[:-1].tolist() == expected["input_ids"]
     mask = np.ones(len(corpus.tokens), dtype=int)
@@ -172,7 +172,7 @@ def test_a_template_that_drops_thoughts_makes_a_document_of_each_turn(tmp_path):
         {"role": "assistant", "content": "three", "thoughts": "drei"},
         {"role": "user", "content": "4?"},
     ]
-    found = taught(opened(tmp_path, {"messages": chat}, text_key="messages", template=THINKS))
+    found = taught(opened(tmp_path, {"messages": chat}, text_key=("messages",), template=THINKS))
     assert found == {
         "<user>1?<A>\n<think>ein</think>one<end>\n": ["<think>ein</think>one<end>\n"],
         "<user>1?<A>\none<end>\n<user>2?<A>\n<think>zwei</think>call<end>\n<tool>two<A>\n<think></think>2<end>\n": [
@@ -187,7 +187,7 @@ def test_a_template_that_drops_thoughts_makes_a_document_of_each_turn(tmp_path):
 @pytest.mark.parametrize("said", ["four", "<think>2 + 2</think>four", "<thin four"])
 def test_a_prompt_that_opens_a_thought_is_no_part_of_the_answer(tmp_path, said):
     chat = [*CHAT[:2], {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": said}]
-    found = taught(opened(tmp_path, {"messages": chat}, text_key="messages", template=FORGETS))
+    found = taught(opened(tmp_path, {"messages": chat}, text_key=("messages",), template=FORGETS))
     text = said.split(">")[-1]
     assert found == {
         f"<user>what is 1 + 1?<A>größer: 2<end><user>2 + 2?<A>{text}<end>": ["größer: 2<end>", f"{text}<end>"]
@@ -218,7 +218,7 @@ def test_chats_of_a_table_are_those_of_lines(tmp_path, template, as_text):
         {"role": "assistant", "content": "it is 2"},
     ]
     rows = [{"messages": calls, "tools": json.dumps(tools) if as_text else tools}, {"messages": CHAT}]
-    data = data_of(tmp_path, *rows, text_key="messages", template=template)
+    data = data_of(tmp_path, *rows, text_key=("messages",), template=template)
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     assert "tool_calls': None" in str(parquet.read_table(tmp_path / "a.parquet").to_pylist())
     found = taught(open_corpus(replace(data, seed=1), {}))
@@ -248,8 +248,8 @@ def test_sharegpt_is_read_as_messages(tmp_path):
         {"role": "assistant", "content": "yes"},
     ]
     rows = [{"conversations": [{"from": name, "value": value} for name, value in turns], "tools": "[]"}]
-    found = taught(opened(tmp_path, *rows, text_key="conversations", template=TOOLED))
-    assert found == taught(opened(tmp_path, {"messages": messages}, text_key="messages", template=TOOLED))
+    found = taught(opened(tmp_path, *rows, text_key=("conversations",), template=TOOLED))
+    assert found == taught(opened(tmp_path, {"messages": messages}, text_key=("messages",), template=TOOLED))
     assert next(iter(found.values()))[1:] == ["it is 2<end>\n", "yes<end>\n"]
 
 
@@ -267,7 +267,7 @@ def test_json_in_a_template_is_that_of_transformers(tmp_path):
     template = "".join(f"{{{{ tools | tojson{f'({form})' if form else ''} }}}}\n" for form in forms)
     template += "{% for m in messages %}{{ m.content }}{% endfor %}"
     tools = [{"type": "function", "function": {"name": "größer<'&>", "b": [1, {"z": 1, "a": 2}]}}]
-    corpus = opened(tmp_path, {"messages": CHAT, "tools": tools}, text_key="messages", template=template)
+    corpus = opened(tmp_path, {"messages": CHAT, "tools": tools}, text_key=("messages",), template=template)
     ((theirs,), _) = utils.render_jinja_template([CHAT], tools=tools, chat_template=template)
     assert bytes(corpus.tokens[:-1]).decode() == theirs
 
@@ -305,7 +305,7 @@ REWRITES = "{% for message in messages %}{% if loop.last %}[{{ message.content }
 )
 def test_chats_that_are_refused(tmp_path, messages, template, reason):
     with pytest.raises(ValueError, match=reason) as caught:
-        opened(tmp_path, {"messages": messages}, text_key="messages", template=template)
+        opened(tmp_path, {"messages": messages}, text_key=("messages",), template=template)
     assert "; fix: " in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
 
@@ -321,7 +321,7 @@ def test_chats_that_are_refused(tmp_path, messages, template, reason):
 def test_a_template_without_end_is_given_up(tmp_path, monkeypatch, endless):
     monkeypatch.setattr(chat_module, "SECONDS", 0.2)
     with pytest.raises(ValueError, match=r"in line 1 that the template of .*t\.jinja has not written in 0\.2 s; fix: "):
-        opened(tmp_path, {"messages": CHAT}, text_key="messages", template=endless)
+        opened(tmp_path, {"messages": CHAT}, text_key=("messages",), template=endless)
 
 
 @pytest.mark.parametrize("content", ["[" * 10**5, '{"chat_template": [1]}', '{"bos_token": {"a": 1}}', "[]", "{"])
@@ -354,12 +354,12 @@ def test_a_missing_template_or_package_is_named(tmp_path, monkeypatch):
         opened(tmp_path, {"messages": CHAT}, chat_template="none")
     monkeypatch.setitem(sys.modules, "jinja2.sandbox", None)  # importing it now fails
     with pytest.raises(ValueError, match=r"pip install 'hocket\[text\]'"):
-        opened(tmp_path, {"messages": CHAT}, text_key="messages")
+        opened(tmp_path, {"messages": CHAT}, text_key=("messages",))
 
 
 def test_a_changed_template_is_another_text(tmp_path):
-    first = opened(tmp_path, {"messages": CHAT}, text_key="messages")
-    second = opened(tmp_path, {"messages": CHAT}, text_key="messages", template=TAGGED.replace("<", "["))
+    first = opened(tmp_path, {"messages": CHAT}, text_key=("messages",))
+    second = opened(tmp_path, {"messages": CHAT}, text_key=("messages",), template=TAGGED.replace("<", "["))
     assert bytes(first.tokens) != bytes(second.tokens)
     assert first.sample != second.sample
 
@@ -369,7 +369,7 @@ def settings_of(data: DataConfig, microbatches: int = 1, eval_batches: int = 0) 
 
 
 def test_masks_need_sequences_that_know_their_documents(tmp_path):
-    data = data_of(tmp_path, {"messages": CHAT}, text_key="messages")
+    data = data_of(tmp_path, {"messages": CHAT}, text_key=("messages",))
     settings = settings_of(data)
     with pytest.raises(ValueError, match=r"data.packing = off learns everything; fix: data.packing = best_fit, or on"):
         make_streams(open_text(settings), settings)
@@ -378,7 +378,7 @@ def test_masks_need_sequences_that_know_their_documents(tmp_path):
 @pytest.mark.parametrize("packing", ["on", "best_fit"])
 def test_sequences_ask_for_answers_alone(tmp_path, packing):
     rows = [{"p": "?" * (i % 5 + 1), "a": chr(97 + i) * (i + 1)} for i in range(12)]
-    data = data_of(tmp_path, *rows, prompt_key="p", text_key="a", packing=packing, sequence_length=20, template="")
+    data = data_of(tmp_path, *rows, text_key=("p", "a"), packing=packing, sequence_length=20, template="")
     settings = settings_of(data)
     stream, _ = make_streams(open_text(settings), settings)
     asked = Counter[int]()
@@ -433,7 +433,7 @@ def test_a_document_on_the_border_of_a_split_is_in_neither(tmp_path):
     for i in range(10):
         (tmp_path / "text" / str(i)).write_text(chr(97 + i) * 9)
     data = DataConfig(
-        paths=(str(tmp_path / "text"),), cache=str(tmp_path / "cache"), packing="best_fit", validation=0.25,
+        paths=(str(tmp_path / "text"),), cache=str(tmp_path / "cache"), packing="best_fit", validation=(0.25,),
         sequence_length=30,
     )  # fmt: skip
     settings = settings_of(data, eval_batches=1)
@@ -452,7 +452,7 @@ def test_documents_longer_than_a_sequence_ask_for_longer_sequences(tmp_path):
     for i in range(10):
         (tmp_path / "text" / str(i)).write_text(chr(97 + i) * 9)
     data = DataConfig(
-        paths=(str(tmp_path / "text"),), cache=str(tmp_path / "cache"), packing="best_fit", validation=0.25,
+        paths=(str(tmp_path / "text"),), cache=str(tmp_path / "cache"), packing="best_fit", validation=(0.25,),
         sequence_length=4,
     )  # fmt: skip
     settings = settings_of(data, eval_batches=1)
@@ -487,8 +487,8 @@ def test_a_validation_loss_is_the_mean_over_all_its_targets(tmp_path):
         {"p": "?" * (1 + i % 9), "a": "".join(chr(97 + i * k % 26) for k in range(1 + i % 3 * 12))} for i in range(40)
     ]
     data = data_of(
-        tmp_path, *rows, prompt_key="p", text_key="a", packing="best_fit", sequence_length=48, template="",
-        validation=0.5,
+        tmp_path, *rows, text_key=("p", "a"), packing="best_fit", sequence_length=48, template="",
+        validation=(0.5,),
     )  # fmt: skip
     model, told = small(vocab=256, experts=0, layers=2), []
     for batch, count in ((1, 8), (2, 4)):

@@ -118,7 +118,7 @@ def test_binary_files_are_left_out_and_counted(tmp_path):
 
 def test_the_splits_are_disjoint_and_together_everything(tmp_path):
     write(tmp_path / "text", a="x" * 999)
-    corpus = open_corpus(data_in(tmp_path, str(tmp_path / "text"), validation=0.25), {})
+    corpus = open_corpus(data_in(tmp_path, str(tmp_path / "text"), validation=(0.25,)), {})
     assert len(corpus.train) == 750
     assert len(corpus.validation) == 250
     assert not np.shares_memory(corpus.train, corpus.validation)
@@ -353,7 +353,7 @@ def test_documents_that_share_a_sequence_are_told_apart(lengths, length):
 
 def test_packing_finds_the_documents_of_both_splits(tmp_path):
     write(tmp_path / "text", **{f"f{n:02}": "x" * (7 + 5 * n) for n in range(12)})
-    data = data_in(tmp_path, str(tmp_path / "text"), sequence_length=16, validation=0.5, packing="on")
+    data = data_in(tmp_path, str(tmp_path / "text"), sequence_length=16, validation=(0.5,), packing="on")
     settings = resolve(Config(data=data, train=TrainConfig(microbatches=1)))
     text = open_text(settings)
     for split in both_streams(settings):
@@ -377,7 +377,7 @@ def both_streams(settings: Settings) -> tuple[Stream, Stream]:
 
 def streams_of(folder: Path, text: str, microbatches: int, sequences: int) -> tuple[Stream, Stream]:
     write(folder / "text", a=text)
-    data = data_in(folder, str(folder / "text"), sequence_length=8, validation=0.5)
+    data = data_in(folder, str(folder / "text"), sequence_length=8, validation=(0.5,))
     settings = resolve(
         Config(data=data, mesh=MeshConfig(dp=2), train=TrainConfig(microbatches=microbatches, sequences=sequences))
     )
@@ -411,7 +411,7 @@ def test_a_validation_reads_each_sequence_once(tmp_path, packing):
 def test_only_a_validation_split_that_is_used_must_hold_a_batch(tmp_path):
     write(tmp_path / "text", a="x" * 200)
     for batches in (0, 1):
-        data = data_in(tmp_path, str(tmp_path / "text"), sequence_length=8, validation=0.05)
+        data = data_in(tmp_path, str(tmp_path / "text"), sequence_length=8, validation=(0.05,))
         settings = resolve(Config(data=data, train=TrainConfig(microbatches=4, eval_batches=batches)))
         text = open_text(settings)
         if batches == 0:

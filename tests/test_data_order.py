@@ -105,7 +105,7 @@ def test_lengths_are_those_of_the_documents_that_layers_see(tmp_path: Path, pack
         texts_in(tmp_path, "a")
         listed = "".join(f'[{n}]\npaths = ["{tmp_path / n}"]\nweight = 1\n' for n in "ab")
         (tmp_path / "sources.toml").write_text(listed)
-        paths = {"sources": str(tmp_path / "sources.toml")}
+        paths = {"paths": (str(tmp_path / "sources.toml"),)}
     data = DataConfig(**paths, cache=str(tmp_path / "cache"), sequence_length=32, packing=packing)
     settings = resolve(Config(data=data, mesh=MeshConfig(), train=TrainConfig(microbatches=2, eval_batches=0)))
     stream, _ = make_streams(open_text(settings), settings)
@@ -277,7 +277,7 @@ def test_a_run_deals_out_sequences_by_what_windows_leave_of_their_attention(tmp_
     """Lengths of documents as the run reads them, and pairs of tokens counted one by one."""
     data: dict[str, Any] = {
         "data.paths": (texts_in(tmp_path),), "data.packing": "best_fit", "data.sequence_length": 32,
-        "data.validation": 0.4, "mesh.dp": 2, "mesh.ep": 2, "mesh.pp": 1, "train.microbatches": 4,
+        "data.validation": (0.4,), "mesh.dp": 2, "mesh.ep": 2, "mesh.pp": 1, "train.microbatches": 4,
         "train.device": "cpu", "model.window": 4, "train.steps": 1,
     }  # fmt: skip
     words = ["--data.paths", data["data.paths"][0]]

@@ -134,7 +134,8 @@ def test_a_dotted_name_reads_what_is_inside(tmp_path: Path, name: str) -> None:
     assert read(file, Keys("doc.text", skip_empty=True)) == [b"one", None, None, b"two"]
     if name != "a.json":  # a list without such texts is text itself
         assert re.search(
-            r"has no (column )?doc\.words( in line 1)?, but doc; fix: ", refused(tmp_path, file, text_key="doc.words")
+            r"has no (column )?doc\.words( in line 1)?, but doc; fix: ",
+            refused(tmp_path, file, text_key=("doc.words",)),
         )
     flat = write_rows(tmp_path / f"b.{name}", [{"doc.text": "flat", "doc": {"text": "deep"}}])
     assert read(flat, "doc.text") == [b"flat"]
@@ -147,10 +148,10 @@ def test_rows_without_text_are_left_out_and_counted_where_asked(tmp_path: Path, 
     assert "has null as text in " in told
     assert "; fix: data.text_key = the name of the text, or data.skip_empty = true, which leaves such rows" in told
     paths, cache = (str(file),), str(tmp_path / "cache")
-    corpus = open_corpus(DataConfig(paths=paths, cache=cache, skip_empty=True, validation=0.0), {})
+    corpus = open_corpus(DataConfig(paths=paths, cache=cache, skip_empty=True, validation=(0.0,)), {})
     assert sorted(bytes(corpus.tokens).split(b"\0")) == [b"", b"one", b"two"]
     assert str(corpus).endswith(", 2 rows without text left out")
-    held = DataConfig(paths=paths, cache=cache, skip_empty=True, validation_paths=paths)
+    held = DataConfig(paths=paths, cache=cache, skip_empty=True, validation=paths)
     assert str(open_corpus(held, {})).endswith(", 4 rows without text left out")
     assert "has null as text in " in refused(tmp_path, file), "the cache of another setting"
 
@@ -173,8 +174,8 @@ def test_bytes_of_a_table_are_utf8(tmp_path: Path, arrow: Any) -> None:
     file = write_rows(tmp_path / "a.parquet", rows[:1])
     assert read(file) == ["größer".encode()]
     write_rows(file, rows)
-    for prompt in ("", "p"):
-        told = refused(tmp_path, file, prompt_key=prompt)
+    for names in (("text",), ("p", "text")):
+        told = refused(tmp_path, file, text_key=names)
         assert "is not UTF-8 (byte 0xe9 at offset 3 of row 2); fix: save it as UTF-8" in told
 
 

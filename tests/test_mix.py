@@ -72,7 +72,9 @@ def sources_in(folder: Path, text: str) -> str:
 
 
 def settings_of(folder: Path, text: str, dp: int = 1, microbatches: int = 4, eval_batches: int = 0) -> Settings:
-    data = DataConfig(sources=sources_in(folder, text), cache=str(folder / "cache"), sequence_length=8, validation=0.25)
+    data = DataConfig(
+        paths=(sources_in(folder, text),), cache=str(folder / "cache"), sequence_length=8, validation=(0.25,)
+    )
     train = TrainConfig(microbatches=microbatches, steps=20, eval_batches=eval_batches)
     return resolve(Config(data=data, mesh=MeshConfig(dp=dp), train=train))
 
@@ -141,7 +143,7 @@ def test_validation_files_take_the_place_of_the_share(tmp_path):
     (tmp_path / "held.txt").write_text("h" * 50)
     (tmp_path / "a.txt").write_text("a" * 100)
     data = DataConfig(
-        paths=(str(tmp_path / "a.txt"),), validation_paths=(str(tmp_path / "held.txt"),), cache=str(tmp_path / "cache")
+        paths=(str(tmp_path / "a.txt"),), validation=(str(tmp_path / "held.txt"),), cache=str(tmp_path / "cache")
     )
     text = open_text(resolve(Config(data=data)))
     (corpus,) = text.corpora
@@ -166,13 +168,13 @@ def test_validation_files_take_the_place_of_the_share(tmp_path):
         ("[a]\npaths = 1", ["[a] paths = 1", "sources.toml:2"]),
         ('[a]\npaths = ["x"]\n[a]\nweight = 2', ["sources.toml:3", "is in line 1 already"]),
         ('[a]\npaths = ["x"]\nvalidation = 1.5', ["validation = 1.5", "out of range"]),
-        ('[a]\npaths = ["x"]\nvalidation = 0.5\nvalidation_paths = ["y"]', ["leave one of them out"]),
+        ('[a]\npaths = ["x"]\nvalidation = [0.5, "y"]', ["one share, or files and folders"]),
     ],
 )
 def test_what_a_file_of_sources_cannot_say(tmp_path, monkeypatch, text, reasons):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="; fix: ") as caught:
-        read_sources(DataConfig(sources=Path(sources_in(tmp_path, text)).name), {})
+        read_sources(DataConfig(paths=(Path(sources_in(tmp_path, text)).name,)), {})
     assert len(str(caught.value).splitlines()) == 1
     for reason in reasons:
         assert reason in str(caught.value)
@@ -181,13 +183,13 @@ def test_what_a_file_of_sources_cannot_say(tmp_path, monkeypatch, text, reasons)
 def test_all_mistakes_are_named_at_once(tmp_path):
     text = '[a]\npaths = ["x"]\nweight = -1\n[b]\nwieght = 2'
     with pytest.raises(ValueError, match=r"3 keys of .* cannot work") as caught:
-        read_sources(DataConfig(sources=sources_in(tmp_path, text)), {})
+        read_sources(DataConfig(paths=(sources_in(tmp_path, text),)), {})
     assert "did you mean weight?" in str(caught.value)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"data.sources = none.toml .*no such file; fix: "):
-        read_sources(DataConfig(sources="none.toml"), {})
+    with pytest.raises(ValueError, match=r"data.paths = none.toml .*no such file; fix: "):
+        read_sources(DataConfig(paths=("none.toml",)), {})
 
 
 def test_a_source_too_small_for_its_validation_is_named(tmp_path):
@@ -204,19 +206,19 @@ def test_no_file_is_read_twice(tmp_path):
     text = two(tmp_path) + f'[c]\npaths = ["{tmp_path}/*.jsonl"]\n'
     with pytest.raises(ValueError, match=r"b\.jsonl is in \[b\] paths too; fix: name every file once"):
         open_text(settings_of(tmp_path, text))
-    held = two(tmp_path).replace('["', '["', 1) + f'validation_paths = ["{tmp_path}/a/a.txt"]\n'
+    held = two(tmp_path).replace('["', '["', 1) + f'validation = ["{tmp_path}/a/a.txt"]\n'
     with pytest.raises(ValueError, match=r"a\.txt is in \[a\] paths too"):
         open_text(settings_of(tmp_path, held))
 
 
 def test_sources_and_paths_exclude_each_other(tmp_path):
-    data = DataConfig(sources="x.toml", paths=("y",))
+    data = DataConfig(paths=("x.toml", "y"))
     with pytest.raises(ValueError, match="each source names its own text"):
         resolve(Config(data=data))
 
 
 def test_a_run_reports_each_source_and_goes_on_where_it_was(tmp_path):
-    small = [*SMALL, *ALONE, "--train.microbatches", "4", "--train.log_every", "1", "--data.sources", "sources.toml"]
+    small = [*SMALL, *ALONE, "--train.microbatches", "4", "--train.log_every", "1", "--data.paths", "sources.toml"]
     small += ["--data.validation", "0.25"]
     two(tmp_path)
     (tmp_path / "a" / "a.txt").write_text("a" * 4000)

@@ -31,7 +31,7 @@ GIVEN: dict[str, Any] = {
 
 
 def settings_of(folder: Path, **more: Any) -> Settings:
-    paths: dict[str, Any] = {} if "data.sources" in more else {"data.paths": (text_in(folder),)}
+    paths: dict[str, Any] = {} if "data.paths" in more else {"data.paths": (text_in(folder),)}
     config = changed(recipe("llama3_8b"), GIVEN | paths | {"data.cache": str(folder / "cache")} | more)
     return resolve(config, Host(gpus=8), dict.fromkeys(more, "test"))
 
@@ -56,7 +56,7 @@ def test_documents_are_known_once_text_is_tokenised(tmp_path: Path, packing: str
     if several:
         listed = [f'[{n}]\npaths = ["{text_in(tmp_path, n)}"]\nweight = {w}\n' for n, w in (("a", 1), ("b", 3))]
         (tmp_path / "sources.toml").write_text("".join(listed))
-        more["data.sources"] = str(tmp_path / "sources.toml")
+        more["data.paths"] = (str(tmp_path / "sources.toml"),)
     settings = settings_of(tmp_path, **more)
     assert known_documents(settings) == ()
     assert not (tmp_path / "cache").exists()

@@ -194,14 +194,14 @@ def test_text_begins_as_by_transformers(tmp_path, bos, begins):
     # A file says add_bos_token for models of sentencepiece: beside tokenizer.json transformers does not read it.
     folder = published(tmp_path / "model", begins, tokenizer_config={**named, "add_bos_token": not begins})
     write(tmp_path / "text", a="hello world", b=" ")
-    data = data_in(tmp_path, str(tmp_path / "text"), tokenizer=folder, bos=bos, validation=0.0)
+    data = data_in(tmp_path, str(tmp_path / "text"), tokenizer=folder, bos=bos, validation=(0.0,))
     theirs = transformers.AutoTokenizer.from_pretrained(folder)("hello world")["input_ids"]
     plain = [HELLO, HELLO + 1]
     expected = {"auto": theirs, "on": [1, *plain], "off": plain}[bos]
     assert open_corpus(data, {}).tokens.tolist() == [*expected, END]  # and no text stays none
     assert known_tokenizer(data, {}).begin == "<s>" * (len(expected) - 2)
     (tmp_path / "rows.jsonl").write_text(json.dumps({"p": "hello", "a": "world"}))
-    rows = replace(data, paths=(str(tmp_path / "rows.jsonl"),), prompt_key="p", text_key="a")
+    rows = replace(data, paths=(str(tmp_path / "rows.jsonl"),), text_key=("p", "a"))
     corpus = open_corpus(rows, {})
     assert corpus.tokens.tolist()[: len(expected) - 2] == expected[:-2]
     assert corpus.masked.tolist() == [[0, len(corpus.tokens) - 1]]  # one word, with an end that is learnt
@@ -214,7 +214,7 @@ def test_a_chat_begins_once(tmp_path):
     folder = published(tmp_path / "model", True, tokenizer_config=named)
     (tmp_path / "rows.jsonl").write_text(json.dumps({"text": [{"role": "user", "content": "hello"}]}))
     for bos in ("auto", "on"):
-        data = data_in(tmp_path, str(tmp_path / "rows.jsonl"), tokenizer=folder, bos=bos, validation=0.0)
+        data = data_in(tmp_path, str(tmp_path / "rows.jsonl"), tokenizer=folder, bos=bos, validation=(0.0,))
         assert open_corpus(data, {}).tokens.tolist() == [1, USER, HELLO, END, END]
 
 
@@ -256,7 +256,7 @@ def test_another_beginning_or_end_is_another_cache_and_explained(tmp_path, capsy
     named = {"eos_token": "<end>", "bos_token": "<s>"}
     folder = published(tmp_path / "model", True, tokenizer_config=named)
     write(tmp_path / "text", a="hello world")
-    data = data_in(tmp_path, str(tmp_path / "text"), tokenizer=folder, validation=0.0)
+    data = data_in(tmp_path, str(tmp_path / "text"), tokenizer=folder, validation=(0.0,))
     ways = (data, replace(data, bos="off"), replace(data, eos="<s>"))
     found = [open_corpus(way, {}).tokens.tolist() for way in ways]
     assert found == [[1, HELLO, HELLO + 1, END], [HELLO, HELLO + 1, END], [1, HELLO, HELLO + 1, 1]]

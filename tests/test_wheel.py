@@ -78,7 +78,7 @@ def test_what_is_installed_works_in_a_clean_folder(wheels: list[Path], tmp_path:
     [
         (["train.lr"], ["train.lr: a number; 0.003 by default", "Learning rate after the warm-up"]),
         (["overlap.pp"], ["overlap.pp.defer_layers"]),
-        (["data"], ["Text and tokens", "`.parquet`", "data.sources"]),
+        (["data"], ["Text and tokens", "`.parquet`", "data.text_key"]),
         (["tensor-parallel", "what it cannot"], ["## What it cannot do"]),
         (["-h"], ["hocket help PAGE", "tensor-parallel ", "model.rope"]),
     ],

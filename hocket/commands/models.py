@@ -203,14 +203,15 @@ def _print(tokens: Iterable[int], tokenizer: Tokenizer, end: str) -> None:
 EVAL_USAGE = """usage: hocket eval RUN|FOLDER --data.paths PATH...
 
 The loss of a model in nats per token: of a run's newest checkpoint, a checkpoint, or a folder of Hugging Face. Every
-token of the text that is learnt counts once; hocket eval RUN --data.sources FILE also tells the loss of each source.
+token of the text that is learnt counts once; of a TOML file of several sources
+hocket eval tells the loss of each, too.
 
-  --data.paths, --data.sources   the text, none of which is kept back (docs/data.md)
+  --data.paths                   the text, none of which is kept back (docs/data.md)
   --data.*                       how it is read: as the run has read its own, a folder with data.packing = on and
                                  data.sequence_length = 1024
   --train.sequences              sequences that are computed together, by default 1
   --train.device                 auto takes a GPU if there is one. On a CPU weights are fp32, on a GPU bf16"""
-UNREAD = ("data.validation", "data.validation_paths", "data.seed")
+UNREAD = ("data.validation", "data.seed")
 """Settings of text for training alone."""
 
 
@@ -232,10 +233,10 @@ def run_eval(words: list[str]) -> int:
         raise ValueError(f"eval {model} (command line): {error}; fix: {fix}") from None
     if (Path(model) / "config.json").exists():
         read = replace(read, packing="on", sequence_length=1024)
-    config, origins = configured(Config(model=sizes, data=replace(read, paths=(), sources="")), flags)
+    config, origins = configured(Config(model=sizes, data=replace(read, paths=())), flags)
     chunk, found = filled(sizes, value, device_of(config.train.device)), list[tuple[float, int]]()
     for source in read_sources(config.data, origins):
-        corpus = open_corpus(replace(source.data, validation=0.0, validation_paths=()), source.origins)
+        corpus = open_corpus(replace(source.data, validation=(0.0,)), source.origins)
         if corpus.vocab > sizes.vocab:
             reason, fix = f"has {corpus.vocab} tokens, and the model {sizes.vocab}", "the model's own tokenizer"
             raise ValueError(problem("data.tokenizer", source.data.tokenizer, source.origins, reason, fix))
@@ -256,7 +257,7 @@ def configured(config: Config, flags: list[str]) -> tuple[Config, dict[str, str]
     read = {name for name in types() if name.startswith("data.") and name not in UNREAD}
     for name in origins.keys() - read - {"train.sequences", "train.device"}:
         problems.append(f"{name} ({origins[name]}): no effect on an evaluation; fix: leave it out")
-    if not problems and not {"data.paths", "data.sources"} & origins.keys():
+    if not problems and "data.paths" not in origins:
         problems.append("hocket eval (command line): no text; fix: --data.paths my/texts")
     stop_if(problems)
     said = {flag.removeprefix("--").replace("-", "_"): values for flag, values in split(flags, [])}

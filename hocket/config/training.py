@@ -139,14 +139,11 @@ class DataConfig:
     """The text to train on."""
 
     paths: tuple[str, ...] = ()
-    """Files, folders or patterns of text or tokens: docs/data.md. Empty: the source of Python's standard library."""
-    sources: str = ""
-    """A TOML file of several sources of text with weights, in place of data.paths: docs/data.md."""
-    text_key: str = "text"
+    """Files, folders or patterns of text or tokens, or a TOML file of several sources of text with weights:
+    docs/data.md. Empty: the source of Python's standard library."""
+    text_key: tuple[str, ...] = ("text",)
     """Name of the text, or of the messages of a chat, in a line of JSON or a row of a table. `a.b` is the `b` inside of
-    `a`."""
-    prompt_key: str = ""
-    """Name of a text there that stands before the text and is not learnt. Empty: there is none."""
+    `a`. Of two names the first is that of a prompt, which stands before the text and is not learnt."""
     skip_empty: bool = False
     """Leave out rows whose text is null or missing, and say how many. Without it such a row ends the run."""
     chat_template: str = ""
@@ -167,14 +164,34 @@ class DataConfig:
     """on keeps documents that share a sequence apart: attention stays inside each document, positions begin anew in
     each, and no document has to predict the first token of the next. best_fit does too, cuts no document, and fills
     sequences up with padding. off puts only a separator between documents."""
-    validation: Annotated[float, Between(0, 0.9)] = 0.05
-    """Share of the tokens that is kept for validation, between 0 and 1."""
-    validation_paths: tuple[str, ...] = ()
-    """Files, folders or patterns of text for validation. Then no token of data.paths is kept for it."""
+    validation: Annotated[tuple[float | str, ...], Between(0, 0.9)] = (0.05,)
+    """Share of the tokens that is kept for validation; or files, folders or patterns of text for it, and then no token
+    of data.paths is kept."""
     seed: Annotated[int, Between(0, 2**63 - 1)] = 0
     """Seed of the order of documents and sequences."""
     cache: str = ".cache/hocket"
     """Folder for tokenised text."""
+
+    @property
+    def sources(self) -> str:
+        """The file of several sources; empty if there is one."""
+        return next((path for path in self.paths if path.endswith(".toml") and not {*"*?["} & {*path}), "")
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Names of the text and of the prompt; that of the prompt is empty if there is none."""
+        *prompt, text = self.text_key or ("",)
+        return text, next(iter(prompt), "")
+
+    @property
+    def kept_back(self) -> float:
+        """Share of the tokens that is kept for validation."""
+        return next((item for item in self.validation if not isinstance(item, str)), 0.0)
+
+    @property
+    def held_out(self) -> tuple[str, ...]:
+        """What is read for validation alone."""
+        return tuple(item for item in self.validation if isinstance(item, str))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from hocket.runtime.world import everyone
 from hocket.settings.schema import leaf, problem, show, types
 from hocket.tune.transport_choice import TRANSPORT, chose_copies
 
-_OWN = ("run.", "data.paths", "data.sources", "data.validation_paths", "data.tokenizer", "data.cache")
+_OWN = ("run.", "data.paths", "data.validation", "data.tokenizer", "data.cache")
 """Beginnings of the names of settings for places of files. They may differ between hosts. The trainer compares the
 text."""
 

@@ -229,25 +229,6 @@ RULES: tuple[Rule, ...] = (
         "data.paths with files or folders, or leave data.paths out, which takes Python's own source",
     ),
     Rule(
-        ("data.validation_paths",),
-        lambda c, h: any(not path.strip() for path in c.data.validation_paths),
-        "an empty path",
-        "data.validation_paths with files or folders, or leave data.validation_paths out",
-    ),
-    Rule(
-        ("data.validation", "data.validation_paths"),
-        lambda c, h: bool(c.data.validation_paths),
-        "no effect: data.validation_paths has the text for validation",
-        "leave data.validation or data.validation_paths out",
-        only_if_set=True,
-    ),
-    Rule(
-        ("data.sources", "data.paths", "data.validation_paths"),
-        lambda c, h: bool(c.data.sources) and bool(c.data.paths or c.data.validation_paths),
-        "each source names its own text",
-        "leave data.sources out, or leave data.paths and data.validation_paths out",
-    ),
-    Rule(
         ("data.tokenizer",),
         lambda c, h: not c.data.tokenizer.strip(),
         "an empty name",
@@ -279,10 +260,32 @@ RULES: tuple[Rule, ...] = (
         "model.vocab = {host.tokenizer_vocab} or more",
     ),
     Rule(
+        ("data.validation",),
+        lambda c, h: len(c.data.validation) > 1 and len(c.data.held_out) < len(c.data.validation),
+        "one share of the tokens is kept for validation, or files and folders are read",
+        "leave data.validation out",
+    ),
+    Rule(
+        ("data.validation",),
+        lambda c, h: any(not path.strip() for path in c.data.held_out),
+        "an empty path",
+        "data.validation with files or folders, or leave data.validation out",
+    ),
+    Rule(
+        ("data.paths", "data.validation"),
+        lambda c, h: bool(c.data.sources) and (len(c.data.paths) > 1 or bool(c.data.held_out)),
+        "{data.sources} names sources, and each source names its own text",
+        "data.paths with files or folders, or leave data.paths and data.validation out",
+    ),
+    Rule(
+        ("data.text_key",),
+        lambda c, h: len(c.data.text_key) not in (1, 2) or not all(name.strip() for name in c.data.text_key),
+        "it is the name of the text, or the names of a prompt and of the text",
+        "leave data.text_key out",
+    ),
+    Rule(
         ("data.validation", "train.eval_batches"),
-        lambda c, h: (
-            c.data.validation == 0 and c.train.eval_batches > 0 and not (c.data.validation_paths or c.data.sources)
-        ),
+        lambda c, h: c.data.kept_back == 0 and c.train.eval_batches > 0 and not (c.data.held_out or c.data.sources),
         "nothing is kept for validation, but train.eval_batches = {train.eval_batches}",
         "data.validation above 0, or train.eval_batches = 0",
     ),

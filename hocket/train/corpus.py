@@ -69,7 +69,7 @@ class Corpus:
     masked: np.ndarray = field(default_factory=lambda: np.zeros((0, 2), dtype=np.int64))
     """Tokens that are read and not learnt: int64 [ranges, 2] of (first, end), ascending and apart."""
     held: Corpus | None = None
-    """The text of `data.validation_paths`. Without it validation has the tokens behind those for training."""
+    """The text that `data.validation` names. Without it validation has the tokens behind those for training."""
 
     @property
     def train(self) -> np.ndarray:
@@ -234,9 +234,9 @@ def open_corpus(
     its name says, an empty corpus, a missing tokenizer, a cache that is damaged or cannot be written.
     """
     corpus = _open(Asked("data.paths", data.paths, origins), data, timeout, without, say)
-    if not data.validation_paths:
+    if not data.held_out:
         return corpus
-    asked = Asked("data.validation_paths", data.validation_paths, origins)
+    asked = Asked("data.validation", data.held_out, origins)
     held = _open(asked, data, timeout, without, say)
     return replace(corpus, train_tokens=len(corpus.tokens), held=replace(held, train_tokens=len(held.tokens)))
 
@@ -250,7 +250,7 @@ def known_corpus(data: DataConfig, origins: Mapping[str, str], without: Path | N
     if not folder.exists():
         return None
     corpus = _load(folder, data, origins, check=False)
-    return replace(corpus, train_tokens=len(corpus.tokens)) if data.validation_paths else corpus
+    return replace(corpus, train_tokens=len(corpus.tokens)) if data.held_out else corpus
 
 
 def _place(asked: Asked, data: DataConfig, without: Path | None) -> tuple[list[Path], Path]:
@@ -290,7 +290,7 @@ def _load(folder: Path, data: DataConfig, origins: Mapping[str, str], check: boo
             raise ValueError("changed")
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(problem("data.cache", data.cache, origins, f"{folder} is damaged", "delete it")) from None
-    kept = round(len(tokens) * data.validation)
+    kept = round(len(tokens) * data.kept_back)
     skipped = tuple(meta["skipped"])
     return Corpus(tokens, meta["vocab"], len(starts), skipped, len(tokens) - kept, meta["empty"], starts, masked)
 
@@ -305,11 +305,12 @@ def _checksum(tokens: np.ndarray, starts: np.ndarray, masked: np.ndarray, meta: 
 
 def _key(files: list[Path], data: DataConfig, asked: Asked) -> str:
     """Changes with everything that the tokens depend on: files, their sizes and times, tokenizer, seed."""
-    digest = hashlib.sha256(f"{FORMAT} {data.tokenizer} {data.text_key} {data.seed}".encode())
+    text, prompt = data.names
+    digest = hashlib.sha256(f"{FORMAT} {data.tokenizer} {text} {data.seed}".encode())
     if data.eos or data.bos != "auto":
         digest.update(f" {data.eos!r} {data.bos}".encode())
-    if data.prompt_key or data.chat_template or data.skip_empty:
-        digest.update(f" {data.prompt_key} {data.chat_template} {data.skip_empty}".encode())
+    if prompt or data.chat_template or data.skip_empty:
+        digest.update(f" {prompt} {data.chat_template} {data.skip_empty}".encode())
     for file in dict.fromkeys([*files, *tokenizer_files(data.tokenizer), *template_files(data)]):
         try:
             stat = file.stat()
@@ -361,7 +362,7 @@ def _write(files: list[Path], asked: Asked, data: DataConfig, final: Path, say: 
         skipped, empty = [line for piece in pieces for line in piece.skipped], sum(piece.empty for piece in pieces)
         if not any(piece.lengths.any() for piece in pieces):
             left_out = f" ({'; '.join(skipped[:NAMED])})" if skipped else ""
-            left_out += f", {empty:,} rows without {data.text_key} left out" if empty else ""
+            left_out += f", {empty:,} rows without {data.names[0]} left out" if empty else ""
             reason = f"the corpus is empty: no text in {len(files)} files{left_out}"
             raise asked.refused(reason, "name files that hold text")
         tokens, starts, masked = in_order(pieces, folder.temporary / "tokens.bin", tokenizer.separator, data.seed)

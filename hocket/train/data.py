@@ -273,7 +273,7 @@ def make_streams(text: Text, settings: Settings) -> tuple[Rows, dict[str, Shuffl
     if evaluated and not streams:
         reason = f"no source keeps anything for validation, but train.eval_batches = {settings.train.eval_batches}"
         fix = "validation above 0 for one of them, or train.eval_batches = 0"
-        problems.append(problem("data.sources", settings.data.sources, settings.origins, reason, fix))
+        problems.append(problem("data.paths", settings.data.paths, settings.origins, reason, fix))
     stop_if(problems, "sources")
     return Mixed([train for train, _ in made], text.quotas), streams
 

@@ -37,6 +37,7 @@ from hocket.pretrained.convert import rules_of, split, tensors_of
 from hocket.pretrained.folder import LARGEST, files_of, write_files
 from hocket.pretrained.tables import FAMILIES
 from hocket.settings.schema import changed, flat, types
+from hocket.settings.sources import as_setting
 from hocket.train.chat import TEMPLATE, Chats
 from hocket.train.checkpoint import META, damage_of
 from hocket.train.documents import BadFileError
@@ -54,7 +55,7 @@ class StoredModel:
         self.settings: dict[str, Any] = json.loads((checkpoint / META).read_text())["config"]
         data = {"bos": "off"} | self.settings["data"]  # a run that knows no such setting had none
         found = flat({"model": self.settings["model"], "data": data})
-        known = {name: tuple(v) if isinstance(v, list) else v for name, v in found.items() if name in types()}
+        known = {name: as_setting(value, types()[name]) for name, value in found.items() if name in types()}
         config = changed(Config(), known)
         self.model, self.data = config.model, config.data
         self._reader = HarmlessReader(checkpoint)

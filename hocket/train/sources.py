@@ -8,7 +8,7 @@ weight = 0.7
 paths = ["corpus/code/*.parquet"]
 text_key = "content"
 weight = {0 = 0.3, 1000 = 0.5}    # 0.5 from step 1000 on
-validation_paths = ["held-out/code.jsonl"]
+validation = ["held-out/code.jsonl"]
 """
 
 from __future__ import annotations
@@ -138,10 +138,8 @@ def _next(due: Due, weights: Sequence[int]) -> int:
 
 LENT = {
     "paths": tuple[str, ...],
-    "text_key": str,
-    "prompt_key": str,
-    "validation": float,
-    "validation_paths": tuple[str, ...],
+    "text_key": tuple[str, ...],
+    "validation": tuple[float | str, ...],
 }
 """Settings of `data` that a source may have for itself, with their types."""
 WEIGHT = 1
@@ -162,7 +160,7 @@ class Source:
     @property
     def has_validation(self) -> bool:
         """Whether some of its text is for validation."""
-        return bool(self.data.validation_paths) or self.data.validation > 0
+        return bool(self.data.held_out) or self.data.kept_back > 0
 
     def weight(self, step: int) -> Fraction:
         """Its weight in a step, counted from 0."""
@@ -265,9 +263,8 @@ def _require_apart(sources: Sequence[Source], without: Path) -> None:
     """Raise ValueError if a file is read twice: what is learnt from must not be what is validated with."""
     found: dict[Path, str] = {}
     for source in sources:
-        for setting in ("paths", "validation_paths"):
-            paths = getattr(source.data, setting)
-            if setting == "validation_paths" and not paths:
+        for setting, paths in (("paths", source.data.paths), ("validation", source.data.held_out)):
+            if setting == "validation" and not paths:
                 continue
             for file in find_files(paths, source.origins, without, f"data.{setting}"):
                 where = f"[{source.name}] {setting}" if source.name else f"data.{setting}"
@@ -284,7 +281,7 @@ def read_sources(data: DataConfig, origins: Mapping[str, str]) -> tuple[Source, 
         return (Source("", data, origins),)
     file = data.sources
     if not Path(file).is_file():
-        raise ValueError(problem("data.sources", file, origins, "there is no such file", "name a TOML file"))
+        raise ValueError(problem("data.paths", file, origins, "there is no such file", "name a TOML file"))
     tables: dict[str, list[Entry]] = {}
     problems: list[str] = []
     for entry in read(file):
@@ -298,12 +295,12 @@ def read_sources(data: DataConfig, origins: Mapping[str, str]) -> tuple[Source, 
             tables.setdefault(name, []).extend(inside)
     sources = [_source(name, entries, data, origins, problems) for name, entries in tables.items()]
     if not tables and not problems:
-        problems.append(problem("data.sources", file, origins, "names no source", "[a-name] with paths below it"))
+        problems.append(problem("data.paths", file, origins, "names no source", "[a-name] with paths below it"))
     if not problems:
         for step in sorted({first for source in sources for first, _ in source.weights}):
             if not any(source.weight(step) for source in sources):
                 reason = f"the weights of all sources are 0 from step {step} on"
-                problems.append(problem("data.sources", file, origins, reason, "a weight above 0"))
+                problems.append(problem("data.paths", file, origins, reason, "a weight above 0"))
     stop_if(problems, f"keys of {file}")
     return tuple(sources)
 
@@ -326,15 +323,17 @@ def _source(
             problems.append(f"[{name}] {key} ({file}:{line}): there is no such key; fix: {fix}")
         elif not is_a(value, LENT[key]):
             problems.append(f"{where}: not {describe(LENT[key])}; fix: give {describe(LENT[key])}")
-        elif key == "validation" and not 0 <= value <= 0.9:
+        elif key == "validation" and not all(isinstance(each, str) or 0 <= each <= 0.9 for each in value):
             problems.append(f"{where}: out of range; fix: a share from 0 to 0.9")
+        elif key == "validation" and len(value) > 1 and not all(isinstance(each, str) for each in value):
+            problems.append(f"{where}: one share, or files and folders; fix: one of them")
+        elif key == "text_key" and len(value) not in (1, 2):
+            problems.append(f"{where}: not the name of the text, or of prompt and text; fix: one name, or two")
         else:
             changes[key] = value
             found[f"data.{key}"] = f"{file}:{line}, [{name}]"
     if not changes.get("paths") and not any(problem.startswith(f"[{name}] path") for problem in problems):
         problems.append(f'[{name}] ({file}): names no text; fix: paths = ["a-folder"] below it')
-    if changes.get("validation_paths") and "validation" in changes:
-        problems.append(f"[{name}] ({file}): has validation and validation_paths; fix: leave one of them out")
     return Source(name, dataclasses.replace(data, **changes), found, weights)
 
 

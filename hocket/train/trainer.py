@@ -32,7 +32,7 @@ from hocket.program.stages import lack
 from hocket.resolve import Settings
 from hocket.runtime.hangs import Watchdog
 from hocket.runtime.world import everyone
-from hocket.settings.schema import leaf, problem
+from hocket.settings.schema import problem
 from hocket.train.checkpoint import RUN, Moment, Range, Restored, number_for, restore, resumes
 from hocket.train.data import Bins, Mixed, Rows, Shuffled, make_streams
 from hocket.train.metrics import Metrics, StepRecord
@@ -112,8 +112,7 @@ class Trainer:
         if not torch.equal(least, most):
             reason = f"ranks find different text, or in another order: this one {self.text}"
             fix = "the same files under the same paths on all hosts, and files that do not change"
-            name = "data.sources" if self.settings.data.sources else "data.paths"
-            raise ValueError(problem(name, leaf(self.settings, name), self.settings.origins, reason, fix))
+            raise ValueError(problem("data.paths", self.settings.data.paths, self.settings.origins, reason, fix))
 
     def begin(self) -> None:
         """Give weights their first values, or those of a checkpoint. Raises ValueError for one that does not fit."""

@@ -39,7 +39,7 @@ def test_a_published_model_has_the_loss_of_transformers_by_source(case: str, how
     theirs = made(case, vocab_size=BYTE_VOCAB)
     theirs.save_pretrained(tmp_path / "model")
     sources_in(tmp_path)
-    ended = hocket(tmp_path, "eval", "model", "--data.sources", "mix.toml", "--train.device", "cpu", *how)
+    ended = hocket(tmp_path, "eval", "model", "--data.paths", "mix.toml", "--train.device", "cpu", *how)
     assert ended.code == 0, ended.err
     sums = {}
     for name, texts in TEXTS.items():
