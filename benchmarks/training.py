@@ -120,7 +120,7 @@ def main() -> None:
         for seed in options.seeds:
             for side in sides:
                 with TemporaryDirectory(dir=folder) as place:
-                    own = [*words, *text, "--data.seed", str(seed)]
+                    own = [*words, *text, "--train.seed", str(seed)]
                     runs[side][str(seed)] = train(own, Path(place), side, options.gpus)
                 path = write(name, {**result, "tokenizer": digest}, options.out, options.commit)  # a limit may end it
     print(path)

@@ -218,7 +218,7 @@ def test_sources_and_paths_exclude_each_other(tmp_path):
 
 
 def test_a_run_reports_each_source_and_goes_on_where_it_was(tmp_path):
-    small = [*SMALL, *ALONE, "--train.microbatches", "4", "--train.log_every", "1", "--data.paths", "sources.toml"]
+    small = [*SMALL, *ALONE, "--train.microbatches", "4", "--data.paths", "sources.toml"]
     small += ["--data.validation", "0.25"]
     two(tmp_path)
     (tmp_path / "a" / "a.txt").write_text("a" * 4000)

@@ -211,7 +211,7 @@ hocket eval tells the loss of each, too.
                                  data.sequence_length = 1024
   --train.sequences              sequences that are computed together, by default 1
   --train.device                 auto takes a GPU if there is one. On a CPU weights are fp32, on a GPU bf16"""
-UNREAD = ("data.validation", "data.seed")
+UNREAD = ("data.validation",)
 """Settings of text for training alone."""
 
 

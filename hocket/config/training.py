@@ -167,8 +167,6 @@ class DataConfig:
     validation: Annotated[tuple[float | str, ...], Between(0, 0.9)] = (0.05,)
     """Share of the tokens that is kept for validation; or files, folders or patterns of text for it, and then no token
     of data.paths is kept."""
-    seed: Annotated[int, Between(0, 2**63 - 1)] = 0
-    """Seed of the order of documents and sequences."""
     cache: str = ".cache/hocket"
     """Folder for tokenised text."""
 
@@ -226,7 +224,7 @@ class TrainConfig:
     clip: Annotated[float, Between(0)] = 1.0
     """Largest norm of the whole gradient; 0 means no clipping."""
     seed: Annotated[int, Between(0, 2**63 - 1)] = 0
-    """Seed of the initial weights."""
+    """Seed of the initial weights, and of the order in which sequences are read."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where ranks compute. auto takes one GPU per rank if the host has enough GPUs, else the CPU."""
     transport: Literal["auto", "gloo", "nccl", "copy_engine", "copy_engine_gathers", "null", "slow"] = "auto"
@@ -249,8 +247,6 @@ class TrainConfig:
     """Checkpoints that are kept; others are deleted. 2 keeps the two newest, and so does a list without a number; 0
     writes none, not even at the end. best:1 keeps the one with the lowest held-out loss, too, and the link `best` names
     it; every:1000 those of steps that are a multiple of 1000."""
-    log_every: Annotated[int, Between(1)] = 1
-    """Steps between printed lines. Every step goes to metrics.jsonl."""
     writers: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Where metrics go beside metrics.jsonl: files of TensorBoard in the run's folder, an offline run of Weights &
     Biases there. Each needs its extra, as in pip install 'hocket[tensorboard]'."""

@@ -11,7 +11,7 @@ from typing import Any
 from hocket.config import Config
 from hocket.settings.schema import flat, leaf, show
 
-TRAINED_BY = ("steps", "lr", "min_lr", "warmup", "schedule", "weight_decay", "betas", "eps", "clip")
+TRAINED_BY = ("seed", "steps", "lr", "min_lr", "warmup", "schedule", "weight_decay", "betas", "eps", "clip")
 TOLD = ("model.", "data.", "precision.", "optimizer.", *(f"train.{name} " for name in TRAINED_BY))
 """Beginnings of the names of settings that change results. A continued run reports their changes."""
 CUT = ("data.sequence_length", "data.packing")

@@ -41,6 +41,8 @@ from hocket.train.tokenising import POLL, Asked, Say, in_order, tokenise
 
 FORMAT = 5
 """Number of the format. It changes whenever cached data changes its meaning."""
+SEED = 0
+"""Of the order of documents, the same for all runs: so all have the same text for validation, and share the cache."""
 
 SAMPLE = 1 << 20
 """Tokens at each end by which two hosts find out that they have the same text."""
@@ -306,7 +308,7 @@ def _checksum(tokens: np.ndarray, starts: np.ndarray, masked: np.ndarray, meta: 
 def _key(files: list[Path], data: DataConfig, asked: Asked) -> str:
     """Changes with everything that the tokens depend on: files, their sizes and times, tokenizer, seed."""
     text, prompt = data.names
-    digest = hashlib.sha256(f"{FORMAT} {data.tokenizer} {text} {data.seed}".encode())
+    digest = hashlib.sha256(f"{FORMAT} {data.tokenizer} {text} {SEED}".encode())
     if data.eos or data.bos != "auto":
         digest.update(f" {data.eos!r} {data.bos}".encode())
     if prompt or data.chat_template or data.skip_empty:
@@ -365,7 +367,7 @@ def _write(files: list[Path], asked: Asked, data: DataConfig, final: Path, say: 
             left_out += f", {empty:,} rows without {data.names[0]} left out" if empty else ""
             reason = f"the corpus is empty: no text in {len(files)} files{left_out}"
             raise asked.refused(reason, "name files that hold text")
-        tokens, starts, masked = in_order(pieces, folder.temporary / "tokens.bin", tokenizer.separator, data.seed)
+        tokens, starts, masked = in_order(pieces, folder.temporary / "tokens.bin", tokenizer.separator, SEED)
         np.save(folder.temporary / "starts.npy", starts)
         meta = {"dtype": tokens.dtype.name, "vocab": tokenizer.vocab, "skipped": skipped, "empty": empty}
         if len(masked):

@@ -293,7 +293,7 @@ def known_documents(settings: Settings) -> tuple[Lengths, ...]:
     streams = [_split(corpus, settings)[0] for corpus in corpora if corpus is not None]
     if len(streams) < len(sources) or not all(stream.sequences for stream in streams):
         return ()
-    quotas = quotas_of(sources, settings.batch, settings.data.seed)
+    quotas = quotas_of(sources, settings.batch, settings.train.seed)
     rows: Rows = Mixed(streams, quotas) if sources[0].name else streams[0]
     return tuple(lengths_of(rows.lengths(n).tolist()) for n in range(settings.batch))
 
@@ -313,8 +313,8 @@ def _unmasked(source: Source, corpus: Corpus, settings: Settings) -> list[str]:
 def _split(corpus: Corpus, settings: Settings) -> tuple[Shuffled, Shuffled]:
     data, length = settings.data, settings.data.sequence_length
     splits = (
-        (corpus.train, corpus.starts, corpus.masked, data.seed),
-        (corpus.validation, corpus.validation_starts, corpus.validation_masked, data.seed + 1),
+        (corpus.train, corpus.starts, corpus.masked, settings.train.seed),
+        (corpus.validation, corpus.validation_starts, corpus.validation_masked, settings.train.seed + 1),
     )
     if data.packing == "best_fit":
         train, validation = (

@@ -247,7 +247,7 @@ def open_text(settings: Settings, say: Say = lambda words: None) -> Text:
     without = Path(settings.run.folder)
     _require_apart(sources, without)
     corpora = tuple(open_corpus(source.data, source.origins, without=without, say=say) for source in sources)
-    quotas = quotas_of(sources, settings.batch, settings.data.seed)
+    quotas = quotas_of(sources, settings.batch, settings.train.seed)
     total = settings.batch * settings.train.steps
     shares = tuple(count / total for count in quotas.counts(total))
     return Text(sources, corpora, quotas, shares, settings.batch)
