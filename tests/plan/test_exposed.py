@@ -141,7 +141,7 @@ ROWS: list[tuple[str, dict[str, Any], Model, int, tuple[str, ...]]] = [
     ("A", {"merge": "off", "defer_wgrad": "off"}, Model(classic=True), 32, ("5.60", "5.60", "5.60", "5.60")),
     ("B", {"defer_layers": 0}, Model(), 32, ("0.36", "0.67", "1.57", "3.07")),
     ("C", {}, Model(), 32, ("0", "0", "0.83", "2.33")),
-    ("F", {"defer_layers": 2}, Model(), 32, ("0", "0", "0.12", "1.63")),
+    ("F", {"defer_layers": "attn:2"}, Model(), 32, ("0", "0", "0.12", "1.63")),
     ("G", {"defer_layers": 1}, Model(), 32, ("0", "0", "0", "1.33")),
     ("H", {"defer_layers": 2}, Model(), 32, ("0", "0", "0", "0")),
     ("J", {}, READER, 32, ("0", "0", "0.52", "2.02")),
