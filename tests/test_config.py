@@ -281,7 +281,7 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (TINY, {"data__paths": ("",)}, "data.paths", "empty path"),
     (TINY, {"data__validation": ("",)}, "data.validation", "empty path"),
     (TINY, {"data__validation": ("a", 0.1)}, "data.validation", "one share of the tokens"),
-    (TINY, {"data__paths": ("a.toml", "b")}, "data.paths", "a.toml names sources, and each source names its own"),
+    (TINY, {"data__paths": ("a.toml", "b")}, "data.paths", "and each source names its own"),
     (TINY, {"data__text_key": ("a", "b", "c")}, "data.text_key", "names of a prompt and of the text"),
     (TINY, {"data__tokenizer": " "}, "data.tokenizer", "empty name"),
     (TINY, {"data__cache": ""}, "data.cache", "empty path"),

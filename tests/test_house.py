@@ -37,14 +37,14 @@ FEATURES = {
 
 # figure -> (most that it may be, slack). A figure that is more than the slack below its limit lowers the limit.
 LIMITS = {
-    "lines of hocket/": (59_970, 300),
+    "lines of hocket/": (59_990, 300),
     "files of hocket/": (291, 3),
     "lines of hocket_trace/": (4_390, 150),
-    "words of docs": (101_400, 1_500),
-    "settings": (153, 0),
-    "settings outside of model.*": (85, 0),
-    "rules": (250, 3),
-    "rules that say 'no effect'": (84, 3),
+    "words of docs": (101_200, 1_500),
+    "settings": (148, 0),
+    "settings outside of model.*": (80, 0),
+    "rules": (251, 3),
+    "rules that say 'no effect'": (83, 3),
     "names at the top": (12, 0),
     "files that name documents": (48, 2),
     "files that name recomputation": (37, 2),

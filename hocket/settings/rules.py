@@ -274,7 +274,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         ("data.paths", "data.validation"),
         lambda c, h: bool(c.data.sources) and (len(c.data.paths) > 1 or bool(c.data.held_out)),
-        "{data.sources} names sources, and each source names its own text",
+        "a TOML file is one of sources, and each source names its own text",
         "data.paths with files or folders, or leave data.paths and data.validation out",
     ),
     Rule(

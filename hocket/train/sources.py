@@ -29,7 +29,7 @@ import numpy as np
 from hocket.config import DataConfig
 from hocket.problems import stop_if
 from hocket.resolve import Settings
-from hocket.settings.schema import problem
+from hocket.settings.schema import problem, show
 from hocket.settings.sources import as_setting
 from hocket.settings.suggest import meant
 from hocket.settings.tomlfile import Entry, read
@@ -314,7 +314,7 @@ def _source(
     for key, value, line in (
         (entry.name, as_setting(entry.value, LENT.get(entry.name)), entry.line) for entry in entries
     ):
-        where = f"[{name}] {key} = {value} ({file}:{line})"
+        where = f"[{name}] {key} = {show(value)} ({file}:{line})"
         if key == "weight":
             weights = tuple(_weights(where, value, problems)) or weights
         elif key not in LENT:
