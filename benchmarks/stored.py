@@ -36,7 +36,7 @@ _GONE: dict[str, Any] = {
 """Former settings -> the value with which a run was as one without them."""
 
 _NO_PART = {
-    "data.seed", "train.log_every",
+    "data.seed", "plan.p2p_backward_lane", "train.log_every",
     "data.processes", "data.prompt_key", "data.sources", "data.text_key", "data.validation",
     "data.validation_paths", "optimizer.skip_limit", "overlap.pp.backward_lane", "precision.fp8_ends",
     "precision.fp8_products", "run.port", "train.decay", "train.decay_shape", "train.experts_every", "train.keep",
