@@ -12,7 +12,7 @@
 
 `PASSES` is the chain. A caller may run another one: `build_program(..., passes=inserted("sends", mine))`. Up to
 `shard` a pass sees a rank's ops as a list per step, so it can speak of "the end of the step". Whatever a pass does,
-`check` and `dry_run` tell whether the program still computes what plain training computes.
+`check` tells whether the program still computes what plain training computes.
 """
 
 from __future__ import annotations
