@@ -132,7 +132,8 @@ class RankState:
             return {name: tuple(value) if isinstance(value, list) else value for name, value in known.items()}
 
         known = tuples(json.loads(line.removeprefix(STATE)))
-        return RankState(**{**known, "groups": tuple(Came(**tuples(group)) for group in known["groups"])})
+        known["groups"] = tuple(Came(**tuples(group)) for group in known["groups"])
+        return RankState(**known)
 
 
 # -------------------------------------------------------------------------------------------------- who waits for whom
