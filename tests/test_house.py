@@ -37,8 +37,8 @@ FEATURES = {
 
 # figure -> (most that it may be, slack). A figure that is more than the slack below its limit lowers the limit.
 LIMITS = {
-    "lines of hocket/": (59_970, 300),
-    "files of hocket/": (291, 3),
+    "lines of hocket/": (59_240, 300),
+    "files of hocket/": (290, 3),
     "lines of hocket_trace/": (4_390, 150),
     "words of docs": (101_400, 1_500),
     "settings": (153, 0),
@@ -47,11 +47,11 @@ LIMITS = {
     "rules that say 'no effect'": (84, 3),
     "names at the top": (12, 0),
     "files that name documents": (48, 2),
-    "files that name recomputation": (37, 2),
-    "files that name offload": (38, 2),
+    "files that name recomputation": (36, 2),
+    "files that name offload": (37, 2),
     "files that name graphs": (27, 2),
     "files that name fp8": (24, 2),
-    "files that name context parallelism": (40, 2),
+    "files that name context parallelism": (39, 2),
     "files that name tensor parallelism": (41, 2),
     "files that name ring": (15, 2),
     "files that name muon": (24, 2),
