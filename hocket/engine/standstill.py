@@ -1,124 +1,170 @@
 """What a rank does and waits for when a step stands still, from its ops, its groups and the flags in memory.
 
 Note: [Who waits for whom]
-Ops tell where the lanes stand, as far as it is known which are complete (`runtime/hangs.py`). A lane that stands at
-ops which have called groups waits in the first of these exchanges that is not over; one that stands at other ops is
-busy. Where ranks wait for flags in memory, these say more: how many exchanges are over, and whose word is missing. Of a
-step that is replayed nothing is known of ops, and words are all there is.
+Ops tell where the lanes stand, as far as it is known which are complete (`Stands`). A lane that stands at ops which
+have called groups waits in the first of these exchanges that is not over; one that stands at other ops is busy. Where
+ranks wait for flags in memory, these say more: how many exchanges are over, and whose word is missing. Of a step that
+is replayed nothing is known of ops, and words are all there is.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
+from hocket.program.ops import Lane, Op
 from hocket.runtime.comm import Group, Groups
-from hocket.runtime.hangs import ALONE, Came, Issued, RankState, Recorder, Stands, Told, culprit
+from hocket.runtime.hangs import ALONE, Came, Issued, RankState, Recorder, Told, culprit
 from hocket.runtime.lanes import Lanes
-
-SHOWN = 5
-"""Ops of a kind that a report names."""
 
 WHOLE = "its ops were issued as one graph, so none is known to be reached; plan.graphs = off shows which one hangs"
 """What is known of a replayed step."""
+
+
+class Stands:
+    """Where a rank's lanes stand. Positions are those of the rank's list.
+
+    Ops that no other lane waits for leave no event, so nothing says when they are complete. But a lane is in order:
+    what comes before an op that is complete is complete too. What comes after the last such op of a lane is *open*. A
+    lane can be at its open ops up to the first of which an event says that it is not complete. If one of these waits
+    for an open op of another lane, then that is where the lane waits. Otherwise it *stands at* them, at one of which
+    nobody knows.
+    """
+
+    def __init__(
+        self, ops: Sequence[Op], issued: Sequence[int], completed: Callable[[Op, int], bool | None],
+        streams: bool = True,
+    ) -> None:  # fmt: skip
+        """`issued` are positions in their order; of the last it is not known whether it was issued to its end.
+
+        `completed` says of any other whether it is complete; None if nothing tells. `streams`: the ops of a lane begin
+        one after the other, and not when the host issues them.
+        """
+        self._ops, self._streams, self._issued = ops, streams, issued
+        self._lanes: dict[Lane, list[int]] = {}
+        self._index: dict[int, int] = {}
+        for position in issued:
+            lane = self._lanes.setdefault(ops[position].lane, [])
+            self._index[position] = len(lane)
+            lane.append(position)
+        self._complete: dict[Lane, int] = dict.fromkeys(self._lanes, 0)
+        """How many ops of a lane are known to be complete."""
+        self._begun = {lane: len(positions) for lane, positions in self._lanes.items()}
+        """How many may have begun, for all that is known of the lane alone."""
+        for lane, positions in self._lanes.items():
+            for count in range(len(positions), 0, -1):
+                position = positions[count - 1]
+                known = completed(ops[position], position) if position != issued[-1] else None
+                if known:
+                    self._complete[lane] = count
+                    break
+                if known is False:
+                    self._begun[lane] = count
+
+    def open(self, position: int) -> bool:
+        """Whether an op that was issued is not known to be complete."""
+        return self._index[position] >= self._complete[self._ops[position].lane]
+
+    def reached(self, position: int) -> bool:
+        """Whether an op may have begun."""
+        lane = self._ops[position].lane
+        blocked = next((p for p in self._open_ops(lane) if self._waits_for(p)), None)
+        end = self._begun[lane] if blocked is None else self._index[blocked]
+        return not self._streams or self._index[position] < end
+
+    def _waits_for(self, position: int) -> list[int]:
+        """Open ops of other lanes that an op waits for."""
+        return [p for p in self._ops[position].deps if p in self._index and self.open(p)]
+
+    def _open_ops(self, lane: Lane, up_to: int = -1) -> list[int]:
+        """Ops at which a lane may be, as far as it alone is concerned; up to one of them, if that is said."""
+        end = self._begun[lane] if up_to < 0 else min(self._begun[lane], self._index[up_to] + 1)
+        return self._lanes[lane][self._complete[lane] : end]
+
+    def at(self) -> list[tuple[int, ...]]:
+        """What all that is open waits for in the end: each time the ops at one of which a lane stands.
+
+        Seen from the op that was issued last and from the compute lane: what only others wait for, such as a send for a
+        late receiver, keeps this rank from nothing.
+        """
+        last = list(self._issued[-1:])
+        seen, found = set[int](), dict[Lane, tuple[int, ...]]()
+        left = [*last, *self._lanes.get("compute", [])[-1:]]
+        while left:
+            position = left.pop()
+            if position in seen or not self.open(position):
+                continue
+            seen.add(position)
+            lane = self._ops[position].lane
+            before = [position] if position in last and not self._streams else self._open_ops(lane, position)
+            waits = next((p for p in before if self._waits_for(p)), None)
+            if waits is not None:
+                left += self._waits_for(waits)
+            elif lane not in found or len(before) < len(found[lane]):  # up to the first that is asked for
+                found[lane] = tuple(before)
+        return list(found.values())
 
 
 class Standstill:
     """A step of one rank that stands still. Asks each thing once, and the device only if it may."""
 
     def __init__(self, rank: int, recorder: Recorder, groups: Groups, lanes: Lanes, device: bool) -> None:
-        self._recorder, self._groups = recorder, groups
-        self._device, self._now = device, time.monotonic()
-        ops = recorder.ops
+        self._recorder, self._device = recorder, device
         self._known = device and not recorder.replayed  # else nothing tells which ops are complete
         issued = recorder.issued if self._known else []
-        streams = lanes.needs_rehearsal
-        self._stands = Stands(ops, issued, lambda op, position: lanes.completed(op.lane, position), streams)
-        self._at = self._stands.at()
-        standing = {position for positions in self._at for position in positions}
+        self._stands = Stands(
+            recorder.ops, issued, lambda op, position: lanes.completed(op.lane, position), lanes.needs_rehearsal
+        )
+        at = self._stands.at()
+        standing = {position for positions in at for position in positions}
         came = [each for group in groups if group.name in recorder.exchanges for each in self._came(group, standing)]
         self.state = RankState(
             rank,
             groups.steps,
             recorder.where(),
-            at=tuple(map(self._ops, self._at)),
-            doubts=tuple(map(self._ops, self._stands.doubts)),
+            at=tuple(map(self._ops, at)),
             waits=tuple(each.key for each, waits in came if waits),
             groups=tuple(each for each, _ in came if each.issued),
         )
 
     def _came(self, group: Group, standing: Collection[int]) -> list[tuple[Came, bool]]:
         """How far the rank has come with a group's exchanges, and whether it waits in one."""
-        issued, words, found = self._recorder.exchanges[group.name], group.words, list[tuple[Came, bool]]()
+        issued, words, ops = self._recorder.exchanges[group.name], group.words, self._recorder.ops
         told = words.told(issued.marks, self._recorder.replayed) if words and self._device else None
-        if told is not None and told.turns is not None:
-            found.append(self._tokens(group, told, standing))
-            told = None
-        return [*found, self._calls(group, issued, told, standing)]
+        if told is None or told.turns is None:
+            return [self._calls(group, issued, told or Told(), standing)]
+        # Pieces that tensor-parallel ranks exchange in the middle of ops, by copies: they are no calls of the group.
+        assert told.done is not None
+        (reached, count), absent = told.turns, tuple(group.ranks[rank] for rank in told.absent)
+        name, key, what = f"{group.name} tokens", f"tokens {group.key}", "tokens, piece by piece"
+        tokens = Came(name, key, group.ranks, count, reached, told.done, told.done + 1, what, absent)
+        computes = self._recorder.replayed or any(ops[p].lane == "compute" for p in standing)
+        return [(tokens, bool(absent) and computes), self._calls(group, issued, Told(), standing)]
 
-    def _calls(self, group: Group, issued: Issued, told: Told | None, standing: Collection[int]) -> tuple[Came, bool]:
-        calls = list(issued.calls)
+    def _calls(self, group: Group, issued: Issued, told: Told, standing: Collection[int]) -> tuple[Came, bool]:
+        calls, stands = list(issued.calls), self._stands
         if self._recorder.replayed and group.issued is not None:
             calls += group.issued.calls  # behind the replay
         ops = [self._recorder.at(when) for _, when in calls]
-        count, stands = len(calls), self._stands
+        count = len(calls)
         done, reached = 0, count
         if self._known:
             done = next((i for i, p in enumerate(ops) if p is None or stands.open(p)), count)
             begun = [i for i, p in enumerate(ops) if p is not None and (not stands.open(p) or stands.reached(p))]
             reached = begun[-1] + 1 if begun else 0
-        counted = told is not None and told.done is not None
-        if told is not None and told.done is not None:
+        if told.done is not None:
             done, reached = told.done, max(reached, told.done)
-        names = [self._name(*each) for each in zip(calls, ops, strict=True)]
-        absent = tuple(group.ranks[rank] for rank in told.absent) if told else ()
-        came = Came(
-            group.name,
-            group.key,
-            group.ranks,
-            count,
-            reached,
-            done,
-            until=max((i + 1 for i, p in enumerate(ops) if done < count and p == ops[done]), default=count),
-            what=names[done] if done < count else "",
-            seconds=self._now - calls[done][1] if done < count and self._known else 0.0,
-            last=names[-1] if names else "",
-            absent=absent,
-            told=told.text if told else "",
-        )
+        absent = tuple(group.ranks[rank] for rank in told.absent)
+        until = max((i + 1 for i, p in enumerate(ops) if done < count and p == ops[done]), default=count)
+        what = self._name(calls[done][0], ops[done]) if done < count else ""
+        came = Came(group.name, group.key, group.ranks, count, reached, done, until, what, absent)
         if done == count or not self._known:
             return came, done < count and bool(absent)
-        return came, ops[done] in standing and (bool(absent) or not counted)
+        return came, ops[done] in standing and (bool(absent) or told.done is None)
 
-    def _tokens(self, group: Group, told: Told, standing: Collection[int]) -> tuple[Came, bool]:
-        """Of pieces that tensor-parallel ranks exchange in the middle of ops, by copies."""
-        assert told.turns is not None
-        assert told.done is not None
-        reached, count = told.turns
-        absent = tuple(group.ranks[rank] for rank in told.absent)
-        key, what = f"tokens {group.key}", "tokens, piece by piece"
-        came = Came(
-            f"{group.name} tokens",
-            key,
-            group.ranks,
-            count,
-            reached,
-            told.done,
-            until=told.done + 1,
-            what=what,
-            last=what,
-            absent=absent,
-            told=told.text,
-        )
-        ops = self._recorder.ops
-        return came, bool(absent) and (self._recorder.replayed or any(ops[p].lane == "compute" for p in standing))
-
-    def _name(self, call: tuple[str, float], position: int | None) -> str:
+    def _name(self, call: str, position: int | None) -> str:
         """An exchange, by its op if it has one of its own."""
-        if position is None:
-            return call[0]
-        op = self._recorder.ops[position]
-        return f"{op}" if op.verb in ("send", "recv") else f"{call[0]} in {op}"
+        op = None if position is None else self._recorder.ops[position]
+        return call if op is None else f"{op}" if op.verb in ("send", "recv") else f"{call} in {op}"
 
     def _ops(self, positions: Sequence[int]) -> str:
         """Some ops that follow each other."""
@@ -126,33 +172,21 @@ class Standstill:
         return " .. ".join(f"op {p}: {self._recorder.ops[p]}" for p in ends)
 
     def text(self) -> str:
-        """The report of the rank: lines for persons, then one for programs."""
-        state, ops = self.state, self._recorder.ops
-        lines = [f"rank {state.rank}: {state.where}"]
-        for key in state.waits:
-            came = state.came(key)
-            assert came is not None
-            since = f", issued {came.seconds:.0f} s ago" if came.seconds else ""
-            whom = ", ".join(str(rank) for rank in came.absent or came.ranks if rank != state.rank)
-            by = "by flags in memory" if came.absent else "as it seems"
-            lines.append(f"  waits for {came.thing(came.done + 1)}, {came.what}{since}: {by} for rank {whom}")
-        lines += [f"  stands at {text}" for text in state.at]
-        lines += [f"  or at {text}, of which nothing tells whether they are complete" for text in state.doubts]
-        if self._recorder.replayed:
-            lines.append(f"  {WHOLE}")
-        elif self._known:
-            done, left = [], []
-            for position in self._recorder.issued:
-                (left if self._stands.open(position) else done).append(f"{position} {ops[position]}")
-            lines.append("  last completed: " + ("; ".join(done[-SHOWN:]) or "nothing known"))
-            if left:
-                lines.append("  issued, not known to be complete: " + "; ".join(left[:SHOWN]))
-        lines += [f"  exchanges of {came.line()}" for came in state.groups]
-        return "\n".join([*lines, self._verdict(), state.as_line()])
+        """The report of the rank: lines for persons, then one for programs.
 
-    def _verdict(self) -> str:
-        """What this rank alone can say of the cause: its whole report where no parent puts all of them together."""
-        rank = self.state.rank
-        others = {other for came in self.state.groups for other in came.ranks} - {rank}
+        The last but one is what this rank alone can say of the cause, for where no parent puts all reports together.
+        """
+        state, rank = self.state, self.state.rank
+        lines = [f"rank {rank}: {state.where}"]
+        for came in state.waiting():
+            whom = ", ".join(str(other) for other in came.absent or came.ranks if other != rank)
+            by = "by flags in memory" if came.absent else "as it seems"
+            lines.append(f"  waits for {came.thing(came.done + 1)}, {came.what}: {by} for rank {whom}")
+        lines += [f"  stands at {text}" for text in state.at]
+        lines += [f"  {WHOLE}"] if self._recorder.replayed else []
+        over = ", ".join(f"{came.done} of {came.issued} of {came.name}" for came in state.groups)
+        lines += [f"  exchanges known to be over: {over}"] if over else []
+        others = {other for came in state.groups for other in came.ranks} - {rank}
         fix = "look at that rank and at the network between, or raise train.hang_timeout"
-        return f"{ALONE}{rank} makes no progress: {culprit({rank: self.state}, others)}; fix: {fix}"
+        lines.append(f"{ALONE}{rank} makes no progress: {culprit({rank: state}, others)}; fix: {fix}")
+        return "\n".join([*lines, state.as_line()])

@@ -44,16 +44,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hocket.kernels import refuse_graph, usable
-from hocket.layers.functional import grouped_mm, grouped_wgrad
+from hocket.layers.functional import grouped_mm, grouped_wgrad, owners
 from hocket.runtime.weights import (
     Destination,
-    Ordinary,
     Product,
     Queued,
+    destination,
     put,
-    queued,
     sum_of_products,
-    weight_of,
     write_product,
 )
 
@@ -307,19 +305,14 @@ class _Factors:
 
 def fp8_linears(x_TD: Tensor, params: Sequence[Tensor], products: Products = ALL) -> tuple[Tensor, ...]:
     """`x @ p.T` of every weight, [..., F], with products in fp8. Widths and tokens are multiples of `UNIT`."""
-    wheres = [where_of(x_TD, p) for p in params]
+    wheres = [destination(x_TD, p) for p in params]
     return _Linears.apply(x_TD, *(where.given for where in wheres), wheres, products)
 
 
 def fp8_mlp(x_TD: Tensor, p_gate_up: Tensor, p_down: Tensor) -> Tensor:
     """SwiGLU between two linear layers, all products in fp8: nothing between them is written in a wider format."""
-    wheres = [where_of(x_TD, p_gate_up), where_of(x_TD, p_down)]
+    wheres = [destination(x_TD, p_gate_up), destination(x_TD, p_down)]
     return _Mlp.apply(x_TD, *(where.given for where in wheres), *wheres)
-
-
-def where_of(x: Tensor, param: Tensor) -> Destination:
-    weight = weight_of(param)
-    return Ordinary(param) if weight is None else queued(x, weight)
 
 
 def _bounds(wheres: Sequence[Destination]) -> list[tuple[int, int]]:
@@ -445,15 +438,8 @@ def fp8_experts(
     """SwiGLU of each expert on its rows: [R, D]. `offsets` as of `grouped_linear`, `of_rows` the count and the weights
     of `swiglu`.
     """
-    wheres = where_of(x_RD, p_gate_up), where_of(x_RD, p_down)
+    wheres = destination(x_RD, p_gate_up), destination(x_RD, p_down)
     return _Experts.apply(x_RD, *(where.given for where in wheres), offsets_E, *of_rows, wheres, products)
-
-
-def owners(rows: int, offsets_E: Tensor) -> Tensor:
-    """The expert of every row, int32 [R]; rows behind the last one's have the last one."""
-    row = torch.arange(rows, dtype=torch.int32, device=offsets_E.device)
-    found = torch.searchsorted(offsets_E, row, right=True, out_int32=True)
-    return found.clamp_(max=len(offsets_E) - 1)
 
 
 def grouped_product(a: Rows, b_ENK: Tensor, scale_EN: Tensor | None, offsets_E: Tensor, dtype: torch.dtype) -> Tensor:

@@ -101,16 +101,16 @@ def score(x_TD: Tensor, p_ED: Tensor) -> tuple[Tensor, Tensor]:
     return x_TD, _Linear.apply(x_TD, None, None, queued(x_TD, weight), None, torch.float32)
 
 
-def grouped_linear(x_RD: Tensor, p_EDF: Tensor, offsets_E: Tensor) -> Tensor:
-    """One product per expert: rows `offsets[e - 1]:offsets[e]` times `p[e]`. Returns [R, F].
+def grouped_linear(x_RD: Tensor, p_EDF: Tensor, offsets_E: Tensor, turned: bool = False) -> Tensor:
+    """One product per expert: rows `offsets[e - 1]:offsets[e]` times `p[e]`; weights that are `turned` are [E, F, D].
 
-    `offsets` is int32, on the device of `x`, ends at R; D and F must be multiples of 16 bytes. An expert
-    without rows gets a zero gradient.
+    Returns [R, F]. `offsets` is int32, on the device of `x`, ends at R; D and F must be multiples of 16 bytes. An
+    expert without rows gets a zero gradient.
     """
     weight = weight_of(p_EDF)
     if weight is None:
-        return grouped_mm(x_RD, p_EDF, offsets_E)
-    return _GroupedLinear.apply(x_RD, offsets_E, queued(x_RD, weight))
+        return grouped_mm(x_RD, p_EDF.transpose(1, 2) if turned else p_EDF, offsets_E)
+    return _GroupedLinear.apply(x_RD, offsets_E, queued(x_RD, weight), turned)
 
 
 def scale(x_TD: Tensor, p_D: Tensor, one: bool = False) -> Tensor:
@@ -131,17 +131,17 @@ def shift(x_TD: Tensor, p_D: Tensor) -> Tensor:
     return _Shift.apply(x_TD, queued(x_TD, weight))
 
 
-def embedding(ids_T: Tensor, p_VD: Tensor) -> Tensor:
-    """Rows `p[ids]`, of shape [..., D]."""
+def embedding(ids_T: Tensor, p_VD: Tensor, padding: int = -1) -> Tensor:
+    """Rows `p[ids]`, of shape [..., D]. The row `padding` of a managed weight gets no gradient."""
     weight = weight_of(p_VD)
     if weight is not None:
         queue = current_queue()
         if queue is None:
             return F.embedding(ids_T, weight.tensor())
-        return _Embedding.apply(queue.anchored(), ids_T, Queued(weight, queue))
+        return _Embedding.apply(queue.anchored(), ids_T, Queued(weight, queue), padding)
     if not writes_itself(ids_T, p_VD):
         return F.embedding(ids_T, p_VD)
-    return _Embedding.apply(p_VD, ids_T, Ordinary(p_VD, sink_of(p_VD)))
+    return _Embedding.apply(p_VD, ids_T, Ordinary(p_VD, sink_of(p_VD)), padding)
 
 
 def embedding_forward(module: nn.Embedding, ids_T: Tensor) -> Tensor:
@@ -270,7 +270,7 @@ def _shift_wgrad(g: Tensor, out_D: Tensor) -> None:
 
 
 class _Linear(torch.autograd.Function):
-    """A managed weight is not given, nor is a bias beside it; ordinary ones have sinks, and `x` two dimensions."""
+    """Neither a managed weight nor its bias is given; ordinary ones have sinks, and `x` two dimensions."""
 
     @staticmethod
     def forward(
@@ -279,13 +279,13 @@ class _Linear(torch.autograd.Function):
         given: Tensor | None,
         bias: Tensor | None,
         where: Destination,
-        of_bias: Ordinary | None,
+        of_bias: Destination | None,
         dtype: torch.dtype,
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.set_materialize_grads(False)
         ctx.where, ctx.of_bias, ctx.dtype = where, of_bias, dtype
-        return F.linear(_as(x, dtype), _as(where.value(), dtype), bias)
+        return F.linear(_as(x, dtype), _as(where.value(), dtype), None if of_bias is None else of_bias.value())
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
@@ -300,7 +300,7 @@ class _Linear(torch.autograd.Function):
         work = Product(write) if dtype == x.dtype else partial(write, add=False, scale=1.0)
         dw, db = where.contribute(ctx, 1, work, lambda: g.t() @ x), None
         if ctx.of_bias is not None:
-            db = ctx.of_bias.contribute(ctx, 2, Product(partial(_sum_wgrad, g)), lambda: g.sum(0))
+            db = ctx.of_bias.contribute(ctx, 2, Product(partial(_sum_wgrad, _rows(g))), lambda: g.sum(0))
         return dx, dw, db, None, None, None
 
 
@@ -349,17 +349,18 @@ class _Score(torch.autograd.Function):
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, offsets: Tensor, where: Queued) -> Tensor:
+    def forward(ctx: Any, x: Tensor, offsets: Tensor, where: Queued, turned: bool) -> Tensor:
         ctx.save_for_backward(x, offsets)
-        ctx.where = where
-        return grouped_mm(x, where.value(), offsets)
+        ctx.where, ctx.turned = where, turned
+        return grouped_mm(x, where.value().transpose(1, 2) if turned else where.value(), offsets)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         x, offsets = ctx.saved_tensors
-        g = g.contiguous()
-        ctx.where.contribute(ctx, 1, Product(partial(grouped_wgrad, x.detach(), g, offsets)))
-        return grouped_mm(g, ctx.where.value().transpose(1, 2), offsets), None, None
+        g, x, value = g.contiguous(), x.detach(), ctx.where.value()
+        operands = (g, x) if ctx.turned else (x, g)
+        ctx.where.contribute(ctx, 1, Product(partial(grouped_wgrad, *operands, offsets)))
+        return grouped_mm(g, value if ctx.turned else value.transpose(1, 2), offsets), None, None, None
 
 
 class _Scale(torch.autograd.Function):
@@ -404,18 +405,21 @@ class _Embedding(torch.autograd.Function):
     """Its first input makes autograd call backward: a weight that has a sink, or the anchor of a queue."""
 
     @staticmethod
-    def forward(ctx: Any, _given: Tensor, ids: Tensor, where: Destination) -> Tensor:
+    def forward(ctx: Any, _given: Tensor, ids: Tensor, where: Destination, padding: int) -> Tensor:
         ctx.set_materialize_grads(False)
+        ctx.padding = padding
         return F.embedding(ids, keep(ctx, ids, where))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         if g is None:
-            return None, None, None
+            return None, None, None, None
         (ids,) = ctx.saved_tensors
+        if ctx.padding >= 0:
+            g = g.masked_fill((ids == ctx.padding).unsqueeze(-1), 0.0)
         rows = len(ctx.where.value()) if isinstance(ctx.where, Ordinary) else 0
         work = Product(partial(write_rows, ids, g))
-        return ctx.where.contribute(ctx, 0, work, lambda: dense_gradient(ids, g, rows)), None, None
+        return ctx.where.contribute(ctx, 0, work, lambda: dense_gradient(ids, g, rows)), None, None, None
 
 
 # ----------------------------------------------------------------------------------------------------------- table rows
@@ -496,6 +500,13 @@ def sum_by_expert(g_RF: Tensor, offsets_E: Tensor, out_EF: Tensor, add: bool = F
     put(torch.stack(sums), out_EF, add, scale)
 
 
+def owners(rows: int, offsets_E: Tensor) -> Tensor:
+    """The expert of every row, int32 [R]; rows behind the last one's have the last one."""
+    row = torch.arange(rows, dtype=torch.int32, device=offsets_E.device)
+    found = torch.searchsorted(offsets_E, row, right=True, out_int32=True)
+    return found.clamp_(max=len(offsets_E) - 1)
+
+
 class _AddBiasByExpert(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, given: Tensor | None, where: Destination, offsets: Tensor) -> Tensor:
@@ -506,9 +517,7 @@ class _AddBiasByExpert(torch.autograd.Function):
 
             ctx.mark_dirty(x)
             return add_by_expert(x, value_EF, offsets)
-        rows_R = torch.arange(len(x), device=x.device, dtype=offsets.dtype)
-        expert_R = torch.searchsorted(offsets, rows_R, right=True).clamp_(max=len(offsets) - 1)
-        return x + value_EF[expert_R]
+        return x + value_EF[owners(len(x), offsets)]
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]

@@ -29,8 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from hocket.layers import functional
-from hocket.layers.functional import grouped_mm, grouped_wgrad
-from hocket.runtime.weights import Product, Queued, Weight, WgradQueue, current_queue, queued, weight_of
+from hocket.runtime.weights import Weight, WgradQueue, current_queue, queued, weight_of
 
 
 class StandIn(nn.Parameter):
@@ -60,21 +59,12 @@ def grouped_linear(
 
     `ends` is where each expert's rows end, int32. Parameters may be ordinary ones.
     """
-    weight = weight_of(p)
-    if transposed:
-        y_RF = functional.grouped_linear(x_RD, p, ends_E)
-    elif weight is None:
-        y_RF = grouped_mm(x_RD, p.transpose(1, 2), ends_E)
-    else:
-        y_RF = _GroupedRows.apply(x_RD, queued(x_RD, weight), ends_E)
+    y_RF = functional.grouped_linear(x_RD, p, ends_E, turned=not transposed)
     if bias_EF is None:
         return y_RF
-    rows = torch.arange(len(y_RF), dtype=ends_E.dtype, device=ends_E.device)
-    expert_R = torch.searchsorted(ends_E, rows, right=True).clamp_(max=len(ends_E) - 1)
-    bias = weight_of(bias_EF)
-    if bias is None:
-        return y_RF + bias_EF.index_select(0, expert_R)
-    return _GroupedBias.apply(y_RF, queued(y_RF, bias), expert_R, ends_E)
+    if weight_of(bias_EF) is None:
+        return y_RF + bias_EF.index_select(0, functional.owners(len(y_RF), ends_E))
+    return functional.add_bias_by_expert(y_RF, bias_EF, ends_E)
 
 
 def _with_value(func: Any, args: Any, kwargs: Any) -> Any:
@@ -135,20 +125,16 @@ def _linear(func: Any, x: Tensor, p: Tensor, bias: Tensor | None = None) -> Tens
         return _other(func, x, p, bias)
     if x.dtype != weight.value.dtype or (bias is not None and offset is None):
         return _other(func, x, p, bias)
-    if offset is None:
-        return functional._Linear.apply(x, None, None, queued(x, weight), None, x.dtype)
-    return _LinearBias.apply(x, queued(x, weight), queued(x, offset))
+    of_bias = None if offset is None else queued(x, offset)
+    return functional._Linear.apply(x, None, None, queued(x, weight), of_bias, x.dtype)
 
 
 def _embedding(func: Any, ids: Tensor, p: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any) -> Tensor:
     weight = weight_of(p)
     plain = not any(x for x in (*args, *kwargs.values()) if x != 2.0)  # the norm's exponent, of no use without a norm
-    queue = current_queue() if torch.is_grad_enabled() else None
     if weight is None or weight.value is None or not plain:
         return _other(func, ids, p, padding_idx, *args, **kwargs)
-    if padding_idx is None or queue is None:
-        return functional.embedding(ids, p)
-    return _PaddedEmbedding.apply(queue.anchored(), ids, weight, queue, padding_idx % len(weight.tensor()))
+    return functional.embedding(ids, p, -1 if padding_idx is None else padding_idx % len(weight.tensor()))
 
 
 def _scale(func: Any, a: Tensor, b: Any) -> Tensor:
@@ -209,78 +195,3 @@ class _Value(torch.autograd.Function):
 
 def _copy(g: Tensor, out: Tensor) -> None:
     out.copy_(g)
-
-
-class _LinearBias(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, where: Queued, of_bias: Queued) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.where, ctx.of_bias = where, of_bias
-        return F.linear(x, where.value(), of_bias.value())
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        (x,) = ctx.saved_tensors
-        ctx.where.contribute(ctx, 1, Product(partial(functional._linear_wgrad, ctx.where.keep(x), g, x.dtype)))
-        ctx.of_bias.contribute(ctx, 2, partial(_sum_rows, g))
-        return g @ ctx.where.again(), None, None
-
-
-def _sum_rows(g: Tensor, out_F: Tensor) -> None:
-    torch.sum(g.reshape(-1, g.shape[-1]), 0, out=out_F)
-
-
-class _PaddedEmbedding(torch.autograd.Function):
-    """A lookup in a table one row of which gets no gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, _anchor: Tensor, ids: Tensor, weight: Weight, queue: WgradQueue, padding: int) -> Tensor:
-        ctx.save_for_backward(ids)
-        ctx.weight, ctx.queue, ctx.padding = weight, queue, padding
-        return F.embedding(ids, weight.tensor())
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        (ids,) = ctx.saved_tensors
-        g = g.masked_fill((ids == ctx.padding).unsqueeze(-1), 0.0)
-        ctx.queue.push(ctx.weight, Product(partial(functional.write_rows, ids, g)))
-        return None, None, None, None, None
-
-
-class _GroupedRows(torch.autograd.Function):
-    """`functional.grouped_linear` of weights [E, F, D], output width before input width."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, where: Queued, ends: Tensor) -> Tensor:
-        ctx.save_for_backward(x, ends)
-        ctx.where = where
-        return grouped_mm(x, where.value().transpose(1, 2), ends)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        x, ends = ctx.saved_tensors
-        g = g.contiguous()
-        ctx.where.contribute(ctx, 1, Product(partial(grouped_wgrad, g, ctx.where.keep(x), ends)))
-        return grouped_mm(g, ctx.where.again(), ends), None, None
-
-
-class _GroupedBias(torch.autograd.Function):
-    """A bias of each row's expert. Its gradient is a product with ones: no row beyond the last end counts."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, where: Queued, expert: Tensor, ends: Tensor) -> Tensor:
-        ctx.save_for_backward(ends)
-        ctx.where = where
-        return y + where.value().index_select(0, expert)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        ctx.where.contribute(ctx, 1, partial(_sum_groups, g.contiguous(), ctx.saved_tensors[0]))
-        return g, None, None, None
-
-
-def _sum_groups(g_RF: Tensor, ends_E: Tensor, out_EF: Tensor) -> None:
-    ones_RK = g_RF.new_ones(len(g_RF), 16 // g_RF.element_size())  # products take rows of 16 bytes
-    sums_EKF = g_RF.new_empty(len(ends_E), ones_RK.shape[1], g_RF.shape[1])
-    grouped_wgrad(ones_RK, g_RF, ends_E, sums_EKF)
-    out_EF.copy_(sums_EKF[:, 0])

@@ -101,23 +101,15 @@ class _SplitCrossEntropy(torch.autograd.Function):
         counts_T = targets_T != IGNORED
         losses_T = (sums_T - every_P2T[:, 1].amax(0)).masked_fill(~counts_T, 0)
         count = counts_T.sum().clamp(min=1)
-        ctx.save_for_backward(logits_TV, torch.where(inside_T, local_T, -1), counts_T, sums_T, count)
+        mine_T = torch.where(inside_T, local_T, -1).masked_fill(~counts_T, IGNORED)
+        ctx.save_for_backward(logits_TV, mine_T, sums_T, count)
         return losses_T.sum() / count
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         refuse_graph()
-        logits_TV, local_T, counts_T, sums_T, count = ctx.saved_tensors
-        factor = g.float() / count
-        if usable(logits_TV):
-            from hocket.kernels.loss import turn_into_gradient
-
-            targets_T = local_T.masked_fill(~counts_T, IGNORED)
-            return turn_into_gradient(logits_TV, targets_T, sums_T, factor), None, None
-        chance_TV = (logits_TV.float() - sums_T.unsqueeze(1)).exp()
-        rows_N = (local_T >= 0).nonzero().squeeze(1)
-        chance_TV[rows_N, local_T[rows_N]] -= 1.0
-        return (chance_TV * (factor * counts_T).unsqueeze(1)).to(logits_TV.dtype), None, None
+        logits_TV, local_T, sums_T, count = ctx.saved_tensors
+        return _gradient(logits_TV, local_T, sums_T, g.float() / count), None, None
 
 
 def _log_sums(logits_TV: Tensor) -> Tensor:
@@ -197,12 +189,12 @@ def _loss_and_sums(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor
 
 
 def _gradient(logits_TV: Tensor, targets_T: Tensor, sums_T: Tensor, factor: Tensor) -> Tensor:
-    """The gradient of logits, which are gone."""
+    """The gradient of logits, which are gone. A target of -1 is on another rank."""
     if usable(logits_TV):
         from hocket.kernels.loss import turn_into_gradient
 
         return turn_into_gradient(logits_TV, targets_T, sums_T, factor)
-    known_T = targets_T != IGNORED
+    here_T = targets_T >= 0
     found_TV = (logits_TV.float() - sums_T.unsqueeze(1)).exp_()
-    found_TV.scatter_add_(1, targets_T.where(known_T, 0).unsqueeze(1), -known_T.to(found_TV.dtype).unsqueeze(1))
-    return found_TV.mul_((known_T * factor).unsqueeze(1)).to(logits_TV.dtype)
+    found_TV.scatter_add_(1, targets_T.clamp(min=0).unsqueeze(1), -here_T.to(found_TV.dtype).unsqueeze(1))
+    return found_TV.mul_(((targets_T != IGNORED) * factor).unsqueeze(1)).to(logits_TV.dtype)

@@ -131,8 +131,8 @@ def backward_after_forward(facts: Facts) -> Iterator[Violation]:
     for i, op in enumerate(facts.ops):
         for key in follows(op, facts.layout):
             p = facts.where.get(key)
-            if p is not None and not facts.before(p, i):
-                yield facts.fail(5, f"{facts.show(i)} may run before {facts.show(p)}", i, p)
+            if p is not None:
+                yield from facts.comes_after(5, i, p)
     steps = [i for i, op in enumerate(facts.ops) if op.verb == "step"]
     last = len(facts.ops) - 1
     if steps != [last]:
@@ -142,9 +142,7 @@ def backward_after_forward(facts: Facts) -> Iterator[Violation]:
     if facts.ops[last].chunk != chunk:
         yield facts.fail(5, f"{facts.show(last)} is of chunk {chunk}, whose gradient another rank adds to", last)
     for i, op in enumerate(facts.ops):
-        if not facts.before(i, last):
-            number = 5 if op.verb == "reduce" else 12
-            yield facts.fail(number, f"{facts.show(last)} may run before {facts.show(i)}", last, i)
+        yield from facts.comes_after(5 if op.verb == "reduce" else 12, last, i)
 
 
 def side_values_reversed(facts: Facts) -> Iterator[Violation]:
@@ -154,8 +152,8 @@ def side_values_reversed(facts: Facts) -> Iterator[Violation]:
             x = facts.where.get(("bwd", *op.key[1:]))
             for key in keys:
                 y = facts.where.get(("bwd", *key[1:]))
-                if key[0] == "fwd" and x is not None and y is not None and not facts.before(x, y):
-                    yield facts.fail(8, f"{facts.show(y)} may run before {facts.show(x)}, which makes its input", y, x)
+                if key[0] == "fwd" and x is not None and y is not None:
+                    yield from facts.comes_after(8, y, x, ", which makes its input")
 
 
 def lane_kinds(facts: Facts) -> Iterator[Violation]:

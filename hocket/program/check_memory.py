@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from itertools import pairwise
 
 from hocket.program.facts import Facts, Violation, has_place
@@ -27,8 +26,7 @@ def values_live(facts: Facts) -> Iterator[Violation]:
                     6, f"{facts.show(i)} reads the value of {verb} {part} m{m} c{c} l{layer}: no such op", i
                 )
                 continue
-            if not facts.before(p, i):
-                yield facts.fail(6, f"{facts.show(i)} may run before {facts.show(p)}, whose value it reads", i, p)
+            yield from facts.comes_after(6, i, p, ", whose value it reads")
     dropped: dict[int, int] = {}
     for q, op in enumerate(facts.ops):
         for p in op.frees:
@@ -38,8 +36,15 @@ def values_live(facts: Facts) -> Iterator[Violation]:
                 yield facts.fail(6, f"{facts.show(q)} drops {facts.show(p)} a second time", q, p, dropped[p])
             else:
                 dropped[p] = q
-                yield from _dropped_late_enough(facts, p, q, readers[p])
-        yield from _trimmed_late_enough(facts, q)
+                yield from _late_enough(facts, p, q, "the value", readers[p])
+        for p in op.trims:
+            share = (
+                first_reader(facts.ops[p], facts.layout) if 0 <= p < q and has_place(facts.ops[p], facts.layout) else ""
+            )
+            if share:
+                yield from _late_enough(facts, p, q, "a share", _first_readers(facts, p))
+            else:
+                yield facts.fail(6, f"{facts.show(q)} drops a share of op {p}, which has none", q)
     for p in readers:
         if p not in dropped:
             yield facts.fail(12, f"the value of {facts.show(p)} is never dropped", p)
@@ -72,46 +77,16 @@ def _first_readers(facts: Facts, p: int) -> list[int]:
     return [i for i in readers if facts.ops[i].part == first]
 
 
-def _dropped_late_enough(facts: Facts, p: int, q: int, readers: list[int]) -> Iterator[Violation]:
-    owner = memory_of(facts.ops[p])
-    if owner != facts.ops[q].lane and facts.ops[q].verb != "step":
-        yield facts.fail(
-            6,
-            f"{facts.show(q)} on lane {facts.ops[q].lane} drops {facts.show(p)}, whose memory belongs to lane "
-            f"{owner}: only that lane, or the step, can tell when it is free",
-            q,
-            p,
-        )
+def _late_enough(facts: Facts, p: int, q: int, what: str, readers: list[int]) -> Iterator[Violation]:
+    """What an op drops of a value is dropped by the lane that owns its memory, or by the step, after its readers."""
+    owner, lane = memory_of(facts.ops[p]), facts.ops[q].lane
+    if owner != lane and facts.ops[q].verb != "step":
+        wrong = f"whose memory belongs to lane {owner}: only that lane, or the step, can tell when it is free"
+        yield facts.fail(6, f"{facts.show(q)} on lane {lane} drops {what} of {facts.show(p)}, {wrong}", q, p)
     for reader in readers:
         if reader > q or not facts.before(reader, q):
-            yield facts.fail(
-                6, f"{facts.show(q)} drops the value of {facts.show(p)}, but {facts.show(reader)} may still read it",
-                q, p, reader,
-            )  # fmt: skip
-
-
-def _trimmed_late_enough(facts: Facts, q: int) -> Iterator[Violation]:
-    """What an op drops of a value, the first reader's share, is dropped by the lane that owns it, after that reader."""
-    op = facts.ops[q]
-    for p in op.trims:
-        first = first_reader(facts.ops[p], facts.layout) if 0 <= p < q and has_place(facts.ops[p], facts.layout) else ""
-        if not first:
-            yield facts.fail(6, f"{facts.show(q)} drops a share of op {p}, which has none", q)
-            continue
-        owner = memory_of(facts.ops[p])
-        if owner != op.lane and op.verb != "step":
-            yield facts.fail(
-                6, f"{facts.show(q)} drops a share of {facts.show(p)}, whose memory is lane {owner}'s", q, p
-            )
-        for i in _first_readers(facts, p):
-            if i > q or not facts.before(i, q):
-                yield facts.fail(
-                    6,
-                    f"{facts.show(q)} drops the share of {facts.show(p)} that {facts.show(i)} may still read",
-                    q,
-                    p,
-                    i,
-                )
+            message = f"{facts.show(q)} drops {what} of {facts.show(p)}, but {facts.show(reader)} may still read it"
+            yield facts.fail(6, message, q, p, reader)
 
 
 def activations_capped(facts: Facts) -> Iterator[Violation]:
@@ -137,8 +112,8 @@ def reloads_paced(facts: Facts) -> Iterator[Violation]:
     """
     computed = -1
     for i, op in enumerate(facts.ops):
-        if op.verb == "reload" and not (computed < 0 or facts.before(computed, i)):
-            yield facts.fail(11, f"{facts.show(i)} may be issued before {facts.show(computed)}", i, computed)
+        if op.verb == "reload" and computed >= 0:
+            yield from facts.comes_after(11, i, computed, what="may be issued before")
         computed = i if op.lane == "compute" else computed
 
 
@@ -161,80 +136,14 @@ def receives_paced(facts: Facts) -> Iterator[Violation]:
             waiting[op.part] = [*late, i][-2:]
 
 
-# ---------------------------------------------------------------------------------------------------------- check slots
+# --------------------------------------------------------------------------------------------------------------- slots
 #
 # Invariants about slots: weights (7, 12), gradients (5, 7, 9, 12) and the host's memory (7, 12).
 #
 # All walk a rank's list in host order, which is also the order in which an executor hands out slots, and ask of
 # every step whether happens-before bears it out.
 
-
-@dataclass(slots=True)
-class _Claim:
-    """A unit in its weight slot: the gather that brought it, and who has read it since."""
-
-    gather: int
-    readers: list[int] = field(default_factory=list)
-
-
-class _WeightSlots:
-    """Follows every unit from gather to release."""
-
-    def __init__(self, facts: Facts) -> None:
-        self.facts = facts
-        self.resident: dict[UnitName, _Claim] = {}
-        self.tenant: dict[tuple[str, int], int] = {}  # slot -> its latest gather, until it is released
-        self.released: dict[tuple, int] = {}  # slot, and unit -> its latest release
-        self.turns: dict[UnitName, int] = {}  # unit -> how often it was gathered
-
-    def gather(self, i: int) -> Iterator[Violation]:
-        facts, op = self.facts, self.facts.ops[i]
-        unit, slot = unit_moved(op), (op.part, op.slot)
-        count = facts.program.weight_slots.get(op.part, 0)
-        if not 0 <= op.slot < count:
-            yield facts.fail(7, f"{facts.show(i)}: {op.part} has {count} weight slots", i)
-        if op.microbatch != self.turns.get(unit, 0):
-            yield facts.fail(7, f"{facts.show(i)} is the unit's gather number {self.turns.get(unit, 0)}", i)
-        self.turns[unit] = op.microbatch + 1
-        if unit in self.resident:
-            p = self.resident[unit].gather
-            yield facts.fail(7, f"{facts.show(i)} gathers what {facts.show(p)} already holds", i, p)
-        elif slot in self.tenant:
-            p = self.tenant[slot]
-            yield facts.fail(7, f"{facts.show(i)} overwrites {facts.show(p)}, not released yet", i, p)
-        for p in {self.released[place] for place in (slot, unit) if place in self.released}:
-            if not facts.before(p, i):
-                yield facts.fail(7, f"{facts.show(i)} may run before {facts.show(p)}", i, p)
-        self.resident[unit] = _Claim(i)
-        self.tenant[slot] = i
-
-    def release(self, i: int) -> Iterator[Violation]:
-        facts, op = self.facts, self.facts.ops[i]
-        unit, slot = unit_moved(op), (op.part, op.slot)
-        claim = self.resident.pop(unit, None)
-        gathered = None if claim is None else facts.ops[claim.gather]
-        if claim is None or gathered is None or (gathered.slot, gathered.microbatch) != (op.slot, op.microbatch):
-            yield facts.fail(7, f"{facts.show(i)} releases what was not gathered so", i)
-            return
-        self.tenant.pop(slot, None)
-        self.released[slot] = self.released[unit] = i
-        for p in claim.readers:
-            if not facts.before(p, i):
-                yield facts.fail(7, f"{facts.show(i)} may run before {facts.show(p)}, which reads the weights", i, p)
-
-    def read(self, i: int, unit: UnitName) -> Iterator[Violation]:
-        facts = self.facts
-        claim = self.resident.get(unit)
-        if claim is None:
-            yield facts.fail(7, f"{facts.show(i)} reads weights that are not gathered", i)
-            return
-        claim.readers.append(i)
-        if not facts.before(claim.gather, i):
-            yield facts.fail(7, f"{facts.show(i)} may run before {facts.show(claim.gather)}", i, claim.gather)
-
-    def finish(self) -> Iterator[Violation]:
-        for claim in self.resident.values():
-            yield self.facts.fail(12, f"{self.facts.show(claim.gather)} is never released", claim.gather)
+Slot = tuple[str, int]
 
 
 def weights_resident(facts: Facts) -> Iterator[Violation]:
@@ -242,25 +151,49 @@ def weights_resident(facts: Facts) -> Iterator[Violation]:
 
     Also invariant 12: every slot is released.
     """
-    slots = _WeightSlots(facts)
+    resident: dict[UnitName, list[int]] = {}  # unit in its slot -> the gather that brought it, and readers since
+    tenant: dict[Slot, int] = {}  # slot -> its latest gather, until it is released
+    released: dict[Slot | UnitName, int] = {}  # slot, and unit -> its latest release
+    turns: dict[UnitName, int] = {}  # unit -> how often it was gathered
     for i, op in enumerate(facts.ops):
         if not has_place(op, facts.layout):
             continue
         if op.verb == "gather":
-            yield from slots.gather(i)
+            unit, slot = unit_moved(op), (op.part, op.slot)
+            count = facts.program.weight_slots.get(op.part, 0)
+            if not 0 <= op.slot < count:
+                yield facts.fail(7, f"{facts.show(i)}: {op.part} has {count} weight slots", i)
+            if op.microbatch != turns.get(unit, 0):
+                yield facts.fail(7, f"{facts.show(i)} is the unit's gather number {turns.get(unit, 0)}", i)
+            turns[unit] = op.microbatch + 1
+            if unit in resident:
+                p = resident[unit][0]
+                yield facts.fail(7, f"{facts.show(i)} gathers what {facts.show(p)} already holds", i, p)
+            elif slot in tenant:
+                p = tenant[slot]
+                yield facts.fail(7, f"{facts.show(i)} overwrites {facts.show(p)}, not released yet", i, p)
+            for p in {released[place] for place in (slot, unit) if place in released}:
+                yield from facts.comes_after(7, i, p)
+            resident[unit], tenant[slot] = [i], i
         elif op.verb == "release":
-            yield from slots.release(i)
+            unit, slot = unit_moved(op), (op.part, op.slot)
+            gather, *readers = resident.pop(unit, (-1,))
+            gathered = facts.ops[gather]
+            if gather < 0 or (gathered.slot, gathered.microbatch) != (op.slot, op.microbatch):
+                yield facts.fail(7, f"{facts.show(i)} releases what was not gathered so", i)
+                continue
+            tenant.pop(slot, None)
+            released[slot] = released[unit] = i
+            for p in readers:
+                yield from facts.comes_after(7, i, p, ", which reads the weights")
         elif (unit := unit_read(op, facts.layout)) is not None and unit[0] in facts.program.weight_slots:
-            yield from slots.read(i, unit)
-    yield from slots.finish()
-
-
-@dataclass(slots=True)
-class _Gradient:
-    """A gradient slot in use: whose gradient it is, and which ops have written to it."""
-
-    owner: tuple[UnitName, int]
-    writers: list[int] = field(default_factory=list)
+            if unit not in resident:
+                yield facts.fail(7, f"{facts.show(i)} reads weights that are not gathered", i)
+                continue
+            resident[unit].append(i)
+            yield from facts.comes_after(7, i, resident[unit][0])
+    for gather, *_ in resident.values():
+        yield facts.fail(12, f"{facts.show(gather)} is never released", gather)
 
 
 class _GradientSlots:
@@ -268,9 +201,9 @@ class _GradientSlots:
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
-        self.used: dict[tuple[str, int], _Gradient] = {}
+        self.used: dict[Slot, tuple[tuple[UnitName, int], list[int]]] = {}  # slot -> whose gradient, and its writers
         self.slot_of: dict[tuple[UnitName, int], int] = {}
-        self.read_slot: dict[tuple[str, int], int] = {}  # slot -> its latest add or reduce
+        self.read_slot: dict[Slot, int] = {}  # slot -> its latest add or reduce
         self.read: dict[tuple[UnitName, int], int] = {}  # likewise, of a unit's microbatch
         self.latest: dict[UnitName, int] = {}  # likewise, of a unit
         self.parts: dict[tuple[UnitName, str], int] = {}  # a part of a unit -> the latest op that wrote its gradient
@@ -290,46 +223,30 @@ class _GradientSlots:
         if owner in self.read:
             p = self.read[owner]
             yield facts.fail(5, f"{facts.show(i)} comes after {facts.show(p)}, which needs it", i, p)
-        if self.slot_of.setdefault(owner, op.slot) != op.slot:
+        other = self.slot_of.setdefault(owner, op.slot)
+        if other != op.slot:
+            yield facts.fail(7, f"{facts.show(i)} writes a gradient whose other parts are in slot {other}", i)
+        found, writers = self.used.get(slot, (owner, []))
+        if found != owner:
             yield facts.fail(
-                7, f"{facts.show(i)} writes a gradient whose other parts are in slot {self.slot_of[owner]}", i
+                7, f"{facts.show(i)} overwrites {facts.show(writers[-1])}, not reduced yet", i, writers[-1]
             )
-        gradient = self.used.get(slot)
-        if gradient is not None and gradient.owner != owner:
-            p = gradient.writers[-1]
-            yield facts.fail(7, f"{facts.show(i)} overwrites {facts.show(p)}, not reduced yet", i, p)
-            gradient = None
-        if slot in self.read_slot and not facts.before(self.read_slot[slot], i):
-            p = self.read_slot[slot]
-            yield facts.fail(7, f"{facts.show(i)} may overwrite its slot before {facts.show(p)} has read it", i, p)
-        if gradient is None:
-            gradient = self.used[slot] = _Gradient(owner)
-        gradient.writers.append(i)
+            writers = []
+        if slot in self.read_slot:
+            yield from facts.comes_after(7, i, self.read_slot[slot], " has read it", "may overwrite its slot before")
+        self.used[slot] = owner, [*writers, i]
 
-    def add(self, i: int) -> Iterator[Violation]:
-        yield from self._read(i)
-        self.sums[unit_moved(self.facts.ops[i])] = i
-
-    def reduce(self, i: int) -> Iterator[Violation]:
-        yield from self._read(i)
-        unit = unit_moved(self.facts.ops[i])
-        if unit in self.sums:  # that it comes behind the latest add, `_read` has asked; each add comes behind the last
-            self.ended[unit] = i
-            del self.sums[unit]
-
-    def _read(self, i: int) -> Iterator[Violation]:
+    def read_by(self, i: int) -> Iterator[Violation]:
         """What an add and a reduce ask of the slot that they read."""
         facts, op = self.facts, self.facts.ops[i]
-        unit = unit_moved(op)
-        slot = (op.part, op.slot)
-        gradient = self.used.get(slot)
-        if gradient is None or gradient.owner != (unit, op.microbatch):
+        unit, slot = unit_moved(op), (op.part, op.slot)
+        found, writers = self.used.get(slot, (None, []))
+        if found != (unit, op.microbatch):
             yield facts.fail(5, f"{facts.show(i)} finds no gradient of its own in its slot", i)
         else:
             del self.used[slot]
-            for p in gradient.writers:
-                if not facts.before(p, i):
-                    yield facts.fail(5, f"{facts.show(i)} may run before {facts.show(p)}", i, p)
+            for p in writers:
+                yield from facts.comes_after(5, i, p)
         if unit in self.latest:
             p = self.latest[unit]
             if facts.ops[p].microbatch >= op.microbatch or not facts.before(p, i):
@@ -338,20 +255,10 @@ class _GradientSlots:
             p = self.ended[unit]
             yield facts.fail(5, f"{facts.show(i)} comes after {facts.show(p)}, which ended the unit's sum", i, p)
         self.latest[unit] = self.read[unit, op.microbatch] = self.read_slot[slot] = i
-
-    def send(self, i: int) -> Iterator[Violation]:
-        """What a rank sends of a tied embedding is the sum of all microbatches."""
-        facts = self.facts
-        for p in (p for p, op in enumerate(facts.ops) if op.verb == "reduce" and op.part == EMBED.unit):
-            if not facts.before(p, i):
-                yield facts.fail(5, f"{facts.show(i)} may run before {facts.show(p)}", i, p)
-
-    def finish(self) -> Iterator[Violation]:
-        for gradient in self.used.values():
-            p = gradient.writers[-1]
-            yield self.facts.fail(12, f"the gradient of {self.facts.show(p)} is never reduced", p)
-        for p in self.sums.values():
-            yield self.facts.fail(12, f"what {self.facts.show(p)} added up is never reduced", p)
+        if op.verb == "add":
+            self.sums[unit] = i
+        elif self.sums.pop(unit, None) is not None:  # that it comes behind the latest add was asked above
+            self.ended[unit] = i
 
 
 def gradients_kept(facts: Facts) -> Iterator[Violation]:
@@ -360,15 +267,17 @@ def gradients_kept(facts: Facts) -> Iterator[Violation]:
     for i, op in enumerate(facts.ops):
         if not has_place(op, facts.layout):
             continue
-        if op.verb == "add":
-            yield from slots.add(i)
-        elif op.verb == "reduce":
-            yield from slots.reduce(i)
-        elif op.verb == "send" and op.part == TIED:
-            yield from slots.send(i)
+        if op.verb in ("add", "reduce"):
+            yield from slots.read_by(i)
+        elif op.verb == "send" and op.part == TIED:  # the sum of all microbatches
+            for p in (p for p, other in enumerate(facts.ops) if other.verb == "reduce" and other.part == EMBED.unit):
+                yield from facts.comes_after(5, i, p)
         elif (unit := unit_written(op, facts.layout)) is not None:
             yield from slots.write(i, unit)
-    yield from slots.finish()
+    for _, writers in slots.used.values():
+        yield facts.fail(12, f"the gradient of {facts.show(writers[-1])} is never reduced", writers[-1])
+    for p in slots.sums.values():
+        yield facts.fail(12, f"what {facts.show(p)} added up is never reduced", p)
 
 
 def updates_first(facts: Facts) -> Iterator[Violation]:
@@ -391,8 +300,8 @@ def updates_first(facts: Facts) -> Iterator[Violation]:
         if unit not in updates:
             missing.add(unit)
             yield facts.fail(4, f"{facts.show(i)} needs a unit that is never updated, as others are", i)
-        elif not facts.before(updates[unit], i):
-            yield facts.fail(7, f"{facts.show(i)} may run before {facts.show(updates[unit])}", i, updates[unit])
+        else:
+            yield from facts.comes_after(7, i, updates[unit])
 
 
 def matrices_whole(facts: Facts) -> Iterator[Violation]:
@@ -413,16 +322,15 @@ def matrices_whole(facts: Facts) -> Iterator[Violation]:
             continue
         mine = [place for place in places if place is not None]
         slot = (unit[0], facts.ops[mine[0]].slot)
-        if not facts.before(mine[-2], mine[-1]):  # that the others are in order is shown with backwards
-            yield facts.fail(5, f"{facts.show(mine[-1])} may run before {facts.show(mine[-2])}", mine[-1], mine[-2])
+        yield from facts.comes_after(5, mine[-1], mine[-2])  # that the others are in order is shown with backwards
         for p, i in pairwise(mine):
             if facts.ops[i].slot != slot[1] or slot[1] < 0:
                 yield facts.fail(7, f"{facts.show(i)} has another slot than {facts.show(p)}, or none", i, p)
         if (former := collected.get(slot)) is not None:
             for writer, reader in (("collect", "scatter"), ("scatter", "update")):
-                p, i = found[reader, former], found[writer, unit]
-                if not facts.before(p, i):
-                    yield facts.fail(7, f"{facts.show(i)} may overwrite what {facts.show(p)} reads", i, p)
+                yield from facts.comes_after(
+                    7, found[writer, unit], found[reader, former], " reads", "may overwrite what"
+                )
         collected[slot] = unit
 
 
@@ -441,9 +349,8 @@ def host_slots_kept(facts: Facts) -> Iterator[Violation]:
             elif slot in there:
                 p = there[slot]
                 yield facts.fail(7, f"{facts.show(i)} overwrites what {facts.show(p)} has left, not read yet", i, p)
-            elif slot in read and not facts.before(read[slot], i):
-                p = read[slot]
-                yield facts.fail(7, f"{facts.show(i)} may overwrite its slot before {facts.show(p)} has read it", i, p)
+            elif slot in read:
+                yield from facts.comes_after(7, i, read[slot], " has read it", "may overwrite its slot before")
             there[slot] = i
         elif op.verb == "reload":
             p = there.pop(slot, None)

@@ -92,7 +92,8 @@ def insert_p2p(
                     inserted += _receive(following, part, layout, rank)
                 else:
                     out[reader - ahead - 1] += _receive(following, part, layout, rank)
-            out[k] = _insert_behind(out[k], _producer(out[k], item, forward), inserted)
+            place = _producer(out[k], item, forward) + 1
+            out[k][place:place] = inserted
         first = [op for _, item in items[:ahead] for op in _receive(item, part, layout, rank)]
         if forward:
             out[0] = first + out[0]
@@ -123,10 +124,6 @@ def _producer(ops: StepOps, item: Item, forward: bool) -> int:
     verb = "fwd" if forward else "bwd"
     mine = [i for i, op in enumerate(ops) if op.verb == verb and (op.microbatch, op.chunk) == item]
     return max([i for i in mine if ops[i].layer >= 0] or mine)
-
-
-def _insert_behind(ops: StepOps, position: int, inserted: list[Op]) -> StepOps:
-    return ops[: position + 1] + inserted + ops[position + 1 :]
 
 
 def defer_past_send(ops: StepOps, layout: Layout, layers: int, parts: str) -> StepOps:

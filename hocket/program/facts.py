@@ -103,6 +103,14 @@ class Facts:
     def fail(self, invariant: int, message: str, *positions: int) -> Violation:
         return Violation(invariant, INVARIANTS[invariant], self.rank, positions, message)
 
+    def comes_after(
+        self, invariant: int, i: int, p: int, why: str = "", what: str = "may run before"
+    ) -> tuple[Violation, ...]:
+        """What is broken unless op p happens before op i: nothing, or that."""
+        if self.clocks[i][self.lane[p]] >= p:
+            return ()
+        return (self.fail(invariant, f"{self.show(i)} {what} {self.show(p)}{why}", i, p),)
+
     def show(self, position: int) -> str:
         """An op's position and name, as `12 bwd attn m0 c0 l1`."""
         return f"{position} {self.ops[position]}"

@@ -245,11 +245,6 @@ def alone_order(layout: Layout) -> tuple[Token, ...]:
     return tuple(order)
 
 
-def without_wgrads(tokens: tuple[Token, ...]) -> tuple[Token, ...]:
-    """The same order for a backward whose weight gradients have a step of their own."""
-    return tuple(token for token in tokens if token[0] != "wgrad")
-
-
 def at_once(tokens: tuple[Token, ...]) -> tuple[Token, ...]:
     """The same order with each weight gradient right behind its input gradient: nothing is deferred."""
     return tuple(token for _, token in pair_at_once(tuple((0, token) for token in tokens)))

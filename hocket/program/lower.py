@@ -12,7 +12,7 @@
 
 `PASSES` is the chain. A caller may run another one: `build_program(..., passes=inserted("sends", mine))`. Up to
 `shard` a pass sees a rank's ops as a list per step, so it can speak of "the end of the step". Whatever a pass does,
-`check` and `dry_run` tell whether the program still computes what plain training computes.
+`check` tells whether the program still computes what plain training computes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from itertools import pairwise
 from hocket.config import Config
 from hocket.program.connect import connect, free, latest_per_lane
 from hocket.program.expand import StepOps, defer_head, defer_past_send, expand, insert_p2p
-from hocket.program.layer import alone_order, at_once, expand_pair, merged_order, pairs_problem, without_wgrads
+from hocket.program.layer import alone_order, at_once, expand_pair, merged_order, pairs_problem
 from hocket.program.offload import offload
 from hocket.program.ops import TIED, Key, Layout, Op, Program
 from hocket.program.pipeline import (
@@ -89,7 +89,8 @@ def expand_steps(draft: Draft) -> Draft:
             """The ops of a step, for all that have the same chunks."""
             if step.also:
                 return expand_pair(step, layout, rank, overlap.defer_wgrad != "off")
-            return expand(step, layout, rank, merged, without_wgrads(alone) if apart else alone)
+            tokens = tuple(token for token in alone if token[0] != "wgrad") if apart else alone  # those have own steps
+            return expand(step, layout, rank, merged, tokens)
 
         ranks.append(tuple(_numbered(step, like(_of_any(step), step.bwd in apart)) for step in steps))
     return replace(draft, steps=tuple(ranks))

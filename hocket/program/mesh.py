@@ -127,8 +127,6 @@ class Mesh:
         if not 0 <= rank < self.world:
             others = "".join(f" x {a}={n}" for a, n in (("cp", self.cp), ("tp", self.tp)) if n > 1)
             axes = f"pp={self.pp} x dp={self.dp}{others}"
-            others = "".join(f" x {a}={n}" for a, n in (("cp", self.cp), ("tp", self.tp)) if n > 1)
-            axes = f"pp={self.pp} x dp={self.dp}{others}"
             raise ValueError(f"rank {rank} is outside the mesh: {axes} has ranks 0..{self.world - 1}")
         pp, place = divmod(rank, self.data * self.tp)
         edp, ep = divmod(place, self.ep)

@@ -31,9 +31,8 @@ Only neighbours of one chunk are paired: their layers are the same, and share th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 Item = tuple[int, int]
@@ -297,7 +296,10 @@ def zb_v(pp: int, microbatches: int, times: Times = TRANSFORMER, spare: int = 2)
     ends: dict[tuple[str, int, int], int] = {}  # (verb, microbatch, stage) -> when it ends
     now = 0
     while any(sum(rank.wgrads) < 2 * microbatches for rank in ranks):
-        done = partial(_has_ended, ends, now)
+
+        def done(verb: str, microbatch: int, stage: int, now: int = now) -> bool:
+            return ends.get((verb, microbatch, stage), now + 1) <= now
+
         for r, rank in enumerate(ranks):
             step = _choose(rank, r, pp, microbatches, 2 * pp + spare, done) if rank.end <= now else None
             if step is not None:
@@ -321,10 +323,6 @@ def _note(rank: _Filling, step: Step) -> tuple[str, Item]:
             counts[item[1]] += 1
             return verb, item
     raise AssertionError("a step without work")
-
-
-def _has_ended(ends: Mapping[tuple[str, int, int], int], now: int, verb: str, microbatch: int, stage: int) -> bool:
-    return ends.get((verb, microbatch, stage), now + 1) <= now
 
 
 def _stage(rank: int, chunk: int, pp: int) -> int:

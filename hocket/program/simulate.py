@@ -427,12 +427,6 @@ def _durations(program: Program, costs: Costs) -> list[Time]:
     return [0 if op.verb == "send" else costs.seconds(rank, op) for rank, _, op in program]
 
 
-def _communicated(lane: Lane) -> Kind:
-    kind = kind_of(lane)
-    assert kind is not None, f"{lane} computes"
-    return kind
-
-
 def _usage(
     ops: Sequence[Op], spans: Sequence[Span], makespan: Time, peak_bytes: int, own: Sequence[Kind] = ()
 ) -> Usage:
@@ -456,7 +450,9 @@ def _usage(
             if not running.keys().isdisjoint(COMPUTING):
                 busy += moment - now
             elif running:
-                exposed[_communicated(max(running, key=running.__getitem__))] += moment - now
+                kind = kind_of(max(running, key=running.__getitem__))
+                assert kind is not None, f"{running} compute"
+                exposed[kind] += moment - now
             else:
                 idle += moment - now
             now = moment

@@ -124,9 +124,11 @@ def _unknown(op: Op, layout: Layout) -> str:
 
 def to_json(program: Program) -> dict[str, Any]:
     """The program as plain dicts, lists, strings and numbers. Fields of an op that hold their default are left out."""
+    layout = program.layout
+    named = {f.name: _list(getattr(layout, f.name)) for f in fields(Layout) if f.name != "types"}
     return {
         "format": FORMAT,
-        "layout": _layout_dict(program.layout),
+        "layout": named | ({"types": [_type(kind) for kind in layout.types]} if layout.types else {}),
         "microbatches": program.microbatches,
         "weight_slots": dict(program.weight_slots),
         "grad_slots": dict(program.grad_slots),
@@ -134,11 +136,6 @@ def to_json(program: Program) -> dict[str, Any]:
         "notes": list(program.notes),
         "ranks": [[_op_dict(op) for op in ops] for ops in program.ranks],
     }
-
-
-def _layout_dict(layout: Layout) -> dict[str, Any]:
-    named = {f.name: _list(getattr(layout, f.name)) for f in fields(Layout) if f.name != "types"}
-    return named | ({"types": [_type(kind) for kind in layout.types]} if layout.types else {})
 
 
 def _list(value: Any) -> Any:

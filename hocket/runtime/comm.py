@@ -482,7 +482,7 @@ def make_transport(
         return None
     assert isinstance(made, dist.ProcessGroup)
     on_gpu = mover != "gloo"
-    real = _on_gpus(purpose, made, ranks, device, mover, options) if on_gpu else Gloo(made, ranks)
+    real = _on_gpus(purpose, made, ranks, device, mover, options) if on_gpu else Gloo(made, ranks, device)
     if name != "slow" or purpose not in options.links:
         return real
     assert not on_gpu or options.spin is not None, "the slow transport on a GPU needs a way to spin"

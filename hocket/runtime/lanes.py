@@ -102,7 +102,7 @@ class SideStream:
     def mark(self) -> Callable[[], None]:
         """A call that orders the then current queue behind all that is on the side now."""
         if self._stream is None:
-            return _nothing
+            return lambda: None
         event = next(self._marks)
         event.record(self._stream)
         return lambda: torch.cuda.current_stream(self._device).wait_event(event)
@@ -115,10 +115,6 @@ class SideStream:
             recorded = torch.cuda.is_current_stream_capturing()
         if recorded == torch.cuda.is_current_stream_capturing():
             self.mark()()
-
-
-def _nothing() -> None:
-    pass
 
 
 class Lanes(Protocol):

@@ -104,7 +104,7 @@ class HopCopies:
         begun, arrived = last(pieces[:HALVES]), last(pieces[HALVES:])
         read = min((piece - 1 for word, piece in free if word < 0), default=begun)
         if replayed and (begun == arrived == read == marks[-1] or min(begun, arrived) < 0):
-            return Told(f"all of {issued} have passed, or none")
+            return Told()  # all have passed, or none
 
         def tensors(piece: int) -> int:
             return min(issued, max(0, bisect_right(marks, piece) - 1))
@@ -116,8 +116,7 @@ class HopCopies:
             waits = free[(begun - start) % HALVES][0] < 0
         elif done < issued and not self._sends:
             waits = arrived < marks[done + 1] and all(word < 0 for word, _ in full)
-        text = f"{tensors(arrived)} of {issued} have arrived, {tensors(read)} were read"
-        return Told(text, done, (1 - self._rank,) if waits else ())
+        return Told(done, (1 - self._rank,) if waits else ())
 
     def _pieces(self, tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Which half each piece of a tensor goes through, and its bytes."""

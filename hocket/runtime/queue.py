@@ -81,7 +81,9 @@ class Queue:
 
         `group` names the process group on which it communicates, for the history.
         """
-        entry = self.history.add(self.name, name, _entries(after), group) if self.history is not None else None
+        entry = None
+        if self.history is not None:
+            entry = self.history.add(self.name, name, [one.entry for one in after if one.entry is not None], group)
         ticket = Ticket(name, self, entry)
         if self._stream is not None:
             self._issue_on_stream(self._stream, ticket, work, after)
@@ -249,10 +251,6 @@ class Passed:
         """Have the host wait until the device has passed it, if it was noted."""
         if self._event is not None:
             self._event.synchronize()
-
-
-def _entries(tickets: Sequence[Ticket]) -> list[Entry]:
-    return [ticket.entry for ticket in tickets if ticket.entry is not None]
 
 
 def named(name: str) -> AbstractContextManager[Any]:

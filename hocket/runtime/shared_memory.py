@@ -52,8 +52,7 @@ class Barrier:
         if words is None:
             return None
         absent = tuple(peer for peer, word in zip(others, words, strict=True) if word)
-        waits = f"in a barrier to which {len(absent)} of {len(others)} others have not come"
-        return Told(waits if absent else "in no barrier", absent=absent)
+        return Told(absent=absent)
 
 
 def shared_memory(

@@ -235,9 +235,8 @@ class CopiedTokens:
         here, there = come[: len(self.others)], come[len(self.others) :]
         done = max(0, min(*here, max(there)))  # a turn that this rank has not come to is not over
         absent = [peer for peer, turns in zip(self.others, here, strict=True) if turns == done]
-        text = f"pieces of {done} of {last - before} turns are here from all ranks"
         waits = done < last - before and max(there) > done
-        return Told(text, done, tuple(absent) if waits else (), (max(there), last - before))
+        return Told(done, tuple(absent) if waits else (), (max(there), last - before))
 
     def rewind(self) -> None:
         """Begin with turn one again, when all ranks of the group do: Note: [Recorded turns begin at one]."""

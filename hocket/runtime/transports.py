@@ -243,14 +243,28 @@ class Local:
 
 
 @dataclass
-class Gloo:
-    """CPU processes. Sums are made locally after an all-to-all, so their order is the order of ranks."""
+class _OfTorch:
+    """What gloo and NCCL have in common."""
 
     group: dist.ProcessGroup
     ranks: tuple[int, ...]
+    device: torch.device
 
     def __post_init__(self) -> None:
-        self.scratch = Scratch(torch.device("cpu"))
+        self.scratch = Scratch(self.device)
+
+    def all_counts(self, counts: Tensor) -> Tensor:
+        out = counts.new_empty(len(self.ranks), *counts.shape)
+        gather_flat(out.view(-1), counts.contiguous().view(-1), group=self.group)
+        return out
+
+    def destroy(self) -> None:
+        dist.destroy_process_group(self.group)
+
+
+@dataclass
+class Gloo(_OfTorch):
+    """CPU processes. Sums are made locally after an all-to-all, so their order is the order of ranks."""
 
     def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
         return Pending(gather_flat(_bytes(out), _bytes(shard), group=self.group, async_op=True).wait)
@@ -302,11 +316,6 @@ class Gloo:
 
         return Pending(work.wait).then(put)
 
-    def all_counts(self, counts: Tensor) -> Tensor:
-        out = counts.new_empty(len(self.ranks), *counts.shape)
-        gather_flat(out.view(-1), counts.contiguous().view(-1), group=self.group)
-        return out
-
     def send(self, tensor: Tensor, to: int) -> Pending:
         work = dist.isend(_bytes(tensor), self.ranks[to], group=self.group)
         assert work is not None
@@ -325,20 +334,10 @@ class Gloo:
     def barrier(self) -> None:
         dist.barrier(group=self.group)
 
-    def destroy(self) -> None:
-        dist.destroy_process_group(self.group)
-
 
 @dataclass
-class Nccl:
+class Nccl(_OfTorch):
     """GPUs. Everything runs on the caller's current stream; see Note: [All lanes' kernels fit on the chip together]."""
-
-    group: dist.ProcessGroup
-    ranks: tuple[int, ...]
-    device: torch.device
-
-    def __post_init__(self) -> None:
-        self.scratch = Scratch(self.device)
 
     def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
         gather_flat(out, shard, group=self.group)
@@ -366,11 +365,6 @@ class Nccl:
     def place_rows(self, out: Tensor, rows: Tensor, blocks: Blocks | HostBlocks) -> Pending:
         raise AssertionError("NCCL asks the host how many rows to move; groups of pushed rows do not")
 
-    def all_counts(self, counts: Tensor) -> Tensor:
-        out = counts.new_empty(len(self.ranks), *counts.shape)
-        gather_flat(out.view(-1), counts.contiguous().view(-1), group=self.group)
-        return out
-
     def send(self, tensor: Tensor, to: int) -> Pending:
         dist.send(tensor, self.ranks[to], group=self.group)
         return DONE
@@ -385,9 +379,6 @@ class Nccl:
 
     def barrier(self) -> None:
         dist.barrier(group=self.group, device_ids=[self.device.index or 0])
-
-    def destroy(self) -> None:
-        dist.destroy_process_group(self.group)
 
 
 def nccl_options(max_ctas: int, timeout: timedelta) -> Any:

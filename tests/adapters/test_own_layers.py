@@ -144,9 +144,9 @@ def test_pieces_that_do_not_fit(layer: type[torch.nn.Module], words: str) -> Non
 
 def test_a_difference_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where only the planned step goes wrong, which no comparison of pieces sees."""
-    from hocket.layers import standin
+    from hocket.layers import functional
 
-    monkeypatch.setattr(standin, "_sum_rows", lambda g, out: out.fill_(1.0))
+    monkeypatch.setattr(functional, "_sum_wgrad", lambda g, out, add, scale: out.fill_(1.0))
     with pytest.raises(AssertionError, match=r"on 1 rank, beyond 0:\n.*gradient of layers.0.mixer.into.bias differs"):
         check_layer(Dense(), HIDDEN, context=own_layers.context)
 

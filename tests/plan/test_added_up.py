@@ -5,10 +5,10 @@ from collections.abc import Callable
 import pytest
 
 from hocket.program.check import check
-from hocket.program.dryrun import dry_run
 from hocket.program.lower import build_program
 from hocket.program.ops import Layout, Op, Program
 from hocket.program.shard import Sharding
+from tests.helpers.dryrun import dry_run
 from tests.helpers.plans import planned
 from tests.plan.programs import find, moved, with_op, with_rank, without
 

@@ -11,13 +11,13 @@ from hocket.explain.build import overlaps
 from hocket.planning import predict, program_of
 from hocket.program.check import assert_valid
 from hocket.program.cost import unit_weights
-from hocket.program.dryrun import dry_run
 from hocket.program.hardware import HARDWARE
 from hocket.program.lower import build_forward, build_program
 from hocket.program.ops import Layout
 from hocket.program.shard import Sharding
 from hocket.program.text import from_json, to_json
 from hocket.settings.context_rules import METHOD
+from tests.helpers.dryrun import dry_run
 from tests.helpers.plans import planned, small
 from tests.test_explain import settled
 

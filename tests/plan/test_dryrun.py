@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from hocket.program.dryrun import dry_run, linearize, reference
+from hocket.program.linearize import linearize
 from hocket.program.lower import build_program
 from hocket.program.ops import Layout, Program
 from hocket.program.shard import Sharding
+from tests.helpers.dryrun import dry_run, reference
 from tests.helpers.plans import planned
 from tests.plan.programs import find, moved, sample, swapped, with_op, with_rank, without
 
@@ -140,7 +141,7 @@ def test_orders_differ_by_seed_and_only_by_seed() -> None:
 def test_all_processes_agree_on_an_order() -> None:
     """Hashes of strings differ from process to process; orders must not."""
     code = (
-        "from hocket.config import Config; from hocket.program.dryrun import linearize\n"
+        "from hocket.config import Config; from hocket.program.linearize import linearize\n"
         "from hocket.program.lower import build_program; from hocket.program.ops import Layout\n"
         "from hocket.program.shard import Sharding\n"
         "program = build_program(Layout(('moe',) * 4, pp=2, ep=2), 3, Config(), Sharding(2, 2))\n"

@@ -6,7 +6,6 @@ import pytest
 
 from hocket.config import Config
 from hocket.program.check import check
-from hocket.program.dryrun import dry_run
 from hocket.program.hardware import H200
 from hocket.program.lower import build_forward, build_program
 from hocket.program.ops import Layout, Program, even_bounds
@@ -16,6 +15,7 @@ from hocket.program.stages import costs_of, layout_of
 from hocket.program.text import from_json, to_json
 from hocket.recipes import llama3_8b
 from hocket.settings.schema import changed
+from tests.helpers.dryrun import dry_run
 from tests.helpers.plans import planned
 from tests.plan.programs import find, with_op
 

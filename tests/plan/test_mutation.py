@@ -10,8 +10,8 @@ import random
 from collections.abc import Iterator
 
 from hocket.program.check import check
-from hocket.program.dryrun import dry_run
 from hocket.program.ops import Program
+from tests.helpers.dryrun import dry_run
 from tests.plan.programs import sample, with_op
 
 PROGRAMS = 60

@@ -10,7 +10,6 @@ import pytest
 from hocket.config import Config
 from hocket.planning import predict, program_of, report
 from hocket.program.check import check
-from hocket.program.dryrun import dry_run
 from hocket.program.hardware import H200, HARDWARE
 from hocket.program.lower import build_program
 from hocket.program.offload import host_slots
@@ -23,6 +22,7 @@ from hocket.recipes import qwen3_30b_a3b
 from hocket.resolve import resolve
 from hocket.settings.rule import Host
 from hocket.settings.schema import changed
+from tests.helpers.dryrun import dry_run
 from tests.helpers.plans import planned
 from tests.plan.programs import find, moved, with_op, without
 

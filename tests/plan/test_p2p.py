@@ -11,7 +11,6 @@ import pytest
 from hocket.planning import predict, program_of
 from hocket.program.check import check
 from hocket.program.cost import CostTable, OpCost
-from hocket.program.dryrun import dry_run
 from hocket.program.hardware import LAPTOP
 from hocket.program.lower import build_program
 from hocket.program.ops import Layout, Op, Program
@@ -23,6 +22,7 @@ from hocket.program.stages import costs_of
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
 from hocket.settings.schema import changed
+from tests.helpers.dryrun import dry_run
 from tests.helpers.plans import known_of, planned
 
 DENSE = Layout(("dense",) * 8, pp=2, chunks=2)

@@ -13,7 +13,6 @@ from hocket.explain.beside import asked
 from hocket.measured import named
 from hocket.program.check import check
 from hocket.program.cost import OpCost, op_costs, unit_weights
-from hocket.program.dryrun import dry_run, reference
 from hocket.program.hardware import H200
 from hocket.program.layer import FULL, chains, merged_order, order_problem, spelt, woven
 from hocket.program.lower import Draft, build_forward, build_program, inserted
@@ -31,6 +30,7 @@ from hocket.tune.by_cost import seconds_of_experts
 from hocket.tune.layer_orders import layer_seconds
 from hocket_trace.parse import plan_of
 from tests.helpers.costs import Table
+from tests.helpers.dryrun import dry_run, reference
 from tests.helpers.plans import planned, small
 from tests.plan.programs import with_op
 from tests.plan.test_mutation import caught_by_dry_run, needed

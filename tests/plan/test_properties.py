@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given, settings
 
 from hocket.program.check import check
-from hocket.program.dryrun import dry_run, linearize
+from hocket.program.linearize import linearize
 from hocket.program.lower import build_forward, build_program
 from hocket.program.ops import WHOLE_MATRICES, Layout, Program
 from hocket.program.pipeline import ZERO_BUBBLE
 from hocket.program.shard import Sharding
+from tests.helpers.dryrun import dry_run
 from tests.helpers.plans import planned
 from tests.plan.programs import Case, cases
 

@@ -12,7 +12,6 @@ from hocket.config import Config
 from hocket.config.layout import part_and_layers
 from hocket.program.check import check
 from hocket.program.cost import Measurement, op_costs
-from hocket.program.dryrun import dry_run
 from hocket.program.hardware import H200
 from hocket.program.lower import build_program
 from hocket.program.ops import Layout, Program
@@ -29,6 +28,7 @@ from hocket.settings.schema import changed
 from hocket.tune.balance import longest_rank
 from hocket.tune.trials import Trials, memory_of
 from tests.helpers.costs import Table
+from tests.helpers.dryrun import dry_run
 from tests.helpers.plans import planned
 from tests.plan.programs import find, moved, with_op, without
 

@@ -16,7 +16,6 @@ from hocket.config import Strategy
 from hocket.engine import Engine
 from hocket.model.documents import Microbatch
 from hocket.program.check import check
-from hocket.program.dryrun import dry_run
 from hocket.program.lower import build_program
 from hocket.program.ops import WHOLE_MATRICES, Op, Program
 from hocket.program.stages import layout_of, sharding_of
@@ -27,6 +26,7 @@ from hocket.settings.rule import Host
 from hocket.settings.schema import changed
 from hocket.tune.trials import model_costs
 from tests.helpers.command import SMALL, end_all, hocket, text_in
+from tests.helpers.dryrun import dry_run
 from tests.helpers.parity import config
 from tests.helpers.plans import known_of, planned
 from tests.helpers.ranks import run_ranks

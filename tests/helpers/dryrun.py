@@ -29,8 +29,6 @@ from hocket.program.parts import INPUT
 from hocket.program.transformer import EMBED, HEAD
 from hocket.program.values import UnitName, first_reader, follows, reads, unit_moved, unit_read, unit_written
 
-__all__ = ["dry_run", "linearize", "reference"]
-
 Token = int
 Unit = tuple[str, int]
 """(class, layer)."""
