@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -41,14 +41,6 @@ Document = bytes | np.ndarray | Marked
 """Text in UTF-8, or tokens as integers of one dimension."""
 
 
-class ChatReader(Protocol):
-    """What makes the text of a chat."""
-
-    def marked(self, messages: list[Any], tools: Any, where: str) -> list[Marked]:
-        """The text of messages, as one document or several. Raises BadFileError."""
-        ...
-
-
 @dataclass(frozen=True)
 class Keys:
     """What is read of a line of JSON, or of a row of a table."""
@@ -57,7 +49,8 @@ class Keys:
     """Name of the text, or of the messages of a chat. `a.b` is the name `b` inside of the object `a`."""
     prompt: str = ""
     """Name of a text before it that is not learnt; empty: there is none."""
-    chats: ChatReader | None = None
+    marked: Callable[[list[Any], Any, str], list[Marked]] | None = None
+    """Makes the documents of a chat from its messages, its tools, and where it is. Raises BadFileError."""
     skip_empty: bool = False
     """Whether rows in which such a text is null or missing are left out, or end the run."""
 
@@ -367,8 +360,8 @@ def _of_row(row: dict[str, Any], key: Keys, where: str) -> Iterator[Document | N
     if isinstance(text, list) and key.skip_empty and _lacks_content(text):
         yield None
         return
-    if isinstance(text, list) and key.chats is not None and not key.prompt:
-        for chat in key.chats.marked(text, row.get(TOOLS), where):
+    if isinstance(text, list) and key.marked is not None and not key.prompt:
+        for chat in key.marked(text, row.get(TOOLS), where):
             _encoded(chat.text, where)
             yield chat
         return

@@ -263,7 +263,7 @@ class _Task:
     @cached_property
     def keys(self) -> Keys:
         """What is read of rows."""
-        return Keys(self.data.text_key, self.data.prompt_key, Chats(self.data), self.data.skip_empty)
+        return Keys(self.data.text_key, self.data.prompt_key, Chats(self.data).marked, self.data.skip_empty)
 
     def work(self, pieces: Sequence[Parts]) -> None:
         """Make the pieces that are missing and that nobody has taken."""
