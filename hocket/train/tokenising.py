@@ -210,7 +210,7 @@ def _require_success(process: subprocess.Popen[bytes], asked: Asked) -> None:
     if process.returncode < 0:
         reason = f"a process that tokenised was killed by signal {-process.returncode}"
         fix = "more memory if it was short, or fewer cores (taskset), one process for each; finished pieces are kept"
-    elif said:
+    elif said.startswith(pickle.PROTO):
         raise pickle.loads(said)
     else:
         reason = f"a process that tokenised ended with exit code {process.returncode}"
