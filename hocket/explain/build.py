@@ -376,12 +376,8 @@ def optimizer(settings: Settings) -> tuple[OptimizerRow, ...]:
     )
 
 
-def groups(settings: Settings) -> tuple[GroupRow, ...]:
+def groups(settings: Settings) -> Iterator[GroupRow]:
     """All process groups with more than one member, by purpose, in the order in which they are made."""
-    return tuple(_groups(settings))
-
-
-def _groups(settings: Settings) -> Iterator[GroupRow]:
     mesh = mesh_of(settings)
     for purpose in PURPOSES:
         members = settings.mesh.members(purpose)
@@ -434,7 +430,7 @@ def explain(settings: Settings, environment: Sequence[Finding]) -> Explanation:
         decisions=settings.decisions,
         optimizer=optimizer(settings),
         units=units(settings),
-        groups=groups(settings),
+        groups=tuple(groups(settings)),
         memory=memory(settings, step),
         environment=tuple(environment),
         check=_check(settings),

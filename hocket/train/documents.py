@@ -308,7 +308,8 @@ def _arrow_table(file: Path, key: Keys, *_: Any) -> Iterator[Document | None]:
                 stream.seek(0)
                 table = ipc.open_file(stream)
                 batches = map(table.get_batch, range(table.num_record_batches))
-            names = {_top(column, table.schema.names) for column in _columns(key, table.schema)}
+            known = table.schema.names
+            names = {each if each in known else each.partition(".")[0] for each in _columns(key, table.schema)}
             yield from _of_batches((batch.select(sorted(names)) for batch in batches), key)
     except arrow.ArrowException as error:
         raise BadFileError(f"is damaged ({' '.join(str(error).split())})") from None
@@ -320,10 +321,6 @@ def _columns(key: Keys, schema: Any) -> list[str]:
         if not _is_in(schema, column):
             raise BadFileError(f"has no column {column}, but {', '.join(schema.names)}", OTHER_KEY)
     return [*key.columns, *({TOOLS} & set(schema.names))]
-
-
-def _top(column: str, names: list[str]) -> str:
-    return column if column in names else column.partition(".")[0]
 
 
 def _is_in(fields: Any, name: str) -> bool:

@@ -53,17 +53,14 @@ def make_place(settings: Settings, groups: Groups) -> list[str]:
         fix = "name a folder that you can write to, on a file system that all hosts share"
         raise ValueError(problem_of(settings, f"no place for checkpoints: {error}", fix)) from None
     size, there, available = size_of(state_of(groups)), len(newest_first(folder)), free(folder)
-    more = max(1, min(_most(settings.train), there + _saves(settings.train)) - there)
+    train = settings.train
+    saves = -(-train.steps // train.save_every) if train.save_every else 1
+    more = max(1, min(_most(train), there + saves) - there)
     if more * size <= available:
         return []
     what = f"{more} more checkpoints" if more > 1 else "a checkpoint"
     text = f"{what} will take {shown(more * size)} there, and {shown(available)} are free"
     return [problem_of(settings, text, "make room before the first one")]
-
-
-def _saves(train: TrainConfig) -> int:
-    """Checkpoints that a whole run writes."""
-    return -(-train.steps // train.save_every) if train.save_every else 1
 
 
 def _most(train: TrainConfig) -> int:
