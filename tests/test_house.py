@@ -37,9 +37,9 @@ FEATURES = {
 
 # figure -> (most that it may be, slack). A figure that is more than the slack below its limit lowers the limit.
 LIMITS = {
-    "lines of hocket/": (59_860, 300),
-    "files of hocket/": (290, 3),
-    "lines of hocket_trace/": (4_390, 150),
+    "lines of hocket/": (59_840, 300),
+    "files of hocket/": (289, 3),
+    "lines of hocket_trace/": (4_370, 150),
     "words of docs": (101_400, 1_500),
     "settings": (153, 0),
     "settings outside of model.*": (85, 0),
