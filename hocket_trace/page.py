@@ -100,8 +100,9 @@ def _rank(
     theirs = np.array([words.setdefault(word, len(words)) for word in trace.words], dtype=np.int64)
     shade = [list(COLORS).index(name) for name in colors(trace)]
     computes = trace.of_kind("compute")
+    worded = trace.lane, trace.kind, trace.name, trace.launcher, trace.op, trace.group, trace.kernel_class
     columns = [
-        *(theirs[column[rows]].tolist() for column in _worded(trace)),
+        *(theirs[column[rows]].tolist() for column in worded),
         trace.layer[rows].tolist(),
         [round(count) for count in trace.bytes[rows].tolist()],
         [shade[row] for row in rows],
@@ -119,10 +120,6 @@ def _rank(
         "what": kinds,
         "late": absent.tolist(),
     }
-
-
-def _worded(trace: RankTrace) -> tuple[np.ndarray, ...]:
-    return trace.lane, trace.kind, trace.name, trace.launcher, trace.op, trace.group, trace.kernel_class
 
 
 def _ns(seconds: float) -> int:

@@ -59,8 +59,8 @@ def table(figures: Figures, width: int = 100) -> list[Line]:
     """The lines of the report, with styles."""
     sections = [
         title(figures, width),
-        _warnings(figures, width),
-        _headline(figures, width),
+        [one for text in warnings(figures) for one in wrapped(text, width, "bold white on red")],
+        wrapped(headline(figures), width),
         _whole(figures, width),
         _ranks(figures, width),
         _kinds(figures, width),
@@ -212,14 +212,6 @@ def _slowdown_rows(rows: Sequence[Figures], key: str) -> list[list[str]]:
         [row[key], milliseconds(row["seconds"]), milliseconds(row["null_seconds"]), _longer(row["slowdown_share"])]
         for row in rows
     ]
-
-
-def _warnings(figures: Figures, width: int) -> list[Line]:
-    return [one for text in warnings(figures) for one in wrapped(text, width, "bold white on red")]
-
-
-def _headline(figures: Figures, width: int) -> list[Line]:
-    return wrapped(headline(figures), width)
 
 
 def _whole(figures: Figures, width: int) -> list[Line]:

@@ -311,7 +311,7 @@ def test_every_epoch_visits_every_sequence_once_in_a_new_order(count, length, ep
 
 
 def test_targets_are_the_next_tokens():
-    tokens, targets = stream(10, 4).take(3, 2)
+    tokens, targets, _ = stream(10, 4).batch(range(3, 5))
     assert tokens.shape == targets.shape == (2, 4)
     assert tokens.dtype == targets.dtype == torch.int64
     assert torch.equal(targets, tokens + 1)
@@ -330,7 +330,7 @@ def test_the_global_batch_is_the_same_on_any_number_of_ranks(shape, position):
             tokens, *_ = s.batch([position + n for n in order[m][rank]])
             assert tokens.shape == (sequences, 3)
             rows += tokens[:, 0].tolist()
-    assert rows == s.take(position, 8)[0][:, 0].tolist()
+    assert rows == s.batch(range(position, position + 8))[0][:, 0].tolist()
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 7))
@@ -364,7 +364,7 @@ def test_packing_finds_the_documents_of_both_splits(tmp_path):
             assert behind_separator == (numbers[0].diff() != 0).tolist()
             assert ((targets == IGNORED) <= (ids == 0)).all()
     off = resolve(Config(data=replace(data, packing="off"), train=TrainConfig(microbatches=1)))
-    assert make_streams(text, off)[0].documents(0, 1) is None
+    assert make_streams(text, off)[0].batch([0])[2] is None
 
 
 def both_streams(settings: Settings) -> tuple[Stream, Stream]:

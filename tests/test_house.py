@@ -37,10 +37,10 @@ FEATURES = {
 
 # figure -> (most that it may be, slack). A figure that is more than the slack below its limit lowers the limit.
 LIMITS = {
-    "lines of hocket/": (59_990, 300),
-    "files of hocket/": (291, 3),
-    "lines of hocket_trace/": (4_390, 150),
-    "words of docs": (101_200, 1_500),
+    "lines of hocket/": (59_130, 300),
+    "files of hocket/": (288, 3),
+    "lines of hocket_trace/": (4_370, 150),
+    "words of docs": (100_900, 1_500),
     "settings": (148, 0),
     "settings outside of model.*": (80, 0),
     "rules": (251, 3),

@@ -23,9 +23,8 @@ from hocket.recipes import recipe
 from hocket.resolve import resolve
 from hocket.settings.schema import changed
 from hocket.train.metrics import Metrics
-from hocket.train.profiling import WARM_UP, ProfileWindow, Recording, describe, window_of
+from hocket.train.profiling import WARM_UP, ProfileWindow, Reading, Recording, TraceReader, describe, window_of
 from hocket.train.signals import StopRequest
-from hocket.train.trace_reader import Reading, TraceReader
 from hocket_trace import load, report
 from tests.helpers.command import ALONE, SMALL, finish, hocket, start, text_in, wait_for
 from tests.helpers.plans import planned

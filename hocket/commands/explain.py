@@ -82,8 +82,8 @@ def show_run(name: str, *words: str) -> int:
     if strange := [word for word in words if word != "--json"]:
         reason = f"{name} is a run's, in which everything is settled, and only --json goes with it"
         raise ValueError(f"{' '.join(strange)} (command line): {reason}; fix: leave it out, or name a recipe")
-    found = read(name)
-    print(json_module.dumps(found.as_json(), indent=1) if words else to_text(found))
+    found, text = read(name)
+    print(json_module.dumps(found, indent=1) if words else text)
     return 0
 
 

@@ -142,12 +142,12 @@ def opened(
 def _require_sound(model: ModelConfig, device: str) -> None:
     """Raise ValueError for a model that no run computes here, by the rules of runs."""
     config = Config(model=model, precision=PrecisionConfig(compute="bf16" if device == "cuda" else "fp32"))
-    about = [rule for rule in broken(config, Host(), {}) if all(map(_of_the_model, rule.settings))]
+    about = [
+        rule
+        for rule in broken(config, Host(), {})
+        if all(setting.startswith("model.") or setting == "precision.compute" for setting in rule.settings)
+    ]
     stop_if(rule_lines(about, config, Host(), {"": "the model"}))
-
-
-def _of_the_model(setting: str) -> bool:
-    return setting.startswith("model.") or setting == "precision.compute"
 
 
 def _in_chat(options: Generate, data: DataConfig) -> tuple[str, str]:

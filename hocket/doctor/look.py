@@ -54,7 +54,7 @@ def look(env: Mapping[str, str], passed: Collection[Moment], probe: bool) -> Fou
         torch=torch,
         gpus=gpus,
         driver=driver,
-        links=_links(),
+        links=links_of(_output(["nvidia-smi", "topo", "-m"])),
         ports=ports_in(Path("/sys/class/infiniband")),
         copies=copies,
         no_probe=no_probe,
@@ -150,10 +150,6 @@ def _number(row: Mapping[str, str], field: str) -> float:
     """A number, 0 for the tool's ways to say that there is none."""
     text = row.get(field, "")
     return float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else 0.0
-
-
-def _links() -> dict[tuple[int, int], str]:
-    return links_of(_output(["nvidia-smi", "topo", "-m"]))
 
 
 def links_of(text: str) -> dict[tuple[int, int], str]:

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import datetime
-import json
+import pickle
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 from hocket.environment import Gpus, Worker, find_port, prepare, torch_build
 from hocket.gpus import gpu_named, is_slice, nearest
 from hocket.program.hardware import HARDWARE, MeasuredHardware
 from hocket.program.simulate import Kind
 
-# -- What is measured, and what came out. Both travel between processes as JSON. Imports no torch ----------------------
+# -- What is measured, and what came out -------------------------------------------------------------------------------
 
 Product = tuple[int, int, int]
 """Sizes of a matrix product: [m, k] times [k, n]."""
@@ -40,16 +40,6 @@ class Request:
     rates: bool = False
     """Whether to load each device for seconds, and time products, attention, kernels and copies."""
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> Request:
-        fields: dict[str, Any] = json.loads(text)
-        fields["products"] = tuple((m, k, n) for m, k, n in fields["products"])
-        fields["transfers"] = tuple((kind, size) for kind, size in fields["transfers"])
-        return Request(**fields)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
@@ -61,20 +51,6 @@ class Measured:
     """Of everything that a gather ran on the device of rank 0."""
     rates: Mapping[str, float] = field(default_factory=dict)
     """Work per second on the slowest rank, all ranks at once."""
-
-    def to_json(self) -> str:
-        found = {"products": list(self.products.items()), "transfers": list(self.transfers.items())}
-        return json.dumps({**found, "names": self.names, "rates": dict(self.rates)})
-
-    @staticmethod
-    def from_json(text: str) -> Measured:
-        fields = json.loads(text)
-        return Measured(
-            products={(m, k, n): seconds for (m, k, n), seconds in fields["products"]},
-            transfers={(kind, size): seconds for (kind, size), seconds in fields["transfers"]},
-            names=tuple(fields["names"]),
-            rates=fields["rates"],
-        )
 
 
 # -- Start the ranks of a measurement on this host and wait for the answer. Imports no torch ---------------------------
@@ -95,12 +71,12 @@ def run(request: Request, env: Mapping[str, str], limit: float = LIMIT) -> Measu
     if not port:
         raise ValueError("probe: there is no free port; fix: leave --probe out, or end what listens on this host")
     with tempfile.TemporaryDirectory(prefix="hocket-probe-") as folder:
-        answer, ranks = Path(folder) / "answer.json", []
+        answer, ranks = Path(folder) / "answer", []
         try:
             for rank in range(request.world):
                 worker = Worker(rank, request.world, rank, request.world, "127.0.0.1", port)
                 log = (Path(folder) / f"rank{rank}.log").open("w")
-                command = [sys.executable, "-m", "hocket.doctor.rank", request.to_json(), str(answer)]
+                command = [sys.executable, "-m", "hocket.doctor.rank", pickle.dumps(request).hex(), str(answer)]
                 place = {**variables, **worker.variables()}
                 with log:
                     ranks.append(subprocess.Popen(command, env=place, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
@@ -109,7 +85,7 @@ def run(request: Request, env: Mapping[str, str], limit: float = LIMIT) -> Measu
             for process in ranks:
                 process.kill()
                 process.wait()
-        return Measured.from_json(answer.read_text())
+        return pickle.loads(answer.read_bytes())
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]], folder: Path, limit: float) -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 from hocket.config import Purpose
 from hocket.config.overlap import DIRECTIONS, ROLES
@@ -26,6 +24,7 @@ from hocket.explain.explanation import (
     State,
     Times,
     UnitRow,
+    to_text,
 )
 from hocket.files import json_in
 from hocket.gpus import GPUS
@@ -52,8 +51,8 @@ from hocket.settings.schema import changed, digest, problem
 from hocket.settings.tensor_rules import METHOD as METHODS
 from hocket.settings.weight_groups import samples, weight_groups
 from hocket.tune.period import continued, steady
-from hocket.typed import is_a
 from hocket.variables import Finding
+from hocket_trace.columns import harmless
 from hocket_trace.without_collector import without_collector
 
 # -- What is hidden under what, row by row: pure functions of settings -------------------------------------------------
@@ -377,12 +376,8 @@ def optimizer(settings: Settings) -> tuple[OptimizerRow, ...]:
     )
 
 
-def groups(settings: Settings) -> tuple[GroupRow, ...]:
+def groups(settings: Settings) -> Iterator[GroupRow]:
     """All process groups with more than one member, by purpose, in the order in which they are made."""
-    return tuple(_groups(settings))
-
-
-def _groups(settings: Settings) -> Iterator[GroupRow]:
     mesh = mesh_of(settings)
     for purpose in PURPOSES:
         members = settings.mesh.members(purpose)
@@ -435,7 +430,7 @@ def explain(settings: Settings, environment: Sequence[Finding]) -> Explanation:
         decisions=settings.decisions,
         optimizer=optimizer(settings),
         units=units(settings),
-        groups=groups(settings),
+        groups=tuple(groups(settings)),
         memory=memory(settings, step),
         environment=tuple(environment),
         check=_check(settings),
@@ -466,14 +461,14 @@ FILE = "explanation.json"
 
 
 def record(settings: Settings, folder: Path) -> None:
-    """Write what was decided about a run, and why, as `hocket explain --json` shows it.
+    """Write what was decided about a run, and why, as `hocket explain` prints it: as JSON, and in it as text.
 
     Raises ValueError if it cannot be written.
     """
     found = explain(settings, settings.host.variables)
     temporary = folder / f"{FILE}.tmp"
     try:
-        temporary.write_text(json.dumps(found.as_json(), indent=1))
+        temporary.write_text(json.dumps({**found.as_json(), "text": to_text(found)}, indent=1))
         temporary.replace(folder / FILE)
     except OSError as error:
         with contextlib.suppress(OSError):
@@ -482,47 +477,19 @@ def record(settings: Settings, folder: Path) -> None:
         raise ValueError(problem("run.folder", settings.run.folder, settings.origins, reason, fix)) from None
 
 
-def read(name: str) -> Explanation:
-    """The explanation that a run has written; `name` is that of its folder or of the file.
+def read(name: str) -> tuple[dict[str, Any], str]:
+    """The explanation that a run has written, as JSON and as text; `name` is that of its folder or of the file.
 
-    Raises ValueError if there is none, or if it is not what this version of hocket writes.
+    Raises ValueError if there is none, or if it is not what a run writes.
     """
     path = Path(name)
     try:
         path = path / FILE if path.is_dir() else path
-        return _built(Explanation, json_in(path), "it")
+        found = json_in(path)
+        return found, harmless(str(found.pop("text")))
     except OSError as error:
         reason, fix = f"cannot be read ({error.strerror})", f"the folder of a run, or its {FILE}"
-    except (ValueError, RecursionError) as error:
-        what = error if isinstance(error, _NotAsWritten) else "no whole JSON"
-        reason = f"damaged, or written by another version of hocket ({what})"
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        reason = "damaged, or written by another version of hocket"
         fix = "the hocket that wrote it, or hocket explain with the words that the run was started with"
     raise ValueError(f"{path} (command line): {reason}; fix: {fix}")
-
-
-class _NotAsWritten(ValueError):
-    """A part of an explanation is missing, or is something else."""
-
-
-def _built(hint: Any, value: Any, where: str) -> Any:
-    """A value of a type, from what JSON made of such a value. What is there beyond it is passed over."""
-    origin, args = get_origin(hint), get_args(hint)
-    if hint is Any:
-        return tuple(value) if isinstance(value, list) else value
-    if origin is UnionType:  # with None
-        return None if value is None else _built(args[0], value, where)
-    if dataclasses.is_dataclass(hint) and isinstance(value, dict):
-        hints, parts = get_type_hints(hint), {}
-        for field in dataclasses.fields(hint):
-            if field.name in value:
-                parts[field.name] = _built(hints[field.name], value[field.name], field.name)
-            elif field.default is dataclasses.MISSING:
-                raise _NotAsWritten(f"{where} lacks {field.name}")
-        return hint(**parts)
-    if origin is tuple and isinstance(value, list):
-        return tuple(_built(args[0], item, where) for item in value)
-    if origin is Mapping and isinstance(value, dict):
-        return {key: _built(args[1], item, where) for key, item in value.items()}
-    if origin in (tuple, Mapping) or not is_a(value, hint):
-        raise _NotAsWritten(f"{where} is something else")
-    return value

@@ -45,8 +45,7 @@ from hocket.layers.slices import Part
 from hocket.resolve import Settings
 from hocket.runtime.world import by_first, everyone, rank_and_world
 from hocket.settings.schema import digest, problem
-from hocket.train.changes import changes, stored, told
-from hocket.train.runs import identity
+from hocket.train.runs import changes, identity, stored, told
 
 # -- What a checkpoint of a run is made of: ranges of the elements of named tensors ------------------------------------
 

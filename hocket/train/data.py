@@ -86,15 +86,6 @@ class Rows(ABC):
         Where documents are kept apart, a target that is the first token of the next document is `IGNORED`.
         """
 
-    def take(self, position: int, count: int) -> tuple[Tensor, Tensor]:
-        """Tokens and targets of the `count` sequences from `position` on, int64 [count, length] each."""
-        ids, targets, _ = self.batch(range(position, position + count))
-        return ids, targets
-
-    def documents(self, position: int, count: int) -> Tensor | None:
-        """Numbers of the documents of their tokens, int64 [count, length]; None where documents are not kept apart."""
-        return self.batch(range(position, position + count))[2]
-
     @abstractmethod
     def lengths(self, position: int) -> np.ndarray:
         """Tokens of each document of the sequence at a position, padding as one; of a whole sequence its length."""

@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -41,14 +41,6 @@ Document = bytes | np.ndarray | Marked
 """Text in UTF-8, or tokens as integers of one dimension."""
 
 
-class ChatReader(Protocol):
-    """What makes the text of a chat."""
-
-    def marked(self, messages: list[Any], tools: Any, where: str) -> list[Marked]:
-        """The text of messages, as one document or several. Raises BadFileError."""
-        ...
-
-
 @dataclass(frozen=True)
 class Keys:
     """What is read of a line of JSON, or of a row of a table."""
@@ -57,7 +49,8 @@ class Keys:
     """Name of the text, or of the messages of a chat. `a.b` is the name `b` inside of the object `a`."""
     prompt: str = ""
     """Name of a text before it that is not learnt; empty: there is none."""
-    chats: ChatReader | None = None
+    marked: Callable[[list[Any], Any, str], list[Marked]] | None = None
+    """Makes the documents of a chat from its messages, its tools, and where it is. Raises BadFileError."""
     skip_empty: bool = False
     """Whether rows in which such a text is null or missing are left out, or end the run."""
 
@@ -315,7 +308,8 @@ def _arrow_table(file: Path, key: Keys, *_: Any) -> Iterator[Document | None]:
                 stream.seek(0)
                 table = ipc.open_file(stream)
                 batches = map(table.get_batch, range(table.num_record_batches))
-            names = {_top(column, table.schema.names) for column in _columns(key, table.schema)}
+            known = table.schema.names
+            names = {each if each in known else each.partition(".")[0] for each in _columns(key, table.schema)}
             yield from _of_batches((batch.select(sorted(names)) for batch in batches), key)
     except arrow.ArrowException as error:
         raise BadFileError(f"is damaged ({' '.join(str(error).split())})") from None
@@ -327,10 +321,6 @@ def _columns(key: Keys, schema: Any) -> list[str]:
         if not _is_in(schema, column):
             raise BadFileError(f"has no column {column}, but {', '.join(schema.names)}", OTHER_KEY)
     return [*key.columns, *({TOOLS} & set(schema.names))]
-
-
-def _top(column: str, names: list[str]) -> str:
-    return column if column in names else column.partition(".")[0]
 
 
 def _is_in(fields: Any, name: str) -> bool:
@@ -367,8 +357,8 @@ def _of_row(row: dict[str, Any], key: Keys, where: str) -> Iterator[Document | N
     if isinstance(text, list) and key.skip_empty and _lacks_content(text):
         yield None
         return
-    if isinstance(text, list) and key.chats is not None and not key.prompt:
-        for chat in key.chats.marked(text, row.get(TOOLS), where):
+    if isinstance(text, list) and key.marked is not None and not key.prompt:
+        for chat in key.marked(text, row.get(TOOLS), where):
             _encoded(chat.text, where)
             yield chat
         return

@@ -179,7 +179,8 @@ class Metrics:
         self.console = console or PatientConsole(highlight=False, soft_wrap=True)
         self.tokens_per_step = settings.batch * settings.data.sequence_length
         self.flops_per_token = model_flops_per_token(settings.model, settings.data.sequence_length)
-        self.peak = _peak(settings)
+        self.peak = peak_flops(settings.host.gpu) if settings.train.device == "cuda" else 0.0
+        """FLOP/s of a rank that MFU is over; 0 if they are not known, as those of CPUs, which have no data sheet."""
         self.validation_loss = math.nan
         self._start = Start(settings.model) if not done and settings.train.transport != "null" else None
         self.exposed: Mapping[Way, float] = {}
@@ -401,11 +402,6 @@ class Metrics:
         run, origins = self.settings.run, self.settings.origins
         reason, fix = f"{self.path} cannot be written: {why}", "make room there, or make it writable"
         return problem("run.folder", run.folder, origins, reason, fix)
-
-
-def _peak(settings: Settings) -> float:
-    """FLOP/s of a rank that MFU is over; 0 if they are not known, as those of CPUs, which have no data sheet."""
-    return peak_flops(settings.host.gpu) if settings.train.device == "cuda" else 0.0
 
 
 def _same_links(train: TrainConfig) -> dict[tuple[float, float], list[str]]:

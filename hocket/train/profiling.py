@@ -8,8 +8,10 @@ import gzip
 import json
 import platform
 import shutil
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,6 @@ from hocket.resolve import Settings
 from hocket.runtime.world import everyone
 from hocket.train.metrics import Metrics
 from hocket.train.signals import StopRequest
-from hocket.train.trace_reader import TraceReader
 
 # -- recording ---------------------------------------------------------------------------------------------------------
 # Steps recorded with the profiler, as traces that explain themselves: every op under its name, and the run's program.
@@ -119,6 +120,66 @@ class Recording:
         finally:
             text.unlink(missing_ok=True)
             packed.unlink(missing_ok=True)
+
+
+# -- Traces are read in a process of its own, so that the ranks need not wait for it -----------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """The results of the traces."""
+
+    headline: str = ""
+    exposed: float | None = None
+    """Exposed share of the steps: communication beside which nothing was computed, over their length."""
+    problem: str = ""
+    """Why they cannot be read, in one line; empty if they can."""
+
+
+_READ = """
+import json, os, sys
+os.nice(10)  # the ranks come first
+sys.path[:] = json.loads(sys.argv[1])  # the same hocket, wherever this process was started
+from hocket_trace import TraceError, load, report
+from hocket_trace.as_json import to_json
+from hocket_trace.cpu import UNSEEN
+from hocket_trace.table import headline, warnings
+try:
+    figures = to_json(report(load(sys.argv[2:])))
+    lines = [*warnings(figures), headline(figures), *([UNSEEN] if UNSEEN in figures["notes"] else [])]
+    found = {"headline": "\\n".join(lines), "exposed": figures["step"].get("exposed_share")}
+except TraceError as error:
+    found = {"problem": str(error)}
+sys.stdout.write(json.dumps(found))
+"""
+
+
+class TraceReader:
+    """A process that reads traces. Ask `poll` now and then; `close` ends it."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _READ, json.dumps(sys.path), *map(str, paths)],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+
+    def poll(self, timeout: float = 0.0) -> Reading | None:
+        """The reading, or None if it is not there after `timeout` seconds."""
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return None
+        out, err = self._process.communicate()  # short, so a pipe has held it
+        try:
+            return Reading(**json.loads(out))
+        except (ValueError, TypeError):
+            last = err.decode(errors="replace").strip().splitlines()[-1:]
+            return Reading(problem=last[0] if last else f"the reader ended with status {self._process.returncode}")
+
+    def close(self) -> None:
+        """End the process if it still reads."""
+        self._process.kill()
+        self._process.communicate()
 
 
 # -- profiling ---------------------------------------------------------------------------------------------------------

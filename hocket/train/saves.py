@@ -6,7 +6,6 @@ import math
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from hocket.config import TrainConfig
@@ -54,17 +53,14 @@ def make_place(settings: Settings, groups: Groups) -> list[str]:
         fix = "name a folder that you can write to, on a file system that all hosts share"
         raise ValueError(problem_of(settings, f"no place for checkpoints: {error}", fix)) from None
     size, there, available = size_of(state_of(groups)), len(newest_first(folder)), free(folder)
-    more = max(1, min(_most(settings.train), there + _saves(settings.train)) - there)
+    train = settings.train
+    saves = -(-train.steps // train.save_every) if train.save_every else 1
+    more = max(1, min(_most(train), there + saves) - there)
     if more * size <= available:
         return []
     what = f"{more} more checkpoints" if more > 1 else "a checkpoint"
     text = f"{what} will take {shown(more * size)} there, and {shown(available)} are free"
     return [problem_of(settings, text, "make room before the first one")]
-
-
-def _saves(train: TrainConfig) -> int:
-    """Checkpoints that a whole run writes."""
-    return -(-train.steps // train.save_every) if train.save_every else 1
 
 
 def _most(train: TrainConfig) -> int:
@@ -114,12 +110,6 @@ def _require_shared(here: Path) -> None:
 # -- saves -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _UnderWay:
-    step: int
-    saving: Saving
-
-
 class Saves:
     """The checkpoints of one run, which has done `step` steps. Every rank calls its methods alike.
 
@@ -142,11 +132,11 @@ class Saves:
         self.settings, self._metrics, self._behind = settings, metrics, behind
         self._state, self._moment = state, moment
         self._saved = step
-        self._under_way: _UnderWay | None = None
+        self._under_way: tuple[int, Saving] | None = None
 
     def look(self) -> None:
         """Tell of a save that has ended meanwhile. Ranks may see that at different steps."""
-        if self._under_way is not None and self._under_way.saving.done():
+        if self._under_way is not None and self._under_way[1].done():
             self._wait_for_checkpoint()
 
     def wait(self) -> None:
@@ -157,8 +147,7 @@ class Saves:
     def _wait_for_checkpoint(self) -> None:
         if self._under_way is None:
             return
-        step, saving = self._under_way.step, self._under_way.saving
-        self._under_way = None
+        (step, saving), self._under_way = self._under_way, None
         try:
             path = saving.result()
         except SaveFailed as error:
@@ -185,15 +174,15 @@ class Saves:
     def _save(self) -> None:
         """Begin to save, once the save before has ended, or do all of it."""
         moment = self._moment()
-        if self._under_way is not None and not self._under_way.saving.done():
-            before = self._under_way.step
+        if self._under_way is not None and not self._under_way[1].done():
+            before = self._under_way[0]
             self._metrics.say(
                 f"note     step {moment.step} waits until the checkpoint of step {before} is written: a longer "
                 "train.save_every, or a faster disk, would spare that"
             )
         self._wait_for_checkpoint()
         if self._behind:
-            self._under_way = _UnderWay(moment.step, save_behind(self.settings, moment, self._state()))
+            self._under_way = moment.step, save_behind(self.settings, moment, self._state())
             return
         try:
             self._now(moment)

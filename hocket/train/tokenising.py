@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -31,7 +32,6 @@ from hocket.environment import cores
 from hocket.fsdp.saving.whole import sync
 from hocket.model.tokenizer import Tokenizer, known_tokenizer, load_tokenizer
 from hocket.settings.schema import problem, show
-from hocket.settings.sources import as_setting
 from hocket.train.chat import Chats
 from hocket.train.documents import (
     WHOLE,
@@ -52,7 +52,6 @@ PIECE_BYTES = 1 << 25
 PATIENCE = 10.0
 """Seconds between two lines about how far tokenising is."""
 POLL = 0.05
-JOB = "job.json"
 
 Say = Callable[[str], None]
 
@@ -153,7 +152,7 @@ class _Progress:
             for file in self._folder.glob("*.bin*"):
                 with contextlib.suppress(OSError):  # it may just get its name
                     written += file.stat().st_size
-            done = sum(1 for _ in self._folder.glob("*.json")) - (self._folder / JOB).exists()
+            done = sum(1 for _ in self._folder.glob("*.json"))
             tokens = written // self.dtype.itemsize
             self._say(f"tokenising: {done} of {self._pieces} pieces done, {tokens:,} tokens so far")
 
@@ -178,19 +177,18 @@ def _read(folder: Path, number: int, dtype: np.dtype) -> Piece:
 def _in_processes(
     folder: Path, pieces: list[Parts], asked: Asked, data: DataConfig, count: int, progress: _Progress
 ) -> None:
-    job = {
-        "asked": dataclasses.asdict(asked) | {"origins": dict(asked.origins)},
-        "data": dataclasses.asdict(data),
-        "pieces": [[(str(file), part) for file, part in piece] for piece in pieces],
-        "parent": os.getpid(),
-    }
-    (folder / JOB).write_text(json.dumps(job))
+    job = pickle.dumps((folder, pieces, dataclasses.replace(asked, origins=dict(asked.origins)), data, os.getpid()))
     threads = max(1, cores() // count)
     variables = [f"PYTHONPATH={os.pathsep.join(filter(None, sys.path))}", f"RAYON_NUM_THREADS={threads}"]
-    command = ["env", *variables, sys.executable, "-m", "hocket.train.tokenising", str(folder)]
-    running: list[subprocess.Popen[str]] = []
+    command = ["env", *variables, sys.executable, "-c", "from hocket.train.tokenising import worker; worker()"]
+    running: list[subprocess.Popen[bytes]] = []
     try:
-        running.extend(subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(count))
+        for _ in range(count):
+            running.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+            assert running[-1].stdin is not None
+            with contextlib.suppress(BrokenPipeError), running[-1].stdin as pipe:
+                pipe.write(job)
+            running[-1].stdin = None
         while running:
             time.sleep(POLL)
             progress.tell()
@@ -201,10 +199,9 @@ def _in_processes(
         for process in running:
             process.kill()
             process.communicate()
-    (folder / JOB).unlink()
 
 
-def _require_success(process: subprocess.Popen[str], asked: Asked) -> None:
+def _require_success(process: subprocess.Popen[bytes], asked: Asked) -> None:
     assert process.stdout is not None
     with process.stdout:
         said = process.stdout.read()
@@ -213,37 +210,27 @@ def _require_success(process: subprocess.Popen[str], asked: Asked) -> None:
     if process.returncode < 0:
         reason = f"a process that tokenised was killed by signal {-process.returncode}"
         fix = "more memory if it was short, or fewer cores (taskset), one process for each; finished pieces are kept"
-        raise asked.refused(reason, fix)
-    try:
-        kind, *rest = json.loads(said)
-    except ValueError:
+    elif said.startswith(pickle.PROTO):
+        raise pickle.loads(said)
+    else:
         reason = f"a process that tokenised ended with exit code {process.returncode}"
-        raise asked.refused(reason, "taskset -c 0 before the command: one process, which shows what fails") from None
-    if kind == "OSError":
-        raise OSError(*rest)
-    raise ValueError(*rest)
+        fix = "taskset -c 0 before the command: one process, which shows what fails"
+    raise asked.refused(reason, fix)
 
 
-def _worker(folder: Path) -> int:
-    """What a process does: pieces that nobody has taken. What is wrong goes to stdout, as JSON."""
-    job = json.loads((folder / JOB).read_text())
-    asked = Asked(job["asked"]["setting"], tuple(job["asked"]["given"]), job["asked"]["origins"])
-    data = dataclasses.replace(DataConfig(), **{k: as_setting(value, None) for k, value in job["data"].items()})
+def worker() -> None:
+    """What a process does: pieces that nobody has taken. The job comes by stdin; what is wrong goes to stdout."""
+    folder, pieces, asked, data, parent = pickle.load(sys.stdin.buffer)
 
     def stop_with_parent() -> None:
-        if os.getppid() != job["parent"]:
+        if os.getppid() != parent:
             os._exit(1)
 
     try:
-        pieces = [[(Path(file), (part[0], part[1])) for file, part in piece] for piece in job["pieces"]]
         _Task(folder, asked, data, load_tokenizer(data, asked.origins), stop_with_parent).work(pieces)
-    except OSError as error:
-        sys.stdout.write(json.dumps(["OSError", error.errno, error.strerror or str(error)]))
-        return 1
-    except ValueError as error:
-        sys.stdout.write(json.dumps(["ValueError", str(error)]))
-        return 1
-    return 0
+    except (OSError, ValueError) as error:
+        sys.stdout.buffer.write(pickle.dumps(error))
+        sys.exit(1)
 
 
 # -- one piece ---------------------------------------------------------------------------------------------------------
@@ -263,7 +250,7 @@ class _Task:
     @cached_property
     def keys(self) -> Keys:
         """What is read of rows."""
-        return Keys(*self.data.names, Chats(self.data), self.data.skip_empty)
+        return Keys(*self.data.names, Chats(self.data).marked, self.data.skip_empty)
 
     def work(self, pieces: Sequence[Parts]) -> None:
         """Make the pieces that are missing and that nobody has taken."""
@@ -419,7 +406,3 @@ def _masked(pieces: Sequence[Piece], order: np.ndarray, starts: np.ndarray) -> n
     begin = begins[documents]
     ranges = np.concatenate([piece.masked[:, 1:] for piece in pieces])[begin >= 0] + begin[begin >= 0, None]
     return ranges[np.argsort(ranges[:, 0])]
-
-
-if __name__ == "__main__":
-    sys.exit(_worker(Path(sys.argv[1])))

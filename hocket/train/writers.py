@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from hocket.problems import stop_if
 from hocket.resolve import Settings
 from hocket.settings.schema import flat, problem
-from hocket.train.changes import stored
+from hocket.train.runs import stored
 
 
 class Writer(Protocol):

@@ -19,14 +19,6 @@ REQUEST = Request(
 )
 
 
-def test_requests_and_answers_travel_as_json() -> None:
-    assert Request.from_json(REQUEST.to_json()) == REQUEST
-    measured = Measured(
-        products={(1, 2, 3): 0.5}, transfers={("pp", 7): 1.5, ("pp", 8): 2.5}, names=("a", "b"), rates={"c": 2.0}
-    )
-    assert Measured.from_json(measured.to_json()) == measured
-
-
 def on_a_rank(rank: int) -> Measured:
     return measure(REQUEST, rank)
 
