@@ -20,9 +20,9 @@ from functools import cache
 from pathlib import Path
 
 from hocket.config import Config
+from hocket.machine import why_no_delta_kernels
 from hocket.model.tokenizer import known_tokenizer
 from hocket.problems import stop_if
-from hocket.settings.layer_rules import why_no_delta_kernels
 from hocket.settings.rule import Host
 from hocket.variables import WANTED, Finding, Moment, apply, refusals, survey
 

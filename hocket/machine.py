@@ -1,6 +1,10 @@
-"""Which hosts plans and predictions are for."""
+"""Which hosts plans and predictions are for, and what the kernels installed on one can."""
 
 from __future__ import annotations
+
+import re
+from importlib import metadata
+from importlib.util import find_spec
 
 from hocket.config import BYTE_VOCAB, BYTES, Config
 from hocket.gpus import GPUS
@@ -38,3 +42,18 @@ def _ranks_of_a_host(config: Config, wants_gpus: bool) -> int:
     if not wants_gpus or world <= most:
         return world
     return max(n for n in range(1, most + 1) if world % n == 0)
+
+
+def why_no_delta_kernels(capability: tuple[int, int]) -> str:
+    """Why flash-linear-attention's kernels (fla-core) do not serve a GPU of this compute capability; empty if they do.
+
+    Triton from 3.4 on, below 3.7.1, makes wrong gradients of them on Hopper. fla refuses it (its issue 640), unless
+    tilelang is there, whose kernels it takes instead.
+    """
+    if find_spec("fla") is None or find_spec("triton") is None:
+        return "fla-core is not installed"
+    triton = metadata.version("triton")
+    version = tuple(int(part) for part in re.findall(r"\d+", triton)[:3])
+    if capability == (9, 0) and (3, 4) <= version < (3, 7, 1) and find_spec("tilelang") is None:
+        return f"fla-core is wrong on Hopper with triton {triton}, and right from 3.7.1 on, or with tilelang"
+    return ""

@@ -22,8 +22,8 @@ from hocket.program.text import to_text
 from hocket.program.timeline import summary, text_timeline
 from hocket.resolve import Settings
 from hocket.settings.arrivals import arrival_bytes
+from hocket.settings.derived import has_experts
 from hocket.settings.hardware_choice import GPU
-from hocket.settings.rules import has_experts
 from hocket_trace.columns import duration
 
 

@@ -20,16 +20,15 @@ from typing import Any
 
 from hocket.config import Config
 from hocket.problems import stop_if
-from hocket.settings.decision import Choice, Decision
-from hocket.settings.effects import effect_of
+from hocket.settings.decision import Choice, Decision, effect_of
+from hocket.settings.derived import fills_bubble, has_experts, merges, separate_wgrads, stages
 from hocket.settings.first_values import described
 from hocket.settings.hardware_choice import choose_hardware
 from hocket.settings.origins import DEFAULTS, Implied, source
-from hocket.settings.plan_rules import fills_bubble, merges, separate_wgrads, stages
+from hocket.settings.overlap_rules import TENSOR as METHOD
 from hocket.settings.rule import Host, Rule
-from hocket.settings.rules import RULES, broken, has_experts, numbered, rule_lines, rule_text
+from hocket.settings.rules import CHECKS, broken, numbered, rule_lines, rule_text
 from hocket.settings.schema import changed, impossible, leaf, show, types
-from hocket.settings.tensor_rules import METHOD
 from hocket.tune.by_cost import (
     choose_context,
     choose_copies,
@@ -247,7 +246,7 @@ def _add(config: Config, decisions: list[Decision], choices: Iterable[Choice]) -
 
 def _remarks(config: Config, host: Host, origins: Mapping[str, str], decided: set[str]) -> Iterator[Decision]:
     """What the rules let pass because the user did not ask for it, and what a preset lost to a recipe."""
-    for rule in RULES:
+    for rule in CHECKS:
         setting = rule.settings[0]
         came_with = setting in origins or leaf(config, setting) not in (leaf(DEFAULTS, setting), "off", ("off",))
         if (rule.only_if_set or rule.remark) and came_with and setting not in decided and rule.broken(config, host):

@@ -14,9 +14,9 @@ from hocket import cli
 from hocket.config.bounds import ANY, MOST_RANKS
 from hocket.recipes import recipe
 from hocket.resolve import resolve
+from hocket.settings.mesh_rules import RANKS_OF_A_CORE
 from hocket.settings.plan_rules import MOST_PASSES
 from hocket.settings.rule import Host
-from hocket.settings.rules import RANKS_OF_A_CORE
 from hocket.settings.schema import bounds_of, changed, leaf, types
 
 TINY = recipe("tiny")

@@ -51,7 +51,7 @@ def one_message(ended: Finished, *parts: str, code: int = 2) -> None:
 SETTINGS = [
     (["--plan.mrge", "on"], ["--plan.mrge", "command line", "did you mean --overlap.ep.merge?"]),
     (["--train.steps", "many"], ["train.steps = many", "command line, --train.steps"]),
-    (["--model.kv_heads", "3"], ["model.heads = 2", "command line, --model.heads", "3 key and value heads"]),
+    (["--model.kv_heads", "3"], ["model.heads = 2", "command line, --model.heads", "model.kv_heads = 3"]),
     (["--model.experts", "3"], ["model.experts = 3", "mesh.ep = 2"]),
     (
         ["--mesh.pp", "4", "--train.microbatches", "4"],
@@ -59,7 +59,7 @@ SETTINGS = [
     ),
     (["--mesh.dp", "3"], ["mesh.dp = 3", "does not divide"]),
     (["--mesh.dp", "65536"], ["mesh.dp = 65536 (command line, --mesh.dp)", "131072 processes", "ranks for each core"]),
-    (["--train.microbatches", "1", "--overlap.ep.merge", "off"], ["train.microbatches = 1", "at least mesh.pp = 2"]),
+    (["--train.microbatches", "1", "--overlap.ep.merge", "off"], ["train.microbatches = 1", "on mesh.pp = 2 ranks"]),
     (["--train.device", "cuda"], ["train.device = cuda", "command line"]),
     (["--data.paths", "no/such"], ["data.paths = no/such", "command line", "no such file or folder"]),
     (["--data.paths", "*.none"], ["data.paths = *.none", "the pattern matches nothing"]),

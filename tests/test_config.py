@@ -22,7 +22,7 @@ from hocket.program.transformer import STANDARD
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
 from hocket.settings.rule import Host
-from hocket.settings.rules import RULES
+from hocket.settings.rules import CHECKS
 from hocket.settings.schema import bounds_of, impossible, leaf, types
 from hocket.settings.schema import changed as replaced
 from tests.helpers.plans import NAMES
@@ -88,7 +88,7 @@ def test_items_of_recompute_and_offload_are_the_parts_that_can_be():
 
 def test_settings_that_name_others_exist():
     known = set(types())
-    for rule in RULES:
+    for rule in CHECKS:
         assert set(rule.settings) <= known
         for text in (rule.reason, rule.fix):
             for name in re.findall(r"\b(?:model|mesh|plan|overlap|data|train|optimizer|run)(?:\.[a-z_0-9]+)+", text):
@@ -202,7 +202,7 @@ def test_a_recipe_setting_that_loses_its_effect_is_a_remark_and_a_flag_an_error(
 # -------------------------------------------------------------------------------------------------- refusals
 
 REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
-    (DENSE, {"model__heads": 5}, "model.heads", "cannot share 2 key and value heads"),
+    (DENSE, {"model__heads": 5}, "model.heads", "5 cannot be spread evenly over model.kv_heads = 2"),
     (TINY, {"model__hidden": 34}, "model.hidden", "fix: make model.hidden a multiple of 4"),
     (changed(TINY, precision__compute="bf16"), {"model__expert_ffn": 12}, "model.expert_ffn", "a multiple of 8"),
     (changed(DENSE, mesh__pp=2, plan__order="zb_v", plan__chunks=2, overlap__ep__merge="off"),
@@ -210,17 +210,19 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     *((DENSE, {f"model__{name}": value}, f"model.{name}", "no effect") for name, value in {
         "top_k": 1, "expert_ffn": 8, "shared_ffn": 8, "router": "sigmoid", "routing": "even", "normalize_top_k": False,
         "route_scale": 2.0, "aux_loss": 0.1, "bias_rate": 0.1, "z_loss": 0.1, "aux_loss_over": "batch",
+        "shared_gate": True,
     }.items()),
     (DENSE, {"model__dense_layers": (0,)}, "model.dense_layers", "no effect"),
+    (DENSE, {"splits": "device"}, "overlap.ep.splits", "without a model with experts"),
     (DENSE, {"data__eos": "</s>"}, "data.eos", "byte 0 ends a document"),
     (DENSE, {"data__bos": "on"}, "data.bos", "byte 0 ends a document"),
     (changed(TINY, mesh__tp=2), {"mesh__ep": 8}, "mesh.ep", "8 does not divide mesh.dp = 2 x mesh.tp = 2"),
     (changed(DENSE, mesh__dp=2), {"mesh__ep": 2}, "mesh.ep", "no MoE layer"),
-    (changed(DENSE, mesh__tp=2), {"model__vocab": 257}, "model.vocab", "257 of them cannot be spread"),
-    (changed(DENSE, mesh__tp=2, model__kv_heads=1), {"model__heads": 3}, "model.heads", "3 of them cannot be spread"),
+    (changed(DENSE, mesh__tp=2), {"model__vocab": 257}, "model.vocab", "257 cannot be spread evenly over mesh.tp"),
+    (changed(DENSE, mesh__tp=2, model__kv_heads=1), {"model__heads": 3}, "model.heads", "3 cannot be spread evenly"),
     (changed(DENSE, mesh__tp=4, model__heads=12), {"model__kv_heads": 6}, "model.kv_heads", "neither goes with 4"),
     (changed(DENSE, mesh__tp=2), {"model__ffn": 33}, "model.ffn", "33 cannot be spread evenly"),
-    (changed(TINY, mesh__tp=2), {"model__shared_ffn": 33}, "model.shared_ffn", "33 of them cannot be spread"),
+    (changed(TINY, mesh__tp=2), {"model__shared_ffn": 33}, "model.shared_ffn", "33 cannot be spread evenly"),
     (changed(DENSE, mesh__tp=2), {"data__sequence_length": 33}, "data.sequence_length", "(1 x 33) cannot"),
     *((changed(DENSE, mesh__tp=2), {"overlap__tp__method": (f"{where}:{way}",)}, "overlap.tp.method", "these layers")
       for where, way in {"qkv_forward": "bulk", "qkv_backward": "ring", "proj_forward": "ring", "proj_backward": "bulk",
@@ -228,18 +230,18 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
                       "fc2_backward": "pipeline"}.items()),
     *((changed(DENSE, mesh__tp=2), {"overlap__tp__method": (item,)}, "overlap.tp.method", "none of") for item in
       ("rings", "fc3_forward:ring", "fc1:ring", "fc1_forward:", ":off")),
-    (TINY, {"model__experts": 7}, "model.experts", "7 experts cannot be spread evenly"),
+    (TINY, {"model__experts": 7}, "model.experts", "7 cannot be spread evenly over mesh.ep"),
     (TINY, {"train__device": "cuda"}, "train.device", "no usable GPU"),
     (TINY, {"plan__chunks": 6}, "plan.chunks", "12 virtual stages, too many for model.layers = 8"),
-    (TINY, {"plan__order": "1f1b"}, "plan.order", "one chunk per rank"),
-    (changed(TINY, plan__chunks=1), {"plan__order": "interleaved"}, "plan.order", "one chunk per rank to interleave"),
-    (TINY, {"train__microbatches": 1}, "train.microbatches", "at least mesh.pp = 2"),
+    (TINY, {"plan__order": "1f1b"}, "plan.order", "plan.chunks is 1, not 2"),
+    (changed(TINY, plan__chunks=1), {"plan__order": "interleaved"}, "plan.order", "plan.chunks is 2 or more, not 1"),
+    (TINY, {"train__microbatches": 1}, "train.microbatches", "made for 2 microbatches or more"),
     (TINY, {"plan__group": 5}, "plan.group", "at most train.microbatches = 4"),
-    (TINY, {"plan__group": 1}, "plan.group", "at least mesh.pp = 2"),
+    (TINY, {"plan__group": 1}, "plan.group", "a group has at least 2"),
     (changed(TINY, plan__chunks=1), {"plan__group": 2}, "plan.group", "no effect"),
     (changed(TINY, merge="off"), {"plan__stride": 3}, "plan.stride", "merging is off"),
     (changed(TINY, mesh__pp=1), {"plan__stride": 3}, "plan.stride", "no effect"),
-    (changed(TINY, plan__group=2), {"plan__stride": 3}, "plan.stride", "1.5 * mesh.pp"),
+    (changed(TINY, plan__group=2), {"plan__stride": 3}, "plan.stride", "with plan.stride = 3"),
     (changed(TINY, train__microbatches=2), {"plan__stride": 3}, "plan.stride", "1.5 * mesh.pp"),
     (changed(TINY, plan__order="sequential"), {"merge": "on"}, "overlap.ep.merge", "nothing to merge"),
     (changed(TINY, train__microbatches=1, mesh__pp=1), {"merge": "on"}, "overlap.ep.merge", "nothing would be merged"),
@@ -254,37 +256,37 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (changed(TINY, model__dense_layers=()), {"plan__recompute": ("mlp",)}, "plan.recompute", "has the part mlp"),
     (DENSE, {"plan__recompute": ("attn", "experts")}, "plan.recompute", "has the part experts"),
     (DENSE, {"plan__recompute": ("dispatch",)}, "plan.recompute", "has the part dispatch"),
-    (changed(TINY, mesh__pp=1), {"defer_layers": 2}, "overlap.pp.defer_layers", "nothing is sent"),
+    (changed(TINY, mesh__pp=1), {"defer_layers": 2}, "overlap.pp.defer_layers", "no effect with mesh.pp = 1"),
     (TINY, {"plan__layer_order": "wgrad"}, "plan.layer_order", "neither one of literature, early_release, wgrad_last"),
     (TINY, {"plan__layer_order": "cB aF eB dF eW dB eF cF aB aW uF"}, "plan.layer_order", "nor all twelve ops"),
     (TINY, {"plan__layer_order": "cB aF eW eB dF dB eF cF aB uB aW uF"}, "plan.layer_order", "eW needs eB"),
     (TINY, {"plan__layer_order": "cB eB aF dF eW dB eF cF aB uB aW uF"}, "plan.layer_order", "while the host waits"),
-    (changed(TINY, defer_wgrad="off"), {"defer_layers": 2}, "overlap.pp.defer_layers", "only deferred"),
-    (changed(TINY, mesh__pp=1), {"defer_head": 1}, "overlap.pp.defer_head", "the only pipeline rank"),
-    (changed(TINY, defer_wgrad="off"), {"defer_head": 1}, "overlap.pp.defer_head", "only deferred"),
+    (changed(TINY, defer_wgrad="off"), {"defer_layers": 2}, "overlap.pp.defer_layers", "overlap.defer_wgrad = off"),
+    (changed(TINY, mesh__pp=1), {"defer_head": 1}, "overlap.pp.defer_head", "no effect with mesh.pp = 1"),
+    (changed(TINY, defer_wgrad="off"), {"defer_head": 1}, "overlap.pp.defer_head", "with overlap.defer_wgrad = off"),
     (changed(TINY, train__microbatches=4), {"defer_head": 5}, "overlap.pp.defer_head", "a step has 4 microbatches"),
     (changed(TINY, defer_wgrad="off"), {"defer_layers": "attn"}, "overlap.pp.defer_layers", "no effect"),
     (TINY, {"defer_layers": "attn:9"}, "overlap.pp.defer_layers", "no stage has as many layers"),
     (TINY, {"defer_layers": "mlp:2"}, "overlap.pp.defer_layers", "'mlp:2' is neither a number of layers nor attn"),
     (TINY, {"model__layers": 1, "model__dense_layers": ()}, "model.layers", "layers = 1: only"),
     (changed(TINY, mesh__dp=1, mesh__ep=1, merge="off"), {"prefetch": 3}, "overlap.dp.prefetch", "no effect"),
-    (changed(TINY, mesh__dp=1, mesh__ep=1), {"strategy": "optim_grads"}, "overlap.dp.strategy", "nothing is sharded"),
-    (changed(TINY, strategy="no_shard"), {"prefetch": 3}, "overlap.dp.prefetch", "every rank has all weights"),
-    (changed(TINY, defer_wgrad="off"), {"plan__layer_order": "wgrad_last"}, "plan.layer_order", "not deferred"),
-    (changed(TINY, mesh__ep=1, merge="off"), {"splits": "device"}, "overlap.ep.splits", "no rows travel"),
+    (changed(TINY, mesh__dp=1, mesh__ep=1), {"strategy": "optim_grads"}, "overlap.dp.strategy", "shared weights"),
+    (changed(TINY, strategy="no_shard"), {"prefetch": 3}, "overlap.dp.prefetch", "with overlap.dp.strategy = no_shard"),
+    (changed(TINY, defer_wgrad="off"), {"plan__layer_order": "wgrad_last"}, "plan.layer_order", "defer_wgrad = off"),
+    (changed(TINY, mesh__ep=1, merge="off"), {"splits": "device"}, "overlap.ep.splits", "no effect with mesh.ep = 1"),
     (TINY, {"graphs": "on"}, "plan.graphs", "ranks compute on CPUs"),
     (TINY, {"graphs": "on", "splits": "host"}, "plan.graphs", "the host waits for the counts"),
     (TINY, {"graphs": "on", "update": "next_step", "optimizer__name": "muon"}, "plan.graphs", "Muon's updates"),
-    (TINY, {"room": 3.0}, "overlap.ep.room", "room for as many rows as come"),
+    (TINY, {"room": 3.0}, "overlap.ep.room", "no effect with overlap.ep.splits = host"),
     *((changed(TINY, **base), settings, setting, reason) for base, settings, setting, reason in REFUSED_ORDERS),
     *((changed(TINY, **base), settings, setting, reason) for base, settings, setting, reason in REFUSED_MODELS),
-    (TINY, {"data__paths": ("",)}, "data.paths", "empty path"),
-    (TINY, {"data__validation": ("",)}, "data.validation", "empty path"),
+    (TINY, {"data__paths": ("",)}, "data.paths", "is empty"),
+    (TINY, {"data__validation": ("",)}, "data.validation", "is empty"),
     (TINY, {"data__validation": ("a", 0.1)}, "data.validation", "one share of the tokens"),
     (TINY, {"data__paths": ("a.toml", "b")}, "data.paths", "and each source names its own"),
     (TINY, {"data__text_key": ("a", "b", "c")}, "data.text_key", "names of a prompt and of the text"),
-    (TINY, {"data__tokenizer": " "}, "data.tokenizer", "empty name"),
-    (TINY, {"data__cache": ""}, "data.cache", "empty path"),
+    (TINY, {"data__tokenizer": " "}, "data.tokenizer", "is empty"),
+    (TINY, {"data__cache": ""}, "data.cache", "is empty"),
     (TINY, {"data__validation": (0.0,)}, "data.validation", "nothing is kept for validation"),
     *((changed(TINY, **base), settings, setting, reason) for base, settings, setting, reason in REFUSED_TRAINING),
     (changed(TINY, train__eval_batches=0), {"train__eval_every": 5}, "train.eval_every", "no effect"),
@@ -299,15 +301,15 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
         for purpose in get_args(Purpose)
     ),
     (SLOW, {"train__slow": ("gather_experts:1ms",)}, "train.slow", "no effect: on this mesh"),
-    (changed(TINY, train__transport="null"), {"run__resume": "x"}, "run.resume", "loads and saves nothing"),
-    (TINY, {"train__slow": ("10ms",)}, "train.slow", "emulates no network"),
-    (TINY, {"train__transport": "copy_engine"}, "train.transport", "move GPU memory only"),
+    (changed(TINY, train__transport="null"), {"run__resume": "x"}, "run.resume", "with train.transport = null"),
+    (TINY, {"train__slow": ("10ms",)}, "train.slow", "no effect with train.transport = gloo"),
+    (TINY, {"train__transport": "copy_engine"}, "train.transport", "moves GPU memory only"),
     (TINY, {"train__profile": (3,)}, "train.profile", "its first step (0: soon after the start)"),
     (TINY, {"train__profile": (1, 0)}, "train.profile", "its number of steps"),
     (TINY, {"train__profile": (149, 3)}, "train.profile", "ends before"),
     (TINY, {"run__name": "a/b"}, "run.name", "a folder's name"),
     (TINY, {"run__name": ".."}, "run.name", "a folder's name"),
-    (TINY, {"run__resume": ""}, "run.resume", "empty path"),
+    (TINY, {"run__resume": ""}, "run.resume", "is empty"),
     (TINY, {"train__microbatches": 60_000}, "train.microbatches", "plan of millions of operations"),
     (TINY, {"mesh__dp": 600_000}, "mesh.dp", "is 1200000 ranks"),
     (TINY, {"network__ranks_per_host": 3}, "network.ranks_per_host", "3 does not divide 4"),
@@ -348,7 +350,7 @@ WITH_HOST: list[tuple[Config, Host, dict[str, Any], str, str]] = [
      "this host has 2 and would run 4 ranks; fix: fewer processes on each host"),
     (TINY, Host(cores=2), {"mesh__dp": 9}, "mesh.dp", "is 18 processes that would compute on this host's CPU cores"),
     (TINY, Host(gpus=2), {"train__device": "cuda"}, "train.device", "this host has 2 and would run 4 ranks"),
-    (TINY, Host(gpus=4), {"train__transport": "gloo"}, "train.transport", "ranks compute on GPUs"),
+    (TINY, Host(gpus=4), {"train__transport": "gloo"}, "train.transport", "moves CPU memory only"),
     (TINY, Host(gpus=2, workers=4, local_workers=2), {"train__transport": "copy_engine"}, "train.transport",
      "of one host"),
     (TINY, Host(gpus=4, no_peer_memory="GPU 0 is far"), {"splits": "device"}, "overlap.ep.splits", "is far"),
@@ -396,13 +398,13 @@ def test_a_link_per_group_or_one_for_all():
 def test_every_rule_can_be_broken():
     cases = [(changed(base, **settings), Host()) for base, settings, _, _ in REFUSED]
     cases += [(changed(base, **settings), host) for base, host, settings, _, _ in WITH_HOST]
-    unused = {i for i, rule in enumerate(RULES) if not rule.remark}
+    unused = {i for i, rule in enumerate(CHECKS) if not rule.remark}
     for config, host in cases:
         if impossible(config, {}):
             continue
         resolved = choose_all(config, host)
-        unused -= {i for i, rule in enumerate(RULES) if rule.broken(resolved, host)}
-    assert not unused, [RULES[i].reason for i in unused]
+        unused -= {i for i, rule in enumerate(CHECKS) if rule.broken(resolved, host)}
+    assert not unused, [CHECKS[i].reason for i in unused]
 
 
 def choose_all(config: Config, host: Host) -> Config:

@@ -93,7 +93,7 @@ RUN = Explanation(
         Decision(setting="overlap.ep.merge", value="off", asked="on", source="run.toml:9",
                  reasons=("the model has no experts", "mesh.ep is 1"), fix="set model.experts and mesh.ep = 2"),
         Decision(setting="plan.group", value=4, asked=4, source="run.toml:10",
-                 reasons=("no effect: only the interleaved order has groups",), fix="leave it out"),
+                 reasons=("no effect with plan.order = 1f1b, plan.chunks = 1",), fix="leave it out"),
     ),
     units=(
         UnitRow(unit="embed", count=1, elements=525336576, padding=0.0, members=4, nbytes=1050673152),

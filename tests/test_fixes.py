@@ -26,8 +26,8 @@ from hocket.recipes import recipe
 from hocket.resolve import _settled
 from hocket.settings.origins import DEFAULTS, asked
 from hocket.settings.rule import Host, Rule
-from hocket.settings.rules import RULES, rule_text
-from hocket.settings.schema import bounds_of, changed, form_of, impossible, leaf, types
+from hocket.settings.rules import CHECKS, rule_text
+from hocket.settings.schema import bounds_of, changed, form_of, impossible, leaf, show, types
 from tests.test_config import REFUSED, WITH_HOST, full
 
 RECIPES = (
@@ -173,7 +173,7 @@ def _values(name: str, hint: Any, value: Any) -> list[Any]:
 
 def draw_case(draw: random.Random) -> Case:
     """A configuration with values for the settings of a rule, and for some others."""
-    rule, base = draw.choice(RULES), load(draw.choice(RECIPES))
+    rule, base = draw.choice(CHECKS), load(draw.choice(RECIPES))
     names = [name for n, name in enumerate(rule.settings) if n == 0 or draw.random() < 0.85]
     names += [name for name in types() if name in f"{rule.fix} {rule.reason}" and draw.random() < 0.4]
     names += draw.sample(DRAWN, draw.choice((0, 0, 1, 2, 3)))
@@ -302,6 +302,11 @@ def _(case: Case, it: str, items: str, name: str | None) -> Ways:
 @form(r"set NAME")
 def _(case: Case, it: str, name: str) -> Ways:
     return [{name: n} for n in numbers(case, name) if n > 0] if leaf(case.settled, name) == 0 else []
+
+
+@form(r"NAME other than (\S+)(?: or (\S+))?")
+def _(case: Case, it: str, name: str, *others: str) -> Ways:
+    return [{name: value} for value in values_of(name, leaf(case.config, name)) if show(value) not in others]
 
 
 @form(r"another NAME")
@@ -534,7 +539,7 @@ def assert_fixes_help(cases: Iterable[Case], most: int) -> Counter[Rule]:
     for case in cases:
         if impossible(case.config, {}):
             continue
-        for rule in RULES:
+        for rule in CHECKS:
             if seen[rule] < most and case.breaks(rule):
                 seen[rule] += 1
                 for text in wrong_ways(case, rule):
@@ -545,7 +550,7 @@ def assert_fixes_help(cases: Iterable[Case], most: int) -> Counter[Rule]:
 
 def test_the_fixes_of_known_mistakes_help() -> None:
     seen = assert_fixes_help(known_mistakes(), most=1)
-    assert {rule.reason for rule in RULES if not rule.remark} <= {rule.reason for rule in seen}
+    assert {rule.reason for rule in CHECKS if not rule.remark} <= {rule.reason for rule in seen}
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 25))])

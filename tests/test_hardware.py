@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import pytest
 
+from hocket import machine
 from hocket.commands import doctor
 from hocket.doctor.measure import LARGE, LINKED, SMALL, Measured, as_hardware, asked, measure
 from hocket.environment import Gpus
@@ -18,7 +19,6 @@ from hocket.planning import predict, program_of, report
 from hocket.program.hardware import H200, HARDWARE, hardware_of, kept_file
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
-from hocket.settings import layer_rules
 from hocket.settings.rule import Host
 from hocket.settings.schema import changed
 
@@ -239,9 +239,9 @@ def test_a_file_for_a_run_in_fp32_and_one_that_is_not_there_are_refused() -> Non
 def test_where_kernels_of_delta_nets_are_right(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], triton: str, installed: tuple[str, ...], words: str
 ) -> None:
-    monkeypatch.setattr(layer_rules, "find_spec", lambda name: name if name in installed else None)
-    monkeypatch.setattr(layer_rules.metadata, "version", {"triton": triton}.__getitem__)
-    why = layer_rules.why_no_delta_kernels(capability)
+    monkeypatch.setattr(machine, "find_spec", lambda name: name if name in installed else None)
+    monkeypatch.setattr(machine.metadata, "version", {"triton": triton}.__getitem__)
+    why = machine.why_no_delta_kernels(capability)
     assert words in why
     assert bool(why) == bool(words)
 

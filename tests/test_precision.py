@@ -31,7 +31,7 @@ def test_a_wire_that_nothing_travels_on_is_remarked_and_no_error() -> None:
     alone = changed(TINY, {"mesh.pp": 1, "mesh.dp": 1, "mesh.ep": 1, "plan.chunks": 1, "precision.wire": "fp32"})
     settings = resolve(alone, Host(), {"precision.wire": "command line, --precision.wire"})
     [remark] = [decision for decision in settings.decisions if decision.setting == "precision.wire"]
-    assert "no gradient travels" in remark.reason
+    assert "shared weights" in remark.reason
     assert remark.fix
 
 

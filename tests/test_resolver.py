@@ -111,10 +111,10 @@ def test_experts_are_shared_by_tensor_parallel_ranks_without_data_parallel_ones(
     asked = {"overlap.dp.strategy": "no_shard", "mesh.dp": 1, "mesh.ep": 1, "mesh.tp": 2}
     found = resolve(changed(TINY, asked), None, flags(asked))
     assert found.overlap.dp.strategy == "no_shard"
-    with pytest.raises(ValueError, match=r"overlap.dp.prefetch = 3 .*no effect: every rank has all weights"):
+    with pytest.raises(ValueError, match=r"overlap.dp.prefetch = 3 .*no effect with overlap.dp.strategy = no_shard"):
         resolve(changed(TINY, {**asked, "overlap.dp.prefetch": 3}), None, flags(["overlap.dp.prefetch"]))
     dense = changed(TINY, {**asked, "model.experts": 0, "overlap.ep.merge": "off"})
-    with pytest.raises(ValueError, match=r"overlap.dp.strategy = no_shard .*no effect: with one data-parallel rank"):
+    with pytest.raises(ValueError, match=r"overlap.dp.strategy = no_shard .*no effect without shared weights"):
         resolve(dense, None, flags(["overlap.dp.strategy"]))
     rows = overlaps(resolve(changed(dense, {"overlap.dp.strategy": "optim"})))
     assert {row.state for row in rows if row.axis == "dp"} == {"n/a"}

@@ -45,3 +45,19 @@ class Form:
     def words(self) -> str:
         """What to give, for messages."""
         return f"auto, or such as {self.example}" if self.auto else f"such as {self.example}"
+
+
+@dataclass(frozen=True)
+class OnlyWith:
+    """What a setting needs to have an effect: without it, one that the user set is refused (`settings/effects.py`)."""
+
+    what: str
+    """Such as `mesh.pp above 1 and overlap.defer_wgrad = on`, or a key of `effects.FACTS`. It is the fix, too."""
+    idle: tuple[object, ...] = ()
+    """Values that ask for nothing, which may be set anywhere."""
+    remark: bool = False
+    """Whether to say that it has no effect is enough: scripts for all kinds of runs set it."""
+
+
+FILLED = "filled"
+"""Marks a text, or texts, that must not be empty."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
-from hocket.config.bounds import MOST_RANKS, Between, Form
+from hocket.config.bounds import MOST_RANKS, Between, Form, OnlyWith
 from hocket.gpus import GpuName
 from hocket.sizes import parse_rate, parse_time
 
@@ -43,7 +43,7 @@ class NetworkConfig:
     """Ranks on each host. Every host has as many, and they have consecutive numbers. auto is the number that torchrun
     or Slurm started on this host, and all ranks if hocket starts them itself. hocket plan assumes 8 on GPUs, or the
     largest number below 8 that divides the ranks."""
-    link: Annotated[str, Form(link_of, "50GB/s, or 50GB/s,10us")] = "auto"
+    link: Annotated[str, Form(link_of, "50GB/s, or 50GB/s,10us"), OnlyWith("several hosts", remark=True)] = "auto"
     """Rate at which a rank sends to other hosts, and receives at the same time, such as 50GB/s or 400Gb/s, and behind a
     comma, if it is known, the time that a message to another host takes beyond one to a rank of the same host. The rate
     is the rank's share of the adapters, as NCCL reaches it. auto is 48GB/s,10us: one adapter of 400 Gb/s for each rank,

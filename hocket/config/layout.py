@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from hocket.config.bounds import MANY, MOST_RANKS, Between, Form
+from hocket.config.bounds import MANY, MOST_RANKS, Between, Form, OnlyWith
 from hocket.config.overlap import Switch
 
 Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
@@ -138,10 +138,10 @@ class PlanConfig:
     """Layers of every virtual stage; empty splits evenly. The first stage, with the embedding, and the last, with the
     head, may have 0. auto lets all ranks compute for the same time, embedding and head included, if that shortens the
     step and fits into memory."""
-    group: Annotated[int, Between(0, MANY)] = 0
+    group: Annotated[int, Between(0, MANY), OnlyWith("plan.order = interleaved and plan.chunks above 1", idle=(0,))] = 0
     """Microbatches that pass through a chunk before the next chunk's turn, in the interleaved order. 0 means the fewest
     that work: mesh.pp, or 1.5 * mesh.pp with a stride of 3."""
-    stride: Literal[2, 3] = 2
+    stride: Annotated[Literal[2, 3], OnlyWith("mesh.pp above 1", idle=(2,))] = 2
     """Warm-up steps by which neighbouring ranks of a merged order differ. 3 gives a p2p transfer a step of its own, and
     keeps more activations."""
     recompute: Annotated[tuple[str, ...], part_of(RECOMPUTED)] = ()
@@ -162,7 +162,23 @@ class PlanConfig:
     graphs: Switch = "auto"
     """Record a step's calls to the GPU once and replay them as one CUDA graph. The optimizer runs after the graph. auto
     is on if the host would be late otherwise, and memory allows it."""
-    layer_order: str = "auto"
+    layer_order: Annotated[
+        str,
+        OnlyWith(
+            "overlap.ep.merge = on",
+            idle=(
+                "auto",
+                "literature",
+            ),
+        ),
+        OnlyWith(
+            "deferred weight gradients",
+            idle=(
+                "auto",
+                "literature",
+            ),
+        ),
+    ] = "auto"
     """Order of parts inside one merged layer step: literature, early_release, wgrad_last, or an order of your own such
     as "cB aF eB dF eW dB eF cF aB uB aW uF" (hocket/program/layer.py spells out the named ones). auto is literature, or
     the order that simulations find shorter where all-to-alls are long."""

@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from hocket.config.bounds import LONG, MANY, WIDE, Between
+from hocket.config.bounds import LONG, MANY, WIDE, Between, OnlyWith
 from hocket.config.rope import RopeConfig
+
+EXPERTS = OnlyWith("a model with experts")
+LATENT = OnlyWith("model.kv_lora_rank above 0")
+DELTA = OnlyWith("model.delta_heads above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,74 +25,80 @@ class ModelConfig:
     """Number of transformer layers."""
     heads: Annotated[int, Between(1, MANY)] = 4
     """Query heads."""
-    kv_heads: Annotated[int, Between(1, MANY)] = 2
+    kv_heads: Annotated[int, Between(1, MANY), OnlyWith("model.kv_lora_rank = 0")] = 2
     """Key and value heads; divides `heads`."""
-    head_dim: Annotated[int, Between(2, MANY)] = 32
+    head_dim: Annotated[int, Between(2, MANY), OnlyWith("model.kv_lora_rank = 0")] = 32
     """Width of one head."""
     kv_lora_rank: Annotated[int, Between(0, WIDE)] = 0
     """Width of the latent of which multi-head latent attention makes keys and values; 0 means plain attention. With it
     `heads` have keys and values of their own, `qk_rope_head_dim` + `qk_nope_head_dim` and `v_head_dim` wide."""
-    q_lora_rank: Annotated[int, Between(0, WIDE)] = 0
+    q_lora_rank: Annotated[int, Between(0, WIDE), LATENT] = 0
     """Width of the latent of which latent attention makes queries; 0 makes them of the hidden state."""
-    qk_nope_head_dim: Annotated[int, Between(1, MANY)] = 128
+    qk_nope_head_dim: Annotated[int, Between(1, MANY), LATENT] = 128
     """Elements of each query and key without position. Of latent attention, as the next two."""
-    qk_rope_head_dim: Annotated[int, Between(2, MANY)] = 64
+    qk_rope_head_dim: Annotated[int, Between(2, MANY), LATENT] = 64
     """Elements of each query and key that rotate. Those of keys are one for all heads."""
-    v_head_dim: Annotated[int, Between(1, MANY)] = 128
+    v_head_dim: Annotated[int, Between(1, MANY), LATENT] = 128
     """Width of each head's values."""
-    delta_heads: Annotated[int, Between(0, MANY)] = 0
+    delta_heads: Annotated[int, Between(0, MANY), OnlyWith("other layers than model.full_layers", idle=(0,))] = 0
     """Value heads of gated delta nets, a linear attention, which all layers but `full_layers` have in place of
     attention; 0 means attention everywhere."""
-    delta_key_heads: Annotated[int, Between(1, MANY)] = 16
+    delta_key_heads: Annotated[int, Between(1, MANY), DELTA] = 16
     """Heads of a delta net's queries and keys; divides `delta_heads`. Of delta nets, as the next three."""
-    delta_key_dim: Annotated[int, Between(1, MANY)] = 128
+    delta_key_dim: Annotated[int, Between(1, MANY), DELTA] = 128
     """Width of a query and of a key."""
-    delta_value_dim: Annotated[int, Between(1, MANY)] = 128
+    delta_value_dim: Annotated[int, Between(1, MANY), DELTA] = 128
     """Width of a value."""
-    delta_conv: Annotated[int, Between(1, MANY)] = 4
+    delta_conv: Annotated[int, Between(1, MANY), DELTA] = 4
     """Tokens over which queries, keys and values are convolved, each itself included."""
-    ffn: Annotated[int, Between(1, WIDE)] = 384
+    ffn: Annotated[int, Between(1, WIDE), OnlyWith("a dense layer", remark=True)] = 384
     """Width of a dense layer's MLP."""
-    dense_layers: Annotated[tuple[int, ...], Between(0)] = ()
+    dense_layers: Annotated[tuple[int, ...], Between(0), OnlyWith("model.experts above 0", idle=((),))] = ()
     """Numbers of the layers that have a dense MLP. All other layers are MoE layers. Ignored if experts is 0."""
     experts: Annotated[int, Between(0, MANY)] = 0
     """Routed experts per MoE layer; 0 makes every layer dense."""
-    top_k: Annotated[int, Between(1, MANY)] = 2
+    top_k: Annotated[int, Between(1, MANY), EXPERTS] = 2
     """Experts per token."""
-    expert_ffn: Annotated[int, Between(1, WIDE)] = 128
+    expert_ffn: Annotated[int, Between(1, WIDE), EXPERTS] = 128
     """Width of one routed expert."""
-    shared_ffn: Annotated[int, Between(0, WIDE)] = 0
+    shared_ffn: Annotated[int, Between(0, WIDE), EXPERTS] = 0
     """Width of the shared expert; 0 means none."""
-    shared_gate: bool = False
+    shared_gate: Annotated[
+        bool, OnlyWith("a model with experts", idle=(False,)), OnlyWith("model.shared_ffn above 0", idle=(False,))
+    ] = False
     """The shared expert's output is multiplied by the sigmoid of a product of the token with a vector."""
-    router: Literal["softmax", "sigmoid"] = "softmax"
+    router: Annotated[Literal["softmax", "sigmoid"], EXPERTS] = "softmax"
     """How router logits become scores."""
-    routing: Literal["learnt", "even"] = "learnt"
+    routing: Annotated[Literal["learnt", "even"], EXPERTS] = "learnt"
     """How experts are chosen. learnt: by the router's scores. even: an even spread that ignores the scores, to measure
     with a balanced load. The scores weigh the experts' outputs in both cases."""
-    normalize_top_k: bool = True
+    normalize_top_k: Annotated[bool, EXPERTS] = True
     """Divide the chosen scores by their sum."""
-    route_scale: Annotated[float, Between(1e-6, 1e12)] = 1.0
+    route_scale: Annotated[float, Between(1e-6, 1e12), EXPERTS] = 1.0
     """Factor on the routing weights."""
-    route_groups: Annotated[int, Between(1, MANY)] = 1
+    route_groups: Annotated[int, Between(1, MANY), EXPERTS] = 1
     """Groups of neighbouring experts, all as large. A token chooses experts in `route_top_groups` of them only."""
-    route_top_groups: Annotated[int, Between(1, MANY)] = 1
+    route_top_groups: Annotated[int, Between(1, MANY), EXPERTS] = 1
     """Groups in which a token chooses experts; 1 of 1 is all of them."""
-    route_group_score: Literal["best", "best_two"] = "best_two"
+    route_group_score: Annotated[
+        Literal["best", "best_two"], EXPERTS, OnlyWith("model.route_groups above model.route_top_groups")
+    ] = "best_two"
     """How groups are chosen. best: by their highest score (DeepSeek-V2). best_two: by the sum of their two highest
     scores (DeepSeek-V3). Where there are biases, by scores with them."""
-    router_bias: bool = False
+    router_bias: Annotated[bool, EXPERTS] = False
     """A bias of the router's logits, which is trained like a weight."""
-    expert_bias: bool = False
+    expert_bias: Annotated[bool, EXPERTS] = False
     """Biases of both products of every routed expert."""
-    aux_loss: Annotated[float, Between(0)] = 0.0
+    aux_loss: Annotated[float, Between(0), EXPERTS] = 0.0
     """Coefficient of the load-balancing loss."""
-    aux_loss_over: Literal["microbatch", "sequence", "batch"] = "microbatch"
+    aux_loss_over: Annotated[
+        Literal["microbatch", "sequence", "batch"], EXPERTS, OnlyWith("model.aux_loss above 0", idle=("microbatch",))
+    ] = "microbatch"
     """Tokens over which the load-balancing loss balances: those of a microbatch, of each sequence, or of a whole step,
     over all microbatches and ranks. The loss over a batch goes by the loads of the step before."""
-    z_loss: Annotated[float, Between(0)] = 0.0
+    z_loss: Annotated[float, Between(0), EXPERTS] = 0.0
     """Coefficient of the router's z-loss, which keeps its logits small."""
-    bias_rate: Annotated[float, Between(0)] = 0.0
+    bias_rate: Annotated[float, Between(0), EXPERTS, OnlyWith("model.routing = learnt", remark=True)] = 0.0
     """Size of one change of the bias that balances the load without a loss; 0 means no bias."""
     tied: bool = False
     """The head uses the embedding's weights. Where the two are on two pipeline ranks both have these, and update them
@@ -96,18 +106,25 @@ class ModelConfig:
     swiglu_limit: Annotated[float, Between(0, 1e6)] = 0.0
     """Above 0 every MLP and expert computes `gate * sigmoid(swiglu_alpha * gate) * (up + 1)`, with gates cut off at
     this and ups at plus and minus this. 0 computes `silu(gate) * up`."""
-    swiglu_alpha: Annotated[float, Between(1e-6, 1e6)] = 1.702
+    swiglu_alpha: Annotated[float, Between(1e-6, 1e6), OnlyWith("model.swiglu_limit above 0")] = 1.702
     """Of SwiGLU with a limit: factor on the gate."""
-    window: Annotated[int, Between(0, LONG)] = 0
+    window: Annotated[
+        int,
+        Between(0, LONG),
+        OnlyWith("other layers than model.full_layers", idle=(0,)),
+        OnlyWith("data.sequence_length above model.window", idle=(0,), remark=True),
+    ] = 0
     """Tokens to which a token attends, itself and those before it. 0 means all before it."""
-    full_layers: Annotated[tuple[int, ...], Between(0)] = ()
+    full_layers: Annotated[
+        tuple[int, ...], Between(0), OnlyWith("model.window above 0, or model.delta_heads above 0", idle=((),))
+    ] = ()
     """Numbers of the layers that have full attention. The others have a window, or with `delta_heads` a gated delta
     net. Ignored if there is neither."""
     sinks: bool = False
     """A learnt logit of each query head that takes part in the softmax and has no value."""
     qk_norm: bool = False
     """RMSNorm on queries and keys."""
-    qk_norm_over: Literal["head", "whole"] = "head"
+    qk_norm_over: Annotated[Literal["head", "whole"], OnlyWith("model.qk_norm = True")] = "head"
     """What has one norm: each head, with weights that all heads share, or all heads together."""
     qkv_bias: bool = False
     """Biases of queries, keys and values."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from hocket.config.bounds import Between
+from hocket.config.bounds import Between, OnlyWith
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,9 +15,9 @@ class OptimizerConfig:
     name: Literal["adamw", "muon"] = "adamw"
     """What updates weights. muon updates the matrices of layers, those of routers and of each expert among them, and
     AdamW the rest: embedding, head, vectors, and what `adamw` names."""
-    adamw: tuple[str, ...] = ()
+    adamw: Annotated[tuple[str, ...], OnlyWith("optimizer.name = muon")] = ()
     """Of muon: names of further weights that AdamW updates, in patterns as those of `no_decay`."""
-    scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    scale: Annotated[Literal["match_rms_adamw", "original"], OnlyWith("optimizer.name = muon")] = "match_rms_adamw"
     """Of muon: factor of the learning rate by a matrix's shape. match_rms_adamw makes updates as large as those of
     AdamW: 0.2 times the root of its longer side. original: the root of rows by columns, at least 1."""
     no_decay: tuple[str, ...] = ()

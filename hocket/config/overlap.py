@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, cast, get_args
 
-from hocket.config.bounds import MANY, Between, Form
+from hocket.config.bounds import MANY, Between, Form, OnlyWith
 
 Switch = Literal["auto", "on", "off"]
 
@@ -60,11 +60,16 @@ def attention_of(text: str) -> int:
 class DataOverlap:
     """Gathers of weights and reduces of gradients."""
 
-    strategy: Literal["auto", "no_shard", "optim", "optim_grads", "optim_grads_params"] = "optim_grads_params"
+    strategy: Annotated[
+        Literal["auto", "no_shard", "optim", "optim_grads", "optim_grads_params"],
+        OnlyWith("shared weights", idle=("optim_grads_params",)),
+    ] = "optim_grads_params"
     """What data-parallel ranks shard: nothing, the optimizer's state, also gradients, or also weights. Each rank keeps
     the rest whole. no_shard and optim keep a step's gradients whole, and reduce them once, in the last microbatch.
     auto shards as little as fits into memory, if that makes a step shorter or moves fewer bytes."""
-    prefetch: Annotated[int, Between(0, MANY)] = 2
+    prefetch: Annotated[
+        int, Between(0, MANY), OnlyWith("shared weights"), OnlyWith("overlap.dp.strategy other than no_shard")
+    ] = 2
     """Number of layer passes by which a gather runs ahead of the op that reads it."""
     update: Update = "auto"
     """When weights are updated. end updates all of them when a step ends. next_step updates unit by unit when the next
@@ -77,11 +82,23 @@ class DataOverlap:
 class PipelineOverlap:
     """Sends between pipeline ranks."""
 
-    defer_layers: Annotated[int | str, Between(-1), Form(attention_of, "attn:2")] = "auto"
+    defer_layers: Annotated[
+        int | str,
+        Between(-1),
+        Form(attention_of, "attn:2"),
+        OnlyWith("mesh.pp above 1", idle=(0,)),
+        OnlyWith("overlap.defer_wgrad = on", idle=(0,)),
+        OnlyWith("plan.order other than zb_h1 or zb_v", idle=(0,)),
+    ] = "auto"
     """How many layers of a chunk compute their weight gradients after the chunk has sent its gradient. They are the
     last layers of its backward. -1 means all layers. attn:2 means those of attention alone in two layers, attn in all.
     auto makes the step as short as possible."""
-    defer_head: Annotated[int | Literal["auto"], Between(-1)] = "auto"
+    defer_head: Annotated[
+        int | Literal["auto"],
+        Between(-1),
+        OnlyWith("mesh.pp above 1", idle=(0,)),
+        OnlyWith("overlap.defer_wgrad = on", idle=(0,)),
+    ] = "auto"
     """For how many microbatches the weight gradient of the head, the projection onto the vocabulary, waits until its
     rank has nothing else to compute. They are the last microbatches. -1 means all of them. auto takes as many as
     shorten the step and fit into memory."""
@@ -102,13 +119,19 @@ class ExpertOverlap:
     """Merge the forward of one microbatch with the backward of another, layer by layer."""
     merge_ends: Switch = "auto"
     """Merge two forwards, or two backwards, where a merged order begins and ends. It keeps one more activation."""
-    splits: Literal["auto", "host", "device"] = "auto"
+    splits: Annotated[
+        Literal["auto", "host", "device"],
+        OnlyWith("mesh.ep above 1", idle=("host",)),
+        OnlyWith("a model with experts", idle=("host",)),
+    ] = "auto"
     """Where the number of rows that travel to each expert is known. host: the host waits for these numbers in every
     layer. device: only the device knows them, which needs room of a fixed size. auto is device in replayed steps."""
-    room: Annotated[float, Between(1)] = 2.0
+    room: Annotated[float, Between(1), OnlyWith("overlap.ep.splits = device", idle=(2.0,))] = 2.0
     """Rows that a rank has room for, as a multiple of the rows of an even load, with splits = device. A step that needs
     more room runs again with splits that the host knows, and the steps after it have more room."""
-    copies: Literal["auto", "per_expert", "per_rank"] = "auto"
+    copies: Annotated[Literal["auto", "per_expert", "per_rank"], OnlyWith("mesh.ep above 1", idle=("per_expert",))] = (
+        "auto"
+    )
     """How often a token's hidden state is sent: once for each of its experts, or once for each rank that has some of
     them. With per_rank that rank sums its experts' outputs. auto sends fewer bytes if compute does not hide them."""
 
@@ -117,7 +140,9 @@ class ExpertOverlap:
 class TensorOverlap:
     """Gathers and sums of tokens inside tensor-parallel layers. In forward qkv and fc1 gather, proj and fc2 sum."""
 
-    method: Annotated[tuple[str, ...], Form(check_tensor_method, "ring, or fc1_forward:off")] = ("auto",)
+    method: Annotated[
+        tuple[str, ...], Form(check_tensor_method, "ring, or fc1_forward:off"), OnlyWith("mesh.tp above 1")
+    ] = ("auto",)
     """How products and communication overlap, in the layers that allow it. ring gathers piece by piece (qkv and fc1
     forward, proj and fc2 backward). pipeline sums piece by piece (the other way round). bulk runs backward's second
     gather beside the ops that follow (qkv and fc1). off is one after the other, also for layers that do not allow the
@@ -146,7 +171,7 @@ class TensorOverlap:
 class ContextOverlap:
     """What context-parallel ranks tell each other for attention."""
 
-    method: Literal["auto", "gather", "heads"] = "auto"
+    method: Annotated[Literal["auto", "gather", "heads"], OnlyWith("mesh.cp above 1", idle=("gather",))] = "auto"
     """What travels between ranks that share sequences. gather: keys and values, which each rank's own queries meet, and
     their gradients. heads: queries, keys and values, so that each rank has all tokens of some heads, and what these
     find (Ulysses); mesh.cp divides a tensor-parallel rank's heads. auto is gather, or heads if a step is predicted to

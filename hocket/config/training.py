@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Literal, cast, get_args
 
-from hocket.config.bounds import LONG, MANY, Between, Form
+from hocket.config.bounds import FILLED, LONG, MANY, Between, Form, OnlyWith
 from hocket.config.layout import Purpose
 from hocket.sizes import parse_rate, parse_time
 
@@ -99,15 +99,24 @@ class PrecisionConfig:
     fp32 on CPUs. With fp8, products of attention's and MLPs' linear layers take operands in fp8 (e4m3, a scale for each
     row), and all else is as with bf16: the head, the router, attention itself, what travels. That needs a GPU with
     products in fp8 (Ada, Hopper, or newer); on CPUs the same numbers are made in fp32, slowly."""
-    fp8: Annotated[tuple[str, ...], Form(fp8_part, "forward dgrad, or but_first:1 but_last:1", auto=False)] = ()
+    fp8: Annotated[
+        tuple[str, ...],
+        Form(fp8_part, "forward dgrad, or but_first:1 but_last:1", auto=False),
+        OnlyWith("precision.compute = fp8"),
+    ] = ()
     """With compute = fp8, what runs in fp8. forward, dgrad (input gradients) and wgrad (weight gradients) name
     products, and the others run in bf16; without a name all run in fp8. With but_first:2 the first two layers compute
     in bf16, with but_last:2 the last two."""
-    gather: Literal["auto", "bf16", "fp8"] = "auto"
+    gather: Annotated[
+        Literal["auto", "bf16", "fp8"],
+        OnlyWith("precision.compute = fp8", idle=("bf16",)),
+        OnlyWith("overlap.dp.strategy other than no_shard", idle=("bf16",)),
+        OnlyWith("shared weights", idle=("bf16",)),
+    ] = "auto"
     """With compute = fp8, format in which gathered weights of fp8 products travel. fp8 moves half the bytes and gives
     the same bits: each rank casts its shard behind an update, by scales of whole rows on which ranks agree before.
     auto takes what is predicted to be faster."""
-    wire: Literal["auto", "fp32", "bf16"] = "auto"
+    wire: Annotated[Literal["auto", "fp32", "bf16"], OnlyWith("shared weights", remark=True)] = "auto"
     """Format in which gradients of weights travel. auto is the format of compute: each rank rounds its gradient to it.
     fp32 with compute in bf16 rounds no gradient, and moves twice the bytes. Where no gradient travels, products add to
     the fp32 gradient. Where one rank has a tied embedding and its head, the two gradients of a microbatch are added
@@ -138,17 +147,17 @@ class PrecisionConfig:
 class DataConfig:
     """The text to train on."""
 
-    paths: tuple[str, ...] = ()
+    paths: Annotated[tuple[str, ...], FILLED] = ()
     """Files, folders or patterns of text or tokens, or a TOML file of several sources of text with weights:
     docs/data.md. Empty: the source of Python's standard library."""
-    text_key: tuple[str, ...] = ("text",)
+    text_key: Annotated[tuple[str, ...], FILLED] = ("text",)
     """Name of the text, or of the messages of a chat, in a line of JSON or a row of a table. `a.b` is the `b` inside of
     `a`. Of two names the first is that of a prompt, which stands before the text and is not learnt."""
     skip_empty: bool = False
     """Leave out rows whose text is null or missing, and say how many. Without it such a row ends the run."""
     chat_template: str = ""
     """A file with a template of Jinja that makes text of messages. Empty: that of the tokenizer's folder."""
-    tokenizer: str = "bytes"
+    tokenizer: Annotated[str, FILLED] = "bytes"
     """`bytes` (a token per byte), or the path of a JSON file of the `tokenizers` package or of a `.model` of
     sentencepiece, or a folder that has one."""
     eos: str = ""
@@ -164,10 +173,10 @@ class DataConfig:
     """on keeps documents that share a sequence apart: attention stays inside each document, positions begin anew in
     each, and no document has to predict the first token of the next. best_fit does too, cuts no document, and fills
     sequences up with padding. off puts only a separator between documents."""
-    validation: Annotated[tuple[float | str, ...], Between(0, 0.9)] = (0.05,)
+    validation: Annotated[tuple[float | str, ...], Between(0, 0.9), FILLED] = (0.05,)
     """Share of the tokens that is kept for validation; or files, folders or patterns of text for it, and then no token
     of data.paths is kept."""
-    cache: str = ".cache/hocket"
+    cache: Annotated[str, FILLED] = ".cache/hocket"
     """Folder for tokenised text."""
 
     @property
@@ -204,7 +213,9 @@ class TrainConfig:
     """Sequences per microbatch. A step consumes dp * microbatches * sequences of them."""
     lr: Annotated[float, Between(1e-30, 1e30)] = 3e-3
     """Learning rate after the warm-up, the highest of the run."""
-    min_lr: Annotated[float | str, Between(0), Form(share_of, "10%", auto=False)] = "10%"
+    min_lr: Annotated[
+        float | str, Between(0), Form(share_of, "10%", auto=False), OnlyWith("train.schedule other than constant")
+    ] = "10%"
     """Learning rate of the last step, the lowest after the warm-up: a number, or a share of `lr`."""
     warmup: Annotated[int, Between(0)] = 10
     """Steps in which the learning rate rises linearly to `lr`."""
@@ -232,12 +243,16 @@ class TrainConfig:
     no SM from compute. With copy_engine_gathers only gathers take none. null moves nothing: its results are wrong, and
     its times are bounds. slow imitates a network. auto is copy_engine if all ranks are GPUs of one host that can use it
     and a step fits beside its buffers, else nccl. On CPUs auto is gloo."""
-    slow: Annotated[tuple[str, ...], Form(check_slow_link, "10us, or a2a:10us,50GB/s", auto=False)] = ()
+    slow: Annotated[
+        tuple[str, ...],
+        Form(check_slow_link, "10us, or a2a:10us,50GB/s", auto=False),
+        OnlyWith("train.transport = slow", idle=((),)),
+    ] = ()
     """The network that the slow transport emulates: what it adds to every operation, and the rate at which a rank's
     bytes pass, or one of them. a2a:10us,50GB/s holds for the groups of one purpose (gather_dense, reduce_dense,
     gather_experts, reduce_experts, replicas, a2a, tp, cp, pp_fwd, pp_bwd or control), and then the others stay fast.
     10us holds for all purposes but control."""
-    eval_every: Annotated[int, Between(0)] = 50
+    eval_every: Annotated[int, Between(0), OnlyWith("train.eval_batches above 0", idle=(0,))] = 50
     """Steps between validations; 0 means only one at the end."""
     eval_batches: Annotated[int, Between(0)] = 4
     """Most batches of one validation, each as large as a step's; 0 means no validation. It reads no sequence twice."""
@@ -300,7 +315,17 @@ class RunConfig:
     """Name of the run. Without it the run has the name of its file or recipe."""
     folder: str = ""
     """Folder of metrics, logs and checkpoints; empty means `runs/<name>`, or `runs/<name>-null`."""
-    resume: str = "auto"
+    resume: Annotated[
+        str,
+        FILLED,
+        OnlyWith(
+            "train.transport other than null",
+            idle=(
+                "auto",
+                "off",
+            ),
+        ),
+    ] = "auto"
     """auto continues from the newest complete checkpoint of the folder. off starts over. A path loads that
     checkpoint."""
     elastic: bool = False

@@ -227,7 +227,7 @@ class Engine:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the host's memory that this rank's steps will take for what they offload, by the cost model."""
+        """Bytes of the host's memory that this rank's steps will take, by the cost model."""
         costs = costs_of(self.config, hardware_of(self.config))
         return host_bytes(self.program, self.where.pp, costs)
 

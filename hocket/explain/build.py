@@ -40,15 +40,14 @@ from hocket.program.tensor_costs import model_of_rank
 from hocket.program.transformer import GATHERED
 from hocket.resolve import Settings
 from hocket.settings.arrivals import arrival_bytes, by_pieces
-from hocket.settings.context_rules import METHOD
 from hocket.settings.decision import AUTOMATIC
-from hocket.settings.fp8_rules import FP8_RULES, FROM
+from hocket.settings.derived import has_experts, recomputes, separate_wgrads, shares_units
 from hocket.settings.origins import command_words, source
-from hocket.settings.plan_rules import recomputes, separate_wgrads, shares_units
+from hocket.settings.overlap_rules import CONTEXT as METHOD
+from hocket.settings.overlap_rules import TENSOR as METHODS
 from hocket.settings.rule import Host
-from hocket.settings.rules import has_experts
 from hocket.settings.schema import changed, digest, problem
-from hocket.settings.tensor_rules import METHOD as METHODS
+from hocket.settings.training_rules import FROM, PRECISION_RULES
 from hocket.settings.weight_groups import samples, weight_groups
 from hocket.tune.period import continued, steady
 from hocket.variables import Finding
@@ -272,7 +271,7 @@ def _in_fp8(settings: Settings, hardware: Hardware, step: Step) -> Iterator[str]
     gpu = next((gpu for name, gpu in GPUS.items() if name == hardware.name), None)
     if settings.precision.dtype != "bf16" or gpu is None or gpu.capability < FROM:
         return
-    host, rules = Host(capability=gpu.capability), [rule for rule in FP8_RULES if not rule.only_if_set]
+    host, rules = Host(capability=gpu.capability), [one for rule in PRECISION_RULES for one in rule.each()]
     tried = changed(settings, {"precision.compute": "fp8"})
     if settings.precision.compute == "fp8" or any(rule.broken(tried, host) for rule in rules):
         return

@@ -36,10 +36,10 @@ from hocket.config import ModelConfig
 from hocket.layers.functional import causal_convolution, decay, shift
 from hocket.layers.linears import WHOLE, Linears
 from hocket.layers.norms import rms_norm
+from hocket.machine import why_no_delta_kernels
 from hocket.model.cache import DeltaCache
 from hocket.model.documents import Documents, has_flash
 from hocket.model.parameters import new_weight
-from hocket.settings.layer_rules import why_no_delta_kernels
 
 CHUNK = 64
 EPS = 1e-6

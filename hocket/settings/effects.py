@@ -1,38 +1,100 @@
-"""What a step does because of a setting, in a sentence: for reports, beside the reason why it was chosen."""
+"""Settings without effect: one check of all of them, by what the annotations of their fields say (`OnlyWith`).
+
+Note: [What a setting needs is said beside it]
+To resolve a configuration with a setting and without it, and to compare the two steps, would find settings without
+effect, too. It would plan once more for each setting that the user gave, know nothing of what no plan has (a schedule,
+checkpoints, text), and not say what is missing. So a field names what it needs, in words that are tested here and are
+the fix in the message.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import NamedTuple
 
-EFFECTS: dict[tuple[str, Any], str] = {
-    ("train.transport", "copy_engine"): "copies move what kernels would: they take no SM from compute",
-    ("train.transport", "nccl"): "what is communicated runs in NCCL's kernels, which take a few SMs from compute",
-    ("overlap.ep.merge", "on"): "the all-to-alls of one microbatch run under another's compute",
-    ("overlap.ep.merge", "off"): "forwards and backwards run apart",
-    ("overlap.ep.merge_ends", "on"): "two forwards, or two backwards, run as one at the ends of the step",
-    ("overlap.ep.merge_ends", "off"): "the first forwards and the last backwards run alone",
-    ("overlap.ep.copies", "per_expert"): "a token is sent once for each of its experts",
-    ("overlap.ep.copies", "per_rank"): "a token is sent once for each rank that has some of its experts",
-    ("overlap.cp.method", "gather"): "keys and values of all ranks are gathered while queries are made",
-    ("overlap.cp.method", "heads"): "each rank attends with some heads in all tokens; queries and results travel too",
-    ("overlap.defer_wgrad", "on"): "weight gradients are ops of their own, which can wait",
-    ("overlap.defer_wgrad", "off"): "each weight gradient is computed beside its input gradient",
-    ("overlap.pp.defer_layers", 0): "no weight gradient is put behind a send",
-    ("overlap.pp.defer_layers", -1): "all weight gradients of a chunk run behind its send",
-    ("overlap.dp.update", "next_step"): "the next step updates weights, beside its first gathers and forwards",
-    ("overlap.dp.update", "end"): "a step ends with its update, and the next one begins with gathers",
-    ("precision.gather", "fp8"): "weights are cast once a step and travel in fp8: the same bits with half the bytes",
-    ("precision.gather", "bf16"): "weights travel in bf16 and are cast where they arrive",
-    ("overlap.pp.defer_head", 0): "the head's weight gradient follows its input gradient",
-    ("overlap.pp.defer_head", -1): "the head's weight gradients run at the end, while other ranks finish",
-    ("overlap.dp.strategy", "no_shard"): "every rank keeps everything; gradients are summed once a step",
-    ("overlap.dp.strategy", "optim"): "optimizer state is shared out; gradients are reduced once a step",
-    ("overlap.dp.strategy", "optim_grads"): "gradients are shared out too, and reduced in every microbatch",
-    ("overlap.dp.strategy", "optim_grads_params"): "weights are shared out too, and gathered for every use",
+from hocket.config import Config
+from hocket.config.bounds import OnlyWith
+from hocket.program.hardware import hosts_of
+from hocket.settings.derived import has_experts, order_matters, shares_units
+from hocket.settings.rule import NO_EFFECT, Host, Rule
+from hocket.settings.schema import annotated, leaf, show, types
+
+
+class Fact(NamedTuple):
+    """What an annotation may name beside comparisons such as `mesh.pp above 1`."""
+
+    settings: tuple[str, ...]
+    """What it depends on, for messages."""
+    holds: Callable[[Config], bool]
+    fix: str
+    """What makes it hold."""
+
+
+FACTS = {
+    "a model with experts": Fact(("model.experts", "model.dense_layers"), has_experts, "a model with experts"),
+    "a dense layer": Fact(("model.dense_layers",), lambda c: "dense" in c.model.kinds(), "more model.dense_layers"),
+    "other layers than model.full_layers": Fact(
+        ("model.full_layers",),
+        lambda c: not set(range(c.model.layers)) <= set(c.model.full_layers),
+        "fewer model.full_layers",
+    ),
+    "a window": Fact(("model.window", "model.full_layers"), lambda c: any(c.model.windows()), "model.window above 0"),
+    "shared weights": Fact(("mesh.dp",), shares_units, "mesh.dp above 1"),
+    "several hosts": Fact(
+        ("network.ranks_per_host",), lambda c: hosts_of(c) > 1, "network.ranks_per_host below {world}"
+    ),
+    "deferred weight gradients": Fact(
+        ("overlap.defer_wgrad",),
+        lambda c: c.overlap.defer_wgrad == "on" or order_matters(c.plan.layer_order),
+        "overlap.defer_wgrad = on",
+    ),
 }
-"""By setting and value; what speaks for itself is not here."""
+_COMPARED = re.compile(r"(\S+) (above|=|other than) (.+)")
 
 
-def effect_of(setting: str, value: Any) -> str:
-    """The sentence, or nothing."""
-    return EFFECTS.get((setting, value), "")
+def fact_of(text: str) -> Fact:
+    """The fact that an annotation names. KeyError for one that there is not."""
+    if ", or " in text:
+        return _several(text, text.split(", or "), any)
+    if " and " in text:
+        return _several(text, text.split(" and "), all)
+    if not (found := _COMPARED.fullmatch(text)):
+        return FACTS[text]
+    name, how, rest = found.groups()
+    if how == "above":
+        return Fact((name,), lambda c: leaf(c, name) > (leaf(c, rest) if rest in types() else float(rest)), text)
+    values = rest.split(" or ")
+    return Fact((name,), lambda c: (show(leaf(c, name)) in values) == (how == "="), text)
+
+
+def _several(text: str, parts: list[str], join: Callable[[Iterable[bool]], bool]) -> Fact:
+    facts = [fact_of(part) for part in parts]
+    names = tuple(name for fact in facts for name in fact.settings)
+    return Fact(names, lambda c: join(fact.holds(c) for fact in facts), text)
+
+
+def _effects() -> Iterator[Rule]:
+    for setting, (_, marks) in annotated().items():
+        for mark in marks:
+            if isinstance(mark, OnlyWith):
+                fact = fact_of(mark.what)
+                values = ", ".join(f"{name} = {{{name}}}" for name in fact.settings)
+                reason = f"without {mark.what} ({values})" if mark.what in FACTS else f"with {values}"
+                yield Rule(
+                    (setting, *fact.settings),
+                    partial(_idle, setting, mark.idle, fact.holds),
+                    f"{NO_EFFECT} {reason}",
+                    f"{fact.fix}, or leave it out",
+                    only_if_set=not mark.remark,
+                    remark=mark.remark,
+                )
+
+
+def _idle(setting: str, idle: tuple[object, ...], holds: Callable[[Config], bool], c: Config, h: Host) -> bool:
+    return leaf(c, setting) not in idle and not holds(c)
+
+
+EFFECTS = tuple(_effects())
+"""A rule for all that each setting needs, in the order of the settings."""

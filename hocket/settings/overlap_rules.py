@@ -1,24 +1,83 @@
-"""Rules about what hides communication: part of the table in `rules.py`."""
+"""Rules of section `overlap`: what hides communication, and what that needs."""
 
 from __future__ import annotations
 
-from hocket.config import ExpertOverlap
-from hocket.settings.network_rules import leaves_host
-from hocket.settings.plan_rules import (
+from hocket.config import Config
+from hocket.config.overlap import DIRECTIONS, ROLES
+from hocket.settings.derived import (
     fills_bubble,
+    has_experts,
     has_pairs,
+    leaves_host,
     merges,
     most_layers,
+    no_pieces,
     separate_wgrads,
-    shares_units,
     stages,
 )
-from hocket.settings.rule import Rule
+from hocket.settings.rule import Each, Rule
 
-OVERLAP_RULES: tuple[Rule, ...] = (
+TENSOR, CONTEXT = "overlap.tp.method", "overlap.cp.method"
+
+
+def _on_device(c: Config) -> bool:
+    """Whether rows are stored into the memory of other GPUs."""
+    return c.overlap.ep.splits == "device" and c.train.device == "cuda"
+
+
+def _by_pieces(c: Config) -> bool:
+    """Whether some method that was set moves tokens piece by piece."""
+    ways = {c.overlap.tp.way(role, direction) for role in ROLES for direction in DIRECTIONS}
+    return c.mesh.tp > 1 and bool(ways & {"ring", "pipeline"})
+
+
+def _heads(c: Config) -> bool:
+    """Whether ranks share sequences by an exchange of heads."""
+    return c.mesh.cp > 1 and c.overlap.cp.method == "heads"
+
+
+def _own(c: Config, heads: int) -> int:
+    """How many heads a tensor-parallel rank has."""
+    return max(1, heads // c.mesh.tp)
+
+
+HEADS_RULES: tuple[Rule, ...] = (
+    Rule(
+        (CONTEXT, "model.kv_lora_rank"),
+        lambda c, h: _heads(c) and c.model.latent,
+        "the latents of latent attention belong to no head, and are less than keys and values of all heads",
+        "overlap.cp.method = gather",
+    ),
+    Rule(
+        (CONTEXT, "model.sinks"),
+        lambda c, h: _heads(c) and c.model.sinks,
+        "sinks are weights of all heads, and a rank computes attention of some",
+        "overlap.cp.method = gather",
+    ),
+    Rule(
+        (CONTEXT, "mesh.cp", "model.heads"),
+        lambda c, h: _heads(c) and _own(c, c.model.heads) % c.mesh.cp != 0,
+        "{mesh.cp} ranks cannot have as many of {model.heads}{shares_of_heads} heads each",
+        "overlap.cp.method = gather, or a mesh.cp that divides model.heads{shares_of_heads}",
+    ),
+    Rule(
+        (CONTEXT, "mesh.cp", "model.kv_heads"),
+        lambda c, h: (
+            _heads(c) and bool(_own(c, c.model.kv_heads) % c.mesh.cp and c.mesh.cp % _own(c, c.model.kv_heads))
+        ),
+        "{mesh.cp} ranks can neither share {model.kv_heads}{shares_of_heads} heads of keys and values evenly nor have "
+        "each of them as often",
+        "overlap.cp.method = gather, a mesh.cp that divides model.kv_heads{shares_of_heads}, or a mesh.cp that is a "
+        "multiple of model.kv_heads{shares_of_heads}",
+    ),
+)
+"""What an exchange of heads needs. A choice by cost asks them too."""
+
+OVERLAP_RULES: tuple[Rule | Each, ...] = (
+    # Merged steps
     Rule(
         ("overlap.ep.merge", "mesh.ep", "model.experts"),
-        lambda c, h: c.overlap.ep.merge == "on" and (c.mesh.ep == 1 or "moe" not in c.model.kinds()),
+        lambda c, h: c.overlap.ep.merge == "on" and (c.mesh.ep == 1 or not has_experts(c)),
         "no expert all-to-all is hidden, since there is none (mesh.ep = {mesh.ep}); steps are merged all the same",
         "mesh.ep = 2 or more in a model with experts, or overlap.ep.merge = auto",
         remark=True,
@@ -34,18 +93,6 @@ OVERLAP_RULES: tuple[Rule, ...] = (
         lambda c, h: c.plan.order == "merged_v" and c.overlap.ep.merge == "off",
         "in the order merged_v forwards and backwards run merged",
         "overlap.ep.merge = on, or plan.order = zb_v, where they run apart",
-    ),
-    Rule(
-        ("overlap.ep.merge_ends", "plan.order"),
-        lambda c, h: c.plan.order == "merged_v" and c.overlap.ep.merge_ends == "on",
-        "in the order merged_v no two microbatches follow each other on one chunk where it ends",
-        "overlap.ep.merge_ends = off, or plan.order = interleaved",
-    ),
-    Rule(
-        ("overlap.defer_wgrad", "plan.order"),
-        lambda c, h: fills_bubble(c) and c.overlap.defer_wgrad == "off",
-        "the order {plan.order} fills the bubble with weight gradients, so they must be able to wait",
-        "overlap.defer_wgrad = on, or plan.order = auto",
     ),
     Rule(
         ("overlap.ep.merge", "plan.order"),
@@ -66,6 +113,12 @@ OVERLAP_RULES: tuple[Rule, ...] = (
         "overlap.ep.merge = on, or overlap.ep.merge_ends = off",
     ),
     Rule(
+        ("overlap.ep.merge_ends", "plan.order"),
+        lambda c, h: c.plan.order == "merged_v" and c.overlap.ep.merge_ends == "on",
+        "in the order merged_v no two microbatches follow each other on one chunk where it ends",
+        "overlap.ep.merge_ends = off, or plan.order = interleaved",
+    ),
+    Rule(
         ("overlap.ep.merge_ends", "train.microbatches"),
         lambda c, h: c.overlap.ep.merge_ends == "on" and c.overlap.ep.merge == "on" and c.train.microbatches == 1,
         "one microbatch has no other one to merge with at the ends",
@@ -83,38 +136,17 @@ OVERLAP_RULES: tuple[Rule, ...] = (
         "plan.group = 2 or more, or overlap.ep.merge_ends = off",
     ),
     Rule(
-        ("overlap.ep.copies", "overlap.ep.splits"),
-        lambda c, h: c.overlap.ep.copies == "per_rank" and c.overlap.ep.splits == "device",
-        "where the device alone knows splits, every choice's row is stored at its place, so there is one for each",
-        "overlap.ep.copies = per_expert, or overlap.ep.splits = host",
+        ("overlap.ep.merge_ends", "mesh.cp"),
+        lambda c, h: c.mesh.cp > 1 and c.overlap.ep.merge_ends == "on",
+        "pairs at the ends have an order for layers that have their sequences whole",
+        "overlap.ep.merge_ends = off, or mesh.cp = 1",
     ),
+    # Weight gradients that wait
     Rule(
-        ("overlap.ep.copies", "mesh.ep"),
-        lambda c, h: c.overlap.ep.copies == "per_rank" and c.mesh.ep == 1,
-        "no effect: all experts are on every rank, so nothing is sent",
-        "mesh.ep = 2 or more, or leave overlap.ep.copies out",
-        only_if_set=True,
-    ),
-    Rule(
-        ("overlap.pp.defer_layers", "mesh.pp"),
-        lambda c, h: c.overlap.pp.defer_layers not in (0, "auto") and c.mesh.pp == 1,
-        "no effect: with one pipeline rank nothing is sent",
-        "mesh.pp = 2 or more, or leave overlap.pp.defer_layers out",
-        only_if_set=True,
-    ),
-    Rule(
-        ("overlap.pp.defer_layers", "overlap.defer_wgrad"),
-        lambda c, h: c.overlap.pp.defer_layers not in (0, "auto") and c.mesh.pp > 1 and c.overlap.defer_wgrad == "off",
-        "no effect: only deferred weight gradients can run after the send",
-        "overlap.defer_wgrad = on, or overlap.pp.defer_layers = 0",
-        only_if_set=True,
-    ),
-    Rule(
-        ("overlap.pp.defer_layers", "plan.order"),
-        lambda c, h: c.overlap.pp.defer_layers not in (0, "auto") and c.mesh.pp > 1 and separate_wgrads(c),
-        "no effect: in the order {plan.order} all weight gradients have steps of their own, behind the send",
-        "leave overlap.pp.defer_layers out, or another plan.order",
-        only_if_set=True,
+        ("overlap.defer_wgrad", "plan.order"),
+        lambda c, h: fills_bubble(c) and c.overlap.defer_wgrad == "off",
+        "the order {plan.order} fills the bubble with weight gradients, so they must be able to wait",
+        "overlap.defer_wgrad = on, or plan.order = auto",
     ),
     Rule(
         ("overlap.pp.defer_layers", "model.layers", "mesh.pp", "plan.chunks"),
@@ -124,24 +156,10 @@ OVERLAP_RULES: tuple[Rule, ...] = (
         only_if_set=True,
     ),
     Rule(
-        ("overlap.pp.defer_head", "mesh.pp"),
-        lambda c, h: c.overlap.pp.defer_head not in (0, "auto") and c.mesh.pp == 1,
-        "no effect: the only pipeline rank waits for no other at the end",
-        "mesh.pp = 2 or more, or leave overlap.pp.defer_head out",
-        only_if_set=True,
-    ),
-    Rule(
         ("overlap.pp.defer_head", "model.tied", "plan.order"),
         lambda c, h: c.overlap.pp.defer_head not in (0, "auto") and c.model.tied and c.plan.turning,
         "one rank has the embedding and the head, which are tied: a gradient would wait for its other half",
         "overlap.pp.defer_head = 0, or model.tied = False",
-    ),
-    Rule(
-        ("overlap.pp.defer_head", "overlap.defer_wgrad"),
-        lambda c, h: c.overlap.pp.defer_head not in (0, "auto") and c.mesh.pp > 1 and c.overlap.defer_wgrad == "off",
-        "no effect: only deferred weight gradients can run at the end",
-        "overlap.defer_wgrad = on, or overlap.pp.defer_head = 0",
-        only_if_set=True,
     ),
     Rule(
         ("overlap.pp.defer_head", "train.microbatches"),
@@ -150,64 +168,38 @@ OVERLAP_RULES: tuple[Rule, ...] = (
         "overlap.pp.defer_head = -1, which means all of them",
         only_if_set=True,
     ),
+    # Rows of experts
     Rule(
-        ("overlap.dp.strategy", "mesh.dp"),
-        lambda c, h: not shares_units(c) and c.overlap.dp.strategy != "optim_grads_params",
-        "no effect: with one data-parallel rank nothing is sharded",
-        "mesh.dp = 2 or more, or leave overlap.dp.strategy out",
-        only_if_set=True,
-    ),
-    Rule(
-        ("precision.wire", "mesh.dp"),
-        lambda c, h: not shares_units(c),
-        "no effect: no gradient travels, since no two ranks share weights",
-        "mesh.dp = 2 or more, or leave precision.wire out",
-        remark=True,
-    ),
-    Rule(
-        ("overlap.dp.prefetch", "overlap.dp.strategy"),
-        lambda c, h: shares_units(c) and c.overlap.dp.strategy == "no_shard",
-        "no effect: every rank has all weights, and nothing is gathered",
-        "another overlap.dp.strategy, or leave overlap.dp.prefetch out",
-        only_if_set=True,
-    ),
-    Rule(
-        ("overlap.dp.prefetch", "mesh.dp"),
-        lambda c, h: not shares_units(c),
-        "no effect: with one data-parallel rank nothing is gathered",
-        "mesh.dp = 2 or more, or leave overlap.dp.prefetch out",
-        only_if_set=True,
-    ),
-    Rule(
-        ("overlap.ep.splits", "mesh.ep"),
-        lambda c, h: c.overlap.ep.splits == "device" and (c.mesh.ep == 1 or not c.model.experts),
-        "no effect: with mesh.ep = {mesh.ep} no rows travel to experts",
-        "mesh.ep = 2 or more in a model with experts, or leave it out",
-        only_if_set=True,
-    ),
-    Rule(
-        ("overlap.ep.room", "overlap.ep.splits"),
-        lambda c, h: c.overlap.ep.splits != "device" and c.overlap.ep.room != ExpertOverlap.room,
-        "no effect: with overlap.ep.splits = {overlap.ep.splits} there is room for as many rows as come",
-        "overlap.ep.splits = device, or leave it out",
-        only_if_set=True,
+        ("overlap.ep.copies", "overlap.ep.splits"),
+        lambda c, h: c.overlap.ep.copies == "per_rank" and c.overlap.ep.splits == "device",
+        "where the device alone knows splits, every choice's row is stored at its place, so there is one for each",
+        "overlap.ep.copies = per_expert, or overlap.ep.splits = host",
     ),
     Rule(
         ("overlap.ep.splits", "precision.compute"),
-        lambda c, h: c.overlap.ep.splits == "device" and c.train.device == "cuda" and c.precision.dtype != "bf16",
+        lambda c, h: _on_device(c) and c.precision.dtype != "bf16",
         "on GPUs products of experts in {precision.compute} need a host that knows where each expert's rows end",
         "precision.compute = bf16, or overlap.ep.splits = host",
     ),
     Rule(
         ("overlap.ep.splits", "mesh.ep"),
-        lambda c, h: c.overlap.ep.splits == "device" and c.train.device == "cuda" and leaves_host(c, h, "a2a"),
+        lambda c, h: _on_device(c) and leaves_host(c, h, "a2a"),
         "rows are stored into the memory of GPUs of one host, and mesh.ep = {mesh.ep} ranks are not all on one",
         "overlap.ep.splits = host, or a smaller mesh.ep",
     ),
     Rule(
         ("overlap.ep.splits",),
-        lambda c, h: c.overlap.ep.splits == "device" and c.train.device == "cuda" and bool(h.no_peer_memory),
+        lambda c, h: _on_device(c) and bool(h.no_peer_memory),
         "{host.no_peer_memory}, and rows are stored there",
         "overlap.ep.splits = host",
     ),
+    # Inside of layers
+    Rule(
+        (TENSOR, "mesh.tp"),
+        lambda c, h: _by_pieces(c) and bool(no_pieces(c, h)),
+        "tokens cannot be moved piece by piece: {no_pieces}",
+        "overlap.tp.method = off, or tensor-parallel ranks on GPUs of one host that reach each other, "
+        "and no slow transport",
+    ),
+    *HEADS_RULES,
 )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from hocket.config import Config
 from hocket.program.documents import Lengths
@@ -49,7 +50,10 @@ class Host:
     """Findings about the variables that decide about overlap, before hocket set any."""
 
 
-NO_EFFECT = "no effect: "
+Words = Mapping[str, Callable[[Config, Host], object]]
+"""Words in braces that reasons and fixes have beside values of settings, and what they stand for."""
+
+NO_EFFECT = "no effect"
 """How the reason begins for which a setting changes nothing."""
 
 
@@ -57,10 +61,10 @@ NO_EFFECT = "no effect: "
 class Rule:
     """Something that must not be.
 
-    `settings` are the dotted names involved, the most likely culprit first. `reason` and `fix` are format strings
-    over the sections of the configuration, `host` and `world`. A rule about a setting without effect applies
-    only if the user set it: `only_if_set`; one about a default that few mean, only if the user did not: `unless_set`. A
-    `remark` is no error even then.
+    `settings` are the dotted names involved, the most likely culprit first. `reason` and `fix` are texts in which
+    `{name}` stands for the value of a setting, of `host.gpus` and the like, or for a word of its file. A rule about a
+    setting without effect applies only if the user set it: `only_if_set`; one about a default that few mean, only if
+    the user did not: `unless_set`. A `remark` is no error even then.
     """
 
     settings: tuple[str, ...]
@@ -75,3 +79,32 @@ class Rule:
     def without_effect(self) -> bool:
         """Whether it is about a setting that changes nothing."""
         return self.reason.startswith(NO_EFFECT)
+
+    def each(self) -> Iterator[Rule]:
+        """The rule itself."""
+        yield self
+
+
+@dataclass(frozen=True)
+class Each:
+    """One rule about each of several settings: setting -> what `{what}` stands for. `{it}` stands for its name."""
+
+    about: Mapping[str, str]
+    settings: tuple[str, ...]
+    broken: Callable[[Config, Host, str], bool]
+    reason: str
+    fix: str
+    only_if_set: bool = False
+    remark: bool = False
+
+    def each(self) -> Iterator[Rule]:
+        """The rule about every single setting."""
+        for it, what in self.about.items():
+            texts = (*self.settings, self.reason, self.fix)
+            *names, reason, fix = (text.replace("{what}", what).replace("{it}", it) for text in texts)
+            broken = partial(_broken, self.broken, it)
+            yield Rule(tuple(names), broken, reason, fix, only_if_set=self.only_if_set, remark=self.remark)
+
+
+def _broken(broken: Callable[[Config, Host, str], bool], it: str, c: Config, h: Host) -> bool:
+    return broken(c, h, it)

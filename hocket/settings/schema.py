@@ -11,7 +11,7 @@ from functools import cache, reduce
 from typing import Any, TypeVar, get_type_hints
 
 from hocket.config import Config
-from hocket.config.bounds import ANY, Between, Form
+from hocket.config.bounds import ANY, FILLED, Between, Form
 from hocket.typed import describe, is_a
 
 _UNSEEN = ("Cc", "Cs")
@@ -90,6 +90,8 @@ def impossible(config: Config, origins: Mapping[str, str]) -> dict[str, str]:
         if not is_a(value, hint):
             reason = no_unit(setting, value) or "not " + describe(hint)
             lines[setting] = line(config, origins, setting, reason, f"give {describe(hint)}")
+        elif FILLED in annotated()[setting][1] and not all(text.strip() for text in texts_of(value)):
+            lines[setting] = line(config, origins, setting, "is empty", "a text, or leave it out")
         elif unseen(value):
             lines[setting] = line(config, origins, setting, "has a character that cannot be shown", "leave it out")
         elif form and (reason := unreadable(form, value)):
@@ -101,8 +103,12 @@ def impossible(config: Config, origins: Mapping[str, str]) -> dict[str, str]:
 
 def unseen(value: object) -> bool:
     """Whether a text, or one of several, has characters that no line can have, such as control characters."""
-    texts = value if isinstance(value, tuple) else (value,)
-    return any(unicodedata.category(x) in _UNSEEN for text in texts if isinstance(text, str) for x in text)
+    return any(unicodedata.category(x) in _UNSEEN for text in texts_of(value) for x in text)
+
+
+def texts_of(value: object) -> list[str]:
+    """The texts that a value is, or has."""
+    return [text for text in (value if isinstance(value, tuple) else (value,)) if isinstance(text, str)]
 
 
 def no_unit(setting: str, value: object) -> str:
@@ -113,9 +119,9 @@ def no_unit(setting: str, value: object) -> str:
 
 def unreadable(form: Form, value: object) -> str:
     """Why a text, or one of several, has another form; empty if none has."""
-    for text in value if isinstance(value, tuple) else (value,):
+    for text in texts_of(value):
         try:
-            if isinstance(text, str) and not (form.auto and text == "auto"):
+            if not (form.auto and text == "auto"):
                 form.read(text)
         except ValueError as error:
             return str(error)

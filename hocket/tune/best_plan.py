@@ -16,8 +16,8 @@ from hocket.program.hardware import Hardware
 from hocket.program.stages import costs_of, layout_of
 from hocket.resolve import Settings
 from hocket.settings.arrivals import arrival_bytes
+from hocket.settings.derived import most_layers
 from hocket.settings.origins import command_words
-from hocket.settings.plan_rules import most_layers
 from hocket.settings.schema import changed, leaf, show, types
 from hocket.sizes import parse_bytes
 from hocket.tune.candidates import RELIEF, Changes, Known

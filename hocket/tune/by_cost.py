@@ -49,18 +49,20 @@ from hocket.program.part_sizes import copies_of, elements_sent
 from hocket.program.simulate import Time
 from hocket.program.stages import carried_by, gathered_units, layout_of
 from hocket.program.transformer import GATHERED
-from hocket.settings.context_rules import HEADS_RULES, METHOD
 from hocket.settings.decision import Choice
-from hocket.settings.plan_rules import (
+from hocket.settings.derived import (
     few_microbatches,
     group_of,
+    has_experts,
     nothing_to_put_behind,
     recomputed_parts,
     separate_wgrads,
     shares_units,
 )
+from hocket.settings.overlap_rules import CONTEXT as METHOD
+from hocket.settings.overlap_rules import HEADS_RULES
 from hocket.settings.rule import Host
-from hocket.settings.rules import has_experts, rule_text
+from hocket.settings.rules import rule_text
 from hocket.settings.schema import changed, show
 from hocket.tune.balance import longest_rank, towards_balance
 from hocket.tune.layer_orders import all_orders, layer_seconds, step_seconds

@@ -14,7 +14,7 @@ from hocket.program.layer import MERGED
 from hocket.program.ops import Layout, offloadable, recomputable
 from hocket.program.simulate import Costs
 from hocket.program.stages import layout_of
-from hocket.settings.plan_rules import most_layers
+from hocket.settings.derived import most_layers
 from hocket.settings.schema import changed
 from hocket.tune.balance import balanced
 

@@ -40,9 +40,15 @@ from hocket.program.p2p import Cover, Parts, smallest_cover
 from hocket.program.simulate import quiet_end
 from hocket.program.stages import layout_of
 from hocket.settings.decision import Choice
-from hocket.settings.plan_rules import few_microbatches, group_of, has_pairs, nothing_to_put_behind, separate_wgrads
+from hocket.settings.derived import (
+    few_microbatches,
+    group_of,
+    has_experts,
+    has_pairs,
+    nothing_to_put_behind,
+    separate_wgrads,
+)
 from hocket.settings.rule import Host
-from hocket.settings.rules import has_experts
 from hocket.settings.schema import changed, leaf
 from hocket.tune.held import at_most
 from hocket.tune.trials import Predicted, Trials, gib, memory_of, room

@@ -21,8 +21,9 @@ from hocket.config import Config
 from hocket.program.cost import issued
 from hocket.program.hardware import hardware_of
 from hocket.settings.decision import Choice
+from hocket.settings.derived import has_experts
 from hocket.settings.rule import Host
-from hocket.settings.rules import RULES, has_experts, rule_text
+from hocket.settings.rules import CHECKS, rule_text
 from hocket.settings.schema import changed, leaf
 from hocket.tune.trials import Trials, fits, gib, memory_of
 from hocket_trace.columns import duration
@@ -36,7 +37,7 @@ others."""
 def choose_graphs(c: Config, h: Host) -> tuple[str, str]:
     """Whether steps could be replayed, by rules alone."""
     wanted = _recorded(c)
-    for rule in RULES:
+    for rule in CHECKS:
         concerned = GRAPHS in rule.settings or (wanted.overlap.ep.splits == "device" and SPLITS in rule.settings)
         if concerned and not rule.only_if_set and not rule.remark and rule.broken(wanted, h):
             return "off", rule_text(rule.reason, wanted, h)

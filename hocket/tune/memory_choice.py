@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from hocket.config import Config
 from hocket.program.hardware import hardware_of
-from hocket.settings.plan_rules import made_again, most_layers, named_parts
+from hocket.settings.derived import made_again, most_layers, named_parts
 from hocket.settings.rule import Host
 from hocket.settings.schema import changed, leaf
 from hocket.tune.candidates import offloaded, recomputed

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from hocket.config import Config
 from hocket.program.pipeline import warmup
-from hocket.settings.plan_rules import group_of
+from hocket.settings.derived import group_of
 
 
 def steady(config: Config) -> tuple[int, int]:

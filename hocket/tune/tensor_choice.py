@@ -14,9 +14,9 @@ from hocket.config.overlap import DIRECTIONS, ROLES, Direction, Method, Role, po
 from hocket.program.hardware import BANDWIDTH, LATENCY, hardware_of
 from hocket.program.tensor_costs import cell_of, in_time, seconds, splits_for, without_pieces
 from hocket.settings.decision import Choice
-from hocket.settings.network_rules import ranks_of_a_host
+from hocket.settings.derived import no_pieces, ranks_of_a_host
+from hocket.settings.overlap_rules import TENSOR as METHOD
 from hocket.settings.rule import Host
-from hocket.settings.tensor_rules import METHOD, no_pieces
 
 WORTH = 1.03
 """Factor by which a method with pieces must be faster than the best one without pieces to be chosen."""

@@ -16,9 +16,8 @@ from collections.abc import Collection, Iterator
 from hocket.config import COPIED, Config, Purpose
 from hocket.program.ops import recomputable
 from hocket.settings.decision import Choice, Decision
-from hocket.settings.network_rules import leaves_host, ranks_of_a_host
+from hocket.settings.derived import has_experts, leaves_host, ranks_of_a_host
 from hocket.settings.rule import Host
-from hocket.settings.rules import has_experts
 from hocket.settings.schema import changed
 from hocket.tune.graph_choice import graphs_that_pay
 from hocket.tune.trials import Trials, gib, memory_of

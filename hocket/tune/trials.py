@@ -24,7 +24,7 @@ from hocket.program.shard import Sharding
 from hocket.program.simulate import Time, cost_key, peak_bytes, simulate, spans_of, times
 from hocket.program.stages import costs_of, layout_of, sharding_of
 from hocket.settings.arrivals import arrival_bytes
-from hocket.settings.plan_rules import few_microbatches, group_of, separate_wgrads
+from hocket.settings.derived import few_microbatches, group_of, separate_wgrads
 from hocket.settings.rule import Host
 from hocket.settings.schema import changed, leaf
 from hocket.tune.held import at_least, at_most, forwards_at_most

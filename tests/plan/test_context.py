@@ -16,7 +16,7 @@ from hocket.program.lower import build_forward, build_program
 from hocket.program.ops import Layout
 from hocket.program.shard import Sharding
 from hocket.program.text import from_json, to_json
-from hocket.settings.context_rules import METHOD
+from hocket.settings.overlap_rules import CONTEXT as METHOD
 from tests.helpers.dryrun import dry_run
 from tests.helpers.plans import planned, small
 from tests.test_explain import settled

@@ -14,7 +14,7 @@ from hocket.machine import host_for_plan
 from hocket.program.hardware import H200, HARDWARE, hardware_of
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
-from hocket.settings.plan_rules import few_microbatches
+from hocket.settings.derived import few_microbatches
 from hocket.settings.schema import changed
 from hocket.tune.trials import Trials
 

@@ -15,7 +15,7 @@ from hocket.program.simulate import quiet_end, simulate
 from hocket.program.simulate import times as simulated_times
 from hocket.program.stages import costs_of, layout_of, sharding_of
 from hocket.resolve import Settings, resolve
-from hocket.settings.plan_rules import few_microbatches
+from hocket.settings.derived import few_microbatches
 from hocket.settings.rule import Host
 from hocket.settings.schema import changed
 from hocket.tune.deferral_choice import _fewest

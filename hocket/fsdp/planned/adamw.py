@@ -11,8 +11,8 @@ so an update is exact but for what was rounded before, the same on every run, an
 checkpoint. bf16 has fp32's exponents, so squares of small gradients do not vanish. But it has 8 significant bits: a
 decay by `1 - beta` of a value is lost where that is less than half of its last digit, up to 2^-8 of the value. An
 average may so stay off by 2^-8 / (1 - beta) of itself: 4 % at 0.9, 8 % at 0.95, all of it at 0.996. Settings allow
-rates up to where it is a quarter, and a step an eighth (`settings/rules.py`). DeepSeek-V3 was trained so, with rates of
-0.9 and 0.95 (DeepSeek-AI 2024, section 3.3.3).
+rates up to where it is a quarter, and a step an eighth (`settings/training_rules.py`). DeepSeek-V3 was trained so, with
+rates of 0.9 and 0.95 (DeepSeek-AI 2024, section 3.3.3).
 
 Note: [Recorded updates]
 With `overlap.dp.update = next_step` a recorded step (`engine/graphed.py`) begins with the updates that the step before
