@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     from hocket.adapters.context_parallel import context_parallel
     from hocket.adapters.step import plan_model
     from hocket.fsdp.api import clip_grad_norm_, fully_shard
-    from hocket.fsdp.options import ShardOptions
-    from hocket.fsdp.precision import Precision
+    from hocket.fsdp.options import Precision, ShardOptions
     from hocket.planned import check, draw, plan, simulate
 
 __all__ = [
@@ -58,7 +57,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Precision": "fsdp.precision",
+    "Precision": "fsdp.options",
     "ShardOptions": "fsdp.options",
     "check": "planned",
     "clip_grad_norm_": "fsdp.api",

@@ -10,8 +10,7 @@ and `pretrained_buckets` have weights as Hugging Face's files have them, of plan
 
 from hocket.adapters.live import load_pretrained, pretrained_buckets, save_pretrained
 from hocket.fsdp.saving.checkpoint import load, save
-from hocket.fsdp.saving.optimizer_state import load_optimizer_state, optimizer_state
-from hocket.fsdp.saving.state import load_model_state, model_state
+from hocket.fsdp.saving.state import load_model_state, load_optimizer_state, model_state, optimizer_state
 
 __all__ = [
     "load",

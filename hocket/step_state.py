@@ -20,13 +20,19 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from hocket.engine import Engine
-from hocket.fsdp.planned.adamw import AVERAGES, PieceState
+from hocket.fsdp.planned.optimizer import AVERAGES, PieceState
 from hocket.fsdp.saving.background import tell_all
-from hocket.fsdp.saving.checkpoint import write_now_or_behind
-from hocket.fsdp.saving.dcp import MODEL, OPTIMIZER, CheckpointReader, run_dcp
-from hocket.fsdp.saving.flat_tensor import FlatTensor
-from hocket.fsdp.saving.harmless import HarmlessPlanner
+from hocket.fsdp.saving.checkpoint import (
+    MODEL,
+    OPTIMIZER,
+    CheckpointReader,
+    HarmlessPlanner,
+    run_dcp,
+    write_now_or_behind,
+)
+from hocket.fsdp.saving.kept import FlatTensor
 from hocket.fsdp.saving.state import differences
+from hocket.layers.slices import Span
 from hocket.runtime.world import everyone
 
 STEP = "step"
@@ -142,4 +148,4 @@ class StepState:
 
 def _range(state: PieceState, flat: Tensor) -> FlatTensor:
     piece = state.piece
-    return FlatTensor(flat, piece.shape, piece.lo, piece.hi, part=piece.part)
+    return FlatTensor(flat, Span(tuple(piece.shape), piece.lo, piece.hi, piece.part))

@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from hocket.fsdp.saving import whole
-from hocket.fsdp.saving.dcp import CheckpointWriter
+from hocket.fsdp.saving.checkpoint import CheckpointWriter
 from hocket.settings.schema import changed
 from hocket.train import checkpoint
 from hocket.train import checkpoint as folders

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hocket.fsdp.saving import background, host_memory
-from hocket.fsdp.saving.dcp import CheckpointWriter
+from hocket.fsdp.saving import background
+from hocket.fsdp.saving.checkpoint import CheckpointWriter
 from hocket.fsdp.saving.whole import WholeFolder
 from hocket.settings.schema import changed
 from hocket.train import checkpoint, trainer
@@ -215,7 +215,7 @@ def test_the_newest_the_best_and_those_of_some_steps_are_kept(tmp_path: Path) ->
 
 
 def test_there_are_no_copies_for_which_the_host_has_no_memory(tmp_path: Path) -> None:
-    size = host_memory.copied_bytes({"a": torch.zeros(7), "b": [1, torch.zeros(200)], "c": {"d": torch.zeros(3)}})
+    size = background.copied_bytes({"a": torch.zeros(7), "b": [1, torch.zeros(200)], "c": {"d": torch.zeros(3)}})
     assert size == 64 + 832 + 64
     settings, copies = settings_in(tmp_path), room.copies_of(groups(1))
     assert room.require_memory(settings, 0, copies, 1 << 20) == ""

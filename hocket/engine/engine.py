@@ -20,9 +20,8 @@ from hocket.engine.executor import Executor
 from hocket.engine.graphed import GraphedSteps, Record, Way, from_turn_one, recorder_of
 from hocket.engine.room import RowRoom
 from hocket.engine.standstill import Standstill
-from hocket.fsdp.planned.adamw import AdamWOptions, PlannedAdamW
 from hocket.fsdp.planned.model import PlannedModel, Travels
-from hocket.fsdp.planned.muon import MuonOptions
+from hocket.fsdp.planned.optimizer import AdamWOptions, MuonOptions, PlannedAdamW
 from hocket.kernels import IGNORED
 from hocket.layers.linears import Linears, SplitLinears, gathered_in_fp8, linears_of
 from hocket.layers.slices import whole_shape

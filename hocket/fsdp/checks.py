@@ -1,7 +1,16 @@
-"""What `fully_shard` refuses, in words, before anything is changed."""
+"""What `fully_shard` refuses, in words: arguments, parameters, optimizers, and ranks whose weights differ.
+
+Note: [A trial of an optimizer]
+An optimizer that takes norms or products of whole weights (LARS, Shampoo, Muon, ...) runs on shards without an error,
+and does something else on each number of ranks. No list has all of them. So, before its first step, a copy of it with
+the same settings updates a small matrix, and two shards of the same one with the same gradients. An elementwise
+optimizer gives the same weights. One that fails in the trial, or that draws random numbers, says nothing.
+"""
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
 from collections.abc import Container, Sequence
 from itertools import pairwise
 from typing import Any
@@ -13,13 +22,184 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hocket.fsdp.elementwise import is_elementwise
 from hocket.fsdp.members import UNIT, Member, is_called
 from hocket.fsdp.muon import refuse_no_matrices
-from hocket.fsdp.options import ShardOptions
-from hocket.fsdp.precision import Precision
+from hocket.fsdp.options import Precision, ShardOptions
+from hocket.fsdp.param_group import ParamGroup
+from hocket.fsdp.shard_groups import ShardGroups
 from hocket.fsdp.sharded_parameter import ShardedParameter
+from hocket.layers.slices import Span
 from hocket.runtime.weights import sink_of
+
+ROWS, COLUMNS, CUT = 48, 32, 481
+STEPS = 3
+"""Some optimizers only look at the first gradient."""
+
+
+class _Part:
+    """What a shard of the trial asks of its group."""
+
+    keeps_all = False
+    late = valueless = False
+
+    def __init__(self, local: Tensor, lo: int) -> None:
+        self.gradient: Tensor | None = None
+        self.shard = ShardedParameter(local, requires_grad=True)
+        self.shard.full_name, self.shard.full_shape, self.shard.position = "trial", torch.Size((ROWS, COLUMNS)), 0
+        self.shard.span = Span((ROWS, COLUMNS), lo, lo + len(local))
+        self.shard.join(self)
+
+    def grad_of(self, index: int) -> Tensor | None:
+        return self.gradient
+
+    def span_of(self, shard: ShardedParameter) -> Span:
+        return shard.span
+
+    def forget(self, index: int) -> None:
+        self.gradient = None
+
+    def set_grad(self, index: int, value: Tensor) -> None:
+        self.gradient = value
+
+    def invalidate(self) -> None:
+        pass
+
+    def change(self, index: int, trains: bool) -> None:
+        pass
+
+
+def is_elementwise(optimizer: Optimizer, group: int, like: Tensor, keeps_all: bool) -> bool:
+    """False if it updates parts of a weight in another way than the whole. See Note: [A trial of an optimizer].
+
+    With the settings of parameter group number `group`. `like` has the dtype and device of its parameters; with
+    `keeps_all` a rank has whole weights, flattened.
+    """
+    cuts = [0, ROWS * COLUMNS] if keeps_all else [0, CUT, ROWS * COLUMNS]
+    try:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            first, again, parts = (_trained(optimizer, group, like, where) for where in ([], [], cuts))
+    except Exception:
+        return True
+    if not torch.equal(first, again):
+        return True
+    moved = (first - _start(first).float()).abs().max()
+    return bool((first - parts).abs().max() <= 1e-3 * moved)
+
+
+def _start(like: Tensor) -> Tensor:
+    return torch.linspace(-1, 1, ROWS * COLUMNS).to(like.device, like.dtype)
+
+
+def _trained(optimizer: Optimizer, group: int, like: Tensor, cuts: Sequence[int]) -> Tensor:
+    """The weights after some steps, flat: of the whole matrix, or of parts cut there."""
+    weights = _start(like)
+    kept = [_Part(weights[lo:hi].clone(), lo) for lo, hi in pairwise(cuts)]
+    params: list[nn.Parameter] = [one.shard for one in kept] or [nn.Parameter(weights.view(ROWS, COLUMNS))]
+    tried = _copy(optimizer, group, params)
+    step = type(optimizer).step
+    step = getattr(step, "__wrapped__", step)  # without the hooks that torch puts around it
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(STEPS):
+        grad = 3 * torch.randn(ROWS * COLUMNS, generator=generator).to(weights)
+        for param in params:
+            here = grad[param.lo : param.hi] if isinstance(param, ShardedParameter) else grad.view(ROWS, COLUMNS)
+            param.grad = here.clone()
+        step(tried)
+    return torch.cat([_values(param).flatten() for param in params]).float()
+
+
+def _values(param: nn.Parameter) -> Tensor:
+    return param.to_local() if isinstance(param, ShardedParameter) else param.detach()
+
+
+def _copy(optimizer: Optimizer, group: int, params: list[nn.Parameter]) -> Optimizer:
+    """One like it, as it is before its first step, that holds `params`."""
+    new = object.__new__(type(optimizer))
+    held = [param for group in optimizer.param_groups for param in group["params"]]
+    memo: dict[int, Any] = {id(param): None for param in held}
+    for name, value in optimizer.__dict__.items():
+        if name not in ("state", "param_groups"):
+            new.__dict__[name] = copy.deepcopy(value, memo) if isinstance(value, dict | list | Tensor) else value
+    settings = {key: value for key, value in optimizer.param_groups[group].items() if key != "params"}
+    settings = {**copy.deepcopy(settings), "lr": 0.01}
+    new.state, new.param_groups = defaultdict(dict), [{**settings, "params": params}]
+    return new
+
+
+class Fingerprints:
+    """Sums of parameters, to be compared between ranks once all are known: so nobody waits for each one.
+
+    Every rank would keep its part of a parameter and throw the rest away, so ranks with different values, say without a
+    common seed, end up with a mixture that was nobody's; replicas would train different models without a word.
+    """
+
+    def __init__(self) -> None:
+        self._found: list[tuple[ShardGroups, list[str], Tensor]] = []
+
+    @torch.no_grad()
+    def add(self, members: Sequence[Member], groups: ShardGroups, device: torch.device) -> None:
+        """Note the parameters of a group, which all ranks of `groups` hold whole."""
+        compared = [member for member in members if member.param.is_floating_point() and member.param.numel()]
+        if compared:
+            names = [member.name for member in compared]
+            sums = torch.stack([_fingerprint(member.param) for member in compared])
+            self._found.append((groups, names, sums.to(device)))
+
+    def compare(self) -> None:
+        """Raise ValueError for the first parameter whose values differ between ranks. All ranks call this."""
+        spreads = []
+        for groups, _, sums in self._found:
+            both = torch.stack([sums, -sums])
+            for group in (groups.reduce, groups.outer):
+                group.all_reduce(both, "max").wait()
+            spreads.append(both.sum(0))  # the largest minus the smallest
+        spread = torch.cat(spreads).tolist() if spreads else []
+        names = [name for _, found, _ in self._found for name in found]
+        for name, difference in zip(names, spread, strict=True):
+            if difference != 0:
+                raise ValueError(
+                    f"ranks hold different values of {name}, and each would keep a part of its own: give all ranks the "
+                    f"same weights, as by torch.manual_seed(0) before the model is made, or by loading a checkpoint"
+                )
+
+
+def refuse_valueless(groups: Sequence[ParamGroup]) -> None:
+    """Before the first forward, raise ValueError if parameters that get values late have none, or replicas other ones.
+
+    All ranks call this.
+    """
+    for group in groups:
+        name = group.members[0].name
+        if group.valueless:
+            raise ValueError(
+                f"{name} was sharded on the meta device and has no values: call "
+                f"model.to_empty(device={str(group.main.device)!r}) and give initial values, or load a state dict"
+            )
+        both = torch.stack([_fingerprint(group.main), -_fingerprint(group.main)]).to(group.device)
+        group.groups.outer.all_reduce(both, "max").wait()
+        if both.sum() != 0 and not group.groups.outer_shards:
+            raise ValueError(f"replicas gave {name} different initial values: seed all ranks alike before that")
+
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _fingerprint(param: Tensor) -> Tensor:
+    """The sum of a parameter's bits, read as integers: the same in whatever order it is made. int64, 0-d."""
+    return param.detach().contiguous().view(_BITS[param.dtype.itemsize]).sum(dtype=torch.int64)
+
+
+@torch.no_grad()
+def take_first_rank(tensors: Sequence[Tensor], groups: ShardGroups, device: torch.device) -> None:
+    """Give the tensors of all ranks of a placement the values of its first rank. All of these ranks call this."""
+    for tensor in tensors:
+        values = tensor.to(device, torch.uint8 if tensor.dtype == torch.bool else None, copy=True)
+        if groups.reduce.rank or groups.outer.rank:
+            values.zero_()
+        for group in (groups.reduce, groups.outer):
+            group.all_reduce(values, "sum").wait()
+        tensor.copy_(values)
+
 
 IGNORED = "_hocket_ignored"
 """An attribute of parameters that are to stay as they are."""
@@ -129,9 +309,7 @@ def refuse_matrices(optimizer: Optimizer) -> None:
             isinstance(optimizer, torch.optim.LBFGS) and bool(parts)
         )
         if not refused and not type(optimizer).__module__.startswith("torch.optim."):
-            refused = any(shard.splits for shard in shards) and not is_elementwise(
-                optimizer, number, (parts or shards)[0].to_local(), keeps_all=not parts
-            )
+            refused = not is_elementwise(optimizer, number, (parts or shards)[0].to_local(), keeps_all=not parts)
         if refused:
             raise ValueError(
                 f"{type(optimizer).__name__} computes with whole weights, and sharded parameters are 1-D parts of "

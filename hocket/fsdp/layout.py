@@ -6,28 +6,18 @@ of ranks times the least common multiple of all row sizes).
 
 Parameters and shards start at multiples of 64 elements, so that kernels and collectives get operands aligned to 128
 bytes even in bf16; an odd-sized parameter in between would otherwise slow down all that follow it.
-
-Two coarser granularities are there for those who need them, and cost padding. `row` never splits a row, a slice of
-dimension 0, for tools that know shards of whole rows only. `tensor` never splits a parameter, for optimizers that look
-at whole matrices.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 from torch import Tensor
 
 from hocket.program.shard import ALIGN
-
-Granularity = Literal["element", "row", "tensor"]
-"""What is never split between ranks."""
-
-Params = Sequence[tuple[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
@@ -73,16 +63,17 @@ class FlatLayout:
         params: Iterable[tuple[str, tuple[int, ...]]],
         world: int,
         align: int = ALIGN,
-        granularity: Granularity = "element",
     ) -> FlatLayout:
         """Lay parameters (name, shape) out for `world` ranks; starts and shards are multiples of `align` elements."""
         assert world >= 1
         assert align >= 1
         params = [(name, tuple(shape)) for name, shape in params]
         assert len({name for name, _ in params}) == len(params), "two parameters of one unit have the same name"
-        offsets, shard = _PLACE[granularity](params, world, align)
-        entries = tuple(Entry(*param, offset) for param, offset in zip(params, offsets, strict=True))
-        return cls(entries, world, shard)
+        entries, end = list[Entry](), 0
+        for name, shape in params:
+            entries.append(Entry(name, shape, _up(end, align)))
+            end = entries[-1].end
+        return cls(tuple(entries), world, _up(end, world * align) // world)
 
     @property
     def total(self) -> int:
@@ -128,67 +119,3 @@ class FlatLayout:
 def _up(value: int, step: int) -> int:
     """The next multiple of `step`."""
     return -(-value // step) * step
-
-
-def _by_element(params: Params, world: int, align: int) -> tuple[list[int], int]:
-    """Offsets and the length of a shard."""
-    offsets, end = [], 0
-    for _, shape in params:
-        offsets.append(_up(end, align))
-        end = offsets[-1] + math.prod(shape)
-    return offsets, _up(end, world * align) // world
-
-
-def _by_row(params: Params, world: int, align: int) -> tuple[list[int], int]:
-    """Shards end between rows.
-
-    A shard is a multiple of the *chunk*, the least common multiple of all rows, and every parameter starts at a
-    multiple of its own row: then no row crosses a multiple of the chunk. A parameter of a chunk or more starts or ends
-    at one, so that it is spread over as few ranks as it can be; two such neighbours share a chunk where their rests fit
-    into it. Smaller parameters fill what is left between them.
-    """
-    steps = [math.lcm(max(1, math.prod(shape[1:])), align) for _, shape in params]
-    chunk = math.lcm(*steps) if steps else align
-    sizes = [math.prod(shape) for _, shape in params]
-    offsets = [0] * len(params)
-    free: list[tuple[int, int]] = []
-    end = 0
-    for i, size in enumerate(sizes):
-        if size < chunk:
-            continue
-        boundary, rest = _up(end, chunk), size % chunk
-        at_end = boundary - rest  # of a parameter that ends with a chunk
-        offsets[i] = at_end if rest and at_end >= end and at_end % steps[i] == 0 else boundary
-        free.append((end, offsets[i]))
-        end = offsets[i] + size
-    for i, size in enumerate(sizes):
-        if size >= chunk:
-            continue
-        for k, (lo, hi) in enumerate(free):
-            offsets[i] = _up(lo, steps[i])
-            if offsets[i] + size <= hi:
-                free[k] = (offsets[i] + size, hi)
-                break
-        else:
-            offsets[i] = _up(end, steps[i])
-            end = offsets[i] + size
-    return offsets, _up(end, world * chunk) // world
-
-
-def _by_tensor(params: Params, world: int, align: int) -> tuple[list[int], int]:
-    """Each parameter is kept by one rank: the largest first, by the rank that has the least so far."""
-    loads = [0] * world
-    places = [(0, 0)] * len(params)
-    for i in sorted(range(len(params)), key=lambda i: -math.prod(params[i][1])):  # stable: ties stay in order
-        rank = loads.index(min(loads))
-        places[i] = rank, loads[rank]
-        loads[rank] = _up(loads[rank] + math.prod(params[i][1]), align)
-    shard = max(loads)
-    return [rank * shard + start for rank, start in places], shard
-
-
-_PLACE: Mapping[Granularity, Callable[[Params, int, int], tuple[list[int], int]]] = {
-    "element": _by_element,
-    "row": _by_row,
-    "tensor": _by_tensor,
-}

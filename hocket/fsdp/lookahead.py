@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Generic, TypeVar
 
 from hocket.fsdp.module_unit import Unit
-from hocket.fsdp.strategy import Prefetch
+from hocket.fsdp.options import Prefetch
 
 T = TypeVar("T")
 

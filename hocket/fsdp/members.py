@@ -13,11 +13,19 @@ subclass of their class with a `__getattr__` that, inside a forward of the model
 what is read is the shard.
 
 What takes the place of a shard would be shown in use only, or never: so `_parameters` of such a module refuses it.
+
+Note: [Buckets]
+A *bucket* is a unit of several modules: their weights are gathered as one and their gradients reduced as one. Where
+modules are small, every collective costs more time to begin than to move its bytes; a bucket begins once for all of
+them. Where one is large enough by itself nothing is gained, and more is exposed at either end of a step.
+
+Buckets are filled from the end of the model, where backward begins, and none is larger than it may be unless a single
+module is. So what is left over is the first bucket: the one whose gather nothing hides, and whose reduction comes last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
@@ -25,11 +33,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hocket.fsdp.options import Precision
 from hocket.fsdp.sharded_parameter import ShardedParameter
 from hocket.fsdp.spread import Spread, spread_of
 from hocket.layers.functional import embedding_forward, linear_forward
 from hocket.layers.slices import Span
 from hocket.runtime.weights import sink_of
+from hocket.sizes import Size, parse_size
 
 Rule = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool] | Iterable[nn.Module] | None
 """How a user says which modules are units."""
@@ -331,3 +341,69 @@ def _save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
             f"were weights: call it inside of context_of(model).gathered() on all ranks, or give it a whole state_dict="
         )
     return type(self).save_pretrained(self, *args, **kwargs)
+
+
+# Buckets: which modules make a unit together, by size
+
+DEFAULT = parse_size("128Mi params")
+"""How large a bucket may be where nobody says, and no units are named."""
+
+Named = tuple[str, nn.Module]
+Measure = Callable[[nn.Module], int]
+
+
+def make_buckets(root: nn.Module, rule: Rule, most: Size | None, precision: Precision) -> list[list[Named]]:
+    """The modules of each unit of a model, in the order of its tree, without what is left to the root.
+
+    `rule` chooses modules, of which neighbours share a bucket if `most` is given. Without it modules are taken as large
+    as they fit into a bucket. Sizes in bytes are those of gathered weights, in the dtype that `precision` gives them.
+
+    Raises: ValueError for a rule that chooses nothing, or a module that is never called.
+    """
+    if rule is not None and most is None:
+        return [[one] for one in chosen_units(root, rule)]
+    size = most or DEFAULT
+
+    def measure(module: nn.Module) -> int:
+        if size.unit == "params":
+            return sum(param.numel() for param in module.parameters())
+        return sum(param.numel() * precision.of(param.dtype).compute.itemsize for param in module.parameters())
+
+    chosen = _pieces("", root, size.value, measure) if rule is None else chosen_units(root, rule)
+    if rule is None and [module for _, module in chosen] == [root]:
+        return []
+    return _join(chosen, size.value, measure)
+
+
+def _pieces(name: str, module: nn.Module, most: int, measure: Measure) -> list[Named]:
+    """The largest modules below one that fit into a bucket and are called; those without children as they are.
+
+    Parameters of a module that is divided stay with the root.
+    """
+    children = dict.fromkeys(module.children())
+    if is_called(module) and (measure(module) <= most or not children):
+        return [(name, module)] if measure(module) else []
+    found: list[Named] = []
+    for key, child in module.named_children():  # a module that is there twice comes once
+        found += _pieces(f"{name}.{key}" if name else key, child, most, measure)
+    return found
+
+
+def _join(chosen: Sequence[Named], most: int, measure: Measure) -> list[list[Named]]:
+    """Neighbours together, as many as fit. A module that contains another one of them stays alone."""
+    modules = {module for _, module in chosen}
+    found: list[list[Named]] = []
+    room = -1  # in the bucket that is being filled; none yet
+    for name, module in reversed(chosen):
+        inside = any(one in modules for one in module.modules() if one is not module)
+        need = measure(module)
+        if inside:
+            found.append([(name, module)])
+            room = -1
+        elif need <= room:
+            found[-1].insert(0, (name, module))
+            room -= need
+        else:
+            found.append([(name, module)])
+            room = most - need
+    return found[::-1]

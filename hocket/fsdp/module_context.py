@@ -3,28 +3,108 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from hocket.fsdp.agreement import refuse_valueless
-from hocket.fsdp.buffers import StagingMemory
+from hocket.fsdp.buffers import FullBuffer, StagingMemory
+from hocket.fsdp.checks import refuse_valueless
 from hocket.fsdp.lookahead import Lookahead
-from hocket.fsdp.memory import place_gradients, place_weights
-from hocket.fsdp.module_unit import Claim, Unit
-from hocket.fsdp.outside import Outside, called_by_hand
+from hocket.fsdp.module_unit import Budget, Claim, Unit
+from hocket.fsdp.options import Policy, Prefetch
 from hocket.fsdp.param_group import ParamGroup
-from hocket.fsdp.residency import Budget, Residency, Unbounded
-from hocket.fsdp.same_order import SameOrder
+from hocket.fsdp.same_order import SameOrder, Unused
 from hocket.fsdp.shard_groups import ShardGroups, over_ranks
 from hocket.fsdp.spread import apart
-from hocket.fsdp.stats import ShardStats, stats_of
-from hocket.fsdp.strategy import Policy, Prefetch
-from hocket.fsdp.unused import Unused
 from hocket.runtime.queue import History, Ticket, queue_of
+
+
+@dataclass(frozen=True)
+class ShardStats:
+    """Counters since the start, and sizes in bytes."""
+
+    gathers: int
+    reduces: int
+    surprises: int
+    """How often a unit was needed that was not expected next; its gather is then exposed."""
+    exceeded: int
+    """How often more units were in use together than the prefetch allows for."""
+    shard_bytes: int
+    """Weights and gradients that this rank keeps."""
+    full_bytes: int
+    """Gathered weights at this moment."""
+    staging_bytes: int
+    """Gradients on their way, at most so far."""
+
+
+class Outside:
+    """The claims on units of a model for reads while their forwards do not run.
+
+    Inside of a forward of the model, by another module: the unit stays gathered until all backwards of this time are
+    over. By `unshard()` of a module: until `reshard()`, the end of the module's next forward, or until weights change.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
+        self._held: list[Claim] = []
+        self._unsharded: dict[Unit, Claim] = {}
+
+    def hold(self, claim: Claim) -> None:
+        """Keep a claim until all backwards of this time are over."""
+        self._held.append(claim)
+
+    def unshard(self, unit: Unit) -> Claim:
+        """Keep the unit's weights gathered and shown by its modules."""
+        if unit not in self._unsharded:
+            self._unsharded[unit] = unit.acquire()
+        return self._unsharded[unit]
+
+    def reshard(self, unit: Unit) -> None:
+        """End `unshard`."""
+        if unit in self._unsharded:
+            self._unsharded.pop(unit).release()
+
+    def drop(self) -> None:
+        """Give up weights that were read inside of a forward, unless a backward is still to come.
+
+        Not at the end of a backward: the same graph may run once more, before a step or another forward.
+        Which one reads them can't be told: while one forward holds the unit, others read its weights without asking.
+        """
+        if any(unit.open for unit in self._units):
+            return
+        claims, self._held = self._held, []
+        for claim in claims:
+            claim.release()
+
+    def weights_changed(self) -> None:
+        """No backward comes any more for what was computed with the old weights."""
+        for unit in list(self._unsharded):
+            self.reshard(unit)
+        self.drop()
+
+    def clear(self) -> None:
+        """Forget all claims, which an abort has ended."""
+        self._held.clear()
+        self._unsharded.clear()
+
+
+_CALLS = {nn.Module._call_impl.__code__}
+
+
+def called_by_hand() -> bool:
+    """Whether the caller runs inside of a forward of some module, whose weights it then reads."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code in _CALLS or (code.co_name == "forward" and isinstance(frame.f_locals.get("self"), nn.Module)):
+            return True
+        frame = frame.f_back
+    return False
 
 
 class Begun(Protocol):
@@ -50,7 +130,7 @@ class ShardContext:
         order: SameOrder | None = None,
         nests: bool = False,
     ) -> None:
-        """With `nests`, the model may become a part of a larger one before its first forward (`nesting.py`)."""
+        """With `nests`, the model may become a part of a larger one before its first forward (`shard.py`)."""
         self.nests = nests
         self._order, self._model = order, ""  # which of several on these ranks, as the order of collectives tells it
         if order is not None:
@@ -83,9 +163,9 @@ class ShardContext:
         self._editions: list[tuple[int, int]] = []  # of the weights that forwards under way have read
         self.ahead = Lookahead(self.units, prefetch, policy.free)
         self._staging: dict[ParamGroup, StagingMemory] = {}
-        self._everybody = Unbounded()
-        self._residency: Residency = self._everybody
-        self.unused = Unused(order, self._model, device)
+        self._everybody = Budget(None, None)
+        self._residency = self._everybody
+        self.unused = Unused(order, self._model)
         for unit in self.units:
             unit.context = self
             for group in unit.groups:
@@ -124,9 +204,33 @@ class ShardContext:
         Those that are not `new` have their weights' memory from the models that they were before.
         """
         if self.policy.free:
-            self._residency = self.prefetch.budget([unit for unit in self.units if not unit.contains_units])
-        place_weights(self.units if new is None else new)
-        self._staging = place_gradients(self.units, self.policy.staging, self.reducing.caller)
+            self._residency = Budget.of(self.prefetch, [unit for unit in self.units if not unit.contains_units])
+        for unit in self.units if new is None else new:
+            for group in unit.groups:
+                if group.whole:
+                    group.bind(group.weight)
+                else:
+                    unit.use(group, FullBuffer(group.layout.total, group.compute_dtype, group.device))
+        self._place_gradients(self.policy.staging)
+
+    def _place_gradients(self, count: int) -> None:
+        """Give staging memory to each trainable group, shared by all units that send over the same ranks.
+
+        Not by units that contain others: they collect gradients for as long as these run, and would take a buffer away
+        from them.
+        """
+        users: dict[object, list[tuple[Unit, ParamGroup]]] = {}
+        for unit in self.units:
+            for group in unit.groups:
+                if group.trainable:
+                    key = unit if unit.contains_units else None, group.groups.reduce, group.formats.wire
+                    users.setdefault(key, []).append((unit, group))
+        self._staging = {}
+        for alike in users.values():
+            unit, group = alike[0]
+            number = len(alike) if unit.contains_units else count
+            memory = StagingMemory(number, group.formats.wire, group.device, self.reducing.caller)
+            self._staging |= dict.fromkeys((one for _, one in alike), memory)
 
     def record(self) -> History:
         """Write down from now on what is issued and waited for, for tests of the structure of a step."""
@@ -147,7 +251,7 @@ class ShardContext:
         if self._order is not None:
             self._order.settle()
 
-    def residency_of(self, unit: Unit) -> Residency:
+    def residency_of(self, unit: Unit) -> Budget:
         """Who decides whether there is room for a unit."""
         stays = unit.contains_units or not unit.full or unit.options.reshard_after_forward is False
         return self._everybody if stays else self._residency
@@ -181,14 +285,14 @@ class ShardContext:
     def prefetch_of(self, unit: Unit, units: Sequence[Unit], backward: bool) -> None:
         """Gather these when the forward of a unit begins, or its backward, and make room for them."""
         self.ahead.told[unit, backward] = units
-        if isinstance(self._residency, Budget) and self._residency.units is not None:
+        if self._residency.units is not None:
             self._residency.units = max(self._residency.units, len(units) + 1)
 
     def stage_anew(self) -> None:
         """Give memory to gradients of what is trained from now on."""
         self.finish_step()
         count = max((staging.count for staging in self._staging.values()), default=self.policy.staging)
-        self._staging = place_gradients(self.units, count, self.reducing.caller)
+        self._place_gradients(count)
 
     def staging_count(self, count: int) -> None:
         """Let as many units have gradients on their way."""
@@ -421,7 +525,7 @@ class ShardContext:
         self.in_backward = self.reductions_open = False
 
     def read_outside(self, unit: Unit) -> bool:
-        """A weight is read while its unit is not in use: claim that. False outside of any forward; see `outside.py`.
+        """A weight is read while its unit is not in use: claim that. False outside of any forward; see `Outside`.
 
         Raises: ValueError in a module that is called outside of a forward of the model: it would compute with a part.
         """
@@ -438,11 +542,15 @@ class ShardContext:
             )
         return False
 
-    def hold(self, claim: Claim) -> None:
-        """Keep a claim until all backwards of this time are over: a unit's weights are read outside of its forward."""
-        self.outside.hold(claim)
-
     def stats(self) -> ShardStats:
         """Counters since the start, and what is allocated."""
-        exceeded = self._residency.exceeded if isinstance(self._residency, Budget) else 0
-        return stats_of(self.units, set(self._staging.values()), self.ahead.surprises, exceeded)
+        groups = self.param_groups
+        return ShardStats(
+            gathers=sum(unit.gathers for unit in self.units),
+            reduces=sum(unit.reduces for unit in self.units),
+            surprises=self.ahead.surprises,
+            exceeded=self._residency.exceeded,
+            shard_bytes=sum(group.nbytes for group in groups),
+            full_bytes=sum(b.nbytes for unit in self.units for b in unit.full.values() if b.allocated),
+            staging_bytes=sum(one.nbytes for one in set(self._staging.values())),
+        )

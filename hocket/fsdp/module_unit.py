@@ -10,6 +10,14 @@ they are not here; it never waits. `Claim.wait` comes before the first read. `Cl
 of forward, or after the *input* gradient: weight gradients need no weights. `grad_ready` takes over a parameter's
 gradient, and `reduce` sends what has been taken over. Release and reduce are two events, since a schedule may compute
 weight gradients much later. All of them only issue work, in the same order on all ranks.
+
+Note: [Who stays gathered]
+A unit that nobody uses any more is not thrown out at once: its weights stay until the room is needed. So the last units
+of forward are still there when backward begins, those of backward when the next microbatch does, and a prefetch is
+nothing but a gather that nobody has asked for yet. Nothing else keeps units: there are no phases.
+
+Units that contain others are in use for as long as these run, and are never asked to go; neither is any unit of a
+strategy that does not shard weights.
 """
 
 from __future__ import annotations
@@ -25,10 +33,9 @@ from torch import Tensor, nn
 
 from hocket.fsdp.buffers import FullBuffer, Staged, StagingMemory
 from hocket.fsdp.members import View
-from hocket.fsdp.options import UnitOptions
+from hocket.fsdp.options import Prefetch, UnitOptions
 from hocket.fsdp.param_group import ParamGroup
-from hocket.fsdp.residency import Residency
-from hocket.fsdp.unused import Unused
+from hocket.fsdp.same_order import Unused
 from hocket.runtime.queue import Queue, Ticket
 from hocket.runtime.transports import Pending
 from hocket.runtime.weights import set_sink
@@ -44,7 +51,7 @@ class Shared(Protocol):
     unused: Unused
 
     def accumulates(self, unit: Unit) -> bool: ...
-    def residency_of(self, unit: Unit) -> Residency: ...
+    def residency_of(self, unit: Unit) -> Budget: ...
     def staging_of(self, group: ParamGroup) -> StagingMemory: ...
     def about_to(self, what: str) -> None: ...
     def before_waiting(self) -> None: ...
@@ -89,7 +96,7 @@ class Claim:
 class Unit:
     """Parameters that are gathered and reduced as one, in groups of the same dtype and placement.
 
-    They are those of one module, or of the several modules of a bucket (`buckets.py`).
+    They are those of one module, or of the several modules of a bucket (Note: [Buckets]).
     """
 
     context: Shared
@@ -464,6 +471,62 @@ class Unit:
                 member.param.grad = None
         self.evict()
         self._gathering, self._readers = None, []
+
+
+class Budget:
+    """Which units are gathered at the same time: as many as fit into a number of units or bytes; without, everybody.
+
+    A unit that is needed while all others are in use is gathered all the same: branches that run side by side, or
+    several microbatches in flight, need what they need. `exceeded` counts how often.
+    """
+
+    def __init__(self, units: int | None, nbytes: int | None) -> None:
+        self.units, self.nbytes = units, nbytes
+        self.exceeded = 0
+        self._gathered: list[Unit] = []  # what nobody has needed or looked ahead to for longest comes first
+
+    @classmethod
+    def of(cls, prefetch: Prefetch, units: Sequence[Unit]) -> Budget:
+        """Room for the unit in use and those ahead of it."""
+        if prefetch.units is not None:
+            return cls(prefetch.units + 1, None)
+        assert prefetch.nbytes is not None
+        largest = max((unit.full_bytes for unit in units), default=0)
+        return cls(None, largest + max(prefetch.nbytes, largest))
+
+    def _fits(self, unit: Unit) -> bool:
+        if self.units is not None:
+            return len(self._gathered) < self.units
+        assert self.nbytes is not None
+        return sum(other.full_bytes for other in self._gathered) + unit.full_bytes <= self.nbytes
+
+    def admit(self, unit: Unit, wanted: bool) -> bool:
+        """Make room for `unit`, throwing out idle units. False if there is no room and `unit` is not `wanted` yet."""
+        if self.units is None and self.nbytes is None:
+            return True
+        if unit in self._gathered:  # gathered again, with newer weights
+            self.touch(unit)
+            return True
+        idle = [other for other in self._gathered if not other.claims]
+        while not self._fits(unit) and idle:
+            idle.pop(0).evict()
+        if not self._fits(unit):
+            if not wanted:
+                return False
+            self.exceeded += 1
+        self._gathered.append(unit)
+        return True
+
+    def touch(self, unit: Unit) -> None:
+        """`unit`, which is gathered, is needed now or soon."""
+        if unit in self._gathered:
+            self._gathered.remove(unit)
+            self._gathered.append(unit)
+
+    def gone(self, unit: Unit) -> None:
+        """`unit` is not gathered any more."""
+        if unit in self._gathered:
+            self._gathered.remove(unit)
 
 
 def together(pending: Sequence[Pending]) -> Pending | None:

@@ -3,20 +3,140 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 import torch
 from torch import nn
 
-from hocket.fsdp.buckets import parse_bucket
-from hocket.fsdp.home import Offload
-from hocket.fsdp.layout import Granularity
-from hocket.fsdp.strategy import Prefetch
+from hocket.config import Strategy
+from hocket.sizes import Size, parse_bytes, parse_size
+
+FORMATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Four separate choices. Parameters that aren't floating-point numbers stay as they are."""
+
+    main: torch.dtype | None = torch.float32
+    """What the optimizer updates: the shards that `module.parameters()` yields; None is the dtype in which the module
+    was built."""
+    compute: torch.dtype | None = None
+    """What is gathered and computed with; None is the dtype in which the module was built."""
+    wire: torch.dtype | None = None
+    """In which gradients are sent; None is the compute dtype."""
+    accumulate: torch.dtype | None = torch.float32
+    """In which the gradients of microbatches are added up, and of ranks, but for NCCL's own sum of ranks: in `wire`.
+    None is the finer one of the wire and main dtypes."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is None:
+                continue
+            if value not in FORMATS:
+                choices = "torch.float32, torch.bfloat16, torch.float16 or torch.float64"
+                raise ValueError(f"Precision({field.name}={value!r}) is no dtype to train in: use {choices}, or None")
+
+    def of(self, dtype: torch.dtype) -> Formats:
+        """What becomes of parameters that were built in `dtype`."""
+        if not dtype.is_floating_point:
+            return Formats(dtype, dtype, dtype, dtype)
+        main, compute = self.main or dtype, self.compute or dtype
+        wire = self.wire or compute
+        return Formats(main, compute, wire, self.accumulate or torch.promote_types(wire, main))
+
+
+@dataclass(frozen=True)
+class Formats:
+    """The four dtypes of one group of parameters, every default resolved."""
+
+    main: torch.dtype
+    compute: torch.dtype
+    wire: torch.dtype
+    accumulate: torch.dtype
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a strategy and its options come down to."""
+
+    free: bool
+    """Whether gathered weights make room for others."""
+    reduce_every_microbatch: bool
+    staging: int
+
+
+def policy_of(strategy: str, staging: int) -> Policy:
+    """The bits of a strategy. Raises: ValueError for an unknown one."""
+    if strategy not in get_args(Strategy):
+        raise ValueError(f"strategy={strategy!r} is not one of {', '.join(get_args(Strategy))}")
+    rank = get_args(Strategy).index(strategy)
+    return Policy(
+        reduce_every_microbatch=rank >= 2,
+        free=rank >= 3,
+        staging=staging,
+    )
+
+
+class Allowance:
+    """What may still be gathered ahead from where a pass stands."""
+
+    def __init__(self, units: int | None, nbytes: int | None) -> None:
+        self._units, self._nbytes = units, nbytes
+        self._taken = 0
+
+    def take(self, nbytes: int) -> bool:
+        """Whether one more unit fits; the first always does if anything is to be gathered ahead."""
+        self._taken += 1
+        if self._units is not None:
+            return self._taken <= self._units
+        assert self._nbytes is not None
+        fits = nbytes <= self._nbytes or (self._taken == 1 and self._nbytes > 0)
+        self._nbytes -= nbytes
+        return fits
+
+
+@dataclass(frozen=True)
+class Prefetch:
+    """How far ahead weights are gathered: in units, or in bytes."""
+
+    units: int | None
+    nbytes: int | None
+
+    @classmethod
+    def parse(cls, value: int | str) -> Prefetch:
+        """`2` is two units, `"512MiB"` as many units as fit, at least one."""
+        if isinstance(value, bool) or not isinstance(value, int | str):
+            raise ValueError(f"prefetch={value!r} must be a number of units, or a size such as '512MiB'")
+        if isinstance(value, str):
+            return cls(None, parse_bytes(value, "prefetch"))
+        if value < 0:
+            raise ValueError(f"prefetch={value} is negative: give a number of units, 0 for none")
+        return cls(value, None)
+
+    def allowance(self) -> Allowance:
+        """A new one."""
+        return Allowance(self.units, self.nbytes)
+
 
 Outer = Literal["replicate", "shard"]
 ShardTransport = Literal["auto", "nccl", "copy_engine", "copy_engine_gathers", "gloo", "null"]
 Driver = Literal["hooks", "manual"]
+Offload = Literal["none", "pinned", "pageable"]
+
+
+def parse_bucket(text: object) -> Size | None:
+    """The most that a bucket holds; None for `auto`. Raises: ValueError for what is no size."""
+    if text == "auto":
+        return None
+    if not isinstance(text, str):
+        raise ValueError(f"bucket={text!r} has no unit: give a size such as '128M params' or '256MiB', or 'auto'")
+    size = parse_size(text, "bucket")
+    if size.value < 1:
+        raise ValueError(f"bucket={text!r} holds nothing: give a size above 0, such as '128M params'")
+    return size
 
 
 @dataclass(frozen=True)
@@ -41,8 +161,6 @@ class ShardOptions:
     divide: float | None = None
     """Summed gradients are divided by this; None is the number of ranks of the mesh, for a mean. 1 suits a loss that is
     a sum over tokens, divided by the tokens of all ranks."""
-    granularity: Granularity = "element"
-    """What is never split between ranks: nothing, a row of a parameter's dimension 0, or a whole parameter."""
     device: torch.device | str | None = None
     """Where shards live. Without it, where the parameters are; for parameters on the meta device it must be given."""
     offload: Offload = "none"
@@ -59,7 +177,6 @@ class ShardOptions:
             ("outer", get_args(Outer)),
             ("transport", get_args(ShardTransport)),
             ("driver", get_args(Driver)),
-            ("granularity", get_args(Granularity)),
             ("offload", get_args(Offload)),
         ):
             if getattr(self, name) not in choices:

@@ -37,13 +37,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from hocket.fsdp.home import Home, Offload
-from hocket.fsdp.layout import FlatLayout, Granularity
+from hocket.fsdp.layout import FlatLayout
 from hocket.fsdp.members import Member
-from hocket.fsdp.part import Part
-from hocket.fsdp.place import Ask, How, Place
-from hocket.fsdp.precision import Precision
-from hocket.fsdp.shard_grads import LocalSum, ShardGrads, Uses, zero_others
+from hocket.fsdp.options import Offload, Precision
+from hocket.fsdp.part import Ask, How, Part, Place
+from hocket.fsdp.shard_grads import Home, LocalSum, ShardGrads, Uses, zero_others
 from hocket.fsdp.shard_groups import ShardGroups
 from hocket.fsdp.sharded_parameter import ShardedParameter
 from hocket.fsdp.spread import over
@@ -64,21 +62,20 @@ class ParamGroup:
         members: Sequence[Member],
         groups: ShardGroups,
         precision: Precision,
-        granularity: Granularity,
         device: torch.device,
         offload: Offload = "none",
     ) -> None:
         assert members
         param = members[0].param
         self.members, self.groups, self.device, self.home = tuple(members), groups, device, Home(device, offload)
-        self.trainable, self._splits = param.requires_grad, granularity != "tensor"
+        self.trainable = param.requires_grad
         self.formats = precision.of(param.dtype)
         self.divide = groups.divide
         """Summed gradients are divided by this."""
         inner, outer = groups.gather, groups.outer
         parts = outer.size if groups.outer_shards else 1
         shapes = [(one.name, tuple(one.param.shape)) for one in members]
-        shared = FlatLayout.build(shapes, inner.size * parts * groups.alike, granularity=granularity)
+        shared = FlatLayout.build(shapes, inner.size * parts * groups.alike)
         self.kept = shared.joined(groups.alike)
         """Which elements are this rank's to update: shard number `position`."""
         self.position = inner.rank * parts + (outer.rank if groups.outer_shards else 0)
@@ -161,7 +158,7 @@ class ParamGroup:
             if spread is not None and spread.part is not None:
                 over(spread.mesh, value, how)
 
-        return Place(shard.full_name, shard.span, ask, self.splits)
+        return Place(shard.full_name, shard.span, ask)
 
     @property
     def learning(self) -> int:
@@ -206,11 +203,6 @@ class ParamGroup:
     def keeps_all(self) -> bool:
         """Whether this rank updates whole parameters, not a part of them."""
         return self.kept.world == 1 and not self.is_divided
-
-    @property
-    def splits(self) -> bool:
-        """Whether an optimizer may see a part of a parameter, or must take 1-D for the whole of one."""
-        return self._splits or self.is_divided
 
     @property
     def nbytes(self) -> int:

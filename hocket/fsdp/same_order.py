@@ -12,6 +12,15 @@ are not, it asks. A thread on each rank answers, with the last collectives there
 that never comes. The first difference is the error.
 
 A step like those before it asks nobody, and pays a few look-ups in a table per collective.
+
+Note: [Gradients that nobody has]
+A unit is reduced whole, with zeros for what this rank has not used. If no rank has used a parameter, the sum is zeros,
+too. An optimizer would take that for a gradient, decay the weight and go on with its momentum, where it leaves the
+weight of an unsharded model alone. So `.grad` is None then.
+
+A rank knows what it has used itself. After each backward it writes what it has left out to the store of the process
+group. Who reads the gradient of a parameter that it has left out waits until all others have written. So hosts wait for
+each other, and not for the device.
 """
 
 from __future__ import annotations
@@ -29,6 +38,7 @@ from weakref import WeakSet
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.spread import ranks_of
 
 ASK_AFTER = 1.0
@@ -52,8 +62,6 @@ class SameOrder:
         self.models = self.count = 0
         self.asked = 0
         """How often something was issued that was not expected."""
-        self.speaks = False
-        """Whether a rank is known to have left parameters out: see Note: [Gradients that nobody has]."""
         self._past, self._next = list[int](), 0  # where in the past the next collective is expected
         self._followed: dict[int, int] = {}  # the last place behind some collectives, by their hash
         self._history = 0  # of all so far, as one number
@@ -107,16 +115,6 @@ class SameOrder:
         if waited > ASK_AFTER:
             self.store.delete_key("ask")
 
-    def speak(self) -> None:
-        """Have all ranks say what they leave out: this one does."""
-        if not self.speaks:
-            self.store.set("speak", "")
-            self.speaks = True
-
-    def listen(self) -> None:
-        """Look whether others speak. Called by a thread."""
-        self.speaks = self.speaks or self.store.check(["speak"])
-
     def answer(self) -> None:
         """Tell what was issued last, if somebody asks. Called by a thread, while nothing is issued."""
         if self.store.check(["ask"]):
@@ -138,6 +136,76 @@ class SameOrder:
                         f"losses reach the same units: one that only some ranks need can take part in the others' "
                         f"loss as 0 * output.sum()"
                     )
+
+
+SLOTS = 32
+"""How many backwards' keys a rank has in the store. It may be that many ahead of a rank that reads."""
+LONGEST_PAUSE = 5e-3
+"""Seconds between two looks at what others have written."""
+
+
+class Unused:
+    """What the ranks of one model leave out. See Note: [Gradients that nobody has]."""
+
+    def __init__(self, order: SameOrder | None, model: str) -> None:
+        self._order, self._key = order, f"unused{model}"
+        self._sent = False  # whether reductions were issued since this rank has written last
+        self._rounds = 0  # how often it has written
+        self._left_out: dict[str, list[int]] = {}  # by group
+
+    def about_to_send(self, group: ParamGroup, written: Sequence[bool]) -> None:
+        """A reduction is issued next, to which this rank contributes gradients of the members that are `written`."""
+        self._left_out[group.members[0].name] = group.uses.send(written)
+        self._sent = True
+
+    def all_sent(self) -> None:
+        """A backward is over, or what was put off has been sent: write what is left out."""
+        if self._order is not None and self._sent:
+            self._sent, self._rounds = False, self._rounds + 1
+            said = {name: left_out for name, left_out in self._left_out.items() if left_out}
+            self._order.store.set(self._place_of(self._order.rank), json.dumps([self._rounds, said]))
+
+    def _place_of(self, rank: int) -> str:
+        return f"{self._key} {rank} {self._rounds % SLOTS}"
+
+    def find(self, groups: Sequence[ParamGroup]) -> None:
+        """Find out which members of some groups nobody has used. Raises ValueError if a rank stays behind."""
+        asking = [group for group in groups if not group.uses.known]
+        if self._order is None or not asking:
+            for group in asking:
+                group.uses.answer(group.uses.left_out)
+            return
+        self.all_sent()
+        others = [rank for rank in self._order.ranks if rank != self._order.rank]
+        told = self._hear(self._order, others)
+        for group in asking:
+            nobody = set(group.uses.left_out)
+            for rank in group.groups.holders if group.groups.part[1] == 1 and not group.is_divided else others:
+                if rank in told:
+                    nobody &= set(told[rank].get(group.members[0].name, ()))
+            group.uses.answer(nobody)
+
+    def _hear(self, order: SameOrder, others: Sequence[int]) -> dict[int, dict[str, list[int]]]:
+        """What other ranks have left out, by group, up to the end of this rank's last backward."""
+        told, late = dict[int, dict[str, list[int]]](), list(others)
+        start, pause = time.monotonic(), 1e-4
+        while late:
+            places = [self._place_of(rank) for rank in late]
+            values = order.store.multi_get(places) if order.store.check(places) else ()
+            for rank, (number, left_out) in zip(late, map(json.loads, values), strict=bool(values)):
+                assert number <= self._rounds, f"rank {rank} is {SLOTS} backwards ahead"
+                if number == self._rounds:
+                    told[rank] = left_out
+            late = [rank for rank in others if rank not in told]
+            if time.monotonic() - start > GIVE_UP.total_seconds():
+                raise ValueError(
+                    f"rank {order.rank} reads gradients, and ranks {late} have not ended that backward in {GIVE_UP}: "
+                    f"all ranks run the same units in the same order"
+                )
+            if late:
+                time.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+        return told
 
 
 _orders: dict[tuple[int, ...], SameOrder] = {}
@@ -166,13 +234,12 @@ def order_over(mesh: DeviceMesh | None) -> SameOrder | None:
 
 
 def _watch() -> None:
-    """Answer for ranks that wait, and listen to those that speak. A store that is gone has nobody who asks."""
+    """Answer for ranks that wait. A store that is gone has nobody who asks."""
     counts: dict[int, int] = {}
     while True:
         time.sleep(ASK_AFTER)
         for order in list(_watched):
             with suppress(RuntimeError):
-                order.listen()
                 if counts.get(id(order)) == order.count:
                     order.answer()
             counts[id(order)] = order.count

@@ -1,8 +1,15 @@
-"""How `fully_shard` makes units of a module: groups of parameters, shards in their place, hooks, and the context."""
+"""How `fully_shard` makes units of a module: groups of parameters, shards in their place, hooks, and the context.
+
+Note: [Blocks first, then the model]
+Blocks may be sharded before what is around them. Each call shards its module at once, and makes a model of it that
+could run by itself. The call around it takes the units of these models over, with the names that their parameters have
+in the larger one. So a model is complete with its first forward, as with FSDP2.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from weakref import WeakSet
 
 import torch
@@ -11,25 +18,140 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from hocket.fsdp import hooks
-from hocket.fsdp.agreement import Fingerprints, take_first_rank
-from hocket.fsdp.buckets import Named, make_buckets, parse_bucket
-from hocket.fsdp.checks import IGNORED, refuse_foreign, refuse_strange, refuse_uncalled
-from hocket.fsdp.fsdp2 import FSDPModule
-from hocket.fsdp.fsdp2_arguments import Asked, Place
-from hocket.fsdp.materialize import materialize
-from hocket.fsdp.members import UNIT, Member, Rule, assign, divided, found_parameters, guard_saving, watch_reads
+from hocket.fsdp.checks import IGNORED, Fingerprints, refuse_foreign, refuse_strange, refuse_uncalled, take_first_rank
+from hocket.fsdp.fsdp2 import Asked, FSDPModule, Place
+from hocket.fsdp.members import (
+    UNIT,
+    Member,
+    Named,
+    Rule,
+    View,
+    assign,
+    divided,
+    found_parameters,
+    guard_saving,
+    make_buckets,
+    watch_reads,
+)
 from hocket.fsdp.module_context import ShardContext
 from hocket.fsdp.module_unit import Unit
-from hocket.fsdp.nesting import nested_in, refuse_nested, take_over
-from hocket.fsdp.options import ShardOptions, UnitOptions
+from hocket.fsdp.options import Formats, Precision, Prefetch, ShardOptions, UnitOptions, parse_bucket, policy_of
 from hocket.fsdp.param_group import ParamGroup
-from hocket.fsdp.precision import Formats, Precision
 from hocket.fsdp.same_order import order_over
 from hocket.fsdp.shard_groups import Placement, shard_groups_for
 from hocket.fsdp.spread import mesh_of, refuse_overlap
-from hocket.fsdp.strategy import Prefetch, policy_of
 from hocket.fsdp.torch_functions import install
-from hocket.runtime.weights import set_sink
+from hocket.runtime.weights import set_sink, sink_of
+
+
+def materialize(
+    params: Sequence[Member], device: torch.device, options: ShardOptions, late: bool = False
+) -> list[Member]:
+    """The same parameters, moved to `device`; those of the meta device get values from `init`, or `reset_parameters`.
+
+    With `offload` what is on the CPU stays there, since its shards will.
+
+    With `late` they get none, and their buffers stay: somebody gives them values later.
+
+    A module is initialized whole, with its buffers, so all its own parameters must be on the meta device or none.
+    Raises: ValueError for a module that nothing initializes.
+    """
+    for found in params:
+        stays = options.offload != "none" and found.param.device.type == "cpu"
+        if not found.param.is_meta and not stays and found.param.device != device:
+            found.param.data = found.param.data.to(device)
+    modules = {owner: None for found in params if found.param.is_meta for owner, _ in found.owners}
+    if not modules:
+        return list(params)
+    new: dict[nn.Parameter, nn.Parameter] = {}
+    for found in params:
+        if found.param.is_meta:
+            values = torch.empty_like(found.param, device=device)
+            new[found.param] = nn.Parameter(values, requires_grad=found.param.requires_grad)
+            for owner, key in found.owners:
+                owner._parameters[key] = new[found.param]
+    for module in () if late else modules:
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[key] = torch.empty_like(buffer, device=device)
+        reset = options.init or getattr(type(module), "reset_parameters", None)
+        if reset is None:
+            raise ValueError(
+                f"a {type(module).__name__} on the meta device has no reset_parameters(): say how its parameters get "
+                f"their values with ShardOptions(init=...)"
+            )
+        with torch.no_grad():
+            reset(module)
+    return [replace(found, param=new.get(found.param, found.param)) for found in params]
+
+
+def nested_in(modules: Sequence[nn.Module]) -> list[ShardContext]:
+    """The models that were sharded inside of some modules, in the order of the tree."""
+    found: dict[ShardContext, None] = {}
+    for module in modules:
+        for one in module.modules():
+            unit = one.__dict__.get(UNIT)
+            if unit is not None and isinstance(unit.context, ShardContext):
+                found[unit.context] = None
+    return list(found)
+
+
+def refuse_nested(module: nn.Module, nested: Sequence[ShardContext], around: bool) -> None:
+    """Refuse a module of which something is sharded already, unless the call may go `around` whole models."""
+    for context in nested:
+        inside = {one for one in module.modules() if one is not module}
+        whole = all(one in inside for unit in context.units if not unit.name for one in unit.modules)
+        names = {one: name for name, one in module.named_modules()}
+        name = next((names[one] for unit in context.units for one in unit.modules if one in names), "")
+        what = f"its {name!r} belongs" if name else "it belongs"
+        if not whole or not around or not context.nests:
+            raise ValueError(
+                f"the {type(module).__name__} can't be sharded: {what} to a sharded model already. Shard a model once, "
+                f"with units= naming the modules that are gathered as one, or blocks first and then the module around "
+                f"them, without units=, strategy=, precision=, place= and options="
+            )
+        if context.forwards:
+            raise ValueError(
+                f"the {type(module).__name__} can't be sharded: {what} to a sharded model that has run a forward. Call "
+                f"fully_shard on all modules before the first forward"
+            )
+
+
+def take_over(root: nn.Module, nested: Sequence[ShardContext]) -> list[Unit]:
+    """The units of nested models, with the names that they have in `root`, which may hold their parameters, too."""
+    names = {module: name for name, module in root.named_modules()}
+    units = [unit for context in nested for unit in context.units]
+    for unit in units:
+        unit.evict()
+        first, last = (names[module] for module in (unit.modules[0], unit.modules[-1]))
+        unit.name = first if len(unit.modules) == 1 else f"{first}..{last}"
+        for group in unit.groups:
+            for i, member in enumerate(group.members):
+                owner, key = member.owners[0]
+                group.rename(i, f"{names[owner]}.{key}")
+    _adopt(root, units)
+    place = {module: i for i, module in enumerate(names)}
+    return sorted(units, key=lambda unit: place[unit.modules[0]])
+
+
+def _adopt(root: nn.Module, units: Sequence[Unit]) -> None:
+    """Tied weights: modules outside of a unit that hold its full parameters get the shards, too."""
+    holders: dict[nn.Parameter | None, tuple[Unit, ParamGroup, int]] = {
+        member.given: (unit, group, i)
+        for unit in units
+        for group in unit.groups
+        for i, member in enumerate(group.members)
+    }
+    for module in root.modules():
+        for key, param in list(module._parameters.items()):
+            if param is not None and param in holders and sink_of(param) is not None:
+                unit, group, i = holders[param]
+                group.rename(i, group.members[i].name, (module, key))
+                unit.views.append(View(module, key, group.members[i]))
+                module._parameters[key] = group.shards[i]
+                watch_reads(module)
+                module.__dict__.setdefault(UNIT, unit)
+
 
 contexts: WeakSet[ShardContext] = WeakSet()
 """Of all sharded models."""
@@ -103,7 +225,7 @@ def _shard(
             if asked.first_rank:
                 take_first_rank([member.param for member in here], where, device)
             fingerprints.add(here, where, device)
-            groups.append(ParamGroup(alike, where, asked.precision, options.granularity, device, options.offload))
+            groups.append(ParamGroup(alike, where, asked.precision, device, options.offload))
             groups[-1].late = groups[-1].valueless = len(here) < len(alike)
         made.append(_unit(bucket or [("", one) for one in modules], groups, asked.unit))
         for old, new in zip(members, mine, strict=True):

@@ -1,4 +1,20 @@
-"""A group's gradients at rest: those added up without communication, and those that were reduced."""
+"""A group's gradients at rest, those added up without communication and those that were reduced, and where shards lie.
+
+Note: [Shards in the host's memory]
+With `ShardOptions(offload=...)` a rank keeps weights, gradients and the optimizer's state of its shards on the host,
+and the optimizer runs there. Copies go both ways beside compute: they are work of the queues that gather and reduce.
+
+    main  --cast, once a step, by the host-->  weight  --copy-->  gathered weights      ahead of the gather
+    main_grad  <--copy--  what was reduced                                              behind the reduction
+
+Weights that are not sharded are copied so, too, and "gathered" from one rank. With two levels of shards, what the outer
+one gathers and adds up (`weight` and `partial`) stays on the device, and crosses once a step.
+
+The host goes on while copies run, and there are two things that it must not do meanwhile. It must not change what is
+still being copied out: so that is `weight`, which only `refresh` writes, and `main` may change at any time. And it must
+not read what has not arrived: so who reads gradients waits for their copies (`wait_in`). A gradient
+that is added to one of an earlier microbatch meets it on the device, where that is copied first, so that no host waits.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +23,73 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from hocket.fsdp.home import Home
 from hocket.fsdp.layout import FlatLayout
+from hocket.fsdp.options import Offload
+from hocket.kernels import usable
+from hocket.runtime.queue import Passed
+from hocket.runtime.transports import Pending
 from hocket.runtime.weights import put
+
+CPU = torch.device("cpu")
+
+
+class Home:
+    """Memory for what a rank keeps of a group, and the copies between it and the device that computes."""
+
+    def __init__(self, device: torch.device, offload: Offload = "none") -> None:
+        self.device = device
+        self.away = offload != "none"
+        """Whether it is the host's memory, also of a device that is the host."""
+        self._where = CPU if self.away else device
+        self._pinned = offload == "pinned"
+        self._crosses = self.away and device.type == "cuda"
+        self._out, self._in = (Passed(device if self._crosses else CPU) for _ in range(2))
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """1-D, with arbitrary content."""
+        return torch.empty(numel, dtype=dtype, device=self._where, pin_memory=self._pinned)
+
+    def zeros(self, numel: int, dtype: torch.dtype, on_device: bool = False) -> Tensor:
+        """1-D; `on_device` even if this home is the host's memory."""
+        if on_device:
+            return torch.zeros(numel, dtype=dtype, device=self.device)
+        return self.empty(numel, dtype).zero_()
+
+    def copy_out(self, kept: Tensor, into: Tensor) -> None:
+        """Copy to the device, on the current stream."""
+        into.copy_(kept, non_blocking=self._crosses)
+        self._out.note()
+
+    def on_device(self, kept: Tensor, dtype: torch.dtype) -> Tensor:
+        """A copy on the device in another dtype, made on the current stream; `kept` may change at once."""
+        if not self.away:
+            return kept.to(dtype)
+        cast = self.empty(kept.numel(), dtype).copy_(kept)  # pinned memory goes only when it has been read
+        into = torch.empty_like(cast, device=self.device, pin_memory=False)
+        self.copy_out(cast, into)
+        return into
+
+    def wait_out(self) -> None:
+        """Have the host wait until what it has copied out has been read."""
+        self._out.wait()
+
+    def wait_in(self) -> None:
+        """Have the host wait until what was copied in is here."""
+        self._in.wait()
+
+    def reduced(self, kept: Tensor, add: bool, reduce: Callable[[Tensor, bool], Pending]) -> Pending:
+        """Have `reduce(into, add)` write to `kept`, or add to it: by way of the device, if it lies elsewhere."""
+        if not self.away:
+            return reduce(kept, add)
+        into = torch.empty_like(kept, device=self.device, pin_memory=False)
+        if add:
+            into.copy_(kept, non_blocking=self._crosses)
+
+        def bring() -> None:
+            kept.copy_(into, non_blocking=self._crosses)
+            self._in.note()
+
+        return reduce(into, add).then(bring)
 
 
 class LocalSum:
@@ -155,44 +235,35 @@ class Uses:
     def __init__(self, learns: Sequence[bool]) -> None:
         self._learns = learns
         self._mine = set[int]()
-        self.sent = 0
-        """How many reductions were issued."""
         self.left_out: list[int] = []
         """What this rank has left out of the gradients that were sent last."""
-        self._nobody = set[int]()
-        self._asked: tuple[int, list[int]] = 0, []  # when, and about what
+        self._nobody: set[int] | None = None
         self.ask: Callable[[], None] = lambda: None
         """Has somebody call `answer`, if it is known by now."""
 
     def send(self, written: Sequence[bool]) -> list[int]:
         """A reduction is issued with gradients of these. Returns `left_out`."""
-        self.sent += 1
         self._mine.update(i for i, has in enumerate(written) if has)
         self.left_out = [i for i, learns in enumerate(self._learns) if learns and i not in self._mine]
+        self._nobody = None
         return self.left_out
 
     @property
     def known(self) -> bool:
         """Whether there is nothing to ask."""
-        return not self.left_out or self._asked[0] == self.sent
+        return not self.left_out or self._nobody is not None
 
     def answer(self, nobody: Iterable[int]) -> None:
         """Nobody has used these."""
-        self._nobody, self._asked = set(nobody), (self.sent, list(self.left_out))
-
-    def answer_again(self) -> bool:
-        """Take the last answer for this one, if the question is the same."""
-        same = self._asked[1] == self.left_out
-        self._asked = (self.sent if same else self._asked[0]), self._asked[1]
-        return same
+        self._nobody = set(nobody)
 
     def by_nobody(self, index: int) -> bool:
         """Whether it is known that no rank has used a member."""
         if index not in self.left_out:
             return False
-        if not self.known:
+        if self._nobody is None:
             self.ask()
-        return self.known and index in self._nobody
+        return self._nobody is not None and index in self._nobody
 
     def add(self, index: int) -> None:
         """The member has a gradient by hand."""
@@ -203,3 +274,26 @@ class Uses:
         """The gradient of a member is forgotten."""
         self._mine.discard(index)
         self.left_out = [i for i in self.left_out if i != index]
+
+
+def squares_of(grads: Sequence[Tensor]) -> Tensor:
+    """The sum of the squares of each gradient, fp64 [n].
+
+    torch reads fp32 as fp64 by way of a copy: 20 bytes for each element, and 8 of memory. On a GPU a kernel reads 4.
+    """
+    grads = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads]
+    if grads and all(_for_kernel(grad) for grad in grads):
+        from hocket.kernels.sums import squares
+
+        return squares(grads)
+    return powers_of(grads, 2.0)
+
+
+def powers_of(grads: Sequence[Tensor], p: float) -> Tensor:
+    """The sum of |x|^p of each gradient, fp64 [n], by torch."""
+    norms = [torch.linalg.vector_norm(grad, p, dtype=torch.float64) for grad in grads]
+    return torch.stack([norm.to(norms[0].device) for norm in norms]) ** p  # some may be in the host's memory
+
+
+def _for_kernel(grad: Tensor) -> bool:
+    return grad.dtype in (torch.float32, torch.bfloat16) and grad.is_contiguous() and usable(grad)

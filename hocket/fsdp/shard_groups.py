@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hocket.config import COPIED
+from hocket.fsdp.options import ShardOptions, ShardTransport
 from hocket.fsdp.spread import over, ranks_of
 from hocket.program.mesh import Purpose
 from hocket.runtime.comm import Group, TransportName, make_group
@@ -30,15 +31,6 @@ from hocket.runtime.trial import LIMIT, why_no_copies
 from hocket.runtime.world import everyone, rank_and_world
 
 Ranks = tuple[int, ...]
-
-
-class Wiring(Protocol):
-    """The options that decide over groups; `ShardOptions` has them."""
-
-    @property
-    def outer(self) -> str: ...
-    @property
-    def transport(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -101,7 +93,7 @@ _tried: dict[tuple[object, Ranks, torch.device], str] = {}
 """Why copy engines do not serve this rank's list, and those of others; empty if they do."""
 
 
-def shard_groups_for(placement: Placement, strategy: str, options: Wiring, device: torch.device) -> ShardGroups:
+def shard_groups_for(placement: Placement, strategy: str, options: ShardOptions, device: torch.device) -> ShardGroups:
     """The groups for a placement under a strategy, made and used once, so that later nothing has to connect.
 
     Every rank calls this at the same point. Asking again for the same gives the same groups.
@@ -172,7 +164,7 @@ def _describe(mesh: DeviceMesh | None) -> str:
     return f"the mesh has {mesh.ndim} {'axis' if mesh.ndim == 1 else 'axes'} ({axes})"
 
 
-def _transport(name: str, device: torch.device, mine: Ranks) -> tuple[TransportName, str]:
+def _transport(name: ShardTransport, device: torch.device, mine: Ranks) -> tuple[TransportName, str]:
     """What moves bytes between the ranks that share, `mine` and such lists of other ranks; why it is not copies.
 
     All ranks call this alike.
@@ -186,11 +178,7 @@ def _transport(name: str, device: torch.device, mine: Ranks) -> tuple[TransportN
         raise ValueError(f"transport={name!r} moves bytes between GPUs, but parameters are on {device}: use 'gloo'")
     if name == "gloo" and device.type == "cuda":
         raise ValueError(f"transport='gloo' moves bytes between CPUs, but parameters are on {device}: use 'nccl'")
-    known: tuple[TransportName, ...] = ("nccl", "copy_engine", "copy_engine_gathers", "gloo", "null")
-    for transport in known:
-        if transport == name:
-            return transport, ""
-    raise ValueError(f"transport={name!r} is not one of auto, {', '.join(known)}")
+    return name, ""
 
 
 def why_not_copies(mine: Ranks, device: torch.device) -> str:
@@ -207,7 +195,9 @@ def why_not_copies(mine: Ranks, device: torch.device) -> str:
     return _tried[world, mine, device]
 
 
-def _make(inner: Ranks, outer: Ranks, options: Wiring, transport: TransportName, device: torch.device) -> ShardGroups:
+def _make(
+    inner: Ranks, outer: Ranks, options: ShardOptions, transport: TransportName, device: torch.device
+) -> ShardGroups:
     """Make and warm the groups of this rank, and with all others those of everybody."""
     inners, outers = _all_lists(inner), _all_lists(outer)
     # Copy engines reach the ranks of one host; replicas are usually on others.

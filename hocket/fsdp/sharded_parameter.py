@@ -33,22 +33,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from hocket.fsdp.part import Part, WholeSize, alongside, call, no_address, plain
-from hocket.fsdp.place import Place, whole_of
+from hocket.fsdp.part import Part, Place, WholeSize, alongside, call, no_address, plain, whole_of
 from hocket.layers.slices import Span
 
 
 class Group(Protocol):
     """What a shard asks of the group that it is a part of: `ParamGroup`."""
 
-    @property
-    def keeps_all(self) -> bool: ...
-    @property
-    def splits(self) -> bool: ...
-
     late: bool
     valueless: bool
 
+    @property
+    def keeps_all(self) -> bool: ...
     def grad_of(self, index: int) -> Tensor | None: ...
     def span_of(self, shard: ShardedParameter) -> Span: ...
     def forget(self, index: int) -> None: ...
@@ -106,11 +102,6 @@ class ShardedParameter(WholeSize, nn.Parameter):  # pyrefly: ignore[inconsistent
     def keeps_all(self) -> bool:
         """Whether this rank updates all of its elements."""
         return self.group is not None and self.group.keeps_all
-
-    @property
-    def splits(self) -> bool:
-        """Whether ranks may have parts of its parameter."""
-        return self.group is not None and self.group.splits
 
     def __repr__(self) -> str:  # pyrefly: ignore[bad-override]  (Tensor's takes an argument of its own)
         if self.group is None:

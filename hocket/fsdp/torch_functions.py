@@ -25,13 +25,11 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hocket.fsdp.checks import UNIT, refuse_early
-from hocket.fsdp.grad_norm import powers_of, squares_of
 from hocket.fsdp.muon import collect
 from hocket.fsdp.part import plain
-from hocket.fsdp.saving.flat_tensor import FlatTensor
-from hocket.fsdp.saving.kept import Inventory
-from hocket.fsdp.saving.optimizer_state import load_optimizer_state, optimizer_state, split
-from hocket.fsdp.saving.state import load_model_state, model_state
+from hocket.fsdp.saving.kept import FlatTensor, Inventory
+from hocket.fsdp.saving.state import load_model_state, load_optimizer_state, model_state, optimizer_state, split
+from hocket.fsdp.shard_grads import powers_of, squares_of
 from hocket.fsdp.sharded_parameter import ShardedParameter
 from hocket.fsdp.spread import copies
 from hocket.runtime.world import of_rank, take_from_first_rank

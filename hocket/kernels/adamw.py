@@ -1,4 +1,4 @@
-"""AdamW on neighbours in memory, in one pass: see `fsdp/planned/adamw.py`.
+"""AdamW on neighbours in memory, in one pass: see `fsdp/planned/optimizer.py`.
 
 For each element the kernel reads a gradient, a weight and two averages, and writes the weight, the averages and, where
 there is one, the weight's copy in the compute dtype: 30 bytes with averages in fp32, 22 in bf16. torch's fused AdamW

@@ -72,7 +72,7 @@ def launch(
 
 # -------------------------------------------------------------------------------------------------------------- squares
 #
-# Sums of squares of tensors in fp64, in one pass: see `fsdp/grad_norm.py`.
+# Sums of squares of tensors in fp64, in one pass: see `fsdp/shard_grads.py`.
 
 
 SQUARED = 4096

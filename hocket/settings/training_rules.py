@@ -14,7 +14,7 @@ FROM = (8, 9)
 WIDE = 1024
 """Width of experts from which fp8 was seen to be faster: 1,536 was, 768 was not (docs/fp8.md)."""
 LARGEST_BETA = 1 - 2**-6
-"""Of averages in bf16. See Note: [Averages in bf16] in `fsdp/planned/adamw.py`."""
+"""Of averages in bf16. See Note: [Averages in bf16] in `fsdp/planned/optimizer.py`."""
 WARMUP = TrainConfig().warmup
 
 

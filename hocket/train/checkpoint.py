@@ -35,13 +35,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from hocket.config import LABELS, TrainConfig
 from hocket.files import inside
 from hocket.fsdp.saving import background
-from hocket.fsdp.saving.archives import FILES, checksum
 from hocket.fsdp.saving.background import Saving
-from hocket.fsdp.saving.dcp import CheckpointWriter, run_dcp
-from hocket.fsdp.saving.flat_tensor import FlatTensor
-from hocket.fsdp.saving.harmless import METADATA, HarmlessPlanner, HarmlessReader
-from hocket.fsdp.saving.whole import WholeFolder, clean_up, free, remove, shown, sync
-from hocket.layers.slices import Part
+from hocket.fsdp.saving.checkpoint import METADATA, CheckpointWriter, HarmlessPlanner, HarmlessReader, run_dcp
+from hocket.fsdp.saving.kept import FlatTensor
+from hocket.fsdp.saving.whole import FILES, WholeFolder, checksum, clean_up, free, remove, shown, sync
+from hocket.layers.slices import Part, Span
 from hocket.resolve import Settings
 from hocket.runtime.world import by_first, everyone, rank_and_world
 from hocket.settings.schema import digest, problem
@@ -573,7 +571,7 @@ def _set_others_aside(settings: Settings, restored: Restored | None) -> None:
 def state_of(groups: Groups) -> dict[str, FlatTensor]:
     """As DCP takes it."""
     state = {
-        f"{kind}.{piece.name}": FlatTensor(piece.tensor, piece.shape, piece.lo, piece.hi, part=piece.part)
+        f"{kind}.{piece.name}": FlatTensor(piece.tensor, Span(tuple(piece.shape), piece.lo, piece.hi, piece.part))
         for kind, pieces in groups.items()
         for piece in pieces
     }

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from hocket.config import BYTES, Config, DataConfig, PrecisionConfig
 from hocket.files import json_in
-from hocket.fsdp.saving.dcp import run_dcp
-from hocket.fsdp.saving.flat_tensor import FlatTensor
-from hocket.fsdp.saving.harmless import HarmlessPlanner, HarmlessReader
+from hocket.fsdp.saving.checkpoint import HarmlessPlanner, HarmlessReader, run_dcp
+from hocket.fsdp.saving.kept import FlatTensor
 from hocket.fsdp.saving.whole import WholeFolder, sync
+from hocket.layers.slices import Span
 from hocket.model.source import whole_shapes
 from hocket.model.tokenizer import (
     FILES,
@@ -74,7 +74,7 @@ class StoredModel:
         """A whole parameter, or a balance bias, fp32."""
         value = torch.empty(prod(shape))
         kind = "bias" if name.endswith("router.bias") else "weight"
-        state = {f"{kind}.{name}": FlatTensor(value, shape, 0, value.numel())}
+        state = {f"{kind}.{name}": FlatTensor(value, Span(tuple(shape), 0, value.numel()))}
         said = f"{self._reader.path} cannot be read: "
         run_dcp(said, dcp.load, state, storage_reader=self._reader, planner=HarmlessPlanner())
         return value.view(shape)

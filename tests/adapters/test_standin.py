@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hocket.fsdp.planned.slots import Slots
+from hocket.fsdp.planned.unit import Slots
 from hocket.layers.standin import StandIn, grouped_linear
 from hocket.runtime.segment import Segment
 from hocket.runtime.weights import Weight, manage

@@ -8,8 +8,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hocket.fsdp.buffers import FullBuffer
 from hocket.fsdp.members import Member
+from hocket.fsdp.options import Precision, ShardOptions
 from hocket.fsdp.param_group import ParamGroup
-from hocket.fsdp.precision import Precision
 from hocket.fsdp.shard_groups import Placement, shard_groups_for
 
 CPU = torch.device("cpu")
@@ -19,17 +19,10 @@ SHAPES = {"w": (37, 11), "scalar": (), "norm": (11,), "odd": (3, 5, 2)}
 
 
 @dataclass(frozen=True)
-class Options:
-    outer: str = "replicate"
-    transport: str = "auto"
-
-
-@dataclass(frozen=True)
 class Case:
     sizes: tuple[int, ...] = ()
     strategy: str = "optim_grads"
     outer: str = "replicate"
-    granularity: str = "element"
     precision: Precision = PLAIN
 
     @property
@@ -47,10 +40,10 @@ def build(case, frozen=False, divide=1.0):
     """The group, bound, and its full parameters by name."""
     axes = ("outer", "shard")[-len(case.sizes) :]
     mesh = init_device_mesh("cpu", case.sizes, mesh_dim_names=axes) if case.sizes else None
-    groups = shard_groups_for(Placement(mesh, divide), case.strategy, Options(outer=case.outer), CPU)
+    groups = shard_groups_for(Placement(mesh, divide), case.strategy, ShardOptions(outer=case.outer), CPU)
     params = {name: nn.Parameter(value, requires_grad=not frozen) for name, value in values(0).items()}
     members = [Member(name, param) for name, param in params.items()]
-    group = ParamGroup(members, groups, case.precision, case.granularity, CPU)
+    group = ParamGroup(members, groups, case.precision, CPU)
     buffer = FullBuffer(0 if group.whole else group.layout.total, group.compute_dtype, CPU)
     buffer.allocate()
     group.bind(group.weight if group.whole else buffer.flat)

@@ -70,7 +70,6 @@ class Way:
     outer: Literal["replicate", "shard"] = "replicate"
     main: torch.dtype = torch.float32
     ep: int = 1
-    granularity: Literal["element", "row", "tensor"] = "element"
 
     def __str__(self) -> str:
         return " ".join(str(value) for value in vars(self).values())
@@ -96,7 +95,7 @@ def shard(way: Way, reads_all: bool = False) -> tuple[Everything, Any]:
         strategy=way.strategy,
         precision=hocket.Precision(main=way.main),
         place=place,
-        options=hocket.ShardOptions(outer=way.outer, granularity=way.granularity),
+        options=hocket.ShardOptions(outer=way.outer),
     )
     return module, ctx
 

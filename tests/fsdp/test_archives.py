@@ -1,76 +1,22 @@
-"""Files of archives: what torch and a zip's reader see in them, and whose they are."""
+"""Files of checkpoints: whose they are, and what torch makes of them."""
 
 from __future__ import annotations
 
-import io
-import os
 import shutil
-import zipfile
-import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import hocket
-from hocket.fsdp.saving import archives
-from hocket.fsdp.saving.archives import ArchiveFile, checksum, joined
-from hocket.fsdp.saving.checkpoint import load, save
-from hocket.fsdp.saving.harmless import HarmlessReader
+from hocket.fsdp.saving import checkpoint
+from hocket.fsdp.saving.checkpoint import HarmlessReader, load, save
 from hocket.fsdp.saving.state import model_state
 from tests.fsdp.models import Block, Stack
 from tests.helpers.ranks import run_ranks
-
-TENSORS = {
-    "matrix": torch.randn(3, 5),
-    "scalar": torch.tensor(3.0),
-    "empty": torch.zeros(0, 4),
-    "blocks": torch.randn(700, 100).bfloat16(),
-    "float8": torch.randn(64).to(torch.float8_e4m3fn),
-    "turned": torch.randn(4, 6).t(),
-    "bools": torch.tensor([True, False]),
-    "complex": torch.randn(3, dtype=torch.complex64),
-    "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
-    "sparse": torch.eye(3).to_sparse(),
-    "view": torch.randn(1000)[500:503],
-    "parameter": nn.Parameter(torch.randn(2)),
-}
-
-
-def test_archives_are_read_by_torch_and_have_right_checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(archives, "BLOCK", 4096)
-    file = ArchiveFile(tmp_path / "file")
-    places = {name: file.add(tensor) for name, tensor in TENSORS.items()}
-    begin, length, crc = file.add(io.BytesIO(b"an object"))
-    file.close()
-    content = file.path.read_bytes()
-    assert (len(content), zlib.crc32(content)) == (file.size, file.crc) == checksum(file.path)
-    assert content[begin : begin + length] == b"an object"
-    assert crc == zlib.crc32(b"an object")
-    for name, (begin, length, crc) in places.items():
-        part = content[begin : begin + length]
-        assert zlib.crc32(part) == crc, name
-        assert checksum(file.path, begin, length) == (length, crc)
-        found, tensor = torch.load(io.BytesIO(part), weights_only=True), TENSORS[name]
-        assert (found.shape, found.dtype, found.layout) == (tensor.shape, tensor.dtype, tensor.layout)
-        assert torch.equal(found.to_dense().float() if name == "float8" else found.to_dense(), _dense(name)), name
-        with zipfile.ZipFile(io.BytesIO(part)) as archive:
-            assert archive.testzip() is None, name
-
-
-def _dense(name: str) -> torch.Tensor:
-    tensor = TENSORS[name].detach().to_dense()
-    return tensor.float() if name == "float8" else tensor.resolve_conj()
-
-
-@pytest.mark.parametrize("length", [0, 1, 5, 64, 1000, 77777])
-def test_checksums_of_texts_behind_each_other_are_joined(length: int) -> None:
-    first, second = os.urandom(100), os.urandom(length)
-    assert joined(zlib.crc32(first), zlib.crc32(second), length) == zlib.crc32(first + second)
 
 
 def sharded(seed: int) -> tuple[Stack, Any]:
@@ -83,7 +29,7 @@ def sharded(seed: int) -> tuple[Stack, Any]:
 
 
 def save_two(rank: int, folder: Path) -> None:
-    archives.LEAST = 300
+    checkpoint.LEAST = 300
     for seed in (1, 2):
         module, ctx = sharded(seed)
         optimizer = torch.optim.AdamW(module.parameters())
@@ -152,11 +98,11 @@ def test_checkpoints_without_checksums_in_their_metadata_are_read(tmp_path: Path
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torch_makes_one_file_of_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(archives, "LEAST", 100)
+    monkeypatch.setattr(checkpoint, "LEAST", 100)
     module, ctx = sharded(1)
     plain = {name: tensor.clone().flatten() for name, tensor in module.state_dict().items()}
     save(ctx, None, tmp_path / "1")
-    assert len(list((tmp_path / "1").glob("*.distcp"))) == archives.FILES
+    assert len(list((tmp_path / "1").glob("*.distcp"))) == checkpoint.FILES
     dcp_to_torch_save(tmp_path / "1", tmp_path / "file")
     found = torch.load(tmp_path / "file", weights_only=True)["model"]
     assert found.keys() == plain.keys()

@@ -20,7 +20,6 @@ OPTIONS = {
     "driver": [("magic", "driver='magic' is not one of hooks, manual")],
     "device": [("gpu", "device='gpu' is no place for shards"), ("meta", "'meta'"), (3, "device=3"), ([], "device=[]")],
     "init": [(3, "init=3 is no function")],
-    "granularity": [("col", "granularity='col' is not one of element, row, tensor")],
 }
 CASES = [(name, value, words) for name, pairs in OPTIONS.items() for value, words in pairs]
 

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 import hocket
-from hocket.fsdp.buckets import DEFAULT, make_buckets
-from hocket.fsdp.members import Rule
-from hocket.fsdp.precision import Precision
+from hocket.fsdp.members import DEFAULT, Rule, make_buckets
+from hocket.fsdp.options import Precision
 from hocket.sizes import parse_size
 from tests.fsdp.kinds import ZOO, Kind
 from tests.fsdp.noted import Model, Noted, Run, exposed, named

@@ -27,9 +27,8 @@ from torch import nn
 
 import hocket
 from hocket.fsdp.saving import background
-from hocket.fsdp.saving.checkpoint import load, save
-from hocket.fsdp.saving.dcp import CheckpointWriter
-from hocket.fsdp.saving.host_memory import HostMemory
+from hocket.fsdp.saving.background import HostMemory
+from hocket.fsdp.saving.checkpoint import CheckpointWriter, load, save
 from hocket.fsdp.saving.whole import WholeFolder
 from tests.fsdp.models import WIDTH, Block, Stack
 from tests.fsdp.saved import Way, adamw, check, fill, shard, step
@@ -72,7 +71,7 @@ def load_true(rank: int, folder: Path, way: Way) -> None:
 
 
 LOADED = [
-    Way(3, granularity="tensor"),
+    Way(3),
     Way(1, "optim"),
     Way(4, "no_shard"),
     Way(4, mesh=(2, 2), outer="shard"),
@@ -225,7 +224,7 @@ def test_a_save_that_is_killed_leaves_nothing_to_load(tmp_path: Path, where: str
     (tmp_path / "saved.tmp" / "__7_0.distcp").write_bytes(b"of a run with more ranks")
     run_ranks(save_true, 2, folder, Way(2))
     assert sorted(os.listdir(tmp_path)) == ["saved"]
-    assert sorted(os.listdir(folder)) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+    assert sorted(os.listdir(folder)) == [".metadata", "__0_0_0.distcp", "__1_0_0.distcp"]
     run_ranks(load_true, 2, folder, Way(2))
 
 

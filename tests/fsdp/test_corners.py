@@ -184,7 +184,7 @@ def norm_of_what_was_written(rank: int) -> None:
 
 def norm_of_what_was_set(rank: int) -> None:
     model = nn.Linear(WIDTH, WIDTH)
-    ctx = hocket.fully_shard(model, options=hocket.ShardOptions(granularity="tensor"))
+    ctx = hocket.fully_shard(model)
     for group in hocket.sharding.unit_of(model).groups:
         make = group.make_grads
 

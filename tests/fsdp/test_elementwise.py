@@ -92,22 +92,3 @@ def trials(rank: int) -> None:
 
 def test_what_is_not_elementwise_is_refused() -> None:
     run_ranks(trials, 2)
-
-
-def tried_with(rank: int) -> None:
-    model = nn.Linear(16, 16)
-    hocket.fully_shard(model, options=hocket.ShardOptions(granularity="tensor"))
-
-    def update(p: Any, g: Tensor, state: dict[str, Any]) -> Tensor:
-        return shampoo(p, g.view(p.shape), state).flatten() if p.to_local().numel() else g
-
-    optimizer = Own(model.parameters(), update)
-    model(torch.ones(2, 16)).square().sum().backward()
-    for param in model.parameters():
-        if param.ndim == 1:
-            param.grad = None
-    optimizer.step()
-
-
-def test_whole_parameters_may_be_taken_as_matrices() -> None:
-    run_ranks(tried_with, 2)

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
-from hocket.fsdp.saving.flat_tensor import FlatTensor
-from hocket.layers.slices import boxes
+from hocket.fsdp.saving.kept import FlatTensor
+from hocket.layers.slices import Span, boxes
 from tests.helpers.ranks import run_ranks
 
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -47,7 +47,7 @@ def cut(rank: int, world: int, dtype: torch.dtype, filled: bool) -> dict[str, Fl
         lo = min(count, max(0, rank * share - start))
         hi = max(lo, min(count, (rank + 1) * share - start))
         whole = value(name, dtype) if filled else torch.full(shape, -1, dtype=dtype)
-        found[name] = FlatTensor(whole.reshape(-1)[lo:hi].clone(), shape, lo, hi)
+        found[name] = FlatTensor(whole.reshape(-1)[lo:hi].clone(), Span(tuple(shape), lo, hi))
         start += count
     return found
 
@@ -112,7 +112,7 @@ def save_replicas(rank: int, folder: Path) -> list[int]:
     flat = torch.arange(8.0)[4 * half : 4 * half + 4].clone()
     if replica:
         flat.add_(100)  # must not be seen in the checkpoint
-    tensor = FlatTensor(flat, (4, 2), 4 * half, 4 * half + 4, writes=not replica)
+    tensor = FlatTensor(flat, Span((4, 2), 4 * half, 4 * half + 4), writes=not replica)
     dcp.save({"w": tensor}, checkpoint_id=folder)
     dist.barrier()
     flat.zero_()
@@ -163,17 +163,17 @@ def test_loading_writes_into_the_callers_memory_and_its_version_grows(tmp_path: 
     """The range is a view of a shard. Code that holds the shard must be able to see that it has changed."""
     quiet()
     main = torch.zeros(10)
-    dcp.save({"w": FlatTensor(torch.arange(6.0), (2, 3), 0, 6)}, checkpoint_id=tmp_path)
+    dcp.save({"w": FlatTensor(torch.arange(6.0), Span((2, 3), 0, 6))}, checkpoint_id=tmp_path)
     before = main._version
-    dcp.load({"w": FlatTensor(main[2:8], (2, 3), 0, 6)}, checkpoint_id=tmp_path)
+    dcp.load({"w": FlatTensor(main[2:8], Span((2, 3), 0, 6))}, checkpoint_id=tmp_path)
     assert main.tolist() == [0, 0, 0, 1, 2, 3, 4, 5, 0, 0]
     assert main._version > before
 
 
 def test_anything_else_is_refused_in_words() -> None:
-    tensor = FlatTensor(torch.zeros(3), (2, 3), 1, 4)
+    tensor = FlatTensor(torch.zeros(3), Span((2, 3), 1, 4))
     with pytest.raises(TypeError, match="for checkpoints only"):
         tensor.clone()
     assert repr(tensor) == "FlatTensor(elements 1 to 4 of shape (2, 3), torch.float32)"
     with pytest.raises(AssertionError):
-        FlatTensor(torch.zeros(3), (2, 3), 4, 7)
+        FlatTensor(torch.zeros(3), Span((2, 3), 4, 7))

@@ -18,9 +18,8 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 import hocket
-from hocket.fsdp.saving.archives import checksum
-from hocket.fsdp.saving.checkpoint import load, save
-from hocket.fsdp.saving.harmless import HarmlessPlanner, HarmlessReader
+from hocket.fsdp.saving.checkpoint import HarmlessPlanner, HarmlessReader, load, save
+from hocket.fsdp.saving.whole import checksum
 from hocket.train import checkpoint
 from hocket.train.checkpoint import CHECK, META, sealed
 from tests.test_checkpoint import groups, save_steps, settings_in
@@ -187,4 +186,4 @@ def test_a_damaged_pickle_is_named(tmp_path: Path) -> None:
 def test_nothing_reads_checkpoints_otherwise() -> None:
     files = Path(hocket.__file__).parent.rglob("*.py")
     readers = [file.name for file in files if "FileSystemReader" in file.read_text()]
-    assert readers == ["harmless.py"]
+    assert readers == ["checkpoint.py"]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hocket.fsdp.lookahead import Lookahead
-from hocket.fsdp.strategy import Prefetch
+from hocket.fsdp.options import Prefetch
 
 
 class Asked:

@@ -9,8 +9,8 @@ import torch
 import hocket
 from hocket.fsdp.buffers import FullBuffer
 from hocket.fsdp.module_context import ShardContext
+from hocket.fsdp.options import Precision
 from hocket.fsdp.part import plain as plain_part
-from hocket.fsdp.precision import Precision
 from tests.fsdp.models import Block, Chain
 from tests.fsdp.noted import Model, Run
 from tests.fsdp.twin import Case, Pair, mesh_of, naming

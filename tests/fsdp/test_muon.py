@@ -81,7 +81,6 @@ def beside(rank: int, shape: tuple[int, ...], strategy: str, options: dict[str, 
     ("shape", "strategy", "options"),
     [
         ((2,), "optim_grads_params", {}),
-        ((2,), "optim_grads_params", {"granularity": "tensor"}),
         ((2,), "optim", {}),
         ((2,), "no_shard", {}),
         ((2, 2), "optim_grads_params", {"outer": "shard"}),

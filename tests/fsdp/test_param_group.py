@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hocket.fsdp.precision import Precision
+from hocket.fsdp.options import Precision
 from tests.fsdp.grouped import (
     BF16,
     FP16,
@@ -24,8 +24,6 @@ from tests.helpers.ranks import run_ranks
 CASES = [
     Case(),
     Case((3,)),
-    Case((3,), granularity="row"),
-    Case((3,), granularity="tensor"),
     Case((3,), "no_shard"),
     Case((2, 2)),
     Case((2, 2), outer="shard"),
@@ -95,8 +93,6 @@ def check_ranges(case, ranges):
         unique = sorted(set(kept[name]))
         assert sum(hi - lo for lo, hi in unique) == torch.Size(shape).numel()  # once each, over all ranks
         assert [lo for lo, _ in unique] == [0, *(hi for _, hi in unique)][:-1]
-    if case.granularity == "tensor":
-        assert all(len(set(ranges)) == 1 for ranges in kept.values())
     if case.world > 2 and case.strategy != "no_shard":
         assert any(lo == hi for rank in ranges for _, lo, hi in rank)  # there are empty shards
 

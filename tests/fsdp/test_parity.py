@@ -68,13 +68,6 @@ def test_residency_of_other_orders():
     train(2, [Case(model, microbatches=2, options=one, steps=2) for one in options for model in models])
 
 
-@pytest.mark.parametrize("granularity", ["element", "row", "tensor"])
-def test_granularity(granularity):
-    for world, models in ((2, ["stack", "odd", "lstm"]), (3, ["stack", "tied_across", "mixed_dtypes"])):
-        options = {"granularity": granularity}
-        train(world, [Case(model, microbatches=2, options=options, optimizer="adamw", steps=2) for model in models])
-
-
 OFFLOADED = {"offload": "pageable"}
 
 

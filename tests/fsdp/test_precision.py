@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import hocket
-from hocket.fsdp.precision import Formats, Precision
+from hocket.fsdp.options import Formats, Precision
 from tests.helpers.ranks import run_ranks
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hocket import ShardOptions, fully_shard
-from hocket.fsdp.precision import Precision
+from hocket.fsdp.options import Precision
 from tests.fsdp.grouped import BF16, SHAPES, Case, build, gather, grad_of, reduce, values
 
 

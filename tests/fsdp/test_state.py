@@ -22,9 +22,15 @@ from torch.distributed.checkpoint.state_dict import (
 
 import hocket
 from hocket.fsdp.saving.checkpoint import load, save
-from hocket.fsdp.saving.flat_tensor import FlatTensor
-from hocket.fsdp.saving.optimizer_state import load_optimizer_state, optimizer_state, optimizer_state_like
-from hocket.fsdp.saving.state import load_model_state, model_state
+from hocket.fsdp.saving.kept import FlatTensor
+from hocket.fsdp.saving.state import (
+    load_model_state,
+    load_optimizer_state,
+    model_state,
+    optimizer_state,
+    optimizer_state_like,
+)
+from hocket.layers.slices import Span
 from tests.fsdp.models import Block, Odd, OddBlock, Stack
 from tests.fsdp.saved import IDS, Everything, Way, adamw, check, fill, parts, shard, step, truth
 from tests.helpers.ranks import run_ranks
@@ -304,7 +310,7 @@ def refusals(rank: int) -> None:
     with pytest.raises(ValueError, match=r"first.weight is 11 x 2 in it and 11 x 11 in the module$"):
         load_model_state(ctx, {**whole, "first.weight": torch.zeros(11, 2), "norm.weight": torch.zeros(11)})
     assert torch.equal(module.norm.weight, before)
-    elsewhere = FlatTensor(torch.zeros(1), (11,), 3, 4)
+    elsewhere = FlatTensor(torch.zeros(1), Span((11,), 3, 4))
     with pytest.raises(ValueError, match=r"first.bias has elements 3 to 4, but this rank keeps"):
         load_model_state(ctx, {**whole, "first.bias": elsewhere})
     with pytest.raises(ValueError, match=r"it lacks first.weight, first.bias, blocks.0.up.weight, .* and 4 more$"):

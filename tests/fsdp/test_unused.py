@@ -18,9 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hocket
+from hocket.fsdp.same_order import Unused
 from hocket.fsdp.shard_grads import Uses
-from hocket.fsdp.unused import Unused
-from hocket.runtime.queue import Passed
 from tests.fsdp.test_parity import train
 from tests.fsdp.twin import Case, mesh_of, variants
 from tests.helpers.parity import LINEAR
@@ -135,7 +134,7 @@ def test_parameters_that_no_rank_uses_stay_beside_replicas_and_on_the_host() -> 
 
 def meshes(rank: int) -> None:
     mesh = mesh_of((2, 2), ("outer", "shard"))
-    all_of_them: list[dict[str, Any]] = [{}, {"outer": "shard"}, {"offload": "pageable"}, {"granularity": "tensor"}]
+    all_of_them: list[dict[str, Any]] = [{}, {"outer": "shard"}, {"offload": "pageable"}]
     for options in all_of_them:
         steps(rank, {"mesh": mesh, "options": hocket.ShardOptions(**options)})
 
@@ -244,64 +243,16 @@ def counted(rank: int, chosen: Sequence[int]) -> list[int]:
     return found
 
 
-def test_who_uses_everything_writes_that_once() -> None:
-    assert run_ranks(counted, 2, [0, 1, 2]) == [[1, 0, 0, 0, 0]] * 2
-
-
-def test_what_is_left_out_is_written_once_per_backward() -> None:
-    for first, *others in run_ranks(counted, 2, [0, 1]):
-        assert first <= 3, "silent, speaking, and behind the backward"
-        assert others == [1] * (STEPS - 1)
-
-
-def waits_in(action: Callable[[], object]) -> int:
-    """How often the host waits for the device to find out what nobody has used."""
-    with patch("hocket.fsdp.unused.Passed", side_effect=Passed) as passed:
-        action()
-    return passed.call_count
-
-
-def waiting(rank: int, chosen: list[list[int]]) -> list[int]:
-    """Waits of each step, until all ranks have had three steps without one."""
-    pair, found = Beside(rank, build=Used), list[int]()
-
-    def step() -> None:
-        pair.backward(lambda rank, step: chosen[rank], 0, len(found))
-        pair.compare_gradients()
-        pair.step()
-
-    end = time.monotonic() + 40
-    while time.monotonic() < end:
-        found.append(waits_in(step))
-        here = torch.tensor(sum(found[-3:]) if len(found) >= 3 else 1)
-        dist.all_reduce(here)
-        if not here:
-            break
-        time.sleep(0.1)
-    return found
-
-
-@pytest.mark.parametrize(
-    "chosen",
-    [[[0], [0]], [[0, 1], [1, 2]], [[0], [0, 1, 2]], [[], [0], [0, 1, 2]]],
-    ids=["alike", "others", "one uses all", "three"],
-)
-def test_hosts_stop_waiting_for_their_devices(chosen: list[list[int]]) -> None:
-    """Where all ranks leave something out, behind the first step; otherwise when the others have heard of it."""
-    for mine, found in zip(chosen, run_ranks(waiting, len(chosen), chosen), strict=True):
-        assert (found[0] > 0) == (len(mine) < 3)
-        assert found[-3:] == [0, 0, 0]
-        assert len(found) == 4 or any(len(each) == 3 for each in chosen)
+@pytest.mark.parametrize("chosen", [[0, 1, 2], [0, 1]], ids=["all", "some"])
+def test_what_is_left_out_is_written_once_per_backward(chosen: list[int]) -> None:
+    assert run_ranks(counted, 2, chosen) == [[1] * STEPS] * 2
 
 
 class Told:
     """The ranks of a model, as `Unused` asks for them."""
 
     def __init__(self, rank: int, ranks: int, store: dist.Store) -> None:
-        self.rank, self.ranks, self.store, self.speaks = rank, tuple(range(ranks)), store, False
-
-    def speak(self) -> None:
-        self.speaks = True
+        self.rank, self.ranks, self.store = rank, tuple(range(ranks)), store
 
 
 class Host:
@@ -311,7 +262,8 @@ class Host:
         groups = SimpleNamespace(part=(0, 1), holders=tuple(range(ranks)))
         members, self.uses = [SimpleNamespace(name="w")], Uses([True, True])
         self.group: Any = SimpleNamespace(uses=self.uses, members=members, groups=groups, is_divided=False)
-        self.unused = Unused(Told(rank, ranks, store), "", torch.device("cpu"))
+        told: Any = Told(rank, ranks, store)
+        self.unused = Unused(told, "")
 
     def send(self, *used: int) -> None:
         """Gradients of one backward."""
@@ -324,13 +276,13 @@ class Host:
         return [member for member in range(2) if self.uses.by_nobody(member)]
 
 
-def test_a_reader_waits_for_hosts_that_are_behind_and_not_for_its_device() -> None:
+def test_a_reader_waits_for_hosts_that_are_behind() -> None:
     early, late = (Host(rank, 2, store) for store in [dist.HashStore()] for rank in range(2))
     for host in (early, late):
         host.send(0)
         host.unused.all_sent()
     assert [host.by_nobody() for host in (early, late)] == [[1], [1]]
-    with ThreadPoolExecutor(1) as pool, patch("hocket.fsdp.unused.Passed") as passed:
+    with ThreadPoolExecutor(1) as pool:
         for used, found in (((0,), [1]), ((1,), []), ((0, 1), []), ((), [1]), ((0,), [1])):
             early.send(0)
             early.unused.all_sent()
@@ -345,7 +297,6 @@ def test_a_reader_waits_for_hosts_that_are_behind_and_not_for_its_device() -> No
             early.send(0)
             early.unused.all_sent()
             assert early.by_nobody() == found
-    assert not passed.called
 
 
 def test_a_rank_that_never_comes_is_an_error() -> None:
@@ -356,5 +307,5 @@ def test_a_rank_that_never_comes_is_an_error() -> None:
     assert early.by_nobody() == [1]
     early.send(0)
     words = r"rank 0 reads gradients, and ranks \[1\] have not ended that backward"
-    with patch("hocket.fsdp.unused.GIVE_UP", timedelta(seconds=0.1)), pytest.raises(ValueError, match=words):
+    with patch("hocket.fsdp.same_order.GIVE_UP", timedelta(seconds=0.1)), pytest.raises(ValueError, match=words):
         early.by_nobody()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import hocket
-from hocket.fsdp.precision import Precision
+from hocket.fsdp.options import Precision
 from hocket.fsdp.shard_groups import Placement
 from tests.fsdp.kinds import ZOO, Kind, batch, loss_of
 from tests.helpers.parity import LINEAR

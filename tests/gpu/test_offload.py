@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import hocket
-from hocket.fsdp.home import Offload
 from hocket.fsdp.part import plain
+from hocket.fsdp.shard_grads import Offload
 from tests.fsdp.test_fsdp2 import both
 from tests.gpu.test_fully_shard import BF16, STRATEGIES, Block, Model, Training
 from tests.helpers.ranks import run_ranks

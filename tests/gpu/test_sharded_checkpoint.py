@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import hocket
+from hocket.fsdp.saving.background import HostMemory
 from hocket.fsdp.saving.checkpoint import load, save
-from hocket.fsdp.saving.host_memory import HostMemory
 from tests.fsdp.models import Block, Stack
 from tests.helpers.ranks import run_ranks
 

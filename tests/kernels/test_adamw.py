@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hocket.fsdp.planned.adamw import _adamw as formula
+from hocket.fsdp.planned.optimizer import _adamw as formula
 from hocket.kernels.adamw import BLOCK, adamw
 
 BETAS, EPS = (0.9, 0.95), 1e-8

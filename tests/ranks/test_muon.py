@@ -12,9 +12,8 @@ from torch import Tensor
 
 import hocket
 from hocket.engine import Engine
-from hocket.fsdp.orthogonal import orthogonal
-from hocket.fsdp.planned.adamw import AdamWOptions, PlannedAdamW
-from hocket.fsdp.planned.muon import MuonOptions, matrices_of
+from hocket.fsdp.muon import orthogonal
+from hocket.fsdp.planned.optimizer import AdamWOptions, MuonOptions, PlannedAdamW, matrices_of
 from hocket.model.source import parameter_shapes
 from hocket.program.mesh import Mesh
 from hocket.settings.schema import changed

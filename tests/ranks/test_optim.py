@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from hocket.fsdp.planned.adamw import AdamWOptions, PlannedAdamW
 from hocket.fsdp.planned.model import PlannedModel
+from hocket.fsdp.planned.optimizer import AdamWOptions, PlannedAdamW
 from hocket.program.mesh import Mesh
 from hocket.program.ops import Layout, Program
 from hocket.runtime.comm import make_groups

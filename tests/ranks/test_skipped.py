@@ -14,8 +14,8 @@ from torch import Tensor
 
 from hocket.engine import Engine
 from hocket.engine.engine import blame
-from hocket.fsdp.planned import skipping
-from hocket.fsdp.planned.skipping import ENOUGH, WINDOW, StepGuard
+from hocket.fsdp.planned import optimizer as skipping
+from hocket.fsdp.planned.optimizer import ENOUGH, WINDOW, StepGuard
 from hocket.recipes import recipe
 from hocket.resolve import resolve
 from hocket.settings.schema import changed

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from hocket.fsdp.members import Member
+from hocket.fsdp.options import Precision
 from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.planned.eights import Eights, EightUnit
-from hocket.fsdp.planned.slots import Slots
-from hocket.fsdp.planned.unit import PlannedUnit
-from hocket.fsdp.precision import Precision
+from hocket.fsdp.planned.unit import PlannedUnit, Slots
 from hocket.fsdp.shard_groups import ShardGroups
 from hocket.layers.slices import TensorRank
 from hocket.program.mesh import Mesh
@@ -115,7 +114,7 @@ class PlannedModel:
             gather = alone if replicated else gather
             where = ShardGroups(gather, reduce, groups.replicas, alone, mesh.data, outer_shards=False, part=part)
             formats = Precision(compute=dtype, wire=wire)
-            stored = {name: ParamGroup(params, where, formats, "element", device) for name, params in units.items()}
+            stored = {name: ParamGroup(params, where, formats, device) for name, params in units.items()}
             eights = self._cast(stored, where)
             self._allocate(stored, where, program, set(eights))
             for name, group in stored.items():

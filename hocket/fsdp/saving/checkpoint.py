@@ -3,30 +3,469 @@
 A checkpoint is a folder in the format of `torch.distributed.checkpoint` (DCP), with the keys `model` and `optimizer`.
 All functions here are collective: every rank calls them with the same arguments. DCP does all the talking there is,
 and an error of one rank is raised on all.
+
+Note: [Reading runs no code]
+DCP keeps its metadata as a pickle, and objects beside tensors too. A pickle may name any function to call. The
+readers here know the classes of DCP's metadata, and for other objects what `torch.load(weights_only=True)` knows.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
-from collections.abc import Mapping
-from concurrent.futures import Future
+import pickle
+import warnings
+import zipfile
+import zlib
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.checkpoint import metadata as kinds
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future as TorchFuture
 from torch.optim import Optimizer
 
+from hocket.files import inside
 from hocket.fsdp.saving.background import save_behind, tell_all
-from hocket.fsdp.saving.dcp import MODEL, OPTIMIZER, CheckpointReader, CheckpointWriter, FittingPlanner, run_dcp
 from hocket.fsdp.saving.kept import Inventory
-from hocket.fsdp.saving.optimizer_state import load_optimizer_state, optimizer_state
-from hocket.fsdp.saving.state import entries, load_model_state
-from hocket.fsdp.saving.whole import WholeFolder, free, shown
+from hocket.fsdp.saving.state import (
+    EXTRA,
+    differences,
+    entries,
+    listed,
+    load_model_state,
+    load_optimizer_state,
+    optimizer_state,
+    optimizer_state_like,
+    put,
+    room_for,
+    split,
+)
+from hocket.fsdp.saving.whole import FILES, WholeFolder, checksum, free, shown
+from hocket.runtime.world import together
 
 if TYPE_CHECKING:
     from hocket.fsdp.module_context import ShardContext
+
+METADATA = ".metadata"
+"""The file in which DCP says where each tensor is."""
+
+_SEAL = b"hocket"
+"""What follows the pickle in that file, with the pickle's CRC-32. Torch reads as far as the pickle's end."""
+
+_KNOWN = {
+    kinds.__name__: {
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"} | {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath", "PurePosixPath"},
+    "pathlib._local": {"PosixPath", "PurePosixPath"},
+}  # fmt: skip
+"""Module -> names in it that metadata is made of."""
+
+
+def _member(kind: object, name: str) -> object:
+    """What `getattr` is for in metadata: some releases of Python 3.11 pickle members of an enumeration that way."""
+    if kind is not kinds._MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError("it asks for an attribute, which may run code")
+    return kinds._MEM_FORMAT_ENCODING[name]
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
+        if name not in _KNOWN.get(module, ()):
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which may run code")
+        return super().find_class(module, name)
+
+
+def seal(file: Path) -> None:
+    """Add the checksum of metadata that DCP has written. Raises OSError."""
+    with file.open("r+b") as stream:
+        stream.write(_SEAL + _checksum(stream.read()))
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _checksum(content: bytes) -> bytes:
+    return zlib.crc32(content).to_bytes(4, "little")
+
+
+class HarmlessReader(dcp.FileSystemReader):
+    """Reads a folder in DCP's format."""
+
+    def read_metadata(self, *args: Any, **options: Any) -> Metadata:
+        """Raises ValueError for metadata that is damaged or lists only a part of a tensor, that asks for other classes,
+        or that names files outside.
+        """
+        file = Path(self.path) / METADATA
+        try:
+            content = file.read_bytes()
+            if content[-10:-4] == _SEAL and content[-4:] != _checksum(content[:-10]):
+                raise ValueError("its checksum is wrong")
+            metadata = _Unpickler(io.BytesIO(content)).load()
+            names = {str(stored.relative_path) for stored in (metadata.storage_data or {}).values()}
+            partial = [name for name, entry in metadata.state_dict_metadata.items() if not _complete(entry)]
+        except OSError:
+            raise
+        except Exception as error:  # a damaged pickle may raise anything
+            raise ValueError(f"{file} cannot be read: {error}") from None
+        for name in names:
+            inside(file, name)
+        if partial:
+            raise ValueError(f"{file} lists only a part of {partial[0]}")
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+def _complete(entry: object) -> bool:
+    """Whether the pieces of a tensor have as many elements as it has."""
+    if not isinstance(entry, kinds.TensorStorageMetadata):
+        return True
+    return sum(prod(chunk.sizes) for chunk in entry.chunks) >= prod(entry.size)
+
+
+class HarmlessPlanner(DefaultLoadPlanner):
+    """Loads objects beside tensors only if they are harmless too."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Raises ValueError, with the way to allow a class, for what `torch.load(weights_only=True)` refuses."""
+        names = list[str]()
+        try:
+            torch.load(value, weights_only=True)
+        except pickle.UnpicklingError:  # whose words advise to load it all the same
+            with contextlib.suppress(ValueError, RuntimeError):
+                value.seek(0)
+                names = torch.serialization.get_unsafe_globals_in_checkpoint(value)
+            named = f" ({', '.join(map(ascii, sorted(names)[:3]))})" if names else ""
+            raise ValueError(
+                f"{read_item.dest_index.fqn} may run code when it is loaded; fix: "
+                f"torch.serialization.add_safe_globals([...]) with its classes{named}, if you trust them"
+            ) from None
+        value.seek(0)
+        super().load_bytes(read_item, value)
+
+
+LEAST = 1 << 26
+"""Bytes that are worth a file of their own."""
+
+CRC = "crc"
+"""The name that the CRC-32 of a range of a file has beside its place in DCP's metadata."""
+
+MODEL, OPTIMIZER = "model", "optimizer"
+"""The keys of a checkpoint."""
+
+
+class CheckpointWriter(dcp.FileSystemWriter):
+    """Writes a folder in DCP's format. See Note: [A checkpoint is there or it is not].
+
+    The folder gets its name when DCP is done; with `publishes` false the caller has more to write, and does that.
+    `others` are further names of parameters of the key `model`: they get entries that point to the same bytes, so that
+    a plain module finds every name of a shared parameter.
+    """
+
+    def __init__(
+        self,
+        folder: WholeFolder,
+        others: Mapping[str, str] | None = None,
+        *,
+        publishes: bool = True,
+    ) -> None:
+        self.folder, self.others, self.publishes = folder, dict(others or {}), publishes
+        self.sums: dict[str, list[int]] = {}
+        """Bytes and CRC-32 of each file that this rank has written."""
+        self._begun = False
+        super().__init__(folder.temporary, per_thread_copy_ahead=0)  # those ahead have a stream
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Every rank, before the coordinator has made room: nothing yet."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """The coordinator: make the folder."""
+        self.folder.begin()
+        self._begun = True
+        return super().prepare_global_plan(plans)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
+        """Every rank: write its files, a thread for each, and wait until they are on disk. Raises OSError."""
+        self._begun = True
+        self.folder.temporary.mkdir(parents=True, exist_ok=True)  # on a host that does not share it: see `_check`
+        values = (planner.resolve_data(item) for item in plan.items if item.type != WriteItemType.BYTE_IO)
+        device = next((value.device for value in values if isinstance(value, Tensor) and not value.is_cpu), None)
+        if device is not None:
+            torch.zeros(1, device=device).item()  # what is to be saved may still be computed, on this thread's stream
+        items = sorted(plan.items, key=_size, reverse=True)
+        count = max(1, min(FILES, sum(map(_size, items)) // LEAST))
+
+        def write(number: int) -> list[WriteResult]:
+            if device is not None:
+                torch.cuda.set_device(device)  # that of a new thread is GPU 0
+            prefix = replace(plan.storage_data, prefix=f"{plan.storage_data.prefix}{number}_")
+            return self._write(replace(plan, items=items[number::count], storage_data=prefix), planner)
+
+        with ThreadPoolExecutor(count, thread_name_prefix="checkpoint files") as pool:
+            results = [result for some in pool.map(write, range(count)) for result in some]
+        done: TorchFuture[list[WriteResult]] = TorchFuture()
+        done.set_result(results)
+        return done
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        """Write one file, then read its checksums."""
+        try:
+            results = super().write_data(plan, planner).value()
+        except RuntimeError as error:  # torch's writer of archives hides what the file system said
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__cause__ or cause.__context__
+            raise cause or error from None
+        for place in (result.storage_data for result in results):
+            file = self.folder.temporary / place.relative_path
+            vars(place)[CRC] = checksum(file, place.offset, place.length)[1]  # DCP keeps what it does not know
+            if file.name not in self.sums:
+                self.sums[file.name] = list(checksum(file))
+        return results
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """The coordinator, when all ranks have written."""
+        self._check(results)
+        self._add_other_names(metadata, results)
+        super().finish(metadata, results)
+        seal(self.folder.temporary / METADATA)
+        self.sums[METADATA] = list(checksum(self.folder.temporary / METADATA))
+        if self.publishes:
+            self.folder.publish()
+
+    def give_up(self) -> None:
+        """Every rank, after an error of any: what has been written takes no room any more."""
+        if self._begun:
+            self.folder.give_up()
+
+    def _check(self, results: list[list[WriteResult]]) -> None:
+        ends: dict[str, int] = {}
+        for stored in (result.storage_data for results_of_rank in results for result in results_of_rank):
+            ends[stored.relative_path] = max(ends.get(stored.relative_path, 0), stored.offset + stored.length)
+        for name, end in ends.items():
+            file = self.folder.temporary / name
+            if not file.exists() or file.stat().st_size < end:
+                raise ValueError(
+                    f"checkpoint {self.folder.final} is not whole: {file} is not to be seen from where rank 0 runs; "
+                    f"use a folder on a file system that all ranks share"
+                )
+
+    def _add_other_names(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        for other, name in self.others.items():
+            key, first = f"{MODEL}.{other}", f"{MODEL}.{name}"
+            metadata.state_dict_metadata[key] = metadata.state_dict_metadata[first]
+            if metadata.planner_data is not None:
+                metadata.planner_data[key] = (MODEL, other)
+            for of_rank in results:
+                same = [result for result in of_rank if result.index.fqn == first]
+                of_rank += [replace(result, index=replace(result.index, fqn=key)) for result in same]
+
+
+def _size(item: WriteItem) -> int:
+    """Bytes of a tensor, or of a part of one; none of an object, whose size nobody knows yet."""
+    data = item.tensor_data
+    return 0 if data is None else prod(data.chunk.sizes) * data.properties.dtype.itemsize
+
+
+class CheckpointReader(HarmlessReader):
+    """Tells a folder that is no checkpoint by metadata without entries, on every rank alike.
+
+    No rank loads anything before all have found what they want whole. `group` has the ranks that load; None is all.
+    """
+
+    def __init__(self, folder: Path, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(folder)
+        self._group = group
+
+    def read_metadata(self, *args: Any, **options: Any) -> Metadata:
+        if not (Path(self.path) / METADATA).is_file():
+            return Metadata({})
+        return super().read_metadata(*args, **options)
+
+    def require_metadata(self) -> None:
+        """Every rank, ahead of DCP, which logs tracebacks: raise ValueError or OSError on all for damaged metadata."""
+        together(self._require_metadata, self._group)
+
+    def _require_metadata(self) -> None:
+        try:
+            self.read_metadata()
+        except ValueError as error:
+            raise ValueError(f"checkpoint {self.path} is damaged: {error}; load another one") from None
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> TorchFuture[None]:
+        """Every rank: read what it wants, if all ranks find that whole. Raises ValueError or OSError on all alike."""
+        together(lambda: self._check(plan), self._group)
+        return super().read_data(plan, planner)
+
+    def _check(self, plan: LoadPlan) -> None:
+        """Raise ValueError if something is damaged that this rank wants."""
+        wanted = {item.storage_index: self.storage_data[item.storage_index] for item in plan.items}
+        folder = Path(self.path)
+        with ThreadPoolExecutor(FILES) as pool:
+            whole = list(pool.map(lambda stored: _whole(folder / stored.relative_path, stored), wanted.values()))
+        for (index, stored), ok in zip(wanted.items(), whole, strict=True):
+            if not ok:
+                file = folder / stored.relative_path
+                fix = "load another one"
+                if CRC not in vars(stored):
+                    fix += ". If it was saved under torch.serialization.set_crc32_options(False), load it so, too"
+                raise ValueError(
+                    f"checkpoint {folder} is damaged: the checksum of {index.fqn} in {file} is wrong; {fix}"
+                )
+
+
+def _whole(file: Path, stored: Any) -> bool:
+    """Whether a range of a file is what was written, by the checksum in the metadata.
+
+    Checkpoints of before there was one have those of torch's archives, at which torch itself does not look.
+    """
+    if (crc := vars(stored).get(CRC)) is not None:
+        return checksum(file, stored.offset, stored.length) == (stored.length, crc)
+    if stored.transform_descriptors or not torch.serialization.get_crc32_options():  # else they were not written
+        return True
+    with file.open("rb") as stream:
+        stream.seek(stored.offset)
+        content = stream.read(stored.length)
+    if not content.startswith(b"PK"):  # what else DCP can write, or somebody's damage, is for torch to read
+        return True
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            return archive.testzip() is None
+    except Exception:  # a damaged archive may raise anything
+        return False
+
+
+class FittingPlanner(HarmlessPlanner):
+    """Loads a checkpoint into a sharded model, after checking that they fit each other.
+
+    What is loaded is in `found`: the model's live tensors, and what `load_optimizer_state` takes.
+    """
+
+    def __init__(self, context: ShardContext | nn.Module, optimizer: Optimizer | None, folder: Path) -> None:
+        super().__init__()
+        self.context, self.optimizer, self.folder = context, optimizer, folder
+        self.own = Inventory(context)
+        self.found: dict[str, Any] = {}
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Every rank: lay out what is to be loaded, by the checkpoint's names."""
+        assert metadata is not None
+        stored = metadata.state_dict_metadata
+        if not stored:
+            raise ValueError(f"{self.folder} is no complete checkpoint: it has no .metadata")
+        wanted = entries(self.own)
+        for other, name in self.own.others.items():
+            if name in wanted and f"{MODEL}.{name}" not in stored and f"{MODEL}.{other}" in stored:
+                wanted[other] = wanted.pop(name)
+        extra: dict[str, Any] = {}  # in the form that it had when it was saved
+        for key, path in (metadata.planner_data or {}).items():
+            if key.startswith(f"{MODEL}.") and str(path[1]).endswith(EXTRA) and path[1] in wanted:
+                put(extra, path[1:], room_for(stored[key]))
+        wanted |= extra
+        self.found = {MODEL: wanted}
+        if self.optimizer is not None:
+            if not any(key.startswith(f"{OPTIMIZER}.") for key in stored):
+                raise ValueError(
+                    f"checkpoint {self.folder} has no state of an optimizer: load the weights alone, optimizer=None"
+                )
+            self.found[OPTIMIZER] = optimizer_state_like(self.context, self.optimizer, metadata, OPTIMIZER)
+        super().set_up_planner(self.found, metadata, is_coordinator)
+
+    def create_local_plan(self) -> LoadPlan:
+        """Every rank: check names and shapes of what it wants, and plan to read it."""
+        assert self.metadata is not None
+        stored, wanted = self._stored(), self.found[MODEL]
+        self._refuse(differences({name: stored[name] for name in wanted if name in stored}, wanted))
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        params = {self.own.name_of[id(param)] for group in groups for param in group["params"]}
+        known = {*self.own.kept, *self.own.others, *self.own.plain}, {*params, *self.own.others}
+        return replace(create_default_local_load_plan(self.state_dict, self.metadata), planner_data=known)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """The coordinator: check that some rank wants everything that the checkpoint has."""
+        assert self.metadata is not None
+        known, params = (set().union(*sets) for sets in zip(*(plan.planner_data for plan in global_plan), strict=True))
+        unknown = [name for name in self._stored() if name not in known]
+        self._refuse(listed("it has {}, which the module lacks", unknown))
+        if self.optimizer is not None:
+            state = [key for key in self.metadata.state_dict_metadata if key.startswith(f"{OPTIMIZER}.state.")]
+            unknown = [key for key in state if not split(key.removeprefix(f"{OPTIMIZER}."), params)[0]]
+            self._refuse(listed("it has {}, which are of no parameter of the optimizer", unknown))
+        return super().create_global_plan(global_plan)
+
+    def _stored(self) -> dict[str, Any]:
+        """The checkpoint's weights and buffers: name -> shape, or something without one."""
+        assert self.metadata is not None
+        paths = self.metadata.planner_data or {}
+        found: dict[str, Any] = {}
+        for key, entry in self.metadata.state_dict_metadata.items():
+            if key.startswith(f"{MODEL}."):
+                path = paths.get(key, (MODEL, ""))
+                name = str(path[1]) if str(path[1]).endswith(EXTRA) else key.removeprefix(f"{MODEL}.")
+                found[name] = torch.Size(entry.size) if isinstance(entry, TensorStorageMetadata) else entry
+        return found
+
+    def _refuse(self, wrong: str) -> None:
+        if wrong:
+            raise ValueError(f"checkpoint {self.folder} doesn't fit the {self.own.kind}: {wrong}")
+
+
+def run_dcp(failed: str, call: Callable[..., object], *args: object, **options: object) -> None:
+    """Call DCP. An error of any rank is raised on all, as what it is: the one of the lowest rank.
+
+    Raises: ValueError, or OSError (with its `errno`) where the file system refused: the words of what was called if
+        they are a ValueError, else what the rank says, behind `failed`.
+    """
+    alone = not dist.is_initialized()
+    try:
+        with warnings.catch_warnings() if alone else contextlib.nullcontext():
+            if alone:
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            call(*args, **options, no_dist=alone)
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items())
+        if isinstance(cause, ValueError):
+            raise ValueError(str(cause)) from None
+        if not isinstance(cause, Exception):
+            raise
+        text = f"{failed}rank {rank} says {type(cause).__name__}: {cause}"
+        if not isinstance(cause, OSError):
+            raise ValueError(text) from error
+        refused = OSError(text)
+        refused.errno = cause.errno
+        raise refused from error
 
 
 def save(

@@ -1,20 +1,36 @@
-"""The state of a sharded model as a dict, by the names that the plain module would use.
+"""The state of a sharded model and of its optimizer as dicts, by the names that the plain module would use.
 
 What a rank keeps of a parameter is a `FlatTensor` with the whole parameter's shape, so `torch.distributed.checkpoint`
 (DCP) saves and loads the dict at any number of ranks, with any strategy, and as a plain module's. The weights are the
 main ones, those that the optimizer updates. Nothing here communicates, and nothing is copied: the dict holds the live
 tensors, and DCP loads into them. A parameter that several modules share is one entry, under its first name.
+
+An optimizer's state has torch's layout by names. A plain module's optimizer loads it with
+`torch.distributed.checkpoint.state_dict`, and the other way round:
+
+    {"state": {name: {"exp_avg": ..., "step": ...}}, "param_groups": [{"params": [name, ...], "lr": ...}]}
+
+or flat, `{"state.<name>.exp_avg": ..., "param_groups.<name>.lr": ...}`. Elementwise state is held as `FlatTensor`s;
+nothing is copied, and nothing communicates.
+
+Note: [Elementwise state]
+A tensor of an optimizer's state is either one number per element of its parameter, or one for the whole parameter
+(`step`). On a rank the shapes tell them apart: shards are 1-D, single numbers have no dimension. In a checkpoint they
+look alike if the parameter has no dimension either; then what other parameters have under the same key decides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.optim import Optimizer
 
-from hocket.fsdp.saving.kept import Inventory
+from hocket.fsdp.saving.kept import FlatTensor, Inventory, Kept
 
 if TYPE_CHECKING:
     from hocket.fsdp.module_context import ShardContext
@@ -90,3 +106,280 @@ def listed(text: str, items: list[str]) -> str:
 def _shape(value: Any) -> str:
     shape = value if isinstance(value, torch.Size) else getattr(value, "shape", None)
     return "no tensor" if shape is None else " x ".join(map(str, shape)) or "a single number"
+
+
+# The optimizer's state
+
+
+Values = dict[str, dict[str, Any]]
+"""Name of a parameter -> key -> value."""
+
+NOT_SETTINGS = ("params", "param_names")
+"""Entries of a parameter group that say which parameters are in it."""
+
+SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}
+"""What torch's learning rate schedulers add to the settings of a group."""
+
+
+def optimizer_state(
+    context: ShardContext | nn.Module, optimizer: Optimizer, *, flatten: bool = False
+) -> dict[str, Any]:
+    """The optimizer's state by names, in the layout of the top of this file.
+
+    The flat one suits ranks that hold different parameters, such as pipeline stages. Raises: ValueError for a parameter
+    that isn't the module's, and for state that is neither elementwise nor a single number.
+    """
+    own = Inventory(context)
+    params, packed = _numbered(own, optimizer), optimizer.state_dict()
+    state: Values = {name: {} for name, _ in params}  # as torch has it for what was never updated
+    for number, items in packed["state"].items():
+        name, _ = params[number]
+        state[name] = {key: _wrapped(own.kept.get(name), key, value) for key, value in items.items()}
+    groups = [{**group, "params": [params[n][0] for n in group["params"]]} for group in packed["param_groups"]]
+    if not flatten:
+        return {"state": state, "param_groups": groups}
+    sections = {"state": state, "param_groups": _settings(groups)}
+    return {
+        f"{section}.{name}.{key}": value
+        for section, values in sections.items()
+        for name, items in values.items()
+        for key, value in items.items()
+    }
+
+
+def _numbered(own: Inventory, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
+    """(name, parameter), in the order of the numbers that `Optimizer.state_dict` gives them."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for param in params:
+        if id(param) not in own.name_of:
+            raise ValueError(
+                f"the {type(optimizer).__name__} holds a parameter of shape {tuple(param.shape)} that isn't part of "
+                f"the sharded {own.kind}: build it from module.parameters() after fully_shard"
+            )
+    return [(own.name_of[id(param)], param) for param in params]
+
+
+def _wrapped(one: Kept | None, key: str, value: Any) -> Any:
+    """A value of the optimizer's state as it is saved."""
+    if one is None or not _has_tensors(value):
+        return value
+    if isinstance(value, Tensor) and value.shape == one.shard.to_local().shape:
+        return one.tensor(value)
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.detach()
+    what = f"has shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"is a {type(value).__name__}"
+    raise ValueError(
+        f"the optimizer's {key} of {one.name} {what}, which is neither a tensor like the shard, of shape "
+        f"{tuple(one.shard.to_local().shape)}, nor a single number: only elementwise optimizers work on shards"
+    )
+
+
+def _has_tensors(value: Any) -> bool:
+    inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return isinstance(value, Tensor) or any(_has_tensors(item) for item in inside)
+
+
+def _settings(groups: Iterable[Mapping[str, Any]]) -> Values:
+    """Name -> settings of its parameter group."""
+    return {name: {k: v for k, v in g.items() if k not in NOT_SETTINGS} for g in groups for name in g["params"]}
+
+
+def optimizer_state_like(
+    context: ShardContext | nn.Module,
+    optimizer: Optimizer,
+    metadata: Metadata,
+    prefix: str = "optimizer",
+    weights: str = "model",
+) -> dict[str, Any]:
+    """A dict to load an optimizer's state into, from a checkpoint that has it under the key `prefix`.
+
+    Has what the checkpoint has of this optimizer's parameters, in the checkpoint's layout. Tensors that the optimizer
+    has already are used, others are made: in the dtype of the checkpoint, or, if the weights (under the key `weights`)
+    had the same one, in the dtype that weights have here. The optimizer is not touched: `load_optimizer_state` takes
+    the dict after DCP has loaded into it.
+    """
+    own = Inventory(context)
+    params = dict(_numbered(own, optimizer))
+    known = {**{name: name for name in params}, **{other: n for other, n in own.others.items() if n in params}}
+    stored = metadata.state_dict_metadata
+    found = {key: split(key.removeprefix(f"{prefix}."), known) for key in stored if key.startswith(f"{prefix}.")}
+    shapes = [
+        (item, tuple(entry.size), own.kept[known[name]].shape)
+        for key, (section, name, item) in found.items()
+        if section == "state" and known[name] in own.kept and isinstance(entry := stored[key], TensorStorageMetadata)
+    ]
+    elementwise = _elementwise(shapes)
+    state: dict[str, Any] = {}
+    for key, (section, name, item) in found.items():
+        path = (metadata.planner_data or {}).get(key, (prefix, key.removeprefix(f"{prefix}.")))[1:]
+        if section == "state":
+            one = own.kept.get(known[name]) if item in elementwise else None
+            present = optimizer.state.get(params[known[name]], {}).get(item)
+            put(state, path, room_for(stored[key], one, present, stored.get(f"{weights}.{name}")))
+        elif name or path[0] == "param_groups":
+            put(state, path, room_for(stored[key]))
+    return state
+
+
+def split(key: str, names: Container[str]) -> tuple[str, str, str]:
+    """`state.layers.0.w.exp_avg` -> `("state", "layers.0.w", "exp_avg")`; three empty strings for other names."""
+    section, *parts = key.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        if (name := ".".join(parts[:end])) in names:
+            return section, name, ".".join(parts[end:])
+    return "", "", ""
+
+
+def _elementwise(shapes: Iterable[tuple[str, tuple[int, ...], tuple[int, ...]]]) -> set[str]:
+    """The keys with one number per element, from (key, shape of the state, shape of the whole parameter).
+
+    See Note: [Elementwise state].
+    """
+    alike: dict[str, bool] = {}
+    for key, shape, whole in shapes:
+        if prod(whole) != 1 or shape != whole:
+            alike[key] = shape == whole
+        else:
+            alike.setdefault(key, key != "step")
+    return {key for key, same in alike.items() if same}
+
+
+def room_for(entry: Any, one: Kept | None = None, present: Any = None, weight: Any = None) -> Any:
+    """Where one entry of a checkpoint is loaded to: `present` if it fits, else something new.
+
+    `one` is its parameter if the entry is elementwise, and `weight` the entry of that parameter.
+    """
+    if not isinstance(entry, TensorStorageMetadata):
+        return None
+    if one is None:
+        fits = isinstance(present, Tensor) and present.shape == entry.size
+        return present.detach() if fits else torch.zeros(entry.size, dtype=entry.properties.dtype)
+    if isinstance(present, Tensor) and present.shape == one.shard.to_local().shape:
+        return one.tensor(present)
+    follows = isinstance(weight, TensorStorageMetadata) and weight.properties.dtype == entry.properties.dtype
+    dtype = one.shard.dtype if follows else entry.properties.dtype
+    return one.tensor(torch.zeros(one.shard.to_local().shape, dtype=dtype, device=one.shard.device))
+
+
+def put(state: dict[str, Any], path: Sequence[str | int], value: Any) -> None:
+    """Put a value where a path of keys of dicts and positions in lists leads."""
+    place: Any = state
+    for at, key in enumerate(path):
+        if isinstance(place, list) and isinstance(key, int):
+            place.extend([None] * (key + 1 - len(place)))
+        if at == len(path) - 1:
+            place[key] = value
+        elif isinstance(place, dict):
+            place = place.setdefault(key, [] if isinstance(path[at + 1], int) else {})
+        else:
+            place[key] = place[key] or ([] if isinstance(path[at + 1], int) else {})
+            place = place[key]
+
+
+@torch.no_grad()
+def load_optimizer_state(context: ShardContext | nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Give an optimizer the state and the settings (learning rate, ...) of a dict in one of torch's layouts by names.
+
+    Takes what `optimizer_state` or `optimizer_state_like` returned, after DCP has loaded into it, and also tensors of
+    the whole shapes, on every rank. A parameter without state in it begins without. Settings go by the names of
+    parameters, so groups may be made up differently here. Raises: ValueError if a parameter is missing, if the
+    parameters of one group had different settings, and for the state of another kind of optimizer; then nothing has
+    changed.
+    """
+    own = Inventory(context)
+    params = _numbered(own, optimizer)
+    values, settings = _by_name(own, state, {name for name, _ in params})
+    shapes = [
+        (key, tuple(value.shape), own.kept[name].shape)
+        for name, items in values.items()
+        for key, value in items.items()
+        if name in own.kept and isinstance(value, Tensor)
+    ]
+    elementwise = _elementwise(shapes)
+    groups, number = [], 0
+    for group in optimizer.param_groups:
+        numbers = list(range(number, number := number + len(group["params"])))
+        agreed = _agreed(optimizer, group, [params[n][0] for n in numbers], settings)
+        groups.append({**group, **agreed, "params": numbers})
+    packed = {}
+    for n, (name, param) in enumerate(params):
+        one, present = own.kept.get(name), optimizer.state.get(param, {})
+        if items := values.get(name):
+            packed[n] = {k: _unwrapped(one, v, k in elementwise, present.get(k)) for k, v in items.items()}
+    _replace(optimizer, {"state": packed, "param_groups": groups})
+    for n, items in packed.items():  # torch casts all of it to the dtype of the parameter, which may lose digits
+        name, param = params[n]
+        for key, value in items.items():
+            exact = isinstance(value, Tensor) and (isinstance(values[name][key], FlatTensor) or key not in elementwise)
+            if exact and optimizer.state[param][key].dtype != value.dtype:
+                optimizer.state[param][key] = value.to(param.device)
+
+
+def _replace(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """`load_state_dict`, but settings that are tensors stay the same tensors: a captured graph may read them."""
+    before = [{k: v for k, v in group.items() if isinstance(v, Tensor)} for group in optimizer.param_groups]
+    optimizer.load_state_dict(state)
+    for group, tensors in zip(optimizer.param_groups, before, strict=True):
+        for key, tensor in tensors.items():
+            group[key] = tensor.copy_(torch.as_tensor(group[key]))
+
+
+def _unwrapped(one: Kept | None, value: Any, split: bool, present: Any) -> Any:
+    """A value from a state dict as the optimizer has it; `split` if it is elementwise.
+
+    Nothing is copied that the optimizer has already, or that was made to be loaded into.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    if one is not None and isinstance(value, FlatTensor):
+        return one.part_of(value)
+    if one is not None and split:
+        return one.part_of(value).to(one.shard.device, copy=True)
+    return value if isinstance(present, Tensor) and present.data_ptr() == value.data_ptr() else value.clone()
+
+
+def _by_name(own: Inventory, state: Mapping[str, Any], mine: Container[str]) -> tuple[Values, Values]:
+    """State and settings by the first names of parameters, from one of torch's layouts."""
+    values: Values
+    settings: Values
+    if "state" in state or "param_groups" in state:
+        values, settings = dict(state.get("state", {})), _settings(state.get("param_groups", []))
+    else:
+        sections: dict[str, Values] = {"state": {}, "param_groups": {}, "": {}}
+        known = {**{name: name for name in own.name_of.values() if name in mine}, **own.others}
+        for key, value in state.items():
+            section, name, item = split(key, known)
+            sections[section].setdefault(name, {})[item] = value
+        values, settings = sections["state"], sections["param_groups"]
+    for other, name in own.others.items():
+        for found in (values, settings):
+            if other in found:
+                found.setdefault(name, found[other])
+    return values, settings
+
+
+def _agreed(optimizer: Optimizer, group: Mapping[str, Any], names: list[str], settings: Values) -> dict[str, Any]:
+    """The settings that a group of parameters takes over."""
+    if not names:
+        return {}
+    kind = type(optimizer).__name__
+    missing = listed("{}", [name for name in names if name not in settings])
+    if missing:
+        raise ValueError(f"the state has no settings for {missing}: it is of an optimizer without these parameters")
+    first = settings[names[0]]
+    lacking = sorted(group.keys() - first.keys() - SCHEDULERS - {*NOT_SETTINGS})
+    foreign = sorted(first.keys() - group.keys() - SCHEDULERS)
+    if lacking and foreign:  # one of the two alone may come from another version of torch
+        raise ValueError(
+            f"the state is not that of {kind}: it has {', '.join(foreign)}, and lacks {', '.join(lacking)}; build the "
+            f"kind of optimizer that was saved, or load the weights alone"
+        )
+    for name in names[1:]:
+        for key, value in first.items():
+            other = settings[name].get(key)
+            if other is not value and not bool(other == value):
+                raise ValueError(
+                    f"{names[0]} and {name} are in one group of the {kind}, but the state has {key}={value} for the "
+                    f"one and {key}={other} for the other: put them into different groups"
+                )
+    return first

@@ -1,6 +1,6 @@
-"""AdamW on shards: each rank updates the elements it keeps, nothing is gathered.
+"""The optimizer of a planned step: AdamW and Muon on shards, and which steps are not taken.
 
-A rank updates runs of its units' memory; AdamW is elementwise, so this is the same as updating whole parameters. Weight
+AdamW is elementwise: a rank updates runs of its units' memory, and nothing is gathered. Weight
 decay goes by the *whole* parameter: its name, and its number of dimensions. Gradients are there from the reduces of a
 step until the optimizer has read them. On a GPU one kernel clips, updates, and writes weights in the compute dtype
 where they lie whole; on a CPU torch's operations do.
@@ -20,24 +20,299 @@ has left to it. A replay reads what the recording read: gradients where each ste
 from the recording on; and `told`, which the end of each step writes. A replay updates every unit, whether or not its
 gradients wait for that. So where they were updated before, by `catch_up` in front of a validation or a checkpoint, or
 where none are there yet, `told` says that nothing is to be done.
+
+Note: [A step that is not taken]
+The norm of all gradients is there before any weight is updated, in the step or at the beginning of the next one, and
+all ranks have the same. So they decide alike, from that number alone. The host does not wait for the decision: it
+stays on the device, where each update asks for it and writes nothing; the count of its steps stays as well.
+
+A step that is not taken changes nothing but the position in the text and the count of the run's steps, by which the
+learning rate goes: weights, averages, the count of AdamW's corrections and balance biases stay.
+
+Note: [Each matrix on one rank]
+The average is elementwise, so each rank has its part of it. The iteration needs the whole matrix. So each unit has,
+behind the last reduction of a step,
+
+    collect         an all-gather of the averages in bf16, in which the iteration begins anyway
+    orthogonalise   each matrix on one rank of the group, such that all have about as much to compute
+    scatter         a reduce-scatter of the results: a sum in which all ranks but one have zeros, so it is exact
+    update          the move of the weights
+
+With `overlap.dp.update = next_step` these are ops of the plan, at the beginning of the next step: see
+`Note: [Whole matrices of sharded units]` in `program/shard.py`. Otherwise the step op does all of it, unit by unit, and
+nothing runs beside it. Ranks that hold weights whole iterate all of them in the update, and communicate nothing.
+
+Note: [What is one matrix]
+Gate and up projections are stacked in one weight here and are two matrices, as in the models of Hugging Face; queries,
+keys and values are weights of their own. Each expert has its own matrices. Experts' weights have their input width
+first, so they are turned over: `original` scales by the shape of output by input width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hocket.fsdp.grad_norm import squares_of
+from hocket.fsdp.muon import factor_of, orthogonal
 from hocket.fsdp.planned.model import PlannedModel
-from hocket.fsdp.planned.muon import MuonOptions, PlannedMuon
-from hocket.fsdp.planned.skipping import StepGuard, Verdict
 from hocket.fsdp.planned.unit import Piece, PlannedUnit
+from hocket.fsdp.shard_grads import squares_of
 from hocket.kernels import usable
+from hocket.program.ops import WHOLE_MATRICES
 from hocket.runtime.comm import Group, Pending
+
+WINDOW = 128
+"""Steps whose norms are remembered."""
+ENOUGH = 16
+"""Norms without which no step is said to be far above them."""
+
+
+class Verdict(NamedTuple):
+    """What the norm of a step's gradients has decided: on the device, the same on every rank."""
+
+    skipped: Tensor
+    """Whether nothing is to be updated, a bool."""
+    factor: Tensor
+    """What gradients are multiplied with, so that their norm is not above the largest one allowed; fp64."""
+    lr: float
+
+
+class StepGuard:
+    """Judges the norms of one run's gradients. The same on every rank."""
+
+    def __init__(self, device: torch.device, factor: float = 0.0) -> None:
+        """A norm is a spike above `factor` times the median of the last ones; with 0, none is."""
+        self._factor = factor
+        self.skipped = torch.zeros((), dtype=torch.bool, device=device)
+        """Whether the last step was not taken."""
+        self.total = torch.zeros((), dtype=torch.int64, device=device)
+        """Steps that were not taken so far."""
+        self._norms = torch.full((WINDOW,), torch.nan, dtype=torch.float64, device=device)
+        """Of the last steps that were taken, oldest first, behind nan where there were fewer."""
+
+    def judge(self, norm: Tensor) -> Tensor:
+        """Whether the step of a gradient of this norm, fp64, is to be skipped: a bool on the device. No host waits."""
+        self.skipped = ~norm.isfinite()
+        if self._factor:
+            self.skipped = self.skipped | (norm > self._factor * self._usual())
+            longer = torch.cat([self._norms[1:], norm.reshape(1)])
+            self._norms = torch.where(self.skipped, self._norms, longer)
+        self.total = self.total + self.skipped
+        return self.skipped
+
+    def _usual(self) -> Tensor:
+        """The median of the norms that are remembered, fp64: the lower of two. Infinite while there are not enough."""
+        known = WINDOW - self._norms.isnan().sum()
+        median = self._norms.sort().values.gather(0, ((known - 1) // 2).clamp(min=0).reshape(1)).squeeze(0)
+        return torch.where(known >= ENOUGH, median, torch.inf)
+
+    @property
+    def usual(self) -> float:
+        """The norm with which others are compared. Waits for the device."""
+        return float(self._usual())
+
+    @property
+    def norms(self) -> list[float]:
+        """The norms that are remembered. Waits for the device."""
+        return self._norms[~self._norms.isnan()].tolist()
+
+    @property
+    def remembered(self) -> dict[str, Tensor]:
+        """All that `go_on` takes, by name: live tensors."""
+        return {"skipped": self.total, "norms": self._norms}
+
+    def go_on(self, total: int, norms: Sequence[float]) -> None:
+        """Remember what another guard did."""
+        self.total.fill_(total)
+        self._norms.fill_(torch.nan)
+        if norms := norms[-WINDOW:]:
+            self._norms[-len(norms) :] = self._norms.new_tensor(norms)
+
+
+@dataclass(frozen=True)
+class MuonOptions:
+    """Settings of Muon."""
+
+    takes: Callable[[str, Sequence[int]], bool]
+    """Whether it updates a parameter, by its name and its shape in the whole model."""
+    decays: Callable[[str, Sequence[int]], bool]
+    weight_decay: float = 0.1
+    momentum: float = 0.95
+    scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    slots: int = 1
+    """Units of a class that are under way at once."""
+
+
+def matrices_of(name: str, weight: Tensor) -> list[Tensor]:
+    """The matrices of a weight, [output, input] each: views. See Note: [What is one matrix]."""
+    halves = 2 if name.endswith(".w_gate_up") else 1
+    if ".experts." in name:
+        return [half.mT for expert in weight for half in expert.chunk(halves, 1)]
+    return list(weight.chunk(halves))
+
+
+def _owners(unit: PlannedUnit, taken: Sequence[int]) -> list[list[int]]:
+    """Of each matrix of the members that are taken, the rank that iterates it: the one with the least so far.
+
+    -1 for all of them, where each keeps the unit whole. The largest matrices are given out first.
+    """
+    views = unit.group.layout.views(torch.empty(unit.group.layout.total, device="meta"))
+    counts = [[m.shape for m in matrices_of(unit.group.members[i].name, views[i])] for i in taken]
+    owners, work = [[-1] * len(shapes) for shapes in counts], [0] * unit.group.groups.reduce.size
+    if unit.group.keeps_all:
+        return owners
+    places = [(min(shape) * shape.numel(), k, n) for k, shapes in enumerate(counts) for n, shape in enumerate(shapes)]
+    for products, k, n in sorted(places, key=lambda place: -place[0]):
+        owners[k][n] = rank = work.index(min(work))
+        work[rank] += products
+    return owners
+
+
+@dataclass
+class _Slot:
+    """Memory of one unit at a time."""
+
+    whole: Tensor
+    """Its averages, and then the results in their place: bf16."""
+    parts: Tensor
+    """What this rank keeps of the results: fp32."""
+
+
+@dataclass
+class _UnderWay:
+    """A unit between its collect and its update."""
+
+    slot: _Slot
+    done: str
+    pending: Pending
+
+
+class PlannedMuon:
+    """Muon of one rank's sharded model, for the parameters that its options take."""
+
+    def __init__(self, model: PlannedModel, options: MuonOptions) -> None:
+        self.model, self.options = model, options
+        self.momenta: dict[str, tuple[Piece, Tensor]] = {}
+        """The averages of what this rank keeps, by name: live, 1-D, fp32."""
+        self._taken: dict[PlannedUnit, list[int]] = {}
+        self._owners: dict[PlannedUnit, list[list[int]]] = {}
+        self._under_way: dict[PlannedUnit, _UnderWay] = {}
+        for unit in model.units.values():
+            names = [member.name for member in unit.group.members]
+            pieces = [piece for piece in unit.pieces() if options.takes(piece.name, piece.shape)]
+            self.momenta |= {piece.name: (piece, torch.zeros_like(piece.main)) for piece in pieces}
+            taken = [
+                i
+                for i, shard in enumerate(unit.group.shards)
+                if options.takes(names[i], unit.group.span_of(shard).shape)
+            ]
+            if taken:
+                self._taken[unit] = taken
+                self._owners[unit] = _owners(unit, taken)
+        self._slots = {kind: self._allocate(kind) for kind in ("dense", "experts")}
+
+    def _allocate(self, kind: str) -> list[_Slot]:
+        """The slots of a class of units. Every rank calls this."""
+        groups = [unit.group for unit in self._taken if unit.kind == kind]
+        if not groups:
+            return []
+        length, part = (max(sizes) for sizes in zip(*((g.layout.total, g.main.numel()) for g in groups), strict=True))
+        device, found = self.model.device, list[_Slot]()
+        for _ in range(1 if groups[0].keeps_all else self.options.slots):
+            whole = torch.zeros(length, dtype=torch.bfloat16, device=device)
+            found.append(_Slot(whole, torch.empty(part, device=device)))
+        return found
+
+    def takes(self, unit: PlannedUnit) -> bool:
+        """Whether it updates some of a unit."""
+        return unit in self._taken
+
+    def begun(self, unit: PlannedUnit) -> bool:
+        """Whether a unit's averages have been moved, but not its weights."""
+        return unit in self._under_way
+
+    @torch.no_grad()
+    def go_on(self, verb: str, unit: PlannedUnit, slot: int, verdict: Verdict) -> Pending:
+        """Do one of `WHOLE_MATRICES` with a unit, each in its turn. No average changes in a step that is skipped."""
+        if verb == "collect":
+            assert unit not in self._under_way, f"{unit} is collected twice"
+            place = self._slots[unit.kind][slot]
+            for other in self._under_way.values():
+                if other.slot is place:  # on a CPU what is sent from there may still be under way
+                    other.pending.wait()
+            self._under_way[unit] = _UnderWay(place, "", Pending())
+        of, group = self._under_way[unit], unit.group
+        of.pending.wait()
+        whole, parts = of.slot.whole[: group.layout.total], of.slot.parts[: group.main.numel()]
+        of.pending, of.done = Pending(), verb
+        match verb:
+            case "collect":
+                mine = whole if group.keeps_all else whole[group.position * parts.numel() :][: parts.numel()]
+                self._average(unit, mine, verdict)
+                if not group.keeps_all:
+                    of.pending = group.groups.reduce.all_gather(whole, mine)
+            case "orthogonalise":
+                self._iterate(unit, whole)
+            case "scatter" if group.keeps_all:
+                parts.copy_(whole)
+            case _:
+                of.pending = group.groups.reduce.reduce_sum(whole, parts, 1.0, add=False)
+        return of.pending
+
+    @torch.no_grad()
+    def update(self, unit: PlannedUnit, verdict: Verdict) -> None:
+        """Move the weights of a unit, behind what is left to do before. Nothing changes in a step that is skipped."""
+        done = self._under_way[unit].done if unit in self._under_way else ""
+        for verb in WHOLE_MATRICES[WHOLE_MATRICES.index(done) + 1 if done else 0 :]:
+            self.go_on(verb, unit, 0, verdict)
+        of, here = self._under_way.pop(unit), unit.group.kept.slices(unit.group.position)
+        of.pending.wait()
+        for i in self._kept(unit):
+            self._move(self.momenta[unit.group.members[i].name][0], of.slot.parts[here[i]], verdict)
+
+    def _kept(self, unit: PlannedUnit) -> list[int]:
+        """The members that it updates and of which this rank keeps something."""
+        return [i for i in self._taken[unit] if unit.group.shards[i].hi > unit.group.shards[i].lo]
+
+    def _average(self, unit: PlannedUnit, mine: Tensor, verdict: Verdict) -> None:
+        here = unit.group.kept.slices(unit.group.position)
+        for i in self._kept(unit):
+            piece, momentum = self.momenta[unit.group.members[i].name]
+            mine[here[i]] = self._averaged(piece.grad * verdict.factor.float(), momentum, verdict.skipped)
+
+    def _averaged(self, grad: Tensor, momentum: Tensor, skipped: Tensor) -> Tensor:
+        """Move the average, and return Nesterov's look ahead of it."""
+        beta = self.options.momentum
+        moved = momentum.lerp(grad, 1 - beta)
+        momentum.copy_(torch.where(skipped, momentum, moved))
+        return grad.lerp(moved, beta)
+
+    def _iterate(self, unit: PlannedUnit, whole: Tensor) -> None:
+        """Put this rank's matrices, made orthogonal, in the place of all averages; zeros in that of the others."""
+        found: list[tuple[Tensor, Tensor]] = []
+        views = unit.group.layout.views(whole)
+        for i, owners in zip(self._taken[unit], self._owners[unit], strict=True):
+            matrices = matrices_of(unit.group.members[i].name, views[i])
+            own = [m for m, rank in zip(matrices, owners, strict=True) if rank in (-1, unit.group.groups.reduce.rank)]
+            together = len(own) if whole.is_cuda else 1  # on a CPU one by one: the same bits on any mesh
+            for first in range(0, len(own), max(1, together)):
+                some = own[first : first + together]
+                found += zip(some, orthogonal(torch.stack(some)), strict=True)
+        whole.zero_()
+        for place, matrix in found:
+            place.copy_(matrix)
+
+    def _move(self, piece: Piece, update: Tensor, verdict: Verdict) -> None:
+        options, main, lr = self.options, piece.main, verdict.lr
+        decay = options.weight_decay if options.decays(piece.name, piece.shape) else 0.0
+        shape = matrices_of(piece.name, torch.empty(piece.shape, device="meta"))[0].shape
+        moved = (main * (1 - lr * decay)).add_(update, alpha=-lr * factor_of(shape, options.scale))
+        main.copy_(torch.where(verdict.skipped, main, moved))
+
 
 AVERAGES = ("exp_avg", "exp_avg_sq")
 
