@@ -214,7 +214,8 @@ def numbers(case: Case, name: str) -> list[Any]:
     low, high = (bounds.low, bounds.high) if bounds else (0, 10**9)
     some = {*range(65), *(2**n for n in range(7, 30)), *(16 * n for n in range(64)), *(now * n for n in range(2, 17))}
     some |= {now // n for n in range(2, 17)} | {now - 1, now + 1}
-    if float in (types()[name], *get_args(types()[name])):
+    options = (types()[name], *get_args(types()[name]))
+    if float in (*options, *(each for option in options for each in get_args(option))):
         some |= {n / 20 for n in range(20)} | {now + 0.5}
     return sorted((n for n in some if low <= n <= high and n != now), key=lambda n: abs(n - now))
 
