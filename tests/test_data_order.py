@@ -277,7 +277,7 @@ def test_a_run_deals_out_sequences_by_what_windows_leave_of_their_attention(tmp_
     """Lengths of documents as the run reads them, and pairs of tokens counted one by one."""
     data: dict[str, Any] = {
         "data.paths": (texts_in(tmp_path),), "data.packing": "best_fit", "data.sequence_length": 32,
-        "data.validation": (0.4,), "mesh.dp": 2, "mesh.ep": 2, "mesh.pp": 1, "train.microbatches": 4,
+        "data.validation": 0.4, "mesh.dp": 2, "mesh.ep": 2, "mesh.pp": 1, "train.microbatches": 4,
         "train.device": "cpu", "model.window": 4, "train.steps": 1,
     }  # fmt: skip
     words = ["--data.paths", data["data.paths"][0]]
