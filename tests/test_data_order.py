@@ -277,11 +277,11 @@ def test_a_run_deals_out_sequences_by_what_windows_leave_of_their_attention(tmp_
     """Lengths of documents as the run reads them, and pairs of tokens counted one by one."""
     data: dict[str, Any] = {
         "data.paths": (texts_in(tmp_path),), "data.packing": "best_fit", "data.sequence_length": 32,
-        "data.validation": 0.4, "mesh.dp": 2, "mesh.ep": 2, "mesh.pp": 1, "train.microbatches": 4,
+        "data.validation": (0.4,), "mesh.dp": 2, "mesh.ep": 2, "mesh.pp": 1, "train.microbatches": 4,
         "train.device": "cpu", "model.window": 4, "train.steps": 1,
     }  # fmt: skip
-    words = ["--data.paths", data["data.paths"][0]]
-    words += [word for name, value in data.items() if name != "data.paths" for word in (f"--{name}", str(value))]
+    flags = ((f"--{name}", *(value if isinstance(value, tuple) else (value,))) for name, value in data.items())
+    words = [str(word) for flag in flags for word in flag]
     done = hocket(tmp_path, "train", *SMALL, *words, "--run.name", "windows")
     assert done.code == 0, done.err
     settings = resolve(changed(recipe("tiny"), {**data, "data.cache": str(tmp_path / "cache"), "train.sequences": 1}))
