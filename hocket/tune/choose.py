@@ -346,7 +346,7 @@ BEFORE: tuple[Knob, ...] = (
     Knob(_UPDATE, _updates),
     Knob(_STAGES, _splits),
 )
-BEHIND: tuple[Knob, ...] = Knob("plan.layer_order", _orders)
+BEHIND: tuple[Knob, ...] = (Knob("plan.layer_order", _orders),)
 """Knobs that are turned before memory is made room for, and those after that."""
 
 
