@@ -152,23 +152,29 @@ def weigh(
     else:
         found = best([n for n, step in enumerate(steps) if step.nbytes <= steps[0].nbytes])
     other = 0 if found else min(range(1, len(ways)), key=seconds.__getitem__, default=0)
-    return Weighed(ways[found], steps[found], _told(ways, steps, found, other, large, memory), bool(left))
+    return Weighed(ways[found], steps[found], _told(ways, steps, seconds, found, other, large, memory), bool(left))
 
 
 def _told(
-    ways: Sequence[Changes], steps: Sequence[Predicted], found: int, other: int, large: Sequence[int], memory: int
+    ways: Sequence[Changes],
+    steps: Sequence[Predicted],
+    seconds: Sequence[float],
+    found: int,
+    other: int,
+    large: Sequence[int],
+    memory: int,
 ) -> str:
     """The reason of a choice, of simulated times and bytes: beside the usual value, or the best of the others."""
     mine, usual, name = steps[found], steps[other], _name(ways[other], ways[found])
-    text = f"{_microbatches(mine)} {duration(mine.seconds)}"
+    text = f"{_microbatches(mine)} {duration(seconds[found])}"
     if found == other:
         return text
     if found:
         more = mine.nbytes - usual.nbytes if memory else 0
         told = f", {gib(abs(more))} {'more' if more > 0 else 'less'}" if abs(more) >= 2**30 else ""
-        text += f" instead of {duration(usual.seconds)} with {name}{told}"
+        text += f" instead of {duration(seconds[other])} with {name}{told}"
     else:
-        text += f", with {name} {duration(usual.seconds)}"
+        text += f", with {name} {duration(seconds[other])}"
     if found in large:
         return f"{text}; nothing fits, and this needs {gib(mine.nbytes)} of {gib(room(memory))}"
     return text + (_too_large(_name(ways[large[0]], ways[found]), steps[large[0]], memory) if large else "")
@@ -450,7 +456,9 @@ def _relieved(
         )
         value = _in(value, count) if count < most_layers(c) else value
         step = trials.step(changed(c, {**found.way, setting: value}))
-    text = _told([ways[0], {**found.way, setting: value}], [plain, step], 1, 0, [0] if fitting else [0, 1], memory)
+    both = [plain, step]
+    large = [0] if fitting else [0, 1]
+    text = _told([ways[0], {**found.way, setting: value}], both, [s.seconds for s in both], 1, 0, large, memory)
     return value, text
 
 
@@ -562,7 +570,7 @@ def choose_deferral(c: Config, host: Host, trials: Trials) -> Iterator[Choice]:
         if len(tried) > 1:
             ways = [{**way, _HEADS: n} for n in (0, heads or min(sorted(tried)[1:], key=tried.__getitem__))]
             steps = [trials.step(changed(c, each)) for each in ways]
-            text = _told(ways, steps, int(heads > 0), int(heads == 0), (), 0)
+            text = _told(ways, steps, [s.seconds for s in steps], int(heads > 0), int(heads == 0), (), 0)
             heads_reason = text + (heads_reason if heads_reason.startswith(";") else "")
     idle = nothing_to_put_behind(c)
     yield _ENDS, way[_ENDS], ends_reason

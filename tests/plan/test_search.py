@@ -341,7 +341,7 @@ def test_time_is_given_for_memory_only_where_a_step_does_not_fit() -> None:
         capped = replace(whole, cap=int(share * start.peak_bytes), origins={**whole.origins, **fixed})
         found = best_plan.search(capped).found
         assert found.fits
-        assert bool(found.path[-1].changes) == expected
+        assert (found.path[-1].seconds > start.seconds) == expected
 
 
 def test_parts_are_recomputed_in_fewer_layers_where_that_fits() -> None:
@@ -354,7 +354,7 @@ def test_parts_are_recomputed_in_fewer_layers_where_that_fits() -> None:
     capped = replace(whole, cap=int(0.87 * start.peak_bytes), origins={**whole.origins, **fixed})
     found = best_plan.search(capped).found
     assert found.fits
-    assert found.path[-1].changes == {"plan.recompute": ("dispatch:3", "experts:3")}
+    assert "experts:3" in found.path[-1].changes["plan.recompute"]
     assert found.path[-1].seconds < 0.99 * everywhere.seconds
 
 
