@@ -59,6 +59,7 @@ class Resolve(Protocol):
         origins: dict[str, str],
         price: Callable[[Config], CostTable],
         remarks: bool = True,
+        /,
         *,
         memory: int = 0,
     ) -> Settings:
