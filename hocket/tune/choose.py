@@ -330,7 +330,9 @@ def _orders(c: Config, h: Host, trials: Trials) -> Ways:
     """
     merged = c.overlap.ep.merge == "on" and not separate_wgrads(c) and c.overlap.defer_wgrad != "off"
     found = orders(trials.costs(c), layout_of(c), WORTH) if merged else []
-    return found or ["literature"], "all-to-alls have compute beside them that is long enough" if found else ""
+    return found or [
+        "literature"
+    ], "all-to-alls have compute beside them that is long enough" if merged and not found else ""
 
 
 class Knob(NamedTuple):
