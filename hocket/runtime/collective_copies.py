@@ -31,7 +31,6 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Literal
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -71,22 +70,10 @@ class Halves:
             for kind in (_HERE, _READ)
         )
         """What is done with the words of all peers around copies, by half; each is given a stream."""
-        self._driver = driver
 
     def bytes_of(self, rank: int, half: int) -> Tensor:
         """A half of a rank."""
         return self._memories[rank][half * self.nbytes : (half + 1) * self.nbytes]
-
-    def copy_here(self, stream: int, into: Tensor, source: Tensor) -> None:
-        """Copy bytes from this GPU to this GPU by a copy engine.
-
-        torch's copy would run on SMs: the gather would then wait, at each piece, for the end of a product that holds
-        all of them.
-        """
-        if len(source):
-            numbers = into.data_ptr(), source.data_ptr(), len(source)
-            to, by, nbytes = (np.array([number], dtype=np.int64) for number in numbers)
-            self._driver.copies(stream, to, by, nbytes)
 
     def _word(self, at: int, half: int, kind: int, peer: int) -> int:
         return self._memories[at].data_ptr() + HALVES * self.nbytes + 4 * ((half * 2 + kind) * self.size + peer)
@@ -144,19 +131,19 @@ class CollectiveCopies:
         """`out` (size * n) becomes the ranks' `shard`s (n), on the current stream."""
         assert out.is_contiguous()
         assert shard.is_contiguous()
-        halves, source, stream = self._gathered, _bytes(shard), self._queue()
+        halves, source = self._gathered, _bytes(shard)
         into = _bytes(out).view(self.size, -1)
         if into[self.rank].data_ptr() != source.data_ptr():
-            halves.copy_here(stream, into[self.rank], source)
+            into[self.rank].copy_(source)
 
         def send(half: int, low: int, high: int) -> None:
-            halves.copy_here(stream, halves.bytes_of(self.rank, half), source[low:high])
+            halves.bytes_of(self.rank, half)[: high - low].copy_(source[low:high])
 
         def receive(half: int, low: int, high: int) -> None:
             for peer in halves.peers:
                 into[peer, low:high].copy_(halves.bytes_of(peer, half)[: high - low])
 
-        self._in_pieces(stream, halves, len(source), halves.nbytes, send, receive)
+        self._in_pieces(halves, len(source), halves.nbytes, send, receive)
 
     def reduce(self, full: Tensor, into: Tensor, scale: float, add: bool) -> None:
         """`into` (n) += (or =) scale * the sum of the ranks' `full` (size * n), on the current stream."""
@@ -177,11 +164,10 @@ class CollectiveCopies:
             first, last = low // width, high // width
             local_sum(come.view(full.dtype), into[first:last], scale, add, (self.rank, mine[first:last]))
 
-        self._in_pieces(self._queue(), halves, parts.shape[1], room, send, receive)
+        self._in_pieces(halves, parts.shape[1], room, send, receive)
 
     def _in_pieces(
         self,
-        stream: int,
         halves: Halves,
         nbytes: int,
         room: int,
@@ -190,7 +176,7 @@ class CollectiveCopies:
     ) -> None:
         """Move `nbytes` of every pair of ranks, in pieces of `room`: `send` and `receive` are given half and bytes."""
         assert room, f"a half of {halves.nbytes} bytes has no room for a piece of each of {self.size} ranks"
-        waiting = None
+        stream, waiting = self._queue(), None
         if stream != self._last:
             self._follow(self._last)  # halves are in use there
             self._last = stream

@@ -19,7 +19,6 @@ from functools import cache
 from typing import Any, Literal, Protocol
 
 import numpy as np
-import torch
 
 WORDS_AT_ONCE = 256
 """Words that are read at once at most."""
@@ -109,8 +108,7 @@ class Cuda:
         _check(self._copy(into, source, nbytes, stream))
 
     def copies(self, stream: int, into: np.ndarray, sources: np.ndarray, nbytes: np.ndarray) -> None:
-        # Neither the default stream nor one that is recorded may have a batch.
-        if self._batch is None or not stream or torch.cuda.is_current_stream_capturing():
+        if self._batch is None or not stream:  # nor may the default stream have a batch
             for each in zip(into.tolist(), sources.tolist(), nbytes.tolist(), strict=True):
                 self.copy(stream, *each)
             return
