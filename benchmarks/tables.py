@@ -289,7 +289,7 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "expert_routing_even": ("expert_routing_even", contenders),
     "saves": ("saves", saves),
     "saves_memory": ("saves_memory", saves),
-    "before_after": ("before_after", before_and_after),
+    **{name: (name, before_and_after) for name in ("before_after", "before_after_sharded")},
     "any_model_settings": ("any_model", settings),
     "summary": (summary_tables.files(short=False), summary_tables.summary),
     "summary_short": (summary_tables.files(short=True), summary_tables.summary_short),
