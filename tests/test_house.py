@@ -37,10 +37,10 @@ FEATURES = {
 
 # figure -> (most that it may be, slack). A figure that is more than the slack below its limit lowers the limit.
 LIMITS = {
-    "lines of hocket/": (57_570, 300),
+    "lines of hocket/": (57_560, 300),
     "files of hocket/": (249, 3),
     "lines of hocket_trace/": (4_370, 150),
-    "words of docs": (100_800, 1_500),
+    "words of docs": (101_100, 1_500),
     "settings": (148, 0),
     "settings outside of model.*": (80, 0),
     "rules": (126, 3),
