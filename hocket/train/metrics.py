@@ -112,10 +112,6 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a full disk, which may pass."""
 
 
-LINES = 1000
-"""About the most steps of which a line is printed: every step of a short run. Every step goes to metrics.jsonl."""
-
-
 @dataclass(frozen=True)
 class StepRecord:
     """One optimizer step, over all ranks."""
@@ -303,7 +299,7 @@ class Metrics:
         self._write(record)
         if self._live:
             self._live.update(self._live.task_ids[0], completed=result.step, description=text)
-        elif result.step % max(1, self.settings.train.steps // LINES) == 0 or result.step == self.settings.train.steps:
+        else:
             self.say(text + self._eta())
         if self._start:
             for warning in self._start.warnings(result.step, result.loss, result.grad_norm, result.load):
