@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import hocket
-from tests.helpers.history import CALLER, Entry, History, record
+from benchmarks.history import CALLER, Entry, History, record
 
 WIDTH, ROWS = 11, 3
 

@@ -5,10 +5,10 @@ import weakref
 import torch
 from torch import nn
 
+from benchmarks.history import History
 from hocket.fsdp.buffers import FullBuffer, StagingMemory
 from hocket.runtime.queue import Queue
 from hocket.runtime.transports import Pending
-from tests.helpers.history import History
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import hocket
-from tests.helpers.history import History, record
+from benchmarks.history import History, record
 from tests.helpers.ranks import run_ranks
 
 

@@ -5,9 +5,9 @@ import gc
 import pytest
 import torch
 
+from benchmarks.history import CALLER, History
 from hocket.runtime.queue import Queue, Ticket
 from hocket.runtime.transports import Pending
-from tests.helpers.history import CALLER, History
 
 CPU = torch.device("cpu")
 

@@ -7,9 +7,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import hocket
+from benchmarks.history import CALLER
 from tests.fsdp.noted import Model, Run, computes, exposed, named
 from tests.fsdp.twin import mesh_of, naming
-from tests.helpers.history import CALLER
 from tests.helpers.ranks import run_ranks
 
 L = 6

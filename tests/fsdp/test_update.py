@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import hocket
+from benchmarks.history import CALLER, Entry, History
 from tests.fsdp.noted import Model, Run, named
 from tests.fsdp.test_parity import optimizer_for, train
 from tests.fsdp.twin import OPTIMIZERS, Case, Pair, naming
-from tests.helpers.history import CALLER, Entry, History
 from tests.helpers.ranks import run_ranks
 
 L = 6
