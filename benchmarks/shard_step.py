@@ -2,7 +2,7 @@
 
     python -m benchmarks.shard_step --microbatches 2 --strategy optim
 
-Ranks are processes on this CPU. The record (`hocket/runtime/queue.py`) has no times, so an order is all that comes
+Ranks are processes on this CPU. The record (`benchmarks/history.py`) has no times, so an order is all that comes
 from it: everything begins as soon as what it comes behind is over, and lasts as many characters as `LENGTHS` says.
 """
 
