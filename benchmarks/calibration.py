@@ -263,12 +263,11 @@ def searched(config: Config, base: Settings, costs: Measurement) -> Settings | N
         other: Config,
         origins: dict[str, str],
         price: Callable[[Config], CostTable],
-        remarks: bool = True,
         *,
         memory: int = 0,
     ) -> Settings:
         host = dataclasses.replace(base.host, memory=memory or base.host.memory)
-        return resolve(other, host, origins, price, remarks)
+        return resolve(other, host, origins, price)
 
     hardware = hardware_of(base)
     task = Task(config=config, origins={}, resolve=again, hardware=hardware, measured=costs, cap=hardware.memory)

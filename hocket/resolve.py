@@ -29,7 +29,7 @@ from hocket.settings.overlap_rules import TENSOR as METHOD
 from hocket.settings.rule import Host, Rule
 from hocket.settings.rules import CHECKS, broken, numbered, rule_lines, rule_text
 from hocket.settings.schema import changed, impossible, leaf, show, types
-from hocket.tune.choose import OPEN, choices, stride_remark
+from hocket.tune.choose import OPEN, choices
 from hocket.tune.graph_choice import GRAPHS, SPLITS, choose_graphs, choose_splits, graphs_that_pay
 from hocket.tune.smaller_mesh import gives_up as given_up_when_smaller
 from hocket.tune.smaller_mesh import smaller_mesh
@@ -67,14 +67,13 @@ def resolve(
     host: Host | None = None,
     origins: Mapping[str, str] | None = None,
     price: Price = model_costs,
-    remarks: bool = True,
     gives_up: bool = False,
 ) -> Settings:
     """Make every automatic choice of `config` and check the result.
 
     `origins` tells where a leaf (dotted name) was set, for messages; a leaf that is missing there came with the
     configuration itself, whose name is under the key "". `price` says what ops cost, for choices that depend on it.
-    Without `remarks` none is sought that takes simulations. With `gives_up` a setting below `overlap` that cannot work
+    With `gives_up` a setting below `overlap` that cannot work
     is chosen as if it had been left open, and its decision says so.
     Raises ValueError with one line per problem.
     """
@@ -105,8 +104,6 @@ def resolve(
     decisions += [replace(decision, value=leaf(settled, name)) for name, decision in unmet.items()]
     old = _still_chosen(before, settled) if before else {}
     decisions += _remarks(settled, host, origins, {decision.setting for decision in decisions} | old.keys())
-    advice = stride_remark(settled, host, trials) if remarks else ()
-    decisions += [Decision(setting=s, value=v, asked=v, reasons=(str(why),)) for s, v, why in advice]
     init, reasons = settled.model.init, (described(settled.model),)
     decisions.append(Decision(setting="model.init", value=init, asked=init, reasons=reasons))
     if host.tokenizer_begin:

@@ -159,7 +159,6 @@ def resolve_for_plan(
     config: Config,
     origins: dict[str, str],
     price: Callable[[Config], CostTable] = model_costs,
-    remarks: bool = True,
     gives_up: bool = False,
     memory: int = 0,
 ) -> Settings:
@@ -172,4 +171,4 @@ def resolve_for_plan(
     host = replace(host, memory=memory or host.memory)
     with suppress(ValueError):
         host = replace(host, tokenizer_begin=known_tokenizer(config.data, origins).begin)
-    return resolve(config, host, origins, price, remarks, gives_up)
+    return resolve(config, host, origins, price, gives_up)

@@ -58,7 +58,6 @@ class Resolve(Protocol):
         config: Config,
         origins: dict[str, str],
         price: Callable[[Config], CostTable],
-        remarks: bool = True,
         /,
         *,
         memory: int = 0,
@@ -80,8 +79,6 @@ class Task:
     measured: Measurement | None = None
     cap: int = 0
     """Bytes that a rank may hold; 0 means no limit."""
-    remarks: bool = True
-    """Whether to look for remarks on settings, which takes simulations."""
     memory: int = 0
     """Bytes of memory that `auto` reckons with; 0 means those of the hardware."""
 
@@ -91,9 +88,7 @@ class Task:
         Raises ValueError if they are refused.
         """
         origins = {**self.origins, **dict.fromkeys(changes, "search")}
-        return self.resolve(
-            changed(self.config, changes), origins, price or self.costs, self.remarks, memory=self.memory
-        )
+        return self.resolve(changed(self.config, changes), origins, price or self.costs, memory=self.memory)
 
     def costs(self, config: Config) -> CostTable:
         """What ops cost."""
@@ -105,7 +100,7 @@ class Task:
         chosen = {name: leaf(start, name) for name in _BY_SIMULATION}
         if start.overlap.ep.merge_ends == "off":  # which is always possible
             chosen["overlap.ep.merge_ends"] = "off"
-        return replace(self, config=changed(self.config, chosen), remarks=False)
+        return replace(self, config=changed(self.config, chosen))
 
 
 @dataclass(frozen=True, kw_only=True)

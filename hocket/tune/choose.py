@@ -58,7 +58,7 @@ from hocket.config import COPIED, Config, Strategy, Switch
 from hocket.program.cost import CostTable
 from hocket.program.hardware import LAPTOP, hardware_of
 from hocket.program.ops import COMPUTING, Lane, Layout, Op, offloadable, recomputable
-from hocket.program.p2p import Parts, smallest_cover, stride_price
+from hocket.program.p2p import Parts, smallest_cover
 from hocket.program.part_sizes import copies_of, elements_sent
 from hocket.program.simulate import quiet_end
 from hocket.program.stages import gathered_units, layout_of
@@ -625,29 +625,3 @@ def _suiting(tried: Mapping[int, float]) -> int:
 def _fewest(tried: Mapping[int, float]) -> int:
     """The number whose step is the shortest, the least of about equal ones."""
     return min(number for number, seconds in tried.items() if seconds <= _EQUAL * min(tried.values()))
-
-
-def stride_remark(c: Config, host: Host, trials: Trials) -> Iterator[Choice]:
-    """Gain and price of a stride of 3, if weight gradients hide less than half of the p2p transfer.
-
-    All settings of `c` must be decided.
-    """
-    if c.mesh.pp == 1 or c.overlap.ep.merge != "on" or c.plan.stride != 2 or c.plan.turning:
-        return
-    assert c.overlap.pp.defer_layers != "auto", "chosen before"
-    layers, parts = c.overlap.pp.late
-    cover = smallest_cover(layout_of(c), trials.costs(c), (0 if nothing_to_put_behind(c) else layers,), (parts,))
-    price = stride_price(layout_of(c), c.train.microbatches, group_of(c), trials.costs(c))
-    if 2 * cover.exposed <= cover.p2p or price is None:
-        return
-    wide, memory = {"plan.stride": 3, "plan.group": price.group}, memory_of(c, host)
-    if memory and not trials.step(changed(c, wide)).may_fit(memory):
-        return
-    found = weigh(c, [{"plan.stride": 2, "plan.group": c.plan.group}, wide], trials, worth=0.0)
-    if found.way == wide:
-        reason = (
-            f"{duration(cover.exposed)} of each p2p transfer stay exposed; with plan.stride = 3 and "
-            f"plan.group = {price.group}, {found.reason}, for {price.chunks} more chunk activations in flight, "
-            f"{price.nbytes / 2**30:.2f} GiB"
-        )
-        yield "plan.stride", 2, reason
