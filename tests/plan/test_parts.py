@@ -26,8 +26,8 @@ from hocket.program.text import from_json, to_json
 from hocket.program.timeline import html_timeline, svg_timeline, text_timeline
 from hocket.program.transformer import DENSE, moe
 from hocket.program.values import reads
-from hocket.tune.by_cost import seconds_of_experts
-from hocket.tune.layer_orders import layer_seconds
+from hocket.tune.candidates import layer_seconds
+from hocket.tune.choose import seconds_of_experts
 from hocket_trace.parse import plan_of
 from tests.helpers.costs import Table
 from tests.helpers.dryrun import dry_run, reference
