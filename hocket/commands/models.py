@@ -64,7 +64,7 @@ def run_generate(words: list[str]) -> int:
     """Generate. Returns the exit code."""
     options = parse_plain(Generate, "generate", "hocket generate RUN --prompt TEXT", words)
     _check_ranges(options)
-    from hocket.model.generate import Sampling, generate
+    from hocket.model.transformer import Sampling, generate
 
     device = device_of(options.device)
     try:

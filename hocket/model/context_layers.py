@@ -13,17 +13,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from hocket.config import ModelConfig
-from hocket.layers.linears import Linears
-from hocket.layers.norms import add_rms_norm, rms_norm
 from hocket.layers.routing import Routing
-from hocket.layers.tensor import Arriving
 from hocket.model.context import Context, by_heads, of_heads
-from hocket.model.layers import DenseLayer
-from hocket.model.moe import ExpertPlace, MoELayer, Routed
-from hocket.model.transformer import Chunk, Layer
+from hocket.model.moe import Routed
 from hocket.runtime.comm import Group, Pending, RowTable
 
 
@@ -98,51 +92,6 @@ class _ByHeads(_Cut):
         return self.added(x_BSD, more_BSD, context, *kept)
 
 
-class _Own:
-    """Norms of hocket's own layers."""
-
-    config: ModelConfig
-    attn_norm: nn.Parameter
-
-    def normed(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
-        """The input of attention, and the residual stream."""
-        if self.config.norms == "after":
-            return x_BSD, x_BSD
-        norm = self.config.norm_eps, self.config.norm_plus_one
-        x_BSD, h_BSD = add_rms_norm(x_BSD, None, self.attn_norm, *norm)
-        return h_BSD, x_BSD
-
-
-class _Dense(_Own, DenseLayer):
-    """What the dense layers have in common."""
-
-    def __init__(self, config: ModelConfig, linears: Linears, number: int, group: Group) -> None:
-        super().__init__(config, linears, number)
-        self.config, self.group = config, group
-
-    def added(self, x_BSD: Tensor, more_BSD: Tensor, context: Context) -> Tensor:
-        """The residual stream behind attention."""
-        return x_BSD + (rms_norm(more_BSD, self.attn_norm, *self.norm) if self.after else more_BSD)
-
-
-class _MoE(_Own, MoELayer):
-    """What the layers with routed experts have in common."""
-
-    def __init__(
-        self, config: ModelConfig, ep: ExpertPlace, aux_scale: float, linears: Linears, number: int, group: Group
-    ) -> None:
-        super().__init__(config, ep, aux_scale, linears, number)
-        self.group, self.sharing = group, group.size
-
-    def total(self, rows_E: Tensor) -> Arriving:
-        total_E = super().total(rows_E).get().clone()
-        return Arriving(total_E, (self.group.all_reduce(total_E).wait,))
-
-    def added(self, x_BSD: Tensor, more_BSD: Tensor, context: Context, kept: Routing | None = None) -> Routed:
-        """As `forward_attn` of `MoELayer`, behind attention."""
-        return self.routed(x_BSD, more_BSD, context, kept)
-
-
 METHODS: dict[str, type[_Cut]] = {"gather": _Cut, "heads": _ByHeads}
 """By method: the parts of attention, which a layer with `group`, `attn`, `normed` and `added` is made with."""
 
@@ -150,18 +99,3 @@ METHODS: dict[str, type[_Cut]] = {"gather": _Cut, "heads": _ByHeads}
 def cut_as(method: str, layer: type) -> Any:
     """The class of a layer whose attention is cut for what travels."""
     return type(f"{METHODS[method].__name__}{layer.__name__}", (METHODS[method], layer), {})
-
-
-class SharedChunk(Chunk):
-    """A chunk whose sequences the ranks of a group share."""
-
-    def __init__(self, group: Group, method: str, *sizes: Any, **how: Any) -> None:
-        """`method` says what travels. The rest is as for `Chunk`."""
-        self._group, self._made = group, [cut_as(method, layer) for layer in (_Dense, _MoE)]
-        super().__init__(*sizes, **how)
-
-    def _layer(self, number: int, experts: tuple[ExpertPlace, float] | None, linears: Linears) -> Layer:
-        dense, with_experts = self._made
-        if experts is not None:
-            return with_experts(self.config, *experts, linears, number, self._group)
-        return dense(self.config, linears, number, self._group)

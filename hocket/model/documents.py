@@ -69,6 +69,11 @@ class Documents:
         return self.ids_BS.shape[0]
 
     @property
+    def length(self) -> int:
+        """S."""
+        return self.ids_BS.shape[1]
+
+    @property
     def key_ends(self) -> Tensor:
         """Keys are those of the same tokens; `context.Span` has more of them."""
         return self.ends
@@ -130,6 +135,8 @@ class Seen(Protocol):
 class Told(Protocol):
     """What layers are told of a microbatch's tokens: `Documents`, or `context.Context`."""
 
+    @property
+    def length(self) -> int: ...
     @property
     def position_T(self) -> Tensor: ...
     @property

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hocket.kernels import usable
 from hocket.model.context import Context, Span, among, in_order, in_ranks
-from hocket.model.documents import Documents, Seen, attend, has_flash, whole_sequences
+from hocket.model.documents import Documents, Seen, Told, attend, has_flash, whole_sequences
 from hocket.runtime.weights import Destination, Ordinary, Product, put, queued, weight_of
 
 # -- partial attention -------------------------------------------------------------------------------------------------
@@ -317,8 +317,35 @@ class Heads(ABC):
     sinks: Tensor | None
 
     @abstractmethod
+    def made(self, names: str, h_BSD: Tensor, told: Told | None) -> tuple[list[Tensor], Tensor | None]:
+        """Those of queries `q`, keys `k` and values `v` that are named, [B, S, heads, N], and gates of queries or None.
+
+        They have norms, and positions in whole sequences, or where tokens are told theirs, [1, T, heads, N], these.
+        """
+
+    @abstractmethod
     def out(self, o_BSF: Tensor, gate_BSF: Tensor | None) -> Tensor:
         """What attention adds to the residual stream, from what heads have found and their gates."""
+
+    def forward(self, h_BSD: Tensor, documents: Documents | None = None) -> Tensor:
+        """Attention of every position to itself and those before it in its sequence, in the shape of `h`.
+
+        With `documents`, to those in its document; then the sequences are taken for one of B * S tokens up to there.
+        """
+        made, gate = self.made("qkv", h_BSD, documents)
+        batch = made[0].shape[0] if documents is None else documents.batch
+        o_THN = self.whole(*(x.flatten(0, 1) for x in made), batch, documents)
+        return self.projected(o_THN.flatten(1), gate, batch)
+
+    def keys(self, h_BSD: Tensor, context: Context) -> Tensor:
+        """Keys and values of a rank's tokens, side by side: what is gathered, [T, 2 * K * N]."""
+        kv_1TKN, _ = self.made("kv", h_BSD, context)
+        return torch.cat([x.flatten(2)[0] for x in kv_1TKN], -1)
+
+    def queries(self, h_BSD: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
+        """Queries of a rank's tokens, [T, H, N], and the gates of what they find."""
+        (q_1THN,), gate = self.made("q", h_BSD, context)
+        return q_1THN[0], gate
 
     def whole(self, q_THN: Tensor, k_TKN: Tensor, v_TKN: Tensor, batch: int, documents: Documents | None) -> Tensor:
         """Attention in `batch` sequences that are all here, of some heads: [T, H, N]."""

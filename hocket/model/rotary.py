@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hocket.config import ModelConfig, RopeConfig
 from hocket.config.rope import PLAIN, RopeKind
+from hocket.model.documents import Told
 
 
 class Rope(NamedTuple):
@@ -33,6 +34,12 @@ def rope_of(config: ModelConfig, layer: int) -> Rope | None:
         return None
     plain = rope.plain_windows and config.windows()[layer] > 0
     return Rope(rope.width or width, config.rope_theta, PLAIN if plain else rope)
+
+
+def table_of(rope: Rope, seq: int, told: Told | None, device: torch.device) -> Tensor:
+    """`rotary_table` of whole sequences, or with positions that tokens are told of these: [2, T, 1, R / 2]."""
+    table = rotary_table(seq if told is None else told.length, rope.width, rope.theta, device, rope.settings)
+    return table if told is None else table.index_select(1, told.position_T)
 
 
 @lru_cache(maxsize=16)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from hocket.config import Config, ModelConfig
 from hocket.layers.linears import WHOLE, Linears
-from hocket.model.context_layers import SharedChunk
 from hocket.model.moe import ExpertPlace, Router
 from hocket.model.transformer import Chunk
 from hocket.pretrained.convert import PretrainedFolder
@@ -183,13 +182,14 @@ class OwnTransformer:
 
     def chunk(self, place: ChunkPlace) -> Any:
         config = self._config
-        sizes = config.model, place.layers, place.first, place.last
-        how: dict[str, Any] = dict(ep=place.ep, aux_scale=1.0 / config.train.microbatches, linears=place.linears)
+        shared = None
         if config.mesh.cp > 1:
             assert place.groups is not None, "ranks that share sequences have a group"
-            chunk = SharedChunk(place.groups.cp, config.overlap.cp.method, *sizes, **how)
-        else:
-            chunk = Chunk(*sizes, **how)
+            shared = place.groups.cp, config.overlap.cp.method
+        chunk = Chunk(
+            config.model, place.layers, place.first, place.last, ep=place.ep, aux_scale=1.0 / config.train.microbatches,
+            linears=place.linears, shared=shared,
+        )  # fmt: skip
         chunk.tie(place.ends)
         return chunk
 

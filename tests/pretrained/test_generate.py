@@ -1,4 +1,4 @@
-"""What a model goes on with is what transformers' model goes on with; a cache changes no logits."""
+"""What a model goes on with is what transformers' model goes on with."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5", exc_type=ImportError)
 
 from hocket.commands.models import _print
-from hocket.model.generate import Sampling, generate
 from hocket.model.tokenizer import ByteTokenizer
+from hocket.model.transformer import Sampling, generate
 from tests.helpers.command import ALONE, SMALL, hocket, text_in
 from tests.pretrained.folders import CASES, VOCAB, made, ours, saved
 
@@ -29,23 +28,6 @@ def test_greedy_tokens_are_those_of_transformers(case: str, tmp_path: Path) -> N
     theirs.generation_config.eos_token_id = None  # goes on to the last token
     expected = theirs.generate(torch.tensor([PROMPT]), max_new_tokens=20, do_sample=False, pad_token_id=0)
     assert list(generate(ours(saved(case, tmp_path)), PROMPT, 20, Sampling())) == expected[0, len(PROMPT) :].tolist()
-
-
-@pytest.mark.parametrize("case", ["llama3", "gpt_oss", "qwen3_moe", "glm4_moe_partial", "mistral_window"])
-def test_logits_of_single_tokens_are_those_of_the_whole_sequence(case: str, tmp_path: Path) -> None:
-    model, seen = ours(saved(case, tmp_path)), list[Tensor]()
-
-    class Spying(Sampling):
-        def pick(self, logits_V: Tensor, generator: torch.Generator) -> int:
-            seen.append(logits_V)
-            return super().pick(logits_V, generator)
-
-    made_tokens = list(generate(model, PROMPT, 9, Spying()))
-    assert model.head is not None
-    with torch.no_grad():
-        whole = model.head(model(torch.tensor([PROMPT + made_tokens[:-1]])))[0, len(PROMPT) - 1 :]
-    torch.testing.assert_close(torch.stack(seen), whole, rtol=1e-4, atol=1e-5)
-    assert all(model.layer(int(number)).attn.cache is None for number in model.layers)
 
 
 def test_draws_follow_the_probabilities() -> None:
