@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hocket.adapters.decoder_layer import unshareable, windows_of
+from hocket.adapters.transformers import unshareable, windows_of
 from hocket.model.context import Context, Shares, context_of, in_order, in_ranks, shares
 from hocket.model.documents import Documents, attend, documents_of
 from hocket.model.heads import attend_stretch

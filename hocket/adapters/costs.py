@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from hocket.adapters.cut import Cut
-from hocket.adapters.decoder_layer import LAYERS, windows_of
 from hocket.adapters.layer import ExpertLayer
+from hocket.adapters.transformers import LAYERS, windows_of
 from hocket.config import Config, ModelConfig
 from hocket.program.cost import CostTable
 from hocket.program.documents import keys

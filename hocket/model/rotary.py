@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hocket.config import ModelConfig, RopeConfig
-from hocket.config.rope import PLAIN, RopeKind
+from hocket.config import PLAIN, ModelConfig, RopeConfig, RopeKind
 from hocket.model.documents import Told
 
 
