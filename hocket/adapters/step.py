@@ -20,7 +20,7 @@ from hocket.adapters.verify import verify
 from hocket.config import Config
 from hocket.engine import Engine
 from hocket.planned import with_settings
-from hocket.pretrained.groups import ModuleFolder
+from hocket.pretrained.weights import ModuleFolder
 from hocket.problems import stop_if
 from hocket.resolve import resolve
 from hocket.runtime.world import everyone

@@ -120,7 +120,7 @@ def opened(
 ) -> tuple[ModelConfig, Callable[[str, tuple[int, ...]], Tensor], DataConfig, StoredModel | None]:
     """A model's settings, its parameters by name and whole shape, the settings of its text, and a run's checkpoint."""
     from hocket.model.source import whole_shapes
-    from hocket.pretrained.convert import PretrainedFolder
+    from hocket.pretrained.weights import PretrainedFolder
     from hocket.train.checkpoint import newest_of
     from hocket.train.export import StoredModel
 
@@ -351,8 +351,8 @@ def run_export(words: list[str]) -> int:
 
 IMPORT_USAGE = """usage: hocket import DIR FILE.toml [--data.eos TOKEN]
 
-Reads config.json and all tensors of DIR, and writes the settings of its model to FILE.toml. A run of that file begins
-with the weights of DIR, on any mesh: hocket train FILE.toml --mesh.dp 8 --data.paths my/texts
+Reads config.json and the headers of all tensors of DIR, and writes the settings of its model to FILE.toml. A run of
+that file begins with the weights of DIR, on any mesh: hocket train FILE.toml --mesh.dp 8 --data.paths my/texts
 --data.eos names the token that ends a text, as the tokenizer writes it, where no file of DIR does."""
 
 
@@ -386,9 +386,6 @@ def run_import(words: list[str]) -> int:
     write(target, _toml(folder, config["model_type"], model, data))
     if remark:
         print(f"note: {remark}")
-    if broken := opened.not_finite():
-        more = f", and {len(broken) - 1} more tensors have such" if len(broken) > 1 else ""
-        print(f"WARNING  {broken[0]}{more}: a run refuses to begin with them")
     if opened.further:
         some = f"{len(opened.further)} tensors, such as {min(opened.further)},"
         print(f"note: {some} belong to layers that predict further tokens; hocket leaves them out, and exports none")

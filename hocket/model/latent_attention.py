@@ -6,7 +6,7 @@
     output     wo(softmax(q . k * scale) v)
 
 Rotating elements stand first, and a pair is (i, i + R / 2). In files of Hugging Face they stand last, and a pair is
-(2i, 2i + 1): `pretrained/convert.py` permutes rows.
+(2i, 2i + 1): `pretrained/weights.py` permutes rows.
 
 Under tensor parallelism heads are spread: `wq`, `wq_b` and `wkv_b` by columns, `wo` by rows. What makes latents is
 whole on every rank, and works on the rank's own tokens; tokens are gathered behind the norms, where they are narrow.

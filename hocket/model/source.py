@@ -15,7 +15,7 @@ from hocket.config import Config, ModelConfig
 from hocket.layers.linears import WHOLE, Linears
 from hocket.model.moe import ExpertPlace, Router
 from hocket.model.transformer import Chunk
-from hocket.pretrained.convert import PretrainedFolder
+from hocket.pretrained.weights import PretrainedFolder
 from hocket.program.ops import Layout
 from hocket.program.stages import layout_of
 from hocket.runtime.comm import Groups

@@ -211,7 +211,7 @@ def test_costs_are_those_of_its_heads() -> None:
         (
             "gemma2",
             {},
-            r"mesh.cp = 2 \(plan_model\): Gemma2ForCausalLM of type gemma2 is no .* may meet elsewhere than in attention",
+            r"mesh.cp = 2 .*: Gemma2ForCausalLM of type gemma2 is no .* may meet elsewhere than in attention",
         ),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope_type of .*"),
         ("llama", {"is_causal": False}, "is_causal=False of LlamaForCausalLM is True"),
