@@ -149,6 +149,12 @@ def _compare(
             f"the pieces of layer {number}, {name}, do not compute what its forward does: the {differing} differs",
             f"write pieces that together are the forward, and keep nothing on the module; {ELSE}",
         )
+    if experts and not _in_parts(cut, number, memo, layer):
+        raise refuse(
+            model,
+            f"the experts of layer {number}, {name}, do not compute the same where a rank has half of them",
+            "parameters stacked by expert alone, and hocket.adapters.grouped_linear",
+        )
     if shared:
         try:
             parts.attn = cut.adapter.attention(number, layer, lambda *_: context)
@@ -161,6 +167,23 @@ def _compare(
             raise refuse(model, f"attention of layer {number}, {name}, cannot be shared: {problem}", "mesh.cp = 1")
     unreached = {key for key in params if wanted[f"gradient of {key}"] is None}
     return top_k, unreached | {key for key, p in whole.named_parameters() if id(p) not in reached}
+
+
+def _in_parts(cut: Cut, number: int, memo: dict[int, Any], layer: Any) -> bool:
+    """Whether half of the experts alone compute for their rows what they compute beside the others."""
+    half, prefix = cut.experts // 2, f"layers.{number}.experts."
+    if not half:
+        return True
+    few = {
+        id(param): nn.Parameter(memo[id(param)][:half]) for name, param in cut.params.items() if name.startswith(prefix)
+    }
+    part: Any = cut.copied(number, {**memo, **few})
+    rows_RD = torch.randn(2 * half, cut.adapter.hidden)
+    ends = (2 * torch.arange(1, cut.experts + 1)).clamp(max=2 * half).to(torch.int32)
+    try:
+        return _close(part.experts(rows_RD, ends[:half]), layer.experts(rows_RD, ends))
+    except (*_WRONG, ValueError):
+        return False
 
 
 def _small(module: nn.Module) -> dict[str, nn.Parameter]:
