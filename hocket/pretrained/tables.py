@@ -99,8 +99,8 @@ class Family:
     architecture: str
     keys: Mapping[str, Key]
     """By setting, without `model.`."""
-    rules: tuple[Rule, ...]
-    """Of several for one parameter, the first whose tensors are there counts. The first of all is written."""
+    own: tuple[Rule, ...] = ()
+    """Rules that come before `RULES`."""
     only: Mapping[str, Only] = field(default_factory=dict)
     always: Mapping[str, Any] = field(default_factory=dict)
     """Settings that the family itself has."""
@@ -122,9 +122,9 @@ class Family:
     """Keys that say again what a setting says."""
 
     @property
-    def ways(self) -> set[Way]:
-        """The ways of its rules."""
-        return {rule.way for rule in self.rules}
+    def rules(self) -> tuple[Rule, ...]:
+        """Of several for one parameter, the first whose tensors are there counts. The first of all is written."""
+        return (*self.own, *RULES)
 
 
 FURTHER_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
@@ -142,15 +142,12 @@ def _layer(ours: str, *theirs: str, way: Way = "rows", **more: Any) -> Rule:
 
 
 def _experts(where: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    """One tensor per expert, or fused as transformers 5 holds them in memory."""
+    """One tensor per expert."""
     each = f"{where}.experts.{{e}}."
     return (
         _layer("router.weight", f"{where}.gate.weight"),
-        _layer("router.weight", "mlp.gate.weight"),
         _layer("experts.w_gate_up", f"{each}{gate}.weight", f"{each}{up}.weight", way="experts"),
-        _layer("experts.w_gate_up", "mlp.experts.gate_up_proj", way="fused"),
         _layer("experts.w_down", f"{each}{down}.weight", way="experts"),
-        _layer("experts.w_down", "mlp.experts.down_proj", way="fused"),
     )
 
 
@@ -158,24 +155,28 @@ def _quantised(name: str) -> tuple[str, str]:
     return f"mlp.experts.{name}_blocks", f"mlp.experts.{name}_scales"
 
 
-_ENDS = (
+RULES = (
     Rule("embed.weight", ("model.embed_tokens.weight",)),
     Rule("head.norm", ("model.norm.weight",)),
     Rule("head.weight", ("lm_head.weight",)),
-)
-_COMMON = (
-    *_ENDS,
-    *(_layer(f"attn.w{x}", f"self_attn.{x}_proj.weight") for x in "qkvo"),
-    *(_layer(f"attn.b{x}", f"self_attn.{x}_proj.bias") for x in "qkvo"),
-)
-_NORMS_BEFORE = (
     _layer("attn_norm", "input_layernorm.weight"),
     _layer("ffn_norm", "post_attention_layernorm.weight"),
+    *(_layer(f"attn.w{x}", f"self_attn.{x}_proj.weight") for x in "qkvo"),
+    *(_layer(f"attn.b{x}", f"self_attn.{x}_proj.bias") for x in "qkvo"),
+    # Norms of each head, or of all heads together: a model has one or the other.
+    *(_layer(f"attn.{x}{wide}_norm", f"self_attn.{x}_norm.weight") for x in "qk" for wide in ("", "_wide")),
+    _layer("mlp.w_gate_up", "mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    _layer("mlp.w_down", "mlp.down_proj.weight"),
+    *_experts("mlp", "gate_proj", "up_proj", "down_proj"),
+    # As transformers 5 holds them in memory:
+    _layer("experts.w_gate_up", "mlp.experts.gate_up_proj", way="fused"),
+    _layer("experts.w_down", "mlp.experts.down_proj", way="fused"),
+    _layer("router.bias", "mlp.gate.e_score_correction_bias"),
+    _layer("shared.w_gate_up", "mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
+    _layer("shared.w_down", "mlp.shared_experts.down_proj.weight"),
 )
-_ATTENTION = (*_COMMON, *_NORMS_BEFORE)
+"""Of parameters that most families have under these names. Which of them a model has its settings say."""
 _LATENT = (
-    *_ENDS,
-    *_NORMS_BEFORE,
     _layer("attn.wq", "self_attn.q_proj.weight", pairs="qk_nope_head_dim"),
     _layer("attn.wq_a", "self_attn.q_a_proj.weight"),
     _layer("attn.q_a_norm", "self_attn.q_a_layernorm.weight"),
@@ -183,25 +184,10 @@ _LATENT = (
     _layer("attn.wkv_a", "self_attn.kv_a_proj_with_mqa.weight", pairs="kv_lora_rank"),
     _layer("attn.kv_a_norm", "self_attn.kv_a_layernorm.weight"),
     _layer("attn.wkv_b", "self_attn.kv_b_proj.weight"),
-    _layer("attn.wo", "self_attn.o_proj.weight"),
 )
 _NORMS_BEHIND = (
-    *_COMMON,
     _layer("attn_norm", "post_attention_layernorm.weight"),
     _layer("ffn_norm", "post_feedforward_layernorm.weight"),
-)
-_HEAD_NORMS = tuple(
-    _layer(f"attn.{x}{wide}_norm", f"self_attn.{x}_norm.weight") for x in "qk" for wide in ("", "_wide")
-)
-"""Of each head, or of all heads together: a model has one or the other."""
-_MLP = (
-    _layer("mlp.w_gate_up", "mlp.gate_proj.weight", "mlp.up_proj.weight"),
-    _layer("mlp.w_down", "mlp.down_proj.weight"),
-)
-_EXPERTS = _experts("mlp", "gate_proj", "up_proj", "down_proj")
-_SHARED = (
-    _layer("shared.w_gate_up", "mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
-    _layer("shared.w_down", "mlp.shared_experts.down_proj.weight"),
 )
 _GATED_SHARED = (
     _layer("shared.w_gate_up", "mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"),
@@ -215,7 +201,6 @@ _DELTA_NET = (
     _layer("attn.o_norm", "linear_attn.norm.weight"),
     _layer("attn.w_out", "linear_attn.out_proj.weight"),
 )
-_BIAS = _layer("router.bias", "mlp.gate.e_score_correction_bias")
 
 _SIZES = {
     "vocab": Key("vocab_size"),
@@ -270,7 +255,7 @@ _V3 = Family(
         "route_groups": Key("n_group"),
         "route_top_groups": Key("topk_group"),
     },
-    (*_LATENT, *_MLP, *_EXPERTS, _BIAS, *_SHARED),
+    _LATENT,
     {
         **_ONE_BY_ONE,
         "scoring_func": Only(("sigmoid",), "sigmoid"),
@@ -302,13 +287,9 @@ _NEXT = Family(
         "normalize_top_k": Key("norm_topk_prob", True),
     },
     (
-        *_ATTENTION,
-        *_HEAD_NORMS,
         _layer("attn.w_qkvz", "linear_attn.in_proj_qkvz.weight"),
         _layer("attn.w_ba", "linear_attn.in_proj_ba.weight"),
         *_DELTA_NET,
-        *_MLP,
-        *_EXPERTS,
         *_GATED_SHARED,
     ),
     {"hidden_act": _SILU, "use_sliding_window": Only((False,), False, written=False)},
@@ -326,7 +307,7 @@ _3_5_DELTA_NET = (
 _3_5 = Family(
     "Qwen3_5ForCausalLM",
     {**_DENSE, **_BIASES, **_DELTA_SIZES, "head_dim": Key("head_dim", 256)},
-    (*_ATTENTION, *_HEAD_NORMS, *_3_5_DELTA_NET, *_MLP),
+    _3_5_DELTA_NET,
     {"hidden_act": _SILU},
     _QWEN_NEXT,
     ("partial_rotary_factor", 0.25),
@@ -339,20 +320,20 @@ FAMILIES: dict[str, Family] = {
     "llama": Family(
         "LlamaForCausalLM",
         {**_DENSE, **_BIASES, "head_dim": _WIDTH_OF_HEADS},
-        (*_ATTENTION, *_MLP),
+        (),
         {"hidden_act": _SILU, "mlp_bias": _OFF},
     ),
     "mistral": Family(
         "MistralForCausalLM",
         {**_DENSE, "head_dim": _WIDTH_OF_HEADS},
-        (*_ATTENTION, *_MLP),
+        (),
         {"hidden_act": _SILU},
         windows=Windows(4096, listed=False),
     ),
     "qwen2": Family(
         "Qwen2ForCausalLM",
         {**_DENSE, "head_dim": _WIDTH_OF_HEADS},
-        (*_ATTENTION, *_MLP),
+        (),
         {"hidden_act": _SILU, "use_mrope": _OFF},
         {"qkv_bias": True},
         windows=_QWEN_WINDOWS,
@@ -360,7 +341,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family(
         "Qwen3ForCausalLM",
         {**_DENSE, **_BIASES},
-        (*_ATTENTION, *_HEAD_NORMS, *_MLP),
+        (),
         {"hidden_act": _SILU},
         {"qk_norm": True},
         windows=_QWEN_WINDOWS,
@@ -368,21 +349,21 @@ FAMILIES: dict[str, Family] = {
     "smollm3": Family(
         "SmolLM3ForCausalLM",
         {**_DENSE, **_BIASES, "head_dim": _WIDTH_OF_HEADS, "tied": Key("tie_word_embeddings", True)},
-        (*_ATTENTION, *_MLP),
+        (),
         {"hidden_act": _SILU, "mlp_bias": _OFF, "use_sliding_window": _OFF},
         without=4,
     ),
     "olmo2": Family(
         "Olmo2ForCausalLM",
         {**_DENSE, **_BIASES, "head_dim": _WIDTH_OF_HEADS},
-        (*_NORMS_BEHIND, *_HEAD_NORMS, *_MLP),
+        _NORMS_BEHIND,
         {"hidden_act": _SILU},
         {**_WHOLE_NORMS, "norms": "after"},
     ),
     "olmo3": Family(
         "Olmo3ForCausalLM",
         {**_DENSE, **_BIASES, "head_dim": _WIDTH_OF_HEADS},
-        (*_NORMS_BEHIND, *_HEAD_NORMS, *_MLP),
+        _NORMS_BEHIND,
         {"hidden_act": _SILU},
         {**_WHOLE_NORMS, "norms": "after"},
         windows=Windows(4096, every=4, plain=500000.0),
@@ -397,7 +378,7 @@ FAMILIES: dict[str, Family] = {
             "expert_ffn": Key("intermediate_size"),
             "aux_loss": Key("router_aux_loss_coef", 0.0),
         },
-        (*_ATTENTION, *_experts("block_sparse_moe", "w1", "w3", "w2")),
+        _experts("block_sparse_moe", "w1", "w3", "w2"),
         {"hidden_act": _SILU, "router_jitter_noise": Only((0.0,), 0.0)},
         {"normalize_top_k": True},
         windows=Windows(listed=False),
@@ -413,8 +394,6 @@ FAMILIES: dict[str, Family] = {
             "aux_loss": Key("router_aux_loss_coef", 0.0),
         },
         (
-            *_ATTENTION,
-            *_HEAD_NORMS,
             *_experts("block_sparse_moe", "w1", "w3", "w2"),
             _layer("router.bias", "block_sparse_moe.e_score_correction_bias"),
             _layer("router.bias", "mlp.e_score_correction_bias"),
@@ -439,7 +418,7 @@ FAMILIES: dict[str, Family] = {
             "shared_ffn": Key("shared_expert_intermediate_size"),
             "normalize_top_k": Key("norm_topk_prob", False),
         },
-        (*_ATTENTION, *_MLP, *_EXPERTS, *_GATED_SHARED),
+        _GATED_SHARED,
         {"hidden_act": _SILU, "use_sliding_window": Only((False,), False)},
         {"shared_gate": True},
         dense="steps",
@@ -447,7 +426,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         {**_DENSE, **_BIASES, **_OF_QWEN, "normalize_top_k": Key("norm_topk_prob")},
-        (*_ATTENTION, *_HEAD_NORMS, *_MLP, *_EXPERTS),
+        (),
         {"hidden_act": _SILU},
         {"qk_norm": True},
         windows=Windows(4096, "use_sliding_window", listed=False),
@@ -465,7 +444,6 @@ FAMILIES: dict[str, Family] = {
             "swiglu_alpha": Key("swiglu_alpha", 1.702),
         },
         (
-            *_ATTENTION,
             _layer("attn.sinks", "self_attn.sinks"),
             _layer("router.weight", "mlp.router.weight"),
             _layer("router.b_logits", "mlp.router.bias"),
@@ -494,7 +472,7 @@ FAMILIES: dict[str, Family] = {
             "expert_ffn": Key("intermediate_size"),
             "aux_loss": Key("router_aux_loss_coef", 0.0),
         },
-        (*_ATTENTION, *_HEAD_NORMS, *_EXPERTS),
+        (),
         {"hidden_act": _SILU, "clip_qkv": _NONE},
         _WHOLE_NORMS,
         dense="none",
@@ -511,14 +489,7 @@ FAMILIES: dict[str, Family] = {
             "qk_norm": Key("use_qk_norm", False),
             "qkv_bias": Key("attention_bias", False),
         },
-        (
-            *_ATTENTION,
-            *_HEAD_NORMS,
-            *_MLP,
-            *_EXPERTS,
-            _BIAS,
-            *_SHARED,
-        ),
+        (),
         {
             "hidden_act": _SILU,
             "n_group": Only((1,), 1),
@@ -531,7 +502,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v2": Family(
         "DeepseekV2ForCausalLM",
         _DEEPSEEK,
-        (*_LATENT, *_MLP, *_EXPERTS, *_SHARED),
+        _LATENT,
         {
             **_ONE_BY_ONE,
             "mlp_bias": _OFF,
@@ -558,7 +529,7 @@ FAMILIES: dict[str, Family] = {
         _3_5,
         architecture="Qwen3_5MoeForCausalLM",
         keys=_ROUTED_NEXT,
-        rules=(*_ATTENTION, *_HEAD_NORMS, *_3_5_DELTA_NET, *_EXPERTS, *_GATED_SHARED),
+        own=(*_3_5_DELTA_NET, *_GATED_SHARED),
         always={**_QWEN_NEXT, "shared_gate": True, "normalize_top_k": True},
         dense="none",
     ),

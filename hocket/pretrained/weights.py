@@ -148,7 +148,9 @@ class PretrainedFolder:
         self.path = Path(path)
         config = read_config(self.path)
         self.family, self.model = family_of(config), model_of(config)
-        self.folder = TensorFolder(self.path, blocks_of(config, "mxfp4" if "mxfp4" in self.family.ways else "fp8"))
+        self.folder = TensorFolder(
+            self.path, blocks_of(config, "mxfp4" if any(rule.way == "mxfp4" for rule in self.family.own) else "fp8")
+        )
         self.further = _further(config, self.model.layers, self.folder.entries)
         """Tensors of layers that predict further tokens, which no parameter takes."""
 
