@@ -23,7 +23,7 @@ from hocket.model.context import Context
 from hocket.model.context_layers import cut_as
 from hocket.model.documents import Documents
 from hocket.model.heads import Heads
-from hocket.model.source import ChunkLike, ChunkPlace
+from hocket.model.source import ChunkPlace, ModelSource
 from hocket.program.ops import Layout
 from hocket.program.stages import layout_of
 
@@ -281,7 +281,7 @@ class OwnModel(Adapter):
 # -- source ------------------------------------------------------------------------------------------------------------
 
 
-class AdaptedModel:
+class AdaptedModel(ModelSource):
     """Chunks of a model that an adapter has cut, with stand-ins for its parameters."""
 
     def __init__(self, cut: Cut, values: Values | None = None, method: str = "") -> None:
@@ -307,7 +307,7 @@ class AdaptedModel:
             self._buffers = self.cut.buffers(device, self._values)
         return self._buffers
 
-    def chunk(self, place: ChunkPlace) -> ChunkLike:
+    def chunk(self, place: ChunkPlace) -> AdaptedChunk:
         cut, ep = self.cut, place.ep
         wanted = {f"layers.{number}." for number in place.layers}
         both = cut.tied and (place.first or place.last)
@@ -356,9 +356,6 @@ class AdaptedModel:
                 "fix: return the whole parameter"
             )
         return value.detach()
-
-    def begin(self, chunk: ChunkLike, device: torch.device) -> None:
-        """Buffers have their values already."""
 
     def own_name(self, name: str) -> str:
         return self.cut.theirs[name]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,16 +38,6 @@ from hocket.runtime.weights import Destination, Ordinary, Product, put, queued, 
 
 Triple = tuple[Tensor, Tensor, Tensor]
 """Queries [T, H, N], keys and values [T, K, N], or their gradients."""
-
-
-class Met(Protocol):
-    """Which keys queries meet: those of `Seen`, or a part of them."""
-
-    @property
-    def batch(self) -> int: ...
-    def within(self, window: int) -> Tensor | None:
-        """[1, 1, queries, keys]; None: all."""
-        ...
 
 
 def found(qkv: Triple, seen: Seen, window: int) -> tuple[Tensor, Tensor]:
@@ -85,7 +75,7 @@ def _flash_backward(g: Tensor, qkv: Triple, out: Tensor, total_TH: Tensor, seen:
 # --------------------------------------------------------------------------------------------------------- the formula
 
 
-def _heads(x_THN: Tensor, seen: Met, keys: int) -> Tensor:
+def _heads(x_THN: Tensor, seen: Seen | _Part, keys: int) -> Tensor:
     """[B, K, G, S, N], in fp32 at least; K is `keys`."""
     x_BSKGN = x_THN.reshape(seen.batch, x_THN.shape[0] // seen.batch, keys, -1, x_THN.shape[-1])
     return x_BSKGN.permute(0, 2, 3, 1, 4).to(torch.promote_types(x_THN.dtype, torch.float32))
@@ -96,12 +86,12 @@ def _tokens(x_BKGSN: Tensor, dtype: torch.dtype) -> Tensor:
     return x_BKGSN.permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1).to(dtype)
 
 
-def _scores(q_BKGSN: Tensor, k_BK1SN: Tensor, seen: Met, window: int) -> Tensor:
+def _scores(q_BKGSN: Tensor, k_BK1SN: Tensor, seen: Seen | _Part, window: int) -> Tensor:
     scores, met = q_BKGSN @ k_BK1SN.mT * q_BKGSN.shape[-1] ** -0.5, seen.within(window)
     return scores if met is None else scores.masked_fill(~met.to(scores.device).unsqueeze(1), -torch.inf)
 
 
-def plain(qkv: Triple, seen: Met, window: int) -> tuple[Tensor, Tensor]:
+def plain(qkv: Triple, seen: Seen | _Part, window: int) -> tuple[Tensor, Tensor]:
     """What `found` does, in fp32 on any device."""
     keys = qkv[1].shape[1]
     q, k, v = (_heads(x, seen, keys) for x in qkv)
@@ -111,7 +101,7 @@ def plain(qkv: Triple, seen: Met, window: int) -> tuple[Tensor, Tensor]:
     return _tokens(out, qkv[0].dtype), _tokens(lse_BKGS1, lse_BKGS1.dtype).squeeze(-1)
 
 
-def plain_backward(g: Tensor, qkv: Triple, out: Tensor, total_TH: Tensor, seen: Met, window: int) -> Triple:
+def plain_backward(g: Tensor, qkv: Triple, out: Tensor, total_TH: Tensor, seen: Seen | _Part, window: int) -> Triple:
     keys, dtype = qkv[1].shape[1], g.dtype
     along_TH1 = (g.to(total_TH.dtype) * out).sum(-1, keepdim=True)
     q, k, v, g, total, along = (_heads(x, seen, keys) for x in (*qkv, g, total_TH.unsqueeze(-1), along_TH1))
@@ -334,8 +324,8 @@ class Heads(ABC):
         """
         made, gate = self.made("qkv", h_BSD, documents)
         batch = made[0].shape[0] if documents is None else documents.batch
-        o_THN = self.whole(*(x.flatten(0, 1) for x in made), batch, documents)
-        return self.projected(o_THN.flatten(1), gate, batch)
+        q_THN, k_TKN, v_TKN = (x.flatten(0, 1) for x in made)
+        return self.projected(self.whole(q_THN, k_TKN, v_TKN, batch, documents).flatten(1), gate, batch)
 
     def keys(self, h_BSD: Tensor, context: Context) -> Tensor:
         """Keys and values of a rank's tokens, side by side: what is gathered, [T, 2 * K * N]."""

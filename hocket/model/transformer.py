@@ -10,8 +10,7 @@ Shapes: B sequences, S sequence length, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -151,44 +150,33 @@ def parameter_counts(config: ModelConfig) -> tuple[int, int]:
 # -- generation --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is drawn."""
-
-    temperature: float = 0.0
-    """What logits are divided by; 0 takes the likeliest token."""
-    top_k: int = 0
-    """Draw from that many of the likeliest tokens; 0 means all."""
-    top_p: float = 1.0
-    """Draw from the fewest likeliest tokens that have this probability together (Holtzman et al. 2020)."""
-    seed: int = 0
-    """Of the draws."""
-
-    def pick(self, logits_V: Tensor, generator: torch.Generator) -> int:
-        """A token, of logits on a CPU."""
-        if not self.temperature:
-            return int(logits_V.argmax())
-        logits_V, token_V = (logits_V.float() / self.temperature).sort(descending=True)
-        if self.top_k:
-            logits_V = logits_V[: self.top_k]
-        share_V = logits_V.softmax(0)
-        share_V[share_V.cumsum(0) - share_V >= self.top_p] = 0.0
-        return int(token_V[torch.multinomial(share_V, 1, generator=generator)])
+def pick(
+    logits_V: Tensor, generator: torch.Generator, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0
+) -> int:
+    """A token, of logits on a CPU. See `commands.models.Generate` (`top_p`: Holtzman et al. 2020)."""
+    if not temperature:
+        return int(logits_V.argmax())
+    logits_V, token_V = (logits_V.float() / temperature).sort(descending=True)
+    if top_k:
+        logits_V = logits_V[:top_k]
+    share_V = logits_V.softmax(0)
+    share_V[share_V.cumsum(0) - share_V >= top_p] = 0.0
+    return int(token_V[torch.multinomial(share_V, 1, generator=generator)])
 
 
 @torch.inference_mode()
 def generate(
-    model: Chunk, prompt: Sequence[int], count: int, sampling: Sampling, ends: frozenset[int] = frozenset()
+    model: Chunk, prompt: Sequence[int], count: int, ends: Collection[int] = (), seed: int = 0, **how: Any
 ) -> Iterator[int]:
     """Up to `count` tokens that follow `prompt`, which has one at least; ends before one of `ends`.
 
-    `model` is the whole one with values. It reads all tokens again for each new one.
+    `model` is the whole one with values. It reads all tokens again for each new one. `how` is for `pick`.
     """
     assert model.head is not None
-    generator, tokens = torch.Generator().manual_seed(sampling.seed), list(prompt)
+    generator, tokens = torch.Generator().manual_seed(seed), list(prompt)
     for _ in range(count):
         x_1SD = model(torch.tensor([tokens], device=model.head.norm.device))
-        token = sampling.pick(model.head(x_1SD[:, -1:])[0, 0].cpu(), generator)
+        token = pick(model.head(x_1SD[:, -1:])[0, 0].cpu(), generator, **how)
         if token in ends:
             return
         tokens.append(token)
