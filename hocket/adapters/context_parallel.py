@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hocket.adapters.transformers import unshareable, windows_of
-from hocket.model.context import Context, Shares, context_of, in_order, in_ranks, shares
-from hocket.model.documents import Documents, attend, documents_of
+from hocket.model.context import Shares, context_of, in_order, in_ranks, shares
+from hocket.model.documents import Context, Documents, attend, documents_of
 from hocket.model.heads import attend_stretch
 from hocket.program.documents import of_windows
 from hocket.runtime.transports import exchange_flat, gather_flat, reduce_scatter_flat, sum_flat

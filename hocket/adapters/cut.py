@@ -19,16 +19,13 @@ from hocket.adapters.layer import AdaptedChunk, DenseLayer, DenseParts, ExpertLa
 from hocket.config import Config
 from hocket.fsdp.saving.state import listed
 from hocket.layers.standin import StandIn
-from hocket.model.context import Context
 from hocket.model.context_layers import cut_as
-from hocket.model.documents import Documents
+from hocket.model.documents import Told
 from hocket.model.heads import Heads
 from hocket.model.source import ChunkPlace, ModelSource
 from hocket.program.ops import Layout
 from hocket.program.stages import layout_of
 
-Places = Context | Documents
-"""Of tokens of sequences that ranks share, or that documents share."""
 WHOLE = "whole"
 """The method of ranks that have their sequences whole, where documents share them."""
 Values = Callable[[str], Tensor]
@@ -368,7 +365,7 @@ def _remembered(ends: Ends) -> Callable[..., Any]:
     """
     known: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 
-    def contexts(x_BSD: Tensor, places: Places | None = None) -> Any:
+    def contexts(x_BSD: Tensor, places: Told | None = None) -> Any:
         made, key = known.setdefault(ends if places is None else places, {}), (x_BSD.shape, x_BSD.dtype, x_BSD.device)
         if key not in made:
             positions = () if places is None else (places.position_T.view(x_BSD.shape[:2]),)

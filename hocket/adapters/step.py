@@ -12,15 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hocket.adapters import transformers
 from hocket.adapters.costs import price_of, sizes_of
 from hocket.adapters.cut import ELSE, WHOLE, AdaptedModel, Adapter, Cut, OwnModel, Values, refuse
-from hocket.adapters.transformers import unshareable
+from hocket.adapters.transformers import Pretrained, unshareable
 from hocket.adapters.verify import verify
 from hocket.config import Config
 from hocket.engine import Engine
 from hocket.planned import with_settings
-from hocket.pretrained.weights import ModuleFolder
+from hocket.pretrained.weights import ModuleFolder, is_pretrained
 from hocket.problems import stop_if
 from hocket.resolve import resolve
 from hocket.runtime.world import everyone
@@ -102,8 +101,8 @@ def _beside(cut: Cut, buffers: Mapping[int, Tensor]) -> tuple[dict[str, Tensor],
 
 
 def _adapter(model: nn.Module) -> Adapter:
-    if transformers.is_one(model):
-        return transformers.Pretrained(model)
+    if is_pretrained(model):
+        return Pretrained(model)
     if all(hasattr(model, name) for name in ("embed", "layers", "head")):
         return OwnModel(model)
     raise refuse(model, "it is no model of transformers, and has no embed, layers and head")

@@ -33,10 +33,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hocket.adapters.cut import Adapter, Ends, Places, refuse
+from hocket.adapters.cut import Adapter, Ends, refuse
 from hocket.adapters.layer import DenseLayer, ExpertLayer, Keep
 from hocket.layers.norms import rms_norm
 from hocket.layers.standin import grouped_linear
+from hocket.model.documents import Told
 from hocket.model.heads import Heads
 from hocket.model.layers import swiglu
 
@@ -321,8 +322,8 @@ def _first(result: Any) -> Tensor:
 # Shapes: B sequences, S tokens of each on this rank, T tokens of this rank (B * S), D hidden, H query heads, K key and
 # value heads, N width of a head, F features of all heads.
 
-Told = Callable[[Tensor, Places], Any]
-"""Gives what a layer is told, from hidden states and the places of their tokens."""
+Telling = Callable[[Tensor, Told], Any]
+"""Gives what a layer is told, from hidden states and what is known of their tokens."""
 
 MASKLESS = "hocket_plan"
 """The name of an attention that transformers makes no masks for: it knows none of this name."""
@@ -336,7 +337,7 @@ class SharedAttention(Heads):
 
     sinks = None
 
-    def __init__(self, module: Any, window: int, told: Told) -> None:
+    def __init__(self, module: Any, window: int, told: Telling) -> None:
         children = {name for name, _ in module.named_children()}
         if children - _NORMS != _MODULES or [*module.named_parameters(recurse=False)]:
             raise Unfit(f"its attention has {', '.join(sorted(children))}, and ranks that share sequences cut others")
@@ -352,7 +353,7 @@ class SharedAttention(Heads):
     def out(self, o_BSF: Tensor, gate_BSF: Tensor | None) -> Tensor:
         return self._module.o_proj(o_BSF)
 
-    def _made(self, name: str, h_BSD: Tensor, context: Places) -> Tensor:
+    def _made(self, name: str, h_BSD: Tensor, context: Told) -> Tensor:
         """Queries `q`, keys `k` or values `v`; the first two with their norm and positions: [B, S, heads, N]."""
         made: Tensor = getattr(self._module, f"{name}_proj")(h_BSD)
         norm: Any = getattr(self._module, f"{name}_norm", None)
@@ -371,11 +372,6 @@ class SharedAttention(Heads):
 
 _DROPS = ("dropout", "pdrop", "jitter", "layerdrop")
 """Words in names of settings that make a forward random."""
-
-
-def is_one(model: nn.Module) -> bool:
-    """Whether a model is one of transformers."""
-    return any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__)
 
 
 class Pretrained(Adapter):
@@ -444,7 +440,7 @@ class Pretrained(Adapter):
         alone._attn_implementation = MASKLESS
         return {id(config): alone}
 
-    def attention(self, number: int, layer: PlainLayer, told: Told) -> SharedAttention:
+    def attention(self, number: int, layer: PlainLayer, told: Telling) -> SharedAttention:
         return SharedAttention(layer.module.get_submodule("self_attn"), windows_of(self.model.config)[number], told)
 
     def ends(self, memo: dict[int, Any]) -> Ends:

@@ -26,8 +26,8 @@ from hocket.kernels import IGNORED
 from hocket.layers.linears import Linears, SplitLinears, gathered_in_fp8, linears_of
 from hocket.layers.slices import whole_shape
 from hocket.layers.tensor import Tensors, ways_of
-from hocket.model.context import Context, Shared
-from hocket.model.documents import Documents, Microbatch
+from hocket.model.context import Shared
+from hocket.model.documents import Context, Documents, Microbatch
 from hocket.model.moe import ExpertPlace
 from hocket.model.source import ChunkPlace, ModelSource, OwnTransformer
 from hocket.program.check import assert_valid

@@ -14,14 +14,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hocket.model.documents import Documents, Microbatch, whole_sequences
+from hocket.model.documents import Context, Documents, Microbatch, Span, whole_sequences
 from hocket.program.documents import FULL, Attending
 from hocket.runtime.segment import lend
 
@@ -89,10 +88,14 @@ def shares(bounds: Sequence[int], length: int, ranks: int, attending: Attending 
     one after the other, from 0; sequences have `length` tokens each, so the ends of sequences are among the bounds.
     `attending` is what layers do.
 
-    Raises: ValueError if documents do not fill sequences, cross their ends, or ranks cannot have as many tokens each.
+    Raises: ValueError if ranks cannot have as many tokens each.
 
     """
-    _refuse(bounds, length, ranks)
+    if length % (2 * ranks):
+        raise ValueError(
+            f"a sequence of {length} tokens cannot be cut into {2 * ranks} chunks of one length for {ranks} ranks: "
+            f"make it a multiple of {2 * ranks}"
+        )
     per_rank = max(2, bounds[-1] // length)
     size = bounds[-1] // (ranks * per_rank)
     best = _dealt(bounds, length, size, ranks, attending)
@@ -117,24 +120,6 @@ def work_of(bounds: Sequence[int], chunks: Sequence[Sequence[range]], attending:
     """What causal attention inside documents costs each rank with these chunks."""
     until = _Until(bounds, attending)
     return tuple(sum(until(c.stop) - until(c.start) for c in mine) for mine in chunks)
-
-
-def _refuse(bounds: Sequence[int], length: int, ranks: int) -> None:
-    if ranks < 1 or length < 1:
-        raise ValueError(f"ranks={ranks} and length={length} must be 1 or more")
-    if length % (2 * ranks):
-        raise ValueError(
-            f"a sequence of {length} tokens cannot be cut into {2 * ranks} chunks of one length for {ranks} ranks: "
-            f"make it a multiple of {2 * ranks}"
-        )
-    if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] % length or any(a >= b for a, b in pairwise(bounds)):
-        raise ValueError(f"documents must follow each other from 0 and fill sequences of {length} tokens")
-    if long := next((b - a for a, b in pairwise(bounds) if b - a > length), None):
-        raise ValueError(f"a document of {long} tokens is longer than a sequence, which has {length}")
-    if crossing := next((a for a, b in pairwise(bounds) if a // length != (b - 1) // length), None):
-        raise ValueError(
-            f"the document that begins at token {crossing} crosses the end of a sequence of {length} tokens"
-        )
 
 
 class _Until:
@@ -200,76 +185,6 @@ def _joined(chunks: Sequence[int], size: int, length: int) -> list[range]:
 
 
 # -- context -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class Span:
-    """A chunk of a rank's tokens, and the stretch of keys that they attend to; in both, the documents that they are of.
-
-    It is to attention what `Documents` are where queries and keys are of the same tokens.
-    """
-
-    queries: range
-    """Among the tokens of the rank."""
-    keys: range
-    """Among the tokens of all ranks, in the order of sequences. The last one is that of the last query."""
-    ends: Tensor
-    """Where documents begin and end among the queries: int32, from 0."""
-    key_ends: Tensor
-    """The same among the keys."""
-    longest: int
-    """Queries of the longest one."""
-    key_longest: int
-    """Keys of the longest one."""
-
-    batch = 1
-
-    @cached_property
-    def _documents(self) -> tuple[Tensor, Tensor]:
-        """The number of every query's document, and of every key's."""
-        number = torch.arange(len(self.ends) - 1, device=self.ends.device)
-        both = (self.ends, self.queries), (self.key_ends, self.keys)
-        of_queries, of_keys = (number.repeat_interleave(e.diff(), output_size=len(r)) for e, r in both)
-        return of_queries, of_keys
-
-    def within(self, window: int) -> Tensor:
-        """Who attends to whom, [1, 1, queries, keys]: as `Documents.within`."""
-        of_queries, of_keys = self._documents
-        ahead = len(self.keys) - len(self.queries)
-        mask = (of_queries.unsqueeze(1) == of_keys).tril(ahead)
-        return (mask.triu(ahead + 1 - window) if window else mask).view(1, 1, *mask.shape)
-
-    def to(self, device: torch.device) -> Span:
-        return replace(self, ends=self.ends.to(device), key_ends=self.key_ends.to(device))
-
-
-@dataclass(frozen=True, eq=False)
-class Context:
-    """One rank's tokens of a microbatch: what its layers are told in place of `Documents`."""
-
-    length: int
-    """S."""
-    position_T: Tensor
-    """Position of every token in its document, int64."""
-    order_U: Tensor
-    """In the order of sequences, where a token's row is among those gathered: rank after rank."""
-    place_U: Tensor
-    """Of every row gathered, the place of its token in the order of sequences."""
-    spans: tuple[Span, ...]
-    """One for every chunk, in the order of the rank's tokens."""
-    real_T: Tensor | None = None
-    """Which tokens are no padding; None if all."""
-    weighs_2: Tensor | None = None
-    """As of `Documents`."""
-    documents: Documents | None = None
-    """Those of all ranks' tokens, in the order of sequences; None if each sequence is one."""
-    bounds: tuple[int, ...] = ()
-    """Where documents of all sequences begin and end, sequences of one document too."""
-
-    @cached_property
-    def of_sequences(self) -> bool:
-        """Whether each document is a whole sequence."""
-        return all(hi - lo == self.length for lo, hi in pairwise(self.bounds))
 
 
 def context_of(documents: Documents, chunks: Sequence[Chunks], rank: int) -> Context:

@@ -16,7 +16,8 @@ from typing import Any
 from torch import Tensor
 
 from hocket.layers.routing import Routing
-from hocket.model.context import Context, by_heads, of_heads
+from hocket.model.context import by_heads, of_heads
+from hocket.model.documents import Context
 from hocket.model.moe import Routed
 from hocket.runtime.comm import Group, Pending, RowTable
 

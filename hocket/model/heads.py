@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hocket.kernels import usable
-from hocket.model.context import Context, Span, among, in_order, in_ranks
-from hocket.model.documents import Documents, Seen, Told, attend, has_flash, whole_sequences
+from hocket.model.context import among, in_order, in_ranks
+from hocket.model.documents import Context, Documents, Seen, Span, Told, attend, has_flash, whole_sequences
 from hocket.runtime.weights import Destination, Ordinary, Product, put, queued, weight_of
 
 # -- partial attention -------------------------------------------------------------------------------------------------

@@ -25,8 +25,8 @@ from hocket.config import ModelConfig
 from hocket.layers.functional import linear, linears
 from hocket.layers.linears import WHOLE, Linears, new_weight
 from hocket.layers.norms import rms_norm, rotate
-from hocket.model.context import Context, among, in_order
-from hocket.model.documents import Documents, Seen, Told, attend, has_flash
+from hocket.model.context import among, in_order
+from hocket.model.documents import Context, Documents, Seen, Told, attend, has_flash
 from hocket.model.rotary import mscale, rope_of, table_of
 
 EPS = 1e-6

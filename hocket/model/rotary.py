@@ -79,14 +79,6 @@ def mscale(factor: float, weight: float = 1.0) -> float:
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def _default(period: Tensor, width: int, theta: float, s: RopeConfig) -> Tensor:
-    return 1.0 / period
-
-
-def _linear(period: Tensor, width: int, theta: float, s: RopeConfig) -> Tensor:
-    return 1.0 / period / s.factor
-
-
 def _llama3(period: Tensor, width: int, theta: float, s: RopeConfig) -> Tensor:
     """Between the two bounds a mean of both, by how often a pair turns in the original positions."""
     inverse = 1.0 / period
@@ -115,8 +107,8 @@ def _yarn(period: Tensor, width: int, theta: float, s: RopeConfig) -> Tensor:
 
 
 _SLOWED: dict[RopeKind, Callable[[Tensor, int, float, RopeConfig], Tensor]] = {
-    "default": _default,
-    "linear": _linear,
+    "default": lambda period, width, theta, s: 1.0 / period,
+    "linear": lambda period, width, theta, s: 1.0 / period / s.factor,
     "llama3": _llama3,
     "yarn": _yarn,
 }
