@@ -19,7 +19,7 @@ from hocket.adapters.layer import AdaptedChunk, DenseLayer, DenseParts, ExpertLa
 from hocket.config import Config
 from hocket.fsdp.saving.state import listed
 from hocket.layers.standin import StandIn
-from hocket.model.context_layers import cut_as
+from hocket.model.context import cut_as
 from hocket.model.documents import Told
 from hocket.model.heads import Heads
 from hocket.model.source import ChunkPlace, ModelSource

@@ -159,7 +159,7 @@ def swiglu(
 class TransformerLayer(nn.Module):
     """What layers with a dense MLP and with experts have in common: attention, and norms.
 
-    `normed`, `attn` and `added` are what the parts of shared sequences are made of (`context_layers.py`).
+    `normed`, `attn` and `added` are what the parts of shared sequences are made of (`context.py`).
     """
 
     group: Group | None = None

@@ -8,13 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hocket.config import PLAIN, ModelConfig, RopeConfig, RopeKind
-from hocket.model.documents import Told
 
 
 class Rope(NamedTuple):
@@ -35,8 +34,8 @@ def rope_of(config: ModelConfig, layer: int) -> Rope | None:
     return Rope(rope.width or width, config.rope_theta, PLAIN if plain else rope)
 
 
-def table_of(rope: Rope, seq: int, told: Told | None, device: torch.device) -> Tensor:
-    """`rotary_table` of whole sequences, or with positions that tokens are told of these: [2, T, 1, R / 2]."""
+def table_of(rope: Rope, seq: int, told: Any, device: torch.device) -> Tensor:
+    """`rotary_table` of whole sequences, or of the positions that tokens are `Told`: [2, T, 1, R / 2]."""
     table = rotary_table(seq if told is None else told.length, rope.width, rope.theta, device, rope.settings)
     return table if told is None else table.index_select(1, told.position_T)
 

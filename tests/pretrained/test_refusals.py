@@ -334,7 +334,7 @@ def test_a_folders_name_sets_nothing(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_models_without_a_family() -> None:
     with pytest.raises(ValueError, match=r"no family computes it: the nearest is qwen2_moe, with .*shared_gate = True"):
-        family_for(families.tiny())
+        family_for(families.TINY)
     found = {name: family_for(getattr(families, name)()) for name in ("llama3_8b", "mixtral_8x7b", "qwen3_30b_a3b")}
     assert found == {"llama3_8b": "llama", "mixtral_8x7b": "mixtral", "qwen3_30b_a3b": "qwen3_moe"}
     latent = ("deepseek_v2_lite", "moonlight_16b", "deepseek_v3", "kimi_k2")
