@@ -109,7 +109,7 @@ def config_of(name: str, model: ModelConfig, dtype: str, positions: int) -> dict
         if key.null and value == key.missing:
             config[key.name] = None
     config |= {key: getattr(model, setting) for key, setting in family.same.items()}
-    config |= {key: only.values[0] for key, only in family.only.items() if only.written}
+    config |= {key: only.values[0] for key, only in family.limits.items() if only.written}
     if family.dense == "steps":
         config |= {"decoder_sparse_step": 1, "mlp_only_layers": list(model.dense_layers)}
     if family.dense in ("first", "types"):
@@ -181,7 +181,7 @@ def _refuse_others(config: Mapping[str, Any], family: Family) -> None:
         "first": {"first_k_dense_replace"},
         "types": {"first_k_dense_replace", "mlp_layer_types"},
     }.get(family.dense, set())
-    for key, only in family.only.items():
+    for key, only in family.limits.items():
         value = config.get(key, only.missing)
         values = value if isinstance(value, list) else [value]
         if any(x not in only.values and not (x is None and only.missing in only.values) for x in values):
@@ -191,8 +191,8 @@ def _refuse_others(config: Mapping[str, Any], family: Family) -> None:
         if config.get(key):
             raise ValueError(f"{key} = {show(config[key])}: {reason}")
     known |= _keys_of_positions(family) | _keys_of_windows(family)
-    known |= {*family.only, *family.same, *IGNORED_KEYS, *OFF_KEYS}
-    known |= {"sliding_window"} if "use_sliding_window" in family.only else set()
+    known |= {*family.limits, *family.same, *IGNORED_KEYS, *OFF_KEYS}
+    known |= {"sliding_window"} if "use_sliding_window" in family.limits else set()
     strange = [key for key, value in config.items() if key not in known and value is not None]
     if strange:
         name, value = show(strange[0]), show(config[strange[0]])

@@ -99,14 +99,14 @@ class Family:
     architecture: str
     keys: Mapping[str, Key]
     """By setting, without `model.`."""
-    own: tuple[Rule, ...] = ()
-    """Rules that come before `RULES`."""
     only: Mapping[str, Only] = field(default_factory=dict)
     always: Mapping[str, Any] = field(default_factory=dict)
     """Settings that the family itself has."""
     partial: tuple[str, float] | None = None
     """Whether a part of each head may rotate: the key that says how much, and how much does where the key is missing.
     The key is a share of the head, or `rotary_dim`."""
+    own: tuple[Rule, ...] = ()
+    """Rules that come before `RULES`."""
     pictures: bool = False
     """Whether transformers has a model for pictures too, whose tokens have three positions. Those of text are one."""
     without: int = 0
@@ -120,6 +120,11 @@ class Family:
     `first_k_dense_replace`, or those that `mlp_layer_types` calls dense, and where it is missing the first ones."""
     same: Mapping[str, str] = field(default_factory=dict)
     """Keys that say again what a setting says."""
+
+    @property
+    def limits(self) -> Mapping[str, Only]:
+        """Keys of which hocket computes some values alone."""
+        return {"hidden_act": Only(("silu",), "silu"), **self.only}
 
     @property
     def rules(self) -> tuple[Rule, ...]:
@@ -221,7 +226,7 @@ _OF_QWEN = {
     "aux_loss": Key("router_aux_loss_coef", 0.0),
 }
 _WIDTH_OF_HEADS = Key("head_dim", "hidden / heads")
-_SILU, _OFF, _NONE = Only(("silu",), "silu"), Only((False,), False), Only((None,))
+_OFF, _NONE = Only((False,), False), Only((None,))
 _BIASES = {name: Key("attention_bias", False) for name in ("qkv_bias", "o_bias")}
 _QWEN_WINDOWS = Windows(4096, "use_sliding_window", first=("max_window_layers", 28))
 _WHOLE_NORMS = {"qk_norm": True, "qk_norm_over": "whole"}
@@ -245,7 +250,7 @@ _DEEPSEEK = {
     "q_lora_rank": Key("q_lora_rank", 0, null=True),
     **{name: Key(name) for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")},
 }
-_ONE_BY_ONE = {"hidden_act": _SILU, "attention_bias": _OFF, "moe_layer_freq": Only((1,), 1)}
+_ONE_BY_ONE = {"attention_bias": _OFF, "moe_layer_freq": Only((1,), 1)}
 _SAME = {"num_key_value_heads": "heads", "head_dim": "qk_rope_head_dim", "qk_head_dim": "key_width"}
 _V3 = Family(
     "DeepseekV3ForCausalLM",
@@ -255,7 +260,6 @@ _V3 = Family(
         "route_groups": Key("n_group"),
         "route_top_groups": Key("topk_group"),
     },
-    _LATENT,
     {
         **_ONE_BY_ONE,
         "scoring_func": Only(("sigmoid",), "sigmoid"),
@@ -263,6 +267,7 @@ _V3 = Family(
         "rope_interleave": Only((True,), True),
     },
     {"router": "sigmoid", "bias_rate": 0.001, "route_group_score": "best_two"},
+    own=_LATENT,
     dense="first",
     same=_SAME,
 )
@@ -286,15 +291,15 @@ _NEXT = Family(
         "shared_ffn": Key("shared_expert_intermediate_size"),
         "normalize_top_k": Key("norm_topk_prob", True),
     },
-    (
+    {"use_sliding_window": Only((False,), False, written=False)},
+    {**_QWEN_NEXT, "shared_gate": True},
+    ("partial_rotary_factor", 0.25),
+    own=(
         _layer("attn.w_qkvz", "linear_attn.in_proj_qkvz.weight"),
         _layer("attn.w_ba", "linear_attn.in_proj_ba.weight"),
         *_DELTA_NET,
         *_GATED_SHARED,
     ),
-    {"hidden_act": _SILU, "use_sliding_window": Only((False,), False, written=False)},
-    {**_QWEN_NEXT, "shared_gate": True},
-    ("partial_rotary_factor", 0.25),
     deltas=4,
     dense="steps",
 )
@@ -307,10 +312,9 @@ _3_5_DELTA_NET = (
 _3_5 = Family(
     "Qwen3_5ForCausalLM",
     {**_DENSE, **_BIASES, **_DELTA_SIZES, "head_dim": Key("head_dim", 256)},
-    _3_5_DELTA_NET,
-    {"hidden_act": _SILU},
-    _QWEN_NEXT,
-    ("partial_rotary_factor", 0.25),
+    always=_QWEN_NEXT,
+    partial=("partial_rotary_factor", 0.25),
+    own=_3_5_DELTA_NET,
     pictures=True,
     deltas=4,
 )
@@ -320,52 +324,43 @@ FAMILIES: dict[str, Family] = {
     "llama": Family(
         "LlamaForCausalLM",
         {**_DENSE, **_BIASES, "head_dim": _WIDTH_OF_HEADS},
-        (),
-        {"hidden_act": _SILU, "mlp_bias": _OFF},
+        {"mlp_bias": _OFF},
     ),
     "mistral": Family(
         "MistralForCausalLM",
         {**_DENSE, "head_dim": _WIDTH_OF_HEADS},
-        (),
-        {"hidden_act": _SILU},
         windows=Windows(4096, listed=False),
     ),
     "qwen2": Family(
         "Qwen2ForCausalLM",
         {**_DENSE, "head_dim": _WIDTH_OF_HEADS},
-        (),
-        {"hidden_act": _SILU, "use_mrope": _OFF},
+        {"use_mrope": _OFF},
         {"qkv_bias": True},
         windows=_QWEN_WINDOWS,
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
         {**_DENSE, **_BIASES},
-        (),
-        {"hidden_act": _SILU},
-        {"qk_norm": True},
+        always={"qk_norm": True},
         windows=_QWEN_WINDOWS,
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
         {**_DENSE, **_BIASES, "head_dim": _WIDTH_OF_HEADS, "tied": Key("tie_word_embeddings", True)},
-        (),
-        {"hidden_act": _SILU, "mlp_bias": _OFF, "use_sliding_window": _OFF},
+        {"mlp_bias": _OFF, "use_sliding_window": _OFF},
         without=4,
     ),
     "olmo2": Family(
         "Olmo2ForCausalLM",
         {**_DENSE, **_BIASES, "head_dim": _WIDTH_OF_HEADS},
-        _NORMS_BEHIND,
-        {"hidden_act": _SILU},
-        {**_WHOLE_NORMS, "norms": "after"},
+        always={**_WHOLE_NORMS, "norms": "after"},
+        own=_NORMS_BEHIND,
     ),
     "olmo3": Family(
         "Olmo3ForCausalLM",
         {**_DENSE, **_BIASES, "head_dim": _WIDTH_OF_HEADS},
-        _NORMS_BEHIND,
-        {"hidden_act": _SILU},
-        {**_WHOLE_NORMS, "norms": "after"},
+        always={**_WHOLE_NORMS, "norms": "after"},
+        own=_NORMS_BEHIND,
         windows=Windows(4096, every=4, plain=500000.0),
     ),
     "mixtral": Family(
@@ -378,9 +373,9 @@ FAMILIES: dict[str, Family] = {
             "expert_ffn": Key("intermediate_size"),
             "aux_loss": Key("router_aux_loss_coef", 0.0),
         },
-        _experts("block_sparse_moe", "w1", "w3", "w2"),
-        {"hidden_act": _SILU, "router_jitter_noise": Only((0.0,), 0.0)},
+        {"router_jitter_noise": Only((0.0,), 0.0)},
         {"normalize_top_k": True},
+        own=_experts("block_sparse_moe", "w1", "w3", "w2"),
         windows=Windows(listed=False),
         dense="none",
     ),
@@ -393,19 +388,18 @@ FAMILIES: dict[str, Family] = {
             "expert_ffn": Key("intermediate_size"),
             "aux_loss": Key("router_aux_loss_coef", 0.0),
         },
-        (
-            *_experts("block_sparse_moe", "w1", "w3", "w2"),
-            _layer("router.bias", "block_sparse_moe.e_score_correction_bias"),
-            _layer("router.bias", "mlp.e_score_correction_bias"),
-        ),
         {
-            "hidden_act": _SILU,
             "router_jitter_noise": Only((0.0,), 0.0),
             "sliding_window": _NONE,
             **{key: Only((value,), value, written=False) for key, value in _OF_MINIMAX_M1.items()},
         },
         {**_WHOLE_NORMS, "router": "sigmoid", "bias_rate": 0.001, "normalize_top_k": True},
         ("rotary_dim", 1.0),
+        own=(
+            *_experts("block_sparse_moe", "w1", "w3", "w2"),
+            _layer("router.bias", "block_sparse_moe.e_score_correction_bias"),
+            _layer("router.bias", "mlp.e_score_correction_bias"),
+        ),
         dense="none",
     ),
     "qwen2_moe": Family(
@@ -418,17 +412,15 @@ FAMILIES: dict[str, Family] = {
             "shared_ffn": Key("shared_expert_intermediate_size"),
             "normalize_top_k": Key("norm_topk_prob", False),
         },
-        _GATED_SHARED,
-        {"hidden_act": _SILU, "use_sliding_window": Only((False,), False)},
+        {"use_sliding_window": Only((False,), False)},
         {"shared_gate": True},
+        own=_GATED_SHARED,
         dense="steps",
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         {**_DENSE, **_BIASES, **_OF_QWEN, "normalize_top_k": Key("norm_topk_prob")},
-        (),
-        {"hidden_act": _SILU},
-        {"qk_norm": True},
+        always={"qk_norm": True},
         windows=Windows(4096, "use_sliding_window", listed=False),
         dense="steps",
     ),
@@ -443,7 +435,8 @@ FAMILIES: dict[str, Family] = {
             "swiglu_limit": Key("swiglu_limit", 7.0),
             "swiglu_alpha": Key("swiglu_alpha", 1.702),
         },
-        (
+        always={"normalize_top_k": True, "sinks": True, "router_bias": True, "expert_bias": True},
+        own=(
             _layer("attn.sinks", "self_attn.sinks"),
             _layer("router.weight", "mlp.router.weight"),
             _layer("router.b_logits", "mlp.router.bias"),
@@ -454,8 +447,6 @@ FAMILIES: dict[str, Family] = {
             _layer("experts.w_down", *_quantised("down_proj"), way="mxfp4"),
             _layer("experts.b_down", "mlp.experts.down_proj_bias", way="stacked"),
         ),
-        {"hidden_act": _SILU},
-        {"normalize_top_k": True, "sinks": True, "router_bias": True, "expert_bias": True},
         windows=Windows(128, every=2),
         dense="none",
     ),
@@ -472,8 +463,7 @@ FAMILIES: dict[str, Family] = {
             "expert_ffn": Key("intermediate_size"),
             "aux_loss": Key("router_aux_loss_coef", 0.0),
         },
-        (),
-        {"hidden_act": _SILU, "clip_qkv": _NONE},
+        {"clip_qkv": _NONE},
         _WHOLE_NORMS,
         dense="none",
     ),
@@ -489,9 +479,7 @@ FAMILIES: dict[str, Family] = {
             "qk_norm": Key("use_qk_norm", False),
             "qkv_bias": Key("attention_bias", False),
         },
-        (),
         {
-            "hidden_act": _SILU,
             "n_group": Only((1,), 1),
             "topk_group": Only((1,), 1),
         },
@@ -502,7 +490,6 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v2": Family(
         "DeepseekV2ForCausalLM",
         _DEEPSEEK,
-        _LATENT,
         {
             **_ONE_BY_ONE,
             "mlp_bias": _OFF,
@@ -511,6 +498,7 @@ FAMILIES: dict[str, Family] = {
             "norm_topk_prob": Only((False,), False),
         },
         {"router": "softmax", "normalize_top_k": False, "route_group_score": "best"},
+        own=_LATENT,
         dense="first",
         same=_SAME,
     ),
