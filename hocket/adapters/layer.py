@@ -41,18 +41,13 @@ Keep = tuple[Tensor, Tensor | None]
 
 
 class Layer(Protocol):
-    """What both kinds of layers have. `nn.Module` has the parameters, and `forward` as the plain computation."""
+    """What both kinds of layers have. As an `nn.Module` one also has parameters, and `forward(x_BSD, context)`.
+
+    That is the plain computation with all experts, which the pieces are compared with.
+    """
 
     def attention(self, x_BSD: Tensor, context: Any) -> Any:
         """The first piece. `context` is what the model makes once for all layers, such as rotary tables."""
-        ...
-
-    def forward(self, x_BSD: Tensor, context: Any) -> Tensor:
-        """The whole layer without a plan: what the pieces are compared with. All experts are here."""
-        ...
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters by name."""
         ...
 
 

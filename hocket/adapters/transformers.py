@@ -25,7 +25,7 @@ import contextlib
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -190,7 +190,7 @@ class PlainLayer:
 
     def __init__(self, layer: nn.Module) -> None:
         """Takes the layer over. Raises Unfit."""
-        self.module, self._parameters = layer, dict(layer.named_parameters())
+        self.module = layer
         self._block = block_of(layer)
         children = {name: child for name, child in layer.named_children() if not isinstance(child, nn.Dropout)}
         norms = {name for name in children if name.endswith("norm")}
@@ -203,14 +203,6 @@ class PlainLayer:
         self._norms = [children[name] if name else None for name in FORWARDS[frozenset(norms)]]
         self._attention, self._mlp = children["self_attn"], children[self._block]
         self._factor: float = getattr(layer, "residual_multiplier", 1.0)
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """As in the layer."""
-        return iter(self._parameters.items())
-
-    def forward(self, x_BSD: Tensor, context: Mapping[str, Any]) -> Tensor:
-        """The module's own."""
-        return _first(self.module(x_BSD, **context))
 
     def attention(self, x_BSD: Tensor, context: Mapping[str, Any]) -> Any:
         """`x + attn(x)`, with the norms that belong to it."""
