@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
@@ -21,6 +21,7 @@ from hocket.pretrained.tables import (
     WINDOW,
     Family,
     Key,
+    Layers,
 )
 from hocket.settings.effects import without_effect
 from hocket.settings.schema import beyond, flat, show, types
@@ -112,10 +113,8 @@ def config_of(name: str, model: ModelConfig, dtype: str, positions: int) -> dict
     config |= {key: only.values[0] for key, only in family.limits.items() if only.written}
     if family.dense == "steps":
         config |= {"decoder_sparse_step": 1, "mlp_only_layers": list(model.dense_layers)}
-    if family.dense in ("first", "types"):
-        config["first_k_dense_replace"] = len(model.dense_layers)
-    if family.dense == "types":
-        config["mlp_layer_types"] = ["dense" if kind == "dense" else "sparse" for kind in model.kinds()]
+    if isinstance(family.dense, Layers):
+        config |= _said(family.dense, model.dense_layers, model.layers)
     config |= {**_written_rope(family, model), **_written_windows(family, model)}
     config |= {"max_position_embeddings": positions, "use_cache": True}
     config |= {"pad_token_id": None, "initializer_range": model.init_std}  # a family's own token may be beyond ours
@@ -176,11 +175,10 @@ def _missing(key: Key, values: Mapping[str, Any]) -> Any:
 def _refuse_others(config: Mapping[str, Any], family: Family) -> None:
     """Raise ValueError for a key that asks for what is not there, or that nobody knows."""
     known = {name for key in family.keys.values() for name in (key.name, key.other)}
-    known |= {
-        "steps": {"decoder_sparse_step", "mlp_only_layers"},
-        "first": {"first_k_dense_replace"},
-        "types": {"first_k_dense_replace", "mlp_layer_types"},
-    }.get(family.dense, set())
+    known |= {"decoder_sparse_step", "mlp_only_layers"} if family.dense == "steps" else set()
+    for spec in (family.full, family.without, family.dense):
+        known |= {spec.key, spec.every[0], *(spec.first or ())[:1]} if isinstance(spec, Layers) else set()
+    known |= {SIZE, family.windows.switch} if family.windows is not None else set()
     for key, only in family.limits.items():
         value = config.get(key, only.missing)
         values = value if isinstance(value, list) else [value]
@@ -190,7 +188,7 @@ def _refuse_others(config: Mapping[str, Any], family: Family) -> None:
     for key, reason in OFF_KEYS.items():
         if config.get(key):
             raise ValueError(f"{key} = {show(config[key])}: {reason}")
-    known |= _keys_of_positions(family) | _keys_of_windows(family)
+    known |= {*KEYS, *((_SHARE, family.partial[0]) if family.partial else ())}
     known |= {*family.limits, *family.same, *IGNORED_KEYS, *OFF_KEYS}
     known |= {"sliding_window"} if "use_sliding_window" in family.limits else set()
     strange = [key for key, value in config.items() if key not in known and value is not None]
@@ -201,18 +199,13 @@ def _refuse_others(config: Mapping[str, Any], family: Family) -> None:
 
 def _dense_layers(config: Mapping[str, Any], family: Family, values: Mapping[str, Any]) -> tuple[int, ...]:
     layers = range(values["layers"])
+    if isinstance(family.dense, Layers):
+        return _chosen(config, family.dense, len(layers))
     if family.dense == "steps":
         step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or []
         _require("decoder_sparse_step", "layers", step)
         _require("mlp_only_layers", "dense_layers", tuple(dense) if isinstance(dense, list) else dense)
         return tuple(i for i in layers if i in dense or (i + 1) % step)
-    if family.dense == "types" and (kinds := config.get("mlp_layer_types")) is not None:
-        if not isinstance(kinds, list) or len(kinds) != len(layers) or not {*kinds} <= {"dense", "sparse"}:
-            raise ValueError(f"mlp_layer_types = {kinds}: not dense or sparse for each of {len(layers)} layers")
-        return tuple(i for i in layers if kinds[i] == "dense")
-    if family.dense in ("first", "types"):
-        _require("first_k_dense_replace", "experts", config.get("first_k_dense_replace"))
-        return tuple(layers[: config["first_k_dense_replace"]])
     return ()
 
 
@@ -254,22 +247,40 @@ def _table_of(config: Mapping[str, Any], key: str) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-# -- Kinds of layers as config.json has them: which have windows of attention, all of one size, or delta nets ----------
+# -- Layers of a kind, such as those that have windows of attention, all of one size, or delta nets --------------------
 
-SIZE, KINDS, EVERY = "sliding_window", "layer_types", "full_attention_interval"
+SIZE = "sliding_window"
 
 
-def _keys_of_windows(family: Family) -> set[str]:
-    """The keys of a family's config.json that say something of windows and delta nets."""
-    if family.deltas:
-        return {KINDS, EVERY}
-    return {KINDS} if family.windows is None else {KINDS, SIZE, family.windows.switch}
+def _chosen(config: Mapping[str, Any], spec: Layers, layers: int) -> tuple[int, ...]:
+    """The layers of a kind. Raises ValueError for a list or number that is none."""
+    if spec.key and (listed := config.get(spec.key)) is not None:
+        if not isinstance(listed, list | tuple) or len(listed) < layers or any(x not in spec.values for x in listed):
+            values = " or ".join(map(str, spec.values))
+            raise ValueError(f"{spec.key} = {listed}: not a list of {values} for each of {layers} layers")
+        return tuple(i for i in range(layers) if listed[i] == spec.values[0])
+    if spec.first:
+        key, missing = spec.first
+        count = config.get(key, missing)
+        _require(key, "experts", count)  # a number from 0 on
+        return tuple(range(layers))[:count]
+    key, every = spec.every
+    if not every:
+        return ()
+    every = every if config.get(key) is None else config[key]
+    _require(key, "layers", every)
+    return tuple(range(every - 1, layers, every))
+
+
+def _said(spec: Layers, chosen: Collection[int], layers: int) -> dict[str, Any]:
+    """The keys of config.json for the layers of a kind."""
+    found = {spec.key: [spec.values[i not in chosen] for i in range(layers)]} if spec.key else {}
+    return found | ({spec.first[0]: len(chosen)} if spec.first else {})
 
 
 def _read_windows(config: Mapping[str, Any], family: Family, layers: int) -> tuple[int, tuple[int, ...]]:
     """`model.window` and `model.full_layers`. Raises ValueError for kinds of layers that are not there."""
-    windows, kinds = family.windows, _kinds(config, family, layers)
-    full = tuple(i for i in range(layers) if kinds[i] == FULL)
+    windows, full = family.windows, _chosen(config, family.full, layers)
     if family.deltas and len(full) == layers:
         raise ValueError(f"no layer is {DELTA}: only models with some are there")
     if windows is None:
@@ -284,57 +295,30 @@ def _read_windows(config: Mapping[str, Any], family: Family, layers: int) -> tup
         _require(SIZE, "window", size)
         if not size:
             raise ValueError(f"{SIZE} = 0: a token attends to itself at least; null means no window")
-    if config.get(KINDS) and (size is None or not windows.listed) and len(full) != (layers if size is None else 0):
-        raise ValueError(f"{KINDS} = {config[KINDS]}: {SIZE} = {size} is that of all layers")
+    listed = config.get(family.full.key)
+    if listed and (size is None or not windows.listed) and len(full) != (layers if size is None else 0):
+        raise ValueError(f"{family.full.key} = {listed}: {SIZE} = {size} is that of all layers")
     return (0, ()) if size is None or len(full) == layers else (size, full)
 
 
-def _kinds(config: Mapping[str, Any], family: Family, layers: int) -> list[str]:
-    """The kind of attention of each layer: as listed, or where none are as the family has it."""
-    windows, listed = family.windows, config.get(KINDS)
-    other = DELTA if family.deltas else WINDOW if windows is not None else FULL
-    known = tuple(dict.fromkeys((FULL, other)))
-    if listed is not None and (not isinstance(listed, list | tuple) or any(kind not in known for kind in listed)):
-        raise ValueError(f"{KINDS} = {listed}: only {' and '.join(known)} {'is' if len(known) == 1 else 'are'} there")
-    if other == FULL:
-        return [FULL] * layers
-    if listed:
-        if len(listed) < layers:
-            raise ValueError(f"{KINDS} = {listed}: not one for each of {layers} layers")
-        return list(listed)
-    if windows is not None and windows.first:
-        key, missing = windows.first
-        first = config.get(key, missing)
-        _require(key, "experts", first)  # a number from 0 on
-        return [FULL if i < first else WINDOW for i in range(layers)]
-    every = windows.every if windows is not None else config.get(EVERY, family.deltas)
-    if family.deltas:
-        _require(EVERY, "layers", every)
-    return [FULL if every and (i + 1) % every == 0 else other for i in range(layers)]
-
-
 def _written_windows(family: Family, model: ModelConfig) -> dict[str, Any]:
-    """The keys of config.json for a model's windows."""
+    """The keys of config.json for a model's windows and delta nets."""
     windows, sizes = family.windows, model.windows()
-    if family.deltas:
-        return {KINDS: [DELTA if delta else FULL for delta in model.deltas()]}
     if windows is None:
-        return {}
+        return _said(family.full, model.full_layers, model.layers) if family.deltas else {}
     # Where layers are listed transformers wants a size, even if none has it.
     found: dict[str, Any] = {SIZE: max(sizes) or (windows.missing if windows.listed and not windows.switch else None)}
     if windows.switch:
         found[windows.switch] = any(sizes)
-    if windows.first and any(sizes):
-        found[windows.first[0]] = sizes.count(0)
-    if windows.listed:
-        found[KINDS] = [WINDOW if size else FULL for size in sizes]
-    return found
+    return found | (
+        _said(family.full, [i for i, n in enumerate(sizes) if not n], model.layers) if windows.listed else {}
+    )
 
 
 # -- positions ---------------------------------------------------------------------------------------------------------
 
 KEYS = ("rope_theta", "rope_parameters", "rope_scaling")
-_SHARE, _WITHOUT, _EVERY = "partial_rotary_factor", "no_rope_layers", "no_rope_layer_interval"
+_SHARE = "partial_rotary_factor"
 _NAMES = {
     "original_positions": "original_max_position_embeddings",
     "low_frequency": "low_freq_factor",
@@ -354,11 +338,6 @@ def _parameters(kind: RopeKind) -> tuple[str, ...]:
     return tuple(name.removeprefix("model.rope.") for name in types() if name in default - idle)
 
 
-def _keys_of_positions(family: Family) -> set[str]:
-    """The keys of a family's config.json that say something of positions."""
-    return {*KEYS, *((_SHARE, family.partial[0]) if family.partial else ()), *((_WITHOUT, _EVERY) * family.without)}
-
-
 def _read_rope(config: Mapping[str, Any], family: Family, head_dim: int, layers: int) -> tuple[float, RopeConfig]:
     """`model.rope_theta` and `model.rope`. Raises ValueError for a kind that is not there, and unknown parameters."""
     parameters = _table_of(config, "rope_parameters")
@@ -376,7 +355,8 @@ def _read_rope(config: Mapping[str, Any], family: Family, head_dim: int, layers:
         raise ValueError("config.json has no rope_theta, neither by itself nor in rope_parameters")
     _require("rope_theta", "rope_theta", theta)
     width = _width(config, family, rope.pop(_SHARE, config.get(_SHARE)), head_dim)
-    values: dict[str, Any] = {"kind": kind, "width": width, "without": _without(config, family, layers)}
+    without = () if family.without is None else _chosen(config, family.without, layers)
+    values: dict[str, Any] = {"kind": kind, "width": width, "without": without}
     if "original_positions" in _parameters(kind):
         rope.setdefault(_NAMES["original_positions"], config.get("max_position_embeddings"))
     for name in _parameters(kind):
@@ -408,7 +388,7 @@ def _written_rope(family: Family, model: ModelConfig) -> dict[str, Any]:
             share = math.nextafter(share, 1)
         found[family.partial[0]] = share if family.partial[0] == _SHARE else width
     if family.without:
-        found[_WITHOUT] = [int(layer not in rope.without) for layer in range(model.layers)]
+        found |= _said(family.without, rope.without, model.layers)
     return found
 
 
@@ -448,17 +428,3 @@ def _width(config: Mapping[str, Any], family: Family, share: Any, head_dim: int)
     if width > head_dim or width < 2 or width % 2:
         raise ValueError(f"{width} of {head_dim} elements of a head would rotate: an even number from 2 on must")
     return width
-
-
-def _without(config: Mapping[str, Any], family: Family, layers: int) -> tuple[int, ...]:
-    """The layers without positions. A 1 in the list is a layer that has them."""
-    if not family.without:
-        return ()
-    listed, every = config.get(_WITHOUT), config.get(_EVERY)
-    if listed is not None:
-        if not isinstance(listed, list) or len(listed) < layers or any(x not in (0, 1) for x in listed):
-            raise ValueError(f"{_WITHOUT} = {listed}: not a list of 0 or 1 for each of {layers} layers")
-        return tuple(i for i in range(layers) if not listed[i])
-    every = family.without if every is None else every
-    _require(_EVERY, "layers", every)
-    return tuple(range(every - 1, layers, every))

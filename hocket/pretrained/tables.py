@@ -74,6 +74,20 @@ class Rule:
 
 
 @dataclass(frozen=True)
+class Layers:
+    """How config.json says which layers are of a kind: by a list, or where it has none by a number."""
+
+    key: str = ""
+    """Of a list with a value for each layer; empty: there is none."""
+    values: tuple[Any, ...] = ()
+    """What it says of these layers, and of all others."""
+    every: tuple[str, int] = ("", 0)
+    """Key of a number: each so many-th is one. Beside it the number where the key is missing; 0: none is."""
+    first: tuple[str, Any] | None = None
+    """Key that counts them where they are the first ones, and the number where it is missing."""
+
+
+@dataclass(frozen=True)
 class Windows:
     """Windows of attention: what a family's config.json says of them beside `sliding_window`."""
 
@@ -83,10 +97,8 @@ class Windows:
     """Key without which no layer has a window."""
     listed: bool = True
     """Whether transformers reads `layer_types`. Without, all layers have a window or none has."""
-    every: int = 0
-    """Where no layers are listed: each so many-th has no window."""
-    first: tuple[str, int] | None = None
-    """Where no layers are listed: a key that says how many first ones have no window, and how many if it is missing."""
+    full: Layers = Layers("layer_types", (FULL, WINDOW))
+    """Layers without a window."""
     plain: float = 0.0
     """Above 0 layers with a window have plain positions, and `rope_scaling` is that of the others. Their base where
     config.json does not name them: transformers takes this one, not `rope_theta`."""
@@ -109,17 +121,21 @@ class Family:
     """Rules that come before `RULES`."""
     pictures: bool = False
     """Whether transformers has a model for pictures too, whose tokens have three positions. Those of text are one."""
-    without: int = 0
-    """Whether layers may have no positions: every how many layers one has none where config.json does not say."""
+    without: Layers | None = None
+    """Layers that have no positions; None: all have."""
     windows: Windows | None = None
     """None: no layer may have a window."""
-    deltas: int = 0
-    """Whether layers have delta nets: every how many layers one has full attention where config.json does not say."""
-    dense: Literal["all", "none", "steps", "first", "types"] = "all"
-    """Which layers have no experts: all, none, those of `decoder_sparse_step` and `mlp_only_layers`, the first
-    `first_k_dense_replace`, or those that `mlp_layer_types` calls dense, and where it is missing the first ones."""
+    deltas: Layers | None = None
+    """Layers with full attention where the others have delta nets."""
+    dense: Literal["all", "none", "steps"] | Layers = "all"
+    """Layers that have no experts; steps: those of `decoder_sparse_step` and `mlp_only_layers`."""
     same: Mapping[str, str] = field(default_factory=dict)
     """Keys that say again what a setting says."""
+
+    @property
+    def full(self) -> Layers:
+        """Layers with full attention."""
+        return self.deltas or (self.windows.full if self.windows else Layers("layer_types", (FULL,)))
 
     @property
     def limits(self) -> Mapping[str, Only]:
@@ -228,7 +244,10 @@ _OF_QWEN = {
 _WIDTH_OF_HEADS = Key("head_dim", "hidden / heads")
 _OFF, _NONE = Only((False,), False), Only((None,))
 _BIASES = {name: Key("attention_bias", False) for name in ("qkv_bias", "o_bias")}
-_QWEN_WINDOWS = Windows(4096, "use_sliding_window", first=("max_window_layers", 28))
+_QWEN_WINDOWS = Windows(
+    4096, "use_sliding_window", full=Layers("layer_types", (FULL, WINDOW), first=("max_window_layers", 28))
+)
+_FIRST = Layers(first=("first_k_dense_replace", None))
 _WHOLE_NORMS = {"qk_norm": True, "qk_norm_over": "whole"}
 
 _OF_MINIMAX_M1 = {
@@ -268,7 +287,7 @@ _V3 = Family(
     },
     {"router": "sigmoid", "bias_rate": 0.001, "route_group_score": "best_two"},
     own=_LATENT,
-    dense="first",
+    dense=_FIRST,
     same=_SAME,
 )
 
@@ -300,7 +319,7 @@ _NEXT = Family(
         *_DELTA_NET,
         *_GATED_SHARED,
     ),
-    deltas=4,
+    deltas=Layers("layer_types", (FULL, DELTA), ("full_attention_interval", 4)),
     dense="steps",
 )
 
@@ -316,7 +335,7 @@ _3_5 = Family(
     partial=("partial_rotary_factor", 0.25),
     own=_3_5_DELTA_NET,
     pictures=True,
-    deltas=4,
+    deltas=Layers("layer_types", (FULL, DELTA), ("full_attention_interval", 4)),
 )
 _ROUTED_NEXT = {name: key for name, key in _NEXT.keys.items() if name not in ("ffn", "normalize_top_k")}
 
@@ -348,7 +367,7 @@ FAMILIES: dict[str, Family] = {
         "SmolLM3ForCausalLM",
         {**_DENSE, **_BIASES, "head_dim": _WIDTH_OF_HEADS, "tied": Key("tie_word_embeddings", True)},
         {"mlp_bias": _OFF, "use_sliding_window": _OFF},
-        without=4,
+        without=Layers("no_rope_layers", (0, 1), ("no_rope_layer_interval", 4)),
     ),
     "olmo2": Family(
         "Olmo2ForCausalLM",
@@ -361,7 +380,7 @@ FAMILIES: dict[str, Family] = {
         {**_DENSE, **_BIASES, "head_dim": _WIDTH_OF_HEADS},
         always={**_WHOLE_NORMS, "norms": "after"},
         own=_NORMS_BEHIND,
-        windows=Windows(4096, every=4, plain=500000.0),
+        windows=Windows(4096, plain=500000.0, full=Layers("layer_types", (FULL, WINDOW), ("", 4))),
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
@@ -447,7 +466,7 @@ FAMILIES: dict[str, Family] = {
             _layer("experts.w_down", *_quantised("down_proj"), way="mxfp4"),
             _layer("experts.b_down", "mlp.experts.down_proj_bias", way="stacked"),
         ),
-        windows=Windows(128, every=2),
+        windows=Windows(128, full=Layers("layer_types", (FULL, WINDOW), ("", 2))),
         dense="none",
     ),
     "olmoe": Family(
@@ -485,7 +504,7 @@ FAMILIES: dict[str, Family] = {
         },
         {"router": "sigmoid", "bias_rate": 0.001},
         ("partial_rotary_factor", 0.5),
-        dense="first",
+        dense=_FIRST,
     ),
     "deepseek_v2": Family(
         "DeepseekV2ForCausalLM",
@@ -499,7 +518,7 @@ FAMILIES: dict[str, Family] = {
         },
         {"router": "softmax", "normalize_top_k": False, "route_group_score": "best"},
         own=_LATENT,
-        dense="first",
+        dense=_FIRST,
         same=_SAME,
     ),
     "deepseek_v3": _V3,
@@ -509,7 +528,7 @@ FAMILIES: dict[str, Family] = {
         architecture="Glm4MoeLiteForCausalLM",
         keys={**_V3.keys, "route_groups": Key("n_group", 1), "route_top_groups": Key("topk_group", 1)},
         only={**_V3.only, "partial_rotary_factor": Only((1.0,), 1.0)},
-        dense="types",
+        dense=replace(_FIRST, key="mlp_layer_types", values=("dense", "sparse")),
     ),
     "qwen3_5_text": _3_5,
     "qwen3_next": _NEXT,

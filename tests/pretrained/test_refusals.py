@@ -110,11 +110,15 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
         {"sliding_window": 8, "layer_types": ["full_attention"] * 3},
         "layer_types = .*: sliding_window = 8 is that of all layers",
     ),
-    ("gpt_oss", {"layer_types": ["sliding_attention"]}, "layer_types = .*: not one for each of 3 layers"),
+    (
+        "gpt_oss",
+        {"layer_types": ["sliding_attention"]},
+        "layer_types = .*: not a list of full_attention or sliding_attention for each of 3 layers",
+    ),
     (
         "gpt_oss",
         {"layer_types": ["chunked_attention"] * 3},
-        "layer_types = .*: only full_attention and sliding_attention are there",
+        "layer_types = .*: not a list of full_attention or sliding_attention for",
     ),
     (
         "olmo3",
@@ -131,7 +135,7 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     (
         "llama",
         {"layer_types": ["full_attention", "sliding_attention"]},
-        "layer_types = .*: only full_attention is there",
+        "layer_types = .*: not a list of full_attention for each of 3 layers",
     ),
     (
         "qwen3",
@@ -156,7 +160,11 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v3", {"n_group": None}, "config.json has no n_group"),
     ("deepseek_v3", {"q_lora_rank": None}, r"lacks model\.layers\.0\.self_attn\.q_proj\.weight"),
     ("moonlight", {"kv_lora_rank": 12}, r"with_mqa\.weight has shape \[20, 24\], and .* needs \[18, 24\]"),
-    ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types = .*: not dense or sparse for each of 3 layers"),
+    (
+        "glm4_moe_lite",
+        {"mlp_layer_types": ["dense"]},
+        "mlp_layer_types = .*: not a list of dense or sparse for each of 3",
+    ),
     ("mistral", {"num_hidden_layers": 4}, r"lacks model.layers.3.input_layernorm.weight, .* and 7 more"),
     ("mistral", {"num_hidden_layers": 2}, r"has model.layers.2.input_layernorm.weight, .* and 7 more, which no param"),
     ("mistral", {"intermediate_size": 30}, r"gate_proj.weight has shape \[28, 24\], and .* needs \[30, 24\]"),
