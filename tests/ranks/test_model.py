@@ -49,7 +49,7 @@ def whole(config: ModelConfig, dtype: torch.dtype = torch.float32, seed: int = 0
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_sizes_match_the_published_ones(name: str) -> None:
-    config = getattr(families, name)()
+    config = getattr(families, name.upper())
     total = active = 0.0
     for param_name, param in Chunk(config, range(config.layers)).named_parameters():
         assert param.is_meta
