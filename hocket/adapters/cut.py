@@ -22,6 +22,7 @@ from hocket.layers.standin import StandIn
 from hocket.model.context import cut_as
 from hocket.model.documents import Told
 from hocket.model.heads import Heads
+from hocket.model.moe import ExpertPlace
 from hocket.model.source import ChunkPlace, ModelSource
 from hocket.program.ops import Layout
 from hocket.program.stages import layout_of
@@ -191,6 +192,17 @@ class Cut:
         """A copy of a layer, as the protocol sees it. `fused`: with hocket's kernels where they compute the same."""
         return self.adapter.layer(copy.deepcopy(self.adapter.layers[number], memo), fused)
 
+    def parts(
+        self, number: int, memo: dict[int, Any], told: Any, ep: ExpertPlace, method: str = "", fused: bool = False
+    ) -> DenseParts:
+        """The part functions of a copy of a layer, which is `told` its context. `method` is that of `AdaptedModel`."""
+        layer, experts = self.copied(number, memo, fused), self.experts_in[number]
+        kind: Any = ExpertParts if experts else DenseParts
+        kind = kind if method in ("", WHOLE) else cut_as(method, kind)
+        parts = kind(layer, told, *((self.experts, ep) if experts else ()))
+        parts.attn = self.adapter.attention(number, layer, told) if method else None
+        return parts
+
     def buffers(self, device: torch.device, values: Values | None = None) -> dict[int, Any]:
         """What takes the place of the model's buffers and constants, and of its configuration: copies.
 
@@ -325,15 +337,9 @@ class AdaptedModel(ModelSource):
         contexts = _remembered(ends)
         layers: dict[int, DenseParts] = {}
         for number in place.layers:
-            layer: Any = cut.copied(number, dict(memo), fused=place.device.type == "cuda")
-            experts = (cut.experts, ep) if isinstance(layer, ExpertLayer) else ()
-            kind: Any = ExpertParts if experts else DenseParts
-            kind = kind if self._method in ("", WHOLE) else cut_as(self._method, kind)
-            told = _of_layer(contexts, number)
-            layers[number] = parts = kind(layer, told, *experts)
-            if self._method:
-                assert place.groups is not None, "ranks have groups"
-                parts.attn, parts.group = cut.adapter.attention(number, layer, told), place.groups.cp
+            told, fused = _of_layer(contexts, number), place.device.type == "cuda"
+            layers[number] = parts = cut.parts(number, dict(memo), told, ep, self._method, fused)
+            parts.group = place.groups.cp if self._method and place.groups is not None else None
         return AdaptedChunk(
             ends.embed if place.first else None, layers, ends.logits if place.last else None, parameters
         )

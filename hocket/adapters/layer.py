@@ -26,7 +26,7 @@ token, R rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -51,7 +51,6 @@ class Layer(Protocol):
         ...
 
 
-@runtime_checkable
 class DenseLayer(Layer, Protocol):
     """A layer without experts. `attention` returns one tensor, [B, S, D]."""
 
@@ -60,7 +59,6 @@ class DenseLayer(Layer, Protocol):
         ...
 
 
-@runtime_checkable
 class ExpertLayer(Layer, Protocol):
     """A layer whose experts may be spread over ranks."""
 

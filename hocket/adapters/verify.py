@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from hocket.adapters.cut import ELSE, Cut, refuse
-from hocket.adapters.layer import DenseLayer, DenseParts, ExpertLayer, ExpertParts
+from hocket.adapters.cut import ELSE, WHOLE, Cut, refuse
+from hocket.adapters.layer import DenseParts, ExpertParts
 from hocket.layers.dispatch import exchange_counts
 from hocket.model.documents import Documents, whole_sequences
 from hocket.model.moe import ONLY
@@ -120,13 +120,6 @@ def _compare(
     """Returns the experts per token, and the parameters of the layer that no gradient reaches."""
     model, name = cut.adapter.model, type(cut.adapter.layers[number]).__name__
     whole: Any = copy.deepcopy(cut.adapter.layers[number], dict(memo))
-    layer = cut.copied(number, dict(memo))
-    if not isinstance(layer, DenseLayer | ExpertLayer):
-        raise refuse(
-            model,
-            f"layer {number}, {name}, has neither attention and mlp nor attention, route, experts and merge",
-            "the methods of hocket.adapters.layer.DenseLayer or ExpertLayer",
-        )
     params, reached = _small(whole), set[int]()
     try:
         wanted = _with_gradients(lambda x: _whole(whole, x, context), x_BSD, params, reached)
@@ -136,9 +129,7 @@ def _compare(
             f"the forward of layer {number}, {name}, fails on {tuple(x_BSD.shape)}: {error}",
             "a forward that works",
         ) from error
-    experts = (cut.experts, ONLY) if isinstance(layer, ExpertLayer) else ()
-    kind: Any = ExpertParts if experts else DenseParts
-    parts: DenseParts = kind(layer, lambda _: context, *experts)
+    parts = cut.parts(number, dict(memo), lambda *_: context, ONLY)
     try:
         top_k, found = _by_parts(parts, x_BSD, params)
     except (*_WRONG, ValueError) as error:
@@ -149,7 +140,7 @@ def _compare(
             f"the pieces of layer {number}, {name}, do not compute what its forward does: the {differing} differs",
             f"write pieces that together are the forward, and keep nothing on the module; {ELSE}",
         )
-    if experts and not _in_parts(cut, number, memo, layer):
+    if cut.experts_in[number] and not _in_parts(cut, number, memo, parts.layer):
         raise refuse(
             model,
             f"the experts of layer {number}, {name}, do not compute the same where a rank has half of them",
@@ -157,7 +148,7 @@ def _compare(
         )
     if shared:
         try:
-            parts.attn = cut.adapter.attention(number, layer, lambda *_: context)
+            parts = cut.parts(number, dict(memo), lambda *_: context, ONLY, WHOLE)
             _, found = _by_parts(parts, x_BSD, params, whole_sequences(*_SHAPE, x_BSD.device))
             differing = _differing(found, wanted)
             problem = f"the {differing} differs" if differing else ""

@@ -211,6 +211,26 @@ def attend_stretch(
     return attend(q_THN, k_UKN, v_UKN, span, window, scale)
 
 
+def attend_spans(
+    q_THN: Tensor,
+    k_UKN: Tensor,
+    v_UKN: Tensor,
+    context: Context,
+    window: int = 0,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of a rank's queries to the keys that all ranks have, inside of documents: [T, H, N]."""
+    found = []
+    for span in context.spans:
+        q, k, v = among(q_THN, span.queries), among(k_UKN, span.keys), among(v_UKN, span.keys)
+        if sinks is None:
+            found.append(attend_stretch(q, k, v, span, context.of_sequences, window, scale))
+        else:
+            found.append(attend_with_sinks(q, k, v, sinks, span, window))
+    return torch.cat(found)
+
+
 def served(q_THN: Tensor, k_UKN: Tensor, v_UKN: Tensor) -> bool:
     """Whether cuDNN's attention serves both parts: as `F.scaled_dot_product_attention` would take it."""
     widths, ahead = {x.shape[-1] for x in (q_THN, k_UKN, v_UKN)}, len(k_UKN) - len(q_THN)
@@ -358,14 +378,8 @@ class Heads(ABC):
         kv_U2KN = in_order(kv_UX, context).view(-1, 2, self.kv_heads, self.head_dim)
         k_UKN, v_UKN = kv_U2KN.unbind(1)
         window = self.window if self.window < context.length else 0
-        found = []
-        for span in context.spans:
-            q, k, v = among(q_THN, span.queries), among(k_UKN, span.keys), among(v_UKN, span.keys)
-            if self.sinks is None:
-                found.append(attend_stretch(q, k, v, span, context.of_sequences, window))
-            else:
-                found.append(self._attend(q, k, v, span, window))
-        return self.projected(torch.cat(found).flatten(1), gate_BSF, batch)
+        found_THN = attend_spans(q_THN, k_UKN, v_UKN, context, window, sinks=self.sinks)
+        return self.projected(found_THN.flatten(1), gate_BSF, batch)
 
     def of_own_heads(self, kv_UX: Tensor, q_UX: Tensor, context: Context) -> Tensor:
         """What some heads find in all tokens, [U, X], from these heads' keys and values, and their queries, [U, X].
