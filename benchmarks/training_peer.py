@@ -25,8 +25,8 @@ from hocket.commands.options import RecipeOptions, parse
 from hocket.config import ModelConfig
 from hocket.model.source import init_tensor, whole_shapes
 from hocket.pretrained.configuration import config_of, family_for
-from hocket.pretrained.convert import rules_of, split, tensors_of
 from hocket.pretrained.tables import FAMILIES
+from hocket.pretrained.weights import rules_of, split
 from hocket.program.documents import as_read
 from hocket.resolve import Settings, resolve
 from hocket.settings.rule import Host
@@ -58,7 +58,7 @@ def fill(model: Any, settings: Settings, device: torch.device) -> None:
     left = set(params)
     for name, shape in whole_shapes(config).items():
         rules = rules_of(FAMILIES[family_for(config)], name)
-        rule, number = next(r for r in rules if next(tensors_of(*r, (1, 1, 1), config))[0] in params)
+        rule, number = next(r for r in rules if r[0].theirs[0].format(i=r[1], e=0) in params)
         value = init_tensor(name, shape, config, settings.train.seed, device=str(device))
         for theirs, whole in split(rule, number, value, config):
             param = params[theirs]

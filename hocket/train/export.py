@@ -33,9 +33,9 @@ from hocket.model.tokenizer import (
     tokenizer_file,
 )
 from hocket.pretrained.configuration import TYPES, config_for
-from hocket.pretrained.convert import rules_of, split, tensors_of
 from hocket.pretrained.folder import LARGEST, files_of, write_files
 from hocket.pretrained.tables import FAMILIES
+from hocket.pretrained.weights import rules_of, split, tensors_of
 from hocket.settings.schema import changed, flat, types
 from hocket.settings.sources import as_setting
 from hocket.train.chat import TEMPLATE, Chats
