@@ -6,8 +6,7 @@ import json
 import os
 import sys
 
-from hocket.doctor.checks import examine, exit_code, to_json, to_text
-from hocket.doctor.look import look
+from hocket.doctor.checks import examine, exit_code, look, to_json, to_text
 from hocket.doctor.measure import measure, report
 from hocket.environment import find_gpus
 from hocket.program.hardware import kept_file
