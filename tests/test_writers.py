@@ -145,7 +145,7 @@ def test_runs_are_listed_with_how_far_they_came(tmp_path, capsys, monkeypatch):
 def run_in(folder: Path, name: str, lines: list[dict[str, Any]], steps: int = 5) -> Path:
     path = folder / name
     path.mkdir()
-    note(changed(settings_in(path), {"train.steps": steps}), "")
+    note(changed(settings_in(path), {"train.steps": steps}))
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 

@@ -132,7 +132,7 @@ def train_rank(settings: Settings, rank: int, device: Any) -> None:
     trainer.begin()
     if rank == 0:
         record(settings, Path(settings.run.folder))
-        note(settings, trainer.number)
+        note(settings)
     trainer.run()
 
 

@@ -41,28 +41,17 @@ class Run:
     """running, done, stopped (before its last step), or failed to start (has no step)."""
 
 
-def note(settings: Settings, number: str) -> None:
-    """Write what cannot be found out otherwise: for `runs`, and whose checkpoints are the run's (`owner.py`).
-
-    An OSError is no reason to end a run.
-    """
+def note(settings: Settings) -> None:
+    """Write what `runs` cannot find out otherwise. An OSError is no reason to end a run."""
     recipe = settings.origins.get("", "").removeprefix("recipe ")
     named = {origin.split(".toml:")[0] for origin in settings.origins.values() if ".toml:" in origin}
-    said = {"recipe": f"{min(named)}.toml" if named else recipe, "steps": settings.train.steps, "id": number}
+    said = {"recipe": f"{min(named)}.toml" if named else recipe, "steps": settings.train.steps}
     temporary = Path(settings.run.folder) / f"{FILE}.tmp"
     try:
         temporary.write_text(json.dumps(said))
         temporary.replace(temporary.with_name(FILE))
     except OSError:
         temporary.unlink(missing_ok=True)
-
-
-def identity(folder: Path) -> str:
-    """The number of a folder's run; empty if none has begun there."""
-    try:
-        return str(_json((folder / FILE).read_bytes()).get("id", ""))
-    except OSError:
-        return ""
 
 
 def runs(folder: Path) -> list[Run]:
