@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.util
-import json
 import os
 import random
 import re
@@ -19,7 +18,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -239,28 +238,15 @@ class Gpus:
 def find_gpus() -> Gpus:
     """The GPUs of this host.
 
-    A process that has touched CUDA cannot fork workers that use it, so a child looks; and only if torch is built for
-    CUDA.
+    A process that has touched CUDA cannot fork workers that use it, so another one looks; and only if torch is built
+    for CUDA.
     """
     _, cuda = torch_build()
     if not cuda:
         return Gpus()
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.write(write, json.dumps(asdict(_look())).encode())
-        finally:
-            os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as answer:
-        text = answer.read()
-    os.waitpid(child, 0)
-    if not text:
-        return Gpus()
-    fields = json.loads(text)
-    major, minor = fields.pop("capability")
-    return Gpus(kinds=tuple(fields.pop("kinds")), capability=(major, minor), **fields)
+    with processes(1, {}) as pool, contextlib.suppress(Exception):  # whatever a broken driver does to the process
+        return pool.submit(_look).result()
+    return Gpus()
 
 
 TOOL_LIMIT = 20.0

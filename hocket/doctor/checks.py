@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import importlib
+import importlib.util
 import re
 import resource
 import shutil
@@ -16,13 +17,12 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from hocket.doctor.measure import Request, run
-from hocket.environment import cores, is_number_of_threads, torch_build
+from hocket.environment import cores, is_number_of_threads, processes, torch_build
 from hocket.variables import Moment, survey
 
 # -- What is found on a host -------------------------------------------------------------------------------------------
@@ -73,10 +73,6 @@ class Found:
     links: Mapping[tuple[int, int], str] = field(default_factory=dict)
     """How two GPUs are joined, in the driver's words, such as NV18 or SYS."""
     ports: tuple[Port, ...] = ()
-    copies: tuple[str, ...] = ()
-    """Names of everything that a gather on copy engines ran on a GPU; empty if none was tried."""
-    no_copies: str = "hocket doctor was not asked to try it"
-    """Why none was tried."""
     cores: int = 0
     shm: int = 0
     """Size of the shared memory of processes."""
@@ -89,8 +85,8 @@ class Found:
     temporary_free: int = 0
 
 
-LIMIT, COPIES_LIMIT = 60.0, 90.0
-"""Seconds for a tool to answer, and for a gather on copy engines."""
+LIMIT = 60.0
+"""Seconds for a tool to answer."""
 
 _ASKED = (
     "name", "memory.total", "memory.used", "power.limit", "power.default_limit", "ecc.mode.current",
@@ -100,26 +96,17 @@ _NEWER = ("clocks.applications.graphics", "clocks.max.graphics", "clocks_throttl
 """Fields that drivers rename from time to time; a driver that does not know one answers nothing at all."""
 
 
-def look(env: Mapping[str, str], passed: Collection[Moment], tries: bool) -> Found:
-    """Everything that can be found here. `tries` also tries a gather on copy engines, which takes seconds."""
-    torch, temporary = _torch(), tempfile.gettempdir()
-    copies, no_copies = tuple[str, ...](), Found.no_copies
-    if tries and torch.gpus > 1 and not torch.no_copy_engine:
-        try:
-            request = Request(world=torch.gpus, device="cuda", copies=True)
-            copies, no_copies = run(request, {**env, "OMP_NUM_THREADS": "1"}, COPIES_LIMIT).names, ""
-        except ValueError as error:
-            no_copies = str(error).split("; fix:")[0]
+def look(env: Mapping[str, str], passed: Collection[Moment]) -> Found:
+    """Everything that can be found here."""
+    temporary = tempfile.gettempdir()
     return Found(
         env=dict(env),
         passed=passed,
         python=tuple(sys.version_info[:3]),
-        torch=torch,
+        torch=_torch(),
         gpus=gpus_of(_asked((*_ASKED, *_NEWER)), (*_ASKED, *_NEWER)) or gpus_of(_asked(_ASKED), _ASKED),
         links=links_of(_output(["nvidia-smi", "topo", "-m"])),
         ports=ports_in(Path("/sys/class/infiniband")),
-        copies=copies,
-        no_copies=no_copies,
         cores=cores(),
         shm=shutil.disk_usage("/dev/shm").total if Path("/dev/shm").exists() else 0,
         open_files=_limit(resource.RLIMIT_NOFILE),
@@ -177,39 +164,36 @@ def links_of(text: str) -> dict[tuple[int, int], str]:
     return found
 
 
-_ASK = """
-import importlib.util, json, sys
-found = {}
-try:
-    import torch
-    count = torch.cuda.device_count()
-    found = dict(version=torch.__version__, cuda=torch.version.cuda or "", gpus=count)
-    if count:
-        from hocket.runtime.shared_memory import problem
-        found["nccl"] = list(torch.cuda.nccl.version())
-        found["no_copy_engine"] = problem() if count > 1 else ""
-        reach = torch.cuda.can_device_access_peer
-        found["apart"] = [(a, b) for a in range(count) for b in range(count) if a != b and not reach(a, b)]
-    if importlib.util.find_spec("triton"):
-        import triton
-        found["triton"] = triton.__version__
-except Exception as error:
-    found = dict(version=found.get("version", ""), error=f"{type(error).__name__}: {error}")
-sys.stdout.write("\\n" + json.dumps(found))
-"""
-
-
 def _torch() -> Torch:
     """What torch says, asked in a process of its own, which may crash or hang. A build without CUDA need not be."""
     version, cuda = torch_build()
     if not cuda:
         return Torch(version=version)
-    text = _output([sys.executable, "-c", _ASK])
-    if not text:
-        return Torch(version=version, cuda=cuda, error=f"no answer from a process that imports torch {version}")
-    fields: dict[str, Any] = json.loads(text.splitlines()[-1])
-    apart = tuple((a, b) for a, b in fields.pop("apart", ()))
-    return Torch(nccl=tuple(fields.pop("nccl", ())), apart=apart, **fields)
+    try:
+        with processes(1, {}) as pool:
+            return pool.submit(_ask).result(LIMIT)
+    except Exception as error:  # whatever a broken driver does to the process
+        return Torch(version=version, cuda=cuda, error=f"{type(error).__name__}: {error}")
+
+
+def _ask() -> Torch:
+    """Touches CUDA."""
+    import torch
+
+    from hocket.runtime.shared_memory import problem
+
+    count, triton = torch.cuda.device_count(), importlib.util.find_spec("triton")
+    found = Torch(
+        version=torch.__version__,
+        cuda=torch.version.cuda or "",
+        gpus=count,
+        triton=importlib.import_module("triton").__version__ if triton else "",
+    )
+    if not count:
+        return found
+    reach = torch.cuda.can_device_access_peer
+    apart = tuple((a, b) for a in range(count) for b in range(count) if a != b and not reach(a, b))
+    return replace(found, nccl=torch.cuda.nccl.version(), apart=apart, no_copy_engine=problem() if count > 1 else "")
 
 
 # -- What it means for overlap -----------------------------------------------------------------------------------------
@@ -255,8 +239,6 @@ CORES_PER_GPU = 2
 """One core issues the ops of a rank. The threads of autograd and NCCL need another."""
 BUSY_MIB = 2048
 """From this much used memory on, another process is taken to work on a GPU."""
-KERNELS = ("ncclDevKernel", "ncclSymk", "ncclKernel")
-"""Words in the names of kernels that communicate."""
 SLOWED = {
     0x08: "slowed down by its hardware", 0x20: "too hot (software limit)", 0x40: "too hot (hardware limit)",
     0x80: "not enough power from the host",
@@ -379,7 +361,7 @@ def _shown(f: Found) -> list[int]:
 
 
 def links(f: Found) -> Rows:
-    """How GPUs reach each other, whether copy engines move the bytes, and the network between hosts."""
+    """How GPUs reach each other, whether copy engines can move the bytes, and the network between hosts."""
     if f.torch.gpus < 2:
         yield Row("P2P, NVLink", "unknown", f"{f.torch.gpus} GPUs", "", "it takes two GPUs to see a link")
         yield Row("copy engine", "unknown", "-", "", "it takes two GPUs to see what moves the bytes")
@@ -399,25 +381,10 @@ def links(f: Found) -> Rows:
             yield Row("NVLink", "costs", wrong, right, cost, fix)
         else:
             yield Row("NVLink", "unknown", "no nvidia-smi", "", "how GPUs are joined is not known")
-        yield _copy_engine(f)
+        cost, none = "collectives run on SMs, and slow down the compute that they hide under", f.torch.no_copy_engine
+        fix = "what the reason asks for; runs take NCCL until then"
+        yield Row("copy engine", "costs", none, "serves collectives; a run tries it before it begins", cost, fix)
     yield from _network(f)
-
-
-def _copy_engine(f: Found) -> Row:
-    name, kernels = "copy engine", sorted({name for name in f.copies if any(word in name for word in KERNELS)})
-    if f.torch.no_copy_engine:
-        cost = "collectives run on SMs, and slow down the compute that they hide under"
-        return Row(
-            name, "costs", f.torch.no_copy_engine, "", cost, "what the reason asks for; runs take NCCL until then"
-        )
-    if not f.copies:
-        return Row(name, "unknown", "not tried", "", f.no_copies)
-    if kernels:
-        fix = "report it; train.transport = nccl needs less memory until then"
-        return Row(name, "costs", f"a gather ran {kernels[0][:60]}", "", "gathers take SMs from compute", fix)
-    if any("Memcpy" in name for name in f.copies):
-        return Row(name, "ok", "", "a gather of 16 MiB per GPU ran copies, and no kernel", "")
-    return Row(name, "unknown", ", ".join(f.copies)[:60], "", "the trace shows neither copies nor NCCL")
 
 
 def _network(f: Found) -> Rows:

@@ -23,13 +23,12 @@ SMALL, LARGE = 4 << 20, 256 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What every rank measures: transfers and rates, or what a gather on copy engines is made of."""
+    """What every rank measures: rates of its GPU, and transfers."""
 
     world: int
     device: Literal["cpu", "cuda"] = "cpu"
     transfers: tuple[tuple[Kind, int], ...] = ()
     """Kind of communication and bytes that one rank receives in it."""
-    copies: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +36,6 @@ class Measured:
     """What was measured; times are seconds on the slowest rank."""
 
     transfers: Mapping[tuple[Kind, int], float] = field(default_factory=dict)
-    names: tuple[str, ...] = ()
-    """Of everything that a gather on copy engines ran on the device of rank 0."""
     rates: Mapping[str, float] = field(default_factory=dict)
     """Work per second on the slowest rank, all ranks at once, of products, attention, kernels and copies."""
 

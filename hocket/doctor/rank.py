@@ -139,9 +139,6 @@ def measure(request: Request, rank: int) -> Measured:
     """Everything that was asked for. The default group exists already, of `request.world` ranks."""
     device = torch.device("cuda", rank) if request.device == "cuda" else torch.device("cpu")
     dtype, options, world = DTYPES[request.device], CommOptions(timeout=TIMEOUT), request.world
-    if request.copies:
-        groups = make_groups(Mesh(dp=world, ep=world), rank, device, "copy_engine", options)
-        return Measured(names=_names_of_a_gather(groups, dtype, device))
     transfers: dict[tuple[Kind, int], float] = {}
     for mesh, pipeline in ((Mesh(dp=world, ep=world), False), (Mesh(pp=world), True)):
         asked = [(kind, size) for kind, size in request.transfers if (kind == "pp") == pipeline]
@@ -167,7 +164,8 @@ def _transfer(kind: Kind, wire: int, groups: Groups, dtype: torch.dtype, device:
     world, rank = groups.control.size, groups.control.rank
     shard = max(1, wire // (world - 1) // dtype.itemsize)
     if kind == "gather":
-        return gather(groups, shard, dtype, device)
+        own, whole = (torch.ones(n * shard, device=device, dtype=dtype) for n in (1, world))
+        return lambda: groups.gather_dense.all_gather(whole, own).wait()
     if kind == "reduce":
         full, into = torch.ones(world * shard, device=device, dtype=dtype), torch.zeros(shard, device=device)
         return lambda: groups.reduce_dense.reduce_sum(full, into).wait()
@@ -189,24 +187,3 @@ def _transfer(kind: Kind, wire: int, groups: Groups, dtype: torch.dtype, device:
             groups.send_act.send(tensor, groups.send_act.other).wait()
 
     return send_or_receive
-
-
-def gather(groups: Groups, shard: int, dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
-    """A call that gathers `shard` elements of every rank."""
-    group = groups.gather_dense
-    mine = torch.ones(shard, device=device, dtype=dtype)
-    out = torch.zeros(group.size * shard, device=device, dtype=dtype)
-    return lambda: group.all_gather(out, mine).wait()
-
-
-def _names_of_a_gather(groups: Groups, dtype: torch.dtype, device: torch.device) -> tuple[str, ...]:
-    """Of everything that a gather of 16 MiB from every rank ran on this rank's device."""
-    call = gather(groups, (16 << 20) // dtype.itemsize, dtype, device)
-    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    events = []
-    for _ in range(2):  # the first profile of a process misses activities
-        with torch.profiler.profile(activities=kinds, acc_events=True) as profile:
-            call()
-            drain(device)
-        events = list(profile.events() or [])
-    return tuple(event.name for event in events if event.device_type == torch.autograd.DeviceType.CUDA)
