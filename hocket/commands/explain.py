@@ -44,7 +44,7 @@ def run(words: list[str]) -> int:
     """Explain a configuration, or translate settings of Megatron-LM. Returns the exit code."""
     if foreign := [name for word in words if (name := word.partition("=")[0]).startswith("--from-")]:
         if strange := [name for name in foreign if name != "--from-megatron"]:
-            fix = "--from-megatron, also for Megatron Bridge, or the tables of hocket help coming-from"
+            fix = "--from-megatron, also for Megatron Bridge, or the tables of docs/coming-from.md"
             raise ValueError(f"explain {strange[0]} (command line): nothing translates this system; fix: {fix}")
         return megatron.run(words)
     if words and of_run(words[0]):
