@@ -54,6 +54,8 @@ GATHERS, ROWS = "weights gathered", "rows to experts and back"
 
 RUN = Explanation(
     name="run",
+    recipe="llama3_8b",
+    steps=100,
     heading="8 ranks = pp 2 x dp 4, ep 1 inside dp, cuda, bf16, nccl",
     digest="0123456789ab",
     overlaps=(

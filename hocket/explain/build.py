@@ -6,7 +6,7 @@ import contextlib
 import json
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isnan
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from hocket.config import Purpose
 from hocket.config.overlap import DIRECTIONS, ROLES
-from hocket.explain.explanation import Axis, Explanation, Overlap, Predicted, Row, State, Times, to_text
+from hocket.explain.explanation import FILE, Axis, Explanation, Overlap, Predicted, Row, State, Times, to_text
 from hocket.files import json_in
 from hocket.gpus import GPUS
 from hocket.planning import adapter_seconds, network, predict, program_of, rates, told_documents
@@ -452,6 +452,8 @@ def explain(settings: Settings, environment: Sequence[Finding]) -> Explanation:
     predicted, step = simulated(settings)
     return Explanation(
         name=settings.run.name,
+        recipe=_recipe(settings.origins),
+        steps=settings.train.steps,
         heading=heading(settings),
         digest=digest(settings),
         overlaps=overlaps(settings),
@@ -464,6 +466,12 @@ def explain(settings: Settings, environment: Sequence[Finding]) -> Explanation:
         environment=tuple(environment),
         check=_check(settings),
     )
+
+
+def _recipe(origins: Mapping[str, str]) -> str:
+    """The file that a run is started with, or its recipe."""
+    files = {origin.split(".toml:")[0] for origin in origins.values() if ".toml:" in origin}
+    return f"{min(files)}.toml" if files else origins.get("", "").removeprefix("recipe ")
 
 
 def heading(settings: Settings) -> str:
@@ -485,8 +493,6 @@ def _check(settings: Settings) -> tuple[str, ...]:
 
 
 # -- The explanation of a run, in its folder: written once, by the process that holds the folder, and read again -------
-
-FILE = "explanation.json"
 
 
 def record(settings: Settings, folder: Path) -> None:

@@ -12,6 +12,9 @@ from hocket.settings.schema import show
 from hocket.variables import Finding
 from hocket_trace.columns import duration
 
+FILE = "explanation.json"
+"""Its name in the folder of a run."""
+
 Axis = Literal["tp", "cp", "dp", "pp", "ep"]
 State = Literal["on", "off", "n/a"]
 
@@ -66,6 +69,10 @@ class Explanation:
     """What was decided about a run, and what it will do."""
 
     name: str
+    recipe: str
+    """What it is started with: a recipe, or a file."""
+    steps: int
+    """Of the whole run."""
     heading: str
     digest: str
     overlaps: tuple[Overlap, ...]

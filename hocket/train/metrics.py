@@ -21,7 +21,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from hocket.config import LABELS, ModelConfig, TrainConfig
 from hocket.engine.graphed import Way
-from hocket.explain.build import FILE
+from hocket.explain.explanation import FILE
 from hocket.files import set_aside
 from hocket.gpus import peak_flops
 from hocket.model.context import TOLERANCE
