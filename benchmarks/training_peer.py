@@ -30,7 +30,7 @@ from hocket.pretrained.weights import rules_of, split
 from hocket.program.documents import as_read
 from hocket.resolve import Settings, resolve
 from hocket.settings.rule import Host
-from hocket.train.data import Rows, make_streams
+from hocket.train.data import Mix, Stream, make_streams
 from hocket.train.sources import open_text
 from hocket.train.trainer import learning_rate
 
@@ -108,7 +108,7 @@ class Run:
         ]
         self.optimizer = torch.optim.AdamW(groups, lr=t.lr, betas=t.betas, eps=t.eps, fused=device.type == "cuda")
 
-    def loss(self, stream: Rows, position: int, microbatch: int) -> Tensor:
+    def loss(self, stream: Mix | Stream, position: int, microbatch: int) -> Tensor:
         s = self.settings
         order = as_read(s.train.microbatches, s.mesh.dp, s.train.sequences)
         ids, targets, _ = stream.batch([position + n for n in order[microbatch][dist.get_rank()]])

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from hocket.model.tokenizer import Tokenizer
     from hocket.model.transformer import Chunk
     from hocket.train.corpus import Corpus
-    from hocket.train.data import Shuffled
+    from hocket.train.data import Stream
     from hocket.train.export import StoredModel
 
 UNFINISHED = "�"
@@ -279,22 +279,22 @@ def _line(name: str, total: float, count: int) -> str:
     return f"{name and f'{name}  '}loss {mean:.6f} nats per token, perplexity {perplexity:.4g}, {count:,} tokens"
 
 
-def _streams(corpus: Corpus, data: DataConfig) -> Iterator[Shuffled]:
+def _streams(corpus: Corpus, data: DataConfig) -> Iterator[Stream]:
     """All sequences of a text, and where sequences are cut from it what is left behind the last one."""
-    from hocket.train.data import Bins, Stream
+    from hocket.train.corpus import Split
+    from hocket.train.data import Stream
 
-    tokens, length = corpus.train, data.sequence_length
+    (tokens, bounds, masked), length = corpus.train, data.sequence_length
     if data.packing == "best_fit":
-        stream = Bins(tokens, length, 0, corpus.whole_documents[0], corpus.masked)
+        stream = Stream(corpus.train, length, 0, data.packing)
         if stream.left_out:
             print(f"note: {stream.left_out:,} documents longer than {length} tokens are left out")
         yield stream
         return
-    packed, rest = data.packing == "on", max(len(tokens) - 1, 0) % length
+    rest = max(len(tokens) - 1, 0) % length
     for size, first in ((length, 0), (rest, len(tokens) - 1 - rest)):
         if size:
-            starts = corpus.starts - first if packed else None
-            yield Stream(tokens[first:], size, 0, starts, corpus.masked - first)
+            yield Stream(Split(tokens[first:], bounds - first, masked - first), size, 0, data.packing)
 
 
 def _loss(chunk: Chunk, corpus: Corpus, data: DataConfig, together: int) -> tuple[float, int]:
