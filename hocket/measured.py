@@ -20,7 +20,7 @@ from hocket.program.simulate import KINDS, CostKey, Kind, Overheads, Time, cost_
 from hocket.program.stages import carried_by, costs_of
 from hocket.program.text import from_json, to_json
 from hocket.settings.schema import changed, flat, leaf, types
-from hocket_trace.columns import several
+from hocket.sizes import several
 from hocket_trace.data import COMMUNICATION, Floats, Ints, RankTrace
 from hocket_trace.exposure import last_starts, waits
 from hocket_trace.intervals import covered, union

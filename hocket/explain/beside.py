@@ -17,7 +17,7 @@ from hocket.program.part_sizes import into_heads
 from hocket.program.simulate import KINDS, CostKey, Kind
 from hocket.program.stages import costs_of, layout_of
 from hocket.resolve import Settings
-from hocket_trace.columns import duration, listed, several
+from hocket.sizes import duration, listed, several
 
 if TYPE_CHECKING:
     from hocket_trace.data import Report

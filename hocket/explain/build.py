@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hocket.collector import without_collector
 from hocket.config import Purpose
 from hocket.config.overlap import DIRECTIONS, ROLES
 from hocket.explain.explanation import (
@@ -29,6 +30,7 @@ from hocket.explain.explanation import (
 from hocket.files import json_in
 from hocket.gpus import GPUS
 from hocket.planning import adapter_seconds, network, predict, program_of, rates, told_documents
+from hocket.problems import harmless
 from hocket.program.cost import CostTable, unit_weights, units_of
 from hocket.program.hardware import Hardware, hardware_of, hosts_of
 from hocket.program.mesh import P2P, PURPOSES, described, most_sms, mover_of
@@ -51,8 +53,6 @@ from hocket.settings.training_rules import FROM, PRECISION_RULES
 from hocket.settings.weight_groups import samples, weight_groups
 from hocket.tune.period import continued, steady
 from hocket.variables import Finding
-from hocket_trace.columns import harmless
-from hocket_trace.without_collector import without_collector
 
 # -- What is hidden under what, row by row: pure functions of settings -------------------------------------------------
 

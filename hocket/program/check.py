@@ -28,6 +28,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import accumulate
 
+from hocket.collector import without_collector
 from hocket.program.check_memory import (
     activations_capped,
     gradients_kept,
@@ -44,7 +45,6 @@ from hocket.program.facts import INVARIANTS, Facts, Span, Violation, gather_fact
 from hocket.program.ops import COMPUTING, HOST, LANES, TIED, Key, Layout, Op, Program, stops_host, tied_lane
 from hocket.program.transformer import EMBED, HEAD
 from hocket.program.values import follows
-from hocket_trace.without_collector import without_collector
 
 __all__ = ["INVARIANTS", "Violation", "assert_valid", "check"]
 

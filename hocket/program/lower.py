@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 
+from hocket.collector import without_collector
 from hocket.config import Config
 from hocket.program.connect import connect, free, latest_per_lane
 from hocket.program.expand import StepOps, defer_head, defer_past_send, expand, insert_p2p
@@ -42,7 +43,6 @@ from hocket.program.pipeline import (
 )
 from hocket.program.shard import Sharding, shard
 from hocket.program.transformer import HEAD
-from hocket_trace.without_collector import without_collector
 
 
 @dataclass(frozen=True)

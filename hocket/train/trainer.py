@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
+from hocket.collector import collect_after, no_collection
 from hocket.config import TrainConfig
 from hocket.engine import Engine
 from hocket.engine.engine import blame
-from hocket.engine.executor import collect_after, no_collection
 from hocket.environment import available_memory
 from hocket.fsdp.planned.unit import Piece
 from hocket.model.context import imbalance_of

@@ -64,10 +64,10 @@ from hocket.settings.overlap_rules import HEADS_RULES
 from hocket.settings.rule import Host
 from hocket.settings.rules import rule_text
 from hocket.settings.schema import changed, show
+from hocket.sizes import duration
 from hocket.tune.balance import longest_rank, towards_balance
 from hocket.tune.layer_orders import all_orders, layer_seconds, step_seconds
 from hocket.tune.trials import Predicted, Trials, enough_microbatches, gib, memory_of
-from hocket_trace.columns import duration
 
 STRATEGY, UPDATE, LAYER_ORDER = "overlap.dp.strategy", "overlap.dp.update", "plan.layer_order"
 GATHER = "precision.gather"

@@ -50,9 +50,9 @@ from hocket.settings.derived import (
 )
 from hocket.settings.rule import Host
 from hocket.settings.schema import changed, leaf
+from hocket.sizes import duration
 from hocket.tune.held import at_most
 from hocket.tune.trials import Predicted, Trials, gib, memory_of, room
-from hocket_trace.columns import duration
 
 DEFERRAL = "overlap.ep.merge_ends", "overlap.pp.defer_layers", "overlap.pp.defer_head"
 _ENDS, _LAYERS, _HEADS = DEFERRAL

@@ -22,7 +22,7 @@ from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
 from hocket.settings.rule import Host
 from hocket.settings.schema import changed
-from hocket_trace.columns import duration
+from hocket.sizes import duration
 from tests.helpers.calls import calls
 
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
