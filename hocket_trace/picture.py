@@ -1,15 +1,14 @@
-"""A picture of a measured step as SVG and as PNG. Both draw the same scene, so they show the same."""
+"""A picture of a measured step, and curves over steps, as SVG."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import pairwise
 from math import floor, isfinite, log10
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,7 +23,7 @@ from hocket_trace.table import warnings
 # What a picture of a step shows, before it is drawn: boxes, words and lines, all in pixels.
 #
 # For each rank there are its lanes, compute first, and below compute a strip that marks exposed time, and time in which
-# the host was late. The SVG, the PNG, the page and the Perfetto file have the same lanes and colours.
+# the host was late. The page has the same lanes and colours.
 
 COLORS = {
     "compute": "#4a7fc9", "fwd": "#5b9bf3", "bwd": "#f2a03d", "wgrad": "#5fbf77", "step": "#9aa5b1",
@@ -391,10 +390,6 @@ font:11px ui-sans-serif,system-ui,-apple-system,"Segoe UI",Helvetica,Arial,sans-
 .t rect.op:hover{stroke:var(--fg)}
 """
 
-_LIGHT = {"bg": "#ffffff", "lane": "#f3f5f8", "fg": "#1f2328", "dim": "#656d76", "line": "#d8dee4"}
-_SHARP = 2
-"""Pixels of a PNG for each pixel of the scene."""
-
 
 def svg(
     report: Report,
@@ -407,26 +402,6 @@ def svg(
 
     Without a step it is the one whose length is the median. `labels` are texts by op for bars that they fit into.
     """
-    return svg_of(_scene(report, traces, step, width, labels or {}))
-
-
-def png(report: Report, traces: Sequence[RankTrace], step: int | None = None, width: int = 1200) -> bytes:
-    """The same picture as a PNG. Raises ValueError if pillow is missing."""
-    return png_of(_scene(report, traces, step, width, {}))
-
-
-def typical(report: Report) -> int:
-    """The step whose slowest rank takes the median time; of two, the faster."""
-    slowest: dict[int, float] = {}
-    for one in report.steps:
-        slowest[one.step] = max(one.seconds, slowest.get(one.step, 0.0))
-    order = sorted(slowest, key=lambda number: (slowest[number], number))
-    return order[(len(order) - 1) // 2]
-
-
-def _scene(
-    report: Report, traces: Sequence[RankTrace], step: int | None, width: int, labels: Mapping[str, str]
-) -> Scene:
     if not numbers(traces):
         raise ValueError(f"{several(report.sources)}: no step to draw; fix: a trace of whole steps")
     number = typical(report) if step is None else step
@@ -439,7 +414,16 @@ def _scene(
         parts.append(f"communication exposed for {percent(exposed)}")
     about = [text.partition(":")[0] for text in warnings(figures)]
     parts += [report.device, *about]
-    return draw(traces, number, ", ".join(filter(None, parts)), width, labels)
+    return svg_of(draw(traces, number, ", ".join(filter(None, parts)), width, labels or {}))
+
+
+def typical(report: Report) -> int:
+    """The step whose slowest rank takes the median time; of two, the faster."""
+    slowest: dict[int, float] = {}
+    for one in report.steps:
+        slowest[one.step] = max(one.seconds, slowest.get(one.step, 0.0))
+    order = sorted(slowest, key=lambda number: (slowest[number], number))
+    return order[(len(order) - 1) // 2]
 
 
 def svg_of(scene: Scene) -> str:
@@ -479,49 +463,3 @@ def _svg_word(word: Word) -> str:
     weight = ' font-weight="600"' if word.bold else ""
     anchor = "" if word.anchor == "start" else f' text-anchor="{word.anchor}"'
     return f'<text x="{word.x:.1f}" y="{word.y:.1f}"{tone}{weight}{anchor}>{escape(word.text)}</text>'
-
-
-def png_of(scene: Scene) -> bytes:
-    """A scene as a PNG on a light ground, twice as sharp. Raises ValueError if pillow is missing."""
-    try:
-        from PIL import Image, ImageDraw, ImageFont
-    except ImportError:
-        reason, fix = "drawing a PNG needs pillow", "pip install 'hocket-trace[picture]', or an SVG"
-        raise ValueError(f"png (picture): {reason}; fix: {fix}") from None
-    image = Image.new("RGB", (scene.width * _SHARP, scene.height * _SHARP), _LIGHT["bg"])
-    pen = ImageDraw.Draw(image)
-    font: Any = ImageFont.load_default(11 * _SHARP)
-    lanes = [box for box in scene.boxes if box.color == "lane"]
-    for box in lanes:
-        pen.rectangle(_corners(box.x, box.y, box.width, box.height), fill=_LIGHT["lane"])
-    for rule in scene.rules:
-        pen.rectangle(_corners(rule.x, rule.top, 1 / _SHARP, rule.bottom - rule.top), fill=_LIGHT["line"])
-    for line in scene.lines:
-        color = _LIGHT["line"] if line.color == "line" else COLORS[line.color]
-        fill = _mixed(color, _LIGHT["bg"], line.opacity)
-        pen.line([(x * _SHARP, y * _SHARP) for x, y in line.points], fill=fill, width=_SHARP)
-    for box in scene.boxes:
-        if box.color != "lane":
-            fill = _mixed(COLORS[box.color], _LIGHT["lane"], box.opacity)
-            pen.rectangle(_corners(box.x, box.y, box.width, box.height), fill=fill)
-    for word in scene.words:
-        anchor = {"start": "ls", "middle": "ms", "end": "rs"}[word.anchor]
-        place = (word.x * _SHARP, word.y * _SHARP)
-        fill = _LIGHT["dim" if word.dim else "fg"]
-        pen.text(place, word.text, fill=fill, font=font, anchor=anchor, stroke_width=0.4 if word.bold else 0)
-    out = io.BytesIO()
-    image.save(out, "PNG", optimize=True)
-    return out.getvalue()
-
-
-def _corners(x: float, y: float, width: float, height: float) -> tuple[int, int, int, int]:
-    """First and last pixels of a rectangle; at least one."""
-    left, top = round(x * _SHARP), round(y * _SHARP)
-    right, bottom = round((x + width) * _SHARP), round((y + height) * _SHARP)
-    return left, top, max(right - 1, left), max(bottom - 1, top)
-
-
-def _mixed(over: str, under: str, opacity: float) -> tuple[int, ...]:
-    """A colour that is not opaque, above another."""
-    pairs = ((int(over[n : n + 2], 16), int(under[n : n + 2], 16)) for n in (1, 3, 5))
-    return tuple(round(a * opacity + b * (1 - opacity)) for a, b in pairs)
