@@ -1,4 +1,4 @@
-"""A picture of a measured step, and curves over steps, as SVG."""
+"""A picture of a measured step as SVG."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import pairwise
-from math import floor, isfinite, log10
+from math import floor, log10
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -81,15 +81,6 @@ class Rule(NamedTuple):
     bottom: float
 
 
-class Line(NamedTuple):
-    """A line through points, in pixels. `color` is a name of `COLORS`, or `line`."""
-
-    points: tuple[tuple[float, float], ...]
-    color: str
-    dashed: bool = False
-    opacity: float = 1.0
-
-
 @dataclass
 class Scene:
     """A picture."""
@@ -98,7 +89,6 @@ class Scene:
     height: int = 0
     boxes: list[Box] = field(default_factory=list)
     rules: list[Rule] = field(default_factory=list)
-    lines: list[Line] = field(default_factory=list)
     words: list[Word] = field(default_factory=list)
 
 
@@ -295,93 +285,9 @@ def _frame(scene: Scene, head: str, size: tuple[float, float, float], used: set[
     scene.height = round(y + 24)
 
 
-# -- chart -------------------------------------------------------------------------------------------------------------
-# Curves over steps as pictures: what many runs have measured, a point a step.
-#
-# A column of pixels reaches from the smallest to the largest value of the steps that share it, with the mean in front.
-# So no spike is lost, however long a run is.
-
-PALETTE = ("fwd", "bwd", "wgrad", "a2a", "exposed", "pp", "gather", "reduce")
-"""Names of colours that can be told apart."""
-_LEFT, _RIGHT, _UPPER, _LOWER = 64, 22, 30, 22
-_FAINT = 0.3
-"""Opacity of extremes beside their means."""
-
-
-@dataclass(frozen=True)
-class Curve:
-    """Values by step. Values that are no numbers are left out."""
-
-    steps: Sequence[float]
-    values: Sequence[float]
-    color: str = "fwd"
-    dashed: bool = False
-
-    def points(self) -> tuple[Floats, Floats]:
-        """Steps and values that are finite."""
-        kept = [(x, y) for x, y in zip(self.steps, self.values, strict=True) if isfinite(y)]
-        both = np.array(kept, dtype=np.float64).reshape(-1, 2)
-        return both[:, 0], both[:, 1]
-
-
-def shown(value: float) -> str:
-    """A value of an axis."""
-    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
-
-
-def by_column(columns: Floats, values: Floats) -> tuple[Floats, Floats, Floats, Floats]:
-    """(column, smallest, mean, largest value) of each whole number of a column that has values; columns ascend."""
-    at, first, count = np.unique(columns.astype(np.int64), return_index=True, return_counts=True)
-    low, high = np.minimum.reduceat(values, first), np.maximum.reduceat(values, first)
-    return at.astype(np.float64), low, np.add.reduceat(values, first) / count, high
-
-
-def chart(title: str, curves: Sequence[Curve], width: int = 560, height: int = 240) -> Scene:
-    """A picture with axes, `width` x `height` pixels. All curves share them; one without points is not drawn."""
-    scene = Scene(width, height)
-    scene.words.append(Word(8, 18, title, bold=True))
-    drawn = [(curve, *curve.points()) for curve in curves]
-    drawn = [(curve, x, y) for curve, x, y in drawn if len(x)]
-    if not drawn:
-        scene.words.append(Word(_LEFT, height / 2, "no values", dim=True))
-        return scene
-    (left, right), (low, high) = _range([x for _, x, _ in drawn]), _range([y for _, _, y in drawn])
-    across, up = width - _LEFT - _RIGHT, height - _UPPER - _LOWER
-    for value in _ticks(low, high, up / 40):
-        y = _UPPER + up - (value - low) / (high - low) * up
-        scene.lines.append(Line(((_LEFT, y), (width - _RIGHT, y)), "line"))
-        scene.words.append(Word(_LEFT - 6, y + 4, shown(value), dim=True, anchor="end"))
-    for value in _ticks(left, right, across / 90):
-        x = _LEFT + (value - left) / (right - left) * across
-        scene.rules.append(Rule(x, _UPPER, height - _LOWER))
-        scene.words.append(Word(x, height - 6, shown(value), dim=True, anchor="middle"))
-    for curve, x, y in drawn:
-        column, least, mean, most = by_column((x - left) / (right - left) * across, y)
-        both = np.stack([_UPPER + up - (values - low) / (high - low) * up for values in (least, mean, most)], axis=1)
-        if len(x) > len(column):
-            ends = zip(np.repeat(column + _LEFT, 2).tolist(), both[:, ::2].ravel().tolist(), strict=True)
-            scene.lines.append(Line(tuple(ends), curve.color, opacity=_FAINT))
-        points = zip((column + _LEFT).tolist(), both[:, 1].tolist(), strict=True)
-        scene.lines.append(Line(tuple(points), curve.color, curve.dashed))
-    return scene
-
-
-def _range(values: Sequence[Floats]) -> tuple[float, float]:
-    """Smallest and largest value, further apart if they are one."""
-    low, high = min(float(one.min()) for one in values), max(float(one.max()) for one in values)
-    room = (abs(low) or 1.0) * 0.05
-    return (low, high) if high > low else (low - room, high + room)
-
-
-def _ticks(low: float, high: float, count: float) -> list[float]:
-    """About `count` round numbers between two."""
-    step = tick(high - low, max(count, 1.0) * 100)
-    return [n * step for n in range(int(np.ceil(low / step)), int(np.floor(high / step)) + 1)]
-
-
 # -- picture -----------------------------------------------------------------------------------------------------------
 
-_STYLE = """
+STYLE = """
 .t{--bg:#ffffff;--fg:#1f2328;--dim:#656d76;--line:#d8dee4;--lane:#f3f5f8;
 font:11px ui-sans-serif,system-ui,-apple-system,"Segoe UI",Helvetica,Arial,sans-serif}
 @media(prefers-color-scheme:dark){.t{--bg:#0d1117;--fg:#e6edf3;--dim:#8b949e;--line:#30363d;--lane:#161b22}}
@@ -431,7 +337,7 @@ def svg_of(scene: Scene) -> str:
     size = f'width="{scene.width}" height="{scene.height}"'
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="t" {size} viewBox="0 0 {scene.width} {scene.height}">',
-        f'<style>{_STYLE}</style><rect class="bg" width="100%" height="100%" rx="6"/>',
+        f'<style>{STYLE}</style><rect class="bg" width="100%" height="100%" rx="6"/>',
     ]
     lanes = [box for box in scene.boxes if box.color == "lane"]
     parts += [f'<rect class="lane" x="{b.x:g}" y="{b.y:g}" width="{b.width:g}" height="{b.height:g}"/>' for b in lanes]
@@ -443,19 +349,8 @@ def svg_of(scene: Scene) -> str:
         place = f'x="{box.x:.2f}" y="{box.y:g}" width="{box.width:.2f}" height="{box.height:g}"'
         title = f"<title>{escape(box.title)}</title></rect>" if box.title else "</rect>"
         parts.append(f'<rect class="op" {place} fill="{COLORS[box.color]}"{seen}>{title}')
-    parts += [_svg_line(line) for line in scene.lines]
     parts += [_svg_word(word) for word in scene.words]
     return "".join([*parts, "</svg>\n"])
-
-
-def _svg_line(line: Line) -> str:
-    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in line.points)
-    if line.color == "line":
-        return f'<polyline class="line" points="{points}"/>'
-    seen = "" if line.opacity > 0.99 else f' stroke-opacity="{line.opacity:.2f}"'
-    dashes = ' stroke-dasharray="5 4"' if line.dashed else ""
-    look = f'fill="none" stroke="{COLORS[line.color]}" stroke-width="1.5" stroke-linejoin="round"{dashes}{seen}'
-    return f'<polyline {look} points="{points}"/>'
 
 
 def _svg_word(word: Word) -> str:
