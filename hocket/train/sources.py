@@ -29,9 +29,8 @@ import numpy as np
 from hocket.config import DataConfig
 from hocket.problems import stop_if
 from hocket.resolve import Settings
-from hocket.settings.schema import problem, show
+from hocket.settings.schema import meant, problem, show
 from hocket.settings.sources import as_setting
-from hocket.settings.suggest import meant
 from hocket.settings.tomlfile import Entry, read
 from hocket.train.corpus import Corpus, find_files, open_corpus
 from hocket.train.tokenising import Say
