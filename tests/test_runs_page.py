@@ -48,7 +48,7 @@ def test_steps_back_are_told(tmp_path: Path) -> None:
     assert "went back from step 30 to 2, 2 times in all</td>" in page([folder])
 
 
-def lines(made: str) -> list[tuple[str, list[tuple[float, float]]]]:
+def lines(made: str) -> list[tuple[str, list[tuple[float, ...]]]]:
     """The look of each curve, and its points."""
     found = re.findall(r'<polyline fill="none" (stroke[^>]*?) points="([^"]*)"', made)
     return [(look, [tuple(map(float, point.split(","))) for point in points.split()]) for look, points in found]

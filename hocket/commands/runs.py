@@ -125,7 +125,7 @@ def chart(title: str, curves: Sequence[Curve]) -> str:
     in front. So no spike is lost, however long a run is.
     """
     drawn = [(np.array(curve.steps, float), np.array(curve.values, float), curve) for curve in curves if curve.values]
-    (left, right), (low, high) = (_range([one[n] for one in drawn]) for n in (0, 1))
+    (left, right), (low, high) = _range([x for x, _, _ in drawn]), _range([y for _, y, _ in drawn])
     across, up = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _UPPER - _LOWER
 
     def line(x: np.ndarray, y: np.ndarray, look: str) -> str:

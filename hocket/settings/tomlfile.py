@@ -36,6 +36,7 @@ class Entry:
 
 def read(path: str) -> list[Entry]:
     """The keys of a file in their order. Raises ValueError for a file that cannot be read."""
+    text = ""
     try:
         text = finite(path).read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
         tree = tomllib.loads(text)
