@@ -123,7 +123,6 @@ WHOLE_NORMS = dict(qk_norm=True, qk_norm_over="whole")
 MIXED = dict(layers=2, shared_ffn=16, dense_layers=(0,))
 CASES: dict[str, Config] = {
     "pieces": of(MIXED, {}, {}),
-    "one after the other": of(MIXED, {}, {}, **OFF),
     "four ranks": of(dict(layers=1, kv_heads=4, dense_layers=(0,)), dict(tp=4), {}),
     "four ranks, two heads of keys": of(dict(layers=1, kv_heads=2, shared_ffn=16, qk_norm=True), dict(tp=4), {}),
     "pipeline, heads normed, attention once more": of(
@@ -131,7 +130,6 @@ CASES: dict[str, Config] = {
         dict(pp=2),
         dict(chunks=2, recompute=("attn", "mlp")),
     ),
-    "latent attention": of({**MIXED, **LATENT, "q_lora_rank": 20}, {}, dict(defer_wgrad="on")),
     "latent attention, one after the other, documents": changed(
         of({**MIXED, **LATENT, "heads": 8}, dict(tp=4), dict(recompute=("attn",)), **OFF), {"data.packing": "on"}
     ),
@@ -139,16 +137,10 @@ CASES: dict[str, Config] = {
         of({**MIXED, **DELTA, "layers": 3}, dict(ep=2), dict(merge="on", recompute=("attn",))),
         {"data.packing": "on"},
     ),
-    "biases": of({**MIXED, **BIASES}, dict(dp=2), {}),
     "biases, four ranks, two heads of keys, experts over all": of(
         {**MIXED, **BIASES}, dict(tp=4, ep=4), dict(merge="on")
     ),
-    "whole norms": of({**MIXED, **WHOLE_NORMS}, dict(dp=2), dict(recompute=("attn:1",))),
     "whole norms, four ranks, two heads of keys": of({**MIXED, **WHOLE_NORMS}, dict(tp=4, ep=4), dict(merge="on")),
-    "biases, norms behind, documents": changed(
-        of(dict(layers=2, experts=0, norms="after", **BIASES, **WHOLE_NORMS), dict(pp=2), dict(recompute=("attn",))),
-        {"data.packing": "on"},
-    ),
     "windows, sinks, biases of experts and a limit": of(
         {**MIXED, **BIASES, **GPT_OSS}, dict(dp=2, ep=4), dict(merge="on", recompute=("attn", "experts"))
     ),
@@ -156,7 +148,6 @@ CASES: dict[str, Config] = {
         of({**MIXED, **GPT_OSS, "bias_rate": 0.01}, dict(tp=4, ep=2), {}), {"data.packing": "on"}
     ),
     "experts over a tensor-parallel group": of({**MIXED, "bias_rate": 0.01}, dict(ep=2), dict(merge="on")),
-    "experts over all ranks": of(MIXED, dict(dp=2, ep=4), dict(merge="on", copies="per_rank")),
     "pipeline, experts over a tensor-parallel group": of(
         dict(layers=4, dense_layers=(1,), bias_rate=0.01), dict(pp=2, ep=2), dict(chunks=2, merge="on")
     ),
@@ -240,12 +231,8 @@ def test_a_step_is_the_plain_one(case: str) -> None:
 SUMMED = dict(layers=2, shared_ffn=16, aux_loss=0.3)
 BALANCED: dict[str, Config] = {
     "softmax": of(SUMMED, {}, {}),
-    "sigmoid, one after the other": of(SUMMED | dict(router="sigmoid"), {}, {}, **OFF),
-    "documents": changed(of(SUMMED | dict(router="sigmoid"), {}, {}), {"data.packing": "on"}),
-    "attention once more": of(SUMMED, {}, dict(recompute=("attn", "experts"))),
     "documents, attention once more": changed(of(SUMMED, {}, dict(recompute=("attn",))), {"data.packing": "on"}),
     "four ranks": of(SUMMED | dict(kv_heads=4), dict(tp=4), {}),
-    "experts on two ranks": of(SUMMED, dict(dp=2, ep=2), dict(merge="on")),
     "experts on all ranks": of(SUMMED, dict(dp=2, ep=4), dict(merge="on")),
 }
 
