@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -193,7 +194,11 @@ def between(name: str, change: Callable[[nn.Module, int], object], after: bool =
     @program(name)
     def train_and_change(run: Run) -> None:
         model = run.shard(stack(), Block)
-        train(run, model, **{"after" if after else "change": lambda step: change(model, step)})
+        changes = partial(change, model)
+        if after:
+            train(run, model, after=changes)
+        else:
+            train(run, model, change=changes)
 
 
 def clip_by_stack(model: nn.Module, step: int) -> None:
