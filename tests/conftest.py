@@ -66,6 +66,8 @@ for name in ("COLUMNS", "LINES"):
 
 # Several threads split a product differently on different machines, and then its bits differ. Ranks have one each.
 torch.set_num_threads(1)
+# oneDNN compiles a kernel for each new shape of a bf16 product, which takes longer than all of a small model's step.
+torch.backends.mkldnn.set_flags(False)
 
 
 @pytest.fixture(autouse=True)

@@ -90,9 +90,9 @@ def test_every_result_is_shown() -> None:
     assert [table for table in TABLES if f"<!-- table:{table} -->" not in text] == []
 
 
-@pytest.mark.timeout(600)  # likewise
 def test_a_changed_figure_would_be_noticed() -> None:
-    text = read("docs/benchmarks-archive.md")
+    text = next(text for text in read("docs/benchmarks-archive.md").split("<!-- /table -->") if "\n| merged |" in text)
+    text = text[text.index("<!-- table:") :] + "<!-- /table -->"
     row = next(line for line in text.splitlines() if line.startswith("| merged |"))
     changed = text.replace(row, row.replace("ms", "s"))
     assert row not in changed

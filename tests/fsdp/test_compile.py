@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import hocket
 from tests.fsdp.models import WIDTH, Block, Chain
@@ -54,49 +53,3 @@ def compiled_before(rank: int) -> None:
 
 def test_units_compiled_before():
     run_ranks(compiled_before, 2)
-
-
-def autocast(rank: int) -> None:
-    """Under autocast the twin computes in bf16 too."""
-    pair = Pair(Case("stack"), rank, 2)
-    for _ in range(2):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = pair.forward()
-            wanted = [pair.twin.loss(r, pair.seed, pair.steps) for r in range(2)]
-        loss.backward()
-        pair.same(loss, wanted[rank], "loss under autocast")
-        with torch.autocast("cpu", torch.bfloat16):
-            pair.twin.microbatch(pair.seed, pair.steps, "nothing")
-        pair.seed += 1
-        pair.step()
-
-
-def test_autocast():
-    run_ranks(autocast, 2)
-
-
-def wrapped(rank: int) -> None:
-    """Modules whose attribute access torch already changes: weight norm and spectral norm."""
-    torch.manual_seed(0)
-
-    def build() -> nn.Module:
-        torch.manual_seed(1)
-        blocks = Block(), Block()
-        for block in blocks:
-            nn.utils.parametrizations.weight_norm(block.up)
-        return Chain(*blocks)
-
-    plain, model = build(), build()
-    hocket.fully_shard(model, units=Block)
-    x = torch.randn(3, WIDTH)
-    for one in (plain, model):
-        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
-        for _ in range(2):
-            one(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    torch.testing.assert_close(model(x), plain(x))
-
-
-def test_parametrized_modules():
-    run_ranks(wrapped, 2)

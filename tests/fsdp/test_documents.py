@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import hocket
 from hocket.fsdp.options import Outer
 from hocket.fsdp.saving.state import model_state
+from tests.fsdp.twin import naming
 from tests.helpers.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -218,15 +219,21 @@ def memory(rank: int, strategy: str, outer: Outer, replicas: int, compute: torch
     assert found == eval(state, dict(names))
 
 
-CASES = [("no_shard", "replicate", 1), ("optim", "replicate", 1), ("optim_grads", "replicate", 1)]
-CASES += [("optim_grads_params", outer, replicas) for outer, replicas in (("replicate", 1), ("replicate", 2))]
-CASES += [(strategy, "shard", 2) for strategy in ("optim", "optim_grads", "optim_grads_params")]
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+ALONE: list[tuple[str, Outer]] = [(strategy, "replicate") for strategy in STRATEGIES]
+REPLICAS: list[tuple[str, Outer]] = [*((strategy, "shard") for strategy in STRATEGIES[1:]), ALONE[-1]]
 
 
-@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("strategy", "outer", "replicas"), CASES)
-def test_the_formulas_of_memory(strategy: str, outer: str, replicas: int, compute: torch.dtype) -> None:
-    run_ranks(memory, 2 * replicas, strategy, outer, replicas, compute)
+def memory_of_all(rank: int, cases: list[tuple[str, Outer]], replicas: int) -> None:
+    for strategy, outer in cases:
+        for compute in (torch.float32, torch.bfloat16):
+            with naming((strategy, outer, compute)):
+                memory(rank, strategy, outer, replicas, compute)
+
+
+@pytest.mark.parametrize(("cases", "replicas"), [(ALONE, 1), (REPLICAS, 2)], ids=["alone", "replicas"])
+def test_the_formulas_of_memory(cases: list[tuple[str, Outer]], replicas: int) -> None:
+    run_ranks(memory_of_all, 2 * replicas, cases, replicas)
 
 
 def local_sums(rank: int, strategy: str) -> None:

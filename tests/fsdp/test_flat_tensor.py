@@ -14,7 +14,6 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
 from hocket.fsdp.saving.kept import FlatTensor
 from hocket.layers.slices import Span, boxes
@@ -90,19 +89,6 @@ def test_saved_on_two_ranks_and_loaded_on_any_number(tmp_path: Path, dtype: torc
 def test_torchs_own_asynchronous_save_takes_a_copy(tmp_path: Path) -> None:
     run_ranks(save, 2, tmp_path, 2, torch.float32, True)
     run_ranks(load, 3, tmp_path, 3, torch.float32)
-
-
-def test_to_a_torch_file_and_back(tmp_path: Path) -> None:
-    quiet()
-    run_ranks(save, 3, tmp_path / "ours", 3, torch.float32)
-    dcp_to_torch_save(tmp_path / "ours", tmp_path / "whole.pt")
-    whole = torch.load(tmp_path / "whole.pt")["model"]
-    assert whole.keys() == SHAPES.keys()
-    for name, tensor in whole.items():
-        assert tensor.shape == SHAPES[name]
-        assert torch.equal(tensor, value(name)), name
-    torch_save_to_dcp(tmp_path / "whole.pt", tmp_path / "theirs")
-    run_ranks(load, 2, tmp_path / "theirs", 2, torch.float32)
 
 
 def save_replicas(rank: int, folder: Path) -> list[int]:

@@ -17,7 +17,6 @@ SHARDING = STRATEGIES[1:]
 @pytest.mark.parametrize("strategy", SHARDING)
 def test_two_axes(strategy, outer):
     told: list[tuple[str, int, Any]] = [
-        ("stack", 1, "each"),
         ("stack", 3, "each"),
         ("stack", 3, "accumulating"),
         ("stack", 2, "no_sync"),
@@ -56,7 +55,7 @@ def test_two_axes_in_mixed_precision(outer):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_experts_on_a_mesh_of_their_own(strategy, world):
     """With two ranks, each expert is alone in its group: nothing is sent, and nothing is counted twice."""
-    told: list[tuple[int, Any]] = [(1, "each"), (3, "each"), (3, "accumulating"), (3, "no_sync")]
+    told: list[tuple[int, Any]] = [(3, "each"), (3, "accumulating"), (3, "no_sync")]
     cases = [Case("moe", strategy, m, experts=2, sync=sync, optimizer="adamw", steps=2) for m, sync in told]
     train(world, cases)
 

@@ -26,12 +26,12 @@ def cases(*models: str) -> list[Case]:
     return [Case(models[i % len(models)], **kinds[i % len(kinds)]) for i in range(2 * len(models) + 1)]
 
 
-def in_all(rank: int, do: Callable[[Pair], None], cases: Sequence[Case]) -> None:
-    """Run a story for every case: some times, each ending with a step."""
+def in_all(rank: int, do: Callable[[Pair], None], cases: Sequence[Case], times: int = 3) -> None:
+    """Run a story for every case: some times, each ending with a step. The first one shows the order of units."""
     for case in cases:
         with naming(case):
             pair = Pair(case, rank, dist.get_world_size())
-            for _ in range(3):
+            for _ in range(times):
                 do(pair)
                 pair.step()
             pair.compare_gathered()
@@ -41,7 +41,7 @@ def in_all(rank: int, do: Callable[[Pair], None], cases: Sequence[Case]) -> None
 def test_stories(story):
     # A graph that is used again is reduced unit by unit as it goes: both halves of a module called twice on their own.
     models = ["stack", "nested", "tied_across", "parallel" if story is stories.backward_twice else "twice"]
-    run_ranks(in_all, 2, story, cases(*models))
+    run_ranks(in_all, 2, story, cases(*models), 2)
 
 
 @pytest.mark.parametrize("story", [stories.forward_alone, stories.evaluations])

@@ -140,54 +140,6 @@ def test_clipping_takes_module_or_context():
     run_ranks(clip_is_public, 2)
 
 
-def what_unused_looks_like(rank: int) -> None:
-    """What no rank used has no gradient: whole units, and parameters of others."""
-    pair = Pair(Case("unused"), rank, 2)
-    pair.microbatch()
-    grads = {name: param.grad for name, param in pair.module.named_parameters()}
-    unused = ("never.", "a.extra", "b.other.")
-    assert {name for name in grads if grads[name] is None} == {name for name in grads if name.startswith(unused)}
-    pair.optimizer.zero_grad()
-    assert all(param.grad is None for param in pair.module.parameters())
-
-
-def test_gradients_of_unused_parameters():
-    run_ranks(what_unused_looks_like, 2)
-
-
-def one_rank_uses_more(rank: int) -> None:
-    """Ranks differ in which parameters of a unit they use: what a rank does not use counts as zero."""
-
-    class Branches(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.both = nn.Linear(11, 11)
-            self.mine = nn.ModuleList([nn.Linear(11, 11), nn.Linear(11, 11)])
-
-        def forward(self, x, rank):
-            return self.mine[rank](self.both(x))
-
-    torch.manual_seed(0)
-    model = Branches()
-    torch.manual_seed(0)
-    plain = Branches()
-    context = hocket.fully_shard(model, strategy="optim_grads_params")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    inputs = [torch.randn(3, 11, generator=torch.Generator().manual_seed(r)) for r in range(2)]
-    for r in range(2):
-        (plain(inputs[r], r).square().mean() / 2).backward()
-    torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    model(inputs[rank], rank).square().mean().backward()
-    optimizer.step()
-    with torch.no_grad(), context.gathered():
-        for name, param in plain.named_parameters():
-            torch.testing.assert_close(model.get_parameter(name).detach(), param.detach(), msg=name)
-
-
-def test_ranks_may_use_different_parameters_of_a_unit():
-    run_ranks(one_rank_uses_more, 2)
-
-
 def sparse(rank: int) -> None:
     """Gradients of `nn.Embedding(sparse=True)` are sent dense."""
     models = []

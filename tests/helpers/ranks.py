@@ -200,6 +200,7 @@ def _main(call: bytes, setup: tuple[int, int, float, str, str, str], pipe: Conne
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     try:
         torch.set_num_threads(1)
+        torch.backends.mkldnn.set_flags(False)  # as in tests/conftest.py
         torch.manual_seed(0)
         if backend == "nccl":
             torch.cuda.set_device(rank)

@@ -40,7 +40,7 @@ from tests.reference import Reference, microbatch
 
 def of(model: dict[str, Any], mesh: dict[str, int], plan: dict[str, Any], **settings: Any) -> Config:
     """A configuration of two context-parallel ranks, with documents that share sequences unless told otherwise."""
-    microbatches, dtype = settings.pop("microbatches", 3), settings.pop("dtype", "fp32")
+    microbatches, dtype = settings.pop("microbatches", 2), settings.pop("dtype", "fp32")
     mesh = {"cp": 2, **mesh}
     c = config({"layers": 2, **model}, mesh, plan, microbatches, dtype)
     return changed(c, {"data.packing": "on", "overlap.cp.method": "gather", **settings})

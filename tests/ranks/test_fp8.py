@@ -36,8 +36,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any], dict[str,
         dict(MIXED, experts=3, hidden=48, heads=3, kv_heads=1, head_dim=16), dict(dp=3),
         dict(strategy="optim", defer_wgrad="on"), {"gather": "fp8"},
     ),
-    "some layers in bf16": (MIXED, dict(dp=2), dict(merge="on"), {"fp8": BUT_ENDS}),
-    "forward alone": (MIXED, dict(dp=2), dict(defer_wgrad="on"), {"fp8": ("forward",)}),
     "all but weight gradients": (MIXED, dict(dp=2), {}, {"fp8": ("forward", "dgrad")}),
     "weight gradients alone": (MIXED, dict(dp=2), dict(defer_wgrad="on"), {"fp8": ("wgrad",)}),
 }  # fmt: skip
@@ -46,7 +44,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any], dict[str,
 @pytest.mark.parametrize("case", CASES)
 def test_parity(case: str) -> None:
     model, mesh, plan, precision = CASES[case]
-    c = config(model, mesh, plan, 3, "fp8")
+    c = config(model, mesh, plan, 3 if "pp" in mesh else 2, "fp8")
     assert_parity(changed(c, {f"precision.{name}": value for name, value in precision.items()}))
 
 

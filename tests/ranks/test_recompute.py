@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.reference import random_batches
 LENGTH = 128
 
 
+@functools.cache
 def peaks(kind: str, recompute: tuple[str, ...], offload: tuple[str, ...] = (), layers: int = 4) -> tuple[int, int]:
     """(real, predicted) most bytes of values and gradients in a step of four merged microbatches."""
     model: dict[str, Any] = dict(layers=layers, hidden=64, kv_heads=4, head_dim=16, ffn=256, expert_ffn=128, vocab=64)

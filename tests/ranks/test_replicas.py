@@ -24,11 +24,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_is_the_plain_one_that_sums_copies_last(case: str, dtype: str) -> None:
-    """Losses, gradients, norms and weights, bit for bit."""
-    assert_parity(config(*CASES[case], 3, dtype))
+def test_a_step_is_the_plain_one_that_sums_copies_last(case: str) -> None:
+    """Losses, gradients, norms and weights, bit for bit; in bf16, where every rounding shows."""
+    assert_parity(config(*CASES[case], 3, "bf16"))
 
 
 def test_documents_count_over_all_copies() -> None:

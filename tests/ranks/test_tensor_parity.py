@@ -106,7 +106,7 @@ def assert_close(c: Config, tolerance: float, steps: int = STEPS) -> list[dict[s
 
 def of(model: dict[str, Any], mesh: dict[str, int], plan: dict[str, Any], **settings: Any) -> Config:
     """A configuration with two tensor-parallel ranks."""
-    dtype, microbatches = settings.pop("dtype", "fp32"), settings.pop("microbatches", 3)
+    dtype, microbatches = settings.pop("dtype", "fp32"), settings.pop("microbatches", 2)
     base = config({"vocab": 32, **model}, {"tp": 2, **mesh}, plan, microbatches, dtype)
     ways = dict(qkv_forward="ring", qkv_backward="bulk", proj_forward="pipeline", proj_backward="ring",
                 fc1_forward="ring", fc1_backward="pipeline", fc2_forward="pipeline", fc2_backward="ring")  # fmt: skip
@@ -123,7 +123,6 @@ WHOLE_NORMS = dict(qk_norm=True, qk_norm_over="whole")
 MIXED = dict(layers=2, shared_ffn=16, dense_layers=(0,))
 CASES: dict[str, Config] = {
     "pieces": of(MIXED, {}, {}),
-    "one after the other": of(MIXED, {}, {}, **OFF),
     "four ranks": of(dict(layers=1, kv_heads=4, dense_layers=(0,)), dict(tp=4), {}),
     "four ranks, two heads of keys": of(dict(layers=1, kv_heads=2, shared_ffn=16, qk_norm=True), dict(tp=4), {}),
     "pipeline, heads normed, attention once more": of(
@@ -131,7 +130,6 @@ CASES: dict[str, Config] = {
         dict(pp=2),
         dict(chunks=2, recompute=("attn", "mlp")),
     ),
-    "latent attention": of({**MIXED, **LATENT, "q_lora_rank": 20}, {}, dict(defer_wgrad="on")),
     "latent attention, one after the other, documents": changed(
         of({**MIXED, **LATENT, "heads": 8}, dict(tp=4), dict(recompute=("attn",)), **OFF), {"data.packing": "on"}
     ),
@@ -139,16 +137,10 @@ CASES: dict[str, Config] = {
         of({**MIXED, **DELTA, "layers": 3}, dict(ep=2), dict(merge="on", recompute=("attn",))),
         {"data.packing": "on"},
     ),
-    "biases": of({**MIXED, **BIASES}, dict(dp=2), {}),
     "biases, four ranks, two heads of keys, experts over all": of(
         {**MIXED, **BIASES}, dict(tp=4, ep=4), dict(merge="on")
     ),
-    "whole norms": of({**MIXED, **WHOLE_NORMS}, dict(dp=2), dict(recompute=("attn:1",))),
     "whole norms, four ranks, two heads of keys": of({**MIXED, **WHOLE_NORMS}, dict(tp=4, ep=4), dict(merge="on")),
-    "biases, norms behind, documents": changed(
-        of(dict(layers=2, experts=0, norms="after", **BIASES, **WHOLE_NORMS), dict(pp=2), dict(recompute=("attn",))),
-        {"data.packing": "on"},
-    ),
     "windows, sinks, biases of experts and a limit": of(
         {**MIXED, **BIASES, **GPT_OSS}, dict(dp=2, ep=4), dict(merge="on", recompute=("attn", "experts"))
     ),
@@ -156,7 +148,6 @@ CASES: dict[str, Config] = {
         of({**MIXED, **GPT_OSS, "bias_rate": 0.01}, dict(tp=4, ep=2), {}), {"data.packing": "on"}
     ),
     "experts over a tensor-parallel group": of({**MIXED, "bias_rate": 0.01}, dict(ep=2), dict(merge="on")),
-    "experts over all ranks": of(MIXED, dict(dp=2, ep=4), dict(merge="on", copies="per_rank")),
     "pipeline, experts over a tensor-parallel group": of(
         dict(layers=4, dense_layers=(1,), bias_rate=0.01), dict(pp=2, ep=2), dict(chunks=2, merge="on")
     ),
@@ -226,7 +217,7 @@ def test_every_pair_of_features(pairwise_case: dict[str, Any]) -> None:
     model |= PROJECTIONS[plan.pop("projections")] | (dict(norms="after") if behind else {})
     mesh = {name: case[name] for name in ("pp", "dp", "ep")}
     ways = OFF if case["ways"] == "off" else {}
-    c = of(model, mesh, {**plan, "chunks": chunks}, microbatches=4 if case["order"] == "merged_v" else 3, **ways)
+    c = of(model, mesh, {**plan, "chunks": chunks}, microbatches=4 if case["order"] == "merged_v" else 2, **ways)
     # The first update is a sign but for gradients as small as AdamW's epsilon, which rounding changes.
     assert_close(changed(c, {"data.packing": case["documents"]}), 2e-5, steps=1)
 
@@ -240,12 +231,8 @@ def test_a_step_is_the_plain_one(case: str) -> None:
 SUMMED = dict(layers=2, shared_ffn=16, aux_loss=0.3)
 BALANCED: dict[str, Config] = {
     "softmax": of(SUMMED, {}, {}),
-    "sigmoid, one after the other": of(SUMMED | dict(router="sigmoid"), {}, {}, **OFF),
-    "documents": changed(of(SUMMED | dict(router="sigmoid"), {}, {}), {"data.packing": "on"}),
-    "attention once more": of(SUMMED, {}, dict(recompute=("attn", "experts"))),
     "documents, attention once more": changed(of(SUMMED, {}, dict(recompute=("attn",))), {"data.packing": "on"}),
     "four ranks": of(SUMMED | dict(kv_heads=4), dict(tp=4), {}),
-    "experts on two ranks": of(SUMMED, dict(dp=2, ep=2), dict(merge="on")),
     "experts on all ranks": of(SUMMED, dict(dp=2, ep=4), dict(merge="on")),
 }
 

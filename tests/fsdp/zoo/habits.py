@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.fsdp.zoo.program import STEPS, WIDTH, Block, Run, distance, program, stack
+from tests.fsdp.zoo.program import WIDTH, Block, Run, distance, program, stack
 
 Step = Callable[[nn.Module, Tensor, torch.Generator, int], Tensor]
 
@@ -60,69 +60,9 @@ class Shared(nn.Module):
         return self.last(self.block(x))
 
 
-@program("a block in several places, called several times")
-def _(run: Run) -> None:
-    train(run, Shared())
-
-
 @program("a block called a different number of times in each step")
 def _(run: Run) -> None:
     train(run, Shared(), loss=lambda model, x, g, step: distance(model(x, step % 3), g))
-
-
-@program("two forwards, one loss")
-def _(run: Run) -> None:
-    train(run, stack(), loss=lambda model, x, g, step: distance(model(x) * model(x.flip(0)), g))
-
-
-@program("two losses, two backwards, one graph")
-def _(run: Run) -> None:
-    def loss(model: nn.Module, x: Tensor, g: torch.Generator, step: int) -> Tensor:
-        y = model(x)
-        run.backward(y.square().mean(), retain_graph=True)
-        return distance(y, g)
-
-    train(run, stack(), loss=loss)
-
-
-@program("targets by a forward without gradients")
-def _(run: Run) -> None:
-    def loss(model: nn.Module, x: Tensor, g: torch.Generator, step: int) -> Tensor:
-        with torch.no_grad():
-            target = model(x + 1)
-        y = model(x)
-        with torch.no_grad():
-            target = target + model(x - 1)
-        return F.mse_loss(y, target) + distance(y, g)
-
-    train(run, stack(), loss=loss)
-
-
-class Parts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(nn.Linear(8, 4) for _ in range(3))
-
-    def forward(self, x: Tensor, which: int) -> Tensor:
-        return self.parts[which](x)
-
-
-@program("gradients accumulate over steps that leave parts out")
-def _(run: Run) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = Parts(), Parts()
-
-        def forward(self, x: Tensor, step: int) -> Tensor:
-            return self.one(x, step % 3) + self.two(x, step % 2)
-
-    train(run, Model(), (), lambda model, x, g, step: distance(model(x, step), g), microbatches=2)
-
-
-@program("gradients set to zero, not to None, and parts left out")
-def _(run: Run) -> None:
-    train(run, Parts(), (), lambda m, x, g, s: distance(m(x, s % 2), g), none=False)
 
 
 @program("layers dropped by chance, alike on all ranks")
@@ -135,22 +75,6 @@ def _(run: Run) -> None:
             return x
 
     train(run, Dropping(*stack(4)), loss=lambda m, x, g, s: distance(m(x, s), g))
-
-
-@program("a frozen trunk that is trained from a step on")
-def _(run: Run) -> None:
-    model = run.shard(stack(), Block)
-    model[1].requires_grad_(False)
-    updates = torch.optim.AdamW(model.parameters(), lr=0.03, weight_decay=0.3)
-    for step in range(5):
-        model[1].requires_grad_(step >= 2)
-        model[2].requires_grad_(step != 3)
-        for seed in run.seeds(step):
-            g = torch.Generator().manual_seed(seed)
-            run.backward(distance(model(torch.randn(4, 8, generator=g)), g))
-        updates.step()
-        updates.zero_grad()
-    run.note_weights(model)
 
 
 @program("an exception in a forward is caught, and the batch is left out")
@@ -167,17 +91,6 @@ def _(run: Run) -> None:
         return distance(model(x), g)
 
     train(run, nn.Sequential(nn.Linear(8, WIDTH), Block(), Strict(), Block(), nn.Linear(WIDTH, 4)), loss=loss)
-
-
-@program("evaluation between microbatches, with another mode")
-def _(run: Run) -> None:
-    def between(model: nn.Module, step: int) -> None:
-        model.eval()
-        with torch.inference_mode():
-            run.note(f"eval {step} {len(run.noted)}", model(torch.ones(2, 8)))
-        model.train()
-
-    train(run, stack(), between=between, microbatches=3)
 
 
 @program("optimizers made again in the midst, groups added")
@@ -341,6 +254,38 @@ def _(run: Run) -> None:
     train(run, nn.Sequential(nn.Linear(8, WIDTH), Collects(), Collects(), nn.Linear(WIDTH, 4)), loss=loss)
 
 
+class Hidden:
+    """Tensors as attributes, with slots and without, and in a container of its own that holds itself."""
+
+    __slots__ = ("deep", "x")
+
+    def __init__(self, x: Tensor, deep: Any) -> None:
+        self.x, self.deep = x, deep
+
+
+class Bag:
+    def __init__(self, *values: Any) -> None:
+        self.values = {"some": [*values], "myself": self}
+        self.parts = [range(3), contextlib, self.first, lambda: values]
+
+    def first(self) -> Any:
+        return self.values["some"][0]
+
+
+@program("outputs that are objects of any class")
+def _(run: Run) -> None:
+    class Returning(Block):
+        def forward(self, x: Any) -> Any:
+            x = x.x + x.deep.values["some"][1] if isinstance(x, Hidden) else x
+            return Hidden(super().forward(x), Bag(3, self.down(self.up(x))))
+
+    def loss(model: nn.Module, x: Tensor, g: torch.Generator, step: int) -> Tensor:
+        out = model(x)
+        return distance(out.x + out.deep.values["some"][1], g)
+
+    train(run, nn.Sequential(nn.Linear(8, WIDTH), Returning(), Returning(), Returning()), Returning, loss)
+
+
 @program("in-place operations on activations")
 def _(run: Run) -> None:
     class InPlace(Block):
@@ -357,21 +302,6 @@ def _(run: Run) -> None:
     train(run, nn.Sequential(nn.Linear(8, WIDTH), InPlace(), InPlace(), nn.Linear(WIDTH, 4)), InPlace, loss)
 
 
-@program("nested units, of which the outer has weights of its own")
-def _(run: Run) -> None:
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inside, self.scale, self.spare = Block(), nn.Parameter(torch.ones(WIDTH)), nn.Linear(3, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inside(x * self.scale) * self.scale
-
-    train(
-        run, nn.Sequential(nn.Linear(8, WIDTH), Outer(), Outer(), nn.Linear(WIDTH, 4)), (Block, Outer), microbatches=2
-    )
-
-
 @program("a teacher that is another sharded model")
 def _(run: Run) -> None:
     teacher = run.shard(stack(2), Block).requires_grad_(False)
@@ -380,46 +310,6 @@ def _(run: Run) -> None:
         return F.mse_loss(model(x), teacher(x)) + distance(model(x), g)
 
     train(run, stack(), loss=loss)
-
-
-@program("weights drawn again between steps, and state cleared")
-def _(run: Run) -> None:
-    def between(model: nn.Module, step: int) -> None:
-        if step == 1:
-            with torch.no_grad():
-                for param in model[1].parameters():
-                    param.mul_(0.5)
-                model[2].up.weight.data.add_(0.1)
-
-    model = run.shard(stack(), Block)
-    updates = torch.optim.AdamW(model.parameters(), lr=0.03)
-    for step in range(STEPS):
-        for seed in run.seeds(step):
-            g = torch.Generator().manual_seed(seed)
-            run.backward(distance(model(torch.randn(4, 8, generator=g)), g))
-        updates.step()
-        updates.zero_grad()
-        between(model, step)
-        if step == 1:
-            updates.state.clear()
-    run.note_weights(model)
-
-
-@program("dict of outputs, of which the loss takes some")
-def _(run: Run) -> None:
-    class Heads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.heads = nn.ModuleDict({name: nn.Linear(WIDTH, 4) for name in "abc"})
-
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
-            return {name: head(x) for name, head in self.heads.items()}
-
-    def loss(model: nn.Module, x: Tensor, g: torch.Generator, step: int) -> Tensor:
-        out = model(x)
-        return distance(out["a"] if step % 2 else out["b"], g)
-
-    train(run, nn.Sequential(nn.Linear(8, WIDTH), Block(), Heads()), (Block, Heads), loss)
 
 
 @program("half of the batch through one branch, half through another")
@@ -440,10 +330,3 @@ def _(run: Run) -> None:
             return x + out
 
     train(run, nn.Sequential(nn.Linear(8, WIDTH), Routed(), Routed(), nn.Linear(WIDTH, 4)), Routed)
-
-
-@program("the same parameter under two names, one unit each")
-def _(run: Run) -> None:
-    one, two = Block(), Block()
-    two.up.weight = one.up.weight
-    train(run, nn.Sequential(nn.Linear(8, WIDTH), one, two, nn.Linear(WIDTH, 4)), microbatches=2)

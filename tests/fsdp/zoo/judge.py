@@ -31,7 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from tests.fsdp.zoo.program import PROGRAMS, Form, Program, Run
 from tests.helpers.ranks import RanksTimeout, run_ranks
 
-FILES = ("language", "idioms", "loops", "steps", "weights", "packages", "meshes", "habits")
+FILES = ("language", "idioms", "loops", "weights", "packages", "meshes", "habits")
 """Where programs are."""
 
 SECONDS = 40.0

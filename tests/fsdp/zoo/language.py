@@ -90,7 +90,18 @@ def zoo_of(program: str, name: str, config: str, loss: Loss = next_token, heavy:
     loop(program, _build(name, config, sizes), loss, _layers, heavy=heavy, needs=("transformers",))
 
 
+def generating(model: Any, generator: torch.Generator) -> Tensor:
+    """`generate` before every step; the model keeps a cache in both."""
+    given = ids(generator)
+    with torch.no_grad():
+        model.generate(given[:, :3], min_new_tokens=3, max_new_tokens=3, do_sample=False, pad_token_id=1)
+    found = model(input_ids=given, labels=given)
+    assert found.past_key_values is not None
+    return found.loss
+
+
 zoo_of("llama", "LlamaForCausalLM", "LlamaConfig", **TINY)
+zoo_of("llama that generates before every step", "LlamaForCausalLM", "LlamaConfig", generating, **TINY)
 EAGER: dict[str, Any] = dict(TINY, attn_implementation="eager")
 zoo_of("llama with captured outputs", "LlamaForCausalLM", "LlamaConfig", with_outputs, **EAGER)
 zoo_of("mixtral with captured outputs", "MixtralForCausalLM", "MixtralConfig", with_outputs, **EAGER,

@@ -8,15 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
     PrepareModuleOutput,
-    RowwiseParallel,
     SequenceParallel,
     parallelize_module,
 )
-from torch.utils.checkpoint import checkpoint
 
 from tests.fsdp.zoo.program import STEPS, WIDTH, Block, Run, distance, program
 
@@ -94,11 +91,6 @@ def _(run: Run) -> None:
     steps(run, run.shard(model, Choosing, mesh=mesh_of(run, "replicate", "shard")), choose=choose, decay=0.5)
 
 
-class Recomputed(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(super().forward, x, use_reentrant=False)
-
-
 def parallel(
     run: Run, model: nn.Module, plan: Callable[[], dict[str, Any]], kind: type[nn.Module] = Block
 ) -> nn.Module:
@@ -109,26 +101,6 @@ def parallel(
         if isinstance(block, kind) and mesh is not None:
             parallelize_module(block, mesh["tp"], plan())
     return run.shard(model, kind, mesh=None if mesh is None else mesh["dp"])
-
-
-def columns_and_rows() -> dict[str, Any]:
-    return {"up": ColwiseParallel(), "down": RowwiseParallel()}
-
-
-@program("tensor-parallel layers", world=RANKS)
-def _(run: Run) -> None:
-    steps(run, parallel(run, stack(), columns_and_rows))
-
-
-@program("tensor-parallel layers, computed again", world=RANKS)
-def _(run: Run) -> None:
-    model = nn.Sequential(nn.Linear(8, WIDTH), *(Recomputed() for _ in range(2)), nn.Linear(WIDTH, 4))
-    steps(run, parallel(run, model, columns_and_rows))
-
-
-@program("tensor-parallel layers, accumulation and clipping", world=RANKS)
-def _(run: Run) -> None:
-    steps(run, parallel(run, stack(), columns_and_rows), microbatches=2, clip=True)
 
 
 class Sequences(nn.Module):
@@ -151,42 +123,3 @@ def _(run: Run) -> None:
 
     model = nn.Sequential(nn.Linear(8, WIDTH), *(Sequences() for _ in range(2)), nn.Linear(WIDTH, 4))
     steps(run, parallel(run, model, plan, Sequences), clip=True)
-
-
-class Experts(nn.Module):
-    """Each token goes to all experts, those of other ranks too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, WIDTH, WIDTH) / WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not isinstance(self.weight, DTensor):
-            return torch.einsum("btd,edf->btf", x, self.weight)
-        mesh = self.weight.device_mesh
-        tokens = DTensor.from_local(x, mesh, [Shard(0)]).redistribute(mesh, [Replicate()])
-        mine = torch.einsum("btd,edf->btf", tokens.to_local(grad_placements=[Partial()]), self.weight.to_local())
-        return DTensor.from_local(mine, mesh, [Partial()]).redistribute(mesh, [Shard(0)]).to_local()
-
-
-def mixture(run: Run) -> nn.Module:
-    model = nn.Sequential(nn.Linear(8, WIDTH), Experts(), nn.Linear(WIDTH, 4))
-    mesh = mesh_of(run, "replicas", "ep")
-    if mesh is not None:
-        experts: Any = model[1]
-        experts.weight = nn.Parameter(distribute_tensor(experts.weight.detach(), mesh["ep"], [Shard(0)]))
-        run.one_unit(experts, mesh=mesh["replicas"])
-        experts.set_force_sum_reduction_for_comms(True)  # which gloo needs for the next line
-        experts.set_gradient_divide_factor(4.0)
-        run.one_unit(model, mesh=init_device_mesh("cpu", (RANKS,)))
-    return model
-
-
-@program("experts as DTensors, beside shards over all ranks", world=RANKS)
-def _(run: Run) -> None:
-    steps(run, mixture(run))
-
-
-@program("experts as DTensors, gradients clipped", world=RANKS)
-def _(run: Run) -> None:
-    steps(run, mixture(run), clip=True)
