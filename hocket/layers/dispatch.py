@@ -19,7 +19,7 @@ once more for backward), `to_experts` and `from_experts` stand before and behind
 see Note: [Weights inside the experts]. Whoever moves rows in between (`engine/actions.py`) asks `exchange_counts` for
 the `Splits`, sends by its `table` forwards and by `table.back` on the way back. Of the tensor of sent rows the first
 `sum(table.send)` are sent; it may have more (`Routing.room`), and its gradient has as many. So another way to tell the
-ranks how many rows come is another maker of `Splits`, and parts of the model do not change: `placed.place_counts`,
+ranks how many rows come is another maker of `Splits`, and parts of the model do not change: `place_counts`,
 whose rows arrive in grouped order.
 
 Note: [Weights inside the experts]
@@ -257,7 +257,7 @@ def _block_order(counts_PL: Tensor, rows: int) -> Tensor:
 #
 # Splits that only the devices know: rows that arrive where their experts want them, in room of a fixed size.
 #
-# The other maker of splits is `dispatch.exchange_counts`, which stops the host until it knows the counts. Here nobody
+# The other maker of splits is `exchange_counts`, which stops the host until it knows the counts. Here nobody
 # waits: see `runtime/blocks.py`, and its Note: [A fixed capacity, and never silently].
 
 

@@ -121,9 +121,8 @@ def plain_backward(g: Tensor, qkv: Triple, out: Tensor, total_TH: Tensor, seen: 
 #     lse'  = log(exp(lse) + exp(sink))        out' = out * exp(lse - lse')
 #
 # so any kernel that returns `lse` will do. Its backward needs no change either, since it takes output and `lse` of the
-# whole (`partial_attention.py`): with `out'` and `lse'` they are those of the softmax with the sink. The sink
-# is one more score, whose weight `exp(sink - lse')` has no value: its gradient is that weight times minus the sum of
-# gradient * out'.
+# whole (see above): with `out'` and `lse'` they are those of the softmax with the sink. The sink is one more score,
+# whose weight `exp(sink - lse')` has no value: its gradient is that weight times minus the sum of gradient * out'.
 #
 # Shapes: T tokens, H query heads, K key and value heads, N width of a head.
 
@@ -175,9 +174,9 @@ def sink_gradient(shares_TH: Tensor, dtype: torch.dtype, out_H: Tensor, add: boo
 #
 # Queries that are fewer than their keys are causal with both aligned at their ends. cuDNN's attention, on Hopper faster
 # than flash attention of documents, aligns them at their beginnings. But each part is one that it has: all queries see
-# all keys of the first one, and the second one is square. `partial_attention.py` has the formulas by which two results
-# make one, and gradients of parts. cuDNN makes a plan for each pair of lengths that it meets: chunks of whole sequences
-# have few, and those of documents ever others, which go by flash attention.
+# all keys of the first one, and the second one is square. The formulas above make one result of two, and gradients of
+# parts. cuDNN makes a plan for each pair of lengths that it meets: chunks of whole sequences have few, and those of
+# documents ever others, which go by flash attention.
 #
 # Shapes: T queries, U keys, the last T of which are those of the queries' tokens, H query heads, K key and value heads,
 # N width of a head.

@@ -60,7 +60,7 @@ class Router(nn.Module):
         super().__init__()
         self.weight = new_weight(config.experts, config.hidden)
         self.b_logits = new_weight(config.experts) if config.router_bias else None
-        # Set by the trainer between steps (`parallel.routing.balance_bias`), never by a gradient.
+        # Set by the trainer between steps (`layers.routing.balance_bias`), never by a gradient.
         bias = torch.zeros(config.experts, dtype=torch.float32, device="meta") if config.bias_rate else None
         self.register_buffer("bias", bias)
         self.over_batch = over_batch(config)

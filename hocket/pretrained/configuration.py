@@ -9,7 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
-from hocket.config import ModelConfig, RopeConfig, RopeKind
+from hocket.config import Config, ModelConfig, RopeConfig, RopeKind
+from hocket.config.bounds import OnlyWith
 from hocket.files import json_in
 from hocket.pretrained.tables import (
     DELTA,
@@ -23,8 +24,8 @@ from hocket.pretrained.tables import (
     Key,
     Layers,
 )
-from hocket.settings.rules import without_effect
-from hocket.settings.schema import beyond, flat, show, types
+from hocket.settings.rules import fact_of
+from hocket.settings.schema import annotated, beyond, flat, show, types
 from hocket.typed import describe, is_a
 
 _NOT_SHAPE = ("aux_loss", "aux_loss_over", "z_loss", "routing", "init", "init_std", "weights")
@@ -153,7 +154,7 @@ def differences(model: ModelConfig, other: ModelConfig) -> list[str]:
 
 def _shape(model: ModelConfig) -> dict[str, Any]:
     """What decides about what a model computes: the settings that have an effect."""
-    idle = {*_NOT_SHAPE, *(name.removeprefix("model.") for name in without_effect(model))}
+    idle = {*_NOT_SHAPE, *(name.removeprefix("model.") for name in _without_effect(model))}
     if "moe" not in model.kinds():
         idle |= {"experts", "dense_layers"}
     if model.route_groups == model.route_top_groups:
@@ -162,6 +163,17 @@ def _shape(model: ModelConfig) -> dict[str, Any]:
         idle |= {"window", "delta_heads", "full_layers"}
     found = {name: value for name, value in flat(asdict(model)).items() if name not in idle}
     return found | {"bias_rate": "moe" in model.kinds() and model.bias_rate > 0}
+
+
+def _without_effect(model: ModelConfig) -> set[str]:
+    """Settings of a model whose values change nothing beside its other settings."""
+    config = Config(model=model)
+    return {
+        setting
+        for setting, (_, marks) in annotated().items()
+        for fact in (fact_of(mark.what) for mark in marks if isinstance(mark, OnlyWith))
+        if all(name.startswith("model.") for name in (setting, *fact.settings)) and not fact.holds(config)
+    }
 
 
 def _missing(key: Key, values: Mapping[str, Any]) -> Any:
@@ -334,7 +346,7 @@ _REQUIRED = ("factor", "low_frequency", "high_frequency")
 @cache
 def _parameters(kind: RopeKind) -> tuple[str, ...]:
     """What a kind reads: what has an effect with it alone."""
-    default, idle = (without_effect(ModelConfig(rope=RopeConfig(kind=each))) for each in ("default", kind))
+    default, idle = (_without_effect(ModelConfig(rope=RopeConfig(kind=each))) for each in ("default", kind))
     return tuple(name.removeprefix("model.rope.") for name in types() if name in default - idle)
 
 

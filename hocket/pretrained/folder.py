@@ -58,7 +58,7 @@ def scale_name(name: str) -> str:
 
 def blocks_of(config: Mapping[str, Any], read: Literal["fp8", "mxfp4"] = "fp8") -> Blocks | None:
     """The fp8 blocks of a config.json's `quantization_config`; None without one, and for mxfp4, whose blocks are of
-    one size (`mxfp4.py`). `read` is the kind that the family's tensors may be. Raises ValueError for another one.
+    one size. `read` is the kind that the family's tensors may be. Raises ValueError for another one.
     """
     said = config.get("quantization_config")
     if said is None:
@@ -111,7 +111,7 @@ class Entry:
 class TensorFolder:
     """The tensors of a folder, by name. Only headers are read until one is asked for.
 
-    With `blocks` matrices may be of fp8, which `read` multiplies by their scales (`quantised.py`).
+    With `blocks` matrices may be of fp8, which `read` multiplies by their scales.
 
     Raises ValueError for files that are missing, truncated, or not those of the index.
     """

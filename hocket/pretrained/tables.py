@@ -7,8 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 # -- family ------------------------------------------------------------------------------------------------------------
-# What says how Hugging Face has a family of models; the families are in `tables.py`.
-#
 # A family says which key of config.json is which setting, what hocket computes of the other keys, and which tensors
 # make which parameter. Shapes are those of `docs/models.md`: D hidden width, E experts, F width of an MLP.
 
