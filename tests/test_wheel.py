@@ -78,9 +78,9 @@ def test_what_is_installed_works_in_a_clean_folder(wheels: list[Path], tmp_path:
     [
         (["train.lr"], ["train.lr: a number; 0.003 by default", "Learning rate after the warm-up"]),
         (["overlap.pp"], ["overlap.pp.defer_layers"]),
-        (["data"], ["Text and tokens", "`.parquet`", "data.text_key"]),
-        (["tensor-parallel", "what it cannot"], ["## What it cannot do"]),
-        (["-h"], ["hocket help PAGE", "tensor-parallel ", "model.rope"]),
+        (["training", "data"], ["## Data", "`.parquet`", "data.text_key"]),
+        (["first-run", "what it cannot"], ["## What it cannot do"]),
+        (["-h"], ["hocket help PAGE", "first-run ", "model.rope"]),
     ],
 )
 def test_help_knows_pages_and_settings(capsys, words: list[str], parts: list[str]) -> None:
@@ -94,7 +94,7 @@ def test_help_knows_pages_and_settings(capsys, words: list[str], parts: list[str
 @pytest.mark.parametrize(
     ("words", "fix"),
     [
-        (["help", "orderz"], "fix: did you mean orders?"),
+        (["help", "expertz"], "fix: did you mean experts?"),
         (["help", "quux"], "fix: hocket help -h lists the topics"),
         (["help", "overlap", "quux"], "has no such heading; fix: hocket help overlap lists them"),
     ],
