@@ -200,7 +200,7 @@ def test_settings_and_files_exist(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     text = re.sub(r"^\d x .*, commit `\w+`.*$", "", text, flags=re.MULTILINE)  # commands as they were given then
     text = re.sub(r"`[\w./-]+` at `\w+`", "", text)  # and files as they were named
-    text = re.sub(r"^### Removed$.*?(?=^## |\Z)", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^### (Removed|Merged settings)$.*?(?=^##|\Z)", "", text, flags=re.MULTILINE | re.DOTALL)
     known = set(types())
     sections = "|".join({leaf.split(".")[0] for leaf in known})
     for words in code(text):
