@@ -209,12 +209,14 @@ def words(name: str, gpus: int, more: list[str], result: str = "") -> list[str]:
     """The words of `hocket bench` for a preset; settings in `more` take the place of its own.
 
     A contender of hocket is on NCCL unless its name says otherwise. The result is called as the preset, or as told.
+    With `--against` in `more` the preset's variants are left out too: they are contenders.
     """
     preset, lengths = PRESETS[name]
     recipe, *rest = shlex.split(preset.format(gpus=gpus, half=gpus // 2))
     rest += ["--gpus", str(gpus), "--train.transport", "nccl", "--lengths", *map(str, lengths)]
     rest += ["--out", str(RESULTS / f"{result or name}.json")]
     changed = {flag for flag, _ in split([word for word in more if word.startswith("--")], [])}
+    changed |= {"--variant"} if "--against" in changed else set()
     kept = [[flag, *values] for flag, values in split(rest, []) if flag not in changed]
     return [recipe, *itertools.chain(*kept), *more]
 

@@ -23,7 +23,7 @@ from hocket.program.pipeline import TRANSFORMER, ZERO_BUBBLE
 from hocket.program.shard import Sharding
 from hocket.program.simulate import simulate
 from hocket.resolve import resolve
-from hocket.settings.families import llama3_8b
+from hocket.settings.families import LLAMA3_8B
 from hocket.settings.rule import Host
 from hocket.settings.schema import changed
 
@@ -91,7 +91,7 @@ def in_units(pp: int, microbatches: int) -> Iterator[dict[str, Any]]:
 
 def on_hardware(microbatches: int, pp: int = 4, dp: int = 2) -> Iterator[dict[str, Any]]:
     """The same orders with the costs of Llama-3 8B on 8 GPUs."""
-    model = replace(llama3_8b(), vocab=8192)
+    model = replace(LLAMA3_8B, vocab=8192)
     train, precision = TrainConfig(microbatches=microbatches), PrecisionConfig(compute="bf16")
     for name, settings in ORDERS.items():
         config = config_of(settings)

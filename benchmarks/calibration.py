@@ -260,9 +260,14 @@ def searched(config: Config, base: Settings, costs: Measurement) -> Settings | N
     """The best plan that the search finds for measured costs; None if that is the one that was recorded."""
 
     def again(
-        other: Config, origins: dict[str, str], price: Callable[[Config], CostTable], remarks: bool = True
+        other: Config,
+        origins: dict[str, str],
+        price: Callable[[Config], CostTable],
+        *,
+        memory: int = 0,
     ) -> Settings:
-        return resolve(other, base.host, origins, price, remarks)
+        host = dataclasses.replace(base.host, memory=memory or base.host.memory)
+        return resolve(other, host, origins, price)
 
     hardware = hardware_of(base)
     task = Task(config=config, origins={}, resolve=again, hardware=hardware, measured=costs, cap=hardware.memory)

@@ -49,7 +49,7 @@ from hocket.model.moe import ExpertPlace
 from hocket.model.rotary import rotary_table
 from hocket.program.cost import model_flops_per_token
 from hocket.runtime.transports import RowTable
-from hocket.settings.families import qwen3_30b_a3b
+from hocket.settings.families import QWEN3_30B_A3B
 
 COPY = 4.3e12
 """Bytes per second that copies reach on one H200, read and written together."""
@@ -363,7 +363,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="names of pieces, `layer` and `update`, with commas between them")
     options = parser.parse_args()
     gpu = torch.cuda.is_available()
-    device, model = torch.device("cuda" if gpu else "cpu"), qwen3_30b_a3b()
+    device, model = torch.device("cuda" if gpu else "cpu"), QWEN3_30B_A3B
     if not gpu:
         model = replace(model, hidden=64, heads=2, kv_heads=1, head_dim=32, experts=16, top_k=4, expert_ffn=32)
     chosen = {name for name in options.only.split(",") if name}

@@ -25,7 +25,7 @@ from hocket.program.hardware import hardware_of
 from hocket.program.simulate import simulate
 from hocket.program.stages import costs_of, varied
 from hocket.resolve import Settings, resolve
-from hocket.settings.families import llama3_8b
+from hocket.settings.families import LLAMA3_8B
 from hocket.settings.rule import Host
 from hocket.settings.schema import changed
 
@@ -49,7 +49,7 @@ def settings_of(case: dict[str, Any], length: int, microbatches: int) -> Setting
         "precision.compute": "bf16", "data.packing": "on", "train.device": "cuda", "train.transport": "nccl",
         "data.sequence_length": length, "train.sequences": 1, "train.microbatches": microbatches, **case,
     }  # fmt: skip
-    config = changed(replace(Config(), model=llama3_8b()), given)
+    config = changed(replace(Config(), model=LLAMA3_8B), given)
     return resolve(config, Host(gpus=config.mesh.world))
 
 

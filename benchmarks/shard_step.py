@@ -2,7 +2,7 @@
 
     python -m benchmarks.shard_step --microbatches 2 --strategy optim
 
-Ranks are processes on this CPU. The record (`hocket/runtime/queue.py`) has no times, so an order is all that comes
+Ranks are processes on this CPU. The record (`benchmarks/history.py`) has no times, so an order is all that comes
 from it: everything begins as soon as what it comes behind is over, and lasts as many characters as `LENGTHS` says.
 """
 
@@ -18,7 +18,7 @@ import tyro
 from torch.distributed.device_mesh import init_device_mesh
 
 import hocket
-from hocket.runtime.queue import CALLER, Entry, History
+from benchmarks.history import CALLER, Entry, History, record
 from tests.fsdp.noted import ROWS, WIDTH, Model, Noted
 from tests.helpers.ranks import run_ranks
 
@@ -43,7 +43,7 @@ class Step:
     """Whether units are updated one by one, with `hocket.sharding.step_and_gather`."""
 
 
-def record(rank: int, step: Step) -> History:
+def recorded(rank: int, step: Step) -> History:
     """The history of one step, after one that is not recorded."""
     mesh = init_device_mesh("cpu", (step.replicas, 2)) if step.replicas > 1 else None
     model = Model(step.units)
@@ -58,7 +58,7 @@ def record(rank: int, step: Step) -> History:
 
     optimizer.register_step_post_hook(updated)
     for _ in range(2):
-        history = ctx.record()
+        history = record(ctx)
         model.log[:] = [history]
         for i in range(step.microbatches):
             x = torch.ones(ROWS, WIDTH, requires_grad=True)
@@ -108,7 +108,7 @@ def draw(rows: Mapping[str, Sequence[tuple[int, int, str]]]) -> str:
 def drawn(words: str) -> str:
     """The drawing for the words of a command line."""
     step = tyro.cli(Step, args=shlex.split(words))
-    histories: list[Any] = run_ranks(record, 2 * step.replicas, step)
+    histories: list[Any] = run_ranks(recorded, 2 * step.replicas, step)
     rows = [bars(history) for history in histories]
     assert all(one == rows[0] for one in rows), "ranks do different things"
     return draw(rows[0])

@@ -27,13 +27,13 @@ from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, Precision
 from hocket.config.overlap import ROLES
 from hocket.layers.tensor import Way, ways_of
 from hocket.resolve import Settings, resolve
-from hocket.settings.families import llama3_8b
+from hocket.settings.families import LLAMA3_8B
 from hocket.settings.rule import Host
 
 MODELS = {
-    "llama3_8b": llama3_8b(),
-    "llama3_70b": replace(llama3_8b(), hidden=8192, layers=80, heads=64, ffn=28672),
-    "smoke": replace(llama3_8b(), hidden=1024, heads=16, ffn=2048, head_dim=64),
+    "llama3_8b": LLAMA3_8B,
+    "llama3_70b": replace(LLAMA3_8B, hidden=8192, layers=80, heads=64, ffn=28672),
+    "smoke": replace(LLAMA3_8B, hidden=1024, heads=16, ffn=2048, head_dim=64),
 }
 
 

@@ -37,10 +37,15 @@ RUNS = {
     "whole_experts": "qwen3_30b_a3b --mesh.pp 1 --plan.chunks 1 --mesh.ep {gpus} --train.microbatches 8 "
     "--train.warmup 30",
     "llama3_8b": "llama3_8b --data.sequence_length 2048 --train.microbatches 2 --train.warmup 100",
+    "whole_8b": "llama3_8b --precision.averages bf16 --data.sequence_length 4096 --train.microbatches 8 "
+    "--train.warmup 100",
 }
-"""Words of `hocket train`: 1.1 billion parameters; 12 layers of Qwen3-30B-A3B, and all 48; the whole Llama-3 8B."""
+"""Words of `hocket train`: 1.1 billion parameters; 12 layers of Qwen3-30B-A3B, and all 48; the whole Llama-3 8B, also
+with the 32,768 tokens in a step of one GPU with which rates are published."""
 STEPS = 300
 CURVES = ("loss", "grad_norm", "load")
+RATES = ("tokens_per_second", "tflops_per_gpu", "mfu")
+"""Medians of these are kept too. Model FLOPs: recomputation does not count."""
 
 
 def prepare(folder: Path) -> list[str]:
@@ -80,7 +85,13 @@ def outcome(rows: list[dict[str, Any]]) -> dict[str, Any]:
     steps = [row for row in rows if "loss" in row]
     curves = {name: [round(row[name], 4) for row in steps] for name in CURVES if name in steps[0]}
     validation = {row["step"]: round(row["validation_loss"], 4) for row in rows if "validation_loss" in row}
-    return {**curves, "validation_loss": validation, "seconds": round(median(row["seconds"] for row in steps), 4)}
+    rates = {name: round(median(row[name] for row in steps), 4) for name in RATES if name in steps[0]}
+    return {
+        **curves,
+        "validation_loss": validation,
+        "seconds": round(median(row["seconds"] for row in steps), 4),
+        **rates,
+    }
 
 
 def train(words: list[str], folder: Path, side: str, gpus: int) -> dict[str, Any]:
@@ -132,6 +143,7 @@ def main() -> None:
             print(
                 f"{side:>12} seed {seed}: loss {first:.3f} to {last:.3f}, validation {run['validation_loss']}, "
                 f"gradient norms {norms} ... {run['grad_norm'][-1]:.2f}{load}, {run['seconds']:.3f} s"
+                + "".join(f", {run[rate]:,.4g} {rate}" for rate in RATES if rate in run)
             )
 
 

@@ -25,12 +25,12 @@ from hocket.commands.options import RecipeOptions, parse
 from hocket.config import ModelConfig
 from hocket.model.source import init_tensor, whole_shapes
 from hocket.pretrained.configuration import config_of, family_for
-from hocket.pretrained.convert import rules_of, split, tensors_of
 from hocket.pretrained.tables import FAMILIES
+from hocket.pretrained.weights import rules_of, split
 from hocket.program.documents import as_read
 from hocket.resolve import Settings, resolve
 from hocket.settings.rule import Host
-from hocket.train.data import Rows, make_streams
+from hocket.train.data import Mix, Stream, make_streams
 from hocket.train.sources import open_text
 from hocket.train.trainer import learning_rate
 
@@ -58,7 +58,7 @@ def fill(model: Any, settings: Settings, device: torch.device) -> None:
     left = set(params)
     for name, shape in whole_shapes(config).items():
         rules = rules_of(FAMILIES[family_for(config)], name)
-        rule, number = next(r for r in rules if next(tensors_of(*r, (1, 1, 1), config))[0] in params)
+        rule, number = next(r for r in rules if r[0].theirs[0].format(i=r[1], e=0) in params)
         value = init_tensor(name, shape, config, settings.train.seed, device=str(device))
         for theirs, whole in split(rule, number, value, config):
             param = params[theirs]
@@ -108,7 +108,7 @@ class Run:
         ]
         self.optimizer = torch.optim.AdamW(groups, lr=t.lr, betas=t.betas, eps=t.eps, fused=device.type == "cuda")
 
-    def loss(self, stream: Rows, position: int, microbatch: int) -> Tensor:
+    def loss(self, stream: Mix | Stream, position: int, microbatch: int) -> Tensor:
         s = self.settings
         order = as_read(s.train.microbatches, s.mesh.dp, s.train.sequences)
         ids, targets, _ = stream.batch([position + n for n in order[microbatch][dist.get_rank()]])

@@ -50,7 +50,7 @@ USAGE = """usage: hocket train RECIPE [--setting value ...]   train; Ctrl-C save
        hocket doctor                               check environment and hardware: what costs overlap here
        hocket recipes                              list recipes, and presets with what they set
        hocket runs [DIR...] [--html FILE]          list runs: how far they came, their loss; their curves as a page
-       hocket help TOPIC                           a page of the documentation, or a setting; hocket help -h lists them
+       hocket help SETTING                         a setting, or a section of settings such as overlap.dp
        hocket --version                            versions of hocket, torch and Python
 
 In place of RECIPE there may be a TOML file of settings, or module:function of your own; --preset comes before them.

@@ -1,23 +1,27 @@
 """The surroundings of a run: its place among workers, GPUs, cores and ports, and the variables that must be set.
 
-The environment comes as a value: `launching/` and those commands that need it read it.
+The environment comes as a value: `launching/` and those commands that need it read it. Processes that start here are
+given theirs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib.util
-import json
 import os
 import random
 import re
 import runpy
+import signal
 import socket
 import subprocess
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
-from dataclasses import asdict, dataclass
+import sys
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hocket.config import Config
 from hocket.machine import why_no_delta_kernels
@@ -25,6 +29,9 @@ from hocket.model.tokenizer import known_tokenizer
 from hocket.problems import stop_if
 from hocket.settings.rule import Host
 from hocket.variables import WANTED, Finding, Moment, apply, refusals, survey
+
+if TYPE_CHECKING:
+    from concurrent.futures import ProcessPoolExecutor
 
 MULTICAST_OFF = {variable.name: variable.value for variable in WANTED if variable.must}
 """NVLink multicast stays off. Read when libraries load, so set before torch is imported."""
@@ -231,28 +238,15 @@ class Gpus:
 def find_gpus() -> Gpus:
     """The GPUs of this host.
 
-    A process that has touched CUDA cannot fork workers that use it, so a child looks; and only if torch is built for
-    CUDA.
+    A process that has touched CUDA cannot fork workers that use it, so another one looks; and only if torch is built
+    for CUDA.
     """
     _, cuda = torch_build()
     if not cuda:
         return Gpus()
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.write(write, json.dumps(asdict(_look())).encode())
-        finally:
-            os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as answer:
-        text = answer.read()
-    os.waitpid(child, 0)
-    if not text:
-        return Gpus()
-    fields = json.loads(text)
-    major, minor = fields.pop("capability")
-    return Gpus(kinds=tuple(fields.pop("kinds")), capability=(major, minor), **fields)
+    with processes(1, {}) as pool, contextlib.suppress(Exception):  # whatever a broken driver does to the process
+        return pool.submit(_look).result()
+    return Gpus()
 
 
 TOOL_LIMIT = 20.0
@@ -290,6 +284,41 @@ def _look() -> Gpus:
         no_copy_engine=shared_memory.problem(),
         no_peer_memory=shared_memory.unreachable(),
     )
+
+
+@contextlib.contextmanager
+def processes(count: int, variables: Mapping[str, str]) -> Iterator[ProcessPoolExecutor]:
+    """Processes of this host for calls that need one of their own. None outlives the block, or this process.
+
+    They begin without torch, and with these variables beside their parent's.
+    """
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor  # takes longer than most commands do without it
+
+    before = set(multiprocessing.active_children())
+    begin = (dict(variables), os.getpid())
+    pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _begin, begin)
+    try:
+        yield pool
+    finally:
+        for process in set(multiprocessing.active_children()) - before:
+            process.kill()
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin(variables: Mapping[str, str], parent: int) -> None:
+    os.environ.update(variables)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends them
+    die_with(parent)
+
+
+def die_with(parent: int) -> None:
+    """Have this process killed when its parent ends, however that happens (Linux)."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended already
+        os._exit(1)
 
 
 def torch_build() -> tuple[str, str]:

@@ -36,3 +36,13 @@ def inside(file: Path, name: str) -> Path:
     if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
         raise ValueError(f"{file} names files that are not in its folder, such as {name!a}")
     return file.parent / path
+
+
+def set_aside(path: Path) -> Path | None:
+    """Rename a file or folder of an earlier run to `<name>.old`, `.old2`, ...; None if there is none. One rank only."""
+    if not path.exists():
+        return None
+    names = [path.with_name(f"{path.name}.old{n if n > 1 else ''}") for n in range(1, 1000)]
+    target = next(name for name in names if not name.exists())
+    path.rename(target)
+    return target

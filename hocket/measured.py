@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -20,10 +22,14 @@ from hocket.program.simulate import KINDS, CostKey, Kind, Overheads, Time, cost_
 from hocket.program.stages import carried_by, costs_of
 from hocket.program.text import from_json, to_json
 from hocket.settings.schema import changed, flat, leaf, types
+from hocket_trace import load, report
+from hocket_trace.as_json import to_json as figures_of
 from hocket_trace.columns import several
+from hocket_trace.cpu import UNSEEN
 from hocket_trace.data import COMMUNICATION, Floats, Ints, RankTrace
 from hocket_trace.exposure import last_starts, waits
 from hocket_trace.intervals import covered, union
+from hocket_trace.table import headline, warnings
 
 # -- stored ------------------------------------------------------------------------------------------------------------
 # What a recorded run stores of its plan, and how it is read again: program, costs, and what its ops have to do.
@@ -162,6 +168,17 @@ def _different(settings: Sequence[str], planned: Config, measured: RankTrace) ->
     here = {name: leaf(planned, name) for name in names}
     here = {name: list(value) if isinstance(value, tuple) else value for name, value in here.items()}
     return [(name, value, there.get(name)) for name, value in here.items() if there.get(name) != value]
+
+
+def shortly(paths: Sequence[Path]) -> tuple[str, float | None]:
+    """What traces of a run say in a few lines, and the exposed share of their steps. Raises TraceError.
+
+    For a process of its own, to which the ranks of the run that goes on come first.
+    """
+    os.nice(10)
+    figures = figures_of(report(load(paths)))
+    lines = [*warnings(figures), headline(figures), *([UNSEEN] if UNSEEN in figures["notes"] else [])]
+    return "\n".join(lines), figures["step"].get("exposed_share")
 
 
 # -- planops -----------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from hocket.settings.schema import ill_typed
 def tiny() -> Config:
     """A small MoE on 4 processes with every overlap on; minutes on two CPU cores."""
     return Config(
-        model=families.tiny(),
+        model=families.TINY,
         mesh=MeshConfig(pp=2, dp=2, ep=2),
         plan=PlanConfig(chunks=2),
         data=DataConfig(sequence_length=128),
@@ -69,17 +69,17 @@ def moe_8gpu() -> Config:
 
 def llama3_8b() -> Config:
     """Llama-3 8B, a dense model, on 8 GPUs: fully sharded data parallel."""
-    return large("llama3_8b", families.llama3_8b(), MeshConfig(dp=8), PlanConfig())
+    return large("llama3_8b", families.LLAMA3_8B, MeshConfig(dp=8), PlanConfig())
 
 
 def mixtral_8x7b() -> Config:
     """Mixtral 8x7B (47B, 13B active) on 8 GPUs: pipeline 2 x data 4 with experts over 4 ranks."""
-    return large("mixtral_8x7b", families.mixtral_8x7b(), MeshConfig(pp=2, dp=4, ep=4), PlanConfig(chunks=4), 2048)
+    return large("mixtral_8x7b", families.MIXTRAL_8X7B, MeshConfig(pp=2, dp=4, ep=4), PlanConfig(chunks=4), 2048)
 
 
 def qwen3_30b_a3b() -> Config:
     """Qwen3-30B-A3B (3B active) on 8 GPUs: pipeline 2 x data 4 with experts over 4 ranks."""
-    return large("qwen3_30b_a3b", families.qwen3_30b_a3b(), MeshConfig(pp=2, dp=4, ep=4), PlanConfig(chunks=4))
+    return large("qwen3_30b_a3b", families.QWEN3_30B_A3B, MeshConfig(pp=2, dp=4, ep=4), PlanConfig(chunks=4))
 
 
 def large(name: str, model: ModelConfig, mesh: MeshConfig, plan: PlanConfig, length: int = 4096) -> Config:
@@ -113,61 +113,61 @@ PUBLISHED: dict[str, tuple[str, ModelConfig, MeshConfig, PlanConfig]] = {
     "qwen3_32b": ("Qwen3 32B on 8 GPUs.", families.qwen3(5120, 64, 64, 25600), _DP8, PlanConfig(recompute=("mlp",))),
     "qwen3_235b_a22b": (
         "Qwen3-235B-A22B on 128 GPUs: pipeline 8 x data 16 with experts over 8 ranks.",
-        families.qwen3_235b_a22b(),
+        families.QWEN3_235B_A22B,
         MeshConfig(pp=8, dp=16, ep=8),
         PlanConfig(recompute=("auto",)),
     ),
     "qwen3_next_80b_a3b": (
         "Qwen3-Next-80B-A3B (4B active) on 32 GPUs: pipeline 4 x data 8 with experts over 8 ranks.",
-        families.qwen3_next_80b_a3b(),
+        families.QWEN3_NEXT_80B_A3B,
         MeshConfig(pp=4, dp=8, ep=8),
         PlanConfig(chunks=2, recompute=("auto",)),
     ),
     "glm4_5_air": (
         "GLM-4.5-Air (107B, 13B active) on 32 GPUs: pipeline 4 x data 8 with experts over 8 ranks.",
-        families.glm4_5_air(),
+        families.GLM4_5_AIR,
         MeshConfig(pp=4, dp=8, ep=8),
         PlanConfig(chunks=2, recompute=("experts",)),
     ),
     "gpt_oss_20b": (
         "gpt-oss-20b (4B active) on 8 GPUs: pipeline 2 x data 4 with experts over 4 ranks.",
-        families.gpt_oss_20b(),
+        families.GPT_OSS_20B,
         MeshConfig(pp=2, dp=4, ep=4),
         PlanConfig(chunks=2),
     ),
     "gpt_oss_120b": (
         "gpt-oss-120b (5B active) on 64 GPUs: pipeline 4 x data 16 with experts over 8 ranks.",
-        families.gpt_oss_120b(),
+        families.GPT_OSS_120B,
         MeshConfig(pp=4, dp=16, ep=8),
         PlanConfig(chunks=3),
     ),
-    "olmo2_7b": ("OLMo 2 7B on 8 GPUs.", families.olmo2_7b(), _DP8, _ONE),
+    "olmo2_7b": ("OLMo 2 7B on 8 GPUs.", families.OLMO2_7B, _DP8, _ONE),
     "olmoe_1b_7b": (
         "OLMoE-1B-7B (1.3B active) on 8 GPUs with experts over 8 ranks.",
-        families.olmoe_1b_7b(),
+        families.OLMOE_1B_7B,
         MeshConfig(dp=8, ep=8),
         _ONE,
     ),
     "deepseek_v2_lite": (
         "DeepSeek-V2-Lite (16B, 3B active) on 8 GPUs: pipeline 2 x data 4 with experts over 4 ranks.",
-        families.deepseek_v2_lite(),
+        families.DEEPSEEK_V2_LITE,
         MeshConfig(pp=2, dp=4, ep=4),
         PlanConfig(chunks=2),
     ),
     "moonlight_16b": (
         "Moonlight-16B-A3B (3B active) on 8 GPUs: pipeline 2 x data 4 with experts over 4 ranks.",
-        families.moonlight_16b(),
+        families.MOONLIGHT_16B,
         MeshConfig(pp=2, dp=4, ep=4),
         PlanConfig(chunks=2),
     ),
     "deepseek_v3": (
         "DeepSeek-V3 (671B, 37B active) on 256 GPUs: pipeline 8 x data 32 with experts over 32 ranks.",
-        families.deepseek_v3(),
+        families.DEEPSEEK_V3,
         *_MANY,
     ),
     "kimi_k2": (
         "Kimi-K2 (1T, 33B active) on 256 GPUs: pipeline 8 x data 32 with experts over 32 ranks.",
-        families.kimi_k2(),
+        families.KIMI_K2,
         *_MANY,
     ),
 }

@@ -29,20 +29,8 @@ from hocket.settings.overlap_rules import TENSOR as METHOD
 from hocket.settings.rule import Host, Rule
 from hocket.settings.rules import CHECKS, broken, numbered, rule_lines, rule_text
 from hocket.settings.schema import changed, impossible, leaf, show, types
-from hocket.tune.by_cost import (
-    choose_context,
-    choose_copies,
-    choose_gather,
-    choose_layer_order,
-    choose_stages,
-    choose_strategy,
-    choose_update,
-    stride_remark,
-)
-from hocket.tune.deferral_choice import DEFERRAL, choose_deferral
+from hocket.tune.choose import OPEN, choices
 from hocket.tune.graph_choice import GRAPHS, SPLITS, choose_graphs, choose_splits, graphs_that_pay
-from hocket.tune.memory_choice import choose_offload, choose_recompute
-from hocket.tune.pieces import choose_loss_pieces
 from hocket.tune.smaller_mesh import gives_up as given_up_when_smaller
 from hocket.tune.smaller_mesh import smaller_mesh
 from hocket.tune.tensor_choice import choose_network, choose_tensor
@@ -79,14 +67,13 @@ def resolve(
     host: Host | None = None,
     origins: Mapping[str, str] | None = None,
     price: Price = model_costs,
-    remarks: bool = True,
     gives_up: bool = False,
 ) -> Settings:
     """Make every automatic choice of `config` and check the result.
 
     `origins` tells where a leaf (dotted name) was set, for messages; a leaf that is missing there came with the
     configuration itself, whose name is under the key "". `price` says what ops cost, for choices that depend on it.
-    Without `remarks` none is sought that takes simulations. With `gives_up` a setting below `overlap` that cannot work
+    With `gives_up` a setting below `overlap` that cannot work
     is chosen as if it had been left open, and its decision says so.
     Raises ValueError with one line per problem.
     """
@@ -112,17 +99,11 @@ def resolve(
     trials = Trials(price)
     settled = _add(settled, decisions, transport_that_fits(settled, host, open_, trials))
     settled = _add(settled, decisions, graphs_that_pay(settled, host, open_, trials))
-    for setting, by_cost in CHOICES_BY_COST:
-        if leaf(settled, setting) in _OPEN:
-            settled = _add(settled, decisions, [(setting, *by_cost(settled, host, trials))])
-    if any(leaf(settled, setting) in _OPEN for setting in DEFERRAL):
-        settled = _add(settled, decisions, choose_deferral(settled, host, trials))
+    settled = _add(settled, decisions, choices(settled, host, trials))
     decisions = [*shrunk, *(decision for decision in decisions if decision.setting not in unmet)]
     decisions += [replace(decision, value=leaf(settled, name)) for name, decision in unmet.items()]
     old = _still_chosen(before, settled) if before else {}
     decisions += _remarks(settled, host, origins, {decision.setting for decision in decisions} | old.keys())
-    advice = stride_remark(settled, host, trials) if remarks else ()
-    decisions += [Decision(setting=s, value=v, asked=v, reasons=(str(why),)) for s, v, why in advice]
     init, reasons = settled.model.init, (described(settled.model),)
     decisions.append(Decision(setting="model.init", value=init, asked=init, reasons=reasons))
     if host.tokenizer_begin:
@@ -187,7 +168,7 @@ def _settled(
     while True:
         settled, decisions = config, list[Decision]()
         for setting, choose in CHOICES:
-            if leaf(settled, setting) in _OPEN:
+            if leaf(settled, setting) in OPEN:
                 settled = _add(settled, decisions, [(setting, *choose(settled, host))])
         rules = _left_broken(settled, host, origins, unmet)
         name = next(
@@ -236,7 +217,7 @@ def _add(config: Config, decisions: list[Decision], choices: Iterable[Choice]) -
     """
     for setting, value, reason in choices:
         earlier = next((i for i, decision in enumerate(decisions) if decision.setting == setting), len(decisions))
-        if earlier < len(decisions) or leaf(config, setting) in _OPEN:
+        if earlier < len(decisions) or leaf(config, setting) in OPEN:
             config = changed(config, {setting: value})
             reasons = (reason,) if isinstance(reason, str) else reason
             decision = Decision(setting=setting, value=value, reasons=reasons, effect=effect_of(setting, value))
@@ -360,19 +341,3 @@ CHOICES: tuple[tuple[str, Callable[[Config, Host], tuple[str, str]]], ...] = (
     ("run.folder", choose_folder),
 )
 """How each open setting is chosen, in an order in which every choice finds what it builds on: (value, reason)."""
-
-CHOICES_BY_COST: tuple[tuple[str, Callable[[Config, Host, Trials], tuple[Any, str]]], ...] = (
-    ("overlap.cp.method", choose_context),
-    ("overlap.ep.copies", choose_copies),
-    ("overlap.dp.strategy", choose_strategy),
-    ("precision.gather", choose_gather),
-    ("overlap.dp.update", choose_update),
-    ("plan.layers_per_stage", choose_stages),
-    ("plan.loss_pieces", choose_loss_pieces),
-    ("plan.offload", choose_offload),
-    ("plan.recompute", choose_recompute),
-    ("plan.layer_order", choose_layer_order),
-)
-"""The same of those that go by costs, which only a sound configuration has."""
-_OPEN = ("auto", "", ("auto",))
-"""Values that leave the choice of a setting to hocket."""

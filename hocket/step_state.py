@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from hocket.engine import Engine
-from hocket.fsdp.planned.optimizer import AVERAGES, PieceState
+from hocket.fsdp.planned.optimizer import AVERAGES
+from hocket.fsdp.planned.unit import Piece
 from hocket.fsdp.saving.background import tell_all
 from hocket.fsdp.saving.checkpoint import (
     MODEL,
@@ -111,13 +112,15 @@ class StepState:
 
     def _weights(self) -> dict[str, Tensor]:
         """The main weights that this rank keeps, and buffers: live tensors."""
-        mine = {self.parameters[name][0]: _range(s, s.piece.main) for name, s in self.engine.optimizer.state.items()}
+        mine = {
+            self.parameters[name][0]: flat_of(s.piece, s.piece.main) for name, s in self.engine.optimizer.state.items()
+        }
         return {**mine, **self.buffers, **self.engine.balance.biases()}
 
     def _averages(self) -> dict[str, FlatTensor]:
         """The optimizer's averages that this rank keeps: live tensors, by torch's names of them."""
         return {
-            f"state.{self.parameters[name][0]}.{key}": _range(state, getattr(state, key))
+            f"state.{self.parameters[name][0]}.{key}": flat_of(state.piece, getattr(state, key))
             for name, state in self.engine.optimizer.state.items()
             for key in AVERAGES
         }
@@ -146,6 +149,6 @@ class StepState:
             )
 
 
-def _range(state: PieceState, flat: Tensor) -> FlatTensor:
-    piece = state.piece
+def flat_of(piece: Piece, flat: Tensor) -> FlatTensor:
+    """The elements of a parameter, or of what belongs to one, that this rank keeps."""
     return FlatTensor(flat, Span(tuple(piece.shape), piece.lo, piece.hi, piece.part))

@@ -55,7 +55,7 @@ def test_what_others_write_into_is_counted(what: str, settings: dict[str, Any], 
     step = Trials().step(c)
     rest, nccl = step.nbytes - arrival_bytes(c), Trials().step(changed(c, {"train.transport": "nccl"})).nbytes
     assert rest == nccl or (c.mesh.ep > 1 and rest == pytest.approx(nccl, rel=0.02))  # rows are kept as they come
-    assert {row.arrivals for row in explain(c, ()).memory} == {arrival_bytes(c)}
+    assert {row["arrivals"] for row in explain(c, ()).memory} == {arrival_bytes(c)}
 
 
 @pytest.mark.parametrize("way", [{"train.transport": "null"}, {"train.device": "cpu", "precision.compute": "fp32"}])

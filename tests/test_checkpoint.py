@@ -14,10 +14,12 @@ import torch
 import torch.distributed as dist
 
 from hocket.config import Config, ModelConfig, RunConfig, TrainConfig
+from hocket.fsdp.saving.kept import FlatTensor
+from hocket.layers.slices import Span
 from hocket.resolve import Settings, resolve
 from hocket.settings.schema import changed
 from hocket.train import checkpoint
-from hocket.train.checkpoint import Moment, Range
+from hocket.train.checkpoint import Moment, State
 from tests.helpers.ranks import run_ranks
 
 SHAPES = {"embed.weight": (13, 5), "layers.0.w": (3, 4, 5), "layers.0.scale": (7,), "bias": (2,), "count": ()}
@@ -41,11 +43,11 @@ def value_of(name: str, kind: str, step: int) -> torch.Tensor:
     return torch.arange(math.prod(shape), dtype=torch.float64).float() + start
 
 
-def pieces(rank: int, world: int, kind: str, step: int | None, names: tuple[str, ...] = tuple(SHAPES)) -> list[Range]:
+def pieces(rank: int, world: int, kind: str, step: int | None, names: tuple[str, ...] = tuple(SHAPES)) -> State:
     """One flat buffer of all tensors, cut into equal shares without regard to where tensors end."""
     sharded = [name for name in names if name not in REPLICATED]
     share = -(-sum(math.prod(SHAPES[name]) for name in sharded) // world)
-    found, start = [], 0
+    found, start = State(), 0
     for name in names:
         count = math.prod(SHAPES[name])
         lo, hi = 0, count
@@ -54,13 +56,13 @@ def pieces(rank: int, world: int, kind: str, step: int | None, names: tuple[str,
             hi = max(lo, min(count, (rank + 1) * share - start))
             start += count
         full = value_of(name, kind, step) if step is not None else torch.full((count,), float("nan"))
-        found.append(Range(name, SHAPES[name], lo, hi, full[lo:hi].clone()))
+        found[f"{kind}.{name}"] = FlatTensor(full[lo:hi].clone(), Span(SHAPES[name], lo, hi))
     return found
 
 
-def groups(step: int | None, names: tuple[str, ...] = tuple(SHAPES)) -> dict[str, list[Range]]:
+def groups(step: int | None, names: tuple[str, ...] = tuple(SHAPES)) -> State:
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    return {kind: pieces(rank, world, kind, step, names) for kind in ("weight", "exp_avg")}
+    return pieces(rank, world, "weight", step, names) | pieces(rank, world, "exp_avg", step, names)
 
 
 def save_steps(rank: int, folder: Path, steps: list[int], keep: int = 2) -> None:
@@ -72,10 +74,9 @@ def load_and_compare(rank: int, folder: Path) -> tuple[int, int]:
     empty = groups(None)
     restored = checkpoint.restore(settings_in(folder), empty)
     assert restored is not None
-    for kind, found in empty.items():
-        for piece in found:
-            wanted = value_of(piece.name, kind, restored.step)[piece.lo : piece.hi]
-            assert torch.equal(piece.tensor, wanted), (kind, piece.name)
+    for key, piece in empty.items():
+        kind, _, name = key.partition(".")
+        assert torch.equal(piece.flat, value_of(name, kind, restored.step)[piece.span.lo : piece.span.hi]), key
     return restored.step, restored.position
 
 
@@ -144,16 +145,17 @@ def damage(path: Path, how: str) -> None:
         case "other position":
             text = (path / "meta.json").read_text()
             (path / "meta.json").write_text(text.replace('"position": 50', '"position": 58'))
-        case "step in words" | "no files":
+        case "step in words":
             meta = json.loads((path / "meta.json").read_text())
-            wrong = {"step": "five"} if how == "step in words" else {"files": {}}
-            (path / "meta.json").write_text(json.dumps({**meta, **wrong}))
+            (path / "meta.json").write_text(json.dumps({**meta, "step": "five"}))
+        case "no metadata":
+            (path / ".metadata").unlink()
 
 
 DAMAGES = {
-    "truncated": "bytes instead of",
+    "truncated": "checksum",
     "flipped byte": "checksum",
-    "file gone": "missing",
+    "file gone": "No such file",
     "no meta": "not a checkpoint",
     "broken meta": "cannot be read",
     "meta of something else": "cannot be read",
@@ -162,7 +164,7 @@ DAMAGES = {
     "no step": "cannot be read",
     "no config": "cannot be read",
     "step in words": "cannot be read",
-    "no files": "cannot be read",
+    "no metadata": "is missing",
 }
 
 

@@ -19,8 +19,6 @@ from hocket.fsdp.saving import whole
 from hocket.fsdp.saving.checkpoint import CheckpointWriter
 from hocket.settings.schema import changed
 from hocket.train import checkpoint
-from hocket.train import checkpoint as folders
-from hocket.train import saves as room
 from hocket.train.checkpoint import Moment
 from tests.helpers.ranks import run_ranks
 from tests.test_checkpoint import SHAPES, groups, load_and_compare, save_steps, settings_in
@@ -75,7 +73,7 @@ def place_not_shared(rank: int, folder: Path) -> str:
     """Rank 1 is on a host that has another folder under the same name."""
     (folder / "b" / "checkpoints").mkdir(parents=True, exist_ok=True)
     with pytest.raises(ValueError, match=r"run\.folder = ") as caught:
-        room.make_place(settings_in(folder / "ab"[rank]), groups(1))
+        checkpoint.make_place(settings_in(folder / "ab"[rank]), groups(1))
     return str(caught.value).partition("): ")[2]
 
 
@@ -89,9 +87,9 @@ def test_too_little_room_for_the_checkpoints_to_come_is_a_remark(tmp_path, monke
     size = sum(8 * math.prod(shape) for shape in SHAPES.values())
 
     def remarks(nbytes: int, every: int, steps: int = 100) -> list[str]:
-        monkeypatch.setattr(room, "free", lambda _: nbytes)
+        monkeypatch.setattr(checkpoint, "free", lambda _: nbytes)
         settings = changed(settings_in(tmp_path, keep=2), {"train.save_every": every, "train.steps": steps})
-        return room.make_place(settings, groups(1))
+        return checkpoint.make_place(settings, groups(1))
 
     assert remarks(3 * size, 10) == remarks(2 * size, 50) == remarks(size, 0) == []
     (text,) = remarks(3 * size - 1, 10)
@@ -104,7 +102,7 @@ def test_too_little_room_for_the_checkpoints_to_come_is_a_remark(tmp_path, monke
 
 
 def test_an_empty_folder_of_checkpoints_is_no_earlier_run(tmp_path):
-    room.make_place(settings_in(tmp_path), groups(1))
+    checkpoint.make_place(settings_in(tmp_path), groups(1))
     assert checkpoint.restore(settings_in(tmp_path), groups(None)) is None
     assert os.listdir(tmp_path) == ["checkpoints"]
 
@@ -134,7 +132,7 @@ def test_what_cannot_be_deleted_is_deleted_behind_the_next_save(tmp_path, monkey
     assert sorted(os.listdir(folder)) == ["latest", "step-00000001", "step-00000002"]
     monkeypatch.undo()
     monkeypatch.setattr(Path, "is_dir", lambda _: (_ for _ in ()).throw(OSError(116, "Stale file handle")))
-    folders.delete_old(folder, settings_in(tmp_path, keep=1).train)
+    checkpoint.delete_old(folder, settings_in(tmp_path, keep=1).train)
     monkeypatch.undo()
     save_steps(0, tmp_path, [3], keep=1)
     assert sorted(os.listdir(folder)) == ["latest", "step-00000003"]

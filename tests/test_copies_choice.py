@@ -15,7 +15,7 @@ SLOW = {"train.transport": "slow", "train.slow": ("10MB/s",)}
 MANY = {"model.experts": 64, "mesh.dp": 64, "mesh.ep": 64}
 
 CASES: list[tuple[dict[str, Any], str, str]] = [
-    ({}, "per_expert", "so they are hidden"),
+    ({}, "per_expert", "all-to-alls of a merged layer take 9.498 ms beside 28.7 ms of compute"),
     (APART, "per_rank", "on 1.6 of 2 ranks on average: one copy for each is 17% fewer bytes"),
     (SLOW, "per_rank", "of compute"),
     ({**APART, "mesh.ep": 1}, "per_expert", "nothing is sent"),

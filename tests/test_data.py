@@ -7,6 +7,7 @@ import math
 import os
 from collections import Counter
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,10 +24,9 @@ from hocket.program.documents import as_read
 from hocket.resolve import Settings, resolve
 from hocket.train import corpus as corpus_module
 from hocket.train import documents as documents_module
-from hocket.train.corpus import Corpus, find_files, open_corpus, standard_library
+from hocket.train.corpus import Asked, Corpus, Split, find_files, open_corpus, standard_library
 from hocket.train.data import Stream, make_streams
-from hocket.train.sources import open_text
-from hocket.train.tokenising import Asked
+from hocket.train.sources import Quotas, Source, Text, open_text
 from tests.helpers.ranks import run_ranks
 
 
@@ -100,13 +100,13 @@ def test_documents_are_shuffled_and_each_ends_with_a_separator(tmp_path):
     texts = {f"f{i}": chr(97 + i) * (i + 1) for i in range(12)}
     write(tmp_path / "text", **texts, empty="")
     corpus = open_corpus(data_in(tmp_path, str(tmp_path / "text")), {})
-    pieces = bytes(corpus.tokens).split(b"\0")
+    pieces = bytes(corpus.whole.tokens).split(b"\0")
     assert pieces.pop() == b""
     assert sorted(pieces) == sorted(text.encode() for text in texts.values())
     assert pieces != sorted(pieces)
     assert (corpus.documents, corpus.skipped, corpus.vocab) == (12, (), 256)
     again = open_corpus(data_in(tmp_path / "other", str(tmp_path / "text")), {})
-    assert bytes(again.tokens) == bytes(corpus.tokens), "the same order for every run"
+    assert bytes(again.whole.tokens) == bytes(corpus.whole.tokens), "the same order for every run"
 
 
 def test_binary_files_are_left_out_and_counted(tmp_path):
@@ -119,9 +119,9 @@ def test_binary_files_are_left_out_and_counted(tmp_path):
 def test_the_splits_are_disjoint_and_together_everything(tmp_path):
     write(tmp_path / "text", a="x" * 999)
     corpus = open_corpus(data_in(tmp_path, str(tmp_path / "text"), validation=(0.25,)), {})
-    assert len(corpus.train) == 750
-    assert len(corpus.validation) == 250
-    assert not np.shares_memory(corpus.train, corpus.validation)
+    assert len(corpus.train.tokens) == 750
+    assert len(corpus.validation.tokens) == 250
+    assert not np.shares_memory(corpus.train.tokens, corpus.validation.tokens)
 
 
 def test_text_is_tokenised_once_until_a_file_changes(tmp_path, monkeypatch):
@@ -134,7 +134,7 @@ def test_text_is_tokenised_once_until_a_file_changes(tmp_path, monkeypatch):
         open_corpus(data, {})
     assert len(written) == 1
     write(tmp_path / "text", a="three")
-    assert b"three" in bytes(open_corpus(data, {}).tokens)
+    assert b"three" in bytes(open_corpus(data, {}).whole.tokens)
     os.utime(tmp_path / "text" / "b", ns=(1, 1))
     open_corpus(data, {})
     assert len(set(written)) == 3
@@ -144,7 +144,7 @@ def open_and_report(rank: int, folder: Path) -> tuple[int, int]:
     written = []
     real = corpus_module._write
     corpus_module._write = lambda *args: (written.append(1), real(*args))  # type: ignore[assignment]
-    tokens = open_corpus(data_in(folder, str(folder / "text")), {}).tokens
+    tokens = open_corpus(data_in(folder, str(folder / "text")), {}).whole.tokens
     return len(written), int(tokens.sum())
 
 
@@ -281,13 +281,17 @@ def test_what_a_run_writes_is_not_its_text(tmp_path):
 
 def test_unigram_entropy_is_the_loss_of_counting(tmp_path):
     tokens = np.array([1, 1, 1, 2, 2, 3, 1, 3], dtype=np.uint8)
-    corpus = Corpus(tokens, vocab=4, documents=1, skipped=(), train_tokens=6)
+
+    def entropy(tokens: np.ndarray) -> float:
+        whole = Split(tokens, np.array([0, len(tokens)]), np.zeros((0, 2), dtype=np.int64))
+        corpus = Corpus(whole, vocab=4, documents=1, skipped=(), train_tokens=6)
+        return Text((Source("", DataConfig(), {}),), (corpus,), Quotas([(0, [Fraction(1)])]), (1.0,), 1).unigram_entropy
+
     p = {1: 4 / 10, 3: 2 / 10}  # counts plus one, of 6 + 4
-    assert corpus.unigram_entropy == pytest.approx(-(math.log(p[1]) + math.log(p[3])) / 2)
-    without = Corpus(tokens[:6], vocab=4, documents=1, skipped=(), train_tokens=6)
+    assert entropy(tokens) == pytest.approx(-(math.log(p[1]) + math.log(p[3])) / 2)
     weights = Counter(tokens[:6].tolist())
     expected = -sum(n * math.log((n + 1) / 10) for n in weights.values()) / 6
-    assert without.unigram_entropy == pytest.approx(expected)
+    assert entropy(tokens[:6]) == pytest.approx(expected)
 
 
 # ------------------------------------------------------------------------------------------------------ stream
@@ -295,13 +299,18 @@ def test_unigram_entropy_is_the_loss_of_counting(tmp_path):
 
 def stream(count: int, length: int, seed: int = 0) -> Stream:
     """A stream whose tokens say where they stand."""
-    return Stream(np.arange(count * length + 1, dtype=np.uint32), length, seed)
+    return Stream(split_of(np.arange(count * length + 1, dtype=np.uint32)), length, seed)
+
+
+def split_of(tokens: np.ndarray, bounds: np.ndarray | None = None) -> Split:
+    ends = np.array([0, len(tokens)])
+    return Split(tokens, ends if bounds is None else bounds, np.zeros((0, 2), dtype=np.int64))
 
 
 @given(st.integers(1, 40), st.integers(1, 5), st.integers(0, 5))
 def test_every_epoch_visits_every_sequence_once_in_a_new_order(count, length, epoch):
     s = stream(count, length)
-    assert len(s) == count
+    assert s.sequences == count
     first = [s.window(p) for p in range(epoch * count, (epoch + 1) * count)]
     assert sorted(first) == list(range(count))
     if count >= 12:
@@ -338,8 +347,7 @@ def test_documents_that_share_a_sequence_are_told_apart(lengths, length):
     """Each token knows its document, and no target lies in another one."""
     total = sum(lengths)
     document = np.repeat(np.arange(len(lengths)), lengths)
-    starts = np.cumsum([0, *lengths[:-1]])
-    s = Stream(np.arange(total, dtype=np.uint32), length, 0, starts)
+    s = Stream(split_of(np.arange(total, dtype=np.uint32), np.cumsum([0, *lengths])), length, 0, "on")
     for position in range(s.sequences):
         (ids,), (targets,), numbers = s.batch([position])
         assert numbers is not None
@@ -369,10 +377,7 @@ def test_packing_finds_the_documents_of_both_splits(tmp_path):
 
 def both_streams(settings: Settings) -> tuple[Stream, Stream]:
     train, validations = make_streams(open_text(settings), settings)
-    validation = validations[""]
-    assert isinstance(train, Stream)
-    assert isinstance(validation, Stream)
-    return train, validation
+    return train.streams[0], validations[""]
 
 
 def streams_of(folder: Path, text: str, microbatches: int, sequences: int) -> tuple[Stream, Stream]:
@@ -386,7 +391,7 @@ def streams_of(folder: Path, text: str, microbatches: int, sequences: int) -> tu
 
 def test_a_split_must_hold_a_batch(tmp_path):
     train, validation = streams_of(tmp_path, "x" * 131, microbatches=2, sequences=2)
-    assert (len(train), len(validation)) == (8, 8)
+    assert (train.sequences, validation.sequences) == (8, 8)
     with pytest.raises(ValueError, match="training split has 66 tokens, 8 sequences of 8, but a batch takes 12"):
         streams_of(tmp_path, "x" * 131, microbatches=2, sequences=3)
 

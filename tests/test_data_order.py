@@ -118,11 +118,11 @@ def test_lengths_are_those_of_the_documents_that_layers_see(tmp_path: Path, pack
 
 
 MODELS = {
-    "full": families.llama3_8b(),
-    "windows": replace(families.llama3_8b(), window=512, full_layers=(3, 7)),
-    "sinks and windows": families.gpt_oss_20b(),
-    "latents": families.deepseek_v2_lite(),
-    "delta nets": families.qwen3_next_80b_a3b(),
+    "full": families.LLAMA3_8B,
+    "windows": replace(families.LLAMA3_8B, window=512, full_layers=(3, 7)),
+    "sinks and windows": families.GPT_OSS_20B,
+    "latents": families.DEEPSEEK_V2_LITE,
+    "delta nets": families.QWEN3_NEXT_80B_A3B,
 }
 WAYS: dict[str, dict[str, Any]] = {
     "alone": {}, "tp": {"mesh.tp": 2}, "cp": {"mesh.cp": 2},

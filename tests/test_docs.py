@@ -175,7 +175,7 @@ def check_hocket(words: list[str]) -> None:
         tyro.cli(Export if words[0] == "export" else Generate, args=words[1:], use_underscores=True)
         return
     if words[0] == "doctor":
-        assert set(words[1:]) <= {"--quick", "--json", "--measure"}, words
+        assert set(words[1:]) <= {"--json", "--measure"}, words
         return
     command, recipe, *flags = words
     if recipe.startswith("--from-"):

@@ -71,11 +71,11 @@ def test_text_has_no_trace_of_json(tmp_path: Path) -> None:
     (tmp_path / "text" / "a.jsonl").write_bytes(lines([f"document {i}" for i in range(100)]))
     (tmp_path / "text" / "b.txt").write_text("document 100")
     corpus = open_corpus(DataConfig(paths=(str(tmp_path / "text"),), cache=str(tmp_path / "cache")), {})
-    pieces = bytes(corpus.tokens).split(b"\0")[:-1]
+    pieces = bytes(corpus.whole.tokens).split(b"\0")[:-1]
     assert sorted(pieces) == sorted(f"document {i}".encode() for i in range(101))
     assert pieces[:50] != sorted(pieces)[:50]
     assert corpus.documents == 101
-    assert [bytes(corpus.tokens[s : s + 8]) for s in corpus.starts] == [b"document"] * 101
+    assert [bytes(corpus.whole.tokens[s : s + 8]) for s in corpus.whole.bounds[:-1]] == [b"document"] * 101
 
 
 def test_json_that_is_no_table_is_text(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_rows_without_text_are_left_out_and_counted_where_asked(tmp_path: Path, 
     assert "; fix: data.text_key = the name of the text, or data.skip_empty = true, which leaves such rows" in told
     paths, cache = (str(file),), str(tmp_path / "cache")
     corpus = open_corpus(DataConfig(paths=paths, cache=cache, skip_empty=True, validation=(0.0,)), {})
-    assert sorted(bytes(corpus.tokens).split(b"\0")) == [b"", b"one", b"two"]
+    assert sorted(bytes(corpus.whole.tokens).split(b"\0")) == [b"", b"one", b"two"]
     assert str(corpus).endswith(", 2 rows without text left out")
     held = DataConfig(paths=paths, cache=cache, skip_empty=True, validation=paths)
     assert str(open_corpus(held, {})).endswith(", 4 rows without text left out")
@@ -223,7 +223,7 @@ def test_each_row_of_an_arrow_file_is_a_document(tmp_path: Path, arrow: Any, kin
     (tmp_path / "cache").mkdir()
     data = DataConfig(paths=(str(tmp_path),), cache=str(tmp_path / "cache"))
     corpus = open_corpus(data, {}, without=tmp_path / "cache")
-    assert sorted(bytes(corpus.tokens).split(b"\0")) == sorted([text.encode() for text in TEXTS])
+    assert sorted(bytes(corpus.whole.tokens).split(b"\0")) == sorted([text.encode() for text in TEXTS])
 
 
 @pytest.mark.parametrize(
@@ -318,8 +318,8 @@ def test_tokens_of_others_are_a_corpus(tmp_path: Path) -> None:
     named = tokenizer(tmp_path, 13)
     data = DataConfig(paths=(str(WRITTEN),), cache=str(tmp_path / "cache"), tokenizer=named)
     corpus = open_corpus(data, {})
-    assert (corpus.documents, corpus.skipped, len(corpus.tokens)) == (7, (), 11 + 16)
-    split = np.split(corpus.tokens, corpus.starts[1:])
+    assert (corpus.documents, corpus.skipped, len(corpus.whole.tokens)) == (7, (), 11 + 16)
+    split = np.split(corpus.whole.tokens, corpus.whole.bounds[1:-1])
     assert sorted(one.tolist() for one in split) == sorted(
         [[5, 6, 7, 2], [8, 2], [9, 10, 11, 12, 2]] * 2 + [[1, 2, 3, 4, 2]]
     )

@@ -16,16 +16,7 @@ from hocket.commands.explain import Explain, settle
 from hocket.commands.options import parse
 from hocket.environment import prepare
 from hocket.explain.build import FILE, explain, record, simulated
-from hocket.explain.explanation import (
-    Explanation,
-    GroupRow,
-    MemoryRow,
-    Overlap,
-    Predicted,
-    Times,
-    UnitRow,
-    to_text,
-)
+from hocket.explain.explanation import Explanation, Overlap, Predicted, Times, to_text
 from hocket.machine import host_for_plan
 from hocket.planning import predict, program_of
 from hocket.program.hardware import hardware_of
@@ -63,6 +54,8 @@ GATHERS, ROWS = "weights gathered", "rows to experts and back"
 
 RUN = Explanation(
     name="run",
+    recipe="llama3_8b",
+    steps=100,
     heading="8 ranks = pp 2 x dp 4, ep 1 inside dp, cuda, bf16, nccl",
     digest="0123456789ab",
     overlaps=(
@@ -96,17 +89,17 @@ RUN = Explanation(
                  reasons=("no effect with plan.order = 1f1b, plan.chunks = 1",), fix="leave it out"),
     ),
     units=(
-        UnitRow(unit="embed", count=1, elements=525336576, padding=0.0, members=4, nbytes=1050673152),
-        UnitRow(unit="layer", count=32, elements=218112000, padding=0.0002, members=4, nbytes=436224000),
+        dict(unit="embed", count=1, elements=525336576, padding=0.0, members=4, nbytes=1050673152),
+        dict(unit="layer", count=32, elements=218112000, padding=0.0002, members=4, nbytes=436224000),
     ),
     groups=(
-        GroupRow(purpose="gather_dense", members=4, count=2, lanes=("gather",), moved_by="copy engines, no SM"),
-        GroupRow(purpose="pp_fwd", members=2, count=8, lanes=("send_act", "recv_act"), moved_by="NCCL, at most 4 SMs"),
-        GroupRow(purpose="control", members=8, count=1, lanes=(), moved_by="NCCL, at most 16 SMs"),
+        dict(purpose="gather_dense", members=4, count=2, lanes=("gather",), moved_by="copy engines, no SM"),
+        dict(purpose="pp_fwd", members=2, count=8, lanes=("send_act", "recv_act"), moved_by="NCCL, at most 4 SMs"),
+        dict(purpose="control", members=8, count=1, lanes=(), moved_by="NCCL, at most 16 SMs"),
     ),
     memory=(
-        MemoryRow(rank=0, state=12 << 30, slots=2 << 30, peak=40 << 30, arrivals=256 << 20, fits=True),
-        MemoryRow(rank=1, state=13 << 30, slots=2 << 30, peak=160 << 30, arrivals=256 << 20, fits=False),
+        dict(rank=0, state=12 << 30, slots=2 << 30, peak=40 << 30, arrivals=256 << 20, fits=True),
+        dict(rank=1, state=13 << 30, slots=2 << 30, peak=160 << 30, arrivals=256 << 20, fits=False),
     ),
     environment=tuple(survey({"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_P2P_DISABLE": "1"})),
     check=("hocket bench run --against hocket_null",),
@@ -245,33 +238,33 @@ def test_the_digest_is_of_what_a_step_does_and_nothing_else() -> None:
 
 def test_units_groups_and_memory_are_those_of_the_run() -> None:
     found = explained("moe_8gpu")
-    units = {unit.unit: unit for unit in found.units}
-    assert (units["layer"].count, units["layer, all but its experts"].count) == (1, 15)
-    assert units["experts of one ep rank"].elements == 8 * 3 * 2048 * 1024
-    assert {group.purpose: (group.members, group.count) for group in found.groups} == {
+    units = {unit["unit"]: unit for unit in found.units}
+    assert (units["layer"]["count"], units["layer, all but its experts"]["count"]) == (1, 15)
+    assert units["experts of one ep rank"]["elements"] == 8 * 3 * 2048 * 1024
+    assert {group["purpose"]: (group["members"], group["count"]) for group in found.groups} == {
         "gather_dense": (4, 2), "reduce_dense": (4, 2), "a2a": (4, 2), "pp_fwd": (2, 8), "pp_bwd": (2, 8),
         "control": (8, 1),
     }  # fmt: skip
-    assert all(0 < m.state < m.peak and m.fits for m in found.memory)
-    assert not explained("moe_8gpu", train__sequences=512).memory[0].fits
+    assert all(0 < m["state"] < m["peak"] and m["fits"] for m in found.memory)
+    assert not explained("moe_8gpu", train__sequences=512).memory[0]["fits"]
 
 
 def test_units_of_tensor_parallel_ranks_are_parts() -> None:
     whole, part = (explained("llama3_8b", mesh__dp=2, mesh__tp=tp) for tp in (1, 4))
-    (mine,) = [unit for unit in part.units if unit.unit == "layer of one tp rank"]
-    (all_of_it,) = [unit for unit in whole.units if unit.unit == "layer"]
-    assert mine.elements == pytest.approx(all_of_it.elements / 4, rel=1e-3)
-    moved = {group.purpose: group.moved_by for group in part.groups}
+    (mine,) = [unit for unit in part.units if unit["unit"] == "layer of one tp rank"]
+    (all_of_it,) = [unit for unit in whole.units if unit["unit"] == "layer"]
+    assert mine["elements"] == pytest.approx(all_of_it["elements"] / 4, rel=1e-3)
+    moved = {group["purpose"]: group["moved_by"] for group in part.groups}
     assert moved["tp"].startswith("copy engines, piece by piece")
 
 
 def test_groups_know_what_moves_them() -> None:
     placed = explained("moe_8gpu", overlap__ep__splits="device", overlap__ep__copies="per_expert")
-    assert {group.purpose: group.moved_by for group in placed.groups}["a2a"].startswith("kernels that store")
+    assert {group["purpose"]: group["moved_by"] for group in placed.groups}["a2a"].startswith("kernels that store")
     known = explained("moe_8gpu", train__transport="copy_engine", overlap__ep__splits="host")
-    moved = {group.purpose: group.moved_by for group in known.groups}
+    moved = {group["purpose"]: group["moved_by"] for group in known.groups}
     assert moved["gather_dense"] == moved["a2a"] == moved["pp_fwd"] == "copy engines, no SM"
-    by_nccl = {group.purpose: group.moved_by for group in explained("moe_8gpu", train__transport="nccl").groups}
+    by_nccl = {group["purpose"]: group["moved_by"] for group in explained("moe_8gpu", train__transport="nccl").groups}
     assert by_nccl["pp_fwd"] == f"NCCL, at most {P2P_SMS} SMs"
     assert moved["control"] == f"NCCL, at most {SMS} SMs"
 
@@ -283,7 +276,7 @@ def test_groups_are_counted_as_they_are_made(mesh: tuple[int, ...], order: str) 
     turning = order == "zb_v" and mesh[0] > 1
     found = explained("tiny", plan__order=order if turning else "auto", train__microbatches=6, model__layers=6, **sizes)
     made = Mesh(*mesh, turning=turning)
-    assert {group.purpose: group.count for group in found.groups} == {
+    assert {group["purpose"]: group["count"] for group in found.groups} == {
         purpose: len(groups) for purpose in PURPOSES if (groups := made.groups(purpose)) and len(groups[0]) > 1
     }
 

@@ -22,7 +22,7 @@ from tests.helpers.command import ALONE, hocket, text_in
 from tests.helpers.command import SMALL as SMALL_RUN
 
 SMALL = replace(
-    families.qwen3_30b_a3b(), vocab=512, hidden=64, layers=4, experts=16, top_k=2, expert_ffn=64, aux_loss=0.0
+    families.QWEN3_30B_A3B, vocab=512, hidden=64, layers=4, experts=16, top_k=2, expert_ffn=64, aux_loss=0.0
 )
 """Qwen3-30B-A3B with its heads, but few layers, 64 wide, and few experts."""
 

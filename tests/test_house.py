@@ -37,8 +37,8 @@ FEATURES = {
 
 # figure -> (most that it may be, slack). A figure that is more than the slack below its limit lowers the limit.
 LIMITS = {
-    "lines of hocket/": (58_080, 300),
-    "files of hocket/": (254, 3),
+    "lines of hocket/": (57_560, 300),
+    "files of hocket/": (249, 3),
     "lines of hocket_trace/": (4_370, 150),
     "words of docs": (101_100, 1_500),
     "settings": (148, 0),
@@ -47,11 +47,11 @@ LIMITS = {
     "rules that say 'no effect'": (1, 3),
     "names at the top": (12, 0),
     "files that name documents": (48, 2),
-    "files that name recomputation": (36, 2),
-    "files that name offload": (36, 2),
+    "files that name recomputation": (31, 2),
+    "files that name offload": (34, 2),
     "files that name graphs": (26, 2),
     "files that name fp8": (22, 2),
-    "files that name context parallelism": (39, 2),
+    "files that name context parallelism": (37, 2),
     "files that name tensor parallelism": (39, 2),
     "files that name ring": (15, 2),
     "files that name muon": (21, 2),

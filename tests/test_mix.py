@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hocket.config import Config, DataConfig, MeshConfig, TrainConfig
 from hocket.resolve import Settings, resolve
-from hocket.train.data import Mixed, make_streams
+from hocket.train.data import make_streams
 from hocket.train.sources import BLOCK, Quotas, open_text, read_sources
 from tests.helpers.command import ALONE, SMALL, hocket
 
@@ -118,7 +118,6 @@ def test_a_step_has_the_sources_of_its_weights_on_any_number_of_ranks(tmp_path):
 def test_epochs_say_how_often_each_source_was_read(tmp_path):
     settings = settings_of(tmp_path, two(tmp_path), microbatches=16)
     train, _ = make_streams(open_text(settings), settings)
-    assert isinstance(train, Mixed)
     assert train.epochs(64) == [48 / train.streams[0].sequences, 16 / train.streams[1].sequences]
 
 
@@ -147,9 +146,9 @@ def test_validation_files_take_the_place_of_the_share(tmp_path):
     )
     text = open_text(resolve(Config(data=data)))
     (corpus,) = text.corpora
-    assert bytes(corpus.train) == b"a" * 100 + b"\0"
-    assert bytes(corpus.validation) == b"h" * 50 + b"\0"
-    assert corpus.validation_starts.tolist() == [0]
+    assert bytes(corpus.train.tokens) == b"a" * 100 + b"\0"
+    assert bytes(corpus.validation.tokens) == b"h" * 50 + b"\0"
+    assert corpus.validation.bounds.tolist() == [0, 51]
 
 
 @pytest.mark.parametrize(
@@ -165,7 +164,7 @@ def test_validation_files_take_the_place_of_the_share(tmp_path):
         ('[a]\npaths = ["x"]\nweight = 0', ["the weights of all sources are 0 from step 0 on"]),
         ('[a]\npaths = ["x"]\nweight = {0 = 1, 9 = 0}', ["are 0 from step 9 on"]),
         ('[a]\npath = ["x"]', ["[a] path", "did you mean paths?"]),
-        ("[a]\npaths = 1", ["[a] paths = 1", "sources.toml:2"]),
+        ("[a]\npaths = 1", ["data.paths = 1", "sources.toml:2, [a]"]),
         ('[a]\npaths = ["x"]\n[a]\nweight = 2', ["sources.toml:3", "is in line 1 already"]),
         ('[a]\npaths = ["x"]\nvalidation = 1.5', ["validation = 1.5", "out of range"]),
         ('[a]\npaths = ["x"]\nvalidation = [0.5, "y"]', ["one share, or files and folders"]),

@@ -16,7 +16,7 @@ from hocket import cli
 from hocket.config import Config
 from hocket.program.hardware import H200
 from hocket.recipes import RECIPES
-from hocket.tune.layer_orders import better_orders, layer_seconds
+from hocket.tune.candidates import better_orders, layer_seconds
 from hocket.tune.trials import model_costs
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import signal
 from collections import Counter
 from dataclasses import replace
@@ -18,14 +19,15 @@ from benchmarks.overlap_trace import figures, keep
 from benchmarks.tables import overlap_tax, overlap_trace
 from hocket.config import Config
 from hocket.engine import Engine
-from hocket.measured import VERSION
+from hocket.environment import processes
+from hocket.measured import VERSION, shortly
 from hocket.recipes import recipe
 from hocket.resolve import resolve
 from hocket.settings.schema import changed
 from hocket.train.metrics import Metrics
-from hocket.train.profiling import WARM_UP, ProfileWindow, Reading, Recording, TraceReader, describe, window_of
+from hocket.train.profiling import WARM_UP, ProfileWindow, Recording, describe, window_of
 from hocket.train.signals import StopRequest
-from hocket_trace import load, report
+from hocket_trace import TraceError, load, report
 from tests.helpers.command import ALONE, SMALL, finish, hocket, start, text_in, wait_for
 from tests.helpers.plans import planned
 from tests.helpers.ranks import run_ranks
@@ -168,10 +170,9 @@ def test_profile_is_given_once(tmp_path):
 def test_what_cannot_be_read_is_one_line(tmp_path):
     path = tmp_path / "rank0.json.gz"
     path.write_text("nothing")
-    reading = TraceReader([path]).poll(50)
-    assert reading is not None
-    assert str(path) in reading.problem
-    assert len(reading.problem.splitlines()) == 1
+    with processes(1, {}) as pool, pytest.raises(TraceError, match=re.escape(str(path))) as caught:
+        pool.submit(shortly, [path]).result(50)
+    assert len(str(caught.value).splitlines()) == 1
 
 
 def one_rank() -> tuple[Engine, Config]:
@@ -184,8 +185,8 @@ def one_rank() -> tuple[Engine, Config]:
 
 def test_a_trace_without_a_whole_step_is_read(tmp_path):
     path = Trace().annotation("hocket step 1", 50, 60).kernel("k", 0, 10).write(tmp_path / "rank0.json")
-    reading = TraceReader([path]).poll(50)
-    assert reading == Reading(headline="The traces contain no step.")
+    with processes(1, {}) as pool:
+        assert pool.submit(shortly, [path]).result(50) == ("The traces contain no step.", None)
 
 
 def test_ops_are_named_inside_the_window_only(tmp_path):

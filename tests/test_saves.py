@@ -16,13 +16,11 @@ import torch.distributed as dist
 
 from hocket.fsdp.saving import background
 from hocket.fsdp.saving.checkpoint import CheckpointWriter
-from hocket.fsdp.saving.whole import WholeFolder
+from hocket.fsdp.saving.whole import WholeFolder, checksum
 from hocket.settings.schema import changed
 from hocket.train import checkpoint, trainer
-from hocket.train import saves as room
-from hocket.train.checkpoint import Moment, SaveFailed, newest_of
+from hocket.train.checkpoint import Moment, SaveFailed, Saves, newest_of
 from hocket.train.metrics import Metrics
-from hocket.train.saves import Saves
 from tests.helpers.command import SMALL, end_all, hocket, text_in
 from tests.helpers.ranks import run_ranks
 from tests.ranks.test_skipped import run_of
@@ -40,9 +38,8 @@ def behind_changes(rank: int, folder: Path) -> None:
     may_write, live = threading.Event(), groups(5)
     background.thread().submit(may_write.wait, 20)
     saving = checkpoint.save_behind(settings_in(folder), Moment(5, 50), live)
-    for pieces in live.values():
-        for piece in pieces:
-            piece.tensor.fill_(math.nan)
+    for piece in live.values():
+        piece.flat.fill_(math.nan)
     dist.barrier()
     assert not saving.done()
     may_write.set()
@@ -217,14 +214,14 @@ def test_the_newest_the_best_and_those_of_some_steps_are_kept(tmp_path: Path) ->
 def test_there_are_no_copies_for_which_the_host_has_no_memory(tmp_path: Path) -> None:
     size = background.copied_bytes({"a": torch.zeros(7), "b": [1, torch.zeros(200)], "c": {"d": torch.zeros(3)}})
     assert size == 64 + 832 + 64
-    settings, copies = settings_in(tmp_path), room.copies_of(groups(1))
-    assert room.require_memory(settings, 0, copies, 1 << 20) == ""
-    remark = room.require_memory(settings, 0, copies, 1000)
+    settings, copies = settings_in(tmp_path), checkpoint.copies_of(groups(1))
+    assert checkpoint.require_memory(settings, 0, copies, 1 << 20) == ""
+    remark = checkpoint.require_memory(settings, 0, copies, 1000)
     assert remark.startswith("training waits while checkpoints are written: copies of ")
-    assert "copies and offloaded tensors" in room.require_memory(settings, 1 << 20, copies, 1 << 20)
-    assert room.require_memory(settings, 1 << 20, 0, 1 << 20) == ""
+    assert "copies and offloaded tensors" in checkpoint.require_memory(settings, 1 << 20, copies, 1 << 20)
+    assert checkpoint.require_memory(settings, 1 << 20, 0, 1 << 20) == ""
     with pytest.raises(ValueError, match=r"plan.offload = .*offloaded tensors of .* take .*fix: fewer parts"):
-        room.require_memory(settings, 1 << 20, 0, 1000)
+        checkpoint.require_memory(settings, 1 << 20, 0, 1000)
 
 
 def test_a_run_without_memory_for_copies_learns_the_same(tmp_path: Path, monkeypatch, capsys) -> None:
@@ -239,9 +236,6 @@ def test_a_run_without_memory_for_copies_learns_the_same(tmp_path: Path, monkeyp
         assert [each["step"] for each in saved] == [4, 8, 12]
         assert [each["copy_seconds"] > 0 for each in saved] == [name == "behind", name == "behind", False]
         assert ("training waits while checkpoints are written" in capsys.readouterr().out) == (name == "between")
-        metas = [
-            json.loads(path.read_text()) for path in sorted((tmp_path / name).glob("checkpoints/step-*/meta.json"))
-        ]
-        tensors = [{file: sum_of for file, sum_of in meta["files"].items() if file != ".metadata"} for meta in metas]
+        tensors = [checksum(file) for file in sorted((tmp_path / name).glob("checkpoints/step-*/*.distcp"))]
         found[name] = records(tmp_path / name), tensors
     assert found["behind"] == found["between"]

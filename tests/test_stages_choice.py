@@ -13,8 +13,7 @@ from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
 from hocket.settings.rule import Host
 from hocket.settings.schema import changed
-from hocket.tune import by_cost
-from hocket.tune.balance import longest_rank, towards_balance
+from hocket.tune.candidates import longest_rank, towards_balance
 from hocket.tune.trials import Trials
 
 LLAMA = changed(recipe("llama3_8b"), {"mesh.pp": 4, "mesh.dp": 2})
@@ -68,12 +67,12 @@ def test_a_split_that_does_not_fit_is_left(vocab: int, fits: int) -> None:
     """Memory for the split after so many moved layers, or for even stages alone."""
     even = resolved(mesh__pp=2, model__vocab=vocab, plan__layers_per_stage=())
     ways = towards_balance(layout_of(even), Trials().costs(even))
-    held = [by_cost._split_so(even, sizes, Trials()).nbytes for sizes in ways]
+    held = [Trials().step(changed(even, {NAME: sizes})).nbytes for sizes in ways]
     assert held[fits] < held[fits + 1]
     host = Host(gpus=8, memory=int((held[fits] + held[fits + 1]) / 1.8))
     chosen = resolve(changed(LLAMA, {"mesh.pp": 2, "model.vocab": vocab}), host)
     assert (chosen.plan.split or ways[0]) == ways[fits]
-    assert "would need" in reason(chosen)
+    assert "does not fit: " in reason(chosen)
 
 
 def test_a_small_gain_of_a_merged_order_is_simulated() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from hocket.config import DataConfig
-from hocket.train import tokenising
+from hocket.train import corpus as tokenising
 from hocket.train.corpus import open_corpus
 from hocket.train.documents import Keys, documents
 from tests.helpers.command import alive, children_of, environment
@@ -151,7 +151,7 @@ def test_a_long_file_is_several_pieces_and_its_lines_are_named(tmp_path, monkeyp
 SCRIPT = """
 import sys, time
 from hocket.config import DataConfig
-from hocket.train import tokenising
+from hocket.train import corpus as tokenising
 from hocket.train.corpus import open_corpus
 tokenising.PIECE_BYTES, tokenising.cores = 20_000, lambda: 2
 data = DataConfig(paths=(sys.argv[1],), cache=sys.argv[2])
@@ -168,10 +168,10 @@ def test_processes_end_with_their_parent_and_what_they_finished_stays(tmp_path, 
     process = subprocess.Popen(command, env=environment(), start_new_session=True)
     try:
         deadline = time.monotonic() + 40
-        while not list(Path(data.cache).glob("*.pieces/*.json")) or not (workers := children_of(process.pid)):
+        while not list(Path(data.cache).glob("*.pieces/*.npz")) or not (workers := children_of(process.pid)):
             assert time.monotonic() < deadline
             time.sleep(0.005)
-        while len(list(Path(data.cache).glob("*.pieces/0*.json"))) < 3:
+        while len(list(Path(data.cache).glob("*.pieces/0*.npz"))) < 3:
             assert time.monotonic() < deadline
             time.sleep(0.005)
     finally:
@@ -181,10 +181,10 @@ def test_processes_end_with_their_parent_and_what_they_finished_stays(tmp_path, 
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert not [path for path in Path(data.cache).glob("corpus-*") if path.is_dir() and not path.suffix]
-    done = [file.with_suffix(".bin").name for file in Path(data.cache).glob("*.pieces/0*.json")]
+    done = [file.with_suffix(".bin").name for file in Path(data.cache).glob("*.pieces/0*.npz")]
     assert len(done) >= 3
     seen: list[str] = []
     corpus = open_corpus(data, {}, say=seen.append)
     assert f"{len(done)} of " in seen[0]
     fresh = open_corpus(with_cache(data, tmp_path / "fresh"), {})
-    assert (fresh.tokens == corpus.tokens).all()
+    assert (fresh.whole.tokens == corpus.whole.tokens).all()

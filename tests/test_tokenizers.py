@@ -60,7 +60,7 @@ def test_a_tokenizer_file_is_used(tmp_path):
     backend.save(str(tmp_path / "t.json"))
     write(tmp_path / "text", a="hello world")
     corpus = open_corpus(data_in(tmp_path, str(tmp_path / "text"), tokenizer=str(tmp_path / "t.json")), {})
-    assert corpus.tokens.tolist() == [0, 1, 3]
+    assert corpus.whole.tokens.tolist() == [0, 1, 3]
     assert corpus.vocab == 4
 
 
@@ -82,7 +82,7 @@ def test_a_model_of_sentencepiece_is_used(tmp_path, pieces):
     write(tmp_path / "text", a="the cat sat on größer")
     for name in (str(pieces), str(pieces.parent)):
         corpus = open_corpus(data_in(tmp_path, str(tmp_path / "text"), tokenizer=name), {})
-        assert corpus.tokens.tolist() == [*backend.encode("the cat sat on größer"), backend.eos_id()]
+        assert corpus.whole.tokens.tolist() == [*backend.encode("the cat sat on größer"), backend.eos_id()]
         assert corpus.vocab == vocab_of(name) == backend.vocab_size()
 
 
@@ -198,13 +198,13 @@ def test_text_begins_as_by_transformers(tmp_path, bos, begins):
     theirs = transformers.AutoTokenizer.from_pretrained(folder)("hello world")["input_ids"]
     plain = [HELLO, HELLO + 1]
     expected = {"auto": theirs, "on": [1, *plain], "off": plain}[bos]
-    assert open_corpus(data, {}).tokens.tolist() == [*expected, END]  # and no text stays none
+    assert open_corpus(data, {}).whole.tokens.tolist() == [*expected, END]  # and no text stays none
     assert known_tokenizer(data, {}).begin == "<s>" * (len(expected) - 2)
     (tmp_path / "rows.jsonl").write_text(json.dumps({"p": "hello", "a": "world"}))
     rows = replace(data, paths=(str(tmp_path / "rows.jsonl"),), text_key=("p", "a"))
     corpus = open_corpus(rows, {})
-    assert corpus.tokens.tolist()[: len(expected) - 2] == expected[:-2]
-    assert corpus.masked.tolist() == [[0, len(corpus.tokens) - 1]]  # one word, with an end that is learnt
+    assert corpus.whole.tokens.tolist()[: len(expected) - 2] == expected[:-2]
+    assert corpus.whole.masked.tolist() == [[0, len(corpus.whole.tokens) - 1]]  # one word, with an end that is learnt
 
 
 def test_a_chat_begins_once(tmp_path):
@@ -215,7 +215,7 @@ def test_a_chat_begins_once(tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"text": [{"role": "user", "content": "hello"}]}))
     for bos in ("auto", "on"):
         data = data_in(tmp_path, str(tmp_path / "rows.jsonl"), tokenizer=folder, bos=bos, validation=(0.0,))
-        assert open_corpus(data, {}).tokens.tolist() == [1, USER, HELLO, END, END]
+        assert open_corpus(data, {}).whole.tokens.tolist() == [1, USER, HELLO, END, END]
 
 
 def test_a_beginning_that_no_file_names_is_refused(tmp_path):
@@ -258,10 +258,10 @@ def test_another_beginning_or_end_is_another_cache_and_explained(tmp_path, capsy
     write(tmp_path / "text", a="hello world")
     data = data_in(tmp_path, str(tmp_path / "text"), tokenizer=folder, validation=(0.0,))
     ways = (data, replace(data, bos="off"), replace(data, eos="<s>"))
-    found = [open_corpus(way, {}).tokens.tolist() for way in ways]
+    found = [open_corpus(way, {}).whole.tokens.tolist() for way in ways]
     assert found == [[1, HELLO, HELLO + 1, END], [HELLO, HELLO + 1, END], [1, HELLO, HELLO + 1, 1]]
     (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps({**named, "eos_token": "<|user|>"}))
-    assert open_corpus(data, {}).tokens.tolist() == [1, HELLO, HELLO + 1, USER]
+    assert open_corpus(data, {}).whole.tokens.tolist() == [1, HELLO, HELLO + 1, USER]
     words = ["explain", "tiny", "--data.tokenizer", folder]
     assert "data.bos = auto: each document that is no chat begins with <s>" in command(capsys, *words)[1]
     assert "data.bos = " not in command(capsys, *words, "--data.bos", "off")[1]

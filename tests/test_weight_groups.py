@@ -50,7 +50,7 @@ def test_explain_tells_every_weight_once() -> None:
     assert sorted(name for group in groups for name in group.names) == sorted(shapes)
     assert {name for group in groups if group.decay for name in group.names} == decaying(settings)
     rows = explain(resolve(settings), ()).optimizer
-    assert sum(row.elements for row in rows) == sum(torch.Size(shape).numel() for shape in shapes.values())
+    assert sum(row["elements"] for row in rows) == sum(torch.Size(shape).numel() for shape in shapes.values())
     text = to_text(explain(resolve(settings), ()))
     assert "OPTIMIZER" in text
     assert "optimizer.no_decay: *.router.weight" in text

@@ -20,7 +20,7 @@ from hocket.settings.rule import Host
 from hocket.settings.schema import changed
 from hocket.train import writers as module
 from hocket.train.metrics import Metrics, StepRecord
-from hocket.train.runs import note, runs
+from hocket.train.runs import runs
 from hocket.train.writers import WRITERS, Writers, require_writers
 from tests.helpers.command import ALONE, SMALL, command, hocket
 
@@ -145,7 +145,7 @@ def test_runs_are_listed_with_how_far_they_came(tmp_path, capsys, monkeypatch):
 def run_in(folder: Path, name: str, lines: list[dict[str, Any]], steps: int = 5) -> Path:
     path = folder / name
     path.mkdir()
-    note(changed(settings_in(path), {"train.steps": steps}), "")
+    (path / "explanation.json").write_text(json.dumps({"recipe": "tiny", "steps": steps}))
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from benchmarks.bench.contender import Contender
 from benchmarks.bench.plain import optimizer_name
 from benchmarks.bench.workload import Workload
-from hocket.adapters.cut import Cut
-from hocket.adapters.source import AdaptedModel
+from hocket.adapters.cut import AdaptedModel, Cut
 from hocket.adapters.transformers import Pretrained
 from hocket.adapters.verify import verify
 from hocket.config import RopeConfig

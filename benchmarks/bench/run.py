@@ -27,6 +27,9 @@ from hocket.resolve import Settings, without_copies
 WARM_UP = 3
 """Steps of each contender before it is timed: kernels are chosen, connections and memory made."""
 
+LEFT = 1 << 30
+"""Bytes that closed contenders may leave allocated: handles and workspaces of libraries."""
+
 Say = Callable[[str], None]
 
 
@@ -104,14 +107,18 @@ class Session:
             with blame(name, "being compared"):
                 curves[name] = gate.curve(contender, compared, self.rank, self.device, self.bench.gate_steps)
             self.close(contender)
+            del contender  # before the next one is built
         return gate.judge(curves, compared)
 
     def close(self, contender: Contender) -> None:
+        """Close a contender, and say what memory it did not give back."""
         contender.close()
         del contender
         gc.collect()
         if self.on_gpu:
             torch.cuda.empty_cache()
+        if (left := self.allocated()) > LEFT:
+            self.say(f"WARNING  {left / 2**30:.1f} GiB stay allocated after a contender was closed")
 
     def run(self, workload: Workload, keep: Callable[[Measured], None]) -> Measured:
         """Measure one workload, and have `keep` take what there is after every round.

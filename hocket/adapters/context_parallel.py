@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hocket.adapters.decoder_layer import unshareable, windows_of
-from hocket.model.context import Context, Shares, context_of, in_order, in_ranks, shares
-from hocket.model.documents import Documents, attend, documents_of
-from hocket.model.heads import attend_stretch
+from hocket.adapters.transformers import unshareable, windows_of
+from hocket.model.context import Shares, context_of, in_order, in_ranks, shares
+from hocket.model.documents import Context, attend, documents_of
+from hocket.model.heads import attend_spans
 from hocket.program.documents import of_windows
 from hocket.runtime.transports import exchange_flat, gather_flat, reduce_scatter_flat, sum_flat
 
@@ -55,7 +55,6 @@ UNKNOWN = ("s_aux", "softcap", "position_bias", "cache", "head_mask", "attention
 class SharedBatch:
     """What attention is told of a batch whose tokens ranks share."""
 
-    documents: Documents
     context: Context
     group: dist.ProcessGroup
     method: str
@@ -169,26 +168,19 @@ def _gathered(q: Tensor, k: Tensor, v: Tensor, shared: SharedBatch, window: int,
     for q_part, kv, end in zip(q.chunk(parts, 1), rows, ends, strict=True):
         kv_UKN = in_order(_Finish.apply(kv, end), shared.context)
         k_UKN, v_UKN = kv_UKN.split(widths, -1)
-        found.append(_of_spans(q_part, k_UKN, v_UKN, shared.context, window, scale))
+        found.append(attend_spans(q_part, k_UKN, v_UKN, shared.context, window, scale))
     return torch.cat(found, 1)
-
-
-def _of_spans(q: Tensor, k: Tensor, v: Tensor, context: Context, window: int, scale: float | None) -> Tensor:
-    found = []
-    for span in context.spans:
-        queries, keys = (slice(r.start, r.stop) for r in (span.queries, span.keys))
-        found.append(attend_stretch(q[queries], k[keys], v[keys], span, context.of_sequences, window, scale))
-    return torch.cat(found)
 
 
 def _by_heads(q: Tensor, k: Tensor, v: Tensor, shared: SharedBatch, window: int, scale: float | None) -> Tensor:
     """A part of the heads, for all tokens."""
     ranks, context = shared.group.size(), shared.context
+    assert context.documents is not None
     heads = [x.shape[1] // ranks for x in (q, k, v)]
     sent = torch.cat([x.unflatten(1, (ranks, -1)) for x in (q, k, v)], 2).transpose(0, 1)  # [ranks, T, heads, N]
     rows_UHN = in_order(_AllToAll.apply(sent, shared.group).flatten(0, 1), context)
     q_UHN, k_UKN, v_UKN = rows_UHN.split(heads, 1)
-    out_UHN = attend(q_UHN, k_UKN, v_UKN, shared.documents, window, scale)
+    out_UHN = attend(q_UHN, k_UKN, v_UKN, context.documents, window, scale)
     back = in_ranks(out_UHN, context).unflatten(0, (ranks, -1))
     return _AllToAll.apply(back, shared.group).transpose(0, 1).flatten(1, 2)
 
@@ -264,7 +256,7 @@ class ContextParallel:
         chunks, rank = self.shares.chunks, self.group.rank()
         mine = torch.cat([torch.arange(c.start, c.stop) for c in chunks[rank]]).to(ids.device)
         documents = documents.to(ids.device)
-        told = SharedBatch(documents, context_of(documents, chunks, rank), self.group, self.method)
+        told = SharedBatch(context_of(documents, chunks, rank), self.group, self.method)
         called = {"input_ids": _of(ids, mine), "position_ids": _of(positions, mine), "use_cache": False, KEYWORD: told}
         if (labels := given.get("labels")) is not None:
             targets = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]

@@ -21,8 +21,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from hocket.adapters.cut import Cut
-from hocket.adapters.decoder_layer import LAYERS, windows_of
-from hocket.adapters.layer import ExpertLayer
+from hocket.adapters.transformers import LAYERS, windows_of
 from hocket.config import Config, ModelConfig
 from hocket.program.cost import CostTable
 from hocket.program.documents import keys
@@ -144,7 +143,7 @@ def count_parts(cut: Cut, config: Config) -> dict[tuple[str, str], Counted]:
     for kind in sorted(set(kinds)):
         number = kinds.index(kind)
         layer: Any = cut.copied(number, dict(memo))
-        if isinstance(layer, ExpertLayer):
+        if kind == "moe":
             if whole_sequences:
                 found["attn", kind] = _counted(
                     lambda x, layer=layer, n=number: layer.route(layer.attention(x, contexts[n]))[0], x_BSD, met[kind]

@@ -1,20 +1,34 @@
-"""A model as an adapter has cut it: which module is a layer, what is before and behind, and which name lies where."""
+"""A model as an adapter has cut it: which module is a layer, what is before and behind, and which name lies where.
+
+`AdaptedModel` is such a model as the source of an engine's chunks.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from hocket.adapters.decoder_layer import fuse
-from hocket.adapters.layer import DenseLayer, ExpertLayer
+from hocket.adapters.layer import AdaptedChunk, DenseLayer, DenseParts, ExpertLayer, ExpertParts
+from hocket.config import Config
 from hocket.fsdp.saving.state import listed
+from hocket.layers.standin import StandIn
+from hocket.model.context import cut_as
+from hocket.model.documents import Told
+from hocket.model.heads import Heads
+from hocket.model.moe import ExpertPlace
+from hocket.model.source import ChunkPlace, ModelSource
+from hocket.program.ops import Layout
+from hocket.program.stages import layout_of
 
+WHOLE = "whole"
+"""The method of ranks that have their sequences whole, where documents share them."""
 Values = Callable[[str], Tensor]
 """The first value of a parameter or buffer by its name in the model, in the shape of the whole model."""
 
@@ -40,7 +54,7 @@ class Ends:
     also takes positions of the tokens, [B, S]; without them sequences are whole."""
 
 
-class Adapter(Protocol):
+class Adapter:
     """Makes a model of some kind fit the protocol."""
 
     model: nn.Module
@@ -53,21 +67,34 @@ class Adapter(Protocol):
     vocab: int
     hidden: int
 
-    def layer(self, copied: nn.Module) -> DenseLayer | ExpertLayer:
-        """The protocol's view of a copy of a layer. Raises ValueError if it has none."""
-        ...
+    def layer(self, copied: Any, fused: bool = False) -> DenseLayer | ExpertLayer:
+        """The protocol's view of a copy of a layer; `fused`: with hocket's kernels where they compute the same.
+
+        Raises ValueError if it has none.
+        """
+        return copied
+
+    def expert_weights(self, layer: Any) -> str:
+        """The submodule of a layer that has the experts' parameters, a name; empty for a dense layer."""
+        return getattr(layer, "expert_weights", "")
 
     def ends(self, memo: dict[int, Any]) -> Ends:
         """The computation around the layers, in a copy. `memo` maps tensors of the model to those of the copy."""
-        ...
+        raise NotImplementedError
 
     def settle(self, memo: dict[int, Any], x_BSD: Tensor, ids_BS: Tensor) -> None:
         """Examine the model. Called once, before all else, with a `memo` that replaces the model's tensors."""
-        ...
 
-    def expert_weights(self, layer: nn.Module) -> str:
-        """The submodule of a layer that has the experts' parameters, a name; empty for a dense layer."""
-        ...
+    def without_masks(self) -> dict[int, Any]:
+        """What takes the place of the model's configuration, so that layers are told of no masks: they are [S, S]."""
+        raise NotImplementedError
+
+    def attention(self, number: int, layer: Any, told: Callable[[Tensor, Any], Any]) -> Heads:
+        """Attention of a layer's pieces in sequences that ranks or documents share.
+
+        `told` gives what the layer is told, from hidden states and the places of their tokens.
+        """
+        raise NotImplementedError
 
 
 class Cut:
@@ -163,10 +190,18 @@ class Cut:
 
     def copied(self, number: int, memo: dict[int, Any], fused: bool = False) -> DenseLayer | ExpertLayer:
         """A copy of a layer, as the protocol sees it. `fused`: with hocket's kernels where they compute the same."""
-        layer = copy.deepcopy(self.adapter.layers[number], memo)
-        if fused:
-            fuse(layer)
-        return self.adapter.layer(layer)
+        return self.adapter.layer(copy.deepcopy(self.adapter.layers[number], memo), fused)
+
+    def parts(
+        self, number: int, memo: dict[int, Any], told: Any, ep: ExpertPlace, method: str = "", fused: bool = False
+    ) -> DenseParts:
+        """The part functions of a copy of a layer, which is `told` its context. `method` is that of `AdaptedModel`."""
+        layer, experts = self.copied(number, memo, fused), self.experts_in[number]
+        kind: Any = ExpertParts if experts else DenseParts
+        kind = kind if method in ("", WHOLE) else cut_as(method, kind)
+        parts = kind(layer, told, *((self.experts, ep) if experts else ()))
+        parts.attn = self.adapter.attention(number, layer, told) if method else None
+        return parts
 
     def buffers(self, device: torch.device, values: Values | None = None) -> dict[int, Any]:
         """What takes the place of the model's buffers and constants, and of its configuration: copies.
@@ -204,7 +239,7 @@ class Cut:
 _PIECES = {"expert_weights": ("attention", "route", "experts", "merge"), "": ("attention", "mlp")}
 
 
-class OwnModel:
+class OwnModel(Adapter):
     """A module with `embed`, `layers` and `head`. Raises ValueError, naming what does not fit."""
 
     def __init__(self, model: Any) -> None:
@@ -240,17 +275,6 @@ class OwnModel:
                 "the methods of hocket.adapters.layer.DenseLayer, or with expert_weights those of ExpertLayer",
             )
 
-    def expert_weights(self, layer: Any) -> str:
-        """What the layer says."""
-        return getattr(layer, "expert_weights", "")
-
-    def layer(self, copied: Any) -> DenseLayer | ExpertLayer:
-        """Layers are their own pieces."""
-        return copied
-
-    def settle(self, memo: dict[int, Any], x_BSD: Tensor, ids_BS: Tensor) -> None:
-        """There is nothing to find out."""
-
     def ends(self, memo: dict[int, Any]) -> Ends:
         """`embed`, `head` and `context`."""
         memo[id(self.model.get_submodule("layers"))] = nn.ModuleList()
@@ -261,3 +285,102 @@ class OwnModel:
             return [None if context is None else context(x_BSD)] * len(self.layers)
 
         return Ends(copied.embed, copied.head, contexts)
+
+
+# -- source ------------------------------------------------------------------------------------------------------------
+
+
+class AdaptedModel(ModelSource):
+    """Chunks of a model that an adapter has cut, with stand-ins for its parameters."""
+
+    def __init__(self, cut: Cut, values: Values | None = None, method: str = "") -> None:
+        """`values` for a model on the meta device; otherwise first values are the model's own.
+
+        `method` says what travels between ranks that share sequences; `whole` where documents alone share them.
+        """
+        self.cut, self._values, self._method = cut, values, method
+        self._buffers: dict[int, Any] = {}
+
+    def layout(self, config: Config) -> Layout:
+        """That of hocket's own layers, but that weight gradients of the first part read the layer's input too.
+
+        hocket's own begin with a norm. Others may project the input itself, as OLMo 2 does, and then weight gradients
+        read what another lane has received: see Note: [Values of communication lanes live longer].
+        """
+        there = layout_of(config)
+        return replace(there, types=tuple(kind.keeping_input() for kind in there.layer_types))
+
+    def buffers(self, device: torch.device) -> Mapping[int, Any]:
+        """What all chunks of this rank have in the place of buffers and constants, by the model's own."""
+        if not self._buffers:
+            self._buffers = self.cut.buffers(device, self._values)
+        return self._buffers
+
+    def chunk(self, place: ChunkPlace) -> AdaptedChunk:
+        cut, ep = self.cut, place.ep
+        wanted = {f"layers.{number}." for number in place.layers}
+        both = cut.tied and (place.first or place.last)
+        wanted |= {"embed."} if place.first or both else set()
+        wanted |= {"head."} if place.last or both else set()
+        parameters: dict[str, nn.Parameter] = {}
+        memo = dict(self.buffers(place.device))
+        for name, param in cut.params.items():
+            first, *rest = param.shape or (1,)
+            stand_in = StandIn.of(first // ep.size if ".experts." in name else first, *rest)
+            if both and name.startswith(("embed.", "head.")):
+                stand_in = place.ends.setdefault(name, stand_in)
+            memo[id(param)] = stand_in
+            if any(name.startswith(prefix) for prefix in wanted):
+                parameters[name] = stand_in
+        memo |= cut.adapter.without_masks() if self._method else {}
+        ends = cut.adapter.ends(dict(memo))
+        contexts = _remembered(ends)
+        layers: dict[int, DenseParts] = {}
+        for number in place.layers:
+            told, fused = _of_layer(contexts, number), place.device.type == "cuda"
+            layers[number] = parts = cut.parts(number, dict(memo), told, ep, self._method, fused)
+            parts.group = place.groups.cp if self._method and place.groups is not None else None
+        return AdaptedChunk(
+            ends.embed if place.first else None, layers, ends.logits if place.last else None, parameters
+        )
+
+    def value(self, name: str, shape: tuple[int, ...], first_expert: int, device: torch.device) -> Tensor:
+        theirs, param = self.cut.theirs[name], self.cut.params[name]
+        if self._values is None:
+            return param.detach()
+        value: Any = self._values(theirs)
+        if not isinstance(value, Tensor) or value.is_meta or not value.is_floating_point():
+            raise ValueError(
+                f"values({theirs!r}): no floating-point tensor with data; fix: return the parameter's value"
+            )
+        if value.shape != param.shape:
+            raise ValueError(
+                f"values({theirs!r}) has the shape {tuple(value.shape)}, the parameter {tuple(param.shape)}; "
+                "fix: return the whole parameter"
+            )
+        return value.detach()
+
+    def own_name(self, name: str) -> str:
+        return self.cut.theirs[name]
+
+
+def _remembered(ends: Ends) -> Callable[..., Any]:
+    """What layers are told depends on the shape of hidden states alone, so it is made once for each.
+
+    Where ranks or documents share sequences, also on the places of tokens, and is kept as long as these are.
+    """
+    known: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
+
+    def contexts(x_BSD: Tensor, places: Told | None = None) -> Any:
+        made, key = known.setdefault(ends if places is None else places, {}), (x_BSD.shape, x_BSD.dtype, x_BSD.device)
+        if key not in made:
+            positions = () if places is None else (places.position_T.view(x_BSD.shape[:2]),)
+            with torch.inference_mode(False), torch.no_grad():
+                made[key] = ends.contexts(x_BSD.detach(), *positions)
+        return made[key]
+
+    return contexts
+
+
+def _of_layer(contexts: Callable[..., Any], number: int) -> Callable[..., Any]:
+    return lambda *given: contexts(*given)[number]

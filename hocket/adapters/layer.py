@@ -26,13 +26,14 @@ token, R rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from hocket.layers.dispatch import from_experts, rows_of, send_rows, to_experts, unpermute
 from hocket.layers.linears import cross_entropy
 from hocket.layers.routing import Routing, placed
+from hocket.model.heads import Heads
 from hocket.model.moe import ExpertPlace, Routed
 
 Keep = tuple[Tensor, Tensor | None]
@@ -40,22 +41,16 @@ Keep = tuple[Tensor, Tensor | None]
 
 
 class Layer(Protocol):
-    """What both kinds of layers have. `nn.Module` has the parameters, and `forward` as the plain computation."""
+    """What both kinds of layers have. As an `nn.Module` one also has parameters, and `forward(x_BSD, context)`.
+
+    That is the plain computation with all experts, which the pieces are compared with.
+    """
 
     def attention(self, x_BSD: Tensor, context: Any) -> Any:
         """The first piece. `context` is what the model makes once for all layers, such as rotary tables."""
         ...
 
-    def forward(self, x_BSD: Tensor, context: Any) -> Tensor:
-        """The whole layer without a plan: what the pieces are compared with. All experts are here."""
-        ...
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters by name."""
-        ...
-
-
-@runtime_checkable
 class DenseLayer(Layer, Protocol):
     """A layer without experts. `attention` returns one tensor, [B, S, D]."""
 
@@ -64,7 +59,6 @@ class DenseLayer(Layer, Protocol):
         ...
 
 
-@runtime_checkable
 class ExpertLayer(Layer, Protocol):
     """A layer whose experts may be spread over ranks."""
 
@@ -99,34 +93,52 @@ Contexts = Callable[[Tensor], Any]
 class DenseParts:
     """A dense layer's part functions."""
 
-    def __init__(self, layer: DenseLayer, context: Contexts) -> None:
+    attn: Heads | None = None
+    """In place of the layer's own attention: that of sequences which ranks or documents share."""
+    group: Any = None
+    """The ranks that share sequences."""
+
+    def __init__(self, layer: Any, context: Contexts) -> None:
         self.layer, self._context = layer, context
 
-    def forward_attn(self, x_BSD: Tensor, documents: None = None) -> Tensor:
-        """The first piece."""
-        assert documents is None
-        return self.layer.attention(x_BSD, self._context(x_BSD))
+    def forward_attn(self, x_BSD: Tensor, documents: Any = None, *kept: Routing) -> Any:
+        """The pieces before the MLP, or before the dispatch."""
+        if self.attn is None:
+            assert documents is None
+            return self.behind(self.layer.attention(x_BSD, self._context(x_BSD)), *kept)
+        h_BSD, x_BSD = self.normed(x_BSD)
+        return self.added(x_BSD, self.attn.forward(h_BSD, documents), documents, *kept)
+
+    def normed(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
+        """The input of attention, and the residual stream."""
+        return self.layer.before(x_BSD), x_BSD
+
+    def added(self, x_BSD: Tensor, more_BSD: Tensor, told: Any, *kept: Routing) -> Any:
+        """What follows when attention has found what it adds to the residual stream."""
+        return self.behind(self.layer.behind(x_BSD, more_BSD), *kept)
+
+    def behind(self, state: Any) -> Any:
+        """What follows from the result of the first piece, up to the next part."""
+        return state
 
     def forward_mlp(self, x_BSD: Tensor) -> Tensor:
-        """The second."""
+        """The second piece."""
         return self.layer.mlp(x_BSD)
 
 
-class ExpertParts:
-    """The part functions of a layer with `experts` experts, in the whole model."""
+class ExpertParts(DenseParts):
+    """The part functions of a layer with `experts` experts, in the whole model.
+
+    With `kept`, a routing of the same tokens, rows go where they went.
+    """
 
     def __init__(self, layer: ExpertLayer, context: Contexts, experts: int, ep: ExpertPlace) -> None:
-        self.layer, self._context, self._experts, self._ep = layer, context, experts, ep
+        super().__init__(layer, context)
+        self._experts, self._ep = experts, ep
         self._plain = getattr(layer, "plain_merge", False)
         """Whether merging is a sum of rows, residual stream and what else is kept: then one kernel does all of it."""
 
-    def forward_attn(self, x_BSD: Tensor, documents: None = None, kept: Routing | None = None) -> Routed:
-        """The pieces before the dispatch. With `kept`, a routing of the same tokens, rows go where they went."""
-        assert documents is None
-        return self.routed(self.layer.attention(x_BSD, self._context(x_BSD)), kept)
-
-    def routed(self, state: Any, kept: Routing | None = None) -> Routed:
-        """What follows from the first piece's result, up to the dispatch."""
+    def behind(self, state: Any, kept: Routing | None = None) -> Routed:
         rows_TD, ids_TK, weights_TK, (residual, other) = self.layer.route(state)
         routing = kept
         if routing is None:
@@ -162,14 +174,14 @@ class AdaptedChunk:
     def __init__(
         self,
         embed: Callable[[Tensor], Tensor] | None,
-        layers: Mapping[int, DenseParts | ExpertParts],
+        layers: Mapping[int, DenseParts],
         logits: Callable[[Tensor], Tensor] | None,
         parameters: Mapping[str, nn.Parameter],
     ) -> None:
         self.embed, self._logits, self._parameters = embed, logits, dict(parameters)
         self.layers = {str(number): layer for number, layer in layers.items()}
 
-    def layer(self, number: int) -> DenseParts | ExpertParts:
+    def layer(self, number: int) -> DenseParts:
         """The layer of a global number."""
         return self.layers[str(number)]
 

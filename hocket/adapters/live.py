@@ -14,6 +14,7 @@ import copy
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hocket.adapters.source import AdaptedModel
+from hocket.adapters.cut import AdaptedModel
 from hocket.fsdp.members import UNIT
 from hocket.fsdp.saving.kept import Inventory, context_given
 from hocket.fsdp.saving.state import EXTRA
@@ -31,8 +32,8 @@ from hocket.layers.slices import Span
 from hocket.model.source import whole_shapes
 from hocket.pretrained.configuration import config_for
 from hocket.pretrained.folder import DTYPES, LARGEST, files_of, write_files
-from hocket.pretrained.groups import Group, ModuleFolder, Shape, is_pretrained, of_family, plain, written
 from hocket.pretrained.tables import FAMILIES
+from hocket.pretrained.weights import Group, ModuleFolder, Shape, is_pretrained, of_family, plain, written
 from hocket.runtime.weights import DTYPES as COMPUTED
 from hocket.step import PlannedStep
 
@@ -46,140 +47,128 @@ BUCKET = 2**28
 """Bytes of a bucket while a folder is written, unless one tensor needs more."""
 
 
-class _Sharded:
-    """A model of `fully_shard`."""
+@dataclass
+class _Live:
+    """A model of `fully_shard`, or of a planned step: what this rank has of its tensors, by name."""
 
-    def __init__(self, context: ShardContext) -> None:
-        self.context, own = context, Inventory(context)
-        self.model, self.device, self.others, self._kept = own.root, context.device, own.others, own.kept
-        self.dtype = next((group.compute_dtype for group in context.param_groups), torch.float32)
-        self.buffers: dict[str, Tensor] = {
-            name: own.state[original]
-            for name, original in own.plain.items()
-            if isinstance(own.state[original], Tensor) and not name.endswith(EXTRA)
-        }
-        self.state = {name: kept.shape for name, kept in own.kept.items()}
-        self.state |= {name: tuple(buffer.shape) for name, buffer in self.buffers.items()}
-        groups = context.groups
-        mesh = context.tensor_mesh
-        self.writes = groups.reduce.rank == groups.outer.rank == 0 and (mesh is None or mesh.get_local_rank() == 0)
-
-    def groups(self) -> list[Group]:
-        return written(self.model, self.state)
-
-    def fill(self, name: str, flat: Tensor) -> None:
-        kept = self._kept[name]
-        kept.span.put(kept.shard.to_local(), flat)
-
-    def largest(self, flat: Tensor) -> None:
-        self.context.over_ranks(flat, "max")
-
-    def takes(self, name: str) -> bool:
-        return name in self.buffers or bool(self._kept[name].span)
-
-    def take(self, name: str, parts: Parts) -> None:
-        if name in self.buffers:
-            buffer = self.buffers[name]
-            buffer.copy_(parts(name, 0, buffer.numel()).view(buffer.shape))
-        else:
-            kept = self._kept[name]
-            span, local = kept.span, kept.shard.to_local()
-            if span.part is None:
-                local.copy_(parts(name, span.lo, span.hi))
-            else:
-                local.copy_(span.of(parts(name, 0, prod(span.shape)).view(span.shape)))
-
-    def updated(self) -> None:
-        self.context.weights_updated()
-
-    def write_config(self, folder: Path, dtype: torch.dtype) -> None:
-        _config_of(self.model, folder, dtype)
-
-
-class _Planned:
-    """A planned step."""
-
-    def __init__(self, step: PlannedStep) -> None:
-        engine, settings = step.engine, step.settings
-        if settings.train.transport == "null":
-            raise ValueError("train.transport = null: ranks hold nothing whole; fix: another train.transport")
-        engine.catch_up()
-        self.step, self.device, self.others = step, engine.device, step.others
-        self.dtype = COMPUTED[settings.precision.dtype]
-        self.writes = not dist.is_initialized() or dist.get_rank() == 0
-        source = engine.source
-        self.model: nn.Module | None = source.cut.adapter.model if isinstance(source, AdaptedModel) else None
-        self.buffers: dict[str, Tensor] = dict(step.buffers)
-        self._biases = engine.balance.biases()
-        self._pieces: dict[str, list[Any]] = {}
-        for piece in (piece for unit in engine.sharded.units.values() for piece in unit.pieces()):
-            self._pieces.setdefault(step.parameters[piece.name][0], []).append(piece)
-        self.state: dict[str, Shape] = {name: tuple(shape) for name, shape in step.parameters.values()}
-        self.state |= {name: tuple(buffer.shape) for name, buffer in self.buffers.items()}
-        if self.model is None:
-            self.state = whole_shapes(settings.model)
-
-    def groups(self) -> list[Group]:
-        if self.model is not None:
-            return written(self.model, self.state)
-        name, _ = self._family()
-        return list(of_family(FAMILIES[name], self.step.settings.model, self.state))
-
-    def _family(self) -> tuple[str, dict[str, Any]]:
-        settings = self.step.settings
-        name, config, _ = config_for(settings.model, settings.data.sequence_length, settings.precision.dtype)
-        return name, config
+    model: nn.Module | None
+    """None: hocket's own transformer."""
+    state: Mapping[str, Shape]
+    """Shapes of all whole tensors."""
+    buffers: Mapping[str, Tensor]
+    """Those that every rank has whole."""
+    pieces: Mapping[str, list[tuple[Span, Tensor]]]
+    """Of the others, the elements of this rank, 1-D."""
+    others: Mapping[str, str]
+    """Further names of some -> the name that counts."""
+    device: torch.device
+    dtype: torch.dtype
+    writes: bool
+    """Whether it is this rank that writes files."""
+    largest: Callable[[Tensor], object]
+    """Makes each element the largest of all ranks'."""
+    updated: Callable[[], object]
+    """To be called when other weights are there."""
+    groups: Callable[[], list[Group]]
+    """The tensors of files, and what they are made of."""
+    write_config: Callable[[Path, torch.dtype], object]
 
     def fill(self, name: str, flat: Tensor) -> None:
-        if name in self._biases:
-            flat.copy_(self._biases[name])
-        for piece in self._pieces.get(name, ()):
-            Span(tuple(piece.shape), piece.lo, piece.hi, piece.part).put(piece.main, flat)
-
-    def largest(self, flat: Tensor) -> None:
-        self.step.engine.groups.control.all_reduce(flat, "max").wait()
+        """Put this rank's elements where they belong in a whole tensor."""
+        for span, mine in self.pieces.get(name, ()):
+            span.put(mine, flat)
 
     def takes(self, name: str) -> bool:
-        return name in self.buffers or any(piece.lo < piece.hi for piece in self._pieces.get(name, ()))
+        """Whether this rank has some of a tensor."""
+        return name in self.buffers or any(span for span, _ in self.pieces.get(name, ()))
 
     def take(self, name: str, parts: Parts) -> None:
+        """Take this rank's elements of a tensor."""
         if name in self.buffers:
             self.buffers[name].copy_(parts(name, 0, self.buffers[name].numel()).view(self.state[name]))
-        for piece in self._pieces.get(name, ()):
-            piece.main.copy_(parts(name, piece.lo, piece.hi))
+        for span, mine in self.pieces.get(name, ()):
+            if span.part is None:
+                mine.copy_(parts(name, span.lo, span.hi))
+            else:
+                mine.copy_(span.of(parts(name, 0, prod(span.shape)).view(span.shape)))
 
-    def updated(self) -> None:
-        """The optimizer begins anew."""
-        optimizer = self.step.engine.optimizer
-        for state in optimizer.state.values():
+
+def _of_shards(context: ShardContext) -> _Live:
+    own, groups, mesh = Inventory(context), context.groups, context.tensor_mesh
+    model = own.root
+    buffers: dict[str, Tensor] = {
+        name: own.state[original]
+        for name, original in own.plain.items()
+        if isinstance(own.state[original], Tensor) and not name.endswith(EXTRA)
+    }
+    state = {name: kept.shape for name, kept in own.kept.items()}
+    state |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
+    return _Live(
+        model, state, buffers, {name: [(kept.span, kept.shard.to_local())] for name, kept in own.kept.items()},
+        own.others, context.device, next((group.compute_dtype for group in context.param_groups), torch.float32),
+        groups.reduce.rank == groups.outer.rank == 0 and (mesh is None or mesh.get_local_rank() == 0),
+        lambda flat: context.over_ranks(flat, "max"), context.weights_updated, lambda: written(model, state),
+        lambda folder, dtype: _config_of(model, folder, dtype),
+    )  # fmt: skip
+
+
+def _of_step(step: PlannedStep) -> _Live:
+    engine, settings = step.engine, step.settings
+    if settings.train.transport == "null":
+        raise ValueError("train.transport = null: ranks hold nothing whole; fix: another train.transport")
+    engine.catch_up()
+    pieces: dict[str, list[tuple[Span, Tensor]]] = {
+        name: [(Span(tuple(bias.shape), 0, bias.numel()), bias)] for name, bias in engine.balance.biases().items()
+    }
+    for piece in (piece for unit in engine.sharded.units.values() for piece in unit.pieces()):
+        span = Span(tuple(piece.shape), piece.lo, piece.hi, piece.part)
+        pieces.setdefault(step.parameters[piece.name][0], []).append((span, piece.main))
+    shapes = [*step.parameters.values(), *((name, buffer.shape) for name, buffer in step.buffers.items())]
+    state: dict[str, Shape] = {name: tuple(shape) for name, shape in shapes}
+    source = engine.source
+    model = source.cut.adapter.model if isinstance(source, AdaptedModel) else None
+    if model is None:
+        state = whole_shapes(settings.model)
+
+    def family() -> tuple[str, dict[str, Any]]:
+        return config_for(settings.model, settings.data.sequence_length, settings.precision.dtype)[:2]
+
+    def groups() -> list[Group]:
+        if model is not None:
+            return written(model, state)
+        return list(of_family(FAMILIES[family()[0]], settings.model, state))
+
+    def write_config(folder: Path, dtype: torch.dtype) -> None:
+        if model is not None:
+            _config_of(model, folder, dtype)
+        else:
+            named = str(dtype).removeprefix("torch.")
+            config = family()[1] | {"torch_dtype": named, "dtype": named}
+            (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+    def updated() -> None:
+        for state in engine.optimizer.state.values():
             state.exp_avg.zero_()
             state.exp_avg_sq.zero_()
-        optimizer.steps = 0
-        self.step.engine.sharded.refresh()
+        engine.optimizer.steps = 0
+        engine.sharded.refresh()
 
-    def write_config(self, folder: Path, dtype: torch.dtype) -> None:
-        if self.model is not None:
-            _config_of(self.model, folder, dtype)
-            return
-        _, config = self._family()
-        named = str(dtype).removeprefix("torch.")
-        (folder / "config.json").write_text(
-            json.dumps(config | {"torch_dtype": named, "dtype": named}, indent=2) + "\n"
-        )
-
-
-_Live = _Sharded | _Planned
+    return _Live(
+        model, state, dict(step.buffers), pieces, step.others, engine.device, COMPUTED[settings.precision.dtype],
+        not dist.is_initialized() or dist.get_rank() == 0,
+        lambda flat: engine.groups.control.all_reduce(flat, "max").wait(), updated, groups, write_config,
+    )  # fmt: skip
 
 
 def _live(target: Any) -> _Live:
     if isinstance(target, PlannedStep):
-        return _Planned(target)
+        return _of_step(target)
     if UNIT in getattr(target, "__dict__", ()):
         target = context_given(target)
     if not hasattr(target, "units"):
         kind = type(target).__name__
         raise ValueError(f"{kind}: no ShardContext and no step; fix: what fully_shard or plan_model returned")
-    return _Sharded(target)
+    return _of_shards(target)
 
 
 def _agree(live: _Live, error: Exception | None) -> None:

@@ -12,21 +12,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hocket.adapters import transformers
 from hocket.adapters.costs import price_of, sizes_of
-from hocket.adapters.cut import ELSE, Adapter, Cut, OwnModel, Values, refuse
-from hocket.adapters.decoder_layer import unshareable
-from hocket.adapters.source import WHOLE, AdaptedModel
+from hocket.adapters.cut import ELSE, WHOLE, AdaptedModel, Adapter, Cut, OwnModel, Values, refuse
+from hocket.adapters.transformers import Pretrained, unshareable
 from hocket.adapters.verify import verify
 from hocket.config import Config
 from hocket.engine import Engine
 from hocket.planned import with_settings
-from hocket.pretrained.groups import ModuleFolder
+from hocket.pretrained.weights import ModuleFolder, is_pretrained
 from hocket.problems import stop_if
 from hocket.resolve import resolve
 from hocket.runtime.world import everyone
 from hocket.settings.origins import DEFAULTS
-from hocket.settings.rule import Host
+from hocket.settings.rule import Host, Rule
+from hocket.settings.rules import rule_lines
 from hocket.settings.schema import changed, ill_typed, leaf, problem
 from hocket.settings.weight_groups import unmatched
 from hocket.step import PlannedStep, other_ranks
@@ -55,7 +54,7 @@ def plan_model(
         raise ValueError(f"values = {type(values).__name__}: no function; fix: such as values=tensors.__getitem__")
     config, given = _configured(settings)
     cut = Cut(_adapter(model))
-    _check(cut, config, values)
+    _check(cut, config, given, values)
     _check_widths(cut, changed(config, {"precision.compute": "fp32"}))  # in which layers are compared
     shared, packed = config.mesh.cp > 1, config.data.packing != "off"
     top_k = verify(cut, shared or packed)
@@ -102,8 +101,8 @@ def _beside(cut: Cut, buffers: Mapping[int, Tensor]) -> tuple[dict[str, Tensor],
 
 
 def _adapter(model: nn.Module) -> Adapter:
-    if transformers.is_one(model):
-        return transformers.Pretrained(model)
+    if is_pretrained(model):
+        return Pretrained(model)
     if all(hasattr(model, name) for name in ("embed", "layers", "head")):
         return OwnModel(model)
     raise refuse(model, "it is no model of transformers, and has no embed, layers and head")
@@ -124,45 +123,52 @@ def _configured(settings: Config | Mapping[str, Any] | None) -> tuple[Config, di
     return config, given
 
 
-def _check(cut: Cut, config: Config, values: Values | None) -> None:
-    model = cut.adapter.model
-    problems = other_ranks(config)
-    if config.mesh.tp > 1:
-        problems.append(f"mesh.tp = {config.mesh.tp}: heads of a model of others stay together; fix: mesh.tp = 1")
+_RULES = (
+    Rule(("mesh.tp",), lambda c, h: c.mesh.tp > 1, "heads of a model of others stay together", "mesh.tp = 1"),
+    Rule(
+        ("plan.loss_pieces",),
+        lambda c, h: c.plan.pieces > 1,
+        "a model of others makes its logits itself",
+        "plan.loss_pieces = 1",
+    ),
+    Rule(
+        ("plan.offload",),
+        lambda c, h: bool(c.plan.offload),
+        "functions of others may save weights, which lie elsewhere by the time of the copy",
+        "leave plan.offload out, or plan.recompute",
+    ),
+    Rule(
+        ("precision.compute",),
+        lambda c, h: c.precision.compute == "fp8",
+        "layers of others have products of their own",
+        "precision.compute = bf16",
+    ),
+    Rule(
+        ("plan.graphs", "data.packing"),
+        lambda c, h: c.data.packing != "off" and c.plan.graphs == "on",
+        "what layers of others are told of documents is made anew for each microbatch, and no recorded step serves "
+        "another one",
+        "plan.graphs = off, or data.packing = off",
+    ),
+    Rule(
+        ("optimizer.name",),
+        lambda c, h: c.optimizer.name == "muon",
+        "which weights of a model of others are several matrices in one is not known",
+        "optimizer.name = adamw",
+    ),
+)
+"""What a plan cannot do with layers of others, beside the rules of all settings."""
+
+
+def _check(cut: Cut, config: Config, given: Mapping[str, str], values: Values | None) -> None:
+    model, problems = cut.adapter.model, other_ranks(config)
     reason = unshareable(model) if config.mesh.cp > 1 or config.data.packing != "off" else ""
-    if config.mesh.cp > 1 and reason:
-        problems.append(f"mesh.cp = {config.mesh.cp}: {reason}; fix: mesh.cp = 1")
-    if config.plan.pieces > 1:
-        problems.append(
-            f"plan.loss_pieces = {config.plan.pieces}: a model of others makes its logits itself; fix: "
-            "plan.loss_pieces = 1"
-        )
-    if config.plan.offload:
-        problems.append(
-            f"plan.offload = {' '.join(config.plan.offload)}: functions of others may save weights, which lie "
-            "elsewhere by the time of the copy; fix: leave plan.offload out, or plan.recompute"
-        )
-    if config.precision.compute == "fp8":
-        problems.append(
-            "precision.compute = fp8: layers of others have products of their own; fix: precision.compute = bf16"
-        )
-    if config.mesh.ep > 1 and (not cut.experts or cut.experts % config.mesh.ep):
-        experts, fix = "no layer with experts", "mesh.ep = 1"
-        if cut.experts:
-            experts, fix = f"{cut.experts} experts in a layer", f"mesh.ep = a divisor of {cut.experts}"
-        problems.append(f"mesh.ep = {config.mesh.ep}: {type(model).__name__} has {experts}; fix: {fix}")
-    if config.data.packing != "off" and reason:
-        problems.append(f"data.packing = {config.data.packing}: {reason}; fix: data.packing = off")
-    if config.data.packing != "off" and config.plan.graphs == "on":
-        problems.append(
-            "plan.graphs = on: what layers of others are told of documents is made anew for each microbatch, and no "
-            "recorded step serves another one; fix: plan.graphs = off, or data.packing = off"
-        )
-    if config.optimizer.name == "muon":
-        problems.append(
-            f"optimizer.name = muon: which weights of {type(model).__name__} are several matrices in one is not known; "
-            "fix: optimizer.name = adamw"
-        )
+    whole = (
+        Rule(("mesh.cp",), lambda c, h: c.mesh.cp > 1 and bool(reason), reason, "mesh.cp = 1"),
+        Rule(("data.packing",), lambda c, h: c.data.packing != "off" and bool(reason), reason, "data.packing = off"),
+    )
+    broken = [rule for rule in (*_RULES, *whole) if rule.broken(config, Host())]
+    problems += rule_lines(broken, config, Host(), {"": "plan_model", **given})
     if values is None and any(param.is_meta for param in cut.params.values()):
         problems.append(
             f"model = {type(model).__name__}: its parameters are on the meta device; fix: plan_model(..., values=...)"

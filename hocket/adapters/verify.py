@@ -8,20 +8,17 @@ does one thing more fails here, by name, not in a loss curve.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from hocket.adapters.cut import ELSE, Cut, refuse
-from hocket.adapters.decoder_layer import PlainLayer, Unfit, windows_of
-from hocket.adapters.layer import DenseLayer, DenseParts, ExpertLayer, ExpertParts
-from hocket.adapters.source import SharedAttention
+from hocket.adapters.cut import ELSE, WHOLE, Cut, refuse
+from hocket.adapters.layer import DenseParts, ExpertParts
 from hocket.layers.dispatch import exchange_counts
-from hocket.model.context import context_of, zigzag
-from hocket.model.documents import whole_sequences
+from hocket.model.documents import Documents, whole_sequences
 from hocket.model.moe import ONLY
 
 TOLERANCE = 1e-4
@@ -65,10 +62,8 @@ def verify(cut: Cut, shared: bool = False) -> int:
         seen: dict[Any, set[str]] = {}
         for number, layer in enumerate(adapter.layers):
             if (kind := _kind(layer)) not in seen:
-                top_k, seen[kind] = _compare(cut, number, memo, x_BSD, contexts)
+                top_k, seen[kind] = _compare(cut, number, memo, x_BSD, contexts[number], shared)
                 chosen.add(top_k)
-                if shared:
-                    _compare_shared(cut, number, memo, x_BSD, contexts[number])
             unreached |= {id(param) for name, param in layer.named_parameters() if name in seen[kind]}
     around = {name: param for name, param in cut.params.items() if name.startswith(("embed.", "head."))}
     unreached |= {id(param) for param in around.values() if id(memo[id(param)]) not in reached}
@@ -120,19 +115,11 @@ def _kind(layer: nn.Module) -> Any:
 
 
 def _compare(
-    cut: Cut, number: int, memo: dict[int, Any], x_BSD: Tensor, contexts: Sequence[Any]
+    cut: Cut, number: int, memo: dict[int, Any], x_BSD: Tensor, context: Any, shared: bool
 ) -> tuple[int, set[str]]:
     """Returns the experts per token, and the parameters of the layer that no gradient reaches."""
     model, name = cut.adapter.model, type(cut.adapter.layers[number]).__name__
-    top_k, context = 0, contexts[number]
     whole: Any = copy.deepcopy(cut.adapter.layers[number], dict(memo))
-    layer = cut.copied(number, dict(memo))
-    if not isinstance(layer, DenseLayer | ExpertLayer):
-        raise refuse(
-            model,
-            f"layer {number}, {name}, has neither attention and mlp nor attention, route, experts and merge",
-            "the methods of hocket.adapters.layer.DenseLayer or ExpertLayer",
-        )
     params, reached = _small(whole), set[int]()
     try:
         wanted = _with_gradients(lambda x: _whole(whole, x, context), x_BSD, params, reached)
@@ -142,12 +129,9 @@ def _compare(
             f"the forward of layer {number}, {name}, fails on {tuple(x_BSD.shape)}: {error}",
             "a forward that works",
         ) from error
+    parts = cut.parts(number, dict(memo), lambda *_: context, ONLY)
     try:
-        if isinstance(layer, ExpertLayer):
-            top_k, found = _routed(cut, layer, x_BSD, context, params)
-        else:
-            parts = DenseParts(layer, lambda _: context)
-            found = _with_gradients(lambda x: parts.forward_mlp(_first(parts.forward_attn, x)), x_BSD, params)
+        top_k, found = _by_parts(parts, x_BSD, params)
     except (*_WRONG, ValueError) as error:
         raise refuse(model, f"the pieces of layer {number}, {name}, do not fit together: {error}") from error
     if differing := _differing(found, wanted):
@@ -156,8 +140,41 @@ def _compare(
             f"the pieces of layer {number}, {name}, do not compute what its forward does: the {differing} differs",
             f"write pieces that together are the forward, and keep nothing on the module; {ELSE}",
         )
+    if cut.experts_in[number] and not _in_parts(cut, number, memo, parts.layer):
+        raise refuse(
+            model,
+            f"the experts of layer {number}, {name}, do not compute the same where a rank has half of them",
+            "parameters stacked by expert alone, and hocket.adapters.grouped_linear",
+        )
+    if shared:
+        try:
+            parts = cut.parts(number, dict(memo), lambda *_: context, ONLY, WHOLE)
+            _, found = _by_parts(parts, x_BSD, params, whole_sequences(*_SHAPE, x_BSD.device))
+            differing = _differing(found, wanted)
+            problem = f"the {differing} differs" if differing else ""
+        except (*_WRONG, ValueError) as error:
+            problem = str(error)
+        if problem:
+            raise refuse(model, f"attention of layer {number}, {name}, cannot be shared: {problem}", "mesh.cp = 1")
     unreached = {key for key in params if wanted[f"gradient of {key}"] is None}
     return top_k, unreached | {key for key, p in whole.named_parameters() if id(p) not in reached}
+
+
+def _in_parts(cut: Cut, number: int, memo: dict[int, Any], layer: Any) -> bool:
+    """Whether half of the experts alone compute for their rows what they compute beside the others."""
+    half, prefix = cut.experts // 2, f"layers.{number}.experts."
+    if not half:
+        return True
+    few = {
+        id(param): nn.Parameter(memo[id(param)][:half]) for name, param in cut.params.items() if name.startswith(prefix)
+    }
+    part: Any = cut.copied(number, {**memo, **few})
+    rows_RD = torch.randn(2 * half, cut.adapter.hidden)
+    ends = (2 * torch.arange(1, cut.experts + 1)).clamp(max=2 * half).to(torch.int32)
+    try:
+        return _close(part.experts(rows_RD, ends[:half]), layer.experts(rows_RD, ends))
+    except (*_WRONG, ValueError):
+        return False
 
 
 def _small(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -165,43 +182,9 @@ def _small(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: param for name, param in module.named_parameters() if param.numel() <= _LARGE}
 
 
-def _compare_shared(cut: Cut, number: int, memo: dict[int, Any], x_BSD: Tensor, told: Any) -> None:
-    """Compare the first piece of a layer with its attention cut where keys and values travel."""
-    model, layer = cut.adapter.model, cut.copied(number, dict(memo))
-    name, window = type(cut.adapter.layers[number]).__name__, windows_of(model.config)[number]
-    assert isinstance(layer, PlainLayer), "models that ranks can share are of transformers"
-    module = layer.module.get_submodule("self_attn")
-    params = _small(module)
-    batch, length = _SHAPE
-    context = context_of(whole_sequences(batch, length, x_BSD.device), zigzag(batch, length, 1), 0)
-
-    def cut_attention(x: Tensor) -> Tensor:
-        h = layer.before(x)
-        kv, (q, gate) = attn.keys(h, context), attn.queries(h, context)
-        return layer.behind(x, attn.attended(kv, q, gate, context, batch))
-
-    try:
-        attn = SharedAttention(module, window, lambda *_: told)
-        wanted = _with_gradients(lambda x: layer.attention(x, told), x_BSD, params)
-        differing = _differing(_with_gradients(cut_attention, x_BSD, params), wanted)
-    except (*_WRONG, ValueError, Unfit) as error:
-        raise refuse(model, f"attention of layer {number}, {name}, cannot be shared: {error}", "mesh.cp = 1") from error
-    if differing:
-        raise refuse(
-            model, f"attention of layer {number}, {name}, cannot be shared: the {differing} differs", "mesh.cp = 1"
-        )
-
-
 def _differing(found: Mapping[str, Tensor | None], wanted: Mapping[str, Tensor | None]) -> str:
     """What differs; empty if nothing does."""
     return next((what for what, expected in wanted.items() if not _close(found.get(what), expected)), "")
-
-
-def _first(attention: Callable[[Tensor], Any], x_BSD: Tensor) -> Any:
-    """The first piece, of these hidden states and then of others: a plan comes to the next piece later."""
-    found = attention(x_BSD)
-    attention(x_BSD.detach().flip(0))
-    return found
 
 
 def _whole(layer: Any, x_BSD: Tensor, context: Any) -> Tensor:
@@ -210,18 +193,23 @@ def _whole(layer: Any, x_BSD: Tensor, context: Any) -> Tensor:
     return result[0] if isinstance(result, tuple) else result
 
 
-def _routed(
-    cut: Cut, layer: ExpertLayer, x_BSD: Tensor, context: Any, params: dict[str, nn.Parameter]
+def _by_parts(
+    parts: DenseParts, x_BSD: Tensor, params: dict[str, nn.Parameter], documents: Documents | None = None
 ) -> tuple[int, dict[str, Tensor | None]]:
-    parts, seen = ExpertParts(layer, lambda _: context, cut.experts, ONLY), [0]
+    """Experts per token, and output and gradients of a layer's parts, called one after the other."""
+    seen = [0]
 
     def forward(x: Tensor) -> Tensor:
-        rows, residual, other, _, probs, routing = _first(parts.forward_attn, x)
-        tokens = x.shape[0] * x.shape[1]
+        first = parts.forward_attn(x, documents)
+        parts.forward_attn(x.detach().flip(0), documents)  # a plan comes to the next piece later
+        if not isinstance(parts, ExpertParts):
+            return parts.forward_mlp(first)
+        rows, residual, other, _, probs, routing = first
+        tokens, experts = x.shape[0] * x.shape[1], len(routing.counts_E)
         if routing.tokens != tokens or rows.dim() != 2 or residual.shape != x.shape:
             raise ValueError(f"route returns {routing.tokens} tokens' ids and keeps {tuple(residual.shape)}")
-        if routing.chosen_TK is not None and int(routing.chosen_TK.max()) >= cut.experts:
-            raise ValueError(f"route chooses expert {int(routing.chosen_TK.max())} of {cut.experts}")
+        if routing.chosen_TK is not None and int(routing.chosen_TK.max()) >= experts:
+            raise ValueError(f"route chooses expert {int(routing.chosen_TK.max())} of {experts}")
         seen[0] = routing.top_k
         rows = parts.forward_experts(rows, None, exchange_counts(routing, None))
         before = [x.detach().requires_grad_() if isinstance(x, Tensor) else x for x in (rows, residual, other, probs)]

@@ -6,20 +6,18 @@ import json
 import os
 import sys
 
-from hocket.doctor.checks import examine, exit_code, to_json, to_text
-from hocket.doctor.look import look
+from hocket.doctor.checks import examine, exit_code, look, to_json, to_text
 from hocket.doctor.measure import measure, report
 from hocket.environment import find_gpus
 from hocket.program.hardware import kept_file
 from hocket.variables import passed
 
-USAGE = """usage: hocket doctor [--quick] [--json]
+USAGE = """usage: hocket doctor [--json]
        hocket doctor --measure
 
 Checks environment and hardware, and says of each finding what it costs and how to mend it. The exit code is 1 if there
-is something to mend. With two GPUs or more it also gathers on copy engines, and looks at what moved the bytes.
+is something to mend.
 
-  --quick   leave the gather out
   --json    print the findings as JSON
   --measure time products, attention, kernels, copies and links for half a minute, and keep the rates: plans on this
             host go by them from then on, and elsewhere with --hardware.gpu FILE"""
@@ -32,12 +30,10 @@ def run(words: list[str]) -> int:
         return 0
     if "--measure" in words:
         return _measure(words)
-    unknown = [word for word in words if word not in ("--quick", "--json")]
+    unknown = [word for word in words if word != "--json"]
     if unknown:
-        raise ValueError(
-            f"doctor {unknown[0]} (command line): there is no such option; fix: --quick, --json or --measure"
-        )
-    checks = examine(look(os.environ, passed(sys.modules), "--quick" not in words))
+        raise ValueError(f"doctor {unknown[0]} (command line): there is no such option; fix: --json or --measure")
+    checks = examine(look(os.environ, passed(sys.modules)))
     print(json.dumps(to_json(checks), indent=1) if "--json" in words else to_text(checks))
     return exit_code(checks)
 

@@ -14,10 +14,8 @@ from hocket.commands import megatron
 from hocket.commands.options import RecipeOptions, parse
 from hocket.commands.plan import resolve_for_plan, same_work, with_documents
 from hocket.config import Config
-from hocket.doctor.measure import run as measure_here
-from hocket.environment import find_gpus, stopping
-from hocket.explain.beside import beside, hardware_for, in_traces, request
-from hocket.explain.build import explain, read
+from hocket.environment import stopping
+from hocket.explain.build import explain, in_traces, read
 from hocket.explain.explanation import Explanation, to_text
 from hocket.measured import other_ways
 from hocket.planned import check_patterns
@@ -38,8 +36,6 @@ class Explain(RecipeOptions):
 
     json: bool = False
     """Print the explanation as JSON."""
-    probe: bool = False
-    """Time the run's products and transfers on this host, and show the times beside the predictions."""
     from_: Annotated[tuple[str, ...], tyro.conf.arg(name="from")] = ()
     """Traces of a run of the same sizes, one per rank, or its folder: show them beside the predictions."""
 
@@ -48,7 +44,7 @@ def run(words: list[str]) -> int:
     """Explain a configuration, or translate settings of Megatron-LM. Returns the exit code."""
     if foreign := [name for word in words if (name := word.partition("=")[0]).startswith("--from-")]:
         if strange := [name for name in foreign if name != "--from-megatron"]:
-            fix = "--from-megatron, also for Megatron Bridge, or the tables of hocket help coming-from"
+            fix = "--from-megatron, also for Megatron Bridge, or the tables of docs/coming-from.md"
             raise ValueError(f"explain {strange[0]} (command line): nothing translates this system; fix: {fix}")
         return megatron.run(words)
     if words and of_run(words[0]):
@@ -64,8 +60,6 @@ def run(words: list[str]) -> int:
     found = replace(explain(with_documents(settings), variables), refused=reasons)
     if options.from_:
         found = with_traces(found, settings, options.from_, origins)
-    if options.probe:
-        found = with_probe(found, settings)
     print(json_module.dumps(found.as_json(), indent=1) if options.json else to_text(found))
     for reason in reasons:
         print(f"hocket: a run would not start: {reason}", file=sys.stderr)
@@ -109,15 +103,3 @@ def with_traces(found: Explanation, settings: Settings, paths: tuple[str, ...], 
     measured = in_traces(report(traces), found.predicted)
     note = "; ".join((measured.note, *other_ways(settings, traces[0])))
     return replace(found, measured=replace(measured, note=note))
-
-
-def with_probe(found: Explanation, settings: Settings) -> Explanation:
-    """The explanation with times measured on this host."""
-    found_here = find_gpus()
-    gpus, name = found_here.count, found_here.name
-    asked = request(settings, gpus)
-    measured = measure_here(asked, os.environ)
-    where = f"{asked.world} x {name}" if gpus else f"{asked.world} processes on the CPU"
-    hardware = hardware_for(asked, settings, name)
-    on = f"{where}, {asked.transport}; predicted for {hardware.name}"
-    return replace(found, probed=beside(measured, hardware), probed_on=on)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from hocket.model.tokenizer import Tokenizer
     from hocket.model.transformer import Chunk
     from hocket.train.corpus import Corpus
-    from hocket.train.data import Shuffled
+    from hocket.train.data import Stream
     from hocket.train.export import StoredModel
 
 UNFINISHED = "�"
@@ -64,18 +65,14 @@ def run_generate(words: list[str]) -> int:
     """Generate. Returns the exit code."""
     options = parse_plain(Generate, "generate", "hocket generate RUN --prompt TEXT", words)
     _check_ranges(options)
-    from hocket.model.generate import Sampling, generate
+    from hocket.model.transformer import generate
 
     device = device_of(options.device)
-    try:
+    with _named(f"generate {options.model}", _WHOLE):
         config, value, data, stored = opened(Path(options.model))
         _require_sound(config, device)
         if data.tokenizer != BYTES and not (file := tokenizer_file(data.tokenizer)).exists():
             raise ValueError(f"there is no {file}, the tokenizer; fix: put the model's {' or '.join(FILES)} there")
-    except (OSError, ValueError) as error:
-        fix = "; fix: a run with a whole checkpoint, or a folder of a family that hocket computes"
-        fix = "" if "; fix: " in str(error) else fix
-        raise ValueError(f"generate {options.model} (command line): {error}{fix}") from None
     tokenizer = load_tokenizer(data, {"data.tokenizer": options.model})
     text, end = _in_chat(options, data) if options.chat else (options.prompt, "")
     prompt = [*(() if options.chat else tokenizer.begins), *map(int, tokenizer.encode([text.encode()])[0])]
@@ -85,10 +82,23 @@ def run_generate(words: list[str]) -> int:
     if (special := tokenizer.special(end)) >= 0:
         ends, end = [*ends, special], ""
     model = filled(config, value, device)
-    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     sys.stdout.write("" if options.chat else options.prompt)
-    _print(generate(model, prompt, options.tokens, sampling, frozenset(ends)), tokenizer, end)
+    how = {name: getattr(options, name) for name in ("seed", "temperature", "top_k", "top_p")}
+    _print(generate(model, prompt, options.tokens, ends, **how), tokenizer, end)
     return 0
+
+
+_WHOLE = "a run with a whole checkpoint, or a folder of a family that hocket computes"
+
+
+@contextmanager
+def _named(what: str, fix: str) -> Iterator[None]:
+    """Inside, errors of files name the command, and say a fix if they have none."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        said = "" if "; fix: " in str(error) else f"; fix: {fix}"
+        raise ValueError(f"{what} (command line): {error}{said}") from None
 
 
 def device_of(asked: str) -> str:
@@ -120,7 +130,7 @@ def opened(
 ) -> tuple[ModelConfig, Callable[[str, tuple[int, ...]], Tensor], DataConfig, StoredModel | None]:
     """A model's settings, its parameters by name and whole shape, the settings of its text, and a run's checkpoint."""
     from hocket.model.source import whole_shapes
-    from hocket.pretrained.convert import PretrainedFolder
+    from hocket.pretrained.weights import PretrainedFolder
     from hocket.train.checkpoint import newest_of
     from hocket.train.export import StoredModel
 
@@ -226,11 +236,8 @@ def run_eval(words: list[str]) -> int:
     from hocket.train.corpus import open_corpus
     from hocket.train.sources import read_sources
 
-    try:
+    with _named(f"eval {model}", _WHOLE):
         sizes, value, read, *_ = opened(Path(model))
-    except (OSError, ValueError) as error:
-        fix = "a run with a whole checkpoint, or a folder of a family that hocket computes"
-        raise ValueError(f"eval {model} (command line): {error}; fix: {fix}") from None
     if (Path(model) / "config.json").exists():
         read = replace(read, packing="on", sequence_length=1024)
     config, origins = configured(Config(model=sizes, data=replace(read, paths=())), flags)
@@ -272,22 +279,22 @@ def _line(name: str, total: float, count: int) -> str:
     return f"{name and f'{name}  '}loss {mean:.6f} nats per token, perplexity {perplexity:.4g}, {count:,} tokens"
 
 
-def _streams(corpus: Corpus, data: DataConfig) -> Iterator[Shuffled]:
+def _streams(corpus: Corpus, data: DataConfig) -> Iterator[Stream]:
     """All sequences of a text, and where sequences are cut from it what is left behind the last one."""
-    from hocket.train.data import Bins, Stream
+    from hocket.train.corpus import Split
+    from hocket.train.data import Stream
 
-    tokens, length = corpus.train, data.sequence_length
+    (tokens, bounds, masked), length = corpus.train, data.sequence_length
     if data.packing == "best_fit":
-        stream = Bins(tokens, length, 0, corpus.whole_documents[0], corpus.masked)
+        stream = Stream(corpus.train, length, 0, data.packing)
         if stream.left_out:
             print(f"note: {stream.left_out:,} documents longer than {length} tokens are left out")
         yield stream
         return
-    packed, rest = data.packing == "on", max(len(tokens) - 1, 0) % length
+    rest = max(len(tokens) - 1, 0) % length
     for size, first in ((length, 0), (rest, len(tokens) - 1 - rest)):
         if size:
-            starts = corpus.starts - first if packed else None
-            yield Stream(tokens[first:], size, 0, starts, corpus.masked - first)
+            yield Stream(Split(tokens[first:], bounds - first, masked - first), size, 0, data.packing)
 
 
 def _loss(chunk: Chunk, corpus: Corpus, data: DataConfig, together: int) -> tuple[float, int]:
@@ -333,14 +340,9 @@ def run_export(words: list[str]) -> int:
     from hocket.train.export import export  # imports torch
 
     checkpoint = newest_of(Path(options.run))
-    try:
-        family, remarks = export(
-            checkpoint.resolve(), Path(options.folder), "" if options.dtype == "run" else options.dtype
-        )
-    except (OSError, ValueError) as error:
-        fix = "; fix: a run with a whole checkpoint of a model that a family computes"
-        fix = "" if "; fix: " in str(error) else fix
-        raise ValueError(f"export {options.run} {options.folder} (command line): {error}{fix}") from None
+    dtype = "" if options.dtype == "run" else options.dtype
+    with _named(f"export {options.run} {options.folder}", "a run with a whole checkpoint of a model of some family"):
+        family, remarks = export(checkpoint.resolve(), Path(options.folder), dtype)
     print(f"wrote {options.folder}: {family}, of {checkpoint}")
     for remark in remarks:
         print(f"note: {remark}")
@@ -351,8 +353,8 @@ def run_export(words: list[str]) -> int:
 
 IMPORT_USAGE = """usage: hocket import DIR FILE.toml [--data.eos TOKEN]
 
-Reads config.json and all tensors of DIR, and writes the settings of its model to FILE.toml. A run of that file begins
-with the weights of DIR, on any mesh: hocket train FILE.toml --mesh.dp 8 --data.paths my/texts
+Reads config.json and the headers of all tensors of DIR, and writes the settings of its model to FILE.toml. A run of
+that file begins with the weights of DIR, on any mesh: hocket train FILE.toml --mesh.dp 8 --data.paths my/texts
 --data.eos names the token that ends a text, as the tokenizer writes it, where no file of DIR does."""
 
 
@@ -373,22 +375,14 @@ def run_import(words: list[str]) -> int:
     from hocket.model.source import open_weights  # imports torch
     from hocket.pretrained.configuration import model_of, read_config
 
-    try:
+    with _named(folder, "a whole folder of a family that is there"):
         config = read_config(Path(folder))
         model = model_of(config)
         opened = open_weights(replace(model, weights=folder))
-    except ValueError as error:
-        raise ValueError(f"{folder} (command line): {error}; fix: a whole folder of a family that is there") from None
-    try:
         data, remark = _data(folder, model, eos)
-    except ValueError as error:
-        raise ValueError(f"{folder} (command line): {error}") from None
     write(target, _toml(folder, config["model_type"], model, data))
     if remark:
         print(f"note: {remark}")
-    if broken := opened.not_finite():
-        more = f", and {len(broken) - 1} more tensors have such" if len(broken) > 1 else ""
-        print(f"WARNING  {broken[0]}{more}: a run refuses to begin with them")
     if opened.further:
         some = f"{len(opened.further)} tensors, such as {min(opened.further)},"
         print(f"note: {some} belong to layers that predict further tokens; hocket leaves them out, and exports none")

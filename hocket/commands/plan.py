@@ -159,15 +159,16 @@ def resolve_for_plan(
     config: Config,
     origins: dict[str, str],
     price: Callable[[Config], CostTable] = model_costs,
-    remarks: bool = True,
     gives_up: bool = False,
+    memory: int = 0,
 ) -> Settings:
     """Settings as on hosts with enough GPUs if the recipe computes in bf16, else as on this machine's CPUs.
 
     A plan can be looked at anywhere, so the GPUs of the run are taken for granted: of the kind that this machine has.
-    Its tokenizer is told of if it is here.
+    Its tokenizer is told of if it is here. `memory` is what a rank can use, in place of that of the GPU.
     """
     host = host_for_plan(config, driver_names())
+    host = replace(host, memory=memory or host.memory)
     with suppress(ValueError):
         host = replace(host, tokenizer_begin=known_tokenizer(config.data, origins).begin)
-    return resolve(config, host, origins, price, remarks, gives_up)
+    return resolve(config, host, origins, price, gives_up)

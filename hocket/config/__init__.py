@@ -14,7 +14,10 @@ from hocket.config.layout import PlanConfig as PlanConfig
 from hocket.config.layout import Purpose as Purpose
 from hocket.config.layout import Steps as Steps
 from hocket.config.layout import Strategy as Strategy
+from hocket.config.model import PLAIN as PLAIN
 from hocket.config.model import ModelConfig as ModelConfig
+from hocket.config.model import RopeConfig as RopeConfig
+from hocket.config.model import RopeKind as RopeKind
 from hocket.config.optimizer import OptimizerConfig as OptimizerConfig
 from hocket.config.overlap import DataOverlap as DataOverlap
 from hocket.config.overlap import ExpertOverlap as ExpertOverlap
@@ -23,7 +26,6 @@ from hocket.config.overlap import PipelineOverlap as PipelineOverlap
 from hocket.config.overlap import Switch as Switch
 from hocket.config.overlap import TensorOverlap as TensorOverlap
 from hocket.config.overlap import Update as Update
-from hocket.config.rope import RopeConfig as RopeConfig
 from hocket.config.training import BYTE_VOCAB as BYTE_VOCAB
 from hocket.config.training import BYTES as BYTES
 from hocket.config.training import COPIED as COPIED

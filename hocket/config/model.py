@@ -6,11 +6,54 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from hocket.config.bounds import LONG, MANY, WIDE, Between, OnlyWith
-from hocket.config.rope import RopeConfig
 
 EXPERTS = OnlyWith("a model with experts")
 LATENT = OnlyWith("model.kv_lora_rank above 0")
 DELTA = OnlyWith("model.delta_heads above 0")
+
+
+RopeKind = Literal["default", "linear", "llama3", "yarn"]
+YARN = OnlyWith("model.rope.kind = yarn")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary positions beyond their base, `model.rope_theta`."""
+
+    kind: RopeKind = "default"
+    """How the angles of a model that was trained on short sequences are made smaller for long ones. default: not at
+    all. linear: all alike. llama3 and yarn: slow pairs alone, as Llama 3.1 and Peng et al. 2023 (YaRN) have it."""
+    width: Annotated[int, Between(0, MANY)] = 0
+    """Elements of each head that rotate, from its first one on. The others have no position. 0 means all."""
+    without: Annotated[tuple[int, ...], Between(0)] = ()
+    """Numbers of the layers whose queries and keys do not rotate."""
+    plain_windows: Annotated[
+        bool, OnlyWith("model.rope.kind other than default", idle=(False,)), OnlyWith("a window", idle=(False,))
+    ] = False
+    """Whether layers with a window keep their angles, whatever `kind` is."""
+    factor: Annotated[float, Between(1, 1e6), OnlyWith("model.rope.kind = linear or llama3 or yarn")] = 1.0
+    """Divisor of the angles that are made smaller. Of linear, llama3 and yarn."""
+    original_positions: Annotated[int, Between(0, LONG), OnlyWith("model.rope.kind = llama3 or yarn")] = 0
+    """Positions of the model before its angles were made smaller. llama3 and yarn need it."""
+    low_frequency: Annotated[float, Between(1e-6, 1e6), OnlyWith("model.rope.kind = llama3")] = 1.0
+    """Of llama3: pairs that turn fewer times than this in the original positions have all of the factor."""
+    high_frequency: Annotated[float, Between(1e-6, 1e6), OnlyWith("model.rope.kind = llama3")] = 4.0
+    """Of llama3: pairs that turn more often than this in the original positions keep their angles."""
+    beta_fast: Annotated[float, Between(1e-6, 1e6), YARN] = 32.0
+    """Of yarn: pairs that turn more often than this in the original positions keep their angles."""
+    beta_slow: Annotated[float, Between(1e-6, 1e6), YARN] = 1.0
+    """Of yarn: pairs that turn fewer times than this have all of the factor."""
+    truncate: Annotated[bool, YARN] = True
+    """Of yarn: whether the first and the last pair between the two are rounded to whole numbers."""
+    attention_factor: Annotated[float, Between(0, 1e6), YARN] = 0.0
+    """Of yarn: factor on cosines and sines. 0 computes it from `factor`, `mscale` and `mscale_all_dim`."""
+    mscale: Annotated[float, Between(0, 1e6), YARN] = 0.0
+    """Of yarn: weight of ln(factor) in the numerator of that factor, if `mscale_all_dim` is given too."""
+    mscale_all_dim: Annotated[float, Between(0, 1e6), YARN] = 0.0
+    """Of yarn: weight of ln(factor) in its denominator, if `mscale` is given too."""
+
+
+PLAIN = RopeConfig()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +181,7 @@ class ModelConfig:
     """Where the norms of a layer are: before attention and MLP, or behind them, on what they add to the stream."""
     rope_theta: Annotated[float, Between(1e-6, 1e12)] = 10000.0
     """Base of the rotary embedding."""
-    rope: RopeConfig = RopeConfig()  # noqa: RUF009 (frozen)
+    rope: RopeConfig = PLAIN
     """What else there is to rotary positions."""
     norm_eps: Annotated[float, Between(1e-30, 1e30)] = 1e-6
     """Epsilon of RMSNorm."""

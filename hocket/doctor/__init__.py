@@ -1,5 +1,5 @@
-"""`hocket doctor`: is this host fit for overlap, and what does each thing that is not cost? And what it measures.
+"""`hocket doctor`: whether this host is fit for overlap, and what its GPUs and links reach.
 
-`look.py` finds values, `checks.py` judges them, reads nothing itself, and says it. `measure.py` starts ranks that time
-products and transfers; `rank.py` is one of them.
+`checks.py` looks at the host and judges it. `measure.py` starts ranks that time products and transfers; `rank.py` is
+one of them.
 """

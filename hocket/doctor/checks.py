@@ -1,43 +1,31 @@
-"""Judges what each finding of the doctor means for overlap. It is pure: a table of functions over `Found`."""
+"""`hocket doctor`: is this host fit for overlap, and what does each thing that is not cost?
+
+`look` asks the driver's tool, torch in a process of its own, and the system; what cannot be asked stays empty.
+`examine` judges that, row by row, and reads nothing itself, so that a test can make any host.
+"""
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import importlib
+import importlib.util
 import re
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
 import textwrap
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import takewhile
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
-from hocket.environment import is_number_of_threads
-from hocket.variables import WANTED, Moment, survey
+from hocket.environment import cores, is_number_of_threads, processes, torch_build
+from hocket.variables import Moment, survey
 
-# -- Findings of the doctor on a host. They are plain values, so a test can make any host ------------------------------
-
-State = Literal["ok", "costs", "stops", "unknown"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gpu:
-    """One GPU, as the driver's own tool describes it. Values that the tool does not report are empty or 0."""
-
-    name: str
-    memory_mib: int = 0
-    used_mib: int = 0
-    clock_mhz: int = 0
-    """Highest clock that applications may use."""
-    max_clock_mhz: int = 0
-    power_watts: float = 0.0
-    """The limit that is set."""
-    default_watts: float = 0.0
-    ecc: str = ""
-    uncorrected: int = 0
-    """Memory errors since the driver was loaded that could not be corrected."""
-    mig: str = ""
-    compute_mode: str = ""
-    slowed_by: tuple[str, ...] = ()
-    """Reasons why the clock is held down now, except idleness and the limits above."""
+# -- What is found on a host -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +43,7 @@ class Port:
 
 @dataclass(frozen=True, kw_only=True)
 class Torch:
-    """What torch reports about the host, asked in a process of its own."""
+    """What torch reports about the host."""
 
     version: str
     cuda: str = ""
@@ -74,22 +62,17 @@ class Torch:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """Everything that the checks look at. Sizes in bytes; 0 or empty is not known."""
+    """Everything that is judged. Sizes in bytes; 0 or empty is not known."""
 
     env: Mapping[str, str] = field(default_factory=dict)
     passed: Collection[Moment] = ()
     python: tuple[int, ...] = ()
     torch: Torch
-    gpus: tuple[Gpu, ...] = ()
-    """GPUs that the driver lists, also those that torch cannot use."""
-    driver: str = ""
+    gpus: tuple[Mapping[str, str], ...] = ()
+    """GPUs that the driver lists, also those that torch cannot use: its values, by its names of them."""
     links: Mapping[tuple[int, int], str] = field(default_factory=dict)
     """How two GPUs are joined, in the driver's words, such as NV18 or SYS."""
     ports: tuple[Port, ...] = ()
-    copies: tuple[str, ...] = ()
-    """Names of everything that a gather on copy engines ran on a GPU; empty if none was tried."""
-    no_probe: str = "hocket doctor was not asked to try it"
-    """Why none was tried."""
     cores: int = 0
     shm: int = 0
     """Size of the shared memory of processes."""
@@ -102,21 +85,150 @@ class Found:
     temporary_free: int = 0
 
 
+LIMIT = 60.0
+"""Seconds for a tool to answer."""
+
+_ASKED = (
+    "name", "memory.total", "memory.used", "power.limit", "power.default_limit", "ecc.mode.current",
+    "ecc.errors.uncorrected.volatile.total", "mig.mode.current", "compute_mode", "driver_version",
+)  # fmt: skip
+_NEWER = ("clocks.applications.graphics", "clocks.max.graphics", "clocks_throttle_reasons.active")
+"""Fields that drivers rename from time to time; a driver that does not know one answers nothing at all."""
+
+
+def look(env: Mapping[str, str], passed: Collection[Moment]) -> Found:
+    """Everything that can be found here."""
+    temporary = tempfile.gettempdir()
+    return Found(
+        env=dict(env),
+        passed=passed,
+        python=tuple(sys.version_info[:3]),
+        torch=_torch(),
+        gpus=gpus_of(_asked((*_ASKED, *_NEWER)), (*_ASKED, *_NEWER)) or gpus_of(_asked(_ASKED), _ASKED),
+        links=links_of(_output(["nvidia-smi", "topo", "-m"])),
+        ports=ports_in(Path("/sys/class/infiniband")),
+        cores=cores(),
+        shm=shutil.disk_usage("/dev/shm").total if Path("/dev/shm").exists() else 0,
+        open_files=_limit(resource.RLIMIT_NOFILE),
+        locked=_limit(resource.RLIMIT_MEMLOCK),
+        temporary=temporary,
+        temporary_free=shutil.disk_usage(temporary).free,
+    )
+
+
+def ports_in(folder: Path) -> tuple[Port, ...]:
+    """Ports of network adapters, from the folder in which the kernel describes them."""
+    found = []
+    for port in sorted(folder.glob("*/ports/*")):
+        said = dict.fromkeys(("state", "rate", "link_layer"), "")
+        for name in said:
+            with contextlib.suppress(OSError):
+                said[name] = (port / name).read_text().strip()
+        name, speed = f"{port.parent.parent.name}:{port.name}", re.match(r"[\d.]+", said["rate"])
+        gbits, kind = float(speed[0]) if speed else 0.0, said["link_layer"] or "InfiniBand"
+        found.append(Port(name=name, active="ACTIVE" in said["state"], gbits=gbits, kind=kind))
+    return tuple(found)
+
+
+def _limit(kind: int) -> int:
+    soft, _ = resource.getrlimit(kind)
+    return -1 if soft == resource.RLIM_INFINITY else soft
+
+
+def _output(command: Sequence[str]) -> str:
+    """The output of a tool; empty if the tool is missing, fails or takes too long."""
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return ended.stdout if ended.returncode == 0 else ""
+
+
+def _asked(fields: Sequence[str]) -> str:
+    return _output(["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"])
+
+
+def gpus_of(text: str, fields: Sequence[str]) -> tuple[dict[str, str], ...]:
+    """GPUs from what nvidia-smi prints for these fields, a line for each GPU."""
+    return tuple(dict(zip(fields, map(str.strip, line.split(",")), strict=False)) for line in text.splitlines())
+
+
+def links_of(text: str) -> dict[tuple[int, int], str]:
+    """How each pair of GPUs is joined, from the matrix of `nvidia-smi topo -m`."""
+    found = {}
+    for line in re.sub(r"\x1b\[[\d;]*m", "", text).splitlines():
+        words = line.split()
+        if words and re.fullmatch(r"GPU\d+", words[0]) and "X" in words[1:]:
+            a = int(words[0].removeprefix("GPU"))
+            found.update({(b, a): how for b, how in enumerate(words[1 : a + 1])})
+    return found
+
+
+def _torch() -> Torch:
+    """What torch says, asked in a process of its own, which may crash or hang. A build without CUDA need not be."""
+    version, cuda = torch_build()
+    if not cuda:
+        return Torch(version=version)
+    try:
+        with processes(1, {}) as pool:
+            return pool.submit(_ask).result(LIMIT)
+    except Exception as error:  # whatever a broken driver does to the process
+        return Torch(version=version, cuda=cuda, error=f"{type(error).__name__}: {error}")
+
+
+def _ask() -> Torch:
+    """Touches CUDA."""
+    import torch
+
+    from hocket.runtime.shared_memory import problem
+
+    count, triton = torch.cuda.device_count(), importlib.util.find_spec("triton")
+    found = Torch(
+        version=torch.__version__,
+        cuda=torch.version.cuda or "",
+        gpus=count,
+        triton=importlib.import_module("triton").__version__ if triton else "",
+    )
+    if not count:
+        return found
+    reach = torch.cuda.can_device_access_peer
+    apart = tuple((a, b) for a in range(count) for b in range(count) if a != b and not reach(a, b))
+    return replace(found, nccl=torch.cuda.nccl.version(), apart=apart, no_copy_engine=problem() if count > 1 else "")
+
+
+# -- What it means for overlap -----------------------------------------------------------------------------------------
+
+State = Literal["ok", "costs", "stops", "unknown"]
+
+
+class Row(NamedTuple):
+    """One question about a host, with its answer."""
+
+    name: str
+    state: State
+    """If something is wrong."""
+    wrong: str
+    """What is wrong, or why there is no answer; empty if nothing is."""
+    right: str
+    """What there is if nothing is wrong; empty: nothing to say."""
+    cost: str
+    """What the wrong state costs, or why the question has no answer."""
+    fix: str = ""
+
+
 @dataclass(frozen=True)
 class Check:
-    """One judgement."""
+    """One judgement, as it is reported."""
 
     area: str
     name: str
     state: State
     found: str
     cost: str = ""
-    """The cost of this state, or why the check has no answer."""
     fix: str = ""
 
 
-# -- checks ------------------------------------------------------------------------------------------------------------
-
+Rows = Iterator[Row]
 OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 11)
 GIB, MIB = 2**30, 2**20
 SHM_PER_GPU = 64 * MIB
@@ -127,89 +239,110 @@ CORES_PER_GPU = 2
 """One core issues the ops of a rank. The threads of autograd and NCCL need another."""
 BUSY_MIB = 2048
 """From this much used memory on, another process is taken to work on a GPU."""
-KERNELS = ("ncclDevKernel", "ncclSymk", "ncclKernel")
-"""Words in the names of kernels that communicate."""
-
-Checks = Iterator[Check]
-_env, _soft, _gpu, _link, _host = (
-    functools.partial(Check, area) for area in ("environment", "software", "GPUs", "links", "host")
-)
+SLOWED = {
+    0x08: "slowed down by its hardware", 0x20: "too hot (software limit)", 0x40: "too hot (hardware limit)",
+    0x80: "not enough power from the host",
+}  # fmt: skip
+"""Bits of the driver's reasons why a clock is held down now, except idleness and limits that somebody has set."""
 
 
-def environment(f: Found) -> Checks:
+def environment(f: Found) -> Rows:
     """Variables that hocket sets or wants, and harmful variables."""
-    wanted = {variable.name for variable in WANTED}
-    for finding in survey(f.env, f.passed):
-        found = finding.found or "not set, hocket sets " + finding.wanted
-        if finding.state in ("ok", "set"):
-            yield _env(finding.name, "ok", found)
-        else:
-            state = "stops" if finding.state == "refused" else "costs"
-            found = f"{finding.found or 'not set'}{f', wanted {finding.wanted}' if finding.name in wanted else ''}"
-            yield _env(finding.name, state, found, finding.cost, finding.fix)
-    yield _threads(f)
+    for each in survey(f.env, f.passed):
+        right = (each.found or f"not set, hocket sets {each.wanted}") if each.state in ("ok", "set") else ""
+        found = f"{each.found or 'not set'}{f', wanted {each.wanted}' if each.wanted else ''}"
+        state: State = "stops" if each.state == "refused" else "costs"
+        yield Row(each.name, state, "" if right else found, right, each.cost, each.fix)
+    threads, ranks = f.env.get("OMP_NUM_THREADS", ""), max(1, f.torch.gpus)  # one rank per GPU
+    state, wrong, cost = "costs", "", f"{ranks} ranks of {threads} threads share {f.cores} cores and take turns"
+    if "OMP_NUM_THREADS" in f.env and not is_number_of_threads(threads):
+        state, wrong, cost = "stops", threads or "(empty)", "not a number of threads: no run starts"
+    elif threads and f.cores and int(threads) * ranks > f.cores:
+        wrong = threads
+    right = threads or "not set, hocket divides the cores among the ranks of a host"
+    yield Row("OMP_NUM_THREADS", state, wrong, right, cost, "unset it, and hocket divides the cores")
 
 
-def _threads(f: Found) -> Check:
-    """Threads of a rank. There is one rank per GPU, and without GPUs at least one."""
-    name, ranks, fix = "OMP_NUM_THREADS", max(1, f.torch.gpus), "unset it, and hocket divides the cores"
-    if name not in f.env:
-        return _env(name, "ok", "not set, hocket divides the cores among the ranks of a host")
-    threads = f.env[name]
-    if not is_number_of_threads(threads):
-        return _env(name, "stops", threads or "(empty)", "not a number of threads: no run starts", fix)
-    if f.cores and int(threads) * ranks > f.cores:
-        cost = f"{ranks} ranks of {threads} threads share {f.cores} cores and take turns"
-        return _env(name, "costs", threads, cost, fix)
-    return _env(name, "ok", threads)
-
-
-def software(f: Found) -> Checks:
+def software(f: Found) -> Rows:
     """Versions."""
-    if f.python:
-        text = ".".join(map(str, f.python))
-        if f.python[:2] < OLDEST_PYTHON:
-            yield _soft("python", "stops", text, "hocket cannot be imported", "Python 3.11 or newer")
-        else:
-            yield _soft("python", "ok", text)
-    if f.torch.error:
-        yield _soft("torch", "stops", f.torch.error, "nothing can run", "reinstall torch, or its driver")
+    python, t = ".".join(map(str, f.python)), f.torch
+    old = python if f.python and f.python[:2] < OLDEST_PYTHON else ""
+    yield Row("python", "stops", old, python, "hocket cannot be imported", "Python 3.11 or newer")
+    if t.error:
+        yield Row("torch", "stops", t.error, "", "nothing can run", "reinstall torch, or its driver")
         return
-    numbers = tuple(int(part) for part in f.torch.version.split("+")[0].split(".")[:2] if part.isdigit())
-    if numbers < OLDEST_TORCH:
-        yield _soft("torch", "stops", f.torch.version, "it lacks what hocket calls", "torch 2.11 or newer")
-    else:
-        yield _soft("torch", "ok", f.torch.version + ("" if f.torch.cuda else ", without CUDA"))
-    if not f.torch.gpus:
-        yield _soft("NCCL", "unknown", "-", "torch uses no GPU here")
-        return
-    yield _soft("NCCL", "ok", ".".join(map(str, f.torch.nccl)))
-    if f.torch.triton:
-        yield _soft("triton", "ok", f.torch.triton)
-    else:
-        yield _soft("triton", "stops", "none", "hocket's GPU kernels are written in it", "install triton")
+    numbers = tuple(int(part) for part in t.version.split("+")[0].split(".")[:2] if part.isdigit())
+    old, right = t.version if numbers < OLDEST_TORCH else "", t.version + ("" if t.cuda else ", without CUDA")
+    yield Row("torch", "stops", old, right, "it lacks what hocket calls", "torch 2.11 or newer")
+    yield Row("NCCL", "unknown", "" if t.gpus else "-", ".".join(map(str, t.nccl)), "torch uses no GPU here")
+    if t.gpus:
+        missing = "" if t.triton else "none"
+        yield Row("triton", "stops", missing, t.triton, "hocket's GPU kernels are written in it", "install triton")
 
 
-def gpus(f: Found) -> Checks:
+def gpus(f: Found) -> Rows:
     """What the driver and torch report about the GPUs."""
-    if not f.gpus and not f.torch.gpus:
-        yield _gpu("GPUs", "unknown", "none", "clocks, power, memory errors and partitions need one")
+    if not f.gpus:
+        lacks = ("driver's tool", "no nvidia-smi") if f.torch.gpus else ("GPUs", "none")
+        why = "clocks, power and partitions are not known"
+        why = why if f.torch.gpus else "clocks, power, memory errors and partitions need one"
+        yield Row(lacks[0], "unknown", lacks[1], "", why)
         return
+    driver, used = f.gpus[0].get("driver_version", ""), f"{f.torch.gpus} of {len(f.gpus)} can be used"
+    named = _visible(f)
     if f.torch.error:
-        yield _gpu("GPUs", "unknown", f"{len(f.gpus)} listed by the driver", "torch gives no answer")
-    elif f.gpus and f.torch.gpus < len(f.gpus):
-        yield from _unused(f)
-    elif not f.gpus:
-        yield _gpu("driver's tool", "unknown", "no nvidia-smi", "clocks, power and partitions are not known")
-        return
+        yield Row("GPUs", "unknown", f"{len(f.gpus)} listed by the driver", "", "torch gives no answer")
+    elif f.torch.gpus >= len(f.gpus):
+        yield Row("GPUs", "ok", "", f"{len(f.gpus)} x {f.gpus[0]['name']}, driver {driver or '?'}", "")
+    elif named is not None and f.torch.gpus >= min(len(named), len(f.gpus)):
+        yield Row("GPUs", "ok", "", f"{used}: CUDA_VISIBLE_DEVICES = {f.env['CUDA_VISIBLE_DEVICES'] or '(empty)'}", "")
+    elif not f.torch.cuda:
+        fix = "a torch with CUDA, as from PyPI"
+        yield Row("GPUs", "stops", used, "", "torch is a build without CUDA, so all runs on CPUs", fix)
     else:
-        yield _gpu("GPUs", "ok", f"{len(f.gpus)} x {f.gpus[0].name}, driver {f.driver or '?'}")
-    names = sorted({f.gpus[number].name for number in _shown(f)})
-    if len(names) > 1:
-        yield _gpu("kinds", "costs", ", ".join(names), "all ranks wait for the slowest", "GPUs of one kind")
+        fix = f"a driver for CUDA {f.torch.cuda}, or a torch for driver {driver or '(not known)'}"
+        yield Row("GPUs", "stops", used, "", "torch cannot start CUDA on the others", fix)
+    kinds = sorted({f.gpus[number]["name"] for number in _shown(f)})
+    several = ", ".join(kinds) if len(kinds) > 1 else ""
+    yield Row("kinds", "costs", several, "", "all ranks wait for the slowest", "GPUs of one kind")
     for number in _shown(f):
-        for state, text, cost, fix in _of_gpu(f.gpus[number]):
-            yield _gpu(f"GPU {number}", state, text, cost, fix)
+        yield from _of_gpu(f"GPU {number}", f.gpus[number])
+
+
+def _of_gpu(name: str, g: Mapping[str, str]) -> Rows:
+    """What may be wrong with one GPU. A value that the tool does not tell, such as [N/A], counts as nothing."""
+
+    def number(of: str) -> float:
+        return float(g[of]) if re.fullmatch(r"\d+(\.\d+)?", g.get(of, "")) else 0.0
+
+    def told(of: str, value: str, words: str) -> str:
+        return words if g.get(of, "").lower() == value else ""
+
+    owner, reasons = "by the host's owner", g.get("clocks_throttle_reasons.active", "")
+    clock, top = number("clocks.applications.graphics"), number("clocks.max.graphics")
+    watts, usual = number("power.limit"), number("power.default_limit")
+    errors, busy = number("ecc.errors.uncorrected.volatile.total"), number("memory.used")
+    bits = int(reasons, 16) if re.fullmatch(r"0x[0-9a-fA-F]+", reasons) else 0
+    slowed = ", ".join(words for bit, words in SLOWED.items() if bits & bit)
+    held = f"clock held at {clock:.0f} of {top:.0f} MHz" if 0 < clock < top else ""
+    limited = f"limited to {watts:.0f} of {usual:.0f} W" if 0 < watts < usual else ""
+    broken = f"{errors:.0f} memory errors that ECC could not correct" if errors else ""
+    in_use = f"{busy / 1024:.0f} GiB in use" if busy > BUSY_MIB else ""
+    mig, off = told("mig.mode.current", "enabled", "MIG is on"), told("ecc.mode.current", "disabled", "ECC is off")
+    prohibited = told("compute_mode", "prohibited", "computing is prohibited")
+    partitions = "NVLink and P2P do not reach its partitions: ranks on them talk through host memory, if at all"
+    longer = f"compute takes up to {top / max(clock, 1) - 1:.0%} longer"
+    yield Row(name, "stops", mig, "", partitions, f"a GPU without MIG, which is turned off {owner}")
+    yield Row(name, "costs", held, "", longer, f"nvidia-smi --reset-applications-clocks, {owner}")
+    yield Row(name, "costs", limited, "", "the clock falls under load", f"nvidia-smi -pl {usual:.0f}, {owner}")
+    yield Row(
+        name, "costs", slowed, "", "it is slow, and its peers wait for it", "look at cooling and power of the host"
+    )
+    yield Row(name, "stops", broken, "", "a run dies, or computes nonsense", "another GPU, and tell the host's owner")
+    yield Row(name, "costs", off, "", "a flipped bit goes unnoticed", f"nvidia-smi -e 1, {owner}")
+    yield Row(name, "stops", prohibited, "", "no process may use it", f"nvidia-smi -c 0, {owner}")
+    busy_cost = "another process works there, and peers wait for this GPU"
+    yield Row(name, "costs", in_use, "", busy_cost, "wait until it is free")
 
 
 def _visible(f: Found) -> list[str] | None:
@@ -227,192 +360,128 @@ def _shown(f: Found) -> list[int]:
     return [number for number in map(int, named) if number < len(f.gpus)]
 
 
-def _of_gpu(g: Gpu) -> Iterator[tuple[State, str, str, str]]:
-    """State, what was found, cost and fix of everything that is wrong with one GPU."""
-    owner = "by the host's owner"
-    if g.mig.lower() == "enabled":
-        cost = "NVLink and P2P do not reach its partitions: ranks on them talk through host memory, if at all"
-        yield "stops", "MIG is on", cost, f"a GPU without MIG, which is turned off {owner}"
-    if 0 < g.clock_mhz < g.max_clock_mhz:
-        cost = f"compute takes up to {g.max_clock_mhz / g.clock_mhz - 1:.0%} longer"
-        found = f"clock held at {g.clock_mhz} of {g.max_clock_mhz} MHz"
-        yield "costs", found, cost, f"nvidia-smi --reset-applications-clocks, {owner}"
-    if 0 < g.power_watts < g.default_watts:
-        found = f"limited to {g.power_watts:.0f} of {g.default_watts:.0f} W"
-        yield "costs", found, "the clock falls under load", f"nvidia-smi -pl {g.default_watts:.0f}, {owner}"
-    if g.slowed_by:
-        fix = "look at cooling and power of the host"
-        yield "costs", ", ".join(g.slowed_by), "it is slow, and its peers wait for it", fix
-    if g.uncorrected:
-        found = f"{g.uncorrected} memory errors that ECC could not correct"
-        yield "stops", found, "a run dies, or computes nonsense", "another GPU, and tell the host's owner"
-    if g.ecc.lower() == "disabled":
-        yield "costs", "ECC is off", "a flipped bit goes unnoticed", f"nvidia-smi -e 1, {owner}"
-    if g.compute_mode.lower() == "prohibited":
-        yield "stops", "computing is prohibited", "no process may use it", f"nvidia-smi -c 0, {owner}"
-    if g.used_mib > BUSY_MIB:
-        found = f"{g.used_mib / 1024:.0f} GiB in use"
-        yield "costs", found, "another process works there, and peers wait for this GPU", "wait until it is free"
-
-
-def _unused(f: Found) -> Checks:
-    named, visible = _visible(f), f.env.get("CUDA_VISIBLE_DEVICES")
-    found = f"{f.torch.gpus} of {len(f.gpus)} can be used"
-    if named is not None and f.torch.gpus >= min(len(named), len(f.gpus)):
-        yield _gpu("GPUs", "ok", f"{found}: CUDA_VISIBLE_DEVICES = {visible or '(empty)'}")
-    elif not f.torch.cuda:
-        fix = "a torch with CUDA, as from PyPI"
-        yield _gpu("GPUs", "stops", found, "torch is a build without CUDA, so all runs on CPUs", fix)
-    else:
-        fix = f"a driver for CUDA {f.torch.cuda}, or a torch for driver {f.driver or '(not known)'}"
-        yield _gpu("GPUs", "stops", found, "torch cannot start CUDA on the others", fix)
-
-
-def links(f: Found) -> Checks:
-    """How GPUs reach each other, and whether copy engines move the bytes."""
+def links(f: Found) -> Rows:
+    """How GPUs reach each other, whether copy engines can move the bytes, and the network between hosts."""
     if f.torch.gpus < 2:
-        yield _link("P2P, NVLink", "unknown", f"{f.torch.gpus} GPUs", "it takes two GPUs to see a link")
-        yield _link("copy engine", "unknown", "-", "it takes two GPUs to see what moves the bytes")
-        return
-    if f.torch.apart:
+        yield Row("P2P, NVLink", "unknown", f"{f.torch.gpus} GPUs", "", "it takes two GPUs to see a link")
+        yield Row("copy engine", "unknown", "-", "", "it takes two GPUs to see what moves the bytes")
+    else:
         pairs = ", ".join(f"{a} to {b}" for a, b in f.torch.apart[:6])
         cost = "bytes go through host memory, far slower than NVLink, and no copy engine can serve collectives"
-        yield _link("P2P", "costs", f"not from GPU {pairs}", cost, "see the host's IOMMU; runs take NCCL until then")
-    else:
-        yield _link("P2P", "ok", "every GPU reaches every other")
-    joined = {pair: how for pair, how in f.links.items() if not f.gpus or set(pair) <= set(_shown(f))}
-    slow = {pair: how for pair, how in joined.items() if not how.startswith("NV")}
-    if not joined:
-        yield _link("NVLink", "unknown", "no nvidia-smi", "how GPUs are joined is not known")
-    elif slow:
-        (a, b), how = next(iter(sorted(slow.items())))
+        fix, apart = "see the host's IOMMU; runs take NCCL until then", f"not from GPU {pairs}" if pairs else ""
+        yield Row("P2P", "costs", apart, "every GPU reaches every other", cost, fix)
+        joined = {pair: how for pair, how in f.links.items() if not f.gpus or set(pair) <= set(_shown(f))}
+        slow = sorted((pair, how) for pair, how in joined.items() if not how.startswith("NV"))
+        wrong = f"{len(slow)} of {len(joined)} pairs have none" if slow else ""
+        wrong += f" (GPU {slow[0][0][0]} and {slow[0][0][1]}: {slow[0][1]})" if slow else ""
         cost = "over PCIe a gather takes several times as long, and needs as much more compute to hide under"
-        found = f"{len(slow)} of {len(joined)} pairs have none (GPU {a} and {b}: {how})"
-        yield _link("NVLink", "costs", found, cost, "fewer, larger messages: more train.sequences; or such a host")
-    else:
-        yield _link("NVLink", "ok", f"all {len(joined)} pairs: {', '.join(sorted(set(joined.values())))}")
-    yield from _copy_engine(f)
+        fix = "fewer, larger messages: more train.sequences; or such a host"
+        right = f"all {len(joined)} pairs: {', '.join(sorted(set(joined.values())))}"
+        if joined:
+            yield Row("NVLink", "costs", wrong, right, cost, fix)
+        else:
+            yield Row("NVLink", "unknown", "no nvidia-smi", "", "how GPUs are joined is not known")
+        cost, none = "collectives run on SMs, and slow down the compute that they hide under", f.torch.no_copy_engine
+        fix = "what the reason asks for; runs take NCCL until then"
+        yield Row("copy engine", "costs", none, "serves collectives; a run tries it before it begins", cost, fix)
+    yield from _network(f)
 
 
-def _network(f: Found) -> Checks:
+def _network(f: Found) -> Rows:
     """The network between hosts. A single host needs none, so a missing network is no finding."""
-    up = [port for port in f.ports if port.active]
+    up, name = [port for port in f.ports if port.active], "InfiniBand"
     if not f.ports:
         cost = "runs of one host need none; between hosts NCCL would talk over TCP, many times slower"
-        yield _link("InfiniBand", "ok", "none, and no RoCE", cost)
-        return
+        yield Row(name, "ok", "none, and no RoCE", "", cost)
     for port in f.ports:
-        if not port.active:
-            cost = "between hosts NCCL has one link less, or none and talks over TCP"
-            yield _link("InfiniBand", "costs", f"{port.name} is down", cost, "look at its cable and switch; see ibstat")
-    slow = [port for port in up if 0 < port.gbits < max(other.gbits for other in up)]
-    if slow:
-        found = f"{slow[0].name} has {slow[0].gbits:g} of {max(port.gbits for port in up):g} Gb/s"
-        cost = "NCCL spreads its channels evenly: all wait for the slowest link"
-        yield _link("InfiniBand", "costs", found, cost, "NCCL_IB_HCA names the fast ones, or mend it")
+        down = "" if port.active else f"{port.name} is down"
+        cost = "between hosts NCCL has one link less, or none and talks over TCP"
+        yield Row(name, "costs", down, "", cost, "look at its cable and switch; see ibstat")
+    most = max((port.gbits for port in up), default=0.0)
+    if slow := [port for port in up if 0 < port.gbits < most]:
+        cost, found = (
+            "NCCL spreads its channels evenly: all wait for the slowest link",
+            f"{slow[0].gbits:g} of {most:g}",
+        )
+        fix = "NCCL_IB_HCA names the fast ones, or mend it"
+        yield Row(name, "costs", f"{slow[0].name} has {found} Gb/s", "", cost, fix)
     elif up:
         kinds = " and ".join(sorted({"RoCE" if port.kind == "Ethernet" else port.kind for port in up}))
         each = sum(port.gbits for port in up) / 8 / (f.torch.gpus or 1)
         told = f"network.link = {each:g}GB/s tells predictions for several hosts what each GPU's share carries"
-        yield _link(
-            "InfiniBand", "ok", f"{len(up)} ports of {up[0].gbits:g} Gb/s, {kinds}", told if f.torch.gpus else ""
-        )
+        yield Row(name, "ok", f"{len(up)} ports of {up[0].gbits:g} Gb/s, {kinds}", "", told if f.torch.gpus else "")
 
 
-def _copy_engine(f: Found) -> Checks:
-    if f.torch.no_copy_engine:
-        cost = "collectives run on SMs, and slow down the compute that they hide under"
-        fix = "what the reason asks for; runs take NCCL until then"
-        yield _link("copy engine", "costs", f.torch.no_copy_engine, cost, fix)
-    elif not f.copies:
-        yield _link("copy engine", "unknown", "not tried", f.no_probe)
-    elif kernels := sorted({name for name in f.copies if any(word in name for word in KERNELS)}):
-        cost = "gathers take SMs from compute"
-        fix = "report it; train.transport = nccl needs less memory until then"
-        yield _link("copy engine", "costs", f"a gather ran {kernels[0][:60]}", cost, fix)
-    elif any("Memcpy" in name for name in f.copies):
-        yield _link("copy engine", "ok", "a gather of 16 MiB per GPU ran copies, and no kernel")
-    else:
-        yield _link("copy engine", "unknown", ", ".join(f.copies)[:60], "the trace shows neither copies nor NCCL")
-
-
-def host(f: Found) -> Checks:
+def host(f: Found) -> Rows:
     """Cores, memory and limits."""
-    if f.torch.gpus and f.cores < CORES_PER_GPU * f.torch.gpus:
-        cost = "GPUs wait for hosts that issue their work by turns"
-        found, fix = f"{f.cores} for {f.torch.gpus} GPUs", f"{CORES_PER_GPU} per GPU, or fewer GPUs"
-        yield _host("cores", "costs", found, cost, fix)
+    n = f.torch.gpus
+    few = f"{f.cores} for {n} GPUs" if f.cores < CORES_PER_GPU * n else ""
+    cost, fix = "GPUs wait for hosts that issue their work by turns", f"{CORES_PER_GPU} per GPU, or fewer GPUs"
+    yield Row("cores", "costs", few, str(f.cores or "not known"), cost, fix)
+    if not f.shm:
+        yield Row("/dev/shm", "unknown", "not there", "", "shared memory cannot be measured on this system")
     else:
-        yield _host("cores", "ok", str(f.cores or "not known"))
-    if f.torch.gpus and 0 < f.shm < SHM_PER_GPU * f.torch.gpus:
-        found, wanted = f"{f.shm / MIB:.0f} MiB", SHM_PER_GPU * f.torch.gpus / MIB
-        fix = f"{wanted:.0f} MiB or more: docker run --shm-size, or --ipc=host"
-        yield _host("/dev/shm", "stops", found, "NCCL fails as soon as it is full, often in the first step", fix)
-    elif f.shm:
-        yield _host("/dev/shm", "ok", _size(f.shm))
-    else:
-        yield _host("/dev/shm", "unknown", "not there", "shared memory cannot be measured on this system")
-    if 0 < f.open_files < OPEN_FILES and f.torch.gpus:
-        cost = "each group holds sockets to its peers: a run of many groups fails at its start"
-        yield _host("open files", "costs", str(f.open_files), cost, f"ulimit -n {OPEN_FILES}")
-    else:
-        yield _host("open files", "ok", str(f.open_files or "not known"))
-    if f.locked >= 0 and any(port.active for port in f.ports):
-        cost = "adapters lock the memory that they read and write: a run of several hosts fails as it begins"
-        yield _host("locked memory", "costs", _size(f.locked), cost, "ulimit -l unlimited")
-    else:
-        yield _host("locked memory", "ok", "no limit" if f.locked < 0 else f"{_size(f.locked)}, enough for one host")
-    if f.temporary_free < TEMPORARY:
-        found = f"{_size(f.temporary_free)} free in {f.temporary or '(none)'}"
-        cost = "compiled kernels, traces and workers' answers go there; a run fails when it is full"
-        yield _host("temporary files", "costs", found, cost, "make room, or TMPDIR=another folder")
-    else:
-        yield _host("temporary files", "ok", f"{_size(f.temporary_free)} free in {f.temporary}")
+        small = f"{f.shm / MIB:.0f} MiB" if f.shm < SHM_PER_GPU * n else ""
+        fix = f"{SHM_PER_GPU * n / MIB:.0f} MiB or more: docker run --shm-size, or --ipc=host"
+        cost = "NCCL fails as soon as it is full, often in the first step"
+        yield Row("/dev/shm", "stops", small, _size(f.shm), cost, fix)
+    few = str(f.open_files) if 0 < f.open_files < OPEN_FILES and n else ""
+    cost = "each group holds sockets to its peers: a run of many groups fails at its start"
+    yield Row("open files", "costs", few, str(f.open_files or "not known"), cost, f"ulimit -n {OPEN_FILES}")
+    limited = _size(f.locked) if f.locked >= 0 and any(port.active for port in f.ports) else ""
+    right = "no limit" if f.locked < 0 else f"{_size(f.locked)}, enough for one host"
+    cost = "adapters lock the memory that they read and write: a run of several hosts fails as it begins"
+    yield Row("locked memory", "costs", limited, right, cost, "ulimit -l unlimited")
+    full = f"{_size(f.temporary_free)} free in {f.temporary or '(none)'}" if f.temporary_free < TEMPORARY else ""
+    cost = "compiled kernels, traces and workers' answers go there; a run fails when it is full"
+    right = f"{_size(f.temporary_free)} free in {f.temporary}"
+    yield Row("temporary files", "costs", full, right, cost, "make room, or TMPDIR=another folder")
 
 
 def _size(nbytes: int) -> str:
     return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes / MIB:.2g} MiB"
 
 
-AREAS: tuple[Callable[[Found], Checks], ...] = (environment, software, gpus, links, _network, host)
+AREAS: Mapping[str, Callable[[Found], Rows]] = {
+    "environment": environment, "software": software, "GPUs": gpus, "links": links, "host": host,
+}  # fmt: skip
 """In the order of the report."""
 
 
 def examine(found: Found) -> tuple[Check, ...]:
     """All judgements of a host."""
-    return tuple(check for area in AREAS for check in area(found))
+    checks = []
+    for area, rows in AREAS.items():
+        for name, state, wrong, right, cost, fix in rows(found):
+            if wrong:
+                checks.append(Check(area, name, state, wrong, cost, fix))
+            elif right:
+                checks.append(Check(area, name, "ok", right))
+    return tuple(checks)
 
 
 def exit_code(checks: tuple[Check, ...]) -> int:
-    """1 if a check found a cost or something that stops a run, else 0. An impossible check is no finding."""
+    """1 if something costs time or stops a run, else 0. A question without an answer is no finding."""
     return int(any(check.state in ("costs", "stops") for check in checks))
 
 
-# -- The doctor's judgements as text and as JSON -----------------------------------------------------------------------
+# -- The judgements as text and as JSON --------------------------------------------------------------------------------
 
-_INDENT = 11
+_INDENT = 11 * " "
 WIDTH = 120
 
 
 def to_text(checks: tuple[Check, ...]) -> str:
     """A line for each judgement, by area. Its cost and its fix stand below the line."""
-    return "\n".join(_lines(checks))
-
-
-def _lines(checks: tuple[Check, ...]) -> Iterator[str]:
-    area = ""
-    width = max(len(check.name) for check in checks)
+    lines, area, width = list[str](), "", max(len(check.name) for check in checks)
     for check in checks:
         if check.area != area:
-            yield from ([] if not area else [""])
+            lines += [*([""] if area else []), check.area.upper()]
             area = check.area
-            yield area.upper()
-        yield f"  {check.state:7}  {check.name:{width}}  {check.found}"
+        lines.append(f"  {check.state:7}  {check.name:{width}}  {check.found}")
         for text in (check.cost, f"fix: {check.fix}" if check.fix else ""):
-            indent = " " * _INDENT
-            yield from textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent)
-    yield ""
-    yield verdict(checks)
+            lines += textwrap.wrap(text, WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT)
+    return "\n".join([*lines, "", verdict(checks)])
 
 
 def verdict(checks: tuple[Check, ...]) -> str:

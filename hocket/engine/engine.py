@@ -26,10 +26,10 @@ from hocket.kernels import IGNORED
 from hocket.layers.linears import Linears, SplitLinears, gathered_in_fp8, linears_of
 from hocket.layers.slices import whole_shape
 from hocket.layers.tensor import Tensors, ways_of
-from hocket.model.context import Context, Shared
-from hocket.model.documents import Documents, Microbatch
+from hocket.model.context import Shared
+from hocket.model.documents import Context, Documents, Microbatch
 from hocket.model.moe import ExpertPlace
-from hocket.model.source import ChunkLike, ChunkPlace, ModelSource, OwnTransformer
+from hocket.model.source import ChunkPlace, ModelSource, OwnTransformer
 from hocket.program.check import assert_valid
 from hocket.program.hardware import hardware_of
 from hocket.program.linearize import linearize
@@ -165,7 +165,7 @@ class Engine:
             self.executor, self.sharded, record, lambda: [group.transport for group in self.groups], updates
         )
 
-    def _chunk(self, chunk: int, ends: dict[str, nn.Parameter]) -> ChunkLike:
+    def _chunk(self, chunk: int, ends: dict[str, nn.Parameter]) -> Any:
         pp, layout = self.where.pp, self.layout
         place = ExpertPlace(self.mesh.ep, self.where.ep, layout.per_rank, layout.makes_rows_later)
         first, last = layout.is_first(pp, chunk), layout.is_last(pp, chunk)

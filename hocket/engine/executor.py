@@ -209,11 +209,8 @@ EVERY = 50
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Nothing is collected inside, unless somebody asks for it; what exists already, never.
-
-    Where the process had frozen objects before, all stay frozen behind it: Python cannot tell them apart.
-    """
-    enabled, frozen = gc.isenabled(), gc.get_freeze_count()
+    """Inside, the garbage collector runs only when it is asked to, and never visits objects that exist already."""
+    enabled = gc.isenabled()
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -222,8 +219,7 @@ def no_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-        if not frozen:
-            gc.unfreeze()
+        gc.unfreeze()  # of all: what stays frozen is never freed if it is part of a cycle, as engines are
 
 
 def collect_after(step: int) -> None:

@@ -6,26 +6,16 @@ import contextlib
 import json
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import isnan
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
 from hocket.config import Purpose
 from hocket.config.overlap import DIRECTIONS, ROLES
-from hocket.explain.explanation import (
-    Axis,
-    Explanation,
-    GroupRow,
-    MemoryRow,
-    OptimizerRow,
-    Overlap,
-    Predicted,
-    State,
-    Times,
-    UnitRow,
-    to_text,
-)
+from hocket.explain.explanation import FILE, Axis, Explanation, Overlap, Predicted, Row, State, Times, to_text
 from hocket.files import json_in
 from hocket.gpus import GPUS
 from hocket.planning import adapter_seconds, network, predict, program_of, rates, told_documents
@@ -34,7 +24,7 @@ from hocket.program.hardware import Hardware, hardware_of, hosts_of
 from hocket.program.mesh import P2P, PURPOSES, described, most_sms, mover_of
 from hocket.program.ops import UNITS, Program
 from hocket.program.shard import ALIGN
-from hocket.program.simulate import kind_of
+from hocket.program.simulate import KINDS, kind_of
 from hocket.program.stages import costs_of, layout_of, mesh_of, sharding_of
 from hocket.program.tensor_costs import model_of_rank
 from hocket.program.transformer import GATHERED
@@ -51,8 +41,11 @@ from hocket.settings.training_rules import FROM, PRECISION_RULES
 from hocket.settings.weight_groups import samples, weight_groups
 from hocket.tune.period import continued, steady
 from hocket.variables import Finding
-from hocket_trace.columns import harmless
+from hocket_trace.columns import duration, harmless, listed, several
 from hocket_trace.without_collector import without_collector
+
+if TYPE_CHECKING:
+    from hocket_trace.data import Report
 
 # -- What is hidden under what, row by row: pure functions of settings -------------------------------------------------
 
@@ -333,18 +326,18 @@ LANES: dict[str, tuple[str, ...]] = {
 """Purpose of a group -> lanes of the plan that use it."""
 
 
-def units(settings: Settings) -> tuple[UnitRow, ...]:
+def units(settings: Settings) -> tuple[Row, ...]:
     """All kinds of units. Layers with and without a window have the same."""
     layout, sharding, model, mesh = layout_of(settings), sharding_of(settings), model_of_rank(settings), settings.mesh
     found = Counter(each for rank in range(layout.pp) for each in units_of(layout, rank))
-    rows: list[UnitRow] = []
+    rows = list[dict[str, Any]]()
     for unit, kind in sorted(found, key=lambda key: (UNITS.index(key[0]), key[1])):
         elements, members = unit_weights(model, layout, unit, kind), sharding.size(unit)
         padded = -(-elements // (members * ALIGN)) * members * ALIGN
         others = ", all but its experts" if ("experts", kind) in found else ""
         name = f"layer{others}" if unit == "dense" else unit
         axis = "ep" if unit == "experts" else "tp"
-        row = UnitRow(
+        row = dict(
             unit=f"{name} of one {axis} rank" if getattr(mesh, axis) > 1 else name,
             count=found[unit, kind],
             elements=elements,
@@ -352,19 +345,19 @@ def units(settings: Settings) -> tuple[UnitRow, ...]:
             members=members,
             nbytes=elements * settings.element_bytes,
         )
-        if rows and replace(rows[-1], count=row.count) == row:
-            rows[-1] = replace(row, count=row.count + rows[-1].count)
+        if rows and rows[-1] | {"count": row["count"]} == row:
+            rows[-1]["count"] += row["count"]
         else:
             rows.append(row)
     return tuple(rows)
 
 
-def optimizer(settings: Settings) -> tuple[OptimizerRow, ...]:
+def optimizer(settings: Settings) -> tuple[Row, ...]:
     """All weights, by what the optimizer does with them."""
     from hocket.model.source import parameter_shapes  # imports torch
 
     return tuple(
-        OptimizerRow(
+        dict(
             what=group.why,
             count=len(group.names),
             elements=group.elements,
@@ -375,7 +368,7 @@ def optimizer(settings: Settings) -> tuple[OptimizerRow, ...]:
     )
 
 
-def groups(settings: Settings) -> Iterator[GroupRow]:
+def groups(settings: Settings) -> Iterator[Row]:
     """All process groups with more than one member, by purpose, in the order in which they are made."""
     mesh = mesh_of(settings)
     for purpose in PURPOSES:
@@ -385,7 +378,7 @@ def groups(settings: Settings) -> Iterator[GroupRow]:
         count = len(mesh.edges) * mesh.data * mesh.tp if purpose in P2P else settings.world // members
         used = has_experts(settings) or not purpose.endswith("_experts")
         moved, lanes = _moved_by(settings, purpose), LANES.get(purpose, ()) if used else ()
-        yield GroupRow(purpose=purpose, members=members, count=count, lanes=lanes, moved_by=moved)
+        yield dict(purpose=purpose, members=members, count=count, lanes=lanes, moved_by=moved)
 
 
 def _moved_by(settings: Settings, purpose: Purpose) -> str:
@@ -400,7 +393,7 @@ def _moved_by(settings: Settings, purpose: Purpose) -> str:
     }[mover_of(purpose, settings.train.transport, on_gpu, placed, by_pieces(settings))]
 
 
-def memory(settings: Settings, step: Step | None) -> tuple[MemoryRow, ...]:
+def memory(settings: Settings, step: Step | None) -> tuple[Row, ...]:
     """What pipeline ranks hold; nothing of a step that was not simulated."""
     if step is None:
         return ()
@@ -410,8 +403,45 @@ def memory(settings: Settings, step: Step | None) -> tuple[MemoryRow, ...]:
         state = step.costs.state_bytes[rank]
         slots = step.costs.fixed_bytes(step.program, rank) - state
         fits = not room or peak + arrivals <= room
-        rows.append(MemoryRow(rank=rank, state=state, slots=slots, peak=peak, arrivals=arrivals, fits=fits))
+        rows.append(dict(rank=rank, state=state, slots=slots, peak=peak, arrivals=arrivals, fits=fits))
     return tuple(rows)
+
+
+# -- What traces of the run show, in the place of a prediction --------------------------------------------------------
+
+
+def in_traces(report: Report, predicted: Predicted) -> Predicted:
+    """The step of the slowest rank; compute and times by kind as means over ranks and steps of the traces.
+
+    Raises ValueError if they hold no whole step.
+    """
+    if not report.steps:
+        raise ValueError(f"{several(report.sources)}: no whole step was recorded; fix: record at least one")
+    numbers = sorted({step.step for step in report.steps})
+    kinds: dict[str, Times] = {}
+    for kind in KINDS:
+        shares = [step.kinds[kind] for step in report.steps if kind in step.kinds]
+        if shares:
+            exposed = [step.exposed_for.get(kind, 0.0) for step in report.steps]
+            seconds = sum(share.seconds for share in shares) / len(report.steps)
+            kinds[kind] = Times(seconds=seconds, exposed=fmean(exposed))
+    return replace(
+        predicted,
+        hardware=report.device,
+        step=report.step_seconds,
+        compute=fmean(step.compute for step in report.steps),
+        idle=fmean(step.idle for step in report.steps),
+        kinds=kinds,
+        note=f"{listed('step', numbers)} of {several(report.sources)}{_waits(report)}",
+    )
+
+
+def _waits(report: Report) -> str:
+    """What of the exposed time a prediction has elsewhere; empty if none is known."""
+    waits = [step.exposed_waiting for step in report.steps if not isnan(step.exposed_waiting)]
+    if not any(waits):
+        return ""
+    return f"; of what is exposed, {duration(fmean(waits))} only waits for late peers: predicted as nothing at all"
 
 
 # -- build -------------------------------------------------------------------------------------------------------------
@@ -422,6 +452,8 @@ def explain(settings: Settings, environment: Sequence[Finding]) -> Explanation:
     predicted, step = simulated(settings)
     return Explanation(
         name=settings.run.name,
+        recipe=_recipe(settings.origins),
+        steps=settings.train.steps,
         heading=heading(settings),
         digest=digest(settings),
         overlaps=overlaps(settings),
@@ -434,6 +466,12 @@ def explain(settings: Settings, environment: Sequence[Finding]) -> Explanation:
         environment=tuple(environment),
         check=_check(settings),
     )
+
+
+def _recipe(origins: Mapping[str, str]) -> str:
+    """The file that a run is started with, or its recipe."""
+    files = {origin.split(".toml:")[0] for origin in origins.values() if ".toml:" in origin}
+    return f"{min(files)}.toml" if files else origins.get("", "").removeprefix("recipe ")
 
 
 def heading(settings: Settings) -> str:
@@ -455,8 +493,6 @@ def _check(settings: Settings) -> tuple[str, ...]:
 
 
 # -- The explanation of a run, in its folder: written once, by the process that holds the folder, and read again -------
-
-FILE = "explanation.json"
 
 
 def record(settings: Settings, folder: Path) -> None:

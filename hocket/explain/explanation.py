@@ -5,12 +5,15 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from hocket.settings.decision import Decision
 from hocket.settings.schema import show
 from hocket.variables import Finding
 from hocket_trace.columns import duration
+
+FILE = "explanation.json"
+"""Its name in the folder of a run."""
 
 Axis = Literal["tp", "cp", "dp", "pp", "ep"]
 State = Literal["on", "off", "n/a"]
@@ -57,70 +60,8 @@ class Predicted:
     """Where these figures do not come from simulating the whole step."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Probed:
-    """A transfer or product that was timed on this host; seconds, on the slowest rank."""
-
-    what: str
-    predicted: float
-    measured: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnitRow:
-    """What is gathered and reduced as one; all units of a kind."""
-
-    unit: str
-    count: int
-    """In the whole model."""
-    elements: int
-    """Of one."""
-    padding: float
-    """Share of what is sent that is padding."""
-    members: int
-    """Ranks over which it is spread."""
-    nbytes: int
-    """Of one, whole, in the compute dtype."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerRow:
-    """Weights that the optimizer treats alike."""
-
-    what: str
-    count: int
-    """Parameters."""
-    elements: int
-    decay: float
-    names: str
-    """A few of them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GroupRow:
-    """All process groups of one purpose."""
-
-    purpose: str
-    members: int
-    count: int
-    lanes: tuple[str, ...]
-    moved_by: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryRow:
-    """What one pipeline rank holds; bytes."""
-
-    rank: int
-    state: int
-    """Shards, main weights and optimizer."""
-    slots: int
-    """Gathered weights and gradients on their way."""
-    peak: int
-    """All of it with activations, at its most; 0 where the step was not simulated."""
-    arrivals: int
-    """Beside it, where other ranks write what they send."""
-    fits: bool
+Row = Mapping[str, Any]
+"""A row of one of `TABLES`, by its keys."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,21 +69,26 @@ class Explanation:
     """What was decided about a run, and what it will do."""
 
     name: str
+    recipe: str
+    """What it is started with: a recipe, or a file."""
+    steps: int
+    """Of the whole run."""
     heading: str
     digest: str
     overlaps: tuple[Overlap, ...]
     predicted: Predicted
     decisions: tuple[Decision, ...]
-    units: tuple[UnitRow, ...]
-    groups: tuple[GroupRow, ...]
-    memory: tuple[MemoryRow, ...]
+    units: tuple[Row, ...]
+    """What is gathered and reduced as one, by kind; elements and bytes are those of one, whole."""
+    groups: tuple[Row, ...]
+    """Process groups by purpose."""
+    memory: tuple[Row, ...]
+    """Bytes that each pipeline rank holds. `arrivals`, where other ranks write what they send, are beside the peak."""
     environment: tuple[Finding, ...]
     check: tuple[str, ...]
     """Commands that measure what is predicted here."""
-    optimizer: tuple[OptimizerRow, ...] = ()
-    probed: tuple[Probed, ...] = ()
-    """What was timed on this host, if anything was."""
-    probed_on: str = ""
+    optimizer: tuple[Row, ...] = ()
+    """Weights that the optimizer treats alike."""
     measured: Predicted | None = None
     """The step as traces of a run show it, if there are any."""
     refused: tuple[str, ...] = ()
@@ -230,17 +176,6 @@ def _measured(found: Explanation) -> Lines:
     yield from table([head, *body], right=(1, 2, 3))
 
 
-def _probed(found: Explanation) -> Lines:
-    if not found.probed:
-        return
-    yield f"  on {found.probed_on}"
-    head = ("", "predicted", "measured", "measured / predicted")
-    body = [
-        (p.what, duration(p.predicted), duration(p.measured), f"{p.measured / p.predicted:.2f}") for p in found.probed
-    ]
-    yield from table([head, *body], right=(1, 2, 3))
-
-
 def _unmet(found: Explanation) -> Lines:
     for decision in found.unmet:
         yield from paragraph(str(decision), "  ")
@@ -262,41 +197,74 @@ def _decisions(found: Explanation) -> Lines:
             yield from paragraph(f"{d.setting} = {show(d.value)}: {d.reason}{effect}", "  ")
 
 
-def _units(found: Explanation) -> Lines:
-    head = ("unit", "how many", "parameters", "whole", "over ranks", "padding")
-    rows = [
-        (u.unit, str(u.count), f"{u.elements:,}", size(u.nbytes), str(u.members), f"{u.padding:.2%}")
-        for u in found.units
-    ]
-    yield from table([head, *rows], right=(1, 2, 3, 4, 5))
+class Column(NamedTuple):
+    """A column of a table."""
+
+    head: str
+    key: str
+    shown: Callable[[Any], str] = str
+    right: bool = False
 
 
-def _optimizer(found: Explanation) -> Lines:
-    if not found.optimizer:
-        return
-    head = ("weights", "how many", "parameters", "decay", "such as")
-    rows = [(o.what, str(o.count), f"{o.elements:,}", f"{o.decay:g}", o.names) for o in found.optimizer]
-    yield from table([head, *rows], right=(1, 2, 3))
+def size(nbytes: int) -> str:
+    """Bytes with a unit."""
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB else f"{nbytes / MIB:.2f} MiB"
 
 
-def _groups(found: Explanation) -> Lines:
-    if not found.groups:
-        return
-    head = ("group", "ranks", "groups", "lanes", "moved by")
-    rows = [(g.purpose, str(g.members), str(g.count), " ".join(g.lanes) or "-", g.moved_by) for g in found.groups]
-    yield from table([head, *rows], right=(1, 2))
+def _count(number: int) -> str:
+    return f"{number:,}"
+
+
+TABLES: Mapping[str, tuple[Column, ...]] = {
+    "units": (
+        Column("unit", "unit"),
+        Column("how many", "count", right=True),
+        Column("parameters", "elements", _count, True),
+        Column("whole", "nbytes", size, True),
+        Column("over ranks", "members", right=True),
+        Column("padding", "padding", "{:.2%}".format, True),
+    ),
+    "optimizer": (
+        Column("weights", "what"),
+        Column("how many", "count", right=True),
+        Column("parameters", "elements", _count, True),
+        Column("decay", "decay", "{:g}".format, True),
+        Column("such as", "names"),
+    ),
+    "groups": (
+        Column("group", "purpose"),
+        Column("ranks", "members", right=True),
+        Column("groups", "count", right=True),
+        Column("lanes", "lanes", lambda lanes: " ".join(lanes) or "-"),
+        Column("moved by", "moved_by"),
+    ),
+    "memory": (
+        Column("pipeline rank", "rank", right=True),
+        Column("shards, optimizer", "state", size, True),
+        Column("slots", "slots", size, True),
+        Column("peak", "peak", size),
+        Column("", "fits", lambda fits: "" if fits else "DOES NOT FIT"),
+    ),
+}
+"""Field of an explanation -> its columns."""
+
+
+def _rows(name: str) -> Callable[[Explanation], Lines]:
+    """The section of a table; nothing without rows."""
+
+    def section(found: Explanation) -> Lines:
+        if rows := getattr(found, name):
+            columns = TABLES[name]
+            body = ([column.shown(row[column.key]) for column in columns] for row in rows)
+            right = [n for n, column in enumerate(columns) if column.right]
+            yield from table([[column.head for column in columns], *body], right)
+
+    return section
 
 
 def _memory(found: Explanation) -> Lines:
-    if not found.memory:
-        return
-    head = ("pipeline rank", "shards, optimizer", "slots", "peak")
-    rows = [
-        (str(m.rank), size(m.state), size(m.slots), size(m.peak) + ("" if m.fits else "  DOES NOT FIT"))
-        for m in found.memory
-    ]
-    yield from table([head, *rows], right=(0, 1, 2))
-    if arrivals := max(m.arrivals for m in found.memory):
+    yield from _rows("memory")(found)
+    if arrivals := max((m["arrivals"] for m in found.memory), default=0):
         yield f"  and {size(arrivals)} on each, where other ranks write what they send"
 
 
@@ -328,13 +296,12 @@ SECTIONS: Sequence[tuple[str, Callable[[Explanation], Lines]]] = (
     ("WHAT IS HIDDEN", _overlaps),
     ("PREDICTED STEP", _step),
     ("MEASURED STEP", _measured),
-    ("PROBED", _probed),
     ("NOT DONE AS ASKED", _unmet),
     ("ASKED FOR, WITHOUT EFFECT", _without_effect),
     ("CHOICES", _decisions),
-    ("OPTIMIZER", _optimizer),
-    ("UNITS", _units),
-    ("GROUPS", _groups),
+    ("OPTIMIZER", _rows("optimizer")),
+    ("UNITS", _rows("units")),
+    ("GROUPS", _rows("groups")),
     ("MEMORY", _memory),
     ("ENVIRONMENT", _environment),
     ("TO CHECK", _check),
@@ -362,8 +329,3 @@ def paragraph(text: str, indent: str) -> list[str]:
         break_long_words=False,
         break_on_hyphens=False,
     )
-
-
-def size(nbytes: int) -> str:
-    """Bytes with a unit."""
-    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB else f"{nbytes / MIB:.2f} MiB"

@@ -21,7 +21,7 @@ from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.same_order import SameOrder, Unused
 from hocket.fsdp.shard_groups import ShardGroups, over_ranks
 from hocket.fsdp.spread import apart
-from hocket.runtime.queue import History, Ticket, queue_of
+from hocket.runtime.queue import Ticket, queue_of
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,6 @@ class ShardContext:
             self._model = f" of model {order.models}" if order.models else ""
             order.models += 1
         self.policy, self.prefetch, self.groups, self.device = policy, prefetch, groups, device
-        self.history: History | None = None
         self.gathering = queue_of("gather", device)
         self.reducing = queue_of("reduce", device)
         self.outer = queue_of("outer", device)
@@ -231,13 +230,6 @@ class ShardContext:
             number = len(alike) if unit.contains_units else count
             memory = StagingMemory(number, group.formats.wire, group.device, self.reducing.caller)
             self._staging |= dict.fromkeys((one for _, one in alike), memory)
-
-    def record(self) -> History:
-        """Write down from now on what is issued and waited for, for tests of the structure of a step."""
-        self.history = History()
-        for queue in {self.gathering, self.reducing, self.outer}:
-            queue.history = self.history
-        return self.history
 
     # What units ask
 

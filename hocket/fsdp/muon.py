@@ -1,17 +1,17 @@
-"""What `torch.optim.Muon` does with parameters of `fully_shard`.
+"""Muon's iteration on whole matrices of sharded parameters, and `torch.optim.Muon` on parameters of `fully_shard`.
 
-Note: [Whole matrices on one rank each]
-Muon's average is elementwise, so each rank keeps that of its elements. Its iteration needs whole matrices. So for the
-matrices that lie in one group of parameters (`ParamGroup`), a step
+Note: [Each matrix on one rank]
+Muon's average is elementwise, so each rank keeps the average of its own elements. The iteration needs whole matrices.
+So for the matrices of one group of parameters (`ParamGroup`), a step
 
-    all-gathers       the averages in bf16, in which the iteration begins anyway
-    iterates          each matrix on one rank, so that all ranks have about as much to do
-    reduce-scatters   the results: a sum in which all ranks but one have zeros, so it is exact
+    gathers       the averages in bf16, the format in which the iteration begins
+    iterates      each matrix on one rank, so that all ranks have about as much to do
+    scatters      the results: a reduce-scatter in which all ranks but one have zeros, so the sum is exact
 
-That moves 4 bytes for each element and holds two buffers of the largest group in bf16. With parts in two levels of
-groups (`ShardOptions.outer`) both levels do so in turn. Ranks that keep parameters whole iterate all of them. All of it
-runs on the caller's stream, behind all reductions, over the group of the reductions: gathers of weights may be under
-way on theirs.
+That moves 4 bytes for each element and holds a buffer of the largest group in bf16. With two levels of shards
+(`ShardOptions.outer`) both levels do so in turn. Ranks that keep parameters whole iterate all of them. For
+`torch.optim.Muon` all of it runs on the caller's stream, after all reductions, on the group of the reductions: gathers
+of weights may be under way on theirs.
 
 Note: [How torch's Muon comes here]
 Its step collects parameters, gradients and averages of each parameter group by `_init_group`, and updates these. When
@@ -28,7 +28,7 @@ Shapes: N matrices, A rows, B columns.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -39,6 +39,7 @@ from torch.optim import Muon, Optimizer
 from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.part import plain
 from hocket.fsdp.sharded_parameter import ShardedParameter
+from hocket.runtime.transports import Pending
 
 COEFFICIENTS, ITERATIONS, EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7
 """Of the iteration: those of `torch.optim.Muon`, and of Jordan's."""
@@ -76,7 +77,73 @@ _init_group: Any = Muon._init_group  # pyrefly: ignore[missing-attribute]
 """What torch has."""
 
 _buffers: WeakKeyDictionary[Optimizer, dict[int, tuple[Tensor, Tensor]]] = WeakKeyDictionary()
-"""Room for averages and results, by groups of ranks."""
+"""Whole averages in bf16, and this rank's results in fp32, by groups of ranks."""
+
+
+class WholeMatrices:
+    """The matrices of some members of a group. See Note: [Each matrix on one rank]. Every rank makes the same calls."""
+
+    def __init__(
+        self,
+        group: ParamGroup,
+        taken: Sequence[int],
+        matrices: Callable[[int, Tensor], list[Tensor]] = lambda index, weight: [weight],
+    ) -> None:
+        """`taken` are indices of members. `matrices` gives views of the matrices [output, input] of a member."""
+        self.group, self.taken, self._matrices = group, taken, matrices
+        views = group.layout.views(torch.empty(group.layout.total, device="meta"))
+        shapes = [[matrix.shape for matrix in matrices(i, views[i])] for i in taken]
+        self._owners = [[-1] * len(several) for several in shapes]  # -1: every rank iterates it
+        if group.keeps_all:
+            return
+        load = [0] * group.kept.world
+        places = [(min(s) * s.numel(), k, n) for k, several in enumerate(shapes) for n, s in enumerate(several)]
+        for products, k, n in sorted(places, key=lambda place: -place[0]):  # the largest first
+            self._owners[k][n] = rank = load.index(min(load))
+            load[rank] += products
+
+    def mine(self, whole: Tensor) -> Tensor:
+        """The elements of this rank in a buffer of all, bf16 [`layout.total`]. Write averages there before `gather`."""
+        size = self.group.main.numel()
+        return whole if self.group.keeps_all else whole[self.group.position * size :][:size]
+
+    def gather(self, whole: Tensor) -> Pending:
+        """Complete the averages in `whole`."""
+        group = self.group
+        if group.keeps_all:
+            return Pending()
+        groups, size = group.groups, group.layout.shard
+        inner = whole[size * groups.gather.rank :][:size]
+        if groups.outer_shards:
+            groups.outer.all_gather(inner, self.mine(whole)).wait()
+        return groups.reduce.all_gather(whole, inner)
+
+    def iterate(self, whole: Tensor, *how: Any) -> None:
+        """Replace all averages by this rank's matrices, made orthogonal as `how` says, and zeros for the others."""
+        found: list[tuple[Tensor, Tensor]] = []
+        views = self.group.layout.views(whole)
+        for i, owners in zip(self.taken, self._owners, strict=True):
+            matrices = self._matrices(i, views[i])
+            own = [m for m, rank in zip(matrices, owners, strict=True) if rank in (-1, self.group.position)]
+            together = len(own) if whole.is_cuda else 1  # on a CPU one by one: the same bits on any mesh
+            for first in range(0, len(own), max(1, together)):
+                some = own[first : first + together]
+                found += zip(some, orthogonal(torch.stack(some), *how), strict=True)
+        whole.zero_()
+        for place, matrix in found:
+            place.copy_(matrix)
+
+    def scatter(self, whole: Tensor, parts: Tensor) -> Pending:
+        """Give each rank its elements of all results: `parts`, fp32 [`main.numel()`]."""
+        groups = self.group.groups
+        if self.group.keeps_all:
+            parts.copy_(whole)
+            return Pending()
+        if not groups.outer_shards:
+            return groups.reduce.reduce_sum(whole, parts, 1.0, add=False)
+        inner = torch.empty(self.group.layout.shard, dtype=parts.dtype, device=parts.device)
+        groups.reduce.reduce_sum(whole, inner, 1.0, add=False).wait()
+        return groups.outer.reduce_sum(inner, parts, 1.0, add=False)
 
 
 def refuse_no_matrices(optimizer: Muon) -> None:
@@ -118,17 +185,14 @@ def collect(optimizer: Muon, held: Mapping[str, Any], *lists: list[Tensor]) -> b
 
 
 def _make_buffers(optimizer: Muon, groups: Sequence[ParamGroup]) -> None:
-    """Room for averages and results of the largest group on each group of ranks. Every rank calls this alike."""
+    """Buffers for the largest group on each group of ranks. Every rank calls this alike."""
     made = _buffers.setdefault(optimizer, {})
     for group in groups:
-        key = id(group.groups)
-        if group.keeps_all:
-            continue
-        length = max(other.layout.total for other in groups if other.groups is group.groups)
-        if key in made and len(made[key][0]) >= length:
-            continue
-        gathered, results = (torch.zeros(length, dtype=torch.bfloat16, device=group.device) for _ in range(2))
-        made[key] = gathered, results
+        key, alike = id(group.groups), [other for other in groups if other.groups is group.groups]
+        total, kept = max(g.layout.total for g in alike), max(g.main.numel() for g in alike)
+        if key not in made or len(made[key][0]) < total or len(made[key][1]) < kept:
+            whole = torch.zeros(total, dtype=torch.bfloat16, device=group.device)
+            made[key] = whole, torch.empty(kept, dtype=torch.float32, device=group.device)
 
 
 def _ahead(optimizer: Muon, shard: ShardedParameter, held: Mapping[str, Any]) -> Tensor:
@@ -143,31 +207,17 @@ def _ahead(optimizer: Muon, shard: ShardedParameter, held: Mapping[str, Any]) ->
 
 
 def _step(optimizer: Muon, group: ParamGroup, shards: Sequence[ShardedParameter], held: Mapping[str, Any]) -> None:
-    ahead = [_ahead(optimizer, shard, held) for shard in shards]
-    if group.keeps_all:
-        for shard, x in zip(shards, ahead, strict=True):
-            _move(shard, _iterated(x.view(shard.shape).to(group.device), held).reshape(-1), held)
-        return
-    here = group.kept.slices(group.position)
-    gathered, results = (buffer[: group.layout.total] for buffer in _buffers[optimizer][id(group.groups)])
-    size = group.main.numel()
-    mine = gathered[group.position * size :][:size]
-    for shard, x in zip(shards, ahead, strict=True):
-        mine[here[shard.position]] = x
-    _gather(group, gathered)
-    results.zero_()
-    sources, targets = group.layout.views(gathered), group.layout.views(results)
-    for shard, rank in zip(shards, _shared_out(shards, group.kept.world), strict=True):
-        if rank == group.position:
-            targets[shard.position].copy_(_iterated(sources[shard.position], held))
-    update = _scatter(group, results)
+    here, matrices = group.kept.slices(group.position), WholeMatrices(group, [shard.position for shard in shards])
+    whole, parts = _buffers[optimizer][id(group.groups)]
+    whole, parts = whole[: group.layout.total], parts[: group.main.numel()]
+    mine = matrices.mine(whole)
     for shard in shards:
-        _move(shard, update[here[shard.position]], held)
-
-
-def _iterated(x_AB: Tensor, held: Mapping[str, Any]) -> Tensor:
-    how = tuple(held["ns_coefficients"]), held["ns_steps"], held["eps"]
-    return orthogonal(x_AB.unsqueeze(0), *how).squeeze(0)
+        mine[here[shard.position]] = _ahead(optimizer, shard, held)
+    matrices.gather(whole).wait()
+    matrices.iterate(whole, tuple(held["ns_coefficients"]), held["ns_steps"], held["eps"])
+    matrices.scatter(whole, parts).wait()
+    for shard in shards:
+        _move(shard, parts[here[shard.position]], held)
 
 
 def _move(shard: ShardedParameter, update: Tensor, held: Mapping[str, Any]) -> None:
@@ -175,34 +225,3 @@ def _move(shard: ShardedParameter, update: Tensor, held: Mapping[str, Any]) -> N
     lr, local = float(held["lr"]), shard.to_local()
     local.mul_(1 - lr * held["weight_decay"])
     local.add_(update.to(local.device), alpha=-lr * factor_of(shard.shape, held["adjust_lr_fn"]))
-
-
-def _shared_out(shards: Sequence[ShardedParameter], ranks: int) -> list[int]:
-    """Which rank iterates each matrix: the longest first, to the one with the least to do."""
-    load, chosen = [0] * ranks, [0] * len(shards)
-    work = [shard.shape[0] * shard.shape[1] * min(shard.shape) for shard in shards]
-    for i in sorted(range(len(shards)), key=lambda i: (-work[i], i)):
-        chosen[i] = min(range(ranks), key=lambda rank: (load[rank], rank))
-        load[chosen[i]] += work[i]
-    return chosen
-
-
-def _gather(group: ParamGroup, flat: Tensor) -> None:
-    """Complete `flat`, of which this rank's elements are there. See Note: [Whole matrices on one rank each]."""
-    groups, size = group.groups, group.layout.shard
-    mine = flat[size * groups.gather.rank :][:size]
-    if groups.outer_shards:
-        groups.outer.all_gather(mine, mine[group.main.numel() * groups.outer.rank :][: group.main.numel()]).wait()
-    groups.reduce.all_gather(flat, mine).wait()
-
-
-def _scatter(group: ParamGroup, flat: Tensor) -> Tensor:
-    """The sum over ranks of `flat`, of which each has some, in fp32: this rank's elements."""
-    groups = group.groups
-    part = torch.empty(group.layout.shard, dtype=torch.float32, device=group.device)
-    groups.reduce.reduce_sum(flat, part, 1.0, add=False).wait()
-    if not groups.outer_shards:
-        return part
-    kept = torch.empty(group.main.numel(), dtype=torch.float32, device=group.device)
-    groups.outer.reduce_sum(part, kept, 1.0, add=False).wait()
-    return kept

@@ -25,14 +25,12 @@ text."""
 def require_same(settings: Settings, rank: int) -> None:
     """Raise ValueError, on every rank, unless all ranks have the same settings. All of them call this."""
     mine = {name: leaf(settings, name) for name in types() if not name.startswith(_OWN)}
-    first = everyone({} if rank else mine)[0]
-    differences = everyone({name: value for name, value in mine.items() if first[name] != value})
-    other = next((number for number, found in enumerate(differences) if found), None)
+    first, *others = everyone(mine)
+    # A rank that differs from rank 0 names rank 0. Those that agree with it name the first one that differs.
+    other = next((number for number, found in enumerate(others, 1) if found != first), None)
     if other is None:
         return
-    # Every rank that differs from rank 0 names rank 0. The ranks that agree with rank 0 name the first one that
-    # differs.
-    against, theirs = (0, first) if differences[rank] else (other, {**first, **differences[other]})
+    against, theirs = (0, first) if mine != first else (other, others[other - 1])
     name, *more = (name for name, value in mine.items() if theirs[name] != value)
     reason = f"rank {against} has {show(theirs[name])}"
     reason += f", and other values of {', '.join(more[:3])}{' and more' if more[3:] else ''}" if more else ""

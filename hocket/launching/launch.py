@@ -16,7 +16,6 @@ from hocket.launching.worker import FAILED, Job, end_now, outcome, run_folder
 from hocket.planned import check_patterns
 from hocket.resolve import Settings, resolve
 from hocket.settings.schema import problem
-from hocket.train.runs import note
 from hocket.train.writers import require_writers
 from hocket.tune.transport_choice import lost_copies
 from hocket.tune.trials import gib
@@ -132,7 +131,6 @@ def train_rank(settings: Settings, rank: int, device: Any) -> None:
     trainer.begin()
     if rank == 0:
         record(settings, Path(settings.run.folder))
-        note(settings, trainer.number)
     trainer.run()
 
 

@@ -8,7 +8,6 @@ that happens. When one worker fails, the parent kills the groups of all others: 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import json
 import os
@@ -21,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hocket.environment import Worker, find_port
+from hocket.environment import Worker, die_with, find_port
 from hocket.resolve import Settings
 from hocket.settings.schema import problem
 from hocket.train.signals import asking
@@ -225,12 +224,3 @@ def end_now(code: int) -> NoReturn:
 def say(pipe: int, kind: str, text: str) -> None:
     """Tell the parent why this worker fails. Short enough for a pipe without a reader, which holds 64 KiB."""
     os.write(pipe, json.dumps({"kind": kind, "text": text[:8000], "time": time.monotonic()}).encode())
-
-
-def die_with(parent: int) -> None:
-    """Be killed when the parent ends. See Note: [No worker is left behind]."""
-    if sys.platform == "linux":
-        set_parent_death_signal = 1  # PR_SET_PDEATHSIG
-        ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL)
-    if os.getppid() != parent:  # it has ended already
-        os._exit(1)

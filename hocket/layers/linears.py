@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
+import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from hocket.config import Config
 from hocket.kernels import IGNORED, usable
@@ -22,6 +23,12 @@ from hocket.layers.functional import embedding, grouped_linear, linear, linears,
 from hocket.layers.norms import rms_norm
 from hocket.layers.tensor import Arriving, Tensors, Way, column_linear, gathered_tokens, row_linear, split_norms
 from hocket.layers.vocabulary import split_cross_entropy, split_embedding
+
+
+def new_weight(*shape: int) -> nn.Parameter:
+    """A parameter without a value, on the meta device; `model/source.py` says what to put in it."""
+    return nn.Parameter(torch.empty(shape, device="meta"))
+
 
 Role = Literal["qkv", "proj", "fc1", "fc2", "shared_fc1", "shared_fc2", "head"]
 """What a weight does in a layer: into attention and out of it, into an MLP and out of it, logits."""

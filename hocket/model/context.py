@@ -14,15 +14,16 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hocket.model.documents import Documents, Microbatch, whole_sequences
+from hocket.layers.routing import Routing
+from hocket.model.documents import Context, Documents, Microbatch, Span, whole_sequences
 from hocket.program.documents import FULL, Attending
+from hocket.runtime.comm import Group, Pending, RowTable
 from hocket.runtime.segment import lend
 
 # -- chunks ------------------------------------------------------------------------------------------------------------
@@ -89,10 +90,14 @@ def shares(bounds: Sequence[int], length: int, ranks: int, attending: Attending 
     one after the other, from 0; sequences have `length` tokens each, so the ends of sequences are among the bounds.
     `attending` is what layers do.
 
-    Raises: ValueError if documents do not fill sequences, cross their ends, or ranks cannot have as many tokens each.
+    Raises: ValueError if ranks cannot have as many tokens each.
 
     """
-    _refuse(bounds, length, ranks)
+    if length % (2 * ranks):
+        raise ValueError(
+            f"a sequence of {length} tokens cannot be cut into {2 * ranks} chunks of one length for {ranks} ranks: "
+            f"make it a multiple of {2 * ranks}"
+        )
     per_rank = max(2, bounds[-1] // length)
     size = bounds[-1] // (ranks * per_rank)
     best = _dealt(bounds, length, size, ranks, attending)
@@ -117,24 +122,6 @@ def work_of(bounds: Sequence[int], chunks: Sequence[Sequence[range]], attending:
     """What causal attention inside documents costs each rank with these chunks."""
     until = _Until(bounds, attending)
     return tuple(sum(until(c.stop) - until(c.start) for c in mine) for mine in chunks)
-
-
-def _refuse(bounds: Sequence[int], length: int, ranks: int) -> None:
-    if ranks < 1 or length < 1:
-        raise ValueError(f"ranks={ranks} and length={length} must be 1 or more")
-    if length % (2 * ranks):
-        raise ValueError(
-            f"a sequence of {length} tokens cannot be cut into {2 * ranks} chunks of one length for {ranks} ranks: "
-            f"make it a multiple of {2 * ranks}"
-        )
-    if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] % length or any(a >= b for a, b in pairwise(bounds)):
-        raise ValueError(f"documents must follow each other from 0 and fill sequences of {length} tokens")
-    if long := next((b - a for a, b in pairwise(bounds) if b - a > length), None):
-        raise ValueError(f"a document of {long} tokens is longer than a sequence, which has {length}")
-    if crossing := next((a for a, b in pairwise(bounds) if a // length != (b - 1) // length), None):
-        raise ValueError(
-            f"the document that begins at token {crossing} crosses the end of a sequence of {length} tokens"
-        )
 
 
 class _Until:
@@ -200,76 +187,6 @@ def _joined(chunks: Sequence[int], size: int, length: int) -> list[range]:
 
 
 # -- context -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class Span:
-    """A chunk of a rank's tokens, and the stretch of keys that they attend to; in both, the documents that they are of.
-
-    It is to attention what `Documents` are where queries and keys are of the same tokens.
-    """
-
-    queries: range
-    """Among the tokens of the rank."""
-    keys: range
-    """Among the tokens of all ranks, in the order of sequences. The last one is that of the last query."""
-    ends: Tensor
-    """Where documents begin and end among the queries: int32, from 0."""
-    key_ends: Tensor
-    """The same among the keys."""
-    longest: int
-    """Queries of the longest one."""
-    key_longest: int
-    """Keys of the longest one."""
-
-    batch = 1
-
-    @cached_property
-    def _documents(self) -> tuple[Tensor, Tensor]:
-        """The number of every query's document, and of every key's."""
-        number = torch.arange(len(self.ends) - 1, device=self.ends.device)
-        both = (self.ends, self.queries), (self.key_ends, self.keys)
-        of_queries, of_keys = (number.repeat_interleave(e.diff(), output_size=len(r)) for e, r in both)
-        return of_queries, of_keys
-
-    def within(self, window: int) -> Tensor:
-        """Who attends to whom, [1, 1, queries, keys]: as `Documents.within`."""
-        of_queries, of_keys = self._documents
-        ahead = len(self.keys) - len(self.queries)
-        mask = (of_queries.unsqueeze(1) == of_keys).tril(ahead)
-        return (mask.triu(ahead + 1 - window) if window else mask).view(1, 1, *mask.shape)
-
-    def to(self, device: torch.device) -> Span:
-        return replace(self, ends=self.ends.to(device), key_ends=self.key_ends.to(device))
-
-
-@dataclass(frozen=True, eq=False)
-class Context:
-    """One rank's tokens of a microbatch: what its layers are told in place of `Documents`."""
-
-    length: int
-    """S."""
-    position_T: Tensor
-    """Position of every token in its document, int64."""
-    order_U: Tensor
-    """In the order of sequences, where a token's row is among those gathered: rank after rank."""
-    place_U: Tensor
-    """Of every row gathered, the place of its token in the order of sequences."""
-    spans: tuple[Span, ...]
-    """One for every chunk, in the order of the rank's tokens."""
-    real_T: Tensor | None = None
-    """Which tokens are no padding; None if all."""
-    weighs_2: Tensor | None = None
-    """As of `Documents`."""
-    documents: Documents | None = None
-    """Those of all ranks' tokens, in the order of sequences; None if each sequence is one."""
-    bounds: tuple[int, ...] = ()
-    """Where documents of all sequences begin and end, sequences of one document too."""
-
-    @cached_property
-    def of_sequences(self) -> bool:
-        """Whether each document is a whole sequence."""
-        return all(hi - lo == self.length for lo, hi in pairwise(self.bounds))
 
 
 def context_of(documents: Documents, chunks: Sequence[Chunks], rank: int) -> Context:
@@ -389,3 +306,94 @@ def of_heads(rows_UX: Tensor, ranks: int) -> Tensor:
 def among(x_THN: Tensor, tokens: range) -> Tensor:
     """Of something that all tokens have, that of some neighbours."""
     return x_THN[tokens.start : tokens.stop]
+
+
+# -- parts of layers ---------------------------------------------------------------------------------------------------
+# Layers whose sequences context-parallel ranks share, cut where keys and values are gathered, or heads exchanged.
+#
+# Keys and values are made first. While they travel, queries are made; attention then has all of its document. In
+# backward the gradients of all ranks' keys and values are summed, each rank's part where it belongs, while those of
+# queries go on. Where heads are exchanged, queries follow keys and values, and attention has whole sequences of some
+# heads. What it finds goes back to the ranks that have the tokens.
+#
+# Shapes: B sequences, S tokens of each on this rank, X elements that travel, H query heads, N width of one.
+
+
+class _Cut:
+    """The parts before attention, and attention behind a gather, of either kind of layer."""
+
+    group: Group
+    attn: Any
+    normed: Any
+    """The input of attention, and the residual stream, from a layer's input."""
+    added: Any
+    """The next part's input, or routed rows, from the residual stream and what attention adds to it."""
+
+    def forward_keys(self, x_BSD: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+        """What travels, [T, X], the input of attention and the residual stream, [B, S, D]."""
+        h_BSD, x_BSD = self.normed(x_BSD)
+        return self.attn.keys(h_BSD, context), h_BSD, x_BSD
+
+    def forward_kv(self, kv_TX: Tensor) -> tuple[Tensor, Pending]:
+        """Those of all ranks, rank after rank: [U, X]."""
+        out_UX = kv_TX.new_empty(self.group.size * kv_TX.shape[0], kv_TX.shape[1])
+        return out_UX, self.group.all_gather(out_UX.view(-1), kv_TX.view(-1))
+
+    def backward_kv(self, grad_UX: Tensor) -> tuple[Tensor, Pending]:
+        """The sum over ranks of this rank's part: [T, X]."""
+        out_TX = grad_UX.new_empty(grad_UX.shape[0] // self.group.size, grad_UX.shape[1])
+        return out_TX, self.group.sum_parts(grad_UX, out_TX)
+
+    def forward_queries(self, h_BSD: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
+        """Queries [T, H, N], and their gates or None."""
+        return self.attn.queries(h_BSD, context)
+
+    def forward_attn(
+        self, kv_UX: Tensor, q_THN: Tensor, gate: Tensor | None, x_BSD: Tensor, context: Context, *kept: Routing
+    ) -> Any:
+        """What follows from attention of a rank's own queries to keys of all ranks."""
+        more_BSD = self.attn.attended(kv_UX, q_THN, gate, context, x_BSD.shape[0])
+        return self.added(x_BSD, more_BSD, context, *kept)
+
+
+class _ByHeads(_Cut):
+    """The same where ranks exchange heads. What travels has rows for each rank, one rank after the other."""
+
+    def forward_keys(self, x_BSD: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values of each rank's heads, [U, X], and the rest as it is where they are gathered."""
+        kv_TX, h_BSD, x_BSD = super().forward_keys(x_BSD, context)
+        return by_heads(self.attn.by_head(kv_TX), self.group.size), h_BSD, x_BSD
+
+    def forward_queries(self, h_BSD: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
+        """Queries of each rank's heads, [U, X], and the gates of all heads or None."""
+        q_THN, gate = super().forward_queries(h_BSD, context)
+        return by_heads(q_THN, self.group.size), gate
+
+    def forward_spread(self, rows_UX: Tensor) -> tuple[Tensor, Pending]:
+        """Each rank's rows to it: [U, X]. Exchanged once more they are where they were."""
+        ranks, out_UX = self.group.size, rows_UX.new_empty(rows_UX.shape)
+        table = RowTable([[len(rows_UX) // ranks] * ranks] * ranks, self.group.rank)
+        return out_UX, self.group.all_to_all(out_UX, rows_UX.contiguous(), table)
+
+    forward_results = backward_spread = backward_results = forward_spread
+    forward_kv = backward_kv = forward_spread  # pyrefly: ignore[bad-override-param-name]
+
+    def forward_core(self, kv_UX: Tensor, q_UX: Tensor, context: Context) -> Tensor:
+        """What this rank's heads find in all tokens, [U, X]."""
+        return self.attn.of_own_heads(kv_UX, q_UX, context)
+
+    def forward_attn(  # pyrefly: ignore[bad-override]
+        self, found_UX: Tensor, gate: Tensor | None, x_BSD: Tensor, context: Context, *kept: Routing
+    ) -> Any:
+        """What follows from all heads' results of a rank's own tokens."""
+        more_BSD = self.attn.projected(of_heads(found_UX, self.group.size), gate, x_BSD.shape[0])
+        return self.added(x_BSD, more_BSD, context, *kept)
+
+
+METHODS: dict[str, type[_Cut]] = {"gather": _Cut, "heads": _ByHeads}
+"""By method: the parts of attention, which a layer with `group`, `attn`, `normed` and `added` is made with."""
+
+
+def cut_as(method: str, layer: type) -> Any:
+    """The class of a layer whose attention is cut for what travels."""
+    return type(f"{METHODS[method].__name__}{layer.__name__}", (METHODS[method], layer), {})

@@ -34,12 +34,10 @@ from torch import Tensor, nn
 
 from hocket.config import ModelConfig
 from hocket.layers.functional import causal_convolution, decay, shift
-from hocket.layers.linears import WHOLE, Linears
+from hocket.layers.linears import WHOLE, Linears, new_weight
 from hocket.layers.norms import rms_norm
 from hocket.machine import why_no_delta_kernels
-from hocket.model.cache import DeltaCache
 from hocket.model.documents import Documents, has_flash
-from hocket.model.parameters import new_weight
 
 CHUNK = 64
 EPS = 1e-6
@@ -65,12 +63,6 @@ class DeltaNet(nn.Module):
         self.a_log = new_weight(self.heads)
         self.o_norm = new_weight(c.delta_value_dim)
         self.w_out = new_weight(c.hidden, values)
-        self.cache: DeltaCache | None = None
-        """As that of `Attention`."""
-
-    def remember(self) -> None:
-        """Begin to keep what the tokens behind those that it reads need, in an empty cache."""
-        self.cache = DeltaCache()
 
     def forward(self, h_BSD: Tensor, documents: Documents | None = None) -> Tensor:
         """What the memory of the tokens before, of the same sequence and document, says: in the shape of `h`."""
@@ -81,7 +73,7 @@ class DeltaNet(nn.Module):
         inputs_BSGX, z_BSGX = made_BSGX.split([sum(self.widths), each * c.delta_value_dim], -1)
         b_BSGX, a_BSGX = ba.view(batch, seq, self.key_heads, -1).split([each, each], -1)
         position_BS = None if documents is None else documents.position_T.view(batch, seq)
-        mixed = F.silu(self._convolved(inputs_BSGX.flatten(2), position_BS))
+        mixed = F.silu(causal_convolution(inputs_BSGX.flatten(2), self.conv, position_BS))
         q, k, v = mixed.view(batch, seq, self.key_heads, -1).split(self.widths, -1)
         v_BSHV = v.reshape(batch, seq, self.heads, -1)
         g_BSH = decay(F.softplus(shift(a_BSGX.flatten(2).float(), self.dt)), self.a_log)
@@ -92,28 +84,14 @@ class DeltaNet(nn.Module):
         o_BSHV = (o_BSHV * F.silu(z_BSHV.float())).to(o_BSHV.dtype)
         return self.linears.row("proj", o_BSHV.flatten(2), self.w_out)
 
-    def _convolved(self, x_BSC: Tensor, position_BS: Tensor | None) -> Tensor:
-        if self.cache is None:
-            return causal_convolution(x_BSC, self.conv, position_BS)
-        before = self.cache.inputs_1WC
-        all_1SC = x_BSC if before is None else torch.cat([before, x_BSC], 1)
-        self.cache.inputs_1WC = (
-            all_1SC[:, 1 - self.config.delta_conv :].detach() if self.config.delta_conv > 1 else None
-        )
-        return causal_convolution(all_1SC, self.conv)[:, all_1SC.shape[1] - x_BSC.shape[1] :]
-
     def _remembered(
         self, q_BSGK: Tensor, k_BSGK: Tensor, v_BSHV: Tensor, g_BSH: Tensor, b_BSH: Tensor, documents: Documents | None
     ) -> Tensor:
         """The rule over all tokens, by whichever code there is: [B, S, H, V]."""
-        if self.cache is not None:
-            o_BSHV, state = chunked_rule(q_BSGK, k_BSGK, v_BSHV, g_BSH, b_BSH, state_BHKV=self.cache.state_1HKV)
-            self.cache.state_1HKV = state.detach()
-            return o_BSHV
         if has_flash(q_BSGK) and has_kernels():
             return _by_kernels(q_BSGK, k_BSGK, v_BSHV, g_BSH, b_BSH, documents)
         starts_BS = None if documents is None else documents.position_T.view(g_BSH.shape[:2]) == 0
-        return chunked_rule(q_BSGK, k_BSGK, v_BSHV, g_BSH, b_BSH, starts_BS)[0]
+        return chunked_rule(q_BSGK, k_BSGK, v_BSHV, g_BSH, b_BSH, starts_BS)
 
 
 @cache
@@ -142,12 +120,11 @@ def chunked_rule(
     g_BSH: Tensor,
     b_BSH: Tensor,
     starts_BS: Tensor | None = None,
-    state_BHKV: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """What the memory says at every token, [B, S, H, V], and the memory behind the last: see the note above.
+) -> Tensor:
+    """What the memory says at every token, [B, S, H, V]: see the note above.
 
     Lengths of queries and keys are made 1 here. `starts` says which tokens begin a document; the first of a sequence
-    begins with the memory `state`, or an empty one. All sums are fp32.
+    begins with an empty memory. All sums are fp32.
     """
     seq, dtype, each = q_BSGK.shape[1], q_BSGK.dtype, v_BSHV.shape[2] // q_BSGK.shape[2]
     q, k = (_unit(x).repeat_interleave(each, 2) for x in (q_BSGK, k_BSGK))
@@ -173,14 +150,13 @@ def chunked_rule(
     asked_BHNCK, kept_BHNKC, through_BHN11 = (
         q_BHNCK * from_state.exp(), (k_BHNCK * to_state.exp()).transpose(3, 4), through.exp(),
     )  # fmt: skip
-    if state_BHKV is None:
-        state_BHKV = q.new_zeros(v_BSHV.shape[0], v_BSHV.shape[2], k.shape[-1], v_BSHV.shape[-1])
+    state_BHKV = q.new_zeros(v_BSHV.shape[0], v_BSHV.shape[2], k.shape[-1], v_BSHV.shape[-1])
     outs = []
     for n in range(new_BHNCV.shape[2]):
         added_BHCV = new_BHNCV[:, :, n] - known_BHNCK[:, :, n] @ state_BHKV
         outs.append(asked_BHNCK[:, :, n] @ state_BHKV + seen_BHNCC[:, :, n] @ added_BHCV)
         state_BHKV = state_BHKV * through_BHN11[:, :, n] + kept_BHNKC[:, :, n] @ added_BHCV
-    return torch.cat(outs, 2)[:, :, :seq].transpose(1, 2).to(dtype), state_BHKV
+    return torch.cat(outs, 2)[:, :, :seq].transpose(1, 2).to(dtype)
 
 
 def _unit(x: Tensor) -> Tensor:

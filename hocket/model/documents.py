@@ -22,7 +22,8 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
-from typing import Any, Protocol
+from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -69,8 +70,13 @@ class Documents:
         return self.ids_BS.shape[0]
 
     @property
+    def length(self) -> int:
+        """S."""
+        return self.ids_BS.shape[1]
+
+    @property
     def key_ends(self) -> Tensor:
-        """Keys are those of the same tokens; `context.Span` has more of them."""
+        """Keys are those of the same tokens; `Span` has more of them."""
         return self.ends
 
     @property
@@ -110,32 +116,80 @@ class Documents:
         return self.mask_B1SS.triu(1 - window) if window else self.mask_B1SS
 
 
-class Seen(Protocol):
-    """Which keys queries attend to: `Documents`, or `context.Span`, whose queries are the last of its keys."""
+@dataclass(frozen=True, eq=False)
+class Span:
+    """A chunk of a rank's tokens, and the stretch of keys that they attend to; in both, the documents that they are of.
 
-    @property
-    def batch(self) -> int: ...
-    @property
-    def ends(self) -> Tensor: ...
-    @property
-    def key_ends(self) -> Tensor: ...
-    @property
-    def longest(self) -> int: ...
-    @property
-    def key_longest(self) -> int: ...
+    It is to attention what `Documents` are where queries and keys are of the same tokens.
+    """
 
-    def within(self, window: int) -> Tensor: ...
+    queries: range
+    """Among the tokens of the rank."""
+    keys: range
+    """Among the tokens of all ranks, in the order of sequences. The last one is that of the last query."""
+    ends: Tensor
+    """Where documents begin and end among the queries: int32, from 0."""
+    key_ends: Tensor
+    """The same among the keys."""
+    longest: int
+    """Queries of the longest one."""
+    key_longest: int
+    """Keys of the longest one."""
+
+    batch = 1
+
+    @cached_property
+    def _documents(self) -> tuple[Tensor, Tensor]:
+        """The number of every query's document, and of every key's."""
+        number = torch.arange(len(self.ends) - 1, device=self.ends.device)
+        both = (self.ends, self.queries), (self.key_ends, self.keys)
+        of_queries, of_keys = (number.repeat_interleave(e.diff(), output_size=len(r)) for e, r in both)
+        return of_queries, of_keys
+
+    def within(self, window: int) -> Tensor:
+        """Who attends to whom, [1, 1, queries, keys]: as `Documents.within`."""
+        of_queries, of_keys = self._documents
+        ahead = len(self.keys) - len(self.queries)
+        mask = (of_queries.unsqueeze(1) == of_keys).tril(ahead)
+        return (mask.triu(ahead + 1 - window) if window else mask).view(1, 1, *mask.shape)
+
+    def to(self, device: torch.device) -> Span:
+        return replace(self, ends=self.ends.to(device), key_ends=self.key_ends.to(device))
 
 
-class Told(Protocol):
-    """What layers are told of a microbatch's tokens: `Documents`, or `context.Context`."""
+@dataclass(frozen=True, eq=False)
+class Context:
+    """One rank's tokens of a microbatch: what its layers are told in place of `Documents`."""
 
-    @property
-    def position_T(self) -> Tensor: ...
-    @property
-    def real_T(self) -> Tensor | None: ...
-    @property
-    def weighs_2(self) -> Tensor | None: ...
+    length: int
+    """S."""
+    position_T: Tensor
+    """Position of every token in its document, int64."""
+    order_U: Tensor
+    """In the order of sequences, where a token's row is among those gathered: rank after rank."""
+    place_U: Tensor
+    """Of every row gathered, the place of its token in the order of sequences."""
+    spans: tuple[Span, ...]
+    """One for every chunk, in the order of the rank's tokens."""
+    real_T: Tensor | None = None
+    """Which tokens are no padding; None if all."""
+    weighs_2: Tensor | None = None
+    """As of `Documents`."""
+    documents: Documents | None = None
+    """Those of all ranks' tokens, in the order of sequences; None if each sequence is one."""
+    bounds: tuple[int, ...] = ()
+    """Where documents of all sequences begin and end, sequences of one document too."""
+
+    @cached_property
+    def of_sequences(self) -> bool:
+        """Whether each document is a whole sequence."""
+        return all(hi - lo == self.length for lo, hi in pairwise(self.bounds))
+
+
+Seen = Documents | Span
+"""Which keys queries attend to. Those of a `Span` are the last of its keys."""
+Told = Documents | Context
+"""What layers are told of a microbatch's tokens."""
 
 
 def documents_of(ids_BS: Tensor) -> Documents:
@@ -216,7 +270,7 @@ class Microbatch:
     """Token ids and the tokens to predict, both of shape [B, S].
 
     Targets that are `IGNORED` count for nothing, and attention stays inside of `documents`, where they are given. Where
-    ranks share sequences, an engine makes a rank's part of each, with a `context.Context` in place of documents.
+    ranks share sequences, an engine makes a rank's part of each, with a `Context` in place of documents.
     """
 
     ids: Tensor

@@ -9,15 +9,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from hocket.kernels import usable
-from hocket.model.context import Context, Span, among, in_order, in_ranks
-from hocket.model.documents import Documents, Seen, attend, has_flash, whole_sequences
+from hocket.model.context import among, in_order, in_ranks
+from hocket.model.documents import Context, Documents, Seen, Span, Told, attend, has_flash, whole_sequences
 from hocket.runtime.weights import Destination, Ordinary, Product, put, queued, weight_of
 
 # -- partial attention -------------------------------------------------------------------------------------------------
@@ -38,16 +38,6 @@ from hocket.runtime.weights import Destination, Ordinary, Product, put, queued, 
 
 Triple = tuple[Tensor, Tensor, Tensor]
 """Queries [T, H, N], keys and values [T, K, N], or their gradients."""
-
-
-class Met(Protocol):
-    """Which keys queries meet: those of `Seen`, or a part of them."""
-
-    @property
-    def batch(self) -> int: ...
-    def within(self, window: int) -> Tensor | None:
-        """[1, 1, queries, keys]; None: all."""
-        ...
 
 
 def found(qkv: Triple, seen: Seen, window: int) -> tuple[Tensor, Tensor]:
@@ -85,7 +75,7 @@ def _flash_backward(g: Tensor, qkv: Triple, out: Tensor, total_TH: Tensor, seen:
 # --------------------------------------------------------------------------------------------------------- the formula
 
 
-def _heads(x_THN: Tensor, seen: Met, keys: int) -> Tensor:
+def _heads(x_THN: Tensor, seen: Seen | _Part, keys: int) -> Tensor:
     """[B, K, G, S, N], in fp32 at least; K is `keys`."""
     x_BSKGN = x_THN.reshape(seen.batch, x_THN.shape[0] // seen.batch, keys, -1, x_THN.shape[-1])
     return x_BSKGN.permute(0, 2, 3, 1, 4).to(torch.promote_types(x_THN.dtype, torch.float32))
@@ -96,12 +86,12 @@ def _tokens(x_BKGSN: Tensor, dtype: torch.dtype) -> Tensor:
     return x_BKGSN.permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1).to(dtype)
 
 
-def _scores(q_BKGSN: Tensor, k_BK1SN: Tensor, seen: Met, window: int) -> Tensor:
+def _scores(q_BKGSN: Tensor, k_BK1SN: Tensor, seen: Seen | _Part, window: int) -> Tensor:
     scores, met = q_BKGSN @ k_BK1SN.mT * q_BKGSN.shape[-1] ** -0.5, seen.within(window)
     return scores if met is None else scores.masked_fill(~met.to(scores.device).unsqueeze(1), -torch.inf)
 
 
-def plain(qkv: Triple, seen: Met, window: int) -> tuple[Tensor, Tensor]:
+def plain(qkv: Triple, seen: Seen | _Part, window: int) -> tuple[Tensor, Tensor]:
     """What `found` does, in fp32 on any device."""
     keys = qkv[1].shape[1]
     q, k, v = (_heads(x, seen, keys) for x in qkv)
@@ -111,7 +101,7 @@ def plain(qkv: Triple, seen: Met, window: int) -> tuple[Tensor, Tensor]:
     return _tokens(out, qkv[0].dtype), _tokens(lse_BKGS1, lse_BKGS1.dtype).squeeze(-1)
 
 
-def plain_backward(g: Tensor, qkv: Triple, out: Tensor, total_TH: Tensor, seen: Met, window: int) -> Triple:
+def plain_backward(g: Tensor, qkv: Triple, out: Tensor, total_TH: Tensor, seen: Seen | _Part, window: int) -> Triple:
     keys, dtype = qkv[1].shape[1], g.dtype
     along_TH1 = (g.to(total_TH.dtype) * out).sum(-1, keepdim=True)
     q, k, v, g, total, along = (_heads(x, seen, keys) for x in (*qkv, g, total_TH.unsqueeze(-1), along_TH1))
@@ -221,6 +211,26 @@ def attend_stretch(
     return attend(q_THN, k_UKN, v_UKN, span, window, scale)
 
 
+def attend_spans(
+    q_THN: Tensor,
+    k_UKN: Tensor,
+    v_UKN: Tensor,
+    context: Context,
+    window: int = 0,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of a rank's queries to the keys that all ranks have, inside of documents: [T, H, N]."""
+    found = []
+    for span in context.spans:
+        q, k, v = among(q_THN, span.queries), among(k_UKN, span.keys), among(v_UKN, span.keys)
+        if sinks is None:
+            found.append(attend_stretch(q, k, v, span, context.of_sequences, window, scale))
+        else:
+            found.append(attend_with_sinks(q, k, v, sinks, span, window))
+    return torch.cat(found)
+
+
 def served(q_THN: Tensor, k_UKN: Tensor, v_UKN: Tensor) -> bool:
     """Whether cuDNN's attention serves both parts: as `F.scaled_dot_product_attention` would take it."""
     widths, ahead = {x.shape[-1] for x in (q_THN, k_UKN, v_UKN)}, len(k_UKN) - len(q_THN)
@@ -317,8 +327,35 @@ class Heads(ABC):
     sinks: Tensor | None
 
     @abstractmethod
+    def made(self, names: str, h_BSD: Tensor, told: Told | None) -> tuple[list[Tensor], Tensor | None]:
+        """Those of queries `q`, keys `k` and values `v` that are named, [B, S, heads, N], and gates of queries or None.
+
+        They have norms, and positions in whole sequences, or where tokens are told theirs, [1, T, heads, N], these.
+        """
+
+    @abstractmethod
     def out(self, o_BSF: Tensor, gate_BSF: Tensor | None) -> Tensor:
         """What attention adds to the residual stream, from what heads have found and their gates."""
+
+    def forward(self, h_BSD: Tensor, documents: Documents | None = None) -> Tensor:
+        """Attention of every position to itself and those before it in its sequence, in the shape of `h`.
+
+        With `documents`, to those in its document; then the sequences are taken for one of B * S tokens up to there.
+        """
+        made, gate = self.made("qkv", h_BSD, documents)
+        batch = made[0].shape[0] if documents is None else documents.batch
+        q_THN, k_TKN, v_TKN = (x.flatten(0, 1) for x in made)
+        return self.projected(self.whole(q_THN, k_TKN, v_TKN, batch, documents).flatten(1), gate, batch)
+
+    def keys(self, h_BSD: Tensor, context: Context) -> Tensor:
+        """Keys and values of a rank's tokens, side by side: what is gathered, [T, 2 * K * N]."""
+        kv_1TKN, _ = self.made("kv", h_BSD, context)
+        return torch.cat([x.flatten(2)[0] for x in kv_1TKN], -1)
+
+    def queries(self, h_BSD: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
+        """Queries of a rank's tokens, [T, H, N], and the gates of what they find."""
+        (q_1THN,), gate = self.made("q", h_BSD, context)
+        return q_1THN[0], gate
 
     def whole(self, q_THN: Tensor, k_TKN: Tensor, v_TKN: Tensor, batch: int, documents: Documents | None) -> Tensor:
         """Attention in `batch` sequences that are all here, of some heads: [T, H, N]."""
@@ -341,14 +378,8 @@ class Heads(ABC):
         kv_U2KN = in_order(kv_UX, context).view(-1, 2, self.kv_heads, self.head_dim)
         k_UKN, v_UKN = kv_U2KN.unbind(1)
         window = self.window if self.window < context.length else 0
-        found = []
-        for span in context.spans:
-            q, k, v = among(q_THN, span.queries), among(k_UKN, span.keys), among(v_UKN, span.keys)
-            if self.sinks is None:
-                found.append(attend_stretch(q, k, v, span, context.of_sequences, window))
-            else:
-                found.append(self._attend(q, k, v, span, window))
-        return self.projected(torch.cat(found).flatten(1), gate_BSF, batch)
+        found_THN = attend_spans(q_THN, k_UKN, v_UKN, context, window, sinks=self.sinks)
+        return self.projected(found_THN.flatten(1), gate_BSF, batch)
 
     def of_own_heads(self, kv_UX: Tensor, q_UX: Tensor, context: Context) -> Tensor:
         """What some heads find in all tokens, [U, X], from these heads' keys and values, and their queries, [U, X].

@@ -6,7 +6,7 @@
     output     wo(softmax(q . k * scale) v)
 
 Rotating elements stand first, and a pair is (i, i + R / 2). In files of Hugging Face they stand last, and a pair is
-(2i, 2i + 1): `pretrained/convert.py` permutes rows.
+(2i, 2i + 1): `pretrained/weights.py` permutes rows.
 
 Under tensor parallelism heads are spread: `wq`, `wq_b` and `wkv_b` by columns, `wo` by rows. What makes latents is
 whole on every rank, and works on the rank's own tokens; tokens are gathered behind the norms, where they are narrow.
@@ -23,13 +23,11 @@ from torch import Tensor, nn
 
 from hocket.config import ModelConfig
 from hocket.layers.functional import linear, linears
-from hocket.layers.linears import WHOLE, Linears
+from hocket.layers.linears import WHOLE, Linears, new_weight
 from hocket.layers.norms import rms_norm, rotate
-from hocket.model.cache import KeyValueCache
-from hocket.model.context import Context, among, in_order
-from hocket.model.documents import Documents, Seen, attend, has_flash
-from hocket.model.parameters import new_weight
-from hocket.model.rotary import mscale, rope_of, rotary_table
+from hocket.model.context import among, in_order
+from hocket.model.documents import Context, Documents, Seen, Told, attend, has_flash
+from hocket.model.rotary import mscale, rope_of, table_of
 
 EPS = 1e-6
 """Epsilon of the norms of latents, whatever that of the others is."""
@@ -55,12 +53,6 @@ class LatentAttention(nn.Module):
         self.kv_a_norm = new_weight(latent)
         self.wkv_b = new_weight(self.heads * (c.qk_nope_head_dim + c.v_head_dim), latent)
         self.wo = new_weight(c.hidden, self.heads * c.v_head_dim)
-        self.cache: KeyValueCache | None = None
-        """As that of `Attention`."""
-
-    def remember(self) -> None:
-        """Begin to keep keys and values for the tokens behind, in an empty cache."""
-        self.cache = KeyValueCache()
 
     def forward(self, h_BSD: Tensor, documents: Documents | None = None) -> Tensor:
         """Attention of every position to itself and those before it in its sequence, in the shape of `h`.
@@ -72,26 +64,16 @@ class LatentAttention(nn.Module):
         batch, seq, _ = q.shape
         sizes = (batch, seq) if documents is None else (1, batch * seq)
         q_BSHX, k_BS1R = q.view(*sizes, self.heads, -1), turning.reshape(*sizes, 1, -1)
-        if self.rope is not None:
-            first = self.cache.length if self.cache is not None else 0
-            table = rotary_table(first + seq, self.rope.width, self.rope.theta, h_BSD.device, self.rope.settings)
-            table = table[:, first:]
-            if documents is not None:
-                table = table.index_select(1, documents.position_T)
-            q_BSHX, k_BS1R = rotate(q_BSHX, table), rotate(k_BS1R, table)
+        q_BSHX, k_BS1R = (self._turned(x, seq, documents) for x in (q_BSHX, k_BS1R))
         k_BSHN, v_BSHV = kv.view(*sizes, self.heads, -1).split([c.qk_nope_head_dim, c.v_head_dim], -1)
         k_BSHX = torch.cat([k_BS1R.expand(-1, -1, self.heads, -1), k_BSHN], -1)
-        if self.cache is not None:
-            given = (x.squeeze(0) for x in (q_BSHX, k_BSHX, v_BSHV))
-            o_SHV = self.cache.attend(*given, scale=softmax_scale(c))
-            return self.linears.row("proj", o_SHV.flatten(1).unsqueeze(0), self.wo)
         o_BSHV = attention(q_BSHX, k_BSHX, v_BSHV, softmax_scale(c), documents)
         return self.linears.row("proj", o_BSHV.reshape(batch, seq, -1), self.wo)
 
     def keys(self, h_BSD: Tensor, context: Context) -> Tensor:
         """What ranks that share sequences gather: rotated keys and normed latents of this one's tokens, [T, R + C]."""
         turning_BSR, latent_BSC = linear(h_BSD, self.wkv_a).split(self._made, -1)
-        k_1T1R = self._turned(turning_BSR.reshape(1, -1, 1, turning_BSR.shape[-1]), context)
+        k_1T1R = self._turned(turning_BSR.reshape(1, -1, 1, turning_BSR.shape[-1]), 0, context)
         return torch.cat([k_1T1R[0, :, 0], rms_norm(latent_BSC, self.kv_a_norm, EPS).flatten(0, 1)], -1)
 
     def queries(self, h_BSD: Tensor, context: Context) -> tuple[Tensor, None]:
@@ -101,7 +83,7 @@ class LatentAttention(nn.Module):
             (q,) = self.linears.columns("qkv", made, (self.wq_b,))
         else:
             (q,) = self.linears.columns("qkv", h_BSD, (self.wq,))
-        return self._turned(q.reshape(1, -1, self.heads, self.config.key_width), context)[0], None
+        return self._turned(q.reshape(1, -1, self.heads, self.config.key_width), 0, context)[0], None
 
     def attended(self, kv_UX: Tensor, q_THX: Tensor, gate: None, context: Context, batch: int) -> Tensor:
         """What attention adds to the residual stream of `batch` rows. Each rank makes keys of all latents."""
@@ -121,12 +103,9 @@ class LatentAttention(nn.Module):
         """R and C."""
         return [self.config.qk_rope_head_dim, self.config.kv_lora_rank]
 
-    def _turned(self, x_1THX: Tensor, context: Context) -> Tensor:
+    def _turned(self, x_BSHX: Tensor, seq: int, told: Told | None) -> Tensor:
         """With positions."""
-        if self.rope is None:
-            return x_1THX
-        table = rotary_table(context.length, self.rope.width, self.rope.theta, x_1THX.device, self.rope.settings)
-        return rotate(x_1THX, table.index_select(1, context.position_T))
+        return x_BSHX if self.rope is None else rotate(x_BSHX, table_of(self.rope, seq, told, x_BSHX.device))
 
     def _projected(self, h_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, S, H * (R + N)], keys and values [B, S, H * (N + V)], rotating keys [B, S, R]: of all tokens."""

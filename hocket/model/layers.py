@@ -15,19 +15,17 @@ from torch import Tensor, nn
 from hocket.config import ModelConfig
 from hocket.kernels import usable
 from hocket.layers.functional import linear, shift
-from hocket.layers.linears import WHOLE, Linears, Role
+from hocket.layers.linears import WHOLE, Linears, Role, new_weight
 from hocket.layers.norms import add_rms_norm, norm_rotate, rms_norm, rotate
-from hocket.model.cache import KeyValueCache
-from hocket.model.context import Context
 from hocket.model.delta_net import DeltaNet
-from hocket.model.documents import Documents
+from hocket.model.documents import Documents, Told
 from hocket.model.heads import Heads
 from hocket.model.latent_attention import LatentAttention
-from hocket.model.parameters import new_weight
-from hocket.model.rotary import rope_of, rotary_table
+from hocket.model.rotary import rope_of, table_of
+from hocket.runtime.comm import Group
 
 
-class Attention(nn.Module, Heads):
+class Attention(Heads, nn.Module):
     """Causal grouped-query attention with rotary positions, without norm and residual."""
 
     def __init__(self, config: ModelConfig, linears: Linears = WHOLE, number: int = 0) -> None:
@@ -54,90 +52,45 @@ class Attention(nn.Module, Heads):
         if config.o_bias:
             self.bo = new_weight(config.hidden)
         self.sinks = new_weight(self.heads) if config.sinks else None
-        self.cache: KeyValueCache | None = None
-        """Of the tokens before, while text is generated; None where a sequence is whole."""
 
-    def remember(self) -> None:
-        """Begin to keep keys and values for the tokens behind, in an empty cache."""
-        self.cache = KeyValueCache()
-
-    def forward(self, h_BSD: Tensor, documents: Documents | None = None) -> Tensor:
-        """Attention of every position to itself and those before it in its sequence, in the shape of `h`.
-
-        With `documents`, to those in its document; then the sequences are taken for one of B * S tokens up to there.
-        """
-        c = self.config
-        q, k, v = self.linears.columns("qkv", h_BSD, (self.wq, self.wk, self.wv))
+    def made(self, names: str, h_BSD: Tensor, told: Told | None) -> tuple[list[Tensor], Tensor | None]:
+        c, norm = self.config, (self.config.norm_eps, self.config.norm_plus_one)
+        weights, turning = [getattr(self, f"w{x}") for x in names], names.replace("v", "")
+        made = dict(zip(names, self.linears.columns("qkv", h_BSD, weights), strict=True))
+        gate = None
         if c.qkv_bias:
-            q, k, v = shift(q, self.bq), shift(k, self.bk), shift(v, self.bv)
-        q, gate = self._gated(q)
+            made = {x: shift(value, getattr(self, f"b{x}")) for x, value in made.items()}
+        if c.attn_gate and "q" in made:
+            both = made["q"].unflatten(2, (self.heads, 2, c.head_dim)).unbind(3)
+            made["q"], gate = (x.flatten(2) for x in both)
         if c.qk_norm and c.qk_norm_over == "whole":
-            q, k = self.linears.norms((q, k), (self.q_wide_norm, self.k_wide_norm), c.norm_eps, c.norm_plus_one)
-        batch, seq, _ = q.shape
-        sizes = (batch, seq) if documents is None else (1, batch * seq)
-        q_BSHN = q.view(*sizes, self.heads, c.head_dim)
-        k_BSKN, v_BSKN = (x.view(*sizes, self.kv_heads, c.head_dim) for x in (k, v))
-        first = self.cache.length if self.cache is not None else 0
-        position_T = None if documents is None else documents.position_T
-        q_BSHN, k_BSKN = self._turned(seq, position_T, first, q=q_BSHN, k=k_BSKN)
-        if self.cache is not None:
-            given = (x.squeeze(0) for x in (q_BSHN, k_BSKN, v_BSKN))
-            o_SHN = self.cache.attend(*given, window=self.window, sink_H=self.sinks)
-            return self.out(o_SHN.flatten(1).unsqueeze(0), gate)
-        q_THN, k_TKN, v_TKN = (x.flatten(0, 1) for x in (q_BSHN, k_BSKN, v_BSKN))
-        o_THN = self.whole(q_THN, k_TKN, v_TKN, batch, documents)
-        return self.out(o_THN.reshape(batch, seq, self.heads * c.head_dim), gate)
+            scales = [getattr(self, f"{x}_wide_norm") for x in turning]
+            made |= zip(turning, self.linears.norms([made[x] for x in turning], scales, *norm), strict=True)
+        batch, seq = made[names[0]].shape[:2]
+        sizes = (batch, seq) if told is None else (1, batch * seq)
+        made = {x: value.reshape(*sizes, -1, c.head_dim) for x, value in made.items()}
+        table = self._table(seq, told, h_BSD.device)
+        for x in turning:
+            scale = getattr(self, f"{x}_norm") if c.qk_norm and c.qk_norm_over == "head" else None
+            made[x] = _turned(made[x], scale, norm, table)
+        return list(made.values()), gate
 
-    def keys(self, h_BSD: Tensor, context: Context) -> Tensor:
-        """Keys and values of a rank's tokens, side by side: what is gathered, [T, 2 * K * N]."""
-        c = self.config
-        k, v = self.linears.columns("qkv", h_BSD, (self.wk, self.wv))
-        if c.qkv_bias:
-            k, v = shift(k, self.bk), shift(v, self.bv)
-        if c.qk_norm and c.qk_norm_over == "whole":
-            (k,) = self.linears.norms((k,), (self.k_wide_norm,), c.norm_eps, c.norm_plus_one)
-        k_1TKN = k.reshape(1, -1, self.kv_heads, c.head_dim)
-        (k_1TKN,) = self._turned(context.length, context.position_T, k=k_1TKN)
-        return torch.cat([k_1TKN.flatten(2)[0], v.flatten(0, 1)], -1)
-
-    def queries(self, h_BSD: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
-        """Queries of a rank's tokens, [T, H, N], and the gates of what they find."""
-        c = self.config
-        (q,) = self.linears.columns("qkv", h_BSD, (self.wq,))
-        q, gate = self._gated(shift(q, self.bq) if c.qkv_bias else q)
-        if c.qk_norm and c.qk_norm_over == "whole":
-            (q,) = self.linears.norms((q,), (self.q_wide_norm,), c.norm_eps, c.norm_plus_one)
-        q_1THN = q.reshape(1, -1, self.heads, c.head_dim)
-        (q_1THN,) = self._turned(context.length, context.position_T, q=q_1THN)
-        return q_1THN[0], gate
-
-    def _gated(self, q_BSF: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Queries, and the gates that stand behind those of each head."""
-        if not self.config.attn_gate:
-            return q_BSF, None
-        q, gate = (x.flatten(2) for x in q_BSF.unflatten(2, (self.heads, 2, self.config.head_dim)).unbind(3))
-        return q, gate
+    def _table(self, seq: int, told: Told | None, device: torch.device) -> Tensor | None:
+        """Cosines and sines of the positions of tokens; None where they have none."""
+        return None if self.rope is None else table_of(self.rope, seq, told, device)
 
     def out(self, o_BSF: Tensor, gate_BSF: Tensor | None) -> Tensor:
-        """What attention adds to the residual stream."""
         if gate_BSF is not None:
             o_BSF = o_BSF * gate_BSF.sigmoid()
         out_BSD = self.linears.row("proj", o_BSF, self.wo)
         return shift(out_BSD, self.bo) if self.config.o_bias else out_BSD
 
-    def _turned(self, seq: int, position_T: Tensor | None, first: int = 0, **heads_BSHN: Tensor) -> tuple[Tensor, ...]:
-        """Queries `q` or keys `k` with positions and norms: `position_T` among `seq`, or all behind `first`."""
-        c, rope, table = self.config, self.rope, None
-        if rope is not None:
-            device = next(iter(heads_BSHN.values())).device
-            table = rotary_table(first + seq, rope.width, rope.theta, device, rope.settings)[:, first:]
-            table = table if position_T is None else table.index_select(1, position_T)
-        if not (c.qk_norm and c.qk_norm_over == "head"):
-            return tuple(x if table is None else rotate(x, table) for x in heads_BSHN.values())
-        scales, eps, one = {"q": self.q_norm, "k": self.k_norm}, c.norm_eps, c.norm_plus_one
-        if table is None:
-            return tuple(rms_norm(x, scales[name], eps, one) for name, x in heads_BSHN.items())
-        return tuple(norm_rotate(x, scales[name], eps, table, one) for name, x in heads_BSHN.items())
+
+def _turned(x_BSHN: Tensor, scale_N: Tensor | None, norm: tuple[float, bool], table: Tensor | None) -> Tensor:
+    """Heads with their norm and their positions, where they have them."""
+    if table is None:
+        return x_BSHN if scale_N is None else rms_norm(x_BSHN, scale_N, *norm)
+    return rotate(x_BSHN, table) if scale_N is None else norm_rotate(x_BSHN, scale_N, norm[0], table, norm[1])
 
 
 def attention_of(
@@ -203,23 +156,46 @@ def swiglu(
     return out if weights is None else (out * weights.unsqueeze(-1)).to(out.dtype)
 
 
-class DenseLayer(nn.Module):
-    """A transformer layer with a dense MLP. Its parts are `forward_attn` and `forward_mlp`."""
+class TransformerLayer(nn.Module):
+    """What layers with a dense MLP and with experts have in common: attention, and norms.
 
-    def __init__(self, config: ModelConfig, linears: Linears = WHOLE, number: int = 0) -> None:
+    `normed`, `attn` and `added` are what the parts of shared sequences are made of (`context.py`).
+    """
+
+    group: Group | None = None
+    """The ranks that share its sequences; None where each has its own."""
+
+    def __init__(self, config: ModelConfig, linears: Linears, number: int) -> None:
         super().__init__()
+        self.config = config
         self.norm, self.after = (config.norm_eps, config.norm_plus_one), config.norms == "after"
         self.attn_norm = new_weight(config.hidden)
         self.attn = attention_of(config, linears, number)
         self.ffn_norm = new_weight(config.hidden)
+
+    def normed(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
+        """The input of attention, and the residual stream."""
+        if self.after:
+            return x_BSD, x_BSD
+        x_BSD, h_BSD = add_rms_norm(x_BSD, None, self.attn_norm, *self.norm)
+        return h_BSD, x_BSD
+
+
+class DenseLayer(TransformerLayer):
+    """A transformer layer with a dense MLP. Its parts are `forward_attn` and `forward_mlp`."""
+
+    def __init__(self, config: ModelConfig, linears: Linears = WHOLE, number: int = 0) -> None:
+        super().__init__(config, linears, number)
         self.mlp = Mlp(config, config.ffn, linears)
 
     def forward_attn(self, x_BSD: Tensor, documents: Documents | None = None) -> Tensor:
         """`x + attention(norm(x))`, or `x + norm(attention(x))`."""
-        if self.after:
-            return x_BSD + rms_norm(self.attn(x_BSD, documents), self.attn_norm, *self.norm)
-        x_BSD, h_BSD = add_rms_norm(x_BSD, None, self.attn_norm, *self.norm)
-        return x_BSD + self.attn(h_BSD, documents)
+        h_BSD, x_BSD = self.normed(x_BSD)
+        return self.added(x_BSD, self.attn(h_BSD, documents), documents)
+
+    def added(self, x_BSD: Tensor, more_BSD: Tensor, told: Told | None) -> Tensor:
+        """The residual stream behind attention."""
+        return x_BSD + (rms_norm(more_BSD, self.attn_norm, *self.norm) if self.after else more_BSD)
 
     def forward_mlp(self, x_BSD: Tensor) -> Tensor:
         """`x + mlp(norm(x))`, or `x + norm(mlp(x))`."""

@@ -16,13 +16,12 @@ from torch import Tensor, nn
 from hocket.config import ModelConfig
 from hocket.layers.dispatch import exchange_counts, from_experts, rows_of, send_rows, to_experts, unpermute
 from hocket.layers.functional import add_bias_by_expert, grouped_linear, score, shift
-from hocket.layers.linears import WHOLE, Linears
+from hocket.layers.linears import WHOLE, Linears, new_weight
 from hocket.layers.norms import add_rms_norm
 from hocket.layers.routing import Routing, Sharers, Weighs, attach_losses, over_batch, route
 from hocket.layers.tensor import Arriving
 from hocket.model.documents import Documents, Told
-from hocket.model.layers import Mlp, attention_of, gated
-from hocket.model.parameters import new_weight
+from hocket.model.layers import Mlp, TransformerLayer, gated
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ class Experts(nn.Module):
         return add_bias_by_expert(grouped_linear(inner_RF, self.w_down, offsets_L), self.b_down, offsets_L)
 
 
-class MoELayer(nn.Module):
+class MoELayer(TransformerLayer):
     """A transformer layer with routed experts.
 
     Its parts are `forward_attn`, `forward_experts` and `forward_unpermute`; between the first two and the
@@ -109,20 +108,13 @@ class MoELayer(nn.Module):
     load-balancing loss, to match the factor of the main loss (1 / microbatches).
     """
 
-    sharing = 1
-    """Ranks that share its sequences. Gradients are averaged over them, as over data-parallel ranks."""
-
     def __init__(
         self, config: ModelConfig, ep: ExpertPlace, aux_scale: float, linears: Linears = WHOLE, number: int = 0
     ) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config, linears, number)
         self.ep = ep
         self.weighted = ep.weighted and not config.expert_bias
         self.aux_scale = aux_scale
-        self.attn_norm = new_weight(config.hidden)
-        self.attn = attention_of(config, linears, number)
-        self.ffn_norm = new_weight(config.hidden)
         self.shared = Mlp(config, config.shared_ffn, linears, shared=True) if config.shared_ffn else None
         self.router = Router(config)
         self.experts = Experts(config, config.experts // ep.size, linears)
@@ -136,20 +128,21 @@ class MoELayer(nn.Module):
         order fixes the bits of its gradient: shared expert, router, permutation. When forward runs once more, `kept` is
         the first one's routing.
         """
-        x_BSD, h_BSD = add_rms_norm(x_BSD, None, self.attn_norm, self.config.norm_eps, self.config.norm_plus_one)
-        return self.routed(x_BSD, self.attn(h_BSD, documents), documents, kept)
+        h_BSD, x_BSD = self.normed(x_BSD)
+        return self.added(x_BSD, self.attn(h_BSD, documents), documents, kept)
 
-    def routed(self, x_BSD: Tensor, more_BSD: Tensor, documents: Told | None, kept: Routing | None) -> Routed:
+    def added(self, x_BSD: Tensor, more_BSD: Tensor, documents: Told | None, kept: Routing | None = None) -> Routed:
         """What is behind attention in `forward_attn`, which adds `more` to the residual stream."""
-        c = self.config
-        x1_BSD, h_BSD = add_rms_norm(x_BSD, more_BSD, self.ffn_norm, c.norm_eps, c.norm_plus_one)
+        c, sharing = self.config, 1 if self.group is None else self.group.size
+        x1_BSD, h_BSD = add_rms_norm(x_BSD, more_BSD, self.ffn_norm, *self.norm)
         shared_BSD = self.shared(h_BSD) if self.shared is not None else None
         h_TD, real_T = h_BSD.flatten(0, 1), documents.real_T if documents is not None else None
         if real_T is not None:
             real_T = self.attn.linears.own(real_T)
         h_TD, logits_TE = self.router(h_TD)
-        sharers = Sharers(self.total, self.attn.linears.size * self.sharing)
-        probs_TK, routing = route(logits_TE, c, self.router.bias, self.aux_scale * self.sharing, kept, real_T, sharers)
+        # Gradients are averaged over ranks that share sequences, as over data-parallel ones.
+        sharers = Sharers(self.total, self.attn.linears.size * sharing)
+        probs_TK, routing = route(logits_TE, c, self.router.bias, self.aux_scale * sharing, kept, real_T, sharers)
         if c.z_loss or c.aux_loss_over != "microbatch":
             weighs = self._weighs(documents, len(h_TD) * self.attn.linears.size, len(x_BSD))
             tokens = real_T, len(x_BSD), weighs
@@ -162,7 +155,11 @@ class MoELayer(nn.Module):
 
     def total(self, rows_E: Tensor) -> Arriving:
         """Rows of all ranks that have tokens of the microbatch, on their way. Leaves `rows` alone."""
-        return self.attn.linears.total(rows_E)
+        total_E = self.attn.linears.total(rows_E)
+        if self.group is None:
+            return total_E
+        shared_E = total_E.get().clone()
+        return Arriving(shared_E, (self.group.all_reduce(shared_E).wait,))
 
     def _weighs(self, documents: Told | None, tokens: int, sequences: int) -> Weighs:
         """What each of a microbatch's tokens, and of its sequences, weighs in means over the step."""

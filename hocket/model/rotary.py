@@ -8,13 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hocket.config import ModelConfig, RopeConfig
-from hocket.config.rope import PLAIN, RopeKind
+from hocket.config import PLAIN, ModelConfig, RopeConfig, RopeKind
 
 
 class Rope(NamedTuple):
@@ -33,6 +32,12 @@ def rope_of(config: ModelConfig, layer: int) -> Rope | None:
         return None
     plain = rope.plain_windows and config.windows()[layer] > 0
     return Rope(rope.width or width, config.rope_theta, PLAIN if plain else rope)
+
+
+def table_of(rope: Rope, seq: int, told: Any, device: torch.device) -> Tensor:
+    """`rotary_table` of whole sequences, or of the positions that tokens are `Told`: [2, T, 1, R / 2]."""
+    table = rotary_table(seq if told is None else told.length, rope.width, rope.theta, device, rope.settings)
+    return table if told is None else table.index_select(1, told.position_T)
 
 
 @lru_cache(maxsize=16)
@@ -73,14 +78,6 @@ def mscale(factor: float, weight: float = 1.0) -> float:
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def _default(period: Tensor, width: int, theta: float, s: RopeConfig) -> Tensor:
-    return 1.0 / period
-
-
-def _linear(period: Tensor, width: int, theta: float, s: RopeConfig) -> Tensor:
-    return 1.0 / period / s.factor
-
-
 def _llama3(period: Tensor, width: int, theta: float, s: RopeConfig) -> Tensor:
     """Between the two bounds a mean of both, by how often a pair turns in the original positions."""
     inverse = 1.0 / period
@@ -109,8 +106,8 @@ def _yarn(period: Tensor, width: int, theta: float, s: RopeConfig) -> Tensor:
 
 
 _SLOWED: dict[RopeKind, Callable[[Tensor, int, float, RopeConfig], Tensor]] = {
-    "default": _default,
-    "linear": _linear,
+    "default": lambda period, width, theta, s: 1.0 / period,
+    "linear": lambda period, width, theta, s: 1.0 / period / s.factor,
     "llama3": _llama3,
     "yarn": _yarn,
 }

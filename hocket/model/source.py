@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hocket.config import Config, ModelConfig
 from hocket.layers.linears import WHOLE, Linears
-from hocket.model.context_layers import SharedChunk
 from hocket.model.moe import ExpertPlace, Router
 from hocket.model.transformer import Chunk
-from hocket.pretrained.convert import PretrainedFolder
+from hocket.pretrained.weights import PretrainedFolder
 from hocket.program.ops import Layout
 from hocket.program.stages import layout_of
 from hocket.runtime.comm import Groups
@@ -107,65 +106,40 @@ class ChunkPlace:
     adds what it has."""
 
 
-class ChunkLike(Protocol):
-    """One virtual stage of a model: consecutive layers, and the embedding or the head at the ends.
-
-    Parameters are named `embed.*`, `layers.N.*`, `layers.N.experts.*` and `head.*`, N counting from the first layer of
-    the model. They lie on the meta device, and of stacked experts they have those of one expert-parallel rank. Layers
-    have the part functions of docs/design/architecture.md.
-    """
-
-    @property
-    def embed(self) -> Callable[[Tensor], Tensor] | None:
-        """Token ids to hidden states, in the first chunk."""
-        ...
-
-    @property
-    def layers(self) -> Mapping[str, Any]:
-        """Layers by the text of their number."""
-        ...
-
-    def layer(self, number: int) -> Any:
-        """The layer of a global number."""
-        ...
-
-    def loss(self, x_BSD: Tensor, targets_BS: Tensor) -> Tensor:
-        """Mean cross-entropy, in the last chunk."""
-        ...
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Each parameter once."""
-        ...
-
-
-class ModelSource(Protocol):
+class ModelSource:
     """A model from which an engine gets its chunks. The sizes of it are in the `model` section of the settings."""
 
     def layout(self, config: Config) -> Layout:
         """Where its layers lie, and of what parts they are made. `config` is resolved."""
-        ...
+        return layout_of(config)
 
-    def chunk(self, place: ChunkPlace) -> ChunkLike:
-        """One virtual stage."""
-        ...
+    def chunk(self, place: ChunkPlace) -> Any:
+        """One virtual stage of the model: consecutive layers, and the embedding or the head at the ends.
+
+        `embed` makes hidden states of token ids, or is None; `layers` has the layers by the text of their number, and
+        `layer(number)` gives one; `loss(x, targets)` is the mean cross-entropy of the last chunk; `named_parameters()`
+        has each parameter once. Parameters are named `embed.*`, `layers.N.*`, `layers.N.experts.*` and `head.*`, N
+        counting from the first layer of the model. They lie on the meta device, and of stacked experts they have those
+        of one expert-parallel rank. Layers have the part functions of docs/design/architecture.md.
+        """
+        raise NotImplementedError
 
     def value(self, name: str, shape: tuple[int, ...], first_expert: int, device: torch.device) -> Tensor:
         """The first value of a parameter of this `shape`, or the whole one of a parameter stacked by expert.
 
         Of a balance bias too.
         """
-        ...
+        raise NotImplementedError
 
-    def begin(self, chunk: ChunkLike, device: torch.device) -> None:
+    def begin(self, chunk: Any, device: torch.device) -> None:
         """Make a chunk's tensors beside parameters, on a device."""
-        ...
 
     def own_name(self, name: str) -> str:
         """The model's own name of a parameter."""
-        ...
+        return name
 
 
-class OwnTransformer:
+class OwnTransformer(ModelSource):
     """hocket's own transformer."""
 
     def __init__(self, config: Config) -> None:
@@ -178,18 +152,16 @@ class OwnTransformer:
         weights = self._config.model.weights
         return PretrainedFolder(weights) if weights else None
 
-    def layout(self, config: Config) -> Layout:
-        return layout_of(config)
-
-    def chunk(self, place: ChunkPlace) -> Any:
+    def chunk(self, place: ChunkPlace) -> Chunk:
         config = self._config
-        sizes = config.model, place.layers, place.first, place.last
-        how: dict[str, Any] = dict(ep=place.ep, aux_scale=1.0 / config.train.microbatches, linears=place.linears)
+        shared = None
         if config.mesh.cp > 1:
             assert place.groups is not None, "ranks that share sequences have a group"
-            chunk = SharedChunk(place.groups.cp, config.overlap.cp.method, *sizes, **how)
-        else:
-            chunk = Chunk(*sizes, **how)
+            shared = place.groups.cp, config.overlap.cp.method
+        chunk = Chunk(
+            config.model, place.layers, place.first, place.last, ep=place.ep, aux_scale=1.0 / config.train.microbatches,
+            linears=place.linears, shared=shared,
+        )  # fmt: skip
         chunk.tie(place.ends)
         return chunk
 
@@ -199,12 +171,8 @@ class OwnTransformer:
         config = self._config
         return init_tensor(name, shape, config.model, config.train.seed, first_expert=first_expert, device=str(device))
 
-    def begin(self, chunk: ChunkLike, device: torch.device) -> None:
-        assert isinstance(chunk, Chunk)
+    def begin(self, chunk: Chunk, device: torch.device) -> None:
         init_biases(chunk, device)
-
-    def own_name(self, name: str) -> str:
-        return name
 
 
 def open_weights(config: ModelConfig) -> PretrainedFolder:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -57,7 +57,7 @@ class Known:
         return "".join(self.names.get(token, str(token)) for token in self.begins)
 
 
-class Tokenizer(Protocol):
+class Tokenizer:
     """What the corpus needs of a tokenizer."""
 
     vocab: int
@@ -68,23 +68,26 @@ class Tokenizer(Protocol):
     """Tokens before every document that is no chat. See Note: [Where a text begins and ends]."""
 
     def encode(self, texts: list[bytes]) -> list[np.ndarray]:
-        """Tokens of each document, as unsigned integers."""
-        ...
+        """Tokens of each document, as unsigned integers. Uses all cores.
+
+        Bytes that are not UTF-8 become the replacement character; a `ByteTokenizer` leaves out byte 0.
+        """
+        raise NotImplementedError
 
     def places(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """(tokens of a document, the character at which each begins), of the same length."""
-        ...
+        raise NotImplementedError
 
     def decode(self, tokens: list[int]) -> str:
         """The text of tokens; bytes that are no character become the replacement character."""
-        ...
+        raise NotImplementedError
 
     def special(self, text: str) -> int:
         """The special token with which a text begins; -1 if it begins with none."""
-        ...
+        return -1
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """A token per byte. Byte 0 separates documents: text has none, and files that do are taken for binary ones."""
 
     vocab = BYTE_VOCAB
@@ -92,26 +95,19 @@ class ByteTokenizer:
     begins = ()
 
     def encode(self, texts: list[bytes]) -> list[np.ndarray]:
-        """The bytes themselves, uint8, without any byte 0."""
         return [np.frombuffer(text.replace(b"\0", b""), dtype=np.uint8) for text in texts]
 
     def places(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """The bytes, and the character of each."""
         parts = ["" if character == "\0" else character for character in text]
         sizes = [len(part.encode(errors="replace")) for part in parts]
         (tokens,) = self.encode(["".join(parts).encode(errors="replace")])
         return tokens, np.repeat(np.arange(len(text)), sizes)
 
     def decode(self, tokens: list[int]) -> str:
-        """The bytes as UTF-8, without those that are no byte."""
         return bytes(token for token in tokens if token < BYTE_VOCAB).decode(errors="replace")
 
-    def special(self, text: str) -> int:
-        """-1: there are none."""
-        return -1
 
-
-class JsonTokenizer:
+class JsonTokenizer(Tokenizer):
     """A tokenizer file of the `tokenizers` package. Documents stay whole, whatever the file says of their length."""
 
     def __init__(self, data: DataConfig, origins: Mapping[str, str]) -> None:
@@ -127,28 +123,24 @@ class JsonTokenizer:
         self._backend.no_padding()
 
     def encode(self, texts: list[bytes]) -> list[np.ndarray]:
-        """Token numbers, uint32. Bytes that are not UTF-8 become the replacement character. Uses all cores."""
         words = [text.decode("utf-8", errors="replace") for text in texts]
         encoded = self._backend.encode_batch_fast(words, add_special_tokens=False)
         return [np.asarray(one.ids, dtype=np.uint32) for one in encoded]
 
     def places(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Token numbers, uint32, and where each begins."""
         encoded = self._backend.encode(text, add_special_tokens=False)
         return np.asarray(encoded.ids, dtype=np.uint32), np.asarray([first for first, _ in encoded.offsets], dtype=int)
 
     def decode(self, tokens: list[int]) -> str:
-        """The text, without special tokens."""
         return self._backend.decode(tokens)
 
     def special(self, text: str) -> int:
-        """The special token with which a text begins; -1 if it begins with none."""
         first = self._backend.encode(text, add_special_tokens=False).ids[:1]
         added = self._backend.get_added_tokens_decoder()
         return next((token for token in first if token in added and added[token].special), -1)
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(Tokenizer):
     """A `.model` file of sentencepiece."""
 
     def __init__(self, data: DataConfig, origins: Mapping[str, str]) -> None:
@@ -157,12 +149,10 @@ class SentencePieceTokenizer:
         self.vocab, self.separator, self.begins = known.vocab, known.separator, known.begins
 
     def encode(self, texts: list[bytes]) -> list[np.ndarray]:
-        """Token numbers, uint32. Bytes that are not UTF-8 become the replacement character. Uses all cores."""
         words = [text.decode("utf-8", errors="replace") for text in texts]
         return [np.asarray(ids, dtype=np.uint32) for ids in self._model.encode(words, out_type=int, num_threads=-1)]
 
     def places(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Token numbers, uint32, and where each begins."""
         try:
             pieces = self._model.encode(text, out_type="immutable_proto").pieces
             ids, firsts = [piece.id for piece in pieces], [piece.begin for piece in pieces]
@@ -172,11 +162,9 @@ class SentencePieceTokenizer:
         return np.asarray(ids, dtype=np.uint32), np.asarray(firsts, dtype=int)
 
     def decode(self, tokens: list[int]) -> str:
-        """The text."""
         return self._model.decode([token for token in tokens if token < self.vocab])
 
     def special(self, text: str) -> int:
-        """The special token with which a text begins; -1 if it begins with none."""
         specials = (token for token in range(self.vocab) if self._model.is_control(token))
         return next((token for token in specials if text.startswith(self._model.id_to_piece(token))), -1)
 

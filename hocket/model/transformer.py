@@ -10,16 +10,21 @@ Shapes: B sequences, S sequence length, D hidden, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
 from hocket.config import ModelConfig
-from hocket.layers.linears import WHOLE, Linears
+from hocket.layers.linears import WHOLE, Linears, new_weight
 from hocket.layers.norms import rms_norm
 from hocket.layers.vocabulary import loss_in_pieces
+from hocket.model.context import cut_as
 from hocket.model.documents import Documents
 from hocket.model.layers import DenseLayer
 from hocket.model.moe import ONLY, ExpertPlace, MoELayer
-from hocket.model.parameters import new_weight
+from hocket.runtime.comm import Group
 
 Layer = DenseLayer | MoELayer
 
@@ -78,7 +83,9 @@ class Chunk(nn.Module):
         ep: ExpertPlace = ONLY,
         aux_scale: float = 1.0,
         linears: Linears = WHOLE,
+        shared: tuple[Group, str] | None = None,
     ) -> None:
+        """`shared`: the ranks that share its sequences, and the method by which these meet in attention."""
         super().__init__()
         self.config = config
         self.first_expert = ep.rank * (config.experts // ep.size)
@@ -88,17 +95,14 @@ class Chunk(nn.Module):
         kinds = config.kinds()
         self.layers = nn.ModuleDict()
         for i in layers:
-            moe = kinds[i] == "moe"
-            own = linears.of_layer(i, config.layers)
-            self.layers[str(i)] = self._layer(i, (ep, aux_scale) if moe else None, own)
+            kind: Any = MoELayer if kinds[i] == "moe" else DenseLayer
+            experts = (ep, aux_scale) if kind is MoELayer else ()
+            kind = kind if shared is None else cut_as(shared[1], kind)
+            layer = kind(config, *experts, linears.of_layer(i, config.layers), i)
+            layer.group = None if shared is None else shared[0]
+            self.layers[str(i)] = layer
         self.head = Head(config, linears) if last or ends else None
         self.tie()
-
-    def _layer(self, number: int, experts: tuple[ExpertPlace, float] | None, linears: Linears) -> Layer:
-        """A layer; `experts` says where those of a layer that has some are, and what its loss is multiplied by."""
-        if experts is not None:
-            return MoELayer(self.config, *experts, linears, number)
-        return DenseLayer(self.config, linears, number)
 
     def tie(self, ends: dict[str, nn.Parameter] | None = None) -> None:
         """Make a tied head use the embedding's parameter, which then has one name, `embed.weight`.
@@ -141,3 +145,39 @@ def parameter_counts(config: ModelConfig) -> tuple[int, int]:
         total += param.numel()
         active += param.numel() * config.top_k // config.experts if ".experts." in name else param.numel()
     return total, active
+
+
+# -- generation --------------------------------------------------------------------------------------------------------
+
+
+def pick(
+    logits_V: Tensor, generator: torch.Generator, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0
+) -> int:
+    """A token, of logits on a CPU. See `commands.models.Generate` (`top_p`: Holtzman et al. 2020)."""
+    if not temperature:
+        return int(logits_V.argmax())
+    logits_V, token_V = (logits_V.float() / temperature).sort(descending=True)
+    if top_k:
+        logits_V = logits_V[:top_k]
+    share_V = logits_V.softmax(0)
+    share_V[share_V.cumsum(0) - share_V >= top_p] = 0.0
+    return int(token_V[torch.multinomial(share_V, 1, generator=generator)])
+
+
+@torch.inference_mode()
+def generate(
+    model: Chunk, prompt: Sequence[int], count: int, ends: Collection[int] = (), seed: int = 0, **how: Any
+) -> Iterator[int]:
+    """Up to `count` tokens that follow `prompt`, which has one at least; ends before one of `ends`.
+
+    `model` is the whole one with values. It reads all tokens again for each new one. `how` is for `pick`.
+    """
+    assert model.head is not None
+    generator, tokens = torch.Generator().manual_seed(seed), list(prompt)
+    for _ in range(count):
+        x_1SD = model(torch.tensor([tokens], device=model.head.norm.device))
+        token = pick(model.head(x_1SD[:, -1:])[0, 0].cpu(), generator, **how)
+        if token in ends:
+            return
+        tokens.append(token)
+        yield token

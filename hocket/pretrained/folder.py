@@ -108,10 +108,6 @@ class Entry:
     dtype: str
 
 
-class NotFiniteError(ValueError):
-    """A tensor has elements that are no number, or infinite."""
-
-
 class TensorFolder:
     """The tensors of a folder, by name. Only headers are read until one is asked for.
 
@@ -174,7 +170,10 @@ class TensorFolder:
             value = dequantised(value, self._stored(scale_name(name), first, count), self.blocks)
         if value.is_floating_point() and value.numel() and not all(bound.isfinite() for bound in value.aminmax()):
             broken = value.numel() - int(value.isfinite().sum())
-            raise NotFiniteError(f"{name} in {self.path / entry.file} has elements that are not finite ({broken})")
+            raise ValueError(
+                f"{name} in {self.path / entry.file} has elements that are not finite ({broken}); fix: download it "
+                "again, or take another folder"
+            )
         return value
 
     def _stored(self, name: str, first: int, count: int) -> Tensor:

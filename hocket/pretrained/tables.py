@@ -74,6 +74,20 @@ class Rule:
 
 
 @dataclass(frozen=True)
+class Layers:
+    """How config.json says which layers are of a kind: by a list, or where it has none by a number."""
+
+    key: str = ""
+    """Of a list with a value for each layer; empty: there is none."""
+    values: tuple[Any, ...] = ()
+    """What it says of these layers, and of all others."""
+    every: tuple[str, int] = ("", 0)
+    """Key of a number: each so many-th is one. Beside it the number where the key is missing; 0: none is."""
+    first: tuple[str, Any] | None = None
+    """Key that counts them where they are the first ones, and the number where it is missing."""
+
+
+@dataclass(frozen=True)
 class Windows:
     """Windows of attention: what a family's config.json says of them beside `sliding_window`."""
 
@@ -83,10 +97,8 @@ class Windows:
     """Key without which no layer has a window."""
     listed: bool = True
     """Whether transformers reads `layer_types`. Without, all layers have a window or none has."""
-    every: int = 0
-    """Where no layers are listed: each so many-th has no window."""
-    first: tuple[str, int] | None = None
-    """Where no layers are listed: a key that says how many first ones have no window, and how many if it is missing."""
+    full: Layers = Layers("layer_types", (FULL, WINDOW))
+    """Layers without a window."""
     plain: float = 0.0
     """Above 0 layers with a window have plain positions, and `rope_scaling` is that of the others. Their base where
     config.json does not name them: transformers takes this one, not `rope_theta`."""
@@ -99,32 +111,41 @@ class Family:
     architecture: str
     keys: Mapping[str, Key]
     """By setting, without `model.`."""
-    rules: tuple[Rule, ...]
-    """Of several for one parameter, the first whose tensors are there counts. The first of all is written."""
     only: Mapping[str, Only] = field(default_factory=dict)
     always: Mapping[str, Any] = field(default_factory=dict)
     """Settings that the family itself has."""
     partial: tuple[str, float] | None = None
     """Whether a part of each head may rotate: the key that says how much, and how much does where the key is missing.
     The key is a share of the head, or `rotary_dim`."""
+    own: tuple[Rule, ...] = ()
+    """Rules that come before `RULES`."""
     pictures: bool = False
     """Whether transformers has a model for pictures too, whose tokens have three positions. Those of text are one."""
-    without: int = 0
-    """Whether layers may have no positions: every how many layers one has none where config.json does not say."""
+    without: Layers | None = None
+    """Layers that have no positions; None: all have."""
     windows: Windows | None = None
     """None: no layer may have a window."""
-    deltas: int = 0
-    """Whether layers have delta nets: every how many layers one has full attention where config.json does not say."""
-    dense: Literal["all", "none", "steps", "first", "types"] = "all"
-    """Which layers have no experts: all, none, those of `decoder_sparse_step` and `mlp_only_layers`, the first
-    `first_k_dense_replace`, or those that `mlp_layer_types` calls dense, and where it is missing the first ones."""
+    deltas: Layers | None = None
+    """Layers with full attention where the others have delta nets."""
+    dense: Literal["all", "none", "steps"] | Layers = "all"
+    """Layers that have no experts; steps: those of `decoder_sparse_step` and `mlp_only_layers`."""
     same: Mapping[str, str] = field(default_factory=dict)
     """Keys that say again what a setting says."""
 
     @property
-    def ways(self) -> set[Way]:
-        """The ways of its rules."""
-        return {rule.way for rule in self.rules}
+    def full(self) -> Layers:
+        """Layers with full attention."""
+        return self.deltas or (self.windows.full if self.windows else Layers("layer_types", (FULL,)))
+
+    @property
+    def limits(self) -> Mapping[str, Only]:
+        """Keys of which hocket computes some values alone."""
+        return {"hidden_act": Only(("silu",), "silu"), **self.only}
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """Of several for one parameter, the first whose tensors are there counts. The first of all is written."""
+        return (*self.own, *RULES)
 
 
 FURTHER_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
@@ -142,15 +163,12 @@ def _layer(ours: str, *theirs: str, way: Way = "rows", **more: Any) -> Rule:
 
 
 def _experts(where: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    """One tensor per expert, or fused as transformers 5 holds them in memory."""
+    """One tensor per expert."""
     each = f"{where}.experts.{{e}}."
     return (
         _layer("router.weight", f"{where}.gate.weight"),
-        _layer("router.weight", "mlp.gate.weight"),
         _layer("experts.w_gate_up", f"{each}{gate}.weight", f"{each}{up}.weight", way="experts"),
-        _layer("experts.w_gate_up", "mlp.experts.gate_up_proj", way="fused"),
         _layer("experts.w_down", f"{each}{down}.weight", way="experts"),
-        _layer("experts.w_down", "mlp.experts.down_proj", way="fused"),
     )
 
 
@@ -158,24 +176,28 @@ def _quantised(name: str) -> tuple[str, str]:
     return f"mlp.experts.{name}_blocks", f"mlp.experts.{name}_scales"
 
 
-_ENDS = (
+RULES = (
     Rule("embed.weight", ("model.embed_tokens.weight",)),
     Rule("head.norm", ("model.norm.weight",)),
     Rule("head.weight", ("lm_head.weight",)),
-)
-_COMMON = (
-    *_ENDS,
-    *(_layer(f"attn.w{x}", f"self_attn.{x}_proj.weight") for x in "qkvo"),
-    *(_layer(f"attn.b{x}", f"self_attn.{x}_proj.bias") for x in "qkvo"),
-)
-_NORMS_BEFORE = (
     _layer("attn_norm", "input_layernorm.weight"),
     _layer("ffn_norm", "post_attention_layernorm.weight"),
+    *(_layer(f"attn.w{x}", f"self_attn.{x}_proj.weight") for x in "qkvo"),
+    *(_layer(f"attn.b{x}", f"self_attn.{x}_proj.bias") for x in "qkvo"),
+    # Norms of each head, or of all heads together: a model has one or the other.
+    *(_layer(f"attn.{x}{wide}_norm", f"self_attn.{x}_norm.weight") for x in "qk" for wide in ("", "_wide")),
+    _layer("mlp.w_gate_up", "mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    _layer("mlp.w_down", "mlp.down_proj.weight"),
+    *_experts("mlp", "gate_proj", "up_proj", "down_proj"),
+    # As transformers 5 holds them in memory:
+    _layer("experts.w_gate_up", "mlp.experts.gate_up_proj", way="fused"),
+    _layer("experts.w_down", "mlp.experts.down_proj", way="fused"),
+    _layer("router.bias", "mlp.gate.e_score_correction_bias"),
+    _layer("shared.w_gate_up", "mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
+    _layer("shared.w_down", "mlp.shared_experts.down_proj.weight"),
 )
-_ATTENTION = (*_COMMON, *_NORMS_BEFORE)
+"""Of parameters that most families have under these names. Which of them a model has its settings say."""
 _LATENT = (
-    *_ENDS,
-    *_NORMS_BEFORE,
     _layer("attn.wq", "self_attn.q_proj.weight", pairs="qk_nope_head_dim"),
     _layer("attn.wq_a", "self_attn.q_a_proj.weight"),
     _layer("attn.q_a_norm", "self_attn.q_a_layernorm.weight"),
@@ -183,25 +205,10 @@ _LATENT = (
     _layer("attn.wkv_a", "self_attn.kv_a_proj_with_mqa.weight", pairs="kv_lora_rank"),
     _layer("attn.kv_a_norm", "self_attn.kv_a_layernorm.weight"),
     _layer("attn.wkv_b", "self_attn.kv_b_proj.weight"),
-    _layer("attn.wo", "self_attn.o_proj.weight"),
 )
 _NORMS_BEHIND = (
-    *_COMMON,
     _layer("attn_norm", "post_attention_layernorm.weight"),
     _layer("ffn_norm", "post_feedforward_layernorm.weight"),
-)
-_HEAD_NORMS = tuple(
-    _layer(f"attn.{x}{wide}_norm", f"self_attn.{x}_norm.weight") for x in "qk" for wide in ("", "_wide")
-)
-"""Of each head, or of all heads together: a model has one or the other."""
-_MLP = (
-    _layer("mlp.w_gate_up", "mlp.gate_proj.weight", "mlp.up_proj.weight"),
-    _layer("mlp.w_down", "mlp.down_proj.weight"),
-)
-_EXPERTS = _experts("mlp", "gate_proj", "up_proj", "down_proj")
-_SHARED = (
-    _layer("shared.w_gate_up", "mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
-    _layer("shared.w_down", "mlp.shared_experts.down_proj.weight"),
 )
 _GATED_SHARED = (
     _layer("shared.w_gate_up", "mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"),
@@ -215,7 +222,6 @@ _DELTA_NET = (
     _layer("attn.o_norm", "linear_attn.norm.weight"),
     _layer("attn.w_out", "linear_attn.out_proj.weight"),
 )
-_BIAS = _layer("router.bias", "mlp.gate.e_score_correction_bias")
 
 _SIZES = {
     "vocab": Key("vocab_size"),
@@ -236,9 +242,12 @@ _OF_QWEN = {
     "aux_loss": Key("router_aux_loss_coef", 0.0),
 }
 _WIDTH_OF_HEADS = Key("head_dim", "hidden / heads")
-_SILU, _OFF, _NONE = Only(("silu",), "silu"), Only((False,), False), Only((None,))
+_OFF, _NONE = Only((False,), False), Only((None,))
 _BIASES = {name: Key("attention_bias", False) for name in ("qkv_bias", "o_bias")}
-_QWEN_WINDOWS = Windows(4096, "use_sliding_window", first=("max_window_layers", 28))
+_QWEN_WINDOWS = Windows(
+    4096, "use_sliding_window", full=Layers("layer_types", (FULL, WINDOW), first=("max_window_layers", 28))
+)
+_FIRST = Layers(first=("first_k_dense_replace", None))
 _WHOLE_NORMS = {"qk_norm": True, "qk_norm_over": "whole"}
 
 _OF_MINIMAX_M1 = {
@@ -260,7 +269,7 @@ _DEEPSEEK = {
     "q_lora_rank": Key("q_lora_rank", 0, null=True),
     **{name: Key(name) for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")},
 }
-_ONE_BY_ONE = {"hidden_act": _SILU, "attention_bias": _OFF, "moe_layer_freq": Only((1,), 1)}
+_ONE_BY_ONE = {"attention_bias": _OFF, "moe_layer_freq": Only((1,), 1)}
 _SAME = {"num_key_value_heads": "heads", "head_dim": "qk_rope_head_dim", "qk_head_dim": "key_width"}
 _V3 = Family(
     "DeepseekV3ForCausalLM",
@@ -270,7 +279,6 @@ _V3 = Family(
         "route_groups": Key("n_group"),
         "route_top_groups": Key("topk_group"),
     },
-    (*_LATENT, *_MLP, *_EXPERTS, _BIAS, *_SHARED),
     {
         **_ONE_BY_ONE,
         "scoring_func": Only(("sigmoid",), "sigmoid"),
@@ -278,7 +286,8 @@ _V3 = Family(
         "rope_interleave": Only((True,), True),
     },
     {"router": "sigmoid", "bias_rate": 0.001, "route_group_score": "best_two"},
-    dense="first",
+    own=_LATENT,
+    dense=_FIRST,
     same=_SAME,
 )
 
@@ -301,20 +310,16 @@ _NEXT = Family(
         "shared_ffn": Key("shared_expert_intermediate_size"),
         "normalize_top_k": Key("norm_topk_prob", True),
     },
-    (
-        *_ATTENTION,
-        *_HEAD_NORMS,
+    {"use_sliding_window": Only((False,), False, written=False)},
+    {**_QWEN_NEXT, "shared_gate": True},
+    ("partial_rotary_factor", 0.25),
+    own=(
         _layer("attn.w_qkvz", "linear_attn.in_proj_qkvz.weight"),
         _layer("attn.w_ba", "linear_attn.in_proj_ba.weight"),
         *_DELTA_NET,
-        *_MLP,
-        *_EXPERTS,
         *_GATED_SHARED,
     ),
-    {"hidden_act": _SILU, "use_sliding_window": Only((False,), False, written=False)},
-    {**_QWEN_NEXT, "shared_gate": True},
-    ("partial_rotary_factor", 0.25),
-    deltas=4,
+    deltas=Layers("layer_types", (FULL, DELTA), ("full_attention_interval", 4)),
     dense="steps",
 )
 
@@ -326,12 +331,11 @@ _3_5_DELTA_NET = (
 _3_5 = Family(
     "Qwen3_5ForCausalLM",
     {**_DENSE, **_BIASES, **_DELTA_SIZES, "head_dim": Key("head_dim", 256)},
-    (*_ATTENTION, *_HEAD_NORMS, *_3_5_DELTA_NET, *_MLP),
-    {"hidden_act": _SILU},
-    _QWEN_NEXT,
-    ("partial_rotary_factor", 0.25),
+    always=_QWEN_NEXT,
+    partial=("partial_rotary_factor", 0.25),
+    own=_3_5_DELTA_NET,
     pictures=True,
-    deltas=4,
+    deltas=Layers("layer_types", (FULL, DELTA), ("full_attention_interval", 4)),
 )
 _ROUTED_NEXT = {name: key for name, key in _NEXT.keys.items() if name not in ("ffn", "normalize_top_k")}
 
@@ -339,53 +343,44 @@ FAMILIES: dict[str, Family] = {
     "llama": Family(
         "LlamaForCausalLM",
         {**_DENSE, **_BIASES, "head_dim": _WIDTH_OF_HEADS},
-        (*_ATTENTION, *_MLP),
-        {"hidden_act": _SILU, "mlp_bias": _OFF},
+        {"mlp_bias": _OFF},
     ),
     "mistral": Family(
         "MistralForCausalLM",
         {**_DENSE, "head_dim": _WIDTH_OF_HEADS},
-        (*_ATTENTION, *_MLP),
-        {"hidden_act": _SILU},
         windows=Windows(4096, listed=False),
     ),
     "qwen2": Family(
         "Qwen2ForCausalLM",
         {**_DENSE, "head_dim": _WIDTH_OF_HEADS},
-        (*_ATTENTION, *_MLP),
-        {"hidden_act": _SILU, "use_mrope": _OFF},
+        {"use_mrope": _OFF},
         {"qkv_bias": True},
         windows=_QWEN_WINDOWS,
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
         {**_DENSE, **_BIASES},
-        (*_ATTENTION, *_HEAD_NORMS, *_MLP),
-        {"hidden_act": _SILU},
-        {"qk_norm": True},
+        always={"qk_norm": True},
         windows=_QWEN_WINDOWS,
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
         {**_DENSE, **_BIASES, "head_dim": _WIDTH_OF_HEADS, "tied": Key("tie_word_embeddings", True)},
-        (*_ATTENTION, *_MLP),
-        {"hidden_act": _SILU, "mlp_bias": _OFF, "use_sliding_window": _OFF},
-        without=4,
+        {"mlp_bias": _OFF, "use_sliding_window": _OFF},
+        without=Layers("no_rope_layers", (0, 1), ("no_rope_layer_interval", 4)),
     ),
     "olmo2": Family(
         "Olmo2ForCausalLM",
         {**_DENSE, **_BIASES, "head_dim": _WIDTH_OF_HEADS},
-        (*_NORMS_BEHIND, *_HEAD_NORMS, *_MLP),
-        {"hidden_act": _SILU},
-        {**_WHOLE_NORMS, "norms": "after"},
+        always={**_WHOLE_NORMS, "norms": "after"},
+        own=_NORMS_BEHIND,
     ),
     "olmo3": Family(
         "Olmo3ForCausalLM",
         {**_DENSE, **_BIASES, "head_dim": _WIDTH_OF_HEADS},
-        (*_NORMS_BEHIND, *_HEAD_NORMS, *_MLP),
-        {"hidden_act": _SILU},
-        {**_WHOLE_NORMS, "norms": "after"},
-        windows=Windows(4096, every=4, plain=500000.0),
+        always={**_WHOLE_NORMS, "norms": "after"},
+        own=_NORMS_BEHIND,
+        windows=Windows(4096, plain=500000.0, full=Layers("layer_types", (FULL, WINDOW), ("", 4))),
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
@@ -397,9 +392,9 @@ FAMILIES: dict[str, Family] = {
             "expert_ffn": Key("intermediate_size"),
             "aux_loss": Key("router_aux_loss_coef", 0.0),
         },
-        (*_ATTENTION, *_experts("block_sparse_moe", "w1", "w3", "w2")),
-        {"hidden_act": _SILU, "router_jitter_noise": Only((0.0,), 0.0)},
+        {"router_jitter_noise": Only((0.0,), 0.0)},
         {"normalize_top_k": True},
+        own=_experts("block_sparse_moe", "w1", "w3", "w2"),
         windows=Windows(listed=False),
         dense="none",
     ),
@@ -412,21 +407,18 @@ FAMILIES: dict[str, Family] = {
             "expert_ffn": Key("intermediate_size"),
             "aux_loss": Key("router_aux_loss_coef", 0.0),
         },
-        (
-            *_ATTENTION,
-            *_HEAD_NORMS,
-            *_experts("block_sparse_moe", "w1", "w3", "w2"),
-            _layer("router.bias", "block_sparse_moe.e_score_correction_bias"),
-            _layer("router.bias", "mlp.e_score_correction_bias"),
-        ),
         {
-            "hidden_act": _SILU,
             "router_jitter_noise": Only((0.0,), 0.0),
             "sliding_window": _NONE,
             **{key: Only((value,), value, written=False) for key, value in _OF_MINIMAX_M1.items()},
         },
         {**_WHOLE_NORMS, "router": "sigmoid", "bias_rate": 0.001, "normalize_top_k": True},
         ("rotary_dim", 1.0),
+        own=(
+            *_experts("block_sparse_moe", "w1", "w3", "w2"),
+            _layer("router.bias", "block_sparse_moe.e_score_correction_bias"),
+            _layer("router.bias", "mlp.e_score_correction_bias"),
+        ),
         dense="none",
     ),
     "qwen2_moe": Family(
@@ -439,17 +431,15 @@ FAMILIES: dict[str, Family] = {
             "shared_ffn": Key("shared_expert_intermediate_size"),
             "normalize_top_k": Key("norm_topk_prob", False),
         },
-        (*_ATTENTION, *_MLP, *_EXPERTS, *_GATED_SHARED),
-        {"hidden_act": _SILU, "use_sliding_window": Only((False,), False)},
+        {"use_sliding_window": Only((False,), False)},
         {"shared_gate": True},
+        own=_GATED_SHARED,
         dense="steps",
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         {**_DENSE, **_BIASES, **_OF_QWEN, "normalize_top_k": Key("norm_topk_prob")},
-        (*_ATTENTION, *_HEAD_NORMS, *_MLP, *_EXPERTS),
-        {"hidden_act": _SILU},
-        {"qk_norm": True},
+        always={"qk_norm": True},
         windows=Windows(4096, "use_sliding_window", listed=False),
         dense="steps",
     ),
@@ -464,8 +454,8 @@ FAMILIES: dict[str, Family] = {
             "swiglu_limit": Key("swiglu_limit", 7.0),
             "swiglu_alpha": Key("swiglu_alpha", 1.702),
         },
-        (
-            *_ATTENTION,
+        always={"normalize_top_k": True, "sinks": True, "router_bias": True, "expert_bias": True},
+        own=(
             _layer("attn.sinks", "self_attn.sinks"),
             _layer("router.weight", "mlp.router.weight"),
             _layer("router.b_logits", "mlp.router.bias"),
@@ -476,9 +466,7 @@ FAMILIES: dict[str, Family] = {
             _layer("experts.w_down", *_quantised("down_proj"), way="mxfp4"),
             _layer("experts.b_down", "mlp.experts.down_proj_bias", way="stacked"),
         ),
-        {"hidden_act": _SILU},
-        {"normalize_top_k": True, "sinks": True, "router_bias": True, "expert_bias": True},
-        windows=Windows(128, every=2),
+        windows=Windows(128, full=Layers("layer_types", (FULL, WINDOW), ("", 2))),
         dense="none",
     ),
     "olmoe": Family(
@@ -494,8 +482,7 @@ FAMILIES: dict[str, Family] = {
             "expert_ffn": Key("intermediate_size"),
             "aux_loss": Key("router_aux_loss_coef", 0.0),
         },
-        (*_ATTENTION, *_HEAD_NORMS, *_EXPERTS),
-        {"hidden_act": _SILU, "clip_qkv": _NONE},
+        {"clip_qkv": _NONE},
         _WHOLE_NORMS,
         dense="none",
     ),
@@ -511,27 +498,17 @@ FAMILIES: dict[str, Family] = {
             "qk_norm": Key("use_qk_norm", False),
             "qkv_bias": Key("attention_bias", False),
         },
-        (
-            *_ATTENTION,
-            *_HEAD_NORMS,
-            *_MLP,
-            *_EXPERTS,
-            _BIAS,
-            *_SHARED,
-        ),
         {
-            "hidden_act": _SILU,
             "n_group": Only((1,), 1),
             "topk_group": Only((1,), 1),
         },
         {"router": "sigmoid", "bias_rate": 0.001},
         ("partial_rotary_factor", 0.5),
-        dense="first",
+        dense=_FIRST,
     ),
     "deepseek_v2": Family(
         "DeepseekV2ForCausalLM",
         _DEEPSEEK,
-        (*_LATENT, *_MLP, *_EXPERTS, *_SHARED),
         {
             **_ONE_BY_ONE,
             "mlp_bias": _OFF,
@@ -540,7 +517,8 @@ FAMILIES: dict[str, Family] = {
             "norm_topk_prob": Only((False,), False),
         },
         {"router": "softmax", "normalize_top_k": False, "route_group_score": "best"},
-        dense="first",
+        own=_LATENT,
+        dense=_FIRST,
         same=_SAME,
     ),
     "deepseek_v3": _V3,
@@ -550,7 +528,7 @@ FAMILIES: dict[str, Family] = {
         architecture="Glm4MoeLiteForCausalLM",
         keys={**_V3.keys, "route_groups": Key("n_group", 1), "route_top_groups": Key("topk_group", 1)},
         only={**_V3.only, "partial_rotary_factor": Only((1.0,), 1.0)},
-        dense="types",
+        dense=replace(_FIRST, key="mlp_layer_types", values=("dense", "sparse")),
     ),
     "qwen3_5_text": _3_5,
     "qwen3_next": _NEXT,
@@ -558,7 +536,7 @@ FAMILIES: dict[str, Family] = {
         _3_5,
         architecture="Qwen3_5MoeForCausalLM",
         keys=_ROUTED_NEXT,
-        rules=(*_ATTENTION, *_HEAD_NORMS, *_3_5_DELTA_NET, *_EXPERTS, *_GATED_SHARED),
+        own=(*_3_5_DELTA_NET, *_GATED_SHARED),
         always={**_QWEN_NEXT, "shared_gate": True, "normalize_top_k": True},
         dense="none",
     ),

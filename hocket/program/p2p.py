@@ -1,4 +1,4 @@
-"""What hides the p2p transfer of a gradient between pipeline ranks: chosen from costs, and priced.
+"""What hides the p2p transfer of a gradient between pipeline ranks: chosen from costs.
 
 Note: [What a merged step waits for]
 A rank sends the gradient of a chunk and, in the next step, needs one from the rank behind it, which sent it at about
@@ -17,7 +17,6 @@ from typing import Literal
 
 from hocket.program.cost import CostTable
 from hocket.program.ops import Key, Layout, Op
-from hocket.program.pipeline import in_flight, one_f_one_b, smallest_group
 from hocket.program.transformer import HEAD
 from hocket.program.values import reads
 
@@ -93,33 +92,6 @@ def _behind_send(layout: Layout, costs: CostTable, chunk: range, layers: int, pa
         for part in layout.weighted_parts(layer)
         if parts == "all" or part == layout.type_of(layer).entry.name
     )
-
-
-@dataclass(frozen=True)
-class Price:
-    """What neighbours cost that are three steps apart instead of two: on the rank that pays most."""
-
-    group: int
-    """Microbatches per group that they need."""
-    chunks: int
-    """Chunk activations more in flight."""
-    nbytes: int
-    """What these hold."""
-
-
-def stride_price(layout: Layout, microbatches: int, group: int, costs: CostTable) -> Price | None:
-    """The price of `plan.stride = 3` for a merged order; None where there are too few microbatches for it."""
-    wide = smallest_group(layout.pp, 3)
-    if layout.pp == 1 or microbatches < wide:
-        return None
-    two, three = (
-        [in_flight(steps) for steps in one_f_one_b(layout.pp, layout.chunks, microbatches, group=size, stride=stride)]
-        for stride, size in ((2, group), (3, max(group, wide)))
-    )
-    rank = max(range(layout.pp), key=lambda r: three[r] - two[r])
-    more = three[rank] - two[rank]
-    largest = max(activation(layout, costs, rank, chunk) for chunk in range(layout.chunks))
-    return Price(max(group, wide), more, more * largest)
 
 
 def activation(layout: Layout, costs: CostTable, rank: int, chunk: int) -> int:

@@ -17,15 +17,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.autograd import profiler
 
 from hocket.runtime.transports import Pending
-
-__all__ = ["CALLER", "Entry", "History", "Queue", "Ticket", "Work", "queue_of"]
 
 Work = Callable[[], Pending | None]
 """Issues something. What it returns is a collective under way, None if there is none."""
@@ -34,14 +31,13 @@ Work = Callable[[], Pending | None]
 class Ticket:
     """Something that was issued, behind which others can be ordered."""
 
-    __slots__ = ("_capture", "_event", "_noted", "_queue", "_recorded_on", "_waited_on", "done", "entry", "name")
+    __slots__ = ("_capture", "_event", "_queue", "_recorded_on", "_waited_on", "done", "name")
 
-    def __init__(self, name: str, queue: Queue, entry: Entry | None) -> None:
-        self.name, self.entry = name, entry
+    def __init__(self, name: str, queue: Queue) -> None:
+        self.name = name
         self.done = False
         """Whether it is known to be over. Never asks the GPU, where it stays False."""
         self._queue = queue
-        self._noted = False  # in the history, as waited for
         self._event: torch.cuda.Event | None = None
         self._recorded_on = self._waited_on = -1  # streams; the default one is 0
         self._capture = 0  # in which of its queue's captures it was recorded; 0 is outside of any
@@ -66,8 +62,8 @@ class Ticket:
 class Queue:
     """An ordered queue of work: a stream of high priority on a GPU. See Note: [What a queue promises]."""
 
-    def __init__(self, name: str, device: torch.device | str, history: History | None = None) -> None:
-        self.name, self.device, self.history = name, torch.device(device), history
+    def __init__(self, name: str, device: torch.device | str) -> None:
+        self.name, self.device = name, torch.device(device)
         self._stream = torch.cuda.Stream(self.device, priority=-1) if self.device.type == "cuda" else None
         self._events: list[torch.cuda.Event] = []
         self._captures = 0
@@ -76,15 +72,9 @@ class Queue:
     def __repr__(self) -> str:
         return f"Queue({self.name})"
 
-    def submit(self, name: str, work: Work, after: Sequence[Ticket] = (), group: str = "") -> Ticket:
-        """Run `work` behind everything submitted before and behind the tickets. Exceptions of `work` come through.
-
-        `group` names the process group on which it communicates, for the history.
-        """
-        entry = None
-        if self.history is not None:
-            entry = self.history.add(self.name, name, [one.entry for one in after if one.entry is not None], group)
-        ticket = Ticket(name, self, entry)
+    def submit(self, name: str, work: Work, after: Sequence[Ticket] = ()) -> Ticket:
+        """Run `work` after everything submitted before and after the tickets. Raises what `work` raises."""
+        ticket = Ticket(name, self)
         if self._stream is not None:
             self._issue_on_stream(self._stream, ticket, work, after)
         else:
@@ -93,7 +83,7 @@ class Queue:
 
     def mark(self, name: str) -> Ticket:
         """A ticket for everything that the caller has issued so far. On a CPU all of that is done."""
-        ticket = Ticket(name, self, self.history.note(name) if self.history is not None else None)
+        ticket = Ticket(name, self)
         if self._stream is None:
             ticket.done = True
         else:
@@ -106,8 +96,6 @@ class Queue:
 
     def join(self) -> None:
         """Order the caller's following work behind everything submitted so far."""
-        if self.history is not None:
-            self.history.wait(f"join {self.name}", self.history.last(self.name))
         if self._stream is not None:
             self._order_caller_behind(self._stream)
         elif self._pending:
@@ -128,9 +116,6 @@ class Queue:
         self._pending.clear()
 
     def _wait_for(self, ticket: Ticket) -> None:
-        if self.history is not None and ticket.entry is not None and not ticket._noted:
-            self.history.wait(f"wait {ticket.name}", ticket.entry)
-            ticket._noted = True
         if self._stream is None:
             self._finish(ticket)
             return
@@ -256,98 +241,3 @@ class Passed:
 def named(name: str) -> AbstractContextManager[Any]:
     """A range of that name in a profile; nothing when nobody profiles."""
     return torch.profiler.record_function(name) if profiler._is_profiler_enabled else nullcontext()
-
-
-# -------------------------------------------------------------------------------------------------------------- history
-#
-# What was submitted to queues, and what is ordered behind what: structure tests read it instead of a GPU's trace.
-#
-# Every entry is a node of the happens-before graph. Its edges come from the entry before it in its queue, from the
-# tickets it was given, and from the entry before it on the same process group, since collectives of a group run one
-# after the other whatever the queue. What the caller issues, between waits, is a queue of its own.
-
-
-CALLER = "caller"
-"""The queue of what the caller issues itself: marks, waits, and notes of compute."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """Something that was issued."""
-
-    index: int
-    queue: str
-    name: str
-    after: tuple[str, ...]
-    """Names of the entries that it was told to come behind."""
-    group: str
-    """Process group of its collective, as far as somebody said it."""
-
-
-class History:
-    """A record of queues. Hand one to every `Queue` that is to be in it."""
-
-    def __init__(self) -> None:
-        self.entries: list[Entry] = []
-        self._before: list[int] = []  # for each entry the set of all that come before it, as bits
-        self._last: dict[str, Entry] = {}
-        self._last_of_group: dict[str, Entry] = {}
-
-    def add(self, queue: str, name: str, after: Sequence[Entry] = (), group: str = "") -> Entry:
-        """Note an entry of a queue, behind the entries of `after`; those of an older record are over."""
-        predecessors = [one for one in after if one.index < len(self.entries) and self.entries[one.index] is one]
-        entry = Entry(len(self.entries), queue, name, tuple(one.name for one in predecessors), group)
-        if queue in self._last:
-            predecessors.append(self._last[queue])
-        if group:
-            if group in self._last_of_group:
-                predecessors.append(self._last_of_group[group])
-            self._last_of_group[group] = entry
-        before = 0
-        for one in predecessors:
-            before |= self._before[one.index] | 1 << one.index
-        self.entries.append(entry)
-        self._before.append(before)
-        self._last[queue] = entry
-        return entry
-
-    def note(self, name: str) -> Entry:
-        """Note what the caller issues now, such as the compute of a module."""
-        return self.add(CALLER, name)
-
-    def wait(self, name: str, entry: Entry | None) -> Entry:
-        """Note that what the caller issues from now on comes behind `entry`."""
-        return self.add(CALLER, name, [entry] if entry is not None else [])
-
-    def last(self, queue: str) -> Entry | None:
-        """The newest entry of a queue."""
-        return self._last.get(queue)
-
-    def all(self, name: str) -> list[Entry]:
-        """The entries of a name, oldest first."""
-        return [entry for entry in self.entries if entry.name == name]
-
-    def one(self, name: str, number: int = 0) -> Entry:
-        """Entry `number` of a name; -1 is the newest."""
-        found = self.all(name)
-        assert found, f"nothing is named {name!r}; there are {sorted({entry.name for entry in self.entries})}"
-        return found[number]
-
-    def waits(self) -> list[str]:
-        """Names of what the caller has waited for, in order."""
-        return [e.name for e in self.entries if e.queue == CALLER and e.name.startswith(("wait ", "join "))]
-
-    def before(self, a: Entry, b: Entry) -> bool:
-        """Whether `a` is over when `b` begins."""
-        return bool(self._before[b.index] >> a.index & 1)
-
-    def concurrent(self, a: Entry, b: Entry) -> bool:
-        """Whether `a` and `b` may run at the same time."""
-        return a is not b and not self.before(a, b) and not self.before(b, a)
-
-    def clear(self) -> None:
-        """Forget everything but what the next entries come behind."""
-        self.entries.clear()
-        self._before.clear()
-        self._last.clear()
-        self._last_of_group.clear()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
 
-from hocket.config import Config
+from hocket.config import Config, ModelConfig
 from hocket.config.bounds import OnlyWith
 from hocket.program.hardware import hosts_of
 from hocket.settings.derived import has_experts, order_matters, shares_units
@@ -73,6 +73,17 @@ def _several(text: str, parts: list[str], join: Callable[[Iterable[bool]], bool]
     facts = [fact_of(part) for part in parts]
     names = tuple(name for fact in facts for name in fact.settings)
     return Fact(names, lambda c: join(fact.holds(c) for fact in facts), text)
+
+
+def without_effect(model: ModelConfig) -> set[str]:
+    """Settings of a model whose values change nothing beside its other settings."""
+    config = Config(model=model)
+    return {
+        setting
+        for setting, (_, marks) in annotated().items()
+        for fact in (fact_of(mark.what) for mark in marks if isinstance(mark, OnlyWith))
+        if all(name.startswith("model.") for name in (setting, *fact.settings)) and not fact.holds(config)
+    }
 
 
 def _effects() -> Iterator[Rule]:

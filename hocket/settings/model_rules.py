@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from hocket.config import Config
-from hocket.config.rope import PARAMETERS
 from hocket.settings.derived import has_experts
 from hocket.settings.rule import Each, Host, Rule, Words
 from hocket.settings.schema import leaf
@@ -138,7 +137,7 @@ MODEL_RULES: tuple[Rule | Each, ...] = (
     ),
     Rule(
         ("model.rope.original_positions", "model.rope.kind"),
-        lambda c, h: "original_positions" in PARAMETERS[c.model.rope.kind] and c.model.rope.original_positions == 0,
+        lambda c, h: c.model.rope.kind in ("llama3", "yarn") and c.model.rope.original_positions == 0,
         "{model.rope.kind} goes by how often a pair turns in the positions that the model was trained on first",
         "model.rope.original_positions above 0, or model.rope.kind = default",
     ),

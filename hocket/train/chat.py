@@ -17,10 +17,8 @@ and tools from any file. The content of a message with `tool_calls` is null wher
 it; such a null is written as no text.
 
 Note: [A template comes from somebody else]
-jinja's sandbox keeps a template from files and from Python's insides. It does not keep it from raising any exception,
-nor from loops without end. So every exception of a template is one line that names the template and the row. Each step
-of a loop and each call looks at the clock, and a text that takes longer than `SECONDS` is given up. A product or power
-of huge values would be one call without a look at the clock, so those are refused before they are made.
+It runs in jinja's sandbox, which keeps it from files and from Python's insides, as in transformers. It may still raise
+any exception: each is one line that names the template and the row.
 """
 
 from __future__ import annotations
@@ -29,8 +27,7 @@ import datetime
 import importlib
 import json
 import os
-import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -41,10 +38,6 @@ from hocket.files import finite, json_in
 from hocket.settings.schema import show
 from hocket.train.documents import BadFileError, Marked
 
-SECONDS = 30.0
-"""In which a template must have written a chat, which takes milliseconds."""
-LARGEST = 1 << 24
-"""Characters or items that a product in a template may have, and bits of a power."""
 ROLE = "assistant"
 """The role whose turns are learnt."""
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
@@ -145,27 +138,15 @@ class Chats:
         template, special, name = self._template
         given = {"messages": chat.messages[:count], "tools": chat.tools, "add_generation_prompt": asks}
         try:
-            template.environment.until = time.monotonic() + SECONDS
             return template.render(**special, **given)
-        except _TooLongError:
-            reason = f"the template of {name} has not written in {SECONDS:g} s"
         except Exception as error:  # see Note: [A template comes from somebody else]
-            reason = f"the template of {name} refuses ({_in_a_line(error)})"
-        raise BadFileError(f"has a chat in {chat.where} that {reason}", NAMING)
-
-    @cached_property
-    def _jinja(self) -> Any:
-        try:
-            for module in ("jinja2.sandbox", "jinja2.ext"):
-                importlib.import_module(module)
-            return importlib.import_module("jinja2")
-        except ImportError:
-            raise BadFileError("has chats, whose template jinja2 renders", "pip install 'hocket[text]'") from None
+            reason = f"has a chat in {chat.where} that the template of {name} refuses ({_in_a_line(error)})"
+            raise BadFileError(reason, NAMING) from None
 
     @cached_property
     def _template(self) -> tuple[Any, Mapping[str, str], Path]:
         """The template, special tokens by the names that templates know, and the template's file."""
-        jinja, source, special, name = self._jinja, "", dict[str, str](), Path()
+        source, special, name = "", dict[str, str](), Path()
         for file in reversed(template_files(self.data)):
             try:
                 if file.name == SETTINGS:
@@ -180,22 +161,11 @@ class Chats:
         if not source:
             raise BadFileError("has chats, and there is no chat template", NAMING)
         try:
-            return _environment(jinja).from_string(source), special, name
+            return _environment().from_string(source), special, name
+        except ImportError:
+            raise BadFileError("has chats, whose template jinja2 renders", "pip install 'hocket[text]'") from None
         except Exception as error:
             raise BadFileError(f"has chats, and {name} has no template ({_in_a_line(error)})", NAMING) from None
-
-
-class _TooLongError(Exception):
-    """A template has had its time."""
-
-
-def _huge(operator: str, left: object, right: object) -> bool:
-    """Whether a product or power would have more characters, items or bits than `LARGEST`."""
-    if isinstance(left, int) and isinstance(right, int):
-        bits = left.bit_length()
-        return (bits * right if operator == "**" else bits + right.bit_length()) > LARGEST
-    number, other = (left, right) if isinstance(left, int) else (right, left)
-    return isinstance(number, int) and isinstance(other, str | list | tuple) and len(other) * number > LARGEST
 
 
 def _in_a_line(error: BaseException) -> str:
@@ -263,8 +233,9 @@ def _default(templates: Any) -> str:
     return templates or ""
 
 
-def _environment(jinja: Any) -> Any:
+def _environment() -> Any:
     """Where a template that somebody else wrote can do nothing but write text; as transformers has it."""
+    jinja, *_ = (importlib.import_module(name) for name in ("jinja2", "jinja2.sandbox", "jinja2.ext"))
 
     class Generation(jinja.ext.Extension):
         """`{% generation %}` marks what is inside."""
@@ -283,49 +254,11 @@ def _environment(jinja: Any) -> Any:
     def refuse(reason: str) -> None:
         raise jinja.TemplateError(reason)
 
-    def to_json(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: tuple[str, str] | None = None,
-        sort_keys: bool = False,
-    ) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, *more: Any, **named: Any) -> str:
+        named |= dict(zip(("separators", "sort_keys"), more, strict=False))
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **named)
 
-    class Sandbox(jinja.sandbox.ImmutableSandboxedEnvironment):
-        """See Note: [A template comes from somebody else]."""
-
-        intercepted_binops = frozenset({"*", "**"})
-        until = 0.0
-        """On the monotonic clock."""
-
-        def _parse(self, *args: Any) -> Any:
-            """The template's tree, whose loops look at the clock."""
-            tree = super()._parse(*args)
-            self.filters["in time"] = self._in_time
-            for loop in list(tree.find_all(jinja.nodes.For)):
-                loop.iter = jinja.nodes.Filter(loop.iter, "in time", [], [], None, None, lineno=loop.lineno)
-            return tree
-
-        def _in_time(self, values: Iterable[Any]) -> Iterator[Any]:
-            for value in values:
-                self._look()
-                yield value
-
-        def _look(self) -> None:
-            if time.monotonic() > self.until:
-                raise _TooLongError
-
-        def call(self, *args: Any, **named: Any) -> Any:
-            self._look()
-            return super().call(*args, **named)
-
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            if _huge(operator, left, right):
-                raise OverflowError("a value would be too large")
-            return super().call_binop(context, operator, left, right)
-
-    environment = Sandbox(
+    environment = jinja.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[Generation, "jinja2.ext.loopcontrols"],

@@ -4,8 +4,9 @@
         step-00000100/       tensors in DCP's format (`*.distcp`, `.metadata`) and meta.json
         latest               link to the newest one
 
-`meta.json` has the settings, the position of the stream, and size and checksum of every file (`damage_of`). How a
-folder appears whole is Note: [A checkpoint is there or it is not].
+`meta.json` has the settings and the position of the stream; `.metadata` has a checksum of each range of elements, which
+is compared before anything is loaded (`CheckpointReader`). How a folder appears whole is Note: [A checkpoint is there
+or it is not].
 
 All functions here are collective: every rank calls them with the same arguments. An error of one rank is raised
 on all.
@@ -17,93 +18,35 @@ import contextlib
 import json
 import math
 import platform
-import secrets
+import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from hocket.config import LABELS, TrainConfig
-from hocket.files import inside
+from hocket.files import set_aside
 from hocket.fsdp.saving import background
-from hocket.fsdp.saving.background import Saving
-from hocket.fsdp.saving.checkpoint import METADATA, CheckpointWriter, HarmlessPlanner, HarmlessReader, run_dcp
+from hocket.fsdp.saving.background import Saving, copied_bytes, wait_for_thread
+from hocket.fsdp.saving.checkpoint import METADATA, CheckpointReader, CheckpointWriter, HarmlessPlanner, run_dcp
 from hocket.fsdp.saving.kept import FlatTensor
-from hocket.fsdp.saving.whole import FILES, WholeFolder, checksum, clean_up, free, remove, shown, sync
-from hocket.layers.slices import Part, Span
+from hocket.fsdp.saving.whole import WholeFolder, clean_up, free, remove, shown, sync
 from hocket.resolve import Settings
-from hocket.runtime.world import by_first, everyone, rank_and_world
+from hocket.runtime.world import by_first, everyone, rank_and_world, together
 from hocket.settings.schema import digest, problem
-from hocket.train.runs import changes, identity, stored, told
+from hocket.train.runs import changes, stored, told
 
-# -- What a checkpoint of a run is made of: ranges of the elements of named tensors ------------------------------------
+if TYPE_CHECKING:
+    from hocket.train.metrics import Metrics
 
-
-@dataclass(frozen=True)
-class Range:
-    """Elements `[lo, hi)` of a named tensor of the whole model, flattened row by row.
-
-    `tensor` holds them: one dimension, `hi - lo` elements. A scalar's shape is `()` and its one element is `[0, 1)`.
-    With a `part`, these are elements of that part of the tensor.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    lo: int
-    hi: int
-    tensor: Tensor
-    part: Part | None = None
-
-
-# -- owner -------------------------------------------------------------------------------------------------------------
-# Whose a checkpoint is.
-#
-# Note: [A run has a number]
-# A run's folder has a random number, in `about.json`, and so has each checkpoint of the run. A folder of checkpoints
-# that somebody has copied from another run's folder would continue that run under this one's name, behind its metrics.
-# So `run.resume = auto` refuses a checkpoint with another number. A folder without a number takes that of the
-# checkpoint: somebody has moved it there, and the run says so. Checkpoints of before there were numbers have none.
-
-RUN = "run"
-"""The key of a run's number in what a checkpoint holds beside tensors."""
-
-
-def whose(settings: Settings, path: Path, meta: Mapping[str, Any]) -> list[str]:
-    """What to say of whose checkpoint `run.resume = auto` has found; `meta` is its `meta.json`.
-
-    Raises ValueError, on every rank, if it is another run's.
-    """
-    if settings.run.resume != "auto":
-        return []
-    mine, its = _number(settings), meta.get("more", {}).get(RUN, "")
-    there = meta["config"].get("run", {}).get("folder", "")
-    if mine and its and mine != its:
-        reason = f"{path} is a checkpoint of another run, which wrote it into {there}"
-        fix = f"move it away; another run.name and run.resume = {path} begin a new run with it"
-        raise ValueError(problem("run.resume", "auto", settings.origins, reason, fix))
-    known = bool(mine and its) or there == settings.run.folder
-    return [] if known else [f"{path} was written by the run in {there}, and this run continues it"]
-
-
-def number_for(settings: Settings, found: str) -> str:
-    """The number of a run that begins or continues, the same on every rank; `found` is that of what it continues."""
-    return _number(settings) or found or everyone(secrets.token_hex(8))[0]
-
-
-def _number(settings: Settings) -> str:
-    return everyone(identity(Path(settings.run.folder)))[0]
-
-
-# -- What a checkpoint on disk should be, by the sizes and checksums in its `meta.json`, and what is wrong with it -----
+# -- What a checkpoint says about itself -------------------------------------------------------------------------------
 
 FORMAT = 1
 """Number of the format. It changes whenever saved data changes its meaning."""
@@ -116,63 +59,37 @@ CHECK = "check"
 
 
 def damage_of(path: Path) -> str:
-    """The damage of a checkpoint on disk, in a few words; empty if it is complete. The same on all ranks."""
+    """What is wrong with what a checkpoint says about itself, in words; empty if nothing is. The same on all ranks.
+
+    Damaged tensors are found when they are read.
+    """
     return next((text for text in everyone(_damage_seen(path)) if text), "")
 
 
 def _damage_seen(path: Path) -> str:
-    """The damage that this rank sees. The ranks share the work of reading everything once."""
     try:
         meta = json.loads((path / META).read_text())
-        if not is_complete(meta):
+        numbers = all(isinstance(meta[name], int) and meta[name] >= 0 for name in ("step", "position"))
+        if not numbers or not meta["config"].keys():
             return f"{path / META} cannot be read"
         if meta["format"] != FORMAT:
             return f"it has format {meta['format']}, and this version of hocket reads format {FORMAT}"
-        if not is_sealed(meta):
+        if CHECK in meta and meta[CHECK] != sealed(meta)[CHECK]:  # those of before there was a checksum are believed
             return f"the checksum of {path / META} is wrong"
-        rank, world = rank_and_world()
-        mine = sorted(meta["files"].items())[rank::world]
-        with ThreadPoolExecutor(FILES) as pool:
-            return next(
-                filter(None, pool.map(lambda each: damage_of_file(inside(path / META, each[0]), each[1]), mine)), ""
-            )
     except FileNotFoundError:
         return f"{path} is not a checkpoint: it has no {META}" if path.exists() else f"{path} does not exist"
     except OSError as error:
         return f"{error.filename or path} cannot be read ({error.strerror})"
     except (ValueError, KeyError, TypeError, IndexError, AttributeError):
         return f"{path / META} cannot be read"
+    return "" if (path / METADATA).exists() else f"{path / METADATA} is missing"
 
 
 def sealed(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """What `meta.json` says, with its own checksum."""
-    return {**meta, CHECK: _check(meta)}
-
-
-def is_sealed(meta: Mapping[str, Any]) -> bool:
-    """Whether a `meta.json` says what was written. Those of before there was a checksum are believed."""
-    return CHECK not in meta or meta[CHECK] == _check({name: meta[name] for name in meta if name != CHECK})
-
-
-def _check(meta: Mapping[str, Any]) -> int:
-    read_back = json.loads(json.dumps(meta))  # keys that are numbers are text in a file
-    return zlib.crc32(json.dumps(read_back, sort_keys=True).encode())
-
-
-def is_complete(meta: Any) -> bool:
-    """Whether a `meta.json` has what a run goes on from. What it lacks altogether raises an error of Python."""
-    whole = all(isinstance(meta[name], int) and meta[name] >= 0 for name in ("step", "position"))
-    return whole and bool(meta["config"].keys()) and METADATA in meta["files"]
-
-
-def damage_of_file(file: Path, entry: list[int]) -> str:
-    """The same of one file with tensors, which should have this size and checksum. Raises OSError."""
-    if not file.exists():
-        return f"{file} is missing"
-    size = file.stat().st_size
-    if size != entry[0]:
-        return f"{file} has {size:,} bytes instead of {entry[0]:,}"
-    return "" if list(checksum(file)) == entry else f"the checksum of {file} is wrong"
+    """What `meta.json` says, with the checksum of all else that it says."""
+    said = {name: value for name, value in meta.items() if name != CHECK}
+    read_back = json.loads(json.dumps(said))  # keys that are numbers are text in a file
+    return {**said, CHECK: zlib.crc32(json.dumps(read_back, sort_keys=True).encode())}
 
 
 # -- The folders of a run's checkpoints: their names, which is the newest and the best, and which are deleted ----------
@@ -269,16 +186,6 @@ def _link(name: str, path: Path) -> None:
     own.replace(path.with_name(name))
 
 
-def set_aside(path: Path) -> Path | None:
-    """Rename a file or folder of an earlier run to `<name>.old`, `.old2`, ...; None if there is none. One rank only."""
-    if not path.exists():
-        return None
-    names = [path.with_name(f"{path.name}.old{n if n > 1 else ''}") for n in range(1, 1000)]
-    target = next(name for name in names if not name.exists())
-    path.rename(target)
-    return target
-
-
 # -- checkpoint --------------------------------------------------------------------------------------------------------
 
 TextUpTo = Callable[[int], str]
@@ -287,12 +194,16 @@ TextUpTo = Callable[[int], str]
 OfRanks = dist.ProcessGroup | None
 """The ranks that talk to each other; None is all of them."""
 
-Groups = Mapping[str, Sequence[Range]]
-"""This rank's part of the state by kind: `weight`, `exp_avg`, `exp_avg_sq`, ... Replicas may be given by every rank."""
+State = dict[str, FlatTensor]
+"""This rank's part of the state by kind and name, such as `weight.embed.weight`. Every rank may give replicas."""
 
 
 class SaveFailed(ValueError):
     """The file system has refused a checkpoint. Nothing of it is left. Earlier checkpoints are unchanged."""
+
+
+class DamageError(Exception):
+    """What a checkpoint has lost, found on all ranks before or while it is loaded."""
 
 
 @dataclass(frozen=True)
@@ -315,7 +226,7 @@ def checkpoints_of(settings: Settings) -> Path:
     return Path(settings.run.folder) / "checkpoints"
 
 
-# --------------------------------------------------------------------------------------------------------------- save
+# -- save --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -332,20 +243,20 @@ class Moment:
     """JSON. `held_out` in it is the loss by which `train.keep` finds the best."""
 
 
-def save(settings: Settings, moment: Moment, groups: Groups) -> Path:
+def save(settings: Settings, moment: Moment, state: State) -> Path:
     """Write a checkpoint, then delete those that `train.keep` does not keep.
 
     Raises SaveFailed if the file system refuses, or if there is one of that step; what it has written is removed then,
     for on a full disk nothing else would find room. ValueError if it takes some rank much longer than others.
     """
     folder = _folder_of(settings, moment)
-    path = _write(settings, moment, state_of(groups), CheckpointWriter(folder, publishes=False), None)
+    path = _write(settings, moment, state, CheckpointWriter(folder, publishes=False), None)
     with in_time(settings, "delete old checkpoints"):
         by_first(lambda: delete_old(path.parent, settings.train))
     return path
 
 
-def save_behind(settings: Settings, moment: Moment, groups: Groups) -> Saving:
+def save_behind(settings: Settings, moment: Moment, state: State) -> Saving:
     """The same from a copy, while training goes on. See Note: [Saving while training goes on].
 
     What is returned raises what `save` raises, on every rank. The thread of rank 0 deletes once the folder is there.
@@ -354,7 +265,7 @@ def save_behind(settings: Settings, moment: Moment, groups: Groups) -> Saving:
     writer = CheckpointWriter(folder, publishes=False)
     saving = background.save_behind(
         folder.final,
-        state_of(groups),
+        state,
         lambda copied, group: _write(settings, moment, copied, writer, group),
         timeout=settings.train.hang_timeout,
     )
@@ -367,15 +278,13 @@ def _folder_of(settings: Settings, moment: Moment) -> WholeFolder:
     return WholeFolder(checkpoints_of(settings) / name_of(moment.step))
 
 
-def _write(
-    settings: Settings, moment: Moment, state: Mapping[str, FlatTensor], writer: CheckpointWriter, group: OfRanks
-) -> Path:
+def _write(settings: Settings, moment: Moment, state: State, writer: CheckpointWriter, group: OfRanks) -> Path:
     """Write a checkpoint. What ranks send each other goes over a group, or that of all ranks."""
     folder = writer.folder
     with in_time(settings, f"write the checkpoint of step {moment.step}"):
         try:
             run_dcp("", dcp.save, state, storage_writer=writer, process_group=group)
-            meta = meta_of(settings, moment, everyone(writer.sums, group))
+            meta = meta_of(settings, moment)
             by_first(lambda: _publish(folder, meta, settings.train.kept["best"]), group)
         except (OSError, ValueError) as error:
             writer.give_up()
@@ -396,14 +305,13 @@ def in_time(settings: Settings, task: str) -> Iterator[None]:
         raise ValueError(problem("train.hang_timeout", limit, settings.origins, reason, "a longer one")) from None
 
 
-def meta_of(settings: Settings, moment: Moment, sums: Iterable[Mapping[str, list[int]]]) -> dict[str, Any]:
-    """What `meta.json` has. `sums` are checksums of files, by rank."""
+def meta_of(settings: Settings, moment: Moment) -> dict[str, Any]:
+    """What `meta.json` has."""
     return sealed({
         "format": FORMAT, "step": moment.step, "position": moment.position, "text": moment.text,
         "more": dict(moment.more), "world": settings.world, "digest": digest(settings),
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "network": LABELS.get(settings.train.transport, "real"), "config": stored(settings),
-        "files": {name: entry for part in sums for name, entry in part.items()},
     })  # fmt: skip
 
 
@@ -415,9 +323,7 @@ def _publish(folder: WholeFolder, meta: Mapping[str, Any], keep_best: int) -> No
     link(folder.final, keep_best)
 
 
-def _refused(
-    settings: Settings, step: int, state: Mapping[str, FlatTensor], error: OSError | ValueError, group: OfRanks
-) -> str:
+def _refused(settings: Settings, step: int, state: State, error: OSError | ValueError, group: OfRanks) -> str:
     """The message about a save that has failed: what rank 0 sees once all have removed what they wrote."""
     size, folder = shown(size_of(state, group)), checkpoints_of(settings)
     place, reason, fix = folder / name_of(step), str(error), "a folder on a file system that all ranks share"
@@ -430,13 +336,13 @@ def _refused(
     return everyone(problem_of(settings, reason, fix), group)[0]
 
 
-def size_of(state: Mapping[str, FlatTensor], group: OfRanks = None) -> int:
+def size_of(state: State, group: OfRanks = None) -> int:
     """Bytes of a checkpoint, of all ranks."""
     mine = {name: prod(shard.shape) * shard.dtype.itemsize for name, shard in state.items()}
     return sum({name: size for part in everyone(mine, group) for name, size in part.items()}.values())
 
 
-# ------------------------------------------------------------------------------------------------------------ restore
+# -- restore -----------------------------------------------------------------------------------------------------------
 
 
 def resumes(settings: Settings) -> bool:
@@ -446,7 +352,7 @@ def resumes(settings: Settings) -> bool:
     return bool(_candidates(settings))
 
 
-def restore(settings: Settings, groups: Groups, text: TextUpTo = lambda _: "") -> Restored | None:
+def restore(settings: Settings, state: State, text: TextUpTo = lambda _: "") -> Restored | None:
     """Load the checkpoint that `run.resume` asks for into the tensors of `groups`; None if there is none to load.
 
     `auto` takes the newest checkpoint of the run that is not damaged. Whatever the run does not continue from is
@@ -454,7 +360,7 @@ def restore(settings: Settings, groups: Groups, text: TextUpTo = lambda _: "") -
     damaged, or belongs to another model, or if the folder cannot be written.
     """
     _change_folder(settings, lambda: clean_up(checkpoints_of(settings), STEPS))
-    restored = None if settings.run.resume == "off" else _find_and_load(settings, groups, text)
+    restored = None if settings.run.resume == "off" else _find_and_load(settings, state, text)
     _change_folder(settings, lambda: _set_others_aside(settings, restored))
     return restored
 
@@ -468,12 +374,15 @@ def _change_folder(settings: Settings, action: Callable[[], object]) -> None:
         raise ValueError(problem_of(settings, reason, "make it writable, or name another folder")) from None
 
 
-def _find_and_load(settings: Settings, groups: Groups, text: TextUpTo) -> Restored | None:
+def _find_and_load(settings: Settings, state: State, text: TextUpTo) -> Restored | None:
     resume, notes, candidates = settings.run.resume, list[str](), _candidates(settings)
     for path in candidates:
         damage = damage_of(path)
         if not damage:
-            return _load(path, settings, groups, text, notes)
+            try:
+                return _load(path, settings, state, text, notes)
+            except DamageError as error:
+                damage = str(error)
         if resume != "auto":
             fix = "name a complete checkpoint, such as runs/<name>/checkpoints/latest"
             raise ValueError(problem("run.resume", resume, settings.origins, damage, fix))
@@ -491,15 +400,15 @@ def _candidates(settings: Settings) -> list[Path]:
     return everyone(newest_first(checkpoints_of(settings)))[0] if resume == "auto" else [Path(resume)]
 
 
-def _load(path: Path, settings: Settings, groups: Groups, text: TextUpTo, notes: list[str]) -> Restored:
-    meta = json.loads((path / META).read_text())
-    notes += whose(settings, path, meta)
-    reader, planner = HarmlessReader(path), HarmlessPlanner()
+def _load(path: Path, settings: Settings, state: State, text: TextUpTo, notes: list[str]) -> Restored:
+    meta, reader = json.loads((path / META).read_text()), CheckpointReader(path)
     try:
-        differences = _differences(reader, groups)
-    except ValueError as error:
-        fix = "name a checkpoint that hocket wrote"
-        raise ValueError(problem("run.resume", settings.run.resume, settings.origins, str(error), fix)) from None
+        reader.require_metadata()
+        differences = _differences(reader, state)
+        if not differences:
+            run_dcp(f"{path}: ", dcp.load, state, storage_reader=reader, planner=HarmlessPlanner())
+    except (OSError, ValueError) as error:
+        raise DamageError(" ".join(str(error).split())) from None
     if differences:
         sizes = [each for each in changes(meta["config"], settings) if each.startswith(("model.", "optimizer.name"))]
         reason = f"{path} belongs to another model or optimizer: " + "; ".join([*sizes[:5], *differences[:3]])
@@ -507,11 +416,9 @@ def _load(path: Path, settings: Settings, groups: Groups, text: TextUpTo, notes:
         reason += f" and {more} more tensors" if more > 0 else ""
         fix = "the same model settings, another run.name, or run.resume = off to start over"
         raise ValueError(problem("run.resume", settings.run.resume, settings.origins, reason, fix))
-    try:
-        run_dcp(f"{path} cannot be read: ", dcp.load, state_of(groups), storage_reader=reader, planner=planner)
-    except (OSError, ValueError) as error:
-        fix = "name another checkpoint, or start again if this may pass"
-        raise ValueError(problem("run.resume", settings.run.resume, settings.origins, str(error), fix)) from error
+    wrote = meta["config"].get("run", {}).get("folder", "")
+    if settings.run.resume == "auto" and wrote != settings.run.folder:
+        notes.append(f"{path} was written by the run in {wrote}, and this run continues it")
     relevant = list(told(meta["config"], settings))
     now = text(meta["position"])
     if meta.get("text", now) != now:
@@ -520,14 +427,14 @@ def _load(path: Path, settings: Settings, groups: Groups, text: TextUpTo, notes:
     return Restored(path, meta["step"], meta["position"], meta.get("more", {}), tuple(notes))
 
 
-def _differences(reader: HarmlessReader, groups: Groups) -> list[str]:
+def _differences(reader: CheckpointReader, state: State) -> list[str]:
     """Tensors that only one side has, or that have different shapes. The same list on every rank."""
     saved = {
         name: tuple(entry.size)
         for name, entry in reader.read_metadata().state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-    mine = {name: tuple(shard.shape) for name, shard in state_of(groups).items()}
+    mine = {name: tuple(shard.shape) for name, shard in state.items()}
     wanted = {name: shape for part in everyone(mine) for name, shape in part.items()}
     return [
         f"{name} is {_shape(saved.get(name))} in the checkpoint and {_shape(wanted.get(name))} here"
@@ -565,19 +472,180 @@ def _set_others_aside(settings: Settings, restored: Restored | None) -> None:
             named.unlink()
 
 
-# --------------------------------------------------------------------------------------------------------------- both
-
-
-def state_of(groups: Groups) -> dict[str, FlatTensor]:
-    """As DCP takes it."""
-    state = {
-        f"{kind}.{piece.name}": FlatTensor(piece.tensor, Span(tuple(piece.shape), piece.lo, piece.hi, piece.part))
-        for kind, pieces in groups.items()
-        for piece in pieces
-    }
-    assert len(state) == sum(map(len, groups.values())), "a rank gives one piece of a tensor"
-    return state
-
-
 def problem_of(settings: Settings, reason: str, fix: str) -> str:
+    """A line about the place for checkpoints."""
     return problem("run.folder", settings.run.folder, settings.origins, reason, fix)
+
+
+# -- room --------------------------------------------------------------------------------------------------------------
+# Whether there is room for what a run will save, asked before there is anything to lose.
+
+
+def make_place(settings: Settings, state: State) -> list[str]:
+    """Make the folder of a run's checkpoints, before there is anything to lose.
+
+    Returns a remark if there is less room than its checkpoints will need. Raises ValueError if the folder cannot be
+    written, or if the ranks' hosts do not share it.
+    """
+    folder = checkpoints_of(settings)
+    # Named like a checkpoint that is being written, so that what is left of it is removed like one.
+    here = folder / everyone(f"step-here-{platform.node()}-{time.time_ns()}.tmp")[0]
+    try:
+        by_first(lambda: here.mkdir(parents=True))
+        together(lambda: _require_shared(here))
+        by_first(here.rmdir)
+    except (OSError, ValueError) as error:
+        fix = "name a folder that you can write to, on a file system that all hosts share"
+        raise ValueError(problem_of(settings, f"no place for checkpoints: {error}", fix)) from None
+    size, there, available = size_of(state), len(newest_first(folder)), free(folder)
+    train = settings.train
+    saves = -(-train.steps // train.save_every) if train.save_every else 1
+    more = max(1, min(_most(train), there + saves) - there)
+    if more * size <= available:
+        return []
+    what = f"{more} more checkpoints" if more > 1 else "a checkpoint"
+    text = f"{what} will take {shown(more * size)} there, and {shown(available)} are free"
+    return [problem_of(settings, text, "make room before the first one")]
+
+
+def _most(train: TrainConfig) -> int:
+    """Most checkpoints that are there at a time, with the one that is being written."""
+    kept = train.kept
+    for_good = train.steps // math.lcm(kept["every"], train.save_every or train.steps) if kept["every"] else 0
+    return kept["newest"] + kept["best"] + for_good + 1
+
+
+def require_memory(settings: Settings, offloaded: int, copies: int, available: int) -> str:
+    """Refuse what a host's ranks have no memory for, of which `available` bytes are left.
+
+    `offloaded` and `copies` are the bytes of this rank: what steps offload, and copies of what is saved behind steps.
+    Returns a remark where the host has no memory for the copies, the same on every rank: then there must be none.
+    Raises ValueError, on every rank, where it has none for what is offloaded.
+    """
+    ranks, without = everyone((platform.node(), offloaded, copies, available)), ""
+    for host in dict.fromkeys(name for name, *_ in ranks):
+        of_host = [rank for rank in ranks if rank[0] == host]
+        away, copied = sum(rank[1] for rank in of_host), sum(rank[2] for rank in of_host)
+        room = min(rank[3] for rank in of_host)
+        left = f"{shown(room)} of its memory are available"
+        if away > room:
+            reason = f"offloaded tensors of {host}'s ranks take {shown(away)}, and {left}"
+            fix = "fewer parts or layers, such as attn:2, or plan.recompute"
+            raise ValueError(problem("plan.offload", settings.plan.offload, settings.origins, reason, fix))
+        if copied and away + copied > room:
+            what = "copies and offloaded tensors" if away else "copies"
+            without = (
+                f"training waits while checkpoints are written: {what} of {host}'s ranks, with which it would go on, "
+                f"take {shown(away + copied)}, and {left}"
+            )
+    return without
+
+
+def copies_of(state: State) -> int:
+    """Bytes that this rank's copies take while they are written behind steps."""
+    return copied_bytes(state)
+
+
+def _require_shared(here: Path) -> None:
+    if not here.exists():
+        rank, _ = rank_and_world()
+        raise ValueError(f"rank {rank} on {platform.node()} does not see {here}, which rank 0 has created")
+
+
+# -- saves -------------------------------------------------------------------------------------------------------------
+
+
+class Saves:
+    """The checkpoints of one run, which has done `step` steps. Every rank calls its methods alike.
+
+    `state` and `moment` say what there is to save, when they are called. With `behind` it is written from a copy in
+    the host's memory while training goes on.
+
+    A full disk is no reason to end the run between two saves: what has been learnt since the last checkpoint would be
+    lost at once, and there may be room by the next one. The last save of a run has no next one, and raises.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        metrics: Metrics,
+        step: int,
+        state: Callable[[], State],
+        moment: Callable[[], Moment],
+        behind: bool = True,
+    ) -> None:
+        self.settings, self._metrics, self._behind = settings, metrics, behind
+        self._state, self._moment = state, moment
+        self._saved = step
+        self._under_way: tuple[int, Saving] | None = None
+
+    def look(self) -> None:
+        """Tell of a save that has ended meanwhile. Ranks may see that at different steps."""
+        if self._under_way is not None and self._under_way[1].done():
+            self._wait_for_checkpoint()
+
+    def wait(self) -> None:
+        """Wait until the save that is under way has ended, and tell of it."""
+        self._wait_for_checkpoint()
+        wait_for_thread()  # which deletes
+
+    def _wait_for_checkpoint(self) -> None:
+        if self._under_way is None:
+            return
+        (step, saving), self._under_way = self._under_way, None
+        try:
+            path = saving.result()
+        except SaveFailed as error:
+            self._warn(error, step + self.settings.train.save_every)
+            return
+        self._is_saved(step, path, saving.copy_seconds, saving.write_seconds)
+
+    def _is_saved(self, step: int, path: Path, copy_seconds: float, write_seconds: float) -> None:
+        self._saved = step
+        self._metrics.saved(step, path, copy_seconds, write_seconds)
+        if why := unlinked(path):
+            self._metrics.say(f"WARNING  {why}")
+
+    def went_back(self, step: int) -> None:
+        """The run is at a checkpoint of `step` steps again."""
+        self._saved = step
+
+    def between(self, step: int) -> None:
+        """What is due between two steps, with `step` of them done."""
+        train = self.settings.train
+        if train.save_every and step % train.save_every == 0:
+            self._save()
+
+    def _save(self) -> None:
+        """Begin to save, once the save before has ended, or do all of it."""
+        moment = self._moment()
+        if self._under_way is not None and not self._under_way[1].done():
+            before = self._under_way[0]
+            self._metrics.say(
+                f"note     step {moment.step} waits until the checkpoint of step {before} is written: a longer "
+                "train.save_every, or a faster disk, would spare that"
+            )
+        self._wait_for_checkpoint()
+        if self._behind:
+            self._under_way = moment.step, save_behind(self.settings, moment, self._state())
+            return
+        try:
+            self._now(moment)
+        except SaveFailed as error:
+            self._warn(error, moment.step + self.settings.train.save_every)
+
+    def last(self) -> str:
+        """Save what is not saved yet, at the end of a run. Returns where, or nothing. Raises SaveFailed."""
+        self.wait()
+        moment = self._moment()
+        return str(self._now(moment)) if self._saved != moment.step else ""
+
+    def _now(self, moment: Moment) -> Path:
+        begun = time.perf_counter()
+        path = save(self.settings, moment, self._state())
+        self._is_saved(moment.step, path, 0.0, time.perf_counter() - begun)
+        return path
+
+    def _warn(self, error: SaveFailed, step: int) -> None:
+        again = min(step, self.settings.train.steps)
+        self._metrics.say(f"WARNING  {error}; the run goes on, and saves again after step {again}")

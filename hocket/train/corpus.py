@@ -4,14 +4,21 @@ Documents are written in a random order that the seed fixes, each followed by a 
 array are the validation split; as the order is random, they come from all over the corpus. The cache holds checksums,
 and each process that opens it checks them: a flipped bit is told, and never trained on.
 
-Note: [One process writes]
+Note: [One run tokenises]
 All ranks of a host open the corpus at the same time. The process that gets the lock on `<key>.lock` tokenises into a
 temporary folder and renames it. The others wait for the lock and then find the folder. The system drops the lock of a
-process that dies, so no process waits for a dead writer. The next one keeps the pieces that it has finished.
+process that dies, so no process waits for a dead writer.
+
+Note: [Pieces are the same whoever makes them]
+Files in their order, and long files of lines or rows, are cut into pieces by their sizes alone, and a piece is
+tokenised from its first document to its last. So the cache has the same bytes whatever the number of processes. A
+finished piece is renamed when all of it is on disk. What runs next, with the same text and tokenizer, keeps it: after a
+kill only unfinished pieces are made again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import glob
 import hashlib
@@ -21,41 +28,94 @@ import shutil
 import sysconfig
 import time
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import BrokenExecutor, wait
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from stat import S_ISREG
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from hocket.config import DataConfig
+from hocket.environment import cores, processes
 from hocket.fsdp.saving.whole import WholeFolder, sync
-from hocket.model.tokenizer import known_tokenizer, tokenizer_files
-from hocket.settings.schema import problem
-from hocket.train.chat import template_files
-from hocket.train.documents import PIECE, beside
-from hocket.train.tokenising import POLL, Asked, Say, in_order, tokenise
+from hocket.model.tokenizer import Tokenizer, known_tokenizer, load_tokenizer, tokenizer_files
+from hocket.settings.schema import problem, show
+from hocket.train.chat import Chats, template_files
+from hocket.train.documents import (
+    PIECE,
+    WHOLE,
+    BadFileError,
+    Document,
+    Keys,
+    Marked,
+    NoTextError,
+    Part,
+    beside,
+    documents,
+    has_parts,
+)
 
 FORMAT = 5
 """Number of the format. It changes whenever cached data changes its meaning."""
 SEED = 0
 """Of the order of documents, the same for all runs: so all have the same text for validation, and share the cache."""
-
 SAMPLE = 1 << 20
 """Tokens at each end by which two hosts find out that they have the same text."""
-
 NAMED = 3
 """Files that a line names of those that are left out."""
+BATCH = 1 << 22
+"""Bytes of text that the tokenizer gets at a time: it works on the documents in parallel."""
+PIECE_BYTES = 1 << 25
+"""Size of files from which on a piece takes no more of them."""
+PATIENCE = 10.0
+"""Seconds between two lines about how far tokenising is."""
+POLL = 0.05
+
+Say = Callable[[str], None]
+
+
+# -- A tokenised corpus, and its two splits ----------------------------------------------------------------------------
+
+
+class Split(NamedTuple):
+    """What a run trains on, or validates with."""
+
+    tokens: np.ndarray
+    """Of one dimension; a read-only memory map of unsigned integers."""
+    bounds: np.ndarray
+    """Where whole documents begin in `tokens`, and where the last of them ends, ascending int64. What is before the
+    first of them, or behind the last, is a part of one."""
+    masked: np.ndarray
+    """Tokens that are read and not learnt: int64 [ranges, 2] of (first, end), ascending and apart."""
+
+    def counts(self, vocab: int) -> np.ndarray:
+        """How often each token is learnt. Float64 [vocab]."""
+        total = np.zeros(vocab)
+        for start in range(0, len(self.tokens), PIECE):
+            some = self.tokens[start : start + PIECE]
+            if len(self.masked):
+                some = some[~inside(np.arange(start, start + len(some)), self.masked)]
+            total += np.bincount(some, minlength=vocab)
+        return total
+
+
+def inside(places: np.ndarray, ranges: np.ndarray) -> np.ndarray:
+    """Which places are in one of ascending ranges (first, end): bool, of the shape of `places`."""
+    if not len(ranges):
+        return np.zeros(places.shape, dtype=bool)
+    found = np.searchsorted(ranges[:, 0], places, side="right") - 1
+    return (found >= 0) & (places < ranges[found, 1])
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A tokenised corpus. `tokens` is a read-only memory map of unsigned integers, one dimension."""
+    """A tokenised corpus."""
 
-    tokens: np.ndarray
+    whole: Split
     vocab: int
     """Number of tokens that the tokenizer has."""
     documents: int
@@ -66,98 +126,65 @@ class Corpus:
     """Number of tokens for training, from the first on. The rest is for validation."""
     empty: int = 0
     """Rows without text that were left out."""
-    starts: np.ndarray = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
-    """Where each document begins in `tokens`, ascending int64; all is one if nothing else is said."""
-    masked: np.ndarray = field(default_factory=lambda: np.zeros((0, 2), dtype=np.int64))
-    """Tokens that are read and not learnt: int64 [ranges, 2] of (first, end), ascending and apart."""
     held: Corpus | None = None
     """The text that `data.validation` names. Without it validation has the tokens behind those for training."""
 
-    @property
-    def train(self) -> np.ndarray:
-        return self.tokens[: self.train_tokens]
-
-    @property
-    def validation(self) -> np.ndarray:
-        return self.tokens[self.train_tokens :] if self.held is None else self.held.tokens
-
-    @property
-    def validation_starts(self) -> np.ndarray:
-        """Where documents begin in `validation`; what is before the first of them is the end of one."""
-        if self.held is not None:
-            return self.held.starts
-        return self.starts[self.starts > self.train_tokens] - self.train_tokens
-
-    @property
-    def whole_documents(self) -> tuple[np.ndarray, np.ndarray]:
-        """Where documents begin that are wholly in `train`, and in `validation`; and where the last of them ends."""
-        bounds = np.append(self.starts, len(self.tokens))
-        if self.held is not None:
-            return bounds, np.append(self.held.starts, len(self.held.tokens))
-        return bounds[bounds <= self.train_tokens], bounds[bounds >= self.train_tokens] - self.train_tokens
-
-    @property
-    def validation_masked(self) -> np.ndarray:
-        """What of `validation` is not learnt, as `masked`."""
-        return self.masked - self.train_tokens if self.held is None else self.held.masked
-
-    def counts(self) -> tuple[np.ndarray, np.ndarray]:
-        """How often each token is learnt and validated with, float64 [vocab] each."""
-        seen, asked = count(self.train, self.vocab, self.masked), np.zeros(self.vocab)
-        return seen, count(self.validation, self.vocab, self.validation_masked) if len(self.validation) else asked
+    @cached_property
+    def train(self) -> Split:
+        """What is trained on."""
+        tokens, bounds, masked = self.whole
+        return Split(tokens[: self.train_tokens], bounds[bounds <= self.train_tokens], masked)
 
     @cached_property
-    def unigram_entropy(self) -> float:
-        """Loss of a model that knows only how often each token occurs, in nats per token.
+    def validation(self) -> Split:
+        """What is validated with. A document on the border of both splits is whole in neither."""
+        if self.held is not None:
+            return self.held.whole
+        (tokens, bounds, masked), first = self.whole, self.train_tokens
+        return Split(tokens[first:], bounds[bounds >= first] - first, masked - first)
 
-        The cross-entropy of the validation split under the token frequencies of the training split (each count plus
-        one, so that no token is impossible); of the training split itself where there is no validation.
-        """
-        seen, asked = self.counts()
-        asked = asked if asked.any() else seen
-        log_p = np.log((seen + 1) / (seen + 1).sum())
-        return float(-(asked * log_p).sum() / asked.sum())
+    @cached_property
+    def counts(self) -> tuple[np.ndarray, np.ndarray]:
+        """How often each token is learnt and validated with, float64 [vocab] each."""
+        return self.train.counts(self.vocab), self.validation.counts(self.vocab)
 
     @cached_property
     def sample(self) -> int:
         """A checksum of where it begins and ends, below 2**32. The order of documents depends on their paths."""
-        before = zlib.crc32(self.masked.tobytes(), 0 if self.held is None else self.held.sample)
-        return zlib.crc32(self.tokens[-SAMPLE:].tobytes(), zlib.crc32(self.tokens[:SAMPLE].tobytes(), before))
-
-    @property
-    def _unlearnt(self) -> str:
-        masked = [self.masked, *([] if self.held is None else [self.held.masked])]
-        total = sum(int((ranges[:, 1] - ranges[:, 0]).sum()) for ranges in masked)
-        return f", of which {total:,} are read and not learnt" if total else ""
+        tokens, _, masked = self.whole
+        before = zlib.crc32(masked.tobytes(), 0 if self.held is None else self.held.sample)
+        return zlib.crc32(tokens[-SAMPLE:].tobytes(), zlib.crc32(tokens[:SAMPLE].tobytes(), before))
 
     def __str__(self) -> str:
+        both = [self, *([] if self.held is None else [self.held])]
         names = "; ".join([*self.skipped[:NAMED], *(["…"] if len(self.skipped) > NAMED else [])])
-        left_out = f", {len(self.skipped)} files left out: {names}" if self.skipped else ""
-        empty = self.empty + (0 if self.held is None else self.held.empty)
-        left_out += f", {empty:,} rows without text left out" if empty else ""
-        return (
-            f"{self.documents:,} documents, {len(self.train):,} training and {len(self.validation):,} validation "
-            f"tokens{self._unlearnt}{left_out}"
-        )
+        unlearnt = sum(int((each.whole.masked[:, 1] - each.whole.masked[:, 0]).sum()) for each in both)
+        empty = sum(each.empty for each in both)
+        train, validation = len(self.train.tokens), len(self.validation.tokens)
+        text = f"{self.documents:,} documents, {train:,} training and {validation:,} validation tokens"
+        text += f", of which {unlearnt:,} are read and not learnt" if unlearnt else ""
+        text += f", {len(self.skipped)} files left out: {names}" if self.skipped else ""
+        return text + (f", {empty:,} rows without text left out" if empty else "")
 
 
-def count(tokens: np.ndarray, vocab: int, masked: np.ndarray) -> np.ndarray:
-    """How often each token occurs outside of ranges. Float64 [vocab]."""
-    total = np.zeros(vocab)
-    for start in range(0, len(tokens), PIECE):
-        some = tokens[start : start + PIECE]
-        if len(masked):
-            some = some[~inside(np.arange(start, start + len(some)), masked)]
-        total += np.bincount(some, minlength=vocab)
-    return total
+# -- Files -------------------------------------------------------------------------------------------------------------
 
 
-def inside(places: np.ndarray, ranges: np.ndarray) -> np.ndarray:
-    """Which places are in one of ascending ranges (first, end): bool, of the shape of `places`."""
-    if not len(ranges):
-        return np.zeros(places.shape, dtype=bool)
-    found = np.searchsorted(ranges[:, 0], places, side="right") - 1
-    return (found >= 0) & (places < ranges[found, 1])
+@dataclass(frozen=True)
+class Asked:
+    """Files that a setting means."""
+
+    setting: str
+    given: tuple[str, ...]
+    origins: Mapping[str, str]
+
+    def refused(self, reason: str, fix: str) -> ValueError:
+        """The error for something that is wrong with them."""
+        return ValueError(problem(self.setting, self.given, self.origins, reason, fix))
+
+    def unreadable(self, file: Path, error: OSError) -> ValueError:
+        """The error for a file that the system does not give."""
+        return self.refused(f"{file} cannot be read ({error.strerror})", "make it readable, or leave it out")
 
 
 def find_files(
@@ -220,6 +247,9 @@ def standard_library() -> list[Path]:
     return sorted(files)
 
 
+# -- The cache ---------------------------------------------------------------------------------------------------------
+
+
 def open_corpus(
     data: DataConfig,
     origins: Mapping[str, str],
@@ -238,9 +268,8 @@ def open_corpus(
     corpus = _open(Asked("data.paths", data.paths, origins), data, timeout, without, say)
     if not data.held_out:
         return corpus
-    asked = Asked("data.validation", data.held_out, origins)
-    held = _open(asked, data, timeout, without, say)
-    return replace(corpus, train_tokens=len(corpus.tokens), held=replace(held, train_tokens=len(held.tokens)))
+    held = _open(Asked("data.validation", data.held_out, origins), data, timeout, without, say)
+    return replace(corpus, train_tokens=len(corpus.whole.tokens), held=held)
 
 
 def known_corpus(data: DataConfig, origins: Mapping[str, str], without: Path | None = None) -> Corpus | None:
@@ -252,7 +281,7 @@ def known_corpus(data: DataConfig, origins: Mapping[str, str], without: Path | N
     if not folder.exists():
         return None
     corpus = _load(folder, data, origins, check=False)
-    return replace(corpus, train_tokens=len(corpus.tokens)) if data.held_out else corpus
+    return replace(corpus, train_tokens=len(corpus.whole.tokens)) if data.held_out else corpus
 
 
 def _place(asked: Asked, data: DataConfig, without: Path | None) -> tuple[list[Path], Path]:
@@ -292,9 +321,8 @@ def _load(folder: Path, data: DataConfig, origins: Mapping[str, str], check: boo
             raise ValueError("changed")
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(problem("data.cache", data.cache, origins, f"{folder} is damaged", "delete it")) from None
-    kept = round(len(tokens) * data.kept_back)
-    skipped = tuple(meta["skipped"])
-    return Corpus(tokens, meta["vocab"], len(starts), skipped, len(tokens) - kept, meta["empty"], starts, masked)
+    whole, kept = Split(tokens, np.append(starts, len(tokens)), masked), round(len(tokens) * data.kept_back)
+    return Corpus(whole, meta["vocab"], len(starts), tuple(meta["skipped"]), len(tokens) - kept, meta["empty"])
 
 
 def _checksum(tokens: np.ndarray, starts: np.ndarray, masked: np.ndarray, meta: Mapping[str, Any]) -> int:
@@ -324,19 +352,20 @@ def _key(files: list[Path], data: DataConfig, asked: Asked) -> str:
     return digest.hexdigest()[:20]
 
 
-def _written(lock: Path) -> int:
-    """Bytes that somebody who holds a lock has written."""
+def _written(folder: Path) -> int:
+    """Bytes of the pieces in a folder, also of those that somebody else is making."""
     total = 0
-    for file in [*lock.with_suffix(".pieces").glob("*"), *lock.with_suffix(".tmp").glob("*")]:
-        with suppress(FileNotFoundError):  # it may just get its name
+    for file in folder.glob("*"):
+        with contextlib.suppress(FileNotFoundError):  # it may just get its name
             total += file.stat().st_size
     return total
 
 
-@contextmanager
+@contextlib.contextmanager
 def _lock(path: Path, timeout: float) -> Iterator[None]:
-    """Hold an exclusive lock between processes. See Note: [One process writes]."""
-    deadline, seen = time.monotonic() + timeout, _written(path)
+    """Hold an exclusive lock between processes. See Note: [One run tokenises]."""
+    pieces = path.with_suffix(".pieces")
+    deadline, seen = time.monotonic() + timeout, _written(pieces)
     with path.open("w") as file:
         while True:
             try:
@@ -344,7 +373,7 @@ def _lock(path: Path, timeout: float) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    deadline, before, seen = time.monotonic() + timeout, seen, _written(path)
+                    deadline, before, seen = time.monotonic() + timeout, seen, _written(pieces)
                     if seen == before:
                         raise ValueError(
                             f"data.cache: another process has written nothing for {timeout:g} s and holds {path}; "
@@ -383,3 +412,254 @@ def _write(files: list[Path], asked: Asked, data: DataConfig, final: Path, say: 
         shutil.rmtree(parts, ignore_errors=True)
         raise
     shutil.rmtree(parts, ignore_errors=True)
+
+
+# -- Tokenising, piece by piece ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The tokens of some documents, in the order of the files, without separators."""
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    """Tokens of each document, int64; 0 of an empty one."""
+    masked: np.ndarray
+    """Tokens that are read and not learnt: int64 [ranges, 3] of (document, first, end), ascending. The token behind the
+    last of a document is its separator."""
+    skipped: list[str]
+    """Files without text, and what they have instead."""
+    empty: int
+    """Rows without text that were left out."""
+
+    @classmethod
+    def read(cls, folder: Path, number: int, dtype: np.dtype) -> Piece:
+        """A finished piece: `<number>.bin` has its tokens, `<number>.npz` all else."""
+        path = folder / f"{number:06d}.bin"
+        tokens = np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.empty(0, dtype)
+        with np.load(path.with_suffix(".npz")) as found:
+            lengths, masked, empty = found["lengths"], found["masked"], int(found["empty"])
+            skipped = json.loads(str(found["skipped"]))
+        if len(tokens) != lengths.sum():
+            raise OSError(None, f"{path} has {len(tokens)} tokens of {lengths.sum()}")
+        return cls(tokens, lengths, masked, skipped, empty)
+
+
+Parts = list[tuple[Path, Part]]
+"""What a piece is made of: files, or one part of a file."""
+
+
+def pieces_of(files: Sequence[Path]) -> list[Parts]:
+    """Files as pieces. See Note: [Pieces are the same whoever makes them]."""
+    pieces, room = list[Parts](), 0
+    for file in files:
+        size = file.stat().st_size
+        if size > PIECE_BYTES and has_parts(file):
+            count, room = -(-size // PIECE_BYTES), 0
+            pieces += [[(file, (number, count))] for number in range(count)]
+            continue
+        if room <= 0:
+            pieces.append([])
+            room = PIECE_BYTES
+        pieces[-1].append((file, WHOLE))
+        room -= size
+    return pieces
+
+
+def tokenise(folder: Path, files: Sequence[Path], asked: Asked, data: DataConfig, say: Say) -> list[Piece]:
+    """All documents of files, as pieces below a folder, which may have some already.
+
+    Nobody else may be working there. `say` is told, every few seconds, how far it is. Raises ValueError for files that
+    are not what their names say, and OSError if the folder cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    pieces, dtype = pieces_of(files), dtype_of(known_tokenizer(data, asked.origins).vocab)
+    missing = [(n, parts) for n, parts in enumerate(pieces) if not (folder / f"{n:06d}.npz").exists()]
+    told, count = time.monotonic(), min(cores(), len(missing))
+
+    def tell() -> None:
+        """Say how far it is if nothing was said for a while."""
+        nonlocal told
+        if time.monotonic() > told + PATIENCE:
+            told = time.monotonic()
+            done, tokens = len(list(folder.glob("*.npz"))), _written(folder) // dtype.itemsize
+            say(f"tokenising: {done} of {len(pieces)} pieces done, about {tokens:,} tokens so far")
+
+    if len(missing) < len(pieces):
+        say(f"tokenising goes on: {len(pieces) - len(missing)} of {len(pieces)} pieces are there")
+    if count > 1:
+        plain = replace(asked, origins=dict(asked.origins))
+        with processes(count, {"RAYON_NUM_THREADS": str(max(1, cores() // count))}) as pool:
+            running = {pool.submit(_make, folder, missing[n::count], plain, data) for n in range(count)}
+            while running:
+                done, running = wait(running, POLL)
+                tell()
+                try:
+                    for each in done:
+                        each.result()
+                except BrokenExecutor:
+                    fix = "more memory if it was short, or fewer cores (taskset), one process for each"
+                    reason = "a process that tokenised was killed"
+                    raise asked.refused(reason, f"{fix}; finished pieces are kept") from None
+    else:
+        _make(folder, missing, asked, data, tell)
+    return [Piece.read(folder, number, dtype) for number in range(len(pieces))]
+
+
+def dtype_of(vocab: int) -> np.dtype:
+    """The smallest type that holds all tokens."""
+    return np.min_scalar_type(vocab - 1)
+
+
+def _make(
+    folder: Path,
+    pieces: Sequence[tuple[int, Parts]],
+    asked: Asked,
+    data: DataConfig,
+    between: Callable[[], None] = lambda: None,
+) -> None:
+    """Write pieces; the `.npz` of each is there once all of it is. `between` is called behind every document."""
+    if not pieces:
+        return
+    tokenizer = load_tokenizer(data, asked.origins)
+    keys = Keys(*data.names, Chats(data).marked, data.skip_empty)
+    for number, parts in pieces:
+        path = folder / f"{number:06d}.bin"
+        with path.open("wb") as out:
+            writer = _Writer(out, tokenizer)
+            skipped = [line for file, part in parts for line in _add(file, part, writer, keys, asked, between)]
+            writer.flush()
+        lengths, masked = np.asarray(writer.lengths, np.int64), np.asarray(writer.masked, np.int64).reshape(-1, 3)
+        done = path.with_suffix(".tmp")
+        with done.open("wb") as out:
+            np.savez(out, lengths=lengths, masked=masked, skipped=json.dumps(skipped), empty=writer.empty)
+        for file in (path, done):
+            sync(file)
+        done.rename(path.with_suffix(".npz"))
+
+
+def _add(
+    file: Path, part: Part, writer: _Writer, keys: Keys, asked: Asked, between: Callable[[], None]
+) -> Iterator[str]:
+    """Add the documents of a file, or of a part of it. Gives a line about a file without text."""
+    try:
+        before = len(writer)
+        for document in documents(file, keys, writer.tokenizer.vocab, writer.tokenizer.separator, part):
+            writer.add(document)
+            between()
+        if part == WHOLE and len(writer) == before:
+            yield f"{file} (empty: no documents)"
+    except OSError as error:
+        raise asked.unreadable(file, error) from None
+    except NoTextError as error:
+        if file in {Path(path).absolute() for path in asked.given}:
+            raise asked.refused(f"{file} holds no text ({error})", "name files of text") from None
+        yield f"{file} ({error})"
+        writer.add(b"")
+    except BadFileError as error:
+        raise asked.refused(f"{show(str(file))} {error}", error.fix) from None
+
+
+class _Writer:
+    """Documents' tokens as they come."""
+
+    def __init__(self, out: BinaryIO, tokenizer: Tokenizer) -> None:
+        self._out, self.tokenizer = out, tokenizer
+        self._dtype = dtype_of(tokenizer.vocab)
+        self._texts, self._waiting = list[bytes](), 0
+        self.lengths = array("q")
+        self.masked = list[tuple[int, int, int]]()
+        """(document, first, end) of tokens that are not learnt."""
+        self.empty = 0
+        """Rows without text."""
+
+    def __len__(self) -> int:
+        """Documents so far."""
+        return len(self.lengths) + len(self._texts)
+
+    def add(self, document: Document | None) -> None:
+        """Text waits until a batch is full. Raises BadFileError for tokens that the tokenizer does not have."""
+        if document is None:
+            self.empty += 1
+            return
+        if isinstance(document, bytes):
+            self._texts.append(document)
+            self._waiting += len(document)
+            if self._waiting >= BATCH:
+                self.flush()
+            return
+        self.flush()
+        if isinstance(document, Marked):
+            self._append_marked(document)
+            return
+        if len(document) and not 0 <= int(document.min()) <= int(document.max()) < self.tokenizer.vocab:
+            worst = document.max() if document.min() >= 0 else document.min()
+            has = f"has the token {worst}, and data.tokenizer has tokens 0 to {self.tokenizer.vocab - 1}"
+            raise BadFileError(has, "data.tokenizer = the tokenizer that made it")
+        ended = len(document) and document[-1] == self.tokenizer.separator
+        self._append(document[:-1] if ended else document)
+
+    def flush(self) -> None:
+        """Tokenise the text that waits."""
+        for tokens in self.tokenizer.encode(self._texts):
+            self._append(self._begun(tokens))
+        self._texts, self._waiting = [], 0
+
+    def _append_marked(self, document: Marked) -> None:
+        """A token is learnt if it begins in what is learnt."""
+        tokens, firsts = self.tokenizer.places(document.text)
+        learnt = np.zeros(len(tokens) + 1, dtype=bool)
+        for first, end in document.learnt:
+            learnt[:-1] |= (firsts >= first) & (firsts < end)
+        learnt[-1] = document.ends
+        if document.ends:  # the text of a chat has what its template writes
+            tokens = self._begun(tokens)
+            learnt = np.pad(learnt, (len(tokens) + 1 - len(learnt), 0))
+        edges = np.flatnonzero(np.diff(learnt, prepend=True, append=True))
+        self.masked += [(len(self.lengths), int(a), int(b)) for a, b in edges.reshape(-1, 2)]
+        self._append(tokens)
+
+    def _begun(self, tokens: np.ndarray) -> np.ndarray:
+        """The tokens of a text with those that begin one. No text stays none."""
+        begins = self.tokenizer.begins
+        return np.concatenate([np.asarray(begins, dtype=tokens.dtype), tokens]) if begins and len(tokens) else tokens
+
+    def _append(self, tokens: np.ndarray) -> None:
+        self._out.write(tokens.astype(self._dtype).tobytes())
+        self.lengths.append(len(tokens))
+
+
+def in_order(
+    pieces: Sequence[Piece], path: Path, separator: int, seed: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Write documents in a random order, each with a separator behind it.
+
+    Returns all tokens, where each document begins, and ranges of tokens that are not learnt, int64 [ranges, 2].
+    """
+    lengths = np.concatenate([piece.lengths for piece in pieces])
+    owner = np.repeat(np.arange(len(pieces)), [len(piece.lengths) for piece in pieces])
+    firsts = np.concatenate([np.cumsum(piece.lengths) - piece.lengths for piece in pieces])
+    order = np.random.default_rng(seed).permutation(len(lengths))
+    order = order[lengths[order] > 0]
+    dtype = pieces[0].tokens.dtype
+    with path.open("wb") as out:
+        behind = np.array([separator], dtype=dtype).tobytes()
+        for document in order:
+            first = firsts[document]
+            out.write(pieces[owner[document]].tokens[first : first + lengths[document]].tobytes())
+            out.write(behind)
+    sizes = lengths[order] + 1
+    starts = np.cumsum(sizes) - sizes
+    return np.memmap(path, dtype=dtype, mode="r"), starts, _masked(pieces, order, starts)
+
+
+def _masked(pieces: Sequence[Piece], order: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """Ranges of tokens that are not learnt, ascending, where documents are in an order."""
+    counts = [len(piece.lengths) for piece in pieces]
+    begins = np.full(sum(counts), -1)
+    begins[order] = starts
+    before = np.cumsum(counts) - counts
+    documents = np.concatenate([piece.masked[:, 0] + first for piece, first in zip(pieces, before, strict=True)])
+    begin = begins[documents]
+    ranges = np.concatenate([piece.masked[:, 1:] for piece in pieces])[begin >= 0] + begin[begin >= 0, None]
+    return ranges[np.argsort(ranges[:, 0])]

@@ -1,7 +1,7 @@
 """Files as documents: one per line of JSON, per row of a table, per entry of a tokenised data set, or per file of text.
 
-The name of a file says what it is. `.gz` and `.zst` behind it are undone first, and everything without a reader of its
-own is text. A document is text, as bytes, or the tokens that another program has made of it.
+The name of a file says what it is: one of `TABLES`, whose rows are read, one of `TOKENS`, or else text. `.gz` and
+`.zst` behind it are undone first. A document is text, as bytes, or the tokens that another program has made of it.
 
 Layouts of tokenised files: Megatron's `.bin` and `.idx` (megatron/core/datasets/indexed_dataset.py), datatrove's `.ds`
 and `.ds.index`, llm.c's `.bin` (dev/data/data_common.py), OLMo's `.npy` (an array without a header).
@@ -116,13 +116,24 @@ def documents(file: Path, key: Keys, vocab: int, separator: int, part: Part = WH
     without a header has two bytes per token if those can hold `vocab` tokens, else four, and its documents end with
     `separator`. Raises NoTextError, BadFileError, and OSError.
     """
+    compression = _compression(file)
+    ending = Path(file.name.lower().removesuffix(compression)).suffix
     try:
-        some = {} if part == WHOLE else {"part": part}
-        yield from _reader(file, key)(file, key, vocab, separator, **some)
-    except (EOFError, zlib.error, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # the system's, and not a decompressor's
-            raise
-        raise BadFileError(f"is damaged ({' '.join(str(error).split())})") from None
+        if ending in TOKENS and compression:
+            raise BadFileError("holds tokens, which are read in place", "decompress it")
+        if ending in TOKENS:
+            yield from TOKENS[ending](file, vocab, separator)
+        elif ending in TABLES and (ending != ".json" or _is_table(file, key)):
+            for where, row in TABLES[ending](file, key, part):
+                yield from _of_row(row, key, where)
+        else:
+            yield _text(file)
+    except Exception as error:
+        # The system's errors have a number, those of decompressors have none.
+        damaged = isinstance(error, EOFError | zlib.error) or (isinstance(error, OSError) and error.errno is None)
+        if damaged or type(error).__module__ == "pyarrow.lib":
+            raise BadFileError(f"is damaged ({' '.join(str(error).split())})") from None
+        raise
 
 
 def has_parts(file: Path) -> bool:
@@ -137,15 +148,6 @@ def beside(file: Path) -> list[Path]:
     else:
         found = [file.with_suffix(ending) for ending in BESIDE.get(file.suffix, ())]
     return [path for path in found if path.is_file()]
-
-
-def _reader(file: Path, key: Keys) -> Reader:
-    ending = Path(file.name.lower().removesuffix(_compression(file))).suffix
-    if _compression(file) and ending in TOKENS:
-        raise BadFileError("holds tokens, which are read in place", "decompress it")
-    if ending == ".json":
-        return _json_table(file, key)
-    return {**TABLES, **TOKENS}.get(ending, _text)
 
 
 def _compression(file: Path) -> str:
@@ -170,7 +172,7 @@ def _arrow(file: Path, module: str = "pyarrow") -> Any:
         raise BadFileError(f"is a {ending} file, which pyarrow reads", "pip install 'hocket[text]'") from None
 
 
-def _text(file: Path, *_: Any) -> Iterator[Document]:
+def _text(file: Path) -> bytes:
     with _opened(file) as stream:
         text = stream.read()
     if b"\0" in text:
@@ -181,7 +183,7 @@ def _text(file: Path, *_: Any) -> Iterator[Document]:
         if begin.startswith(mark):
             raise NoTextError(f"{kind}, which is no plain text")
     _decoded(text)
-    yield plain
+    return plain
 
 
 def _decoded(text: bytes, where: str = "") -> str:
@@ -197,17 +199,23 @@ def _decoded(text: bytes, where: str = "") -> str:
         raise BadFileError(reason, "save it as UTF-8 (iconv -f LATIN1 -t UTF-8 FILE), or leave it out") from None
 
 
-# -- lines and rows --------------------------------------------------------------------------------------------------
+# -- rows: a file's rows with where each stands ------------------------------------------------------------------------
+
+Row = tuple[str, Any]
+"""Where it is, in words, and what it has."""
 
 
-def _json_lines(file: Path, key: Keys, *_: Any, part: Part = WHOLE) -> Iterator[Document | None]:
+def _lines(file: Path, key: Keys, part: Part) -> Iterator[Row]:
+    """An object in each line, or in a list."""
     with _opened(file) as stream:
+        if file.name.lower().removesuffix(_compression(file)).endswith(".json") and _is_list(stream):
+            yield from ((f"row {n}", row) for n, row in enumerate(_parsed(stream.read(), "it"), 1))
+            return
         first, end = _lines_of(file, stream, part)
         behind = f" behind byte {first:,}" if first else ""
         for number, line in enumerate(stream, 1):
-            where = f"line {number}{behind}"
             if line.removeprefix(BOM).strip():
-                yield from _of_row(_object(_parsed(line, where), where), key, where)
+                yield f"line {number}{behind}", _parsed(line, f"line {number}{behind}")
             first += len(line)
             if first >= end:
                 break
@@ -232,87 +240,76 @@ def _parsed(text: bytes, where: str) -> Any:
     characters = _decoded(text, where).strip()
     try:
         return json.loads(characters)
-    except json.JSONDecodeError as error:
-        raise BadFileError(f"has no JSON in {where} ({error.msg}, character {error.pos + 1})") from None
     except (ValueError, RecursionError) as error:
-        raise BadFileError(f"has no JSON in {where} ({error})") from None
+        at = isinstance(error, json.JSONDecodeError)
+        reason = f"{error.msg}, character {error.pos + 1}" if at else error
+        raise BadFileError(f"has no JSON in {where} ({reason})") from None
 
 
-def _object(row: Any, where: str) -> dict[str, Any]:
-    if not isinstance(row, dict):
-        raise BadFileError(f"has no JSON object in {where}")
-    return row
+def _is_list(stream: BinaryIO) -> bool:
+    """Whether JSON is one list rather than lines. The stream is at its begin again."""
+    begin = stream.read(1 << 10).removeprefix(BOM).lstrip()
+    stream.seek(0)
+    return begin.startswith(b"[")
 
 
-def _json_table(file: Path, key: Keys) -> Reader:
-    """What reads a `.json` file: rows, in lines as C4 has them or in one list, or else text like any other.
+def _is_table(file: Path, key: Keys) -> bool:
+    """Whether a `.json` file has rows, in lines as C4 has them or in one list, or else is text like any other.
 
     Several lines, each of which is an object, are rows, whatever their names. A list is one where an object in it has
     the text.
     """
     with _opened(file) as stream:
-        lines = [line for line in (stream.readline(), stream.readline()) if line.strip()]
-        if b"".join(lines).removeprefix(BOM).lstrip().startswith(b"["):
-            rows = _listed(b"".join(lines) + stream.read())
-            return _json_list if any(_has_text(row, key) for row in rows) else _text
+        listed = _is_list(stream)
+        lines = [stream.read()] if listed else [line for line in (stream.readline(), stream.readline()) if line.strip()]
     try:
         rows = [json.loads(line) for line in lines]
     except (ValueError, RecursionError):
-        return _text
-    objects = bool(rows) and all(isinstance(row, dict) for row in rows)
-    return _json_lines if objects and (len(rows) > 1 or _has_text(rows[0], key)) else _text
-
-
-def _listed(text: bytes) -> list[Any]:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return []
-    return found if isinstance(found, list) else []
+        return False
+    if listed:
+        return any(_has_text(row, key) for row in rows[0])
+    return bool(rows) and all(isinstance(row, dict) for row in rows) and (len(rows) > 1 or _has_text(rows[0], key))
 
 
 def _has_text(row: Any, key: Keys) -> bool:
     return isinstance(row, dict) and isinstance(_value(row, key.text), str | list)
 
 
-def _json_list(file: Path, key: Keys, *_: Any) -> Iterator[Document | None]:
-    with _opened(file) as stream:
-        rows = _parsed(stream.read(), "it")
-    for number, row in enumerate(rows, 1):
-        yield from _of_row(_object(row, f"row {number}"), key, f"row {number}")
-
-
-def _parquet(file: Path, key: Keys, *_: Any, part: Part = WHOLE) -> Iterator[Document | None]:
+def _parquet(file: Path, key: Keys, part: Part) -> Iterator[Row]:
     arrow, parquet = _arrow(file), _arrow(file, "pyarrow.parquet")
-    try:
-        with _opened(file) as stream:
-            source = arrow.BufferReader(stream.read()) if _compression(file) else stream
-            table = parquet.ParquetFile(source, page_checksum_verification=True)
-            columns = _columns(key, table.schema_arrow)
-            (number, parts), groups = part, table.num_row_groups
-            mine = range(groups * number // parts, groups * (number + 1) // parts)
-            before = sum(table.metadata.row_group(group).num_rows for group in range(mine.start))
-            yield from _of_batches(table.iter_batches(row_groups=list(mine), columns=columns), key, before)
-    except arrow.ArrowException as error:
-        raise BadFileError(f"is damaged ({' '.join(str(error).split())})") from None
+    with _opened(file) as stream:
+        source = arrow.BufferReader(stream.read()) if _compression(file) else stream
+        table = parquet.ParquetFile(source, page_checksum_verification=True)
+        columns = _columns(key, table.schema_arrow)
+        (number, parts), groups = part, table.num_row_groups
+        mine = range(groups * number // parts, groups * (number + 1) // parts)
+        before = sum(table.metadata.row_group(group).num_rows for group in range(mine.start))
+        yield from _of_batches(table.iter_batches(row_groups=list(mine), columns=columns), before)
 
 
-def _arrow_table(file: Path, key: Keys, *_: Any) -> Iterator[Document | None]:
+def _arrow_table(file: Path, key: Keys, part: Part) -> Iterator[Row]:
     """A table as `datasets` keeps it, or a file of Arrow's."""
     arrow, ipc = _arrow(file), _arrow(file, "pyarrow.ipc")
-    try:
-        with _opened(file) as stream:
-            try:
-                batches = table = ipc.open_stream(stream)
-            except arrow.ArrowInvalid:
-                stream.seek(0)
-                table = ipc.open_file(stream)
-                batches = map(table.get_batch, range(table.num_record_batches))
-            known = table.schema.names
-            names = {each if each in known else each.partition(".")[0] for each in _columns(key, table.schema)}
-            yield from _of_batches((batch.select(sorted(names)) for batch in batches), key)
-    except arrow.ArrowException as error:
-        raise BadFileError(f"is damaged ({' '.join(str(error).split())})") from None
+    with _opened(file) as stream:
+        try:
+            batches = table = ipc.open_stream(stream)
+        except arrow.ArrowInvalid:
+            stream.seek(0)
+            table = ipc.open_file(stream)
+            batches = map(table.get_batch, range(table.num_record_batches))
+        known = table.schema.names
+        names = {each if each in known else each.partition(".")[0] for each in _columns(key, table.schema)}
+        yield from _of_batches((batch.select(sorted(names)) for batch in batches), 0)
+
+
+TABLES: dict[str, Callable[[Path, Keys, Part], Iterator[Row]]] = {
+    ".json": _lines,
+    ".jsonl": _lines,
+    ".ndjson": _lines,
+    ".parquet": _parquet,
+    ".arrow": _arrow_table,
+}
+"""Ending of a file -> what reads a part of it."""
 
 
 def _columns(key: Keys, schema: Any) -> list[str]:
@@ -331,7 +328,7 @@ def _is_in(fields: Any, name: str) -> bool:
     return name in kinds or (bool(rest) and str(inner).startswith("struct<") and _is_in(inner, rest))
 
 
-def _of_batches(batches: Iterable[Any], key: Keys, number: int = 0) -> Iterator[Document | None]:
+def _of_batches(batches: Iterable[Any], number: int) -> Iterator[Row]:
     """The rows behind the first `number` of a table."""
     for batch in batches:
         try:
@@ -340,11 +337,13 @@ def _of_batches(batches: Iterable[Any], key: Keys, number: int = 0) -> Iterator[
             raise BadFileError(f"is damaged (text behind row {number} that is no UTF-8: {error.reason})") from None
         for row in rows:
             number += 1
-            yield from _of_row(row, key, f"row {number}")
+            yield f"row {number}", row
 
 
-def _of_row(row: dict[str, Any], key: Keys, where: str) -> Iterator[Document | None]:
+def _of_row(row: Any, key: Keys, where: str) -> Iterator[Document | None]:
     """The documents of a row, which are several of some chats."""
+    if not isinstance(row, dict):
+        raise BadFileError(f"has no JSON object in {where}")
     values = {name: _value(row, name) for name in key.columns}
     missing = next((name for name, value in values.items() if value is None), "")
     if missing and key.skip_empty:
@@ -401,7 +400,7 @@ def _encoded(text: str, where: str) -> bytes:
 # -- tokens ----------------------------------------------------------------------------------------------------------
 
 
-def _bin(file: Path, key: Keys, vocab: int, separator: int) -> Iterator[Document]:
+def _bin(file: Path, vocab: int, separator: int) -> Iterator[Document]:
     """Megatron's, beside an `.idx`, or llm.c's."""
     if file.with_suffix(".idx").is_file():
         yield from _megatron(file)
@@ -445,7 +444,7 @@ def _require_bounds(bounds: np.ndarray, last: int, named: str) -> None:
         raise BadFileError(f"has {named} beside it that is damaged: its documents do not follow each other")
 
 
-def _npy(file: Path, key: Keys, vocab: int, separator: int) -> Iterator[Document]:
+def _npy(file: Path, vocab: int, separator: int) -> Iterator[Document]:
     """An array with numpy's header, or OLMo's, which has none."""
     with file.open("rb") as stream:
         headed = stream.read(6) == b"\x93NUMPY"
@@ -458,7 +457,7 @@ def _npy(file: Path, key: Keys, vocab: int, separator: int) -> Iterator[Document
     yield from _split(tokens, separator)
 
 
-def _datatrove(file: Path, *_: Any) -> Iterator[Document]:
+def _datatrove(file: Path, vocab: int, separator: int) -> Iterator[Document]:
     index = file.with_suffix(".ds.index")
     if not index.is_file():
         raise BadFileError(f"has no {index.name} beside it")
@@ -491,14 +490,5 @@ def _split(tokens: np.ndarray, separator: int) -> Iterator[Document]:
         yield tokens[first:]
 
 
-Reader = Callable[..., Iterator[Document | None]]
-"""Of a file, the key, the tokenizer's vocabulary and separator; of files that have parts, also the part."""
-TABLES: dict[str, Reader] = {
-    ".json": _json_lines,
-    ".jsonl": _json_lines,
-    ".ndjson": _json_lines,
-    ".parquet": _parquet,
-    ".arrow": _arrow_table,
-}
-TOKENS: dict[str, Reader] = {".bin": _bin, ".npy": _npy, ".ds": _datatrove}
-"""Endings of files, and what reads them."""
+TOKENS: dict[str, Callable[[Path, int, int], Iterator[Document]]] = {".bin": _bin, ".npy": _npy, ".ds": _datatrove}
+"""Ending of a file -> what reads it, with the tokenizer's vocabulary and separator."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hocket.config import BYTES, Config, DataConfig, PrecisionConfig
 from hocket.files import json_in
-from hocket.fsdp.saving.checkpoint import HarmlessPlanner, HarmlessReader, run_dcp
+from hocket.fsdp.saving.checkpoint import CheckpointReader, HarmlessPlanner, run_dcp
 from hocket.fsdp.saving.kept import FlatTensor
 from hocket.fsdp.saving.whole import WholeFolder, sync
 from hocket.layers.slices import Span
@@ -33,9 +33,9 @@ from hocket.model.tokenizer import (
     tokenizer_file,
 )
 from hocket.pretrained.configuration import TYPES, config_for
-from hocket.pretrained.convert import rules_of, split, tensors_of
 from hocket.pretrained.folder import LARGEST, files_of, write_files
 from hocket.pretrained.tables import FAMILIES
+from hocket.pretrained.weights import rules_of, split, tensors_of
 from hocket.settings.schema import changed, flat, types
 from hocket.settings.sources import as_setting
 from hocket.train.chat import TEMPLATE, Chats
@@ -58,7 +58,7 @@ class StoredModel:
         known = {name: as_setting(value, types()[name]) for name, value in found.items() if name in types()}
         config = changed(Config(), known)
         self.model, self.data = config.model, config.data
-        self._reader = HarmlessReader(checkpoint)
+        self._reader = CheckpointReader(checkpoint)
 
     @property
     def ends(self) -> list[int]:

@@ -21,14 +21,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from hocket.config import LABELS, ModelConfig, TrainConfig
 from hocket.engine.graphed import Way
-from hocket.explain.build import FILE
+from hocket.explain.explanation import FILE
+from hocket.files import set_aside
 from hocket.gpus import peak_flops
 from hocket.model.context import TOLERANCE
 from hocket.program.cost import model_flops_per_token
 from hocket.program.mesh import described
 from hocket.resolve import Settings
 from hocket.settings.schema import problem
-from hocket.train.checkpoint import set_aside
 from hocket.train.writers import Writers
 from hocket_trace.columns import counted
 

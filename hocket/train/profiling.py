@@ -8,10 +8,9 @@ import gzip
 import json
 import platform
 import shutil
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from hocket.config import LABELS, Config
 from hocket.engine import Engine, graphed
 from hocket.engine.graphed import Way
+from hocket.environment import processes
 from hocket.measured import describe as stored
+from hocket.measured import shortly
 from hocket.model.transformer import parameter_counts
 from hocket.resolve import Settings
 from hocket.runtime.world import everyone
@@ -122,66 +123,6 @@ class Recording:
             packed.unlink(missing_ok=True)
 
 
-# -- Traces are read in a process of its own, so that the ranks need not wait for it -----------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Reading:
-    """The results of the traces."""
-
-    headline: str = ""
-    exposed: float | None = None
-    """Exposed share of the steps: communication beside which nothing was computed, over their length."""
-    problem: str = ""
-    """Why they cannot be read, in one line; empty if they can."""
-
-
-_READ = """
-import json, os, sys
-os.nice(10)  # the ranks come first
-sys.path[:] = json.loads(sys.argv[1])  # the same hocket, wherever this process was started
-from hocket_trace import TraceError, load, report
-from hocket_trace.as_json import to_json
-from hocket_trace.cpu import UNSEEN
-from hocket_trace.table import headline, warnings
-try:
-    figures = to_json(report(load(sys.argv[2:])))
-    lines = [*warnings(figures), headline(figures), *([UNSEEN] if UNSEEN in figures["notes"] else [])]
-    found = {"headline": "\\n".join(lines), "exposed": figures["step"].get("exposed_share")}
-except TraceError as error:
-    found = {"problem": str(error)}
-sys.stdout.write(json.dumps(found))
-"""
-
-
-class TraceReader:
-    """A process that reads traces. Ask `poll` now and then; `close` ends it."""
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _READ, json.dumps(sys.path), *map(str, paths)],
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
-
-    def poll(self, timeout: float = 0.0) -> Reading | None:
-        """The reading, or None if it is not there after `timeout` seconds."""
-        try:
-            self._process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            return None
-        out, err = self._process.communicate()  # short, so a pipe has held it
-        try:
-            return Reading(**json.loads(out))
-        except (ValueError, TypeError):
-            last = err.decode(errors="replace").strip().splitlines()[-1:]
-            return Reading(problem=last[0] if last else f"the reader ended with status {self._process.returncode}")
-
-    def close(self) -> None:
-        """End the process if it still reads."""
-        self._process.kill()
-        self._process.communicate()
-
-
 # -- profiling ---------------------------------------------------------------------------------------------------------
 
 WARM_UP = 3
@@ -227,7 +168,8 @@ class ProfileWindow:
         self._ways: set[Way] = set()
         self._recording: Recording | None = None
         self._step: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        self._reader: TraceReader | None = None
+        self._reading: Future[tuple[str, float | None]] | None = None
+        self._reader = contextlib.ExitStack()
         self._problem = ""
         if settings.train.profile and not self.steps:
             shown = " ".join(map(str, settings.train.profile))
@@ -247,14 +189,14 @@ class ProfileWindow:
         if self._drop():
             self._say("note     the run ended inside the profiled window; there is no trace")
         self._read(1.0)
-        if self._reader is not None and kind is None:
+        if self._reading is not None and kind is None:
             self._say("trace    reading the traces; Ctrl-C ends without")
             deadline = time.monotonic() + min(PATIENCE, self._settings.train.hang_timeout / 2)
-            while self._reader is not None and not self._stop and time.monotonic() < deadline:
+            while self._reading is not None and not self._stop and time.monotonic() < deadline:
                 self._read(0.1)
-        if self._reader is not None:
-            self._reader.close()
+        if self._reading is not None:
             self._say("note     the traces were not read before the run ended")
+        self._reader.close()
 
     def before(self, step: int) -> None:
         """Call before step `step`."""
@@ -305,10 +247,8 @@ class ProfileWindow:
             written = problems.count("")
             elsewhere = f"; those of {written - len(seen)} more are on other hosts" if len(seen) < written else ""
             self._say(f"trace    {self.path(0).parent}: {steps} of {len(seen)} ranks{elsewhere}{self._how()}")
-            try:
-                self._reader = TraceReader(seen)
-            except OSError as error:
-                self._say(f"note     the traces cannot be read: {error}")
+            reader = self._reader.enter_context(processes(1, {}))  # so that the ranks need not wait for it
+            self._reading = reader.submit(shortly, seen)
 
     def _how(self) -> str:
         """What to know of how the recorded steps were made."""
@@ -321,16 +261,19 @@ class ProfileWindow:
 
     def _read(self, timeout: float = 0.0) -> None:
         """Tell what the traces say, if they have been read."""
-        reading = None if self._reader is None else self._reader.poll(timeout)
-        if reading is None:
+        reading = self._reading
+        if reading is None or not wait([reading], timeout).done:
             return
-        self._reader = None
-        if reading.problem:
-            self._say(f"note     the traces cannot be read: {reading.problem}")
+        self._reading = None
+        self._reader.close()
+        try:
+            headline, exposed = reading.result()
+        except Exception as error:  # whatever has ended the process
+            self._say(f"note     the traces cannot be read: {_first_line(error)}")
             return
-        if reading.exposed is not None and len(self._ways) == 1:
-            self._metrics.exposed = dict.fromkeys(self._ways, reading.exposed)
-        for line in reading.headline.splitlines():
+        if exposed is not None and len(self._ways) == 1:
+            self._metrics.exposed = dict.fromkeys(self._ways, exposed)
+        for line in headline.splitlines():
             self._say(f"trace    {line}")
         folder = self._settings.run.folder
         trained = Path(folder.removesuffix("-null"))

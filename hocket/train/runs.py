@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from hocket.config import Config
-from hocket.resolve import Settings
+from hocket.explain.explanation import FILE
 from hocket.settings.schema import flat, leaf, show
 
 # -- The runs of a folder: what each one is, how far it came, and whether it runs --------------------------------------
 
-FILE, METRICS = "about.json", "metrics.jsonl"
+METRICS = "metrics.jsonl"
 TAIL = 1 << 16
 """Bytes at the end of metrics that are looked at."""
 
@@ -39,30 +39,6 @@ class Run:
     """Of its last line of metrics."""
     state: str
     """running, done, stopped (before its last step), or failed to start (has no step)."""
-
-
-def note(settings: Settings, number: str) -> None:
-    """Write what cannot be found out otherwise: for `runs`, and whose checkpoints are the run's (`owner.py`).
-
-    An OSError is no reason to end a run.
-    """
-    recipe = settings.origins.get("", "").removeprefix("recipe ")
-    named = {origin.split(".toml:")[0] for origin in settings.origins.values() if ".toml:" in origin}
-    said = {"recipe": f"{min(named)}.toml" if named else recipe, "steps": settings.train.steps, "id": number}
-    temporary = Path(settings.run.folder) / f"{FILE}.tmp"
-    try:
-        temporary.write_text(json.dumps(said))
-        temporary.replace(temporary.with_name(FILE))
-    except OSError:
-        temporary.unlink(missing_ok=True)
-
-
-def identity(folder: Path) -> str:
-    """The number of a folder's run; empty if none has begun there."""
-    try:
-        return str(_json((folder / FILE).read_bytes()).get("id", ""))
-    except OSError:
-        return ""
 
 
 def runs(folder: Path) -> list[Run]:

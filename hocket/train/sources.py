@@ -26,16 +26,15 @@ from typing import Any
 
 import numpy as np
 
-from hocket.config import DataConfig
+from hocket.config import Config, DataConfig
 from hocket.problems import stop_if
 from hocket.resolve import Settings
-from hocket.settings.schema import problem, show
+from hocket.settings.schema import impossible, problem, show, types
 from hocket.settings.sources import as_setting
 from hocket.settings.suggest import meant
 from hocket.settings.tomlfile import Entry, read
-from hocket.train.corpus import Corpus, find_files, open_corpus
-from hocket.train.tokenising import Say
-from hocket.typed import describe, is_a
+from hocket.train.corpus import Corpus, Say, find_files, open_corpus
+from hocket.typed import is_a
 
 # -- mix ---------------------------------------------------------------------------------------------------------------
 # Which source of text stands at which position of the stream.
@@ -136,12 +135,8 @@ def _next(due: Due, weights: Sequence[int]) -> int:
 
 # -- sources -----------------------------------------------------------------------------------------------------------
 
-LENT = {
-    "paths": tuple[str, ...],
-    "text_key": tuple[str, ...],
-    "validation": tuple[float | str, ...],
-}
-"""Settings of `data` that a source may have for itself, with their types."""
+LENT = ("paths", "text_key", "validation")
+"""Settings of `data` that a source may have for itself."""
 WEIGHT = 1
 """Weight of a source that names none."""
 
@@ -184,11 +179,10 @@ class Text:
     def unigram_entropy(self) -> float:
         """Loss of a model that knows only how often each token occurs in the mix, in nats per token.
 
-        As the validation loss of a mix, a mean over the sources that have validation tokens, by their shares.
+        The cross-entropy of validation tokens under the frequencies of training tokens (each count plus one, so that no
+        token is impossible), or of training tokens where no source keeps any. Of a mix it is the mean by shares.
         """
-        if len(self.corpora) == 1:
-            return self.corpora[0].unigram_entropy
-        counts = [corpus.counts() for corpus in self.corpora]
+        counts = [corpus.counts for corpus in self.corpora]
         seen = [each + 1 for each, _ in counts]
         mixed = sum(share * each / each.sum() for share, each in zip(self.shares, seen, strict=True))
         losses = {}
@@ -209,7 +203,7 @@ class Text:
     @property
     def fingerprint(self) -> list[int]:
         """Numbers that are the same on two ranks only if they have found the same text. All have as many."""
-        each = [(len(c.train), len(c.validation), c.documents, c.sample) for c in self.corpora]
+        each = [(len(c.train.tokens), len(c.validation.tokens), c.documents, c.sample) for c in self.corpora]
         return [len(each), *(int(x) for x in np.array(each, dtype=np.int64).T @ np.arange(1, len(each) + 1))]
 
     @property
@@ -309,32 +303,33 @@ def _source(
     name: str, entries: list[Entry], data: DataConfig, origins: Mapping[str, str], problems: list[str]
 ) -> Source:
     file = data.sources
-    changes, found = dict[str, Any](), {**origins, "data.paths": f"{file}: [{name}]"}
-    weights = Source.weights
-    for key, value, line in (
-        (entry.name, as_setting(entry.value, LENT.get(entry.name)), entry.line) for entry in entries
-    ):
-        where = f"[{name}] {key} = {show(value)} ({file}:{line})"
+    changes, found, weights = dict[str, Any](), {**origins, "data.paths": f"{file}: [{name}]"}, Source.weights
+    for key, value, line in ((entry.name, entry.value, entry.line) for entry in entries):
         if key == "weight":
-            weights = tuple(_weights(where, value, problems)) or weights
-        elif key not in LENT:
+            weights = tuple(_weights(f"[{name}] {key} = {show(value)} ({file}:{line})", value, problems)) or weights
+        elif key in LENT:
+            changes[key] = as_setting(value, types()[f"data.{key}"])
+            found[f"data.{key}"] = f"{file}:{line}, [{name}]"
+        else:
             close = meant(key, [*LENT, "weight"])
             fix = f"did you mean {close}?" if close else f"one of {', '.join(LENT)}, weight"
             problems.append(f"[{name}] {key} ({file}:{line}): there is no such key; fix: {fix}")
-        elif not is_a(value, LENT[key]):
-            problems.append(f"{where}: not {describe(LENT[key])}; fix: give {describe(LENT[key])}")
-        elif key == "validation" and not all(isinstance(each, str) or 0 <= each <= 0.9 for each in value):
-            problems.append(f"{where}: out of range; fix: a share from 0 to 0.9")
-        elif key == "validation" and len(value) > 1 and not all(isinstance(each, str) for each in value):
-            problems.append(f"{where}: one share, or files and folders; fix: one of them")
-        elif key == "text_key" and len(value) not in (1, 2):
-            problems.append(f"{where}: not the name of the text, or of prompt and text; fix: one name, or two")
-        else:
-            changes[key] = value
-            found[f"data.{key}"] = f"{file}:{line}, [{name}]"
-    if not changes.get("paths") and not any(problem.startswith(f"[{name}] path") for problem in problems):
+    own = dataclasses.replace(data, **changes)
+    wrong = impossible(dataclasses.replace(Config(), data=own), found)
+    problems += [wrong[f"data.{key}"] for key in changes if f"data.{key}" in wrong]
+    if "data.validation" not in wrong and own.held_out and len(own.held_out) < len(own.validation):
+        reason, fix = "one share, or files and folders", "one of them"
+        problems.append(problem("data.validation", own.validation, found, reason, fix))
+    if "data.text_key" not in wrong and len(own.text_key) not in (1, 2):
+        reason, fix = "not the name of the text, or of prompt and text", "one name, or two"
+        problems.append(problem("data.text_key", own.text_key, found, reason, fix))
+    if (
+        "data.paths" not in wrong
+        and "paths" not in changes
+        and not any(p.startswith(f"[{name}] path") for p in problems)
+    ):
         problems.append(f'[{name}] ({file}): names no text; fix: paths = ["a-folder"] below it')
-    return Source(name, dataclasses.replace(data, **changes), found, weights)
+    return Source(name, own, found, weights)
 
 
 def _weights(where: str, value: Any, problems: list[str]) -> Iterator[tuple[int, Fraction]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -22,7 +22,8 @@ from hocket.engine import Engine
 from hocket.engine.engine import blame
 from hocket.engine.executor import collect_after, no_collection
 from hocket.environment import available_memory
-from hocket.fsdp.planned.unit import Piece
+from hocket.fsdp.saving.kept import FlatTensor
+from hocket.layers.slices import Span
 from hocket.model.context import imbalance_of
 from hocket.model.documents import Microbatch, documents_of
 from hocket.model.transformer import parameter_counts
@@ -33,11 +34,21 @@ from hocket.resolve import Settings
 from hocket.runtime.hangs import Watchdog
 from hocket.runtime.world import everyone
 from hocket.settings.schema import problem
-from hocket.train.checkpoint import RUN, Moment, Range, Restored, number_for, restore, resumes
-from hocket.train.data import Bins, Mixed, Rows, Shuffled, make_streams
+from hocket.step_state import flat_of
+from hocket.train.checkpoint import (
+    Moment,
+    Restored,
+    Saves,
+    State,
+    copies_of,
+    make_place,
+    require_memory,
+    restore,
+    resumes,
+)
+from hocket.train.data import Mix, Stream, make_streams
 from hocket.train.metrics import Metrics, StepRecord
 from hocket.train.profiling import ProfileWindow
-from hocket.train.saves import Saves, copies_of, make_place, require_memory
 from hocket.train.signals import StopRequest
 from hocket.train.sources import open_text
 
@@ -95,7 +106,6 @@ class Trainer:
         self._require_same_text()
         self.step = self.position = 0
         self._in_a_row = 0  # steps that were skipped, up to the last one
-        self.number = ""  # of the run: Note: [A run has a number]
         self._rewinds = 0  # times that the run went back to a checkpoint
         self._held_out: float | None = None  # the loss of a validation behind the last step
         self._remarks = list[str]()
@@ -124,8 +134,6 @@ class Trainer:
         if self.pretends:
             return
         restored = restore(settings, self._state(), self.text.up_to)
-        found = restored.more.get(RUN, "") if restored and settings.run.resume == "auto" else ""
-        self.number = number_for(settings, found)
         notes = make_place(settings, self._state()) if settings.train.kept["newest"] else []
         between = self.saves and 0 < settings.train.save_every < settings.train.steps
         copies, offloaded = (
@@ -340,7 +348,7 @@ class Trainer:
         order = dealt(works, dp, settings.train.sequences)
         return order, imbalance_of(works_of(order, works)) if dp > 1 else None
 
-    def _microbatches(self, stream: Rows, position: int, order: Dealt) -> list[Microbatch]:
+    def _microbatches(self, stream: Mix | Stream, position: int, order: Dealt) -> list[Microbatch]:
         batches = []
         for of_ranks in order:
             ids, targets, numbers = stream.batch([position + n for n in of_ranks[self.engine.where.dp]])
@@ -357,14 +365,12 @@ class Trainer:
     def _packed(self) -> list[str]:
         """A remark for each source of whole documents."""
         streams = zip(self.text.sources, self.train_stream.streams, strict=True)
-        return [f"packing{s.name and f' of {s.name}'}: {each}" for s, each in streams if isinstance(each, Bins)]
+        return [f"packing{s.name and f' of {s.name}'}: {each}" for s, each in streams if str(each)]
 
     def _epochs(self, position: int) -> dict[str, float]:
         """How often each source of several was read up to a position."""
-        if not isinstance(self.train_stream, Mixed):
-            return {}
-        names = (source.name for source in self.text.sources)
-        return dict(zip(names, self.train_stream.epochs(position), strict=True))
+        found = zip(self.text.sources, self.train_stream.epochs(position), strict=True)
+        return {source.name: epochs for source, epochs in found if source.name}
 
     def _validate(self, metrics: Metrics) -> None:
         found = {name: self._evaluate(stream, metrics) for name, stream in self.validation_streams.items()}
@@ -375,7 +381,7 @@ class Trainer:
         if self._held_out is not None:
             metrics.validation(self.step, self._held_out, losses if "" not in losses else {})
 
-    def _evaluate(self, stream: Shuffled, metrics: Metrics) -> tuple[float, int]:
+    def _evaluate(self, stream: Stream, metrics: Metrics) -> tuple[float, int]:
         """Mean cross-entropy over all targets that count of the first `eval_batches` batches, and their number.
 
         No sequence is read twice.
@@ -391,21 +397,19 @@ class Trainer:
                 metrics.say(f"validation {batch + 1} {lack(self.settings, room.lacked, room.now is not None)}")
         return total / max(learnt, 1), learnt
 
-    def _state(self) -> Mapping[str, list[Range]]:
-        """The part of a checkpoint that this rank adds, by kind."""
-        states, momenta = self.engine.optimizer.state.values(), self.engine.optimizer.momenta.values()
-
-        def ranges(pieces: Iterable[tuple[Piece, Tensor]]) -> list[Range]:
-            return [Range(p.name, p.shape, p.lo, p.hi, tensor, p.part) for p, tensor in pieces]
-
-        every = [*(s.piece for s in states), *(piece for piece, _ in momenta)]
-        return {
-            "weight": ranges((piece, piece.main) for piece in every),
-            "exp_avg": ranges((s.piece, s.exp_avg) for s in states),
-            "exp_avg_sq": ranges((s.piece, s.exp_avg_sq) for s in states),
-            "momentum": ranges(momenta),
-            "bias": [Range(name, tuple(b.shape), 0, b.numel(), b) for name, b in self.engine.balance.biases().items()],
-        }
+    def _state(self) -> State:
+        """The part of a checkpoint that this rank adds."""
+        optimizer = self.engine.optimizer
+        found: State = {}
+        for s in optimizer.state.values():
+            for kind, flat in (("weight", s.piece.main), ("exp_avg", s.exp_avg), ("exp_avg_sq", s.exp_avg_sq)):
+                found[f"{kind}.{s.piece.name}"] = flat_of(s.piece, flat)
+        for piece, momentum in optimizer.momenta.values():
+            for kind, flat in (("weight", piece.main), ("momentum", momentum)):
+                found[f"{kind}.{piece.name}"] = flat_of(piece, flat)
+        for name, bias in self.engine.balance.biases().items():
+            found[f"bias.{name}"] = FlatTensor(bias, Span(tuple(bias.shape), 0, bias.numel()))
+        return found
 
     def _moment(self) -> Moment:
         """What a checkpoint of now holds beside tensors."""
@@ -419,7 +423,6 @@ class Trainer:
             "shares": {layer: share for of_rank in shares for layer, share in of_rank.items()},
             "held_out": self._held_out,
             "samples": self.text.samples,
-            RUN: self.number,
         }
         return Moment(self.step, self.position, self.text.up_to(self.position), more)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from hocket.config import Config
 from hocket.planning import network, predict, program_of
 from hocket.program.check import assert_valid
-from hocket.program.cost import CostTable, Measurement, overheads_of
+from hocket.program.cost import CostTable, Measurement
 from hocket.program.hardware import Hardware
 from hocket.program.stages import costs_of, layout_of
 from hocket.resolve import Settings
@@ -20,13 +20,12 @@ from hocket.settings.derived import most_layers
 from hocket.settings.origins import command_words
 from hocket.settings.schema import changed, leaf, show, types
 from hocket.sizes import parse_bytes
-from hocket.tune.candidates import RELIEF, Changes, Known
-from hocket.tune.layer_orders import all_orders, better_orders, layer_seconds
+from hocket.tune.candidates import all_orders, better_orders, layer_seconds
 from hocket.tune.period import continued, repeats, steady
-from hocket.tune.rough import Rough
-from hocket.tune.search import WORTH, Found, Guess, Search, Trial
+from hocket.tune.search import WORTH, Found, Search, Trial
+from hocket.tune.search_values import Changes, Known
 from hocket.tune.transport_choice import TRANSPORT, chose_copies
-from hocket.tune.trials import model_costs, priced_as
+from hocket.tune.trials import USABLE, model_costs, priced_as
 from hocket_trace.columns import duration
 from hocket_trace.without_collector import without_collector
 
@@ -55,7 +54,13 @@ class Resolve(Protocol):
     """From a configuration, and where its settings come from, to settings."""
 
     def __call__(
-        self, config: Config, origins: dict[str, str], price: Callable[[Config], CostTable], remarks: bool = True, /
+        self,
+        config: Config,
+        origins: dict[str, str],
+        price: Callable[[Config], CostTable],
+        /,
+        *,
+        memory: int = 0,
     ) -> Settings:
         """Raises ValueError if a rule refuses the settings."""
         ...
@@ -74,8 +79,8 @@ class Task:
     measured: Measurement | None = None
     cap: int = 0
     """Bytes that a rank may hold; 0 means no limit."""
-    remarks: bool = True
-    """Whether to look for remarks on settings, which takes simulations."""
+    memory: int = 0
+    """Bytes of memory that `auto` reckons with; 0 means those of the hardware."""
 
     def settled(self, changes: Changes, price: Callable[[Config], CostTable] | None = None) -> Settings:
         """The settings of a plan, with other costs than those of the search where `price` is given.
@@ -83,7 +88,7 @@ class Task:
         Raises ValueError if they are refused.
         """
         origins = {**self.origins, **dict.fromkeys(changes, "search")}
-        return self.resolve(changed(self.config, changes), origins, price or self.costs, self.remarks)
+        return self.resolve(changed(self.config, changes), origins, price or self.costs, memory=self.memory)
 
     def costs(self, config: Config) -> CostTable:
         """What ops cost."""
@@ -95,7 +100,7 @@ class Task:
         chosen = {name: leaf(start, name) for name in _BY_SIMULATION}
         if start.overlap.ep.merge_ends == "off":  # which is always possible
             chosen["overlap.ep.merge_ends"] = "off"
-        return replace(self, config=changed(self.config, chosen), remarks=False)
+        return replace(self, config=changed(self.config, chosen))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +147,7 @@ class Pricer:
         self._task = task.without_simulations()
         self._known: dict[tuple[Any, bool], Trial | None] = {}
         self._settings: dict[tuple[tuple[str, Any], ...], Settings | None] = {}
-        self._guesses: dict[tuple[tuple[str, Any], ...], Guess | None] = {}
+        self._relieved: dict[tuple[Any, ...], Changes | None] = {}
         self._costs: dict[Config, CostTable] = {}
 
     @property
@@ -161,27 +166,20 @@ class Pricer:
         trial = self._known[key]
         return trial and replace(trial, changes=dict(changes))
 
-    def guess(self, changes: Changes) -> Guess | None:
+    def relieved(self, changes: Changes, names: Collection[str]) -> Changes | None:
         """See `search.Price`."""
-        name = tuple(sorted(changes.items()))
-        if name not in self._guesses:
-            self._guesses[name] = self._guessed(changes)
-        return self._guesses[name]
-
-    def _guessed(self, changes: Changes) -> Guess | None:
-        relief = {choice.setting: changes[choice.setting] for choice in RELIEF if choice.setting in changes}
-        plain = self._settled({name: value for name, value in changes.items() if name not in relief})
-        if plain is None:
-            return None
-        settings = changed(plain, relief)  # no rule is about these
-        costs = self._priced(settings)
-        try:
-            rough = Rough(
-                settings, costs, overheads_of(settings, self._task.hardware, costs.table, self._task.measured)
-            )
-        except ValueError:
-            return None
-        return Guess(changes, rough.seconds, rough.nbytes + arrival_bytes(settings))
+        key = tuple(sorted(changes.items())), frozenset(names)
+        if key not in self._relieved:
+            left = {name: value for name, value in changes.items() if name not in names}
+            open_ = {name: ("auto",) if name in ("plan.recompute", "plan.offload") else "auto" for name in names}
+            try:
+                settings = replace(self._task, memory=int(self._task.cap / USABLE)).settled(
+                    {**left, **open_}, self._priced
+                )
+                self._relieved[key] = {**left, **{name: leaf(settings, name) for name in names}}
+            except ValueError:
+                self._relieved[key] = None
+        return self._relieved[key]
 
     def _priced(self, config: Config) -> CostTable:
         """What ops cost."""

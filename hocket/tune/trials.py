@@ -32,7 +32,7 @@ from hocket.tune.held import at_least, at_most, forwards_at_most
 Price = Callable[[Config], CostTable]
 """Gives the costs of ops in a configuration."""
 
-_USABLE = 0.9
+USABLE = 0.9
 """Share of the memory that values may fill as predicted: the allocator and libraries need the rest."""
 
 _TOLD = {
@@ -278,7 +278,7 @@ def fits(nbytes: int, memory: int) -> bool:
 
 def room(memory: int) -> int:
     """Bytes of a rank's memory that values may fill as predicted."""
-    return int(_USABLE * memory)
+    return int(USABLE * memory)
 
 
 def gib(size: float) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import hocket
-from hocket.adapters.decoder_layer import FAMILIES
+from hocket.adapters.transformers import FAMILIES
 from tests.helpers.ranks import run_ranks
 
 LENGTH = 32

@@ -18,8 +18,7 @@ pytest.importorskip(
     exc_type=ImportError,
 )
 
-from hocket.adapters.cut import Cut
-from hocket.adapters.source import AdaptedModel
+from hocket.adapters.cut import AdaptedModel, Cut
 from hocket.adapters.transformers import Pretrained
 from hocket.model.documents import Microbatch
 from hocket.program.check import check

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import subprocess
-import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hocket.adapters import checking
 from hocket.testing import check_layer
 from tests.adapters import own_layers
 from tests.adapters.own_layers import HIDDEN, Dense, Model, Routed
-from tests.helpers.ranks import server_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,12 +35,8 @@ def test_dense_layer_with_a_parameter_that_no_gradient_reaches() -> None:
     check_layer(Gated(), HIDDEN, context=own_layers.context)
 
 
-def test_layer_with_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On ranks from the tests' fork server; tests/adapters/test_documents.py starts some as `check_layer` does."""
-    with server_environment():
-        multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.helpers.preload"])
-        monkeypatch.setattr(checking.mp, "spawn", partial(checking.mp.start_processes, start_method="forkserver"))
-        check_layer(Routed(), HIDDEN, context=own_layers.context)
+def test_layer_with_experts() -> None:
+    check_layer(Routed(), HIDDEN, context=own_layers.context)
 
 
 @pytest.mark.parametrize(
@@ -60,33 +49,19 @@ def test_layer_with_experts(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"hidden": 1.5}, "hidden = 1.5: not a whole number from 1"),
         ({"hidden": HIDDEN + 1}, r"the forward of layer 0, Dense, fails on \(2, 6, 17\): "),
         ({"shape": (2, 0)}, r"shape = \(2, 0\): not two whole numbers from 1"),
-        ({"shape": 3, "ranks": True}, r"2 arguments cannot work:\n  shape = 3: .*\n  ranks = True: not a whole number"),
+        (
+            {"shape": 3, "hidden": True},
+            r"2 arguments cannot work:\n  hidden = True: not a whole .*\n  shape = 3: not two",
+        ),
         ({"tolerance": float("nan")}, "tolerance = nan: not a number from 0, below 1"),
         ({"context": 3}, "context = 3: not a function of hidden states"),
         ({"context": None}, "the forward of layer 0, Dense, fails on"),
-        (
-            {"layer": Routed(), "ranks": 3},
-            "ranks = 3: 1 experts are left over; fix: a divisor of the number of experts",
-        ),
     ],
 )
 def test_arguments_that_are_none(arguments: dict[str, Any], words: str) -> None:
     given: dict[str, Any] = {"layer": Dense(), "hidden": HIDDEN, "context": own_layers.context, **arguments}
     with pytest.raises(ValueError, match=words):
         check_layer(**given)
-
-
-def test_a_script_that_calls_it_without_main_is_told_so(tmp_path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "from hocket.testing import check_layer\nfrom tests.adapters.own_layers import HIDDEN, Routed, context\n"
-        "check_layer(Routed(), HIDDEN, context=context)\n"
-    )
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    ended = subprocess.run([sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert ended.returncode == 1
-    assert 'fix: write if __name__ == "__main__": above the call' in ended.stderr, ended.stderr
-    assert "freeze_support" not in ended.stderr
 
 
 class Forgetful(Dense):
@@ -114,6 +89,13 @@ class Unflat(Routed):
         return rows_TD.view_as(x_BSD), ids_TK, weights_TK, keep
 
 
+class Whole(Routed):
+    """Its experts know how many there are."""
+
+    def experts(self, rows_RD: Tensor, ends_L: Tensor) -> Tensor:
+        return super().experts(rows_RD, ends_L) * len(ends_L) / own_layers.EXPERTS
+
+
 class Remembering(Dense):
     """Its second piece reads what the first has left on the module."""
 
@@ -130,6 +112,7 @@ class Remembering(Dense):
     [
         (Forgetful, r"pieces of layer 0, Forgetful, do not compute what its forward does: the output differs"),
         (Weighted, r"pieces of layer 0, Weighted, do not fit together: merge reads parameters"),
+        (Whole, r"the experts of layer 0, Whole, do not compute the same where a rank has half of them; fix: param"),
         (Unflat, r"pieces of layer 0, Unflat, do not fit together"),
         (
             Remembering,
@@ -139,7 +122,7 @@ class Remembering(Dense):
 )
 def test_pieces_that_do_not_fit(layer: type[torch.nn.Module], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        check_layer(layer(), HIDDEN, context=own_layers.context, ranks=1)
+        check_layer(layer(), HIDDEN, context=own_layers.context)
 
 
 def test_a_difference_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +130,7 @@ def test_a_difference_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from hocket.layers import functional
 
     monkeypatch.setattr(functional, "_sum_wgrad", lambda g, out, add, scale: out.fill_(1.0))
-    with pytest.raises(AssertionError, match=r"on 1 rank, beyond 0:\n.*gradient of layers.0.mixer.into.bias differs"):
+    with pytest.raises(AssertionError, match=r"beyond 0:\n.*gradient of layers.0.mixer.into.bias differs"):
         check_layer(Dense(), HIDDEN, context=own_layers.context)
 
 

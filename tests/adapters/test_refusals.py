@@ -27,7 +27,9 @@ def refused(model: nn.Module, words: str, settings: Any = None, **how: Any) -> s
 
 
 def test_layers_of_ones_own_have_their_sequences_whole() -> None:
-    words = r"mesh.cp = 2: Model of type None is no causal language model of llama, .*; fix: mesh.cp = 1$"
+    words = (
+        r"mesh.cp = 2 \(plan_model\): Model of type None is no causal language model of llama, .*; fix: mesh.cp = 1$"
+    )
     with pytest.raises(ValueError, match=words):
         hocket.plan_model(Model([Dense()]), {**SETTINGS, "mesh.cp": 2})
 
@@ -149,7 +151,9 @@ def test_experts_of_odd_widths() -> None:
 
 
 def test_fp8() -> None:
-    refused(Model([Routed()]), "precision.compute = fp8: layers of others", {"precision.compute": "fp8"})
+    refused(
+        Model([Routed()]), r"precision.compute = fp8 \(plan_model\): layers of others", {"precision.compute": "fp8"}
+    )
 
 
 def test_parameters_on_the_meta_device() -> None:
@@ -188,7 +192,7 @@ def test_a_model_on_the_wrong_device(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"train.sequencs": 2}, r"train.sequencs = 2 \(plan_model\): no such setting; fix: train.sequences"),
         ({"data.packing": "on"}, r"data.packing = on"),
         ({"mesh.pp": 3}, r"mesh.tp = 3: 1 rank has started, without a process group; fix: .* 3, or a mesh of 1$"),
-        ({"mesh.ep": 2}, r"mesh.ep = 2: Model has no layer with experts; fix: mesh.ep = 1$"),
+        ({"mesh.ep": 2}, r"mesh.ep = 2 \(plan_model\): .*no MoE layer .*; fix: .*or a model with experts$"),
         ({3: 4}, r"3 = 4 \(plan_model\): no such setting"),
         ([("mesh.dp", 2)], r"settings = \[.* \(plan_model\): no values by dotted name"),
         ({"model.hidden": 8}, r"model.hidden = 8 \(plan_model\): the model itself says that; fix: leave it out"),

@@ -21,8 +21,7 @@ pytest.importorskip(
 import hocket
 from hocket.adapters.costs import price_of, sizes_of
 from hocket.adapters.cut import Cut
-from hocket.adapters.decoder_layer import FAMILIES
-from hocket.adapters.transformers import Pretrained
+from hocket.adapters.transformers import FAMILIES, Pretrained
 from hocket.model.documents import Documents, Microbatch, documents_of
 from hocket.resolve import resolve
 from hocket.settings.origins import DEFAULTS
@@ -209,7 +208,11 @@ def test_costs_are_those_of_its_heads() -> None:
 @pytest.mark.parametrize(
     ("family", "changes", "words"),
     [
-        ("gemma2", {}, "mesh.cp = 2: Gemma2ForCausalLM of type gemma2 is no .* may meet elsewhere than in attention"),
+        (
+            "gemma2",
+            {},
+            r"mesh.cp = 2 .*: Gemma2ForCausalLM of type gemma2 is no .* may meet elsewhere than in attention",
+        ),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope_type of .*"),
         ("llama", {"is_causal": False}, "is_causal=False of LlamaForCausalLM is True"),
     ],

@@ -63,6 +63,12 @@ def test_what_follows_a_preset_wins():
     assert (options.seconds, options.resume, options.commit) == (540, True, "abc")
 
 
+def test_contenders_by_name_leave_the_variants_of_a_preset_out():
+    assert "--variant" in words("expert_adamw", 2, [])
+    assert "--variant" not in words("expert_adamw", 2, ["--against", "fsdp2_tuned"])
+    assert words("expert_adamw", 2, ["--against", "fsdp2_tuned", "--variant", "x"])[-2:] == ["--variant", "x"]
+
+
 def test_a_result_becomes_a_table():
     row = {"seconds": 0.5, "tflops_per_gpu": 400.0, "mfu": 0.404, "noise": 0.004}
     row |= {"peak_bytes": 2**32, "resident_bytes": 2**31}

@@ -5,8 +5,9 @@ import weakref
 import torch
 from torch import nn
 
+from benchmarks.history import History
 from hocket.fsdp.buffers import FullBuffer, StagingMemory
-from hocket.runtime.queue import History, Queue
+from hocket.runtime.queue import Queue
 from hocket.runtime.transports import Pending
 
 CPU = torch.device("cpu")
@@ -36,7 +37,7 @@ def test_dynamic_memory_comes_and_goes_under_bound_views():
 
 def test_the_caller_waits_for_one_reduction_only():
     history = History()
-    queue, other = Queue("reduce", CPU, history), Queue("other", CPU, history)
+    queue, other = history.watch(Queue("reduce", CPU)), history.watch(Queue("other", CPU))
     staging, _ = memory(1)
     buffer = staging.take(100)
     staging.give(buffer, reduction(queue, [], "reduce a"))

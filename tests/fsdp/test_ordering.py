@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import hocket
-from hocket.runtime.queue import History
+from benchmarks.history import History, record
 from tests.helpers.ranks import run_ranks
 
 
@@ -17,7 +17,7 @@ def recorded(rank: int, replicas: int) -> tuple[History, torch.optim.Optimizer, 
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     mesh = init_device_mesh("cpu", (replicas, 2), mesh_dim_names=("outer", "shard"))
     ctx = hocket.fully_shard(model, units=nn.Linear, mesh=mesh)
-    history = ctx.record()
+    history = record(ctx)
     return history, torch.optim.SGD(model.parameters(), lr=0.1), model
 
 

@@ -5,7 +5,8 @@ import gc
 import pytest
 import torch
 
-from hocket.runtime.queue import CALLER, History, Queue, Ticket
+from benchmarks.history import CALLER, History
+from hocket.runtime.queue import Queue, Ticket
 from hocket.runtime.transports import Pending
 
 CPU = torch.device("cpu")
@@ -98,7 +99,7 @@ def test_names_are_in_a_profile():
 
 def recorded():
     history = History()
-    return history, Queue("gather", CPU, history), Queue("reduce", CPU, history)
+    return history, history.watch(Queue("gather", CPU)), history.watch(Queue("reduce", CPU))
 
 
 def test_history_of_a_prefetch():
@@ -115,19 +116,18 @@ def test_history_of_a_prefetch():
     assert history.before(compute, history.one("gather 2"))
     assert not history.concurrent(compute, compute)
     assert history.one("gather 2").after == ("release 0",)
-    assert history.one("gather 2") is third.entry
+    assert history.one("gather 2") is history.entry_of[third]
     assert [e.name for e in history.entries if e.queue == CALLER] == ["wait gather 0", "forward 0", "release 0"]
 
 
-def test_history_knows_queues_groups_and_joins():
+def test_history_knows_queues_and_joins():
     history, gather, reduce = recorded()
     gather.submit("a", lambda: None)
     reduce.submit("b", lambda: None)
     a, b = history.one("a"), history.one("b")
     assert history.concurrent(a, b)
-    gather.submit("c", lambda: None, group="dense")
-    reduce.submit("d", lambda: None, group="dense")
-    assert history.before(history.one("c"), history.one("d"))
+    gather.submit("c", lambda: None)
+    reduce.submit("d", lambda: None)
     after = history.note("before the join")
     reduce.join()
     behind = history.note("optimizer")

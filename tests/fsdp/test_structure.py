@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import hocket
-from hocket.runtime.queue import CALLER
+from benchmarks.history import CALLER
 from tests.fsdp.noted import Model, Run, computes, exposed, named
 from tests.fsdp.twin import mesh_of, naming
 from tests.helpers.ranks import run_ranks

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hocket
-from hocket.runtime.queue import CALLER, Entry, History
+from benchmarks.history import CALLER, Entry, History
 from tests.fsdp.noted import Model, Run, named
 from tests.fsdp.test_parity import optimizer_for, train
 from tests.fsdp.twin import OPTIMIZERS, Case, Pair, naming

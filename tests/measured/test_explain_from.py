@@ -1,4 +1,4 @@
-"""`hocket explain --from` and `--probe`: what was measured stands beside what is predicted."""
+"""`hocket explain --from`: what was measured stands beside what is predicted."""
 
 from __future__ import annotations
 
@@ -11,14 +11,10 @@ import pytest
 
 from hocket.commands.explain import run, with_traces
 from hocket.commands.plan import resolve_for_plan
-from hocket.doctor.measure import Measured, Request
-from hocket.environment import Gpus
-from hocket.explain.beside import CPU_BYTES, beside, request
 from hocket.explain.build import explain
 from hocket.planning import predict, program_of
-from hocket.program.hardware import HARDWARE, hardware_of
+from hocket.program.hardware import hardware_of
 from hocket.recipes import recipe
-from hocket.settings.schema import changed
 from tests.measured.simulated import about, traces_of
 from tests.trace.build import Trace
 
@@ -92,52 +88,3 @@ def test_traces_of_other_work_are_refused(folder: str, tmp_path: Path) -> None:
         run(["tiny", "--model.hidden", "256", "--from", folder])
     with pytest.raises(ValueError, match="no traces in this folder"):
         run(["tiny", "--from", str(tmp_path)])
-
-
-# Probing
-
-
-def asked(name: str, gpus: int, **changes: Any) -> Request:
-    settings = resolve_for_plan(changed(recipe(name), {k.replace("__", "."): v for k, v in changes.items()}), {})
-    return request(settings, gpus)
-
-
-def test_what_is_probed_is_what_the_run_does_and_no_more_than_the_host_has() -> None:
-    on_gpus = asked("moe_8gpu", 4, train__transport="copy_engine")
-    assert (on_gpus.world, on_gpus.device, on_gpus.transport, on_gpus.dtype) == (4, "cuda", "copy_engine", "bf16")
-    assert {kind for kind, _ in on_gpus.transfers} == {"gather", "reduce", "a2a", "pp"}
-    assert (8 * 2048, 2048, (16 + 8) * 128) in on_gpus.products
-    assert {kind for kind, _ in asked("llama3_8b", 8).transfers} == {"gather", "reduce"}
-    for transport in ("null", "slow"):
-        slow = {"train__slow": ("1ms",)} if transport == "slow" else {}
-        assert asked("tiny", 0, train__transport=transport, **slow).transport == "gloo"
-
-
-def test_a_cpu_probes_the_sizes_of_a_large_model_only_in_part() -> None:
-    here = asked("llama3_8b", 0)
-    assert here.world == 2
-    assert all(size <= CPU_BYTES for _, size in here.transfers)
-    assert all(2 * m * k * n <= 4e8 for m, k, n in here.products)
-
-
-def test_measured_times_stand_beside_those_of_the_cost_model() -> None:
-    rows = beside(Measured(products={(100, 100, 100): 0.5}, transfers={("a2a", 7 << 20): 0.25}), HARDWARE["laptop"])
-    link = HARDWARE["laptop"].links["a2a"]
-    assert [(row.what, row.measured) for row in rows] == [("product 100 x 100 x 100", 0.5), ("a2a 7.00 MiB", 0.25)]
-    assert rows[0].predicted == pytest.approx(2e6 / HARDWARE["laptop"].gemm_flops)
-    assert rows[1].predicted == link.seconds(7 << 20)
-
-
-def test_the_command_probes_and_shows_both(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def measured(request: Request, env: Any) -> Measured:
-        return Measured(
-            products=dict.fromkeys(request.products, 1e-3), transfers=dict.fromkeys(request.transfers, 2e-3)
-        )
-
-    monkeypatch.setattr("hocket.doctor.measure.run", measured)
-    monkeypatch.setattr("hocket.commands.explain.find_gpus", Gpus)
-    assert run(["tiny", "--probe"]) == 0
-    printed = capsys.readouterr().out
-    assert "PROBED\n  on 2 processes on the CPU, gloo; predicted for laptop" in printed
-    for words in ("product 512 x 128", "gather 0.", "a2a 0.", "pp 0.25 MiB"):
-        assert words in printed

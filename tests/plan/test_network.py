@@ -250,7 +250,7 @@ def test_how_long_an_adapter_is_busy_is_told_and_that_predictions_leave_out_who_
     found = settled("llama3_8b", **sizes, network__link="10MB/s,0us")
     step, program = simulated(found)
     assert program is not None
-    weights = sum(row.count * row.elements for row in units(found))
+    weights = sum(row["count"] * row["elements"] for row in units(found))
     assert program.adapter == pytest.approx(2 * weights * 15 / 16 * 2 / 8 / 10e6, rel=1e-3)
     assert f"a rank's adapter is busy for {duration(program.adapter)}" in step.note
     assert "longer than the step" not in step.note

@@ -149,5 +149,5 @@ def test_auto_offloads_as_few_layers_as_fit_where_that_is_shorter() -> None:
         assert bool(found.plan.offload) == expected
         assert found.plan.recompute == ()
         (told,) = (d for d in found.decisions if d.setting == "plan.offload")
-        assert ("more time" in told.reason) == expected
+        assert ("offload = (none) does not fit" in told.reason) == expected
     assert all(":" in part for part in found.plan.offload), "not in all layers"

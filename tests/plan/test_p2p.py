@@ -1,4 +1,4 @@
-"""What hides p2p transfers: where weight gradients are put, the automatic choice, the price of a stride of 3."""
+"""What hides p2p transfers: where weight gradients are put, the automatic choice."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from hocket.program.cost import CostTable, OpCost
 from hocket.program.hardware import LAPTOP
 from hocket.program.lower import build_program
 from hocket.program.ops import Layout, Op, Program
-from hocket.program.p2p import smallest_cover, stride_price
-from hocket.program.pipeline import in_flight, one_f_one_b
+from hocket.program.p2p import smallest_cover
 from hocket.program.shard import Sharding
 from hocket.program.simulate import simulate
 from hocket.program.stages import costs_of
@@ -112,17 +111,6 @@ def test_what_is_chosen_hides_the_p2p_in_the_simulator_and_less_does_not() -> No
     assert step(chosen.setting) == best < most
 
 
-def test_stride_3_is_priced_by_what_its_order_holds() -> None:
-    layout = Layout(("dense",) * 16, pp=4, chunks=2)
-    price = stride_price(layout, 24, 4, costs(layout, 1.0))
-    assert price is not None
-    two = [in_flight(steps) for steps in one_f_one_b(4, 2, 24, group=4)]
-    three = [in_flight(steps) for steps in one_f_one_b(4, 2, 24, group=6, stride=3)]
-    assert (price.group, price.chunks) == (6, max(b - a for a, b in zip(two, three, strict=True))) == (6, 5)
-    assert price.nbytes == 5 * 2 * 2 * 10  # two layers of two parts
-    assert stride_price(layout, 5, 4, costs(layout, 1.0)) is None  # 1.5 groups of 4 need six microbatches
-
-
 @pytest.mark.parametrize("pp", [2, 4])
 def test_a_stride_of_3_hides_p2p_as_long_as_a_step(pp: int) -> None:
     """Its receives are posted a step earlier, so a p2p transfer may take a whole step; with 2 each step waits."""
@@ -155,7 +143,7 @@ def test_auto_becomes_numbers_with_a_reason() -> None:
     found = settings()
     assert found.overlap.pp.defer_layers != "auto"
     (reason,) = said(found, "overlap.pp.defer_layers")
-    assert "a gradient's p2p transfer" in reason
+    assert "4 microbatches take 518.7 ms instead of 530.2 ms with defer_layers = 0" in reason
     assert (
         "weight gradients are not deferred" in said(settings(overlap__defer_wgrad="off"), "overlap.pp.defer_layers")[0]
     )
@@ -168,14 +156,9 @@ def test_what_is_set_is_kept(value: int | str) -> None:
     assert settings(overlap__pp__defer_layers=value).overlap.pp.defer_layers == value
 
 
-def test_a_slower_network_has_more_put_behind_it_and_then_names_the_price_of_a_stride() -> None:
+def test_a_slower_network_has_more_put_behind_it() -> None:
     late = settings(train__transport="slow", train__slow=("pp_bwd:6ms",))
     assert late.overlap.pp.defer_layers != settings().overlap.pp.defer_layers
-    assert said(settings(), "plan.stride") == []
-    found = settings(train__transport="slow", train__slow=("pp_bwd:500ms",), train__microbatches=12)
-    (reason,) = said(found, "plan.stride")
-    assert "with plan.stride = 3 and plan.group = 3, 6 microbatches would take" in reason
-    assert "GiB" in reason
 
 
 def test_what_would_uncover_more_than_it_hides_is_left_where_it_is() -> None:
@@ -184,7 +167,7 @@ def test_what_would_uncover_more_than_it_hides_is_left_where_it_is() -> None:
     assert found.overlap.pp.defer_layers == "attn:1"
     (reason,) = said(found, "overlap.pp.defer_layers")
     assert "4 microbatches take" in reason
-    assert "with weight gradients of all layers" in reason
+    assert "with defer_layers = " in reason
 
 
 def test_nothing_is_moved_where_it_brings_nothing() -> None:
@@ -192,12 +175,10 @@ def test_nothing_is_moved_where_it_brings_nothing() -> None:
     config = planned(settings(), defer_layers="auto")
     found = resolve(config, price=lambda c: costs(Layout(c.model.kinds()), 0.0, attn=0.0, mlp=0.0))
     assert found.overlap.pp.defer_layers == 0
-    assert said(found, "overlap.pp.defer_layers")[0].startswith(
-        "nothing behind a send; a gradient's p2p transfer takes"
-    )
+    assert "with defer_layers = " in said(found, "overlap.pp.defer_layers")[0]
     late = resolve(config, price=lambda c: costs(Layout(c.model.kinds()), 3.0, attn=1.0, mlp=2.0))
     assert late.overlap.pp.defer_layers != 0
-    assert "with no weight gradients" in said(late, "overlap.pp.defer_layers")[0]
+    assert "with defer_layers = " in said(late, "overlap.pp.defer_layers")[0]
 
 
 def test_all_go_behind_the_send_where_that_shortens_the_bubble() -> None:
@@ -213,11 +194,13 @@ def test_all_go_behind_the_send_where_that_shortens_the_bubble() -> None:
 
 
 def test_costs_that_were_measured_take_the_place_of_modelled_ones() -> None:
-    config = settings()
-    config = planned(config, defer_layers="auto")
-    for p2p, words in ((0.125, "a gradient's p2p transfer 125 ms"), (6.0, "a gradient's p2p transfer 6 s")):
+    config = planned(settings(), defer_layers="auto")
+    chosen = []
+    for p2p in (0.125, 6.0):
         found = resolve(config, price=lambda c, p2p=p2p: costs(Layout(c.model.kinds()), p2p))
-        assert words in said(found, "overlap.pp.defer_layers")[0]
+        chosen += said(found, "overlap.pp.defer_layers")
+    assert "4 microbatches take 120.6 s instead of" in chosen[0]
+    assert "4 microbatches take 120.6 s" not in chosen[1]
 
 
 def test_ops_have_the_cost_of_their_kind() -> None:

@@ -22,10 +22,10 @@ from hocket.program.stages import costs_of, layout_of
 from hocket.program.text import from_json, to_json
 from hocket.recipes import qwen3_30b_a3b
 from hocket.resolve import resolve
-from hocket.settings.families import tiny
+from hocket.settings.families import TINY
 from hocket.settings.rule import Host
 from hocket.settings.schema import changed
-from hocket.tune.balance import longest_rank
+from hocket.tune.candidates import longest_rank
 from hocket.tune.trials import Trials, memory_of
 from tests.helpers.costs import Table
 from tests.helpers.dryrun import dry_run
@@ -140,8 +140,8 @@ def test_a_layer_of_qwen3_30b_a3b_keeps_29_percent_less(ep: int) -> None:
 
 
 def test_measured_forwards_price_recomputations_that_were_not_measured() -> None:
-    layout = Layout(kinds=tiny().kinds(), recompute=("experts",))
-    costs = op_costs(tiny(), layout, 128, 128, Sharding(), H200, 2)
+    layout = Layout(kinds=TINY.kinds(), recompute=("experts",))
+    costs = op_costs(TINY, layout, 128, 128, Sharding(), H200, 2)
     seconds = {("fwd", "experts", "moe"): 7.0, ("fwd", "attn", "moe"): 5.0}
     measured = costs.measured(Measurement(source="", seconds=seconds, overheads=NO_OVERHEADS).seconds)
     assert measured.table["recompute", "experts", "moe"].seconds == 7.0
@@ -185,7 +185,7 @@ def test_each_layer_that_recomputes_less_holds_more_and_takes_less_time() -> Non
     bytes_of, seconds_of, kept = [], [], []
     for recompute in ((), ("attn:1",), ("attn:2",), ("attn:3",), ("attn",)):
         layout = Layout(kinds=("dense",) * 4, recompute=recompute)
-        costs = op_costs(tiny(), layout, 8192, 128, Sharding(), H200, 2)
+        costs = op_costs(TINY, layout, 8192, 128, Sharding(), H200, 2)
         timeline = simulate(program(layout, microbatches=1), costs)
         bytes_of.append(timeline.ranks[0].peak_bytes)
         seconds_of.append(float(timeline.makespan))
@@ -212,7 +212,7 @@ def test_auto_recomputes_only_what_does_not_fit() -> None:
         settings = resolve(changed(config, {"train.sequences": sequences}), Host(gpus=8))
         found[sequences] = settings.plan.recompute
         (decision,) = (d for d in settings.decisions if d.setting == "plan.recompute")
-        assert "of 139 GiB" in decision.reason
+        assert "of 125 GiB" in decision.reason
     assert found[1] == ()
     assert found[6], "what does not fit is not left as it is"
     parts, counts = zip(*map(part_and_layers, found[6]), strict=True)

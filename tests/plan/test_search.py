@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations, product
 from typing import Any, get_args
 
@@ -28,11 +28,9 @@ from hocket.program.simulate import CostKey, Overheads, simulate
 from hocket.resolve import Settings
 from hocket.settings.schema import changed
 from hocket.tune import best_plan
-from hocket.tune.balance import balanced
-from hocket.tune.candidates import GROUPS, Changes, Known
-from hocket.tune.layer_orders import all_orders, better_orders, step_seconds
-from hocket.tune.rough import Block
-from hocket.tune.search import Guess, Search, Trial
+from hocket.tune.candidates import all_orders, balanced, better_orders, step_seconds
+from hocket.tune.search import Search, Trial
+from hocket.tune.search_values import GROUPS, Changes, Known
 from tests.helpers.golden import assert_golden
 from tests.helpers.plans import planned
 
@@ -137,9 +135,8 @@ class Toy:
     def __init__(self) -> None:
         self.asked = 0
 
-    def guess(self, changes: Changes) -> Guess | None:
-        trial = self(changes, whole=False)
-        return None if trial is None else Guess(changes, trial.seconds, trial.peak_bytes)
+    def relieved(self, changes: Changes, names: Collection[str]) -> Changes | None:
+        return None
 
     def __call__(self, changes: Changes, *, whole: bool) -> Trial | None:
         self.asked += 1
@@ -344,7 +341,7 @@ def test_time_is_given_for_memory_only_where_a_step_does_not_fit() -> None:
         capped = replace(whole, cap=int(share * start.peak_bytes), origins={**whole.origins, **fixed})
         found = best_plan.search(capped).found
         assert found.fits
-        assert bool(found.path[-1].changes) == expected
+        assert (found.path[-1].seconds > start.seconds) == expected
 
 
 def test_parts_are_recomputed_in_fewer_layers_where_that_fits() -> None:
@@ -357,7 +354,7 @@ def test_parts_are_recomputed_in_fewer_layers_where_that_fits() -> None:
     capped = replace(whole, cap=int(0.87 * start.peak_bytes), origins={**whole.origins, **fixed})
     found = best_plan.search(capped).found
     assert found.fits
-    assert found.path[-1].changes == {"plan.recompute": ("dispatch:3", "experts:3")}
+    assert "experts:3" in found.path[-1].changes["plan.recompute"]
     assert found.path[-1].seconds < 0.99 * everywhere.seconds
 
 
@@ -398,7 +395,7 @@ def test_the_search_comes_close_to_all_combinations(share: float, combinations_o
     found = best_plan.search(wanted).found
     best = min((t.seconds for t in trials if not share or t.peak_bytes <= wanted.cap), default=float("inf"))
     assert found.fits == (best < float("inf"))
-    assert not found.fits or found.path[-1].seconds <= 1.03 * best
+    assert not found.fits or found.path[-1].seconds <= 1.01 * best
 
 
 def test_what_fits_is_offloaded_or_recomputed_whichever_is_shorter() -> None:
@@ -413,14 +410,3 @@ def test_what_fits_is_offloaded_or_recomputed_whichever_is_shorter() -> None:
     assert never.fits
     assert "plan.offload" in free.path[-1].changes
     assert free.path[-1].seconds < 0.99 * never.path[-1].seconds
-
-
-def test_blocks_add_up_all_that_they_have() -> None:
-    @dataclass(frozen=True)
-    class More(Block):
-        """With a field that was added later."""
-
-        later: float = 0.0
-
-    count = len(fields(More))
-    assert More(*range(count)) + More(*[1.0] * count) == More(*range(1, count + 1))

@@ -17,12 +17,12 @@ from hocket.program.stages import costs_of, layout_of, sharding_of
 from hocket.program.tensor_costs import cell_of, issued, products, seconds, splits_of, with_tensors
 from hocket.program.transformer import DENSE
 from hocket.resolve import Settings, resolve
-from hocket.settings.families import llama3_8b
+from hocket.settings.families import LLAMA3_8B
 from hocket.settings.rule import Host
 from hocket.settings.schema import changed
 from hocket.tune.tensor_choice import WORTH
 
-LARGE = replace(llama3_8b(), hidden=8192, layers=2, heads=64, ffn=28672)
+LARGE = replace(LLAMA3_8B, hidden=8192, layers=2, heads=64, ffn=28672)
 SMALL = ModelConfig(vocab=512, hidden=256, layers=2, heads=4, kv_heads=4, head_dim=64, ffn=512)
 
 

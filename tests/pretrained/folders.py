@@ -13,7 +13,7 @@ import torch
 
 from hocket.config import ModelConfig
 from hocket.model.transformer import Chunk
-from hocket.pretrained.convert import PretrainedFolder
+from hocket.pretrained.weights import PretrainedFolder
 from tests.adapters.families import randomize
 
 VOCAB = 61

@@ -1,4 +1,4 @@
-"""What a model goes on with is what transformers' model goes on with; a cache changes no logits."""
+"""What a model goes on with is what transformers' model goes on with."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5", exc_type=ImportError)
 
 from hocket.commands.models import _print
-from hocket.model.generate import Sampling, generate
 from hocket.model.tokenizer import ByteTokenizer
+from hocket.model.transformer import generate, pick
 from tests.helpers.command import ALONE, SMALL, hocket, text_in
 from tests.pretrained.folders import CASES, VOCAB, made, ours, saved
 
@@ -28,38 +27,21 @@ def test_greedy_tokens_are_those_of_transformers(case: str, tmp_path: Path) -> N
     theirs.set_attn_implementation("eager")
     theirs.generation_config.eos_token_id = None  # goes on to the last token
     expected = theirs.generate(torch.tensor([PROMPT]), max_new_tokens=20, do_sample=False, pad_token_id=0)
-    assert list(generate(ours(saved(case, tmp_path)), PROMPT, 20, Sampling())) == expected[0, len(PROMPT) :].tolist()
-
-
-@pytest.mark.parametrize("case", ["llama3", "gpt_oss", "qwen3_moe", "glm4_moe_partial", "mistral_window"])
-def test_logits_of_single_tokens_are_those_of_the_whole_sequence(case: str, tmp_path: Path) -> None:
-    model, seen = ours(saved(case, tmp_path)), list[Tensor]()
-
-    class Spying(Sampling):
-        def pick(self, logits_V: Tensor, generator: torch.Generator) -> int:
-            seen.append(logits_V)
-            return super().pick(logits_V, generator)
-
-    made_tokens = list(generate(model, PROMPT, 9, Spying()))
-    assert model.head is not None
-    with torch.no_grad():
-        whole = model.head(model(torch.tensor([PROMPT + made_tokens[:-1]])))[0, len(PROMPT) - 1 :]
-    torch.testing.assert_close(torch.stack(seen), whole, rtol=1e-4, atol=1e-5)
-    assert all(model.layer(int(number)).attn.cache is None for number in model.layers)
+    assert list(generate(ours(saved(case, tmp_path)), PROMPT, 20)) == expected[0, len(PROMPT) :].tolist()
 
 
 def test_draws_follow_the_probabilities() -> None:
     logits, generator = torch.tensor([0.5, 2.0, -1.0, 1.5]), torch.Generator().manual_seed(0)
 
-    def share(sampling: Sampling, token: int) -> float:
-        return sum(sampling.pick(logits, generator) == token for _ in range(4000)) / 4000
+    def share(token: int, temperature: float, **how: Any) -> float:
+        return sum(pick(logits, generator, temperature, **how) == token for _ in range(4000)) / 4000
 
-    assert share(Sampling(1.0), 1) == pytest.approx(logits.softmax(0)[1].item(), abs=0.03)
-    assert share(Sampling(2.0), 3) == pytest.approx((logits / 2).softmax(0)[3].item(), abs=0.03)
-    assert share(Sampling(1.0, top_k=2), 3) == pytest.approx(1 / (1 + math.exp(0.5)), abs=0.03)
-    assert share(Sampling(1.0, top_p=0.6), 3) == pytest.approx(1 / (1 + math.exp(0.5)), abs=0.03)
-    assert share(Sampling(1.0, top_p=0.3), 1) == 1.0
-    assert Sampling().pick(logits, generator) == 1
+    assert share(1, 1.0) == pytest.approx(logits.softmax(0)[1].item(), abs=0.03)
+    assert share(3, 2.0) == pytest.approx((logits / 2).softmax(0)[3].item(), abs=0.03)
+    assert share(3, 1.0, top_k=2) == pytest.approx(1 / (1 + math.exp(0.5)), abs=0.03)
+    assert share(3, 1.0, top_p=0.6) == pytest.approx(1 / (1 + math.exp(0.5)), abs=0.03)
+    assert share(1, 1.0, top_p=0.3) == 1.0
+    assert pick(logits, generator) == 1
 
 
 def test_a_run_and_its_export_go_on_alike(tmp_path: Path) -> None:
@@ -74,7 +56,7 @@ def test_a_run_and_its_export_go_on_alike(tmp_path: Path) -> None:
     again = hocket(tmp_path, "generate", "runs/tiny/checkpoints/latest", *ask)
     assert again.out == run.out
     assert hocket(tmp_path, "export", "runs/tiny", "exported").code == 0
-    tokens = generate(ours(tmp_path / "exported"), list(b"def f("), 12, Sampling(), frozenset([0]))
+    tokens = generate(ours(tmp_path / "exported"), list(b"def f("), 12, {0})
     assert run.out == "def f(" + bytes(tokens).decode(errors="replace") + "\n"
     drawn = [hocket(tmp_path, "generate", "runs/tiny", *ask, "--temperature", "2", "--seed", s).out for s in "112"]
     assert drawn[0] == drawn[1] != drawn[2]
@@ -89,7 +71,7 @@ def test_a_published_model_goes_on_with_its_own_tokenizer(tmp_path: Path) -> Non
     tokenizer.save(str(tmp_path / "model" / "tokenizer.json"))
     ended = hocket(tmp_path, "generate", "model", "--prompt", "w3 w1 w41", "--tokens", "5")
     assert ended.code == 0, ended.err
-    tokens = list(generate(ours(tmp_path / "model"), [3, 1, 41], 5, Sampling(), frozenset([0])))
+    tokens = list(generate(ours(tmp_path / "model"), [3, 1, 41], 5, {0}))
     assert ended.out == "w3 w1 w41" + " ".join(f"w{token}" for token in tokens) + "\n"
 
 
@@ -181,9 +163,7 @@ def test_an_answer_ends_where_the_template_ends_it(tmp_path: Path) -> None:
     assert "--chat (command line): model has chats, and there is no chat template; fix: leave it out, or" in refused.err
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     whole = by_transformers(folder, 20, chat="w3 w1")
-    assert (
-        list(generate(ours(folder), [3, 1, 41], 20, Sampling(), frozenset([60]))) == whole
-    )  # no w0: no template has it
+    assert list(generate(ours(folder), [3, 1, 41], 20, {60})) == whole  # no w0: no template has it
     answer = hocket(tmp_path, *ask)
     assert answer.out == " ".join(f"w{token}" for token in whole if token) + "\n", answer.err
     later = next(token for token in whole[3:] if token not in whole[:3])

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 
 from hocket.model.source import whole_shapes
-from hocket.pretrained.convert import PretrainedFolder
 from hocket.pretrained.folder import dequantised, mxfp4_values, scales_shape
+from hocket.pretrained.weights import PretrainedFolder
 from tests.helpers.command import command, hocket
 from tests.pretrained.folders import change_config, ours, saved
 from tests.pretrained.test_families import assert_same

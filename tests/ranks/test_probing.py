@@ -1,4 +1,4 @@
-"""Measurements of links and products: their answers travel whole, and a rank that fails says why."""
+"""Measurements of links and rates: their answers travel whole, and a rank that fails says why."""
 
 from __future__ import annotations
 
@@ -11,12 +11,7 @@ from hocket.doctor.rank import measure
 from hocket.program.hardware import RATES
 from tests.helpers.ranks import run_ranks
 
-REQUEST = Request(
-    world=2,
-    products=((32, 64, 128),),
-    transfers=(("gather", 4096), ("reduce", 4096), ("a2a", 8192), ("pp", 4096)),
-    rates=True,
-)
+REQUEST = Request(world=2, transfers=(("gather", 4096), ("reduce", 4096), ("a2a", 8192), ("pp", 4096)))
 
 
 def on_a_rank(rank: int) -> Measured:
@@ -26,22 +21,22 @@ def on_a_rank(rank: int) -> Measured:
 def test_all_ranks_measure_what_was_asked_for_and_agree() -> None:
     first, second = run_ranks(on_a_rank, 2)
     assert first == second
-    assert set(first.products) == set(REQUEST.products)
     assert set(first.transfers) == set(REQUEST.transfers)
     assert set(first.rates) == set(RATES)
     assert all(rate > 0 for rate in first.rates.values())
-    assert all(seconds > 0 for seconds in (*first.products.values(), *first.transfers.values()))
+    assert all(seconds > 0 for seconds in first.transfers.values())
+
+
+def test_an_answer_comes_from_processes_of_their_own() -> None:
+    assert set(run(REQUEST, os.environ, limit=60.0).transfers) == set(REQUEST.transfers)
 
 
 def test_a_rank_that_fails_says_why_and_nobody_waits_for_it() -> None:
-    wrong = Request(world=1, device="cuda", products=((1, 1, 1),), transport="nccl")
-    with pytest.raises(ValueError, match=r"probe \(rank 0 of 1\): .*; fix: "):
+    wrong = Request(world=2, device="cuda")
+    with pytest.raises(ValueError, match=r"measuring \(rank [01] of 2\): .*; fix: "):
         run(wrong, {**os.environ, "CUDA_VISIBLE_DEVICES": ""}, limit=40.0)
 
 
-def test_a_host_without_a_free_port_and_ranks_that_do_not_end_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"probe: no end after 0\.01 s; fix: "):
+def test_ranks_that_do_not_end_are_told() -> None:
+    with pytest.raises(ValueError, match=r"measuring: no end after 0\.01 s; fix: "):
         run(REQUEST, os.environ, limit=0.01)
-    monkeypatch.setattr("hocket.doctor.measure.find_port", lambda: 0)
-    with pytest.raises(ValueError, match="probe: there is no free port; fix: "):
-        run(REQUEST, os.environ)

@@ -12,8 +12,9 @@ from torch import Tensor
 from hocket.config import Config, Strategy
 from hocket.engine import Engine
 from hocket.model.documents import Microbatch
+from hocket.step_state import flat_of
 from hocket.train import checkpoint
-from hocket.train.checkpoint import Range
+from hocket.train.checkpoint import State
 from tests.helpers.parity import config, whole
 from tests.helpers.ranks import run_ranks
 from tests.reference import random_batches
@@ -42,7 +43,7 @@ def steps(engine: Engine, count: int, first: int = 0) -> list[Tensor]:
     ]
 
 
-def state(engine: Engine) -> dict[str, list[Range]]:
+def state(engine: Engine) -> State:
     """What a trainer saves of an engine without experts' biases."""
     states = engine.optimizer.state.values()
     kept = {
@@ -50,7 +51,13 @@ def state(engine: Engine) -> dict[str, list[Range]]:
         "exp_avg": [(s.piece, s.exp_avg) for s in states],
         "exp_avg_sq": [(s.piece, s.exp_avg_sq) for s in states],
     }
-    return {kind: [Range(p.name, p.shape, p.lo, p.hi, t) for p, t in found] for kind, found in kept.items()}
+    return {f"{kind}.{p.name}": flat_of(p, t) for kind, found in kept.items() for p, t in found}
+
+
+def weights(found: State) -> list[tuple[str, tuple[int, ...], int, int, Tensor]]:
+    """The weights that this rank keeps."""
+    kept = ((name.removeprefix("weight."), r) for name, r in found.items() if name.startswith("weight."))
+    return [(name, tuple(r.shape), r.span.lo, r.span.hi, r.flat.clone()) for name, r in kept]
 
 
 def handed_on(rank: int, folder: Path) -> list[list[tuple[str, tuple[int, ...], int, int, Tensor]]]:
@@ -66,7 +73,7 @@ def handed_on(rank: int, folder: Path) -> list[list[tuple[str, tuple[int, ...], 
         steps(engine, 1, first=done)
         engine.assert_clean()
         checkpoint.save(settings, checkpoint.Moment(done + 1, 0), state(engine))
-        out.append([(r.name, tuple(r.shape), r.lo, r.hi, r.tensor.clone()) for r in state(engine)["weight"]])
+        out.append(weights(state(engine)))
         engine.close()
     return out
 
@@ -74,7 +81,7 @@ def handed_on(rank: int, folder: Path) -> list[list[tuple[str, tuple[int, ...], 
 def alone(rank: int, strategy: str) -> list[tuple[str, tuple[int, ...], int, int, Tensor]]:
     engine = engine_of(rank, strategy)
     steps(engine, len(STRATEGIES))
-    return [(r.name, tuple(r.shape), r.lo, r.hi, r.tensor.clone()) for r in state(engine)["weight"]]
+    return weights(state(engine))
 
 
 def test_a_checkpoint_of_one_strategy_goes_on_under_any_other(tmp_path: Path) -> None:

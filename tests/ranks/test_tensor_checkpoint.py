@@ -13,14 +13,15 @@ from hocket.engine import Engine
 from hocket.layers.slices import Part, TensorRank, part_of, split_of, take, whole_shape
 from hocket.resolve import Settings, resolve
 from hocket.settings.schema import changed
-from hocket.train.checkpoint import Moment, Range, restore, save
+from hocket.step_state import flat_of
+from hocket.train.checkpoint import Moment, State, restore, save
 from tests.helpers.ranks import run_ranks
 from tests.ranks.test_tensor_parity import MIXED, of, whole
 
 
-def state_of(engine: Engine) -> dict[str, list[Range]]:
+def state_of(engine: Engine) -> State:
     pieces = [state.piece for state in engine.optimizer.state.values()]
-    return {"weight": [Range(p.name, p.shape, p.lo, p.hi, p.main, p.part) for p in pieces]}
+    return {f"weight.{piece.name}": flat_of(piece, piece.main) for piece in pieces}
 
 
 def saves(rank: int, settings: Settings) -> list[Any]:

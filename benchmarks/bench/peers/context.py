@@ -27,7 +27,7 @@ from benchmarks.bench.contender import Contender
 from benchmarks.bench.peers.fsdp2 import Fsdp2, Options
 from benchmarks.bench.plain import Exchange, PlainModel
 from benchmarks.bench.workload import Workload
-from hocket.model.documents import Microbatch
+from hocket.model.documents import Microbatch, Told
 from hocket.model.layers import Attention
 from hocket.program.mesh import Mesh
 
@@ -64,8 +64,9 @@ class SharedAttention(Attention):
 
     place: Place
 
-    def _turned(self, seq: int, position_T: Tensor | None, first: int = 0, **heads_BSHN: Tensor) -> tuple[Tensor, ...]:
-        return super()._turned(self.place.length, self.place.position_S, first, **heads_BSHN)
+    def _table(self, seq: int, told: Told | None, device: torch.device) -> Tensor | None:
+        table = super()._table(self.place.length, None, device)
+        return table if table is None or self.place.position_S is None else table.index_select(1, self.place.position_S)
 
 
 @lru_cache(maxsize=8)

@@ -29,18 +29,12 @@ stays on the device, where each update asks for it and writes nothing; the count
 A step that is not taken changes nothing but the position in the text and the count of the run's steps, by which the
 learning rate goes: weights, averages, the count of AdamW's corrections and balance biases stay.
 
-Note: [Each matrix on one rank]
-The average is elementwise, so each rank has its part of it. The iteration needs the whole matrix. So each unit has,
-behind the last reduction of a step,
-
-    collect         an all-gather of the averages in bf16, in which the iteration begins anyway
-    orthogonalise   each matrix on one rank of the group, such that all have about as much to compute
-    scatter         a reduce-scatter of the results: a sum in which all ranks but one have zeros, so it is exact
-    update          the move of the weights
-
-With `overlap.dp.update = next_step` these are ops of the plan, at the beginning of the next step: see
-`Note: [Whole matrices of sharded units]` in `program/shard.py`. Otherwise the step op does all of it, unit by unit, and
-nothing runs beside it. Ranks that hold weights whole iterate all of them in the update, and communicate nothing.
+Note: [Muon under a plan]
+After the last reduction of a step each unit goes through the verbs of `WHOLE_MATRICES`: `collect` gathers the averages,
+`orthogonalise` iterates, `scatter` distributes the results (`fsdp/muon.py`, Note: [Each matrix on one rank]), and the
+update moves the weights. With `overlap.dp.update = next_step` these are ops of the plan, at the beginning of the next
+step: see `Note: [Whole matrices of sharded units]` in `program/shard.py`. Otherwise the step op does all of it, unit by
+unit, and nothing runs beside it.
 
 Note: [What is one matrix]
 Gate and up projections are stacked in one weight here and are two matrices, as in the models of Hugging Face; queries,
@@ -57,7 +51,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from hocket.fsdp.muon import factor_of, orthogonal
+from hocket.fsdp.muon import WholeMatrices, factor_of
 from hocket.fsdp.planned.model import PlannedModel
 from hocket.fsdp.planned.unit import Piece, PlannedUnit
 from hocket.fsdp.shard_grads import squares_of
@@ -155,23 +149,6 @@ def matrices_of(name: str, weight: Tensor) -> list[Tensor]:
     return list(weight.chunk(halves))
 
 
-def _owners(unit: PlannedUnit, taken: Sequence[int]) -> list[list[int]]:
-    """Of each matrix of the members that are taken, the rank that iterates it: the one with the least so far.
-
-    -1 for all of them, where each keeps the unit whole. The largest matrices are given out first.
-    """
-    views = unit.group.layout.views(torch.empty(unit.group.layout.total, device="meta"))
-    counts = [[m.shape for m in matrices_of(unit.group.members[i].name, views[i])] for i in taken]
-    owners, work = [[-1] * len(shapes) for shapes in counts], [0] * unit.group.groups.reduce.size
-    if unit.group.keeps_all:
-        return owners
-    places = [(min(shape) * shape.numel(), k, n) for k, shapes in enumerate(counts) for n, shape in enumerate(shapes)]
-    for products, k, n in sorted(places, key=lambda place: -place[0]):
-        owners[k][n] = rank = work.index(min(work))
-        work[rank] += products
-    return owners
-
-
 @dataclass
 class _Slot:
     """Memory of one unit at a time."""
@@ -198,26 +175,20 @@ class PlannedMuon:
         self.model, self.options = model, options
         self.momenta: dict[str, tuple[Piece, Tensor]] = {}
         """The averages of what this rank keeps, by name: live, 1-D, fp32."""
-        self._taken: dict[PlannedUnit, list[int]] = {}
-        self._owners: dict[PlannedUnit, list[list[int]]] = {}
+        self._whole: dict[PlannedUnit, WholeMatrices] = {}
         self._under_way: dict[PlannedUnit, _UnderWay] = {}
         for unit in model.units.values():
             names = [member.name for member in unit.group.members]
             pieces = [piece for piece in unit.pieces() if options.takes(piece.name, piece.shape)]
             self.momenta |= {piece.name: (piece, torch.zeros_like(piece.main)) for piece in pieces}
-            taken = [
-                i
-                for i, shard in enumerate(unit.group.shards)
-                if options.takes(names[i], unit.group.span_of(shard).shape)
-            ]
-            if taken:
-                self._taken[unit] = taken
-                self._owners[unit] = _owners(unit, taken)
+            shapes = [unit.group.span_of(shard).shape for shard in unit.group.shards]
+            if taken := [i for i, name in enumerate(names) if options.takes(name, shapes[i])]:
+                self._whole[unit] = WholeMatrices(unit.group, taken, lambda i, view, of=names: matrices_of(of[i], view))
         self._slots = {kind: self._allocate(kind) for kind in ("dense", "experts")}
 
     def _allocate(self, kind: str) -> list[_Slot]:
         """The slots of a class of units. Every rank calls this."""
-        groups = [unit.group for unit in self._taken if unit.kind == kind]
+        groups = [unit.group for unit in self._whole if unit.kind == kind]
         if not groups:
             return []
         length, part = (max(sizes) for sizes in zip(*((g.layout.total, g.main.numel()) for g in groups), strict=True))
@@ -229,7 +200,7 @@ class PlannedMuon:
 
     def takes(self, unit: PlannedUnit) -> bool:
         """Whether it updates some of a unit."""
-        return unit in self._taken
+        return unit in self._whole
 
     def begun(self, unit: PlannedUnit) -> bool:
         """Whether a unit's averages have been moved, but not its weights."""
@@ -245,22 +216,18 @@ class PlannedMuon:
                 if other.slot is place:  # on a CPU what is sent from there may still be under way
                     other.pending.wait()
             self._under_way[unit] = _UnderWay(place, "", Pending())
-        of, group = self._under_way[unit], unit.group
+        of, matrices = self._under_way[unit], self._whole[unit]
         of.pending.wait()
-        whole, parts = of.slot.whole[: group.layout.total], of.slot.parts[: group.main.numel()]
+        whole, parts = of.slot.whole[: unit.group.layout.total], of.slot.parts[: unit.group.main.numel()]
         of.pending, of.done = Pending(), verb
         match verb:
             case "collect":
-                mine = whole if group.keeps_all else whole[group.position * parts.numel() :][: parts.numel()]
-                self._average(unit, mine, verdict)
-                if not group.keeps_all:
-                    of.pending = group.groups.reduce.all_gather(whole, mine)
+                self._average(unit, matrices.mine(whole), verdict)
+                of.pending = matrices.gather(whole)
             case "orthogonalise":
-                self._iterate(unit, whole)
-            case "scatter" if group.keeps_all:
-                parts.copy_(whole)
+                matrices.iterate(whole)
             case _:
-                of.pending = group.groups.reduce.reduce_sum(whole, parts, 1.0, add=False)
+                of.pending = matrices.scatter(whole, parts)
         return of.pending
 
     @torch.no_grad()
@@ -276,7 +243,7 @@ class PlannedMuon:
 
     def _kept(self, unit: PlannedUnit) -> list[int]:
         """The members that it updates and of which this rank keeps something."""
-        return [i for i in self._taken[unit] if unit.group.shards[i].hi > unit.group.shards[i].lo]
+        return [i for i in self._whole[unit].taken if unit.group.shards[i].hi > unit.group.shards[i].lo]
 
     def _average(self, unit: PlannedUnit, mine: Tensor, verdict: Verdict) -> None:
         here = unit.group.kept.slices(unit.group.position)
@@ -290,21 +257,6 @@ class PlannedMuon:
         moved = momentum.lerp(grad, 1 - beta)
         momentum.copy_(torch.where(skipped, momentum, moved))
         return grad.lerp(moved, beta)
-
-    def _iterate(self, unit: PlannedUnit, whole: Tensor) -> None:
-        """Put this rank's matrices, made orthogonal, in the place of all averages; zeros in that of the others."""
-        found: list[tuple[Tensor, Tensor]] = []
-        views = unit.group.layout.views(whole)
-        for i, owners in zip(self._taken[unit], self._owners[unit], strict=True):
-            matrices = matrices_of(unit.group.members[i].name, views[i])
-            own = [m for m, rank in zip(matrices, owners, strict=True) if rank in (-1, unit.group.groups.reduce.rank)]
-            together = len(own) if whole.is_cuda else 1  # on a CPU one by one: the same bits on any mesh
-            for first in range(0, len(own), max(1, together)):
-                some = own[first : first + together]
-                found += zip(some, orthogonal(torch.stack(some)), strict=True)
-        whole.zero_()
-        for place, matrix in found:
-            place.copy_(matrix)
 
     def _move(self, piece: Piece, update: Tensor, verdict: Verdict) -> None:
         options, main, lr = self.options, piece.main, verdict.lr

@@ -1,16 +1,17 @@
-"""Which tensors of a folder make which parameters of a module, and back.
+"""Parameters made of the tensors of a folder, and tensors made of parameters.
 
-The names of a module's `state_dict` are those of its folder. Of a model of transformers some are not: there its own
-conversions say what was renamed, stacked, turned over or cut (`transformers.conversion_mapping`), and they are run, on
-the meta device first, which tells all names and shapes before anything is read. hocket's own transformer goes by the
-rules of its family.
+hocket's own transformer goes by the rules of its family: `stored` says which elements of a parameter a tensor has, and
+both directions copy these. The names of a module's `state_dict` are those of its folder. Of a model of transformers
+some are not: there its own conversions say what was renamed, stacked, turned over or cut
+(`transformers.conversion_mapping`), and they are run, on the meta device first, which tells all names and shapes before
+anything is read.
 """
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -21,13 +22,190 @@ import torch
 from torch import Tensor, nn
 
 from hocket.config import ModelConfig
-from hocket.pretrained.configuration import read_config
-from hocket.pretrained.convert import listed, rules_of, split, tensors_of
-from hocket.pretrained.folder import READ, TensorFolder
-from hocket.pretrained.tables import IGNORED_TENSORS, Family
+from hocket.pretrained.configuration import differences, family_of, model_of, read_config
+from hocket.pretrained.folder import FP8, MXFP4_BLOCK, READ, TensorFolder, blocks_of, mxfp4_values, scale_name
+from hocket.pretrained.tables import FURTHER_LAYERS, IGNORED_TENSORS, Family, Rule
 
 Shape = tuple[int, ...]
-Read = Callable[[str], Tensor]
+Read = Callable[..., Tensor]
+"""Gives a tensor by its name, or `count` of its rows from row `first`: `read(name, first, count)`."""
+
+# -- rules of families -------------------------------------------------------------------------------------------------
+
+
+def rules_of(family: Family, name: str) -> list[tuple[Rule, str]]:
+    """The rules of a parameter, each with its layer's number as text."""
+    unit, _, rest = name.partition(".")
+    number, _, inside = rest.partition(".") if unit == "layers" else ("", "", name)
+    return [(rule, number) for rule in family.rules if rule.ours == inside]
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """A tensor of a folder, by the elements of a parameter that it has."""
+
+    name: str
+    shape: Shape
+    pieces: tuple[Tensor, ...]
+    """Views of the parameter. In each of so many equal `blocks` of the tensor a part of each stands behind the other.
+    None of one that has no elements, such as scales."""
+    blocks: int = 1
+
+    def take(self, value: Tensor) -> None:
+        """Give the parameter the elements of the tensor."""
+        sizes = [piece.numel() // self.blocks for piece in self.pieces]
+        for piece, part in zip(self.pieces, value.reshape(self.blocks, -1).split(sizes, 1), strict=True):
+            piece.copy_(part.reshape(piece.shape))
+
+    def made(self) -> Tensor:
+        """The tensor, of the parameter's elements."""
+        if len(self.pieces) == 1:
+            return self.pieces[0].reshape(self.shape)
+        return torch.cat([piece.reshape(self.blocks, -1) for piece in self.pieces], 1).reshape(self.shape)
+
+
+def stored(rule: Rule, number: str, value: Tensor, model: ModelConfig, first: int = 0) -> Iterator[Stored]:
+    """The tensors of a parameter of this value; of experts, from number `first` on."""
+    names, count = [name.replace("{i}", number) for name in rule.theirs], len(rule.theirs)
+    if rule.blocks:
+        rows = {"k": model.delta_key_dim, "v": model.delta_heads // model.delta_key_heads * model.delta_value_dim}
+        rows["h"] = model.delta_heads // model.delta_key_heads
+        widths = [[rows[letter] for letter in letters] for letters in rule.blocks]
+        heads = value.unflatten(0, (model.delta_key_heads, -1)).split([n for each in widths for n in each], 1)
+        for name, each in zip(names, widths, strict=True):
+            here, heads = heads[: len(each)], heads[len(each) :]
+            width = (1, *value.shape[1:]) if rule.channels else value.shape[1:]
+            yield Stored(name, (model.delta_key_heads * sum(each), *width), here)
+    elif rule.pairs:
+        turning, rest = model.qk_rope_head_dim, getattr(model, rule.pairs)
+        pairs, others = value.unflatten(0, (-1, turning + rest)).split([turning, rest], 1)
+        yield Stored(names[0], tuple(value.shape), (others, _neighbours(pairs, 1)), len(pairs))
+    elif rule.way == "rows":
+        for name, part in zip(names, value.chunk(count), strict=True):
+            yield Stored(name, tuple(part.shape), (part,))
+    elif rule.way == "stacked":
+        yield Stored(names[0], tuple(value.shape), (_neighbours(value, -1) if rule.turns else value,))
+    elif rule.way == "fused":
+        yield Stored(names[0], (value.shape[0], value.shape[2], value.shape[1]), (value.transpose(1, 2),))
+    elif rule.way == "mxfp4":
+        turned, scales = value.transpose(1, 2), (value.shape[0], value.shape[2], value.shape[1] // MXFP4_BLOCK)
+        yield Stored(names[0], (*scales, MXFP4_BLOCK // 2), (_neighbours(turned, 1) if rule.turns else turned,))
+        yield Stored(names[1], scales, ())
+    else:
+        for e, expert in enumerate(value, first):
+            for name, part in zip(names, expert.T.chunk(count), strict=True):
+                yield Stored(name.replace("{e}", str(e)), tuple(part.shape), (part,))
+
+
+def _neighbours(value: Tensor, dim: int) -> Tensor:
+    """A view in which elements of two halves along a dimension take turns: [..., N / 2, 2, ...] of [..., N, ...]."""
+    halves = value.unflatten(dim, (2, -1))
+    return halves.transpose(dim, dim + 1) if dim >= 0 else halves.transpose(dim, dim - 1)
+
+
+def tensors_of(rule: Rule, number: str, shape: Shape, model: ModelConfig) -> Iterator[tuple[str, Shape]]:
+    """Names and shapes of the tensors of a parameter of `shape`."""
+    return ((each.name, each.shape) for each in stored(rule, number, torch.empty(shape, device="meta"), model))
+
+
+def join(rule: Rule, number: str, shape: Shape, first: int, read: Read, model: ModelConfig) -> Tensor:
+    """A parameter of `shape`, fp32."""
+    value = torch.empty(shape)
+    tensors = list(stored(rule, number, value, model, first))
+    if rule.way == "mxfp4":
+        blocks, scales = (read(each.name, first, shape[0]) for each in tensors)
+        for e, expert in enumerate(tensors[0].pieces[0]):
+            expert.copy_(mxfp4_values(blocks[e], scales[e]).view(expert.shape))
+        return value
+    rows = (first, shape[0]) if rule.way in ("fused", "stacked") else ()
+    for each in tensors:
+        each.take(read(each.name, *rows))
+    return value
+
+
+def split(rule: Rule, number: str, value: Tensor, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a parameter: what `join` was given."""
+    assert rule.way != "mxfp4", "quantised tensors are only read"
+    return ((each.name, each.made()) for each in stored(rule, number, value, model))
+
+
+def _further(config: Mapping[str, Any], layers: int, names: Iterable[str]) -> list[str]:
+    """Those of the names that belong to layers behind the last, as many as a key of `FURTHER_LAYERS` counts, or that
+    Qwen3-Next and 3.5 have for them.
+    """
+    count = max(config.get(key) or 0 for key in FURTHER_LAYERS)
+    prefixes = ("mtp.", *(f"model.layers.{i}." for i in range(layers, layers + count)))
+    return [name for name in names if name.startswith(prefixes)]
+
+
+class PretrainedFolder:
+    """A model's folder: config.json, and the weights of hocket's transformer as its tensors have them.
+
+    Raises ValueError, in one line, for a model that hocket's transformer is not.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+        config = read_config(self.path)
+        self.family, self.model = family_of(config), model_of(config)
+        self.folder = TensorFolder(
+            self.path, blocks_of(config, "mxfp4" if any(rule.way == "mxfp4" for rule in self.family.own) else "fp8")
+        )
+        self.further = _further(config, self.model.layers, self.folder.entries)
+        """Tensors of layers that predict further tokens, which no parameter takes."""
+
+    def require(self, model: ModelConfig) -> None:
+        """Raise ValueError unless this folder has a model of such settings."""
+        if found := differences(model, self.model):
+            raise ValueError(f"its config.json says {', '.join(found)}")
+
+    def check(self, parameters: Mapping[str, Shape]) -> None:
+        """Raise ValueError unless the tensors of the folder make each parameter once, and all are used."""
+        entries, used, lacks = self.folder.entries, set[str](), list[str]()
+        for name, shape in parameters.items():
+            rule, number = self._rule(name)
+            for tensor, expected in tensors_of(rule, number, shape, self.model):
+                used.add(tensor)
+                entry = entries.get(tensor)
+                if entry is None:
+                    lacks.append(tensor)
+                elif entry.shape != expected:
+                    raise ValueError(f"{tensor} has shape {list(entry.shape)}, and {name} needs {list(expected)}")
+                elif reason := self.folder.unreadable(tensor, ("U8",) if rule.way == "mxfp4" else READ):
+                    raise ValueError(reason)
+                elif entry.dtype == FP8:
+                    used.add(scale_name(tensor))
+        if lacks:
+            raise ValueError(f"{self.path} lacks {listed(lacks)}")
+        used.update(self.further)
+        more = [name for name in entries if name not in used and not re.search(IGNORED_TENSORS, name)]
+        head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+        if self.model.tied and head in more and self.folder.same(head, embedding):
+            more.remove(head)
+        if more:
+            raise ValueError(f"{self.path} has {listed(more)}, which no parameter takes")
+
+    def _rule(self, name: str) -> tuple[Rule, str]:
+        """The rule of a parameter whose tensors are there; else the first."""
+        rules = rules_of(self.family, name)
+        assert rules, f"no rule for {name}"
+        there = ((rule, i) for rule, i in rules if rule.theirs[0].format(i=i, e=0) in self.folder.entries)
+        return next(there, rules[0])
+
+    def value(self, name: str, shape: Shape, first_expert: int = 0) -> Tensor:
+        """A parameter, fp32; of experts, those from `first_expert` on that `shape` counts.
+
+        Raises ValueError for tensors that are not finite.
+        """
+        return join(*self._rule(name), shape, first_expert, self.folder.read, self.model)
+
+
+def listed(names: list[str]) -> str:
+    more = len(names) - 2
+    return ", ".join(sorted(names)[:2]) + (f" and {more} more" if more > 0 else "")
+
+
+# -- tensors of modules ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -40,11 +218,6 @@ class Group:
     """The targets, of what the sources are."""
     renames: bool = False
     """Whether there is one source and one target, and they are the same."""
-
-    @property
-    def numel(self) -> int:
-        """Elements of all targets."""
-        return sum(map(prod, self.targets.values()))
 
 
 def is_pretrained(model: nn.Module) -> bool:
