@@ -26,8 +26,8 @@ from benchmarks.bench.measure import Timer
 from benchmarks.bench.workload import Workload, batches
 from benchmarks.bubbles import ORDERS, config_of
 from benchmarks.pipelines import Bench, arguments, bench_of, finish, same_model, sized, start
+from hocket.collector import no_collection
 from hocket.config import Config
-from hocket.engine.executor import no_collection
 from hocket.program.hardware import hardware_of
 from hocket.program.lower import build_program
 from hocket.program.simulate import simulate

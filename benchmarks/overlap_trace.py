@@ -37,10 +37,10 @@ from benchmarks.bench.command import Bench, for_bench
 from benchmarks.options import arguments
 from benchmarks.ranks import batch, for_world, join, timed_block
 from benchmarks.record import write
+from hocket.collector import no_collection
 from hocket.commands.options import parse
 from hocket.config import Config
 from hocket.engine import Engine
-from hocket.engine.executor import no_collection
 from hocket.model.documents import Microbatch
 from hocket.recipes import recipe
 from hocket.resolve import resolve

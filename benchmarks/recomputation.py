@@ -25,8 +25,8 @@ from benchmarks.bench.workload import Workload, batches
 from benchmarks.options import arguments
 from benchmarks.ranks import join
 from benchmarks.record import write
+from hocket.collector import no_collection
 from hocket.config import Config
-from hocket.engine.executor import no_collection
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
 from hocket.settings.rule import Host

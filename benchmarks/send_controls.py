@@ -27,6 +27,7 @@ import torch.distributed as dist
 from benchmarks.bench.measure import Timer
 from benchmarks.bench.workload import Workload, batches
 from benchmarks.pipelines import Bench, arguments, bench_of, finish, same_model, sized, start
+from hocket.collector import no_collection
 from hocket.config import (
     Config,
     ExpertOverlap,
@@ -34,7 +35,6 @@ from hocket.config import (
     PipelineOverlap,
     PlanConfig,
 )
-from hocket.engine.executor import no_collection
 from hocket.program.hardware import hardware_of
 from hocket.program.lower import build_program
 from hocket.program.ops import Program

@@ -16,6 +16,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
 
+from hocket.problems import harmless
+
 COMMANDS = {
     "train": "train.run",
     "plan": "plan.run",
@@ -70,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except ValueError as error:
         if os.environ.get("HOCKET_DEBUG") == "1":
             traceback.print_exc()
-        print(f"hocket: {_harmless(str(error))}", file=sys.stderr)
+        print(f"hocket: {harmless(str(error))}", file=sys.stderr)
         code = 2
     except KeyboardInterrupt:
         code = 130
@@ -107,11 +109,6 @@ def _bench(words: list[str]) -> int:
         raise ValueError(f"bench (command line): {reason}; fix: run it in a checkout, set up by make setup")
     sys.path.insert(0, str(CHECKOUT))
     return importlib.import_module("benchmarks.bench.command").run(words)
-
-
-def _harmless(text: str) -> str:
-    """Lines without what would make a terminal do something: names of files may come from others."""
-    return "".join(c if c == "\n" or c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def _version(package: str) -> str:

@@ -22,9 +22,9 @@ from hocket.program.simulate import KINDS, CostKey, Kind, Overheads, Time, cost_
 from hocket.program.stages import carried_by, costs_of
 from hocket.program.text import from_json, to_json
 from hocket.settings.schema import changed, flat, leaf, types
+from hocket.sizes import several
 from hocket_trace import load, report
 from hocket_trace.as_json import to_json as figures_of
-from hocket_trace.columns import several
 from hocket_trace.cpu import UNSEEN
 from hocket_trace.data import COMMUNICATION, Floats, Ints, RankTrace
 from hocket_trace.exposure import last_starts, waits

@@ -30,9 +30,8 @@ from hocket.program.ops import Program
 from hocket.program.simulate import Timeline
 from hocket.program.timeline import html_timeline, svg_timeline, text_timeline
 from hocket.resolve import Settings, resolve
-from hocket.settings.schema import changed, flat, ill_typed, impossible, types
+from hocket.settings.schema import changed, flat, ill_typed, impossible, meant_setting, types
 from hocket.settings.sources import begin
-from hocket.settings.suggest import meant_setting
 from hocket.settings.weight_groups import patterns_of, unmatched
 from hocket.typed import is_a
 

@@ -24,7 +24,7 @@ from hocket.resolve import Settings
 from hocket.settings.arrivals import arrival_bytes
 from hocket.settings.derived import has_experts
 from hocket.settings.hardware_choice import GPU
-from hocket_trace.columns import duration
+from hocket.sizes import duration
 
 
 def program_of(settings: Settings) -> Program:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hocket.settings.suggest import meant
+from hocket.settings.schema import meant
 
 PLAIN: dict[str, Any] = {
     "overlap.ep.merge": "off",

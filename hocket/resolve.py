@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from hocket.collector import without_collector
 from hocket.config import Config
 from hocket.problems import stop_if
 from hocket.settings.decision import Choice, Decision, effect_of
@@ -36,7 +37,6 @@ from hocket.tune.smaller_mesh import smaller_mesh
 from hocket.tune.tensor_choice import choose_network, choose_tensor
 from hocket.tune.transport_choice import CHOSEN_BY_IT, choose_transport, chose_copies, transport_that_fits
 from hocket.tune.trials import Price, Trials, model_costs
-from hocket_trace.without_collector import without_collector
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,10 @@
-"""Sizes, rates and times as users write them: a number and a unit."""
+"""Sizes, rates and times as users write and read them: a number and a unit."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +19,8 @@ RATES = {
 TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 """Seconds."""
 _LONGEST = 3600.0
+_FIRST = 8
+"""Numbers that a sentence lists."""
 
 
 @dataclass(frozen=True)
@@ -106,3 +108,27 @@ def _whole(number: str, factor: int, unit: Literal["bytes", "params"], text: str
     if value != int(value):
         raise ValueError(f"{setting} = {text.strip()}: not a whole number of {unit}; fix: a size without a fraction")
     return Size(int(value), unit)
+
+
+def duration(seconds: float) -> str:
+    """Seconds with a unit that fits: `1.25 s`, `12.5 ms`, `3.0 µs`."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if abs(seconds) >= 0.9995 * scale:  # less is below 1,000 of the smaller unit, also rounded
+            return f"{seconds / scale:.4g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 step`, or `2 steps`."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def listed(noun: str, numbers: Sequence[int]) -> str:
+    """`rank 3`, or `ranks 0, 1`; of many the first."""
+    shown = ", ".join(map(str, numbers[:_FIRST])) + (", ..." if len(numbers) > _FIRST else "")
+    return f"{noun}{'s' if len(numbers) > 1 else ''} {shown}"
+
+
+def several(sources: Sequence[str]) -> str:
+    """The first of some files, and how many more there are."""
+    return f"{sources[0]} and {len(sources) - 1} more" if len(sources) > 1 else sources[0]

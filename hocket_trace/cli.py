@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
-import json as json_module
+import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -18,42 +19,22 @@ from hocket_trace.align import load
 from hocket_trace.as_json import to_json
 from hocket_trace.columns import Line, harmless
 from hocket_trace.compare import compare
-from hocket_trace.data import RankTrace, Report, Tax
+from hocket_trace.data import RankTrace
 from hocket_trace.exposure import report
 from hocket_trace.page import html
-from hocket_trace.perfetto import filtered
-from hocket_trace.picture import numbers, png, svg
+from hocket_trace.picture import numbers, svg
 from hocket_trace.table import Figures, table
 
-USAGE = """usage: {program} FILE... [--null FILE...] [options]
-
-Shows what communication cost a run: PyTorch profiler traces (.json, .json.gz) of any program, one file per rank. A
-folder stands for all traces in it, or in its folder `traces`.
-
-  --null FILE...    traces of the same run without communication: adds the tax
-  --step N          look at this step only
-  --json            print every figure as JSON
-  --html FILE       write a page with a timeline to zoom into, and the tables
-  --svg FILE        draw a step, the median one if --step names none
-  --png FILE        the same picture (needs pillow: pip install 'hocket-trace[picture]')
-  --perfetto FILE   write a small trace for ui.perfetto.dev (.json.gz)"""
-
-_FILES = ("html", "svg", "png", "perfetto")
+_ABOUT = """Shows what communication cost a run: PyTorch profiler traces (.json, .json.gz) of any program, one file per
+rank. A folder stands for all traces in it, or in its folder `traces`."""
 _ENDINGS = (".json", ".json.gz")
 _OF_RUN, _NO_TRACES = "explanation.json", ("explanation.json", "about.json")
 """What a run of hocket leaves beside its traces: what each has, and all that might be taken for a trace."""
 
 
-@dataclass(frozen=True)
-class Words:
-    """What the command line asks for."""
-
-    real: tuple[str, ...]
-    null: tuple[str, ...]
-    step: int | None
-    json: bool
-    files: dict[str, str]
-    """html, svg, png, perfetto -> where to."""
+class _Parser(ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message} (command line); fix: {self.prog} --help")
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -80,70 +61,45 @@ def run(words: Sequence[str], program: str = "hocket-trace") -> int:
     `program` is how the command is called. Raises ValueError for what the user can mend.
     """
     if not words or {"-h", "--help"} & set(words):
-        print(USAGE.format(program=program))
+        parser(program).print_help()
         return 0 if words else 2
-    asked = parse(words, program)
-    paths, null_paths = trace_files(asked.real), trace_files(asked.null)
+    asked = parser(program).parse_intermixed_args(words)
+    paths, null_paths = trace_files(asked.traces), trace_files(asked.null)
     if again := {path.resolve() for path in paths} & {path.resolve() for path in null_paths}:
         raise _problem(str(min(again)), "is given as the run and with --null", "traces of two runs")
-    for name, target in asked.files.items():
-        if Path(target).resolve() in {path.resolve() for path in (*paths, *null_paths)}:
-            raise _problem(f"--{name} {target}", "would overwrite a trace that is read", "another name")
+    taken = {path.resolve() for path in (*paths, *null_paths)}
+    for name in ("html", "svg"):
+        target = getattr(asked, name)
+        if target and Path(target).resolve() in taken:
+            raise _problem(f"--{name} {target}", "would overwrite a file that is read or written", "another name")
+        taken.add(Path(target).resolve())
     traces = load(paths)
     if asked.step is not None:
         traces = tuple(only(trace, asked.step) for trace in traces)
     found = report(traces)
-    tax = _tax(found, traces, null_paths)
-    makers: dict[str, Callable[[], str | bytes]] = {
-        "html": lambda: html(found, traces, tax),
-        "svg": lambda: svg(found, traces, asked.step),
-        "png": lambda: png(found, traces, asked.step),
-        "perfetto": lambda: filtered(traces),
-    }
-    for name, target in asked.files.items():
-        _write(target, makers[name]())
+    nulls = load(null_paths) if null_paths else ()
+    tax = compare(found, report(nulls), traces, nulls) if nulls else None
+    if asked.html:
+        _write(asked.html, html(found, traces, tax))
+    if asked.svg:
+        _write(asked.svg, svg(found, traces, asked.step))
     if asked.json:
-        print(json_module.dumps(to_json(found, tax), indent=1, allow_nan=False))
-    elif not asked.files:
+        print(json.dumps(to_json(found, tax), indent=1, allow_nan=False))
+    elif not (asked.html or asked.svg):
         _show(to_json(found, tax))
     return 0
 
 
-def parse(words: Sequence[str], program: str = "hocket-trace") -> Words:
-    """What the words of the command line ask for. Raises ValueError for flags and values that make no sense."""
-    names: dict[str, list[str]] = {"real": [], "null": []}
-    values: dict[str, str] = {}
-    where = "real"
-    if worthless := next((word for word in words if word.startswith("--json=")), ""):
-        raise _problem(worthless, "--json takes no value", "leave out the value")
-    left = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
-    while left:
-        word = left.pop(0)
-        if not word.startswith("-"):
-            names[where].append(word)
-            continue
-        flag = word.lstrip("-")
-        if flag not in ("null", "json", "step", *_FILES):
-            raise _problem(word, "there is no such option", f"{program} --help lists them")
-        if flag in values:
-            raise _problem(word, "is given twice", "leave one out")
-        where = "null" if flag == "null" else "real"
-        if flag not in ("null", "json") and (not left or not left[0] or left[0].startswith("--")):
-            raise _problem(word, "says nothing", f"{word} {'12' if flag == 'step' else 'FILE'}")
-        values[flag] = "" if flag in ("null", "json") else left.pop(0)
-    if not names["real"]:
-        raise _problem(program, "the traces are missing", f"{program} FOLDER, or name files")
-    if "null" in values and not names["null"]:
-        raise _problem("--null", "says nothing", "--null FILE...")
-    files = {name: values[name] for name in _FILES if name in values}
-    targets = [Path(target).resolve() for target in files.values()]
-    for name, target in files.items():
-        if targets.count(Path(target).resolve()) > 1:
-            raise _problem(f"--{name} {target}", "another option names it too", "two names")
-    step = values.get("step")
-    if step is not None and not step.isdecimal():
-        raise _problem(f"--step {step}", "not the number of a step", "a whole number")
-    return Words(tuple(names["real"]), tuple(names["null"]), int(step) if step else None, "json" in values, files)
+def parser(program: str = "hocket-trace") -> ArgumentParser:
+    """Reads words of the command line; its method `parse_intermixed_args` raises ValueError for what makes no sense."""
+    made = _Parser(program, description=_ABOUT, allow_abbrev=False)
+    made.add_argument("traces", nargs="+", metavar="FILE")
+    made.add_argument("--null", nargs="+", metavar="FILE", default=[], help="traces of the run without communication")
+    made.add_argument("--step", type=int, metavar="N", help="look at this step only")
+    made.add_argument("--json", action="store_true", help="print every figure as JSON")
+    made.add_argument("--html", metavar="FILE", default="", help="write a page with a timeline, and the tables")
+    made.add_argument("--svg", metavar="FILE", default="", help="draw a step, by default the median one")
+    return made
 
 
 def trace_files(names: Sequence[str]) -> list[Path]:
@@ -202,17 +158,10 @@ def only(trace: RankTrace, number: int) -> RankTrace:
     return replace(trace, steps=(step,), step=np.where(mine[rows], 0, -1), **cut)
 
 
-def _tax(found: Report, traces: Sequence[RankTrace], null_paths: Sequence[Path]) -> Tax | None:
-    if not null_paths:
-        return None
-    nulls = load(null_paths)
-    return compare(found, report(nulls), traces, nulls)
-
-
-def _write(target: str, data: str | bytes) -> None:
+def _write(target: str, data: str) -> None:
     """Write a file that the user named, and say so. Raises ValueError if that cannot be done."""
     try:
-        Path(target).write_bytes(data.encode() if isinstance(data, str) else data)
+        Path(target).write_text(data, encoding="utf-8")
     except OSError as error:
         raise _problem(target, f"cannot be written ({error.strerror})", "name a file in an existing folder") from None
     print(f"wrote {target}", file=sys.stderr)  # the output proper may be JSON

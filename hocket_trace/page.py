@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 from typing import Any
@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from hocket_trace import table
-from hocket_trace.as_json import by_launcher, to_json
-from hocket_trace.columns import UNKNOWN, milliseconds, percent, short_kernel
+from hocket_trace.as_json import to_json
+from hocket_trace.columns import UNKNOWN, milliseconds, percent
 from hocket_trace.data import RankTrace, Report, Tax
 from hocket_trace.exposure import late
 from hocket_trace.picture import COLORS, colors, lanes, typical
@@ -146,57 +146,25 @@ def _parts(figures: table.Figures) -> str:
 
 
 def _tables(figures: table.Figures) -> list[str]:
-    tax = figures["tax"]
-    out = [
-        _section("Ranks", "milliseconds a step", *table.rank_rows(figures), [table.imbalance_text(figures)]),
-        _section("Communication", "per step of one rank; milliseconds", *table.kind_rows(figures)),
-    ]
-    if any(row["exposed_seconds"] for row in figures["layers"]):
-        out.append(_section("Layers, the most exposed first", "milliseconds", *table.layer_rows(figures)))
-    if tax:
-        texts = [table.tax_text(tax), *tax["notes"]]
-        out.append(_section("Tax of communication", "milliseconds", *table.tax_rows(tax), texts))
-    out.append(_ops(figures))
-    if figures["notes"]:
-        notes = "".join(f"<li>{escape(note)}</li>" for note in figures["notes"])
-        out.append(f"<section><h2>Notes</h2><ul>{notes}</ul></section>")
-    return [one for one in out if one]
+    found = [_section(one) for one in table.sections(figures, short=False)]
+    notes = "".join(f"<li>{escape(note)}</li>" for note in figures["notes"])
+    return [*found, f"<section><h2>Notes</h2><ul>{notes}</ul></section>"] if notes else found
 
 
-def _section(
-    head: str, about: str, heads: Sequence[str], rows: Sequence[Sequence[str]], texts: Sequence[str] = ()
-) -> str:
-    if not rows:
-        return ""
-    known = [at for at in range(len(heads)) if not at or any(row[at] not in ("", UNKNOWN) for row in rows)]
-    heads, rows = [heads[at] for at in known], [[row[at] for at in known] for row in rows]
-    said = "".join(f"<p>{escape(text)}</p>" for text in texts if text)
-    first = "".join(f"<th>{escape(name)}</th>" for name in heads)
-    lines = "".join(_line(row) for row in rows)
-    return f"<section><h2>{head} <small>{about}</small></h2>{said}<table><tr>{first}</tr>{lines}</table></section>"
+def _section(one: table.Section) -> str:
+    """A table without columns of which nothing is known."""
+    cells = [row.cells for row in one.rows]
+    known = [at for at in range(len(one.heads)) if not at or any(row[at] not in ("", UNKNOWN) for row in cells)]
+    before, behind = ("".join(f"<p>{escape(text)}</p>" for text in texts) for texts in (one.before, one.behind))
+    heads = "".join(f"<th>{escape(one.heads[at])}</th>" for at in known)
+    lines = "".join(_line([row.cells[at] for at in known], row.kernel) for row in one.rows)
+    more = f"<p>{escape(one.more)}</p>" if one.more else ""
+    head = f"<h2>{escape(one.head)} <small>{escape(one.about)}</small></h2>"
+    return f"<section>{head}{before}<table><tr>{heads}</tr>{lines}</table>{more}{behind}</section>"
 
 
-def _line(cells: Sequence[str], kind: str = "", title: str = "") -> str:
-    told = f' title="{escape(title)}"' if title else ""
+def _line(cells: Sequence[str], kernel: str) -> str:
+    """A row; the whole name of a kernel shows when it is pointed at."""
+    told, kind = (f' title="{escape(kernel)}"', ' class="part"') if kernel else ("", "")
     name, *rest = (escape(cell) for cell in cells)
-    columns = f'<td class="name"{told}>{name}</td>' + "".join(f"<td>{cell}</td>" for cell in rest)
-    return f'<tr class="{kind}">{columns}</tr>' if kind else f"<tr>{columns}</tr>"
-
-
-def _ops(figures: Mapping[str, Any]) -> str:
-    """The costliest ops, and below each its kernels, whose whole names show when pointed at."""
-    lines = []
-    for total, kernels in by_launcher(figures["ops"])[:_OPS]:
-        lines.append(_line([total["launcher"] or "(launcher not known)", *table.op_cells(total)]))
-        lines += [
-            _line([short_kernel(row["kernel"]), *table.op_cells(row)], "part", row["kernel"])
-            for row in kernels[:_KERNELS]
-        ]
-    if not lines:
-        return ""
-    heads = "".join(f"<th>{name}</th>" for name in table.OP_HEADS)
-    head = "<h2>Costliest ops <small>summed, per step of one rank; milliseconds</small></h2>"
-    return f"<section>{head}<table><tr>{heads}</tr>{''.join(lines)}</table></section>"
-
-
-_OPS, _KERNELS = 20, 4
+    return f'<tr{kind}><td class="name"{told}>{name}</td>' + "".join(f"<td>{cell}</td>" for cell in rest) + "</tr>"

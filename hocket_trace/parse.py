@@ -7,6 +7,7 @@ and again.
 
 from __future__ import annotations
 
+import gc
 import gzip
 import json
 import stat
@@ -20,7 +21,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hocket_trace.data import KINDS, Floats, Ints, Plan, PlanOp
-from hocket_trace.without_collector import without_collector
 
 # -- plan --------------------------------------------------------------------------------------------------------------
 # What a program tells about the ops that it names in its traces.
@@ -138,10 +138,15 @@ class _Column:
 
 def parse(path: Path) -> Events:
     """Read a trace. Raises TraceError."""
-    with without_collector():
+    collects = gc.isenabled()
+    gc.disable()
+    try:
         document = _document(path, _text(path))
         events = document.pop("traceEvents")
         return _columns(path, document, events)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _text(path: Path) -> str:

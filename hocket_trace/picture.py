@@ -1,15 +1,14 @@
-"""A picture of a measured step as SVG and as PNG. Both draw the same scene, so they show the same."""
+"""A picture of a measured step as SVG."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import pairwise
-from math import floor, isfinite, log10
+from math import floor, log10
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,7 +23,7 @@ from hocket_trace.table import warnings
 # What a picture of a step shows, before it is drawn: boxes, words and lines, all in pixels.
 #
 # For each rank there are its lanes, compute first, and below compute a strip that marks exposed time, and time in which
-# the host was late. The SVG, the PNG, the page and the Perfetto file have the same lanes and colours.
+# the host was late. The page has the same lanes and colours.
 
 COLORS = {
     "compute": "#4a7fc9", "fwd": "#5b9bf3", "bwd": "#f2a03d", "wgrad": "#5fbf77", "step": "#9aa5b1",
@@ -82,15 +81,6 @@ class Rule(NamedTuple):
     bottom: float
 
 
-class Line(NamedTuple):
-    """A line through points, in pixels. `color` is a name of `COLORS`, or `line`."""
-
-    points: tuple[tuple[float, float], ...]
-    color: str
-    dashed: bool = False
-    opacity: float = 1.0
-
-
 @dataclass
 class Scene:
     """A picture."""
@@ -99,7 +89,6 @@ class Scene:
     height: int = 0
     boxes: list[Box] = field(default_factory=list)
     rules: list[Rule] = field(default_factory=list)
-    lines: list[Line] = field(default_factory=list)
     words: list[Word] = field(default_factory=list)
 
 
@@ -296,93 +285,9 @@ def _frame(scene: Scene, head: str, size: tuple[float, float, float], used: set[
     scene.height = round(y + 24)
 
 
-# -- chart -------------------------------------------------------------------------------------------------------------
-# Curves over steps as pictures: what many runs have measured, a point a step.
-#
-# A column of pixels reaches from the smallest to the largest value of the steps that share it, with the mean in front.
-# So no spike is lost, however long a run is.
-
-PALETTE = ("fwd", "bwd", "wgrad", "a2a", "exposed", "pp", "gather", "reduce")
-"""Names of colours that can be told apart."""
-_LEFT, _RIGHT, _UPPER, _LOWER = 64, 22, 30, 22
-_FAINT = 0.3
-"""Opacity of extremes beside their means."""
-
-
-@dataclass(frozen=True)
-class Curve:
-    """Values by step. Values that are no numbers are left out."""
-
-    steps: Sequence[float]
-    values: Sequence[float]
-    color: str = "fwd"
-    dashed: bool = False
-
-    def points(self) -> tuple[Floats, Floats]:
-        """Steps and values that are finite."""
-        kept = [(x, y) for x, y in zip(self.steps, self.values, strict=True) if isfinite(y)]
-        both = np.array(kept, dtype=np.float64).reshape(-1, 2)
-        return both[:, 0], both[:, 1]
-
-
-def shown(value: float) -> str:
-    """A value of an axis."""
-    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
-
-
-def by_column(columns: Floats, values: Floats) -> tuple[Floats, Floats, Floats, Floats]:
-    """(column, smallest, mean, largest value) of each whole number of a column that has values; columns ascend."""
-    at, first, count = np.unique(columns.astype(np.int64), return_index=True, return_counts=True)
-    low, high = np.minimum.reduceat(values, first), np.maximum.reduceat(values, first)
-    return at.astype(np.float64), low, np.add.reduceat(values, first) / count, high
-
-
-def chart(title: str, curves: Sequence[Curve], width: int = 560, height: int = 240) -> Scene:
-    """A picture with axes, `width` x `height` pixels. All curves share them; one without points is not drawn."""
-    scene = Scene(width, height)
-    scene.words.append(Word(8, 18, title, bold=True))
-    drawn = [(curve, *curve.points()) for curve in curves]
-    drawn = [(curve, x, y) for curve, x, y in drawn if len(x)]
-    if not drawn:
-        scene.words.append(Word(_LEFT, height / 2, "no values", dim=True))
-        return scene
-    (left, right), (low, high) = _range([x for _, x, _ in drawn]), _range([y for _, _, y in drawn])
-    across, up = width - _LEFT - _RIGHT, height - _UPPER - _LOWER
-    for value in _ticks(low, high, up / 40):
-        y = _UPPER + up - (value - low) / (high - low) * up
-        scene.lines.append(Line(((_LEFT, y), (width - _RIGHT, y)), "line"))
-        scene.words.append(Word(_LEFT - 6, y + 4, shown(value), dim=True, anchor="end"))
-    for value in _ticks(left, right, across / 90):
-        x = _LEFT + (value - left) / (right - left) * across
-        scene.rules.append(Rule(x, _UPPER, height - _LOWER))
-        scene.words.append(Word(x, height - 6, shown(value), dim=True, anchor="middle"))
-    for curve, x, y in drawn:
-        column, least, mean, most = by_column((x - left) / (right - left) * across, y)
-        both = np.stack([_UPPER + up - (values - low) / (high - low) * up for values in (least, mean, most)], axis=1)
-        if len(x) > len(column):
-            ends = zip(np.repeat(column + _LEFT, 2).tolist(), both[:, ::2].ravel().tolist(), strict=True)
-            scene.lines.append(Line(tuple(ends), curve.color, opacity=_FAINT))
-        points = zip((column + _LEFT).tolist(), both[:, 1].tolist(), strict=True)
-        scene.lines.append(Line(tuple(points), curve.color, curve.dashed))
-    return scene
-
-
-def _range(values: Sequence[Floats]) -> tuple[float, float]:
-    """Smallest and largest value, further apart if they are one."""
-    low, high = min(float(one.min()) for one in values), max(float(one.max()) for one in values)
-    room = (abs(low) or 1.0) * 0.05
-    return (low, high) if high > low else (low - room, high + room)
-
-
-def _ticks(low: float, high: float, count: float) -> list[float]:
-    """About `count` round numbers between two."""
-    step = tick(high - low, max(count, 1.0) * 100)
-    return [n * step for n in range(int(np.ceil(low / step)), int(np.floor(high / step)) + 1)]
-
-
 # -- picture -----------------------------------------------------------------------------------------------------------
 
-_STYLE = """
+STYLE = """
 .t{--bg:#ffffff;--fg:#1f2328;--dim:#656d76;--line:#d8dee4;--lane:#f3f5f8;
 font:11px ui-sans-serif,system-ui,-apple-system,"Segoe UI",Helvetica,Arial,sans-serif}
 @media(prefers-color-scheme:dark){.t{--bg:#0d1117;--fg:#e6edf3;--dim:#8b949e;--line:#30363d;--lane:#161b22}}
@@ -390,10 +295,6 @@ font:11px ui-sans-serif,system-ui,-apple-system,"Segoe UI",Helvetica,Arial,sans-
 .t text{fill:var(--fg)}.t .dim{fill:var(--dim)}.t .in{fill:#10151c;font-size:10px;pointer-events:none}
 .t rect.op:hover{stroke:var(--fg)}
 """
-
-_LIGHT = {"bg": "#ffffff", "lane": "#f3f5f8", "fg": "#1f2328", "dim": "#656d76", "line": "#d8dee4"}
-_SHARP = 2
-"""Pixels of a PNG for each pixel of the scene."""
 
 
 def svg(
@@ -407,26 +308,6 @@ def svg(
 
     Without a step it is the one whose length is the median. `labels` are texts by op for bars that they fit into.
     """
-    return svg_of(_scene(report, traces, step, width, labels or {}))
-
-
-def png(report: Report, traces: Sequence[RankTrace], step: int | None = None, width: int = 1200) -> bytes:
-    """The same picture as a PNG. Raises ValueError if pillow is missing."""
-    return png_of(_scene(report, traces, step, width, {}))
-
-
-def typical(report: Report) -> int:
-    """The step whose slowest rank takes the median time; of two, the faster."""
-    slowest: dict[int, float] = {}
-    for one in report.steps:
-        slowest[one.step] = max(one.seconds, slowest.get(one.step, 0.0))
-    order = sorted(slowest, key=lambda number: (slowest[number], number))
-    return order[(len(order) - 1) // 2]
-
-
-def _scene(
-    report: Report, traces: Sequence[RankTrace], step: int | None, width: int, labels: Mapping[str, str]
-) -> Scene:
     if not numbers(traces):
         raise ValueError(f"{several(report.sources)}: no step to draw; fix: a trace of whole steps")
     number = typical(report) if step is None else step
@@ -439,7 +320,16 @@ def _scene(
         parts.append(f"communication exposed for {percent(exposed)}")
     about = [text.partition(":")[0] for text in warnings(figures)]
     parts += [report.device, *about]
-    return draw(traces, number, ", ".join(filter(None, parts)), width, labels)
+    return svg_of(draw(traces, number, ", ".join(filter(None, parts)), width, labels or {}))
+
+
+def typical(report: Report) -> int:
+    """The step whose slowest rank takes the median time; of two, the faster."""
+    slowest: dict[int, float] = {}
+    for one in report.steps:
+        slowest[one.step] = max(one.seconds, slowest.get(one.step, 0.0))
+    order = sorted(slowest, key=lambda number: (slowest[number], number))
+    return order[(len(order) - 1) // 2]
 
 
 def svg_of(scene: Scene) -> str:
@@ -447,7 +337,7 @@ def svg_of(scene: Scene) -> str:
     size = f'width="{scene.width}" height="{scene.height}"'
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="t" {size} viewBox="0 0 {scene.width} {scene.height}">',
-        f'<style>{_STYLE}</style><rect class="bg" width="100%" height="100%" rx="6"/>',
+        f'<style>{STYLE}</style><rect class="bg" width="100%" height="100%" rx="6"/>',
     ]
     lanes = [box for box in scene.boxes if box.color == "lane"]
     parts += [f'<rect class="lane" x="{b.x:g}" y="{b.y:g}" width="{b.width:g}" height="{b.height:g}"/>' for b in lanes]
@@ -459,19 +349,8 @@ def svg_of(scene: Scene) -> str:
         place = f'x="{box.x:.2f}" y="{box.y:g}" width="{box.width:.2f}" height="{box.height:g}"'
         title = f"<title>{escape(box.title)}</title></rect>" if box.title else "</rect>"
         parts.append(f'<rect class="op" {place} fill="{COLORS[box.color]}"{seen}>{title}')
-    parts += [_svg_line(line) for line in scene.lines]
     parts += [_svg_word(word) for word in scene.words]
     return "".join([*parts, "</svg>\n"])
-
-
-def _svg_line(line: Line) -> str:
-    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in line.points)
-    if line.color == "line":
-        return f'<polyline class="line" points="{points}"/>'
-    seen = "" if line.opacity > 0.99 else f' stroke-opacity="{line.opacity:.2f}"'
-    dashes = ' stroke-dasharray="5 4"' if line.dashed else ""
-    look = f'fill="none" stroke="{COLORS[line.color]}" stroke-width="1.5" stroke-linejoin="round"{dashes}{seen}'
-    return f'<polyline {look} points="{points}"/>'
 
 
 def _svg_word(word: Word) -> str:
@@ -479,49 +358,3 @@ def _svg_word(word: Word) -> str:
     weight = ' font-weight="600"' if word.bold else ""
     anchor = "" if word.anchor == "start" else f' text-anchor="{word.anchor}"'
     return f'<text x="{word.x:.1f}" y="{word.y:.1f}"{tone}{weight}{anchor}>{escape(word.text)}</text>'
-
-
-def png_of(scene: Scene) -> bytes:
-    """A scene as a PNG on a light ground, twice as sharp. Raises ValueError if pillow is missing."""
-    try:
-        from PIL import Image, ImageDraw, ImageFont
-    except ImportError:
-        reason, fix = "drawing a PNG needs pillow", "pip install 'hocket-trace[picture]', or an SVG"
-        raise ValueError(f"png (picture): {reason}; fix: {fix}") from None
-    image = Image.new("RGB", (scene.width * _SHARP, scene.height * _SHARP), _LIGHT["bg"])
-    pen = ImageDraw.Draw(image)
-    font: Any = ImageFont.load_default(11 * _SHARP)
-    lanes = [box for box in scene.boxes if box.color == "lane"]
-    for box in lanes:
-        pen.rectangle(_corners(box.x, box.y, box.width, box.height), fill=_LIGHT["lane"])
-    for rule in scene.rules:
-        pen.rectangle(_corners(rule.x, rule.top, 1 / _SHARP, rule.bottom - rule.top), fill=_LIGHT["line"])
-    for line in scene.lines:
-        color = _LIGHT["line"] if line.color == "line" else COLORS[line.color]
-        fill = _mixed(color, _LIGHT["bg"], line.opacity)
-        pen.line([(x * _SHARP, y * _SHARP) for x, y in line.points], fill=fill, width=_SHARP)
-    for box in scene.boxes:
-        if box.color != "lane":
-            fill = _mixed(COLORS[box.color], _LIGHT["lane"], box.opacity)
-            pen.rectangle(_corners(box.x, box.y, box.width, box.height), fill=fill)
-    for word in scene.words:
-        anchor = {"start": "ls", "middle": "ms", "end": "rs"}[word.anchor]
-        place = (word.x * _SHARP, word.y * _SHARP)
-        fill = _LIGHT["dim" if word.dim else "fg"]
-        pen.text(place, word.text, fill=fill, font=font, anchor=anchor, stroke_width=0.4 if word.bold else 0)
-    out = io.BytesIO()
-    image.save(out, "PNG", optimize=True)
-    return out.getvalue()
-
-
-def _corners(x: float, y: float, width: float, height: float) -> tuple[int, int, int, int]:
-    """First and last pixels of a rectangle; at least one."""
-    left, top = round(x * _SHARP), round(y * _SHARP)
-    right, bottom = round((x + width) * _SHARP), round((y + height) * _SHARP)
-    return left, top, max(right - 1, left), max(bottom - 1, top)
-
-
-def _mixed(over: str, under: str, opacity: float) -> tuple[int, ...]:
-    """A colour that is not opaque, above another."""
-    pairs = ((int(over[n : n + 2], 16), int(under[n : n + 2], 16)) for n in (1, 3, 5))
-    return tuple(round(a * opacity + b * (1 - opacity)) for a, b in pairs)

@@ -5,11 +5,13 @@ Everything printed comes from `as_json.to_json`, so the table, the page and `--j
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from hocket_trace.as_json import by_launcher, to_json
 from hocket_trace.columns import (
+    UNKNOWN,
     Line,
     bar,
     counted,
@@ -57,24 +59,65 @@ def render(report: Report, tax: Tax | None = None, width: int = 100) -> str:
 
 def table(figures: Figures, width: int = 100) -> list[Line]:
     """The lines of the report, with styles."""
-    sections = [
+    notes = _indented([f"- {note}" for note in figures["notes"]], width)
+    blocks = [
         title(figures, width),
         [one for text in warnings(figures) for one in wrapped(text, width, "bold white on red")],
         wrapped(headline(figures), width),
         _whole(figures, width),
-        _ranks(figures, width),
-        _kinds(figures, width),
-        _layers(figures, width),
-        _ops(figures, width),
-        _tax(figures, width),
-        _notes(figures, width),
+        *(_section(one, width) for one in sections(figures, short=True)),
+        [_head("Notes", ""), *notes] if notes else [],
     ]
-    return [one for section in sections if section for one in (*section, line())][:-1]
+    return [one for block in blocks if block for one in (*block, line())][:-1]
 
 
-def section(head: str, about: str, body: Sequence[Line]) -> list[Line]:
-    """A head with what its numbers are, and lines below it."""
-    return [((head, "bold"), (f"  {about}" if about else "", "dim")), *body]
+class Row(NamedTuple):
+    """Cells of a table; a kernel stands below the op that launched it, and has a whole name."""
+
+    cells: Sequence[str]
+    kernel: str = ""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A table of a report, with its head and what its numbers are, and sentences before and behind it."""
+
+    head: str
+    about: str
+    heads: Sequence[str]
+    rows: Sequence[Row]
+    before: Sequence[str] = ()
+    behind: Sequence[str] = ()
+    more: str = ""
+    """What is left out where there is not room for all."""
+
+
+def sections(figures: Figures, short: bool) -> list[Section]:
+    """The tables of a report; `short` for a terminal, which has room for a few rows of each."""
+    balance, tax = imbalance_text(figures), figures["tax"]
+    found = [
+        Section("Ranks", "milliseconds a step", *rank_rows(figures), behind=[balance] if balance else []),
+        Section("Communication", "per step of one rank; milliseconds", *kind_rows(figures)),
+    ]
+    if any(row["exposed_seconds"] for row in figures["layers"]):
+        heads, rows = layer_rows(figures)
+        head, shown = "Layers with the most exposed communication", _LAYERS if short else len(rows)
+        found.append(Section(head, "milliseconds", heads, rows[:shown], more=_more(len(rows) - shown, "layer")))
+    groups = by_launcher(figures["ops"])
+    shown, kernels = (_LAUNCHERS, _KERNELS) if short else (2 * _LAUNCHERS, _KERNELS + 1)
+    rows = [row for group in groups[:shown] for row in _op_rows(*group, kernels)]
+    more = _more(len(groups) - shown, "op")
+    found.append(Section("Costliest ops", "summed, per step of one rank; milliseconds", OP_HEADS, rows, more=more))
+    if tax:
+        classes, ops = (_CLASSES, _OPS) if short else (None, None)
+        left = sum(len(tax[name][most:]) for name, most in (("classes", classes), ("ops", ops)) if most)
+        more = _more(left, "class or op", "classes and ops")
+        notes = [f"- {note}" for note in tax["notes"]]
+        head = "Tax of communication"
+        found.append(
+            Section(head, "milliseconds", *tax_rows(tax, classes, ops), [tax_text(tax)], notes, more),
+        )
+    return [one for one in found if one.rows]
 
 
 def title(figures: Figures, width: int) -> list[Line]:
@@ -144,7 +187,7 @@ def step_parts(step: Figures) -> list[tuple[str, str, str, float, float, str]]:
     return out
 
 
-def rank_rows(figures: Figures) -> tuple[list[str], list[list[str]]]:
+def rank_rows(figures: Figures) -> tuple[list[str], list[Row]]:
     """Heads and rows of the table of ranks. Times are milliseconds."""
     heads = ["rank", "step", "compute", "comm.", "exposed", "of step", "hidden", "late peers", "host late", "idle"]
     rows = []
@@ -153,11 +196,11 @@ def rank_rows(figures: Figures) -> tuple[list[str], list[list[str]]]:
         times = [milliseconds(row[f"{name}_seconds"]) for name in names]
         shares = [percent(row["exposed_share"]), percent(row["hidden_fraction"])]
         more = [milliseconds(row[f"{name}_seconds"]) for name in ("waiting", "host_bound", "idle")]
-        rows.append([str(row["rank"]), *times, *shares, *more])
+        rows.append(Row([str(row["rank"]), *times, *shares, *more]))
     return heads, rows
 
 
-def kind_rows(figures: Figures) -> tuple[list[str], list[list[str]]]:
+def kind_rows(figures: Figures) -> tuple[list[str], list[Row]]:
     """Heads and rows of the table of kinds of communication. Times are milliseconds."""
     heads = ["kind", "count", "time", "late peers", "bytes", "bus GB/s", "exposed", "hidden", "of step"]
     rows = []
@@ -165,11 +208,11 @@ def kind_rows(figures: Figures) -> tuple[list[str], list[list[str]]]:
         times = [milliseconds(row["seconds"]), milliseconds(row["waiting_seconds"])]
         moved = [size(row["bytes"]), rate(row["bandwidth_bytes_per_second"])]
         shown = [milliseconds(row["exposed_seconds"]), percent(row["hidden_fraction"]), percent(row["counted_share"])]
-        rows.append([row["kind"], number(row["count"]), *times, *moved, *shown])
+        rows.append(Row([row["kind"], number(row["count"]), *times, *moved, *shown]))
     return heads, rows
 
 
-def layer_rows(figures: Figures) -> tuple[list[str], list[list[str]]]:
+def layer_rows(figures: Figures) -> tuple[list[str], list[Row]]:
     """Heads and rows of the table of layers, the most exposed first. Times are milliseconds."""
     heads = ["layer", "exposed", "time", "hidden", "bytes", "most exposed"]
     rows = []
@@ -177,7 +220,7 @@ def layer_rows(figures: Figures) -> tuple[list[str], list[list[str]]]:
         most = max(row["kinds"], key=lambda kind: kind["exposed_seconds"])
         kind = f"{most['kind']} {milliseconds(most['exposed_seconds'])}" if most["exposed_seconds"] else ""
         times = [milliseconds(row["exposed_seconds"]), milliseconds(row["seconds"]), percent(row["hidden_fraction"])]
-        rows.append([f"layer {row['layer']}", *times, size(row["bytes"]), kind])
+        rows.append(Row([f"layer {row['layer']}", *times, size(row["bytes"]), kind]))
     return heads, rows
 
 
@@ -198,20 +241,21 @@ def imbalance_text(figures: Figures) -> str:
     return text
 
 
-def tax_rows(tax: Figures, classes: int | None = None, ops: int | None = None) -> tuple[list[str], list[list[str]]]:
+def tax_rows(tax: Figures, classes: int | None = None, ops: int | None = None) -> tuple[list[str], list[Row]]:
     """Heads and rows of the table of the tax, in milliseconds: all kernels, their first classes, the first ops."""
     heads = ["kernels", "with communication", "without", "slow-down"]
     by_class = _slowdown_rows([tax["contention"]], "name") + _slowdown_rows(tax["classes"][:classes], "class")
     by_op = _slowdown_rows(tax["ops"][:ops], "name")
-    return heads, [*by_class, *([["the same, by op", "", "", ""], *by_op] if by_op else [])]
+    return heads, [*by_class, *([Row(["the same, by op", "", "", ""]), *by_op] if by_op else [])]
 
 
-def _slowdown_rows(rows: Sequence[Figures], key: str) -> list[list[str]]:
+def _slowdown_rows(rows: Sequence[Figures], key: str) -> list[Row]:
     """Name, milliseconds with and without communication, and how much longer it takes."""
-    return [
-        [row[key], milliseconds(row["seconds"]), milliseconds(row["null_seconds"]), _longer(row["slowdown_share"])]
-        for row in rows
-    ]
+    found = []
+    for row in rows:
+        longer = UNKNOWN if row["slowdown_share"] is None else f"{row['slowdown_share'] * 100:+.1f} %"
+        found.append(Row([row[key], milliseconds(row["seconds"]), milliseconds(row["null_seconds"]), longer]))
+    return found
 
 
 def _whole(figures: Figures, width: int) -> list[Line]:
@@ -229,61 +273,21 @@ def _whole(figures: Figures, width: int) -> list[Line]:
         drawn = bar(share, room)
         fits = len(drawn) + len(text) + 2 <= room
         lines.append((start, (drawn, STYLES[color]), (f"  {text}" if text and fits else "", "dim")))
-    return section("Where a step goes", about, lines)
+    return [_head("Where a step goes", about), *lines]
 
 
-def _ranks(figures: Figures, width: int) -> list[Line]:
-    if not figures["by_rank"]:
-        return []
-    heads, rows = rank_rows(figures)
-    body = grid(heads, rows, width)
-    if text := imbalance_text(figures):
-        body += [(("  ", ""), *one) for one in wrapped(text, width - 2)]
-    return section("Ranks", "milliseconds a step", body)
+def _op_rows(total: Figures, kernels: Sequence[Figures], most: int) -> Iterator[Row]:
+    """An op that launched kernels, and those that take longest."""
+    name = total["launcher"] or "(launcher not known)"
+    if len(kernels) == 1:  # once if they have one name, as on a CPU
+        short = short_kernel(kernels[0]["kernel"])
+        both = name if name.endswith(short) else f"{name}: {short}"
+        name, kernels = (both, []) if len(both) <= _TOGETHER else (name, kernels)
+    yield Row([name, *_op_cells(total)])
+    yield from (Row([short_kernel(one["kernel"]), *_op_cells(one)], one["kernel"]) for one in kernels[:most])
 
 
-def _kinds(figures: Figures, width: int) -> list[Line]:
-    if not figures["kinds"]:
-        return []
-    return section("Communication", "per step of one rank; milliseconds", grid(*kind_rows(figures), width))
-
-
-def _layers(figures: Figures, width: int) -> list[Line]:
-    if not any(row["exposed_seconds"] for row in figures["layers"]):
-        return []
-    heads, rows = layer_rows(figures)
-    body = grid(heads, rows[:_LAYERS], width)
-    return section(
-        "Layers with the most exposed communication", "milliseconds", [*body, *_more(rows, _LAYERS, "layer")]
-    )
-
-
-def _ops(figures: Figures, width: int) -> list[Line]:
-    """Ops that launched kernels, and below each the kernels that it launched."""
-    if not figures["ops"]:
-        return []
-    groups = by_launcher(figures["ops"])
-    rows, styles = [], []
-    for total, kernels in groups[:_LAUNCHERS]:
-        name = total["launcher"] or "(launcher not known)"
-        if len(kernels) == 1 and len(both := together(name, kernels[0]["kernel"])) <= _TOGETHER:
-            name, kernels = both, []
-        rows.append([name, *op_cells(total)])
-        styles.append("")
-        for kernel in kernels[:_KERNELS]:
-            rows.append(["  " + short_kernel(kernel["kernel"]), *op_cells(kernel)])
-            styles.append("dim")
-    body = [*grid(OP_HEADS, rows, width, styles), *_more(groups, _LAUNCHERS, "op")]
-    return section("Costliest ops", "summed, per step of one rank; milliseconds", body)
-
-
-def together(launcher: str, kernel: str) -> str:
-    """An op and its only kernel, once if they have one name, as on a CPU."""
-    short = short_kernel(kernel)
-    return launcher if launcher.endswith(short) else f"{launcher}: {short}"
-
-
-def op_cells(row: Figures) -> list[str]:
+def _op_cells(row: Figures) -> list[str]:
     """Class or kind, count, milliseconds, share of a step, and of communication milliseconds exposed."""
     exposed = milliseconds(row["exposed_seconds"]) if row["kind"] != "compute" else ""
     cells = [number(row["count"]), milliseconds(row["seconds"]), percent(row["step_share"]), exposed]
@@ -299,30 +303,26 @@ def tax_text(tax: Figures) -> str:
     return f"A step is {abs(longer):.2f} ms {change} than without communication: {parts} ms."
 
 
-def _tax(figures: Figures, width: int) -> list[Line]:
-    tax = figures["tax"]
-    if not tax:
-        return []
-    body = [(("  ", ""), *one) for one in wrapped(tax_text(tax), width - 2)]
-    body += grid(*tax_rows(tax, _CLASSES, _OPS), width)
-    body += _more([*tax["classes"][_CLASSES:], *tax["ops"][_OPS:]], 0, "class or op", "classes and ops")
-    return section("Tax of communication", "milliseconds", [*body, *_listed(tax["notes"], width)])
+def _section(one: Section, width: int) -> list[Line]:
+    rows = [["  " * bool(row.kernel) + row.cells[0], *row.cells[1:]] for row in one.rows]
+    body = [
+        *_indented(one.before, width),
+        *grid(one.heads, rows, width, ["dim" * bool(row.kernel) for row in one.rows]),
+    ]
+    more = [line(f"  {one.more}", "dim")] if one.more else []
+    return [_head(one.head, one.about), *body, *more, *_indented(one.behind, width)]
 
 
-def _notes(figures: Figures, width: int) -> list[Line]:
-    return section("Notes", "", _listed(figures["notes"], width)) if figures["notes"] else []
+def _head(head: str, about: str) -> Line:
+    return ((head, "bold"), (f"  {about}" if about else "", "dim"))
 
 
-def _listed(notes: Sequence[str], width: int) -> list[Line]:
-    return [(("  ", ""), *one) for note in notes for one in wrapped(f"- {note}", width - 2, hang="  ")]
+def _indented(texts: Sequence[str], width: int) -> list[Line]:
+    """Paragraphs; what begins with a dash hangs from it."""
+    hang = {text: "  " if text.startswith("- ") else "" for text in texts}
+    return [(("  ", ""), *one) for text in texts for one in wrapped(text, width - 2, hang=hang[text])]
 
 
-def _more(rows: Sequence[object], shown: int, one: str, many: str = "") -> list[Line]:
-    """A row that says how many rows are not shown."""
-    left = len(rows) - shown
-    return [line(f"  and {left} more {one if left == 1 else many or one + 's'}: see --json", "dim")] if left > 0 else []
-
-
-def _longer(share: float | None) -> str:
-    """A difference as a signed percentage."""
-    return "–" if share is None else f"{share * 100:+.1f} %"
+def _more(left: int, one: str, many: str = "") -> str:
+    """How many rows are not shown."""
+    return f"and {left} more {one if left == 1 else many or one + 's'}: see --json" if left > 0 else ""

@@ -38,7 +38,6 @@ TOOLS = {
     "execnet": "execnet",
     "hypothesis": "hypothesis",
     "sortedcontainers": "sortedcontainers",
-    "pillow": "PIL",
     "pyarrow": "pyarrow",
     "sentencepiece": "sentencepiece",
     "ruff": "ruff",

@@ -21,8 +21,8 @@ from hocket.commands.train import Train
 from hocket.environment import HERE, Worker, find_worker, first_host, prepare, tasks_here
 from hocket.presets import PRESETS
 from hocket.recipes import RECIPES, recipe
-from hocket.settings.overrides import given
 from hocket.settings.schema import leaf, types
+from hocket.settings.sources import given
 from hocket.train.signals import StopRequest
 from tests.helpers.command import (
     ALONE,

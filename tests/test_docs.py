@@ -37,7 +37,7 @@ from hocket.recipes import RECIPES
 from hocket.settings.schema import types
 from hocket.settings.sources import begin
 from hocket_trace import load, report
-from hocket_trace.cli import parse as parse_trace
+from hocket_trace.cli import parser as trace_parser
 from scripts import docs_site
 from tests.helpers.command import hocket as hocket_command
 from tests.helpers.ranks import run_ranks
@@ -157,7 +157,7 @@ def check_hocket(words: list[str]) -> None:
     if words == ["explain", "runs/<name>"]:
         return
     if words[0] == "trace":
-        parse_trace(words[1:])
+        trace_parser().parse_intermixed_args(words[1:])
         return
     if words[0] == "import":
         assert len(words) == 3, words

@@ -275,7 +275,7 @@ def test_groups_are_counted_as_they_are_made(mesh: tuple[int, ...], order: str) 
     sizes: dict[str, Any] = dict(zip(("mesh__pp", "mesh__dp", "mesh__ep", "mesh__tp"), mesh, strict=True))
     turning = order == "zb_v" and mesh[0] > 1
     found = explained("tiny", plan__order=order if turning else "auto", train__microbatches=6, model__layers=6, **sizes)
-    made = Mesh(*mesh, turning=turning)
+    made = Mesh(**dict(zip(("pp", "dp", "ep", "tp"), mesh, strict=True)), turning=turning)
     assert {group["purpose"]: group["count"] for group in found.groups} == {
         purpose: len(groups) for purpose in PURPOSES if (groups := made.groups(purpose)) and len(groups[0]) > 1
     }

@@ -203,8 +203,8 @@ def test_a_kept_file_is_used_on_its_host_and_a_named_one_anywhere() -> None:
         ({"version": 7}, "it is not of version 1"),
         ({"rates": {"speed": 1}}, "it names speed, which this hocket does not know"),
         ({"rates": {"gemm_flops": 0}}, "a rate that is not above 0"),
-        ({"gpu": "h20"}, "it names h20"),
-        ({"links": {"gather": 3}}, "it lacks what"),
+        ({"gpu": "h20"}, "gpu = 'h20': not one of"),
+        ({"links": {"gather": 3}}, "links.gather = 3: not"),
     ],
 )
 def test_a_file_that_cannot_serve_is_one_line(changes: dict[str, Any], words: str) -> None:

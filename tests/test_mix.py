@@ -165,7 +165,7 @@ def test_validation_files_take_the_place_of_the_share(tmp_path):
         ('[a]\npaths = ["x"]\nweight = {0 = 1, 9 = 0}', ["are 0 from step 9 on"]),
         ('[a]\npath = ["x"]', ["[a] path", "did you mean paths?"]),
         ("[a]\npaths = 1", ["data.paths = 1", "sources.toml:2, [a]"]),
-        ('[a]\npaths = ["x"]\n[a]\nweight = 2', ["sources.toml:3", "is in line 1 already"]),
+        ('[a]\npaths = ["x"]\n[a]\nweight = 2', ["sources.toml:3", "cannot declare ('a',) twice"]),
         ('[a]\npaths = ["x"]\nvalidation = 1.5', ["validation = 1.5", "out of range"]),
         ('[a]\npaths = ["x"]\nvalidation = [0.5, "y"]', ["one share, or files and folders"]),
     ],

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.bench.contender import Contender, Resting, blame
-from hocket.engine.executor import no_collection
+from hocket.collector import no_collection
 from hocket.model.documents import Microbatch
 
 PERIOD = 0.05

@@ -15,7 +15,7 @@ from benchmarks.bench.stats import Ratio, noise, off_clock, ratio
 from benchmarks.bench.workload import Workload
 from hocket.config import Config
 from hocket.gpus import peak_flops
-from hocket_trace.columns import counted
+from hocket.sizes import counted
 
 MFU = "(6 x weights that a token meets + causal attention at half) x tokens / seconds / GPUs / peak dense bf16 FLOP/s"
 

@@ -11,8 +11,7 @@ from hocket.presets import PRESETS
 from hocket.recipes import RECIPES
 from hocket.recipes import describe as described
 from hocket.settings.origins import DEFAULTS
-from hocket.settings.schema import leaf, show, types
-from hocket.settings.suggest import meant, meant_setting
+from hocket.settings.schema import leaf, meant, meant_setting, show, types
 from hocket.typed import describe
 
 

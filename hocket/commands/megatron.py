@@ -17,9 +17,8 @@ from typing import Any, get_args
 from hocket.commands.options import parse_plain
 from hocket.files import finite
 from hocket.problems import stop_if
-from hocket.settings.overrides import value_of
-from hocket.settings.schema import beyond, show, types
-from hocket.settings.suggest import meant
+from hocket.settings.schema import beyond, meant, show, types
+from hocket.settings.sources import value_of
 from hocket.settings.tomlfile import MOST_KEYS
 from hocket.typed import describe
 

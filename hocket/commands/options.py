@@ -21,9 +21,8 @@ from hocket.config import Config
 from hocket.machine import host_for_plan
 from hocket.problems import problems_of, stop_if
 from hocket.resolve import resolve
-from hocket.settings.overrides import given, split, value_of
 from hocket.settings.schema import changed, leaf, problem, show, types
-from hocket.settings.sources import begin
+from hocket.settings.sources import begin, given, split, value_of
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from hocket.program.hardware import hardware_of
 from hocket.program.stages import costs_of
 from hocket.program.timeline import html_timeline, svg_timeline
 from hocket.resolve import Settings, resolve
-from hocket.settings.overrides import split
+from hocket.settings.sources import split
 from hocket.tune import best_plan
 from hocket.tune.trials import model_costs
 

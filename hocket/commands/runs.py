@@ -8,12 +8,14 @@ from html import escape
 from importlib.resources import files
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from hocket.commands.options import write
 from hocket.settings.schema import show
 from hocket.train.runs import METRICS, Run, run_of, runs
-from hocket_trace.picture import COLORS, PALETTE, Curve, chart, shown, svg_of
+from hocket_trace.picture import COLORS, STYLE, tick
 
 USAGE = """usage: hocket runs [DIR ...] [--html FILE]
 
@@ -27,6 +29,19 @@ CURVES = {
     "learning rate": ("lr",),
 }
 """Titles of the page's pictures -> names in metrics.jsonl: of a curve, and of a dashed one."""
+PALETTE = ("fwd", "bwd", "wgrad", "a2a", "exposed", "pp", "gather", "reduce")
+"""Names of colours that can be told apart."""
+_WIDTH, _HEIGHT = 560, 240
+_LEFT, _RIGHT, _UPPER, _LOWER = 64, 22, 30, 22
+
+
+class Curve(NamedTuple):
+    """Finite values by step, which ascend."""
+
+    steps: Sequence[float]
+    values: Sequence[float]
+    color: str = "fwd"
+    dashed: bool = False
 
 
 def run(words: list[str]) -> int:
@@ -90,7 +105,7 @@ def page(folders: Sequence[Path]) -> str:
     for title, names in CURVES.items():
         curves = [_curve(lines, name, color, name != names[0]) for name in names for _, lines, color in found]
         if any(any(curve.values) for curve in curves):  # a model without experts has no load
-            charts.append(f"<figure>{svg_of(chart(title, curves))}</figure>")
+            charts.append(f"<figure>{chart(title, curves)}</figure>")
     heads = "".join(f"<th>{head}</th>" for head in ("run", "recipe", "step", "loss", "held-out", "tokens/s", "state"))
     rows = "".join(_page_row(*each) for each in found)
     style = (files("hocket_trace") / "assets" / "page.css").read_text(encoding="utf-8")
@@ -101,6 +116,64 @@ def page(folders: Sequence[Path]) -> str:
         f'<div class="wide"><section><table><tr>{heads}</tr>{rows}</table></section></div>\n'
         f'<div class="charts">{"".join(charts)}</div>\n</main></body></html>\n'
     )
+
+
+def chart(title: str, curves: Sequence[Curve]) -> str:
+    """A picture with axes that all curves share.
+
+    A column of pixels reaches faintly from the smallest to the largest value of the steps that share it, with the mean
+    in front. So no spike is lost, however long a run is.
+    """
+    drawn = [(np.array(curve.steps, float), np.array(curve.values, float), curve) for curve in curves if curve.values]
+    (left, right), (low, high) = _range([x for x, _, _ in drawn]), _range([y for _, y, _ in drawn])
+    across, up = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _UPPER - _LOWER
+
+    def line(x: np.ndarray, y: np.ndarray, look: str) -> str:
+        height = _UPPER + up - (y - low) / (high - low) * up
+        points = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x + _LEFT, height, strict=True))
+        return f'<polyline fill="none" {look} points="{points}"/>'
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="t" width="{_WIDTH}" viewBox="0 0 {_WIDTH} {_HEIGHT}">',
+        f'<style>{STYLE}</style><rect class="bg" width="100%" height="100%" rx="6"/>',
+        f'<text x="8" y="18" font-weight="600">{escape(title)}</text>',
+    ]
+    for value in _ticks(low, high, up / 40):
+        y = _UPPER + up - (value - low) / (high - low) * up
+        parts.append(line(np.array([0.0, across]), np.array([value, value]), 'class="line"'))
+        parts.append(f'<text class="dim" x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{shown(value)}</text>')
+    for value in _ticks(left, right, across / 90):
+        x = _LEFT + (value - left) / (right - left) * across
+        parts.append(f'<text class="dim" x="{x:.1f}" y="{_HEIGHT - 6}" text-anchor="middle">{shown(value)}</text>')
+    for x, y, curve in drawn:
+        column, first, count = np.unique(
+            np.floor((x - left) / (right - left) * across), return_index=True, return_counts=True
+        )
+        look = f'stroke="{COLORS[curve.color]}" stroke-width="1.5"'
+        if len(x) > len(column):
+            extremes = np.stack([np.minimum.reduceat(y, first), np.maximum.reduceat(y, first)], axis=1).ravel()
+            parts.append(line(np.repeat(column, 2), extremes, f'{look} stroke-opacity="0.3"'))
+        dashes = ' stroke-dasharray="5 4"' if curve.dashed else ""
+        parts.append(line(column, np.add.reduceat(y, first) / count, look + dashes))
+    return "".join([*parts, "</svg>\n"])
+
+
+def shown(value: float) -> str:
+    """A value of an axis."""
+    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+
+
+def _range(values: Sequence[np.ndarray]) -> tuple[float, float]:
+    """Smallest and largest value, further apart if they are one."""
+    low, high = min(float(one.min()) for one in values), max(float(one.max()) for one in values)
+    room = (abs(low) or 1.0) * 0.05
+    return (low, high) if high > low else (low - room, high + room)
+
+
+def _ticks(low: float, high: float, count: float) -> list[float]:
+    """About `count` round numbers between two."""
+    step = tick(high - low, max(count, 1.0) * 100)
+    return [n * step for n in range(int(np.ceil(low / step)), int(np.floor(high / step)) + 1)]
 
 
 def _metrics(folder: Path) -> Iterator[dict[str, Any]]:

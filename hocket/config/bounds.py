@@ -49,10 +49,10 @@ class Form:
 
 @dataclass(frozen=True)
 class OnlyWith:
-    """What a setting needs to have an effect: without it, one that the user set is refused (`settings/effects.py`)."""
+    """What a setting needs to have an effect: without it, one that the user set is refused (`settings/rules.py`)."""
 
     what: str
-    """Such as `mesh.pp above 1 and overlap.defer_wgrad = on`, or a key of `effects.FACTS`. It is the fix, too."""
+    """Such as `mesh.pp above 1 and overlap.defer_wgrad = on`, or a key of `rules.FACTS`. It is the fix, too."""
     idle: tuple[object, ...] = ()
     """Values that ask for nothing, which may be set anywhere."""
     remark: bool = False

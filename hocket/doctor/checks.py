@@ -193,7 +193,9 @@ def _ask() -> Torch:
         return found
     reach = torch.cuda.can_device_access_peer
     apart = tuple((a, b) for a in range(count) for b in range(count) if a != b and not reach(a, b))
-    return replace(found, nccl=torch.cuda.nccl.version(), apart=apart, no_copy_engine=problem() if count > 1 else "")
+    return replace(
+        found, nccl=torch.cuda.nccl.version()[:3], apart=apart, no_copy_engine=problem() if count > 1 else ""
+    )
 
 
 # -- What it means for overlap -----------------------------------------------------------------------------------------

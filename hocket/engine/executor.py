@@ -12,9 +12,7 @@ gives the same result; kernels, connections and memory are then there for the st
 
 from __future__ import annotations
 
-import contextlib
-import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -190,39 +188,3 @@ def _compile(ops: Sequence[Op], layout: Layout, rank: int, actions: Actions) -> 
         )
         for i, op in enumerate(ops)
     ]
-
-
-# ----------------------------------------------------------------------------------------------------------- collection
-#
-# Keeps Python's garbage collector out of steps.
-#
-# Note: [Garbage waits for all ranks]
-# The collector starts when it has counted enough new objects: in the middle of a step, on every rank at another time,
-# and walks through all objects that there are. Where the host is just ahead of its GPU, the GPU then waits, and all
-# other ranks for it. A step leaves no cycles of objects behind that hold tensors (`tests/ranks/test_collection.py`), so
-# the collector can wait, and run on all ranks at once.
-
-
-EVERY = 50
-"""Steps between two collections."""
-
-
-@contextlib.contextmanager
-def no_collection() -> Iterator[None]:
-    """Inside, the garbage collector runs only when it is asked to, and never visits objects that exist already."""
-    enabled = gc.isenabled()
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-        gc.unfreeze()  # of all: what stays frozen is never freed if it is part of a cycle, as engines are
-
-
-def collect_after(step: int) -> None:
-    """Collect what `EVERY` steps have left behind, if that many are over."""
-    if step % EVERY == 0:
-        gc.collect()

@@ -13,12 +13,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from hocket.collector import without_collector
 from hocket.config import Purpose
 from hocket.config.overlap import DIRECTIONS, ROLES
 from hocket.explain.explanation import FILE, Axis, Explanation, Overlap, Predicted, Row, State, Times, to_text
 from hocket.files import json_in
 from hocket.gpus import GPUS
 from hocket.planning import adapter_seconds, network, predict, program_of, rates, told_documents
+from hocket.problems import harmless
 from hocket.program.cost import CostTable, unit_weights, units_of
 from hocket.program.hardware import Hardware, hardware_of, hosts_of
 from hocket.program.mesh import P2P, PURPOSES, described, most_sms, mover_of
@@ -39,10 +41,9 @@ from hocket.settings.rule import Host
 from hocket.settings.schema import changed, digest, problem
 from hocket.settings.training_rules import FROM, PRECISION_RULES
 from hocket.settings.weight_groups import samples, weight_groups
+from hocket.sizes import duration, listed, several
 from hocket.tune.period import continued, steady
 from hocket.variables import Finding
-from hocket_trace.columns import duration, harmless, listed, several
-from hocket_trace.without_collector import without_collector
 
 if TYPE_CHECKING:
     from hocket_trace.data import Report

@@ -9,8 +9,8 @@ from typing import Any, Literal, NamedTuple
 
 from hocket.settings.decision import Decision
 from hocket.settings.schema import show
+from hocket.sizes import duration
 from hocket.variables import Finding
-from hocket_trace.columns import duration
 
 FILE = "explanation.json"
 """Its name in the folder of a run."""

@@ -23,7 +23,7 @@ from hocket.pretrained.tables import (
     Key,
     Layers,
 )
-from hocket.settings.effects import without_effect
+from hocket.settings.rules import without_effect
 from hocket.settings.schema import beyond, flat, show, types
 from hocket.typed import describe, is_a
 

@@ -26,25 +26,25 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from itertools import accumulate
 
+from hocket.collector import without_collector
 from hocket.program.check_memory import (
     activations_capped,
-    gradients_kept,
-    host_slots_kept,
-    matrices_whole,
+    gathers_counted,
+    gradients_in_order,
     receives_paced,
     reloads_paced,
+    slots_kept,
     updates_first,
     values_dropped_in_time,
     values_live,
-    weights_resident,
 )
 from hocket.program.facts import INVARIANTS, Facts, Span, Violation, gather_facts, has_place
 from hocket.program.ops import COMPUTING, HOST, LANES, TIED, Key, Layout, Op, Program, stops_host, tied_lane
 from hocket.program.transformer import EMBED, HEAD
 from hocket.program.values import follows
-from hocket_trace.without_collector import without_collector
 
 __all__ = ["INVARIANTS", "Violation", "assert_valid", "check"]
 
@@ -222,8 +222,10 @@ def deadlock_free(ranks: list[Facts]) -> Iterator[Violation]:
         for i, d in facts.late_deps:
             what = facts.show(d) if 0 <= d < len(facts.ops) else f"op {d}, which there is not"
             yield facts.fail(1, f"{facts.show(i)} waits for {what}: the host can only wait for earlier ops", i, d)
-    cycle = _find_cycle(_waits(ranks))
-    if cycle:
+    try:
+        TopologicalSorter(_waits(ranks)).prepare()
+    except CycleError as error:
+        cycle = error.args[1][:0:-1]  # each followed by one that it waits for
         names = [f"rank {rank}: {ranks[rank].show(position)}" for rank, position in cycle]
         rank = cycle[0][0]
         here = [position for r, position in cycle if r == rank]
@@ -270,28 +272,6 @@ def _pipeline_waits(facts: Facts) -> Iterator[tuple[int, list[int]]]:
             known = [max(host[lane], previous[lane] if lane == mine else facts.clocks[i][lane]) for lane in lanes]
             previous[mine] = i
             yield i, [p for p in known if p >= 0]
-
-
-def _find_cycle(waits: dict[Node, list[Node]]) -> list[Node]:
-    """Some cycle, each node followed by one that it waits for; empty if there is none."""
-    followers: dict[Node, list[Node]] = defaultdict(list)
-    open_waits = {node: len(before) for node, before in waits.items()}
-    for node, before in waits.items():
-        for other in before:
-            followers[other].append(node)
-    ready = [node for node, count in open_waits.items() if count == 0]
-    while ready:
-        for node in followers[ready.pop()]:
-            open_waits[node] -= 1
-            if open_waits[node] == 0:
-                ready.append(node)
-    stuck = {node for node, count in open_waits.items() if count > 0}
-    if not stuck:
-        return []
-    path = [min(stuck)]
-    while path[-1] not in path[:-1]:
-        path.append(next(node for node in waits[path[-1]] if node in stuck))
-    return path[path.index(path[-1]) : -1]
 
 
 def sends_match(ranks: list[Facts]) -> Iterator[Violation]:
@@ -397,11 +377,10 @@ _RULES = (
     work_queued,
     values_live,
     values_dropped_in_time,
-    weights_resident,
-    gradients_kept,
+    slots_kept,
+    gathers_counted,
+    gradients_in_order,
     updates_first,
-    matrices_whole,
-    host_slots_kept,
     activations_capped,
     receives_paced,
     reloads_paced,

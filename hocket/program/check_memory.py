@@ -1,12 +1,13 @@
-"""Invariants about memory of values (6, 12, 14), of activations in flight and of received tensors (11)."""
+"""Invariants about memory: of values (6, 12, 14), of activations in flight and received tensors (11), and of slots."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 from hocket.program.facts import Facts, Violation, has_place
-from hocket.program.ops import TIED, WHOLE_MATRICES
+from hocket.program.ops import TIED, WHOLE_MATRICES, Op, Program
 from hocket.program.transformer import EMBED
 from hocket.program.values import UnitName, first_reader, memory_of, unit_moved, unit_read, unit_written
 
@@ -138,224 +139,202 @@ def receives_paced(facts: Facts) -> Iterator[Violation]:
 
 # --------------------------------------------------------------------------------------------------------------- slots
 #
-# Invariants about slots: weights (7, 12), gradients (5, 7, 9, 12) and the host's memory (7, 12).
+# Invariants about slots: weights (7, 12), gradients (5, 7, 9, 12), whole matrices (5, 7) and the host's memory (7, 12).
 #
-# All walk a rank's list in host order, which is also the order in which an executor hands out slots, and ask of
-# every step whether happens-before bears it out.
-
-Slot = tuple[str, int]
+# Whatever lies in a slot is filled, read and ended by ops. One walk over a rank's list in host order, which is also the
+# order in which an executor hands out slots, asks of each of them whether happens-before bears it out.
 
 
-def weights_resident(facts: Facts) -> Iterator[Violation]:
-    """Invariant 7 for weights: readers come after the gather and before the release, the next gather after it.
+class Use(NamedTuple):
+    """What an op does to what lies in a slot."""
 
-    Also invariant 12: every slot is released.
-    """
-    resident: dict[UnitName, list[int]] = {}  # unit in its slot -> the gather that brought it, and readers since
-    tenant: dict[Slot, int] = {}  # slot -> its latest gather, until it is released
-    released: dict[Slot | UnitName, int] = {}  # slot, and unit -> its latest release
-    turns: dict[UnitName, int] = {}  # unit -> how often it was gathered
-    for i, op in enumerate(facts.ops):
-        if not has_place(op, facts.layout):
-            continue
-        if op.verb == "gather":
-            unit, slot = unit_moved(op), (op.part, op.slot)
-            count = facts.program.weight_slots.get(op.part, 0)
-            if not 0 <= op.slot < count:
-                yield facts.fail(7, f"{facts.show(i)}: {op.part} has {count} weight slots", i)
-            if op.microbatch != turns.get(unit, 0):
-                yield facts.fail(7, f"{facts.show(i)} is the unit's gather number {turns.get(unit, 0)}", i)
-            turns[unit] = op.microbatch + 1
-            if unit in resident:
-                p = resident[unit][0]
-                yield facts.fail(7, f"{facts.show(i)} gathers what {facts.show(p)} already holds", i, p)
-            elif slot in tenant:
-                p = tenant[slot]
-                yield facts.fail(7, f"{facts.show(i)} overwrites {facts.show(p)}, not released yet", i, p)
-            for p in {released[place] for place in (slot, unit) if place in released}:
-                yield from facts.comes_after(7, i, p)
-            resident[unit], tenant[slot] = [i], i
-        elif op.verb == "release":
-            unit, slot = unit_moved(op), (op.part, op.slot)
-            gather, *readers = resident.pop(unit, (-1,))
-            gathered = facts.ops[gather]
-            if gather < 0 or (gathered.slot, gathered.microbatch) != (op.slot, op.microbatch):
-                yield facts.fail(7, f"{facts.show(i)} releases what was not gathered so", i)
-                continue
-            tenant.pop(slot, None)
-            released[slot] = released[unit] = i
-            for p in readers:
-                yield from facts.comes_after(7, i, p, ", which reads the weights")
-        elif (unit := unit_read(op, facts.layout)) is not None and unit[0] in facts.program.weight_slots:
-            if unit not in resident:
-                yield facts.fail(7, f"{facts.show(i)} reads weights that are not gathered", i)
-                continue
-            resident[unit].append(i)
-            yield from facts.comes_after(7, i, resident[unit][0])
-    for gather, *_ in resident.values():
-        yield facts.fail(12, f"{facts.show(gather)} is never released", gather)
+    kind: Literal["weights", "gradients", "matrices", "results", "saved tensors"]
+    owner: Hashable
+    """Whose it is."""
+    role: Literal["fill", "read", "end"]
+    slot: tuple[str, int] | None = None
+    """None: that in which its owner has it."""
 
 
-class _GradientSlots:
-    """Follows every gradient from its first write to its reduce, by way of its unit's sum where there is an add."""
+_BROKEN: Mapping[str, int] = {"gradients": 5, "matrices": 5, "results": 5}
+"""Invariants that an end ahead of what it needs breaks; 7 for all else."""
 
+
+def _uses(op: Op, program: Program) -> Iterator[Use]:
+    layout, slot = program.layout, (op.part, op.slot)
+    match op.verb:
+        case "gather" | "release":
+            yield Use("weights", unit_moved(op), "fill" if op.verb == "gather" else "end", slot)
+        case "add" | "reduce":
+            yield Use("gradients", (unit_moved(op), op.microbatch), "end", slot)
+        case "offload" | "reload":
+            yield Use("saved tensors", op.key[1:], "fill" if op.verb == "offload" else "end", slot)
+        case "collect":
+            yield Use("matrices", unit_moved(op), "fill", slot)
+        case "orthogonalise":
+            yield Use("matrices", unit_moved(op), "read", slot)
+        case "scatter":
+            yield Use("matrices", unit_moved(op), "end", slot)
+            yield Use("results", unit_moved(op), "fill", slot)
+        case "update" if op.slot >= 0:
+            yield Use("results", unit_moved(op), "end", slot)
+    if (written := unit_written(op, layout)) is not None:
+        yield Use("gradients", (written, op.microbatch), "fill", (written[0], op.slot))
+    if (read := unit_read(op, layout)) is not None and read[0] in program.weight_slots:
+        yield Use("weights", read, "read")
+
+
+@dataclass
+class _Tenant:
+    """What lies in a slot: whose it is, and the ops that have filled and read it."""
+
+    owner: Hashable
+    fills: list[int] = field(default_factory=list)
+    reads: list[int] = field(default_factory=list)
+
+
+class _Slots:
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
-        self.used: dict[Slot, tuple[tuple[UnitName, int], list[int]]] = {}  # slot -> whose gradient, and its writers
-        self.slot_of: dict[tuple[UnitName, int], int] = {}
-        self.read_slot: dict[Slot, int] = {}  # slot -> its latest add or reduce
-        self.read: dict[tuple[UnitName, int], int] = {}  # likewise, of a unit's microbatch
-        self.latest: dict[UnitName, int] = {}  # likewise, of a unit
-        self.parts: dict[tuple[UnitName, str], int] = {}  # a part of a unit -> the latest op that wrote its gradient
-        self.sums: dict[UnitName, int] = {}  # unit -> its latest add, until its reduce
-        self.ended: dict[UnitName, int] = {}  # unit -> the reduce that took its sum in
+        self.counts = {"weights": facts.program.weight_slots, "gradients": facts.program.grad_slots}
+        self.tenants: dict[tuple[str, tuple[str, int]], _Tenant] = {}
+        self.place: dict[tuple[str, Hashable], tuple[str, int]] = {}
+        """(kind, owner) -> the slot that has it."""
+        self.ended: dict[tuple[str, Hashable], int] = {}
+        """(kind, slot), and (kind, owner) -> its latest end."""
 
-    def write(self, i: int, unit: UnitName) -> Iterator[Violation]:
-        facts, op = self.facts, self.facts.ops[i]
-        owner, slot, part = (unit, op.microbatch), (unit[0], op.slot), (unit, op.part)
-        earlier = self.parts.get(part)
-        if earlier is not None and facts.ops[earlier].microbatch >= op.microbatch:  # products may add them up
-            yield facts.fail(9, f"{facts.show(i)} comes after {facts.show(earlier)}: not ascending", i, earlier)
-        self.parts[part] = i
-        count = facts.program.grad_slots.get(unit[0], 0)
-        if not 0 <= op.slot < count:
-            yield facts.fail(7, f"{facts.show(i)}: {unit[0]} has {count} gradient slots", i)
-        if owner in self.read:
-            p = self.read[owner]
+    def fill(self, i: int, use: Use, slot: tuple[str, int]) -> Iterator[Violation]:
+        facts, counts = self.facts, self.counts.get(use.kind)
+        count = counts.get(slot[0], 0) if counts is not None else slot[1] + 1
+        if not 0 <= slot[1] < count:
+            yield facts.fail(7, f"{facts.show(i)}: {slot[0]} has {count} slots of {use.kind}", i)
+        tenant, held = self.tenants.get((use.kind, slot)), self.place.get((use.kind, use.owner))
+        if held not in (None, slot) or (tenant and tenant.owner == use.owner and use.kind != "gradients"):
+            p = self.tenants[use.kind, held or slot].fills[-1]
+            yield facts.fail(7, f"{facts.show(i)} fills a slot with what {facts.show(p)} has in one already", i, p)
+        if tenant and tenant.owner != use.owner:
+            p = tenant.fills[-1]
+            yield facts.fail(7, f"{facts.show(i)} overwrites {facts.show(p)}, which is still needed", i, p)
+            tenant = None
+        if use.kind != "weights" and (use.kind, use.owner) in self.ended:
+            p = self.ended[use.kind, use.owner]
             yield facts.fail(5, f"{facts.show(i)} comes after {facts.show(p)}, which needs it", i, p)
-        other = self.slot_of.setdefault(owner, op.slot)
-        if other != op.slot:
-            yield facts.fail(7, f"{facts.show(i)} writes a gradient whose other parts are in slot {other}", i)
-        found, writers = self.used.get(slot, (owner, []))
-        if found != owner:
-            yield facts.fail(
-                7, f"{facts.show(i)} overwrites {facts.show(writers[-1])}, not reduced yet", i, writers[-1]
-            )
-            writers = []
-        if slot in self.read_slot:
-            yield from facts.comes_after(7, i, self.read_slot[slot], " has read it", "may overwrite its slot before")
-        self.used[slot] = owner, [*writers, i]
+        for p in {self.ended[use.kind, key] for key in (slot, use.owner) if (use.kind, key) in self.ended}:
+            yield from facts.comes_after(7, i, p, " has read it", "may overwrite its slot before")
+        tenant = self.tenants[use.kind, slot] = tenant or _Tenant(use.owner)
+        self.place[use.kind, use.owner] = slot
+        tenant.fills.append(i)
 
-    def read_by(self, i: int) -> Iterator[Violation]:
-        """What an add and a reduce ask of the slot that they read."""
-        facts, op = self.facts, self.facts.ops[i]
-        unit, slot = unit_moved(op), (op.part, op.slot)
-        found, writers = self.used.get(slot, (None, []))
-        if found != (unit, op.microbatch):
-            yield facts.fail(5, f"{facts.show(i)} finds no gradient of its own in its slot", i)
+    def read(self, i: int, use: Use) -> Iterator[Violation]:
+        slot = use.slot or self.place.get((use.kind, use.owner))
+        tenant = self.tenants.get((use.kind, slot)) if slot else None
+        if tenant is None or tenant.owner != use.owner:
+            yield self.facts.fail(7, f"{self.facts.show(i)} reads {use.kind} that are in no slot", i)
+            return
+        tenant.reads.append(i)
+        yield from self.facts.comes_after(7, i, tenant.fills[-1])
+
+    def end(self, i: int, use: Use, slot: tuple[str, int]) -> Iterator[Violation]:
+        tenant, number = self.tenants.get((use.kind, slot)), _BROKEN.get(use.kind, 7)
+        if tenant is None or tenant.owner != use.owner:
+            yield self.facts.fail(number, f"{self.facts.show(i)} finds no {use.kind} of its own in its slot", i)
         else:
-            del self.used[slot]
-            for p in writers:
-                yield from facts.comes_after(5, i, p)
-        if unit in self.latest:
-            p = self.latest[unit]
-            if facts.ops[p].microbatch >= op.microbatch or not facts.before(p, i):
-                yield facts.fail(9, f"{facts.show(i)} adds to the gradient after {facts.show(p)}: not ascending", i, p)
-        if unit in self.ended:
-            p = self.ended[unit]
-            yield facts.fail(5, f"{facts.show(i)} comes after {facts.show(p)}, which ended the unit's sum", i, p)
-        self.latest[unit] = self.read[unit, op.microbatch] = self.read_slot[slot] = i
-        if op.verb == "add":
-            self.sums[unit] = i
-        elif self.sums.pop(unit, None) is not None:  # that it comes behind the latest add was asked above
-            self.ended[unit] = i
+            for p in (*tenant.fills, *tenant.reads):
+                yield from self.facts.comes_after(number, i, p, ", which uses the same slot")
+            del self.tenants[use.kind, slot], self.place[use.kind, use.owner]
+        self.ended[use.kind, slot] = self.ended[use.kind, use.owner] = i
 
 
-def gradients_kept(facts: Facts) -> Iterator[Violation]:
-    """Invariants 5, 7, 9 and 12 for gradients: written, reduced once complete, in ascending microbatch order."""
-    slots = _GradientSlots(facts)
+def slots_kept(facts: Facts) -> Iterator[Violation]:
+    """Invariants 5, 7 and 12: what lies in a slot is filled, then read, then ended, and only then overwritten."""
+    slots = _Slots(facts)
+    for i, op in enumerate(facts.ops):
+        for use in _uses(op, facts.program) if has_place(op, facts.layout) else ():
+            if use.role == "read" or use.slot is None:
+                yield from slots.read(i, use)
+            else:
+                yield from (slots.fill if use.role == "fill" else slots.end)(i, use, use.slot)
+    for (kind, _), tenant in slots.tenants.items():
+        p = tenant.fills[-1]
+        yield facts.fail(12, f"the {kind} of {facts.show(p)} are never read and let go", p)
+
+
+def gathers_counted(facts: Facts) -> Iterator[Violation]:
+    """Invariant 7: a unit's gathers are numbered from 0 on, and a release has the number of its gather."""
+    turns: dict[UnitName, int] = {}
+    for i, op in enumerate(facts.ops):
+        if op.verb in ("gather", "release") and has_place(op, facts.layout):
+            unit = unit_moved(op)
+            turn = turns[unit] = turns.get(unit, -1) + (op.verb == "gather")
+            if op.microbatch != turn:
+                yield facts.fail(7, f"{facts.show(i)} belongs to the unit's gather number {turn}", i)
+
+
+def gradients_in_order(facts: Facts) -> Iterator[Violation]:
+    """Invariants 5, 9 and 12: a unit's microbatches are added up in ascending order, and the sum is reduced once.
+
+    Products may add weight gradients up, so those of a part ascend, too.
+    """
+    written: dict[tuple[UnitName, str], int] = {}  # a part of a unit -> the latest op that wrote its gradient
+    latest: dict[UnitName, int] = {}  # unit -> its latest add or reduce
+    sums: dict[UnitName, int] = {}  # unit -> its latest add, until its reduce
+    ended: dict[UnitName, int] = {}  # unit -> the reduce that took its sum in
     for i, op in enumerate(facts.ops):
         if not has_place(op, facts.layout):
             continue
-        if op.verb in ("add", "reduce"):
-            yield from slots.read_by(i)
-        elif op.verb == "send" and op.part == TIED:  # the sum of all microbatches
+        if op.verb == "send" and op.part == TIED:  # the sum of all microbatches
             for p in (p for p, other in enumerate(facts.ops) if other.verb == "reduce" and other.part == EMBED.unit):
                 yield from facts.comes_after(5, i, p)
         elif (unit := unit_written(op, facts.layout)) is not None:
-            yield from slots.write(i, unit)
-    for _, writers in slots.used.values():
-        yield facts.fail(12, f"the gradient of {facts.show(writers[-1])} is never reduced", writers[-1])
-    for p in slots.sums.values():
+            p = written.get((unit, op.part))
+            if p is not None and facts.ops[p].microbatch >= op.microbatch:
+                yield facts.fail(9, f"{facts.show(i)} comes after {facts.show(p)}: not ascending", i, p)
+            written[unit, op.part] = i
+        elif op.verb in ("add", "reduce"):
+            unit = unit_moved(op)
+            before = latest.get(unit, -1)
+            if before >= 0 and (facts.ops[before].microbatch >= op.microbatch or not facts.before(before, i)):
+                message = f"{facts.show(i)} adds to what {facts.show(before)} did: not ascending"
+                yield facts.fail(9, message, i, before)
+            if unit in ended:
+                p = ended[unit]
+                yield facts.fail(5, f"{facts.show(i)} comes after {facts.show(p)}, which ended the unit's sum", i, p)
+            latest[unit] = i
+            if op.verb == "add":
+                sums[unit] = i
+            elif sums.pop(unit, None) is not None:  # that it comes behind the latest add was asked above
+                ended[unit] = i
+    for p in sums.values():
         yield facts.fail(12, f"what {facts.show(p)} added up is never reduced", p)
 
 
 def updates_first(facts: Facts) -> Iterator[Violation]:
     """Invariants 4 and 7: where a step updates weights, it does so of all units, before these are read or gathered.
 
-    And before new gradients are written where the old ones rest.
+    And before new gradients are written where the old ones rest. Where Muon makes matrices whole, it does so with all
+    units of a class: they are collected, made orthogonal, scattered and moved.
     """
     layout = facts.layout
-    updates = {unit_moved(op): i for i, op in enumerate(facts.ops) if op.verb == "update" and has_place(op, layout)}
+    places = [i for i, op in enumerate(facts.ops) if has_place(op, layout)]
+    found = {(verb, unit_moved(facts.ops[i])): i for i in places if (verb := facts.ops[i].verb) in _OF_MATRICES}
+    whole = {unit[0] for verb, unit in found if verb != "update"}
+    for unit in dict.fromkeys(unit for _, unit in found if unit[0] in whole):
+        if missing := [verb for verb in _OF_MATRICES if (verb, unit) not in found]:
+            i = next(i for (_, other), i in found.items() if other == unit)
+            yield facts.fail(4, f"{facts.show(i)} is of a unit without {missing[0]}", i)
+    updates = {unit: i for (verb, unit), i in found.items() if verb == "update"}
     for i in updates.values():
         if facts.ops[i].microbatch >= 0:
             yield facts.fail(4, f"{facts.show(i)} is of one microbatch, but an update is of a whole step", i)
-    missing = set[UnitName]()
-    for i, op in enumerate(facts.ops if updates else ()):
-        if not has_place(op, layout):
-            continue
+    absent = set[UnitName]()
+    for i in places if updates else ():
+        op = facts.ops[i]
         unit = unit_moved(op) if op.verb == "gather" else unit_read(op, layout) or unit_written(op, layout)
-        if unit is None or unit in missing:
-            continue
-        if unit not in updates:
-            missing.add(unit)
-            yield facts.fail(4, f"{facts.show(i)} needs a unit that is never updated, as others are", i)
-        else:
+        if unit in updates:
             yield from facts.comes_after(7, i, updates[unit])
-
-
-def matrices_whole(facts: Facts) -> Iterator[Violation]:
-    """Invariants 4, 5 and 7 for Muon: a unit's matrices are collected, made orthogonal, scattered, and then moved.
-
-    All units of a class are, or none; and a slot is filled again when those who read it have.
-    """
-    ops = [i for i, op in enumerate(facts.ops) if has_place(op, facts.layout)]
-    found = {(verb, unit_moved(facts.ops[i])): i for i in ops if (verb := facts.ops[i].verb) in _OF_MATRICES}
-    classes = {unit[0] for verb, unit in found if verb != "update"}
-    collected: dict[tuple[str, int], UnitName] = {}
-    for unit in dict.fromkeys(unit for _, unit in found if unit[0] in classes):
-        places = [found.get((verb, unit)) for verb in _OF_MATRICES]
-        if None in places:
-            missing = _OF_MATRICES[places.index(None)]
-            i = next(place for place in places if place is not None)
-            yield facts.fail(4, f"{facts.show(i)} is of a unit without {missing}", i)
-            continue
-        mine = [place for place in places if place is not None]
-        slot = (unit[0], facts.ops[mine[0]].slot)
-        yield from facts.comes_after(5, mine[-1], mine[-2])  # that the others are in order is shown with backwards
-        for p, i in pairwise(mine):
-            if facts.ops[i].slot != slot[1] or slot[1] < 0:
-                yield facts.fail(7, f"{facts.show(i)} has another slot than {facts.show(p)}, or none", i, p)
-        if (former := collected.get(slot)) is not None:
-            for writer, reader in (("collect", "scatter"), ("scatter", "update")):
-                yield from facts.comes_after(
-                    7, found[writer, unit], found[reader, former], " reads", "may overwrite what"
-                )
-        collected[slot] = unit
+        elif unit is not None and unit not in absent:
+            absent.add(unit)
+            yield facts.fail(4, f"{facts.show(i)} needs a unit that is never updated, as others are", i)
 
 
 _OF_MATRICES = (*WHOLE_MATRICES, "update")
-
-
-def host_slots_kept(facts: Facts) -> Iterator[Violation]:
-    """Invariants 7 and 12 for the host's memory: what an offload leaves in a slot stays until its reload has read."""
-    there: dict[tuple[str, int], int] = {}  # slot -> the offload that was the last to write it, until its reload
-    read: dict[tuple[str, int], int] = {}  # slot -> its latest reload
-    for i, op in enumerate(facts.ops):
-        slot = (op.part, op.slot)
-        if op.verb == "offload":
-            if op.slot < 0:
-                yield facts.fail(7, f"{facts.show(i)} has no slot", i)
-            elif slot in there:
-                p = there[slot]
-                yield facts.fail(7, f"{facts.show(i)} overwrites what {facts.show(p)} has left, not read yet", i, p)
-            elif slot in read:
-                yield from facts.comes_after(7, i, read[slot], " has read it", "may overwrite its slot before")
-            there[slot] = i
-        elif op.verb == "reload":
-            p = there.pop(slot, None)
-            if p is None or facts.ops[p].key[1:] != op.key[1:]:
-                yield facts.fail(7, f"{facts.show(i)} finds nothing of its own in its slot", i)
-            read[slot] = i
-    for p in there.values():
-        yield facts.fail(12, f"what {facts.show(p)} has left is never read", p)

@@ -1,12 +1,18 @@
-"""The first passes over a rank's ops, which keep a list per step: parts, sends and receives, what is deferred."""
+"""The first passes over a rank's ops, which keep a list per step: parts, sends and receives, what is deferred.
+
+Note: [Two of what is big are kept apart]
+The gradients of head and embedding have one slot each. Between the two weight gradients that write it stands other
+compute, under which the first one is reduced: the other half's backward of the head, or what is left of the last
+layer.
+"""
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Literal
 
-from hocket.program.layer import Token, early_ops, is_early, op_of, ops_of
-from hocket.program.ops import Lane, Layout, Op
+from hocket.program.layer import BACKWARDS, FORWARDS, FULL, LATE, Token, pair_at_once
+from hocket.program.ops import Lane, Layout, Op, Verb
+from hocket.program.parts import Part
 from hocket.program.pipeline import Item, Step
 from hocket.program.transformer import EMBED, HEAD
 
@@ -14,12 +20,15 @@ StepOps = list[Op]
 """The ops of one step, in host order."""
 
 
-def expand(step: Step, layout: Layout, rank: int, merged: tuple[Token, ...], alone: tuple[Token, ...]) -> StepOps:
+def expand(
+    step: Step, layout: Layout, rank: int, merged: tuple[Token, ...], alone: tuple[Token, ...], defer: bool = True
+) -> StepOps:
     """The parts of one step in host order, with dispatch and combine where experts are on other ranks.
 
-    Pairs forward layer i with backward layer L - 1 - i; where one chunk is longer, its remaining layers run
-    alone. The head's backward comes first, its forward and the embedding's backward last:
-    they hide the sends. A step of weight gradients has those of all layers, in the order of backward.
+    Pairs forward layer i with backward layer L - 1 - i; where one chunk is longer, its remaining layers run alone. Two
+    forwards, or two backwards, run through the same layers, and one gather serves both. The head's backward comes
+    first, its forward and the embedding's backward last: they hide the sends. A step of weight gradients has those of
+    all layers, in the order of backward. Without `defer` those of two backwards stand behind their input gradients.
     """
     if step.wgrad:
         return [
@@ -28,41 +37,82 @@ def expand(step: Step, layout: Layout, rank: int, merged: tuple[Token, ...], alo
             for part in reversed(layout.type_of(layer).weighted)
             if part.deferrable
         ]
+    forward, backward = ([*layout.layers(rank, item[1])] if item else [] for item in (step.fwd, step.bwd))
+    sequences, items = (forward, backward[::-1]), (step.fwd, step.bwd)
+    both, single = ([(int(token[0] != "fwd"), token) for token in tokens] for tokens in (merged, alone))
+    if step.also:
+        items = (step.fwd or step.bwd, step.also)
+        sequences = (sequences[0] or sequences[1],) * 2
+        both = [*(FORWARDS if step.fwd else BACKWARDS if defer else pair_at_once(BACKWARDS))]
     ops: StepOps = []
-    forward = list(layout.layers(rank, step.fwd[1])) if step.fwd else []
-    backward = list(reversed(layout.layers(rank, step.bwd[1]))) if step.bwd else []
-    after = dict(pairwise(backward))
-
-    def emit(token: Token, layer: int | None, item: Item | None) -> None:
-        if layer is not None and is_early(token, layout):  # see Note: [uB' belongs to the next layer]
-            layer = after.get(layer)
-        if layer is not None and item is not None:
-            ops.extend(ops_of(token, item, layer, layout))
-
-    def run(tokens: tuple[Token, ...], f: int | None, b: int | None) -> None:
-        for token in tokens:
-            emit(token, *((f, step.fwd) if token[0] == "fwd" else (b, step.bwd)))
-
-    if step.bwd and layout.is_last(rank, step.bwd[1]):
-        ops.append(op_of("bwd", HEAD, step.bwd))
-    if step.bwd and backward:
-        ops += early_ops(step.bwd, backward[0], layout)
-    if step.bwd and layout.is_last(rank, step.bwd[1]):
-        ops.append(op_of("wgrad", HEAD, step.bwd))
-    if step.fwd and layout.is_first(rank, step.fwd[1]):
-        ops.append(op_of("fwd", EMBED, step.fwd))
-    pairs = min(len(forward), len(backward))
-    for f, b in zip(forward[:pairs], backward[:pairs], strict=True):
-        run(merged, f, b)
-    for b in backward[pairs:]:
-        run(alone, None, b)
-    for f in forward[pairs:]:
-        run(alone, f, None)
-    if step.fwd and layout.is_last(rank, step.fwd[1]):
-        ops.append(op_of("fwd", HEAD, step.fwd))
-    if step.bwd and layout.is_first(rank, step.bwd[1]):
-        ops += [op_of("bwd", EMBED, step.bwd), op_of("wgrad", EMBED, step.bwd)]
+    for item in step.backwards:
+        head = layout.is_last(rank, item[1])
+        ops += [op_of("bwd", HEAD, item)] if head else []
+        ops += _early_ops(item, backward[-1], layout) if backward else []
+        ops += [op_of("wgrad", HEAD, item)] if head else []
+    ops += [op_of("fwd", EMBED, item) for item in step.forwards if layout.is_first(rank, item[1])]
+    for n in range(max(map(len, sequences))):
+        there = [n < len(layers) for layers in sequences]
+        for half, token in both if all(there) else single:
+            item, layers = items[half], sequences[half]
+            at = n - 1 if (half, token) == LATE else n + 1 if _is_early(token, layout) else n
+            if item and there[half] and 0 <= at < len(layers):
+                ops += ops_of(token, item, layers[at], layout)
+            elif (
+                item and step.also and at == len(layers) and half == 0
+            ):  # see Note: [Two of what is big are kept apart]
+                ops += _embedding(item, layout, rank)
+    for half, item in enumerate(step.forwards):
+        ops += ops_of(LATE[1], item, forward[-1], layout) if half and forward else []
+        ops += [op_of("fwd", HEAD, item)] if layout.is_last(rank, item[1]) else []
+    for half, item in enumerate(step.backwards):
+        ops += _embedding(item, layout, rank) if half or not (step.also and backward) else []
     return ops
+
+
+def _embedding(item: Item, layout: Layout, rank: int) -> StepOps:
+    """The backward of a chunk's embedding, if it has one."""
+    first = layout.is_first(rank, item[1])
+    return [op_of("bwd", EMBED, item), op_of("wgrad", EMBED, item)] if first else []
+
+
+def op_of(verb: Verb, part: Part, item: Item, layer: int = -1) -> Op:
+    """A part of one item's forward or backward."""
+    return Op(verb, part.name, item[0], item[1], layer, part.lane)
+
+
+def ops_of(token: Token, item: Item, layer: int, layout: Layout) -> StepOps:
+    """What a template's token means for one layer of an item; nothing for what the layer does not have.
+
+    A recomputation stands right ahead of its backward. It waits for no gradient, so it runs while one is on its way. If
+    it communicates it stands ahead of the layer's backward, which it runs beside; if it computes what a reader does not
+    keep, ahead of that one's. A weight gradient that cannot wait stands right behind it.
+    """
+    (verb, letter), kind = token, layout.type_of(layer)
+    part = kind.with_letter(letter)
+    if part is None or (verb == "wgrad" and (part.unit is None or not part.deferrable)):
+        return []
+    again = [p for p in kind.parts if p.communicates] if verb == "bwd" and part is kind.exit else []
+    if verb == "bwd" and not part.communicates:
+        again += [p for p in kind.parts if p.lends and not p.communicates and p.name in part.sources]
+        again += [] if part.lends else [part]
+    ops = [op_of("recompute", p, item, layer) for p in again if layout.recomputes(p.name, layer)]
+    ops.append(op_of(verb, part, item, layer))
+    if verb == "bwd" and part.unit is not None and not part.deferrable:
+        ops.append(op_of("wgrad", part, item, layer))
+    return ops
+
+
+def _is_early(token: Token, layout: Layout) -> bool:
+    """Whether a token is a backward that runs in the layer step before: see Note: [uB' belongs to the next layer]."""
+    there = [part for kind in layout.layer_types if (part := kind.with_letter(token[1]))]
+    return token[0] == "bwd" and (any(part.early for part in there) if there else token[1] == FULL.exit.letter)
+
+
+def _early_ops(item: Item, layer: int, layout: Layout) -> StepOps:
+    """The backward of a layer that runs in the step before, or at the start."""
+    last = layout.type_of(layer).exit
+    return ops_of(("bwd", last.letter), item, layer, layout) if last.early else []
 
 
 def insert_p2p(

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from hocket.config import Config, MeshConfig, Purpose
 from hocket.files import json_in
@@ -20,6 +20,7 @@ from hocket.program.mesh import PURPOSES, sums
 from hocket.program.part_sizes import FUSED, STOCK, Formulas
 from hocket.program.simulate import KINDS, Kind
 from hocket.sizes import parse_rate, parse_time
+from hocket.typed import read
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,18 +341,13 @@ def _parsed(path: str) -> MeasuredHardware:
         raise ValueError("it is no JSON") from None
     if not isinstance(fields, dict) or fields.pop("version", None) != VERSION:
         raise ValueError(f"it is not of version {VERSION} of what hocket doctor --measure writes")
-    try:
-        found = MeasuredHardware(**fields)
-        links = {str(kind): (float(latency), float(rate)) for kind, (latency, rate) in found.links.items()}
-        rates = {str(name): float(rate) for name, rate in found.rates.items()}
-    except (TypeError, ValueError, AttributeError):
-        raise ValueError("it lacks what hocket doctor --measure writes") from None
-    wrong = [name for name in rates if name not in RATES] + [kind for kind in links if kind not in KINDS]
-    if wrong or found.gpu not in get_args(GpuName):
-        raise ValueError(f"it names {(wrong or [found.gpu])[0]}, which this hocket does not know")
+    found = read(MeasuredHardware, fields, "")
+    rates, links = found.rates, found.links
+    if wrong := [name for name in rates if name not in RATES] + [kind for kind in links if kind not in KINDS]:
+        raise ValueError(f"it names {wrong[0]}, which this hocket does not know")
     if any(rate <= 0 for rate in rates.values()) or any(low < 0 or rate <= 0 for low, rate in links.values()):
         raise ValueError("it has a rate that is not above 0")
-    return replace(found, rates=rates, links=links)
+    return found
 
 
 def kept_file(device: str) -> Path:

@@ -11,15 +11,12 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections import defaultdict
+from graphlib import CycleError, TopologicalSorter
 
 from hocket.program.ops import Program
 
 Node = tuple[int, int]
 """(rank, position)."""
-
-_NEVER: Node = (-1, -1)
-"""Stands for a partner that is missing."""
 
 _ANY_LANE = 0.02
 """Chance to take any ready op, whatever the ranking of lanes."""
@@ -31,82 +28,48 @@ def linearize(program: Program, seed: int | None) -> list[Node]:
     The same seed gives the same order in every process; None gives the one that stays close to the lists. See
     Note: [Why blocking sends cannot deadlock]. Raises ValueError if there is no legal order.
     """
-    graph = _Graph(program)
+    before, receive_of = _waits(program)
+    graph = TopologicalSorter(before)
+    try:
+        graph.prepare()
+    except CycleError as error:
+        ops = (f"rank {rank}: {position} {program.ranks[rank][position]}" for rank, position in error.args[1][:-1])
+        raise ValueError(f"no legal order: these wait for each other in a circle: {'; '.join(ops)}") from None
     pick = _Closest() if seed is None else _Ranked(program, seed)
     order: list[Node] = []
     steps: list[Node] = []
-    for node in graph.start():
-        pick.add(node)
-    while (node := pick.next()) is not None:
-        for done in graph.joined(node):
-            (steps if program.ranks[done[0]][done[1]].verb == "step" else order).append(done)
-            for ready in graph.finish(done):
-                pick.add(ready)
-    order += sorted(steps)
-    if len(order) < len(program):
-        raise ValueError(f"no legal order: {_stuck(program, order)}")
-    return order
+    while graph.is_active():
+        for node in graph.get_ready():
+            pick.add(node)
+        node = pick.next()
+        (steps if program.ranks[node[0]][node[1]].verb == "step" else order).append(node)
+        order += [receive_of[node]] if node in receive_of else []
+        graph.done(node)
+    return order + sorted(steps)
 
 
-def _stuck(program: Program, order: list[Node]) -> str:
-    done = set(order)
-    first: dict[tuple[int, str], str] = {}
+def _waits(program: Program) -> tuple[dict[Node, set[Node]], dict[Node, Node]]:
+    """What each op comes right after, and the receive of each send: the two run together, as one named by the send."""
+    where = {(rank, op.key): (rank, position) for rank, position, op in program}
+    receive_of: dict[Node, Node] = {}
     for rank, position, op in program:
-        if (rank, position) not in done:
-            first.setdefault((rank, op.lane), f"rank {rank}: {position} {op}")
-    return f"{len(program) - len(order)} ops can never run, first of their lanes: {'; '.join(first.values())}"
-
-
-class _Graph:
-    """What each op still waits for. A send and its receive on another rank run together, named by the send."""
-
-    def __init__(self, program: Program) -> None:
-        self._followers: dict[Node, list[Node]] = defaultdict(list)
-        self._waits: dict[Node, int] = {}
-        self._receiver: dict[Node, Node] = {}
-        self._sender: dict[Node, Node] = {}
-        where = {(rank, op.key): (rank, position) for rank, position, op in program}
-        previous: dict[tuple[int, str], Node] = {}
-        for rank, position, op in program:
-            node = (rank, position)
-            before = {(rank, d) for d in op.deps}
-            if (rank, op.lane) in previous:
-                before.add(previous[rank, op.lane])
-            previous[rank, op.lane] = node
-            if op.verb in ("send", "recv"):
-                partner = where.get(program.layout.peer(op, rank))
-                if partner is None:
-                    before.add(_NEVER)
-                else:
-                    self._join(*((node, partner) if op.verb == "send" else (partner, node)))
-            self._waits[node] = len(before)
-            for other in before:
-                self._followers[other].append(node)
-
-    def _join(self, send: Node, receive: Node) -> None:
-        self._receiver[send], self._sender[receive] = receive, send
-
-    def _ready(self, node: Node) -> Node | None:
-        """The name under which `node` can run now, if it can."""
-        send = self._sender.get(node, node)
-        return send if all(self._waits[part] == 0 for part in self.joined(send)) else None
-
-    def joined(self, node: Node) -> list[Node]:
-        """`node`, and its receive if it is a send."""
-        return [node, self._receiver[node]] if node in self._receiver else [node]
-
-    def start(self) -> list[Node]:
-        names = (self._ready(node) for node, count in self._waits.items() if count == 0)
-        return list(dict.fromkeys(name for name in names if name is not None))
-
-    def finish(self, node: Node) -> list[Node]:
-        """What becomes ready when `node` has run."""
-        names = []
-        for follower in self._followers[node]:
-            self._waits[follower] -= 1
-            if self._waits[follower] == 0:
-                names.append(self._ready(follower))
-        return [name for name in names if name is not None]
+        if op.verb in ("send", "recv"):
+            partner = where.get(program.layout.peer(op, rank))
+            if partner is None:
+                raise ValueError(f"no legal order: rank {rank}: {position} {op} has no partner and can never run")
+            if op.verb == "send":
+                receive_of[rank, position] = partner
+    send_of = {receive: send for send, receive in receive_of.items()}
+    before: dict[Node, set[Node]] = {}
+    previous: dict[tuple[int, str], Node] = {}
+    for rank, position, op in program:
+        earlier = {(rank, d) for d in op.deps}
+        if (rank, op.lane) in previous:
+            earlier.add(previous[rank, op.lane])
+        previous[rank, op.lane] = (rank, position)
+        node = send_of.get((rank, position), (rank, position))
+        before.setdefault(node, set()).update(send_of.get(each, each) for each in earlier)
+    return before, receive_of
 
 
 class _Closest:
@@ -118,8 +81,8 @@ class _Closest:
     def add(self, node: Node) -> None:
         heapq.heappush(self._ready, node[::-1])
 
-    def next(self) -> Node | None:
-        return heapq.heappop(self._ready)[::-1] if self._ready else None
+    def next(self) -> Node:
+        return heapq.heappop(self._ready)[::-1]
 
 
 class _Ranked:
@@ -142,9 +105,7 @@ class _Ranked:
     def add(self, node: Node) -> None:
         self._ready[node[0], self._program.ranks[node[0]][node[1]].lane] = node
 
-    def next(self) -> Node | None:
-        if not self._ready:
-            return None
+    def next(self) -> Node:
         if self._random.random() < _ANY_LANE:
             lane = self._random.choice(list(self._ready))
         else:

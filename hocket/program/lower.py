@@ -22,10 +22,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 
+from hocket.collector import without_collector
 from hocket.config import Config
 from hocket.program.connect import connect, free, latest_per_lane
 from hocket.program.expand import StepOps, defer_head, defer_past_send, expand, insert_p2p
-from hocket.program.layer import alone_order, at_once, expand_pair, merged_order, pairs_problem
+from hocket.program.layer import alone_order, at_once, merged_order, pairs_problem
 from hocket.program.offload import offload
 from hocket.program.ops import TIED, Key, Layout, Op, Program
 from hocket.program.pipeline import (
@@ -42,7 +43,6 @@ from hocket.program.pipeline import (
 )
 from hocket.program.shard import Sharding, shard
 from hocket.program.transformer import HEAD
-from hocket_trace.without_collector import without_collector
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,8 @@ def expand_steps(draft: Draft) -> Draft:
         @cache
         def like(step: Step, apart: bool, rank: int = rank) -> StepOps:
             """The ops of a step, for all that have the same chunks."""
-            if step.also:
-                return expand_pair(step, layout, rank, overlap.defer_wgrad != "off")
             tokens = tuple(token for token in alone if token[0] != "wgrad") if apart else alone  # those have own steps
-            return expand(step, layout, rank, merged, tokens)
+            return expand(step, layout, rank, merged, tokens, overlap.defer_wgrad != "off")
 
         ranks.append(tuple(_numbered(step, like(_of_any(step), step.bwd in apart)) for step in steps))
     return replace(draft, steps=tuple(ranks))

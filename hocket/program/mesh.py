@@ -69,23 +69,16 @@ class Coordinates:
     cp: int = 0
 
 
-@dataclass(frozen=True)
-class Mesh:
-    """`pp` pipeline ranks times `dp` data-parallel ones times `cp` times `tp`; `edp = dp * cp * tp / ep`.
+@dataclass(frozen=True, kw_only=True)
+class Mesh(MeshConfig):
+    """The ranks of a run, who they are and who shares a group with whom; `edp = dp * cp * tp / ep`.
 
     Activations go round a ring of pipeline ranks; with `turning`, to the last one and back. Where there are fewer key
-    and value heads than tensor-parallel ranks, `sharing` neighbours have the same ones. `shard` of the dp * cp ranks,
-    neighbours, share one copy of the weights; 0: all.
+    and value heads than tensor-parallel ranks, `sharing` neighbours have the same ones.
     """
 
-    pp: int = 1
-    dp: int = 1
-    ep: int = 1
-    tp: int = 1
     turning: bool = False
     sharing: int = 1
-    shard: int = 0
-    cp: int = 1
 
     def __post_init__(self) -> None:
         for axis in ("pp", "dp", "ep", "tp", "cp"):
@@ -103,20 +96,6 @@ class Mesh:
                 f"mesh.shard={self.shard} must divide mesh.dp={self.dp}{others}, and mesh.ep={self.ep} must divide "
                 f"mesh.shard x mesh.tp={self.shard * self.tp}"
             )
-
-    @property
-    def data(self) -> int:
-        """Ranks of a pipeline rank whose tokens all differ, over which weights are sharded."""
-        return self.dp * self.cp
-
-    @property
-    def world(self) -> int:
-        return self.pp * self.data * self.tp
-
-    @property
-    def replicas(self) -> int:
-        """Copies of the weights among the dp * cp ranks."""
-        return self.data // (self.shard or self.data)
 
     @property
     def edp(self) -> int:
@@ -161,8 +140,7 @@ class Mesh:
         if purpose in P2P:
             row = self.data * self.tp
             return tuple((p * row + place, q * row + place) for p, q in self.edges for place in range(row))
-        axes = MeshConfig(pp=self.pp, dp=self.dp, cp=self.cp, ep=self.ep, tp=self.tp, shard=self.shard)
-        members, firsts = axes.grid(purpose)
+        members, firsts = self.grid(purpose)
         others = sums(members)
         return tuple(tuple(first + other for other in others) for first in sums(firsts))
 

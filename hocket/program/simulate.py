@@ -29,10 +29,10 @@ from fractions import Fraction
 from heapq import heappop, heappush
 from typing import Literal, NamedTuple, Protocol
 
+from hocket.collector import without_collector
 from hocket.program.offload import HOST_BLOCK, host_slots
 from hocket.program.ops import COMPUTING, HOST, Key, Lane, Op, Program, stops_host
 from hocket.program.values import Name, UnitName, meanings, unit_moved
-from hocket_trace.without_collector import without_collector
 
 Time = int | float | Fraction
 """Seconds, or any other unit that the costs use."""

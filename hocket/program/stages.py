@@ -35,9 +35,7 @@ from hocket.program.tensor_costs import model_of_rank, model_of_ranks, with_tens
 def mesh_of(config: Config) -> Mesh:
     """The grid of ranks that a configuration asks for."""
     m, keys = config.mesh, config.model.heads if config.model.latent else config.model.kv_heads
-    sharing = max(1, m.tp // keys)
-    shared = {"sharing": sharing, "shard": m.shard, "cp": m.cp}
-    return Mesh(m.pp, m.dp, m.ep, m.tp, turning=config.plan.turning, **shared)
+    return Mesh(**vars(m), turning=config.plan.turning, sharing=max(1, m.tp // keys))
 
 
 def layout_of(config: Config) -> Layout:

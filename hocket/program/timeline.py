@@ -18,8 +18,8 @@ from hocket.program.ops import COMPUTING, LANES, Lane, Layout, Op, Program
 from hocket.program.parts import Part
 from hocket.program.simulate import Timeline, kind_of
 from hocket.program.transformer import EMBED, HEAD
+from hocket.sizes import duration
 from hocket.typed import is_a
-from hocket_trace.columns import duration
 from hocket_trace.data import KINDS, Plan, RankTrace, Step
 from hocket_trace.exposure import exposed, report
 from hocket_trace.page import html

@@ -1,22 +1,23 @@
 """Sources of a configuration: defaults < a preset < a recipe < a TOML file < the command line.
 
-A recipe is a function that returns a whole `Config`. Settings that it leaves at their defaults count as not set.
+A recipe is a function that returns a whole `Config`. Settings that it leaves at their defaults count as not set. What a
+file and flags say is checked one by one, so that each mistake is one clear line, and all come at once. Help is tyro's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 from hocket.config import Config
 from hocket.presets import preset
 from hocket.recipes import recipe
 from hocket.settings.origins import BELOW, DEFAULTS, Implied
-from hocket.settings.schema import changed, leaf, no_unit, problem, types
-from hocket.settings.suggest import meant, meant_setting
+from hocket.settings.schema import changed, leaf, meant_setting, no_unit, problem, show, types
 from hocket.settings.tomlfile import Entry, read
 from hocket.typed import describe, is_a
 
@@ -41,7 +42,10 @@ def begin(name: str, recipe_flag: str = "", preset_flag: str = "") -> Start:
     entries = read(file) if file else []
     problems: list[str] = []
     named = {entry.name: entry for entry in entries if entry.name in BELOW}
-    problems += [_misnamed(file, entry) for entry in named.values() if not isinstance(entry.value, str)]
+    for entry in named.values():
+        if not isinstance(entry.value, str):
+            where = f"{entry.name} = {entry.value} ({file}:{entry.line})"
+            problems.append(f'{where}: not text; fix: {entry.name} = "a name"')
     if not file and name and recipe_flag:
         raise ValueError(
             f"recipe = {recipe_flag} (command line, --recipe): {name} is one too; fix: leave one of them out"
@@ -59,7 +63,7 @@ def begin(name: str, recipe_flag: str = "", preset_flag: str = "") -> Start:
     changes: dict[str, Any] = {}
     for entry in entries:
         if entry.name not in BELOW:
-            found = _check(file, entry, problems)
+            found = _settings_of(entry, f"{file}:{entry.line}", problems)
             changes |= found
             origins |= dict.fromkeys(found, f"{file}:{entry.line}")
     if file and "run.name" not in changes:  # two files that build on one recipe are two runs
@@ -94,34 +98,32 @@ def _with_preset(base: Config, name: str, where: str, recipe_text: str) -> tuple
     return changed(base, changes), origins
 
 
-def _check(file: str, entry: Entry, problems: list[str]) -> dict[str, Any]:
+# -- A file ------------------------------------------------------------------------------------------------------------
+
+
+def _settings_of(entry: Entry, where: str, problems: list[str]) -> dict[str, Any]:
     """What a key sets; what is wrong with it is added to `problems`."""
-    where, name = f"{file}:{entry.line}", entry.name
-    inside = [each for each in types() if each.startswith(f"{name}.")]
-    if isinstance(entry.value, dict) and inside:
-        keys = [Entry(f"{name}.{key}", value, entry.line) for key, value in entry.value.items()]
-        return {name: value for key in keys for name, value in _check(file, key, problems).items()}
-    found = _wrong(where, entry, inside)
-    if found:
-        problems.append(found)
-    return {} if found else {name: as_setting(entry.value, types()[name])}
-
-
-def _wrong(where: str, entry: Entry, inside: list[str]) -> str:
-    """The mistake of a key that is not a table of settings. `inside` are the settings of the table of its name."""
-    name = entry.name
-    if inside:
-        example = f"[{name}] with {inside[0].removeprefix(f'{name}.')} = ... below it"
-        return f"{name} = {entry.value} ({where}): is a table of settings; fix: {example}"
-    if name not in types():
-        return _unknown(name, where)
-    if isinstance(entry.value, dict):
-        return f"{name} ({where}): is a setting, not a table; fix: {name.rsplit('.', 1)[-1]} = {_example(name)}"
-    hint = types()[name]
-    value = as_setting(entry.value, hint)
-    if is_a(value, hint):
-        return ""
-    return problem(name, value, {name: where}, no_unit(name, value) or f"not {describe(hint)}", _fix(value, hint))
+    name, value = entry.name, entry.value
+    if inside := [each.removeprefix(f"{name}.") for each in types() if each.startswith(f"{name}.")]:
+        if isinstance(value, dict):
+            keys = [Entry(f"{name}.{key}", each, entry.line) for key, each in value.items()]
+            return {name: value for key in keys for name, value in _settings_of(key, where, problems).items()}
+        fix = f"[{name}] with {inside[0]} = ... below it"
+        problems.append(f"{name} = {value} ({where}): is a table of settings; fix: {fix}")
+    elif name not in types():
+        sections = {each.rsplit(".", n)[0]: "" for each in types() for n in (1, 2) if each.count(".") >= n}
+        problems.append(_unknown(name, where, "", [*types(), *sections, *BELOW]))
+    elif isinstance(value, dict):
+        default = leaf(DEFAULTS, name)
+        example = f'"{default}"' if isinstance(default, str) else default
+        problems.append(f"{name} ({where}): is a setting, not a table; fix: {name.rsplit('.', 1)[-1]} = {example}")
+    else:
+        value, hint = as_setting(value, types()[name]), types()[name]
+        if is_a(value, hint):
+            return {name: value}
+        reason = no_unit(name, value) or f"not {describe(hint)}"
+        problems.append(problem(name, value, {name: where}, reason, _give(show(value), hint, leaf(DEFAULTS, name))))
+    return {}
 
 
 def as_setting(value: Any, hint: Any) -> Any:
@@ -131,29 +133,111 @@ def as_setting(value: Any, hint: Any) -> Any:
     return (value,) if get_origin(hint) is tuple and is_a((value,), hint) else value
 
 
-def _unknown(name: str, where: str) -> str:
-    close = meant_setting(name, [*types(), *sections(), *BELOW])
-    fix = f"did you mean {close}?" if close else "hocket train RECIPE --help lists all settings"
-    return f"{name} ({where}): there is no such setting; fix: {fix}"
+def _unknown(name: str, where: str, dashes: str, known: Sequence[str]) -> str:
+    close = meant_setting(name, known)
+    fix = f"did you mean {dashes}{close}?" if close else "hocket train RECIPE --help lists all settings"
+    return f"{show(dashes + name)} ({where}): there is no such setting; fix: {fix}"
 
 
-def sections() -> list[str]:
-    """Dotted names of all tables."""
-    names = dict.fromkeys(name.rsplit(".", n)[0] for name in types() for n in (1, 2) if name.count(".") >= n)
-    return list(names)
-
-
-def _misnamed(file: str, entry: Entry) -> str:
-    return f'{entry.name} = {entry.value} ({file}:{entry.line}): not text; fix: {entry.name} = "a name"'
-
-
-def _fix(value: Any, hint: Any) -> str:
+def _give(shown: str, hint: Any, value: object) -> str:
+    """What to give in place of something that has not the type of a setting; `value` has it."""
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    options = [option for kind in kinds for option in get_args(kind) if isinstance(option, str)]
-    close = meant(value, options) if isinstance(value, str) else ""
-    return f"did you mean {close}?" if close else f"give {describe(hint)}"
+    options = [str(option) for kind in kinds if get_origin(kind) is Literal for option in get_args(kind)]
+    if close := difflib.get_close_matches(shown, options, n=1):
+        return f"did you mean {close[0]}?"
+    if not isinstance(value, tuple):
+        return f"give {describe(hint)}, such as {value if value != '' else 'a-name'}"
+    item = get_args(hint)[0]
+    first = get_args(item)[0] if get_origin(item) is Literal else {int: "0 1", str: "some/folder"}.get(item, "0")
+    return f"give {describe(hint)}, such as {' '.join(map(str, value)) or first}"
 
 
-def _example(name: str) -> str:
-    value = leaf(DEFAULTS, name)
-    return f'"{value}"' if isinstance(value, str) else str(value)
+# -- The command line: `--overlap.ep.merge off` ------------------------------------------------------------------------
+
+
+def given(arguments: Sequence[str], config: Config, others: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
+    """Where every setting among command-line arguments was given, by dotted name, and what is wrong with them.
+
+    `others` are the flags of the command itself with the type of their value (bool: none). Wrong are unknown flags,
+    flags given twice with different values, wrong values, words that belong to no flag.
+    """
+    known = types()
+    found: dict[str, str] = {}
+    problems: list[str] = []
+    seen: dict[str, list[str]] = {}
+    for flag, words in split(arguments, problems):
+        name = flag.removeprefix("--").replace("-", "_")
+        hint, shown = others.get(name, known.get(name)), show(" ".join(words)) if words else "(nothing)"
+        if seen.setdefault(name, words) != words:
+            fix = "give it once, with all of its values" if get_origin(hint) is tuple else "give it once"
+            both = f"{show(' '.join(seen[name])) if seen[name] else '(nothing)'} and {shown}"
+            problems.append(f"{flag} = {both} (command line): given twice; fix: {fix}")
+        if name in others:
+            if hint is bool and words:
+                problems.append(f"{flag} (command line): takes no value; fix: leave out {shown}")
+            elif hint is not bool and words and not all(words):  # without a value a flag means something else
+                problems.append(f"{flag} = (empty) (command line): names nothing; fix: a value, or leave it out")
+            elif hint is not bool and not (words and _parses(words, hint)):
+                wanted = describe(hint)
+                problems.append(f"{flag} = {shown} (command line): not {wanted}; fix: give {wanted}")
+        elif name in known:
+            found[name] = where = f"command line, {flag}"
+            if not _parses(words, hint):
+                fix = _give(shown, hint, leaf(config, name))
+                problems.append(f"{name} = {shown} ({where}): not {describe(hint)}; fix: {fix}")
+        elif inside := next((each for each in (*known, *others) if each.startswith(f"{name}.")), ""):
+            problems.append(f"{flag} (command line): is a section; fix: one of its settings, such as --{inside}")
+        else:
+            problems.append(_unknown(name, "command line", "--", [*known, *others]))
+    return found, problems
+
+
+def split(arguments: Sequence[str], problems: list[str]) -> list[tuple[str, list[str]]]:
+    """Cut arguments into (flag, its values)."""
+    cut: list[tuple[str, list[str]]] = []
+    for word in arguments:
+        if word.startswith("--"):
+            flag, equals, value = word.partition("=")
+            cut.append((flag, [value] if equals else []))
+        elif cut:
+            cut[-1][1].append(word)
+            if word.startswith("-") and not _parses([word], float):
+                fix = f"{cut[-1][0]}={show(word)} if it is a value"
+                problems.append(f"{show(word)} (command line): begins like a flag; fix: {fix}")
+        else:
+            meant = word.lstrip("-")
+            fix = f"--{meant}" if meant.partition("=")[0] in types() else "settings look like --train.steps 50"
+            problems.append(f"{show(word)} (command line): not a setting; fix: {fix}")
+    return cut
+
+
+def _parses(words: Sequence[str], hint: Any) -> bool:
+    """Whether the words after a flag are a value of a type."""
+    try:
+        value_of(words, hint)
+    except ValueError:
+        return False
+    return True
+
+
+def value_of(words: Sequence[str], hint: Any) -> Any:
+    """The value of a type that the words after a flag are; of a union, that of its first type that they fit.
+
+    Raises ValueError if they are none.
+    """
+    args = get_args(hint)
+    if get_origin(hint) is tuple:
+        if args[-1] is not Ellipsis and len(words) != len(args):
+            raise ValueError(f"{len(args)} values are wanted, not {len(words)}")
+        return tuple(value_of([word], args[0]) for word in words)
+    if get_origin(hint) in (Union, UnionType):
+        return value_of(words, next((kind for kind in args if _parses(words, kind)), args[0]))
+    (word,) = words
+    if hint is bool:
+        word = word.capitalize()  # as TOML has it, too
+    if get_origin(hint) is Literal or hint is bool:
+        options = {str(option): option for option in args or (True, False)}
+        if word not in options:
+            raise ValueError(f"{show(word)} is not {describe(hint)}")
+        return options[word]
+    return hint(word)

@@ -29,8 +29,8 @@ from hocket.program.cost import model_flops_per_token
 from hocket.program.mesh import described
 from hocket.resolve import Settings
 from hocket.settings.schema import problem
+from hocket.sizes import counted
 from hocket.train.writers import Writers
-from hocket_trace.columns import counted
 
 # -- A file of lines that loses none while its disk is full ------------------------------------------------------------
 

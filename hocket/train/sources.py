@@ -29,9 +29,8 @@ import numpy as np
 from hocket.config import Config, DataConfig
 from hocket.problems import stop_if
 from hocket.resolve import Settings
-from hocket.settings.schema import impossible, problem, show, types
+from hocket.settings.schema import impossible, meant, problem, show, types
 from hocket.settings.sources import as_setting
-from hocket.settings.suggest import meant
 from hocket.settings.tomlfile import Entry, read
 from hocket.train.corpus import Corpus, Say, find_files, open_corpus
 from hocket.typed import is_a

@@ -17,10 +17,10 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from hocket.collector import collect_after, no_collection
 from hocket.config import TrainConfig
 from hocket.engine import Engine
 from hocket.engine.engine import blame
-from hocket.engine.executor import collect_after, no_collection
 from hocket.environment import available_memory
 from hocket.fsdp.saving.kept import FlatTensor
 from hocket.layers.slices import Span

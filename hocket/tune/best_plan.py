@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from hocket.collector import without_collector
 from hocket.config import Config
 from hocket.planning import network, predict, program_of
 from hocket.program.check import assert_valid
@@ -19,15 +20,13 @@ from hocket.settings.arrivals import arrival_bytes
 from hocket.settings.derived import most_layers
 from hocket.settings.origins import command_words
 from hocket.settings.schema import changed, leaf, show, types
-from hocket.sizes import parse_bytes
+from hocket.sizes import duration, parse_bytes
 from hocket.tune.candidates import all_orders, better_orders, layer_seconds
 from hocket.tune.period import continued, repeats, steady
 from hocket.tune.search import WORTH, Found, Search, Trial
 from hocket.tune.search_values import Changes, Known
 from hocket.tune.transport_choice import TRANSPORT, chose_copies
 from hocket.tune.trials import USABLE, model_costs, priced_as
-from hocket_trace.columns import duration
-from hocket_trace.without_collector import without_collector
 
 DOUBT = 0.07
 """Measured errors of the predicted gain of one plan over another are below this: benchmarks/search_tables.py."""

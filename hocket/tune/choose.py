@@ -81,9 +81,9 @@ from hocket.settings.overlap_rules import HEADS_RULES
 from hocket.settings.rule import Host
 from hocket.settings.rules import rule_text
 from hocket.settings.schema import changed, leaf, show
+from hocket.sizes import duration
 from hocket.tune.candidates import longest_rank, orders, towards_balance
 from hocket.tune.trials import Predicted, Trials, gib, memory_of, room
-from hocket_trace.columns import duration
 
 WORTH = 0.01
 """Share of a step that a value must save to be chosen instead of one that comes before it."""

@@ -25,8 +25,8 @@ from hocket.settings.derived import has_experts
 from hocket.settings.rule import Host
 from hocket.settings.rules import CHECKS, rule_text
 from hocket.settings.schema import changed, leaf
+from hocket.sizes import duration
 from hocket.tune.trials import Trials, fits, gib, memory_of
-from hocket_trace.columns import duration
 
 GRAPHS, SPLITS, COPIES = "plan.graphs", "overlap.ep.splits", "overlap.ep.copies"
 _LATE = 0.75

@@ -22,7 +22,7 @@ from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
 from hocket.settings.rule import Host
 from hocket.settings.schema import changed
-from hocket_trace.columns import duration
+from hocket.sizes import duration
 from tests.helpers.calls import calls
 
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
@@ -49,7 +49,7 @@ def meshes(draw: st.DrawFn) -> tuple[MeshConfig, int]:
 @given(meshes(), st.booleans())
 def test_groups_are_on_the_hosts_on_which_their_ranks_are(drawn: tuple[MeshConfig, int], turning: bool) -> None:
     m, each = drawn
-    mesh = Mesh(m.pp, m.dp, m.ep, m.tp, turning=turning, shard=m.shard, cp=m.cp)
+    mesh = Mesh(**vars(m), turning=turning)
     for purpose in PURPOSES:
         groups = mesh.groups(purpose)
         found = spread_of(m, purpose, each)

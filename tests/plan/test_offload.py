@@ -70,9 +70,9 @@ def test_slots_are_used_again_once_they_have_been_read() -> None:
     [
         (lambda p: without(p, 0, find(p, 0, "offload attn m0 c0 l0")), "offload attn m0 c0 l0 is missing"),
         (lambda p: without(p, 0, find(p, 0, "reload attn m0 c0 l0")), "reload attn m0 c0 l0 is missing"),
-        (lambda p: with_op(p, 0, find(p, 0, "offload attn m0 c0 l1"), slot=0), "overwrites what"),
-        (lambda p: with_op(p, 0, find(p, 0, "offload attn m0 c0 l1"), slot=-1), "has no slot"),
-        (lambda p: with_op(p, 0, find(p, 0, "reload attn m0 c0 l1"), slot=0), "finds nothing of its own"),
+        (lambda p: with_op(p, 0, find(p, 0, "offload attn m0 c0 l1"), slot=0), "overwrites 2 offload"),
+        (lambda p: with_op(p, 0, find(p, 0, "offload attn m0 c0 l1"), slot=-1), "attn has 0 slots of saved tensors"),
+        (lambda p: with_op(p, 0, find(p, 0, "reload attn m0 c0 l1"), slot=0), "finds no saved tensors of its own"),
         (lambda p: with_op(p, 0, find(p, 0, "reload attn m0 c0 l1"), lane="gather"), "is on lane gather, not reload"),
         (lambda p: with_op(p, 0, find(p, 0, "reload attn m0 c0 l1"), deps=()), "may be issued before"),
         (lambda p: with_op(p, 0, find(p, 0, "bwd attn m0 c0 l1"), deps=()), "may run before"),

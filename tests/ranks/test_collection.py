@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from hocket.collector import EVERY, collect_after, no_collection
 from hocket.config import Config
 from hocket.engine import Engine
-from hocket.engine.executor import EVERY, collect_after, no_collection
 from hocket.model.documents import Microbatch
 from tests.helpers.parity import config
 from tests.helpers.ranks import run_ranks

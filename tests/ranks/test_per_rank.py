@@ -214,7 +214,7 @@ def hidden(rank: int) -> Tensor:
 
 
 def run_layer(rank: int, per_rank: bool) -> list[Any]:
-    groups = make_groups(Mesh(1, 4, 4), rank, torch.device("cpu"), "gloo")
+    groups = make_groups(Mesh(dp=4, ep=4), rank, torch.device("cpu"), "gloo")
     own = new_layer(rank, per_rank)
     own.exchange = Exchange(groups.a2a.transport.group, 4, rank)  # type: ignore[attr-defined]
     x = hidden(rank).requires_grad_()

@@ -1,9 +1,7 @@
-"""Pictures of a measured step: what is where, and that SVG and PNG show the same."""
+"""Pictures of a measured step: what is where."""
 
 from __future__ import annotations
 
-import io
-import sys
 from collections.abc import Sequence
 from xml.etree import ElementTree
 
@@ -13,7 +11,7 @@ import pytest
 from hocket_trace.data import RankTrace, Step
 from hocket_trace.exposure import exposed, idle, late, report
 from hocket_trace.intervals import length
-from hocket_trace.picture import COLORS, GUTTER, Box, columns, draw, lanes, png, svg, typical
+from hocket_trace.picture import COLORS, GUTTER, Box, columns, draw, lanes, svg, typical
 from tests.trace.reports import Row, busy, step_of, trace
 from tests.trace.reports import report as made
 
@@ -103,26 +101,6 @@ def test_svg_is_a_document_with_titles_and_colours() -> None:
     assert "step 3, 100 ms, communication exposed for 20.0 %, NVIDIA H200" in [
         t.text for t in root.iter(f"{space}text")
     ]
-
-
-def test_png_and_svg_show_the_same() -> None:
-    image_module = pytest.importorskip("PIL.Image", reason="pillow is not installed")
-    one = toy()
-    image = image_module.open(io.BytesIO(png(report([one]), [one], width=WIDTH)))
-    root = ElementTree.fromstring(svg(report([one]), [one], width=WIDTH))
-    assert image.size == (2 * int(root.attrib["width"]), 2 * int(root.attrib["height"]))
-    bars = [rect for rect in root.iter("{http://www.w3.org/2000/svg}rect") if rect.get("class") == "op"]
-    assert len(bars) > 8
-    for rect in bars:
-        x, y, width, height = (float(rect.attrib[name]) for name in ("x", "y", "width", "height"))
-        seen = image.getpixel((round(2 * (x + width / 2)), round(2 * (y + height / 2))))
-        assert "#{:02x}{:02x}{:02x}".format(*seen) == rect.attrib["fill"]
-
-
-def test_png_without_pillow_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(ValueError, match=r"needs pillow; fix: pip install 'hocket-trace\[picture\]'"):
-        png(report([toy()]), [toy()])
 
 
 def test_the_picture_is_of_the_median_step_unless_one_is_named() -> None:
