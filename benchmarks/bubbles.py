@@ -1,10 +1,11 @@
 """How much of a step pipeline ranks rest, and what they hold: the zero-bubble orders beside 1F1B. Needs no GPU.
 
-The tables of `docs/orders.md` are made of these rows whenever documents are. They have two predictions by the
-simulator, of programs as they are run. In *units* p2p transfers take nothing, and forward, input gradient and weight
-gradient of a layer are as long in proportion as a transformer's, so what is left is the order's own bubble; activations
-count layers, from their forward to their weight gradient. On *hardware* the costs are those of Llama-3 8B's layers on
-H200s, p2p transfers and gathers included, with a vocabulary small enough for the head not to weigh on one rank.
+`python -m benchmarks.tables bubbles bubbles_of_8b` prints these rows; docs/overlap.md has the first table. Both are
+predictions by the simulator, of programs as they are run. In *units* p2p transfers take nothing, and forward, input
+gradient and weight gradient of a layer are as long in proportion as a transformer's, so what is left is the order's own
+bubble; activations count layers, from their forward to their weight gradient. On *hardware* the costs are those of
+Llama-3 8B's layers on H200s, p2p transfers and gathers included, with a vocabulary small enough for the head not to
+weigh on one rank.
 """
 
 from __future__ import annotations

@@ -174,12 +174,6 @@ def expected(result: Result) -> str:
     return table(head, rows)
 
 
-def results() -> list[str]:
-    """Names of results that no other table has."""
-    named = [shlex.split(command.partition(" --name ")[2])[:1] for command, _ in RUNS]
-    return ["whole_experts", *(name for names in named for name in names)]
-
-
 def listed() -> str:
     """The commands, as a document shows them, each in a line that can be copied."""
     return "\n".join(["```", *commands(), "```"])

@@ -1,8 +1,8 @@
 """What pairs at the ends of a merged order gain: predicted steps with and without them. Needs no GPU.
 
 Layers of published MoE models on H200s, a quarter of them where there is no pipeline, for they would not fit; and the
-recipes as they are, in groups of the smallest size and of twice as many microbatches as pipeline ranks. The table of
-`docs/benchmarks-archive.md` is made of these rows whenever documents are.
+recipes as they are, in groups of the smallest size and of twice as many microbatches as pipeline ranks.
+`python -m benchmarks.tables merged_ends` prints these rows.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from benchmarks.bench.record import origins
@@ -25,12 +26,12 @@ EXPERTS = "Qwen3-30B-A3B, 12 layers, with AdamW"
 
 ROWS = (
     Row("fsdp_adamw_compiled", WHOLE, "2,048", "fully_shard_ce", short=True),
-    Row("fsdp_adamw_compiled", WHOLE, "4,096", "fully_shard_ce", short=True),
-    Row("fsdp_adamw_compiled", WHOLE, "8,192", "fully_shard_ce", short=True),
+    Row("fsdp_adamw_compiled", WHOLE, "4,096", "fully_shard_ce"),
+    Row("fsdp_adamw_compiled", WHOLE, "8,192", "fully_shard_ce"),
     Row("expert_adamw", EXPERTS, "4,096", "hocket_graph_ce", short=True),
-    Row("expert_adamw", EXPERTS, "8,192", "hocket_graph_ce", short=True),
-    Row("context_dense", "8 layers of Llama-3 8B, sequences shared", "32,768", "hocket", short=True),
-    Row("context_dense_long", "8 layers of Llama-3 8B, sequences shared", "131,072", "hocket", short=True),
+    Row("expert_adamw", EXPERTS, "8,192", "hocket_graph_ce"),
+    Row("context_dense", "8 layers of Llama-3 8B, sequences shared", "32,768", "hocket"),
+    Row("context_dense_long", "8 layers of Llama-3 8B, sequences shared", "131,072", "hocket"),
     Row("context_experts", "6 layers of Qwen3-30B-A3B, sequences shared", "32,768", "hocket_ce", short=True),
     Row("fsdp", "Llama-3 8B, sharded weights", "2,048", "fully_shard_ce"),
     Row("fsdp", "Llama-3 8B, sharded weights", "4,096", "fully_shard_ce"),
@@ -39,35 +40,28 @@ ROWS = (
     Row("data_parallel", "Llama-3 8B's layers, whole weights", "8,192", "fully_shard_optim_ce"),
     Row("data_parallel_adamw", "the same with AdamW", "8,192", "fully_shard_optim_ce"),
     Row("expert_parallel", "Qwen3-30B-A3B's experts", "4,096", "hocket_graph_ce"),
-    Row("expert_parallel_long", "Qwen3-30B-A3B's experts", "8,192", "hocket_ce", short=True),
+    Row("expert_parallel_long", "Qwen3-30B-A3B's experts", "8,192", "hocket_ce"),
     Row("expert_parallel_2", "Qwen3-30B-A3B's experts, 8 layers", "8,192", "hocket_ce"),
     Row("shared_expert", "16B with a shared expert", "8,192", "hocket_ce"),
     Row("skinny", "narrow experts", "16,384", "hocket_ce"),
     Row("pipeline_dense_8", "Llama-3 8B in a pipeline", "4,096", "hocket", short=True),
     Row("pipeline_dense_2", "half of it on two ranks", "4,096", "hocket_ce"),
-    Row("everything", "pipeline, experts and full sharding", "8,192", "hocket_ce", short=True),
+    Row("everything", "pipeline, experts and full sharding", "8,192", "hocket_ce"),
     Row("any_model", "Qwen3-MoE of transformers, 8 layers", "8,192", "transformers_plan", short=True),
 )
 
 
-def files(short: bool) -> str:
-    """The result files behind the table, as `benchmarks.tables.KNOWN` names them."""
-    return " ".join(dict.fromkeys(row.file for row in ROWS if row.short or not short))
+def rows_of(words: str) -> list[Row]:
+    """The rows of `all` results, of the `short` table, or of the result files that are named."""
+    if words in ("all", "short"):
+        return [row for row in ROWS if row.short or words == "all"]
+    return [row for row in ROWS if row.file in words.split()]
 
 
-def summary(*results: Result) -> str:
-    return _table(results, short=False)
-
-
-def summary_short(*results: Result) -> str:
-    return _table(results, short=True)
-
-
-def _table(results: tuple[Result, ...], short: bool) -> str:
-    by_file = dict(zip(files(short).split(), results, strict=True))
-    rows = [_cells(row, by_file[row.file]) for row in ROWS if row.short or not short]
+def summary(rows: list[Row], results: Mapping[str, Result]) -> str:
+    """A row for each shape. `results` are by the name of their file."""
     head = ["step", "tokens", "GPUs", "hocket", "fastest of the others", "speed over it (range)", "share of the bound"]
-    return table(head, rows)
+    return table(head, [_cells(row, results[row.file]) for row in rows])
 
 
 def _cells(row: Row, result: Result) -> list[str]:

@@ -1,12 +1,16 @@
-"""Writes every table, plan excerpt and plan picture of the documents.
+"""Writes every table, plan excerpt and plan picture of the documents, and prints the table of any result.
 
-    python -m benchmarks.tables
+    python -m benchmarks.tables                        renew README.md and docs/
+    python -m benchmarks.tables --list                 the names of all tables
+    python -m benchmarks.tables fsdp fsdp_settings     print the table of a result, and the settings of its contenders
 
-Nothing measured or planned is typed by hand: what stands between two markers in README.md or docs/ is made from
-benchmarks/results/*.json, or is what a command prints. `tests/test_docs.py` fails when they differ.
+No measured or planned figure in a table is typed by hand. The text between two markers in README.md or docs/ is made
+from benchmarks/results/*.json, or is what a command prints. `tests/test_docs.py` fails when they differ.
 
-    <!-- table:step_time --> ... <!-- /table -->                      a table of results, with where it comes from
+    <!-- table:saves --> ... <!-- /table -->                          a table of results, and where they come from
+    <!-- summary:fsdp_adamw_compiled --> ... <!-- /summary -->        these results in short, or `all`, or `short`
     <!-- plan:tiny --ops 20 --> ... <!-- /plan -->                    what `hocket plan tiny --ops 20` prints
+    <!-- timeline:tiny --> ... <!-- /timeline -->                     of that, the predicted step alone
     <!-- search:tiny --> ... <!-- /search -->                        what `hocket plan tiny --search` prints
     <!-- ops:1; fwd attn m0 ..; recv act ..; tiny --> ... <!-- /ops -->   rank 1, from the first op to the last
     <!-- trace:tests/trace/fixtures --> ... <!-- /trace -->           what `hocket trace tests/trace/fixtures` prints
@@ -56,6 +60,7 @@ from benchmarks.sharding_tables import (
 )
 from benchmarks.trace_tables import hidden, overlap_tax, overlap_trace, sends_tax
 from benchmarks.training_tables import fp8, training
+from benchmarks.zoo import counts as zoo_counts
 from benchmarks.zoo import rows as zoo
 from hocket.commands.options import parse
 from hocket.commands.plan import Plan, resolve_for_plan, task_of
@@ -75,7 +80,7 @@ from hocket_trace.picture import svg
 DOCS = (ROOT / "README.md", ROOT / "hocket_trace" / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 TRAINED = (
     "llama3_8b", "experts", "experts_balanced", "experts_6", "experts_6_fp8", "dense_peer", "dense_peer_2", "dense_fp8",
-    "experts_peer", "whole_experts?",
+    "experts_peer", "whole_experts?", "whole_8b?", "whole_8b_8192?", "whole_8b_65536?", "whole_8b_fp8?",
 )  # fmt: skip
 """Runs of some hundred steps with results, or a question mark."""
 PICTURES = {
@@ -183,6 +188,7 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
         "tensor_parallel tensor_parallel_as_8? tensor_parallel_2? tensor_parallel_2_as_8?",
         tensor_tables.chosen,
     ),
+    "tp_layers": ("tensor_parallel tensor_parallel_as_8? tensor_parallel_2?", tensor_tables.whole),
     "predicted": ("step_time", predicted),
     "predicted_compute": (" ".join(STEPS), predicted_compute),
     "predicted_steps": (" ".join(STEPS), predicted_steps),
@@ -219,25 +225,9 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "prediction": ("prediction", calibration),
     "calibration": ("calibration", calibration),
     "gains": ("calibration prediction", gains),
-    "dense_peers": ("dense_peers", contenders),
-    "dense_peers_settings": ("dense_peers", settings),
     "fsdp_headline": ("fsdp fsdp_long", headline),
     "fsdp_aims": ("fsdp fsdp_long fsdp_peers", aims),
-    "fsdp": ("fsdp fsdp_long", contenders),
-    "fsdp_settings": ("fsdp fsdp_long", settings),
-    "fsdp_compiled": ("fsdp_compiled", contenders),
-    "fsdp_plan": ("fsdp_plan", contenders),
-    "fsdp_peers": ("fsdp_peers", contenders),
-    "fsdp_peers_settings": ("fsdp_peers", settings),
     "fsdp_host": ("fsdp_host", host_cost),
-    "fsdp_adamw": ("fsdp_adamw", contenders),
-    "fsdp_adamw_compiled": ("fsdp_adamw_compiled", contenders),
-    "fsdp_adamw_offloaded": ("fsdp_adamw_offloaded", contenders),
-    "data_parallel": ("data_parallel", contenders),
-    "data_parallel_whole": ("data_parallel_whole", contenders),
-    "data_parallel_adamw": ("data_parallel_adamw", contenders),
-    "updates": ("updates", contenders),
-    "data_parallel_settings": ("data_parallel", settings),
     "fsdp_parts": ("fsdp_steps", parts),
     "fsdp_parts_settings": ("fsdp_steps", parts_settings),
     "copy_engine": ("copy_engine", copy_engine),
@@ -245,57 +235,29 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     "copy_engine_tax": ("copy_engine", copy_engine_tax),
     "copy_engine_sum": ("copy_engine", copy_engine_sum),
     "row_exchange": ("row_exchange", row_exchange),
-    "expert_parallel": ("expert_parallel expert_parallel_long?", contenders),
-    "expert_parallel_settings": ("expert_parallel expert_parallel_long?", settings),
-    "expert_parallel_2": ("expert_parallel_2", contenders),
-    "expert_parallel_2_late": ("expert_parallel_2_late", contenders),
-    "expert_parallel_torchtitan": ("expert_parallel_torchtitan", contenders),
-    "expert_parallel_even": ("expert_parallel_even", contenders),
     "expert_parallel_host": ("expert_parallel_host", host_cost),
-    "shared_expert": ("shared_expert", contenders),
-    "skinny": ("skinny", contenders),
-    "pipeline_dense": ("pipeline_dense_8 pipeline_dense_16?", contenders),
-    "pipeline_dense_2": ("pipeline_dense_2", contenders),
-    "everything": ("everything", contenders),
-    "everything_settings": ("everything", settings),
     "expert_steps": ("expert_steps", expert_steps),
-    "copies": ("copies", contenders),
     "expert_aims": (
         "expert_parallel expert_parallel_long? expert_parallel_2? shared_expert? skinny? pipeline_dense_8? everything?",
         expert_aims,
     ),
-    "pipeline_peers": ("pipeline_peers", contenders),
-    "any_model": ("any_model", contenders),
-    "context_dense": ("context_dense", contenders),
-    "context_dense_long": ("context_dense_long", contenders),
-    "context_experts": ("context_experts context_experts_long?", contenders),
-    "context_dense_adamw": ("context_dense_adamw", contenders),
-    "context_experts_adamw": ("context_experts_adamw", contenders),
-    "context_dense_documents": ("context_dense_documents", contenders),
-    "context_experts_documents": ("context_experts_documents", contenders),
     "context_memory": ("context_dense context_dense_whole context_experts? context_experts_whole?", shared_memory),
     "families": ("", families),
     "context_balance": ("", balance),
     "published": ("published", comparison),
     "predictions_8gpu": ("predictions_8gpu", eight_gpus.expected),
     "commands_8gpu": ("", eight_gpus.listed),
-    **{name: (name, contenders) for name in eight_gpus.results()},
     "faults": ("faults", reliability),
     "fsdp_zoo": ("fsdp_zoo", zoo),
+    "zoo_counts": ("fsdp_zoo", zoo_counts),
     **{name: (name, real_models) for name in ("real_models_llama", "real_models_vit", "real_models_t5")},
-    "dense_fp8": ("dense_fp8", contenders),
-    "expert_adamw": ("expert_adamw", contenders),
-    "expert_routing": ("expert_routing", contenders),
-    "expert_routing_even": ("expert_routing_even", contenders),
     "saves": ("saves", saves),
     "saves_memory": ("saves_memory", saves),
-    **{name: (name, before_and_after) for name in ("before_after", "before_after_sharded")},
-    "any_model_settings": ("any_model", settings),
-    "summary": (summary_tables.files(short=False), summary_tables.summary),
-    "summary_short": (summary_tables.files(short=True), summary_tables.summary_short),
-    "pipeline_peers_settings": ("pipeline_peers", settings),
+    **{name: (name, before_and_after) for name in ("before_after", "before_after_sharded", "before_after_one")},
 }
-"""Table -> the result files it is made from (none: predicted; with a question mark: if they are there), its maker."""
+"""Table -> the result files it is made from (none: predicted; with a question mark: if they are there), its maker.
+
+A result of contenders needs no row: its table has its name, and `NAME_settings` has the settings and the gate."""
 
 
 def there(file: str) -> bool:
@@ -308,6 +270,28 @@ TABLES = {
     if all(file.endswith("?") or there(file) for file in files.split())
 }
 """Those of results that have been recorded."""
+
+
+def names() -> list[str]:
+    """All tables that can be made."""
+    found = [path.stem for path in RESULTS.glob("*.json")]
+    return sorted({*TABLES, *(name for name in found if "workloads" in result_of(name))})
+
+
+def result_of(name: str) -> Result:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def index(words: str = "") -> str:
+    """Every result: the benchmark that recorded it, on which machine, and its name."""
+    found: dict[tuple[str, str], dict[str, None]] = {}
+    for path in sorted(RESULTS.glob("*.json")):
+        for run in origins(result_of(path.stem)):
+            module = re.search(r"benchmarks\.\w+", run["command"])
+            machine = re.sub(r"(\d) x NVIDIA (H\d+).*", r"\1 \2", run["hardware"])
+            found.setdefault((module[0] if module else "", machine), {})[f"`{path.stem}`"] = None
+    rows = [[f"`{module}`", machine, " ".join(which)] for (module, machine), which in sorted(found.items())]
+    return table(["benchmark", "machine", "results"], rows)
 
 
 def origin(results: Sequence[Result]) -> str:
@@ -323,9 +307,22 @@ def origin(results: Sequence[Result]) -> str:
 
 
 def make_table(name: str) -> str:
-    files, make = TABLES[name]
-    results = [json.loads((RESULTS / f"{file}.json").read_text()) for file in files]
+    """A table of results. Raises ValueError if there is none of this name."""
+    if name in TABLES:
+        files, make = TABLES[name]
+    elif there(file := name.removesuffix("_settings")) and "workloads" in result_of(file):
+        files, make = [file], settings if file != name else contenders
+    else:
+        raise ValueError(f"{name}: there is no such table; fix: python -m benchmarks.tables --list")
+    results = [result_of(file) for file in files]
     return f"{make(*results)}\n\n{origin(results)}".rstrip()  # what is predicted has no origin
+
+
+def make_summary(words: str) -> str:
+    """Rows of the summary: of all results, of the README's few, or of those that are named."""
+    rows = summary_tables.rows_of(words)
+    results = {row.file: result_of(row.file) for row in rows}
+    return f"{summary_tables.summary(rows, results)}\n\n{origin(list(results.values()))}"
 
 
 def planned(words: str) -> tuple[Program, Timeline, str]:
@@ -338,6 +335,12 @@ def planned(words: str) -> tuple[Program, Timeline, str]:
 
 def make_plan(words: str) -> str:
     return f"```\n$ hocket plan {words}\n{planned(words)[2]}\n```"
+
+
+def make_timeline(words: str) -> str:
+    """Of `hocket plan WORDS` the drawing of the predicted step, without its legend."""
+    drawing = planned(words)[2].partition("PREDICTED STEP")[2].partition("\none character is")[0]
+    return f"```\n$ hocket plan {words}\n...\nPREDICTED STEP{drawing}\n```"
 
 
 def make_search(words: str) -> str:
@@ -359,12 +362,14 @@ def make_ops(words: str) -> str:
 
 
 def make_trace(words: str) -> str:
-    """What `hocket trace WORDS` prints on a terminal of fixed width, run in the root of the repository."""
+    """What `hocket trace WORDS` prints on a terminal of fixed width, run in the root. `WORDS; N` gives N lines."""
+    words, _, count = words.partition("; ")
     command = [sys.executable, "-m", "hocket", "trace", *shlex.split(words)]
     terminal = {**os.environ, "COLUMNS": str(WIDTH), "NO_COLOR": "1"}
     done = subprocess.run(command, cwd=ROOT, env=terminal, capture_output=True, text=True, timeout=60, check=True)
-    lines = "\n".join(line.rstrip() for line in done.stdout.splitlines())
-    return f"```\n$ hocket trace {words}\n{lines}\n```"
+    lines = [line.rstrip() for line in done.stdout.splitlines()]
+    shown = [*lines[: int(count)], "..."] if count else lines
+    return "\n".join(["```", f"$ hocket trace {words}", *shown, "```"])
 
 
 def make_step(words: str) -> str:
@@ -383,17 +388,16 @@ def make_gpus() -> str:
     rows = [
         [
             f"`{name}`", f"{gpu.flops / 1e12:g}", f"{gpu.memory}", f"{gpu.memory_bandwidth / 1e12:g}",
-            f"{gpu.link / 1e9:g}", f"{gpu.processors}", f"{gpu.full_clock / 1e9:.2f}", f"{gpu.watts}",
-            "measured" if name == "h200" else "scaled",
+            f"{gpu.link / 1e9:g}", f"{gpu.watts}",
         ]
         for name, gpu in GPUS.items()
     ]  # fmt: skip
-    head = ["`hardware.gpu`", "TFLOP/s", "GB", "TB/s", "link GB/s", "processors", "GHz", "W", "rates"]
-    return table(head, rows)
+    return table(["`hardware.gpu`", "TFLOP/s", "GB", "TB/s", "link GB/s", "W"], rows)
 
 
 MAKERS = {
-    "table": make_table, "plan": make_plan, "search": make_search, "ops": make_ops, "trace": make_trace,
+    "table": make_table, "summary": make_summary, "index": index, "plan": make_plan, "timeline": make_timeline,
+    "search": make_search, "ops": make_ops, "trace": make_trace,
     "step": make_step, "golden": make_golden, "settings": settings_tables.table,
     "presets": lambda words: settings_tables.presets(), "gpus": lambda words: make_gpus(),
 }  # fmt: skip
@@ -416,6 +420,9 @@ def picture(words: str) -> str:
 
 
 def main() -> None:
+    if wanted := sys.argv[1:]:
+        print("\n".join(names()) if wanted == ["--list"] else "\n\n".join(map(make_table, wanted)))
+        return
     for path in DOCS:
         text = path.read_text(encoding="utf-8")
         if (new := renew(text)) != text:

@@ -51,6 +51,16 @@ def chosen(*results: Result) -> str:
     return table(heads, rows)
 
 
+def whole(*results: Result) -> str:
+    """Whole layers as `auto` set them in the run, against plain and products alone."""
+    rows = []
+    for result in results:
+        ranks = f"{result['tp']} ranks"
+        ranks += f", as narrow as on {result['as_of']}" if result.get("as_of") else ""
+        rows += [[f"{model}, {ranks}", *_against(found["layer"])] for model, found in result["models"].items()]
+    return table(["layer", "plain", "auto", "speed-up", "at most", "noise"], rows)
+
+
 def _name(method: str, splits: int) -> str:
     return f"{method}/{splits}" if method in ("ring", "pipeline") else method
 

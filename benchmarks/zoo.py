@@ -34,6 +34,20 @@ def rows(result: Result) -> str:
     return table(["program", "hocket", "FSDP2", "why not"], cells)
 
 
+def counts(result: Result) -> str:
+    """How many programs end in which way."""
+    programs = result["programs"].values()
+    kinds = [
+        kind for kind in SAID if any(row[form]["kind"] == kind for row in programs for form in ("hocket", "fsdp2"))
+    ]
+    head = [f"of {len(programs)} programs", *(SAID[kind] for kind in kinds)]
+    rows = [
+        [shown, *(str(sum(row[form]["kind"] == kind for row in programs)) for kind in kinds)]
+        for form, shown in (("hocket", "hocket"), ("fsdp2", "FSDP2"))
+    ]
+    return table(head, rows)
+
+
 def main() -> None:
     from tests.fsdp.zoo.judge import judge, programs
 

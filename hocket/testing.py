@@ -16,7 +16,7 @@
         assert gathers[1:].hidden >= 0.9, gathers
 
 A collective is known by the torch op that launched it, not by the name of its kernel, and compute is whatever else ran
-on the device: see `docs/reading-a-report.md`. What to know before a threshold is chosen:
+on the device: see `docs/explain.md`. What to know before a threshold is chosen:
 
 - Sizes must be large enough that the device is never out of work. Where the host launches too slowly, collectives fall
   into gaps between kernels, and the test says more about Python than about overlap.

@@ -1,6 +1,6 @@
 r"""What a trace says, as plain values: activities of one rank, and the report about them.
 
-Letters of `docs/reading-a-report.md`: K is the time in which some compute kernel runs on a rank, C the time in which
+Letters of `docs/explain.md`: K is the time in which some compute kernel runs on a rank, C the time in which
 some communication runs, S the length of a step; all are lengths of unions of intervals. Exposed time is |C \ K|,
 compute is absent for S - |K|. Times are seconds, on the clock of the trace's first rank.
 """

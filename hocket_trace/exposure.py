@@ -1,6 +1,6 @@
 """What communication cost: how long each kind ran, and how much of that no compute kernel covered.
 
-Definitions are those of `docs/reading-a-report.md`. Within a step's window everything that ran there counts, of
+Definitions are those of `docs/explain.md`. Within a step's window everything that ran there counts, of
 whichever step, cut to the window: so compute, exposed communication and idle time add up to the step. Counts and bytes
 are those of the activities that the step launched.
 """

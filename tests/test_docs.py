@@ -22,7 +22,7 @@ import tyro
 import hocket
 from benchmarks.bench.command import Bench
 from benchmarks.prediction_tables import CONTENDERS
-from benchmarks.tables import DOCS, MAKERS, PICTURES, RESULTS, ROOT, TABLES, make_ops, picture, renew
+from benchmarks.tables import DOCS, MAKERS, PICTURES, RESULTS, ROOT, TABLES, make_ops, make_table, names, picture, renew
 from hocket.cli import COMMANDS
 from hocket.commands.explain import Explain
 from hocket.commands.models import Export, Generate, configured
@@ -39,7 +39,9 @@ from hocket.settings.sources import begin
 from hocket_trace import load, report
 from hocket_trace.cli import parser as trace_parser
 from scripts import docs_site
+from tests.helpers.command import hocket as hocket_command
 from tests.helpers.ranks import run_ranks
+from tests.pretrained.folders import saved
 from tests.trace.build import Trace
 
 PAGES = sorted({*DOCS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "examples" / "README.md"})
@@ -84,16 +86,24 @@ def test_what_stands_between_markers_is_up_to_date(path: Path) -> None:
     assert opened == re.findall(rf"^<!-- /({kinds}) -->$", text, flags=re.MULTILINE)
 
 
-def test_every_result_is_shown() -> None:
-    text = "".join(path.read_text(encoding="utf-8") for path in DOCS)
-    assert {file for files, _ in TABLES.values() for file in files} == {path.stem for path in RESULTS.glob("*.json")}
-    assert [table for table in TABLES if f"<!-- table:{table} -->" not in text] == []
+def test_every_result_is_listed_and_has_a_table() -> None:
+    text = read("docs/benchmarks.md").partition("<!-- index:")[2]
+    shown = {file for files, _ in TABLES.values() for file in files} | set(names())
+    for path in RESULTS.glob("*.json"):
+        assert f"`{path.stem}`" in text, STALE
+        assert path.stem in shown
+
+
+def test_any_table_can_be_printed() -> None:
+    assert "| 2,048: fully_shard_ce |" in make_table("fsdp")
+    assert "gate: losses of " in make_table("fsdp_settings")
+    with pytest.raises(ValueError, match=r"^quux: there is no such table; fix: python -m benchmarks.tables --list$"):
+        make_table("quux")
 
 
 def test_a_changed_figure_would_be_noticed() -> None:
-    text = next(text for text in read("docs/benchmarks-archive.md").split("<!-- /table -->") if "\n| merged |" in text)
-    text = text[text.index("<!-- table:") :] + "<!-- /table -->"
-    row = next(line for line in text.splitlines() if line.startswith("| merged |"))
+    text = read("docs/experts.md")
+    row = next(line for line in text.splitlines() if line.startswith("| Qwen3-30B-A3B, 12 layers"))
     changed = text.replace(row, row.replace("ms", "s"))
     assert row not in changed
     assert row in renew(changed)
@@ -189,7 +199,7 @@ def test_settings_and_files_exist(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     text = re.sub(r"^\d x .*, commit `\w+`.*$", "", text, flags=re.MULTILINE)  # commands as they were given then
     text = re.sub(r"`[\w./-]+` at `\w+`", "", text)  # and files as they were named
-    text = re.sub(r"^### Removed$.*?(?=^## |\Z)", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^### (Removed|Merged settings)$.*?(?=^##|\Z)", "", text, flags=re.MULTILINE | re.DOTALL)
     known = set(types())
     sections = "|".join({leaf.split(".")[0] for leaf in known})
     for words in code(text):
@@ -212,8 +222,33 @@ def test_concepts_explains_every_word_of_a_plan() -> None:
 
 
 def test_every_recipe_is_named() -> None:
-    text = read("docs/first-run.md")
+    text = read("docs/training.md")
     assert [recipe for recipe in RECIPES if f"`{recipe}`" not in text] == []
+
+
+@pytest.mark.timeout(600)  # a dozen commands, one after the other
+def test_the_tutorial_runs(tmp_path: Path) -> None:
+    """Its commands in order, with fewer steps, a short text, and a small folder in place of the download."""
+    pytest.importorskip("transformers", minversion="5.0", reason="writes the folder", exc_type=ImportError)
+    saved("qwen3", tmp_path / "Qwen3-0.6B", vocab_size=256)
+    (tmp_path / "README.md").write_text(read("README.md")[:2000])
+    (tmp_path / "text").write_text(read("docs/training.md") * 8)
+    text = re.sub(r"--train.steps \d+", "--train.steps 4", read("docs/first-run.md"))
+    text = text.replace("sequence_length 256", "sequence_length 32")
+    seen = {}
+    for line in "".join(re.findall(r"```sh\n(.*?)```", text, flags=re.DOTALL)).splitlines():
+        words = line.split(" #")[0].removeprefix("hocket ")
+        few = ["--data.paths", "text", "--train.eval_batches", "1"] if words.startswith("train ") else []
+        done = hocket_command(tmp_path, *shlex.split(words), *few)
+        assert done.code == 0, (words, done)
+        seen[words] = done.out
+    merged, sequential = (
+        float(re.findall(r"^step ([\d.]+) ms", seen[f"plan tiny{words}"], flags=re.MULTILINE)[0])
+        for words in ("", " --overlap.ep.merge off")
+    )
+    assert merged < sequential
+    assert "Communication is exposed for" in seen["trace runs/traced"]
+    assert (tmp_path / "exported" / "config.json").exists()
 
 
 def program(path: str, first: str) -> str:
@@ -235,7 +270,7 @@ def recorded(rank: int, text: str, folder: Path) -> None:
 
 
 def test_the_page_about_reports_records_a_program(tmp_path: Path) -> None:
-    run_ranks(recorded, 2, program("docs/reading-a-report.md", "import os"), tmp_path)
+    run_ranks(recorded, 2, program("docs/explain.md", "import os"), tmp_path)
     found = report(load(sorted((tmp_path / "traces").iterdir())))
     assert found.ranks == (0, 1)
     assert len({step.step for step in found.steps}) == 2
@@ -277,7 +312,7 @@ def asserted(rank: int, text: str) -> None:
 
 
 def test_the_page_about_reports_asserts_overlap() -> None:
-    run_ranks(asserted, 2, program("docs/reading-a-report.md", "import torch\n"))
+    run_ranks(asserted, 2, program("docs/explain.md", "import torch\n"))
 
 
 def test_contenders_are_those_of_the_benchmark() -> None:

@@ -1,4 +1,4 @@
-"""The programs of docs/extending.md: a pass of one's own, and a part with a lane of its own that trains."""
+"""The programs of docs/design/architecture.md: a pass of one's own, and a part with a lane of its own that trains."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.helpers.parity import batches_of, config, learn, whole
 from tests.helpers.ranks import run_ranks
 from tests.reference import Batch, microbatch
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "extending.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "design" / "architecture.md"
 
 
 def program(number: int) -> str:

@@ -1,4 +1,4 @@
-"""`hocket.plan`, `check`, `simulate`, `draw` and the step that trains: the programs of docs/python.md, and refusals."""
+"""`hocket.plan`, `check`, `simulate`, `draw` and the step that trains: the programs of docs/models.md, and refusals."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from hocket.recipes import RECIPES
 from hocket.tune.candidates import better_orders, layer_seconds
 from hocket.tune.trials import model_costs
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "python.md"
-PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
+SECTION = PAGE.read_text().partition("\n## Plans from Python\n")[2]
+PROGRAMS = re.findall(r"```python\n(.*?)```", SECTION, flags=re.DOTALL)
 ONE = {"mesh.pp": 1, "mesh.dp": 1, "mesh.ep": 1, "plan.chunks": 1, "train.device": "cpu", "train.microbatches": 2}
 
 

@@ -1,4 +1,4 @@
-"""Models that others wrote, in hocket's planned step: see docs/any-model.md."""
+"""Models that others wrote, in hocket's planned step: see docs/models.md."""
 
 from hocket.layers.standin import grouped_linear
 

@@ -216,7 +216,7 @@ The loss of a model in nats per token: of a run's newest checkpoint, a checkpoin
 token of the text that is learnt counts once; of a TOML file of several sources
 hocket eval tells the loss of each, too.
 
-  --data.paths                   the text, none of which is kept back (docs/data.md)
+  --data.paths                   the text, none of which is kept back (docs/training.md)
   --data.*                       how it is read: as the run has read its own, a folder with data.packing = on and
                                  data.sequence_length = 1024
   --train.sequences              sequences that are computed together, by default 1

@@ -149,7 +149,7 @@ class DataConfig:
 
     paths: Annotated[tuple[str, ...], FILLED] = ()
     """Files, folders or patterns of text or tokens, or a TOML file of several sources of text with weights:
-    docs/data.md. Empty: the source of Python's standard library."""
+    docs/training.md. Empty: the source of Python's standard library."""
     text_key: Annotated[tuple[str, ...], FILLED] = ("text",)
     """Name of the text, or of the messages of a chat, in a line of JSON or a row of a table. `a.b` is the `b` inside of
     `a`. Of two names the first is that of a prompt, which stands before the text and is not learnt."""

@@ -1,4 +1,4 @@
-"""docs/any-model.md says what is: its programs run, and its families are those of the tests."""
+"""docs/models.md says what is: its programs run, and its families are those of the tests."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ import torch.distributed as dist
 from tests.adapters.families import DENSE, EXPERTS, REFUSED
 from tests.helpers.ranks import run_ranks
 
-TEXT = (Path(__file__).resolve().parents[2] / "docs" / "any-model.md").read_text(encoding="utf-8")
-PRETRAINED, SAVED, PACKED, LAYER, CHECK = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
+TEXT = (Path(__file__).resolve().parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+SECTIONS = TEXT.partition("\n## A model of transformers\n")[2].partition("\n## Plans from Python\n")[0]
+PRETRAINED, SAVED, PACKED, LAYER, CHECK = re.findall(r"```python\n(.*?)```", SECTIONS, flags=re.DOTALL)
 
 
 def program(rank: int, folder: str) -> tuple[float, bool]:
