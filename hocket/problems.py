@@ -11,9 +11,3 @@ def stop_if(problems: Sequence[str], what: str = "settings") -> None:
         raise ValueError(problems[0])
     if problems:
         raise ValueError(f"{len(problems)} {what} cannot work:\n" + "\n".join(f"  {problem}" for problem in problems))
-
-
-def problems_of(error: ValueError) -> list[str]:
-    """The problems of which `stop_if` has made an error."""
-    lines = str(error).splitlines()
-    return lines if len(lines) == 1 else [line.strip() for line in lines[1:]]
