@@ -48,7 +48,7 @@ from hocket_trace.without_collector import without_collector
 if TYPE_CHECKING:
     from hocket_trace.data import Report
 
-# -- What is hidden under what, row by row ------------------------------------------------------------------------------
+# -- What is hidden under what, row by row -----------------------------------------------------------------------------
 
 ALWAYS = "always"
 """The source of what no setting decides."""

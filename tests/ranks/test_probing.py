@@ -6,25 +6,25 @@ import os
 
 import pytest
 
-from hocket.doctor.measure import Measured, Request, run
-from hocket.doctor.rank import measure
+from hocket.doctor.measure import Request, run
+from hocket.doctor.rank import Transfers, measure
 from hocket.program.hardware import RATES
 from tests.helpers.ranks import run_ranks
 
 REQUEST = Request(world=2, transfers=(("gather", 4096), ("reduce", 4096), ("a2a", 8192), ("pp", 4096)))
 
 
-def on_a_rank(rank: int) -> Measured:
-    return measure(REQUEST, rank)
+def on_a_rank(rank: int) -> tuple[Transfers, dict[str, float]]:
+    return measure(REQUEST.transfers, REQUEST.device, rank, REQUEST.world)
 
 
 def test_all_ranks_measure_what_was_asked_for_and_agree() -> None:
     first, second = run_ranks(on_a_rank, 2)
     assert first == second
-    assert set(first.transfers) == set(REQUEST.transfers)
-    assert set(first.rates) == set(RATES)
-    assert all(rate > 0 for rate in first.rates.values())
-    assert all(seconds > 0 for seconds in first.transfers.values())
+    transfers, rates = first
+    assert set(transfers) == set(REQUEST.transfers)
+    assert set(rates) == set(RATES)
+    assert all(value > 0 for value in (*rates.values(), *transfers.values()))
 
 
 def test_an_answer_comes_from_processes_of_their_own() -> None:
