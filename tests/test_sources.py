@@ -353,7 +353,6 @@ def test_a_start_without_a_recipe_is_the_defaults(here: Path) -> None:
     "words",
     [
         ["plan", "FILE.toml"],
-        ["explain", "--from-megatron", "FILE.sh"],
         ["explain", "FILE.json"],
         ["train", "tiny", "--data.tokenizer", "FILE.json"],
         ["plan", "tiny", "--hardware.gpu", "FILE.json"],
@@ -362,7 +361,7 @@ def test_a_start_without_a_recipe_is_the_defaults(here: Path) -> None:
 def test_what_has_no_end_is_refused_and_not_read(capsys, tmp_path, monkeypatch, kind: str, words: list[str]) -> None:
     """A pipe or a device in place of a file of settings, of a tokenizer, of rates or of an explanation."""
     monkeypatch.chdir(tmp_path)
-    for name in ("FILE.toml", "FILE.json", "FILE.sh"):
+    for name in ("FILE.toml", "FILE.json"):
         if kind == "pipe":
             os.mkfifo(name)
         else:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from hocket.commands.options import parse_plain
-from hocket.files import finite
 from hocket.problems import stop_if
 from hocket.settings.schema import beyond, meant, show, types
 from hocket.settings.sources import value_of
@@ -94,30 +93,18 @@ NEEDLESS, LACKING, UNKNOWN = "NOT NEEDED", "NO COUNTERPART", "NOT KNOWN"
 
 
 def pairs(text: str) -> list[tuple[str, list[str]]]:
-    """Flags and keys with values. A word that belongs to none is a name, too, but in programs of several lines."""
-    text = re.sub(r"(?m)^\s*#.*", "", text.replace("\\\n", " "))
-    text = re.sub(r"[\w.]+\s*=\s*[\w.]*\(", " ", text)  # what a call or an array holds counts, and not its name
-    text = re.sub(r"\[[^][]*\]", lambda found: found[0].replace("\n", " "), text)
-    found, program = list[tuple[str, list[str]]](), "\n" in text.strip()
-    for line in re.sub(r"[^\S\n]*=[^\S\n]*", "=", text).splitlines():
-        try:
-            words = shlex.split(line, comments=program)
-        except ValueError:  # a quotation of several lines
-            words = re.sub("[\"']", " ", line).split()
-        values: list[str] | None = None  # of the flag before, to which a word may belong
-        for word in filter(None, (each.strip("[](),;") for each in words)):
-            name, equals, value = word.partition("=")
-            if "--" in value:  # a variable of flags
-                found, values = found + pairs(value), None
-            elif word.startswith("--") or (equals and re.fullmatch(r"\+*[\w.]+", name)):
-                values = [each.strip("[]'\" ") for each in value.split(",")] if value else []
-                found.append((name, values))
-            elif re.match(r"\d?[<>|&]|\$\{\w+\[@|(torchrun|python3?|srun|export|-[mu])$|.*\.(py|sh)$", word):
-                values = None
-            elif values is not None:
-                values.append(word)
-            elif not program:
-                found.append((word, []))
+    """Flags and keys with values. A word before all of them is a name, too. Raises ValueError."""
+    try:
+        words = shlex.split(re.sub(r"\s*=\s*", "=", text.replace("\\\n", " ")))
+    except ValueError as error:
+        raise ValueError(f"{show(text)} (Megatron): {error}; fix: close the quotation") from None
+    found = list[tuple[str, list[str]]]()
+    for word in words:
+        name, equals, value = word.partition("=")
+        if word.startswith("--") or (equals and re.fullmatch(r"\+*[\w.]+", name)) or not found:
+            found.append((name, [each.strip("[]' ") for each in value.split(",")] if value else []))
+        else:
+            found[-1][1].append(word)
     return found
 
 
@@ -231,7 +218,7 @@ class Options:
     """Print Megatron's settings as hocket's, in TOML, and what hocket lacks in comments; then the exit code is 1."""
 
     from_megatron: str
-    """Flags, keys such as model.tensor_model_parallel_size=4, or a file with them: FILE.sh, FILE.py."""
+    """Flags, or keys such as model.tensor_model_parallel_size=4."""
     gpus: int = 0
     """Number of ranks."""
 
@@ -240,11 +227,6 @@ def run(words: list[str]) -> int:
     """Print a translation. Returns the exit code."""
     words = ["--help"] if {"-h", "--help"} & set(words) else words
     options = parse_plain(Options, "explain", 'hocket explain --from-megatron "FLAGS" --gpus N', words)
-    text = options.from_megatron
-    try:
-        text = finite(text).read_text("utf-8") if re.fullmatch(r"\S+\.(sh|py)", text) else text
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{text} (command line, --from-megatron): cannot be read: {error}; fix: a script") from None
-    found = Translation(text, options.gpus)
+    found = Translation(options.from_megatron, options.gpus)
     print(found)
     return 1 if found.notes.keys() - {NEEDLESS} else 0

@@ -18,9 +18,7 @@ from typing import Annotated, Any, TypeVar, cast, get_type_hints
 import tyro
 
 from hocket.config import Config
-from hocket.machine import host_for_plan
-from hocket.problems import problems_of, stop_if
-from hocket.resolve import resolve
+from hocket.problems import stop_if
 from hocket.settings.schema import changed, leaf, problem, show, types
 from hocket.settings.sources import begin, given, split, value_of
 
@@ -58,11 +56,7 @@ def parse(kind: type[Options], command: str, words: list[str]) -> tuple[Options,
     own = _own(kind)
     origins, problems = ({}, []) if {"-h", "--help"} & set(flags) else given(flags, start.config, own)
     prog = f"hocket {command} {name or early['--recipe']}"
-    if found := [*start.problems, *problems]:
-        sound = [flag for flag in split(flags, []) if not _misread(flag, start.config, own)]
-        legible = [word for flag in sound for word in _joined(flag)]
-        options = _read(kind, legible, start.config, prog)
-        stop_if([*found, *_also_wrong(options.config, {**start.origins, **origins})])
+    stop_if([*start.problems, *problems])
     options = _read(kind, flags, start.config, prog)
     if options.gpus:
         options, origins["mesh.dp"] = _spread(options, origins), "command line, --gpus"
@@ -179,25 +173,6 @@ def _documented(section: type[Any], prefix: str) -> Iterator[tuple[str, str]]:
         yield name, texts[field.name]
         if dataclasses.is_dataclass(hints[field.name]):
             yield from _documented(hints[field.name], f"{name}.")
-
-
-def _joined(flag: tuple[str, list[str]]) -> list[str]:
-    """A flag and its values, as words."""
-    return [flag[0], *flag[1]]
-
-
-def _misread(flag: tuple[str, list[str]], config: Config, own: Mapping[str, Any]) -> bool:
-    """Whether something is wrong with a flag by itself."""
-    return bool(given(_joined(flag), config, own)[1])
-
-
-def _also_wrong(config: Config, origins: Mapping[str, str]) -> list[str]:
-    """Further mistakes, if some settings could not be read. So all mistakes are reported at once."""
-    try:
-        resolve(config, host_for_plan(config), origins)
-    except ValueError as error:
-        return problems_of(error)
-    return []
 
 
 def said(words: Sequence[str], config: Config) -> dict[str, Any]:

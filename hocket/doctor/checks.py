@@ -193,9 +193,8 @@ def _ask() -> Torch:
         return found
     reach = torch.cuda.can_device_access_peer
     apart = tuple((a, b) for a in range(count) for b in range(count) if a != b and not reach(a, b))
-    return replace(
-        found, nccl=torch.cuda.nccl.version()[:3], apart=apart, no_copy_engine=problem() if count > 1 else ""
-    )
+    nccl, no_copy_engine = tuple(torch.cuda.nccl.version()[:3]), problem() if count > 1 else ""
+    return replace(found, nccl=nccl, apart=apart, no_copy_engine=no_copy_engine)
 
 
 # -- What it means for overlap -----------------------------------------------------------------------------------------

@@ -62,7 +62,8 @@ def run(request: Request, env: Mapping[str, str], limit: float = LONGEST) -> Mea
 def _on_a_rank(request: Request, rank: int, meeting: str) -> Measured:
     from hocket.doctor.rank import meet_and_measure  # imports torch
 
-    return meet_and_measure(request, rank, meeting)
+    transfers, rates = meet_and_measure(request.transfers, request.device, rank, request.world, meeting)
+    return Measured(transfers=transfers, rates=rates)
 
 
 def asked(gpus: int) -> Request:

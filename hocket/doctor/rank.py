@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from hocket.doctor.measure import Measured, Request
 from hocket.model.layers import swiglu
 from hocket.program.mesh import Mesh
 from hocket.program.simulate import Kind
@@ -123,30 +122,37 @@ ROW = 1024
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 
 
-def meet_and_measure(request: Request, rank: int, meeting: str) -> Measured:
-    """Meet the other ranks in a file, and measure what was asked for."""
+Transfers = Mapping[tuple[Kind, int], float]
+"""Kind of communication and bytes that one rank receives in it -> seconds on the slowest rank."""
+
+
+def meet_and_measure(
+    transfers: Sequence[tuple[Kind, int]], device: str, rank: int, world: int, meeting: str
+) -> tuple[Transfers, dict[str, float]]:
+    """Meet the other ranks in a file, and measure."""
     torch.set_num_threads(1)
-    store = torch.distributed.FileStore(meeting, request.world)
-    join_world(request.device == "cuda", TIMEOUT, store=store, rank=rank, world_size=request.world)
-    if request.device == "cuda":
+    store = torch.distributed.FileStore(meeting, world)
+    join_world(device == "cuda", TIMEOUT, store=store, rank=rank, world_size=world)
+    if device == "cuda":
         torch.cuda.set_device(rank)
-    measured = measure(request, rank)
+    measured = measure(transfers, device, rank, world)
     leave_world()
     return measured
 
 
-def measure(request: Request, rank: int) -> Measured:
-    """Everything that was asked for. The default group exists already, of `request.world` ranks."""
-    device = torch.device("cuda", rank) if request.device == "cuda" else torch.device("cpu")
-    dtype, options, world = DTYPES[request.device], CommOptions(timeout=TIMEOUT), request.world
-    transfers: dict[tuple[Kind, int], float] = {}
+def measure(
+    transfers: Sequence[tuple[Kind, int]], kind: str, rank: int, world: int
+) -> tuple[Transfers, dict[str, float]]:
+    """Seconds of transfers, and rates of the slowest rank, all ranks at once. The default group exists already."""
+    device = torch.device("cuda", rank) if kind == "cuda" else torch.device("cpu")
+    dtype, options, found = DTYPES[kind], CommOptions(timeout=TIMEOUT), dict[tuple[Kind, int], float]()
     for mesh, pipeline in ((Mesh(dp=world, ep=world), False), (Mesh(pp=world), True)):
-        asked = [(kind, size) for kind, size in request.transfers if (kind == "pp") == pipeline]
+        asked = [(each, size) for each, size in transfers if (each == "pp") == pipeline]
         if asked:
-            groups = make_groups(mesh, rank, device, "nccl" if request.device == "cuda" else "gloo", options)
+            groups = make_groups(mesh, rank, device, "nccl" if kind == "cuda" else "gloo", options)
             calls = [(each, _transfer(*each, groups, dtype, device)) for each in asked]
-            transfers.update((each, _worst(call, device)) for each, call in calls)
-    return Measured(transfers=transfers, rates={n: min(everyone(r)) for n, r in rates(device, dtype).items()})
+            found.update((each, _worst(call, device)) for each, call in calls)
+    return found, {name: min(everyone(rate)) for name, rate in rates(device, dtype).items()}
 
 
 def _worst(call: Callable[[], None], device: torch.device) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import shlex
 from collections import Counter
@@ -48,29 +49,16 @@ from hocket.variables import Finding
 if TYPE_CHECKING:
     from hocket_trace.data import Report
 
-# -- What is hidden under what, row by row: pure functions of settings -------------------------------------------------
+# -- What is hidden under what, row by row -----------------------------------------------------------------------------
 
 ALWAYS = "always"
 """The source of what no setting decides."""
-
-
-_ROWS_AROUND, _WEIGHTS, _GRADIENTS = (
-    "rows gathered and reduced around products",
-    "weights gathered",
-    "gradients reduced",
-)
-_FORWARD, _BACKWARD, _TO_EXPERTS = "activations sent", "gradients sent", "rows to experts and back"
-_KEYS = "keys and values gathered, and their gradients reduced"
-_AGAIN = "keys and values gathered again, for backward"
-_OWN_KEYS = "keys and values of heads exchanged, and their gradients"
-_FOUND = "queries and results of heads exchanged, and their gradients"
-_TIED = "gradients of the tied embedding"
-_MATRICES = "averages and matrices of Muon"
-_ENDS = "the same, at both ends of a step"
-
-_KINDS = {_WEIGHTS: "gather", _GRADIENTS: "reduce", _FORWARD: "pp", _TO_EXPERTS: "a2a"}
-_KINDS |= dict.fromkeys((_KEYS, _AGAIN, _OWN_KEYS, _FOUND), "cp")
-"""Whose predicted times a row shows."""
+_METHODS = {
+    "ring": "its own product, on the rows that have come",
+    "pipeline": "its own product, of the next rows",
+    "bulk": "the product of the input gradient",
+}
+_PRODUCTS = {"qkv": "queries, keys, values", "proj": "attention's output", "fc1": "MLP's input", "fc2": "MLP's output"}
 
 
 def overlaps(settings: Settings) -> tuple[Overlap, ...]:
@@ -78,8 +66,18 @@ def overlaps(settings: Settings) -> tuple[Overlap, ...]:
     return tuple(row for make in (_tensor, _context, _data, _pipeline, _experts) for row in make(settings))
 
 
-def _row(s: Settings, axis: Axis, what: str, under: str, state: State, setting: str = "", why: str = "") -> Overlap:
-    """A row, with the source and the reason of what decides it."""
+def _row(
+    s: Settings,
+    axis: Axis,
+    what: str,
+    setting: str = "",
+    under: str = "",
+    why: str = "",
+    kind: str = "",
+    lacks: str = "",
+) -> Overlap:
+    """A row, with the source and the reason of what decides it. `lacks` says why the run has no such communication."""
+    state: State = "n/a" if lacks else "on" if under else "off"
     decision = next((d for d in s.decisions if d.setting == setting), None)
     where = decision.source if decision else source(s, s.origins, setting) if setting else ALWAYS
     reason = decision.reason if decision else "as asked" if state == "off" else ""
@@ -90,119 +88,107 @@ def _row(s: Settings, axis: Axis, what: str, under: str, state: State, setting: 
         state=state,
         setting=setting,
         source=where,
-        why=why or reason,
-        kind=_KINDS.get(what, "") if state != "n/a" else "",
+        why=lacks or why or reason,
+        kind="" if lacks else kind,
     )
-
-
-_BY_METHOD = {
-    "ring": "its own product, on the rows that have come",
-    "pipeline": "its own product, of the next rows",
-    "bulk": "the product of the input gradient",
-}
-_PRODUCTS = {"qkv": "queries, keys, values", "proj": "attention's output", "fc1": "MLP's input", "fc2": "MLP's output"}
 
 
 def _tensor(s: Settings) -> Iterator[Overlap]:
     if s.mesh.tp == 1:
-        yield _row(s, "tp", _ROWS_AROUND, "", "n/a", "mesh.tp", "mesh.tp is 1")
+        yield _row(s, "tp", "rows gathered and reduced around products", "mesh.tp", lacks="mesh.tp is 1")
         return
-    for role in ROLES:
-        for direction in DIRECTIONS:
-            under = _BY_METHOD.get(s.overlap.tp.way(role, direction), "")
-            reasons = [reason for d in s.decisions if d.setting == METHODS for reason in d.reasons]
-            start = f"{role}_{direction}: "
-            why = next((reason.removeprefix(start) for reason in reasons if reason.startswith(start)), "")
-            where = AUTOMATIC if why else source(s, s.origins, METHODS)
-            row = _row(s, "tp", f"{_PRODUCTS[role]}, {direction}", under, "on" if under else "off", METHODS)
-            yield replace(row, why=why or ("" if under else "as asked"), source=where)
+    reasons = [reason for d in s.decisions if d.setting == METHODS for reason in d.reasons]
+    for role, direction in itertools.product(ROLES, DIRECTIONS):
+        under, start = _METHODS.get(s.overlap.tp.way(role, direction), ""), f"{role}_{direction}: "
+        why = next((reason.removeprefix(start) for reason in reasons if reason.startswith(start)), "")
+        row = _row(s, "tp", f"{_PRODUCTS[role]}, {direction}", METHODS, under)
+        where = AUTOMATIC if why else source(s, s.origins, METHODS)
+        yield replace(row, why=why or ("" if under else "as asked"), source=where)
 
 
 def _context(s: Settings) -> Iterator[Overlap]:
     """Keys and values of other ranks' tokens, or heads, and their gradients."""
+    keys = "keys and values gathered, and their gradients reduced"
     if s.mesh.cp == 1:
-        yield _row(s, "cp", _KEYS, "", "n/a", "mesh.cp", "mesh.cp is 1")
-        return
-    if s.overlap.cp.method == "gather":
-        yield _row(s, "cp", _KEYS, "queries; weight gradients of attention", "on", METHOD)
+        yield _row(s, "cp", keys, "mesh.cp", lacks="mesh.cp is 1")
+    elif s.overlap.cp.method == "gather":
+        yield _row(s, "cp", keys, METHOD, "queries; weight gradients of attention", kind="cp")
         if recomputes(s, GATHERED):
-            yield _row(s, "cp", _AGAIN, "backward of the layer's parts behind attention", "on", "plan.recompute")
-        return
-    yield _row(s, "cp", _OWN_KEYS, "queries; their weight gradients", "on", METHOD)
-    if s.overlap.ep.merge == "on":
-        yield _row(s, "cp", _FOUND, "the other half of a merged step", "on", METHOD)
+            again, under = (
+                "keys and values gathered again, for backward",
+                "backward of the layer's parts behind attention",
+            )
+            yield _row(s, "cp", again, "plan.recompute", under, kind="cp")
     else:
+        own = "keys and values of heads exchanged, and their gradients"
+        yield _row(s, "cp", own, METHOD, "queries; their weight gradients", kind="cp")
         why = "but for gradients of results, beside weight gradients of attention's output, nothing is beside them"
-        yield _row(s, "cp", _FOUND, "", "off", METHOD, why)
+        merged = s.overlap.ep.merge == "on"
+        under, why = ("the other half of a merged step", "") if merged else ("", why)
+        yield _row(s, "cp", "queries and results of heads exchanged, and their gradients", METHOD, under, why, "cp")
 
 
 def _data(s: Settings) -> Iterator[Overlap]:
-    strategy = s.overlap.dp.strategy
-    if not shares_units(s):
-        for what in (_WEIGHTS, _GRADIENTS):
-            yield _row(s, "dp", what, "", "n/a", "mesh.dp", "mesh.dp is 1")
-        return
-    if strategy == "no_shard":
-        why = "every rank has all weights"
-        yield _row(s, "dp", _WEIGHTS, "", "n/a", "overlap.dp.strategy", why)
+    weights, gradients, dp = "weights gathered", "gradients reduced", s.overlap.dp
+    alone = "" if shares_units(s) else "mesh.dp is 1"
+    if alone or dp.strategy == "no_shard":
+        setting = "mesh.dp" if alone else "overlap.dp.strategy"
+        yield _row(s, "dp", weights, setting, lacks=alone or "every rank has all weights")
     else:
-        ahead = s.overlap.dp.prefetch
+        under = f"the layers before, {dp.prefetch} pass{'' if dp.prefetch == 1 else 'es'} ahead" if dp.prefetch else ""
         how = "within a step a unit is gathered again when its slot was needed"
-        why = how if strategy == "optim_grads_params" else "each unit once a step"
-        under = f"the layers before, {ahead} pass{'' if ahead == 1 else 'es'} ahead"
-        if s.overlap.dp.update == "next_step":
-            why += "; the first ones beside the updates of other units"
-        exposed = "a gather starts when its reader is next: overlap.dp.prefetch is 0"
-        state: State = "on" if ahead else "off"
-        yield _row(s, "dp", _WEIGHTS, under, state, "overlap.dp.prefetch", why if ahead else exposed)
+        why = how if dp.strategy == "optim_grads_params" else "each unit once a step"
+        why += "; the first ones beside the updates of other units" if dp.update == "next_step" else ""
+        why = why if under else "a gather starts when its reader is next: overlap.dp.prefetch is 0"
+        yield _row(s, "dp", weights, "overlap.dp.prefetch", under, why, "gather")
         if s.optimizer.name == "muon":
-            later, why = s.overlap.dp.update == "next_step", "4 bytes per parameter"
-            under = "other units' iterations, and the first forwards" if later else ""
-            yield _row(s, "dp", _MATRICES, under, "on" if later else "off", "overlap.dp.update", why)
-    once = strategy in ("no_shard", "optim")
+            under = "other units' iterations, and the first forwards" if dp.update == "next_step" else ""
+            yield _row(s, "dp", "averages and matrices of Muon", "overlap.dp.update", under, "4 bytes per parameter")
+    if alone:
+        yield _row(s, "dp", gradients, "mesh.dp", lacks=alone)
+        return
+    once = dp.strategy in ("no_shard", "optim")
     why = "once a step, behind the last microbatch" if once else "behind the weight gradients of every microbatch"
     why += "; over replicas of the weights once a step" if s.mesh.replicas > 1 else ""
-    yield _row(s, "dp", _GRADIENTS, "backward of what follows", "on", "overlap.dp.strategy", why)
+    yield _row(s, "dp", gradients, "overlap.dp.strategy", "backward of what follows", why, "reduce")
 
 
 def _pipeline(s: Settings) -> Iterator[Overlap]:
+    forward, backward = "activations sent", "gradients sent"
     if s.mesh.pp == 1:
-        for what in (_FORWARD, _BACKWARD):
-            yield _row(s, "pp", what, "", "n/a", "mesh.pp", "mesh.pp is 1")
+        yield from (_row(s, "pp", what, "mesh.pp", lacks="mesh.pp is 1") for what in (forward, backward))
         return
     why = "lanes and groups of their own; needs no virtual stages"
-    yield _row(s, "pp", _FORWARD, "other microbatches", "on", why=why)
+    yield _row(s, "pp", forward, "", "other microbatches", why, "pp")
     if s.model.tied and not s.plan.turning:
-        under = "the first rank's last backward"
-        yield _row(s, "pp", _TIED, under, "on", why="one way; the first rank's own leaves behind its last reduce")
-    if s.overlap.defer_wgrad == "off":
-        yield _row(s, "pp", _BACKWARD, "", "off", "overlap.defer_wgrad")
-        return
+        why = "one way; the first rank's own leaves behind its last reduce"
+        yield _row(s, "pp", "gradients of the tied embedding", "", "the first rank's last backward", why)
     separate = separate_wgrads(s)
-    setting = "overlap.defer_wgrad" if separate else "overlap.pp.defer_layers"
-    behind = separate or s.overlap.pp.defer_layers != 0
-    yield _row(s, "pp", _BACKWARD, "weight gradients behind them", "on" if behind else "off", setting)
+    behind = s.overlap.defer_wgrad != "off" and (separate or s.overlap.pp.defer_layers != 0)
+    setting = "overlap.defer_wgrad" if separate or s.overlap.defer_wgrad == "off" else "overlap.pp.defer_layers"
+    yield _row(s, "pp", backward, setting, "weight gradients behind them" if behind else "")
 
 
 def _experts(s: Settings) -> Iterator[Overlap]:
+    rows, ends, under = (
+        "rows to experts and back",
+        "the same, at both ends of a step",
+        "the other half of a merged step",
+    )
     if not has_experts(s) or s.mesh.ep == 1:
         setting, why = ("mesh.ep", "mesh.ep is 1") if has_experts(s) else ("model.experts", "the model has no experts")
-        for what in (_TO_EXPERTS, _ENDS):
-            yield _row(s, "ep", what, "", "n/a", setting, why)
+        yield from (_row(s, "ep", what, setting, lacks=why) for what in (rows, ends))
         return
-    under = "the other half of a merged step"
-    merge, merge_ends = s.overlap.ep.merge, s.overlap.ep.merge_ends
-    assert merge != "auto"
-    assert merge_ends != "auto"
-    if merge == "off" and s.overlap.defer_wgrad == "on" and not separate_wgrads(s):
+    merged, merged_ends = (under if way == "on" else "" for way in (s.overlap.ep.merge, s.overlap.ep.merge_ends))
+    if not merged and s.overlap.defer_wgrad == "on" and not separate_wgrads(s):
         alone, why = (
             "experts' weight gradients, backwards alone",
             "overlap.ep.merge is off: nothing else is beside them",
         )
-        yield _row(s, "ep", _TO_EXPERTS, alone, "on", "overlap.defer_wgrad", why)
+        yield _row(s, "ep", rows, "overlap.defer_wgrad", alone, why, "a2a")
     else:
-        yield _row(s, "ep", _TO_EXPERTS, under, merge, "overlap.ep.merge")
-    yield _row(s, "ep", _ENDS, under, merge_ends, "overlap.ep.merge_ends")
+        yield _row(s, "ep", rows, "overlap.ep.merge", merged, kind="a2a")
+    yield _row(s, "ep", ends, "overlap.ep.merge_ends", merged_ends)
 
 
 # -- predicted ---------------------------------------------------------------------------------------------------------

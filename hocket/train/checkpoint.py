@@ -195,7 +195,7 @@ OfRanks = dist.ProcessGroup | None
 """The ranks that talk to each other; None is all of them."""
 
 State = dict[str, FlatTensor]
-"""This rank's part of the state by kind and name, such as `weight.embed.weight`. Every rank may give replicas."""
+"""This rank's part of the state, by kind and name such as `weight.embed.weight`. Ranks may give the same elements."""
 
 
 class SaveFailed(ValueError):
