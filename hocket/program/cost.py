@@ -25,6 +25,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from hocket.config import COPIED, Config, ModelConfig, Purpose
+from hocket.program.documents import Lengths
 from hocket.program.hardware import KIND_OF_GROUPS, Hardware, Work, at_clock, clock_of
 from hocket.program.ops import TIED, Layout, Op, Program
 from hocket.program.part_sizes import DRAWN, ISSUED, STOCK, Fp8, PartSize, Shapes, copies_of, orthogonal_flops
@@ -253,13 +254,22 @@ class _Pricing:
 
 
 def op_costs(
-    model: ModelConfig, layout: Layout, tokens: int, seq: int, sharding: Sharding, hardware: Hardware, dtype_bytes: int
+    model: ModelConfig,
+    layout: Layout,
+    tokens: int,
+    seq: int,
+    sharding: Sharding,
+    hardware: Hardware,
+    dtype_bytes: int,
+    documents: Lengths = (),
 ) -> CostTable:
     """Costs of every op of one microbatch of `tokens` tokens per data-parallel rank, in sequences of `seq`.
 
+    Without `documents` each sequence is one.
+
     Assumes even routing: every rank gets as many rows as it sends. A p2p transfer's seconds belong to the recv.
     """
-    shapes = shapes_of(model, layout, seq, hardware, dtype_bytes)
+    shapes = replace(shapes_of(model, layout, seq, hardware, dtype_bytes), documents=documents)
     parts = parts_of(layout)
     sizes = sizes_of(layout, shapes)
     price = _Pricing(hardware, tokens, dtype_bytes, sharding.tensor, sharding.fp8)
