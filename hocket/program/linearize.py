@@ -70,10 +70,11 @@ def waits(program: Program) -> tuple[dict[Node, set[Node]], dict[Node, Node]]:
 
 
 def circle_of(error: CycleError, program: Program) -> tuple[list[Node], str]:
-    """Ops that wait for each other, each for the next one, and a text about them; of those of one lane the first."""
+    """Ops that wait for each other, each for the next one, and a text about them; of a lane the first and the last."""
     nodes: list[Node] = error.args[1][:0:-1]
     lanes = [(rank, program.ranks[rank][position].lane) for rank, position in nodes]
-    shown = [node for n, node in enumerate(nodes) if lanes[n] != lanes[n - 1]] or nodes
+    ends = [n for n, lane in enumerate(lanes) if lane != lanes[n - 1] or lane != lanes[(n + 1) % len(lanes)]]
+    shown = [nodes[n] for n in ends] or nodes
     names = (f"rank {rank}: {position} {program.ranks[rank][position]}" for rank, position in shown)
     return shown, f"these wait for each other in a circle: {' <- '.join(names)} <- ..."
 
