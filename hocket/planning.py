@@ -17,11 +17,10 @@ from hocket.program.mesh import described
 from hocket.program.ops import Program
 from hocket.program.part_sizes import attending
 from hocket.program.simulate import Timeline, cost_key, simulate
-from hocket.program.stages import carried_by, costs_of, layout_of, sharding_of, varied
+from hocket.program.stages import arrival_bytes, carried_by, costs_of, layout_of, sharding_of, varied
 from hocket.program.text import to_text
 from hocket.program.timeline import summary, text_timeline
 from hocket.resolve import Settings
-from hocket.settings.arrivals import arrival_bytes
 from hocket.settings.derived import has_experts
 from hocket.settings.hardware_choice import GPU
 from hocket.sizes import duration

@@ -70,16 +70,28 @@ def _step_report(trace: RankTrace, index: int, last: Floats) -> StepReport:
     alone = subtract(communication, compute)
     nothing = subtract(window, union(*_edges(compute, communication)))
     waiting, exposed_waiting = _waits(trace, inside & ~compute_rows, np.where(own, last, np.nan), alone, window)
-    shares = _Shares(trace, window, compute, own, last)
+
+    def share(rows: Rows) -> Share:
+        mine, spans = rows & own, intersect(_spans(trace, rows), window)
+        late, known = last[mine], bool(mine.any()) and not np.isnan(last[mine]).any()
+        waited = intersect(waits(trace.start[mine], trace.end[mine], late), window) if known else None
+        return Share(
+            count=_calls(trace, mine),
+            seconds=length(spans),
+            waiting=float("nan") if waited is None else length(waited),
+            exposed=length(subtract(spans, compute)),
+            bytes=float(trace.bytes[mine].sum()),
+        )
+
     kinds: dict[Kind, Share] = {}
     layers: dict[int, dict[Kind, Share]] = {}
     for kind in COMMUNICATION:
         rows = inside & trace.of_kind(kind)
         if not rows.any():
             continue
-        kinds[kind] = shares.of(rows)
+        kinds[kind] = share(rows)
         for layer in np.unique(trace.layer[rows & (trace.layer >= 0)]).tolist():
-            layers.setdefault(layer, {})[kind] = shares.of(rows & (trace.layer == layer))
+            layers.setdefault(layer, {})[kind] = share(rows & (trace.layer == layer))
     return StepReport(
         rank=trace.rank,
         step=step.number,
@@ -105,30 +117,6 @@ def _spans(trace: RankTrace, rows: Rows) -> Spans:
 def _edges(*spans: Spans) -> tuple[Floats, Floats]:
     whole = np.concatenate(spans)
     return whole[:, 0], whole[:, 1]
-
-
-class _Shares:
-    """Shares of one step of one rank."""
-
-    def __init__(self, trace: RankTrace, window: Spans, compute: Spans, own: Rows, last: Floats) -> None:
-        self._trace, self._window, self._compute, self._own, self._last = trace, window, compute, own, last
-
-    def of(self, rows: Rows) -> Share:
-        trace, mine = self._trace, rows & self._own
-        spans = intersect(_spans(trace, rows), self._window)
-        return Share(
-            count=_calls(trace, mine),
-            seconds=length(spans),
-            waiting=self._waiting(mine),
-            exposed=length(subtract(spans, self._compute)),
-            bytes=float(trace.bytes[mine].sum()),
-        )
-
-    def _waiting(self, rows: Rows) -> float:
-        last = self._last[rows]
-        if not len(last) or np.isnan(last).any():
-            return float("nan")
-        return length(intersect(waits(self._trace.start[rows], self._trace.end[rows], last), self._window))
 
 
 def waits(start: Floats, end: Floats, last: Floats) -> Spans:

@@ -53,7 +53,7 @@ MODELS = frozenset({
 })  # fmt: skip
 """What tests of models of transformers need, which are skipped without: it, its companions and what they import."""
 EVENTS = frozenset({
-    "tensorboard", "tensorboard-data-server", "absl-py", "grpcio", "markdown", "protobuf", "werkzeug",
+    "tensorboard", "tensorboard-data-server", "absl-py", "grpcio", "markdown", "pillow", "protobuf", "werkzeug",
 })  # fmt: skip
 """What tests of TensorBoard's files need, which are skipped without: it and what it alone imports."""
 FASTER = frozenset({"zlib-ng"})

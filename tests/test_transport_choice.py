@@ -16,8 +16,8 @@ from hocket.explain.build import explain
 from hocket.launching import launch
 from hocket.launching.agreement import tried
 from hocket.program.mesh import Purpose
+from hocket.program.stages import arrival_bytes
 from hocket.resolve import Settings, resolve, without_copies
-from hocket.settings.arrivals import arrival_bytes
 from hocket.settings.decision import Decision
 from hocket.settings.rule import Host
 from hocket.settings.schema import changed

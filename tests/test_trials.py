@@ -10,10 +10,9 @@ from hocket.config import Config
 from hocket.machine import host_for_plan
 from hocket.program.lower import build_forward, build_program
 from hocket.program.simulate import simulate
-from hocket.program.stages import layout_of, sharding_of
+from hocket.program.stages import arrival_bytes, layout_of, sharding_of
 from hocket.recipes import recipe
 from hocket.resolve import resolve
-from hocket.settings.arrivals import arrival_bytes
 from hocket.settings.schema import changed
 from hocket.tune import trials as predicted
 from hocket.tune.held import at_least, at_most, forwards_at_most

@@ -4,8 +4,7 @@ engine.py     `Engine`: all of it put together; the trainer and benchmarks drive
 executor.py   the loop over a rank's ops
 actions.py    what each op does to tensors
 graphed.py    steps that are recorded once and replayed
-room.py       how many of experts' rows there is room for, and steps whose rows find none
-balance.py    loads of experts, and the biases that they move
+experts.py    room for experts' rows, steps whose rows find none, and the biases that loads move
 standstill.py what a rank tells of a step that stands still
 """
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hocket.engine.room import RowRoom
+from hocket.engine.experts import RowRoom
 from hocket.fsdp.planned.unit import PlannedUnit
 from hocket.layers.dispatch import exchange_counts, place_counts, rows_of, tokens_of
 from hocket.model.documents import Microbatch

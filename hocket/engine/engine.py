@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from hocket.config import Config
 from hocket.engine.actions import Actions, Activation
-from hocket.engine.balance import Balance
 from hocket.engine.executor import Executor
+from hocket.engine.experts import Balance, RowRoom
 from hocket.engine.graphed import GraphedSteps, Record, Way, from_turn_one, recorder_of
-from hocket.engine.room import RowRoom
 from hocket.engine.standstill import Standstill
 from hocket.fsdp.planned.model import PlannedModel, Travels
 from hocket.fsdp.planned.optimizer import AdamWOptions, MuonOptions, PlannedAdamW
@@ -38,14 +37,13 @@ from hocket.program.ops import Layout, Op, Program
 from hocket.program.part_sizes import attending
 from hocket.program.shard import MATRIX_SLOTS
 from hocket.program.simulate import host_bytes
-from hocket.program.stages import costs_of, layout_of, mesh_of, sharding_of
+from hocket.program.stages import costs_of, layout_of, mesh_of, p2p_bytes, rows_bytes, sharding_of, tokens_bytes
 from hocket.runtime.comm import CommOptions, Groups, Link, make_groups
 from hocket.runtime.hangs import MARGIN, Recorder
 from hocket.runtime.lanes import CpuLanes, CudaLanes, Lanes, spinner
 from hocket.runtime.tokens import CopiedTokens
 from hocket.runtime.weights import DTYPES
 from hocket.runtime.world import everyone
-from hocket.settings.arrivals import p2p_bytes, rows_bytes, tokens_bytes
 from hocket.settings.weight_groups import by_muon, decays
 
 

@@ -28,11 +28,10 @@ from hocket.program.mesh import P2P, PURPOSES, described, most_sms, mover_of
 from hocket.program.ops import UNITS, Program
 from hocket.program.shard import ALIGN
 from hocket.program.simulate import KINDS, kind_of
-from hocket.program.stages import costs_of, layout_of, mesh_of, sharding_of
+from hocket.program.stages import arrival_bytes, by_pieces, costs_of, layout_of, mesh_of, sharding_of
 from hocket.program.tensor_costs import model_of_rank
 from hocket.program.transformer import GATHERED
 from hocket.resolve import Settings
-from hocket.settings.arrivals import arrival_bytes, by_pieces
 from hocket.settings.decision import AUTOMATIC
 from hocket.settings.derived import has_experts, recomputes, separate_wgrads, shares_units
 from hocket.settings.origins import command_words, source

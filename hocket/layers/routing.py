@@ -293,7 +293,7 @@ class _AttachBalance(torch.autograd.Function):
 # For the gradient of `batch` f has to be known in the first backward of a step, before later microbatches have been
 # routed. No single pass has it. Qiu et al. add up what has been routed so far in the step, over ranks: one more
 # all-reduce in each layer and microbatch, and a first microbatch that balances itself alone. Here f is that of the step
-# before: loads of a whole step are summed over ranks anyway, when it ends (`engine/balance.py`). So nothing more is
+# before: loads of a whole step are summed over ranks anyway, when it ends (`engine/experts.py`). So nothing more is
 # communicated, f is over a whole batch in every microbatch, and it is one update old. In a run's first step it is even,
 # which has no gradient. The gradient is exact for that f.
 #

@@ -42,7 +42,8 @@ from hocket.program.check_memory import (
     values_live,
 )
 from hocket.program.facts import INVARIANTS, Facts, Span, Violation, gather_facts, has_place
-from hocket.program.ops import COMPUTING, HOST, LANES, TIED, Key, Layout, Op, Program, stops_host, tied_lane
+from hocket.program.linearize import circle_of, waits
+from hocket.program.ops import HOST, TIED, Key, Layout, Op, Program, stops_host, tied_lane
 from hocket.program.transformer import EMBED, HEAD
 from hocket.program.values import follows
 
@@ -61,7 +62,7 @@ def check(program: Program, forward_only: bool = False) -> list[Violation]:
         message = f"{len(program.ranks)} ranks have ops, the layout has {program.layout.pp}"
         return [Violation(4, INVARIANTS[4], 0, (), message)]
     ranks = [gather_facts(program, rank, forward_only) for rank in range(len(program.ranks))]
-    found = [*deadlock_free(ranks), *sends_match(ranks)]
+    found = [*deadlock_free(program, ranks), *sends_match(ranks)]
     for facts in ranks:
         for rule in _RULES:
             found += rule(facts)
@@ -207,71 +208,33 @@ def _lanes_for(op: Op, layout: Layout, rank: int) -> tuple[str, ...]:
 # layers only.
 
 
-Node = tuple[int, int]
-"""(rank, position)."""
-
-_P2P_LANES = tuple(lane for lane in LANES if lane not in (*COMPUTING, "a2a", "gather", "reduce"))
 _EXPOSED_WAITS_ALLOWED = 1
 _HALVES = ("fwd", "recompute", "bwd", "wgrad")
 """Verbs of which a pass consists."""
 
 
-def deadlock_free(ranks: list[Facts]) -> Iterator[Violation]:
+def deadlock_free(program: Program, ranks: list[Facts]) -> Iterator[Violation]:
     """Invariant 1: all ranks' lanes, dependencies, sends and receives together have no cycle."""
     for facts in ranks:
         for i, d in facts.late_deps:
             what = facts.show(d) if 0 <= d < len(facts.ops) else f"op {d}, which there is not"
             yield facts.fail(1, f"{facts.show(i)} waits for {what}: the host can only wait for earlier ops", i, d)
-    try:
-        TopologicalSorter(_waits(ranks)).prepare()
-    except CycleError as error:
-        cycle = error.args[1][:0:-1]  # each followed by one that it waits for
-        names = [f"rank {rank}: {ranks[rank].show(position)}" for rank, position in cycle]
-        rank = cycle[0][0]
-        here = [position for r, position in cycle if r == rank]
-        yield ranks[rank].fail(1, f"these wait for each other in a circle: {' <- '.join(names)} <- ...", *here)
-
-
-def _waits(ranks: list[Facts]) -> dict[Node, list[Node]]:
-    """For every op of a pipeline lane, the ops of pipeline lanes that it comes right after.
-
-    The ops of other lanes are left out: the clocks bridge them. See Note: [A send and its receive are one event].
-    """
-    send_of = _sends_by_receive(ranks)
-    waits: dict[Node, list[Node]] = defaultdict(list)
-    for facts in ranks:
-        for i, before in _pipeline_waits(facts):
-            node = send_of.get((facts.rank, i), (facts.rank, i))
-            waits[node] += [send_of.get((facts.rank, p), (facts.rank, p)) for p in before]
-    return waits
-
-
-def _sends_by_receive(ranks: list[Facts]) -> dict[Node, Node]:
-    send_of: dict[Node, Node] = {}
-    for facts in ranks:
+    before, receive_of = waits(program)
+    send_of = {receive: send for send, receive in receive_of.items()}
+    for facts in ranks:  # see Note: [The host waits too]
+        asked, told = list[int](), dict[str, int]()
         for i, op in enumerate(facts.ops):
-            if op.verb == "send" and op.lane in _P2P_LANES:
-                peer, key = facts.layout.peer(op, facts.rank)
-                j = ranks[peer].where.get(key)
-                if j is not None and ranks[peer].ops[j].lane in _P2P_LANES:
-                    send_of[peer, j] = (facts.rank, i)
-    return send_of
-
-
-def _pipeline_waits(facts: Facts) -> Iterator[tuple[int, list[int]]]:
-    """(position, latest earlier position on each pipeline lane that must be done) of the ops on pipeline lanes."""
-    lanes = [LANES.index(lane) for lane in _P2P_LANES]
-    host = [-1] * len(facts.layout.lanes)
-    previous = [-1] * len(facts.layout.lanes)
-    for i, op in enumerate(facts.ops):
-        counted = _counted(facts, i)  # see Note: [The host waits too]
-        if counted is not None and counted < i:
-            host = list(map(max, host, facts.clocks[counted]))
-        if op.lane in _P2P_LANES:
-            mine = facts.lane[i]
-            known = [max(host[lane], previous[lane] if lane == mine else facts.clocks[i][lane]) for lane in lanes]
-            previous[mine] = i
-            yield i, [p for p in known if p >= 0]
+            counted = _counted(facts, i)
+            asked += [counted] if counted is not None and counted < i else []
+            news, told[op.lane] = asked[told.get(op.lane, 0) :], len(asked)
+            node = (facts.rank, i)
+            before[send_of.get(node, node)].update((facts.rank, p) for p in news)
+    try:
+        TopologicalSorter(before).prepare()
+    except CycleError as error:
+        nodes, text = circle_of(error, program)
+        here = [position for rank, position in nodes if rank == nodes[0][0]]
+        yield ranks[nodes[0][0]].fail(1, text, *here)
 
 
 def sends_match(ranks: list[Facts]) -> Iterator[Violation]:

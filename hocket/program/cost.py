@@ -25,6 +25,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from hocket.config import COPIED, Config, ModelConfig, Purpose
+from hocket.program.documents import Lengths
 from hocket.program.hardware import KIND_OF_GROUPS, Hardware, Work, at_clock, clock_of
 from hocket.program.ops import TIED, Layout, Op, Program
 from hocket.program.part_sizes import DRAWN, ISSUED, STOCK, Fp8, PartSize, Shapes, copies_of, orthogonal_flops
@@ -241,10 +242,11 @@ class _Pricing:
         moved = size.traffic if verb == "fwd" else 2 * size.traffic + size.back
         return self.tokens * moved * self.dtype_bytes
 
-    def local(self, memory_bytes: int) -> OpCost:
-        """Cost of a compute op that only reads and writes."""
-        seconds = memory_bytes / self.hardware.memory_bandwidth + self.hardware.gap
-        return OpCost(seconds, memory_bytes=memory_bytes)
+    def local(self, memory_bytes: int, flops: float = 0.0) -> OpCost:
+        """Cost of a compute op that reads and writes, and multiplies."""
+        hw = self.hardware
+        seconds = memory_bytes / hw.memory_bandwidth + flops / hw.gemm_flops + hw.gap
+        return OpCost(seconds, flops, memory_bytes=memory_bytes)
 
     def transfer(self, purpose: Purpose, wire_bytes: int, output_bytes: int = 0, local_bytes: int = 0) -> OpCost:
         """Cost of a collective or a p2p transfer, with the local reads and writes that belong to it."""
@@ -253,13 +255,22 @@ class _Pricing:
 
 
 def op_costs(
-    model: ModelConfig, layout: Layout, tokens: int, seq: int, sharding: Sharding, hardware: Hardware, dtype_bytes: int
+    model: ModelConfig,
+    layout: Layout,
+    tokens: int,
+    seq: int,
+    sharding: Sharding,
+    hardware: Hardware,
+    dtype_bytes: int,
+    documents: Lengths = (),
 ) -> CostTable:
     """Costs of every op of one microbatch of `tokens` tokens per data-parallel rank, in sequences of `seq`.
 
+    Without `documents` each sequence is one.
+
     Assumes even routing: every rank gets as many rows as it sends. A p2p transfer's seconds belong to the recv.
     """
-    shapes = shapes_of(model, layout, seq, hardware, dtype_bytes)
+    shapes = replace(shapes_of(model, layout, seq, hardware, dtype_bytes), documents=documents)
     parts = parts_of(layout)
     sizes = sizes_of(layout, shapes)
     price = _Pricing(hardware, tokens, dtype_bytes, sharding.tensor, sharding.fp8)
@@ -504,7 +515,7 @@ def with_muon(
     costs: CostTable, model: ModelConfig, layout: Layout, sharding: Sharding, hardware: Hardware, dtype_bytes: int
 ) -> CostTable:
     """The costs of a step whose layers Muon updates. The step op has all of it, if no update is left to the next."""
-    table, state = dict(costs.table), list(costs.state_bytes)
+    table, state, price = dict(costs.table), list(costs.state_bytes), _Pricing(hardware, 0, dtype_bytes)
     longest: Time = 0.0
     for rank in range(layout.pp):
         slots: dict[Unit, int] = {}
@@ -512,14 +523,24 @@ def with_muon(
         for (unit, kind), count in Counter(units_of(layout, rank)).items():
             if not kind:
                 continue
-            weights = unit_weights(model, layout, unit, kind)
+            weights, adamw = unit_weights(model, layout, unit, kind), costs.table["update", unit, kind]
             ranks = sharding.size(unit) if sharding.gathers(unit) else 1
             shard = -(-weights // ranks)
-            adamw = costs.table["update", unit, kind]
             cast = (4 + dtype_bytes) * shard if ranks == 1 and dtype_bytes != 4 else 0
-            made = _of_unit((unit, kind), (weights, ranks), cast, _flops(model, layout, unit, kind), hardware)
-            made["update", unit, kind] = replace(made["update", unit, kind], output_bytes=adamw.output_bytes)
-            table |= made
+            average, iterate, move = 14 * shard, 10 * weights, 12 * shard + cast
+            flops, reduces = _orthogonal_flops(model, layout, unit, kind), groups_of(unit)[1]
+            if ranks == 1:
+                made = {"update": price.local(average + iterate + move, flops)}
+            else:
+                wire = 2 * shard * (ranks - 1)
+                made = {
+                    "collect": price.transfer(reduces, wire, local_bytes=average),
+                    "orthogonalise": price.local(iterate, flops / ranks),
+                    "scatter": price.transfer(reduces, wire, local_bytes=2 * weights + 4 * shard),
+                    "update": price.local(move),
+                }
+            made["update"] = replace(made["update"], output_bytes=adamw.output_bytes)
+            table |= {(verb, unit, kind): cost for verb, cost in made.items()}
             longer += count * (sum(cost.seconds for cost in made.values()) - adamw.seconds)
             state[rank] -= count * shard * sharding.averages_bytes
             held = MATRIX_SLOTS if sharding.collects(unit) else 1
@@ -531,34 +552,7 @@ def with_muon(
     return replace(costs, table=table, state_bytes=tuple(state))
 
 
-def _of_unit(
-    named: tuple[Unit, str], sizes: tuple[int, int], cast: int, flops: float, hardware: Hardware
-) -> dict[CostKey, OpCost]:
-    """The ops of a unit, by its class and kind, its weights and the ranks that share them, and the FLOPs of all."""
-    (unit, kind), (weights, ranks) = named, sizes
-    shard = -(-weights // ranks)
-
-    def local(nbytes: int, flops: float = 0.0) -> OpCost:
-        seconds = nbytes / hardware.memory_bandwidth + flops / hardware.gemm_flops + hardware.gap
-        return OpCost(seconds, flops, memory_bytes=nbytes)
-
-    def exchange(nbytes: int) -> OpCost:
-        wire = 2 * shard * (ranks - 1)
-        seconds = hardware.link(groups_of(unit)[1]).seconds(wire) + nbytes / hardware.memory_bandwidth
-        return OpCost(seconds, 0.0, wire, nbytes)
-
-    average, iterate, move = 14 * shard, 10 * weights, 12 * shard + cast
-    if ranks == 1:
-        return {("update", unit, kind): local(average + iterate + move, flops)}
-    return {
-        ("collect", unit, kind): exchange(average),
-        ("orthogonalise", unit, kind): local(iterate, flops / ranks),
-        ("scatter", unit, kind): exchange(2 * weights + 4 * shard),
-        ("update", unit, kind): local(move),
-    }
-
-
-def _flops(model: ModelConfig, layout: Layout, unit: Unit, kind: str) -> float:
+def _orthogonal_flops(model: ModelConfig, layout: Layout, unit: Unit, kind: str) -> float:
     """Of the iterations of all matrices of a unit; those of attention are taken as square."""
     shapes = Shapes(model, 1, layout.ep, copies_of(model, layout.ep, False, 1), STOCK)
     widths = {"experts": model.expert_ffn, "mlp": model.ffn}

@@ -28,13 +28,16 @@ def linearize(program: Program, seed: int | None) -> list[Node]:
     The same seed gives the same order in every process; None gives the one that stays close to the lists. See
     Note: [Why blocking sends cannot deadlock]. Raises ValueError if there is no legal order.
     """
-    before, receive_of = _waits(program)
+    before, receive_of = waits(program)
+    paired = {*receive_of, *receive_of.values()}
+    for rank, position, op in program:
+        if op.verb in ("send", "recv") and (rank, position) not in paired:
+            raise ValueError(f"no legal order: rank {rank}: {position} {op} has no partner")
     graph = TopologicalSorter(before)
     try:
         graph.prepare()
     except CycleError as error:
-        ops = (f"rank {rank}: {position} {program.ranks[rank][position]}" for rank, position in error.args[1][:-1])
-        raise ValueError(f"no legal order: these wait for each other in a circle: {'; '.join(ops)}") from None
+        raise ValueError(f"no legal order: {circle_of(error, program)[1]}") from None
     pick = _Closest() if seed is None else _Ranked(program, seed)
     order: list[Node] = []
     steps: list[Node] = []
@@ -48,28 +51,32 @@ def linearize(program: Program, seed: int | None) -> list[Node]:
     return order + sorted(steps)
 
 
-def _waits(program: Program) -> tuple[dict[Node, set[Node]], dict[Node, Node]]:
+def waits(program: Program) -> tuple[dict[Node, set[Node]], dict[Node, Node]]:
     """What each op comes right after, and the receive of each send: the two run together, as one named by the send."""
     where = {(rank, op.key): (rank, position) for rank, position, op in program}
-    receive_of: dict[Node, Node] = {}
-    for rank, position, op in program:
-        if op.verb in ("send", "recv"):
-            partner = where.get(program.layout.peer(op, rank))
-            if partner is None:
-                raise ValueError(f"no legal order: rank {rank}: {position} {op} has no partner and can never run")
-            if op.verb == "send":
-                receive_of[rank, position] = partner
+    sends = ((rank, position, program.layout.peer(op, rank)) for rank, position, op in program if op.verb == "send")
+    receive_of = {(rank, position): where[peer] for rank, position, peer in sends if peer in where}
     send_of = {receive: send for send, receive in receive_of.items()}
     before: dict[Node, set[Node]] = {}
     previous: dict[tuple[int, str], Node] = {}
     for rank, position, op in program:
-        earlier = {(rank, d) for d in op.deps}
+        earlier = {(rank, d) for d in op.deps if 0 <= d < len(program.ranks[rank])}
         if (rank, op.lane) in previous:
             earlier.add(previous[rank, op.lane])
         previous[rank, op.lane] = (rank, position)
         node = send_of.get((rank, position), (rank, position))
         before.setdefault(node, set()).update(send_of.get(each, each) for each in earlier)
     return before, receive_of
+
+
+def circle_of(error: CycleError, program: Program) -> tuple[list[Node], str]:
+    """Ops that wait for each other, each for the next one, and a text about them; of a lane the first and the last."""
+    nodes: list[Node] = error.args[1][:0:-1]
+    lanes = [(rank, program.ranks[rank][position].lane) for rank, position in nodes]
+    ends = [n for n, lane in enumerate(lanes) if lane != lanes[n - 1] or lane != lanes[(n + 1) % len(lanes)]]
+    shown = [nodes[n] for n in ends] or nodes
+    names = (f"rank {rank}: {position} {program.ranks[rank][position]}" for rank, position in shown)
+    return shown, f"these wait for each other in a circle: {' <- '.join(names)} <- ..."
 
 
 class _Closest:

@@ -208,8 +208,7 @@ def _whole(s: Shapes, mixer: Mixer) -> PartSize:
     gates = width if m.attn_gate else 0
     w, values = d * (2 * (width + kv) + gates), 2 * width + 2 * kv + 2 * gates  # query, gate, key, value and output
     biases = (width + gates + 2 * kv if m.qkv_bias else 0) + (d if m.o_bias else 0)
-    by_head = m.qk_norm and m.qk_norm_over == "head"
-    weights = w + biases + (2 * m.head_dim if by_head else 0)
+    weights = w + biases + 2 * _scales(s)
     rows = 2 * (d + width + kv) + gates
     matmuls = PartSize(gemm=w, weights=weights, rows=rows, casts=rows // 2, traffic=2 * biases, output=d, grad=d)
     # Queries and gates are taken apart; a sigmoid and a product follow.
@@ -217,10 +216,19 @@ def _whole(s: Shapes, mixer: Mixer) -> PartSize:
     if m.sinks:
         beside = plus(beside, PartSize(weights=m.heads, traffic=2 * width))
     core = plus(_core(s, mixer == "window", width), beside)
-    heads = f.positions(width + kv, by_head)
-    if m.qk_norm and not by_head:
-        heads = plus(heads, f.norm(width + kv))
-    return plus(f.norm(d), heads, matmuls, core, PartSize(saved=values, kept=values - gates + d))
+    kept = PartSize(saved=values, kept=values - gates + d)
+    return plus(f.norm(d), _turned(s, width + kv), matmuls, core, kept)
+
+
+def _turned(s: Shapes, width: int) -> PartSize:
+    """Rotary positions of queries, or keys, `width` elements together, and their norms: of each head, or of all."""
+    whole = s.model.qk_norm and s.model.qk_norm_over != "head"
+    return plus(s.formulas.positions(width, _scales(s) > 0), s.formulas.norm(width) if whole else PartSize())
+
+
+def _scales(s: Shapes) -> int:
+    """Weights that the norms of heads of queries, or of keys, share."""
+    return s.model.head_dim if s.model.qk_norm and s.model.qk_norm_over == "head" else 0
 
 
 def keys(s: Shapes) -> PartSize:
@@ -229,12 +237,10 @@ def keys(s: Shapes) -> PartSize:
     if m.latent:
         return plus(f.norm(m.hidden), _latent_keys(s))
     d, kv = m.hidden, m.kv_heads * m.head_dim
-    by_head = m.qk_norm and m.qk_norm_over == "head"
-    weights = 2 * d * kv + (2 * kv if m.qkv_bias else 0) + (m.head_dim if by_head else 0)
+    weights = 2 * d * kv + (2 * kv if m.qkv_bias else 0) + _scales(s)
     rows = d + 2 * kv
     size = PartSize(gemm=2 * d * kv, weights=weights, rows=rows, casts=d, traffic=4 * kv, output=2 * kv, grad=d)
-    norms = f.norm(kv) if m.qk_norm and not by_head else PartSize()
-    return plus(f.norm(d), f.positions(kv, by_head), norms, size, PartSize(kept=2 * kv))
+    return plus(f.norm(d), _turned(s, kv), size, PartSize(kept=2 * kv))
 
 
 def kv(s: Shapes) -> PartSize:
@@ -248,15 +254,14 @@ def kv(s: Shapes) -> PartSize:
 
 def queries(s: Shapes) -> PartSize:
     """Queries of a rank's own tokens, and gates."""
-    m, f = s.model, s.formulas
+    m = s.model
     if m.latent:
         return _latent_queries(s)
     d, width = m.hidden, m.heads * m.head_dim
     made = 2 * width if m.attn_gate else width
-    by_head = m.qk_norm and m.qk_norm_over == "head"
-    weights = d * made + (made if m.qkv_bias else 0) + (m.head_dim if by_head else 0)
+    weights = d * made + (made if m.qkv_bias else 0) + _scales(s)
     size = PartSize(gemm=d * made, weights=weights, rows=d + made, casts=d, output=made, grad=d, kept=made)
-    return plus(f.positions(width, by_head), f.norm(width) if m.qk_norm and not by_head else PartSize(), size)
+    return plus(_turned(s, width), size)
 
 
 def _attended(s: Shapes, mixer: Mixer = "full") -> PartSize:
@@ -364,14 +369,18 @@ def _latent(s: Shapes) -> PartSize:
     out = PartSize(gemm=values * d, rows=values + d, output=d, grad=d)
     norms = plus(f.norm(kv), f.norm(q) if q else PartSize())
     heads = plus(f.positions(keys + turned, False), PartSize(traffic=2 * keys + (2 * (wide + values) if wide else 0)))
-    filled, met = 2 * wide - keys - values if wide else 0, round(2 * s.met())
-    core = PartSize(
-        core=met * (keys + values), masked=met * filled + _BLOCK * (filled + keys + values),
-        traffic=3 * d, back=_FLASH_BACK * (wide or values),
-    )  # fmt: skip
     saved = 2 * keys + (2 * wide if wide else made) + values
-    size = plus(queries, latent, out, norms, heads, core, PartSize(saved=saved, kept=keys + made + values + d))
+    rest = PartSize(traffic=3 * d, saved=saved, kept=keys + made + values + d)
+    size = plus(queries, latent, out, norms, heads, _latent_core(s, wide), rest)
     return replace(size, weights=size.weights + size.gemm)
+
+
+def _latent_core(s: Shapes, wide: int) -> PartSize:
+    """Its products, where zeros fill keys and values up to `wide`; 0: they have a width each."""
+    keys, values = s.model.heads * s.model.key_width, s.model.heads * s.model.v_head_dim
+    filled, met = 2 * wide - keys - values if wide else 0, round(2 * s.met())
+    masked = met * filled + _BLOCK * (filled + keys + values)
+    return PartSize(core=met * (keys + values), masked=masked, back=_FLASH_BACK * (wide or values))
 
 
 def _latent_keys(s: Shapes) -> PartSize:
@@ -397,17 +406,13 @@ def _latent_attended(s: Shapes) -> PartSize:
     d, h, kv, row = m.hidden, m.heads, m.kv_lora_rank, m.kv_lora_rank + m.qk_rope_head_dim
     keys, values, made = h * m.key_width, h * m.v_head_dim, h * (m.qk_nope_head_dim + m.v_head_dim)
     wide = h * max(m.key_width, m.v_head_dim) if f is FUSED else 0
-    filled, met = 2 * wide - keys - values if wide else 0, round(2 * s.met())
     products = PartSize(
         gemm=s.cp * kv * made + values * d, weights=kv * made + values * d, rows=s.cp * (kv + made) + values + d,
         output=d, grad=keys + s.cp * row,
     )  # fmt: skip
-    core = PartSize(
-        core=met * (keys + values), masked=met * filled + _BLOCK * (filled + keys + values),
-        traffic=3 * d + 2 * s.cp * (row + keys + wide), back=_FLASH_BACK * (wide or values),
-    )  # fmt: skip
     saved = keys + s.cp * (kv + (2 * wide if wide else keys + made)) + 2 * values
-    return plus(products, core, PartSize(saved=saved, kept=s.cp * made + d))
+    rest = PartSize(traffic=3 * d + 2 * s.cp * (row + keys + wide), saved=saved, kept=s.cp * made + d)
+    return plus(products, _latent_core(s, wide), rest)
 
 
 def mlp(s: Shapes) -> PartSize:

@@ -202,11 +202,6 @@ def in_flight(steps: tuple[Step, ...]) -> int:
     return peak
 
 
-def merged_share(steps: tuple[Step, ...]) -> float:
-    """Share of a rank's forwards that run merged."""
-    return sum(len(step.forwards) for step in steps if step.merged) / sum(len(step.forwards) for step in steps)
-
-
 # ---------------------------------------------------------------------------------------------------------- zero bubble
 #
 # Orders in which weight gradients have steps of their own, and run where a rank would otherwise have nothing to do.

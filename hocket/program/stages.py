@@ -8,25 +8,24 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from hocket.config import COPIED, Config, Purpose, Strategy
+from hocket.config.overlap import DIRECTIONS, ROLES
 from hocket.program.cost import (
-    CORE,
     CostTable,
     Measurement,
     OpCost,
     clock_with,
     groups_of,
     op_costs,
-    parts_of,
     shapes_of,
-    size_of,
     sizes_of,
+    units_of,
     with_muon,
 )
 from hocket.program.documents import Lengths, merged
 from hocket.program.hardware import Hardware, at_clock
-from hocket.program.mesh import Mesh
+from hocket.program.mesh import HALF, Mesh
 from hocket.program.ops import HOST, Layout, Op
-from hocket.program.part_sizes import Fp8, Shapes
+from hocket.program.part_sizes import Fp8, copies_of
 from hocket.program.shard import Sharding
 from hocket.program.simulate import CostKey, Time
 from hocket.program.tensor_costs import model_of_rank, model_of_ranks, with_tensors
@@ -94,119 +93,98 @@ def gathered_units(config: Config) -> tuple[str, ...]:
     return tuple(unit for unit in units if config.mesh.members(groups_of(unit)[0]) > 1)
 
 
-def costs_of(config: Config, hardware: Hardware, measured: Measurement | None = None) -> CostTable:
+def costs_of(
+    config: Config, hardware: Hardware, measured: Measurement | None = None, documents: Lengths = ()
+) -> CostTable:
     """What every op of the plan costs on that hardware: on the imitated network, if the transport is the slow one.
 
-    Measured seconds take the place of modelled ones.
+    Measured seconds take the place of modelled ones. Without `documents` each sequence is one.
     """
     length, layout = config.data.sequence_length, layout_of(config)
     sizes = layout, config.tokens, length, sharding_of(config), hardware, config.element_bytes
-    costs = op_costs(config.model if config.mesh.tp == 1 else model_of_ranks(config), *sizes)
+    costs = op_costs(config.model if config.mesh.tp == 1 else model_of_ranks(config), *sizes, documents)
     if config.mesh.tp > 1:
         costs = with_tensors(costs, op_costs(model_of_rank(config), *sizes), config, hardware, layout)
     if config.optimizer.name == "muon":
         costs = with_muon(costs, config.model, layout, sharding_of(config), hardware, config.element_bytes)
+    table, rates = dict(costs.table), at_clock(hardware, costs.clock) if costs.clock else hardware
     if config.mesh.replicas > 1:
-        costs = _with_replicas(costs, config, hardware)
+        _sum_over_replicas(table, config, hardware)
     if layout.placed:
-        costs = _with_placed_rows(costs, config)
+        _place_rows(table, config, layout)
     if config.plan.pieces > 1:
-        costs = _with_loss_in_pieces(costs, config, hardware)
-    if config.plan.offload:
-        costs = _with_offload(costs, layout, hardware)
-    if config.train.transport == "slow":
-        links = config.train.slow_links()
-        late = {key: links[purpose] for key in costs.table if (purpose := carried_by(key, layout)) in links}
-        for key, (latency, bandwidth) in late.items():
-            cost = costs.table[key]
-            if cost.wire_bytes:
-                cost = replace(cost, seconds=cost.seconds + latency + cost.wire_bytes / bandwidth)
-                costs = replace(costs, table={**costs.table, key: cost})
+        _cut_loss(table, config, rates)
+    for part, layer in layout.offloaded:  # what forwards keep goes to the host's memory and back
+        saved = table["fwd", part, layout.kinds[layer]].saved_bytes
+        away = OpCost(hardware.host.seconds(saved), wire_bytes=saved, output_bytes=saved)
+        table |= {(verb, part, layout.kinds[layer]): away for verb in HOST}
+    links = config.train.slow_links() if config.train.transport == "slow" else {}
+    for key, cost in table.items():
+        if cost.wire_bytes and (purpose := carried_by(key, layout)) in links:
+            latency, bandwidth = links[purpose]
+            table[key] = replace(cost, seconds=cost.seconds + latency + cost.wire_bytes / bandwidth)
+    costs = replace(costs, table=table)
     return costs if measured is None else costs.measured(measured.seconds)
 
 
-def _with_replicas(costs: CostTable, config: Config, hardware: Hardware) -> CostTable:
-    """The costs with what sums a step's gradients over replicas of the weights, in fp32.
+def _sum_over_replicas(table: dict[CostKey, OpCost], config: Config, hardware: Hardware) -> None:
+    """Add what sums a step's gradients over replicas of the weights, in fp32.
 
     That is once a step, behind the reduces of the last microbatch. Here every microbatch's has its share, so what a
     step's end has of it is underrated.
     """
-    link, replicas, table = hardware.link("replicas"), config.mesh.replicas, dict(costs.table)
-    for key, cost in costs.table.items():
+    link, replicas = hardware.link("replicas"), config.mesh.replicas
+    for key, cost in table.items():
         if key[0] == "reduce":
-            kept = costs.table["update", *key[1:]].output_bytes  # the rank's gradients of the unit
+            kept = table["update", *key[1:]].output_bytes  # the rank's gradients of the unit
             seconds = link.seconds(2 * kept * (replicas - 1) / replicas)
             table[key] = replace(cost, seconds=cost.seconds + seconds / config.train.microbatches)
-    return replace(costs, table=table)
 
 
-def _with_placed_rows(costs: CostTable, config: Config) -> CostTable:
-    """The costs if rows arrive where products read them, with more room than they fill where no host counts them.
+def _place_rows(table: dict[CostKey, OpCost], config: Config, layout: Layout) -> None:
+    """Rows arrive where products read them, with more room than they fill where no host counts them.
 
     Experts keep no rows of their own then, nor gradients of them: the values of the exchanges live as long. What is not
     filled takes no time.
     """
-    times, rows = 1.0, rows_evenly(config) * config.model.hidden
-    if layout_of(config).uncounted:
-        times = rows_allowed(config) / rows_evenly(config)
-    table = dict(costs.table)
-    for kind in layout_of(config).layer_types:
+    rows = rows_evenly(config) * config.model.hidden * config.element_bytes
+    times = rows_allowed(config) / rows_evenly(config) if layout.uncounted else 1.0
+    for kind in layout.layer_types:
+        kept: dict[tuple[str, str], int] = {}  # op -> how often it would have kept the rows
         for part in kind.parts:
             if part.way == "out":
                 reader = kind.readers[part.name][0]
-                kept = {("fwd", part.name): 0, ("fwd", reader): 1, ("recompute", reader): 1, ("bwd", reader): 2}
-                kept |= {("recompute", part.name): 0}
+                kept |= {("fwd", part.name): 0, ("recompute", part.name): 0}
+                kept |= {("fwd", reader): 1, ("recompute", reader): 1, ("bwd", reader): 2}
             elif part.way == "back":
-                kept = {("bwd", part.name): 0}
-            else:
-                continue
-            for (verb, name), times_kept in kept.items():
-                cost = table.get((verb, name, kind.name))
-                if cost is not None:
-                    arrived = rows * config.element_bytes * times_kept
-                    saved = max(cost.saved_bytes - arrived, 0) if cost.saved_bytes else 0
-                    sizes = {"output_bytes": cost.output_bytes, "handed_bytes": cost.handed_bytes, "saved_bytes": saved}
-                    changed = {what: round(times * nbytes) for what, nbytes in sizes.items()}
-                    table[verb, name, kind.name] = replace(cost, **changed, lent_bytes=0)
-    return replace(costs, table=table)
+                kept |= {("bwd", part.name): 0}
+        for (verb, name), count in kept.items():
+            cost = table.get((verb, name, kind.name))
+            if cost is not None:
+                saved = max(cost.saved_bytes - rows * count, 0) if cost.saved_bytes else 0
+                sizes = {"output_bytes": cost.output_bytes, "handed_bytes": cost.handed_bytes, "saved_bytes": saved}
+                changed = {what: round(times * nbytes) for what, nbytes in sizes.items()}
+                table[verb, name, kind.name] = replace(cost, **changed, lent_bytes=0)
 
 
-def _with_loss_in_pieces(costs: CostTable, config: Config, hardware: Hardware) -> CostTable:
-    """The costs if tokens go through the head in pieces. See `layers/vocabulary.py`.
+def _cut_loss(table: dict[CostKey, OpCost], config: Config, rates: Hardware) -> None:
+    """Tokens go through the head in pieces. See `layers/vocabulary.py`.
 
     Backward makes logits and reads them once more, and has the product of the weight gradient, which it keeps in fp32.
     What a piece takes inside of an op counts as kept.
     """
-    m, rates = config.model, at_clock(hardware, costs.clock) if costs.clock else hardware
+    m = config.model
     logits, weights = config.tokens * m.vocab * config.element_bytes, m.vocab * m.hidden
     piece, flops = logits // config.plan.pieces, 2.0 * config.tokens * weights
-    fwd, bwd, wgrad = (costs.table[verb, "head", ""] for verb in ("fwd", "bwd", "wgrad"))
+    fwd, bwd, wgrad = (table[verb, "head", ""] for verb in ("fwd", "bwd", "wgrad"))
     more = 2 * flops / rates.gemm_flops + (2 * logits + 4 * weights) / rates.kernel_bandwidth
     moved = (4 + config.wire_bytes) * weights
-    table = {
-        ("fwd", "head", ""): replace(
-            fwd, saved_bytes=fwd.saved_bytes - hardware.formulas.loss_saved * logits + piece + 4 * config.tokens
-        ),
-        ("bwd", "head", ""): replace(
-            bwd, seconds=bwd.seconds + more, flops=bwd.flops + 2 * flops,
-            saved_bytes=bwd.saved_bytes - logits + piece + 4 * weights,
-        ),
-        ("wgrad", "head", ""): replace(
-            wgrad, seconds=moved / rates.memory_bandwidth + rates.gap, flops=0.0, memory_bytes=moved
-        ),
-    }  # fmt: skip
-    return replace(costs, table={**costs.table, **table})
-
-
-def _with_offload(costs: CostTable, layout: Layout, hardware: Hardware) -> CostTable:
-    """The costs with copies to the host's memory, and back, of what the forwards of parts keep."""
-    table = dict(costs.table)
-    for part, layer in layout.offloaded:
-        kind = layout.kinds[layer]
-        saved = table["fwd", part, kind].saved_bytes
-        for verb in HOST:
-            table[verb, part, kind] = OpCost(hardware.host.seconds(saved), wire_bytes=saved, output_bytes=saved)
-    return replace(costs, table=table)
+    saved = fwd.saved_bytes - rates.formulas.loss_saved * logits + piece + 4 * config.tokens
+    table["fwd", "head", ""] = replace(fwd, saved_bytes=saved)
+    saved = bwd.saved_bytes - logits + piece + 4 * weights
+    table["bwd", "head", ""] = replace(bwd, seconds=bwd.seconds + more, flops=bwd.flops + 2 * flops, saved_bytes=saved)
+    seconds = moved / rates.memory_bandwidth + rates.gap
+    table["wgrad", "head", ""] = replace(wgrad, seconds=seconds, flops=0.0, memory_bytes=moved)
 
 
 def carried_by(key: CostKey, layout: Layout) -> Purpose | None:
@@ -265,6 +243,77 @@ def lack(c: Config, rows: int, grown: bool) -> str:
     return f"{why}; {after} (overlap.ep.room = {c.overlap.ep.room:g})"
 
 
+# ------------------------------------------------------------------------------------------------------------- arrivals
+#
+# Memory into which other ranks write what they send: how much of it a rank has.
+#
+# Copy engines, and kernels that store into a peer's memory, need a place there. It is made with the groups and stays,
+# so it lies beside all that a step holds.
+
+
+_P2P = 64 << 20
+"""Most bytes that wait at an edge of a pipeline for their receiver."""
+_SLACK = 1.25
+"""Rows that one round of an exchange has room for, as a multiple of an even load: none is ever quite even."""
+
+
+def rows_bytes(c: Config) -> int:
+    """Bytes of a microbatch's rows that a rank has room for in one round of an exchange; there are two such buffers."""
+    layout = layout_of(c)
+    copies = copies_of(c.model, c.mesh.ep, layout.per_rank, c.element_bytes)
+    rows = math.ceil(_SLACK * c.tokens * copies.count)
+    if layout.uncounted:
+        rows = max(rows, rows_allowed(c))
+    return rows * (c.model.hidden + copies.label) * c.element_bytes
+
+
+def tokens_bytes(c: Config) -> int:
+    """Bytes of all tokens of a microbatch, which tensor-parallel ranks write; 0 if none do. There are two buffers."""
+    tokens = c.train.sequences * c.data.sequence_length
+    return tokens * c.model.hidden * c.element_bytes if by_pieces(c) else 0
+
+
+def p2p_bytes(c: Config) -> int:
+    """Bytes that a rank has room for in each direction of an edge of a pipeline."""
+    return min(c.tokens * c.model.hidden * c.element_bytes, _P2P)
+
+
+def halves_bytes(c: Config, rank: int) -> int:
+    """Bytes through which copy engines move what a pipeline rank gathers and reduces: `runtime/collective_copies.py`.
+
+    Units of a kind have two groups, one that gathers and one that reduces. Where weights are whole, the latter gathers
+    sums.
+    """
+    copied, sharding = COPIED.get(c.train.transport, ()), sharding_of(c)
+    kinds = {
+        "experts" if unit == "experts" else "dense"
+        for unit, _ in units_of(layout_of(c), rank)
+        if sharding.size(unit) > 1
+    }
+    served = sum(f"{way}_{kind}" in copied for kind in kinds for way in ("gather", "reduce"))
+    keys = "cp" in copied and c.mesh.cp > 1 and c.overlap.cp.method == "gather"  # gathered, and sums of their gradients
+    return (served + 2 * keys) * 2 * HALF
+
+
+def by_pieces(c: Config) -> bool:
+    """Whether some layer moves tokens piece by piece."""
+    ways = {c.overlap.tp.way(role, direction) for role in ROLES for direction in DIRECTIONS}
+    return c.mesh.tp > 1 and bool(ways & {"ring", "pipeline"})
+
+
+def arrival_bytes(c: Config) -> int:
+    """Bytes of all such memory of a rank, of the pipeline rank that has most. There is none without GPUs."""
+    if c.train.device != "cuda" or c.train.transport == "null":
+        return 0
+    copied = COPIED.get(c.train.transport, ())
+    rows = c.mesh.ep > 1 and (layout_of(c).uncounted or "a2a" in copied)
+    edges = mesh_of(c).edges if "pp_fwd" in copied else ()
+    of_rank = (
+        2 * sum(rank in edge for edge in edges) * p2p_bytes(c) + halves_bytes(c, rank) for rank in range(c.mesh.pp)
+    )
+    return 2 * (rows_bytes(c) if rows else 0) + 2 * tokens_bytes(c) + max(of_rank)
+
+
 # --------------------------------------------------------------------------------------------------------------- varied
 #
 # Costs of ops where documents share sequences, and so of microbatches whose attention differs.
@@ -291,34 +340,14 @@ def varied(whole: CostTable, config: Config, hardware: Hardware, documents: Sequ
     """
     layout, sizes = layout_of(config), (config.tokens, sharding_of(config), hardware, config.element_bytes)
     model = config.model if config.mesh.tp == 1 else model_of_ranks(config)
-    shapes = shapes_of(model, layout, config.data.sequence_length, hardware, config.element_bytes)
-    average = replace(shapes, documents=merged(documents))
+    length = config.data.sequence_length
+    average = replace(shapes_of(model, layout, length, hardware, config.element_bytes), documents=merged(documents))
     clock, base, rates = clock_with(sizes_of(layout, average), layout, *sizes), whole, hardware
+    measured = {key: whole.table[key] for key in whole.timed}
     if clock:
         rates = at_clock(hardware, clock)
         base = costs_of(config, rates)
-        measured = {key: whole.table[key] for key in whole.timed}
         base = replace(base, table={**base.table, **measured}, timed=whole.timed, clock=clock)
+    each = [costs_of(config, rates, documents=lengths) for lengths in documents]
     same: dict[str, Any] = {field.name: getattr(base, field.name) for field in fields(CostTable)}
-    return Varied(**same, microbatches=[_with_documents(base, config, rates, shapes, each) for each in documents])
-
-
-def _with_documents(
-    whole: CostTable, config: Config, hardware: Hardware, shapes: Shapes, lengths: Lengths
-) -> CostTable:
-    """The costs of a microbatch with such documents: each part that attends does less, as its kind of layer does."""
-    tokens, packed, table = config.tokens, replace(shapes, documents=lengths), dict(whole.table)
-    for part, kind in parts_of(layout_of(config)):
-        before, after = size_of(part, shapes), size_of(part, packed)
-        less, kernels = before.core - after.core, before.core + before.masked - after.core - after.masked
-        for verb, like, rate in (
-            ("fwd", "fwd", hardware.attention_fwd_flops),
-            ("recompute", "fwd", hardware.attention_fwd_flops),
-            ("bwd", "bwd", hardware.attention_bwd_flops),
-        ):
-            cost = whole.table.get((verb, part.name, kind))
-            if kernels and cost is not None and (verb, part.name, kind) not in whole.timed:
-                times = CORE[like] * tokens
-                changed = replace(cost, seconds=cost.seconds - times * kernels / rate, flops=cost.flops - times * less)
-                table[verb, part.name, kind] = changed
-    return replace(whole, table=table)
+    return Varied(**same, microbatches=[replace(one, table={**one.table, **measured}) for one in each])

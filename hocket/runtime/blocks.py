@@ -11,7 +11,7 @@ A host that does not know how many rows arrive can only allocate a fixed number.
 brought back, so what the step computes from there on is wrong. But every rank sees how many rows the fullest rank of
 its group would have had, and keeps on the device the largest number up to the first that is too large. The engine looks
 at it before weights change, and makes such a step again with splits that the host knows, which have room for all
-(`engine/room.py`). From then on there is more room. So no row is ever lost, and a step that is made twice says so.
+(`engine/experts.py`). From then on there is more room. So no row is ever lost, and a step that is made twice says so.
 
 Shapes: P ranks, L local experts of each, D hidden, R rows.
 """

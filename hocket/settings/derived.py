@@ -10,6 +10,7 @@ from hocket.config.bounds import MOST_RANKS
 from hocket.config.layout import part_and_layers
 from hocket.program.hardware import spread_of
 from hocket.program.layer import MERGED, at_once, merged_order, order_problem
+from hocket.program.ops import Layout
 from hocket.program.pipeline import ZERO_BUBBLE, groups, smallest_group, warmup
 from hocket.program.stages import layout_of
 from hocket.program.transformer import GATHERED
@@ -139,12 +140,9 @@ def nothing_to_put_behind(c: Config) -> str:
 
 
 def most_layers(c: Config) -> int:
-    """Layers of the longest stage; 0 if the stages cannot be, for which rules of their own say why."""
-    try:
-        bounds = layout_of(c).bounds
-    except ValueError:
-        return 0
-    return max(stop - start for start, stop in pairwise(bounds))
+    """Layers of the longest stage; 0 if the stages cannot be."""
+    layout = _layout(c)
+    return 0 if layout is None else max(stop - start for start, stop in pairwise(layout.bounds))
 
 
 # ------------------------------------------------------------------------------------------------ parts of layers
@@ -177,21 +175,18 @@ def named_twice(items: tuple[str, ...]) -> bool:
     return len(set(parts)) < len(parts) or {"auto"} < set(parts)
 
 
-def offloads(c: Config, part: str) -> bool:
-    """Whether some layer offloads a part; True where the stages cannot be, for which rules of their own say why."""
+def _layout(c: Config) -> Layout | None:
+    """None where the stages cannot be, for which rules of their own say why."""
     try:
-        return any(name == part for name, _ in layout_of(c).offloaded)
+        return layout_of(c)
     except ValueError:
-        return True
+        return None
 
 
 def made_again(c: Config) -> list[tuple[str, str]]:
     """Parts that are offloaded and keep nothing, or not all, and the recomputed parts that make it again."""
-    if not c.plan.offload or "auto" in (*c.plan.offload, *c.plan.recompute):
-        return []
-    try:
-        layout = layout_of(c)
-    except ValueError:
+    layout = _layout(c) if c.plan.offload and "auto" not in (*c.plan.offload, *c.plan.recompute) else None
+    if layout is None:
         return []
     found = (
         (part, part if layout.recomputes(part, at) else lent_to(layout, part, at)) for part, at in layout.offloaded
@@ -200,16 +195,20 @@ def made_again(c: Config) -> list[tuple[str, str]]:
 
 
 def recomputes(c: Config, part: str) -> bool:
-    """Whether some layer recomputes a part; True where the stages cannot be, for which rules of their own say why."""
-    try:
-        return any(name == part for name, _ in layout_of(c).recomputed)
-    except ValueError:
-        return True
+    """Whether some layer recomputes a part; True where the stages cannot be."""
+    layout = _layout(c)
+    return layout is None or any(name == part for name, _ in layout.recomputed)
+
+
+def _offloads(c: Config, part: str) -> bool:
+    """Whether some layer offloads a part; True where the stages cannot be."""
+    layout = _layout(c)
+    return layout is None or any(name == part for name, _ in layout.offloaded)
 
 
 def missing(c: Config, setting: str) -> list[str]:
     """The parts that a setting names and no layer has."""
-    there = recomputes if setting == "plan.recompute" else offloads
+    there = recomputes if setting == "plan.recompute" else _offloads
     parts = named_parts(leaf(c, setting))
     return [part for part in ("dispatch", "experts", "mlp", GATHERED) if part in parts and not there(c, part)]
 

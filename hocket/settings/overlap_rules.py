@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hocket.config import Config
-from hocket.config.overlap import DIRECTIONS, ROLES
+from hocket.program.stages import by_pieces
 from hocket.settings.derived import (
     fills_bubble,
     has_experts,
@@ -23,12 +23,6 @@ TENSOR, CONTEXT = "overlap.tp.method", "overlap.cp.method"
 def _on_device(c: Config) -> bool:
     """Whether rows are stored into the memory of other GPUs."""
     return c.overlap.ep.splits == "device" and c.train.device == "cuda"
-
-
-def _by_pieces(c: Config) -> bool:
-    """Whether some method that was set moves tokens piece by piece."""
-    ways = {c.overlap.tp.way(role, direction) for role in ROLES for direction in DIRECTIONS}
-    return c.mesh.tp > 1 and bool(ways & {"ring", "pipeline"})
 
 
 def _heads(c: Config) -> bool:
@@ -196,7 +190,7 @@ OVERLAP_RULES: tuple[Rule | Each, ...] = (
     # Inside of layers
     Rule(
         (TENSOR, "mesh.tp"),
-        lambda c, h: _by_pieces(c) and bool(no_pieces(c, h)),
+        lambda c, h: by_pieces(c) and bool(no_pieces(c, h)),
         "tokens cannot be moved piece by piece: {no_pieces}",
         "overlap.tp.method = off, or tensor-parallel ranks on GPUs of one host that reach each other, "
         "and no slow transport",

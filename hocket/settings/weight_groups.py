@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -63,20 +64,13 @@ def weight_groups(config: Config, shapes: Shapes) -> tuple[WeightGroup, ...]:
     return tuple(
         WeightGroup(
             tuple(names),
-            sum(_elements(shapes[n]) for n in names),
+            sum(math.prod(shapes[n]) for n in names),
             config.train.weight_decay * why.startswith("matrices"),
             why,
         )
         for why, names in found.items()
         if names
     )
-
-
-def _elements(shape: Sequence[int]) -> int:
-    count = 1
-    for n in shape:
-        count *= n
-    return count
 
 
 def patterns_of(config: Config) -> dict[str, tuple[str, ...]]:

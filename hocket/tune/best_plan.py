@@ -14,9 +14,8 @@ from hocket.planning import network, predict, program_of
 from hocket.program.check import assert_valid
 from hocket.program.cost import CostTable, Measurement
 from hocket.program.hardware import Hardware
-from hocket.program.stages import costs_of, layout_of
+from hocket.program.stages import arrival_bytes, costs_of, layout_of
 from hocket.resolve import Settings
-from hocket.settings.arrivals import arrival_bytes
 from hocket.settings.derived import most_layers
 from hocket.settings.origins import command_words
 from hocket.settings.schema import changed, leaf, show, types

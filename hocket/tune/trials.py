@@ -22,8 +22,7 @@ from hocket.program.ops import Layout, Program
 from hocket.program.pipeline import in_flight
 from hocket.program.shard import Sharding
 from hocket.program.simulate import Time, cost_key, peak_bytes, simulate, spans_of, times
-from hocket.program.stages import costs_of, layout_of, sharding_of
-from hocket.settings.arrivals import arrival_bytes
+from hocket.program.stages import arrival_bytes, costs_of, layout_of, sharding_of
 from hocket.settings.derived import few_microbatches, group_of, separate_wgrads
 from hocket.settings.rule import Host
 from hocket.settings.schema import changed, leaf

@@ -8,6 +8,7 @@ from typing import Any
 from hocket.config import Config, ModelConfig
 from hocket.program.connect import known_done
 from hocket.program.ops import LANES, Lane, Op
+from hocket.program.pipeline import Step
 from hocket.settings.schema import changed, types
 
 NAMES = {name.rsplit(".", 1)[-1]: name for name in types() if name.startswith(("plan.", "overlap."))}
@@ -23,6 +24,11 @@ def known_of(ops: Sequence[Op]) -> dict[Lane, list[int]]:
     """For every lane and op of a rank, the latest position on that lane that is known to be done when the op runs."""
     lanes, deps = [op.lane for op in ops], [op.deps for op in ops]
     return {lane: known_done(lanes, deps, lane) for lane in LANES}
+
+
+def merged_share(steps: Sequence[Step]) -> float:
+    """Share of a rank's forwards that run merged."""
+    return sum(len(step.forwards) for step in steps if step.merged) / sum(len(step.forwards) for step in steps)
 
 
 def small(**changes: Any) -> ModelConfig:

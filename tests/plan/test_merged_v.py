@@ -9,11 +9,11 @@ import pytest
 from hocket.program.check import assert_valid
 from hocket.program.lower import build_program
 from hocket.program.ops import Layout, Program
-from hocket.program.pipeline import TRANSFORMER, in_flight, merged_share, merged_v
+from hocket.program.pipeline import TRANSFORMER, in_flight, merged_v
 from hocket.program.shard import Sharding
 from hocket.program.simulate import simulate
 from tests.helpers.costs import Table
-from tests.helpers.plans import planned
+from tests.helpers.plans import merged_share, planned
 
 SIZES = tuple((pp, microbatches) for pp in range(2, 9) for microbatches in (2 * pp, 2 * pp + 1, 4 * pp, 5 * pp + 3))
 COSTS = {(verb, "mlp"): seconds for verb, seconds in TRANSFORMER._asdict().items()}

@@ -12,7 +12,6 @@ import pytest
 import hocket
 from hocket.program.lower import build_program, choose_order
 from hocket.program.ops import Layout, Op, Program
-from hocket.program.pipeline import merged_share as merged_steps
 from hocket.program.shard import Sharding
 from hocket.program.simulate import Timeline, simulate
 from hocket.program.timeline import (
@@ -28,6 +27,7 @@ from hocket.program.timeline import (
 from hocket_trace.exposure import exposed, report
 from hocket_trace.picture import COLORS, GUTTER
 from tests.helpers.costs import Table
+from tests.helpers.plans import merged_share as merged_steps
 from tests.helpers.plans import planned
 
 COSTS = Table(

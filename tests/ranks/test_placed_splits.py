@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hocket.config import Config
 from hocket.engine import Engine
-from hocket.engine.room import Held, RowRoom
+from hocket.engine.experts import Held, RowRoom
 from hocket.layers.dispatch import exchange_counts, group_rows, place_counts
 from hocket.layers.routing import Routing
 from hocket.model.documents import Microbatch
