@@ -21,7 +21,7 @@ from hocket.settings.arrivals import arrival_bytes
 from hocket.settings.decision import Decision
 from hocket.settings.rule import Host
 from hocket.settings.schema import changed
-from hocket.tune.transport_choice import lost_copies
+from hocket.tune.rules import lost_copies
 from hocket.tune.trials import Trials
 from hocket.variables import survey
 

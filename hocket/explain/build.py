@@ -49,7 +49,7 @@ from hocket.settings.rule import Host
 from hocket.settings.schema import changed, digest, problem
 from hocket.settings.training_rules import FROM, PRECISION_RULES
 from hocket.settings.weight_groups import samples, weight_groups
-from hocket.tune.period import continued, steady
+from hocket.tune.trials import continued, steady
 from hocket.variables import Finding
 from hocket_trace.columns import harmless
 from hocket_trace.without_collector import without_collector

@@ -18,7 +18,7 @@ from hocket.resolve import Settings, resolve
 from hocket.settings.schema import problem
 from hocket.train.runs import note
 from hocket.train.writers import require_writers
-from hocket.tune.transport_choice import lost_copies
+from hocket.tune.rules import lost_copies
 from hocket.tune.trials import gib
 from hocket.variables import passed, survey
 
