@@ -17,7 +17,6 @@ import shlex
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any, NamedTuple, get_args
 
 from hocket.config import Config, Strategy
@@ -26,12 +25,11 @@ from hocket.program.check import assert_valid
 from hocket.program.cost import CostTable, Measurement
 from hocket.program.hardware import Hardware
 from hocket.program.layer import MERGED
-from hocket.program.ops import Layout
 from hocket.program.simulate import Kind
 from hocket.program.stages import costs_of, layout_of
 from hocket.resolve import Settings
 from hocket.settings.arrivals import arrival_bytes
-from hocket.settings.derived import most_layers, named_parts
+from hocket.settings.derived import named_parts
 from hocket.settings.origins import command_words
 from hocket.settings.schema import changed, leaf, show, types
 from hocket.tune.choose import balanced, part_sets
@@ -77,33 +75,11 @@ def _chunks(c: Config, costs: CostTable) -> Sequence[int]:
     return [count for count in own if count <= most and (rest or per_rank % count == 0)]
 
 
-def _even(c: Config) -> Layout | None:
-    """The layout of a plan with even stages; None if there is none."""
-    if c.mesh.pp == 1 or c.mesh.pp * c.plan.chunks > c.model.layers + 2:
-        return None
-    return layout_of(changed(c, {"plan.layers_per_stage": ()}))
-
-
 def _balanced(c: Config, costs: CostTable) -> Sequence[tuple[int, ...]]:
     """The split with which all ranks compute for the same time."""
-    layout = _even(c)
-    return [balanced(layout, costs)] if layout else ()
-
-
-def _splits(c: Config, costs: CostTable) -> Sequence[tuple[int, ...]]:
-    """Even stages, and one layer from the last stage, which has the head, to the first of another rank, or back."""
-    layout = _even(c)
-    if layout is None or len(c.plan.split) not in (0, layout.stages):
+    if c.mesh.pp == 1 or c.mesh.pp * c.plan.chunks > c.model.layers + 2:
         return ()
-    sizes = c.plan.split or tuple(stop - start for start, stop in pairwise(layout.bounds))
-    last, _ = layout.owner(layout.stages - 1)
-    moved = [
-        (*sizes[:n], sizes[n] + count, *sizes[n + 1 : -1], sizes[-1] - count)
-        for n in range(layout.pp)
-        for count in (1, -1)
-        if layout.owner(n)[0] != last
-    ]
-    return [(), *(split for split in moved if min(split) >= 0 and 0 not in split[1:-1])]
+    return [balanced(layout_of(changed(c, {STAGES: ()})), costs)]
 
 
 def _parts(setting: str) -> Callable[[Config, CostTable], list[tuple[str, ...]]]:
@@ -114,17 +90,6 @@ def _parts(setting: str) -> Callable[[Config, CostTable], list[tuple[str, ...]]]
         fewer = [tuple(other for other in items if other != item) for item in items]
         more = (part for part in part_sets(c, setting)[-1] if part not in named_parts(items))
         return [*fewer, *((*items, part) for part in more)]
-
-    return values
-
-
-def _in_fewer_layers(setting: str) -> Callable[[Config, CostTable], list[tuple[str, ...]]]:
-    """The same parts in a quarter, a half, three quarters of the longest stage's layers."""
-
-    def values(c: Config, costs: CostTable) -> list[tuple[str, ...]]:
-        parts = named_parts(leaf(c, setting))
-        counts = dict.fromkeys(most_layers(c) * quarters // 4 for quarters in (1, 2, 3)) if parts else ()
-        return [tuple(f"{part}:{count}" for part in parts) for count in counts if count]
 
     return values
 
@@ -160,10 +125,7 @@ GROUPS: tuple[tuple[Choice, ...], ...] = (
         Choice("overlap.pp.defer_layers", lambda c, costs: (0, "attn:1", "attn:2", "attn", 1, 2, -1)),
     ),
     (Choice("overlap.cp.method", lambda c, costs: ("gather", "heads") if c.mesh.cp > 1 else ()),),
-    (Choice(STAGES, _splits),),
     (Choice(OFFLOAD, _parts(OFFLOAD)), Choice(RECOMPUTE, _parts(RECOMPUTE))),
-    (Choice(RECOMPUTE, _in_fewer_layers(RECOMPUTE)),),
-    (Choice(OFFLOAD, _in_fewer_layers(OFFLOAD)),),
     (Choice("overlap.pp.defer_head", lambda c, costs: (0, 1, 2, -1)),),
     (Choice("plan.layer_order", lambda c, costs: tuple(MERGED)),),
     (Choice("overlap.dp.prefetch", lambda c, costs: (0, 1, 2, 4)),),
