@@ -316,8 +316,8 @@ class Knob(NamedTuple):
         values, reason = self.ways(c, host, trials)
         if len(values) > 1:
             ways = [{self.setting: value} for value in values]
-            found = weigh(c, ways, trials, memory_of(c, host), self.worth, self.prefer)
-            values, reason = [found.way[self.setting]], "; ".join(filter(None, [found.reason, reason]))
+            way, why = weigh(c, ways, trials, memory_of(c, host), self.worth, self.prefer)
+            values, reason = [way[self.setting]], "; ".join(filter(None, [why, reason]))
         yield self.setting, values[0], reason
 
 
@@ -402,20 +402,20 @@ def _relieved(
         if not more and trials.step(changed(c, way)).fits(memory):
             fitting.append(way)
     most = max(len(_does(way)) for way in ways)
-    found = weigh(c, [ways[0], *(fitting or (w for w in ways[1:] if len(_does(w)) == most))], trials, memory, 0.0)
-    value = found.way[setting]
+    way, why = weigh(c, [ways[0], *(fitting or (w for w in ways[1:] if len(_does(w)) == most))], trials, memory, 0.0)
+    value = way[setting]
     if not fitting or not isinstance(value, tuple) or not value:
-        return value, found.reason
+        return value, why
 
     def some(count: int) -> Changes:
         """The parts in so many layers of each stage."""
-        return {**found.way, setting: tuple(f"{part}:{count}" for part in value)}
+        return {**way, setting: tuple(f"{part}:{count}" for part in value)}
 
     layers = most_layers(c)
     count = _least(layers, lambda n: trials.step(changed(c, some(n))).fits(memory))
     if count == layers:
-        return value, found.reason
-    return some(count)[setting], weigh(c, [ways[0], some(count)], trials, memory, 0.0).reason
+        return value, why
+    return some(count)[setting], weigh(c, [ways[0], some(count)], trials, memory, 0.0)[1]
 
 
 def _does(way: Changes) -> set[tuple[str, Any]]:
@@ -494,27 +494,27 @@ def choose_deferral(c: Config, host: Host, trials: Trials) -> Iterator[Choice]:
         """The shortest step with or without pairs, by descent, and why its cover is the best."""
         heads, found = given.get(_HEADS, 0), list[tuple[Changes, str]]()
         for _ in covers:
-            cover = weigh(c, [{_ENDS: ends, **cover, _HEADS: heads} for cover in covers], trials, worth=_FREE)
-            if found and cover.way[_LAYERS] == found[-1][0][_LAYERS]:
+            way, why = weigh(c, [{_ENDS: ends, **cover, _HEADS: heads} for cover in covers], trials, worth=_FREE)
+            if found and way[_LAYERS] == found[-1][0][_LAYERS]:
                 break
-            heads = given[_HEADS] if _HEADS in given else _suiting(_late(c, trials, cover.way))
-            found.append(({**cover.way, _HEADS: heads}, cover.reason))
+            heads = given[_HEADS] if _HEADS in given else _suiting(_late(c, trials, way))
+            found.append(({**way, _HEADS: heads}, why))
         return min(found, key=lambda each: trials.step(changed(c, each[0])).seconds)
 
     way, reasons[_LAYERS] = deferred(given.get(_ENDS, "off"), covers)
     if not no_pairs and _ENDS not in given:
         paired, why = deferred("on", [cover for cover in covers if cover is covers[-1] or cover.items() <= way.items()])
-        weighed = weigh(c, [way, paired], trials, worth=_FREE)
-        reasons[_ENDS], step = weighed.reason, trials.step(changed(c, {**paired, _HEADS: given.get(_HEADS, 0)}))
-        if weighed.way is paired and memory and not step.fits(memory):
+        better, reasons[_ENDS] = weigh(c, [way, paired], trials, worth=_FREE)
+        step = trials.step(changed(c, {**paired, _HEADS: given.get(_HEADS, 0)}))
+        if better is paired and memory and not step.fits(memory):
             reasons[_ENDS] += too_large("one more activation in flight", step, memory)
-        elif weighed.way is paired:
+        elif better is paired:
             way, reasons[_LAYERS] = paired, why
     if _HEADS not in given:
         tried, wanted = _late(c, trials, {**way, _HEADS: 0}), way[_HEADS]
         heads = _fitting(c, trials, way, memory)
         if heads < wanted:
-            way = weigh(c, [{**way, **cover, _HEADS: heads} for cover in covers], trials, worth=_FREE).way
+            way, _ = weigh(c, [{**way, **cover, _HEADS: heads} for cover in covers], trials, worth=_FREE)
         if len(tried) > 1:
             ways = [{**way, _HEADS: n} for n in (0, heads or min(sorted(tried)[1:], key=tried.__getitem__))]
             steps = [trials.step(changed(c, each)) for each in ways]

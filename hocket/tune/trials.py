@@ -26,7 +26,7 @@ peak of a rank's memory, unless all of the head's weight gradients wait for the 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -293,15 +293,6 @@ def best(
     return min((n for n in large if steps[n].nbytes <= least), key=lambda n: (steps[n].seconds, n)), large
 
 
-@dataclass(frozen=True)
-class Weighed:
-    """The candidate that was chosen, its step, and why."""
-
-    way: Changes
-    step: Predicted
-    reason: str
-
-
 def weigh(
     c: Config,
     ways: Sequence[Changes],
@@ -309,11 +300,11 @@ def weigh(
     memory: int = 0,
     worth: float = WORTH,
     prefer: Callable[[Predicted], float] = lambda step: 0.0,
-) -> Weighed:
+) -> tuple[Changes, str]:
     """The best of the candidates, the usual one first, with simulated times and bytes as the reason."""
     steps = [trials.step(changed(c, way)) for way in ways]
     found, large = best(steps, memory, worth, prefer)
-    return Weighed(ways[found], steps[found], told(ways, steps, found, large, memory))
+    return ways[found], told(ways, steps, found, large, memory)
 
 
 def told(ways: Sequence[Changes], steps: Sequence[Predicted], found: int, large: Sequence[int], memory: int) -> str:
