@@ -45,6 +45,7 @@ def test_a_step_is_the_one_that_would_be_built(name: str, settings: dict[str, An
         assert step.seconds == timeline.makespan
         assert step.ops == max(map(len, built.ranks))
         assert step.nbytes - arrival_bytes(each) == max(use.peak_bytes for use in timeline.ranks)
+        assert step.least < step.nbytes
         assert step.fits(int(1.2 * step.nbytes))
         assert not step.fits(step.nbytes)
 

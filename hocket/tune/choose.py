@@ -102,6 +102,8 @@ _FEWER = 0.97
 """Largest share of the bytes left by one copy per rank at which it is worth its kernels."""
 _COVERED = 0.6
 """Share of the compute of a merged layer step that its all-to-alls may take and still be hidden."""
+_PLAIN = 0.05
+"""A gain of this share of the longest rank's time is worth uneven stages, whatever short steps show."""
 
 OPEN = (AUTOMATIC, "", (AUTOMATIC,))
 """Values that leave the choice of a setting to hocket."""
@@ -279,16 +281,26 @@ def stage_seconds(layout: Layout, costs: Costs, sizes: Sizes) -> tuple[list[floa
 
 
 def _splits(c: Config, h: Host, trials: Trials) -> Ways:
-    """Even stages, and those with fewer layers beside a heavy head, the most balanced ones first."""
+    """Even stages, and the most balanced ones that fit, if the rank of a heavy head computes for a shorter time then.
+
+    Short steps show less of a gain than whole ones, so even stages are no candidate beside a large gain.
+    """
     if c.mesh.pp == 1:
         return [()], ""  # without a pipeline there are no stages to choose
-    even, *others = splits(layout_of(c), trials.costs(c))
-    if not others:
-        return [()], "moving a layer would make no rank's work shorter"
-    before, after = even[1], others[-1][1]
-    times = f"the longest rank computes {duration(after)} a microbatch instead of {duration(before)}"
-    worth = [sizes for sizes, longest in reversed(others) if longest <= (1 - WORTH) * before]
-    return [(), *worth], times if worth else f"uneven stages bring little: {times}"
+    memory, plain, large = memory_of(c, h), trials.step(changed(c, {_STAGES: ()})), ""
+    (_, before), *others = splits(layout_of(c), trials.costs(c))
+    for sizes, after in reversed(others):
+        times = f"the longest rank computes {duration(after)} a microbatch instead of {duration(before)}{large}"
+        if after > (1 - WORTH) * before:
+            return [()], f"uneven stages bring little: {times}"
+        step = trials.step(changed(c, {_STAGES: sizes}))
+        if not memory or step.fits(memory) or step.nbytes <= plain.nbytes:
+            return [sizes] if after <= (1 - _PLAIN) * before else [(), sizes], times
+        large = large or too_large(show(sizes), step, memory)
+    reason = (
+        f"no uneven stages fit into memory{large}" if others else "moving a layer would make no rank's work shorter"
+    )
+    return [()], reason
 
 
 def _orders(c: Config, h: Host, trials: Trials) -> Ways:
@@ -296,7 +308,7 @@ def _orders(c: Config, h: Host, trials: Trials) -> Ways:
     if c.overlap.ep.merge != "on" or separate_wgrads(c) or c.overlap.defer_wgrad == "off":
         return ["literature"], ""
     exchanges, compute = seconds_of_experts(trials.costs(c), layout_of(c))
-    if exchanges <= _COVERED * compute:
+    if exchanges <= compute:
         return ["literature"], "all-to-alls have compute beside them that is long enough" if exchanges else ""
     return list(MERGED), ""
 
@@ -321,7 +333,7 @@ class Knob(NamedTuple):
         yield self.setting, values[0], reason
 
 
-_UPDATE, _COPIES = "overlap.dp.update", "overlap.ep.copies"
+_UPDATE, _COPIES, _STAGES = "overlap.dp.update", "overlap.ep.copies", "plan.layers_per_stage"
 _OFFLOAD, _RECOMPUTE, _LOSS = "plan.offload", "plan.recompute", "plan.loss_pieces"
 KNOBS: tuple[Knob, ...] = (
     Knob(METHOD, _contexts),
@@ -329,7 +341,7 @@ KNOBS: tuple[Knob, ...] = (
     Knob("overlap.dp.strategy", _strategies, prefer=lambda step: step.moved),
     Knob("precision.gather", _gathers, worth=0.0),
     Knob(_UPDATE, _updates),
-    Knob("plan.layers_per_stage", _splits),
+    Knob(_STAGES, _splits),
 )
 """Settings that are chosen before memory is made room for."""
 

@@ -33,9 +33,10 @@ from typing import Any, Protocol
 from hocket.config import Config
 from hocket.program.cost import CostTable
 from hocket.program.hardware import hardware_of
-from hocket.program.lower import build_forward, build_program, free_rank, with_late_heads
+from hocket.program.lower import build_forward, build_program, choose_order, free_rank, with_late_heads
 from hocket.program.ops import Layout, Program
-from hocket.program.pipeline import warmup
+from hocket.program.p2p import activation
+from hocket.program.pipeline import in_flight, warmup
 from hocket.program.shard import Sharding
 from hocket.program.simulate import Time, cost_key, peak_bytes, simulate, spans_of, times
 from hocket.program.stages import costs_of, layout_of, sharding_of
@@ -217,7 +218,17 @@ class Predicted:
 
     def fits(self, memory: int) -> bool:
         """Whether ranks with this much memory can hold it."""
-        return all(fits(self.held(rank), memory) for rank in range(self._config.mesh.pp))
+        return fits(self.least, memory) and all(fits(self.held(rank), memory) for rank in range(self._config.mesh.pp))
+
+    @cached_property
+    def least(self) -> int:
+        """A bound from below that needs no program: main weights, and chunks that have run forward and not backward."""
+        layout, costs, least = layout_of(self._config), self._trials.costs(self._config), 0
+        for rank, steps in enumerate(choose_order(layout, self._holding, self._config)[0]):
+            smallest = min(activation(layout, costs, rank, chunk) for chunk in range(layout.chunks))
+            state = costs.state_bytes[rank] if costs.state_bytes else 0
+            least = max(least, state + (in_flight(steps) - 1) * smallest)
+        return least
 
     @cached_property
     def moved(self) -> int:
@@ -279,18 +290,22 @@ def best(
 ) -> tuple[int, list[int]]:
     """The step to take, the usual one first, and those that are shorter and too large, by their numbers.
 
-    See Note: [The usual value wins ties]. If nothing fits, the shortest step of those that need the least.
+    See Note: [The usual value wins ties]. If nothing fits, those that need about the least are weighed.
     """
     left, large = list(range(len(steps))), list[int]()
+
+    def first(of: Sequence[int]) -> int:
+        longest = min(steps[n].seconds for n in of) / (1 - worth)
+        return min((n for n in of if steps[n].seconds <= longest), key=lambda n: (prefer(steps[n]), n))
+
     while left:
-        longest = min(steps[n].seconds for n in left) / (1 - worth)
-        found = min((n for n in left if steps[n].seconds <= longest), key=lambda n: (prefer(steps[n]), n))
+        found = first(left)
         if not memory or steps[found].fits(memory):
             return found, large
         large.append(found)
         left.remove(found)
     least = _NEAR * min(step.nbytes for step in steps)
-    return min((n for n in large if steps[n].nbytes <= least), key=lambda n: (steps[n].seconds, n)), large
+    return first([n for n, step in enumerate(steps) if step.nbytes <= least]), large
 
 
 def weigh(
