@@ -11,7 +11,7 @@ from hocket.settings.schema import changed
 from hocket.tune.trials import Trials, model_costs
 
 SKEWED = {
-    "aF": 4, "aB": 6, "aW": 2, "eF": 9, "eB": 9, "eW": 9, "uF": 1, "uB": 1, "cF": 10, "dF": 10, "cB": 10, "dB": 10,
+    "aF": 4, "aB": 6, "aW": 2, "eF": 9, "eB": 9, "eW": 9, "uF": 1, "uB": 1, "cF": 11, "dF": 11, "cB": 11, "dB": 11,
 }  # fmt: skip
 """All-to-alls that take longer than attention."""
 VERBS = {"F": "fwd", "B": "bwd", "W": "wgrad"}
