@@ -415,19 +415,20 @@ def _relieved(
             fitting.append(way)
     most = max(len(_does(way)) for way in ways)
     way, why = weigh(c, [ways[0], *(fitting or (w for w in ways[1:] if len(_does(w)) == most))], trials, memory, 0.0)
-    value = way[setting]
-    if not fitting or not isinstance(value, tuple) or not value:
+    value, layers = way[setting], most_layers(c)
+    if way is ways[0]:
         return value, why
 
     def some(count: int) -> Changes:
         """The parts in so many layers of each stage."""
         return {**way, setting: tuple(f"{part}:{count}" for part in value)}
 
-    layers = most_layers(c)
-    count = _least(layers, lambda n: trials.step(changed(c, some(n))).fits(memory))
-    if count == layers:
-        return value, why
-    return some(count)[setting], weigh(c, [ways[0], some(count)], trials, memory, 0.0)[1]
+    if fitting and isinstance(value, tuple) and value:
+        count = _least(layers, lambda n: trials.step(changed(c, some(n))).fits(memory))
+        value = some(count)[setting] if count < layers else value
+    ways = [ways[0], {**way, setting: value}]
+    steps = [plain, trials.step(changed(c, ways[1]))]
+    return value, told(ways, steps, 1, [0] if fitting else [0, 1], memory)
 
 
 def _does(way: Changes) -> set[tuple[str, Any]]:
