@@ -53,7 +53,7 @@ from hocket.runtime.world import everyone, join_world, leave_world
 from hocket.settings.rule import Host
 from hocket.settings.schema import changed
 from hocket.train.profiling import Recording
-from hocket.tune.best_plan import Task, search
+from hocket.tune.search import Task, search
 from hocket_trace.align import align
 from hocket_trace.compare import compare
 from hocket_trace.data import RankTrace
@@ -271,7 +271,7 @@ def searched(config: Config, base: Settings, costs: Measurement) -> Settings | N
 
     hardware = hardware_of(base)
     task = Task(config=config, origins={}, resolve=again, hardware=hardware, measured=costs, cap=hardware.memory)
-    changes = search(task).found.path[-1].changes
+    changes = search(task).path[-1].changes
     return task.settled(changes) if changes else None
 
 

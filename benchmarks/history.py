@@ -38,6 +38,10 @@ class History:
         self._before: list[int] = []  # for each entry the set of all that come before it, as bits
         self._last: dict[str, Entry] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What another process gets: without tickets, which belong to queues of this one."""
+        return {**self.__dict__, "entry_of": {}, "_waited": set()}
+
     def add(self, queue: str, name: str, after: Sequence[Entry] = ()) -> Entry:
         """Note an entry of a queue, behind the entries of `after`; those of an older record are over."""
         predecessors = [one for one in after if one.index < len(self.entries) and self.entries[one.index] is one]

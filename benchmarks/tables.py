@@ -71,7 +71,7 @@ from hocket.program.ops import Program
 from hocket.program.simulate import Timeline
 from hocket.program.text import to_text
 from hocket.program.timeline import svg_timeline
-from hocket.tune import best_plan
+from hocket.tune import search as tuner
 from hocket_trace import load
 from hocket_trace import report as trace_report
 from hocket_trace.cli import trace_files
@@ -346,7 +346,7 @@ def make_timeline(words: str) -> str:
 def make_search(words: str) -> str:
     """What `hocket plan WORDS --search` prints, without the time that it took."""
     task = task_of(*parse(Plan, "plan", [*shlex.split(words), "--search"]))
-    found = best_plan.report(task, dataclasses.replace(best_plan.search(task), seconds=0.0))
+    found = tuner.report(task, dataclasses.replace(tuner.search(task), seconds=0.0))
     return f"```\n$ hocket plan {words} --search\n{found}\n```"
 
 

@@ -5,7 +5,7 @@
 The layers of Llama-3 8B and 70B on 8,192 tokens, all ranks together as one tensor-parallel group; with `--as-of`, with
 weights as narrow as those of so many ranks. *Plain* is a collective of NCCL and then a product, or a product and then a
 collective, in bf16 with NCCL's own settings. Every way of `hocket/layers/tensor.py` does the same work, forward and
-backward with the weight gradient; *auto* is the way that the rule chooses (`tune/tensor_choice.py`), and *products
+backward with the weight gradient; *auto* is the way that the rule chooses (`tune/rules.py`), and *products
 alone* move nothing: no way can be faster. Ways take turns with plain in blocks, and a speed-up is the median of the
 ratios of neighbouring blocks. Then whole layers, with attention and norms. A minute.
 """

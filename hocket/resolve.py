@@ -31,11 +31,19 @@ from hocket.settings.rule import Host, Rule
 from hocket.settings.rules import CHECKS, broken, numbered, rule_lines, rule_text
 from hocket.settings.schema import changed, impossible, leaf, show, types
 from hocket.tune.choose import OPEN, choices
-from hocket.tune.graph_choice import GRAPHS, SPLITS, choose_graphs, choose_splits, graphs_that_pay
+from hocket.tune.rules import (
+    CHOSEN_BY_IT,
+    GRAPHS,
+    SPLITS,
+    choose_graphs,
+    choose_network,
+    choose_splits,
+    choose_tensor,
+    choose_transport,
+    chose_copies,
+)
 from hocket.tune.smaller_mesh import gives_up as given_up_when_smaller
 from hocket.tune.smaller_mesh import smaller_mesh
-from hocket.tune.tensor_choice import choose_network, choose_tensor
-from hocket.tune.transport_choice import CHOSEN_BY_IT, choose_transport, chose_copies, transport_that_fits
 from hocket.tune.trials import Price, Trials, model_costs
 
 
@@ -96,10 +104,7 @@ def resolve(
     stop_if([*wrong.values(), *rule_lines(rules, settled, host, origins)])
     settled = _priced(settled, decisions, host, origins)
     open_ = {decision.setting for decision in decisions}
-    trials = Trials(price)
-    settled = _add(settled, decisions, transport_that_fits(settled, host, open_, trials))
-    settled = _add(settled, decisions, graphs_that_pay(settled, host, open_, trials))
-    settled = _add(settled, decisions, choices(settled, host, trials))
+    settled = _add(settled, decisions, choices(settled, host, Trials(price), open_))
     decisions = [*shrunk, *(decision for decision in decisions if decision.setting not in unmet)]
     decisions += [replace(decision, value=leaf(settled, name)) for name, decision in unmet.items()]
     old = _still_chosen(before, settled) if before else {}

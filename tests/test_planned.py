@@ -16,8 +16,6 @@ from hocket import cli
 from hocket.config import Config
 from hocket.program.hardware import H200
 from hocket.recipes import RECIPES
-from hocket.tune.candidates import better_orders, layer_seconds
-from hocket.tune.trials import model_costs
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 SECTION = PAGE.read_text().partition("\n## Plans from Python\n")[2]
@@ -113,12 +111,9 @@ def test_a_list_is_given_as_a_python_list() -> None:
 def test_every_recipe_can_be_planned_holds_fits_and_keeps_the_usual_order(recipe: str) -> None:
     """In one test, for choices take longer than all that is asked of them."""
     step = hocket.plan(recipe)
-    settings, layout = step.settings, step.program.layout
+    settings = step.settings
     assert settings.run.folder == f"runs/{recipe}"
     assert settings.plan.layer_order == "literature"
-    parts = layer_seconds(model_costs(settings), layout)
-    assert bool(parts) == (settings.mesh.ep > 1)
-    assert not parts or better_orders(parts, len(layout.layers(0, 0)), 1) == []
     assert hocket.check(step) == []
     timeline = hocket.simulate(step)
     assert timeline.makespan > 0

@@ -13,7 +13,7 @@ from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
 from hocket.settings.rule import Host
 from hocket.settings.schema import changed
-from hocket.tune.candidates import longest_rank, towards_balance
+from hocket.tune.choose import splits, stage_seconds
 from hocket.tune.trials import Trials
 
 LLAMA = changed(recipe("llama3_8b"), {"mesh.pp": 4, "mesh.dp": 2})
@@ -35,7 +35,8 @@ def test_a_heavy_head_gets_fewer_layers_and_the_step_is_shorter() -> None:
     assert split[-1] < 8
     assert "the longest rank computes" in reason(chosen)
     layout, costs = layout_of(even), Trials().costs(even)
-    assert longest_rank(layout, costs, split) < 0.96 * longest_rank(layout, costs, (8,) * 4)
+    before, after = (max(stage_seconds(layout, costs, sizes)[1]) for sizes in ((8,) * 4, split))
+    assert after < 0.96 * before
     seconds = [float(predict(each, program_of(each), H200).makespan) for each in (chosen, even)]
     assert seconds[0] < 0.96 * seconds[1]
 
@@ -66,7 +67,7 @@ def test_one_rank_has_nothing_to_split_and_what_is_set_stays() -> None:
 def test_a_split_that_does_not_fit_is_left(vocab: int, fits: int) -> None:
     """Memory for the split after so many moved layers, or for even stages alone."""
     even = resolved(mesh__pp=2, model__vocab=vocab, plan__layers_per_stage=())
-    ways = towards_balance(layout_of(even), Trials().costs(even))
+    ways = [sizes for sizes, _ in splits(layout_of(even), Trials().costs(even))]
     held = [Trials().step(changed(even, {NAME: sizes})).nbytes for sizes in ways]
     assert held[fits] < held[fits + 1]
     host = Host(gpus=8, memory=int((held[fits] + held[fits + 1]) / 1.8))

@@ -21,7 +21,7 @@ from hocket.resolve import Settings, resolve, without_copies
 from hocket.settings.decision import Decision
 from hocket.settings.rule import Host
 from hocket.settings.schema import changed
-from hocket.tune.transport_choice import lost_copies
+from hocket.tune.rules import lost_copies
 from hocket.tune.trials import Trials
 from hocket.variables import survey
 

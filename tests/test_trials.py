@@ -1,4 +1,4 @@
-"""Steps that choices compare: they are those that would be built, each is built once, and bounds of memory hold."""
+"""Steps that choices compare: they are those that would be built, and each is built once."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import pytest
 
 from hocket.config import Config
 from hocket.machine import host_for_plan
-from hocket.program.lower import build_forward, build_program
+from hocket.program.lower import build_program
 from hocket.program.simulate import simulate
 from hocket.program.stages import arrival_bytes, layout_of, sharding_of
 from hocket.recipes import recipe
 from hocket.resolve import resolve
 from hocket.settings.schema import changed
 from hocket.tune import trials as predicted
-from hocket.tune.held import at_least, at_most, forwards_at_most
 from hocket.tune.trials import Trials
 
 SUMS = {"overlap.dp.strategy": "optim", "data.sequence_length": 256}
@@ -33,21 +32,6 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 @pytest.mark.parametrize(("name", "settings"), CASES)
-def test_bounds_of_memory_hold(name: str, settings: dict[str, Any]) -> None:
-    config = changed(recipe(name), SMALL | settings)
-    found = resolve(config, host_for_plan(config))
-    program, costs = build_program(layout_of(found), 8, found, sharding_of(found)), Trials().costs(found)
-    peaks = [use.peak_bytes for use in simulate(program, costs).ranks]
-    late = found.overlap.pp.defer_head
-    assert isinstance(late, int)
-    assert at_least(program.layout, program.in_flight, costs) < max(peaks)
-    assert all(peak < at_most(program, costs, rank, late) for rank, peak in enumerate(peaks))
-    forward = build_forward(program, found, sharding_of(found))
-    values = [use.peak_bytes - costs.fixed_bytes(forward, r) for r, use in enumerate(simulate(forward, costs).ranks)]
-    assert max(values) < forwards_at_most(program.layout, costs)
-
-
-@pytest.mark.parametrize(("name", "settings"), CASES)
 def test_a_step_is_the_one_that_would_be_built(name: str, settings: dict[str, Any]) -> None:
     """Also where settings are open."""
     config = changed(recipe(name), SMALL | settings | {"train.eval_batches": 0, "plan.order": "auto"})
@@ -60,6 +44,7 @@ def test_a_step_is_the_one_that_would_be_built(name: str, settings: dict[str, An
         assert step.seconds == timeline.makespan
         assert step.ops == max(map(len, built.ranks))
         assert step.nbytes - arrival_bytes(each) == max(use.peak_bytes for use in timeline.ranks)
+        assert step.least < step.nbytes
         assert step.fits(int(1.2 * step.nbytes))
         assert not step.fits(step.nbytes)
 

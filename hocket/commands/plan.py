@@ -26,7 +26,8 @@ from hocket.program.stages import costs_of
 from hocket.program.timeline import html_timeline, svg_timeline
 from hocket.resolve import Settings, resolve
 from hocket.settings.sources import split
-from hocket.tune import best_plan
+from hocket.sizes import parse_bytes
+from hocket.tune import search as tuner
 from hocket.tune.trials import model_costs
 
 if TYPE_CHECKING:
@@ -92,18 +93,29 @@ def run(words: list[str]) -> int:
     return 0
 
 
-def task_of(options: Plan, origins: dict[str, str]) -> best_plan.Task:
+def task_of(options: Plan, origins: dict[str, str]) -> tuner.Task:
     """The task of `--search`."""
     settings = resolve_for_plan(options.config, origins)
     hardware = hardware_of(settings)
-    return best_plan.Task(
+    return tuner.Task(
         config=options.config,
         origins=origins,
         resolve=resolve_for_plan,
         hardware=hardware,
         measured=costs_from(settings, options.from_, origins),
-        cap=best_plan.bytes_of(options.memory) if options.memory else hardware.memory,
+        cap=bytes_of(options.memory) if options.memory else hardware.memory,
     )
+
+
+def bytes_of(text: str) -> int:
+    """Bytes that a text such as `80GiB` means. Raises ValueError."""
+    try:
+        size = parse_bytes(text, "memory")
+    except ValueError:
+        raise ValueError(f"memory = {text} (command line, --memory): not a size; fix: give one such as 80GiB") from None
+    if not size:
+        raise ValueError(f"memory = {text} (command line, --memory): no plan fits in nothing; fix: give more than 0")
+    return size
 
 
 def search(options: Plan, origins: dict[str, str]) -> tuple[str, bool]:
@@ -111,10 +123,10 @@ def search(options: Plan, origins: dict[str, str]) -> tuple[str, bool]:
     if options.svg or options.html:
         raise ValueError("search (command line): draws nothing; fix: leave out --svg and --html, or --search")
     task = task_of(options, origins)
-    result = best_plan.search(task)
+    result = tuner.search(task)
     if options.json:
-        return json_module.dumps(best_plan.as_json(task, result), indent=1), result.found.fits
-    return best_plan.report(task, result), result.found.fits
+        return json_module.dumps(tuner.as_json(task, result), indent=1), result.fits
+    return tuner.report(task, result), result.fits
 
 
 def costs_from(settings: Settings, paths: tuple[str, ...], origins: dict[str, str]) -> Measurement | None:

@@ -42,7 +42,7 @@ from hocket.settings.schema import changed, digest, problem
 from hocket.settings.training_rules import FROM, PRECISION_RULES
 from hocket.settings.weight_groups import samples, weight_groups
 from hocket.sizes import duration, listed, several
-from hocket.tune.period import continued, steady
+from hocket.tune.trials import continued, steady
 from hocket.variables import Finding
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from hocket.resolve import Settings, without_copies
 from hocket.runtime.trial import LIMIT, why_no_copies
 from hocket.runtime.world import everyone
 from hocket.settings.schema import leaf, problem, show, types
-from hocket.tune.transport_choice import TRANSPORT, chose_copies
+from hocket.tune.rules import TRANSPORT, chose_copies
 
 _OWN = ("run.", "data.paths", "data.validation", "data.tokenizer", "data.cache")
 """Beginnings of the names of settings for places of files. They may differ between hosts. The trainer compares the

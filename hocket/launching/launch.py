@@ -17,7 +17,7 @@ from hocket.planned import check_patterns
 from hocket.resolve import Settings, resolve
 from hocket.settings.schema import problem
 from hocket.train.writers import require_writers
-from hocket.tune.transport_choice import lost_copies
+from hocket.tune.rules import lost_copies
 from hocket.tune.trials import gib
 from hocket.variables import passed, survey
 

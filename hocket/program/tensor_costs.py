@@ -172,7 +172,7 @@ def _pipeline(cell: Cell, splits: int, hardware: Hardware) -> float:
 #
 # How the layers of a run can communicate: their products, into how many pieces, and whether the host keeps up.
 #
-# Times are those of the model above. `tune/tensor_choice.py` chooses among the ways.
+# Times are those of the model above. `tune/rules.py` chooses among the ways.
 
 
 def cell_of(c: Config, role: Role, direction: Direction) -> Cell:

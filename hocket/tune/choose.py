@@ -1,15 +1,19 @@
-"""Chooses what is `auto` by the cost of steps: candidates, simulated under the memory of a rank, by one function.
+"""Chooses what is `auto` by the cost of steps: a list of candidates for each setting, weighed by one function.
 
-Note: [The usual value wins ties]
-`weigh` takes the shortest step that fits. Of steps of about the same time it takes the candidate that comes first,
-which is the usual one, or the one that a key prefers. The simulation leaves out most of what hidden communication and
-more kernels cost. So a gain below `WORTH` is no reason to do something unusual.
+What the simulator does not see is a rule of thumb beside the candidates. `rules.py` has what no simulation can judge.
 
 Note: [The strategy that moves least]
 A rank that keeps weights and gradients whole gathers and reduces less: once a step, instead of in every microbatch.
 Most of this communication is hidden in both cases. Steps then take the same time except for contention, which the
 simulation leaves out. But hidden communication still takes SMs, power and memory bandwidth. So of steps of about the
 same time the one that moves the fewest bytes wins. Of these the one that needs the least memory wins.
+
+Note: [The rank with the head]
+A head over a large vocabulary takes as long as several layers. With even stages the rank of the head takes longest for
+every microbatch, and all other ranks wait. So `splits` moves layers one by one from that rank to ranks with less work.
+Ranks that take more layers hold more weights and activations. This includes the first rank, which holds most. So all
+splits on the way are candidates. In merged steps uneven stages leave layers without a partner, and nothing hides the
+all-to-alls of such layers. So the simulator decides whether a gain is real.
 
 Note: [Updates that hide]
 Updates in the next step run beside its first gathers, in the bubble at its start, and beside forwards. The simulator
@@ -48,19 +52,20 @@ Then the best cover, and the one with all weight gradients after sends, are comp
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import combinations
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from itertools import accumulate, chain, combinations, pairwise
 from typing import Any, NamedTuple, get_args
 
 from hocket.config import COPIED, Config, Strategy, Switch
 from hocket.program.cost import CostTable
 from hocket.program.hardware import LAPTOP, hardware_of
-from hocket.program.ops import COMPUTING, Lane, Layout, Op, offloadable, recomputable
+from hocket.program.layer import MERGED
+from hocket.program.ops import COMPUTING, Lane, Layout, Op, Verb, offloadable, recomputable
 from hocket.program.p2p import Parts, smallest_cover
 from hocket.program.part_sizes import copies_of, elements_sent
-from hocket.program.simulate import quiet_end
+from hocket.program.simulate import Costs, quiet_end
 from hocket.program.stages import gathered_units, layout_of
 from hocket.program.transformer import GATHERED
 from hocket.settings.decision import AUTOMATIC, Choice
@@ -82,13 +87,11 @@ from hocket.settings.rule import Host
 from hocket.settings.rules import rule_text
 from hocket.settings.schema import changed, leaf, show
 from hocket.sizes import duration
-from hocket.tune.candidates import longest_rank, orders, towards_balance
-from hocket.tune.trials import Predicted, Trials, gib, memory_of, room
+from hocket.tune.rules import graphs_that_pay, transport_that_fits
+from hocket.tune.trials import WORTH, Changes, Predicted, Trials, fits, gib, memory_of, room, told, too_large, weigh
 
-WORTH = 0.01
-"""Share of a step that a value must save to be chosen instead of one that comes before it."""
 _FREE = 0.001
-"""The same of what takes no memory and moves nothing: where weight gradients run."""
+"""Share of a step that must be saved by what takes no memory and moves nothing: where weight gradients run."""
 _LATE = 0.005
 """The same of the head's weight gradients, which take memory."""
 _EQUAL = 1.0005
@@ -100,98 +103,10 @@ _FEWER = 0.97
 _COVERED = 0.6
 """Share of the compute of a merged layer step that its all-to-alls may take and still be hidden."""
 _PLAIN = 0.05
-"""A gain of this share of the longest rank's time is worth uneven stages without a simulation."""
-_NEAR = 1.02
-"""Of steps that do not fit, those within this factor of the least bytes count as needing the least."""
+"""A gain of this share of the longest rank's time is worth uneven stages, whatever short steps show."""
 
-Changes = Mapping[str, Any]
-"""Values of settings by dotted name."""
 OPEN = (AUTOMATIC, "", (AUTOMATIC,))
 """Values that leave the choice of a setting to hocket."""
-
-
-@dataclass(frozen=True)
-class Weighed:
-    """The candidate that was chosen, its step, and why."""
-
-    way: Changes
-    step: Predicted
-    reason: str
-    fits: bool
-
-
-def weigh(
-    c: Config,
-    ways: Sequence[Changes],
-    trials: Trials,
-    memory: int = 0,
-    worth: float = WORTH,
-    lost: Callable[[Config], float] = lambda c: 0.0,
-    prefer: Callable[[Predicted], float] = lambda step: 0.0,
-) -> Weighed:
-    """The best of the candidates, the usual one first: see Note: [The usual value wins ties].
-
-    With `memory` those that fit come first; if none does, those that need no more than the usual one. `lost` are
-    seconds to add to a step.
-    """
-    configs = [changed(c, way) for way in ways]
-    steps = [trials.step(config) for config in configs]
-    seconds = [step.seconds + lost(config) for step, config in zip(steps, configs, strict=True)]
-    left, large, found = list(range(len(ways))), list[int](), -1
-
-    def best(of: Sequence[int]) -> int:
-        longest = min(seconds[n] for n in of) / (1 - worth)
-        return min((n for n in of if seconds[n] <= longest), key=lambda n: (prefer(steps[n]), n))
-
-    while left:
-        found = best(left)
-        if not memory or steps[found].fits(memory):
-            break
-        large.append(found)
-        left.remove(found)
-    else:
-        found = best([n for n, step in enumerate(steps) if step.nbytes <= steps[0].nbytes])
-    other = 0 if found else min(range(1, len(ways)), key=seconds.__getitem__, default=0)
-    return Weighed(ways[found], steps[found], _told(ways, steps, seconds, found, other, large, memory), bool(left))
-
-
-def _told(
-    ways: Sequence[Changes],
-    steps: Sequence[Predicted],
-    seconds: Sequence[float],
-    found: int,
-    other: int,
-    large: Sequence[int],
-    memory: int,
-) -> str:
-    """The reason of a choice, of simulated times and bytes: beside the usual value, or the best of the others."""
-    mine, usual, name = steps[found], steps[other], _name(ways[other], ways[found])
-    text = f"{_microbatches(mine)} {duration(seconds[found])}"
-    if found == other:
-        return text
-    if found:
-        more = mine.nbytes - usual.nbytes if memory else 0
-        told = f", {gib(abs(more))} {'more' if more > 0 else 'less'}" if abs(more) >= 2**30 else ""
-        text += f" instead of {duration(seconds[other])} with {name}{told}"
-    else:
-        text += f", with {name} {duration(seconds[other])}"
-    if found in large:
-        return f"{text}; nothing fits, and this needs {gib(mine.nbytes)} of {gib(room(memory))}"
-    return text + (_too_large(_name(ways[large[0]], ways[found]), steps[large[0]], memory) if large else "")
-
-
-def _too_large(what: str, step: Predicted, memory: int) -> str:
-    return f"; {what} does not fit: {gib(step.nbytes)} of {gib(room(memory))}"
-
-
-def _microbatches(step: Predicted) -> str:
-    return f"{step.microbatches} microbatches take" if step.microbatches > 1 else "1 microbatch takes"
-
-
-def _name(way: Changes, beside: Changes) -> str:
-    """What a candidate has that another one has not, in words."""
-    return ", ".join(f"{name.split('.')[-1]} = {show(value)}" for name, value in way.items() if beside[name] != value)
-
 
 Ways = tuple[Sequence[Any], str]
 """Values to try, the usual one first, and the reason if there is one alone."""
@@ -280,14 +195,17 @@ def _updates(c: Config, h: Host, trials: Trials) -> Ways:
         ),
         "beside NCCL's kernels no more than noise was gained, unlike beside copies": c.train.transport not in COPIED,
     }
-    reason = next((reason for reason, there in reasons.items() if there), "")
-    return (["end"], reason) if reason else (["end", "next_step"], "")
+    if reason := next((reason for reason, there in reasons.items() if there), ""):
+        return ["end"], reason
+    later, step = changed(c, {_UPDATE: "next_step"}), trials.step(c)
+    hidden = step.seconds - trials.step(later).seconds - beside_updates(later, trials)
+    whole = step.seconds * c.train.microbatches / step.microbatches
+    value = "next_step" if hidden >= _HIDDEN * whole else "end"
+    return [value], f"updates in the next step hide {duration(max(0.0, hidden))} of {duration(whole)}"
 
 
-def _beside(c: Config, trials: Trials) -> float:
+def beside_updates(c: Config, trials: Trials) -> float:
     """Seconds in which a rank updates some weights while it computes with others, on the rank with the most of them."""
-    if c.overlap.dp.update != "next_step":
-        return 0.0
     count = trials.step(c).microbatches
     program, (starts, ends) = trials.program(c, count), trials.times(c, count)
     spans: list[dict[Lane, list[tuple[float, float]]]] = [{lane: [] for lane in COMPUTING} for _ in program.ranks]
@@ -303,36 +221,96 @@ def _beside(c: Config, trials: Trials) -> float:
     return most
 
 
+Sizes = tuple[int, ...]
+"""Layers by virtual stage."""
+
+
+def splits(layout: Layout, costs: Costs) -> list[tuple[Sizes, float]]:
+    """Splits of layers over virtual stages, and what the longest rank computes for a microbatch then.
+
+    The layout's own split comes first, then the split after each layer that moves. A layer moves from the longest stage
+    of the longest rank, mostly the stage with the head, to the first stage of the shortest rank. This goes on while it
+    makes the longest rank shorter. In an interleaved order the backward of the last stage and the forward of the first
+    one run side by side, so they may take as long as two other stages.
+    """
+    owners = [layout.owner(stage)[0] for stage in range(layout.stages)]
+    fewest = [0, *[1] * (layout.stages - 2), 0] if layout.stages > 1 else [1]
+    sizes = tuple(hi - lo for lo, hi in pairwise(layout.bounds))
+    stages, ranks = stage_seconds(layout, costs, sizes)
+    found = [(sizes, max(ranks))]
+    while True:
+        longest, taker = ranks.index(max(ranks)), owners.index(ranks.index(min(ranks)))
+        donors = [s for s, owner in enumerate(owners) if owner == longest and sizes[s] > fewest[s]]
+        if not donors:
+            return found
+        donor = max(donors, key=stages.__getitem__)
+        sizes = tuple(size + (stage == taker) - (stage == donor) for stage, size in enumerate(sizes))
+        stages, ranks = stage_seconds(layout, costs, sizes)
+        if max(ranks) >= found[-1][1]:
+            return found
+        found.append((sizes, max(ranks)))
+
+
+def balanced(layout: Layout, costs: Costs) -> Sizes:
+    """The split with which all ranks compute for the same time, as far as that is possible."""
+    return splits(layout, costs)[-1][0]
+
+
+def stage_seconds(layout: Layout, costs: Costs, sizes: Sizes) -> tuple[list[float], list[float]]:
+    """What stages, and what ranks, compute for a microbatch with so many layers per stage."""
+    layout = replace(layout, bounds=tuple(accumulate(sizes, initial=0)))
+
+    @cache
+    def seconds(part: str, kind: int, *verbs: Verb) -> float:
+        return sum(float(costs.seconds(0, Op(verb, part, 0, 0, kind))) for verb in verbs)
+
+    alike = {kind: layout.kinds.index(kind) for kind in layout.kinds}  # a layer of each kind costs what all of it do
+    stages, ranks = list[float](), [0.0] * layout.pp
+    for stage, (start, stop) in enumerate(pairwise(layout.bounds)):
+        took = seconds("embed", -1, "fwd", "bwd", "wgrad") if stage == 0 else 0.0
+        for layer in range(start, stop):
+            for part in layout.type_of(layer).parts:
+                if not part.communicates:
+                    took += seconds(part.name, alike[layout.kinds[layer]], "fwd", "bwd", "wgrad")
+            for name in layout.forward_parts(layer):
+                took += seconds(name, alike[layout.kinds[layer]], "recompute") if layout.recomputes(name, layer) else 0
+        took += seconds("head", -1, "fwd", "bwd", "wgrad") if stage == layout.stages - 1 else 0.0
+        stages.append(took)
+        ranks[layout.owner(stage)[0]] += took
+    return stages, ranks
+
+
 def _splits(c: Config, h: Host, trials: Trials) -> Ways:
-    """Even stages, and the most balanced ones that fit, if the rank of a heavy head computes for a shorter time."""
+    """Even stages, and the most balanced ones that fit, if the rank of a heavy head computes for a shorter time then.
+
+    Short steps show less of a gain than whole ones, so even stages are no candidate beside a large gain.
+    """
     if c.mesh.pp == 1:
         return [()], ""  # without a pipeline there are no stages to choose
-    memory, layout, costs, large = memory_of(c, h), layout_of(c), trials.costs(c), ""
-    even, *splits = towards_balance(layout, costs)
-    before = longest_rank(layout, costs, even)
-    for split in reversed(splits):
-        after = longest_rank(layout, costs, split)
+    memory, plain, large = memory_of(c, h), trials.step(changed(c, {_STAGES: ()})), ""
+    (_, before), *others = splits(layout_of(c), trials.costs(c))
+    for sizes, after in reversed(others):
         times = f"the longest rank computes {duration(after)} a microbatch instead of {duration(before)}{large}"
         if after > (1 - WORTH) * before:
             return [()], f"uneven stages bring little: {times}"
-        step, plain = (trials.step(changed(c, {_STAGES: sizes})) for sizes in (split, ()))
+        step = trials.step(changed(c, {_STAGES: sizes}))
         if not memory or step.fits(memory) or step.nbytes <= plain.nbytes:
-            return [split] if after <= (1 - _PLAIN) * before else [(), split], times
-        large = large or _too_large(show(split), step, memory)
-    return [
-        ()
-    ], "no uneven stages fit into memory" + large if splits else "moving a layer would make no rank's work shorter"
+            return [sizes] if after <= (1 - _PLAIN) * before else [(), sizes], times
+        large = large or too_large(show(sizes), step, memory)
+    reason = (
+        f"no uneven stages fit into memory{large}" if others else "moving a layer would make no rank's work shorter"
+    )
+    return [()], reason
 
 
 def _orders(c: Config, h: Host, trials: Trials) -> Ways:
-    """The literature's order hides every all-to-all that is shorter than the compute beside it; if some are longer,
-    others may be better.
-    """
-    merged = c.overlap.ep.merge == "on" and not separate_wgrads(c) and c.overlap.defer_wgrad != "off"
-    found = orders(trials.costs(c), layout_of(c), WORTH) if merged else []
-    return found or [
-        "literature"
-    ], "all-to-alls have compute beside them that is long enough" if merged and not found else ""
+    """The orders with names. The literature's comes first: it hides all-to-alls that are shorter than compute."""
+    if c.overlap.ep.merge != "on" or separate_wgrads(c) or c.overlap.defer_wgrad == "off":
+        return ["literature"], ""
+    exchanges, compute = seconds_of_experts(trials.costs(c), layout_of(c))
+    if exchanges <= compute:
+        return ["literature"], "all-to-alls have compute beside them that is long enough" if exchanges else ""
+    return list(MERGED), ""
 
 
 class Knob(NamedTuple):
@@ -343,69 +321,58 @@ class Knob(NamedTuple):
     worth: float = WORTH
     prefer: Callable[[Predicted], float] = lambda step: 0.0
 
+    def choose(self, c: Config, host: Host, trials: Trials) -> Iterator[Choice]:
+        """The choice, if it is open."""
+        if leaf(c, self.setting) not in OPEN:
+            return
+        values, reason = self.ways(c, host, trials)
+        if len(values) > 1:
+            ways = [{self.setting: value} for value in values]
+            way, why = weigh(c, ways, trials, memory_of(c, host), self.worth, self.prefer)
+            values, reason = [way[self.setting]], "; ".join(filter(None, [why, reason]))
+        yield self.setting, values[0], reason
 
-_UPDATE, _STAGES, _COPIES = "overlap.dp.update", "plan.layers_per_stage", "overlap.ep.copies"
+
+_UPDATE, _COPIES, _STAGES = "overlap.dp.update", "overlap.ep.copies", "plan.layers_per_stage"
 _OFFLOAD, _RECOMPUTE, _LOSS = "plan.offload", "plan.recompute", "plan.loss_pieces"
-BEFORE: tuple[Knob, ...] = (
-    Knob("overlap.cp.method", _contexts),
+KNOBS: tuple[Knob, ...] = (
+    Knob(METHOD, _contexts),
     Knob(_COPIES, _copies),
     Knob("overlap.dp.strategy", _strategies, prefer=lambda step: step.moved),
     Knob("precision.gather", _gathers, worth=0.0),
     Knob(_UPDATE, _updates),
     Knob(_STAGES, _splits),
 )
-BEHIND: tuple[Knob, ...] = (Knob("plan.layer_order", _orders),)
-"""Knobs that are turned before memory is made room for, and those after that."""
+"""Settings that are chosen before memory is made room for."""
 
 
-def choices(c: Config, host: Host, trials: Trials) -> Iterator[Choice]:
-    """Every choice by cost that a sound configuration leaves open. Each finds what it builds on chosen before it."""
-    for knobs, then in ((BEFORE, choose_room), (BEHIND, choose_deferral)):
-        for knob in knobs:
-            if leaf(c, knob.setting) in OPEN:
-                value, reason = _turned(c, host, trials, knob)
-                c = changed(c, {knob.setting: value})
-                yield knob.setting, value, reason
-        for choice in then(c, host, trials):
-            setting, value, _ = choice
-            c = changed(c, {setting: value})
+def choices(c: Config, host: Host, trials: Trials, made: Collection[str]) -> Iterator[Choice]:
+    """Every choice by cost that a sound configuration leaves open. Each finds what it builds on chosen before it.
+
+    `made` are the settings that were open and that rules have chosen already: what costs say of these replaces that.
+    """
+    by_rules = (partial(transport_that_fits, open_=made), partial(graphs_that_pay, open_=made))
+    by_cost = (*(knob.choose for knob in KNOBS), choose_room, Knob("plan.layer_order", _orders).choose, choose_deferral)
+    for choose in (*by_rules, *by_cost):
+        for choice in choose(c, host, trials):
+            c = changed(c, {choice[0]: choice[1]})
             yield choice
 
 
-def _turned(c: Config, host: Host, trials: Trials, knob: Knob) -> tuple[Any, str]:
-    """The value of one setting, and why."""
-    values, reason = knob.ways(c, host, trials)
-    if len(values) == 1:
-        return values[0], reason
-    ways, memory, worth = [{knob.setting: value} for value in values], memory_of(c, host), knob.worth
-    if knob.setting == _UPDATE:  # what is hidden is the same in a longer step
-        step = trials.step(c)
-        worth = _HIDDEN * c.train.microbatches / step.microbatches
-        found = weigh(c, ways, trials, 0, min(worth, 0.99), lambda way: _beside(way, trials))
-        return found.way[knob.setting], found.reason
-    found = weigh(c, ways, trials, memory, worth, prefer=knob.prefer)
-    return found.way[knob.setting], "; ".join(filter(None, [found.reason, reason]))
-
-
-def recomputed(c: Config) -> list[tuple[str, ...]]:
-    """Every set of parts, the smaller ones first."""
-    return _sets(recomputable(c.model.kinds(), 1 if c.overlap.cp.method == "heads" else c.mesh.cp))
-
-
-def offloaded(c: Config) -> list[tuple[str, ...]]:
-    """The same for parts that the host's memory may keep: none where ranks compute in it."""
-    return _sets(() if hardware_of(c).name == LAPTOP.name else offloadable(c.model.kinds()))
-
-
-def _sets(parts: tuple[str, ...]) -> list[tuple[str, ...]]:
-    return [some for count in range(len(parts) + 1) for some in combinations(parts, count)]
+def part_sets(c: Config, setting: str) -> list[tuple[str, ...]]:
+    """Every set of parts that may be recomputed, or offloaded, the smaller ones first."""
+    if setting == _RECOMPUTE:
+        parts = recomputable(c.model.kinds(), 1 if c.overlap.cp.method == "heads" else c.mesh.cp)
+    else:  # the host's memory keeps none where ranks compute in it
+        parts = () if hardware_of(c).name == LAPTOP.name else offloadable(c.model.kinds())
+    return list(chain.from_iterable(combinations(parts, count) for count in range(len(parts) + 1)))
 
 
 def choose_room(c: Config, host: Host, trials: Trials) -> Iterator[Choice]:
     """Pieces of the loss, offloaded and recomputed parts: see Note: [As little recomputed as fits]."""
-    for setting, values in ((_LOSS, _pieces), (_OFFLOAD, _away), (_RECOMPUTE, _again)):
+    for setting, candidates in ((_LOSS, _pieces), (_OFFLOAD, _away), (_RECOMPUTE, _again)):
         if leaf(c, setting) in OPEN:
-            value, reason = _relieved(c, host, trials, setting, *values(c))
+            value, reason = _relieved(c, host, trials, setting, *candidates(c))
             c = changed(c, {setting: value})
             yield setting, value, reason
 
@@ -417,16 +384,16 @@ def _pieces(c: Config) -> tuple[list[Changes], str]:
 
 
 def _away(c: Config) -> tuple[list[Changes], str]:
-    again = recomputed(c) if c.plan.recompute in OPEN else [c.plan.recompute]
-    ways = [{_OFFLOAD: away, _RECOMPUTE: some} for some in again for away in offloaded(c)]
-    fewest = {_OFFLOAD: (), _RECOMPUTE: again[0]}
-    if len(offloaded(c)) == 1:
-        return [fewest], "ranks compute in the host's memory"
+    again = part_sets(c, _RECOMPUTE) if c.plan.recompute in OPEN else [c.plan.recompute]
+    away = part_sets(c, _OFFLOAD)
+    if len(away) == 1:
+        return [{_OFFLOAD: (), _RECOMPUTE: again[0]}], "ranks compute in the host's memory"
+    ways: list[Changes] = [{_OFFLOAD: some, _RECOMPUTE: others} for others in again for some in away]
     return sorted((way for way in ways if not made_again(changed(c, way))), key=lambda way: len(_does(way))), ""
 
 
 def _again(c: Config) -> tuple[list[Changes], str]:
-    ways = [{_RECOMPUTE: parts} for parts in recomputed(c)]
+    ways: list[Changes] = [{_RECOMPUTE: parts} for parts in part_sets(c, _RECOMPUTE)]
     return [way for way in ways if not made_again(changed(c, way))], "all parts that could be are offloaded"
 
 
@@ -435,38 +402,33 @@ def _relieved(
 ) -> tuple[Any, str]:
     """The value of a setting that gives time for memory: none of it if a step fits without, else as little as fits."""
     memory, plain = memory_of(c, host), trials.step(changed(c, ways[0]))
-    if not memory or len(ways) == 1:
-        unknown = f"how much memory a {hardware_of(c).name} rank can use is not known"
-        return ways[0][setting], reason if memory else unknown
+    if not memory:
+        return ways[0][setting], f"how much memory a {hardware_of(c).name} rank can use is not known"
+    if len(ways) == 1:
+        return ways[0][setting], reason
     if plain.fits(memory):
         return ways[0][setting], f"{gib(plain.nbytes)} of {gib(room(memory))} are needed without"
     fitting = list[Changes]()
     for way in ways[1:]:
-        within = any(_does(fewer) < _does(way) for fewer in fitting)
-        if not within and trials.step(changed(c, way)).fits(memory):
+        more = any(_does(fewer) < _does(way) for fewer in fitting)
+        if not more and trials.step(changed(c, way)).fits(memory):
             fitting.append(way)
     most = max(len(_does(way)) for way in ways)
-    left = fitting or [way for way in ways if len(_does(way)) == most]
-    if not fitting:
-        held = [trials.step(changed(c, way)).nbytes for way in left]
-        left = [way for way, nbytes in zip(left, held, strict=True) if nbytes <= _NEAR * min(held)]
-    found = weigh(c, left, trials, worth=0.0)
-    value, step = found.way[setting], found.step
+    way, why = weigh(c, [ways[0], *(fitting or (w for w in ways[1:] if len(_does(w)) == most))], trials, memory, 0.0)
+    value, layers = way[setting], most_layers(c)
+    if way is ways[0]:
+        return value, why
+
+    def some(count: int) -> Changes:
+        """The parts in so many layers of each stage."""
+        return {**way, setting: tuple(f"{part}:{count}" for part in value)}
+
     if fitting and isinstance(value, tuple) and value:
-        count = _least(
-            most_layers(c), lambda n: trials.step(changed(c, {**found.way, setting: _in(value, n)})).fits(memory)
-        )
-        value = _in(value, count) if count < most_layers(c) else value
-        step = trials.step(changed(c, {**found.way, setting: value}))
-    both = [plain, step]
-    large = [0] if fitting else [0, 1]
-    text = _told([ways[0], {**found.way, setting: value}], both, [s.seconds for s in both], 1, 0, large, memory)
-    return value, text
-
-
-def _in(parts: tuple[str, ...], count: int) -> tuple[str, ...]:
-    """Parts in so many layers of each stage."""
-    return tuple(f"{part}:{count}" for part in parts)
+        count = _least(layers, lambda n: trials.step(changed(c, some(n))).fits(memory))
+        value = some(count)[setting] if count < layers else value
+    ways = [ways[0], {**way, setting: value}]
+    steps = [plain, trials.step(changed(c, ways[1]))]
+    return value, told(ways, steps, 1, [0] if fitting else [0, 1], memory)
 
 
 def _does(way: Changes) -> set[tuple[str, Any]]:
@@ -538,90 +500,79 @@ def choose_deferral(c: Config, host: Host, trials: Trials) -> Iterator[Choice]:
     if len(given) == len(DEFERRAL):
         return
     memory, covers, no_pairs, no_heads = memory_of(c, host), _covers(c, trials), _no_pairs(c), _no_late_heads(c)
-    behind: dict[Switch, str] = {}
-    ends_reason, fixed_heads = no_pairs, bool(no_heads) or _HEADS in given
+    given |= {_HEADS: 0} if no_heads and _HEADS not in given else {}
+    reasons = {_ENDS: no_pairs, _HEADS: no_heads or "the rank of the head computes until the end"}
 
-    def best(ends: Switch, covers: Sequence[Changes], heads: int = given.get(_HEADS, 0)) -> Changes:
-        """The shortest step with or without pairs, by descent."""
-        found: list[Changes] = []
+    def deferred(ends: Switch, covers: Sequence[Changes]) -> tuple[Changes, str]:
+        """The shortest step with or without pairs, by descent, and why its cover is the best."""
+        heads, found = given.get(_HEADS, 0), list[tuple[Changes, str]]()
         for _ in covers:
-            weighed = weigh(c, [{_ENDS: ends, **cover, _HEADS: heads} for cover in covers], trials, worth=_FREE)
-            behind[ends] = weighed.reason
-            if found and weighed.way[_LAYERS] == found[-1][_LAYERS]:
+            way, why = weigh(c, [{_ENDS: ends, **cover, _HEADS: heads} for cover in covers], trials, worth=_FREE)
+            if found and way[_LAYERS] == found[-1][0][_LAYERS]:
                 break
-            heads = heads if fixed_heads else _suiting(_late(c, trials, weighed.way))
-            found.append({**weighed.way, _HEADS: heads})
-        return min(found, key=lambda way: trials.step(changed(c, way)).seconds)
+            heads = given[_HEADS] if _HEADS in given else _suiting(_late(c, trials, way))
+            found.append(({**way, _HEADS: heads}, why))
+        return min(found, key=lambda each: trials.step(changed(c, each[0])).seconds)
 
-    way = best(given.get(_ENDS, "off"), covers)
+    way, reasons[_LAYERS] = deferred(given.get(_ENDS, "off"), covers)
     if not no_pairs and _ENDS not in given:
-        paired = best("on", [cover for cover in covers if cover is covers[-1] or cover.items() <= way.items()])
-        weighed = weigh(c, [way, paired], trials, worth=_FREE)
-        ends_reason, step = weighed.reason, trials.step(changed(c, {**paired, _HEADS: given.get(_HEADS, 0)}))
-        if weighed.way[_ENDS] == "on" and memory and not step.fits(memory):
-            ends_reason += _too_large("one more activation in flight", step, memory)
-        else:
-            way = weighed.way
-    heads_reason = no_heads
-    if not fixed_heads:
-        tried = _late(c, trials, {**way, _HEADS: 0})
-        heads, heads_reason = _fitting(c, trials, way, room(memory)), "the rank of the head computes until the end"
-        if heads < way[_HEADS]:
-            heads_reason = f"; for {way[_HEADS]} late ones, for which there is time, there is no memory"
-            way = weigh(c, [{**way, **cover, _HEADS: heads} for cover in covers], trials, worth=_FREE).way
+        paired, why = deferred("on", [cover for cover in covers if cover is covers[-1] or cover.items() <= way.items()])
+        better, reasons[_ENDS] = weigh(c, [way, paired], trials, worth=_FREE)
+        step = trials.step(changed(c, {**paired, _HEADS: given.get(_HEADS, 0)}))
+        if better is paired and memory and not step.fits(memory):
+            reasons[_ENDS] += too_large("one more activation in flight", step, memory)
+        elif better is paired:
+            way, reasons[_LAYERS] = paired, why
+    if _HEADS not in given:
+        tried, wanted = _late(c, trials, {**way, _HEADS: 0}), way[_HEADS]
+        heads = _fitting(c, trials, way, memory)
+        if heads < wanted:
+            way, _ = weigh(c, [{**way, **cover, _HEADS: heads} for cover in covers], trials, worth=_FREE)
         if len(tried) > 1:
             ways = [{**way, _HEADS: n} for n in (0, heads or min(sorted(tried)[1:], key=tried.__getitem__))]
             steps = [trials.step(changed(c, each)) for each in ways]
-            text = _told(ways, steps, [s.seconds for s in steps], int(heads > 0), int(heads == 0), (), 0)
-            heads_reason = text + (heads_reason if heads_reason.startswith(";") else "")
-    idle = nothing_to_put_behind(c)
-    yield _ENDS, way[_ENDS], ends_reason
-    yield _LAYERS, way[_LAYERS], idle or behind[way[_ENDS]]
-    yield _HEADS, way[_HEADS], heads_reason
+            reasons[_HEADS] = told(ways, steps, int(heads > 0), (), 0)
+        if heads < wanted:
+            reasons[_HEADS] += f"; for {wanted} late ones, for which there is time, there is no memory"
+    yield _ENDS, way[_ENDS], reasons[_ENDS]
+    yield _LAYERS, way[_LAYERS], nothing_to_put_behind(c) or reasons[_LAYERS]
+    yield _HEADS, way[_HEADS], reasons[_HEADS]
 
 
-def _fitting(c: Config, trials: Trials, way: Changes, space: int) -> int:
-    """How many of a way's late weight gradients leave the rank of the head in so many bytes; 0 bytes: all."""
+def _fitting(c: Config, trials: Trials, way: Changes, memory: int) -> int:
+    """How many of a way's late weight gradients leave the rank of the head with so much memory; all if 0."""
     heads, rank = way[_HEADS], layout_of(c).owner(layout_of(c).stages - 1)[0]
 
     def good(fewer: int) -> bool:
-        config = changed(c, {**way, _HEADS: heads - fewer})
-        count = trials.step(config).microbatches
-        return trials.peak(config, count, rank) + trials.beside(config, count) <= space
+        return fits(trials.step(changed(c, {**way, _HEADS: heads - fewer})).held(rank), memory)
 
-    return heads if not heads or not space or good(0) else heads - _least(heads, good)
+    return heads if not heads or not memory or good(0) else heads - _least(heads, good)
 
 
 def _late(c: Config, trials: Trials, way: Changes) -> dict[int, float]:
     """Numbers of the head's weight gradients, and what a step takes with them: see Note: [The end of a step]."""
-    rank, costs = layout_of(c).owner(layout_of(c).stages - 1)[0], trials.costs(c)
-    tried, quiet = dict[int, float](), dict[int, float]()
+    rank, tried = layout_of(c).owner(layout_of(c).stages - 1)[0], dict[int, float]()
     count = trials.step(changed(c, way)).microbatches
 
-    def look(heads: int) -> None:
+    def enough(heads: int) -> bool:
+        """Whether so many leave the rank of the head no time of waiting."""
         config = changed(c, {**way, _HEADS: heads})
         ends = trials.times(config, count)[1]
-        tried[heads], quiet[heads] = float(max(ends)), float(quiet_end(trials.program(config, count), ends, rank))
+        tried[heads] = float(max(ends))
+        return quiet_end(trials.program(config, count), ends, rank) <= 0
 
-    look(0)
-    one = float(costs.seconds(rank, Op("wgrad", "head")))
-    least, most = 0, min(count, math.ceil(quiet[0] / one)) + 1 if one and quiet[0] > 0 else 1
-    heads = most - 1
-    while least < heads < most:
-        look(heads)
-        least, most = (heads, most) if quiet[heads] > 0 else (least, heads)
-        early, late = quiet[least], quiet.get(most, 0.0)
-        heads = least + max(1, int((most - least) * early / (early - late)))
+    if not enough(0):
+        enough(_least(count, enough))
     while len(tried) > 1 and (more := _fewest(tried) + 1) <= count and more not in tried:
-        look(more)
+        enough(more)
     return tried
 
 
-def _suiting(tried: Mapping[int, float]) -> int:
+def _suiting(tried: dict[int, float]) -> int:
     """The number to take of those that were tried."""
     return best if tried[best := _fewest(tried)] <= (1 - _LATE) * tried[0] else 0
 
 
-def _fewest(tried: Mapping[int, float]) -> int:
+def _fewest(tried: dict[int, float]) -> int:
     """The number whose step is the shortest, the least of about equal ones."""
     return min(number for number, seconds in tried.items() if seconds <= _EQUAL * min(tried.values()))

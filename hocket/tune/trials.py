@@ -1,38 +1,61 @@
-"""Simulated steps, for choices that compare several of them.
+"""Simulated steps of candidates, the memory that they need, and the one function that chooses among them.
 
 Note: [A choice asks for no more than it needs]
 A program takes longer to build than to simulate, and half of that time goes into placing the drops of values. So
 choices share their programs and times (`Trials`). They ask for times first, because times need no drops. They ask for
 memory only if it decides, one rank after the other. To move the head's weight gradients to the end they reuse a
 program.
+
+Note: [The usual value wins ties]
+`best` takes the shortest step that fits. Of steps of about the same time it takes the one that comes first, which is
+the usual one, or the one that a key prefers. The simulation leaves out most of what hidden communication and more
+kernels cost. So a gain below `WORTH` is no reason to do something unusual.
+
+Note: [What a graph holds]
+The memory that a step allocates while it is recorded belongs to the graph as long as the graph lives. Code between
+replays cannot use it. Inside the step values still reuse memory, so a graph holds the peak of a step. Validations need
+their memory beside it. The optimizer and the end of a step add nothing of that size.
+
+Note: [Long steps are priced by their period]
+In the steady state of a pipeline every group of microbatches takes the same time. So a step with many microbatches
+takes as long as a step with just enough of them to reach the steady state, plus the periods in between. Two short steps
+are simulated. They differ by one period, and have the same rest of microbatches as the whole step. They also reach the
+peak of a rank's memory, unless all of the head's weight gradients wait for the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 from hocket.config import Config
 from hocket.program.cost import CostTable
 from hocket.program.hardware import hardware_of
 from hocket.program.lower import build_forward, build_program, choose_order, free_rank, with_late_heads
 from hocket.program.ops import Layout, Program
-from hocket.program.pipeline import in_flight
+from hocket.program.p2p import activation
+from hocket.program.pipeline import in_flight, warmup
 from hocket.program.shard import Sharding
 from hocket.program.simulate import Time, cost_key, peak_bytes, simulate, spans_of, times
 from hocket.program.stages import arrival_bytes, costs_of, layout_of, sharding_of
-from hocket.settings.derived import few_microbatches, group_of, separate_wgrads
+from hocket.settings.derived import few_microbatches, group_of
 from hocket.settings.rule import Host
-from hocket.settings.schema import changed, leaf
-from hocket.tune.held import at_least, at_most, forwards_at_most
+from hocket.settings.schema import changed, leaf, show
+from hocket.sizes import duration
 
 Price = Callable[[Config], CostTable]
 """Gives the costs of ops in a configuration."""
+Changes = Mapping[str, Any]
+"""Values of settings by dotted name."""
 
+WORTH = 0.01
+"""Share of a step that a value must save to be chosen instead of one that comes before it."""
 USABLE = 0.9
 """Share of the memory that values may fill as predicted: the allocator and libraries need the rest."""
+_NEAR = 1.02
+"""Of steps that do not fit, those within this factor of the least bytes count as needing the least."""
 
 _TOLD = {
     "plan.graphs": "off",
@@ -61,6 +84,9 @@ _SENDS = "overlap.pp."
 def model_costs(config: Config) -> CostTable:
     """Costs of ops by the cost model alone, on the hardware of the run."""
     return costs_of(config, hardware_of(config))
+
+
+# -- Simulated steps ---------------------------------------------------------------------------------------------------
 
 
 class Trials:
@@ -109,10 +135,11 @@ class Trials:
 
     def beside(self, c: Config, microbatches: int) -> int:
         """Bytes that a rank holds and that the simulator does not count in a step."""
-        return arrival_bytes(c) + (self._validation(c, microbatches) if _validates(c) else 0)
+        validates = c.plan.graphs == "on" and c.train.eval_batches > 0
+        return arrival_bytes(c) + (self._validation(c, microbatches) if validates else 0)
 
     def _validation(self, c: Config, microbatches: int) -> int:
-        """Bytes of values that a validation holds in the slots of a step."""
+        """Bytes of values that a validation holds in the slots of a step, beside its graph."""
         plan, table = _plan(c, microbatches), self._table(c)
         program, costs = self._built(plan), self._tables[table]
         key = (*plan[:3], table, c.overlap.dp.prefetch, *program.weight_slots.items())
@@ -166,17 +193,11 @@ def _plan(c: Config, microbatches: int) -> _Plan:
 
 
 class Predicted:
-    """A step of a few microbatches: time of the slowest rank, memory of the largest. Computed when asked for.
-
-    Note: [What a graph holds]
-    The memory that a step allocates while it is recorded belongs to the graph as long as the graph lives. Code between
-    replays cannot use it. Inside the step values still reuse memory, so a graph holds the peak of a step. Validations
-    need their memory beside it. The optimizer and the end of a step add nothing of that size.
-    """
+    """A step of a few microbatches: time of the slowest rank, memory of the largest. Computed when asked for."""
 
     def __init__(self, c: Config, trials: Trials) -> None:
-        self.microbatches = enough_microbatches(c)
-        # A rank of a merged V reaches its peak after half of them.
+        # After two groups a rank has reached its peak; in a merged V after half of them.
+        self.microbatches = min(c.train.microbatches, max(few_microbatches(c), 2 * group_of(c)))
         self._holding = min(self.microbatches, group_of(c)) if c.plan.order == "merged_v" else self.microbatches
         self._config, self._trials = c, trials
 
@@ -187,40 +208,34 @@ class Predicted:
     @cached_property
     def nbytes(self) -> int:
         """Peak bytes of the rank that holds most."""
-        peak = 0
-        for rank in self._by_bound:
-            if self._bounds[rank] > peak or not self._bounded:
-                peak = max(peak, self._trials.peak(self._config, self._holding, rank))
-        return peak + self._beside
+        return max(map(self.held, range(self._config.mesh.pp)))
+
+    def held(self, rank: int) -> int:
+        """Peak bytes of a rank."""
+        c, trials, count = self._config, self._trials, self._holding
+        return trials.peak(c, count, rank) + trials.beside(c, count)
 
     def fits(self, memory: int) -> bool:
-        """Whether ranks with this much memory can hold it. Simulates only if bounds do not decide."""
-        c, costs = self._config, self._trials.costs(self._config)
-        if not self.may_fit(memory):
-            return False
-        beside = arrival_bytes(c) + (forwards_at_most(layout_of(c), costs) if _validates(c) else 0)
-        for rank in self._by_bound:
-            if self._bounded and fits(self._bounds[rank] + beside, memory):
-                return True
-            peak = self._trials.peak(c, self._holding, rank)
-            if not fits(peak + beside, memory) and not fits(peak + self._beside, memory):
-                return False
-        return True
+        """Whether ranks with this much memory can hold it."""
+        return fits(self.least, memory) and all(fits(self.held(rank), memory) for rank in range(self._config.mesh.pp))
 
-    def may_fit(self, memory: int) -> bool:
-        """False if ranks with this much memory cannot hold it, by a bound that needs no program."""
-        layout = layout_of(self._config)
-        order, _ = choose_order(layout, self._holding, self._config)
-        held = at_least(layout, [in_flight(steps) for steps in order], self._trials.costs(self._config))
-        return fits(held, memory)
+    @cached_property
+    def least(self) -> int:
+        """A bound from below that needs no program: main weights, and chunks that have run forward and not backward."""
+        layout, costs, least = layout_of(self._config), self._trials.costs(self._config), 0
+        for rank, steps in enumerate(choose_order(layout, self._holding, self._config)[0]):
+            smallest = min(activation(layout, costs, rank, chunk) for chunk in range(layout.chunks))
+            state = costs.state_bytes[rank] if costs.state_bytes else 0
+            least = max(least, state + (in_flight(steps) - 1) * smallest)
+        return least
 
     @cached_property
     def moved(self) -> int:
         """Bytes of gathers and reduces."""
-        table, kinds = self._trials.costs(self._config).table, self._program.layout.kinds
+        table, program = self._trials.costs(self._config).table, self._program
         return max(
-            sum(table[cost_key(op, kinds)].wire_bytes for op in ops if op.verb in ("gather", "reduce"))
-            for ops in self._program.ranks
+            sum(table[cost_key(op, program.layout.kinds)].wire_bytes for op in ops if op.verb in ("gather", "reduce"))
+            for ops in program.ranks
         )
 
     @cached_property
@@ -228,41 +243,12 @@ class Predicted:
         """Ops that a host issues, on the rank with the most."""
         return max(map(len, self._program.ranks))
 
-    @cached_property
-    def _beside(self) -> int:
-        return self._trials.beside(self._config, self._holding)
-
-    @property
-    def _bounded(self) -> bool:
-        """Whether `_bounds` are valid upper bounds."""
-        return not separate_wgrads(self._config)
-
-    @property
-    def _by_bound(self) -> list[int]:
-        """Ranks in the order of their bounds, the largest first."""
-        return sorted(self._bounds, key=self._bounds.__getitem__, reverse=True)
-
-    @cached_property
-    def _bounds(self) -> dict[int, int]:
-        """Rank -> an upper bound on its bytes, if weight gradients have no steps of their own."""
-        late, costs = self._config.overlap.pp.defer_head, self._trials.costs(self._config)
-        late = 0 if late == "auto" else late if late >= 0 else self._holding
-        program = self._trials.program(self._config, self._holding)
-        return {rank: at_most(program, costs, rank, late) for rank in range(self._config.mesh.pp)}
-
     @property
     def _program(self) -> Program:
         return self._trials.program(self._config, self.microbatches)
 
 
-def enough_microbatches(c: Config) -> int:
-    """Microbatches of a simulated step. After two groups a rank has reached its peak."""
-    return min(c.train.microbatches, max(few_microbatches(c), 2 * group_of(c)))
-
-
-def _validates(c: Config) -> bool:
-    """Whether validations need memory beside a graph."""
-    return c.plan.graphs == "on" and c.train.eval_batches > 0
+# -- Memory ------------------------------------------------------------------------------------------------------------
 
 
 def memory_of(c: Config, host: Host) -> int:
@@ -283,3 +269,105 @@ def room(memory: int) -> int:
 def gib(size: float) -> str:
     """A size as text in GiB."""
     return f"{size / 2**30:.0f} GiB"
+
+
+# -- The choice --------------------------------------------------------------------------------------------------------
+
+
+class Step(Protocol):
+    """A priced step."""
+
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def nbytes(self) -> int: ...
+    def fits(self, memory: int, /) -> bool: ...
+
+
+def best(
+    steps: Sequence[Step], memory: int, worth: float, prefer: Callable[[Any], float] = lambda step: 0.0
+) -> tuple[int, list[int]]:
+    """The step to take, the usual one first, and those that are shorter and too large, by their numbers.
+
+    See Note: [The usual value wins ties]. If nothing fits, those that need about the least are weighed.
+    """
+    left, large = list(range(len(steps))), list[int]()
+
+    def first(of: Sequence[int]) -> int:
+        longest = min(steps[n].seconds for n in of) / (1 - worth)
+        return min((n for n in of if steps[n].seconds <= longest), key=lambda n: (prefer(steps[n]), n))
+
+    while left:
+        found = first(left)
+        if not memory or steps[found].fits(memory):
+            return found, large
+        large.append(found)
+        left.remove(found)
+    least = _NEAR * min(step.nbytes for step in steps)
+    return first([n for n, step in enumerate(steps) if step.nbytes <= least]), large
+
+
+def weigh(
+    c: Config,
+    ways: Sequence[Changes],
+    trials: Trials,
+    memory: int = 0,
+    worth: float = WORTH,
+    prefer: Callable[[Predicted], float] = lambda step: 0.0,
+) -> tuple[Changes, str]:
+    """The best of the candidates, the usual one first, with simulated times and bytes as the reason."""
+    steps = [trials.step(changed(c, way)) for way in ways]
+    found, large = best(steps, memory, worth, prefer)
+    return ways[found], told(ways, steps, found, large, memory)
+
+
+def told(ways: Sequence[Changes], steps: Sequence[Predicted], found: int, large: Sequence[int], memory: int) -> str:
+    """The reason of a choice: its time and bytes, beside the usual value, or the best of the others."""
+    other = 0 if found else min(range(1, len(ways)), key=lambda n: steps[n].seconds, default=0)
+    mine, beside = steps[found], steps[other]
+    count = f"{mine.microbatches} microbatches take" if mine.microbatches > 1 else "1 microbatch takes"
+    text = f"{count} {duration(mine.seconds)}"
+    if found:
+        more = mine.nbytes - beside.nbytes if memory else 0
+        bytes_ = f", {gib(abs(more))} {'more' if more > 0 else 'less'}" if abs(more) >= 2**30 else ""
+        text += f" instead of {duration(beside.seconds)} with {_name(ways[other], ways[found])}{bytes_}"
+    elif other:
+        text += f", with {_name(ways[other], ways[found])} {duration(beside.seconds)}"
+    if found in large:
+        return f"{text}; nothing fits, and this needs {gib(mine.nbytes)} of {gib(room(memory))}"
+    return text + (too_large(_name(ways[large[0]], ways[found]), steps[large[0]], memory) if large else "")
+
+
+def too_large(what: str, step: Predicted, memory: int) -> str:
+    """Behind a reason: what does not fit."""
+    return f"; {what} does not fit: {gib(step.nbytes)} of {gib(room(memory))}"
+
+
+def _name(way: Changes, beside: Changes) -> str:
+    """What a candidate has that another one has not, in words."""
+    return ", ".join(f"{name.split('.')[-1]} = {show(value)}" for name, value in way.items() if beside[name] != value)
+
+
+# -- Long steps, by shorter ones ---------------------------------------------------------------------------------------
+
+
+def steady(config: Config) -> tuple[int, int]:
+    """Two numbers of microbatches that reach the steady state, a period apart, with the same rest as the whole step."""
+    plan, pp, count = config.plan, config.mesh.pp, config.train.microbatches
+    group, merge, late = group_of(config), config.overlap.ep.merge == "on", config.overlap.pp.defer_head
+    assert late != "auto"
+    warm = warmup(pp, plan.chunks, count, group, 0, merge, plan.stride)
+    period = group if plan.chunks > 1 else 1
+    few = period * (1 - -(warm + max(0, late) * plan.chunks) // (plan.chunks * period)) + count % period
+    return few, few + period
+
+
+def repeats(config: Config) -> bool:
+    """Whether two shorter steps can stand for the whole one, and together have at most half its microbatches."""
+    bounded = config.overlap.pp.defer_head != -1
+    return bounded and sum(steady(config)) <= config.train.microbatches // 2
+
+
+def continued(short: float, long: float, periods: float) -> float:
+    """A quantity that grows by the same amount with every period, `periods` periods after the shorter step."""
+    return short + periods * (long - short)

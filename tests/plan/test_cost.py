@@ -22,7 +22,7 @@ from hocket.program.parts import Unit
 from hocket.program.shard import Sharding
 from hocket.program.simulate import Kind, simulate
 from hocket.settings import families
-from hocket.tune.candidates import balanced
+from hocket.tune.choose import balanced
 from tests.helpers.chunks import init_chunk
 from tests.helpers.plans import planned
 

@@ -25,7 +25,6 @@ from hocket.program.text import from_json, to_json
 from hocket.program.timeline import html_timeline, svg_timeline, text_timeline
 from hocket.program.transformer import DENSE, moe
 from hocket.program.values import reads
-from hocket.tune.candidates import layer_seconds
 from hocket.tune.choose import seconds_of_experts
 from hocket_trace.parse import plan_of
 from tests.helpers.costs import Table
@@ -202,14 +201,12 @@ def test_what_choices_ask_of_layers_is_asked_of_their_descriptions() -> None:
     kinds = tuple(named_otherwise[kind] for kind in own.kinds)
     others = replace(own, kinds=kinds, types=(LayerKind("d", DENSE.parts), LayerKind("m", moe(2).parts)))
     priced = [op_costs(small(), each, 64, 8, Sharding(2, 1), H200, 2) for each in (own, others)]
-    asked_of = [
-        (seconds_of_experts(c, each), layer_seconds(c, each)) for c, each in zip(priced, (own, others), strict=True)
-    ]
+    asked_of = [seconds_of_experts(c, each) for c, each in zip(priced, (own, others), strict=True)]
     assert asked_of[0] == asked_of[1]
-    assert min(asked_of[0][1].values()) > 0
+    assert min(asked_of[0]) > 0
     bare = layout(kinds=("three",) * 4, types=(sized(three()),))
     costs = op_costs(small(), bare, 64, 8, Sharding(2, 1), H200, 2)
-    assert (seconds_of_experts(costs, bare), layer_seconds(costs, bare)) == ((0, 0), {})
+    assert seconds_of_experts(costs, bare) == (0, 0)
 
 
 def test_weight_gradients_of_layers_that_begin_with_a_product_read_what_was_received() -> None:

@@ -25,7 +25,7 @@ from hocket.resolve import resolve
 from hocket.settings.families import TINY
 from hocket.settings.rule import Host
 from hocket.settings.schema import changed
-from hocket.tune.candidates import longest_rank
+from hocket.tune.choose import stage_seconds
 from hocket.tune.trials import Trials, memory_of
 from tests.helpers.costs import Table
 from tests.helpers.dryrun import dry_run
@@ -200,8 +200,9 @@ def test_each_layer_that_recomputes_less_holds_more_and_takes_less_time() -> Non
 def test_balance_knows_which_layers_of_a_stage_run_again() -> None:
     """With a layer of each stage run again, a rank with one layer of two has no more of that to do."""
     layout = Layout(("dense",) * 4, pp=2, recompute=("attn:1",))
-    assert longest_rank(layout, Table({("fwd", "attn"): 1, ("recompute", "attn"): 10}), (3, 1)) == 13
-    assert longest_rank(replace(layout, recompute=("attn",)), Table({("recompute", "attn"): 10}), (3, 1)) == 30
+    some = Table({("fwd", "attn"): 1, ("recompute", "attn"): 10})
+    assert stage_seconds(layout, some, (3, 1))[1] == [13, 11]
+    assert stage_seconds(replace(layout, recompute=("attn",)), some, (3, 1))[1] == [33, 11]
 
 
 def test_auto_recomputes_only_what_does_not_fit() -> None:

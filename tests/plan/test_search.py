@@ -1,10 +1,9 @@
-"""The search: every order that it may suggest runs, and it finds what is best where that is known."""
+"""The search finds what is best where that is known, and reports it."""
 
 from __future__ import annotations
 
 import json
-import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations, product
 from typing import Any, get_args
@@ -14,108 +13,20 @@ import pytest
 from benchmarks.search_tables import errors_of_gains
 from benchmarks.tables import RESULTS
 from hocket.commands.options import parse
-from hocket.commands.plan import Plan, resolve_for_plan, run
+from hocket.commands.plan import Plan, bytes_of, resolve_for_plan, run
 from hocket.config import Strategy
 from hocket.planning import predict, program_of
-from hocket.program.check import check
 from hocket.program.cost import CostTable, Measurement, OpCost
 from hocket.program.hardware import HARDWARE
-from hocket.program.layer import FULL, MERGED, merged_order, order_problem, spelt, template
-from hocket.program.lower import build_program
 from hocket.program.ops import Layout, Program
-from hocket.program.shard import Sharding
-from hocket.program.simulate import CostKey, Overheads, simulate
+from hocket.program.simulate import CostKey, Overheads
 from hocket.resolve import Settings
 from hocket.settings.schema import changed
-from hocket.tune import best_plan
-from hocket.tune.candidates import all_orders, balanced, better_orders, step_seconds
-from hocket.tune.search import Search, Trial
-from hocket.tune.search_values import GROUPS, Changes, Known
+from hocket.tune import search as tuner
+from hocket.tune.choose import balanced
+from hocket.tune.search import Trial
 from tests.helpers.golden import assert_golden
 from tests.helpers.plans import planned
-
-LITERATURE = spelt(MERGED["literature"]).split()
-SKEWED = {
-    "aF": 18,
-    "aB": 28,
-    "aW": 9,
-    "eF": 3,
-    "eB": 3,
-    "eW": 3,
-    "uF": 1,
-    "uB": 1,
-    "cF": 11,
-    "dF": 13,
-    "cB": 11,
-    "dB": 13,
-}
-"""Long attention, cheap experts, long all-to-alls: the literature's order is not the best."""
-
-
-def costs_of(seconds: Mapping[str, int], layers: int) -> CostTable:
-    parts = {part.letter: part.name for part in FULL.parts}
-    keys: list[CostKey] = [(verb, parts[letter], "moe") for verb, letter in template(" ".join(seconds))]
-    table = {key: OpCost(seconds=value) for key, value in zip(keys, seconds.values(), strict=True)}
-    return CostTable(("moe",) * layers, table)
-
-
-def makespan(order: str, seconds: Mapping[str, int], layers: int, microbatches: int) -> int:
-    """Time of a whole program of one rank with nothing but the twelve ops, in whole numbers."""
-    layout = Layout(("moe",) * layers, ep=2)
-    program = build_program(layout, microbatches, planned(layer_order=order), Sharding())
-    return int(simulate(program, costs_of(seconds, layers)).makespan)
-
-
-def lanes(order: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    return tuple(tuple(word for word in order if (word[0] in "dc") == transfer) for transfer in (False, True))
-
-
-def test_every_order_runs() -> None:
-    orders = [" ".join(order) for order in all_orders()]
-    assert not any(order_problem(order) for order in orders)
-    for order in random.Random(0).sample(orders, 25):
-        plan = planned(layer_order=order)
-        program = build_program(Layout(("moe", "dense", "moe"), ep=2), 3, plan, Sharding(2, 2))
-        assert not check(program), order
-
-
-def test_orders_that_agree_lane_by_lane_are_one() -> None:
-    """Of each pair of lanes there is one order, and of those the host could choose from it dispatches last."""
-    found = {lanes(order): order for order in all_orders()}
-    assert len(found) == len(all_orders()) > 400
-    assert {lanes(spelt(order).split()) for order in MERGED.values()} <= set(found)
-    late = found[lanes(LITERATURE)]
-    assert late[late.index("dF") + 1] == "dB"
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_the_model_of_a_step_is_what_a_program_needs_for_one_more_microbatch(seed: int) -> None:
-    source = random.Random(seed)
-    order = source.choice(all_orders())
-    seconds = {word: source.randint(1, 30) for word in LITERATURE}
-    more, fewer = (makespan(" ".join(order), seconds, 3, microbatches) for microbatches in (7, 6))
-    assert step_seconds(order, seconds, 3) == more - fewer
-
-
-def test_an_order_is_found_that_beats_all_that_have_names() -> None:
-    (found,) = better_orders(SKEWED, 12, 1)
-    assert found not in MERGED
-    named = min(makespan(name, SKEWED, 12, 4) for name in MERGED)
-    assert makespan(found, SKEWED, 12, 4) < 0.95 * named
-    assert merged_order(found) == template(found)
-
-
-def test_for_measured_costs_none_beats_the_literature() -> None:
-    """Those of the MoE on four H200, with their all-to-alls and with longer ones."""
-    costs = json.loads((RESULTS / "prediction.json").read_text())["shapes"]["moe_8gpu"]["costs"]["op_seconds"]
-    parts = {part.letter: part.name for part in FULL.parts}
-    seconds = {
-        word: costs[f"{verb} {parts[letter]} moe"]
-        for word, (verb, letter) in zip(LITERATURE, MERGED["literature"], strict=True)
-    }
-    for longer in (1, 2, 4):
-        slow = {word: value * (longer if word[0] in "dc" else 1) for word, value in seconds.items()}
-        assert better_orders(slow, 4, 1) == []
 
 
 def test_ranks_compute_for_equally_long() -> None:
@@ -129,102 +40,53 @@ def test_ranks_compute_for_equally_long() -> None:
     assert balanced(Layout(layers), costs) == (10,)
 
 
-class Toy:
-    """Prices plans by a formula. The best one has prefetch 4 and strategy optim_grads, which needs memory."""
-
-    def __init__(self) -> None:
-        self.asked = 0
-
-    def relieved(self, changes: Changes, names: Collection[str]) -> Changes | None:
-        return None
-
-    def __call__(self, changes: Changes, *, whole: bool) -> Trial | None:
-        self.asked += 1
-        config = changed(START, changes)
-        overlap = config.overlap
-        if overlap.ep.merge == "off" or config.plan.stride == 3:
-            return None
-        seconds = 10.0 - 0.1 * overlap.dp.prefetch - (1.0 if overlap.dp.strategy == "optim_grads" else 0.0)
-        return Trial(
-            changes=dict(changes), seconds=seconds, peak_bytes=50 + (40 if overlap.dp.strategy == "optim_grads" else 0)
-        )
-
-
-KNOWN = Known(CostTable((), {}))
-START = planned(order="1f1b", merge="on", defer_wgrad="on")
-
-
-def test_the_best_plan_is_found_and_nothing_is_changed_in_vain() -> None:
-    found = Search(START, KNOWN, Toy()).run()
-    assert [dict(trial.changes) for trial in found.path] == [
-        {},
-        {"overlap.dp.strategy": "optim_grads"},
-        {"overlap.dp.strategy": "optim_grads", "overlap.dp.prefetch": 4},
-    ]
-    assert found.fits
-
-
-def test_the_cap_holds_and_what_the_user_set_stays() -> None:
-    found = Search(START, KNOWN, Toy(), cap=60).run()
-    assert found.path[-1].changes == {"overlap.dp.prefetch": 4}
-    assert Search(START, KNOWN, Toy(), cap=60, fixed={"overlap.dp.prefetch"}).run().path == found.path[:1]
-
-
-def test_nothing_fits() -> None:
-    found = Search(START, KNOWN, Toy(), cap=20).run()
-    assert not found.fits
-    assert found.path[-1].peak_bytes == 50
-
-
 SMALL = ["--model.layers", "4", "--model.dense_layers", "0"]
 
 
-def task(name: str, *flags: str, **changes: Any) -> best_plan.Task:
+def task(name: str, *flags: str, **changes: Any) -> tuner.Task:
     options, origins = parse(Plan, "plan", [name, *flags])
     hardware = HARDWARE["laptop" if name == "tiny" else "h200"]
-    return best_plan.Task(
-        config=options.config, origins=origins, resolve=resolve_for_plan, hardware=hardware, **changes
-    )
+    return tuner.Task(config=options.config, origins=origins, resolve=resolve_for_plan, hardware=hardware, **changes)
 
 
 def test_report_of_a_recipe(pytestconfig: pytest.Config) -> None:
     wanted = task("tiny", "--overlap.ep.merge", "on")
-    result = best_plan.search(wanted)
-    text = best_plan.report(wanted, replace(result, seconds=0.0))
+    result = tuner.search(wanted)
+    text = tuner.report(wanted, replace(result, seconds=0.0))
     assert_golden("search_tiny.txt", text + "\n", pytestconfig)
     between = task("tiny", "--overlap.ep.merge", "on", "--network.ranks_per_host", "2")
-    assert "note: network: 2 ranks on a host, each sends 48GB/s" in best_plan.report(between, result)
+    assert "note: network: 2 ranks on a host, each sends 48GB/s" in tuner.report(between, result)
 
 
 def test_the_words_give_the_plan_that_was_found() -> None:
     wanted = task("moonlight_16b", "--model.layers", "5", "--train.microbatches", "4", "--plan.chunks", "1")
     wanted = replace(wanted, config=changed(wanted.config, {"plan.layers_per_stage": ()}))
-    result = best_plan.search(wanted)
-    last = result.found.path[-1]
-    assert last.seconds < 0.95 * result.found.path[0].seconds
-    words = best_plan.words(wanted, last.changes)
+    result = tuner.search(wanted)
+    last = result.path[-1]
+    assert last.seconds < 0.95 * result.path[0].seconds
+    words = tuner.words(wanted, last.changes)
     options, origins = parse(Plan, "plan", words)
     settings = resolve_for_plan(options.config, origins)
     assert "plan.chunks" not in last.changes
     assert predict(settings, program_of(settings), wanted.hardware).makespan == last.seconds
-    assert best_plan.as_json(wanted, result)["words"] == words
+    assert tuner.as_json(wanted, result)["words"] == words
 
 
 def test_under_a_cap() -> None:
     wanted = task("tiny", *SMALL)
-    free = best_plan.Pricer(wanted)({}, whole=True)
+    free = tuner.Search(wanted).trial({}, whole=True)
     assert free is not None
-    wanted = replace(wanted, cap=int(0.9 * free.peak_bytes))
-    result = best_plan.search(wanted)
-    assert result.found.fits
-    assert result.found.path[-1].peak_bytes <= wanted.cap
+    wanted = replace(wanted, cap=int(0.9 * free.nbytes))
+    result = tuner.search(wanted)
+    assert result.fits
+    assert result.path[-1].nbytes <= wanted.cap
 
 
 def test_nothing_fits_is_told_with_the_smallest_need() -> None:
     wanted = task("tiny", *SMALL, cap=1)
     wanted = replace(wanted, origins={**wanted.origins, **FIXED})
-    result = best_plan.search(wanted)
-    text = best_plan.report(wanted, result)
+    result = tuner.search(wanted)
+    text = tuner.report(wanted, result)
     assert "NOTHING FITS: a rank may hold 1 bytes, and the smallest need found is 0.0" in text
     assert " (over)" in text
     assert "\nhocket train" not in text
@@ -232,9 +94,9 @@ def test_nothing_fits_is_told_with_the_smallest_need() -> None:
 
 def test_nothing_beats_the_recipe() -> None:
     wanted = task("llama3_8b", "--model.layers", "2", "--train.microbatches", "1")
-    result = best_plan.search(wanted)
-    assert len(result.found.path) == 1
-    assert "Nothing tried is shorter than the step as given" in best_plan.report(wanted, result)
+    result = tuner.search(wanted)
+    assert len(result.path) == 1
+    assert "Nothing tried is shorter than the step as given" in tuner.report(wanted, result)
 
 
 ZERO_BUBBLE = [{"order": order, "merge": "off", "chunks": chunks} for order, chunks in (("zb_h1", 1), ("zb_v", 2))]
@@ -251,8 +113,8 @@ def test_long_steps_are_priced_by_their_period(plan: dict[str, Any], monkeypatch
         asked.append(settings.train.microbatches)
         return program_of(settings)
 
-    monkeypatch.setattr(best_plan, "program_of", counted)
-    price = best_plan.Pricer(wanted)
+    monkeypatch.setattr(tuner, "program_of", counted)
+    price = tuner.Search(wanted).trial
     short = price({}, whole=False)
     assert sum(asked) < 73
     whole = price({}, whole=True)
@@ -260,24 +122,24 @@ def test_long_steps_are_priced_by_their_period(plan: dict[str, Any], monkeypatch
     assert short is not None
     assert whole is not None
     assert short.seconds == pytest.approx(whole.seconds, rel=0.005)
-    assert short.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.01)
+    assert short.nbytes == pytest.approx(whole.nbytes, rel=0.01)
 
 
 @pytest.mark.parametrize("late", [2, -1])
 def test_what_a_rank_holds_is_known_where_the_head_waits(late: int) -> None:
     """All of its weight gradients, at the end, hold more with every microbatch: such a step has no period."""
     changes = {"train.microbatches": 64, "overlap.pp.defer_head": late}
-    price = best_plan.Pricer(replace(task("tiny"), config=changed(task("tiny", *SMALL).config, changes)))
+    price = tuner.Search(replace(task("tiny"), config=changed(task("tiny", *SMALL).config, changes))).trial
     short, whole = price({}, whole=False), price({}, whole=True)
     assert short is not None
     assert whole is not None
-    assert short.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.01)
+    assert short.nbytes == pytest.approx(whole.nbytes, rel=0.01)
 
 
 def test_measured_costs_are_what_plans_are_priced_with() -> None:
     wanted = task("tiny", *SMALL)
     slow = Measurement(source="a trace", seconds={("fwd", "dispatch", "moe"): 0.03}, overheads=Overheads())
-    plain, slowed = (best_plan.Pricer(t)({}, whole=True) for t in (wanted, replace(wanted, measured=slow)))
+    plain, slowed = (tuner.Search(t).trial({}, whole=True) for t in (wanted, replace(wanted, measured=slow)))
     assert plain is not None
     assert slowed is not None
     assert slowed.exposed["a2a"] > 2 * plain.exposed["a2a"]
@@ -295,9 +157,9 @@ def test_the_words_say_what_auto_would_not_choose_without_the_traces(late: Seque
     wanted = task("tiny", *SMALL)
     measured = Measurement(source="a trace", seconds=dict.fromkeys(late, 0.02), overheads=Overheads())
     slow = replace(wanted, measured=measured)
-    assert best_plan.words(wanted, {}) == ["tiny", *SMALL]
+    assert tuner.words(wanted, {}) == ["tiny", *SMALL]
     settings = slow.settled({})
-    options, origins = parse(Plan, "plan", best_plan.words(slow, {}))
+    options, origins = parse(Plan, "plan", tuner.words(slow, {}))
     again = resolve_for_plan(options.config, origins)
     assert (again.plan, again.overlap) == (settings.plan, settings.overlap)
     assert again.overlap != wanted.settled({}).overlap
@@ -306,7 +168,7 @@ def test_the_words_say_what_auto_would_not_choose_without_the_traces(late: Seque
 def test_the_doubt_covers_what_predictions_were_off_by() -> None:
     results = [json.loads((RESULTS / f"{name}.json").read_text()) for name in ("calibration", "prediction")]
     worst = max(max(errors) for result in results for _, kinds in errors_of_gains(result) for errors in kinds)
-    assert 0.8 * best_plan.DOUBT < worst < best_plan.DOUBT
+    assert 0.8 * tuner.DOUBT < worst < tuner.DOUBT
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -328,31 +190,31 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_sizes() -> None:
-    assert [best_plan.bytes_of(text) for text in ("80GiB", "1.5 GB", "10MiB")] == [80 * 2**30, 1500000000, 10 * 2**20]
+    assert [bytes_of(text) for text in ("80GiB", "1.5 GB", "10MiB")] == [80 * 2**30, 1500000000, 10 * 2**20]
 
 
 def test_time_is_given_for_memory_only_where_a_step_does_not_fit() -> None:
     """Nothing but recomputation is free to change; the cap stands a little above, or below, what the plan needs."""
-    fixed = {choice.setting: "test" for group in GROUPS for choice in group if choice.setting != "plan.recompute"}
+    fixed = {name: "test" for name in tuner.SEARCHED if name != "plan.recompute"}
     whole = task("tiny")
-    start = best_plan.Pricer(whole)({}, whole=True)
+    start = tuner.Search(whole).trial({}, whole=True)
     assert start is not None
     for share, expected in ((1.01, False), (0.95, True)):
-        capped = replace(whole, cap=int(share * start.peak_bytes), origins={**whole.origins, **fixed})
-        found = best_plan.search(capped).found
+        capped = replace(whole, cap=int(share * start.nbytes), origins={**whole.origins, **fixed})
+        found = tuner.search(capped)
         assert found.fits
         assert (found.path[-1].seconds > start.seconds) == expected
 
 
 def test_parts_are_recomputed_in_fewer_layers_where_that_fits() -> None:
-    fixed = {choice.setting: "test" for group in GROUPS for choice in group if choice.setting != "plan.recompute"}
+    fixed = {name: "test" for name in tuner.SEARCHED if name != "plan.recompute"}
     whole = task("tiny", "--model.layers", "16", "--train.sequences", "32")
-    price = best_plan.Pricer(whole)
+    price = tuner.Search(whole).trial
     start, everywhere = (price({"plan.recompute": parts}, whole=True) for parts in ((), ("experts",)))
     assert start is not None
     assert everywhere is not None
-    capped = replace(whole, cap=int(0.87 * start.peak_bytes), origins={**whole.origins, **fixed})
-    found = best_plan.search(capped).found
+    capped = replace(whole, cap=int(0.87 * start.nbytes), origins={**whole.origins, **fixed})
+    found = tuner.search(capped)
     assert found.fits
     assert "experts:3" in found.path[-1].changes["plan.recompute"]
     assert found.path[-1].seconds < 0.99 * everywhere.seconds
@@ -368,14 +230,14 @@ SEARCHED = (
 )
 
 
-FIXED = {choice.setting: "test" for group in GROUPS for choice in group if choice.setting not in SEARCHED}
+FIXED = {name: "test" for name in tuner.SEARCHED if name not in SEARCHED}
 
 
 @pytest.fixture(scope="module")
 def combinations_of_all() -> tuple[int, list[Trial]]:
     """What the plan as given needs, and all plans that can be made of other values: no cap changes what they take."""
     wanted = task("tiny", *SMALL, "--train.sequences", "32")
-    price = best_plan.Pricer(replace(wanted, origins={**wanted.origins, **FIXED}))
+    price = tuner.Search(replace(wanted, origins={**wanted.origins, **FIXED})).trial
     start = price({}, whole=True)
     assert start is not None
     values = product(
@@ -383,7 +245,7 @@ def combinations_of_all() -> tuple[int, list[Trial]]:
         (c for n in range(4) for c in combinations(("attn", "experts", "mlp"), n)), get_args(Strategy), (0, 2),
     )  # fmt: skip
     trials = (price(dict(zip(SEARCHED, some, strict=True)), whole=False) for some in values)
-    return start.peak_bytes, [trial for trial in trials if trial is not None]
+    return start.nbytes, [trial for trial in trials if trial is not None]
 
 
 @pytest.mark.parametrize("share", [0.0, 1.05, 0.85, 0.7, 0.6])
@@ -392,8 +254,8 @@ def test_the_search_comes_close_to_all_combinations(share: float, combinations_o
     needed, trials = combinations_of_all
     wanted = task("tiny", *SMALL, "--train.sequences", "32")
     wanted = replace(wanted, cap=int(share * needed), origins={**wanted.origins, **FIXED})
-    found = best_plan.search(wanted).found
-    best = min((t.seconds for t in trials if not share or t.peak_bytes <= wanted.cap), default=float("inf"))
+    found = tuner.search(wanted)
+    best = min((t.seconds for t in trials if not share or t.nbytes <= wanted.cap), default=float("inf"))
     assert found.fits == (best < float("inf"))
     assert not found.fits or found.path[-1].seconds <= 1.01 * best
 
@@ -401,11 +263,11 @@ def test_the_search_comes_close_to_all_combinations(share: float, combinations_o
 def test_what_fits_is_offloaded_or_recomputed_whichever_is_shorter() -> None:
     sizes = ["--model.layers", "8", "--mesh.dp", "2", "--data.sequence_length", "32768", "--train.microbatches", "2"]
     whole = task("llama3_8b", *sizes, "--train.sequences", "1")
-    start = best_plan.Pricer(whole)({}, whole=True)
+    start = tuner.Search(whole).trial({}, whole=True)
     assert start is not None
-    capped = replace(whole, cap=int(0.93 * start.peak_bytes))
-    free = best_plan.search(capped).found
-    never = best_plan.search(replace(capped, origins={**whole.origins, "plan.offload": "test"})).found
+    capped = replace(whole, cap=int(0.93 * start.nbytes))
+    free = tuner.search(capped)
+    never = tuner.search(replace(capped, origins={**whole.origins, "plan.offload": "test"}))
     assert free.fits
     assert never.fits
     assert "plan.offload" in free.path[-1].changes

@@ -20,7 +20,7 @@ from hocket.resolve import Settings, resolve
 from hocket.settings.families import LLAMA3_8B
 from hocket.settings.rule import Host
 from hocket.settings.schema import changed
-from hocket.tune.tensor_choice import WORTH
+from hocket.tune.rules import WORTH_PIECES as WORTH
 
 LARGE = replace(LLAMA3_8B, hidden=8192, layers=2, heads=64, ffn=28672)
 SMALL = ModelConfig(vocab=512, hidden=256, layers=2, heads=4, kv_heads=4, head_dim=64, ffn=512)

@@ -1,0 +1,231 @@
+"""Chooses what no simulation can judge: the transport, recorded steps, tensor-parallel pieces, the assumed network.
+
+A kernel that communicates takes SMs from the compute beside it, and slows that compute down by more than this share. A
+copy takes no SM. All steps in `benchmarks/results` that were measured on both are faster on copies, by 1 to 17 %. The
+simulator sees neither this nor the host that issues ops. So copy engines are chosen where they can serve and their
+buffers fit, and steps are recorded where the host would be late.
+
+Note: [One transport for all groups]
+Groups with ranks on several hosts need NCCL's kernels, and all groups have the same transport. So a mesh on several
+hosts uses NCCL for all groups, also for groups that stay inside a host.
+
+Note: [What recorded steps cost]
+If the host issues the ops of a step one by one and GPUs are faster than that, a step lasts as long as the host needs. A
+replayed step lasts as long as its GPUs need. It costs memory: see `Note: [What a graph holds]`. If experts' rows
+travel, it needs splits that only the devices know, room for more rows than arrive, and kernels that store rows. Shapes
+must be the same in each step; packed documents need extra room for that. Profiled steps and validations still run op by
+op. If a step has no room for its rows, it runs twice. The next step is recorded anew with more room, if that fits
+(`RowRoom.again`). If GPUs have enough to do, hosts that know the splits cost nothing, and NCCL or copy engines slow
+down products less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from hocket.config import COPIED, Config, Purpose
+from hocket.config.overlap import DIRECTIONS, ROLES, Direction, Method, Role, possible
+from hocket.program.cost import issued
+from hocket.program.hardware import BANDWIDTH, LATENCY, hardware_of
+from hocket.program.ops import recomputable
+from hocket.program.tensor_costs import cell_of, in_time, seconds, splits_for, without_pieces
+from hocket.settings.decision import Choice, Decision
+from hocket.settings.derived import has_experts, leaves_host, no_pieces, ranks_of_a_host
+from hocket.settings.overlap_rules import TENSOR
+from hocket.settings.rule import Host
+from hocket.settings.rules import CHECKS, rule_text
+from hocket.settings.schema import changed, leaf
+from hocket.sizes import duration
+from hocket.tune.trials import Trials, fits, gib, memory_of
+from hocket.variables import no_copies
+
+TRANSPORT, GRAPHS, SPLITS = "train.transport", "plan.graphs", "overlap.ep.splits"
+CHOSEN_BY_IT = TRANSPORT, "overlap.dp.update"
+"""Settings that are chosen anew if copy engines turn out not to work."""
+_COPIES = "copy_engine"
+_BY_HOST = "host", "room for as many rows as come; splits that the device alone knows pay in replayed steps"
+_LATE = 0.75
+"""A host counts as late if it needs more than this share of the GPUs' time: some hosts are a third slower than
+others."""
+WORTH_PIECES = 1.03
+"""Factor by which a tensor-parallel method with pieces must be faster than the best one without to be chosen."""
+
+# -- Transport ---------------------------------------------------------------------------------------------------------
+
+
+def choose_transport(c: Config, h: Host) -> tuple[str, str]:
+    """By what can serve."""
+    each = ranks_of_a_host(c, h)
+    reasons = {
+        "no group that copy engines serve has several ranks": not any(c.mesh.members(p) > 1 for p in _served(c)),
+        f"copy engines reach the GPUs of one host, and of {c.mesh.world} ranks {each} are on each": (
+            leaves_host(c, h, "control")
+        ),
+        # whose pieces copy engines move
+        "only where they are asked for: copy engines beside tensor-parallel ranks have not been timed": c.mesh.tp > 1,
+        _host_against(h): bool(_host_against(h)),
+    }
+    if c.train.device != "cuda":
+        return "gloo", "the ranks compute on CPUs"
+    if reason := next((reason for reason, there in reasons.items() if there), ""):
+        return "nccl", reason
+    reach = ", which reach" if h.gpu else "; hocket assumes that they reach"
+    return _COPIES, f"{c.mesh.world} ranks on GPUs of one host{reach} each other's memory" + (
+        "" if h.gpu else ", without a check"
+    )
+
+
+def _served(c: Config) -> Iterator[Purpose]:
+    """The purposes of groups that copy engines would serve and that something is sent on."""
+    for purpose in COPIED[_COPIES]:
+        if has_experts(c) or not (purpose == "a2a" or purpose.endswith("_experts")):
+            yield purpose
+
+
+def _host_against(h: Host) -> str:
+    """Why the GPUs of this host cannot use copy engines. Empty if they can, or if this was not checked."""
+    return h.no_copy_engine or h.no_peer_memory or no_copies(h.variables)
+
+
+def chose_copies(c: Config, decisions: Collection[Decision]) -> bool:
+    """Whether hocket chose copy engines, without a user's demand for them."""
+    return c.train.transport == _COPIES and any(d.setting == TRANSPORT and d.chosen for d in decisions)
+
+
+def lost_copies(h: Host, decisions: Collection[Decision]) -> Iterator[str]:
+    """What to say where a run begins that would be on copy engines, were it not for something on its host."""
+    for decision in decisions:
+        if decision.setting == TRANSPORT and decision.chosen and decision.reason == _host_against(h):
+            yield str(decision)
+
+
+def transport_that_fits(c: Config, h: Host, trials: Trials, open_: Collection[str]) -> Iterator[Choice]:
+    """NCCL, where copy engines were chosen by rules and their buffers leave a step no room.
+
+    NCCL is chosen where a step fits with it and not with copies, or with neither. What else is open is taken as it
+    would be with NCCL, and parts as recomputed only if no step fits otherwise. `open_` are the settings that were left
+    open. `c` is sound.
+    """
+    memory = memory_of(c, h)
+    if TRANSPORT not in open_ or c.train.transport != _COPIES or not memory or trials.step(c).fits(memory):
+        return
+    nccl = changed(c, {TRANSPORT: "nccl"})
+    for setting, value, _ in graphs_that_pay(nccl, h, trials, open_):
+        nccl = changed(nccl, {setting: value} if setting in open_ else {})
+    lean = changed(nccl, {"plan.recompute": recomputable(c.model.kinds())})
+    for tried in (nccl, lean) if c.plan.recompute == ("auto",) else (nccl,):
+        copied, plain = trials.step(changed(tried, {TRANSPORT: _COPIES})), trials.step(tried)
+        if copied.fits(memory):
+            return
+        if plain.fits(memory):
+            needs = f"with room for copies a step needs {gib(copied.nbytes)} of {gib(memory)}"
+            yield TRANSPORT, "nccl", f"{needs}; it fits with {gib(plain.nbytes)}"
+            return
+    least = trials.step(nccl).nbytes
+    yield TRANSPORT, "nccl", f"a step needs {gib(least)} of {gib(memory)}, even without room for copies"
+
+
+# -- Recorded steps ----------------------------------------------------------------------------------------------------
+
+
+def choose_graphs(c: Config, h: Host) -> tuple[str, str]:
+    """Whether steps could be replayed, by rules alone."""
+    device = _rows_travel(c) and c.overlap.ep.splits == "auto"
+    wanted = changed(c, {GRAPHS: "on", **({SPLITS: "device"} if device else {})})
+    for rule in CHECKS:
+        concerned = GRAPHS in rule.settings or (wanted.overlap.ep.splits == "device" and SPLITS in rule.settings)
+        if concerned and not rule.only_if_set and not rule.remark and rule.broken(wanted, h):
+            return "off", rule_text(rule.reason, wanted, h)
+    for what, there in (("tensor-parallel ranks", c.mesh.tp > 1), ("packed documents", c.data.packing != "off")):
+        if there:
+            return "off", f"only where it is asked for: replays of {what} have not been timed"
+    return "on", "the host replays a step with one call"
+
+
+def choose_splits(c: Config, h: Host) -> tuple[str, str]:
+    """The splits that the choice of graphs needs, if rows travel."""
+    if not _rows_travel(c):
+        return "host", "no rows travel (needs MoE layers and mesh.ep above 1)"
+    if c.plan.graphs == "on":
+        return "device", "a step that is replayed as one graph waits for no counts"
+    return _BY_HOST
+
+
+def graphs_that_pay(c: Config, h: Host, trials: Trials, open_: Collection[str]) -> Iterator[Choice]:
+    """Confirm or undo the choice of rules by time and memory. `open_` are the settings that the user left open."""
+    if GRAPHS not in open_ or c.plan.graphs != "on":
+        return
+    pays, reason = _pays(c, h, trials, _rows_travel(c) and SPLITS not in open_)
+    yield GRAPHS, "on" if pays else "off", reason
+    if not pays and _rows_travel(c):
+        yield SPLITS, *_BY_HOST
+
+
+def _pays(c: Config, h: Host, trials: Trials, decided: bool) -> tuple[bool, str]:
+    """Whether a graph gains something and fits, and why. `decided`: hosts do not know the splits in any case."""
+    memory, name = memory_of(c, h), hardware_of(c).name
+    if not memory:
+        return False, f"how much memory a {name} rank can use is not known, and a graph keeps its own"
+    # With rows that devices can place, and with the least memory, as far as that is open.
+    least = {"overlap.ep.copies": "per_expert", "overlap.dp.strategy": "optim_grads_params"}
+    step = trials.step(changed(c, {name: value for name, value in least.items() if leaf(c, name) == "auto"}))
+    host = issued(c, hardware_of(c)) * step.ops
+    times = f"a host issues {step.ops:,} ops in about {duration(host)}, GPUs take {duration(step.seconds)}"
+    if host < _LATE * step.seconds and not decided:
+        return False, f"{times}: they never wait for it"
+    needs = f"a graph and what lies beside it take {gib(step.nbytes)} of {gib(memory)}"
+    if not fits(step.nbytes, memory):
+        return False, f"{needs}, which does not fit; {times}"
+    return True, f"{times}; replayed, a step is one call; {needs}"
+
+
+def _rows_travel(c: Config) -> bool:
+    return has_experts(c) and c.mesh.ep > 1
+
+
+# -- Tensor-parallel layers, by their own model (`program/tensor_costs.py`) --------------------------------------------
+
+
+def choose_tensor(c: Config, h: Host) -> list[Choice]:
+    """A method for every role and direction that is left open; nothing if none is.
+
+    Without tensor parallelism all is off, and there is no reason to give: nothing was chosen.
+    """
+    if not c.overlap.tp.open:
+        return []
+    if c.mesh.tp == 1:
+        return [(TENSOR, ("off",), "")]
+    ways, reasons = c.overlap.tp.named(), list[str]()
+    for role, direction in ((role, direction) for role in ROLES for direction in DIRECTIONS):
+        if (where := f"{role}_{direction}") not in ways:
+            ways[where], reason = _method(c, h, role, direction)
+            reasons.append(f"{where}: {reason}")
+    return [(TENSOR, tuple(f"{where}:{way}" for where, way in ways.items()), tuple(reasons))]
+
+
+def _method(c: Config, h: Host, role: Role, direction: Direction) -> tuple[Method, str]:
+    """More pieces hide more communication, and take the host longer. So pieces must come in time, and be worth it."""
+    hardware, cell, method = hardware_of(c), cell_of(c, role, direction), possible(role, direction)[-1]
+    worse, splits = without_pieces(c, cell), splits_for(c, cell, method)
+    beside = "; the second gather of the input is hidden beside the input gradient" if worse == "bulk" else ""
+    if reason := no_pieces(c, h):
+        return worse, reason + beside
+    if not in_time(c, cell, method, splits):
+        return worse, f"the host might not issue pieces as fast as they are computed{beside}"
+    takes = seconds(cell, method, splits, hardware)
+    gain = seconds(cell, worse, 0, hardware) / takes
+    if gain < WORTH_PIECES:
+        return worse, f"{splits} pieces would hide too little: {gain:.2f}x by the model of {hardware.name}{beside}"
+    gain = seconds(cell, "off", 0, hardware) / takes
+    return method, f"{splits} pieces: {gain:.2f}x one after the other by the model of {hardware.name}"
+
+
+def choose_network(c: Config, h: Host) -> Iterator[Choice]:
+    """What hocket assumes about the network of several hosts. A single host needs no assumption."""
+    each = ranks_of_a_host(c, h)
+    if each < c.mesh.world:
+        yield "network.ranks_per_host", each, f"{c.mesh.world} ranks on {c.mesh.world // each} hosts"
+        reason = (
+            "not set: hocket assumes one adapter of 400 Gb/s for each rank, and what NCCL reckons with on InfiniBand"
+        )
+        yield "network.link", f"{BANDWIDTH},{LATENCY}", reason
