@@ -26,7 +26,7 @@ from torch import Tensor
 from hocket.fsdp.layout import FlatLayout
 from hocket.fsdp.options import Offload
 from hocket.kernels import usable
-from hocket.runtime.queue import Passed
+from hocket.runtime.queue import HostEvent
 from hocket.runtime.transports import Pending
 from hocket.runtime.weights import put
 
@@ -43,7 +43,7 @@ class Home:
         self._where = CPU if self.away else device
         self._pinned = offload == "pinned"
         self._crosses = self.away and device.type == "cuda"
-        self._out, self._in = (Passed(device if self._crosses else CPU) for _ in range(2))
+        self._out, self._in = (HostEvent(device if self._crosses else CPU) for _ in range(2))
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """1-D, with arbitrary content."""
@@ -58,7 +58,7 @@ class Home:
     def copy_out(self, kept: Tensor, into: Tensor) -> None:
         """Copy to the device, on the current stream."""
         into.copy_(kept, non_blocking=self._crosses)
-        self._out.note()
+        self._out.record()
 
     def on_device(self, kept: Tensor, dtype: torch.dtype) -> Tensor:
         """A copy on the device in another dtype, made on the current stream; `kept` may change at once."""
@@ -71,11 +71,11 @@ class Home:
 
     def wait_out(self) -> None:
         """Have the host wait until what it has copied out has been read."""
-        self._out.wait()
+        self._out.synchronize()
 
     def wait_in(self) -> None:
         """Have the host wait until what was copied in is here."""
-        self._in.wait()
+        self._in.synchronize()
 
     def reduced(self, kept: Tensor, add: bool, reduce: Callable[[Tensor, bool], Pending]) -> Pending:
         """Have `reduce(into, add)` write to `kept`, or add to it: by way of the device, if it lies elsewhere."""
@@ -87,7 +87,7 @@ class Home:
 
         def bring() -> None:
             kept.copy_(into, non_blocking=self._crosses)
-            self._in.note()
+            self._in.record()
 
         return reduce(into, add).then(bring)
 

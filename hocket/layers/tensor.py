@@ -151,7 +151,7 @@ class Tensors:
             spread = self.tokens.spread(x_SD)
             return Arriving(out_TD, (spread.whole(out_TD), spread.end))
         x_SD = x_SD.contiguous()
-        with self.side.behind():
+        with self.side.forked():
             pending = self.group.all_gather(out_TD, x_SD)
         return Arriving(out_TD, (pending.wait, self.side.mark()), x_SD)
 
@@ -161,13 +161,13 @@ class Tensors:
         if not beside:
             pending = self.group.sum_parts(partial_TD, out_SD)
             return Arriving(out_SD, (pending.wait,))
-        with self.side.behind():
+        with self.side.forked():
             pending = self.group.sum_parts(partial_TD, out_SD)
         return Arriving(out_SD, (pending.wait, self.side.mark()), partial_TD)
 
     def begin_total(self, values: Tensor) -> Arriving:
         """The sum over ranks, in place, on the side."""
-        with self.side.behind():
+        with self.side.forked():
             pending = self.group.all_reduce(values)
         return Arriving(values, (pending.wait, self.side.mark()))
 

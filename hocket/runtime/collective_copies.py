@@ -10,13 +10,13 @@ bytes pass through a few *halves* of shown memory, and what is gathered or reduc
 A shard is a small part of what is gathered, so the copy into a half costs little. There is no reduction among copies:
 one kernel adds up the parts in fp32 and in the order of ranks, so the bits are always the same.
 
-Note: [Halves and their words]
-What is moved goes in pieces, through two halves in turns. For every half a rank has two words of each peer: one says
-that the peer's piece is *here*, the other that the peer has *read* its own. Who sends takes the word *read* of all
-peers, which is a wait until it is positive and a write that makes it negative; copies; and makes their words *here*
-positive. Who receives takes its words *here*, copies or adds up, and makes the senders' words *read* positive. So no
+Note: [Halves and their flags]
+What is moved goes in pieces, through two halves in turns. For every half a rank has two flags of each peer: one says
+that the peer's piece is *here*, the other that the peer has *read* its own. Who sends takes the flag *read* of all
+peers, which is a wait until it is positive and a write that makes it negative; copies; and makes their flags *here*
+positive. Who receives takes its flags *here*, copies or adds up, and makes the senders' flags *read* positive. So no
 half is written before all have read it, nor read before it was written. In the end all signs are as they were, so a
-recorded step can be replayed as it is. A rank sends piece n + 1 before it receives piece n: then the words of the next
+recorded step can be replayed as it is. A rank sends piece n + 1 before it receives piece n: then the flags of the next
 piece are on their way while bytes of this one move. Waits and writes are operations of the stream, not kernels.
 
 Note: [Gathers and reductions have halves of their own]
@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hocket.runtime.driver import Cuda, Driver
-from hocket.runtime.lanes import come_behind, current_queue
+from hocket.runtime.lanes import stream_handle, wait_for_stream
 from hocket.runtime.queue import named
 from hocket.runtime.shared_memory import shared_memory
 from hocket.runtime.transports import DONE, Nccl, Pending, local_sum
@@ -44,38 +44,38 @@ from hocket.runtime.transports import DONE, Nccl, Pending, local_sum
 HALVES = 2
 ALIGNED = 256
 """Bytes of which places in shown memory are multiples."""
-_HERE, _READ = 0, 1
-"""Which of a half's words of a peer."""
+_ARRIVED, _READ = 0, 1
+"""Which of a half's flags of a peer."""
 
 
 class Halves:
     """The halves of all ranks for gathers, or for reductions, as one rank sees them."""
 
     def __init__(self, rank: int, memories: Sequence[Tensor], driver: Driver) -> None:
-        """`memories[p]` are bytes of rank p, as `blank` has made them: two halves, then words."""
+        """`memories[p]` are bytes of rank p, as `reset_flags` has made them: two halves, then flags."""
         self.rank, self.size, self._memories = rank, len(memories), tuple(memories)
-        self.nbytes = (memories[0].numel() - _words(self.size)) // HALVES
+        self.nbytes = (memories[0].numel() - flag_bytes(self.size)) // HALVES
         """Bytes of a half."""
         self.peers = [(rank + step) % self.size for step in range(1, self.size)]
         """The others, from the next one on: each rank begins with another."""
-        here = [[self._word(rank, half, _HERE, p) for p in self.peers] for half in range(HALVES)]
-        read = [[self._word(rank, half, _READ, p) for p in self.peers] for half in range(HALVES)]
-        self.take_here = [driver.prepared([s for w in words for s in _take(w)]) for words in here]
-        self.take_read = [driver.prepared([s for w in words for s in _take(w)]) for words in read]
-        self.say_here, self.say_read = (
+        arrived = [[self._flag(rank, half, _ARRIVED, p) for p in self.peers] for half in range(HALVES)]
+        read = [[self._flag(rank, half, _READ, p) for p in self.peers] for half in range(HALVES)]
+        self.await_arrived = [driver.prepared([s for w in flags for s in _await(w)]) for flags in arrived]
+        self.await_read = [driver.prepared([s for w in flags for s in _await(w)]) for flags in read]
+        self.signal_arrived, self.signal_read = (
             [
-                driver.prepared([("write", self._word(p, half, kind, rank), 1) for p in self.peers])
+                driver.prepared([("write", self._flag(p, half, kind, rank), 1) for p in self.peers])
                 for half in range(HALVES)
             ]
-            for kind in (_HERE, _READ)
+            for kind in (_ARRIVED, _READ)
         )
-        """What is done with the words of all peers around copies, by half; each is given a stream."""
+        """What is done with the flags of all peers around copies, by half; each is given a stream."""
 
     def bytes_of(self, rank: int, half: int) -> Tensor:
         """A half of a rank."""
         return self._memories[rank][half * self.nbytes : (half + 1) * self.nbytes]
 
-    def _word(self, at: int, half: int, kind: int, peer: int) -> int:
+    def _flag(self, at: int, half: int, kind: int, peer: int) -> int:
         return self._memories[at].data_ptr() + HALVES * self.nbytes + 4 * ((half * 2 + kind) * self.size + peer)
 
 
@@ -84,40 +84,40 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def _take(word: int) -> tuple[tuple[Literal["wait"], int, int], tuple[Literal["write"], int, int]]:
-    return ("wait", word, 1), ("write", word, -1)
+def _await(flag: int) -> tuple[tuple[Literal["wait"], int, int], tuple[Literal["write"], int, int]]:
+    return ("wait", flag, 1), ("write", flag, -1)
 
 
-def _words(size: int) -> int:
-    """Bytes of the words of one rank."""
+def flag_bytes(size: int) -> int:
+    """Bytes of the flags of one rank."""
     return -(-4 * 2 * HALVES * size // ALIGNED) * ALIGNED
 
 
-def blank(memory: Tensor, size: int) -> None:
+def reset_flags(memory: Tensor, size: int) -> None:
     """Make a rank's bytes what they are before anything was sent: no piece is here, and all were read."""
-    words = memory[-_words(size) :].zero_().view(torch.int32)[: 2 * HALVES * size].view(HALVES, 2, size)
-    words[:, _HERE], words[:, _READ] = -1, 1
+    flags = memory[-flag_bytes(size) :].zero_().view(torch.int32)[: 2 * HALVES * size].view(HALVES, 2, size)
+    flags[:, _ARRIVED], flags[:, _READ] = -1, 1
 
 
 class CollectiveCopies:
-    """Gathers and reductions of one group. See Note: [Halves and their words]."""
+    """Gathers and reductions of one group. See Note: [Halves and their flags]."""
 
     def __init__(
         self,
         rank: int,
         size: int,
-        queue: Callable[[], int],
+        stream: Callable[[], int],
         make: Callable[[], Halves],
         follow: Callable[[int], object] = lambda last: None,
     ) -> None:
-        """`queue` says what stream is current, and `follow` orders it behind another one, given by its handle. All
+        """`stream` says what stream is current, and `follow` orders it behind another one, given by its handle. All
         ranks call `make` together, when they first need it.
 
         Calls come in one order on all ranks of the group.
         """
         self.rank, self.size = rank, size
-        self._queue, self._make, self._follow = queue, make, follow
-        self._last = queue()
+        self._stream, self._make, self._follow = stream, make, follow
+        self._last = stream()
 
     @cached_property
     def _gathered(self) -> Halves:
@@ -176,19 +176,19 @@ class CollectiveCopies:
     ) -> None:
         """Move `nbytes` of every pair of ranks, in pieces of `room`: `send` and `receive` are given half and bytes."""
         assert room, f"a half of {halves.nbytes} bytes has no room for a piece of each of {self.size} ranks"
-        stream, waiting = self._queue(), None
+        stream, waiting = self._stream(), None
         if stream != self._last:
             self._follow(self._last)  # halves are in use there
             self._last = stream
         for piece in (*self._pieces(nbytes, room), None):
             if piece is not None:
-                halves.take_read[piece[0]](stream)
+                halves.await_read[piece[0]](stream)
                 send(*piece)
-                halves.say_here[piece[0]](stream)
+                halves.signal_arrived[piece[0]](stream)
             if waiting is not None:
-                halves.take_here[waiting[0]](stream)
+                halves.await_arrived[waiting[0]](stream)
                 receive(*waiting)
-                halves.say_read[waiting[0]](stream)
+                halves.signal_read[waiting[0]](stream)
             waiting = piece
 
     @staticmethod
@@ -231,9 +231,9 @@ def collective_copies(group: dist.ProcessGroup, nbytes: int, device: torch.devic
     size, driver = dist.get_world_size(group), Cuda()
 
     def make() -> Halves:
-        whole = HALVES * half + _words(size)
-        rank, memories, _ = shared_memory(group, whole, device, timeout, lambda memory: blank(memory, size))
+        whole = HALVES * half + flag_bytes(size)
+        rank, memories, _ = shared_memory(group, whole, device, timeout, lambda memory: reset_flags(memory, size))
         return Halves(rank, memories, driver)
 
-    follow = partial(come_behind, device)
-    return CollectiveCopies(dist.get_rank(group), size, lambda: current_queue(device), make, follow)
+    follow = partial(wait_for_stream, device)
+    return CollectiveCopies(dist.get_rank(group), size, lambda: stream_handle(device), make, follow)

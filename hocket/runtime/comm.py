@@ -23,7 +23,7 @@ from hocket.config import COPIED, Purpose
 from hocket.program.mesh import HALF, P2P, PURPOSES, Mesh, Mover, most_sms, mover_of
 from hocket.runtime.blocks import Blocks, HostBlocks
 from hocket.runtime.collective_copies import CopiedCollectives, collective_copies
-from hocket.runtime.hangs import Issued, Words
+from hocket.runtime.hangs import Flags, Issued
 from hocket.runtime.lanes import SideStream
 from hocket.runtime.p2p_copies import CopiedHops, p2p_copies
 from hocket.runtime.peer_rows import CopiedRows, PushedRows, peer_copies, pushes
@@ -87,18 +87,18 @@ class Group:
         return f"{purpose} {','.join(map(str, self.ranks))}"
 
     @property
-    def words(self) -> Words | None:
-        """Words in memory by which its ranks wait for each other; None if there is none to read."""
+    def flags(self) -> Flags | None:
+        """Flags in memory by which its ranks wait for each other; None if there is none to read."""
         match self.transport:
-            case CopiedHops(copies=words) | CopyingNccl(tokens=words):
-                return words
+            case CopiedHops(copies=flags) | CopyingNccl(tokens=flags):
+                return flags
             case CopiedRows(copies=rows) | PushedRows(pushes=rows):
                 return rows.barrier if isinstance(rows.barrier, Barrier) else None
         return None
 
     def begin(self) -> Issued:
         """A step begins: what is issued from here on."""
-        self.issued = Issued(marks=self.words.begin() if self.words else [])
+        self.issued = Issued(marks=self.flags.begin() if self.flags else [])
         return self.issued
 
     def tokens(self) -> Tokens | None:

@@ -1,9 +1,9 @@
-"""Operations of a stream that torch has no words for: the driver copies, writes a word, and waits for one.
+"""Operations of a stream that torch has no flags for: the driver copies, writes a flag, and waits for one.
 
 They are operations of the stream, not kernels: they need no SM, and a wait does not take one from products.
 
 Note: [Who asks a GPU that stands still]
-Streams that wait keep others from nothing, so a stream of its own can bring words to the host. But the thread that
+Streams that wait keep others from nothing, so a stream of its own can bring flags to the host. But the thread that
 issues work may itself be blocked, in a call for which the driver has no room left, and then the driver may answer
 nobody. So what is asked here is asked through ctypes, which lets go of the interpreter, on memory and a stream that
 were made before, and whoever asks does so in a thread that nobody has to wait for (`recorder.Watchdog`).
@@ -20,15 +20,15 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-WORDS_AT_ONCE = 256
-"""Words that are read at once at most."""
+FLAGS_AT_ONCE = 256
+"""Flags that are read at once at most."""
 PATIENCE = 2.0
-"""Seconds in which words must have come to the host."""
+"""Seconds in which flags must have come to the host."""
 _NOT_READY = 600
 
 
-WordStep = tuple[Literal["wait", "write"], int, int]
-"""What is done with a word, its address, and the value."""
+FlagStep = tuple[Literal["wait", "write"], int, int]
+"""What is done with a flag, its address, and the value."""
 
 
 class Driver(Protocol):
@@ -39,20 +39,20 @@ class Driver(Protocol):
         """Many copies, of which none needs another one: arrays [N] of int64, at least one byte each."""
         ...
 
-    def write(self, stream: int, word: int, value: int) -> None:
-        """Give a word of 32 bits a value, which may be negative."""
+    def write(self, stream: int, flag: int, value: int) -> None:
+        """Give a flag of 32 bits a value, which may be negative."""
         ...
 
-    def wait(self, stream: int, word: int, value: int) -> None:
-        """Until the word, read as a number that may be negative, is at least the value."""
+    def wait(self, stream: int, flag: int, value: int) -> None:
+        """Until the flag, read as a number that may be negative, is at least the value."""
         ...
 
-    def prepared(self, steps: Sequence[WordStep]) -> Callable[[int], None]:
+    def prepared(self, steps: Sequence[FlagStep]) -> Callable[[int], None]:
         """Issues these writes and waits, in this order, on a stream: in one call of the driver, however many."""
         ...
 
-    def read(self, words: Sequence[int]) -> list[int] | None:
-        """What these words are now, beside all streams; None if the device does not answer."""
+    def read(self, flags: Sequence[int]) -> list[int] | None:
+        """What these flags are now, beside all streams; None if the device does not answer."""
         ...
 
 
@@ -119,20 +119,20 @@ class Cuda:
         how = ctypes.byref(self._how), ctypes.byref(first), ctypes.c_size_t(1)
         _check(self._batch(*addresses, count, *how, ctypes.byref(failed), ctypes.c_void_p(stream)))
 
-    def write(self, stream: int, word: int, value: int) -> None:
-        _check(self._write(stream, word, value & 0xFFFFFFFF, 0))
+    def write(self, stream: int, flag: int, value: int) -> None:
+        _check(self._write(stream, flag, value & 0xFFFFFFFF, 0))
 
-    def wait(self, stream: int, word: int, value: int) -> None:
-        _check(self._wait(stream, word, value & 0xFFFFFFFF, 0))  # "at least" compares the signed difference
+    def wait(self, stream: int, flag: int, value: int) -> None:
+        _check(self._wait(stream, flag, value & 0xFFFFFFFF, 0))  # "at least" compares the signed difference
 
-    def prepared(self, steps: Sequence[WordStep]) -> Callable[[int], None]:
+    def prepared(self, steps: Sequence[FlagStep]) -> Callable[[int], None]:
         batch = (_Step * len(steps))(
-            *(_Step(_OPERATIONS[what], word, value & 0xFFFFFFFF, 0) for what, word, value in steps)
+            *(_Step(_OPERATIONS[what], flag, value & 0xFFFFFFFF, 0) for what, flag, value in steps)
         )
         return lambda stream: _check(self._steps(stream, len(batch), batch, 0))
 
-    def read(self, words: Sequence[int]) -> list[int] | None:
-        return self._reader.read(words)
+    def read(self, flags: Sequence[int]) -> list[int] | None:
+        return self._reader.read(flags)
 
 
 class Reader:
@@ -143,29 +143,29 @@ class Reader:
 
     def __init__(self) -> None:
         self._library = library = ctypes.CDLL("libcuda.so.1")
-        self._context, self._stream, self._words = (ctypes.c_void_p() for _ in range(3))
+        self._context, self._stream, self._flags = (ctypes.c_void_p() for _ in range(3))
         _check(library.cuCtxGetCurrent(ctypes.byref(self._context)))
         beside_the_default_stream = 1  # CU_STREAM_NON_BLOCKING
         _check(library.cuStreamCreate(ctypes.byref(self._stream), beside_the_default_stream))
-        _check(library.cuMemAllocHost_v2(ctypes.byref(self._words), ctypes.c_size_t(4 * WORDS_AT_ONCE)))
+        _check(library.cuMemAllocHost_v2(ctypes.byref(self._flags), ctypes.c_size_t(4 * FLAGS_AT_ONCE)))
         library.cuMemcpyDtoHAsync_v2.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
         self._turn, self._answers = threading.Lock(), True
 
-    def read(self, words: Sequence[int]) -> list[int] | None:
-        """Words at addresses of the GPU's own or of mapped memory, as signed numbers."""
-        assert len(words) <= WORDS_AT_ONCE, f"{len(words)} words at once"
-        assert self._words.value is not None
+    def read(self, flags: Sequence[int]) -> list[int] | None:
+        """Flags at addresses of the GPU's own or of mapped memory, as signed numbers."""
+        assert len(flags) <= FLAGS_AT_ONCE, f"{len(flags)} flags at once"
+        assert self._flags.value is not None
         with self._turn:
-            self._answers = self._answers and self._bring(words)
-            # Words that come later would come into the answers to others, so nobody asks again.
-            return list((ctypes.c_int32 * len(words)).from_address(self._words.value)) if self._answers else None
+            self._answers = self._answers and self._bring(flags)
+            # Flags that come later would come into the answers to others, so nobody asks again.
+            return list((ctypes.c_int32 * len(flags)).from_address(self._flags.value)) if self._answers else None
 
-    def _bring(self, words: Sequence[int]) -> bool:
-        """Copy words to the host; whether they have come."""
-        assert self._words.value is not None
+    def _bring(self, flags: Sequence[int]) -> bool:
+        """Copy flags to the host; whether they have come."""
+        assert self._flags.value is not None
         failed = self._library.cuCtxSetCurrent(self._context)  # of this thread
-        for i, word in enumerate(words):
-            failed = failed or self._library.cuMemcpyDtoHAsync_v2(self._words.value + 4 * i, word, 4, self._stream)
+        for i, flag in enumerate(flags):
+            failed = failed or self._library.cuMemcpyDtoHAsync_v2(self._flags.value + 4 * i, flag, 4, self._stream)
         deadline = time.monotonic() + PATIENCE
         while not failed and time.monotonic() < deadline:
             state = self._library.cuStreamQuery(self._stream)

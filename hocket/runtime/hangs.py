@@ -41,38 +41,38 @@ class Issued:
     calls: list[tuple[str, float]] = field(default_factory=list)
     """What was called, and when, as `time.monotonic` says it."""
     marks: list[int] = field(default_factory=list)
-    """What the transport's `Words` count."""
+    """What the transport's `Flags` count."""
 
 
 @dataclass(frozen=True)
-class Told:
+class FlagProgress:
     """What memory says of the exchanges that a rank has issued in a step."""
 
     done: int | None = None
     """How many are over on this rank; None if that cannot be told."""
     absent: tuple[int, ...] = ()
-    """Ranks of the group for whose word this rank waits."""
+    """Ranks of the group for whose flag this rank waits."""
     turns: tuple[int, int] | None = None
     """Where what is counted are no calls of the group: how many have begun on the device, and were issued."""
 
 
-class Words(Protocol):
-    """Words in memory by which ranks of a group wait for each other, with no limit, or only one that says nothing."""
+class Flags(Protocol):
+    """Flags in memory by which ranks of a group wait for each other, with no limit, or only one that says nothing."""
 
     def begin(self) -> list[int]:
         """A step begins: marks that grow with what is issued in it."""
         ...
 
-    def told(self, marks: list[int], replayed: bool) -> Told | None:
-        """What the words say of what these marks are of; None if the device does not answer. Waits no longer than that.
+    def progress(self, marks: list[int], replayed: bool) -> FlagProgress | None:
+        """What the flags say of what these marks are of; None if the device does not answer. Waits no longer than that.
 
-        Of a `replayed` step, whose words have the same values each time, less can be told.
+        Of a `replayed` step, whose flags have the same values each time, less can be told.
         """
         ...
 
 
 @dataclass(frozen=True)
-class Came:
+class GroupProgress:
     """How far a rank has come with the exchanges of one group in a step."""
 
     name: str
@@ -91,10 +91,10 @@ class Came:
     what: str = ""
     """The first that is not known to be over: its op, or its call."""
     absent: tuple[int, ...] = ()
-    """Ranks in the world for whose word in memory this rank waits, as far as memory says."""
+    """Ranks in the world for whose flag in memory this rank waits, as far as memory says."""
 
     def thing(self, number: int) -> str:
-        """An exchange in words: it is counted from 1, in this step."""
+        """An exchange as text: it is counted from 1, in this step."""
         if self.key.startswith(("act ", "grad ")):
             noun = "activation" if self.key.startswith("act ") else "gradient"
             return f"{noun} {number} of edge {self.ranks[0]}→{self.ranks[1]}"
@@ -114,12 +114,12 @@ class RankState:
     """What its device, or on a CPU what is pending, stands at."""
     waits: tuple[str, ...] = ()
     """Keys of the groups for whose first exchange that is not over it waits."""
-    groups: tuple[Came, ...] = ()
+    groups: tuple[GroupProgress, ...] = ()
 
-    def came(self, key: str) -> Came | None:
+    def group(self, key: str) -> GroupProgress | None:
         return next((group for group in self.groups if group.key == key), None)
 
-    def waiting(self) -> list[Came]:
+    def waiting(self) -> list[GroupProgress]:
         """Of the groups that it waits for."""
         return [group for group in self.groups if group.key in self.waits]
 
@@ -132,7 +132,7 @@ class RankState:
             return {name: tuple(value) if isinstance(value, list) else value for name, value in known.items()}
 
         known = tuples(json.loads(line.removeprefix(STATE)))
-        known["groups"] = tuple(Came(**tuples(group)) for group in known["groups"])
+        known["groups"] = tuple(GroupProgress(**tuples(group)) for group in known["groups"])
         return RankState(**known)
 
 
@@ -169,17 +169,17 @@ def _waits(state: RankState, states: Mapping[int, RankState], newest: int) -> di
     found: dict[int, str] = {}
     if state.step < newest:  # other ranks have passed everything that this rank still does
         return found
-    for came in state.waiting():
-        for rank in came.absent or came.ranks:
+    for group in state.waiting():
+        for rank in group.absent or group.ranks:
             other = states.get(rank)
-            theirs = other.came(came.key) if other is not None and other.step == state.step else None
-            reached = came.done if other is None else theirs.reached if theirs is not None else 0
-            if rank == state.rank or (reached >= came.until and rank not in came.absent):
+            theirs = other.group(group.key) if other is not None and other.step == state.step else None
+            reached = group.done if other is None else theirs.reached if theirs is not None else 0
+            if rank == state.rank or (reached >= group.until and rank not in group.absent):
                 continue
-            number = (came.done if reached >= came.until else reached) + 1
-            what = {"recv": "has not sent", "send": "has not received"}.get(came.name.split("_")[0], "has not come to")
-            op = f" ({came.what} on rank {state.rank})" if number == came.done + 1 and came.what else ""
-            found.setdefault(rank, f"{what} {came.thing(number)}{op}")
+            number = (group.done if reached >= group.until else reached) + 1
+            what = {"recv": "has not sent", "send": "has not received"}.get(group.name.split("_")[0], "has not come to")
+            op = f" ({group.what} on rank {state.rank})" if number == group.done + 1 and group.what else ""
+            found.setdefault(rank, f"{what} {group.thing(number)}{op}")
     return found
 
 

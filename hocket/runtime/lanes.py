@@ -41,15 +41,15 @@ def drain(device: torch.device) -> None:
     torch.cuda.current_stream(device).synchronize()
 
 
-def current_queue(device: torch.device) -> int:
+def stream_handle(device: torch.device) -> int:
     """The handle of the current queue; 0 on a CPU."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
-def come_behind(device: torch.device, queue: int) -> None:
+def wait_for_stream(device: torch.device, handle: int) -> None:
     """Order the current queue behind all that was issued on another one, given by its handle. Not in a recording."""
     if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-        other = torch.cuda.ExternalStream(queue, device) if queue else torch.cuda.default_stream(device)
+        other = torch.cuda.ExternalStream(handle, device) if handle else torch.cuda.default_stream(device)
         torch.cuda.current_stream(device).wait_stream(other)
 
 
@@ -74,7 +74,7 @@ class SideStream:
 
     def current(self) -> int:
         """The handle of the current queue; 0 on a CPU."""
-        return current_queue(self._device)
+        return stream_handle(self._device)
 
     def fork(self) -> tuple[int, int]:
         """Order the side behind all that the current queue has been given so far: handles of the current, the side."""
@@ -86,7 +86,7 @@ class SideStream:
         return current.cuda_stream, self._stream.cuda_stream
 
     @contextmanager
-    def behind(self) -> Iterator[None]:
+    def forked(self) -> Iterator[None]:
         """Fork, and inside, work is issued on the side."""
         if self._stream is None:
             yield

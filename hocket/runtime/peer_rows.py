@@ -36,7 +36,7 @@ from torch import Tensor
 from hocket.kernels import usable
 from hocket.runtime.blocks import Blocks, HostBlocks, host_blocks
 from hocket.runtime.driver import Cuda, Driver
-from hocket.runtime.lanes import current_queue
+from hocket.runtime.lanes import stream_handle
 from hocket.runtime.shared_memory import shared_memory
 from hocket.runtime.transports import DONE, Nccl, Pending, RowTable
 
@@ -50,11 +50,11 @@ class PeerCopies:
         arrivals: Sequence[Tensor],
         barrier: Callable[[], object],
         driver: Driver,
-        queue: Callable[[], int],
+        stream: Callable[[], int],
     ) -> None:
-        """`arrivals[p]` are bytes [2, n] of rank p. `barrier` orders all ranks' current streams, `queue` names one."""
+        """`arrivals[p]` are bytes [2, n] of rank p. `barrier` orders all ranks' current streams, `stream` names one."""
         self.rank, self.arrivals, self.barrier = rank, tuple(arrivals), barrier
-        self._driver, self._queue = driver, queue
+        self._driver, self._stream = driver, stream
         size = len(self.arrivals)
         self._peers = (rank + np.arange(1, size)) % size  # each rank begins with another one
         starts = [[buffer.data_ptr() for buffer in buffers] for buffers in self.arrivals]
@@ -96,7 +96,7 @@ class PeerCopies:
             into = starts[self._peers][:, None] + (begin - low) * width
             sources = rows.data_ptr() + (first + begin - there) * width
             copies = (numbers[some] for numbers in (into, sources, (end - begin) * width))
-            self._driver.copies(self._queue(), *copies)
+            self._driver.copies(self._stream(), *copies)
 
     def _take(self, here: Tensor, rows: Tensor, out: Tensor, own: np.ndarray, low: int, high: int) -> None:
         """Rows `low` to `high` of `out`: this rank's own blocks [3, L] of `rows`, and between them what is `here`."""
@@ -132,7 +132,7 @@ class CopiedRows(Nccl):
 def peer_copies(group: dist.ProcessGroup, nbytes: int, device: torch.device, timeout: float) -> PeerCopies:
     """Arrival buffers of `nbytes` on GPUs that reach each other's memory: all ranks of the group call this together."""
     whole = -(-nbytes // 256) * 256  # so that both buffers begin where loads and copies are fast
-    return PeerCopies(*shared_buffers(group, whole, device, timeout), Cuda(), lambda: current_queue(device))
+    return PeerCopies(*shared_buffers(group, whole, device, timeout), Cuda(), lambda: stream_handle(device))
 
 
 def shared_buffers(

@@ -219,20 +219,20 @@ def queue_of(name: str, device: torch.device) -> Queue:
     return _queues[name, device]
 
 
-class Passed:
+class HostEvent:
     """A place in the order of a device's work, at which the host waits. A CPU has passed it when it comes there."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._event: torch.cuda.Event | None = None
 
-    def note(self) -> None:
+    def record(self) -> None:
         """It is behind what the current stream has."""
         if self.device.type == "cuda":
             self._event = self._event or torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(self.device))
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         """Have the host wait until the device has passed it, if it was noted."""
         if self._event is not None:
             self._event.synchronize()

@@ -59,11 +59,11 @@ class Saver(Protocol):
         """Backward is done."""
 
 
-class Lent:
+class RebuiltTensor:
     """A tensor that a segment does not hold from forward to backward, since the plan makes again what it is made of.
 
-    Functions of the segment say by `lend` which it is. Of what they save, views of it are left out, and cut out of a
-    new one in backward.
+    Functions of the segment name it with `rebuild_in_backward`. Views of it among the saved tensors are not kept: in
+    backward they are taken from the rebuilt tensor.
     """
 
     _now = threading.local()
@@ -77,36 +77,36 @@ class Lent:
         self._there, self._make = tensor, make
 
     @classmethod
-    def current(cls) -> Lent | None:
+    def current(cls) -> RebuiltTensor | None:
         """That of the segment whose forward runs on this thread, if it has one."""
-        return getattr(cls._now, "lent", None)
+        return getattr(cls._now, "rebuilt", None)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Around the segment's forward. The tensor lives until then, so that no other one has its memory."""
-        Lent._now.lent = self
+        RebuiltTensor._now.rebuilt = self
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._left_out, self._cut):
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                 yield
         finally:
-            Lent._now.lent = self._there = None
-        assert self._make is not None, "forward makes something of what is lent"
+            RebuiltTensor._now.rebuilt = self._there = None
+        assert self._make is not None, "forward makes something of what is rebuilt"
 
-    def _left_out(self, saved: Tensor) -> Any:
+    def _pack(self, saved: Tensor) -> Any:
         there = self._there
         if there is None or saved.untyped_storage()._cdata != there.untyped_storage()._cdata:
             return saved
         return saved.shape, saved.stride(), saved.storage_offset()
 
-    def _cut(self, saved: Any) -> Tensor:
+    def _unpack(self, saved: Any) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
-        assert self._there is not None, "what was lent is given before backward"
+        assert self._there is not None, "what was rebuilt is given before backward"
         return self._there.as_strided(*saved)
 
     def give(self, value: Tensor) -> None:
         """Ahead of the segment's backward."""
-        assert self._make is not None, "what is lent is given once, after forward"
+        assert self._make is not None, "what is rebuilt is given once, after forward"
         with torch.no_grad():
             self._there, self._make = self._make(value), None
 
@@ -115,10 +115,10 @@ class Lent:
         self._there = None
 
 
-def lend(tensor: Tensor, make: Callable[[Tensor], Tensor]) -> None:
+def rebuild_in_backward(tensor: Tensor, make: Callable[[Tensor], Tensor]) -> None:
     """Say that `tensor` is what `make` makes of a value that may come once more for backward, and need not be kept."""
-    if (lent := Lent.current()) is not None:
-        lent.made(tensor, make)
+    if (rebuilt := RebuiltTensor.current()) is not None:
+        rebuilt.made(tensor, make)
 
 
 class Segment:
@@ -226,7 +226,7 @@ class HostMemory:
                 done, used = done + count, used + count
 
 
-class Away:
+class OffloadedTensors:
     """What one segment has saved, while it is elsewhere. A `Saver` of `runtime/segment.py`."""
 
     def __init__(self, device: torch.device, stay: Collection[Tensor] = ()) -> None:
@@ -240,12 +240,12 @@ class Away:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Around the segment's forward."""
-        with torch.autograd.graph.saved_tensors_hooks(self._put, self._found):
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
         self._stay.clear()
         self._index.clear()
 
-    def _put(self, saved: Tensor) -> Any:
+    def _pack(self, saved: Tensor) -> Any:
         storage = saved.untyped_storage()
         if storage._cdata in self._stay or storage.nbytes() < SMALLEST or saved.device.type != self._device.type:
             return saved
@@ -255,7 +255,7 @@ class Away:
         view = saved.storage_offset(), saved.shape, saved.stride()
         return self._index[storage._cdata], saved.dtype, view
 
-    def _found(self, saved: Any) -> Tensor:
+    def _unpack(self, saved: Any) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
         number, dtype, view = saved

@@ -19,7 +19,7 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
 from hocket.runtime.driver import reader
-from hocket.runtime.hangs import Told
+from hocket.runtime.hangs import FlagProgress
 
 MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
@@ -41,18 +41,18 @@ class Barrier:
         """A step begins; a barrier counts nothing."""
         return []
 
-    def told(self, marks: list[int], replayed: bool) -> Told | None:
+    def progress(self, marks: list[int], replayed: bool) -> FlagProgress | None:
         """Who has not come to the barrier that this rank stands in.
 
-        A rank that comes makes its own word of each peer one, and waits until the peer has come and made it zero.
+        A rank that comes makes its own flag of each peer one, and waits until the peer has come and made it zero.
         """
         rank, pads = self.handle.rank, self.handle.signal_pad_ptrs
         others = [peer for peer in range(self.handle.world_size) if peer != rank]
-        words = reader().read([pads[peer] + 4 * rank for peer in others])
-        if words is None:
+        flags = reader().read([pads[peer] + 4 * rank for peer in others])
+        if flags is None:
             return None
-        absent = tuple(peer for peer, word in zip(others, words, strict=True) if word)
-        return Told(absent=absent)
+        absent = tuple(peer for peer, flag in zip(others, flags, strict=True) if flag)
+        return FlagProgress(absent=absent)
 
 
 def shared_memory(

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hocket.runtime.driver import Cuda, Driver
-from hocket.runtime.hangs import Told
+from hocket.runtime.hangs import FlagProgress
 from hocket.runtime.lanes import SideStream
 from hocket.runtime.shared_memory import shared_memory
 from hocket.runtime.transports import Nccl, Pending, local_sum
@@ -153,7 +153,7 @@ def add_up(parts_PN: Tensor, out_N: Tensor) -> None:
 #
 # All memory of one NVLink domain can be mapped into each process (torch's symmetric memory). So a rank copies its
 # pieces straight into the *arrival buffers* of its peers, and then, in the same stream, the number of the turn into a
-# word there. Readers' streams wait for that word. Writing and waiting are operations of the stream, not kernels:
+# flag there. Readers' streams wait for that flag. Writing and waiting are operations of the stream, not kernels:
 # products hold all SMs for as long as they run, and a kernel that only says that something has arrived would have to
 # wait for them.
 #
@@ -164,28 +164,28 @@ def add_up(parts_PN: Tensor, out_N: Tensor) -> None:
 # includes reading what arrived in turn n - 2. So turn n may use the buffer of turn n - 2, and no barrier is needed.
 #
 # Note: [Recorded turns begin at one]
-# A recording always writes the same numbers, and a word that is already as large would let readers go on too early. So
-# before each replay every rank makes its own words zero, and then all meet: nobody writes before everybody has. What
+# A recording always writes the same numbers, and a flag that is already as large would let readers go on too early. So
+# before each replay every rank makes its own flags zero, and then all meet: nobody writes before everybody has. What
 # was written before has been waited for, so nothing comes late. After a replay turns count on from its last one.
 
 
-WORDS = 256
-"""Bytes behind the two buffers of a rank: room for one word of every peer."""
+FLAG_BYTES = 256
+"""Bytes behind the two buffers of a rank: room for one flag of every peer."""
 
 
 class CopiedTokens:
     """Pieces written by copy engines. See Note: [Arrivals take turns in two buffers]."""
 
     def __init__(self, rank: int, memories: Sequence[Tensor], driver: Driver, side: SideStream) -> None:
-        """`memories[p]` are bytes of rank p: two buffers, and `WORDS`, which are zero."""
+        """`memories[p]` are bytes of rank p: two buffers, and `FLAG_BYTES`, which are zero."""
         self.rank, self.size, self.memories = rank, len(memories), tuple(memories)
-        assert self.size <= WORDS // 4, f"{self.size} ranks, and words for {WORDS // 4}"
+        assert self.size <= FLAG_BYTES // 4, f"{self.size} ranks, and flags for {FLAG_BYTES // 4}"
         self.driver, self.side = driver, side
-        self.nbytes = (memories[0].numel() - WORDS) // 2
+        self.nbytes = (memories[0].numel() - FLAG_BYTES) // 2
         """Bytes of one buffer: all tokens of the widest tensor that is moved."""
         self._starts = [memory.data_ptr() for memory in memories]
         self.turns = 0
-        """Those that were taken so far, or since all words were zero."""
+        """Those that were taken so far, or since all flags were zero."""
         self._marks = [0, 0]
         self._views: dict[Any, Tensor] = {}
         self.others = [(rank + step) % self.size for step in range(1, self.size)]
@@ -208,14 +208,14 @@ class CopiedTokens:
         """Copy this rank's piece for a peer, and tell it."""
         into = self._starts[peer] + turn % 2 * self.nbytes + self.rank * nbytes
         self.driver.copy(stream, into, source, nbytes)
-        self.driver.write(stream, self._word(peer, self.rank), turn)
+        self.driver.write(stream, self._flag(peer, self.rank), turn)
 
     def wait(self, stream: int, turn: int, peer: int) -> None:
         """Until a peer's piece is here."""
-        self.driver.wait(stream, self._word(self.rank, peer), turn)
+        self.driver.wait(stream, self._flag(self.rank, peer), turn)
 
-    def _word(self, at: int, peer: int) -> int:
-        """The word of a rank in which a peer says what it has sent."""
+    def _flag(self, at: int, peer: int) -> int:
+        """The flag of a rank in which a peer says what it has sent."""
         return self._starts[at] + 2 * self.nbytes + 4 * peer
 
     def begin(self) -> list[int]:
@@ -223,12 +223,12 @@ class CopiedTokens:
         self._marks = [self.turns, self.turns]
         return self._marks
 
-    def told(self, marks: list[int], replayed: bool) -> Told | None:
-        """What the words say of a step's turns, whose numbers they are."""
+    def progress(self, marks: list[int], replayed: bool) -> FlagProgress | None:
+        """What the flags say of a step's turns, whose numbers they are."""
         before, last = marks
-        words = [self._word(self.rank, peer) for peer in self.others]
-        words += [self._word(peer, self.rank) for peer in self.others]
-        read = self.driver.read(words)
+        flags = [self._flag(self.rank, peer) for peer in self.others]
+        flags += [self._flag(peer, self.rank) for peer in self.others]
+        read = self.driver.read(flags)
         if read is None:
             return None
         come = [min(turn, last) - before for turn in read]
@@ -236,7 +236,7 @@ class CopiedTokens:
         done = max(0, min(*here, max(there)))  # a turn that this rank has not come to is not over
         absent = [peer for peer, turns in zip(self.others, here, strict=True) if turns == done]
         waits = done < last - before and max(there) > done
-        return Told(done, tuple(absent) if waits else (), (max(there), last - before))
+        return FlagProgress(done, tuple(absent) if waits else (), (max(there), last - before))
 
     def rewind(self) -> None:
         """Begin with turn one again, when all ranks of the group do: Note: [Recorded turns begin at one]."""
@@ -329,6 +329,6 @@ def copied_tokens(
     group: dist.ProcessGroup, nbytes: int, device: torch.device, timeout: float, side: SideStream
 ) -> CopiedTokens:
     """Arrival buffers of `nbytes` on GPUs that reach each other's memory: all ranks of the group call this together."""
-    nbytes = -(-nbytes // WORDS) * WORDS
-    rank, memories, _ = shared_memory(group, 2 * nbytes + WORDS, device, timeout, Tensor.zero_)
+    nbytes = -(-nbytes // FLAG_BYTES) * FLAG_BYTES
+    rank, memories, _ = shared_memory(group, 2 * nbytes + FLAG_BYTES, device, timeout, Tensor.zero_)
     return CopiedTokens(rank, memories, Cuda(), side)
