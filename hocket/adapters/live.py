@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from hocket.adapters.source import AdaptedModel
 from hocket.fsdp.members import UNIT
-from hocket.fsdp.saving.kept import Inventory, context_given
+from hocket.fsdp.saving.atomic_folder import AtomicFolder, sync
+from hocket.fsdp.saving.inventory import Inventory, context_given
 from hocket.fsdp.saving.state import EXTRA
-from hocket.fsdp.saving.whole import WholeFolder, sync
 from hocket.layers.slices import Span
 from hocket.model.source import whole_shapes
 from hocket.pretrained.configuration import config_for
@@ -51,14 +51,14 @@ class _Sharded:
 
     def __init__(self, context: ShardContext) -> None:
         self.context, own = context, Inventory(context)
-        self.model, self.device, self.others, self._kept = own.root, context.device, own.others, own.kept
+        self.model, self.device, self.others, self._kept = own.root, context.device, own.others, own.shards
         self.dtype = next((group.compute_dtype for group in context.param_groups), torch.float32)
         self.buffers: dict[str, Tensor] = {
             name: own.state[original]
             for name, original in own.plain.items()
             if isinstance(own.state[original], Tensor) and not name.endswith(EXTRA)
         }
-        self.state = {name: kept.shape for name, kept in own.kept.items()}
+        self.state = {name: kept.shape for name, kept in own.shards.items()}
         self.state |= {name: tuple(buffer.shape) for name, buffer in self.buffers.items()}
         groups = context.groups
         mesh = context.tensor_mesh
@@ -324,7 +324,7 @@ def save_pretrained(
     buckets = _buckets(live, _packed(live, groups, max(BUCKET, most), dtype), dtype)
     pairs = _one_by_one(buckets)
     error = None
-    target_folder = WholeFolder(path)
+    target_folder = AtomicFolder(path)
     try:
         if live.writes:
             target_folder.begin()

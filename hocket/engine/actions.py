@@ -46,7 +46,7 @@ CommResult = tuple[Tensor | None, Pending]
 
 @dataclass(frozen=True)
 class Activation:
-    """What travels between pipeline ranks: a tensor of this shape and dtype, [B, S, D]."""
+    """What transfer_formats between pipeline ranks: a tensor of this shape and dtype, [B, S, D]."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

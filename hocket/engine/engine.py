@@ -20,7 +20,7 @@ from hocket.engine.executor import Executor
 from hocket.engine.graphed import GraphedSteps, Record, Way, from_turn_one, recorder_of
 from hocket.engine.room import RowRoom
 from hocket.engine.standstill import Standstill
-from hocket.fsdp.planned.model import PlannedModel, Travels
+from hocket.fsdp.planned.model import PlannedModel, TransferFormats
 from hocket.fsdp.planned.optimizer import AdamWOptions, MuonOptions, PlannedAdamW
 from hocket.kernels import IGNORED
 from hocket.layers.linears import Linears, SplitLinears, gathered_in_fp8, linears_of
@@ -122,9 +122,9 @@ class Engine:
         ends: dict[str, nn.Parameter] = {}
         self.chunks: list[Any] = [self._chunk(chunk, ends) for chunk in range(self.layout.chunks)]
         self.balance = Balance(self.chunks, self.groups, config.model.bias_rate)
-        travels = Travels(DTYPES.get(config.precision.wire, self.dtype), gathered_in_fp8(config))
+        transfer_formats = TransferFormats(DTYPES.get(config.precision.wire, self.dtype), gathered_in_fp8(config))
         self.sharded = PlannedModel(
-            self.chunks, self.mesh, self.groups, self.program, self.dtype, device, travels=travels
+            self.chunks, self.mesh, self.groups, self.program, self.dtype, device, transfer_formats=transfer_formats
         )
         t, averages = config.train, DTYPES[config.precision.averages]
         options = AdamWOptions(

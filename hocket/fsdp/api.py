@@ -38,7 +38,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from hocket.fsdp import hooks
 from hocket.fsdp.checks import is_full, refuse_early, refuse_matrices, refuse_newcomers, refuse_types
-from hocket.fsdp.fsdp2 import Fsdp2Arguments, FSDPModule, Place, asked_for
+from hocket.fsdp.dtensors import copies
+from hocket.fsdp.fsdp2 import Fsdp2Arguments, FSDPModule, Place, request_of
 from hocket.fsdp.members import UNIT, Rule
 from hocket.fsdp.module_context import ShardContext
 from hocket.fsdp.module_unit import Unit
@@ -46,7 +47,6 @@ from hocket.fsdp.options import Precision, ShardOptions
 from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.shard import checked, contexts, shard_model, shard_one
 from hocket.fsdp.shard_grads import squares_of
-from hocket.fsdp.spread import copies
 
 M = TypeVar("M", nn.Module, list[nn.Module])
 
@@ -109,11 +109,11 @@ def fully_shard(
     nests = all(value is None for value in own.values())
     modules = list(module) if nests and isinstance(module, list | tuple) else [module]
     refuse_types(modules, mesh, precision, place, options)
-    asked = asked_for(mesh, own, fsdp2, nests)
+    request = request_of(mesh, own, fsdp2, nests)
     if nests:
-        shard_one(modules, asked)
+        shard_one(modules, request)
         return module
-    return shard_model(module, units, asked)
+    return shard_model(module, units, request)
 
 
 def refuse_optimizer(optimizer: Optimizer, *_: Any) -> None:

@@ -56,7 +56,7 @@ class Fsdp2Arguments(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class Asked:
+class ShardRequest:
     """The arguments of a call of `fully_shard`, in hocket's terms."""
 
     mesh: DeviceMesh | None
@@ -72,7 +72,7 @@ class Asked:
     """Whether all ranks take the weights of the first one."""
 
 
-def asked_for(mesh: DeviceMesh | None, own: Mapping[str, Any], fsdp2: Mapping[str, Any], nests: bool) -> Asked:
+def request_of(mesh: DeviceMesh | None, own: Mapping[str, Any], fsdp2: Mapping[str, Any], nests: bool) -> ShardRequest:
     """What a call asks for, by hocket's own arguments and FSDP2's.
 
     Raises: TypeError for an argument that is neither's, ValueError for one that is no such thing, or says the same as
@@ -88,7 +88,7 @@ def asked_for(mesh: DeviceMesh | None, own: Mapping[str, Any], fsdp2: Mapping[st
             raise ValueError(f"{name}= and {other}= say the same in two ways: give one of them")
     policy = given["mp_policy"] or (MixedPrecisionPolicy() if nests else None)
     place = given["shard_placement_fn"]
-    return Asked(
+    return ShardRequest(
         mesh=mesh,
         strategy=own["strategy"] or "optim_grads_params",
         precision=own["precision"] or (Precision() if policy is None else _precision(policy)),
@@ -223,7 +223,7 @@ class FSDPModule(TorchFSDPModule):
         unit = _unit(self)
         context = context_of(unit)
         context.forget_old_forwards()  # now, and not in a forward that reads these weights
-        handle = _Handle([context.outside.unshard(unit)])
+        handle = _Handle([context.held_claims.unshard(unit)])
         if async_op:
             return handle
         handle.wait()
@@ -232,7 +232,7 @@ class FSDPModule(TorchFSDPModule):
     def reshard(self) -> None:
         """Give up the gathered weights, unless a forward or backward uses them."""
         unit = _unit(self)
-        context_of(unit).outside.reshard(unit)
+        context_of(unit).held_claims.reshard(unit)
         unit.reshard()
 
     def reset_iter_state(self) -> None:

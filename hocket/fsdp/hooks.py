@@ -103,7 +103,7 @@ class Substitution:
 Seen = dict[int, weakref.ref[Tensor]]
 
 
-class HandedOn:
+class SideOutputs:
     """What a forward of a unit's module can leave tensors in, and which are there before it."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], modules: Iterable[nn.Module]) -> None:
@@ -309,7 +309,7 @@ class Invocation:
             context.begun.add(self.unit)
         if torch.is_grad_enabled() and not self._goes_on:  # create_graph=True
             self._goes_on = True
-            context.outside.hold(self.unit.acquire())
+            context.held_claims.hold(self.unit.acquire())
 
     def finish(self) -> None:
         """The gradients of all inputs are done."""
@@ -367,7 +367,7 @@ class _Call:
     writes: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     """Of the unit's weights, before."""
     given: list[Substitution] = dataclasses.field(default_factory=list)
-    handed_on: HandedOn | None = None
+    side_outputs: SideOutputs | None = None
 
     def other_tensors(self) -> Substitution:
         """For arguments, until the call is over."""
@@ -436,11 +436,11 @@ def _drive(unit: Unit, module: nn.Module) -> None:
             args, kwargs = call.other_tensors().apply((args, kwargs), partial(_moved, device=context.device))
         if torch.is_grad_enabled():
             inside[:] = inside or modules_of(unit, module)
-            call.handed_on = HandedOn(args, kwargs, inside)
+            call.side_outputs = SideOutputs(args, kwargs, inside)
         if unit.options.cast_inputs is not None:
             cast = partial(_cast, dtype=unit.options.cast_inputs, made={})
             args, kwargs = call.other_tensors().apply((args, kwargs), cast)
-        if call.handed_on is None:
+        if call.side_outputs is None:
             return args, kwargs
         call.invocation = Invocation(unit, context)
         return _around_inputs(call.invocation, call.other_tensors(), args, kwargs)
@@ -454,7 +454,7 @@ def _drive(unit: Unit, module: nn.Module) -> None:
         if call.claim is not None:
             _refuse_writes(unit, call.writes)
         tensors = tensors_in(output, unit, all_of_them=call.invocation is not None)
-        tensors += call.handed_on.new() if call.handed_on is not None else []
+        tensors += call.side_outputs.new() if call.side_outputs is not None else []
         if call.invocation is not None:
             # A parameter that is returned is nothing that this forward has computed.
             outputs = [x for tensor in tensors for x in levels(tensor) if x.grad_fn is not None]
@@ -482,9 +482,9 @@ def _leave(unit: Unit, claim: Claim, lent: bool) -> None:
         claim.release()
     context.leave_forward(unit)
     if lent:
-        context.outside.hold(claim)
+        context.held_claims.hold(claim)
     if torch._C._current_graph_task_id() == -1:
-        context.outside.reshard(unit)
+        context.held_claims.reshard(unit)
         if unit.contains_units and unit.options.reshard_after_forward:
             unit.reshard()
 

@@ -69,7 +69,7 @@ class Lookahead:
         self._backward: Order[Unit] = Order([])
         self._left: list[Unit] = []  # whose forward is over, in this pass
         self._reverse_of: list[Unit] = []  # the pass from which the order of backward was guessed
-        self.told: dict[tuple[Unit, bool], Sequence[Unit]] = {}
+        self.explicit: dict[tuple[Unit, bool], Sequence[Unit]] = {}
         """What to gather when a unit's forward begins, or its backward (True), where somebody has said it."""
 
     def reach_forward(self, unit: Unit) -> None:
@@ -133,7 +133,7 @@ class Lookahead:
     def _start(self, order: Order[Unit]) -> None:
         """Start the gathers of the units that come next, as far as there is room."""
         allowance = self._prefetch.allowance()
-        told = self.told.get((order.seen[-1], order is self._backward)) if order.seen else None
+        told = self.explicit.get((order.seen[-1], order is self._backward)) if order.seen else None
         if told is not None:
             for unit in told:
                 unit.prefetch()

@@ -33,9 +33,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hocket.fsdp.dtensors import DTensorLayout, dtensor_layout_of
 from hocket.fsdp.options import Precision
 from hocket.fsdp.sharded_parameter import ShardedParameter
-from hocket.fsdp.spread import Spread, spread_of
 from hocket.layers.functional import embedding_forward, linear_forward
 from hocket.layers.slices import Span
 from hocket.runtime.weights import sink_of
@@ -55,28 +55,28 @@ class Member:
 
     name: str
     param: nn.Parameter
-    """What this rank has of it, before it is sharded: the object that the module was built with, unless `spread`."""
+    """What this rank has of it, before it is sharded: the object that the module was built with, unless `layout`."""
     owners: tuple[tuple[nn.Module, str], ...] = ()
-    spread: Spread | None = None
+    dtensor: DTensorLayout | None = None
     """How tensor-parallel ranks divide it."""
 
     @property
     def given(self) -> nn.Parameter | None:
         """The object that the module was built with, if somebody still has it."""
-        return self.param if self.spread is None else self.spread.given()
+        return self.param if self.dtensor is None else self.dtensor.given()
 
     @property
     def shape(self) -> torch.Size:
         """Of the whole."""
-        return self.param.shape if self.spread is None else self.spread.shape
+        return self.param.shape if self.dtensor is None else self.dtensor.shape
 
     def span(self, lo: int, hi: int) -> Span:
         """Some elements of what this rank has, in the whole."""
-        return Span(tuple(self.shape), lo, hi, None if self.spread is None else self.spread.part)
+        return Span(tuple(self.shape), lo, hi, None if self.dtensor is None else self.dtensor.part)
 
     def shown(self) -> Tensor:
         """What modules compute with."""
-        return self.param if self.spread is None else self.spread.shown(self.param)
+        return self.param if self.dtensor is None else self.dtensor.shown(self.param)
 
 
 class Managed(dict[str, nn.Parameter | None]):
@@ -186,9 +186,9 @@ def found_parameters(root: nn.Module) -> list[Member]:
 def divided(members: Iterable[Member]) -> list[Member]:
     """The same parameters, as this rank has them. Raises ValueError for DTensors in a layout that is not to be had."""
     return [
-        replace(one, param=param, spread=spread)
+        replace(one, param=param, dtensor=layout)
         for one in members
-        for param, spread in [spread_of(one.name, one.param)]
+        for param, layout in [dtensor_layout_of(one.name, one.param)]
     ]
 
 
@@ -276,7 +276,7 @@ def watch_reads(module: nn.Module, methods: type | None = None) -> None:
 def _subclass(cls: type[nn.Module], forward: Callable[..., Any] | None, methods: type | None) -> type[nn.Module]:
     def getattr_(self: nn.Module, name: str) -> Any:
         found = cls.__getattr__(self, name)
-        read = getattr(found, "read_outside", None) if isinstance(found, nn.Parameter) else None
+        read = getattr(found, "read_on_demand", None) if isinstance(found, nn.Parameter) else None
         full = None if read is None else read()
         return found if full is None else full
 

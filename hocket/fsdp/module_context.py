@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from hocket.fsdp.buffers import FullBuffer, StagingMemory
 from hocket.fsdp.checks import refuse_valueless
+from hocket.fsdp.dtensors import apart
 from hocket.fsdp.lookahead import Lookahead
 from hocket.fsdp.module_unit import Budget, Claim, Unit
 from hocket.fsdp.options import Policy, Prefetch
 from hocket.fsdp.param_group import ParamGroup
-from hocket.fsdp.same_order import SameOrder, Unused
+from hocket.fsdp.same_order import SameOrder, UnusedGradients
 from hocket.fsdp.shard_groups import ShardGroups, over_ranks
-from hocket.fsdp.spread import apart
 from hocket.runtime.queue import Ticket, queue_of
 
 
@@ -42,7 +42,7 @@ class ShardStats:
     """Gradients on their way, at most so far."""
 
 
-class Outside:
+class HeldClaims:
     """The claims on units of a model for reads while their forwards do not run.
 
     Inside of a forward of the model, by another module: the unit stays gathered until all backwards of this time are
@@ -107,7 +107,7 @@ def called_by_hand() -> bool:
     return False
 
 
-class Begun(Protocol):
+class OpenInvocation(Protocol):
     """An invocation of a unit in the middle of its backward: `Invocation`."""
 
     unit: Unit
@@ -141,13 +141,13 @@ class ShardContext:
         self.reducing = queue_of("reduce", device)
         self.outer = queue_of("outer", device)
         self.units = list(units)
-        spreads = (member.spread for unit in units for group in unit.groups for member in group.members)
-        self.tensor_mesh = apart(spreads, {*groups.reduce.ranks, *groups.outer.ranks})
-        """Of the ranks that divide parameters before they are sharded, if others shard them; see `spread.py`."""
+        layouts = (member.dtensor for unit in units for group in unit.groups for member in group.members)
+        self.tensor_mesh = apart(layouts, {*groups.reduce.ranks, *groups.outer.ranks})
+        """Of the ranks that divide parameters before they are sharded, if others shard them; see `dtensors.py`."""
         self.forwards = 0
         """How many forward passes have begun."""
         self.in_backward = False
-        self.started: dict[Begun, None] = {}
+        self.started: dict[OpenInvocation, None] = {}
         """Invocations in the middle of their backward, oldest first."""
         self.begun = set[Unit]()  # in this backward
         self.reductions_open = False
@@ -158,18 +158,18 @@ class ShardContext:
         self._no_sync = self._accumulating = False
         self._sends_all = False  # what was put off
         self._weights: Ticket | None = None
-        self.outside = Outside(units)
+        self.held_claims = HeldClaims(units)
         self._editions: list[tuple[int, int]] = []  # of the weights that forwards under way have read
         self.ahead = Lookahead(self.units, prefetch, policy.free)
         self._staging: dict[ParamGroup, StagingMemory] = {}
         self._everybody = Budget(None, None)
         self._residency = self._everybody
-        self.unused = Unused(order, self._model)
+        self.unused = UnusedGradients(order, self._model)
         for unit in self.units:
             unit.context = self
             for group in unit.groups:
                 group.settle = self.finish_step
-                group.uses.ask = partial(self._find_unused, group)
+                group.usage.ask = partial(self._find_unused, group)
                 group.know_wholes(partial(self.over_ranks, parts=group.groups))
 
     def __repr__(self) -> str:
@@ -276,7 +276,7 @@ class ShardContext:
 
     def prefetch_of(self, unit: Unit, units: Sequence[Unit], backward: bool) -> None:
         """Gather these when the forward of a unit begins, or its backward, and make room for them."""
-        self.ahead.told[unit, backward] = units
+        self.ahead.explicit[unit, backward] = units
         if self._residency.units is not None:
             self._residency.units = max(self._residency.units, len(units) + 1)
 
@@ -301,7 +301,7 @@ class ShardContext:
         if any(group.stale() for group in self.param_groups):
             self._weights = self.gathering.mark("weights")
         self.forget_old_forwards()
-        self.outside.drop()
+        self.held_claims.drop()
 
     def forget_old_forwards(self) -> None:
         """If weights were updated since this was called last, no backward comes any more for the forwards before.
@@ -315,7 +315,7 @@ class ShardContext:
         for unit in self.units:
             unit.open.clear()
             unit.repeated.clear()
-        self.outside.weights_changed()
+        self.held_claims.weights_changed()
 
     def need_forward(self, unit: Unit) -> Claim:
         """A unit's forward begins: claim its weights, start the gathers of what comes next, and wait for the former."""
@@ -343,7 +343,7 @@ class ShardContext:
         self.ahead.leave_forward(unit)
         if not self._depth:
             self.ahead.end_forward()
-            self.outside.drop()
+            self.held_claims.drop()
 
     def begin_backward(self) -> None:
         """A backward begins."""
@@ -414,7 +414,7 @@ class ShardContext:
 
     def _send_deferred(self) -> None:
         self.reductions_open = False
-        self.outside.drop()
+        self.held_claims.drop()
         self._sends_all = True
         with torch.inference_mode(False):  # memory that is made now is written later, outside of that mode
             for unit in self.units:
@@ -428,7 +428,7 @@ class ShardContext:
         self.reducing.join()
         self.outer.join()
         for group in self.param_groups:
-            group.home.wait_in()
+            group.memory.wait_for_copies_in()
         for staging in set(self._staging.values()):
             staging.settle()
 
@@ -505,7 +505,7 @@ class ShardContext:
         """
         for queue in {self.gathering, self.reducing, self.outer}:
             queue.abort()
-        self.outside.clear()
+        self.held_claims.clear()
         self._sends_all = False
         self.started, self.begun = {}, set()
         for staging in set(self._staging.values()):
@@ -516,15 +516,15 @@ class ShardContext:
         self._depth = 0
         self.in_backward = self.reductions_open = False
 
-    def read_outside(self, unit: Unit) -> bool:
-        """A weight is read while its unit is not in use: claim that. False outside of any forward; see `Outside`.
+    def read_on_demand(self, unit: Unit) -> bool:
+        """A weight is read while its unit is not in use: claim that. False outside of any forward; see `HeldClaims`.
 
         Raises: ValueError in a module that is called outside of a forward of the model: it would compute with a part.
         """
         if self._depth:
             claim = unit.acquire()
             claim.wait()
-            self.outside.hold(claim)
+            self.held_claims.hold(claim)
             return True
         if called_by_hand():
             raise ValueError(

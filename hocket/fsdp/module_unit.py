@@ -35,7 +35,7 @@ from hocket.fsdp.buffers import FullBuffer, Staged, StagingMemory
 from hocket.fsdp.members import View
 from hocket.fsdp.options import Prefetch, UnitOptions
 from hocket.fsdp.param_group import ParamGroup
-from hocket.fsdp.same_order import Unused
+from hocket.fsdp.same_order import UnusedGradients
 from hocket.runtime.queue import Queue, Ticket
 from hocket.runtime.transports import Pending
 from hocket.runtime.weights import set_sink
@@ -48,7 +48,7 @@ class Shared(Protocol):
     reducing: Queue
     outer: Queue
     reductions_open: bool
-    unused: Unused
+    unused: UnusedGradients
 
     def accumulates(self, unit: Unit) -> bool: ...
     def residency_of(self, unit: Unit) -> Budget: ...
@@ -56,7 +56,7 @@ class Shared(Protocol):
     def about_to(self, what: str) -> None: ...
     def before_waiting(self) -> None: ...
     def adds_up_locally(self, unit: Unit, group: ParamGroup) -> bool: ...
-    def read_outside(self, unit: Unit) -> bool: ...
+    def read_on_demand(self, unit: Unit) -> bool: ...
     def weights_ready(self) -> Ticket: ...
     def forget_old_forwards(self) -> None: ...
     def stage_anew(self) -> None: ...
@@ -394,7 +394,7 @@ class Unit:
         for ticket in self._reduced.values():
             ticket.wait()
         for group in self.groups:
-            group.home.wait_in()
+            group.memory.wait_for_copies_in()
 
     def _make_grads(self, group: ParamGroup) -> None:
         if group.grads.flat is None:

@@ -96,7 +96,7 @@ class WholeMatrices:
         self._owners = [[-1] * len(several) for several in shapes]  # -1: every rank iterates it
         if group.keeps_all:
             return
-        load = [0] * group.kept.world
+        load = [0] * group.shard_layout.world
         places = [(min(s) * s.numel(), k, n) for k, several in enumerate(shapes) for n, s in enumerate(several)]
         for products, k, n in sorted(places, key=lambda place: -place[0]):  # the largest first
             self._owners[k][n] = rank = load.index(min(load))
@@ -207,7 +207,8 @@ def _ahead(optimizer: Muon, shard: ShardedParameter, held: Mapping[str, Any]) ->
 
 
 def _step(optimizer: Muon, group: ParamGroup, shards: Sequence[ShardedParameter], held: Mapping[str, Any]) -> None:
-    here, matrices = group.kept.slices(group.position), WholeMatrices(group, [shard.position for shard in shards])
+    here = group.shard_layout.slices(group.position)
+    matrices = WholeMatrices(group, [shard.position for shard in shards])
     whole, parts = _buffers[optimizer][id(group.groups)]
     whole, parts = whole[: group.layout.total], parts[: group.main.numel()]
     mine = matrices.mine(whole)

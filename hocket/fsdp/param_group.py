@@ -37,14 +37,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from hocket.fsdp.dtensors import over
 from hocket.fsdp.layout import FlatLayout
 from hocket.fsdp.members import Member
 from hocket.fsdp.options import Offload, Precision
 from hocket.fsdp.part import Ask, How, Part, Place
-from hocket.fsdp.shard_grads import Home, LocalSum, ShardGrads, Uses, zero_others
+from hocket.fsdp.shard_grads import LocalSum, ShardGrads, ShardMemory, Usage, zero_others
 from hocket.fsdp.shard_groups import ShardGroups
 from hocket.fsdp.sharded_parameter import ShardedParameter
-from hocket.fsdp.spread import over
 from hocket.layers.slices import Span
 from hocket.runtime.transports import Pending
 
@@ -67,7 +67,8 @@ class ParamGroup:
     ) -> None:
         assert members
         param = members[0].param
-        self.members, self.groups, self.device, self.home = tuple(members), groups, device, Home(device, offload)
+        self.members, self.groups, self.device = tuple(members), groups, device
+        self.memory = ShardMemory(device, offload)
         self.trainable = param.requires_grad
         self.formats = precision.of(param.dtype)
         self.divide = groups.divide
@@ -76,20 +77,21 @@ class ParamGroup:
         parts = outer.size if groups.outer_shards else 1
         shapes = [(one.name, tuple(one.param.shape)) for one in members]
         shared = FlatLayout.build(shapes, inner.size * parts * groups.alike)
-        self.kept = shared.joined(groups.alike)
+        self.shard_layout = shared.joined(groups.alike)
         """Which elements are this rank's to update: shard number `position`."""
         self.position = inner.rank * parts + (outer.rank if groups.outer_shards else 0)
-        self.layout = self.kept.joined(parts)
+        self.layout = self.shard_layout.joined(parts)
         """Which elements are in this rank's `weight`."""
 
-        self.main = self.home.zeros(self.kept.shard, self.formats.main)
-        apart = groups.outer_shards or self.home.away or (self.whole and self.formats.main != self.formats.compute)
+        self.main = self.memory.zeros(self.shard_layout.shard, self.formats.main)
+        apart = groups.outer_shards or self.memory.on_host or (self.whole and self.formats.main != self.formats.compute)
         self.weight = (
-            self.home.zeros(self.layout.shard, self.formats.compute, groups.outer_shards) if apart else self.main
+            self.memory.zeros(self.layout.shard, self.formats.compute, groups.outer_shards) if apart else self.main
         )
         """What is gathered, or what parameters are bound to: `main`, or a copy of it where one is needed."""
+        ranges = self.shard_layout.slices(self.position)
         self.grads = ShardGrads(
-            self.kept.shard, self.formats.accumulate, self.formats.main, self.kept.slices(self.position), self.home
+            self.shard_layout.shard, self.formats.accumulate, self.formats.main, ranges, self.memory
         )
         self._partial = self._new_partial() if self.trainable else None
         self.settle: Callable[[], None] = lambda: None
@@ -108,7 +110,7 @@ class ParamGroup:
         self._said = 0  # how often somebody said that main has changed
         self._seen = -1, -1  # the edition of main at the last refresh
         self._learns = [self.trainable] * len(members)  # what is trained now
-        self.uses = Uses(self._learns)
+        self.usage = Usage(self._learns)
         self._has = [False] * len(members)  # whether main_grad holds a gradient of the member
         self._partial_has = [True] * len(members)  # False: partial holds something that was forgotten
         self._summed = True  # whether partial is the same on all replicas
@@ -121,9 +123,9 @@ class ParamGroup:
 
     def _make_shards(self) -> list[ShardedParameter]:
         shards = []
-        for i, (member, here) in enumerate(zip(self.members, self.kept.slices(self.position), strict=True)):
+        for i, (member, here) in enumerate(zip(self.members, self.shard_layout.slices(self.position), strict=True)):
             shard = ShardedParameter(self.main[here], self.trainable)
-            local = self.kept.local(member.name, self.position)
+            local = self.shard_layout.local(member.name, self.position)
             shard.full_name, shard.full_shape, shard.position = member.name, member.shape, i
             shard.span = member.span(local.lo, local.hi)
             shard.join(self)
@@ -149,14 +151,14 @@ class ParamGroup:
     def _place_of(self, shard: ShardedParameter) -> Place | None:
         if self._ask is None or self.keeps_all:
             return None
-        group, spread = weakref.ref(self), self.members[shard.position].spread
+        group, dtensor = weakref.ref(self), self.members[shard.position].dtensor
 
         def ask(value: Tensor, how: How) -> None:
             mine = group()
             if mine is not None and mine._ask is not None:
                 mine._ask(value, how)
-            if spread is not None and spread.part is not None:
-                over(spread.mesh, value, how)
+            if dtensor is not None and dtensor.part is not None:
+                over(dtensor.mesh, value, how)
 
         return Place(shard.full_name, shard.span, ask)
 
@@ -192,17 +194,17 @@ class ParamGroup:
     @property
     def whole(self) -> bool:
         """Whether the weights lie whole in `weight`, on the device, and there is nothing to gather."""
-        return self.layout.world == 1 and not self.home.away
+        return self.layout.world == 1 and not self.memory.on_host
 
     @functools.cached_property
     def is_divided(self) -> bool:
         """Whether tensor-parallel ranks have other parts of its parameters."""
-        return any(member.spread is not None for member in self.members)
+        return any(member.dtensor is not None for member in self.members)
 
     @property
     def keeps_all(self) -> bool:
         """Whether this rank updates whole parameters, not a part of them."""
-        return self.kept.world == 1 and not self.is_divided
+        return self.shard_layout.world == 1 and not self.is_divided
 
     @property
     def nbytes(self) -> int:
@@ -255,10 +257,10 @@ class ParamGroup:
         self._seen = self.edition
         if not self.groups.outer_shards:
             if self.weight is not self.main and not written:
-                self.home.wait_out()
+                self.memory.wait_for_copies_out()
                 self.weight.copy_(self.main)
             return None
-        mine = self.home.on_device(self.main, self.formats.compute)
+        mine = self.memory.on_device(self.main, self.formats.compute)
         self._refreshing = self.groups.outer_gather.all_gather(self.weight, mine)
         return self._refreshing.then(lambda: mine.numel())
 
@@ -266,7 +268,7 @@ class ParamGroup:
         """Fill `flat[:total]` with the weights of all ranks."""
         self._refreshing.wait()
         mine = flat[self.layout.shard * self.groups.gather.rank :][: self.layout.shard]
-        self.home.copy_out(self.weight, mine)
+        self.memory.copy_to_device(self.weight, mine)
         return self.groups.gather.all_gather(flat[: self.layout.total], mine)
 
     # Gradients on their way
@@ -312,7 +314,7 @@ class ParamGroup:
             self._has = self._have_now()
         self._summed = False
         call = self.groups.reduce.all_sum if self.groups.alike > 1 else self.groups.reduce.reduce_sum
-        self._reducing = self.home.reduced(self.partial, add, lambda to, add: call(flat, to, 1.0 / self.divide, add))
+        self._reducing = self.memory.reduced(self.partial, add, lambda to, add: call(flat, to, 1.0 / self.divide, add))
         return self._reducing
 
     def begin_sum(self) -> None:
@@ -333,7 +335,7 @@ class ParamGroup:
             return Pending()
         self._summed = True
         if not self.groups.outer_shards:
-            self._outer = self.home.reduced(self.partial, True, lambda into, _: self.groups.outer.all_reduce(into))
+            self._outer = self.memory.reduced(self.partial, True, lambda into, _: self.groups.outer.all_reduce(into))
             return self._outer
         add = self.has_grad
         if add:
@@ -343,7 +345,7 @@ class ParamGroup:
         self._has = [before or new for before, new in zip(self._has, new, strict=True)]
         self._make_room_in_partial()
         outer, partial = self.groups.outer, self.partial
-        adding = self.home.reduced(self.main_grad, add, lambda to, add: outer.reduce_sum(partial, to, 1.0, add))
+        adding = self.memory.reduced(self.main_grad, add, lambda to, add: outer.reduce_sum(partial, to, 1.0, add))
         self._outer = adding.then(partial.zero_)
         return self._outer
 
@@ -355,8 +357,8 @@ class ParamGroup:
         """Have `main_grad` hold what readers see, and zeros for the gradients that were forgotten."""
         self.grads.take_back()
         if not all(self._has):
-            self.home.wait_in()
-        zero_others(self.main_grad, self.kept.slices(self.position), self._has)
+            self.memory.wait_for_copies_in()
+        zero_others(self.main_grad, self.shard_layout.slices(self.position), self._has)
 
     def _make_room_in_partial(self) -> None:
         """Where partial is not the gradient itself: zero what was forgotten between two reductions of one step."""
@@ -373,7 +375,7 @@ class ParamGroup:
     def grad_of(self, index: int) -> Tensor | None:
         """What `shards[index].grad` is."""
         self.settle()
-        if not self.trainable or not self._has[index] or self.uses.by_nobody(index):
+        if not self.trainable or not self._has[index] or self.usage.unused_by_all(index):
             return None
         view, place = self.grads.views()[index], self.shards[index].place
         if place is None:
@@ -386,7 +388,7 @@ class ParamGroup:
         """What setting `shards[index].grad` to None does: the next reduction overwrites it."""
         self._has[index] = self._partial_has[index] = False
         self.local.forget(index)
-        self.uses.forget(index)
+        self.usage.forget(index)
         if not self.has_grad:
             self._let_go()
 
@@ -409,12 +411,12 @@ class ParamGroup:
             if view.data_ptr() != value.data_ptr() or view.dtype != value.dtype:
                 view.copy_(value)
         self._has[index] = True
-        self.uses.add(index)
+        self.usage.add(index)
 
     def forget_gradients(self) -> None:
         """Forget all gradients, also those that are not reduced yet."""
         for index in range(len(self.members)):
-            self.uses.forget(index)
+            self.usage.forget(index)
         self._reducing = self._outer = Pending()
         self._has = [False] * len(self.members)
         self._partial_has = [True] * len(self.members)

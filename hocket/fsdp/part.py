@@ -86,9 +86,9 @@ def over_ranks(value: Tensor, how: How, place: Place) -> Tensor:
     """One number over the ranks."""
     if value.is_complex():
         return torch.complex(over_ranks(value.real, how, place), over_ranks(value.imag, how, place))
-    asked = value.double().reshape(1).clone()
-    place.ask(asked, how)
-    return asked.squeeze(0).to(value.device)
+    total = value.double().reshape(1).clone()
+    place.ask(total, how)
+    return total.squeeze(0).to(value.device)
 
 
 def whole_of(x: Tensor, place: Place) -> Tensor:

@@ -38,8 +38,8 @@ from weakref import WeakSet
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from hocket.fsdp.dtensors import ranks_of
 from hocket.fsdp.param_group import ParamGroup
-from hocket.fsdp.spread import ranks_of
 
 ASK_AFTER = 1.0
 """Seconds without everybody's count until a rank asks; and between looks of the thread that answers."""
@@ -144,7 +144,7 @@ LONGEST_PAUSE = 5e-3
 """Seconds between two looks at what others have written."""
 
 
-class Unused:
+class UnusedGradients:
     """What the ranks of one model leave out. See Note: [Gradients that nobody has]."""
 
     def __init__(self, order: SameOrder | None, model: str) -> None:
@@ -155,7 +155,7 @@ class Unused:
 
     def about_to_send(self, group: ParamGroup, written: Sequence[bool]) -> None:
         """A reduction is issued next, to which this rank contributes gradients of the members that are `written`."""
-        self._left_out[group.members[0].name] = group.uses.send(written)
+        self._left_out[group.members[0].name] = group.usage.send(written)
         self._sent = True
 
     def all_sent(self) -> None:
@@ -170,20 +170,20 @@ class Unused:
 
     def find(self, groups: Sequence[ParamGroup]) -> None:
         """Find out which members of some groups nobody has used. Raises ValueError if a rank stays behind."""
-        asking = [group for group in groups if not group.uses.known]
+        asking = [group for group in groups if not group.usage.known]
         if self._order is None or not asking:
             for group in asking:
-                group.uses.answer(group.uses.left_out)
+                group.usage.answer(group.usage.left_out)
             return
         self.all_sent()
         others = [rank for rank in self._order.ranks if rank != self._order.rank]
         told = self._hear(self._order, others)
         for group in asking:
-            nobody = set(group.uses.left_out)
+            nobody = set(group.usage.left_out)
             for rank in group.groups.holders if group.groups.part[1] == 1 and not group.is_divided else others:
                 if rank in told:
                     nobody &= set(told[rank].get(group.members[0].name, ()))
-            group.uses.answer(nobody)
+            group.usage.answer(nobody)
 
     def _hear(self, order: SameOrder, others: Sequence[int]) -> dict[int, dict[str, list[int]]]:
         """What other ranks have left out, by group, up to the end of this rank's last backward."""

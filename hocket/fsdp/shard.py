@@ -19,7 +19,8 @@ from torch.optim.optimizer import Optimizer
 
 from hocket.fsdp import hooks
 from hocket.fsdp.checks import IGNORED, Fingerprints, refuse_foreign, refuse_strange, refuse_uncalled, take_first_rank
-from hocket.fsdp.fsdp2 import Asked, FSDPModule, Place
+from hocket.fsdp.dtensors import mesh_of, refuse_overlap
+from hocket.fsdp.fsdp2 import FSDPModule, Place, ShardRequest
 from hocket.fsdp.members import (
     UNIT,
     Member,
@@ -39,7 +40,6 @@ from hocket.fsdp.options import Formats, Precision, Prefetch, ShardOptions, Unit
 from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.same_order import order_over
 from hocket.fsdp.shard_groups import Placement, shard_groups_for
-from hocket.fsdp.spread import mesh_of, refuse_overlap
 from hocket.fsdp.torch_functions import install
 from hocket.runtime.weights import set_sink, sink_of
 
@@ -160,17 +160,17 @@ checked: WeakSet[Optimizer] = WeakSet()
 install(contexts)
 
 
-def shard_model(module: nn.Module, units: Rule, asked: Asked) -> ShardContext:
+def shard_model(module: nn.Module, units: Rule, request: ShardRequest) -> ShardContext:
     """Shard a whole model in one call."""
     refuse_nested(module, nested_in([module]), around=False)
     refuse_foreign(module, ())
-    params = _params(module, asked)
+    params = _params(module, request)
     refuse_strange(module, params)
-    buckets = make_buckets(module, units, parse_bucket(asked.options.bucket), asked.precision)
-    return _shard(module, [module], buckets, params, [], asked)
+    buckets = make_buckets(module, units, parse_bucket(request.options.bucket), request.precision)
+    return _shard(module, [module], buckets, params, [], request)
 
 
-def shard_one(modules: Sequence[nn.Module], asked: Asked) -> ShardContext:
+def shard_one(modules: Sequence[nn.Module], request: ShardRequest) -> ShardContext:
     """Make one unit of what modules hold outside of the units in them, and one model of all of these."""
     nested = nested_in(modules)
     for module in modules:
@@ -178,17 +178,17 @@ def shard_one(modules: Sequence[nn.Module], asked: Asked) -> ShardContext:
         refuse_nested(module, nested_in([module]), around=True)
     tree = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
     refuse_foreign(tree, {id(param) for context in nested for unit in context.units for param in unit.parameters})
-    params = _params(tree, asked)
+    params = _params(tree, request)
     if params or not nested:
         refuse_strange(tree, params)
-    if asked.options.device is not None:
-        _move_buffers(modules, torch.device(asked.options.device))
-    return _shard(tree, modules, [], params, nested, asked)
+    if request.options.device is not None:
+        _move_buffers(modules, torch.device(request.options.device))
+    return _shard(tree, modules, [], params, nested, request)
 
 
-def _params(tree: nn.Module, asked: Asked) -> list[Member]:
+def _params(tree: nn.Module, request: ShardRequest) -> list[Member]:
     """What is to be sharded. Parameters that are to stay as they are get a mark."""
-    ignored = {id(param) for param in asked.ignored}
+    ignored = {id(param) for param in request.ignored}
     params = found_parameters(tree)
     for found in params:
         if id(found.param) in ignored:
@@ -202,42 +202,42 @@ def _shard(
     buckets: Sequence[Sequence[Named]],
     params: Sequence[Member],
     nested: Sequence[ShardContext],
-    asked: Asked,
+    request: ShardRequest,
 ) -> ShardContext:
     """Units of what the buckets hold, and one of the rest of a tree, which is that of `modules`."""
-    options, strategy = asked.options, asked.strategy
+    options, strategy = request.options, request.strategy
     policy = policy_of(strategy, options.staging)
-    device = _device(params, options, asked.nests) if params else nested[0].device
+    device = _device(params, options, request.nests) if params else nested[0].device
     _refuse_pinned(options, device)
-    placements, default = _placements(params, asked.place), Placement(asked.mesh, options.divide)
-    _refuse_divided(params, placements, default, nested, late=asked.nests)
+    placements, default = _placements(params, request.place), Placement(request.mesh, options.divide)
+    _refuse_divided(params, placements, default, nested, late=request.nests)
     everyone = shard_groups_for(default, strategy, options, device)
     owned = assign(tree, [one for bucket in buckets for _, one in bucket], params)
     made, fingerprints = list[Unit](), Fingerprints()
     for bucket in [None, *buckets]:
         members = [found for one in ([tree] if bucket is None else [one for _, one in bucket]) for found in owned[one]]
-        mine = materialize(members, device, options, late=asked.nests)
-        valueless = {new.param for old, new in zip(members, mine, strict=True) if old.param.is_meta and asked.nests}
+        mine = materialize(members, device, options, late=request.nests)
+        valueless = {new.param for old, new in zip(members, mine, strict=True) if old.param.is_meta and request.nests}
         groups = []
-        for (place, *_), alike in _alike(mine, placements, default, asked.precision).items():
+        for (place, *_), alike in _alike(mine, placements, default, request.precision).items():
             where = shard_groups_for(place, strategy, options, device)
             here = [member for member in alike if member.param not in valueless]
-            if asked.first_rank:
+            if request.first_rank:
                 take_first_rank([member.param for member in here], where, device)
             fingerprints.add(here, where, device)
-            groups.append(ParamGroup(alike, where, asked.precision, device, options.offload))
+            groups.append(ParamGroup(alike, where, request.precision, device, options.offload))
             groups[-1].late = groups[-1].valueless = len(here) < len(alike)
-        made.append(_unit(bucket or [("", one) for one in modules], groups, asked.unit))
+        made.append(_unit(bucket or [("", one) for one in modules], groups, request.unit))
         for old, new in zip(members, mine, strict=True):
             if old.param.is_meta:  # its value lies in the shards: a model that fits no GPU is made unit by unit
                 new.param.untyped_storage().resize_(0)
-    if asked.first_rank:
+    if request.first_rank:
         take_first_rank([x for one in modules for x in one.buffers() if not x.is_meta], everyone, device)
     fingerprints.compare()
     contexts.difference_update(nested)
     units = [*made, *take_over(tree, nested)] if nested else made
-    order = order_over(asked.mesh) if options.transport != "null" else None
-    context = ShardContext(units, policy, Prefetch.parse(options.prefetch), everyone, device, order, asked.nests)
+    order = order_over(request.mesh) if options.transport != "null" else None
+    context = ShardContext(units, policy, Prefetch.parse(options.prefetch), everyone, device, order, request.nests)
     _install(context, made, manual=options.driver == "manual")
     return context
 
@@ -265,17 +265,17 @@ def _refuse_divided(
     late: bool,
 ) -> None:
     """Refuse DTensors that can't be sharded where they are to go."""
-    mesh_of([(one.name, one.spread) for one in params], [context.tensor_mesh for context in nested])
+    mesh_of([(one.name, one.dtensor) for one in params], [context.tensor_mesh for context in nested])
     for one in (m for context in nested for group in context.param_groups for m in group.members):
-        if one.spread is not None and one.spread.part is None:
-            refuse_overlap(one.name, one.spread, default.mesh)
-    for name, spread, param in ((one.name, one.spread, one.param) for one in params):
-        if spread is None:
+        if one.dtensor is not None and one.dtensor.part is None:
+            refuse_overlap(one.name, one.dtensor, default.mesh)
+    for name, layout, param in ((one.name, one.dtensor, one.param) for one in params):
+        if layout is None:
             continue
         place = placements[name] or default
-        refuse_overlap(name, spread, place.mesh)
-        if spread.part is None:  # of experts each rank must have others
-            refuse_overlap(name, spread, default.mesh)
+        refuse_overlap(name, layout, place.mesh)
+        if layout.part is None:  # of experts each rank must have others
+            refuse_overlap(name, layout, default.mesh)
         if place.part[1] > 1:
             raise ValueError(
                 f"parameter {name} is a DTensor, and place says that it is part {place.part} of one: give one of both"
@@ -314,8 +314,8 @@ def _install(context: ShardContext, made: Sequence[Unit], manual: bool) -> None:
     for unit in made:
         for group in unit.groups:
             for member, shard in zip(group.members, group.shards, strict=True):
-                shard.read_outside = _reader(unit, member)
-                if member.spread is not None and (given := member.given) is not None:
+                shard.read_on_demand = _reader(unit, member)
+                if member.dtensor is not None and (given := member.given) is not None:
                     set_sink(given, _never)  # a mark: optimizers that were built too early hold it
                 for owner, key in member.owners:
                     dict.__setitem__(owner._parameters, key, shard)  # of a module with another shard it refuses
@@ -340,7 +340,7 @@ def _unseen(param: nn.Parameter) -> None:
 
 
 def _reader(unit: Unit, member: Member) -> Callable[[], Tensor | None]:
-    return lambda: member.shown() if unit.context.read_outside(unit) else None
+    return lambda: member.shown() if unit.context.read_on_demand(unit) else None
 
 
 def _device(params: Sequence[Member], options: ShardOptions, nests: bool) -> torch.device:

@@ -12,7 +12,7 @@ one gathers and adds up (`weight` and `partial`) stays on the device, and crosse
 
 The host goes on while copies run, and there are two things that it must not do meanwhile. It must not change what is
 still being copied out: so that is `weight`, which only `refresh` writes, and `main` may change at any time. And it must
-not read what has not arrived: so who reads gradients waits for their copies (`wait_in`). A gradient
+not read what has not arrived: so who reads gradients waits for their copies (`wait_for_copies_in`). A gradient
 that is added to one of an earlier microbatch meets it on the device, where that is copied first, so that no host waits.
 """
 
@@ -33,16 +33,16 @@ from hocket.runtime.weights import put
 CPU = torch.device("cpu")
 
 
-class Home:
+class ShardMemory:
     """Memory for what a rank keeps of a group, and the copies between it and the device that computes."""
 
     def __init__(self, device: torch.device, offload: Offload = "none") -> None:
         self.device = device
-        self.away = offload != "none"
+        self.on_host = offload != "none"
         """Whether it is the host's memory, also of a device that is the host."""
-        self._where = CPU if self.away else device
+        self._where = CPU if self.on_host else device
         self._pinned = offload == "pinned"
-        self._crosses = self.away and device.type == "cuda"
+        self._crosses = self.on_host and device.type == "cuda"
         self._out, self._in = (HostEvent(device if self._crosses else CPU) for _ in range(2))
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -55,31 +55,31 @@ class Home:
             return torch.zeros(numel, dtype=dtype, device=self.device)
         return self.empty(numel, dtype).zero_()
 
-    def copy_out(self, kept: Tensor, into: Tensor) -> None:
+    def copy_to_device(self, kept: Tensor, into: Tensor) -> None:
         """Copy to the device, on the current stream."""
         into.copy_(kept, non_blocking=self._crosses)
         self._out.record()
 
     def on_device(self, kept: Tensor, dtype: torch.dtype) -> Tensor:
         """A copy on the device in another dtype, made on the current stream; `kept` may change at once."""
-        if not self.away:
+        if not self.on_host:
             return kept.to(dtype)
         cast = self.empty(kept.numel(), dtype).copy_(kept)  # pinned memory goes only when it has been read
         into = torch.empty_like(cast, device=self.device, pin_memory=False)
-        self.copy_out(cast, into)
+        self.copy_to_device(cast, into)
         return into
 
-    def wait_out(self) -> None:
+    def wait_for_copies_out(self) -> None:
         """Have the host wait until what it has copied out has been read."""
         self._out.synchronize()
 
-    def wait_in(self) -> None:
+    def wait_for_copies_in(self) -> None:
         """Have the host wait until what was copied in is here."""
         self._in.synchronize()
 
     def reduced(self, kept: Tensor, add: bool, reduce: Callable[[Tensor, bool], Pending]) -> Pending:
         """Have `reduce(into, add)` write to `kept`, or add to it: by way of the device, if it lies elsewhere."""
-        if not self.away:
+        if not self.on_host:
             return reduce(kept, add)
         into = torch.empty_like(kept, device=self.device, pin_memory=False)
         if add:
@@ -153,9 +153,9 @@ class ShardGrads:
     """
 
     def __init__(
-        self, numel: int, dtype: torch.dtype, readable: torch.dtype, ranges: Sequence[slice], home: Home
+        self, numel: int, dtype: torch.dtype, readable: torch.dtype, ranges: Sequence[slice], shard_memory: ShardMemory
     ) -> None:
-        self._numel, self._dtype, self._readable, self._home = numel, dtype, readable, home
+        self._numel, self._dtype, self._readable, self._shard_memory = numel, dtype, readable, shard_memory
         self._ranges = ranges
         self.flat: Tensor | None = None
         """All of them, in the dtype in which they are added up."""
@@ -182,7 +182,7 @@ class ShardGrads:
 
     def _new(self, dtype: torch.dtype) -> Tensor:
         with torch.inference_mode(False):  # where gradients may be read, and must be writable afterwards
-            return self._home.empty(self._numel, dtype)
+            return self._shard_memory.empty(self._numel, dtype)
 
     def let_go(self) -> None:
         """Give the memory back, unless it stays."""
@@ -226,7 +226,7 @@ def zero_others(flat: Tensor, ranges: Sequence[slice], keep: Sequence[bool]) -> 
             flat[here].zero_()
 
 
-class Uses:
+class Usage:
     """To which gradients of a group ranks have contributed since they were forgotten.
 
     Before the first `send`, and where nobody calls it, all count as used. See Note: [Gradients that nobody has].
@@ -257,7 +257,7 @@ class Uses:
         """Nobody has used these."""
         self._nobody = set(nobody)
 
-    def by_nobody(self, index: int) -> bool:
+    def unused_by_all(self, index: int) -> bool:
         """Whether it is known that no rank has used a member."""
         if index not in self.left_out:
             return False

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hocket.config import COPIED
+from hocket.fsdp.dtensors import over, ranks_of
 from hocket.fsdp.options import ShardOptions, ShardTransport
-from hocket.fsdp.spread import over, ranks_of
 from hocket.program.mesh import Purpose
 from hocket.runtime.comm import Group, TransportName, make_group
 from hocket.runtime.trial import LIMIT, why_no_copies
@@ -184,7 +184,7 @@ def _transport(name: ShardTransport, device: torch.device, mine: Ranks) -> tuple
 def why_not_copies(mine: Ranks, device: torch.device) -> str:
     """Why copy engines cannot serve all such lists of ranks, of which this rank is in `mine`; empty if they can.
 
-    All ranks call it together the first time. Asked again, a rank asks nobody.
+    All ranks call it together the first time. ShardRequest again, a rank asks nobody.
     """
     world = dist.group.WORLD
     for old in [old for old in _tried if old[0] is not world]:

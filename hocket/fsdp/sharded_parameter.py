@@ -63,7 +63,7 @@ class ShardedParameter(WholeSize, nn.Parameter):  # pyrefly: ignore[inconsistent
     """Which of its elements are here."""
     position: int
     """Index of the member in its group."""
-    read_outside: Callable[[], Tensor | None] | None
+    read_on_demand: Callable[[], Tensor | None] | None
     """What stands for it when it is read as an attribute of its module; None is itself."""
     place: Place | None
     """Of its elements, where other ranks have others. See Note: [A part knows its whole]."""
@@ -78,7 +78,7 @@ class ShardedParameter(WholeSize, nn.Parameter):  # pyrefly: ignore[inconsistent
     def __new__(cls, data: Tensor, requires_grad: bool = True) -> ShardedParameter:
         """Share the memory and the version counter of `data`."""
         shard = torch.Tensor._make_subclass(cls, data, requires_grad)
-        shard._group, shard.read_outside, shard.place = None, None, None
+        shard._group, shard.read_on_demand, shard.place = None, None, None
         return shard
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:

@@ -25,13 +25,13 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hocket.fsdp.checks import UNIT, refuse_early
+from hocket.fsdp.dtensors import copies
 from hocket.fsdp.muon import collect
 from hocket.fsdp.part import plain
-from hocket.fsdp.saving.kept import FlatTensor, Inventory
+from hocket.fsdp.saving.inventory import FlatTensor, Inventory
 from hocket.fsdp.saving.state import load_model_state, load_optimizer_state, model_state, optimizer_state, split
 from hocket.fsdp.shard_grads import powers_of, squares_of
 from hocket.fsdp.sharded_parameter import ShardedParameter
-from hocket.fsdp.spread import copies
 from hocket.runtime.world import of_rank, take_from_first_rank
 
 if TYPE_CHECKING:
@@ -255,7 +255,7 @@ class _Sent(NamedTuple):
 def _all_from_first_rank(context: ShardContext, state: Any) -> dict[str, Any]:
     """What the first rank has of an optimizer's state; one tensor at a time is whole here beside the others' parts."""
     own = Inventory(context)
-    known = {**{name: name for name in own.kept}, **own.others}
+    known = {**{name: name for name in own.shards}, **own.others}
 
     def told(value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -278,7 +278,7 @@ def _all_from_first_rank(context: ShardContext, state: Any) -> dict[str, Any]:
         if mine is not None:
             whole.copy_(mine)
         take_from_first_rank(whole)
-        one = own.kept.get(known.get(name, ""))
+        one = own.shards.get(known.get(name, ""))
         return whole if one is None or one.shape != whole.shape else one.tensor(one.part_of(whole).clone())
 
     return taken(of_rank(told(state)), state if dist.get_rank() == 0 else None, "")

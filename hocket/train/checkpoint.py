@@ -35,10 +35,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from hocket.config import LABELS, TrainConfig
 from hocket.files import inside
 from hocket.fsdp.saving import background
+from hocket.fsdp.saving.atomic_folder import FILES, AtomicFolder, checksum, clean_up, free, remove, shown, sync
 from hocket.fsdp.saving.background import Saving
 from hocket.fsdp.saving.checkpoint import METADATA, CheckpointWriter, HarmlessPlanner, HarmlessReader, run_dcp
-from hocket.fsdp.saving.kept import FlatTensor
-from hocket.fsdp.saving.whole import FILES, WholeFolder, checksum, clean_up, free, remove, shown, sync
+from hocket.fsdp.saving.inventory import FlatTensor
 from hocket.layers.slices import Part, Span
 from hocket.resolve import Settings
 from hocket.runtime.world import by_first, everyone, rank_and_world
@@ -363,8 +363,8 @@ def save_behind(settings: Settings, moment: Moment, groups: Groups) -> Saving:
     return saving
 
 
-def _folder_of(settings: Settings, moment: Moment) -> WholeFolder:
-    return WholeFolder(checkpoints_of(settings) / name_of(moment.step))
+def _folder_of(settings: Settings, moment: Moment) -> AtomicFolder:
+    return AtomicFolder(checkpoints_of(settings) / name_of(moment.step))
 
 
 def _write(
@@ -407,7 +407,7 @@ def meta_of(settings: Settings, moment: Moment, sums: Iterable[Mapping[str, list
     })  # fmt: skip
 
 
-def _publish(folder: WholeFolder, meta: Mapping[str, Any], keep_best: int) -> None:
+def _publish(folder: AtomicFolder, meta: Mapping[str, Any], keep_best: int) -> None:
     """Make a written checkpoint the newest one, and name the best one. Runs on rank 0."""
     (folder.temporary / META).write_text(json.dumps(meta, indent=1))
     sync(folder.temporary / META)

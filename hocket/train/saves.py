@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hocket.config import TrainConfig
+from hocket.fsdp.saving.atomic_folder import free, shown
 from hocket.fsdp.saving.background import Saving, copied_bytes, wait_for_thread
-from hocket.fsdp.saving.whole import free, shown
 from hocket.resolve import Settings
 from hocket.runtime.world import by_first, everyone, rank_and_world, together
 from hocket.settings.schema import problem

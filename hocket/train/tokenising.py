@@ -29,7 +29,7 @@ import numpy as np
 
 from hocket.config import DataConfig
 from hocket.environment import cores
-from hocket.fsdp.saving.whole import sync
+from hocket.fsdp.saving.atomic_folder import sync
 from hocket.model.tokenizer import Tokenizer, known_tokenizer, load_tokenizer
 from hocket.settings.schema import problem, show
 from hocket.train.chat import Chats

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
-from hocket.fsdp.saving.kept import FlatTensor
+from hocket.fsdp.saving.inventory import FlatTensor
 from hocket.layers.slices import Span, boxes
 from tests.helpers.ranks import run_ranks
 

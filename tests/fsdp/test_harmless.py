@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 import hocket
+from hocket.fsdp.saving.atomic_folder import checksum
 from hocket.fsdp.saving.checkpoint import HarmlessPlanner, HarmlessReader, load, save
-from hocket.fsdp.saving.whole import checksum
 from hocket.train import checkpoint
 from hocket.train.checkpoint import CHECK, META, sealed
 from tests.test_checkpoint import groups, save_steps, settings_in

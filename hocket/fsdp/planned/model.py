@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hocket.fsdp.members import Member
 from hocket.fsdp.options import Precision
 from hocket.fsdp.param_group import ParamGroup
-from hocket.fsdp.planned.eights import Eights, EightUnit
+from hocket.fsdp.planned.fp8_weights import Fp8Unit, Fp8Weights
 from hocket.fsdp.planned.unit import PlannedUnit, Slots
 from hocket.fsdp.shard_groups import ShardGroups
 from hocket.layers.slices import TensorRank
@@ -56,7 +56,7 @@ class Stats:
 
 
 @dataclass(frozen=True)
-class Travels:
+class TransferFormats:
     """Formats in which numbers travel, where that is not the one that computes."""
 
     wire: torch.dtype | None = None
@@ -86,18 +86,18 @@ class PlannedModel:
         dtype: torch.dtype,
         device: torch.device,
         *,
-        travels: Travels | None = None,
+        transfer_formats: TransferFormats | None = None,
     ) -> None:
-        """`dtype` is what computes, and what travels where `travels` says nothing else."""
-        travels = travels or Travels()
-        wire, self._in_fp8 = travels.wire, travels.in_fp8
+        """`dtype` is what computes, and what transfer_formats where `transfer_formats` says nothing else."""
+        transfer_formats = transfer_formats or TransferFormats()
+        wire, self._in_fp8 = transfer_formats.wire, transfer_formats.in_fp8
         self.groups = groups
         self.tensors = TensorRank(groups.tp.rank, mesh.tp, mesh.sharing)
         self.device = device
         self._numbers, self._wire = _Numbers(dtype=dtype, device=device), wire or dtype
         self.held = False
         """Whether gradients stay where they are: a recorded step writes them there again (`engine/graphed.py`)."""
-        self._eights: list[Eights] = []
+        self._fp8: list[Fp8Weights] = []
         self.weight_slots: dict[UnitKind, Slots] = {}
         self.grad_slots: dict[UnitKind, Slots] = {}
         made: dict[UnitName, PlannedUnit] = {}
@@ -115,8 +115,8 @@ class PlannedModel:
             where = ShardGroups(gather, reduce, groups.replicas, alone, mesh.data, outer_shards=False, part=part)
             formats = Precision(compute=dtype, wire=wire)
             stored = {name: ParamGroup(params, where, formats, device) for name, params in units.items()}
-            eights = self._cast(stored, where)
-            self._allocate(stored, where, program, set(eights))
+            fp8 = self._cast(stored, where)
+            self._allocate(stored, where, program, set(fp8))
             for name, group in stored.items():
                 kind, _, layer = name
                 slots = self.weight_slots.get(kind), self.grad_slots.get(kind)
@@ -124,13 +124,13 @@ class PlannedModel:
                 adds = name in added and not (tied and not program.layout.apart)
                 made[name] = PlannedUnit(kind, layer, group, *slots, self.tensors, adds)
                 made[name].copies = 2 if tied and program.layout.apart else 1
-                if name in eights:
-                    made[name].gather_in_fp8(*eights[name])
+                if name in fp8:
+                    made[name].gather_in_fp8(*fp8[name])
         self.units = {name: unit for kind in UNITS for name, unit in made.items() if name[0] == kind}
 
     def _cast(
         self, stored: Mapping[UnitName, ParamGroup], where: ShardGroups
-    ) -> dict[UnitName, tuple[Eights, EightUnit]]:
+    ) -> dict[UnitName, tuple[Fp8Weights, Fp8Unit]]:
         """The units that are gathered in fp8."""
         wanted = self._in_fp8
         if wanted is None or where.gather.size == 1:
@@ -138,11 +138,11 @@ class PlannedModel:
         groups = {name: group for name, group in stored.items() if any(wanted(m.name) for m in group.members)}
         if not groups:
             return {}
-        self._eights.append(Eights(list(groups.values()), where.gather, wanted))
-        return {name: (self._eights[-1], unit) for name, unit in zip(groups, self._eights[-1].units, strict=True)}
+        self._fp8.append(Fp8Weights(list(groups.values()), where.gather, wanted))
+        return {name: (self._fp8[-1], unit) for name, unit in zip(groups, self._fp8[-1].units, strict=True)}
 
     def _allocate(
-        self, stored: Mapping[UnitName, ParamGroup], where: ShardGroups, program: Program, eights: Collection[UnitName]
+        self, stored: Mapping[UnitName, ParamGroup], where: ShardGroups, program: Program, fp8: Collection[UnitName]
     ) -> None:
         """Allocate all that two groups communicate: slots as long as the largest unit of a class."""
         gather, reduce = where.gather, where.reduce
@@ -151,15 +151,15 @@ class PlannedModel:
         for name, group in stored.items():
             kind, total = name[0], group.layout.total
             lengths[kind] = max(lengths.get(kind, 0), total)
-            gathered[kind] = max(gathered.get(kind, 0), total if name in eights else group.total_bytes)
+            gathered[kind] = max(gathered.get(kind, 0), total if name in fp8 else group.total_bytes)
         if not lengths:
             return
         if gather.size > 1:
             for kind, nbytes in gathered.items():
                 count, length = program.weight_slots.get(kind, 0), -(-nbytes // self._numbers["dtype"].itemsize)
                 assert count, f"the program has no weight slots for {kind} units, which {gather.size} ranks share"
-                eight = any(name[0] == kind for name in eights)
-                self.weight_slots[kind] = Slots(f"{kind} weight", count, length, **self._numbers, eight=eight)
+                gathers_fp8 = any(name[0] == kind for name in fp8)
+                self.weight_slots[kind] = Slots(f"{kind} weight", count, length, **self._numbers, fp8=gathers_fp8)
         if reduce.size == 1:  # Note: [Gradients that are collected]
             meet = program.layout.tied and not program.layout.apart
             lengths = {kind: length for kind, length in lengths.items() if kind == "embed" and meet}
@@ -186,8 +186,8 @@ class PlannedModel:
 
     def agree(self) -> None:
         """Cast what is gathered in fp8."""
-        for eights in self._eights:
-            eights.refresh()
+        for fp8 in self._fp8:
+            fp8.refresh()
 
     def forget_casts(self) -> None:
         """Before a step, for a recorded one must make its own: no replay would make those of an earlier one."""
@@ -250,7 +250,7 @@ class PlannedModel:
             weight_slot_bytes=sum(slots.nbytes for slots in self.weight_slots.values()),
             grad_slot_bytes=sum(slots.nbytes for slots in self.grad_slots.values()),
             shard_bytes=sum(unit.group.nbytes + unit.sum_bytes for unit in self.units.values())
-            + sum(eights.nbytes for eights in self._eights),
+            + sum(fp8.nbytes for fp8 in self._fp8),
         )
 
     def assert_clean(self) -> None:

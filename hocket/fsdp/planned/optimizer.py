@@ -17,9 +17,9 @@ rates of 0.9 and 0.95 (DeepSeek-AI 2024, section 3.3.3).
 Note: [Recorded updates]
 With `overlap.dp.update = next_step` a recorded step (`engine/graphed.py`) begins with the updates that the step before
 has left to it. A replay reads what the recording read: gradients where each step writes them, so their memory stays
-from the recording on; and `told`, which the end of each step writes. A replay updates every unit, whether or not its
-gradients wait for that. So where they were updated before, by `catch_up` in front of a validation or a checkpoint, or
-where none are there yet, `told` says that nothing is to be done.
+from the recording on; and `step_values`, which the end of each step writes. A replay updates every unit, whether or not
+its gradients wait for that. So where they were updated before, by `catch_up` in front of a validation or a checkpoint, or
+where none are there yet, `step_values` says that nothing is to be done.
 
 Note: [A step that is not taken]
 The norm of all gradients is there before any weight is updated, in the step or at the beginning of the next one, and
@@ -236,7 +236,7 @@ class PlannedMuon:
         done = self._under_way[unit].done if unit in self._under_way else ""
         for verb in WHOLE_MATRICES[WHOLE_MATRICES.index(done) + 1 if done else 0 :]:
             self.go_on(verb, unit, 0, verdict)
-        of, here = self._under_way.pop(unit), unit.group.kept.slices(unit.group.position)
+        of, here = self._under_way.pop(unit), unit.group.shard_layout.slices(unit.group.position)
         of.pending.wait()
         for i in self._kept(unit):
             self._move(self.momenta[unit.group.members[i].name][0], of.slot.parts[here[i]], verdict)
@@ -246,7 +246,7 @@ class PlannedMuon:
         return [i for i in self._whole[unit].taken if unit.group.shards[i].hi > unit.group.shards[i].lo]
 
     def _average(self, unit: PlannedUnit, mine: Tensor, verdict: Verdict) -> None:
-        here = unit.group.kept.slices(unit.group.position)
+        here = unit.group.shard_layout.slices(unit.group.position)
         for i in self._kept(unit):
             piece, momentum = self.momenta[unit.group.members[i].name]
             mine[here[i]] = self._averaged(piece.grad * verdict.factor.float(), momentum, verdict.skipped)
@@ -311,7 +311,7 @@ class _Run:
     @classmethod
     def of(cls, unit: PlannedUnit, pieces: Sequence[Piece], options: AdamWOptions) -> list[_Run]:
         """The runs of some pieces of a unit."""
-        places = unit.group.kept.slices(unit.group.position)
+        places = unit.group.shard_layout.slices(unit.group.position)
         alike: list[tuple[int, int, bool]] = []
         for piece in pieces:
             here, decays = places[piece.shard.position], options.decays(piece.name, piece.shape)
@@ -328,7 +328,7 @@ class _Run:
 
     def state(self, piece: Piece) -> PieceState:
         """What is kept of one of its pieces."""
-        place = self.unit.group.kept.slices(self.unit.group.position)[piece.shard.position]
+        place = self.unit.group.shard_layout.slices(self.unit.group.position)[piece.shard.position]
         here = slice(place.start - self.at.start, place.stop - self.at.start)
         return PieceState(piece, *(average[here] for average in self.averages))
 
@@ -354,7 +354,7 @@ class PlannedAdamW:
         """Updates made so far."""
         self._betas = torch.tensor(options.betas, dtype=torch.float64, device=model.device)
         self._verdict = Verdict(self.guard.skipped, self._betas.new_ones(()), options.lr)
-        self._told = self._betas.new_zeros(5)
+        self._step_values = self._betas.new_zeros(5)
         """What updates read on the device: see `kernels/adamw.py`. Always the same memory, which recorded ones read."""
         momenta = self.momenta
         self._runs: dict[PlannedUnit, list[_Run]] = {}
@@ -362,7 +362,7 @@ class PlannedAdamW:
         for unit in model.units.values():
             pieces = [piece for piece in unit.pieces() if piece.name not in momenta]
             self._runs[unit] = runs = _Run.of(unit, pieces, options)
-            places = unit.group.kept.slices(unit.group.position)
+            places = unit.group.shard_layout.slices(unit.group.position)
             for piece in pieces:
                 start = places[piece.shard.position].start
                 run = next(run for run in runs if run.at.start <= start < run.at.stop)
@@ -451,8 +451,8 @@ class PlannedAdamW:
         self._count += ~skipped
         corrections = 1 - self._betas**self._count
         decay = torch.full_like(factor, 1 - lr * self.options.weight_decay)
-        told = [factor, lr / corrections[0], corrections[1].sqrt(), skipped.double(), decay]
-        torch.stack(told, out=self._told)
+        step_values = [factor, lr / corrections[0], corrections[1].sqrt(), skipped.double(), decay]
+        torch.stack(step_values, out=self._step_values)
 
     def _step(self, unit: PlannedUnit) -> None:
         """Update one unit."""
@@ -462,7 +462,7 @@ class PlannedAdamW:
         fused, copy = usable(group.main), group.weight if group.whole and group.weight is not group.main else None
         for run in self._runs[unit]:
             main, grad = group.main[run.at], group.main_grad[run.at]
-            given = self._told, run.decays, (*self.options.betas, self.options.eps)
+            given = self._step_values, run.decays, (*self.options.betas, self.options.eps)
             if fused:
                 from hocket.kernels.adamw import adamw
 
@@ -495,13 +495,13 @@ class PlannedAdamW:
         for unit in sorted(units, key=lambda unit: muon is None or not muon.begun(unit)):  # begun ones have the slots
             self.update(unit)
         if units:
-            self._told[3].fill_(1)
+            self._step_values[3].fill_(1)
 
     def begin_recording(self) -> None:
         """Before a step is recorded: it makes the updates of the step before. See Note: [Recorded updates]."""
         units = self.model.units.values()
         if not all(unit.awaits_update for unit in units):
-            self._told[3].fill_(1)
+            self._step_values[3].fill_(1)
         for unit in units:
             unit.keep_grads()
 
@@ -521,12 +521,12 @@ def _adamw(
     main: Tensor,
     grad: Tensor,
     averages: tuple[Tensor, Tensor],
-    told: Tensor,
+    step_values: Tensor,
     decays: bool,
     rates: tuple[float, float, float],
 ) -> None:
     """What `kernels/adamw.py` does, in torch's operations, with the bits of torch's own AdamW on a CPU."""
-    factor, size, root, skipped, decay = told.tolist()
+    factor, size, root, skipped, decay = step_values.tolist()
     if skipped:
         return
     beta1, beta2, eps = rates

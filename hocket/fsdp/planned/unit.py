@@ -53,7 +53,7 @@ import torch
 from torch import Tensor
 
 from hocket.fsdp.param_group import ParamGroup
-from hocket.fsdp.planned.eights import Eights, EightUnit
+from hocket.fsdp.planned.fp8_weights import Fp8Unit, Fp8Weights
 from hocket.fsdp.sharded_parameter import ShardedParameter
 from hocket.layers.slices import ALONE, Part, TensorRank, part_of, sharers_of, take, whole_shape
 from hocket.program.ops import Unit as UnitKind
@@ -65,13 +65,13 @@ class Slots:
     """`count` flat buffers of `length` elements for one class of units. A unit uses the front of a slot."""
 
     def __init__(
-        self, name: str, count: int, length: int, dtype: torch.dtype, device: torch.device, eight: bool = False
+        self, name: str, count: int, length: int, dtype: torch.dtype, device: torch.device, fp8: bool = False
     ) -> None:
-        """With `eight`, what is in them at first are numbers in fp8."""
+        """With `fp8`, what is in them at first are numbers in fp8."""
         self.name = name
         # Normal numbers, so that a run without communication computes on something like weights.
         filled = torch.empty(count, length, dtype=dtype, device=device).normal_(std=0.02)
-        if eight:
+        if fp8:
             numbers = torch.empty(length * dtype.itemsize, dtype=dtype, device=device).normal_()
             filled.view(torch.uint8).copy_(numbers.to(torch.float8_e4m3fn).view(torch.uint8))
         # Each with versions of its own: a gather into one, by a thread of gloo, is no change of what lies in another.
@@ -147,7 +147,7 @@ class PlannedUnit:
         self.kind, self.layer, self.group, self.tensors = kind, layer, group, tensors
         self.weights = tuple(manage(member.param, member.name) for member in group.members)
         self._weight_slots, self._slots_of_grads, self._adds = weight_slots, grad_slots, adds
-        self._eights: tuple[Eights, EightUnit] | None = None
+        self._fp8: tuple[Fp8Weights, Fp8Unit] | None = None
         self.slot = -1
         """The weight slot that holds the gathered weights; -1 means that they are not gathered."""
         self.version = 0
@@ -201,10 +201,10 @@ class PlannedUnit:
 
     # Weights
 
-    def gather_in_fp8(self, eights: Eights, mine: EightUnit) -> None:
+    def gather_in_fp8(self, fp8: Fp8Weights, mine: Fp8Unit) -> None:
         """Gather what `mine` casts from now on."""
-        self._eights = eights, mine
-        eights.scale(self.weights, mine)
+        self._fp8 = fp8, mine
+        fp8.scale(self.weights, mine)
 
     def load(self, source: Callable[[str], Tensor]) -> None:
         """Take the initial weights: `source(name)` has the parameter's local shape, or that of the whole model."""
@@ -237,9 +237,9 @@ class PlannedUnit:
         assert self.slot < 0, f"{self} is gathered into slot {slot} while it is still in slot {self.slot}"
         slots.claim(slot, self)
         buffer = slots.buffers[slot]
-        if self._eights is not None:
-            eights, mine = self._eights
-            self._weight_views.setdefault(slot, mine.views(buffer, eights.kept))
+        if self._fp8 is not None:
+            fp8, mine = self._fp8
+            self._weight_views.setdefault(slot, mine.views(buffer, fp8.kept))
             self.gathering = mine.gather(buffer)
         else:
             if slot not in self._weight_views:

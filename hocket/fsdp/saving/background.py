@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hocket.fsdp.saving.kept import FlatTensor
+from hocket.fsdp.saving.inventory import FlatTensor
 from hocket.runtime.world import host_group
 
 TOUCHING = 8

@@ -47,8 +47,9 @@ from torch.futures import Future as TorchFuture
 from torch.optim import Optimizer
 
 from hocket.files import inside
+from hocket.fsdp.saving.atomic_folder import FILES, AtomicFolder, checksum, free, shown
 from hocket.fsdp.saving.background import save_behind, tell_all
-from hocket.fsdp.saving.kept import Inventory
+from hocket.fsdp.saving.inventory import Inventory
 from hocket.fsdp.saving.state import (
     EXTRA,
     differences,
@@ -62,7 +63,6 @@ from hocket.fsdp.saving.state import (
     room_for,
     split,
 )
-from hocket.fsdp.saving.whole import FILES, WholeFolder, checksum, free, shown
 from hocket.runtime.world import together
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ class CheckpointWriter(dcp.FileSystemWriter):
 
     def __init__(
         self,
-        folder: WholeFolder,
+        folder: AtomicFolder,
         others: Mapping[str, str] | None = None,
         *,
         publishes: bool = True,
@@ -410,7 +410,7 @@ class FittingPlanner(HarmlessPlanner):
         self._refuse(differences({name: stored[name] for name in wanted if name in stored}, wanted))
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         params = {self.own.name_of[id(param)] for group in groups for param in group["params"]}
-        known = {*self.own.kept, *self.own.others, *self.own.plain}, {*params, *self.own.others}
+        known = {*self.own.shards, *self.own.others, *self.own.plain}, {*params, *self.own.others}
         return replace(create_default_local_load_plan(self.state_dict, self.metadata), planner_data=known)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -505,10 +505,10 @@ def write_now_or_behind(
 ) -> Future[Path]:
     """Write a state dict, with `others` for further names of parameters, at once or in the thread that saves."""
     if behind:
-        writer = CheckpointWriter(WholeFolder(path), others)
+        writer = CheckpointWriter(AtomicFolder(path), others)
         return save_behind(path, state, lambda copied, own: write(copied, writer, own), group)
     done: Future[Path] = Future()
-    done.set_result(write(state, CheckpointWriter(WholeFolder(path), others), group))
+    done.set_result(write(state, CheckpointWriter(AtomicFolder(path), others), group))
     return done
 
 

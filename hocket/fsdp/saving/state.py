@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from hocket.fsdp.saving.kept import FlatTensor, Inventory, Kept
+from hocket.fsdp.saving.inventory import FlatTensor, Inventory, LocalShard
 
 if TYPE_CHECKING:
     from hocket.fsdp.module_context import ShardContext
@@ -52,7 +52,7 @@ def model_state(context: ShardContext | nn.Module) -> dict[str, Any]:
 
 def entries(own: Inventory) -> dict[str, Any]:
     """`model_state` of what has been looked at already."""
-    state: dict[str, Any] = {name: one.tensor(one.shard.to_local()) for name, one in own.kept.items()}
+    state: dict[str, Any] = {name: one.tensor(one.shard.to_local()) for name, one in own.shards.items()}
     for name, original in own.plain.items():
         value = own.state[original]
         state[name] = value.detach() if isinstance(value, Tensor) else value
@@ -71,7 +71,7 @@ def load_model_state(context: ShardContext | nn.Module, state: Mapping[str, Any]
     wrong = differences(found, entries(own))
     if wrong:
         raise ValueError(f"the state dict doesn't fit the {own.kind}: {wrong}")
-    for name, one in own.kept.items():
+    for name, one in own.shards.items():
         value, shard = one.part_of(found[name]), one.shard.to_local()
         if value.data_ptr() != shard.data_ptr() or value.dtype != shard.dtype:
             shard.copy_(value)
@@ -134,7 +134,7 @@ def optimizer_state(
     state: Values = {name: {} for name, _ in params}  # as torch has it for what was never updated
     for number, items in packed["state"].items():
         name, _ = params[number]
-        state[name] = {key: _wrapped(own.kept.get(name), key, value) for key, value in items.items()}
+        state[name] = {key: _wrapped(own.shards.get(name), key, value) for key, value in items.items()}
     groups = [{**group, "params": [params[n][0] for n in group["params"]]} for group in packed["param_groups"]]
     if not flatten:
         return {"state": state, "param_groups": groups}
@@ -159,7 +159,7 @@ def _numbered(own: Inventory, optimizer: Optimizer) -> list[tuple[str, nn.Parame
     return [(own.name_of[id(param)], param) for param in params]
 
 
-def _wrapped(one: Kept | None, key: str, value: Any) -> Any:
+def _wrapped(one: LocalShard | None, key: str, value: Any) -> Any:
     """A value of the optimizer's state as it is saved."""
     if one is None or not _has_tensors(value):
         return value
@@ -204,16 +204,16 @@ def optimizer_state_like(
     stored = metadata.state_dict_metadata
     found = {key: split(key.removeprefix(f"{prefix}."), known) for key in stored if key.startswith(f"{prefix}.")}
     shapes = [
-        (item, tuple(entry.size), own.kept[known[name]].shape)
+        (item, tuple(entry.size), own.shards[known[name]].shape)
         for key, (section, name, item) in found.items()
-        if section == "state" and known[name] in own.kept and isinstance(entry := stored[key], TensorStorageMetadata)
+        if section == "state" and known[name] in own.shards and isinstance(entry := stored[key], TensorStorageMetadata)
     ]
     elementwise = _elementwise(shapes)
     state: dict[str, Any] = {}
     for key, (section, name, item) in found.items():
         path = (metadata.planner_data or {}).get(key, (prefix, key.removeprefix(f"{prefix}.")))[1:]
         if section == "state":
-            one = own.kept.get(known[name]) if item in elementwise else None
+            one = own.shards.get(known[name]) if item in elementwise else None
             present = optimizer.state.get(params[known[name]], {}).get(item)
             put(state, path, room_for(stored[key], one, present, stored.get(f"{weights}.{name}")))
         elif name or path[0] == "param_groups":
@@ -244,7 +244,7 @@ def _elementwise(shapes: Iterable[tuple[str, tuple[int, ...], tuple[int, ...]]])
     return {key for key, same in alike.items() if same}
 
 
-def room_for(entry: Any, one: Kept | None = None, present: Any = None, weight: Any = None) -> Any:
+def room_for(entry: Any, one: LocalShard | None = None, present: Any = None, weight: Any = None) -> Any:
     """Where one entry of a checkpoint is loaded to: `present` if it fits, else something new.
 
     `one` is its parameter if the entry is elementwise, and `weight` the entry of that parameter.
@@ -290,10 +290,10 @@ def load_optimizer_state(context: ShardContext | nn.Module, optimizer: Optimizer
     params = _numbered(own, optimizer)
     values, settings = _by_name(own, state, {name for name, _ in params})
     shapes = [
-        (key, tuple(value.shape), own.kept[name].shape)
+        (key, tuple(value.shape), own.shards[name].shape)
         for name, items in values.items()
         for key, value in items.items()
-        if name in own.kept and isinstance(value, Tensor)
+        if name in own.shards and isinstance(value, Tensor)
     ]
     elementwise = _elementwise(shapes)
     groups, number = [], 0
@@ -303,7 +303,7 @@ def load_optimizer_state(context: ShardContext | nn.Module, optimizer: Optimizer
         groups.append({**group, **agreed, "params": numbers})
     packed = {}
     for n, (name, param) in enumerate(params):
-        one, present = own.kept.get(name), optimizer.state.get(param, {})
+        one, present = own.shards.get(name), optimizer.state.get(param, {})
         if items := values.get(name):
             packed[n] = {k: _unwrapped(one, v, k in elementwise, present.get(k)) for k, v in items.items()}
     _replace(optimizer, {"state": packed, "param_groups": groups})
@@ -324,7 +324,7 @@ def _replace(optimizer: Optimizer, state: dict[str, Any]) -> None:
             group[key] = tensor.copy_(torch.as_tensor(group[key]))
 
 
-def _unwrapped(one: Kept | None, value: Any, split: bool, present: Any) -> Any:
+def _unwrapped(one: LocalShard | None, value: Any, split: bool, present: Any) -> Any:
     """A value from a state dict as the optimizer has it; `split` if it is elementwise.
 
     Nothing is copied that the optimizer has already, or that was made to be loaded into.

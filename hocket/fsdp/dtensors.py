@@ -33,7 +33,7 @@ _TENSOR = "torch.distributed.tensor"
 
 
 @dataclass(frozen=True, eq=False)
-class Spread:
+class DTensorLayout:
     """How the ranks of a mesh of one axis divide a parameter."""
 
     given: weakref.ref[nn.Parameter]
@@ -56,7 +56,7 @@ class Spread:
             )
 
 
-def spread_of(name: str, param: nn.Parameter) -> tuple[nn.Parameter, Spread | None]:
+def dtensor_layout_of(name: str, param: nn.Parameter) -> tuple[nn.Parameter, DTensorLayout | None]:
     """A parameter as this rank has it, and how it is divided; as it is, if it is no DTensor.
 
     Raises ValueError for a DTensor in a layout that is not to be had.
@@ -85,17 +85,19 @@ def spread_of(name: str, param: nn.Parameter) -> tuple[nn.Parameter, Spread | No
             )
         part = Part(tuple(local.shape), dim, (mesh.get_local_rank() * length,))
     assert isinstance(placement, Shard | Replicate)
-    spread = Spread(weakref.ref(param), mesh, placement, param.shape, param.stride(), part)
-    return nn.Parameter(local, requires_grad=param.requires_grad), spread
+    layout = DTensorLayout(weakref.ref(param), mesh, placement, param.shape, param.stride(), part)
+    return nn.Parameter(local, requires_grad=param.requires_grad), layout
 
 
-def mesh_of(spreads: Iterable[tuple[str, Spread | None]], others: Sequence[DeviceMesh | None]) -> DeviceMesh | None:
-    """The mesh over which parameters (name, spread) are divided; None if none is. `others` are of models around.
+def mesh_of(
+    layouts: Iterable[tuple[str, DTensorLayout | None]], others: Sequence[DeviceMesh | None]
+) -> DeviceMesh | None:
+    """The mesh over which parameters (name, layout) are divided; None if none is. `others` are of models around.
 
     Raises ValueError for two meshes.
     """
     found: DeviceMesh | None = None
-    named = [(name, spread.mesh) for name, spread in spreads if spread is not None]
+    named = [(name, layout.mesh) for name, layout in layouts if layout is not None]
     for name, mesh in [*(("", mesh) for mesh in others if mesh is not None), *named]:
         if found is not None and mesh != found:
             raise ValueError(
@@ -111,15 +113,15 @@ def ranks_of(mesh: DeviceMesh | None) -> tuple[int, ...]:
     return tuple(range(rank_and_world()[1]) if mesh is None else mesh.mesh.flatten().tolist())
 
 
-def apart(spreads: Iterable[Spread | None], ranks: Collection[int]) -> DeviceMesh | None:
+def apart(layouts: Iterable[DTensorLayout | None], ranks: Collection[int]) -> DeviceMesh | None:
     """The mesh over which parameters are divided; None if it is among the `ranks` that shard others, as for experts."""
-    mesh = next((spread.mesh for spread in spreads if spread is not None), None)
+    mesh = next((layout.mesh for layout in layouts if layout is not None), None)
     return None if mesh is None or len({*ranks_of(mesh)} & {*ranks}) > 1 else mesh
 
 
-def refuse_overlap(name: str, spread: Spread, mesh: DeviceMesh | None) -> None:
+def refuse_overlap(name: str, layout: DTensorLayout, mesh: DeviceMesh | None) -> None:
     """Refuse to divide a part over ranks that have other parts. `mesh` is that of `fully_shard`; None: all ranks."""
-    here, ranks = {*ranks_of(spread.mesh)}, {*ranks_of(mesh)}
+    here, ranks = {*ranks_of(layout.mesh)}, {*ranks_of(mesh)}
     if here & ranks - {rank_and_world()[0]}:
         raise ValueError(
             f"parameter {name} is a DTensor over ranks {sorted(here)}, and fully_shard would divide it once more over "

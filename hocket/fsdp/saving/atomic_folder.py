@@ -24,7 +24,7 @@ FILES = 8
 """How many files of a checkpoint a rank writes, or reads, at once."""
 
 
-class WholeFolder:
+class AtomicFolder:
     """One that is being written. `begin`, write into `temporary`, then `publish`, or `give_up` after an error."""
 
     def __init__(self, final: Path) -> None:

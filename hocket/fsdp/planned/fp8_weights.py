@@ -47,7 +47,7 @@ class _Piece:
     """Among the scales of all units."""
 
 
-class EightUnit:
+class Fp8Unit:
     """What one unit has in fp8: its cast shard, and the views of what a gather brings."""
 
     def __init__(self, group: ParamGroup, in_fp8: Callable[[str], bool], rows: int, kept: int) -> None:
@@ -126,15 +126,15 @@ class EightUnit:
         return slot.view(torch.uint8)[: self.group.layout.total]
 
 
-class Eights:
+class Fp8Weights:
     """All units of one class that are gathered in fp8. See Note: [Scales before the cast]."""
 
     def __init__(self, groups: Sequence[ParamGroup], gather: Group, in_fp8: Callable[[str], bool]) -> None:
         self._gather = gather
-        self.units: list[EightUnit] = []
+        self.units: list[Fp8Unit] = []
         rows = kept = 0
         for group in groups:
-            self.units.append(EightUnit(group, in_fp8, rows, kept))
+            self.units.append(Fp8Unit(group, in_fp8, rows, kept))
             rows, kept = self.units[-1].rows, self.units[-1].kept
         like = groups[0]
         self.scales = torch.zeros(rows, device=like.device)
@@ -154,7 +154,7 @@ class Eights:
         for unit in self.units:
             unit.cast_pieces(scales)
 
-    def scale(self, weights: Sequence[Weight], unit: EightUnit) -> None:
+    def scale(self, weights: Sequence[Weight], unit: Fp8Unit) -> None:
         """Tell a unit's weights their scales."""
         for weight, chosen, here in zip(weights, unit.chosen, unit.of_member, strict=True):
             if chosen:

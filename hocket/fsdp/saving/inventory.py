@@ -119,7 +119,7 @@ WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 @dataclass(frozen=True)
-class Kept:
+class LocalShard:
     """What this rank keeps of one parameter."""
 
     name: str
@@ -170,8 +170,8 @@ class Inventory:
             names.setdefault(id(value), []).append(plain_name(name))
         for shard in (shard for group in context.param_groups for shard in group.shards):
             names.setdefault(id(shard), [plain_name(shard.full_name)])  # what a hook of the module leaves out
-        kept = {id(one.shard): one for one in _all_kept(context, names)}
-        self.kept: dict[str, Kept] = {found[0]: kept[key] for key, found in names.items() if key in kept}
+        kept = {id(one.shard): one for one in _local_shards(context, names)}
+        self.shards: dict[str, LocalShard] = {found[0]: kept[key] for key, found in names.items() if key in kept}
         """By the first name, in the order of the module."""
         self.others = {other: found[0] for key, found in names.items() if key in kept for other in found[1:]}
         """Further names of parameters that several modules share -> the first name."""
@@ -207,11 +207,11 @@ def plain_name(name: str) -> str:
     return name
 
 
-def _all_kept(context: ShardContext, names: dict[int, list[str]]) -> list[Kept]:
+def _local_shards(context: ShardContext, names: dict[int, list[str]]) -> list[LocalShard]:
     groups = context.param_groups
     ranks = max((_ranks(group) for group in groups), default=1)
     written: dict[tuple[int, ...], list[int]] = {}
-    found, mesh = list[Kept](), context.tensor_mesh
+    found, mesh = list[LocalShard](), context.tensor_mesh
     for group in groups:
         parts = min(_parts(group, member) for member in group.members)
         if _ranks(group) * parts < ranks:
@@ -224,13 +224,13 @@ def _all_kept(context: ShardContext, names: dict[int, list[str]]) -> list[Kept]:
             span, writes = group.span_of(shard), _writes(group, shard, written)
             if mesh is not None and span.part is None and mesh.get_local_rank():
                 writes = False  # the first of tensor-parallel ranks does, which have the same
-            found.append(Kept(names[id(shard)][0], shard, span, writes))
+            found.append(LocalShard(names[id(shard)][0], shard, span, writes))
     return found
 
 
 def _parts(group: ParamGroup, member: Member) -> int:
     """Into how many parts a parameter of the whole model is divided before it is sharded."""
-    return group.groups.part[1] if member.spread is None or member.spread.part is None else member.spread.mesh.size()
+    return group.groups.part[1] if member.dtensor is None or member.dtensor.part is None else member.dtensor.mesh.size()
 
 
 def _ranks(group: ParamGroup) -> int:
