@@ -306,7 +306,7 @@ class Engine:
     def _run(self, executor: Executor, microbatches: Sequence[Microbatch]) -> list[Tensor]:
         """Run all ops once; if rows found no room, once more, with splits that the host knows.
 
-        See Note: [A fixed capacity, and never silently].
+        See Note: [Fixed capacity without dropped rows].
         """
         assert self.config.data.packing != "off" or all(m.documents is None for m in microbatches), "packing is off"
         if self.shared is not None:

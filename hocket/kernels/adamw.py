@@ -1,8 +1,7 @@
-"""AdamW on neighbours in memory, in one pass: see `fsdp/planned/optimizer.py`.
+"""AdamW on contiguous memory in one pass: see `fsdp/planned/optimizer.py`.
 
-For each element the kernel reads a gradient, a weight and two averages, and writes the weight, the averages and, where
-there is one, the weight's copy in the compute dtype: 30 bytes with averages in fp32, 22 in bf16. torch's fused AdamW
-moves 28, and clipping and that copy 14 more, in passes of their own.
+Per element it moves 30 bytes with fp32 averages, 22 with bf16, including the weight's copy in the compute dtype.
+torch's fused AdamW moves 28, clipping and the copy 14 more.
 """
 
 # pyrefly: ignore-errors
@@ -66,8 +65,8 @@ def adamw(
     """Update `main` and its averages, and write it to `weight` too, which may be None. All are 1-D and contiguous.
 
     `step_values`, fp64 [5] on the device: the factor of the gradient, the learning rate over the first bias correction,
-    the root of the second correction, whether to skip the step, and the factor of weights that decay.
-    `rates` are both betas, and epsilon.
+    the root of the second correction, whether to skip the step, and the factor of weights that decay. `rates` are both
+    betas, and epsilon.
     """
     if not main.numel():
         return

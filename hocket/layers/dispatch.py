@@ -258,7 +258,7 @@ def _block_order(counts_PL: Tensor, rows: int) -> Tensor:
 # Splits that only the devices know: rows that arrive where their experts want them, in room of a fixed size.
 #
 # The other maker of splits is `dispatch.exchange_counts`, which stops the host until it knows the counts. Here nobody
-# waits: see `runtime/blocks.py`, and its Note: [A fixed capacity, and never silently].
+# waits: see `runtime/blocks.py`, and its Note: [Fixed capacity without dropped rows].
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,12 +1,11 @@
-"""Operations of a stream that torch has no flags for: the driver copies, writes a flag, and waits for one.
+"""CUDA driver operations that torch does not expose: stream copies, flag writes and flag waits.
 
-They are operations of the stream, not kernels: they need no SM, and a wait does not take one from products.
+They are stream operations, not kernels: they need no SM.
 
-Note: [Who asks a GPU that stands still]
-Streams that wait keep others from nothing, so a stream of its own can bring flags to the host. But the thread that
-issues work may itself be blocked, in a call for which the driver has no room left, and then the driver may answer
-nobody. So what is asked here is asked through ctypes, which lets go of the interpreter, on memory and a stream that
-were made before, and whoever asks does so in a thread that nobody has to wait for (`recorder.Watchdog`).
+Note: [Reading from a GPU that hangs]
+Streams of a hung GPU may wait for ever, so flags are read on a separate stream. The thread that issues work may be
+blocked inside the driver, which then may not answer other calls. So reads use ctypes, which releases the GIL, with
+memory and a stream allocated in advance, and run in a thread that no other thread has to join (`hangs.Watchdog`).
 """
 
 from __future__ import annotations
@@ -21,43 +20,43 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 FLAGS_AT_ONCE = 256
-"""Flags that are read at once at most."""
+"""Maximum number of flags per read."""
 PATIENCE = 2.0
-"""Seconds in which flags must have come to the host."""
+"""Seconds to wait for a read."""
 _NOT_READY = 600
 
 
 FlagStep = tuple[Literal["wait", "write"], int, int]
-"""What is done with a flag, its address, and the value."""
+"""(operation, address of the flag, value)."""
 
 
 class Driver(Protocol):
-    """Operations of a stream, given by its handle, on addresses. Each costs the host a microsecond or two."""
+    """Stream operations on addresses; streams are given by their handles. Each call costs the host 1 to 2 us."""
 
     def copy(self, stream: int, into: int, source: int, nbytes: int) -> None: ...
     def copies(self, stream: int, into: np.ndarray, sources: np.ndarray, nbytes: np.ndarray) -> None:
-        """Many copies, of which none needs another one: arrays [N] of int64, at least one byte each."""
+        """Independent copies: int64 arrays [N], at least one byte each."""
         ...
 
     def write(self, stream: int, flag: int, value: int) -> None:
-        """Give a flag of 32 bits a value, which may be negative."""
+        """Write a 32-bit flag; the value may be negative."""
         ...
 
     def wait(self, stream: int, flag: int, value: int) -> None:
-        """Until the flag, read as a number that may be negative, is at least the value."""
+        """Wait until the flag, a signed number, is at least the value."""
         ...
 
     def prepared(self, steps: Sequence[FlagStep]) -> Callable[[int], None]:
-        """Issues these writes and waits, in this order, on a stream: in one call of the driver, however many."""
+        """Return a function that issues these steps on a stream, in order, in one driver call."""
         ...
 
     def read(self, flags: Sequence[int]) -> list[int] | None:
-        """What these flags are now, beside all streams; None if the device does not answer."""
+        """Current values of the flags, independent of all other streams; None if the device does not answer."""
         ...
 
 
 class _Step(ctypes.Structure):
-    """One write or wait of a batch (`CUstreamBatchMemOpParams`, of 48 bytes)."""
+    """`CUstreamBatchMemOpParams`, 48 bytes."""
 
     _fields_ = (
         ("operation", ctypes.c_uint64),
@@ -72,7 +71,7 @@ _OPERATIONS = {"wait": 1, "write": 2}
 
 
 class _Attributes(ctypes.Structure):
-    """How a batch of copies is done (`CUmemcpyAttributes`)."""
+    """`CUmemcpyAttributes`."""
 
     _fields_ = (
         ("source_order", ctypes.c_int),
@@ -84,7 +83,7 @@ class _Attributes(ctypes.Structure):
 
 _IN_STREAM_ORDER = 1
 _BESIDE_COMPUTE = 1
-"""Asks for copy engines, also where an SM would be faster: inside of one GPU."""
+"""Prefers copy engines, also within one GPU where SMs would be faster."""
 
 
 class Cuda:
@@ -92,7 +91,7 @@ class Cuda:
 
     def __init__(self) -> None:
         library = ctypes.CDLL("libcuda.so.1")
-        self._batch: Any = getattr(library, "cuMemcpyBatchAsync", None)  # of CUDA 12.8
+        self._batch: Any = getattr(library, "cuMemcpyBatchAsync", None)  # since CUDA 12.8
         self._how = _Attributes(source_order=_IN_STREAM_ORDER, flags=_BESIDE_COMPUTE)
         self._copy, self._write, self._wait, self._steps = (
             getattr(library, f"{name}_v2")
@@ -108,7 +107,7 @@ class Cuda:
         _check(self._copy(into, source, nbytes, stream))
 
     def copies(self, stream: int, into: np.ndarray, sources: np.ndarray, nbytes: np.ndarray) -> None:
-        if self._batch is None or not stream:  # nor may the default stream have a batch
+        if self._batch is None or not stream:  # batches are not allowed on the default stream
             for each in zip(into.tolist(), sources.tolist(), nbytes.tolist(), strict=True):
                 self.copy(stream, *each)
             return
@@ -136,9 +135,9 @@ class Cuda:
 
 
 class Reader:
-    """Asks the current GPU what is in its memory and what is over. See Note: [Who asks a GPU that stands still].
+    """Reads GPU memory and queries events. See Note: [Reading from a GPU that hangs].
 
-    Made while the GPU is the current one and answers.
+    Must be made while that GPU is current and responsive.
     """
 
     def __init__(self) -> None:
@@ -152,16 +151,16 @@ class Reader:
         self._turn, self._answers = threading.Lock(), True
 
     def read(self, flags: Sequence[int]) -> list[int] | None:
-        """Flags at addresses of the GPU's own or of mapped memory, as signed numbers."""
+        """Signed 32-bit values at addresses of device or mapped memory; None if the device does not answer."""
         assert len(flags) <= FLAGS_AT_ONCE, f"{len(flags)} flags at once"
         assert self._flags.value is not None
         with self._turn:
             self._answers = self._answers and self._bring(flags)
-            # Flags that come later would come into the answers to others, so nobody asks again.
+            # A late copy would overwrite later answers, so never read again.
             return list((ctypes.c_int32 * len(flags)).from_address(self._flags.value)) if self._answers else None
 
     def _bring(self, flags: Sequence[int]) -> bool:
-        """Copy flags to the host; whether they have come."""
+        """Copy flags to the host; False on error or timeout."""
         assert self._flags.value is not None
         failed = self._library.cuCtxSetCurrent(self._context)  # of this thread
         for i, flag in enumerate(flags):
@@ -175,14 +174,14 @@ class Reader:
         return False
 
     def over(self, event: int) -> bool | None:
-        """Whether the work before an event, given by its handle, is over; None if that cannot be told."""
+        """Whether the work before an event, given by its handle, is done; None if unknown."""
         failed = self._library.cuCtxSetCurrent(self._context) or self._library.cuEventQuery(ctypes.c_void_p(event))
         return {0: True, _NOT_READY: False}.get(failed)
 
 
 @cache
 def reader() -> Reader:
-    """That of this process, which has one GPU."""
+    """The reader of this process and its one GPU."""
     return Reader()
 
 

@@ -1,24 +1,20 @@
-"""Pipeline sends that hold no SM: the sender's copy engine writes what its neighbour receives into memory there.
+"""Pipeline sends by copy engines: the sender writes into a buffer at the receiver. They occupy no SM.
 
-A receive is issued early, so that what it brings is there when it is wanted. NCCL's receive is a kernel, which spins on
-its SMs until the sender comes, and so does the send of a rank whose neighbour is late. Ranks of one NVLink domain can
-write into each other's memory (`shared_memory.py`). So here the sender's stream copies, and the receiver's stream waits
-for a flag in memory, which takes no SM from the products beside it. Such a wait has no limit of its own: a step that
-hangs in one is ended by the watchdog (`hangs.py`), which reads the flags.
+NCCL's receive is a kernel that spins on SMs until the sender arrives, and receives are issued early. Here the
+receiver's stream waits for a flag in memory instead, with peer access (`shared_memory.py`). Such a wait has no timeout:
+the watchdog (`hangs.py`) reads the flags and ends a step that hangs.
 
 Note: [Two halves, each with two flags]
-What is sent goes in pieces through two halves of a buffer at the receiver, and copies bring it from there to where it
-is wanted. Every half has a flag at the receiver, which says that it is *full*, and one at the sender, which says that
-it is *free*. Each of them waits for its own flag to be positive, makes it negative, does its copy, and makes the
-other's flag positive. So a half is never written before it was read, nor read before it was written, and what both did
-in the end leaves all signs as they were: a recorded step can be replayed as it is. Every tensor begins with the first
-half, so that both ranks agree without a flag.
+Data moves in pieces that alternate between two halves of a staging buffer at the receiver, which copies them from there
+to the destination. Every half has a *full* flag at the receiver and a *free* flag at the sender. Each side waits for
+its own flag to be positive, makes it negative, copies, and makes the other's flag positive. Afterwards every flag has
+its initial sign, so a recorded step can be replayed. Every tensor starts with the first half, so both ranks agree
+without communication.
 
-Note: [What the flags tell]
-Only signs order the copies. The amounts are for a report of a hang: the number of the piece, the same on both ranks,
-which each flag is made negative or positive for. From the four flags either rank can tell which piece was begun, has
-arrived, and was read. They are those of the recorded step in every replay of it, so flags that are at rest then say
-that all of a step's pieces have passed, or none.
+Note: [Flag values]
+Only signs order the copies. Magnitudes serve hang reports: the number of the piece, the same on both ranks. From the
+four flags either rank can tell which piece was begun, has arrived, and was read. A replay writes the recorded numbers
+again, so flags at rest then mean that all of a step's pieces have passed, or none.
 """
 
 from __future__ import annotations
@@ -40,20 +36,19 @@ from hocket.runtime.transports import DONE, Nccl, Pending
 
 HALVES = 2
 FLAG_BYTES = 256
-"""Bytes behind the halves of a rank, with its flags."""
+"""Bytes after the halves of a rank that hold its flags."""
 _FULL, _FREE = 0, 4 * HALVES
-"""Where these flags begin, behind the halves."""
+"""Offsets of the flags, from the end of the halves."""
 _LAP = 1 << 30
-"""Pieces after which their numbers begin anew: a flag has 31 bits for them."""
+"""Piece numbers wrap here: a flag has 31 bits for them."""
 
 
 class HopCopies:
-    """An edge of a pipeline, as one of its two ranks sees it. See Note: [Two halves, each with two flags]."""
+    """A pipeline edge as seen by one of its two ranks. See Note: [Two halves, each with two flags]."""
 
     def __init__(self, rank: int, memories: Sequence[Tensor], driver: Driver, stream: Callable[[], int]) -> None:
-        """`rank` is the place on the edge, 0 or 1, of this rank, and `memories` are both ranks' bytes in that order.
-
-        They are as `reset_flags` has made them. `stream` says what stream is current.
+        """`rank` is this rank's position on the edge, 0 or 1; `memories` are both ranks' bytes, initialized by
+        `reset_flags`. `stream` returns the handle of the current stream.
         """
         assert len(memories) == 2, f"an edge has two ranks, not {len(memories)}"
         self._driver, self._stream = driver, stream
@@ -62,7 +57,7 @@ class HopCopies:
         """Bytes of a half."""
         self._sends = False
         self._piece = 0
-        """Pieces that were sent or received so far."""
+        """Pieces sent or received so far."""
         self._marks = [0]
 
     def send(self, tensor: Tensor) -> None:
@@ -75,7 +70,7 @@ class HopCopies:
         self._marks.append(self._piece)
 
     def receive(self, tensor: Tensor) -> None:
-        """Issue the copies of what arrives into a contiguous tensor, on the current stream."""
+        """Issue the copies of received data into a contiguous tensor, on the current stream."""
         self._sends = False
         for half, piece in self._pieces(tensor):
             self._await(_FULL, half)
@@ -84,12 +79,12 @@ class HopCopies:
         self._marks.append(self._piece)
 
     def begin(self) -> list[int]:
-        """Marks of a step: the last piece before it, and then of each of its tensors."""
+        """Begin a step. Returns marks: the last piece before it, then the last piece of each of its tensors."""
         self._marks = [self._piece]
         return self._marks
 
     def progress(self, marks: list[int], replayed: bool) -> FlagProgress | None:
-        """What the flags say of tensors that this rank has sent, or received. See Note: [What the flags tell]."""
+        """Progress of the tensors that this rank sent or received. See Note: [Flag values]."""
         sender = self._rank if self._sends else 1 - self._rank
         halves, issued = range(HALVES), len(marks) - 1
         addresses = [self._flag(sender, _FREE, half) for half in halves]
@@ -119,13 +114,13 @@ class HopCopies:
         return FlagProgress(done, (1 - self._rank,) if waits else ())
 
     def _pieces(self, tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Which half each piece of a tensor goes through, and its bytes."""
+        """(half, bytes) of each piece of a tensor."""
         for number, piece in enumerate(tensor.view(-1).view(torch.uint8).split(self.nbytes) if tensor.numel() else ()):
             self._piece += 1
             yield number % HALVES, piece
 
     def _half(self, rank: int, half: int, piece: Tensor) -> Tensor:
-        """As many bytes of a rank's half as a piece has."""
+        """The bytes of a rank's half that a piece occupies."""
         return self._memories[rank][half * self.nbytes : half * self.nbytes + piece.numel()]
 
     def _await(self, flags: int, half: int) -> None:
@@ -143,11 +138,11 @@ class HopCopies:
 
 
 def _last_of_replay(marks: list[int], numbers: Sequence[int]) -> int:
-    """The piece that a replay was at last, by those that its halves were given last; -1 if that cannot be told."""
+    """The last piece that a replay wrote, from the numbers in its halves; -1 if unknown."""
     halves = [
         (piece, (piece - low - 1) % HALVES) for low, high in pairwise(marks) for piece in range(low + 1, high + 1)
     ]
-    mine = [number if marks[0] < number <= marks[-1] else 0 for number in numbers]  # not those of another program
+    mine = [number if marks[0] < number <= marks[-1] else 0 for number in numbers]  # ignore those of another program
     for before in ({half: piece for piece, half in halves}, {}):
         state = [before.get(half, 0) for half in range(HALVES)]
         for piece, half in halves:
@@ -158,12 +153,12 @@ def _last_of_replay(marks: list[int], numbers: Sequence[int]) -> int:
 
 
 def _number(piece: int) -> int:
-    """What a flag says of a piece, and of none: never zero, which has no sign."""
+    """The magnitude of a piece's flag: never zero, which has no sign."""
     return piece % _LAP + 1
 
 
 def reset_flags(memory: Tensor) -> None:
-    """Make a rank's bytes what they are before anything was sent: all halves are free, and none is full."""
+    """Initialize a rank's flags: all halves are free, none is full."""
     flags = memory[-FLAG_BYTES:].zero_().view(torch.int32)
     flags[_FULL // 4 : _FULL // 4 + HALVES] = -_number(0)
     flags[_FREE // 4 : _FREE // 4 + HALVES] = _number(0)
@@ -171,7 +166,7 @@ def reset_flags(memory: Tensor) -> None:
 
 @dataclass
 class CopiedHops(Nccl):
-    """Sends and receives by copies; whatever else is asked of the group runs on NCCL's kernels."""
+    """Send and receive by copies; other collectives use NCCL."""
 
     copies: HopCopies
 
@@ -187,10 +182,9 @@ class CopiedHops(Nccl):
 def p2p_copies(
     group: dist.ProcessGroup, ranks: tuple[int, ...], nbytes: int, device: torch.device, timeout: float
 ) -> HopCopies:
-    """Room for `nbytes` at each of two GPUs that reach each other's memory: both ranks call this together.
+    """Buffers of `nbytes` between two GPUs with peer access. Both ranks call this together.
 
-    `ranks` are those of the edge, in its order. Torch has its own, by their numbers: the edge that closes a ring goes
-    against it.
+    `ranks` are in the edge's order. Torch orders them by number, which differs for the edge that closes a ring.
     """
     half = -(-nbytes // (HALVES * FLAG_BYTES)) * FLAG_BYTES
     rank, memories, _ = shared_memory(group, HALVES * half + FLAG_BYTES, device, timeout, reset_flags)
