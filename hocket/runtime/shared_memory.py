@@ -103,7 +103,7 @@ def unreachable() -> str:
 
 
 def place(problem: str) -> Place:
-    """This rank's place, given its problem, if any."""
+    """The place of this rank, given its problem, if any."""
     return platform.node(), problem
 
 
