@@ -24,7 +24,6 @@ class FullBuffer:
         self.behind: tuple[Ticket, ...] = ()
         """Tickets that the next gather waits for: the last readers."""
         self.nbytes = self.flat.nbytes
-        """Bytes while allocated."""
         self.free()
 
     @property
@@ -50,7 +49,6 @@ class StagingMemory:
     """
 
     def __init__(self, count: int, dtype: torch.dtype, device: torch.device, caller: Callable[[], int]) -> None:
-        """`caller` returns the caller's current stream."""
         self.count, self.dtype, self.device = count, dtype, device
         self.nbytes = 0
         """Peak bytes so far."""
@@ -105,12 +103,9 @@ class Staged:
         self.group, self._staging = group, staging
         self.flat = staging.take(group.layout.total)
         self.views = group.layout.views(self.flat)
-        """Gradient of each parameter."""
         self.written = [False] * len(self.views)
-        """Which parameters have a gradient here."""
         self._arrived = [False] * len(self.views)
         self.unfinished = group.learning
-        """Parameters whose gradient is not complete."""
 
     def target(self, index: int) -> tuple[Tensor, bool]:
         """(where parameter `index` writes its gradient, whether to add to it)."""

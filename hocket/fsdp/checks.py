@@ -204,7 +204,6 @@ IGNORED = "_hocket_ignored"
 
 
 def refuse_types(modules: Sequence[Any], mesh: Any, precision: Any, place: Any, options: Any) -> None:
-    """Refuse arguments of the wrong type."""
     for name, value, kind in (
         *(("module", one, nn.Module) for one in modules or [None]),
         ("mesh", mesh, DeviceMesh),

@@ -104,11 +104,9 @@ def request_of(mesh: DeviceMesh | None, own: Mapping[str, Any], fsdp2: Mapping[s
 
 
 _SAME = {"mp_policy": "precision", "reshard_after_forward": "strategy", "shard_placement_fn": "place"}
-"""FSDP2 argument -> hocket's equivalent."""
 
 
 def _refuse_arguments(given: Mapping[str, Any]) -> None:
-    """Refuse bad arguments, and those without a counterpart."""
     reshard, policy, offload = (given[name] for name in ("reshard_after_forward", "mp_policy", "offload_policy"))
     if type(reshard) is int:
         raise ValueError(
@@ -135,12 +133,10 @@ def _refuse_arguments(given: Mapping[str, Any]) -> None:
 
 
 def _precision(policy: MixedPrecisionPolicy) -> Precision:
-    """The dtypes of a policy; main weights keep the dtype of the module."""
     return Precision(main=None, compute=policy.param_dtype, wire=policy.reduce_dtype, accumulate=None)
 
 
 def _offloaded(options: ShardOptions, policy: OffloadPolicy | None) -> ShardOptions:
-    """The options, with an offload policy applied."""
     if not isinstance(policy, CPUOffloadPolicy):
         return options
     if options.offload != "none":
@@ -333,7 +329,6 @@ def _unit(module: Any) -> Unit:
 
 
 def _units(module: Any, recurse: bool) -> list[Unit]:
-    """The unit of a module; with `recurse` also those inside of it."""
     mine = _unit(module)
     inside = {one for one in module.modules() if isinstance(one, FSDPModule)} if recurse else set()
     return [unit for unit in context_of(mine).units if unit is mine or any(one in inside for one in unit.modules)]

@@ -88,7 +88,6 @@ class Substitution:
         return new_of(value)
 
     def undo(self) -> None:
-        """Restore replaced items that are still there."""
         for container, made in reversed(self._changed):
             for key, one in enumerate(list(container)) if isinstance(container, list) else list(container.items()):
                 if id(one) in made:
@@ -114,7 +113,6 @@ class SideOutputs:
         return found
 
     def new(self) -> list[Tensor]:
-        """New tensors that have a graph."""
         return [one for one in self._found() if (seen := self._before.get(id(one))) is None or seen() is not one]
 
 
@@ -130,7 +128,6 @@ def _collector() -> object:
 
 _PLAIN = (Tensor, NoneType, bool, int, float, str, torch.dtype, torch.device)
 _AT_MOST = 4096
-"""Items searched per container."""
 _DEPTH = 4
 
 
@@ -334,8 +331,6 @@ class Invocation:
 
 
 class _Inputs(torch.autograd.Function):
-    """The identity around the inputs of an invocation."""
-
     @staticmethod
     def forward(ctx: Any, invocation: Invocation, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.invocation = invocation
@@ -358,8 +353,6 @@ def begin_backward(context: ShardContext) -> None:
 
 @dataclass
 class _Call:
-    """A running call of a unit's module."""
-
     claim: Claim | None = None
     invocation: Invocation | None = None
     writes: list[tuple[int, int]] = dataclasses.field(default_factory=list)
@@ -368,13 +361,11 @@ class _Call:
     side_outputs: SideOutputs | None = None
 
     def other_tensors(self) -> Substitution:
-        """A substitution that lasts until the end of the call."""
         self.given.append(Substitution())
         return self.given[-1]
 
 
 def drive(unit: Unit) -> None:
-    """Install hooks on a unit's modules and parameters."""
     unit.see = partial(see_gradients, unit)
     for module in unit.modules:
         _drive(unit, module)
@@ -386,13 +377,11 @@ def drive(unit: Unit) -> None:
 
 
 def see_gradients(unit: Unit, param: nn.Parameter) -> None:
-    """Hook a parameter's gradient, once."""
     if not param._post_accumulate_grad_hooks:
         param.register_post_accumulate_grad_hook(_on_gradient(unit))
 
 
 def _target(unit: Unit, param: nn.Parameter) -> tuple[Tensor, bool]:
-    """`Unit.grad_target`, checked."""
     _refuse_unexpected(unit)
     return unit.grad_target(param)
 
@@ -414,7 +403,6 @@ def _refuse_unexpected(unit: Unit) -> None:
 
 
 def context_of(unit: Unit) -> ShardContext:
-    """The context of a unit's sharded model."""
     assert isinstance(unit.context, ShardContext)
     return unit.context
 

@@ -19,8 +19,6 @@ from hocket.program.shard import ALIGN
 
 @dataclass(frozen=True)
 class Entry:
-    """One parameter in a flat buffer."""
-
     name: str
     shape: tuple[int, ...]
     offset: int
@@ -74,7 +72,6 @@ class FlatLayout:
 
     @property
     def total(self) -> int:
-        """Elements of the whole buffer."""
         return self.world * self.shard
 
     @cached_property
@@ -83,7 +80,6 @@ class FlatLayout:
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """Ranges of padding."""
         inside = sorted((entry.offset, entry.end) for entry in self.entries if entry.numel)
         starts = [0, *(end for _, end in inside)]
         ends = [*(offset for offset, _ in inside), self.total]

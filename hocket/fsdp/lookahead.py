@@ -49,7 +49,6 @@ class Order(Generic[T]):
         self.restart()
 
     def restart(self) -> None:
-        """Discard the current pass."""
         self.seen = []
         self._next = 0
 
@@ -73,12 +72,10 @@ class Lookahead:
         self._start(self._forward)
 
     def leave_forward(self, unit: Unit) -> None:
-        """A unit's forward is over."""
         if not self._left or self._left[-1] is not unit:
             self._left.append(unit)
 
     def end_forward(self) -> None:
-        """A whole forward is over."""
         self._forward.finish()
         if self._left != self._reverse_of:
             self._backward = Order(self._left[::-1])
@@ -94,7 +91,6 @@ class Lookahead:
         self._start(self._backward)
 
     def end_backward(self) -> None:
-        """A whole backward is over."""
         self._backward.finish()
 
     def order_of_use(self) -> list[Unit]:
@@ -116,11 +112,9 @@ class Lookahead:
 
     @property
     def surprises(self) -> int:
-        """How often a unit was not the expected one."""
         return self._forward.surprises + self._backward.surprises
 
     def restart(self) -> None:
-        """Discard the current passes."""
         self._forward.restart()
         self._backward.restart()
         self._left.clear()

@@ -38,7 +38,6 @@ from hocket.runtime.weights import sink_of
 from hocket.sizes import Size, parse_size
 
 Rule = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool] | Iterable[nn.Module] | None
-"""How the user chooses units."""
 
 
 UNIT = "_hocket_unit"
@@ -55,7 +54,6 @@ class Member:
     """What this rank has of it before sharding: the module's original object, unless it is a `dtensor`."""
     owners: tuple[tuple[nn.Module, str], ...] = ()
     dtensor: DTensorLayout | None = None
-    """Its tensor-parallel layout."""
 
     @property
     def given(self) -> nn.Parameter | None:
@@ -111,11 +109,9 @@ class View:
         self._attributes, self._key, self._member = owner.__dict__, key, member
 
     def show(self) -> None:
-        """Show the full parameter."""
         self._attributes[self._key] = self._member.shown()
 
     def hide(self) -> None:
-        """Show the shard."""
         self._attributes.pop(self._key, None)
 
 
@@ -342,7 +338,6 @@ def _save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
 # Buckets: which modules make a unit together, by size
 
 DEFAULT = parse_size("128Mi params")
-"""Default size of a bucket, if no units are named."""
 
 Named = tuple[str, nn.Module]
 Measure = Callable[[nn.Module], int]

@@ -65,7 +65,6 @@ class HeldClaims:
         return self._unsharded[unit]
 
     def reshard(self, unit: Unit) -> None:
-        """End `unshard`."""
         if unit in self._unsharded:
             self._unsharded.pop(unit).release()
 
@@ -145,7 +144,6 @@ class ShardContext:
         self.tensor_mesh = apart(layouts, {*groups.reduce.ranks, *groups.outer.ranks})
         """The tensor-parallel mesh, if other ranks shard the parameters; see `dtensors.py`."""
         self.forwards = 0
-        """Number of forward passes begun."""
         self.in_backward = False
         self.started: dict[OpenInvocation, None] = {}
         """Invocations during their backward, oldest first."""
@@ -284,14 +282,12 @@ class ShardContext:
         self._place_gradients(count)
 
     def staging_count(self, count: int) -> None:
-        """Set how many units may have gradients on their way."""
         for staging in set(self._staging.values()):
             staging.count = count
 
     # The passes, as a driver announces them
 
     def begin_forward(self) -> None:
-        """A forward of the model begins."""
         if not self.forwards:
             refuse_valueless([group for group in self.param_groups if group.late])
         self.forwards += 1
@@ -333,7 +329,6 @@ class ShardContext:
         return claim
 
     def leave_forward(self, unit: Unit) -> None:
-        """A unit's forward ends."""
         self._depth -= 1
         if torch._C._current_graph_task_id() != -1:
             return

@@ -94,7 +94,6 @@ class Unit:
     """
 
     context: Shared
-    """Set by the context."""
 
     def __init__(
         self, name: str, modules: Sequence[nn.Module], groups: Sequence[ParamGroup], options: UnitOptions | None = None
@@ -111,7 +110,6 @@ class Unit:
         self.repeated: set[tuple[int, int]] = set()
         """Keys of `open` in which a module was called more than once."""
         self.on_abort: list[Callable[[], None]] = []
-        """Callbacks of the driver."""
         self.gathers = self.reduces = 0
         self.full: dict[ParamGroup, FullBuffer] = {}
         self.views = [View(owner, key, m) for g in self.groups for m in g.members for owner, key in m.owners]
@@ -254,7 +252,6 @@ class Unit:
         return (*self._readers, *([self._gathering] if self._gathering is not None else []))
 
     def wait_gathered(self) -> None:
-        """Order the caller's following work after the gather."""
         if self._gathering is not None:
             if not self._gathering.done:
                 self.context.before_waiting()
@@ -435,7 +432,6 @@ class Unit:
             self.repeated.discard(forward)
 
     def reduce_deferred(self) -> None:
-        """At the end of a step: send deferred gradients."""
         self.reduce()
         self._send_outer()
 
@@ -512,19 +508,16 @@ class Budget:
         return True
 
     def touch(self, unit: Unit) -> None:
-        """Mark `unit` as recently used."""
         if unit in self._gathered:
             self._gathered.remove(unit)
             self._gathered.append(unit)
 
     def gone(self, unit: Unit) -> None:
-        """`unit` was freed."""
         if unit in self._gathered:
             self._gathered.remove(unit)
 
 
 def together(pending: Sequence[Pending]) -> Pending | None:
-    """One pending for several."""
     open_ = [one for one in pending if not one.done]
     if len(open_) < 2:
         return open_[0] if open_ else None

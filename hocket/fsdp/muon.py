@@ -72,7 +72,6 @@ def factor_of(shape: Sequence[int], scale: str | None) -> float:
 
 
 _init_group: Any = Muon._init_group  # pyrefly: ignore[missing-attribute]
-"""Torch's original."""
 
 _buffers: WeakKeyDictionary[Optimizer, dict[int, tuple[Tensor, Tensor]]] = WeakKeyDictionary()
 """(whole momenta in bf16, this rank's results in fp32) by groups of ranks."""
@@ -183,7 +182,6 @@ def collect(optimizer: Muon, held: Mapping[str, Any], *lists: list[Tensor]) -> b
 
 
 def _make_buffers(optimizer: Muon, groups: Sequence[ParamGroup]) -> None:
-    """Allocate buffers for the largest group on each group of ranks."""
     made = _buffers.setdefault(optimizer, {})
     for group in groups:
         key, alike = id(group.groups), [other for other in groups if other.groups is group.groups]
@@ -220,7 +218,6 @@ def _step(optimizer: Muon, group: ParamGroup, shards: Sequence[ShardedParameter]
 
 
 def _move(shard: ShardedParameter, update: Tensor, held: Mapping[str, Any]) -> None:
-    """Apply weight decay and an update."""
     lr, local = float(held["lr"]), shard.to_local()
     local.mul_(1 - lr * held["weight_decay"])
     local.add_(update.to(local.device), alpha=-lr * factor_of(shard.shape, held["adjust_lr_fn"]))

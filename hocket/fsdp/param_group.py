@@ -162,7 +162,6 @@ class ParamGroup:
 
     @property
     def learning(self) -> int:
-        """Number of members that are trained now."""
         return sum(self._learns)
 
     def change(self, index: int, trains: bool) -> None:
@@ -241,7 +240,6 @@ class ParamGroup:
         return self.main._version, self._said
 
     def stale(self) -> bool:
-        """Whether `main` has changed since the last refresh."""
         return self.edition != self._seen
 
     def invalidate(self) -> None:
@@ -262,7 +260,6 @@ class ParamGroup:
         return self._refreshing.then(lambda: mine.numel())
 
     def gather(self, flat: Tensor) -> Pending:
-        """All-gather the weights into `flat[:total]`."""
         self._refreshing.wait()
         mine = flat[self.layout.shard * self.groups.gather.rank :][: self.layout.shard]
         self.memory.copy_to_device(self.weight, mine)

@@ -68,7 +68,6 @@ def refusal(name: str, place: Place) -> ValueError:
 
 
 def one_number(x: Tensor, name: str, place: Place) -> float | int | bool | complex:
-    """The only element of a parameter."""
     if place.numel != 1:
         raise refusal(name, place)
     return over_ranks(plain_sum(x), "sum", place).item()
@@ -81,7 +80,6 @@ def plain_sum(x: Tensor) -> Tensor:
 
 
 def over_ranks(value: Tensor, how: How, place: Place) -> Tensor:
-    """Reduce one number over the ranks."""
     if value.is_complex():
         return torch.complex(over_ranks(value.real, how, place), over_ranks(value.imag, how, place))
     total = value.double().reshape(1).clone()
@@ -100,7 +98,6 @@ def whole_of(x: Tensor, place: Place) -> Tensor:
 
 
 def of_whole(func: Any, name: str, args: Any, kwargs: Any, place: Place) -> Any:
-    """A reduction of the whole parameter."""
     part, *rest = args
     how = WHOLE[name]
     options = dict(kwargs)
@@ -215,7 +212,6 @@ NUMBERS: dict[str, Callable[[Any], Any]] = {
     "item": lambda x: x, "__bool__": bool, "__float__": float, "__int__": int, "__index__": operator.index,
     "__complex__": complex,
 }  # fmt: skip
-"""Conversions of a one-element parameter to a Python number."""
 
 
 class WholeSize:
@@ -267,7 +263,6 @@ class Part(WholeSize, Tensor):  # pyrefly: ignore[inconsistent-inheritance]
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        """Of the whole parameter."""
         return self.place.shape
 
     def to_local(self) -> Tensor:
@@ -287,7 +282,6 @@ class Part(WholeSize, Tensor):  # pyrefly: ignore[inconsistent-inheritance]
         return f"Part({at.name}: elements {at.span.lo} to {at.span.hi} of {tuple(at.shape)}, {plain(self)})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Part:
-        """A part of the same elements."""
         copy = memo[id(self)] = Part.of(plain(self).clone(), self.place)
         return copy
 
@@ -304,7 +298,6 @@ def plain(x: Tensor) -> Tensor:
 
 
 def call(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call a torch function with parts among its arguments."""
     name = getattr(func, "__name__", "")
     if name in ("__getitem__", "__setitem__"):
         _refuse_some(name, *args)

@@ -39,12 +39,10 @@ ASK_AFTER = 1.0
 GIVE_UP = dist.constants.default_pg_timeout
 """How long a rank waits for late ranks: the timeout of a collective."""
 TAIL = 512
-"""Collectives in an answer."""
 
 _LONG = 32
 """Length of the history that predicts the next collective: it tells microbatches of a step apart."""
 _MOST = 1 << 17
-"""Length of the remembered history."""
 
 
 class SameOrder:
@@ -54,7 +52,6 @@ class SameOrder:
         self.ranks, self.rank, self.store = tuple(ranks), dist.get_rank(), store
         self.models = self.count = 0
         self.asked = 0
-        """Unpredicted collectives."""
         self._past, self._next = list[int](), 0  # position in the past of the predicted collective
         self._followed: dict[int, int] = {}  # hash of some collectives -> position after them
         self._history = 0  # hash of all so far
@@ -62,7 +59,6 @@ class SameOrder:
         self._open = ""  # key of an incomplete count
 
     def note(self, what: str) -> None:
-        """A collective is about to be issued."""
         item = zlib.crc32(what.encode())
         self._history = hash((self._history, item))
         self._recent.append(what)

@@ -82,7 +82,6 @@ def materialize(
 
 
 def nested_in(modules: Sequence[nn.Module]) -> list[ShardContext]:
-    """Models already sharded inside of some modules, in tree order."""
     found: dict[ShardContext, None] = {}
     for module in modules:
         for one in module.modules():
@@ -157,7 +156,6 @@ install(contexts)
 
 
 def shard_model(module: nn.Module, units: Rule, request: ShardRequest) -> ShardContext:
-    """Shard a whole model in one call."""
     refuse_nested(module, nested_in([module]), around=False)
     refuse_foreign(module, ())
     params = _params(module, request)
@@ -340,7 +338,6 @@ def _reader(unit: Unit, member: Member) -> Callable[[], Tensor | None]:
 
 
 def _device(params: Sequence[Member], options: ShardOptions, nests: bool) -> torch.device:
-    """The device of the shards."""
     devices = {found.param.device for found in params if not found.param.is_meta}
     if options.device is not None:
         device = torch.device(options.device)
@@ -376,7 +373,6 @@ def _refuse_pinned(options: ShardOptions, device: torch.device) -> None:
 
 
 def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
-    """Move the modules' buffers to a device, as FSDP2 does."""
     for module in modules:
         for one in module.modules():
             for key, buffer in one._buffers.items():

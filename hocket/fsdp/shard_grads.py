@@ -98,7 +98,6 @@ class LocalSum:
         self._layout, self._dtype, self._device = layout, dtype, device
         self._views: list[Tensor] = []
         self.has = [False] * len(layout.entries)
-        """Entries added to since the last `merge`."""
 
     def __bool__(self) -> bool:
         """Whether anything was added since the last `merge`."""
@@ -117,7 +116,6 @@ class LocalSum:
         return self._views[index], already
 
     def add(self, index: int, grad: Tensor) -> None:
-        """Add a whole gradient of an entry."""
         put(grad, *self.target(index))
 
     def merge(self, into: Sequence[Tensor]) -> None:
@@ -259,12 +257,10 @@ class Usage:
         return self._nobody is not None and index in self._nobody
 
     def add(self, index: int) -> None:
-        """A gradient was set by hand."""
         self._mine.add(index)
         self.left_out = [i for i in self.left_out if i != index]
 
     def forget(self, index: int) -> None:
-        """A gradient was forgotten."""
         self._mine.discard(index)
         self.left_out = [i for i in self.left_out if i != index]
 

@@ -70,9 +70,7 @@ class ShardGroups:
     outer_shards: bool
     """Whether the outer group shards the optimizer's state instead of replicating it."""
     part: tuple[int, int] = (0, 1)
-    """See `Placement.part`."""
     holders: Ranks = ()
-    """All ranks of the mesh."""
     moved_by: str = ""
     """The transport within the shard group, and why not copy engines."""
 
@@ -194,7 +192,6 @@ def why_not_copies(mine: Ranks, device: torch.device) -> str:
 def _make(
     inner: Ranks, outer: Ranks, options: ShardOptions, transport: TransportName, device: torch.device
 ) -> ShardGroups:
-    """Make and warm up the groups of all ranks."""
     inners, outers = _all_lists(inner), _all_lists(outer)
     # Copy engines reach one host; replicas are usually on others.
     outside: TransportName = "nccl" if transport in COPIED else transport

@@ -61,7 +61,6 @@ class ShardedParameter(WholeSize, nn.Parameter):  # pyrefly: ignore[inconsistent
     span: Span
     """Its elements, within the whole parameter."""
     position: int
-    """Index of the member in its group."""
     read_on_demand: Callable[[], Tensor | None] | None
     """Returns what a read as module attribute gives; None is the shard itself."""
     place: Place | None
@@ -81,7 +80,6 @@ class ShardedParameter(WholeSize, nn.Parameter):  # pyrefly: ignore[inconsistent
         return shard
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
-        """The same elements, in no group."""
         copy = memo[id(self)] = ShardedParameter(self.to_local().clone(), self.requires_grad)
         copy.place = self.place
         return copy
@@ -94,7 +92,6 @@ class ShardedParameter(WholeSize, nn.Parameter):  # pyrefly: ignore[inconsistent
 
     @property
     def group(self) -> Group | None:
-        """Its group; None for a copy."""
         return None if self._group is None else self._group()
 
     @property

@@ -312,7 +312,6 @@ def _whole(context: ShardContext, value: Any, offload: bool) -> Any:
 
 
 def _on_cpu(value: Any) -> Any:
-    """A state with all tensors on the CPU."""
     if isinstance(value, FlatTensor):
         return value.with_elements(value.flat.cpu())
     if isinstance(value, Mapping):

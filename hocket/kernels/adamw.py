@@ -13,7 +13,6 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 2048
-"""Elements of a program."""
 
 
 @triton.jit

@@ -23,7 +23,6 @@ PARTS = 3
 WIDEST = 65536
 """Most elements of a row, limited by registers."""
 TILE = 128
-"""Rows and columns of a transposed tile."""
 
 
 @triton.jit

@@ -171,7 +171,6 @@ def _pair(column, half: tl.constexpr, turning: tl.constexpr):
 
 @triton.jit
 def _load(x, inside, one, other):
-    """Both elements of pairs, in fp32."""
     first = tl.load(x + one, mask=inside, other=0).to(tl.float32)
     return first, tl.load(x + other, mask=inside, other=0).to(tl.float32)
 

@@ -17,7 +17,6 @@ from torch import Tensor
 BLOCK, WARPS = 2048, 4
 """Columns of a tile at most; with 128 threads, each holds 32 bytes of every bf16 row."""
 GATHERED = 4
-"""Rows of a program that only copies."""
 PAIRS, PAIRS_WARPS = 8192, 8
 """Most elements of a tile of all choices."""
 
@@ -118,7 +117,6 @@ def _total_backward(
 
 
 def _tiles(tokens: int, width: int) -> tuple[tuple[int, int], int]:
-    """The grid, and the columns of a tile."""
     block = min(BLOCK, triton.next_power_of_2(width))
     return (tokens, triton.cdiv(width, block)), block
 
@@ -217,7 +215,6 @@ def _by_rows(x: Tensor) -> Tensor:
 
 
 TOKENS = 128
-"""Tokens or rows of a program."""
 
 
 @triton.jit

@@ -67,12 +67,10 @@ class HostBlocks:
 
     @property
     def send(self) -> list[int]:
-        """Rows sent to each rank."""
         return self.leaving[2].sum(1).tolist()
 
     @property
     def receive(self) -> list[int]:
-        """Rows received from each rank."""
         return self.arriving[2].sum(1).tolist()
 
     @property
@@ -94,7 +92,6 @@ class Room:
     """The row capacity of a rank, and how many rows were needed."""
 
     capacity: int
-    """Rows that may arrive at a rank."""
     needed: Tensor
     """Rows of the fullest rank over all exchanges since the last reset, up to the first that exceeded the capacity:
     int64 [1] on the device."""

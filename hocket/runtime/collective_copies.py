@@ -40,7 +40,6 @@ from hocket.runtime.transports import DONE, Nccl, Pending, local_sum
 
 HALVES = 2
 ALIGNED = 256
-"""Alignment in shared memory, in bytes."""
 _ARRIVED, _READ = 0, 1
 """Index of a half's flags of a peer."""
 
@@ -52,7 +51,6 @@ class Halves:
         """`memories[p]` are bytes of rank p, initialized by `reset_flags`: two halves, then flags."""
         self.rank, self.size, self._memories = rank, len(memories), tuple(memories)
         self.nbytes = (memories[0].numel() - flag_bytes(self.size)) // HALVES
-        """Bytes of a half."""
         self.peers = [(rank + step) % self.size for step in range(1, self.size)]
         """The other ranks, starting with the next one, so that ranks start with different peers."""
         arrived = [[self._flag(rank, half, _ARRIVED, p) for p in self.peers] for half in range(HALVES)]
@@ -69,7 +67,6 @@ class Halves:
         """What is done with the flags of all peers around copies, by half; each is given a stream."""
 
     def bytes_of(self, rank: int, half: int) -> Tensor:
-        """A half of a rank."""
         return self._memories[rank][half * self.nbytes : (half + 1) * self.nbytes]
 
     def _flag(self, at: int, half: int, kind: int, peer: int) -> int:
@@ -86,7 +83,6 @@ def _await(flag: int) -> tuple[tuple[Literal["wait"], int, int], tuple[Literal["
 
 
 def flag_bytes(size: int) -> int:
-    """Bytes of the flags of one rank."""
     return -(-4 * 2 * HALVES * size // ALIGNED) * ALIGNED
 
 

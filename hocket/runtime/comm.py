@@ -74,7 +74,6 @@ class Group:
 
     @property
     def other(self) -> int:
-        """The other rank of a group of two."""
         assert self.size == 2, f"{self} has no single other rank"
         return 1 - self.rank
 
@@ -121,7 +120,6 @@ class Group:
         self.sent_bytes += nbytes if self.size > 1 else 0
 
     def forget_calls(self) -> None:
-        """Reset the counters."""
         self.calls.clear()
         self.sent_bytes = 0
 
@@ -243,7 +241,6 @@ class Groups:
     made: tuple[str, ...] = ()
     """Names of the groups in order of creation, the same on all ranks."""
     steps: int = field(default=0, init=False)
-    """Number of steps begun."""
 
     def __iter__(self) -> Iterator[Group]:
         for name in self.made:
@@ -260,7 +257,6 @@ class Groups:
         self.replicas.all_reduce(tensor).wait()
 
     def edges(self) -> Iterator[Group]:
-        """Groups between pipeline ranks."""
         for name in self.made:
             if name.startswith(("send_", "recv_")):
                 yield getattr(self, name)
@@ -496,7 +492,6 @@ def _on_gpus(
     mover: Mover,
     options: CommOptions,
 ) -> Transport:
-    """The transport of a NCCL group."""
     if mover == "kernels":
         return PushedRows(made, ranks, device, options.timeout, pushes(made, options.arrival, device, options.timeout))
     if mover == "pieces":

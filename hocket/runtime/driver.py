@@ -20,9 +20,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 FLAGS_AT_ONCE = 256
-"""Maximum number of flags per read."""
 PATIENCE = 2.0
-"""Seconds to wait for a read."""
 _NOT_READY = 600
 
 
@@ -181,7 +179,6 @@ class Reader:
 
 @cache
 def reader() -> Reader:
-    """The reader of this process and its one GPU."""
     return Reader()
 
 

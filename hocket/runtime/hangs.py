@@ -73,7 +73,6 @@ class GroupProgress:
     """A rank's progress with the exchanges of one group in a step."""
 
     name: str
-    """Name of the group on this rank."""
     key: str
     """Identifies the group on all its ranks."""
     ranks: tuple[int, ...]
@@ -106,7 +105,6 @@ class RankState:
     step: int
     """Steps and validations begun."""
     where: str
-    """What the host is doing."""
     at: tuple[str, ...] = ()
     """Ops that the device (on a CPU: pending collectives) is at."""
     waits: tuple[str, ...] = ()
@@ -194,7 +192,6 @@ HANG_EXIT_CODE = 75
 """Exit status of a rank that the watchdog ended."""
 
 HANG_HEADLINE = "hocket: no progress"
-"""Start of a hang report."""
 
 ANSWER = 5.0
 """Seconds for a report that queries the device."""
@@ -236,7 +233,6 @@ class Recorder:
         self.active = False
 
     def issue(self, position: int) -> None:
-        """Record that the op at `position` is being issued."""
         now = time.monotonic()
         self.issued.append(position)
         self._times.append(now)
@@ -252,7 +248,6 @@ class Recorder:
         return self.issued[count - 1] if count else None
 
     def where(self) -> str:
-        """What the host is doing."""
         seconds = time.monotonic() - self.last_progress
         last = f"op {self.issued[-1]}: {self.ops[self.issued[-1]]}" if self.issued and not self.replayed else ""
         if self.inside:

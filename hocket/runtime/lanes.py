@@ -36,7 +36,6 @@ def spinner(device: torch.device) -> Callable[[float], None]:
 
 
 def drain(device: torch.device) -> None:
-    """Synchronize the host with the current stream."""
     torch.cuda.current_stream(device).synchronize()
 
 

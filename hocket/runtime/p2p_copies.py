@@ -54,10 +54,8 @@ class HopCopies:
         self._driver, self._stream = driver, stream
         self._rank, self._memories = rank, memories
         self.nbytes = (memories[0].numel() - FLAG_BYTES) // HALVES
-        """Bytes of a half."""
         self._sends = False
         self._piece = 0
-        """Pieces sent or received so far."""
         self._marks = [0]
 
     def send(self, tensor: Tensor) -> None:
@@ -120,7 +118,6 @@ class HopCopies:
             yield number % HALVES, piece
 
     def _half(self, rank: int, half: int, piece: Tensor) -> Tensor:
-        """The bytes of a rank's half that a piece occupies."""
         return self._memories[rank][half * self.nbytes : half * self.nbytes + piece.numel()]
 
     def _await(self, flags: int, half: int) -> None:

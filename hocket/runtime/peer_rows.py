@@ -61,7 +61,6 @@ class PeerCopies:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one arrival buffer."""
         return self.arrivals[0].shape[1]
 
     def exchange(self, out: Tensor, rows: Tensor, blocks: HostBlocks) -> None:
@@ -206,7 +205,6 @@ class PushedRows(Nccl):
     """Exchange rows by kernels of hocket; other collectives use NCCL."""
 
     timeout: float
-    """Timeout of a barrier in seconds."""
     pushes: Pushes
     outgrown: list[Pushes] = field(default_factory=list)
     """Smaller buffers that recorded steps may still use."""

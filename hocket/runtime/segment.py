@@ -108,7 +108,6 @@ class RebuiltTensor:
             self._there, self._make = self._make(value), None
 
     def end(self) -> None:
-        """After backward."""
         self._there = None
 
 
@@ -125,7 +124,6 @@ class Segment:
 
     def __init__(self, saver: Saver | None = None) -> None:
         self.queue = WgradQueue()
-        """Weight gradients that `backward` left to compute."""
         self.saver = saver
         self._inputs: list[GradientEdge | None] | None = None
         self._outputs: list[GradientEdge | None] = []
@@ -275,10 +273,8 @@ class OffloadedTensors:
         return self._there
 
     def end(self) -> None:
-        """After backward."""
         self._there = []
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """A storage as bytes [n]."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))

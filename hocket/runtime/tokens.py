@@ -81,7 +81,6 @@ class SentTokens:
         return _SentCollect(self, out_SD)
 
     def others(self) -> list[int]:
-        """The peers, starting with the next rank."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
 
@@ -181,7 +180,6 @@ class CopiedTokens:
         """Bytes of one buffer: all tokens of the widest tensor moved."""
         self._starts = [memory.data_ptr() for memory in memories]
         self.turns = 0
-        """Turns since all flags were zero."""
         self._marks = [0, 0]
         self._views: dict[Any, Tensor] = {}
         self.others = [(rank + step) % self.size for step in range(1, self.size)]
@@ -207,11 +205,9 @@ class CopiedTokens:
         self.driver.write(stream, self._flag(peer, self.rank), turn)
 
     def wait(self, stream: int, turn: int, peer: int) -> None:
-        """Wait for a peer's piece."""
         self.driver.wait(stream, self._flag(self.rank, peer), turn)
 
     def _flag(self, at: int, peer: int) -> int:
-        """Address of the flag at a rank that a peer sets."""
         return self._starts[at] + 2 * self.nbytes + 4 * peer
 
     def begin(self) -> list[int]:

@@ -47,12 +47,10 @@ class RowTable:
 
     @property
     def send(self) -> list[int]:
-        """Rows sent to each rank."""
         return self.rows[self.rank]
 
     @property
     def receive(self) -> list[int]:
-        """Rows received from each rank."""
         return [line[self.rank] for line in self.rows]
 
     @property
@@ -65,7 +63,6 @@ class RowTable:
 
     @property
     def back(self) -> RowTable:
-        """The reverse exchange."""
         return RowTable([list(column) for column in zip(*self.rows, strict=True)], self.rank)
 
 
@@ -135,7 +132,6 @@ class Scratch:
         return buffer[:nbytes].view(dtype)
 
     def give(self, tensor: Tensor) -> None:
-        """Return a tensor from `take`, on the same stream."""
         whole = torch.empty(0, dtype=torch.uint8, device=self.device)
         self.free.append(whole.set_(tensor.untyped_storage()))
 
@@ -236,8 +232,6 @@ class Local:
 
 @dataclass
 class _OfTorch:
-    """What gloo and NCCL have in common."""
-
     group: dist.ProcessGroup
     ranks: tuple[int, ...]
     device: torch.device

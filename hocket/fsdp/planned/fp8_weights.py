@@ -32,9 +32,7 @@ class _Rows:
     """Whole rows of a member in this rank's shard."""
 
     here: slice
-    """Range of the shard."""
     rows: slice
-    """Range of the scales of all units."""
     width: int
 
 
@@ -44,7 +42,6 @@ class _Piece:
 
     here: slice
     row: int
-    """Index in the scales of all units."""
 
 
 class Fp8Unit:
@@ -107,7 +104,6 @@ class Fp8Unit:
             self.flat[piece.here] = cast_to(value.float(), scales[piece.row])
 
     def views(self, slot: Tensor, kept: Tensor) -> list[Tensor]:
-        """Views of the members in a slot, or in `kept`."""
         entries = self.group.layout.entries
         flat = self._bytes(slot).view(E4M3)
         return [
@@ -116,7 +112,6 @@ class Fp8Unit:
         ]
 
     def gather(self, slot: Tensor) -> Pending:
-        """All-gather into a slot."""
         whole, length = self._bytes(slot), self.group.layout.shard
         mine = whole[length * self.rank :][:length]
         mine.copy_(self.flat.view(torch.uint8))

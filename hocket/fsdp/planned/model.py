@@ -235,7 +235,6 @@ class PlannedModel:
             unit.let_grads_go()
 
     def stats(self) -> Stats:
-        """Communication since the start, and allocated bytes."""
         gather = [self.groups.gather_dense, self.groups.gather_experts]
         reduce = [self.groups.reduce_dense, self.groups.reduce_experts]
         return Stats(

@@ -75,9 +75,7 @@ class StepGuard:
         """A norm is a spike above `factor` times the median of the last ones; 0: never."""
         self._factor = factor
         self.skipped = torch.zeros((), dtype=torch.bool, device=device)
-        """Whether the last step was skipped."""
         self.total = torch.zeros((), dtype=torch.int64, device=device)
-        """Steps skipped so far."""
         self._norms = torch.full((WINDOW,), torch.nan, dtype=torch.float64, device=device)
         """Norms of the last steps taken, oldest first, after nan where there were fewer."""
 
@@ -122,8 +120,6 @@ class StepGuard:
 
 @dataclass(frozen=True)
 class MuonOptions:
-    """Settings of Muon."""
-
     takes: Callable[[str, Sequence[int]], bool]
     """Whether it updates a parameter, by name and whole shape."""
     decays: Callable[[str, Sequence[int]], bool]
@@ -144,8 +140,6 @@ def matrices_of(name: str, weight: Tensor) -> list[Tensor]:
 
 @dataclass
 class _Slot:
-    """Memory for one unit at a time."""
-
     whole: Tensor
     """Its momenta, then the results: bf16."""
     parts: Tensor
@@ -154,8 +148,6 @@ class _Slot:
 
 @dataclass
 class _UnderWay:
-    """A unit between collect and update."""
-
     slot: _Slot
     done: str
     pending: Pending
@@ -264,8 +256,6 @@ AVERAGES = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class AdamWOptions:
-    """Settings of the optimizer."""
-
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
@@ -279,7 +269,6 @@ class AdamWOptions:
     decays: Callable[[str, Sequence[int]], bool] = lambda name, shape: len(shape) - (".experts." in name) > 1
     """Whether a parameter decays, by name and whole shape."""
     muon: MuonOptions | None = None
-    """Parameters that Muon updates instead; None: none."""
 
 
 @dataclass(frozen=True)
@@ -302,7 +291,6 @@ class _Run:
 
     @classmethod
     def of(cls, unit: PlannedUnit, pieces: Sequence[Piece], options: AdamWOptions) -> list[_Run]:
-        """The runs of a unit's pieces."""
         places = unit.group.shard_layout.slices(unit.group.position)
         alike: list[tuple[int, int, bool]] = []
         for piece in pieces:
@@ -319,7 +307,6 @@ class _Run:
         ]
 
     def state(self, piece: Piece) -> PieceState:
-        """The state of one of its pieces."""
         place = self.unit.group.shard_layout.slices(self.unit.group.position)[piece.shard.position]
         here = slice(place.start - self.at.start, place.stop - self.at.start)
         return PieceState(piece, *(average[here] for average in self.averages))
@@ -331,7 +318,6 @@ class PlannedAdamW:
     def __init__(self, model: PlannedModel, control: Group, options: AdamWOptions) -> None:
         self.model, self.control, self.options = model, control, options
         self.guard = StepGuard(model.device, options.spike)
-        """See Note: [Skipped steps]."""
         self._squares = torch.zeros(0)
         self._apart = [
             (unit, piece) for unit in model.units.values() if unit.tensors.size > 1 for piece in unit.pieces()
@@ -343,7 +329,6 @@ class PlannedAdamW:
         self._replicas = torch.tensor(replicas, device=model.device)  # ranks that hold each counted gradient
         self.muon = None if options.muon is None else PlannedMuon(model, options.muon)
         self._count = torch.zeros((), dtype=torch.int64, device=model.device)
-        """Updates made so far."""
         self._betas = torch.tensor(options.betas, dtype=torch.float64, device=model.device)
         self._verdict = Verdict(self.guard.skipped, self._betas.new_ones(()), options.lr)
         self._step_values = self._betas.new_zeros(5)
@@ -434,7 +419,6 @@ class PlannedAdamW:
         return norm
 
     def _judge(self, norm: Tensor, lr: float) -> None:
-        """Decide a step from its gradient norm, on the device."""
         skipped, factor = self.guard.judge(norm), torch.ones_like(norm)
         if self.options.clip:
             factor = (self.options.clip / (norm + 1e-6)).clamp(max=1.0)

@@ -120,8 +120,6 @@ class Piece:
 
 
 class PlannedUnit:
-    """One unit of one layer on one rank."""
-
     def __init__(
         self,
         kind: UnitKind,
@@ -196,7 +194,6 @@ class PlannedUnit:
     # Weights
 
     def gather_in_fp8(self, fp8: Fp8Weights, mine: Fp8Unit) -> None:
-        """Gather fp8 casts from now on."""
         self._fp8 = fp8, mine
         fp8.scale(self.weights, mine)
 

@@ -74,13 +74,11 @@ def checksum(file: Path, begin: int = 0, length: int | None = None) -> tuple[int
 
 
 def free(folder: Path) -> int:
-    """Free bytes where a folder is, or will be."""
     above = next((path for path in (folder, *folder.absolute().parents) if path.is_dir()), Path("/"))
     return shutil.disk_usage(above).free
 
 
 def shown(nbytes: int) -> str:
-    """A number of bytes as text."""
     unit, size = next(((u, s) for u, s in (("GiB", 2**30), ("MiB", 2**20)) if nbytes >= s), ("KiB", 2**10))
     return f"{nbytes / size:,.1f} {unit}"
 

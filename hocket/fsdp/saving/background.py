@@ -40,7 +40,6 @@ from hocket.fsdp.saving.inventory import FlatTensor
 from hocket.runtime.world import host_group
 
 TOUCHING = 8
-"""Threads that touch memory."""
 ALIGNED = 64
 """Alignment of copies in bytes."""
 
@@ -153,7 +152,6 @@ class Saving(Future[Path]):
         return self.done() and super().exception() is None
 
     def timed(self, write: Callable[[], Path]) -> Path:
-        """The thread's work."""
         begun = time.perf_counter()
         try:
             return write()
@@ -161,7 +159,6 @@ class Saving(Future[Path]):
             self.write_seconds = time.perf_counter() - begun
 
     def settle(self, written: Future[Path]) -> None:
-        """Take the result of the thread's work."""
         error = written.exception()
         if error is None:
             self.set_result(written.result())
@@ -234,7 +231,6 @@ def thread() -> ThreadPoolExecutor:
 
 
 def wait_for_thread() -> None:
-    """Wait until the saving thread is idle."""
     wait([thread().submit(int)])
 
 

@@ -173,13 +173,11 @@ class HarmlessPlanner(DefaultLoadPlanner):
 
 
 LEAST = 1 << 26
-"""Minimum bytes of a separate file."""
 
 CRC = "crc"
 """Attribute with a file range's CRC-32 in DCP's metadata."""
 
 MODEL, OPTIMIZER = "model", "optimizer"
-"""The keys of a checkpoint."""
 
 
 class CheckpointWriter(dcp.FileSystemWriter):

@@ -70,7 +70,6 @@ class FlatTensor(Tensor):
         raise TypeError(f"a FlatTensor is a rank's part of a parameter, for checkpoints only; it has no {func}")
 
     def with_elements(self, flat: Tensor) -> FlatTensor:
-        """The same range, with other elements."""
         return FlatTensor(flat, self.span, self.writes)
 
     def part_of(self, whole: Tensor) -> Tensor:
@@ -183,7 +182,6 @@ class Inventory:
 
     @property
     def kind(self) -> str:
-        """The module's class name."""
         return type(self.root).__name__
 
 

@@ -36,7 +36,6 @@ EXTRA = "_extra_state"
 """Suffix of a module's extra state, of any form."""
 
 SHOWN = 4
-"""Names listed in a message."""
 
 
 def model_state(context: ShardContext | nn.Module) -> dict[str, Any]:
@@ -154,7 +153,6 @@ def _numbered(own: Inventory, optimizer: Optimizer) -> list[tuple[str, nn.Parame
 
 
 def _wrapped(one: LocalShard | None, key: str, value: Any) -> Any:
-    """A value of the optimizer's state as saved."""
     if one is None or not _has_tensors(value):
         return value
     if isinstance(value, Tensor) and value.shape == one.shard.to_local().shape:
@@ -174,7 +172,6 @@ def _has_tensors(value: Any) -> bool:
 
 
 def _settings(groups: Iterable[Mapping[str, Any]]) -> Values:
-    """Parameter name -> settings of its group."""
     return {name: {k: v for k, v in g.items() if k not in NOT_SETTINGS} for g in groups for name in g["params"]}
 
 
@@ -350,7 +347,6 @@ def _by_name(own: Inventory, state: Mapping[str, Any], mine: Container[str]) -> 
 
 
 def _agreed(optimizer: Optimizer, group: Mapping[str, Any], names: list[str], settings: Values) -> dict[str, Any]:
-    """The settings for a group of parameters."""
     if not names:
         return {}
     kind = type(optimizer).__name__
