@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hocket.layers.slices import Part
-from hocket.runtime.world import over_group, rank_and_world
+from hocket.runtime.world import all_reduce_over_group, rank_and_world
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Replicate, Shard
@@ -134,4 +134,4 @@ def copies(mesh: DeviceMesh | None, part: Part | None) -> int:
 
 def over(mesh: DeviceMesh, value: Tensor, how: Literal["sum", "max"]) -> None:
     """All-reduce a tensor over a mesh of one axis, in place."""
-    value.copy_(over_group(value.to(mesh.device_type), how, mesh.get_group()))
+    value.copy_(all_reduce_over_group(value.to(mesh.device_type), how, mesh.get_group()))

@@ -509,8 +509,8 @@ def _note_formats(error: BaseException | None, unit: Unit, inputs: Iterable[obje
         return
     computes = [dtype for dtype in FORMATS if any(group.formats.compute == dtype for group in unit.groups)]
     strange = [x for x in inputs if isinstance(x, Tensor) and x.is_floating_point() and x.dtype not in computes]
-    told = any(_NOT_CAST in note for note in getattr(error, "__notes__", ()))  # by an inner unit
-    if computes and strange and not told:
+    noted = any(_NOT_CAST in note for note in getattr(error, "__notes__", ()))  # by an inner unit
+    if computes and strange and not noted:
         error.add_note(
             f"{unit} computes in {computes[0]} and was given {strange[0].dtype}: {_NOT_CAST}; cast them, or run the "
             f"model inside of torch.autocast({strange[0].device.type!r}, {computes[0]})"

@@ -160,8 +160,8 @@ class ShardContext:
         self._editions: list[tuple[int, int]] = []  # editions of the weights at the last update seen
         self.ahead = Lookahead(self.units, prefetch, policy.free)
         self._staging: dict[ParamGroup, StagingMemory] = {}
-        self._everybody = Budget(None, None)
-        self._residency = self._everybody
+        self._unlimited = Budget(None, None)
+        self._residency = self._unlimited
         self.unused = UnusedGradients(order, self._model)
         for unit in self.units:
             unit.context = self
@@ -242,11 +242,11 @@ class ShardContext:
     def residency_of(self, unit: Unit) -> Budget:
         """The budget that limits whether a unit may be gathered."""
         stays = unit.contains_units or not unit.full or unit.options.reshard_after_forward is False
-        return self._everybody if stays else self._residency
+        return self._unlimited if stays else self._residency
 
     def may_go(self, unit: Unit) -> bool:
         """Whether a unit's gathered weights may be freed while unclaimed."""
-        return self.residency_of(unit) is not self._everybody
+        return self.residency_of(unit) is not self._unlimited
 
     def staging_of(self, group: ParamGroup) -> StagingMemory:
         return self._staging[group]

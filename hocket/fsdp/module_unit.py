@@ -224,7 +224,7 @@ class Unit:
         return True
 
     def _gather(self) -> None:
-        after = [*self._last_use(), *(ticket for buffer in self.full.values() for ticket in buffer.behind)]
+        after = [*self._last_use(), *(ticket for buffer in self.full.values() for ticket in buffer.after)]
         stale = [group for group in self.groups if group.stale()]
         if self.full or any(group.groups.outer_shards for group in stale):
             self.context.about_to(f"gather {self}")
@@ -278,7 +278,7 @@ class Unit:
             return
         self._gathered = False
         for buffer in self.full.values():
-            buffer.behind = self._last_use()
+            buffer.after = self._last_use()
         if self.full:
             self.context.gathering.submit(f"free {self.name}", self._free, self._last_use())
         self.context.residency_of(self).gone(self)

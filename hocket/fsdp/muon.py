@@ -13,7 +13,7 @@ This moves 4 bytes per element and needs a bf16 buffer of the largest group. Wit
 (`ShardOptions.outer`) both do so in turn. Ranks that hold whole parameters iterate all of them. For `torch.optim.Muon`
 it runs on the caller's stream, after all reductions and on their group, since gathers may be in flight on theirs.
 
-Note: [How torch's Muon comes here]
+Note: [How torch's Muon is replaced]
 Its step collects parameters, gradients and momenta of each parameter group by `_init_group`. When hocket shards the
 first model, it replaces `_init_group` by `collect`, which updates shards itself and leaves other parameters to torch.
 So settings, state and closures are torch's, and existing optimizers work too.

@@ -39,7 +39,7 @@ from hocket.fsdp.dtensors import over
 from hocket.fsdp.layout import FlatLayout
 from hocket.fsdp.members import Member
 from hocket.fsdp.options import Offload, Precision
-from hocket.fsdp.part import Ask, How, Part, Place
+from hocket.fsdp.part import How, Part, Place, ReduceOverRanks
 from hocket.fsdp.shard_grads import LocalSum, ShardGrads, ShardMemory, Usage, zero_others
 from hocket.fsdp.shard_groups import ShardGroups
 from hocket.fsdp.sharded_parameter import ShardedParameter
@@ -98,7 +98,7 @@ class ParamGroup:
         """Allocates the gradients before they are reduced or set."""
         self.let_grads_go: Callable[[], None] = self.grads.let_go
         """Frees forgotten gradients, if that is safe."""
-        self._ask: Ask | None = None
+        self._reduce_over_ranks: ReduceOverRanks | None = None
         self._parts: dict[int, tuple[Tensor, Part]] = {}  # (memory, the `Part` that readers see)
         self.shards = self._make_shards()
         for i in (i for i, member in enumerate(members) if not member.param.is_meta):
@@ -139,26 +139,26 @@ class ParamGroup:
         self.shards[index].place = self._place_of(self.shards[index])
         self._parts.clear()
 
-    def know_wholes(self, ask: Ask) -> None:
+    def know_wholes(self, reduce: ReduceOverRanks) -> None:
         """Give shards reductions over all ranks. See Note: [A part knows its whole]."""
-        self._ask = ask
+        self._reduce_over_ranks = reduce
         self._parts.clear()
         for shard in self.shards:
             shard.place = self._place_of(shard)
 
     def _place_of(self, shard: ShardedParameter) -> Place | None:
-        if self._ask is None or self.keeps_all:
+        if self._reduce_over_ranks is None or self.keeps_all:
             return None
         group, dtensor = weakref.ref(self), self.members[shard.position].dtensor
 
-        def ask(value: Tensor, how: How) -> None:
+        def reduce(value: Tensor, how: How) -> None:
             mine = group()
-            if mine is not None and mine._ask is not None:
-                mine._ask(value, how)
+            if mine is not None and mine._reduce_over_ranks is not None:
+                mine._reduce_over_ranks(value, how)
             if dtensor is not None and dtensor.part is not None:
                 over(dtensor.mesh, value, how)
 
-        return Place(shard.full_name, shard.span, ask)
+        return Place(shard.full_name, shard.span, reduce)
 
     @property
     def learning(self) -> int:

@@ -31,7 +31,7 @@ from torch import Tensor
 from hocket.layers.slices import Span
 
 How = Literal["sum", "max"]
-Ask = Callable[[Tensor, How], None]
+ReduceOverRanks = Callable[[Tensor, How], None]
 """The `sum` or `max` of a tensor over the ranks that hold the other elements, in place."""
 
 
@@ -41,7 +41,7 @@ class Place:
 
     name: str
     span: Span
-    ask: Ask
+    reduce: ReduceOverRanks
 
     @property
     def shape(self) -> torch.Size:
@@ -83,7 +83,7 @@ def over_ranks(value: Tensor, how: How, place: Place) -> Tensor:
     if value.is_complex():
         return torch.complex(over_ranks(value.real, how, place), over_ranks(value.imag, how, place))
     total = value.double().reshape(1).clone()
-    place.ask(total, how)
+    place.reduce(total, how)
     return total.squeeze(0).to(value.device)
 
 
@@ -93,7 +93,7 @@ def whole_of(x: Tensor, place: Place) -> Tensor:
         mine = x.detach().as_subclass(Tensor)
         flat = mine.new_zeros(place.numel)
         place.span.put(mine, flat)
-        place.ask(torch.view_as_real(flat) if flat.is_complex() else flat, "sum")
+        place.reduce(torch.view_as_real(flat) if flat.is_complex() else flat, "sum")
         return flat.view(place.shape)
 
 

@@ -166,17 +166,17 @@ class UnusedGradients:
             return
         self.all_sent()
         others = [rank for rank in self._order.ranks if rank != self._order.rank]
-        told = self._hear(self._order, others)
+        heard = self._hear(self._order, others)
         for group in asking:
-            nobody = set(group.usage.left_out)
+            unused = set(group.usage.left_out)
             for rank in group.groups.holders if group.groups.part[1] == 1 and not group.is_divided else others:
-                if rank in told:
-                    nobody &= set(told[rank].get(group.members[0].name, ()))
-            group.usage.answer(nobody)
+                if rank in heard:
+                    unused &= set(heard[rank].get(group.members[0].name, ()))
+            group.usage.answer(unused)
 
     def _hear(self, order: SameOrder, others: Sequence[int]) -> dict[int, dict[str, list[int]]]:
         """Unused members of other ranks by group, up to this rank's last backward."""
-        told, late = dict[int, dict[str, list[int]]](), list(others)
+        heard, late = dict[int, dict[str, list[int]]](), list(others)
         start, pause = time.monotonic(), 1e-4
         while late:
             places = [self._place_of(rank) for rank in late]
@@ -184,8 +184,8 @@ class UnusedGradients:
             for rank, (number, left_out) in zip(late, map(json.loads, values), strict=bool(values)):
                 assert number <= self._rounds, f"rank {rank} is {SLOTS} backwards ahead"
                 if number == self._rounds:
-                    told[rank] = left_out
-            late = [rank for rank in others if rank not in told]
+                    heard[rank] = left_out
+            late = [rank for rank in others if rank not in heard]
             if time.monotonic() - start > GIVE_UP.total_seconds():
                 raise ValueError(
                     f"rank {order.rank} reads gradients, and ranks {late} have not ended that backward in {GIVE_UP}: "
@@ -194,7 +194,7 @@ class UnusedGradients:
             if late:
                 time.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
-        return told
+        return heard
 
 
 _orders: dict[tuple[int, ...], SameOrder] = {}

@@ -228,7 +228,7 @@ class Usage:
         self._mine = set[int]()
         self.left_out: list[int] = []
         """Members without a gradient from this rank in the last reduction."""
-        self._nobody: set[int] | None = None
+        self._unused_by_all: set[int] | None = None
         self.ask: Callable[[], None] = lambda: None
         """Calls `answer` if the other ranks' usage is known."""
 
@@ -236,25 +236,25 @@ class Usage:
         """A reduction is issued with gradients of `written` members. Returns `left_out`."""
         self._mine.update(i for i, has in enumerate(written) if has)
         self.left_out = [i for i, learns in enumerate(self._learns) if learns and i not in self._mine]
-        self._nobody = None
+        self._unused_by_all = None
         return self.left_out
 
     @property
     def known(self) -> bool:
         """Whether usage on other ranks is known or irrelevant."""
-        return not self.left_out or self._nobody is not None
+        return not self.left_out or self._unused_by_all is not None
 
-    def answer(self, nobody: Iterable[int]) -> None:
+    def answer(self, unused: Iterable[int]) -> None:
         """No rank has used these members."""
-        self._nobody = set(nobody)
+        self._unused_by_all = set(unused)
 
     def unused_by_all(self, index: int) -> bool:
         """Whether no rank is known to have used a member."""
         if index not in self.left_out:
             return False
-        if self._nobody is None:
+        if self._unused_by_all is None:
             self.ask()
-        return self._nobody is not None and index in self._nobody
+        return self._unused_by_all is not None and index in self._unused_by_all
 
     def add(self, index: int) -> None:
         self._mine.add(index)

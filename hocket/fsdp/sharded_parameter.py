@@ -132,7 +132,7 @@ class ShardedParameter(WholeSize, nn.Parameter):  # pyrefly: ignore[inconsistent
             return row
         lo, hi = (min(max(at - first, 0), length) for at in (self.lo, self.hi))
         span = Span(tuple(self.shape[1:]), lo, hi)
-        return Part.of(row, Place(f"{self.full_name}[{index}]", span, self.place.ask))
+        return Part.of(row, Place(f"{self.full_name}[{index}]", span, self.place.reduce))
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """With a number, of a matrix: fill that row with a value."""

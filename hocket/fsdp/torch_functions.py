@@ -7,7 +7,7 @@ torch calls inside of them. Other models get torch's originals.
 
     torch.nn.utils.clip_grad_norm_, get_total_norm      the norm over all ranks
     torch.amp.GradScaler                                infinities of any rank
-    torch.optim.Muon                                    whole matrices (Note: [How torch's Muon comes here])
+    torch.optim.Muon                                    whole matrices (Note: [How torch's Muon is replaced])
     torch.distributed.checkpoint.state_dict             as in `hocket.checkpoint`; whole, with full_state_dict
 """
 
@@ -32,7 +32,7 @@ from hocket.fsdp.saving.inventory import FlatTensor, Inventory
 from hocket.fsdp.saving.state import load_model_state, load_optimizer_state, model_state, optimizer_state, split
 from hocket.fsdp.shard_grads import powers_of, squares_of
 from hocket.fsdp.sharded_parameter import ShardedParameter
-from hocket.runtime.world import of_rank, take_from_first_rank
+from hocket.runtime.world import broadcast_object, broadcast_tensor
 
 if TYPE_CHECKING:
     from hocket.fsdp.module_context import ShardContext
@@ -81,11 +81,11 @@ def total_norm(
     """`torch.nn.utils.get_total_norm`; for gradients of shards over all ranks, which all call this."""
     given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     tensors = [plain(one) for one in given]
-    homes = {m.untyped_storage().data_ptr(): home for home in _groups() for m in home[0].grads.memory}
+    owners = {m.untyped_storage().data_ptr(): owner for owner in _groups() for m in owner[0].grads.memory}
     parts: dict[ShardContext | None, list[tuple[Tensor, int]]] = {}
     for one, tensor in zip(given, tensors, strict=True):
         has_memory = not is_traceable_wrapper_subclass(tensor)  # a DTensor has none
-        group, context = homes.get(tensor.untyped_storage().data_ptr() if has_memory else 0, (None, None))
+        group, context = owners.get(tensor.untyped_storage().data_ptr() if has_memory else 0, (None, None))
         if group is None or context is None or _alike(group, context):
             parts.setdefault(None, []).append((tensor, 1))
         else:
@@ -195,15 +195,15 @@ def _from_first_rank(state: Mapping[str, Any], mine: Mapping[str, Any], device: 
     """The state of the first rank; one tensor at a time is whole on the other ranks."""
     found: dict[str, Any] = {}
     for name, own in mine.items():
-        if not of_rank(name in state):
+        if not broadcast_object(name in state):
             continue
         if not isinstance(own, Tensor):
-            found[name] = of_rank(state.get(name))
+            found[name] = broadcast_object(state.get(name))
             continue
         whole = torch.empty(own.shape, dtype=own.dtype, device=device)
         if dist.get_rank() == 0:
             whole.copy_(state[name])
-        take_from_first_rank(whole)
+        broadcast_tensor(whole)
         if isinstance(own, FlatTensor):
             found[name] = own.with_elements(own.part_of(whole).clone())
         else:
@@ -257,31 +257,31 @@ def _all_from_first_rank(context: ShardContext, state: Any) -> dict[str, Any]:
     own = Inventory(context)
     known = {**{name: name for name in own.shards}, **own.others}
 
-    def told(value: Any) -> Any:
+    def announced(value: Any) -> Any:
         if isinstance(value, Mapping):
-            return {key: told(one) for key, one in value.items()}
+            return {key: announced(one) for key, one in value.items()}
         if isinstance(value, list | tuple):
-            return [told(one) for one in value]
+            return [announced(one) for one in value]
         if isinstance(value, Tensor):
             return value.cpu() if value.numel() == 1 else _Sent(value.shape, value.dtype)
         return value
 
-    def taken(value: Any, mine: Any, name: str) -> Any:
+    def received(value: Any, mine: Any, name: str) -> Any:
         if isinstance(value, dict):
             at = {key: key if key in known else split(str(key), known)[1] or name for key in value}
-            return {key: taken(one, mine and mine[key], at[key]) for key, one in value.items()}
+            return {key: received(one, mine and mine[key], at[key]) for key, one in value.items()}
         if isinstance(value, list):
-            return [taken(one, mine and mine[i], name) for i, one in enumerate(value)]
+            return [received(one, mine and mine[i], name) for i, one in enumerate(value)]
         if not isinstance(value, _Sent):
             return value
         whole = torch.empty(value.shape, dtype=value.dtype, device=context.device)
         if mine is not None:
             whole.copy_(mine)
-        take_from_first_rank(whole)
+        broadcast_tensor(whole)
         one = own.shards.get(known.get(name, ""))
         return whole if one is None or one.shape != whole.shape else one.tensor(one.part_of(whole).clone())
 
-    return taken(of_rank(told(state)), state if dist.get_rank() == 0 else None, "")
+    return received(broadcast_object(announced(state)), state if dist.get_rank() == 0 else None, "")
 
 
 def _context_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> ShardContext | None:

@@ -81,8 +81,8 @@ def losses_and_sums(logits_TV: Tensor, targets_T: Tensor) -> Tensor:
 
 def log_sums(logits_TV: Tensor) -> Tensor:
     """Each token's log-sum-exp: fp32 [T]."""
-    nobody_T = torch.full(logits_TV.shape[:1], IGNORED, device=logits_TV.device)
-    return losses_and_sums(logits_TV, nobody_T)[1]
+    ignored_T = torch.full(logits_TV.shape[:1], IGNORED, device=logits_TV.device)
+    return losses_and_sums(logits_TV, ignored_T)[1]
 
 
 def turn_into_gradient(logits_TV: Tensor, targets_T: Tensor, sums_T: Tensor, factor: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from hocket.runtime.collective_copies import CopiedCollectives, collective_copie
 from hocket.runtime.hangs import Flags, Issued
 from hocket.runtime.lanes import SideStream
 from hocket.runtime.p2p_copies import CopiedHops, p2p_copies
-from hocket.runtime.peer_rows import CopiedRows, PushedRows, peer_copies, pushes
+from hocket.runtime.peer_rows import CopiedRows, PushedRows, peer_copies, push_buffers
 from hocket.runtime.shared_memory import Barrier, place, problem, refuse, unreachable
 from hocket.runtime.tokens import CopyingNccl, SentTokens, Tokens, copied_tokens
 from hocket.runtime.transports import (
@@ -493,7 +493,9 @@ def _on_gpus(
     options: CommOptions,
 ) -> Transport:
     if mover == "kernels":
-        return PushedRows(made, ranks, device, options.timeout, pushes(made, options.arrival, device, options.timeout))
+        return PushedRows(
+            made, ranks, device, options.timeout, push_buffers(made, options.arrival, device, options.timeout)
+        )
     if mover == "pieces":
         tokens = copied_tokens(made, options.tokens, device, options.timeout, SideStream(device))
         return CopyingNccl(made, ranks, device, tokens)

@@ -155,7 +155,7 @@ COUNTS = 1 << 20
 """Bytes at the end of an arrival buffer that receive counts."""
 
 
-class Pushes:
+class PushBuffers:
     """The arrival buffers of all ranks of a group, for this rank's kernels."""
 
     def __init__(self, rank: int, arrivals: Sequence[Tensor], barrier: Callable[[], object]) -> None:
@@ -205,15 +205,15 @@ class PushedRows(Nccl):
     """Exchange rows by kernels of hocket; other collectives use NCCL."""
 
     timeout: float
-    pushes: Pushes
-    outgrown: list[Pushes] = field(default_factory=list)
+    pushes: PushBuffers
+    outgrown: list[PushBuffers] = field(default_factory=list)
     """Smaller buffers that recorded steps may still use."""
 
     def make_room(self, nbytes: int) -> None:
         """Grow arrival buffers to rows of `nbytes`. All ranks of the group call this."""
         if nbytes > self.pushes.nbytes:
             self.outgrown.append(self.pushes)
-            self.pushes = pushes(self.group, nbytes, self.device, self.timeout)
+            self.pushes = push_buffers(self.group, nbytes, self.device, self.timeout)
 
     def all_counts(self, counts: Tensor) -> Tensor:
         return self.pushes.all_counts(counts)
@@ -224,7 +224,7 @@ class PushedRows(Nccl):
         return DONE
 
 
-def pushes(group: dist.ProcessGroup, nbytes: int, device: torch.device, timeout: float) -> Pushes:
+def push_buffers(group: dist.ProcessGroup, nbytes: int, device: torch.device, timeout: float) -> PushBuffers:
     """Arrival buffers for rows of `nbytes` on GPUs with peer access. All ranks of the group call this together."""
     whole = -(-nbytes // 16) * 16 + COUNTS
-    return Pushes(*shared_buffers(group, whole, device, timeout))
+    return PushBuffers(*shared_buffers(group, whole, device, timeout))

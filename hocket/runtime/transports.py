@@ -215,10 +215,10 @@ class Local:
         return counts.clone().unsqueeze(0)
 
     def send(self, tensor: Tensor, to: int) -> Pending:
-        raise AssertionError("a group of one has nobody to send to")
+        raise AssertionError("a group of one has no rank to send to")
 
     def recv(self, tensor: Tensor, source: int) -> Pending:
-        raise AssertionError("a group of one has nobody to receive from")
+        raise AssertionError("a group of one has no rank to receive from")
 
     def all_reduce(self, tensor: Tensor, op: Reduction) -> Pending:
         return DONE
@@ -231,7 +231,7 @@ class Local:
 
 
 @dataclass
-class _OfTorch:
+class _TorchTransport:
     group: dist.ProcessGroup
     ranks: tuple[int, ...]
     device: torch.device
@@ -249,7 +249,7 @@ class _OfTorch:
 
 
 @dataclass
-class Gloo(_OfTorch):
+class Gloo(_TorchTransport):
     """CPU processes. Sums are computed locally after an all-to-all, in rank order."""
 
     def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
@@ -322,7 +322,7 @@ class Gloo(_OfTorch):
 
 
 @dataclass
-class Nccl(_OfTorch):
+class Nccl(_TorchTransport):
     """GPUs. Everything runs on the caller's current stream; see Note: [All lanes' kernels fit on the chip together]."""
 
     def all_gather(self, out: Tensor, shard: Tensor) -> Pending:

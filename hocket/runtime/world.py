@@ -124,7 +124,7 @@ def rank_and_world() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def of_rank(value: T, rank: int = 0, group: dist.ProcessGroup | None = None) -> T:
+def broadcast_object(value: T, rank: int = 0, group: dist.ProcessGroup | None = None) -> T:
     """Broadcast a Python object from a rank of a group."""
     values: list[Any] = [value]
     if dist.is_initialized():
@@ -132,12 +132,12 @@ def of_rank(value: T, rank: int = 0, group: dist.ProcessGroup | None = None) -> 
     return values[0]
 
 
-def take_from_first_rank(tensor: torch.Tensor) -> None:
+def broadcast_tensor(tensor: torch.Tensor) -> None:
     """Broadcast rank 0's tensor into every rank's."""
     dist.broadcast(tensor, 0)
 
 
-def over_group(value: torch.Tensor, how: Literal["sum", "max"], group: dist.ProcessGroup) -> torch.Tensor:
+def all_reduce_over_group(value: torch.Tensor, how: Literal["sum", "max"], group: dist.ProcessGroup) -> torch.Tensor:
     """All-reduce a tensor over a group, in place; returns it."""
     dist.all_reduce(value, dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX, group)
     return value
