@@ -31,7 +31,6 @@ class FullBuffer:
         return self.flat.untyped_storage().nbytes() == self.nbytes
 
     def allocate(self) -> None:
-        """Allocate the storage, uninitialized."""
         if not self.allocated:
             self.flat.untyped_storage().resize_(self.nbytes)
 
@@ -123,7 +122,6 @@ class Staged:
             self.unfinished -= 1
 
     def fill_gaps(self) -> None:
-        """Zero unwritten gradients and padding."""
         self.group.fill_gaps(self.flat, self.views, self.written)
 
     def give(self, ticket: Ticket) -> None:

@@ -57,8 +57,6 @@ class Fsdp2Arguments(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class ShardRequest:
-    """The arguments of a `fully_shard` call, in hocket's terms."""
-
     mesh: DeviceMesh | None
     strategy: str
     precision: Precision

@@ -1,23 +1,21 @@
 """The default driver of a sharded module: hooks on its units make the five calls of `module_unit.py`.
 
 Note: [When backward of a unit is over]
-Forward wraps a unit's inputs in an identity function. When the identity's backward runs, the input gradients are done:
-autograd runs ready nodes latest-created first, leaf gradients before all others, and every node between the loss and
-this unit's parameters was made after the identity. So each of the unit's parameters has its gradient, or gets it from
-another invocation that is still open. Weights are released then, and gradients are reduced if no invocation of the same
-forward is left. Modules of a bucket finish one by one, so a bucket is reduced when each of its parameters has
-contributed. So is a unit none of whose inputs needs a gradient. The end of backward flushes the rest: unused
-parameters, and outputs that the loss does not reach.
+Forward wraps a unit's inputs in an identity, whose backward marks the end: autograd runs ready nodes latest-created
+first, and leaf gradients before all others. Every node between the loss and this unit's parameters was made after the
+identity, so these have their gradients, or get them from another open invocation. Then weights are released, and
+gradients reduced if no invocation of the same forward is left. A bucket, whose modules end one by one, is reduced when
+each of its parameters has contributed; so is a unit none of whose inputs needs a gradient. The end of backward flushes
+the rest: unused parameters, and outputs that the loss does not reach.
 
-A forward inside of a backward is recomputation. A reentrant checkpoint then runs backward of it; others only want saved
-tensors. Forward can't tell, so both open an invocation, and the end of backward drops unused ones.
+A forward inside of a backward is recomputation, with a backward of its own only in a reentrant checkpoint. Forward
+can't tell, so it opens an invocation, which the end of backward drops if unused.
 
 Note: [Side outputs of a forward]
 A unit gathers its weights for backward when the first gradient of any of its outputs arrives. Besides return values,
-models append second losses or hidden states to a list or dict argument, or keep them as attributes, and transformers
-collects `output_attentions=True` and the like by hooks. So these places are searched before and after a forward, and
-new tensors are hooked like outputs. Tensors left elsewhere can't be found; a gradient that comes from them alone is an
-error.
+models append losses or hidden states to a list or dict argument, or keep them as attributes, and transformers collects
+`output_attentions=True` and the like by hooks. So these places are searched before and after a forward, and new tensors
+are hooked like outputs. A gradient that comes only from tensors left elsewhere is an error.
 
 Inputs get the identity, and may be cast or moved. Lists and dicts are changed in place and restored after the forward,
 since modules may write to them.
@@ -156,7 +154,6 @@ _OWN = frozenset(nn.Module().__dict__)
 
 
 def _kept_in(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """Tensors with a graph in attributes of modules."""
     found: list[Tensor] = []
     for module in modules:
         own = module.__dict__.items()
@@ -173,8 +170,6 @@ def _kept_in(modules: Iterable[nn.Module]) -> list[Tensor]:
 
 
 class _MayHold(dict[type, bool]):
-    """Whether attributes of a type are tensors, or containers that may hold some."""
-
     def __missing__(self, kind: type) -> bool:
         found = self[kind] = issubclass(kind, Tensor) or kind in (list, dict, tuple, set, deque)
         return found

@@ -39,7 +39,6 @@ class Order(Generic[T]):
             self._next = [*later, *earlier][0] + 1
 
     def upcoming(self) -> Iterator[T]:
-        """Expected items after the last one, nearest first."""
         return iter(self.expected[self._next :])
 
     def finish(self) -> None:
@@ -82,12 +81,10 @@ class Lookahead:
         self._reverse_of, self._left = self._left, []
 
     def reach_backward(self, unit: Unit) -> None:
-        """Backward has gathered a unit: prefetch the next ones."""
         self._backward.reach(unit)
         self._start(self._backward)
 
     def go_on_backward(self) -> None:
-        """Retry gathers for which there was no room."""
         self._start(self._backward)
 
     def end_backward(self) -> None:

@@ -70,7 +70,6 @@ class Member:
         return Span(tuple(self.shape), lo, hi, None if self.dtensor is None else self.dtensor.part)
 
     def shown(self) -> Tensor:
-        """What modules compute with."""
         return self.param if self.dtensor is None else self.dtensor.shown(self.param)
 
 
@@ -101,8 +100,6 @@ class Managed(dict[str, nn.Parameter | None]):
 
 
 class View:
-    """A module attribute that holds a managed parameter."""
-
     __slots__ = ("_attributes", "_key", "_member")
 
     def __init__(self, owner: nn.Module, key: str, member: Member) -> None:
@@ -227,7 +224,6 @@ def forward_of(cls: type[nn.Module]) -> Callable[..., Tensor] | None:
 
 
 def _load(shard: ShardedParameter, value: Tensor, name: str) -> None:
-    """Load a whole weight, or this rank's elements."""
     assert shard.group is not None
     span, local = shard.group.span_of(shard), shard.to_local()
     if value.shape == span.shape:

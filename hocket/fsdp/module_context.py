@@ -87,7 +87,6 @@ class HeldClaims:
         self.drop()
 
     def clear(self) -> None:
-        """Drop all claims after an abort, which has ended them."""
         self._held.clear()
         self._unsharded.clear()
 
@@ -348,7 +347,6 @@ class ShardContext:
         return claim
 
     def look_back(self) -> None:
-        """Retry prefetches for which there was no room."""
         if self.in_backward:
             self.ahead.go_on_backward()
 
@@ -530,7 +528,6 @@ class ShardContext:
         return False
 
     def stats(self) -> ShardStats:
-        """Counters and allocated bytes."""
         groups = self.param_groups
         return ShardStats(
             gathers=sum(unit.gathers for unit in self.units),

@@ -61,8 +61,6 @@ Around = tuple[Callable[..., tuple[Any, Any]], Callable[..., Any]]
 
 
 class Claim:
-    """A claim on the gathered weights of a unit."""
-
     __slots__ = ("_aborts", "_held", "shows", "unit")
 
     def __init__(self, unit: Unit, shows: bool) -> None:
@@ -101,7 +99,6 @@ class Unit:
         self.name, self.modules, self.groups = name, tuple(modules), tuple(groups)
         self.options = options or UnitOptions()
         self.calls: dict[nn.Module, Around] = {}
-        """The hooks before and after a forward of each module."""
         self.contains_units = False
         """Whether other units run inside its forward: then it stays gathered."""
         self.claims = self.aborts = self._shown = 0
@@ -295,7 +292,6 @@ class Unit:
     # Gradients
 
     def staged(self, group: ParamGroup) -> Staged:
-        """The staging of a group's gradients until the next `reduce`."""
         found = self._staged.get(group)
         if found is None:
             self.context.before_waiting()  # for a free staging buffer
@@ -436,7 +432,6 @@ class Unit:
         self._send_outer()
 
     def abort(self) -> None:
-        """Forget claims and staged gradients of an interrupted step."""
         if self.claims:
             for view in self.views:
                 view.hide()

@@ -9,17 +9,17 @@ Muon's momentum is elementwise and stays sharded; the iteration needs whole matr
     iterates         each matrix on one rank, balanced over ranks
     reduce-scatters  the results: all ranks but one have zeros, so the sum is exact
 
-This moves 4 bytes per element and needs a bf16 buffer of the largest group. With two levels of shards
-(`ShardOptions.outer`) both do so in turn. Ranks that hold whole parameters iterate all of them. For `torch.optim.Muon`
-it runs on the caller's stream, after all reductions and on their group, since gathers may be in flight on theirs.
+This moves 4 bytes per element and needs a bf16 buffer of the largest group. Two levels of shards (`ShardOptions.outer`)
+do so in turn. Ranks with whole parameters iterate all of them. For `torch.optim.Muon` it runs on the caller's stream
+and the reductions' group, after all reductions, since gathers may be in flight on theirs.
 
 Note: [How torch's Muon is replaced]
-Its step collects parameters, gradients and momenta of each parameter group by `_init_group`. When hocket shards the
-first model, it replaces `_init_group` by `collect`, which updates shards itself and leaves other parameters to torch.
-So settings, state and closures are torch's, and existing optimizers work too.
+When hocket shards the first model, it replaces `Muon._init_group`, which collects a parameter group's tensors, by
+`collect`, which updates shards itself and leaves other parameters to torch. So settings, state and closures are
+torch's, and existing optimizers work too.
 
-Muon (Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks") moves a matrix by about the nearest
-orthogonal matrix to its momentum. Formulas and constants are those of `torch.optim.Muon`.
+Formulas and constants are those of `torch.optim.Muon` (Jordan et al. 2024, "Muon: an optimizer for hidden layers in
+neural networks"): a matrix moves by about the nearest orthogonal matrix to its momentum.
 
 Shapes: N matrices, A rows, B columns.
 """

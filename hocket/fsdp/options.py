@@ -59,8 +59,6 @@ class Formats:
 
 @dataclass(frozen=True)
 class Policy:
-    """What a strategy means."""
-
     free: bool
     """Whether gathered weights are freed for others."""
     reduce_every_microbatch: bool

@@ -165,7 +165,6 @@ class ParamGroup:
         return sum(self._learns)
 
     def change(self, index: int, trains: bool) -> None:
-        """What `shards[index].requires_grad_(trains)` does."""
         (self.changed_by or self.train)(index, trains)
 
     def train(self, index: int, trains: bool) -> None:
@@ -221,7 +220,6 @@ class ParamGroup:
 
     @torch.no_grad()
     def load(self, index: int, value: Tensor) -> None:
-        """Take the whole value of a member."""
         shard = self.shards[index]
         shard.to_local().copy_(value.detach().reshape(-1)[shard.lo : shard.hi])
 
@@ -407,7 +405,6 @@ class ParamGroup:
         self.usage.add(index)
 
     def forget_gradients(self) -> None:
-        """Forget all gradients, also unreduced ones."""
         for index in range(len(self.members)):
             self.usage.forget(index)
         self._reducing = self._outer = Pending()
@@ -420,7 +417,6 @@ class ParamGroup:
         self._let_go()
 
     def _let_go(self) -> None:
-        """No gradient is left: free their memory, if that is safe."""
         if self.grads.flat is not None:
             self.let_grads_go()
         if self.grads.flat is None:

@@ -50,7 +50,6 @@ class Place:
 
     @property
     def here(self) -> int:
-        """Number of elements on this rank."""
         return len(self.span)
 
     @property
@@ -74,7 +73,6 @@ def one_number(x: Tensor, name: str, place: Place) -> float | int | bool | compl
 
 
 def plain_sum(x: Tensor) -> Tensor:
-    """The sum of the local elements, without autograd."""
     with torch._C.DisableTorchFunctionSubclass():
         return x.detach().as_subclass(Tensor).sum()
 
@@ -416,7 +414,6 @@ def _refuse_some(name: str, x: Tensor, index: Any, *_: Any) -> None:
 
 
 def _of_each(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Call a foreach function: elementwise ones, whose results are parts, and norms."""
     if name in ("_foreach_norm", "_foreach_max"):
         return [getattr(one, name.removeprefix("_foreach_"))(*args[1:], **kwargs) for one in args[0]]
     lists = [one for one in (*args, *kwargs.values()) if isinstance(one, list | tuple)]

@@ -130,7 +130,6 @@ class SameOrder:
 SLOTS = 32
 """Backwards per rank in the store: the lead that a rank may have over a reader."""
 LONGEST_PAUSE = 5e-3
-"""Longest pause between polls of the store, in seconds."""
 
 
 class UnusedGradients:
@@ -223,7 +222,6 @@ def order_over(mesh: DeviceMesh | None) -> SameOrder | None:
 
 
 def _watch() -> None:
-    """Answer other ranks; skip stores that are gone."""
     counts: dict[int, int] = {}
     while True:
         time.sleep(ASK_AFTER)

@@ -149,7 +149,6 @@ def _adopt(root: nn.Module, units: Sequence[Unit]) -> None:
 
 
 contexts: WeakSet[ShardContext] = WeakSet()
-"""All sharded models."""
 checked: WeakSet[Optimizer] = WeakSet()
 """Optimizers checked since the last sharding."""
 install(contexts)
@@ -287,7 +286,6 @@ def _alike(
     default: Placement,
     precision: Precision,
 ) -> dict[tuple[Placement, Formats, bool], list[Member]]:
-    """Groups of a unit's parameters that can share buffers and collectives."""
     groups: dict[tuple[Placement, Formats, bool], list[Member]] = {}
     for found in params:
         where = placements[found.name] or default
@@ -297,7 +295,6 @@ def _alike(
 
 
 def _install(context: ShardContext, made: Sequence[Unit], manual: bool) -> None:
-    """Put shards into modules and hooks on the modules of new units."""
     inner = {module for unit in context.units if unit.name for module in unit.modules}
     for unit in context.units:
         inside = {m for one in unit.modules for m in one.modules() if m is not one}
@@ -364,7 +361,6 @@ def _device(params: Sequence[Member], options: ShardOptions, nests: bool) -> tor
 
 
 def _refuse_pinned(options: ShardOptions, device: torch.device) -> None:
-    """Refuse pinned memory if the CPU computes."""
     if options.offload == "pinned" and device.type == "cpu":
         raise ValueError(
             "offload='pinned' of a model that computes on the CPU, for which no memory is pinned: leave it out, or say "

@@ -55,7 +55,6 @@ class ShardMemory:
         return self.empty(numel, dtype).zero_()
 
     def copy_to_device(self, kept: Tensor, into: Tensor) -> None:
-        """Copy to the device, on the current stream."""
         into.copy_(kept, non_blocking=self._crosses)
         self._out.record()
 
@@ -176,7 +175,6 @@ class ShardGrads:
             return self._shard_memory.empty(self._numel, dtype)
 
     def let_go(self) -> None:
-        """Free the memory, unless it stays."""
         if not self.stays:
             self.flat, self._copy, self._views = None, None, []
 
@@ -203,7 +201,6 @@ class ShardGrads:
         self.drop()
 
     def drop(self) -> None:
-        """Invalidate the copy."""
         self._versions = (-1, -1)
 
 

@@ -1,25 +1,23 @@
 """A parameter's local elements, as an optimizer sees them.
 
 Note: [Reading a gradient waits for it]
-Gradients are reduced into a group's `main_grad` during backward, without waiting. `grad` is a property that first
-orders the reader's work after the open reductions (`ParamGroup.settle`), then returns the view. So optimizers, clipping
-and logging need no hooks, and nothing waits between microbatches.
+Gradients are reduced into a group's `main_grad` during backward, without waiting. Reading `grad` first orders the
+reader's work after the open reductions (`ParamGroup.settle`). So optimizers, clipping and logging need no hooks, and
+nothing waits between microbatches.
 
 Note: [Changes of weights are noticed]
-An optimizer changes shards in place, which `main`'s version counter shows, since shards are views of it; `data` shares
-the counter too, unlike torch's. Fused optimizers don't count, so each step of a torch optimizer invalidates the groups
-of its shards. Reading alone changes nothing: one rank may do it by itself, say for logging, and all ranks must gather
-alike.
+In-place changes of shards, which are views of `main`, show in its version counter; `data` shares the counter too,
+unlike torch's. Fused optimizers don't count, so each step of a torch optimizer invalidates the groups of its shards.
+Reading alone changes nothing: one rank may do it by itself, and all ranks must gather alike.
 
 Note: [Random numbers are drawn whole]
-A model from the meta device may be initialized after sharding, by `reset_parameters()` and `torch.nn.init`. Each rank
-draws the numbers of the whole parameter, one at a time, and keeps its own. So equal seeds give the values of an
-unsharded model.
+When a model from the meta device is initialized after sharding, by `reset_parameters()` and `torch.nn.init`, each rank
+draws the numbers of the whole parameter and keeps its own. So equal seeds give the values of an unsharded model.
 
 Note: [Autograd never sees a shard]
-Modules compute with full parameters. Computing a loss from shards, say a penalty on `module.parameters()`, would use
-one rank's elements, and its gradient would be lost. So a gradient that arrives at a shard is an error, and so are hooks
-that would never run.
+Modules compute with full parameters. A loss computed from shards, say a penalty on `module.parameters()`, would use one
+rank's elements and lose its gradient. So a gradient that arrives at a shard is an error, as are hooks that would never
+run.
 """
 
 from __future__ import annotations
@@ -96,7 +94,6 @@ class ShardedParameter(WholeSize, nn.Parameter):  # pyrefly: ignore[inconsistent
 
     @property
     def keeps_all(self) -> bool:
-        """Whether this rank updates the whole parameter."""
         return self.group is not None and self.group.keeps_all
 
     def __repr__(self) -> str:  # pyrefly: ignore[bad-override]  (Tensor's takes an argument of its own)

@@ -116,7 +116,6 @@ def lay_out(every_PPL: Tensor, rank: int, sent: int, room: Room) -> tuple[Blocks
 
 
 def _formula(every_PPL: Tensor, rank: int, capacity: int, needed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The torch formula of the kernel `lay_out`."""
     ranks = len(every_PPL)
     sent, grouped, ends_by_target = _places(every_PPL)
     kept = torch.minimum(every_PPL, (capacity - grouped).clamp(min=0))

@@ -1,7 +1,7 @@
-"""All-gather and reduce-scatter by copy engines of one NVLink domain. They occupy no SM.
+"""All-gather and reduce-scatter by copy engines of one NVLink domain. They occupy no SM, unlike NCCL's kernels.
 
-NCCL kernels take SMs from a concurrent matrix product; copies do not. A rank can address only peer memory that was
-exported (`shared_memory.py`). So data passes through two exported staging buffers, called *halves*:
+A rank can address only exported peer memory (`shared_memory.py`). So data passes through two exported staging buffers,
+called *halves*:
 
     all-gather      a rank copies its shard to its own half; peers copy it from there
     reduce-scatter  a rank copies each peer's part to that peer's half; one kernel there adds up the parts
@@ -14,7 +14,7 @@ peer's piece is here) and *read* (the peer has read this rank's piece). The send
 positive and makes them negative, copies, and makes the peers' *arrived* flags positive. The receiver waits for its
 *arrived* flags and makes them negative, copies or adds up, and makes the senders' *read* flags positive. Afterwards
 every flag has its initial sign, so a recorded step can be replayed. A rank sends piece n + 1 before it receives piece
-n: flags of the next piece travel while this one's bytes move. Waits and writes are stream operations, not kernels.
+n, so flags travel while bytes move. Waits and writes are stream operations, not kernels.
 
 Note: [All-gather and reduce-scatter have halves of their own]
 A half of an all-gather is written by its owner, a half of a reduce-scatter by all peers. A peer that sent a piece in an

@@ -200,7 +200,6 @@ class Group:
         return self.transport.send(tensor, to)
 
     def recv(self, tensor: Tensor, source: int) -> Pending:
-        """Receive into a contiguous tensor."""
         self._count("recv", 0)
         return self.transport.recv(tensor, source)
 
@@ -210,7 +209,6 @@ class Group:
         return self.transport.all_reduce(tensor, op)
 
     def barrier(self) -> None:
-        """Return when every rank of the group has called this."""
         self.transport.barrier()
 
 
@@ -247,7 +245,6 @@ class Groups:
             yield getattr(self, name)
 
     def begin(self) -> dict[str, Issued]:
-        """Begin a step: what is issued from now on, by group."""
         self.steps += 1
         return {group.name: group.begin() for group in self if group.size > 1}
 
@@ -493,9 +490,8 @@ def _on_gpus(
     options: CommOptions,
 ) -> Transport:
     if mover == "kernels":
-        return PushedRows(
-            made, ranks, device, options.timeout, push_buffers(made, options.arrival, device, options.timeout)
-        )
+        buffers = push_buffers(made, options.arrival, device, options.timeout)
+        return PushedRows(made, ranks, device, options.timeout, buffers)
     if mover == "pieces":
         tokens = copied_tokens(made, options.tokens, device, options.timeout, SideStream(device))
         return CopyingNccl(made, ranks, device, tokens)

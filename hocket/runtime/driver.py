@@ -85,8 +85,6 @@ _BESIDE_COMPUTE = 1
 
 
 class Cuda:
-    """The driver of GPUs."""
-
     def __init__(self) -> None:
         library = ctypes.CDLL("libcuda.so.1")
         self._batch: Any = getattr(library, "cuMemcpyBatchAsync", None)  # since CUDA 12.8

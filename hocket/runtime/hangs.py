@@ -26,7 +26,6 @@ from typing import Any, Protocol
 from hocket.program.ops import Op
 
 ALONE = "hocket: rank "
-"""Start of the line with what one rank knows of a hang."""
 STATE = "hocket: state "
 """Start of a report's machine-readable line."""
 
@@ -229,7 +228,6 @@ class Recorder:
         self.last_progress, self.active, self.replayed = time.monotonic(), True, replayed
 
     def end(self) -> None:
-        """End the step: a standstill is no longer a hang."""
         self.active = False
 
     def issue(self, position: int) -> None:
@@ -243,7 +241,6 @@ class Recorder:
         self.last_progress, self.inside = time.monotonic(), what
 
     def at(self, when: float) -> int | None:
-        """The op being issued at that time; None before the first."""
         count = bisect_right(self._times, when)
         return self.issued[count - 1] if count else None
 

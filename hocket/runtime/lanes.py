@@ -278,7 +278,6 @@ class CudaLanes:
         self._inside = False
 
     def join(self) -> None:
-        """Order the caller's following work after all lanes."""
         outer = torch.cuda.current_stream(self._device)
         for stream in self._streams.values():
             outer.wait_stream(stream)

@@ -112,7 +112,6 @@ class HopCopies:
         return FlagProgress(done, (1 - self._rank,) if waits else ())
 
     def _pieces(self, tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """(half, bytes) of each piece of a tensor."""
         for number, piece in enumerate(tensor.view(-1).view(torch.uint8).split(self.nbytes) if tensor.numel() else ()):
             self._piece += 1
             yield number % HALVES, piece

@@ -89,7 +89,6 @@ class Queue:
         return ticket
 
     def caller(self) -> int:
-        """Handle of the caller's current stream; 0 on a CPU."""
         return 0 if self._stream is None else torch.cuda.current_stream(self.device).cuda_stream
 
     def join(self) -> None:
@@ -225,13 +224,11 @@ class HostEvent:
         self._event: torch.cuda.Event | None = None
 
     def record(self) -> None:
-        """Record it on the current stream."""
         if self.device.type == "cuda":
             self._event = self._event or torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(self.device))
 
     def synchronize(self) -> None:
-        """Make the host wait for it, if it was recorded."""
         if self._event is not None:
             self._event.synchronize()
 

@@ -103,7 +103,6 @@ def unreachable() -> str:
 
 
 def place(problem: str) -> Place:
-    """The place of this rank, given its problem, if any."""
     return platform.node(), problem
 
 

@@ -115,7 +115,6 @@ class Scratch:
 
     @property
     def free(self) -> list[Tensor]:
-        """Unused buffers of the current stream."""
         queue = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
         return self._free.setdefault(queue, [])
 

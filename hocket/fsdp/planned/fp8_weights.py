@@ -38,8 +38,6 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A part of a row."""
-
     here: slice
     row: int
 
@@ -98,7 +96,6 @@ class Fp8Unit:
             kept[where] = main[here]
 
     def cast_pieces(self, scales: Tensor) -> None:
-        """Cast pieces by the scales of whole rows."""
         for piece in self._pieces:
             value = self.group.main[piece.here].to(self.group.compute_dtype)
             self.flat[piece.here] = cast_to(value.float(), scales[piece.row])
@@ -150,7 +147,6 @@ class Fp8Weights:
             unit.cast_pieces(scales)
 
     def scale(self, weights: Sequence[Weight], unit: Fp8Unit) -> None:
-        """Set the scales of a unit's weights."""
         for weight, chosen, here in zip(weights, unit.chosen, unit.of_member, strict=True):
             if chosen:
                 weight.scale = self.scales[here].view(weight.shape[:-1])

@@ -1,14 +1,13 @@
 """The optimizer of a planned step: AdamW and Muon on shards, and skipped steps.
 
-AdamW updates runs of shard memory, without communication. Weight decay depends on the *whole* parameter: its name, and
-its number of dimensions. On a GPU one kernel clips, updates, and writes the compute copy of weights held whole; on a
-CPU torch's operations do.
+AdamW updates shard memory without communication. Weight decay depends on the *whole* parameter's name and number of
+dimensions. On a GPU one kernel clips, updates, and writes the compute copy of weights held whole; on a CPU torch does.
 
 Note: [Averages in bf16]
-Both averages may be kept in bf16: a step converts them to fp32, updates, and rounds to nearest, without random numbers.
-Squares of small gradients don't vanish, since bf16 has fp32's exponents. But with 8 significant bits a decay by `1 -
-beta` is lost below half of the last digit, up to 2^-8 of the value. So an average may stay off by 2^-8 / (1 - beta): 4
-% at 0.9, 8 % at 0.95, all of it at 0.996. Settings allow rates up to where it is a quarter, and a step an eighth
+A step converts bf16 averages to fp32, updates, and rounds to nearest, without random numbers. Squares of small
+gradients don't vanish, since bf16 has fp32's exponents. But with 8 significant bits a decay by `1 - beta` is lost below
+half of the last digit, up to 2^-8 of the value. So an average may stay off by 2^-8 / (1 - beta): 4 % at 0.9, 8 % at
+0.95, all of it at 0.996. Settings allow rates up to where it is a quarter, and a step an eighth
 (`settings/training_rules.py`). DeepSeek-V3 was trained so, with 0.9 and 0.95 (DeepSeek-AI 2024, section 3.3.3).
 
 Note: [Recorded updates]
@@ -18,21 +17,19 @@ the end of each step. It updates every unit. If that was done already (`catch_up
 or there are no gradients yet, `step_values` says to skip.
 
 Note: [Skipped steps]
-The norm of all gradients is known before any weight is updated and is the same on all ranks, so they decide alike. The
-decision stays on the device, where each update reads it; the host does not wait. A skipped step changes only the
-position in the text and the run's step count, which sets the learning rate: weights, averages, AdamW's step count and
-balance biases stay.
+All ranks know the norm of all gradients before any update, so they decide alike. The decision stays on the device,
+where each update reads it; the host does not wait. A skipped step changes only the position in the text and the run's
+step count, which sets the learning rate.
 
 Note: [Muon under a plan]
-After the last reduction each unit goes through the verbs of `WHOLE_MATRICES`: `collect` gathers momenta,
-`orthogonalise` iterates, `scatter` distributes results (`fsdp/muon.py`, Note: [Each matrix on one rank]), then the
-update moves the weights. With `overlap.dp.update = next_step` these are ops of the plan, at the beginning of the next
-step: see `Note: [Whole matrices of sharded units]` in `program/shard.py`. Otherwise the step op does all of it, unit by
-unit, without overlap.
+After its last reduction a unit goes through the verbs of `WHOLE_MATRICES` (`fsdp/muon.py`, Note: [Each matrix on one
+rank]), then the update moves the weights. With `overlap.dp.update = next_step` these are ops at the beginning of the
+next step: see `Note: [Whole matrices of sharded units]` in `program/shard.py`. Otherwise the step op does all of it,
+without overlap.
 
 Note: [What is one matrix]
-Stacked gate and up projections count as two matrices, as in Hugging Face models; queries, keys and values are weights
-of their own. Each expert has its own matrices, transposed since their input width comes first.
+Stacked gate and up projections count as two matrices, as in Hugging Face models. Each expert has its own matrices,
+transposed since their input width comes first.
 """
 
 from __future__ import annotations
@@ -53,7 +50,6 @@ from hocket.program.ops import WHOLE_MATRICES
 from hocket.runtime.comm import Group, Pending
 
 WINDOW = 128
-"""Steps whose norms are remembered."""
 ENOUGH = 16
 """Norms needed before a step can be a spike."""
 
@@ -111,7 +107,6 @@ class StepGuard:
         return {"skipped": self.total, "norms": self._norms}
 
     def go_on(self, total: int, norms: Sequence[float]) -> None:
-        """Continue from another guard's state."""
         self.total.fill_(total)
         self._norms.fill_(torch.nan)
         if norms := norms[-WINDOW:]:
@@ -184,11 +179,9 @@ class PlannedMuon:
         return found
 
     def takes(self, unit: PlannedUnit) -> bool:
-        """Whether it updates parameters of a unit."""
         return unit in self._whole
 
     def begun(self, unit: PlannedUnit) -> bool:
-        """Whether a unit's momenta were updated, but not its weights."""
         return unit in self._under_way
 
     @torch.no_grad()
@@ -356,7 +349,6 @@ class PlannedAdamW:
 
     @property
     def momenta(self) -> Mapping[str, tuple[Piece, Tensor]]:
-        """Momenta of Muon's parameters on this rank, by name: live, 1-D, fp32."""
         return {} if self.muon is None else self.muon.momenta
 
     @property
@@ -373,7 +365,6 @@ class PlannedAdamW:
         return {name: {**one, "weight_decay": decays[run.decays]} for name, (_, run) in self._pieces.items()}
 
     def _grads(self) -> list[Tensor]:
-        """Gradients on this rank, one flat tensor per unit."""
         return [unit.group.main_grad for unit in self.model.units.values()]
 
     def grad_norm(self) -> Tensor:

@@ -6,36 +6,30 @@ slots in use. So several microbatches may be inside, and stale weights can't be 
 
 Note: [Gradients at rest belong to the compute lane]
 A unit's reduced gradients are allocated by the step's first wgrad op of the unit and freed by the step op, both on the
-compute lane, whose activations use that memory in between. No `record_stream` is needed: the allocator reuses memory in
-the order of the allocating stream, and the reduce lane's accesses lie in between in that order too:
+compute lane, whose activations use that memory in between. No `record_stream` is needed, since the reduce lane's
+accesses are ordered between these two:
 
-- A reduce comes after the wgrads of its microbatch (invariant 5), so after the unit's first one, and after earlier uses
-  of that memory by the compute lane. Other lanes' uses are over as well: the allocating lane drops a value after all
-  its readers (invariant 6).
-- The step op comes after all reduces (invariant 5), so later uses by the compute lane come after them and after the
-  optimizer.
-- If updates are deferred to the next step, gradients are read on the update lane. The update op then returns the memory
-  as its value, which the compute lane drops after the op (invariant 6), at the latest with the unit's first forward.
-  The next gradient has its own memory and comes after that forward (invariant 7).
+- A reduce comes after the wgrads of its microbatch (invariant 5), so after the unit's first one. Other lanes' earlier
+  uses of the memory are over: the allocating lane drops a value after all its readers (invariant 6).
+- The step op comes after all reduces (invariant 5), so the compute lane's later uses come after them too.
+- Deferred updates read gradients on the update lane. The update op returns the memory as its value, which the compute
+  lane drops after it (invariant 6), at the latest with the unit's first forward. The next gradient, in other memory,
+  comes after that forward (invariant 7).
 
-The sum of gradients that stay whole until the last microbatch is held likewise: allocated by the unit's first wgrad or
-add, read by its reduce, freed by the step op. After an exception the caller's stream waits for all lanes, and the next
-step's lanes for that.
+Sums of gradients that stay whole are held likewise. After an exception the caller's stream waits for all lanes, and the
+next step's lanes for that.
 
 Note: [Gradients that are collected]
 Where gradients of several microbatches are added up on this rank, the matrix products do it on the compute lane,
-without a rounded intermediate (except on CPUs), in the order of microbatches (invariant 9). There are two cases. In a
-group of one, such as experts with ep = dp * tp, they add to the gradients at rest, divided: no slots, and the reduce
-does nothing. If a step's gradients stay whole until the last microbatch, they add to the step's sum: adds do nothing,
-and the reduce sends the sum, rounded into its slot.
-
-A rank with a tied embedding and head has two gradients of it per microbatch, which are added to each other first, so
-these use a slot.
+without a rounded intermediate (except on CPUs), in the order of microbatches (invariant 9). In a group of one, such as
+experts with ep = dp * tp, they add to the gradients at rest, divided: no slots, and the reduce does nothing. If a
+step's gradients stay whole until the last microbatch, they add to the step's sum: adds do nothing, and the reduce sends
+the sum, rounded into its slot. A tied embedding and head on one rank have two gradients per microbatch, which are added
+to each other first, in a slot.
 
 Note: [Slots]
-All slots are allocated once; nothing else has full size. So sharded training needs `count * length` elements per class
-of units. A plan with too few slots is refused before it runs, and an op that needs a slot in use is an error that names
-both units.
+All slots are allocated once; nothing else has full size: `count * length` elements per class of units. A plan with too
+few slots is refused before it runs, and an op that needs a slot in use is an error that names both units.
 """
 
 from __future__ import annotations
@@ -247,7 +241,6 @@ class PlannedUnit:
         )
 
     def release(self) -> None:
-        """Free the slot of the gathered weights."""
         assert self.slot >= 0, f"{self} is released but not gathered"
         assert self._weight_slots is not None
         self._weight_slots.free(self.slot)
@@ -435,7 +428,6 @@ class PlannedUnit:
         return found
 
     def assert_idle(self) -> None:
-        """Assert that the unit has no slot, collective or gradient left."""
         assert self.slot < 0, f"{self} was never released from slot {self.slot}"
         assert self.gathering.done, f"the gather of {self} was never waited for"
         assert not self.reducing, f"reduces of {self} in slots {sorted(self.reducing)} were never waited for"
@@ -444,7 +436,6 @@ class PlannedUnit:
         assert self.awaits_update or not self.group.has_grad, f"{self} has gradients that no step has taken"
 
     def abort(self) -> None:
-        """Forget gathered weights and gradients of an interrupted step."""
         self.gathering = Pending()
         self.reducing.clear()
         if self.slot >= 0:

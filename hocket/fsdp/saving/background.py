@@ -41,11 +41,9 @@ from hocket.runtime.world import host_group
 
 TOUCHING = 8
 ALIGNED = 64
-"""Alignment of copies in bytes."""
 
 
 def copied_bytes(value: Any) -> int:
-    """Bytes of host memory for copies of what this rank writes of a state dict."""
     if isinstance(value, FlatTensor):
         return copied_bytes(value.flat) if value.writes else 0
     if isinstance(value, Tensor):

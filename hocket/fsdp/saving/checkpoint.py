@@ -234,7 +234,6 @@ class CheckpointWriter(dcp.FileSystemWriter):
         return done
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        """Write one file, then compute its checksums."""
         try:
             results = super().write_data(plan, planner).value()
         except RuntimeError as error:  # torch's archive writer hides the OSError
@@ -324,7 +323,6 @@ class CheckpointReader(HarmlessReader):
         return super().read_data(plan, planner)
 
     def _check(self, plan: LoadPlan) -> None:
-        """Raise ValueError if data that this rank needs is damaged."""
         wanted = {item.storage_index: self.storage_data[item.storage_index] for item in plan.items}
         folder = Path(self.path)
         with ThreadPoolExecutor(FILES) as pool:

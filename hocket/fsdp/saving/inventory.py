@@ -118,8 +118,6 @@ WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 @dataclass(frozen=True)
 class LocalShard:
-    """The part of one parameter on this rank."""
-
     name: str
     shard: ShardedParameter
     span: Span
@@ -129,7 +127,6 @@ class LocalShard:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole parameter."""
         return self.span.shape
 
     def tensor(self, flat: Tensor) -> FlatTensor:

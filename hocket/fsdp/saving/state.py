@@ -47,7 +47,6 @@ def model_state(context: ShardContext | nn.Module) -> dict[str, Any]:
 
 
 def entries(own: Inventory) -> dict[str, Any]:
-    """`model_state` of an inventory."""
     state: dict[str, Any] = {name: one.tensor(one.shard.to_local()) for name, one in own.shards.items()}
     for name, original in own.plain.items():
         value = own.state[original]
@@ -91,7 +90,6 @@ def differences(found: Mapping[str, Any], own: Mapping[str, Any]) -> str:
 
 
 def listed(text: str, items: list[str]) -> str:
-    """`text` with the first few items; empty without items."""
     more = f" and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
     return text.format(", ".join(items[:SHOWN]) + more) if items else ""
 
@@ -252,7 +250,6 @@ def room_for(entry: Any, one: LocalShard | None = None, present: Any = None, wei
 
 
 def put(state: dict[str, Any], path: Sequence[str | int], value: Any) -> None:
-    """Set a value at a path of dict keys and list positions."""
     place: Any = state
     for at, key in enumerate(path):
         if isinstance(place, list) and isinstance(key, int):
