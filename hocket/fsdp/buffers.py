@@ -42,9 +42,9 @@ class FullBuffer:
 class StagingMemory:
     """Buffers in which units collect gradients until these are reduced: up to `count`, each sized for its unit.
 
-    A buffer is allocated on the caller's stream, and dropped once that stream has waited for the reduction. From
-    another stream it is kept for now, since the allocator reuses memory in the order of the allocating stream. Units
-    that have not sent their gradients keep their buffers, so there may be more than `count`.
+    A buffer is allocated on the caller's stream, and dropped once that stream has waited for the reduction; not from
+    another stream, since the allocator reuses memory in the order of the allocating one. Units that have not sent their
+    gradients keep their buffers, so there may be more than `count`.
     """
 
     def __init__(self, count: int, dtype: torch.dtype, device: torch.device, caller: Callable[[], int]) -> None:

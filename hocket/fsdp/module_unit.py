@@ -389,8 +389,8 @@ class Unit:
     def _let_grads_go(self, group: ParamGroup) -> None:
         """Free the memory of forgotten gradients, in the order of the caller's work.
 
-        It is kept for the next reduction on another stream than the allocating one, since the allocator reuses memory
-        in that stream's order, and while replicas still have to be summed.
+        It is kept for the next reduction if the caller uses another stream than the allocating one, in whose order the
+        allocator reuses memory, or if replicas still have to be summed.
         """
         if group in self._outer_left or self._grads_made[group] != self.context.reducing.caller():
             return

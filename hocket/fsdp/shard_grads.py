@@ -38,7 +38,7 @@ class ShardMemory:
     def __init__(self, device: torch.device, offload: Offload = "none") -> None:
         self.device = device
         self.on_host = offload != "none"
-        """Whether shards are in host memory; also if the CPU computes."""
+        """Whether shards are offloaded to host memory."""
         self._where = CPU if self.on_host else device
         self._pinned = offload == "pinned"
         self._crosses = self.on_host and device.type == "cuda"
