@@ -185,7 +185,7 @@ class Standstill:
         for progress in state.waiting():
             whom = ", ".join(str(other) for other in progress.absent or progress.ranks if other != rank)
             by = "by flags in memory" if progress.absent else "as it seems"
-            lines.append(f"  waits for {progress.thing(progress.done + 1)}, {progress.what}: {by} for rank {whom}")
+            lines.append(f"  waits for {progress.as_text(progress.done + 1)}, {progress.what}: {by} for rank {whom}")
         lines += [f"  stands at {text}" for text in state.at]
         lines += [f"  {WHOLE}"] if self._recorder.replayed else []
         over = ", ".join(f"{progress.done} of {progress.issued} of {progress.name}" for progress in state.groups)

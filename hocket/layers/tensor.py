@@ -52,7 +52,7 @@ from hocket.runtime.weights import (
     Product,
     Queued,
     current_queue,
-    keep,
+    save_input,
     sum_of_products,
     weight_of,
     write_product,
@@ -288,7 +288,7 @@ class _Row(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, given: Tensor | None, tensors: Tensors, way: Way, where: Destination) -> Tensor:
         ctx.tensors, ctx.way = tensors, way
-        x_TF, value_FD = x.reshape(-1, x.shape[-1]), keep(ctx, x, where).t()
+        x_TF, value_FD = x.reshape(-1, x.shape[-1]), save_input(ctx, x, where).t()
         if way.forward == "pipeline":
             return summed_products([(x_TF, value_FD)], tensors, way.splits[0])
         return tensors.sum(x_TF @ value_FD)

@@ -88,7 +88,7 @@ class GroupProgress:
     absent: tuple[int, ...] = ()
     """World ranks whose flag this rank waits for, if flags tell."""
 
-    def thing(self, number: int) -> str:
+    def as_text(self, number: int) -> str:
         """An exchange of this step as text; counted from 1."""
         if self.key.startswith(("act ", "grad ")):
             noun = "activation" if self.key.startswith("act ") else "gradient"
@@ -172,7 +172,7 @@ def _waits(state: RankState, states: Mapping[int, RankState], newest: int) -> di
             number = (group.done if reached >= group.until else reached) + 1
             what = {"recv": "has not sent", "send": "has not received"}.get(group.name.split("_")[0], "has not come to")
             op = f" ({group.what} on rank {state.rank})" if number == group.done + 1 and group.what else ""
-            found.setdefault(rank, f"{what} {group.thing(number)}{op}")
+            found.setdefault(rank, f"{what} {group.as_text(number)}{op}")
     return found
 
 

@@ -367,14 +367,14 @@ def apply(function: Any, x: Tensor, param: Tensor, *args: Any) -> Any:
     return function.apply(x, where.given, where, *args)
 
 
-def keep(ctx: Any, x: Tensor, where: Destination) -> Tensor:
+def save_input(ctx: Any, x: Tensor, where: Destination) -> Tensor:
     """Save what backward needs; returns the weight's value."""
     ctx.save_for_backward(x)
     ctx.where = where
     return where.value()
 
 
-def kept(ctx: Any) -> tuple[Tensor, Tensor]:
+def saved_input(ctx: Any) -> tuple[Tensor, Tensor]:
     """The saved input and the weight's value, in a backward made of kernels."""
     refuse_graph()
     (x,) = ctx.saved_tensors
