@@ -54,7 +54,7 @@ from benchmarks.markdown import Result, table
 from benchmarks.options import arguments
 from benchmarks.record import write
 from hocket.environment import prepare
-from hocket.fsdp.saving.whole import checksum
+from hocket.fsdp.saving.atomic_folder import checksum
 
 ENDS = 30.0
 """Seconds in which both sides of a cut link end, behind the limit."""

@@ -37,7 +37,7 @@ MULTICAST_OFF = {variable.name: variable.value for variable in WANTED if variabl
 """NVLink multicast stays off. Read when libraries load, so set before torch is imported."""
 
 HERE = "127.0.0.1", ""
-"""Address of rank 0 where all ranks are on its host, and what said so: see Note: [Nobody else is let in]."""
+"""Address of rank 0 where all ranks are on its host, and what said so: see Note: [Local runs use loopback only]."""
 
 PORTS = range(20_000, 32_000)
 """Where a free port is looked for: below those that systems give to outgoing connections, one of which could take it

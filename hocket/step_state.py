@@ -31,7 +31,7 @@ from hocket.fsdp.saving.checkpoint import (
     run_dcp,
     write_now_or_behind,
 )
-from hocket.fsdp.saving.kept import FlatTensor
+from hocket.fsdp.saving.inventory import FlatTensor
 from hocket.fsdp.saving.state import differences
 from hocket.layers.slices import Span
 from hocket.runtime.world import everyone

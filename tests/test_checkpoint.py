@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hocket.config import Config, ModelConfig, RunConfig, TrainConfig
-from hocket.fsdp.saving.kept import FlatTensor
+from hocket.fsdp.saving.inventory import FlatTensor
 from hocket.layers.slices import Span
 from hocket.resolve import Settings, resolve
 from hocket.settings.schema import changed

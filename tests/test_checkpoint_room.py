@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hocket.fsdp.saving import whole
+from hocket.fsdp.saving import atomic_folder
 from hocket.fsdp.saving.checkpoint import CheckpointWriter
 from hocket.settings.schema import changed
 from hocket.train import checkpoint
@@ -109,9 +109,9 @@ def test_an_empty_folder_of_checkpoints_is_no_earlier_run(tmp_path):
 
 def test_half_of_a_deleted_checkpoint_is_none(tmp_path, monkeypatch):
     save_steps(0, tmp_path, [1, 2])
-    monkeypatch.setattr(whole.shutil, "rmtree", lambda *_, **__: (_ for _ in ()).throw(SystemExit))
+    monkeypatch.setattr(atomic_folder.shutil, "rmtree", lambda *_, **__: (_ for _ in ()).throw(SystemExit))
     with pytest.raises(SystemExit):  # as if it had been killed
-        whole.remove(tmp_path / "checkpoints" / "step-00000001")
+        atomic_folder.remove(tmp_path / "checkpoints" / "step-00000001")
     monkeypatch.undo()
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["latest", "step-00000001.tmp", "step-00000002"]
     assert load_and_compare(0, tmp_path)[0] == 2
@@ -148,7 +148,7 @@ def test_a_file_that_cannot_be_deleted_keeps_no_other(tmp_path, monkeypatch):
         unlink(path, **more)
 
     monkeypatch.setattr(os, "unlink", refuse)
-    whole.remove(tmp_path / "checkpoints" / "step-00000001")
+    atomic_folder.remove(tmp_path / "checkpoints" / "step-00000001")
     assert os.listdir(tmp_path / "checkpoints" / "step-00000001.tmp") == [".metadata"]
 
 

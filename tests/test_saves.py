@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from hocket.fsdp.saving import background
+from hocket.fsdp.saving.atomic_folder import AtomicFolder, checksum
 from hocket.fsdp.saving.checkpoint import CheckpointWriter
-from hocket.fsdp.saving.whole import WholeFolder, checksum
 from hocket.settings.schema import changed
 from hocket.train import checkpoint, trainer
 from hocket.train.checkpoint import Moment, SaveFailed, Saves, newest_of
@@ -113,7 +113,7 @@ def save_over(rank: int, folder: Path, behind: bool, fails: str) -> list[str]:
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    owner, name = {"files": (CheckpointWriter, "write_data"), "name": (WholeFolder, "publish")}[fails]
+    owner, name = {"files": (CheckpointWriter, "write_data"), "name": (AtomicFolder, "publish")}[fails]
     setattr(owner, name, fail)
     save = checkpoint.save_behind if behind else checkpoint.save
     with pytest.raises(SaveFailed, match=r"the last one is .*step-00000002"):

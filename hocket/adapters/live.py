@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from hocket.adapters.cut import AdaptedModel
 from hocket.fsdp.members import UNIT
-from hocket.fsdp.saving.kept import Inventory, context_given
+from hocket.fsdp.saving.atomic_folder import AtomicFolder, sync
+from hocket.fsdp.saving.inventory import Inventory, context_given
 from hocket.fsdp.saving.state import EXTRA
-from hocket.fsdp.saving.whole import WholeFolder, sync
 from hocket.layers.slices import Span
 from hocket.model.source import whole_shapes
 from hocket.pretrained.configuration import config_for
@@ -101,10 +101,10 @@ def _of_shards(context: ShardContext) -> _Live:
         for name, original in own.plain.items()
         if isinstance(own.state[original], Tensor) and not name.endswith(EXTRA)
     }
-    state = {name: kept.shape for name, kept in own.kept.items()}
+    state = {name: kept.shape for name, kept in own.shards.items()}
     state |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
     return _Live(
-        model, state, buffers, {name: [(kept.span, kept.shard.to_local())] for name, kept in own.kept.items()},
+        model, state, buffers, {name: [(kept.span, kept.shard.to_local())] for name, kept in own.shards.items()},
         own.others, context.device, next((group.compute_dtype for group in context.param_groups), torch.float32),
         groups.reduce.rank == groups.outer.rank == 0 and (mesh is None or mesh.get_local_rank() == 0),
         lambda flat: context.over_ranks(flat, "max"), context.weights_updated, lambda: written(model, state),
@@ -313,7 +313,7 @@ def save_pretrained(
     buckets = _buckets(live, _packed(live, groups, max(BUCKET, most), dtype), dtype)
     pairs = _one_by_one(buckets)
     error = None
-    target_folder = WholeFolder(path)
+    target_folder = AtomicFolder(path)
     try:
         if live.writes:
             target_folder.begin()

@@ -33,7 +33,7 @@ from hocket.program.parts import INPUT, LayerKind, Part
 from hocket.program.values import UnitName, lent_to, unit_moved, unit_read, unit_written
 from hocket.runtime.blocks import Blocks, HostBlocks
 from hocket.runtime.comm import Group, Groups, Pending, RowTable
-from hocket.runtime.segment import Away, HostMemory, Lent, Saver, Segment
+from hocket.runtime.segment import HostMemory, OffloadedTensors, RebuiltTensor, Saver, Segment
 from hocket.runtime.transports import DONE
 from hocket.runtime.weights import Weight
 
@@ -46,7 +46,7 @@ CommResult = tuple[Tensor | None, Pending]
 
 @dataclass(frozen=True)
 class Activation:
-    """What travels between pipeline ranks: a tensor of this shape and dtype, [B, S, D]."""
+    """What transfer_formats between pipeline ranks: a tensor of this shape and dtype, [B, S, D]."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -144,13 +144,13 @@ class Actions:
     def _saver(self, op: Op, inputs: Sequence[Any]) -> Saver | None:
         """What holds the saved tensors of a part's segment; None: the segment itself."""
         if lent_to(self._layout, op.part, op.layer):
-            return Lent()
+            return RebuiltTensor()
         if not self._layout.offloads(op.part, op.layer):
             return None
         reads = self._layout.part(op.part, op.layer).reads
         foreign = [self._is_foreign(read, op.layer) for read in reads]
         stay = [x for x, stays in zip(inputs, foreign, strict=False) if stays and isinstance(x, Tensor)]
-        return Away(self._activation.device, stay)
+        return OffloadedTensors(self._activation.device, stay)
 
     def _is_foreign(self, read: str, layer: int) -> bool:
         """Whether what a part of a layer reads may be memory of a communication lane.
@@ -174,9 +174,9 @@ class Actions:
         self._host.load((op.part, op.slot), saved)
         return saved, DONE
 
-    def _away(self, op: Op) -> Away:
+    def _away(self, op: Op) -> OffloadedTensors:
         saver = self._segments[op.part, _place(op)].saver
-        assert isinstance(saver, Away), f"{op} is of a part that keeps all here"
+        assert isinstance(saver, OffloadedTensors), f"{op} is of a part that keeps all here"
         return saver
 
     def fwd(self, wiring: Wiring, op: Op, *values: Any) -> Any:
@@ -215,7 +215,7 @@ class Actions:
             self._state.pop(place, None)
         if lent_to(self._layout, op.part, op.layer):
             lent = self._segments[op.part, place].saver
-            assert isinstance(lent, Lent)
+            assert isinstance(lent, RebuiltTensor)
             lent.give(values[-1][0] if isinstance(values[-1], list) else values[-1])
         grads = self._backward(op, *wiring.grads(values), *[None] * len(part.makes))
         return grads[: len(part.reads)] if len(part.reads) > 1 else grads[0]

@@ -3,8 +3,8 @@
 Note: [Who waits for whom]
 Ops tell where the lanes stand, as far as it is known which are complete (`Stands`). A lane that stands at ops which
 have called groups waits in the first of these exchanges that is not over; one that stands at other ops is busy. Where
-ranks wait for flags in memory, these say more: how many exchanges are over, and whose word is missing. Of a step that
-is replayed nothing is known of ops, and words are all there is.
+ranks wait for flags in memory, these say more: how many exchanges are over, and which ranks have not set theirs. In a
+replayed step nothing is known of ops, and the flags are all there is.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from hocket.program.ops import Lane, Op
 from hocket.runtime.comm import Group, Groups
-from hocket.runtime.hangs import ALONE, Came, Issued, RankState, Recorder, Told, culprit
+from hocket.runtime.hangs import ALONE, FlagProgress, GroupProgress, Issued, RankState, Recorder, culprit
 from hocket.runtime.lanes import Lanes
 
 WHOLE = "its ops were issued as one graph, so none is known to be reached; plan.graphs = off shows which one hangs"
@@ -116,31 +116,35 @@ class Standstill:
         )
         at = self._stands.at()
         standing = {position for positions in at for position in positions}
-        came = [each for group in groups if group.name in recorder.exchanges for each in self._came(group, standing)]
+        progress = [
+            each for group in groups if group.name in recorder.exchanges for each in self._progress(group, standing)
+        ]
         self.state = RankState(
             rank,
             groups.steps,
             recorder.where(),
             at=tuple(map(self._ops, at)),
-            waits=tuple(each.key for each, waits in came if waits),
-            groups=tuple(each for each, _ in came if each.issued),
+            waits=tuple(each.key for each, waits in progress if waits),
+            groups=tuple(each for each, _ in progress if each.issued),
         )
 
-    def _came(self, group: Group, standing: Collection[int]) -> list[tuple[Came, bool]]:
+    def _progress(self, group: Group, standing: Collection[int]) -> list[tuple[GroupProgress, bool]]:
         """How far the rank has come with a group's exchanges, and whether it waits in one."""
-        issued, words, ops = self._recorder.exchanges[group.name], group.words, self._recorder.ops
-        told = words.told(issued.marks, self._recorder.replayed) if words and self._device else None
-        if told is None or told.turns is None:
-            return [self._calls(group, issued, told or Told(), standing)]
+        issued, flags, ops = self._recorder.exchanges[group.name], group.flags, self._recorder.ops
+        seen = flags.progress(issued.marks, self._recorder.replayed) if flags and self._device else None
+        if seen is None or seen.turns is None:
+            return [self._calls(group, issued, seen or FlagProgress(), standing)]
         # Pieces that tensor-parallel ranks exchange in the middle of ops, by copies: they are no calls of the group.
-        assert told.done is not None
-        (reached, count), absent = told.turns, tuple(group.ranks[rank] for rank in told.absent)
+        assert seen.done is not None
+        (reached, count), absent = seen.turns, tuple(group.ranks[rank] for rank in seen.absent)
         name, key, what = f"{group.name} tokens", f"tokens {group.key}", "tokens, piece by piece"
-        tokens = Came(name, key, group.ranks, count, reached, told.done, told.done + 1, what, absent)
+        tokens = GroupProgress(name, key, group.ranks, count, reached, seen.done, seen.done + 1, what, absent)
         computes = self._recorder.replayed or any(ops[p].lane == "compute" for p in standing)
-        return [(tokens, bool(absent) and computes), self._calls(group, issued, Told(), standing)]
+        return [(tokens, bool(absent) and computes), self._calls(group, issued, FlagProgress(), standing)]
 
-    def _calls(self, group: Group, issued: Issued, told: Told, standing: Collection[int]) -> tuple[Came, bool]:
+    def _calls(
+        self, group: Group, issued: Issued, seen: FlagProgress, standing: Collection[int]
+    ) -> tuple[GroupProgress, bool]:
         calls, stands = list(issued.calls), self._stands
         if self._recorder.replayed and group.issued is not None:
             calls += group.issued.calls  # behind the replay
@@ -151,15 +155,15 @@ class Standstill:
             done = next((i for i, p in enumerate(ops) if p is None or stands.open(p)), count)
             begun = [i for i, p in enumerate(ops) if p is not None and (not stands.open(p) or stands.reached(p))]
             reached = begun[-1] + 1 if begun else 0
-        if told.done is not None:
-            done, reached = told.done, max(reached, told.done)
-        absent = tuple(group.ranks[rank] for rank in told.absent)
+        if seen.done is not None:
+            done, reached = seen.done, max(reached, seen.done)
+        absent = tuple(group.ranks[rank] for rank in seen.absent)
         until = max((i + 1 for i, p in enumerate(ops) if done < count and p == ops[done]), default=count)
         what = self._name(calls[done][0], ops[done]) if done < count else ""
-        came = Came(group.name, group.key, group.ranks, count, reached, done, until, what, absent)
+        progress = GroupProgress(group.name, group.key, group.ranks, count, reached, done, until, what, absent)
         if done == count or not self._known:
-            return came, done < count and bool(absent)
-        return came, ops[done] in standing and (bool(absent) or told.done is None)
+            return progress, done < count and bool(absent)
+        return progress, ops[done] in standing and (bool(absent) or seen.done is None)
 
     def _name(self, call: str, position: int | None) -> str:
         """An exchange, by its op if it has one of its own."""
@@ -178,15 +182,15 @@ class Standstill:
         """
         state, rank = self.state, self.state.rank
         lines = [f"rank {rank}: {state.where}"]
-        for came in state.waiting():
-            whom = ", ".join(str(other) for other in came.absent or came.ranks if other != rank)
-            by = "by flags in memory" if came.absent else "as it seems"
-            lines.append(f"  waits for {came.thing(came.done + 1)}, {came.what}: {by} for rank {whom}")
+        for progress in state.waiting():
+            whom = ", ".join(str(other) for other in progress.absent or progress.ranks if other != rank)
+            by = "by flags in memory" if progress.absent else "as it seems"
+            lines.append(f"  waits for {progress.as_text(progress.done + 1)}, {progress.what}: {by} for rank {whom}")
         lines += [f"  stands at {text}" for text in state.at]
         lines += [f"  {WHOLE}"] if self._recorder.replayed else []
-        over = ", ".join(f"{came.done} of {came.issued} of {came.name}" for came in state.groups)
+        over = ", ".join(f"{progress.done} of {progress.issued} of {progress.name}" for progress in state.groups)
         lines += [f"  exchanges known to be over: {over}"] if over else []
-        others = {other for came in state.groups for other in came.ranks} - {rank}
+        others = {other for progress in state.groups for other in progress.ranks} - {rank}
         fix = "look at that rank and at the network between, or raise train.hang_timeout"
         lines.append(f"{ALONE}{rank} makes no progress: {culprit({rank: state}, others)}; fix: {fix}")
         return "\n".join([*lines, state.as_line()])

@@ -1,19 +1,17 @@
-"""`fully_shard`: shard the parameters of any module over ranks, and what goes with it.
+"""`fully_shard`: shards the parameters of any module over ranks; gradient clipping and stepping of sharded models.
 
 Note: [A step between two collectives]
-An optimizer's step stands between the last reduction of a step and the first gather of the next one, and neither has
-compute of the model beside it. The update of a unit needs that unit's gradients alone, and its gather needs that
-unit's update alone. So units are updated one after the other, and each is gathered behind its own update:
+An optimizer step runs between the last reduce-scatter of one step and the first all-gather of the next, and neither
+overlaps with compute. But a unit's update needs only its own gradients, and its gather only its own update. So units
+are updated one by one, each followed by its gather:
 
     reduce    ... layer 0 | embed
     update        head | layer 3 | layer 2 | embed | layer 0 | layer 1
     gather                                         | embed   | layer 0 ...
 
-Gathers stand in the order in which the forward needs them. Updates do, too, if all gradients are here: when their norm
-was taken, which needs all of them. Otherwise the second half of the model comes first, from its end, for backward has
-begun there and its reductions are done: those of the first half are on the wire meanwhile.
-
-An elementwise optimizer gives the same bits in any order.
+Gathers follow the order of the forward. So do updates if all gradients are there, as after clipping. Otherwise the
+second half of the model is updated first, last layer first: backward began there, and the first half is still being
+reduced. An elementwise optimizer gives the same bits in any order.
 """
 
 from __future__ import annotations
@@ -38,7 +36,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from hocket.fsdp import hooks
 from hocket.fsdp.checks import is_full, refuse_early, refuse_matrices, refuse_newcomers, refuse_types
-from hocket.fsdp.fsdp2 import Fsdp2Arguments, FSDPModule, Place, asked_for
+from hocket.fsdp.dtensors import copies
+from hocket.fsdp.fsdp2 import Fsdp2Arguments, FSDPModule, Place, request_of
 from hocket.fsdp.members import UNIT, Rule
 from hocket.fsdp.module_context import ShardContext
 from hocket.fsdp.module_unit import Unit
@@ -46,7 +45,6 @@ from hocket.fsdp.options import Precision, ShardOptions
 from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.shard import checked, contexts, shard_model, shard_one
 from hocket.fsdp.shard_grads import squares_of
-from hocket.fsdp.spread import copies
 
 M = TypeVar("M", nn.Module, list[nn.Module])
 
@@ -82,42 +80,43 @@ def fully_shard(
 ) -> Any:
     """Shard a module's parameters, their gradients and the optimizer's state over the ranks of a mesh.
 
-    Every rank keeps a part of each parameter; `module.parameters()` yields these parts from now on, with the shape of
-    the whole one, for any elementwise optimizer, which must be built afterwards. Training code stays as it is:
-    `loss.backward()`, `optimizer.step()`. Gradients are averaged over the ranks of the mesh.
+    Every rank keeps a part of each parameter. `module.parameters()` then yields these parts, with the shape of the
+    whole, for any elementwise optimizer built afterwards. The training loop stays the same: `loss.backward()`,
+    `optimizer.step()`. Gradients are averaged over the ranks of the mesh.
 
-    With one of hocket's own arguments, those but `mesh`, a call shards a whole model and returns its `ShardContext`.
-    Without, it is FSDP2's function: it makes one unit of what the module, or a list of them, holds outside of units
-    made before, so blocks come first and the model last. It returns its argument, which has FSDP2's methods.
+    With any of hocket's own arguments except `mesh`, a call shards a whole model and returns its `ShardContext`.
+    Without, it acts as FSDP2's function: it makes one unit of the parameters of a module, or of a list of modules, that
+    are in no unit yet, so call it on blocks first and the model last. It returns its argument, which has FSDP2's
+    methods.
 
     Args:
-        module: holds the same weights on all ranks (or is on the meta device; see `ShardOptions.init`).
-        units: what is gathered as one: a class of modules, a tuple of them, a predicate of (name, module), or modules
-            of the model; None: see `ShardOptions.bucket`. What no unit holds is a unit too, of the module itself.
+        module: has the same weights on all ranks (or is on the meta device; see `ShardOptions.init`).
+        units: what is gathered together: a class of modules, a tuple of them, a predicate of (name, module), or modules
+            of the model; None: see `ShardOptions.bucket`. Remaining parameters form a unit of the module itself.
         mesh: ranks to shard over; with two axes (outer, shard), see `ShardOptions.outer`. None: all ranks.
-        strategy: `no_shard`, `optim`, `optim_grads` or `optim_grads_params`, which is None: what is kept in parts.
+        strategy: what is sharded: `no_shard`, `optim`, `optim_grads` or `optim_grads_params`, the default.
         precision: dtypes of the main weights, of compute, of gradients on the wire, and of their sum.
-        place: (name, parameter) -> where this parameter goes instead of `mesh`, such as experts; None: to `mesh`.
+        place: (name, parameter) -> where to shard this parameter, such as experts; None: over `mesh`.
         options: see `ShardOptions`.
         **fsdp2: see `Fsdp2Arguments`.
 
     Raises: ValueError for settings that don't fit the module, the mesh or the machine, on every rank, before anything
-        is changed.
+    is changed.
 
     """
     own = {"units": units, "strategy": strategy, "precision": precision, "place": place, "options": options}
     nests = all(value is None for value in own.values())
     modules = list(module) if nests and isinstance(module, list | tuple) else [module]
     refuse_types(modules, mesh, precision, place, options)
-    asked = asked_for(mesh, own, fsdp2, nests)
+    request = request_of(mesh, own, fsdp2, nests)
     if nests:
-        shard_one(modules, asked)
+        shard_one(modules, request)
         return module
-    return shard_model(module, units, asked)
+    return shard_model(module, units, request)
 
 
 def refuse_optimizer(optimizer: Optimizer, *_: Any) -> None:
-    """Raise ValueError for an optimizer that would update wrongly or nothing, or if a model has newcomers."""
+    """Raise ValueError for an optimizer that would update wrongly or nothing, or if a model has new parameters."""
     if optimizer in checked:
         return
     for group in optimizer.param_groups:
@@ -137,7 +136,7 @@ register_optimizer_step_pre_hook(refuse_optimizer)
 
 
 def unit_of(module: nn.Module) -> Unit:
-    """The unit that a module is, or that holds its parameters."""
+    """The unit of a module, or of its parameters."""
     if not isinstance(module, nn.Module):
         raise ValueError(f"{module!r} is no module: give a sharded model, or a module of one")
     if UNIT not in module.__dict__:
@@ -163,7 +162,7 @@ def param_groups(module: nn.Module, rule: Callable[[str, tuple[int, ...]], Mappi
 
 
 def _counted(group: ParamGroup, mesh: DeviceMesh | None) -> list[tuple[Tensor, int]]:
-    """Gradients of a group, and how many ranks have the same: those of a model's tensor-parallel `mesh` too."""
+    """Gradients of a group, and how many ranks hold the same elements, including the tensor-parallel `mesh`."""
     if mesh is None:
         return [(group.main_grad, group.groups.replicas)]
     views = zip(group.grads.views(), group.shards, strict=True)
@@ -172,10 +171,10 @@ def _counted(group: ParamGroup, mesh: DeviceMesh | None) -> list[tuple[Tensor, i
 
 @torch.no_grad()
 def clip_grad_norm_(module: nn.Module | ShardContext, max_norm: float) -> Tensor:
-    """Scale all gradients so that their norm together is at most `max_norm`. Returns the norm before, fp64.
+    """Scale all gradients so that their total norm is at most `max_norm`. Returns the norm before, fp64.
 
-    Every rank calls this, after backward. It counts every element of every gradient once, whichever meshes the
-    parameters are on, if the mesh given to `fully_shard` has all ranks that hold them.
+    Every rank calls this, after backward. Every element of every gradient counts once, on whichever mesh it is sharded,
+    if the mesh given to `fully_shard` has all ranks that hold parameters.
     """
     context = context_of(module)
     if not isinstance(max_norm, int | float) or not max_norm >= 0:
@@ -199,11 +198,10 @@ def clip_grad_norm_(module: nn.Module | ShardContext, max_norm: float) -> Tensor
 
 
 class instead_of_fsdp2(contextlib.ContextDecorator):
-    """Inside, what looks up `torch.distributed.fsdp.fully_shard` finds hocket's: accelerate and `Trainer` do.
+    """Inside, `torch.distributed.fsdp.fully_shard` is hocket's, as for accelerate and `Trainer`.
 
-    They look when they prepare a model, so that belongs inside; what follows may come after. Weights that the first
-    rank alone has loaded (accelerate's `cpu_ram_efficient_loading`) reach the shards of the others, too. It may be
-    entered again, also inside of itself.
+    They look it up when they prepare a model, so that call belongs inside. Weights loaded by the first rank alone
+    (accelerate's `cpu_ram_efficient_loading`) reach all shards. Reentrant.
     """
 
     def __enter__(self) -> None:
@@ -221,7 +219,7 @@ class instead_of_fsdp2(contextlib.ContextDecorator):
                 _replaced.close()
 
 
-_lock, _inside = threading.Lock(), 0  # how many contexts there are, of all threads: the last one undoes it
+_lock, _inside = threading.Lock(), 0  # contexts entered, over all threads; the last one undoes it
 _replaced = contextlib.ExitStack()
 
 
@@ -230,14 +228,14 @@ def _replace() -> None:
         undone.enter_context(patch.object(fsdp, "fully_shard", fully_shard))
         if importlib.util.find_spec("accelerate") is not None:
             theirs = importlib.import_module("accelerate.utils.fsdp_utils")
-            if hasattr(theirs, "fsdp2_load_full_state_dict"):  # older ones know nothing of FSDP2
+            if hasattr(theirs, "fsdp2_load_full_state_dict"):  # older versions lack FSDP2
                 load = functools.partial(_load_from_first_rank, theirs.fsdp2_load_full_state_dict)
                 undone.enter_context(patch.object(theirs, "fsdp2_load_full_state_dict", load))
         _replaced.push(undone.pop_all())
 
 
 def _load_from_first_rank(theirs: Callable[..., Any], accelerator: Any, model: Any, full_sd: Any, **more: Any) -> Any:
-    """What accelerate has as `fsdp2_load_full_state_dict`, which cuts DTensors itself, for a model on meta."""
+    """Replaces accelerate's `fsdp2_load_full_state_dict`, which shards DTensors itself, for a model on meta."""
     if not isinstance(model, FSDPModule):
         return theirs(accelerator, model, full_sd, **more)
     model.to_empty(device=accelerator.device)  # pyrefly: ignore[missing-attribute]
@@ -247,10 +245,10 @@ def _load_from_first_rank(theirs: Callable[..., Any], accelerator: Any, model: A
 
 
 def step_and_gather(module: nn.Module | ShardContext, optimizer: Optimizer) -> None:
-    """Call `optimizer.step()` unit by unit, and start the gather of each unit's weights as soon as they are new.
+    """Call `optimizer.step()` unit by unit, and start each unit's gather right after its update.
 
-    The same as `optimizer.step()`, bit for bit; see Note: [A step between two collectives]. As many units are gathered
-    as the strategy keeps, and `prefetch` allows. Step hooks of the optimizer run once per unit. Every rank calls this.
+    Bitwise the same as `optimizer.step()`; see Note: [A step between two collectives]. It gathers as many units as the
+    strategy keeps and `prefetch` allows. Step hooks of the optimizer run once per unit. Every rank calls this.
 
     Raises: ValueError inside of a backward.
     """
@@ -273,7 +271,7 @@ def step_and_gather(module: nn.Module | ShardContext, optimizer: Optimizer) -> N
             "step_and_gather updates units while others are still reduced, and Muon communicates on the same groups: "
             "call optimizer.step()"
         )
-    refuse_optimizer(optimizer)  # all of it, before the first unit is updated
+    refuse_optimizer(optimizer)  # before the first unit is updated
     order = context.ahead.order_of_use()
     ahead = context.ahead.to_gather_first(order)
     update = _updates(optimizer, order)
@@ -289,14 +287,14 @@ def step_and_gather(module: nn.Module | ShardContext, optimizer: Optimizer) -> N
 
 
 def _by_arrival(order: Sequence[Unit]) -> list[Unit]:
-    """The half of the units whose gradients come first, by their bytes, then the others in the order of use."""
+    """First the later half of the units, by bytes, in reverse order of use; then the earlier half in order."""
     sizes = [sum(group.main.nbytes for group in unit.groups) for unit in order]
     half = next(n for n in range(len(order) + 1) if 2 * sum(sizes[:n]) >= sum(sizes))
     return [*reversed(order[half:]), *order[:half]]
 
 
 def _updates(optimizer: Optimizer, units: Sequence[Unit]) -> Callable[[Unit | None], None]:
-    """Updates the parameters of one unit; of None, those that are in no unit."""
+    """A function that updates the parameters of one unit, or with None those in no unit."""
     unit_of = {id(shard): unit for unit in units for group in unit.groups for shard in group.shards}
     chosen: dict[Unit | None, list[list[nn.Parameter]]] = {}
     for number, group in enumerate(optimizer.param_groups):
@@ -314,7 +312,7 @@ def _updates(optimizer: Optimizer, units: Sequence[Unit]) -> Callable[[Unit | No
 
 @contextmanager
 def _holding(optimizer: Optimizer, params: Sequence[list[nn.Parameter]]) -> Iterator[None]:
-    """Inside, the optimizer holds these parameters alone, group by group."""
+    """Inside, the optimizer holds only these parameters, group by group."""
     groups = optimizer.param_groups
     whole = [group["params"] for group in groups]
     for group, some in zip(groups, params, strict=True):

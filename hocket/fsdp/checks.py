@@ -1,10 +1,10 @@
-"""What `fully_shard` refuses, in words: arguments, parameters, optimizers, and ranks whose weights differ.
+"""Input checks of `fully_shard`: arguments, parameters, optimizers, and equal weights on all ranks.
 
 Note: [A trial of an optimizer]
 An optimizer that takes norms or products of whole weights (LARS, Shampoo, Muon, ...) runs on shards without an error,
-and does something else on each number of ranks. No list has all of them. So, before its first step, a copy of it with
-the same settings updates a small matrix, and two shards of the same one with the same gradients. An elementwise
-optimizer gives the same weights. One that fails in the trial, or that draws random numbers, says nothing.
+with results that depend on the number of ranks. So before an optimizer's first step, a copy of it with the same
+settings updates a small matrix, and two shards of the same matrix with the same gradients. An elementwise optimizer
+gives the same weights. A trial that fails or draws random numbers proves nothing.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from hocket.runtime.weights import sink_of
 
 ROWS, COLUMNS, CUT = 48, 32, 481
 STEPS = 3
-"""Some optimizers only look at the first gradient."""
+"""Some optimizers only use the first gradient in the first step."""
 
 
 class _Part:
-    """What a shard of the trial asks of its group."""
+    """The trial's stand-in for a shard's group."""
 
     keeps_all = False
     late = valueless = False
@@ -69,10 +69,10 @@ class _Part:
 
 
 def is_elementwise(optimizer: Optimizer, group: int, like: Tensor, keeps_all: bool) -> bool:
-    """False if it updates parts of a weight in another way than the whole. See Note: [A trial of an optimizer].
+    """Whether the optimizer updates shards like whole weights. See Note: [A trial of an optimizer].
 
-    With the settings of parameter group number `group`. `like` has the dtype and device of its parameters; with
-    `keeps_all` a rank has whole weights, flattened.
+    Uses the settings of parameter group number `group`, and dtype and device of `like`; with `keeps_all` a rank has
+    whole weights, flattened.
     """
     cuts = [0, ROWS * COLUMNS] if keeps_all else [0, CUT, ROWS * COLUMNS]
     try:
@@ -91,13 +91,13 @@ def _start(like: Tensor) -> Tensor:
 
 
 def _trained(optimizer: Optimizer, group: int, like: Tensor, cuts: Sequence[int]) -> Tensor:
-    """The weights after some steps, flat: of the whole matrix, or of parts cut there."""
+    """The weights after some steps, flat: of the whole matrix, or of shards cut at `cuts`."""
     weights = _start(like)
     kept = [_Part(weights[lo:hi].clone(), lo) for lo, hi in pairwise(cuts)]
     params: list[nn.Parameter] = [one.shard for one in kept] or [nn.Parameter(weights.view(ROWS, COLUMNS))]
     tried = _copy(optimizer, group, params)
     step = type(optimizer).step
-    step = getattr(step, "__wrapped__", step)  # without the hooks that torch puts around it
+    step = getattr(step, "__wrapped__", step)  # without torch's step hooks
     generator = torch.Generator().manual_seed(0)
     for _ in range(STEPS):
         grad = 3 * torch.randn(ROWS * COLUMNS, generator=generator).to(weights)
@@ -113,7 +113,7 @@ def _values(param: nn.Parameter) -> Tensor:
 
 
 def _copy(optimizer: Optimizer, group: int, params: list[nn.Parameter]) -> Optimizer:
-    """One like it, as it is before its first step, that holds `params`."""
+    """A copy of an optimizer before its first step, holding `params`."""
     new = object.__new__(type(optimizer))
     held = [param for group in optimizer.param_groups for param in group["params"]]
     memo: dict[int, Any] = {id(param): None for param in held}
@@ -127,10 +127,9 @@ def _copy(optimizer: Optimizer, group: int, params: list[nn.Parameter]) -> Optim
 
 
 class Fingerprints:
-    """Sums of parameters, to be compared between ranks once all are known: so nobody waits for each one.
+    """Bit sums of parameters, compared between ranks in one collective at the end.
 
-    Every rank would keep its part of a parameter and throw the rest away, so ranks with different values, say without a
-    common seed, end up with a mixture that was nobody's; replicas would train different models without a word.
+    Ranks with different values, for example without a common seed, would shard a mixture, and replicas would diverge.
     """
 
     def __init__(self) -> None:
@@ -164,9 +163,8 @@ class Fingerprints:
 
 
 def refuse_valueless(groups: Sequence[ParamGroup]) -> None:
-    """Before the first forward, raise ValueError if parameters that get values late have none, or replicas other ones.
-
-    All ranks call this.
+    """Before the first forward, raise ValueError for parameters from the meta device without values, or with different
+    values on replicas. All ranks call this.
     """
     for group in groups:
         name = group.members[0].name
@@ -185,13 +183,13 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _fingerprint(param: Tensor) -> Tensor:
-    """The sum of a parameter's bits, read as integers: the same in whatever order it is made. int64, 0-d."""
+    """The sum of a parameter's bits as integers, independent of order. int64, 0-d."""
     return param.detach().contiguous().view(_BITS[param.dtype.itemsize]).sum(dtype=torch.int64)
 
 
 @torch.no_grad()
 def take_first_rank(tensors: Sequence[Tensor], groups: ShardGroups, device: torch.device) -> None:
-    """Give the tensors of all ranks of a placement the values of its first rank. All of these ranks call this."""
+    """Broadcast the tensors of the first rank of a placement. All of its ranks call this."""
     for tensor in tensors:
         values = tensor.to(device, torch.uint8 if tensor.dtype == torch.bool else None, copy=True)
         if groups.reduce.rank or groups.outer.rank:
@@ -202,11 +200,10 @@ def take_first_rank(tensors: Sequence[Tensor], groups: ShardGroups, device: torc
 
 
 IGNORED = "_hocket_ignored"
-"""An attribute of parameters that are to stay as they are."""
+"""Attribute that marks parameters to leave alone."""
 
 
 def refuse_types(modules: Sequence[Any], mesh: Any, precision: Any, place: Any, options: Any) -> None:
-    """Refuse arguments of another type."""
     for name, value, kind in (
         *(("module", one, nn.Module) for one in modules or [None]),
         ("mesh", mesh, DeviceMesh),
@@ -224,7 +221,7 @@ def refuse_types(modules: Sequence[Any], mesh: Any, precision: Any, place: Any, 
 
 
 def refuse_uncalled(module: nn.Module) -> None:
-    """Refuse a module whose forward nobody calls: nothing would gather its weights."""
+    """Refuse a module without a forward, whose weights would never be gathered."""
     if not is_called(module):
         raise ValueError(
             f"fully_shard of a {type(module).__name__}, which is never called itself: call it on each of the modules "
@@ -233,7 +230,7 @@ def refuse_uncalled(module: nn.Module) -> None:
 
 
 def refuse_foreign(module: nn.Module, known: Container[int]) -> None:
-    """Refuse a module that TorchScript has compiled, and parameters of other sharded models but `known` ones."""
+    """Refuse TorchScript modules, and parameters of other sharded models except `known` ones."""
     for name, one in module.named_modules():
         if isinstance(one, torch.jit.ScriptModule):
             raise ValueError(
@@ -254,7 +251,7 @@ def is_full(param: Tensor | None) -> bool:
 
 
 def refuse_strange(module: nn.Module, params: Sequence[Member]) -> None:
-    """Refuse parameters of a module that can't be taken apart, and none at all."""
+    """Refuse parameters that can't be sharded, and modules without any."""
     if not params:
         raise ValueError(f"the {type(module).__name__} has no parameters to shard")
     for found in params:
@@ -277,7 +274,7 @@ def refuse_strange(module: nn.Module, params: Sequence[Member]) -> None:
 
 
 def _refuse_shared_memory(params: Sequence[Member]) -> None:
-    """Parameters in the same memory would be two after sharding."""
+    """Refuse overlapping parameters, which sharding would separate."""
     spans = []
     for found in params:
         if not found.param.is_meta and found.param.numel():
@@ -296,7 +293,7 @@ def _refuse_shared_memory(params: Sequence[Member]) -> None:
 
 
 def refuse_matrices(optimizer: Optimizer) -> None:
-    """Refuse optimizers that are not elementwise, which would take a shard for a weight: but Muon, see `muon.py`."""
+    """Refuse optimizers that are not elementwise, except Muon (`muon.py`)."""
     if isinstance(optimizer, torch.optim.Muon):
         refuse_no_matrices(optimizer)
         return
@@ -318,7 +315,7 @@ def refuse_matrices(optimizer: Optimizer) -> None:
 
 
 def refuse_newcomers(root: nn.Module) -> None:
-    """Refuse parameters that joined a sharded model afterwards: ranks would train different copies."""
+    """Refuse parameters added after sharding, whose gradients would not be averaged."""
     for name, param in root.named_parameters():
         if param.requires_grad and not isinstance(param, ShardedParameter) and not hasattr(param, IGNORED):
             raise ValueError(
@@ -328,7 +325,7 @@ def refuse_newcomers(root: nn.Module) -> None:
 
 
 def refuse_early(context: Any, what: str) -> None:
-    """Refuse to look at all gradients before all are there. `context` is a `ShardContext`."""
+    """Refuse to read all gradients before all are there. `context` is a `ShardContext`."""
     if context.in_backward:
         raise ValueError(
             f"{what} is called inside of a backward, before all gradients are there: call it afterwards; after "

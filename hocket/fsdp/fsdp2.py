@@ -1,8 +1,8 @@
-"""What PyTorch's FSDP2 calls its arguments, policies and methods, in terms of units.
+"""FSDP2's arguments, policies and methods in terms of units.
 
-A module that is a unit, or one of a unit's, gets the methods of FSDP2's `FSDPModule`, and is an instance of it: other
-code tells sharded modules by that. Methods for what hocket does anyway do nothing. What it has no counterpart for
-is an error that names the fix.
+Modules of units get the methods of FSDP2's `FSDPModule` and are instances of it, by which other code recognizes sharded
+modules. Methods for what hocket always does are no-ops; methods without a counterpart raise an error that names the
+fix.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Fsdp2Arguments(TypedDict, total=False):
     """Arguments of FSDP2's `fully_shard`, with the policies of `torch.distributed.fsdp`, and one of FSDP1's."""
 
     reshard_after_forward: bool | int | None
-    """Whether units give up gathered weights between forward and backward; None: those that have no units in them."""
+    """Whether units free gathered weights between forward and backward; None: those that contain no units."""
     shard_placement_fn: Callable[[nn.Parameter], Any] | None
     """Parameter -> None, a `Shard`, or a `ShardPlacementResult` with another mesh."""
     mp_policy: MixedPrecisionPolicy | None
@@ -56,9 +56,7 @@ class Fsdp2Arguments(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The arguments of a call of `fully_shard`, in hocket's terms."""
-
+class ShardRequest:
     mesh: DeviceMesh | None
     strategy: str
     precision: Precision
@@ -67,16 +65,16 @@ class Asked:
     unit: UnitOptions
     ignored: Iterable[nn.Parameter]
     nests: bool
-    """Whether the model may become a part of a larger one."""
+    """Whether the model may become part of a larger one."""
     first_rank: bool
     """Whether all ranks take the weights of the first one."""
 
 
-def asked_for(mesh: DeviceMesh | None, own: Mapping[str, Any], fsdp2: Mapping[str, Any], nests: bool) -> Asked:
-    """What a call asks for, by hocket's own arguments and FSDP2's.
+def request_of(mesh: DeviceMesh | None, own: Mapping[str, Any], fsdp2: Mapping[str, Any], nests: bool) -> ShardRequest:
+    """Combine hocket's own arguments and FSDP2's.
 
-    Raises: TypeError for an argument that is neither's, ValueError for one that is no such thing, or says the same as
-        another one, or that hocket has no counterpart for.
+    Raises: TypeError for an unknown argument; ValueError for a bad one, for two that say the same, or for one without a
+    counterpart.
     """
     for name in fsdp2:
         if name not in Fsdp2Arguments.__annotations__:
@@ -88,7 +86,7 @@ def asked_for(mesh: DeviceMesh | None, own: Mapping[str, Any], fsdp2: Mapping[st
             raise ValueError(f"{name}= and {other}= say the same in two ways: give one of them")
     policy = given["mp_policy"] or (MixedPrecisionPolicy() if nests else None)
     place = given["shard_placement_fn"]
-    return Asked(
+    return ShardRequest(
         mesh=mesh,
         strategy=own["strategy"] or "optim_grads_params",
         precision=own["precision"] or (Precision() if policy is None else _precision(policy)),
@@ -104,11 +102,9 @@ def asked_for(mesh: DeviceMesh | None, own: Mapping[str, Any], fsdp2: Mapping[st
 
 
 _SAME = {"mp_policy": "precision", "reshard_after_forward": "strategy", "shard_placement_fn": "place"}
-"""FSDP2's arguments, and hocket's that say the same."""
 
 
 def _refuse_arguments(given: Mapping[str, Any]) -> None:
-    """Refuse what is no such thing, or what hocket has no counterpart for."""
     reshard, policy, offload = (given[name] for name in ("reshard_after_forward", "mp_policy", "offload_policy"))
     if type(reshard) is int:
         raise ValueError(
@@ -135,12 +131,10 @@ def _refuse_arguments(given: Mapping[str, Any]) -> None:
 
 
 def _precision(policy: MixedPrecisionPolicy) -> Precision:
-    """The dtypes of a policy: the optimizer's is that in which the module was built."""
     return Precision(main=None, compute=policy.param_dtype, wire=policy.reduce_dtype, accumulate=None)
 
 
 def _offloaded(options: ShardOptions, policy: OffloadPolicy | None) -> ShardOptions:
-    """The options with what a policy says."""
     if not isinstance(policy, CPUOffloadPolicy):
         return options
     if options.offload != "none":
@@ -149,7 +143,6 @@ def _offloaded(options: ShardOptions, policy: OffloadPolicy | None) -> ShardOpti
 
 
 def _unit_options(reshard_after_forward: bool | None, policy: MixedPrecisionPolicy | None) -> UnitOptions:
-    """What units of one call do."""
     if policy is None:
         return UnitOptions(reshard_after_forward)
     inputs = policy.param_dtype if policy.cast_forward_inputs else None
@@ -157,7 +150,7 @@ def _unit_options(reshard_after_forward: bool | None, policy: MixedPrecisionPoli
 
 
 def _place_by(shard_placement_fn: Callable[[nn.Parameter], Any]) -> Place:
-    """FSDP2's `shard_placement_fn` as `place`: shards are ranges of elements, along whichever dimension."""
+    """FSDP2's `shard_placement_fn` as `place`: shards are ranges of elements, whatever the dimension."""
 
     def place(name: str, param: nn.Parameter) -> Placement | None:
         found = shard_placement_fn(param)
@@ -174,7 +167,7 @@ def _place_by(shard_placement_fn: Callable[[nn.Parameter], Any]) -> Place:
 
 
 def _device(mesh: DeviceMesh | None) -> torch.device | None:
-    """Where FSDP2 puts a module: on this rank's GPU, if the mesh or the group of all ranks is of GPUs."""
+    """Where FSDP2 puts a module: on this rank's GPU, if the mesh or the group of all ranks uses GPUs."""
     if mesh is None and not dist.is_initialized():
         return None
     gpus = mesh.device_type == "cuda" if mesh is not None else "nccl" in dist.get_backend()
@@ -194,7 +187,7 @@ class _Handle(UnshardHandle):
 
 
 class _State:
-    """What torch's own `register_fsdp_forward_method` calls, and all that its `share_comm_ctx` writes to."""
+    """The part of FSDP2's state that torch's `register_fsdp_forward_method` and `share_comm_ctx` use."""
 
     _fsdp_param_groups = ()
     _comm_ctx = None
@@ -207,49 +200,49 @@ class _State:
 
 
 class FSDPModule(TorchFSDPModule):
-    """The methods of a module that is a unit. `recurse` is for the units inside of it, too."""
+    """Methods of a module that is a unit. `recurse` includes the units inside of it."""
 
     _hocket_original: ClassVar[type[nn.Module]]
-    """The class of the module before it was sharded."""
+    """The module's class before sharding."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """A plain module of the same class, as slices of an `nn.Sequential` are."""
+        """A plain module of the same class, as for slices of an `nn.Sequential`."""
         plain = cls._hocket_original.__new__(cls._hocket_original, *args, **kwargs)
-        plain.__init__(*args, **kwargs)  # not an instance of `cls`, so Python leaves it to us
+        plain.__init__(*args, **kwargs)  # Python does not call it, since this is no instance of `cls`
         return plain
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather the weights and show them, until `reshard`, the module's next forward, or until they change."""
+        """Gather the weights and show them, until `reshard`, the end of the module's next forward, or an update."""
         unit = _unit(self)
         context = context_of(unit)
-        context.forget_old_forwards()  # now, and not in a forward that reads these weights
-        handle = _Handle([context.outside.unshard(unit)])
+        context.forget_old_forwards()  # not in a later forward that reads these weights
+        handle = _Handle([context.held_claims.unshard(unit)])
         if async_op:
             return handle
         handle.wait()
         return None
 
     def reshard(self) -> None:
-        """Give up the gathered weights, unless a forward or backward uses them."""
+        """Free the gathered weights, unless a forward or backward uses them."""
         unit = _unit(self)
-        context_of(unit).outside.reshard(unit)
+        context_of(unit).held_claims.reshard(unit)
         unit.reshard()
 
     def reset_iter_state(self) -> None:
-        """After an exception inside of a step: forget its claims and gradients. See `ShardContext.abort`."""
+        """After an exception in a step: forget its claims and gradients. See `ShardContext.abort`."""
         context_of(_unit(self)).abort()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients, or only adds them up on this rank, until it does or they are read."""
+        """Whether backward reduces gradients, or adds them up on this rank until they are reduced or read."""
         _set(self, recurse, "set_requires_gradient_sync", sync=requires_gradient_sync)
         self.set_requires_all_reduce(requires_gradient_sync, recurse=recurse)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether replicas exchange what backward has reduced, or leave it to a later backward."""
+        """Whether replicas all-reduce after backward, or leave it to a later backward."""
         _set(self, recurse, "set_requires_all_reduce", all_reduce=requires_all_reduce)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether gathered weights go between forward and backward. Not while they are in use."""
+        """Whether to free gathered weights between forward and backward. Not while they are in use."""
         units = _units(self, recurse)
         busy = [unit for unit in units if unit.claims]
         if busy:
@@ -257,37 +250,37 @@ class FSDPModule(TorchFSDPModule):
                 f"set_reshard_after_forward while {busy[0]} is in use: call it before a forward or after a backward"
             )
         for unit in units:
-            unit.reshard()  # who may stay is settled by whoever gathers it next
+            unit.reshard()  # the next gather applies the new option
         _set(self, recurse, "set_reshard_after_forward", reshard_after_forward=reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether weights that stay after forward go when backward is over."""
+        """Whether weights kept after forward are freed after backward."""
         _set(self, recurse, "set_reshard_after_backward", reshard_after_backward=reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether the module's backward needs its weights. That of an embedding does not."""
+        """Whether the module's backward needs its weights. An embedding's does not."""
         _set(self, False, "set_unshard_in_backward", unshard_in_backward=unshard_in_backward)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide the summed gradients of this unit by `factor`, instead of by the number of ranks."""
-        Placement(None, factor)  # which refuses what is no number to divide by
+        """Divide the unit's summed gradients by `factor` instead of the number of ranks."""
+        Placement(None, factor)  # validates the factor
         for group in _unit(self).groups:
             group.divide = float(factor)
 
     set_reduce_scatter_divide_factor = set_gradient_divide_factor
 
     def set_modules_to_forward_prefetch(self, modules: list[Any]) -> None:
-        """Gather these when the forward of this module begins, instead of what was needed next the last time."""
+        """Gather these modules when this module's forward begins, instead of predicting from the last pass."""
         unit = _unit(self)
         context_of(unit).prefetch_of(unit, _all_units(modules, "set_modules_to_forward_prefetch"), backward=False)
 
     def set_modules_to_backward_prefetch(self, modules: list[Any]) -> None:
-        """Gather these when the backward of this module begins, instead of what was needed next the last time."""
+        """Gather these modules when this module's backward begins, instead of predicting from the last pass."""
         unit = _unit(self)
         context_of(unit).prefetch_of(unit, _all_units(modules, "set_modules_to_backward_prefetch"), backward=True)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many units of the model may have gradients on their way; two, without this."""
+        """How many units of the model may be reducing gradients at once; 2 by default."""
         if type(max_input_buffers) is not int or max_input_buffers < 1:
             raise ValueError(f"max_input_buffers={max_input_buffers!r} must be a number of buffers, at least 1")
         context_of(_unit(self)).staging_count(max_input_buffers)
@@ -334,7 +327,6 @@ def _unit(module: Any) -> Unit:
 
 
 def _units(module: Any, recurse: bool) -> list[Unit]:
-    """The unit that a module is; with `recurse` also those inside of it."""
     mine = _unit(module)
     inside = {one for one in module.modules() if isinstance(one, FSDPModule)} if recurse else set()
     return [unit for unit in context_of(mine).units if unit is mine or any(one in inside for one in unit.modules)]
@@ -356,7 +348,7 @@ def _set(module: Any, recurse: bool, what: str, **changes: Any) -> None:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Have a method gather the weights of the unit that `module` is, as its forward does. Of others: nothing."""
+    """Make a method of a unit's module gather its weights, as forward does. No-op for other modules."""
     if not isinstance(module, FSDPModule):
         return
     if not hasattr(module, method_name):

@@ -1,30 +1,24 @@
 """The default driver of a sharded module: hooks on its units make the five calls of `module_unit.py`.
 
 Note: [When backward of a unit is over]
-Its input gradients are done when the backward of an identity runs that was put around its inputs in forward. The
-engine runs, of the nodes that are ready, the one that was made last in forward, and gradients of leaves before all
-others. Every node between the loss and this unit's parameters was made after the identity, so all of them have run
-before it, and every parameter that this invocation reads has its gradient, or will get it from another invocation
-that is still open. That is when weights are released and, with no invocation of the same forward left, gradients
-reduced. One module of a bucket may be over before the backward of the next one begins, so a bucket is reduced when each
-of its parameters has contributed. A unit none of whose inputs needs a gradient has no such identity: it is over when
-each of its parameters has contributed. What neither catches (unused parameters, outputs that the loss does not reach)
-is flushed at the end of backward: counting hooks alone would never notice it.
+Forward wraps a unit's inputs in an identity, whose backward marks the end: autograd runs ready nodes latest-created
+first, and leaf gradients before all others. Every node between the loss and this unit's parameters was made after the
+identity, so these have their gradients, or get them from another open invocation. Then weights are released, and
+gradients reduced if no invocation of the same forward is left. A bucket, whose modules end one by one, is reduced when
+each of its parameters has contributed; so is a unit none of whose inputs needs a gradient. The end of backward flushes
+the rest: unused parameters, and outputs that the loss does not reach.
 
-A forward inside of a backward is recomputation. A reentrant checkpoint runs the backward of what it has computed again;
-another one only wants saved tensors. Nothing tells the two apart in forward, so both open an invocation, and the end of
-the backward forgets those for which none came.
+A forward inside of a backward is recomputation, with a backward of its own only in a reentrant checkpoint. Forward
+can't tell, so it opens an invocation, which the end of backward drops if unused.
 
-Note: [What a forward leaves behind]
-A unit's weights are needed again when the first gradient of anything arrives that its forward has made. Most of that is
-what it returns. Models also collect second losses or hidden states in a list or dict that they were called with, or
-keep them as attributes until the loop adds them to the loss, and transformers collects by hooks what
-`output_attentions=True` and the like ask for. So these are searched before and after a forward, and what is new gets
-the hook that outputs have. What is kept elsewhere, such as in a list that is no argument, can't be found. A gradient
-that comes from there alone arrives for a unit whose backward has not begun, which is an error.
+Note: [Side outputs of a forward]
+A unit gathers its weights for backward when the first gradient of any of its outputs arrives. Besides return values,
+models append losses or hidden states to a list or dict argument, or keep them as attributes, and transformers collects
+`output_attentions=True` and the like by hooks. So these places are searched before and after a forward, and new tensors
+are hooked like outputs. A gradient that comes only from tensors left elsewhere is an error.
 
-Inputs get an identity, and may be cast or moved. In lists and dicts that is done in place, and undone when
-the forward is over: what a module writes to them is written to those of its caller.
+Inputs get the identity, and may be cast or moved. Lists and dicts are changed in place and restored after the forward,
+since modules may write to them.
 """
 
 from __future__ import annotations
@@ -59,13 +53,13 @@ from hocket.runtime.weights import set_sink
 
 
 class Substitution:
-    """Other tensors in the place of those in arguments, until `undo`. See Note: [What a forward leaves behind]."""
+    """Replaces tensors in arguments, until `undo`. See Note: [Side outputs of a forward]."""
 
     def __init__(self) -> None:
         self._changed: list[tuple[list[Any] | dict[Any, Any], dict[int, tuple[Any, Any]]]] = []
 
     def apply(self, value: Any, new_of: Callable[[Any], Any]) -> Any:
-        """Arguments with what `new_of` makes of each leaf: lists and dicts are changed, tuples made anew."""
+        """Apply `new_of` to each leaf: lists and dicts are changed in place, tuples rebuilt."""
         if isinstance(value, Tensor | NoneType | bool | int | float | str):
             return new_of(value)
         if isinstance(value, list | dict):
@@ -82,9 +76,9 @@ class Substitution:
         if isinstance(value, tuple):
             if type(value) is tuple:
                 parts, made_of = value, tuple
-            else:  # one with names
+            else:  # a named tuple
                 parts, spec = tree_flatten(value, is_leaf=lambda one: one is not value)
-                if spec.is_leaf():  # nobody knows how to make another one
+                if spec.is_leaf():  # it can't be rebuilt
                     return new_of(value)
                 made_of = partial(tree_unflatten, treespec=spec)
             new = [self.apply(part, new_of) for part in parts]
@@ -92,7 +86,6 @@ class Substitution:
         return new_of(value)
 
     def undo(self) -> None:
-        """Put back what is still there."""
         for container, made in reversed(self._changed):
             for key, one in enumerate(list(container)) if isinstance(container, list) else list(container.items()):
                 if id(one) in made:
@@ -103,8 +96,8 @@ class Substitution:
 Seen = dict[int, weakref.ref[Tensor]]
 
 
-class HandedOn:
-    """What a forward of a unit's module can leave tensors in, and which are there before it."""
+class SideOutputs:
+    """Finds tensors that a forward leaves in arguments or attributes, compared with those there before it."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], modules: Iterable[nn.Module]) -> None:
         self._given = [one for one in (*args, *kwargs.values(), _collector()) if not isinstance(one, _PLAIN)]
@@ -118,14 +111,13 @@ class HandedOn:
         return found
 
     def new(self) -> list[Tensor]:
-        """The tensors with a graph that were not there before."""
         return [one for one in self._found() if (seen := self._before.get(id(one))) is None or seen() is not one]
 
 
 def _collector() -> object:
-    """Where a model of transformers that runs now collects hidden states, attentions and router logits of its layers.
+    """The dict in which a running transformers model collects hidden states, attentions and router logits.
 
-    It is no argument of a layer: hooks on modules of the layer fill it.
+    Hooks on inner modules fill it; it is no argument of a layer.
     """
     capturing = sys.modules.get("transformers.utils.output_capturing")
     active = getattr(capturing, "_active_collector", None)
@@ -134,7 +126,6 @@ def _collector() -> object:
 
 _PLAIN = (Tensor, NoneType, bool, int, float, str, torch.dtype, torch.device)
 _AT_MOST = 4096
-"""Entries of a container that is searched."""
 _DEPTH = 4
 
 
@@ -163,7 +154,6 @@ _OWN = frozenset(nn.Module().__dict__)
 
 
 def _kept_in(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """Tensors with a graph that are attributes of modules, or in lists and the like that are."""
     found: list[Tensor] = []
     for module in modules:
         own = module.__dict__.items()
@@ -180,8 +170,6 @@ def _kept_in(modules: Iterable[nn.Module]) -> list[Tensor]:
 
 
 class _MayHold(dict[type, bool]):
-    """Whether an attribute of some type is a tensor, or a container of which some may be."""
-
     def __missing__(self, kind: type) -> bool:
         found = self[kind] = issubclass(kind, Tensor) or kind in (list, dict, tuple, set, deque)
         return found
@@ -191,7 +179,7 @@ _MAY_HOLD = _MayHold()
 
 
 def modules_of(unit: Unit, module: nn.Module) -> list[nn.Module]:
-    """The modules whose attributes a forward of a unit's module may set: those in it, but for other units."""
+    """Modules whose attributes a unit's forward may set: those in it, except other units."""
     found, left = [], [module]
     while left:
         found.append(left.pop())
@@ -203,10 +191,10 @@ def modules_of(unit: Unit, module: nn.Module) -> list[nn.Module]:
 
 
 def tensors_in(output: Any, unit: Unit, all_of_them: bool = True) -> list[Tensor]:
-    """The tensors of what a module returned, in containers and attributes of objects too, such as a cache of keys.
+    """The tensors in a module's output, including containers and attributes of objects, such as a KV cache.
 
-    Raises: ValueError for an object in which none can be looked for, if all have to be found: backward would read
-        weights that are not there.
+    Raises: ValueError for an object that can't be searched, if `all_of_them` are needed: backward would use freed
+    weights.
     """
     if isinstance(output, Tensor):
         return [output]
@@ -241,7 +229,7 @@ def tensors_in(output: Any, unit: Unit, all_of_them: bool = True) -> list[Tensor
 
 
 def levels(x: Tensor) -> list[Tensor]:
-    """A tensor and, inside of `torch.func.vmap`, those that it wraps: a backward outside runs their graph."""
+    """A tensor and, inside of `torch.func.vmap`, those that it wraps: an outer backward runs their graph."""
     levels = [x]
     while torch._C._functorch.is_functorch_wrapped_tensor(levels[-1]):
         levels.append(torch._C._functorch.get_unwrapped(levels[-1]))
@@ -252,7 +240,7 @@ _WITHOUT_TENSORS = (
     *(bool, int, float, complex, str, bytes, range, NoneType, Enum, np.ndarray, np.generic),
     *(type, ModuleType, BuiltinFunctionType, torch.dtype, torch.device, torch.Generator, nn.Module, Logger),
 )
-"""What is not looked into: above all modules, whose parameters no forward has computed."""
+"""Not searched; modules above all, whose parameters are no outputs."""
 
 
 def _has_attributes(one: object) -> bool:
@@ -270,13 +258,13 @@ class Invocation:
     def __init__(self, unit: Unit, context: ShardContext) -> None:
         self.unit, self._context = unit, context
         self.forward = context.forwards, torch._C._current_graph_task_id()
-        """Which forward pass, and which backward runs it, to make a graph of its own; -1 for none."""
+        """(forward pass, the backward that recomputes it or -1)."""
         self.has_inputs = False
-        """Whether an input needs a gradient, so that an identity tells the end."""
+        """Whether an input needs a gradient, so that an identity marks the end."""
         self._claim: Claim | None = None
         self._started = False
         self._weights = [group.edition for group in unit.groups]
-        self._goes_on = False  # its backward has a graph, which somebody may run
+        self._goes_on = False  # create_graph=True: its backward may be differentiated
 
     def open(self) -> None:
         """An output may get a gradient later."""
@@ -286,13 +274,15 @@ class Invocation:
 
     @property
     def ends_with_gradients(self) -> bool:
-        """Whether it is over as soon as every parameter has contributed: no identity tells, and it is the only one."""
+        """Whether it ends when every parameter has contributed: it has no identity, and is its forward's only
+        invocation.
+        """
         return not self.has_inputs and self.forward not in self.unit.repeated
 
     def start(self, _grad: object = None) -> None:
-        """The gradient of an output is there: the weights are needed again.
+        """An output's gradient has arrived: claim the weights again.
 
-        Raises: ValueError if they are other ones by now; the activations are those of the old ones.
+        Raises: ValueError if the weights have changed since the forward.
         """
         if self._weights != [group.edition for group in self.unit.groups]:
             raise ValueError(
@@ -309,17 +299,17 @@ class Invocation:
             context.begun.add(self.unit)
         if torch.is_grad_enabled() and not self._goes_on:  # create_graph=True
             self._goes_on = True
-            context.outside.hold(self.unit.acquire())
+            context.held_claims.hold(self.unit.acquire())
 
     def finish(self) -> None:
-        """The gradients of all inputs are done."""
+        """All input gradients are done."""
         if self._claim is not None:
             self._claim.release()
             self._claim = None
         if self._started:
             self._started = False
             self._context.started.pop(self, None)
-        if not self._goes_on:  # else another backward reads the weights, and gradients are sent when it ends
+        if not self._goes_on:  # else a second backward follows, and its end sends the gradients
             self._close()
         self._context.look_back()
 
@@ -328,7 +318,7 @@ class Invocation:
         if opened[self.forward] > 1:
             opened[self.forward] -= 1
             return
-        # The last one of its forward; or a graph is used again, and then any may be the last.
+        # The last invocation of its forward, or a graph run again, of which any may be the last.
         del opened[self.forward]
         self.unit.repeated.discard(self.forward)
         if len(self.unit.modules) == 1 or self.unit.complete:
@@ -336,13 +326,11 @@ class Invocation:
 
 
 class _Inputs(torch.autograd.Function):
-    """The identity around the inputs of an invocation."""
-
     @staticmethod
     def forward(ctx: Any, invocation: Invocation, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.invocation = invocation
-        ctx.set_materialize_grads(False)  # no gradient is not a gradient of zeros
-        # Not the inputs themselves: what a function returns as it came may not be changed in place by the module.
+        ctx.set_materialize_grads(False)  # keep None gradients
+        # Detached, since an input returned as it is could not be modified in place by the module.
         return tuple(x.detach() for x in inputs)
 
     @staticmethod
@@ -352,7 +340,7 @@ class _Inputs(torch.autograd.Function):
 
 
 def begin_backward(context: ShardContext) -> None:
-    """Note that a backward runs, and have the engine say when it is over. Call it inside backward."""
+    """Mark the start of a backward, and register a callback for its end. Call it inside backward."""
     if not context.in_backward:
         context.begin_backward()
         torch.autograd.Variable._execution_engine.queue_callback(context.end_backward)
@@ -360,23 +348,19 @@ def begin_backward(context: ShardContext) -> None:
 
 @dataclass
 class _Call:
-    """A call of a unit's module that is under way."""
-
     claim: Claim | None = None
     invocation: Invocation | None = None
     writes: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    """Of the unit's weights, before."""
+    """Versions of the unit's weights before the call."""
     given: list[Substitution] = dataclasses.field(default_factory=list)
-    handed_on: HandedOn | None = None
+    side_outputs: SideOutputs | None = None
 
     def other_tensors(self) -> Substitution:
-        """For arguments, until the call is over."""
         self.given.append(Substitution())
         return self.given[-1]
 
 
 def drive(unit: Unit) -> None:
-    """Put a unit's modules and parameters under hooks."""
     unit.see = partial(see_gradients, unit)
     for module in unit.modules:
         _drive(unit, module)
@@ -388,22 +372,20 @@ def drive(unit: Unit) -> None:
 
 
 def see_gradients(unit: Unit, param: nn.Parameter) -> None:
-    """Put a parameter under a hook, if it is under none."""
     if not param._post_accumulate_grad_hooks:
         param.register_post_accumulate_grad_hook(_on_gradient(unit))
 
 
 def _target(unit: Unit, param: nn.Parameter) -> tuple[Tensor, bool]:
-    """`Unit.grad_target` of a unit under hooks."""
     _refuse_unexpected(unit)
     return unit.grad_target(param)
 
 
 def _refuse_unexpected(unit: Unit) -> None:
-    """Refuse gradients that were computed with weights which nobody had claimed.
+    """Refuse gradients computed with weights that were not claimed.
 
-    Of an invocation that is over they come from nodes that were made before its identity, as what makes DTensors of
-    weights: these read none.
+    After an invocation's end, gradients may come from nodes made before its identity, such as those that make DTensors
+    of weights; these read no weights.
     """
     context = context_of(unit)
     if not unit.claims and unit not in context.begun and context.may_go(unit):
@@ -416,7 +398,6 @@ def _refuse_unexpected(unit: Unit) -> None:
 
 
 def context_of(unit: Unit) -> ShardContext:
-    """The context of the sharded model that a unit is a part of."""
     assert isinstance(unit.context, ShardContext)
     return unit.context
 
@@ -436,11 +417,11 @@ def _drive(unit: Unit, module: nn.Module) -> None:
             args, kwargs = call.other_tensors().apply((args, kwargs), partial(_moved, device=context.device))
         if torch.is_grad_enabled():
             inside[:] = inside or modules_of(unit, module)
-            call.handed_on = HandedOn(args, kwargs, inside)
+            call.side_outputs = SideOutputs(args, kwargs, inside)
         if unit.options.cast_inputs is not None:
             cast = partial(_cast, dtype=unit.options.cast_inputs, made={})
             args, kwargs = call.other_tensors().apply((args, kwargs), cast)
-        if call.handed_on is None:
+        if call.side_outputs is None:
             return args, kwargs
         call.invocation = Invocation(unit, context)
         return _around_inputs(call.invocation, call.other_tensors(), args, kwargs)
@@ -454,9 +435,9 @@ def _drive(unit: Unit, module: nn.Module) -> None:
         if call.claim is not None:
             _refuse_writes(unit, call.writes)
         tensors = tensors_in(output, unit, all_of_them=call.invocation is not None)
-        tensors += call.handed_on.new() if call.handed_on is not None else []
+        tensors += call.side_outputs.new() if call.side_outputs is not None else []
         if call.invocation is not None:
-            # A parameter that is returned is nothing that this forward has computed.
+            # Returned parameters have no graph and are no outputs.
             outputs = [x for tensor in tensors for x in levels(tensor) if x.grad_fn is not None]
             if outputs:
                 call.invocation.open()
@@ -467,37 +448,36 @@ def _drive(unit: Unit, module: nn.Module) -> None:
             output = _cast(output, unit.options.cast_outputs)
         return output
 
-    # Hooks are no part of what torch.compile compiles: the body between them is.
+    # torch.compile compiles the body between the hooks.
     module.register_forward_pre_hook(_outside_compile(before), with_kwargs=True, prepend=True)
-    # Also after an exception: recomputation ends early with one when it has all it needs.
+    # Always called: recomputation stops early with an exception.
     module.register_forward_hook(_outside_compile(after), with_kwargs=True, always_call=True)
     unit.on_abort.append(calls.clear)
     unit.calls[module] = before, after
 
 
 def _leave(unit: Unit, claim: Claim, lent: bool) -> None:
-    """A forward of the unit is over, which may have lent weights to its caller."""
+    """End a forward of the unit. `lent`: it returned weights to the caller."""
     context = context_of(unit)
     if not lent:
         claim.release()
     context.leave_forward(unit)
     if lent:
-        context.outside.hold(claim)
+        context.held_claims.hold(claim)
     if torch._C._current_graph_task_id() == -1:
-        context.outside.reshard(unit)
+        context.held_claims.reshard(unit)
         if unit.contains_units and unit.options.reshard_after_forward:
             unit.reshard()
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """An argument on a device."""
     return value.to(device) if isinstance(value, Tensor) else _to_kwargs((value,), {}, device, False)[0][0][0]
 
 
 def _cast(value: Any, dtype: torch.dtype, made: dict[int, tuple[Tensor, Tensor]] | None = None) -> Any:
-    """A tree with its floating-point tensors in another dtype; itself if there are none.
+    """A tree with its floating-point tensors in another dtype; the same object if nothing changes.
 
-    A tensor that is given several times stays one, also in several calls with what was `made`.
+    Tensors passed several times stay one, also across calls that share `made`.
     """
     known = {} if made is None else made
     changed = False
@@ -519,13 +499,13 @@ _NOT_CAST = "hocket.Precision is of parameters, and inputs are not cast"
 
 
 def _note_formats(error: BaseException | None, unit: Unit, inputs: Iterable[object]) -> None:
-    """Add to torch's error about dtypes, if it is one, which unit was given an input that it does not compute in."""
+    """Add a note to torch's dtype errors: which unit got an input in another dtype than it computes in."""
     if not isinstance(error, RuntimeError) or not re.search("dtype|scalar type|should be the same", str(error)):
         return
     computes = [dtype for dtype in FORMATS if any(group.formats.compute == dtype for group in unit.groups)]
     strange = [x for x in inputs if isinstance(x, Tensor) and x.is_floating_point() and x.dtype not in computes]
-    told = any(_NOT_CAST in note for note in getattr(error, "__notes__", ()))  # by a unit inside of this one
-    if computes and strange and not told:
+    noted = any(_NOT_CAST in note for note in getattr(error, "__notes__", ()))  # by an inner unit
+    if computes and strange and not noted:
         error.add_note(
             f"{unit} computes in {computes[0]} and was given {strange[0].dtype}: {_NOT_CAST}; cast them, or run the "
             f"model inside of torch.autocast({strange[0].device.type!r}, {computes[0]})"
@@ -543,7 +523,8 @@ def _refuse_writes(unit: Unit, before: list[tuple[int, int]]) -> None:
 
 
 def _on_gradient(unit: Unit) -> Callable[[Tensor], None]:
-    # The collector of cycles does not see what such a hook refers to, and the unit refers to the parameter.
+    # A weak reference: the garbage collector can't see what such a hook refers to, and the unit refers to the
+    # parameter.
     reference = weakref.ref(unit)
 
     def ready(param: Tensor) -> None:
@@ -565,12 +546,12 @@ def _on_gradient(unit: Unit) -> Callable[[Tensor], None]:
 def _around_inputs(
     invocation: Invocation, given: Substitution, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):  # most modules, and a tree costs 20 us
+    if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):  # fast path: a tree costs 20 us
         if not args[0].requires_grad:
             return args, kwargs
         invocation.has_inputs = True
         return _Inputs.apply(invocation, args[0]), kwargs
-    # A tensor that is given several times stays one tensor: attention tells by that what it may do at once.
+    # Keep tensors that are passed several times identical: attention tests for that.
     distinct: dict[int, Tensor] = {}
 
     def note(x: Any) -> Any:
@@ -587,7 +568,7 @@ def _around_inputs(
 
 
 def _refuse_derivatives(unit: Unit) -> None:
-    """Refuse transforms of `torch.func` other than `vmap`: weights can't be gathered inside of them."""
+    """Refuse transforms of `torch.func` except `vmap`: weights can't be gathered inside of them."""
     kinds = {level.key() for level in torch._C._functorch.get_interpreter_stack() or ()}
     if kinds - {torch._C._functorch.TransformType.Vmap}:
         raise ValueError(

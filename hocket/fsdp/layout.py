@@ -1,11 +1,8 @@
-"""Where each parameter lies in a unit's flat buffer, and which range of it each rank keeps.
+"""Flat layout: where each parameter lies in a unit's buffer, and which range of it each rank keeps.
 
-Parameters lie in the order given. Shards are ranges of elements, so a shard may begin and end anywhere inside a
-parameter; padding is nearly nothing, where shards of whole rows would add up to 88 % (a buffer must then be a multiple
-of ranks times the least common multiple of all row sizes).
-
-Parameters and shards start at multiples of 64 elements, so that kernels and collectives get operands aligned to 128
-bytes even in bf16; an odd-sized parameter in between would otherwise slow down all that follow it.
+Shards are ranges of elements that begin and end anywhere in a parameter. Shards of whole rows would need up to 88 %
+padding (a multiple of ranks times the least common multiple of row sizes). Parameters and shards are aligned to 64
+elements, 128 bytes in bf16, so that kernels and collectives are fast.
 """
 
 from __future__ import annotations
@@ -22,8 +19,6 @@ from hocket.program.shard import ALIGN
 
 @dataclass(frozen=True)
 class Entry:
-    """One parameter in a flat buffer."""
-
     name: str
     shape: tuple[int, ...]
     offset: int
@@ -39,7 +34,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Local:
-    """The part of one parameter that one rank keeps: its elements `lo:hi`, at `offset` in the shard. May be empty."""
+    """The elements `lo:hi` of a parameter that one rank keeps, at `offset` in its shard. May be empty."""
 
     lo: int
     hi: int
@@ -51,7 +46,7 @@ class Local:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """The flat buffer of one unit: `world` shards of `shard` elements. What no parameter covers is zero."""
+    """The flat buffer of one unit: `world` shards of `shard` elements. Padding is zero."""
 
     entries: tuple[Entry, ...]
     world: int
@@ -64,7 +59,7 @@ class FlatLayout:
         world: int,
         align: int = ALIGN,
     ) -> FlatLayout:
-        """Lay parameters (name, shape) out for `world` ranks; starts and shards are multiples of `align` elements."""
+        """Lay out parameters (name, shape) for `world` ranks, aligned to `align` elements."""
         assert world >= 1
         assert align >= 1
         params = [(name, tuple(shape)) for name, shape in params]
@@ -77,7 +72,6 @@ class FlatLayout:
 
     @property
     def total(self) -> int:
-        """Elements of the whole buffer."""
         return self.world * self.shard
 
     @cached_property
@@ -86,7 +80,6 @@ class FlatLayout:
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """Ranges of the buffer that belong to no parameter."""
         inside = sorted((entry.offset, entry.end) for entry in self.entries if entry.numel)
         starts = [0, *(end for _, end in inside)]
         ends = [*(offset for offset, _ in inside), self.total]
@@ -102,7 +95,7 @@ class FlatLayout:
         return Local(lo - entry.offset, hi - entry.offset, lo - start)
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """The parameters in a whole buffer, as views of their shapes."""
+        """Views of the parameters in a whole buffer."""
         return [flat[entry.offset : entry.end].view(entry.shape) for entry in self.entries]
 
     def slices(self, rank: int) -> list[slice]:
@@ -111,11 +104,10 @@ class FlatLayout:
         return [slice(local.offset, local.offset + len(local)) for local in locals_]
 
     def joined(self, parts: int) -> FlatLayout:
-        """The same buffer with every `parts` neighbouring shards taken as one."""
+        """The same buffer with `parts` neighbouring shards merged into one."""
         assert self.world % parts == 0, f"{self.world} shards can't be taken {parts} at a time"
         return FlatLayout(self.entries, self.world // parts, self.shard * parts)
 
 
 def _up(value: int, step: int) -> int:
-    """The next multiple of `step`."""
     return -(-value // step) * step

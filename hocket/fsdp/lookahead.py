@@ -1,7 +1,6 @@
-"""Which unit is needed next, and the gathers that are started before it is.
+"""Prefetch: predicts the next units, and starts their gathers.
 
-What is expected next is the last pass of its kind. A backward that has not been seen yet is expected to begin units in
-the reverse of the order in which forward left them.
+A pass is predicted to repeat the last one of its kind; the first backward, to reverse the forward.
 """
 
 from __future__ import annotations
@@ -16,21 +15,17 @@ T = TypeVar("T")
 
 
 class Order(Generic[T]):
-    """What a pass over the units is expected to need next, and what it has needed so far.
-
-    A pass that turns out otherwise is served all the same; it is only predicted worse. The next pass is expected to be
-    like the last one.
-    """
+    """The expected order of a pass over units, and its progress. Deviations only cost prediction."""
 
     def __init__(self, expected: Sequence[T]) -> None:
         self.expected = list(expected)
         self.seen: list[T] = []
         self.surprises = 0
-        """How often something was needed that was not expected next."""
+        """How often an item was not the expected one."""
         self._next = 0
 
     def reach(self, item: T) -> None:
-        """Note that `item` is needed now. Still to be needed is nothing new."""
+        """`item` is needed now; repetitions are ignored."""
         if self.seen and self.seen[-1] is item:
             return
         self.seen.append(item)
@@ -44,70 +39,63 @@ class Order(Generic[T]):
             self._next = [*later, *earlier][0] + 1
 
     def upcoming(self) -> Iterator[T]:
-        """What is expected after the last item reached, nearest first."""
         return iter(self.expected[self._next :])
 
     def finish(self) -> None:
-        """End a pass: the next one is expected to be like it."""
+        """End a pass; the next one is expected to repeat it."""
         if self.seen:
             self.expected = self.seen
         self.restart()
 
     def restart(self) -> None:
-        """Forget the pass under way, without learning from it."""
         self.seen = []
         self._next = 0
 
 
 class Lookahead:
-    """Follows the passes over a model's units, and gathers ahead of them."""
+    """Follows the passes over a model's units, and prefetches."""
 
     def __init__(self, units: Sequence[Unit], prefetch: Prefetch, free: bool) -> None:
-        """With `free`, gathered weights make room for others."""
+        """With `free`, gathered weights are freed for others."""
         self._units, self._prefetch, self._free = units, prefetch, free
         self._forward: Order[Unit] = Order(units)
         self._backward: Order[Unit] = Order([])
-        self._left: list[Unit] = []  # whose forward is over, in this pass
-        self._reverse_of: list[Unit] = []  # the pass from which the order of backward was guessed
-        self.told: dict[tuple[Unit, bool], Sequence[Unit]] = {}
-        """What to gather when a unit's forward begins, or its backward (True), where somebody has said it."""
+        self._left: list[Unit] = []  # units whose forward ended in this pass
+        self._reverse_of: list[Unit] = []  # the forward from which backward was predicted
+        self.explicit: dict[tuple[Unit, bool], Sequence[Unit]] = {}
+        """(unit, backward) -> units to gather when it begins, if the user has set them."""
 
     def reach_forward(self, unit: Unit) -> None:
-        """Forward needs a unit, which has been gathered: start the gathers of what comes next."""
+        """Forward has gathered a unit: prefetch the next ones."""
         self._forward.reach(unit)
         self._start(self._forward)
 
     def leave_forward(self, unit: Unit) -> None:
-        """A unit's forward is over."""
         if not self._left or self._left[-1] is not unit:
             self._left.append(unit)
 
     def end_forward(self) -> None:
-        """A whole forward is over."""
         self._forward.finish()
         if self._left != self._reverse_of:
             self._backward = Order(self._left[::-1])
         self._reverse_of, self._left = self._left, []
 
     def reach_backward(self, unit: Unit) -> None:
-        """Backward needs a unit, which has been gathered: start the gathers of what comes next."""
         self._backward.reach(unit)
         self._start(self._backward)
 
     def go_on_backward(self) -> None:
-        """Start gathers for which there was no room before."""
         self._start(self._backward)
 
     def end_backward(self) -> None:
-        """A whole backward is over."""
         self._backward.finish()
 
     def order_of_use(self) -> list[Unit]:
-        """All units, in the order in which a forward is expected to need them."""
+        """All units, in the expected order of the forward."""
         return list(dict.fromkeys([*self._forward.expected, *self._units]))
 
     def to_gather_first(self, order: Sequence[Unit]) -> list[Unit]:
-        """Those of the units, in their order, that may be gathered before a forward begins."""
+        """Those of `order` that may be gathered before a forward begins."""
         if not self._free:
             return list(order)
         allowance = self._prefetch.allowance()
@@ -121,19 +109,17 @@ class Lookahead:
 
     @property
     def surprises(self) -> int:
-        """How often a unit was needed that was not expected next."""
         return self._forward.surprises + self._backward.surprises
 
     def restart(self) -> None:
-        """Forget the passes under way, without learning from them."""
         self._forward.restart()
         self._backward.restart()
         self._left.clear()
 
     def _start(self, order: Order[Unit]) -> None:
-        """Start the gathers of the units that come next, as far as there is room."""
+        """Start the gathers of the next units, as far as there is room."""
         allowance = self._prefetch.allowance()
-        told = self.told.get((order.seen[-1], order is self._backward)) if order.seen else None
+        told = self.explicit.get((order.seen[-1], order is self._backward)) if order.seen else None
         if told is not None:
             for unit in told:
                 unit.prefetch()

@@ -1,26 +1,22 @@
-"""Which parameters belong to which unit, and what a module shows of them.
+"""Assignment of parameters to units, and what modules show of them.
 
 Note: [Two faces of a parameter]
-`module._parameters["weight"]` holds the *shard*, a 1-D parameter with the elements that this rank keeps: what
-optimizers, `state_dict` and `zero_grad` see, always. The *full* parameter is the very object that the module was built
-with; its `.data` is bound for good to a view of the unit's full buffer. While the unit is in use, and only then,
-`module.__dict__["weight"]` holds it, and Python finds an instance's own attributes before it asks
-`nn.Module.__getattr__` for parameters. So showing and hiding the weights of a unit is one write to a dict per
-parameter, and modules that keep their parameters in lists of their own (`nn.LSTM` does) see the same objects.
+`module._parameters["weight"]` always holds the *shard*, a parameter with this rank's elements, for optimizers,
+`state_dict` and `zero_grad`. The *full* parameter is the module's original object; its `.data` is a view of the unit's
+full buffer. While the unit is in use, `module.__dict__["weight"]` holds it: Python looks there before it calls
+`nn.Module.__getattr__`. So showing and hiding weights is one dict write per parameter, and modules that keep parameters
+in own lists (`nn.LSTM`) see the same objects.
 
-A weight that is read while its unit is not in use is found by `__getattr__` alone. Modules that hold parameters get a
-subclass of their class with a `__getattr__` that, inside a forward of the model, claims the unit on demand; outside,
-what is read is the shard.
+Reads while the unit is not in use reach `__getattr__`. Modules with parameters get a subclass whose `__getattr__`
+claims the unit on demand inside of a forward, and returns the shard outside.
 
-What takes the place of a shard would be shown in use only, or never: so `_parameters` of such a module refuses it.
+A replacement of a shard would never be shown in use, so `_parameters` of such modules refuses it.
 
 Note: [Buckets]
-A *bucket* is a unit of several modules: their weights are gathered as one and their gradients reduced as one. Where
-modules are small, every collective costs more time to begin than to move its bytes; a bucket begins once for all of
-them. Where one is large enough by itself nothing is gained, and more is exposed at either end of a step.
-
-Buckets are filled from the end of the model, where backward begins, and none is larger than it may be unless a single
-module is. So what is left over is the first bucket: the one whose gather nothing hides, and whose reduction comes last.
+A *bucket* is a unit of several modules that are gathered and reduced together. For small modules, starting a collective
+costs more than its bytes; a bucket starts one for all. For large ones it gains nothing, and exposes more at both ends
+of a step. Buckets are filled from the end of the model, where backward begins, up to a size. So the smallest is the
+first, whose gather and reduction are exposed.
 """
 
 from __future__ import annotations
@@ -33,20 +29,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hocket.fsdp.dtensors import DTensorLayout, dtensor_layout_of
 from hocket.fsdp.options import Precision
 from hocket.fsdp.sharded_parameter import ShardedParameter
-from hocket.fsdp.spread import Spread, spread_of
 from hocket.layers.functional import embedding_forward, linear_forward
 from hocket.layers.slices import Span
 from hocket.runtime.weights import sink_of
 from hocket.sizes import Size, parse_size
 
 Rule = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool] | Iterable[nn.Module] | None
-"""How a user says which modules are units."""
 
 
 UNIT = "_hocket_unit"
-"""Where a module keeps its unit. Not in a table of this file: a unit refers to its module, which then never went."""
+"""The module attribute that holds its unit. Not a global table: units refer to their modules, which would never be
+freed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,32 +51,30 @@ class Member:
 
     name: str
     param: nn.Parameter
-    """What this rank has of it, before it is sharded: the object that the module was built with, unless `spread`."""
+    """What this rank has of it before sharding: the module's original object, unless it is a `dtensor`."""
     owners: tuple[tuple[nn.Module, str], ...] = ()
-    spread: Spread | None = None
-    """How tensor-parallel ranks divide it."""
+    dtensor: DTensorLayout | None = None
 
     @property
     def given(self) -> nn.Parameter | None:
-        """The object that the module was built with, if somebody still has it."""
-        return self.param if self.spread is None else self.spread.given()
+        """The module's original object, if it is still alive."""
+        return self.param if self.dtensor is None else self.dtensor.given()
 
     @property
     def shape(self) -> torch.Size:
-        """Of the whole."""
-        return self.param.shape if self.spread is None else self.spread.shape
+        """Shape of the whole parameter."""
+        return self.param.shape if self.dtensor is None else self.dtensor.shape
 
     def span(self, lo: int, hi: int) -> Span:
-        """Some elements of what this rank has, in the whole."""
-        return Span(tuple(self.shape), lo, hi, None if self.spread is None else self.spread.part)
+        """Elements of this rank's part, within the whole parameter."""
+        return Span(tuple(self.shape), lo, hi, None if self.dtensor is None else self.dtensor.part)
 
     def shown(self) -> Tensor:
-        """What modules compute with."""
-        return self.param if self.spread is None else self.spread.shown(self.param)
+        return self.param if self.dtensor is None else self.dtensor.shown(self.param)
 
 
 class Managed(dict[str, nn.Parameter | None]):
-    """The parameters of a module, of which shards stay where they are. See Note: [Two faces of a parameter]."""
+    """A module's `_parameters`, in which shards can't be replaced. See Note: [Two faces of a parameter]."""
 
     def __setitem__(self, key: str, value: nn.Parameter | None) -> None:
         if value is not self.get(key):
@@ -106,24 +100,20 @@ class Managed(dict[str, nn.Parameter | None]):
 
 
 class View:
-    """One attribute of a module behind which a managed parameter is."""
-
     __slots__ = ("_attributes", "_key", "_member")
 
     def __init__(self, owner: nn.Module, key: str, member: Member) -> None:
         self._attributes, self._key, self._member = owner.__dict__, key, member
 
     def show(self) -> None:
-        """Let the module see the full parameter."""
         self._attributes[self._key] = self._member.shown()
 
     def hide(self) -> None:
-        """Let the module see the shard."""
         self._attributes.pop(self._key, None)
 
 
 def chosen_units(root: nn.Module, rule: Rule) -> list[tuple[str, nn.Module]]:
-    """The modules that are to be units, in the order of the tree, the root last left out.
+    """The modules chosen as units, in tree order, without the root.
 
     Raises: ValueError if the rule chooses nothing, or a module that is never called.
     """
@@ -164,14 +154,13 @@ def chosen_units(root: nn.Module, rule: Rule) -> list[tuple[str, nn.Module]]:
 
 
 def is_called(module: nn.Module) -> bool:
-    """Whether a module has a forward, so that hooks on it run."""
+    """Whether a module has a forward, so that its hooks run."""
     return type(module).forward is not nn.Module.forward and not isinstance(module, nn.ModuleList | nn.ModuleDict)
 
 
 def found_parameters(root: nn.Module) -> list[Member]:
-    """Every parameter of a module tree once, in the order of its first appearance, but those of units in it.
-
-    They are as they are; `divided` says which of them tensor-parallel ranks divide.
+    """Every parameter of a module tree once, in order of first appearance, except those in units. DTensors as they
+    are.
     """
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     names: dict[nn.Parameter, str] = {}
@@ -184,20 +173,20 @@ def found_parameters(root: nn.Module) -> list[Member]:
 
 
 def divided(members: Iterable[Member]) -> list[Member]:
-    """The same parameters, as this rank has them. Raises ValueError for DTensors in a layout that is not to be had."""
+    """The same parameters, with DTensors as local parts. Raises ValueError for unsupported layouts."""
     return [
-        replace(one, param=param, spread=spread)
+        replace(one, param=param, dtensor=layout)
         for one in members
-        for param, spread in [spread_of(one.name, one.param)]
+        for param, layout in [dtensor_layout_of(one.name, one.param)]
     ]
 
 
 def assign(
     root: nn.Module, unit_modules: Iterable[nn.Module], params: Iterable[Member]
 ) -> dict[nn.Module, list[Member]]:
-    """Unit -> its parameters: each belongs to the innermost unit that contains all modules which hold it.
+    """Unit -> its parameters: each belongs to the innermost unit around all modules that hold it.
 
-    So a parameter shared by two units belongs to the unit around both, and is there whenever either runs.
+    So a parameter shared by two units is gathered whenever either runs.
     """
     units = {root, *unit_modules}
     above: dict[nn.Module, list[tuple[nn.Module, ...]]] = {}
@@ -216,7 +205,7 @@ def _paths(
     units: set[nn.Module],
     above: dict[nn.Module, list[tuple[nn.Module, ...]]],
 ) -> None:
-    """Note for every module the units around it, outermost first; a module in two places has two such chains."""
+    """Note the chains of units around every module, outermost first; a module in two places has two."""
     chain = (*chain, module) if module in units else chain
     if chain in above.setdefault(module, []):
         return
@@ -226,16 +215,15 @@ def _paths(
 
 
 FORWARDS: dict[type[nn.Module], Callable[..., Tensor]] = {nn.Linear: linear_forward, nn.Embedding: embedding_forward}
-"""The forward that replaces the one of a class of modules in a sharded unit."""
+"""Replacement forwards of module classes in sharded units."""
 
 
 def forward_of(cls: type[nn.Module]) -> Callable[..., Tensor] | None:
-    """The replacement for a class of `FORWARDS` or a subclass that runs its forward unchanged, None for others."""
+    """The replacement for a class of `FORWARDS` or a subclass with the same forward, if any."""
     return next((new for base, new in FORWARDS.items() if cls.forward is base.forward), None)
 
 
 def _load(shard: ShardedParameter, value: Tensor, name: str) -> None:
-    """Take a whole weight, or what `state_dict` has of this shard."""
     assert shard.group is not None
     span, local = shard.group.span_of(shard), shard.to_local()
     if value.shape == span.shape:
@@ -256,10 +244,10 @@ _originals: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def watch_reads(module: nn.Module, methods: type | None = None) -> None:
-    """Give a module that holds managed parameters the subclass of Note: [Two faces of a parameter].
+    """Give a module with managed parameters the subclass of Note: [Two faces of a parameter], and a forward of
+    `FORWARDS`.
 
-    Where there is a forward that writes weight gradients itself (`FORWARDS`), it gets that too. `methods` is a class
-    with those of a module that is a unit.
+    `methods` is a class with the methods of a unit's module.
     """
     if any(isinstance(param, ShardedParameter) for param in module._parameters.values()):
         module.__dict__["_parameters"] = Managed(module._parameters)
@@ -276,7 +264,7 @@ def watch_reads(module: nn.Module, methods: type | None = None) -> None:
 def _subclass(cls: type[nn.Module], forward: Callable[..., Any] | None, methods: type | None) -> type[nn.Module]:
     def getattr_(self: nn.Module, name: str) -> Any:
         found = cls.__getattr__(self, name)
-        read = getattr(found, "read_outside", None) if isinstance(found, nn.Parameter) else None
+        read = getattr(found, "read_on_demand", None) if isinstance(found, nn.Parameter) else None
         full = None if read is None else read()
         return found if full is None else full
 
@@ -292,7 +280,7 @@ def _subclass(cls: type[nn.Module], forward: Callable[..., Any] | None, methods:
                 part, group = shard.to_local(), shard.group
                 new = fn(part)
                 if group is not None and group.late and (new.dtype, new.device) == (part.dtype, part.device):
-                    group.valueless = False  # to_empty(), after which somebody gives values
+                    group.valueless = False  # to_empty(): initial values follow
                 elif new.dtype != part.dtype or new.data_ptr() != part.data_ptr():
                     raise ValueError(
                         f"a sharded {cls.__name__} can't be moved or converted ({key} from {part.dtype} on "
@@ -306,7 +294,7 @@ def _subclass(cls: type[nn.Module], forward: Callable[..., Any] | None, methods:
         for key, shard in self._parameters.items():
             if isinstance(shard, ShardedParameter) and not keep_vars:
                 full = self.__dict__.get(key)
-                gathered = full is not None and self.__dict__[UNIT].context.is_gathered  # the memory goes
+                gathered = full is not None and self.__dict__[UNIT].context.is_gathered  # will be freed
                 destination[prefix + key] = full.detach().clone() if gathered else shard.to_local()
 
     def load(self: nn.Module, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
@@ -318,7 +306,7 @@ def _subclass(cls: type[nn.Module], forward: Callable[..., Any] | None, methods:
                 state[prefix + key] = shard
         cls._load_from_state_dict(self, state, prefix, *rest)
 
-    # Other code looks classes up by name: transformers does to find what a model can record. So the name stays.
+    # The name stays: transformers looks classes up by it.
     body: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_hocket_original": cls}
     body |= {"__getattr__": getattr_, "__reduce_ex__": reduce}
     body |= {"_apply": apply, "_load_from_state_dict": load, "_save_to_state_dict": save}
@@ -328,7 +316,7 @@ def _subclass(cls: type[nn.Module], forward: Callable[..., Any] | None, methods:
 
 
 def guard_saving(module: nn.Module) -> None:
-    """Have `save_pretrained` of a model of transformers, peft or diffusers write whole weights, or nothing."""
+    """Make `save_pretrained` of transformers, peft and diffusers refuse to write shards."""
     if hasattr(type(module), "save_pretrained"):
         module.__dict__["save_pretrained"] = MethodType(_save_pretrained, module)
 
@@ -346,17 +334,16 @@ def _save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
 # Buckets: which modules make a unit together, by size
 
 DEFAULT = parse_size("128Mi params")
-"""How large a bucket may be where nobody says, and no units are named."""
 
 Named = tuple[str, nn.Module]
 Measure = Callable[[nn.Module], int]
 
 
 def make_buckets(root: nn.Module, rule: Rule, most: Size | None, precision: Precision) -> list[list[Named]]:
-    """The modules of each unit of a model, in the order of its tree, without what is left to the root.
+    """The modules of each unit of a model, in tree order, without what is left to the root.
 
-    `rule` chooses modules, of which neighbours share a bucket if `most` is given. Without it modules are taken as large
-    as they fit into a bucket. Sizes in bytes are those of gathered weights, in the dtype that `precision` gives them.
+    `rule` chooses modules, of which neighbours are joined up to `most`, if given. Without a rule, modules as large as
+    fit are taken. Byte sizes are those of gathered weights in the dtype of `precision`.
 
     Raises: ValueError for a rule that chooses nothing, or a module that is never called.
     """
@@ -376,24 +363,23 @@ def make_buckets(root: nn.Module, rule: Rule, most: Size | None, precision: Prec
 
 
 def _pieces(name: str, module: nn.Module, most: int, measure: Measure) -> list[Named]:
-    """The largest modules below one that fit into a bucket and are called; those without children as they are.
-
-    Parameters of a module that is divided stay with the root.
+    """The largest called modules that fit into a bucket; those without children whatever their size. Parameters of
+    divided modules stay with the root.
     """
     children = dict.fromkeys(module.children())
     if is_called(module) and (measure(module) <= most or not children):
         return [(name, module)] if measure(module) else []
     found: list[Named] = []
-    for key, child in module.named_children():  # a module that is there twice comes once
+    for key, child in module.named_children():  # named_children yields shared modules once
         found += _pieces(f"{name}.{key}" if name else key, child, most, measure)
     return found
 
 
 def _join(chosen: Sequence[Named], most: int, measure: Measure) -> list[list[Named]]:
-    """Neighbours together, as many as fit. A module that contains another one of them stays alone."""
+    """Join neighbours as far as they fit. A module that contains another chosen one stays alone."""
     modules = {module for _, module in chosen}
     found: list[list[Named]] = []
-    room = -1  # in the bucket that is being filled; none yet
+    room = -1  # room in the current bucket; none yet
     for name, module in reversed(chosen):
         inside = any(one in modules for one in module.modules() if one is not module)
         need = measure(module)

@@ -1,4 +1,4 @@
-"""What the units of one sharded model share: queues, the passes over them, and the step's protocol."""
+"""State shared by the units of one sharded model: queues, passes over the units, and the protocol of a step."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from hocket.fsdp.buffers import FullBuffer, StagingMemory
 from hocket.fsdp.checks import refuse_valueless
+from hocket.fsdp.dtensors import apart
 from hocket.fsdp.lookahead import Lookahead
 from hocket.fsdp.module_unit import Budget, Claim, Unit
 from hocket.fsdp.options import Policy, Prefetch
 from hocket.fsdp.param_group import ParamGroup
-from hocket.fsdp.same_order import SameOrder, Unused
+from hocket.fsdp.same_order import SameOrder, UnusedGradients
 from hocket.fsdp.shard_groups import ShardGroups, over_ranks
-from hocket.fsdp.spread import apart
 from hocket.runtime.queue import Ticket, queue_of
 
 
@@ -31,22 +31,22 @@ class ShardStats:
     gathers: int
     reduces: int
     surprises: int
-    """How often a unit was needed that was not expected next; its gather is then exposed."""
+    """How often a unit was not the predicted one; its gather is then exposed."""
     exceeded: int
-    """How often more units were in use together than the prefetch allows for."""
+    """How often more units were in use at once than prefetch allows for."""
     shard_bytes: int
     """Weights and gradients that this rank keeps."""
     full_bytes: int
     """Gathered weights at this moment."""
     staging_bytes: int
-    """Gradients on their way, at most so far."""
+    """Peak bytes of gradients on their way."""
 
 
-class Outside:
-    """The claims on units of a model for reads while their forwards do not run.
+class HeldClaims:
+    """Claims on units that outlast their forwards.
 
-    Inside of a forward of the model, by another module: the unit stays gathered until all backwards of this time are
-    over. By `unshard()` of a module: until `reshard()`, the end of the module's next forward, or until weights change.
+    Reads by other modules inside of a forward of the model: until all current backwards are over. `unshard()`: until
+    `reshard()`, the end of the module's next forward, or an update.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
@@ -55,25 +55,24 @@ class Outside:
         self._unsharded: dict[Unit, Claim] = {}
 
     def hold(self, claim: Claim) -> None:
-        """Keep a claim until all backwards of this time are over."""
+        """Keep a claim until all current backwards are over."""
         self._held.append(claim)
 
     def unshard(self, unit: Unit) -> Claim:
-        """Keep the unit's weights gathered and shown by its modules."""
+        """Keep a unit's weights gathered and shown."""
         if unit not in self._unsharded:
             self._unsharded[unit] = unit.acquire()
         return self._unsharded[unit]
 
     def reshard(self, unit: Unit) -> None:
-        """End `unshard`."""
         if unit in self._unsharded:
             self._unsharded.pop(unit).release()
 
     def drop(self) -> None:
-        """Give up weights that were read inside of a forward, unless a backward is still to come.
+        """Release claims of reads inside of a forward, unless a backward is still to come.
 
-        Not at the end of a backward: the same graph may run once more, before a step or another forward.
-        Which one reads them can't be told: while one forward holds the unit, others read its weights without asking.
+        Not at the end of a backward: its graph may run again before a step or another forward. Which forward reads
+        can't be told: while one holds the unit, others read its weights without a claim.
         """
         if any(unit.open for unit in self._units):
             return
@@ -82,13 +81,12 @@ class Outside:
             claim.release()
 
     def weights_changed(self) -> None:
-        """No backward comes any more for what was computed with the old weights."""
+        """After an update: no backward follows for forwards with the old weights."""
         for unit in list(self._unsharded):
             self.reshard(unit)
         self.drop()
 
     def clear(self) -> None:
-        """Forget all claims, which an abort has ended."""
         self._held.clear()
         self._unsharded.clear()
 
@@ -97,7 +95,7 @@ _CALLS = {nn.Module._call_impl.__code__}
 
 
 def called_by_hand() -> bool:
-    """Whether the caller runs inside of a forward of some module, whose weights it then reads."""
+    """Whether the caller runs inside of a module's forward."""
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
@@ -107,8 +105,8 @@ def called_by_hand() -> bool:
     return False
 
 
-class Begun(Protocol):
-    """An invocation of a unit in the middle of its backward: `Invocation`."""
+class OpenInvocation(Protocol):
+    """A unit's invocation during its backward: `Invocation`."""
 
     unit: Unit
 
@@ -130,9 +128,9 @@ class ShardContext:
         order: SameOrder | None = None,
         nests: bool = False,
     ) -> None:
-        """With `nests`, the model may become a part of a larger one before its first forward (`shard.py`)."""
+        """With `nests`, the model may become part of a larger one before its first forward (`shard.py`)."""
         self.nests = nests
-        self._order, self._model = order, ""  # which of several on these ranks, as the order of collectives tells it
+        self._order, self._model = order, ""  # suffix that tells apart models on the same ranks
         if order is not None:
             self._model = f" of model {order.models}" if order.models else ""
             order.models += 1
@@ -141,35 +139,34 @@ class ShardContext:
         self.reducing = queue_of("reduce", device)
         self.outer = queue_of("outer", device)
         self.units = list(units)
-        spreads = (member.spread for unit in units for group in unit.groups for member in group.members)
-        self.tensor_mesh = apart(spreads, {*groups.reduce.ranks, *groups.outer.ranks})
-        """Of the ranks that divide parameters before they are sharded, if others shard them; see `spread.py`."""
+        layouts = (member.dtensor for unit in units for group in unit.groups for member in group.members)
+        self.tensor_mesh = apart(layouts, {*groups.reduce.ranks, *groups.outer.ranks})
+        """The tensor-parallel mesh, if other ranks shard the parameters; see `dtensors.py`."""
         self.forwards = 0
-        """How many forward passes have begun."""
         self.in_backward = False
-        self.started: dict[Begun, None] = {}
-        """Invocations in the middle of their backward, oldest first."""
+        self.started: dict[OpenInvocation, None] = {}
+        """Invocations during their backward, oldest first."""
         self.begun = set[Unit]()  # in this backward
         self.reductions_open = False
-        """Whether gradients were staged that nobody has waited for."""
+        """Whether gradients were staged and not waited for."""
         self.arriving = False
-        """Whether gradients may be read of units alone whose reduction was waited for; see `gradients_arrive`."""
+        """Whether only gradients of units that were waited for may be read; see `gradients_arrive`."""
         self._depth = self._gathered = self._shown = 0
         self._no_sync = self._accumulating = False
-        self._sends_all = False  # what was put off
+        self._sends_all = False  # sending deferred gradients
         self._weights: Ticket | None = None
-        self.outside = Outside(units)
-        self._editions: list[tuple[int, int]] = []  # of the weights that forwards under way have read
+        self.held_claims = HeldClaims(units)
+        self._editions: list[tuple[int, int]] = []  # editions of the weights at the last update seen
         self.ahead = Lookahead(self.units, prefetch, policy.free)
         self._staging: dict[ParamGroup, StagingMemory] = {}
-        self._everybody = Budget(None, None)
-        self._residency = self._everybody
-        self.unused = Unused(order, self._model)
+        self._unlimited = Budget(None, None)
+        self._residency = self._unlimited
+        self.unused = UnusedGradients(order, self._model)
         for unit in self.units:
             unit.context = self
             for group in unit.groups:
                 group.settle = self.finish_step
-                group.uses.ask = partial(self._find_unused, group)
+                group.usage.ask = partial(self._find_unused, group)
                 group.know_wholes(partial(self.over_ranks, parts=group.groups))
 
     def __repr__(self) -> str:
@@ -179,28 +176,27 @@ class ShardContext:
 
     @property
     def root(self) -> nn.Module:
-        """The sharded model, or the first module of several that were sharded as one unit."""
+        """The sharded model, or the first of several modules sharded as one unit."""
         return next(unit.module for unit in self.units if not unit.name)
 
     @property
     def param_groups(self) -> list[ParamGroup]:
-        """Those of all units."""
         return [group for unit in self.units for group in unit.groups]
 
     @property
     def is_gathered(self) -> bool:
-        """Whether this is inside of `gathered()`."""
+        """Whether inside of `gathered()`."""
         return self._gathered > 0
 
     @property
     def outermost(self) -> bool:
-        """Whether the unit whose forward begins or ends is in no other unit's."""
+        """Whether the running unit is not inside another's forward."""
         return self._depth == 1
 
     def place(self, new: Sequence[Unit] | None = None) -> None:
-        """Give the units memory for gathered weights and staged gradients. Once, when all units are known.
+        """Allocate buffers for gathered weights and staged gradients, once all units are known.
 
-        Those that are not `new` have their weights' memory from the models that they were before.
+        Units that are not `new` keep their weight buffers from the models that they were before.
         """
         if self.policy.free:
             self._residency = Budget.of(self.prefetch, [unit for unit in self.units if not unit.contains_units])
@@ -213,10 +209,9 @@ class ShardContext:
         self._place_gradients(self.policy.staging)
 
     def _place_gradients(self, count: int) -> None:
-        """Give staging memory to each trainable group, shared by all units that send over the same ranks.
+        """Assign staging memory, shared by all units that reduce over the same ranks.
 
-        Not by units that contain others: they collect gradients for as long as these run, and would take a buffer away
-        from them.
+        Units that contain others get their own: they collect gradients while these run, and would block a buffer.
         """
         users: dict[object, list[tuple[Unit, ParamGroup]]] = {}
         for unit in self.units:
@@ -234,79 +229,76 @@ class ShardContext:
     # What units ask
 
     def about_to(self, what: str) -> None:
-        """A collective is issued next. See Note: [Ranks that go apart]."""
+        """Note the next collective. See Note: [Detecting diverged ranks]."""
         if self._order is not None:
             self._order.note(what + self._model)
 
     def before_waiting(self) -> None:
-        """The caller waits for a collective next: raise ValueError if other ranks have issued others."""
+        """Before waiting for a collective: raise ValueError if other ranks have issued different ones."""
         if self._order is not None:
             self._order.settle()
 
     def residency_of(self, unit: Unit) -> Budget:
-        """Who decides whether there is room for a unit."""
+        """The budget that limits whether a unit may be gathered."""
         stays = unit.contains_units or not unit.full or unit.options.reshard_after_forward is False
-        return self._everybody if stays else self._residency
+        return self._unlimited if stays else self._residency
 
     def may_go(self, unit: Unit) -> bool:
-        """Whether gathered weights of a unit may go while nobody claims them, and they are not updated."""
-        return self.residency_of(unit) is not self._everybody
+        """Whether a unit's gathered weights may be freed while unclaimed."""
+        return self.residency_of(unit) is not self._unlimited
 
     def staging_of(self, group: ParamGroup) -> StagingMemory:
-        """The staging memory for a group's gradients."""
         return self._staging[group]
 
     def adds_up_locally(self, unit: Unit, group: ParamGroup) -> bool:
         """Whether gradients of this microbatch are only added up on this rank, at full size."""
         if group.groups.reduce.size == 1 or self._sends_all:
-            return False  # reducing sends nothing, or nothing is put off any more
+            return False  # nothing to send, or nothing is deferred any more
         if self._no_sync or not unit.options.sync:
             return True
         return self._accumulating and not self.policy.reduce_every_microbatch
 
     def accumulates(self, unit: Unit) -> bool:
-        """Whether more microbatches of this step follow, before what replicas have is summed."""
+        """Whether more microbatches of this step follow before replicas all-reduce."""
         return not self._sends_all and (self._no_sync or self._accumulating or not unit.options.all_reduce)
 
     def weights_ready(self) -> Ticket:
-        """Behind the last update of the weights."""
+        """A ticket of the last update of the weights."""
         if self._weights is None or not self._depth:
             self._weights = self.gathering.mark("weights")
         return self._weights
 
     def prefetch_of(self, unit: Unit, units: Sequence[Unit], backward: bool) -> None:
-        """Gather these when the forward of a unit begins, or its backward, and make room for them."""
-        self.ahead.told[unit, backward] = units
+        """Gather `units` when a unit's forward, or backward, begins, and raise the budget for them."""
+        self.ahead.explicit[unit, backward] = units
         if self._residency.units is not None:
             self._residency.units = max(self._residency.units, len(units) + 1)
 
     def stage_anew(self) -> None:
-        """Give memory to gradients of what is trained from now on."""
+        """Reassign staging memory after a change of trained parameters."""
         self.finish_step()
         count = max((staging.count for staging in self._staging.values()), default=self.policy.staging)
         self._place_gradients(count)
 
     def staging_count(self, count: int) -> None:
-        """Let as many units have gradients on their way."""
         for staging in set(self._staging.values()):
             staging.count = count
 
     # The passes, as a driver announces them
 
     def begin_forward(self) -> None:
-        """A forward begins; the weights are what they are now."""
         if not self.forwards:
             refuse_valueless([group for group in self.param_groups if group.late])
         self.forwards += 1
         if any(group.stale() for group in self.param_groups):
             self._weights = self.gathering.mark("weights")
         self.forget_old_forwards()
-        self.outside.drop()
+        self.held_claims.drop()
 
     def forget_old_forwards(self) -> None:
-        """If weights were updated since this was called last, no backward comes any more for the forwards before.
+        """After an update, no backward follows for earlier forwards: drop their invocations.
 
-        A unit that was not gathered since says nothing about that: it may have been left out for many steps.
+        All groups' editions are compared, since a unit may not have been gathered for many steps.
         """
         editions = [group.edition for group in self.param_groups]
         if editions == self._editions or self._depth or self.in_backward:
@@ -315,10 +307,10 @@ class ShardContext:
         for unit in self.units:
             unit.open.clear()
             unit.repeated.clear()
-        self.outside.weights_changed()
+        self.held_claims.weights_changed()
 
     def need_forward(self, unit: Unit) -> Claim:
-        """A unit's forward begins: claim its weights, start the gathers of what comes next, and wait for the former."""
+        """A unit's forward begins: claim its weights, prefetch the next units, and wait for the claim."""
         recomputing = torch._C._current_graph_task_id() != -1
         if self.in_backward and not recomputing:
             raise ValueError("the last backward ended with an exception: call abort() of the ShardContext on all ranks")
@@ -328,7 +320,7 @@ class ShardContext:
         try:
             claim = unit.acquire()
         except BaseException:
-            self._depth -= 1  # nobody leaves a forward that has not begun
+            self._depth -= 1  # this forward has not begun
             raise
         if not recomputing:
             self.ahead.reach_forward(unit)
@@ -336,17 +328,15 @@ class ShardContext:
         return claim
 
     def leave_forward(self, unit: Unit) -> None:
-        """A unit's forward is over."""
         self._depth -= 1
         if torch._C._current_graph_task_id() != -1:
             return
         self.ahead.leave_forward(unit)
         if not self._depth:
             self.ahead.end_forward()
-            self.outside.drop()
+            self.held_claims.drop()
 
     def begin_backward(self) -> None:
-        """A backward begins."""
         self.in_backward = True
 
     def need_backward(self, unit: Unit) -> Claim:
@@ -357,12 +347,11 @@ class ShardContext:
         return claim
 
     def look_back(self) -> None:
-        """Start gathers for which there was no room before."""
         if self.in_backward:
             self.ahead.go_on_backward()
 
     def end_backward(self) -> None:
-        """A backward is over: send what is left, in the order of units. Waits for nothing."""
+        """A backward ends: reduce what is left, in the order of units. Does not wait."""
         for invocation in list(self.started):
             invocation.finish()
         this = torch._C._current_graph_task_id()
@@ -380,9 +369,10 @@ class ShardContext:
                 unit.reshard()
 
     def _show_life(self) -> None:
-        """Behind the reductions of a backward: a number that NCCL adds up, where copies move all else.
+        """After the reductions of a backward on copy engines: a small NCCL all-reduce.
 
-        Streams wait for copies without a limit. NCCL's watchdog ends a process whose collective does not end in time.
+        Streams wait for copies without a timeout; NCCL's watchdog ends the process if this all-reduce does not
+        complete.
         """
         reduce, sent = self.groups.reduce, sum(unit.reduces for unit in self.units)
         if reduce.copies and sent > self._shown and not torch.cuda.is_current_stream_capturing():
@@ -390,10 +380,9 @@ class ShardContext:
             self.reducing.submit("life", lambda: reduce.all_reduce(torch.zeros(1, device=self.device)))
 
     def finish_step(self) -> None:
-        """Order the caller's following work behind all reductions: the only barrier of a step.
+        """Order the caller's following work after all reductions: the only barrier of a step.
 
-        Reading a shard's `.grad` does this. What `no_sync` and `accumulating` put off, and no later microbatch sent,
-        is sent now.
+        Reading a shard's `.grad` does this. It also sends what `no_sync` and `accumulating` have deferred.
         """
         if self.reductions_open and not self.in_backward:
             self._send_deferred()
@@ -401,7 +390,9 @@ class ShardContext:
 
     @contextlib.contextmanager
     def gradients_arrive(self) -> Iterator[bool]:
-        """`finish_step` in two parts: inside, gradients are read of units that were waited for. Yields if any are."""
+        """`finish_step` in two parts: inside, gradients of units that were waited for may be read. Yields whether any
+        were open.
+        """
         under_way = self.arriving = self.reductions_open
         if under_way:
             self._send_deferred()
@@ -414,36 +405,36 @@ class ShardContext:
 
     def _send_deferred(self) -> None:
         self.reductions_open = False
-        self.outside.drop()
+        self.held_claims.drop()
         self._sends_all = True
-        with torch.inference_mode(False):  # memory that is made now is written later, outside of that mode
+        with torch.inference_mode(False):  # buffers made now are written later, outside of that mode
             for unit in self.units:
                 unit.reduce_deferred()
         self.unused.all_sent()
         self._sends_all = False
-        self.reductions_open = False  # what was sent just now is waited for, too
+        self.reductions_open = False  # the caller waits for what was sent just now, too
 
     def _join_reductions(self) -> None:
         self.before_waiting()
         self.reducing.join()
         self.outer.join()
         for group in self.param_groups:
-            group.home.wait_in()
+            group.memory.wait_for_copies_in()
         for staging in set(self._staging.values()):
             staging.settle()
 
     def _find_unused(self, group: ParamGroup) -> None:
-        """See Note: [Gradients that nobody has]. Nothing is known of gradients inside of a backward."""
+        """See Note: [Gradients that no rank has]. Unknown inside of a backward."""
         if not self.in_backward:
             self.unused.find([group] if self.arriving else self.param_groups)
 
     def weights_updated(self) -> None:
-        """Say that weights were changed in a way that leaves no trace, such as through `.data`."""
+        """Declare a change of weights that version counters miss, such as through `.data`."""
         for group in self.param_groups:
             group.invalidate()
 
     def over_ranks(self, value: Tensor, how: Literal["sum", "max"], parts: ShardGroups | None = None) -> None:
-        """The `sum` or `max` of a tensor over all ranks of the model, or those that keep other `parts`, in place."""
+        """The `sum` or `max` of a tensor over all ranks of the model, or the ranks of other `parts`, in place."""
         self.about_to(f"{how} over ranks")
         self.before_waiting()
         over_ranks(value, how, parts or self.groups, parts is None, None if parts else self.tensor_mesh, self.device)
@@ -452,7 +443,7 @@ class ShardContext:
     def gathered(self, changed: bool = False) -> Iterator[None]:
         """Inside, all weights of the model can be read whole, in the compute dtype, as attributes of its modules.
 
-        What is written to them is lost, unless `changed` says that it is to be kept, the same on all ranks.
+        Writes are lost, unless `changed` says that all ranks have written the same.
         """
         claims: list[Claim] = []
         try:
@@ -482,7 +473,7 @@ class ShardContext:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients of the microbatches inside are only added up, on this rank and at full size; nothing is sent."""
+        """Inside, gradients are only added up on this rank, at full size; nothing is sent."""
         before, self._no_sync = self._no_sync, True
         try:
             yield
@@ -491,7 +482,9 @@ class ShardContext:
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
-        """More microbatches follow: `no_shard` and `optim` put off reductions, others what replicas exchange."""
+        """More microbatches follow: `no_shard` and `optim` defer reductions, others defer the all-reduce of
+        replicas.
+        """
         before, self._accumulating = self._accumulating, True
         try:
             yield
@@ -499,13 +492,13 @@ class ShardContext:
             self._accumulating = before
 
     def abort(self) -> None:
-        """After an exception inside a step: forget its claims and gradients, so that a new step can begin.
+        """After an exception in a step: forget its claims and gradients, so that a new step can begin.
 
         Weights and optimizer state stay. Peers must abort the same step.
         """
         for queue in {self.gathering, self.reducing, self.outer}:
             queue.abort()
-        self.outside.clear()
+        self.held_claims.clear()
         self._sends_all = False
         self.started, self.begun = {}, set()
         for staging in set(self._staging.values()):
@@ -516,15 +509,15 @@ class ShardContext:
         self._depth = 0
         self.in_backward = self.reductions_open = False
 
-    def read_outside(self, unit: Unit) -> bool:
-        """A weight is read while its unit is not in use: claim that. False outside of any forward; see `Outside`.
+    def read_on_demand(self, unit: Unit) -> bool:
+        """Claim a unit whose weight is read while it is not in use. False outside of any forward; see `HeldClaims`.
 
-        Raises: ValueError in a module that is called outside of a forward of the model: it would compute with a part.
+        Raises: ValueError in a module called outside of a forward of the model: it would compute with a shard.
         """
         if self._depth:
             claim = unit.acquire()
             claim.wait()
-            self.outside.hold(claim)
+            self.held_claims.hold(claim)
             return True
         if called_by_hand():
             raise ValueError(
@@ -535,7 +528,6 @@ class ShardContext:
         return False
 
     def stats(self) -> ShardStats:
-        """Counters since the start, and what is allocated."""
         groups = self.param_groups
         return ShardStats(
             gathers=sum(unit.gathers for unit in self.units),

@@ -1,23 +1,18 @@
-"""A unit of a sharded module: the parameters that are gathered and reduced together.
+"""A unit of a sharded module: parameters that are gathered and reduced together.
 
-A unit has no phases. Its state is how many claims readers hold on its gathered weights, of which version these are, and
-which gradients have been staged. So any number of microbatches may be inside, forward and backward at once, and
-weights from before the last update can't be read by mistake.
+A unit has no phases. Its state is the number of claims on its gathered weights, their version, and the staged
+gradients. So several microbatches may be inside, in forward and backward at once, and stale weights can't be read.
 
 Note: [The five calls]
-Whatever drives a unit, hooks or a schedule, makes five calls. `acquire` claims the weights and starts their gather if
-they are not here; it never waits. `Claim.wait` comes before the first read. `Claim.release` comes after the last read
-of forward, or after the *input* gradient: weight gradients need no weights. `grad_ready` takes over a parameter's
-gradient, and `reduce` sends what has been taken over. Release and reduce are two events, since a schedule may compute
-weight gradients much later. All of them only issue work, in the same order on all ranks.
+A driver, hooks or a schedule, makes five calls. `acquire` claims the weights and starts their gather if needed; it
+never waits. `Claim.wait` precedes the first read. `Claim.release` follows the last read: of forward, or of the *input*
+gradient, since weight gradients need no weights. `grad_ready` takes over a parameter's gradient, and `reduce` sends
+what was taken over, possibly much later. All only issue work, in the same order on all ranks.
 
-Note: [Who stays gathered]
-A unit that nobody uses any more is not thrown out at once: its weights stay until the room is needed. So the last units
-of forward are still there when backward begins, those of backward when the next microbatch does, and a prefetch is
-nothing but a gather that nobody has asked for yet. Nothing else keeps units: there are no phases.
-
-Units that contain others are in use for as long as these run, and are never asked to go; neither is any unit of a
-strategy that does not shard weights.
+Note: [Lazy eviction]
+Unclaimed weights stay gathered until their room is needed. So the last units of forward are still there when backward
+begins, and a prefetch is a gather without a claim. Units that contain others are claimed while these run, and are never
+evicted; neither are units of a strategy that does not shard weights.
 """
 
 from __future__ import annotations
@@ -35,20 +30,20 @@ from hocket.fsdp.buffers import FullBuffer, Staged, StagingMemory
 from hocket.fsdp.members import View
 from hocket.fsdp.options import Prefetch, UnitOptions
 from hocket.fsdp.param_group import ParamGroup
-from hocket.fsdp.same_order import Unused
+from hocket.fsdp.same_order import UnusedGradients
 from hocket.runtime.queue import Queue, Ticket
 from hocket.runtime.transports import Pending
 from hocket.runtime.weights import set_sink
 
 
 class Shared(Protocol):
-    """What units ask of the context that all units of a model share: `ShardContext`."""
+    """What units need of their context: `ShardContext`."""
 
     gathering: Queue
     reducing: Queue
     outer: Queue
     reductions_open: bool
-    unused: Unused
+    unused: UnusedGradients
 
     def accumulates(self, unit: Unit) -> bool: ...
     def residency_of(self, unit: Unit) -> Budget: ...
@@ -56,7 +51,7 @@ class Shared(Protocol):
     def about_to(self, what: str) -> None: ...
     def before_waiting(self) -> None: ...
     def adds_up_locally(self, unit: Unit, group: ParamGroup) -> bool: ...
-    def read_outside(self, unit: Unit) -> bool: ...
+    def read_on_demand(self, unit: Unit) -> bool: ...
     def weights_ready(self) -> Ticket: ...
     def forget_old_forwards(self) -> None: ...
     def stage_anew(self) -> None: ...
@@ -66,8 +61,6 @@ Around = tuple[Callable[..., tuple[Any, Any]], Callable[..., Any]]
 
 
 class Claim:
-    """A reader's claim on the gathered weights of a unit."""
-
     __slots__ = ("_aborts", "_held", "shows", "unit")
 
     def __init__(self, unit: Unit, shows: bool) -> None:
@@ -75,9 +68,9 @@ class Claim:
         self._held = True
 
     def wait(self) -> None:
-        """Order the caller's following work behind the gather: before the first read, on every stream that reads.
+        """Order the caller's following work after the gather: before the first read, on every stream that reads.
 
-        Raises: ValueError for a claim of before an `abort`, which has forgotten it.
+        Raises: ValueError for a claim from before an `abort`.
         """
         assert self._held, f"{self.unit} is read through a claim that was given back"
         if self._aborts != self.unit.aborts:
@@ -85,22 +78,20 @@ class Claim:
         self.unit.wait_gathered()
 
     def release(self) -> None:
-        """Give the claim back: what the caller has issued so far is the last that reads through it."""
+        """Release the claim: the caller's work so far has the last reads."""
         if not self._held:
             raise ValueError(f"a claim of {self.unit} is released twice: each acquire() is released once")
         self._held = False
-        if self._aborts == self.unit.aborts:  # else it was forgotten with its step
+        if self._aborts == self.unit.aborts:  # else an abort has dropped it
             self.unit.give_back(self.shows)
 
 
 class Unit:
-    """Parameters that are gathered and reduced as one, in groups of the same dtype and placement.
-
-    They are those of one module, or of the several modules of a bucket (Note: [Buckets]).
+    """Parameters gathered and reduced as one, in groups of the same dtype and placement: of one module, or of a
+    bucket's modules (Note: [Buckets]).
     """
 
     context: Shared
-    """Set by the context that takes the unit in."""
 
     def __init__(
         self, name: str, modules: Sequence[nn.Module], groups: Sequence[ParamGroup], options: UnitOptions | None = None
@@ -108,33 +99,31 @@ class Unit:
         self.name, self.modules, self.groups = name, tuple(modules), tuple(groups)
         self.options = options or UnitOptions()
         self.calls: dict[nn.Module, Around] = {}
-        """What the hooks do before and after a forward of each module."""
         self.contains_units = False
         """Whether other units run inside its forward: then it stays gathered."""
         self.claims = self.aborts = self._shown = 0
         self.open: Counter[tuple[int, int]] = Counter()
-        """Invocations whose backward is still to come, by forward pass (`Invocation.forward`); kept by the hooks."""
+        """Invocations whose backward is still to come, by `Invocation.forward`; kept by the hooks."""
         self.repeated: set[tuple[int, int]] = set()
-        """Forward passes of `open` in which the module was called more than once."""
+        """Keys of `open` in which a module was called more than once."""
         self.on_abort: list[Callable[[], None]] = []
-        """What a driver has to forget with the unit."""
         self.gathers = self.reduces = 0
         self.full: dict[ParamGroup, FullBuffer] = {}
         self.views = [View(owner, key, m) for g in self.groups for m in g.members for owner, key in m.owners]
         self._gathered = False
         self._gathering: Ticket | None = None
-        self._readers: list[Ticket] = []  # behind the last reader on each stream that gave its claim back
+        self._readers: list[Ticket] = []  # one per stream that released claims
         self._staged: dict[ParamGroup, Staged] = {}
-        self._outer_left: dict[ParamGroup, Ticket] = {}  # reduced, not yet exchanged between replicas
+        self._outer_left: dict[ParamGroup, Ticket] = {}  # reduced, not yet all-reduced over replicas
         self._outer_sent: dict[ParamGroup, tuple[Ticket]] = {}
-        self._reduced: dict[ParamGroup, Ticket] = {}  # behind what was issued last of a group's reductions
-        self._grads_made: dict[ParamGroup, int] = {}  # on which stream of the caller
+        self._reduced: dict[ParamGroup, Ticket] = {}  # last reduction of a group
+        self._grads_made: dict[ParamGroup, int] = {}  # the caller's stream
         for group in self.groups:
             group.make_grads = partial(self._make_grads, group)
             group.let_grads_go = partial(self._let_grads_go, group)
             group.changed_by = partial(self._train, group)
         self.see: Callable[[nn.Parameter], None] = lambda param: None
-        """Has a driver see the gradients of a parameter that is trained again."""
+        """Tells a driver to watch a parameter that is trained again."""
         self._place = {m.param: (g, i) for g in self.groups for i, m in enumerate(g.members)}
         for param in self._place:
             set_sink(param, partial(self.grad_target, param))
@@ -146,7 +135,7 @@ class Unit:
 
     @property
     def module(self) -> nn.Module:
-        """The module that it is, or the first of a bucket."""
+        """Its module, or a bucket's first."""
         return self.modules[0]
 
     @property
@@ -156,33 +145,32 @@ class Unit:
 
     @property
     def full_bytes(self) -> int:
-        """Bytes of the gathered weights."""
         return sum(group.total_bytes for group in self.groups if not group.whole)
 
     def writes(self) -> list[tuple[int, int]]:
-        """Changes when a module writes to a gathered weight, or gives it other memory. Of those that would lose it."""
+        """Versions and addresses of gathered weights whose writes would be lost."""
         lost = (group for group in self.groups if not (group.whole and group.weight is group.main))
         return [(member.param._version, member.param.data_ptr()) for group in lost for member in group.members]
 
     def lends(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether one of these, which a module returned, lies among the gathered weights: a table, or a slice of it."""
+        """Whether a returned tensor is a view of the gathered weights, such as an embedding table."""
         mine = {buffer.flat.untyped_storage().data_ptr() for buffer in self.full.values()} - {0}
-        if not mine or torch._C._are_functorch_transforms_active():  # whose tensors have no memory to be asked for
+        if not mine or torch._C._are_functorch_transforms_active():  # functorch tensors have no storage
             return False
         tensors = (getattr(x, "_local_tensor", x) for x in tensors)  # of a DTensor
         plain = (x for x in tensors if type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided)
         return any(x.untyped_storage().data_ptr() in mine for x in plain)
 
     def rebind(self) -> None:
-        """Put gathered weights back to where they are gathered, after somebody gave them other memory by `.data`."""
+        """Bind parameters to the gather buffers again, after `.data` was reassigned."""
         for group in self.groups:
             group.bind(self.full[group].flat if group in self.full else group.weight)
 
     def use(self, group: ParamGroup, buffer: FullBuffer) -> None:
-        """Have a group's weights gathered into `buffer` from now on. Nothing may be gathered or saved for backward."""
+        """Gather a group's weights into `buffer` from now on. Nothing may be gathered or saved for backward."""
         assert not self.claims
         self.full[group] = buffer
-        buffer.allocate()  # views are made of memory that is there
+        buffer.allocate()  # views need allocated storage
         group.bind(buffer.flat[: group.layout.total])
         buffer.free()
 
@@ -190,13 +178,13 @@ class Unit:
 
     @property
     def current(self) -> bool:
-        """Whether the weights are gathered, or being gathered, and newer ones don't exist."""
+        """Whether the weights are gathered, or being gathered, at the latest version."""
         return self._gathered and not any(group.stale() for group in self.groups)
 
     def acquire(self, shows: bool = True) -> Claim:
-        """Claim the weights; starts their gather if they are not here. Never waits. Every claim is released once.
+        """Claim the weights; starts their gather if needed. Never waits. Every claim is released once.
 
-        Without `shows` modules go on to show their shards, unless another claim has them show the weights.
+        Without `shows`, modules keep showing shards, unless another claim shows the weights.
         """
         self.prefetch(wanted=True)
         self.claims += 1
@@ -207,9 +195,9 @@ class Unit:
         return Claim(self, shows)
 
     def prefetch(self, wanted: bool = False) -> bool:
-        """Start the gather if the weights are not here. False if there is no room for it, and nobody has to have it.
+        """Start the gather if needed. False if there is no room and the unit is not `wanted`.
 
-        Raises: ValueError while a CUDA graph is recorded: in a replay the memory would be somebody else's.
+        Raises: ValueError during CUDA graph capture: a replay would use memory that has been freed.
         """
         if self.groups and self.groups[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ValueError(
@@ -233,7 +221,7 @@ class Unit:
         return True
 
     def _gather(self) -> None:
-        after = [*self._last_use(), *(ticket for buffer in self.full.values() for ticket in buffer.behind)]
+        after = [*self._last_use(), *(ticket for buffer in self.full.values() for ticket in buffer.after)]
         stale = [group for group in self.groups if group.stale()]
         if self.full or any(group.groups.outer_shards for group in stale):
             self.context.about_to(f"gather {self}")
@@ -245,7 +233,7 @@ class Unit:
         def work() -> Pending | None:
             for group in stale:
                 refreshed = group.refresh()
-                if refreshed is not None:  # the gather within the shard group needs what the outer gather brings
+                if refreshed is not None:  # the inner gather needs the outer one's result
                     refreshed.wait()
             under_way = []
             for group, buffer in self.full.items():
@@ -261,14 +249,13 @@ class Unit:
         return (*self._readers, *([self._gathering] if self._gathering is not None else []))
 
     def wait_gathered(self) -> None:
-        """Order the caller's following work behind the gather."""
         if self._gathering is not None:
             if not self._gathering.done:
                 self.context.before_waiting()
             self._gathering.wait()
 
     def give_back(self, shown: bool) -> None:
-        """End one claim. With the last one the weights may go, after what the callers had issued when they did this."""
+        """End one claim. After the last one the weights may be freed, once the callers' work so far is done."""
         assert self.claims > 0
         self.claims -= 1
         self._shown -= shown
@@ -282,13 +269,13 @@ class Unit:
         self._readers = [*(one for one in self._readers if not mark.covers(one)), mark]
 
     def evict(self) -> None:
-        """Give up the gathered weights, which nobody claims."""
+        """Free the gathered weights, which must be unclaimed."""
         assert not self.claims, f"{self} is thrown out while it is in use"
         if not self._gathered:
             return
         self._gathered = False
         for buffer in self.full.values():
-            buffer.behind = self._last_use()
+            buffer.after = self._last_use()
         if self.full:
             self.context.gathering.submit(f"free {self.name}", self._free, self._last_use())
         self.context.residency_of(self).gone(self)
@@ -298,27 +285,26 @@ class Unit:
             buffer.free()
 
     def reshard(self) -> None:
-        """Give up the gathered weights, if nobody claims them."""
+        """Free the gathered weights if unclaimed."""
         if not self.claims and self.full:
             self.evict()
 
     # Gradients
 
     def staged(self, group: ParamGroup) -> Staged:
-        """Where the gradients of a group are collected until the next `reduce`."""
         found = self._staged.get(group)
         if found is None:
-            self.context.before_waiting()  # for memory that is still on its way
+            self.context.before_waiting()  # for a free staging buffer
             found = self._staged[group] = Staged(group, self.context.staging_of(group))
         return found
 
     def grad_ready(self, param: nn.Parameter) -> None:
-        """Take over the gradient that autograd left in a full parameter, if there is one."""
+        """Take over the gradient that autograd left in a full parameter, if any."""
         grad, param.grad = param.grad, None
         group, index = self._place[param]
         if grad is not None:
-            grad = grad.detach()  # with create_graph=True it has a graph
-            if grad.layout is not torch.strided:  # of nn.Embedding(sparse=True): what is sent is dense
+            grad = grad.detach()  # it has a graph with create_graph=True
+            if grad.layout is not torch.strided:  # nn.Embedding(sparse=True)
                 grad = grad.to_dense()
             if self.context.adds_up_locally(self, group):
                 group.local.add(index, grad)
@@ -329,7 +315,7 @@ class Unit:
             self._staged[group].arrived(index)
 
     def grad_target(self, param: nn.Parameter) -> tuple[Tensor, bool]:
-        """Where a gradient may be written directly, shaped like the parameter; True if it must be added to."""
+        """(where a gradient may be written directly, shaped like the parameter, whether to add)."""
         group, index = self._place[param]
         if self.context.adds_up_locally(self, group):
             self.context.reductions_open = True
@@ -345,13 +331,12 @@ class Unit:
         )
 
     def reduce(self) -> None:
-        """Send what was staged: the sum over ranks is added to the gradients of the shards.
+        """Reduce-scatter staged gradients and add them to the shards' gradients.
 
-        Linear: calling it in the middle is correct, only slower. Nothing staged is nothing to do.
+        Linear, so an early call is correct, only slower. No-op if nothing is staged.
         """
-        # All copies of the unit have been made, all collectives follow: compute never waits for one group's
-        # collective before it fills the next group's buffer. All groups send: other ranks may have gradients in those
-        # in which this one has none.
+        # All copies are issued before any collective, so compute never waits for one group's collective to fill the
+        # next buffer. All groups send, since other ranks may have gradients where this one has none.
         now = [g for g in self.groups if g in self._staged or not self.context.adds_up_locally(self, g)]
         if not any(group in self._staged or group.local for group in now):
             return
@@ -363,16 +348,16 @@ class Unit:
     def _send(self, group: ParamGroup) -> None:
         self.context.before_waiting()  # for the last reduction
         self.context.about_to(f"reduce {self}")
-        staged = self.staged(group)  # an empty one if this rank has no gradient in it, or has them locally
+        staged = self.staged(group)  # empty if this rank has no gradient, or added it up locally
         context = self.context
         context.unused.about_to_send(group, list(map(or_, staged.written, group.local.has)))
         staged.fill_gaps()
         group.local.merge(staged.views)
         group.make_grads()
-        # What replicas exchanged last lies where this adds up.
+        # The last all-reduce of replicas wrote where this reduction adds.
         after = [context.reducing.mark(f"staged {self.name}"), *self._outer_sent.pop(group, ())]
         ticket = context.reducing.submit(f"reduce {self.name}", lambda: group.reduce(staged.flat), after)
-        self._staged.pop(group).give(ticket)  # only now: after an exception `abort` gives it back
+        self._staged.pop(group).give(ticket)  # only now: after an exception `abort` returns it
         self._reduced[group] = ticket
         if group.groups.outer.size > 1:
             self._outer_left[group] = ticket
@@ -381,7 +366,7 @@ class Unit:
         context.reductions_open = True
 
     def _send_outer(self) -> None:
-        """Start what replicas exchange, for the groups reduced since the last time."""
+        """Start the all-reduce over replicas, for groups reduced since the last one."""
         left, self._outer_left = self._outer_left, {}
         for group, ticket in left.items():
             self.context.about_to(f"sum over replicas {self}")
@@ -390,11 +375,11 @@ class Unit:
             self._reduced[group] = sent
 
     def wait_reduced(self) -> None:
-        """Order the caller's following work behind all that was issued of the reductions of its gradients."""
+        """Order the caller's following work after the reductions issued for this unit."""
         for ticket in self._reduced.values():
             ticket.wait()
         for group in self.groups:
-            group.home.wait_in()
+            group.memory.wait_for_copies_in()
 
     def _make_grads(self, group: ParamGroup) -> None:
         if group.grads.flat is None:
@@ -402,21 +387,21 @@ class Unit:
             self._grads_made[group] = self.context.reducing.caller()
 
     def _let_grads_go(self, group: ParamGroup) -> None:
-        """Give the memory of forgotten gradients back, in the order of the caller's work.
+        """Free the memory of forgotten gradients, in the order of the caller's work.
 
-        On another stream than the one that made it, it is kept for the next reduction: the allocator would hand it on
-        in the order of the first. It is also kept if what replicas exchange is still to be added up there.
+        It is kept for the next reduction if the caller uses another stream than the allocating one, in whose order the
+        allocator reuses memory, or if replicas still have to be summed.
         """
         if group in self._outer_left or self._grads_made[group] != self.context.reducing.caller():
             return
         if group in self._reduced and self.context.reductions_open:
-            self._reduced[group].wait()  # forgotten before anybody has waited for them
+            self._reduced[group].wait()  # forgotten before they were waited for
         group.grads.let_go()
 
     def _train(self, group: ParamGroup, index: int, trains: bool) -> None:
-        """Freeze a member, or have it trained again.
+        """Freeze a member, or train it again.
 
-        In a group with others it sends zeros while it is frozen; a group of frozen ones alone sends nothing.
+        A frozen member of a larger group sends zeros; a group of frozen members sends nothing.
 
         Raises: ValueError between a forward and its backward.
         """
@@ -434,21 +419,19 @@ class Unit:
             self.see(group.members[index].param)
 
     def forget_graphs_since(self, backward: int) -> None:
-        """At the end of a backward: nothing runs the graphs any more that it, or one inside of it, has made.
+        """At the end of a backward: drop invocations of graphs made inside of it, which have no backward.
 
-        A checkpoint that makes saved tensors again runs a forward whose graph has no backward at all.
+        A checkpoint that recomputes saved tensors runs such forwards.
         """
         for forward in [one for one in self.open if one[1] >= backward]:
             del self.open[forward]
             self.repeated.discard(forward)
 
     def reduce_deferred(self) -> None:
-        """At the end of a step: send what was put off for microbatches that never came."""
         self.reduce()
         self._send_outer()
 
     def abort(self) -> None:
-        """Forget claims and staged gradients of an interrupted step."""
         if self.claims:
             for view in self.views:
                 view.hide()
@@ -474,20 +457,20 @@ class Unit:
 
 
 class Budget:
-    """Which units are gathered at the same time: as many as fit into a number of units or bytes; without, everybody.
+    """Limits the units that are gathered at once, by number or bytes; None, None: no limit.
 
-    A unit that is needed while all others are in use is gathered all the same: branches that run side by side, or
-    several microbatches in flight, need what they need. `exceeded` counts how often.
+    A unit that is needed while all others are claimed is gathered all the same, as for parallel branches or several
+    microbatches. `exceeded` counts that.
     """
 
     def __init__(self, units: int | None, nbytes: int | None) -> None:
         self.units, self.nbytes = units, nbytes
         self.exceeded = 0
-        self._gathered: list[Unit] = []  # what nobody has needed or looked ahead to for longest comes first
+        self._gathered: list[Unit] = []  # least recently used first
 
     @classmethod
     def of(cls, prefetch: Prefetch, units: Sequence[Unit]) -> Budget:
-        """Room for the unit in use and those ahead of it."""
+        """Room for the unit in use and those prefetched."""
         if prefetch.units is not None:
             return cls(prefetch.units + 1, None)
         assert prefetch.nbytes is not None
@@ -501,7 +484,9 @@ class Budget:
         return sum(other.full_bytes for other in self._gathered) + unit.full_bytes <= self.nbytes
 
     def admit(self, unit: Unit, wanted: bool) -> bool:
-        """Make room for `unit`, throwing out idle units. False if there is no room and `unit` is not `wanted` yet."""
+        """Make room for `unit` by evicting unclaimed units. False if there is no room and `unit` is not `wanted`
+        yet.
+        """
         if self.units is None and self.nbytes is None:
             return True
         if unit in self._gathered:  # gathered again, with newer weights
@@ -518,19 +503,16 @@ class Budget:
         return True
 
     def touch(self, unit: Unit) -> None:
-        """`unit`, which is gathered, is needed now or soon."""
         if unit in self._gathered:
             self._gathered.remove(unit)
             self._gathered.append(unit)
 
     def gone(self, unit: Unit) -> None:
-        """`unit` is not gathered any more."""
         if unit in self._gathered:
             self._gathered.remove(unit)
 
 
 def together(pending: Sequence[Pending]) -> Pending | None:
-    """One pending for several that are under way."""
     open_ = [one for one in pending if not one.done]
     if len(open_) < 2:
         return open_[0] if open_ else None

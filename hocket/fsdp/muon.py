@@ -1,26 +1,25 @@
-"""Muon's iteration on whole matrices of sharded parameters, and `torch.optim.Muon` on parameters of `fully_shard`.
+"""Muon for sharded parameters: the Newton-Schulz iteration on whole matrices, and `torch.optim.Muon` after
+`fully_shard`.
 
 Note: [Each matrix on one rank]
-Muon's average is elementwise, so each rank keeps the average of its own elements. The iteration needs whole matrices.
-So for the matrices of one group of parameters (`ParamGroup`), a step
+Muon's momentum is elementwise and stays sharded; the iteration needs whole matrices. For the matrices of one
+`ParamGroup` a step
 
-    gathers       the averages in bf16, the format in which the iteration begins
-    iterates      each matrix on one rank, so that all ranks have about as much to do
-    scatters      the results: a reduce-scatter in which all ranks but one have zeros, so the sum is exact
+    all-gathers      the momenta in bf16, the format of the iteration
+    iterates         each matrix on one rank, balanced over ranks
+    reduce-scatters  the results: all ranks but one have zeros, so the sum is exact
 
-That moves 4 bytes for each element and holds a buffer of the largest group in bf16. With two levels of shards
-(`ShardOptions.outer`) both levels do so in turn. Ranks that keep parameters whole iterate all of them. For
-`torch.optim.Muon` all of it runs on the caller's stream, after all reductions, on the group of the reductions: gathers
-of weights may be under way on theirs.
+This moves 4 bytes per element and needs a bf16 buffer of the largest group. Two levels of shards (`ShardOptions.outer`)
+do so in turn. Ranks with whole parameters iterate all of them. For `torch.optim.Muon` it runs on the caller's stream
+and the reductions' group, after all reductions, since gathers may be in flight on theirs.
 
-Note: [How torch's Muon comes here]
-Its step collects parameters, gradients and averages of each parameter group by `_init_group`, and updates these. When
-hocket shards the first model it replaces `_init_group` by `collect`, which updates shards itself and leaves the others
-to torch. So settings, state and closures are torch's, and optimizers made before are served, too.
+Note: [How torch's Muon is replaced]
+When hocket shards the first model, it replaces `Muon._init_group`, which collects a parameter group's tensors, by
+`collect`, which updates shards itself and leaves other parameters to torch. So settings, state and closures are
+torch's, and existing optimizers work too.
 
-Muon (Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks") keeps one average of gradients, and
-moves a matrix by the nearest orthogonal one to it, about: five steps of a Newton-Schulz iteration in bf16. Formulas and
-numbers are those of `torch.optim.Muon`.
+Formulas and constants are those of `torch.optim.Muon` (Jordan et al. 2024, "Muon: an optimizer for hidden layers in
+neural networks"): a matrix moves by about the nearest orthogonal matrix to its momentum.
 
 Shapes: N matrices, A rows, B columns.
 """
@@ -51,7 +50,7 @@ def orthogonal(
     iterations: int = ITERATIONS,
     eps: float = EPS,
 ) -> Tensor:
-    """About the nearest orthogonal matrix to each: singular values between 0.5 and 1.5. bf16, of any dtype."""
+    """About the nearest orthogonal matrix to each: singular values between 0.5 and 1.5. bf16, from any dtype."""
     a, b, c = coefficients
     x = x_NAB.bfloat16()
     tall = x.shape[1] > x.shape[2]
@@ -64,24 +63,22 @@ def orthogonal(
 
 
 def factor_of(shape: Sequence[int], scale: str | None) -> float:
-    """Factor of the learning rate for a matrix of [output, input]: as in `torch.optim.Muon`, where None is `original`.
+    """Learning rate factor of a matrix [output, input], as in `torch.optim.Muon`, where None is `original`.
 
-    match_rms_adamw is that of Liu et al. 2025, "Muon is scalable for LLM training": an update is about as large as one
-    of AdamW, and can have its learning rate.
+    match_rms_adamw (Liu et al. 2025, "Muon is scalable for LLM training") gives updates about as large as AdamW's.
     """
     rows, columns = shape
     return 0.2 * math.sqrt(max(rows, columns)) if scale == "match_rms_adamw" else math.sqrt(max(1, rows / columns))
 
 
 _init_group: Any = Muon._init_group  # pyrefly: ignore[missing-attribute]
-"""What torch has."""
 
 _buffers: WeakKeyDictionary[Optimizer, dict[int, tuple[Tensor, Tensor]]] = WeakKeyDictionary()
-"""Whole averages in bf16, and this rank's results in fp32, by groups of ranks."""
+"""(whole momenta in bf16, this rank's results in fp32) by groups of ranks."""
 
 
 class WholeMatrices:
-    """The matrices of some members of a group. See Note: [Each matrix on one rank]. Every rank makes the same calls."""
+    """Matrices of some members of a group. See Note: [Each matrix on one rank]. Every rank makes the same calls."""
 
     def __init__(
         self,
@@ -89,26 +86,26 @@ class WholeMatrices:
         taken: Sequence[int],
         matrices: Callable[[int, Tensor], list[Tensor]] = lambda index, weight: [weight],
     ) -> None:
-        """`taken` are indices of members. `matrices` gives views of the matrices [output, input] of a member."""
+        """`taken` are member indices. `matrices` returns views of a member's matrices [output, input]."""
         self.group, self.taken, self._matrices = group, taken, matrices
         views = group.layout.views(torch.empty(group.layout.total, device="meta"))
         shapes = [[matrix.shape for matrix in matrices(i, views[i])] for i in taken]
         self._owners = [[-1] * len(several) for several in shapes]  # -1: every rank iterates it
         if group.keeps_all:
             return
-        load = [0] * group.kept.world
+        load = [0] * group.shard_layout.world
         places = [(min(s) * s.numel(), k, n) for k, several in enumerate(shapes) for n, s in enumerate(several)]
         for products, k, n in sorted(places, key=lambda place: -place[0]):  # the largest first
             self._owners[k][n] = rank = load.index(min(load))
             load[rank] += products
 
     def mine(self, whole: Tensor) -> Tensor:
-        """The elements of this rank in a buffer of all, bf16 [`layout.total`]. Write averages there before `gather`."""
+        """The local elements in a whole buffer, bf16 [`layout.total`]. Write momenta there before `gather`."""
         size = self.group.main.numel()
         return whole if self.group.keeps_all else whole[self.group.position * size :][:size]
 
     def gather(self, whole: Tensor) -> Pending:
-        """Complete the averages in `whole`."""
+        """All-gather the momenta into `whole`."""
         group = self.group
         if group.keeps_all:
             return Pending()
@@ -119,13 +116,13 @@ class WholeMatrices:
         return groups.reduce.all_gather(whole, inner)
 
     def iterate(self, whole: Tensor, *how: Any) -> None:
-        """Replace all averages by this rank's matrices, made orthogonal as `how` says, and zeros for the others."""
+        """Orthogonalize this rank's matrices in `whole`, and zero the others."""
         found: list[tuple[Tensor, Tensor]] = []
         views = self.group.layout.views(whole)
         for i, owners in zip(self.taken, self._owners, strict=True):
             matrices = self._matrices(i, views[i])
             own = [m for m, rank in zip(matrices, owners, strict=True) if rank in (-1, self.group.position)]
-            together = len(own) if whole.is_cuda else 1  # on a CPU one by one: the same bits on any mesh
+            together = len(own) if whole.is_cuda else 1  # one by one on a CPU: the same bits on any mesh
             for first in range(0, len(own), max(1, together)):
                 some = own[first : first + together]
                 found += zip(some, orthogonal(torch.stack(some), *how), strict=True)
@@ -134,7 +131,7 @@ class WholeMatrices:
             place.copy_(matrix)
 
     def scatter(self, whole: Tensor, parts: Tensor) -> Pending:
-        """Give each rank its elements of all results: `parts`, fp32 [`main.numel()`]."""
+        """Reduce-scatter the results into `parts`, fp32 [`main.numel()`]."""
         groups = self.group.groups
         if self.group.keeps_all:
             parts.copy_(whole)
@@ -147,7 +144,7 @@ class WholeMatrices:
 
 
 def refuse_no_matrices(optimizer: Muon) -> None:
-    """Raise ValueError for shards that Muon cannot update: of vectors, of complex numbers, of parts of matrices."""
+    """Raise ValueError for shards that Muon can't update: vectors, complex numbers, parts of matrices."""
     for shard in (param for held in optimizer.param_groups for param in held["params"]):
         if not isinstance(shard, ShardedParameter) or not isinstance(shard.group, ParamGroup):
             continue
@@ -165,7 +162,7 @@ def refuse_no_matrices(optimizer: Muon) -> None:
 
 
 def collect(optimizer: Muon, held: Mapping[str, Any], *lists: list[Tensor]) -> bool:
-    """Update the shards of a parameter group; the others go to torch's `lists`. Every rank calls this alike."""
+    """Update the shards of a parameter group; others go to torch's `lists`. Every rank calls this alike."""
     together: dict[ParamGroup, list[ShardedParameter]] = {}
     others = []
     for param in held["params"]:
@@ -185,7 +182,6 @@ def collect(optimizer: Muon, held: Mapping[str, Any], *lists: list[Tensor]) -> b
 
 
 def _make_buffers(optimizer: Muon, groups: Sequence[ParamGroup]) -> None:
-    """Buffers for the largest group on each group of ranks. Every rank calls this alike."""
     made = _buffers.setdefault(optimizer, {})
     for group in groups:
         key, alike = id(group.groups), [other for other in groups if other.groups is group.groups]
@@ -196,7 +192,7 @@ def _make_buffers(optimizer: Muon, groups: Sequence[ParamGroup]) -> None:
 
 
 def _ahead(optimizer: Muon, shard: ShardedParameter, held: Mapping[str, Any]) -> Tensor:
-    """Move the average of the elements here, and return Nesterov's look ahead of it, or the average."""
+    """Update the local momentum; return it, or Nesterov's lookahead."""
     assert shard.grad is not None
     state, momentum, grad = optimizer.state[shard], held["momentum"], plain(shard.grad)
     if "momentum_buffer" not in state:
@@ -207,7 +203,8 @@ def _ahead(optimizer: Muon, shard: ShardedParameter, held: Mapping[str, Any]) ->
 
 
 def _step(optimizer: Muon, group: ParamGroup, shards: Sequence[ShardedParameter], held: Mapping[str, Any]) -> None:
-    here, matrices = group.kept.slices(group.position), WholeMatrices(group, [shard.position for shard in shards])
+    here = group.shard_layout.slices(group.position)
+    matrices = WholeMatrices(group, [shard.position for shard in shards])
     whole, parts = _buffers[optimizer][id(group.groups)]
     whole, parts = whole[: group.layout.total], parts[: group.main.numel()]
     mine = matrices.mine(whole)
@@ -221,7 +218,6 @@ def _step(optimizer: Muon, group: ParamGroup, shards: Sequence[ShardedParameter]
 
 
 def _move(shard: ShardedParameter, update: Tensor, held: Mapping[str, Any]) -> None:
-    """Decay, and move by an update of the same elements."""
     lr, local = float(held["lr"]), shard.to_local()
     local.mul_(1 - lr * held["weight_decay"])
     local.add_(update.to(local.device), alpha=-lr * factor_of(shard.shape, held["adjust_lr_fn"]))

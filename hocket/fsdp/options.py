@@ -1,4 +1,4 @@
-"""What `fully_shard` can be told beyond the model, the mesh and the strategy."""
+"""Settings of `fully_shard` other than model, mesh and strategy."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ class Precision:
     """Four separate choices. Parameters that aren't floating-point numbers stay as they are."""
 
     main: torch.dtype | None = torch.float32
-    """What the optimizer updates: the shards that `module.parameters()` yields; None is the dtype in which the module
-    was built."""
+    """The optimizer's weights: the shards that `module.parameters()` yields; None is the dtype of the module."""
     compute: torch.dtype | None = None
-    """What is gathered and computed with; None is the dtype in which the module was built."""
+    """Gathered weights and compute; None is the dtype of the module."""
     wire: torch.dtype | None = None
-    """In which gradients are sent; None is the compute dtype."""
+    """Gradients on the wire; None is the compute dtype."""
     accumulate: torch.dtype | None = torch.float32
-    """In which the gradients of microbatches are added up, and of ranks, but for NCCL's own sum of ranks: in `wire`.
-    None is the finer one of the wire and main dtypes."""
+    """Sums of gradients over microbatches and ranks, except NCCL's own sum over ranks, which is in `wire`. None is the
+    finer one of the wire and main dtypes."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -40,7 +39,7 @@ class Precision:
                 raise ValueError(f"Precision({field.name}={value!r}) is no dtype to train in: use {choices}, or None")
 
     def of(self, dtype: torch.dtype) -> Formats:
-        """What becomes of parameters that were built in `dtype`."""
+        """The dtypes for parameters built in `dtype`."""
         if not dtype.is_floating_point:
             return Formats(dtype, dtype, dtype, dtype)
         main, compute = self.main or dtype, self.compute or dtype
@@ -50,7 +49,7 @@ class Precision:
 
 @dataclass(frozen=True)
 class Formats:
-    """The four dtypes of one group of parameters, every default resolved."""
+    """The resolved dtypes of one group of parameters."""
 
     main: torch.dtype
     compute: torch.dtype
@@ -60,16 +59,14 @@ class Formats:
 
 @dataclass(frozen=True)
 class Policy:
-    """What a strategy and its options come down to."""
-
     free: bool
-    """Whether gathered weights make room for others."""
+    """Whether gathered weights are freed for others."""
     reduce_every_microbatch: bool
     staging: int
 
 
 def policy_of(strategy: str, staging: int) -> Policy:
-    """The bits of a strategy. Raises: ValueError for an unknown one."""
+    """The policy of a strategy. Raises ValueError for an unknown one."""
     if strategy not in get_args(Strategy):
         raise ValueError(f"strategy={strategy!r} is not one of {', '.join(get_args(Strategy))}")
     rank = get_args(Strategy).index(strategy)
@@ -81,14 +78,14 @@ def policy_of(strategy: str, staging: int) -> Policy:
 
 
 class Allowance:
-    """What may still be gathered ahead from where a pass stands."""
+    """What may still be prefetched from the current position."""
 
     def __init__(self, units: int | None, nbytes: int | None) -> None:
         self._units, self._nbytes = units, nbytes
         self._taken = 0
 
     def take(self, nbytes: int) -> bool:
-        """Whether one more unit fits; the first always does if anything is to be gathered ahead."""
+        """Whether one more unit fits; the first always does if prefetching is on."""
         self._taken += 1
         if self._units is not None:
             return self._taken <= self._units
@@ -117,7 +114,6 @@ class Prefetch:
         return cls(value, None)
 
     def allowance(self) -> Allowance:
-        """A new one."""
         return Allowance(self.units, self.nbytes)
 
 
@@ -128,7 +124,7 @@ Offload = Literal["none", "pinned", "pageable"]
 
 
 def parse_bucket(text: object) -> Size | None:
-    """The most that a bucket holds; None for `auto`. Raises: ValueError for what is no size."""
+    """The size limit of a bucket; None for `auto`. Raises ValueError for a bad size."""
     if text == "auto":
         return None
     if not isinstance(text, str):
@@ -141,36 +137,35 @@ def parse_bucket(text: object) -> Size | None:
 
 @dataclass(frozen=True)
 class ShardOptions:
-    """How the work of a sharded model is arranged. Raises ValueError for values that mean nothing."""
+    """Options of a sharded model. Raises ValueError for bad values."""
 
     outer: Outer = "replicate"
-    """On a mesh of two axes, what the first one does: `replicate` keeps as many copies of everything (HSDP), `shard`
-    shards the optimizer's state over it too (HFSDP)."""
+    """The first axis of a mesh of two: `replicate` keeps replicas (HSDP), `shard` shards the optimizer's state over it
+    too (HFSDP)."""
     bucket: str = "auto"
-    """The most that modules are joined to, to be gathered and reduced as one: "128M params", or "256MiB" in the dtype
-    in which they are gathered. `auto` joins no units that are named; without names it is 128Mi params."""
+    """Limit up to which modules are joined into one unit: "128M params", or "256MiB" in the dtype of the gather. `auto`
+    joins no named units; without names it is 128Mi params."""
     prefetch: int | str = 1
     """How far ahead weights are gathered: a number of units, or a size such as "512MiB"."""
     staging: int = 2
-    """Buffers for gradients on their way: compute waits when all are being reduced."""
+    """Buffers for gradients being reduced; compute waits when all are in use."""
     transport: ShardTransport = "auto"
-    """How bytes move: `auto` is copy_engine for GPUs of one host that reach each other's memory, nccl for others, and
-    gloo for CPUs. `copy_engine_gathers` leaves reductions to NCCL. `null` moves none, for measuring the bound."""
+    """`auto` is copy_engine for GPUs of one host with peer access, else nccl, and gloo for CPUs. `copy_engine_gathers`
+    leaves reductions to NCCL. `null` moves nothing, to measure the bound."""
     driver: Driver = "hooks"
-    """`manual` installs no hooks: the caller makes the calls of `Unit` itself."""
+    """`manual` installs no hooks: the caller makes the calls of `Unit`."""
     divide: float | None = None
-    """Summed gradients are divided by this; None is the number of ranks of the mesh, for a mean. 1 suits a loss that is
-    a sum over tokens, divided by the tokens of all ranks."""
+    """Divisor of summed gradients; None is the number of ranks of the mesh, for a mean. 1 suits a loss that is a sum
+    over tokens divided by the tokens of all ranks."""
     device: torch.device | str | None = None
-    """Where shards live. Without it, where the parameters are; for parameters on the meta device it must be given."""
+    """Device of the shards. None: that of the parameters; required for parameters on the meta device."""
     offload: Offload = "none"
-    """Whether weights, gradients and the optimizer's state of shards lie in the host's memory, and the optimizer runs
-    there: `pinned`, which the device copies from and to while it computes, or `pageable`, where pages cannot be pinned.
-    `device` still says what computes; a model on the CPU stays there while it is sharded. Where the CPU computes,
-    nothing can be pinned."""
+    """Keep shards, gradients and optimizer state in host memory and run the optimizer there: `pinned`, copied to and
+    from the device during compute, or `pageable`, where pages can't be pinned. `device` is still where compute runs.
+    Not `pinned` if the CPU computes."""
     init: Callable[[nn.Module], None] | None = None
-    """Gives the parameters of a module on the meta device their values; `module.reset_parameters()` without it. It is
-    called for one module at a time, which is on `device` by then."""
+    """Initializes the parameters of a module from the meta device; None: `module.reset_parameters()`. Called for one
+    module at a time, already on `device`."""
 
     def __post_init__(self) -> None:
         for name, choices in (
@@ -193,23 +188,23 @@ class ShardOptions:
 
 @dataclass
 class UnitOptions:
-    """What one unit does in its own way. FSDP2's arguments and the methods of its modules set it (`fsdp2.py`)."""
+    """Options of one unit, set by FSDP2's arguments and methods (`fsdp2.py`)."""
 
     reshard_after_forward: bool | None = None
-    """Whether gathered weights may go between forward and backward. None: as the strategy has it, and those of a unit
-    around others stay."""
+    """Whether gathered weights may be freed between forward and backward. None: by the strategy, except for units
+    around others."""
     reshard_after_backward: bool = True
-    """Whether weights that `reshard_after_forward=False` has kept go when backward is over."""
+    """Whether weights kept by `reshard_after_forward=False` are freed after backward."""
     sync: bool = True
-    """Whether gradients are reduced, instead of only added up on this rank."""
+    """Whether gradients are reduced rather than added up on this rank."""
     all_reduce: bool = True
-    """Whether replicas exchange what was reduced."""
+    """Whether replicas all-reduce reduced gradients."""
     unshard_in_backward: bool = True
     """Whether backward needs the weights."""
     cast_inputs: torch.dtype | None = None
-    """In which dtype a forward gets its floating-point tensors; None leaves them."""
+    """Dtype of a forward's floating-point inputs; None: unchanged."""
     cast_outputs: torch.dtype | None = None
-    """In which dtype it returns them."""
+    """Dtype of its outputs; None: unchanged."""
 
 
 def _check_device(device: object) -> None:

@@ -1,22 +1,20 @@
-"""What a program computes by hand from shards and their gradients: the numbers of the whole parameter.
+"""Tensors that hold this rank's elements of a parameter, and compute numbers of the whole.
 
 Note: [A part knows its whole]
-Training loops take norms of gradients, look for infinities, and scale by what they find. On one rank's elements each
-rank would find something else, and go its own way. So a shard and its gradient are tensors that know of which elements
-of which parameter they are. What is computed from them element by element is such a part again. What is one number of
-the whole parameter, a sum, norm, mean or largest element, is computed over the ranks that keep the others: all of these
-call it. Whatever else depends on more than one element is an error, and so is an operation on parts of other elements.
-A whole tensor beside a part counts with the same elements. `to_local()` is a plain tensor.
+Training loops compute norms of gradients, check for infinities, and scale by the result; with one rank's elements,
+ranks would diverge. So a shard and its gradient know which elements they hold. Elementwise functions return such parts.
+A sum, norm, mean or maximum is computed over all ranks, which all call it. Other functions of several elements are
+errors, as are operations on parts with different elements. A whole tensor beside a part is cut to the same elements.
+`to_local()` is a plain tensor.
 
 Note: [A part has the shape of its whole]
-Rules such as "no weight decay for vectors", counts of parameters, means by hand and initial values go by `shape`,
-`ndim`, `size()`, `len()` and `numel()`, which are the whole's. They are attributes in Python: kernels of torch see a
-1-D tensor of the elements that are here, at no cost, and `to_local()` has no other shape. A kernel of somebody else's
-would take an address together with `numel()`, and write beyond the end: so there is no `data_ptr()`. Another view of
-the whole is the same elements with another shape.
+Rules such as "no weight decay for vectors", parameter counts and initializers use `shape`, `ndim`, `size()`, `len()`
+and `numel()`, which are the whole's in Python. Torch's kernels see a 1-D tensor of the local elements, as `to_local()`
+does. A foreign kernel would combine an address with `numel()` and write out of bounds, so `data_ptr()` is an error. A
+view of the whole is the same elements with another shape.
 
-A sum of shards inside of autograd has the value of the whole and the graph of this rank's elements, so that a backward
-through it is the error that it should be (Note: [Autograd never sees a shard]).
+A sum of shards inside of autograd has the whole's value and the local elements' graph, so that a backward through it is
+the intended error (Note: [Autograd never sees a shard]).
 """
 
 from __future__ import annotations
@@ -33,17 +31,17 @@ from torch import Tensor
 from hocket.layers.slices import Span
 
 How = Literal["sum", "max"]
-Ask = Callable[[Tensor, How], None]
-"""The `sum` or `max` of a tensor over the ranks that keep the other elements, in place."""
+ReduceOverRanks = Callable[[Tensor, How], None]
+"""The `sum` or `max` of a tensor over the ranks that hold the other elements, in place."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Which elements of a parameter a part has."""
+    """Which elements of a parameter a part holds."""
 
     name: str
     span: Span
-    ask: Ask
+    reduce: ReduceOverRanks
 
     @property
     def shape(self) -> torch.Size:
@@ -52,12 +50,11 @@ class Place:
 
     @property
     def here(self) -> int:
-        """How many elements this rank has."""
         return len(self.span)
 
     @property
     def numel(self) -> int:
-        """Elements of the whole parameter."""
+        """Of the whole parameter."""
         return self.shape.numel()
 
 
@@ -70,39 +67,35 @@ def refusal(name: str, place: Place) -> ValueError:
 
 
 def one_number(x: Tensor, name: str, place: Place) -> float | int | bool | complex:
-    """What is the only element of a parameter."""
     if place.numel != 1:
         raise refusal(name, place)
     return over_ranks(plain_sum(x), "sum", place).item()
 
 
 def plain_sum(x: Tensor) -> Tensor:
-    """The sum of the elements that are here, without autograd."""
     with torch._C.DisableTorchFunctionSubclass():
         return x.detach().as_subclass(Tensor).sum()
 
 
 def over_ranks(value: Tensor, how: How, place: Place) -> Tensor:
-    """One number over the ranks."""
     if value.is_complex():
         return torch.complex(over_ranks(value.real, how, place), over_ranks(value.imag, how, place))
-    asked = value.double().reshape(1).clone()
-    place.ask(asked, how)
-    return asked.squeeze(0).to(value.device)
+    total = value.double().reshape(1).clone()
+    place.reduce(total, how)
+    return total.squeeze(0).to(value.device)
 
 
 def whole_of(x: Tensor, place: Place) -> Tensor:
-    """The whole parameter, or its gradient. All ranks of the model call this."""
+    """The whole parameter or gradient. All ranks of the model call this."""
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         mine = x.detach().as_subclass(Tensor)
         flat = mine.new_zeros(place.numel)
         place.span.put(mine, flat)
-        place.ask(torch.view_as_real(flat) if flat.is_complex() else flat, "sum")
+        place.reduce(torch.view_as_real(flat) if flat.is_complex() else flat, "sum")
         return flat.view(place.shape)
 
 
 def of_whole(func: Any, name: str, args: Any, kwargs: Any, place: Place) -> Any:
-    """A number of the whole parameter."""
     part, *rest = args
     how = WHOLE[name]
     options = dict(kwargs)
@@ -110,7 +103,7 @@ def of_whole(func: Any, name: str, args: Any, kwargs: Any, place: Place) -> Any:
     if how is _norm:
         p = options.pop("p", options.pop("ord", rest.pop(0) if rest else None))
         if name == "linalg_norm" and p not in (None, "fro") and len(place.shape) != 1:
-            raise refusal(name, place)  # of matrices, these are norms of singular values, or of rows and columns
+            raise refusal(name, place)  # for matrices these are spectral or row and column norms
         options["p"] = 2 if p in (None, "fro") else p
     if how in (_variance, _deviation) and rest and isinstance(rest[0], bool):
         options["unbiased"] = rest.pop(0)
@@ -212,34 +205,29 @@ WHOLE: dict[str, Callable[..., Tensor]] = {
     "any": _any, "all": _all, "count_nonzero": _count, "var": _variance, "std": _deviation, "dot": _dot, "vdot": _dot,
     "inner": _dot,
 }  # fmt: skip
-"""Functions by name that give one number of the whole parameter."""
+"""Reductions of the whole parameter, by name."""
 NUMBERS: dict[str, Callable[[Any], Any]] = {
     "item": lambda x: x, "__bool__": bool, "__float__": float, "__int__": int, "__index__": operator.index,
     "__complex__": complex,
 }  # fmt: skip
-"""What makes a number of Python of a parameter that has one element."""
 
 
 class WholeSize:
-    """Sizes of a whole parameter, by its `shape`. See Note: [A part has the shape of its whole]."""
+    """Sizes of the whole parameter, by its `shape`. See Note: [A part has the shape of its whole]."""
 
     shape: torch.Size
 
     @property
     def ndim(self) -> int:
-        """Of the whole parameter."""
         return len(self.shape)
 
     def dim(self) -> int:
-        """Of the whole parameter."""
         return len(self.shape)
 
     def size(self, dim: int | None = None) -> Any:
-        """Of the whole parameter."""
         return self.shape if dim is None else self.shape[dim]
 
     def numel(self) -> int:
-        """Of the whole parameter."""
         return self.shape.numel()
 
     nelement = numel
@@ -251,7 +239,7 @@ class WholeSize:
 
 
 def no_address(name: str, here: int, numel: int) -> ValueError:
-    """The refusal of an address that goes with another number of elements."""
+    """The error of `data_ptr()`."""
     return ValueError(
         f"data_ptr() of {name}, of which this rank has {here} of {numel} elements: a kernel that goes by shape or "
         f"numel() would write beyond them; use to_local(), or an optimizer of torch's"
@@ -259,25 +247,24 @@ def no_address(name: str, here: int, numel: int) -> ValueError:
 
 
 class Part(WholeSize, Tensor):  # pyrefly: ignore[inconsistent-inheritance]
-    """Elements of a sharded parameter, or what was computed from them. See Note: [A part knows its whole]."""
+    """Elements of a sharded parameter, or elementwise results. See Note: [A part knows its whole]."""
 
     place: Place
-    is_sparse = False  # asked of each by optimizers
+    is_sparse = False  # optimizers read it often
 
     @staticmethod
     def of(local: Tensor, place: Place) -> Part:
-        """The same memory, and the same graph."""
+        """A part that shares memory and graph with `local`."""
         part = local.as_subclass(Part)
         part.place = place
         return part
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        """Of the whole parameter."""
         return self.place.shape
 
     def to_local(self) -> Tensor:
-        """The elements that are here, 1-D, as a plain tensor."""
+        """The local elements, 1-D, as a plain tensor."""
         return plain(self)
 
     def full_tensor(self) -> Tensor:
@@ -285,7 +272,7 @@ class Part(WholeSize, Tensor):  # pyrefly: ignore[inconsistent-inheritance]
         return whole_of(self, self.place)
 
     def data_ptr(self) -> int:
-        """Refuse an address that goes with another number of elements."""
+        """Raises ValueError."""
         raise no_address(self.place.name, self.place.here, self.place.numel)
 
     def __repr__(self) -> str:  # pyrefly: ignore[bad-override]  (Tensor's takes an argument of its own)
@@ -293,7 +280,6 @@ class Part(WholeSize, Tensor):  # pyrefly: ignore[inconsistent-inheritance]
         return f"Part({at.name}: elements {at.span.lo} to {at.span.hi} of {tuple(at.shape)}, {plain(self)})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Part:
-        """A part of the same elements."""
         copy = memo[id(self)] = Part.of(plain(self).clone(), self.place)
         return copy
 
@@ -304,13 +290,12 @@ class Part(WholeSize, Tensor):  # pyrefly: ignore[inconsistent-inheritance]
 
 
 def plain(x: Tensor) -> Tensor:
-    """A part's elements without its place; any other tensor as it is."""
+    """A part's elements as a plain tensor; other tensors as they are."""
     with torch._C.DisableTorchFunctionSubclass():
         return x.as_subclass(Tensor) if isinstance(x, Part) else x
 
 
 def call(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call a function of torch that some of the arguments are parts of."""
     name = getattr(func, "__name__", "")
     if name in ("__getitem__", "__setitem__"):
         _refuse_some(name, *args)
@@ -329,7 +314,7 @@ def call(func: Any, args: Any, kwargs: Any) -> Any:
     places = {id(one): place for one in _tensors(args, kwargs) if (place := getattr(one, "place", None)) is not None}
     if name in ("equal", "allclose"):
         return _alike(func, name, args, kwargs, *places.values())
-    if not places:  # of a copy, or of a parameter that this rank keeps whole
+    if not places:  # a copy, or a parameter that this rank holds whole
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     place, *others = places.values()
@@ -365,24 +350,23 @@ def _call(func: Any, name: str, args: Any, kwargs: Any, place: Place) -> Any:
 
 
 def _view(func: Any, name: str, args: Any, kwargs: Any, place: Place) -> Tensor:
-    """The same elements with the shape that a view of the whole has."""
+    """The same elements, with the shape of a view of the whole."""
     part, *rest = args
     with torch._C.DisableTorchFunctionSubclass():
         mine = part.as_subclass(Tensor)
         like = torch.empty(place.shape, dtype=mine.dtype, device="meta")
         rest = [torch.empty(one.shape, device="meta") if isinstance(one, Tensor) else one for one in rest]
         whole = func(like, *rest, **kwargs)
-        same = place.span.part is None or whole.shape == place.shape  # of a part other shapes have another order
+        same = place.span.part is None or whole.shape == place.shape  # other shapes reorder it
         if whole.numel() != place.numel or whole.dtype != mine.dtype or not same:
             raise refusal(name, place)
         return Part.of(mine.view_as(mine), replace(place, span=replace(place.span, shape=tuple(whole.shape))))
 
 
 def alongside(name: str, args: Sequence[Any]) -> tuple[Any, ...]:
-    """Arguments of a function of single elements, with the same elements of those that are whole.
+    """Arguments of an elementwise function, with whole tensors cut to the part's elements.
 
-    What is changed in place, the first, stays as it is. Raises ValueError if that is whole, or for parts of other
-    elements.
+    Raises ValueError if the tensor changed in place is whole, or for parts with different elements.
     """
     places = [at for one in args if (at := getattr(one, "place", None)) is not None]
     if not places:
@@ -396,7 +380,7 @@ def alongside(name: str, args: Sequence[Any]) -> tuple[Any, ...]:
         return is_plain and one.shape == place.shape != here
 
     if name == "__setitem__" and isinstance(args[1], slice) and args[1] != slice(None) and is_whole(args[0]):
-        return tuple(args)  # the caller says which elements of the whole these are
+        return tuple(args)  # the caller has chosen elements of the whole
     changes = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name.startswith("__i")
     if changes and is_whole(args[0]):
         raise refusal(name, place)
@@ -405,7 +389,7 @@ def alongside(name: str, args: Sequence[Any]) -> tuple[Any, ...]:
 
 @functools.cache
 def _by_element(name: str) -> bool:
-    """Whether each element of what a function gives depends on that element alone, and stands at its place."""
+    """Whether a function is elementwise."""
     if name in _KEEPING or name.removesuffix("_") in _KEEPING:
         return True
     if name.startswith("__"):
@@ -420,7 +404,7 @@ def _by_element(name: str) -> bool:
 
 
 def _refuse_some(name: str, x: Tensor, index: Any, *_: Any) -> None:
-    """Refuse some of the elements, which are others on every rank, unless they are chosen one by one."""
+    """Refuse indexing, which would select other elements on every rank, except boolean masks."""
     place = getattr(x, "place", None)
     if place is None or index is Ellipsis or (isinstance(index, slice) and index == slice(None)):
         return
@@ -430,7 +414,6 @@ def _refuse_some(name: str, x: Tensor, index: Any, *_: Any) -> None:
 
 
 def _of_each(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Call a function of lists, which optimizers use: elementwise ones, whose results are parts too, and norms."""
     if name in ("_foreach_norm", "_foreach_max"):
         return [getattr(one, name.removeprefix("_foreach_"))(*args[1:], **kwargs) for one in args[0]]
     lists = [one for one in (*args, *kwargs.values()) if isinstance(one, list | tuple)]
@@ -446,7 +429,6 @@ def _of_each(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 
 
 def _of_one(name: str, found: Tensor, places: Sequence[Place]) -> Tensor:
-    """What a function of lists has made of one tensor of each."""
     if not places:
         return found
     if found.shape != (places[0].here,):
@@ -455,13 +437,13 @@ def _of_one(name: str, found: Tensor, places: Sequence[Place]) -> Tensor:
 
 
 def _alike(func: Any, name: str, args: Any, kwargs: Any, *places: Place) -> bool:
-    """Whether all elements are equal, or close, on all ranks: to those of another part, or of a whole tensor."""
+    """Whether all elements on all ranks are equal, or close, to those of another part or a whole tensor."""
     pair = list(args[:2])
     pair += [kwargs[key] for key in ("input", "other") if key in kwargs]
     more = {key: value for key, value in kwargs.items() if key not in ("input", "other")}
     with torch._C.DisableTorchFunctionSubclass():
         parts = [one.as_subclass(Tensor) for one in pair]
-    if not places:  # this rank has all elements, and others have the same
+    if not places:  # replicated
         same = pair[0].shape == pair[1].shape
         return func(*(part.view(pair[0].shape) if same else part for part in parts), *args[2:], **more)
     _refuse_others(name, *places)
@@ -491,7 +473,7 @@ def _tensors(args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 
 _VIEWS = frozenset({"view", "reshape", "flatten", "ravel", "view_as", "reshape_as", "squeeze", "unsqueeze"})
-"""Functions that give the whole another shape, with its elements in the same order."""
+"""Functions that reshape and keep the order of elements."""
 _REFUSED = frozenset(
     {
         *("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "sort", "argsort", "msort", "topk", "kthvalue"),
@@ -513,7 +495,7 @@ _REFUSED = frozenset(
         *("split", "chunk", "tensor_split", "__iter__", "__dlpack__"),
     }
 )
-"""What depends on several elements in another way."""
+"""Functions of several elements other than reductions."""
 _KEEPING = frozenset(
     {
         *("absolute", "negative", "arccos", "arcsin", "arctan", "arccosh", "arcsinh", "arctanh", "arctan2", "divide"),
@@ -529,7 +511,7 @@ _KEEPING = frozenset(
         *("special_erf", "special_expit", "poisson", "quantize_per_tensor"),
     }
 )
-"""Functions of single elements, and those that keep each where it is, that torch does not mark as such."""
+"""Elementwise functions, and those that keep elements in place, that torch does not tag as pointwise."""
 _PLAIN = frozenset(
     {
         *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_zeros", "new_empty"),
@@ -537,7 +519,7 @@ _PLAIN = frozenset(
         *("__reduce_ex__", "__repr__", "__str__", "__format__", "is_same_size", "storage", "untyped_storage"),
     }
 )
-"""What has or makes this rank's elements, on purpose."""
+"""Functions that return local elements on purpose."""
 _QUIET = frozenset(
     {
         *("__get__", "__set__", "__delete__", "__setitem__", "__len__", "__hash__", "copy_", "size", "dim", "numel"),
@@ -546,4 +528,4 @@ _QUIET = frozenset(
         *("as_subclass", "_make_subclass", "_is_view"),
     }
 )
-"""What looks at no element, or only writes them."""
+"""Functions that read no element, or only write them."""

@@ -1,9 +1,8 @@
-"""How `fully_shard` makes units of a module: groups of parameters, shards in their place, hooks, and the context.
+"""How `fully_shard` builds a sharded model: groups of parameters, shards in modules, hooks, and the context.
 
 Note: [Blocks first, then the model]
-Blocks may be sharded before what is around them. Each call shards its module at once, and makes a model of it that
-could run by itself. The call around it takes the units of these models over, with the names that their parameters have
-in the larger one. So a model is complete with its first forward, as with FSDP2.
+Each call shards its module at once, into a model that could run by itself. A later call on an enclosing module takes
+over the units of these models and renames their parameters. So a model is complete at its first forward, as with FSDP2.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ from torch.optim.optimizer import Optimizer
 
 from hocket.fsdp import hooks
 from hocket.fsdp.checks import IGNORED, Fingerprints, refuse_foreign, refuse_strange, refuse_uncalled, take_first_rank
-from hocket.fsdp.fsdp2 import Asked, FSDPModule, Place
+from hocket.fsdp.dtensors import mesh_of, refuse_overlap
+from hocket.fsdp.fsdp2 import FSDPModule, Place, ShardRequest
 from hocket.fsdp.members import (
     UNIT,
     Member,
@@ -39,7 +39,6 @@ from hocket.fsdp.options import Formats, Precision, Prefetch, ShardOptions, Unit
 from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.same_order import order_over
 from hocket.fsdp.shard_groups import Placement, shard_groups_for
-from hocket.fsdp.spread import mesh_of, refuse_overlap
 from hocket.fsdp.torch_functions import install
 from hocket.runtime.weights import set_sink, sink_of
 
@@ -47,14 +46,11 @@ from hocket.runtime.weights import set_sink, sink_of
 def materialize(
     params: Sequence[Member], device: torch.device, options: ShardOptions, late: bool = False
 ) -> list[Member]:
-    """The same parameters, moved to `device`; those of the meta device get values from `init`, or `reset_parameters`.
+    """Move parameters to `device`; initialize those on the meta device with `init` or `reset_parameters`.
 
-    With `offload` what is on the CPU stays there, since its shards will.
-
-    With `late` they get none, and their buffers stay: somebody gives them values later.
-
-    A module is initialized whole, with its buffers, so all its own parameters must be on the meta device or none.
-    Raises: ValueError for a module that nothing initializes.
+    With `offload`, CPU parameters stay on the CPU. With `late`, meta parameters and buffers get no values yet. A module
+    is initialized whole, so all its own parameters must be on the meta device or none. Raises ValueError for a module
+    that nothing initializes.
     """
     for found in params:
         stays = options.offload != "none" and found.param.device.type == "cpu"
@@ -86,7 +82,6 @@ def materialize(
 
 
 def nested_in(modules: Sequence[nn.Module]) -> list[ShardContext]:
-    """The models that were sharded inside of some modules, in the order of the tree."""
     found: dict[ShardContext, None] = {}
     for module in modules:
         for one in module.modules():
@@ -97,7 +92,7 @@ def nested_in(modules: Sequence[nn.Module]) -> list[ShardContext]:
 
 
 def refuse_nested(module: nn.Module, nested: Sequence[ShardContext], around: bool) -> None:
-    """Refuse a module of which something is sharded already, unless the call may go `around` whole models."""
+    """Refuse a module that is sharded already, in part or whole, unless the call goes `around` whole models."""
     for context in nested:
         inside = {one for one in module.modules() if one is not module}
         whole = all(one in inside for unit in context.units if not unit.name for one in unit.modules)
@@ -118,7 +113,7 @@ def refuse_nested(module: nn.Module, nested: Sequence[ShardContext], around: boo
 
 
 def take_over(root: nn.Module, nested: Sequence[ShardContext]) -> list[Unit]:
-    """The units of nested models, with the names that they have in `root`, which may hold their parameters, too."""
+    """The units of nested models, renamed for `root`, which may share their parameters."""
     names = {module: name for name, module in root.named_modules()}
     units = [unit for context in nested for unit in context.units]
     for unit in units:
@@ -135,7 +130,7 @@ def take_over(root: nn.Module, nested: Sequence[ShardContext]) -> list[Unit]:
 
 
 def _adopt(root: nn.Module, units: Sequence[Unit]) -> None:
-    """Tied weights: modules outside of a unit that hold its full parameters get the shards, too."""
+    """Tied weights: give shards to modules outside of a unit that hold its full parameters."""
     holders: dict[nn.Parameter | None, tuple[Unit, ParamGroup, int]] = {
         member.given: (unit, group, i)
         for unit in units
@@ -154,41 +149,39 @@ def _adopt(root: nn.Module, units: Sequence[Unit]) -> None:
 
 
 contexts: WeakSet[ShardContext] = WeakSet()
-"""Of all sharded models."""
 checked: WeakSet[Optimizer] = WeakSet()
-"""Optimizers that hold nothing that has been sharded since they were looked at."""
+"""Optimizers checked since the last sharding."""
 install(contexts)
 
 
-def shard_model(module: nn.Module, units: Rule, asked: Asked) -> ShardContext:
-    """Shard a whole model in one call."""
+def shard_model(module: nn.Module, units: Rule, request: ShardRequest) -> ShardContext:
     refuse_nested(module, nested_in([module]), around=False)
     refuse_foreign(module, ())
-    params = _params(module, asked)
+    params = _params(module, request)
     refuse_strange(module, params)
-    buckets = make_buckets(module, units, parse_bucket(asked.options.bucket), asked.precision)
-    return _shard(module, [module], buckets, params, [], asked)
+    buckets = make_buckets(module, units, parse_bucket(request.options.bucket), request.precision)
+    return _shard(module, [module], buckets, params, [], request)
 
 
-def shard_one(modules: Sequence[nn.Module], asked: Asked) -> ShardContext:
-    """Make one unit of what modules hold outside of the units in them, and one model of all of these."""
+def shard_one(modules: Sequence[nn.Module], request: ShardRequest) -> ShardContext:
+    """Make one unit of the parameters of modules that are in no unit yet, and one model of all units."""
     nested = nested_in(modules)
     for module in modules:
         refuse_uncalled(module)
         refuse_nested(module, nested_in([module]), around=True)
     tree = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
     refuse_foreign(tree, {id(param) for context in nested for unit in context.units for param in unit.parameters})
-    params = _params(tree, asked)
+    params = _params(tree, request)
     if params or not nested:
         refuse_strange(tree, params)
-    if asked.options.device is not None:
-        _move_buffers(modules, torch.device(asked.options.device))
-    return _shard(tree, modules, [], params, nested, asked)
+    if request.options.device is not None:
+        _move_buffers(modules, torch.device(request.options.device))
+    return _shard(tree, modules, [], params, nested, request)
 
 
-def _params(tree: nn.Module, asked: Asked) -> list[Member]:
-    """What is to be sharded. Parameters that are to stay as they are get a mark."""
-    ignored = {id(param) for param in asked.ignored}
+def _params(tree: nn.Module, request: ShardRequest) -> list[Member]:
+    """The parameters to shard. Ignored ones are marked."""
+    ignored = {id(param) for param in request.ignored}
     params = found_parameters(tree)
     for found in params:
         if id(found.param) in ignored:
@@ -202,42 +195,42 @@ def _shard(
     buckets: Sequence[Sequence[Named]],
     params: Sequence[Member],
     nested: Sequence[ShardContext],
-    asked: Asked,
+    request: ShardRequest,
 ) -> ShardContext:
-    """Units of what the buckets hold, and one of the rest of a tree, which is that of `modules`."""
-    options, strategy = asked.options, asked.strategy
+    """Make units of the buckets, and one of the rest of `tree`, the tree of `modules`."""
+    options, strategy = request.options, request.strategy
     policy = policy_of(strategy, options.staging)
-    device = _device(params, options, asked.nests) if params else nested[0].device
+    device = _device(params, options, request.nests) if params else nested[0].device
     _refuse_pinned(options, device)
-    placements, default = _placements(params, asked.place), Placement(asked.mesh, options.divide)
-    _refuse_divided(params, placements, default, nested, late=asked.nests)
+    placements, default = _placements(params, request.place), Placement(request.mesh, options.divide)
+    _refuse_divided(params, placements, default, nested, late=request.nests)
     everyone = shard_groups_for(default, strategy, options, device)
     owned = assign(tree, [one for bucket in buckets for _, one in bucket], params)
     made, fingerprints = list[Unit](), Fingerprints()
     for bucket in [None, *buckets]:
         members = [found for one in ([tree] if bucket is None else [one for _, one in bucket]) for found in owned[one]]
-        mine = materialize(members, device, options, late=asked.nests)
-        valueless = {new.param for old, new in zip(members, mine, strict=True) if old.param.is_meta and asked.nests}
+        mine = materialize(members, device, options, late=request.nests)
+        valueless = {new.param for old, new in zip(members, mine, strict=True) if old.param.is_meta and request.nests}
         groups = []
-        for (place, *_), alike in _alike(mine, placements, default, asked.precision).items():
+        for (place, *_), alike in _alike(mine, placements, default, request.precision).items():
             where = shard_groups_for(place, strategy, options, device)
             here = [member for member in alike if member.param not in valueless]
-            if asked.first_rank:
+            if request.first_rank:
                 take_first_rank([member.param for member in here], where, device)
             fingerprints.add(here, where, device)
-            groups.append(ParamGroup(alike, where, asked.precision, device, options.offload))
+            groups.append(ParamGroup(alike, where, request.precision, device, options.offload))
             groups[-1].late = groups[-1].valueless = len(here) < len(alike)
-        made.append(_unit(bucket or [("", one) for one in modules], groups, asked.unit))
+        made.append(_unit(bucket or [("", one) for one in modules], groups, request.unit))
         for old, new in zip(members, mine, strict=True):
-            if old.param.is_meta:  # its value lies in the shards: a model that fits no GPU is made unit by unit
+            if old.param.is_meta:  # its value is in the shards: a model larger than a GPU is built unit by unit
                 new.param.untyped_storage().resize_(0)
-    if asked.first_rank:
+    if request.first_rank:
         take_first_rank([x for one in modules for x in one.buffers() if not x.is_meta], everyone, device)
     fingerprints.compare()
     contexts.difference_update(nested)
     units = [*made, *take_over(tree, nested)] if nested else made
-    order = order_over(asked.mesh) if options.transport != "null" else None
-    context = ShardContext(units, policy, Prefetch.parse(options.prefetch), everyone, device, order, asked.nests)
+    order = order_over(request.mesh) if options.transport != "null" else None
+    context = ShardContext(units, policy, Prefetch.parse(options.prefetch), everyone, device, order, request.nests)
     _install(context, made, manual=options.driver == "manual")
     return context
 
@@ -249,7 +242,7 @@ def _unit(bucket: Sequence[Named], groups: Sequence[ParamGroup], options: UnitOp
 
 
 def _placements(params: Sequence[Member], place: Place | None) -> dict[str, Placement | None]:
-    """Where `place` puts each parameter, by name; None is the mesh of the others."""
+    """Where `place` puts each parameter, by name; None is the default mesh."""
     placements = {found.name: place(found.name, found.param) if place else None for found in params}
     for name, placement in placements.items():
         if placement is not None and not isinstance(placement, Placement):
@@ -264,18 +257,18 @@ def _refuse_divided(
     nested: Sequence[ShardContext],
     late: bool,
 ) -> None:
-    """Refuse DTensors that can't be sharded where they are to go."""
-    mesh_of([(one.name, one.spread) for one in params], [context.tensor_mesh for context in nested])
+    """Refuse DTensors that can't be sharded on their mesh."""
+    mesh_of([(one.name, one.dtensor) for one in params], [context.tensor_mesh for context in nested])
     for one in (m for context in nested for group in context.param_groups for m in group.members):
-        if one.spread is not None and one.spread.part is None:
-            refuse_overlap(one.name, one.spread, default.mesh)
-    for name, spread, param in ((one.name, one.spread, one.param) for one in params):
-        if spread is None:
+        if one.dtensor is not None and one.dtensor.part is None:
+            refuse_overlap(one.name, one.dtensor, default.mesh)
+    for name, layout, param in ((one.name, one.dtensor, one.param) for one in params):
+        if layout is None:
             continue
         place = placements[name] or default
-        refuse_overlap(name, spread, place.mesh)
-        if spread.part is None:  # of experts each rank must have others
-            refuse_overlap(name, spread, default.mesh)
+        refuse_overlap(name, layout, place.mesh)
+        if layout.part is None:  # experts must differ between ranks
+            refuse_overlap(name, layout, default.mesh)
         if place.part[1] > 1:
             raise ValueError(
                 f"parameter {name} is a DTensor, and place says that it is part {place.part} of one: give one of both"
@@ -293,7 +286,6 @@ def _alike(
     default: Placement,
     precision: Precision,
 ) -> dict[tuple[Placement, Formats, bool], list[Member]]:
-    """The parameters of a unit that can share buffers and collectives."""
     groups: dict[tuple[Placement, Formats, bool], list[Member]] = {}
     for found in params:
         where = placements[found.name] or default
@@ -303,7 +295,6 @@ def _alike(
 
 
 def _install(context: ShardContext, made: Sequence[Unit], manual: bool) -> None:
-    """Put shards in the place of parameters of new units, and the driver on their modules."""
     inner = {module for unit in context.units if unit.name for module in unit.modules}
     for unit in context.units:
         inside = {m for one in unit.modules for m in one.modules() if m is not one}
@@ -314,21 +305,21 @@ def _install(context: ShardContext, made: Sequence[Unit], manual: bool) -> None:
     for unit in made:
         for group in unit.groups:
             for member, shard in zip(group.members, group.shards, strict=True):
-                shard.read_outside = _reader(unit, member)
-                if member.spread is not None and (given := member.given) is not None:
-                    set_sink(given, _never)  # a mark: optimizers that were built too early hold it
+                shard.read_on_demand = _reader(unit, member)
+                if member.dtensor is not None and (given := member.given) is not None:
+                    set_sink(given, _never)  # marks it, for optimizers built too early
                 for owner, key in member.owners:
-                    dict.__setitem__(owner._parameters, key, shard)  # of a module with another shard it refuses
+                    dict.__setitem__(owner._parameters, key, shard)  # not through `Managed`, which refuses
                     watch_reads(owner)
                     owner.__dict__.setdefault(UNIT, unit)
-        for one in unit.modules:  # may hold no parameter itself, and must refuse copies all the same
+        for one in unit.modules:  # also without own parameters: must refuse copies
             watch_reads(one, FSDPModule)
             for model in one.modules():
                 guard_saving(model)
         if not manual:
             hooks.drive(unit)
     contexts.add(context)
-    checked.clear()  # an optimizer may hold what has just been sharded
+    checked.clear()  # an optimizer may hold parameters just sharded
 
 
 def _never() -> tuple[Tensor, bool]:
@@ -336,15 +327,14 @@ def _never() -> tuple[Tensor, bool]:
 
 
 def _unseen(param: nn.Parameter) -> None:
-    """Of a manual driver, which asks for gradients itself."""
+    """With a manual driver, which asks for gradients itself."""
 
 
 def _reader(unit: Unit, member: Member) -> Callable[[], Tensor | None]:
-    return lambda: member.shown() if unit.context.read_outside(unit) else None
+    return lambda: member.shown() if unit.context.read_on_demand(unit) else None
 
 
 def _device(params: Sequence[Member], options: ShardOptions, nests: bool) -> torch.device:
-    """Where the shards go."""
     devices = {found.param.device for found in params if not found.param.is_meta}
     if options.device is not None:
         device = torch.device(options.device)
@@ -352,7 +342,7 @@ def _device(params: Sequence[Member], options: ShardOptions, nests: bool) -> tor
             raise ValueError(f"device={options.device!r}, but this machine has no GPU that torch can use: use 'cpu'")
         return device
     if not devices and nests:
-        return torch.device("cpu")  # as a mesh of all ranks is, where it is not of GPUs
+        return torch.device("cpu")  # like a mesh of all ranks without GPUs
     if not devices:
         raise ValueError("all parameters are on the meta device: say where they go with ShardOptions(device=...)")
     if len(devices) > 1:
@@ -371,7 +361,6 @@ def _device(params: Sequence[Member], options: ShardOptions, nests: bool) -> tor
 
 
 def _refuse_pinned(options: ShardOptions, device: torch.device) -> None:
-    """Refuse pinned memory where the host computes, and no device copies from it."""
     if options.offload == "pinned" and device.type == "cpu":
         raise ValueError(
             "offload='pinned' of a model that computes on the CPU, for which no memory is pinned: leave it out, or say "
@@ -380,7 +369,6 @@ def _refuse_pinned(options: ShardOptions, device: torch.device) -> None:
 
 
 def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
-    """Put the buffers of modules on a device, as FSDP2 does."""
     for module in modules:
         for one in module.modules():
             for key, buffer in one._buffers.items():

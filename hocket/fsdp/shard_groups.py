@@ -1,13 +1,12 @@
-"""From a device mesh to the process groups over which parameters are gathered and reduced.
+"""From a device mesh to the process groups that gather and reduce parameters.
 
 A mesh has one axis, over which parameters are sharded, or two: (outer, shard), see Note: [Two levels of groups].
-Gathers and reductions have groups of their own, so that neither waits for the other.
+Gathers and reductions have separate groups, so that neither waits for the other.
 
 Note: [All ranks make all groups]
-Making a process group takes part of every rank of the world, members or not, in one order. A rank sees only its own row
-of a mesh that was cut out of a larger one, so all ranks first tell each other theirs. Hence everybody calls
-`shard_groups_for` the same number of times with meshes that cover each other, which holds when all run the same
-program.
+Every rank of the world takes part in making a process group, in one order. A rank sees only its own row of a submesh,
+so ranks first exchange their rows. Hence all ranks call `shard_groups_for` equally often, with meshes that together
+cover all ranks, as when all run the same program.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hocket.config import COPIED
+from hocket.fsdp.dtensors import over, ranks_of
 from hocket.fsdp.options import ShardOptions, ShardTransport
-from hocket.fsdp.spread import over, ranks_of
 from hocket.program.mesh import Purpose
 from hocket.runtime.comm import Group, TransportName, make_group
 from hocket.runtime.trial import LIMIT, why_no_copies
@@ -35,16 +34,16 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Placement:
-    """Where parameters are sharded."""
+    """Where to shard parameters."""
 
     mesh: DeviceMesh | None
-    """None: over all ranks."""
+    """None: all ranks."""
     divide: float | None
-    """Summed gradients are divided by this; None is the number of ranks of the mesh, for a mean. Experts on a part of
-    the ranks see the tokens of all: for them it is the number of ranks whose tokens they got."""
+    """Divisor of summed gradients; None is the number of ranks of the mesh, for a mean. Experts on a part of the ranks
+    see the tokens of all: for them it is the number of ranks whose tokens they got."""
     part: tuple[int, int] = (0, 1)
-    """(position, count): what this rank's module holds is that part of dimension 0 of the whole model's parameter, as
-    with experts that ranks split among them. Checkpoints hold the whole parameter."""
+    """(position, count): this rank's module holds that part of dimension 0 of the whole model's parameter, as with
+    expert parallelism. Checkpoints hold the whole parameter."""
 
     def __post_init__(self) -> None:
         if self.mesh is not None and not isinstance(self.mesh, DeviceMesh):
@@ -61,7 +60,7 @@ class Placement:
 
 @dataclass(frozen=True, eq=False)
 class ShardGroups:
-    """The groups of one placement. Compared by identity: the same placement gets the same object."""
+    """The groups of one placement. Compared by identity; equal placements share one object."""
 
     gather: Group
     reduce: Group
@@ -71,34 +70,32 @@ class ShardGroups:
     outer_shards: bool
     """Whether the outer group shards the optimizer's state instead of replicating it."""
     part: tuple[int, int] = (0, 1)
-    """See `Placement.part`."""
     holders: Ranks = ()
-    """All ranks of the mesh."""
     moved_by: str = ""
-    """What moves bytes between the ranks that share, and why it is not copy engines."""
+    """The transport within the shard group, and why not copy engines."""
 
     @property
     def alike(self) -> int:
-        """How many ranks of the reduce group keep the same elements: all of them, where nothing is sharded."""
+        """How many ranks of the reduce group hold the same elements: all if nothing is sharded."""
         return self.reduce.size // self.gather.size
 
     @property
     def replicas(self) -> int:
-        """How many ranks of the mesh keep the same elements."""
+        """How many ranks of the mesh hold the same elements."""
         return self.alike * (1 if self.outer_shards else self.outer.size)
 
 
 _made: dict[object, ShardGroups] = {}
 _tried: dict[tuple[object, Ranks, torch.device], str] = {}
-"""Why copy engines do not serve this rank's list, and those of others; empty if they do."""
+"""Why copy engines can't serve these lists of ranks; empty if they can."""
 
 
 def shard_groups_for(placement: Placement, strategy: str, options: ShardOptions, device: torch.device) -> ShardGroups:
-    """The groups for a placement under a strategy, made and used once, so that later nothing has to connect.
+    """The groups of a placement under a strategy, made and warmed up; cached.
 
-    Every rank calls this at the same point. Asking again for the same gives the same groups.
+    Every rank calls this at the same point.
 
-    Raises: ValueError for a mesh that has no such axes, or a transport that is not to be had.
+    Raises: ValueError for a mesh without the axes, or an unavailable transport.
     """
     inner, outer = _axes(placement.mesh, strategy)
     if options.outer == "shard" and strategy == "no_shard":
@@ -128,13 +125,13 @@ def shard_groups_for(placement: Placement, strategy: str, options: ShardOptions,
 
 
 def _forget_other_worlds(world: object) -> None:
-    """Drop groups of a default group that is gone."""
+    """Drop groups of a destroyed default group."""
     for key in [key for key in _made if isinstance(key, tuple) and key[0] is not world]:
         del _made[key]
 
 
 def _axes(mesh: DeviceMesh | None, strategy: str) -> tuple[Ranks, Ranks]:
-    """The ranks over which this rank's parameters are sharded, and those that hold the same shard."""
+    """(ranks over which this rank's parameters are sharded, ranks with the same shard)."""
     alone = (rank_and_world()[0],)
     if mesh is None:
         return (alone, ranks_of(mesh)) if strategy == "no_shard" else (ranks_of(mesh), alone)
@@ -165,10 +162,7 @@ def _describe(mesh: DeviceMesh | None) -> str:
 
 
 def _transport(name: ShardTransport, device: torch.device, mine: Ranks) -> tuple[TransportName, str]:
-    """What moves bytes between the ranks that share, `mine` and such lists of other ranks; why it is not copies.
-
-    All ranks call this alike.
-    """
+    """The transport within `mine`, and why it is not copy engines. All ranks call this alike."""
     if name == "auto":
         if device.type != "cuda":
             return "gloo", ""
@@ -182,9 +176,9 @@ def _transport(name: ShardTransport, device: torch.device, mine: Ranks) -> tuple
 
 
 def why_not_copies(mine: Ranks, device: torch.device) -> str:
-    """Why copy engines cannot serve all such lists of ranks, of which this rank is in `mine`; empty if they can.
+    """Why copy engines can't serve all ranks' lists, of which this rank's is `mine`; empty if they can.
 
-    All ranks call it together the first time. Asked again, a rank asks nobody.
+    All ranks call this together the first time; the result is cached.
     """
     world = dist.group.WORLD
     for old in [old for old in _tried if old[0] is not world]:
@@ -198,9 +192,8 @@ def why_not_copies(mine: Ranks, device: torch.device) -> str:
 def _make(
     inner: Ranks, outer: Ranks, options: ShardOptions, transport: TransportName, device: torch.device
 ) -> ShardGroups:
-    """Make and warm the groups of this rank, and with all others those of everybody."""
     inners, outers = _all_lists(inner), _all_lists(outer)
-    # Copy engines reach the ranks of one host; replicas are usually on others.
+    # Copy engines reach one host; replicas are usually on others.
     outside: TransportName = "nccl" if transport in COPIED else transport
     gather = _one("gather_dense", inners, inner, device, transport)
     reduce = _one("reduce_dense", inners, inner, device, transport)

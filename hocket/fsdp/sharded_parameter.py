@@ -1,26 +1,23 @@
-"""The part of a parameter that this rank keeps, as an optimizer sees it.
+"""A parameter's local elements, as an optimizer sees them.
 
 Note: [Reading a gradient waits for it]
-Gradients arrive in a group's `main_grad` while backward goes on, and nobody waits for them until somebody looks. So
-`grad` is a property: its getter has the reader's work come behind the reductions under way (`ParamGroup.settle`), and
-only then returns the view. Optimizers, clipping and logging need no hook for that, and nothing waits between
-microbatches.
+Gradients are reduced into a group's `main_grad` during backward, without waiting. Reading `grad` first orders the
+reader's work after the open reductions (`ParamGroup.settle`). So optimizers, clipping and logging need no hooks, and
+nothing waits between microbatches.
 
 Note: [Changes of weights are noticed]
-An optimizer's step changes shards in place, which the version counter of `main` shows, since shards are views that
-share it; `data` shares it too, unlike torch's. Fused optimizers change them without counting, so after a step of any
-torch optimizer the groups of its shards count as changed. Nothing that only reads changes anything, since one rank may
-do it alone, say to log, and all ranks must gather alike.
+In-place changes of shards, which are views of `main`, show in its version counter; `data` shares the counter too,
+unlike torch's. Fused optimizers don't count, so each step of a torch optimizer invalidates the groups of its shards.
+Reading alone changes nothing: one rank may do it by itself, and all ranks must gather alike.
 
 Note: [Random numbers are drawn whole]
-Initial values may be given after sharding, by `reset_parameters()` and `torch.nn.init`, to a model that was made on the
-meta device. Each rank then draws the numbers of the whole parameter, one parameter at a time, and keeps its own: ranks
-with the same seed have the values that the model would have without sharding.
+When a model from the meta device is initialized after sharding, by `reset_parameters()` and `torch.nn.init`, each rank
+draws the numbers of the whole parameter and keeps its own. So equal seeds give the values of an unsharded model.
 
 Note: [Autograd never sees a shard]
-Modules compute with full parameters. Whoever computes with a shard, say a penalty on `module.parameters()`, sees one
-rank's elements, and autograd would put the gradient where nobody looks. So a gradient that arrives here is an error,
-and so are hooks that would never run.
+Modules compute with full parameters. A loss computed from shards, say a penalty on `module.parameters()`, would use one
+rank's elements and lose its gradient. So a gradient that arrives at a shard is an error, as are hooks that would never
+run.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ from hocket.layers.slices import Span
 
 
 class Group(Protocol):
-    """What a shard asks of the group that it is a part of: `ParamGroup`."""
+    """What a shard needs of its `ParamGroup`."""
 
     late: bool
     valueless: bool
@@ -57,18 +54,17 @@ class ShardedParameter(WholeSize, nn.Parameter):  # pyrefly: ignore[inconsistent
     """Elements `span` of a whole parameter, flattened; may be none. Note: [A part has the shape of its whole]."""
 
     full_name: str
-    """Of the whole parameter, in the root module."""
+    """In the root module."""
     full_shape: torch.Size
     span: Span
-    """Which of its elements are here."""
+    """Its elements, within the whole parameter."""
     position: int
-    """Index of the member in its group."""
-    read_outside: Callable[[], Tensor | None] | None
-    """What stands for it when it is read as an attribute of its module; None is itself."""
+    read_on_demand: Callable[[], Tensor | None] | None
+    """Returns what a read as module attribute gives; None is the shard itself."""
     place: Place | None
-    """Of its elements, where other ranks have others. See Note: [A part knows its whole]."""
+    """Its elements, if other ranks hold others. See Note: [A part knows its whole]."""
     _group: weakref.ref[Group] | None
-    is_sparse = False  # asked of each by optimizers
+    is_sparse = False  # optimizers read it often
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -76,31 +72,28 @@ class ShardedParameter(WholeSize, nn.Parameter):  # pyrefly: ignore[inconsistent
         return call(func, args, kwargs or {})
 
     def __new__(cls, data: Tensor, requires_grad: bool = True) -> ShardedParameter:
-        """Share the memory and the version counter of `data`."""
+        """Shares memory and version counter with `data`."""
         shard = torch.Tensor._make_subclass(cls, data, requires_grad)
-        shard._group, shard.read_outside, shard.place = None, None, None
+        shard._group, shard.read_on_demand, shard.place = None, None, None
         return shard
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
-        """The same elements, in no group."""
         copy = memo[id(self)] = ShardedParameter(self.to_local().clone(), self.requires_grad)
         copy.place = self.place
         return copy
 
     def join(self, group: Group) -> None:
-        """Become a part of a group. See Note: [Autograd never sees a shard]."""
+        """Join a group. See Note: [Autograd never sees a shard]."""
         self._group = weakref.ref(group)
         if self.requires_grad:
             super().register_post_accumulate_grad_hook(_refuse_gradient)
 
     @property
     def group(self) -> Group | None:
-        """The group that it is a part of; None of a copy."""
         return None if self._group is None else self._group()
 
     @property
     def keeps_all(self) -> bool:
-        """Whether this rank updates all of its elements."""
         return self.group is not None and self.group.keeps_all
 
     def __repr__(self) -> str:  # pyrefly: ignore[bad-override]  (Tensor's takes an argument of its own)
@@ -117,29 +110,29 @@ class ShardedParameter(WholeSize, nn.Parameter):  # pyrefly: ignore[inconsistent
 
     @property
     def lo(self) -> int:
-        """Of all that this rank has while its unit is in use, the first element that is here."""
+        """First element here, within what this rank has while the unit is in use."""
         return self.span.lo
 
     @property
     def hi(self) -> int:
-        """The one behind the last."""
+        """One after the last element here."""
         return self.span.hi
 
     def __getitem__(self, index: Any) -> Tensor:
-        """Of a matrix, by a number: what is here of that row, to be changed in place."""
+        """With a number, of a matrix: the local elements of that row, writable."""
         if type(index) is not int or self.ndim < 2 or self.group is None or self.span.part is not None:
             return super().__getitem__(index)
         length = self.shape[1:].numel()
-        first = range(self.shape[0])[index] * length  # which is the error for a row that does not exist
+        first = range(self.shape[0])[index] * length  # raises IndexError
         row = self.to_local()[max(first - self.lo, 0) : max(first + length - self.lo, 0)]
         if self.place is None:
             return row
         lo, hi = (min(max(at - first, 0), length) for at in (self.lo, self.hi))
         span = Span(tuple(self.shape[1:]), lo, hi)
-        return Part.of(row, Place(f"{self.full_name}[{index}]", span, self.place.ask))
+        return Part.of(row, Place(f"{self.full_name}[{index}]", span, self.place.reduce))
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """Of a matrix, by a number: that row, to one value."""
+        """With a number, of a matrix: fill that row with a value."""
         if type(index) is int and isinstance(value, int | float | complex) and self.ndim > 1 and self.group is not None:
             with torch.no_grad():
                 self[index].fill_(value)
@@ -147,7 +140,7 @@ class ShardedParameter(WholeSize, nn.Parameter):  # pyrefly: ignore[inconsistent
             super().__setitem__(index, value)
 
     def to_local(self) -> Tensor:
-        """The elements that are here, 1-D, without autograd; writing to it writes to the shard."""
+        """The local elements, 1-D, without autograd; shares memory."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.detach()
 
@@ -158,9 +151,9 @@ class ShardedParameter(WholeSize, nn.Parameter):  # pyrefly: ignore[inconsistent
         return whole_of(self, self.place)
 
     def elements(self, what: str, value: Tensor) -> Tensor:
-        """Of a whole tensor those that are here; a plain tensor of them, or a part of the same elements, as it is.
+        """The local elements of a whole tensor; a plain tensor or part of these elements as it is.
 
-        Raises ValueError for a part of other elements.
+        Raises ValueError for a part with different elements.
         """
         if self.place is not None:
             value = alongside(what, (self, value))[1]
@@ -169,7 +162,7 @@ class ShardedParameter(WholeSize, nn.Parameter):  # pyrefly: ignore[inconsistent
         return plain(value)
 
     def data_ptr(self) -> int:
-        """Refuse an address that goes with another number of elements."""
+        """Raises ValueError, except for a copy."""
         if self.group is None:
             return super().data_ptr()
         raise no_address(self.full_name, self.hi - self.lo, self.numel())
@@ -216,7 +209,7 @@ class ShardedParameter(WholeSize, nn.Parameter):  # pyrefly: ignore[inconsistent
                 f"has {tuple(local.shape)}: write whole weights inside of ctx.gathered(changed=True)"
             )
         elif value.data_ptr() != local.data_ptr() or value.dtype != local.dtype:
-            local.copy_(value)  # the memory stays: it is what the group gathers
+            local.copy_(value)  # the group gathers from this memory
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
@@ -247,7 +240,7 @@ class ShardedParameter(WholeSize, nn.Parameter):  # pyrefly: ignore[inconsistent
     # The stub of torch calls the argument `mode`.
     # pyrefly: ignore[bad-override-param-name]
     def requires_grad_(self, requires_grad: bool = True) -> ShardedParameter:
-        """Freeze the parameter, or have it trained again: between steps, on all ranks alike."""
+        """Freeze the parameter or train it again: between steps, on all ranks alike."""
         if self.group is not None and requires_grad != self.requires_grad:
             self.group.change(self.position, requires_grad)
         with torch._C.DisableTorchFunctionSubclass():
@@ -258,7 +251,7 @@ class ShardedParameter(WholeSize, nn.Parameter):  # pyrefly: ignore[inconsistent
 
 
 def _filling(name: str) -> Callable[..., Any]:
-    """A method that fills a tensor with random numbers. See Note: [Random numbers are drawn whole]."""
+    """A random in-place method. See Note: [Random numbers are drawn whole]."""
     plain = getattr(torch.Tensor, name)
 
     def fill(self: ShardedParameter, *args: Any, **kwargs: Any) -> ShardedParameter:
@@ -276,7 +269,7 @@ for _name in ("normal_", "uniform_", "bernoulli_", "exponential_", "random_", "c
 _GRAD: Any = torch.Tensor.grad
 _DATA: Any = torch.Tensor.data  # pyrefly: ignore[missing-attribute]
 _REQUIRES_GRAD: Any = torch.Tensor.requires_grad  # pyrefly: ignore[missing-attribute]
-"""What torch has under these names."""
+"""Torch's descriptors."""
 
 
 def _refuse_gradient(shard: Tensor) -> None:

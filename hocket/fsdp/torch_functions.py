@@ -1,14 +1,14 @@
-"""Functions of torch that look at all gradients or collect all state, made right for sharded models.
+"""Replacements of torch functions that read all gradients or all state, for sharded models.
 
 Note: [What torch sees on one rank]
-These functions read `.grad` or `state_dict()`, of which a rank has its part: each rank would clip by a norm of its own,
-skip steps for its own infinities, or save its elements as the whole. So what torch calls inside of them is replaced,
-when hocket shards the first model, by what asks all ranks. For everything else it calls what was there before.
+These functions read `.grad` or `state_dict()`, of which a rank has a part: each rank would clip by its own norm, skip
+steps for its own infinities, or save its elements as the whole. When hocket shards the first model, it replaces what
+torch calls inside of them. Other models get torch's originals.
 
-    torch.nn.utils.clip_grad_norm_, get_total_norm      the norm of all ranks' elements
-    torch.amp.GradScaler                                the infinities of all ranks
-    torch.optim.Muon                                    whole matrices (Note: [How torch's Muon comes here])
-    torch.distributed.checkpoint.state_dict             what `hocket.checkpoint` has; whole, with full_state_dict
+    torch.nn.utils.clip_grad_norm_, get_total_norm      the norm over all ranks
+    torch.amp.GradScaler                                infinities of any rank
+    torch.optim.Muon                                    whole matrices (Note: [How torch's Muon is replaced])
+    torch.distributed.checkpoint.state_dict             as in `hocket.checkpoint`; whole, with full_state_dict
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hocket.fsdp.checks import UNIT, refuse_early
+from hocket.fsdp.dtensors import copies
 from hocket.fsdp.muon import collect
 from hocket.fsdp.part import plain
-from hocket.fsdp.saving.kept import FlatTensor, Inventory
+from hocket.fsdp.saving.inventory import FlatTensor, Inventory
 from hocket.fsdp.saving.state import load_model_state, load_optimizer_state, model_state, optimizer_state, split
 from hocket.fsdp.shard_grads import powers_of, squares_of
 from hocket.fsdp.sharded_parameter import ShardedParameter
-from hocket.fsdp.spread import copies
-from hocket.runtime.world import of_rank, take_from_first_rank
+from hocket.runtime.world import broadcast_object, broadcast_tensor
 
 if TYPE_CHECKING:
     from hocket.fsdp.module_context import ShardContext
@@ -48,7 +48,7 @@ _contexts: Iterable[ShardContext] = ()
 
 
 def install(contexts: Iterable[ShardContext]) -> None:
-    """Replace torch's functions. `contexts` are those of all sharded models, from now on."""
+    """Replace torch's functions. `contexts` are all sharded models, also later ones."""
     global _contexts
     _contexts = contexts
     clip_grad._get_total_norm = total_norm
@@ -78,14 +78,14 @@ def total_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """`torch.nn.utils.get_total_norm`; of gradients of shards, that of all ranks, which all call this."""
+    """`torch.nn.utils.get_total_norm`; for gradients of shards over all ranks, which all call this."""
     given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     tensors = [plain(one) for one in given]
-    homes = {m.untyped_storage().data_ptr(): home for home in _groups() for m in home[0].grads.memory}
+    owners = {m.untyped_storage().data_ptr(): owner for owner in _groups() for m in owner[0].grads.memory}
     parts: dict[ShardContext | None, list[tuple[Tensor, int]]] = {}
     for one, tensor in zip(given, tensors, strict=True):
-        has_memory = not is_traceable_wrapper_subclass(tensor)  # a DTensor has none of its own
-        group, context = homes.get(tensor.untyped_storage().data_ptr() if has_memory else 0, (None, None))
+        has_memory = not is_traceable_wrapper_subclass(tensor)  # a DTensor has none
+        group, context = owners.get(tensor.untyped_storage().data_ptr() if has_memory else 0, (None, None))
         if group is None or context is None or _alike(group, context):
             parts.setdefault(None, []).append((tensor, 1))
         else:
@@ -115,18 +115,18 @@ def total_norm(
 
 
 def _alike(group: ParamGroup, context: ShardContext) -> bool:
-    """Whether all ranks of the model keep the same gradients, whole. Of experts others may keep other ones."""
+    """Whether all ranks of the model hold the same whole gradients; false for experts."""
     return group.keeps_all and set(context.groups.holders) <= set(group.groups.holders)
 
 
 def _copies(context: ShardContext, one: Tensor) -> int:
-    """How many tensor-parallel ranks have the same elements of a gradient."""
+    """How many tensor-parallel ranks hold the same elements of a gradient."""
     place = getattr(one, "place", None)
     return copies(context.tensor_mesh, None if place is None else place.span.part)
 
 
 def unscale_grads_(scaler: Any, optimizer: Optimizer, *rest: Any) -> dict[torch.device, Tensor]:
-    """What `torch.amp.GradScaler` divides gradients with, and looks for infinities: those of any rank count."""
+    """`GradScaler._unscale_grads_`, with infinities of any rank."""
     found = _unscale(scaler, optimizer, *rest)
     held = {id(p.group) for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)}
     contexts = {context: None for group, context in _groups() if id(group) in held and not _alike(group, context)}
@@ -140,7 +140,7 @@ def unscale_grads_(scaler: Any, optimizer: Optimizer, *rest: Any) -> dict[torch.
 
 
 def _context(model: nn.Module) -> ShardContext | None:
-    """Of a sharded model; None of a plain one, or while weights are gathered, when it is like a plain one.
+    """The context of a sharded model; None for a plain model, or inside of `gathered()`.
 
     Raises: ValueError for a part of a sharded model, or a module around one.
     """
@@ -192,18 +192,18 @@ def load_model(model: nn.Module, state: dict[str, Any], info: Any) -> Any:
 
 
 def _from_first_rank(state: Mapping[str, Any], mine: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """What the first rank has of the state; one tensor at a time is whole here beside the others' parts."""
+    """The state of the first rank; one tensor at a time is whole on the other ranks."""
     found: dict[str, Any] = {}
     for name, own in mine.items():
-        if not of_rank(name in state):
+        if not broadcast_object(name in state):
             continue
         if not isinstance(own, Tensor):
-            found[name] = of_rank(state.get(name))
+            found[name] = broadcast_object(state.get(name))
             continue
         whole = torch.empty(own.shape, dtype=own.dtype, device=device)
         if dist.get_rank() == 0:
             whole.copy_(state[name])
-        take_from_first_rank(whole)
+        broadcast_tensor(whole)
         if isinstance(own, FlatTensor):
             found[name] = own.with_elements(own.part_of(whole).clone())
         else:
@@ -246,46 +246,46 @@ def load_optimizer(model: nn.Module, optimizers: Sequence[Optimizer], state: dic
 
 
 class _Sent(NamedTuple):
-    """What the first rank says of a tensor before it sends it."""
+    """Announces a tensor that the first rank sends next."""
 
     shape: torch.Size
     dtype: torch.dtype
 
 
 def _all_from_first_rank(context: ShardContext, state: Any) -> dict[str, Any]:
-    """What the first rank has of an optimizer's state; one tensor at a time is whole here beside the others' parts."""
+    """The first rank's optimizer state; one tensor at a time is whole on the other ranks."""
     own = Inventory(context)
-    known = {**{name: name for name in own.kept}, **own.others}
+    known = {**{name: name for name in own.shards}, **own.others}
 
-    def told(value: Any) -> Any:
+    def announced(value: Any) -> Any:
         if isinstance(value, Mapping):
-            return {key: told(one) for key, one in value.items()}
+            return {key: announced(one) for key, one in value.items()}
         if isinstance(value, list | tuple):
-            return [told(one) for one in value]
+            return [announced(one) for one in value]
         if isinstance(value, Tensor):
             return value.cpu() if value.numel() == 1 else _Sent(value.shape, value.dtype)
         return value
 
-    def taken(value: Any, mine: Any, name: str) -> Any:
+    def received(value: Any, mine: Any, name: str) -> Any:
         if isinstance(value, dict):
             at = {key: key if key in known else split(str(key), known)[1] or name for key in value}
-            return {key: taken(one, mine and mine[key], at[key]) for key, one in value.items()}
+            return {key: received(one, mine and mine[key], at[key]) for key, one in value.items()}
         if isinstance(value, list):
-            return [taken(one, mine and mine[i], name) for i, one in enumerate(value)]
+            return [received(one, mine and mine[i], name) for i, one in enumerate(value)]
         if not isinstance(value, _Sent):
             return value
         whole = torch.empty(value.shape, dtype=value.dtype, device=context.device)
         if mine is not None:
             whole.copy_(mine)
-        take_from_first_rank(whole)
-        one = own.kept.get(known.get(name, ""))
+        broadcast_tensor(whole)
+        one = own.shards.get(known.get(name, ""))
         return whole if one is None or one.shape != whole.shape else one.tensor(one.part_of(whole).clone())
 
-    return taken(of_rank(told(state)), state if dist.get_rank() == 0 else None, "")
+    return received(broadcast_object(announced(state)), state if dist.get_rank() == 0 else None, "")
 
 
 def _context_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> ShardContext | None:
-    """Of the model, also while its weights are gathered: what optimizers have are parts even then."""
+    """The model's context, also inside of `gathered()`, where optimizers still hold shards."""
     context = _context(model)
     if context is not None:
         return context
@@ -296,10 +296,7 @@ def _context_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> ShardConte
 
 
 def _whole(context: ShardContext, value: Any, offload: bool) -> Any:
-    """A state with whole tensors in the place of parts; with `offload` on the CPU, and on the first rank alone.
-
-    Every rank calls this.
-    """
+    """A state with whole tensors; with `offload` on the CPU of the first rank only. Every rank calls this."""
     if isinstance(value, FlatTensor):
         flat = torch.zeros(value.numel(), dtype=value.dtype, device=value.flat.device)
         if value.writes:
@@ -315,7 +312,6 @@ def _whole(context: ShardContext, value: Any, offload: bool) -> Any:
 
 
 def _on_cpu(value: Any) -> Any:
-    """A state whose tensors, or parts of them, are on the CPU."""
     if isinstance(value, FlatTensor):
         return value.with_elements(value.flat.cpu())
     if isinstance(value, Mapping):

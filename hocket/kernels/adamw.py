@@ -1,8 +1,7 @@
-"""AdamW on neighbours in memory, in one pass: see `fsdp/planned/optimizer.py`.
+"""AdamW on contiguous memory in one pass: see `fsdp/planned/optimizer.py`.
 
-For each element the kernel reads a gradient, a weight and two averages, and writes the weight, the averages and, where
-there is one, the weight's copy in the compute dtype: 30 bytes with averages in fp32, 22 in bf16. torch's fused AdamW
-moves 28, and clipping and that copy 14 more, in passes of their own.
+Per element it moves 30 bytes with fp32 averages, 22 with bf16, including the weight's copy in the compute dtype.
+torch's fused AdamW moves 28, clipping and the copy 14 more.
 """
 
 # pyrefly: ignore-errors
@@ -14,7 +13,6 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 2048
-"""Elements of a program."""
 
 
 @triton.jit
@@ -24,7 +22,7 @@ def _adamw(
     average,
     squares,
     weight,
-    told,
+    step_values,
     numel,
     beta1,
     beta2,
@@ -33,9 +31,9 @@ def _adamw(
     writes_weight: tl.constexpr,
     block_size: tl.constexpr,
 ):
-    if tl.load(told + 3) != 0:
+    if tl.load(step_values + 3) != 0:
         return
-    factor, size, root = tl.load(told), tl.load(told + 1), tl.load(told + 2)
+    factor, size, root = tl.load(step_values), tl.load(step_values + 1), tl.load(step_values + 2)
     at = tl.program_id(0).to(tl.int64) * block_size + tl.arange(0, block_size)
     inside = at < numel
     g = tl.load(grad + at, mask=inside) * factor.to(tl.float32)
@@ -45,7 +43,7 @@ def _adamw(
     v = v * beta2 + g * g * (1 - beta2)
     w = tl.load(main + at, mask=inside)
     if decays:
-        w *= tl.load(told + 4).to(tl.float32)
+        w *= tl.load(step_values + 4).to(tl.float32)
     w -= size.to(tl.float32) * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), root.to(tl.float32)) + eps)
     tl.store(main + at, w, mask=inside)
     tl.store(average + at, m.to(average.dtype.element_ty), mask=inside)
@@ -59,19 +57,19 @@ def adamw(
     grad: Tensor,
     averages: tuple[Tensor, Tensor],
     weight: Tensor | None,
-    told: Tensor,
+    step_values: Tensor,
     decays: bool,
     rates: tuple[float, float, float],
 ) -> None:
     """Update `main` and its averages, and write it to `weight` too, which may be None. All are 1-D and contiguous.
 
-    `told`, fp64 [5] on the device: what scales the gradient, the size of a step over the first bias correction, the
-    root of the second, whether nothing is to be done, and what weights that decay are multiplied with before.
-    `rates` are those of both averages, and epsilon.
+    `step_values`, fp64 [5] on the device: the factor of the gradient, the learning rate over the first bias correction,
+    the root of the second correction, whether to skip the step, and the factor of weights that decay. `rates` are both
+    betas, and epsilon.
     """
     if not main.numel():
         return
     grid = (triton.cdiv(main.numel(), BLOCK),)
     copy = main if weight is None else weight
-    given = (main, grad, *averages, copy, told, main.numel(), *rates)
+    given = (main, grad, *averages, copy, step_values, main.numel(), *rates)
     _adamw[grid](*given, decays, weight is not None, BLOCK, num_warps=4, enable_fp_fusion=False)

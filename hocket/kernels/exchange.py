@@ -1,10 +1,4 @@
-"""Rows to their experts and back between GPUs that reach each other's memory, with counts that no host knows.
-
-Five kernels. The first one stores how many rows this rank has for every expert at all peers. The second reads what all
-ranks have stored, and says where each block of rows, those of one rank for one expert, lies here and belongs at its
-peer. The third stores rows straight into the arrival buffers of the peers, each where it belongs. The fourth copies
-what has arrived out of this rank's own buffer, and nothing beyond it. The fifth does that for copy engines, whose hosts
-know the counts, and puts this rank's own rows between those of others. `hocket/runtime/blocks.py` has the formulas.
+"""All-to-all of rows between GPUs with peer access. `hocket/runtime/blocks.py` has the formulas and the terms.
 
 Shapes: P ranks, L local experts of each, D columns. Rows are moved as words of four bytes.
 """
@@ -19,12 +13,12 @@ import triton.language as tl
 from torch import Tensor
 
 TILE = 8192
-"""Words that a program moves at once; with 256 threads, each has 8 loads of 16 bytes under way."""
+"""Words that a program moves at once; with 256 threads, each has 8 loads of 16 bytes in flight."""
 WARPS = 8
 PUSHING = 32
-"""Programs that store into peers, all peers together: as few as fill the links, since products run beside them."""
+"""Programs that store into peers, in total: as few as saturate the links, since products run concurrently."""
 TAKING = 132
-"""Programs that copy what has arrived: it stays on the chip, and takes a quarter of the time that the way here took."""
+"""Programs that copy rows out: this stays on the chip, and takes a quarter of the transfer's time."""
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -48,13 +42,13 @@ def _lay_out_blocks(
     local: tl.constexpr,
     size: tl.constexpr,
 ):
-    """One program per block: what this rank sends to a peer's expert, and what its own expert gets from that peer."""
+    """One program per block: this rank's rows for a peer's expert, and a peer's rows for this rank's expert."""
     blocks: tl.constexpr = ranks * local
     peer, expert = tl.program_id(0) // local, tl.program_id(0) % local
     i = tl.arange(0, size)
     count = tl.load(counts + i, mask=i < ranks * blocks, other=0).to(tl.int32)
     source, target, e = i // blocks, i // local % ranks, i % local
-    # In sent order a rank's rows lie by (target, expert), in grouped order by (expert, source).
+    # Sent order is by (target, expert), grouped order by (expert, source).
     to_peer, from_peer = (source == rank) & (target == peer), (source == peer) & (target == rank)
     same = e == expert
     start = tl.sum(tl.where((source == rank) & ((target < peer) | ((target == peer) & (e < expert))), count, 0))
@@ -97,7 +91,7 @@ def _push_rows(
     tile: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Programs of one peer take turns in tiles of its rows. Each rank begins with another peer."""
+    """Programs of one peer take turns in tiles of its rows. Ranks start with different peers."""
     peer = (rank + 1 + tl.program_id(0)) % ranks
     into = tl.multiple_of(tl.load(arrivals + peer).to(tl.pointer_type(tl.int32)), 16)
     step = tl.num_programs(1) * tile
@@ -146,7 +140,7 @@ def _take_blocks(
     tile: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Rows from `low` to `high`: from this rank's own rows where a block of these lies, else from what has arrived."""
+    """Rows `low` to `high`: this rank's own rows where one of its blocks belongs, else arrived ones."""
     i = tl.arange(0, blocks)[None, :]
     start = tl.load(own + i, mask=i < local, other=0)
     place = tl.load(own + local + i, mask=i < local, other=0)
@@ -167,13 +161,13 @@ def _take_blocks(
 
 
 def push_counts(counts_PL: Tensor, arrivals: Tensor, rank: int) -> None:
-    """Store counts, int64, as row `rank` of what begins at each of the addresses `arrivals`, int64 [P]."""
+    """Store counts, int64, as row `rank` of the matrices at the addresses `arrivals`, int64 [P]."""
     size = counts_PL.numel()
     _push_counts[len(arrivals),](counts_PL.contiguous(), arrivals, rank, size, triton.next_power_of_2(size))
 
 
 def lay_out(every_PPL: Tensor, rank: int, capacity: int, needed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(blocks that leave, int32 [3, P, L], blocks that arrive, the same, ends int32 [L + 1]): `blocks.lay_out`."""
+    """(leaving blocks, int32 [3, P, L], arriving blocks, the same, ends int32 [L + 1]); see `blocks.lay_out`."""
     ranks, _, local = every_PPL.shape
     ints = {"device": every_PPL.device, "dtype": torch.int32}
     leaving, arriving = torch.empty(3, ranks, local, **ints), torch.empty(3, ranks, local, **ints)
@@ -185,9 +179,8 @@ def lay_out(every_PPL: Tensor, rank: int, capacity: int, needed: Tensor) -> tupl
 
 
 def push(rows: Tensor, arrivals: Tensor, blocks: Tensor, rank: int, programs: int = PUSHING) -> None:
-    """Store the blocks [3, P, L] of `rows` [R, D] where they belong at the ranks, whose buffers begin at `arrivals`.
-
-    `arrivals` are addresses, int64 [P].
+    """Store the blocks [3, P, L] of `rows` [R, D] at their places in the buffers at the addresses `arrivals`, int64
+    [P].
     """
     assert rows.is_contiguous()
     _, ranks, local = blocks.shape
@@ -197,7 +190,7 @@ def push(rows: Tensor, arrivals: Tensor, blocks: Tensor, rank: int, programs: in
 
 
 def take(arrived: Tensor, out: Tensor, count: Tensor, cycle: int = 0, programs: int = TAKING) -> None:
-    """The first `count`, int32 [1], rows of `out` [R, D] become those of `arrived`; or the first `cycle`, repeated."""
+    """Copy the first `count`, int32 [1], rows of `arrived`, or its first `cycle` rows repeatedly, to `out` [R, D]."""
     assert out.is_contiguous()
     assert arrived.is_contiguous()
     if not out.numel():
@@ -211,9 +204,9 @@ def take(arrived: Tensor, out: Tensor, count: Tensor, cycle: int = 0, programs: 
 def take_blocks(
     arrived: Tensor, rows: Tensor, out: Tensor, own: Tensor, low: int, high: int, programs: int = TAKING
 ) -> None:
-    """Rows `low` to `high` of `out` [R', D] become those of `arrived`, but where blocks of `rows` [R, D] belong these.
+    """Fill rows `low` to `high` of `out` [R', D] with blocks of `rows` [R, D], and with `arrived` bytes elsewhere.
 
-    `own` are the blocks, int64 [3, L]: first row in `rows`, first row in `out`, and how many. `arrived` are bytes.
+    `own` are the blocks, int64 [3, L]: first row in `rows`, first row in `out`, number of rows.
     """
     assert out.is_contiguous()
     assert rows.is_contiguous()

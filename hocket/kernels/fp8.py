@@ -1,11 +1,8 @@
-"""Casts to fp8: rows with a scale each, as products want them, and the same numbers transposed.
+"""Casts to fp8: rows with one scale each, as products need them, and transposes of the result.
 
-A row becomes e4m3, whose largest number is 448, by the least power of two with which it fits. Scaling by a power of two
-rounds nothing. So the transposed copy that another product wants is made of the bytes themselves, and what differs
-between its rows, scales of tokens, moves exponents alone.
-
-One program casts a whole row: it reads it once, and keeps it in registers until it knows the scale. What makes rows
-anyway, SwiGLU and its backward, casts them in the same pass, so that they never exist in a wider format.
+A row is divided by the least power of two with which it fits e4m3, whose largest number is 448. That rounds nothing, so
+the transpose that another product needs is made from the bytes: differing scales only move exponents. One program casts
+a whole row, held in registers until its scale is known. SwiGLU and its backward cast their rows in the same pass.
 
 Shapes: R rows, W width of a row, F width of an MLP.
 """
@@ -22,24 +19,22 @@ import triton.language as tl
 from torch import Tensor
 
 PARTS = 3
-"""Tensors side by side of which one row is made at most: gradients of queries, keys and values."""
+"""Most tensors concatenated into one row: gradients of queries, keys and values."""
 WIDEST = 65536
-"""Elements of a row at most: a program has no more registers."""
+"""Most elements of a row, limited by registers."""
 TILE = 128
-"""Rows and columns of a tile that is transposed."""
 
 
 @triton.jit
 def _largest(value):
-    """Of each row the largest magnitude, as bits: they are in the order of the numbers, with nan above all."""
+    """The largest magnitude of each row, as bits: ordered like the numbers, with nan above all."""
     return tl.max(tl.abs(value).to(tl.int32, bitcast=True), 1)
 
 
 @triton.jit
 def _scale_of(bits):
-    """Of rows' largest magnitudes: the least powers of two 2^e, e >= -60, with which they are at most 448; and 2^-e.
-
-    Rows that are not finite have no scale: nan, by which all that is made of them becomes nan.
+    """Least powers of two 2^e, e >= -60, that scale magnitudes to at most 448; and 2^-e. nan for rows that are not
+    finite.
     """
     exponent = tl.maximum((bits + 0x1FFFFF) >> 23, 75)  # of 256 * 2^e, for 448 is 1.75 * 256
     scale = ((exponent - 8) << 23).to(tl.float32, bitcast=True)
@@ -49,7 +44,7 @@ def _scale_of(bits):
 
 @triton.jit
 def _folded(value, fold, owner, row, column, here, rows, width: tl.constexpr, folds: tl.constexpr):
-    """A tile with columns times `fold`: the same of all rows (1), or that of each row's owner (2)."""
+    """Columns times `fold`: the same for all rows (1), or that of each row's owner (2)."""
     if folds == 1:
         value *= tl.load(fold + column, mask=here, other=0)
     if folds == 2:
@@ -60,7 +55,7 @@ def _folded(value, fold, owner, row, column, here, rows, width: tl.constexpr, fo
 
 @triton.jit
 def _rows_here(rows, count, counted: tl.constexpr, tile_rows: tl.constexpr):
-    """The rows of a program, and how many there are."""
+    """The rows of a program, and the number of rows."""
     if counted:
         rows = tl.minimum(tl.load(count), rows)
     return (tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)).to(tl.int64), rows
@@ -92,7 +87,7 @@ def _cast_rows(
 
 @triton.jit
 def _transposed(x, factors, limit, out, fours, width: tl.constexpr, weighs: tl.constexpr, tile: tl.constexpr):
-    """Four rows' bytes become one word, so that words are transposed: what turns a tile moves four times as much."""
+    """Transposes words made of four rows' bytes each, which moves four times as much per operation."""
     four = (tl.program_id(0) * (tile // 4) + tl.arange(0, tile // 4)).to(tl.int64)
     column = (tl.program_id(1) * tile + tl.arange(0, tile)).to(tl.int64)
     x += tl.program_id(2).to(tl.int64) * (4 * fours * width)
@@ -103,7 +98,7 @@ def _transposed(x, factors, limit, out, fours, width: tl.constexpr, weighs: tl.c
         inside = (four[:, None] < fours) & (column[None, :] < width)
         byte = tl.load(x + row[:, None] * width + column[None, :], mask=inside, other=0)
         if weighs:
-            # The quotient of two powers of two, by their exponents; what is smaller than all numbers is 0.
+            # A quotient of powers of two, by exponents; underflow gives 0.
             least = tl.load(limit).to(tl.int32, bitcast=True)
             bits = tl.load(factors + row, mask=four < fours, other=0).to(tl.int32, bitcast=True)
             share = tl.maximum(bits - least + (127 << 23), 0).to(tl.float32, bitcast=True)
@@ -164,7 +159,7 @@ def _swiglu_rows_backward(
 
 
 def _sizes(width: int) -> tuple[int, int, int]:
-    """Rows of a program, columns that it holds, and warps for it."""
+    """Rows of a program, columns that it holds, and warps."""
     assert width <= WIDEST, f"a row of {width} elements is wider than {WIDEST}"
     block = triton.next_power_of_2(width)
     rows = max(2048 // block, 1)
@@ -187,10 +182,10 @@ def cast_rows(
     count: Tensor | None = None,
     into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """e4m3 [R, W] and scales [R], fp32, of matrices side by side.
+    """e4m3 [R, W] and scales [R], fp32, of concatenated matrices.
 
     Columns are multiplied by `fold` [W], or each row's by `fold[owner]`, [E, W] and int32 [R]. With `count`, int32 [1],
-    only so many rows mean something. `into`: where to write both, contiguous.
+    only that many rows are valid. `into`: where to write both, contiguous.
     """
     assert 1 <= len(parts) <= PARTS
     given = [part.contiguous() for part in parts]
@@ -211,8 +206,8 @@ def transposed(
 ) -> Tensor:
     """[..., W, R] of [..., R, W], R a multiple of 4.
 
-    With `factors`, powers of two, each row is first multiplied by its own over `limit`, a scalar, the largest of them;
-    then there is one matrix.
+    With `factors`, powers of two, a single matrix's rows are first multiplied by theirs over `limit`, a scalar, the
+    largest.
     """
     rows, width = x.shape[-2:]
     assert rows % 4 == 0, f"{rows} rows make no words of four"
@@ -235,7 +230,8 @@ def swiglu_rows(
     wide: Tensor | None = None,
     weights_R: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`silu(gate) * up` of the halves [R, F] of a matrix, as `cast_rows`; also written to `wide`, without `fold`.
+    """`silu(gate) * up` of the halves [R, F] of a matrix, cast like `cast_rows`; also written to `wide`, without
+    `fold`.
 
     With `weights`, fp32, each row is multiplied by its own.
     """
@@ -259,9 +255,9 @@ def swiglu_rows_backward(
     wide: Tensor | None = None,
     weights: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of `gate_up` [R, 2F] from that of SwiGLU, as `cast_rows`; also written to `wide`, without `fold`.
+    """The gradient of `gate_up` [R, 2F] from SwiGLU's, cast like `cast_rows`; also written to `wide`, without `fold`.
 
-    `weights`: those of rows, and where to write their gradients; both fp32 [R].
+    `weights`: the rows' weights, and where to write their gradients; both fp32 [R].
     """
     g_RF, gate_up_RF = g_RF.contiguous(), gate_up_RF.contiguous()
     rows, width = g_RF.shape

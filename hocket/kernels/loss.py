@@ -1,8 +1,7 @@
-"""Cross-entropy that reads the logits once forward, and backward turns them into their gradient where they lie.
+"""Cross-entropy that reads logits once in forward and overwrites them with their gradient in backward.
 
-With torch's operations, logits in bf16 become an fp32 copy, its log-softmax, and two gradients in fp32 before the one
-in bf16: six times the memory of the logits at once, and six times the traffic. Here all that is kept beside the logits
-is one number per token.
+torch's operations need six times the memory and traffic of bf16 logits: an fp32 copy, its log-softmax, and three
+gradients. This keeps one number per token.
 
 Shapes: T tokens, V vocabulary.
 """
@@ -25,12 +24,11 @@ BLOCK = 4096
 
 
 def cross_entropy(logits_TV: Tensor, targets_T: Tensor) -> Tensor:
-    """Mean cross-entropy over the tokens whose target is not `IGNORED`, fp32; 0 if there is none.
+    """Mean cross-entropy over the tokens whose target is not `IGNORED`, fp32; 0 if there is none, NaN for a target
+    outside [0, V).
 
-    NaN if a target is outside of [0, V).
-
-    Consumes the logits: backward overwrites them with their gradient, so nobody else may read them then. A second
-    backward is refused.
+    Consumes the logits: backward overwrites them with their gradient, so they may not be read then. A second backward
+    is refused.
     """
     return _CrossEntropy.apply(logits_TV, targets_T)
 
@@ -71,7 +69,7 @@ def _cross_entropy_backward(logits, targets, sums, g, width: tl.constexpr, block
 
 
 def losses_and_sums(logits_TV: Tensor, targets_T: Tensor) -> Tensor:
-    """Of every token its loss, and the logarithm of its sum of exponentials: fp32 [2, T]."""
+    """Each token's loss and log-sum-exp: fp32 [2, T]."""
     tokens, width = logits_TV.shape
     found_2T = torch.empty(2, tokens, dtype=torch.float32, device=logits_TV.device)
     if tokens:
@@ -82,25 +80,25 @@ def losses_and_sums(logits_TV: Tensor, targets_T: Tensor) -> Tensor:
 
 
 def log_sums(logits_TV: Tensor) -> Tensor:
-    """The logarithm of every token's sum of exponentials: fp32 [T]."""
-    nobody_T = torch.full(logits_TV.shape[:1], IGNORED, device=logits_TV.device)
-    return losses_and_sums(logits_TV, nobody_T)[1]
+    """Each token's log-sum-exp: fp32 [T]."""
+    ignored_T = torch.full(logits_TV.shape[:1], IGNORED, device=logits_TV.device)
+    return losses_and_sums(logits_TV, ignored_T)[1]
 
 
 def turn_into_gradient(logits_TV: Tensor, targets_T: Tensor, sums_T: Tensor, factor: Tensor) -> Tensor:
     """Overwrite logits with their gradient, `factor * (softmax - target)`, and return it.
 
-    `sums` may count logits of other ranks too; a target of -1 is one of theirs.
+    `sums` may include logits of other ranks; a target of -1 belongs to one of them.
     """
     tokens, width = logits_TV.shape
     if tokens:
-        # From here on torch refuses to hand out the saved logits again.
+        # Makes torch refuse to return the saved logits again.
         torch.autograd.graph.increment_version(logits_TV)
         grid = (tokens, triton.cdiv(width, BLOCK))
         _cross_entropy_backward[grid](
             logits_TV, targets_T, sums_T, factor, width, BLOCK, IGNORED, num_warps=8, enable_fp_fusion=False
         )
-    return logits_TV.detach()  # what was saved knows the graph that made it
+    return logits_TV.detach()  # the saved tensor refers to its graph
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -1,11 +1,8 @@
-"""Root-mean-square norm with its weight: one pass forward, one backward, and no tensor between norm and weight.
+"""RMS norm with its weight: one pass forward, one backward.
 
-The pass forward also adds what the row is the sum of; the one backward adds the row's other gradient, that of the
-residual stream which goes on beside the norm.
-
-Backward meets everything that the weight gradient needs, so it also sums that over the rows of each program: [P, D] in
-fp32, a few megabytes in place of two activations, to be added up when weight gradients are due. Which rows a program
-takes and in what order depends on shapes alone, so the sums have the same bits in every run.
+Forward also computes the residual sum; backward also adds the residual stream's gradient. Backward sums the weight
+gradient over each program's rows: [P, D] in fp32, a few megabytes instead of two activations, added up when weight
+gradients are due. The order depends on shapes alone, so the bits are reproducible.
 
 Shapes: R rows (all leading dimensions together), D width, P programs.
 """
@@ -24,14 +21,14 @@ from torch import Tensor
 TILE = 4096
 """Elements of a program at a time, where one row does not have more."""
 PROGRAMS = 264
-"""Programs of the backward at most, 2 per SM of a Hopper: more would write more partial sums than they hide latency."""
+"""Most programs of the backward, 2 per SM of a Hopper: more write more partial sums than they hide latency."""
 AHEAD = 96 * 1024
-"""Bytes of shared memory that one of them has for tiles, so that memory is busy while it computes."""
+"""Shared memory in bytes for a program's prefetched tiles."""
 
 
 @triton.jit
 def _tile(start, rows, width: tl.constexpr, tile_rows: tl.constexpr, block: tl.constexpr):
-    """Places of the rows from `start`, and which of them exist."""
+    """Offsets of the rows from `start`, and which of them exist."""
     row = (start + tl.arange(0, tile_rows)).to(tl.int64)[:, None]
     column = tl.arange(0, block)[None, :]
     return row * width + column, (row < rows) & (column < width)
@@ -48,7 +45,7 @@ def _rms_norm_forward(
     value = tl.load(x + at, mask=inside, other=0).to(tl.float32)
     if add:
         value += tl.load(more + at, mask=inside, other=0).to(tl.float32)
-        rounded = value.to(total.dtype.element_ty)  # what backward will read
+        rounded = value.to(total.dtype.element_ty)  # backward reads the rounded sum
         tl.store(total + at, rounded, mask=inside)
         value = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 1) / width + eps)[:, None]
@@ -91,14 +88,14 @@ def _rms_norm_sum(partial, out, parts, width: tl.constexpr, tile: tl.constexpr, 
 
 
 def _sizes(width: int) -> tuple[int, int, int]:
-    """Rows of a tile, its columns, and warps for it."""
+    """Rows of a tile, its columns, and warps."""
     block = triton.next_power_of_2(width)
     rows = max(TILE // block, 1)
     return rows, block, min(max(rows * block // 512, 4), 32)
 
 
 def stages_of(tile_bytes: int) -> int:
-    """How many tiles of a program's inputs are being loaded or worked on at a time."""
+    """Tiles of a program's inputs in flight at a time."""
     return min(max(AHEAD // tile_bytes, 1), 3)
 
 
@@ -117,7 +114,7 @@ def forward(x: Tensor, weight_D: Tensor, eps: float, more: Tensor | None = None)
 
 
 def backward(g: Tensor, x: Tensor, weight_D: Tensor, eps: float, more: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Gradient of `x`, plus `more`; and what the weight gradient is the sum of: fp32 [P, D]."""
+    """Gradient of `x`, plus `more`; and partial sums of the weight gradient: fp32 [P, D]."""
     g, x, width = g.contiguous(), x.contiguous(), x.shape[-1]
     g_x = torch.empty_like(x)
     if not g_x.numel():
@@ -134,17 +131,16 @@ def backward(g: Tensor, x: Tensor, weight_D: Tensor, eps: float, more: Tensor | 
 
 
 def sum_parts(partial_PD: Tensor, out_D: Tensor) -> None:
-    """Write the sum of a backward's parts to `out`, whose dtype it is rounded to."""
+    """Write the sum of a backward's partial sums to `out`, in its dtype."""
     parts, width = partial_PD.shape
     _rms_norm_sum[triton.cdiv(width, 32),](partial_PD, out_D, parts, width, 64, 32, num_warps=4, enable_fp_fusion=False)
 
 
 # --------------------------------------------------------------------------------------------------------------- rotary
 #
-# Rotary positions of heads, with or without the norm before them, in one pass; and the gradient in another.
+# Rotary positions of heads, with or without a norm before, in one pass; and the gradient in another.
 #
-# A rotation's gradient is the rotation back, and needs no input. That of the norm sums its weight gradient on the way,
-# as `norm.py` says.
+# A rotation's gradient is the inverse rotation and needs no input. The norm's partial weight gradients are as above.
 #
 # Shapes: B sequences, S sequence length, H heads, N width of a head, P programs.
 
@@ -155,15 +151,17 @@ HEADS_TILE = 4096
 
 @triton.jit
 def _tile_of_heads(start, tile: tl.constexpr, block_h: tl.constexpr, block_n: tl.constexpr):
-    """Positions of a tile, heads, and pairs of a head. Strides of the first two are any, so these are 64-bit."""
+    """Positions of a tile, heads, and pairs of a head. Positions and heads may have any strides, so these are
+    64-bit.
+    """
     position = (start + tl.arange(0, tile)).to(tl.int64)[:, None, None]
     return position, tl.arange(0, block_h).to(tl.int64)[None, :, None], tl.arange(0, block_n)[None, None, :]
 
 
 @triton.jit
 def _pair(column, half: tl.constexpr, turning: tl.constexpr):
-    """Where both elements of a pair are. The first `turning` pairs are of the halves of what rotates; the others, which
-    stay, are of the halves of what is behind that.
+    """Offsets of both elements of a pair. The first `turning` pairs join the halves of what rotates, the others the
+    halves of the rest.
     """
     one, other = column, column + half
     if turning < half:
@@ -173,14 +171,13 @@ def _pair(column, half: tl.constexpr, turning: tl.constexpr):
 
 @triton.jit
 def _load(x, inside, one, other):
-    """Both elements of pairs, in fp32."""
     first = tl.load(x + one, mask=inside, other=0).to(tl.float32)
     return first, tl.load(x + other, mask=inside, other=0).to(tl.float32)
 
 
 @triton.jit
 def _turn(first, second, table, position, column, positions, seq, turning: tl.constexpr, back: tl.constexpr):
-    """Pairs, turned by the angles of their positions, or back."""
+    """Pairs rotated by the angles of their positions, or back."""
     angle, here = table + position % seq * turning + column, (position < positions) & (column < turning)
     cos, sin = tl.load(angle, mask=here, other=1), tl.load(angle + seq * turning, mask=here, other=0)
     if back:
@@ -244,10 +241,9 @@ def _rms_norm_rotary_backward(
 
 
 def turn(x_BSHN: Tensor, table: Tensor, weight_N: Tensor | None = None, eps: float = 0.0, back: bool = False) -> Tensor:
-    """Every head turned by its position's angle, or back; with a weight, the norm of every head. Without gaps.
+    """Rotate every head by its position's angle, or back; with a weight, after the norm of every head. Contiguous.
 
-    Of N elements, as many rotate as the table has cosines and sines for a position.
-    The input may have any strides but in its last dimension, as those that attention gives a gradient.
+    The table's width says how many of N elements rotate. Input strides are arbitrary except in the last dimension.
     """
     batch, seq, heads, width = x_BSHN.shape
     turning = table.shape[-1]
@@ -268,7 +264,7 @@ def turn(x_BSHN: Tensor, table: Tensor, weight_N: Tensor | None = None, eps: flo
 def norm_turn_backward(
     g_BSHN: Tensor, x_BSHN: Tensor, table: Tensor, weight_N: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Gradient of `turn`'s input with a weight, and what the weight gradient is the sum of: fp32 [P, N]."""
+    """Gradient of the input of `turn` with a weight, and partial sums of the weight gradient: fp32 [P, N]."""
     batch, seq, heads, width = x_BSHN.shape
     g_BSHN = g_BSHN if g_BSHN.stride(-1) == 1 else g_BSHN.contiguous()
     x_BSHN = x_BSHN.contiguous()
@@ -287,7 +283,7 @@ def norm_turn_backward(
 
 
 def _sizes_of_heads(heads: int, width: int) -> tuple[int, int, int, int]:
-    """Positions of a tile, its heads, pairs of a head, and warps for it."""
+    """Positions of a tile, its heads, pairs of a head, and warps."""
     block_h, block_n = triton.next_power_of_2(heads), triton.next_power_of_2(width // 2)
     tile = max(HEADS_TILE // (2 * block_h * block_n), 1)
     return tile, block_h, block_n, 4 if 2 * tile * block_h * block_n <= HEADS_TILE else 8

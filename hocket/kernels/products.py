@@ -1,14 +1,11 @@
-"""Weight gradients of stacked experts, written or added where they belong by the product itself.
+"""Weight gradients of stacked experts, written or added to their destination by the product itself.
 
-`torch._grouped_mm` has a result of its own, in the dtype of its operands: from there gradients are copied to where they
-are sent from, or summed up in fp32. Here they leave the product in fp32, once: 8 bytes per element where product, copy
-and sum move 16.
+`torch._grouped_mm` returns a result in its operands' dtype, which would then be copied or summed in fp32: 16 bytes per
+element instead of 8. One program makes one tile of one expert's gradient from all of its rows, in order. It adds with a
+reduction in memory (`red`), for which no program waits. No other program of the launch adds to that element, so results
+are reproducible. Numbers below 1e-38 count as 0.
 
-One program makes one tile of one expert's gradient, from all of the expert's rows, in their order. So nothing depends
-on which program runs first. An addition is made where the memory is (`red`), and no program waits for it: nobody else
-adds to that element in the same launch, hence the same bits in every run. It takes numbers below 1e-38 for 0.
-
-How many rows an expert has is known to the device alone. Rows behind the last one's are not read.
+Only the device knows the experts' row counts. Rows beyond the last one are not read.
 
 Shapes: R rows grouped by expert, D input width, F output width, E experts.
 """
@@ -29,19 +26,19 @@ from hocket.kernels import sums
 
 @dataclass(frozen=True)
 class Tile:
-    """What a program computes: `tall` x `wide` elements, from `deep` rows at a time."""
+    """A program's output, `tall` x `wide` elements, from `deep` rows at a time."""
 
     tall: int
     wide: int
     deep: int
     warps: int
     stages: int
-    """Loads of so many steps are under way at once."""
+    """Loads in flight."""
 
 
 TILE = Tile(128, 256, 64, warps=8, stages=4)
-"""Two groups of 4 warps, each with 64 x 256 sums in its registers: the largest product that a Hopper has. Of the tiles
-of `benchmarks.expert_grads` it adds in the least time, and writes in little more than the least."""
+"""Two groups of 4 warps with 64 x 256 sums in registers each: the largest product of a Hopper. The fastest tile of
+`benchmarks.expert_grads` when adding, nearly so when writing."""
 
 
 def weight_gradients(
@@ -53,9 +50,9 @@ def weight_gradients(
     scale: float = 1.0,
     tile: Tile = TILE,
 ) -> None:
-    """`out[e]` = or += `scale * x[rows of e].T @ g[rows of e]`: the rows from `ends[e - 1]` to `ends[e]`, int32.
+    """`out[e]` = or += `scale * x[rows of e].T @ g[rows of e]`, for rows `ends[e - 1]` to `ends[e]`, int32.
 
-    An expert without rows gets zeros, or nothing is added. What is added to is fp32.
+    Without rows, zeros are written or nothing is added. Adding needs fp32.
     """
     (_, width), inner, experts = x_RD.shape, g_RF.shape[1], len(ends_E)
     assert out_EDF.shape == (experts, width, inner), f"{tuple(out_EDF.shape)} is not {(experts, width, inner)}"
@@ -121,16 +118,14 @@ def _weight_gradients(
 
 # --------------------------------------------------------------------------------------------------------------- router
 #
-# Gradients of a router's product: those of fp32 logits, multiplied with bf16 operands on tensor cores.
+# Gradients of a router's product: fp32 logit gradients times bf16 operands, on tensor cores.
 #
-# Tensor cores multiply bf16 numbers exactly, and add up in fp32. A bf16 number has 8 significant bits and fp32 has 24,
-# so fp32 is a sum of three bf16 *parts*: what is left after rounding twice fits into a third. So a product of the parts
-# has the precision of one in fp32, at a fraction of its time. A gradient is taken apart in registers, where it is
-# multiplied.
+# Tensor cores multiply bf16 exactly and accumulate in fp32. An fp32 number (24 significant bits) is the sum of three
+# bf16 *parts* (8 each), so products of the parts have fp32 precision at a fraction of the time. Gradients are split in
+# registers.
 #
-# The weight gradient has all three parts. In the input gradient, which is rounded to bf16 in the end, two are enough:
-# each rounding leaves out at most 2^-8 of a number, so a third part is at most 2^-16 of its term, while rounding the
-# result leaves out up to 2^-8 of that. It could only be seen where all but 2^-8 of the terms cancels out.
+# The weight gradient uses three parts. The input gradient is rounded to bf16, so two are enough: a third is at most
+# 2^-16 of its term, the final rounding up to 2^-8. It would show only where all but 2^-8 of the terms cancel.
 #
 # Shapes: T tokens, E experts, D hidden, S slices of the tokens.
 
@@ -225,9 +220,9 @@ def input_gradient(g_TE: Tensor, weight_ED: Tensor, more_TD: Tensor | None = Non
 
 
 def weight_gradient(g_TE: Tensor, x_TD: Tensor, out_ED: Tensor, add: bool = False, scale: float = 1.0) -> None:
-    """`out` = or += `scale * g.T @ x`, added up in fp32: `g` is fp32, `x` bf16, `out` contiguous.
+    """`out` = or += `scale * g.T @ x`, accumulated in fp32: `g` is fp32, `x` bf16, `out` contiguous.
 
-    Tokens are summed slice by slice, and slices in their order: how many there are depends on E and D alone.
+    Sums go slice by slice in order; the number of slices depends on E and D alone.
     """
     (tokens, experts), width = g_TE.shape, x_TD.shape[1]
     tall, wide = _block(experts, BLOCK), _block(width, BLOCK)
@@ -241,5 +236,5 @@ def weight_gradient(g_TE: Tensor, x_TD: Tensor, out_ED: Tensor, add: bool = Fals
 
 
 def _block(size: int, most: int) -> int:
-    """Sides of a matrix that tensor cores take have 16 elements at least."""
+    """Tensor cores need sides of at least 16."""
     return min(max(triton.next_power_of_2(size), 16), most)

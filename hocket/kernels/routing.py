@@ -1,9 +1,8 @@
-"""Choosing experts: from the router's logits to weights and to the row of every choice, in three kernels.
+"""Expert choice: from router logits to weights and the row of every choice, in three kernels.
 
-The first one works on a block of tokens: scores, the best experts, their weights, and how many of the block's tokens
-chose each expert. The second adds these counts up over the blocks, expert by expert, so that every block knows where
-its first row of each expert goes; the third hands out the rows, to tokens in their order. That is what a stable sort
-by expert would say, for a tenth of its launches. Backward is one kernel, over the same blocks.
+The first computes scores, the best experts, their weights, and each expert's count, per block of tokens. The second is
+a scan of the counts over blocks. The third assigns rows, in token order: a stable sort by expert for a tenth of its
+launches. Backward is one kernel over the same blocks.
 
 Shapes: T tokens, E experts, K choices per token, N blocks of tokens.
 """
@@ -26,7 +25,7 @@ from hocket.config import ModelConfig
 TILE = 2048
 """Elements of a block's scores; with 128 threads, each holds 16."""
 LOWEST = tl.constexpr(-3.0e38)
-"""What counts for a score that is no number, so that padding behind the last expert is never chosen."""
+"""Stands for NaN scores, so that padding after the last expert is never chosen."""
 
 
 @triton.jit
@@ -47,7 +46,7 @@ def _within_groups(
     rank, column, experts: tl.constexpr, groups: tl.constexpr, top_groups: tl.constexpr, two: tl.constexpr,
     block: tl.constexpr, block_g: tl.constexpr,
 ):  # fmt: skip
-    """`rank`, with -inf for experts outside of a token's best groups: those of the best expert, or of the best two."""
+    """`rank`, with -inf outside of a token's best groups: those of the best expert, or of the best two."""
     size: tl.constexpr = experts // groups
     g = tl.arange(0, block_g)[None, :]
     rating = tl.full([block, block_g], float("-inf"), tl.float32)
@@ -140,7 +139,7 @@ def _route_scan(
     block: tl.constexpr,
     block_e: tl.constexpr,
 ):
-    """Counts of a block become those of all blocks before it; `counts` and `scores` get the sums over all blocks."""
+    """Replace each block's counts by those of all blocks before; `counts` and `scores` get the totals."""
     column = tl.program_id(0) * block_e + tl.arange(0, block_e)
     count, score = tl.zeros([block_e], tl.int32), tl.zeros([block_e], tl.float32)
     first = 0
@@ -201,7 +200,7 @@ def _route_backward(
     block: tl.constexpr,
     block_e: tl.constexpr,
 ):
-    """`counts` are those of the tokens of all tensor-parallel ranks, of which there are `everywhere`."""
+    """`counts` are over the tokens of all tensor-parallel ranks, of which there are `everywhere`."""
     token, column = tl.program_id(0) * block + tl.arange(0, block), tl.arange(0, block_e)
     score, inside = _scores(logits, token, column, tokens, experts, sigmoid)
     g = tl.zeros([block, block_e], tl.float32)
@@ -216,7 +215,7 @@ def _route_backward(
         total = tl.sum(tl.where(mine > 0, score, 0.0), axis=1) + 1e-20
         along = tl.sum(g * score, axis=1) / total
         g = tl.where(mine > 0, (g - along[:, None]) / total[:, None], 0.0)
-    # The balance loss pushes every score by its expert's share of the rows.
+    # The balance loss: every score's gradient has its expert's share of the rows.
     share = tl.load(counts + column, mask=column < experts, other=0).to(tl.float32) / (everywhere * top_k)
     push = (aux * experts / everywhere) * share
     if sigmoid:
@@ -241,7 +240,7 @@ def _regroup_index(
     size: tl.constexpr,
     block: tl.constexpr,
 ):
-    """One program per block of rows, those of one expert from one rank."""
+    """One program per block: rows of one expert from one rank."""
     rank, expert = tl.program_id(0) // local, tl.program_id(0) % local
     i = tl.arange(0, size)
     at = i // local * stride + i % local
@@ -262,7 +261,7 @@ def _regroup_index(
 
 
 class Total(Protocol):
-    """Rows of every expert, int64 [E], of all tensor-parallel ranks' tokens, on their way."""
+    """A pending sum of rows per expert over tensor-parallel ranks, int64 [E]."""
 
     def get(self) -> Tensor: ...
 
@@ -278,11 +277,11 @@ def choose(
     begin: Callable[[Tensor], OneTotal],
     ranks: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, OneTotal]:
-    """(weights fp32 [T, K], row of every choice int32 [T * K], rows of every expert int64 [E], experts, scores, total).
+    """(weights fp32 [T, K], row of every choice int32 [T * K], rows per expert int64 [E], experts, scores, total).
 
-    The experts are those of every token, int32 [T, K], the scores sums over tokens, fp32 [E]. What
-    `parallel.routing.route` describes. Backward of the weights adds the gradient of `aux` times the balance loss.
-    `begin` is given the rows and begins their sum over tensor-parallel ranks, of which there are `ranks`: the total.
+    Experts are int32 [T, K], scores are sums over tokens, fp32 [E]; see `parallel.routing.route`. Backward of the
+    weights adds the gradient of `aux` times the balance loss. `begin` starts summing the rows over `ranks`
+    tensor-parallel ranks and returns the total.
     """
     return _Choose.apply(logits_TE, bias_E, config, aux, begin, ranks)
 
@@ -290,7 +289,7 @@ def choose(
 def weigh(
     logits_TE: Tensor, chosen_TK: Tensor, total: Total, config: ModelConfig, aux: float, ranks: int = 1
 ) -> Tensor:
-    """The weights of choices that are known: the bits that `choose` gave, and its backward."""
+    """The weights of known choices: the bits of `choose`, and its backward."""
     return _Weigh.apply(logits_TE, chosen_TK, total, config, aux, ranks)
 
 
@@ -322,7 +321,7 @@ class _Choose(torch.autograd.Function):
         _route_topk[blocks,](*given, **sizes, **flags, **_groups(config), choices=choices)
         summed = (counts_NE, scores_NE, counts_E, scores_E, blocks, experts)
         _route_scan[triton.cdiv(experts, 16),](*summed, block=128, block_e=16)
-        total = begin(counts_E)  # on its way beside what follows
+        total = begin(counts_E)  # overlaps with the next kernel
         _route_index[blocks,](chosen_TK, counts_NE, counts_E, inverse_R, tokens, **sizes)
 
         _keep(ctx, logits_TE, chosen_TK, total, config, aux, ranks)
@@ -375,7 +374,7 @@ def _logits_gradient(ctx: Any, g_TK: Tensor) -> Tensor:
 
 
 def _shape(config: ModelConfig) -> tuple[int, dict[str, int], dict[str, bool]]:
-    """Tokens of a block, and what kernels are compiled for: sizes, and the kind of router."""
+    """Tokens of a block, and the compile-time sizes and flags."""
     block_e = triton.next_power_of_2(config.experts)
     block = min(max(TILE // block_e, 1), 64)
     sizes = {"experts": config.experts, "top_k": config.top_k, "block": block, "block_e": block_e}
@@ -383,16 +382,15 @@ def _shape(config: ModelConfig) -> tuple[int, dict[str, int], dict[str, bool]]:
 
 
 def _groups(config: ModelConfig) -> dict[str, int]:
-    """How experts are chosen by groups."""
     groups, two = config.route_groups, config.route_group_score == "best_two"
     block_g = triton.next_power_of_2(groups)
     return {"groups": groups, "top_groups": config.route_top_groups, "two": two, "block_g": block_g}
 
 
 def regroup(counts_PL: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(end of every local expert's rows in grouped order, received position of every grouped row, and the reverse).
+    """(end of every local expert's rows in grouped order, received position of every grouped row, and the inverse).
 
-    All int32. With one rank both orders are the same, and have no meaning here.
+    All int32. With one rank the two orders are equal and not computed.
     """
     ranks, local = counts_PL.shape
     ints = {"device": counts_PL.device, "dtype": torch.int32}

@@ -1,6 +1,6 @@
-"""Moving rows between tokens, ranks and experts: each is read once and written once, whatever is computed on the way.
+"""Moving rows between tokens, ranks and experts: each row is read once and written once.
 
-One program works on a tile of one row's columns, and on the rows of all its choices there.
+One program handles a tile of one row's columns, for all its choices.
 
 Shapes: N and R rows, K choices, D columns. `place` is the row of every choice, [N, K], or -1; see `layers/rows.py`.
 """
@@ -17,9 +17,8 @@ from torch import Tensor
 BLOCK, WARPS = 2048, 4
 """Columns of a tile at most; with 128 threads, each holds 32 bytes of every bf16 row."""
 GATHERED = 4
-"""Rows of a program that only copies."""
 PAIRS, PAIRS_WARPS = 8192, 8
-"""Elements of a tile of all choices at most."""
+"""Most elements of a tile of all choices."""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -44,7 +43,7 @@ def _spread(x, place, out, x_stride, out_stride, width, top_k: tl.constexpr, blo
 
 @triton.jit
 def _weights(here, there, place, choices, back: tl.constexpr, block: tl.constexpr):
-    """Numbers of choices to their places, or with `back` from there; 0 for choices that have none."""
+    """Copy numbers of choices to their places, or `back`; 0 for choices without a place."""
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     row = tl.load(place + at, mask=at < choices, other=-1).to(tl.int64)
     if back:
@@ -118,13 +117,11 @@ def _total_backward(
 
 
 def _tiles(tokens: int, width: int) -> tuple[tuple[int, int], int]:
-    """The grid, and the columns of a tile."""
     block = min(BLOCK, triton.next_power_of_2(width))
     return (tokens, triton.cdiv(width, block)), block
 
 
 def gather(x_RD: Tensor, order_R: Tensor) -> Tensor:
-    """Rows `x[order]`."""
     rows, width = order_R.numel(), x_RD.shape[1]
     y_RD = x_RD.new_empty(rows, width)
     if y_RD.numel():
@@ -135,7 +132,7 @@ def gather(x_RD: Tensor, order_R: Tensor) -> Tensor:
 
 
 def spread(x_ND: Tensor, place_NK: Tensor, out_RD: Tensor) -> None:
-    """Copy every row to all its places in `out`. Both may be columns of something wider."""
+    """Copy every row to all its places in `out`. Both may be columns of a wider tensor."""
     (rows, width), top_k = x_ND.shape, place_NK.shape[1]
     x_ND = _by_rows(x_ND)
     assert out_RD.stride(1) == 1
@@ -146,7 +143,7 @@ def spread(x_ND: Tensor, place_NK: Tensor, out_RD: Tensor) -> None:
 
 
 def weights(here_NK: Tensor, there_R: Tensor, place_NK: Tensor, back: bool) -> None:
-    """Copy the number of every choice to its place, or `back` from there. Both fp32, `here` contiguous."""
+    """Copy the number of every choice to its place, or `back`. Both fp32, `here` contiguous."""
     if choices := here_NK.numel():
         given = (here_NK, there_R, place_NK.contiguous(), choices, back, BLOCK)
         _weights[triton.cdiv(choices, BLOCK),](*given, num_warps=WARPS)
@@ -162,7 +159,7 @@ def total(
 ) -> Tensor:
     """The sum of every choice's row [times its fp32 weight], plus `shared`, plus `residual`: [N, D].
 
-    `rows` and `out` may be columns of something wider.
+    `rows` and `out` may be columns of a wider tensor.
     """
     (tokens, top_k), width = place_NK.shape, rows_RD.shape[1]
     rows_RD = _by_rows(rows_RD)
@@ -205,27 +202,24 @@ def total_backward(g_ND: Tensor, rows_RD: Tensor, probs_NK: Tensor, place_NK: Te
 
 
 def _by_rows(x: Tensor) -> Tensor:
-    """The tensor itself, if its columns are contiguous."""
     return x if x.stride(1) == 1 else x.contiguous()
 
 
 # ------------------------------------------------------------------------------------------------------------- per rank
 #
-# Numbers of (token, rank) pairs, and labels of their rows: written by whoever sends rows, read by whoever gets them.
+# Rows of (token, rank) pairs and their labels, written by the sender and read by the receiver (`layers/rows.py`).
 #
-# `layers/rows.py` has the formulas. Labels are the last int32 columns of a row: K seats, then the bits of K
-# weights.
+# Labels are the last int32 columns of a row: K seats, then the bits of K weights.
 #
 # Shapes: T tokens, K choices, P ranks, N rows.
 
 
 TOKENS = 128
-"""Tokens or rows of a program."""
 
 
 @triton.jit
 def _ends(counts, p, experts: tl.constexpr, local: tl.constexpr, block_e: tl.constexpr):
-    """Where the rows of each rank's experts end, if every choice has a row of its own."""
+    """End of each rank's rows if every choice has a row of its own."""
     e = tl.arange(0, block_e)
     count = tl.load(counts + e, mask=e < experts, other=0).to(tl.int32)
     return tl.sum(tl.where((e // local)[None, :] <= p[:, None], count[None, :], 0), axis=1)
@@ -280,7 +274,7 @@ def _pair_rows(
     block_e: tl.constexpr,
     block_p: tl.constexpr,
 ):
-    """Rows of choices, rows of first choices, seats; and `sent` [P, L + 1], what every rank must be told."""
+    """Rows of choices, rows of first choices, seats; and `sent` [P, L + 1], the counts for every rank."""
     token, p = tl.program_id(0) * block + tl.arange(0, block), tl.arange(0, block_p)
     inside = token < tokens
     total, before = tl.zeros([block_p], tl.int32), tl.zeros([block_p], tl.int32)
@@ -318,7 +312,7 @@ def _pair_rows(
 def _write_labels(
     labels, probs, rows, seats, tokens, stride, top_k: tl.constexpr, choices: tl.constexpr, block: tl.constexpr
 ):
-    """A token's choices write the label of their row whole: once each, but all write the same."""
+    """Every choice of a token writes its row's whole label; all write the same."""
     token, k = tl.program_id(0) * block + tl.arange(0, block), tl.arange(0, choices)
     inside = (token < tokens)[:, None] & (k < top_k)[None, :]
     at = token[:, None] * top_k + k[None, :]
@@ -337,7 +331,7 @@ def _write_labels(
 def _label_grads(
     labels, rows, g_probs, tokens, stride, top_k: tl.constexpr, choices: tl.constexpr, block: tl.constexpr
 ):
-    """The gradient of every choice's weight, from the label of its row."""
+    """The gradient of every choice's weight, from its row's label."""
     token, k = tl.program_id(0) * block + tl.arange(0, block), tl.arange(0, choices)
     inside = (token < tokens)[:, None] & (k < top_k)[None, :]
     at = token[:, None] * top_k + k[None, :]
@@ -364,7 +358,7 @@ def _read_labels(
     block_p: tl.constexpr,
     block_l: tl.constexpr,
 ):
-    """Seats become places: those of a row count from the first one of the rank that it came from."""
+    """Turn seats into places: seats count from the first row of the source rank."""
     row, k = tl.program_id(0) * block + tl.arange(0, block), tl.arange(0, choices)
     p, e = tl.arange(0, block_p), tl.arange(0, block_l)
     inside = (row < rows)[:, None] & (k < top_k)[None, :]
@@ -400,7 +394,7 @@ def number(inverse_TK: Tensor, counts_E: Tensor, ranks: int) -> tuple[Tensor, Te
 
 
 def write_labels(rows_NC: Tensor, columns: int, probs_TK: Tensor, row_TK: Tensor, seat_TK: Tensor) -> None:
-    """Write the labels, the last `columns` of rows seen as int32, of all rows that stand for choices."""
+    """Write the labels, the last `columns` of rows seen as int32, of all rows that carry choices."""
     tokens, top_k = probs_TK.shape
     labels = rows_NC[:, rows_NC.shape[1] - columns :]
     given = (labels, probs_TK.contiguous(), row_TK, seat_TK, tokens, labels.stride(0))
@@ -408,7 +402,7 @@ def write_labels(rows_NC: Tensor, columns: int, probs_TK: Tensor, row_TK: Tensor
 
 
 def label_grads(rows_NC: Tensor, columns: int, row_TK: Tensor) -> Tensor:
-    """The gradients of weights, fp32 [T, K], that labels brought back."""
+    """The weights' gradients in returned labels, fp32 [T, K]."""
     tokens, top_k = row_TK.shape
     labels = rows_NC[:, rows_NC.shape[1] - columns :]
     g_probs_TK = torch.empty(tokens, top_k, dtype=torch.float32, device=row_TK.device)
@@ -422,8 +416,7 @@ def read_labels(
 ) -> tuple[Tensor, Tensor]:
     """Places, int32, and weights, fp32, of every row's choices, both [N, K].
 
-    The last `columns` of rows seen as int32 are their labels; `counts` has, by the rank that they came from, choices by
-    local expert and rows.
+    `counts` has, by source rank, choices per local expert and the number of rows.
     """
     rows, (ranks, width) = len(rows_NC), counts_PM.shape
     labels = rows_NC[:, rows_NC.shape[1] - columns :]

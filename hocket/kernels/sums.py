@@ -1,4 +1,4 @@
-"""Adding up what has arrived, in one pass: see `transports.local_sum`."""
+"""The sum of rows in one pass: see `transports.local_sum`."""
 
 # pyrefly: ignore-errors
 # ruff: noqa: ANN001, ANN202
@@ -59,7 +59,7 @@ def launch(
     own: tuple[int, Tensor] | None = None,
     programs: int = PROGRAMS,
 ) -> None:
-    """`into` += (or =) scale * the sum of the rows of `parts`, in their order and in fp32, on the current stream."""
+    """`into` += (or =) scale * the sum of the rows of `parts`, in order and in fp32, on the current stream."""
     world, numel = parts_WS.shape[0] + (own is not None), parts_WS.shape[1]
     rank, mine_S = own if own is not None else (-1, parts_WS)
     grid = (min(programs, triton.cdiv(numel, BLOCK)),)
@@ -72,7 +72,7 @@ def launch(
 
 # -------------------------------------------------------------------------------------------------------------- squares
 #
-# Sums of squares of tensors in fp64, in one pass: see `fsdp/shard_grads.py`.
+# Sums of squares of tensors in fp64: see `fsdp/shard_grads.py`.
 
 
 SQUARED = 4096
@@ -92,9 +92,9 @@ def _squares(values, partials, numel, block_size: tl.constexpr):
 
 
 def squares(tensors: Sequence[Tensor], programs: int = PROGRAMS) -> Tensor:
-    """The sum of the squares of each contiguous tensor of fp32 or bf16, fp64 [n], on the current stream.
+    """The sum of squares of each contiguous fp32 or bf16 tensor, fp64 [n], on the current stream.
 
-    The order in which they are added up depends on a tensor's number of elements alone.
+    The order of additions depends on a tensor's number of elements alone.
     """
     partials = torch.zeros(len(tensors), programs, dtype=torch.float64, device=tensors[0].device)
     for tensor, row in zip(tensors, partials, strict=True):
@@ -106,10 +106,10 @@ def squares(tensors: Sequence[Tensor], programs: int = PROGRAMS) -> Tensor:
 
 # --------------------------------------------------------------------------------------------------------------- biases
 #
-# Biases of experts: added to the rows of each, and the sums of rows that are their gradients.
+# Biases of experts, added to their rows, and the row sums that are their gradients.
 #
-# How many rows an expert has is known to the device alone. Rows behind the last one's are neither read nor written. One
-# program sums up one expert's rows of some columns, in their order, so the bits depend on nothing else.
+# Only the device knows the experts' row counts. Rows beyond the last one are neither read nor written. One program sums
+# an expert's rows of some columns in order, so the bits are reproducible.
 #
 # Shapes: R rows grouped by expert, F width, E experts.
 
@@ -155,7 +155,7 @@ def _row_sums(g, ends, out, scale, width: tl.constexpr, add: tl.constexpr, deep:
 
 
 def add_by_expert(x_RF: Tensor, bias_EF: Tensor, ends_E: Tensor) -> Tensor:
-    """Add `bias[e]` to the rows of expert e, which end before `ends[e]`, int32. Changes `x` and returns it."""
+    """Add `bias[e]` to the rows of expert e, which end before `ends[e]`, int32. In place; returns `x`."""
     assert x_RF.is_contiguous()
     (rows, width), experts = x_RF.shape, len(ends_E)
     if x_RF.numel():
@@ -167,7 +167,7 @@ def add_by_expert(x_RF: Tensor, bias_EF: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def row_sums(g_RF: Tensor, ends_E: Tensor, out_EF: Tensor, add: bool = False, scale: float = 1.0) -> None:
-    """`out[e]` = or += `scale` times the sum of the rows of expert e, in fp32. Without rows it is 0."""
+    """`out[e]` = or += `scale` times the sum of the rows of expert e, in fp32; 0 without rows."""
     width, experts = g_RF.shape[1], len(ends_E)
     assert out_EF.is_contiguous()
     grid = experts, triton.cdiv(width, COLUMNS)
@@ -176,13 +176,13 @@ def row_sums(g_RF: Tensor, ends_E: Tensor, out_EF: Tensor, add: bool = False, sc
 
 # -------------------------------------------------------------------------------------------------------------- merging
 #
-# Two results of attention to disjoint keys made one, in one pass: see `model/heads.py`.
+# Merges two attention results over disjoint keys: see `model/heads.py`.
 #
 # Shapes: T tokens, H heads, N width of a head.
 
 
 HEADS = 8
-"""Heads of a token, or of several, of one program."""
+"""Heads of a program, of one token or several."""
 
 
 @triton.jit
@@ -207,7 +207,7 @@ def _merge(
 
 
 def merge(one_THN: Tensor, lse_HT: Tensor, other_THN: Tensor, other_lse_HT: Tensor) -> tuple[Tensor, Tensor]:
-    """Output [T, H, N] and lse [H, T] of all keys. N is a power of two; heads of a token lie one after the other."""
+    """Output [T, H, N] and lse [H, T] over all keys. N is a power of two; a token's heads are contiguous."""
     tokens, heads, width = one_THN.shape
     assert one_THN.stride()[1:] == other_THN.stride()[1:] == (width, 1)
     out_THN, total_HT = torch.empty_like(one_THN, memory_format=torch.contiguous_format), torch.empty_like(lse_HT)

@@ -29,9 +29,9 @@ def swiglu(
 ) -> Tensor:
     """`silu(gate) * up` of the two halves of the last dimension: [..., 2F] -> [..., F].
 
-    Above a limit of 0 it is `gate * sigmoid(alpha * gate) * (up + 1)`, of gates that are at most `limit`, and ups
-    within plus and minus of it. With `count`, int32 [1], only of so many rows; what the others become means nothing.
-    With `weights`, fp32 [R], each row is multiplied by its own.
+    With a `limit` above 0: `gate * sigmoid(alpha * gate) * (up + 1)`, gates clamped to at most `limit`, ups to both
+    sides. With `count`, int32 [1], only that many rows are valid. With `weights`, fp32 [R], each row is multiplied by
+    its own.
     """
     return _Swiglu.apply(gate_up, weights, count, limit, alpha)
 
@@ -40,7 +40,7 @@ def swiglu(
 def _places(
     rows, tile, count, counted: tl.constexpr, width: tl.constexpr, tile_rows: tl.constexpr, block: tl.constexpr
 ):
-    """Of a tile of columns: rows, places of gates, places of outputs, and which of them exist."""
+    """Rows, offsets of gates and of outputs, and which of them exist, for a tile of columns."""
     if counted:
         rows = tl.minimum(tl.load(count), rows)
     one = (tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)).to(tl.int64)

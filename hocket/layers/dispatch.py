@@ -57,7 +57,7 @@ from hocket.layers.rows import (
 )
 from hocket.program.part_sizes import label_bytes
 from hocket.runtime.blocks import Blocks, HostBlocks, Room, host_blocks, lay_out
-from hocket.runtime.segment import lend
+from hocket.runtime.segment import rebuild_in_backward
 from hocket.runtime.transports import Pending, RowTable
 
 
@@ -196,12 +196,12 @@ def to_experts(
     assert weights_R is None or (isinstance(splits, Splits) and splits.grouped), "weights are given in grouped order"
     if isinstance(splits, PlacedSplits) or splits.arrivals is None:
         grouped_RD = group_rows(rows_ND, splits)
-        lend(grouped_RD, partial(group_rows, splits=splits))
+        rebuild_in_backward(grouped_RD, partial(group_rows, splits=splits))
         return grouped_RD, weights_R, None
     told = splits.arrivals
     place_NK, probs_NK = read_labels(rows_ND.detach(), told.top_k, told.counts_PM, splits.inverse_R)
     grouped_RD, probs_NK = open_rows(rows_ND, place_NK, probs_NK, told.choices)
-    lend(grouped_RD, partial(opened_rows, place_NK=place_NK, rows=told.choices))
+    rebuild_in_backward(grouped_RD, partial(opened_rows, place_NK=place_NK, rows=told.choices))
     if weighted:
         return grouped_RD, spread_weights(probs_NK, place_NK, told.choices), Opened(None, place_NK)
     return grouped_RD, None, Opened(probs_NK, place_NK)
@@ -258,7 +258,7 @@ def _block_order(counts_PL: Tensor, rows: int) -> Tensor:
 # Splits that only the devices know: rows that arrive where their experts want them, in room of a fixed size.
 #
 # The other maker of splits is `exchange_counts`, which stops the host until it knows the counts. Here nobody
-# waits: see `runtime/blocks.py`, and its Note: [A fixed capacity, and never silently].
+# waits: see `runtime/blocks.py`, and its Note: [Fixed capacity without dropped rows].
 
 
 @dataclass(frozen=True, eq=False)

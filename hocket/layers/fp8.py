@@ -24,7 +24,7 @@ or more of a running sum; e4m3 has 3. Weight gradients sum over all tokens, and 
 Note: [Where casts of weights live]
 A managed weight's cast is beside the weight's value, made by the first that reads it, and gone with the value: it is
 made once for each gathered copy, or once a step where values stay, however many microbatches read it. A value that was
-gathered in fp8 is its own cast (`fsdp/planned/eights.py`). An ordinary weight is cast each time that it is read.
+gathered in fp8 is its own cast (`fsdp/planned/fp8_weights.py`). An ordinary weight is cast each time that it is read.
 Activations are kept for backward in fp8, in place of bf16.
 
 Without tensor cores for fp8, on CPUs, the same numbers are made by torch's operations, products in fp32.

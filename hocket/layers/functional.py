@@ -35,10 +35,10 @@ from hocket.runtime.weights import (
     Queued,
     apply,
     current_queue,
-    keep,
-    kept,
     put,
     queued,
+    save_input,
+    saved_input,
     sink_of,
     sum_of_products,
     value_of,
@@ -336,13 +336,13 @@ class _Score(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, given: Tensor | None, where: Destination) -> tuple[Tensor, Tensor]:
-        return x, _wide_mm(x, keep(ctx, x, where).t())
+        return x, _wide_mm(x, save_input(ctx, x, where).t())
 
     @staticmethod
     def backward(ctx: Any, g_x: Tensor, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         from hocket.kernels.products import input_gradient
 
-        x, w_ED = kept(ctx)
+        x, w_ED = saved_input(ctx)
         dx = input_gradient(g, w_ED, g_x)
         return dx, ctx.where.contribute(ctx, 1, Product(partial(_score_wgrad, x.detach(), g))), None
 
@@ -366,7 +366,7 @@ class _GroupedLinear(torch.autograd.Function):
 class _Scale(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, where: Queued) -> Tensor:
-        return x * keep(ctx, x, where)
+        return x * save_input(ctx, x, where)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
@@ -380,7 +380,7 @@ class _ScaleOne(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, given: Tensor | None, where: Destination) -> Tensor:
-        return (x * (keep(ctx, x, where).float() + 1)).to(x.dtype)
+        return (x * (save_input(ctx, x, where).float() + 1)).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
@@ -408,7 +408,7 @@ class _Embedding(torch.autograd.Function):
     def forward(ctx: Any, _given: Tensor, ids: Tensor, where: Destination, padding: int) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.padding = padding
-        return F.embedding(ids, keep(ctx, ids, where))
+        return F.embedding(ids, save_input(ctx, ids, where))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
@@ -580,7 +580,7 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, given: Tensor | None, where: Destination, position: Tensor | None) -> Tensor:
         ctx.position = position
-        p_CW, x_BSC = keep(ctx, x, where).float(), x.float()
+        p_CW, x_BSC = save_input(ctx, x, where).float(), x.float()
         width = p_CW.shape[1]
         y_BSC = x_BSC * p_CW[:, -1]
         for count in range(1, width):

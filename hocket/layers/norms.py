@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hocket.kernels import usable
 from hocket.layers.functional import scale
-from hocket.runtime.weights import Destination, apply, keep, kept, value_of
+from hocket.runtime.weights import Destination, apply, save_input, saved_input, value_of
 
 
 def rms_norm(x_TD: Tensor, p_D: Tensor, eps: float, one: bool = False) -> Tensor:
@@ -83,13 +83,13 @@ class _RmsNorm(torch.autograd.Function):
         from hocket.kernels import norm
 
         ctx.eps, ctx.one = eps, one
-        return norm.forward(x, _factor(keep(ctx, x, where), one), eps)[1]
+        return norm.forward(x, _factor(save_input(ctx, x, where), one), eps)[1]
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         from hocket.kernels import norm
 
-        x, p_D = kept(ctx)
+        x, p_D = saved_input(ctx)
         dx, parts_PD = norm.backward(g, x, _factor(p_D, ctx.one), ctx.eps)
         return dx, ctx.where.contribute(ctx, 1, partial(norm.sum_parts, parts_PD)), None, None, None
 
@@ -104,7 +104,7 @@ class _AddNorm(torch.autograd.Function):
         from hocket.kernels import norm
 
         total, y = norm.forward(x, _factor(where.value(), one), eps, more)
-        keep(ctx, total, where)
+        save_input(ctx, total, where)
         ctx.eps, ctx.one, ctx.added = eps, one, more is not None
         return total, y
 
@@ -112,7 +112,7 @@ class _AddNorm(torch.autograd.Function):
     def backward(ctx: Any, g_total: Tensor, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         from hocket.kernels import norm
 
-        total, p_D = kept(ctx)
+        total, p_D = saved_input(ctx)
         dx, parts_PD = norm.backward(g, total, _factor(p_D, ctx.one), ctx.eps, g_total)
         dw = ctx.where.contribute(ctx, 1, partial(norm.sum_parts, parts_PD))
         return dx, dw, None, None, None, dx if ctx.added else None
@@ -126,12 +126,12 @@ class _NormRotate(torch.autograd.Function):
         from hocket.kernels import norm
 
         ctx.eps, ctx.one, ctx.table = eps, one, table
-        return norm.turn(x, table, _factor(keep(ctx, x, where), one), eps)
+        return norm.turn(x, table, _factor(save_input(ctx, x, where), one), eps)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         from hocket.kernels import norm
 
-        x, p_N = kept(ctx)
+        x, p_N = saved_input(ctx)
         dx, parts_PN = norm.norm_turn_backward(g, x, ctx.table, _factor(p_N, ctx.one), ctx.eps)
         return dx, ctx.where.contribute(ctx, 1, partial(norm.sum_parts, parts_PN)), None, None, None, None

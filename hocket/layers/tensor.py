@@ -52,7 +52,7 @@ from hocket.runtime.weights import (
     Product,
     Queued,
     current_queue,
-    keep,
+    save_input,
     sum_of_products,
     weight_of,
     write_product,
@@ -151,7 +151,7 @@ class Tensors:
             spread = self.tokens.spread(x_SD)
             return Arriving(out_TD, (spread.whole(out_TD), spread.end))
         x_SD = x_SD.contiguous()
-        with self.side.behind():
+        with self.side.forked():
             pending = self.group.all_gather(out_TD, x_SD)
         return Arriving(out_TD, (pending.wait, self.side.mark()), x_SD)
 
@@ -161,13 +161,13 @@ class Tensors:
         if not beside:
             pending = self.group.sum_parts(partial_TD, out_SD)
             return Arriving(out_SD, (pending.wait,))
-        with self.side.behind():
+        with self.side.forked():
             pending = self.group.sum_parts(partial_TD, out_SD)
         return Arriving(out_SD, (pending.wait, self.side.mark()), partial_TD)
 
     def begin_total(self, values: Tensor) -> Arriving:
         """The sum over ranks, in place, on the side."""
-        with self.side.behind():
+        with self.side.forked():
             pending = self.group.all_reduce(values)
         return Arriving(values, (pending.wait, self.side.mark()))
 
@@ -288,7 +288,7 @@ class _Row(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, given: Tensor | None, tensors: Tensors, way: Way, where: Destination) -> Tensor:
         ctx.tensors, ctx.way = tensors, way
-        x_TF, value_FD = x.reshape(-1, x.shape[-1]), keep(ctx, x, where).t()
+        x_TF, value_FD = x.reshape(-1, x.shape[-1]), save_input(ctx, x, where).t()
         if way.forward == "pipeline":
             return summed_products([(x_TF, value_FD)], tensors, way.splits[0])
         return tensors.sum(x_TF @ value_FD)

@@ -24,7 +24,7 @@ from hocket.layers.routing import Routing
 from hocket.model.documents import Context, Documents, Microbatch, Span, whole_sequences
 from hocket.program.documents import FULL, Attending
 from hocket.runtime.comm import Group, Pending, RowTable
-from hocket.runtime.segment import lend
+from hocket.runtime.segment import rebuild_in_backward
 
 # -- chunks ------------------------------------------------------------------------------------------------------------
 # Which tokens context-parallel ranks get: as many each, and as much attention.
@@ -279,7 +279,7 @@ class _Rows(torch.autograd.Function):
 def in_order(rows_UD: Tensor, context: Context) -> Tensor:
     """What was gathered, rank after rank, in the order of sequences. Shares no memory with it."""
     found_UD = _Rows.apply(rows_UD, context.order_U, context.place_U)
-    lend(found_UD, lambda rows_UD: rows_UD.index_select(0, context.order_U))
+    rebuild_in_backward(found_UD, lambda rows_UD: rows_UD.index_select(0, context.order_U))
     return found_UD
 
 

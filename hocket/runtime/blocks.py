@@ -1,19 +1,17 @@
-"""Which rows go where in an exchange that puts them where their experts want them.
+"""Block layout of an all-to-all that delivers rows grouped by expert.
 
-All rows of one rank for one expert of another are a *block*. Where each block lies, here and at its peer, follows from
-how many rows every rank has for every expert, which a small exchange tells all devices. So whatever writes into the
-memory of peers can put rows at their places in grouped order at once, and nobody sorts them when they have come. Hosts
-that have waited for the counts know these places too (`HostBlocks`), and let copy engines move the blocks. But no host
-has to know: kernels read places, and whatever depends on the number of rows, on the device (`Blocks`).
+All rows of one rank for one expert of another rank are a *block*. The counts of every (rank, expert) pair fix the
+offset of each block at its source and at its target. So the sender writes rows in grouped order, and the receiver need
+not sort. `HostBlocks` holds the layout on the host, for copy engines. `Blocks` holds it on the device, for kernels: the
+host never learns the counts.
 
-Note: [A fixed capacity, and never silently]
-A host that does not know how many rows arrive can only allocate a fixed number. Rows beyond it are not sent, and not
-brought back, so what the step computes from there on is wrong. But every rank sees how many rows the fullest rank of
-its group would have had, and keeps on the device the largest number up to the first that is too large. The engine looks
-at it before weights change, and makes such a step again with splits that the host knows, which have room for all
-(`engine/experts.py`). From then on there is more room. So no row is ever lost, and a step that is made twice says so.
+Note: [Fixed capacity without dropped rows]
+A host that does not know the counts allocates a fixed number of rows. Rows beyond that capacity are not exchanged, and
+the step's result is wrong. Every rank computes the row count of the fullest rank and keeps the first count above
+capacity, else the maximum, on the device. The engine checks it before the optimizer step. If the capacity was exceeded,
+it runs the step again with splits known to the host and raises the capacity (`engine/experts.py`).
 
-Shapes: P ranks, L local experts of each, D hidden, R rows.
+Shapes: P ranks, L local experts per rank, D hidden, R rows.
 """
 
 from __future__ import annotations
@@ -31,8 +29,8 @@ from hocket.kernels import usable
 class Blocks:
     """One rank's side of an exchange, int32 on the device.
 
-    Of every block: its first row here, its first row at the peer, and its rows; block (p, l) of those that leave goes
-    to rank p, and of those that arrive comes from it.
+    Each block is (first row here, first row at the peer, number of rows). Block (p, l) of `leaving` goes to rank p;
+    block (p, l) of `arriving` comes from rank p.
     """
 
     leaving: Tensor
@@ -40,74 +38,70 @@ class Blocks:
     arriving: Tensor
     """[3, P, L]."""
     arrived: Tensor
-    """Rows that are here after the exchange: [1]."""
+    """Number of rows here after the exchange: [1]."""
     returned: Tensor
-    """Rows that are here after the exchange that brings all back: [1]."""
+    """Number of rows here after the reverse exchange: [1]."""
     room: int
-    """Rows that are allocated for those that arrive, which is all that the host knows of them."""
+    """Rows allocated for arrivals: the host's upper bound."""
     sent: int
-    """Rows that this rank sends at most."""
+    """Upper bound of the rows that this rank sends."""
 
     @property
     def back(self) -> Blocks:
-        """The exchange that brings all rows back."""
+        """The reverse exchange, which returns all rows."""
         return Blocks(self.arriving, self.leaving, self.returned, self.arrived, self.sent, self.room)
 
 
 @dataclass(frozen=True, eq=False)
 class HostBlocks:
-    """One rank's side of an exchange, int64 on the host: like `Blocks`, but all rows have room."""
+    """One rank's side of an exchange, int64 on the host. Unlike with `Blocks`, every row has room."""
 
     leaving: np.ndarray
-    """[3, P, L]: of every block its first row here, its first row at the peer, and its rows."""
+    """[3, P, L]: first row here, first row at the peer, number of rows."""
     arriving: np.ndarray
     """[3, P, L]."""
     fullest: int
-    """Rows of the rank that gets most of them."""
+    """Rows received by the rank that receives most."""
     fullest_back: int
-    """Rows of the rank that gets most of those that are brought back."""
+    """Rows received by the rank that receives most in the reverse exchange."""
 
     @property
     def send(self) -> list[int]:
-        """Rows that this rank sends to each."""
         return self.leaving[2].sum(1).tolist()
 
     @property
     def receive(self) -> list[int]:
-        """Rows that this rank gets from each."""
         return self.arriving[2].sum(1).tolist()
 
     @property
     def sent(self) -> int:
-        """Rows that this rank sends."""
         return int(self.leaving[2].sum())
 
     @property
     def room(self) -> int:
-        """Rows that this rank gets."""
         return int(self.arriving[2].sum())
 
     @property
     def back(self) -> HostBlocks:
-        """The exchange that brings all rows back."""
+        """The reverse exchange, which returns all rows."""
         return HostBlocks(self.arriving, self.leaving, self.fullest_back, self.fullest)
 
 
 @dataclass(frozen=True, eq=False)
 class Room:
-    """How many rows a rank has room for, and how many would have been needed."""
+    """The row capacity of a rank, and how many rows were needed."""
 
     capacity: int
-    """Rows that may arrive at a rank."""
     needed: Tensor
-    """Rows of the fullest rank in any exchange since this was zero, until one had no room: int64 [1], on the device."""
+    """Rows of the fullest rank over all exchanges since the last reset, up to the first that exceeded the capacity:
+    int64 [1] on the device."""
 
 
 def lay_out(every_PPL: Tensor, rank: int, sent: int, room: Room) -> tuple[Blocks, Tensor]:
-    """The exchange that groups rows by expert, and where each local expert's rows then end, int32 [L].
+    """Lay out the exchange that groups rows by expert. Returns it with the end of each local expert's rows, int32 [L].
 
-    `every[s, d, l]` are the rows that rank s has for expert l of rank d, which lie in its sent order; `sent` are all
-    rows of this rank. See Note: [A fixed capacity, and never silently].
+    `every[s, d, l]` is the number of rows of rank s for expert l of rank d, in sent order; `sent` is this rank's total.
+    See Note: [Fixed capacity without dropped rows].
     """
     capacity, needed = room.capacity, room.needed
     if usable(every_PPL):
@@ -122,7 +116,6 @@ def lay_out(every_PPL: Tensor, rank: int, sent: int, room: Room) -> tuple[Blocks
 
 
 def _formula(every_PPL: Tensor, rank: int, capacity: int, needed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What the kernel `lay_out` computes."""
     ranks = len(every_PPL)
     sent, grouped, ends_by_target = _places(every_PPL)
     kept = torch.minimum(every_PPL, (capacity - grouped).clamp(min=0))
@@ -135,7 +128,7 @@ def _formula(every_PPL: Tensor, rank: int, capacity: int, needed: Tensor) -> tup
 
 
 def host_blocks(every_PPL: Tensor, rank: int) -> HostBlocks:
-    """The same exchange as that of `lay_out`, of counts that are on the host, with room for all rows."""
+    """The layout of `lay_out` from counts on the host, with room for all rows."""
     sent, grouped, ends_by_target = _places(every_PPL)
     leaving, arriving = _sides(sent, grouped, every_PPL, rank)
     fullest, fullest_back = int(ends_by_target[:, -1].max()), int(every_PPL.sum((1, 2)).max())
@@ -143,7 +136,9 @@ def host_blocks(every_PPL: Tensor, rank: int) -> HostBlocks:
 
 
 def _places(every_PPL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """First rows of all blocks [P, P, L] at their sources and at their targets; ends by target, of (expert, source)."""
+    """First rows of all blocks [P, P, L] at their sources and at their targets; end rows at the targets, by (expert,
+    source).
+    """
     ranks, _, local = every_PPL.shape
     by_source = every_PPL.reshape(ranks, -1)
     sent = (by_source.cumsum(1) - by_source).view_as(every_PPL)
@@ -154,12 +149,14 @@ def _places(every_PPL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _sides(sent: Tensor, grouped: Tensor, rows: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """What leaves a rank and what arrives there, [3, P, L] each, of all blocks' places and rows, [P, P, L]."""
+    """Blocks that leave a rank and blocks that arrive there, [3, P, L] each, from offsets and counts [P, P, L] of all
+    blocks.
+    """
     leaving = torch.stack([sent[rank], grouped[rank], rows[rank]])
     return leaving, torch.stack([grouped[:, rank], sent[:, rank], rows[:, rank]])
 
 
 def rows_of(blocks: Tensor | np.ndarray) -> Tensor:
-    """Rows of all blocks [3, P, L] where they lie here, one block after the other: int64. Stops the host."""
+    """Local row numbers of all blocks [3, P, L], concatenated: int64. Synchronizes with the device."""
     ranges = zip(blocks[0].flatten().tolist(), blocks[2].flatten().tolist(), strict=True)
     return torch.cat([torch.arange(first, first + count) for first, count in ranges])

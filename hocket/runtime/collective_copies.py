@@ -1,27 +1,24 @@
-"""Gathers and reductions that hold no SM: copy engines move the bytes between the GPUs of one host.
+"""All-gather and reduce-scatter by copy engines of one NVLink domain. They occupy no SM, unlike NCCL's kernels.
 
-A NCCL kernel under a product takes SMs from it, and the product slows down by more than its share. A copy takes none.
-Ranks of one NVLink domain reach each other's memory (`shared_memory.py`), but only what they have shown each other. So
-bytes pass through a few *halves* of shown memory, and what is gathered or reduced may lie anywhere:
+A rank can address only exported peer memory (`shared_memory.py`). So data passes through two exported staging buffers,
+called *halves*:
 
-    gather     a rank copies its shard into a half of its own, and its peers fetch it from there
-    reduction  a rank copies each peer's part into a half of that peer's, which adds up what has come
+    all-gather      a rank copies its shard to its own half; peers copy it from there
+    reduce-scatter  a rank copies each peer's part to that peer's half; one kernel there adds up the parts
 
-A shard is a small part of what is gathered, so the copy into a half costs little. There is no reduction among copies:
-one kernel adds up the parts in fp32 and in the order of ranks, so the bits are always the same.
+The kernel adds in fp32 in rank order, so results are bitwise reproducible.
 
-Note: [Halves and their words]
-What is moved goes in pieces, through two halves in turns. For every half a rank has two words of each peer: one says
-that the peer's piece is *here*, the other that the peer has *read* its own. Who sends takes the word *read* of all
-peers, which is a wait until it is positive and a write that makes it negative; copies; and makes their words *here*
-positive. Who receives takes its words *here*, copies or adds up, and makes the senders' words *read* positive. So no
-half is written before all have read it, nor read before it was written. In the end all signs are as they were, so a
-recorded step can be replayed as it is. A rank sends piece n + 1 before it receives piece n: then the words of the next
-piece are on their way while bytes of this one move. Waits and writes are operations of the stream, not kernels.
+Note: [Halves and their flags]
+Data moves in pieces that alternate between the two halves. A rank has two flags per half and peer: *arrived* (the
+peer's piece is here) and *read* (the peer has read this rank's piece). The sender waits until all *read* flags are
+positive and makes them negative, copies, and makes the peers' *arrived* flags positive. The receiver waits for its
+*arrived* flags and makes them negative, copies or adds up, and makes the senders' *read* flags positive. Afterwards
+every flag has its initial sign, so a recorded step can be replayed. A rank sends piece n + 1 before it receives piece
+n, so flags travel while bytes move. Waits and writes are stream operations, not kernels.
 
-Note: [Gathers and reductions have halves of their own]
-A half for gathers is written by its owner, one for reductions by all peers. A peer that has sent in a gather knows that
-its own piece was read, but not that everybody else has read the owner's.
+Note: [All-gather and reduce-scatter have halves of their own]
+A half of an all-gather is written by its owner, a half of a reduce-scatter by all peers. A peer that sent a piece in an
+all-gather knows that its piece was read, but not that all other ranks have read the owner's.
 """
 
 from __future__ import annotations
@@ -36,46 +33,43 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hocket.runtime.driver import Cuda, Driver
-from hocket.runtime.lanes import come_behind, current_queue
+from hocket.runtime.lanes import stream_handle, wait_for_stream
 from hocket.runtime.queue import named
 from hocket.runtime.shared_memory import shared_memory
 from hocket.runtime.transports import DONE, Nccl, Pending, local_sum
 
 HALVES = 2
 ALIGNED = 256
-"""Bytes of which places in shown memory are multiples."""
-_HERE, _READ = 0, 1
-"""Which of a half's words of a peer."""
+_ARRIVED, _READ = 0, 1
+"""Index of a half's flags of a peer."""
 
 
 class Halves:
-    """The halves of all ranks for gathers, or for reductions, as one rank sees them."""
+    """The halves of all ranks for all-gathers, or for reduce-scatters, as one rank sees them."""
 
     def __init__(self, rank: int, memories: Sequence[Tensor], driver: Driver) -> None:
-        """`memories[p]` are bytes of rank p, as `blank` has made them: two halves, then words."""
+        """`memories[p]` are bytes of rank p, initialized by `reset_flags`: two halves, then flags."""
         self.rank, self.size, self._memories = rank, len(memories), tuple(memories)
-        self.nbytes = (memories[0].numel() - _words(self.size)) // HALVES
-        """Bytes of a half."""
+        self.nbytes = (memories[0].numel() - flag_bytes(self.size)) // HALVES
         self.peers = [(rank + step) % self.size for step in range(1, self.size)]
-        """The others, from the next one on: each rank begins with another."""
-        here = [[self._word(rank, half, _HERE, p) for p in self.peers] for half in range(HALVES)]
-        read = [[self._word(rank, half, _READ, p) for p in self.peers] for half in range(HALVES)]
-        self.take_here = [driver.prepared([s for w in words for s in _take(w)]) for words in here]
-        self.take_read = [driver.prepared([s for w in words for s in _take(w)]) for words in read]
-        self.say_here, self.say_read = (
+        """The other ranks, starting with the next one, so that ranks start with different peers."""
+        arrived = [[self._flag(rank, half, _ARRIVED, p) for p in self.peers] for half in range(HALVES)]
+        read = [[self._flag(rank, half, _READ, p) for p in self.peers] for half in range(HALVES)]
+        self.await_arrived = [driver.prepared([s for w in flags for s in _await(w)]) for flags in arrived]
+        self.await_read = [driver.prepared([s for w in flags for s in _await(w)]) for flags in read]
+        self.signal_arrived, self.signal_read = (
             [
-                driver.prepared([("write", self._word(p, half, kind, rank), 1) for p in self.peers])
+                driver.prepared([("write", self._flag(p, half, kind, rank), 1) for p in self.peers])
                 for half in range(HALVES)
             ]
-            for kind in (_HERE, _READ)
+            for kind in (_ARRIVED, _READ)
         )
-        """What is done with the words of all peers around copies, by half; each is given a stream."""
+        """What is done with the flags of all peers around copies, by half; each is given a stream."""
 
     def bytes_of(self, rank: int, half: int) -> Tensor:
-        """A half of a rank."""
         return self._memories[rank][half * self.nbytes : (half + 1) * self.nbytes]
 
-    def _word(self, at: int, half: int, kind: int, peer: int) -> int:
+    def _flag(self, at: int, half: int, kind: int, peer: int) -> int:
         return self._memories[at].data_ptr() + HALVES * self.nbytes + 4 * ((half * 2 + kind) * self.size + peer)
 
 
@@ -84,40 +78,37 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def _take(word: int) -> tuple[tuple[Literal["wait"], int, int], tuple[Literal["write"], int, int]]:
-    return ("wait", word, 1), ("write", word, -1)
+def _await(flag: int) -> tuple[tuple[Literal["wait"], int, int], tuple[Literal["write"], int, int]]:
+    return ("wait", flag, 1), ("write", flag, -1)
 
 
-def _words(size: int) -> int:
-    """Bytes of the words of one rank."""
+def flag_bytes(size: int) -> int:
     return -(-4 * 2 * HALVES * size // ALIGNED) * ALIGNED
 
 
-def blank(memory: Tensor, size: int) -> None:
-    """Make a rank's bytes what they are before anything was sent: no piece is here, and all were read."""
-    words = memory[-_words(size) :].zero_().view(torch.int32)[: 2 * HALVES * size].view(HALVES, 2, size)
-    words[:, _HERE], words[:, _READ] = -1, 1
+def reset_flags(memory: Tensor, size: int) -> None:
+    """Initialize a rank's flags: no piece has arrived, all were read."""
+    flags = memory[-flag_bytes(size) :].zero_().view(torch.int32)[: 2 * HALVES * size].view(HALVES, 2, size)
+    flags[:, _ARRIVED], flags[:, _READ] = -1, 1
 
 
 class CollectiveCopies:
-    """Gathers and reductions of one group. See Note: [Halves and their words]."""
+    """All-gather and reduce-scatter of one group. See Note: [Halves and their flags]."""
 
     def __init__(
         self,
         rank: int,
         size: int,
-        queue: Callable[[], int],
+        stream: Callable[[], int],
         make: Callable[[], Halves],
         follow: Callable[[int], object] = lambda last: None,
     ) -> None:
-        """`queue` says what stream is current, and `follow` orders it behind another one, given by its handle. All
-        ranks call `make` together, when they first need it.
-
-        Calls come in one order on all ranks of the group.
+        """`stream` returns the handle of the current stream; `follow` makes it wait for another one, given by its
+        handle. All ranks call `make` together, on first use. All ranks issue calls in the same order.
         """
         self.rank, self.size = rank, size
-        self._queue, self._make, self._follow = queue, make, follow
-        self._last = queue()
+        self._stream, self._make, self._follow = stream, make, follow
+        self._last = stream()
 
     @cached_property
     def _gathered(self) -> Halves:
@@ -128,7 +119,7 @@ class CollectiveCopies:
         return self._make()
 
     def gather(self, out: Tensor, shard: Tensor) -> None:
-        """`out` (size * n) becomes the ranks' `shard`s (n), on the current stream."""
+        """`out` (size * n) becomes the concatenation of the ranks' `shard`s (n), on the current stream."""
         assert out.is_contiguous()
         assert shard.is_contiguous()
         halves, source = self._gathered, _bytes(shard)
@@ -152,7 +143,7 @@ class CollectiveCopies:
         halves, width, others = self._reduced, full.itemsize, self.size - 1
         parts, into = _bytes(full).view(self.size, -1), into.view(-1)
         mine = full.view(self.size, -1)[self.rank]
-        room = halves.nbytes // others // ALIGNED * ALIGNED  # for what one rank sends to another
+        room = halves.nbytes // others // ALIGNED * ALIGNED  # per sending rank
 
         def send(half: int, low: int, high: int) -> None:
             for peer in halves.peers:
@@ -174,33 +165,35 @@ class CollectiveCopies:
         send: Callable[[int, int, int], None],
         receive: Callable[[int, int, int], None],
     ) -> None:
-        """Move `nbytes` of every pair of ranks, in pieces of `room`: `send` and `receive` are given half and bytes."""
+        """Move `nbytes` per pair of ranks in pieces of `room`. `send` and `receive` get (half, first byte, last
+        byte).
+        """
         assert room, f"a half of {halves.nbytes} bytes has no room for a piece of each of {self.size} ranks"
-        stream, waiting = self._queue(), None
+        stream, waiting = self._stream(), None
         if stream != self._last:
-            self._follow(self._last)  # halves are in use there
+            self._follow(self._last)  # the halves may still be in use there
             self._last = stream
         for piece in (*self._pieces(nbytes, room), None):
             if piece is not None:
-                halves.take_read[piece[0]](stream)
+                halves.await_read[piece[0]](stream)
                 send(*piece)
-                halves.say_here[piece[0]](stream)
+                halves.signal_arrived[piece[0]](stream)
             if waiting is not None:
-                halves.take_here[waiting[0]](stream)
+                halves.await_arrived[waiting[0]](stream)
                 receive(*waiting)
-                halves.say_read[waiting[0]](stream)
+                halves.signal_read[waiting[0]](stream)
             waiting = piece
 
     @staticmethod
     def _pieces(nbytes: int, room: int) -> Iterator[tuple[int, int, int]]:
-        """The half of each piece, and its first and last byte. Every call begins with the first half, on all ranks."""
+        """(half, first byte, last byte) of each piece. Every call starts with the first half, on all ranks."""
         for number, low in enumerate(range(0, nbytes, room)):
             yield number % HALVES, low, min(low + room, nbytes)
 
 
 @dataclass
 class CopiedCollectives(Nccl):
-    """Gathers and reduces by copies; whatever else is asked of the group runs on NCCL's kernels."""
+    """All-gather and reduce-scatter by copies; other collectives use NCCL."""
 
     copies: CollectiveCopies
 
@@ -226,14 +219,14 @@ class CopiedCollectives(Nccl):
 
 
 def collective_copies(group: dist.ProcessGroup, nbytes: int, device: torch.device, timeout: float) -> CollectiveCopies:
-    """Copies through halves of `nbytes`, on GPUs that reach each other's memory."""
+    """Copies through halves of `nbytes`, between GPUs with peer access."""
     half = -(-nbytes // ALIGNED) * ALIGNED
     size, driver = dist.get_world_size(group), Cuda()
 
     def make() -> Halves:
-        whole = HALVES * half + _words(size)
-        rank, memories, _ = shared_memory(group, whole, device, timeout, lambda memory: blank(memory, size))
+        whole = HALVES * half + flag_bytes(size)
+        rank, memories, _ = shared_memory(group, whole, device, timeout, lambda memory: reset_flags(memory, size))
         return Halves(rank, memories, driver)
 
-    follow = partial(come_behind, device)
-    return CollectiveCopies(dist.get_rank(group), size, lambda: current_queue(device), make, follow)
+    follow = partial(wait_for_stream, device)
+    return CollectiveCopies(dist.get_rank(group), size, lambda: stream_handle(device), make, follow)

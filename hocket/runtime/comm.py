@@ -1,9 +1,8 @@
-"""Process groups by purpose, and the collectives that may be called on them.
+"""Process groups by purpose, and their collectives.
 
-This file and the transports (`transports.py` and those beside it) are the only callers of `torch.distributed`
-collectives; what is below chooses a group's transport. Every purpose and direction has a group of its own
-(`program/mesh.py` says which ranks), created and warmed in one order on all ranks before the first step, so that no
-collective creates anything while lanes are running.
+Only this file and the transports call collectives of `torch.distributed`. Every purpose and direction has its own group
+(`program/mesh.py` lists the ranks). All groups are created and warmed up before the first step, in one order on all
+ranks, so that no collective has to create a communicator while lanes are running.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from hocket.config import COPIED, Purpose
 from hocket.program.mesh import HALF, P2P, PURPOSES, Mesh, Mover, most_sms, mover_of
 from hocket.runtime.blocks import Blocks, HostBlocks
 from hocket.runtime.collective_copies import CopiedCollectives, collective_copies
-from hocket.runtime.hangs import Issued, Words
+from hocket.runtime.hangs import Flags, Issued
 from hocket.runtime.lanes import SideStream
 from hocket.runtime.p2p_copies import CopiedHops, p2p_copies
-from hocket.runtime.peer_rows import CopiedRows, PushedRows, peer_copies, pushes
+from hocket.runtime.peer_rows import CopiedRows, PushedRows, peer_copies, push_buffers
 from hocket.runtime.shared_memory import Barrier, place, problem, refuse, unreachable
 from hocket.runtime.tokens import CopyingNccl, SentTokens, Tokens, copied_tokens
 from hocket.runtime.transports import (
@@ -60,7 +59,7 @@ T = TypeVar("T")
 
 
 class Group:
-    """Ranks that communicate for one purpose. All ranks here are positions in the group."""
+    """Ranks that communicate for one purpose. Ranks are positions in the group."""
 
     def __init__(self, name: str, ranks: tuple[int, ...], rank: int, transport: Transport) -> None:
         self.name, self.ranks, self.rank, self.transport = name, ranks, rank, transport
@@ -68,41 +67,40 @@ class Group:
         self.calls: Counter[str] = Counter()
         self.sent_bytes = 0
         self.issued: Issued | None = None
-        """The calls since a step began, for those who ask why one does not end; None: nobody does."""
+        """Calls since the step began, for hang reports; None: not recorded."""
 
     def __repr__(self) -> str:
         return f"Group({self.name}, ranks {list(self.ranks)}, rank {self.rank})"
 
     @property
     def other(self) -> int:
-        """The other rank of a group of two."""
         assert self.size == 2, f"{self} has no single other rank"
         return 1 - self.rank
 
     @property
     def key(self) -> str:
-        """The same on all ranks of the group, and of no other group."""
+        """Identifies the group; the same on all its ranks."""
         sends_and_receives = self.name.startswith(("send_", "recv_"))
         purpose = self.name.split("_")[1] if sends_and_receives else self.name
         return f"{purpose} {','.join(map(str, self.ranks))}"
 
     @property
-    def words(self) -> Words | None:
-        """Words in memory by which its ranks wait for each other; None if there is none to read."""
+    def flags(self) -> Flags | None:
+        """Flags in memory by which the ranks wait for each other; None if there are none to read."""
         match self.transport:
-            case CopiedHops(copies=words) | CopyingNccl(tokens=words):
-                return words
+            case CopiedHops(copies=flags) | CopyingNccl(tokens=flags):
+                return flags
             case CopiedRows(copies=rows) | PushedRows(pushes=rows):
                 return rows.barrier if isinstance(rows.barrier, Barrier) else None
         return None
 
     def begin(self) -> Issued:
-        """A step begins: what is issued from here on."""
-        self.issued = Issued(marks=self.words.begin() if self.words else [])
+        """Begin a step: record what is issued from now on."""
+        self.issued = Issued(marks=self.flags.begin() if self.flags else [])
         return self.issued
 
     def tokens(self) -> Tokens | None:
-        """How tensor-parallel ranks can move tokens piece by piece; None if they can't."""
+        """How tensor-parallel ranks move tokens piece by piece; None if they can't."""
         match self.transport:
             case CopyingNccl(tokens=tokens):
                 return tokens
@@ -112,7 +110,7 @@ class Group:
 
     @property
     def copies(self) -> bool:
-        """Whether copy engines move what is gathered or reduced."""
+        """Whether all-gather and reduce-scatter use copy engines."""
         return isinstance(self.transport, CopiedCollectives)
 
     def _count(self, call: str, nbytes: int) -> None:
@@ -122,7 +120,6 @@ class Group:
         self.sent_bytes += nbytes if self.size > 1 else 0
 
     def forget_calls(self) -> None:
-        """Count from here on."""
         self.calls.clear()
         self.sent_bytes = 0
 
@@ -133,31 +130,28 @@ class Group:
         return self.transport.all_gather(out, shard)
 
     def reduce_sum(self, full: Tensor, into: Tensor, scale: float = 1.0, add: bool = True) -> Pending:
-        """`into` (n, fp32) += scale * the sum over ranks of their `full` (size * n), this rank's n of it.
+        """Reduce-scatter: `into` (n, fp32) += scale * this rank's part of the sum over ranks of `full` (size * n).
 
-        Without `add` it becomes that, whatever it was.
-
-        On gloo and on the copy engine the sum runs in rank order in the dtype of `into`.
+        Without `add` it overwrites `into`. On gloo and on copy engines the sum is in rank order and in the dtype of
+        `into`.
         """
         assert full.numel() == self.size * into.numel(), f"{self.name}: {full.numel()} != {self.size} * {into.numel()}"
         self._count("reduce_sum", (self.size - 1) * into.numel() * full.itemsize)
         return self.transport.reduce_sum(full, into, scale, add)
 
     def all_sum(self, full: Tensor, into: Tensor, scale: float = 1.0, add: bool = True) -> Pending:
-        """`into` (n, fp32) += scale * the sum over ranks of their `full` (n), rounded to the dtype of `full`.
+        """All-reduce: `into` (n, fp32) += scale * the sum over ranks of `full` (n), rounded to the dtype of `full`.
 
-        All ranks get the same. `full` is overwritten. Otherwise like `reduce_sum`; on the copy engine n is a multiple
-        of the group's size.
+        `full` is overwritten. Otherwise like `reduce_sum`; on copy engines n is a multiple of the group's size.
         """
         assert full.numel() == into.numel(), f"{self.name}: {full.numel()} != {into.numel()}"
         self._count("all_sum", 2 * (self.size - 1) * full.nbytes // self.size)
         return self.transport.all_sum(full, into, scale, add)
 
     def sum_parts(self, full: Tensor, out: Tensor) -> Pending:
-        """`out` (n) becomes this rank's part of the sum over ranks of their `full` (size * n), of the same dtype.
+        """`out` (n) becomes this rank's part of the sum over ranks of `full` (size * n), of the same dtype.
 
-        On gloo and on copy engines the sum runs in rank order in fp32 and is rounded once, on NCCL it runs in that
-        dtype.
+        On gloo and on copy engines the sum is in rank order in fp32 and rounded once; on NCCL it is in that dtype.
         """
         full, out = full.view(-1), out.view(-1)
         if isinstance(self.transport, Nccl) and not self.copies:
@@ -166,9 +160,9 @@ class Group:
         return self.reduce_sum(full, total, add=False).then(lambda: out.copy_(total))
 
     def all_to_all(self, out: Tensor, rows: Tensor, table: RowTable | HostBlocks | Blocks) -> Pending:
-        """Exchange rows [R, D]: those of `rows` for rank 0 come first, and in `out` those from rank 0.
+        """Exchange rows [R, D], ordered by target rank in `rows` and by source rank in `out`.
 
-        With blocks every row goes where these say. `Blocks` need a group made with `device_splits` on a GPU.
+        With blocks, these give the position of every row. `Blocks` need a group made with `device_splits` on a GPU.
         """
         if isinstance(table, Blocks):
             row = rows.nbytes // rows.shape[0] if rows.shape[0] else 0
@@ -184,13 +178,15 @@ class Group:
         return self.transport.all_to_all(out, rows, table)
 
     def make_room(self, nbytes: int) -> None:
-        """Have room for rows of `nbytes` in exchanges by `Blocks`. All ranks call this at the same point."""
+        """Reserve arrival buffers for rows of `nbytes` in exchanges by `Blocks`. All ranks call this at the same
+        point.
+        """
         moved_by = self.transport.inner if isinstance(self.transport, Slow) else self.transport
         if isinstance(moved_by, PushedRows):
             moved_by.make_room(nbytes)
 
     def all_counts(self, counts: Tensor) -> Tensor:
-        """Every rank's `counts` (size, ...), which say what it sends to each: (size, size, ...), from rank 0 first.
+        """All-gather `counts` (size, ...), the rows that this rank sends to each: (size, size, ...), from rank 0 first.
 
         Waits on a CPU; stream-ordered on a GPU.
         """
@@ -199,12 +195,11 @@ class Group:
         return self.transport.all_counts(counts)
 
     def send(self, tensor: Tensor, to: int) -> Pending:
-        """Send a contiguous tensor. The n-th send to a rank meets its n-th receive from this one."""
+        """Send a contiguous tensor. The n-th send to a rank matches its n-th receive from this one."""
         self._count("send", tensor.nbytes)
         return self.transport.send(tensor, to)
 
     def recv(self, tensor: Tensor, source: int) -> Pending:
-        """Receive into a contiguous tensor."""
         self._count("recv", 0)
         return self.transport.recv(tensor, source)
 
@@ -214,7 +209,6 @@ class Group:
         return self.transport.all_reduce(tensor, op)
 
     def barrier(self) -> None:
-        """Return when every rank of the group has called this."""
         self.transport.barrier()
 
 
@@ -222,7 +216,7 @@ class Group:
 class Groups:
     """The groups of one rank. Pipeline edges are None without a pipeline; see `Mesh.groups`.
 
-    Those with `back` are for chunks behind the turn (`Layout.turning`), whose activations come from the next rank.
+    Edges ending in `back` are for chunks after the turn (`Layout.turning`), whose activations come from the next rank.
     """
 
     gather_dense: Group
@@ -243,35 +237,32 @@ class Groups:
     send_grad_back: Group | None = None
     recv_grad_back: Group | None = None
     made: tuple[str, ...] = ()
-    """Names of the groups in the order in which they were made, in which all ranks agree."""
+    """Names of the groups in order of creation, the same on all ranks."""
     steps: int = field(default=0, init=False)
-    """Steps that have begun."""
 
     def __iter__(self) -> Iterator[Group]:
         for name in self.made:
             yield getattr(self, name)
 
     def begin(self) -> dict[str, Issued]:
-        """A step begins: what is issued from here on, by group."""
         self.steps += 1
         return {group.name: group.begin() for group in self if group.size > 1}
 
     def sum_over_dp(self, tensor: Tensor) -> None:
-        """Sum over all data-parallel ranks, in place: whole numbers, whose order of adding does not matter. Waits."""
+        """Sum integers over all data-parallel ranks, in place. Waits."""
         self.reduce_dense.all_reduce(tensor).wait()
         self.replicas.all_reduce(tensor).wait()
 
     def edges(self) -> Iterator[Group]:
-        """Those between pipeline ranks."""
         for name in self.made:
             if name.startswith(("send_", "recv_")):
                 yield getattr(self, name)
 
     def destroy(self) -> None:
-        """Give back every group. The default process group stays.
+        """Destroy every group except the default one, in the order of `made`.
 
-        In the order of `made`: NCCL waits for all members of a group, and the two edges of a ring of two ranks have
-        other names on each of them.
+        NCCL waits for all members of a group, and the two edges of a ring of two ranks have different names on each of
+        them.
         """
         for group in self:
             group.transport.destroy()
@@ -280,17 +271,17 @@ class Groups:
 def make_groups(
     mesh: Mesh, rank: int, device: torch.device, transport: TransportName, options: CommOptions | None = None
 ) -> Groups:
-    """Create and warm all groups; every rank of the world calls this at the same point.
+    """Create and warm up all groups. All ranks of the world call this at the same point.
 
     The default process group must exist, unless the world has one rank or the transport is `null`. `slow` delays gloo
-    on a CPU and NCCL on a GPU. Raises ValueError if the copy engine is asked for and cannot be had.
+    on a CPU and NCCL on a GPU. Raises ValueError if copy engines are requested but not available.
     """
     options = options or CommOptions()
     _refuse_distance(mesh, device, transport, options)
     mine: dict[str, Group] = {}
     for purpose in PURPOSES:
         for ranks in mesh.groups(purpose):
-            # Members or not, all ranks of the world take part in making a group.
+            # Creating a group is collective over all ranks of the world, members or not.
             moved_by = make_transport(purpose, ranks, rank, device, transport, options)
             if moved_by is not None:
                 field_name = _field(purpose, ranks, rank, mesh)
@@ -301,11 +292,11 @@ def make_groups(
 
 
 _COPY_ENGINE = "transport = copy_engine", "transport = nccl"
-"""A setting, and another one that needs no memory of peers."""
+"""The setting, and the fix: one that needs no peer memory."""
 
 
 def _refuse_distance(mesh: Mesh, device: torch.device, transport: TransportName, options: CommOptions) -> None:
-    """Raise ValueError where ranks are to use each other's memory and cannot."""
+    """Raise ValueError where ranks need peer access and lack it."""
     if transport in COPIED:
         refuse(everyone(place(problem())), *_COPY_ENGINE)
     if device.type != "cuda" or transport == "null":
@@ -327,9 +318,9 @@ def make_group(
     transport: TransportName,
     options: CommOptions | None = None,
 ) -> Group | None:
-    """Create and warm one group for gathers, reductions or exchanges of rows; None if `rank` is no member.
+    """Create and warm up one group for gathers, reductions or exchanges of rows; None if `rank` is no member.
 
-    Every rank of the world calls this at the same point, members or not. Raises ValueError like `make_groups`.
+    All ranks of the world call this at the same point, members or not. Raises ValueError like `make_groups`.
     """
     if transport in COPIED:
         places = everyone(place(problem()))
@@ -344,7 +335,7 @@ def make_group(
 
 
 def _field(purpose: Purpose, ranks: tuple[int, ...], rank: int, mesh: Mesh) -> str:
-    """The field of `Groups` that a group fills. Activations flow along an edge, gradients against it."""
+    """The field of `Groups` for a group. Activations flow along an edge, gradients against it."""
     if purpose not in P2P:
         return purpose
     part = "act" if purpose == "pp_fwd" else "grad"
@@ -353,7 +344,7 @@ def _field(purpose: Purpose, ranks: tuple[int, ...], rank: int, mesh: Mesh) -> s
 
 
 def _warm(groups: Groups, mesh: Mesh, rank: int, device: torch.device) -> None:
-    """Use every group once, in one order on all ranks, so that connections exist before lanes run side by side."""
+    """Use every group once, in one order on all ranks, so that connections exist before lanes run concurrently."""
     row = torch.zeros(1, 64, device=device)
     for purpose in PURPOSES:
         for ranks in mesh.groups(purpose):
@@ -371,9 +362,9 @@ def _warm(groups: Groups, mesh: Mesh, rank: int, device: torch.device) -> None:
 
 
 def _warm_collectives(group: Group, rows: Tensor, copies: bool = True) -> None:
-    """Call what the group is for; `rows` has one per rank. A backend connects anew for each kind of collective.
+    """Call the collectives of the group's purpose; `rows` has one row per rank. NCCL connects separately for each kind.
 
-    Copies connect with their first call, and then have memory: without `copies`, only where something is to be moved.
+    Copy engines allocate memory on first use: without `copies`, that is left to the first real call.
     """
     if group.name.startswith(("gather", "reduce")):
         group.all_reduce(rows).wait()
@@ -383,9 +374,9 @@ def _warm_collectives(group: Group, rows: Tensor, copies: bool = True) -> None:
         if group.name.startswith("gather"):
             group.all_gather(full.view(-1), row).wait()
             return
-        for each in (full, narrow):  # kernels are loaded now too, which may wait for what runs beside
+        for each in (full, narrow):  # also loads the kernels, which may synchronize
             group.reduce_sum(each.view(-1), torch.zeros_like(row)).wait()
-            if not group.copies:  # which would show memory for gathers too
+            if not group.copies:  # it would allocate halves for gathers too
                 group.all_sum(each.view(-1), torch.zeros_like(rows).view(-1)).wait()
     elif group.name in ("tp", "cp"):
         if group.name == "cp":
@@ -410,7 +401,7 @@ def _warm_exchange(group: Group, rows: Tensor) -> None:
 
 
 def _warm_tokens(group: Group, row: Tensor) -> None:
-    """Move pieces once each way, twice over, so that both buffers have had their turn."""
+    """Move pieces once each way, twice, so that both buffers are used."""
     tokens = group.tokens()
     for _ in range(2 if tokens is not None else 0):
         assert tokens is not None
@@ -426,11 +417,11 @@ def _warm_tokens(group: Group, row: Tensor) -> None:
 
 # ------------------------------------------------------------------------------------------------------ group transport
 #
-# The transport of one group: which one serves a purpose, under which name, with which options.
+# The transport of one group.
 
 
 LATER = 5.0
-"""Seconds that ranks wait for a group behind the limit that torch was given: it knows more, where it keeps to it."""
+"""Seconds to wait for a group beyond torch's own timeout, whose error says more."""
 
 TransportName = Literal["gloo", "nccl", "copy_engine", "copy_engine_gathers", "null", "slow"]
 
@@ -441,19 +432,19 @@ class CommOptions:
 
     timeout: float = 300.0
     arrival: int = 64 << 20
-    """Bytes of rows that a rank has room for in one round of a copied all-to-all; there are two such buffers."""
+    """Bytes of an arrival buffer of a copied all-to-all; there are two."""
     half: int = HALF
-    """Bytes of a half, through which copy engines move what is gathered or reduced."""
+    """Bytes of a half, through which copy engines gather and reduce."""
     tokens: int = 0
     """Bytes of all tokens of a microbatch, for tensor-parallel ranks that move them by copy engines; 0: they don't."""
     p2p: int = 32 << 20
-    """Bytes that a pipeline rank has room for on each edge, where copy engines move what is sent over it."""
+    """Bytes of a pipeline rank's receive buffer per edge, where copy engines move activations and gradients."""
     device_splits: bool = False
-    """Groups that exchange rows can do so by `Blocks`: on GPUs, by kernels that store into the peers' memory."""
+    """Whether groups that exchange rows can use `Blocks`: on GPUs, by kernels that store into peer memory."""
     links: Mapping[Purpose, Link] = field(default_factory=dict)
-    """The emulated network of the slow transport; purposes that are missing are not slowed."""
+    """The emulated network of the slow transport; purposes not listed are not slowed."""
     spin: Callable[[float], None] | None = None
-    """Keeps the current CUDA stream busy for so many seconds; needed by the slow transport on a GPU."""
+    """Keeps the current CUDA stream busy for so many seconds; required by the slow transport on a GPU."""
 
 
 def make_transport(
@@ -498,9 +489,9 @@ def _on_gpus(
     mover: Mover,
     options: CommOptions,
 ) -> Transport:
-    """What moves the bytes of a NCCL group."""
     if mover == "kernels":
-        return PushedRows(made, ranks, device, options.timeout, pushes(made, options.arrival, device, options.timeout))
+        buffers = push_buffers(made, options.arrival, device, options.timeout)
+        return PushedRows(made, ranks, device, options.timeout, buffers)
     if mover == "pieces":
         tokens = copied_tokens(made, options.tokens, device, options.timeout, SideStream(device))
         return CopyingNccl(made, ranks, device, tokens)

@@ -1,12 +1,11 @@
-"""Operations of a stream that torch has no words for: the driver copies, writes a word, and waits for one.
+"""CUDA driver operations that torch does not expose: stream copies, flag writes and flag waits.
 
-They are operations of the stream, not kernels: they need no SM, and a wait does not take one from products.
+They are stream operations, not kernels: they need no SM.
 
-Note: [Who asks a GPU that stands still]
-Streams that wait keep others from nothing, so a stream of its own can bring words to the host. But the thread that
-issues work may itself be blocked, in a call for which the driver has no room left, and then the driver may answer
-nobody. So what is asked here is asked through ctypes, which lets go of the interpreter, on memory and a stream that
-were made before, and whoever asks does so in a thread that nobody has to wait for (`recorder.Watchdog`).
+Note: [Reading from a GPU that hangs]
+Streams of a hung GPU may wait for ever, so flags are read on a separate stream. The thread that issues work may be
+blocked inside the driver, which then may not answer other calls. So reads use ctypes, which releases the GIL, with
+memory and a stream allocated in advance, and run in a thread that no other thread has to join (`hangs.Watchdog`).
 """
 
 from __future__ import annotations
@@ -20,44 +19,42 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-WORDS_AT_ONCE = 256
-"""Words that are read at once at most."""
+FLAGS_AT_ONCE = 256
 PATIENCE = 2.0
-"""Seconds in which words must have come to the host."""
 _NOT_READY = 600
 
 
-WordStep = tuple[Literal["wait", "write"], int, int]
-"""What is done with a word, its address, and the value."""
+FlagStep = tuple[Literal["wait", "write"], int, int]
+"""(operation, address of the flag, value)."""
 
 
 class Driver(Protocol):
-    """Operations of a stream, given by its handle, on addresses. Each costs the host a microsecond or two."""
+    """Stream operations on addresses; streams are given by their handles. Each call costs the host 1 to 2 us."""
 
     def copy(self, stream: int, into: int, source: int, nbytes: int) -> None: ...
     def copies(self, stream: int, into: np.ndarray, sources: np.ndarray, nbytes: np.ndarray) -> None:
-        """Many copies, of which none needs another one: arrays [N] of int64, at least one byte each."""
+        """Independent copies: int64 arrays [N], at least one byte each."""
         ...
 
-    def write(self, stream: int, word: int, value: int) -> None:
-        """Give a word of 32 bits a value, which may be negative."""
+    def write(self, stream: int, flag: int, value: int) -> None:
+        """Write a 32-bit flag; the value may be negative."""
         ...
 
-    def wait(self, stream: int, word: int, value: int) -> None:
-        """Until the word, read as a number that may be negative, is at least the value."""
+    def wait(self, stream: int, flag: int, value: int) -> None:
+        """Wait until the flag, a signed number, is at least the value."""
         ...
 
-    def prepared(self, steps: Sequence[WordStep]) -> Callable[[int], None]:
-        """Issues these writes and waits, in this order, on a stream: in one call of the driver, however many."""
+    def prepared(self, steps: Sequence[FlagStep]) -> Callable[[int], None]:
+        """Return a function that issues these steps on a stream, in order, in one driver call."""
         ...
 
-    def read(self, words: Sequence[int]) -> list[int] | None:
-        """What these words are now, beside all streams; None if the device does not answer."""
+    def read(self, flags: Sequence[int]) -> list[int] | None:
+        """Current values of the flags, independent of all other streams; None if the device does not answer."""
         ...
 
 
 class _Step(ctypes.Structure):
-    """One write or wait of a batch (`CUstreamBatchMemOpParams`, of 48 bytes)."""
+    """`CUstreamBatchMemOpParams`, 48 bytes."""
 
     _fields_ = (
         ("operation", ctypes.c_uint64),
@@ -72,7 +69,7 @@ _OPERATIONS = {"wait": 1, "write": 2}
 
 
 class _Attributes(ctypes.Structure):
-    """How a batch of copies is done (`CUmemcpyAttributes`)."""
+    """`CUmemcpyAttributes`."""
 
     _fields_ = (
         ("source_order", ctypes.c_int),
@@ -84,15 +81,13 @@ class _Attributes(ctypes.Structure):
 
 _IN_STREAM_ORDER = 1
 _BESIDE_COMPUTE = 1
-"""Asks for copy engines, also where an SM would be faster: inside of one GPU."""
+"""Prefers copy engines, also within one GPU where SMs would be faster."""
 
 
 class Cuda:
-    """The driver of GPUs."""
-
     def __init__(self) -> None:
         library = ctypes.CDLL("libcuda.so.1")
-        self._batch: Any = getattr(library, "cuMemcpyBatchAsync", None)  # of CUDA 12.8
+        self._batch: Any = getattr(library, "cuMemcpyBatchAsync", None)  # since CUDA 12.8
         self._how = _Attributes(source_order=_IN_STREAM_ORDER, flags=_BESIDE_COMPUTE)
         self._copy, self._write, self._wait, self._steps = (
             getattr(library, f"{name}_v2")
@@ -108,7 +103,7 @@ class Cuda:
         _check(self._copy(into, source, nbytes, stream))
 
     def copies(self, stream: int, into: np.ndarray, sources: np.ndarray, nbytes: np.ndarray) -> None:
-        if self._batch is None or not stream:  # nor may the default stream have a batch
+        if self._batch is None or not stream:  # batches are not allowed on the default stream
             for each in zip(into.tolist(), sources.tolist(), nbytes.tolist(), strict=True):
                 self.copy(stream, *each)
             return
@@ -119,53 +114,53 @@ class Cuda:
         how = ctypes.byref(self._how), ctypes.byref(first), ctypes.c_size_t(1)
         _check(self._batch(*addresses, count, *how, ctypes.byref(failed), ctypes.c_void_p(stream)))
 
-    def write(self, stream: int, word: int, value: int) -> None:
-        _check(self._write(stream, word, value & 0xFFFFFFFF, 0))
+    def write(self, stream: int, flag: int, value: int) -> None:
+        _check(self._write(stream, flag, value & 0xFFFFFFFF, 0))
 
-    def wait(self, stream: int, word: int, value: int) -> None:
-        _check(self._wait(stream, word, value & 0xFFFFFFFF, 0))  # "at least" compares the signed difference
+    def wait(self, stream: int, flag: int, value: int) -> None:
+        _check(self._wait(stream, flag, value & 0xFFFFFFFF, 0))  # "at least" compares the signed difference
 
-    def prepared(self, steps: Sequence[WordStep]) -> Callable[[int], None]:
+    def prepared(self, steps: Sequence[FlagStep]) -> Callable[[int], None]:
         batch = (_Step * len(steps))(
-            *(_Step(_OPERATIONS[what], word, value & 0xFFFFFFFF, 0) for what, word, value in steps)
+            *(_Step(_OPERATIONS[what], flag, value & 0xFFFFFFFF, 0) for what, flag, value in steps)
         )
         return lambda stream: _check(self._steps(stream, len(batch), batch, 0))
 
-    def read(self, words: Sequence[int]) -> list[int] | None:
-        return self._reader.read(words)
+    def read(self, flags: Sequence[int]) -> list[int] | None:
+        return self._reader.read(flags)
 
 
 class Reader:
-    """Asks the current GPU what is in its memory and what is over. See Note: [Who asks a GPU that stands still].
+    """Reads GPU memory and queries events. See Note: [Reading from a GPU that hangs].
 
-    Made while the GPU is the current one and answers.
+    Must be made while that GPU is current and responsive.
     """
 
     def __init__(self) -> None:
         self._library = library = ctypes.CDLL("libcuda.so.1")
-        self._context, self._stream, self._words = (ctypes.c_void_p() for _ in range(3))
+        self._context, self._stream, self._flags = (ctypes.c_void_p() for _ in range(3))
         _check(library.cuCtxGetCurrent(ctypes.byref(self._context)))
         beside_the_default_stream = 1  # CU_STREAM_NON_BLOCKING
         _check(library.cuStreamCreate(ctypes.byref(self._stream), beside_the_default_stream))
-        _check(library.cuMemAllocHost_v2(ctypes.byref(self._words), ctypes.c_size_t(4 * WORDS_AT_ONCE)))
+        _check(library.cuMemAllocHost_v2(ctypes.byref(self._flags), ctypes.c_size_t(4 * FLAGS_AT_ONCE)))
         library.cuMemcpyDtoHAsync_v2.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
         self._turn, self._answers = threading.Lock(), True
 
-    def read(self, words: Sequence[int]) -> list[int] | None:
-        """Words at addresses of the GPU's own or of mapped memory, as signed numbers."""
-        assert len(words) <= WORDS_AT_ONCE, f"{len(words)} words at once"
-        assert self._words.value is not None
+    def read(self, flags: Sequence[int]) -> list[int] | None:
+        """Signed 32-bit values at addresses of device or mapped memory; None if the device does not answer."""
+        assert len(flags) <= FLAGS_AT_ONCE, f"{len(flags)} flags at once"
+        assert self._flags.value is not None
         with self._turn:
-            self._answers = self._answers and self._bring(words)
-            # Words that come later would come into the answers to others, so nobody asks again.
-            return list((ctypes.c_int32 * len(words)).from_address(self._words.value)) if self._answers else None
+            self._answers = self._answers and self._bring(flags)
+            # A late copy would overwrite later answers, so never read again.
+            return list((ctypes.c_int32 * len(flags)).from_address(self._flags.value)) if self._answers else None
 
-    def _bring(self, words: Sequence[int]) -> bool:
-        """Copy words to the host; whether they have come."""
-        assert self._words.value is not None
+    def _bring(self, flags: Sequence[int]) -> bool:
+        """Copy flags to the host; False on error or timeout."""
+        assert self._flags.value is not None
         failed = self._library.cuCtxSetCurrent(self._context)  # of this thread
-        for i, word in enumerate(words):
-            failed = failed or self._library.cuMemcpyDtoHAsync_v2(self._words.value + 4 * i, word, 4, self._stream)
+        for i, flag in enumerate(flags):
+            failed = failed or self._library.cuMemcpyDtoHAsync_v2(self._flags.value + 4 * i, flag, 4, self._stream)
         deadline = time.monotonic() + PATIENCE
         while not failed and time.monotonic() < deadline:
             state = self._library.cuStreamQuery(self._stream)
@@ -175,14 +170,13 @@ class Reader:
         return False
 
     def over(self, event: int) -> bool | None:
-        """Whether the work before an event, given by its handle, is over; None if that cannot be told."""
+        """Whether the work before an event, given by its handle, is done; None if unknown."""
         failed = self._library.cuCtxSetCurrent(self._context) or self._library.cuEventQuery(ctypes.c_void_p(event))
         return {0: True, _NOT_READY: False}.get(failed)
 
 
 @cache
 def reader() -> Reader:
-    """That of this process, which has one GPU."""
     return Reader()
 
 

@@ -1,15 +1,12 @@
-"""Hangs: what a rank notes of a step, who waits for whom, and a watchdog that ends a rank that makes no progress.
+"""Hang reports: what a rank records of a step, which rank the others wait for, and a watchdog.
 
-A hang is seen on all ranks, and its cause is on one: the rank that the others wait for, and that waits for nobody. The
-exchanges of a group have the same numbers on all of its ranks, so whoever compares what ranks say (`RankState`, made by
-`engine/standstill.py`) can tell who is behind: `culprit` says it in one line.
+A hang shows on all ranks, but its cause is on one: the rank that others wait for and that waits for none. Exchanges of
+a group have the same numbers on all its ranks, so comparing `RankState`s (`engine/standstill.py`) finds it: `culprit`.
 
-Note: [The watchdog waits for nobody]
-What a rank waits for is asked of a device that may not answer, while other threads may hold what an answer needs. So
-the report is made in a thread of its own, and if that is late the watchdog tells what it knows without the device. A
-thread that is blocked while it holds the interpreter stops the watchdog too. For that there is a second one, which
-needs no interpreter (`faulthandler`): it is put off while the first one lives, and else writes where all threads are,
-and ends the process.
+Note: [The watchdog never blocks]
+A report queries a device that may not answer, so it runs in a thread of its own. If that is late, the watchdog reports
+without the device. A thread that hangs while it holds the GIL stops the watchdog too. For that case `faulthandler`,
+which needs no GIL, dumps all stacks and ends the process; the watchdog postpones it while it runs.
 """
 
 from __future__ import annotations
@@ -29,9 +26,8 @@ from typing import Any, Protocol
 from hocket.program.ops import Op
 
 ALONE = "hocket: rank "
-"""How the line begins in which a rank tells what it alone knows of a hang."""
 STATE = "hocket: state "
-"""How the line of a report begins that a program reads."""
+"""Start of a report's machine-readable line."""
 
 
 @dataclass
@@ -39,62 +35,61 @@ class Issued:
     """The exchanges of one group that a rank has issued since a step began."""
 
     calls: list[tuple[str, float]] = field(default_factory=list)
-    """What was called, and when, as `time.monotonic` says it."""
+    """(collective, `time.monotonic` of the call)."""
     marks: list[int] = field(default_factory=list)
-    """What the transport's `Words` count."""
+    """Counters of the transport's `Flags`."""
 
 
 @dataclass(frozen=True)
-class Told:
-    """What memory says of the exchanges that a rank has issued in a step."""
+class FlagProgress:
+    """Progress of a rank's exchanges in a step, read from flags."""
 
     done: int | None = None
-    """How many are over on this rank; None if that cannot be told."""
+    """Exchanges completed on this rank; None if unknown."""
     absent: tuple[int, ...] = ()
-    """Ranks of the group for whose word this rank waits."""
+    """Ranks of the group whose flag this rank waits for."""
     turns: tuple[int, int] | None = None
-    """Where what is counted are no calls of the group: how many have begun on the device, and were issued."""
+    """If the flags count turns rather than calls of the group: (begun on the device, issued)."""
 
 
-class Words(Protocol):
-    """Words in memory by which ranks of a group wait for each other, with no limit, or only one that says nothing."""
+class Flags(Protocol):
+    """Memory flags by which ranks of a group wait for each other, without a timeout or with one that names no rank."""
 
     def begin(self) -> list[int]:
-        """A step begins: marks that grow with what is issued in it."""
+        """Begin a step. Returns marks, to which the step's exchanges are added."""
         ...
 
-    def told(self, marks: list[int], replayed: bool) -> Told | None:
-        """What the words say of what these marks are of; None if the device does not answer. Waits no longer than that.
+    def progress(self, marks: list[int], replayed: bool) -> FlagProgress | None:
+        """Progress of the exchanges in `marks`; None if the device does not answer. Waits for nothing else.
 
-        Of a `replayed` step, whose words have the same values each time, less can be told.
+        In a `replayed` step the flags take the same values every time, so less is known.
         """
         ...
 
 
 @dataclass(frozen=True)
-class Came:
-    """How far a rank has come with the exchanges of one group in a step."""
+class GroupProgress:
+    """A rank's progress with the exchanges of one group in a step."""
 
     name: str
-    """The group's, as this rank calls it."""
     key: str
-    """The same on all ranks of the group, and of no other group."""
+    """Identifies the group on all its ranks."""
     ranks: tuple[int, ...]
-    """Its ranks in the world. On an edge, the one that sends activations comes first."""
+    """World ranks. On an edge, the sender of activations comes first."""
     issued: int
     reached: int
-    """How many may have begun on the device; no more have."""
+    """How many may have begun on the device."""
     done: int
-    """How many are known to be over here."""
+    """How many are known to be complete."""
     until: int = 0
-    """The last that the op of the first which is not known to be over has issued."""
+    """The last exchange issued by the op of the first one not known to be complete."""
     what: str = ""
-    """The first that is not known to be over: its op, or its call."""
+    """The first exchange not known to be complete: its op, or its call."""
     absent: tuple[int, ...] = ()
-    """Ranks in the world for whose word in memory this rank waits, as far as memory says."""
+    """World ranks whose flag this rank waits for, if flags tell."""
 
-    def thing(self, number: int) -> str:
-        """An exchange in words: it is counted from 1, in this step."""
+    def as_text(self, number: int) -> str:
+        """An exchange of this step as text; counted from 1."""
         if self.key.startswith(("act ", "grad ")):
             noun = "activation" if self.key.startswith("act ") else "gradient"
             return f"{noun} {number} of edge {self.ranks[0]}→{self.ranks[1]}"
@@ -107,20 +102,18 @@ class RankState:
 
     rank: int
     step: int
-    """Steps and validations that have begun."""
+    """Steps and validations begun."""
     where: str
-    """What its host is at."""
     at: tuple[str, ...] = ()
-    """What its device, or on a CPU what is pending, stands at."""
+    """Ops that the device (on a CPU: pending collectives) is at."""
     waits: tuple[str, ...] = ()
-    """Keys of the groups for whose first exchange that is not over it waits."""
-    groups: tuple[Came, ...] = ()
+    """Keys of the groups it waits for, each in its first incomplete exchange."""
+    groups: tuple[GroupProgress, ...] = ()
 
-    def came(self, key: str) -> Came | None:
+    def group(self, key: str) -> GroupProgress | None:
         return next((group for group in self.groups if group.key == key), None)
 
-    def waiting(self) -> list[Came]:
-        """Of the groups that it waits for."""
+    def waiting(self) -> list[GroupProgress]:
         return [group for group in self.groups if group.key in self.waits]
 
     def as_line(self) -> str:
@@ -132,7 +125,7 @@ class RankState:
             return {name: tuple(value) if isinstance(value, list) else value for name, value in known.items()}
 
         known = tuples(json.loads(line.removeprefix(STATE)))
-        known["groups"] = tuple(Came(**tuples(group)) for group in known["groups"])
+        known["groups"] = tuple(GroupProgress(**tuples(group)) for group in known["groups"])
         return RankState(**known)
 
 
@@ -140,7 +133,7 @@ class RankState:
 
 
 def culprit(states: Mapping[int, RankState], others: Collection[int]) -> str:
-    """One line that names the rank for which the others wait. `states` are of ranks that reported; `others` did not."""
+    """One line that names the rank the others wait for. `states` are of ranks that reported; `others` did not."""
     newest = max((state.step for state in states.values()), default=0)
     waits = {rank: _waits(state, states, newest) for rank, state in states.items()}
     awaited = [rank for found in waits.values() for rank in found]
@@ -149,7 +142,7 @@ def culprit(states: Mapping[int, RankState], others: Collection[int]) -> str:
         end = max(sorted(set(ends)), key=lambda rank: (rank in others, ends.count(rank)))
         missing = next(found[end] for found in waits.values() if end in found)
         return f"rank {end} {missing}, and {_does(end, states)}"
-    if awaited:  # every awaited rank waits too, so whoever follows them comes around
+    if awaited:  # every awaited rank waits too, so following them finds a cycle
         path, rank = list[int](), next(rank for rank, found in waits.items() if found)
         while rank not in path:
             path.append(rank)
@@ -165,26 +158,26 @@ def culprit(states: Mapping[int, RankState], others: Collection[int]) -> str:
 
 
 def _waits(state: RankState, states: Mapping[int, RankState], newest: int) -> dict[int, str]:
-    """Rank that a rank waits for -> what that one has not done."""
+    """Rank waited for -> what it has not done."""
     found: dict[int, str] = {}
-    if state.step < newest:  # other ranks have passed everything that this rank still does
+    if state.step < newest:  # other ranks are past everything that this rank waits for
         return found
-    for came in state.waiting():
-        for rank in came.absent or came.ranks:
+    for group in state.waiting():
+        for rank in group.absent or group.ranks:
             other = states.get(rank)
-            theirs = other.came(came.key) if other is not None and other.step == state.step else None
-            reached = came.done if other is None else theirs.reached if theirs is not None else 0
-            if rank == state.rank or (reached >= came.until and rank not in came.absent):
+            theirs = other.group(group.key) if other is not None and other.step == state.step else None
+            reached = group.done if other is None else theirs.reached if theirs is not None else 0
+            if rank == state.rank or (reached >= group.until and rank not in group.absent):
                 continue
-            number = (came.done if reached >= came.until else reached) + 1
-            what = {"recv": "has not sent", "send": "has not received"}.get(came.name.split("_")[0], "has not come to")
-            op = f" ({came.what} on rank {state.rank})" if number == came.done + 1 and came.what else ""
-            found.setdefault(rank, f"{what} {came.thing(number)}{op}")
+            number = (group.done if reached >= group.until else reached) + 1
+            what = {"recv": "has not sent", "send": "has not received"}.get(group.name.split("_")[0], "has not come to")
+            op = f" ({group.what} on rank {state.rank})" if number == group.done + 1 and group.what else ""
+            found.setdefault(rank, f"{what} {group.as_text(number)}{op}")
     return found
 
 
 def _does(rank: int, states: Mapping[int, RankState]) -> str:
-    """What a rank does instead of waiting for another."""
+    """What a rank does if it waits for no other rank."""
     state = states.get(rank)
     if state is None:
         return "did not say what it does"
@@ -198,37 +191,36 @@ HANG_EXIT_CODE = 75
 """Exit status of a rank that the watchdog ended."""
 
 HANG_HEADLINE = "hocket: no progress"
-"""How the report of a hang begins."""
 
 ANSWER = 5.0
-"""Seconds in which a report that asks the device must be there."""
+"""Seconds for a report that queries the device."""
 
 LINGER = 2.0
-"""Seconds between a rank's report and its end. Others hang with it and look once a second: an end would break their
-connections, and they would tell of that instead."""
+"""Seconds between a rank's report and its exit. Other ranks hang too and check every second; an earlier exit would
+break their connections, and they would report that instead."""
 
 MARGIN = 20.0
-"""Seconds by which collectives wait longer than the watchdog, which knows more about a hang than they do."""
+"""Seconds by which collectives outwait the watchdog, whose report says more."""
 
 
 class Recorder:
     """The ops that a rank issues in a step, in order, with times from `time.monotonic`."""
 
     def __init__(self, ops: Sequence[Op], begin_exchanges: Callable[[], Mapping[str, Issued]] = dict) -> None:
-        """`begin_exchanges` has groups note what they are asked for from then on, by their names."""
+        """`begin_exchanges` starts recording the groups' calls and returns them by group name."""
         self.ops = ops
         self._begin_exchanges = begin_exchanges
         self.issued: list[int] = []
         self._times: list[float] = []
         self.exchanges: Mapping[str, Issued] = {}
-        """What was issued together with the ops."""
+        """Calls issued by the ops."""
         self.last_progress = time.monotonic()
         self.active = self.replayed = False
         self.inside = ""
-        """What the host is at that is no op: a part of the step's end, or what comes behind all ops."""
+        """What the host does outside of ops: a part of the step's end, or work after all ops."""
 
     def begin(self, replayed: bool = False) -> None:
-        """A step starts: from now on a standstill is a hang. A `replayed` one issues once more what was issued last."""
+        """Begin a step: from now on a standstill is a hang. A `replayed` step repeats what was issued last."""
         begun = self._begin_exchanges()
         if not replayed:
             self.issued, self._times, self.exchanges = [], [], begun
@@ -236,27 +228,23 @@ class Recorder:
         self.last_progress, self.active, self.replayed = time.monotonic(), True, replayed
 
     def end(self) -> None:
-        """The step is over: nobody waits for what it issued."""
         self.active = False
 
     def issue(self, position: int) -> None:
-        """Note that the op at `position` is being issued."""
         now = time.monotonic()
         self.issued.append(position)
         self._times.append(now)
         self.last_progress, self.inside = now, ""
 
     def enter(self, what: str) -> None:
-        """Note that the host goes on to something that is no op of its own and may have to wait for other ranks."""
+        """Record that the host enters something other than an op that may wait for other ranks."""
         self.last_progress, self.inside = time.monotonic(), what
 
     def at(self, when: float) -> int | None:
-        """The op that was being issued at some time of this step; None before the first."""
         count = bisect_right(self._times, when)
         return self.issued[count - 1] if count else None
 
     def where(self) -> str:
-        """What the host is at."""
         seconds = time.monotonic() - self.last_progress
         last = f"op {self.issued[-1]}: {self.ops[self.issued[-1]]}" if self.issued and not self.replayed else ""
         if self.inside:
@@ -265,9 +253,9 @@ class Recorder:
 
 
 class Watchdog:
-    """Ends the process with a report when a step makes no progress for `limit` seconds.
+    """Ends the process with a report if a step makes no progress for `limit` seconds.
 
-    `report` is told whether it may ask the device. See Note: [The watchdog waits for nobody].
+    `report` gets whether it may query the device. See Note: [The watchdog never blocks].
     """
 
     def __init__(self, limit: float, report: Callable[[bool], str], recorder: Callable[[], Recorder | None]) -> None:
@@ -284,10 +272,10 @@ class Watchdog:
             if recorder is None or not recorder.active:
                 faulthandler.cancel_dump_traceback_later()
                 continue
-            with contextlib.suppress(Exception):  # a standard error that is no file
+            with contextlib.suppress(Exception):  # standard error may not be a file
                 faulthandler.dump_traceback_later(self._limit + ANSWER + LINGER, exit=True, file=sys.stderr)
             if time.monotonic() - recorder.last_progress > self._limit:
-                with contextlib.suppress(Exception):  # a full disk is no reason to go on
+                with contextlib.suppress(Exception):  # exit even if the disk is full
                     sys.stderr.write(f"{HANG_HEADLINE} for {self._limit:g} s\n{self._said()}\n")
                     sys.stderr.flush()
                 time.sleep(LINGER)
@@ -304,7 +292,7 @@ class Watchdog:
     def _ask(self, device: bool) -> str:
         try:
             return self._report(device)
-        except Exception as error:  # a GPU that has failed, or records a step, answers no questions
+        except Exception as error:  # a failed or capturing GPU refuses queries
             return f"what this rank waits for cannot be told: {error}"
 
     def close(self) -> None:

@@ -1,11 +1,10 @@
-"""Lanes: the ordered queues on which ops run. The only place that makes CUDA streams and events.
+"""Lanes: the ordered queues on which ops run. Only this file makes CUDA streams and events of planned steps.
 
-Note: [What a lane promises]
-Ops of one lane run in the order in which they are issued. An op of another lane that was told to wait for
-position p of this lane runs after p and everything before it. Nothing else is ordered. On a GPU a lane is a
-stream and the promise is kept by events; the host never waits. On a CPU compute ops run when they are issued
-and a collective is pending until somebody waits for it; waiting for one waits for all earlier ones of its
-lane, because a queue is in order.
+Note: [Lane semantics]
+Ops of one lane run in issue order. An op that waits for position p of another lane runs after p and everything before p
+there. Nothing else is ordered. On a GPU a lane is a stream, events implement the waits, and the host never waits. On a
+CPU compute ops run when issued; a collective is pending until waited for, which also waits for all earlier ones of its
+lane.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from hocket.runtime.transports import Pending
 
 
 def spinner(device: torch.device) -> Callable[[float], None]:
-    """A function that keeps the current CUDA stream busy for so many seconds. Takes a moment to be calibrated."""
+    """Calibrate and return a function that keeps the current CUDA stream busy for so many seconds."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     cycles = 20_000_000
     with torch.cuda.device(device):
@@ -37,47 +36,45 @@ def spinner(device: torch.device) -> Callable[[float], None]:
 
 
 def drain(device: torch.device) -> None:
-    """Wait until the current stream has done all that was issued on it."""
     torch.cuda.current_stream(device).synchronize()
 
 
-def current_queue(device: torch.device) -> int:
-    """The handle of the current queue; 0 on a CPU."""
+def stream_handle(device: torch.device) -> int:
+    """Handle of the current stream; 0 on a CPU."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
-def come_behind(device: torch.device, queue: int) -> None:
-    """Order the current queue behind all that was issued on another one, given by its handle. Not in a recording."""
+def wait_for_stream(device: torch.device, handle: int) -> None:
+    """Make the current stream wait for another one, given by its handle. Does nothing while a graph is captured."""
     if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-        other = torch.cuda.ExternalStream(queue, device) if queue else torch.cuda.default_stream(device)
+        other = torch.cuda.ExternalStream(handle, device) if handle else torch.cuda.default_stream(device)
         torch.cuda.current_stream(device).wait_stream(other)
 
 
 class SideStream:
-    """A queue beside the one in use, for communication in the middle of an op: the `tp` lane.
+    """A stream for communication inside an op: the `tp` lane.
 
-    What is issued on it comes behind all that was issued before, and the queue in use comes behind a `mark` of it only
-    when somebody asks. Whoever forks joins before memory that was used there is given back: so to other lanes, and to
-    the allocator, an op that communicates inside is like any other. On a CPU there is one queue, and what is on its way
-    are `Pending`s.
+    `fork` orders it after the current stream; calling a `mark` orders the current stream after it. An op joins before
+    it frees memory that the side stream uses, so other lanes and the allocator need not know of it. On a CPU there is
+    one queue and communication is `Pending`.
     """
 
     def __init__(self, device: torch.device, priority: int = -1) -> None:
-        """Communication goes before what computes; a queue for more products, of priority 0, does not."""
+        """`priority` is -1 for communication, 0 for additional compute."""
         self._device = device
         self._stream = torch.cuda.Stream(device, priority=priority) if device.type == "cuda" else None
         if self._stream is not None:
-            # Making events takes the host longer than using them. A wait is for what an event stood for when the wait
-            # was issued; so one serves all forks, and a mark that is asked for late stands for a later point.
+            # Events are reused, since making one costs the host more than recording it. A wait refers to the last
+            # record before it, so one event serves all forks, and a mark that is waited for late may stand for a later
+            # point.
             self._forked = torch.cuda.Event()
             self._marks = cycle([torch.cuda.Event() for _ in range(16)])
 
     def current(self) -> int:
-        """The handle of the current queue; 0 on a CPU."""
-        return current_queue(self._device)
+        return stream_handle(self._device)
 
     def fork(self) -> tuple[int, int]:
-        """Order the side behind all that the current queue has been given so far: handles of the current, the side."""
+        """Make the side stream wait for the current stream. Returns the handles of both."""
         if self._stream is None:
             return 0, 0
         current = torch.cuda.current_stream(self._device)
@@ -86,8 +83,8 @@ class SideStream:
         return current.cuda_stream, self._stream.cuda_stream
 
     @contextmanager
-    def behind(self) -> Iterator[None]:
-        """Fork, and inside, work is issued on the side."""
+    def forked(self) -> Iterator[None]:
+        """Fork; inside, work is issued on the side stream."""
         if self._stream is None:
             yield
             return
@@ -96,11 +93,11 @@ class SideStream:
             yield
 
     def on(self) -> AbstractContextManager[object]:
-        """Inside, work is issued on the side, behind what is there and nothing else."""
+        """Inside, work is issued on the side stream without a fork."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def mark(self) -> Callable[[], None]:
-        """A call that orders the then current queue behind all that is on the side now."""
+        """Return a call that makes the then current stream wait for the work on the side stream so far."""
         if self._stream is None:
             return lambda: None
         event = next(self._marks)
@@ -108,7 +105,9 @@ class SideStream:
         return lambda: torch.cuda.current_stream(self._device).wait_event(event)
 
     def join(self) -> None:
-        """After an interrupted op: order the current queue behind the side, if one recording has both or none."""
+        """After an interrupted op: make the current stream wait for the side stream, unless only one of them is
+        captured.
+        """
         if self._stream is None:
             return
         with self.on():
@@ -118,47 +117,47 @@ class SideStream:
 
 
 class Lanes(Protocol):
-    """What the executor asks of lanes. Positions are those of a rank's op list."""
+    """What the executor needs of lanes. Positions index a rank's op list."""
 
     @property
     def needs_rehearsal(self) -> bool:
-        """Whether the first step must run one op at a time (see `engine/executor.py`)."""
+        """Whether the first step runs one op at a time (`engine/executor.py`)."""
         ...
 
     def begin(self, names: Sequence[str] | None = None) -> None:
-        """Order every lane behind the work that the caller has issued so far.
+        """Order every lane after the caller's work so far.
 
-        With the ops' `names`, by position, the step is being profiled: waits of the host are to be seen in the trace.
+        With the ops' `names`, by position, the step is being profiled and host waits appear in the trace.
         """
 
     def use(self, lane: Lane) -> None:
-        """Make `lane` the one on which the following work is issued."""
+        """Issue the following work on `lane`."""
 
     def allocating(self, lane: Lane) -> AbstractContextManager[object]:
-        """Inside, new tensors are memory of `lane`, which the lane in use comes behind."""
+        """Inside, tensors are allocated on `lane`, which the current lane has waited for."""
         ...
 
     def wait(self, producer: Lane, position: int) -> None:
-        """Order what follows on the lane in use behind the op at `position` of lane `producer`."""
+        """Make the current lane wait for the op at `position` of lane `producer`."""
 
     def issued(self, lane: Lane, position: int, pending: Pending | None, awaited: bool) -> None:
-        """Note that the op at `position` has been issued; `awaited` if another lane will wait for it."""
+        """Record that the op at `position` was issued; `awaited` if another lane waits for it."""
 
     def settle(self) -> None:
-        """Wait until all that was issued on the lane in use is done."""
+        """Wait until the current lane has completed all its work."""
 
     def end(self) -> None:
-        """Order the caller's following work behind the compute lane and leave the lanes."""
+        """Order the caller's following work after the compute lane, and leave the lanes."""
 
     def abort(self) -> None:
         """Leave the lanes after an interrupted step."""
 
     def completed(self, lane: Lane, position: int) -> bool | None:
-        """Whether an op that was issued is done; None if nothing says so (for reports; never waits)."""
+        """Whether an issued op is done; None if unknown. For reports; never waits."""
 
 
 class CpuLanes:
-    """Lanes without streams. See Note: [What a lane promises]."""
+    """Lanes without streams. See Note: [Lane semantics]."""
 
     needs_rehearsal = False
 
@@ -183,7 +182,7 @@ class CpuLanes:
         queue = self._pending[producer]
         while queue and queue[0][0] <= position:
             reached, pending = queue[0]
-            if self._names is None or pending.done:  # nobody waits, or nobody looks
+            if self._names is None or pending.done:  # not profiled, or no wait
                 pending.wait()
             else:
                 with torch.profiler.record_function(f"wait {self._names[reached]}"):
@@ -198,14 +197,16 @@ class CpuLanes:
             self._pending[lane].append((position, pending))
 
     def settle(self) -> None:
-        """Nothing to do: compute is done when it is issued, and a pending collective may need ops not yet issued."""
+        """Nothing to do: compute is synchronous, and a pending collective may need ops not yet issued."""
 
     def end(self) -> None:
         for lane in self._lanes:
             self.wait(lane, 1 << 60)
 
     def abort(self) -> None:
-        """The host waits: what is under way goes on writing memory that the next step uses. What fails is over, too."""
+        """The host waits, since pending collectives write memory that the next step uses. Errors count as
+        completion.
+        """
         for queue in self._pending.values():
             for _, pending in queue:
                 with suppress(Exception):
@@ -217,16 +218,15 @@ class CpuLanes:
 
 
 class CudaLanes:
-    """One stream per lane; communication lanes have the higher priority, so that they start at once.
+    """One stream per lane; communication lanes have high priority, so that they start at once.
 
-    `delays`, if set, are lengths in clock cycles of spins put in front of ops, one per issued op, over and
-    over: a test that results do not depend on timing.
+    Tests of timing independence set `delays`: lengths in clock cycles of spins before ops, used in turn.
     """
 
     needs_rehearsal = True
 
     def __init__(self, device: torch.device, sides: Sequence[SideStream] = (), lanes: Sequence[Lane] = LANES) -> None:
-        """`sides` are what ops fork to. Only an interrupted one leaves work there that nobody has waited for."""
+        """`sides` are the streams that ops fork to. Only an interrupted op leaves unjoined work there."""
         self._device, self._sides = device, sides
         self._streams = {lane: torch.cuda.Stream(device, priority=0 if lane in COMPUTING else -1) for lane in lanes}
         self._events: dict[int, torch.cuda.Event] = {}
@@ -258,7 +258,7 @@ class CudaLanes:
         self._current.wait_event(self._events[position])
 
     def issued(self, lane: Lane, position: int, pending: Pending | None, awaited: bool) -> None:
-        if not awaited:  # an event of that position is another program's
+        if not awaited:  # a stale event of another program
             self._events.pop(position, None)
             return
         event = self._events.get(position)
@@ -278,14 +278,13 @@ class CudaLanes:
         self._inside = False
 
     def join(self) -> None:
-        """Order the caller's following work behind all lanes."""
         outer = torch.cuda.current_stream(self._device)
         for stream in self._streams.values():
             outer.wait_stream(stream)
 
     @contextmanager
     def left_alone(self) -> Iterator[None]:
-        """Behind this the current stream is the one that it was before, however what is inside ends."""
+        """Restore the current stream on exit."""
         outer = torch.cuda.current_stream(self._device)
         try:
             yield
@@ -293,12 +292,12 @@ class CudaLanes:
             torch.cuda.set_stream(outer)
 
     def abort(self) -> None:
-        if self._inside:  # else the caller may be on another stream by now, as behind a recording, and stays there
+        if self._inside:  # the caller's stream may have changed, as after a recording, and stays
             self._leave()
         self.join()
         for side in self._sides:
             side.join()
 
     def completed(self, lane: Lane, position: int) -> bool | None:
-        event = self._events.get(position)  # ops that nobody awaits have none
+        event = self._events.get(position)  # ops that no lane awaits have none
         return None if event is None else self._reader.over(event.cuda_event)

@@ -1,26 +1,22 @@
-"""An all-to-all of unequal parts whose way holds no SM: each rank's copy engine writes rows where the peers want them.
+"""All-to-all of rows by copy engines: each rank writes rows to their final place at the receivers. It occupies no SM.
 
-NCCL leaves an all-to-all to copy engines only if all parts are equal, which the rows of experts are not. But the host
-of every rank knows how many rows go from whom to which expert, and all memory of one NVLink domain can be mapped into
-each process (torch's symmetric memory). So a rank copies its rows straight to where they belong in each peer's arrival
-buffer, each block (`blocks.py`) to its place in grouped order: when they have come, no kernel has to sort them by
-expert. Copies of a stream run in order, and a barrier behind them says that everybody's have arrived.
+NCCL uses copy engines for an all-to-all only if all parts have equal size. Here the host knows all row counts and has
+peer access (`shared_memory.py`), so a rank copies each block (`blocks.py`) to its grouped position in the receiver's
+arrival buffer. No kernel sorts rows by expert. A barrier after the copies tells all ranks that rows have arrived.
 
 Note: [Rounds]
-An arrival buffer has room for a fixed number of rows. If some rank gets more than that, the exchange takes as many
-rounds as that rank needs, so that nothing is ever lost or refused: all ranks see the same table and count the same
-rounds.
+An arrival buffer has a fixed number of rows. If a rank receives more, the exchange takes several rounds; all ranks
+compute the same number from the same table.
 
 Note: [Two arrival buffers, one barrier]
-Rounds take turns in two buffers. A rank writes to a peer's buffer again two rounds later, behind the barrier of the
-round between, which the peer has entered behind its own copying-out of the first. So one barrier a round is enough.
+Rounds alternate between two buffers. A rank writes to the same buffer again two rounds later, after the barrier of the
+round between. The peer enters that barrier after it has copied out the first round. So one barrier per round is enough.
 
 Note: [Rows are copied out]
-Experts could read an arrival buffer where it is. But then a rank could enter the round between only behind its experts,
-on another lane, and the all-to-all of one half of a merged step would wait for the experts of the other: what the plan
-keeps apart. A buffer for each exchange in flight would avoid that, with room for the worst load in each. So a kernel
-copies rows out, on a lane that is hidden, and puts those between them that this rank has for its own experts. These are
-many small blocks, of which each would cost the host a launch: within a GPU the driver has kernels for copies, too.
+Experts do not read the arrival buffer in place: the next round could then start only after them, and the all-to-all of
+one half of a merged step would wait for the experts of the other. One buffer per exchange in flight would need memory
+for the worst load in each. A kernel copies rows out, on a lane that is hidden, and merges in this rank's own rows: many
+small blocks, each of which would otherwise cost the host a launch.
 """
 
 from __future__ import annotations
@@ -36,13 +32,13 @@ from torch import Tensor
 from hocket.kernels import usable
 from hocket.runtime.blocks import Blocks, HostBlocks, host_blocks
 from hocket.runtime.driver import Cuda, Driver
-from hocket.runtime.lanes import current_queue
+from hocket.runtime.lanes import stream_handle
 from hocket.runtime.shared_memory import shared_memory
 from hocket.runtime.transports import DONE, Nccl, Pending, RowTable
 
 
 class PeerCopies:
-    """The arrival buffers of all ranks of a group, as this rank sees them."""
+    """The arrival buffers of all ranks of a group, as seen by this rank."""
 
     def __init__(
         self,
@@ -50,24 +46,25 @@ class PeerCopies:
         arrivals: Sequence[Tensor],
         barrier: Callable[[], object],
         driver: Driver,
-        queue: Callable[[], int],
+        stream: Callable[[], int],
     ) -> None:
-        """`arrivals[p]` are bytes [2, n] of rank p. `barrier` orders all ranks' current streams, `queue` names one."""
+        """`arrivals[p]` are bytes [2, n] of rank p. `barrier` orders all ranks' current streams; `stream` returns the
+        handle of this rank's.
+        """
         self.rank, self.arrivals, self.barrier = rank, tuple(arrivals), barrier
-        self._driver, self._queue = driver, queue
+        self._driver, self._stream = driver, stream
         size = len(self.arrivals)
-        self._peers = (rank + np.arange(1, size)) % size  # each rank begins with another one
+        self._peers = (rank + np.arange(1, size)) % size  # ranks start with different peers
         starts = [[buffer.data_ptr() for buffer in buffers] for buffers in self.arrivals]
         self._starts = np.array(starts, dtype=np.int64).T
         self._rounds = 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one arrival buffer."""
         return self.arrivals[0].shape[1]
 
     def exchange(self, out: Tensor, rows: Tensor, blocks: HostBlocks) -> None:
-        """Every block of `rows` [R, D] goes where it belongs; `out` [R', D] becomes what is here then.
+        """Deliver every block of `rows` [R, D]; `out` [R', D] receives this rank's rows.
 
         Runs on the current stream, on which all exchanges of the group are issued.
         """
@@ -88,7 +85,7 @@ class PeerCopies:
                 self._take(here, rows, out, blocks.leaving[:, self.rank], low, min(high, len(out)))
 
     def _send(self, rows: Tensor, width: int, leaving: np.ndarray, starts: np.ndarray, low: int, high: int) -> None:
-        """Copy what peers get between rows `low` and `high`; their blocks are `leaving` [3, P - 1, L]."""
+        """Copy the peers' rows `low` to `high`; their blocks are `leaving` [3, P - 1, L]."""
         first, there, count = leaving
         begin, end = np.maximum(there, low), np.minimum(there + count, high)
         some = begin < end
@@ -96,10 +93,10 @@ class PeerCopies:
             into = starts[self._peers][:, None] + (begin - low) * width
             sources = rows.data_ptr() + (first + begin - there) * width
             copies = (numbers[some] for numbers in (into, sources, (end - begin) * width))
-            self._driver.copies(self._queue(), *copies)
+            self._driver.copies(self._stream(), *copies)
 
     def _take(self, here: Tensor, rows: Tensor, out: Tensor, own: np.ndarray, low: int, high: int) -> None:
-        """Rows `low` to `high` of `out`: this rank's own blocks [3, L] of `rows`, and between them what is `here`."""
+        """Fill rows `low` to `high` of `out`: this rank's own blocks [3, L] from `rows`, the others from `here`."""
         if usable(out) and out[0].nbytes % 4 == 0:
             from hocket.kernels.exchange import take_blocks
 
@@ -115,7 +112,7 @@ class PeerCopies:
 
 @dataclass
 class CopiedRows(Nccl):
-    """Exchanges rows by copies; whatever else is asked of the group runs on NCCL's kernels."""
+    """Exchange rows by copies; other collectives use NCCL."""
 
     copies: PeerCopies
 
@@ -130,9 +127,9 @@ class CopiedRows(Nccl):
 
 
 def peer_copies(group: dist.ProcessGroup, nbytes: int, device: torch.device, timeout: float) -> PeerCopies:
-    """Arrival buffers of `nbytes` on GPUs that reach each other's memory: all ranks of the group call this together."""
-    whole = -(-nbytes // 256) * 256  # so that both buffers begin where loads and copies are fast
-    return PeerCopies(*shared_buffers(group, whole, device, timeout), Cuda(), lambda: current_queue(device))
+    """Arrival buffers of `nbytes` on GPUs with peer access. All ranks of the group call this together."""
+    whole = -(-nbytes // 256) * 256  # aligns both buffers
+    return PeerCopies(*shared_buffers(group, whole, device, timeout), Cuda(), lambda: stream_handle(device))
 
 
 def shared_buffers(
@@ -140,7 +137,7 @@ def shared_buffers(
 ) -> tuple[int, list[Tensor], Callable[[], object]]:
     """Return (this rank, every rank's two buffers of `nbytes` as bytes [2, n], a barrier of current streams).
 
-    All ranks of the group call it together; see `shared_memory`.
+    All ranks of the group call this together; see `shared_memory`.
     """
     rank, memories, barrier = shared_memory(group, 2 * nbytes, device, timeout)
     return rank, [memory.view(2, nbytes) for memory in memories], barrier
@@ -148,21 +145,18 @@ def shared_buffers(
 
 # ---------------------------------------------------------------------------------------------------------- pushed rows
 #
-# An exchange of rows of which no host knows the counts: kernels store them where they belong in the peers' memory.
+# All-to-all of rows whose counts the host does not know: kernels store rows at their grouped position in peer memory.
 #
-# All memory of one NVLink domain can be mapped into each process (torch's symmetric memory). So a kernel that reads the
-# counts on the device can store rows straight into the arrival buffers of the peers, in the order in which their
-# experts want them. Kernels of a stream run in order, and a barrier behind them says that everybody's rows have
-# arrived. `Note: [Two arrival buffers, one barrier]` holds here too, and there is one round only: a
-# buffer has room for the capacity (`blocks.py`).
+# Kernels read the counts on the device; a barrier after them tells all ranks that rows have arrived. `Note: [Two
+# arrival buffers, one barrier]` applies. There is one round: a buffer holds the capacity (`blocks.py`).
 
 
 COUNTS = 1 << 20
-"""Bytes at the end of an arrival buffer, where counts arrive."""
+"""Bytes at the end of an arrival buffer that receive counts."""
 
 
-class Pushes:
-    """The arrival buffers of all ranks of a group, as this rank's kernels see them."""
+class PushBuffers:
+    """The arrival buffers of all ranks of a group, for this rank's kernels."""
 
     def __init__(self, rank: int, arrivals: Sequence[Tensor], barrier: Callable[[], object]) -> None:
         """`arrivals[p]` are bytes [2, n] of rank p. `barrier` orders all ranks' current streams."""
@@ -174,10 +168,10 @@ class Pushes:
         self._exchanges = self._counted = 0
 
     def all_counts(self, counts: Tensor) -> Tensor:
-        """Every rank's `counts` (P, ...), int64: (P, P, ...). Overwritten by the exchange of counts after the next.
+        """All-gather `counts` (P, ...), int64: (P, P, ...). Valid until the exchange of counts after the next.
 
-        At most two microbatches exchange rows at a time, in turns, and a microbatch comes to its next exchange of
-        counts behind its experts, on all ranks. So by then nobody reads them any more.
+        At most two microbatches exchange rows at a time, alternating, and each reaches its next exchange of counts
+        after its experts on all ranks. By then nothing reads the old counts.
         """
         from hocket.kernels.exchange import push_counts
 
@@ -191,7 +185,7 @@ class Pushes:
         return here.view(counts.dtype).view(-1, *counts.shape)
 
     def exchange(self, out: Tensor, rows: Tensor, blocks: Blocks) -> None:
-        """Every block of `rows` [R, D] goes where it belongs; `out` [R', D] becomes what is here then.
+        """Deliver every block of `rows` [R, D]; `out` [R', D] receives this rank's rows.
 
         Runs on the current stream, on which all exchanges of the group are issued.
         """
@@ -208,19 +202,18 @@ class Pushes:
 
 @dataclass
 class PushedRows(Nccl):
-    """Exchanges rows by kernels of its own; whatever else is asked of the group runs on NCCL's kernels."""
+    """Exchange rows by kernels of hocket; other collectives use NCCL."""
 
     timeout: float
-    """Seconds that a barrier may take."""
-    pushes: Pushes
-    outgrown: list[Pushes] = field(default_factory=list)
-    """Buffers that recorded steps may still use."""
+    pushes: PushBuffers
+    outgrown: list[PushBuffers] = field(default_factory=list)
+    """Smaller buffers that recorded steps may still use."""
 
     def make_room(self, nbytes: int) -> None:
-        """Have arrival buffers for rows of `nbytes` from now on. All ranks of the group call this."""
+        """Grow arrival buffers to rows of `nbytes`. All ranks of the group call this."""
         if nbytes > self.pushes.nbytes:
             self.outgrown.append(self.pushes)
-            self.pushes = pushes(self.group, nbytes, self.device, self.timeout)
+            self.pushes = push_buffers(self.group, nbytes, self.device, self.timeout)
 
     def all_counts(self, counts: Tensor) -> Tensor:
         return self.pushes.all_counts(counts)
@@ -231,7 +224,7 @@ class PushedRows(Nccl):
         return DONE
 
 
-def pushes(group: dist.ProcessGroup, nbytes: int, device: torch.device, timeout: float) -> Pushes:
-    """Arrival buffers for rows of `nbytes` on GPUs that reach each other's memory: all ranks of the group call this."""
+def push_buffers(group: dist.ProcessGroup, nbytes: int, device: torch.device, timeout: float) -> PushBuffers:
+    """Arrival buffers for rows of `nbytes` on GPUs with peer access. All ranks of the group call this together."""
     whole = -(-nbytes // 16) * 16 + COUNTS
-    return Pushes(*shared_buffers(group, whole, device, timeout))
+    return PushBuffers(*shared_buffers(group, whole, device, timeout))

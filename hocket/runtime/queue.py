@@ -1,15 +1,13 @@
-"""Queues: ordered work beside the caller's, for sharded modules that run without a plan.
+"""Queues: ordered asynchronous work for sharded modules that run without a plan.
 
-Note: [What a queue promises]
-Work of one queue runs in the order in which it is submitted, after the tickets it was given, and nothing else is
-ordered. A ticket stands for work that was issued; whoever waits for it comes after that work and everything before it
-in its queue. On a GPU a queue is a stream and a ticket is an event: the host never waits. On a CPU work runs when it is
-submitted, and what it returns is a collective under way until somebody waits for it or for a later one of its queue. So
-a CPU is the stricter one: work that needs the result of earlier work of its own queue must name its ticket, where a
-stream would be in order anyway.
+Note: [Queue semantics]
+Work of one queue runs in submission order, after the tickets passed to it; nothing else is ordered. Waiting for a
+ticket waits for its work and everything before it in the queue. On a GPU a queue is a stream, a ticket is an event, and
+the host never waits. On a CPU work runs when submitted, and a returned collective is pending until waited for. So the
+CPU is stricter: work that needs an earlier result of its own queue must pass its ticket.
 
-A queue is not a lane (`runtime/lanes.py`): lanes are told by a plan who waits for which position and know all of that
-beforehand, queues find out while the model runs, from whatever thread autograd uses.
+Lanes (`runtime/lanes.py`) know all waits from a plan; queues learn them while the model runs, from whichever thread
+autograd uses.
 """
 
 from __future__ import annotations
@@ -25,42 +23,42 @@ from torch.autograd import profiler
 from hocket.runtime.transports import Pending
 
 Work = Callable[[], Pending | None]
-"""Issues something. What it returns is a collective under way, None if there is none."""
+"""Issues something; returns the pending collective, if any."""
 
 
 class Ticket:
-    """Something that was issued, behind which others can be ordered."""
+    """A point in a queue that other work can wait for."""
 
     __slots__ = ("_capture", "_event", "_queue", "_recorded_on", "_waited_on", "done", "name")
 
     def __init__(self, name: str, queue: Queue) -> None:
         self.name = name
         self.done = False
-        """Whether it is known to be over. Never asks the GPU, where it stays False."""
+        """Whether it is known to be complete. Never queries the GPU, where it stays False."""
         self._queue = queue
         self._event: torch.cuda.Event | None = None
-        self._recorded_on = self._waited_on = -1  # streams; the default one is 0
-        self._capture = 0  # in which of its queue's captures it was recorded; 0 is outside of any
+        self._recorded_on = self._waited_on = -1  # stream handles; the default stream is 0
+        self._capture = 0  # the capture of its queue in which it was recorded; 0: none
 
     def __repr__(self) -> str:
         return f"Ticket({self.name})"
 
     def wait(self) -> None:
-        """Order the caller's following work behind this. On a CPU the host waits. Waiting again costs nothing."""
+        """Order the caller's following work after this; on a CPU the host waits. Repeated waits are free."""
         self._queue._wait_for(self)
 
     def covers(self, earlier: Ticket) -> bool:
-        """Whether what comes behind this comes behind `earlier` too: both are marks of one stream."""
+        """Whether waiting for this also waits for `earlier`: both were recorded on one stream."""
         return self._recorded_on == earlier._recorded_on
 
     def __del__(self) -> None:
-        # Nobody can wait for it any more, and a stream that was told to wait keeps the recording, not the event.
+        # Safe to reuse: a stream that waits for the event waits for its last record before the wait.
         if self._event is not None:
             self._queue._events.append(self._event)
 
 
 class Queue:
-    """An ordered queue of work: a stream of high priority on a GPU. See Note: [What a queue promises]."""
+    """An ordered queue of work; on a GPU a high-priority stream. See Note: [Queue semantics]."""
 
     def __init__(self, name: str, device: torch.device | str) -> None:
         self.name, self.device = name, torch.device(device)
@@ -73,7 +71,7 @@ class Queue:
         return f"Queue({self.name})"
 
     def submit(self, name: str, work: Work, after: Sequence[Ticket] = ()) -> Ticket:
-        """Run `work` after everything submitted before and after the tickets. Raises what `work` raises."""
+        """Run `work` after the tickets and everything submitted before. Raises what `work` raises."""
         ticket = Ticket(name, self)
         if self._stream is not None:
             self._issue_on_stream(self._stream, ticket, work, after)
@@ -82,7 +80,7 @@ class Queue:
         return ticket
 
     def mark(self, name: str) -> Ticket:
-        """A ticket for everything that the caller has issued so far. On a CPU all of that is done."""
+        """A ticket for the caller's work so far. On a CPU that work is done."""
         ticket = Ticket(name, self)
         if self._stream is None:
             ticket.done = True
@@ -91,21 +89,20 @@ class Queue:
         return ticket
 
     def caller(self) -> int:
-        """Which stream the caller issues its work on. A CPU has one."""
         return 0 if self._stream is None else torch.cuda.current_stream(self.device).cuda_stream
 
     def join(self) -> None:
-        """Order the caller's following work behind everything submitted so far."""
+        """Order the caller's following work after everything submitted so far."""
         if self._stream is not None:
             self._order_caller_behind(self._stream)
         elif self._pending:
             self._finish(self._pending[-1][0])
 
     def abort(self) -> None:
-        """After an exception: end what is under way. On a GPU the caller's following work comes behind it.
+        """After an exception: order the caller's following work after what is in flight.
 
-        On a CPU the host waits, since a collective goes on reading and writing memory that is about to be used for
-        something else. One that fails has ended as well.
+        On a CPU the host waits, since pending collectives still access memory that is about to be reused. Errors count
+        as completion.
         """
         if self._stream is not None:
             self._order_caller_behind(self._stream)
@@ -133,13 +130,13 @@ class Queue:
             pending = work()
         if pending is not None and not pending.done:
             self._pending.append((ticket, pending))
-        elif self._pending:  # over itself, but a ticket stands for what came before it too
+        elif self._pending:  # complete itself, but a ticket covers earlier work too
             self._pending.append((ticket, Pending()))
         else:
             ticket.done = True
 
     def _finish(self, ticket: Ticket) -> None:
-        """Have the host wait for a ticket and everything before it."""
+        """Make the host wait for a ticket and everything before it."""
         while not ticket.done:
             first, pending = self._pending[0]
             with named(f"wait {first.name}"):
@@ -162,7 +159,7 @@ class Queue:
             self._record(ticket, stream)
 
     def _record(self, ticket: Ticket, stream: torch.cuda.Stream) -> None:
-        """Let a ticket stand for what has been issued on `stream`, which is the current one."""
+        """Record a ticket on `stream`, the current one."""
         if torch.cuda.is_current_stream_capturing():
             self._enter_capture()
             ticket._capture = self._captures
@@ -171,7 +168,7 @@ class Queue:
         ticket._recorded_on = stream.cuda_stream
 
     def _order(self, stream: torch.cuda.Stream, ticket: Ticket) -> None:
-        """Order `stream`, the current one, behind a ticket of this queue."""
+        """Make `stream`, the current one, wait for a ticket of this queue."""
         if ticket._recorded_on == stream.cuda_stream:
             return
         capture = 0
@@ -183,13 +180,13 @@ class Queue:
             stream.wait_event(ticket._event)
 
     def _enter_capture(self) -> None:
-        """Take part in the capture of the current stream.
+        """Join the capture of the current stream.
 
         Note: [Tickets and graphs]
-        A CUDA graph being captured can't wait for work outside of it, and nothing outside can wait for what has only
-        been captured. Neither has to: `torch.cuda.graph` waits for the whole device before it begins, and a replay is
-        in order with the stream it is launched on. So tickets of the other side count as over. A queue's stream becomes
-        part of the capture with the first thing it is asked during it, and must be joined before the capture ends.
+        A captured graph can't wait for work outside of it, and work outside can't wait for captured work. Neither is
+        needed: `torch.cuda.graph` synchronizes the device before capture, and a replay is ordered with its stream. So
+        tickets of the other side count as complete. A queue's stream joins the capture on its first use during it, and
+        must be joined before the capture ends.
         """
         assert self._stream is not None
         caller = torch.cuda.current_stream(self.device)
@@ -211,33 +208,31 @@ def queue_of(name: str, device: torch.device) -> Queue:
     """The queue of that name on a device.
 
     Note: [Models share queues]
-    Models over the same ranks share groups, and a backward may run through several of them. A group has one place for
-    what a reduction receives, until it is added up: so the reductions of a group are all on one queue.
+    Models over the same ranks share groups, and one backward may run through several models. A group has one receive
+    buffer for reductions, so all reductions of a group use one queue.
     """
     if (name, device) not in _queues:
         _queues[name, device] = Queue(name, device)
     return _queues[name, device]
 
 
-class Passed:
-    """A place in the order of a device's work, at which the host waits. A CPU has passed it when it comes there."""
+class HostEvent:
+    """An event that the host can wait for. On a CPU it has always passed."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._event: torch.cuda.Event | None = None
 
-    def note(self) -> None:
-        """It is behind what the current stream has."""
+    def record(self) -> None:
         if self.device.type == "cuda":
             self._event = self._event or torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(self.device))
 
-    def wait(self) -> None:
-        """Have the host wait until the device has passed it, if it was noted."""
+    def synchronize(self) -> None:
         if self._event is not None:
             self._event.synchronize()
 
 
 def named(name: str) -> AbstractContextManager[Any]:
-    """A range of that name in a profile; nothing when nobody profiles."""
+    """A named range in a profile; no-op without a profiler."""
     return torch.profiler.record_function(name) if profiler._is_profiler_enabled else nullcontext()

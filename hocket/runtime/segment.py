@@ -1,20 +1,19 @@
 """One part of one layer, for one microbatch, as an autograd graph of its own.
 
 Note: [What a segment holds]
-Between forward and backward a segment holds only what its functions saved for backward: no output (only the
-edge of the graph at which a gradient enters) and no input that nobody saved (an ordinary leaf would be kept
-by the node that accumulates its gradient). So the plan, not the graph, decides how long a value lives.
+Between forward and backward a segment holds only the tensors that its functions saved: no outputs (only the graph edges
+at which gradients enter) and no unsaved inputs (an ordinary leaf would be held by its AccumulateGrad node). So the
+plan, not the graph, decides how long a tensor lives.
 
 Note: [The same sums as one graph]
-The autograd engine runs the nodes of a graph in the reverse order of their creation, and adds up the
-gradients of a tensor with several readers in that order. Cutting the graph changes neither order nor sums
-as long as all readers of a tensor are in the tensor's own segment, or there is one reader. A part hands on
-several outputs instead of letting a later part read its inner tensors; so each has one reader.
+Autograd runs nodes in reverse order of creation and sums gradients of a tensor with several readers in that order.
+Cutting the graph keeps order and sums if all readers of a tensor are in its segment, or there is one reader. A part
+returns several outputs instead of letting a later part read its inner tensors, so each has one reader.
 
 Note: [Backward stays on its thread]
-For a graph on a GPU the engine wakes a thread of its own and waits for it. A backward of the whole model pays that
-once; a step of segments pays it at every part, thousands of times, and in a virtual machine a sleeping thread takes
-longer to wake than a part takes to issue. So segments run backward on the thread that asks for it.
+For a graph on a GPU the engine wakes a worker thread and waits for it. A whole-model backward pays that once;
+segments would pay it thousands of times per step, and waking a thread in a VM takes longer than issuing a part. So
+segments run backward on the calling thread.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ from hocket.program.offload import HOST_BLOCK
 from hocket.runtime.weights import WgradQueue, collecting
 
 _ANCHOR = torch.empty(0, requires_grad=True)
-"""Makes the entry nodes of every segment part of a graph. No gradient ever reaches it."""
+"""Makes the entry nodes of every segment require gradients. No gradient ever reaches it."""
 
 
 class _Enter(torch.autograd.Function):
-    """Tensors as new ones that require a gradient, without a leaf that holds them."""
+    """Detached inputs that require gradients, without leaves that hold them."""
 
     @staticmethod
     def forward(ctx: Any, _anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -49,21 +48,19 @@ class _Enter(torch.autograd.Function):
 
 
 class Saver(Protocol):
-    """Decides what becomes of what a segment's functions save between forward and backward."""
+    """Decides what happens to a segment's saved tensors between forward and backward."""
 
-    def forward(self) -> AbstractContextManager[None]:
-        """Around the segment's forward."""
-        ...
+    def forward(self) -> AbstractContextManager[None]: ...
 
     def end(self) -> None:
-        """Backward is done."""
+        """After backward."""
 
 
-class Lent:
-    """A tensor that a segment does not hold from forward to backward, since the plan makes again what it is made of.
+class RebuiltTensor:
+    """A tensor that a segment does not keep until backward, because the plan rebuilds it.
 
-    Functions of the segment say by `lend` which it is. Of what they save, views of it are left out, and cut out of a
-    new one in backward.
+    Functions of the segment name it with `rebuild_in_backward`. Saved views of it are not kept: in backward they are
+    taken from the rebuilt tensor.
     """
 
     _now = threading.local()
@@ -77,58 +74,56 @@ class Lent:
         self._there, self._make = tensor, make
 
     @classmethod
-    def current(cls) -> Lent | None:
-        """That of the segment whose forward runs on this thread, if it has one."""
-        return getattr(cls._now, "lent", None)
+    def current(cls) -> RebuiltTensor | None:
+        """The one of the segment whose forward runs on this thread, if any."""
+        return getattr(cls._now, "rebuilt", None)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around the segment's forward. The tensor lives until then, so that no other one has its memory."""
-        Lent._now.lent = self
+        """Around the segment's forward. Keeps the tensor until its end, so that its memory is not reused meanwhile."""
+        RebuiltTensor._now.rebuilt = self
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._left_out, self._cut):
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                 yield
         finally:
-            Lent._now.lent = self._there = None
-        assert self._make is not None, "forward makes something of what is lent"
+            RebuiltTensor._now.rebuilt = self._there = None
+        assert self._make is not None, "forward makes something of what is rebuilt"
 
-    def _left_out(self, saved: Tensor) -> Any:
+    def _pack(self, saved: Tensor) -> Any:
         there = self._there
         if there is None or saved.untyped_storage()._cdata != there.untyped_storage()._cdata:
             return saved
         return saved.shape, saved.stride(), saved.storage_offset()
 
-    def _cut(self, saved: Any) -> Tensor:
+    def _unpack(self, saved: Any) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
-        assert self._there is not None, "what was lent is given before backward"
+        assert self._there is not None, "what was rebuilt is given before backward"
         return self._there.as_strided(*saved)
 
     def give(self, value: Tensor) -> None:
-        """Ahead of the segment's backward."""
-        assert self._make is not None, "what is lent is given once, after forward"
+        """Rebuild the tensor, before the segment's backward."""
+        assert self._make is not None, "what is rebuilt is given once, after forward"
         with torch.no_grad():
             self._there, self._make = self._make(value), None
 
     def end(self) -> None:
-        """Backward is done."""
         self._there = None
 
 
-def lend(tensor: Tensor, make: Callable[[Tensor], Tensor]) -> None:
-    """Say that `tensor` is what `make` makes of a value that may come once more for backward, and need not be kept."""
-    if (lent := Lent.current()) is not None:
-        lent.made(tensor, make)
+def rebuild_in_backward(tensor: Tensor, make: Callable[[Tensor], Tensor]) -> None:
+    """Declare that `make` rebuilds `tensor` from a value available in backward, so it need not be kept."""
+    if (rebuilt := RebuiltTensor.current()) is not None:
+        rebuilt.made(tensor, make)
 
 
 class Segment:
-    """Runs a function forward once and backward once, apart from every other graph."""
+    """Runs a function forward once and backward once, as a graph of its own."""
 
     __slots__ = ("_inputs", "_outputs", "queue", "saver")
 
     def __init__(self, saver: Saver | None = None) -> None:
         self.queue = WgradQueue()
-        """Weight gradients that `backward` left to compute."""
         self.saver = saver
         self._inputs: list[GradientEdge | None] | None = None
         self._outputs: list[GradientEdge | None] = []
@@ -136,8 +131,8 @@ class Segment:
     def forward(self, fn: Callable[..., Any], *inputs: Any) -> Any:
         """Run `fn(*inputs)` and return its outputs, detached.
 
-        Floating tensors among the inputs get a gradient; everything else is passed as it is. `fn` returns one
-        value or a tuple of values: tensors, None, or anything that holds no tensor with a graph.
+        Floating-point tensor inputs get gradients; other inputs are passed as they are. `fn` returns one value or a
+        tuple: tensors, None, or objects without tensors that have a graph.
         """
         assert self._inputs is None, "this segment already ran forward"
         floating = [i for i, x in enumerate(inputs) if isinstance(x, Tensor) and x.is_floating_point()]
@@ -155,10 +150,10 @@ class Segment:
         return detached if isinstance(result, tuple) else detached[0]
 
     def backward(self, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Gradients of the inputs, in their order, from gradients of the outputs, in theirs.
+        """Gradients of the inputs, given gradients of the outputs, both in order.
 
-        None for an output means that nobody used it; None for an input, that it has no gradient. Weight
-        gradients are left in `queue`. Nothing of the graph is left afterwards, but what the queue holds.
+        None for an output: unused; None for an input: no gradient. Weight gradients are left in `queue`; the rest of
+        the graph is freed.
         """
         assert self._inputs is not None, "a segment runs backward once, after its forward"
         assert len(grads) == len(self._outputs), f"{len(grads)} gradients for {len(self._outputs)} outputs"
@@ -183,32 +178,32 @@ def _edge(y: Any) -> GradientEdge | None:
 
 # ----------------------------------------------------------------------------------------------------------------- away
 #
-# What a segment keeps for its backward, in the host's memory meanwhile.
+# Saved tensors of a segment, offloaded to the host.
 #
-# Note: [What goes away]
-# All that functions of the segment save, by storage, so that views of one tensor stay views of one. What stays is what
-# another lane has made, whose memory the plan keeps for the backward anyway (`Part.kept`), and what is too small to be
-# worth a copy. Weights are never saved: functions look them up (`runtime/weights.py`).
+# Note: [What is offloaded]
+# Everything that the segment's functions save, by storage, so that views keep sharing one. Exceptions: tensors of other
+# lanes, which the plan keeps for backward anyway (`Part.kept`), and small storages. Weights are never saved: functions
+# look them up (`runtime/weights.py`).
 
 
 SMALLEST = 512
-"""Bytes of the smallest storage that goes away."""
+"""Bytes of the smallest storage that is offloaded."""
 
 
 class HostMemory:
-    """Slots in the host's memory, pinned if tensors are on a GPU. They grow as they are used, and are never moved."""
+    """Slots in host memory, pinned if tensors are on a GPU. They grow on use and never move."""
 
     def __init__(self, pinned: bool) -> None:
         self._pinned = pinned
         self._slots: dict[tuple[str, int], list[Tensor]] = {}
 
     def store(self, slot: tuple[str, int], tensors: Sequence[Tensor]) -> None:
-        """Issue copies of bytes [n] to a slot, one behind the other."""
+        """Issue copies of bytes [n] to a slot, back to back."""
         for theirs, ours in self._pairs(slot, tensors):
             ours.copy_(theirs, non_blocking=True)
 
     def load(self, slot: tuple[str, int], tensors: Sequence[Tensor]) -> None:
-        """Issue copies of a slot to bytes [n], of the sizes that were stored."""
+        """Issue copies of a slot to bytes [n], of the stored sizes."""
         for theirs, ours in self._pairs(slot, tensors):
             theirs.copy_(ours, non_blocking=True)
 
@@ -226,26 +221,25 @@ class HostMemory:
                 done, used = done + count, used + count
 
 
-class Away:
-    """What one segment has saved, while it is elsewhere. A `Saver` of `runtime/segment.py`."""
+class OffloadedTensors:
+    """Saved tensors of one segment while they are offloaded. A `Saver`."""
 
     def __init__(self, device: torch.device, stay: Collection[Tensor] = ()) -> None:
-        """What is on `device` goes away, but for the tensors in `stay`."""
+        """Offloads saved tensors on `device`, except those in `stay`."""
         self._device = device
         self._stay = {tensor.untyped_storage()._cdata for tensor in stay}
         self._index: dict[int, int] = {}
-        self._there: list[Tensor] = []  # bytes of each storage, while they are here
+        self._there: list[Tensor] = []  # bytes of each storage, while on the device
         self._sizes: list[int] = []
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around the segment's forward."""
-        with torch.autograd.graph.saved_tensors_hooks(self._put, self._found):
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
         self._stay.clear()
         self._index.clear()
 
-    def _put(self, saved: Tensor) -> Any:
+    def _pack(self, saved: Tensor) -> Any:
         storage = saved.untyped_storage()
         if storage._cdata in self._stay or storage.nbytes() < SMALLEST or saved.device.type != self._device.type:
             return saved
@@ -255,7 +249,7 @@ class Away:
         view = saved.storage_offset(), saved.shape, saved.stride()
         return self._index[storage._cdata], saved.dtype, view
 
-    def _found(self, saved: Any) -> Tensor:
+    def _unpack(self, saved: Any) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
         number, dtype, view = saved
@@ -264,24 +258,23 @@ class Away:
         return torch.empty(0, dtype=dtype, device=whole.device).set_(whole.untyped_storage(), *view)
 
     def take(self) -> list[Tensor]:
-        """Behind forward: all that goes away, bytes [n] each. From now on it is the caller's."""
+        """After forward: hand over the offloaded storages, bytes [n] each."""
         there, self._there = self._there, []
         self._sizes = [len(whole) for whole in there]
         return there
 
     def place(self) -> list[Tensor]:
-        """Ahead of backward: new memory for what was taken, bytes [n] each, for the caller to fill.
+        """Before backward: allocate memory for what was taken, bytes [n] each, for the caller to fill.
 
-        With deterministic algorithms `torch.empty` would fill it too, on a queue that does not wait for the caller's.
+        Not by `torch.empty`: with deterministic algorithms that fills it too, on a stream not ordered with the
+        caller's.
         """
         self._there = [_bytes_of(torch.UntypedStorage(size, device=self._device)) for size in self._sizes]
         return self._there
 
     def end(self) -> None:
-        """Backward is done."""
         self._there = []
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """All of a storage, as bytes [n]."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))

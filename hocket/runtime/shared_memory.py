@@ -1,8 +1,7 @@
-"""Memory of this rank into which the other ranks of its group write.
+"""Symmetric memory: buffers of a group's ranks, mapped into each other's processes within one NVLink domain.
 
-All memory of one NVLink domain can be mapped into each process: torch calls that symmetric memory. Whether ranks are in
-one domain is asked before (`problem`). NVLink multicast must be off, or torch would make a multicast object:
-runs switch it off before they start (`hocket/environment.py`), and for programs of others it is done here.
+`problem` checks the hardware beforehand. NVLink multicast must be off, or torch would create a multicast object:
+`hocket/environment.py` disables it for runs, and this file for other programs.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
 from hocket.runtime.driver import reader
-from hocket.runtime.hangs import Told
+from hocket.runtime.hangs import FlagProgress
 
 MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
@@ -28,7 +27,7 @@ MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 class Barrier:
     """Orders the current streams of all ranks of a group.
 
-    One that lasts more than `timeout` seconds ends its process' use of the GPU, with an error.
+    After `timeout` seconds it fails, and the process can't use the GPU any more.
     """
 
     handle: Any
@@ -38,21 +37,21 @@ class Barrier:
         self.handle.barrier(channel=0, timeout_ms=round(self.timeout * 1000))
 
     def begin(self) -> list[int]:
-        """A step begins; a barrier counts nothing."""
+        """A barrier counts nothing."""
         return []
 
-    def told(self, marks: list[int], replayed: bool) -> Told | None:
-        """Who has not come to the barrier that this rank stands in.
+    def progress(self, marks: list[int], replayed: bool) -> FlagProgress | None:
+        """Ranks missing from the barrier that this rank waits in.
 
-        A rank that comes makes its own word of each peer one, and waits until the peer has come and made it zero.
+        A rank that enters sets its own flag at each peer, and waits until the peer has entered and reset it.
         """
         rank, pads = self.handle.rank, self.handle.signal_pad_ptrs
         others = [peer for peer in range(self.handle.world_size) if peer != rank]
-        words = reader().read([pads[peer] + 4 * rank for peer in others])
-        if words is None:
+        flags = reader().read([pads[peer] + 4 * rank for peer in others])
+        if flags is None:
             return None
-        absent = tuple(peer for peer, word in zip(others, words, strict=True) if word)
-        return Told(absent=absent)
+        absent = tuple(peer for peer, flag in zip(others, flags, strict=True) if flag)
+        return FlagProgress(absent=absent)
 
 
 def shared_memory(
@@ -64,9 +63,9 @@ def shared_memory(
 ) -> tuple[int, list[Tensor], Barrier]:
     """Return (this rank, every rank's `nbytes` bytes, a barrier of current streams).
 
-    All ranks of the group call it together. `prepare` makes a rank's own bytes what they are before anybody writes.
+    All ranks of the group call this together. `prepare` initializes a rank's own bytes before peers access them.
     """
-    if os.environ.setdefault(MULTICAST, "1") != "1":  # torch reads it below
+    if os.environ.setdefault(MULTICAST, "1") != "1":  # torch reads it on rendezvous
         raise RuntimeError(f"{MULTICAST} = {os.environ[MULTICAST]}: NVLink multicast must be off; fix: {MULTICAST}=1")
     mine = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
     handle: Any = symm_mem.rendezvous(mine, group)
@@ -75,28 +74,28 @@ def shared_memory(
         prepare(mine)
         barrier()
     memories = [handle.get_buffer(rank, mine.shape, torch.uint8) for rank in range(handle.world_size)]
-    memories[handle.rank] = mine  # the others are views of memory that the handle keeps
+    memories[handle.rank] = mine  # views of peers are kept alive by the handle
     return handle.rank, memories, barrier
 
 
 # ---------------------------------------------------------------------------------------------------------- peer access
 #
-# Whether ranks can use each other's memory, as copy engines and some kernels do: they are on one host of GPUs.
+# Whether ranks have peer access, which copy engines and some kernels need: all on one host.
 
 
 Place = tuple[str, str]
-"""Of one rank: its host, and why its GPUs cannot do what is asked of them; empty if they can."""
+"""(host, why its GPUs lack peer access; empty if they have it) of one rank."""
 
 
 def problem() -> str:
-    """Why this host's GPUs cannot use copy engines, and empty if they can. Touches CUDA."""
+    """Why this host's GPUs cannot use copy engines; empty if they can. Initializes CUDA."""
     if not torch.cuda.is_available() or not hasattr(torch.distributed, "ProcessGroupNCCL"):
         return "torch finds no usable GPU, or was built without NCCL"
     return unreachable()
 
 
 def unreachable() -> str:
-    """Why the GPUs of this host cannot use each other's memory, and empty if they can. Touches CUDA."""
+    """Why this host's GPUs lack peer access; empty if they have it. Initializes CUDA."""
     count = torch.cuda.device_count()
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
     apart = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
@@ -104,12 +103,11 @@ def unreachable() -> str:
 
 
 def place(problem: str) -> Place:
-    """Where a rank with such a problem, or with none, is."""
     return platform.node(), problem
 
 
 def apart(places: Collection[Place]) -> str:
-    """Why the ranks, whose places these are, cannot use each other's memory; empty if they can."""
+    """Why ranks with these places lack peer access; empty if they have it."""
     hosts, reasons = {host for host, _ in places}, sorted({reason for _, reason in places} - {""})
     if len(hosts) > 1:
         reasons.append(f"the ranks are on {len(hosts)} hosts, and only GPUs of one reach each other's memory")
@@ -117,6 +115,6 @@ def apart(places: Collection[Place]) -> str:
 
 
 def refuse(places: Collection[Place], setting: str, fix: str) -> None:
-    """Raise ValueError unless the ranks, whose places these are, can use each other's memory."""
+    """Raise ValueError unless ranks with these places have peer access."""
     if reason := apart(places):
         raise ValueError(f"{setting}: {reason}; fix: {fix}")

@@ -1,10 +1,8 @@
-"""Moving tokens between tensor-parallel ranks piece by piece, so that products can run on what is there already.
+"""All-gather and reduce-scatter of tokens in pieces between tensor-parallel ranks, overlapped with matrix products.
 
-Each rank has S tokens of a microbatch's P * S. `spread` shows every rank's tokens to all: a product takes them in as
-they come. `collect` adds up P partial sums of all tokens, of which each rank keeps its own S: a product hands them out
-as it makes them. Both work pairwise, without a ring: a rank and each of its peers have a link of their own.
-
-On gloo pieces are sends and receives; `CopiedTokens` are another way for GPUs.
+Each rank owns S of a microbatch's P * S tokens. `spread` all-gathers them: a product consumes pieces as they arrive.
+`collect` reduce-scatters partial sums: a product sends pieces as it makes them. Both are pairwise, not rings, since
+each pair of ranks has its own link. gloo uses sends and receives, GPUs `CopiedTokens`.
 
 Shapes: P ranks, S tokens of one rank, D width.
 """
@@ -20,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hocket.runtime.driver import Cuda, Driver
-from hocket.runtime.hangs import Told
+from hocket.runtime.hangs import FlagProgress
 from hocket.runtime.lanes import SideStream
 from hocket.runtime.shared_memory import shared_memory
 from hocket.runtime.transports import Nccl, Pending, local_sum
@@ -33,31 +31,31 @@ class Spread(Protocol):
     """All ranks' tokens, on their way here."""
 
     def take(self, low: int, high: int) -> Tensor:
-        """Tokens of the ranks `low` to `high`, of which none is this one: [(high - low) * S, D]. Waits for them."""
+        """Wait for the tokens of ranks `low` to `high`, which exclude this rank: [(high - low) * S, D]."""
         ...
 
     def whole(self, out_TD: Tensor) -> Callable[[], None]:
-        """Have `out` become the tokens of all ranks; it has when the returned call is over."""
+        """Fill `out` with the tokens of all ranks; done when the returned call returns."""
         ...
 
     def end(self) -> None:
-        """Order the current queue behind all of it. Call it when nothing more will be taken."""
+        """Order the current stream after all transfers. Call it after the last `take`."""
         ...
 
 
 class Collect(Protocol):
-    """Partial sums of all tokens, on their way to the ranks that keep them."""
+    """Partial sums, on their way to the ranks that own the tokens."""
 
     def place(self, low: int, high: int) -> Tensor:
-        """Where to write partial sums for the ranks `low` to `high`: [(high - low) * S, D]."""
+        """Where to write partial sums for ranks `low` to `high`: [(high - low) * S, D]."""
         ...
 
     def send(self, low: int, high: int) -> None:
-        """They have been written."""
+        """Send what was written to `place(low, high)`."""
         ...
 
     def sum(self, out_SD: Tensor) -> None:
-        """Have `out` become the sum over ranks of what they had for this one, in rank order, in fp32, rounded once."""
+        """Fill `out` with the sum of all ranks' partial sums for this rank, in rank order, in fp32, rounded once."""
         ...
 
 
@@ -83,7 +81,6 @@ class SentTokens:
         return _SentCollect(self, out_SD)
 
     def others(self) -> list[int]:
-        """The peers, from the next one on."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
 
@@ -136,7 +133,7 @@ class _SentCollect:
 
 
 def add_up(parts_PN: Tensor, out_N: Tensor) -> None:
-    """`out` = the sum of the rows of `parts`, in their order, in fp32, rounded once."""
+    """`out` = the sum of the rows of `parts`, in order, in fp32, rounded once."""
     if out_N.is_cuda:
         from hocket.kernels.sums import launch
 
@@ -149,50 +146,47 @@ def add_up(parts_PN: Tensor, out_N: Tensor) -> None:
 
 # --------------------------------------------------------------------------------------------------------- token copies
 #
-# Moving tokens piece by piece without an SM: a rank's copy engine writes them where its peers read them.
+# Pieces written into peer memory by copy engines.
 #
-# All memory of one NVLink domain can be mapped into each process (torch's symmetric memory). So a rank copies its
-# pieces straight into the *arrival buffers* of its peers, and then, in the same stream, the number of the turn into a
-# word there. Readers' streams wait for that word. Writing and waiting are operations of the stream, not kernels:
-# products hold all SMs for as long as they run, and a kernel that only says that something has arrived would have to
-# wait for them.
+# A rank copies pieces into its peers' *arrival buffers* (`shared_memory.py`), then writes the turn's number to a flag
+# there, in the same stream; readers' streams wait for the flag. Both are stream operations: a kernel that signals
+# arrival would have to wait for products, which hold all SMs while they run.
 #
-# Note: [Arrivals take turns in two buffers]
-# A rank may overwrite a peer's buffer once the peer has read it. Each spread and each collect is a turn. All ranks of a
-# group take the same turns, and each uses the other buffer than the one before. In turn n - 1 this rank waited for a
-# piece of every peer. A peer sends that piece behind all that its own current queue had been given by then, which
-# includes reading what arrived in turn n - 2. So turn n may use the buffer of turn n - 2, and no barrier is needed.
+# Note: [Two arrival buffers without barriers]
+# A rank may overwrite a peer's buffer once the peer has read it. Each spread and each collect is a turn; all ranks take
+# the same turns, which alternate between two buffers. In turn n - 1 this rank waited for a piece of every peer, and a
+# peer sends that piece after all its earlier work, including its reads of turn n - 2. So turn n may reuse the buffer of
+# turn n - 2.
 #
 # Note: [Recorded turns begin at one]
-# A recording always writes the same numbers, and a word that is already as large would let readers go on too early. So
-# before each replay every rank makes its own words zero, and then all meet: nobody writes before everybody has. What
-# was written before has been waited for, so nothing comes late. After a replay turns count on from its last one.
+# A replay writes the recorded numbers again, and a flag left at that value would let readers go on too early. So before
+# each replay every rank zeroes its own flags, then all ranks synchronize. All earlier writes have been waited for, so
+# none arrives late. After a replay turns continue from its last one.
 
 
-WORDS = 256
-"""Bytes behind the two buffers of a rank: room for one word of every peer."""
+FLAG_BYTES = 256
+"""Bytes after a rank's two buffers: one flag per peer."""
 
 
 class CopiedTokens:
-    """Pieces written by copy engines. See Note: [Arrivals take turns in two buffers]."""
+    """Pieces written by copy engines. See Note: [Two arrival buffers without barriers]."""
 
     def __init__(self, rank: int, memories: Sequence[Tensor], driver: Driver, side: SideStream) -> None:
-        """`memories[p]` are bytes of rank p: two buffers, and `WORDS`, which are zero."""
+        """`memories[p]` are bytes of rank p: two buffers, then `FLAG_BYTES` of zeros."""
         self.rank, self.size, self.memories = rank, len(memories), tuple(memories)
-        assert self.size <= WORDS // 4, f"{self.size} ranks, and words for {WORDS // 4}"
+        assert self.size <= FLAG_BYTES // 4, f"{self.size} ranks, and flags for {FLAG_BYTES // 4}"
         self.driver, self.side = driver, side
-        self.nbytes = (memories[0].numel() - WORDS) // 2
-        """Bytes of one buffer: all tokens of the widest tensor that is moved."""
+        self.nbytes = (memories[0].numel() - FLAG_BYTES) // 2
+        """Bytes of one buffer: all tokens of the widest tensor moved."""
         self._starts = [memory.data_ptr() for memory in memories]
         self.turns = 0
-        """Those that were taken so far, or since all words were zero."""
         self._marks = [0, 0]
         self._views: dict[Any, Tensor] = {}
         self.others = [(rank + step) % self.size for step in range(1, self.size)]
-        """The peers, from the next one on: each rank begins with another."""
+        """The peers, starting with the next rank, so that ranks start with different peers."""
 
     def turn(self, like_SD: Tensor) -> tuple[int, Tensor]:
-        """The number of a new turn, and what arrives in it: [P, S, D]."""
+        """Begin a turn: its number, and its arrival buffer [P, S, D]."""
         needed = self.size * like_SD.nbytes
         assert needed <= self.nbytes, f"{needed} bytes of tokens for arrival buffers of {self.nbytes}"
         self.turns += 1
@@ -205,41 +199,39 @@ class CopiedTokens:
         return self.turns, self._views[key]
 
     def push(self, stream: int, turn: int, peer: int, source: int, nbytes: int) -> None:
-        """Copy this rank's piece for a peer, and tell it."""
+        """Copy this rank's piece to a peer and set its flag."""
         into = self._starts[peer] + turn % 2 * self.nbytes + self.rank * nbytes
         self.driver.copy(stream, into, source, nbytes)
-        self.driver.write(stream, self._word(peer, self.rank), turn)
+        self.driver.write(stream, self._flag(peer, self.rank), turn)
 
     def wait(self, stream: int, turn: int, peer: int) -> None:
-        """Until a peer's piece is here."""
-        self.driver.wait(stream, self._word(self.rank, peer), turn)
+        self.driver.wait(stream, self._flag(self.rank, peer), turn)
 
-    def _word(self, at: int, peer: int) -> int:
-        """The word of a rank in which a peer says what it has sent."""
+    def _flag(self, at: int, peer: int) -> int:
         return self._starts[at] + 2 * self.nbytes + 4 * peer
 
     def begin(self) -> list[int]:
-        """Marks of a step: the last turn before it, and its own last one so far."""
+        """Begin a step. Returns marks: the last turn before it, and its own last turn so far."""
         self._marks = [self.turns, self.turns]
         return self._marks
 
-    def told(self, marks: list[int], replayed: bool) -> Told | None:
-        """What the words say of a step's turns, whose numbers they are."""
+    def progress(self, marks: list[int], replayed: bool) -> FlagProgress | None:
+        """Progress of a step's turns, which are the flags' values."""
         before, last = marks
-        words = [self._word(self.rank, peer) for peer in self.others]
-        words += [self._word(peer, self.rank) for peer in self.others]
-        read = self.driver.read(words)
+        flags = [self._flag(self.rank, peer) for peer in self.others]
+        flags += [self._flag(peer, self.rank) for peer in self.others]
+        read = self.driver.read(flags)
         if read is None:
             return None
         come = [min(turn, last) - before for turn in read]
         here, there = come[: len(self.others)], come[len(self.others) :]
-        done = max(0, min(*here, max(there)))  # a turn that this rank has not come to is not over
+        done = max(0, min(*here, max(there)))  # a turn not begun here is not done
         absent = [peer for peer, turns in zip(self.others, here, strict=True) if turns == done]
         waits = done < last - before and max(there) > done
-        return Told(done, tuple(absent) if waits else (), (max(there), last - before))
+        return FlagProgress(done, tuple(absent) if waits else (), (max(there), last - before))
 
     def rewind(self) -> None:
-        """Begin with turn one again, when all ranks of the group do: Note: [Recorded turns begin at one]."""
+        """Restart at turn one, together with all ranks of the group: Note: [Recorded turns begin at one]."""
         self.memories[self.rank][2 * self.nbytes :].zero_()
         self.turns = 0
 
@@ -256,7 +248,7 @@ class _CopiedSpread:
         self._turn, self._arrived_PSD = tokens.turn(x_SD)
         self._missing = set(tokens.others)
         _, side = tokens.side.fork()
-        # To the rank before this one first: it takes the tokens of the next rank, this one, first.
+        # The previous rank first: it reads the next rank's tokens, these, first.
         for peer in reversed(tokens.others):
             tokens.push(side, self._turn, peer, x_SD.data_ptr(), x_SD.nbytes)
         self._sent = tokens.side.mark()
@@ -272,13 +264,13 @@ class _CopiedSpread:
         return self._arrived_PSD[low:high].view(-1, self._x_SD.shape[-1])
 
     def whole(self, out_TD: Tensor) -> Callable[[], None]:
-        """Copies out of the buffer, on the side."""
+        """Copy out of the buffer, on the side stream."""
         tokens, nbytes = self._tokens, self._x_SD.nbytes
         _, side = tokens.side.fork()
         arrived, out = self._arrived_PSD.data_ptr(), out_TD.data_ptr()
         tokens.driver.copy(side, out + tokens.rank * nbytes, self._x_SD.data_ptr(), nbytes)
         for source in tokens.others:
-            self._wait(side, source)  # whatever another queue has waited for
+            self._wait(side, source)  # also if another stream has waited already
             tokens.driver.copy(side, out + source * nbytes, arrived + source * nbytes, nbytes)
         return tokens.side.mark()
 
@@ -311,7 +303,7 @@ class _CopiedCollect:
                 tokens.push(side, self._turn, peer, source, self._nbytes)
 
     def sum(self, out_SD: Tensor) -> None:
-        self._tokens.side.mark()()  # what left is memory of the current queue
+        self._tokens.side.mark()()  # sent pieces are memory of the current stream
         stream = self._tokens.side.current()
         for source in self._tokens.others:
             self._tokens.wait(stream, self._turn, source)
@@ -320,7 +312,7 @@ class _CopiedCollect:
 
 @dataclass
 class CopyingNccl(Nccl):
-    """Tensor-parallel ranks that move pieces by copies; whatever else is asked of the group runs on NCCL's kernels."""
+    """Tensor-parallel ranks that move pieces by copies; other collectives use NCCL."""
 
     tokens: CopiedTokens
 
@@ -328,7 +320,7 @@ class CopyingNccl(Nccl):
 def copied_tokens(
     group: dist.ProcessGroup, nbytes: int, device: torch.device, timeout: float, side: SideStream
 ) -> CopiedTokens:
-    """Arrival buffers of `nbytes` on GPUs that reach each other's memory: all ranks of the group call this together."""
-    nbytes = -(-nbytes // WORDS) * WORDS
-    rank, memories, _ = shared_memory(group, 2 * nbytes + WORDS, device, timeout, Tensor.zero_)
+    """Arrival buffers of `nbytes` on GPUs with peer access. All ranks of the group call this together."""
+    nbytes = -(-nbytes // FLAG_BYTES) * FLAG_BYTES
+    rank, memories, _ = shared_memory(group, 2 * nbytes + FLAG_BYTES, device, timeout, Tensor.zero_)
     return CopiedTokens(rank, memories, Cuda(), side)

@@ -1,20 +1,17 @@
-"""How the bytes of one group move: over gloo or NCCL, or only in pretence. `collective_copies.py` has another way.
+"""Transports: how the collectives of one group run, over gloo, NCCL or a stand-in. Copy engines:
+`collective_copies.py`.
 
-A transport serves exactly one group. Its methods return a `Pending`. On gloo the work is done when the pending has
-been waited for. NCCL is *stream-ordered*: the collective is queued on the current CUDA stream and the pending is done
-at once, because later work of that stream comes after it anyway.
+Methods return a `Pending`. On gloo the result is ready once the pending was waited for. NCCL is *stream-ordered*: the
+collective runs on the current CUDA stream and the pending is done at once.
 
 Note: [All lanes' kernels fit on the chip together]
-A NCCL kernel spins on its SMs until its peers have started the same collective. Suppose rank 0 runs a gather and
-rank 1 a reduce, each waiting for the other rank: both continue only if each rank can start its second collective
-*while the first one occupies SMs*. So the sum of the SMs that all communication lanes may hold at once must fit on
-the chip, with room left for compute. Each lane runs one collective at a time, hence: gather, reduce and a2a 16 each,
-tp 24, cp 16, the four pipeline sends and receives 4 each, and the two sends behind the turn of a V, control after
-everything else. That is at most 112 of the 132 SMs of a Hopper. 16 is also the number at which NCCL still reaches the
-bandwidth of its default; 8 lose a third.
-Groups on copy engines (`collective_copies.py`) hold no SM: their ranks wait for each other in the stream, not in a
-kernel, and the kernel that sums what has arrived waits for nobody. So they need no place in this sum. Nor do pipeline
-sends that are copies (`p2p_copies.py`).
+A NCCL kernel spins on its SMs until its peers start the same collective. Suppose rank 0 runs a gather and rank 1 a
+reduce, each waiting for the other rank. They make progress only if each can start its second collective while the first
+holds SMs. So the SMs of all lanes' collectives together, with room for compute, must fit on the chip. Each lane runs
+one collective at a time: gather, reduce and a2a 16 SMs each, tp 24, cp 16, the four pipeline sends and receives and the
+two after the turn of a V 4 each, control after everything else. That is at most 112 of the 132 SMs of a Hopper. With
+16, NCCL still reaches its default bandwidth; 8 lose a third. Copy engines hold no SM while they wait, so they need no
+place in this sum.
 """
 
 from __future__ import annotations
@@ -41,36 +38,31 @@ sum_flat: Callable[..., Any] = dist.all_reduce
 
 @dataclass(frozen=True)
 class RowTable:
-    """How many rows an exchange moves: `rows[s][d]` from rank s to rank d of the group. All ranks know all of it."""
+    """Rows that an all-to-all moves: `rows[s][d]` from rank s to rank d of the group, known to all ranks."""
 
     rows: list[list[int]]
     rank: int
     label: int = 0
-    """Bytes at the end of each row that say what it is (`layers/rows.py`): nobody may make them up."""
+    """Bytes at the end of each row that hold its label (`layers/rows.py`); `Null` must keep them valid."""
 
     @property
     def send(self) -> list[int]:
-        """Rows that this rank sends to each."""
         return self.rows[self.rank]
 
     @property
     def receive(self) -> list[int]:
-        """Rows that this rank gets from each."""
         return [line[self.rank] for line in self.rows]
 
     @property
     def sent(self) -> int:
-        """Rows that this rank sends."""
         return sum(self.send)
 
     @property
     def room(self) -> int:
-        """Rows that this rank gets."""
         return sum(self.receive)
 
     @property
     def back(self) -> RowTable:
-        """The exchange that brings all rows back."""
         return RowTable([list(column) for column in zip(*self.rows, strict=True)], self.rank)
 
 
@@ -79,7 +71,7 @@ _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.R
 
 
 class Pending:
-    """A collective under way. `wait` blocks the host only where the transport is not stream-ordered."""
+    """A collective in flight. `wait` blocks the host only if the transport is not stream-ordered."""
 
     __slots__ = ("_after", "_wait")
 
@@ -89,11 +81,10 @@ class Pending:
 
     @property
     def done(self) -> bool:
-        """Whether nothing is left to wait for."""
         return self._wait is None
 
     def then(self, fn: Callable[[], object]) -> Pending:
-        """Run `fn` once, right after the wait; at once if there is nothing to wait for."""
+        """Run `fn` once, right after the wait; now if there is nothing to wait for."""
         if self._wait is None:
             fn()
         else:
@@ -101,7 +92,7 @@ class Pending:
         return self
 
     def wait(self) -> None:
-        """Return when the result may be read. Waiting again does nothing. In a trace, it is `wait` that is seen."""
+        """Return when the result may be read; repeated waits are free. Traces show it as `wait`."""
         if self._wait is None:
             return
         with torch.profiler.record_function("wait"):
@@ -113,10 +104,9 @@ class Pending:
 
 
 class Scratch:
-    """Flat buffers of one group, kept for the next operation of the same queue: as many as were in flight at once.
+    """Flat buffers of one group, reused by later operations of the same stream.
 
-    A buffer never changes queues. The allocator hands its memory on in the order of the stream that made it, so one
-    that was outgrown while another stream still used it would be overwritten there.
+    A buffer never changes streams: the allocator reuses memory in the order of the stream that allocated it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -125,30 +115,28 @@ class Scratch:
 
     @property
     def free(self) -> list[Tensor]:
-        """Buffers of the current queue that nobody uses."""
         queue = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
         return self._free.setdefault(queue, [])
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A 1-D tensor of `numel` elements with arbitrary content."""
+        """A 1-D tensor of `numel` elements, uninitialized."""
         nbytes, free = numel * dtype.itemsize, self.free
         fitting = [i for i, buffer in enumerate(free) if buffer.numel() >= nbytes]
         if fitting:
             buffer = free.pop(min(fitting, key=lambda i: free[i].numel()))
         else:
-            if free:  # outgrown: replaced, so that the pool does not collect sizes
+            if free:  # replace a smaller one, so that the pool does not collect sizes
                 free.pop()
             buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         return buffer[:nbytes].view(dtype)
 
     def give(self, tensor: Tensor) -> None:
-        """Hand back a tensor that `take` returned, on the queue that took it."""
         whole = torch.empty(0, dtype=torch.uint8, device=self.device)
         self.free.append(whole.set_(tensor.untyped_storage()))
 
 
 class Transport(Protocol):
-    """What a group needs from the thing that moves its bytes. Ranks are positions in the group."""
+    """The collectives of a group. Ranks are positions in the group."""
 
     def all_gather(self, out: Tensor, shard: Tensor) -> Pending: ...
     def reduce_sum(self, full: Tensor, into: Tensor, scale: float, add: bool) -> Pending: ...
@@ -167,18 +155,17 @@ DONE = Pending()
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The same memory as bytes. Moving bytes works for every dtype on every backend. Keeps dimension 0."""
+    """The same memory as uint8, which every backend can move. Keeps dimension 0."""
     return tensor if tensor.dtype == torch.uint8 else tensor.view(torch.uint8)
 
 
 def local_sum(
     parts_WS: Tensor, into_S: Tensor, scale: float, add: bool = True, own: tuple[int, Tensor] | None = None
 ) -> None:
-    """`into` += (or =) scale * the sum of the rows of `parts`, in their order and in the dtype of `into`.
+    """`into` += (or =) scale * the sum of the rows of `parts`, in order and in the dtype of `into`.
 
-    `own` is one more row [S], which lies elsewhere, behind its place among the others. Multiplied, then added, in two
-    roundings: what that means when written out, whether or not a kernel would fuse the two. Into fp32 one kernel reads
-    every part once on a GPU; a CPU gets the same bits.
+    `own` is (position, row [S]): one more row, elsewhere in memory. Multiplication and addition round separately,
+    whether or not a kernel could fuse them, so CPU and GPU agree bitwise. Into fp32 a GPU reads every part once.
     """
     assert parts_WS.shape[1:] == into_S.shape, f"{tuple(parts_WS.shape)} and {tuple(into_S.shape)}"
     assert parts_WS.stride(1) == 1 or parts_WS.numel() == 0
@@ -202,7 +189,7 @@ def local_sum(
 
 
 class Local:
-    """The transport of a group of one: exact, and no communication."""
+    """The transport of a group of one: no communication."""
 
     def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
         if out.data_ptr() != shard.data_ptr():
@@ -227,10 +214,10 @@ class Local:
         return counts.clone().unsqueeze(0)
 
     def send(self, tensor: Tensor, to: int) -> Pending:
-        raise AssertionError("a group of one has nobody to send to")
+        raise AssertionError("a group of one has no rank to send to")
 
     def recv(self, tensor: Tensor, source: int) -> Pending:
-        raise AssertionError("a group of one has nobody to receive from")
+        raise AssertionError("a group of one has no rank to receive from")
 
     def all_reduce(self, tensor: Tensor, op: Reduction) -> Pending:
         return DONE
@@ -243,9 +230,7 @@ class Local:
 
 
 @dataclass
-class _OfTorch:
-    """What gloo and NCCL have in common."""
-
+class _TorchTransport:
     group: dist.ProcessGroup
     ranks: tuple[int, ...]
     device: torch.device
@@ -263,8 +248,8 @@ class _OfTorch:
 
 
 @dataclass
-class Gloo(_OfTorch):
-    """CPU processes. Sums are made locally after an all-to-all, so their order is the order of ranks."""
+class Gloo(_TorchTransport):
+    """CPU processes. Sums are computed locally after an all-to-all, in rank order."""
 
     def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
         return Pending(gather_flat(_bytes(out), _bytes(shard), group=self.group, async_op=True).wait)
@@ -281,7 +266,7 @@ class Gloo(_OfTorch):
         return Pending(work.wait).then(accumulate)
 
     def all_sum(self, full: Tensor, into: Tensor, scale: float, add: bool) -> Pending:
-        # Everything goes everywhere, more than an all-reduce would send, for the order of the sum.
+        # An all-gather instead of an all-reduce, for the order of the sum.
         received = self.scratch.take(len(self.ranks) * full.numel(), full.dtype)
         work = gather_flat(_bytes(received), _bytes(full), group=self.group, async_op=True)
 
@@ -303,7 +288,7 @@ class Gloo(_OfTorch):
         return Pending(work.wait)
 
     def place_rows(self, out: Tensor, rows: Tensor, blocks: Blocks | HostBlocks) -> Pending:
-        """On a CPU the host may look at counts: blocks travel one after the other, and are then put in their places."""
+        """On a CPU the host may read counts: exchange the blocks in order, then put them in place."""
         places = rows_of(blocks.arriving)
         landed = out.new_empty(len(places), *out.shape[1:])
         send, receive = (counts[2].sum(1).tolist() for counts in (blocks.leaving, blocks.arriving))
@@ -336,7 +321,7 @@ class Gloo(_OfTorch):
 
 
 @dataclass
-class Nccl(_OfTorch):
+class Nccl(_TorchTransport):
     """GPUs. Everything runs on the caller's current stream; see Note: [All lanes' kernels fit on the chip together]."""
 
     def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
@@ -392,22 +377,20 @@ def nccl_options(max_ctas: int, timeout: timedelta) -> Any:
 
 # ------------------------------------------------------------------------------------------------------------ pretended
 #
-# Transports that are not what they seem: one that moves nothing (null), and one that is late (slow).
+# Stand-ins: one without communication (null), one with emulated delays (slow).
 
 
 @dataclass
 class Null:
-    """Pretends: nothing moves and nobody waits. A step under it is the bound, a step with free communication.
+    """No communication. A step with it is the bound: a step with free communication.
 
     Note: [The bound does the same work]
-    Gathered slots hold this rank's part of the weights and keep what they have for others, normal numbers, since
-    products of zeros draw less power and run faster. Received rows are overwritten with normal numbers, which costs the
-    memory writes that a real arrival costs too. Local work (casting weights, adding up gradients) is still done. An
-    exchange of rows has splits like a real one: each rank sends the rows that its own router chose, and gets from every
-    peer as many as it keeps for itself, `size` times its own share; backward uses the forward's splits, as always. A
-    planned step updates with a learning rate of 0, so every step routes the same way: nearly evenly, like an untrained
-    router. So where a real run's load is uneven, what that costs counts as cost of communication; the load that both
-    report says how much of it there is.
+    Gathered slots hold this rank's part of the weights and keep normal numbers for the rest, since products of zeros
+    draw less power and run faster. Received rows are overwritten with normal numbers, which costs the memory writes of
+    a real arrival. Local work (casts, sums of gradients) is done. Splits of an exchange are realistic: each rank sends
+    the rows that its router chose, and receives from every peer as many as it keeps for itself; backward uses the
+    forward's splits. A planned step updates with a learning rate of 0, so every step routes alike: nearly evenly, like
+    an untrained router. So the cost of a real run's uneven load counts as communication; reports of both show the load.
     """
 
     size: int
@@ -425,8 +408,8 @@ class Null:
             part.copy_(block[: part.numel()])
 
     def _block(self, out: Tensor) -> Tensor:
-        """Normal numbers of the dtype of `out`."""
-        if out.dtype not in self.blocks:  # of a size that a few copies, at a copy's full speed, fill most tensors
+        """Normal numbers in the dtype of `out`."""
+        if out.dtype not in self.blocks:  # large enough for copies at full speed
             generator = torch.Generator(self.device).manual_seed(self.rank)
             numbers = torch.randn(1 << (24 if out.is_cuda else 17), device=self.device, generator=generator)
             self.blocks[out.dtype] = numbers.to(out.dtype)
@@ -446,14 +429,14 @@ class Null:
 
     def all_to_all(self, out: Tensor, rows: Tensor, table: RowTable) -> Pending:
         self._fill(out)
-        if table.label:  # every peer's rows are those that this rank keeps for itself, as far as labels say
+        if table.label:  # labels as if every peer sent what this rank keeps for itself
             size, before = table.send[self.rank], sum(table.send[: self.rank])
             labels = rows.view(torch.uint8)[before : before + size, -table.label :]
             out.view(torch.uint8).view(self.size, size, -1)[..., -table.label :] = labels
         return DONE
 
     def place_rows(self, out: Tensor, rows: Tensor, blocks: Blocks | HostBlocks) -> Pending:
-        """As many rows are overwritten as would have arrived, which on a GPU no host may know."""
+        """Overwrite as many rows as would have arrived; on a GPU the host may not know the number."""
         if isinstance(blocks, HostBlocks):
             self._fill(out)
             return DONE
@@ -468,7 +451,7 @@ class Null:
         return DONE
 
     def all_counts(self, counts: Tensor) -> Tensor:
-        """Every peer sends what this rank would keep for itself, and nobody anything to others."""
+        """As if every peer sent what this rank keeps for itself, and nothing to others."""
         every = counts.new_zeros(self.size, *counts.shape)
         every[:, self.rank] = counts[self.rank]
         every[self.rank] = counts
@@ -493,7 +476,7 @@ class Null:
 
 @dataclass(frozen=True)
 class Link:
-    """An imagined network: `latency` in seconds per operation, `bandwidth` in bytes per second and rank."""
+    """An emulated link: `latency` in seconds per operation, `bandwidth` in bytes per second and rank."""
 
     latency: float
     bandwidth: float
@@ -504,10 +487,10 @@ class Link:
 
 @dataclass
 class Slow:
-    """Emulated: every operation of `inner` happens later by what it would take on `link`.
+    """Delays every operation of `inner` by its time on `link`.
 
-    On a CPU a thread per group holds each operation back before it starts it, one after the other like a link, so peers
-    see late data exactly as they would from a slow network. On a GPU `spin` keeps the current stream busy instead.
+    On a CPU one thread per group delays operations in turn, so peers receive late as over a slow network. On a GPU
+    `spin` keeps the current stream busy.
     """
 
     inner: Transport
@@ -549,7 +532,7 @@ class Slow:
         return self._late(nbytes, lambda: self.inner.all_to_all(out, rows, table))
 
     def place_rows(self, out: Tensor, rows: Tensor, blocks: Blocks | HostBlocks) -> Pending:
-        """Late by what an even share of the rows takes, where the host does not know the true one."""
+        """Delayed by the time of an even share if the host does not know the counts."""
         share = min(rows.nbytes, out.nbytes) * (1 - 1 / blocks.leaving.shape[1])
         if isinstance(blocks, HostBlocks):
             share = (blocks.sent - blocks.send[self.rank]) * (rows.nbytes / max(1, rows.shape[0]))

@@ -1,13 +1,9 @@
-"""Whether copy engines serve these ranks: tried, before anything is built on it.
+"""Tests whether copy engines work between these ranks, before they are used.
 
-What a host says of itself (`shared_memory.problem`) is known before workers start. Whether memory can be mapped into
-other processes is not: a container may forbid it. So where copy engines were chosen, and nobody asked for them, all
-ranks make small groups of the kinds that they would use, and take NCCL if that fails.
-
-Note: [All ranks try alike]
-The ranks tell each other what went wrong behind each group, so they come to one answer. What a host or a container
-forbids it forbids all of them, so none waits for another one in the middle of a group; if one ever does, the group's
-time limit ends the run with an error, as it would later.
+The host's own limits (`shared_memory.problem`) are known before workers start, but a container may forbid mapping
+memory of other processes. So if copy engines were chosen by default, all ranks make small groups of the kinds needed,
+and use NCCL if that fails. Ranks exchange errors after each group, so all reach the same answer. A failure of one rank
+alone ends in the group's timeout.
 """
 
 from __future__ import annotations
@@ -23,22 +19,22 @@ from hocket.runtime.shared_memory import apart, place, problem
 from hocket.runtime.world import everyone
 
 LIMIT = 60.0
-"""Seconds that a rank waits for others, at most."""
+"""Timeout of a trial in seconds."""
 _ROOM = 1 << 20
 """Bytes of arrival buffers."""
 NUMBERS = 1 << 19
-"""What a trial gathers of each rank, in several pieces."""
+"""Elements gathered from each rank, in several pieces."""
 
 Ranks = tuple[int, ...]
 MakeGroup = Callable[[Purpose, Ranks, torch.device, CommOptions], Group | None]
 
 
 def copied(purpose: Purpose, ranks: Ranks, device: torch.device, options: CommOptions) -> Group | None:
-    """A group on copy engines, which has moved some numbers. Raises RuntimeError if they are not what arrived."""
+    """A group on copy engines that has passed a test. Raises RuntimeError if results are wrong."""
     group = make_group(purpose, ranks, torch.distributed.get_rank(), device, "copy_engine", options)
     if group is None or not purpose.startswith(("gather", "reduce")):
         return group
-    whole = torch.arange(group.size * NUMBERS, device=device, dtype=torch.float32)  # whole numbers, so sums are exact
+    whole = torch.arange(group.size * NUMBERS, device=device, dtype=torch.float32)  # integers, so sums are exact
     mine = whole.view(group.size, NUMBERS)[group.rank]
     if purpose.startswith("gather"):
         found, wanted = torch.empty_like(whole), whole
@@ -60,11 +56,10 @@ def why_no_copies(
     make: MakeGroup = copied,
     groups: Sequence[Ranks] = (),
 ) -> str:
-    """Why copy engines cannot serve groups for these purposes, the same on all ranks; empty if they can.
+    """Why copy engines cannot serve groups for these purposes; the same on all ranks, empty if they can.
 
-    All ranks of the world call it at the same point. The groups are of all ranks, or `groups`. `look` says what is
-    wrong with this rank's GPUs; `make` makes a group and uses it. Nothing of the groups is left if all goes well.
-    `timeout` is in seconds.
+    All ranks of the world call this at the same point. `groups` defaults to one of all ranks. `look` returns what is
+    wrong with this rank's GPUs; `make` makes and uses a group, which is destroyed on success.
     """
     places = everyone(place(look()))
     groups = groups or [tuple(range(len(places)))]
@@ -75,7 +70,7 @@ def why_no_copies(
         group, failed = None, ""
         try:
             group = make(purpose, ranks, device, CommOptions(timeout=timeout, arrival=_ROOM, half=_ROOM))
-        except Exception as error:  # whatever it is, NCCL can do without
+        except Exception as error:  # fall back to NCCL whatever it is
             failed = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
         reasons = sorted(set(everyone(failed)) - {""})
         if reasons:

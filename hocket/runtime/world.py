@@ -1,10 +1,9 @@
-"""All ranks of a run: how they meet, what they tell each other as Python objects, and how they part.
+"""All ranks of a run: how they connect, exchange Python objects, and exit.
 
-Note: [Nobody else is let in]
-Neither torch's store nor gloo nor NCCL asks who connects. So where all ranks are on one host, which a loopback address
-in `MASTER_ADDR` or a store in a file says, their sockets listen on its loopback interface alone. Torch binds a store to
-all interfaces by itself, so the store gets a socket that is bound already. gloo and NCCL take the interface that a
-variable names, unless the user has named one.
+Note: [Local runs use loopback only]
+Torch's store, gloo and NCCL authenticate no peer. So if all ranks are on one host (a loopback address in `MASTER_ADDR`,
+or a store in a file), their sockets listen on the loopback interface only. Torch binds a store to all interfaces, so it
+gets a socket that is already bound. gloo and NCCL read the interface from a variable, which a user's value overrides.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ LOOPBACK = "127.0.0.1"
 SOCKETS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Variables that name the interface of gloo and NCCL."""
 MOST = 1800.0
-"""Seconds that torch gives a group of gloo by itself."""
+"""Torch's default timeout of a gloo group, in seconds."""
 
 
 @contextlib.contextmanager
 def within(seconds: float, doing: str) -> Iterator[None]:
-    """End this process, in one line, if something takes longer.
+    """End this process with a one-line message if the body takes longer.
 
-    Torch's store waits for ever for the answer of a host that the network has lost, whatever limit it was given.
+    Torch's store waits for ever for a host that the network has lost, whatever its timeout.
     """
 
     def end() -> None:
@@ -58,11 +57,11 @@ def within(seconds: float, doing: str) -> Iterator[None]:
 
 
 def join_world(gpus: bool, timeout: float, attempt: str = "0", **where: Any) -> None:
-    """Make the default group of all ranks, as RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say, or `where`: a store in
-    a file, the rank and the number of ranks. See Note: [Nobody else is let in].
+    """Make the default group of all ranks from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or from `where`: a file
+    store, rank and world size. See Note: [Local runs use loopback only].
 
-    It carries Python objects and barriers; beside NCCL a gloo of its own does. `timeout` is in seconds. Workers that
-    torchrun has started again find in its store what ended ones left there, so each `attempt` has names of its own.
+    The group carries Python objects and barriers; with NCCL there is also a gloo backend. `timeout` is in seconds.
+    Workers restarted by torchrun find the old keys in its store, so each `attempt` prefixes its own.
     """
     limit = timedelta(seconds=timeout)
     with within(timeout + MARGIN, "ranks that were to meet have not"):
@@ -76,7 +75,7 @@ def join_world(gpus: bool, timeout: float, attempt: str = "0", **where: Any) -> 
 
 
 def _store_here(limit: timedelta) -> tuple[dist.Store, int, int]:
-    """What torch's rendezvous gives, with a store that listens on the loopback interface. Raises OSError."""
+    """Torch's rendezvous with a store that listens on loopback. Raises OSError."""
     rank, world, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     listening: int | None = None
     if serves := rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
@@ -85,16 +84,15 @@ def _store_here(limit: timedelta) -> tuple[dist.Store, int, int]:
 
 
 def leave_world() -> None:
-    """Wait until every rank has done its last collective. After that, a process may simply end.
+    """Wait until every rank has done its last collective; then a process may exit.
 
-    Groups are not destroyed: NCCL waits for all members of a group there, and ranks on several groups would have to
-    do it in an order that suits everybody.
+    Groups are not destroyed: NCCL waits there for all members, so ranks would need a common order.
     """
-    dist.all_reduce(torch.zeros(1))  # of a CPU tensor: gloo, on GPU hosts too
+    dist.all_reduce(torch.zeros(1))  # a CPU tensor uses gloo
 
 
 def everyone(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """The value of every rank, or of every rank of a group, in rank order. Waits for them, whatever the transport."""
+    """All-gather a Python object over all ranks or a group, in rank order."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
@@ -103,7 +101,7 @@ def everyone(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def together(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
-    """The results of an action on every rank. An OSError or ValueError of one rank is raised on all, so none hangs."""
+    """The results of an action on every rank. An OSError or ValueError of any rank is raised on all."""
     result: Any = None
     error: tuple[type[Exception], str] | None = None
     try:
@@ -111,44 +109,44 @@ def together(action: Callable[[], T], group: dist.ProcessGroup | None = None) ->
     except (OSError, ValueError) as caught:
         error = OSError if isinstance(caught, OSError) else ValueError, str(caught)
     answers = everyone((result, error), group)
-    for kind, text in (found for _, found in answers if found):  # of the lowest rank, so that all say the same
+    for kind, text in (found for _, found in answers if found):  # of the lowest rank, on all
         raise kind(text)
     return [answer for answer, _ in answers]
 
 
 def by_first(action: Callable[[], object], group: dist.ProcessGroup | None = None) -> None:
-    """Have rank 0 do something, on a file system that all share. Its OSError or ValueError is raised on all."""
+    """Run an action on rank 0, for a shared file system. Its OSError or ValueError is raised on all ranks."""
     together(lambda: action() if rank_and_world()[0] == 0 else None, group)
 
 
 def rank_and_world() -> tuple[int, int]:
-    """(rank, ranks), also where there is no process group."""
+    """(rank, world size); (0, 1) without a process group."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def of_rank(value: T, rank: int = 0, group: dist.ProcessGroup | None = None) -> T:
-    """The value that a rank has. Every rank calls this, or every rank of a group."""
+def broadcast_object(value: T, rank: int = 0, group: dist.ProcessGroup | None = None) -> T:
+    """Broadcast a Python object from a rank of a group."""
     values: list[Any] = [value]
     if dist.is_initialized():
         dist.broadcast_object_list(values, rank, group)
     return values[0]
 
 
-def take_from_first_rank(tensor: torch.Tensor) -> None:
-    """Copy rank 0's tensor into that of every rank, which all call this."""
+def broadcast_tensor(tensor: torch.Tensor) -> None:
+    """Broadcast rank 0's tensor into every rank's."""
     dist.broadcast(tensor, 0)
 
 
-def over_group(value: torch.Tensor, how: Literal["sum", "max"], group: dist.ProcessGroup) -> torch.Tensor:
-    """The `sum` or `max` of a tensor over the ranks of a group, in place; returns it."""
+def all_reduce_over_group(value: torch.Tensor, how: Literal["sum", "max"], group: dist.ProcessGroup) -> torch.Tensor:
+    """All-reduce a tensor over a group, in place; returns it."""
     dist.all_reduce(value, dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX, group)
     return value
 
 
 def host_group(of: dist.ProcessGroup | None = None, timeout: float | None = None) -> dist.ProcessGroup:
-    """Another gloo group of the ranks of a group, or of all ranks: for what a thread of its own sends meanwhile.
+    """Another gloo group of a group's ranks (None: all ranks), for a background thread.
 
-    All of these ranks call it at the same point, and nobody else. `timeout` is in seconds; None is torch's own.
+    Exactly these ranks call this, at the same point. `timeout` is in seconds; None is torch's own.
     """
     ranks = dist.get_process_group_ranks(of or dist.group.WORLD)
     limit = None if timeout is None else timedelta(seconds=timeout)

@@ -34,10 +34,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from hocket.config import LABELS, TrainConfig
 from hocket.files import set_aside
 from hocket.fsdp.saving import background
+from hocket.fsdp.saving.atomic_folder import AtomicFolder, clean_up, free, remove, shown, sync
 from hocket.fsdp.saving.background import Saving, copied_bytes, wait_for_thread
 from hocket.fsdp.saving.checkpoint import METADATA, CheckpointReader, CheckpointWriter, HarmlessPlanner, run_dcp
-from hocket.fsdp.saving.kept import FlatTensor
-from hocket.fsdp.saving.whole import WholeFolder, clean_up, free, remove, shown, sync
+from hocket.fsdp.saving.inventory import FlatTensor
 from hocket.resolve import Settings
 from hocket.runtime.world import by_first, everyone, rank_and_world, together
 from hocket.settings.schema import digest, problem
@@ -274,8 +274,8 @@ def save_behind(settings: Settings, moment: Moment, state: State) -> Saving:
     return saving
 
 
-def _folder_of(settings: Settings, moment: Moment) -> WholeFolder:
-    return WholeFolder(checkpoints_of(settings) / name_of(moment.step))
+def _folder_of(settings: Settings, moment: Moment) -> AtomicFolder:
+    return AtomicFolder(checkpoints_of(settings) / name_of(moment.step))
 
 
 def _write(settings: Settings, moment: Moment, state: State, writer: CheckpointWriter, group: OfRanks) -> Path:
@@ -315,7 +315,7 @@ def meta_of(settings: Settings, moment: Moment) -> dict[str, Any]:
     })  # fmt: skip
 
 
-def _publish(folder: WholeFolder, meta: Mapping[str, Any], keep_best: int) -> None:
+def _publish(folder: AtomicFolder, meta: Mapping[str, Any], keep_best: int) -> None:
     """Make a written checkpoint the newest one, and name the best one. Runs on rank 0."""
     (folder.temporary / META).write_text(json.dumps(meta, indent=1))
     sync(folder.temporary / META)

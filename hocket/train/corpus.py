@@ -41,7 +41,7 @@ import numpy as np
 
 from hocket.config import DataConfig
 from hocket.environment import cores, processes
-from hocket.fsdp.saving.whole import WholeFolder, sync
+from hocket.fsdp.saving.atomic_folder import AtomicFolder, sync
 from hocket.model.tokenizer import Tokenizer, known_tokenizer, load_tokenizer, tokenizer_files
 from hocket.settings.schema import problem, show
 from hocket.train.chat import Chats, template_files
@@ -386,7 +386,7 @@ def _lock(path: Path, timeout: float) -> Iterator[None]:
 def _write(files: list[Path], asked: Asked, data: DataConfig, final: Path, say: Say) -> None:
     """Tokenise into a folder that appears once it is complete."""
     tokenizer = known_tokenizer(data, asked.origins)
-    folder, parts = WholeFolder(final), final.with_suffix(".pieces")
+    folder, parts = AtomicFolder(final), final.with_suffix(".pieces")
     folder.begin()
     try:
         pieces = tokenise(parts, files, asked, data, say)

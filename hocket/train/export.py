@@ -17,9 +17,9 @@ from torch import Tensor
 
 from hocket.config import BYTES, Config, DataConfig, PrecisionConfig
 from hocket.files import json_in
+from hocket.fsdp.saving.atomic_folder import AtomicFolder, sync
 from hocket.fsdp.saving.checkpoint import CheckpointReader, HarmlessPlanner, run_dcp
-from hocket.fsdp.saving.kept import FlatTensor
-from hocket.fsdp.saving.whole import WholeFolder, sync
+from hocket.fsdp.saving.inventory import FlatTensor
 from hocket.layers.slices import Span
 from hocket.model.source import whole_shapes
 from hocket.model.tokenizer import (
@@ -105,7 +105,7 @@ def export(checkpoint: Path, target: Path, dtype: str = "", largest: int = LARGE
         for param, shape in shapes.items():
             yield from split(*rules[param], stored.value(param, shape), model)
 
-    folder = WholeFolder(target)
+    folder = AtomicFolder(target)
     folder.begin()
     try:
         write_files(folder.temporary, files_of(tensors, largest), values())

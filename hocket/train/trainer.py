@@ -22,7 +22,7 @@ from hocket.config import TrainConfig
 from hocket.engine import Engine
 from hocket.engine.engine import blame
 from hocket.environment import available_memory
-from hocket.fsdp.saving.kept import FlatTensor
+from hocket.fsdp.saving.inventory import FlatTensor
 from hocket.layers.slices import Span
 from hocket.model.context import imbalance_of
 from hocket.model.documents import Microbatch, documents_of

@@ -44,7 +44,7 @@ ZOO: dict[str, Kind] = {
     "nested": Kind(m.Nested, _blocks(m.Outer, m.Block)),
     "tied_inside": Kind(lambda: m.Chain(m.TiedBlock(), m.TiedBlock()), _blocks(m.TiedBlock)),
     "tied_across": Kind(m.TiedAcross, _blocks(m.Embed, m.Block, m.Head), ids=True),
-    "read_outside": Kind(m.ReadOutside, _blocks(m.Embed, m.Block), ids=True),
+    "read_on_demand": Kind(m.ReadOutside, _blocks(m.Embed, m.Block), ids=True),
     "lent": Kind(m.Lent, _blocks(m.Table, m.Block)),
     "frozen": Kind(frozen, _blocks(m.Block)),
     "frozen_input": Kind(m.FrozenInput, _blocks(m.Embed, m.Block), ids=True),

@@ -104,7 +104,7 @@ def test_every_strategy_has_the_same_bits(world: int) -> None:
 
 
 def test_with_recomputation_and_frozen_parameters() -> None:
-    models = ["reentrant", "recomputed", "frozen", "frozen_input", "read_outside", "reordered", "nested"]
+    models = ["reentrant", "recomputed", "frozen", "frozen_input", "read_on_demand", "reordered", "nested"]
     models = [model for model in models if model in ZOO]
     assert len(models) >= 5
     options = [{"bucket": "500 params"}, {"bucket": "4KiB", "prefetch": 2, "staging": 1}]

@@ -27,9 +27,9 @@ from torch import nn
 
 import hocket
 from hocket.fsdp.saving import background
+from hocket.fsdp.saving.atomic_folder import AtomicFolder
 from hocket.fsdp.saving.background import HostMemory
 from hocket.fsdp.saving.checkpoint import CheckpointWriter, load, save
-from hocket.fsdp.saving.whole import WholeFolder
 from tests.fsdp.models import WIDTH, Block, Stack
 from tests.fsdp.saved import Way, adamw, check, fill, shard, step
 from tests.helpers.ranks import RankDied, run_ranks
@@ -209,7 +209,7 @@ def stopped(rank: int, folder: Path, where: str, asynchronously: bool) -> None:
 
         CheckpointWriter.write_data = instead
     if (rank, where) == (0, "killed before the rename"):
-        WholeFolder.publish = lambda self: os.kill(os.getpid(), signal.SIGKILL)
+        AtomicFolder.publish = lambda self: os.kill(os.getpid(), signal.SIGKILL)
     save(ctx, optimizer, folder, asynchronously=asynchronously).result(timeout=40)
 
 

@@ -249,7 +249,7 @@ def offloaded(rank: int) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
         ctx = hocket.fully_shard(model, units=nn.Linear, options=hocket.ShardOptions(offload=offload))
-        away = [group.home.away for unit in ctx.units for group in unit.groups]
+        away = [group.memory.on_host for unit in ctx.units for group in unit.groups]
         assert set(away) == {offload == "pageable"}, "else this compares a way with itself"
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         x = torch.arange(10.0).view(2, 5) + rank

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import hocket
 from hocket.fsdp.saving.checkpoint import load, save
-from hocket.fsdp.saving.kept import FlatTensor
+from hocket.fsdp.saving.inventory import FlatTensor
 from hocket.fsdp.saving.state import (
     load_model_state,
     load_optimizer_state,

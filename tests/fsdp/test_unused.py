@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hocket
-from hocket.fsdp.same_order import Unused
-from hocket.fsdp.shard_grads import Uses
+from hocket.fsdp.same_order import UnusedGradients
+from hocket.fsdp.shard_grads import Usage
 from tests.fsdp.test_parity import train
 from tests.fsdp.twin import Case, mesh_of, variants
 from tests.helpers.parity import LINEAR
@@ -249,7 +249,7 @@ def test_what_is_left_out_is_written_once_per_backward(chosen: list[int]) -> Non
 
 
 class Told:
-    """The ranks of a model, as `Unused` asks for them."""
+    """The ranks of a model, as `UnusedGradients` asks for them."""
 
     def __init__(self, rank: int, ranks: int, store: dist.Store) -> None:
         self.rank, self.ranks, self.store = rank, tuple(range(ranks)), store
@@ -260,20 +260,20 @@ class Host:
 
     def __init__(self, rank: int, ranks: int, store: dist.Store) -> None:
         groups = SimpleNamespace(part=(0, 1), holders=tuple(range(ranks)))
-        members, self.uses = [SimpleNamespace(name="w")], Uses([True, True])
-        self.group: Any = SimpleNamespace(uses=self.uses, members=members, groups=groups, is_divided=False)
+        members, self.usage = [SimpleNamespace(name="w")], Usage([True, True])
+        self.group: Any = SimpleNamespace(usage=self.usage, members=members, groups=groups, is_divided=False)
         told: Any = Told(rank, ranks, store)
-        self.unused = Unused(told, "")
+        self.unused = UnusedGradients(told, "")
 
     def send(self, *used: int) -> None:
         """Gradients of one backward."""
         for member in range(2):
-            self.uses.forget(member)
+            self.usage.forget(member)
         self.unused.about_to_send(self.group, [member in used for member in range(2)])
 
-    def by_nobody(self) -> list[int]:
+    def unused_by_all(self) -> list[int]:
         self.unused.find([self.group])
-        return [member for member in range(2) if self.uses.by_nobody(member)]
+        return [member for member in range(2) if self.usage.unused_by_all(member)]
 
 
 def test_a_reader_waits_for_hosts_that_are_behind() -> None:
@@ -281,12 +281,12 @@ def test_a_reader_waits_for_hosts_that_are_behind() -> None:
     for host in (early, late):
         host.send(0)
         host.unused.all_sent()
-    assert [host.by_nobody() for host in (early, late)] == [[1], [1]]
+    assert [host.unused_by_all() for host in (early, late)] == [[1], [1]]
     with ThreadPoolExecutor(1) as pool:
         for used, found in (((0,), [1]), ((1,), []), ((0, 1), []), ((), [1]), ((0,), [1])):
             early.send(0)
             early.unused.all_sent()
-            answer = pool.submit(early.by_nobody)
+            answer = pool.submit(early.unused_by_all)
             late.send(*used)
             time.sleep(0.05)
             assert not answer.done(), "the other one is in the midst of its backward"
@@ -296,7 +296,7 @@ def test_a_reader_waits_for_hosts_that_are_behind() -> None:
             late.unused.all_sent()
             early.send(0)
             early.unused.all_sent()
-            assert early.by_nobody() == found
+            assert early.unused_by_all() == found
 
 
 def test_a_rank_that_never_comes_is_an_error() -> None:
@@ -304,8 +304,8 @@ def test_a_rank_that_never_comes_is_an_error() -> None:
     for host in (early, late):
         host.send(0)
     late.unused.all_sent()
-    assert early.by_nobody() == [1]
+    assert early.unused_by_all() == [1]
     early.send(0)
     words = r"rank 0 reads gradients, and ranks \[1\] have not ended that backward"
     with patch("hocket.fsdp.same_order.GIVE_UP", timedelta(seconds=0.1)), pytest.raises(ValueError, match=words):
-        early.by_nobody()
+        early.unused_by_all()

@@ -19,7 +19,7 @@ STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 def test_bits_are_those_of_a_plain_step():
     """Any optimizer, strategy, residency and deferral, and models that do not run their units once each, in order."""
     cases = [Case("stack", optimizer=one, by_unit=True) for one in OPTIMIZERS]
-    models = ["nested", "tied_across", "read_outside", "conditional", "unused", "frozen", "mixed_dtypes"]
+    models = ["nested", "tied_across", "read_on_demand", "conditional", "unused", "frozen", "mixed_dtypes"]
     cases += [
         Case(model, strategy, 2, sync="no_sync", optimizer=optimizer_for(model), by_unit=True)
         for strategy in STRATEGIES

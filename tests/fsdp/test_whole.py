@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from hocket.fsdp.saving import whole
-from hocket.fsdp.saving.whole import WholeFolder, clean_up
+from hocket.fsdp.saving import atomic_folder
+from hocket.fsdp.saving.atomic_folder import AtomicFolder, clean_up
 
 
-def written(final: Path, text: str) -> WholeFolder:
-    folder = WholeFolder(final)
+def written(final: Path, text: str) -> AtomicFolder:
+    folder = AtomicFolder(final)
     folder.begin()
     (folder.temporary / "a").write_text(text)
     return folder
@@ -32,7 +32,7 @@ def test_names_are_on_disk_before_and_after_a_folder_gets_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[tuple[str, bool]] = []
-    monkeypatch.setattr(whole, "sync", lambda path: synced.append((path.name, (tmp_path / "x").exists())))
+    monkeypatch.setattr(atomic_folder, "sync", lambda path: synced.append((path.name, (tmp_path / "x").exists())))
     written(tmp_path / "x", "first").publish()
     assert synced == [("x.tmp", False), (tmp_path.name, True)]
 
@@ -40,7 +40,7 @@ def test_names_are_on_disk_before_and_after_a_folder_gets_its_own(
 def test_a_place_that_is_taken_is_refused_but_for_an_empty_one(tmp_path: Path) -> None:
     written(tmp_path / "x", "first").publish()
     with pytest.raises(ValueError, match="exists already"):
-        WholeFolder(tmp_path / "x").begin()
+        AtomicFolder(tmp_path / "x").begin()
     (tmp_path / "y").mkdir()
     written(tmp_path / "y", "into an empty one").publish()
     assert found(tmp_path) == {"x": "first", "y": "into an empty one"}

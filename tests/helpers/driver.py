@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from hocket.runtime.driver import WordStep
+from hocket.runtime.driver import FlagStep
 
 
 class Memcpy:
@@ -17,8 +17,8 @@ class Memcpy:
     def __init__(self) -> None:
         self.changed = threading.Condition()
 
-    def value(self, word: int) -> int:
-        return ctypes.c_int32.from_address(word).value
+    def value(self, flag: int) -> int:
+        return ctypes.c_int32.from_address(flag).value
 
     def copy(self, stream: int, into: int, source: int, nbytes: int) -> None:
         ctypes.memmove(into, source, nbytes)
@@ -29,22 +29,22 @@ class Memcpy:
         for each in np.random.default_rng(0).permutation(np.stack([into, sources, nbytes], 1)).tolist():
             self.copy(stream, *each)
 
-    def write(self, stream: int, word: int, value: int) -> None:
+    def write(self, stream: int, flag: int, value: int) -> None:
         with self.changed:
-            ctypes.c_int32.from_address(word).value = value
+            ctypes.c_int32.from_address(flag).value = value
             self.changed.notify_all()
 
-    def wait(self, stream: int, word: int, value: int) -> None:
+    def wait(self, stream: int, flag: int, value: int) -> None:
         with self.changed:
-            reached = self.changed.wait_for(lambda: self.value(word) >= value, 10.0)
-        assert reached, "the awaited word was not written"
+            reached = self.changed.wait_for(lambda: self.value(flag) >= value, 10.0)
+        assert reached, "the awaited flag was not written"
 
-    def prepared(self, steps: Sequence[WordStep]) -> Callable[[int], None]:
+    def prepared(self, steps: Sequence[FlagStep]) -> Callable[[int], None]:
         def issue(stream: int) -> None:
-            for what, word, value in steps:
-                (self.wait if what == "wait" else self.write)(stream, word, value)
+            for what, flag, value in steps:
+                (self.wait if what == "wait" else self.write)(stream, flag, value)
 
         return issue
 
-    def read(self, words: Sequence[int]) -> list[int] | None:
-        return [self.value(word) for word in words]
+    def read(self, flags: Sequence[int]) -> list[int] | None:
+        return [self.value(flag) for flag in flags]

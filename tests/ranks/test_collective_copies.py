@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hocket.runtime.collective_copies import ALIGNED, HALVES, CollectiveCopies, Halves, _words, blank
+from hocket.runtime.collective_copies import ALIGNED, HALVES, CollectiveCopies, Halves, flag_bytes, reset_flags
 from hocket.runtime.transports import local_sum
 from tests.helpers.driver import Memcpy
 
@@ -44,14 +44,14 @@ class Ranks:
 
     @staticmethod
     def _shown(size: int) -> list[Tensor]:
-        memories = [torch.full((HALVES * HALF + _words(size),), 77, dtype=torch.uint8) for _ in range(size)]
+        memories = [torch.full((HALVES * HALF + flag_bytes(size),), 77, dtype=torch.uint8) for _ in range(size)]
         for memory in memories:
-            blank(memory, size)
+            reset_flags(memory, size)
         return memories
 
     def signs(self) -> list[list[int]]:
-        words = (memory[-_words(self.size) :].view(torch.int32) for shown in self.memories for memory in shown)
-        return [each[: 2 * HALVES * self.size].sign().tolist() for each in words]
+        flags = (memory[-flag_bytes(self.size) :].view(torch.int32) for shown in self.memories for memory in shown)
+        return [each[: 2 * HALVES * self.size].sign().tolist() for each in flags]
 
     def each(self, work: Callable[[int], None]) -> None:
         """Do something as every rank, at once."""
@@ -98,11 +98,11 @@ def test_gathers_and_reductions_are_exact_whoever_is_late(size: int, late: int |
             start = starts[rank][i] if i % 2 == 0 else torch.zeros(n)
             assert torch.equal(intos[rank][i], rank_order_sum(parts[:, rank], start, 1 / 3)), f"sum {i} at rank {rank}"
     after = ranks.signs()
-    assert before == after or not any(order), "a recorded step finds the words as it found them first"
+    assert before == after or not any(order), "a recorded step finds the flags as it found them first"
 
 
 class Stepwise(Memcpy):
-    """Notes which words were said, taken and waited for, and whether something had been sent, and received, by then."""
+    """Notes which flags were said, taken and waited for, and whether something had been sent, and received, by then."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,12 +112,12 @@ class Stepwise(Memcpy):
     def _note(self, what: str) -> None:
         self.done.append((what, bool(self.sent.any()), bool(self.received.any())))
 
-    def write(self, stream: int, word: int, value: int) -> None:
-        super().write(stream, word, value)
+    def write(self, stream: int, flag: int, value: int) -> None:
+        super().write(stream, flag, value)
         self._note("say" if value > 0 else "take")
 
-    def wait(self, stream: int, word: int, value: int) -> None:
-        super().wait(stream, word, value)
+    def wait(self, stream: int, flag: int, value: int) -> None:
+        super().wait(stream, flag, value)
         self._note("wait")
 
 
@@ -127,7 +127,7 @@ def test_words_are_taken_before_a_copy_and_said_behind_it() -> None:
     ranks = Ranks(2, driver)
     mine, theirs = ranks.copies
     theirs._gathered.bytes_of(1, 0).fill_(1)
-    theirs._gathered.say_here[0](0)
+    theirs._gathered.signal_arrived[0](0)
     out = torch.zeros(8)
     driver.sent, driver.received = mine._gathered.bytes_of(0, 0).zero_(), out[4:]
     driver.done.clear()
@@ -172,7 +172,7 @@ def test_halves_without_room_for_every_rank_are_an_error() -> None:
 
 
 def test_a_call_on_another_stream_comes_behind_the_one_before() -> None:
-    """Two streams in the same halves would take each other's words."""
+    """Two streams in the same halves would take each other's flags."""
     streams, followed = iter([7, 7, 7, 9, 9, 7]), list[int]()
     shown = Ranks(1).memories
     make = lambda: Halves(0, shown[0], Memcpy())  # noqa: E731

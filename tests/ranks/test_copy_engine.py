@@ -30,7 +30,14 @@ from hocket.engine import Engine
 from hocket.layers import dispatch
 from hocket.model.documents import Microbatch
 from hocket.program.mesh import Mesh
-from hocket.runtime.collective_copies import HALVES, CollectiveCopies, CopiedCollectives, Halves, _words, blank
+from hocket.runtime.collective_copies import (
+    HALVES,
+    CollectiveCopies,
+    CopiedCollectives,
+    Halves,
+    flag_bytes,
+    reset_flags,
+)
 from hocket.runtime.comm import P2P, Group, Groups, make_groups
 from hocket.runtime.peer_rows import CopiedRows, PeerCopies
 from hocket.runtime.shared_memory import problem, refuse
@@ -128,12 +135,12 @@ def shared_rows(group: Group, gloo: Gloo, folder: Path) -> CopiedRows:
 
 
 class Polling(Memcpy):
-    """Waits for words that other processes write."""
+    """Waits for flags that other processes write."""
 
-    def wait(self, stream: int, word: int, value: int) -> None:
+    def wait(self, stream: int, flag: int, value: int) -> None:
         end = time.monotonic() + 30.0
-        while self.value(word) < value:
-            assert time.monotonic() < end, "the awaited word was not written"
+        while self.value(flag) < value:
+            assert time.monotonic() < end, "the awaited flag was not written"
             time.sleep(1e-4)
 
 
@@ -143,10 +150,10 @@ def copied(group: Group, gloo: Gloo, folder: Path) -> CopiedCollectives:
 
     def make() -> Halves:
         kind, size = next(number), group.size
-        whole = HALVES * 1024 + _words(size)
+        whole = HALVES * 1024 + flag_bytes(size)
         files = [str(folder / f"{kind}.{rank}") for rank in range(size)]
         memories = [torch.from_file(file, shared=True, size=whole, dtype=torch.uint8) for file in files]
-        blank(memories[group.rank], size)
+        reset_flags(memories[group.rank], size)
         dist.barrier(group=gloo.group)
         return Halves(group.rank, memories, driver)
 

@@ -86,7 +86,7 @@ def test_the_caller_comes_behind_all_that_an_interrupted_step_has_issued(current
     lanes = CudaLanes(GPU, [side])
     lanes.begin()
     lanes.use("compute")
-    with side.behind():
+    with side.forked():
         (beside,) = current
     assert current[0] is lanes._streams["compute"]
     outer.behind.clear()

@@ -1,4 +1,4 @@
-"""Halves and words of an edge of a pipeline, with threads in place of ranks: a queue does at once what it is given."""
+"""Halves and flags of an edge of a pipeline, with threads in place of ranks: a queue does at once what it is given."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hocket.runtime.p2p_copies import _LAP, HALVES, WORDS, HopCopies, _number, blank
+from hocket.runtime.p2p_copies import _LAP, FLAG_BYTES, HALVES, HopCopies, _number, reset_flags
 from tests.helpers.driver import Memcpy
 
 HALF = 64
@@ -22,9 +22,9 @@ SIZES = [16, 7, 32, 33, 0, 200, 48, 16, 1, 128]
 
 
 def edge(driver: Memcpy) -> list[HopCopies]:
-    memories = [torch.full((HALVES * HALF + WORDS,), 77, dtype=torch.uint8) for _ in range(2)]
+    memories = [torch.full((HALVES * HALF + FLAG_BYTES,), 77, dtype=torch.uint8) for _ in range(2)]
     for memory in memories:
-        blank(memory)
+        reset_flags(memory)
     return [HopCopies(rank, memories, driver, lambda: 0) for rank in range(2)]
 
 
@@ -74,7 +74,7 @@ def test_a_tensor_that_fits_waits_for_its_receiver_beside_the_sender() -> None:
 
 
 class Stepwise(Memcpy):
-    """Says which words were written and waited for, and what the receiver had got by then."""
+    """Says which flags were written and waited for, and what the receiver had got by then."""
 
     def __init__(self, received: Tensor) -> None:
         super().__init__()
@@ -83,17 +83,17 @@ class Stepwise(Memcpy):
     def _note(self, what: str) -> None:
         self.done.append((what, bool(self.received.any())))
 
-    def write(self, stream: int, word: int, value: int) -> None:
-        super().write(stream, word, value)
+    def write(self, stream: int, flag: int, value: int) -> None:
+        super().write(stream, flag, value)
         self._note("give" if value > 0 else "take")
 
-    def wait(self, stream: int, word: int, value: int) -> None:
-        super().wait(stream, word, value)
+    def wait(self, stream: int, flag: int, value: int) -> None:
+        super().wait(stream, flag, value)
         self._note("wait")
 
 
 def test_words_change_only_around_the_copy() -> None:
-    """Its own word is taken before the copy: one that was behind it could undo what the other rank says."""
+    """Its own flag is taken before the copy: one that was behind it could undo what the other rank says."""
     received = torch.zeros(16)
     driver = Stepwise(received)
     sender, receiver = edge(driver)
@@ -110,7 +110,7 @@ def test_all_signs_are_as_they_were_so_that_a_step_can_be_replayed() -> None:
     here, there = sent(5), torch.empty_like(sent(5))
 
     def signs() -> list[list[int]]:
-        return [memory[-WORDS:].view(torch.int32)[: 2 * HALVES].sign().tolist() for memory in sender._memories]
+        return [memory[-FLAG_BYTES:].view(torch.int32)[: 2 * HALVES].sign().tolist() for memory in sender._memories]
 
     before = signs()
     assert before == [[-1, -1, 1, 1]] * 2
@@ -134,8 +134,8 @@ def test_pieces_cover_every_byte_once() -> None:
         assert [half for half, _ in pieces] == [number % 2 for number in range(len(pieces))]
 
 
-def told(copies: HopCopies, marks: list[int], replayed: bool = False) -> tuple[object, ...]:
-    found = copies.told(marks, replayed)
+def progress(copies: HopCopies, marks: list[int], replayed: bool = False) -> tuple[object, ...]:
+    found = copies.progress(marks, replayed)
     assert found is not None
     return found.done, found.absent
 
@@ -147,8 +147,8 @@ class Stuck(Exception):
 class Impatient(Memcpy):
     """A stream that would wait for ever stops there."""
 
-    def wait(self, stream: int, word: int, value: int) -> None:
-        if self.value(word) < value:
+    def wait(self, stream: int, flag: int, value: int) -> None:
+        if self.value(flag) < value:
             raise Stuck
 
 
@@ -164,25 +164,25 @@ def test_words_tell_what_has_arrived_and_who_is_waited_for(before: int) -> None:
     for copies in (sender, receiver):
         copies._piece = before
     for memory in sender._memories:
-        words = memory[-WORDS:].view(torch.int32)
-        words[:2], words[2:4] = -_number(before), _number(before)
+        flags = memory[-FLAG_BYTES:].view(torch.int32)
+        flags[:2], flags[2:4] = -_number(before), _number(before)
     marks = [copies.begin() for copies in (sender, receiver)]
     one, big = sent(0), sent(5)  # a piece, and thirteen
     arrives = [torch.empty_like(tensor) for tensor in (one, big, one)]
 
     sender.send(one)
-    assert told(sender, marks[0]) == (1, ())
+    assert progress(sender, marks[0]) == (1, ())
     receiver.receive(arrives[0])
-    assert told(receiver, marks[1]) == (1, ())
+    assert progress(receiver, marks[1]) == (1, ())
     # A receiver that is early waits for the sender.
     until_stuck(lambda: receiver.receive(arrives[1]))
     receiver._piece, more = receiver._piece - 1, [*marks[1], before + 14, before + 15]  # as if a stream had taken all
-    assert told(receiver, more) == (1, (0,))
+    assert progress(receiver, more) == (1, (0,))
     # A sender whose second tensor finds no room waits for the receiver. The receiver waits for no rank then.
     until_stuck(lambda: sender.send(big))
     sender._piece, less = before + 15, [*marks[0], before + 14, before + 15]
-    assert told(sender, less) == (1, (1,))
-    assert told(receiver, more) == (1, ())
+    assert progress(sender, less) == (1, (1,))
+    assert progress(receiver, more) == (1, ())
 
 
 @pytest.mark.parametrize("between", [0, 1, 6])
@@ -208,16 +208,16 @@ def test_words_of_a_replayed_step_are_told_from_those_of_the_one_before(between:
     list(issue([sent(2)] * between))
     for again in range(2):
         if not between or again:
-            assert told(sender, marks[0], True) == (None, ())
+            assert progress(sender, marks[0], True) == (None, ())
         for turn, i in enumerate(issue(sizes, start)):
             read = i + turn % 2
             if read < len(sizes):
                 full = read == i and i + 1 < len(sizes)  # both begin with the first half
-                assert told(sender, marks[0], True) == (i + 1, (1,) if full else ())
-                assert told(receiver, marks[1], True) == (read, () if read == i else (0,))
+                assert progress(sender, marks[0], True) == (i + 1, (1,) if full else ())
+                assert progress(receiver, marks[1], True) == (read, () if read == i else (0,))
 
 
 def test_a_device_that_does_not_answer_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     sender, _ = edge(Memcpy())
-    monkeypatch.setattr(Memcpy, "read", lambda driver, words: None)
-    assert sender.told(sender.begin(), False) is None
+    monkeypatch.setattr(Memcpy, "read", lambda driver, flags: None)
+    assert sender.progress(sender.begin(), False) is None

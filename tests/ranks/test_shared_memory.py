@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hocket.runtime import shared_memory as module
-from hocket.runtime.p2p_copies import HALVES, WORDS, blank, p2p_copies
+from hocket.runtime.p2p_copies import FLAG_BYTES, HALVES, p2p_copies, reset_flags
 from hocket.runtime.peer_rows import shared_buffers
 
 CPU = torch.device("cpu")
@@ -47,7 +47,7 @@ def imitated(monkeypatch: pytest.MonkeyPatch) -> Imitated:
 
 
 def test_nobody_writes_before_memory_is_prepared_and_no_barrier_is_endless(imitated: Imitated) -> None:
-    rank, memories, barrier = module.shared_memory(GROUP, HALVES * 8 + WORDS, CPU, 2.5, blank)
+    rank, memories, barrier = module.shared_memory(GROUP, HALVES * 8 + FLAG_BYTES, CPU, 2.5, reset_flags)
     assert imitated.done == ["barrier of 2500 ms, blank"]
     assert rank == 1
     assert memories[1] is imitated.mine

@@ -1,4 +1,4 @@
-"""What a rank on GPUs says of a step that stands still, with events and words that are given: there is no GPU."""
+"""What a rank on GPUs says of a step that stands still, with events and flags that are given: there is no GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hocket.program.ops import Op
 from hocket.runtime import p2p_copies
 from hocket.runtime.comm import Group, Groups
 from hocket.runtime.hangs import STATE, Recorder, culprit
-from hocket.runtime.p2p_copies import HALVES, WORDS, CopiedHops, HopCopies, blank
+from hocket.runtime.p2p_copies import FLAG_BYTES, HALVES, CopiedHops, HopCopies, reset_flags
 from hocket.runtime.transports import Local
 from tests.helpers.driver import Memcpy
 
@@ -41,12 +41,12 @@ class Streams:
 class Streaming(Memcpy):
     """A stream does nothing but what it is told to have done."""
 
-    def wait(self, stream: int, word: int, value: int) -> None:
+    def wait(self, stream: int, flag: int, value: int) -> None:
         pass
 
-    def write(self, stream: int, word: int, value: int) -> None:
+    def write(self, stream: int, flag: int, value: int) -> None:
         if not self.blocked:
-            super().write(stream, word, value)
+            super().write(stream, flag, value)
 
     blocked = False
 
@@ -86,9 +86,9 @@ def issue(recorder: Recorder, groups: Groups, position: int) -> None:
 @pytest.mark.parametrize("replayed", [False, True])
 def test_a_rank_says_which_send_it_waits_for(replayed: bool) -> None:
     """Its host has issued a whole step, of whose two receives the second finds nothing."""
-    memories = [torch.zeros(HALVES * 64 + WORDS, dtype=torch.uint8) for _ in range(2)]
+    memories = [torch.zeros(HALVES * 64 + FLAG_BYTES, dtype=torch.uint8) for _ in range(2)]
     for memory in memories:
-        blank(memory)
+        reset_flags(memory)
     driver, sent = Streaming(), torch.ones(16)
     sender, receiver = (HopCopies(rank, memories, driver, lambda: 0) for rank in range(2))
     groups = groups_of(1, "recv_act", (0, 1), receiver)
@@ -158,12 +158,12 @@ def test_a_rank_that_has_not_sent_over_the_edge_that_closes_the_ring_is_named(
     stopped: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That edge has its ranks in another order than torch. Rank 1 has stopped behind the first of four sends."""
-    memories = [torch.zeros(HALVES * 256 + WORDS, dtype=torch.uint8) for _ in range(2)]
+    memories = [torch.zeros(HALVES * 256 + FLAG_BYTES, dtype=torch.uint8) for _ in range(2)]
     for memory in memories:
-        blank(memory)
+        reset_flags(memory)
     driver, ranks = Streaming(), (1, 0)
     monkeypatch.setattr(p2p_copies, "Cuda", lambda: driver)
-    monkeypatch.setattr(p2p_copies, "current_queue", lambda device: 0)
+    monkeypatch.setattr(p2p_copies, "stream_handle", lambda device: 0)
     monkeypatch.setattr(p2p_copies.dist, "get_process_group_ranks", lambda group: [0, 1])
 
     def groups_with(rank: int, name: str) -> Groups:

@@ -1,4 +1,4 @@
-"""Arrival buffers and words, with threads in place of ranks: a queue does at once what it is given."""
+"""Arrival buffers and flags, with threads in place of ranks: a queue does at once what it is given."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from hocket.engine.graphed import from_turn_one
-from hocket.runtime.driver import WordStep
+from hocket.runtime.driver import FlagStep
 from hocket.runtime.lanes import SideStream
-from hocket.runtime.tokens import WORDS, CopiedTokens
+from hocket.runtime.tokens import FLAG_BYTES, CopiedTokens
 from tests.helpers.driver import Memcpy
 
 CPU = torch.device("cpu")
@@ -23,14 +23,14 @@ TOKENS, WIDTH, TURNS = 3, 4, 6
 
 
 class Growing(Memcpy):
-    def write(self, stream: int, word: int, value: int) -> None:
-        assert self.value(word) < value, "turns only grow"
-        super().write(stream, word, value)
+    def write(self, stream: int, flag: int, value: int) -> None:
+        assert self.value(flag) < value, "turns only grow"
+        super().write(stream, flag, value)
 
 
 def on_ranks(size: int, work: Callable[[CopiedTokens], list[Tensor]]) -> list[list[Tensor]]:
     driver, nbytes = Growing(), size * TOKENS * WIDTH * 4
-    memories = [torch.zeros(2 * nbytes + WORDS, dtype=torch.uint8) for _ in range(size)]
+    memories = [torch.zeros(2 * nbytes + FLAG_BYTES, dtype=torch.uint8) for _ in range(size)]
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(lambda rank: work(CopiedTokens(rank, memories, driver, SideStream(CPU))), range(size)))
 
@@ -106,18 +106,18 @@ class Recorded:
     def copies(self, stream: int, into: np.ndarray, sources: np.ndarray, nbytes: np.ndarray) -> None:
         self._do(lambda: self.real.copies(stream, into, sources, nbytes))
 
-    def write(self, stream: int, word: int, value: int) -> None:
-        self._do(lambda: self.real.write(stream, word, value))
+    def write(self, stream: int, flag: int, value: int) -> None:
+        self._do(lambda: self.real.write(stream, flag, value))
 
-    def wait(self, stream: int, word: int, value: int) -> None:
-        self._do(lambda: self.real.wait(stream, word, value))
+    def wait(self, stream: int, flag: int, value: int) -> None:
+        self._do(lambda: self.real.wait(stream, flag, value))
 
-    def prepared(self, steps: Sequence[WordStep]) -> Callable[[int], None]:
+    def prepared(self, steps: Sequence[FlagStep]) -> Callable[[int], None]:
         made = self.real.prepared(steps)
         return lambda stream: self._do(lambda: made(stream))
 
-    def read(self, words: Sequence[int]) -> list[int] | None:
-        return self.real.read(words)
+    def read(self, flags: Sequence[int]) -> list[int] | None:
+        return self.real.read(flags)
 
     def record(self, run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
         self.recording, self.calls = True, []
@@ -130,7 +130,7 @@ class Recorded:
 def test_recorded_turns_begin_at_one_in_each_replay(turns: int) -> None:
     """Replays and turns that are issued follow each other, on ranks of which one is late."""
     size, nbytes = 2, 2 * TOKENS * WIDTH * 4
-    memories, real = [torch.zeros(2 * nbytes + WORDS, dtype=torch.uint8) for _ in range(size)], Growing()
+    memories, real = [torch.zeros(2 * nbytes + FLAG_BYTES, dtype=torch.uint8) for _ in range(size)], Growing()
     barrier = threading.Barrier(size, timeout=10.0)
 
     def work(rank: int) -> list[Tensor]:
@@ -175,24 +175,24 @@ def test_recorded_turns_begin_at_one_in_each_replay(turns: int) -> None:
 def test_words_tell_which_turn_a_rank_waits_in_and_for_whom() -> None:
     """Rank 0 takes two turns with both peers, then a third in which the second peer is missing."""
     size, nbytes = 3, 3 * TOKENS * WIDTH * 4
-    memories, driver = [torch.zeros(2 * nbytes + WORDS, dtype=torch.uint8) for _ in range(size)], Memcpy()
+    memories, driver = [torch.zeros(2 * nbytes + FLAG_BYTES, dtype=torch.uint8) for _ in range(size)], Memcpy()
     ranks = [CopiedTokens(rank, memories, driver, SideStream(CPU)) for rank in range(size)]
     for tokens in ranks:
         tokens.spread(tokens_of(tokens.rank, 0))
     marks = [tokens.begin() for tokens in ranks]
 
-    def told(rank: int) -> tuple[object, ...]:
-        found = ranks[rank].told(marks[rank], False)
+    def progress(rank: int) -> tuple[object, ...]:
+        found = ranks[rank].progress(marks[rank], False)
         assert found is not None
         return found.done, found.absent, found.turns
 
-    assert [told(rank) for rank in range(size)] == [(0, (), (0, 0))] * size
+    assert [progress(rank) for rank in range(size)] == [(0, (), (0, 0))] * size
     for tokens in ranks:
         tokens.spread(tokens_of(tokens.rank, 1))
-    assert [told(rank) for rank in range(size)] == [(1, (), (1, 1))] * size
+    assert [progress(rank) for rank in range(size)] == [(1, (), (1, 1))] * size
     for tokens in ranks[:2]:
         tokens.spread(tokens_of(tokens.rank, 2))
-    assert [told(rank) for rank in range(size)] == [(1, (2,), (2, 2)), (1, (2,), (2, 2)), (1, (), (1, 1))]
+    assert [progress(rank) for rank in range(size)] == [(1, (2,), (2, 2)), (1, (2,), (2, 2)), (1, (), (1, 1))]
     behind = ranks[2].turn(tokens_of(2, 2))  # issued, and its stream has not come to it
     assert behind[0] == 3
-    assert told(2) == (1, (), (1, 2))
+    assert progress(2) == (1, (), (1, 2))

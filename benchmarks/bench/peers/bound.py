@@ -75,8 +75,8 @@ class OwnUpdate(MainWeights):
         super().__init__(params, workload, rank, **how)
         self.averages = [(torch.zeros_like(main), torch.zeros_like(main)) for main in self.main]
         t, device = workload.config.train, self.main[0].device
-        told = [1.0, t.lr, 1.0, 0.0, 1 - t.lr * t.weight_decay]  # without corrections
-        self.told = torch.tensor(told, dtype=torch.float64, device=device)
+        step_values = [1.0, t.lr, 1.0, 0.0, 1 - t.lr * t.weight_decay]  # without corrections
+        self.step_values = torch.tensor(step_values, dtype=torch.float64, device=device)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -89,7 +89,7 @@ class OwnUpdate(MainWeights):
         for param, main, value, averages in zip(self.params, self.main, self.values, self.averages, strict=True):
             assert param.grad is not None
             grad = self._mine(param.grad.contiguous()).float()
-            adamw(main, grad, averages, value, self.told, param.dim() > 1, (*t.betas, t.eps))
+            adamw(main, grad, averages, value, self.step_values, param.dim() > 1, (*t.betas, t.eps))
             param.grad = None
 
 

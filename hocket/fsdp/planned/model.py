@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hocket.fsdp.members import Member
 from hocket.fsdp.options import Precision
 from hocket.fsdp.param_group import ParamGroup
-from hocket.fsdp.planned.eights import Eights, EightUnit
+from hocket.fsdp.planned.fp8_weights import Fp8Unit, Fp8Weights
 from hocket.fsdp.planned.unit import PlannedUnit, Slots
 from hocket.fsdp.shard_groups import ShardGroups
 from hocket.layers.slices import TensorRank
@@ -25,10 +25,7 @@ from hocket.runtime.transports import Local, local_sum
 
 
 def unit_of(name: str, chunk: int, tied: bool = False) -> UnitName:
-    """The unit to which a parameter belongs, by its name in the whole model. Tied, the head is part of `embed`.
-
-    The chunk of that unit counts as 0, wherever embedding and head are.
-    """
+    """The unit of a parameter, by its name in the whole model. Tied, the head is part of `embed`, in chunk 0."""
     first, *rest = name.split(".")
     if tied and first in ("embed", "head"):
         return "embed", 0, -1
@@ -47,22 +44,22 @@ class Stats:
     gathers: int
     reduces: int
     gathered_bytes: int
-    """Sent by this rank; so are `reduced_bytes`."""
+    """Sent by this rank, as are `reduced_bytes`."""
     reduced_bytes: int
     weight_slot_bytes: int
     grad_slot_bytes: int
     shard_bytes: int
-    """Of main weights, copies of those held whole, and gradients and sums of them while there are any."""
+    """Main weights, copies held whole, current gradients and their sums."""
 
 
 @dataclass(frozen=True)
-class Travels:
-    """Formats in which numbers travel, where that is not the one that computes."""
+class TransferFormats:
+    """Formats on the wire where they differ from the compute dtype."""
 
     wire: torch.dtype | None = None
     """Of gradients."""
     in_fp8: Callable[[str], bool] | None = None
-    """Names the weights that are gathered in fp8, which products in fp8 alone read."""
+    """Whether a weight, by name, is gathered in fp8."""
 
 
 class _Numbers(TypedDict):
@@ -71,10 +68,10 @@ class _Numbers(TypedDict):
 
 
 class PlannedModel:
-    """Takes the parameters of a rank's chunks under management and shards them, as a program needs it.
+    """Manages and shards the parameters of a rank's chunks for a program.
 
-    `chunks` are this rank's virtual stages, in order; their parameters are named as in the whole model, and only their
-    shapes are used (the meta device will do). Weights are zero until `load`.
+    `chunks` are this rank's virtual stages, in order, with parameters named as in the whole model; only shapes are
+    used, so the meta device will do. Weights are zero until `load`.
     """
 
     def __init__(
@@ -86,18 +83,18 @@ class PlannedModel:
         dtype: torch.dtype,
         device: torch.device,
         *,
-        travels: Travels | None = None,
+        transfer_formats: TransferFormats | None = None,
     ) -> None:
-        """`dtype` is what computes, and what travels where `travels` says nothing else."""
-        travels = travels or Travels()
-        wire, self._in_fp8 = travels.wire, travels.in_fp8
+        """`dtype` is that of compute, and on the wire unless `transfer_formats` differs."""
+        transfer_formats = transfer_formats or TransferFormats()
+        wire, self._in_fp8 = transfer_formats.wire, transfer_formats.in_fp8
         self.groups = groups
         self.tensors = TensorRank(groups.tp.rank, mesh.tp, mesh.sharing)
         self.device = device
         self._numbers, self._wire = _Numbers(dtype=dtype, device=device), wire or dtype
         self.held = False
-        """Whether gradients stay where they are: a recorded step writes them there again (`engine/graphed.py`)."""
-        self._eights: list[Eights] = []
+        """Whether gradients stay in place, since a recorded step writes them again (`engine/graphed.py`)."""
+        self._fp8: list[Fp8Weights] = []
         self.weight_slots: dict[UnitKind, Slots] = {}
         self.grad_slots: dict[UnitKind, Slots] = {}
         made: dict[UnitName, PlannedUnit] = {}
@@ -106,7 +103,7 @@ class PlannedModel:
         dense = {name: params for name, params in members.items() if name not in experts}
         alone = Group("outer", (0,), 0, Local())
         added = {unit_moved(op) for ops in program.ranks for op in ops if op.verb == "add"}
-        replicated = not program.weight_slots  # nothing is gathered: each rank has all weights
+        replicated = not program.weight_slots  # each rank has all weights
         for units, gather, reduce, part in (
             (dense, groups.gather_dense, groups.reduce_dense, (0, 1)),
             (experts, groups.gather_experts, groups.reduce_experts, (groups.a2a.rank, mesh.ep)),
@@ -115,8 +112,8 @@ class PlannedModel:
             where = ShardGroups(gather, reduce, groups.replicas, alone, mesh.data, outer_shards=False, part=part)
             formats = Precision(compute=dtype, wire=wire)
             stored = {name: ParamGroup(params, where, formats, device) for name, params in units.items()}
-            eights = self._cast(stored, where)
-            self._allocate(stored, where, program, set(eights))
+            fp8 = self._cast(stored, where)
+            self._allocate(stored, where, program, set(fp8))
             for name, group in stored.items():
                 kind, _, layer = name
                 slots = self.weight_slots.get(kind), self.grad_slots.get(kind)
@@ -124,42 +121,41 @@ class PlannedModel:
                 adds = name in added and not (tied and not program.layout.apart)
                 made[name] = PlannedUnit(kind, layer, group, *slots, self.tensors, adds)
                 made[name].copies = 2 if tied and program.layout.apart else 1
-                if name in eights:
-                    made[name].gather_in_fp8(*eights[name])
+                if name in fp8:
+                    made[name].gather_in_fp8(*fp8[name])
         self.units = {name: unit for kind in UNITS for name, unit in made.items() if name[0] == kind}
 
     def _cast(
         self, stored: Mapping[UnitName, ParamGroup], where: ShardGroups
-    ) -> dict[UnitName, tuple[Eights, EightUnit]]:
-        """The units that are gathered in fp8."""
+    ) -> dict[UnitName, tuple[Fp8Weights, Fp8Unit]]:
         wanted = self._in_fp8
         if wanted is None or where.gather.size == 1:
             return {}
         groups = {name: group for name, group in stored.items() if any(wanted(m.name) for m in group.members)}
         if not groups:
             return {}
-        self._eights.append(Eights(list(groups.values()), where.gather, wanted))
-        return {name: (self._eights[-1], unit) for name, unit in zip(groups, self._eights[-1].units, strict=True)}
+        self._fp8.append(Fp8Weights(list(groups.values()), where.gather, wanted))
+        return {name: (self._fp8[-1], unit) for name, unit in zip(groups, self._fp8[-1].units, strict=True)}
 
     def _allocate(
-        self, stored: Mapping[UnitName, ParamGroup], where: ShardGroups, program: Program, eights: Collection[UnitName]
+        self, stored: Mapping[UnitName, ParamGroup], where: ShardGroups, program: Program, fp8: Collection[UnitName]
     ) -> None:
-        """Allocate all that two groups communicate: slots as long as the largest unit of a class."""
+        """Allocate the slots of two groups, each as long as the largest unit of its class."""
         gather, reduce = where.gather, where.reduce
         lengths: dict[UnitKind, int] = {}
         gathered: dict[UnitKind, int] = {}  # bytes
         for name, group in stored.items():
             kind, total = name[0], group.layout.total
             lengths[kind] = max(lengths.get(kind, 0), total)
-            gathered[kind] = max(gathered.get(kind, 0), total if name in eights else group.total_bytes)
+            gathered[kind] = max(gathered.get(kind, 0), total if name in fp8 else group.total_bytes)
         if not lengths:
             return
         if gather.size > 1:
             for kind, nbytes in gathered.items():
                 count, length = program.weight_slots.get(kind, 0), -(-nbytes // self._numbers["dtype"].itemsize)
                 assert count, f"the program has no weight slots for {kind} units, which {gather.size} ranks share"
-                eight = any(name[0] == kind for name in eights)
-                self.weight_slots[kind] = Slots(f"{kind} weight", count, length, **self._numbers, eight=eight)
+                gathers_fp8 = any(name[0] == kind for name in fp8)
+                self.weight_slots[kind] = Slots(f"{kind} weight", count, length, **self._numbers, fp8=gathers_fp8)
         if reduce.size == 1:  # Note: [Gradients that are collected]
             meet = program.layout.tied and not program.layout.apart
             lengths = {kind: length for kind, length in lengths.items() if kind == "embed" and meet}
@@ -168,41 +164,41 @@ class PlannedModel:
             self.grad_slots[kind] = Slots(f"{kind} gradient", count, length, self._wire, self.device)
 
     def unit(self, kind: UnitKind, chunk: int, layer: int = -1) -> PlannedUnit:
-        """The unit of a class in a chunk; embed and head have layer -1."""
+        """A unit of a chunk; embed and head have layer -1."""
         return self.units[kind, chunk, layer]
 
     def load(self, source: Callable[[str], Tensor] | Mapping[str, Tensor]) -> None:
-        """Take the initial weights by name, one parameter at a time; see `PlannedUnit.load`."""
+        """Load initial weights by name, one parameter at a time; see `PlannedUnit.load`."""
         find = source.__getitem__ if isinstance(source, Mapping) else source
         for unit in self.units.values():
             unit.load(find)
         self.agree()
 
     def refresh(self) -> None:
-        """After the optimizer: the version of all weights grows."""
+        """After the optimizer: a new version of all weights."""
         for unit in self.units.values():
             unit.refresh()
         self.agree()
 
     def agree(self) -> None:
-        """Cast what is gathered in fp8."""
-        for eights in self._eights:
-            eights.refresh()
+        """Cast weights that are gathered in fp8."""
+        for fp8 in self._fp8:
+            fp8.refresh()
 
     def forget_casts(self) -> None:
-        """Before a step, for a recorded one must make its own: no replay would make those of an earlier one."""
+        """Before a step: a recorded step must make its own casts, since no replay makes those of an earlier step."""
         for unit in self.units.values():
             unit.forget_casts()
 
     def complete_grads(self) -> None:
-        """Behind all reduces of a step: zero the gradients that no op has written."""
+        """After all reduces of a step: zero the gradients that no op has written."""
         for unit in self.units.values():
             unit.complete()
 
     def sum_shared_grads(self) -> None:
-        """Add up the gradients of what several tensor-parallel ranks have, over these: in rank order, once a step.
+        """Sum gradients of parameters shared by tensor-parallel ranks, in rank order, once a step.
 
-        They are sums over tokens, or over query heads, of which each rank has had its own.
+        Each rank has the sum over its own tokens or query heads.
         """
         group, at = self.groups.tp, self.tensors
         pieces = [piece for unit in self.units.values() for piece in unit.pieces() if piece.shared > 1]
@@ -221,14 +217,14 @@ class PlannedModel:
             torch._foreach_copy_(some, list(total.split([grad.numel() for grad in some])))
 
     def forget_grads(self) -> None:
-        """At the end of a step: give up the reduced gradients, and their memory. While they are held, do nothing."""
+        """At the end of a step: free the reduced gradients, unless held."""
         if self.held:
             return
         for unit in self.units.values():
             unit.forget_grads()
 
     def rest_grads(self) -> None:
-        """At the end of a step whose updates are left to the next one."""
+        """At the end of a step whose updates run in the next one."""
         for unit in self.units.values():
             unit.rest_grads(self.held)
 
@@ -239,7 +235,6 @@ class PlannedModel:
             unit.let_grads_go()
 
     def stats(self) -> Stats:
-        """What was communicated since the start, and what is allocated."""
         gather = [self.groups.gather_dense, self.groups.gather_experts]
         reduce = [self.groups.reduce_dense, self.groups.reduce_experts]
         return Stats(
@@ -250,11 +245,11 @@ class PlannedModel:
             weight_slot_bytes=sum(slots.nbytes for slots in self.weight_slots.values()),
             grad_slot_bytes=sum(slots.nbytes for slots in self.grad_slots.values()),
             shard_bytes=sum(unit.group.nbytes + unit.sum_bytes for unit in self.units.values())
-            + sum(eights.nbytes for eights in self._eights),
+            + sum(fp8.nbytes for fp8 in self._fp8),
         )
 
     def assert_clean(self) -> None:
-        """Assert that a step left nothing behind: no slot in use, no gradient, nothing under way."""
+        """Assert that a step left no slot in use, no gradient, and nothing in flight."""
         for unit in self.units.values():
             unit.assert_idle()
         for slots in (*self.weight_slots.values(), *self.grad_slots.values()):
@@ -262,9 +257,9 @@ class PlannedModel:
             assert not held, f"{slots.name} slots still in use: {held}"
 
     def abort(self) -> None:
-        """After an exception inside a step: forget gathered weights and gradients, so that a new step can begin.
+        """After an exception in a step: forget gathered weights and gradients, so that a new step can begin.
 
-        Weights and optimizer state stay. Peers must abort the same step; collectives under way are not recalled.
+        Weights and optimizer state stay. Peers must abort the same step; collectives in flight are not cancelled.
         """
         for unit in self.units.values():
             unit.abort()
@@ -273,12 +268,12 @@ class PlannedModel:
 
 
 def _members(chunks: Sequence[nn.Module], tied: bool) -> dict[UnitName, list[Member]]:
-    """The parameters of every unit, in the order of the modules' parameters: each once, whoever shares it."""
+    """The parameters of every unit, in the modules' order, each once."""
     members: dict[UnitName, list[Member]] = {}
     seen = set[int]()
     for chunk, module in enumerate(chunks):
         for name, param in module.named_parameters():
-            if id(param) in seen:  # chunks with both ends of a tied model have the same
+            if id(param) in seen:  # a tied embedding and head
                 continue
             seen.add(id(param))
             unit = unit_of(name, chunk, tied)

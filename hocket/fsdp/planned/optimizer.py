@@ -1,45 +1,35 @@
-"""The optimizer of a planned step: AdamW and Muon on shards, and which steps are not taken.
+"""The optimizer of a planned step: AdamW and Muon on shards, and skipped steps.
 
-AdamW is elementwise: a rank updates runs of its units' memory, and nothing is gathered. Weight
-decay goes by the *whole* parameter: its name, and its number of dimensions. Gradients are there from the reduces of a
-step until the optimizer has read them. On a GPU one kernel clips, updates, and writes weights in the compute dtype
-where they lie whole; on a CPU torch's operations do.
+AdamW updates shard memory without communication. Weight decay depends on the *whole* parameter's name and number of
+dimensions. On a GPU one kernel clips, updates, and writes the compute copy of weights held whole; on a CPU torch does.
 
 Note: [Averages in bf16]
-The two averages may be kept in bf16. A step makes them fp32, updates, and rounds them to nearest,
-so an update is exact but for what was rounded before, the same on every run, and no random number is part of a
-checkpoint. bf16 has fp32's exponents, so squares of small gradients do not vanish. But it has 8 significant bits: a
-decay by `1 - beta` of a value is lost where that is less than half of its last digit, up to 2^-8 of the value. An
-average may so stay off by 2^-8 / (1 - beta) of itself: 4 % at 0.9, 8 % at 0.95, all of it at 0.996. Settings allow
-rates up to where it is a quarter, and a step an eighth (`settings/training_rules.py`). DeepSeek-V3 was trained so, with
-rates of 0.9 and 0.95 (DeepSeek-AI 2024, section 3.3.3).
+A step converts bf16 averages to fp32, updates, and rounds to nearest, without random numbers. Squares of small
+gradients don't vanish, since bf16 has fp32's exponents. But with 8 significant bits a decay by `1 - beta` is lost below
+half of the last digit, up to 2^-8 of the value. So an average may stay off by 2^-8 / (1 - beta): 4 % at 0.9, 8 % at
+0.95, all of it at 0.996. Settings allow rates up to where it is a quarter, and a step an eighth
+(`settings/training_rules.py`). DeepSeek-V3 was trained so, with 0.9 and 0.95 (DeepSeek-AI 2024, section 3.3.3).
 
 Note: [Recorded updates]
-With `overlap.dp.update = next_step` a recorded step (`engine/graphed.py`) begins with the updates that the step before
-has left to it. A replay reads what the recording read: gradients where each step writes them, so their memory stays
-from the recording on; and `told`, which the end of each step writes. A replay updates every unit, whether or not its
-gradients wait for that. So where they were updated before, by `catch_up` in front of a validation or a checkpoint, or
-where none are there yet, `told` says that nothing is to be done.
+With `overlap.dp.update = next_step` a recorded step (`engine/graphed.py`) begins with the updates of the step before. A
+replay reads the recorded addresses: gradients, whose memory stays from the recording on, and `step_values`, written at
+the end of each step. It updates every unit. If that was done already (`catch_up` before a validation or a checkpoint),
+or there are no gradients yet, `step_values` says to skip.
 
-Note: [A step that is not taken]
-The norm of all gradients is there before any weight is updated, in the step or at the beginning of the next one, and
-all ranks have the same. So they decide alike, from that number alone. The host does not wait for the decision: it
-stays on the device, where each update asks for it and writes nothing; the count of its steps stays as well.
-
-A step that is not taken changes nothing but the position in the text and the count of the run's steps, by which the
-learning rate goes: weights, averages, the count of AdamW's corrections and balance biases stay.
+Note: [Skipped steps]
+All ranks know the norm of all gradients before any update, so they decide alike. The decision stays on the device,
+where each update reads it; the host does not wait. A skipped step changes only the position in the text and the run's
+step count, which sets the learning rate.
 
 Note: [Muon under a plan]
-After the last reduction of a step each unit goes through the verbs of `WHOLE_MATRICES`: `collect` gathers the averages,
-`orthogonalise` iterates, `scatter` distributes the results (`fsdp/muon.py`, Note: [Each matrix on one rank]), and the
-update moves the weights. With `overlap.dp.update = next_step` these are ops of the plan, at the beginning of the next
-step: see `Note: [Whole matrices of sharded units]` in `program/shard.py`. Otherwise the step op does all of it, unit by
-unit, and nothing runs beside it.
+After its last reduction a unit goes through the verbs of `WHOLE_MATRICES` (`fsdp/muon.py`, Note: [Each matrix on one
+rank]), then the update moves the weights. With `overlap.dp.update = next_step` these are ops at the beginning of the
+next step: see `Note: [Whole matrices of sharded units]` in `program/shard.py`. Otherwise the step op does all of it,
+without overlap.
 
 Note: [What is one matrix]
-Gate and up projections are stacked in one weight here and are two matrices, as in the models of Hugging Face; queries,
-keys and values are weights of their own. Each expert has its own matrices. Experts' weights have their input width
-first, so they are turned over: `original` scales by the shape of output by input width.
+Stacked gate and up projections count as two matrices, as in Hugging Face models. Each expert has its own matrices,
+transposed since their input width comes first.
 """
 
 from __future__ import annotations
@@ -60,36 +50,33 @@ from hocket.program.ops import WHOLE_MATRICES
 from hocket.runtime.comm import Group, Pending
 
 WINDOW = 128
-"""Steps whose norms are remembered."""
 ENOUGH = 16
-"""Norms without which no step is said to be far above them."""
+"""Norms needed before a step can be a spike."""
 
 
 class Verdict(NamedTuple):
-    """What the norm of a step's gradients has decided: on the device, the same on every rank."""
+    """The decision from the norm of a step's gradients: on the device, the same on every rank."""
 
     skipped: Tensor
-    """Whether nothing is to be updated, a bool."""
+    """Whether to update nothing, a bool."""
     factor: Tensor
-    """What gradients are multiplied with, so that their norm is not above the largest one allowed; fp64."""
+    """Clip factor of the gradients; fp64."""
     lr: float
 
 
 class StepGuard:
-    """Judges the norms of one run's gradients. The same on every rank."""
+    """Decides from gradient norms whether to skip a step. The same on every rank."""
 
     def __init__(self, device: torch.device, factor: float = 0.0) -> None:
-        """A norm is a spike above `factor` times the median of the last ones; with 0, none is."""
+        """A norm is a spike above `factor` times the median of the last ones; 0: never."""
         self._factor = factor
         self.skipped = torch.zeros((), dtype=torch.bool, device=device)
-        """Whether the last step was not taken."""
         self.total = torch.zeros((), dtype=torch.int64, device=device)
-        """Steps that were not taken so far."""
         self._norms = torch.full((WINDOW,), torch.nan, dtype=torch.float64, device=device)
-        """Of the last steps that were taken, oldest first, behind nan where there were fewer."""
+        """Norms of the last steps taken, oldest first, after nan where there were fewer."""
 
     def judge(self, norm: Tensor) -> Tensor:
-        """Whether the step of a gradient of this norm, fp64, is to be skipped: a bool on the device. No host waits."""
+        """Whether to skip the step with this gradient norm, fp64: a bool on the device. The host does not wait."""
         self.skipped = ~norm.isfinite()
         if self._factor:
             self.skipped = self.skipped | (norm > self._factor * self._usual())
@@ -99,28 +86,27 @@ class StepGuard:
         return self.skipped
 
     def _usual(self) -> Tensor:
-        """The median of the norms that are remembered, fp64: the lower of two. Infinite while there are not enough."""
+        """The lower median of the remembered norms, fp64; infinite while there are too few."""
         known = WINDOW - self._norms.isnan().sum()
         median = self._norms.sort().values.gather(0, ((known - 1) // 2).clamp(min=0).reshape(1)).squeeze(0)
         return torch.where(known >= ENOUGH, median, torch.inf)
 
     @property
     def usual(self) -> float:
-        """The norm with which others are compared. Waits for the device."""
+        """The norm that others are compared with. Synchronizes."""
         return float(self._usual())
 
     @property
     def norms(self) -> list[float]:
-        """The norms that are remembered. Waits for the device."""
+        """The remembered norms. Synchronizes."""
         return self._norms[~self._norms.isnan()].tolist()
 
     @property
     def remembered(self) -> dict[str, Tensor]:
-        """All that `go_on` takes, by name: live tensors."""
+        """The state that `go_on` takes, by name: live tensors."""
         return {"skipped": self.total, "norms": self._norms}
 
     def go_on(self, total: int, norms: Sequence[float]) -> None:
-        """Remember what another guard did."""
         self.total.fill_(total)
         self._norms.fill_(torch.nan)
         if norms := norms[-WINDOW:]:
@@ -129,20 +115,18 @@ class StepGuard:
 
 @dataclass(frozen=True)
 class MuonOptions:
-    """Settings of Muon."""
-
     takes: Callable[[str, Sequence[int]], bool]
-    """Whether it updates a parameter, by its name and its shape in the whole model."""
+    """Whether it updates a parameter, by name and whole shape."""
     decays: Callable[[str, Sequence[int]], bool]
     weight_decay: float = 0.1
     momentum: float = 0.95
     scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
     slots: int = 1
-    """Units of a class that are under way at once."""
+    """Units of a class in flight at once."""
 
 
 def matrices_of(name: str, weight: Tensor) -> list[Tensor]:
-    """The matrices of a weight, [output, input] each: views. See Note: [What is one matrix]."""
+    """Views of the matrices of a weight, [output, input] each. See Note: [What is one matrix]."""
     halves = 2 if name.endswith(".w_gate_up") else 1
     if ".experts." in name:
         return [half.mT for expert in weight for half in expert.chunk(halves, 1)]
@@ -151,18 +135,14 @@ def matrices_of(name: str, weight: Tensor) -> list[Tensor]:
 
 @dataclass
 class _Slot:
-    """Memory of one unit at a time."""
-
     whole: Tensor
-    """Its averages, and then the results in their place: bf16."""
+    """Its momenta, then the results: bf16."""
     parts: Tensor
-    """What this rank keeps of the results: fp32."""
+    """This rank's results: fp32."""
 
 
 @dataclass
 class _UnderWay:
-    """A unit between its collect and its update."""
-
     slot: _Slot
     done: str
     pending: Pending
@@ -174,7 +154,7 @@ class PlannedMuon:
     def __init__(self, model: PlannedModel, options: MuonOptions) -> None:
         self.model, self.options = model, options
         self.momenta: dict[str, tuple[Piece, Tensor]] = {}
-        """The averages of what this rank keeps, by name: live, 1-D, fp32."""
+        """Momenta of this rank's elements, by name: live, 1-D, fp32."""
         self._whole: dict[PlannedUnit, WholeMatrices] = {}
         self._under_way: dict[PlannedUnit, _UnderWay] = {}
         for unit in model.units.values():
@@ -199,21 +179,19 @@ class PlannedMuon:
         return found
 
     def takes(self, unit: PlannedUnit) -> bool:
-        """Whether it updates some of a unit."""
         return unit in self._whole
 
     def begun(self, unit: PlannedUnit) -> bool:
-        """Whether a unit's averages have been moved, but not its weights."""
         return unit in self._under_way
 
     @torch.no_grad()
     def go_on(self, verb: str, unit: PlannedUnit, slot: int, verdict: Verdict) -> Pending:
-        """Do one of `WHOLE_MATRICES` with a unit, each in its turn. No average changes in a step that is skipped."""
+        """Run one of `WHOLE_MATRICES` on a unit, in order. Momenta stay in a skipped step."""
         if verb == "collect":
             assert unit not in self._under_way, f"{unit} is collected twice"
             place = self._slots[unit.kind][slot]
             for other in self._under_way.values():
-                if other.slot is place:  # on a CPU what is sent from there may still be under way
+                if other.slot is place:  # on a CPU a collective may still use it
                     other.pending.wait()
             self._under_way[unit] = _UnderWay(place, "", Pending())
         of, matrices = self._under_way[unit], self._whole[unit]
@@ -232,27 +210,27 @@ class PlannedMuon:
 
     @torch.no_grad()
     def update(self, unit: PlannedUnit, verdict: Verdict) -> None:
-        """Move the weights of a unit, behind what is left to do before. Nothing changes in a step that is skipped."""
+        """Update a unit's weights, after any verbs left to run. Nothing changes in a skipped step."""
         done = self._under_way[unit].done if unit in self._under_way else ""
         for verb in WHOLE_MATRICES[WHOLE_MATRICES.index(done) + 1 if done else 0 :]:
             self.go_on(verb, unit, 0, verdict)
-        of, here = self._under_way.pop(unit), unit.group.kept.slices(unit.group.position)
+        of, here = self._under_way.pop(unit), unit.group.shard_layout.slices(unit.group.position)
         of.pending.wait()
         for i in self._kept(unit):
             self._move(self.momenta[unit.group.members[i].name][0], of.slot.parts[here[i]], verdict)
 
     def _kept(self, unit: PlannedUnit) -> list[int]:
-        """The members that it updates and of which this rank keeps something."""
+        """Its members of which this rank has elements."""
         return [i for i in self._whole[unit].taken if unit.group.shards[i].hi > unit.group.shards[i].lo]
 
     def _average(self, unit: PlannedUnit, mine: Tensor, verdict: Verdict) -> None:
-        here = unit.group.kept.slices(unit.group.position)
+        here = unit.group.shard_layout.slices(unit.group.position)
         for i in self._kept(unit):
             piece, momentum = self.momenta[unit.group.members[i].name]
             mine[here[i]] = self._averaged(piece.grad * verdict.factor.float(), momentum, verdict.skipped)
 
     def _averaged(self, grad: Tensor, momentum: Tensor, skipped: Tensor) -> Tensor:
-        """Move the average, and return Nesterov's look ahead of it."""
+        """Update the momentum, and return Nesterov's lookahead."""
         beta = self.options.momentum
         moved = momentum.lerp(grad, 1 - beta)
         momentum.copy_(torch.where(skipped, momentum, moved))
@@ -271,28 +249,24 @@ AVERAGES = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class AdamWOptions:
-    """Settings of the optimizer."""
-
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
-    """Of what decays."""
     clip: float = 1.0
-    """Largest norm of all gradients together; 0 clips nothing."""
+    """Largest total gradient norm; 0: no clipping."""
     spike: float = 0.0
-    """Factor above the usual norm of gradients from which a step is not taken; 0: any finite one is."""
+    """Skip steps with a norm above this factor times the usual norm; 0: skip none that is finite."""
     averages: torch.dtype = torch.float32
-    """What both averages are kept in between steps. See Note: [Averages in bf16]."""
+    """Dtype of both averages between steps. See Note: [Averages in bf16]."""
     decays: Callable[[str, Sequence[int]], bool] = lambda name, shape: len(shape) - (".experts." in name) > 1
-    """Whether a parameter decays, by its name and its shape in the whole model."""
+    """Whether a parameter decays, by name and whole shape."""
     muon: MuonOptions | None = None
-    """What Muon updates in the place of AdamW; None: nothing."""
 
 
 @dataclass(frozen=True)
 class PieceState:
-    """What a checkpoint holds of one parameter on this rank; the tensors are live and 1-D, the weights fp32."""
+    """Checkpointed state of one parameter on this rank; live 1-D tensors, weights in fp32."""
 
     piece: Piece
     exp_avg: Tensor
@@ -301,7 +275,7 @@ class PieceState:
 
 @dataclass(frozen=True)
 class _Run:
-    """Neighbours in a unit's memory that are updated alike."""
+    """Contiguous elements of a unit that are updated alike."""
 
     unit: PlannedUnit
     at: slice
@@ -310,8 +284,7 @@ class _Run:
 
     @classmethod
     def of(cls, unit: PlannedUnit, pieces: Sequence[Piece], options: AdamWOptions) -> list[_Run]:
-        """The runs of some pieces of a unit."""
-        places = unit.group.kept.slices(unit.group.position)
+        places = unit.group.shard_layout.slices(unit.group.position)
         alike: list[tuple[int, int, bool]] = []
         for piece in pieces:
             here, decays = places[piece.shard.position], options.decays(piece.name, piece.shape)
@@ -327,42 +300,39 @@ class _Run:
         ]
 
     def state(self, piece: Piece) -> PieceState:
-        """What is kept of one of its pieces."""
-        place = self.unit.group.kept.slices(self.unit.group.position)[piece.shard.position]
+        place = self.unit.group.shard_layout.slices(self.unit.group.position)[piece.shard.position]
         here = slice(place.start - self.at.start, place.stop - self.at.start)
         return PieceState(piece, *(average[here] for average in self.averages))
 
 
 class PlannedAdamW:
-    """The optimizer of one rank's sharded model. `control` joins all ranks of the world."""
+    """The optimizer of one rank's sharded model. `control` has all ranks of the world."""
 
     def __init__(self, model: PlannedModel, control: Group, options: AdamWOptions) -> None:
         self.model, self.control, self.options = model, control, options
         self.guard = StepGuard(model.device, options.spike)
-        """Tells which steps are not taken. See Note: [A step that is not taken]."""
         self._squares = torch.zeros(0)
         self._apart = [
             (unit, piece) for unit in model.units.values() if unit.tensors.size > 1 for piece in unit.pieces()
         ]
-        """Pieces that are counted one by one, for some of a unit are on all tensor-parallel ranks."""
+        """Pieces counted one by one, since tensor-parallel ranks share some of a unit."""
         replicas = [unit.group.groups.replicas * unit.copies for unit in model.units.values()]
         if self._apart:
             replicas = [unit.group.groups.replicas * unit.copies * piece.shared for unit, piece in self._apart]
-        self._replicas = torch.tensor(replicas, device=model.device)  # of every gradient that is counted
+        self._replicas = torch.tensor(replicas, device=model.device)  # ranks that hold each counted gradient
         self.muon = None if options.muon is None else PlannedMuon(model, options.muon)
         self._count = torch.zeros((), dtype=torch.int64, device=model.device)
-        """Updates made so far."""
         self._betas = torch.tensor(options.betas, dtype=torch.float64, device=model.device)
         self._verdict = Verdict(self.guard.skipped, self._betas.new_ones(()), options.lr)
-        self._told = self._betas.new_zeros(5)
-        """What updates read on the device: see `kernels/adamw.py`. Always the same memory, which recorded ones read."""
+        self._step_values = self._betas.new_zeros(5)
+        """Device values of a step (`kernels/adamw.py`), always at the same address for recorded steps."""
         momenta = self.momenta
         self._runs: dict[PlannedUnit, list[_Run]] = {}
         self._pieces: dict[str, tuple[Piece, _Run]] = {}
         for unit in model.units.values():
             pieces = [piece for piece in unit.pieces() if piece.name not in momenta]
             self._runs[unit] = runs = _Run.of(unit, pieces, options)
-            places = unit.group.kept.slices(unit.group.position)
+            places = unit.group.shard_layout.slices(unit.group.position)
             for piece in pieces:
                 start = places[piece.shard.position].start
                 run = next(run for run in runs if run.at.start <= start < run.at.stop)
@@ -370,7 +340,7 @@ class PlannedAdamW:
 
     @property
     def steps(self) -> int:
-        """Updates made so far. Setting it matters after loading `exp_avg` and `exp_avg_sq` from a checkpoint."""
+        """Updates made so far. Set it after loading `exp_avg` and `exp_avg_sq`."""
         return int(self._count)
 
     @steps.setter
@@ -379,32 +349,29 @@ class PlannedAdamW:
 
     @property
     def momenta(self) -> Mapping[str, tuple[Piece, Tensor]]:
-        """The averages of what Muon updates on this rank, by parameter name: live, 1-D, fp32."""
         return {} if self.muon is None else self.muon.momenta
 
     @property
     def state(self) -> Mapping[str, PieceState]:
-        """AdamW's state by parameter name, for what this rank keeps of what it updates."""
+        """AdamW's state on this rank by parameter name."""
         return {name: run.state(piece) for name, (piece, run) in self._pieces.items()}
 
     @property
     def settings(self) -> Mapping[str, Mapping[str, Any]]:
-        """The settings of torch's AdamW of what this rank keeps, by parameter name: `lr`, `betas`, ..."""
+        """Settings as of torch's AdamW, by parameter name: `lr`, `betas`, ..."""
         o = self.options
         one = torch.optim.AdamW([torch.zeros(1)], lr=self._verdict.lr, betas=o.betas, eps=o.eps).defaults
         decays = {True: o.weight_decay, False: 0.0}
         return {name: {**one, "weight_decay": decays[run.decays]} for name, (_, run) in self._pieces.items()}
 
     def _grads(self) -> list[Tensor]:
-        """The gradients of this rank, one flat tensor per unit."""
         return [unit.group.main_grad for unit in self.model.units.values()]
 
     def grad_norm(self) -> Tensor:
-        """Norm of the gradients of the whole model, fp64, on the device. Every rank calls this.
+        """Norm of the whole model's gradients, fp64, on the device. Every rank calls this.
 
-        Every element of every gradient is kept by one rank of the world, or by as many as its group has replicas, and
-        the squares add up. In fp64 the order in which they do makes no difference that would survive rounding the clip
-        factor to fp32.
+        Squares are divided by the number of ranks that hold an element, then summed. In fp64 their order does not
+        affect the clip factor in fp32.
         """
         counted = [piece.grad for _, piece in self._apart] or self._grads()
         self._squares = squares_of(counted)
@@ -413,7 +380,7 @@ class PlannedAdamW:
         return square.sqrt().squeeze(0)
 
     def not_finite(self) -> list[tuple[int, str]]:
-        """What this rank's last gradients were not finite of, each behind its layer; the head's is behind the last."""
+        """(layer, name) of this rank's last gradients that were not finite; the head has the layer after the last."""
         units = [unit for unit, _ in self._apart] or list(self.model.units.values())
         last = 1 + max((unit.layer for unit in units), default=0)
         bad = (~self._squares.isfinite()).tolist()
@@ -425,10 +392,10 @@ class PlannedAdamW:
 
     @torch.no_grad()
     def step(self, lr: float | None = None, later: bool = False) -> Tensor:
-        """Clip, update the weights of this rank, forget the gradients. Returns the norm before clipping.
+        """Clip, update this rank's weights, and free the gradients. Returns the norm before clipping.
 
-        Nothing is updated where the guard says so, which `guard.skipped` tells.
-        With `later`, gradients rest as they are until `update` is called for each unit, or `catch_up`.
+        `guard.skipped` tells whether the step was skipped. With `later`, gradients stay until `update` is called for
+        each unit, or `catch_up`.
         """
         self.catch_up()
         norm = self.grad_norm()
@@ -443,7 +410,6 @@ class PlannedAdamW:
         return norm
 
     def _judge(self, norm: Tensor, lr: float) -> None:
-        """Decide what a step does, from the norm of its gradients, on the device."""
         skipped, factor = self.guard.judge(norm), torch.ones_like(norm)
         if self.options.clip:
             factor = (self.options.clip / (norm + 1e-6)).clamp(max=1.0)
@@ -451,18 +417,17 @@ class PlannedAdamW:
         self._count += ~skipped
         corrections = 1 - self._betas**self._count
         decay = torch.full_like(factor, 1 - lr * self.options.weight_decay)
-        told = [factor, lr / corrections[0], corrections[1].sqrt(), skipped.double(), decay]
-        torch.stack(told, out=self._told)
+        step_values = [factor, lr / corrections[0], corrections[1].sqrt(), skipped.double(), decay]
+        torch.stack(step_values, out=self._step_values)
 
     def _step(self, unit: PlannedUnit) -> None:
-        """Update one unit."""
         if self.muon is not None and self.muon.takes(unit):
             self.muon.update(unit, self._verdict)
         group = unit.group
         fused, copy = usable(group.main), group.weight if group.whole and group.weight is not group.main else None
         for run in self._runs[unit]:
             main, grad = group.main[run.at], group.main_grad[run.at]
-            given = self._told, run.decays, (*self.options.betas, self.options.eps)
+            given = self._step_values, run.decays, (*self.options.betas, self.options.eps)
             if fused:
                 from hocket.kernels.adamw import adamw
 
@@ -473,9 +438,9 @@ class PlannedAdamW:
 
     @torch.no_grad()
     def update(self, unit: PlannedUnit) -> tuple[Tensor, ...]:
-        """Update the weights of one unit, if its gradients wait for that. Returns their memory, on any lane.
+        """Update a unit whose gradients wait for that. Returns their memory, on any lane.
 
-        The caller keeps it until the lane that made it comes behind the update.
+        The caller keeps it until the lane that allocated it has waited for the update.
         """
         if not unit.awaits_update:
             return ()
@@ -484,35 +449,35 @@ class PlannedAdamW:
 
     @torch.no_grad()
     def with_matrices(self, verb: str, unit: PlannedUnit, slot: int) -> Pending:
-        """One of `WHOLE_MATRICES`, in front of the update of a unit whose gradients wait for that."""
+        """Run one of `WHOLE_MATRICES` before the update of a unit whose gradients wait for that."""
         if self.muon is None or not unit.awaits_update or not self.muon.takes(unit):
             return Pending()
         return self.muon.go_on(verb, unit, slot, self._verdict)
 
     def catch_up(self) -> None:
-        """Make the updates that were left to the next step: weights and state are those behind the last step."""
+        """Make deferred updates: weights and state are then those after the last step."""
         units, muon = [unit for unit in self.model.units.values() if unit.awaits_update], self.muon
-        for unit in sorted(units, key=lambda unit: muon is None or not muon.begun(unit)):  # begun ones have the slots
+        for unit in sorted(units, key=lambda unit: muon is None or not muon.begun(unit)):  # begun units hold slots
             self.update(unit)
         if units:
-            self._told[3].fill_(1)
+            self._step_values[3].fill_(1)
 
     def begin_recording(self) -> None:
-        """Before a step is recorded: it makes the updates of the step before. See Note: [Recorded updates]."""
+        """Before recording a step, which makes the updates of the step before. See Note: [Recorded updates]."""
         units = self.model.units.values()
         if not all(unit.awaits_update for unit in units):
-            self._told[3].fill_(1)
+            self._step_values[3].fill_(1)
         for unit in units:
             unit.keep_grads()
 
     def not_recorded(self) -> None:
-        """Behind a recording that has failed, in which no update was made."""
+        """After a failed recording, which has updated nothing."""
         for unit in self.model.units.values():
             unit.awaits_update = True
             unit.let_grads_go()
 
     def replayed(self) -> None:
-        """Behind a replay: it has made all updates that were left."""
+        """After a replay, which has made all deferred updates."""
         for unit in self.model.units.values():
             unit.awaits_update = False
 
@@ -521,12 +486,12 @@ def _adamw(
     main: Tensor,
     grad: Tensor,
     averages: tuple[Tensor, Tensor],
-    told: Tensor,
+    step_values: Tensor,
     decays: bool,
     rates: tuple[float, float, float],
 ) -> None:
-    """What `kernels/adamw.py` does, in torch's operations, with the bits of torch's own AdamW on a CPU."""
-    factor, size, root, skipped, decay = told.tolist()
+    """The formula of `kernels/adamw.py`, with the bits of torch's AdamW on a CPU."""
+    factor, size, root, skipped, decay = step_values.tolist()
     if skipped:
         return
     beta1, beta2, eps = rates

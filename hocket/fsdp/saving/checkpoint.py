@@ -1,12 +1,11 @@
-"""Checkpoints of sharded models on disk: written whole or not at all, readable by any number of ranks and by torch.
+"""Checkpoints of sharded models: atomic, readable by any number of ranks and by torch.
 
 A checkpoint is a folder in the format of `torch.distributed.checkpoint` (DCP), with the keys `model` and `optimizer`.
-All functions here are collective: every rank calls them with the same arguments. DCP does all the talking there is,
-and an error of one rank is raised on all.
+All functions are collective: every rank calls them with the same arguments, and an error of one rank is raised on all.
 
 Note: [Reading runs no code]
-DCP keeps its metadata as a pickle, and objects beside tensors too. A pickle may name any function to call. The
-readers here know the classes of DCP's metadata, and for other objects what `torch.load(weights_only=True)` knows.
+DCP pickles its metadata, and objects other than tensors. A pickle may call any function. The readers here allow the
+classes of DCP's metadata, and for other objects what `torch.load(weights_only=True)` allows.
 """
 
 from __future__ import annotations
@@ -47,8 +46,9 @@ from torch.futures import Future as TorchFuture
 from torch.optim import Optimizer
 
 from hocket.files import inside
+from hocket.fsdp.saving.atomic_folder import FILES, AtomicFolder, checksum, free, shown
 from hocket.fsdp.saving.background import save_behind, tell_all
-from hocket.fsdp.saving.kept import Inventory
+from hocket.fsdp.saving.inventory import Inventory
 from hocket.fsdp.saving.state import (
     EXTRA,
     differences,
@@ -62,17 +62,16 @@ from hocket.fsdp.saving.state import (
     room_for,
     split,
 )
-from hocket.fsdp.saving.whole import FILES, WholeFolder, checksum, free, shown
 from hocket.runtime.world import together
 
 if TYPE_CHECKING:
     from hocket.fsdp.module_context import ShardContext
 
 METADATA = ".metadata"
-"""The file in which DCP says where each tensor is."""
+"""DCP's file that says where each tensor is."""
 
 _SEAL = b"hocket"
-"""What follows the pickle in that file, with the pickle's CRC-32. Torch reads as far as the pickle's end."""
+"""Follows the pickle in that file, with its CRC-32. Torch reads only up to the pickle's end."""
 
 _KNOWN = {
     kinds.__name__: {
@@ -86,11 +85,11 @@ _KNOWN = {
     "pathlib": {"PosixPath", "PurePosixPath"},
     "pathlib._local": {"PosixPath", "PurePosixPath"},
 }  # fmt: skip
-"""Module -> names in it that metadata is made of."""
+"""Module -> allowed names in metadata."""
 
 
 def _member(kind: object, name: str) -> object:
-    """What `getattr` is for in metadata: some releases of Python 3.11 pickle members of an enumeration that way."""
+    """Replaces `getattr` in metadata: some Python 3.11 releases pickle enum members that way."""
     if kind is not kinds._MEM_FORMAT_ENCODING:
         raise pickle.UnpicklingError("it asks for an attribute, which may run code")
     return kinds._MEM_FORMAT_ENCODING[name]
@@ -106,7 +105,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def seal(file: Path) -> None:
-    """Add the checksum of metadata that DCP has written. Raises OSError."""
+    """Append the checksum to metadata written by DCP. Raises OSError."""
     with file.open("r+b") as stream:
         stream.write(_SEAL + _checksum(stream.read()))
         stream.flush()
@@ -118,11 +117,11 @@ def _checksum(content: bytes) -> bytes:
 
 
 class HarmlessReader(dcp.FileSystemReader):
-    """Reads a folder in DCP's format."""
+    """Reads a folder in DCP's format without running code."""
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
-        """Raises ValueError for metadata that is damaged or lists only a part of a tensor, that asks for other classes,
-        or that names files outside.
+        """Raises ValueError for metadata that is damaged, lists only a part of a tensor, asks for other classes, or
+        names files outside of the folder.
         """
         file = Path(self.path) / METADATA
         try:
@@ -146,21 +145,21 @@ class HarmlessReader(dcp.FileSystemReader):
 
 
 def _complete(entry: object) -> bool:
-    """Whether the pieces of a tensor have as many elements as it has."""
+    """Whether a tensor's pieces have all of its elements."""
     if not isinstance(entry, kinds.TensorStorageMetadata):
         return True
     return sum(prod(chunk.sizes) for chunk in entry.chunks) >= prod(entry.size)
 
 
 class HarmlessPlanner(DefaultLoadPlanner):
-    """Loads objects beside tensors only if they are harmless too."""
+    """Loads objects other than tensors only if they are harmless."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Raises ValueError, with the way to allow a class, for what `torch.load(weights_only=True)` refuses."""
         names = list[str]()
         try:
             torch.load(value, weights_only=True)
-        except pickle.UnpicklingError:  # whose words advise to load it all the same
+        except pickle.UnpicklingError:  # its message advises weights_only=False
             with contextlib.suppress(ValueError, RuntimeError):
                 value.seek(0)
                 names = torch.serialization.get_unsafe_globals_in_checkpoint(value)
@@ -174,38 +173,35 @@ class HarmlessPlanner(DefaultLoadPlanner):
 
 
 LEAST = 1 << 26
-"""Bytes that are worth a file of their own."""
 
 CRC = "crc"
-"""The name that the CRC-32 of a range of a file has beside its place in DCP's metadata."""
+"""Attribute with a file range's CRC-32 in DCP's metadata."""
 
 MODEL, OPTIMIZER = "model", "optimizer"
-"""The keys of a checkpoint."""
 
 
 class CheckpointWriter(dcp.FileSystemWriter):
     """Writes a folder in DCP's format. See Note: [A checkpoint is there or it is not].
 
-    The folder gets its name when DCP is done; with `publishes` false the caller has more to write, and does that.
-    `others` are further names of parameters of the key `model`: they get entries that point to the same bytes, so that
-    a plain module finds every name of a shared parameter.
+    The folder is published when DCP is done, or by the caller if `publishes` is false. `others` are further names of
+    parameters of the key `model`, whose entries point to the same bytes, for plain modules with shared parameters.
     """
 
     def __init__(
         self,
-        folder: WholeFolder,
+        folder: AtomicFolder,
         others: Mapping[str, str] | None = None,
         *,
         publishes: bool = True,
     ) -> None:
         self.folder, self.others, self.publishes = folder, dict(others or {}), publishes
         self.sums: dict[str, list[int]] = {}
-        """Bytes and CRC-32 of each file that this rank has written."""
+        """Bytes and CRC-32 of each file written by this rank."""
         self._begun = False
-        super().__init__(folder.temporary, per_thread_copy_ahead=0)  # those ahead have a stream
+        super().__init__(folder.temporary, per_thread_copy_ahead=0)  # copying ahead would use another stream
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Every rank, before the coordinator has made room: nothing yet."""
+        """Every rank, before the coordinator makes the folder: nothing."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -215,19 +211,19 @@ class CheckpointWriter(dcp.FileSystemWriter):
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
-        """Every rank: write its files, a thread for each, and wait until they are on disk. Raises OSError."""
+        """Every rank: write its files, a thread for each, and sync them. Raises OSError."""
         self._begun = True
-        self.folder.temporary.mkdir(parents=True, exist_ok=True)  # on a host that does not share it: see `_check`
+        self.folder.temporary.mkdir(parents=True, exist_ok=True)  # for hosts without the shared folder: see `_check`
         values = (planner.resolve_data(item) for item in plan.items if item.type != WriteItemType.BYTE_IO)
         device = next((value.device for value in values if isinstance(value, Tensor) and not value.is_cpu), None)
         if device is not None:
-            torch.zeros(1, device=device).item()  # what is to be saved may still be computed, on this thread's stream
+            torch.zeros(1, device=device).item()  # wait for compute on this thread's stream
         items = sorted(plan.items, key=_size, reverse=True)
         count = max(1, min(FILES, sum(map(_size, items)) // LEAST))
 
         def write(number: int) -> list[WriteResult]:
             if device is not None:
-                torch.cuda.set_device(device)  # that of a new thread is GPU 0
+                torch.cuda.set_device(device)  # a new thread starts with GPU 0
             prefix = replace(plan.storage_data, prefix=f"{plan.storage_data.prefix}{number}_")
             return self._write(replace(plan, items=items[number::count], storage_data=prefix), planner)
 
@@ -238,17 +234,16 @@ class CheckpointWriter(dcp.FileSystemWriter):
         return done
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        """Write one file, then read its checksums."""
         try:
             results = super().write_data(plan, planner).value()
-        except RuntimeError as error:  # torch's writer of archives hides what the file system said
+        except RuntimeError as error:  # torch's archive writer hides the OSError
             cause: BaseException | None = error
             while cause is not None and not isinstance(cause, OSError):
                 cause = cause.__cause__ or cause.__context__
             raise cause or error from None
         for place in (result.storage_data for result in results):
             file = self.folder.temporary / place.relative_path
-            vars(place)[CRC] = checksum(file, place.offset, place.length)[1]  # DCP keeps what it does not know
+            vars(place)[CRC] = checksum(file, place.offset, place.length)[1]  # DCP keeps unknown attributes
             if file.name not in self.sums:
                 self.sums[file.name] = list(checksum(file))
         return results
@@ -264,7 +259,7 @@ class CheckpointWriter(dcp.FileSystemWriter):
             self.folder.publish()
 
     def give_up(self) -> None:
-        """Every rank, after an error of any: what has been written takes no room any more."""
+        """Every rank, after an error on any: delete what was written."""
         if self._begun:
             self.folder.give_up()
 
@@ -292,15 +287,15 @@ class CheckpointWriter(dcp.FileSystemWriter):
 
 
 def _size(item: WriteItem) -> int:
-    """Bytes of a tensor, or of a part of one; none of an object, whose size nobody knows yet."""
+    """Bytes of a tensor or part; 0 for an object, whose size is unknown."""
     data = item.tensor_data
     return 0 if data is None else prod(data.chunk.sizes) * data.properties.dtype.itemsize
 
 
 class CheckpointReader(HarmlessReader):
-    """Tells a folder that is no checkpoint by metadata without entries, on every rank alike.
+    """Returns metadata without entries, on every rank alike, for a folder that is no checkpoint.
 
-    No rank loads anything before all have found what they want whole. `group` has the ranks that load; None is all.
+    No rank loads before all have verified what they need. `group` has the ranks that load; None is all.
     """
 
     def __init__(self, folder: Path, group: dist.ProcessGroup | None = None) -> None:
@@ -313,7 +308,7 @@ class CheckpointReader(HarmlessReader):
         return super().read_metadata(*args, **options)
 
     def require_metadata(self) -> None:
-        """Every rank, ahead of DCP, which logs tracebacks: raise ValueError or OSError on all for damaged metadata."""
+        """Every rank, before DCP, which logs tracebacks: raise ValueError or OSError on all for damaged metadata."""
         together(self._require_metadata, self._group)
 
     def _require_metadata(self) -> None:
@@ -323,12 +318,11 @@ class CheckpointReader(HarmlessReader):
             raise ValueError(f"checkpoint {self.path} is damaged: {error}; load another one") from None
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> TorchFuture[None]:
-        """Every rank: read what it wants, if all ranks find that whole. Raises ValueError or OSError on all alike."""
+        """Every rank: read, if all ranks find their data whole. Raises ValueError or OSError on all alike."""
         together(lambda: self._check(plan), self._group)
         return super().read_data(plan, planner)
 
     def _check(self, plan: LoadPlan) -> None:
-        """Raise ValueError if something is damaged that this rank wants."""
         wanted = {item.storage_index: self.storage_data[item.storage_index] for item in plan.items}
         folder = Path(self.path)
         with ThreadPoolExecutor(FILES) as pool:
@@ -345,30 +339,30 @@ class CheckpointReader(HarmlessReader):
 
 
 def _whole(file: Path, stored: Any) -> bool:
-    """Whether a range of a file is what was written, by the checksum in the metadata.
+    """Whether a range of a file has the checksum in the metadata.
 
-    Checkpoints of before there was one have those of torch's archives, at which torch itself does not look.
+    Older checkpoints have only the checksums of torch's archives, which torch itself does not verify.
     """
     if (crc := vars(stored).get(CRC)) is not None:
         return checksum(file, stored.offset, stored.length) == (stored.length, crc)
-    if stored.transform_descriptors or not torch.serialization.get_crc32_options():  # else they were not written
+    if stored.transform_descriptors or not torch.serialization.get_crc32_options():  # else not written
         return True
     with file.open("rb") as stream:
         stream.seek(stored.offset)
         content = stream.read(stored.length)
-    if not content.startswith(b"PK"):  # what else DCP can write, or somebody's damage, is for torch to read
+    if not content.startswith(b"PK"):  # another format, or damage, is left to torch
         return True
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             return archive.testzip() is None
-    except Exception:  # a damaged archive may raise anything
+    except Exception:  # damage may raise anything
         return False
 
 
 class FittingPlanner(HarmlessPlanner):
-    """Loads a checkpoint into a sharded model, after checking that they fit each other.
+    """Loads a checkpoint into a sharded model, after checking that they fit.
 
-    What is loaded is in `found`: the model's live tensors, and what `load_optimizer_state` takes.
+    `found` has what is loaded: the model's live tensors, and what `load_optimizer_state` takes.
     """
 
     def __init__(self, context: ShardContext | nn.Module, optimizer: Optimizer | None, folder: Path) -> None:
@@ -380,7 +374,7 @@ class FittingPlanner(HarmlessPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Every rank: lay out what is to be loaded, by the checkpoint's names."""
+        """Every rank: prepare the targets, by the checkpoint's names."""
         assert metadata is not None
         stored = metadata.state_dict_metadata
         if not stored:
@@ -389,7 +383,7 @@ class FittingPlanner(HarmlessPlanner):
         for other, name in self.own.others.items():
             if name in wanted and f"{MODEL}.{name}" not in stored and f"{MODEL}.{other}" in stored:
                 wanted[other] = wanted.pop(name)
-        extra: dict[str, Any] = {}  # in the form that it had when it was saved
+        extra: dict[str, Any] = {}  # in its saved form
         for key, path in (metadata.planner_data or {}).items():
             if key.startswith(f"{MODEL}.") and str(path[1]).endswith(EXTRA) and path[1] in wanted:
                 put(extra, path[1:], room_for(stored[key]))
@@ -404,17 +398,17 @@ class FittingPlanner(HarmlessPlanner):
         super().set_up_planner(self.found, metadata, is_coordinator)
 
     def create_local_plan(self) -> LoadPlan:
-        """Every rank: check names and shapes of what it wants, and plan to read it."""
+        """Every rank: check names and shapes, and plan the reads."""
         assert self.metadata is not None
         stored, wanted = self._stored(), self.found[MODEL]
         self._refuse(differences({name: stored[name] for name in wanted if name in stored}, wanted))
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         params = {self.own.name_of[id(param)] for group in groups for param in group["params"]}
-        known = {*self.own.kept, *self.own.others, *self.own.plain}, {*params, *self.own.others}
+        known = {*self.own.shards, *self.own.others, *self.own.plain}, {*params, *self.own.others}
         return replace(create_default_local_load_plan(self.state_dict, self.metadata), planner_data=known)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """The coordinator: check that some rank wants everything that the checkpoint has."""
+        """The coordinator: check that some rank needs each entry of the checkpoint."""
         assert self.metadata is not None
         known, params = (set().union(*sets) for sets in zip(*(plan.planner_data for plan in global_plan), strict=True))
         unknown = [name for name in self._stored() if name not in known]
@@ -426,7 +420,7 @@ class FittingPlanner(HarmlessPlanner):
         return super().create_global_plan(global_plan)
 
     def _stored(self) -> dict[str, Any]:
-        """The checkpoint's weights and buffers: name -> shape, or something without one."""
+        """The checkpoint's weights and buffers: name -> shape, or an entry without one."""
         assert self.metadata is not None
         paths = self.metadata.planner_data or {}
         found: dict[str, Any] = {}
@@ -443,10 +437,10 @@ class FittingPlanner(HarmlessPlanner):
 
 
 def run_dcp(failed: str, call: Callable[..., object], *args: object, **options: object) -> None:
-    """Call DCP. An error of any rank is raised on all, as what it is: the one of the lowest rank.
+    """Call DCP. The lowest failing rank's error is raised on all ranks.
 
-    Raises: ValueError, or OSError (with its `errno`) where the file system refused: the words of what was called if
-        they are a ValueError, else what the rank says, behind `failed`.
+    Raises: a ValueError of the callee as it is; other errors as ValueError, or OSError (with its `errno`), with the
+    text after `failed`.
     """
     alone = not dist.is_initialized()
     try:
@@ -479,16 +473,15 @@ def save(
 ) -> Future[Path]:
     """Save the main weights, the buffers, and the optimizer's state to a new folder.
 
-    `folder` must not exist, or be empty, and must be on a file system that all ranks see; it appears when all of it is
-    written, see Note: [A checkpoint is there or it is not]. With `optimizer` None the weights are saved alone.
+    `folder` must not exist, or be empty, on a file system that all ranks share; it appears when complete, see Note: [A
+    checkpoint is there or it is not]. With `optimizer` None only weights and buffers are saved.
 
-    With `asynchronously` this returns as soon as weights may change again; `result()` of what is returned waits until
-    the folder is there, and raises what went wrong; if nobody asks, a warning tells it, see Note: [No error of a save
-    is lost]. It takes host memory for what this rank writes, and waits until an earlier save is written. Otherwise all
-    is done on return.
+    With `asynchronously` this returns once weights may change; `result()` of the return value waits for the folder and
+    raises errors, which otherwise become warnings, see Note: [No error of a save is lost]. It needs host memory for
+    what this rank writes, and first waits for an earlier save. Otherwise the save is complete on return.
 
-    `flatten` is for ranks that hold different parameters, such as pipeline stages: it saves the optimizer in torch's
-    flat layout. `process_group` has the ranks that call this; None is all ranks.
+    `flatten` saves the optimizer in torch's flat layout, for ranks with different parameters such as pipeline stages.
+    `process_group` has the ranks that call this; None is all ranks.
 
     Raises: ValueError if the folder is in use or not shared, OSError if it can't be written.
     """
@@ -503,12 +496,12 @@ def save(
 def write_now_or_behind(
     path: Path, state: dict[str, Any], others: Mapping[str, str], behind: bool, group: dist.ProcessGroup | None = None
 ) -> Future[Path]:
-    """Write a state dict, with `others` for further names of parameters, at once or in the thread that saves."""
+    """Write a state dict, with `others` for further names of parameters, now or in the saving thread."""
     if behind:
-        writer = CheckpointWriter(WholeFolder(path), others)
+        writer = CheckpointWriter(AtomicFolder(path), others)
         return save_behind(path, state, lambda copied, own: write(copied, writer, own), group)
     done: Future[Path] = Future()
-    done.set_result(write(state, CheckpointWriter(WholeFolder(path), others), group))
+    done.set_result(write(state, CheckpointWriter(AtomicFolder(path), others), group))
     return done
 
 
@@ -517,7 +510,7 @@ def write(state: dict[str, Any], writer: CheckpointWriter, group: dist.ProcessGr
     final = writer.folder.final
     try:
         run_dcp(f"checkpoint {final} can't be written: ", dcp.save, state, storage_writer=writer, process_group=group)
-    except (OSError, ValueError) as error:  # raised on all ranks, when all have ended
+    except (OSError, ValueError) as error:  # raised on all ranks
         writer.give_up()
         if isinstance(error, OSError):
             error.args = (f"{error}; {shown(free(final))} are free there",)
@@ -532,15 +525,14 @@ def load(
     *,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Load weights, buffers, and the optimizer's state from a folder that `save` or a plain module has written.
+    """Load weights, buffers, and the optimizer's state from a folder written by `save` or from a plain module.
 
-    The number of ranks, the strategy, the mesh and the optimizer's parameter groups may be others than at the time; the
-    optimizer need not have made a step. With `optimizer` None the weights are loaded alone. Each rank reads only what
-    it keeps.
+    The number of ranks, strategy, mesh and parameter groups may differ from those of the save, and the optimizer need
+    not have made a step. With `optimizer` None only weights and buffers are loaded. Each rank reads only what it keeps.
 
-    Raises: ValueError, on all ranks, if the folder is no complete checkpoint, or if the names or shapes of parameters
-        and buffers are not the module's, or if something is damaged that a rank reads; then nothing has changed. Also
-        if the optimizer's settings don't fit; then weights may have been loaded.
+    Raises: ValueError, on all ranks and before anything has changed, if the folder is no complete checkpoint, if names
+    or shapes differ from the module's, or if data that a rank reads is damaged. Also if the optimizer's settings don't
+    fit; then weights may have been loaded.
     """
     path = Path(folder)
     planner = FittingPlanner(context, optimizer, path)

@@ -1,22 +1,19 @@
-"""The state of a sharded model and of its optimizer as dicts, by the names that the plain module would use.
+"""State dicts of a sharded model and its optimizer, by the plain module's names.
 
-What a rank keeps of a parameter is a `FlatTensor` with the whole parameter's shape, so `torch.distributed.checkpoint`
-(DCP) saves and loads the dict at any number of ranks, with any strategy, and as a plain module's. The weights are the
-main ones, those that the optimizer updates. Nothing here communicates, and nothing is copied: the dict holds the live
-tensors, and DCP loads into them. A parameter that several modules share is one entry, under its first name.
+Parameters are `FlatTensor`s of the whole shape, so `torch.distributed.checkpoint` (DCP) saves and loads them for any
+number of ranks and strategy, and for plain modules. Weights are the main weights. Nothing communicates or is copied:
+dicts hold live tensors, into which DCP loads. A parameter shared by several modules is one entry, under its first name.
 
-An optimizer's state has torch's layout by names. A plain module's optimizer loads it with
-`torch.distributed.checkpoint.state_dict`, and the other way round:
+Optimizer state has torch's layouts by name, as `torch.distributed.checkpoint.state_dict` reads and writes them:
 
     {"state": {name: {"exp_avg": ..., "step": ...}}, "param_groups": [{"params": [name, ...], "lr": ...}]}
 
-or flat, `{"state.<name>.exp_avg": ..., "param_groups.<name>.lr": ...}`. Elementwise state is held as `FlatTensor`s;
-nothing is copied, and nothing communicates.
+or flat, `{"state.<name>.exp_avg": ..., "param_groups.<name>.lr": ...}`.
 
 Note: [Elementwise state]
-A tensor of an optimizer's state is either one number per element of its parameter, or one for the whole parameter
-(`step`). On a rank the shapes tell them apart: shards are 1-D, single numbers have no dimension. In a checkpoint they
-look alike if the parameter has no dimension either; then what other parameters have under the same key decides.
+A tensor of optimizer state has one number per element, or one per parameter (`step`). On a rank shapes differ: shards
+are 1-D, single numbers 0-D. In a checkpoint they are alike for 0-d parameters; then other parameters' state under the
+same key decides.
 """
 
 from __future__ import annotations
@@ -30,20 +27,19 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from hocket.fsdp.saving.kept import FlatTensor, Inventory, Kept
+from hocket.fsdp.saving.inventory import FlatTensor, Inventory, LocalShard
 
 if TYPE_CHECKING:
     from hocket.fsdp.module_context import ShardContext
 
 EXTRA = "_extra_state"
-"""How names end under which torch's modules keep what is neither parameter nor buffer. It may have any form."""
+"""Suffix of a module's extra state, of any form."""
 
 SHOWN = 4
-"""How many names a message lists."""
 
 
 def model_state(context: ShardContext | nn.Module) -> dict[str, Any]:
-    """The main weights, as `FlatTensor`s, and what else the module's `state_dict` has: buffers, as they are.
+    """Main weights as `FlatTensor`s, and the other entries of the module's `state_dict`, such as buffers.
 
     The same names on all ranks. Raises: ValueError for a parameter of which ranks hold different values under one name.
     """
@@ -51,8 +47,7 @@ def model_state(context: ShardContext | nn.Module) -> dict[str, Any]:
 
 
 def entries(own: Inventory) -> dict[str, Any]:
-    """`model_state` of what has been looked at already."""
-    state: dict[str, Any] = {name: one.tensor(one.shard.to_local()) for name, one in own.kept.items()}
+    state: dict[str, Any] = {name: one.tensor(one.shard.to_local()) for name, one in own.shards.items()}
     for name, original in own.plain.items():
         value = own.state[original]
         state[name] = value.detach() if isinstance(value, Tensor) else value
@@ -61,21 +56,21 @@ def entries(own: Inventory) -> dict[str, Any]:
 
 @torch.no_grad()
 def load_model_state(context: ShardContext | nn.Module, state: Mapping[str, Any]) -> None:
-    """Take weights and buffers from what `model_state` returned, after DCP has loaded into it.
+    """Take weights and buffers from `model_state`'s dict after DCP has loaded into it, or from whole tensors on every
+    rank.
 
-    Takes tensors of the whole shapes as well, on every rank, such as a plain module's `state_dict`. Raises: ValueError
-    if names or shapes don't fit; then nothing has changed.
+    Raises: ValueError if names or shapes don't fit; then nothing has changed.
     """
     own = Inventory(context)
     found = {own.others.get(name, name): value for name, value in state.items()}
     wrong = differences(found, entries(own))
     if wrong:
         raise ValueError(f"the state dict doesn't fit the {own.kind}: {wrong}")
-    for name, one in own.kept.items():
+    for name, one in own.shards.items():
         value, shard = one.part_of(found[name]), one.shard.to_local()
         if value.data_ptr() != shard.data_ptr() or value.dtype != shard.dtype:
             shard.copy_(value)
-    # Buffers, and the extra state of modules that have any, go the way of every module.
+    # Buffers and extra state load as in any module.
     own.root.load_state_dict({original: found[name] for name, original in own.plain.items()}, strict=False)
     for group in own.context.param_groups:
         group.valueless = False
@@ -83,10 +78,7 @@ def load_model_state(context: ShardContext | nn.Module, state: Mapping[str, Any]
 
 
 def differences(found: Mapping[str, Any], own: Mapping[str, Any]) -> str:
-    """Why what was found can't be loaded into what the module has, in words; empty if it can.
-
-    Compares names, and the shapes of parameters and buffers.
-    """
+    """Why `found` can't be loaded, by names and shapes; empty if it can."""
     both = [name for name in own if name in found and not name.endswith(EXTRA)]
     shapes = [(name, _shape(found[name]), _shape(own[name])) for name in both]
     texts = [
@@ -98,7 +90,6 @@ def differences(found: Mapping[str, Any], own: Mapping[str, Any]) -> str:
 
 
 def listed(text: str, items: list[str]) -> str:
-    """`text` with the first few of the items in it; empty if there are none."""
     more = f" and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
     return text.format(", ".join(items[:SHOWN]) + more) if items else ""
 
@@ -112,29 +103,29 @@ def _shape(value: Any) -> str:
 
 
 Values = dict[str, dict[str, Any]]
-"""Name of a parameter -> key -> value."""
+"""Parameter name -> key -> value."""
 
 NOT_SETTINGS = ("params", "param_names")
-"""Entries of a parameter group that say which parameters are in it."""
+"""Entries of a parameter group that are no settings."""
 
 SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}
-"""What torch's learning rate schedulers add to the settings of a group."""
+"""Settings added by torch's learning rate schedulers."""
 
 
 def optimizer_state(
     context: ShardContext | nn.Module, optimizer: Optimizer, *, flatten: bool = False
 ) -> dict[str, Any]:
-    """The optimizer's state by names, in the layout of the top of this file.
+    """The optimizer's state by name, in a layout of this file's docstring.
 
-    The flat one suits ranks that hold different parameters, such as pipeline stages. Raises: ValueError for a parameter
-    that isn't the module's, and for state that is neither elementwise nor a single number.
+    The flat one suits ranks with different parameters, such as pipeline stages. Raises: ValueError for a parameter that
+    isn't the module's, and for state that is neither elementwise nor a single number.
     """
     own = Inventory(context)
     params, packed = _numbered(own, optimizer), optimizer.state_dict()
-    state: Values = {name: {} for name, _ in params}  # as torch has it for what was never updated
+    state: Values = {name: {} for name, _ in params}  # empty for parameters never updated
     for number, items in packed["state"].items():
         name, _ = params[number]
-        state[name] = {key: _wrapped(own.kept.get(name), key, value) for key, value in items.items()}
+        state[name] = {key: _wrapped(own.shards.get(name), key, value) for key, value in items.items()}
     groups = [{**group, "params": [params[n][0] for n in group["params"]]} for group in packed["param_groups"]]
     if not flatten:
         return {"state": state, "param_groups": groups}
@@ -148,7 +139,7 @@ def optimizer_state(
 
 
 def _numbered(own: Inventory, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
-    """(name, parameter), in the order of the numbers that `Optimizer.state_dict` gives them."""
+    """(name, parameter), in the numbering of `Optimizer.state_dict`."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for param in params:
         if id(param) not in own.name_of:
@@ -159,8 +150,7 @@ def _numbered(own: Inventory, optimizer: Optimizer) -> list[tuple[str, nn.Parame
     return [(own.name_of[id(param)], param) for param in params]
 
 
-def _wrapped(one: Kept | None, key: str, value: Any) -> Any:
-    """A value of the optimizer's state as it is saved."""
+def _wrapped(one: LocalShard | None, key: str, value: Any) -> Any:
     if one is None or not _has_tensors(value):
         return value
     if isinstance(value, Tensor) and value.shape == one.shard.to_local().shape:
@@ -180,7 +170,6 @@ def _has_tensors(value: Any) -> bool:
 
 
 def _settings(groups: Iterable[Mapping[str, Any]]) -> Values:
-    """Name -> settings of its parameter group."""
     return {name: {k: v for k, v in g.items() if k not in NOT_SETTINGS} for g in groups for name in g["params"]}
 
 
@@ -191,12 +180,11 @@ def optimizer_state_like(
     prefix: str = "optimizer",
     weights: str = "model",
 ) -> dict[str, Any]:
-    """A dict to load an optimizer's state into, from a checkpoint that has it under the key `prefix`.
+    """A dict to load the optimizer's state of a checkpoint (key `prefix`) into, in the checkpoint's layout.
 
-    Has what the checkpoint has of this optimizer's parameters, in the checkpoint's layout. Tensors that the optimizer
-    has already are used, others are made: in the dtype of the checkpoint, or, if the weights (under the key `weights`)
-    had the same one, in the dtype that weights have here. The optimizer is not touched: `load_optimizer_state` takes
-    the dict after DCP has loaded into it.
+    It has the checkpoint's entries for this optimizer's parameters. Existing state tensors are used, others made: in
+    the checkpoint's dtype or, if the weights (key `weights`) had the same, in the dtype of weights here.
+    `load_optimizer_state` takes the dict after DCP has loaded into it; until then the optimizer is unchanged.
     """
     own = Inventory(context)
     params = dict(_numbered(own, optimizer))
@@ -204,16 +192,16 @@ def optimizer_state_like(
     stored = metadata.state_dict_metadata
     found = {key: split(key.removeprefix(f"{prefix}."), known) for key in stored if key.startswith(f"{prefix}.")}
     shapes = [
-        (item, tuple(entry.size), own.kept[known[name]].shape)
+        (item, tuple(entry.size), own.shards[known[name]].shape)
         for key, (section, name, item) in found.items()
-        if section == "state" and known[name] in own.kept and isinstance(entry := stored[key], TensorStorageMetadata)
+        if section == "state" and known[name] in own.shards and isinstance(entry := stored[key], TensorStorageMetadata)
     ]
     elementwise = _elementwise(shapes)
     state: dict[str, Any] = {}
     for key, (section, name, item) in found.items():
         path = (metadata.planner_data or {}).get(key, (prefix, key.removeprefix(f"{prefix}.")))[1:]
         if section == "state":
-            one = own.kept.get(known[name]) if item in elementwise else None
+            one = own.shards.get(known[name]) if item in elementwise else None
             present = optimizer.state.get(params[known[name]], {}).get(item)
             put(state, path, room_for(stored[key], one, present, stored.get(f"{weights}.{name}")))
         elif name or path[0] == "param_groups":
@@ -231,7 +219,7 @@ def split(key: str, names: Container[str]) -> tuple[str, str, str]:
 
 
 def _elementwise(shapes: Iterable[tuple[str, tuple[int, ...], tuple[int, ...]]]) -> set[str]:
-    """The keys with one number per element, from (key, shape of the state, shape of the whole parameter).
+    """Keys with one number per element, from (key, shape of the state, shape of the parameter).
 
     See Note: [Elementwise state].
     """
@@ -244,10 +232,10 @@ def _elementwise(shapes: Iterable[tuple[str, tuple[int, ...], tuple[int, ...]]])
     return {key for key, same in alike.items() if same}
 
 
-def room_for(entry: Any, one: Kept | None = None, present: Any = None, weight: Any = None) -> Any:
-    """Where one entry of a checkpoint is loaded to: `present` if it fits, else something new.
+def room_for(entry: Any, one: LocalShard | None = None, present: Any = None, weight: Any = None) -> Any:
+    """The target of a checkpoint entry: `present` if it fits, else a new tensor.
 
-    `one` is its parameter if the entry is elementwise, and `weight` the entry of that parameter.
+    `one` is its parameter if elementwise, and `weight` that parameter's entry.
     """
     if not isinstance(entry, TensorStorageMetadata):
         return None
@@ -262,7 +250,6 @@ def room_for(entry: Any, one: Kept | None = None, present: Any = None, weight: A
 
 
 def put(state: dict[str, Any], path: Sequence[str | int], value: Any) -> None:
-    """Put a value where a path of keys of dicts and positions in lists leads."""
     place: Any = state
     for at, key in enumerate(path):
         if isinstance(place, list) and isinstance(key, int):
@@ -278,22 +265,21 @@ def put(state: dict[str, Any], path: Sequence[str | int], value: Any) -> None:
 
 @torch.no_grad()
 def load_optimizer_state(context: ShardContext | nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Give an optimizer the state and the settings (learning rate, ...) of a dict in one of torch's layouts by names.
+    """Load an optimizer's state and settings (learning rate, ...) from a dict in one of torch's layouts by name.
 
-    Takes what `optimizer_state` or `optimizer_state_like` returned, after DCP has loaded into it, and also tensors of
-    the whole shapes, on every rank. A parameter without state in it begins without. Settings go by the names of
-    parameters, so groups may be made up differently here. Raises: ValueError if a parameter is missing, if the
-    parameters of one group had different settings, and for the state of another kind of optimizer; then nothing has
-    changed.
+    Takes dicts of `optimizer_state` or `optimizer_state_like`, after DCP has loaded into them, and whole tensors on
+    every rank. Parameters without an entry start without state. Settings go by parameter name, so groups may differ
+    from the saved ones. Raises: ValueError, before anything has changed, if a parameter is missing, if parameters of
+    one group had different settings, or if the state is of another kind of optimizer.
     """
     own = Inventory(context)
     params = _numbered(own, optimizer)
     values, settings = _by_name(own, state, {name for name, _ in params})
     shapes = [
-        (key, tuple(value.shape), own.kept[name].shape)
+        (key, tuple(value.shape), own.shards[name].shape)
         for name, items in values.items()
         for key, value in items.items()
-        if name in own.kept and isinstance(value, Tensor)
+        if name in own.shards and isinstance(value, Tensor)
     ]
     elementwise = _elementwise(shapes)
     groups, number = [], 0
@@ -303,11 +289,11 @@ def load_optimizer_state(context: ShardContext | nn.Module, optimizer: Optimizer
         groups.append({**group, **agreed, "params": numbers})
     packed = {}
     for n, (name, param) in enumerate(params):
-        one, present = own.kept.get(name), optimizer.state.get(param, {})
+        one, present = own.shards.get(name), optimizer.state.get(param, {})
         if items := values.get(name):
             packed[n] = {k: _unwrapped(one, v, k in elementwise, present.get(k)) for k, v in items.items()}
     _replace(optimizer, {"state": packed, "param_groups": groups})
-    for n, items in packed.items():  # torch casts all of it to the dtype of the parameter, which may lose digits
+    for n, items in packed.items():  # torch casts to the parameter's dtype, which may lose digits
         name, param = params[n]
         for key, value in items.items():
             exact = isinstance(value, Tensor) and (isinstance(values[name][key], FlatTensor) or key not in elementwise)
@@ -316,7 +302,7 @@ def load_optimizer_state(context: ShardContext | nn.Module, optimizer: Optimizer
 
 
 def _replace(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """`load_state_dict`, but settings that are tensors stay the same tensors: a captured graph may read them."""
+    """`load_state_dict`, but tensor settings stay the same tensors, which a captured graph may read."""
     before = [{k: v for k, v in group.items() if isinstance(v, Tensor)} for group in optimizer.param_groups]
     optimizer.load_state_dict(state)
     for group, tensors in zip(optimizer.param_groups, before, strict=True):
@@ -324,10 +310,9 @@ def _replace(optimizer: Optimizer, state: dict[str, Any]) -> None:
             group[key] = tensor.copy_(torch.as_tensor(group[key]))
 
 
-def _unwrapped(one: Kept | None, value: Any, split: bool, present: Any) -> Any:
-    """A value from a state dict as the optimizer has it; `split` if it is elementwise.
-
-    Nothing is copied that the optimizer has already, or that was made to be loaded into.
+def _unwrapped(one: LocalShard | None, value: Any, split: bool, present: Any) -> Any:
+    """A loaded value as the optimizer stores it, `split` if elementwise; copied only if it is not the optimizer's
+    already.
     """
     if not isinstance(value, Tensor):
         return value
@@ -339,7 +324,7 @@ def _unwrapped(one: Kept | None, value: Any, split: bool, present: Any) -> Any:
 
 
 def _by_name(own: Inventory, state: Mapping[str, Any], mine: Container[str]) -> tuple[Values, Values]:
-    """State and settings by the first names of parameters, from one of torch's layouts."""
+    """State and settings by first names of parameters, from one of torch's layouts."""
     values: Values
     settings: Values
     if "state" in state or "param_groups" in state:
@@ -359,7 +344,6 @@ def _by_name(own: Inventory, state: Mapping[str, Any], mine: Container[str]) -> 
 
 
 def _agreed(optimizer: Optimizer, group: Mapping[str, Any], names: list[str], settings: Values) -> dict[str, Any]:
-    """The settings that a group of parameters takes over."""
     if not names:
         return {}
     kind = type(optimizer).__name__
@@ -369,7 +353,7 @@ def _agreed(optimizer: Optimizer, group: Mapping[str, Any], names: list[str], se
     first = settings[names[0]]
     lacking = sorted(group.keys() - first.keys() - SCHEDULERS - {*NOT_SETTINGS})
     foreign = sorted(first.keys() - group.keys() - SCHEDULERS)
-    if lacking and foreign:  # one of the two alone may come from another version of torch
+    if lacking and foreign:  # one alone may come from another torch version
         raise ValueError(
             f"the state is not that of {kind}: it has {', '.join(foreign)}, and lacks {', '.join(lacking)}; build the "
             f"kind of optimizer that was saved, or load the weights alone"

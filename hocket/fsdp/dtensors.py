@@ -1,13 +1,12 @@
-"""Parameters that tensor-parallel ranks divide: DTensors, as torch's `parallelize_module` leaves them.
+"""DTensor parameters, as torch's `parallelize_module` leaves them: tensor parallelism beneath `fully_shard`.
 
 Note: [Two meshes]
-A DTensor says of which whole weight each tensor-parallel rank has which part; `fully_shard` divides that part once
-more, over the ranks of another mesh. What is gathered, reduced and updated is the part, as an ordinary parameter. While
-its unit is in use, modules see a DTensor around it, so torch's tensor parallelism communicates as it does without
-sharding. The DTensor is made of the part inside of autograd: its gradient comes back in the layout of the weight, which
-is a sum over tensor-parallel ranks where each has seen some of the tokens.
+A DTensor's local part is sharded once more, over the ranks of another mesh; gathers, reductions and updates treat it as
+an ordinary parameter. While its unit is in use, modules see a DTensor around it, so torch's tensor parallelism works as
+without sharding. The DTensor is made inside of autograd: its gradient comes back in the weight's layout, summed over
+tensor-parallel ranks where each has seen some of the tokens.
 
-Shards have the shape of the whole weight. Numbers of a parameter, such as its norm, are summed over both meshes.
+Shards have the shape of the whole weight. Norms and other reductions of a parameter run over both meshes.
 """
 
 from __future__ import annotations
@@ -23,43 +22,42 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hocket.layers.slices import Part
-from hocket.runtime.world import over_group, rank_and_world
+from hocket.runtime.world import all_reduce_over_group, rank_and_world
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Replicate, Shard
 
 _TENSOR = "torch.distributed.tensor"
-"""Loaded by those who have DTensors: it takes a second, which no other program pays."""
+"""Imported only if the program has imported it: it takes a second."""
 
 
 @dataclass(frozen=True, eq=False)
-class Spread:
-    """How the ranks of a mesh of one axis divide a parameter."""
+class DTensorLayout:
+    """The layout of a parameter over a mesh of one axis."""
 
     given: weakref.ref[nn.Parameter]
-    """The DTensor that the module was built with: its memory goes when the module has a shard instead."""
+    """The DTensor that the module was built with; freed when the module gets a shard instead."""
     mesh: DeviceMesh
     placement: Shard | Replicate
     shape: torch.Size
-    """Of the whole."""
+    """Of the whole parameter."""
     stride: tuple[int, ...]
     part: Part | None
-    """What this rank has of the whole; None: all of it, as every other rank."""
+    """The part on this rank; None: replicated."""
 
     def shown(self, local: Tensor) -> Tensor:
-        """What modules compute with. See Note: [Two meshes]."""
+        """The DTensor that modules compute with. See Note: [Two meshes]."""
         from torch.distributed.tensor import DTensor
 
-        with torch.enable_grad():  # under no_grad too: what runs inside may turn gradients on again
+        with torch.enable_grad():  # under no_grad too: inner code may enable gradients
             return DTensor.from_local(
                 local, self.mesh, [self.placement], run_check=False, shape=self.shape, stride=self.stride
             )
 
 
-def spread_of(name: str, param: nn.Parameter) -> tuple[nn.Parameter, Spread | None]:
-    """A parameter as this rank has it, and how it is divided; as it is, if it is no DTensor.
-
-    Raises ValueError for a DTensor in a layout that is not to be had.
+def dtensor_layout_of(name: str, param: nn.Parameter) -> tuple[nn.Parameter, DTensorLayout | None]:
+    """(local parameter, its layout); (parameter, None) if it is no DTensor. Raises ValueError for an unsupported
+    layout.
     """
     if _TENSOR not in sys.modules:
         return param, None
@@ -77,7 +75,7 @@ def spread_of(name: str, param: nn.Parameter) -> tuple[nn.Parameter, Spread | No
     (placement,), local, part = placements, param.to_local().detach(), None
     if isinstance(placement, Shard):
         dim, ranks, size = placement.dim % param.ndim, mesh.size(), param.shape[placement.dim]
-        length = -(-size // ranks)  # as torch.chunk has it: the last part may be shorter
+        length = -(-size // ranks)  # like torch.chunk: the last part may be shorter
         if length * (ranks - 1) >= size:
             raise ValueError(
                 f"parameter {name} of shape {tuple(param.shape)} leaves nothing for some of {ranks} tensor-parallel "
@@ -85,17 +83,19 @@ def spread_of(name: str, param: nn.Parameter) -> tuple[nn.Parameter, Spread | No
             )
         part = Part(tuple(local.shape), dim, (mesh.get_local_rank() * length,))
     assert isinstance(placement, Shard | Replicate)
-    spread = Spread(weakref.ref(param), mesh, placement, param.shape, param.stride(), part)
-    return nn.Parameter(local, requires_grad=param.requires_grad), spread
+    layout = DTensorLayout(weakref.ref(param), mesh, placement, param.shape, param.stride(), part)
+    return nn.Parameter(local, requires_grad=param.requires_grad), layout
 
 
-def mesh_of(spreads: Iterable[tuple[str, Spread | None]], others: Sequence[DeviceMesh | None]) -> DeviceMesh | None:
-    """The mesh over which parameters (name, spread) are divided; None if none is. `others` are of models around.
+def mesh_of(
+    layouts: Iterable[tuple[str, DTensorLayout | None]], others: Sequence[DeviceMesh | None]
+) -> DeviceMesh | None:
+    """The tensor-parallel mesh of parameters (name, layout), if any. `others` are of enclosing models.
 
-    Raises ValueError for two meshes.
+    Raises ValueError for two different meshes.
     """
     found: DeviceMesh | None = None
-    named = [(name, spread.mesh) for name, spread in spreads if spread is not None]
+    named = [(name, layout.mesh) for name, layout in layouts if layout is not None]
     for name, mesh in [*(("", mesh) for mesh in others if mesh is not None), *named]:
         if found is not None and mesh != found:
             raise ValueError(
@@ -111,15 +111,15 @@ def ranks_of(mesh: DeviceMesh | None) -> tuple[int, ...]:
     return tuple(range(rank_and_world()[1]) if mesh is None else mesh.mesh.flatten().tolist())
 
 
-def apart(spreads: Iterable[Spread | None], ranks: Collection[int]) -> DeviceMesh | None:
-    """The mesh over which parameters are divided; None if it is among the `ranks` that shard others, as for experts."""
-    mesh = next((spread.mesh for spread in spreads if spread is not None), None)
+def apart(layouts: Iterable[DTensorLayout | None], ranks: Collection[int]) -> DeviceMesh | None:
+    """The tensor-parallel mesh, if any; None if it is among the `ranks` that shard other parameters, as for experts."""
+    mesh = next((layout.mesh for layout in layouts if layout is not None), None)
     return None if mesh is None or len({*ranks_of(mesh)} & {*ranks}) > 1 else mesh
 
 
-def refuse_overlap(name: str, spread: Spread, mesh: DeviceMesh | None) -> None:
-    """Refuse to divide a part over ranks that have other parts. `mesh` is that of `fully_shard`; None: all ranks."""
-    here, ranks = {*ranks_of(spread.mesh)}, {*ranks_of(mesh)}
+def refuse_overlap(name: str, layout: DTensorLayout, mesh: DeviceMesh | None) -> None:
+    """Refuse to shard a part over ranks that have other parts. `mesh` is that of `fully_shard`; None: all ranks."""
+    here, ranks = {*ranks_of(layout.mesh)}, {*ranks_of(mesh)}
     if here & ranks - {rank_and_world()[0]}:
         raise ValueError(
             f"parameter {name} is a DTensor over ranks {sorted(here)}, and fully_shard would divide it once more over "
@@ -128,10 +128,10 @@ def refuse_overlap(name: str, spread: Spread, mesh: DeviceMesh | None) -> None:
 
 
 def copies(mesh: DeviceMesh | None, part: Part | None) -> int:
-    """How many ranks of a model's tensor-parallel mesh have the same elements."""
+    """How many ranks of a model's tensor-parallel mesh hold the same elements."""
     return 1 if mesh is None or part is not None else mesh.size()
 
 
 def over(mesh: DeviceMesh, value: Tensor, how: Literal["sum", "max"]) -> None:
-    """The `sum` or `max` of a tensor over the ranks of a mesh of one axis, in place."""
-    value.copy_(over_group(value.to(mesh.device_type), how, mesh.get_group()))
+    """All-reduce a tensor over a mesh of one axis, in place."""
+    value.copy_(all_reduce_over_group(value.to(mesh.device_type), how, mesh.get_group()))

@@ -1,15 +1,15 @@
-"""Weights that are gathered in fp8: each rank casts its shard behind an update, and a gather moves half the bytes.
+"""Weights gathered in fp8: each rank casts its shard after an update, and a gather moves half the bytes.
 
 Note: [Scales before the cast]
-A product wants one scale for each row of a weight (`layers/fp8.py`), and a shard begins and ends anywhere in a row. A
-row's scale is the least power of two with which it fits, so that of a whole row is the largest of its pieces'. Behind
-an update each rank casts its whole rows in one pass, finds the scales of its pieces, and the ranks take the largest of
-each: one small all-reduce for all units. Pieces are cast behind it. Then every rank knows the scales of all rows, and a
-gather moves bytes of values alone. The bytes are those of a cast of gathered weights, since a rank rounds to the format
-of activations first, as a gather in that format does: the same step either way, bit for bit.
+A product needs one scale per row of a weight (`layers/fp8.py`), and a shard may begin and end inside of a row. A row's
+scale is the least power of two with which it fits, which is the largest of its pieces' scales. After an update each
+rank casts its whole rows in one pass and finds its pieces' scales; one small all-reduce (max) for all units gives the
+scales of all rows; then pieces are cast. So every rank knows all scales, and a gather moves fp8 values alone. A rank
+first rounds to the activations' format, as a gather in that format does, so the result is bitwise the cast of gathered
+weights.
 
-What products in fp8 do not read, norms and a router, is little. Every rank keeps it whole, in the format of
-activations: the same exchange brings it.
+Weights that no fp8 product reads, of norms and routers, are small. Every rank keeps them whole in the activations'
+format, from the same all-reduce.
 """
 
 from __future__ import annotations
@@ -32,34 +32,29 @@ class _Rows:
     """Whole rows of a member in this rank's shard."""
 
     here: slice
-    """Of the shard."""
     rows: slice
-    """Of the scales of all units."""
     width: int
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """A part of a row."""
-
     here: slice
     row: int
-    """Among the scales of all units."""
 
 
-class EightUnit:
-    """What one unit has in fp8: its cast shard, and the views of what a gather brings."""
+class Fp8Unit:
+    """One unit's cast shard, and views of what a gather brings."""
 
     def __init__(self, group: ParamGroup, in_fp8: Callable[[str], bool], rows: int, kept: int) -> None:
-        """Its scales begin at `rows` among those of all units, and what stays in the wider format at `kept`."""
+        """Its scales begin at `rows` in those of all units, and its unquantized weights at `kept`."""
         self.group, self.rank = group, group.groups.gather.rank
         self.flat = torch.zeros(group.layout.shard, dtype=E4M3, device=group.device)
         self.chosen = [in_fp8(entry.name) for entry in group.layout.entries]
         self._rows: list[_Rows] = []
         self._pieces: list[_Piece] = []
-        self._wide: list[tuple[slice, slice]] = []  # of the shard -> of what all ranks keep
+        self._wide: list[tuple[slice, slice]] = []  # range of the shard -> range of `kept`
         self.of_member: list[slice] = []
-        """Each member's scales, or values of the wider format, among those of all units."""
+        """Each member's range in the scales, or in `kept`."""
         for entry, chosen in zip(group.layout.entries, self.chosen, strict=True):
             local = group.layout.local(entry.name, self.rank)
             if not chosen:
@@ -75,7 +70,7 @@ class EightUnit:
         self.rows, self.kept = rows, kept
 
     def _split(self, lo: int, hi: int, shift: int, width: int, rows: int) -> None:
-        """Rows and pieces of elements `lo:hi` of a member, which lie at `lo + shift` in the shard."""
+        """Rows and pieces of elements `lo:hi` of a member, at `lo + shift` in the shard."""
         first, last = -(-lo // width), hi // width
         if first > last:  # inside of one row
             self._pieces.append(_Piece(slice(lo + shift, hi + shift), rows + last))
@@ -89,7 +84,7 @@ class EightUnit:
             self._pieces.append(_Piece(slice(last * width + shift, hi + shift), rows + last))
 
     def cast(self, scales: Tensor, kept: Tensor) -> None:
-        """Cast whole rows; write their scales, those of pieces, and this rank's part of what all keep."""
+        """Cast whole rows; write their scales, those of pieces, and this rank's part of `kept`."""
         main = self.group.main
         wide = main.to(self.group.compute_dtype)
         for rows in self._rows:
@@ -101,13 +96,11 @@ class EightUnit:
             kept[where] = main[here]
 
     def cast_pieces(self, scales: Tensor) -> None:
-        """Cast parts of rows by the scales of the whole ones."""
         for piece in self._pieces:
             value = self.group.main[piece.here].to(self.group.compute_dtype)
             self.flat[piece.here] = cast_to(value.float(), scales[piece.row])
 
     def views(self, slot: Tensor, kept: Tensor) -> list[Tensor]:
-        """The members in a slot, or among what all ranks keep."""
         entries = self.group.layout.entries
         flat = self._bytes(slot).view(E4M3)
         return [
@@ -116,7 +109,6 @@ class EightUnit:
         ]
 
     def gather(self, slot: Tensor) -> Pending:
-        """Fill a slot with the bytes of all ranks."""
         whole, length = self._bytes(slot), self.group.layout.shard
         mine = whole[length * self.rank :][:length]
         mine.copy_(self.flat.view(torch.uint8))
@@ -126,15 +118,15 @@ class EightUnit:
         return slot.view(torch.uint8)[: self.group.layout.total]
 
 
-class Eights:
+class Fp8Weights:
     """All units of one class that are gathered in fp8. See Note: [Scales before the cast]."""
 
     def __init__(self, groups: Sequence[ParamGroup], gather: Group, in_fp8: Callable[[str], bool]) -> None:
         self._gather = gather
-        self.units: list[EightUnit] = []
+        self.units: list[Fp8Unit] = []
         rows = kept = 0
         for group in groups:
-            self.units.append(EightUnit(group, in_fp8, rows, kept))
+            self.units.append(Fp8Unit(group, in_fp8, rows, kept))
             rows, kept = self.units[-1].rows, self.units[-1].kept
         like = groups[0]
         self.scales = torch.zeros(rows, device=like.device)
@@ -142,20 +134,19 @@ class Eights:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Behind an update, or new weights: cast anew. All ranks of the group call this at the same point."""
+        """Cast anew after an update or load. All ranks of the group call this at the same point."""
         scales, kept = self.scales.zero_(), torch.zeros_like(self.kept, dtype=torch.float32)
         for unit in self.units:
             unit.cast(scales, kept)
-        scales.nan_to_num_(nan=torch.inf, posinf=torch.inf)  # of rows that are not finite: the largest of all
+        scales.nan_to_num_(nan=torch.inf, posinf=torch.inf)  # rows that are not finite win the maximum
         self._gather.all_reduce(scales, "max").wait()
-        self._gather.all_reduce(kept).wait()  # all but one rank have zeros
+        self._gather.all_reduce(kept).wait()  # the other ranks have zeros
         scales.masked_fill_(scales.isinf(), torch.nan)
         self.kept.copy_(kept)
         for unit in self.units:
             unit.cast_pieces(scales)
 
-    def scale(self, weights: Sequence[Weight], unit: EightUnit) -> None:
-        """Tell a unit's weights their scales."""
+    def scale(self, weights: Sequence[Weight], unit: Fp8Unit) -> None:
         for weight, chosen, here in zip(weights, unit.chosen, unit.of_member, strict=True):
             if chosen:
                 weight.scale = self.scales[here].view(weight.shape[:-1])

@@ -1,14 +1,13 @@
-"""What this rank keeps of a sharded module, by the names that the plain module would use in a checkpoint.
+"""What this rank holds of a sharded module, by the plain module's names in a checkpoint.
 
 Note: [Which replica writes]
-With replicas (HSDP, `no_shard`) several ranks hold the same elements, and one of them writes each. All go through the
-parameters in the same order and give each to the replica that has the fewest bytes so far. They need not talk about
-it, each writes its share, and an asynchronous save copies only that.
+Replicas (HSDP, `no_shard`) hold the same elements, and one of them writes each. All go through the parameters in the
+same order and assign each to the replica with the fewest bytes so far: without communication, and an asynchronous save
+copies only this rank's share.
 
 Note: [A range is a few boxes]
-A flat shard begins and ends anywhere inside a parameter. DCP describes what a rank holds by boxes, and a range of
-elements is a few of them (`layers/slices.py`). So flat shards need no DTensor, no padding and no communication of
-their own: DCP cuts the boxes of who saved against the boxes of who loads.
+DCP describes a rank's data by boxes, and a range of elements is a few of them (`layers/slices.py`). So flat shards need
+no DTensor, padding or communication: DCP intersects the boxes of saving and loading ranks.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ if TYPE_CHECKING:
 
 
 class FlatTensor(Tensor):
-    """A tensor of a parameter's whole shape of which this rank holds the elements of a `span`, in the 1-D `flat`.
+    """A tensor of a parameter's whole shape, of which this rank holds the elements `span` in the 1-D `flat`.
 
-    DCP refuses what is no Tensor, so this is one; but it supports no operation except what DCP asks for. Loading writes
-    into `flat`. With `writes` false another rank holds the same elements and saves them; this one only loads.
+    It is a Tensor because DCP requires one, but supports only what DCP needs. Loading writes into `flat`. With `writes`
+    false another rank saves the same elements, and this one only loads.
     """
 
     flat: Tensor
@@ -47,7 +46,7 @@ class FlatTensor(Tensor):
 
     @staticmethod
     def __new__(cls: type[FlatTensor], flat: Tensor, span: Span, writes: bool = True) -> FlatTensor:
-        """A shell with the whole shape; `__init__` gives it the elements."""
+        """A wrapper with the whole shape; `__init__` sets the elements."""
         return Tensor._make_wrapper_subclass(cls, span.shape, dtype=flat.dtype, device=flat.device)
 
     def __init__(self, flat: Tensor, span: Span, writes: bool = True) -> None:
@@ -65,22 +64,21 @@ class FlatTensor(Tensor):
         if func is torch.ops.aten.detach.default:
             return args[0]
         if func is torch.ops.aten.new_empty.default:
-            # DCP's own staging makes an empty twin on the CPU and then copies attributes, `flat` among them.
+            # DCP's staging makes an empty copy on the CPU and then copies attributes, `flat` among them.
             empty = args[0].flat.new_empty(0, device=(kwargs or {}).get("device"))
             return cls(empty, Span(tuple(args[1]), 0, 0))
         raise TypeError(f"a FlatTensor is a rank's part of a parameter, for checkpoints only; it has no {func}")
 
     def with_elements(self, flat: Tensor) -> FlatTensor:
-        """The same range, with other elements."""
         return FlatTensor(flat, self.span, self.writes)
 
     def part_of(self, whole: Tensor) -> Tensor:
-        """The elements of a tensor of the whole shape that this rank holds, 1-D."""
+        """The local elements of a whole tensor, 1-D."""
         return self.span.of(whole)
 
     def _chunks(self) -> Iterator[tuple[ChunkStorageMetadata, Tensor]]:
-        """Each box, and a view of its elements in `flat`."""
-        # A parameter without elements has one box without elements, or no rank would mention it in the checkpoint.
+        """(box, view of its elements in `flat`)."""
+        # An empty parameter has one empty box, so that the checkpoint mentions it.
         cut: Iterable[Box] = [((0,) * self.dim(), tuple(self.shape))]
         if self.numel():
             cut = self.span.boxes()
@@ -115,31 +113,28 @@ class FlatTensor(Tensor):
 
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""What torch.compile and activation checkpointing put into names. Checkpoints have the names without."""
+"""Name parts added by torch.compile and activation checkpointing, removed in checkpoints."""
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What this rank keeps of one parameter."""
-
+class LocalShard:
     name: str
     shard: ShardedParameter
     span: Span
-    """Its elements, of the parameter in the whole model; for experts, with the experts of all ranks."""
+    """Its elements in the whole model's parameter; for experts, with the experts of all ranks."""
     writes: bool
-    """Whether it is this rank that saves these elements."""
+    """Whether this rank saves these elements."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the parameter in the whole model."""
         return self.span.shape
 
     def tensor(self, flat: Tensor) -> FlatTensor:
-        """`flat`, 1-D and as long as the shard, as a part of the whole parameter."""
+        """`flat`, 1-D and of the shard's length, as a part of the whole parameter."""
         return FlatTensor(plain(flat), self.span, self.writes)
 
     def part_of(self, value: Tensor) -> Tensor:
-        """The elements of this rank, 1-D, of a `FlatTensor` of this rank or of a tensor of the whole shape.
+        """The local elements, 1-D, of a `FlatTensor` with the same span or of a whole tensor.
 
         Raises: ValueError for a `FlatTensor` of other elements.
         """
@@ -164,32 +159,31 @@ class Inventory:
         self.root: nn.Module = context.root
         refuse_newcomers(self.root)
         self.state: dict[str, Any] = dict(self.root.state_dict(keep_vars=True))
-        """What the module's own `state_dict` has, under its own names, shards as they are."""
+        """The module's own `state_dict`, under its own names, with shards."""
         names: dict[int, list[str]] = {}
         for name, value in self.state.items():
             names.setdefault(id(value), []).append(plain_name(name))
         for shard in (shard for group in context.param_groups for shard in group.shards):
-            names.setdefault(id(shard), [plain_name(shard.full_name)])  # what a hook of the module leaves out
-        kept = {id(one.shard): one for one in _all_kept(context, names)}
-        self.kept: dict[str, Kept] = {found[0]: kept[key] for key, found in names.items() if key in kept}
-        """By the first name, in the order of the module."""
+            names.setdefault(id(shard), [plain_name(shard.full_name)])  # omitted by a hook of the module
+        kept = {id(one.shard): one for one in _local_shards(context, names)}
+        self.shards: dict[str, LocalShard] = {found[0]: kept[key] for key, found in names.items() if key in kept}
+        """By first name, in the module's order."""
         self.others = {other: found[0] for key, found in names.items() if key in kept for other in found[1:]}
-        """Further names of parameters that several modules share -> the first name."""
+        """Further names of shared parameters -> first name."""
         self.plain: dict[str, str] = {
             plain_name(name): name for name, value in self.state.items() if id(value) not in kept
         }
-        """What is not sharded, buffers above all: name -> the module's own name for it."""
+        """Unsharded entries, mostly buffers: name -> the module's own name."""
         self.name_of: dict[int, str] = {key: found[0] for key, found in names.items()}
-        """The first name of an object in the module's state, by its id."""
+        """id of an object in the module's state -> its first name."""
 
     @property
     def kind(self) -> str:
-        """The name of the module's class."""
         return type(self.root).__name__
 
 
 def context_given(given: ShardContext | nn.Module) -> ShardContext:
-    """The context of a sharded model, which may be given itself."""
+    """The context of a sharded model, or the context itself."""
     unit = given.__dict__.get(UNIT) if isinstance(given, nn.Module) else None
     context: Any = given if unit is None else unit.context
     if not hasattr(context, "units") or (unit is not None and context.root is not given):
@@ -201,17 +195,17 @@ def context_given(given: ShardContext | nn.Module) -> ShardContext:
 
 
 def plain_name(name: str) -> str:
-    """A name without what wrappers of modules have added to it."""
+    """A name without the parts that wrappers add."""
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
-def _all_kept(context: ShardContext, names: dict[int, list[str]]) -> list[Kept]:
+def _local_shards(context: ShardContext, names: dict[int, list[str]]) -> list[LocalShard]:
     groups = context.param_groups
     ranks = max((_ranks(group) for group in groups), default=1)
     written: dict[tuple[int, ...], list[int]] = {}
-    found, mesh = list[Kept](), context.tensor_mesh
+    found, mesh = list[LocalShard](), context.tensor_mesh
     for group in groups:
         parts = min(_parts(group, member) for member in group.members)
         if _ranks(group) * parts < ranks:
@@ -223,14 +217,14 @@ def _all_kept(context: ShardContext, names: dict[int, list[str]]) -> list[Kept]:
         for shard in group.shards:
             span, writes = group.span_of(shard), _writes(group, shard, written)
             if mesh is not None and span.part is None and mesh.get_local_rank():
-                writes = False  # the first of tensor-parallel ranks does, which have the same
-            found.append(Kept(names[id(shard)][0], shard, span, writes))
+                writes = False  # the first tensor-parallel rank writes replicated parameters
+            found.append(LocalShard(names[id(shard)][0], shard, span, writes))
     return found
 
 
 def _parts(group: ParamGroup, member: Member) -> int:
-    """Into how many parts a parameter of the whole model is divided before it is sharded."""
-    return group.groups.part[1] if member.spread is None or member.spread.part is None else member.spread.mesh.size()
+    """Number of parts of a whole parameter before sharding."""
+    return group.groups.part[1] if member.dtensor is None or member.dtensor.part is None else member.dtensor.mesh.size()
 
 
 def _ranks(group: ParamGroup) -> int:
@@ -238,7 +232,7 @@ def _ranks(group: ParamGroup) -> int:
 
 
 def _writes(group: ParamGroup, shard: ShardedParameter, written: dict[tuple[int, ...], list[int]]) -> bool:
-    """Whether this rank writes a shard. See Note: [Which replica writes]; `written` has the bytes given out so far."""
+    """Whether this rank writes a shard. See Note: [Which replica writes]; `written` has the bytes assigned so far."""
     replicas = group.groups.reduce if group.groups.alike > 1 else group.groups.outer
     if group.groups.outer_shards or replicas.size == 1:
         return True
