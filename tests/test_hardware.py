@@ -150,7 +150,7 @@ def test_decisions_differ_where_gpus_do() -> None:
     assert (a100["plan.graphs"], b200["plan.graphs"]) == ("off", "off")
     a100, h200, b200 = found["qwen3_30b_a3b"]
     assert (a100["train.transport"], h200["train.transport"]) == ("nccl", "copy_engine"), "its buffers need room"
-    assert (a100["overlap.pp.defer_layers"], h200["overlap.pp.defer_layers"]) == (0, "attn:1")
+    assert (a100["overlap.pp.defer_head"], h200["overlap.pp.defer_head"]) == (0, 6)
     a100, h200, b200 = found["moe_8gpu"]
     assert (a100["plan.graphs"], h200["plan.graphs"], b200["plan.graphs"]) == ("off", "off", "on"), "hosts are late"
 

@@ -67,8 +67,8 @@ class Attention(Heads, nn.Module):
             scales = [getattr(self, f"{x}_wide_norm") for x in turning]
             made |= zip(turning, self.linears.norms([made[x] for x in turning], scales, *norm), strict=True)
         batch, seq = made[names[0]].shape[:2]
-        sizes = (batch, seq) if told is None else (1, batch * seq)
-        made = {x: value.reshape(*sizes, -1, c.head_dim) for x, value in made.items()}
+        sizes = (batch, seq) if told is None else (1, batch * seq)  # either may be 0, so no size is left to find
+        made = {x: v.reshape(*sizes, v.shape[-1] // c.head_dim, c.head_dim) for x, v in made.items()}
         table = self._table(seq, told, h_BSD.device)
         for x in turning:
             scale = getattr(self, f"{x}_norm") if c.qk_norm and c.qk_norm_over == "head" else None

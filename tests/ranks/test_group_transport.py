@@ -28,7 +28,7 @@ COPIES = {"a2a": CopiedRows, "pp_fwd": CopiedHops, "pp_bwd": CopiedHops}
 def nothing_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """That needs a GPU: memory of peers, options of NCCL, a group."""
 
-    copies = ("pushes", "peer_copies", "p2p_copies", "copied_tokens", "collective_copies")
+    copies = ("push_buffers", "peer_copies", "p2p_copies", "copied_tokens", "collective_copies")
     for name in (*copies, "SideStream", "nccl_options"):
         monkeypatch.setattr(group_transport, name, lambda *_: None)
     group = dist.ProcessGroup(0, 2)  # pyrefly: ignore

@@ -132,14 +132,14 @@ def test_auto_takes_as_many_as_a_step_needs_and_goes_before_recomputation() -> N
     assert decided(10_000) == (1, decided(10_000)[1])
     assert "are needed without" in decided(10_000)[1]
     whole = int(decided(10_000)[1].split()[0])
-    count, why = decided((whole - 6) / 0.9)
+    count, why = decided((whole - 20) / 0.9)  # the strategy alone saves 8 GiB
     assert count in (2, 4, 8)
-    assert f"instead of {whole} GiB" in why
+    assert "loss_pieces = 1 does not fit" in why
     count, why = decided(80)
     assert count > 1
-    assert "does not suffice alone" in why
+    assert "nothing fits" in why
     assert decided(80, mesh__tp=2)[0] == 1
-    assert "of which logits are little" in decided(20, data__sequence_length=1024, train__sequences=1)[1]
+    assert decided(20, data__sequence_length=1024, train__sequences=1)[0] == 1, "logits are little"
 
 
 def test_tensor_parallel_ranks_refuse_pieces() -> None:
