@@ -207,7 +207,7 @@ def make_streams(text: Text, settings: Settings) -> tuple[Mix, dict[str, Stream]
         reason = f"no source keeps anything for validation, but train.eval_batches = {settings.train.eval_batches}"
         fix = "validation above 0 for one of them, or train.eval_batches = 0"
         problems.append(problem("data.paths", settings.data.paths, settings.origins, reason, fix))
-    stop_if(problems, "sources")
+    stop_if(problems if several else problems[:1], "sources")  # of one source the second follows from the first
     return Mix([train for train, _ in made], text.quotas), held
 
 
