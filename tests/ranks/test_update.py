@@ -305,7 +305,9 @@ def test_whole_matrices_in_a_wrong_slot_or_on_a_wrong_lane_are_noticed(verb: str
     program = program_of("muon")
     place = position(program.ranks[0], f"{verb} dense")
     mutant = with_op(program, 0, place, slot=1)
-    assert any("another slot" in str(one) for one in check(mutant))
+    assert any("in no slot" in str(one) for one in check(mutant)) or any(
+        "finds no" in str(one) for one in check(mutant)
+    )
     with pytest.raises(ValueError, match=r"dry run.*matrices"):
         dry_run(mutant, None)
     assert any("is on lane compute" in str(one) for one in check(with_op(program, 0, place, lane="compute")))
@@ -325,11 +327,11 @@ def test_an_update_that_is_missing_is_noticed() -> None:
 ONE: dict[str, Any] = {"train.microbatches": 1, "train.transport": "copy_engine"}
 CHOICES: list[tuple[dict[str, Any], str, str]] = [
     ({**ONE, "train.transport": "nccl"}, "end", "beside NCCL's kernels no more than noise was gained"),
-    (ONE, "next_step", "instead of"),
+    (ONE, "next_step", "updates in the next step hide"),
     ({**ONE, "optimizer.name": "muon"}, "end", "Muon beside forwards is not measured on GPUs yet"),
-    ({**ONE, "train.microbatches": 64}, "end", "with update = next_step"),
-    ({**ONE, "mesh.dp": 1}, "end", "with update = next_step"),
-    ({**ONE, "overlap.dp.strategy": "no_shard"}, "end", "with update = next_step"),
+    ({**ONE, "train.microbatches": 64}, "end", "updates in the next step hide"),
+    ({**ONE, "mesh.dp": 1}, "end", "updates in the next step hide"),
+    ({**ONE, "overlap.dp.strategy": "no_shard"}, "end", "updates in the next step hide"),
     ({"train.microbatches": 1, "plan.graphs": "on"}, "end", "recorded"),
     ({"train.device": "cpu"}, "end", "on CPUs"),
 ]
