@@ -64,7 +64,7 @@ def test_json_keeps_it() -> None:
         ),
         (
             lambda p: moved(p, 0, find(p, 0, "recompute experts m0 c0 l0"), find(p, 0, "fwd head m0")),
-            "recompute experts m0 c0 l0 reads weights that are not gathered",
+            "recompute experts m0 c0 l0 reads weights that are in no slot",
         ),
     ],
     ids=["missing", "too late", "input dropped", "weights gone"],
