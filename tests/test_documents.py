@@ -62,6 +62,9 @@ def test_zstandard_is_undone(tmp_path: Path, arrow: Any) -> None:
     with arrow.output_stream(str(tmp_path / "a.txt.zst"), compression="zstd") as out:
         out.write(b"plain text")
     assert read(tmp_path / "a.jsonl.zst") == [text.encode() for text in TEXTS]
+    with arrow.output_stream(str(tmp_path / "a.json.zst"), compression="zstd") as out:
+        out.write(b" " * 2000 + json.dumps([{"text": text} for text in TEXTS]).encode())
+    assert read(tmp_path / "a.json.zst") == [text.encode() for text in TEXTS]
     assert read(tmp_path / "a.txt.zst") == [b"plain text"]
 
 

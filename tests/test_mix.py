@@ -166,6 +166,8 @@ def test_validation_files_take_the_place_of_the_share(tmp_path):
         ('[a]\npath = ["x"]', ["[a] path", "did you mean paths?"]),
         ("[a]\npaths = 1", ["data.paths = 1", "sources.toml:2, [a]"]),
         ('[a]\npaths = ["x"]\n[a]\nweight = 2', ["sources.toml:3", "cannot declare ('a',) twice"]),
+        ("[a]\npaths = []", ["[a] (sources.toml): names no text"]),
+        ('[a]\npaths = ["x"]\nvalidation = [0.1, 0.2]', ["one share, or files and folders"]),
         ('[a]\npaths = ["x"]\nvalidation = 1.5', ["validation = 1.5", "out of range"]),
         ('[a]\npaths = ["x"]\nvalidation = [0.5, "y"]', ["one share, or files and folders"]),
     ],

@@ -81,7 +81,8 @@ def run_generate(words: list[str]) -> int:
     ends = stored.ends if stored else ends_of(Path(options.model)) or [tokenizer.separator]
     if (special := tokenizer.special(end)) >= 0:
         ends, end = [*ends, special], ""
-    model = filled(config, value, device)
+    with _named(f"generate {options.model}", _WHOLE):
+        model = filled(config, value, device)
     sys.stdout.write("" if options.chat else options.prompt)
     how = {name: getattr(options, name) for name in ("seed", "temperature", "top_k", "top_p")}
     _print(generate(model, prompt, options.tokens, ends, **how), tokenizer, end)
@@ -241,7 +242,9 @@ def run_eval(words: list[str]) -> int:
     if (Path(model) / "config.json").exists():
         read = replace(read, packing="on", sequence_length=1024)
     config, origins = configured(Config(model=sizes, data=replace(read, paths=())), flags)
-    chunk, found = filled(sizes, value, device_of(config.train.device)), list[tuple[float, int]]()
+    with _named(f"eval {model}", _WHOLE):
+        chunk = filled(sizes, value, device_of(config.train.device))
+    found = list[tuple[float, int]]()
     for source in read_sources(config.data, origins):
         corpus = open_corpus(replace(source.data, validation=(0.0,)), source.origins)
         if corpus.vocab > sizes.vocab:

@@ -353,7 +353,7 @@ def resumes(settings: Settings) -> bool:
 
 
 def restore(settings: Settings, state: State, text: TextUpTo = lambda _: "") -> Restored | None:
-    """Load the checkpoint that `run.resume` asks for into the tensors of `groups`; None if there is none to load.
+    """Load the checkpoint that `run.resume` asks for into the tensors of `state`; None if there is none to load.
 
     `auto` takes the newest checkpoint of the run that is not damaged. Whatever the run does not continue from is
     renamed, so that it is neither taken for this run's nor deleted. Raises ValueError if the checkpoint is missing or
@@ -408,6 +408,9 @@ def _load(path: Path, settings: Settings, state: State, text: TextUpTo, notes: l
         if not differences:
             run_dcp(f"{path}: ", dcp.load, state, storage_reader=reader, planner=HarmlessPlanner())
     except (OSError, ValueError) as error:
+        if isinstance(error, ValueError) and error.__cause__ is not None:  # no damage: memory was short, for instance
+            fix = "name another checkpoint, or start again if this may pass"
+            raise ValueError(problem("run.resume", settings.run.resume, settings.origins, str(error), fix)) from error
         raise DamageError(" ".join(str(error).split())) from None
     if differences:
         sizes = [each for each in changes(meta["config"], settings) if each.startswith(("model.", "optimizer.name"))]

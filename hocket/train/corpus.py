@@ -352,10 +352,14 @@ def _key(files: list[Path], data: DataConfig, asked: Asked) -> str:
     return digest.hexdigest()[:20]
 
 
-def _written(folder: Path) -> int:
-    """Bytes of the pieces in a folder, also of those that somebody else is making."""
+class KilledError(ValueError):
+    """A process that tokenised was killed."""
+
+
+def _written(*folders: Path) -> int:
+    """Bytes of the files in some folders, also of those that another process is writing."""
     total = 0
-    for file in folder.glob("*"):
+    for file in (file for folder in folders for file in folder.glob("*")):
         with contextlib.suppress(FileNotFoundError):  # it may just get its name
             total += file.stat().st_size
     return total
@@ -364,8 +368,8 @@ def _written(folder: Path) -> int:
 @contextlib.contextmanager
 def _lock(path: Path, timeout: float) -> Iterator[None]:
     """Hold an exclusive lock between processes. See Note: [One run tokenises]."""
-    pieces = path.with_suffix(".pieces")
-    deadline, seen = time.monotonic() + timeout, _written(pieces)
+    places = path.with_suffix(".pieces"), path.with_suffix(".tmp")
+    deadline, seen = time.monotonic() + timeout, _written(*places)
     with path.open("w") as file:
         while True:
             try:
@@ -373,7 +377,7 @@ def _lock(path: Path, timeout: float) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    deadline, before, seen = time.monotonic() + timeout, seen, _written(pieces)
+                    deadline, before, seen = time.monotonic() + timeout, seen, _written(*places)
                     if seen == before:
                         raise ValueError(
                             f"data.cache: another process has written nothing for {timeout:g} s and holds {path}; "
@@ -407,6 +411,9 @@ def _write(files: list[Path], asked: Asked, data: DataConfig, final: Path, say: 
         for file in folder.temporary.iterdir():
             sync(file)
         folder.publish()
+    except KilledError:  # the pieces that are finished are there for the next try
+        folder.give_up()
+        raise
     except (OSError, ValueError):  # such as a full disk: leave it emptier
         folder.give_up()
         shutil.rmtree(parts, ignore_errors=True)
@@ -500,7 +507,7 @@ def tokenise(folder: Path, files: Sequence[Path], asked: Asked, data: DataConfig
                 except BrokenExecutor:
                     fix = "more memory if it was short, or fewer cores (taskset), one process for each"
                     reason = "a process that tokenised was killed"
-                    raise asked.refused(reason, f"{fix}; finished pieces are kept") from None
+                    raise KilledError(str(asked.refused(reason, f"{fix}; finished pieces are kept"))) from None
     else:
         _make(folder, missing, asked, data, tell)
     return [Piece.read(folder, number, dtype) for number in range(len(pieces))]

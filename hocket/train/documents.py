@@ -247,10 +247,8 @@ def _parsed(text: bytes, where: str) -> Any:
 
 
 def _is_list(stream: BinaryIO) -> bool:
-    """Whether JSON is one list rather than lines. The stream is at its begin again."""
-    begin = stream.read(1 << 10).removeprefix(BOM).lstrip()
-    stream.seek(0)
-    return begin.startswith(b"[")
+    """Whether JSON is one list rather than lines. Nothing of the stream is read."""
+    return stream.peek(1 << 12).removeprefix(BOM).lstrip().startswith(b"[")  # pyrefly: ignore[missing-attribute]
 
 
 def _is_table(file: Path, key: Keys) -> bool:

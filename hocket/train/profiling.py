@@ -247,8 +247,11 @@ class ProfileWindow:
             written = problems.count("")
             elsewhere = f"; those of {written - len(seen)} more are on other hosts" if len(seen) < written else ""
             self._say(f"trace    {self.path(0).parent}: {steps} of {len(seen)} ranks{elsewhere}{self._how()}")
-            reader = self._reader.enter_context(processes(1, {}))  # so that the ranks need not wait for it
-            self._reading = reader.submit(shortly, seen)
+            try:
+                reader = self._reader.enter_context(processes(1, {}))  # so that the ranks need not wait for it
+                self._reading = reader.submit(shortly, seen)
+            except OSError as error:
+                self._say(f"note     the traces cannot be read: {_first_line(error)}")
 
     def _how(self) -> str:
         """What to know of how the recorded steps were made."""

@@ -316,7 +316,7 @@ def _source(
     own = dataclasses.replace(data, **changes)
     wrong = impossible(dataclasses.replace(Config(), data=own), found)
     problems += [wrong[f"data.{key}"] for key in changes if f"data.{key}" in wrong]
-    if "data.validation" not in wrong and own.held_out and len(own.held_out) < len(own.validation):
+    if "data.validation" not in wrong and len(own.validation) > 1 and len(own.held_out) < len(own.validation):
         reason, fix = "one share, or files and folders", "one of them"
         problems.append(problem("data.validation", own.validation, found, reason, fix))
     if "data.text_key" not in wrong and len(own.text_key) not in (1, 2):
@@ -324,7 +324,7 @@ def _source(
         problems.append(problem("data.text_key", own.text_key, found, reason, fix))
     if (
         "data.paths" not in wrong
-        and "paths" not in changes
+        and not changes.get("paths")
         and not any(p.startswith(f"[{name}] path") for p in problems)
     ):
         problems.append(f'[{name}] ({file}): names no text; fix: paths = ["a-folder"] below it')
