@@ -106,18 +106,18 @@ class Session:
             contender = self.build(name, compared)
             with blame(name, "being compared"):
                 curves[name] = gate.curve(contender, compared, self.rank, self.device, self.bench.gate_steps)
-            self.close(contender)
-            del contender  # before the next one is built
+            self.close(contender, last=False)  # it is still referred to here
+            del contender
         return gate.judge(curves, compared)
 
-    def close(self, contender: Contender) -> None:
-        """Close a contender, and say what memory it did not give back."""
+    def close(self, contender: Contender, last: bool = True) -> None:
+        """Close a contender, and after the `last` of several say what memory was not given back."""
         contender.close()
         del contender
         gc.collect()
         if self.on_gpu:
             torch.cuda.empty_cache()
-        if (left := self.allocated()) > LEFT:
+        if last and (left := self.allocated()) > LEFT:
             self.say(f"WARNING  {left / 2**30:.1f} GiB stay allocated after a contender was closed")
 
     def run(self, workload: Workload, keep: Callable[[Measured], None]) -> Measured:
@@ -150,7 +150,7 @@ class Session:
                     self.say(f"round {number} of {self.bench.blocks}, ms: {times}")
                     keep(dataclasses.replace(found, complete=False))
         while contenders:
-            self.close(contenders.popitem()[1])
+            self.close(contenders.popitem()[1], last=not contenders)
         if workload.compile:
             torch.compiler.reset()  # the next workload has other shapes
         return dataclasses.replace(found, complete=all(len(each) == self.bench.blocks for each in blocks.values()))

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from hocket.adapters.fused import fuse
 from hocket.adapters.layer import AdaptedChunk, DenseLayer, DenseParts, ExpertLayer, ExpertParts
 from hocket.config import Config
 from hocket.fsdp.saving.state import listed
@@ -265,6 +266,11 @@ class OwnModel(Adapter):
             meta: Any = copy.deepcopy(model, {id(p): nn.Parameter(p.detach().to("meta")) for p in model.parameters()})
             x_BSD = meta.to("meta").embed(torch.zeros(1, 2, dtype=torch.int64, device="meta"))
             self.hidden, self.vocab = x_BSD.shape[-1], meta.head(x_BSD).shape[-1]
+
+    def layer(self, copied: Any, fused: bool = False) -> DenseLayer | ExpertLayer:
+        if fused:
+            fuse(copied)
+        return copied
 
     def _check(self, layer: nn.Module) -> None:
         pieces = _PIECES["expert_weights" if hasattr(layer, "expert_weights") else ""]

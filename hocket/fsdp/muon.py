@@ -184,6 +184,8 @@ def collect(optimizer: Muon, held: Mapping[str, Any], *lists: list[Tensor]) -> b
 def _make_buffers(optimizer: Muon, groups: Sequence[ParamGroup]) -> None:
     made = _buffers.setdefault(optimizer, {})
     for group in groups:
+        if group.keeps_all:
+            continue
         key, alike = id(group.groups), [other for other in groups if other.groups is group.groups]
         total, kept = max(g.layout.total for g in alike), max(g.main.numel() for g in alike)
         if key not in made or len(made[key][0]) < total or len(made[key][1]) < kept:
@@ -203,6 +205,12 @@ def _ahead(optimizer: Muon, shard: ShardedParameter, held: Mapping[str, Any]) ->
 
 
 def _step(optimizer: Muon, group: ParamGroup, shards: Sequence[ShardedParameter], held: Mapping[str, Any]) -> None:
+    how = tuple(held["ns_coefficients"]), held["ns_steps"], held["eps"]
+    if group.keeps_all:  # one by one: no buffer is needed
+        for shard in shards:
+            ahead = _ahead(optimizer, shard, held).view(1, *shard.shape).to(group.device)
+            _move(shard, orthogonal(ahead, *how).reshape(-1), held)
+        return
     here = group.shard_layout.slices(group.position)
     matrices = WholeMatrices(group, [shard.position for shard in shards])
     whole, parts = _buffers[optimizer][id(group.groups)]
@@ -211,7 +219,7 @@ def _step(optimizer: Muon, group: ParamGroup, shards: Sequence[ShardedParameter]
     for shard in shards:
         mine[here[shard.position]] = _ahead(optimizer, shard, held)
     matrices.gather(whole).wait()
-    matrices.iterate(whole, tuple(held["ns_coefficients"]), held["ns_steps"], held["eps"])
+    matrices.iterate(whole, *how)
     matrices.scatter(whole, parts).wait()
     for shard in shards:
         _move(shard, parts[here[shard.position]], held)

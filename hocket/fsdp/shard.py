@@ -326,10 +326,6 @@ def _never() -> tuple[Tensor, bool]:
     raise AssertionError("modules compute with no DTensor that they were built with")
 
 
-def _unseen(param: nn.Parameter) -> None:
-    """With a manual driver, which asks for gradients itself."""
-
-
 def _reader(unit: Unit, member: Member) -> Callable[[], Tensor | None]:
     return lambda: member.shown() if unit.context.read_on_demand(unit) else None
 

@@ -93,7 +93,7 @@ def shares(bounds: Sequence[int], length: int, ranks: int, attending: Attending 
     Raises: ValueError if ranks cannot have as many tokens each.
 
     """
-    if length % (2 * ranks):
+    if length < 1 or length % (2 * ranks):
         raise ValueError(
             f"a sequence of {length} tokens cannot be cut into {2 * ranks} chunks of one length for {ranks} ranks: "
             f"make it a multiple of {2 * ranks}"

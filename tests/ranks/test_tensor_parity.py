@@ -231,7 +231,9 @@ def test_a_step_is_the_plain_one(case: str) -> None:
 SUMMED = dict(layers=2, shared_ffn=16, aux_loss=0.3)
 BALANCED: dict[str, Config] = {
     "softmax": of(SUMMED, {}, {}),
-    "documents, attention once more": changed(of(SUMMED, {}, dict(recompute=("attn",))), {"data.packing": "on"}),
+    "sigmoid, documents, attention once more": changed(
+        of(SUMMED | dict(router="sigmoid"), {}, dict(recompute=("attn",))), {"data.packing": "on"}
+    ),
     "four ranks": of(SUMMED | dict(kv_heads=4), dict(tp=4), {}),
     "experts on all ranks": of(SUMMED, dict(dp=2, ep=4), dict(merge="on")),
 }
