@@ -1,0 +1,66 @@
+"""hocket's kernels in the place of what a model composes of many small ones: norms, and experts' gates.
+
+A copied layer's modules keep their code; those whose result one kernel computes get its forward instead. Numbers decide
+which these are, not names: `fuse` runs a module on random values beside the formula that the kernel computes. So a norm
+that adds one to its weight, or a gate that clamps, keeps its own code.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hocket.layers.norms import rms_norm
+from hocket.model.layers import swiglu
+
+_EPS = ("variance_epsilon", "eps")
+"""What norms call their epsilon."""
+_CLOSE = 1e-6
+"""Largest difference of fp32 results that are the same but for the order of sums, of values around 1."""
+
+
+def fuse(layer: nn.Module) -> int:
+    """Give a layer's RMS norms the forward of one kernel, and return how many there are."""
+    norms = [(module, eps) for module in layer.modules() if (eps := _norm_epsilon(module)) is not None]
+    for module, eps in norms:
+        module.forward = partial(_normed, module, eps)
+    return len(norms)
+
+
+def gate_of(experts: Any) -> Any:
+    """The gate of stacked experts: `swiglu` where that computes the same, else the experts' own."""
+    y_RF = torch.linspace(-9, 9, 64).view(4, 16)
+    try:
+        same = torch.allclose(experts._apply_gate(y_RF), swiglu(y_RF), atol=_CLOSE, rtol=_CLOSE)
+    except (RuntimeError, TypeError, AttributeError):
+        same = False
+    return swiglu if same else experts._apply_gate
+
+
+def _normed(module: Any, eps: float, x: Tensor) -> Tensor:
+    return rms_norm(x, module.weight, eps)
+
+
+def _norm_epsilon(module: nn.Module) -> float | None:
+    """The epsilon of a module that is `weight * x / rms(x)` over the last dimension; None for any other module."""
+    params = dict(module.named_parameters(recurse=False))
+    eps = next((getattr(module, name) for name in _EPS if isinstance(getattr(module, name, None), float)), None)
+    if eps is None or params.keys() != {"weight"} or [*module.children()] or params["weight"].dim() != 1:
+        return None
+    weight = nn.Parameter(torch.linspace(0.5, 1.5, params["weight"].numel()))
+    alone: Any = copy.deepcopy(module, {id(params["weight"]): weight})
+    x = torch.linspace(-2, 3, 3 * weight.numel()).view(3, -1)
+    try:
+        with torch.no_grad():
+            exact, half = alone(x), alone(x.bfloat16())
+    except (RuntimeError, TypeError):
+        return None
+    expected = weight * F.rms_norm(x, (x.shape[-1],), None, eps)
+    widened = half.dtype not in (torch.bfloat16, torch.float32)  # torch's choice for a bf16 input and an fp32 weight
+    same = exact.shape == x.shape and torch.allclose(exact, expected, atol=10 * _CLOSE, rtol=10 * _CLOSE)
+    return eps if same and not widened else None
