@@ -55,6 +55,8 @@ def read(hint: Any, value: Any, name: str) -> Any:
     """
     args = get_args(hint)
     if get_origin(hint) is tuple and isinstance(value, list | tuple):
+        if args[-1] is not Ellipsis and len(value) != len(args):
+            raise ValueError(f"{name} = {value!r}: not {describe(hint)}")
         return tuple(read(args[0], each, f"{name}.{n}") for n, each in enumerate(value))
     if get_origin(hint) is Mapping and isinstance(value, Mapping):
         return {read(args[0], key, name): read(args[1], each, f"{name}.{key}") for key, each in value.items()}
@@ -62,7 +64,7 @@ def read(hint: Any, value: Any, name: str) -> Any:
         return _object(hint, value, name)
     if get_origin(hint) is Mapping or not is_a(value, hint):
         raise ValueError(f"{name} = {value!r}: not {describe(hint)}")
-    if isinstance(value, int) and abs(value) > _MOST:
+    if hint is not float and isinstance(value, int) and abs(value) > _MOST:
         raise ValueError(f"{name} = {value}: more than {_MOST}")
     return value
 

@@ -94,7 +94,9 @@ def parser(program: str = "hocket-trace") -> ArgumentParser:
     """Reads words of the command line; its method `parse_intermixed_args` raises ValueError for what makes no sense."""
     made = _Parser(program, description=_ABOUT, allow_abbrev=False)
     made.add_argument("traces", nargs="+", metavar="FILE")
-    made.add_argument("--null", nargs="+", metavar="FILE", default=[], help="traces of the run without communication")
+    made.add_argument(
+        "--null", nargs="+", action="extend", metavar="FILE", default=[], help="traces of the run without communication"
+    )
     made.add_argument("--step", type=int, metavar="N", help="look at this step only")
     made.add_argument("--json", action="store_true", help="print every figure as JSON")
     made.add_argument("--html", metavar="FILE", default="", help="write a page with a timeline, and the tables")

@@ -12,9 +12,11 @@ from benchmarks.model_steps import Modelled
 from hocket.commands.options import parse
 from hocket.commands.train import Train
 from hocket.config import Config
+from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve, without_copies
 from hocket.settings.decision import Decision
 from hocket.settings.rule import Host
+from hocket.settings.rules import broken
 from hocket.settings.schema import changed
 from hocket.tune.trials import Trials, fits
 
@@ -113,6 +115,15 @@ def test_a_graph_that_a_user_asks_for_is_taken_whether_it_fits_or_not() -> None:
     settings = preset("expert_parallel", 4, 4096, {"plan.graphs": "on"})
     asked = changed(settings, {SPLITS: "auto"})
     assert resolve(asked, Host(gpus=4, memory=1 << 30)).plan.graphs == "on"
+
+
+def test_splits_that_a_user_asks_for_stay_without_a_graph() -> None:
+    """What is chosen after the splits is chosen for them: one copy for each rank needs those that the host knows."""
+    asked = {SPLITS: "device", "overlap.ep.merge": "off", "plan.recompute": (), "plan.loss_pieces": 1}
+    host = Host(gpus=8, gpu="NVIDIA H200", memory=20 << 30)
+    settings = resolve(changed(recipe("moe_8gpu"), {**asked, "plan.layers_per_stage": ()}), host)
+    assert settings.overlap.ep.splits == "device"
+    assert broken(settings, host, {}) == []
 
 
 def test_validations_lie_beside_a_graph() -> None:

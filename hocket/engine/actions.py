@@ -46,7 +46,7 @@ CommResult = tuple[Tensor | None, Pending]
 
 @dataclass(frozen=True)
 class Activation:
-    """What transfer_formats between pipeline ranks: a tensor of this shape and dtype, [B, S, D]."""
+    """What travels between pipeline ranks: a tensor of this shape and dtype, [B, S, D]."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -210,8 +210,9 @@ class _Slots:
             yield facts.fail(7, f"{facts.show(i)}: {slot[0]} has {count} slots of {use.kind}", i)
         tenant, held = self.tenants.get((use.kind, slot)), self.place.get((use.kind, use.owner))
         if held not in (None, slot) or (tenant and tenant.owner == use.owner and use.kind != "gradients"):
-            p = self.tenants[use.kind, held or slot].fills[-1]
-            yield facts.fail(7, f"{facts.show(i)} fills a slot with what {facts.show(p)} has in one already", i, p)
+            if (there := self.tenants.get((use.kind, held or slot))) is not None:  # else that is told already
+                p = there.fills[-1]
+                yield facts.fail(7, f"{facts.show(i)} fills a slot with what {facts.show(p)} has in one already", i, p)
         if tenant and tenant.owner != use.owner:
             p = tenant.fills[-1]
             yield facts.fail(7, f"{facts.show(i)} overwrites {facts.show(p)}, which is still needed", i, p)
@@ -241,7 +242,8 @@ class _Slots:
         else:
             for p in (*tenant.fills, *tenant.reads):
                 yield from self.facts.comes_after(number, i, p, ", which uses the same slot")
-            del self.tenants[use.kind, slot], self.place[use.kind, use.owner]
+            del self.tenants[use.kind, slot]
+            self.place.pop((use.kind, use.owner), None)
         self.ended[use.kind, slot] = self.ended[use.kind, use.owner] = i
 
 

@@ -37,7 +37,6 @@ Token = tuple[Verb, str]
 """(verb, letter of a part)."""
 
 _VERBS: dict[str, Verb] = {"F": "fwd", "B": "bwd", "W": "wgrad"}
-_LETTERS = {verb: letter for letter, verb in _VERBS.items()}
 
 
 def template(text: str) -> tuple[Token, ...]:
@@ -45,11 +44,6 @@ def template(text: str) -> tuple[Token, ...]:
     tokens: list[Token] = [(_VERBS[word[1]], word[0]) for word in text.split()]
     assert len(set(tokens)) == len(tokens), f"a template has each op once, got {text!r}"
     return tuple(tokens)
-
-
-def spelt(tokens: Iterable[Token]) -> str:
-    """The text of a template: what `template` parses."""
-    return " ".join(letter + _LETTERS[verb] for verb, letter in tokens)
 
 
 MERGED: dict[str, tuple[Token, ...]] = {
@@ -108,9 +102,6 @@ def chains(kind: LayerKind) -> tuple[list[str], ...]:
     backward = [f"{part.letter}B" for part in reversed(kind.parts) if not part.early]
     early = [f"{part.letter}B" for part in kind.parts if part.early]  # of the layer that comes next
     return (forward, backward + early, *([f"{p.letter}B", f"{p.letter}W"] for p in reversed(kind.weighted)))
-
-
-CHAINS = chains(FULL)
 
 
 def merged_order(text: str, layout: Layout | None = None) -> tuple[Token, ...]:

@@ -12,7 +12,7 @@ UNIT = 16
 FROM = (8, 9)
 """The first compute capability that has products in fp8."""
 WIDE = 1024
-"""Width of experts from which fp8 was seen to be faster: 1,536 was, 768 was not (docs/fp8.md)."""
+"""Width of experts from which fp8 was seen to be faster: 1,536 was, 768 was not (docs/experts.md)."""
 LARGEST_BETA = 1 - 2**-6
 """Of averages in bf16. See Note: [Averages in bf16] in `fsdp/planned/optimizer.py`."""
 WARMUP = TrainConfig().warmup

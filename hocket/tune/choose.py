@@ -355,7 +355,8 @@ def choices(c: Config, host: Host, trials: Trials, made: Collection[str]) -> Ite
     by_cost = (*(knob.choose for knob in KNOBS), choose_room, Knob("plan.layer_order", _orders).choose, choose_deferral)
     for choose in (*by_rules, *by_cost):
         for choice in choose(c, host, trials):
-            c = changed(c, {choice[0]: choice[1]})
+            if choice[0] in made or leaf(c, choice[0]) in OPEN:
+                c = changed(c, {choice[0]: choice[1]})
             yield choice
 
 

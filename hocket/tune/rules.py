@@ -157,7 +157,7 @@ def graphs_that_pay(c: Config, h: Host, trials: Trials, open_: Collection[str]) 
         return
     pays, reason = _pays(c, h, trials, _rows_travel(c) and SPLITS not in open_)
     yield GRAPHS, "on" if pays else "off", reason
-    if not pays and _rows_travel(c):
+    if not pays and SPLITS in open_ and _rows_travel(c):
         yield SPLITS, *_BY_HOST
 
 

@@ -268,7 +268,7 @@ class Search:
         return tuple(path[: path.index(self._best(path)) + 1])
 
     def _best(self, trials: Sequence[Trial], worth: float = WORTH) -> Trial:
-        return trials[best(trials, self._cap, worth)[0]]
+        return trials[best(trials, self._cap, worth, near=1.0)[0]]
 
     def _leads(self) -> list[Trial]:
         """The best plans of the best orders."""

@@ -285,11 +285,15 @@ class Step(Protocol):
 
 
 def best(
-    steps: Sequence[Step], memory: int, worth: float, prefer: Callable[[Any], float] = lambda step: 0.0
+    steps: Sequence[Step],
+    memory: int,
+    worth: float,
+    prefer: Callable[[Any], float] = lambda step: 0.0,
+    near: float = _NEAR,
 ) -> tuple[int, list[int]]:
     """The step to take, the usual one first, and those that are shorter and too large, by their numbers.
 
-    See Note: [The usual value wins ties]. If nothing fits, those that need about the least are weighed.
+    See Note: [The usual value wins ties]. If nothing fits, those are weighed that need `near` times the least at most.
     """
     left, large = list(range(len(steps))), list[int]()
 
@@ -303,7 +307,7 @@ def best(
             return found, large
         large.append(found)
         left.remove(found)
-    least = _NEAR * min(step.nbytes for step in steps)
+    least = near * min(step.nbytes for step in steps)
     return first([n for n, step in enumerate(steps) if step.nbytes <= least]), large
 
 

@@ -13,7 +13,7 @@ from hocket.measured import named
 from hocket.program.check import check
 from hocket.program.cost import OpCost, op_costs, unit_weights
 from hocket.program.hardware import H200
-from hocket.program.layer import FULL, chains, merged_order, order_problem, spelt, woven
+from hocket.program.layer import _VERBS, FULL, chains, merged_order, order_problem, woven
 from hocket.program.lower import Draft, build_forward, build_program, inserted
 from hocket.program.ops import Layout, Op, Program
 from hocket.program.part_sizes import PartSize
@@ -32,6 +32,12 @@ from tests.helpers.dryrun import dry_run, reference
 from tests.helpers.plans import planned, small
 from tests.plan.programs import with_op
 from tests.plan.test_mutation import caught_by_dry_run, needed
+
+
+def spelt(tokens: Any) -> str:
+    """The text of a template: what `template` parses."""
+    letters = {verb: letter for letter, verb in _VERBS.items()}
+    return " ".join(letter + letters[verb] for verb, letter in tokens)
 
 
 def ring(ranks: int = 2) -> LayerKind:

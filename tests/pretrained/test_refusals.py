@@ -215,6 +215,16 @@ def test_tensors(
     refused(capsys, file.parent, words)
 
 
+def test_a_tensor_serves_one_parameter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rules of other families would take the norm after attention for the one that is missing."""
+    file = saved("olmo2", tmp_path / "model") / "model.safetensors"
+    tensors = load_file(file)
+    tensors.pop("model.layers.1.post_feedforward_layernorm.weight")
+    save_file(tensors, file)
+    capsys.readouterr()
+    refused(capsys, file.parent, r"lacks a tensor for layers\.1\.")
+
+
 def test_keys_that_say_nothing_are_ignored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keys = {"is_llama_config": True, "rope_interleaved": False, "unsloth_version": "1", "unsloth_fixed": True}
     path = change_config(saved("llama", tmp_path / "model"), **keys, **{"transformers.js_config": {"dtype": "q4"}})

@@ -120,6 +120,7 @@ def test_the_order_of_words_does_not_matter() -> None:
     words = ["a.json", "--step=3", "--null", "n1.json", "n2.json", "--html", "x.html", "b.json", "--json"]
     asked = parser().parse_intermixed_args(words)
     assert (asked.traces, asked.null) == (["a.json", "b.json"], ["n1.json", "n2.json"])
+    assert parser().parse_intermixed_args(["a", "--null", "n1", "--null", "n2"]).null == ["n1", "n2"]
     assert (asked.step, asked.json, asked.html, asked.svg) == (3, True, "x.html", "")
 
 
