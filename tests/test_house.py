@@ -37,9 +37,9 @@ FEATURES = {
 
 # figure -> (most that it may be, slack). A figure that is more than the slack below its limit lowers the limit.
 LIMITS = {
-    "lines of hocket/": (54_351, 300),
-    "files of hocket/": (225, 3),
-    "lines of hocket_trace/": (3_964, 150),
+    "lines of hocket/": (54_388, 300),
+    "files of hocket/": (226, 3),
+    "lines of hocket_trace/": (3_966, 150),
     "words of docs": (40_924, 1_500),
     "settings": (148, 0),
     "settings outside of model.*": (80, 0),

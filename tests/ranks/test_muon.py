@@ -220,7 +220,7 @@ def test_what_muon_excludes_is_refused_by_name(tmp_path) -> None:
 
     sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=64)
     made = LlamaForCausalLM(LlamaConfig(**sizes))
-    with pytest.raises(ValueError, match=r"optimizer.name = muon: which weights of a model of others are several"):
+    with pytest.raises(ValueError, match=r"optimizer.name = muon .*: which weights of a model of others are several"):
         hocket.plan_model(made, {"optimizer.name": "muon"})
     alone = {"mesh.dp": 1, "mesh.pp": 1, "mesh.ep": 1, "plan.chunks": 1, "plan.order": "auto"}
     step = hocket.plan("tiny", {**alone, "optimizer.name": "muon"}).start()
