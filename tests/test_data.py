@@ -176,11 +176,11 @@ def test_waiting_for_one_that_writes_goes_on(tmp_path, monkeypatch):
     looks: list[int] = []
     real = corpus_module._written
 
-    def writes(*path: Path) -> int:
+    def writes(*places: Path) -> int:
         looks.append(1)
         if len(looks) < 4:
             (lock.with_suffix(".pieces") / f"{len(looks)}.bin").write_bytes(b"x")
-        return real(path)
+        return real(*places)
 
     monkeypatch.setattr(corpus_module, "_written", writes)
     with lock.open("w") as file:
