@@ -1,4 +1,5 @@
 """Sizes, rates and times as users write and read them: a number and a unit."""
+# hocket_trace/columns.py has `counted`, `listed` and `several` too: it runs without hocket, and loads numpy.
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def test_a_template_says_what_is_learnt(tmp_path):
 
 def test_tables_have_chats_and_prompts_too(tmp_path):
     pyarrow = pytest.importorskip("pyarrow", reason="needs the extra: pip install hocket[text]")
-    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
     data = data_of(tmp_path, text_key=("messages",))
     parquet.write_table(pyarrow.table({"messages": [CHAT, CHAT[:2]]}), tmp_path / "a.parquet")
     corpus = open_corpus(replace(data, paths=(str(tmp_path / "a.parquet"),)), {})
@@ -107,7 +107,7 @@ def test_tables_have_chats_and_prompts_too(tmp_path):
 @pytest.mark.parametrize("template", [TAGGED, TAGGED.replace("{{ bos_token }}", "")])
 def test_tokens_and_masks_are_those_of_transformers(tmp_path, template):
     transformers = pytest.importorskip("transformers", reason="needs transformers")
-    tokenizers = pytest.importorskip("tokenizers")
+    tokenizers = pytest.importorskip("tokenizers", reason="needs tokenizers")
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token=None))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     special = ["<s>", "</s>", "<end>", "<|user|>", "<|assistant|>"]
@@ -204,7 +204,7 @@ TOOLED = """{% if tools %}{{ tools | tojson(sort_keys=true) }}{% endif %}
 @pytest.mark.parametrize("template", [TOOLED, CHATML])
 def test_chats_of_a_table_are_those_of_lines(tmp_path, template, as_text):
     pyarrow = pytest.importorskip("pyarrow", reason="needs the extra: pip install hocket[text]")
-    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
     tools: list[dict[str, Any]] = [
         {"type": "function", "function": {"name": "add", "parameters": {"a": {"type": "int"}}}},
         {"type": "function", "function": {"name": "see", "parameters": {"b": {"type": "str"}}}},

@@ -121,9 +121,9 @@ def write_rows(file: Path, rows: list[Any]) -> Path:
         arrow = pytest.importorskip("pyarrow", reason="needs the extra: pip install hocket[text]")
         table = arrow.Table.from_pylist(rows)
         if file.suffix == ".parquet":
-            pytest.importorskip("pyarrow.parquet").write_table(table, file)
+            pytest.importorskip("pyarrow.parquet", reason="needs pyarrow").write_table(table, file)
         else:
-            with pytest.importorskip("pyarrow.ipc").new_stream(str(file), table.schema) as out:
+            with pytest.importorskip("pyarrow.ipc", reason="needs pyarrow").new_stream(str(file), table.schema) as out:
                 out.write_table(table)
     return file
 
@@ -190,7 +190,7 @@ def test_tables_without_rows_are_listed(tmp_path: Path) -> None:
 
 
 def test_text_of_parquet_that_is_no_text_is_refused(tmp_path: Path, arrow: Any) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
     more = {"compression": "none", "use_dictionary": False, "write_statistics": False}
     parquet.write_table(arrow.table({"text": ["a flipped bit"] * 9}), tmp_path / "a.parquet", **more)
     content = (tmp_path / "a.parquet").read_bytes().replace(b"flipped", b"fl\xe9pped")
@@ -207,7 +207,7 @@ def test_text_of_parquet_that_is_no_text_is_refused(tmp_path: Path, arrow: Any) 
 
 @pytest.mark.parametrize("ending", [".parquet", ".parquet.gz"])
 def test_each_row_of_parquet_is_a_document(tmp_path: Path, arrow: Any, ending: str) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
     table = arrow.table({"id": list(range(len(TEXTS))), "content": TEXTS})
     parquet.write_table(table, tmp_path / "a.parquet", row_group_size=2, compression="zstd")
     if ending.endswith(".gz"):
@@ -217,7 +217,7 @@ def test_each_row_of_parquet_is_a_document(tmp_path: Path, arrow: Any, ending: s
 
 @pytest.mark.parametrize("kind", ["new_stream", "new_file"])
 def test_each_row_of_an_arrow_file_is_a_document(tmp_path: Path, arrow: Any, kind: str) -> None:
-    ipc = pytest.importorskip("pyarrow.ipc")
+    ipc = pytest.importorskip("pyarrow.ipc", reason="needs pyarrow")
     table = arrow.table({"text": TEXTS})
     with getattr(ipc, kind)(str(tmp_path / "data-00000-of-00001.arrow"), table.schema) as out:
         out.write_table(table, max_chunksize=3)

@@ -20,7 +20,7 @@ RUN = FOLDER / "own-text.toml"
 def texts_in(folder: Path) -> None:
     """Lines of JSON, a table and a plain file, side by side."""
     parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow writes the table")
-    arrow = pytest.importorskip("pyarrow")
+    arrow = pytest.importorskip("pyarrow", reason="needs pyarrow")
     folder.mkdir()
     line = "one two three four five six seven eight nine ten. "
     with (folder / "lines.jsonl").open("w") as file:

@@ -64,7 +64,7 @@ AGAINST: list[tuple[int, float, dict[str, Any]]] = [
 @pytest.mark.parametrize("share", [1.0, 0.5])
 def test_as_transformers(width: int, theta: float, settings: dict[str, Any], share: float) -> None:
     """Bit for bit; with a share below 1, the first part of a head that is wider."""
-    utils = pytest.importorskip("transformers.modeling_rope_utils")
+    utils = pytest.importorskip("transformers.modeling_rope_utils", reason="needs transformers")
     from transformers import LlamaConfig
 
     rope = RopeConfig(**settings)

@@ -78,7 +78,7 @@ def pieces(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_model_of_sentencepiece_is_used(tmp_path, pieces):
-    backend = pytest.importorskip("sentencepiece").SentencePieceProcessor(str(pieces))
+    backend = pytest.importorskip("sentencepiece", reason="needs sentencepiece").SentencePieceProcessor(str(pieces))
     write(tmp_path / "text", a="the cat sat on größer")
     for name in (str(pieces), str(pieces.parent)):
         corpus = open_corpus(data_in(tmp_path, str(tmp_path / "text"), tokenizer=name), {})

@@ -108,7 +108,9 @@ def test_packages_that_are_missing_are_all_named(tmp_path, monkeypatch):
 
 def test_tensorboard_has_every_number(tmp_path):
     pytest.importorskip("tensorboard", reason="needs the extra: pip install hocket[tensorboard]")
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="needs tensorboard"
+    )
     report(settings_in(tmp_path, "tensorboard"))
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()

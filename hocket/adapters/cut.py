@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,6 +36,7 @@ Values = Callable[[str], Tensor]
 
 ELSE = "hocket.fully_shard shards any module as it is"
 """What can be done with a model that does not fit into a plan."""
+_UNSHARED = "its attention is unknown, so ranks or documents cannot share sequences", "mesh.cp = 1, data.packing = off"
 
 
 def refuse(model: nn.Module, reason: str, fix: str = ELSE) -> ValueError:
@@ -55,7 +57,7 @@ class Ends:
     also takes positions of the tokens, [B, S]; without them sequences are whole."""
 
 
-class Adapter:
+class Adapter(ABC):
     """Makes a model of some kind fit the protocol."""
 
     model: nn.Module
@@ -79,23 +81,20 @@ class Adapter:
         """The submodule of a layer that has the experts' parameters, a name; empty for a dense layer."""
         return getattr(layer, "expert_weights", "")
 
+    @abstractmethod
     def ends(self, memo: dict[int, Any]) -> Ends:
         """The computation around the layers, in a copy. `memo` maps tensors of the model to those of the copy."""
-        raise NotImplementedError
 
-    def settle(self, memo: dict[int, Any], x_BSD: Tensor, ids_BS: Tensor) -> None:
+    def settle(self, memo: dict[int, Any], x_BSD: Tensor, ids_BS: Tensor) -> None:  # noqa: B027  optional
         """Examine the model. Called once, before all else, with a `memo` that replaces the model's tensors."""
 
     def without_masks(self) -> dict[int, Any]:
         """What takes the place of the model's configuration, so that layers are told of no masks: they are [S, S]."""
-        raise NotImplementedError
+        raise refuse(self.model, *_UNSHARED)
 
     def attention(self, number: int, layer: Any, told: Callable[[Tensor, Any], Any]) -> Heads:
-        """Attention of a layer's pieces in sequences that ranks or documents share.
-
-        `told` gives what the layer is told, from hidden states and the places of their tokens.
-        """
-        raise NotImplementedError
+        """Attention in sequences that ranks or documents share. `told`: (states, places of tokens) -> the context."""
+        raise refuse(self.model, *_UNSHARED)
 
 
 class Cut:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -106,13 +107,14 @@ class ChunkPlace:
     adds what it has."""
 
 
-class ModelSource:
+class ModelSource(ABC):
     """A model from which an engine gets its chunks. The sizes of it are in the `model` section of the settings."""
 
     def layout(self, config: Config) -> Layout:
         """Where its layers lie, and of what parts they are made. `config` is resolved."""
         return layout_of(config)
 
+    @abstractmethod
     def chunk(self, place: ChunkPlace) -> Any:
         """One virtual stage of the model: consecutive layers, and the embedding or the head at the ends.
 
@@ -122,16 +124,12 @@ class ModelSource:
         counting from the first layer of the model. They lie on the meta device, and of stacked experts they have those
         of one expert-parallel rank. Layers have the part functions of docs/design/architecture.md.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def value(self, name: str, shape: tuple[int, ...], first_expert: int, device: torch.device) -> Tensor:
-        """The first value of a parameter of this `shape`, or the whole one of a parameter stacked by expert.
+        """The first value of a parameter or bias of this `shape`; the whole one of what is stacked by expert."""
 
-        Of a balance bias too.
-        """
-        raise NotImplementedError
-
-    def begin(self, chunk: Any, device: torch.device) -> None:
+    def begin(self, chunk: Any, device: torch.device) -> None:  # noqa: B027  optional
         """Make a chunk's tensors beside parameters, on a device."""
 
     def own_name(self, name: str) -> str:

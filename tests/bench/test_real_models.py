@@ -17,7 +17,7 @@ def measured(rank: int) -> list[list[Row]]:
 
 
 def test_forms_have_one_loss() -> None:
-    pytest.importorskip("transformers")
+    pytest.importorskip("transformers", reason="needs transformers")
     for found in run_ranks(measured, 2):
         for name, (theirs, ours) in zip(MODELS, found, strict=True):
             assert ours.loss == pytest.approx(theirs.loss, rel=0.01), name

@@ -56,7 +56,7 @@ def peer(rank: int, words: list[str], place: Path) -> None:
 def test_both_sides_have_the_same_curves(
     tmp_path: Path, words: list[str], run: Callable[[list[str], Path, str, int], dict[str, Any]]
 ) -> None:
-    pytest.importorskip("transformers")
+    pytest.importorskip("transformers", reason="needs transformers")
     words += ["--data.paths", text_in(tmp_path), "--data.cache", str(tmp_path / "cache")]
     ours, theirs = (run(words, tmp_path, side, 2) for side in ("hocket", "transformers"))
     assert len(ours["loss"]) == 4

@@ -161,7 +161,7 @@ def trainers(rank: int, folder: str) -> list[list[tuple[float, float]]]:
 
 
 def test_trainer(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
+    pytest.importorskip("accelerate", reason="needs accelerate")
     theirs, *ours = run_ranks(trainers, 2, str(tmp_path))[0]
     assert len(theirs) == 4
     for one in ours:
