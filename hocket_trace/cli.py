@@ -69,10 +69,9 @@ def run(words: Sequence[str], program: str = "hocket-trace") -> int:
         raise _problem(str(min(again)), "is given as the run and with --null", "traces of two runs")
     taken = {path.resolve() for path in (*paths, *null_paths)}
     for name in ("html", "svg"):
-        target = getattr(asked, name)
-        if target and Path(target).resolve() in taken:
+        if (target := getattr(asked, name)) and Path(target).resolve() in taken:
             raise _problem(f"--{name} {target}", "would overwrite a file that is read or written", "another name")
-        taken.add(Path(target).resolve())
+        taken |= {Path(target).resolve()} if target else set()
     traces = load(paths)
     if asked.step is not None:
         traces = tuple(only(trace, asked.step) for trace in traces)

@@ -348,6 +348,7 @@ def varied(whole: CostTable, config: Config, hardware: Hardware, documents: Sequ
         rates = at_clock(hardware, clock)
         base = costs_of(config, rates)
         base = replace(base, table={**base.table, **measured}, timed=whole.timed, clock=clock)
-    each = [costs_of(config, rates, documents=lengths) for lengths in documents]
+    each = {lengths: costs_of(config, rates, documents=lengths) for lengths in dict.fromkeys(documents)}
     same: dict[str, Any] = {field.name: getattr(base, field.name) for field in fields(CostTable)}
-    return Varied(**same, microbatches=[replace(one, table={**one.table, **measured}) for one in each])
+    full = {lengths: replace(one, table={**one.table, **measured}) for lengths, one in each.items()}
+    return Varied(**same, microbatches=[full[lengths] for lengths in documents])

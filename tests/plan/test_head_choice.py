@@ -123,7 +123,7 @@ def test_memory_bounds_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"mesh__pp": 1}, "waits for no other"),
         ({"overlap__defer_wgrad": "off"}, "are not deferred"),
-        ({"model__vocab": 256}, " take "),
+        ({"model__vocab": 256}, "with defer_head = "),
     ],
 )
 def test_where_nothing_is_gained_none_is(changes: dict[str, object], words: str) -> None:

@@ -305,9 +305,8 @@ def test_whole_matrices_in_a_wrong_slot_or_on_a_wrong_lane_are_noticed(verb: str
     program = program_of("muon")
     place = position(program.ranks[0], f"{verb} dense")
     mutant = with_op(program, 0, place, slot=1)
-    assert any("in no slot" in str(one) for one in check(mutant)) or any(
-        "finds no" in str(one) for one in check(mutant)
-    )
+    words = "in no slot" if verb == "orthogonalise" else "finds no"
+    assert any(words in str(one) for one in check(mutant))
     with pytest.raises(ValueError, match=r"dry run.*matrices"):
         dry_run(mutant, None)
     assert any("is on lane compute" in str(one) for one in check(with_op(program, 0, place, lane="compute")))
@@ -329,9 +328,9 @@ CHOICES: list[tuple[dict[str, Any], str, str]] = [
     ({**ONE, "train.transport": "nccl"}, "end", "beside NCCL's kernels no more than noise was gained"),
     (ONE, "next_step", "updates in the next step hide"),
     ({**ONE, "optimizer.name": "muon"}, "end", "Muon beside forwards is not measured on GPUs yet"),
-    ({**ONE, "train.microbatches": 64}, "end", "updates in the next step hide"),
-    ({**ONE, "mesh.dp": 1}, "end", "updates in the next step hide"),
-    ({**ONE, "overlap.dp.strategy": "no_shard"}, "end", "updates in the next step hide"),
+    ({**ONE, "train.microbatches": 64}, "end", "updates in the next step hide 2.9"),
+    ({**ONE, "mesh.dp": 1}, "end", "updates in the next step hide 0 µs of"),
+    ({**ONE, "overlap.dp.strategy": "no_shard"}, "end", "updates in the next step hide 0 µs of"),
     ({"train.microbatches": 1, "plan.graphs": "on"}, "end", "recorded"),
     ({"train.device": "cpu"}, "end", "on CPUs"),
 ]
