@@ -37,7 +37,7 @@ FEATURES = {
 
 # figure -> (most that it may be, slack). A figure that is more than the slack below its limit lowers the limit.
 LIMITS = {
-    "lines of hocket/": (54_386, 300),
+    "lines of hocket/": (54_381, 300),
     "files of hocket/": (226, 3),
     "lines of hocket_trace/": (3_966, 150),
     "words of docs": (40_924, 1_500),

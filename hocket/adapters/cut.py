@@ -70,11 +70,8 @@ class Adapter(ABC):
     vocab: int
     hidden: int
 
-    def layer(self, copied: Any, fused: bool = False) -> DenseLayer | ExpertLayer:
-        """The protocol's view of a copy of a layer; `fused`: with hocket's kernels where they compute the same.
-
-        Raises ValueError if it has none.
-        """
+    def layer(self, copied: Any) -> DenseLayer | ExpertLayer:
+        """The protocol's view of a copy of a layer. Raises ValueError if it has none."""
         return copied
 
     def expert_weights(self, layer: Any) -> str:
@@ -190,7 +187,10 @@ class Cut:
 
     def copied(self, number: int, memo: dict[int, Any], fused: bool = False) -> DenseLayer | ExpertLayer:
         """A copy of a layer, as the protocol sees it. `fused`: with hocket's kernels where they compute the same."""
-        return self.adapter.layer(copy.deepcopy(self.adapter.layers[number], memo), fused)
+        layer = copy.deepcopy(self.adapter.layers[number], memo)
+        if fused:
+            fuse(layer)
+        return self.adapter.layer(layer)
 
     def parts(
         self, number: int, memo: dict[int, Any], told: Any, ep: ExpertPlace, method: str = "", fused: bool = False
@@ -265,11 +265,6 @@ class OwnModel(Adapter):
             meta: Any = copy.deepcopy(model, {id(p): nn.Parameter(p.detach().to("meta")) for p in model.parameters()})
             x_BSD = meta.to("meta").embed(torch.zeros(1, 2, dtype=torch.int64, device="meta"))
             self.hidden, self.vocab = x_BSD.shape[-1], meta.head(x_BSD).shape[-1]
-
-    def layer(self, copied: Any, fused: bool = False) -> DenseLayer | ExpertLayer:
-        if fused:
-            fuse(copied)
-        return copied
 
     def _check(self, layer: nn.Module) -> None:
         pieces = _PIECES["expert_weights" if hasattr(layer, "expert_weights") else ""]

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from hocket.adapters.cut import Adapter, Ends, refuse
-from hocket.adapters.fused import fuse, gate_of
+from hocket.adapters.fused import gate_of
 from hocket.adapters.layer import DenseLayer, ExpertLayer, Keep
 from hocket.layers.standin import grouped_linear
 from hocket.model.documents import Told
@@ -355,10 +355,8 @@ class Pretrained(Adapter):
         """The submodule of a layer that has the experts' parameters."""
         return self._fitting(layer, expert_weights)
 
-    def layer(self, copied: nn.Module, fused: bool = False) -> DenseLayer | ExpertLayer:
+    def layer(self, copied: nn.Module) -> DenseLayer | ExpertLayer:
         """A copy of a layer in its pieces."""
-        if fused:
-            fuse(copied)
         kind = RoutedLayer if self.expert_weights(copied) else PlainLayer
         return self._fitting(copied, kind)
 

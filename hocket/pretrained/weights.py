@@ -162,14 +162,11 @@ class PretrainedFolder:
     def check(self, parameters: Mapping[str, Shape]) -> None:
         """Raise ValueError unless the tensors of the folder make each parameter once, and all are used."""
         entries, used, lacks = self.folder.entries, set[str](), list[str]()
-        rows = set[str]()  # tensors that a parameter has whole, so that no other one may have them
         for name, shape in parameters.items():
             rule, number = self._rule(name)
             for tensor, expected in tensors_of(rule, number, shape, self.model):
-                if rule.way == "rows":
-                    if tensor in rows:
-                        lacks.append(f"a tensor for {name}")
-                    rows.add(tensor)
+                if tensor in used:
+                    lacks.append(f"a tensor for {name}")
                 used.add(tensor)
                 entry = entries.get(tensor)
                 if entry is None:

@@ -17,6 +17,7 @@ import shlex
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple, get_args
 
 from hocket.collector import without_collector
@@ -179,11 +180,16 @@ class Task:
         """What ops cost."""
         return costs_of(config, self.hardware, self.measured)
 
+    @cached_property
+    def start(self) -> Settings:
+        """The settings of the plan that the search begins with."""
+        return self.settled({})
+
+    @cached_property
     def chosen_once(self) -> Task:
         """The same, with what `auto` would choose by simulating chosen as for the plan that the search begins with."""
-        start = self.settled({})
-        chosen = {name: leaf(start, name) for name in _CHOSEN_ONCE}
-        if start.overlap.ep.merge_ends == "off":  # which is always possible
+        chosen = {name: leaf(self.start, name) for name in _CHOSEN_ONCE}
+        if self.start.overlap.ep.merge_ends == "off":  # which is always possible
             chosen["overlap.ep.merge_ends"] = "off"
         return replace(self, config=changed(self.config, chosen))
 
@@ -233,7 +239,7 @@ def search(task: Task) -> Result:
     if found.trial({}) is None:
         program_of(found.start)  # which says why there is no such step
     path = found.path()
-    assert_valid(program_of(task.chosen_once().settled(path[-1].changes)))
+    assert_valid(program_of(task.chosen_once.settled(path[-1].changes)))
     return Result(path=path, fits=path[-1].fits(task.cap), tried=found.tried, seconds=time.perf_counter() - begun)
 
 
@@ -241,8 +247,8 @@ class Search:
     """One search that starts from the settings of a run. It simulates equal plans once."""
 
     def __init__(self, task: Task) -> None:
-        self._cap, self._task = task.cap, task.chosen_once()
-        self.start = task.settled({})
+        self._cap, self._task = task.cap, task.chosen_once
+        self.start = task.start
         self.costs = task.costs(self.start)
         self._order, *self._groups = (
             [choice for choice in group if choice.setting not in task.origins] for group in GROUPS
@@ -412,7 +418,7 @@ def report(task: Task, result: Result) -> str:
     """The result of a search as text for a terminal."""
     costs = f"with measured costs of {task.measured.source}" if task.measured else "with modelled costs"
     cap = f"; at most {_gib(task.cap)} on a rank" if task.cap else ""
-    settings = task.settled({})
+    settings = task.start
     return "\n".join(
         [
             f"SEARCH  {settings.run.name} on {task.hardware.name}, {settings.precision.compute}, {costs}{cap}",
@@ -460,7 +466,7 @@ def _verdict(task: Task, result: Result) -> Iterator[str]:
 def _notes(task: Task, result: Result, gain: float) -> Iterator[str]:
     if 0 < gain < DOUBT:
         yield f"predicted gains have been off by up to {DOUBT:.0%}: time both plans before relying on this one"
-    settings = task.settled({})
+    settings = task.start
     if chose_copies(settings, settings.decisions):
         yield next(str(decision) for decision in settings.decisions if decision.setting == TRANSPORT)
     if task.measured is None:
@@ -475,7 +481,7 @@ def words(task: Task, changes: Changes) -> list[str]:
     Also what `auto` would choose otherwise there: it does not know the costs that the search knows, and the search left
     some of it as it was chosen for the plan that it began with.
     """
-    settings, names = task.chosen_once().settled(changes), set(changes)
+    settings, names = task.chosen_once.settled(changes), set(changes)
     while True:
         there = task.settled({name: leaf(settings, name) for name in names}, model_costs)
         otherwise = {name for name in types() if leaf(settings, name) != leaf(there, name)} - names

@@ -15,7 +15,7 @@ pytest.importorskip(
     exc_type=ImportError,
 )
 
-from hocket.adapters.transformers import fuse, gate_of
+from hocket.adapters.fused import fuse, gate_of
 from hocket.model.layers import swiglu
 from tests.adapters.families import EXPERTS, model
 

@@ -9,6 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from hocket.adapters.checking import Between
+from hocket.adapters.cut import AdaptedModel, Cut, OwnModel
+from hocket.model.moe import ONLY
+from hocket.model.source import ChunkPlace
 from hocket.testing import check_layer
 from tests.adapters import own_layers
 from tests.adapters.own_layers import HIDDEN, Dense, Model, Routed
@@ -18,6 +22,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_dense_layer() -> None:
     check_layer(Dense(), HIDDEN, context=own_layers.context)
+
+
+def test_norms_are_fused_on_gpus() -> None:
+    layer = Dense()
+    layer.mixer.add_module("norm", torch.nn.RMSNorm(HIDDEN, eps=1e-6))
+    source = AdaptedModel(Cut(OwnModel(Between(layer, HIDDEN, own_layers.context))))
+    for device in ("cpu", "cuda"):
+        chunk = source.chunk(ChunkPlace(range(1), True, True, ONLY, torch.device(device)))
+        assert ("forward" in vars(chunk.layer(0).layer.mixer.norm)) == (device == "cuda")
 
 
 class Gated(Dense):
