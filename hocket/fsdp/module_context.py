@@ -17,7 +17,7 @@ from hocket.fsdp.checks import refuse_valueless
 from hocket.fsdp.dtensors import apart
 from hocket.fsdp.lookahead import Lookahead
 from hocket.fsdp.module_unit import Budget, Claim, Unit
-from hocket.fsdp.options import Policy, Prefetch
+from hocket.fsdp.options import ShardOptions
 from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.same_order import SameOrder, UnusedGradients
 from hocket.fsdp.shard_groups import ShardGroups, over_ranks
@@ -121,8 +121,8 @@ class ShardContext:
     def __init__(
         self,
         units: Sequence[Unit],
-        policy: Policy,
-        prefetch: Prefetch,
+        strategy: str,
+        options: ShardOptions,
         groups: ShardGroups,
         device: torch.device,
         order: SameOrder | None = None,
@@ -134,7 +134,9 @@ class ShardContext:
         if order is not None:
             self._model = f" of model {order.models}" if order.models else ""
             order.models += 1
-        self.policy, self.prefetch, self.groups, self.device = policy, prefetch, groups, device
+        self.options, self.groups, self.device = options, groups, device
+        self._frees = strategy == "optim_grads_params"  # gathered weights, for others
+        self._sends_each = strategy.startswith("optim_grads")  # gradients of each microbatch
         self.gathering = queue_of("gather", device)
         self.reducing = queue_of("reduce", device)
         self.outer = queue_of("outer", device)
@@ -157,9 +159,9 @@ class ShardContext:
         self._weights: Ticket | None = None
         self.held_claims = HeldClaims(units)
         self._editions: list[tuple[int, int]] = []  # editions of the weights at the last update seen
-        self.ahead = Lookahead(self.units, prefetch, policy.free)
+        self.ahead = Lookahead(self.units, options.prefetch, self._frees)
         self._staging: dict[ParamGroup, StagingMemory] = {}
-        self._unlimited = Budget(None, None)
+        self._unlimited = Budget(None)
         self._residency = self._unlimited
         self.unused = UnusedGradients(order, self._model)
         for unit in self.units:
@@ -198,15 +200,15 @@ class ShardContext:
 
         Units that are not `new` keep their weight buffers from the models that they were before.
         """
-        if self.policy.free:
-            self._residency = Budget.of(self.prefetch, [unit for unit in self.units if not unit.contains_units])
+        if self._frees:
+            self._residency = Budget(self.options.prefetch + 1)
         for unit in self.units if new is None else new:
             for group in unit.groups:
                 if group.whole:
                     group.bind(group.weight)
                 else:
                     unit.use(group, FullBuffer(group.layout.total, group.compute_dtype, group.device))
-        self._place_gradients(self.policy.staging)
+        self._place_gradients(self.options.staging)
 
     def _place_gradients(self, count: int) -> None:
         """Assign staging memory, shared by all units that reduce over the same ranks.
@@ -256,7 +258,7 @@ class ShardContext:
             return False  # nothing to send, or nothing is deferred any more
         if self._no_sync or not unit.options.sync:
             return True
-        return self._accumulating and not self.policy.reduce_every_microbatch
+        return self._accumulating and not self._sends_each
 
     def accumulates(self, unit: Unit) -> bool:
         """Whether more microbatches of this step follow before replicas all-reduce."""
@@ -277,7 +279,7 @@ class ShardContext:
     def stage_anew(self) -> None:
         """Reassign staging memory after a change of trained parameters."""
         self.finish_step()
-        count = max((staging.count for staging in self._staging.values()), default=self.policy.staging)
+        count = max((staging.count for staging in self._staging.values()), default=self.options.staging)
         self._place_gradients(count)
 
     def staging_count(self, count: int) -> None:

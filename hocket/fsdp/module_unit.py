@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from hocket.fsdp.buffers import FullBuffer, Staged, StagingMemory
 from hocket.fsdp.members import View
-from hocket.fsdp.options import Prefetch, UnitOptions
+from hocket.fsdp.options import UnitOptions
 from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.same_order import UnusedGradients
 from hocket.runtime.queue import Queue, Ticket
@@ -350,8 +350,8 @@ class Unit:
         self.context.about_to(f"reduce {self}")
         staged = self.staged(group)  # empty if this rank has no gradient, or added it up locally
         context = self.context
-        context.unused.about_to_send(group, list(map(or_, staged.written, group.local.has)))
-        staged.fill_gaps()
+        context.unused.about_to_send(group, list(map(or_, staged.has, group.local.has)))
+        group.fill_gaps(staged.flat, staged.views, staged.has)
         group.local.merge(staged.views)
         group.make_grads()
         # The last all-reduce of replicas wrote where this reduction adds.
@@ -441,7 +441,7 @@ class Unit:
         self.open.clear()
         self.repeated.clear()
         for staged in self._staged.values():
-            staged.drop()
+            staged.give(None)
         self._staged.clear()
         self._outer_left.clear()
         self._outer_sent.clear()
@@ -457,45 +457,31 @@ class Unit:
 
 
 class Budget:
-    """Limits the units that are gathered at once, by number or bytes; None, None: no limit.
+    """Limits how many units are gathered at once; None: no limit.
 
     A unit that is needed while all others are claimed is gathered all the same, as for parallel branches or several
     microbatches. `exceeded` counts that.
     """
 
-    def __init__(self, units: int | None, nbytes: int | None) -> None:
-        self.units, self.nbytes = units, nbytes
+    def __init__(self, units: int | None) -> None:
+        """Room for the unit in use and those prefetched."""
+        self.units = units
         self.exceeded = 0
         self._gathered: list[Unit] = []  # least recently used first
-
-    @classmethod
-    def of(cls, prefetch: Prefetch, units: Sequence[Unit]) -> Budget:
-        """Room for the unit in use and those prefetched."""
-        if prefetch.units is not None:
-            return cls(prefetch.units + 1, None)
-        assert prefetch.nbytes is not None
-        largest = max((unit.full_bytes for unit in units), default=0)
-        return cls(None, largest + max(prefetch.nbytes, largest))
-
-    def _fits(self, unit: Unit) -> bool:
-        if self.units is not None:
-            return len(self._gathered) < self.units
-        assert self.nbytes is not None
-        return sum(other.full_bytes for other in self._gathered) + unit.full_bytes <= self.nbytes
 
     def admit(self, unit: Unit, wanted: bool) -> bool:
         """Make room for `unit` by evicting unclaimed units. False if there is no room and `unit` is not `wanted`
         yet.
         """
-        if self.units is None and self.nbytes is None:
+        if self.units is None:
             return True
         if unit in self._gathered:  # gathered again, with newer weights
             self.touch(unit)
             return True
         idle = [other for other in self._gathered if not other.claims]
-        while not self._fits(unit) and idle:
+        while len(self._gathered) >= self.units and idle:
             idle.pop(0).evict()
-        if not self._fits(unit):
+        if len(self._gathered) >= self.units:
             if not wanted:
                 return False
             self.exceeded += 1

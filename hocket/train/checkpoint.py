@@ -403,7 +403,7 @@ def _candidates(settings: Settings) -> list[Path]:
 def _load(path: Path, settings: Settings, state: State, text: TextUpTo, notes: list[str]) -> Restored:
     meta, reader = json.loads((path / META).read_text()), CheckpointReader(path)
     try:
-        reader.require_metadata()
+        reader.stored()
         differences = _differences(reader, state)
         if not differences:
             run_dcp(f"{path}: ", dcp.load, state, storage_reader=reader, planner=HarmlessPlanner())

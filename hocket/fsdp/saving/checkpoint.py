@@ -15,7 +15,6 @@ import io
 import os
 import pickle
 import warnings
-import zipfile
 import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,7 +29,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import metadata as kinds
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
@@ -62,7 +61,7 @@ from hocket.fsdp.saving.state import (
     room_for,
     split,
 )
-from hocket.runtime.world import together
+from hocket.runtime.world import everyone, together
 
 if TYPE_CHECKING:
     from hocket.fsdp.module_context import ShardContext
@@ -116,14 +115,37 @@ def _checksum(content: bytes) -> bytes:
     return zlib.crc32(content).to_bytes(4, "little")
 
 
-class HarmlessReader(dcp.FileSystemReader):
-    """Reads a folder in DCP's format without running code."""
+class CheckpointReader(dcp.FileSystemReader):
+    """Reads a folder in DCP's format without running code.
+
+    No rank loads before all have verified what they need. `group` has the ranks that load; None is all.
+    """
+
+    def __init__(self, folder: Path, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(folder)
+        self._group = group
+
+    def stored(self) -> Metadata:
+        """The metadata, on every rank before DCP, which logs tracebacks; without entries if the folder is no
+        checkpoint. Raises ValueError or OSError, on all ranks alike, if it is damaged.
+        """
+
+        def read() -> None:
+            try:
+                self.read_metadata()
+            except ValueError as error:
+                raise ValueError(f"checkpoint {self.path} is damaged: {error}; load another one") from None
+
+        together(read, self._group)
+        return self.read_metadata()
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
         """Raises ValueError for metadata that is damaged, lists only a part of a tensor, asks for other classes, or
         names files outside of the folder.
         """
         file = Path(self.path) / METADATA
+        if not file.is_file():
+            return Metadata({})
         try:
             content = file.read_bytes()
             if content[-10:-4] == _SEAL and content[-4:] != _checksum(content[:-10]):
@@ -142,6 +164,28 @@ class HarmlessReader(dcp.FileSystemReader):
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> TorchFuture[None]:
+        """Every rank: read, if all ranks find their data whole. Raises ValueError or OSError on all alike."""
+        together(lambda: self._check(plan), self._group)
+        return super().read_data(plan, planner)
+
+    def _check(self, plan: LoadPlan) -> None:
+        """Compare with the checksums in the metadata, which other writers than hocket's leave out."""
+        places = {item.storage_index: self.storage_data[item.storage_index] for item in plan.items}
+        wanted = [(index, place) for index, place in places.items() if CRC in vars(place)]
+
+        def whole(place: Any) -> bool:
+            found = checksum(Path(self.path) / place.relative_path, place.offset, place.length)
+            return found == (place.length, vars(place)[CRC])
+
+        with ThreadPoolExecutor(FILES) as pool:
+            for (index, place), ok in zip(wanted, pool.map(whole, [place for _, place in wanted]), strict=True):
+                if not ok:
+                    raise ValueError(
+                        f"checkpoint {self.path} is damaged: the checksum of {index.fqn} in "
+                        f"{Path(self.path) / place.relative_path} is wrong; load another one"
+                    )
 
 
 def _complete(entry: object) -> bool:
@@ -292,150 +336,6 @@ def _size(item: WriteItem) -> int:
     return 0 if data is None else prod(data.chunk.sizes) * data.properties.dtype.itemsize
 
 
-class CheckpointReader(HarmlessReader):
-    """Returns metadata without entries, on every rank alike, for a folder that is no checkpoint.
-
-    No rank loads before all have verified what they need. `group` has the ranks that load; None is all.
-    """
-
-    def __init__(self, folder: Path, group: dist.ProcessGroup | None = None) -> None:
-        super().__init__(folder)
-        self._group = group
-
-    def read_metadata(self, *args: Any, **options: Any) -> Metadata:
-        if not (Path(self.path) / METADATA).is_file():
-            return Metadata({})
-        return super().read_metadata(*args, **options)
-
-    def require_metadata(self) -> None:
-        """Every rank, before DCP, which logs tracebacks: raise ValueError or OSError on all for damaged metadata."""
-        together(self._require_metadata, self._group)
-
-    def _require_metadata(self) -> None:
-        try:
-            self.read_metadata()
-        except ValueError as error:
-            raise ValueError(f"checkpoint {self.path} is damaged: {error}; load another one") from None
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> TorchFuture[None]:
-        """Every rank: read, if all ranks find their data whole. Raises ValueError or OSError on all alike."""
-        together(lambda: self._check(plan), self._group)
-        return super().read_data(plan, planner)
-
-    def _check(self, plan: LoadPlan) -> None:
-        wanted = {item.storage_index: self.storage_data[item.storage_index] for item in plan.items}
-        folder = Path(self.path)
-        with ThreadPoolExecutor(FILES) as pool:
-            whole = list(pool.map(lambda stored: _whole(folder / stored.relative_path, stored), wanted.values()))
-        for (index, stored), ok in zip(wanted.items(), whole, strict=True):
-            if not ok:
-                file = folder / stored.relative_path
-                fix = "load another one"
-                if CRC not in vars(stored):
-                    fix += ". If it was saved under torch.serialization.set_crc32_options(False), load it so, too"
-                raise ValueError(
-                    f"checkpoint {folder} is damaged: the checksum of {index.fqn} in {file} is wrong; {fix}"
-                )
-
-
-def _whole(file: Path, stored: Any) -> bool:
-    """Whether a range of a file has the checksum in the metadata.
-
-    Older checkpoints have only the checksums of torch's archives, which torch itself does not verify.
-    """
-    if (crc := vars(stored).get(CRC)) is not None:
-        return checksum(file, stored.offset, stored.length) == (stored.length, crc)
-    if stored.transform_descriptors or not torch.serialization.get_crc32_options():  # else not written
-        return True
-    with file.open("rb") as stream:
-        stream.seek(stored.offset)
-        content = stream.read(stored.length)
-    if not content.startswith(b"PK"):  # another format, or damage, is left to torch
-        return True
-    try:
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            return archive.testzip() is None
-    except Exception:  # damage may raise anything
-        return False
-
-
-class FittingPlanner(HarmlessPlanner):
-    """Loads a checkpoint into a sharded model, after checking that they fit.
-
-    `found` has what is loaded: the model's live tensors, and what `load_optimizer_state` takes.
-    """
-
-    def __init__(self, context: ShardContext | nn.Module, optimizer: Optimizer | None, folder: Path) -> None:
-        super().__init__()
-        self.context, self.optimizer, self.folder = context, optimizer, folder
-        self.own = Inventory(context)
-        self.found: dict[str, Any] = {}
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        """Every rank: prepare the targets, by the checkpoint's names."""
-        assert metadata is not None
-        stored = metadata.state_dict_metadata
-        if not stored:
-            raise ValueError(f"{self.folder} is no complete checkpoint: it has no .metadata")
-        wanted = entries(self.own)
-        for other, name in self.own.others.items():
-            if name in wanted and f"{MODEL}.{name}" not in stored and f"{MODEL}.{other}" in stored:
-                wanted[other] = wanted.pop(name)
-        extra: dict[str, Any] = {}  # in its saved form
-        for key, path in (metadata.planner_data or {}).items():
-            if key.startswith(f"{MODEL}.") and str(path[1]).endswith(EXTRA) and path[1] in wanted:
-                put(extra, path[1:], room_for(stored[key]))
-        wanted |= extra
-        self.found = {MODEL: wanted}
-        if self.optimizer is not None:
-            if not any(key.startswith(f"{OPTIMIZER}.") for key in stored):
-                raise ValueError(
-                    f"checkpoint {self.folder} has no state of an optimizer: load the weights alone, optimizer=None"
-                )
-            self.found[OPTIMIZER] = optimizer_state_like(self.context, self.optimizer, metadata, OPTIMIZER)
-        super().set_up_planner(self.found, metadata, is_coordinator)
-
-    def create_local_plan(self) -> LoadPlan:
-        """Every rank: check names and shapes, and plan the reads."""
-        assert self.metadata is not None
-        stored, wanted = self._stored(), self.found[MODEL]
-        self._refuse(differences({name: stored[name] for name in wanted if name in stored}, wanted))
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        params = {self.own.name_of[id(param)] for group in groups for param in group["params"]}
-        known = {*self.own.shards, *self.own.others, *self.own.plain}, {*params, *self.own.others}
-        return replace(create_default_local_load_plan(self.state_dict, self.metadata), planner_data=known)
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """The coordinator: check that some rank needs each entry of the checkpoint."""
-        assert self.metadata is not None
-        known, params = (set().union(*sets) for sets in zip(*(plan.planner_data for plan in global_plan), strict=True))
-        unknown = [name for name in self._stored() if name not in known]
-        self._refuse(listed("it has {}, which the module lacks", unknown))
-        if self.optimizer is not None:
-            state = [key for key in self.metadata.state_dict_metadata if key.startswith(f"{OPTIMIZER}.state.")]
-            unknown = [key for key in state if not split(key.removeprefix(f"{OPTIMIZER}."), params)[0]]
-            self._refuse(listed("it has {}, which are of no parameter of the optimizer", unknown))
-        return super().create_global_plan(global_plan)
-
-    def _stored(self) -> dict[str, Any]:
-        """The checkpoint's weights and buffers: name -> shape, or an entry without one."""
-        assert self.metadata is not None
-        paths = self.metadata.planner_data or {}
-        found: dict[str, Any] = {}
-        for key, entry in self.metadata.state_dict_metadata.items():
-            if key.startswith(f"{MODEL}."):
-                path = paths.get(key, (MODEL, ""))
-                name = str(path[1]) if str(path[1]).endswith(EXTRA) else key.removeprefix(f"{MODEL}.")
-                found[name] = torch.Size(entry.size) if isinstance(entry, TensorStorageMetadata) else entry
-        return found
-
-    def _refuse(self, wrong: str) -> None:
-        if wrong:
-            raise ValueError(f"checkpoint {self.folder} doesn't fit the {self.own.kind}: {wrong}")
-
-
 def run_dcp(failed: str, call: Callable[..., object], *args: object, **options: object) -> None:
     """Call DCP. The lowest failing rank's error is raised on all ranks.
 
@@ -534,14 +434,68 @@ def load(
     or shapes differ from the module's, or if data that a rank reads is damaged. Also if the optimizer's settings don't
     fit; then weights may have been loaded.
     """
-    path = Path(folder)
-    planner = FittingPlanner(context, optimizer, path)
-    reader, failed = CheckpointReader(path, process_group), f"checkpoint {path} can't be read: "
-    reader.require_metadata()
-    run_dcp(failed, dcp.load, {}, storage_reader=reader, planner=planner, process_group=process_group)
-    load_model_state(context, planner.found[MODEL])
+    path, own = Path(folder), Inventory(context)
+    reader = CheckpointReader(path, process_group)
+    metadata = reader.stored()
+    found: dict[str, Any] = {}
+    together(lambda: found.update(_targets(own, optimizer, metadata, path)), process_group)
+    _refuse_unknown(own, optimizer, metadata, path, process_group)
+    options = {"storage_reader": reader, "planner": HarmlessPlanner(), "process_group": process_group}
+    run_dcp(f"checkpoint {path} can't be read: ", dcp.load, found, **options)
+    load_model_state(context, found[MODEL])
     if optimizer is not None:
         try:
-            load_optimizer_state(context, optimizer, planner.found[OPTIMIZER])
+            load_optimizer_state(context, optimizer, found[OPTIMIZER])
         except ValueError as error:
             raise ValueError(f"checkpoint {path} doesn't fit: {error}") from None
+
+
+def _targets(own: Inventory, optimizer: Optimizer | None, metadata: Metadata, folder: Path) -> dict[str, Any]:
+    """What this rank loads into, by the checkpoint's names: the model's live tensors, and optimizer state."""
+    stored = metadata.state_dict_metadata
+    if not stored:
+        raise ValueError(f"{folder} is no complete checkpoint: it has no .metadata")
+    wanted = entries(own)
+    for other, name in own.others.items():
+        if name in wanted and f"{MODEL}.{name}" not in stored and f"{MODEL}.{other}" in stored:
+            wanted[other] = wanted.pop(name)
+    extra: dict[str, Any] = {}  # in its saved form
+    for key, path in (metadata.planner_data or {}).items():
+        if key.startswith(f"{MODEL}.") and str(path[1]).endswith(EXTRA) and path[1] in wanted:
+            put(extra, path[1:], room_for(stored[key]))
+    wanted |= extra
+    saved = _saved(metadata)
+    if wrong := differences({name: saved[name] for name in wanted if name in saved}, wanted):
+        raise ValueError(f"checkpoint {folder} doesn't fit the {own.kind}: {wrong}")
+    if optimizer is None:
+        return {MODEL: wanted}
+    if not any(key.startswith(f"{OPTIMIZER}.") for key in stored):
+        raise ValueError(f"checkpoint {folder} has no state of an optimizer: load the weights alone, optimizer=None")
+    return {MODEL: wanted, OPTIMIZER: optimizer_state_like(own, optimizer, metadata)}
+
+
+def _saved(metadata: Metadata) -> dict[str, Any]:
+    """A checkpoint's weights and buffers: name -> shape, or an entry without one."""
+    found: dict[str, Any] = {}
+    for key, entry in metadata.state_dict_metadata.items():
+        if key.startswith(f"{MODEL}."):
+            path = (metadata.planner_data or {}).get(key, (MODEL, ""))
+            name = str(path[1]) if str(path[1]).endswith(EXTRA) else key.removeprefix(f"{MODEL}.")
+            found[name] = torch.Size(entry.size) if isinstance(entry, TensorStorageMetadata) else entry
+    return found
+
+
+def _refuse_unknown(
+    own: Inventory, optimizer: Optimizer | None, metadata: Metadata, folder: Path, group: dist.ProcessGroup | None
+) -> None:
+    """Refuse a checkpoint with entries that no rank needs."""
+    held = [] if optimizer is None else [param for one in optimizer.param_groups for param in one["params"]]
+    mine = {*own.shards, *own.others, *own.plain}, {*own.others, *(own.name_of[id(param)] for param in held)}
+    known, params = (set[str]().union(*sets) for sets in zip(*everyone(mine, group), strict=True))
+    wrong = listed("it has {}, which the module lacks", [name for name in _saved(metadata) if name not in known])
+    if not wrong and optimizer is not None:
+        state = [key for key in metadata.state_dict_metadata if key.startswith(f"{OPTIMIZER}.state.")]
+        foreign = [key for key in state if not split(key.removeprefix(f"{OPTIMIZER}."), params)[0]]
+        wrong = listed("it has {}, which are of no parameter of the optimizer", foreign)
+    if wrong:
+        raise ValueError(f"checkpoint {folder} doesn't fit the {own.kind}: {wrong}")

@@ -173,20 +173,14 @@ def _settings(groups: Iterable[Mapping[str, Any]]) -> Values:
     return {name: {k: v for k, v in g.items() if k not in NOT_SETTINGS} for g in groups for name in g["params"]}
 
 
-def optimizer_state_like(
-    context: ShardContext | nn.Module,
-    optimizer: Optimizer,
-    metadata: Metadata,
-    prefix: str = "optimizer",
-    weights: str = "model",
-) -> dict[str, Any]:
-    """A dict to load the optimizer's state of a checkpoint (key `prefix`) into, in the checkpoint's layout.
+def optimizer_state_like(own: Inventory, optimizer: Optimizer, metadata: Metadata) -> dict[str, Any]:
+    """A dict to load the optimizer's state of a checkpoint into, in the checkpoint's layout.
 
     It has the checkpoint's entries for this optimizer's parameters. Existing state tensors are used, others made: in
-    the checkpoint's dtype or, if the weights (key `weights`) had the same, in the dtype of weights here.
-    `load_optimizer_state` takes the dict after DCP has loaded into it; until then the optimizer is unchanged.
+    the checkpoint's dtype or, if the weights had the same, in the dtype of weights here. `load_optimizer_state` takes
+    the dict after DCP has loaded into it; until then the optimizer is unchanged.
     """
-    own = Inventory(context)
+    prefix, weights = "optimizer", "model"
     params = dict(_numbered(own, optimizer))
     known = {**{name: name for name in params}, **{other: n for other, n in own.others.items() if n in params}}
     stored = metadata.state_dict_metadata
