@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hocket.fsdp.members import UNIT, Member, is_called
 from hocket.fsdp.muon import refuse_no_matrices
@@ -229,7 +228,7 @@ def refuse_strange(module: nn.Module, params: Sequence[Member]) -> None:
         param = found.param
         if is_lazy(param):
             raise ValueError(f"parameter {found.name} has no shape yet: run a forward of the model before sharding it")
-        if is_traceable_wrapper_subclass(param):
+        if hasattr(param, "__tensor_flatten__"):
             raise ValueError(
                 f"parameter {found.name} is a {type(param).__name__}, which is divided or packed already: "
                 f"hocket.fully_shard takes plain parameters"

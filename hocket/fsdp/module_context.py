@@ -91,6 +91,11 @@ class HeldClaims:
         self._unsharded.clear()
 
 
+def current_backward() -> int:
+    """The number of the backward that runs on this thread, which grows; -1: none."""
+    return torch._C._current_graph_task_id()
+
+
 _CALLS = {nn.Module._call_impl.__code__}
 
 
@@ -313,7 +318,7 @@ class ShardContext:
 
     def need_forward(self, unit: Unit) -> Claim:
         """A unit's forward begins: claim its weights, prefetch the next units, and wait for the claim."""
-        recomputing = torch._C._current_graph_task_id() != -1
+        recomputing = current_backward() != -1
         if self.in_backward and not recomputing:
             raise ValueError("the last backward ended with an exception: call abort() of the ShardContext on all ranks")
         if not self._depth and not recomputing:
@@ -331,7 +336,7 @@ class ShardContext:
 
     def leave_forward(self, unit: Unit) -> None:
         self._depth -= 1
-        if torch._C._current_graph_task_id() != -1:
+        if current_backward() != -1:
             return
         self.ahead.leave_forward(unit)
         if not self._depth:
@@ -348,15 +353,11 @@ class ShardContext:
         claim.wait()
         return claim
 
-    def look_back(self) -> None:
-        if self.in_backward:
-            self.ahead.go_on_backward()
-
     def end_backward(self) -> None:
         """A backward ends: reduce what is left, in the order of units. Does not wait."""
         for invocation in list(self.started):
             invocation.finish()
-        this = torch._C._current_graph_task_id()
+        this = current_backward()
         for unit in self.units:
             unit.forget_graphs_since(this)
             unit.reduce()

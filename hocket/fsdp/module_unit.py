@@ -61,10 +61,10 @@ Around = tuple[Callable[..., tuple[Any, Any]], Callable[..., Any]]
 
 
 class Claim:
-    __slots__ = ("_aborts", "_held", "shows", "unit")
+    __slots__ = ("_aborts", "_held", "unit")
 
-    def __init__(self, unit: Unit, shows: bool) -> None:
-        self.unit, self.shows, self._aborts = unit, shows, unit.aborts
+    def __init__(self, unit: Unit) -> None:
+        self.unit, self._aborts = unit, unit.aborts
         self._held = True
 
     def wait(self) -> None:
@@ -83,7 +83,7 @@ class Claim:
             raise ValueError(f"a claim of {self.unit} is released twice: each acquire() is released once")
         self._held = False
         if self._aborts == self.unit.aborts:  # else an abort has dropped it
-            self.unit.give_back(self.shows)
+            self.unit.give_back()
 
 
 class Unit:
@@ -101,7 +101,7 @@ class Unit:
         self.calls: dict[nn.Module, Around] = {}
         self.contains_units = False
         """Whether other units run inside its forward: then it stays gathered."""
-        self.claims = self.aborts = self._shown = 0
+        self.claims = self.aborts = 0
         self.open: Counter[tuple[int, int]] = Counter()
         """Invocations whose backward is still to come, by `Invocation.forward`; kept by the hooks."""
         self.repeated: set[tuple[int, int]] = set()
@@ -181,18 +181,14 @@ class Unit:
         """Whether the weights are gathered, or being gathered, at the latest version."""
         return self._gathered and not any(group.stale() for group in self.groups)
 
-    def acquire(self, shows: bool = True) -> Claim:
-        """Claim the weights; starts their gather if needed. Never waits. Every claim is released once.
-
-        Without `shows`, modules keep showing shards, unless another claim shows the weights.
-        """
+    def acquire(self) -> Claim:
+        """Claim the weights; starts their gather if needed. Never waits. Every claim is released once."""
         self.prefetch(wanted=True)
         self.claims += 1
-        self._shown += shows
-        if shows and self._shown == 1:
+        if self.claims == 1:
             for view in self.views:
                 view.show()
-        return Claim(self, shows)
+        return Claim(self)
 
     def prefetch(self, wanted: bool = False) -> bool:
         """Start the gather if needed. False if there is no room and the unit is not `wanted`.
@@ -254,12 +250,11 @@ class Unit:
                 self.context.before_waiting()
             self._gathering.wait()
 
-    def give_back(self, shown: bool) -> None:
+    def give_back(self) -> None:
         """End one claim. After the last one the weights may be freed, once the callers' work so far is done."""
         assert self.claims > 0
         self.claims -= 1
-        self._shown -= shown
-        if shown and not self._shown:
+        if not self.claims:
             for view in self.views:
                 view.hide()
         self._note_reader()
@@ -436,7 +431,7 @@ class Unit:
             for view in self.views:
                 view.hide()
             self._note_reader()
-        self.claims = self._shown = 0
+        self.claims = 0
         self.aborts += 1
         self.open.clear()
         self.repeated.clear()

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hocket.fsdp.checks import UNIT, refuse_early
 from hocket.fsdp.dtensors import copies
@@ -84,7 +83,7 @@ def total_norm(
     owners = {m.untyped_storage().data_ptr(): owner for owner in _groups() for m in owner[0].grads.memory}
     parts: dict[ShardContext | None, list[tuple[Tensor, int]]] = {}
     for one, tensor in zip(given, tensors, strict=True):
-        has_memory = not is_traceable_wrapper_subclass(tensor)  # a DTensor has none
+        has_memory = type(tensor) is Tensor  # a DTensor has none
         group, context = owners.get(tensor.untyped_storage().data_ptr() if has_memory else 0, (None, None))
         if group is None or context is None or _alike(group, context):
             parts.setdefault(None, []).append((tensor, 1))

@@ -45,7 +45,7 @@ from torch.futures import Future as TorchFuture
 from torch.optim import Optimizer
 
 from hocket.files import inside
-from hocket.fsdp.saving.atomic_folder import FILES, AtomicFolder, checksum, free, shown
+from hocket.fsdp.saving.atomic_folder import FILES, AtomicFolder, checksum, free, shown, sync
 from hocket.fsdp.saving.background import save_behind, tell_all
 from hocket.fsdp.saving.inventory import Inventory
 from hocket.fsdp.saving.state import (
@@ -139,6 +139,17 @@ class CheckpointReader(dcp.FileSystemReader):
         together(read, self._group)
         return self.read_metadata()
 
+    def shapes(self) -> dict[str, Any]:
+        """What is stored, by key: the shape of a tensor, or the metadata of another object. Raises like `stored`."""
+        entries = self.stored().state_dict_metadata
+        return {key: torch.Size(e.size) if isinstance(e, TensorStorageMetadata) else e for key, e in entries.items()}
+
+    def load(self, state: dict[str, Any], failed: str | None = None) -> None:
+        """Load into tensors by key, on all ranks. Raises ValueError or OSError, with the text after `failed`."""
+        said = f"checkpoint {self.path} can't be read: " if failed is None else failed
+        options = {"storage_reader": self, "planner": HarmlessPlanner(), "process_group": self._group}
+        run_dcp(said, dcp.load, state, **options)
+
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
         """Raises ValueError for metadata that is damaged, lists only a part of a tensor, asks for other classes, or
         names files outside of the folder.
@@ -227,22 +238,18 @@ MODEL, OPTIMIZER = "model", "optimizer"
 class CheckpointWriter(dcp.FileSystemWriter):
     """Writes a folder in DCP's format. See Note: [A checkpoint is there or it is not].
 
-    The folder is published when DCP is done, or by the caller if `publishes` is false. `others` are further names of
-    parameters of the key `model`, whose entries point to the same bytes, for plain modules with shared parameters.
+    `others` are further names of parameters of the key `model`, whose entries point to the same bytes, for plain
+    modules with shared parameters. `beside` has the text of more files, by name.
     """
 
     def __init__(
-        self,
-        folder: AtomicFolder,
-        others: Mapping[str, str] | None = None,
-        *,
-        publishes: bool = True,
+        self, folder: Path, others: Mapping[str, str] | None = None, beside: Mapping[str, str] | None = None
     ) -> None:
-        self.folder, self.others, self.publishes = folder, dict(others or {}), publishes
+        self.folder, self.others, self.beside = AtomicFolder(folder), dict(others or {}), dict(beside or {})
         self.sums: dict[str, list[int]] = {}
         """Bytes and CRC-32 of each file written by this rank."""
         self._begun = False
-        super().__init__(folder.temporary, per_thread_copy_ahead=0)  # copying ahead would use another stream
+        super().__init__(self.folder.temporary, per_thread_copy_ahead=0)  # copying ahead would use another stream
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Every rank, before the coordinator makes the folder: nothing."""
@@ -299,8 +306,10 @@ class CheckpointWriter(dcp.FileSystemWriter):
         super().finish(metadata, results)
         seal(self.folder.temporary / METADATA)
         self.sums[METADATA] = list(checksum(self.folder.temporary / METADATA))
-        if self.publishes:
-            self.folder.publish()
+        for name, text in self.beside.items():
+            (self.folder.temporary / name).write_text(text)
+            sync(self.folder.temporary / name)
+        self.folder.publish()
 
     def give_up(self) -> None:
         """Every rank, after an error on any: delete what was written."""
@@ -397,19 +406,23 @@ def write_now_or_behind(
     path: Path, state: dict[str, Any], others: Mapping[str, str], behind: bool, group: dist.ProcessGroup | None = None
 ) -> Future[Path]:
     """Write a state dict, with `others` for further names of parameters, now or in the saving thread."""
+    writer, failed = CheckpointWriter(path, others), f"checkpoint {path} can't be written: "
     if behind:
-        writer = CheckpointWriter(AtomicFolder(path), others)
-        return save_behind(path, state, lambda copied, own: write(copied, writer, own), group)
+        return save_behind(path, state, lambda copied, own: write(copied, writer, own, failed), group)
     done: Future[Path] = Future()
-    done.set_result(write(state, CheckpointWriter(AtomicFolder(path), others), group))
+    done.set_result(write(state, writer, group, failed))
     return done
 
 
-def write(state: dict[str, Any], writer: CheckpointWriter, group: dist.ProcessGroup | None) -> Path:
-    """Write a folder of tensors by name, on all ranks of the group; returns it. Raises like `save`."""
+def write(
+    state: Mapping[str, Any], writer: CheckpointWriter, group: dist.ProcessGroup | None, failed: str = ""
+) -> Path:
+    """Write a folder of tensors by name, on all ranks of the group; returns it. Raises like `save`, with the text
+    after `failed`.
+    """
     final = writer.folder.final
     try:
-        run_dcp(f"checkpoint {final} can't be written: ", dcp.save, state, storage_writer=writer, process_group=group)
+        run_dcp(failed, dcp.save, state, storage_writer=writer, process_group=group)
     except (OSError, ValueError) as error:  # raised on all ranks
         writer.give_up()
         if isinstance(error, OSError):
@@ -440,8 +453,7 @@ def load(
     found: dict[str, Any] = {}
     together(lambda: found.update(_targets(own, optimizer, metadata, path)), process_group)
     _refuse_unknown(own, optimizer, metadata, path, process_group)
-    options = {"storage_reader": reader, "planner": HarmlessPlanner(), "process_group": process_group}
-    run_dcp(f"checkpoint {path} can't be read: ", dcp.load, found, **options)
+    reader.load(found)
     load_model_state(context, found[MODEL])
     if optimizer is not None:
         try:
