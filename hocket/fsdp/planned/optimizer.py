@@ -392,22 +392,32 @@ class PlannedAdamW:
 
     @torch.no_grad()
     def step(self, lr: float | None = None, later: bool = False) -> Tensor:
-        """Clip, update this rank's weights, and free the gradients. Returns the norm before clipping.
+        """`judge`, then `apply`. Returns the norm before clipping."""
+        norm = self.judge(lr)
+        self.apply(later)
+        return norm
 
-        `guard.skipped` tells whether the step was skipped. With `later`, gradients stay until `update` is called for
-        each unit, or `catch_up`.
-        """
+    @torch.no_grad()
+    def judge(self, lr: float | None = None) -> Tensor:
+        """Returns the norm of all gradients, fp64; `guard.skipped` tells whether the step is skipped."""
         self.catch_up()
         norm = self.grad_norm()
         self._judge(norm, self._verdict.lr if lr is None else lr)
+        return norm
+
+    @torch.no_grad()
+    def apply(self, later: bool = False) -> None:
+        """Clip, update this rank's weights, and free the gradients.
+
+        With `later`, gradients stay until `update` is called for each unit, or `catch_up`.
+        """
         if later:
             self.model.rest_grads()
-            return norm
+            return
         for unit in self.model.units.values():
             self._step(unit)
         self.model.agree()
         self.model.forget_grads()
-        return norm
 
     def _judge(self, norm: Tensor, lr: float) -> None:
         skipped, factor = self.guard.judge(norm), torch.ones_like(norm)
