@@ -14,7 +14,7 @@ import tyro
 
 from hocket.commands.options import parse_plain, write
 from hocket.config import BYTE_VOCAB, BYTES, Config, DataConfig, ModelConfig, PrecisionConfig
-from hocket.model.tokenizer import FILES, ends_of, known_tokenizer, load_tokenizer, tokenizer_file
+from hocket.model.tokenizer import FILE, ends_of, known_tokenizer, load_tokenizer, tokenizer_file
 from hocket.problems import stop_if
 from hocket.settings.rule import Host
 from hocket.settings.rules import broken, rule_lines
@@ -61,7 +61,7 @@ def run_generate(words: list[str]) -> int:
         config, value, data, stored = opened(Path(options.model))
         _require_sound(config, device)
         if data.tokenizer != BYTES and not (file := tokenizer_file(data.tokenizer)).exists():
-            raise ValueError(f"there is no {file}, the tokenizer; fix: put the model's {' or '.join(FILES)} there")
+            raise ValueError(f"there is no {file}, the tokenizer; fix: put the model's {FILE} there")
     tokenizer = load_tokenizer(data, {"data.tokenizer": options.model})
     prompt = [*tokenizer.begins, *map(int, tokenizer.encode([options.prompt.encode()])[0])]
     if not prompt:
@@ -356,7 +356,7 @@ def _data(folder: str, model: ModelConfig, eos: str) -> tuple[dict[str, str], st
     if model.vocab == BYTE_VOCAB:  # hocket export writes such folders
         return {"tokenizer": BYTES}, f"{folder} has {BYTE_VOCAB} tokens and no tokenizer: a token is a byte"
     needs = "a run of this file needs data.tokenizer, or it is refused"
-    return {}, f"{folder} has no tokenizer that hocket reads ({' or '.join(FILES)}): {needs}"
+    return {}, f"{folder} has no {FILE}: {needs}"
 
 
 def _toml(folder: str, family: str, model: ModelConfig, data: dict[str, str]) -> str:

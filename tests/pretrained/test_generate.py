@@ -223,7 +223,7 @@ def test_a_folder_without_a_tokenizer_is_told_what_would_help(tmp_path: Path) ->
     folder = saved("llama", tmp_path / "model")
     ended = hocket(tmp_path, "generate", "model", "--prompt", "w3")
     assert ended.code == 2
-    assert "there is no model/tokenizer.json, the tokenizer; fix: put the model's tokenizer.json or token" in ended.err
+    assert "there is no model/tokenizer.json, the tokenizer; fix: put the model's tokenizer.json there" in ended.err
     assert ended.err.count("fix:") == 1
     words_of(folder)
     assert hocket(tmp_path, "generate", "model", "--prompt", "w3").code == 0
