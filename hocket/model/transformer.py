@@ -20,10 +20,10 @@ from hocket.config import ModelConfig
 from hocket.layers.linears import WHOLE, Linears, new_weight
 from hocket.layers.norms import rms_norm
 from hocket.layers.vocabulary import loss_in_pieces
-from hocket.model.context import cut_as
 from hocket.model.documents import Documents
 from hocket.model.layers import DenseLayer
-from hocket.model.moe import ONLY, ExpertPlace, MoELayer
+from hocket.model.moe import MoELayer
+from hocket.model.parts import ONLY, ExpertPlace, cut_as
 from hocket.runtime.comm import Group
 
 Layer = DenseLayer | MoELayer

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hocket.adapters.cut import AdaptedModel, Cut, OwnModel
-from hocket.model.moe import ONLY
+from hocket.model.parts import ONLY
 from hocket.model.source import ChunkPlace
 from tests.adapters import own_layers
 from tests.adapters.checking import Between, check_layer
