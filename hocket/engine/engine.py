@@ -27,7 +27,7 @@ from hocket.layers.slices import whole_shape
 from hocket.layers.tensor import Tensors, ways_of
 from hocket.model.context import Shared
 from hocket.model.documents import Context, Documents, Microbatch
-from hocket.model.moe import ExpertPlace
+from hocket.model.parts import ExpertPlace
 from hocket.model.source import ChunkPlace, ModelSource, OwnTransformer
 from hocket.program.check import assert_valid
 from hocket.program.hardware import hardware_of
