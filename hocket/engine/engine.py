@@ -19,7 +19,7 @@ from hocket.engine.executor import Executor
 from hocket.engine.experts import Balance, RowRoom
 from hocket.engine.graphed import GraphedSteps, Record, Way, from_turn_one, recorder_of
 from hocket.engine.standstill import Standstill
-from hocket.fsdp.planned.model import PlannedModel, TransferFormats
+from hocket.fsdp.planned.model import PlannedModel
 from hocket.fsdp.planned.optimizer import AdamWOptions, MuonOptions, PlannedAdamW
 from hocket.kernels import IGNORED
 from hocket.layers.linears import Linears, SplitLinears, gathered_in_fp8, linears_of
@@ -125,9 +125,15 @@ class Engine:
         ends: dict[str, nn.Parameter] = {}
         self.chunks: list[Any] = [self._chunk(chunk, ends) for chunk in range(self.layout.chunks)]
         self.balance = Balance(self.chunks, self.groups, config.model.bias_rate)
-        transfer_formats = TransferFormats(DTYPES.get(config.precision.wire, self.dtype), gathered_in_fp8(config))
         self.sharded = PlannedModel(
-            self.chunks, self.mesh, self.groups, self.program, self.dtype, device, transfer_formats=transfer_formats
+            self.chunks,
+            self.mesh,
+            self.groups,
+            self.program,
+            self.dtype,
+            device,
+            wire=DTYPES.get(config.precision.wire),
+            in_fp8=gathered_in_fp8(config),
         )
         t, averages = config.train, DTYPES[config.precision.averages]
         options = AdamWOptions(

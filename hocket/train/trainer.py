@@ -34,7 +34,6 @@ from hocket.resolve import Settings
 from hocket.runtime.hangs import Watchdog
 from hocket.runtime.world import everyone
 from hocket.settings.schema import problem
-from hocket.step_state import flat_of
 from hocket.train.checkpoint import (
     Moment,
     Restored,
@@ -403,10 +402,10 @@ class Trainer:
         found: State = {}
         for s in optimizer.state.values():
             for kind, flat in (("weight", s.piece.main), ("exp_avg", s.exp_avg), ("exp_avg_sq", s.exp_avg_sq)):
-                found[f"{kind}.{s.piece.name}"] = flat_of(s.piece, flat)
+                found[f"{kind}.{s.piece.name}"] = s.piece.tensor(flat)
         for piece, momentum in optimizer.momenta.values():
             for kind, flat in (("weight", piece.main), ("momentum", momentum)):
-                found[f"{kind}.{piece.name}"] = flat_of(piece, flat)
+                found[f"{kind}.{piece.name}"] = piece.tensor(flat)
         for name, bias in self.engine.balance.biases().items():
             found[f"bias.{name}"] = FlatTensor(bias, Span(tuple(bias.shape), 0, bias.numel()))
         return found
