@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from hocket.config.schema import changed
 from hocket.fsdp.saving import atomic_folder
 from hocket.fsdp.saving.checkpoint import CheckpointWriter
-from hocket.settings.schema import changed
 from hocket.train import checkpoint
 from hocket.train.checkpoint import Moment
 from tests.helpers.ranks import run_ranks

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from hocket.config import Config, ModelConfig, RopeConfig, RopeKind
-from hocket.config.bounds import OnlyWith
+from hocket.config.rule import OnlyWith, show
+from hocket.config.schema import annotated, beyond, flat, types
 from hocket.files import json_in
 from hocket.pretrained.tables import (
     DELTA,
@@ -24,8 +25,7 @@ from hocket.pretrained.tables import (
     Key,
     Layers,
 )
-from hocket.settings.rules import fact_of
-from hocket.settings.schema import annotated, beyond, flat, show, types
+from hocket.rules import fact_of
 from hocket.typed import describe, is_a
 
 _NOT_SHAPE = ("aux_loss", "aux_loss_over", "z_loss", "routing", "init", "init_std", "weights")
