@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from hocket.config import ModelConfig
+from hocket.config.rule import show
+from hocket.config.schema import flat
 from hocket.files import json_in
 from hocket.pretrained.fields import without_effect
 from hocket.pretrained.tables import FAMILIES, FURTHER_LAYERS, REFUSED, Family
-from hocket.settings.schema import flat, show
 
 _NOT_SHAPE = ("aux_loss", "aux_loss_over", "z_loss", "routing", "init", "init_std", "weights")
 """Settings that say how a model is trained, or where its weights come from, not what it computes."""
