@@ -27,6 +27,3 @@ class OptimizerConfig:
     """A step is skipped if the norm of its gradient is above this factor times the median of those of the last 128
     steps that were taken; 0 skips none. A step whose gradient is not finite is always skipped: weights, the optimizer's
     state and balance biases stay as they were."""
-    rewinds: Annotated[int, Between(0)] = 0
-    """Times that a run, rather than end after six skipped steps in a row, goes back to its last checkpoint. It does not
-    read again the text that it has read since."""

@@ -281,12 +281,6 @@ TRAINING_RULES: tuple[Rule | Each, ...] = (
         "train.keep = 0, or leave train.keep out",
     ),
     Rule(
-        ("optimizer.rewinds", "train.keep", "train.save_every"),
-        lambda c, h: c.optimizer.rewinds > 0 and not (c.train.kept["newest"] and c.train.save_every),
-        "there would be no checkpoint to go back to: train.keep = {train.keep}, train.save_every = {train.save_every}",
-        "train.keep = 1 or more and train.save_every = 1 or more, or leave optimizer.rewinds out",
-    ),
-    Rule(
         ("train.keep", "train.save_every"),
         lambda c, h: (
             c.train.kept["every"] > 0 and (not c.train.save_every or c.train.kept["every"] % c.train.save_every > 0)

@@ -609,10 +609,6 @@ class Saves:
         if why := unlinked(path):
             self._metrics.say(f"WARNING  {why}")
 
-    def went_back(self, step: int) -> None:
-        """The run is at a checkpoint of `step` steps again."""
-        self._saved = step
-
     def between(self, step: int) -> None:
         """What is due between two steps, with `step` of them done."""
         train = self.settings.train

@@ -335,16 +335,6 @@ class Metrics:
         seconds = {"copy_seconds": copy_seconds, "write_seconds": write_seconds}
         self._write({"step": self._last or step, "saved": {"step": step, "bytes": size, **seconds, "gb_per_s": rate}})
 
-    def went_back(self, left: int, step: int, skipped: int) -> None:
-        """The run is at `step` again, with `skipped` steps not taken: what it did up to step `left` is cut off."""
-        self._last, self._skipped = step, skipped
-        if self._lines and self._writers:
-            self._lines.close()
-            self._writers.close()
-            self._open(step)
-            self._writers = Writers(self.settings, step, self.say)
-        self._write({"step": step, "rewound_from": left})
-
     def summary(self) -> None:
         """The end of a run: the last validation loss, and whether it is below what counting tokens would reach.
 
