@@ -19,11 +19,10 @@ from benchmarks.context_balance import lengths_of as bounds_of
 from benchmarks.markdown import table
 from hocket.config import Config
 from hocket.planning import program_of, slowest_ranks
-from hocket.program.cost import overheads_of
+from hocket.program.cost import costs_of, overheads_of, varied
 from hocket.program.documents import Lengths, lengths_of
 from hocket.program.hardware import hardware_of
 from hocket.program.simulate import simulate
-from hocket.program.stages import costs_of, varied
 from hocket.resolve import Settings, resolve
 from hocket.settings.families import LLAMA3_8B
 from hocket.settings.rule import Host

@@ -26,11 +26,10 @@ from benchmarks.record import RESULTS
 from benchmarks.stored import config_of, put
 from hocket.config import COPIED
 from hocket.planning import program_of
-from hocket.program.cost import CostTable, overheads_of
+from hocket.program.cost import CostTable, costs_of, overheads_of
 from hocket.program.hardware import hardware_of
 from hocket.program.ops import Program
 from hocket.program.simulate import Overheads, Timeline, simulate
-from hocket.program.stages import costs_of
 from hocket.resolve import Settings, resolve
 from hocket.settings.rule import Host
 from hocket.settings.schema import changed

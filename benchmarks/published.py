@@ -21,8 +21,8 @@ from benchmarks.record import write
 from hocket.config import Config, ModelConfig
 from hocket.machine import host_for_plan
 from hocket.planning import predict, program_of
-from hocket.program.cost import model_flops_per_token
 from hocket.program.hardware import hardware_of
+from hocket.program.part_sizes import model_flops_per_token
 from hocket.resolve import resolve
 from hocket.settings.schema import changed
 

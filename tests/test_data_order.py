@@ -17,12 +17,13 @@ from benchmarks.microbatch_order import documents
 from hocket.config import Config, DataConfig, MeshConfig, TrainConfig
 from hocket.model.documents import documents_of
 from hocket.planning import program_of, slowest_ranks
+from hocket.program.cost import costs_of, varied
 from hocket.program.documents import as_read, deals, dealt, lengths_of, works_of
 from hocket.program.hardware import H200
 from hocket.program.ops import Op
 from hocket.program.part_sizes import attending
 from hocket.program.simulate import simulate
-from hocket.program.stages import costs_of, layout_of, varied
+from hocket.program.stages import layout_of
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
 from hocket.settings import families

@@ -6,8 +6,8 @@ import pytest
 
 from benchmarks.stored import config_of
 from hocket.config import PrecisionConfig
+from hocket.program.cost import costs_of
 from hocket.program.hardware import H200
-from hocket.program.stages import costs_of
 from hocket.recipes import recipe
 from hocket.resolve import resolve
 from hocket.settings.rule import Host

@@ -15,8 +15,8 @@ from hocket.config import Config
 from hocket.explain.build import explain
 from hocket.launching import launch
 from hocket.launching.agreement import tried
+from hocket.program.arrivals import arrival_bytes
 from hocket.program.mesh import Purpose
-from hocket.program.stages import arrival_bytes
 from hocket.resolve import Settings, resolve, without_copies
 from hocket.settings.decision import Decision
 from hocket.settings.rule import Host

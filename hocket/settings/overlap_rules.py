@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hocket.config import Config
-from hocket.program.stages import by_pieces
+from hocket.program.arrivals import by_pieces
 from hocket.settings.derived import (
     fills_bubble,
     has_experts,

@@ -23,12 +23,13 @@ from typing import Any, NamedTuple, get_args
 from hocket.collector import without_collector
 from hocket.config import Config, Strategy
 from hocket.planning import network, predict, program_of
+from hocket.program.arrivals import arrival_bytes
 from hocket.program.check import assert_valid
-from hocket.program.cost import CostTable, Measurement
+from hocket.program.cost import CostTable, Measurement, costs_of
 from hocket.program.hardware import Hardware
 from hocket.program.layer import MERGED
 from hocket.program.simulate import Kind
-from hocket.program.stages import arrival_bytes, costs_of, layout_of
+from hocket.program.stages import layout_of
 from hocket.resolve import Settings
 from hocket.settings.derived import named_parts
 from hocket.settings.origins import command_words

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from hocket.config import Config
 from hocket.kernels import IGNORED
 from hocket.layers.vocabulary import loss_in_pieces
+from hocket.program.cost import costs_of
 from hocket.program.hardware import H200
-from hocket.program.stages import costs_of
 from hocket.resolve import resolve
 from hocket.settings.rule import Host
 from hocket.settings.schema import changed

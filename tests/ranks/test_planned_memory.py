@@ -11,8 +11,9 @@ from torch import Tensor
 from hocket.config import Config
 from hocket.engine import Engine
 from hocket.model.documents import Microbatch
+from hocket.program.cost import costs_of
 from hocket.program.hardware import hardware_of
-from hocket.program.stages import costs_of, mesh_of
+from hocket.program.stages import mesh_of
 from hocket.program.values import unit_moved, unit_written
 from hocket.runtime.comm import make_groups
 from hocket.settings.schema import changed
