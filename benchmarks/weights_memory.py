@@ -26,7 +26,7 @@ from benchmarks.options import arguments
 from benchmarks.record import write
 from hocket.config import Config, DataConfig, MeshConfig, PrecisionConfig, TrainConfig
 from hocket.engine import Engine
-from hocket.pretrained.configuration import model_of, read_config
+from hocket.pretrained.families import model_of, read_config
 from hocket.resolve import resolve
 from hocket.settings.rule import Host
 

@@ -31,9 +31,8 @@ from hocket.model.tokenizer import (
     token_numbers,
     tokenizer_file,
 )
-from hocket.pretrained.configuration import TYPES, config_for
+from hocket.pretrained.families import FAMILIES, TYPES, config_for
 from hocket.pretrained.folder import LARGEST, files_of, write_files
-from hocket.pretrained.tables import FAMILIES
 from hocket.pretrained.weights import rules_of, split, tensors_of
 from hocket.settings.schema import changed, flat, types
 from hocket.settings.sources import as_setting

@@ -17,8 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from hocket.config import ModelConfig
 from hocket.model.source import whole_shapes
-from hocket.pretrained.configuration import family_for
-from hocket.pretrained.tables import FAMILIES, REFUSED
+from hocket.pretrained.families import FAMILIES, REFUSED, family_for
 from hocket.pretrained.weights import PretrainedFolder
 from hocket.settings import families
 from hocket.settings.schema import show
