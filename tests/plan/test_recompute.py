@@ -15,7 +15,6 @@ from hocket.program.cost import Measurement, Pricing, costs_of
 from hocket.program.hardware import H200
 from hocket.program.lower import build_program
 from hocket.program.ops import Layout, Program
-from hocket.program.p2p import activation
 from hocket.program.shard import Sharding
 from hocket.program.simulate import NO_OVERHEADS, simulate
 from hocket.program.stages import layout_of
@@ -26,7 +25,7 @@ from hocket.settings.families import TINY
 from hocket.settings.rule import Host
 from hocket.settings.schema import changed
 from hocket.tune.choose import stage_seconds
-from hocket.tune.trials import Trials, memory_of
+from hocket.tune.trials import Trials, activation, memory_of
 from tests.helpers.costs import Table
 from tests.helpers.dryrun import dry_run
 from tests.helpers.plans import planned
