@@ -76,14 +76,26 @@ def commands(text: str) -> Iterator[list[str]]:
             yield shlex.split(line)
 
 
+SEARCHES = re.compile(r"<!-- search:(.+?) -->\n(.*?)\n<!-- /search -->", re.DOTALL)
+
+
 @pytest.mark.timeout(600)  # steps are predicted again
 @pytest.mark.parametrize("path", DOCS, ids=name)
-def test_what_stands_between_markers_is_up_to_date(path: Path) -> None:
+def test_what_stands_between_markers_is_up_to_date(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but searches, which take half a minute each: see below."""
     text = path.read_text(encoding="utf-8")
+    monkeypatch.setitem(MAKERS, "search", dict(SEARCHES.findall(text)).get)
     assert text == renew(text), STALE
     kinds = "|".join(MAKERS)
     opened = re.findall(rf"^<!-- ({kinds}):", text, flags=re.MULTILINE)
     assert opened == re.findall(rf"^<!-- /({kinds}) -->$", text, flags=re.MULTILINE)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("path", [path for path in DOCS if SEARCHES.search(path.read_text("utf-8"))], ids=name)
+def test_searches_are_up_to_date(path: Path) -> None:
+    for words, shown in SEARCHES.findall(path.read_text(encoding="utf-8")):
+        assert MAKERS["search"](words) == shown, STALE
 
 
 def test_every_result_is_listed_and_has_a_table() -> None:
