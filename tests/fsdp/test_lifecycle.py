@@ -181,9 +181,9 @@ def test_a_step_after_an_exception(fail):
 
 
 def test_a_step_after_an_exception_with_replicas():
-    for outer in ("replicate", "shard"):
-        chosen = [Case("stack", mesh=(2, 2), options={"outer": outer}, sync=sync) for sync in ("each", "accumulating")]
-        run_ranks(abort, 4, failing_backward, chosen)
+    ways = (("replicate", "accumulating"), ("shard", "each"))
+    chosen = [Case("stack", mesh=(2, 2), options={"outer": outer}, sync=sync) for outer, sync in ways]
+    run_ranks(abort, 4, failing_backward, chosen)
 
 
 def abort_inside(pair: Pair, error: type[Exception] | None = None) -> None:
