@@ -25,8 +25,9 @@ from hocket.commands.options import parse
 from hocket.config import Config
 from hocket.config.schema import changed
 from hocket.machine import host_for_plan
-from hocket.program.cost import model_flops_per_token, overheads_of
+from hocket.program.cost import overheads_of
 from hocket.program.hardware import hardware_of
+from hocket.program.part_sizes import model_flops_per_token
 from hocket.program.simulate import Overheads, cost_key, kind_of, simulate
 from hocket.resolve import Settings, resolve
 

@@ -32,11 +32,12 @@ from hocket.config.rule import MOST_RANKS, NO_EFFECT, Each, Host, OnlyWith, Rule
 from hocket.config.run import RUN_RULES
 from hocket.config.schema import annotated, asked, line, types
 from hocket.config.train import TRAIN_RULES, TRAIN_WORDS
+from hocket.program.arrivals import by_pieces
 from hocket.program.hardware import hosts_of, spread_of
 from hocket.program.layer import MERGED, at_once, merged_order, order_problem
 from hocket.program.ops import Layout
 from hocket.program.pipeline import groups, warmup
-from hocket.program.stages import by_pieces, layout_of
+from hocket.program.stages import layout_of
 from hocket.program.transformer import GATHERED
 from hocket.program.values import lent_to
 

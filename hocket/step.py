@@ -90,8 +90,8 @@ class PlannedStep:
             raise ValueError(f"lr = {lr}: it would spoil all weights; fix: a finite number, 0 or larger")
         engine, microbatches = self.engine, self._microbatches(batch)
         result = self._or_abort(lambda: engine.train_step(microbatches, lr))
-        loss = engine.agree(result.loss).loss
-        return Outcome(loss, float(result.grad_norm))
+        told = engine.agree(result.loss)
+        return Outcome(told.loss, told.grad_norm)
 
     def evaluate(self, batch: Sequence[Microbatch] | tuple[Tensor, Tensor]) -> float:
         """The mean cross-entropy without training. Refuses what a step refuses."""

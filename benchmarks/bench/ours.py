@@ -17,9 +17,11 @@ from hocket.config.schema import changed, flat
 from hocket.engine import Engine
 from hocket.engine.engine import comm_options
 from hocket.model.documents import Microbatch
+from hocket.program.arrivals import lack
+from hocket.program.cost import costs_of
 from hocket.program.hardware import hardware_of
 from hocket.program.mesh import Mesh
-from hocket.program.stages import costs_of, lack, layout_of, mesh_of
+from hocket.program.stages import layout_of, mesh_of
 from hocket.runtime.comm import Group, Groups, RowTable, TransportName, make_groups
 from hocket.runtime.transports import Null, Pending, Transport
 

@@ -21,10 +21,9 @@ from hocket.adapters.layer import AdaptedChunk, DenseLayer, DenseParts, ExpertLa
 from hocket.config import Config
 from hocket.fsdp.saving.state import listed
 from hocket.layers.standin import StandIn
-from hocket.model.context import cut_as
 from hocket.model.documents import Told
 from hocket.model.heads import Heads
-from hocket.model.moe import ExpertPlace
+from hocket.model.parts import ExpertPlace, cut_as
 from hocket.model.source import ChunkPlace, ModelSource
 from hocket.program.ops import Layout
 from hocket.program.stages import layout_of

@@ -19,7 +19,7 @@ from hocket.adapters.cut import ELSE, WHOLE, Cut, refuse
 from hocket.adapters.layer import DenseParts, ExpertParts
 from hocket.layers.dispatch import exchange_counts
 from hocket.model.documents import Documents, whole_sequences
-from hocket.model.moe import ONLY
+from hocket.model.parts import ONLY
 
 TOLERANCE = 1e-4
 """Largest difference, of two norms: sums in another order differ by 1e-6, a forgotten scale by 1e-1."""

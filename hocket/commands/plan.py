@@ -20,10 +20,9 @@ from hocket.machine import host_for_plan
 from hocket.model.tokenizer import known_tokenizer
 from hocket.planned import check_patterns
 from hocket.program.check import assert_valid
-from hocket.program.cost import CostTable, Measurement
+from hocket.program.cost import CostTable, Measurement, costs_of
 from hocket.program.documents import by_documents
 from hocket.program.hardware import hardware_of
-from hocket.program.stages import costs_of
 from hocket.program.timeline import html_timeline, svg_timeline
 from hocket.resolve import Settings, resolve
 from hocket.sizes import parse_bytes

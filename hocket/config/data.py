@@ -26,15 +26,13 @@ class DataConfig:
     chat_template: str = ""
     """A file with a template of Jinja that makes text of messages. Empty: that of the tokenizer's folder."""
     tokenizer: Annotated[str, FILLED] = "bytes"
-    """`bytes` (a token per byte), or the path of a JSON file of the `tokenizers` package or of a `.model` of
-    sentencepiece, or a folder that has one."""
+    """`bytes` (a token per byte), or the path of a JSON file of the `tokenizers` package, or a folder that has one."""
     eos: str = ""
     """The token after each document, as the tokenizer writes it. Empty: that of tokenizer_config.json, config.json or
     generation_config.json beside the tokenizer, or one of a list of common names."""
     bos: Literal["auto", "on", "off"] = "auto"
     """Whether documents, other than chats, have the tokenizer's beginning of text before them. auto does what the
-    tokenizer does by default: its post-processor in tokenizer.json, or add_bos_token beside a model of
-    sentencepiece."""
+    tokenizer does by default: its post-processor in tokenizer.json."""
     sequence_length: Annotated[int, Between(1, LONG)] = 128
     """Tokens of one sequence."""
     packing: Literal["off", "on", "best_fit"] = "off"

@@ -29,13 +29,15 @@ from hocket.files import json_in
 from hocket.gpus import GPUS
 from hocket.planning import adapter_seconds, network, predict, program_of, rates, told_documents
 from hocket.problems import harmless
-from hocket.program.cost import CostTable, unit_weights, units_of
+from hocket.program.arrivals import arrival_bytes, by_pieces
+from hocket.program.cost import CostTable, costs_of
 from hocket.program.hardware import Hardware, hardware_of, hosts_of
 from hocket.program.mesh import P2P, PURPOSES, described, most_sms, mover_of
 from hocket.program.ops import UNITS, Program
+from hocket.program.part_sizes import unit_weights
 from hocket.program.shard import ALIGN
 from hocket.program.simulate import KINDS, kind_of
-from hocket.program.stages import arrival_bytes, by_pieces, costs_of, layout_of, mesh_of, sharding_of
+from hocket.program.stages import layout_of, mesh_of, sharding_of
 from hocket.program.tensor_costs import model_of_rank
 from hocket.program.transformer import GATHERED
 from hocket.resolve import Settings
@@ -314,7 +316,7 @@ LANES: dict[str, tuple[str, ...]] = {
 def units(settings: Settings) -> tuple[Row, ...]:
     """All kinds of units. Layers with and without a window have the same."""
     layout, sharding, model, mesh = layout_of(settings), sharding_of(settings), model_of_rank(settings), settings.mesh
-    found = Counter(each for rank in range(layout.pp) for each in units_of(layout, rank))
+    found = Counter(each for rank in range(layout.pp) for each in layout.units(rank))
     rows = list[dict[str, Any]]()
     for unit, kind in sorted(found, key=lambda key: (UNITS.index(key[0]), key[1])):
         elements, members = unit_weights(model, layout, unit, kind), sharding.size(unit)

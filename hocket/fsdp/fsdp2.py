@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NoReturn, TypedDict
+from typing import Any, ClassVar, NoReturn, TypedDict, get_args
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import Shard
 
+from hocket.config import Strategy
 from hocket.fsdp.hooks import context_of
 from hocket.fsdp.members import UNIT
 from hocket.fsdp.module_unit import Claim, Unit
@@ -84,11 +85,14 @@ def request_of(mesh: DeviceMesh | None, own: Mapping[str, Any], fsdp2: Mapping[s
     for name, other in _SAME.items():
         if given[name] is not None and own[other] is not None:
             raise ValueError(f"{name}= and {other}= say the same in two ways: give one of them")
+    strategy = own["strategy"] or "optim_grads_params"
+    if strategy not in get_args(Strategy):
+        raise ValueError(f"strategy={strategy!r} is not one of {', '.join(get_args(Strategy))}")
     policy = given["mp_policy"] or (MixedPrecisionPolicy() if nests else None)
     place = given["shard_placement_fn"]
     return ShardRequest(
         mesh=mesh,
-        strategy=own["strategy"] or "optim_grads_params",
+        strategy=strategy,
         precision=own["precision"] or (Precision() if policy is None else _precision(policy)),
         place=own["place"] if place is None else _place_by(place),
         options=_offloaded(

@@ -42,11 +42,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.distributed.utils import _apply_to_tensors, _to_kwargs
+from torch.distributed.utils import _apply_to_tensors
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from hocket.fsdp.members import UNIT
-from hocket.fsdp.module_context import ShardContext
+from hocket.fsdp.module_context import ShardContext, current_backward
 from hocket.fsdp.module_unit import Claim, Unit
 from hocket.fsdp.options import FORMATS
 from hocket.runtime.weights import set_sink
@@ -257,7 +258,7 @@ class Invocation:
 
     def __init__(self, unit: Unit, context: ShardContext) -> None:
         self.unit, self._context = unit, context
-        self.forward = context.forwards, torch._C._current_graph_task_id()
+        self.forward = context.forwards, current_backward()
         """(forward pass, the backward that recomputes it or -1)."""
         self.has_inputs = False
         """Whether an input needs a gradient, so that an identity marks the end."""
@@ -311,7 +312,8 @@ class Invocation:
             self._context.started.pop(self, None)
         if not self._goes_on:  # else a second backward follows, and its end sends the gradients
             self._close()
-        self._context.look_back()
+        if self._context.in_backward:
+            self._context.ahead.go_on_backward()
 
     def _close(self) -> None:
         opened = self.unit.open
@@ -464,14 +466,14 @@ def _leave(unit: Unit, claim: Claim, lent: bool) -> None:
     context.leave_forward(unit)
     if lent:
         context.held_claims.hold(claim)
-    if torch._C._current_graph_task_id() == -1:
+    if current_backward() == -1:
         context.held_claims.reshard(unit)
         if unit.contains_units and unit.options.reshard_after_forward:
             unit.reshard()
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, Tensor) else _to_kwargs((value,), {}, device, False)[0][0][0]
+    return value.to(device) if isinstance(value, Tensor | PackedSequence) else value
 
 
 def _cast(value: Any, dtype: torch.dtype, made: dict[int, tuple[Tensor, Tensor]] | None = None) -> Any:

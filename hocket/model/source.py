@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from hocket.config import Config, ModelConfig
 from hocket.config.model import spreads
 from hocket.layers.linears import WHOLE, Linears
-from hocket.model.moe import ExpertPlace, Router
+from hocket.model.moe import Router
+from hocket.model.parts import ExpertPlace
 from hocket.model.transformer import Chunk
 from hocket.pretrained.weights import PretrainedFolder
 from hocket.program.ops import Layout

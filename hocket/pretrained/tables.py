@@ -6,42 +6,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from hocket.pretrained.fields import (
+    DELTA,
+    FULL,
+    Deltas,
+    DenseSteps,
+    Field,
+    Full,
+    Key,
+    Layers,
+    Only,
+    Rope,
+    Same,
+    Windows,
+)
+
 # -- family ------------------------------------------------------------------------------------------------------------
-# A family says which key of config.json is which setting, what hocket computes of the other keys, and which tensors
-# make which parameter. Shapes are those of `docs/models.md`: D hidden width, E experts, F width of an MLP.
-
-FULL, WINDOW, DELTA = "full_attention", "sliding_attention", "linear_attention"
-"""How `layer_types` calls layers without and with a window, and those with a delta net."""
-REQUIRED = object()
-"""In place of a value: a configuration without that key is refused."""
-
-
-@dataclass(frozen=True)
-class Key:
-    """Where config.json has a setting."""
-
-    name: str
-    """Empty: no key has it, and `missing` always counts."""
-    missing: Any = REQUIRED
-    """Its value where the key is missing or null; a text is a product or quotient of settings."""
-    other: str = ""
-    """Another name that some versions give it."""
-    times: str = ""
-    """Key of a number by which this one is multiplied."""
-    null: bool = False
-    """Whether its value where the key is missing is written as null."""
-
-
-@dataclass(frozen=True)
-class Only:
-    """A key of which hocket computes some values alone, or lists of them alone. The first one is written."""
-
-    values: tuple[Any, ...]
-    missing: Any = None
-    """What a model does where the key is missing."""
-    written: bool = True
-    """Whether transformers reads it. Other code may."""
-
+# A family says which keys of config.json are which settings (`fields.py`), and which tensors make which parameter.
+# Shapes are those of `docs/models.md`: D hidden width, E experts, F width of an MLP.
 
 Way = Literal["rows", "experts", "fused", "stacked", "mxfp4"]
 
@@ -72,73 +54,16 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Layers:
-    """How config.json says which layers are of a kind: by a list, or where it has none by a number."""
-
-    key: str = ""
-    """Of a list with a value for each layer; empty: there is none."""
-    values: tuple[Any, ...] = ()
-    """What it says of these layers, and of all others."""
-    every: tuple[str, int] = ("", 0)
-    """Key of a number: each so many-th is one. Beside it the number where the key is missing; 0: none is."""
-    first: tuple[str, Any] | None = None
-    """Key that counts them where they are the first ones, and the number where it is missing."""
-
-
-@dataclass(frozen=True)
-class Windows:
-    """Windows of attention: what a family's config.json says of them beside `sliding_window`."""
-
-    missing: int | None = None
-    """The window of a model that does not say. That differs from null, which is none."""
-    switch: str = ""
-    """Key without which no layer has a window."""
-    listed: bool = True
-    """Whether transformers reads `layer_types`. Without, all layers have a window or none has."""
-    full: Layers = Layers("layer_types", (FULL, WINDOW))
-    """Layers without a window."""
-    plain: float = 0.0
-    """Above 0 layers with a window have plain positions, and `rope_scaling` is that of the others. Their base where
-    config.json does not name them: transformers takes this one, not `rope_theta`."""
-
-
-@dataclass(frozen=True)
 class Family:
     """One `model_type`."""
 
     architecture: str
-    keys: Mapping[str, Key]
-    """By setting, without `model.`."""
-    only: Mapping[str, Only] = field(default_factory=dict)
+    fields: Mapping[str, Field]
+    """In the order in which they are read. Names are those of settings without `model.`, or of keys."""
     always: Mapping[str, Any] = field(default_factory=dict)
     """Settings that the family itself has."""
-    partial: tuple[str, float] | None = None
-    """Whether a part of each head may rotate: the key that says how much, and how much does where the key is missing.
-    The key is a share of the head, or `rotary_dim`."""
     own: tuple[Rule, ...] = ()
     """Rules that come before `RULES`."""
-    pictures: bool = False
-    """Whether transformers has a model for pictures too, whose tokens have three positions. Those of text are one."""
-    without: Layers | None = None
-    """Layers that have no positions; None: all have."""
-    windows: Windows | None = None
-    """None: no layer may have a window."""
-    deltas: Layers | None = None
-    """Layers with full attention where the others have delta nets."""
-    dense: Literal["all", "none", "steps"] | Layers = "all"
-    """Layers that have no experts; steps: those of `decoder_sparse_step` and `mlp_only_layers`."""
-    same: Mapping[str, str] = field(default_factory=dict)
-    """Keys that say again what a setting says."""
-
-    @property
-    def full(self) -> Layers:
-        """Layers with full attention."""
-        return self.deltas or (self.windows.full if self.windows else Layers("layer_types", (FULL,)))
-
-    @property
-    def limits(self) -> Mapping[str, Only]:
-        """Keys of which hocket computes some values alone."""
-        return {"hidden_act": Only(("silu",), "silu"), **self.only}
 
     @property
     def rules(self) -> tuple[Rule, ...]:
@@ -221,7 +146,8 @@ _DELTA_NET = (
     _layer("attn.w_out", "linear_attn.out_proj.weight"),
 )
 
-_SIZES = {
+_OFF, _NONE = Only((False,), False), Only((None,))
+_SIZES: dict[str, Field] = {
     "vocab": Key("vocab_size"),
     "hidden": Key("hidden_size"),
     "layers": Key("num_hidden_layers"),
@@ -230,23 +156,39 @@ _SIZES = {
     "head_dim": Key("head_dim"),
     "norm_eps": Key("rms_norm_eps"),
     "tied": Key("tie_word_embeddings", False),
+    "hidden_act": Only(("silu",), "silu"),
+    "full_layers": Full("layer_types", (FULL,)),
+    "rope": Rope(),
 }
 _DENSE = {**_SIZES, "ffn": Key("intermediate_size")}
-_ROUTED = {"top_k": Key("num_experts_per_tok"), "normalize_top_k": Key("norm_topk_prob")}
-_OF_QWEN = {
+_WIDTH_OF_HEADS = {"head_dim": Key("head_dim", "hidden / heads")}
+_BIASES = {name: Key("attention_bias", False) for name in ("qkv_bias", "o_bias")}
+_NO_WINDOWS = Only((False,), False, idle=("sliding_window",))
+_QWEN_WINDOWS = Windows(missing=4096, switch="use_sliding_window", first=("max_window_layers", 28))
+_EXPERTS_OF_QWEN = {
     "experts": Key("num_experts", other="num_local_experts"),
     "top_k": Key("num_experts_per_tok"),
     "expert_ffn": Key("moe_intermediate_size"),
     "aux_loss": Key("router_aux_loss_coef", 0.0),
 }
-_WIDTH_OF_HEADS = Key("head_dim", "hidden / heads")
-_OFF, _NONE = Only((False,), False), Only((None,))
-_BIASES = {name: Key("attention_bias", False) for name in ("qkv_bias", "o_bias")}
-_QWEN_WINDOWS = Windows(
-    4096, "use_sliding_window", full=Layers("layer_types", (FULL, WINDOW), first=("max_window_layers", 28))
-)
-_FIRST = Layers(first=("first_k_dense_replace", None))
+_EXPERTS_OF_MIXTRAL = {
+    "experts": Key("num_local_experts"),
+    "top_k": Key("num_experts_per_tok"),
+    "expert_ffn": Key("intermediate_size"),
+    "aux_loss": Key("router_aux_loss_coef", 0.0),
+    "router_jitter_noise": Only((0.0,), 0.0),
+}
+_EXPERTS_OF_DEEPSEEK = {
+    "experts": Key("n_routed_experts", other="num_local_experts"),
+    "top_k": Key("num_experts_per_tok"),
+    "expert_ffn": Key("moe_intermediate_size"),
+    "shared_ffn": Key("n_shared_experts", times="moe_intermediate_size"),
+    "route_scale": Key("routed_scaling_factor"),
+    "dense_layers": Layers(first=("first_k_dense_replace", None)),
+}
+_NORMALIZED = {"normalize_top_k": Key("norm_topk_prob")}
 _WHOLE_NORMS = {"qk_norm": True, "qk_norm_over": "whole"}
+_OLMO = {"always": {**_WHOLE_NORMS, "norms": "after"}, "own": _NORMS_BEHIND}
 
 _OF_MINIMAX_M1 = {
     "scoring_func": "sigmoid", "use_qk_norm": True, "qk_norm_type": "per_layer", "use_routing_bias": True,
@@ -255,191 +197,140 @@ _OF_MINIMAX_M1 = {
 }  # fmt: skip
 """Keys of MiniMax-M2 with the values that it always has."""
 
-_DEEPSEEK = {
-    **{setting: key for setting, key in _DENSE.items() if setting not in ("kv_heads", "head_dim")},
-    "top_k": Key("num_experts_per_tok"),
-    "experts": Key("n_routed_experts", other="num_local_experts"),
-    "expert_ffn": Key("moe_intermediate_size"),
-    "shared_ffn": Key("n_shared_experts", times="moe_intermediate_size"),
-    "route_scale": Key("routed_scaling_factor"),
+_DEEPSEEK: dict[str, Field] = {
+    **{name: each for name, each in _DENSE.items() if name not in ("kv_heads", "head_dim", "rope")},
+    **_EXPERTS_OF_DEEPSEEK,
     "route_groups": Key("n_group", 1),
     "route_top_groups": Key("topk_group", 1),
     "q_lora_rank": Key("q_lora_rank", 0, null=True),
-    **{name: Key(name) for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")},
+    "kv_lora_rank": Key("kv_lora_rank", zero="only latent attention is there"),
+    **{name: Key(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")},
+    "rope": Rope(),
+    "attention_bias": _OFF,
+    "moe_layer_freq": Only((1,), 1),
+    "num_key_value_heads": Same("heads"),
+    "head_dim": Same("qk_rope_head_dim"),
+    "qk_head_dim": Same("key_width"),
 }
-_ONE_BY_ONE = {"attention_bias": _OFF, "moe_layer_freq": Only((1,), 1)}
-_SAME = {"num_key_value_heads": "heads", "head_dim": "qk_rope_head_dim", "qk_head_dim": "key_width"}
 _V3 = Family(
     "DeepseekV3ForCausalLM",
     {
         **_DEEPSEEK,
-        "normalize_top_k": Key("norm_topk_prob"),
+        **_NORMALIZED,
         "route_groups": Key("n_group"),
         "route_top_groups": Key("topk_group"),
-    },
-    {
-        **_ONE_BY_ONE,
         "scoring_func": Only(("sigmoid",), "sigmoid"),
         "topk_method": Only(("noaux_tc",), "noaux_tc"),
         "rope_interleave": Only((True,), True),
     },
     {"router": "sigmoid", "bias_rate": 0.001, "route_group_score": "best_two"},
-    own=_LATENT,
-    dense=_FIRST,
-    same=_SAME,
+    _LATENT,
 )
 
-_DELTA_SIZES = {
-    "delta_heads": Key("linear_num_value_heads", 32),
+_QWEN_NEXT = {"qk_norm": True, "attn_gate": True, "norm_plus_one": True}
+_NEXT: dict[str, Field] = {
+    **_DENSE,
+    **_BIASES,
+    "delta_heads": Key("linear_num_value_heads", 32, zero="only models with delta nets are there"),
     "delta_key_heads": Key("linear_num_key_heads", 16),
     "delta_key_dim": Key("linear_key_head_dim", 128),
     "delta_value_dim": Key("linear_value_head_dim", 128),
     "delta_conv": Key("linear_conv_kernel_dim", 4),
+    "head_dim": Key("head_dim", 256),
+    "full_layers": Deltas("layer_types", (FULL, DELTA), ("full_attention_interval", 4)),
+    "rope": Rope(("partial_rotary_factor", 0.25)),
 }
-_QWEN_NEXT = {"qk_norm": True, "attn_gate": True, "norm_plus_one": True}
-_NEXT = Family(
-    "Qwen3NextForCausalLM",
-    {
-        **_DENSE,
-        **_BIASES,
-        **_DELTA_SIZES,
-        **_OF_QWEN,
-        "head_dim": Key("head_dim", 256),
-        "shared_ffn": Key("shared_expert_intermediate_size"),
-        "normalize_top_k": Key("norm_topk_prob", True),
-    },
-    {"use_sliding_window": Only((False,), False, written=False)},
-    {**_QWEN_NEXT, "shared_gate": True},
-    ("partial_rotary_factor", 0.25),
-    own=(
-        _layer("attn.w_qkvz", "linear_attn.in_proj_qkvz.weight"),
-        _layer("attn.w_ba", "linear_attn.in_proj_ba.weight"),
-        *_DELTA_NET,
-        *_GATED_SHARED,
-    ),
-    deltas=Layers("layer_types", (FULL, DELTA), ("full_attention_interval", 4)),
-    dense="steps",
-)
-
+_ROUTED_NEXT = {**_NEXT, **_EXPERTS_OF_QWEN, "shared_ffn": Key("shared_expert_intermediate_size")}
+_3_5 = {"rope": Rope(("partial_rotary_factor", 0.25), pictures=True)}
 _3_5_DELTA_NET = (
     _layer("attn.w_qkvz", "linear_attn.in_proj_qkv.weight", "linear_attn.in_proj_z.weight", blocks=("kkv", "v")),
     _layer("attn.w_ba", "linear_attn.in_proj_b.weight", "linear_attn.in_proj_a.weight", blocks=("h", "h")),
     *_DELTA_NET,
 )
-_3_5 = Family(
-    "Qwen3_5ForCausalLM",
-    {**_DENSE, **_BIASES, **_DELTA_SIZES, "head_dim": Key("head_dim", 256)},
-    always=_QWEN_NEXT,
-    partial=("partial_rotary_factor", 0.25),
-    own=_3_5_DELTA_NET,
-    pictures=True,
-    deltas=Layers("layer_types", (FULL, DELTA), ("full_attention_interval", 4)),
-)
-_ROUTED_NEXT = {name: key for name, key in _NEXT.keys.items() if name not in ("ffn", "normalize_top_k")}
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(
-        "LlamaForCausalLM",
-        {**_DENSE, **_BIASES, "head_dim": _WIDTH_OF_HEADS},
-        {"mlp_bias": _OFF},
-    ),
+    "llama": Family("LlamaForCausalLM", {**_DENSE, **_BIASES, **_WIDTH_OF_HEADS, "mlp_bias": _OFF}),
     "mistral": Family(
-        "MistralForCausalLM",
-        {**_DENSE, "head_dim": _WIDTH_OF_HEADS},
-        windows=Windows(4096, listed=False),
+        "MistralForCausalLM", {**_DENSE, **_WIDTH_OF_HEADS, "full_layers": Windows(missing=4096, listed=False)}
     ),
     "qwen2": Family(
         "Qwen2ForCausalLM",
-        {**_DENSE, "head_dim": _WIDTH_OF_HEADS},
-        {"use_mrope": _OFF},
+        {**_DENSE, **_WIDTH_OF_HEADS, "full_layers": _QWEN_WINDOWS, "use_mrope": _OFF},
         {"qkv_bias": True},
-        windows=_QWEN_WINDOWS,
     ),
-    "qwen3": Family(
-        "Qwen3ForCausalLM",
-        {**_DENSE, **_BIASES},
-        always={"qk_norm": True},
-        windows=_QWEN_WINDOWS,
-    ),
+    "qwen3": Family("Qwen3ForCausalLM", {**_DENSE, **_BIASES, "full_layers": _QWEN_WINDOWS}, {"qk_norm": True}),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
-        {**_DENSE, **_BIASES, "head_dim": _WIDTH_OF_HEADS, "tied": Key("tie_word_embeddings", True)},
-        {"mlp_bias": _OFF, "use_sliding_window": _OFF},
-        without=Layers("no_rope_layers", (0, 1), ("no_rope_layer_interval", 4)),
+        {
+            **_DENSE,
+            **_BIASES,
+            **_WIDTH_OF_HEADS,
+            "tied": Key("tie_word_embeddings", True),
+            "rope": Rope(without=Layers("no_rope_layers", (0, 1), ("no_rope_layer_interval", 4))),
+            "mlp_bias": _OFF,
+            "use_sliding_window": _NO_WINDOWS,
+        },
     ),
-    "olmo2": Family(
-        "Olmo2ForCausalLM",
-        {**_DENSE, **_BIASES, "head_dim": _WIDTH_OF_HEADS},
-        always={**_WHOLE_NORMS, "norms": "after"},
-        own=_NORMS_BEHIND,
-    ),
+    "olmo2": Family("Olmo2ForCausalLM", {**_DENSE, **_BIASES, **_WIDTH_OF_HEADS}, **_OLMO),
     "olmo3": Family(
         "Olmo3ForCausalLM",
-        {**_DENSE, **_BIASES, "head_dim": _WIDTH_OF_HEADS},
-        always={**_WHOLE_NORMS, "norms": "after"},
-        own=_NORMS_BEHIND,
-        windows=Windows(4096, plain=500000.0, full=Layers("layer_types", (FULL, WINDOW), ("", 4))),
+        {
+            **_DENSE,
+            **_BIASES,
+            **_WIDTH_OF_HEADS,
+            "full_layers": Windows(missing=4096, every=("", 4)),
+            "rope": Rope(plain=500000.0),
+        },
+        **_OLMO,
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
-        {
-            **_SIZES,
-            "head_dim": _WIDTH_OF_HEADS,
-            "experts": Key("num_local_experts"),
-            "top_k": Key("num_experts_per_tok"),
-            "expert_ffn": Key("intermediate_size"),
-            "aux_loss": Key("router_aux_loss_coef", 0.0),
-        },
-        {"router_jitter_noise": Only((0.0,), 0.0)},
+        {**_SIZES, **_EXPERTS_OF_MIXTRAL, **_WIDTH_OF_HEADS, "full_layers": Windows(listed=False)},
         {"normalize_top_k": True},
-        own=_experts("block_sparse_moe", "w1", "w3", "w2"),
-        windows=Windows(listed=False),
-        dense="none",
+        _experts("block_sparse_moe", "w1", "w3", "w2"),
     ),
     "minimax_m2": Family(
         "MiniMaxM2ForCausalLM",
         {
             **_SIZES,
-            "experts": Key("num_local_experts"),
-            "top_k": Key("num_experts_per_tok"),
-            "expert_ffn": Key("intermediate_size"),
-            "aux_loss": Key("router_aux_loss_coef", 0.0),
-        },
-        {
-            "router_jitter_noise": Only((0.0,), 0.0),
+            **_EXPERTS_OF_MIXTRAL,
+            "rope": Rope(("rotary_dim", 1.0)),
             "sliding_window": _NONE,
             **{key: Only((value,), value, written=False) for key, value in _OF_MINIMAX_M1.items()},
         },
         {**_WHOLE_NORMS, "router": "sigmoid", "bias_rate": 0.001, "normalize_top_k": True},
-        ("rotary_dim", 1.0),
-        own=(
+        (
             *_experts("block_sparse_moe", "w1", "w3", "w2"),
             _layer("router.bias", "block_sparse_moe.e_score_correction_bias"),
             _layer("router.bias", "mlp.e_score_correction_bias"),
         ),
-        dense="none",
     ),
     "qwen2_moe": Family(
         "Qwen2MoeForCausalLM",
         {
             **_DENSE,
-            "head_dim": _WIDTH_OF_HEADS,
-            **_OF_QWEN,
+            **_WIDTH_OF_HEADS,
+            **_EXPERTS_OF_QWEN,
             "qkv_bias": Key("qkv_bias", True),
             "shared_ffn": Key("shared_expert_intermediate_size"),
             "normalize_top_k": Key("norm_topk_prob", False),
+            "dense_layers": DenseSteps(),
+            "use_sliding_window": _NO_WINDOWS,
         },
-        {"use_sliding_window": Only((False,), False)},
         {"shared_gate": True},
-        own=_GATED_SHARED,
-        dense="steps",
+        _GATED_SHARED,
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
-        {**_DENSE, **_BIASES, **_OF_QWEN, "normalize_top_k": Key("norm_topk_prob")},
-        always={"qk_norm": True},
-        windows=Windows(4096, "use_sliding_window", listed=False),
-        dense="steps",
+        {
+            **_DENSE,
+            **_BIASES,
+            **_EXPERTS_OF_QWEN,
+            **_NORMALIZED,
+            "dense_layers": DenseSteps(),
+            "full_layers": Windows(missing=4096, switch="use_sliding_window", listed=False),
+        },
+        {"qk_norm": True},
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM",
@@ -451,9 +342,10 @@ FAMILIES: dict[str, Family] = {
             "expert_ffn": Key("intermediate_size"),
             "swiglu_limit": Key("swiglu_limit", 7.0),
             "swiglu_alpha": Key("swiglu_alpha", 1.702),
+            "full_layers": Windows(missing=128, every=("", 2)),
         },
-        always={"normalize_top_k": True, "sinks": True, "router_bias": True, "expert_bias": True},
-        own=(
+        {"normalize_top_k": True, "sinks": True, "router_bias": True, "expert_bias": True},
+        (
             _layer("attn.sinks", "self_attn.sinks"),
             _layer("router.weight", "mlp.router.weight"),
             _layer("router.b_logits", "mlp.router.bias"),
@@ -464,79 +356,82 @@ FAMILIES: dict[str, Family] = {
             _layer("experts.w_down", *_quantised("down_proj"), way="mxfp4"),
             _layer("experts.b_down", "mlp.experts.down_proj_bias", way="stacked"),
         ),
-        windows=Windows(128, full=Layers("layer_types", (FULL, WINDOW), ("", 2))),
-        dense="none",
     ),
     "olmoe": Family(
         "OlmoeForCausalLM",
         {
             **_SIZES,
             **_BIASES,
+            **_EXPERTS_OF_QWEN,
             "head_dim": Key("", "hidden / heads"),
             "norm_eps": Key("rms_norm_eps", 1e-5),
-            "experts": Key("num_experts", other="num_local_experts"),
-            "top_k": Key("num_experts_per_tok"),
             "normalize_top_k": Key("norm_topk_prob", False),
             "expert_ffn": Key("intermediate_size"),
-            "aux_loss": Key("router_aux_loss_coef", 0.0),
+            "clip_qkv": _NONE,
         },
-        {"clip_qkv": _NONE},
         _WHOLE_NORMS,
-        dense="none",
     ),
     "glm4_moe": Family(
         "Glm4MoeForCausalLM",
         {
             **_DENSE,
-            **_ROUTED,
-            "experts": Key("n_routed_experts", other="num_local_experts"),
-            "expert_ffn": Key("moe_intermediate_size"),
-            "shared_ffn": Key("n_shared_experts", times="moe_intermediate_size"),
-            "route_scale": Key("routed_scaling_factor"),
+            **_EXPERTS_OF_DEEPSEEK,
+            **_NORMALIZED,
             "qk_norm": Key("use_qk_norm", False),
             "qkv_bias": Key("attention_bias", False),
-        },
-        {
+            "rope": Rope(("partial_rotary_factor", 0.5)),
             "n_group": Only((1,), 1),
             "topk_group": Only((1,), 1),
         },
         {"router": "sigmoid", "bias_rate": 0.001},
-        ("partial_rotary_factor", 0.5),
-        dense=_FIRST,
     ),
     "deepseek_v2": Family(
         "DeepseekV2ForCausalLM",
-        _DEEPSEEK,
         {
-            **_ONE_BY_ONE,
+            **_DEEPSEEK,
             "mlp_bias": _OFF,
             "scoring_func": Only(("softmax",), "softmax"),
-            "topk_method": Only(("group_limited_greedy", "greedy")),
+            "topk_method": Only(("group_limited_greedy", "greedy"), alone=("greedy", "route_groups")),
             "norm_topk_prob": Only((False,), False),
         },
         {"router": "softmax", "normalize_top_k": False, "route_group_score": "best"},
-        own=_LATENT,
-        dense=_FIRST,
-        same=_SAME,
+        _LATENT,
     ),
     "deepseek_v3": _V3,
     "kimi_k2": _V3,
     "glm4_moe_lite": replace(
         _V3,
         architecture="Glm4MoeLiteForCausalLM",
-        keys={**_V3.keys, "route_groups": Key("n_group", 1), "route_top_groups": Key("topk_group", 1)},
-        only={**_V3.only, "partial_rotary_factor": Only((1.0,), 1.0)},
-        dense=replace(_FIRST, key="mlp_layer_types", values=("dense", "sparse")),
+        fields={
+            **_V3.fields,
+            "route_groups": Key("n_group", 1),
+            "route_top_groups": Key("topk_group", 1),
+            "partial_rotary_factor": Only((1.0,), 1.0),
+            "dense_layers": Layers("mlp_layer_types", ("dense", "sparse"), first=("first_k_dense_replace", None)),
+        },
     ),
-    "qwen3_5_text": _3_5,
-    "qwen3_next": _NEXT,
-    "qwen3_5_moe_text": replace(
-        _3_5,
-        architecture="Qwen3_5MoeForCausalLM",
-        keys=_ROUTED_NEXT,
-        own=(*_3_5_DELTA_NET, *_GATED_SHARED),
-        always={**_QWEN_NEXT, "shared_gate": True, "normalize_top_k": True},
-        dense="none",
+    "qwen3_5_text": Family("Qwen3_5ForCausalLM", {**_NEXT, **_3_5}, _QWEN_NEXT, _3_5_DELTA_NET),
+    "qwen3_next": Family(
+        "Qwen3NextForCausalLM",
+        {
+            **_ROUTED_NEXT,
+            "normalize_top_k": Key("norm_topk_prob", True),
+            "dense_layers": DenseSteps(),
+            "use_sliding_window": Only((False,), False, written=False, idle=("sliding_window",)),
+        },
+        {**_QWEN_NEXT, "shared_gate": True},
+        (
+            _layer("attn.w_qkvz", "linear_attn.in_proj_qkvz.weight"),
+            _layer("attn.w_ba", "linear_attn.in_proj_ba.weight"),
+            *_DELTA_NET,
+            *_GATED_SHARED,
+        ),
+    ),
+    "qwen3_5_moe_text": Family(
+        "Qwen3_5MoeForCausalLM",
+        {name: each for name, each in {**_ROUTED_NEXT, **_3_5}.items() if name != "ffn"},
+        {**_QWEN_NEXT, "shared_gate": True, "normalize_top_k": True},
+        (*_3_5_DELTA_NET, *_GATED_SHARED),
     ),
 }
 """By `model_type`."""

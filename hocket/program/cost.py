@@ -21,40 +21,34 @@ bytes are the `busbw` factors of nccl-tests. Elementwise bytes count one read or
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any
 
 from hocket.config import COPIED, Config, ModelConfig, Purpose
-from hocket.program.documents import Lengths
+from hocket.program.arrivals import rows_allowed, rows_evenly
+from hocket.program.documents import Lengths, merged
 from hocket.program.hardware import KIND_OF_GROUPS, Hardware, Work, at_clock, clock_of
-from hocket.program.ops import TIED, Layout, Op, Program
-from hocket.program.part_sizes import DRAWN, ISSUED, STOCK, Fp8, PartSize, Shapes, copies_of, orthogonal_flops
-from hocket.program.parts import END_UNITS, Part, Unit
+from hocket.program.mesh import groups_of
+from hocket.program.ops import HOST, TIED, Layout, Op, Program
+from hocket.program.part_sizes import (
+    DRAWN,
+    ISSUED,
+    Fp8,
+    PartSize,
+    Shapes,
+    orthogonal_flops,
+    size_of,
+    unit_weights,
+)
+from hocket.program.parts import Part, Unit
 from hocket.program.shard import MATRIX_SLOTS, Sharding
-from hocket.program.simulate import UPDATES, CostKey, Kind, Overheads, Time, cost_key
-from hocket.program.transformer import EMBED, HEAD, standard_types
+from hocket.program.simulate import UPDATES, CostKey, Kind, OpCost, Overheads, Time, cost_key
+from hocket.program.stages import gathered_units, layout_of, sharding_of
+from hocket.program.tensor_costs import add_waits, model_of_rank, model_of_ranks
+from hocket.program.transformer import EMBED, HEAD
 from hocket.program.values import lent_to
-
-
-@dataclass(frozen=True, slots=True)
-class OpCost:
-    """Cost of one op on one rank. `memory_bytes` is traffic outside matmuls; the rest is as in `simulate.Costs`."""
-
-    seconds: Time = 0.0
-    flops: float = 0.0
-    wire_bytes: int = 0
-    memory_bytes: int = 0
-    output_bytes: int = 0
-    saved_bytes: int = 0
-    grad_bytes: int = 0
-    handed_bytes: int = 0
-    """More of the output, if a forward that runs again keeps nothing else of it."""
-    lent_bytes: int = 0
-    """Of what is saved: not kept where it is made again. Of what is made again: what its reader makes of it then."""
-    inner_seconds: Time = 0.0
-    """Of `seconds`: in which the op waits for tensor-parallel peers."""
-    inner_bytes: int = 0
-    """What it gets from them."""
 
 
 @dataclass(frozen=True)
@@ -155,53 +149,99 @@ class Measurement:
     """What the reader must know, such as what could not be measured."""
 
 
-def size_of(part: Part, shapes: Shapes) -> PartSize:
-    """The sizes of a part by its own cost function."""
-    if part.size is None:
-        raise ValueError(f"part {part.name!r} has no cost function: give its description a `size`")
-    return part.size(shapes)
-
-
-def unit_weights(model: ModelConfig, layout: Layout, unit: Unit, kind: str) -> int:
-    """Weights (elements) of one unit of such a layer, whole; of an experts unit those of one expert-parallel rank."""
-    shapes = Shapes(model, 1, layout.ep, copies_of(model, layout.ep, False, 1), STOCK, layout.cp, layout.heads)
-    parts = (EMBED, HEAD) if unit in END_UNITS else layout.by_kind[kind].parts
-    return sum(size_of(part, shapes).weights for part in parts if layout.unit(part.name) == unit)
-
-
-def model_flops_per_token(model: ModelConfig, seq: int) -> float:
-    """FLOPs that training on one token needs, for MFU: `6 N_active + 6 S w` per attention layer.
-
-    N_active are the weights of matmuls that a token meets (its own experts only, the head, not the embedding table).
-    Causal attention counts half of the square: `3 * 2 S w` for forward and backward, and a layer with a window what
-    lies within it. Recomputation counts nothing.
-    """
-    shapes, kinds = Shapes(model, seq, 1, copies_of(model, 1, False, 1), STOCK), model.layer_kinds()
-    flops = 6.0 * size_of(HEAD, shapes).gemm
-    for kind in standard_types(kinds):
-        sizes = [size_of(part, shapes) for part in kind.parts]
-        flops += kinds.count(kind.name) * sum(6 * (size.gemm + size.grouped) + 3 * size.core for size in sizes)
-    return flops
+# -------------------------------------------------------------------------------------------------------------- pricing
 
 
 @dataclass(frozen=True)
-class _Pricing:
-    """What turns sizes into costs."""
+class Pricing:
+    """All that the costs of a plan's ops depend on: a microbatch of `tokens` tokens of a data-parallel rank.
 
-    hardware: Hardware
+    Assumes even routing: every rank gets as many rows as it sends. A p2p transfer's seconds belong to the recv.
+    """
+
+    model: ModelConfig
+    layout: Layout
     tokens: int
+    seq: int
+    """Tokens of a sequence."""
+    sharding: Sharding
+    hardware: Hardware
     dtype_bytes: int
+    documents: Lengths = ()
+    """How long documents are that share sequences; empty: each sequence is one."""
+    held: ModelConfig | None = None
+    """The model as narrow as the weights that a tensor-parallel rank holds; None: the same."""
     sharing: int = 1
     """Ranks that share every product."""
+    wire_bytes: int = 0
+    """Of an element of a gradient on its way; 0: as many as of one that is computed with."""
+    averages_bytes: int = 4
+    """Of an element of each of the optimizer's two averages."""
     fp8: Fp8 | None = None
     """What runs in fp8."""
 
-    def work(self, size: PartSize, verb: str, collects: bool = False, eight: float = 0.0) -> Work:
-        """What fwd, bwd or wgrad of a part does, in a share `eight` of the layers in fp8.
+    @cached_property
+    def parts(self) -> Mapping[tuple[str, str], tuple[Part, PartSize]]:
+        """(name, kind of layer) of every part -> the part and its size."""
+        shapes = Shapes(self.model, self.layout, self.seq, self.hardware.formulas, self.dtype_bytes, self.documents)
+        kinds = sorted({self.layout.by_kind[name] for name in self.layout.kinds}, key=lambda kind: kind.name)
+        parts = [(EMBED, ""), (HEAD, ""), *((part, kind.name) for kind in kinds for part in kind.parts)]
+        return {(part.name, kind): (part, size_of(part, shapes)) for part, kind in parts}
 
-        `collects`: products add weight gradients up in fp32. FLOPs are those that draw as much power in bf16.
-        """
-        hw, t, b = self.hardware, self.tokens, self.dtype_bytes
+    @cached_property
+    def clock(self) -> float:
+        """The clock that power allows; 0: no limit is known. See Note: [Power sets the clock]."""
+        works: list[Work] = []
+        for (name, kind), (part, size) in self.parts.items():
+            count = self.layout.kinds.count(kind) if kind else 1
+            if not part.communicates and self.hardware.clock:
+                for verb in _verbs(size):
+                    works += count * [self.work(name, kind, verb, self.hardware)]
+                works += self.layout.recomputing(name, kind) * [self.work(name, kind, "fwd", self.hardware)]
+        return clock_of(self.hardware, works) if works else 0.0
+
+    @cached_property
+    def rates(self) -> Hardware:
+        """The hardware at that clock."""
+        return at_clock(self.hardware, self.clock) if self.clock else self.hardware
+
+    def costs(self) -> CostTable:
+        """Costs of every op of one microbatch, and of a step's end."""
+        layout = self.layout
+        table: dict[CostKey, OpCost] = {}
+        for (name, kind), (part, size) in self.parts.items():
+            again = layout.recomputing(name, kind)
+            if part.communicates:
+                table |= {(verb, name, kind): self._exchange(part, size, verb) for verb in ("fwd", "bwd")}
+                if again:
+                    (reader,) = layout.by_kind[kind].readers[name]
+                    opened = self._bytes(self.parts[reader, kind][1].lent or size.output)
+                    table["recompute", name, kind] = replace(table["fwd", name, kind], lent_bytes=opened)
+                continue
+            table |= {(verb, name, kind): self.compute(name, kind, verb) for verb in _verbs(size)}
+            if again:
+                once = table["fwd", name, kind]
+                table["fwd", name, kind] = replace(once, handed_bytes=self._bytes(size.handed))
+                table["recompute", name, kind] = once if part.lends else replace(once, output_bytes=0)
+        p2p = self._bytes(self.model.hidden)
+        table["recv", "act", ""] = table["recv", "grad", ""] = self._transfer("pp_fwd", p2p, p2p)
+        slots, state = self._add_units(table)
+        return CostTable(layout.kinds, table, slots, state, self.clock, layout.recomputed, _lent(layout))
+
+    def _bytes(self, elements: int) -> int:
+        """Of so many elements per token."""
+        return self.tokens * elements * self.dtype_bytes
+
+    def _eight(self, name: str, kind: str, verb: str) -> float:
+        """Share of the layers of a kind in which an op's products run in fp8. Embedding and head have no kind."""
+        weights = kind and self.parts[name, kind][0].unit
+        return self.fp8.share(self.layout.kinds, kind, verb) if self.fp8 is not None and weights else 0.0
+
+    def work(self, name: str, kind: str, verb: str, hw: Hardware) -> Work:
+        """What fwd, bwd or wgrad of a part does at such rates. FLOPs are those that draw as much power in bf16."""
+        t, b, (_, size) = self.tokens, self.dtype_bytes, self.parts[name, kind]
+        eight, unit = self._eight(name, kind, verb), self.layout.unit(name)
+        collects = unit is not None and (self.sharding.size(unit) == 1 or self.sharding.adds_up(unit))
         matmul = 2.0 * t * (size.gemm + size.grouped)
         core = CORE.get(verb, 0.0) * t * size.core
         whole = CORE.get(verb, 0.0) * t * (size.core + size.masked)
@@ -213,7 +253,7 @@ class _Pricing:
             clocked += eight * (self.fp8.seconds(dense, grouped, verb) - clocked)
             others += eight * self.fp8.moved(size, t, verb) / hw.kernel_bandwidth
             drawn *= 1 + eight * (DRAWN - 1)
-        if matmul:
+        if matmul:  # weight gradients that are added up are fp32
             operands = t * size.rows * b + (8 if verb == "wgrad" and collects else b) * size.weights // self.sharing
             operands *= 1 - 0.25 * eight  # what is multiplied has half of the bytes, what comes out has all
             moving = operands / hw.kernel_bandwidth
@@ -221,105 +261,158 @@ class _Pricing:
         others += hw.gap + (size.routes * hw.routing if verb != "wgrad" else 0.0)
         return Work(clocked + whole / rate, others, drawn + _ATTENTION_DRAWN * core)
 
-    def compute(self, size: PartSize, verb: str, collects: bool = False, eight: float = 0.0) -> OpCost:
-        """Cost of fwd, bwd or wgrad of a part; `collects` and `eight` as for its work."""
-        work, tokens_bytes = self.work(size, verb, collects, eight), self.tokens * self.dtype_bytes
-        output = {"fwd": size.output, "bwd": size.grad}.get(verb, 0) * tokens_bytes
-        saved = {"fwd": size.saved, "bwd": size.kept}.get(verb, 0) * tokens_bytes
-        traffic = self._traffic(size, verb)
+    def compute(self, name: str, kind: str, verb: str) -> OpCost:
+        """Cost of fwd, bwd or wgrad of a part."""
+        work, (_, size) = self.work(name, kind, verb, self.rates), self.parts[name, kind]
+        eight = self._eight(name, kind, verb)
+        output, saved = {"fwd": (size.output, size.saved), "bwd": (size.grad, size.kept)}.get(verb, (0, 0))
+        traffic, saved = self._traffic(size, verb), self._bytes(saved)
         flops = self.tokens * (2.0 * (size.gemm + size.grouped) + CORE.get(verb, 0.0) * size.core)
         if eight and self.fp8 is not None:
             traffic += round(eight * self.fp8.moved(size, self.tokens, verb))
             saved -= round(eight * self.fp8.saved(size, self.tokens, verb)) if verb != "wgrad" else 0
-        lent = size.lent * tokens_bytes if verb == "fwd" else 0
-        return OpCost(work.clocked + work.others, flops, 0, traffic, output, saved, lent_bytes=lent)
+        lent = self._bytes(size.lent) if verb == "fwd" else 0
+        return OpCost(work.clocked + work.others, flops, 0, traffic, self._bytes(output), saved, lent_bytes=lent)
 
     def _traffic(self, size: PartSize, verb: str) -> int:
         """Bytes that kernels between matmuls read and write."""
         if verb == "wgrad":  # of a table: clear it, then add up rows
             table = not size.gemm + size.grouped
             return (3 * self.tokens * size.output + size.weights) * self.dtype_bytes if table else 0
-        moved = size.traffic if verb == "fwd" else 2 * size.traffic + size.back
-        return self.tokens * moved * self.dtype_bytes
+        return self._bytes(size.traffic if verb == "fwd" else 2 * size.traffic + size.back)
 
-    def local(self, memory_bytes: int, flops: float = 0.0) -> OpCost:
+    def _exchange(self, part: Part, size: PartSize, verb: str) -> OpCost:
+        """Cost of fwd or bwd of a part that communicates."""
+        assert part.purpose is not None
+        moved, output = self._bytes(size.output), self._bytes(size.output if verb == "fwd" else size.grad)
+        return self._transfer(part.purpose, moved * (part.ranks - 1) // part.ranks, output, self._traffic(size, verb))
+
+    def _local(self, memory_bytes: int, flops: float = 0.0) -> OpCost:
         """Cost of a compute op that reads and writes, and multiplies."""
         hw = self.hardware
         seconds = memory_bytes / hw.memory_bandwidth + flops / hw.gemm_flops + hw.gap
         return OpCost(seconds, flops, memory_bytes=memory_bytes)
 
-    def transfer(self, purpose: Purpose, wire_bytes: int, output_bytes: int = 0, local_bytes: int = 0) -> OpCost:
+    def _transfer(self, purpose: Purpose, wire_bytes: int, output_bytes: int = 0, local_bytes: int = 0) -> OpCost:
         """Cost of a collective or a p2p transfer, with the local reads and writes that belong to it."""
         seconds = self.hardware.link(purpose).seconds(wire_bytes) + local_bytes / self.hardware.memory_bandwidth
         return OpCost(seconds, 0.0, wire_bytes, local_bytes, output_bytes)
 
+    def _add_units(
+        self, table: dict[CostKey, OpCost]
+    ) -> tuple[tuple[Mapping[Unit, tuple[int, int]], ...], tuple[int, ...]]:
+        """Add gather, add, reduce, update and step to the table; return slot sizes and state per pipeline rank.
 
-def op_costs(
-    model: ModelConfig,
-    layout: Layout,
-    tokens: int,
-    seq: int,
-    sharding: Sharding,
-    hardware: Hardware,
-    dtype_bytes: int,
-    documents: Lengths = (),
-) -> CostTable:
-    """Costs of every op of one microbatch of `tokens` tokens per data-parallel rank, in sequences of `seq`.
+        A gather casts its shard of the fp32 weights. A reduce adds its shard to the fp32 gradient: 8 bytes read and
+        written per element, though the first of a step only writes; that the last one reads what adds have summed up is
+        left out. What an add stands for, products of weight gradients do themselves, and in a group of one what a
+        reduce stands for too: then there are no slots. An embedding whose head is tied to it has both, unless the two
+        are on two ranks: then these exchange their sums, in fp32, and the step adds them up. AdamW reads weight,
+        gradient and both averages and writes weight and averages: 28 bytes, or 20 with averages in bf16, and what is
+        held whole once more in the format that computes, unless that is fp32; the norm reads the gradients once more.
+        Every rank's step waits for the slowest, through the norm's all-reduce. Products in fp8 have casts beside; the
+        step casts some first.
+        """
+        layout, sharding, model = self.layout, self.sharding, self.held or self.model
+        b, w = self.dtype_bytes, self.wire_bytes or self.dtype_bytes
+        traffic = normed = summed_up = 0
+        longest: Time = 0.0
+        slots, state = list[Mapping[Unit, tuple[int, int]]](), list[int]()
+        adamw = 12 + 4 * self.averages_bytes
+        for rank in range(layout.pp):
+            largest, matrices = dict[Unit, tuple[int, int]](), dict[Unit, int]()
+            shards = copied = casts = agreed = single = 0
+            longer: Time = 0.0
+            for (unit, kind), count in Counter(layout.units(rank)).items():
+                weights = unit_weights(model, layout, unit, kind)
+                gathers, reduces = groups_of(unit)
+                group = sharding.size(unit)
+                whole, tied = not sharding.gathers(unit), layout.tied and unit == EMBED.unit
+                twice = tied and not layout.apart
+                part = -(-weights // group)
+                others = part * (group - 1)
+                shard = weights if whole else part
+                eight, beside = self._in_fp8(unit, kind, weights)
+                sent, local = others * (eight + b * (1 - eight)), shard * (2 * eight + (4 + b) * (1 - eight))
+                table["gather", unit, kind] = self._transfer(gathers, round(sent), local_bytes=round(local))
+                summed = self._transfer(reduces, (2 if whole else 1) * others * w, local_bytes=shard * (8 + w))
+                slotted = group > 1 or twice
+                table["reduce", unit, kind] = summed if slotted else _FREE
+                sums = 0 if whole else 4 * weights  # who keeps whole gradients adds up where they stay
+                add = self._local(weights * (8 + w)) if twice else _FREE
+                table["add", unit, kind] = replace(add, grad_bytes=sums)
+                sizes = weights * (1 if eight == 1 else b) + (0 if whole else beside), weights * w
+                largest[unit] = max(largest.get(unit, (0, 0)), sizes if slotted else (0, 0))
+                for key in [
+                    key for key in table if key[0] == "wgrad" and (layout.unit(key[1]), key[2]) == (unit, kind)
+                ]:
+                    table[key] = replace(table[key], grad_bytes=4 * shard)
+                cast = shard if whole and b != 4 else 0
+                update = self._local(adamw * shard + b * cast)
+                updates = {"update": update}
+                if sharding.muon and kind:
+                    updates = self._muon(unit, kind, weights, shard, cast)
+                    longer += count * (sum(cost.seconds for cost in updates.values()) - update.seconds)
+                    single += count * shard
+                    held = MATRIX_SLOTS if sharding.collects(unit) else 1
+                    matrices[unit] = max(matrices.get(unit, 0), held * (2 * weights + 4 * shard))
+                updates["update"] = replace(updates["update"], output_bytes=4 * shard)  # gradients that it has read
+                table |= {(verb, unit, kind): cost for verb, cost in updates.items()}
+                if tied and layout.apart:
+                    table["recv", TIED, ""] = self._transfer("pp_bwd", 4 * shard, 4 * shard)
+                    summed_up = 12 * shard
+                shards += count * shard
+                copied += count * cast
+                agreed += count * round(shard * eight)
+                casts += count * (beside if whole else round(shard * eight))
+            slots.append(largest)
+            averages = self.averages_bytes * (2 * shards - single)
+            state.append(4 * shards + averages + b * copied + casts + sum(matrices.values()))
+            traffic = max(traffic, (adamw + 4) * shards + b * copied + (4 + 2 * b + 1) * agreed)
+            normed, longest = max(normed, 4 * shards), max(longest, longer)
+        for name, nbytes, more in (("all", traffic, longest), ("norm", normed, 0.0)):
+            wire = 8 if layout.pp * sharding.dense > 1 else 0
+            step = self._transfer("control", wire, local_bytes=nbytes + summed_up)
+            table["step", name, ""] = replace(step, seconds=step.seconds + more)
+        return tuple(slots), tuple(state)
 
-    Without `documents` each sequence is one.
+    def _muon(self, unit: Unit, kind: str, weights: int, shard: int, cast: int) -> dict[str, OpCost]:
+        """Muon's updates of a unit: averages, iterations, and the exchanges around them.
 
-    Assumes even routing: every rank gets as many rows as it sends. A p2p transfer's seconds belong to the recv.
-    """
-    shapes = replace(shapes_of(model, layout, seq, hardware, dtype_bytes), documents=documents)
-    parts = parts_of(layout)
-    sizes = sizes_of(layout, shapes)
-    price = _Pricing(hardware, tokens, dtype_bytes, sharding.tensor, sharding.fp8)
-    clock = clock_with(sizes, layout, tokens, sharding, hardware, dtype_bytes)
-    price = replace(price, hardware=at_clock(hardware, clock)) if clock else price
-    table: dict[CostKey, OpCost] = {}
-    p2p = tokens * model.hidden * dtype_bytes
-    for described, kind in parts:
-        part, size = described.name, sizes[described.name, kind]
-        if described.communicates:
-            assert described.purpose is not None
-            rows, room = (tokens * elements * dtype_bytes for elements in (size.output, size.grad))
-            moved = rows * (described.ranks - 1) // described.ranks
-            for verb, nbytes, local in (("fwd", rows, size.traffic), ("bwd", room, 2 * size.traffic + size.back)):
-                local_bytes = tokens * local * dtype_bytes
-                table[verb, part, kind] = price.transfer(described.purpose, moved, nbytes, local_bytes)
-            if layout.recomputing(part, kind):
-                (reader,) = layout.by_kind[kind].readers[part]
-                opened = tokens * (sizes[reader, kind].lent or size.output) * dtype_bytes
-                table["recompute", part, kind] = replace(table["fwd", part, kind], lent_bytes=opened)
-            continue
-        for verb in _verbs(size):
-            eight = _eight(price, layout, described, kind, verb)
-            table[verb, part, kind] = price.compute(size, verb, _collects(layout, sharding, part), eight)
-        if layout.recomputing(part, kind):
-            once = table["fwd", part, kind]
-            table["fwd", part, kind] = replace(once, handed_bytes=tokens * size.handed * dtype_bytes)
-            table["recompute", part, kind] = once if described.lends else replace(once, output_bytes=0)
-    table["recv", "act", ""] = table["recv", "grad", ""] = price.transfer("pp_fwd", p2p, p2p)
-    slots, state = _add_units(model, layout, sharding, price, table)
-    return CostTable(layout.kinds, table, slots, state, clock, layout.recomputed, _lent(layout))
+        A unit's matrices are shared out over the ranks of its group, each as much as the others, and what is sent is
+        bf16. An average reads gradient and average and writes the average and what is sent: 14 bytes an element. The
+        update reads the result and the weight and writes the weight: 12. Of AdamW's two averages one is left.
+        """
+        ranks = self.sharding.size(unit) if self.sharding.gathers(unit) else 1
+        average, iterate, reduces = 14 * shard, 10 * weights, groups_of(unit)[1]
+        move = 12 * shard + ((4 + self.dtype_bytes) * cast if ranks == 1 else 0)
+        flops = 0.0
+        widths = {"experts": self.model.expert_ffn, "mlp": self.model.ffn}  # matrices of attention are taken as square
+        for part in self.layout.by_kind[kind].parts:
+            if self.layout.unit(part.name) == unit:
+                size = size_of(part, Shapes(self.model, self.layout))
+                width = widths.get(part.name, self.model.hidden)
+                flops += orthogonal_flops(size.weights, self.model.hidden, width)
+        if ranks == 1:
+            return {"update": self._local(average + iterate + move, flops)}
+        wire = 2 * shard * (ranks - 1)
+        return {
+            "collect": self._transfer(reduces, wire, local_bytes=average),
+            "orthogonalise": self._local(iterate, flops / ranks),
+            "scatter": self._transfer(reduces, wire, local_bytes=2 * weights + 4 * shard),
+            "update": self._local(move),
+        }
+
+    def _in_fp8(self, unit: Unit, kind: str, weights: int) -> tuple[float, int]:
+        """(share of a unit's weights that are gathered in fp8, bytes of fp8 beside all of them where they are)."""
+        if self.fp8 is None or not kind:
+            return 0.0, 0
+        beside = self.fp8.beside(self.layout.kinds, kind, unit)
+        return self.fp8.travelling(self.layout.kinds, kind, unit), round(weights * beside)
 
 
-def shapes_of(model: ModelConfig, layout: Layout, seq: int, hardware: Hardware, dtype_bytes: int) -> Shapes:
-    """What the sizes of a plan's parts depend on."""
-    copies = copies_of(model, layout.ep, layout.per_rank, dtype_bytes)
-    ways = layout.cp, layout.heads
-    return Shapes(model, seq, layout.ep, copies, hardware.formulas, *ways, exact=4 // dtype_bytes)
-
-
-def parts_of(layout: Layout) -> list[tuple[Part, str]]:
-    """Every part with the kinds of layers that have it."""
-    kinds = sorted((kind for kind in layout.layer_types if kind.name in layout.kinds), key=lambda kind: kind.name)
-    return [(EMBED, ""), (HEAD, ""), *((part, kind.name) for kind in kinds for part in kind.parts)]
-
-
-def sizes_of(layout: Layout, shapes: Shapes) -> dict[tuple[str, str], PartSize]:
-    """The sizes of `parts_of` a layout, by the names of part and kind."""
-    return {(part.name, kind): size_of(part, shapes) for part, kind in parts_of(layout)}
+def _verbs(size: PartSize) -> tuple[str, ...]:
+    return ("fwd", "bwd", "wgrad") if size.weights else ("fwd", "bwd")
 
 
 def _lent(layout: Layout) -> frozenset[tuple[str, int]]:
@@ -328,128 +421,140 @@ def _lent(layout: Layout) -> frozenset[tuple[str, int]]:
     return frozenset((name, n) for *names, n in pairs for name in names if names[1])
 
 
-def _verbs(size: PartSize) -> tuple[str, ...]:
-    return ("fwd", "bwd", "wgrad") if size.weights else ("fwd", "bwd")
+# ---------------------------------------------------------------------------------------------------- costs of settings
 
 
-def _collects(layout: Layout, sharding: Sharding, part: str) -> bool:
-    """Whether products of a part's weight gradients add them up in fp32."""
-    unit = layout.unit(part)
-    return unit is not None and (sharding.size(unit) == 1 or sharding.adds_up(unit))
+def pricing_of(config: Config, hardware: Hardware, documents: Lengths = ()) -> Pricing:
+    """What the costs of the plan that a configuration asks for depend on. Without `documents` each sequence is one."""
+    tp = config.mesh.tp
+    return Pricing(
+        model=config.model if tp == 1 else model_of_ranks(config),
+        layout=layout_of(config),
+        tokens=config.tokens,
+        seq=config.data.sequence_length,
+        sharding=sharding_of(config),
+        hardware=hardware,
+        dtype_bytes=config.element_bytes,
+        documents=documents,
+        held=None if tp == 1 else model_of_rank(config),
+        sharing=tp,
+        wire_bytes=config.wire_bytes,
+        averages_bytes=2 if config.precision.averages == "bf16" else 4,
+        fp8=fp8_of(config),
+    )
 
 
-def _eight(price: _Pricing, layout: Layout, part: Part, kind: str, verb: str) -> float:
-    """Share of the layers of a kind in which an op's products run in fp8. Embedding and head have no kind."""
-    return price.fp8.share(layout.kinds, kind, verb) if price.fp8 is not None and kind and part.unit else 0.0
+def fp8_of(config: Config) -> Fp8 | None:
+    """Which products run in fp8; None: none. Weights are cast whenever they are gathered, or once a step."""
+    p, keeps = config.precision, config.overlap.dp.strategy not in ("auto", "optim_grads_params")
+    if p.compute != "fp8":
+        return None
+    casts = 1 / config.train.microbatches if keeps or config.mesh.data == 1 else 2.0
+    return Fp8(p.fp8_products, p.fp8_ends, casts, gathered_units(config) if p.gather == "fp8" else ())
 
 
-def clock_with(
-    sizes: Mapping[tuple[str, str], PartSize], layout: Layout, tokens: int, sharding: Sharding, hardware: Hardware,
-    dtype_bytes: int,
-) -> float:  # fmt: skip
-    """The clock of microbatches of such `sizes_of`; 0: no limit is known. See Note: [Power sets the clock]."""
-    if not hardware.clock:
-        return 0.0
-    price = _Pricing(hardware, tokens, dtype_bytes, sharding.tensor, sharding.fp8)
-    works: list[Work] = []
-    for part, kind in parts_of(layout):
-        count, collects = layout.kinds.count(kind) if kind else 1, _collects(layout, sharding, part.name)
-        again = layout.recomputing(part.name, kind)
-        size = sizes[part.name, kind]
-        if not part.communicates:
-            eight = {verb: _eight(price, layout, part, kind, verb) for verb in _verbs(size)}
-            works += count * [price.work(size, verb, collects, share) for verb, share in eight.items()]
-            works += again * [price.work(size, "fwd", collects, eight["fwd"])]
-    return clock_of(price.hardware, works)
+def costs_of(
+    config: Config, hardware: Hardware, measured: Measurement | None = None, documents: Lengths = ()
+) -> CostTable:
+    """What every op of the plan costs on that hardware: on the imitated network, if the transport is the slow one.
 
-
-def _add_units(
-    model: ModelConfig, layout: Layout, sharding: Sharding, price: _Pricing, table: dict[CostKey, OpCost]
-) -> tuple[tuple[Mapping[Unit, tuple[int, int]], ...], tuple[int, ...]]:
-    """Add gather, add, reduce, update and step to the table; return slot sizes and state per pipeline rank.
-
-    A gather casts its shard of the fp32 weights. A reduce adds its shard to the fp32 gradient: 8 bytes read and written
-    per element, though the first of a step only writes; that the last one reads what adds have summed up is left out.
-    What an add stands for, products of weight gradients do themselves, and in a group of one what a reduce stands for
-    too: then there are no slots. An embedding whose head is tied to it has both, unless the two are on two ranks: then
-    these exchange their sums, in fp32, and the step adds them up. AdamW reads weight, gradient and both averages and
-    writes weight and averages: 28 bytes, or 20 with averages in bf16, and what is held whole once more in the format
-    that computes, unless that is fp32; the norm reads the gradients once more. Every rank's step waits for the slowest,
-    through the norm's all-reduce. Products in fp8 have casts beside; the step casts some first.
+    Measured seconds take the place of modelled ones. Without `documents` each sequence is one.
     """
-    b, w = price.dtype_bytes, sharding.wire_bytes or price.dtype_bytes
-    traffic = normed = summed_up = 0
-    slots, state = list[Mapping[Unit, tuple[int, int]]](), list[int]()
-    adamw = 12 + 4 * sharding.averages_bytes
-    for rank in range(layout.pp):
-        largest: dict[Unit, tuple[int, int]] = {}
-        shards = copied = casts = agreed = 0
-        for (unit, kind), count in Counter(units_of(layout, rank)).items():
-            weights = unit_weights(model, layout, unit, kind)
-            gathers, reduces = groups_of(unit)
-            group = sharding.size(unit)
-            whole, tied = not sharding.gathers(unit), layout.tied and unit == EMBED.unit
-            twice = tied and not layout.apart
-            part = -(-weights // group)
-            others = part * (group - 1)
-            shard = weights if whole else part
-            eight, beside = _in_fp8(price, layout, unit, kind, weights)
-            sent, local = others * (eight + b * (1 - eight)), shard * (2 * eight + (4 + b) * (1 - eight))
-            table["gather", unit, kind] = price.transfer(gathers, round(sent), local_bytes=round(local))
-            summed = price.transfer(reduces, (2 if whole else 1) * others * w, local_bytes=shard * (8 + w))
-            slotted = group > 1 or twice
-            table["reduce", unit, kind] = summed if slotted else _FREE
-            sums = 0 if whole else 4 * weights  # who keeps whole gradients adds up where they stay
-            table["add", unit, kind] = replace(price.local(weights * (8 + w)) if twice else _FREE, grad_bytes=sums)
-            sizes = weights * (1 if eight == 1 else b) + (0 if whole else beside), weights * w
-            largest[unit] = max(largest.get(unit, (0, 0)), sizes if slotted else (0, 0))
-            for key in [key for key in table if key[0] == "wgrad" and (layout.unit(key[1]), key[2]) == (unit, kind)]:
-                table[key] = replace(table[key], grad_bytes=4 * shard)
-            cast = shard if whole and b != 4 else 0
-            moved = price.local(adamw * shard + b * cast)
-            table["update", unit, kind] = replace(moved, output_bytes=4 * shard)  # gradients that it has read
-            if tied and layout.apart:
-                table["recv", TIED, ""] = price.transfer("pp_bwd", 4 * shard, 4 * shard)
-                summed_up = 12 * shard
-            shards += count * shard
-            copied += count * cast
-            agreed += count * round(shard * eight)
-            casts += count * (beside if whole else round(shard * eight))
-        slots.append(largest)
-        state.append((4 + 2 * sharding.averages_bytes) * shards + b * copied + casts)
-        traffic = max(traffic, (adamw + 4) * shards + b * copied + (4 + 2 * b + 1) * agreed)
-        normed = max(normed, 4 * shards)
-    for part, nbytes in (("all", traffic), ("norm", normed)):
-        wire = 8 if layout.pp * sharding.dense > 1 else 0
-        table["step", part, ""] = price.transfer("control", wire, local_bytes=nbytes + summed_up)
-    return tuple(slots), tuple(state)
+    costs, layout = pricing_of(config, hardware, documents).costs(), layout_of(config)
+    table, rates = dict(costs.table), at_clock(hardware, costs.clock) if costs.clock else hardware
+    if config.mesh.tp > 1:
+        add_waits(table, config, hardware, layout)
+    if config.mesh.replicas > 1:
+        _sum_over_replicas(table, config, hardware)
+    if layout.placed:
+        _place_rows(table, config, layout)
+    if config.plan.pieces > 1:
+        _cut_loss(table, config, rates)
+    for part, layer in layout.offloaded:  # what forwards keep goes to the host's memory and back
+        saved = table["fwd", part, layout.kinds[layer]].saved_bytes
+        away = OpCost(hardware.host.seconds(saved), wire_bytes=saved, output_bytes=saved)
+        table |= {(verb, part, layout.kinds[layer]): away for verb in HOST}
+    links = config.train.slow_links() if config.train.transport == "slow" else {}
+    for key, cost in table.items():
+        if cost.wire_bytes and (purpose := carried_by(key, layout)) in links:
+            latency, bandwidth = links[purpose]
+            table[key] = replace(cost, seconds=cost.seconds + latency + cost.wire_bytes / bandwidth)
+    costs = replace(costs, table=table)
+    return costs if measured is None else costs.measured(measured.seconds)
 
 
-def _in_fp8(price: _Pricing, layout: Layout, unit: Unit, kind: str, weights: int) -> tuple[float, int]:
-    """(share of a unit's weights that are gathered in fp8, bytes of fp8 beside all of them where they are)."""
-    if price.fp8 is None or not kind:
-        return 0.0, 0
-    beside = price.fp8.beside(layout.kinds, kind, unit)
-    return price.fp8.travelling(layout.kinds, kind, unit), round(weights * beside)
+def _sum_over_replicas(table: dict[CostKey, OpCost], config: Config, hardware: Hardware) -> None:
+    """Add what sums a step's gradients over replicas of the weights, in fp32.
+
+    That is once a step, behind the reduces of the last microbatch. Here every microbatch's has its share, so what a
+    step's end has of it is underrated.
+    """
+    link, replicas = hardware.link("replicas"), config.mesh.replicas
+    for key, cost in table.items():
+        if key[0] == "reduce":
+            kept = table["update", *key[1:]].output_bytes  # the rank's gradients of the unit
+            seconds = link.seconds(2 * kept * (replicas - 1) / replicas)
+            table[key] = replace(cost, seconds=cost.seconds + seconds / config.train.microbatches)
 
 
-def groups_of(unit: str) -> tuple[Purpose, Purpose]:
-    """What its groups are for: the one that gathers its weights, and the one that reduces its gradients."""
-    return ("gather_experts", "reduce_experts") if unit == "experts" else ("gather_dense", "reduce_dense")
+def _place_rows(table: dict[CostKey, OpCost], config: Config, layout: Layout) -> None:
+    """Rows arrive where products read them, with more room than they fill where no host counts them.
+
+    Experts keep no rows of their own then, nor gradients of them: the values of the exchanges live as long. What is not
+    filled takes no time.
+    """
+    rows = rows_evenly(config) * config.model.hidden * config.element_bytes
+    times = rows_allowed(config) / rows_evenly(config) if layout.uncounted else 1.0
+    for kind in layout.layer_types:
+        kept: dict[tuple[str, str], int] = {}  # op -> how often it would have kept the rows
+        for part in kind.parts:
+            if part.way == "out":
+                reader = kind.readers[part.name][0]
+                kept |= {("fwd", part.name): 0, ("recompute", part.name): 0}
+                kept |= {("fwd", reader): 1, ("recompute", reader): 1, ("bwd", reader): 2}
+            elif part.way == "back":
+                kept |= {("bwd", part.name): 0}
+        for (verb, name), count in kept.items():
+            cost = table.get((verb, name, kind.name))
+            if cost is not None:
+                saved = max(cost.saved_bytes - rows * count, 0) if cost.saved_bytes else 0
+                sizes = {"output_bytes": cost.output_bytes, "handed_bytes": cost.handed_bytes, "saved_bytes": saved}
+                changed = {what: round(times * nbytes) for what, nbytes in sizes.items()}
+                table[verb, name, kind.name] = replace(cost, **changed, lent_bytes=0)
 
 
-def units_of(layout: Layout, rank: int) -> list[tuple[Unit, str]]:
-    """(class, kind of the layer) of every unit of a pipeline rank."""
-    units: list[tuple[Unit, str]] = []
-    for chunk in range(layout.chunks):
-        if layout.is_first(rank, chunk):
-            units.append(("embed", ""))
-        for layer in layout.layers(rank, chunk):
-            kind = layout.type_of(layer)
-            units += [(unit, kind.name) for unit in dict.fromkeys(part.unit for part in kind.weighted) if unit]
-        if layout.is_last(rank, chunk) and not (layout.tied and ("embed", "") in units):
-            units.append(("embed" if layout.tied else "head", ""))
-    return units
+def _cut_loss(table: dict[CostKey, OpCost], config: Config, rates: Hardware) -> None:
+    """Tokens go through the head in pieces. See `layers/vocabulary.py`.
+
+    Backward makes logits and reads them once more, and has the product of the weight gradient, which it keeps in fp32.
+    What a piece takes inside of an op counts as kept.
+    """
+    m = config.model
+    logits, weights = config.tokens * m.vocab * config.element_bytes, m.vocab * m.hidden
+    piece, flops = logits // config.plan.pieces, 2.0 * config.tokens * weights
+    fwd, bwd, wgrad = (table[verb, "head", ""] for verb in ("fwd", "bwd", "wgrad"))
+    more = 2 * flops / rates.gemm_flops + (2 * logits + 4 * weights) / rates.kernel_bandwidth
+    moved = (4 + config.wire_bytes) * weights
+    saved = fwd.saved_bytes - rates.formulas.loss_saved * logits + piece + 4 * config.tokens
+    table["fwd", "head", ""] = replace(fwd, saved_bytes=saved)
+    saved = bwd.saved_bytes - logits + piece + 4 * weights
+    table["bwd", "head", ""] = replace(bwd, seconds=bwd.seconds + more, flops=bwd.flops + 2 * flops, saved_bytes=saved)
+    seconds = moved / rates.memory_bandwidth + rates.gap
+    table["wgrad", "head", ""] = replace(wgrad, seconds=seconds, flops=0.0, memory_bytes=moved)
+
+
+def carried_by(key: CostKey, layout: Layout) -> Purpose | None:
+    """What the group is for that an op communicates on; None for compute."""
+    verb, part, kind = key
+    match verb, part:
+        case "recv", "act":
+            return "pp_fwd"
+        case "recv", _:
+            return "pp_bwd"
+        case (("gather" | "reduce" | "collect" | "scatter"), _):
+            return groups_of(part)[verb != "gather"]
+    found = layout.by_kind[kind].by_name.get(part) if kind else None
+    return found.purpose if found else None
 
 
 # ------------------------------------------------------------------------------------------------------------ overheads
@@ -502,62 +607,37 @@ def _copied(config: Config, purpose: Purpose) -> bool:
     return purpose in COPIED.get(config.train.transport, ()) and not stored
 
 
-# ----------------------------------------------------------------------------------------------------------- muon costs
+# --------------------------------------------------------------------------------------------------------------- varied
 #
-# What Muon's updates cost: averages, iterations, and the exchanges around them, in the place of AdamW's.
-#
-# A unit's matrices are shared out over the ranks of its group, each as much as the others, and what is sent is bf16. An
-# average reads gradient and average and writes the average and what is sent: 14 bytes an element. The update reads the
-# result and the weight and writes the weight: 12. Of AdamW's two averages one is left.
+# Costs of ops where documents share sequences, and so of microbatches whose attention differs.
 
 
-def with_muon(
-    costs: CostTable, model: ModelConfig, layout: Layout, sharding: Sharding, hardware: Hardware, dtype_bytes: int
-) -> CostTable:
-    """The costs of a step whose layers Muon updates. The step op has all of it, if no update is left to the next."""
-    table, state, price = dict(costs.table), list(costs.state_bytes), _Pricing(hardware, 0, dtype_bytes)
-    longest: Time = 0.0
-    for rank in range(layout.pp):
-        slots: dict[Unit, int] = {}
-        longer: Time = 0.0
-        for (unit, kind), count in Counter(units_of(layout, rank)).items():
-            if not kind:
-                continue
-            weights, adamw = unit_weights(model, layout, unit, kind), costs.table["update", unit, kind]
-            ranks = sharding.size(unit) if sharding.gathers(unit) else 1
-            shard = -(-weights // ranks)
-            cast = (4 + dtype_bytes) * shard if ranks == 1 and dtype_bytes != 4 else 0
-            average, iterate, move = 14 * shard, 10 * weights, 12 * shard + cast
-            flops, reduces = _orthogonal_flops(model, layout, unit, kind), groups_of(unit)[1]
-            if ranks == 1:
-                made = {"update": price.local(average + iterate + move, flops)}
-            else:
-                wire = 2 * shard * (ranks - 1)
-                made = {
-                    "collect": price.transfer(reduces, wire, local_bytes=average),
-                    "orthogonalise": price.local(iterate, flops / ranks),
-                    "scatter": price.transfer(reduces, wire, local_bytes=2 * weights + 4 * shard),
-                    "update": price.local(move),
-                }
-            made["update"] = replace(made["update"], output_bytes=adamw.output_bytes)
-            table |= {(verb, unit, kind): cost for verb, cost in made.items()}
-            longer += count * (sum(cost.seconds for cost in made.values()) - adamw.seconds)
-            state[rank] -= count * shard * sharding.averages_bytes
-            held = MATRIX_SLOTS if sharding.collects(unit) else 1
-            slots[unit] = max(slots.get(unit, 0), held * (2 * weights + 4 * shard))
-        state[rank] += sum(slots.values())
-        longest = max(longest, longer)
-    step = table["step", "all", ""]
-    table["step", "all", ""] = replace(step, seconds=step.seconds + longest)
-    return replace(costs, table=table, state_bytes=tuple(state))
+@dataclass(frozen=True)
+class Varied(CostTable):
+    """Costs where each microbatch has documents of its own. Memory does not depend on them. Made by `varied`."""
+
+    microbatches: Sequence[CostTable] = ()
+    """Of each."""
+
+    def seconds(self, rank: int, op: Op) -> Time:
+        if op.verb not in ("fwd", "bwd", "recompute"):
+            return super().seconds(rank, op)
+        return self.microbatches[op.microbatch].seconds(rank, op)
 
 
-def _orthogonal_flops(model: ModelConfig, layout: Layout, unit: Unit, kind: str) -> float:
-    """Of the iterations of all matrices of a unit; those of attention are taken as square."""
-    shapes = Shapes(model, 1, layout.ep, copies_of(model, layout.ep, False, 1), STOCK)
-    widths = {"experts": model.expert_ffn, "mlp": model.ffn}
-    return sum(
-        orthogonal_flops(size_of(part, shapes).weights, model.hidden, widths.get(part.name, model.hidden))
-        for part in layout.by_kind[kind].parts
-        if layout.unit(part.name) == unit
-    )
+def varied(whole: CostTable, config: Config, hardware: Hardware, documents: Sequence[Lengths]) -> Varied:
+    """The costs of microbatches with these documents, beside `whole`, which are those of whole sequences.
+
+    All run at the clock of documents as they are on average: see Note: [Power sets the clock]. Measured costs stay
+    those of the documents that there were.
+    """
+    clock, base, rates = pricing_of(config, hardware, merged(documents)).clock, whole, hardware
+    measured = {key: whole.table[key] for key in whole.timed}
+    if clock:
+        rates = at_clock(hardware, clock)
+        base = costs_of(config, rates)
+        base = replace(base, table={**base.table, **measured}, timed=whole.timed, clock=clock)
+    each = {lengths: costs_of(config, rates, documents=lengths) for lengths in dict.fromkeys(documents)}
+    same: dict[str, Any] = {field.name: getattr(base, field.name) for field in fields(CostTable)}
+    full = {lengths: replace(one, table={**one.table, **measured}) for lengths, one in each.items()}
+    return Varied(**same, microbatches=[full[lengths] for lengths in documents])

@@ -64,6 +64,27 @@ def kind_of(lane: Lane) -> Kind | None:
     return None if lane in COMPUTING else KIND_OF.get(lane, lane)
 
 
+@dataclass(frozen=True, slots=True)
+class OpCost:
+    """Cost of one op on one rank. `memory_bytes` is traffic outside matmuls; the rest is as in `Costs`."""
+
+    seconds: Time = 0.0
+    flops: float = 0.0
+    wire_bytes: int = 0
+    memory_bytes: int = 0
+    output_bytes: int = 0
+    saved_bytes: int = 0
+    grad_bytes: int = 0
+    handed_bytes: int = 0
+    """More of the output, if a forward that runs again keeps nothing else of it."""
+    lent_bytes: int = 0
+    """Of what is saved: not kept where it is made again. Of what is made again: what its reader makes of it then."""
+    inner_seconds: Time = 0.0
+    """Of `seconds`: in which the op waits for tensor-parallel peers."""
+    inner_bytes: int = 0
+    """What it gets from them."""
+
+
 @dataclass(frozen=True)
 class Overheads:
     """What slows a step down beyond the costs of its ops. See Note: [What the simulator believes]."""

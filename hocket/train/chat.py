@@ -90,10 +90,6 @@ class Chats:
         text = self._render(chat, len(messages))
         return [_without_marks(text)] if OPEN in text else self._by_turns(text, chat)
 
-    def question(self, text: str) -> str:
-        """The text of a user's message, up to where an answer begins. Raises BadFileError."""
-        return self._render(_Chat([{"role": "user", "content": text}], None, "the prompt"), 1, asks=True)
-
     @cached_property
     def end(self) -> str:
         """What the template writes after an answer, without white space around it. Raises BadFileError."""

@@ -26,15 +26,14 @@ from hocket.environment import available_memory
 from hocket.fsdp.saving.inventory import FlatTensor
 from hocket.layers.slices import Span
 from hocket.model.context import imbalance_of
-from hocket.model.documents import Microbatch, documents_of
+from hocket.model.documents import Microbatch, documents_of, to_device
 from hocket.model.transformer import parameter_counts
+from hocket.program.arrivals import lack
 from hocket.program.documents import Dealt, as_read, deals, dealt, lengths_of, works_of
 from hocket.program.part_sizes import attending
-from hocket.program.stages import lack
 from hocket.resolve import Settings
 from hocket.runtime.hangs import Watchdog
 from hocket.runtime.world import everyone
-from hocket.step_state import flat_of
 from hocket.train.checkpoint import (
     Moment,
     Restored,
@@ -304,19 +303,17 @@ class Trainer:
         result = engine.train_step(microbatches, lr)
         if result.lacked:
             metrics.say(f"step {self.step + 1} {lack(settings, result.lacked, result.grown)}")
-        loss, loads, signal, uneven = engine.agree(result.loss, result.loads, stop.signal, result.imbalance)
+        told = engine.agree(result.loss, result.loads, stop.signal, result.imbalance)
         self.step += 1
         self._held_out = None
         self.position += settings.batch
         seconds = time.perf_counter() - started
-        norm, skipped, total = torch.stack(
-            [result.grad_norm.double(), result.skipped.double(), engine.skipped.double()]
-        ).tolist()
-        self._in_a_row = self._in_a_row + 1 if skipped else 0
-        rows = self._rows(result.loads) if loads else {}
-        worst, epochs = max(loads.values(), default=0.0), self._epochs(self.position)
-        numbers = loss, norm, lr, seconds, worst, int(total)
-        return StepRecord(self.step, *numbers, loads, rows, epochs, result.way, uneven, waits), signal
+        self._in_a_row = self._in_a_row + 1 if told.skipped else 0
+        rows = self._rows(result.loads) if told.loads else {}
+        worst, epochs = max(told.loads.values(), default=0.0), self._epochs(self.position)
+        numbers = told.loss, told.grad_norm, lr, seconds, worst, told.skipped_of_run
+        more = told.loads, rows, epochs, result.way, told.imbalance, waits
+        return StepRecord(self.step, *numbers, *more), told.signal
 
     def _evaluates(self) -> bool:
         """Whether a validation follows the last step because of its number."""
@@ -353,7 +350,9 @@ class Trainer:
         for of_ranks in order:
             ids, targets, numbers = stream.batch([position + n for n in of_ranks[self.engine.where.dp]])
             documents = None if numbers is None else documents_of(numbers).to(self.device)
-            batches.append(Microbatch(ids.to(self.device), targets.to(self.device), documents=documents))
+            batches.append(
+                Microbatch(to_device(ids, self.device), to_device(targets, self.device), documents=documents)
+            )
         return batches
 
     @property
@@ -403,10 +402,10 @@ class Trainer:
         found: State = {}
         for s in optimizer.state.values():
             for kind, flat in (("weight", s.piece.main), ("exp_avg", s.exp_avg), ("exp_avg_sq", s.exp_avg_sq)):
-                found[f"{kind}.{s.piece.name}"] = flat_of(s.piece, flat)
+                found[f"{kind}.{s.piece.name}"] = s.piece.tensor(flat)
         for piece, momentum in optimizer.momenta.values():
             for kind, flat in (("weight", piece.main), ("momentum", momentum)):
-                found[f"{kind}.{piece.name}"] = flat_of(piece, flat)
+                found[f"{kind}.{piece.name}"] = piece.tensor(flat)
         for name, bias in self.engine.balance.biases().items():
             found[f"bias.{name}"] = FlatTensor(bias, Span(tuple(bias.shape), 0, bias.numel()))
         return found

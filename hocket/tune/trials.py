@@ -33,7 +33,8 @@ from typing import Any, Protocol
 from hocket.config import Config
 from hocket.config.rule import Host, leaf, show
 from hocket.config.schema import changed
-from hocket.program.cost import CostTable
+from hocket.program.arrivals import arrival_bytes
+from hocket.program.cost import CostTable, costs_of
 from hocket.program.hardware import hardware_of
 from hocket.program.lower import build_forward, build_program, choose_order, free_rank, with_late_heads
 from hocket.program.ops import Layout, Program
@@ -41,7 +42,7 @@ from hocket.program.p2p import activation
 from hocket.program.pipeline import in_flight, warmup
 from hocket.program.shard import Sharding
 from hocket.program.simulate import Time, cost_key, peak_bytes, simulate, spans_of, times
-from hocket.program.stages import arrival_bytes, costs_of, layout_of, sharding_of
+from hocket.program.stages import layout_of, sharding_of
 from hocket.rules import few_microbatches, group_of
 from hocket.sizes import duration
 

@@ -54,7 +54,7 @@ def test_gradients_are_zeroed_or_dropped():
 def test_residency():
     """Where gathered weights live, and for how long, changes no bit."""
     options = [
-        *({"prefetch": n} for n in (0, 1, 2, 9, "1KiB", "4KiB", "1MiB")),
+        *({"prefetch": n} for n in (0, 1, 2, 9)),
         *({"staging": n} for n in (1, 2, 3)),
         {"prefetch": 2, "staging": 1},
     ]

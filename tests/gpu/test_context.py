@@ -143,3 +143,26 @@ def test_chunks_of_one_document_attend_in_parts(queries: int, keys: int, width: 
         assert mine.grad is not None
         assert theirs.grad is not None
         assert (mine.grad.float() - theirs.grad).norm() < 1e-2 * theirs.grad.norm()
+
+
+def test_numbers_of_a_step_come_before_its_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host issues the next step while the GPU updates weights."""
+    engine = Engine(settings(1, "gather", ()), 0, CUDA)
+    engine.init_weights()
+    ids = torch.randint(256, (2, 2, 257), generator=torch.Generator().manual_seed(1)).to(CUDA)
+    batch = [Microbatch(one[:, :-1].contiguous(), one[:, 1:].contiguous()) for one in ids]
+    for _ in range(2):
+        engine.agree(engine.train_step(batch, 1e-3).loss)
+    apply = engine.optimizer.apply
+
+    def late(later: bool = False) -> None:
+        torch.cuda._sleep(1_000_000_000)
+        apply(later)
+
+    monkeypatch.setattr(engine.optimizer, "apply", late)
+    result = engine.train_step(batch, 1e-3)
+    told = engine.agree(result.loss)
+    assert not torch.cuda.current_stream().query()
+    assert (told.loss, told.grad_norm) == (float(result.loss), float(result.grad_norm))
+    assert told.loss == engine.agree(result.loss.clone()).loss
+    engine.close()

@@ -204,7 +204,7 @@ def test_buckets_change_no_bit() -> None:
 
 def residency(rank: int) -> None:
     variants: list[dict[str, Any]] = [
-        {}, {"prefetch": 2}, {"prefetch": 0}, {"prefetch": "8MiB"}, {"staging": 1},
+        {}, {"prefetch": 2}, {"prefetch": 0}, {"staging": 1},
     ]  # fmt: skip
     first: list[Tensor] = []
     for options in variants:

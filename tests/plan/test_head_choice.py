@@ -10,12 +10,13 @@ from hocket.config import Config, MeshConfig, ModelConfig, PrecisionConfig, Trai
 from hocket.config.rule import Host
 from hocket.config.schema import changed
 from hocket.planning import program_of
+from hocket.program.cost import costs_of
 from hocket.program.hardware import H200, HARDWARE
 from hocket.program.lower import build_program, with_late_heads
 from hocket.program.ops import Program
 from hocket.program.simulate import quiet_end, simulate
 from hocket.program.simulate import times as simulated_times
-from hocket.program.stages import costs_of, layout_of, sharding_of
+from hocket.program.stages import layout_of, sharding_of
 from hocket.resolve import Settings, resolve
 from hocket.rules import few_microbatches
 from hocket.tune.choose import _fewest

@@ -15,7 +15,8 @@ from hocket.config import ModelConfig
 from hocket.layers.norms import rotate
 from hocket.model.latent_attention import LatentAttention, softmax_scale
 from hocket.model.layers import Attention
-from hocket.model.moe import ExpertPlace, MoELayer
+from hocket.model.moe import MoELayer
+from hocket.model.parts import ExpertPlace
 from hocket.model.rotary import rotary_table
 from hocket.model.source import init_tensor
 from hocket.model.transformer import Chunk

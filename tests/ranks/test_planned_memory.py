@@ -12,8 +12,9 @@ from hocket.config import Config
 from hocket.config.schema import changed
 from hocket.engine import Engine
 from hocket.model.documents import Microbatch
+from hocket.program.cost import costs_of
 from hocket.program.hardware import hardware_of
-from hocket.program.stages import costs_of, mesh_of
+from hocket.program.stages import mesh_of
 from hocket.program.values import unit_moved, unit_written
 from hocket.runtime.comm import make_groups
 from tests.helpers.parity import config

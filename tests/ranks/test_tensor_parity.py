@@ -34,11 +34,11 @@ def train(rank: int, config: Config, steps: list[list[list[Batch]]]) -> dict[str
     engine = Engine(config, rank, torch.device("cpu"))
     engine.init_weights()
     pieces = [piece for unit in engine.sharded.units.values() for piece in unit.pieces()]
-    first = [(p.name, p.shape, p.lo, p.hi, p.part, p.main.clone()) for p in pieces]
-    out = learn(engine, steps, lambda: [(p.name, p.shape, p.lo, p.hi, p.part, p.grad.clone()) for p in pieces])
+    first = [(p.name, p.shape, p.lo, p.hi, p.span.part, p.main.clone()) for p in pieces]
+    out = learn(engine, steps, lambda: [(p.name, p.shape, p.lo, p.hi, p.span.part, p.grad.clone()) for p in pieces])
     out |= {"first": first, "tp": engine.where.tp, "rows": [int(n.sum()) for n in engine.balance.loads.values()]}
     out["validation"] = engine.evaluate([microbatch(batches[engine.where.dp]) for batches in steps[0]]).item()
-    out["weights"] = [(p.name, p.shape, p.lo, p.hi, p.part, p.main.clone()) for p in pieces]
+    out["weights"] = [(p.name, p.shape, p.lo, p.hi, p.span.part, p.main.clone()) for p in pieces]
     out["calls"] = dict(engine.groups.tp.calls)
     engine.close()
     return out
