@@ -23,7 +23,6 @@ from hocket.engine import Engine
 from hocket.model.documents import Microbatch
 from hocket.model.source import init_tensor
 from hocket.pretrained import families
-from hocket.pretrained import configuration
 
 _OURS = {
     "input_layernorm.weight": "attn_norm",
