@@ -201,7 +201,7 @@ def test_the_newest_and_those_of_some_steps_are_kept(tmp_path: Path) -> None:
 def test_there_are_no_copies_for_which_the_host_has_no_memory(tmp_path: Path) -> None:
     size = background.copied_bytes({"a": torch.zeros(7), "b": [1, torch.zeros(200)], "c": {"d": torch.zeros(3)}})
     assert size == 64 + 832 + 64
-    settings, copies = settings_in(tmp_path), checkpoint.copies_of(groups(1))
+    settings, copies = settings_in(tmp_path), background.copied_bytes(groups(1))
     assert checkpoint.require_memory(settings, 0, copies, 1 << 20) == ""
     remark = checkpoint.require_memory(settings, 0, copies, 1000)
     assert remark.startswith("training waits while checkpoints are written: copies of ")

@@ -35,7 +35,7 @@ from hocket.config.schema import digest
 from hocket.files import set_aside
 from hocket.fsdp.saving import background
 from hocket.fsdp.saving.atomic_folder import clean_up, free, remove, shown
-from hocket.fsdp.saving.background import Saving, copied_bytes, wait_for_thread
+from hocket.fsdp.saving.background import Saving, wait_for_thread
 from hocket.fsdp.saving.checkpoint import METADATA, CheckpointReader, CheckpointWriter, write
 from hocket.fsdp.saving.inventory import FlatTensor
 from hocket.resolve import Settings
@@ -491,11 +491,6 @@ def require_memory(settings: Settings, offloaded: int, copies: int, available: i
                 f"take {shown(away + copied)}, and {left}"
             )
     return without
-
-
-def copies_of(state: State) -> int:
-    """Bytes that this rank's copies take while they are written behind steps."""
-    return copied_bytes(state)
 
 
 def _require_shared(here: Path) -> None:

@@ -16,6 +16,7 @@ from hocket.config.rule import problem
 from hocket.engine import Engine
 from hocket.engine.engine import blame
 from hocket.environment import available_memory
+from hocket.fsdp.saving.background import copied_bytes
 from hocket.fsdp.saving.inventory import FlatTensor
 from hocket.layers.slices import Span
 from hocket.model.context import imbalance_of
@@ -32,7 +33,6 @@ from hocket.train.checkpoint import (
     Restored,
     Saves,
     State,
-    copies_of,
     make_place,
     require_memory,
     restore,
@@ -127,7 +127,7 @@ class Trainer:
         notes = make_place(settings, self._state()) if settings.train.kept["newest"] else []
         between = self.saves and 0 < settings.train.save_every < settings.train.steps
         copies, offloaded = (
-            copies_of(self._state()) if between else 0,
+            copied_bytes(self._state()) if between else 0,
             engine.host_bytes if settings.plan.offload else 0,
         )
         self._no_copies = require_memory(settings, offloaded, copies, available_memory())
