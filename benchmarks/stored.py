@@ -7,7 +7,7 @@ from typing import Any
 
 from hocket.config import Config
 from hocket.config.overlap import DIRECTIONS, ROLES
-from hocket.settings.schema import changed, flat, types
+from hocket.config.schema import changed, flat, types
 
 _FORMER = {
     "plan.merge": "overlap.ep.merge",

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hocket.config import Config
+from hocket.config.optimizer import unmatched
 from hocket.engine import Engine
 from hocket.fsdp.saving.state import differences
 from hocket.kernels import IGNORED
@@ -25,7 +26,6 @@ from hocket.program.simulate import Timeline, simulate
 from hocket.program.timeline import text_timeline
 from hocket.resolve import Settings
 from hocket.runtime.world import everyone
-from hocket.settings.weight_groups import unmatched
 from hocket.step_state import StepState
 from hocket.tune.trials import Price, model_costs
 from hocket.typed import is_a

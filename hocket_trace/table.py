@@ -170,7 +170,7 @@ def step_parts(step: Figures) -> list[tuple[str, str, float, float, str]]:
 def rank_rows(figures: Figures) -> tuple[list[str], list[Row]]:
     """Heads and rows of the table of ranks. Times are milliseconds."""
     heads = ["rank", "step", "compute", "comm.", "exposed", "of step", "hidden", "late peers", "host late", "idle"]
-    rows = []
+    rows: list[Row] = []
     for row in figures["by_rank"]:
         names = ("rank", "compute", "communication", "exposed")  # a rank's own seconds are those of its step
         times = [milliseconds(row[f"{name}_seconds"]) for name in names]
@@ -183,7 +183,7 @@ def rank_rows(figures: Figures) -> tuple[list[str], list[Row]]:
 def kind_rows(figures: Figures) -> tuple[list[str], list[Row]]:
     """Heads and rows of the table of kinds of communication. Times are milliseconds."""
     heads = ["kind", "count", "time", "late peers", "bytes", "bus GB/s", "exposed", "hidden", "of step"]
-    rows = []
+    rows: list[Row] = []
     for row in figures["kinds"]:
         times = [milliseconds(row["seconds"]), milliseconds(row["waiting_seconds"])]
         moved = [size(row["bytes"]), rate(row["bandwidth_bytes_per_second"])]
@@ -195,7 +195,7 @@ def kind_rows(figures: Figures) -> tuple[list[str], list[Row]]:
 def layer_rows(figures: Figures) -> tuple[list[str], list[Row]]:
     """Heads and rows of the table of layers, the most exposed first. Times are milliseconds."""
     heads = ["layer", "exposed", "time", "hidden", "bytes", "most exposed"]
-    rows = []
+    rows: list[Row] = []
     for row in figures["layers"]:
         most = max(row["kinds"], key=lambda kind: kind["exposed_seconds"])
         kind = f"{most['kind']} {milliseconds(most['exposed_seconds'])}" if most["exposed_seconds"] else ""

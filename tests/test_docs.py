@@ -31,11 +31,11 @@ from hocket.commands.plan import Plan
 from hocket.commands.runs import asked as asked_runs
 from hocket.commands.train import Train
 from hocket.config import Config
+from hocket.config.load import begin
+from hocket.config.schema import types
 from hocket.program.ops import LANES, UNITS, Verb
 from hocket.program.transformer import STANDARD, standard_types
 from hocket.recipes import RECIPES
-from hocket.settings.schema import types
-from hocket.settings.sources import begin
 from hocket_trace import load, report
 from hocket_trace.cli import parser as trace_parser
 from scripts import docs_site

@@ -11,19 +11,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from hocket import recipes
 from hocket.config import Config, ModelConfig
 from hocket.model.source import init_tensor
 from hocket.model.transformer import Chunk
 from hocket.resolve import resolve
-from hocket.settings import families
 from hocket.train.metrics import Start
 from tests.helpers.chunks import init_chunk
 from tests.helpers.command import ALONE, hocket, text_in
 from tests.helpers.command import SMALL as SMALL_RUN
 
-SMALL = replace(
-    families.QWEN3_30B_A3B, vocab=512, hidden=64, layers=4, experts=16, top_k=2, expert_ffn=64, aux_loss=0.0
-)
+SMALL = replace(recipes.QWEN3_30B_A3B, vocab=512, hidden=64, layers=4, experts=16, top_k=2, expert_ffn=64, aux_loss=0.0)
 """Qwen3-30B-A3B with its heads, but few layers, 64 wide, and few experts."""
 
 

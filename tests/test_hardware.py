@@ -11,6 +11,8 @@ import pytest
 
 from hocket import machine
 from hocket.commands import doctor
+from hocket.config.rule import Host
+from hocket.config.schema import changed
 from hocket.doctor.measure import LARGE, LINKED, SMALL, Measured, as_hardware, asked, measure
 from hocket.environment import Gpus
 from hocket.gpus import GPUS, GpuName, gpu_named, nearest, peak_flops
@@ -19,8 +21,6 @@ from hocket.planning import predict, program_of, report
 from hocket.program.hardware import H200, HARDWARE, hardware_of, kept_file
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
-from hocket.settings.rule import Host
-from hocket.settings.schema import changed
 
 DEVICES = {
     "NVIDIA A100-SXM4-80GB": "a100-sxm", "NVIDIA A100-SXM4-40GB": "a100-sxm-40", "NVIDIA A100 80GB PCIe": "a100-pcie",

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from benchmarks.published import FACTS, config_of, rows
+from hocket.config.schema import types
 from hocket.gpus import GPUS
-from hocket.settings.schema import types
 
 RUNS = json.loads(FACTS.read_text())
 QUICK = [run for run in RUNS if run["gpus"] <= 128]

@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hocket.config.schema import changed
 from hocket.fsdp.saving import background
 from hocket.fsdp.saving.atomic_folder import AtomicFolder, checksum
 from hocket.fsdp.saving.checkpoint import CheckpointWriter
-from hocket.settings.schema import changed
 from hocket.train import checkpoint, trainer
 from hocket.train.checkpoint import Moment, SaveFailed, Saves, newest_of
 from hocket.train.metrics import Metrics

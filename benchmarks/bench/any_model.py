@@ -18,11 +18,11 @@ from hocket.adapters.cut import AdaptedModel, Cut
 from hocket.adapters.transformers import Pretrained
 from hocket.adapters.verify import verify
 from hocket.config import RopeConfig
+from hocket.config.schema import changed
 from hocket.engine import Engine
 from hocket.model.documents import Microbatch
 from hocket.model.source import init_tensor
 from hocket.pretrained import families
-from hocket.settings.schema import changed
 
 _OURS = {
     "input_layernorm.weight": "attn_norm",

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hocket.config import Config
-from hocket.settings.schema import problem
+from hocket.config.rule import problem
 
 if TYPE_CHECKING:
     from benchmarks.bench.workload import Workload

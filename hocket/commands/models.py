@@ -14,13 +14,13 @@ import tyro
 
 from hocket.commands.options import parse_plain, write
 from hocket.config import BYTE_VOCAB, BYTES, Config, DataConfig, ModelConfig, PrecisionConfig
+from hocket.config.load import given, split, value_of
+from hocket.config.load import written as toml_of
+from hocket.config.rule import Host, problem, show
+from hocket.config.schema import changed, flat, impossible, types, unseen, written
 from hocket.model.tokenizer import FILE, ends_of, known_tokenizer, load_tokenizer, tokenizer_file
 from hocket.problems import stop_if
-from hocket.settings.rule import Host
-from hocket.settings.rules import broken, rule_lines
-from hocket.settings.schema import changed, flat, impossible, problem, show, types, unseen, written
-from hocket.settings.sources import given, split, value_of
-from hocket.settings.tomlfile import written as toml_of
+from hocket.rules import broken, rule_lines
 from hocket.train.chat import TEMPLATE
 
 if TYPE_CHECKING:

@@ -18,9 +18,10 @@ from typing import Annotated, Any, TypeVar, cast, get_type_hints
 import tyro
 
 from hocket.config import Config
+from hocket.config.load import begin, given, split, value_of
+from hocket.config.rule import leaf, problem, show
+from hocket.config.schema import changed, types
 from hocket.problems import stop_if
-from hocket.settings.schema import changed, leaf, problem, show, types
-from hocket.settings.sources import begin, given, split, value_of
 
 
 @dataclass(frozen=True)

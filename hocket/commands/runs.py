@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hocket.commands.options import write
-from hocket.settings.schema import show
+from hocket.config.rule import show
 from hocket.train.runs import METRICS, Run, run_of, runs
 from hocket_trace.picture import COLORS, STYLE, tick
 

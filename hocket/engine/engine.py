@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hocket.config import Config
+from hocket.config.optimizer import by_muon, decays
 from hocket.engine.actions import Actions, Activation
 from hocket.engine.executor import Executor
 from hocket.engine.experts import Balance, RowRoom
@@ -46,7 +47,6 @@ from hocket.runtime.lanes import CpuLanes, CudaLanes, Lanes, SideStream, spinner
 from hocket.runtime.tokens import CopiedTokens
 from hocket.runtime.weights import DTYPES
 from hocket.runtime.world import everyone
-from hocket.settings.weight_groups import by_muon, decays
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from hocket.config import BYTE_VOCAB, BYTES, DataConfig
+from hocket.config.rule import problem
 from hocket.files import json_in
-from hocket.settings.schema import problem
 
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "<|im_end|>", "[EOS]")
 """Names under which tokenizers know the token that ends a document, by preference, where no file names one."""

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hocket.config import ModelConfig
+from hocket.config.rule import show
+from hocket.config.schema import flat
 from hocket.files import json_in
 from hocket.pretrained.fields import (
     DELTA,
@@ -24,7 +26,6 @@ from hocket.pretrained.fields import (
     Windows,
     without_effect,
 )
-from hocket.settings.schema import flat, show
 
 # -- family ------------------------------------------------------------------------------------------------------------
 # A family says which keys of config.json are which settings (`fields.py`), and which tensors make which parameter.

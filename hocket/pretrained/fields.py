@@ -9,9 +9,9 @@ from functools import cache
 from typing import Any, get_args
 
 from hocket.config import Config, ModelConfig, RopeConfig, RopeKind
-from hocket.config.bounds import OnlyWith
-from hocket.settings.rules import fact_of
-from hocket.settings.schema import annotated, beyond, show, types
+from hocket.config.rule import OnlyWith, show
+from hocket.config.schema import annotated, beyond, types
+from hocket.rules import fact_of
 from hocket.typed import describe, is_a
 
 FULL, WINDOW, DELTA = "full_attention", "sliding_attention", "linear_attention"

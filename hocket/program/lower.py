@@ -24,13 +24,13 @@ from itertools import pairwise
 
 from hocket.collector import without_collector
 from hocket.config import Config
+from hocket.config.plan import ZERO_BUBBLE
 from hocket.program.connect import connect, free, latest_per_lane
 from hocket.program.expand import StepOps, defer_head, defer_past_send, expand, insert_p2p
 from hocket.program.layer import alone_order, at_once, merged_order, pairs_problem
 from hocket.program.offload import offload
 from hocket.program.ops import TIED, Key, Layout, Op, Program
 from hocket.program.pipeline import (
-    ZERO_BUBBLE,
     Order,
     Step,
     forward_only,

@@ -34,8 +34,8 @@ from pathlib import Path
 from typing import Any
 
 from hocket.config import BYTES, DataConfig
+from hocket.config.rule import show
 from hocket.files import finite, json_in
-from hocket.settings.schema import show
 from hocket.train.documents import BadFileError, Marked
 
 ROLE = "assistant"

@@ -30,6 +30,8 @@ import torch
 import torch.distributed as dist
 
 from hocket.config import LABELS, TrainConfig
+from hocket.config.rule import problem
+from hocket.config.schema import digest
 from hocket.files import set_aside
 from hocket.fsdp.saving import background
 from hocket.fsdp.saving.atomic_folder import clean_up, free, remove, shown
@@ -38,7 +40,6 @@ from hocket.fsdp.saving.checkpoint import METADATA, CheckpointReader, Checkpoint
 from hocket.fsdp.saving.inventory import FlatTensor
 from hocket.resolve import Settings
 from hocket.runtime.world import by_first, everyone, rank_and_world, together
-from hocket.settings.schema import digest, problem
 from hocket.train.runs import changes, stored, told
 
 if TYPE_CHECKING:

@@ -40,10 +40,10 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from hocket.config import DataConfig
+from hocket.config.rule import problem, show
 from hocket.environment import cores, processes
 from hocket.fsdp.saving.atomic_folder import AtomicFolder, sync
 from hocket.model.tokenizer import Tokenizer, known_tokenizer, load_tokenizer, tokenizer_files
-from hocket.settings.schema import problem, show
 from hocket.train.chat import Chats, template_files
 from hocket.train.documents import (
     PIECE,

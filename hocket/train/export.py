@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from hocket.config import BYTES, Config, DataConfig, PrecisionConfig
+from hocket.config.load import as_setting
+from hocket.config.schema import changed, flat, types
 from hocket.files import json_in
 from hocket.fsdp.saving.atomic_folder import AtomicFolder, sync
 from hocket.fsdp.saving.checkpoint import CheckpointReader
@@ -34,8 +36,6 @@ from hocket.model.tokenizer import (
 from hocket.pretrained.families import FAMILIES, TYPES, config_for
 from hocket.pretrained.folder import LARGEST, files_of, write_files
 from hocket.pretrained.weights import rules_of, split, tensors_of
-from hocket.settings.schema import changed, flat, types
-from hocket.settings.sources import as_setting
 from hocket.train.chat import TEMPLATE, Chats
 from hocket.train.checkpoint import META, damage_of
 from hocket.train.documents import BadFileError

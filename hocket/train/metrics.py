@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from hocket.config import LABELS, ModelConfig, TrainConfig
+from hocket.config.rule import problem
 from hocket.engine.graphed import Way
 from hocket.explain.explanation import FILE
 from hocket.files import set_aside
@@ -28,7 +29,6 @@ from hocket.model.context import TOLERANCE
 from hocket.program.mesh import described
 from hocket.program.part_sizes import model_flops_per_token
 from hocket.resolve import Settings
-from hocket.settings.schema import problem
 from hocket.sizes import counted
 from hocket.train.writers import Writers
 

@@ -27,11 +27,11 @@ from typing import Any
 import numpy as np
 
 from hocket.config import Config, DataConfig
+from hocket.config.load import Entry, as_setting, read
+from hocket.config.rule import problem, show
+from hocket.config.schema import impossible, meant, types
 from hocket.problems import stop_if
 from hocket.resolve import Settings
-from hocket.settings.schema import impossible, meant, problem, show, types
-from hocket.settings.sources import as_setting
-from hocket.settings.tomlfile import Entry, read
 from hocket.train.corpus import Corpus, Say, find_files, open_corpus
 from hocket.typed import is_a
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hocket.collector import collect_after, no_collection
 from hocket.config import TrainConfig
+from hocket.config.rule import problem
 from hocket.engine import Engine
 from hocket.engine.engine import blame
 from hocket.environment import available_memory
@@ -33,7 +34,6 @@ from hocket.program.part_sizes import attending
 from hocket.resolve import Settings
 from hocket.runtime.hangs import Watchdog
 from hocket.runtime.world import everyone
-from hocket.settings.schema import problem
 from hocket.train.checkpoint import (
     Moment,
     Restored,

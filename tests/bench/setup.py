@@ -14,8 +14,8 @@ from benchmarks.bench.plain import MainWeights
 from benchmarks.bench.variants import settled
 from benchmarks.bench.workload import Workload
 from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
+from hocket.config.rule import Host
 from hocket.resolve import resolve
-from hocket.settings.rule import Host
 from tests.helpers.plans import planned
 from tests.helpers.ranks import run_ranks
 

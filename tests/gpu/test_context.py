@@ -10,12 +10,12 @@ import torch
 
 from hocket.config import Config, DataConfig, MeshConfig, OverlapConfig, PrecisionConfig, TrainConfig
 from hocket.config.overlap import ContextOverlap
+from hocket.config.schema import changed
 from hocket.engine import Engine
 from hocket.model.context import context_of, zigzag
 from hocket.model.documents import Microbatch, attend, documents_of, whole_sequences
 from hocket.model.heads import attend_stretch, attend_with_sinks, served
 from hocket.runtime.lanes import CudaLanes
-from hocket.settings.schema import changed
 from tests.helpers.plans import planned, small
 from tests.helpers.ranks import run_ranks
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from hocket.config import Config
+from hocket.config.schema import changed
 from hocket.engine import Engine
 from hocket.model.documents import Microbatch
 from hocket.model.source import init_tensor
 from hocket.runtime.weights import DTYPES
-from hocket.settings.schema import changed
 from tests.gpu.test_parity import BASE, EXPERTS
 from tests.helpers.parity import adamw, whole
 from tests.helpers.ranks import run_ranks

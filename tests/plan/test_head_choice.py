@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 
 from hocket.config import Config, MeshConfig, ModelConfig, PrecisionConfig, TrainConfig
+from hocket.config.rule import Host
+from hocket.config.schema import changed
 from hocket.planning import program_of
 from hocket.program.cost import costs_of
 from hocket.program.hardware import H200, HARDWARE
@@ -16,9 +18,7 @@ from hocket.program.simulate import quiet_end, simulate
 from hocket.program.simulate import times as simulated_times
 from hocket.program.stages import layout_of, sharding_of
 from hocket.resolve import Settings, resolve
-from hocket.settings.derived import few_microbatches
-from hocket.settings.rule import Host
-from hocket.settings.schema import changed
+from hocket.rules import few_microbatches
 from hocket.tune.choose import _fewest
 from hocket.tune.trials import Trials
 

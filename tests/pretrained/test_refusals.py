@@ -15,13 +15,13 @@ pytest.importorskip("transformers", minversion="5.0", reason="needs transformers
 
 from safetensors.torch import load_file, save_file
 
+from hocket import recipes
 from hocket.config import ModelConfig
+from hocket.config.load import read
+from hocket.config.rule import show
 from hocket.model.source import whole_shapes
 from hocket.pretrained.families import FAMILIES, REFUSED, family_for
 from hocket.pretrained.weights import PretrainedFolder
-from hocket.settings import families
-from hocket.settings.schema import show
-from hocket.settings.tomlfile import read
 from tests.helpers.command import command
 from tests.pretrained.folders import change_config, saved
 
@@ -351,13 +351,13 @@ def test_a_folders_name_sets_nothing(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_models_without_a_family() -> None:
     with pytest.raises(ValueError, match=r"no family computes it: the nearest is qwen2_moe, with .*shared_gate = True"):
-        family_for(families.TINY)
+        family_for(recipes.TINY)
     found = {
-        name: family_for(getattr(families, name.upper())) for name in ("llama3_8b", "mixtral_8x7b", "qwen3_30b_a3b")
+        name: family_for(getattr(recipes, name.upper())) for name in ("llama3_8b", "mixtral_8x7b", "qwen3_30b_a3b")
     }
     assert found == {"llama3_8b": "llama", "mixtral_8x7b": "mixtral", "qwen3_30b_a3b": "qwen3_moe"}
     latent = ("deepseek_v2_lite", "moonlight_16b", "deepseek_v3", "kimi_k2")
-    found = {name: family_for(getattr(families, name.upper())) for name in latent}
+    found = {name: family_for(getattr(recipes, name.upper())) for name in latent}
     assert found == {name: "deepseek_v2" if "v2" in name else "deepseek_v3" for name in latent}
     assert family_for(ModelConfig(qk_norm=True)) == "qwen3"
     assert not FAMILIES.keys() & REFUSED.keys()

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hocket.config import Config
+from hocket.config.schema import changed
 from hocket.engine import Engine
 from hocket.model.documents import Microbatch
 from hocket.program.cost import costs_of
@@ -15,7 +16,6 @@ from hocket.program.hardware import hardware_of
 from hocket.program.stages import mesh_of
 from hocket.program.values import unit_moved, unit_written
 from hocket.runtime.comm import make_groups
-from hocket.settings.schema import changed
 from tests.helpers.parity import config
 from tests.helpers.ranks import run_ranks
 from tests.reference import random_batches

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from hocket.config.schema import changed
 from hocket.engine import Engine
 from hocket.engine.engine import blame
 from hocket.fsdp.planned import optimizer as skipping
 from hocket.fsdp.planned.optimizer import ENOUGH, WINDOW, StepGuard
 from hocket.recipes import recipe
 from hocket.resolve import resolve
-from hocket.settings.schema import changed
 from hocket.train import trainer as training
 from hocket.train.trainer import Trainer
 from tests.helpers.parity import batches_of, config

@@ -8,7 +8,7 @@ A step converts bf16 averages to fp32, updates, and rounds to nearest, without r
 gradients don't vanish, since bf16 has fp32's exponents. But with 8 significant bits a decay by `1 - beta` is lost below
 half of the last digit, up to 2^-8 of the value. So an average may stay off by 2^-8 / (1 - beta): 4 % at 0.9, 8 % at
 0.95, all of it at 0.996. Settings allow rates up to where it is a quarter, and a step an eighth
-(`settings/training_rules.py`). DeepSeek-V3 was trained so, with 0.9 and 0.95 (DeepSeek-AI 2024, section 3.3.3).
+(`config/precision.py`). DeepSeek-V3 was trained so, with 0.9 and 0.95 (DeepSeek-AI 2024, section 3.3.3).
 
 Note: [Recorded updates]
 With `overlap.dp.update = next_step` a recorded step (`engine/graphed.py`) begins with the updates of the step before. A
