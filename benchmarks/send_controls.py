@@ -35,6 +35,8 @@ from hocket.config import (
     PipelineOverlap,
     PlanConfig,
 )
+from hocket.config.rule import Host, leaf
+from hocket.config.schema import changed
 from hocket.program.cost import costs_of
 from hocket.program.hardware import hardware_of
 from hocket.program.lower import build_program
@@ -43,8 +45,6 @@ from hocket.program.simulate import simulate
 from hocket.program.stages import layout_of, sharding_of
 from hocket.resolve import resolve
 from hocket.runtime.transports import Link
-from hocket.settings.rule import Host
-from hocket.settings.schema import changed, leaf
 from hocket.tune.choose import Cover, Parts
 
 LAYERS = 2

@@ -15,12 +15,13 @@ from typing import Any, cast
 import numpy as np
 
 from hocket.config import Config
+from hocket.config.rule import leaf
+from hocket.config.schema import changed, flat, types
 from hocket.program.cost import Measurement, carried_by, costs_of, overheads_of
 from hocket.program.hardware import KIND_OF_GROUPS, hardware_of
 from hocket.program.ops import COMPUTING, Layout, Op, Program, stops_host
 from hocket.program.simulate import KINDS, CostKey, Kind, Overheads, Time, cost_key
 from hocket.program.text import from_json, to_json
-from hocket.settings.schema import changed, flat, leaf, types
 from hocket.sizes import several
 from hocket_trace import load, report
 from hocket_trace.as_json import to_json as figures_of

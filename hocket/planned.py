@@ -18,6 +18,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from hocket.config import Config
+from hocket.config.load import begin
+from hocket.config.optimizer import patterns_of, unmatched
+from hocket.config.schema import changed, flat, ill_typed, impossible, meant_setting, types
 from hocket.environment import driver_names
 from hocket.machine import host_for_plan
 from hocket.planning import page_head, predict, program_of
@@ -30,9 +33,6 @@ from hocket.program.ops import Program
 from hocket.program.simulate import Timeline
 from hocket.program.timeline import html_timeline, svg_timeline, text_timeline
 from hocket.resolve import Settings, resolve
-from hocket.settings.schema import changed, flat, ill_typed, impossible, meant_setting, types
-from hocket.settings.sources import begin
-from hocket.settings.weight_groups import patterns_of, unmatched
 from hocket.typed import is_a
 
 if TYPE_CHECKING:

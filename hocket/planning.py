@@ -21,9 +21,8 @@ from hocket.program.simulate import Timeline, cost_key, simulate
 from hocket.program.stages import layout_of, sharding_of
 from hocket.program.text import to_text
 from hocket.program.timeline import summary, text_timeline
-from hocket.resolve import Settings
-from hocket.settings.derived import has_experts
-from hocket.settings.hardware_choice import GPU
+from hocket.resolve import GPU, Settings
+from hocket.rules import has_experts
 from hocket.sizes import duration
 
 

@@ -15,25 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from hocket.engine import Engine
 from hocket.fsdp.planned.optimizer import AVERAGES
-from hocket.fsdp.planned.unit import Piece
 from hocket.fsdp.saving.background import tell_all
-from hocket.fsdp.saving.checkpoint import (
-    MODEL,
-    OPTIMIZER,
-    CheckpointReader,
-    HarmlessPlanner,
-    run_dcp,
-    write_now_or_behind,
-)
+from hocket.fsdp.saving.checkpoint import MODEL, OPTIMIZER, CheckpointReader, write_now_or_behind
 from hocket.fsdp.saving.inventory import FlatTensor
 from hocket.fsdp.saving.state import differences
-from hocket.layers.slices import Span
 from hocket.runtime.world import everyone
 
 STEP = "step"
@@ -67,10 +56,7 @@ class StepState:
     def load(self, folder: Path, optimizer: bool) -> None:
         """Read what this rank keeps; without `optimizer` AdamW begins anew. Raises ValueError for what does not fit."""
         reader = CheckpointReader(folder)
-        try:
-            stored = reader.read_metadata().state_dict_metadata
-        except ValueError as error:  # on all ranks alike, since they read the same file
-            raise ValueError(f"checkpoint {folder}: {error}; fix: another one") from None
+        stored = reader.shapes()
         self._refuse(folder, stored, optimizer)
         averages = self._averages()
         steps = {f"state.{theirs}.step": torch.zeros(()) for theirs, _ in self.parameters.values()}
@@ -78,9 +64,7 @@ class StepState:
         following = self._begun_anew()
         known = {name: tensor for name, tensor in following.items() if f"{STEP}.{name}" in stored}
         state |= {OPTIMIZER: {**averages, **steps}, STEP: known} if optimizer else {}
-        run_dcp(
-            f"checkpoint {folder} can't be read: ", dcp.load, state, storage_reader=reader, planner=HarmlessPlanner()
-        )
+        reader.load(state)
         if not optimizer:
             for tensor in averages.values():
                 tensor.flat.zero_()
@@ -113,24 +97,20 @@ class StepState:
     def _weights(self) -> dict[str, Tensor]:
         """The main weights that this rank keeps, and buffers: live tensors."""
         mine = {
-            self.parameters[name][0]: flat_of(s.piece, s.piece.main) for name, s in self.engine.optimizer.state.items()
+            self.parameters[name][0]: s.piece.tensor(s.piece.main) for name, s in self.engine.optimizer.state.items()
         }
         return {**mine, **self.buffers, **self.engine.balance.biases()}
 
     def _averages(self) -> dict[str, FlatTensor]:
         """The optimizer's averages that this rank keeps: live tensors, by torch's names of them."""
         return {
-            f"state.{self.parameters[name][0]}.{key}": flat_of(state.piece, getattr(state, key))
+            f"state.{self.parameters[name][0]}.{key}": state.piece.tensor(getattr(state, key))
             for name, state in self.engine.optimizer.state.items()
             for key in AVERAGES
         }
 
-    def _refuse(self, folder: Path, stored: Mapping[str, Any], optimizer: bool) -> None:
+    def _refuse(self, folder: Path, shapes: Mapping[str, Any], optimizer: bool) -> None:
         """Raise ValueError, the same on all ranks, for a checkpoint that is none of such a model."""
-        shapes = {
-            name: torch.Size(entry.size) if isinstance(entry, TensorStorageMetadata) else entry
-            for name, entry in stored.items()
-        }
         if not shapes:
             raise ValueError(f"checkpoint {folder}: it is not complete, for it has no .metadata; fix: what save wrote")
         wanted: dict[str, Any] = {name: torch.Size(shape) for name, shape in self.parameters.values()}
@@ -147,8 +127,3 @@ class StepState:
             raise ValueError(
                 f"checkpoint {folder}: it has no AdamW of all parameters: {wrong}; fix: load(folder, optimizer=False)"
             )
-
-
-def flat_of(piece: Piece, flat: Tensor) -> FlatTensor:
-    """The elements of a parameter, or of what belongs to one, that this rank keeps."""
-    return FlatTensor(flat, Span(tuple(piece.shape), piece.lo, piece.hi, piece.part))

@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from hocket.config import Config, ModelConfig, RunConfig, TrainConfig
+from hocket.config.schema import changed
+from hocket.fsdp.saving.atomic_folder import AtomicFolder
 from hocket.fsdp.saving.inventory import FlatTensor
 from hocket.layers.slices import Span
 from hocket.resolve import Settings, resolve
-from hocket.settings.schema import changed
 from hocket.train import checkpoint
 from hocket.train.checkpoint import Moment, State
 from tests.helpers.ranks import run_ranks
@@ -202,12 +204,12 @@ def test_auto_falls_back_to_the_one_before_and_says_so_on_every_rank(tmp_path):
 def test_a_half_written_checkpoint_is_never_seen(tmp_path, monkeypatch):
     save_steps(0, tmp_path, [1])
     unfinished = tmp_path / "checkpoints" / "step-00000002.tmp"
-    monkeypatch.setattr(checkpoint, "_publish", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+    monkeypatch.setattr(AtomicFolder, "publish", lambda _: (_ for _ in ()).throw(OSError(28, "No space left")))
     with pytest.raises(ValueError, match=r"run.folder = .*cannot be written: .*No space left.*; fix: make room"):
         save_steps(0, tmp_path, [2])
     assert not unfinished.exists()
-    monkeypatch.setattr(checkpoint, "_publish", lambda *_: (_ for _ in ()).throw(SystemExit))
-    with pytest.raises(SystemExit):  # as if it had been killed
+    monkeypatch.setattr(AtomicFolder, "publish", lambda _: (_ for _ in ()).throw(SystemExit))
+    with pytest.raises(CheckpointException, match="SystemExit"):  # as if it had been killed
         save_steps(0, tmp_path, [2])
     monkeypatch.undo()
     assert unfinished.exists()

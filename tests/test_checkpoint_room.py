@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
+from hocket.config.schema import changed
 from hocket.fsdp.saving import atomic_folder
 from hocket.fsdp.saving.checkpoint import CheckpointWriter
-from hocket.settings.schema import changed
 from hocket.train import checkpoint
 from hocket.train.checkpoint import Moment
 from tests.helpers.ranks import run_ranks
@@ -42,12 +43,12 @@ def test_an_error_of_one_rank_is_raised_on_all(tmp_path):
 
 def slower_than_patience(rank: int, folder: Path, behind: bool) -> str:
     """Rank 1 writes for longer than the other waits for it."""
-    hasty, save = dist.new_group(timeout=timedelta(seconds=1)), checkpoint.dcp.save
+    hasty, save = dist.new_group(timeout=timedelta(seconds=1)), dcp.save
     settings = settings_in(folder)
     if behind:
         settings = changed(settings, {"train.hang_timeout": 1.0})
     else:
-        checkpoint.dcp.save = lambda *args, **more: save(*args, **{**more, "process_group": hasty})
+        dcp.save = lambda *args, **more: save(*args, **{**more, "process_group": hasty})
     write = CheckpointWriter.write_data
     if rank == 1:
         CheckpointWriter.write_data = lambda *args: (time.sleep(2), write(*args))[1]  # type: ignore[method-assign]

@@ -22,12 +22,11 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 
 from hocket.config import Config, Purpose
+from hocket.config.rule import Host, Rule, leaf, show
+from hocket.config.schema import DEFAULTS, asked, bounds_of, changed, form_of, impossible, types
 from hocket.recipes import recipe
 from hocket.resolve import _settled
-from hocket.settings.origins import DEFAULTS, asked
-from hocket.settings.rule import Host, Rule
-from hocket.settings.rules import CHECKS, rule_text
-from hocket.settings.schema import bounds_of, changed, form_of, impossible, leaf, show, types
+from hocket.rules import CHECKS, rule_text
 from tests.test_config import REFUSED, WITH_HOST, full
 
 RECIPES = (

@@ -10,14 +10,14 @@ from transformers.trainer_pt_utils import get_parameter_names
 import hocket
 from hocket.adapters.step import plan_model
 from hocket.config import Config
+from hocket.config.optimizer import unmatched, weight_groups
+from hocket.config.schema import changed
 from hocket.engine import Engine
 from hocket.explain.build import explain
 from hocket.explain.explanation import to_text
 from hocket.model.source import parameter_shapes
 from hocket.recipes import recipe
 from hocket.resolve import resolve
-from hocket.settings.schema import changed
-from hocket.settings.weight_groups import unmatched, weight_groups
 from tests.helpers.command import command
 
 PATTERNS = ("embed.weight", "*.router.weight", "layers.[01].attn.w?")

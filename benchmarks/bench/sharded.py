@@ -131,7 +131,7 @@ class Sharded:
         self.optimizer: torch.optim.Optimizer | None = None
         if workload.optimizer:
             shards = [shard for shard in self.model.parameters() if isinstance(shard, ShardedParameter)]
-            self.optimizer = adamw(shards, [len(shard.full_shape) for shard in shards], workload)
+            self.optimizer = adamw(shards, [shard.ndim for shard in shards], workload)
         self.settings: Mapping[str, str] = self._settings(options, device)
 
     def _place(self, position: int) -> Callable[[str, nn.Parameter], hocket.sharding.Placement | None] | None:

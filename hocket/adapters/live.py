@@ -30,9 +30,8 @@ from hocket.fsdp.saving.inventory import Inventory, context_given
 from hocket.fsdp.saving.state import EXTRA
 from hocket.layers.slices import Span
 from hocket.model.source import whole_shapes
-from hocket.pretrained.configuration import config_for
+from hocket.pretrained.families import FAMILIES, config_for
 from hocket.pretrained.folder import DTYPES, LARGEST, files_of, write_files
-from hocket.pretrained.tables import FAMILIES
 from hocket.pretrained.weights import Group, ModuleFolder, Shape, is_pretrained, of_family, plain, written
 from hocket.runtime.weights import DTYPES as COMPUTED
 from hocket.step import PlannedStep
@@ -104,7 +103,7 @@ def _of_shards(context: ShardContext) -> _Live:
     state = {name: kept.shape for name, kept in own.shards.items()}
     state |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
     return _Live(
-        model, state, buffers, {name: [(kept.span, kept.shard.to_local())] for name, kept in own.shards.items()},
+        model, state, buffers, {name: [(kept.span, kept.main)] for name, kept in own.shards.items()},
         own.others, context.device, next((group.compute_dtype for group in context.param_groups), torch.float32),
         groups.reduce.rank == groups.outer.rank == 0 and (mesh is None or mesh.get_local_rank() == 0),
         lambda flat: context.over_ranks(flat, "max"), context.weights_updated, lambda: written(model, state),
@@ -121,8 +120,7 @@ def _of_step(step: PlannedStep) -> _Live:
         name: [(Span(tuple(bias.shape), 0, bias.numel()), bias)] for name, bias in engine.balance.biases().items()
     }
     for piece in (piece for unit in engine.sharded.units.values() for piece in unit.pieces()):
-        span = Span(tuple(piece.shape), piece.lo, piece.hi, piece.part)
-        pieces.setdefault(step.parameters[piece.name][0], []).append((span, piece.main))
+        pieces.setdefault(step.parameters[piece.name][0], []).append((piece.span, piece.main))
     shapes = [*step.parameters.values(), *((name, buffer.shape) for name, buffer in step.buffers.items())]
     state: dict[str, Shape] = {name: tuple(shape) for name, shape in shapes}
     source = engine.source

@@ -14,6 +14,7 @@ import tyro
 from hocket import planning
 from hocket.commands.options import RecipeOptions, parse, write
 from hocket.config import Config
+from hocket.config.load import split
 from hocket.environment import driver_names
 from hocket.machine import host_for_plan
 from hocket.model.tokenizer import known_tokenizer
@@ -24,7 +25,6 @@ from hocket.program.documents import by_documents
 from hocket.program.hardware import hardware_of
 from hocket.program.timeline import html_timeline, svg_timeline
 from hocket.resolve import Settings, resolve
-from hocket.settings.sources import split
 from hocket.sizes import parse_bytes
 from hocket.tune import search as tuner
 from hocket.tune.trials import model_costs

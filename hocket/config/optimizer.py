@@ -1,11 +1,14 @@
-"""The settings of section `optimizer`."""
+"""Section `optimizer`: what the optimizer does with which weights, by name and by shape in the whole model."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from fnmatch import fnmatchcase
+from typing import Annotated, Any, Literal
 
-from hocket.config.bounds import Between, OnlyWith
+from hocket.config.rule import Between, OnlyWith, Rule, problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +30,110 @@ class OptimizerConfig:
     """A step is skipped if the norm of its gradient is above this factor times the median of those of the last 128
     steps that were taken; 0 skips none. A step whose gradient is not finite is always skipped: weights, the optimizer's
     state and balance biases stay as they were."""
-    rewinds: Annotated[int, Between(0)] = 0
-    """Times that a run, rather than end after six skipped steps in a row, goes back to its last checkpoint. It does not
-    read again the text that it has read since."""
+
+
+OPTIMIZER_RULES = (
+    Rule(
+        ("optimizer.name", "mesh.tp"),
+        lambda c, h: c.optimizer.name == "muon" and c.mesh.tp > 1,
+        "tensor-parallel ranks have parts of matrices, and Muon puts together what data-parallel ranks share",
+        "mesh.tp = 1, or optimizer.name = adamw",
+    ),
+    Rule(
+        ("optimizer.skip_spikes",),
+        lambda c, h: 0 < c.optimizer.skip_spikes <= 1,
+        "about half of all norms are above their median",
+        "optimizer.skip_spikes above 1, or optimizer.skip_spikes = 0",
+    ),
+)
+
+
+Shapes = Mapping[str, Sequence[int]]
+"""Names of weights -> their shapes in the whole model."""
+
+
+@dataclass(frozen=True)
+class WeightGroup:
+    """Weights that are treated alike."""
+
+    names: tuple[str, ...]
+    elements: int
+    decay: float
+    why: str
+    """What puts them here, in words."""
+
+
+def decays(config: Any, names: Iterable[str], shape: Sequence[int]) -> bool:
+    """Whether a weight decays: a matrix, and under none of its `names` one that `optimizer.no_decay` leaves out."""
+    found = list(names)
+    return not is_vector(found[0], shape) and not _left_out(config, found)
+
+
+def is_vector(name: str, shape: Sequence[int]) -> bool:
+    """Whether a weight is no matrix: of stacked experts, that of each. `name` is hocket's own."""
+    return len(shape) < (3 if ".experts." in name else 2)
+
+
+_NO_MATRICES = (".attn.conv", ".shared.w_gate")
+"""Ends of names of weights that have two dimensions and are many short convolutions, or one vector."""
+
+
+def by_muon(config: Any, name: str, shape: Sequence[int]) -> bool:
+    """Whether Muon updates a weight: a matrix, or one for each expert, of a layer of hocket's own transformer."""
+    if config.optimizer.name != "muon" or not name.startswith("layers.") or name.endswith(_NO_MATRICES):
+        return False
+    matrix = len(shape) == (3 if ".experts." in name else 2)
+    return matrix and not any(fnmatchcase(name, pattern) for pattern in config.optimizer.adamw)
+
+
+def _left_out(config: Any, names: Iterable[str]) -> str:
+    """The pattern that leaves a weight out; empty if there is none."""
+    return next((x for x in config.optimizer.no_decay for name in names if fnmatchcase(name, x)), "")
+
+
+def weight_groups(config: Any, shapes: Shapes) -> tuple[WeightGroup, ...]:
+    """All weights, by what is done with them."""
+    found: dict[str, list[str]] = {"matrices, by Muon": [], "matrices": [], "vectors": []}
+    for name, shape in shapes.items():
+        pattern = _left_out(config, [name])
+        why = "vectors" if is_vector(name, shape) else f"optimizer.no_decay: {pattern}" if pattern else "matrices"
+        why += ", by Muon" if by_muon(config, name, shape) else ""
+        found.setdefault(why, []).append(name)
+    return tuple(
+        WeightGroup(
+            tuple(names),
+            sum(math.prod(shapes[n]) for n in names),
+            config.train.weight_decay * why.startswith("matrices"),
+            why,
+        )
+        for why, names in found.items()
+        if names
+    )
+
+
+def patterns_of(config: Any) -> dict[str, tuple[str, ...]]:
+    """Settings that are patterns of names of weights."""
+    return {"optimizer.no_decay": config.optimizer.no_decay, "optimizer.adamw": config.optimizer.adamw}
+
+
+def unmatched(config: Any, names: Iterable[Iterable[str]], origins: Mapping[str, str]) -> list[str]:
+    """A problem for each pattern that no weight has; `names` are all names of each weight."""
+    known = [name for of_one in names for name in of_one]
+    return [
+        problem(
+            setting,
+            patterns,
+            origins,
+            f"no weight is named like {pattern!r}",
+            f"a pattern of names such as {', '.join(samples(known))}",
+        )
+        for setting, patterns in patterns_of(config).items()
+        for pattern in patterns
+        if not any(fnmatchcase(name, pattern) for name in known)
+    ]
+
+
+def samples(names: Sequence[str], most: int = 4) -> list[str]:
+    """A few names of different kinds."""
+    kinds = {".".join(word for word in name.split(".") if not word.isdigit()): name for name in reversed(names)}
+    return [*reversed(kinds.values())][:most]

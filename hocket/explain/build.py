@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from hocket.collector import without_collector
 from hocket.config import Purpose
+from hocket.config.optimizer import samples, weight_groups
+from hocket.config.overlap import CONTEXT as METHOD
 from hocket.config.overlap import DIRECTIONS, ROLES
+from hocket.config.overlap import TENSOR as METHODS
+from hocket.config.precision import FROM, PRECISION_RULES
+from hocket.config.rule import Host, problem
+from hocket.config.schema import changed, command_words, digest, source
+from hocket.decision import AUTOMATIC
 from hocket.explain.explanation import FILE, Axis, Explanation, Overlap, Predicted, Row, State, Times, to_text
 from hocket.files import json_in
 from hocket.gpus import GPUS
@@ -34,15 +41,7 @@ from hocket.program.stages import layout_of, mesh_of, sharding_of
 from hocket.program.tensor_costs import model_of_rank
 from hocket.program.transformer import GATHERED
 from hocket.resolve import Settings
-from hocket.settings.decision import AUTOMATIC
-from hocket.settings.derived import has_experts, recomputes, separate_wgrads, shares_units
-from hocket.settings.origins import command_words, source
-from hocket.settings.overlap_rules import CONTEXT as METHOD
-from hocket.settings.overlap_rules import TENSOR as METHODS
-from hocket.settings.rule import Host
-from hocket.settings.schema import changed, digest, problem
-from hocket.settings.training_rules import FROM, PRECISION_RULES
-from hocket.settings.weight_groups import samples, weight_groups
+from hocket.rules import has_experts, recomputes, separate_wgrads, shares_units
 from hocket.sizes import duration, listed, several
 from hocket.tune.trials import continued, steady
 from hocket.variables import Finding

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from hocket.fsdp.param_group import ParamGroup
+from hocket.fsdp.shard_grads import WholeGrads
 from hocket.runtime.queue import Ticket
-from hocket.runtime.weights import put
 
 
 class FullBuffer:
@@ -95,39 +95,22 @@ class StagingMemory:
         self._bytes -= entry[0].nbytes
 
 
-class Staged:
+class Staged(WholeGrads):
     """Gradients of one group of a unit between backward and reduction."""
 
     def __init__(self, group: ParamGroup, staging: StagingMemory) -> None:
         self.group, self._staging = group, staging
         self.flat = staging.take(group.layout.total)
-        self.views = group.layout.views(self.flat)
-        self.written = [False] * len(self.views)
+        super().__init__(group.layout.views(self.flat), len(group.members))
         self._arrived = [False] * len(self.views)
         self.unfinished = group.learning
 
-    def target(self, index: int) -> tuple[Tensor, bool]:
-        """(where parameter `index` writes its gradient, whether to add to it)."""
-        already, self.written[index] = self.written[index], True
-        return self.views[index], already
-
-    def add(self, index: int, grad: Tensor) -> None:
-        """Copy a gradient of parameter `index`, or add it to an earlier one."""
-        put(grad, *self.target(index))
-
     def arrived(self, index: int) -> None:
         """Autograd is done with parameter `index`, whose gradient layers may have written before."""
-        if self.written[index] and not self._arrived[index]:
+        if self.has[index] and not self._arrived[index]:
             self._arrived[index] = True
             self.unfinished -= 1
 
-    def fill_gaps(self) -> None:
-        self.group.fill_gaps(self.flat, self.views, self.written)
-
-    def give(self, ticket: Ticket) -> None:
-        """Return the memory, which may be reused after `ticket`."""
+    def give(self, ticket: Ticket | None) -> None:
+        """Return the memory, which may be reused after `ticket`; None if it was not sent."""
         self._staging.give(self.flat, ticket)
-
-    def drop(self) -> None:
-        """Return the memory of gradients that were not sent."""
-        self._staging.give(self.flat, None)

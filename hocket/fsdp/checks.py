@@ -17,14 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hocket.fsdp.members import UNIT, Member, is_called
 from hocket.fsdp.muon import refuse_no_matrices
-from hocket.fsdp.options import Precision, ShardOptions
 from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.shard_groups import ShardGroups
 from hocket.fsdp.sharded_parameter import ShardedParameter
@@ -34,38 +31,6 @@ from hocket.runtime.weights import sink_of
 ROWS, COLUMNS, CUT = 48, 32, 481
 STEPS = 3
 """Some optimizers only use the first gradient in the first step."""
-
-
-class _Part:
-    """The trial's stand-in for a shard's group."""
-
-    keeps_all = False
-    late = valueless = False
-
-    def __init__(self, local: Tensor, lo: int) -> None:
-        self.gradient: Tensor | None = None
-        self.shard = ShardedParameter(local, requires_grad=True)
-        self.shard.full_name, self.shard.full_shape, self.shard.position = "trial", torch.Size((ROWS, COLUMNS)), 0
-        self.shard.span = Span((ROWS, COLUMNS), lo, lo + len(local))
-        self.shard.join(self)
-
-    def grad_of(self, index: int) -> Tensor | None:
-        return self.gradient
-
-    def span_of(self, shard: ShardedParameter) -> Span:
-        return shard.span
-
-    def forget(self, index: int) -> None:
-        self.gradient = None
-
-    def set_grad(self, index: int, value: Tensor) -> None:
-        self.gradient = value
-
-    def invalidate(self) -> None:
-        pass
-
-    def change(self, index: int, trains: bool) -> None:
-        pass
 
 
 def is_elementwise(optimizer: Optimizer, group: int, like: Tensor, keeps_all: bool) -> bool:
@@ -93,8 +58,11 @@ def _start(like: Tensor) -> Tensor:
 def _trained(optimizer: Optimizer, group: int, like: Tensor, cuts: Sequence[int]) -> Tensor:
     """The weights after some steps, flat: of the whole matrix, or of shards cut at `cuts`."""
     weights = _start(like)
-    kept = [_Part(weights[lo:hi].clone(), lo) for lo, hi in pairwise(cuts)]
-    params: list[nn.Parameter] = [one.shard for one in kept] or [nn.Parameter(weights.view(ROWS, COLUMNS))]
+    parts = [ShardedParameter(weights[lo:hi].clone()) for lo, hi in pairwise(cuts)]
+    for part, (lo, hi) in zip(parts, pairwise(cuts), strict=True):
+        part.full_name, part.full_shape = "trial", torch.Size((ROWS, COLUMNS))
+        part.span = Span((ROWS, COLUMNS), lo, hi)
+    params: list[nn.Parameter] = [*parts] or [nn.Parameter(weights.view(ROWS, COLUMNS))]
     tried = _copy(optimizer, group, params)
     step = type(optimizer).step
     step = getattr(step, "__wrapped__", step)  # without torch's step hooks
@@ -203,23 +171,6 @@ IGNORED = "_hocket_ignored"
 """Attribute that marks parameters to leave alone."""
 
 
-def refuse_types(modules: Sequence[Any], mesh: Any, precision: Any, place: Any, options: Any) -> None:
-    for name, value, kind in (
-        *(("module", one, nn.Module) for one in modules or [None]),
-        ("mesh", mesh, DeviceMesh),
-        ("precision", precision, Precision),
-        ("options", options, ShardOptions),
-    ):
-        if not isinstance(value, kind) and (value is not None or name == "module"):
-            raise ValueError(f"{name}={value!r} is no {kind.__name__}: give one" + (" or None" * (name != "module")))
-    if torch.is_inference_mode_enabled():
-        raise ValueError(
-            "a model can't be sharded in torch.inference_mode(), where nothing can be trained: do it before"
-        )
-    if place is not None and not callable(place):
-        raise ValueError(f"place={place!r} is no function of (name, parameter): give one, or None")
-
-
 def refuse_uncalled(module: nn.Module) -> None:
     """Refuse a module without a forward, whose weights would never be gathered."""
     if not is_called(module):
@@ -258,7 +209,7 @@ def refuse_strange(module: nn.Module, params: Sequence[Member]) -> None:
         param = found.param
         if is_lazy(param):
             raise ValueError(f"parameter {found.name} has no shape yet: run a forward of the model before sharding it")
-        if is_traceable_wrapper_subclass(param):
+        if hasattr(param, "__tensor_flatten__"):
             raise ValueError(
                 f"parameter {found.name} is a {type(param).__name__}, which is divided or packed already: "
                 f"hocket.fully_shard takes plain parameters"

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from typing import Generic, TypeVar
 
 from hocket.fsdp.module_unit import Unit
-from hocket.fsdp.options import Prefetch
 
 T = TypeVar("T")
 
@@ -55,7 +54,7 @@ class Order(Generic[T]):
 class Lookahead:
     """Follows the passes over a model's units, and prefetches."""
 
-    def __init__(self, units: Sequence[Unit], prefetch: Prefetch, free: bool) -> None:
+    def __init__(self, units: Sequence[Unit], prefetch: int, free: bool) -> None:
         """With `free`, gathered weights are freed for others."""
         self._units, self._prefetch, self._free = units, prefetch, free
         self._forward: Order[Unit] = Order(units)
@@ -98,12 +97,12 @@ class Lookahead:
         """Those of `order` that may be gathered before a forward begins."""
         if not self._free:
             return list(order)
-        allowance = self._prefetch.allowance()
-        found: list[Unit] = []
+        found, left = list[Unit](), self._prefetch
         for unit in order:
-            counts = unit.full and not unit.contains_units and any(one.full for one in found)
-            if counts and not allowance.take(unit.full_bytes):
-                break
+            if unit.full and not unit.contains_units and any(one.full for one in found):
+                if not left:
+                    break
+                left -= 1
             found.append(unit)
         return found
 
@@ -118,14 +117,15 @@ class Lookahead:
 
     def _start(self, order: Order[Unit]) -> None:
         """Start the gathers of the next units, as far as there is room."""
-        allowance = self._prefetch.allowance()
         told = self.explicit.get((order.seen[-1], order is self._backward)) if order.seen else None
         if told is not None:
             for unit in told:
                 unit.prefetch()
             return
+        left = self._prefetch
         for unit in order.upcoming():
             if not unit.full or unit.contains_units:
                 continue
-            if not allowance.take(unit.full_bytes) or not unit.prefetch():
+            if not left or not unit.prefetch():
                 return
+            left -= 1

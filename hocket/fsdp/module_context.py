@@ -17,7 +17,7 @@ from hocket.fsdp.checks import refuse_valueless
 from hocket.fsdp.dtensors import apart
 from hocket.fsdp.lookahead import Lookahead
 from hocket.fsdp.module_unit import Budget, Claim, Unit
-from hocket.fsdp.options import Policy, Prefetch
+from hocket.fsdp.options import ShardOptions
 from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.same_order import SameOrder, UnusedGradients
 from hocket.fsdp.shard_groups import ShardGroups, over_ranks
@@ -91,6 +91,11 @@ class HeldClaims:
         self._unsharded.clear()
 
 
+def current_backward() -> int:
+    """The number of the backward that runs on this thread, which grows; -1: none."""
+    return torch._C._current_graph_task_id()
+
+
 _CALLS = {nn.Module._call_impl.__code__}
 
 
@@ -121,8 +126,8 @@ class ShardContext:
     def __init__(
         self,
         units: Sequence[Unit],
-        policy: Policy,
-        prefetch: Prefetch,
+        strategy: str,
+        options: ShardOptions,
         groups: ShardGroups,
         device: torch.device,
         order: SameOrder | None = None,
@@ -134,7 +139,9 @@ class ShardContext:
         if order is not None:
             self._model = f" of model {order.models}" if order.models else ""
             order.models += 1
-        self.policy, self.prefetch, self.groups, self.device = policy, prefetch, groups, device
+        self.options, self.groups, self.device = options, groups, device
+        self._frees = strategy == "optim_grads_params"  # gathered weights, for others
+        self._sends_each = strategy.startswith("optim_grads")  # gradients of each microbatch
         self.gathering = queue_of("gather", device)
         self.reducing = queue_of("reduce", device)
         self.outer = queue_of("outer", device)
@@ -157,9 +164,9 @@ class ShardContext:
         self._weights: Ticket | None = None
         self.held_claims = HeldClaims(units)
         self._editions: list[tuple[int, int]] = []  # editions of the weights at the last update seen
-        self.ahead = Lookahead(self.units, prefetch, policy.free)
+        self.ahead = Lookahead(self.units, options.prefetch, self._frees)
         self._staging: dict[ParamGroup, StagingMemory] = {}
-        self._unlimited = Budget(None, None)
+        self._unlimited = Budget(None)
         self._residency = self._unlimited
         self.unused = UnusedGradients(order, self._model)
         for unit in self.units:
@@ -198,15 +205,15 @@ class ShardContext:
 
         Units that are not `new` keep their weight buffers from the models that they were before.
         """
-        if self.policy.free:
-            self._residency = Budget.of(self.prefetch, [unit for unit in self.units if not unit.contains_units])
+        if self._frees:
+            self._residency = Budget(self.options.prefetch + 1)
         for unit in self.units if new is None else new:
             for group in unit.groups:
                 if group.whole:
                     group.bind(group.weight)
                 else:
                     unit.use(group, FullBuffer(group.layout.total, group.compute_dtype, group.device))
-        self._place_gradients(self.policy.staging)
+        self._place_gradients(self.options.staging)
 
     def _place_gradients(self, count: int) -> None:
         """Assign staging memory, shared by all units that reduce over the same ranks.
@@ -256,7 +263,7 @@ class ShardContext:
             return False  # nothing to send, or nothing is deferred any more
         if self._no_sync or not unit.options.sync:
             return True
-        return self._accumulating and not self.policy.reduce_every_microbatch
+        return self._accumulating and not self._sends_each
 
     def accumulates(self, unit: Unit) -> bool:
         """Whether more microbatches of this step follow before replicas all-reduce."""
@@ -277,7 +284,7 @@ class ShardContext:
     def stage_anew(self) -> None:
         """Reassign staging memory after a change of trained parameters."""
         self.finish_step()
-        count = max((staging.count for staging in self._staging.values()), default=self.policy.staging)
+        count = max((staging.count for staging in self._staging.values()), default=self.options.staging)
         self._place_gradients(count)
 
     def staging_count(self, count: int) -> None:
@@ -311,7 +318,7 @@ class ShardContext:
 
     def need_forward(self, unit: Unit) -> Claim:
         """A unit's forward begins: claim its weights, prefetch the next units, and wait for the claim."""
-        recomputing = torch._C._current_graph_task_id() != -1
+        recomputing = current_backward() != -1
         if self.in_backward and not recomputing:
             raise ValueError("the last backward ended with an exception: call abort() of the ShardContext on all ranks")
         if not self._depth and not recomputing:
@@ -329,7 +336,7 @@ class ShardContext:
 
     def leave_forward(self, unit: Unit) -> None:
         self._depth -= 1
-        if torch._C._current_graph_task_id() != -1:
+        if current_backward() != -1:
             return
         self.ahead.leave_forward(unit)
         if not self._depth:
@@ -346,15 +353,11 @@ class ShardContext:
         claim.wait()
         return claim
 
-    def look_back(self) -> None:
-        if self.in_backward:
-            self.ahead.go_on_backward()
-
     def end_backward(self) -> None:
         """A backward ends: reduce what is left, in the order of units. Does not wait."""
         for invocation in list(self.started):
             invocation.finish()
-        this = torch._C._current_graph_task_id()
+        this = current_backward()
         for unit in self.units:
             unit.forget_graphs_since(this)
             unit.reduce()

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from hocket.fsdp.buffers import FullBuffer, Staged, StagingMemory
 from hocket.fsdp.members import View
-from hocket.fsdp.options import Prefetch, UnitOptions
+from hocket.fsdp.options import UnitOptions
 from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.same_order import UnusedGradients
 from hocket.runtime.queue import Queue, Ticket
@@ -61,10 +61,10 @@ Around = tuple[Callable[..., tuple[Any, Any]], Callable[..., Any]]
 
 
 class Claim:
-    __slots__ = ("_aborts", "_held", "shows", "unit")
+    __slots__ = ("_aborts", "_held", "unit")
 
-    def __init__(self, unit: Unit, shows: bool) -> None:
-        self.unit, self.shows, self._aborts = unit, shows, unit.aborts
+    def __init__(self, unit: Unit) -> None:
+        self.unit, self._aborts = unit, unit.aborts
         self._held = True
 
     def wait(self) -> None:
@@ -83,7 +83,7 @@ class Claim:
             raise ValueError(f"a claim of {self.unit} is released twice: each acquire() is released once")
         self._held = False
         if self._aborts == self.unit.aborts:  # else an abort has dropped it
-            self.unit.give_back(self.shows)
+            self.unit.give_back()
 
 
 class Unit:
@@ -101,7 +101,7 @@ class Unit:
         self.calls: dict[nn.Module, Around] = {}
         self.contains_units = False
         """Whether other units run inside its forward: then it stays gathered."""
-        self.claims = self.aborts = self._shown = 0
+        self.claims = self.aborts = 0
         self.open: Counter[tuple[int, int]] = Counter()
         """Invocations whose backward is still to come, by `Invocation.forward`; kept by the hooks."""
         self.repeated: set[tuple[int, int]] = set()
@@ -181,18 +181,14 @@ class Unit:
         """Whether the weights are gathered, or being gathered, at the latest version."""
         return self._gathered and not any(group.stale() for group in self.groups)
 
-    def acquire(self, shows: bool = True) -> Claim:
-        """Claim the weights; starts their gather if needed. Never waits. Every claim is released once.
-
-        Without `shows`, modules keep showing shards, unless another claim shows the weights.
-        """
+    def acquire(self) -> Claim:
+        """Claim the weights; starts their gather if needed. Never waits. Every claim is released once."""
         self.prefetch(wanted=True)
         self.claims += 1
-        self._shown += shows
-        if shows and self._shown == 1:
+        if self.claims == 1:
             for view in self.views:
                 view.show()
-        return Claim(self, shows)
+        return Claim(self)
 
     def prefetch(self, wanted: bool = False) -> bool:
         """Start the gather if needed. False if there is no room and the unit is not `wanted`.
@@ -254,12 +250,11 @@ class Unit:
                 self.context.before_waiting()
             self._gathering.wait()
 
-    def give_back(self, shown: bool) -> None:
+    def give_back(self) -> None:
         """End one claim. After the last one the weights may be freed, once the callers' work so far is done."""
         assert self.claims > 0
         self.claims -= 1
-        self._shown -= shown
-        if shown and not self._shown:
+        if not self.claims:
             for view in self.views:
                 view.hide()
         self._note_reader()
@@ -350,8 +345,8 @@ class Unit:
         self.context.about_to(f"reduce {self}")
         staged = self.staged(group)  # empty if this rank has no gradient, or added it up locally
         context = self.context
-        context.unused.about_to_send(group, list(map(or_, staged.written, group.local.has)))
-        staged.fill_gaps()
+        context.unused.about_to_send(group, list(map(or_, staged.has, group.local.has)))
+        group.fill_gaps(staged.flat, staged.views, staged.has)
         group.local.merge(staged.views)
         group.make_grads()
         # The last all-reduce of replicas wrote where this reduction adds.
@@ -436,12 +431,12 @@ class Unit:
             for view in self.views:
                 view.hide()
             self._note_reader()
-        self.claims = self._shown = 0
+        self.claims = 0
         self.aborts += 1
         self.open.clear()
         self.repeated.clear()
         for staged in self._staged.values():
-            staged.drop()
+            staged.give(None)
         self._staged.clear()
         self._outer_left.clear()
         self._outer_sent.clear()
@@ -457,45 +452,31 @@ class Unit:
 
 
 class Budget:
-    """Limits the units that are gathered at once, by number or bytes; None, None: no limit.
+    """Limits how many units are gathered at once; None: no limit.
 
     A unit that is needed while all others are claimed is gathered all the same, as for parallel branches or several
     microbatches. `exceeded` counts that.
     """
 
-    def __init__(self, units: int | None, nbytes: int | None) -> None:
-        self.units, self.nbytes = units, nbytes
+    def __init__(self, units: int | None) -> None:
+        """Room for the unit in use and those prefetched."""
+        self.units = units
         self.exceeded = 0
         self._gathered: list[Unit] = []  # least recently used first
-
-    @classmethod
-    def of(cls, prefetch: Prefetch, units: Sequence[Unit]) -> Budget:
-        """Room for the unit in use and those prefetched."""
-        if prefetch.units is not None:
-            return cls(prefetch.units + 1, None)
-        assert prefetch.nbytes is not None
-        largest = max((unit.full_bytes for unit in units), default=0)
-        return cls(None, largest + max(prefetch.nbytes, largest))
-
-    def _fits(self, unit: Unit) -> bool:
-        if self.units is not None:
-            return len(self._gathered) < self.units
-        assert self.nbytes is not None
-        return sum(other.full_bytes for other in self._gathered) + unit.full_bytes <= self.nbytes
 
     def admit(self, unit: Unit, wanted: bool) -> bool:
         """Make room for `unit` by evicting unclaimed units. False if there is no room and `unit` is not `wanted`
         yet.
         """
-        if self.units is None and self.nbytes is None:
+        if self.units is None:
             return True
         if unit in self._gathered:  # gathered again, with newer weights
             self.touch(unit)
             return True
         idle = [other for other in self._gathered if not other.claims]
-        while not self._fits(unit) and idle:
+        while len(self._gathered) >= self.units and idle:
             idle.pop(0).evict()
-        if not self._fits(unit):
+        if len(self._gathered) >= self.units:
             if not wanted:
                 return False
             self.exceeded += 1

@@ -9,9 +9,6 @@ from typing import Literal, get_args
 import torch
 from torch import nn
 
-from hocket.config import Strategy
-from hocket.sizes import Size, parse_bytes, parse_size
-
 FORMATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -57,82 +54,10 @@ class Formats:
     accumulate: torch.dtype
 
 
-@dataclass(frozen=True)
-class Policy:
-    free: bool
-    """Whether gathered weights are freed for others."""
-    reduce_every_microbatch: bool
-    staging: int
-
-
-def policy_of(strategy: str, staging: int) -> Policy:
-    """The policy of a strategy. Raises ValueError for an unknown one."""
-    if strategy not in get_args(Strategy):
-        raise ValueError(f"strategy={strategy!r} is not one of {', '.join(get_args(Strategy))}")
-    rank = get_args(Strategy).index(strategy)
-    return Policy(
-        reduce_every_microbatch=rank >= 2,
-        free=rank >= 3,
-        staging=staging,
-    )
-
-
-class Allowance:
-    """What may still be prefetched from the current position."""
-
-    def __init__(self, units: int | None, nbytes: int | None) -> None:
-        self._units, self._nbytes = units, nbytes
-        self._taken = 0
-
-    def take(self, nbytes: int) -> bool:
-        """Whether one more unit fits; the first always does if prefetching is on."""
-        self._taken += 1
-        if self._units is not None:
-            return self._taken <= self._units
-        assert self._nbytes is not None
-        fits = nbytes <= self._nbytes or (self._taken == 1 and self._nbytes > 0)
-        self._nbytes -= nbytes
-        return fits
-
-
-@dataclass(frozen=True)
-class Prefetch:
-    """How far ahead weights are gathered: in units, or in bytes."""
-
-    units: int | None
-    nbytes: int | None
-
-    @classmethod
-    def parse(cls, value: int | str) -> Prefetch:
-        """`2` is two units, `"512MiB"` as many units as fit, at least one."""
-        if isinstance(value, bool) or not isinstance(value, int | str):
-            raise ValueError(f"prefetch={value!r} must be a number of units, or a size such as '512MiB'")
-        if isinstance(value, str):
-            return cls(None, parse_bytes(value, "prefetch"))
-        if value < 0:
-            raise ValueError(f"prefetch={value} is negative: give a number of units, 0 for none")
-        return cls(value, None)
-
-    def allowance(self) -> Allowance:
-        return Allowance(self.units, self.nbytes)
-
-
 Outer = Literal["replicate", "shard"]
 ShardTransport = Literal["auto", "nccl", "copy_engine", "copy_engine_gathers", "gloo", "null"]
 Driver = Literal["hooks", "manual"]
 Offload = Literal["none", "pinned", "pageable"]
-
-
-def parse_bucket(text: object) -> Size | None:
-    """The size limit of a bucket; None for `auto`. Raises ValueError for a bad size."""
-    if text == "auto":
-        return None
-    if not isinstance(text, str):
-        raise ValueError(f"bucket={text!r} has no unit: give a size such as '128M params' or '256MiB', or 'auto'")
-    size = parse_size(text, "bucket")
-    if size.value < 1:
-        raise ValueError(f"bucket={text!r} holds nothing: give a size above 0, such as '128M params'")
-    return size
 
 
 @dataclass(frozen=True)
@@ -142,11 +67,10 @@ class ShardOptions:
     outer: Outer = "replicate"
     """The first axis of a mesh of two: `replicate` keeps replicas (HSDP), `shard` shards the optimizer's state over it
     too (HFSDP)."""
-    bucket: str = "auto"
-    """Limit up to which modules are joined into one unit: "128M params", or "256MiB" in the dtype of the gather. `auto`
-    joins no named units; without names it is 128Mi params."""
-    prefetch: int | str = 1
-    """How far ahead weights are gathered: a number of units, or a size such as "512MiB"."""
+    bucket: int | None = None
+    """Parameters up to which modules are joined into one unit. None joins no named units; without names it is 2**27."""
+    prefetch: int = 1
+    """How many units ahead weights are gathered."""
     staging: int = 2
     """Buffers for gradients being reduced; compute waits when all are in use."""
     transport: ShardTransport = "auto"
@@ -180,9 +104,11 @@ class ShardOptions:
             _check_device(self.device)
         if self.init is not None and not callable(self.init):
             raise ValueError(f"init={self.init!r} is no function of a module: give one, or None")
-        parse_bucket(self.bucket)
-        Prefetch.parse(self.prefetch)
-        if isinstance(self.staging, bool) or not isinstance(self.staging, int) or self.staging < 1:
+        if self.bucket is not None and (type(self.bucket) is not int or self.bucket < 1):
+            raise ValueError(f"bucket={self.bucket!r} must be a number of parameters, at least 1, or None")
+        if type(self.prefetch) is not int or self.prefetch < 0:
+            raise ValueError(f"prefetch={self.prefetch!r} must be a number of units, 0 for none")
+        if type(self.staging) is not int or self.staging < 1:
             raise ValueError(f"staging={self.staging!r} must be a number of buffers, at least 1 (2 overlaps)")
 
 

@@ -378,7 +378,7 @@ class ParamGroup:
     def forget(self, index: int) -> None:
         """Set `shards[index].grad` to None: the next reduction overwrites it."""
         self._has[index] = self._partial_has[index] = False
-        self.local.forget(index)
+        self.local.has[index] = False
         self.usage.forget(index)
         if not self.has_grad:
             self._let_go()

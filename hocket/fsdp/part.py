@@ -2,10 +2,11 @@
 
 Note: [A part knows its whole]
 Training loops compute norms of gradients, check for infinities, and scale by the result; with one rank's elements,
-ranks would diverge. So a shard and its gradient know which elements they hold. Elementwise functions return such parts.
-A sum, norm, mean or maximum is computed over all ranks, which all call it. Other functions of several elements are
-errors, as are operations on parts with different elements. A whole tensor beside a part is cut to the same elements.
-`to_local()` is a plain tensor.
+ranks would diverge. So a shard and its gradient know which elements they hold. Elementwise functions return such parts,
+and a whole tensor beside a part is cut to the same elements. Sums, norms, means and extremes of all elements are
+combined over ranks. Any other function is computed with the whole, which all ranks gather, and returns a plain tensor.
+Errors are views other than of all elements, since writes to them would be lost; in-place functions that are not
+elementwise; and elementwise functions of parts with different elements.
 
 Note: [A part has the shape of its whole]
 Rules such as "no weight decay for vectors", parameter counts and initializers use `shape`, `ndim`, `size()`, `len()`
@@ -13,14 +14,13 @@ and `numel()`, which are the whole's in Python. Torch's kernels see a 1-D tensor
 does. A foreign kernel would combine an address with `numel()` and write out of bounds, so `data_ptr()` is an error. A
 view of the whole is the same elements with another shape.
 
-A sum of shards inside of autograd has the whole's value and the local elements' graph, so that a backward through it is
-the intended error (Note: [Autograd never sees a shard]).
+A number of a shard inside of autograd has the whole's value and the local elements' graph, so that a backward through
+it is the intended error (Note: [Autograd never sees a shard]).
 """
 
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -66,17 +66,6 @@ def refusal(name: str, place: Place) -> ValueError:
     )
 
 
-def one_number(x: Tensor, name: str, place: Place) -> float | int | bool | complex:
-    if place.numel != 1:
-        raise refusal(name, place)
-    return over_ranks(plain_sum(x), "sum", place).item()
-
-
-def plain_sum(x: Tensor) -> Tensor:
-    with torch._C.DisableTorchFunctionSubclass():
-        return x.detach().as_subclass(Tensor).sum()
-
-
 def over_ranks(value: Tensor, how: How, place: Place) -> Tensor:
     if value.is_complex():
         return torch.complex(over_ranks(value.real, how, place), over_ranks(value.imag, how, place))
@@ -95,70 +84,16 @@ def whole_of(x: Tensor, place: Place) -> Tensor:
         return flat.view(place.shape)
 
 
-def of_whole(func: Any, name: str, args: Any, kwargs: Any, place: Place) -> Any:
-    part, *rest = args
-    how = WHOLE[name]
-    options = dict(kwargs)
-    given = [options.pop(key, None) for key in ("dim", "axis")]
-    if how is _norm:
-        p = options.pop("p", options.pop("ord", rest.pop(0) if rest else None))
-        if name == "linalg_norm" and p not in (None, "fro") and len(place.shape) != 1:
-            raise refusal(name, place)  # for matrices these are spectral or row and column norms
-        options["p"] = 2 if p in (None, "fro") else p
-    if how in (_variance, _deviation) and rest and isinstance(rest[0], bool):
-        options["unbiased"] = rest.pop(0)
-    if rest and how is not _dot:
-        given.append(rest.pop(0))
-    dims = [dim for dim in given if dim not in (None, (), [])]
-    along = dims and not (
-        name not in ("max", "min")
-        and len(place.shape) == 1
-        and all(dim in (0, -1, (0,), [0], (-1,), [-1]) for dim in dims)
-    )
-    if along or rest[1:] or options.pop("keepdim", False) or options.pop("out", None) is not None:
-        raise refusal(name, place)
-    with torch._C.DisableTorchFunctionSubclass():
-        mine = part.as_subclass(Tensor)
-        dtype = options.pop("dtype", None)
-        mine = mine if dtype is None else mine.to(dtype)
-        with torch.no_grad():
-            value = how(
-                mine.detach(),
-                place,
-                *(one.as_subclass(Tensor) if isinstance(one, Tensor) else one for one in rest),
-                **options,
-            )
-        if not mine.requires_grad:
-            return value
-        return mine.sum() * 0 + value.detach()
-
-
 def _sum(x: Tensor, place: Place) -> Tensor:
-    total = over_ranks(
-        x.sum(dtype=None if x.is_complex() or not x.is_floating_point() else torch.float64), "sum", place
-    )
+    exact = x.is_complex() or not x.is_floating_point()
+    total = over_ranks(x.sum(dtype=None if exact else torch.float64), "sum", place)
     return total.to(x.dtype if x.is_floating_point() or x.is_complex() else torch.int64)
 
 
-def _mean(x: Tensor, place: Place) -> Tensor:
-    return _sum(x, place) / place.numel
-
-
-def _count(x: Tensor, place: Place) -> Tensor:
-    return over_ranks(x.count_nonzero(), "sum", place).long()
-
-
-def _norm(x: Tensor, place: Place, p: Any = 2) -> Tensor:
-    sizes = x.abs()
-    p = float(p)
+def _norm(x: Tensor, place: Place, p: float) -> Tensor:
     if p == torch.inf:
-        return _most(sizes, place)
-    if p == -torch.inf:
-        return _least(sizes, place)
-    if p == 0:
-        return _count(x, place).to(sizes.dtype)
-    total = over_ranks((sizes.double() ** p).sum(), "sum", place)
-    return (total ** (1 / p)).to(sizes.dtype)
+        return _most(x.abs(), place)
+    return (over_ranks((x.abs().double() ** p).sum(), "sum", place) ** (1 / p)).to(x.abs().dtype)
 
 
 def _most(x: Tensor, place: Place) -> Tensor:
@@ -171,45 +106,70 @@ def _most(x: Tensor, place: Place) -> Tensor:
 
 
 def _least(x: Tensor, place: Place) -> Tensor:
-    if x.is_floating_point():
-        return -_most(-x, place)
-    return (-_most(-x.double(), place)).to(x.dtype)
+    return (-_most(-(x if x.is_floating_point() else x.double()), place)).to(x.dtype)
 
 
 def _any(x: Tensor, place: Place) -> Tensor:
     return over_ranks(x.any().double(), "max", place).bool()
 
 
-def _all(x: Tensor, place: Place) -> Tensor:
-    return ~_any(~x.bool(), place)
-
-
-def _variance(x: Tensor, place: Place, unbiased: bool = True, correction: int | None = None) -> Tensor:
-    correction = int(unbiased) if correction is None else correction
-    mean = over_ranks(x.double().sum(), "sum", place) / place.numel
-    total = over_ranks((x.double() - mean).square().sum(), "sum", place)
-    return (total / (place.numel - correction)).to(x.dtype)
-
-
-def _deviation(x: Tensor, place: Place, unbiased: bool = True, correction: int | None = None) -> Tensor:
-    return _variance(x, place, unbiased, correction).sqrt()
-
-
-def _dot(x: Tensor, place: Place, other: Tensor) -> Tensor:
-    return _sum(x * other, place)
-
-
-WHOLE: dict[str, Callable[..., Tensor]] = {
-    "sum": _sum, "mean": _mean, "norm": _norm, "vector_norm": _norm, "linalg_vector_norm": _norm,
-    "linalg_norm": _norm, "frobenius_norm": _norm, "max": _most, "amax": _most, "min": _least, "amin": _least,
-    "any": _any, "all": _all, "count_nonzero": _count, "var": _variance, "std": _deviation, "dot": _dot, "vdot": _dot,
-    "inner": _dot,
+NUMBERS: dict[str, Callable[[Tensor, Place], Tensor]] = {
+    "sum": _sum, "mean": lambda x, place: _sum(x, place) / place.numel, "max": _most, "amax": _most, "min": _least,
+    "amin": _least, "any": _any, "all": lambda x, place: ~_any(~x.bool(), place),
+    "count_nonzero": lambda x, place: over_ranks(x.count_nonzero(), "sum", place).long(),
 }  # fmt: skip
-"""Reductions of the whole parameter, by name."""
-NUMBERS: dict[str, Callable[[Any], Any]] = {
-    "item": lambda x: x, "__bool__": bool, "__float__": float, "__int__": int, "__index__": operator.index,
-    "__complex__": complex,
-}  # fmt: skip
+"""Numbers of all elements that ranks combine, by the name of the function."""
+NORMS = ("norm", "vector_norm", "linalg_vector_norm", "linalg_norm", "frobenius_norm")
+
+
+def _number(name: str, args: Any, kwargs: Any, place: Place) -> Callable[[Tensor], Tensor] | None:
+    """How to compute a function of all elements from each rank's; None if the whole is needed."""
+    rest = list(args[1:])
+    options = {key: value for key, value in kwargs.items() if value is not None and value is not False}
+    dtype = options.pop("dtype", None)
+    of: Callable[[Tensor, Place], Tensor] | None = NUMBERS.get(name)
+    if name in NORMS:
+        p = options.pop("p", options.pop("ord", rest.pop(0) if rest else None))
+        if name == "linalg_norm" and p not in (None, "fro") and len(place.shape) != 1:
+            return None  # for matrices these are spectral or row and column norms
+        order = 2.0 if p in (None, "fro") else float(p)
+        of = functools.partial(_norm, p=order) if order > 0 else None
+    if of is None or rest or options:
+        return None
+    return lambda x: of(x if dtype is None else x.to(dtype), place)
+
+
+def _refuse_views(name: str, found: Sequence[Tensor], wholes: Sequence[Tensor], place: Place) -> None:
+    """Refuse a result that shares memory with a gathered tensor: writes to it would be lost."""
+    memory = {whole.untyped_storage().data_ptr() for whole in wholes if whole.numel()}
+    if any(one.untyped_storage().data_ptr() in memory for one in found if one.layout is torch.strided):
+        raise refusal(name, place)
+
+
+def _of_whole(func: Any, name: str, args: Any, kwargs: Any, place: Place) -> Any:
+    """Any function of the whole, on all ranks. See Note: [A part knows its whole]."""
+    if name in _LEAVING or kwargs.get("out") is not None or (name.endswith("_") and not name.endswith("__")):
+        raise refusal(name, place)
+    wholes, graph = list[Tensor](), list[Tensor]()
+
+    def whole(one: Any) -> Any:
+        if isinstance(one, list | tuple):
+            return [whole(each) for each in one]
+        if (at := getattr(one, "place", None)) is None:
+            return plain(one) if isinstance(one, Part) else one
+        wholes.append(whole_of(one, at))
+        if one.requires_grad and torch.is_grad_enabled():
+            graph.append(one.as_subclass(Tensor).sum() * 0)
+        return wholes[-1]
+
+    with torch._C.DisableTorchFunctionSubclass():
+        args, kwargs = [whole(one) for one in args], {key: whole(one) for key, one in kwargs.items()}
+        found = func(*args, **kwargs)
+        tensors = [one for one in (found if isinstance(found, tuple | list) else [found]) if isinstance(one, Tensor)]
+        _refuse_views(name, tensors, wholes, place)
+        if not graph or not isinstance(found, Tensor) or not found.is_floating_point():
+            return found
+        return found + sum(graph)
 
 
 class WholeSize:
@@ -311,37 +271,41 @@ def call(func: Any, args: Any, kwargs: Any) -> Any:
             return found
     if name.startswith("_foreach_"):
         return _of_each(func, name, args, kwargs)
-    places = {id(one): place for one in _tensors(args, kwargs) if (place := getattr(one, "place", None)) is not None}
-    if name in ("equal", "allclose"):
-        return _alike(func, name, args, kwargs, *places.values())
-    if not places:  # a copy, or a parameter that this rank holds whole
+    place = next((at for one in _tensors(args, kwargs) if (at := getattr(one, "place", None)) is not None), None)
+    if place is None:  # a copy, or a parameter that this rank holds whole
         with torch._C.DisableTorchFunctionSubclass():
+            if name in ("equal", "allclose") and len(args) > 1 and args[0].shape == args[1].shape:
+                args = [*(one.as_subclass(Tensor).view(one.shape) for one in args[:2]), *args[2:]]
             return func(*args, **kwargs)
-    place, *others = places.values()
-    if name in _REFUSED:
-        raise refusal(name, place)
-    _refuse_others(name, place, *others)
     return _call(func, name, args, kwargs, place)
 
 
 def _call(func: Any, name: str, args: Any, kwargs: Any, place: Place) -> Any:
-    if name in WHOLE:
-        return of_whole(func, name, args, kwargs, place)
-    if name in NUMBERS:
-        return NUMBERS[name](one_number(args[0], name, place))
+    if (number := _number(name, args, kwargs, place)) is not None:
+        with torch._C.DisableTorchFunctionSubclass():
+            mine = args[0].as_subclass(Tensor)
+            with torch.no_grad():
+                value = number(mine.detach())
+            return mine.sum() * 0 + value if mine.requires_grad and torch.is_grad_enabled() else value
+    if name in ("equal", "allclose"):
+        with torch._C.DisableTorchFunctionSubclass():
+            differs = not func(*map(plain, alongside(name, args)), **kwargs)
+            return not over_ranks(plain(args[0]).new_tensor(differs, dtype=torch.float64), "max", place).item()
     if name in _VIEWS:
         return _view(func, name, args, kwargs, place)
-    by_element = _by_element(name)
+    pairs = name not in NUMBERS or (len(args) > 1 and isinstance(args[1], Tensor))  # such as torch.max of two
+    by_element = _by_element(name) and pairs
+    initializes = getattr(func, "__module__", "") == "torch.nn.init"
+    if not (by_element or initializes or name in _PLAIN):
+        return _of_whole(func, name, args, kwargs, place)
     if by_element:
         args = alongside(name, args)
-    if name.endswith("_") and not by_element and getattr(func, "__module__", "") != "torch.nn.init":
-        raise refusal(name, place)
     with torch._C.DisableTorchFunctionSubclass():
         if name in _PLAIN:
             return func(*(plain(one) if isinstance(one, Part) else one for one in args), **kwargs)
         found = func(*args, **kwargs)
-        if isinstance(found, tuple) and any(isinstance(one, Tensor) for one in found):
-            raise refusal(name, place)
+        if isinstance(found, tuple):
+            return _of_whole(func, name, args, kwargs, place)
         if not isinstance(found, Tensor) or any(found is one for one in (*args, *kwargs.values())):
             return found
         if found.shape == (place.here,) and by_element:
@@ -436,25 +400,6 @@ def _of_one(name: str, found: Tensor, places: Sequence[Place]) -> Tensor:
     return Part.of(found, places[0])
 
 
-def _alike(func: Any, name: str, args: Any, kwargs: Any, *places: Place) -> bool:
-    """Whether all elements on all ranks are equal, or close, to those of another part or a whole tensor."""
-    pair = list(args[:2])
-    pair += [kwargs[key] for key in ("input", "other") if key in kwargs]
-    more = {key: value for key, value in kwargs.items() if key not in ("input", "other")}
-    with torch._C.DisableTorchFunctionSubclass():
-        parts = [one.as_subclass(Tensor) for one in pair]
-    if not places:  # replicated
-        same = pair[0].shape == pair[1].shape
-        return func(*(part.view(pair[0].shape) if same else part for part in parts), *args[2:], **more)
-    _refuse_others(name, *places)
-    place = places[0]
-    for i, one in enumerate(pair):
-        if getattr(one, "place", None) is None and one.shape == place.shape:
-            parts[i] = place.span.of(parts[i])
-    differs = parts[0].new_tensor(not func(*parts, *args[2:], **more), dtype=torch.float64)
-    return not over_ranks(differs, "max", place).item()
-
-
 def _refuse_others(name: str, place: Place, *others: Place) -> None:
     for other in others:
         if other.span != place.span:
@@ -474,28 +419,8 @@ def _tensors(args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 _VIEWS = frozenset({"view", "reshape", "flatten", "ravel", "view_as", "reshape_as", "squeeze", "unsqueeze"})
 """Functions that reshape and keep the order of elements."""
-_REFUSED = frozenset(
-    {
-        *("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "sort", "argsort", "msort", "topk", "kthvalue"),
-        *("median", "nanmedian", "mode", "quantile", "softmax", "log_softmax", "flip", "roll", "argmax", "argmin"),
-        *("prod", "nansum", "nanmean", "logsumexp", "unique", "histc", "renorm", "renorm_", "aminmax", "outer"),
-        *(
-            "cat",
-            "concat",
-            "concatenate",
-            "stack",
-            "hstack",
-            "vstack",
-            "diff",
-            "numpy",
-            "tolist",
-            "__array__",
-            "unbind",
-        ),
-        *("split", "chunk", "tensor_split", "__iter__", "__dlpack__"),
-    }
-)
-"""Functions of several elements other than reductions."""
+_LEAVING = frozenset({"numpy", "tolist", "__array__", "__iter__", "__dlpack__"})
+"""Functions by which elements leave torch, often on one rank alone."""
 _KEEPING = frozenset(
     {
         *("absolute", "negative", "arccos", "arcsin", "arctan", "arccosh", "arcsinh", "arctanh", "arctan2", "divide"),

@@ -35,7 +35,7 @@ from hocket.fsdp.members import (
 )
 from hocket.fsdp.module_context import ShardContext
 from hocket.fsdp.module_unit import Unit
-from hocket.fsdp.options import Formats, Precision, Prefetch, ShardOptions, UnitOptions, parse_bucket, policy_of
+from hocket.fsdp.options import Formats, Precision, ShardOptions, UnitOptions
 from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.same_order import order_over
 from hocket.fsdp.shard_groups import Placement, shard_groups_for
@@ -159,7 +159,7 @@ def shard_model(module: nn.Module, units: Rule, request: ShardRequest) -> ShardC
     refuse_foreign(module, ())
     params = _params(module, request)
     refuse_strange(module, params)
-    buckets = make_buckets(module, units, parse_bucket(request.options.bucket), request.precision)
+    buckets = make_buckets(module, units, request.options.bucket)
     return _shard(module, [module], buckets, params, [], request)
 
 
@@ -199,7 +199,6 @@ def _shard(
 ) -> ShardContext:
     """Make units of the buckets, and one of the rest of `tree`, the tree of `modules`."""
     options, strategy = request.options, request.strategy
-    policy = policy_of(strategy, options.staging)
     device = _device(params, options, request.nests) if params else nested[0].device
     _refuse_pinned(options, device)
     placements, default = _placements(params, request.place), Placement(request.mesh, options.divide)
@@ -230,7 +229,7 @@ def _shard(
     contexts.difference_update(nested)
     units = [*made, *take_over(tree, nested)] if nested else made
     order = order_over(request.mesh) if options.transport != "null" else None
-    context = ShardContext(units, policy, Prefetch.parse(options.prefetch), everyone, device, order, request.nests)
+    context = ShardContext(units, strategy, options, everyone, device, order, request.nests)
     _install(context, made, manual=options.driver == "manual")
     return context
 

@@ -90,13 +90,28 @@ class ShardMemory:
         return reduce(into, add).then(bring)
 
 
-class LocalSum:
-    """Gradients of microbatches that reduce nothing, summed at full size. Allocated on first use and kept."""
+class WholeGrads:
+    """Gradients of a group at full size: `views`, one per parameter, of which those in `has` are written."""
+
+    def __init__(self, views: list[Tensor], count: int) -> None:
+        self.views, self.has = views, [False] * count
+
+    def target(self, index: int) -> tuple[Tensor, bool]:
+        """(where parameter `index` writes its gradient, whether to add to it)."""
+        already, self.has[index] = self.has[index], True
+        return self.views[index], already
+
+    def add(self, index: int, grad: Tensor) -> None:
+        """Copy a gradient of parameter `index`, or add it to an earlier one."""
+        put(grad, *self.target(index))
+
+
+class LocalSum(WholeGrads):
+    """Gradients of microbatches that reduce nothing, added up. Allocated on first use and kept."""
 
     def __init__(self, layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__([], len(layout.entries))
         self._layout, self._dtype, self._device = layout, dtype, device
-        self._views: list[Tensor] = []
-        self.has = [False] * len(layout.entries)
 
     def __bool__(self) -> bool:
         """Whether anything was added since the last `merge`."""
@@ -104,18 +119,12 @@ class LocalSum:
 
     @property
     def nbytes(self) -> int:
-        return self._layout.total * self._dtype.itemsize if self._views else 0
+        return self._layout.total * self._dtype.itemsize if self.views else 0
 
     def target(self, index: int) -> tuple[Tensor, bool]:
-        """(where the gradient of an entry goes, whether to add to it)."""
-        if not self._views:
-            flat = torch.zeros(self._layout.total, dtype=self._dtype, device=self._device)
-            self._views = self._layout.views(flat)
-        already, self.has[index] = self.has[index], True
-        return self._views[index], already
-
-    def add(self, index: int, grad: Tensor) -> None:
-        put(grad, *self.target(index))
+        if not self.views:
+            self.views = self._layout.views(torch.zeros(self._layout.total, dtype=self._dtype, device=self._device))
+        return super().target(index)
 
     def merge(self, into: Sequence[Tensor]) -> None:
         """Add everything to `into`, complete views of the entries, rounded once; then clear. On the caller's stream,
@@ -123,11 +132,8 @@ class LocalSum:
         """
         for i, view in enumerate(into):
             if self.has[i]:
-                view.copy_(self._views[i].add_(view))
+                view.copy_(self.views[i].add_(view))
         self.clear()
-
-    def forget(self, index: int) -> None:
-        self.has[index] = False
 
     def clear(self) -> None:
         self.has = [False] * len(self.has)

@@ -55,7 +55,8 @@ class ShardedParameter(WholeSize, nn.Parameter):  # pyrefly: ignore[inconsistent
 
     full_name: str
     """In the root module."""
-    full_shape: torch.Size
+    full_shape: torch.Size | None
+    """None: a copy, which has the shape of its elements."""
     span: Span
     """Its elements, within the whole parameter."""
     position: int
@@ -74,7 +75,7 @@ class ShardedParameter(WholeSize, nn.Parameter):  # pyrefly: ignore[inconsistent
     def __new__(cls, data: Tensor, requires_grad: bool = True) -> ShardedParameter:
         """Shares memory and version counter with `data`."""
         shard = torch.Tensor._make_subclass(cls, data, requires_grad)
-        shard._group, shard.read_on_demand, shard.place = None, None, None
+        shard._group = shard.read_on_demand = shard.place = shard.full_shape = None
         return shard
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
@@ -106,7 +107,7 @@ class ShardedParameter(WholeSize, nn.Parameter):  # pyrefly: ignore[inconsistent
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
         """Of the whole parameter."""
-        return self.to_local().shape if self._group is None else self.full_shape
+        return self.to_local().shape if self.full_shape is None else self.full_shape
 
     @property
     def lo(self) -> int:
@@ -120,7 +121,7 @@ class ShardedParameter(WholeSize, nn.Parameter):  # pyrefly: ignore[inconsistent
 
     def __getitem__(self, index: Any) -> Tensor:
         """With a number, of a matrix: the local elements of that row, writable."""
-        if type(index) is not int or self.ndim < 2 or self.group is None or self.span.part is not None:
+        if type(index) is not int or self.ndim < 2 or self.full_shape is None or self.span.part is not None:
             return super().__getitem__(index)
         length = self.shape[1:].numel()
         first = range(self.shape[0])[index] * length  # raises IndexError
@@ -133,7 +134,7 @@ class ShardedParameter(WholeSize, nn.Parameter):  # pyrefly: ignore[inconsistent
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """With a number, of a matrix: fill that row with a value."""
-        if type(index) is int and isinstance(value, int | float | complex) and self.ndim > 1 and self.group is not None:
+        if type(index) is int and isinstance(value, int | float | complex) and self.ndim > 1 and self.full_shape:
             with torch.no_grad():
                 self[index].fill_(value)
         else:

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hocket.fsdp.checks import UNIT, refuse_early
 from hocket.fsdp.dtensors import copies
@@ -84,7 +83,7 @@ def total_norm(
     owners = {m.untyped_storage().data_ptr(): owner for owner in _groups() for m in owner[0].grads.memory}
     parts: dict[ShardContext | None, list[tuple[Tensor, int]]] = {}
     for one, tensor in zip(given, tensors, strict=True):
-        has_memory = not is_traceable_wrapper_subclass(tensor)  # a DTensor has none
+        has_memory = type(tensor) is Tensor  # a DTensor has none
         group, context = owners.get(tensor.untyped_storage().data_ptr() if has_memory else 0, (None, None))
         if group is None or context is None or _alike(group, context):
             parts.setdefault(None, []).append((tensor, 1))
@@ -182,33 +181,13 @@ def load_model(model: nn.Module, state: dict[str, Any], info: Any) -> Any:
         return _load_model(model, state, info)
     mine = model_state(context)
     if info.broadcast_from_rank0:
-        state = _from_first_rank(state, mine, context.device)
+        state = _from_first_rank(context, state)
     missing = [name for name in mine if name not in state]
     unexpected = [name for name in state if name not in mine]
     if not info.strict:
         state = {name: state.get(name, own) for name, own in mine.items()}
     load_model_state(context, state)
     return nn.modules.module._IncompatibleKeys(missing, unexpected)
-
-
-def _from_first_rank(state: Mapping[str, Any], mine: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """The state of the first rank; one tensor at a time is whole on the other ranks."""
-    found: dict[str, Any] = {}
-    for name, own in mine.items():
-        if not broadcast_object(name in state):
-            continue
-        if not isinstance(own, Tensor):
-            found[name] = broadcast_object(state.get(name))
-            continue
-        whole = torch.empty(own.shape, dtype=own.dtype, device=device)
-        if dist.get_rank() == 0:
-            whole.copy_(state[name])
-        broadcast_tensor(whole)
-        if isinstance(own, FlatTensor):
-            found[name] = own.with_elements(own.part_of(whole).clone())
-        else:
-            found[name] = whole
-    return found
 
 
 def get_optimizer(model: nn.Module, optimizers: Sequence[Optimizer], info: Any) -> dict[str, Any]:
@@ -240,7 +219,7 @@ def load_optimizer(model: nn.Module, optimizers: Sequence[Optimizer], state: dic
         _load_optimizer(model, tuple(optimizers), state, info)
         return
     if info.broadcast_from_rank0:
-        state = _all_from_first_rank(context, state)
+        state = _from_first_rank(context, state)
     for optimizer in optimizers:
         load_optimizer_state(context, optimizer, state)
 
@@ -252,8 +231,8 @@ class _Sent(NamedTuple):
     dtype: torch.dtype
 
 
-def _all_from_first_rank(context: ShardContext, state: Any) -> dict[str, Any]:
-    """The first rank's optimizer state; one tensor at a time is whole on the other ranks."""
+def _from_first_rank(context: ShardContext, state: Any) -> dict[str, Any]:
+    """The first rank's state; one tensor at a time is whole on the other ranks."""
     own = Inventory(context)
     known = {**{name: name for name in own.shards}, **own.others}
 

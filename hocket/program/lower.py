@@ -23,13 +23,13 @@ from functools import cache
 
 from hocket.collector import without_collector
 from hocket.config import Config
+from hocket.config.plan import ZERO_BUBBLE
 from hocket.program.connect import connect, free
 from hocket.program.expand import StepOps, defer_head, defer_past_send, expand, insert_p2p
 from hocket.program.layer import alone_order, at_once, merged_order, pairs_problem
 from hocket.program.offload import offload
 from hocket.program.ops import Key, Layout, Op, Program
 from hocket.program.pipeline import (
-    ZERO_BUBBLE,
     Order,
     Step,
     forward_only,

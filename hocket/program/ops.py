@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from hocket.config.layout import part_and_layers
+from hocket.config.plan import part_and_layers
 from hocket.program.parts import UNITS as UNITS
 from hocket.program.parts import LayerKind, Part
 from hocket.program.parts import Unit as Unit

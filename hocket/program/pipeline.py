@@ -36,6 +36,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from hocket.config.plan import smallest_group
+
 Item = tuple[int, int]
 """(microbatch, chunk)."""
 
@@ -94,11 +96,6 @@ def groups(microbatches: int, group: int) -> list[int]:
     count = max(1, microbatches // group)
     share, extra = divmod(microbatches, count)
     return [share + 1] * extra + [share] * (count - extra)
-
-
-def smallest_group(pp: int, stride: int) -> int:
-    """The fewest microbatches of a group for which there is a legal order."""
-    return -(-3 * pp // 2) if stride == 3 else pp
 
 
 def warmup(pp: int, chunks: int, microbatches: int, group: int, rank: int, merge: bool, stride: int = 2) -> int:
@@ -232,10 +229,6 @@ def in_flight(steps: tuple[Step, ...]) -> int:
 # the count stands in the way. Real ones don't, and an order that was filled as if they did makes everybody wait for
 # everybody; so it is filled with their ratio in a transformer. The spare ones give a rank something to do while a p2p
 # transfer is on its way.
-
-
-ZERO_BUBBLE = ("zb_h1", "zb_v")
-"""Names of the orders of this file."""
 
 
 class Times(NamedTuple):

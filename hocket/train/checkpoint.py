@@ -28,19 +28,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from hocket.config import LABELS, TrainConfig
+from hocket.config.rule import problem
+from hocket.config.schema import digest
 from hocket.files import set_aside
 from hocket.fsdp.saving import background
-from hocket.fsdp.saving.atomic_folder import AtomicFolder, clean_up, free, remove, shown, sync
+from hocket.fsdp.saving.atomic_folder import clean_up, free, remove, shown
 from hocket.fsdp.saving.background import Saving, copied_bytes, wait_for_thread
-from hocket.fsdp.saving.checkpoint import METADATA, CheckpointReader, CheckpointWriter, HarmlessPlanner, run_dcp
+from hocket.fsdp.saving.checkpoint import METADATA, CheckpointReader, CheckpointWriter, write
 from hocket.fsdp.saving.inventory import FlatTensor
 from hocket.resolve import Settings
 from hocket.runtime.world import by_first, everyone, rank_and_world, together
-from hocket.settings.schema import digest, problem
 from hocket.train.runs import changes, stored, told
 
 if TYPE_CHECKING:
@@ -154,7 +153,7 @@ def link(path: Path, keep_best: int = 0) -> None:
     """Have `latest` stand for a checkpoint, and with `keep_best` the name `best` for the best one beside it.
 
     A link is for people: runs and commands go by the names of checkpoints. So a file system that refuses one fails no
-    save, but no link stays that stands for an earlier checkpoint. `unlinked` says what is missing.
+    save, but no link stays that stands for an earlier checkpoint.
     """
     stands = {"latest": path}
     if keep_best and (best := best_first(newest_first(path.parent))):
@@ -167,14 +166,6 @@ def link(path: Path, keep_best: int = 0) -> None:
         except OSError:
             with contextlib.suppress(OSError):
                 checkpoint.with_name(name).unlink()
-
-
-def unlinked(path: Path) -> str:
-    """Why the newest checkpoint is not found by its link, in words; nothing if it is."""
-    latest = path.with_name("latest")
-    if latest.resolve() == path.resolve():
-        return ""
-    return f"{path} is whole, but the file system takes no link {latest}; give commands the folder of the run"
 
 
 def _link(name: str, path: Path) -> None:
@@ -249,8 +240,7 @@ def save(settings: Settings, moment: Moment, state: State) -> Path:
     Raises SaveFailed if the file system refuses, or if there is one of that step; what it has written is removed then,
     for on a full disk nothing else would find room. ValueError if it takes some rank much longer than others.
     """
-    folder = _folder_of(settings, moment)
-    path = _write(settings, moment, state, CheckpointWriter(folder, publishes=False), None)
+    path = _write(settings, moment, state, _writer(settings, moment), None)
     with in_time(settings, "delete old checkpoints"):
         by_first(lambda: delete_old(path.parent, settings.train))
     return path
@@ -261,35 +251,33 @@ def save_behind(settings: Settings, moment: Moment, state: State) -> Saving:
 
     What is returned raises what `save` raises, on every rank. The thread of rank 0 deletes once the folder is there.
     """
-    folder = _folder_of(settings, moment)
-    writer = CheckpointWriter(folder, publishes=False)
+    writer = _writer(settings, moment)
+    path = writer.folder.final
     saving = background.save_behind(
-        folder.final,
+        path,
         state,
         lambda copied, group: _write(settings, moment, copied, writer, group),
         timeout=settings.train.hang_timeout,
     )
     if rank_and_world()[0] == 0:
-        background.thread().submit(lambda: saving.written and delete_old(folder.final.parent, settings.train))
+        background.thread().submit(lambda: saving.written and delete_old(path.parent, settings.train))
     return saving
 
 
-def _folder_of(settings: Settings, moment: Moment) -> AtomicFolder:
-    return AtomicFolder(checkpoints_of(settings) / name_of(moment.step))
+def _writer(settings: Settings, moment: Moment) -> CheckpointWriter:
+    meta = json.dumps(meta_of(settings, moment), indent=1)
+    return CheckpointWriter(checkpoints_of(settings) / name_of(moment.step), beside={META: meta})
 
 
 def _write(settings: Settings, moment: Moment, state: State, writer: CheckpointWriter, group: OfRanks) -> Path:
     """Write a checkpoint. What ranks send each other goes over a group, or that of all ranks."""
-    folder = writer.folder
     with in_time(settings, f"write the checkpoint of step {moment.step}"):
         try:
-            run_dcp("", dcp.save, state, storage_writer=writer, process_group=group)
-            meta = meta_of(settings, moment)
-            by_first(lambda: _publish(folder, meta, settings.train.kept["best"]), group)
+            path = write(state, writer, group)
         except (OSError, ValueError) as error:
-            writer.give_up()
             raise SaveFailed(_refused(settings, moment.step, state, error, group)) from None
-    return folder.final
+        by_first(lambda: link(path, settings.train.kept["best"]), group)
+    return path
 
 
 @contextlib.contextmanager
@@ -315,20 +303,12 @@ def meta_of(settings: Settings, moment: Moment) -> dict[str, Any]:
     })  # fmt: skip
 
 
-def _publish(folder: AtomicFolder, meta: Mapping[str, Any], keep_best: int) -> None:
-    """Make a written checkpoint the newest one, and name the best one. Runs on rank 0."""
-    (folder.temporary / META).write_text(json.dumps(meta, indent=1))
-    sync(folder.temporary / META)
-    folder.publish()
-    link(folder.final, keep_best)
-
-
 def _refused(settings: Settings, step: int, state: State, error: OSError | ValueError, group: OfRanks) -> str:
     """The message about a save that has failed: what rank 0 sees once all have removed what they wrote."""
     size, folder = shown(size_of(state, group)), checkpoints_of(settings)
     place, reason, fix = folder / name_of(step), str(error), "a folder on a file system that all ranks share"
     if isinstance(error, OSError):
-        reason, fix = f"{error}; {shown(free(folder))} are free there", "make room there, or make it writable"
+        fix = "make room there, or make it writable"
     elif place.exists():
         reason, fix = f"{place} is there already, and no checkpoint takes the place of another", "move it away"
     last = next((f"the last one is {path}" for path in newest_first(folder) if path != place), "there is no other one")
@@ -403,10 +383,9 @@ def _candidates(settings: Settings) -> list[Path]:
 def _load(path: Path, settings: Settings, state: State, text: TextUpTo, notes: list[str]) -> Restored:
     meta, reader = json.loads((path / META).read_text()), CheckpointReader(path)
     try:
-        reader.require_metadata()
         differences = _differences(reader, state)
         if not differences:
-            run_dcp(f"{path}: ", dcp.load, state, storage_reader=reader, planner=HarmlessPlanner())
+            reader.load(state, f"{path}: ")
     except (OSError, ValueError) as error:
         if isinstance(error, ValueError) and error.__cause__ is not None:  # no damage: memory was short, for instance
             fix = "name another checkpoint, or start again if this may pass"
@@ -432,11 +411,7 @@ def _load(path: Path, settings: Settings, state: State, text: TextUpTo, notes: l
 
 def _differences(reader: CheckpointReader, state: State) -> list[str]:
     """Tensors that only one side has, or that have different shapes. The same list on every rank."""
-    saved = {
-        name: tuple(entry.size)
-        for name, entry in reader.read_metadata().state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
+    saved = {name: tuple(shape) for name, shape in reader.shapes().items() if isinstance(shape, torch.Size)}
     mine = {name: tuple(shard.shape) for name, shard in state.items()}
     wanted = {name: shape for part in everyone(mine) for name, shape in part.items()}
     return [
@@ -606,12 +581,6 @@ class Saves:
     def _is_saved(self, step: int, path: Path, copy_seconds: float, write_seconds: float) -> None:
         self._saved = step
         self._metrics.saved(step, path, copy_seconds, write_seconds)
-        if why := unlinked(path):
-            self._metrics.say(f"WARNING  {why}")
-
-    def went_back(self, step: int) -> None:
-        """The run is at a checkpoint of `step` steps again."""
-        self._saved = step
 
     def between(self, step: int) -> None:
         """What is due between two steps, with `step` of them done."""

@@ -67,6 +67,11 @@ from itertools import accumulate, chain, combinations, pairwise
 from typing import Any, Literal, NamedTuple, get_args
 
 from hocket.config import COPIED, Config, Strategy, Switch
+from hocket.config.overlap import CONTEXT as METHOD
+from hocket.config.overlap import HEADS_RULES
+from hocket.config.rule import Host, leaf, show
+from hocket.config.schema import changed
+from hocket.decision import AUTOMATIC, Choice
 from hocket.program.cost import CostTable
 from hocket.program.hardware import LAPTOP, hardware_of
 from hocket.program.layer import MERGED
@@ -75,8 +80,7 @@ from hocket.program.part_sizes import copies_of, elements_sent
 from hocket.program.simulate import Costs, quiet_end
 from hocket.program.stages import gathered_units, layout_of
 from hocket.program.transformer import GATHERED, HEAD
-from hocket.settings.decision import AUTOMATIC, Choice
-from hocket.settings.derived import (
+from hocket.rules import (
     group_of,
     has_experts,
     has_pairs,
@@ -85,14 +89,10 @@ from hocket.settings.derived import (
     named_parts,
     nothing_to_put_behind,
     recomputed_parts,
+    rule_text,
     separate_wgrads,
     shares_units,
 )
-from hocket.settings.overlap_rules import CONTEXT as METHOD
-from hocket.settings.overlap_rules import HEADS_RULES
-from hocket.settings.rule import Host
-from hocket.settings.rules import rule_text
-from hocket.settings.schema import changed, leaf, show
 from hocket.sizes import duration
 from hocket.tune.rules import graphs_that_pay, transport_that_fits
 from hocket.tune.trials import WORTH, Changes, Predicted, Trials, fits, gib, memory_of, room, told, too_large, weigh

@@ -30,6 +30,8 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from hocket.config import Config
+from hocket.config.rule import Host, leaf, show
+from hocket.config.schema import changed
 from hocket.program.arrivals import arrival_bytes
 from hocket.program.cost import CostTable, costs_of
 from hocket.program.hardware import hardware_of
@@ -40,9 +42,7 @@ from hocket.program.shard import Sharding
 from hocket.program.simulate import Time, cost_key, peak_bytes, simulate, spans_of, times
 from hocket.program.stages import layout_of, sharding_of
 from hocket.program.values import reads
-from hocket.settings.derived import few_microbatches, group_of
-from hocket.settings.rule import Host
-from hocket.settings.schema import changed, leaf, show
+from hocket.rules import few_microbatches, group_of
 from hocket.sizes import duration
 
 Price = Callable[[Config], CostTable]

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 import hocket
-from hocket.fsdp.saving.checkpoint import HarmlessPlanner, HarmlessReader, load, save
+from hocket.fsdp.saving.checkpoint import CheckpointReader, HarmlessPlanner, load, save
 from hocket.train import checkpoint
 from tests.test_checkpoint import groups, save_steps, settings_in
 
@@ -122,7 +122,7 @@ def test_objects_beside_tensors_run_nothing(tmp_path: Path) -> None:
     load(context, None, tmp_path / "saved")
     assert module.seen == {"seen": 3}
     (file,) = (tmp_path / "saved").glob("*.distcp")
-    stored = HarmlessReader(tmp_path / "saved").read_metadata().storage_data
+    stored = CheckpointReader(tmp_path / "saved").read_metadata().storage_data
     assert stored is not None
     (entry,) = [entry for index, entry in stored.items() if "extra" in index.fqn]
     harm = io.BytesIO()
@@ -152,7 +152,7 @@ def test_checkpoints_of_dcp_itself_are_read(tmp_path: Path) -> None:
     state["image"] = state["image"].to(memory_format=torch.channels_last)  # type: ignore[union-attr]
     dcp.save(state, checkpoint_id=tmp_path / "saved", no_dist=True)
     found = {"weight": torch.zeros(2, 3), "image": torch.zeros(1, 2, 3, 3), "lr": 0.0, "names": ["", ""]}
-    reader = HarmlessReader(tmp_path / "saved")
+    reader = CheckpointReader(tmp_path / "saved")
     dcp.load(found, storage_reader=reader, planner=HarmlessPlanner(), no_dist=True)
     assert torch.equal(found["weight"], torch.arange(6.0).view(2, 3))  # type: ignore[arg-type]
     assert (found["lr"], found["names"]) == (0.1, ["a", None])
@@ -161,11 +161,11 @@ def test_checkpoints_of_dcp_itself_are_read(tmp_path: Path) -> None:
 def test_members_of_enumerations_are_read_as_older_pythons_write_them(tmp_path: Path) -> None:
     save_steps(0, tmp_path, [1])
     folder = tmp_path / "checkpoints" / "step-00000001"
-    metadata = HarmlessReader(folder).read_metadata()
+    metadata = CheckpointReader(folder).read_metadata()
     for named in ("TORCH_CONTIGUOUS_FORMAT", "TORCH_PRESERVE_FORMAT"):
         member = Reduces(getattr, _MEM_FORMAT_ENCODING, named)
         (folder / ".metadata").write_bytes(pickle.dumps(replace(metadata, planner_data=member)))
-        assert HarmlessReader(folder).read_metadata().planner_data is _MEM_FORMAT_ENCODING[named]
+        assert CheckpointReader(folder).read_metadata().planner_data is _MEM_FORMAT_ENCODING[named]
 
 
 def test_a_damaged_pickle_is_named(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_a_damaged_pickle_is_named(tmp_path: Path) -> None:
     for content in (b"", b"\x80\x05.", file.read_bytes()[:-19], pickle.dumps(3)):
         file.write_bytes(content)
         with pytest.raises(ValueError, match=r"\.metadata cannot be read: "):
-            HarmlessReader(file.parent).read_metadata()
+            CheckpointReader(file.parent).read_metadata()
 
 
 def test_nothing_reads_checkpoints_otherwise() -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from hocket.fsdp.lookahead import Lookahead
-from hocket.fsdp.options import Prefetch
 
 
 class Asked:
@@ -26,7 +25,7 @@ class Asked:
 def made(count: int = 3, ahead: int = 1, free: bool = True) -> tuple[Lookahead, list[Any], list[str]]:
     asked: list[str] = []
     units: list[Any] = [Asked("abcdef"[i], asked) for i in range(count)]
-    return Lookahead(units, Prefetch(ahead, None), free), units, asked
+    return Lookahead(units, ahead, free), units, asked
 
 
 def forward(ahead: Lookahead, units: list[Any]) -> None:

@@ -86,21 +86,6 @@ def test_gathered_weights_keep_to_their_bound_under_checkpoints():
     run_ranks(bounded_beside_the_outermost, 2)
 
 
-def bounded_in_bytes(rank: int) -> None:
-    for size in ("1KiB", "3KiB", "10KiB", "1MiB"):
-        with naming(size):
-            pair = Pair(Case("deep", options={"prefetch": size}), rank, 2)
-            sizes = [unit.full_bytes for unit in pair.ctx.units]
-            with Meter(pair.ctx) as meter:
-                some_steps(pair)
-            number, unit = int(size[:-3]), {"KiB": 1 << 10, "MiB": 1 << 20}[size[-3:]]
-            assert meter.peak <= max(sizes) + max(number * unit, max(sizes))
-
-
-def test_prefetch_in_bytes_keeps_to_its_bound():
-    run_ranks(bounded_in_bytes, 2)
-
-
 def staging_bytes(rank: int) -> None:
     for count in (1, 2, 3):
         pair = Pair(Case("deep", microbatches=3, options={"staging": count}), rank, 2)

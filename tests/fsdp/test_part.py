@@ -61,34 +61,42 @@ ALIKE: dict[str, Callable[[Tensor], bool]] = {
     "close": lambda x: torch.allclose(x, x * (1 + 1e-7)),
     "not close": lambda x: x.allclose(torch.where(x == x.max(), 0.0, x), rtol=1e-3),
 }
-REFUSED: dict[str, Callable[[Any], object]] = {
+WHOLE: dict[str, Callable[[Tensor], Any]] = {
     "median": lambda x: x.median(),
     "cumsum": lambda x: x.cumsum(0),
-    "sort": lambda x: x.sort(),
+    "sort": lambda x: [*x.sort()],
+    "kthvalue": lambda x: x.flatten().kthvalue(3).values,
     "cat": lambda x: torch.cat([x.view(-1), x.view(-1)]),
     "argmax": lambda x: x.argmax(),
     "sum along": lambda x: x.sum(0),
+    "mean along": lambda x: x.mean(dim=-1, keepdim=True),
     "singular value": lambda x: torch.linalg.norm(x, 2),
-    "mse_loss": lambda x: nn.functional.mse_loss(x, torch.zeros_like(x)),
+    "norm of order 0": lambda x: x.norm(p=0),
+    "product": lambda x: x.view(1, -1) @ x.view(-1, 1),
+    "mse_loss": lambda x: nn.functional.mse_loss(x, torch.zeros(x.shape)),
+    "selected": lambda x: x.masked_select(x < 9),
+    "normalize": lambda x: nn.functional.normalize(x.view(-1), dim=0),
+    "softmin": lambda x: nn.functional.softmin(x, dim=0),
+    "var_mean": lambda x: [*torch.var_mean(x)],
+    "where": lambda x: [*torch.where(x > 0)],
+    "unique": lambda x: x.unique_consecutive(),
+    "max and where": lambda x: [*x.view(-1).max(0)],
+}
+"""What all ranks compute with the whole."""
+REFUSED: dict[str, Callable[[Any], object]] = {
     "item": lambda x: x.item(),
     "some": lambda x: x[:100],
     "chosen": lambda x: x[x < 9],
-    "selected": lambda x: x.masked_select(x < 9),
-    "narrow": lambda x: x.narrow(0, 0, x.to_local().numel()),
-    "normalize": lambda x: nn.functional.normalize(x.view(-1), dim=0),
-    "softmin": lambda x: nn.functional.softmin(x, dim=0),
-    "layer_norm": lambda x: nn.functional.layer_norm(x, (x.to_local().numel(),)),
-    "var_mean": lambda x: torch.var_mean(x),
-    "where": lambda x: torch.where(x > 0),
-    "unique": lambda x: x.unique_consecutive(),
-    "max and where": lambda x: x.view(-1).max(0),
+    "narrow": lambda x: x.narrow(0, 0, 1),
     "index_fill": lambda x: x.index_fill_(0, torch.tensor([0]), 1.0),
     "put": lambda x: x.put_(torch.tensor([0]), torch.tensor([1.0])),
     "tolist": lambda x: x.tolist(),
     "numpy": lambda x: x.detach().numpy(),
     "list": lambda x: [*x],
     "split": lambda x: x.split(1),
-    "turned": lambda x: x.T,
+    "turned": lambda x: x.T if x.ndim > 1 else x.tolist(),
+    "diagonal": lambda x: x.diagonal() if x.ndim > 1 else x.tolist(),
+    "rows": lambda x: x.unbind(),
     "data_ptr": lambda x: x.data_ptr(),
     "a whole changed": lambda x: torch.zeros(x.shape).add_(x) if x.ndim > 1 else x.tolist(),
     "some written": lambda x: x.__setitem__(0, torch.tensor(1.0)),
@@ -124,11 +132,15 @@ def numbers(rank: int, replicas: int) -> None:
                 assert of_both(ours) is ("differs" not in key and "not" not in key), (name, key)
         assert torch.equal(shard, whole.detach())  # as a whole tensor
         assert not torch.equal(shard, whole.detach() * (whole != whole.max()))
-        for key, of in REFUSED.items():
-            if replicas == 1 and not (key in ("sum along", "singular value") and whole.ndim == 1):
-                for ours in (shard.data, shard.grad):
-                    with pytest.raises((ValueError, RuntimeError), match=f"{name}, of which this rank has|equal"):
-                        of(ours)
+        for of in REFUSED.values():
+            for ours in (shard.data, shard.grad) if replicas == 1 else ():
+                refused = f"{name}, of which this rank has|equal|converted to Scalar"
+                with pytest.raises((ValueError, RuntimeError), match=refused):
+                    of(ours)
+        for key, of in WHOLE.items() if replicas == 1 else ():
+            for ours, wanted in ((shard.data, whole.data), (shard.grad, whole.grad)):
+                if key != "singular value" or whole.ndim > 1:
+                    torch.testing.assert_close(of(ours), of(wanted), msg=lambda text: f"{key}: {text}")  # noqa: B023
 
 
 def rows(rank: int) -> None:
@@ -165,7 +177,7 @@ def test_replicas_hold_the_whole() -> None:
 def others(rank: int) -> None:
     sharded, apart = model(), model()
     hocket.fully_shard(sharded, units=nn.Linear)
-    hocket.fully_shard(apart, options=hocket.ShardOptions(bucket="20 params"), units=nn.Linear)
+    hocket.fully_shard(apart, options=hocket.ShardOptions(bucket=20), units=nn.Linear)
     sharded(torch.randn(4, 7)).sum().backward()
     first, second = sharded.parameters(), sharded.parameters()
     weight, bias = next(first), [*second][3]
@@ -208,8 +220,9 @@ def others(rank: int) -> None:
     # A penalty has the value of the whole, and is an error in backward.
     penalty = weight.square().sum()
     torch.testing.assert_close(penalty.detach(), model().get_parameter("0.weight").detach().square().sum())
-    with pytest.raises(ValueError, match="a gradient reached the shard"):
-        penalty.backward()
+    for number in (penalty, torch.linalg.matrix_norm(weight)):
+        with pytest.raises(ValueError, match="a gradient reached the shard"):
+            number.backward()
 
 
 def test_parts_of_other_elements_and_what_leaves_the_program() -> None:

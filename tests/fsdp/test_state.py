@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import hocket
 from hocket.fsdp.saving.checkpoint import load, save
-from hocket.fsdp.saving.inventory import FlatTensor
+from hocket.fsdp.saving.inventory import FlatTensor, Inventory
 from hocket.fsdp.saving.state import (
     load_model_state,
     load_optimizer_state,
@@ -151,16 +151,16 @@ def save_and_load_by_hand(rank: int, folder: Path) -> None:
     optimizer = adamw(module)
     step(module, optimizer)
     fill(module, ctx, optimizer, TWO)
-    dcp.save({"app": model_state(ctx), "opt": optimizer_state(ctx, optimizer)}, checkpoint_id=folder)
+    dcp.save({"model": model_state(ctx), "optimizer": optimizer_state(ctx, optimizer)}, checkpoint_id=folder)
     before = {key: value.data_ptr() for param in module.parameters() for key, value in optimizer.state[param].items()}
     with torch.no_grad():
         for *_, one in parts(ctx, TWO):
             one.zero_()
     metadata = dcp.FileSystemReader(folder).read_metadata()
-    state = {"app": model_state(ctx), "opt": optimizer_state_like(ctx, optimizer, metadata, prefix="opt")}
+    state = {"model": model_state(ctx), "optimizer": optimizer_state_like(Inventory(ctx), optimizer, metadata)}
     dcp.load(state, checkpoint_id=folder)
-    load_model_state(ctx, state["app"])
-    load_optimizer_state(ctx, optimizer, state["opt"])
+    load_model_state(ctx, state["model"])
+    load_optimizer_state(ctx, optimizer, state["optimizer"])
     check(module, ctx, optimizer, TWO)
     after = {key: value.data_ptr() for param in module.parameters() for key, value in optimizer.state[param].items()}
     assert before == after  # as a captured graph needs it

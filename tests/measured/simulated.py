@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from hocket.config import Config, MeshConfig, ModelConfig, TrainConfig
+from hocket.config.rule import Host
 from hocket.measured import describe
 from hocket.planning import program_of
 from hocket.program.hardware import H200
 from hocket.program.ops import LANES, Op, Program
 from hocket.program.simulate import KIND_OF, NO_OVERHEADS, Overheads, Timeline, cost_key
 from hocket.resolve import Settings, resolve
-from hocket.settings.rule import Host
 from tests.helpers.plans import planned
 from tests.trace.build import Trace
 

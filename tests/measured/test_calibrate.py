@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hocket.config.schema import changed
 from hocket.measured import calibrate, stored_in
 from hocket.planning import predict, program_of
 from hocket.program.cost import CostTable, Measurement, costs_of, overheads_of
@@ -16,7 +17,6 @@ from hocket.program.hardware import HARDWARE, hardware_of
 from hocket.program.ops import Program
 from hocket.program.simulate import KIND_OF, Overheads, Timeline, cost_key, simulate
 from hocket.resolve import Settings
-from hocket.settings.schema import changed
 from hocket_trace.align import load
 from hocket_trace.data import RankTrace
 from hocket_trace.exposure import report

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from hocket.config import ModelConfig
+from hocket.config.overlap import CONTEXT as METHOD
 from hocket.explain.build import overlaps
 from hocket.planning import predict, program_of
 from hocket.program.check import assert_valid
@@ -16,7 +17,6 @@ from hocket.program.ops import Layout
 from hocket.program.part_sizes import unit_weights
 from hocket.program.shard import Sharding
 from hocket.program.text import from_json, to_json
-from hocket.settings.overlap_rules import CONTEXT as METHOD
 from tests.helpers.dryrun import dry_run
 from tests.helpers.plans import planned, small
 from tests.test_explain import settled

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from hocket import recipes
 from hocket.config import MeshConfig, ModelConfig, Purpose, Strategy
 from hocket.model.transformer import Chunk
 from hocket.program.cost import CostTable, Pricing
@@ -30,7 +31,6 @@ from hocket.program.part_sizes import unit_weights as weights_of
 from hocket.program.parts import Unit
 from hocket.program.shard import Sharding
 from hocket.program.simulate import Kind, OpCost, simulate
-from hocket.settings import families
 from hocket.tune.choose import balanced
 from tests.helpers.chunks import init_chunk
 from tests.helpers.plans import planned
@@ -40,7 +40,7 @@ QWEN = ModelConfig(
     vocab=151936, hidden=2048, layers=48, heads=32, kv_heads=4, head_dim=128,
     experts=128, top_k=8, expert_ffn=768, qk_norm=True,
 )  # fmt: skip
-GPT_OSS = families.GPT_OSS_20B
+GPT_OSS = recipes.GPT_OSS_20B
 FREE = replace(H200, clock=0.0)
 """As if it had all the power it could use."""
 SMALL = ModelConfig(
@@ -82,7 +82,7 @@ def part_size(model: ModelConfig, part: str, kind: str, seq: int, ep: int, f: Fo
         (replace(LLAMA, tied=True), 8_030_261_248 - 128256 * 4096),
         (replace(LLAMA, qkv_bias=True, o_bias=True), 8_030_261_248 + 32 * (2 * 4096 + 2 * 1024)),
         (GPT_OSS, 20_914_757_184),
-        (families.QWEN3_NEXT_80B_A3B, 79_674_391_296),
+        (recipes.QWEN3_NEXT_80B_A3B, 79_674_391_296),
         (replace(LLAMA, qk_norm=True, qk_norm_over="whole"), 8_030_261_248 + 32 * (4096 + 1024)),
     ],
 )
@@ -367,7 +367,7 @@ def test_latent_attention_is_priced_by_its_own_widths(queries: int) -> None:
 
 def test_the_experts_of_deepseek_v3_are_most_of_its_work() -> None:
     """6 FLOPs for each of 36.6 billion active weights of products, and those of attention at 4,096 tokens."""
-    model = families.DEEPSEEK_V3
+    model = recipes.DEEPSEEK_V3
     flops = model_flops_per_token(model, 4096)
     attention = 3 * 4096 * 61 * 128 * (192 + 128)
     assert flops == pytest.approx(6 * (37.55e9 - 129280 * 7168) + attention, rel=2e-3)

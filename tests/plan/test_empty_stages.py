@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hocket.config import Config
+from hocket.config.schema import changed
 from hocket.program.check import check
 from hocket.program.cost import costs_of
 from hocket.program.hardware import H200
@@ -14,7 +15,6 @@ from hocket.program.shard import Sharding
 from hocket.program.stages import layout_of
 from hocket.program.text import from_json, to_json
 from hocket.recipes import llama3_8b
-from hocket.settings.schema import changed
 from hocket.tune.choose import smallest_cover
 from tests.helpers.dryrun import dry_run
 from tests.helpers.plans import planned

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from hocket.config import ModelConfig
+from hocket.config.rule import Host
+from hocket.config.schema import changed
 from hocket.explain.build import simulated
 from hocket.program.cost import CostTable, Pricing, costs_of
 from hocket.program.hardware import H200
@@ -19,8 +21,6 @@ from hocket.program.part_sizes import Fp8
 from hocket.program.shard import Sharding
 from hocket.recipes import recipe
 from hocket.resolve import resolve
-from hocket.settings.rule import Host
-from hocket.settings.schema import changed
 from tests.helpers.plans import planned
 
 MEASURED: dict[str, Any] = json.loads(

@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 
 from hocket.config import Config, MeshConfig, ModelConfig, PrecisionConfig, TrainConfig
+from hocket.config.rule import Host
+from hocket.config.schema import changed
 from hocket.planning import program_of
 from hocket.program.cost import costs_of
 from hocket.program.hardware import H200, HARDWARE
 from hocket.program.simulate import quiet_end, simulate
 from hocket.program.simulate import times as simulated_times
 from hocket.resolve import Settings, resolve
-from hocket.settings.derived import few_microbatches
-from hocket.settings.rule import Host
-from hocket.settings.schema import changed
+from hocket.rules import few_microbatches
 from hocket.tune.choose import _fewest
 from hocket.tune.trials import Trials
 

@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hocket.config import Config, MeshConfig, Purpose, Strategy
+from hocket.config.rule import Host
+from hocket.config.schema import changed
 from hocket.explain.build import simulated, units
 from hocket.machine import host_for_plan
 from hocket.planning import as_json, network, program_of, report
@@ -19,8 +21,6 @@ from hocket.program.mesh import Mesh
 from hocket.program.simulate import simulate
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
-from hocket.settings.rule import Host
-from hocket.settings.schema import changed
 from hocket.sizes import duration
 from tests.helpers.calls import calls
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from hocket.config.schema import changed
 from hocket.planning import predict, program_of
 from hocket.program.check import check
 from hocket.program.cost import CostTable, costs_of
@@ -18,7 +19,6 @@ from hocket.program.shard import Sharding
 from hocket.program.simulate import OpCost, simulate
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
-from hocket.settings.schema import changed
 from hocket.tune.choose import smallest_cover
 from tests.helpers.dryrun import dry_run
 from tests.helpers.plans import known_of, planned

@@ -6,11 +6,11 @@ from typing import Literal
 import pytest
 from hypothesis import given, settings
 
+from hocket.config.plan import ZERO_BUBBLE
 from hocket.program.check import check
 from hocket.program.linearize import linearize
 from hocket.program.lower import build_forward, build_program
 from hocket.program.ops import WHOLE_MATRICES, Layout, Program
-from hocket.program.pipeline import ZERO_BUBBLE
 from hocket.program.shard import Sharding
 from tests.helpers.dryrun import dry_run
 from tests.helpers.plans import planned

@@ -9,7 +9,9 @@ from itertools import pairwise
 import pytest
 
 from hocket.config import Config
-from hocket.config.layout import part_and_layers
+from hocket.config.plan import part_and_layers
+from hocket.config.rule import Host
+from hocket.config.schema import changed
 from hocket.program.check import check
 from hocket.program.cost import Measurement, Pricing, costs_of
 from hocket.program.hardware import H200
@@ -19,11 +21,8 @@ from hocket.program.shard import Sharding
 from hocket.program.simulate import NO_OVERHEADS, simulate
 from hocket.program.stages import layout_of
 from hocket.program.text import from_json, to_json
-from hocket.recipes import qwen3_30b_a3b
+from hocket.recipes import TINY, qwen3_30b_a3b
 from hocket.resolve import resolve
-from hocket.settings.families import TINY
-from hocket.settings.rule import Host
-from hocket.settings.schema import changed
 from hocket.tune.choose import stage_seconds
 from hocket.tune.trials import Trials, activation, memory_of
 from tests.helpers.costs import Table

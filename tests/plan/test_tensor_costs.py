@@ -8,6 +8,8 @@ import pytest
 
 from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PrecisionConfig, TrainConfig
 from hocket.config.overlap import DIRECTIONS, ROLES, possible
+from hocket.config.rule import Host
+from hocket.config.schema import changed
 from hocket.planning import program_of
 from hocket.program.cost import Pricing, costs_of
 from hocket.program.hardware import H200
@@ -16,10 +18,8 @@ from hocket.program.simulate import simulate
 from hocket.program.stages import layout_of, sharding_of
 from hocket.program.tensor_costs import add_waits, cell_of, issued, products, seconds, splits_of
 from hocket.program.transformer import DENSE
+from hocket.recipes import LLAMA3_8B
 from hocket.resolve import Settings, resolve
-from hocket.settings.families import LLAMA3_8B
-from hocket.settings.rule import Host
-from hocket.settings.schema import changed
 from hocket.tune.rules import WORTH_PIECES as WORTH
 
 LARGE = replace(LLAMA3_8B, hidden=8192, layers=2, heads=64, ffn=28672)

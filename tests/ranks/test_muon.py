@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 import hocket
+from hocket.config.optimizer import by_muon
+from hocket.config.schema import changed
 from hocket.engine import Engine
 from hocket.fsdp.muon import orthogonal
 from hocket.fsdp.planned.optimizer import AdamWOptions, MuonOptions, PlannedAdamW, matrices_of
 from hocket.model.source import parameter_shapes
 from hocket.program.mesh import Mesh
-from hocket.settings.schema import changed
-from hocket.settings.weight_groups import by_muon
 from tests.helpers.parity import batches_of, config, learn, whole
 from tests.helpers.ranks import run_ranks
 from tests.helpers.units import add_grads, build, tensors

@@ -24,7 +24,7 @@ from hocket.layers.dispatch import (
     unpermute,
 )
 from hocket.layers.routing import Routing, route
-from hocket.model.moe import ExpertPlace
+from hocket.model.parts import ExpertPlace
 from hocket.program.mesh import Mesh
 from hocket.program.part_sizes import label_bytes, ranks_per_token
 from hocket.runtime.comm import make_groups

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hocket.config import Config
+from hocket.config.schema import changed
 from hocket.engine import Engine
 from hocket.engine.experts import Held, RowRoom
 from hocket.layers.dispatch import exchange_counts, group_rows, place_counts
@@ -25,7 +26,6 @@ from hocket.resolve import resolve
 from hocket.runtime.blocks import Room
 from hocket.runtime.comm import CommOptions, make_groups
 from hocket.runtime.shared_memory import refuse
-from hocket.settings.schema import changed
 from hocket.train.trainer import Trainer
 from tests.helpers.parity import config
 from tests.helpers.plans import planned

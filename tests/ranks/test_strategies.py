@@ -12,7 +12,6 @@ from torch import Tensor
 from hocket.config import Config, Strategy
 from hocket.engine import Engine
 from hocket.model.documents import Microbatch
-from hocket.step_state import flat_of
 from hocket.train import checkpoint
 from hocket.train.checkpoint import State
 from tests.helpers.parity import config, whole
@@ -51,7 +50,7 @@ def state(engine: Engine) -> State:
         "exp_avg": [(s.piece, s.exp_avg) for s in states],
         "exp_avg_sq": [(s.piece, s.exp_avg_sq) for s in states],
     }
-    return {f"{kind}.{p.name}": flat_of(p, t) for kind, found in kept.items() for p, t in found}
+    return {f"{kind}.{p.name}": p.tensor(t) for kind, found in kept.items() for p, t in found}
 
 
 def weights(found: State) -> list[tuple[str, tuple[int, ...], int, int, Tensor]]:

@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from hocket.config.schema import changed
 from hocket.engine import Engine
 from hocket.layers.slices import Part, TensorRank, part_of, split_of, take, whole_shape
 from hocket.resolve import Settings, resolve
-from hocket.settings.schema import changed
-from hocket.step_state import flat_of
 from hocket.train.checkpoint import Moment, State, restore, save
 from tests.helpers.ranks import run_ranks
 from tests.ranks.test_tensor_parity import MIXED, of, whole
@@ -21,7 +20,7 @@ from tests.ranks.test_tensor_parity import MIXED, of, whole
 
 def state_of(engine: Engine) -> State:
     pieces = [state.piece for state in engine.optimizer.state.values()]
-    return {f"weight.{piece.name}": flat_of(piece, piece.main) for piece in pieces}
+    return {f"weight.{piece.name}": piece.tensor(piece.main) for piece in pieces}
 
 
 def saves(rank: int, settings: Settings) -> list[Any]:
@@ -41,7 +40,7 @@ def loads(rank: int, settings: Settings) -> list[Any]:
 
 def pieces_of(engine: Engine) -> list[Any]:
     found = [piece for unit in engine.sharded.units.values() for piece in unit.pieces()]
-    return [(p.name, p.shape, p.lo, p.hi, p.part, p.main.clone()) for p in found]
+    return [(p.name, p.shape, p.span.lo, p.span.hi, p.span.part, p.main.clone()) for p in found]
 
 
 def settings_of(folder: Path, **mesh: int) -> Settings:

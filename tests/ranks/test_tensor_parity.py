@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from hocket.config import Config, RopeConfig
+from hocket.config.schema import changed
 from hocket.engine import Engine
 from hocket.program import tensor_costs
 from hocket.runtime.weights import DTYPES
-from hocket.settings.schema import changed
 from tests.helpers.pairwise import pairwise
 from tests.helpers.parity import LINEAR, STEPS, adamw, batches_of, config, learn
 from tests.helpers.ranks import run_ranks
@@ -34,11 +34,11 @@ def train(rank: int, config: Config, steps: list[list[list[Batch]]]) -> dict[str
     engine = Engine(config, rank, torch.device("cpu"))
     engine.init_weights()
     pieces = [piece for unit in engine.sharded.units.values() for piece in unit.pieces()]
-    first = [(p.name, p.shape, p.lo, p.hi, p.part, p.main.clone()) for p in pieces]
-    out = learn(engine, steps, lambda: [(p.name, p.shape, p.lo, p.hi, p.part, p.grad.clone()) for p in pieces])
+    first = [(p.name, p.shape, p.lo, p.hi, p.span.part, p.main.clone()) for p in pieces]
+    out = learn(engine, steps, lambda: [(p.name, p.shape, p.lo, p.hi, p.span.part, p.grad.clone()) for p in pieces])
     out |= {"first": first, "tp": engine.where.tp, "rows": [int(n.sum()) for n in engine.balance.loads.values()]}
     out["validation"] = engine.evaluate([microbatch(batches[engine.where.dp]) for batches in steps[0]]).item()
-    out["weights"] = [(p.name, p.shape, p.lo, p.hi, p.part, p.main.clone()) for p in pieces]
+    out["weights"] = [(p.name, p.shape, p.lo, p.hi, p.span.part, p.main.clone()) for p in pieces]
     out["calls"] = dict(engine.groups.tp.calls)
     engine.close()
     return out

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -52,21 +51,6 @@ class Stats:
     """Main weights, copies held whole, current gradients and their sums."""
 
 
-@dataclass(frozen=True)
-class TransferFormats:
-    """Formats on the wire where they differ from the compute dtype."""
-
-    wire: torch.dtype | None = None
-    """Of gradients."""
-    in_fp8: Callable[[str], bool] | None = None
-    """Whether a weight, by name, is gathered in fp8."""
-
-
-class _Numbers(TypedDict):
-    dtype: torch.dtype
-    device: torch.device
-
-
 class PlannedModel:
     """Manages and shards the parameters of a rank's chunks for a program.
 
@@ -83,15 +67,17 @@ class PlannedModel:
         dtype: torch.dtype,
         device: torch.device,
         *,
-        transfer_formats: TransferFormats | None = None,
+        wire: torch.dtype | None = None,
+        in_fp8: Callable[[str], bool] | None = None,
     ) -> None:
-        """`dtype` is that of compute, and on the wire unless `transfer_formats` differs."""
-        transfer_formats = transfer_formats or TransferFormats()
-        wire, self._in_fp8 = transfer_formats.wire, transfer_formats.in_fp8
-        self.groups = groups
+        """`dtype` is that of compute, and of gradients on the wire unless `wire` is another.
+
+        `in_fp8` says of a weight, by name, whether it is gathered in fp8.
+        """
+        self.groups, self._in_fp8 = groups, in_fp8
         self.tensors = TensorRank(groups.tp.rank, mesh.tp, mesh.sharing)
         self.device = device
-        self._numbers, self._wire = _Numbers(dtype=dtype, device=device), wire or dtype
+        self._dtype, self._wire = dtype, wire or dtype
         self.held = False
         """Whether gradients stay in place, since a recorded step writes them again (`engine/graphed.py`)."""
         self._fp8: list[Fp8Weights] = []
@@ -152,10 +138,10 @@ class PlannedModel:
             return
         if gather.size > 1:
             for kind, nbytes in gathered.items():
-                count, length = program.weight_slots.get(kind, 0), -(-nbytes // self._numbers["dtype"].itemsize)
+                count, length = program.weight_slots.get(kind, 0), -(-nbytes // self._dtype.itemsize)
                 assert count, f"the program has no weight slots for {kind} units, which {gather.size} ranks share"
                 gathers_fp8 = any(name[0] == kind for name in fp8)
-                self.weight_slots[kind] = Slots(f"{kind} weight", count, length, **self._numbers, fp8=gathers_fp8)
+                self.weight_slots[kind] = Slots(f"{kind} weight", count, length, self._dtype, self.device, gathers_fp8)
         if reduce.size == 1:  # Note: [Gradients that are collected]
             meet = program.layout.tied and not program.layout.apart
             lengths = {kind: length for kind, length in lengths.items() if kind == "embed" and meet}

@@ -8,7 +8,7 @@ A step converts bf16 averages to fp32, updates, and rounds to nearest, without r
 gradients don't vanish, since bf16 has fp32's exponents. But with 8 significant bits a decay by `1 - beta` is lost below
 half of the last digit, up to 2^-8 of the value. So an average may stay off by 2^-8 / (1 - beta): 4 % at 0.9, 8 % at
 0.95, all of it at 0.996. Settings allow rates up to where it is a quarter, and a step an eighth
-(`settings/training_rules.py`). DeepSeek-V3 was trained so, with 0.9 and 0.95 (DeepSeek-AI 2024, section 3.3.3).
+(`config/precision.py`). DeepSeek-V3 was trained so, with 0.9 and 0.95 (DeepSeek-AI 2024, section 3.3.3).
 
 Note: [Recorded updates]
 With `overlap.dp.update = next_step` a recorded step (`engine/graphed.py`) begins with the updates of the step before. A
@@ -43,7 +43,8 @@ from torch import Tensor
 
 from hocket.fsdp.muon import WholeMatrices, factor_of
 from hocket.fsdp.planned.model import PlannedModel
-from hocket.fsdp.planned.unit import Piece, PlannedUnit
+from hocket.fsdp.planned.unit import PlannedUnit
+from hocket.fsdp.saving.inventory import Piece
 from hocket.fsdp.shard_grads import squares_of
 from hocket.kernels import usable
 from hocket.program.ops import WHOLE_MATRICES
@@ -224,17 +225,14 @@ class PlannedMuon:
         return [i for i in self._whole[unit].taken if unit.group.shards[i].hi > unit.group.shards[i].lo]
 
     def _average(self, unit: PlannedUnit, mine: Tensor, verdict: Verdict) -> None:
-        here = unit.group.shard_layout.slices(unit.group.position)
+        """Update the momenta, and write Nesterov's lookahead to `mine`."""
+        beta, here = self.options.momentum, unit.group.shard_layout.slices(unit.group.position)
         for i in self._kept(unit):
             piece, momentum = self.momenta[unit.group.members[i].name]
-            mine[here[i]] = self._averaged(piece.grad * verdict.factor.float(), momentum, verdict.skipped)
-
-    def _averaged(self, grad: Tensor, momentum: Tensor, skipped: Tensor) -> Tensor:
-        """Update the momentum, and return Nesterov's lookahead."""
-        beta = self.options.momentum
-        moved = momentum.lerp(grad, 1 - beta)
-        momentum.copy_(torch.where(skipped, momentum, moved))
-        return grad.lerp(moved, beta)
+            grad = piece.grad * verdict.factor.float()
+            moved = momentum.lerp(grad, 1 - beta)
+            momentum.copy_(torch.where(verdict.skipped, momentum, moved))
+            mine[here[i]] = grad.lerp(moved, beta)
 
     def _move(self, piece: Piece, update: Tensor, verdict: Verdict) -> None:
         options, main, lr = self.options, piece.main, verdict.lr
@@ -364,16 +362,13 @@ class PlannedAdamW:
         decays = {True: o.weight_decay, False: 0.0}
         return {name: {**one, "weight_decay": decays[run.decays]} for name, (_, run) in self._pieces.items()}
 
-    def _grads(self) -> list[Tensor]:
-        return [unit.group.main_grad for unit in self.model.units.values()]
-
     def grad_norm(self) -> Tensor:
         """Norm of the whole model's gradients, fp64, on the device. Every rank calls this.
 
         Squares are divided by the number of ranks that hold an element, then summed. In fp64 their order does not
         affect the clip factor in fp32.
         """
-        counted = [piece.grad for _, piece in self._apart] or self._grads()
+        counted = [piece.grad for _, piece in self._apart] or [u.group.main_grad for u in self.model.units.values()]
         self._squares = squares_of(counted)
         square = (self._squares / self._replicas).sum().reshape(1)
         self.control.all_reduce(square).wait()
@@ -392,22 +387,32 @@ class PlannedAdamW:
 
     @torch.no_grad()
     def step(self, lr: float | None = None, later: bool = False) -> Tensor:
-        """Clip, update this rank's weights, and free the gradients. Returns the norm before clipping.
+        """`judge`, then `apply`. Returns the norm before clipping."""
+        norm = self.judge(lr)
+        self.apply(later)
+        return norm
 
-        `guard.skipped` tells whether the step was skipped. With `later`, gradients stay until `update` is called for
-        each unit, or `catch_up`.
-        """
+    @torch.no_grad()
+    def judge(self, lr: float | None = None) -> Tensor:
+        """Returns the norm of all gradients, fp64; `guard.skipped` tells whether the step is skipped."""
         self.catch_up()
         norm = self.grad_norm()
         self._judge(norm, self._verdict.lr if lr is None else lr)
+        return norm
+
+    @torch.no_grad()
+    def apply(self, later: bool = False) -> None:
+        """Clip, update this rank's weights, and free the gradients.
+
+        With `later`, gradients stay until `update` is called for each unit, or `catch_up`.
+        """
         if later:
             self.model.rest_grads()
-            return norm
+            return
         for unit in self.model.units.values():
             self._step(unit)
         self.model.agree()
         self.model.forget_grads()
-        return norm
 
     def _judge(self, norm: Tensor, lr: float) -> None:
         skipped, factor = self.guard.judge(norm), torch.ones_like(norm)

@@ -35,15 +35,15 @@ few slots is refused before it runs, and an op that needs a slot in use is an er
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.planned.fp8_weights import Fp8Unit, Fp8Weights
-from hocket.fsdp.sharded_parameter import ShardedParameter
-from hocket.layers.slices import ALONE, Part, TensorRank, part_of, sharers_of, take, whole_shape
+from hocket.fsdp.saving.inventory import Piece
+from hocket.layers.slices import ALONE, TensorRank, part_of, sharers_of, take, whole_shape
 from hocket.program.ops import Unit as UnitKind
 from hocket.runtime.comm import Pending
 from hocket.runtime.weights import Weight, WgradQueue, manage
@@ -83,34 +83,6 @@ class Slots:
     def free(self, slot: int) -> None:
         """Free a slot; its content stays until overwritten."""
         self.holders[slot] = None
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Elements `lo:hi` on this rank of the whole model's parameter, or of a `part` of it, flattened."""
-
-    name: str
-    shape: tuple[int, ...]
-    """Whole shape; for experts, with the experts of all ranks."""
-    lo: int
-    hi: int
-    shard: ShardedParameter
-    part: Part | None = None
-    """This tensor-parallel rank's part."""
-    shared: int = 1
-    """Neighbouring tensor-parallel ranks with these elements, each with a gradient of its own tokens or heads."""
-
-    @property
-    def main(self) -> Tensor:
-        """The main weights: fp32, 1-D, the unit's memory."""
-        return self.shard.detach()
-
-    @property
-    def grad(self) -> Tensor:
-        """The reduced gradient, fp32, 1-D; between a reduce and the step."""
-        grad = self.shard.grad
-        assert grad is not None, f"{self.name} has no gradient"
-        return grad
 
 
 class PlannedUnit:
@@ -423,8 +395,8 @@ class PlannedUnit:
                 name = shard.full_name
                 shape = whole_shape(name, span.shape, self.tensors)
                 shared = 1 if self.kind == "experts" else sharers_of(name, self.tensors)
-                part = part_of(name, shape, self.tensors)
-                found.append(Piece(name, shape, span.lo, span.hi, shard, part, shared))
+                span = replace(span, shape=shape, part=part_of(name, shape, self.tensors))
+                found.append(Piece(name, shard, span, shared=shared))
         return found
 
     def assert_idle(self) -> None:

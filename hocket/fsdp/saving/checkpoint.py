@@ -15,7 +15,6 @@ import io
 import os
 import pickle
 import warnings
-import zipfile
 import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,7 +29,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import metadata as kinds
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
@@ -46,7 +45,7 @@ from torch.futures import Future as TorchFuture
 from torch.optim import Optimizer
 
 from hocket.files import inside
-from hocket.fsdp.saving.atomic_folder import FILES, AtomicFolder, checksum, free, shown
+from hocket.fsdp.saving.atomic_folder import FILES, AtomicFolder, checksum, free, shown, sync
 from hocket.fsdp.saving.background import save_behind, tell_all
 from hocket.fsdp.saving.inventory import Inventory
 from hocket.fsdp.saving.state import (
@@ -62,7 +61,7 @@ from hocket.fsdp.saving.state import (
     room_for,
     split,
 )
-from hocket.runtime.world import together
+from hocket.runtime.world import everyone, together
 
 if TYPE_CHECKING:
     from hocket.fsdp.module_context import ShardContext
@@ -116,14 +115,48 @@ def _checksum(content: bytes) -> bytes:
     return zlib.crc32(content).to_bytes(4, "little")
 
 
-class HarmlessReader(dcp.FileSystemReader):
-    """Reads a folder in DCP's format without running code."""
+class CheckpointReader(dcp.FileSystemReader):
+    """Reads a folder in DCP's format without running code.
+
+    No rank loads before all have verified what they need. `group` has the ranks that load; None is all.
+    """
+
+    def __init__(self, folder: Path, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(folder)
+        self._group = group
+
+    def stored(self) -> Metadata:
+        """The metadata, on every rank before DCP, which logs tracebacks; without entries if the folder is no
+        checkpoint. Raises ValueError or OSError, on all ranks alike, if it is damaged.
+        """
+
+        def read() -> None:
+            try:
+                self.read_metadata()
+            except ValueError as error:
+                raise ValueError(f"checkpoint {self.path} is damaged: {error}; load another one") from None
+
+        together(read, self._group)
+        return self.read_metadata()
+
+    def shapes(self) -> dict[str, Any]:
+        """What is stored, by key: the shape of a tensor, or the metadata of another object. Raises like `stored`."""
+        entries = self.stored().state_dict_metadata
+        return {key: torch.Size(e.size) if isinstance(e, TensorStorageMetadata) else e for key, e in entries.items()}
+
+    def load(self, state: dict[str, Any], failed: str | None = None) -> None:
+        """Load into tensors by key, on all ranks. Raises ValueError or OSError, with the text after `failed`."""
+        said = f"checkpoint {self.path} can't be read: " if failed is None else failed
+        options = {"storage_reader": self, "planner": HarmlessPlanner(), "process_group": self._group}
+        run_dcp(said, dcp.load, state, **options)
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
         """Raises ValueError for metadata that is damaged, lists only a part of a tensor, asks for other classes, or
         names files outside of the folder.
         """
         file = Path(self.path) / METADATA
+        if not file.is_file():
+            return Metadata({})
         try:
             content = file.read_bytes()
             if content[-10:-4] == _SEAL and content[-4:] != _checksum(content[:-10]):
@@ -142,6 +175,28 @@ class HarmlessReader(dcp.FileSystemReader):
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> TorchFuture[None]:
+        """Every rank: read, if all ranks find their data whole. Raises ValueError or OSError on all alike."""
+        together(lambda: self._check(plan), self._group)
+        return super().read_data(plan, planner)
+
+    def _check(self, plan: LoadPlan) -> None:
+        """Compare with the checksums in the metadata, which other writers than hocket's leave out."""
+        places = {item.storage_index: self.storage_data[item.storage_index] for item in plan.items}
+        wanted = [(index, place) for index, place in places.items() if CRC in vars(place)]
+
+        def whole(place: Any) -> bool:
+            found = checksum(Path(self.path) / place.relative_path, place.offset, place.length)
+            return found == (place.length, vars(place)[CRC])
+
+        with ThreadPoolExecutor(FILES) as pool:
+            for (index, place), ok in zip(wanted, pool.map(whole, [place for _, place in wanted]), strict=True):
+                if not ok:
+                    raise ValueError(
+                        f"checkpoint {self.path} is damaged: the checksum of {index.fqn} in "
+                        f"{Path(self.path) / place.relative_path} is wrong; load another one"
+                    )
 
 
 def _complete(entry: object) -> bool:
@@ -183,22 +238,18 @@ MODEL, OPTIMIZER = "model", "optimizer"
 class CheckpointWriter(dcp.FileSystemWriter):
     """Writes a folder in DCP's format. See Note: [A checkpoint is there or it is not].
 
-    The folder is published when DCP is done, or by the caller if `publishes` is false. `others` are further names of
-    parameters of the key `model`, whose entries point to the same bytes, for plain modules with shared parameters.
+    `others` are further names of parameters of the key `model`, whose entries point to the same bytes, for plain
+    modules with shared parameters. `beside` has the text of more files, by name.
     """
 
     def __init__(
-        self,
-        folder: AtomicFolder,
-        others: Mapping[str, str] | None = None,
-        *,
-        publishes: bool = True,
+        self, folder: Path, others: Mapping[str, str] | None = None, beside: Mapping[str, str] | None = None
     ) -> None:
-        self.folder, self.others, self.publishes = folder, dict(others or {}), publishes
+        self.folder, self.others, self.beside = AtomicFolder(folder), dict(others or {}), dict(beside or {})
         self.sums: dict[str, list[int]] = {}
         """Bytes and CRC-32 of each file written by this rank."""
         self._begun = False
-        super().__init__(folder.temporary, per_thread_copy_ahead=0)  # copying ahead would use another stream
+        super().__init__(self.folder.temporary, per_thread_copy_ahead=0)  # copying ahead would use another stream
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Every rank, before the coordinator makes the folder: nothing."""
@@ -255,8 +306,10 @@ class CheckpointWriter(dcp.FileSystemWriter):
         super().finish(metadata, results)
         seal(self.folder.temporary / METADATA)
         self.sums[METADATA] = list(checksum(self.folder.temporary / METADATA))
-        if self.publishes:
-            self.folder.publish()
+        for name, text in self.beside.items():
+            (self.folder.temporary / name).write_text(text)
+            sync(self.folder.temporary / name)
+        self.folder.publish()
 
     def give_up(self) -> None:
         """Every rank, after an error on any: delete what was written."""
@@ -290,150 +343,6 @@ def _size(item: WriteItem) -> int:
     """Bytes of a tensor or part; 0 for an object, whose size is unknown."""
     data = item.tensor_data
     return 0 if data is None else prod(data.chunk.sizes) * data.properties.dtype.itemsize
-
-
-class CheckpointReader(HarmlessReader):
-    """Returns metadata without entries, on every rank alike, for a folder that is no checkpoint.
-
-    No rank loads before all have verified what they need. `group` has the ranks that load; None is all.
-    """
-
-    def __init__(self, folder: Path, group: dist.ProcessGroup | None = None) -> None:
-        super().__init__(folder)
-        self._group = group
-
-    def read_metadata(self, *args: Any, **options: Any) -> Metadata:
-        if not (Path(self.path) / METADATA).is_file():
-            return Metadata({})
-        return super().read_metadata(*args, **options)
-
-    def require_metadata(self) -> None:
-        """Every rank, before DCP, which logs tracebacks: raise ValueError or OSError on all for damaged metadata."""
-        together(self._require_metadata, self._group)
-
-    def _require_metadata(self) -> None:
-        try:
-            self.read_metadata()
-        except ValueError as error:
-            raise ValueError(f"checkpoint {self.path} is damaged: {error}; load another one") from None
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> TorchFuture[None]:
-        """Every rank: read, if all ranks find their data whole. Raises ValueError or OSError on all alike."""
-        together(lambda: self._check(plan), self._group)
-        return super().read_data(plan, planner)
-
-    def _check(self, plan: LoadPlan) -> None:
-        wanted = {item.storage_index: self.storage_data[item.storage_index] for item in plan.items}
-        folder = Path(self.path)
-        with ThreadPoolExecutor(FILES) as pool:
-            whole = list(pool.map(lambda stored: _whole(folder / stored.relative_path, stored), wanted.values()))
-        for (index, stored), ok in zip(wanted.items(), whole, strict=True):
-            if not ok:
-                file = folder / stored.relative_path
-                fix = "load another one"
-                if CRC not in vars(stored):
-                    fix += ". If it was saved under torch.serialization.set_crc32_options(False), load it so, too"
-                raise ValueError(
-                    f"checkpoint {folder} is damaged: the checksum of {index.fqn} in {file} is wrong; {fix}"
-                )
-
-
-def _whole(file: Path, stored: Any) -> bool:
-    """Whether a range of a file has the checksum in the metadata.
-
-    Older checkpoints have only the checksums of torch's archives, which torch itself does not verify.
-    """
-    if (crc := vars(stored).get(CRC)) is not None:
-        return checksum(file, stored.offset, stored.length) == (stored.length, crc)
-    if stored.transform_descriptors or not torch.serialization.get_crc32_options():  # else not written
-        return True
-    with file.open("rb") as stream:
-        stream.seek(stored.offset)
-        content = stream.read(stored.length)
-    if not content.startswith(b"PK"):  # another format, or damage, is left to torch
-        return True
-    try:
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            return archive.testzip() is None
-    except Exception:  # damage may raise anything
-        return False
-
-
-class FittingPlanner(HarmlessPlanner):
-    """Loads a checkpoint into a sharded model, after checking that they fit.
-
-    `found` has what is loaded: the model's live tensors, and what `load_optimizer_state` takes.
-    """
-
-    def __init__(self, context: ShardContext | nn.Module, optimizer: Optimizer | None, folder: Path) -> None:
-        super().__init__()
-        self.context, self.optimizer, self.folder = context, optimizer, folder
-        self.own = Inventory(context)
-        self.found: dict[str, Any] = {}
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        """Every rank: prepare the targets, by the checkpoint's names."""
-        assert metadata is not None
-        stored = metadata.state_dict_metadata
-        if not stored:
-            raise ValueError(f"{self.folder} is no complete checkpoint: it has no .metadata")
-        wanted = entries(self.own)
-        for other, name in self.own.others.items():
-            if name in wanted and f"{MODEL}.{name}" not in stored and f"{MODEL}.{other}" in stored:
-                wanted[other] = wanted.pop(name)
-        extra: dict[str, Any] = {}  # in its saved form
-        for key, path in (metadata.planner_data or {}).items():
-            if key.startswith(f"{MODEL}.") and str(path[1]).endswith(EXTRA) and path[1] in wanted:
-                put(extra, path[1:], room_for(stored[key]))
-        wanted |= extra
-        self.found = {MODEL: wanted}
-        if self.optimizer is not None:
-            if not any(key.startswith(f"{OPTIMIZER}.") for key in stored):
-                raise ValueError(
-                    f"checkpoint {self.folder} has no state of an optimizer: load the weights alone, optimizer=None"
-                )
-            self.found[OPTIMIZER] = optimizer_state_like(self.context, self.optimizer, metadata, OPTIMIZER)
-        super().set_up_planner(self.found, metadata, is_coordinator)
-
-    def create_local_plan(self) -> LoadPlan:
-        """Every rank: check names and shapes, and plan the reads."""
-        assert self.metadata is not None
-        stored, wanted = self._stored(), self.found[MODEL]
-        self._refuse(differences({name: stored[name] for name in wanted if name in stored}, wanted))
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        params = {self.own.name_of[id(param)] for group in groups for param in group["params"]}
-        known = {*self.own.shards, *self.own.others, *self.own.plain}, {*params, *self.own.others}
-        return replace(create_default_local_load_plan(self.state_dict, self.metadata), planner_data=known)
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """The coordinator: check that some rank needs each entry of the checkpoint."""
-        assert self.metadata is not None
-        known, params = (set().union(*sets) for sets in zip(*(plan.planner_data for plan in global_plan), strict=True))
-        unknown = [name for name in self._stored() if name not in known]
-        self._refuse(listed("it has {}, which the module lacks", unknown))
-        if self.optimizer is not None:
-            state = [key for key in self.metadata.state_dict_metadata if key.startswith(f"{OPTIMIZER}.state.")]
-            unknown = [key for key in state if not split(key.removeprefix(f"{OPTIMIZER}."), params)[0]]
-            self._refuse(listed("it has {}, which are of no parameter of the optimizer", unknown))
-        return super().create_global_plan(global_plan)
-
-    def _stored(self) -> dict[str, Any]:
-        """The checkpoint's weights and buffers: name -> shape, or an entry without one."""
-        assert self.metadata is not None
-        paths = self.metadata.planner_data or {}
-        found: dict[str, Any] = {}
-        for key, entry in self.metadata.state_dict_metadata.items():
-            if key.startswith(f"{MODEL}."):
-                path = paths.get(key, (MODEL, ""))
-                name = str(path[1]) if str(path[1]).endswith(EXTRA) else key.removeprefix(f"{MODEL}.")
-                found[name] = torch.Size(entry.size) if isinstance(entry, TensorStorageMetadata) else entry
-        return found
-
-    def _refuse(self, wrong: str) -> None:
-        if wrong:
-            raise ValueError(f"checkpoint {self.folder} doesn't fit the {self.own.kind}: {wrong}")
 
 
 def run_dcp(failed: str, call: Callable[..., object], *args: object, **options: object) -> None:
@@ -497,19 +406,23 @@ def write_now_or_behind(
     path: Path, state: dict[str, Any], others: Mapping[str, str], behind: bool, group: dist.ProcessGroup | None = None
 ) -> Future[Path]:
     """Write a state dict, with `others` for further names of parameters, now or in the saving thread."""
+    writer, failed = CheckpointWriter(path, others), f"checkpoint {path} can't be written: "
     if behind:
-        writer = CheckpointWriter(AtomicFolder(path), others)
-        return save_behind(path, state, lambda copied, own: write(copied, writer, own), group)
+        return save_behind(path, state, lambda copied, own: write(copied, writer, own, failed), group)
     done: Future[Path] = Future()
-    done.set_result(write(state, CheckpointWriter(AtomicFolder(path), others), group))
+    done.set_result(write(state, writer, group, failed))
     return done
 
 
-def write(state: dict[str, Any], writer: CheckpointWriter, group: dist.ProcessGroup | None) -> Path:
-    """Write a folder of tensors by name, on all ranks of the group; returns it. Raises like `save`."""
+def write(
+    state: Mapping[str, Any], writer: CheckpointWriter, group: dist.ProcessGroup | None, failed: str = ""
+) -> Path:
+    """Write a folder of tensors by name, on all ranks of the group; returns it. Raises like `save`, with the text
+    after `failed`.
+    """
     final = writer.folder.final
     try:
-        run_dcp(f"checkpoint {final} can't be written: ", dcp.save, state, storage_writer=writer, process_group=group)
+        run_dcp(failed, dcp.save, state, storage_writer=writer, process_group=group)
     except (OSError, ValueError) as error:  # raised on all ranks
         writer.give_up()
         if isinstance(error, OSError):
@@ -534,14 +447,67 @@ def load(
     or shapes differ from the module's, or if data that a rank reads is damaged. Also if the optimizer's settings don't
     fit; then weights may have been loaded.
     """
-    path = Path(folder)
-    planner = FittingPlanner(context, optimizer, path)
-    reader, failed = CheckpointReader(path, process_group), f"checkpoint {path} can't be read: "
-    reader.require_metadata()
-    run_dcp(failed, dcp.load, {}, storage_reader=reader, planner=planner, process_group=process_group)
-    load_model_state(context, planner.found[MODEL])
+    path, own = Path(folder), Inventory(context)
+    reader = CheckpointReader(path, process_group)
+    metadata = reader.stored()
+    found: dict[str, Any] = {}
+    together(lambda: found.update(_targets(own, optimizer, metadata, path)), process_group)
+    _refuse_unknown(own, optimizer, metadata, path, process_group)
+    reader.load(found)
+    load_model_state(context, found[MODEL])
     if optimizer is not None:
         try:
-            load_optimizer_state(context, optimizer, planner.found[OPTIMIZER])
+            load_optimizer_state(context, optimizer, found[OPTIMIZER])
         except ValueError as error:
             raise ValueError(f"checkpoint {path} doesn't fit: {error}") from None
+
+
+def _targets(own: Inventory, optimizer: Optimizer | None, metadata: Metadata, folder: Path) -> dict[str, Any]:
+    """What this rank loads into, by the checkpoint's names: the model's live tensors, and optimizer state."""
+    stored = metadata.state_dict_metadata
+    if not stored:
+        raise ValueError(f"{folder} is no complete checkpoint: it has no .metadata")
+    wanted = entries(own)
+    for other, name in own.others.items():
+        if name in wanted and f"{MODEL}.{name}" not in stored and f"{MODEL}.{other}" in stored:
+            wanted[other] = wanted.pop(name)
+    extra: dict[str, Any] = {}  # in its saved form
+    for key, path in (metadata.planner_data or {}).items():
+        if key.startswith(f"{MODEL}.") and str(path[1]).endswith(EXTRA) and path[1] in wanted:
+            put(extra, path[1:], room_for(stored[key]))
+    wanted |= extra
+    saved = _saved(metadata)
+    if wrong := differences({name: saved[name] for name in wanted if name in saved}, wanted):
+        raise ValueError(f"checkpoint {folder} doesn't fit the {own.kind}: {wrong}")
+    if optimizer is None:
+        return {MODEL: wanted}
+    if not any(key.startswith(f"{OPTIMIZER}.") for key in stored):
+        raise ValueError(f"checkpoint {folder} has no state of an optimizer: load the weights alone, optimizer=None")
+    return {MODEL: wanted, OPTIMIZER: optimizer_state_like(own, optimizer, metadata)}
+
+
+def _saved(metadata: Metadata) -> dict[str, Any]:
+    """A checkpoint's weights and buffers: name -> shape, or an entry without one."""
+    found: dict[str, Any] = {}
+    for key, entry in metadata.state_dict_metadata.items():
+        if key.startswith(f"{MODEL}."):
+            path = (metadata.planner_data or {}).get(key, (MODEL, ""))
+            name = str(path[1]) if str(path[1]).endswith(EXTRA) else key.removeprefix(f"{MODEL}.")
+            found[name] = torch.Size(entry.size) if isinstance(entry, TensorStorageMetadata) else entry
+    return found
+
+
+def _refuse_unknown(
+    own: Inventory, optimizer: Optimizer | None, metadata: Metadata, folder: Path, group: dist.ProcessGroup | None
+) -> None:
+    """Refuse a checkpoint with entries that no rank needs."""
+    held = [] if optimizer is None else [param for one in optimizer.param_groups for param in one["params"]]
+    mine = {*own.shards, *own.others, *own.plain}, {*own.others, *(own.name_of[id(param)] for param in held)}
+    known, params = (set[str]().union(*sets) for sets in zip(*everyone(mine, group), strict=True))
+    wrong = listed("it has {}, which the module lacks", [name for name in _saved(metadata) if name not in known])
+    if not wrong and optimizer is not None:
+        state = [key for key in metadata.state_dict_metadata if key.startswith(f"{OPTIMIZER}.state.")]
+        foreign = [key for key in state if not split(key.removeprefix(f"{OPTIMIZER}."), params)[0]]
+        wrong = listed("it has {}, which are of no parameter of the optimizer", foreign)
+    if wrong:
+        raise ValueError(f"checkpoint {folder} doesn't fit the {own.kind}: {wrong}")

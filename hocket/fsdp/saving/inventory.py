@@ -117,17 +117,42 @@ WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 @dataclass(frozen=True)
-class LocalShard:
+class Piece:
+    """What this rank has of a parameter of the whole model."""
+
     name: str
     shard: ShardedParameter
     span: Span
     """Its elements in the whole model's parameter; for experts, with the experts of all ranks."""
-    writes: bool
+    writes: bool = True
     """Whether this rank saves these elements."""
+    shared: int = 1
+    """Neighbouring tensor-parallel ranks with these elements, each with a gradient of its own tokens or heads."""
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Of the whole parameter."""
         return self.span.shape
+
+    @property
+    def lo(self) -> int:
+        return self.span.lo
+
+    @property
+    def hi(self) -> int:
+        return self.span.hi
+
+    @property
+    def main(self) -> Tensor:
+        """The main weights, 1-D: live memory."""
+        return self.shard.to_local()
+
+    @property
+    def grad(self) -> Tensor:
+        """The reduced gradient, 1-D; between a reduce and the step."""
+        grad = self.shard.grad
+        assert grad is not None, f"{self.name} has no gradient"
+        return grad
 
     def tensor(self, flat: Tensor) -> FlatTensor:
         """`flat`, 1-D and of the shard's length, as a part of the whole parameter."""
@@ -166,7 +191,7 @@ class Inventory:
         for shard in (shard for group in context.param_groups for shard in group.shards):
             names.setdefault(id(shard), [plain_name(shard.full_name)])  # omitted by a hook of the module
         kept = {id(one.shard): one for one in _local_shards(context, names)}
-        self.shards: dict[str, LocalShard] = {found[0]: kept[key] for key, found in names.items() if key in kept}
+        self.shards: dict[str, Piece] = {found[0]: kept[key] for key, found in names.items() if key in kept}
         """By first name, in the module's order."""
         self.others = {other: found[0] for key, found in names.items() if key in kept for other in found[1:]}
         """Further names of shared parameters -> first name."""
@@ -201,11 +226,11 @@ def plain_name(name: str) -> str:
     return name
 
 
-def _local_shards(context: ShardContext, names: dict[int, list[str]]) -> list[LocalShard]:
+def _local_shards(context: ShardContext, names: dict[int, list[str]]) -> list[Piece]:
     groups = context.param_groups
     ranks = max((_ranks(group) for group in groups), default=1)
     written: dict[tuple[int, ...], list[int]] = {}
-    found, mesh = list[LocalShard](), context.tensor_mesh
+    found, mesh = list[Piece](), context.tensor_mesh
     for group in groups:
         parts = min(_parts(group, member) for member in group.members)
         if _ranks(group) * parts < ranks:
@@ -218,7 +243,7 @@ def _local_shards(context: ShardContext, names: dict[int, list[str]]) -> list[Lo
             span, writes = group.span_of(shard), _writes(group, shard, written)
             if mesh is not None and span.part is None and mesh.get_local_rank():
                 writes = False  # the first tensor-parallel rank writes replicated parameters
-            found.append(LocalShard(names[id(shard)][0], shard, span, writes))
+            found.append(Piece(names[id(shard)][0], shard, span, writes))
     return found
 
 

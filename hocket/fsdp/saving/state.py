@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from hocket.fsdp.saving.inventory import FlatTensor, Inventory, LocalShard
+from hocket.fsdp.saving.inventory import FlatTensor, Inventory, Piece
 
 if TYPE_CHECKING:
     from hocket.fsdp.module_context import ShardContext
@@ -47,7 +47,7 @@ def model_state(context: ShardContext | nn.Module) -> dict[str, Any]:
 
 
 def entries(own: Inventory) -> dict[str, Any]:
-    state: dict[str, Any] = {name: one.tensor(one.shard.to_local()) for name, one in own.shards.items()}
+    state: dict[str, Any] = {name: one.tensor(one.main) for name, one in own.shards.items()}
     for name, original in own.plain.items():
         value = own.state[original]
         state[name] = value.detach() if isinstance(value, Tensor) else value
@@ -67,7 +67,7 @@ def load_model_state(context: ShardContext | nn.Module, state: Mapping[str, Any]
     if wrong:
         raise ValueError(f"the state dict doesn't fit the {own.kind}: {wrong}")
     for name, one in own.shards.items():
-        value, shard = one.part_of(found[name]), one.shard.to_local()
+        value, shard = one.part_of(found[name]), one.main
         if value.data_ptr() != shard.data_ptr() or value.dtype != shard.dtype:
             shard.copy_(value)
     # Buffers and extra state load as in any module.
@@ -150,17 +150,17 @@ def _numbered(own: Inventory, optimizer: Optimizer) -> list[tuple[str, nn.Parame
     return [(own.name_of[id(param)], param) for param in params]
 
 
-def _wrapped(one: LocalShard | None, key: str, value: Any) -> Any:
+def _wrapped(one: Piece | None, key: str, value: Any) -> Any:
     if one is None or not _has_tensors(value):
         return value
-    if isinstance(value, Tensor) and value.shape == one.shard.to_local().shape:
+    if isinstance(value, Tensor) and value.shape == one.main.shape:
         return one.tensor(value)
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.detach()
     what = f"has shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"is a {type(value).__name__}"
     raise ValueError(
         f"the optimizer's {key} of {one.name} {what}, which is neither a tensor like the shard, of shape "
-        f"{tuple(one.shard.to_local().shape)}, nor a single number: only elementwise optimizers work on shards"
+        f"{tuple(one.main.shape)}, nor a single number: only elementwise optimizers work on shards"
     )
 
 
@@ -173,20 +173,14 @@ def _settings(groups: Iterable[Mapping[str, Any]]) -> Values:
     return {name: {k: v for k, v in g.items() if k not in NOT_SETTINGS} for g in groups for name in g["params"]}
 
 
-def optimizer_state_like(
-    context: ShardContext | nn.Module,
-    optimizer: Optimizer,
-    metadata: Metadata,
-    prefix: str = "optimizer",
-    weights: str = "model",
-) -> dict[str, Any]:
-    """A dict to load the optimizer's state of a checkpoint (key `prefix`) into, in the checkpoint's layout.
+def optimizer_state_like(own: Inventory, optimizer: Optimizer, metadata: Metadata) -> dict[str, Any]:
+    """A dict to load the optimizer's state of a checkpoint into, in the checkpoint's layout.
 
     It has the checkpoint's entries for this optimizer's parameters. Existing state tensors are used, others made: in
-    the checkpoint's dtype or, if the weights (key `weights`) had the same, in the dtype of weights here.
-    `load_optimizer_state` takes the dict after DCP has loaded into it; until then the optimizer is unchanged.
+    the checkpoint's dtype or, if the weights had the same, in the dtype of weights here. `load_optimizer_state` takes
+    the dict after DCP has loaded into it; until then the optimizer is unchanged.
     """
-    own = Inventory(context)
+    prefix, weights = "optimizer", "model"
     params = dict(_numbered(own, optimizer))
     known = {**{name: name for name in params}, **{other: n for other, n in own.others.items() if n in params}}
     stored = metadata.state_dict_metadata
@@ -232,7 +226,7 @@ def _elementwise(shapes: Iterable[tuple[str, tuple[int, ...], tuple[int, ...]]])
     return {key for key, same in alike.items() if same}
 
 
-def room_for(entry: Any, one: LocalShard | None = None, present: Any = None, weight: Any = None) -> Any:
+def room_for(entry: Any, one: Piece | None = None, present: Any = None, weight: Any = None) -> Any:
     """The target of a checkpoint entry: `present` if it fits, else a new tensor.
 
     `one` is its parameter if elementwise, and `weight` that parameter's entry.
@@ -242,11 +236,11 @@ def room_for(entry: Any, one: LocalShard | None = None, present: Any = None, wei
     if one is None:
         fits = isinstance(present, Tensor) and present.shape == entry.size
         return present.detach() if fits else torch.zeros(entry.size, dtype=entry.properties.dtype)
-    if isinstance(present, Tensor) and present.shape == one.shard.to_local().shape:
+    if isinstance(present, Tensor) and present.shape == one.main.shape:
         return one.tensor(present)
     follows = isinstance(weight, TensorStorageMetadata) and weight.properties.dtype == entry.properties.dtype
     dtype = one.shard.dtype if follows else entry.properties.dtype
-    return one.tensor(torch.zeros(one.shard.to_local().shape, dtype=dtype, device=one.shard.device))
+    return one.tensor(torch.zeros(one.main.shape, dtype=dtype, device=one.shard.device))
 
 
 def put(state: dict[str, Any], path: Sequence[str | int], value: Any) -> None:
@@ -310,7 +304,7 @@ def _replace(optimizer: Optimizer, state: dict[str, Any]) -> None:
             group[key] = tensor.copy_(torch.as_tensor(group[key]))
 
 
-def _unwrapped(one: LocalShard | None, value: Any, split: bool, present: Any) -> Any:
+def _unwrapped(one: Piece | None, value: Any, split: bool, present: Any) -> Any:
     """A loaded value as the optimizer stores it, `split` if elementwise; copied only if it is not the optimizer's
     already.
     """

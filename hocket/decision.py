@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hocket.settings.schema import show
+from hocket.config.rule import show
 
 AUTOMATIC = "auto"
 """The source of what hocket chose because the configuration left it open."""
