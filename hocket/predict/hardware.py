@@ -16,9 +16,9 @@ from typing import Any
 from hocket.config import Config, MeshConfig, Purpose
 from hocket.files import json_in
 from hocket.gpus import GPUS, GpuName
+from hocket.predict.part_sizes import FUSED, STOCK, Formulas
+from hocket.predict.simulate import KINDS, Kind
 from hocket.program.mesh import PURPOSES, sums
-from hocket.program.part_sizes import FUSED, STOCK, Formulas
-from hocket.program.simulate import KINDS, Kind
 from hocket.sizes import parse_rate, parse_time
 from hocket.typed import read
 
