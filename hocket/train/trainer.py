@@ -22,9 +22,9 @@ from hocket.layers.slices import Span
 from hocket.model.context import imbalance_of
 from hocket.model.documents import Microbatch, documents_of, to_device
 from hocket.model.transformer import parameter_counts
-from hocket.program.arrivals import lack
+from hocket.predict.arrivals import lack
+from hocket.predict.part_sizes import attending
 from hocket.program.documents import Dealt, as_read, deals, dealt, lengths_of, works_of
-from hocket.program.part_sizes import attending
 from hocket.resolve import Settings
 from hocket.runtime.hangs import Watchdog
 from hocket.runtime.world import everyone
