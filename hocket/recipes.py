@@ -89,7 +89,7 @@ OLMO2_7B = ModelConfig(
     vocab=100352, hidden=4096, layers=32, heads=32, kv_heads=32, head_dim=128, ffn=11008, norms="after",
     qk_norm=True, qk_norm_over="whole", rope_theta=500000.0, init="torchtitan",
 )  # fmt: skip
-"""OLMo 2 7B: 7.3 billion parameters, dense, norms behind attention and MLP."""
+"""OLMo 2 7B: 7.3 billion parameters, dense, norms after attention and MLP."""
 OLMOE_1B_7B = ModelConfig(
     vocab=50304, hidden=2048, layers=16, heads=16, kv_heads=16, head_dim=128, experts=64, top_k=8, expert_ffn=1024,
     normalize_top_k=False, aux_loss=0.01, qk_norm=True, qk_norm_over="whole", norm_eps=1e-5, init="torchtitan",
@@ -404,7 +404,7 @@ PRESETS: dict[str, Preset] = {
         },
     ),
     "debug": Preset(
-        "one thing after another, and hangs told soon: does a problem come from overlap?",
+        "one thing after another, and hangs reported soon: does a problem come from overlap?",
         {
             **PLAIN,
             "overlap.dp.prefetch": 0,

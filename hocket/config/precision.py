@@ -45,7 +45,7 @@ class PrecisionConfig:
         OnlyWith("shared weights", idle=("bf16",)),
     ] = "auto"
     """With compute = fp8, format in which gathered weights of fp8 products travel. fp8 moves half the bytes and gives
-    the same bits: each rank casts its shard behind an update, by scales of whole rows on which ranks agree before.
+    the same bits: each rank casts its shard after an update, by scales of whole rows on which ranks agree first.
     auto takes what is predicted to be faster."""
     wire: Annotated[Literal["auto", "fp32", "bf16"], OnlyWith("shared weights", remark=True)] = "auto"
     """Format in which gradients of weights travel. auto is the format of compute: each rank rounds its gradient to it.
