@@ -193,7 +193,8 @@ MESH_RULES: tuple[Rule | Each, ...] = (
     Rule(
         ("model.aux_loss_over", "mesh.cp", "mesh.tp"),
         lambda c, h: c.model.aux_loss_over == "sequence" and c.model.aux_loss > 0 and c.mesh.cp * c.mesh.tp > 1,
-        "ranks share the tokens of a sequence (mesh.cp = {mesh.cp}, mesh.tp = {mesh.tp}), and no rank knows where all went",
+        "ranks share the tokens of a sequence (mesh.cp = {mesh.cp}, mesh.tp = {mesh.tp}), and none knows where "
+        "all of them went",
         "mesh.cp = 1 and mesh.tp = 1, or model.aux_loss_over = batch or microbatch",
     ),
     # Processes and hosts
