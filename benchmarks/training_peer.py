@@ -25,8 +25,7 @@ from hocket.commands.options import RecipeOptions, parse
 from hocket.config import ModelConfig
 from hocket.config.rule import Host
 from hocket.model.source import init_tensor, whole_shapes
-from hocket.pretrained.configuration import config_of, family_for
-from hocket.pretrained.tables import FAMILIES
+from hocket.pretrained.families import FAMILIES, config_of, family_for
 from hocket.pretrained.weights import rules_of, split
 from hocket.program.documents import as_read
 from hocket.resolve import Settings, resolve

@@ -27,7 +27,7 @@ from benchmarks.record import write
 from hocket.config import Config, DataConfig, MeshConfig, PrecisionConfig, TrainConfig
 from hocket.config.rule import Host
 from hocket.engine import Engine
-from hocket.pretrained.configuration import model_of, read_config
+from hocket.pretrained.families import model_of, read_config
 from hocket.resolve import resolve
 
 SIZES: dict[str, Any] = dict(

@@ -29,7 +29,6 @@ REFUSED_TRAINING: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = 
         "no effect with model.aux_loss = 0",
     ),
     ({"model__aux_loss": 0.1, "mesh__tp": 2}, {"model__aux_loss_over": "sequence"}, "model.aux_loss_over", "share the"),
-    ({"train__keep": (0,)}, {"optimizer__rewinds": 1}, "optimizer.rewinds", "no checkpoint to go back to"),
     ({}, {"train__keep": (0, "best:1")}, "train.keep", "0 writes no checkpoint"),
     ({}, {"train__keep": (2, 3)}, "train.keep", "one number, one best and one every"),
     ({}, {"train__keep": ("best:1", "best:2")}, "train.keep", "one number, one best and one every"),

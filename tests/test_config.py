@@ -258,7 +258,7 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (DENSE, {"plan__recompute": ("dispatch",)}, "plan.recompute", "has the part dispatch"),
     (changed(TINY, mesh__pp=1), {"defer_layers": 2}, "overlap.pp.defer_layers", "no effect with mesh.pp = 1"),
     (TINY, {"plan__layer_order": "wgrad"}, "plan.layer_order", "neither one of literature, early_release, wgrad_last"),
-    (TINY, {"plan__layer_order": "cB aF eB dF eW dB eF cF aB aW uF"}, "plan.layer_order", "nor all twelve ops"),
+    (TINY, {"plan__layer_order": "cB aF eB dF eW dB eF cF aB aW uF"}, "plan.layer_order", "nor all 12 ops"),
     (TINY, {"plan__layer_order": "cB aF eW eB dF dB eF cF aB uB aW uF"}, "plan.layer_order", "eW needs eB"),
     (TINY, {"plan__layer_order": "cB eB aF dF eW dB eF cF aB uB aW uF"}, "plan.layer_order", "while the host waits"),
     (changed(TINY, defer_wgrad="off"), {"defer_layers": 2}, "overlap.pp.defer_layers", "overlap.defer_wgrad = off"),

@@ -155,9 +155,7 @@ def test_a_whole_checkpoint_counts_where_no_link_can_be_made(tmp_path: Path, beh
     """It is found by its name, older ones go, and no link stands for one that is older."""
     folder = tmp_path / "checkpoints"
     for lines in run_ranks(unlinkable, 2, tmp_path, behind):
-        assert lines[0] == "saved 3"
-        assert lines[1].startswith(f"WARNING  {folder / 'step-00000003'} is whole, but the file system takes no link ")
-        assert lines[2:] == []
+        assert lines == ["saved 3"]
     assert sorted(os.listdir(folder)) == ["step-00000003"]
     assert newest_of(tmp_path) == folder / "step-00000003"
     assert run_ranks(load_and_compare, 2, tmp_path) == [(3, 30)] * 2

@@ -215,7 +215,7 @@ def _by_parts(
         before = [x.detach().requires_grad_() if isinstance(x, Tensor) else x for x in (rows, residual, other, probs)]
         merged = parts.forward_unpermute(*before, routing)  # pyrefly: ignore
         if any(g is not None for g in torch.autograd.grad(merged.sum(), [*params.values()], allow_unused=True)):
-            raise ValueError("merge reads parameters, and a plan has no weights behind the experts")
+            raise ValueError("merge reads parameters, and a plan has no weights after the experts")
         return parts.forward_unpermute(rows, residual, other, probs, routing)
 
     found = _with_gradients(forward, x_BSD, params)

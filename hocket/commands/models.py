@@ -330,7 +330,7 @@ def run_import(words: list[str]) -> int:
     if unseen(folder):
         raise ValueError(f"{show(folder)} (command line): has a character that cannot be shown; fix: rename the folder")
     from hocket.model.source import open_weights  # imports torch
-    from hocket.pretrained.configuration import model_of, read_config
+    from hocket.pretrained.families import model_of, read_config
 
     with _named(folder, "a whole folder of a family that is there"):
         config = read_config(Path(folder))

@@ -30,9 +30,6 @@ class OptimizerConfig:
     """A step is skipped if the norm of its gradient is above this factor times the median of those of the last 128
     steps that were taken; 0 skips none. A step whose gradient is not finite is always skipped: weights, the optimizer's
     state and balance biases stay as they were."""
-    rewinds: Annotated[int, Between(0)] = 0
-    """Times that a run, rather than end after six skipped steps in a row, goes back to its last checkpoint. It does not
-    read again the text that it has read since."""
 
     @property
     def patterns(self) -> dict[str, tuple[str, ...]]:
@@ -76,12 +73,6 @@ OPTIMIZER_RULES = (
         lambda c, h: 0 < c.optimizer.skip_spikes <= 1,
         "about half of all norms are above their median",
         "optimizer.skip_spikes above 1, or optimizer.skip_spikes = 0",
-    ),
-    Rule(
-        ("optimizer.rewinds", "train.keep", "train.save_every"),
-        lambda c, h: c.optimizer.rewinds > 0 and not (c.train.kept["newest"] and c.train.save_every),
-        "there would be no checkpoint to go back to: train.keep = {train.keep}, train.save_every = {train.save_every}",
-        "train.keep = 1 or more and train.save_every = 1 or more, or leave optimizer.rewinds out",
     ),
 )
 

@@ -123,7 +123,7 @@ DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 
 
 Transfers = Mapping[tuple[Kind, int], float]
-"""Kind of communication and bytes that one rank receives in it -> seconds on the slowest rank."""
+"""As in `measure.py`, which imports no torch."""
 
 
 def meet_and_measure(

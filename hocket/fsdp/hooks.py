@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import re
 import sys
 import weakref
 from collections import deque
@@ -49,7 +48,6 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from hocket.fsdp.members import UNIT
 from hocket.fsdp.module_context import ShardContext, current_backward
 from hocket.fsdp.module_unit import Claim, Unit
-from hocket.fsdp.options import FORMATS
 from hocket.runtime.weights import set_sink
 
 
@@ -432,8 +430,6 @@ def _drive(unit: Unit, module: nn.Module) -> None:
         call = calls.pop()
         for given in reversed(call.given):
             given.undo()
-        if output is None:  # after an exception
-            _note_formats(sys.exc_info()[1], unit, tree_leaves((args, kwargs)))
         if call.claim is not None:
             _refuse_writes(unit, call.writes)
         tensors = tensors_in(output, unit, all_of_them=call.invocation is not None)
@@ -495,23 +491,6 @@ def _cast(value: Any, dtype: torch.dtype, made: dict[int, tuple[Tensor, Tensor]]
 
     new = cast(value) if isinstance(value, Tensor) else _apply_to_tensors(cast, value)
     return new if changed else value
-
-
-_NOT_CAST = "hocket.Precision is of parameters, and inputs are not cast"
-
-
-def _note_formats(error: BaseException | None, unit: Unit, inputs: Iterable[object]) -> None:
-    """Add a note to torch's dtype errors: which unit got an input in another dtype than it computes in."""
-    if not isinstance(error, RuntimeError) or not re.search("dtype|scalar type|should be the same", str(error)):
-        return
-    computes = [dtype for dtype in FORMATS if any(group.formats.compute == dtype for group in unit.groups)]
-    strange = [x for x in inputs if isinstance(x, Tensor) and x.is_floating_point() and x.dtype not in computes]
-    noted = any(_NOT_CAST in note for note in getattr(error, "__notes__", ()))  # by an inner unit
-    if computes and strange and not noted:
-        error.add_note(
-            f"{unit} computes in {computes[0]} and was given {strange[0].dtype}: {_NOT_CAST}; cast them, or run the "
-            f"model inside of torch.autocast({strange[0].device.type!r}, {computes[0]})"
-        )
 
 
 def _refuse_writes(unit: Unit, before: list[tuple[int, int]]) -> None:

@@ -30,12 +30,10 @@ import torch
 from torch import Tensor, nn
 
 from hocket.fsdp.dtensors import DTensorLayout, dtensor_layout_of
-from hocket.fsdp.options import Precision
 from hocket.fsdp.sharded_parameter import ShardedParameter
 from hocket.layers.functional import embedding_forward, linear_forward
 from hocket.layers.slices import Span
 from hocket.runtime.weights import sink_of
-from hocket.sizes import Size, parse_size
 
 Rule = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool] | Iterable[nn.Module] | None
 
@@ -333,56 +331,51 @@ def _save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 # Buckets: which modules make a unit together, by size
 
-DEFAULT = parse_size("128Mi params")
+DEFAULT = 2**27
 
 Named = tuple[str, nn.Module]
-Measure = Callable[[nn.Module], int]
 
 
-def make_buckets(root: nn.Module, rule: Rule, most: Size | None, precision: Precision) -> list[list[Named]]:
+def make_buckets(root: nn.Module, rule: Rule, most: int | None) -> list[list[Named]]:
     """The modules of each unit of a model, in tree order, without what is left to the root.
 
-    `rule` chooses modules, of which neighbours are joined up to `most`, if given. Without a rule, modules as large as
-    fit are taken. Byte sizes are those of gathered weights in the dtype of `precision`.
-
-    Raises: ValueError for a rule that chooses nothing, or a module that is never called.
+    `rule` chooses modules, of which neighbours are joined up to `most` parameters, if given. Without a rule, modules as
+    large as fit are taken. Raises: ValueError for a rule that chooses nothing, or a module that is never called.
     """
     if rule is not None and most is None:
         return [[one] for one in chosen_units(root, rule)]
     size = most or DEFAULT
-
-    def measure(module: nn.Module) -> int:
-        if size.unit == "params":
-            return sum(param.numel() for param in module.parameters())
-        return sum(param.numel() * precision.of(param.dtype).compute.itemsize for param in module.parameters())
-
-    chosen = _pieces("", root, size.value, measure) if rule is None else chosen_units(root, rule)
+    chosen = _pieces("", root, size) if rule is None else chosen_units(root, rule)
     if rule is None and [module for _, module in chosen] == [root]:
         return []
-    return _join(chosen, size.value, measure)
+    return _join(chosen, size)
 
 
-def _pieces(name: str, module: nn.Module, most: int, measure: Measure) -> list[Named]:
+def _size(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
+
+
+def _pieces(name: str, module: nn.Module, most: int) -> list[Named]:
     """The largest called modules that fit into a bucket; those without children whatever their size. Parameters of
     divided modules stay with the root.
     """
     children = dict.fromkeys(module.children())
-    if is_called(module) and (measure(module) <= most or not children):
-        return [(name, module)] if measure(module) else []
+    if is_called(module) and (_size(module) <= most or not children):
+        return [(name, module)] if _size(module) else []
     found: list[Named] = []
     for key, child in module.named_children():  # named_children yields shared modules once
-        found += _pieces(f"{name}.{key}" if name else key, child, most, measure)
+        found += _pieces(f"{name}.{key}" if name else key, child, most)
     return found
 
 
-def _join(chosen: Sequence[Named], most: int, measure: Measure) -> list[list[Named]]:
+def _join(chosen: Sequence[Named], most: int) -> list[list[Named]]:
     """Join neighbours as far as they fit. A module that contains another chosen one stays alone."""
     modules = {module for _, module in chosen}
     found: list[list[Named]] = []
     room = -1  # room in the current bucket; none yet
     for name, module in reversed(chosen):
         inside = any(one in modules for one in module.modules() if one is not module)
-        need = measure(module)
+        need = _size(module)
         if inside:
             found.append([(name, module)])
             room = -1

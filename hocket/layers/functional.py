@@ -480,7 +480,7 @@ def sums_by_id(ids_T: Tensor, g_TD: Tensor) -> Tensor:
 
 
 def add_bias_by_expert(x_RF: Tensor, p_EF: Tensor, offsets_E: Tensor) -> Tensor:
-    """`x + p[e]` of the rows `offsets[e - 1]:offsets[e]` of every expert; the rows behind the last one mean nothing.
+    """`x + p[e]` of the rows `offsets[e - 1]:offsets[e]` of every expert; the rows after the last one mean nothing.
 
     `offsets` is int32, on the device of `x`. On a GPU the result takes the memory of `x`. An expert without rows gets a
     zero gradient.
@@ -501,7 +501,7 @@ def sum_by_expert(g_RF: Tensor, offsets_E: Tensor, out_EF: Tensor, add: bool = F
 
 
 def owners(rows: int, offsets_E: Tensor) -> Tensor:
-    """The expert of every row, int32 [R]; rows behind the last one's have the last one."""
+    """The expert of every row, int32 [R]; rows after the last one's have the last one."""
     row = torch.arange(rows, dtype=torch.int32, device=offsets_E.device)
     found = torch.searchsorted(offsets_E, row, right=True, out_int32=True)
     return found.clamp_(max=len(offsets_E) - 1)
@@ -557,7 +557,7 @@ def _before(x_BSC: Tensor, count: int, position_BS: Tensor | None) -> Tensor:
     return moved_BSC if position_BS is None else moved_BSC.masked_fill((position_BS < count).unsqueeze(-1), 0)
 
 
-def _behind(g_BSC: Tensor, count: int, position_BS: Tensor | None) -> Tensor:
+def _after(g_BSC: Tensor, count: int, position_BS: Tensor | None) -> Tensor:
     """The gradient of `_before`."""
     if not count:
         return g_BSC
@@ -594,7 +594,7 @@ class _Convolution(torch.autograd.Function):
         width = p_CW.shape[1]
         dx_BSC = g_BSC * p_CW[:, -1]
         for count in range(1, width):
-            dx_BSC += _behind(g_BSC * p_CW[:, width - 1 - count], count, ctx.position)
+            dx_BSC += _after(g_BSC * p_CW[:, width - 1 - count], count, ctx.position)
         dw = ctx.where.contribute(ctx, 1, partial(_convolution_wgrad, x.detach(), g, ctx.position))
         return dx_BSC.to(x.dtype), dw, None, None
 

@@ -2,7 +2,7 @@
 
 Note: [What is masked, and what padding is]
 Two masks are often one, and are two here. *A target* of `IGNORED` counts for nothing in the loss; its token is a token
-like others, which those behind it attend to, so it goes through all layers. *Padding* has no document (`PADDING`): no
+like others, which those after it attend to, so it goes through all layers. *Padding* has no document (`PADDING`): no
 other token attends to it, and its targets have to be ignored, so nothing that is learnt depends on it. Padding is
 routed to experts like any token, because the number of rows of a microbatch is what buffers are made for, but it is not
 counted: neither in the load-balancing loss nor in the loads that move the balance biases. Packed text has none.

@@ -67,7 +67,7 @@ class Experts(nn.Module):
         gate = partial(gated, config=self.config)
         if self.b_gate_up is None or self.b_down is None:
             return self.linears.experts(rows_RD, self.w_gate_up, self.w_down, offsets_L, (count, weights_R), gate)
-        assert weights_R is None, "a bias behind the second product is weighted too"
+        assert weights_R is None, "a bias after the second product is weighted too"
         gate_up_RF = add_bias_by_expert(grouped_linear(rows_RD, self.w_gate_up, offsets_L), self.b_gate_up, offsets_L)
         inner_RF = gate(gate_up_RF, count)
         return add_bias_by_expert(grouped_linear(inner_RF, self.w_down, offsets_L), self.b_down, offsets_L)

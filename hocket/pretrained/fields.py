@@ -48,7 +48,7 @@ def without_effect(model: ModelConfig) -> set[str]:
 class Field:
     """Some keys of config.json and the settings that they become. `name` is that of the field in its family's table.
 
-    A key that no field of a family asks for is refused (`configuration.model_of`).
+    A key that no field of a family asks for is refused (`families.model_of`).
     """
 
     def read(self, name: str, config: Json, values: Values) -> Values:

@@ -153,7 +153,7 @@ def link(path: Path, keep_best: int = 0) -> None:
     """Have `latest` stand for a checkpoint, and with `keep_best` the name `best` for the best one beside it.
 
     A link is for people: runs and commands go by the names of checkpoints. So a file system that refuses one fails no
-    save, but no link stays that stands for an earlier checkpoint. `unlinked` says what is missing.
+    save, but no link stays that stands for an earlier checkpoint.
     """
     stands = {"latest": path}
     if keep_best and (best := best_first(newest_first(path.parent))):
@@ -166,14 +166,6 @@ def link(path: Path, keep_best: int = 0) -> None:
         except OSError:
             with contextlib.suppress(OSError):
                 checkpoint.with_name(name).unlink()
-
-
-def unlinked(path: Path) -> str:
-    """Why the newest checkpoint is not found by its link, in words; nothing if it is."""
-    latest = path.with_name("latest")
-    if latest.resolve() == path.resolve():
-        return ""
-    return f"{path} is whole, but the file system takes no link {latest}; give commands the folder of the run"
 
 
 def _link(name: str, path: Path) -> None:
@@ -589,12 +581,6 @@ class Saves:
     def _is_saved(self, step: int, path: Path, copy_seconds: float, write_seconds: float) -> None:
         self._saved = step
         self._metrics.saved(step, path, copy_seconds, write_seconds)
-        if why := unlinked(path):
-            self._metrics.say(f"WARNING  {why}")
-
-    def went_back(self, step: int) -> None:
-        """The run is at a checkpoint of `step` steps again."""
-        self._saved = step
 
     def between(self, step: int) -> None:
         """What is due between two steps, with `step` of them done."""

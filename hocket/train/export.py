@@ -33,9 +33,8 @@ from hocket.model.tokenizer import (
     token_numbers,
     tokenizer_file,
 )
-from hocket.pretrained.configuration import TYPES, config_for
+from hocket.pretrained.families import FAMILIES, TYPES, config_for
 from hocket.pretrained.folder import LARGEST, files_of, write_files
-from hocket.pretrained.tables import FAMILIES
 from hocket.pretrained.weights import rules_of, split, tensors_of
 from hocket.train.chat import TEMPLATE, Chats
 from hocket.train.checkpoint import META, damage_of

@@ -79,15 +79,15 @@ def check_layer(
 def _planned(step: PlannedStep, batches: list[Batch]) -> Found:
     """By a planned step, which also updates the weights."""
     grads: dict[str, Tensor] = {}
-    finish = step.engine.optimizer.step
+    finish = step.engine.optimizer.apply
 
-    def keep(*args: Any, **kwargs: Any) -> Tensor:
+    def keep(*args: Any, **kwargs: Any) -> None:
         for piece in (piece for unit in step.engine.sharded.units.values() for piece in unit.pieces()):
             theirs, shape = step.parameters[piece.name]
             grads[theirs] = piece.grad.clone().view(shape)
-        return finish(*args, **kwargs)
+        finish(*args, **kwargs)
 
-    step.engine.optimizer.step = keep  # type: ignore[method-assign]
+    step.engine.optimizer.apply = keep  # type: ignore[method-assign]
     step((torch.cat([ids for ids, _ in batches]), torch.cat([targets for _, targets in batches])))
     return [loss.item() for loss in step.engine.executor.actions.losses], grads
 

@@ -15,6 +15,11 @@ from tests.helpers.ranks import run_ranks
 OPTIONS = {
     "prefetch": [(-1, "prefetch=-1"), (True, "prefetch=True"), (1.5, "prefetch=1.5"), ("lots", "lots"), ("5", "5")],
     "staging": [(0, "staging=0"), (2.0, "staging=2.0")],
+    "bucket": [
+        (0, "bucket=0 must be"),
+        ("128M params", "bucket='128M params' must be a number"),
+        (True, "bucket=True"),
+    ],
     "outer": [("shards", "outer='shards' is not one of replicate, shard")],
     "transport": [("mpi", "transport='mpi' is not one of")],
     "driver": [("magic", "driver='magic' is not one of hooks, manual")],

@@ -15,11 +15,11 @@ from hocket.program.cost import CostTable, costs_of
 from hocket.program.hardware import LAPTOP
 from hocket.program.lower import build_program
 from hocket.program.ops import Layout, Op, Program
-from hocket.program.p2p import smallest_cover
 from hocket.program.shard import Sharding
 from hocket.program.simulate import OpCost, simulate
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
+from hocket.tune.choose import smallest_cover
 from tests.helpers.dryrun import dry_run
 from tests.helpers.plans import known_of, planned
 

@@ -20,8 +20,7 @@ from hocket.config import ModelConfig
 from hocket.config.load import read
 from hocket.config.rule import show
 from hocket.model.source import whole_shapes
-from hocket.pretrained.configuration import family_for
-from hocket.pretrained.tables import FAMILIES, REFUSED
+from hocket.pretrained.families import FAMILIES, REFUSED, family_for
 from hocket.pretrained.weights import PretrainedFolder
 from tests.helpers.command import command
 from tests.pretrained.folders import change_config, saved

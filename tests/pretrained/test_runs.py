@@ -21,7 +21,7 @@ from hocket.commands.options import parse
 from hocket.commands.train import Train
 from hocket.config import BYTE_VOCAB
 from hocket.config.rule import Host
-from hocket.pretrained.tables import FURTHER_LAYERS
+from hocket.pretrained.families import FURTHER_LAYERS
 from hocket.resolve import resolve
 from hocket.train.data import make_streams
 from hocket.train.sources import open_text

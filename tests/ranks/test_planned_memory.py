@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from hocket.config import Config
 from hocket.config.schema import changed
@@ -33,14 +32,14 @@ def bytes_of(rank: int, c: Config) -> dict[str, tuple[int, int]]:
     engine.init_weights()
     costs, pp = costs_of(c, hardware_of(c)), engine.where.pp
     gradients: list[int] = []
-    finish = engine.optimizer.step
+    finish = engine.optimizer.apply
     units = engine.sharded.units.values()
 
-    def step(lr: float | None = None, **how: Any) -> Tensor:
+    def apply(**how: Any) -> None:
         gradients.append(sum(unit.group.grads.nbytes + unit.sum_bytes for unit in units))
-        return finish(lr, **how)
+        finish(**how)
 
-    engine.optimizer.step = step  # type: ignore[method-assign]
+    engine.optimizer.apply = apply  # type: ignore[method-assign]
     (batches,) = random_batches(c.model, 1, c.train.microbatches, c.mesh.dp, (2, 8))
     engine.train_step([Microbatch(*batch[engine.where.dp]) for batch in batches], 1e-2)
     stats = engine.sharded.stats()
