@@ -169,6 +169,18 @@ MESH_RULES: tuple[Rule | Each, ...] = (
         "{mesh.tp} ranks",
         "a mesh.tp that divides train.sequences x data.sequence_length{shares}",
     ),
+    Rule(
+        ("plan.loss_pieces", "mesh.tp"),
+        lambda c, h: c.plan.pieces > 1 and c.mesh.tp > 1,
+        "each tensor-parallel rank has a part of the vocabulary, and logits of all tokens in it",
+        "plan.loss_pieces = 1, or mesh.tp = 1",
+    ),
+    Rule(
+        ("optimizer.name", "mesh.tp"),
+        lambda c, h: c.optimizer.name == "muon" and c.mesh.tp > 1,
+        "tensor-parallel ranks have parts of matrices, and Muon puts together what data-parallel ranks share",
+        "mesh.tp = 1, or optimizer.name = adamw",
+    ),
     # Context-parallel ranks
     Rule(
         ("mesh.cp", "data.sequence_length"),

@@ -63,12 +63,6 @@ def is_vector(name: str, shape: Sequence[int]) -> bool:
 
 OPTIMIZER_RULES = (
     Rule(
-        ("optimizer.name", "mesh.tp"),
-        lambda c, h: c.optimizer.name == "muon" and c.mesh.tp > 1,
-        "tensor-parallel ranks have parts of matrices, and Muon puts together what data-parallel ranks share",
-        "mesh.tp = 1, or optimizer.name = adamw",
-    ),
-    Rule(
         ("optimizer.skip_spikes",),
         lambda c, h: 0 < c.optimizer.skip_spikes <= 1,
         "about half of all norms are above their median",

@@ -251,12 +251,6 @@ PLAN_RULES: tuple[Rule | Each, ...] = (
         "each part once in {it}, or {it} = auto",
     ),
     Rule(
-        ("plan.loss_pieces", "mesh.tp"),
-        lambda c, h: c.plan.pieces > 1 and c.mesh.tp > 1,
-        "each tensor-parallel rank has a part of the vocabulary, and logits of all tokens in it",
-        "plan.loss_pieces = 1, or mesh.tp = 1",
-    ),
-    Rule(
         ("plan.loss_pieces", "data.sequence_length"),
         lambda c, h: c.plan.pieces > c.tokens > 0,
         "a rank has {tokens} tokens of a microbatch, and a piece has at least one",

@@ -101,16 +101,16 @@ def _gathers(c: Any) -> bool:
 
 PRECISION_RULES: tuple[Rule | Each, ...] = (
     Rule(
-        ("precision.compute", "train.device"),
-        lambda c, h: _fp8(c) and c.train.device == "cuda" and (0, 0) < h.capability < FROM,
-        "{host.gpu} has no products in fp8, which begin at compute capability 8.9 (Ada, Hopper)",
-        "precision.compute = bf16",
-    ),
-    Rule(
         ("precision.compute", "mesh.tp"),
         lambda c, h: _fp8(c) and c.mesh.tp > 1,
         "products of tensor-parallel ranks, which meet their operands piece by piece, do not run in fp8",
         "mesh.tp = 1, or precision.compute = bf16",
+    ),
+    Rule(
+        ("precision.compute", "train.device"),
+        lambda c, h: _fp8(c) and c.train.device == "cuda" and (0, 0) < h.capability < FROM,
+        "{host.gpu} has no products in fp8, which begin at compute capability 8.9 (Ada, Hopper)",
+        "precision.compute = bf16",
     ),
     Each(
         {
