@@ -96,7 +96,7 @@ class TrainConfig:
     warmup: Annotated[int, Between(0)] = 10
     """Steps in which the learning rate rises linearly to `lr`."""
     schedule: Annotated[str, Form(schedule_of, "cosine, linear, constant, or wsd:0.2:linear", auto=False)] = "cosine"
-    """The way of the learning rate behind the warm-up. cosine and linear: it falls from the warm-up to the last step,
+    """How the learning rate changes after the warm-up. cosine and linear: it falls from the warm-up to the last step,
     as half a cosine or along a line. constant: it stays `lr`. wsd (warm-up, stable, decay): it stays `lr`, and falls in
     the last steps. wsd:500 are 500 steps, wsd:0.1 is a tenth of all steps; wsd alone is wsd:0.2. wsd:0.1:cosine and
     wsd:0.1:1-sqrt fall in other ways than along a line: 1-sqrt is one minus the root of the share of the decay that has
