@@ -15,7 +15,7 @@ import shlex
 
 from benchmarks.bench import command as bench
 from benchmarks.record import RESULTS
-from hocket.settings.sources import split
+from hocket.config.load import split
 
 DENSE = "llama3_8b --optimizer off --train.microbatches 1"
 """Llama-3 8B sharded over all ranks: what gathers and reductions cost."""

@@ -15,17 +15,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hocket.config import Config, DataConfig, MeshConfig, PrecisionConfig, TrainConfig
+from hocket.config.plan import ZERO_BUBBLE
+from hocket.config.rule import Host
+from hocket.config.schema import changed
 from hocket.planning import predict, program_of
-from hocket.program.hardware import H200
+from hocket.predict.hardware import H200
+from hocket.predict.simulate import simulate
 from hocket.program.lower import build_program
 from hocket.program.ops import Layout, Op, Program
-from hocket.program.pipeline import TRANSFORMER, ZERO_BUBBLE
+from hocket.program.pipeline import TRANSFORMER
 from hocket.program.shard import Sharding
-from hocket.program.simulate import simulate
+from hocket.recipes import LLAMA3_8B
 from hocket.resolve import resolve
-from hocket.settings.families import LLAMA3_8B
-from hocket.settings.rule import Host
-from hocket.settings.schema import changed
 
 CHUNKS: dict[str, Any] = {"plan.order": "interleaved", "plan.chunks": 2}
 ORDERS: dict[str, dict[str, Any]] = {

@@ -36,22 +36,21 @@ from benchmarks.options import arguments
 from benchmarks.ranks import batch, timed_block
 from benchmarks.record import write
 from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
+from hocket.config.rule import Host
+from hocket.config.schema import changed
 from hocket.engine import Engine
 from hocket.environment import prepare
 from hocket.measured import calibrate
 from hocket.model.documents import Microbatch
 from hocket.planning import costs_as_json, predict, program_of
-from hocket.presets import PLAIN
-from hocket.program.cost import CostTable, Measurement
-from hocket.program.hardware import hardware_of
+from hocket.predict.cost import CostTable, Measurement
+from hocket.predict.hardware import hardware_of
 from hocket.program.mesh import Mesh
 from hocket.program.stages import mesh_of
-from hocket.recipes import recipe
+from hocket.recipes import PLAIN, recipe
 from hocket.resolve import Settings, resolve
 from hocket.runtime.comm import Groups
 from hocket.runtime.world import everyone, join_world, leave_world
-from hocket.settings.rule import Host
-from hocket.settings.schema import changed
 from hocket.train.profiling import Recording
 from hocket.tune.search import Task, search
 from hocket_trace.align import align

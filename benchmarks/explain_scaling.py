@@ -13,12 +13,12 @@ import time
 from typing import Any
 
 from benchmarks.fresh import answer, in_fresh_process, options
+from hocket.config.schema import changed
 from hocket.explain.build import explain
 from hocket.explain.explanation import to_text
 from hocket.machine import host_for_plan
 from hocket.recipes import recipe
 from hocket.resolve import resolve
-from hocket.settings.schema import changed
 from hocket.variables import survey
 
 OPEN = {"plan.recompute": ("auto",), "overlap.dp.strategy": "auto", "plan.layers_per_stage": ("auto",)}

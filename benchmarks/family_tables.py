@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.markdown import Result, table
-from hocket.pretrained.tables import FAMILIES, REFUSED
+from hocket.pretrained.families import FAMILIES, REFUSED
 
 
 def families() -> str:

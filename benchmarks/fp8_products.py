@@ -32,7 +32,8 @@ from hocket.layers.fp8 import ALL, Products, grouped_product, owners
 from hocket.layers.functional import grouped_mm
 from hocket.layers.linears import WHOLE, Fp8Linears, Linears
 from hocket.model.layers import DenseLayer
-from hocket.model.moe import ONLY, Experts, MoELayer
+from hocket.model.moe import Experts, MoELayer
+from hocket.model.parts import ONLY
 from hocket.runtime.segment import Segment
 from hocket.runtime.weights import Weight, manage, put, write_product
 

@@ -45,11 +45,11 @@ from hocket.layers.linears import cross_entropy
 from hocket.layers.norms import add_rms_norm, norm_rotate, rms_norm, rotate
 from hocket.layers.routing import route
 from hocket.model.layers import swiglu
-from hocket.model.moe import ExpertPlace
+from hocket.model.parts import ExpertPlace
 from hocket.model.rotary import rotary_table
-from hocket.program.cost import model_flops_per_token
+from hocket.predict.part_sizes import model_flops_per_token
+from hocket.recipes import QWEN3_30B_A3B
 from hocket.runtime.transports import RowTable
-from hocket.settings.families import QWEN3_30B_A3B
 
 COPY = 4.3e12
 """Bytes per second that copies reach on one H200, read and written together."""

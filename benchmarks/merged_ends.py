@@ -12,12 +12,12 @@ from dataclasses import replace
 from typing import Any
 
 from hocket.config import Config, MeshConfig, Switch
+from hocket.config.rule import Host
+from hocket.config.schema import changed
 from hocket.planning import predict, program_of
-from hocket.program.hardware import H200
+from hocket.predict.hardware import H200
 from hocket.recipes import recipe
 from hocket.resolve import resolve
-from hocket.settings.rule import Host
-from hocket.settings.schema import changed
 
 MODELS = ("qwen3_30b_a3b", "moonlight_16b", "mixtral_8x7b")
 ENDS: tuple[Switch, ...] = ("off", "on")

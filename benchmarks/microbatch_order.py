@@ -18,16 +18,15 @@ from typing import Any
 from benchmarks.context_balance import lengths_of as bounds_of
 from benchmarks.markdown import table
 from hocket.config import Config
+from hocket.config.rule import Host
+from hocket.config.schema import changed
 from hocket.planning import program_of, slowest_ranks
-from hocket.program.cost import overheads_of
+from hocket.predict.cost import costs_of, overheads_of, varied
+from hocket.predict.hardware import hardware_of
+from hocket.predict.simulate import simulate
 from hocket.program.documents import Lengths, lengths_of
-from hocket.program.hardware import hardware_of
-from hocket.program.simulate import simulate
-from hocket.program.stages import costs_of, varied
+from hocket.recipes import LLAMA3_8B
 from hocket.resolve import Settings, resolve
-from hocket.settings.families import LLAMA3_8B
-from hocket.settings.rule import Host
-from hocket.settings.schema import changed
 
 STEPS = 20
 CASES: dict[str, tuple[int, dict[str, Any]]] = {

@@ -25,15 +25,14 @@ from benchmarks.markdown import Result
 from benchmarks.record import RESULTS
 from benchmarks.stored import config_of, put
 from hocket.config import COPIED
+from hocket.config.rule import Host
+from hocket.config.schema import changed
 from hocket.planning import program_of
-from hocket.program.cost import CostTable, overheads_of
-from hocket.program.hardware import hardware_of
+from hocket.predict.cost import CostTable, costs_of, overheads_of
+from hocket.predict.hardware import hardware_of
+from hocket.predict.simulate import Overheads, Timeline, simulate
 from hocket.program.ops import Program
-from hocket.program.simulate import Overheads, Timeline, simulate
-from hocket.program.stages import costs_of
 from hocket.resolve import Settings, resolve
-from hocket.settings.rule import Host
-from hocket.settings.schema import changed
 
 OTHER_KERNELS = ("dense_peers", "fsdp_steps", "fsdp_adamw_compiled")
 """Results of a time when the layers were torch's operations, and of compiled layers."""

@@ -40,12 +40,12 @@ from benchmarks.record import write
 from hocket.collector import no_collection
 from hocket.commands.options import parse
 from hocket.config import Config
+from hocket.config.rule import Host
+from hocket.config.schema import changed
 from hocket.engine import Engine
 from hocket.model.documents import Microbatch
 from hocket.recipes import recipe
 from hocket.resolve import resolve
-from hocket.settings.rule import Host
-from hocket.settings.schema import changed
 from hocket.train.profiling import Recording
 from hocket_trace import load, report
 from hocket_trace.as_json import to_json

@@ -20,6 +20,7 @@ from benchmarks.options import arguments as common
 from benchmarks.ranks import join
 from benchmarks.record import write
 from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PrecisionConfig, TrainConfig
+from hocket.config.rule import Host
 from hocket.engine import Engine
 from hocket.model.documents import Microbatch
 from hocket.program.check import assert_valid
@@ -31,7 +32,6 @@ from hocket.runtime.comm import Groups
 from hocket.runtime.lanes import spinner
 from hocket.runtime.transports import Link, Slow
 from hocket.runtime.world import join_world
-from hocket.settings.rule import Host
 
 LLAMA = ModelConfig(hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=8192)
 """Layers of Llama-3 8B's widths; so few words that the head weighs on no rank."""

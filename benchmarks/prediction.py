@@ -21,8 +21,8 @@ from benchmarks.options import arguments
 from benchmarks.record import RESULTS, write
 from benchmarks.step_time import contenders
 from benchmarks.stored import config_of
+from hocket.config.rule import Host
 from hocket.resolve import Settings, resolve
-from hocket.settings.rule import Host
 from hocket_trace.align import load
 
 SIZES = ("model", "mesh", "data", "train")

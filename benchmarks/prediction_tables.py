@@ -13,14 +13,13 @@ from benchmarks.model_steps import SHARDED, Modelled, host_was_late, measured, m
 from benchmarks.stored import config_of
 from hocket.commands.options import parse
 from hocket.commands.plan import Plan, resolve_for_plan
+from hocket.config.rule import Host
+from hocket.config.schema import changed
 from hocket.planning import predict, program_of
-from hocket.presets import PLAIN
-from hocket.program.hardware import hardware_of
-from hocket.program.part_sizes import STOCK
-from hocket.recipes import recipe
+from hocket.predict.hardware import hardware_of
+from hocket.predict.part_sizes import STOCK
+from hocket.recipes import PLAIN, recipe
 from hocket.resolve import resolve
-from hocket.settings.rule import Host
-from hocket.settings.schema import changed
 
 PLAIN_FLAGS = " ".join(f"--{name} {value}" for name, value in PLAIN.items())
 CONTENDERS = {

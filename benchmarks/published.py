@@ -19,12 +19,12 @@ from benchmarks.markdown import Result, table
 from benchmarks.options import arguments
 from benchmarks.record import write
 from hocket.config import Config, ModelConfig
+from hocket.config.schema import changed
 from hocket.machine import host_for_plan
 from hocket.planning import predict, program_of
-from hocket.program.cost import model_flops_per_token
-from hocket.program.hardware import hardware_of
+from hocket.predict.hardware import hardware_of
+from hocket.predict.part_sizes import model_flops_per_token
 from hocket.resolve import resolve
-from hocket.settings.schema import changed
 
 FACTS = Path(__file__).with_name("published.json")
 GROUPS = 3

@@ -27,10 +27,10 @@ from benchmarks.ranks import join
 from benchmarks.record import write
 from hocket.collector import no_collection
 from hocket.config import Config
+from hocket.config.rule import Host
+from hocket.config.schema import changed
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
-from hocket.settings.rule import Host
-from hocket.settings.schema import changed
 
 RECIPE = "qwen3_30b_a3b"
 SIZES: dict[str, Any] = {

@@ -35,16 +35,17 @@ from hocket.config import (
     PipelineOverlap,
     PlanConfig,
 )
-from hocket.program.hardware import hardware_of
+from hocket.config.rule import Host, leaf
+from hocket.config.schema import changed
+from hocket.predict.cost import costs_of
+from hocket.predict.hardware import hardware_of
+from hocket.predict.simulate import simulate
 from hocket.program.lower import build_program
 from hocket.program.ops import Program
-from hocket.program.p2p import Cover, Parts
-from hocket.program.simulate import simulate
-from hocket.program.stages import costs_of, layout_of, sharding_of
+from hocket.program.stages import layout_of, sharding_of
 from hocket.resolve import resolve
 from hocket.runtime.transports import Link
-from hocket.settings.rule import Host
-from hocket.settings.schema import changed, leaf
+from hocket.tune.choose import Cover, Parts
 
 LAYERS = 2
 """Of one chunk."""

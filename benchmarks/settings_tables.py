@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, Literal, get_args, get_origin
 
 from hocket.commands.options import docstrings
-from hocket.presets import PRESETS
-from hocket.settings.origins import DEFAULTS
-from hocket.settings.schema import bounds_of, form_of, leaf, show, types, written
+from hocket.config.rule import leaf, show
+from hocket.config.schema import DEFAULTS, bounds_of, form_of, types, written
+from hocket.recipes import PRESETS
 from hocket.typed import describe
 
 

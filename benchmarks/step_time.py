@@ -26,9 +26,8 @@ from benchmarks.options import arguments
 from benchmarks.ranks import for_world, join
 from benchmarks.record import write
 from hocket.config import Config
-from hocket.presets import PLAIN
-from hocket.recipes import recipe
-from hocket.settings.schema import changed
+from hocket.config.schema import changed
+from hocket.recipes import PLAIN, recipe
 
 
 def contenders(config: Config) -> dict[str, Config]:

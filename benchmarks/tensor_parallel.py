@@ -25,10 +25,10 @@ from benchmarks.record import write
 from benchmarks.tensor_layers import ALONE, PLAIN, Bench, Call, Layer, Role, shapes, tried
 from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PrecisionConfig, TrainConfig
 from hocket.config.overlap import ROLES
+from hocket.config.rule import Host
 from hocket.layers.tensor import Way, ways_of
+from hocket.recipes import LLAMA3_8B
 from hocket.resolve import Settings, resolve
-from hocket.settings.families import LLAMA3_8B
-from hocket.settings.rule import Host
 
 MODELS = {
     "llama3_8b": LLAMA3_8B,

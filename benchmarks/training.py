@@ -7,8 +7,7 @@
 Both sides begin with the same weights and read the same tokens in the same order; a seed is one of that order. The text
 is the source of torch and transformers as they are installed. Its byte-pair tokenizer is trained on an eighth of the
 files. Words that are no options here go to `hocket train`. A result keeps the curves, and where they come from. It is
-no comparison of speed: the peer is not compiled. With `--train.profile 7 1` it also keeps where the milliseconds of
-step 7 went, by class of kernel.
+no comparison of speed: the peer is not compiled.
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ from typing import Any
 
 from benchmarks.options import arguments
 from benchmarks.record import ROOT, write
-from hocket_trace import load, report
-from hocket_trace.as_json import to_json
 
 PACKAGES = ("torch", "transformers")
 VOCAB = 32768
@@ -107,19 +104,7 @@ def train(words: list[str], folder: Path, side: str, gpus: int) -> dict[str, Any
         ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
         command = [sys.executable, *ranks, "-m", "benchmarks.training_peer", *words]
     subprocess.run(command, cwd=place, env=environment, check=True)
-    run = place / "runs" / "compared"
-    return {**outcome(rows_of(run / "metrics.jsonl")), **account(sorted((run / "traces").glob("*.json.gz")))}
-
-
-def account(traces: list[Path]) -> dict[str, Any]:
-    """Milliseconds of a profiled step by class of kernel, and those in which nothing runs; empty without traces."""
-    if not traces:
-        return {}
-    figures = to_json(report(load(traces)))
-    step, classes = figures["step"], {row["class"]: row["seconds"] for row in figures["classes"]}
-    parts = {**classes, "host late": step["host_bound_seconds"], "idle": step["idle_seconds"]}
-    parts["idle"] -= parts["host late"]  # which is a part of it
-    return {"account_ms": {name: round(1e3 * seconds, 2) for name, seconds in parts.items()}}
+    return outcome(rows_of(place / "runs" / "compared" / "metrics.jsonl"))
 
 
 def main() -> None:

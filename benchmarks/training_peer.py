@@ -23,13 +23,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hocket.commands.options import RecipeOptions, parse
 from hocket.config import ModelConfig
+from hocket.config.rule import Host
 from hocket.model.source import init_tensor, whole_shapes
-from hocket.pretrained.configuration import config_of, family_for
-from hocket.pretrained.tables import FAMILIES
+from hocket.pretrained.families import FAMILIES, config_of, family_for
 from hocket.pretrained.weights import rules_of, split
 from hocket.program.documents import as_read
 from hocket.resolve import Settings, resolve
-from hocket.settings.rule import Host
 from hocket.train.data import Mix, Stream, make_streams
 from hocket.train.sources import open_text
 from hocket.train.trainer import learning_rate

@@ -8,10 +8,11 @@ from benchmarks.markdown import Result, table
 
 
 def training(*results: Result) -> str:
-    """First steps, the worst load, and validation losses of runs."""
+    """First steps, the worst load, validation losses and rates of runs."""
     rows = []
     for result in results:
-        own = re.findall(r"--(?:model|precision)\.\S+ \S+", result["command"])  # beyond what the run is by itself
+        # beyond what the run is by itself
+        own = re.findall(r"--(?:(?:model|precision|data|plan)\.\S+|train\.microbatches) \S+", result["command"])
         name = " ".join([result["run"], *own])
         for side, seeds in result["runs"].items():
             for seed, run in seeds.items():
@@ -26,10 +27,11 @@ def training(*results: Result) -> str:
                         f"{loads[0]:.1f}, {max(loads):.1f}, {loads[-1]:.1f}" if max(loads) else "",
                         validation,
                         f"{1e3 * run['seconds']:.0f} ms",
+                        f"{run['tflops_per_gpu']:.0f}" if "tflops_per_gpu" in run else "",
                     ]
                 )
     norm, load = "norm: largest of 10, last", "load: first, worst, last"
-    heads = ["run", "steps", "first losses", norm, load, "validation", "step"]
+    heads = ["run", "steps", "first losses", norm, load, "validation", "step", "TFLOP/s/GPU"]
     return table(heads, rows)
 
 

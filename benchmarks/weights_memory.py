@@ -25,10 +25,10 @@ import hocket
 from benchmarks.options import arguments
 from benchmarks.record import write
 from hocket.config import Config, DataConfig, MeshConfig, PrecisionConfig, TrainConfig
+from hocket.config.rule import Host
 from hocket.engine import Engine
-from hocket.pretrained.configuration import model_of, read_config
+from hocket.pretrained.families import model_of, read_config
 from hocket.resolve import resolve
-from hocket.settings.rule import Host
 
 SIZES: dict[str, Any] = dict(
     vocab_size=32768, hidden_size=512, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=2, head_dim=64,

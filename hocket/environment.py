@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hocket.config import Config
+from hocket.config.rule import Host
 from hocket.machine import why_no_delta_kernels
 from hocket.model.tokenizer import known_tokenizer
 from hocket.problems import stop_if
-from hocket.settings.rule import Host
 from hocket.variables import WANTED, Finding, Moment, apply, refusals, survey
 
 if TYPE_CHECKING:

@@ -15,13 +15,13 @@ from typing import Any, cast
 import numpy as np
 
 from hocket.config import Config
-from hocket.program.cost import Measurement, overheads_of
-from hocket.program.hardware import KIND_OF_GROUPS, hardware_of
+from hocket.config.rule import leaf
+from hocket.config.schema import changed, flat, types
+from hocket.predict.cost import Measurement, carried_by, costs_of, overheads_of
+from hocket.predict.hardware import KIND_OF_GROUPS, hardware_of
+from hocket.predict.simulate import KINDS, CostKey, Kind, Overheads, Time, cost_key
 from hocket.program.ops import COMPUTING, Layout, Op, Program, stops_host
-from hocket.program.simulate import KINDS, CostKey, Kind, Overheads, Time, cost_key
-from hocket.program.stages import carried_by, costs_of
 from hocket.program.text import from_json, to_json
-from hocket.settings.schema import changed, flat, leaf, types
 from hocket.sizes import several
 from hocket_trace import load, report
 from hocket_trace.as_json import to_json as figures_of
@@ -337,7 +337,7 @@ def _earlier(launched: Floats, group: Ints, first: Ints) -> Floats:
 # bounds.
 #
 # While the kinds S of communication run, compute gets on at 1 / (1 + sum of their factors), as in the simulator
-# (`program/simulate.py`). The factors are those of the model of hardware with which the run was predicted.
+# (`predict/simulate.py`). The factors are those of the model of hardware with which the run was predicted.
 
 QUIET = 0.1
 """Quantile that stands for an op without waiting where waiting is not known."""

@@ -14,19 +14,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hocket.config import Config
+from hocket.config.optimizer import unmatched
 from hocket.engine import Engine
 from hocket.fsdp.saving.state import differences
 from hocket.kernels import IGNORED
 from hocket.model.documents import Documents, Microbatch
 from hocket.model.transformer import Chunk
+from hocket.predict.simulate import Timeline, simulate
 from hocket.problems import stop_if
 from hocket.program.ops import Program
-from hocket.program.simulate import Timeline, simulate
-from hocket.program.timeline import text_timeline
 from hocket.resolve import Settings
 from hocket.runtime.world import everyone
-from hocket.settings.weight_groups import unmatched
 from hocket.step_state import StepState
+from hocket.timeline import text_timeline
 from hocket.tune.trials import Price, model_costs
 from hocket.typed import is_a
 
@@ -90,8 +90,8 @@ class PlannedStep:
             raise ValueError(f"lr = {lr}: it would spoil all weights; fix: a finite number, 0 or larger")
         engine, microbatches = self.engine, self._microbatches(batch)
         result = self._or_abort(lambda: engine.train_step(microbatches, lr))
-        loss = engine.agree(result.loss).loss
-        return Outcome(loss, float(result.grad_norm))
+        told = engine.agree(result.loss)
+        return Outcome(told.loss, told.grad_norm)
 
     def evaluate(self, batch: Sequence[Microbatch] | tuple[Tensor, Tensor]) -> float:
         """The mean cross-entropy without training. Refuses what a step refuses."""
@@ -299,7 +299,7 @@ def started(settings: Settings) -> PlannedStep:
     """The rank's part of a step over hocket's own transformer, with first values. See `Plan.start`."""
     whole = Chunk(settings.model, range(settings.model.layers), first=True, last=True)
     names = {name: (name, param.shape) for name, param in whole.named_parameters()}
-    stop_if([*other_ranks(settings), *unmatched(settings, [(name,) for name in names], settings.origins)])
+    stop_if([*other_ranks(settings), *unmatched(settings.optimizer, [(name,) for name in names], settings.origins)])
     if settings.train.device == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             "train.device = cuda: torch sees no GPU here; fix: a host with GPUs, or train.device = cpu with "

@@ -1,4 +1,4 @@
-"""Assertions for the tests of any PyTorch program: about overlap, and about layers of one's own (`check_layer`).
+"""Assertions about overlap for the tests of any PyTorch program.
 
     from hocket.testing import profile_overlap
 
@@ -40,7 +40,6 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from hocket.adapters.checking import check_layer as check_layer
 from hocket_trace.data import COMMUNICATION, Floats, Kind, RankTrace
 from hocket_trace.intervals import Spans, covered, intersect, length, union
 from hocket_trace.parse import parse

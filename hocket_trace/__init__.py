@@ -13,12 +13,11 @@ from __future__ import annotations
 
 from hocket_trace.align import load
 from hocket_trace.compare import compare
-from hocket_trace.data import OpRow, Plan, PlanOp, RankTrace, Report, Share, Slowdown, Step, StepReport, Tax
+from hocket_trace.data import Plan, PlanOp, RankTrace, Report, Share, Slowdown, Step, StepReport, Tax
 from hocket_trace.exposure import report
 from hocket_trace.parse import TraceError
 
 __all__ = [
-    "OpRow",
     "Plan",
     "PlanOp",
     "RankTrace",

@@ -5,10 +5,10 @@ Note: [One clock]
 Ranks of one host share a clock, and their traces say when it stood at zero. Clocks of different hosts differ by
 milliseconds. A collective ends on no rank before it started on all, and it ends on all ranks at nearly the same time. A
 send and its receive end at nearly the same time too, though a small send may end before its receive starts. So the
-clock of another host is moved by the median difference between the ends of all activities that two ranks share, no
-further than the first fact allows. A send of gloo gives no information: the trace shows it until its host waits for it.
-Ranks that share nothing with the first rank are aligned through other ranks, those with most in common first. The rest,
-some microseconds, is an error in `waiting` and in when sends of gloo end: no other figure compares two ranks' clocks.
+clock of another host is moved by the median difference between the ends of all activities that it shares with hosts
+whose clock is known. The host that shares most is next. A send of gloo gives no information: the trace shows it until
+its host waits for it. The rest, some microseconds, is an error in `waiting` and in when sends of gloo end: no other
+figure compares two ranks' clocks.
 """
 
 from __future__ import annotations
@@ -216,64 +216,36 @@ def _moved(trace: RankTrace, by: float, origin: int) -> RankTrace:
 
 def _clocks(traces: Sequence[RankTrace], found: Sequence[Matched]) -> tuple[list[float], list[str]]:
     """Seconds to add to each trace's times, and what the reader must know of it. See Note: [One clock]."""
-    shared = _shared(traces, found)
-    moves: dict[int, float] = {0: 0.0}
-    notes: list[str] = []
-    while len(moves) < len(traces):
-        for a in list(moves):
-            neighbours = [b for b in range(len(traces)) if b not in moves and _one_host(traces[a], traces[b])]
-            moves |= dict.fromkeys(neighbours, moves[a])
-        edges = [(len(transfers), a, b) for (a, b), transfers in shared.items() if a in moves and b not in moves]
-        if not edges:
+    hosts = [trace.host or f"the host of rank {trace.rank}" for trace in traces]
+    telling = (*MUTUAL, "send") if traces[0].device != "cpu" else MUTUAL
+    ends = [
+        {i: float(traces[i].end[rows].max()) for i, rows in matched.rows.items()}
+        for matched in found
+        if matched.series[3] in telling
+    ]
+    moves, notes = {hosts[0]: 0.0}, list[str]()
+    while len(moves) < len(set(hosts)):
+        behind: dict[str, list[float]] = defaultdict(list)
+        for together in ends:
+            known = next((end + moves[hosts[i]] for i, end in together.items() if hosts[i] in moves), None)
+            for i, end in together.items():
+                if known is not None and hosts[i] not in moves:
+                    behind[hosts[i]].append(known - end)
+        if not behind:
             break
-        count, a, b = max(edges)
-        by = _behind(traces[a], traces[b], a, b, shared[a, b])
-        moves[b] = moves[a]
-        if abs(by) > SHARED:
-            moves[b] += by
-            what = "one transfer that both took part in ends together"
-            if count > 1:
-                what = f"{count} transfers that both took part in end together (median)"
-            moved = f"rank {traces[b].rank}: its clock was moved by {1e3 * by:+.3f} ms to that of rank {traces[a].rank}"
-            notes.append(f"{moved}, so that the {what}")
-    if lost := [trace.rank for i, trace in enumerate(traces) if i not in moves]:
+        host, gaps = max(behind.items(), key=lambda row: len(row[1]))
+        by = float(np.median(gaps))
+        moves[host] = by if abs(by) > SHARED else 0.0
+        if moves[host]:
+            ranks = listed("rank", [trace.rank for trace, its in zip(traces, hosts, strict=True) if its == host])
+            what = f"{len(gaps)} transfers shared with other hosts end together (median)"
+            what = what if len(gaps) > 1 else "the one transfer shared with other hosts ends together"
+            notes.append(f"{ranks}: the clock was moved by {1e3 * by:+.3f} ms, so that {what}")
+    if lost := [trace.rank for trace, host in zip(traces, hosts, strict=True) if host not in moves]:
         notes.append(
             f"the clock of {listed('rank', lost)} could not be compared: no transfer is shared with the others"
         )
-    return [moves.get(i, 0.0) for i in range(len(traces))], notes
-
-
-def _one_host(a: RankTrace, b: RankTrace) -> bool:
-    return bool(a.host) and a.host == b.host
-
-
-def _shared(traces: Sequence[RankTrace], found: Sequence[Matched]) -> dict[tuple[int, int], list[Matched]]:
-    """Ordered pair of traces of two hosts -> the transfers of both that end on both at nearly the same time."""
-    shared: dict[tuple[int, int], list[Matched]] = {}
-    telling = (*MUTUAL, "send") if traces[0].device != "cpu" else MUTUAL
-    for matched in found:
-        if matched.series[3] in telling:
-            for a in matched.rows:
-                for b in matched.rows:
-                    if a != b and not _one_host(traces[a], traces[b]):
-                        shared.setdefault((a, b), []).append(matched)
-    return shared
-
-
-def _behind(one: RankTrace, other: RankTrace, a: int, b: int, found: Sequence[Matched]) -> float:
-    """How many seconds the clock of `other` is behind that of `one`."""
-
-    def times(trace: RankTrace, i: int) -> tuple[np.ndarray, np.ndarray]:
-        rows: list[Ints] = [matched.rows[i] for matched in found]
-        starts, ends = [trace.start[r].min() for r in rows], [trace.end[r].max() for r in rows]
-        return np.array(starts), np.array(ends)
-
-    (start_a, end_a), (start_b, end_b) = times(one, a), times(other, b)
-    mutual = np.array([matched.series[3] in MUTUAL for matched in found])
-    least = float((start_a - end_b)[mutual].max(initial=-np.inf))
-    most = float((end_a - start_b)[mutual].min(initial=np.inf))
-    behind = float(np.median(end_a - end_b))
-    return min(max(behind, least), most) if least <= most else behind
+    return [moves.get(host, 0.0) for host in hosts], notes
 
 
 def _impossible(traces: Sequence[RankTrace], mutual: NDArray[np.bool_]) -> list[str]:

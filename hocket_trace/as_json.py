@@ -17,9 +17,7 @@ is not known is null. Means are over steps and ranks unless a name says otherwis
   `counted_share` (of a step), `hidden_fraction`, `bytes` (bus bytes over one rank's link),
   `bandwidth_bytes_per_second` (while data moved; waiting for late peers left out).
 - `layers`: the same sums per layer and, in `kinds`, per kind of it; most exposed first.
-- `ops`: kernels by `launcher` and `kernel`, the costliest first: `kind`, `class` (empty for communication), `count`,
-  `seconds` (summed), `exposed_seconds`, and `step_share`.
-- `classes`: `class` of compute kernels and `seconds` (summed).
+- `classes`: `class` of compute kernels, `seconds` (summed) and `step_share`, the costliest first.
 - `imbalance`: `compute_spread` and `step_spread` ((largest - smallest) / largest of the ranks' means), `slowest_rank`
   (most compute), `fastest_rank`, and `awaited_rank` (waits least for the others). Null for one rank.
 - `tax`: null without a null trace, else `step_seconds` and `null_step_seconds`, `tax_share` (step / null step - 1),
@@ -31,11 +29,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import Any
 
-from hocket_trace.data import COMMUNICATION, OpRow, Report, Share, Slowdown, StepReport, Tax
+from hocket_trace.data import COMMUNICATION, Report, Share, Slowdown, StepReport, Tax
 
 VERSION = 1
 
@@ -60,8 +58,7 @@ def to_json(report: Report, tax: Tax | None = None) -> dict[str, Any]:
         "by_rank_and_step": [{"rank": one.rank, "step": one.step, **_mean_of([one])} for one in report.steps],
         "kinds": _kinds(report.steps, step["rank_seconds"]),
         "layers": _layers(report.steps),
-        "ops": [_op(row, step["rank_seconds"]) for row in report.ops],
-        "classes": _classes(report.steps),
+        "classes": _classes(report.steps, step["rank_seconds"]),
         "imbalance": _imbalance(report),
         "tax": _tax(tax) if tax else None,
         "notes": list(report.notes),
@@ -145,25 +142,13 @@ def _layers(steps: Sequence[StepReport]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -row["exposed_seconds"])
 
 
-def _op(row: OpRow, whole: float) -> dict[str, Any]:
-    return {
-        "launcher": row.launcher,
-        "kernel": row.name,
-        "kind": row.kind,
-        "class": row.kernel_class,
-        "count": row.count,
-        "seconds": row.seconds,
-        "step_share": _ratio(row.seconds, whole),
-        "exposed_seconds": row.exposed,
-    }
-
-
-def _classes(steps: Sequence[StepReport]) -> list[dict[str, Any]]:
+def _classes(steps: Sequence[StepReport], whole: float) -> list[dict[str, Any]]:
     total: dict[str, float] = defaultdict(float)
     for one in steps:
         for name, seconds in one.classes.items():
             total[name] += seconds / len(steps)
-    return [{"class": name, "seconds": total[name]} for name in sorted(total, key=lambda name: (-total[name], name))]
+    ordered = sorted(total.items(), key=lambda row: (-row[1], row[0]))
+    return [{"class": name, "seconds": seconds, "step_share": _ratio(seconds, whole)} for name, seconds in ordered]
 
 
 def _imbalance(report: Report) -> dict[str, Any]:
@@ -206,18 +191,3 @@ def _spread(values: Iterable[float]) -> float:
 
 def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
-
-
-def by_launcher(ops: Iterable[Mapping[str, Any]]) -> list[tuple[dict[str, Any], list[Mapping[str, Any]]]]:
-    """The rows of `ops` grouped by launcher and kind: each group's sums, and its kernels, the costliest first."""
-    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
-    for row in ops:
-        groups[row["launcher"], row["kind"]].append(row)
-    out = []
-    for (launcher, kind), rows in groups.items():
-        classes = {row["class"] for row in rows}
-        total = {name: sum(row[name] for row in rows) for name in ("count", "seconds", "step_share", "exposed_seconds")}
-        name = classes.pop() if len(classes) == 1 else "mixed"
-        rows.sort(key=lambda row: -row["seconds"])
-        out.append(({"launcher": launcher, "kind": kind, "class": name, **total}, rows))
-    return sorted(out, key=lambda group: -group[0]["seconds"])

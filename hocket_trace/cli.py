@@ -17,13 +17,13 @@ import numpy as np
 
 from hocket_trace.align import load
 from hocket_trace.as_json import to_json
-from hocket_trace.columns import Line, harmless
+from hocket_trace.columns import harmless
 from hocket_trace.compare import compare
 from hocket_trace.data import RankTrace
 from hocket_trace.exposure import report
 from hocket_trace.page import html
 from hocket_trace.picture import numbers, svg
-from hocket_trace.table import Figures, table
+from hocket_trace.table import table
 
 _ABOUT = """Shows what communication cost a run: PyTorch profiler traces (.json, .json.gz) of any program, one file per
 rank. A folder stands for all traces in it, or in its folder `traces`."""
@@ -85,7 +85,8 @@ def run(words: Sequence[str], program: str = "hocket-trace") -> int:
     if asked.json:
         print(json.dumps(to_json(found, tax), indent=1, allow_nan=False))
     elif not (asked.html or asked.svg):
-        _show(to_json(found, tax))
+        width = min(max(shutil.get_terminal_size((100, 40)).columns, 72), 140)
+        print(table(to_json(found, tax), width), flush=True)
     return 0
 
 
@@ -166,35 +167,6 @@ def _write(target: str, data: str) -> None:
     except OSError as error:
         raise _problem(target, f"cannot be written ({error.strerror})", "name a file in an existing folder") from None
     print(f"wrote {target}", file=sys.stderr)  # the output proper may be JSON
-
-
-_CODES = {"bold": "1", "dim": "2", "bright_blue": "94", "blue": "34", "red": "31", "yellow": "33", "white": "97"}
-"""Words of a style as the numbers that terminals know."""
-
-
-def _show(figures: Figures) -> None:
-    """Print the table: in colours on a terminal, elsewhere as plain text."""
-    width = min(max(shutil.get_terminal_size((100, 40)).columns, 72), 140)
-    colours = not os.environ.get("NO_COLOR") and (sys.stdout.isatty() or bool(os.environ.get("FORCE_COLOR")))
-    print("\n".join(_shown(line, colours) for line in table(figures, width)), flush=True)
-
-
-def _shown(line: Line, colours: bool) -> str:
-    """The text of a line, with the codes of its styles."""
-    pieces = list(line)
-    while pieces and not pieces[-1][0].strip():
-        pieces.pop()
-    if pieces:
-        pieces[-1] = (pieces[-1][0].rstrip(), pieces[-1][1])
-    return "".join(_styled(text, style) if colours else text for text, style in pieces)
-
-
-def _styled(text: str, style: str) -> str:
-    if not text or not style:
-        return text
-    front, _, back = style.partition(" on ")
-    codes = [_CODES[word] for word in front.split()] + ([str(10 + int(_CODES[back]))] if back else [])
-    return f"\x1b[{';'.join(codes)}m{text}\x1b[0m"
 
 
 def _problem(what: str, reason: str, fix: str) -> ValueError:

@@ -1,17 +1,10 @@
-"""Words and columns of the terminal table: numbers with units, short kernel names, rows that fit a width.
-
-A line is a tuple of pieces, each a text with a style (a name that rich knows, or empty), so that the same lines go to
-a terminal with colours and to a file without.
-"""
+"""Words and columns of the terminal table: numbers with units, rows that fit a width."""
 
 from __future__ import annotations
 
 import re
 import textwrap
 from collections.abc import Sequence
-
-Piece = tuple[str, str]
-Line = tuple[Piece, ...]
 
 UNKNOWN = "–"
 _NAME = 8
@@ -26,37 +19,26 @@ def harmless(text: str) -> str:
     return "".join(c if c == "\n" or c.isprintable() else "\ufffd" for c in text)
 
 
-def line(text: str = "", style: str = "") -> Line:
-    """A line of one piece."""
-    return ((text, style),)
-
-
-def plain(lines: Sequence[Line]) -> str:
-    """The text of lines, without styles and without white space at their ends."""
-    return "\n".join("".join(text for text, _ in one).rstrip() for one in lines)
-
-
-def wrapped(text: str, width: int, style: str = "", hang: str = "") -> list[Line]:
+def wrapped(text: str, width: int, hang: str = "") -> list[str]:
     """A paragraph; lines after the first begin with `hang`. A number stays with its unit."""
     text = re.sub(r"(?<=\d) (?=(s|ms|µs|%)(\W|$))", "\N{NO-BREAK SPACE}", text)
     parts = textwrap.wrap(text, width, subsequent_indent=hang, break_long_words=False, break_on_hyphens=False)
-    return [line(part.replace("\N{NO-BREAK SPACE}", " "), style) for part in parts]
+    return [part.replace("\N{NO-BREAK SPACE}", " ") for part in parts]
 
 
-def grid(heads: Sequence[str], rows: Sequence[Sequence[str]], width: int, styles: Sequence[str] = ()) -> list[Line]:
+def grid(heads: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[str]:
     """A head and rows below it: the first column to the left and as narrow as `width` asks, the others to the right.
 
-    Of columns that do not fit then, the last are left out. `styles` has one style per row.
+    Of columns that do not fit then, the last are left out.
     """
     widths = [max(len(row[n]) for row in [heads, *rows]) for n in range(len(heads))]
     while len(widths) > 2 and min(widths[0], _NAME) + sum(widths[1:]) + 2 * len(widths) > width:
         widths.pop()
     widths[0] = max(min(widths[0], width - sum(widths[1:]) - 2 * len(widths)), min(widths[0], _NAME))
     lines = []
-    for row, style in zip([heads, *rows], ["dim", *(styles or [""] * len(rows))], strict=True):
+    for row in [heads, *rows]:
         rest = (f"{cell:>{wide}}" for cell, wide in zip(row[1 : len(widths)], widths[1:], strict=True))
-        cells = [f"{shortened(row[0], widths[0]):{widths[0]}}", *rest]
-        lines.append(line("  " + "  ".join(cells), style))
+        lines.append("  " + "  ".join([f"{shortened(row[0], widths[0]):{widths[0]}}", *rest]).rstrip())
     return lines
 
 
@@ -130,14 +112,3 @@ def listed(noun: str, numbers: Sequence[int]) -> str:
 def several(sources: Sequence[str]) -> str:
     """The first of some files, and how many more there are."""
     return f"{sources[0]} and {len(sources) - 1} more" if len(sources) > 1 else sources[0]
-
-
-def short_kernel(name: str) -> str:
-    """A kernel's name without types, arguments and namespaces; of a generic kernel also what it is made to do."""
-    if mangled := re.match(r"_ZN(?:\d+[a-z_]\w*?(?=\d))*?\d+(\w*?kernel\w*?)(?=[IE])", name):
-        made = re.search(r"Gemm[A-Z][a-z]+", name)
-        return f"{re.sub(r'^.*[0-9](?=[A-Za-z_])', '', mangled.group(1))}{' ' + made.group() if made else ''}"
-    inner = re.search(r"(\w*[Ff]unctor\w*|(?!gpu_)\b\w+_kernel_(?:cuda|impl))(?=[<({:,>]|$)", name.partition("<")[2])
-    outer = re.sub(r"\(anonymous namespace\)::|^void ", "", name)
-    outer = re.split(r"[<(]", outer, maxsplit=1)[0].rsplit("::", 1)[-1].strip() or name
-    return f"{outer} {inner.group(1)}" if inner and inner.group(1) != outer else outer

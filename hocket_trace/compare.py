@@ -7,8 +7,7 @@ The difference of the two steps is told apart on the rank for which the others w
 agreeing on something, the one that computes longest. There a step is compute + exposed + idle, all of them lengths of
 unions; so what each of them grew by adds up to the difference.
 
-Like is compared with like: where the two have traces of different ranks, only those of pipeline stages that both have,
-and outside hocket only the ranks that both have. Kernels with which the null transport writes what would have arrived
+Only ranks of which both have a trace are compared. Kernels with which the null transport writes what would have arrived
 are compute of its step, but of no class.
 """
 
@@ -17,13 +16,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from hocket_trace.columns import listed, several
-from hocket_trace.data import KernelClass, OpRow, RankTrace, Report, Slowdown, StepReport, Tax
-from hocket_trace.exposure import report as report_on
+from hocket_trace.data import KernelClass, RankTrace, Report, Slowdown, StepReport, Tax
 
 TOGETHER = 0.01
 """Share of a step by which ranks that end together may differ."""
@@ -33,8 +31,8 @@ _STAND_IN: KernelClass = "stand-in"
 def compare(
     real: Report, null: Report, real_traces: Sequence[RankTrace] = (), null_traces: Sequence[RankTrace] = ()
 ) -> Tax:
-    """The tax of a run. With the traces of both, slow-downs are per named op, and what the two tell of their work is
-    compared.
+    """The tax of a run. With the traces of both, slow-downs are also per named op or kernel, and what the two tell of
+    their work is compared.
 
     Raises ValueError if the two do not belong together.
     """
@@ -43,25 +41,26 @@ def compare(
         assert_same_work(real_traces[0], null_traces[0])
     notes = _notes(real, null)
     if real.ranks and null.ranks and real.ranks != null.ranks:
-        ranks, null_ranks = _alike(real, null)
+        ranks = _shared_ranks(real, null)
         real, real_traces = _of_ranks(real, real_traces, ranks)
-        null, null_traces = _of_ranks(null, null_traces, null_ranks)
-        notes.append(_compared(real, null))
+        null, null_traces = _of_ranks(null, null_traces, ranks)
+        notes.append(f"only {listed('rank', real.ranks)} with and without communication: the ranks given of both")
     mine, other = middle_steps(real), middle_steps(null)
     parts = {name: _mean(mine, name) - _mean(other, name) for name in ("compute", "exposed", "host_bound", "idle")}
     parts["idle"] -= parts["host_bound"]  # it is a part of idle
-    by_op = _by_plan_op(real_traces, real), _by_plan_op(null_traces, null)
+    by_op = _by_word(real_traces, real, "op"), _by_word(null_traces, null, "op")
     if any(by_op) and not all(by_op):
         notes.append(
             "one of the two names its ops and the other not, as in a replay: of the two only one has late hosts"
         )
-    ops = _slowdowns(*by_op) if all(by_op) else _slowdowns(_by_name(real.ops), _by_name(null.ops))
+    if not all(by_op):
+        by_op = _by_word(real_traces, real, "name"), _by_word(null_traces, null, "name")
     return Tax(
         seconds=_mean(mine, "seconds"),
         null=_mean(other, "seconds"),
         parts=parts,
         classes=_slowdowns(_by_class(real), _by_class(null)),
-        ops=ops,
+        ops=_slowdowns(*by_op),
         notes=(*notes, *_doubts(real, null, mine, other)),
     )
 
@@ -141,28 +140,21 @@ def _assert_belong(real: Report, null: Report) -> None:
         raise ValueError(f"{where}: ran on {null.device}, the other on {real.device}; fix: two runs on one machine")
 
 
-def _alike(real: Report, null: Report) -> tuple[set[int], set[int]]:
-    """Ranks of either run that do the same work as some of the other. Raises ValueError if there are none."""
-    if real.stages and null.stages:
-        stages = {real.stages[rank] for rank in real.ranks} & {null.stages[rank] for rank in null.ranks}
-        found = ({rank for rank in one.ranks if one.stages[rank] in stages} for one in (real, null))
-        ranks, null_ranks = found
-    else:
-        ranks = null_ranks = set(real.ranks) & set(null.ranks)
-    if not ranks:
-        what = "another pipeline stage than" if real.stages else "not"
+def _shared_ranks(real: Report, null: Report) -> set[int]:
+    """Ranks of which both have a trace. Raises ValueError if there are none."""
+    shared = set(real.ranks) & set(null.ranks)
+    if not shared:
         raise ValueError(
-            f"{', '.join(null.sources[:1])}: of {listed('rank', null.ranks)}, {what} {listed('rank', real.ranks)} of "
+            f"{', '.join(null.sources[:1])}: of {listed('rank', null.ranks)}, not {listed('rank', real.ranks)} of "
             f"{', '.join(real.sources[:1])}; fix: traces of the same ranks"
         )
-    return ranks, null_ranks
+    return shared
 
 
-def _of_ranks(whole: Report, traces: Sequence[RankTrace], ranks: set[int]) -> tuple[Report, tuple[RankTrace, ...]]:
-    """A report and its traces with these ranks alone. Without traces it tells nothing about kernels by name."""
-    kept = tuple(trace for trace in traces if trace.rank in ranks)
+def _of_ranks(whole: Report, traces: Sequence[RankTrace], ranks: set[int]) -> tuple[Report, list[RankTrace]]:
+    """A report and its traces with these ranks alone."""
     steps = tuple(step for step in whole.steps if step.rank in ranks)
-    return replace(whole, steps=steps, ops=report_on(kept).ops if kept else ()), kept
+    return replace(whole, steps=steps), [trace for trace in traces if trace.rank in ranks]
 
 
 def _mean(steps: Sequence[StepReport], name: str) -> float:
@@ -179,24 +171,17 @@ def _by_class(report: Report) -> dict[str, float]:
     return found
 
 
-def _by_name(ops: Sequence[OpRow]) -> dict[str, float]:
-    found: dict[str, float] = defaultdict(float)
-    for row in ops:
-        if row.kind == "compute":
-            found[row.name] += row.seconds
-    return found
-
-
-def _by_plan_op(traces: Sequence[RankTrace], report: Report) -> dict[str, float]:
-    """Summed seconds of compute kernels by verb and part of their plan op, per rank and step."""
+def _by_word(traces: Sequence[RankTrace], report: Report, column: Literal["op", "name"]) -> dict[str, float]:
+    """Summed seconds of compute kernels by verb and part of their plan op, or by name, per rank and step."""
     found: dict[str, float] = defaultdict(float)
     for trace in traces:
         known = np.array([word != _STAND_IN for word in trace.words])
         rows = trace.of_kind("compute") & (trace.step >= 0) & known[trace.kernel_class]
-        sums = np.bincount(trace.op[rows], (trace.end - trace.start)[rows], minlength=len(trace.words))
+        words = getattr(trace, column)[rows]
+        sums = np.bincount(words, (trace.end - trace.start)[rows], minlength=len(trace.words))
         for word, seconds in zip(trace.words, sums.tolist(), strict=True):
             if seconds and word:
-                found[" ".join(word.split()[:2])] += seconds / len(report.steps)
+                found[" ".join(word.split()[:2]) if column == "op" else word] += seconds / len(report.steps)
     return found
 
 
@@ -215,13 +200,6 @@ def _notes(real: Report, null: Report) -> list[str]:
             "them take other times for that, too"
         )
     return notes
-
-
-def _compared(real: Report, null: Report) -> str:
-    alike = "they are of the same pipeline stages" if real.stages else "these are given of both"
-    if real.ranks == null.ranks:
-        return f"only {listed('rank', real.ranks)} with and without communication: {alike}"
-    return f"{listed('rank', real.ranks)} with communication, {listed('rank', null.ranks)} without: {alike}"
 
 
 def _doubts(real: Report, null: Report, mine: Sequence[StepReport], other: Sequence[StepReport]) -> list[str]:

@@ -218,19 +218,6 @@ class StepReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OpRow:
-    """Kernels of one name launched by one op, per step and rank (means)."""
-
-    launcher: str
-    name: str
-    kind: Kind
-    kernel_class: str
-    count: float
-    seconds: float
-    exposed: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class Report:
     """All that can be said about the traces of one run."""
 
@@ -241,8 +228,6 @@ class Report:
     world: int
     steps: tuple[StepReport, ...]
     """By step, then rank."""
-    ops: tuple[OpRow, ...]
-    """The costliest first."""
     notes: tuple[str, ...] = ()
     """What the reader must know: steps that are missing, ranks not given, clocks that could not be aligned."""
     stages: Mapping[int, int] = field(default_factory=dict)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hocket_trace.columns import listed
-from hocket_trace.data import COMMUNICATION, Floats, Kind, OpRow, RankTrace, Report, Share, StepReport
+from hocket_trace.data import COMMUNICATION, Floats, Kind, RankTrace, Report, Share, StepReport
 from hocket_trace.intervals import Spans, clip, covered, intersect, length, subtract, union
 
 Rows = NDArray[np.bool_]
@@ -35,7 +35,6 @@ def report(traces: Sequence[RankTrace]) -> Report:
         transport=str(traces[0].run.get("transport", "")),
         world=_world(traces),
         steps=tuple(sorted(steps, key=lambda step: (step.step, step.rank))),
-        ops=_op_rows(traces),
         notes=(*notes, *_missing(traces)),
         stages={trace.rank: int(trace.run["pp_rank"]) for trace in traces if "pp_rank" in trace.run},
     )
@@ -195,39 +194,6 @@ def _classes(trace: RankTrace, rows: Rows) -> Mapping[str, float]:
     seconds = np.bincount(trace.kernel_class[rows], (trace.end - trace.start)[rows], minlength=len(trace.words))
     used = np.flatnonzero(seconds)
     return {trace.words[i]: float(seconds[i]) for i in used[np.argsort(-seconds[used])]}
-
-
-def _op_rows(traces: Sequence[RankTrace]) -> tuple[OpRow, ...]:
-    """Means per step and rank over the activities that belong to steps."""
-    total: dict[tuple[str, str, Kind, str], list[float]] = {}
-    steps = max(sum(len(trace.steps) for trace in traces), 1)
-    for trace in traces:
-        rows = trace.step >= 0
-        compute = _spans(trace, trace.of_kind("compute"))
-        seconds = (trace.end - trace.start)[rows]
-        exposed = seconds - covered(trace.start[rows], trace.end[rows], compute)
-        keys = np.stack([c[rows] for c in (trace.launcher, trace.name, trace.kind, trace.kernel_class)], axis=1)
-        distinct, where = np.unique(keys, axis=0, return_inverse=True)
-        where = where.reshape(-1)
-        sums = (np.bincount(where), np.bincount(where, seconds), np.bincount(where, exposed))
-        for key, *values in zip(distinct.tolist(), *(s.tolist() for s in sums), strict=True):
-            words = tuple(trace.words[i] for i in key)
-            row = total.setdefault(words, [0.0, 0.0, 0.0])  # type: ignore[arg-type]
-            for i, value in enumerate(values):
-                row[i] += value
-    found = [
-        OpRow(
-            launcher=launcher,
-            name=name,
-            kind=kind,
-            kernel_class=kernel_class,
-            count=count / steps,
-            seconds=seconds / steps,
-            exposed=0.0 if kind == "compute" else exposed / steps,
-        )
-        for (launcher, name, kind, kernel_class), (count, seconds, exposed) in total.items()
-    ]
-    return tuple(sorted(found, key=lambda row: -row.seconds))
 
 
 def _world(traces: Sequence[RankTrace]) -> int:

@@ -44,7 +44,7 @@ def html(
     It begins at the step whose length is the median, or with the time of `first`, in seconds from and to.
     """
     figures, data = to_json(report, tax), _data(report, traces, first)
-    headline, *said = table.title(figures, 10_000)[0][0][0].split(": ", 1)
+    headline, *said = table.title(figures).split(": ", 1)
     parts = {
         "title": escape(title or headline),
         "about": "<br>".join(escape(line) for line in about or said),
@@ -82,7 +82,7 @@ def _data(report: Report, traces: Sequence[RankTrace], first: tuple[float, float
         "step": typical(report) if report.steps else None,
         "first": [_ns(time - start) for time in first] if first else None,
         "colors": COLORS | {name: _PART_COLORS[part] for part, name in _STRIPS.items()},
-        "strips": {_STRIPS[part]: words for part, words, *_ in table.PARTS if part in _STRIPS},
+        "strips": {_STRIPS[part]: words for part, words, _ in table.PARTS if part in _STRIPS},
         "words": list(words),
         "what": {name: list(column) for name, column in zip(names, columns, strict=True)},
         "ranks": ranks,
@@ -134,7 +134,7 @@ def _parts(figures: table.Figures) -> str:
     if not figures["step"]["rank_seconds"]:
         return ""
     bar, keys = [], []
-    for name, words, _, seconds, share, about in table.step_parts(figures["step"]):
+    for name, words, seconds, share, about in table.step_parts(figures["step"]):
         color = _PART_COLORS[name]
         if seconds:  # a part has at least a pixel
             bar.append(f'<i style="width:{share * 100:.3f}%;background:{color}" title="{escape(words)}"></i>')
@@ -146,25 +146,22 @@ def _parts(figures: table.Figures) -> str:
 
 
 def _tables(figures: table.Figures) -> list[str]:
-    found = [_section(one) for one in table.sections(figures, short=False)]
+    found = [_section(one) for one in table.sections(figures)]
     notes = "".join(f"<li>{escape(note)}</li>" for note in figures["notes"])
     return [*found, f"<section><h2>Notes</h2><ul>{notes}</ul></section>"] if notes else found
 
 
 def _section(one: table.Section) -> str:
     """A table without columns of which nothing is known."""
-    cells = [row.cells for row in one.rows]
-    known = [at for at in range(len(one.heads)) if not at or any(row[at] not in ("", UNKNOWN) for row in cells)]
+    known = [at for at in range(len(one.heads)) if not at or any(row[at] not in ("", UNKNOWN) for row in one.rows)]
     before, behind = ("".join(f"<p>{escape(text)}</p>" for text in texts) for texts in (one.before, one.behind))
     heads = "".join(f"<th>{escape(one.heads[at])}</th>" for at in known)
-    lines = "".join(_line([row.cells[at] for at in known], row.kernel) for row in one.rows)
+    lines = "".join(_line([row[at] for at in known]) for row in one.rows)
     more = f"<p>{escape(one.more)}</p>" if one.more else ""
     head = f"<h2>{escape(one.head)} <small>{escape(one.about)}</small></h2>"
     return f"<section>{head}{before}<table><tr>{heads}</tr>{lines}</table>{more}{behind}</section>"
 
 
-def _line(cells: Sequence[str], kernel: str) -> str:
-    """A row; the whole name of a kernel shows when it is pointed at."""
-    told, kind = (f' title="{escape(kernel)}"', ' class="part"') if kernel else ("", "")
+def _line(cells: Sequence[str]) -> str:
     name, *rest = (escape(cell) for cell in cells)
-    return f'<tr{kind}><td class="name"{told}>{name}</td>' + "".join(f"<td>{cell}</td>" for cell in rest) + "</tr>"
+    return f'<tr><td class="name">{name}</td>' + "".join(f"<td>{cell}</td>" for cell in rest) + "</tr>"

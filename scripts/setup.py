@@ -39,7 +39,6 @@ TOOLS = {
     "hypothesis": "hypothesis",
     "sortedcontainers": "sortedcontainers",
     "pyarrow": "pyarrow",
-    "sentencepiece": "sentencepiece",
     "ruff": "ruff",
     "pyrefly": "pyrefly",
     "triton": "triton",

@@ -23,7 +23,8 @@ from hocket.layers.dispatch import counts_to_send, splits_of
 from hocket.layers.linears import WHOLE, Linears
 from hocket.layers.routing import balance_bias
 from hocket.model.documents import PADDING, Documents, Microbatch, documents_of
-from hocket.model.moe import ExpertPlace, MoELayer
+from hocket.model.moe import MoELayer
+from hocket.model.parts import ExpertPlace
 from hocket.model.source import init_biases, init_tensor
 from hocket.model.transformer import Chunk, DenseLayer
 from hocket.runtime.transports import RowTable

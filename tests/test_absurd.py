@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 
 from hocket import cli
-from hocket.config.bounds import ANY, MOST_RANKS
+from hocket.config.mesh import RANKS_OF_A_CORE
+from hocket.config.plan import MOST_PASSES
+from hocket.config.rule import ANY, MOST_RANKS, Host, leaf
+from hocket.config.schema import bounds_of, changed, types
 from hocket.recipes import recipe
 from hocket.resolve import resolve
-from hocket.settings.mesh_rules import RANKS_OF_A_CORE
-from hocket.settings.plan_rules import MOST_PASSES
-from hocket.settings.rule import Host
-from hocket.settings.schema import bounds_of, changed, leaf, types
 
 TINY = recipe("tiny")
 

@@ -10,14 +10,14 @@ import torch
 
 from hocket.config import COPIED as ALL
 from hocket.config import Config
+from hocket.config.rule import Host
+from hocket.config.schema import changed
 from hocket.engine.engine import comm_options
 from hocket.explain.build import explain
 from hocket.planning import predict, program_of, report
-from hocket.program.hardware import hardware_of
-from hocket.program.stages import arrival_bytes, halves_bytes
+from hocket.predict.arrivals import arrival_bytes, halves_bytes
+from hocket.predict.hardware import hardware_of
 from hocket.resolve import resolve
-from hocket.settings.rule import Host
-from hocket.settings.schema import changed
 from hocket.tune.trials import Trials
 
 GPUS = Host(gpus=8)

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from hocket.config import Config, ModelConfig, RunConfig, TrainConfig
+from hocket.config.schema import changed
 from hocket.fsdp.saving.atomic_folder import AtomicFolder
 from hocket.fsdp.saving.inventory import FlatTensor
 from hocket.layers.slices import Span
 from hocket.resolve import Settings, resolve
-from hocket.settings.schema import changed
 from hocket.train import checkpoint
 from hocket.train.checkpoint import Moment, State
 from tests.helpers.ranks import run_ranks

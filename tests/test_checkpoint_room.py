@@ -16,9 +16,9 @@ import pytest
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from hocket.config.schema import changed
 from hocket.fsdp.saving import atomic_folder
 from hocket.fsdp.saving.checkpoint import CheckpointWriter
-from hocket.settings.schema import changed
 from hocket.train import checkpoint
 from hocket.train.checkpoint import Moment
 from tests.helpers.ranks import run_ranks

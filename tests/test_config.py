@@ -15,16 +15,16 @@ import pytest
 
 from hocket import config as config_package
 from hocket.config import Config, ModelConfig, Purpose, TrainConfig
-from hocket.config.layout import OFFLOADED, RECOMPUTED
 from hocket.config.overlap import DIRECTIONS, ROLES, possible
+from hocket.config.plan import OFFLOADED, RECOMPUTED
+from hocket.config.rule import Host, leaf
+from hocket.config.schema import bounds_of, impossible, types
+from hocket.config.schema import changed as replaced
 from hocket.program.ops import offloadable, recomputable
 from hocket.program.transformer import STANDARD
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
-from hocket.settings.rule import Host
-from hocket.settings.rules import CHECKS
-from hocket.settings.schema import bounds_of, impossible, leaf, types
-from hocket.settings.schema import changed as replaced
+from hocket.rules import CHECKS
 from tests.helpers.plans import NAMES
 from tests.refused_models import REFUSED_MODELS
 from tests.refused_orders import REFUSED_ORDERS
@@ -64,7 +64,7 @@ def test_every_setting_has_a_docstring():
     files = Path(config_package.__file__).parent.glob("*.py")
     documented = set()
     for node in (node for file in files for node in ast.parse(file.read_text()).body):
-        if isinstance(node, ast.ClassDef):
+        if isinstance(node, ast.ClassDef) and node.name.endswith(("Config", "Overlap")):
             for field, following in zip(node.body, [*node.body[1:], None], strict=True):
                 if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
                     assert isinstance(following, ast.Expr), f"{node.name}.{field.target.id} has no docstring"
@@ -92,7 +92,7 @@ def test_settings_that_name_others_exist():
         assert set(rule.settings) <= known
         for text in (rule.reason, rule.fix):
             for name in re.findall(r"\b(?:model|mesh|plan|overlap|data|train|optimizer|run)(?:\.[a-z_0-9]+)+", text):
-                assert name in known, f"{name} in {text!r}"
+                assert name in known or f"{{{name}}}" in text, f"{name} in {text!r}"
 
 
 def test_the_parts_a_user_touches_first_import_no_torch():
@@ -252,13 +252,13 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (changed(TINY, merge="off"), {"plan__layer_order": "wgrad_last"}, "plan.layer_order", "no effect"),
     (TINY, {"defer_layers": 3}, "overlap.pp.defer_layers", "no stage has as many layers"),
     (TINY, {"plan__recompute": ("attn", "attn:2")}, "plan.recompute", "named once"),
-    (TINY, {"plan__recompute": ("auto", "attn")}, "plan.recompute", "auto stands alone"),
+    (TINY, {"plan__recompute": ("auto", "attn")}, "plan.recompute", "auto goes with no part"),
     (changed(TINY, model__dense_layers=()), {"plan__recompute": ("mlp",)}, "plan.recompute", "has the part mlp"),
     (DENSE, {"plan__recompute": ("attn", "experts")}, "plan.recompute", "has the part experts"),
     (DENSE, {"plan__recompute": ("dispatch",)}, "plan.recompute", "has the part dispatch"),
     (changed(TINY, mesh__pp=1), {"defer_layers": 2}, "overlap.pp.defer_layers", "no effect with mesh.pp = 1"),
     (TINY, {"plan__layer_order": "wgrad"}, "plan.layer_order", "neither one of literature, early_release, wgrad_last"),
-    (TINY, {"plan__layer_order": "cB aF eB dF eW dB eF cF aB aW uF"}, "plan.layer_order", "nor all twelve ops"),
+    (TINY, {"plan__layer_order": "cB aF eB dF eW dB eF cF aB aW uF"}, "plan.layer_order", "nor all 12 ops"),
     (TINY, {"plan__layer_order": "cB aF eW eB dF dB eF cF aB uB aW uF"}, "plan.layer_order", "eW needs eB"),
     (TINY, {"plan__layer_order": "cB eB aF dF eW dB eF cF aB uB aW uF"}, "plan.layer_order", "while the host waits"),
     (changed(TINY, defer_wgrad="off"), {"defer_layers": 2}, "overlap.pp.defer_layers", "overlap.defer_wgrad = off"),

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from hocket.config.schema import changed
 from hocket.recipes import recipe
 from hocket.resolve import resolve
-from hocket.settings.schema import changed
 
 APART = {"overlap.ep.merge": "off"}
 SLOW = {"train.transport": "slow", "train.slow": ("10MB/s",)}

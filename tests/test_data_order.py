@@ -14,20 +14,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.microbatch_order import documents
+from hocket import recipes
 from hocket.config import Config, DataConfig, MeshConfig, TrainConfig
+from hocket.config.rule import Host
+from hocket.config.schema import changed
 from hocket.model.documents import documents_of
 from hocket.planning import program_of, slowest_ranks
+from hocket.predict.cost import costs_of, varied
+from hocket.predict.hardware import H200
+from hocket.predict.part_sizes import attending
+from hocket.predict.simulate import simulate
 from hocket.program.documents import as_read, deals, dealt, lengths_of, works_of
-from hocket.program.hardware import H200
 from hocket.program.ops import Op
-from hocket.program.part_sizes import attending
-from hocket.program.simulate import simulate
-from hocket.program.stages import costs_of, layout_of, varied
+from hocket.program.stages import layout_of
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
-from hocket.settings import families
-from hocket.settings.rule import Host
-from hocket.settings.schema import changed
 from hocket.train.data import make_streams
 from hocket.train.sources import open_text
 from tests.helpers.command import SMALL, hocket
@@ -118,11 +119,11 @@ def test_lengths_are_those_of_the_documents_that_layers_see(tmp_path: Path, pack
 
 
 MODELS = {
-    "full": families.LLAMA3_8B,
-    "windows": replace(families.LLAMA3_8B, window=512, full_layers=(3, 7)),
-    "sinks and windows": families.GPT_OSS_20B,
-    "latents": families.DEEPSEEK_V2_LITE,
-    "delta nets": families.QWEN3_NEXT_80B_A3B,
+    "full": recipes.LLAMA3_8B,
+    "windows": replace(recipes.LLAMA3_8B, window=512, full_layers=(3, 7)),
+    "sinks and windows": recipes.GPT_OSS_20B,
+    "latents": recipes.DEEPSEEK_V2_LITE,
+    "delta nets": recipes.QWEN3_NEXT_80B_A3B,
 }
 WAYS: dict[str, dict[str, Any]] = {
     "alone": {}, "tp": {"mesh.tp": 2}, "cp": {"mesh.cp": 2},

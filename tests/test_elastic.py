@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from hocket.config import Config
+from hocket.config.rule import Host, leaf
+from hocket.config.schema import changed
 from hocket.environment import find_port
 from hocket.recipes import recipe
 from hocket.resolve import resolve
-from hocket.settings.rule import Host
-from hocket.settings.schema import changed, leaf
 from tests.helpers.command import SMALL, end_all, hocket, text_in
 
 ELASTIC = {"run.elastic": True}

@@ -14,18 +14,18 @@ import pytest
 
 from hocket.commands.explain import Explain, settle
 from hocket.commands.options import parse
+from hocket.config.rule import Host
+from hocket.config.schema import changed, digest
+from hocket.decision import Decision
 from hocket.environment import prepare
 from hocket.explain.build import FILE, explain, record, simulated
 from hocket.explain.explanation import Explanation, Overlap, Predicted, Times, to_text
 from hocket.machine import host_for_plan
 from hocket.planning import predict, program_of
-from hocket.program.hardware import hardware_of
+from hocket.predict.hardware import hardware_of
 from hocket.program.mesh import P2P_SMS, PURPOSES, SMS, Mesh
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
-from hocket.settings.decision import Decision
-from hocket.settings.rule import Host
-from hocket.settings.schema import changed, digest
 from hocket.variables import survey
 from tests.helpers.calls import calls
 from tests.helpers.command import command

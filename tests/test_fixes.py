@@ -22,12 +22,11 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 
 from hocket.config import Config, Purpose
+from hocket.config.rule import Host, Rule, leaf, show
+from hocket.config.schema import DEFAULTS, asked, bounds_of, changed, form_of, impossible, types
 from hocket.recipes import recipe
 from hocket.resolve import _settled
-from hocket.settings.origins import DEFAULTS, asked
-from hocket.settings.rule import Host, Rule
-from hocket.settings.rules import CHECKS, rule_text
-from hocket.settings.schema import bounds_of, changed, form_of, impossible, leaf, show, types
+from hocket.rules import CHECKS, rule_text
 from tests.test_config import REFUSED, WITH_HOST, full
 
 RECIPES = (
@@ -139,7 +138,7 @@ def _values(name: str, hint: Any, value: Any) -> list[Any]:
     if name == "train.schedule":
         return ["cosine", "constant", "wsd", "wsd:5", "wsd:140"]
     if name == "train.keep":
-        return [(0,), (1,), ("best:1",), ("every:40",), (2, "best:1", "every:50"), (0, "best:1"), (1, 2)]
+        return [(0,), (1,), ("every:40",), (2, "every:50"), (0, "every:40"), (1, 2)]
     if name == "train.min_lr":
         return ["0%", "100%", 0.0, 1e-4, 1.0]
     if name == "train.betas":

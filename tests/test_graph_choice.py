@@ -12,12 +12,12 @@ from benchmarks.model_steps import Modelled
 from hocket.commands.options import parse
 from hocket.commands.train import Train
 from hocket.config import Config
+from hocket.config.rule import Host
+from hocket.config.schema import changed
+from hocket.decision import Decision
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve, without_copies
-from hocket.settings.decision import Decision
-from hocket.settings.rule import Host
-from hocket.settings.rules import broken
-from hocket.settings.schema import changed
+from hocket.rules import broken
 from hocket.tune.trials import Trials, fits
 
 GPU = Host(gpus=4)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import hocket
-from hocket.settings.rules import RULES
-from hocket.settings.schema import types
+from hocket.config.schema import types
+from hocket.rules import RULES
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted((ROOT / "hocket").rglob("*.py"))}

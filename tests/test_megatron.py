@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hocket.commands.megatron import LACKING, NEEDLESS, TABLE, UNKNOWN, Translation, pairs, table
-from hocket.settings.schema import flat, types
+from hocket.config.schema import flat, types
 from hocket.typed import is_a
 from tests.helpers.command import command
 from tests.helpers.golden import assert_golden

@@ -16,12 +16,12 @@ import pytest
 from rich.console import Console
 
 from hocket.config import TrainConfig
+from hocket.config.rule import Host
+from hocket.config.schema import changed
+from hocket.decision import Decision
 from hocket.gpus import peak_flops
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
-from hocket.settings.decision import Decision
-from hocket.settings.rule import Host
-from hocket.settings.schema import changed
 from hocket.train.metrics import REMARKS, Metrics, StepRecord
 from hocket.train.trainer import learning_rate
 from tests.helpers.ranks import run_ranks

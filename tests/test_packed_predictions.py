@@ -12,14 +12,14 @@ import pytest
 import hocket
 from hocket.commands.plan import with_documents
 from hocket.config import Config
+from hocket.config.rule import Host
+from hocket.config.schema import changed
 from hocket.explain.build import simulated
 from hocket.planning import as_json, documents_of, page_head, predict, program_of, report
+from hocket.predict.hardware import H200
 from hocket.program.documents import Lengths, lengths_of, merged
-from hocket.program.hardware import H200
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
-from hocket.settings.rule import Host
-from hocket.settings.schema import changed
 from hocket.train.data import known_documents, make_streams
 from hocket.train.sources import open_text
 

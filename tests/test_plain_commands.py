@@ -20,7 +20,7 @@ MISTAKES = [
     ("generate run --prompt a --seed 18446744073709551616", "--seed 18446744073709551616 (command line): out of"),
     ("generate run --prompt a --temperature nan", "--temperature nan (command line): out of range; fix: "),
     ("generate run --prompt a --prompt b", "--prompt = a and b (command line): given twice; fix: give it once"),
-    ("generate run --prompt a --top_q 1", "--top_q (command line): there is no such option; fix: did you mean --top_"),
+    ("generate run --prompt a --seeds 1", "--seeds (command line): there is no such option; fix: did you mean --seed"),
     ("generate run --prompt a --train.steps 3", "--train.steps (command line): there is no such option; fix: hocket"),
     ("generate run --prompt a --device tpu", "--device = tpu (command line): not one of auto, cpu, cuda; fix"),
     ("export", "hocket export (command line): no run and no folder; fix: hocket export RUN FOLDER"),
@@ -49,8 +49,8 @@ def test_an_empty_place_is_named() -> None:
 
 @pytest.mark.parametrize("text", ["- a list", "--dashes", "a=b", "two words"])
 def test_any_text_can_be_a_prompt(text: str) -> None:
-    for words in (["run", "--prompt", text, "--top-k", "3"], ["--top_k=3", f"--prompt={text}", "run"]):
-        assert parse_plain(Generate, "generate", "usage", words) == Generate(model="run", prompt=text, top_k=3)
+    for words in (["run", "--prompt", text, "--tokens", "3"], ["--tokens=3", f"--prompt={text}", "run"]):
+        assert parse_plain(Generate, "generate", "usage", words) == Generate(model="run", prompt=text, tokens=3)
 
 
 def test_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,12 +6,12 @@ import pytest
 
 from benchmarks.stored import config_of
 from hocket.config import PrecisionConfig
-from hocket.program.hardware import H200
-from hocket.program.stages import costs_of
+from hocket.config.rule import Host
+from hocket.config.schema import changed
+from hocket.predict.cost import costs_of
+from hocket.predict.hardware import H200
 from hocket.recipes import recipe
 from hocket.resolve import resolve
-from hocket.settings.rule import Host
-from hocket.settings.schema import changed
 
 TINY, MOE = recipe("tiny"), recipe("moe_8gpu")
 

@@ -18,12 +18,12 @@ import torch
 from benchmarks.overlap_trace import figures, keep
 from benchmarks.tables import overlap_tax, overlap_trace
 from hocket.config import Config
+from hocket.config.schema import changed
 from hocket.engine import Engine
 from hocket.environment import processes
 from hocket.measured import VERSION, shortly
 from hocket.recipes import recipe
 from hocket.resolve import resolve
-from hocket.settings.schema import changed
 from hocket.train.metrics import Metrics
 from hocket.train.profiling import WARM_UP, ProfileWindow, Recording, describe, window_of
 from hocket.train.signals import StopRequest

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hocket.config import Config, MeshConfig
+from hocket.config.rule import Host, leaf
+from hocket.config.schema import changed, types
+from hocket.decision import Decision
 from hocket.explain.build import overlaps
 from hocket.launching.launch import check_memory, too_few_gpus
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
-from hocket.settings.decision import Decision
-from hocket.settings.rule import Host
-from hocket.settings.schema import changed, leaf, types
 from hocket.variables import survey
 from tests.overlap_cases import CASES, CONNECTIONS, MESHES, Case
 

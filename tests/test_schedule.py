@@ -12,8 +12,8 @@ from torch.optim import SGD, lr_scheduler
 from transformers import get_cosine_with_min_lr_schedule_with_warmup, get_wsd_schedule
 
 from hocket.config import TrainConfig
+from hocket.config.schema import changed
 from hocket.recipes import RECIPES
-from hocket.settings.schema import changed
 from hocket.train.trainer import SHAPES, learning_rate
 
 STEPS, WARMUP, LR, FLOOR = 110, 10, 0.4, 0.05

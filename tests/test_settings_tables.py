@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from benchmarks.settings_tables import docstrings, presets, table
 from hocket.config import Config
-from hocket.presets import PRESETS
-from hocket.settings.schema import types
+from hocket.config.schema import types
+from hocket.recipes import PRESETS
 
 
 def test_every_setting_and_section_has_a_docstring_of_its_own() -> None:

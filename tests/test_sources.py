@@ -13,17 +13,16 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from hocket import presets, recipes
+from hocket import recipes
 from hocket.cli import main
 from hocket.commands.options import parse
 from hocket.commands.plan import Plan
 from hocket.config import Config
-from hocket.presets import PRESETS
+from hocket.config.load import begin, lines_of, read, written
+from hocket.config.rule import leaf
+from hocket.config.schema import Implied, asked, changed, flat, source, types
+from hocket.recipes import PRESETS
 from hocket.resolve import resolve
-from hocket.settings.origins import Implied, asked, source
-from hocket.settings.schema import changed, flat, leaf, types
-from hocket.settings.sources import begin
-from hocket.settings.tomlfile import lines_of, read, written
 from tests.helpers.command import command
 
 RUN = """# a run
@@ -197,7 +196,7 @@ def test_a_file_that_is_no_text(here: Path) -> None:
 
 MODULE = """
 from hocket.config import Config, TrainConfig
-from hocket.settings.schema import changed
+from hocket.config.schema import changed
 def mine(): return Config(train=TrainConfig(steps=7))
 def merged(): return changed(Config(), {"overlap.ep.merge": "on"})
 def number(): return 3
@@ -326,7 +325,7 @@ def test_the_stronger_source_wins_and_is_remembered(
     path.write_text("\n".join(lines))
     flag_words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(presets.PRESETS, "some", presets.Preset("", preset))
+        patch.setitem(recipes.PRESETS, "some", recipes.Preset("", preset))
         patch.setitem(recipes.RECIPES, "some", lambda: changed(Config(), recipe))
         config, origins = made(str(path), *flag_words)
     for name in CHOICES:

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
+from hocket.config.rule import Host
+from hocket.config.schema import changed
 from hocket.planning import predict, program_of
-from hocket.program.hardware import H200
+from hocket.predict.hardware import H200
 from hocket.program.stages import layout_of
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
-from hocket.settings.rule import Host
-from hocket.settings.schema import changed
 from hocket.tune.choose import splits, stage_seconds
 from hocket.tune.trials import Trials
 

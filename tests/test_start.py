@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
+from hocket.config.schema import changed
+from hocket.decision import Decision
 from hocket.environment import prepare
 from hocket.launching.parent import start_workers
 from hocket.launching.worker import Job
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
-from hocket.settings.decision import Decision
-from hocket.settings.schema import changed
 from tests.helpers.command import ALONE, SMALL, end_all, finish, start, text_in, wait_for
 from tests.helpers.ranks import server_environment
 from tests.test_bad_input import one_message

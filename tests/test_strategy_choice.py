@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from hocket.config.rule import Host
+from hocket.config.schema import changed
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
-from hocket.settings.rule import Host
-from hocket.settings.schema import changed
 
 DENSE = {"model.layers": 14, "mesh.dp": 4, "train.microbatches": 1}
 CASES: list[tuple[str, dict[str, Any], str, str]] = [

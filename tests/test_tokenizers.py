@@ -1,4 +1,4 @@
-"""What makes tokens of text: bytes, files of `tokenizers`, models of sentencepiece."""
+"""What makes tokens of text: bytes, files of `tokenizers`."""
 
 from __future__ import annotations
 
@@ -64,47 +64,8 @@ def test_a_tokenizer_file_is_used(tmp_path):
     assert corpus.vocab == 4
 
 
-@pytest.fixture(scope="module")
-def pieces(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of sentencepiece."""
-    sentencepiece = pytest.importorskip("sentencepiece", reason="needs the extra: pip install hocket[text]")
-    model = tmp_path_factory.mktemp("pieces") / "tokenizer.model"
-    words = iter(["the cat sat on the mat", "a dog sat on a log", "größer"] * 20)
-    with model.open("wb") as out:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=words, model_writer=out, vocab_size=40, minloglevel=2, hard_vocab_limit=False
-        )
-    return model
-
-
-def test_a_model_of_sentencepiece_is_used(tmp_path, pieces):
-    backend = pytest.importorskip("sentencepiece", reason="needs sentencepiece").SentencePieceProcessor(str(pieces))
-    write(tmp_path / "text", a="the cat sat on größer")
-    for name in (str(pieces), str(pieces.parent)):
-        corpus = open_corpus(data_in(tmp_path, str(tmp_path / "text"), tokenizer=name), {})
-        assert corpus.whole.tokens.tolist() == [*backend.encode("the cat sat on größer"), backend.eos_id()]
-        assert corpus.vocab == vocab_of(name) == backend.vocab_size()
-
-
-def test_a_missing_damaged_or_unreadable_model_of_sentencepiece_is_refused(tmp_path, monkeypatch, pieces):
-    damaged = tmp_path / "bad.model"
-    damaged.write_bytes(pieces.read_bytes()[:-100])
-    for text in (b"", b"no model", damaged.read_bytes()):
-        damaged.write_bytes(text)
-        with pytest.raises(ValueError, match=r"bad.model \(.*not a model of sentencepiece; fix:"):
-            vocab_of(str(damaged))
-    with pytest.raises(ValueError, match=r"none.model .*cannot be read \(No such file"):
-        vocab_of(str(tmp_path / "none.model"))
-
-
-def test_without_its_package_a_model_of_sentencepiece_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "sentencepiece", None)  # importing it now fails
-    with pytest.raises(ValueError, match=r"data.tokenizer = a.model .*pip install 'hocket\[text\]'"):
-        vocab_of("a.model")
-
-
-@pytest.mark.parametrize("kind", ["bytes", "json", "pieces"])
-def test_places_say_where_each_token_begins(tmp_path, kind, request):
+@pytest.mark.parametrize("kind", ["bytes", "json"])
+def test_places_say_where_each_token_begins(tmp_path, kind):
     text, name = "the cat größer", "bytes"
     if kind == "json":
         tokenizers = pytest.importorskip("tokenizers", reason="needs the extra: pip install hocket[text]")
@@ -112,8 +73,6 @@ def test_places_say_where_each_token_begins(tmp_path, kind, request):
         backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
         name = str(tmp_path / "t.json")
         backend.save(name)
-    if kind == "pieces":
-        name = str(request.getfixturevalue("pieces"))
     tokenizer = load_tokenizer(DataConfig(tokenizer=name), {})
     tokens, firsts = tokenizer.places(text)
     assert tokens.tolist() == tokenizer.encode([text.encode()])[0].tolist()
@@ -191,7 +150,7 @@ def test_an_end_that_a_tokenizer_lacks_and_a_damaged_file_beside_it_are_refused(
 def test_text_begins_as_by_transformers(tmp_path, bos, begins):
     transformers = pytest.importorskip("transformers", reason="needs transformers", exc_type=ImportError)
     named = {"eos_token": "<end>", "bos_token": "<s>", "tokenizer_class": "PreTrainedTokenizerFast"}
-    # A file says add_bos_token for models of sentencepiece: beside tokenizer.json transformers does not read it.
+    # Beside tokenizer.json transformers does not read add_bos_token.
     folder = published(tmp_path / "model", begins, tokenizer_config={**named, "add_bos_token": not begins})
     write(tmp_path / "text", a="hello world", b=" ")
     data = data_in(tmp_path, str(tmp_path / "text"), tokenizer=folder, bos=bos, validation=(0.0,))
@@ -224,17 +183,6 @@ def test_a_beginning_that_no_file_names_is_refused(tmp_path):
         ValueError, match=r"data\.bos = on .*name no token that begins a text; fix: data\.bos = auto, or"
     ):
         known_tokenizer(data, {})
-
-
-def test_a_model_of_sentencepiece_begins_as_a_file_beside_it_says(tmp_path, pieces):
-    (tmp_path / "tokenizer.model").write_bytes(pieces.read_bytes())
-    data = DataConfig(tokenizer=str(tmp_path))
-    for said, begins in (({"add_bos_token": True, "bos_token": "<s>"}, (1,)), ({"bos_token": "<s>"}, ())):
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps({**said, "eos_token": "</s>"}))
-        assert load_tokenizer(data, {}).begins == begins
-    assert load_tokenizer(replace(data, bos="on"), {}).begins == (1,)
-    assert load_tokenizer(data, {}).special("</s> more") == 2
-    assert load_tokenizer(data, {}).special("more </s>") == -1
 
 
 def test_a_file_that_cuts_and_fills_texts_does_not(tmp_path):

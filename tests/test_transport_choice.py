@@ -12,15 +12,15 @@ import pytest
 
 from benchmarks.bench.run import Bench, Sized, without
 from hocket.config import Config
+from hocket.config.rule import Host
+from hocket.config.schema import changed
+from hocket.decision import Decision
 from hocket.explain.build import explain
 from hocket.launching import launch
 from hocket.launching.agreement import tried
+from hocket.predict.arrivals import arrival_bytes
 from hocket.program.mesh import Purpose
-from hocket.program.stages import arrival_bytes
 from hocket.resolve import Settings, resolve, without_copies
-from hocket.settings.decision import Decision
-from hocket.settings.rule import Host
-from hocket.settings.schema import changed
 from hocket.tune.rules import lost_copies
 from hocket.tune.trials import Trials
 from hocket.variables import survey

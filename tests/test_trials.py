@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 from hocket.config import Config
+from hocket.config.schema import changed
 from hocket.machine import host_for_plan
+from hocket.predict.arrivals import arrival_bytes
+from hocket.predict.simulate import simulate
 from hocket.program.lower import build_program
-from hocket.program.simulate import simulate
-from hocket.program.stages import arrival_bytes, layout_of, sharding_of
+from hocket.program.stages import layout_of, sharding_of
 from hocket.recipes import recipe
 from hocket.resolve import resolve
-from hocket.settings.schema import changed
 from hocket.tune import trials as predicted
 from hocket.tune.trials import Trials
 

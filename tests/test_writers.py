@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from hocket.config.rule import Host
+from hocket.config.schema import changed
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
-from hocket.settings.rule import Host
-from hocket.settings.schema import changed
 from hocket.train import writers as module
 from hocket.train.metrics import Metrics, StepRecord
 from hocket.train.runs import runs

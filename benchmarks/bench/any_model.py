@@ -18,11 +18,11 @@ from hocket.adapters.cut import AdaptedModel, Cut
 from hocket.adapters.transformers import Pretrained
 from hocket.adapters.verify import verify
 from hocket.config import RopeConfig
+from hocket.config.schema import changed
 from hocket.engine import Engine
 from hocket.model.documents import Microbatch
 from hocket.model.source import init_tensor
-from hocket.pretrained import configuration
-from hocket.settings.schema import changed
+from hocket.pretrained import families
 
 _OURS = {
     "input_layernorm.weight": "attn_norm",
@@ -46,7 +46,7 @@ def model_of(workload: Workload) -> Any:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     m = workload.config.model
-    lost = configuration.differences(m, configuration.model_of(configuration.config_of("qwen3_moe", m, "float32", 1)))
+    lost = families.differences(m, families.model_of(families.config_of("qwen3_moe", m, "float32", 1)))
     if lost or m.qkv_bias or any(m.windows()) or m.rope != RopeConfig() or m.aux_loss or m.tied:
         raise ValueError(
             "against = transformers_plan or transformers_fsdp2 (command line): transformers' Qwen3-MoE has q and k "

@@ -13,9 +13,10 @@ from benchmarks.bench import resumed, variants
 from benchmarks.bench.contender import CONTENDERS, entry, find, load, why_not
 from hocket.commands.options import RecipeOptions, parse, said
 from hocket.config import Config
+from hocket.config.rule import problem
+from hocket.config.schema import changed
 from hocket.problems import stop_if
 from hocket.resolve import Settings, resolve
-from hocket.settings.schema import changed, problem
 
 
 @dataclass(frozen=True)

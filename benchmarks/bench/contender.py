@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from hocket.config import Config
-from hocket.presets import PLAIN
+from hocket.recipes import PLAIN
 
 if TYPE_CHECKING:  # the list of contenders is shown without loading torch
     import torch

@@ -29,8 +29,8 @@ import torch.distributed as dist
 
 from benchmarks.bench.contender import Contender
 from benchmarks.bench.workload import Workload, batches
+from hocket.config.schema import changed
 from hocket.model.transformer import parameter_counts
-from hocket.settings.schema import changed
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2, "fp8": 5e-2}
 """Largest difference of two losses at the same step, relative to what was learnt, by compute dtype."""

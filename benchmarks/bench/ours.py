@@ -13,15 +13,17 @@ from benchmarks.bench.contender import Contender, Resting
 from benchmarks.bench.plain import optimizer_name
 from benchmarks.bench.workload import Workload
 from hocket.config import Config
+from hocket.config.schema import changed, flat
 from hocket.engine import Engine
 from hocket.engine.engine import comm_options
 from hocket.model.documents import Microbatch
-from hocket.program.hardware import hardware_of
+from hocket.predict.arrivals import lack
+from hocket.predict.cost import costs_of
+from hocket.predict.hardware import hardware_of
 from hocket.program.mesh import Mesh
-from hocket.program.stages import costs_of, lack, layout_of, mesh_of
+from hocket.program.stages import layout_of, mesh_of
 from hocket.runtime.comm import Group, Groups, RowTable, TransportName, make_groups
 from hocket.runtime.transports import Null, Pending, Transport
-from hocket.settings.schema import changed, flat
 
 _groups: dict[tuple[Mesh, str, str, str, int], Groups] = {}
 """Groups of this process by mesh, transport, who knows splits, copies, and tokens of a microbatch, for which they have

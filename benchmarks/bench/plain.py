@@ -21,7 +21,8 @@ from hocket.layers.dispatch import Splits, counts_to_send, exchange_counts
 from hocket.layers.linears import linears_of
 from hocket.layers.routing import Routing
 from hocket.model.documents import Documents, Microbatch
-from hocket.model.moe import ExpertPlace, MoELayer
+from hocket.model.moe import MoELayer
+from hocket.model.parts import ExpertPlace
 from hocket.model.source import init_tensor
 from hocket.model.transformer import Chunk
 from hocket.runtime.transports import RowTable

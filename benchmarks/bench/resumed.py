@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hocket.config import Config
-from hocket.settings.schema import problem
+from hocket.config.rule import problem
 
 if TYPE_CHECKING:
-    from benchmarks.bench.run import Bench
     from benchmarks.bench.workload import Workload
 
 Former = Mapping[str, Any]
@@ -63,14 +62,14 @@ def sections(config: Config) -> dict[str, Any]:
     return json.loads(json.dumps(found))
 
 
-def has(former: Sequence[Former], workload: Workload, bench: Bench) -> bool:
-    """Whether a workload has been measured whole, as it would be now; by which commit does not matter."""
+def has(former: Sequence[Former], workload: Workload, names: Sequence[str], blocks: int) -> bool:
+    """Whether a workload has been measured whole, with these contenders and blocks; by which commit does not matter."""
     wanted = sections(workload.config)
     return any(
         {name: section for name, section in each["config"].items() if name != "run"} == wanted
         and (each["optimizer"], each["compile"]) == (workload.optimizer, workload.compile)
         and each.get("complete", True)
-        and list(each["contenders"]) == list(bench.names)
-        and all(len(row["blocks"]) >= bench.blocks for row in each["contenders"].values())
+        and list(each["contenders"]) == list(names)
+        and all(len(row["blocks"]) >= blocks for row in each["contenders"].values())
         for each in former
     )

@@ -106,19 +106,22 @@ class Session:
             contender = self.build(name, compared)
             with blame(name, "being compared"):
                 curves[name] = gate.curve(contender, compared, self.rank, self.device, self.bench.gate_steps)
-            self.close(contender, last=False)  # it is still referred to here
+            self.close(contender)
             del contender
         return gate.judge(curves, compared)
 
-    def close(self, contender: Contender, last: bool = True) -> None:
-        """Close a contender, and after the `last` of several say what memory was not given back."""
+    def close(self, contender: Contender) -> None:
+        """Close a contender, and give its memory back as far as nothing else refers to it."""
         contender.close()
         del contender
         gc.collect()
         if self.on_gpu:
             torch.cuda.empty_cache()
-        if last and (left := self.allocated()) > LEFT:
-            self.say(f"WARNING  {left / 2**30:.1f} GiB stay allocated after a contender was closed")
+
+    def say_left(self) -> None:
+        """Say what memory closed contenders did not give back."""
+        if (left := self.allocated()) > LEFT:
+            self.say(f"WARNING  {left / 2**30:.1f} GiB stay allocated after contenders were closed")
 
     def run(self, workload: Workload, keep: Callable[[Measured], None]) -> Measured:
         """Measure one workload, and have `keep` take what there is after every round.
@@ -150,7 +153,9 @@ class Session:
                     self.say(f"round {number} of {self.bench.blocks}, ms: {times}")
                     keep(dataclasses.replace(found, complete=False))
         while contenders:
-            self.close(contenders.popitem()[1], last=not contenders)
+            self.close(contenders.popitem()[1])
+            if not contenders:
+                self.say_left()
         if workload.compile:
             torch.compiler.reset()  # the next workload has other shapes
         return dataclasses.replace(found, complete=all(len(each) == self.bench.blocks for each in blocks.values()))
@@ -185,6 +190,7 @@ class Session:
                         blocks |= turn
                 found.settings[name] = dict(contenders[name].settings)
                 self.close(contenders.pop(name))
+                self.say_left()
             yield {name: blocks[name] for name in self.bench.names}
 
     def in_time(self, turns: Generator[dict[str, Block], None, None]) -> Iterator[dict[str, Block]]:
@@ -258,7 +264,8 @@ def bench_rank(bench: Bench, say: Say, settings: Settings, rank: int, device: An
 
     for sized in bench.sized:
         workload = workload_of(sized, bench)
-        if slowest([rank == 0 and resumed.has(bench.former, workload, bench)])[0]:  # rank 0's file decides
+        there = rank == 0 and resumed.has(bench.former, workload, bench.names, bench.blocks)
+        if slowest([there])[0]:  # rank 0's file decides
             session.say(f"\n{workload_text(workload)}\nmeasured already: it stays in {bench.out}")
             continue
         if session.late():

@@ -10,11 +10,10 @@ from typing import Any
 
 from benchmarks.bench.contender import CONTENDERS, entry
 from hocket.config import Config
+from hocket.config.rule import Host
+from hocket.config.schema import Implied, changed
 from hocket.problems import stop_if
 from hocket.resolve import Settings, resolve
-from hocket.settings.origins import Implied
-from hocket.settings.rule import Host
-from hocket.settings.schema import changed
 
 HOW = ("overlap.", "plan.", "precision.", "train.transport")
 """Settings that say how a step is made. The others say which one, and that is the same for all contenders."""

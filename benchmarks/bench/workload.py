@@ -10,7 +10,7 @@ import torch
 from benchmarks.context_balance import lengths_of
 from hocket.config import Config
 from hocket.model.documents import Documents, Microbatch, documents_of
-from hocket.program.cost import model_flops_per_token
+from hocket.predict.part_sizes import model_flops_per_token
 from hocket.program.mesh import Mesh
 from hocket.program.stages import mesh_of
 from hocket.runtime.weights import DTYPES

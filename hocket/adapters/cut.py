@@ -1,4 +1,4 @@
-"""A model as an adapter has cut it: which module is a layer, what is before and behind, and which name lies where.
+"""A model as an adapter has cut it: which module is a layer, what is before and after, and which name lies where.
 
 `AdaptedModel` is such a model as the source of an engine's chunks.
 """
@@ -21,10 +21,9 @@ from hocket.adapters.layer import AdaptedChunk, DenseLayer, DenseParts, ExpertLa
 from hocket.config import Config
 from hocket.fsdp.saving.state import listed
 from hocket.layers.standin import StandIn
-from hocket.model.context import cut_as
 from hocket.model.documents import Told
 from hocket.model.heads import Heads
-from hocket.model.moe import ExpertPlace
+from hocket.model.parts import ExpertPlace, cut_as
 from hocket.model.source import ChunkPlace, ModelSource
 from hocket.program.ops import Layout
 from hocket.program.stages import layout_of
@@ -46,7 +45,7 @@ def refuse(model: nn.Module, reason: str, fix: str = ELSE) -> ValueError:
 
 @dataclass(frozen=True)
 class Ends:
-    """The computation before and behind the layers, in a copy of the model with parameters of its own."""
+    """The computation before and after the layers, in a copy of the model with parameters of its own."""
 
     embed: Callable[[Tensor], Tensor]
     """Token ids [B, S] to hidden states [B, S, D]."""
@@ -66,7 +65,7 @@ class Adapter(ABC):
     embed_modules: Mapping[str, nn.Module]
     """Modules with the parameters before the layers, by name in the model."""
     head_modules: Mapping[str, nn.Module]
-    """Modules with the parameters behind the layers, by name in the model."""
+    """Modules with the parameters after the layers, by name in the model."""
     vocab: int
     hidden: int
 

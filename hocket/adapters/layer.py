@@ -30,11 +30,11 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from hocket.layers.dispatch import from_experts, rows_of, send_rows, to_experts, unpermute
+from hocket.layers.dispatch import unpermute
 from hocket.layers.linears import cross_entropy
 from hocket.layers.routing import Routing, placed
 from hocket.model.heads import Heads
-from hocket.model.moe import ExpertPlace, Routed
+from hocket.model.parts import ExpertPlace, LayerParts, Routed, RoutedParts
 
 Keep = tuple[Tensor, Tensor | None]
 """What the last piece needs of the first: the residual stream [B, S, D], and one more tensor [B, S, D] or None."""
@@ -90,34 +90,29 @@ Contexts = Callable[[Tensor], Any]
 """Gives the context of a layer's first piece, from hidden states."""
 
 
-class DenseParts:
+class DenseParts(LayerParts):
     """A dense layer's part functions."""
 
     attn: Heads | None = None
     """In place of the layer's own attention: that of sequences which ranks or documents share."""
-    group: Any = None
-    """The ranks that share sequences."""
 
     def __init__(self, layer: Any, context: Contexts) -> None:
         self.layer, self._context = layer, context
 
-    def forward_attn(self, x_BSD: Tensor, documents: Any = None, *kept: Routing) -> Any:
+    def forward_attn(self, x_BSD: Tensor, documents: Any = None, kept: Routing | None = None) -> Any:
         """The pieces before the MLP, or before the dispatch."""
         if self.attn is None:
             assert documents is None
-            return self.behind(self.layer.attention(x_BSD, self._context(x_BSD)), *kept)
-        h_BSD, x_BSD = self.normed(x_BSD)
-        return self.added(x_BSD, self.attn.forward(h_BSD, documents), documents, *kept)
+            return self.after(self.layer.attention(x_BSD, self._context(x_BSD)), kept)
+        return super().forward_attn(x_BSD, documents, kept)
 
     def normed(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
-        """The input of attention, and the residual stream."""
         return self.layer.before(x_BSD), x_BSD
 
-    def added(self, x_BSD: Tensor, more_BSD: Tensor, told: Any, *kept: Routing) -> Any:
-        """What follows when attention has found what it adds to the residual stream."""
-        return self.behind(self.layer.behind(x_BSD, more_BSD), *kept)
+    def added(self, x_BSD: Tensor, more_BSD: Tensor, told: Any, kept: Routing | None = None) -> Any:
+        return self.after(self.layer.after(x_BSD, more_BSD), kept)
 
-    def behind(self, state: Any) -> Any:
+    def after(self, state: Any, kept: Routing | None = None) -> Any:
         """What follows from the result of the first piece, up to the next part."""
         return state
 
@@ -126,46 +121,37 @@ class DenseParts:
         return self.layer.mlp(x_BSD)
 
 
-class ExpertParts(DenseParts):
-    """The part functions of a layer with `experts` experts, in the whole model.
-
-    With `kept`, a routing of the same tokens, rows go where they went.
-    """
+class ExpertParts(RoutedParts, DenseParts):
+    """The part functions of a layer with `experts` experts, in the whole model. They are given no weights of rows."""
 
     def __init__(self, layer: ExpertLayer, context: Contexts, experts: int, ep: ExpertPlace) -> None:
         super().__init__(layer, context)
-        self._experts, self._ep = experts, ep
+        self._experts, self.ep = experts, ep
         self._plain = getattr(layer, "plain_merge", False)
         """Whether merging is a sum of rows, residual stream and what else is kept: then one kernel does all of it."""
 
-    def behind(self, state: Any, kept: Routing | None = None) -> Routed:
+    def after(self, state: Any, kept: Routing | None = None) -> Routed:
+        """The router's piece. With `kept`, a routing of the same tokens, rows go where they went."""
         rows_TD, ids_TK, weights_TK, (residual, other) = self.layer.route(state)
-        routing = kept
-        if routing is None:
-            routing = placed(ids_TK.detach(), self._experts)
-            routing = routing.by_rank(self._ep.size) if self._ep.per_rank else routing
-        rows, weights, probs = send_rows(
-            rows_TD.contiguous(), weights_TK.float().contiguous(), routing, later=self._ep.later
-        )
-        return rows, residual, other, weights, probs, routing
+        routing = placed(ids_TK.detach(), self._experts) if kept is None else kept
+        rows, *more = self.sent(rows_TD.contiguous(), weights_TK.float().contiguous(), routing, kept)
+        return rows, residual, other, *more  # pyrefly: ignore[bad-return]
 
-    def forward_dispatch(self, x_TD: Tensor, _probs_TK: None, routing: Routing) -> tuple[Tensor, None]:
-        """Rows of tokens: see `rows_of`."""
-        return rows_of(x_TD, None, routing)[0], None
-
-    def forward_experts(self, rows_RD: Tensor, *told: Any) -> Tensor:
-        """The experts of this rank, on rows in received order. They know nothing of weights."""
-        *_, splits = told
-        grouped_RD, _, opened = to_experts(rows_RD, splits)
-        return from_experts(self.layer.experts(grouped_RD, splits.offsets_L), opened, splits)
+    def computed(self, rows_RD: Tensor, splits: Any, weights_R: Tensor | None) -> Tensor:
+        return self.layer.experts(rows_RD, splits.offsets_L)
 
     def forward_unpermute(
-        self, rows_RD: Tensor, residual: Tensor, other: Tensor | None, probs_TK: Tensor | None, routing: Routing
+        self,
+        rows_RD: Tensor,
+        residual_BSD: Tensor,
+        shared_BSD: Tensor | None,
+        probs_TK: Tensor | None,
+        routing: Routing,
     ) -> Tensor:
-        """The last piece, behind the weighted sum of the rows that came back."""
+        """The last piece, after the weighted sum of the rows that came back."""
         if self._plain:
-            return unpermute(rows_RD, probs_TK, residual, other, routing)
-        return self.layer.merge(unpermute(rows_RD, probs_TK, None, None, routing), (residual, other))
+            return super().forward_unpermute(rows_RD, residual_BSD, shared_BSD, probs_TK, routing)
+        return self.layer.merge(unpermute(rows_RD, probs_TK, None, None, routing), (residual_BSD, shared_BSD))
 
 
 class AdaptedChunk:

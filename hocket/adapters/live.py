@@ -30,9 +30,8 @@ from hocket.fsdp.saving.inventory import Inventory, context_given
 from hocket.fsdp.saving.state import EXTRA
 from hocket.layers.slices import Span
 from hocket.model.source import whole_shapes
-from hocket.pretrained.configuration import config_for
+from hocket.pretrained.families import FAMILIES, config_for
 from hocket.pretrained.folder import DTYPES, LARGEST, files_of, write_files
-from hocket.pretrained.tables import FAMILIES
 from hocket.pretrained.weights import Group, ModuleFolder, Shape, is_pretrained, of_family, plain, written
 from hocket.runtime.weights import DTYPES as COMPUTED
 from hocket.step import PlannedStep

@@ -17,17 +17,16 @@ from hocket.adapters.cut import ELSE, WHOLE, AdaptedModel, Adapter, Cut, OwnMode
 from hocket.adapters.transformers import Pretrained, unshareable
 from hocket.adapters.verify import verify
 from hocket.config import Config
+from hocket.config.optimizer import unmatched
+from hocket.config.rule import Host, Rule, leaf, problem
+from hocket.config.schema import DEFAULTS, changed, ill_typed
 from hocket.engine import Engine
 from hocket.planned import with_settings
 from hocket.pretrained.weights import ModuleFolder, is_pretrained
 from hocket.problems import stop_if
 from hocket.resolve import resolve
+from hocket.rules import rule_lines
 from hocket.runtime.world import everyone
-from hocket.settings.origins import DEFAULTS
-from hocket.settings.rule import Host, Rule
-from hocket.settings.rules import rule_lines
-from hocket.settings.schema import changed, ill_typed, leaf, problem
-from hocket.settings.weight_groups import unmatched
 from hocket.step import PlannedStep, other_ranks
 
 
@@ -70,7 +69,7 @@ def plan_model(
     resolved = resolve(config, _host(), given, price)
     on_gpu = resolved.train.device == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    stop_if(unmatched(resolved, [(name, cut.theirs[name]) for name in cut.params], given))
+    stop_if(unmatched(resolved.optimizer, [(name, cut.theirs[name]) for name in cut.params], given))
     _check_device(cut, device)
     _check_widths(cut, resolved)
     if values is None:

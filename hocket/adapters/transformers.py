@@ -38,7 +38,7 @@ from hocket.layers.standin import grouped_linear
 from hocket.model.documents import Told
 from hocket.model.heads import Heads
 
-# -- Models of transformers whose sequences ranks can share, with a plan and without one -------------------------------
+# -- Models of transformers whose sequences ranks or documents can share -----------------------------------------------
 
 FAMILIES = ("llama", "mistral", "mixtral", "olmo2", "olmo3", "qwen2", "qwen3", "qwen3_moe", "smollm3")
 """Model types whose tokens meet in attention alone, each tested against the model on one process."""
@@ -96,7 +96,7 @@ FORWARDS: Mapping[frozenset[str], tuple[str, str, str, str]] = {
         "attention_layernorm", "", "feedforward_layernorm", "",
     ),
 }  # fmt: skip
-"""Norms that a layer has -> those before and behind attention, before and behind the MLP."""
+"""Norms that a layer has -> those before and after attention, before and after the MLP."""
 BLOCKS = ("mlp", "block_sparse_moe", "feed_forward")
 """What layers call their MLP."""
 _GROUPED = ("is_transposed", "has_bias", "has_gate", "has_post_expert_norm")
@@ -148,27 +148,27 @@ class PlainLayer:
 
     def attention(self, x_BSD: Tensor, context: Mapping[str, Any]) -> Any:
         """`x + attn(x)`, with the norms that belong to it."""
-        return self.behind(x_BSD, _first(self._attention(hidden_states=self.before(x_BSD), **context)))
+        return self.after(x_BSD, _first(self._attention(hidden_states=self.before(x_BSD), **context)))
 
     def before(self, x_BSD: Tensor) -> Tensor:
         """What attention reads."""
         return _apply(self._norms[0], x_BSD)
 
-    def behind(self, x_BSD: Tensor, more_BSD: Tensor) -> Tensor:
+    def after(self, x_BSD: Tensor, more_BSD: Tensor) -> Tensor:
         """The stream, from what it was and what attention has made."""
         return self._added(x_BSD, _apply(self._norms[1], more_BSD))
 
     def mlp(self, x_BSD: Tensor) -> Tensor:
         """The same of the MLP."""
-        _, _, before, behind = self._norms
-        return self._added(x_BSD, _apply(behind, _first(self._mlp(_apply(before, x_BSD)))))
+        _, _, before, after = self._norms
+        return self._added(x_BSD, _apply(after, _first(self._mlp(_apply(before, x_BSD)))))
 
     def _added(self, x_BSD: Tensor, more: Tensor) -> Tensor:
         return x_BSD + (more if self._factor == 1.0 else more * self._factor)
 
 
 class _Reached(Exception):
-    """The block came to its experts, and nothing behind them is wanted."""
+    """The block came to its experts, and nothing after them is wanted."""
 
 
 class _Seam(nn.Module):
@@ -200,7 +200,7 @@ class RoutedLayer(PlainLayer):
         if set(dict(experts.named_children())) - {"act_fn", "post_expert_norm"}:
             raise Unfit(f"{type(experts).__name__} has modules of its own")
         if self._norms[3] is not None:
-            raise Unfit("it has a norm behind its experts, and a plan has no weights there")
+            raise Unfit("it has a norm after its experts, and a plan has no weights there")
         self._experts: Any = experts
         self._gate = gate_of(experts) if experts.has_gate else None
         routers = {"experts", "gate", "router"}
@@ -382,8 +382,8 @@ class Pretrained(Adapter):
         copied: Any = copy.deepcopy(self.model, memo)
         _fill(copied, self.model)
         around = _Around(self.model, copied, copied.get_submodule(self._base), probes)
-        embed, *behind = (copied.get_submodule(name) for name in (*self.embed_modules, *self.head_modules))
-        norm, head = behind
+        embed, *after = (copied.get_submodule(name) for name in (*self.embed_modules, *self.head_modules))
+        norm, head = after
         return Ends(
             embed if self.direct[0] else around.embed,
             (lambda x_BSD: head(norm(x_BSD))) if self.direct[1] else around.logits,

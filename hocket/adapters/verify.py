@@ -19,7 +19,7 @@ from hocket.adapters.cut import ELSE, WHOLE, Cut, refuse
 from hocket.adapters.layer import DenseParts, ExpertParts
 from hocket.layers.dispatch import exchange_counts
 from hocket.model.documents import Documents, whole_sequences
-from hocket.model.moe import ONLY
+from hocket.model.parts import ONLY
 
 TOLERANCE = 1e-4
 """Largest difference, of two norms: sums in another order differ by 1e-6, a forgotten scale by 1e-1."""
@@ -215,7 +215,7 @@ def _by_parts(
         before = [x.detach().requires_grad_() if isinstance(x, Tensor) else x for x in (rows, residual, other, probs)]
         merged = parts.forward_unpermute(*before, routing)  # pyrefly: ignore
         if any(g is not None for g in torch.autograd.grad(merged.sum(), [*params.values()], allow_unused=True)):
-            raise ValueError("merge reads parameters, and a plan has no weights behind the experts")
+            raise ValueError("merge reads parameters, and a plan has no weights after the experts")
         return parts.forward_unpermute(rows, residual, other, probs, routing)
 
     found = _with_gradients(forward, x_BSD, params)

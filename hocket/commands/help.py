@@ -7,11 +7,10 @@ import shutil
 import textwrap
 
 from hocket.commands.options import docstrings
-from hocket.presets import PRESETS
-from hocket.recipes import RECIPES
+from hocket.config.rule import leaf, show
+from hocket.config.schema import DEFAULTS, meant, meant_setting, types
+from hocket.recipes import PRESETS, RECIPES
 from hocket.recipes import describe as described
-from hocket.settings.origins import DEFAULTS
-from hocket.settings.schema import leaf, meant, meant_setting, show, types
 from hocket.typed import describe
 
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from hocket.commands.options import parse_plain
+from hocket.config.load import MOST_KEYS, value_of
+from hocket.config.rule import show
+from hocket.config.schema import beyond, meant, types
 from hocket.problems import stop_if
-from hocket.settings.schema import beyond, meant, show, types
-from hocket.settings.sources import value_of
-from hocket.settings.tomlfile import MOST_KEYS
 from hocket.typed import describe
 
 TABLE = """

@@ -1,10 +1,10 @@
-"""`hocket generate`: what a model goes on with."""
+"""Commands on models: `hocket generate`, `eval`, `export` and `import`."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,27 +14,22 @@ import tyro
 
 from hocket.commands.options import parse_plain, write
 from hocket.config import BYTE_VOCAB, BYTES, Config, DataConfig, ModelConfig, PrecisionConfig
-from hocket.model.tokenizer import FILES, ends_of, known_tokenizer, load_tokenizer, tokenizer_file
+from hocket.config.load import given
+from hocket.config.load import written as toml_of
+from hocket.config.rule import Host, problem, show
+from hocket.config.schema import changed, flat, impossible, types, unseen, written
+from hocket.model.tokenizer import FILE, ends_of, known_tokenizer, load_tokenizer, tokenizer_file
 from hocket.problems import stop_if
-from hocket.settings.rule import Host
-from hocket.settings.rules import broken, rule_lines
-from hocket.settings.schema import changed, flat, impossible, problem, show, types, unseen, written
-from hocket.settings.sources import given, split, value_of
-from hocket.settings.tomlfile import written as toml_of
-from hocket.train.chat import NAMING, TEMPLATE, Chats
-from hocket.train.documents import BadFileError
+from hocket.rules import broken, rule_lines
+from hocket.train.chat import TEMPLATE
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hocket.model.tokenizer import Tokenizer
     from hocket.model.transformer import Chunk
     from hocket.train.corpus import Corpus
     from hocket.train.data import Stream
     from hocket.train.export import StoredModel
-
-UNFINISHED = "�"
-"""What a decoder puts in place of a character whose last bytes are still to come."""
 
 
 @dataclass(frozen=True)
@@ -45,18 +40,12 @@ class Generate:
     """The folder of a run, of a checkpoint, or of a published model."""
     prompt: str
     """The text to go on with."""
-    chat: bool = False
-    """The prompt is a user's message in the chat template. Prints the answer, up to where the template ends it."""
     tokens: int = 100
     """The most tokens."""
     temperature: float = 0.0
     """What logits are divided by; 0 takes the likeliest token."""
-    top_k: int = 0
-    """Draw from that many of the likeliest tokens; 0 means all."""
-    top_p: float = 1.0
-    """Draw from the fewest likeliest tokens that have this probability together."""
     seed: int = 0
-    """Of the draws."""
+    """Seed of the draws."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes a GPU if there is one. On a CPU weights are fp32, on a GPU bf16."""
 
@@ -72,20 +61,16 @@ def run_generate(words: list[str]) -> int:
         config, value, data, stored = opened(Path(options.model))
         _require_sound(config, device)
         if data.tokenizer != BYTES and not (file := tokenizer_file(data.tokenizer)).exists():
-            raise ValueError(f"there is no {file}, the tokenizer; fix: put the model's {' or '.join(FILES)} there")
+            raise ValueError(f"there is no {file}, the tokenizer; fix: put the model's {FILE} there")
     tokenizer = load_tokenizer(data, {"data.tokenizer": options.model})
-    text, end = _in_chat(options, data) if options.chat else (options.prompt, "")
-    prompt = [*(() if options.chat else tokenizer.begins), *map(int, tokenizer.encode([text.encode()])[0])]
+    prompt = [*tokenizer.begins, *map(int, tokenizer.encode([options.prompt.encode()])[0])]
     if not prompt:
         raise _wrong("prompt", options.prompt, "has no token", "a text")
     ends = stored.ends if stored else ends_of(Path(options.model)) or [tokenizer.separator]
-    if (special := tokenizer.special(end)) >= 0:
-        ends, end = [*ends, special], ""
     with _named(f"generate {options.model}", _WHOLE):
         model = filled(config, value, device)
-    sys.stdout.write("" if options.chat else options.prompt)
-    how = {name: getattr(options, name) for name in ("seed", "temperature", "top_k", "top_p")}
-    _print(generate(model, prompt, options.tokens, ends, **how), tokenizer, end)
+    tokens = generate(model, prompt, options.tokens, ends, options.seed, options.temperature)
+    print(options.prompt + tokenizer.decode(list(tokens)))
     return 0
 
 
@@ -112,10 +97,7 @@ def device_of(asked: str) -> str:
 
 
 def _check_ranges(options: Generate) -> None:
-    least: dict[str, tuple[float, float]] = {
-        "tokens": (1, 1e9), "temperature": (0, 1e9), "top_k": (0, 1e9), "top_p": (1e-9, 1),
-        "seed": (0, 2**63 - 1),
-    }  # fmt: skip
+    least = {"tokens": (1, 1e9), "temperature": (0, 1e9), "seed": (0, 2**63 - 1)}
     for name, (low, high) in least.items():
         given = getattr(options, name)
         if not low <= given <= high:
@@ -161,17 +143,6 @@ def _require_sound(model: ModelConfig, device: str) -> None:
     stop_if(rule_lines(about, config, Host(), {"": "the model"}))
 
 
-def _in_chat(options: Generate, data: DataConfig) -> tuple[str, str]:
-    """The prompt as a user's message, and the text that ends an answer."""
-    chats = Chats(data)
-    try:
-        return chats.question(options.prompt), chats.end
-    except BadFileError as error:
-        beside = "a run with data.chat_template" if data.tokenizer == BYTES else f"{TEMPLATE} beside the tokenizer"
-        fix = error.fix if error.fix != NAMING else f"leave it out, or {beside}"
-        raise ValueError(f"--chat (command line): {options.model} {error}; fix: {fix}") from None
-
-
 def filled(config: ModelConfig, value: Callable[[str, tuple[int, ...]], Tensor], device: str) -> Chunk:
     """The whole model with its weights, one parameter at a time."""
     import torch
@@ -190,23 +161,6 @@ def filled(config: ModelConfig, value: Callable[[str, tuple[int, ...]], Tensor],
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             tensor.copy_(value(name, tuple(tensor.shape)))
     return model
-
-
-def _print(tokens: Iterable[int], tokenizer: Tokenizer, end: str) -> None:
-    """Print tokens as they come, each character when its last byte is there, until a text comes that is the end."""
-    seen, shown = list[int](), 0
-    for token in tokens:
-        seen.append(token)
-        text, found, _ = tokenizer.decode(seen).partition(end) if end else (tokenizer.decode(seen), "", "")
-        whole = text if found else text.removesuffix(UNFINISHED)
-        begun = 0 if found else max((n for n in range(1, len(end)) if whole.endswith(end[:n])), default=0)
-        sys.stdout.write(whole[shown : len(whole) - begun])
-        sys.stdout.flush()
-        shown = max(shown, len(whole) - begun)
-        if found:
-            sys.stdout.write("\n")
-            return
-    sys.stdout.write(tokenizer.decode(seen)[shown:] + "\n")
 
 
 # -- `hocket eval`: the held-out loss of a model, by source ------------------------------------------------------------
@@ -263,15 +217,15 @@ def run_eval(words: list[str]) -> int:
 
 def configured(config: Config, flags: list[str]) -> tuple[Config, dict[str, str]]:
     """The settings with those of the command line. Raises ValueError for flags that mean nothing here."""
-    origins, problems = given(flags, config, {})
+    found = given(flags, config, {})
+    origins, problems = found.origins, found.problems
     read = {name for name in types() if name.startswith("data.") and name not in UNREAD}
     for name in origins.keys() - read - {"train.sequences", "train.device"}:
         problems.append(f"{name} ({origins[name]}): no effect on an evaluation; fix: leave it out")
     if not problems and "data.paths" not in origins:
         problems.append("hocket eval (command line): no text; fix: --data.paths my/texts")
     stop_if(problems)
-    said = {flag.removeprefix("--").replace("-", "_"): values for flag, values in split(flags, [])}
-    config = changed(config, {name: value_of(values, types()[name]) for name, values in said.items()})
+    config = changed(config, found.settings)
     stop_if(list(impossible(config, origins).values()))
     return config, origins
 
@@ -376,7 +330,7 @@ def run_import(words: list[str]) -> int:
     if unseen(folder):
         raise ValueError(f"{show(folder)} (command line): has a character that cannot be shown; fix: rename the folder")
     from hocket.model.source import open_weights  # imports torch
-    from hocket.pretrained.configuration import model_of, read_config
+    from hocket.pretrained.families import model_of, read_config
 
     with _named(folder, "a whole folder of a family that is there"):
         config = read_config(Path(folder))
@@ -402,7 +356,7 @@ def _data(folder: str, model: ModelConfig, eos: str) -> tuple[dict[str, str], st
     if model.vocab == BYTE_VOCAB:  # hocket export writes such folders
         return {"tokenizer": BYTES}, f"{folder} has {BYTE_VOCAB} tokens and no tokenizer: a token is a byte"
     needs = "a run of this file needs data.tokenizer, or it is refused"
-    return {}, f"{folder} has no tokenizer that hocket reads ({' or '.join(FILES)}): {needs}"
+    return {}, f"{folder} has no {FILE}: {needs}"
 
 
 def _toml(folder: str, family: str, model: ModelConfig, data: dict[str, str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hocket.commands.options import RecipeOptions, parse
-from hocket.settings.schema import changed
+from hocket.config.schema import changed
 
 PROFILED = 2
 """Steps that --profile records: enough to see whether they differ, few enough to be read soon."""

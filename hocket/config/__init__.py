@@ -1,39 +1,41 @@
 """All settings, as frozen dataclasses. A run is one `Config`. A recipe is a function that returns a `Config`.
 
-Each section has its class in one of the files beside this one, which exports them all.
+Each section has a file beside this one, with its fields and the rules between them. Of the rules, those that only the
+planner can judge are in `hocket/rules.py`. `rule.py` has what sections are made of, `schema.py` what is known of each
+setting, and `load.py` reads files and flags.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from hocket.config.data import BYTE_VOCAB as BYTE_VOCAB
+from hocket.config.data import BYTES as BYTES
+from hocket.config.data import DataConfig as DataConfig
 from hocket.config.hardware import HardwareConfig as HardwareConfig
-from hocket.config.hardware import NetworkConfig as NetworkConfig
-from hocket.config.layout import MeshConfig as MeshConfig
-from hocket.config.layout import PlanConfig as PlanConfig
-from hocket.config.layout import Purpose as Purpose
-from hocket.config.layout import Steps as Steps
-from hocket.config.layout import Strategy as Strategy
+from hocket.config.mesh import MeshConfig as MeshConfig
+from hocket.config.mesh import Purpose as Purpose
+from hocket.config.mesh import Steps as Steps
+from hocket.config.mesh import Strategy as Strategy
 from hocket.config.model import PLAIN as PLAIN
 from hocket.config.model import ModelConfig as ModelConfig
 from hocket.config.model import RopeConfig as RopeConfig
 from hocket.config.model import RopeKind as RopeKind
+from hocket.config.network import NetworkConfig as NetworkConfig
 from hocket.config.optimizer import OptimizerConfig as OptimizerConfig
 from hocket.config.overlap import DataOverlap as DataOverlap
 from hocket.config.overlap import ExpertOverlap as ExpertOverlap
 from hocket.config.overlap import OverlapConfig as OverlapConfig
 from hocket.config.overlap import PipelineOverlap as PipelineOverlap
-from hocket.config.overlap import Switch as Switch
 from hocket.config.overlap import TensorOverlap as TensorOverlap
 from hocket.config.overlap import Update as Update
-from hocket.config.training import BYTE_VOCAB as BYTE_VOCAB
-from hocket.config.training import BYTES as BYTES
-from hocket.config.training import COPIED as COPIED
-from hocket.config.training import LABELS as LABELS
-from hocket.config.training import DataConfig as DataConfig
-from hocket.config.training import PrecisionConfig as PrecisionConfig
-from hocket.config.training import RunConfig as RunConfig
-from hocket.config.training import TrainConfig as TrainConfig
+from hocket.config.plan import PlanConfig as PlanConfig
+from hocket.config.precision import PrecisionConfig as PrecisionConfig
+from hocket.config.rule import Switch as Switch
+from hocket.config.run import RunConfig as RunConfig
+from hocket.config.train import COPIED as COPIED
+from hocket.config.train import LABELS as LABELS
+from hocket.config.train import TrainConfig as TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +69,11 @@ class Config:
     def tokens(self) -> int:
         """Tokens of a microbatch that one rank holds between layers."""
         return self.train.sequences * self.data.sequence_length // (self.mesh.cp * self.mesh.tp)
+
+    @property
+    def stages(self) -> int:
+        """Virtual pipeline stages."""
+        return self.mesh.pp * self.plan.chunks
 
     @property
     def element_bytes(self) -> int:

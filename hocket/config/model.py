@@ -1,11 +1,11 @@
-"""The settings of section `model`."""
+"""Section `model`: a decoder transformer, what goes together in one, and its first values."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from hocket.config.bounds import LONG, MANY, WIDE, Between, OnlyWith
+from hocket.config.rule import LONG, MANY, WIDE, Between, Each, Host, OnlyWith, Rule, Words, leaf
 
 EXPERTS = OnlyWith("a model with experts")
 LATENT = OnlyWith("model.kv_lora_rank above 0")
@@ -178,7 +178,7 @@ class ModelConfig:
     norm_plus_one: bool = False
     """Norms multiply by 1 + weight, and these weights are 0 at first. That of a delta net's output does not."""
     norms: Literal["before", "after"] = "before"
-    """Where the norms of a layer are: before attention and MLP, or behind them, on what they add to the stream."""
+    """Where the norms of a layer are: before attention and MLP, or after them, on what they add to the stream."""
     rope_theta: Annotated[float, Between(1e-6, 1e12)] = 10000.0
     """Base of the rotary embedding."""
     rope: RopeConfig = PLAIN
@@ -207,6 +207,11 @@ class ModelConfig:
         dense = set(self.dense_layers) if self.experts else set(range(self.layers))
         return tuple("dense" if i in dense else "moe" for i in range(self.layers))
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether some layer is a MoE layer."""
+        return "moe" in self.kinds()
+
     def windows(self) -> tuple[int, ...]:
         """The window of every layer; 0 for none."""
         full = set(self.full_layers)
@@ -219,8 +224,208 @@ class ModelConfig:
 
     def layer_kinds(self) -> tuple[str, ...]:
         """Names of the kinds of layers that plans tell apart: `kinds`, and whether there is a window or a delta net."""
-        behind = [
+        suffixes = [
             "_delta" if delta else "_window" if window else ""
             for delta, window in zip(self.deltas(), self.windows(), strict=True)
         ]
-        return tuple(kind + more for kind, more in zip(self.kinds(), behind, strict=True))
+        return tuple(kind + more for kind, more in zip(self.kinds(), suffixes, strict=True))
+
+
+_SHARED = {
+    "model.kv_heads": "model.heads",
+    "model.delta_key_heads": "model.delta_heads",
+    "model.route_groups": "model.experts",
+    "mesh.ep": "model.experts",
+}
+"""Setting -> the number that it divides."""
+_CHOSEN = {"model.top_k": "model.experts", "model.route_top_groups": "model.route_groups"}
+"""Setting -> the number of those of which so many are chosen."""
+
+
+def _uneven(c: Any, h: Host, it: str) -> bool:
+    return not (c.model.latent and it == "model.kv_heads") and leaf(c, _SHARED[it]) % leaf(c, it) != 0
+
+
+MODEL_RULES: tuple[Rule | Each, ...] = (
+    Each(
+        _SHARED,
+        ("{what}", "{it}"),
+        _uneven,
+        "{what} = {{what}} cannot be spread evenly over {it} = {{it}}",
+        "make {what} a multiple of {it}, or a {it} that divides {what}",
+    ),
+    Each(
+        _CHOSEN,
+        ("{it}", "{what}"),
+        lambda c, h, it: leaf(c, it) > leaf(c, _CHOSEN[it]) > 0,
+        "a token cannot choose {{it}} of {what} = {{what}}",
+        "{it} at most {what}",
+    ),
+    Each(
+        {"model.head_dim": "", "model.qk_rope_head_dim": ""},
+        ("{it}", "model.kv_lora_rank"),
+        lambda c, h, it: c.model.latent == (it == "model.qk_rope_head_dim") and leaf(c, it) % 2 != 0,
+        "the rotary embedding turns pairs of elements",
+        "an even {it}",
+    ),
+    Each(
+        {"model.hidden": "", "model.expert_ffn": ""},
+        ("{it}", "precision.compute"),
+        lambda c, h, it: c.model.has_experts and leaf(c, it) * c.element_bytes % 16 != 0,
+        "products of experts need rows of a multiple of 16 bytes, and {precision.compute} has {element_bytes} "
+        "per element",
+        "make {it} a multiple of {unit}",
+    ),
+    Each(
+        {"model.dense_layers": "", "model.full_layers": "", "model.rope.without": ""},
+        ("{it}", "model.layers"),
+        lambda c, h, it: any(layer >= c.model.layers for layer in leaf(c, it)),
+        "it names layers that do not exist; they are numbered 0 to {last_layer}",
+        "{it} with smaller numbers, or more model.layers",
+    ),
+    Each(
+        {
+            "model.qk_norm": "norms of its heads, but of its latents",
+            "model.qkv_bias": "biases",
+            "model.o_bias": "biases",
+            "model.sinks": "sinks",
+            "model.attn_gate": "gates",
+            "model.norm_plus_one": "norms with one added to their weights",
+            "model.window": "windows",
+            "model.delta_heads": "delta nets in other layers",
+            "model.rope.width": "width of its own that rotates: model.qk_rope_head_dim has",
+        },
+        ("{it}", "model.kv_lora_rank"),
+        lambda c, h, it: c.model.latent and bool(leaf(c, it)),
+        "latent attention has no {what}",
+        "leave {it} out, or model.kv_lora_rank = 0",
+    ),
+    Rule(
+        ("model.norms", "model.experts"),
+        lambda c, h: c.model.norms == "after" and c.model.has_experts,
+        "layers with experts have their norms before attention and experts",
+        "model.norms = before, or model.experts = 0",
+    ),
+    Rule(
+        ("model.window",),
+        lambda c, h: c.model.window == 1,
+        "a token that attends to itself alone needs no queries and keys, and flash attention has no such window",
+        "model.window = 0, which means all tokens before it, or model.window = 2 or more",
+    ),
+    Rule(
+        ("model.delta_heads", "model.window"),
+        lambda c, h: c.model.delta_heads > 0 and c.model.window > 0,
+        "layers that are not model.full_layers have either a window or a delta net",
+        "model.window = 0, or model.delta_heads = 0",
+    ),
+    Rule(
+        ("model.delta_heads", "train.device"),
+        lambda c, h: any(c.model.deltas()) and c.train.device == "cuda" and bool(h.no_delta_kernels),
+        "torch's operations compute gated delta nets, which is slow: {host.no_delta_kernels}",
+        "pip install hocket[linear], and what it needs here",
+        remark=True,
+    ),
+    Rule(
+        ("model.delta_heads", "train.device", "precision.compute"),
+        lambda c, h: any(c.model.deltas()) and c.train.device == "cuda" and c.precision.compute == "fp32",
+        "torch's operations compute gated delta nets in fp32, which is slow: kernels take bf16",
+        "precision.compute = bf16",
+        remark=True,
+    ),
+    # Experts
+    Rule(
+        ("model.route_top_groups", "model.top_k", "model.route_groups"),
+        lambda c, h: (
+            c.model.has_experts
+            and c.model.top_k <= c.model.experts
+            and c.model.top_k * c.model.route_groups > c.model.experts * c.model.route_top_groups
+        ),
+        "{model.route_top_groups} of {model.route_groups} groups have fewer than model.top_k = {model.top_k} of the "
+        "{model.experts} experts",
+        "more model.route_top_groups, or fewer model.route_groups",
+    ),
+    Rule(
+        ("model.route_group_score", "model.route_groups"),
+        lambda c, h: (
+            c.model.route_group_score == "best_two"
+            and c.model.route_top_groups < c.model.route_groups == c.model.experts
+        ),
+        "a group of one expert has no two scores",
+        "model.route_group_score = best, or fewer model.route_groups",
+    ),
+    # Rotary positions
+    Rule(
+        ("model.rope.width", "model.head_dim"),
+        lambda c, h: not c.model.latent and (c.model.rope.width % 2 != 0 or c.model.rope.width > c.model.head_dim),
+        "pairs of elements rotate, and a head has {model.head_dim}",
+        "an even model.rope.width up to model.head_dim, or model.rope.width = 0, which turns all of them",
+    ),
+    Rule(
+        ("model.rope.original_positions", "model.rope.kind"),
+        lambda c, h: c.model.rope.kind in ("llama3", "yarn") and c.model.rope.original_positions == 0,
+        "{model.rope.kind} goes by how often a pair turns in the positions that the model was trained on first",
+        "model.rope.original_positions above 0, or model.rope.kind = default",
+    ),
+    Rule(
+        ("model.rope.high_frequency", "model.rope.low_frequency"),
+        lambda c, h: c.model.rope.kind == "llama3" and c.model.rope.high_frequency <= c.model.rope.low_frequency,
+        "pairs between the two are slowed down in part, and model.rope.low_frequency is {model.rope.low_frequency}",
+        "model.rope.high_frequency above model.rope.low_frequency",
+    ),
+    Rule(
+        ("model.rope.beta_fast", "model.rope.beta_slow"),
+        lambda c, h: c.model.rope.kind == "yarn" and c.model.rope.beta_slow > c.model.rope.beta_fast,
+        "pairs between the two are slowed down in part, and model.rope.beta_slow is {model.rope.beta_slow}",
+        "model.rope.beta_fast at least model.rope.beta_slow",
+    ),
+    Rule(
+        ("model.rope_theta", "model.rope.kind"),
+        lambda c, h: c.model.rope.kind == "yarn" and c.model.rope_theta == 1,
+        "all pairs turn alike, and yarn slows down those that turn less often than others",
+        "another model.rope_theta, or model.rope.kind = default",
+    ),
+)
+
+MODEL_WORDS: Words = {
+    "last_layer": lambda c, h: c.model.layers - 1,
+    "unit": lambda c, h: 16 // c.element_bytes,
+}
+
+
+SOURCES = {
+    "gpt2": "Radford et al. 2019, GPT-2, section 2.3",
+    "torchtitan": "torchtitan's Llama 3, Qwen3 and DeepSeek-V3, torchtitan/models/common/param_init.py",
+}
+
+
+def spreads(name: str, model: ModelConfig) -> tuple[float, float]:
+    """Standard deviation of a weight; of gate and up stacked in one weight, of each of the two.
+
+    With `gpt2` all weights have `init_std`, but for projections onto the residual stream, which have it divided by
+    sqrt(2 * layers). So the stream's variance does not grow with depth.
+
+    With `torchtitan` embeddings have 1. Those much smaller drown in what the first layers add to all tokens alike, and
+    then routers send all tokens to the same experts. The head has hidden ** -0.5, and so has an embedding that is the
+    head too. Layer i, counted from 0, draws `wo`, `w_down`, the up half of `w_gate_up`, and its router with `init_std`
+    / sqrt(2 * (i + 1)). The original also cuts the head's values off at three standard deviations, which this does not.
+    """
+    std, leaf = model.init_std, name.rsplit(".", 1)[-1]
+    if model.init == "gpt2":
+        return (std / (2 * model.layers) ** 0.5 if leaf in ("wo", "w_out", "w_down") else std,) * 2
+    unit, number, *_ = name.split(".")
+    if unit in ("embed", "head"):
+        return (1.0 if unit == "embed" and not model.tied else model.hidden**-0.5,) * 2
+    deep = std / (2 * (int(number) + 1)) ** 0.5
+    first = deep if leaf in ("wo", "w_out", "w_down") or name.endswith("router.weight") else std
+    return first, deep if leaf == "w_gate_up" else first
+
+
+def described(model: ModelConfig) -> str:
+    """Where first values come from, for explanations."""
+    if model.weights:
+        return f"no effect: first values are read from {model.weights}"
+    outs = ["w_out" if delta else "wo" for delta in model.deltas()]
+    known = ["embed.weight", "head.weight", *(f"layers.{i}.attn.{outs[i]}" for i in (0, model.layers - 1))]
+    known += ["layers.0.router.weight"] if len(set(model.kinds()) - {"dense"}) else []
+    each = ", ".join(f"{name} {spreads(name, model)[0]:.3g}" for name in dict.fromkeys(known))
+    return f"standard deviations are {model.init_std:g}, but {each} ({SOURCES[model.init]})"

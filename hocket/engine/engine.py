@@ -27,24 +27,25 @@ from hocket.layers.slices import whole_shape
 from hocket.layers.tensor import Tensors, ways_of
 from hocket.model.context import Shared
 from hocket.model.documents import Context, Documents, Microbatch
-from hocket.model.moe import ExpertPlace
+from hocket.model.parts import ExpertPlace
 from hocket.model.source import ChunkPlace, ModelSource, OwnTransformer
+from hocket.predict.arrivals import p2p_bytes, rows_bytes, tokens_bytes
+from hocket.predict.cost import costs_of
+from hocket.predict.hardware import hardware_of
+from hocket.predict.part_sizes import attending
+from hocket.predict.simulate import host_bytes
 from hocket.program.check import assert_valid
-from hocket.program.hardware import hardware_of
 from hocket.program.linearize import linearize
 from hocket.program.lower import build_forward, build_program
 from hocket.program.ops import Layout, Op, Program
-from hocket.program.part_sizes import attending
 from hocket.program.shard import MATRIX_SLOTS
-from hocket.program.simulate import host_bytes
-from hocket.program.stages import costs_of, layout_of, mesh_of, p2p_bytes, rows_bytes, sharding_of, tokens_bytes
+from hocket.program.stages import layout_of, mesh_of, sharding_of
 from hocket.runtime.comm import CommOptions, Groups, Link, make_groups
 from hocket.runtime.hangs import MARGIN, Recorder
-from hocket.runtime.lanes import CpuLanes, CudaLanes, Lanes, spinner
+from hocket.runtime.lanes import CpuLanes, CudaLanes, Lanes, SideStream, spinner
 from hocket.runtime.tokens import CopiedTokens
 from hocket.runtime.weights import DTYPES
 from hocket.runtime.world import everyone
-from hocket.settings.weight_groups import by_muon, decays
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,11 @@ class Agreed(NamedTuple):
     loads: dict[int, float]
     signal: int
     imbalance: float | None
+    grad_norm: float
+    """Of the last step, before clipping."""
+    skipped: bool
+    """Whether the last step was."""
+    skipped_of_run: int
 
 
 class Engine:
@@ -147,7 +153,9 @@ class Engine:
         sides = [] if self._tensors is None else [self._tensors.side]
         lanes = self.layout.lanes
         self.lanes: Lanes = CudaLanes(device, sides, lanes) if on_gpu else CpuLanes(lanes)
-        self._grad_norm = torch.zeros((), device=device)
+        # Numbers of a step are read on a stream of their own: see Note: [A step's numbers come before its updates].
+        self._numbers = SideStream(device)
+        self._loss_of_step = self._grad_norm = torch.zeros((), device=device)
         self._skipped = torch.zeros((), dtype=torch.bool, device=device)
         self.learnt = torch.zeros((), dtype=torch.int64, device=device)
         """Targets that counted in the last step or validation, of all data-parallel ranks."""
@@ -178,14 +186,14 @@ class Engine:
         return self.source.chunk(ChunkPlace(layers, first, last, *where, ends))
 
     def _decays(self, name: str, shape: Sequence[int]) -> bool:
-        return decays(self.config, (name, self.source.own_name(name)), shape)
+        return self.config.optimizer.decays((name, self.source.own_name(name)), shape)
 
     def _muon(self) -> MuonOptions | None:
         config, optimizer = self.config, self.config.optimizer
         if optimizer.name != "muon":
             return None
         return MuonOptions(
-            takes=lambda name, shape: by_muon(config, name, shape),
+            takes=optimizer.by_muon,
             decays=self._decays,
             weight_decay=config.train.weight_decay,
             scale=optimizer.scale,
@@ -277,12 +285,14 @@ class Engine:
         """
         assert len(microbatches) == self.program.microbatches
         self._lr = 0.0 if self.config.train.transport == "null" else lr
-        loss = self._loss(self._run(self.executor, microbatches), self.executor)
+        self._run(self.executor, microbatches)
         lacked = self.room.lacked
         grown = lacked > 0 and self.room.now is not None
         way = "issued" if self._graphed is None or lacked else self._graphed.way
         uneven = None if self.shared is None else self.shared.imbalance
-        return StepResult(loss, self._grad_norm, self.balance.loads, self._skipped, lacked, grown, way, uneven)
+        return StepResult(
+            self._loss_of_step, self._grad_norm, self.balance.loads, self._skipped, lacked, grown, way, uneven
+        )
 
     @property
     def replays(self) -> bool:
@@ -297,15 +307,21 @@ class Engine:
         self.sharded.complete_grads()
         enter("the sum, over tensor-parallel ranks, of gradients that all of them have")
         self.sharded.sum_shared_grads()
+        actions = self.executor.actions
+        self._loss_of_step = self._loss(actions.losses, self.executor)
+        self._numbers.fork()
         if self._optimizer is None or lacked:
             self.sharded.forget_grads()
-            self.executor.actions.loads.clear()
+            actions.loads.clear()
             return
-        enter("the norm of all gradients, and the optimizer")
-        self._grad_norm = self._optimizer.step(self._lr, later=self._leaves_updates)
+        enter("the norm of all gradients")
+        self._grad_norm = self._optimizer.judge(self._lr)
         self._skipped = self._optimizer.guard.skipped
         enter("the sum of the experts' loads")
-        self.balance.update(self.executor.actions.loads, self._skipped)
+        self.balance.update(actions.loads, self._skipped)
+        self._numbers.fork()
+        enter("the optimizer")
+        self._optimizer.apply(later=self._leaves_updates)
 
     def _run(self, executor: Executor, microbatches: Sequence[Microbatch]) -> list[Tensor]:
         """Run all ops once; if rows found no room, once more, with splits that the host knows.
@@ -382,11 +398,26 @@ class Engine:
         """What all ranks together say: the mean loss of the data-parallel ranks, loads, the largest of the others.
 
         `loads` are rows by expert of this rank's layers. The result is, by layer, those of the busiest expert over the
-        mean; it has all layers of the model with experts that were given. Waits for the step. Every rank calls this.
+        mean; it has all layers of the model with experts that were given. Waits for the step, but for the updates of
+        weights. Every rank calls this.
+
+        Note: [A step's numbers come before its updates]
+        Loss, norm and loads are known before the optimizer's kernels run. So they are summed and read on a stream of
+        their own, which was forked off ahead of the updates. The host issues the next step while the GPU updates
+        weights, and the GPU never waits for the first ops of a step.
         """
         for executor in self._executors:
             if executor.recorder.active:
-                executor.recorder.enter("the mean of all ranks' losses, behind all ops")
+                executor.recorder.enter("the mean of all ranks' losses, after all ops")
+        if loss is not self._loss_of_step:  # a validation's, say
+            self._numbers.fork()
+        with self._numbers.on():
+            agreed = self._agreed(loss, loads, signal, imbalance)
+        for executor in self._executors:
+            executor.recorder.end()
+        return agreed
+
+    def _agreed(self, loss: Tensor, loads: Mapping[int, Tensor] | None, signal: int, imbalance: float | None) -> Agreed:
         total = loss.double().reshape(1) / (self.mesh.data * self.mesh.tp)
         largest = torch.zeros(len(self.layout.kinds) + 2, device=self.device)
         largest[-2:] = torch.tensor([float(signal), imbalance or 0.0])
@@ -397,10 +428,11 @@ class Engine:
         self.groups.control.all_reduce(largest, "max").wait()
         *of_layers, most, uneven = largest.tolist()
         by_layer = {n: load for n, load in enumerate(of_layers) if load}
-        agreed = Agreed(float(total), by_layer, int(most), None if imbalance is None else uneven)
-        for executor in self._executors:
-            executor.recorder.end()
-        return agreed
+        skipped = self._skipped if self._optimizer is None else self.skipped
+        told = total[0], self._grad_norm, self._skipped, skipped
+        mean, norm, once, often = torch.stack([each.double() for each in told]).tolist()
+        uneven = None if imbalance is None else uneven
+        return Agreed(mean, by_layer, int(most), uneven, norm, bool(once), int(often))
 
     @property
     def _executors(self) -> list[Executor]:

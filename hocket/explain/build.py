@@ -16,31 +16,32 @@ from typing import TYPE_CHECKING, Any
 
 from hocket.collector import without_collector
 from hocket.config import Purpose
+from hocket.config.optimizer import samples, weight_groups
+from hocket.config.overlap import CONTEXT as METHOD
 from hocket.config.overlap import DIRECTIONS, ROLES
+from hocket.config.overlap import TENSOR as METHODS
+from hocket.config.precision import FROM, PRECISION_RULES
+from hocket.config.rule import Host, problem
+from hocket.config.schema import changed, command_words, digest, source
+from hocket.decision import AUTOMATIC
 from hocket.explain.explanation import FILE, Axis, Explanation, Overlap, Predicted, Row, State, Times, to_text
 from hocket.files import json_in
 from hocket.gpus import GPUS
 from hocket.planning import adapter_seconds, network, predict, program_of, rates, told_documents
+from hocket.predict.arrivals import arrival_bytes, by_pieces
+from hocket.predict.cost import CostTable, costs_of
+from hocket.predict.hardware import Hardware, hardware_of, hosts_of
+from hocket.predict.part_sizes import unit_weights
+from hocket.predict.simulate import KINDS, kind_of
+from hocket.predict.tensor_costs import model_of_rank
 from hocket.problems import harmless
-from hocket.program.cost import CostTable, unit_weights, units_of
-from hocket.program.hardware import Hardware, hardware_of, hosts_of
 from hocket.program.mesh import P2P, PURPOSES, described, most_sms, mover_of
 from hocket.program.ops import UNITS, Program
 from hocket.program.shard import ALIGN
-from hocket.program.simulate import KINDS, kind_of
-from hocket.program.stages import arrival_bytes, by_pieces, costs_of, layout_of, mesh_of, sharding_of
-from hocket.program.tensor_costs import model_of_rank
+from hocket.program.stages import layout_of, mesh_of, sharding_of
 from hocket.program.transformer import GATHERED
 from hocket.resolve import Settings
-from hocket.settings.decision import AUTOMATIC
-from hocket.settings.derived import has_experts, recomputes, separate_wgrads, shares_units
-from hocket.settings.origins import command_words, source
-from hocket.settings.overlap_rules import CONTEXT as METHOD
-from hocket.settings.overlap_rules import TENSOR as METHODS
-from hocket.settings.rule import Host
-from hocket.settings.schema import changed, digest, problem
-from hocket.settings.training_rules import FROM, PRECISION_RULES
-from hocket.settings.weight_groups import samples, weight_groups
+from hocket.rules import has_experts, recomputes, separate_wgrads, shares_units
 from hocket.sizes import duration, listed, several
 from hocket.tune.trials import continued, steady
 from hocket.variables import Finding
@@ -315,7 +316,7 @@ LANES: dict[str, tuple[str, ...]] = {
 def units(settings: Settings) -> tuple[Row, ...]:
     """All kinds of units. Layers with and without a window have the same."""
     layout, sharding, model, mesh = layout_of(settings), sharding_of(settings), model_of_rank(settings), settings.mesh
-    found = Counter(each for rank in range(layout.pp) for each in units_of(layout, rank))
+    found = Counter(each for rank in range(layout.pp) for each in layout.units(rank))
     rows = list[dict[str, Any]]()
     for unit, kind in sorted(found, key=lambda key: (UNITS.index(key[0]), key[1])):
         elements, members = unit_weights(model, layout, unit, kind), sharding.size(unit)
@@ -350,7 +351,7 @@ def optimizer(settings: Settings) -> tuple[Row, ...]:
             decay=group.decay,
             names=" ".join(samples(group.names)),
         )
-        for group in weight_groups(settings, parameter_shapes(settings.model))
+        for group in weight_groups(settings.optimizer, settings.train.weight_decay, parameter_shapes(settings.model))
     )
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
-from hocket.settings.decision import Decision
-from hocket.settings.schema import show
+from hocket.config.rule import show
+from hocket.decision import Decision
 from hocket.sizes import duration
 from hocket.variables import Finding
 

@@ -10,11 +10,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from hocket.config.rule import leaf, problem, show
+from hocket.config.schema import types
 from hocket.program.mesh import Purpose
 from hocket.resolve import Settings, without_copies
 from hocket.runtime.trial import LIMIT, why_no_copies
 from hocket.runtime.world import everyone
-from hocket.settings.schema import leaf, problem, show, types
 from hocket.tune.rules import TRANSPORT, chose_copies
 
 _OWN = ("run.", "data.paths", "data.validation", "data.tokenizer", "data.cache")

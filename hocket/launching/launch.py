@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hocket.config import Config
+from hocket.config.rule import problem
 from hocket.environment import Worker, find_worker, memory, prepare, probe
 from hocket.explain.build import record
 from hocket.launching.parent import start_workers
 from hocket.launching.worker import FAILED, Job, end_now, outcome, run_folder
 from hocket.planned import check_patterns
 from hocket.resolve import Settings, resolve
-from hocket.settings.schema import problem
 from hocket.train.writers import require_writers
 from hocket.tune.rules import lost_copies
 from hocket.tune.trials import gib

@@ -21,11 +21,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from hocket.config.rule import problem
 from hocket.environment import HERE, Worker
 from hocket.launching.worker import Job, child_main, free_port
 from hocket.resolve import Settings
 from hocket.runtime.hangs import ALONE, ANSWER, HANG_EXIT_CODE, HANG_HEADLINE, STATE, RankState, culprit
-from hocket.settings.schema import problem
 from hocket.train.signals import asking, hang_up
 
 # -- A started worker as its parent sees it, and one message about why a run failed ------------------------------------

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hocket.config.rule import problem
 from hocket.environment import Worker, die_with, find_port
 from hocket.resolve import Settings
-from hocket.settings.schema import problem
 from hocket.train.signals import asking
 
 # -- Where ranks meet, and what to say if they can't -------------------------------------------------------------------

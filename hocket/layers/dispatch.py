@@ -14,7 +14,7 @@ copy per rank a received row has one place in grouped order for each of its choi
 Note: [Who knows what of a dispatch]
 A layer's parts see rows, a `Routing` and a `Splits`, and touch the two only through the functions of this module:
 `send_rows` makes the rows to send from tokens (or whoever moves them does, by `rows_of`, so that it can do so
-once more for backward), `to_experts` and `from_experts` stand before and behind the experts,
+once more for backward), `to_experts` and `from_experts` stand before and after the experts,
 `unpermute` makes tokens of the rows that came back. The weights of choices stay with the tokens, or go to the experts:
 see Note: [Weights inside the experts]. Whoever moves rows in between (`engine/actions.py`) asks `exchange_counts` for
 the `Splits`, sends by its `table` forwards and by `table.back` on the way back. Of the tensor of sent rows the first
@@ -26,7 +26,7 @@ Note: [Weights inside the experts]
 A token's result is the sum over its experts of `w * down(silu(gate) * up)`, which is that of `down(w * silu(gate) *
 up)`. The second form needs no row that the experts have made for the gradient of `w`: it is the sum of `silu(gate) *
 up` times its own gradient, and both are there in the backward of SwiGLU (Guo et al. 2025, "SonicMoE", arXiv
-2512.14080). So it keeps [R, D] less, and reads [R, D] less in backward. Experts with a bias behind the second product
+2512.14080). So it keeps [R, D] less, and reads [R, D] less in backward. Experts with a bias after the second product
 do it the first way; so do those of models that hocket did not write, and rows that are sent once per expert, which
 carry no weight.
 
@@ -55,7 +55,7 @@ from hocket.layers.rows import (
     total,
     total_of,
 )
-from hocket.program.part_sizes import label_bytes
+from hocket.predict.part_sizes import label_bytes
 from hocket.runtime.blocks import Blocks, HostBlocks, Room, host_blocks, lay_out
 from hocket.runtime.segment import rebuild_in_backward
 from hocket.runtime.transports import Pending, RowTable
@@ -135,7 +135,7 @@ def exchange_counts(routing: Routing, group: CountExchange | None, placed: bool 
 
 
 def counts_to_send(routing: Routing, ranks: int) -> Tensor:
-    """What each rank must know: choices by local expert, [P, L], and with one copy per rank the rows behind them."""
+    """What each rank must know: choices by local expert, [P, L], and with one copy per rank the rows after them."""
     return routing.counts_E.view(ranks, -1) if routing.pairs is None else routing.pairs.counts_PM
 
 
@@ -263,7 +263,7 @@ def _block_order(counts_PL: Tensor, rows: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class PlacedSplits:
-    """Where rows go, in tensors. Rows arrive in grouped order, and those behind the last one mean nothing."""
+    """Where rows go, in tensors. Rows arrive in grouped order, and those after the last one mean nothing."""
 
     table: Blocks
     ends_L: Tensor

@@ -115,12 +115,9 @@ def grouped_linear(x_RD: Tensor, p_EDF: Tensor, offsets_E: Tensor, turned: bool 
 
 def scale(x_TD: Tensor, p_D: Tensor, one: bool = False) -> Tensor:
     """`x * p`, elementwise over the last dimension; with `one`, `x * (1 + p)` with the sum in fp32."""
-    if one:
-        return apply(_ScaleOne, x_TD, p_D)
-    weight = weight_of(p_D)
-    if weight is None:
+    if not one and weight_of(p_D) is None:
         return x_TD * p_D
-    return _Scale.apply(x_TD, queued(x_TD, weight))
+    return apply(_Scale, x_TD, p_D, one)
 
 
 def shift(x_TD: Tensor, p_D: Tensor) -> Tensor:
@@ -364,29 +361,19 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 class _Scale(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, where: Queued) -> Tensor:
-        return x * save_input(ctx, x, where)
+    """Ordinary weights come here with `one` alone: a sum in the activations' dtype would lose most of their bits."""
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        (x,) = ctx.saved_tensors
-        ctx.where.contribute(ctx, 1, partial(_scale_wgrad, x.detach(), g))
-        return g * ctx.where.value(), None
-
-
-class _ScaleOne(torch.autograd.Function):
-    """Ordinary weights come here too, since a sum with them in the activations' dtype would lose most of their bits."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, given: Tensor | None, where: Destination) -> Tensor:
-        return (x * (save_input(ctx, x, where).float() + 1)).to(x.dtype)
+    def forward(ctx: Any, x: Tensor, given: Tensor | None, where: Destination, one: bool) -> Tensor:
+        ctx.one, p_D = one, save_input(ctx, x, where)
+        return (x * (p_D.float() + 1)).to(x.dtype) if one else x * p_D
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         (x,) = ctx.saved_tensors
         dw = ctx.where.contribute(ctx, 1, partial(_scale_wgrad, x.detach(), g))
-        return (g * (ctx.where.again().float() + 1)).to(x.dtype), dw, None
+        p_D = ctx.where.again()
+        return (g * (p_D.float() + 1)).to(x.dtype) if ctx.one else g * p_D, dw, None, None
 
 
 class _Shift(torch.autograd.Function):
@@ -480,7 +467,7 @@ def sums_by_id(ids_T: Tensor, g_TD: Tensor) -> Tensor:
 
 
 def add_bias_by_expert(x_RF: Tensor, p_EF: Tensor, offsets_E: Tensor) -> Tensor:
-    """`x + p[e]` of the rows `offsets[e - 1]:offsets[e]` of every expert; the rows behind the last one mean nothing.
+    """`x + p[e]` of the rows `offsets[e - 1]:offsets[e]` of every expert; the rows after the last one mean nothing.
 
     `offsets` is int32, on the device of `x`. On a GPU the result takes the memory of `x`. An expert without rows gets a
     zero gradient.
@@ -501,7 +488,7 @@ def sum_by_expert(g_RF: Tensor, offsets_E: Tensor, out_EF: Tensor, add: bool = F
 
 
 def owners(rows: int, offsets_E: Tensor) -> Tensor:
-    """The expert of every row, int32 [R]; rows behind the last one's have the last one."""
+    """The expert of every row, int32 [R]; rows after the last one's have the last one."""
     row = torch.arange(rows, dtype=torch.int32, device=offsets_E.device)
     found = torch.searchsorted(offsets_E, row, right=True, out_int32=True)
     return found.clamp_(max=len(offsets_E) - 1)
@@ -557,7 +544,7 @@ def _before(x_BSC: Tensor, count: int, position_BS: Tensor | None) -> Tensor:
     return moved_BSC if position_BS is None else moved_BSC.masked_fill((position_BS < count).unsqueeze(-1), 0)
 
 
-def _behind(g_BSC: Tensor, count: int, position_BS: Tensor | None) -> Tensor:
+def _after(g_BSC: Tensor, count: int, position_BS: Tensor | None) -> Tensor:
     """The gradient of `_before`."""
     if not count:
         return g_BSC
@@ -594,7 +581,7 @@ class _Convolution(torch.autograd.Function):
         width = p_CW.shape[1]
         dx_BSC = g_BSC * p_CW[:, -1]
         for count in range(1, width):
-            dx_BSC += _behind(g_BSC * p_CW[:, width - 1 - count], count, ctx.position)
+            dx_BSC += _after(g_BSC * p_CW[:, width - 1 - count], count, ctx.position)
         dw = ctx.where.contribute(ctx, 1, partial(_convolution_wgrad, x.detach(), g, ctx.position))
         return dx_BSC.to(x.dtype), dw, None, None
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hocket.kernels import usable
-from hocket.program.part_sizes import label_bytes
+from hocket.predict.part_sizes import label_bytes
 
 
 def gather(x_RD: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
@@ -213,7 +213,7 @@ class _Total(torch.autograd.Function):
 # One copy per destination rank: a row for every (token, rank), however many of the token's experts live there.
 #
 # A token's choices mostly share ranks: of 8 choices among 4 ranks, a token has 3.6 ranks on average. So a row says in
-# its *label*, columns behind the hidden state, which of the token's choices it stands for, and their weights:
+# its *label*, columns after the hidden state, which of the token's choices it stands for, and their weights:
 #
 #     hidden state [D]  |  seat of every choice, int32 [K]  |  their weights, fp32 [K]
 #
@@ -252,7 +252,7 @@ class Pairs:
     counts_PM: Tensor
     """For every rank, what it must be told: choices by its experts, then rows; int64 [P, L + 1]."""
     room: int
-    """Rows of the tensor of rows, as many as there can be; those behind the last pair hold anything."""
+    """Rows of the tensor of rows, as many as there can be; those after the last pair hold anything."""
 
 
 def pair(inverse_TK: Tensor, counts_E: Tensor, ranks: int) -> Pairs:

@@ -23,7 +23,7 @@ Weight gradients are values (`runtime/weights.py`): gathered x or g is kept unti
 Note: [Pieces take turns on two queues]
 A product is done in waves of tiles, as many at a time as the GPU has processors, and the last wave of a piece is rarely
 full. On one queue the next piece begins when that wave has ended. So every other piece is on a queue of its own: its
-first tiles run where the last wave of the piece before leaves processors free. What moves a piece is ordered behind its
+first tiles run where the last wave of the piece before leaves processors free. What moves a piece is ordered after its
 own product alone, and both queues are one again before anybody reads results, or memory is given back.
 
 Shapes: P ranks, S tokens of this rank, T = P * S, D input width, F output width.
@@ -42,7 +42,7 @@ from torch import Tensor
 
 from hocket.config import Config
 from hocket.config.overlap import DIRECTIONS, ROLES, Method
-from hocket.program.tensor_costs import LIKE, pieces, splits_of
+from hocket.predict.tensor_costs import LIKE, pieces, splits_of
 from hocket.runtime.comm import Group
 from hocket.runtime.lanes import SideStream
 from hocket.runtime.tokens import CopiedTokens, Spread, Tokens
@@ -131,7 +131,7 @@ class Tensors:
         self.twin.fork()
         try:
             yield lambda number: self.twin.on() if number % 2 else nullcontext()
-        finally:  # behind an error, too: memory that is read there is given back
+        finally:  # after an error, too: memory that is read there is given back
             self.twin.mark()()
 
     def gather(self, x_SD: Tensor) -> Tensor:

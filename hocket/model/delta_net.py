@@ -166,6 +166,6 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _in_chunks(x_BSHX: Tensor, chunk: int) -> Tensor:
-    """[B, H, N, C, X], fp32, with zeros behind the last token."""
+    """[B, H, N, C, X], fp32, with zeros after the last token."""
     missing = -x_BSHX.shape[1] % chunk
     return F.pad(x_BSHX.float(), (0, 0, 0, 0, 0, missing)).transpose(1, 2).unflatten(2, (-1, chunk))

@@ -2,7 +2,7 @@
 
 Note: [What is masked, and what padding is]
 Two masks are often one, and are two here. *A target* of `IGNORED` counts for nothing in the loss; its token is a token
-like others, which those behind it attend to, so it goes through all layers. *Padding* has no document (`PADDING`): no
+like others, which those after it attend to, so it goes through all layers. *Padding* has no document (`PADDING`): no
 other token attends to it, and its targets have to be ignored, so nothing that is learnt depends on it. Padding is
 routed to experts like any token, because the number of rows of a microbatch is what buffers are made for, but it is not
 counted: neither in the load-balancing loss nor in the loads that move the balance biases. Packed text has none.
@@ -33,6 +33,15 @@ PADDING = -1
 """The document of a token that belongs to none."""
 
 
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on a device. The host does not wait: memory that is not pinned would make it wait for all
+    that the GPU was given before.
+    """
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
 @dataclass(frozen=True, eq=False)
 class Documents:
     """The documents of one microbatch. Made by `documents_of`."""
@@ -55,8 +64,8 @@ class Documents:
 
     def to(self, device: torch.device) -> Documents:
         """The same on a device."""
-        real_T = None if self.real_T is None else self.real_T.to(device)
-        moved = {name: getattr(self, name).to(device) for name in ("ids_BS", "position_T", "ends")}
+        real_T = None if self.real_T is None else to_device(self.real_T, device)
+        moved = {name: to_device(getattr(self, name), device) for name in ("ids_BS", "position_T", "ends")}
         return replace(self, **moved, real_T=real_T)
 
     @property
@@ -154,7 +163,7 @@ class Span:
         return (mask.triu(ahead + 1 - window) if window else mask).view(1, 1, *mask.shape)
 
     def to(self, device: torch.device) -> Span:
-        return replace(self, ends=self.ends.to(device), key_ends=self.key_ends.to(device))
+        return replace(self, ends=to_device(self.ends, device), key_ends=to_device(self.key_ends, device))
 
 
 @dataclass(frozen=True, eq=False)

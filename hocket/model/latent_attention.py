@@ -9,7 +9,7 @@ Rotating elements stand first, and a pair is (i, i + R / 2). In files of Hugging
 (2i, 2i + 1): `pretrained/weights.py` permutes rows.
 
 Under tensor parallelism heads are spread: `wq`, `wq_b` and `wkv_b` by columns, `wo` by rows. What makes latents is
-whole on every rank, and works on the rank's own tokens; tokens are gathered behind the norms, where they are narrow.
+whole on every rank, and works on the rank's own tokens; tokens are gathered after the norms, where they are narrow.
 
 Shapes: B sequences, S sequence length, D hidden, H query heads of a rank, C width of the latent, R rotating elements of
 a head, N the other ones of a key, V width of a value.

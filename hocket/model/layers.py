@@ -17,12 +17,13 @@ from hocket.kernels import usable
 from hocket.layers.functional import linear, shift
 from hocket.layers.linears import WHOLE, Linears, Role, new_weight
 from hocket.layers.norms import add_rms_norm, norm_rotate, rms_norm, rotate
+from hocket.layers.routing import Routing
 from hocket.model.delta_net import DeltaNet
 from hocket.model.documents import Documents, Told
 from hocket.model.heads import Heads
 from hocket.model.latent_attention import LatentAttention
+from hocket.model.parts import LayerParts
 from hocket.model.rotary import rope_of, table_of
-from hocket.runtime.comm import Group
 
 
 class Attention(Heads, nn.Module):
@@ -156,14 +157,8 @@ def swiglu(
     return out if weights is None else (out * weights.unsqueeze(-1)).to(out.dtype)
 
 
-class TransformerLayer(nn.Module):
-    """What layers with a dense MLP and with experts have in common: attention, and norms.
-
-    `normed`, `attn` and `added` are what the parts of shared sequences are made of (`context.py`).
-    """
-
-    group: Group | None = None
-    """The ranks that share its sequences; None where each has its own."""
+class TransformerLayer(LayerParts, nn.Module):
+    """What layers with a dense MLP and with experts have in common: attention, and norms."""
 
     def __init__(self, config: ModelConfig, linears: Linears, number: int) -> None:
         super().__init__()
@@ -174,7 +169,6 @@ class TransformerLayer(nn.Module):
         self.ffn_norm = new_weight(config.hidden)
 
     def normed(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
-        """The input of attention, and the residual stream."""
         if self.after:
             return x_BSD, x_BSD
         x_BSD, h_BSD = add_rms_norm(x_BSD, None, self.attn_norm, *self.norm)
@@ -188,13 +182,8 @@ class DenseLayer(TransformerLayer):
         super().__init__(config, linears, number)
         self.mlp = Mlp(config, config.ffn, linears)
 
-    def forward_attn(self, x_BSD: Tensor, documents: Documents | None = None) -> Tensor:
+    def added(self, x_BSD: Tensor, more_BSD: Tensor, told: Told | None, kept: Routing | None = None) -> Tensor:
         """`x + attention(norm(x))`, or `x + norm(attention(x))`."""
-        h_BSD, x_BSD = self.normed(x_BSD)
-        return self.added(x_BSD, self.attn(h_BSD, documents), documents)
-
-    def added(self, x_BSD: Tensor, more_BSD: Tensor, told: Told | None) -> Tensor:
-        """The residual stream behind attention."""
         return x_BSD + (rms_norm(more_BSD, self.attn_norm, *self.norm) if self.after else more_BSD)
 
     def forward_mlp(self, x_BSD: Tensor) -> Tensor:

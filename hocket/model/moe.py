@@ -6,7 +6,6 @@ F width of an expert, K experts per token, R rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hocket.config import ModelConfig
-from hocket.layers.dispatch import exchange_counts, from_experts, rows_of, send_rows, to_experts, unpermute
+from hocket.layers.dispatch import exchange_counts
 from hocket.layers.functional import add_bias_by_expert, grouped_linear, score, shift
 from hocket.layers.linears import WHOLE, Linears, new_weight
 from hocket.layers.norms import add_rms_norm
@@ -22,33 +21,7 @@ from hocket.layers.routing import Routing, Sharers, Weighs, attach_losses, over_
 from hocket.layers.tensor import Arriving
 from hocket.model.documents import Documents, Told
 from hocket.model.layers import Mlp, TransformerLayer, gated
-
-
-@dataclass(frozen=True)
-class ExpertPlace:
-    """Which of a layer's experts are here, and how rows get to the others."""
-
-    size: int = 1
-    """Expert-parallel ranks."""
-    rank: int = 0
-    """This one's number among them."""
-    per_rank: bool = False
-    """Rows are sent once per token and rank, not once per expert (`layers/rows.py`)."""
-    later: bool = False
-    """Rows are made of tokens when they are moved: `forward_dispatch` does, if all experts are here."""
-    stays: bool = False
-    """Nobody moves the rows, though experts are missing: what a bound without communication computes."""
-
-    @property
-    def weighted(self) -> bool:
-        """Whether the weights of choices come with the rows: see Note: [Weights inside the experts]."""
-        return self.per_rank or self.stays or self.size == 1
-
-
-Routed = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Routing]
-"""What a layer has behind its router: see `MoELayer.forward_attn`."""
-ONLY = ExpertPlace()
-"""All experts are here."""
+from hocket.model.parts import ExpertPlace, Routed, RoutedParts
 
 
 class Router(nn.Module):
@@ -94,13 +67,13 @@ class Experts(nn.Module):
         gate = partial(gated, config=self.config)
         if self.b_gate_up is None or self.b_down is None:
             return self.linears.experts(rows_RD, self.w_gate_up, self.w_down, offsets_L, (count, weights_R), gate)
-        assert weights_R is None, "a bias behind the second product is weighted too"
+        assert weights_R is None, "a bias after the second product is weighted too"
         gate_up_RF = add_bias_by_expert(grouped_linear(rows_RD, self.w_gate_up, offsets_L), self.b_gate_up, offsets_L)
         inner_RF = gate(gate_up_RF, count)
         return add_bias_by_expert(grouped_linear(inner_RF, self.w_down, offsets_L), self.b_down, offsets_L)
 
 
-class MoELayer(TransformerLayer):
+class MoELayer(RoutedParts, TransformerLayer):
     """A transformer layer with routed experts.
 
     Its parts are `forward_attn`, `forward_experts` and `forward_unpermute`; between the first two and the
@@ -119,24 +92,16 @@ class MoELayer(TransformerLayer):
         self.router = Router(config)
         self.experts = Experts(config, config.experts // ep.size, linears)
 
-    def forward_attn(self, x_BSD: Tensor, documents: Documents | None = None, kept: Routing | None = None) -> Routed:
-        """Attention, norm, shared expert, router and permutation.
+    def added(self, x_BSD: Tensor, more_BSD: Tensor, told: Told | None, kept: Routing | None = None) -> Routed:
+        """Norm, shared expert, router and permutation, from the residual stream and what attention adds to it.
 
-        Returns (rows [R, D] in sent order, residual [B, S, D], shared [B, S, D] or None, rows' weights [R] for the
-        experts or None, probs [T, K] that stay here or None, routing); where rows are made later, tokens [T, D] and
-        their weights [T, K] in place of rows and theirs. The normed hidden state has three readers, whose
-        order fixes the bits of its gradient: shared expert, router, permutation. When forward runs once more, `kept` is
-        the first one's routing.
+        The normed hidden state has three readers, whose order fixes the bits of its gradient: shared expert, router,
+        permutation.
         """
-        h_BSD, x_BSD = self.normed(x_BSD)
-        return self.added(x_BSD, self.attn(h_BSD, documents), documents, kept)
-
-    def added(self, x_BSD: Tensor, more_BSD: Tensor, documents: Told | None, kept: Routing | None = None) -> Routed:
-        """What is behind attention in `forward_attn`, which adds `more` to the residual stream."""
         c, sharing = self.config, 1 if self.group is None else self.group.size
         x1_BSD, h_BSD = add_rms_norm(x_BSD, more_BSD, self.ffn_norm, *self.norm)
         shared_BSD = self.shared(h_BSD) if self.shared is not None else None
-        h_TD, real_T = h_BSD.flatten(0, 1), documents.real_T if documents is not None else None
+        h_TD, real_T = h_BSD.flatten(0, 1), told.real_T if told is not None else None
         if real_T is not None:
             real_T = self.attn.linears.own(real_T)
         h_TD, logits_TE = self.router(h_TD)
@@ -144,12 +109,10 @@ class MoELayer(TransformerLayer):
         sharers = Sharers(self.total, self.attn.linears.size * sharing)
         probs_TK, routing = route(logits_TE, c, self.router.bias, self.aux_scale * sharing, kept, real_T, sharers)
         if c.z_loss or c.aux_loss_over != "microbatch":
-            weighs = self._weighs(documents, len(h_TD) * self.attn.linears.size, len(x_BSD))
+            weighs = self._weighs(told, len(h_TD) * self.attn.linears.size, len(x_BSD))
             tokens = real_T, len(x_BSD), weighs
             probs_TK = attach_losses(probs_TK, logits_TE, routing, c, self.router.share, tokens)
-        if self.ep.per_rank and kept is None:
-            routing = routing.by_rank(self.ep.size)
-        rows, weights, probs = send_rows(h_TD, probs_TK, routing, self.weighted, self.ep.later)
+        rows, weights, probs, routing = self.sent(h_TD, probs_TK, routing, kept)
         routing.settle()
         return rows, x1_BSD, shared_BSD, weights, probs, routing
 
@@ -168,29 +131,8 @@ class MoELayer(TransformerLayer):
         assert documents is None or documents.real_T is None or not torch.is_grad_enabled(), "padding was not counted"
         return self.aux_scale / tokens, self.aux_scale / sequences
 
-    def forward_dispatch(self, x_TD: Tensor, probs_TK: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor | None]:
-        """Rows and their weights, of tokens and theirs: see `rows_of`."""
-        return rows_of(x_TD, probs_TK, routing)
-
-    def forward_experts(self, rows_RD: Tensor, *told: Any) -> Tensor:
-        """The local experts on the rows received, given and returned in received order.
-
-        They are told `Splits | PlacedSplits`; before these, where no rows are moved, the rows' weights [R] or None.
-        """
-        *weights, splits = told
-        grouped_RD, weights_R, opened = to_experts(rows_RD, splits, *weights, weighted=self.weighted)
-        return from_experts(self.experts(grouped_RD, splits.offsets_L, splits.count, weights_R), opened, splits)
-
-    def forward_unpermute(
-        self,
-        rows_RD: Tensor,
-        residual_BSD: Tensor,
-        shared_BSD: Tensor | None,
-        probs_TK: Tensor | None,
-        routing: Routing,
-    ) -> Tensor:
-        """Sum of the rows that came back, in sent order, weighted by `probs`, plus shared expert and residual."""
-        return unpermute(rows_RD, probs_TK, residual_BSD, shared_BSD, routing)
+    def computed(self, rows_RD: Tensor, splits: Any, weights_R: Tensor | None) -> Tensor:
+        return self.experts(rows_RD, splits.offsets_L, splits.count, weights_R)
 
     def forward(self, x_BSD: Tensor, documents: Documents | None = None) -> Tensor:
         assert self.ep.size == 1, "with experts on other ranks, a plan must move the rows between the parts"

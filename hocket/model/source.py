@@ -13,14 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from hocket.config import Config, ModelConfig
+from hocket.config.model import spreads
 from hocket.layers.linears import WHOLE, Linears
-from hocket.model.moe import ExpertPlace, Router
+from hocket.model.moe import Router
+from hocket.model.parts import ExpertPlace
 from hocket.model.transformer import Chunk
 from hocket.pretrained.weights import PretrainedFolder
 from hocket.program.ops import Layout
 from hocket.program.stages import layout_of
 from hocket.runtime.comm import Groups
-from hocket.settings.first_values import spreads
 
 # -- init --------------------------------------------------------------------------------------------------------------
 # First values of weights. The same seed gives the same weights on any mesh.
@@ -37,7 +38,7 @@ def init_tensor(
 
     Norms are ones, or zeros where one is added to them, and biases, whose names begin with b, are zeros. Of delta nets
     `dt` is ones, and `a_log` the logarithm of numbers spread evenly from 0.01 to 16, as in Qwen3-Next. Other weights
-    are normal, with the standard deviations of `settings/first_values.py`. For experts, `shape` counts the local ones,
+    are normal, with the standard deviations of `config/model.py`. For experts, `shape` counts the local ones,
     and `first_expert` is the global number of the first. CPU and GPU draw different numbers.
     """
     leaf = name.rsplit(".", 1)[-1]

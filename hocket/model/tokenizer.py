@@ -1,11 +1,10 @@
-"""Text to tokens: a token per byte, a JSON file of the `tokenizers` package, or a model of sentencepiece.
+"""Text to tokens: a token per byte, or a JSON file of the `tokenizers` package.
 
 Note: [Where a text begins and ends]
 A document ends with the token that `data.eos` names, or else with the one of `tokenizer_config.json`, `config.json`,
-`generation_config.json` beside the tokenizer, the model of sentencepiece, or the list `END_OF_TEXT`, whichever names
-one of the tokenizer's tokens first. It begins with the tokens that transformers puts before a text by default: those of
-the post-processor in `tokenizer.json`, or the `bos_token` of a model of sentencepiece if `add_bos_token` is true.
-Chats have what their template writes, and no more.
+`generation_config.json` beside the tokenizer, or the list `END_OF_TEXT`, whichever names one of the tokenizer's tokens
+first. It begins with the tokens that transformers puts before a text by default: those of the post-processor in
+`tokenizer.json`. Chats have what their template writes, and no more.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from typing import Any
 import numpy as np
 
 from hocket.config import BYTE_VOCAB, BYTES, DataConfig
-from hocket.files import finite, json_in
-from hocket.settings.schema import problem
+from hocket.config.rule import problem
+from hocket.files import json_in
 
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "<|im_end|>", "[EOS]")
 """Names under which tokenizers know the token that ends a document, by preference, where no file names one."""
 
-FILES = ("tokenizer.json", "tokenizer.model")
-"""Names of a tokenizer's file in a folder of a published model, by preference."""
+FILE = "tokenizer.json"
+"""Name of a tokenizer's file in a folder of a published model."""
 NAMING = ("special_tokens_map.json", "tokenizer_config.json")
 """Files beside a tokenizer that name its special tokens; the second counts where both do."""
 NUMBERING = ("config.json", "generation_config.json")
-"""Files of a model beside its tokenizer that say the numbers of special tokens. They are read beside `FILES` alone:
+"""Files of a model beside its tokenizer that say the numbers of special tokens. They are read beside a `FILE` alone:
 beside a tokenizer of another name they may be another program's."""
 
 
@@ -57,58 +56,42 @@ class Known:
         return "".join(self.names.get(token, str(token)) for token in self.begins)
 
 
-class Tokenizer:
-    """What the corpus needs of a tokenizer."""
+class ByteTokenizer:
+    """A token per byte. Byte 0 separates documents: text has none, and files that do are taken for binary ones."""
 
-    vocab: int
+    vocab: int = BYTE_VOCAB
     """Number of tokens."""
-    separator: int
+    separator: int = 0
     """Token after every document; -1 if none is known."""
-    begins: tuple[int, ...]
+    begins: tuple[int, ...] = ()
     """Tokens before every document that is no chat. See Note: [Where a text begins and ends]."""
 
     def encode(self, texts: list[bytes]) -> list[np.ndarray]:
-        """Tokens of each document, as unsigned integers. Uses all cores.
-
-        Bytes that are not UTF-8 become the replacement character; a `ByteTokenizer` leaves out byte 0.
-        """
-        raise NotImplementedError
-
-    def places(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens of a document, the character at which each begins), of the same length."""
-        raise NotImplementedError
-
-    def decode(self, tokens: list[int]) -> str:
-        """The text of tokens; bytes that are no character become the replacement character."""
-        raise NotImplementedError
-
-    def special(self, text: str) -> int:
-        """The special token with which a text begins; -1 if it begins with none."""
-        return -1
-
-
-class ByteTokenizer(Tokenizer):
-    """A token per byte. Byte 0 separates documents: text has none, and files that do are taken for binary ones."""
-
-    vocab = BYTE_VOCAB
-    separator = 0
-    begins = ()
-
-    def encode(self, texts: list[bytes]) -> list[np.ndarray]:
+        """Tokens of each document, as unsigned integers."""
         return [np.frombuffer(text.replace(b"\0", b""), dtype=np.uint8) for text in texts]
 
     def places(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens of a document, the character at which each begins), of the same length."""
         parts = ["" if character == "\0" else character for character in text]
         sizes = [len(part.encode(errors="replace")) for part in parts]
         (tokens,) = self.encode(["".join(parts).encode(errors="replace")])
         return tokens, np.repeat(np.arange(len(text)), sizes)
 
     def decode(self, tokens: list[int]) -> str:
+        """The text of tokens; bytes that are no character become the replacement character."""
         return bytes(token for token in tokens if token < BYTE_VOCAB).decode(errors="replace")
 
+    def special(self, text: str) -> int:
+        """The special token with which a text begins; -1 if it begins with none."""
+        return -1
 
-class JsonTokenizer(Tokenizer):
-    """A tokenizer file of the `tokenizers` package. Documents stay whole, whatever the file says of their length."""
+
+class JsonTokenizer:
+    """The same by a tokenizer file of the `tokenizers` package. Uses all cores.
+
+    Documents stay whole, whatever the file says of their length. Bytes that are not UTF-8 become the replacement
+    character.
+    """
 
     def __init__(self, data: DataConfig, origins: Mapping[str, str]) -> None:
         try:
@@ -116,7 +99,7 @@ class JsonTokenizer(Tokenizer):
         except ImportError:
             reason, fix = "the package `tokenizers` is not installed", "pip install 'hocket[text]'"
             raise ValueError(problem("data.tokenizer", data.tokenizer, origins, reason, fix)) from None
-        known = _known_json(data, origins)
+        known = _known(data, origins)
         self.vocab, self.separator, self.begins = known.vocab, known.separator, known.begins
         self._backend = backend.Tokenizer.from_file(str(tokenizer_file(data.tokenizer)))
         self._backend.no_truncation()  # either may be saved in the file
@@ -140,40 +123,13 @@ class JsonTokenizer(Tokenizer):
         return next((token for token in first if token in added and added[token].special), -1)
 
 
-class SentencePieceTokenizer(Tokenizer):
-    """A `.model` file of sentencepiece."""
-
-    def __init__(self, data: DataConfig, origins: Mapping[str, str]) -> None:
-        self._model = _sentencepiece(data, origins)
-        known = _known_pieces(data, origins, self._model)
-        self.vocab, self.separator, self.begins = known.vocab, known.separator, known.begins
-
-    def encode(self, texts: list[bytes]) -> list[np.ndarray]:
-        words = [text.decode("utf-8", errors="replace") for text in texts]
-        return [np.asarray(ids, dtype=np.uint32) for ids in self._model.encode(words, out_type=int, num_threads=-1)]
-
-    def places(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        try:
-            pieces = self._model.encode(text, out_type="immutable_proto").pieces
-            ids, firsts = [piece.id for piece in pieces], [piece.begin for piece in pieces]
-        except ValueError:  # sentencepiece 0.2.3 has none
-            found = self._model.encode(text, out_type="offset_mapping")
-            ids, firsts = found["ids"], [first for first, _ in found["offsets"]]
-        return np.asarray(ids, dtype=np.uint32), np.asarray(firsts, dtype=int)
-
-    def decode(self, tokens: list[int]) -> str:
-        return self._model.decode([token for token in tokens if token < self.vocab])
-
-    def special(self, text: str) -> int:
-        specials = (token for token in range(self.vocab) if self._model.is_control(token))
-        return next((token for token in specials if text.startswith(self._model.id_to_piece(token))), -1)
+Tokenizer = ByteTokenizer | JsonTokenizer
+"""What the corpus needs."""
 
 
 def tokenizer_file(name: str) -> Path:
     """The file that a setting means: that of a published model's folder, or the file itself."""
-    if not Path(name).is_dir():
-        return Path(name)
-    return next((file for file in map(Path(name).joinpath, FILES) if file.exists()), Path(name, FILES[0]))
+    return Path(name, FILE) if Path(name).is_dir() else Path(name)
 
 
 def tokenizer_files(name: str) -> list[Path]:
@@ -181,15 +137,13 @@ def tokenizer_files(name: str) -> list[Path]:
     if name == BYTES:
         return []
     file = tokenizer_file(name)
-    beside = (*NAMING, *(NUMBERING if file.name in FILES else ()))
+    beside = (*NAMING, *(NUMBERING if file.name == FILE else ()))
     return [file, *(path for path in map(file.with_name, beside) if path.exists())]
 
 
 def load_tokenizer(data: DataConfig, origins: Mapping[str, str]) -> Tokenizer:
     """The tokenizer a configuration names. Raises ValueError if its file or package is missing."""
-    if data.tokenizer == BYTES:
-        return ByteTokenizer()
-    return (SentencePieceTokenizer if _is_sentencepiece(data) else JsonTokenizer)(data, origins)
+    return ByteTokenizer() if data.tokenizer == BYTES else JsonTokenizer(data, origins)
 
 
 def known_tokenizer(data: DataConfig, origins: Mapping[str, str]) -> Known:
@@ -199,11 +153,7 @@ def known_tokenizer(data: DataConfig, origins: Mapping[str, str]) -> Known:
     """
     if data.tokenizer == BYTES:
         return Known(BYTE_VOCAB, ByteTokenizer.separator, -1, (), {})
-    known = (
-        _known_pieces(data, origins, _sentencepiece(data, origins))
-        if _is_sentencepiece(data)
-        else _known_json(data, origins)
-    )
+    known = _known(data, origins)
     if known.separator < 0:
         reason = f"it is not known which token ends a text: no file beside the tokenizer says it, and of {END_OF_TEXT} "
         fix = "data.eos = that token as the tokenizer writes it, such as --data.eos '</s>'"
@@ -211,13 +161,12 @@ def known_tokenizer(data: DataConfig, origins: Mapping[str, str]) -> Known:
     return known
 
 
-def _is_sentencepiece(data: DataConfig) -> bool:
-    return tokenizer_file(data.tokenizer).suffix == ".model"
-
-
-def _known_json(data: DataConfig, origins: Mapping[str, str]) -> Known:
-    """Of a tokenizer file of the `tokenizers` package."""
-    fix = "a JSON file of the `tokenizers` package, such as the tokenizer.json of a published model"
+def _known(data: DataConfig, origins: Mapping[str, str]) -> Known:
+    """What is known of a tokenizer file of the `tokenizers` package."""
+    fix = (
+        "a JSON file of the `tokenizers` package, such as the tokenizer.json of a published model; of a "
+        "tokenizer.model transformers makes one by AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+    )
     try:
         content = json_in(tokenizer_file(data.tokenizer))
         vocab = content["model"]["vocab"]
@@ -231,7 +180,34 @@ def _known_json(data: DataConfig, origins: Mapping[str, str]) -> Known:
         raise ValueError(problem("data.tokenizer", data.tokenizer, origins, reason, fix)) from None
     except (AttributeError, KeyError, TypeError, ValueError):
         raise ValueError(problem("data.tokenizer", data.tokenizer, origins, "not a tokenizer file", fix)) from None
-    return _known(data, origins, tokens, begins)
+    file = tokenizer_file(data.tokenizer)
+    beside = {path.name: _table(path, data, origins) for path in tokenizer_files(data.tokenizer)[1:]}
+    named = {key: value for name in NAMING for key, value in beside.get(name, {}).items() if value}
+    numbered, numbers = [beside.get(name, {}) for name in NUMBERING], set(tokens.values())
+
+    def special(kind: str) -> int:
+        name = named.get(f"{kind}_token")
+        name = name.get("content") if isinstance(name, dict) else name
+        if isinstance(name, str) and name in tokens:
+            return tokens[name]
+        return next((x for said in numbered for x in token_numbers(said.get(f"{kind}_token_id")) if x in numbers), -1)
+
+    bos, eos = special("bos"), special("eos")
+    eos = eos if eos >= 0 else next((tokens[name] for name in END_OF_TEXT if name in tokens), -1)
+    if data.eos:
+        eos = tokens.get(data.eos, -1)
+        if eos < 0:
+            reason, fix = "data.tokenizer has no such token", "one of its tokens, as the tokenizer writes it"
+            raise ValueError(problem("data.eos", data.eos, origins, reason, fix))
+    if data.bos == "off":
+        begins = ()
+    elif data.bos == "on" and not begins:
+        if bos < 0:
+            reason = "the files of data.tokenizer name no token that begins a text"
+            fix = f"data.bos = auto, or a bos_token in {file.parent / NAMING[-1]}"
+            raise ValueError(problem("data.bos", data.bos, origins, reason, fix))
+        begins = (bos,)
+    return Known(max(numbers) + 1, eos, bos, begins, {number: token for token, number in tokens.items()})
 
 
 def _begins(processor: Any) -> tuple[int, ...]:
@@ -246,75 +222,6 @@ def _begins(processor: Any) -> tuple[int, ...]:
         case "Sequence":  # later ones go around earlier ones
             return tuple(token for each in reversed(processor["processors"]) for token in _begins(each))
     return ()
-
-
-def _sentencepiece(data: DataConfig, origins: Mapping[str, str]) -> Any:
-    """A model of sentencepiece, opened."""
-    path, fix = data.tokenizer, "a model of sentencepiece, such as the tokenizer.model of a published model"
-    try:
-        backend = importlib.import_module("sentencepiece")
-    except ImportError:
-        reason, fix = "the package `sentencepiece` is not installed", "pip install 'hocket[text]'"
-        raise ValueError(problem("data.tokenizer", path, origins, reason, fix)) from None
-    try:
-        proto = finite(tokenizer_file(path)).read_bytes()
-        model: Any = backend.SentencePieceProcessor(model_proto=proto) if proto else None
-    except OSError as error:
-        raise ValueError(problem("data.tokenizer", path, origins, f"cannot be read ({error.strerror})", fix)) from None
-    except RuntimeError:
-        model = None
-    if model is None or not model.vocab_size():
-        raise ValueError(problem("data.tokenizer", path, origins, "not a model of sentencepiece", fix))
-    return model
-
-
-def _known_pieces(data: DataConfig, origins: Mapping[str, str], model: Any) -> Known:
-    """Of a model of sentencepiece."""
-    pieces = {model.id_to_piece(number): number for number in range(model.vocab_size())}
-    return _known(data, origins, pieces, None, model.eos_id())
-
-
-def _known(
-    data: DataConfig,
-    origins: Mapping[str, str],
-    tokens: Mapping[str, int],
-    begins: tuple[int, ...] | None,
-    end: int = -1,
-) -> Known:
-    """What is known of a tokenizer with these tokens, of which `end` may be known to end a text.
-
-    `begins` are tokens that it puts before a text; None leaves that to its `add_bos_token`.
-    """
-    file = tokenizer_file(data.tokenizer)
-    beside = {path.name: _table(path, data, origins) for path in tokenizer_files(data.tokenizer)[1:]}
-    named = {key: value for name in NAMING for key, value in beside.get(name, {}).items() if value}
-    numbered, numbers = [beside.get(name, {}) for name in NUMBERING], set(tokens.values())
-
-    def special(kind: str) -> int:
-        name = named.get(f"{kind}_token")
-        name = name.get("content") if isinstance(name, dict) else name
-        if isinstance(name, str) and name in tokens:
-            return tokens[name]
-        return next((x for said in numbered for x in token_numbers(said.get(f"{kind}_token_id")) if x in numbers), -1)
-
-    bos, eos = special("bos"), special("eos")
-    eos = eos if eos >= 0 else end if end >= 0 else next((tokens[name] for name in END_OF_TEXT if name in tokens), -1)
-    if data.eos:
-        eos = tokens.get(data.eos, -1)
-        if eos < 0:
-            reason, fix = "data.tokenizer has no such token", "one of its tokens, as the tokenizer writes it"
-            raise ValueError(problem("data.eos", data.eos, origins, reason, fix))
-    if begins is None:
-        begins = (bos,) if named.get("add_bos_token") and bos >= 0 else ()
-    if data.bos == "off":
-        begins = ()
-    elif data.bos == "on" and not begins:
-        if bos < 0:
-            reason = "the files of data.tokenizer name no token that begins a text"
-            fix = f"data.bos = auto, or a bos_token in {file.parent / NAMING[-1]}"
-            raise ValueError(problem("data.bos", data.bos, origins, reason, fix))
-        begins = (bos,)
-    return Known(max(numbers) + 1, eos, bos, begins, {number: token for token, number in tokens.items()})
 
 
 def _table(path: Path, data: DataConfig, origins: Mapping[str, str]) -> dict[str, Any]:

@@ -20,10 +20,10 @@ from hocket.config import ModelConfig
 from hocket.layers.linears import WHOLE, Linears, new_weight
 from hocket.layers.norms import rms_norm
 from hocket.layers.vocabulary import loss_in_pieces
-from hocket.model.context import cut_as
 from hocket.model.documents import Documents
 from hocket.model.layers import DenseLayer
-from hocket.model.moe import ONLY, ExpertPlace, MoELayer
+from hocket.model.moe import MoELayer
+from hocket.model.parts import ONLY, ExpertPlace, cut_as
 from hocket.runtime.comm import Group
 
 Layer = DenseLayer | MoELayer
@@ -150,33 +150,26 @@ def parameter_counts(config: ModelConfig) -> tuple[int, int]:
 # -- generation --------------------------------------------------------------------------------------------------------
 
 
-def pick(
-    logits_V: Tensor, generator: torch.Generator, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0
-) -> int:
-    """A token, of logits on a CPU. See `commands.models.Generate` (`top_p`: Holtzman et al. 2020)."""
+def pick(logits_V: Tensor, generator: torch.Generator, temperature: float = 0.0) -> int:
+    """A token, of logits on a CPU: the likeliest, or with a temperature one that is drawn."""
     if not temperature:
         return int(logits_V.argmax())
-    logits_V, token_V = (logits_V.float() / temperature).sort(descending=True)
-    if top_k:
-        logits_V = logits_V[:top_k]
-    share_V = logits_V.softmax(0)
-    share_V[share_V.cumsum(0) - share_V >= top_p] = 0.0
-    return int(token_V[torch.multinomial(share_V, 1, generator=generator)])
+    return int(torch.multinomial((logits_V.float() / temperature).softmax(0), 1, generator=generator))
 
 
 @torch.inference_mode()
 def generate(
-    model: Chunk, prompt: Sequence[int], count: int, ends: Collection[int] = (), seed: int = 0, **how: Any
+    model: Chunk, prompt: Sequence[int], count: int, ends: Collection[int] = (), seed: int = 0, temperature: float = 0.0
 ) -> Iterator[int]:
     """Up to `count` tokens that follow `prompt`, which has one at least; ends before one of `ends`.
 
-    `model` is the whole one with values. It reads all tokens again for each new one. `how` is for `pick`.
+    `model` is the whole one with values. It reads all tokens again for each new one.
     """
     assert model.head is not None
     generator, tokens = torch.Generator().manual_seed(seed), list(prompt)
     for _ in range(count):
         x_1SD = model(torch.tensor([tokens], device=model.head.norm.device))
-        token = pick(model.head(x_1SD[:, -1:])[0, 0].cpu(), generator, **how)
+        token = pick(model.head(x_1SD[:, -1:])[0, 0].cpu(), generator, temperature)
         if token in ends:
             return
         tokens.append(token)

@@ -22,9 +22,17 @@ import torch
 from torch import Tensor, nn
 
 from hocket.config import ModelConfig
-from hocket.pretrained.configuration import differences, family_of, model_of, read_config
+from hocket.pretrained.families import (
+    FURTHER_LAYERS,
+    IGNORED_TENSORS,
+    Family,
+    Rule,
+    differences,
+    family_of,
+    model_of,
+    read_config,
+)
 from hocket.pretrained.folder import FP8, MXFP4_BLOCK, READ, TensorFolder, blocks_of, mxfp4_values, scale_name
-from hocket.pretrained.tables import FURTHER_LAYERS, IGNORED_TENSORS, Family, Rule
 
 Shape = tuple[int, ...]
 Read = Callable[..., Tensor]
@@ -47,7 +55,7 @@ class Stored:
     name: str
     shape: Shape
     pieces: tuple[Tensor, ...]
-    """Views of the parameter. In each of so many equal `blocks` of the tensor a part of each stands behind the other.
+    """Views of the parameter. In each of so many equal `blocks` of the tensor a part of each stands after the other.
     None of one that has no elements, such as scales."""
     blocks: int = 1
 
@@ -130,7 +138,7 @@ def split(rule: Rule, number: str, value: Tensor, model: ModelConfig) -> Iterato
 
 
 def _further(config: Mapping[str, Any], layers: int, names: Iterable[str]) -> list[str]:
-    """Those of the names that belong to layers behind the last, as many as a key of `FURTHER_LAYERS` counts, or that
+    """Those of the names that belong to layers after the last, as many as a key of `FURTHER_LAYERS` counts, or that
     Qwen3-Next and 3.5 have for them.
     """
     count = max(config.get(key) or 0 for key in FURTHER_LAYERS)

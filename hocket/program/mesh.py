@@ -52,6 +52,11 @@ def mover_of(purpose: Purpose, transport: str, on_gpu: bool, device_splits: bool
     return "copies" if purpose in COPIED.get(transport, ()) else "nccl"
 
 
+def groups_of(unit: str) -> tuple[Purpose, Purpose]:
+    """What a unit's groups are for: the one that gathers its weights, and the one that reduces its gradients."""
+    return ("gather_experts", "reduce_experts") if unit == "experts" else ("gather_dense", "reduce_dense")
+
+
 def most_sms(purpose: Purpose) -> int:
     """Most SMs that NCCL takes for one call on a group."""
     return P2P_SMS if purpose in P2P else TP_SMS if purpose == "tp" else SMS

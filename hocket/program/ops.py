@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from hocket.config.layout import part_and_layers
+from hocket.config.plan import part_and_layers
 from hocket.program.parts import UNITS as UNITS
 from hocket.program.parts import LayerKind, Part
 from hocket.program.parts import Unit as Unit
@@ -291,6 +291,18 @@ class Layout:
             return EMBED.unit
         found = self._parts.get(part)
         return found.unit if found is not None else None
+
+    def units(self, rank: int) -> list[tuple[Unit, str]]:
+        """(class, kind of the layer) of every unit of a pipeline rank."""
+        units: list[tuple[Unit, str]] = []
+        for chunk in range(self.chunks):
+            if self.is_first(rank, chunk):
+                units.append(("embed", ""))
+            for kind in map(self.type_of, self.layers(rank, chunk)):
+                units += [(unit, kind.name) for unit in dict.fromkeys(part.unit for part in kind.weighted) if unit]
+            if self.is_last(rank, chunk) and not (self.tied and ("embed", "") in units):
+                units.append(("embed" if self.tied else "head", ""))
+        return units
 
     @cached_property
     def _dispatches_again(self) -> bool:

@@ -32,6 +32,9 @@ UNITS: tuple[Unit, ...] = ("embed", "dense", "experts", "head")
 END_UNITS: tuple[Unit, ...] = ("embed", "head")
 """Units that stand outside of layers: a rank has one of each at most."""
 
+Mixer = Literal["full", "window", "delta"]
+"""What a layer's tokens learn of each other by: attention, attention over a window, or a gated delta net."""
+
 INPUT = "input"
 """What a part reads that reads the layer's input."""
 OUTPUT_GRADIENT = "output gradient"
@@ -89,8 +92,9 @@ class Part:
     up rows of a table that they share."""
     mark: str = ""
     """Its letter in text timelines; by default `letter` in upper case."""
-    size: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
-    """Its cost function: `program.transformer.Shapes -> PartSize`."""
+    mixer: Mixer = field(default="full", compare=False)
+    size: str | Callable[..., Any] = field(default="", compare=False, repr=False)
+    """Its cost function, `Shapes -> PartSize` of `predict/part_sizes.py`, or the name of one there."""
 
     def __post_init__(self) -> None:
         def refuse(problem: str) -> None:

@@ -59,7 +59,6 @@ from dataclasses import dataclass
 
 from hocket.config import Strategy
 from hocket.program.ops import TIED, Layout, Op, Verb, tied_lane
-from hocket.program.part_sizes import Fp8
 from hocket.program.parts import END_UNITS, UNITS, Unit
 from hocket.program.transformer import EMBED
 from hocket.program.values import Meanings, UnitName, meanings, unit_moved
@@ -77,14 +76,6 @@ class Sharding:
     dense: int = 1
     experts: int = 1
     strategy: Strategy = "optim_grads_params"
-    wire_bytes: int = 0
-    """Of an element of a gradient on its way; 0: as many as of one that is computed with."""
-    tensor: int = 1
-    """Tensor-parallel ranks, which share every product."""
-    averages_bytes: int = 4
-    """Of an element of each of the optimizer's two averages."""
-    fp8: Fp8 | None = None
-    """What computes in fp8, and so has casts beside gathered weights; None: nothing."""
     muon: bool = False
     """Whether Muon updates the units of layers."""
 

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache, partial
+from typing import get_args
 
-from hocket.program import part_sizes as sizes
-from hocket.program.parts import INPUT, OUTPUT_GRADIENT, LayerKind, Part, layer_kind
+from hocket.program.parts import INPUT, OUTPUT_GRADIENT, LayerKind, Mixer, Part, layer_kind
 
 EMBED = Part(
     "embed", "i", unit="embed", backward_reads_weights=False, wgrad_kept=(OUTPUT_GRADIENT,), products=("embed",),
-    size=sizes.embed,
+    size="embed",
 )  # fmt: skip
 """Token ids to hidden states. Its output's gradient is received where its stage has no layers."""
-HEAD = Part("head", "h", unit="head", kept=(INPUT,), wgrad_kept=(INPUT,), products=("head",), size=sizes.head)
+HEAD = Part("head", "h", unit="head", kept=(INPUT,), wgrad_kept=(INPUT,), products=("head",), size="head")
 """The last norm, logits and the loss. Its input is received where its stage has no layers."""
 
 DENSE = layer_kind(
@@ -24,11 +24,11 @@ DENSE = layer_kind(
     (
         Part(
             "attn", "a", takes=("documents",), unit="dense", kept=(INPUT,), recomputable=True, products=("qkv", "proj"),
-            size=sizes.attention,
+            size="attention",
         ),
         Part(
             "mlp", "e", ("attn",), unit="dense", wgrad_kept=(OUTPUT_GRADIENT,), recomputable=True, mark="M",
-            products=("fc1", "fc2"), size=sizes.mlp,
+            products=("fc1", "fc2"), size="mlp",
         ),
     ),
 )  # fmt: skip
@@ -54,21 +54,21 @@ def _shared_sequences(kind: LayerKind, ranks: int, heads: bool) -> LayerKind:
         Part(
             "keys", "k", outputs=("kv", "normed", "residual"), takes=("documents",),
             unit="dense", kept=(INPUT,), wgrad_kept=(f"bwd {GATHERED}",), products=("qkv",),
-            size=sizes.keys,
+            size="keys",
         ),
-        away(GATHERED, "g", ("keys.kv",), recomputable=not heads, size=sizes.kv),
+        away(GATHERED, "g", ("keys.kv",), recomputable=not heads, size="kv"),
         Part(
             "queries", "q", ("keys.normed",), outputs=("queries", "gates"), takes=("documents",), unit="dense",
-            shares_input=True, wgrad_kept=("bwd spread",) if heads else (), products=("qkv",), size=sizes.queries,
+            shares_input=True, wgrad_kept=("bwd spread",) if heads else (), products=("qkv",), size="queries",
         ),
     )  # fmt: skip
     reads = ("kv", "queries.queries")
     if heads:
         made = (
             *made,
-            away("spread", "s", ("queries.queries",), size=sizes.spread),
-            Part("core", "o", ("kv", "spread"), takes=("documents",), size=sizes.core),
-            away("results", "r", ("core",), size=sizes.spread),
+            away("spread", "s", ("queries.queries",), size="spread"),
+            Part("core", "o", ("kv", "spread"), takes=("documents",), size="core"),
+            away("results", "r", ("core",), size="spread"),
         )
         reads = ("results",)
     rest = replace(
@@ -97,7 +97,7 @@ def moe(
     made, weights = again and not (per_rank and ep > 1), "weights" if ep == 1 else "_"
     dispatch = away(
         DISPATCHED, "d", ("attn.tokens" if made else "attn.rows",), way="out", counted=not uncounted,
-        recomputable=again, size=partial(sizes.dispatch, made=made),
+        recomputable=again, size="dispatch",
     )  # fmt: skip
     if ep == 1 and again:
         dispatch = Part(
@@ -113,18 +113,18 @@ def moe(
                 takes=("documents",), makes=("routing",), unit="dense",
                 kept=(INPUT, OUTPUT_GRADIENT), wgrad_kept=(OUTPUT_GRADIENT,), recomputable=True,
                 products=("qkv", "proj", "shared_fc1", "shared_fc2"),
-                size=partial(sizes.attention_and_routing, made=not made),
+                size="attention_and_routing",
             ),
             dispatch,
             Part(
                 "experts", "e", here if ep == 1 else (DISPATCHED,), takes=("splits",),
                 unit="experts", kept=arrived, wgrad_kept=(*arrived, "bwd combine") if placed else (),
-                recomputable=True, size=sizes.experts,
+                recomputable=True, size="experts",
             ),
-            away("combine", "c", ("experts",), way="back", size=sizes.combine),
+            away("combine", "c", ("experts",), way="back", size="combine"),
             Part(
                 "unpermute", "u", ("combine", "attn.residual", "attn.shared", "attn.probs"), takes=("routing",),
-                kept=() if per_rank else ("fwd combine",), early=True, size=sizes.unpermute,
+                kept=() if per_rank else ("fwd combine",), early=True, size="unpermute",
             ),
         ),
     )  # fmt: skip
@@ -140,13 +140,10 @@ _MIXING = ("attn", "core")
 
 
 @lru_cache
-def _with(kind: LayerKind, mixer: sizes.Mixer) -> LayerKind:
+def _with(kind: LayerKind, mixer: Mixer) -> LayerKind:
     """The same kind of layer with another mixer."""
-
-    def mixed(part: Part) -> Part:
-        return replace(part, size=partial(part.size, mixer=mixer)) if part.size and part.name in _MIXING else part
-
-    return LayerKind(f"{kind.name}_{mixer}", tuple(map(mixed, kind.parts)))
+    parts = (replace(part, mixer=mixer) if part.name in _MIXING else part for part in kind.parts)
+    return LayerKind(f"{kind.name}_{mixer}", tuple(parts))
 
 
 @lru_cache
@@ -160,5 +157,5 @@ def standard_types(
     own = (DENSE, moe(**moved))  # type: ignore[arg-type]
     if cp > 1:
         own = tuple(_shared_sequences(kind, cp, heads) for kind in own)
-    others = (_with(kind, mixer) for mixer in ("window", "delta") for kind in own)
+    others = (_with(kind, mixer) for mixer in get_args(Mixer)[1:] for kind in own)
     return tuple(kind for kind in (*own, *others) if kind.name in kinds)

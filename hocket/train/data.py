@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hocket.config.rule import problem
 from hocket.kernels import IGNORED
 from hocket.model.documents import PADDING
 from hocket.problems import stop_if
 from hocket.program.documents import Lengths, lengths_of
 from hocket.resolve import Settings
-from hocket.settings.schema import problem
 from hocket.train.corpus import Corpus, Split, inside, known_corpus
 from hocket.train.sources import Quotas, Source, Text, quotas_of, read_sources
 

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from hocket.config import BYTES, Config, DataConfig, PrecisionConfig
+from hocket.config.load import as_setting
+from hocket.config.schema import changed, flat, types
 from hocket.files import json_in
 from hocket.fsdp.saving.atomic_folder import AtomicFolder, sync
 from hocket.fsdp.saving.checkpoint import CheckpointReader
@@ -22,7 +24,7 @@ from hocket.fsdp.saving.inventory import FlatTensor
 from hocket.layers.slices import Span
 from hocket.model.source import whole_shapes
 from hocket.model.tokenizer import (
-    FILES,
+    FILE,
     NAMING,
     Known,
     ends_of,
@@ -31,12 +33,9 @@ from hocket.model.tokenizer import (
     token_numbers,
     tokenizer_file,
 )
-from hocket.pretrained.configuration import TYPES, config_for
+from hocket.pretrained.families import FAMILIES, TYPES, config_for
 from hocket.pretrained.folder import LARGEST, files_of, write_files
-from hocket.pretrained.tables import FAMILIES
 from hocket.pretrained.weights import rules_of, split, tensors_of
-from hocket.settings.schema import changed, flat, types
-from hocket.settings.sources import as_setting
 from hocket.train.chat import TEMPLATE, Chats
 from hocket.train.checkpoint import META, damage_of
 from hocket.train.documents import BadFileError
@@ -127,7 +126,7 @@ def _write_text_files(stored: StoredModel, config: dict[str, Any], folder: Path)
     """
     data, weights = stored.data, Path(stored.model.weights)
     file = tokenizer_file(data.tokenizer)
-    home, patterns = (file.parent, BESIDE) if file.name in FILES else (file.parent, (*NAMING, TEMPLATE))
+    home, patterns = (file.parent, BESIDE) if file.name == FILE else (file.parent, (*NAMING, TEMPLATE))
     if data.tokenizer == BYTES:
         home, patterns = weights, BESIDE if stored.model.weights else ()
     for path in (path for pattern in patterns for path in home.glob(pattern) if path.is_file()):
@@ -160,22 +159,17 @@ def _write_text_files(stored: StoredModel, config: dict[str, Any], folder: Path)
 
 def _write_tokenizer(data: DataConfig, known: Known, file: Path, folder: Path) -> None:
     """Write a tokenizer's own file, so that text begins as in the run, and tokenizer_config.json if there is none."""
-    pieces, default = file.suffix == ".model", known_tokenizer(replace(data, bos="auto"), {})
-    target, about = folder / FILES[pieces], folder / NAMING[-1]
-    shutil.copy(file, target)
+    default, about = known_tokenizer(replace(data, bos="auto"), {}), folder / NAMING[-1]
+    shutil.copy(file, folder / FILE)
     names = known.names
-    said: dict[str, Any] = json_in(about) if about.exists() else {}
     if not about.exists():
-        said = {"tokenizer_class": "LlamaTokenizer" if pieces else "PreTrainedTokenizerFast"}
-        said |= {"clean_up_tokenization_spaces": False, "eos_token": names[known.separator]}
-        said |= {"bos_token": names[known.bos]} if known.bos >= 0 else {}
-    if pieces and (known.begins != default.begins or not about.exists()):
-        said["add_bos_token"] = bool(known.begins)
-    about.write_text(json.dumps(said, indent=2, ensure_ascii=False) + "\n")
-    if not pieces and known.begins != default.begins:
+        said: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        said |= {"eos_token": names[known.separator]} | ({"bos_token": names[known.bos]} if known.bos >= 0 else {})
+        about.write_text(json.dumps(said, indent=2, ensure_ascii=False) + "\n")
+    if known.begins != default.begins:
         text, other = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
         begin = [{"SpecialToken": {"id": names[token], "type_id": 0}} for token in known.begins]
         specials = {names[x]: {"id": names[x], "ids": [x], "tokens": [names[x]]} for x in known.begins}
         template = {"single": [*begin, text], "pair": [*begin, text, other], "special_tokens": specials}
         content = json_in(file) | {"post_processor": {"type": "TemplateProcessing", **template}}
-        target.write_text(json.dumps(content, ensure_ascii=False))
+        (folder / FILE).write_text(json.dumps(content, ensure_ascii=False))

@@ -25,6 +25,7 @@ from hocket.measured import describe as stored
 from hocket.measured import shortly
 from hocket.model.transformer import parameter_counts
 from hocket.resolve import Settings
+from hocket.runtime.lanes import drain
 from hocket.runtime.world import everyone
 from hocket.train.metrics import Metrics
 from hocket.train.signals import StopRequest
@@ -100,9 +101,11 @@ class Recording:
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around an optimizer step, up to where its loss is known."""
+        """Around an optimizer step, up to its last kernel: others end while the next step is issued."""
         with record_function(f"hocket step {number}"):
             yield
+            if self._engine.device.type == "cuda":
+                drain(self._engine.device)
 
     def stop(self) -> None:
         """Record no longer, and leave the engine as it was."""

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from hocket.config import Config
+from hocket.config.rule import leaf, show
+from hocket.config.schema import flat
 from hocket.explain.explanation import FILE
-from hocket.settings.schema import flat, leaf, show
 
 # -- The runs of a folder: what each one is, how far it came, and whether it runs --------------------------------------
 

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from hocket.config.rule import problem
+from hocket.config.schema import flat
 from hocket.problems import stop_if
 from hocket.resolve import Settings
-from hocket.settings.schema import flat, problem
 from hocket.train.runs import stored
 
 

@@ -24,17 +24,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from hocket.config import COPIED, Config, Purpose
-from hocket.config.overlap import DIRECTIONS, ROLES, Direction, Method, Role, possible
-from hocket.program.cost import issued
-from hocket.program.hardware import BANDWIDTH, LATENCY, hardware_of
+from hocket.config.overlap import DIRECTIONS, ROLES, TENSOR, Direction, Method, Role, possible
+from hocket.config.rule import Host, leaf
+from hocket.config.schema import changed
+from hocket.decision import Choice, Decision
+from hocket.predict.cost import issued
+from hocket.predict.hardware import BANDWIDTH, LATENCY, hardware_of
+from hocket.predict.tensor_costs import cell_of, in_time, seconds, splits_for, without_pieces
 from hocket.program.ops import recomputable
-from hocket.program.tensor_costs import cell_of, in_time, seconds, splits_for, without_pieces
-from hocket.settings.decision import Choice, Decision
-from hocket.settings.derived import has_experts, leaves_host, no_pieces, ranks_of_a_host
-from hocket.settings.overlap_rules import TENSOR
-from hocket.settings.rule import Host
-from hocket.settings.rules import CHECKS, rule_text
-from hocket.settings.schema import changed, leaf
+from hocket.rules import CHECKS, has_experts, leaves_host, no_pieces, ranks_of_a_host, rule_text
 from hocket.sizes import duration
 from hocket.tune.trials import Trials, fits, gib, memory_of
 from hocket.variables import no_copies
@@ -183,7 +181,7 @@ def _rows_travel(c: Config) -> bool:
     return has_experts(c) and c.mesh.ep > 1
 
 
-# -- Tensor-parallel layers, by their own model (`program/tensor_costs.py`) --------------------------------------------
+# -- Tensor-parallel layers, by their own model (`predict/tensor_costs.py`) --------------------------------------------
 
 
 def choose_tensor(c: Config, h: Host) -> list[Choice]:

@@ -22,17 +22,18 @@ from typing import Any, NamedTuple, get_args
 
 from hocket.collector import without_collector
 from hocket.config import Config, Strategy
+from hocket.config.rule import leaf, show
+from hocket.config.schema import changed, command_words, types
 from hocket.planning import network, predict, program_of
+from hocket.predict.arrivals import arrival_bytes
+from hocket.predict.cost import CostTable, Measurement, costs_of
+from hocket.predict.hardware import Hardware
+from hocket.predict.simulate import Kind
 from hocket.program.check import assert_valid
-from hocket.program.cost import CostTable, Measurement
-from hocket.program.hardware import Hardware
 from hocket.program.layer import MERGED
-from hocket.program.simulate import Kind
-from hocket.program.stages import arrival_bytes, costs_of, layout_of
+from hocket.program.stages import layout_of
 from hocket.resolve import Settings
-from hocket.settings.derived import named_parts
-from hocket.settings.origins import command_words
-from hocket.settings.schema import changed, leaf, show, types
+from hocket.rules import named_parts
 from hocket.sizes import duration
 from hocket.tune.choose import balanced, part_sets
 from hocket.tune.rules import TRANSPORT, chose_copies

@@ -19,12 +19,11 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 
 from hocket.config import Config, MeshConfig
+from hocket.config.rule import Host, Rule, leaf, problem
+from hocket.config.schema import changed, source
+from hocket.decision import Decision
 from hocket.program.mesh import described
 from hocket.program.ops import recomputable
-from hocket.settings.decision import Decision
-from hocket.settings.origins import source
-from hocket.settings.rule import Host, Rule
-from hocket.settings.schema import changed, leaf, problem
 from hocket.tune.trials import Trials, fits, gib, memory_of, room
 
 _CHANGED = (*(f"mesh.{field.name}" for field in dataclasses.fields(MeshConfig)), "train.microbatches")

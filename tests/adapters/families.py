@@ -56,7 +56,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "cohere": ({}, "its norms are input_layernorm"),
-    "flex_olmo": (dict(num_experts=4, num_experts_per_tok=2), "it has a norm behind its experts"),
+    "flex_olmo": (dict(num_experts=4, num_experts_per_tok=2), "it has a norm after its experts"),
     "granitemoeshared": (dict(num_local_experts=4, shared_intermediate_size=16), "an MLP: shared_mlp"),
     "qwen3_next": (dict(**_ROUTED, num_experts=4), "an MLP: linear_attn"),
 }

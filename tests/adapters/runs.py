@@ -34,13 +34,13 @@ def planned(made: nn.Module, settings: dict[str, Any], given: Batches, documents
     torch.use_deterministic_algorithms(True)
     step = hocket.plan_model(made, {**SETTINGS, "train.microbatches": len(given), **settings}, **how)
     grads: list[Piece] = []
-    finish = step.engine.optimizer.step
+    finish = step.engine.optimizer.apply
 
-    def keep(lr: float | None = None, **more: Any) -> Tensor:
+    def keep(**how: Any) -> None:
         grads.extend(pieces_of(step))
-        return finish(lr, **more)
+        finish(**how)
 
-    step.engine.optimizer.step = keep  # type: ignore[method-assign]
+    step.engine.optimizer.apply = keep  # type: ignore[method-assign]
     at = step.engine.where.dp
     several = [None] * len(given) if documents is None else [ranks[at] for ranks in documents]
     microbatches = [Microbatch(*ranks[at], documents=docs) for ranks, docs in zip(given, several, strict=True)]

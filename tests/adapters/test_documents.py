@@ -12,12 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.adapters.checking import check_layer
 from tests.adapters.families import DENSE, EXPERTS, REFUSED
 from tests.helpers.ranks import run_ranks
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
 SECTIONS = TEXT.partition("\n## A model of transformers\n")[2].partition("\n## Plans from Python\n")[0]
-PRETRAINED, SAVED, PACKED, LAYER, CHECK = re.findall(r"```python\n(.*?)```", SECTIONS, flags=re.DOTALL)
+PRETRAINED, SAVED, PACKED, LAYER = re.findall(r"```python\n(.*?)```", SECTIONS, flags=re.DOTALL)
 
 
 def program(rank: int, folder: str) -> tuple[float, bool]:
@@ -41,11 +42,11 @@ def test_the_first_program_and_its_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(180)
-def test_the_layer_passes_its_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_layer_computes_what_its_forward_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "layer_of_the_page.py").write_text(LAYER)
     monkeypatch.syspath_prepend(str(tmp_path))
     layer = importlib.import_module("layer_of_the_page")
-    exec(CHECK, {"Layer": layer.Layer, "__name__": "__main__"})
+    check_layer(layer.Layer(), hidden=16)
 
 
 @pytest.mark.parametrize(

@@ -20,14 +20,13 @@ pytest.importorskip(
 
 from hocket.adapters.cut import AdaptedModel, Cut
 from hocket.adapters.transformers import Pretrained
+from hocket.config.rule import Host
+from hocket.config.schema import DEFAULTS, changed
 from hocket.model.documents import Microbatch
 from hocket.program.check import check
 from hocket.program.lower import build_program
 from hocket.program.stages import layout_of, sharding_of
 from hocket.resolve import resolve
-from hocket.settings.origins import DEFAULTS
-from hocket.settings.rule import Host
-from hocket.settings.schema import changed
 from tests.adapters.families import DENSE, EXPERTS, FAMILIES, batches, model
 from tests.adapters.runs import Batches, far, of_family, plain, planned
 from tests.helpers.parity import whole

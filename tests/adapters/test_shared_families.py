@@ -22,11 +22,10 @@ import hocket
 from hocket.adapters.costs import price_of, sizes_of
 from hocket.adapters.cut import Cut
 from hocket.adapters.transformers import FAMILIES, Pretrained
+from hocket.config.rule import Host
+from hocket.config.schema import DEFAULTS, changed
 from hocket.model.documents import Documents, Microbatch, documents_of
 from hocket.resolve import resolve
-from hocket.settings.origins import DEFAULTS
-from hocket.settings.rule import Host
-from hocket.settings.schema import changed
 from tests.adapters.families import EXPERTS, LENGTH, SEQUENCES, VOCAB, model
 from tests.adapters.runs import SETTINGS, Batches, far, plain, planned
 from tests.helpers.parity import whole

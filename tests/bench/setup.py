@@ -14,8 +14,8 @@ from benchmarks.bench.plain import MainWeights
 from benchmarks.bench.variants import settled
 from benchmarks.bench.workload import Workload
 from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
+from hocket.config.rule import Host
 from hocket.resolve import resolve
-from hocket.settings.rule import Host
 from tests.helpers.plans import planned
 from tests.helpers.ranks import run_ranks
 
@@ -58,7 +58,7 @@ def curves(rank: int, names: list[str], work: Workload, steps: int) -> dict[str,
 
 def learn_the_same(world: int, work: Workload, names: list[str]) -> None:
     """Contenders on so many ranks come to the curves of the first, well within the gate's tolerance."""
-    found = run_ranks(curves, world, names, work, 8)
+    found = run_ranks(curves, world, names, work, 4)
     verdict = gate.judge(found[0], work)
     assert found[1] == found[0], "every rank comes to the same verdict"
     assert verdict.worst < 0.4 * verdict.tolerance, "better than the gate demands"

@@ -14,8 +14,8 @@ from benchmarks.bench.report import BOUNDS
 from benchmarks.contender_tables import contenders, host_cost, settings, shared_memory
 from benchmarks.sharding_tables import OURS, PEER, PEER_FP32, aims
 from hocket.commands.options import parse
+from hocket.config.rule import Host
 from hocket.resolve import resolve
-from hocket.settings.rule import Host
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -16,7 +16,7 @@ from benchmarks.bench import gate
 from benchmarks.bench.contender import load, why_not
 from benchmarks.bench.ours import Planned
 from benchmarks.bench.workload import Workload
-from hocket.settings.schema import changed
+from hocket.config.schema import changed
 from tests.bench.setup import CPU, built, curves, workload
 from tests.helpers.ranks import run_ranks
 

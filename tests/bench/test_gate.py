@@ -13,7 +13,7 @@ from benchmarks.bench.gate import NumericsError
 from benchmarks.bench.peers.bound import WholeWeights, bound
 from benchmarks.bench.plain import MainWeights
 from benchmarks.bench.workload import Workload, batches
-from hocket.settings.schema import changed
+from hocket.config.schema import changed
 from tests.bench.setup import CPU, workload
 from tests.helpers.ranks import run_ranks
 

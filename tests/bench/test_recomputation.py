@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.prediction_tables import recomputation
 from benchmarks.recomputation import STUDIES, settings_of, take_turns
-from hocket.settings.rule import Host
+from hocket.config.rule import Host
 from tests.helpers.ranks import run_ranks
 
 SMALL: dict[str, Any] = {

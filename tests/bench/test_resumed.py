@@ -38,14 +38,13 @@ def written(path: Path, *workloads: dict[str, Any]) -> str:
 def test_what_has_been_measured_whole_is_not_measured_again(tmp_path: Path) -> None:
     (former,) = read(written(tmp_path / "a.json", entry(WORKLOAD)), WORKLOAD.config)
     assert former["origin"] == {"commit": "old"}, "that of the file"
-    bench = Bench(("hocket",), (), blocks=2)
-    assert has([former], WORKLOAD, bench)
-    assert not has([], WORKLOAD, bench)
-    assert not has([{**former, "complete": False}], WORKLOAD, bench)
-    assert not has([former], WORKLOAD, dataclasses.replace(bench, blocks=3))
-    assert not has([former], WORKLOAD, dataclasses.replace(bench, names=("hocket", "bound")))
-    assert not has([former], dataclasses.replace(WORKLOAD, optimizer=False), bench)
-    assert not has([former], workload(2, microbatches=4), bench)
+    assert has([former], WORKLOAD, ["hocket"], 2)
+    assert not has([], WORKLOAD, ["hocket"], 2)
+    assert not has([{**former, "complete": False}], WORKLOAD, ["hocket"], 2)
+    assert not has([former], WORKLOAD, ["hocket"], 3)
+    assert not has([former], WORKLOAD, ["hocket", "bound"], 2)
+    assert not has([former], dataclasses.replace(WORKLOAD, optimizer=False), ["hocket"], 2)
+    assert not has([former], workload(2, microbatches=4), ["hocket"], 2)
 
 
 def test_files_that_cannot_be_continued_are_refused(tmp_path: Path) -> None:

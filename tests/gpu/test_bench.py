@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.bench.contender import Resting, load
 from benchmarks.bench.workload import batches
-from hocket.settings.schema import changed
+from hocket.config.schema import changed
 from tests.bench.setup import workload
 from tests.helpers.command import finish, start
 

@@ -10,12 +10,12 @@ import torch
 
 from hocket.config import Config, DataConfig, MeshConfig, OverlapConfig, PrecisionConfig, TrainConfig
 from hocket.config.overlap import ContextOverlap
+from hocket.config.schema import changed
 from hocket.engine import Engine
 from hocket.model.context import context_of, zigzag
 from hocket.model.documents import Microbatch, attend, documents_of, whole_sequences
 from hocket.model.heads import attend_stretch, attend_with_sinks, served
 from hocket.runtime.lanes import CudaLanes
-from hocket.settings.schema import changed
 from tests.helpers.plans import planned, small
 from tests.helpers.ranks import run_ranks
 
@@ -143,3 +143,26 @@ def test_chunks_of_one_document_attend_in_parts(queries: int, keys: int, width: 
         assert mine.grad is not None
         assert theirs.grad is not None
         assert (mine.grad.float() - theirs.grad).norm() < 1e-2 * theirs.grad.norm()
+
+
+def test_numbers_of_a_step_come_before_its_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host issues the next step while the GPU updates weights."""
+    engine = Engine(settings(1, "gather", ()), 0, CUDA)
+    engine.init_weights()
+    ids = torch.randint(256, (2, 2, 257), generator=torch.Generator().manual_seed(1)).to(CUDA)
+    batch = [Microbatch(one[:, :-1].contiguous(), one[:, 1:].contiguous()) for one in ids]
+    for _ in range(2):
+        engine.agree(engine.train_step(batch, 1e-3).loss)
+    apply = engine.optimizer.apply
+
+    def late(later: bool = False) -> None:
+        torch.cuda._sleep(1_000_000_000)
+        apply(later)
+
+    monkeypatch.setattr(engine.optimizer, "apply", late)
+    result = engine.train_step(batch, 1e-3)
+    told = engine.agree(result.loss)
+    assert not torch.cuda.current_stream().query()
+    assert (told.loss, told.grad_norm) == (float(result.loss), float(result.grad_norm))
+    assert told.loss == engine.agree(result.loss.clone()).loss
+    engine.close()

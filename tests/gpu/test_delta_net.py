@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from hocket.config.schema import changed
 from hocket.engine import Engine
 from hocket.kernels import formulas
 from hocket.layers.norms import add_rms_norm, norm_rotate, rms_norm
 from hocket.model import delta_net
 from hocket.model.documents import Documents
-from hocket.presets import PLAIN
-from hocket.settings.schema import changed
+from hocket.recipes import PLAIN
 from tests.gpu.test_documents import CUDA, packed, some_documents
 from tests.gpu.test_parity import BASE, run
 

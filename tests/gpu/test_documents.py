@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from hocket.config import Config
+from hocket.config.schema import changed
 from hocket.engine import Engine
 from hocket.kernels import IGNORED
 from hocket.model.documents import PADDING, Documents, Microbatch, attend, documents_of
 from hocket.model.latent_attention import attention
-from hocket.presets import PLAIN
+from hocket.predict.part_sizes import attending
 from hocket.program.documents import dealt, lengths_of
-from hocket.program.part_sizes import attending
-from hocket.settings.schema import changed
+from hocket.recipes import PLAIN
 from tests.gpu.test_parity import BASE, run
 from tests.helpers.plans import planned
 

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from hocket.config import Config, ExpertOverlap, MeshConfig, OverlapConfig, PlanConfig
+from hocket.config.schema import changed
 from hocket.engine import Engine
 from hocket.model.documents import Microbatch, documents_of
-from hocket.presets import PLAIN
+from hocket.recipes import PLAIN
 from hocket.runtime.hangs import Watchdog
 from hocket.runtime.lanes import CudaLanes
-from hocket.settings.schema import changed
 from hocket.train.profiling import Recording
 from hocket_trace import load, report
 from tests.gpu.test_parity import BASE, restart

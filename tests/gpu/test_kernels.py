@@ -27,7 +27,8 @@ from hocket.layers.dispatch import (
     unpermute,
 )
 from hocket.layers.routing import Routing, route
-from hocket.model.moe import ONLY, MoELayer
+from hocket.model.moe import MoELayer
+from hocket.model.parts import ONLY
 from hocket.runtime.transports import RowTable
 
 pytestmark = pytest.mark.gpu

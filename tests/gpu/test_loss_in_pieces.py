@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from hocket.config.schema import changed
 from hocket.engine import Engine
 from hocket.layers.linears import cross_entropy
 from hocket.layers.vocabulary import loss_in_pieces
 from hocket.model.documents import Microbatch
-from hocket.presets import PLAIN
-from hocket.settings.schema import changed
+from hocket.recipes import PLAIN
 from tests.gpu.test_parity import BASE, run
 from tests.helpers.plans import planned
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from hocket.config import Config, MeshConfig, OverlapConfig, PlanConfig
+from hocket.config.schema import changed
 from hocket.engine import Engine
-from hocket.settings.schema import changed
 from tests.gpu.test_parity import BASE
 from tests.gpu.test_placed_splits import batches_of
 from tests.helpers.plans import planned

@@ -27,11 +27,11 @@ from hocket.config import (
     PrecisionConfig,
     TrainConfig,
 )
+from hocket.config.schema import changed
 from hocket.engine import Engine
 from hocket.measured import named
 from hocket.model.documents import Microbatch
-from hocket.presets import PLAIN
-from hocket.settings.schema import changed
+from hocket.recipes import PLAIN
 from hocket.testing import Overlap, profile_overlap
 from tests.helpers.ranks import run_ranks
 

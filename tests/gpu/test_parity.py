@@ -23,11 +23,12 @@ from hocket.config import (
     Strategy,
     TrainConfig,
 )
+from hocket.config.rule import leaf
+from hocket.config.schema import changed
 from hocket.engine import Engine
 from hocket.model.documents import Microbatch
-from hocket.presets import PLAIN
+from hocket.recipes import PLAIN
 from hocket.runtime.lanes import CudaLanes
-from hocket.settings.schema import changed, leaf
 from tests.helpers.plans import planned
 from tests.helpers.ranks import run_ranks
 

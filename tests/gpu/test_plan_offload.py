@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from hocket.config.schema import changed
 from hocket.engine import Engine
 from hocket.model.documents import Microbatch
-from hocket.presets import PLAIN
-from hocket.program.hardware import hardware_of
-from hocket.program.simulate import host_bytes, simulate
-from hocket.program.stages import costs_of
+from hocket.predict.cost import costs_of
+from hocket.predict.hardware import hardware_of
+from hocket.predict.simulate import host_bytes, simulate
+from hocket.recipes import PLAIN
 from hocket.runtime.lanes import CudaLanes
-from hocket.settings.schema import changed
 from tests.gpu.test_documents import CUDA, packed
 from tests.gpu.test_parity import BASE, restart, run
 from tests.helpers.plans import planned

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PrecisionConfig, TrainConfig
+from hocket.config.schema import changed
 from hocket.engine import Engine
 from hocket.layers.tensor import Tensors, Way, column_linear, row_linear
 from hocket.model.documents import Microbatch
@@ -16,7 +17,6 @@ from hocket.program.mesh import Mesh
 from hocket.runtime.comm import CommOptions, make_groups
 from hocket.runtime.lanes import CudaLanes
 from hocket.runtime.tokens import CopiedTokens
-from hocket.settings.schema import changed
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu

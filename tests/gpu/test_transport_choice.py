@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from hocket.config import Config
+from hocket.config.schema import changed
 from hocket.engine import Engine
 from hocket.program.mesh import Purpose
 from hocket.runtime.comm import CommOptions, Group
 from hocket.runtime.trial import copied, why_no_copies
-from hocket.settings.schema import changed
 from tests.gpu.test_copy_engine import CONFIGS, engine_on
 from tests.helpers.command import finish, start
 from tests.helpers.ranks import run_ranks

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from hocket.config.schema import changed
 from hocket.engine import Engine
 from hocket.kernels import formulas
 from hocket.layers.functional import add_bias_by_expert
 from hocket.model.documents import Documents, attend, whole_sequences
 from hocket.model.heads import attend_with_sinks
 from hocket.model.layers import swiglu
-from hocket.presets import PLAIN
-from hocket.settings.schema import changed
+from hocket.recipes import PLAIN
 from tests.gpu.test_documents import CUDA, packed, some_documents
 from tests.gpu.test_parity import BASE, run
 from tests.helpers.plans import planned

@@ -66,13 +66,13 @@ def train(rank: int, config: Config, steps: list[list[list[Batch]]]) -> dict[str
 def learn(engine: Engine, steps: list[list[list[Batch]]], grads: Callable[[], object]) -> dict[str, Any]:
     """Train, and keep losses, norms, and what `grads` says before every update."""
     out: dict[str, Any] = {"losses": [], "grads": [], "norms": []}
-    finish = engine.optimizer.step
+    finish = engine.optimizer.apply
 
-    def step(lr: float | None = None, **how: Any) -> Tensor:
+    def apply(**how: Any) -> None:
         out["grads"].append(grads())
-        return finish(lr, **how)
+        finish(**how)
 
-    engine.optimizer.step = step  # type: ignore[method-assign]
+    engine.optimizer.apply = apply  # type: ignore[method-assign]
     for microbatches in steps:
         result = engine.train_step([microbatch(batches[engine.where.dp]) for batches in microbatches], LR)
         out["losses"].append([loss.item() for loss in engine.executor.actions.losses])

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from hocket.config import Config, ModelConfig
+from hocket.config.schema import changed, types
 from hocket.program.connect import known_done
 from hocket.program.ops import LANES, Lane, Op
 from hocket.program.pipeline import Step
-from hocket.settings.schema import changed, types
 
 NAMES = {name.rsplit(".", 1)[-1]: name for name in types() if name.startswith(("plan.", "overlap."))}
 """Last part of a name -> the name. Where two end alike, only dotted names will do."""

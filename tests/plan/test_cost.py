@@ -10,18 +10,27 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from hocket import recipes
 from hocket.config import MeshConfig, ModelConfig, Purpose, Strategy
 from hocket.model.transformer import Chunk
-from hocket.program.cost import CostTable, OpCost, model_flops_per_token, op_costs, size_of
-from hocket.program.cost import unit_weights as weights_of
-from hocket.program.hardware import H200, HARDWARE, LAPTOP, Link
+from hocket.predict.cost import CostTable, Pricing
+from hocket.predict.hardware import H200, HARDWARE, LAPTOP, Link
+from hocket.predict.part_sizes import (
+    FUSED,
+    STOCK,
+    Formulas,
+    PartSize,
+    Shapes,
+    model_flops_per_token,
+    ranks_per_token,
+    size_of,
+)
+from hocket.predict.part_sizes import unit_weights as weights_of
+from hocket.predict.simulate import Kind, OpCost, simulate
 from hocket.program.lower import build_program
 from hocket.program.ops import Layout, Op, Program
-from hocket.program.part_sizes import FUSED, STOCK, Formulas, PartSize, Shapes, copies_of, ranks_per_token
 from hocket.program.parts import Unit
 from hocket.program.shard import Sharding
-from hocket.program.simulate import Kind, simulate
-from hocket.settings import families
 from hocket.tune.choose import balanced
 from tests.helpers.chunks import init_chunk
 from tests.helpers.plans import planned
@@ -31,7 +40,7 @@ QWEN = ModelConfig(
     vocab=151936, hidden=2048, layers=48, heads=32, kv_heads=4, head_dim=128,
     experts=128, top_k=8, expert_ffn=768, qk_norm=True,
 )  # fmt: skip
-GPT_OSS = families.GPT_OSS_20B
+GPT_OSS = recipes.GPT_OSS_20B
 FREE = replace(H200, clock=0.0)
 """As if it had all the power it could use."""
 SMALL = ModelConfig(
@@ -41,7 +50,7 @@ SMALL = ModelConfig(
 
 
 def table(model: ModelConfig, mesh: MeshConfig, tokens: int, seq: int, chunks: int = 1) -> CostTable:
-    return op_costs(model, layout_of(model, mesh, chunks), tokens, seq, sharding_of(mesh), H200, 2)
+    return Pricing(model, layout_of(model, mesh, chunks), tokens, seq, sharding_of(mesh), H200, 2).costs()
 
 
 def sharding_of(mesh: MeshConfig, strategy: Strategy = "optim_grads_params") -> Sharding:
@@ -61,8 +70,8 @@ def unit_weights(model: ModelConfig, unit: Unit, kind: str, ep: int) -> int:
 
 
 def part_size(model: ModelConfig, part: str, kind: str, seq: int, ep: int, f: Formulas = STOCK) -> PartSize:
-    described = Layout((kind or "dense",), ep=ep).part(part, 0 if kind else -1)
-    return size_of(described, Shapes(model, seq, ep, copies_of(model, ep, False, 1), f))
+    layout = Layout((kind or "dense",), ep=ep)
+    return size_of(layout.part(part, 0 if kind else -1), Shapes(model, layout, seq, f))
 
 
 @pytest.mark.parametrize(
@@ -73,7 +82,7 @@ def part_size(model: ModelConfig, part: str, kind: str, seq: int, ep: int, f: Fo
         (replace(LLAMA, tied=True), 8_030_261_248 - 128256 * 4096),
         (replace(LLAMA, qkv_bias=True, o_bias=True), 8_030_261_248 + 32 * (2 * 4096 + 2 * 1024)),
         (GPT_OSS, 20_914_757_184),
-        (families.QWEN3_NEXT_80B_A3B, 79_674_391_296),
+        (recipes.QWEN3_NEXT_80B_A3B, 79_674_391_296),
         (replace(LLAMA, qk_norm=True, qk_norm_over="whole"), 8_030_261_248 + 32 * (4096 + 1024)),
     ],
 )
@@ -136,7 +145,7 @@ def test_one_copy_per_rank_sends_fewer_rows_with_labels_and_keeps_none_that_came
     mesh, t, d = MeshConfig(dp=8, ep=8), 8192, 2048
     per_expert = table(QWEN, mesh, t, 4096).table
     layout = replace(layout_of(QWEN, mesh), per_rank=True)
-    per_rank = op_costs(QWEN, layout, t, 4096, sharding_of(mesh), H200, 2).table
+    per_rank = Pricing(QWEN, layout, t, 4096, sharding_of(mesh), H200, 2).costs().table
     rows = t * ranks_per_token(QWEN, 8)
     assert rows == pytest.approx(5.34 * t, rel=1e-3)
     for verb in ("fwd", "bwd"):
@@ -150,13 +159,13 @@ def test_one_copy_per_rank_sends_fewer_rows_with_labels_and_keeps_none_that_came
     }
     assert saved["unpermute"][0] == 0
     assert saved["experts"][0] == saved["experts"][1]  # which apply the weights, and so keep nothing of what they make
-    biased = op_costs(replace(QWEN, expert_bias=True), layout, t, 4096, sharding_of(mesh), H200, 2).table
+    biased = Pricing(replace(QWEN, expert_bias=True), layout, t, 4096, sharding_of(mesh), H200, 2).costs().table
     assert biased["fwd", "experts", "moe"].saved_bytes - saved["experts"][0] == t * 8 * 2 * d
 
 
 def test_times_are_flops_over_rates_plus_bytes_over_bandwidth() -> None:
     mesh, t, weights = MeshConfig(dp=8), 2048, 3 * 4096 * 14336
-    cost = op_costs(LLAMA, layout_of(LLAMA, mesh), t, 2048, sharding_of(mesh), FREE, 2).table
+    cost = Pricing(LLAMA, layout_of(LLAMA, mesh), t, 2048, sharding_of(mesh), FREE, 2).costs().table
     mlp, operands = cost["fwd", "mlp", "dense"], (t * (2 * 4096 + 3 * 14336) + weights + 4096) * 2
     product = 2 * t * weights / FREE.gemm_flops + 2 / 3 * operands / FREE.kernel_bandwidth + FREE.gap
     assert cost["wgrad", "mlp", "dense"].seconds == pytest.approx(product)
@@ -237,7 +246,7 @@ def test_memory_held_for_the_whole_step_is_state_and_slots() -> None:
 def test_only_weights_that_are_held_whole_and_not_fp32_have_a_second_copy(dp: int, copy: int) -> None:
     mesh = MeshConfig(dp=dp)
     layout, sharding = layout_of(SMALL, mesh), sharding_of(mesh)
-    single, half = (op_costs(SMALL, layout, 64, 64, sharding, LAPTOP, b).state_bytes[0] for b in (4, 2))
+    single, half = (Pricing(SMALL, layout, 64, 64, sharding, LAPTOP, b).costs().state_bytes[0] for b in (4, 2))
     assert half * 12 == single * (12 + copy)
 
 
@@ -245,7 +254,7 @@ def test_strategies_differ_in_what_is_kept_sent_and_added_up() -> None:
     mesh, key = MeshConfig(dp=4), ("reduce", "dense", "dense")
     built = {}
     for strategy in get_args(Strategy):
-        built[strategy] = op_costs(LLAMA, layout_of(LLAMA, mesh), 64, 64, sharding_of(mesh, strategy), H200, 2)
+        built[strategy] = Pricing(LLAMA, layout_of(LLAMA, mesh), 64, 64, sharding_of(mesh, strategy), H200, 2).costs()
     sent = {strategy: costs.table[key].wire_bytes for strategy, costs in built.items()}
     assert sent["no_shard"] == 2 * sent["optim"] == 2 * sent["optim_grads"] == 2 * sent["optim_grads_params"]
     state = {strategy: costs.state_bytes[0] for strategy, costs in built.items()}
@@ -263,7 +272,7 @@ def test_adding_weight_gradients_up_costs_what_was_measured() -> None:
     more = {}
     for strategy in ("optim", "optim_grads"):
         mesh = MeshConfig(dp=4)
-        costs = op_costs(LLAMA, layout_of(LLAMA, mesh), 4096, 4096, sharding_of(mesh, strategy), FREE, 2)
+        costs = Pricing(LLAMA, layout_of(LLAMA, mesh), 4096, 4096, sharding_of(mesh, strategy), FREE, 2).costs()
         more[strategy] = costs.seconds(0, Op("wgrad", "mlp", 0, 0, 0, slot=0))
     per_weight = (more["optim"] - more["optim_grads"]) / (3 * 4096 * 14336)
     assert per_weight == pytest.approx((1456e-6 - 1376e-6) / (28672 * 4096), rel=0.6)
@@ -277,7 +286,7 @@ def test_less_to_multiply_runs_at_a_higher_clock() -> None:
         kind = model.kinds()[0]
         key = "fwd", name, kind
         slow, fast = (
-            op_costs(model, layout_of(model, mesh), 8192, 8192, sharding_of(mesh), hardware, 2).table[key]
+            Pricing(model, layout_of(model, mesh), 8192, 8192, sharding_of(mesh), hardware, 2).costs().table[key]
             for hardware in (H200, FREE)
         )
         flops = slow.flops / H200.gemm_flops
@@ -305,7 +314,7 @@ def test_predictions_respond_to_links_as_they_must(name: str) -> None:
     built = program_of(SMALL, mesh, 1, 4)
 
     def predict(links: Mapping[Kind | Purpose, Link]) -> tuple[float, float]:
-        costs = op_costs(SMALL, built.layout, 4096, 64, sharding_of(mesh), replace(chosen, links=links), 2)
+        costs = Pricing(SMALL, built.layout, 4096, 64, sharding_of(mesh), replace(chosen, links=links), 2).costs()
         timeline = simulate(built, costs)
         return float(timeline.makespan), sum(float(use.exposed_total) for use in timeline.ranks)
 
@@ -358,7 +367,7 @@ def test_latent_attention_is_priced_by_its_own_widths(queries: int) -> None:
 
 def test_the_experts_of_deepseek_v3_are_most_of_its_work() -> None:
     """6 FLOPs for each of 36.6 billion active weights of products, and those of attention at 4,096 tokens."""
-    model = families.DEEPSEEK_V3
+    model = recipes.DEEPSEEK_V3
     flops = model_flops_per_token(model, 4096)
     attention = 3 * 4096 * 61 * 128 * (192 + 128)
     assert flops == pytest.approx(6 * (37.55e9 - 129280 * 7168) + attention, rel=2e-3)

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from hocket.config import Config
+from hocket.config.schema import changed
 from hocket.machine import host_for_plan
-from hocket.program.hardware import H200, HARDWARE, hardware_of
+from hocket.predict.hardware import H200, HARDWARE, hardware_of
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
-from hocket.settings.derived import few_microbatches
-from hocket.settings.schema import changed
+from hocket.rules import few_microbatches
 from hocket.tune.trials import Trials
 
 ENDS, LAYERS, HEADS = "overlap.ep.merge_ends", "overlap.pp.defer_layers", "overlap.pp.defer_head"

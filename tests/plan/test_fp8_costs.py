@@ -11,17 +11,16 @@ from typing import Any
 import pytest
 
 from hocket.config import ModelConfig
+from hocket.config.rule import Host
+from hocket.config.schema import changed
 from hocket.explain.build import simulated
-from hocket.program.cost import CostTable, op_costs
-from hocket.program.hardware import H200
+from hocket.predict.cost import CostTable, Pricing, costs_of
+from hocket.predict.hardware import H200
+from hocket.predict.part_sizes import Fp8
 from hocket.program.ops import Layout, Op
-from hocket.program.part_sizes import Fp8
 from hocket.program.shard import Sharding
-from hocket.program.stages import costs_of
 from hocket.recipes import recipe
 from hocket.resolve import resolve
-from hocket.settings.rule import Host
-from hocket.settings.schema import changed
 from tests.helpers.plans import planned
 
 MEASURED: dict[str, Any] = json.loads(
@@ -39,7 +38,7 @@ WIDE, NARROW = (
 
 def costs(model: ModelConfig, tokens: int, fp8: Fp8 | None) -> CostTable:
     layout = Layout(kinds=model.layer_kinds())
-    return op_costs(model, layout, tokens, tokens, Sharding(2, 2, fp8=fp8), H200, 2)
+    return Pricing(model, layout, tokens, tokens, Sharding(2, 2), H200, 2, fp8=fp8).costs()
 
 
 def milliseconds(table: CostTable, parts: Sequence[str]) -> float:

@@ -10,18 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hocket.config import Config, MeshConfig, Purpose, Strategy
+from hocket.config.rule import Host
+from hocket.config.schema import changed
 from hocket.explain.build import simulated, units
 from hocket.machine import host_for_plan
 from hocket.planning import as_json, network, program_of, report
-from hocket.program.cost import CostTable
-from hocket.program.hardware import H200, HARDWARE, STEP, Spread, crossing, hardware_of, hosts_of, spread_of
+from hocket.predict.cost import CostTable, costs_of
+from hocket.predict.hardware import H200, HARDWARE, STEP, Spread, crossing, hardware_of, hosts_of, spread_of
+from hocket.predict.simulate import simulate
 from hocket.program.mesh import Mesh
-from hocket.program.simulate import simulate
-from hocket.program.stages import costs_of
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
-from hocket.settings.rule import Host
-from hocket.settings.schema import changed
 from hocket.sizes import duration
 from tests.helpers.calls import calls
 

@@ -10,21 +10,21 @@ import pytest
 
 from hocket.config import Config, MeshConfig
 from hocket.measured import named
+from hocket.predict.cost import Pricing, carried_by
+from hocket.predict.hardware import H200
+from hocket.predict.part_sizes import PartSize, unit_weights
+from hocket.predict.simulate import OpCost, Time, simulate
 from hocket.program.check import check
-from hocket.program.cost import OpCost, op_costs, unit_weights
-from hocket.program.hardware import H200
 from hocket.program.layer import _VERBS, FULL, chains, merged_order, order_problem, woven
 from hocket.program.lower import Draft, build_forward, build_program, inserted
 from hocket.program.ops import Layout, Op, Program
-from hocket.program.part_sizes import PartSize
 from hocket.program.parts import LayerKind, Part, layer_kind
 from hocket.program.shard import Sharding
-from hocket.program.simulate import Time, simulate
-from hocket.program.stages import carried_by, layout_of
+from hocket.program.stages import layout_of
 from hocket.program.text import from_json, to_json
-from hocket.program.timeline import html_timeline, svg_timeline, text_timeline
 from hocket.program.transformer import DENSE, moe
 from hocket.program.values import reads
+from hocket.timeline import html_timeline, svg_timeline, text_timeline
 from hocket.tune.choose import seconds_of_experts
 from hocket_trace.parse import plan_of
 from tests.helpers.costs import Table
@@ -168,7 +168,7 @@ def sized(kind: LayerKind) -> LayerKind:
 
 def test_layers_of_ones_own_are_priced_by_their_sizes() -> None:
     there, tokens, b = layout(types=(sized(ring()), sized(three()))), 100, 2
-    costs = op_costs(small(), there, tokens, 10, Sharding(4, 2), H200, b)
+    costs = Pricing(small(), there, tokens, 10, Sharding(4, 2), H200, b).costs()
     assert costs.table["fwd", "two", "three"].flops == 2 * tokens * 3
     assert costs.table["fwd", "move", "three"].wire_bytes == tokens * 2 * b // 2, "half of what comes is a rank's own"
     weights = {("dense", "ring"): 640 * (1 + 3), ("experts", "ring"): 640 * 5, ("dense", "three"): 640 * (1 + 3 + 4)}
@@ -206,12 +206,12 @@ def test_what_choices_ask_of_layers_is_asked_of_their_descriptions() -> None:
     named_otherwise = {"dense": "d", "moe": "m"}
     kinds = tuple(named_otherwise[kind] for kind in own.kinds)
     others = replace(own, kinds=kinds, types=(LayerKind("d", DENSE.parts), LayerKind("m", moe(2).parts)))
-    priced = [op_costs(small(), each, 64, 8, Sharding(2, 1), H200, 2) for each in (own, others)]
+    priced = [Pricing(small(), each, 64, 8, Sharding(2, 1), H200, 2).costs() for each in (own, others)]
     asked_of = [seconds_of_experts(c, each) for c, each in zip(priced, (own, others), strict=True)]
     assert asked_of[0] == asked_of[1]
     assert min(asked_of[0]) > 0
     bare = layout(kinds=("three",) * 4, types=(sized(three()),))
-    costs = op_costs(small(), bare, 64, 8, Sharding(2, 1), H200, 2)
+    costs = Pricing(small(), bare, 64, 8, Sharding(2, 1), H200, 2).costs()
     assert seconds_of_experts(costs, bare) == (0, 0)
 
 
@@ -385,7 +385,7 @@ def test_kinds_of_one_layout_agree() -> None:
 
 
 def test_a_part_without_a_cost_function_cannot_be_priced() -> None:
-    from hocket.program.cost import size_of
+    from hocket.predict.part_sizes import size_of
 
     with pytest.raises(ValueError, match="part 'one' has no cost function: give its description a `size`"):
         size_of(A, None)  # type: ignore[arg-type]

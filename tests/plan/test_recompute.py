@@ -9,24 +9,22 @@ from itertools import pairwise
 import pytest
 
 from hocket.config import Config
-from hocket.config.layout import part_and_layers
+from hocket.config.plan import part_and_layers
+from hocket.config.rule import Host
+from hocket.config.schema import changed
+from hocket.predict.cost import Measurement, Pricing, costs_of
+from hocket.predict.hardware import H200
+from hocket.predict.simulate import NO_OVERHEADS, simulate
 from hocket.program.check import check
-from hocket.program.cost import Measurement, op_costs
-from hocket.program.hardware import H200
 from hocket.program.lower import build_program
 from hocket.program.ops import Layout, Program
-from hocket.program.p2p import activation
 from hocket.program.shard import Sharding
-from hocket.program.simulate import NO_OVERHEADS, simulate
-from hocket.program.stages import costs_of, layout_of
+from hocket.program.stages import layout_of
 from hocket.program.text import from_json, to_json
-from hocket.recipes import qwen3_30b_a3b
+from hocket.recipes import TINY, qwen3_30b_a3b
 from hocket.resolve import resolve
-from hocket.settings.families import TINY
-from hocket.settings.rule import Host
-from hocket.settings.schema import changed
 from hocket.tune.choose import stage_seconds
-from hocket.tune.trials import Trials, memory_of
+from hocket.tune.trials import Trials, activation, memory_of
 from tests.helpers.costs import Table
 from tests.helpers.dryrun import dry_run
 from tests.helpers.plans import planned
@@ -141,7 +139,7 @@ def test_a_layer_of_qwen3_30b_a3b_keeps_29_percent_less(ep: int) -> None:
 
 def test_measured_forwards_price_recomputations_that_were_not_measured() -> None:
     layout = Layout(kinds=TINY.kinds(), recompute=("experts",))
-    costs = op_costs(TINY, layout, 128, 128, Sharding(), H200, 2)
+    costs = Pricing(TINY, layout, 128, 128, Sharding(), H200, 2).costs()
     seconds = {("fwd", "experts", "moe"): 7.0, ("fwd", "attn", "moe"): 5.0}
     measured = costs.measured(Measurement(source="", seconds=seconds, overheads=NO_OVERHEADS).seconds)
     assert measured.table["recompute", "experts", "moe"].seconds == 7.0
@@ -185,7 +183,7 @@ def test_each_layer_that_recomputes_less_holds_more_and_takes_less_time() -> Non
     bytes_of, seconds_of, kept = [], [], []
     for recompute in ((), ("attn:1",), ("attn:2",), ("attn:3",), ("attn",)):
         layout = Layout(kinds=("dense",) * 4, recompute=recompute)
-        costs = op_costs(TINY, layout, 8192, 128, Sharding(), H200, 2)
+        costs = Pricing(TINY, layout, 8192, 128, Sharding(), H200, 2).costs()
         timeline = simulate(program(layout, microbatches=1), costs)
         bytes_of.append(timeline.ranks[0].peak_bytes)
         seconds_of.append(float(timeline.makespan))

@@ -15,13 +15,13 @@ from benchmarks.tables import RESULTS
 from hocket.commands.options import parse
 from hocket.commands.plan import Plan, bytes_of, resolve_for_plan, run
 from hocket.config import Strategy
+from hocket.config.schema import changed
 from hocket.planning import predict, program_of
-from hocket.program.cost import CostTable, Measurement, OpCost
-from hocket.program.hardware import HARDWARE
+from hocket.predict.cost import CostTable, Measurement
+from hocket.predict.hardware import HARDWARE
+from hocket.predict.simulate import CostKey, OpCost, Overheads
 from hocket.program.ops import Layout, Program
-from hocket.program.simulate import CostKey, Overheads
 from hocket.resolve import Settings
-from hocket.settings.schema import changed
 from hocket.tune import search as tuner
 from hocket.tune.choose import balanced
 from hocket.tune.search import Trial

@@ -8,18 +8,18 @@ import pytest
 
 from hocket.config import Config, DataConfig, MeshConfig, ModelConfig, PrecisionConfig, TrainConfig
 from hocket.config.overlap import DIRECTIONS, ROLES, possible
+from hocket.config.rule import Host
+from hocket.config.schema import changed
 from hocket.planning import program_of
-from hocket.program.cost import op_costs
-from hocket.program.hardware import H200
+from hocket.predict.cost import Pricing, costs_of
+from hocket.predict.hardware import H200
+from hocket.predict.simulate import simulate
+from hocket.predict.tensor_costs import add_waits, cell_of, issued, products, seconds, splits_of
 from hocket.program.parts import LayerKind
-from hocket.program.simulate import simulate
-from hocket.program.stages import costs_of, layout_of, sharding_of
-from hocket.program.tensor_costs import cell_of, issued, products, seconds, splits_of, with_tensors
+from hocket.program.stages import layout_of, sharding_of
 from hocket.program.transformer import DENSE
+from hocket.recipes import LLAMA3_8B
 from hocket.resolve import Settings, resolve
-from hocket.settings.families import LLAMA3_8B
-from hocket.settings.rule import Host
-from hocket.settings.schema import changed
 from hocket.tune.rules import WORTH_PIECES as WORTH
 
 LARGE = replace(LLAMA3_8B, hidden=8192, layers=2, heads=64, ffn=28672)
@@ -68,13 +68,17 @@ def test_parts_wait_for_the_products_that_their_descriptions_name() -> None:
     own, mlp = layout_of(s), DENSE.by_name["mlp"]
     types = LayerKind("d", (DENSE.parts[0], replace(mlp, products=("fc1",)))), LayerKind("m", own.by_kind["moe"].parts)
     other = replace(own, kinds=("d", "m"), types=types)
-    plain = [op_costs(s.model, layout, s.tokens, 8192, sharding_of(s), H200, 2) for layout in (own, other)]
-    found, renamed = (with_tensors(each, each, s, H200, there) for each, there in zip(plain, (own, other), strict=True))
+    tables = []
+    for layout in (own, other):
+        table = dict(Pricing(s.model, layout, s.tokens, 8192, sharding_of(s), H200, 2).costs().table)
+        add_waits(table, s, H200, layout)
+        tables.append(table)
+    found, renamed = tables
     for verb in ("fwd", "bwd"):
-        assert renamed.table[verb, "attn", "m"] == found.table[verb, "attn", "moe"]
-        assert renamed.table[verb, "attn", "m"].inner_bytes > renamed.table[verb, "attn", "d"].inner_bytes > 0
-        assert 0 < renamed.table[verb, "mlp", "d"].inner_seconds < found.table[verb, "mlp", "dense"].inner_seconds
-        assert renamed.table[verb, "embed", ""] == found.table[verb, "embed", ""]
+        assert renamed[verb, "attn", "m"] == found[verb, "attn", "moe"]
+        assert renamed[verb, "attn", "m"].inner_bytes > renamed[verb, "attn", "d"].inner_bytes > 0
+        assert 0 < renamed[verb, "mlp", "d"].inner_seconds < found[verb, "mlp", "dense"].inner_seconds
+        assert renamed[verb, "embed", ""] == found[verb, "embed", ""]
 
 
 def test_of_a_measured_op_the_same_share_waits() -> None:

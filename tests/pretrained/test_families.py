@@ -18,9 +18,8 @@ from safetensors.torch import load_file, save_file
 from hocket.config import ModelConfig
 from hocket.model.source import whole_shapes
 from hocket.model.transformer import Chunk
-from hocket.pretrained.configuration import config_of, family_for, model_of
+from hocket.pretrained.families import FAMILIES, Family, config_of, family_for, model_of
 from hocket.pretrained.folder import files_of, write_files
-from hocket.pretrained.tables import FAMILIES, Family
 from hocket.pretrained.weights import PretrainedFolder, rules_of, split, tensors_of
 from tests.pretrained.folders import CASES, VOCAB, change_config, made, ours, saved, settings
 

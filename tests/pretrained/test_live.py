@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import hocket
 from benchmarks import weights_memory
 from hocket.config import BYTE_VOCAB, Config
-from hocket.settings.schema import changed
+from hocket.config.schema import changed
 from tests.helpers.ranks import run_ranks
 from tests.pretrained.folders import change_config, saved, settings
 

@@ -8,7 +8,7 @@ import pytest
 
 from hocket.config import RopeConfig
 from hocket.model.transformer import parameter_counts
-from hocket.pretrained.configuration import differences, family_for, model_of
+from hocket.pretrained.families import differences, family_for, model_of
 from hocket.recipes import RECIPES
 
 _LLAMA: dict[str, Any] = dict(

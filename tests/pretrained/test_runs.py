@@ -20,9 +20,9 @@ from safetensors.torch import load_file
 from hocket.commands.options import parse
 from hocket.commands.train import Train
 from hocket.config import BYTE_VOCAB
-from hocket.pretrained.tables import FURTHER_LAYERS
+from hocket.config.rule import Host
+from hocket.pretrained.families import FURTHER_LAYERS
 from hocket.resolve import resolve
-from hocket.settings.rule import Host
 from hocket.train.data import make_streams
 from hocket.train.sources import open_text
 from tests.helpers.command import environment, hocket, text_in
@@ -181,7 +181,7 @@ from hocket.commands.options import parse
 from hocket.commands.train import Train
 from hocket.engine import Engine
 from hocket.resolve import resolve
-from hocket.settings.rule import Host
+from hocket.config.rule import Host
 
 torch.set_num_threads(1)
 config, origins = parse(Train, "train", ["run.toml"])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hocket.config import Config, RopeConfig
+from hocket.config.schema import changed
 from hocket.engine import Engine
 from hocket.model.context import (
     TOLERANCE,
@@ -28,7 +29,6 @@ from hocket.model.documents import Microbatch, documents_of, whole_sequences
 from hocket.model.layers import Attention
 from hocket.program.documents import of_windows
 from hocket.runtime.weights import DTYPES
-from hocket.settings.schema import changed
 from tests.helpers import parity
 from tests.helpers.parity import adamw, batches_of, config
 from tests.helpers.plans import small

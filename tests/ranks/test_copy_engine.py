@@ -26,6 +26,7 @@ from hocket.config import (
     PrecisionConfig,
     TrainConfig,
 )
+from hocket.config.schema import changed
 from hocket.engine import Engine
 from hocket.layers import dispatch
 from hocket.model.documents import Microbatch
@@ -43,7 +44,6 @@ from hocket.runtime.peer_rows import CopiedRows, PeerCopies
 from hocket.runtime.shared_memory import problem, refuse
 from hocket.runtime.transports import Gloo, local_sum
 from hocket.runtime.world import everyone
-from hocket.settings.schema import changed
 from tests.helpers.driver import Memcpy
 from tests.helpers.plans import planned
 from tests.helpers.ranks import run_ranks

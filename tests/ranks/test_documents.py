@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hocket.config import ModelConfig, RopeConfig
+from hocket.config.schema import changed
 from hocket.kernels import IGNORED
 from hocket.layers.linears import cross_entropy
 from hocket.layers.routing import route
 from hocket.model.documents import PADDING, attend, documents_of
 from hocket.model.transformer import Chunk
-from hocket.settings.schema import changed
 from tests.helpers.chunks import init_chunk
 from tests.helpers.parity import assert_parity, config
 from tests.helpers.plans import small

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hocket.settings.schema import changed
+from hocket.config.schema import changed
 from tests.helpers.parity import assert_parity, batches_of, config, train
 from tests.helpers.ranks import run_ranks
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from hocket.config import Config
+from hocket.config.schema import changed
 from hocket.engine import Engine, graphed
 from hocket.model.documents import PADDING, Microbatch, attend, documents_of
 from hocket.runtime.transports import Null
-from hocket.settings.schema import changed
 from tests.helpers.parity import config
 from tests.helpers.plans import planned
 from tests.helpers.ranks import run_ranks

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 
 from hocket.config import Config
+from hocket.config.rule import Host
+from hocket.config.schema import changed
 from hocket.kernels import IGNORED
 from hocket.layers.vocabulary import loss_in_pieces
-from hocket.program.hardware import H200
-from hocket.program.stages import costs_of
+from hocket.predict.cost import costs_of
+from hocket.predict.hardware import H200
 from hocket.resolve import resolve
-from hocket.settings.rule import Host
-from hocket.settings.schema import changed
 from tests.helpers.parity import LINEAR, assert_parity, batches_of, config, train, whole
 from tests.helpers.ranks import run_ranks
 

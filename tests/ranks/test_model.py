@@ -10,15 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hocket import recipes
 from hocket.config import ModelConfig
 from hocket.layers.norms import rotate
 from hocket.model.latent_attention import LatentAttention, softmax_scale
 from hocket.model.layers import Attention
-from hocket.model.moe import ExpertPlace, MoELayer
+from hocket.model.moe import MoELayer
+from hocket.model.parts import ExpertPlace
 from hocket.model.rotary import rotary_table
 from hocket.model.source import init_tensor
 from hocket.model.transformer import Chunk
-from hocket.settings import families
 from tests.helpers.chunks import init_chunk
 from tests.helpers.plans import small
 from tests.reference import Reference, random_batches
@@ -49,7 +50,7 @@ def whole(config: ModelConfig, dtype: torch.dtype = torch.float32, seed: int = 0
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_sizes_match_the_published_ones(name: str) -> None:
-    config = getattr(families, name.upper())
+    config = getattr(recipes, name.upper())
     total = active = 0.0
     for param_name, param in Chunk(config, range(config.layers)).named_parameters():
         assert param.is_meta
@@ -206,9 +207,9 @@ def test_latent_attention_against_float64() -> None:
 
 def test_the_scale_of_latent_attention_grows_as_published() -> None:
     """By (0.1 * mscale_all_dim * ln 40 + 1) ** 2, with 0.707 in V2-Lite, and 1 in V3."""
-    for model, grown in ((families.DEEPSEEK_V2_LITE, 1.58963), (families.DEEPSEEK_V3, 1.87385)):
+    for model, grown in ((recipes.DEEPSEEK_V2_LITE, 1.58963), (recipes.DEEPSEEK_V3, 1.87385)):
         assert softmax_scale(model) * 192**0.5 == pytest.approx(grown, rel=1e-5)
-    assert softmax_scale(families.MOONLIGHT_16B) == 192**-0.5
+    assert softmax_scale(recipes.MOONLIGHT_16B) == 192**-0.5
 
 
 def test_moe_layer_against_one_expert_at_a_time() -> None:
@@ -317,7 +318,7 @@ def test_all_ways_of_rows_are_as_exact_in_bf16() -> None:
 
 def test_reference_learns() -> None:
     config = replace(
-        families.TINY, layers=3, hidden=32, head_dim=8, dense_layers=(1,), ffn=32, expert_ffn=16, shared_ffn=16
+        recipes.TINY, layers=3, hidden=32, head_dim=8, dense_layers=(1,), ffn=32, expert_ffn=16, shared_ffn=16
     )
     step = random_batches(config, steps=1, microbatches=1, dp=2, shape=(2, 8))[0]
     losses = Reference(config, dp=2, ep=2, clip=1.0).run([step] * 8).losses

@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hocket.config import Config
+from hocket.config.schema import changed
 from hocket.engine import Engine
 from hocket.engine.actions import Actions
 from hocket.model.documents import Microbatch
@@ -19,7 +20,6 @@ from hocket.recipes import recipe
 from hocket.resolve import resolve
 from hocket.runtime.blocks import Blocks, HostBlocks
 from hocket.runtime.comm import RowTable
-from hocket.settings.schema import changed
 from tests.helpers.ranks import run_ranks
 
 PRODUCTS = ("mm", "addmm", "bmm", "_grouped_mm", "_scaled_dot_product_flash_attention_for_cpu")

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from hocket.config import Config, RopeConfig
-from hocket.program.pipeline import ZERO_BUBBLE
-from hocket.settings.schema import changed
+from hocket.config.plan import ZERO_BUBBLE
+from hocket.config.schema import changed
 from tests.helpers.pairwise import drawn, pairwise
 from tests.helpers.parity import assert_parity, config
 

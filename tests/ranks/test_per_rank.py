@@ -24,9 +24,9 @@ from hocket.layers.dispatch import (
     unpermute,
 )
 from hocket.layers.routing import Routing, route
-from hocket.model.moe import ExpertPlace
+from hocket.model.parts import ExpertPlace
+from hocket.predict.part_sizes import label_bytes, ranks_per_token
 from hocket.program.mesh import Mesh
-from hocket.program.part_sizes import label_bytes, ranks_per_token
 from hocket.runtime.comm import make_groups
 from tests.helpers.plans import small
 from tests.helpers.ranks import run_ranks

@@ -11,20 +11,21 @@ import torch
 from torch import Tensor
 
 from hocket.config import Config
+from hocket.config.schema import changed
 from hocket.engine import Engine
 from hocket.engine.experts import Held, RowRoom
 from hocket.layers.dispatch import exchange_counts, group_rows, place_counts
 from hocket.layers.routing import Routing
 from hocket.model.documents import Microbatch
-from hocket.program.hardware import LAPTOP
+from hocket.predict.arrivals import lack, rows_allowed, rows_at_most, rows_evenly, rows_grown
+from hocket.predict.cost import costs_of
+from hocket.predict.hardware import LAPTOP
 from hocket.program.mesh import Mesh
-from hocket.program.stages import costs_of, lack, rows_allowed, rows_at_most, rows_evenly, rows_grown
 from hocket.recipes import recipe
 from hocket.resolve import resolve
 from hocket.runtime.blocks import Room
 from hocket.runtime.comm import CommOptions, make_groups
 from hocket.runtime.shared_memory import refuse
-from hocket.settings.schema import changed
 from hocket.train.trainer import Trainer
 from tests.helpers.parity import config
 from tests.helpers.plans import planned

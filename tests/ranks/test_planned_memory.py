@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from hocket.config import Config
+from hocket.config.schema import changed
 from hocket.engine import Engine
 from hocket.model.documents import Microbatch
-from hocket.program.hardware import hardware_of
-from hocket.program.stages import costs_of, mesh_of
+from hocket.predict.cost import costs_of
+from hocket.predict.hardware import hardware_of
+from hocket.program.stages import mesh_of
 from hocket.program.values import unit_moved, unit_written
 from hocket.runtime.comm import make_groups
-from hocket.settings.schema import changed
 from tests.helpers.parity import config
 from tests.helpers.ranks import run_ranks
 from tests.reference import random_batches
@@ -32,14 +32,14 @@ def bytes_of(rank: int, c: Config) -> dict[str, tuple[int, int]]:
     engine.init_weights()
     costs, pp = costs_of(c, hardware_of(c)), engine.where.pp
     gradients: list[int] = []
-    finish = engine.optimizer.step
+    finish = engine.optimizer.apply
     units = engine.sharded.units.values()
 
-    def step(lr: float | None = None, **how: Any) -> Tensor:
+    def apply(**how: Any) -> None:
         gradients.append(sum(unit.group.grads.nbytes + unit.sum_bytes for unit in units))
-        return finish(lr, **how)
+        finish(**how)
 
-    engine.optimizer.step = step  # type: ignore[method-assign]
+    engine.optimizer.apply = apply  # type: ignore[method-assign]
     (batches,) = random_batches(c.model, 1, c.train.microbatches, c.mesh.dp, (2, 8))
     engine.train_step([Microbatch(*batch[engine.where.dp]) for batch in batches], 1e-2)
     stats = engine.sharded.stats()

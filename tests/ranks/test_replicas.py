@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from hocket.config.schema import changed
 from hocket.program.mesh import Mesh
-from hocket.settings.schema import changed
 from tests.helpers.parity import assert_parity, config, train
 from tests.helpers.ranks import run_ranks
 from tests.reference import random_batches

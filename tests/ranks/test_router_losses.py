@@ -11,11 +11,11 @@ from torch import Tensor
 from transformers.models.switch_transformers.modeling_switch_transformers import router_z_loss_func
 
 from hocket.config import ModelConfig
+from hocket.config.schema import changed
 from hocket.engine import Engine
 from hocket.kernels import IGNORED
 from hocket.layers.routing import Routing, attach_losses, route, shares_of
 from hocket.model.documents import PADDING, documents_of
-from hocket.settings.schema import changed
 from tests.helpers import parity
 from tests.helpers.parity import assert_parity, batches_of, config
 from tests.helpers.ranks import run_ranks

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from hocket.config.schema import changed
 from hocket.engine import Engine
 from hocket.layers.slices import Part, TensorRank, part_of, split_of, take, whole_shape
 from hocket.resolve import Settings, resolve
-from hocket.settings.schema import changed
 from hocket.train.checkpoint import Moment, State, restore, save
 from tests.helpers.ranks import run_ranks
 from tests.ranks.test_tensor_parity import MIXED, of, whole

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from hocket.config import Strategy
+from hocket.config.rule import Host
+from hocket.config.schema import changed
 from hocket.engine import Engine
 from hocket.model.documents import Microbatch
 from hocket.program.check import check
@@ -21,8 +23,6 @@ from hocket.program.stages import layout_of, sharding_of
 from hocket.program.values import unit_moved, unit_read
 from hocket.recipes import recipe
 from hocket.resolve import resolve
-from hocket.settings.rule import Host
-from hocket.settings.schema import changed
 from hocket.tune.choose import beside_updates
 from hocket.tune.trials import Trials, model_costs
 from tests.helpers.command import SMALL, end_all, hocket, text_in

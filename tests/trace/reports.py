@@ -10,7 +10,6 @@ import numpy as np
 
 from hocket_trace.data import (
     Kind,
-    OpRow,
     RankTrace,
     Report,
     Share,
@@ -59,38 +58,6 @@ def step_of(rank: int, step: int, late: float = 0.0) -> StepReport:
     )
 
 
-GEMM = "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT"
-COPY = "void at::native::vectorized_elementwise_kernel<8, at::native::bfloat16_copy_kernel_cuda(Iterator&)>"
-
-
-def op(launcher: str, name: str, kind: Kind, class_: str, count: float, milliseconds: float) -> OpRow:
-    exposed = milliseconds * 1e-4 if kind != "compute" else 0.0
-    return OpRow(
-        launcher=launcher, name=name, kind=kind, kernel_class=class_, count=count, seconds=milliseconds * 1e-3,
-        exposed=exposed,
-    )  # fmt: skip
-
-
-OPS = (
-    op("aten::mm", GEMM, "compute", "gemm", 120, 40.0),
-    op(
-        "nccl:_all_gather_base",
-        "ncclDevKernel_AllGather_RING_LL(Storage<4096ul>)",
-        "gather",
-        "",
-        64,
-        30,
-    ),
-    op("nccl:_reduce_scatter_base", "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(x)", "reduce", "", 32, 15),
-    op("aten::mm", GEMM.replace("TNT", "NNT"), "compute", "gemm", 60, 14.0),
-    op("aten::mm", "void cublasLt::splitKreduce_kernel<32, 16, int, float>", "compute", "gemm", 12.5, 1.0),
-    op("aten::mm", "void cublasLt::other_kernel<32>", "compute", "gemm", 1, 0.001),
-    op("aten::_scaled_dot_product_attention", "cudnn_fmha_fprop", "compute", "attention", 32, 15.0),
-    op("aten::copy_", COPY, "compute", "copy", 333, 5.0),
-    *(op(f"aten::op_{n}", f"void kernel_{n}<float>", "compute", "elementwise", 3, 1 / (n + 1)) for n in range(9)),
-)
-
-
 def report(**changes: Any) -> Report:
     """Four ranks of eight, steps 10 to 12; rank 3 is late in step 12."""
     steps = tuple(step_of(r, n, late=0.010 if (r, n) == (3, 12) else 0.0) for n in (10, 11, 12) for r in range(4))
@@ -100,7 +67,6 @@ def report(**changes: Any) -> Report:
         "transport": "nccl",
         "world": 8,
         "steps": steps,
-        "ops": OPS,
         "notes": ("Traces of ranks 4 to 7 are missing: waiting for them counts as transfer.",),
     }
     return Report(**(values | changes))

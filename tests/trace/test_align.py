@@ -112,14 +112,13 @@ def test_sends_tell_clocks_too_and_one_odd_collective_does_not_move_them(tmp_pat
     assert not any("clock" in note for note in one.notes)
     one, other = loaded(tmp_path, rank(0, 0), rank(1, 0, shift=900))
     np.testing.assert_allclose(one.start, other.start, atol=1e-9)
-    assert any(
-        "moved by -0.900 ms" in note and "4 transfers that both took part in end together" in note for note in one.notes
-    )
+    said = "moved by -0.900 ms, so that 4 transfers shared with other hosts end together"
+    assert any(said in note for note in one.notes)
 
 
 def test_a_single_collective_is_told_as_one(tmp_path: Path) -> None:
     notes = loaded(tmp_path, gathers(0, [(0, 50)]), gathers(1, [(700, 750)]))[0].notes
-    assert any("so that the one transfer that both took part in ends together" in note for note in notes)
+    assert any("so that the one transfer shared with other hosts ends together" in note for note in notes)
 
 
 def test_ranks_that_differ_in_how_often_they_call_are_told(tmp_path: Path) -> None:
@@ -180,15 +179,6 @@ def test_a_median_does_not_mind_a_few_odd_ends(tmp_path: Path) -> None:
     odd = [*TIMES[:-1], (150.0, 190.0)]
     traces = loaded(tmp_path, gathers(0, TIMES, host="a"), gathers(1, odd, shift=-5_000, host="b"))
     assert close(traces[1].end[0] - traces[0].end[0], 0)
-
-
-def test_a_clock_is_moved_no_further_than_causes_allow(tmp_path: Path) -> None:
-    """Ends say 0.1 ms, but then the first collective would end on rank 0 before it started on rank 1."""
-    one = [(0.0, 10.0), (1000.0, 1100.0), (2000.0, 2100.0)]
-    other = [(-60.0, 10.0), (900.0, 1000.0), (1900.0, 2000.0)]
-    first, second = loaded(tmp_path, gathers(0, one, host="a"), gathers(1, other, host="b"))
-    assert close(second.start[0] - first.end[0], 0)
-    assert close(second.start[0] - first.start[0], -60 + 70)
 
 
 def test_different_zeros_and_bases_of_files_do_not_matter(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def test_the_median_of_the_slowest_ranks_steps_counts() -> None:
         return StepReport(rank=rank, step=number, seconds=seconds, compute=seconds, **more)
 
     steps = [step(1, 0, 5), step(1, 1, 7), step(2, 0, 9), step(2, 1, 1), step(3, 0, 2), step(3, 1, 3)]
-    whole = Report(sources=("x",), device="d", transport="", world=2, steps=tuple(steps), ops=())
+    whole = Report(sources=("x",), device="d", transport="", world=2, steps=tuple(steps))
     assert [(s.step, s.rank) for s in middle_steps(whole)] == [(1, 1)]
     assert whole.step_seconds == 7
     even = replace(whole, steps=tuple(steps[:4]))
@@ -126,7 +126,7 @@ def test_of_ranks_that_end_together_the_one_that_computes_longest_decides() -> N
         return StepReport(rank=rank, step=1, seconds=seconds, compute=compute, idle=seconds - compute, **more)
 
     together = (step(0, 100, 60), step(1, 99.5, 90), step(2, 98, 95))
-    (found,) = middle_steps(Report(sources=("x",), device="d", transport="", world=3, steps=together, ops=()))
+    (found,) = middle_steps(Report(sources=("x",), device="d", transport="", world=3, steps=together))
     assert (found.rank, found.seconds, found.compute, found.idle) == (1, 100, 90, 10)
 
 
@@ -137,7 +137,7 @@ def of_rank(trace: RankTrace, rank: int, stage: int, world: int = 4) -> RankTrac
     )
 
 
-def test_ranks_of_one_pipeline_stage_are_compared(tmp_path: Path) -> None:
+def test_the_ranks_given_of_both_are_compared(tmp_path: Path) -> None:
     """Two pipeline ranks by two; the run without communication has one rank, of the first."""
     (tmp_path / "long").mkdir()
     real, null = pair(tmp_path)
@@ -148,28 +148,15 @@ def test_ranks_of_one_pipeline_stage_are_compared(tmp_path: Path) -> None:
     assert (tax.seconds, tax.null) == pytest.approx((160 * MICRO, 100 * MICRO))
     assert {row.name: row.share for row in tax.classes} == pytest.approx({"gemm": 0.2, "attention": 0.2})
     assert tax.ops[0].seconds == pytest.approx(60 * MICRO)
-    assert any(
-        "ranks 0, 1 with communication, rank 1 without: they are of the same pipeline stages" in n for n in tax.notes
-    )
+    assert any("only rank 1 with and without communication" in note for note in tax.notes)
     assert any("only rank 1 of 4" in note for note in tax.notes)
-    # Without the traces, too; and with one rank of every stage of both, nothing is left out.
+    # Without the traces, too; and with one rank of every stage of both, the slower stage decides.
     assert compare(report(traces), report([first])).classes == tax.classes
     both = [first, of_rank(other_null, 3, 1)]
     assert compare(report(traces), report(both), traces, both).null == pytest.approx(300 * MICRO)
     last = of_rank(null, 3, 1)
-    with pytest.raises(ValueError, match=r"of rank 3, another pipeline stage than ranks 0, 1 of .*real.json; fix"):
+    with pytest.raises(ValueError, match=r"of rank 3, not ranks 0, 1 of .*real.json; fix"):
         compare(report(traces[:2]), report([last]), traces[:2], [last])
-
-
-def test_outside_hocket_the_same_ranks_are_compared(tmp_path: Path) -> None:
-    (tmp_path / "long").mkdir()
-    real, null = pair(tmp_path, hocket=False)
-    long, _ = pair(tmp_path / "long", hocket=False, scale=3.0)
-    traces, first = [of_rank(real, 0, 0), of_rank(long, 1, 0)], [of_rank(null, 0, 0)]
-    tax = compare(report(traces), report(first), traces, first)
-    assert tax.share == pytest.approx(0.6)
-    assert {row.name: row.share for row in tax.ops} == pytest.approx({"nvjet_sm90": 0.2, "flash_fwd_kernel": 0.2})
-    assert any("only rank 0 with and without communication" in note for note in tax.notes)
 
 
 def test_what_stands_in_for_arriving_rows_is_in_no_class(tmp_path: Path) -> None:

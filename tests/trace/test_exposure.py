@@ -305,26 +305,6 @@ def test_classes_are_sums_not_unions(tmp_path: Path) -> None:
     assert list(step.classes) == ["gemm", "elementwise"]
 
 
-def test_ops_are_means_over_steps_and_ranks(tmp_path: Path) -> None:
-    def trace(rank: int) -> Trace:
-        made = grouped(rank)
-        for step in (0, 1):
-            at = 100 * step
-            made.annotation(f"hocket step {step}", at, at + 90)
-            made.kernel("nvjet", at + 10, at + 40, op="aten::mm", launched=at + 2)
-            made.collective("_allgather_base", "gather_dense", at + 30, at + 50, launched=at + 4)
-        return made
-
-    found = analysed(tmp_path, trace(0), trace(1))
-    gemm, gather = found.ops
-    assert (gemm.launcher, gemm.kind, gemm.kernel_class, gemm.count) == ("aten::mm", "compute", "gemm", 1)
-    assert close(gemm.seconds, 30)
-    assert gemm.exposed == 0
-    assert (gather.launcher, gather.kind, gather.kernel_class) == ("nccl:_allgather_base", "gather", "")
-    assert close(gather.seconds, 20)
-    assert close(gather.exposed, 10)
-
-
 def test_a_report_says_where_it_comes_from(tmp_path: Path) -> None:
     made = grouped(1, world=4).metadata(hocket={"transport": "slow"}).kernel("k", 0, 10)
     found = analysed(tmp_path, made)

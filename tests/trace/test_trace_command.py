@@ -107,15 +107,6 @@ def test_a_run_of_another_version_is_reported_all_the_same(tmp_path: Path, capsy
     assert "EMULATED NETWORK" in out
 
 
-def test_a_terminal_gets_colours_and_a_file_does_not(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert "\x1b[" not in command(capsys, "trace", folder)[1]
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("TERM", "xterm-256color")
-    assert "\x1b[1m" in command(capsys, "trace", folder)[1]
-
-
 def test_the_order_of_words_does_not_matter() -> None:
     words = ["a.json", "--step=3", "--null", "n1.json", "n2.json", "--html", "x.html", "b.json", "--json"]
     asked = parser().parse_intermixed_args(words)

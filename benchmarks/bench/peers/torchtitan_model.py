@@ -21,7 +21,8 @@ from hocket.layers.dispatch import Splits, group_rows, ungroup_rows
 from hocket.layers.functional import grouped_linear
 from hocket.model.documents import Documents
 from hocket.model.layers import DenseLayer, swiglu
-from hocket.model.moe import ONLY, Experts, MoELayer
+from hocket.model.moe import Experts, MoELayer
+from hocket.model.parts import ONLY
 from hocket.model.transformer import Chunk
 from hocket.runtime.transports import RowTable
 

@@ -8,7 +8,7 @@ A step converts bf16 averages to fp32, updates, and rounds to nearest, without r
 gradients don't vanish, since bf16 has fp32's exponents. But with 8 significant bits a decay by `1 - beta` is lost below
 half of the last digit, up to 2^-8 of the value. So an average may stay off by 2^-8 / (1 - beta): 4 % at 0.9, 8 % at
 0.95, all of it at 0.996. Settings allow rates up to where it is a quarter, and a step an eighth
-(`settings/training_rules.py`). DeepSeek-V3 was trained so, with 0.9 and 0.95 (DeepSeek-AI 2024, section 3.3.3).
+(`config/precision.py`). DeepSeek-V3 was trained so, with 0.9 and 0.95 (DeepSeek-AI 2024, section 3.3.3).
 
 Note: [Recorded updates]
 With `overlap.dp.update = next_step` a recorded step (`engine/graphed.py`) begins with the updates of the step before. A
@@ -387,22 +387,32 @@ class PlannedAdamW:
 
     @torch.no_grad()
     def step(self, lr: float | None = None, later: bool = False) -> Tensor:
-        """Clip, update this rank's weights, and free the gradients. Returns the norm before clipping.
+        """`judge`, then `apply`. Returns the norm before clipping."""
+        norm = self.judge(lr)
+        self.apply(later)
+        return norm
 
-        `guard.skipped` tells whether the step was skipped. With `later`, gradients stay until `update` is called for
-        each unit, or `catch_up`.
-        """
+    @torch.no_grad()
+    def judge(self, lr: float | None = None) -> Tensor:
+        """Returns the norm of all gradients, fp64; `guard.skipped` tells whether the step is skipped."""
         self.catch_up()
         norm = self.grad_norm()
         self._judge(norm, self._verdict.lr if lr is None else lr)
+        return norm
+
+    @torch.no_grad()
+    def apply(self, later: bool = False) -> None:
+        """Clip, update this rank's weights, and free the gradients.
+
+        With `later`, gradients stay until `update` is called for each unit, or `catch_up`.
+        """
         if later:
             self.model.rest_grads()
-            return norm
+            return
         for unit in self.model.units.values():
             self._step(unit)
         self.model.agree()
         self.model.forget_grads()
-        return norm
 
     def _judge(self, norm: Tensor, lr: float) -> None:
         skipped, factor = self.guard.judge(norm), torch.ones_like(norm)

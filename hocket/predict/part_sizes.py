@@ -8,13 +8,16 @@ rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from functools import cached_property
 
 from hocket.config import ModelConfig
 from hocket.program.documents import Attending, Lengths, of_windows, slower
 from hocket.program.documents import keys as keys_met
+from hocket.program.ops import Layout
+from hocket.program.parts import END_UNITS, Mixer, Part, Unit
+from hocket.program.transformer import EMBED, HEAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +57,19 @@ class PartSize:
     kept: int = 0
     """Elements that bwd keeps for wgrad: inputs of matmuls and gradients of their outputs."""
 
+    def __add__(self, other: PartSize) -> PartSize:
+        return PartSize(*(getattr(self, name) + getattr(other, name) for name in _FIELDS))
 
-_NAMES = tuple(field.name for field in fields(PartSize))
+
+_FIELDS = tuple(field.name for field in fields(PartSize))
 
 
-def plus(*sizes: PartSize) -> PartSize:
-    return PartSize(*(sum(getattr(size, name) for size in sizes) for name in _NAMES))
+def linear(inputs: int, outputs: int, bias: bool = False, cast: bool = True) -> PartSize:
+    """A product with a weight of [outputs, inputs]. Without `cast`, what makes its input writes fp8 itself."""
+    w = inputs * outputs
+    return PartSize(
+        gemm=w, weights=w + bias * outputs, rows=inputs + outputs, casts=cast * inputs, traffic=2 * bias * outputs
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,9 +114,9 @@ class Formulas:
         if not normed:
             return rotary
         if self.rotary_with_norm:
-            return plus(rotary, PartSize(saved=width))
+            return rotary + PartSize(saved=width)
         norm = self.norm(width)
-        return plus(rotary, PartSize(traffic=norm.traffic, saved=norm.saved, kept=norm.kept))
+        return rotary + PartSize(traffic=norm.traffic, saved=norm.saved, kept=norm.kept)
 
     def loss(self, words: int) -> PartSize:
         """Cross-entropy of logits. Their gradient is what wgrad reads."""
@@ -153,32 +163,64 @@ _FLASH_BACK = 9
 and gradient (2), sums of query gradients in fp32 that are cleared and cast (5), heads that share keys summed up (2)."""
 
 
-Mixer = Literal["full", "window", "delta"]
-"""What a layer's tokens learn of each other by: attention, attention over a window, or a gated delta net."""
-
-
 @dataclass(frozen=True)
 class Shapes:
     """What the size of a part depends on."""
 
     model: ModelConfig
-    seq: int
+    layout: Layout
+    seq: int = 1
     """Tokens of a sequence."""
-    ep: int
-    copies: Copies
-    formulas: Formulas
-    cp: int = 1
-    """Ranks that share a sequence."""
-    heads: bool = False
-    """Whether these exchange heads."""
-    exact: int = 2
-    """Elements of the dtype of compute that one in fp32 takes the room of."""
+    formulas: Formulas = STOCK
+    dtype_bytes: int = 2
     documents: Lengths = ()
     """How long documents are that share sequences; empty: each sequence is one."""
+    mixer: Mixer = "full"
+
+    @cached_property
+    def copies(self) -> Copies:
+        return copies_of(self.model, self.layout.ep, self.layout.per_rank, self.dtype_bytes)
+
+    @property
+    def width(self) -> int:
+        """Of all heads of queries."""
+        return self.model.heads * self.model.head_dim
+
+    @property
+    def gates(self) -> int:
+        """Of all heads."""
+        return self.width if self.model.attn_gate else 0
+
+    @property
+    def kv(self) -> int:
+        """Of all heads of keys, or of values."""
+        return self.model.kv_heads * self.model.head_dim
+
+    @property
+    def scale(self) -> int:
+        """Weights that the norms of heads of queries, or of keys, share."""
+        return self.model.head_dim if self.model.qk_norm and self.model.qk_norm_over == "head" else 0
+
+    def positions(self, width: int) -> PartSize:
+        """Rotary positions of queries, or keys, `width` elements together, and their norms: of each head, or of all."""
+        whole = self.model.qk_norm and self.model.qk_norm_over != "head"
+        return self.formulas.positions(width, self.scale > 0) + (self.formulas.norm(width) if whole else PartSize())
 
     def met(self, window: int = 0) -> float:
         """Keys that a query meets on average, with a window or without."""
         return keys_met(self.documents or ((self.seq, self.seq),), window)
+
+    def core(self) -> PartSize:
+        """Products of queries and keys, and of those with values: 4 FLOPs of each width for every key that is met.
+
+        That is half of the sequence on average, and in a window of w tokens w - w^2 / 2S: the first tokens have fewer.
+        """
+        m, width = self.model, self.width
+        window = m.window if self.mixer == "window" and m.window < self.seq else 0
+        met, edge = 4 * self.met(window), _EDGES if window else _BLOCK
+        masked = round(slower(window, m.sinks) * met + 2 * edge) * width
+        sinks = PartSize(weights=m.heads, traffic=2 * width) if m.sinks else PartSize()
+        return PartSize(core=round(met) * width, masked=masked, back=_FLASH_BACK * width) + sinks
 
 
 def embed(s: Shapes) -> PartSize:
@@ -187,127 +229,89 @@ def embed(s: Shapes) -> PartSize:
 
 
 def head(s: Shapes) -> PartSize:
-    d, vocab, w = s.model.hidden, s.model.vocab, s.model.vocab * s.model.hidden
-    matmul = PartSize(gemm=w, weights=0 if s.model.tied else w, rows=d + vocab, output=1, grad=d)
-    return plus(s.formulas.norm(d), s.formulas.loss(vocab), matmul)
+    d, product = s.model.hidden, linear(s.model.hidden, s.model.vocab)
+    product = replace(product, weights=0) if s.model.tied else product
+    return s.formulas.norm(d) + s.formulas.loss(s.model.vocab) + product + PartSize(output=1, grad=d)
 
 
-def attention(s: Shapes, mixer: Mixer = "full") -> PartSize:
+def attention(s: Shapes) -> PartSize:
     """Attention, or what a layer has in place of it, as in a dense layer: all of it, or what parts before it leave."""
-    if s.cp == 1:
-        return _whole(s, mixer)
-    return _from_heads(s) if s.heads else _attended(s, mixer)
-
-
-def _whole(s: Shapes, mixer: Mixer) -> PartSize:
-    """With its norm and residual."""
-    m, f = s.model, s.formulas
-    if m.latent or mixer == "delta":
-        return plus(f.norm(m.hidden), _latent(s) if m.latent else _delta(s))
-    d, width, kv = m.hidden, m.heads * m.head_dim, m.kv_heads * m.head_dim
-    gates = width if m.attn_gate else 0
-    w, values = d * (2 * (width + kv) + gates), 2 * width + 2 * kv + 2 * gates  # query, gate, key, value and output
-    biases = (width + gates + 2 * kv if m.qkv_bias else 0) + (d if m.o_bias else 0)
-    weights = w + biases + 2 * _scales(s)
-    rows = 2 * (d + width + kv) + gates
-    matmuls = PartSize(gemm=w, weights=weights, rows=rows, casts=rows // 2, traffic=2 * biases, output=d, grad=d)
+    if s.layout.cp > 1:
+        return _from_heads(s) if s.layout.heads else _attended(s)
+    d, width, kv, gates = s.model.hidden, s.width, s.kv, s.gates
+    if s.model.latent or s.mixer == "delta":
+        return s.formulas.norm(d) + (_latent(s) if s.model.latent else _delta(s))
+    products = linear(d, width + 2 * kv + gates, s.model.qkv_bias) + linear(width, d, s.model.o_bias)
+    products = replace(products, weights=products.weights + 2 * s.scale, casts=products.rows // 2)
     # Queries and gates are taken apart; a sigmoid and a product follow.
-    beside = PartSize(traffic=3 * d + 9 * gates, back=_FLASH_BACK * width)
-    if m.sinks:
-        beside = plus(beside, PartSize(weights=m.heads, traffic=2 * width))
-    core = plus(_core(s, mixer == "window", width), beside)
-    kept = PartSize(saved=values, kept=values - gates + d)
-    return plus(f.norm(d), _turned(s, width + kv), matmuls, core, kept)
-
-
-def _turned(s: Shapes, width: int) -> PartSize:
-    """Rotary positions of queries, or keys, `width` elements together, and their norms: of each head, or of all."""
-    whole = s.model.qk_norm and s.model.qk_norm_over != "head"
-    return plus(s.formulas.positions(width, _scales(s) > 0), s.formulas.norm(width) if whole else PartSize())
-
-
-def _scales(s: Shapes) -> int:
-    """Weights that the norms of heads of queries, or of keys, share."""
-    return s.model.head_dim if s.model.qk_norm and s.model.qk_norm_over == "head" else 0
+    kept = 2 * width + 2 * kv + gates
+    rest = PartSize(traffic=3 * d + 9 * gates, saved=kept + gates, kept=kept + d, output=d, grad=d)
+    return s.formulas.norm(d) + s.positions(width + kv) + products + s.core() + rest
 
 
 def keys(s: Shapes) -> PartSize:
     """Keys and values of a rank's own tokens, with the layer's first norm."""
-    m, f = s.model, s.formulas
-    if m.latent:
-        return plus(f.norm(m.hidden), _latent_keys(s))
-    d, kv = m.hidden, m.kv_heads * m.head_dim
-    weights = 2 * d * kv + (2 * kv if m.qkv_bias else 0) + _scales(s)
-    rows = d + 2 * kv
-    size = PartSize(gemm=2 * d * kv, weights=weights, rows=rows, casts=d, traffic=4 * kv, output=2 * kv, grad=d)
-    return plus(f.norm(d), _turned(s, kv), size, PartSize(kept=2 * kv))
+    d, kv = s.model.hidden, s.kv
+    if s.model.latent:
+        return s.formulas.norm(d) + _latent_keys(s)
+    product = linear(d, 2 * kv, s.model.qkv_bias)
+    product = replace(product, weights=product.weights + s.scale, traffic=4 * kv)
+    return s.formulas.norm(d) + s.positions(kv) + product + PartSize(output=2 * kv, grad=d, kept=2 * kv)
 
 
 def kv(s: Shapes) -> PartSize:
     """Keys and values of all ranks, or of this rank's heads; gradients of its tokens'."""
     m = s.model
-    if s.heads:
+    if s.layout.heads:
         return PartSize(output=_own_keys(s), grad=_own_keys(s))
-    row = m.kv_lora_rank + m.qk_rope_head_dim if m.latent else 2 * m.kv_heads * m.head_dim
-    return PartSize(output=row * s.cp, grad=row)
+    row = m.kv_lora_rank + m.qk_rope_head_dim if m.latent else 2 * s.kv
+    return PartSize(output=row * s.layout.cp, grad=row)
 
 
 def queries(s: Shapes) -> PartSize:
     """Queries of a rank's own tokens, and gates."""
-    m = s.model
-    if m.latent:
+    d, made = s.model.hidden, s.width + s.gates
+    if s.model.latent:
         return _latent_queries(s)
-    d, width = m.hidden, m.heads * m.head_dim
-    made = 2 * width if m.attn_gate else width
-    weights = d * made + (made if m.qkv_bias else 0) + _scales(s)
-    size = PartSize(gemm=d * made, weights=weights, rows=d + made, casts=d, output=made, grad=d, kept=made)
-    return plus(_turned(s, width), size)
+    product = linear(d, made, s.model.qkv_bias)
+    product = replace(product, weights=product.weights + s.scale, traffic=0)
+    return s.positions(s.width) + product + PartSize(output=made, grad=d, kept=made)
 
 
-def _attended(s: Shapes, mixer: Mixer = "full") -> PartSize:
+def _attended(s: Shapes) -> PartSize:
     """Attention of a rank's own queries to gathered keys and values, put into order, and the residual.
 
     What the queries of each chunk have found is kept, and all of it in one piece.
     """
-    m = s.model
-    if m.latent:
+    if s.model.latent:
         return _latent_attended(s)
-    d, width, kv = m.hidden, m.heads * m.head_dim, m.kv_heads * m.head_dim * s.cp
-    made = 2 * width if m.attn_gate else width
-    weights = d * width + (d if m.o_bias else 0) + (m.heads if m.sinks else 0)
-    sinks = PartSize(traffic=2 * width) if m.sinks else PartSize()
-    beside = PartSize(traffic=3 * d + 4 * kv + 9 * (made - width), back=_FLASH_BACK * width)
-    out = PartSize(gemm=d * width, weights=weights, rows=width + d, casts=width, output=d, grad=made + 2 * kv)
-    kept = PartSize(saved=made + 2 * width + 2 * kv, lent=2 * kv, kept=d)
-    return plus(_core(s, mixer == "window", width), beside, sinks, out, kept)
+    d, width, kv, made = s.model.hidden, s.width, s.kv * s.layout.cp, s.width + s.gates
+    saved = PartSize(saved=made + 2 * width + 2 * kv, lent=2 * kv, kept=d)
+    rest = PartSize(traffic=3 * d + 4 * kv + 9 * s.gates, output=d, grad=made + 2 * kv)
+    return s.core() + replace(linear(width, d, s.model.o_bias), traffic=0) + saved + rest
 
 
 def _own_keys(s: Shapes) -> int:
     """Keys and values of a rank's own heads in all tokens, per token of the rank."""
-    return 2 * s.model.head_dim * max(s.model.kv_heads, s.cp)
+    return 2 * s.model.head_dim * max(s.model.kv_heads, s.layout.cp)
 
 
 def spread(s: Shapes) -> PartSize:
     """Queries of a rank's own heads in all tokens, or what these have found: as many as of all heads in its tokens."""
-    width = s.model.heads * s.model.head_dim
-    return PartSize(output=width, grad=width)
+    return PartSize(output=s.width, grad=s.width)
 
 
-def core(s: Shapes, mixer: Mixer = "full") -> PartSize:
+def core(s: Shapes) -> PartSize:
     """Attention of all tokens, of a rank's own heads. Rows are put into the order of sequences, and back."""
-    width, kv = s.model.heads * s.model.head_dim, _own_keys(s)
-    moved = PartSize(traffic=2 * (2 * width + kv), output=width, grad=width + kv, saved=2 * width + kv)
-    return plus(_core(s, mixer == "window", width), moved, PartSize(back=_FLASH_BACK * width))
+    width, kv = s.width, _own_keys(s)
+    return s.core() + PartSize(traffic=2 * (2 * width + kv), output=width, grad=width + kv, saved=2 * width + kv)
 
 
 def _from_heads(s: Shapes) -> PartSize:
     """The projection of what all heads have found in a rank's own tokens, and the residual."""
-    m = s.model
-    d, width = m.hidden, m.heads * m.head_dim
-    gates = width if m.attn_gate else 0
-    beside = PartSize(traffic=3 * d + 2 * width + 9 * gates, saved=width + gates, kept=d)
-    weights = d * width + (d if m.o_bias else 0)
-    return plus(beside, PartSize(d * width, weights=weights, rows=width + d, casts=width, output=d, grad=width + gates))
+    d, width, gates = s.model.hidden, s.width, s.gates
+    rest = PartSize(traffic=3 * d + 2 * width + 9 * gates, saved=width + gates, kept=d, output=d, grad=width + gates)
+    return replace(linear(width, d, s.model.o_bias), traffic=0) + rest
 
 
 def into_heads(model: ModelConfig) -> tuple[int, int]:
@@ -341,43 +345,49 @@ def _delta(s: Shapes) -> PartSize:
     The core is the rule in chunks: products of keys, queries and values within a chunk of C tokens, the solution of a
     triangular system, and products with the memory, K x V for each head.
     """
-    m, f = s.model, s.formulas
-    d, h, k, v = m.hidden, m.delta_heads, m.delta_key_dim, m.delta_value_dim
-    keys, values, made = m.delta_key_heads * k, h * v, delta_made(m)
-    mixed = 2 * keys + values
-    w = d * (made + values)
-    weights = w + mixed * m.delta_conv + 2 * h + v
-    core = PartSize(core=h * (_CHUNK * (5 * k + 3 * v) + 6 * k * v))
+    m, d = s.model, s.model.hidden
+    h, k, v = m.delta_heads, m.delta_key_dim, m.delta_value_dim
+    values, made = h * v, delta_made(m)
+    mixed = 2 * m.delta_key_heads * k + values
+    core = PartSize(core=h * (_CHUNK * (5 * k + 3 * v) + 6 * k * v), weights=mixed * m.delta_conv + 2 * h + v)
     # The convolution and SiLU; queries and keys for each value head, in and out; the norm of outputs, and their gates.
-    beside = PartSize(traffic=6 * mixed + 2 * h * k + 2 * values + 5 * values + 3 * d)
-    matmuls = PartSize(gemm=w, weights=weights, rows=2 * d + made + values, output=d, grad=d)
-    norm = replace(f.norm(values), weights=0)
-    saved = made + 2 * mixed + 2 * h * k + 2 * values
-    return plus(matmuls, core, beside, norm, PartSize(saved=saved, kept=made + mixed + values + d))
+    traffic = 6 * mixed + 2 * h * k + 2 * values + 5 * values + 3 * d
+    saved, kept = made + 2 * mixed + 2 * h * k + 2 * values, made + mixed + values + d
+    rest = PartSize(traffic=traffic, saved=saved, kept=kept, output=d, grad=d)
+    return linear(d, made) + linear(values, d) + core + replace(s.formulas.norm(values), weights=0) + rest
+
+
+# Latent attention makes keys and values of latents. Fused kernels take one width of both: zeros fill it up.
 
 
 def _latent(s: Shapes) -> PartSize:
-    """Latent attention without its first norm. Fused kernels take one width of keys and values: zeros fill it up."""
-    m, f = s.model, s.formulas
-    d, h, q, kv, turned = m.hidden, m.heads, m.q_lora_rank, m.kv_lora_rank, m.qk_rope_head_dim
-    keys, values, made = h * m.key_width, h * m.v_head_dim, h * (m.qk_nope_head_dim + m.v_head_dim)
-    wide = h * max(m.key_width, m.v_head_dim) if f is FUSED else 0
-    queries = (
-        PartSize(gemm=q * (d + keys), rows=d + 2 * q + keys, kept=q) if q else PartSize(gemm=d * keys, rows=d + keys)
-    )
-    latent = PartSize(gemm=d * (kv + turned) + kv * made, rows=d + 2 * kv + turned + made, kept=kv + turned)
-    out = PartSize(gemm=values * d, rows=values + d, output=d, grad=d)
-    norms = plus(f.norm(kv), f.norm(q) if q else PartSize())
-    heads = plus(f.positions(keys + turned, False), PartSize(traffic=2 * keys + (2 * (wide + values) if wide else 0)))
+    """Latent attention without its first norm."""
+    m, d, kv, turned = s.model, s.model.hidden, s.model.kv_lora_rank, s.model.qk_rope_head_dim
+    keys, values, made, wide = _latent_widths(s)
+    products = _of_latents(s, d, m.q_lora_rank, keys) + _of_latents(s, d, kv, made, turned) + linear(values, d)
+    moved = 3 * d + 2 * keys + (2 * (wide + values) if wide else 0)
     saved = 2 * keys + (2 * wide if wide else made) + values
-    rest = PartSize(traffic=3 * d, saved=saved, kept=keys + made + values + d)
-    size = plus(queries, latent, out, norms, heads, _latent_core(s, wide), rest)
-    return replace(size, weights=size.weights + size.gemm)
+    rest = PartSize(traffic=moved, saved=saved, kept=keys + made + values + d, output=d, grad=d)
+    return products + s.formulas.positions(keys + turned, False) + _latent_core(s) + rest
 
 
-def _latent_core(s: Shapes, wide: int) -> PartSize:
-    """Its products, where zeros fill keys and values up to `wide`; 0: they have a width each."""
-    keys, values = s.model.heads * s.model.key_width, s.model.heads * s.model.v_head_dim
+def _latent_widths(s: Shapes) -> tuple[int, int, int, int]:
+    """Widths of all heads of keys, of values, of what is made of latents; and that up to which zeros fill, or 0."""
+    m = s.model
+    made, wide = m.qk_nope_head_dim + m.v_head_dim, max(m.key_width, m.v_head_dim) if s.formulas is FUSED else 0
+    return m.heads * m.key_width, m.heads * m.v_head_dim, m.heads * made, m.heads * wide
+
+
+def _of_latents(s: Shapes, inputs: int, latents: int, outputs: int, beside: int = 0) -> PartSize:
+    """A product through normed latents, `beside` which others are made; without latents a plain one."""
+    if not latents:
+        return linear(inputs, outputs)
+    products = linear(inputs, latents + beside) + linear(latents, outputs)
+    return products + s.formulas.norm(latents) + PartSize(kept=latents + beside)
+
+
+def _latent_core(s: Shapes) -> PartSize:
+    keys, values, _, wide = _latent_widths(s)
     filled, met = 2 * wide - keys - values if wide else 0, round(2 * s.met())
     masked = met * filled + _BLOCK * (filled + keys + values)
     return PartSize(core=met * (keys + values), masked=masked, back=_FLASH_BACK * (wide or values))
@@ -385,51 +395,40 @@ def _latent_core(s: Shapes, wide: int) -> PartSize:
 
 def _latent_keys(s: Shapes) -> PartSize:
     """What latent attention gathers: latents, normed, and rotated keys."""
-    m, f = s.model, s.formulas
-    d, row = m.hidden, m.kv_lora_rank + m.qk_rope_head_dim
-    size = PartSize(gemm=d * row, weights=d * row, rows=d + row, traffic=2 * row, output=row, grad=d, kept=row)
-    return plus(size, f.norm(m.kv_lora_rank), f.positions(m.qk_rope_head_dim, False))
+    d, latents, turned = s.model.hidden, s.model.kv_lora_rank, s.model.qk_rope_head_dim
+    row = latents + turned
+    moved = PartSize(traffic=2 * row, output=row, grad=d, kept=row)
+    return linear(d, row) + s.formulas.norm(latents) + s.formulas.positions(turned, False) + moved
 
 
 def _latent_queries(s: Shapes) -> PartSize:
     """Queries of a rank's own tokens, through a latent of their own if they have one."""
-    m, f = s.model, s.formulas
-    d, q, keys = m.hidden, m.q_lora_rank, m.heads * m.key_width
-    w = q * (d + keys) if q else d * keys
-    size = PartSize(gemm=w, weights=w, rows=d + 2 * q + keys, output=keys, grad=d, kept=q + keys)
-    return plus(size, f.norm(q) if q else PartSize(), f.positions(keys, False))
+    d, keys = s.model.hidden, _latent_widths(s)[0]
+    products = _of_latents(s, d, s.model.q_lora_rank, keys)
+    return products + s.formulas.positions(keys, False) + PartSize(output=keys, grad=d, kept=keys)
 
 
 def _latent_attended(s: Shapes) -> PartSize:
     """Keys and values of all ranks' latents, which each makes for itself, and attention of its own queries to them."""
-    m, f = s.model, s.formulas
-    d, h, kv, row = m.hidden, m.heads, m.kv_lora_rank, m.kv_lora_rank + m.qk_rope_head_dim
-    keys, values, made = h * m.key_width, h * m.v_head_dim, h * (m.qk_nope_head_dim + m.v_head_dim)
-    wide = h * max(m.key_width, m.v_head_dim) if f is FUSED else 0
-    products = PartSize(
-        gemm=s.cp * kv * made + values * d, weights=kv * made + values * d, rows=s.cp * (kv + made) + values + d,
-        output=d, grad=keys + s.cp * row,
-    )  # fmt: skip
-    saved = keys + s.cp * (kv + (2 * wide if wide else keys + made)) + 2 * values
-    rest = PartSize(traffic=3 * d + 2 * s.cp * (row + keys + wide), saved=saved, kept=s.cp * made + d)
-    return plus(products, _latent_core(s, wide), rest)
+    m, d, cp, kv = s.model, s.model.hidden, s.layout.cp, s.model.kv_lora_rank
+    row, (keys, values, made, wide) = kv + m.qk_rope_head_dim, _latent_widths(s)
+    products = linear(cp * kv, made) + linear(values, d)
+    products = replace(products, weights=kv * made + values * d, rows=cp * (kv + made) + values + d)
+    saved = keys + cp * (kv + (2 * wide if wide else keys + made)) + 2 * values
+    moved = 3 * d + 2 * cp * (row + keys + wide)
+    rest = PartSize(traffic=moved, saved=saved, kept=cp * made + d, output=d, grad=keys + cp * row)
+    return products + _latent_core(s) + rest
+
+
+def _gated(s: Shapes, ffn: int) -> PartSize:
+    """A gated MLP for every token."""
+    d = s.model.hidden
+    return linear(d, 2 * ffn) + linear(ffn, d, cast=False) + s.formulas.swiglu(d, ffn) + PartSize(output=d)
 
 
 def mlp(s: Shapes) -> PartSize:
-    d, ffn = s.model.hidden, s.model.ffn
-    w, rows = 3 * d * ffn, 2 * d + 3 * ffn
-    size = PartSize(gemm=w, weights=w, rows=rows, casts=d, traffic=3 * d, output=d, grad=d)
-    return plus(s.formulas.norm(d), s.formulas.swiglu(d, ffn), size)
-
-
-def _core(s: Shapes, windowed: bool, width: int) -> PartSize:
-    """Products of queries and keys, and of those with values: 4 * `width` FLOPs for every key that a query meets.
-
-    That is half of the sequence on average, and in a window of w tokens w - w^2 / 2S: the first tokens have fewer.
-    """
-    window = s.model.window if windowed and s.model.window < s.seq else 0
-    met, edge = 4 * s.met(window), _EDGES if window else _BLOCK
-    return PartSize(core=round(met) * width, masked=round(slower(window, s.model.sinks) * met + 2 * edge) * width)
+    d = s.model.hidden
+    return s.formulas.norm(d) + _gated(s, s.model.ffn) + PartSize(traffic=3 * d, grad=d)
 
 
 def attending(model: ModelConfig, seq: int) -> Attending:
@@ -438,33 +437,32 @@ def attending(model: ModelConfig, seq: int) -> Attending:
     return of_windows((window for delta, window in layers if not delta), seq, model.sinks)
 
 
-def attention_and_routing(s: Shapes, mixer: Mixer = "full", made: bool = True) -> PartSize:
-    """Attention, second norm, shared expert, router and permutation, if rows are `made` here.
+def attention_and_routing(s: Shapes) -> PartSize:
+    """Attention, second norm, shared expert, router and permutation, if rows are not made later.
 
     The residual is not in the output: the norm keeps that tensor, so it counts as saved. So do tokens, for the router.
     """
-    model, copies, f = s.model, s.copies, s.formulas
-    d, sh, e = model.hidden, model.shared_ffn, model.experts
-    w, probs = d * e + 3 * d * sh, 0 if copies.per_rank else model.top_k
-    weights = w + (e if model.router_bias else 0)
-    shared = plus(f.swiglu(d, sh), PartSize(output=d, rows=2 * d + 3 * sh, casts=d)) if sh else PartSize()
-    if sh and model.shared_gate:
-        w, weights, shared = w + d, weights + d, plus(shared, PartSize(traffic=3 * d, saved=d + 1, kept=1))
-    moved, output = (2 * _rows(copies.count, d, copies), _rows(copies.room, d, copies)) if made else (0, 0)
-    router = PartSize(rows=d + e, routes=1)
-    losses = (model.z_loss > 0) + (model.aux_loss > 0 and model.aux_loss_over != "microbatch")
-    scores = s.exact * e * (1 + losses)  # fp32, as much for each loss that autograd makes of them
-    rest = PartSize(gemm=w, weights=weights, traffic=moved, output=output + probs, saved=scores, kept=scores)
-    rest = replace(rest, handed=d if made else 2 * d)
-    return plus(replace(attention(s, mixer), output=0), f.norm(d), shared, router, rest)
+    m, copies, d, e = s.model, s.copies, s.model.hidden, s.model.experts
+    shared = _gated(s, m.shared_ffn) if m.shared_ffn else PartSize()
+    if m.shared_ffn and m.shared_gate:
+        shared += PartSize(gemm=d, weights=d, traffic=3 * d, saved=d + 1, kept=1)
+    moved, output, handed = 2 * copies.sent(d), copies.sent(d, copies.room), d
+    if s.layout.makes_rows_later:
+        moved, output, handed = 0, 0, 2 * d
+    probs = 0 if copies.per_rank else m.top_k
+    losses = (m.z_loss > 0) + (m.aux_loss > 0 and m.aux_loss_over != "microbatch")
+    scores = 4 // s.dtype_bytes * e * (1 + losses)  # fp32, as much for each loss that autograd makes of them
+    router = replace(linear(d, e, cast=False), weights=d * e + (e if m.router_bias else 0), routes=1)
+    rest = PartSize(traffic=moved, output=output + probs, saved=scores, kept=scores, handed=handed)
+    return replace(attention(s), output=0) + s.formulas.norm(d) + shared + router + rest
 
 
-def dispatch(s: Shapes, made: bool = False) -> PartSize:
-    """Rows sent, or with `made` made of tokens and sent. Where all experts are here, their weights are beside them."""
+def dispatch(s: Shapes) -> PartSize:
+    """Rows sent, or made of tokens and sent. Where all experts are here, their weights are beside them."""
     d, copies = s.model.hidden, s.copies
-    rows = _rows(copies.count, d, copies)
-    if not made:
-        return PartSize(output=rows, grad=_rows(copies.room, d, copies))
+    rows = copies.sent(d)
+    if not s.layout.makes_rows_later:
+        return PartSize(output=rows, grad=copies.sent(d, copies.room))
     return PartSize(output=rows, grad=d, traffic=2 * rows, back=-2 * rows)
 
 
@@ -472,20 +470,19 @@ def experts(s: Shapes) -> PartSize:
     """Rows are copied into grouped order, and out of it. With a bias behind the second product a rank keeps what its
     experts make, for gradients of the weights of choices.
     """
-    model, copies, f, ep = s.model, s.copies, s.formulas, s.ep
-    d, k = model.hidden, model.top_k
-    w, values, received = 3 * d * model.expert_ffn, f.swiglu(k * d, k * model.expert_ffn), round(copies.count * d)
-    moved = 2 * (k * d + received) if ep > 1 else 0
-    grad, extra = _rows(copies.count, d, copies), 0
+    m, copies, f, ep = s.model, s.copies, s.formulas, s.layout.ep
+    d, k, ffn, here = m.hidden, m.top_k, m.expert_ffn, m.experts // ep
+    w, received = 3 * d * ffn, round(copies.count * d)
+    moved, extra = 2 * (k * d + received) if ep > 1 else 0, 0
     if copies.per_rank or ep == 1:
-        extra = k * d * copies.per_rank if model.expert_bias else f.weighted_saved * k * model.expert_ffn
+        extra = k * d * copies.per_rank if m.expert_bias else f.weighted_saved * k * ffn
+    grad = copies.sent(d)
     rows = PartSize(saved=k * d + extra, lent=k * d, kept=k * d, traffic=moved, output=received, grad=grad)
-    rows_of = k * (2 * d + 3 * model.expert_ffn)
-    matmuls = PartSize(grouped=k * w, weights=model.experts // ep * w, rows=rows_of, casts=k * (d + model.expert_ffn))
-    if model.expert_bias:  # added to what is there, and summed up once from gradients that are there
-        b = 2 * model.expert_ffn + d
-        matmuls = plus(matmuls, PartSize(weights=model.experts // ep * b, traffic=2 * k * b, back=-3 * k * b))
-    return plus(values, rows, matmuls)
+    products = PartSize(grouped=k * w, weights=here * w, rows=k * (2 * d + 3 * ffn), casts=k * (d + ffn))
+    if m.expert_bias:  # added to what is there, and summed up once from gradients that are there
+        b = 2 * ffn + d
+        products += PartSize(weights=here * b, traffic=2 * k * b, back=-3 * k * b)
+    return f.swiglu(k * d, k * ffn) + rows + products
 
 
 def combine(s: Shapes) -> PartSize:
@@ -494,19 +491,52 @@ def combine(s: Shapes) -> PartSize:
 
 
 def unpermute(s: Shapes) -> PartSize:
-    model, copies = s.model, s.copies
-    d = model.hidden
-    rows, shared = round(copies.count * d), d if model.shared_ffn else 0
+    m, copies, d = s.model, s.copies, s.model.hidden
+    rows, shared = round(copies.count * d), d if m.shared_ffn else 0
     size = PartSize(traffic=rows + 2 * d + shared, output=d, grad=rows)
-    if copies.per_rank or (s.ep == 1 and not model.expert_bias):
+    if copies.per_rank or (s.layout.ep == 1 and not m.expert_bias):
         return size
-    kept = rows if s.ep == 1 else 0  # rows that came back are a value, which lives as long
-    return plus(size, PartSize(grad=model.top_k, saved=kept + 2 * model.top_k))
+    kept = rows if s.layout.ep == 1 else 0  # rows that came back are a value, which lives as long
+    return size + PartSize(grad=m.top_k, saved=kept + 2 * m.top_k)
 
 
-def _rows(count: float, width: int, copies: Copies) -> int:
-    """Elements of labelled rows."""
-    return round(count * (width + copies.label))
+SIZES: Mapping[str, Callable[[Shapes], PartSize]] = {
+    size.__name__: size
+    for size in (
+        embed, head, attention, mlp, keys, kv, queries, spread, core,
+        attention_and_routing, dispatch, experts, combine, unpermute,
+    )
+}  # fmt: skip
+"""The sizes of hocket's own parts, by the names that `Part.size` gives."""
+
+
+def size_of(part: Part, shapes: Shapes) -> PartSize:
+    """The sizes of a part by its own cost function, or by that of `SIZES` which it names."""
+    if not part.size:
+        raise ValueError(f"part {part.name!r} has no cost function: give its description a `size`")
+    return part.size(shapes) if callable(part.size) else SIZES[part.size](replace(shapes, mixer=part.mixer))
+
+
+def unit_weights(model: ModelConfig, layout: Layout, unit: Unit, kind: str) -> int:
+    """Weights (elements) of one unit of such a layer, whole; of an experts unit those of one expert-parallel rank."""
+    parts = (EMBED, HEAD) if unit in END_UNITS else layout.by_kind[kind].parts
+    return sum(size_of(part, Shapes(model, layout)).weights for part in parts if layout.unit(part.name) == unit)
+
+
+def model_flops_per_token(model: ModelConfig, seq: int) -> float:
+    """FLOPs that training on one token needs, for MFU: `6 N_active + 6 S w` per attention layer.
+
+    N_active are the weights of matmuls that a token meets (its own experts only, the head, not the embedding table).
+    Causal attention counts half of the square: `3 * 2 S w` for forward and backward, and a layer with a window what
+    lies within it. Recomputation counts nothing.
+    """
+    layout = Layout(model.layer_kinds())
+    shapes = Shapes(model, layout, seq)
+    flops = 6.0 * size_of(HEAD, shapes).gemm
+    for kind in layout.layer_types:
+        sizes = [size_of(part, shapes) for part in kind.parts]
+        flops += layout.kinds.count(kind.name) * sum(6 * (size.gemm + size.grouped) + 3 * size.core for size in sizes)
+    return flops
 
 
 # --------------------------------------------------------------------------------------------------------------- copies
@@ -542,6 +572,10 @@ class Copies:
     """Elements of a row's label."""
     per_rank: bool = False
     """Weights travel in labels, and rows are weighted and summed before they return."""
+
+    def sent(self, width: int, rows: float = 0.0) -> int:
+        """Elements of so many labelled rows; 0: of `count`."""
+        return round((rows or self.count) * (width + self.label))
 
 
 def copies_of(model: ModelConfig, ep: int, per_rank: bool, dtype_bytes: int) -> Copies:

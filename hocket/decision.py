@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hocket.settings.schema import show
+from hocket.config.rule import show
 
 AUTOMATIC = "auto"
 """The source of what hocket chose because the configuration left it open."""
@@ -74,8 +74,8 @@ EFFECTS: dict[tuple[str, Any], str] = {
     ("overlap.cp.method", "heads"): "each rank attends with some heads in all tokens; queries and results travel too",
     ("overlap.defer_wgrad", "on"): "weight gradients are ops of their own, which can wait",
     ("overlap.defer_wgrad", "off"): "each weight gradient is computed beside its input gradient",
-    ("overlap.pp.defer_layers", 0): "no weight gradient is put behind a send",
-    ("overlap.pp.defer_layers", -1): "all weight gradients of a chunk run behind its send",
+    ("overlap.pp.defer_layers", 0): "no weight gradient is put after a send",
+    ("overlap.pp.defer_layers", -1): "all weight gradients of a chunk run after its send",
     ("overlap.dp.update", "next_step"): "the next step updates weights, beside its first gathers and forwards",
     ("overlap.dp.update", "end"): "a step ends with its update, and the next one begins with gathers",
     ("precision.gather", "fp8"): "weights are cast once a step and travel in fp8: the same bits with half the bytes",

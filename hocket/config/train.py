@@ -1,14 +1,14 @@
-"""The settings of sections `precision`, `data`, `train` and `run`."""
+"""Section `train`: length, batch, learning rate, transport, checkpoints."""
 
 from __future__ import annotations
 
 import math
 import re
 from dataclasses import dataclass
-from typing import Annotated, Literal, cast, get_args
+from typing import Annotated, Any, Literal, cast, get_args
 
-from hocket.config.bounds import FILLED, LONG, MANY, Between, Form, OnlyWith
-from hocket.config.layout import Purpose
+from hocket.config.mesh import Purpose
+from hocket.config.rule import MANY, Between, Each, Form, Host, OnlyWith, Rule, Words
 from hocket.sizes import parse_rate, parse_time
 
 COPIED: dict[str, tuple[Purpose, ...]] = {
@@ -20,10 +20,6 @@ COPIED: dict[str, tuple[Purpose, ...]] = {
 """Transports that use copy engines -> purposes of the groups that copy engines serve. NCCL's kernels serve the
 others."""
 
-BYTES, BYTE_VOCAB = "bytes", 256
-"""The tokenizer that needs no file, and its number of tokens."""
-PRODUCTS = "forward", "dgrad", "wgrad"
-"""Products of a linear layer."""
 SCHEDULES, DECAYS = ("cosine", "linear", "wsd", "constant"), ("linear", "cosine", "1-sqrt")
 """Ways of the learning rate, and ways in which that of wsd falls."""
 LABELS = {"null": "no communication", "slow": "emulated network"}
@@ -49,20 +45,11 @@ def check_slow_link(item: str) -> None:
         raise ValueError(f"{purpose!r} is none of {', '.join(get_args(Purpose))}")
 
 
-def fp8_part(item: str) -> tuple[str, int]:
-    """(product, 0) or (but_first or but_last, layers) of an item of `precision.fp8`. Raises ValueError."""
-    name, colon, number = item.partition(":")
-    layers = bool(re.fullmatch(r"[1-9]\d{0,3}", number)) if name in ("but_first", "but_last") else not colon
-    if name not in (*PRODUCTS, "but_first", "but_last") or not layers:
-        raise ValueError(f"{item!r} is none of {', '.join(PRODUCTS)}, but_first:1, but_last:1")
-    return name, int(number or 0)
-
-
 def kept(item: str) -> tuple[str, int]:
-    """(best or every, number) of an item of `train.keep`. Raises ValueError for any other text."""
+    """(every, number) of an item of `train.keep`. Raises ValueError for any other text."""
     kind, _, number = item.partition(":")
-    if kind not in ("best", "every") or not re.fullmatch(r"[1-9]\d{0,11}", number):
-        raise ValueError(f"{item!r} is neither best nor every with a number, 1 or more")
+    if kind != "every" or not re.fullmatch(r"[1-9]\d{0,11}", number):
+        raise ValueError(f"{item!r} is not every with a number, 1 or more")
     return kind, int(number)
 
 
@@ -91,117 +78,6 @@ def schedule_of(text: str) -> tuple[str, float, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrecisionConfig:
-    """Number formats. Main weights, gradients at rest, the router and the loss are fp32."""
-
-    compute: Literal["auto", "fp32", "bf16", "fp8"] = "auto"
-    """Format in which layers compute, and in which activations and gathered weights travel. auto is bf16 on GPUs and
-    fp32 on CPUs. With fp8, products of attention's and MLPs' linear layers take operands in fp8 (e4m3, a scale for each
-    row), and all else is as with bf16: the head, the router, attention itself, what travels. That needs a GPU with
-    products in fp8 (Ada, Hopper, or newer); on CPUs the same numbers are made in fp32, slowly."""
-    fp8: Annotated[
-        tuple[str, ...],
-        Form(fp8_part, "forward dgrad, or but_first:1 but_last:1", auto=False),
-        OnlyWith("precision.compute = fp8"),
-    ] = ()
-    """With compute = fp8, what runs in fp8. forward, dgrad (input gradients) and wgrad (weight gradients) name
-    products, and the others run in bf16; without a name all run in fp8. With but_first:2 the first two layers compute
-    in bf16, with but_last:2 the last two."""
-    gather: Annotated[
-        Literal["auto", "bf16", "fp8"],
-        OnlyWith("precision.compute = fp8", idle=("bf16",)),
-        OnlyWith("overlap.dp.strategy other than no_shard", idle=("bf16",)),
-        OnlyWith("shared weights", idle=("bf16",)),
-    ] = "auto"
-    """With compute = fp8, format in which gathered weights of fp8 products travel. fp8 moves half the bytes and gives
-    the same bits: each rank casts its shard behind an update, by scales of whole rows on which ranks agree before.
-    auto takes what is predicted to be faster."""
-    wire: Annotated[Literal["auto", "fp32", "bf16"], OnlyWith("shared weights", remark=True)] = "auto"
-    """Format in which gradients of weights travel. auto is the format of compute: each rank rounds its gradient to it.
-    fp32 with compute in bf16 rounds no gradient, and moves twice the bytes. Where no gradient travels, products add to
-    the fp32 gradient. Where one rank has a tied embedding and its head, the two gradients of a microbatch are added
-    up in this format."""
-    averages: Literal["fp32", "bf16"] = "fp32"
-    """Format in which AdamW's two averages are kept between steps. With bf16 a weight takes 8 bytes beside its copies,
-    not 12. A step computes in fp32 and rounds the averages to nearest, so no decay rate of train.betas may be close
-    to 1."""
-
-    @property
-    def dtype(self) -> str:
-        """Format of activations and gathered weights."""
-        return "bf16" if self.compute == "fp8" else self.compute
-
-    @property
-    def fp8_products(self) -> tuple[str, ...]:
-        """Products that run in fp8."""
-        return tuple(x for x in PRODUCTS if x in self.fp8) or PRODUCTS
-
-    @property
-    def fp8_ends(self) -> tuple[int, int]:
-        """How many of the first and of the last layers compute in bf16."""
-        ends = dict(fp8_part(item) for item in self.fp8)
-        return ends.get("but_first", 0), ends.get("but_last", 0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """The text to train on."""
-
-    paths: Annotated[tuple[str, ...], FILLED] = ()
-    """Files, folders or patterns of text or tokens, or a TOML file of several sources of text with weights:
-    docs/training.md. Empty: the source of Python's standard library."""
-    text_key: Annotated[tuple[str, ...], FILLED] = ("text",)
-    """Name of the text, or of the messages of a chat, in a line of JSON or a row of a table. `a.b` is the `b` inside of
-    `a`. Of two names the first is that of a prompt, which stands before the text and is not learnt."""
-    skip_empty: bool = False
-    """Leave out rows whose text is null or missing, and say how many. Without it such a row ends the run."""
-    chat_template: str = ""
-    """A file with a template of Jinja that makes text of messages. Empty: that of the tokenizer's folder."""
-    tokenizer: Annotated[str, FILLED] = "bytes"
-    """`bytes` (a token per byte), or the path of a JSON file of the `tokenizers` package or of a `.model` of
-    sentencepiece, or a folder that has one."""
-    eos: str = ""
-    """The token after each document, as the tokenizer writes it. Empty: that of tokenizer_config.json, config.json or
-    generation_config.json beside the tokenizer, or one of a list of common names."""
-    bos: Literal["auto", "on", "off"] = "auto"
-    """Whether documents, other than chats, have the tokenizer's beginning of text before them. auto does what the
-    tokenizer does by default: its post-processor in tokenizer.json, or add_bos_token beside a model of
-    sentencepiece."""
-    sequence_length: Annotated[int, Between(1, LONG)] = 128
-    """Tokens of one sequence."""
-    packing: Literal["off", "on", "best_fit"] = "off"
-    """on keeps documents that share a sequence apart: attention stays inside each document, positions begin anew in
-    each, and no document has to predict the first token of the next. best_fit does too, cuts no document, and fills
-    sequences up with padding. off puts only a separator between documents."""
-    validation: Annotated[tuple[float | str, ...], Between(0, 0.9), FILLED] = (0.05,)
-    """Share of the tokens that is kept for validation; or files, folders or patterns of text for it, and then no token
-    of data.paths is kept."""
-    cache: Annotated[str, FILLED] = ".cache/hocket"
-    """Folder for tokenised text."""
-
-    @property
-    def sources(self) -> str:
-        """The file of several sources; empty if there is one."""
-        return next((path for path in self.paths if path.endswith(".toml") and not {*"*?["} & {*path}), "")
-
-    @property
-    def names(self) -> tuple[str, str]:
-        """Names of the text and of the prompt; that of the prompt is empty if there is none."""
-        *prompt, text = self.text_key or ("",)
-        return text, next(iter(prompt), "")
-
-    @property
-    def kept_back(self) -> float:
-        """Share of the tokens that is kept for validation."""
-        return next((item for item in self.validation if not isinstance(item, str)), 0.0)
-
-    @property
-    def held_out(self) -> tuple[str, ...]:
-        """What is read for validation alone."""
-        return tuple(item for item in self.validation if isinstance(item, str))
-
-
-@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Length, batch, optimizer and machinery of a run."""
 
@@ -220,7 +96,7 @@ class TrainConfig:
     warmup: Annotated[int, Between(0)] = 10
     """Steps in which the learning rate rises linearly to `lr`."""
     schedule: Annotated[str, Form(schedule_of, "cosine, linear, constant, or wsd:0.2:linear", auto=False)] = "cosine"
-    """The way of the learning rate behind the warm-up. cosine and linear: it falls from the warm-up to the last step,
+    """How the learning rate changes after the warm-up. cosine and linear: it falls from the warm-up to the last step,
     as half a cosine or along a line. constant: it stays `lr`. wsd (warm-up, stable, decay): it stays `lr`, and falls in
     the last steps. wsd:500 are 500 steps, wsd:0.1 is a tenth of all steps; wsd alone is wsd:0.2. wsd:0.1:cosine and
     wsd:0.1:1-sqrt fall in other ways than along a line: 1-sqrt is one minus the root of the share of the decay that has
@@ -258,10 +134,9 @@ class TrainConfig:
     """Most batches of one validation, each as large as a step's; 0 means no validation. It reads no sequence twice."""
     save_every: Annotated[int, Between(0)] = 0
     """Steps between checkpoints; 0 means only one at the end."""
-    keep: Annotated[tuple[int | str, ...], Between(0), Form(kept, "best:1 or every:1000", auto=False)] = (2,)
+    keep: Annotated[tuple[int | str, ...], Between(0), Form(kept, "every:1000", auto=False)] = (2,)
     """Checkpoints that are kept; others are deleted. 2 keeps the two newest, and so does a list without a number; 0
-    writes none, not even at the end. best:1 keeps the one with the lowest held-out loss, too, and the link `best` names
-    it; every:1000 those of steps that are a multiple of 1000."""
+    writes none, not even at the end. every:1000 keeps those of steps that are a multiple of 1000, too."""
     writers: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Where metrics go beside metrics.jsonl: files of TensorBoard in the run's folder, an offline run of Weights &
     Biases there. Each needs its extra, as in pip install 'hocket[tensorboard]'."""
@@ -272,11 +147,10 @@ class TrainConfig:
 
     @property
     def kept(self) -> dict[str, int]:
-        """How many checkpoints are kept: of the newest, of the best, and of every so many steps; 0 means none."""
+        """How many checkpoints are kept: of the newest, and of every so many steps; 0 means none."""
         numbers = [("newest", item) for item in self.keep if isinstance(item, int)]
         return {
             "newest": 2,
-            "best": 0,
             "every": 0,
             **dict(numbers),
             **dict(kept(x) for x in self.keep if isinstance(x, str)),
@@ -297,6 +171,11 @@ class TrainConfig:
             return max(1, self.steps - 1 - self.warmup), way
         return (max(1, round(decay * self.steps)) if decay < 1 else int(decay)), shape
 
+    @property
+    def slowed(self) -> list[str]:
+        """The purposes that items of `slow` name; empty texts for all."""
+        return [item.rpartition(":")[0] for item in self.slow]
+
     def slow_links(self) -> dict[Purpose, tuple[float, float]]:
         """Latency in seconds and bandwidth in bytes per second (inf: no limit) by purpose, for the slow transport."""
         links: dict[Purpose, tuple[float, float]] = {}
@@ -307,27 +186,127 @@ class TrainConfig:
         return links
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunConfig:
-    """Name and place of a run."""
+WARMUP = TrainConfig().warmup
 
-    name: str = "run"
-    """Name of the run. Without it the run has the name of its file or recipe."""
-    folder: str = ""
-    """Folder of metrics, logs and checkpoints; empty means `runs/<name>`, or `runs/<name>-null`."""
-    resume: Annotated[
-        str,
-        FILLED,
-        OnlyWith(
-            "train.transport other than null",
-            idle=(
-                "auto",
-                "off",
-            ),
+
+def _moved_elsewhere(c: Any, h: Host) -> bool:
+    """Whether the transport moves memory in which the ranks do not compute."""
+    serves = {"gloo": "cpu", "nccl": "cuda"} | dict.fromkeys(COPIED, "cuda")
+    return serves.get(c.train.transport, c.train.device) != c.train.device
+
+
+def _slowed_alone(c: Any) -> list[str]:
+    """Purposes that `train.slow` names, and whose groups have one rank each."""
+    return [purpose for purpose in get_args(Purpose) if purpose in c.train.slowed and c.mesh.members(purpose) == 1]
+
+
+def _long_warmup(c: Any, h: Host, it: str) -> bool:
+    """About the one of the two settings that is likely to have been set."""
+    return c.train.warmup > c.train.steps and (c.train.warmup != WARMUP) == (it == "train.warmup")
+
+
+TRAIN_RULES: tuple[Rule | Each, ...] = (
+    # Transport
+    Rule(
+        ("train.device",),
+        lambda c, h: c.train.device == "cuda" and h.gpus == 0,
+        "torch finds no usable GPU on this host",
+        "train.device = cpu, or install a torch with CUDA",
+    ),
+    Rule(
+        ("train.transport", "train.device"),
+        _moved_elsewhere,
+        "{train.transport} moves {moved} memory only, and the ranks compute on train.device = {train.device}",
+        "train.transport = {fitting}, or train.device = {fitting_device}",
+    ),
+    Rule(
+        ("train.transport",),
+        lambda c, h: c.train.transport in COPIED and c.train.device == "cuda" and bool(h.no_copy_engine),
+        "{host.no_copy_engine}",
+        "train.transport = nccl",
+    ),
+    Rule(
+        ("train.transport", "train.slow"),
+        lambda c, h: c.train.transport == "slow" and not c.train.slow,
+        "the slow transport emulates a network, and nothing says which",
+        "train.slow = 10us (or such as a2a:10us,50GB/s)",
+    ),
+    Rule(
+        ("train.slow",),
+        lambda c, h: len(set(c.train.slowed)) < len(c.train.slow),
+        "a group has one link, and one is named twice",
+        "each group of train.slow once",
+    ),
+    Rule(
+        ("train.slow", "mesh.pp", "mesh.dp", "mesh.ep"),
+        lambda c, h: bool(_slowed_alone(c)),
+        "no effect: on this mesh every group of {slowed_alone} has one rank",
+        "leave {slowed_alone} out of train.slow",
+    ),
+    # Learning rate
+    Rule(
+        ("train.min_lr", "train.lr"),
+        lambda c, h: c.train.schedule != "constant" and c.train.lowest_lr > c.train.lr,
+        "the last learning rate is above the highest, train.lr = {train.lr}",
+        "train.min_lr at most train.lr",
+    ),
+    Rule(
+        ("train.schedule", "train.warmup", "train.steps"),
+        lambda c, h: c.train.schedule.startswith("wsd") and c.train.warmup + c.train.decay[0] > c.train.steps,
+        "{train.warmup} steps of train.warmup and {decay} of the decay are more than train.steps = {train.steps}",
+        "another train.schedule, or more train.steps",
+    ),
+    Each(
+        {"train.warmup": "train.steps", "train.steps": "train.warmup"},
+        ("{it}", "{what}"),
+        _long_warmup,
+        "{train.warmup} steps of train.warmup are more than train.steps = {train.steps}, so the learning rate "
+        "never reaches train.lr = {train.lr}",
+        "a smaller train.warmup, or more train.steps, unless this is a short try or a run that goes on later",
+        remark=True,  # for a short try of a recipe is no mistake
+    ),
+    # Checkpoints and machinery
+    Rule(
+        ("train.keep",),
+        lambda c, h: (
+            len({str(item).partition(":")[0] if isinstance(item, str) else "" for item in c.train.keep})
+            < len(c.train.keep)
         ),
-    ] = "auto"
-    """auto continues from the newest complete checkpoint of the folder. off starts over. A path loads that
-    checkpoint."""
-    elastic: bool = False
-    """Where torchrun has started fewer processes than the mesh has ranks, as `--nnodes 1:2` may, hocket takes a smaller
-    mesh. A step has the same sequences."""
+        "it has one number and one every at most",
+        "each part once in train.keep",
+    ),
+    Rule(
+        ("train.keep",),
+        lambda c, h: c.train.kept["newest"] == 0 and len(c.train.keep) > 1,
+        "0 writes no checkpoint, and none is kept for another reason",
+        "train.keep = 0, or leave train.keep out",
+    ),
+    Rule(
+        ("train.keep", "train.save_every"),
+        lambda c, h: (
+            c.train.kept["every"] > 0 and (not c.train.save_every or c.train.kept["every"] % c.train.save_every > 0)
+        ),
+        "checkpoints come every train.save_every = {train.save_every} steps",
+        "another train.save_every, or leave train.keep out",
+    ),
+    Rule(
+        ("train.profile", "train.steps"),
+        lambda c, h: bool(c.train.profile) and (len(c.train.profile) != 2 or c.train.profile[1] < 1),
+        "the profiled window is given by its first step (0: soon after the start) and its number of steps",
+        "two numbers in train.profile, such as 10 2",
+    ),
+    Rule(
+        ("train.profile", "train.steps"),
+        lambda c, h: len(c.train.profile) == 2 and sum(c.train.profile) > c.train.steps + (c.train.profile[0] > 0),
+        "the run ends before the profiled window does",
+        "a train.profile that ends by train.steps = {train.steps}",
+    ),
+)
+
+TRAIN_WORDS: Words = {
+    "decay": lambda c, h: c.train.decay[0],
+    "slowed_alone": lambda c, h: " and ".join(_slowed_alone(c)),
+    "moved": lambda c, h: "CPU" if c.train.transport == "gloo" else "GPU",
+    "fitting": lambda c, h: "gloo" if c.train.device == "cpu" else "nccl",
+    "fitting_device": lambda c, h: "cpu" if c.train.transport == "gloo" else "cuda",
+}

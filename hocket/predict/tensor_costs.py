@@ -19,11 +19,10 @@ from typing import cast
 
 from hocket.config import Config, ModelConfig
 from hocket.config.overlap import COLUMNS, Direction, Method, Role, possible
-from hocket.program.cost import CostTable, OpCost
-from hocket.program.hardware import Hardware, Link, hardware_of
+from hocket.predict.hardware import Hardware, Link, hardware_of
+from hocket.predict.part_sizes import into_heads, mostly_deltas
+from hocket.predict.simulate import CostKey, OpCost
 from hocket.program.ops import Layout
-from hocket.program.part_sizes import into_heads, mostly_deltas
-from hocket.program.simulate import CostKey
 
 LIKE: Mapping[str, Role] = {"shared_fc1": "fc1", "shared_fc2": "fc2", "head": "fc1"}
 """Roles of other products -> the role that they communicate like."""
@@ -237,8 +236,6 @@ def in_time(c: Config, cell: Cell, method: Method, splits: int = 0) -> bool:
 
 _SPREAD = ("heads", "ffn", "shared_ffn", "vocab", "delta_heads", "delta_key_heads")
 """Numbers of the model of which each rank has a part."""
-_UNITS = ("gather", "reduce", "add", "step", "update")
-"""Verbs whose costs go by the size of units."""
 
 
 def model_of_rank(c: Config) -> ModelConfig:
@@ -253,18 +250,13 @@ def model_of_ranks(c: Config) -> ModelConfig:
     return replace(c.model, kv_heads=max(c.mesh.tp, c.model.kv_heads))
 
 
-def with_tensors(costs: CostTable, of_rank: CostTable, c: Config, hardware: Hardware, layout: Layout) -> CostTable:
-    """`costs`, those of the whole model on one rank's tokens, with the units of `of_rank`, and with communication."""
-    table = {key: of_rank.table[key] if key[0] in _UNITS else cost for key, cost in costs.table.items()}
+def add_waits(table: dict[CostKey, OpCost], c: Config, hardware: Hardware, layout: Layout) -> None:
+    """What ops wait for tensor-parallel peers, added to the costs of a rank's own work."""
     hardware = _imitated(c, hardware)
     for key, cost in table.items():
         waits, received = _inside(c, key, hardware, layout)
         if received:
-            seconds = cost.seconds + waits
-            table[key] = replace(cost, seconds=seconds, inner_seconds=waits, inner_bytes=received)
-    for key in [key for key in table if key[0] == "wgrad"]:
-        table[key] = replace(table[key], grad_bytes=of_rank.table.get(key, OpCost()).grad_bytes)
-    return replace(costs, table=table, slot_bytes=of_rank.slot_bytes, state_bytes=of_rank.state_bytes)
+            table[key] = replace(cost, seconds=cost.seconds + waits, inner_seconds=waits, inner_bytes=received)
 
 
 def _imitated(c: Config, hardware: Hardware) -> Hardware:

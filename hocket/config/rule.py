@@ -1,14 +1,73 @@
-"""Defines a rule between settings, and what a rule may know about the host."""
+"""What a section of settings is made of: bounds, forms and needs of its fields, rules between them, and the host.
+
+Numbers that set the size of tables and plans have a largest value. So a mistyped number is an error at once, instead of
+a process that is silent for minutes. All are far above the largest known models.
+"""
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
+from typing import Any, Literal
 
-from hocket.config import Config
-from hocket.program.documents import Lengths
 from hocket.variables import Finding
+
+Switch = Literal["auto", "on", "off"]
+
+ANY = float("inf")
+WIDE = 2**20
+"""Largest width of a layer."""
+MANY = 2**16
+"""Largest number of parts and passes."""
+LONG = 2**27
+"""Largest number of things that have a row in a layer."""
+MOST_RANKS = 10**6
+"""Largest number of ranks of a mesh, and of each of its axes."""
+
+
+@dataclass(frozen=True)
+class Between:
+    """Smallest and largest value of a number. In a tuple they hold for each member."""
+
+    low: float
+    """The smallest."""
+    high: float = ANY
+    """The largest; no infinity, even without one."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """The form of a text, or of each text of a tuple."""
+
+    read: Callable[[str], object]
+    """Raises ValueError, with the reason, for a text of another form."""
+    example: str
+    """A text of this form, for messages."""
+    auto: bool = True
+    """Whether it may be `auto`, too, which is not read."""
+
+    @property
+    def words(self) -> str:
+        """What to give, for messages."""
+        return f"auto, or such as {self.example}" if self.auto else f"such as {self.example}"
+
+
+@dataclass(frozen=True)
+class OnlyWith:
+    """What a setting needs to have an effect: without it, one that the user set is refused (`hocket/rules.py`)."""
+
+    what: str
+    """Such as `mesh.pp above 1 and overlap.defer_wgrad = on`, or a key of `rules.FACTS`. It is the fix, too."""
+    idle: tuple[object, ...] = ()
+    """Values that ask for nothing, which may be set anywhere."""
+    remark: bool = False
+    """Whether to say that it has no effect is enough: scripts for all kinds of runs set it."""
+
+
+FILLED = "filled"
+"""Marks a text, or texts, that must not be empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,14 +103,17 @@ class Host:
     """Why GPUs of this host cannot store into each other's memory; empty if they can, or if this was not checked."""
     no_delta_kernels: str = ""
     """Why no kernels compute gated delta nets here; empty if they do, or if this was not checked."""
-    documents: tuple[Lengths, ...] = ()
+    documents: tuple[tuple[tuple[int, int], ...], ...] = ()
     """Documents of each sequence of the first step, as they are read; empty: not known. Predictions alone use them."""
     variables: tuple[Finding, ...] = ()
     """Findings about the variables that decide about overlap, before hocket set any."""
 
 
-Words = Mapping[str, Callable[[Config, Host], object]]
-"""Words in braces that reasons and fixes have beside values of settings, and what they stand for."""
+Test = Callable[[Any, Host], bool]
+"""Whether a configuration breaks a rule. It is a `Config`, which files of sections cannot name: it is made of them."""
+
+Words = Mapping[str, Callable[[Any, Host], object]]
+"""Words in braces that reasons and fixes have beside values of settings, and what they mean."""
 
 NO_EFFECT = "no effect"
 """How the reason begins for which a setting changes nothing."""
@@ -68,7 +130,7 @@ class Rule:
     """
 
     settings: tuple[str, ...]
-    broken: Callable[[Config, Host], bool]
+    broken: Test
     reason: str
     fix: str
     only_if_set: bool = False
@@ -91,7 +153,7 @@ class Each:
 
     about: Mapping[str, str]
     settings: tuple[str, ...]
-    broken: Callable[[Config, Host, str], bool]
+    broken: Callable[[Any, Host, str], bool]
     reason: str
     fix: str
     only_if_set: bool = False
@@ -106,5 +168,30 @@ class Each:
             yield Rule(tuple(names), broken, reason, fix, only_if_set=self.only_if_set, remark=self.remark)
 
 
-def _broken(broken: Callable[[Config, Host, str], bool], it: str, c: Config, h: Host) -> bool:
+def _broken(broken: Callable[[Any, Host, str], bool], it: str, c: Any, h: Host) -> bool:
     return broken(c, h, it)
+
+
+# -- How a setting is read, and how a problem with one is reported -----------------------------------------------------
+
+UNSEEN = ("Cc", "Cs")
+"""Kinds of characters: controls, and the halves of pairs, for which Python takes bytes that are no text."""
+
+
+def leaf(config: Any, setting: str) -> Any:
+    """Value of one setting or section, named like `overlap.ep.merge`."""
+    return reduce(getattr, setting.split("."), config)
+
+
+def problem(setting: str, value: object, origins: Mapping[str, str], reason: str, fix: str) -> str:
+    """One problem as a line: setting, value, where the value came from, what is wrong with it, and a fix."""
+    origin = origins.get(setting) or origins.get("", "configuration")
+    return f"{setting} = {show(value)} ({origin}): {reason}; fix: {fix}"
+
+
+def show(value: object) -> str:
+    """A value as one would type it after a flag."""
+    if isinstance(value, tuple):
+        return " ".join(map(show, value)) or "(none)"
+    text = str(value) if value != "" else "(empty)"
+    return "".join(ascii(x)[1:-1] if unicodedata.category(x) in UNSEEN else x for x in text)

@@ -1,25 +1,109 @@
-"""Rules of sections `mesh` and `network`: what the axes divide, and where the ranks are."""
+"""Section `mesh`: how ranks are arranged, what their groups are for, and which axes go together."""
 
 from __future__ import annotations
 
-from hocket.config import Config
-from hocket.config.bounds import MOST_RANKS
-from hocket.settings.derived import has_experts, no_pieces, ranks_of_a_host
-from hocket.settings.rule import Each, Host, Rule, Words
-from hocket.settings.schema import leaf
+import math
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from hocket.config.rule import MOST_RANKS, Between, Each, Host, Rule, Words, leaf
+
+Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
+"""Which parts of a model data-parallel ranks shard, from nothing to everything. See docs/fsdp.md, Strategies."""
+
+Purpose = Literal[
+    "gather_dense",
+    "reduce_dense",
+    "gather_experts",
+    "reduce_experts",
+    "replicas",
+    "a2a",
+    "tp",
+    "cp",
+    "pp_fwd",
+    "pp_bwd",
+    "control",
+]
+"""The use of a process group. Every purpose has groups of its own, so no two lanes share a group."""
+
+Steps = list[tuple[int, int]]
+"""Ranks as sums of multiples: (how many multiples, of which number) for each. The first varies slowest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """How ranks are arranged. There are pp * dp * cp * tp ranks. ep divides dp * cp * tp."""
+
+    pp: Annotated[int, Between(1, 1024)] = 1
+    """Pipeline ranks."""
+    dp: Annotated[int, Between(1, MOST_RANKS)] = 1
+    """Data-parallel ranks of each pipeline rank. Dense weights are sharded over dp * cp ranks, or over `shard` of
+    them."""
+    cp: Annotated[int, Between(1, MOST_RANKS)] = 1
+    """Context-parallel ranks of each data-parallel rank: each has 2 of 2 * cp chunks of every sequence, or with
+    data.packing chunks that go by documents. Layers gather keys and values of the other chunks before attention."""
+    ep: Annotated[int, Between(1, MOST_RANKS)] = 1
+    """Expert-parallel ranks: neighbours among the dp * cp * tp ranks of a pipeline rank, whose tokens all differ.
+    Expert weights are sharded over the remaining dp * cp * tp / ep ranks."""
+    tp: Annotated[int, Between(1, MOST_RANKS)] = 1
+    """Tensor-parallel ranks of each context-parallel rank. They share its tokens, heads, MLP columns and vocabulary."""
+    shard: Annotated[int, Between(0, MOST_RANKS)] = 0
+    """Neighbours among the dp * cp ranks that share one copy of the weights; 0 means all of them. ep divides shard *
+    tp. If it is less than dp * cp, there are dp * cp / shard replicas (HSDP). Gathers and reduces then stay among shard
+    ranks, such as those of a host. A step sums its gradients over the replicas once, after the last microbatch's
+    reduces."""
+
+    @property
+    def data(self) -> int:
+        """Ranks of a pipeline rank whose tokens all differ, over which weights are sharded."""
+        return self.dp * self.cp
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the weights among the dp * cp ranks."""
+        return self.data // (self.shard or self.data)
+
+    @property
+    def world(self) -> int:
+        """All ranks."""
+        return self.pp * self.data * self.tp
+
+    def grid(self, purpose: Purpose) -> tuple[Steps, Steps]:
+        """The groups for a purpose: (members of a group, counted from its first; first members of all groups).
+
+        Pipeline groups join neighbours. This leaves out the groups that join the last rank with the first, and the
+        groups after a turn: see `Mesh.groups`.
+        """
+        row, shard, replicas = self.data * self.tp, (self.shard or self.data) * self.tp, self.replicas
+        match purpose:
+            case "gather_dense" | "reduce_dense":
+                return [(shard // self.tp, self.tp)], [(self.pp * replicas, shard), (self.tp, 1)]
+            case "gather_experts" | "reduce_experts":
+                return [(max(1, shard // self.ep), self.ep)], [(self.pp * replicas, shard), (self.ep, 1)]
+            case "replicas":
+                return [(replicas, shard)], [(self.pp, row), (shard, 1)]
+            case "a2a":
+                return [(self.ep, 1)], [(max(1, self.world // self.ep), self.ep)]
+            case "tp":
+                return [(self.tp, 1)], [(self.pp * self.data, self.tp)]
+            case "cp":
+                return [(self.cp, self.tp)], [(self.pp * self.dp, self.cp * self.tp), (self.tp, 1)]
+            case "pp_fwd" | "pp_bwd":
+                return [(min(self.pp, 2), row)], [(max(self.pp - 1, 1), row), (row, 1)]
+            case "control":
+                return [(self.world, 1)], []
+
+    def members(self, purpose: Purpose) -> int:
+        """Ranks of one group."""
+        return math.prod(count for count, _ in self.grid(purpose)[0])
+
 
 RANKS_OF_A_CORE = 8
 """Most ranks that hocket starts for each CPU core where they compute on CPUs: they take turns, and each has memory of
 its own. Those of torchrun and Slurm are there already."""
-_RANKS = "network.ranks_per_host"
 
 
-def _given(c: Config) -> int:
-    """Ranks of a host as the settings give them; 0 if they give none."""
-    return 0 if c.network.ranks_per_host == "auto" else c.network.ranks_per_host
-
-
-def _uneven(c: Config, h: Host, it: str) -> bool:
+def _uneven(c: Any, h: Host, it: str) -> bool:
     """Whether tensor-parallel ranks cannot have as much each of what a layer has so many of."""
     there = {"model.ffn": "dense" in c.model.kinds(), "model.delta_key_heads": any(c.model.deltas())}
     return there.get(it, True) and leaf(c, it) % c.mesh.tp != 0
@@ -34,7 +118,7 @@ MESH_RULES: tuple[Rule | Each, ...] = (
     ),
     Rule(
         ("mesh.ep", "model.experts"),
-        lambda c, h: c.mesh.ep > 1 and not has_experts(c),
+        lambda c, h: c.mesh.ep > 1 and not c.model.has_experts,
         "the model has no MoE layer whose experts could be spread over {mesh.ep} ranks",
         "mesh.ep = 1, or a model with experts",
     ),
@@ -85,6 +169,18 @@ MESH_RULES: tuple[Rule | Each, ...] = (
         "{mesh.tp} ranks",
         "a mesh.tp that divides train.sequences x data.sequence_length{shares}",
     ),
+    Rule(
+        ("plan.loss_pieces", "mesh.tp"),
+        lambda c, h: c.plan.pieces > 1 and c.mesh.tp > 1,
+        "each tensor-parallel rank has a part of the vocabulary, and logits of all tokens in it",
+        "plan.loss_pieces = 1, or mesh.tp = 1",
+    ),
+    Rule(
+        ("optimizer.name", "mesh.tp"),
+        lambda c, h: c.optimizer.name == "muon" and c.mesh.tp > 1,
+        "tensor-parallel ranks have parts of matrices, and Muon puts together what data-parallel ranks share",
+        "mesh.tp = 1, or optimizer.name = adamw",
+    ),
     # Context-parallel ranks
     Rule(
         ("mesh.cp", "data.sequence_length"),
@@ -102,28 +198,29 @@ MESH_RULES: tuple[Rule | Each, ...] = (
     Rule(
         ("mesh.cp", "mesh.tp", "model.kv_lora_rank"),
         lambda c, h: c.mesh.cp > 1 and c.mesh.tp > 1 and c.model.latent,
-        "of latent attention each tensor-parallel rank makes latents of tokens of its own, which context-parallel ones "
-        "would have to put together in another order",
+        "in latent attention each tensor-parallel rank makes latents of its own tokens, which context-parallel ranks "
+        "would have to reorder",
         "mesh.tp = 1, or mesh.cp = 1",
     ),
     Rule(
         ("model.aux_loss_over", "mesh.cp", "mesh.tp"),
         lambda c, h: c.model.aux_loss_over == "sequence" and c.model.aux_loss > 0 and c.mesh.cp * c.mesh.tp > 1,
-        "ranks share the tokens of a sequence (mesh.cp = {mesh.cp}, mesh.tp = {mesh.tp}), and none knows where all of "
-        "them went",
+        "ranks share the tokens of a sequence (mesh.cp = {mesh.cp}, mesh.tp = {mesh.tp}), and none knows where "
+        "all of them went",
         "mesh.cp = 1 and mesh.tp = 1, or model.aux_loss_over = batch or microbatch",
     ),
     # Processes and hosts
     Rule(
         ("mesh.dp", "mesh.pp", "mesh.cp", "mesh.tp"),
         lambda c, h: h.workers > c.mesh.world or (0 < h.workers < c.mesh.world and not c.run.elastic),
-        "mesh.pp = {mesh.pp} x mesh.dp = {mesh.dp}{others} is {world} ranks, but {host.workers} processes were started",
-        "start {world} processes, or another mesh{elastic}",
+        "mesh.pp = {mesh.pp} x mesh.dp = {mesh.dp}{others} is {mesh.world} ranks, but {host.workers} "
+        "processes were started",
+        "start {mesh.world} processes, or another mesh{elastic}",
     ),
     Rule(
         ("mesh.dp", "mesh.pp", "mesh.cp", "mesh.tp"),
         lambda c, h: c.mesh.world > MOST_RANKS,
-        "mesh.pp = {mesh.pp} x mesh.dp = {mesh.dp}{others} is {world} ranks",
+        "mesh.pp = {mesh.pp} x mesh.dp = {mesh.dp}{others} is {mesh.world} ranks",
         f"a smaller mesh of {MOST_RANKS} ranks at most",
     ),
     Rule(
@@ -135,30 +232,9 @@ MESH_RULES: tuple[Rule | Each, ...] = (
     Rule(
         ("mesh.dp", "mesh.pp", "mesh.cp", "mesh.tp"),
         lambda c, h: c.train.device == "cpu" and not h.workers and 0 < RANKS_OF_A_CORE * h.cores < c.mesh.world,
-        "mesh.pp = {mesh.pp} x mesh.dp = {mesh.dp}{others} is {world} processes that would compute on this host's "
+        "mesh.pp = {mesh.pp} x mesh.dp = {mesh.dp}{others} is {mesh.world} processes that would compute on this host's "
         "CPU cores, and it has {host.cores}",
         f"a smaller mesh of at most {RANKS_OF_A_CORE} ranks for each core, or torchrun or srun on several hosts",
-    ),
-    Rule(
-        (_RANKS, "mesh.dp", "mesh.pp", "mesh.tp"),
-        lambda c, h: bool(_given(c)) and c.mesh.world % _given(c) != 0,
-        "all hosts have the same number of ranks, and {network.ranks_per_host} does not divide {world}",
-        "a network.ranks_per_host that divides {world}, or leave network.ranks_per_host out",
-    ),
-    Rule(
-        (_RANKS,),
-        lambda c, h: h.workers == c.mesh.world and 0 < h.local_workers < _given(c) <= c.mesh.world,
-        "of {host.workers} processes only {host.local_workers} are on this host",
-        "network.ranks_per_host = {host.local_workers}, or leave network.ranks_per_host out",
-    ),
-    Rule(
-        (_RANKS, "mesh.dp"),
-        lambda c, h: (
-            not _given(c) and h.workers == c.mesh.world and h.local_workers > 0 and h.workers % h.local_workers != 0
-        ),
-        "{host.local_workers} of {host.workers} processes are on this host, so others have another number, and what "
-        "is on which host is not known here",
-        "as many processes on every host, or network.ranks_per_host = a number that divides those of each",
     ),
 )
 
@@ -168,9 +244,7 @@ def _times(axis: str, ranks: int, sign: str = "x") -> str:
 
 
 MESH_WORDS: Words = {
-    "world": lambda c, h: c.mesh.world,
     "local_world": lambda c, h: h.local_workers or c.mesh.world,
-    "on_a_host": ranks_of_a_host,
     "fewer_ranks": lambda c, h: "fewer processes on each host" if h.local_workers else "a smaller mesh",
     "elastic": lambda c, h: ", or run.elastic = True" if h.workers < c.mesh.world else "",
     "contexts": lambda c, h: _times("cp", c.mesh.cp),
@@ -178,5 +252,4 @@ MESH_WORDS: Words = {
     "others": lambda c, h: _times("cp", c.mesh.cp) + _times("tp", c.mesh.tp),
     "shares": lambda c, h: _times("cp", c.mesh.cp, "/"),
     "shares_of_heads": lambda c, h: _times("tp", c.mesh.tp, "/"),
-    "no_pieces": no_pieces,
 }

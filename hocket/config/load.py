@@ -2,23 +2,29 @@
 
 A recipe is a function that returns a whole `Config`. Settings that it leaves at their defaults count as not set. What a
 file and flags say is checked one by one, so that each mistake is one clear line, and all come at once. Help is tyro's.
+
+The standard library's parser of TOML says what a file sets, and not where. So lines are looked up in the text: a name
+that has no line there, such as one inside of braces, has that of its table. The standard library has no writer.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from hocket.config import Config
-from hocket.presets import preset
-from hocket.recipes import recipe
-from hocket.settings.origins import BELOW, DEFAULTS, Implied
-from hocket.settings.schema import changed, leaf, meant_setting, no_unit, problem, show, types
-from hocket.settings.tomlfile import Entry, read
+from hocket.config.rule import leaf, problem, show
+from hocket.config.schema import BELOW, DEFAULTS, Implied, changed, meant_setting, no_unit, types
+from hocket.files import finite
+from hocket.recipes import preset, recipe
 from hocket.typed import describe, is_a
 
 
@@ -155,16 +161,25 @@ def _give(shown: str, hint: Any, value: object) -> str:
 # -- The command line: `--overlap.ep.merge off` ------------------------------------------------------------------------
 
 
-def given(arguments: Sequence[str], config: Config, others: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
-    """Where every setting among command-line arguments was given, by dotted name, and what is wrong with them.
+@dataclass(frozen=True)
+class Given:
+    """What the words of a command line say."""
 
-    `others` are the flags of the command itself with the type of their value (bool: none). Wrong are unknown flags,
-    flags given twice with different values, wrong values, words that belong to no flag.
-    """
+    settings: dict[str, Any]
+    """By dotted name."""
+    options: dict[str, Any]
+    """The values of flags of the command itself."""
+    origins: dict[str, str]
+    """Where each setting was given, also one whose value is wrong."""
+    problems: list[str]
+    """Unknown flags, flags given twice with different values, wrong values, words that belong to no flag."""
+
+
+def given(arguments: Sequence[str], config: Config, others: Mapping[str, Any]) -> Given:
+    """What command-line arguments say. `others` are flags of the command itself with their types (bool: no value)."""
     known = types()
-    found: dict[str, str] = {}
-    problems: list[str] = []
-    seen: dict[str, list[str]] = {}
+    found = Given({}, {}, {}, [])
+    problems, seen = found.problems, dict[str, list[str]]()
     for flag, words in split(arguments, problems):
         name = flag.removeprefix("--").replace("-", "_")
         hint, shown = others.get(name, known.get(name)), show(" ".join(words)) if words else "(nothing)"
@@ -172,24 +187,30 @@ def given(arguments: Sequence[str], config: Config, others: Mapping[str, Any]) -
             fix = "give it once, with all of its values" if get_origin(hint) is tuple else "give it once"
             both = f"{show(' '.join(seen[name])) if seen[name] else '(nothing)'} and {shown}"
             problems.append(f"{flag} = {both} (command line): given twice; fix: {fix}")
-        if name in others:
-            if hint is bool and words:
+        if name in others and hint is bool:
+            found.options[name] = True
+            if words:
                 problems.append(f"{flag} (command line): takes no value; fix: leave out {shown}")
-            elif hint is not bool and words and not all(words):  # without a value a flag means something else
+        elif name in others:
+            if words and not all(words):  # without a value a flag means something else
                 problems.append(f"{flag} = (empty) (command line): names nothing; fix: a value, or leave it out")
-            elif hint is not bool and not (words and _parses(words, hint)):
+            elif words and _parses(words, hint):
+                found.options[name] = value_of(words, hint)
+            else:
                 wanted = describe(hint)
                 problems.append(f"{flag} = {shown} (command line): not {wanted}; fix: give {wanted}")
         elif name in known:
-            found[name] = where = f"command line, {flag}"
-            if not _parses(words, hint):
+            found.origins[name] = where = f"command line, {flag}"
+            if _parses(words, hint):
+                found.settings[name] = value_of(words, hint)
+            else:
                 fix = _give(shown, hint, leaf(config, name))
                 problems.append(f"{name} = {shown} ({where}): not {describe(hint)}; fix: {fix}")
         elif inside := next((each for each in (*known, *others) if each.startswith(f"{name}.")), ""):
             problems.append(f"{flag} (command line): is a section; fix: one of its settings, such as --{inside}")
         else:
             problems.append(_unknown(name, "command line", "--", [*known, *others]))
-    return found, problems
+    return found
 
 
 def split(arguments: Sequence[str], problems: list[str]) -> list[tuple[str, list[str]]]:
@@ -241,3 +262,129 @@ def value_of(words: Sequence[str], hint: Any) -> Any:
             raise ValueError(f"{show(word)} is not {describe(hint)}")
         return options[word]
     return hint(word)
+
+
+# -- TOML: settings from a file, each with its line, and settings as a file --------------------------------------------
+
+MOST_KEYS = 1000
+"""Of a file; there are not as many settings, and a suggestion for every misspelt one takes time."""
+_TABLE = re.compile(r"\s*\[+\s*([^\[\]=#]+?)\s*\]")
+_KEY = re.compile(r"\s*([\w.\s\"'-]+?)\s*=")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One key of a file."""
+
+    name: str
+    """Dotted, with the tables it is in."""
+    value: Any
+    """A dictionary for a table that is written in braces, or is empty."""
+    line: int
+    """Counted from 1."""
+
+
+def read(path: str) -> list[Entry]:
+    """The keys of a file in their order. Raises ValueError for a file that cannot be read."""
+    text = ""
+    try:
+        text = finite(path).read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
+        tree = tomllib.loads(text)
+    except OSError as error:
+        reason = error.strerror or "cannot be read"
+        raise ValueError(f"{path} (command line): {reason}; fix: name a TOML file that is there") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} (command line): not text; fix: a TOML file, in UTF-8") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(_not_toml(path, str(error), text.count("\n") + 1)) from None
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, thousands of brackets
+        reason = "brackets are too deep" if isinstance(error, RecursionError) else "a number is too long"
+        raise ValueError(f"{path} (command line): {reason}; fix: a TOML file of settings") from None
+    found = list(islice(_entries(path, tree, "", lines_of(text), 1), MOST_KEYS + 1))
+    if len(found) > MOST_KEYS:
+        raise ValueError(f"{path} (command line): more than {MOST_KEYS} keys; fix: a file of settings")
+    return found
+
+
+def _entries(
+    path: str, tree: Mapping[str, Any], table: str, lines: Mapping[str, tuple[int, bool]], line: int
+) -> Iterator[Entry]:
+    """The keys of a table whose own line is `line`."""
+    for key, value in tree.items():
+        name = f"{table}{key}"
+        at, is_key = lines.get(name, (line, False))
+        if "." in key:
+            raise ValueError(f"{name!r} ({path}:{at}): in quotes a dot is part of a name; fix: without quotes")
+        if isinstance(value, dict) and value and not is_key:
+            yield from _entries(path, value, f"{name}.", lines, at)
+        else:
+            yield Entry(name, value, at)
+
+
+def lines_of(text: str) -> dict[str, tuple[int, bool]]:
+    """Name -> (line, whether it is a key, not the head of a table) of all that looks like either, the first of each."""
+    found: dict[str, tuple[int, bool]] = {}
+    table = ""
+    for number, line in enumerate(text.split("\n"), start=1):  # TOML has no other ends of lines
+        if head := _TABLE.match(line):
+            table = _plain(head[1])
+            found.setdefault(table, (number, False))
+        elif key := _KEY.match(line):
+            name = _plain(key[1])
+            found.setdefault(f"{table}.{name}" if table else name, (number, True))
+    return found
+
+
+def _plain(name: str) -> str:
+    """A name without spaces and quotes."""
+    return ".".join(part.strip(" \t\"'") for part in name.split("."))
+
+
+def _not_toml(path: str, message: str, last: int) -> str:
+    """What is wrong with a file whose last line has the number `last`."""
+    place = re.search(r" ?\(at (?:line (\d+), column \d+|end of document)\)", message)
+    reason = message[: place.start()] if place else message
+    line = f":{place[1] or last}" if place else ""
+    hint = 'settings look like steps = 50 below [train], once each, and texts have quotes, as in order = "1f1b"'
+    return f"{path}{line}: not TOML: {reason[:1].lower()}{reason[1:]}; fix: {hint}"
+
+
+def written(title: str, settings: Mapping[str, Any], sources: Mapping[str, str] | None = None) -> str:
+    """A file of settings by dotted name, below `title` as a comment; after each the comment that `sources` has for it.
+
+    The only writer of TOML: whatever title, texts and comments hold, the file sets these settings and no others. Raises
+    ValueError for a text that no file of UTF-8 can hold.
+    """
+    tables: dict[str, list[str]] = {"": []}  # what is in no table comes before all tables
+    for setting, value in settings.items():
+        table, _, name = setting.rpartition(".")
+        after = f"  {_comment(sources[setting])}" if sources and setting in sources else ""
+        tables.setdefault(table, []).append(f"{_key(name)} = {_written(value)}{after}")
+    heads = {table: ["[" + ".".join(map(_key, table.split("."))) + "]"] if table else [] for table in tables}
+    blocks = ["\n".join([*heads[table], *rows]) for table, rows in tables.items() if rows]
+    return "\n\n".join([_comment(title), *blocks]) + "\n"
+
+
+def _comment(text: str) -> str:
+    return "# " + "".join(x if x.isprintable() else ascii(x)[1:-1] for x in text)
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch("[A-Za-z0-9_-]+", name) else _written(name)
+
+
+def _written(value: bool | int | float | str | tuple[Any, ...]) -> str:
+    """A value as TOML."""
+    match value:
+        case bool():
+            return str(value).lower()
+        case int() | float():
+            return repr(value)  # TOML's words for no number and infinity are Python's
+        case str():
+            try:
+                value.encode()
+            except UnicodeEncodeError:
+                raise ValueError(f"{value!a} is no text of UTF-8") from None
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # all else JSON escapes alike
+        case _:
+            return "[" + ", ".join(map(_written, value)) + "]"

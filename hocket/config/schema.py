@@ -1,4 +1,10 @@
-"""Settings one by one: their names, types and bounds, and how a problem with one of them is worded."""
+"""Settings one by one: their names, types and bounds, where each was set, and which one a wrong name meant.
+
+Origins are a mapping: dotted name -> where the setting was set, such as `run.toml:6` or `command line, --train.steps`.
+The key "" has the origin of all other settings: the recipe. The keys `recipe` and `preset` say where a file or a flag
+named them, such as `command line, --preset memory`. A setting that a preset made, or lost to a recipe, has an origin of
+type `Implied`: the user did not ask for this very setting. If it has no effect, that is a remark, not an error.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +14,13 @@ import hashlib
 import json
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping
-from functools import cache, reduce
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any, TypeVar, get_type_hints
 
 from hocket.config import Config
-from hocket.config.bounds import ANY, FILLED, Between, Form
+from hocket.config.rule import ANY, FILLED, UNSEEN, Between, Form, leaf, problem
 from hocket.typed import describe, is_a
-
-_UNSEEN = ("Cc", "Cs")
-"""Kinds of characters: controls, and the halves of pairs, for which Python takes bytes that are no text."""
 
 ConfigLike = TypeVar("ConfigLike", bound=Config)
 
@@ -53,11 +56,6 @@ def bounds_of(setting: str) -> Between | None:
 def form_of(setting: str) -> Form | None:
     """The form that a setting's texts have, or auto; None if they have none."""
     return next((mark for mark in annotated().get(setting, ("", ()))[1] if isinstance(mark, Form)), None)
-
-
-def leaf(config: Config, setting: str) -> Any:
-    """Value of one setting or section, named like `overlap.ep.merge`."""
-    return reduce(getattr, setting.split("."), config)
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -105,7 +103,7 @@ def impossible(config: Config, origins: Mapping[str, str]) -> dict[str, str]:
 
 def unseen(value: object) -> bool:
     """Whether a text, or one of several, has characters that no line can have, such as control characters."""
-    return any(unicodedata.category(x) in _UNSEEN for text in texts_of(value) for x in text)
+    return any(unicodedata.category(x) in UNSEEN for text in texts_of(value) for x in text)
 
 
 def texts_of(value: object) -> list[str]:
@@ -169,24 +167,65 @@ def line(config: Config, origins: Mapping[str, str], setting: str, reason: str, 
     return problem(setting, leaf(config, setting), origins, reason, fix)
 
 
-def problem(setting: str, value: object, origins: Mapping[str, str], reason: str, fix: str) -> str:
-    """One problem as a line: setting, value, where the value came from, what is wrong with it, and a fix."""
-    origin = origins.get(setting) or origins.get("", "configuration")
-    return f"{setting} = {show(value)} ({origin}): {reason}; fix: {fix}"
-
-
-def show(value: object) -> str:
-    """A value as one would type it after a flag."""
-    if isinstance(value, tuple):
-        return " ".join(map(show, value)) or "(none)"
-    text = str(value) if value != "" else "(empty)"
-    return "".join(ascii(x)[1:-1] if unicodedata.category(x) in _UNSEEN else x for x in text)
-
-
 def digest(config: Config) -> str:
     """A short name for everything that a configuration says of a step: all settings but name and place of the run."""
     said = {setting: leaf(config, setting) for setting in types() if not setting.startswith("run.")}
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:12]
+
+
+# -- Where settings come from ------------------------------------------------------------------------------------------
+
+DEFAULTS = Config()
+BELOW = ("recipe", "preset")
+"""Keys of a file that are not settings: they name what the file builds on. Flags may name it too."""
+_FLAG = "command line, "
+
+
+class Implied(str):
+    """The origin of a setting that came with something else. `lost` is a preset's value that a recipe overruled."""
+
+    __slots__ = ("by", "lost")
+
+    lost: Any
+    by: str
+
+    def __new__(cls, text: str, lost: Any = None, by: str = "") -> Implied:
+        made = super().__new__(cls, text)
+        made.lost, made.by = lost, by
+        return made
+
+    def __reduce__(self) -> tuple[type[Implied], tuple[str, Any, str]]:
+        return Implied, (str(self), self.lost, self.by)
+
+
+def asked(origins: Mapping[str, str], setting: str) -> bool:
+    """Whether the user set this very setting, in a file or on the command line."""
+    return setting in origins and not isinstance(origins[setting], Implied)
+
+
+def source(config: Config, origins: Mapping[str, str], setting: str) -> str:
+    """Where the value of a setting in an unresolved configuration comes from."""
+    if setting in origins:
+        return str(origins[setting])
+    return "default" if leaf(config, setting) == leaf(DEFAULTS, setting) else origins.get("", "configuration")
+
+
+def command_words(config: Config, origins: Mapping[str, str], also: Collection[str] = ()) -> list[str]:
+    """Words for `hocket train` that give a configuration: its recipe or file, and flags for the settings beyond it.
+
+    `also` are settings that get a flag wherever they were set.
+    """
+    filed = {name: place[1] for name, text in origins.items() if (place := re.fullmatch(r"(.+):\d+", text))}
+    recipe = origins.get("", "").partition("recipe ")[2]
+    start = next(iter(filed.values()), recipe) or config.run.name
+    below = [word for name in BELOW for word in origins.get(name, "").partition(_FLAG)[2].split()]
+    flagged = {name for name in origins if name not in filed and asked(origins, name)}
+    flags = [word for name in types() if name in flagged or name in also for word in _flag(name, leaf(config, name))]
+    return [start, *below, *flags]
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    return [f"--{name}", *(map(str, value) if isinstance(value, tuple) else [str(value)])]
 
 
 # -- What a user meant by a name that does not exist ------------------------------------------------------------------

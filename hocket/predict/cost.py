@@ -1,0 +1,643 @@
+"""What every op of a plan costs: FLOPs, bytes and seconds from the sizes of the model and a few hardware figures.
+
+Letters: T tokens of a microbatch, S tokens of a sequence, D hidden, R = T * top_k routed rows, P weights of a part,
+n ranks of a group. "Elements" count numbers, whatever their dtype; bytes are elements times `dtype_bytes`.
+
+    time of a compute op    matmul FLOPs / rate + attention FLOPs / rate + bytes of kernels between / their bandwidth
+                            + 2/3 of what matmuls read and write / the same + what starts and ends kernels
+    rate                    of the full clock, at the clock that power allows (`clock_of` in `hardware.py`)
+    matmul FLOPs            2 T P in fwd, in bwd and in wgrad each
+    attention core          2 T S w in fwd (causal, so half of the square; w = heads * head_dim), 5/2 of that in bwd
+    time of a transfer      latency + wire bytes / bandwidth
+    all-gather, reduce      (n - 1) / n * P elements received; twice that where all ranks get the whole sum
+    all-to-all              (ep - 1) / ep * R * D elements received: even routing; fewer R with one copy per rank
+    pipeline p2p transfer            T * D elements
+
+Sources: 2 T P and the causal half are the counting of Kaplan et al. 2020 (arXiv 2001.08361) and of the PaLM report
+(arXiv 2204.02311, appendix B); 5/2 is FlashAttention-2's backward (arXiv 2307.08691), five matmuls against two; wire
+bytes are the `busbw` factors of nccl-tests. Elementwise bytes count one read or write per tensor and kernel.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any
+
+from hocket.config import COPIED, Config, ModelConfig, Purpose
+from hocket.predict.arrivals import rows_allowed, rows_evenly
+from hocket.predict.hardware import KIND_OF_GROUPS, Hardware, Work, at_clock, clock_of
+from hocket.predict.part_sizes import (
+    DRAWN,
+    ISSUED,
+    Fp8,
+    PartSize,
+    Shapes,
+    orthogonal_flops,
+    size_of,
+    unit_weights,
+)
+from hocket.predict.simulate import UPDATES, CostKey, Kind, OpCost, Overheads, Time, cost_key
+from hocket.predict.tensor_costs import add_waits, model_of_rank, model_of_ranks
+from hocket.program.documents import Lengths, merged
+from hocket.program.mesh import groups_of
+from hocket.program.ops import HOST, TIED, Layout, Op, Program
+from hocket.program.parts import Part, Unit
+from hocket.program.shard import MATRIX_SLOTS, Sharding
+from hocket.program.stages import gathered_units, layout_of, sharding_of
+from hocket.program.transformer import EMBED, HEAD
+from hocket.program.values import lent_to
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Costs of all ops of a program, for `simulate`. What is missing in `table` costs nothing.
+
+    `slot_bytes[rank]` has the sizes of a weight slot and of a gradient slot of each class of units, `state_bytes[rank]`
+    is that of main weights, copies of those that are held whole, and optimizer state. `clock` in Hz is that which power
+    allows; 0: no limit is known.
+    """
+
+    kinds: tuple[str, ...]
+    table: Mapping[CostKey, OpCost]
+    slot_bytes: tuple[Mapping[Unit, tuple[int, int]], ...] = ()
+    state_bytes: tuple[int, ...] = ()
+    clock: float = 0.0
+    recomputed: Collection[tuple[str, int]] = frozenset()
+    """(part, layer) whose forward keeps nothing, because it runs again."""
+    lent: Collection[tuple[str, int]] = frozenset()
+    """(part, layer) of those who do not keep what they read, and of those who make it again for their backward."""
+    timed: Collection[CostKey] = frozenset()
+    """Those whose seconds were measured, with the documents that the run had."""
+
+    def of(self, op: Op) -> OpCost:
+        return self.table.get(cost_key(op, self.kinds), _FREE)
+
+    def seconds(self, rank: int, op: Op) -> Time:
+        return self.of(op).seconds
+
+    def inner_seconds(self, rank: int, op: Op) -> Time:
+        return self.of(op).inner_seconds
+
+    def output_bytes(self, rank: int, op: Op) -> int:
+        cost = self.of(op)
+        lent = op.verb == "recompute" and (op.part, op.layer) in self.lent
+        handed = cost.handed_bytes if self._keeps_nothing(op) else 0
+        return cost.output_bytes + handed + (cost.lent_bytes if lent else 0)
+
+    def saved_bytes(self, rank: int, op: Op) -> int:
+        if self._keeps_nothing(op):
+            return 0
+        cost, lent = self.of(op), op.verb == "fwd" and (op.part, op.layer) in self.lent
+        return cost.saved_bytes - (cost.lent_bytes if lent else 0)
+
+    def _keeps_nothing(self, op: Op) -> bool:
+        return op.verb == "fwd" and (op.part, op.layer) in self.recomputed
+
+    def grad_bytes(self, rank: int, op: Op) -> int:
+        return self.of(op).grad_bytes
+
+    def fixed_bytes(self, program: Program, rank: int) -> int:
+        if not self.slot_bytes:
+            return 0
+        return self.state_bytes[rank] + sum(
+            program.weight_slots.get(unit, 0) * weight + program.grad_slots.get(unit, 0) * gradient
+            for unit, (weight, gradient) in self.slot_bytes[rank].items()
+        )
+
+    def measured(self, seconds: Mapping[CostKey, Time]) -> CostTable:
+        """The same table with measured seconds in place of modelled ones.
+
+        A recomputation that was not measured takes as long as the forward that was. Of what tensor-parallel ranks
+        measured, the modelled share waits for peers.
+        """
+        again = {("recompute", *key[1:]): value for key, value in seconds.items() if key[0] == "fwd"}
+        seconds = {**{key: value for key, value in again.items() if key in self.table}, **seconds}
+        changed = {key: _lasting(self.table.get(key, _FREE), value) for key, value in seconds.items()}
+        return replace(self, table={**self.table, **changed}, timed=frozenset(changed))
+
+
+def _lasting(cost: OpCost, seconds: Time) -> OpCost:
+    """An op's cost if it takes so long."""
+    inner = cost.inner_seconds and seconds * cost.inner_seconds / cost.seconds
+    return replace(cost, seconds=seconds, inner_seconds=inner)
+
+
+_FREE = OpCost()
+
+_ATTENTION_DRAWN = 0.8
+"""Power of a FLOP of attention over that of one of a matmul. See Note: [Power sets the clock]."""
+CORE = {"fwd": 1.0, "bwd": 2.5}
+"""By verb, how often the FLOPs of an attention core are computed."""
+_SHOWN = 2 / 3
+"""Share of the time of what a product reads and writes that its arithmetic does not hide: of 6 bytes more that it moves
+to add to fp32 those of 4 (`benchmarks.expert_grads` and `benchmarks.weight_grads`, on an H200)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What a run has shown about its ops, to predict plans of the same sizes with (see `measured.py`)."""
+
+    source: str
+    """The trace it comes from."""
+    seconds: Mapping[CostKey, float]
+    """Seconds of an op on its lane, without contention and without waiting for peers."""
+    overheads: Overheads
+    notes: tuple[str, ...] = ()
+    """What the reader must know, such as what could not be measured."""
+
+
+# -------------------------------------------------------------------------------------------------------------- pricing
+
+
+@dataclass(frozen=True)
+class Pricing:
+    """All that the costs of a plan's ops depend on: a microbatch of `tokens` tokens of a data-parallel rank.
+
+    Assumes even routing: every rank gets as many rows as it sends. A p2p transfer's seconds belong to the recv.
+    """
+
+    model: ModelConfig
+    layout: Layout
+    tokens: int
+    seq: int
+    """Tokens of a sequence."""
+    sharding: Sharding
+    hardware: Hardware
+    dtype_bytes: int
+    documents: Lengths = ()
+    """How long documents are that share sequences; empty: each sequence is one."""
+    held: ModelConfig | None = None
+    """The model as narrow as the weights that a tensor-parallel rank holds; None: the same."""
+    sharing: int = 1
+    """Ranks that share every product."""
+    wire_bytes: int = 0
+    """Of an element of a gradient on its way; 0: as many as of one that is computed with."""
+    averages_bytes: int = 4
+    """Of an element of each of the optimizer's two averages."""
+    fp8: Fp8 | None = None
+    """What runs in fp8."""
+
+    @cached_property
+    def parts(self) -> Mapping[tuple[str, str], tuple[Part, PartSize]]:
+        """(name, kind of layer) of every part -> the part and its size."""
+        shapes = Shapes(self.model, self.layout, self.seq, self.hardware.formulas, self.dtype_bytes, self.documents)
+        kinds = sorted({self.layout.by_kind[name] for name in self.layout.kinds}, key=lambda kind: kind.name)
+        parts = [(EMBED, ""), (HEAD, ""), *((part, kind.name) for kind in kinds for part in kind.parts)]
+        return {(part.name, kind): (part, size_of(part, shapes)) for part, kind in parts}
+
+    @cached_property
+    def clock(self) -> float:
+        """The clock that power allows; 0: no limit is known. See Note: [Power sets the clock]."""
+        works: list[Work] = []
+        for (name, kind), (part, size) in self.parts.items():
+            count = self.layout.kinds.count(kind) if kind else 1
+            if not part.communicates and self.hardware.clock:
+                for verb in _verbs(size):
+                    works += count * [self.work(name, kind, verb, self.hardware)]
+                works += self.layout.recomputing(name, kind) * [self.work(name, kind, "fwd", self.hardware)]
+        return clock_of(self.hardware, works) if works else 0.0
+
+    @cached_property
+    def rates(self) -> Hardware:
+        """The hardware at that clock."""
+        return at_clock(self.hardware, self.clock) if self.clock else self.hardware
+
+    def costs(self) -> CostTable:
+        """Costs of every op of one microbatch, and of a step's end."""
+        layout = self.layout
+        table: dict[CostKey, OpCost] = {}
+        for (name, kind), (part, size) in self.parts.items():
+            again = layout.recomputing(name, kind)
+            if part.communicates:
+                table |= {(verb, name, kind): self._exchange(part, size, verb) for verb in ("fwd", "bwd")}
+                if again:
+                    (reader,) = layout.by_kind[kind].readers[name]
+                    opened = self._bytes(self.parts[reader, kind][1].lent or size.output)
+                    table["recompute", name, kind] = replace(table["fwd", name, kind], lent_bytes=opened)
+                continue
+            table |= {(verb, name, kind): self.compute(name, kind, verb) for verb in _verbs(size)}
+            if again:
+                once = table["fwd", name, kind]
+                table["fwd", name, kind] = replace(once, handed_bytes=self._bytes(size.handed))
+                table["recompute", name, kind] = once if part.lends else replace(once, output_bytes=0)
+        p2p = self._bytes(self.model.hidden)
+        table["recv", "act", ""] = table["recv", "grad", ""] = self._transfer("pp_fwd", p2p, p2p)
+        slots, state = self._add_units(table)
+        return CostTable(layout.kinds, table, slots, state, self.clock, layout.recomputed, _lent(layout))
+
+    def _bytes(self, elements: int) -> int:
+        """Of so many elements per token."""
+        return self.tokens * elements * self.dtype_bytes
+
+    def _eight(self, name: str, kind: str, verb: str) -> float:
+        """Share of the layers of a kind in which an op's products run in fp8. Embedding and head have no kind."""
+        weights = kind and self.parts[name, kind][0].unit
+        return self.fp8.share(self.layout.kinds, kind, verb) if self.fp8 is not None and weights else 0.0
+
+    def work(self, name: str, kind: str, verb: str, hw: Hardware) -> Work:
+        """What fwd, bwd or wgrad of a part does at such rates. FLOPs are those that draw as much power in bf16."""
+        t, b, (_, size) = self.tokens, self.dtype_bytes, self.parts[name, kind]
+        eight, unit = self._eight(name, kind, verb), self.layout.unit(name)
+        collects = unit is not None and (self.sharding.size(unit) == 1 or self.sharding.adds_up(unit))
+        matmul = 2.0 * t * (size.gemm + size.grouped)
+        core = CORE.get(verb, 0.0) * t * size.core
+        whole = CORE.get(verb, 0.0) * t * (size.core + size.masked)
+        rate = hw.attention_fwd_flops if verb == "fwd" else hw.attention_bwd_flops
+        clocked, others = matmul / hw.gemm_flops, self._traffic(size, verb) / hw.kernel_bandwidth
+        drawn = matmul
+        if eight and self.fp8 is not None:
+            dense, grouped = (2.0 * t * weights / hw.gemm_flops for weights in (size.gemm, size.grouped))
+            clocked += eight * (self.fp8.seconds(dense, grouped, verb) - clocked)
+            others += eight * self.fp8.moved(size, t, verb) / hw.kernel_bandwidth
+            drawn *= 1 + eight * (DRAWN - 1)
+        if matmul:  # weight gradients that are added up are fp32
+            operands = t * size.rows * b + (8 if verb == "wgrad" and collects else b) * size.weights // self.sharing
+            operands *= 1 - 0.25 * eight  # what is multiplied has half of the bytes, what comes out has all
+            moving = operands / hw.kernel_bandwidth
+            others += max(_SHOWN * moving, moving - clocked)  # few tokens: reading weights takes longer than arithmetic
+        others += hw.gap + (size.routes * hw.routing if verb != "wgrad" else 0.0)
+        return Work(clocked + whole / rate, others, drawn + _ATTENTION_DRAWN * core)
+
+    def compute(self, name: str, kind: str, verb: str) -> OpCost:
+        """Cost of fwd, bwd or wgrad of a part."""
+        work, (_, size) = self.work(name, kind, verb, self.rates), self.parts[name, kind]
+        eight = self._eight(name, kind, verb)
+        output, saved = {"fwd": (size.output, size.saved), "bwd": (size.grad, size.kept)}.get(verb, (0, 0))
+        traffic, saved = self._traffic(size, verb), self._bytes(saved)
+        flops = self.tokens * (2.0 * (size.gemm + size.grouped) + CORE.get(verb, 0.0) * size.core)
+        if eight and self.fp8 is not None:
+            traffic += round(eight * self.fp8.moved(size, self.tokens, verb))
+            saved -= round(eight * self.fp8.saved(size, self.tokens, verb)) if verb != "wgrad" else 0
+        lent = self._bytes(size.lent) if verb == "fwd" else 0
+        return OpCost(work.clocked + work.others, flops, 0, traffic, self._bytes(output), saved, lent_bytes=lent)
+
+    def _traffic(self, size: PartSize, verb: str) -> int:
+        """Bytes that kernels between matmuls read and write."""
+        if verb == "wgrad":  # of a table: clear it, then add up rows
+            table = not size.gemm + size.grouped
+            return (3 * self.tokens * size.output + size.weights) * self.dtype_bytes if table else 0
+        return self._bytes(size.traffic if verb == "fwd" else 2 * size.traffic + size.back)
+
+    def _exchange(self, part: Part, size: PartSize, verb: str) -> OpCost:
+        """Cost of fwd or bwd of a part that communicates."""
+        assert part.purpose is not None
+        moved, output = self._bytes(size.output), self._bytes(size.output if verb == "fwd" else size.grad)
+        return self._transfer(part.purpose, moved * (part.ranks - 1) // part.ranks, output, self._traffic(size, verb))
+
+    def _local(self, memory_bytes: int, flops: float = 0.0) -> OpCost:
+        """Cost of a compute op that reads and writes, and multiplies."""
+        hw = self.hardware
+        seconds = memory_bytes / hw.memory_bandwidth + flops / hw.gemm_flops + hw.gap
+        return OpCost(seconds, flops, memory_bytes=memory_bytes)
+
+    def _transfer(self, purpose: Purpose, wire_bytes: int, output_bytes: int = 0, local_bytes: int = 0) -> OpCost:
+        """Cost of a collective or a p2p transfer, with the local reads and writes that belong to it."""
+        seconds = self.hardware.link(purpose).seconds(wire_bytes) + local_bytes / self.hardware.memory_bandwidth
+        return OpCost(seconds, 0.0, wire_bytes, local_bytes, output_bytes)
+
+    def _add_units(
+        self, table: dict[CostKey, OpCost]
+    ) -> tuple[tuple[Mapping[Unit, tuple[int, int]], ...], tuple[int, ...]]:
+        """Add gather, add, reduce, update and step to the table; return slot sizes and state per pipeline rank.
+
+        A gather casts its shard of the fp32 weights. A reduce adds its shard to the fp32 gradient: 8 bytes read and
+        written per element, though the first of a step only writes; that the last one reads what adds have summed up is
+        left out. What an add stands for, products of weight gradients do themselves, and in a group of one what a
+        reduce stands for too: then there are no slots. An embedding whose head is tied to it has both, unless the two
+        are on two ranks: then these exchange their sums, in fp32, and the step adds them up. AdamW reads weight,
+        gradient and both averages and writes weight and averages: 28 bytes, or 20 with averages in bf16, and what is
+        held whole once more in the format that computes, unless that is fp32; the norm reads the gradients once more.
+        Every rank's step waits for the slowest, through the norm's all-reduce. Products in fp8 have casts beside; the
+        step casts some first.
+        """
+        layout, sharding, model = self.layout, self.sharding, self.held or self.model
+        b, w = self.dtype_bytes, self.wire_bytes or self.dtype_bytes
+        traffic = normed = summed_up = 0
+        longest: Time = 0.0
+        slots, state = list[Mapping[Unit, tuple[int, int]]](), list[int]()
+        adamw = 12 + 4 * self.averages_bytes
+        for rank in range(layout.pp):
+            largest, matrices = dict[Unit, tuple[int, int]](), dict[Unit, int]()
+            shards = copied = casts = agreed = single = 0
+            longer: Time = 0.0
+            for (unit, kind), count in Counter(layout.units(rank)).items():
+                weights = unit_weights(model, layout, unit, kind)
+                gathers, reduces = groups_of(unit)
+                group = sharding.size(unit)
+                whole, tied = not sharding.gathers(unit), layout.tied and unit == EMBED.unit
+                twice = tied and not layout.apart
+                part = -(-weights // group)
+                others = part * (group - 1)
+                shard = weights if whole else part
+                eight, beside = self._in_fp8(unit, kind, weights)
+                sent, local = others * (eight + b * (1 - eight)), shard * (2 * eight + (4 + b) * (1 - eight))
+                table["gather", unit, kind] = self._transfer(gathers, round(sent), local_bytes=round(local))
+                summed = self._transfer(reduces, (2 if whole else 1) * others * w, local_bytes=shard * (8 + w))
+                slotted = group > 1 or twice
+                table["reduce", unit, kind] = summed if slotted else _FREE
+                sums = 0 if whole else 4 * weights  # who keeps whole gradients adds up where they stay
+                add = self._local(weights * (8 + w)) if twice else _FREE
+                table["add", unit, kind] = replace(add, grad_bytes=sums)
+                sizes = weights * (1 if eight == 1 else b) + (0 if whole else beside), weights * w
+                largest[unit] = max(largest.get(unit, (0, 0)), sizes if slotted else (0, 0))
+                for key in [
+                    key for key in table if key[0] == "wgrad" and (layout.unit(key[1]), key[2]) == (unit, kind)
+                ]:
+                    table[key] = replace(table[key], grad_bytes=4 * shard)
+                cast = shard if whole and b != 4 else 0
+                update = self._local(adamw * shard + b * cast)
+                updates = {"update": update}
+                if sharding.muon and kind:
+                    updates = self._muon(unit, kind, weights, shard, cast)
+                    longer += count * (sum(cost.seconds for cost in updates.values()) - update.seconds)
+                    single += count * shard
+                    held = MATRIX_SLOTS if sharding.collects(unit) else 1
+                    matrices[unit] = max(matrices.get(unit, 0), held * (2 * weights + 4 * shard))
+                updates["update"] = replace(updates["update"], output_bytes=4 * shard)  # gradients that it has read
+                table |= {(verb, unit, kind): cost for verb, cost in updates.items()}
+                if tied and layout.apart:
+                    table["recv", TIED, ""] = self._transfer("pp_bwd", 4 * shard, 4 * shard)
+                    summed_up = 12 * shard
+                shards += count * shard
+                copied += count * cast
+                agreed += count * round(shard * eight)
+                casts += count * (beside if whole else round(shard * eight))
+            slots.append(largest)
+            averages = self.averages_bytes * (2 * shards - single)
+            state.append(4 * shards + averages + b * copied + casts + sum(matrices.values()))
+            traffic = max(traffic, (adamw + 4) * shards + b * copied + (4 + 2 * b + 1) * agreed)
+            normed, longest = max(normed, 4 * shards), max(longest, longer)
+        for name, nbytes, more in (("all", traffic, longest), ("norm", normed, 0.0)):
+            wire = 8 if layout.pp * sharding.dense > 1 else 0
+            step = self._transfer("control", wire, local_bytes=nbytes + summed_up)
+            table["step", name, ""] = replace(step, seconds=step.seconds + more)
+        return tuple(slots), tuple(state)
+
+    def _muon(self, unit: Unit, kind: str, weights: int, shard: int, cast: int) -> dict[str, OpCost]:
+        """Muon's updates of a unit: averages, iterations, and the exchanges around them.
+
+        A unit's matrices are shared out over the ranks of its group, each as much as the others, and what is sent is
+        bf16. An average reads gradient and average and writes the average and what is sent: 14 bytes an element. The
+        update reads the result and the weight and writes the weight: 12. Of AdamW's two averages one is left.
+        """
+        ranks = self.sharding.size(unit) if self.sharding.gathers(unit) else 1
+        average, iterate, reduces = 14 * shard, 10 * weights, groups_of(unit)[1]
+        move = 12 * shard + ((4 + self.dtype_bytes) * cast if ranks == 1 else 0)
+        flops = 0.0
+        widths = {"experts": self.model.expert_ffn, "mlp": self.model.ffn}  # matrices of attention are taken as square
+        for part in self.layout.by_kind[kind].parts:
+            if self.layout.unit(part.name) == unit:
+                size = size_of(part, Shapes(self.model, self.layout))
+                width = widths.get(part.name, self.model.hidden)
+                flops += orthogonal_flops(size.weights, self.model.hidden, width)
+        if ranks == 1:
+            return {"update": self._local(average + iterate + move, flops)}
+        wire = 2 * shard * (ranks - 1)
+        return {
+            "collect": self._transfer(reduces, wire, local_bytes=average),
+            "orthogonalise": self._local(iterate, flops / ranks),
+            "scatter": self._transfer(reduces, wire, local_bytes=2 * weights + 4 * shard),
+            "update": self._local(move),
+        }
+
+    def _in_fp8(self, unit: Unit, kind: str, weights: int) -> tuple[float, int]:
+        """(share of a unit's weights that are gathered in fp8, bytes of fp8 beside all of them where they are)."""
+        if self.fp8 is None or not kind:
+            return 0.0, 0
+        beside = self.fp8.beside(self.layout.kinds, kind, unit)
+        return self.fp8.travelling(self.layout.kinds, kind, unit), round(weights * beside)
+
+
+def _verbs(size: PartSize) -> tuple[str, ...]:
+    return ("fwd", "bwd", "wgrad") if size.weights else ("fwd", "bwd")
+
+
+def _lent(layout: Layout) -> frozenset[tuple[str, int]]:
+    """(part, layer) of those who read what is made again, and were not made to keep it, and of what makes it."""
+    pairs = ((part, lent_to(layout, part, n), n) for n in range(len(layout.kinds)) for part in layout.forward_parts(n))
+    return frozenset((name, n) for *names, n in pairs for name in names if names[1])
+
+
+# ---------------------------------------------------------------------------------------------------- costs of settings
+
+
+def pricing_of(config: Config, hardware: Hardware, documents: Lengths = ()) -> Pricing:
+    """What the costs of the plan that a configuration asks for depend on. Without `documents` each sequence is one."""
+    tp = config.mesh.tp
+    return Pricing(
+        model=config.model if tp == 1 else model_of_ranks(config),
+        layout=layout_of(config),
+        tokens=config.tokens,
+        seq=config.data.sequence_length,
+        sharding=sharding_of(config),
+        hardware=hardware,
+        dtype_bytes=config.element_bytes,
+        documents=documents,
+        held=None if tp == 1 else model_of_rank(config),
+        sharing=tp,
+        wire_bytes=config.wire_bytes,
+        averages_bytes=2 if config.precision.averages == "bf16" else 4,
+        fp8=fp8_of(config),
+    )
+
+
+def fp8_of(config: Config) -> Fp8 | None:
+    """Which products run in fp8; None: none. Weights are cast whenever they are gathered, or once a step."""
+    p, keeps = config.precision, config.overlap.dp.strategy not in ("auto", "optim_grads_params")
+    if p.compute != "fp8":
+        return None
+    casts = 1 / config.train.microbatches if keeps or config.mesh.data == 1 else 2.0
+    return Fp8(p.fp8_products, p.fp8_ends, casts, gathered_units(config) if p.gather == "fp8" else ())
+
+
+def costs_of(
+    config: Config, hardware: Hardware, measured: Measurement | None = None, documents: Lengths = ()
+) -> CostTable:
+    """What every op of the plan costs on that hardware: on the imitated network, if the transport is the slow one.
+
+    Measured seconds take the place of modelled ones. Without `documents` each sequence is one.
+    """
+    costs, layout = pricing_of(config, hardware, documents).costs(), layout_of(config)
+    table, rates = dict(costs.table), at_clock(hardware, costs.clock) if costs.clock else hardware
+    if config.mesh.tp > 1:
+        add_waits(table, config, hardware, layout)
+    if config.mesh.replicas > 1:
+        _sum_over_replicas(table, config, hardware)
+    if layout.placed:
+        _place_rows(table, config, layout)
+    if config.plan.pieces > 1:
+        _cut_loss(table, config, rates)
+    for part, layer in layout.offloaded:  # what forwards keep goes to the host's memory and back
+        saved = table["fwd", part, layout.kinds[layer]].saved_bytes
+        away = OpCost(hardware.host.seconds(saved), wire_bytes=saved, output_bytes=saved)
+        table |= {(verb, part, layout.kinds[layer]): away for verb in HOST}
+    links = config.train.slow_links() if config.train.transport == "slow" else {}
+    for key, cost in table.items():
+        if cost.wire_bytes and (purpose := carried_by(key, layout)) in links:
+            latency, bandwidth = links[purpose]
+            table[key] = replace(cost, seconds=cost.seconds + latency + cost.wire_bytes / bandwidth)
+    costs = replace(costs, table=table)
+    return costs if measured is None else costs.measured(measured.seconds)
+
+
+def _sum_over_replicas(table: dict[CostKey, OpCost], config: Config, hardware: Hardware) -> None:
+    """Add what sums a step's gradients over replicas of the weights, in fp32.
+
+    That is once a step, behind the reduces of the last microbatch. Here every microbatch's has its share, so what a
+    step's end has of it is underrated.
+    """
+    link, replicas = hardware.link("replicas"), config.mesh.replicas
+    for key, cost in table.items():
+        if key[0] == "reduce":
+            kept = table["update", *key[1:]].output_bytes  # the rank's gradients of the unit
+            seconds = link.seconds(2 * kept * (replicas - 1) / replicas)
+            table[key] = replace(cost, seconds=cost.seconds + seconds / config.train.microbatches)
+
+
+def _place_rows(table: dict[CostKey, OpCost], config: Config, layout: Layout) -> None:
+    """Rows arrive where products read them, with more room than they fill where no host counts them.
+
+    Experts keep no rows of their own then, nor gradients of them: the values of the exchanges live as long. What is not
+    filled takes no time.
+    """
+    rows = rows_evenly(config) * config.model.hidden * config.element_bytes
+    times = rows_allowed(config) / rows_evenly(config) if layout.uncounted else 1.0
+    for kind in layout.layer_types:
+        kept: dict[tuple[str, str], int] = {}  # op -> how often it would have kept the rows
+        for part in kind.parts:
+            if part.way == "out":
+                reader = kind.readers[part.name][0]
+                kept |= {("fwd", part.name): 0, ("recompute", part.name): 0}
+                kept |= {("fwd", reader): 1, ("recompute", reader): 1, ("bwd", reader): 2}
+            elif part.way == "back":
+                kept |= {("bwd", part.name): 0}
+        for (verb, name), count in kept.items():
+            cost = table.get((verb, name, kind.name))
+            if cost is not None:
+                saved = max(cost.saved_bytes - rows * count, 0) if cost.saved_bytes else 0
+                sizes = {"output_bytes": cost.output_bytes, "handed_bytes": cost.handed_bytes, "saved_bytes": saved}
+                changed = {what: round(times * nbytes) for what, nbytes in sizes.items()}
+                table[verb, name, kind.name] = replace(cost, **changed, lent_bytes=0)
+
+
+def _cut_loss(table: dict[CostKey, OpCost], config: Config, rates: Hardware) -> None:
+    """Tokens go through the head in pieces. See `layers/vocabulary.py`.
+
+    Backward makes logits and reads them once more, and has the product of the weight gradient, which it keeps in fp32.
+    What a piece takes inside of an op counts as kept.
+    """
+    m = config.model
+    logits, weights = config.tokens * m.vocab * config.element_bytes, m.vocab * m.hidden
+    piece, flops = logits // config.plan.pieces, 2.0 * config.tokens * weights
+    fwd, bwd, wgrad = (table[verb, "head", ""] for verb in ("fwd", "bwd", "wgrad"))
+    more = 2 * flops / rates.gemm_flops + (2 * logits + 4 * weights) / rates.kernel_bandwidth
+    moved = (4 + config.wire_bytes) * weights
+    saved = fwd.saved_bytes - rates.formulas.loss_saved * logits + piece + 4 * config.tokens
+    table["fwd", "head", ""] = replace(fwd, saved_bytes=saved)
+    saved = bwd.saved_bytes - logits + piece + 4 * weights
+    table["bwd", "head", ""] = replace(bwd, seconds=bwd.seconds + more, flops=bwd.flops + 2 * flops, saved_bytes=saved)
+    seconds = moved / rates.memory_bandwidth + rates.gap
+    table["wgrad", "head", ""] = replace(wgrad, seconds=seconds, flops=0.0, memory_bytes=moved)
+
+
+def carried_by(key: CostKey, layout: Layout) -> Purpose | None:
+    """What the group is for that an op communicates on; None for compute."""
+    verb, part, kind = key
+    match verb, part:
+        case "recv", "act":
+            return "pp_fwd"
+        case "recv", _:
+            return "pp_bwd"
+        case (("gather" | "reduce" | "collect" | "scatter"), _):
+            return groups_of(part)[verb != "gather"]
+    found = layout.by_kind[kind].by_name.get(part) if kind else None
+    return found.purpose if found else None
+
+
+# ------------------------------------------------------------------------------------------------------------ overheads
+#
+# What slows a step down beyond the costs of its ops, as far as the kind of hardware says it: contention and the host.
+#
+# Contention. NCCL's kernels hold processors, copy engines hold none; both move bytes through memory and links, which
+# takes of the bandwidth and of the power that compute has. So do updates beside forwards. The host. It issues a step op
+# by op, if the step is not replayed as a graph, and waits for the counts of rows that it has to know. Traces of a run
+# measure the same (`measured.py`); Note: [What the simulator believes] in `simulate.py` says what the
+# simulator makes of it.
+
+
+_PURPOSES: tuple[Purpose, ...] = ("gather_dense", "reduce_dense", "a2a", "pp_fwd")
+"""One group of each kind of communication that runs beside compute."""
+
+
+def overheads_of(
+    config: Config, hardware: Hardware, ops: Iterable[CostKey], measured: Measurement | None = None
+) -> Overheads:
+    """The overheads of a step of these ops, as it was measured if it was.
+
+    In a replay no op waits for the host, so only contention is left. (Recorded steps were issued op by op.) With the
+    null transport nothing is moved beside compute.
+    """
+    if measured is not None:
+        return Overheads(measured.overheads.contention) if config.plan.graphs == "on" else measured.overheads
+    issue = dict.fromkeys(ops, seconds) if (seconds := issued(config, hardware)) and config.plan.graphs != "on" else {}
+    return Overheads(_contention(config, hardware), issue, hardware.counts if issue else None)
+
+
+def issued(config: Config, hardware: Hardware) -> float:
+    """Seconds in which the host issues one op."""
+    return hardware.issue * (ISSUED if config.precision.compute == "fp8" else 1)
+
+
+def _contention(config: Config, hardware: Hardware) -> Mapping[Kind, float]:
+    factors: dict[Kind, float] = {
+        KIND_OF_GROUPS[purpose]: hardware.beside_copies if _copied(config, purpose) else hardware.beside_kernels
+        for purpose in (_PURPOSES if config.train.transport != "null" else ())
+    }
+    if config.overlap.dp.update == "next_step":
+        factors[UPDATES] = hardware.beside_updates
+    return {kind: factor for kind, factor in factors.items() if factor}
+
+
+def _copied(config: Config, purpose: Purpose) -> bool:
+    """Whether copy engines move the bytes of these groups. Rows that devices place are stored by kernels."""
+    stored = purpose == "a2a" and config.overlap.ep.splits == "device"
+    return purpose in COPIED.get(config.train.transport, ()) and not stored
+
+
+# --------------------------------------------------------------------------------------------------------------- varied
+#
+# Costs of ops where documents share sequences, and so of microbatches whose attention differs.
+
+
+@dataclass(frozen=True)
+class Varied(CostTable):
+    """Costs where each microbatch has documents of its own. Memory does not depend on them. Made by `varied`."""
+
+    microbatches: Sequence[CostTable] = ()
+    """Of each."""
+
+    def seconds(self, rank: int, op: Op) -> Time:
+        if op.verb not in ("fwd", "bwd", "recompute"):
+            return super().seconds(rank, op)
+        return self.microbatches[op.microbatch].seconds(rank, op)
+
+
+def varied(whole: CostTable, config: Config, hardware: Hardware, documents: Sequence[Lengths]) -> Varied:
+    """The costs of microbatches with these documents, beside `whole`, which are those of whole sequences.
+
+    All run at the clock of documents as they are on average: see Note: [Power sets the clock]. Measured costs stay
+    those of the documents that there were.
+    """
+    clock, base, rates = pricing_of(config, hardware, merged(documents)).clock, whole, hardware
+    measured = {key: whole.table[key] for key in whole.timed}
+    if clock:
+        rates = at_clock(hardware, clock)
+        base = costs_of(config, rates)
+        base = replace(base, table={**base.table, **measured}, timed=whole.timed, clock=clock)
+    each = {lengths: costs_of(config, rates, documents=lengths) for lengths in dict.fromkeys(documents)}
+    same: dict[str, Any] = {field.name: getattr(base, field.name) for field in fields(CostTable)}
+    full = {lengths: replace(one, table={**one.table, **measured}) for lengths, one in each.items()}
+    return Varied(**same, microbatches=[full[lengths] for lengths in documents])

@@ -1,0 +1,451 @@
+"""All rules between settings, those that only the planner can judge among them, and how broken ones are reported.
+
+A broken rule becomes one line: setting, value, where the value came from, the reason, and a fix. The rules of a section
+are in its file of `hocket/config/`. Those here need to know what the program of a step would be. What a setting needs
+to have an effect, its field says (`OnlyWith`).
+
+Note: [What a setting needs is said beside it]
+To resolve a configuration with a setting and without it, and to compare the two steps, would find settings without
+effect, too. It would plan once more for each setting that the user gave, know nothing of what no plan has (a schedule,
+checkpoints, text), and not say what is missing. So a field names what it needs, in words that are tested here and are
+the fix in the message.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import NamedTuple
+
+from hocket.config import COPIED, Config, Purpose
+from hocket.config.data import DATA_RULES
+from hocket.config.mesh import MESH_RULES, MESH_WORDS
+from hocket.config.model import MODEL_RULES, MODEL_WORDS
+from hocket.config.network import NETWORK_RULES
+from hocket.config.optimizer import OPTIMIZER_RULES
+from hocket.config.overlap import OVERLAP_RULES, TENSOR, on_device
+from hocket.config.plan import PLAN_RULES, PLAN_WORDS, named_parts, part_and_layers, smallest_group
+from hocket.config.precision import PRECISION_RULES
+from hocket.config.rule import MOST_RANKS, NO_EFFECT, Each, Host, OnlyWith, Rule, Words, leaf, show
+from hocket.config.run import RUN_RULES
+from hocket.config.schema import annotated, asked, line, types
+from hocket.config.train import TRAIN_RULES, TRAIN_WORDS
+from hocket.predict.arrivals import by_pieces
+from hocket.predict.hardware import hosts_of, spread_of
+from hocket.program.layer import MERGED, at_once, merged_order, order_problem
+from hocket.program.ops import Layout
+from hocket.program.pipeline import groups, warmup
+from hocket.program.stages import layout_of
+from hocket.program.transformer import GATHERED
+from hocket.program.values import lent_to
+
+# ------------------------------------------------------------------------------------------------ model and ranks
+
+
+def has_experts(c: Config) -> bool:
+    return c.model.has_experts
+
+
+def ranks_of_a_host(c: Config, h: Host) -> int:
+    """Ranks of a host, as the settings give them or as the run found them."""
+    each = c.network.ranks_per_host
+    return (h.local_workers or c.mesh.world) if each == "auto" else each
+
+
+def leaves_host(c: Config, h: Host, purpose: Purpose) -> bool:
+    """Whether the groups for a purpose have ranks on several hosts."""
+    return c.mesh.world <= MOST_RANKS and spread_of(c.mesh, purpose, ranks_of_a_host(c, h)).hosts > 1
+
+
+def no_pieces(c: Config, h: Host) -> str:
+    """Why tokens of tensor-parallel ranks cannot be moved piece by piece; empty if they can."""
+    if c.train.device == "cpu" or c.train.transport == "null":
+        return ""
+    if c.train.transport == "slow":
+        return "the slow transport imitates whole collectives on GPUs"
+    if leaves_host(c, h, "tp"):
+        return f"pieces are copied between the GPUs of one host, and {ranks_of_a_host(c, h)} ranks are on each"
+    if h.no_peer_memory:
+        return f"{h.no_peer_memory}, and pieces are copied there"
+    return ""
+
+
+# ------------------------------------------------------------------------------------------------ order of a step
+
+
+def stages(c: Config) -> int:
+    return c.stages
+
+
+def merges(c: Config, rank: int) -> bool:
+    """Whether a pipeline rank has forwards left to merge after its warm-up."""
+    if c.plan.order == "merged_v":
+        return c.train.microbatches >= 2 * c.mesh.pp
+    total = c.train.microbatches * c.plan.chunks
+    return warmup(c.mesh.pp, c.plan.chunks, c.train.microbatches, group_of(c), rank, True, c.plan.stride) < total
+
+
+def group_of(c: Config) -> int:
+    """Microbatches that pass through a chunk before the next chunk starts."""
+    fewest = 2 * c.mesh.pp if c.plan.order == "merged_v" else smallest_group(c.mesh.pp, c.plan.stride)
+    return c.plan.group or fewest
+
+
+_MOST = 128
+"""Microbatches times pipeline ranks of a simulated step, unless one group has more already."""
+
+
+def few_microbatches(c: Config) -> int:
+    """Microbatches of a step that is simulated to choose by its time: three groups, or fewer of a long pipeline."""
+    group = group_of(c)
+    groups = min(3, max(1, _MOST // (group * c.mesh.pp)))
+    return min(c.train.microbatches, groups * group)
+
+
+def has_pairs(c: Config) -> bool:
+    """Whether two microbatches follow each other on one chunk, so that the ends can be merged."""
+    return c.train.microbatches > 1 and (c.plan.chunks == 1 or groups(c.train.microbatches, group_of(c))[0] > 1)
+
+
+def shares_units(c: Config) -> bool:
+    """Whether ranks share weights and gradients: data-parallel ones all, tensor-parallel ones those of experts."""
+    return c.mesh.data > 1 or (c.mesh.members("gather_experts") > 1 and "moe" in c.model.kinds())
+
+
+def separate_wgrads(c: Config) -> bool:
+    """Whether the order gives all weight gradients steps of their own."""
+    return c.plan.zero_bubble
+
+
+def fills_bubble(c: Config) -> bool:
+    """Whether the order gives some weight gradients steps of their own, where a rank would rest."""
+    return c.plan.fills_bubble
+
+
+def nothing_to_put_behind(c: Config) -> str:
+    """Why no weight gradient runs after a send for the send's sake; empty if some can."""
+    if c.mesh.pp == 1:
+        return "with one pipeline rank nothing is sent"
+    if c.overlap.defer_wgrad == "off":
+        return "weight gradients are not deferred (overlap.defer_wgrad = off)"
+    if separate_wgrads(c):
+        return f"in the order {c.plan.order} all weight gradients have steps of their own"
+    if c.overlap.pp.defer_layers == 0:
+        return "overlap.pp.defer_layers = 0 moves none"
+    return ""
+
+
+def most_layers(c: Config) -> int:
+    """Layers of the longest stage; 0 if the stages cannot be."""
+    layout = _layout(c)
+    return 0 if layout is None else max(stop - start for start, stop in pairwise(layout.bounds))
+
+
+# ------------------------------------------------------------------------------------------------ parts of layers
+
+
+def recomputed_parts(c: Config) -> tuple[str, ...]:
+    """The parts that `plan.recompute` names."""
+    return named_parts(c.plan.recompute)
+
+
+def longest_stage(c: Config) -> int:
+    """Layers that the longest stage may have: of given stages, of even ones, or of any that costs may choose later."""
+    chosen_later = c.plan.layers_per_stage == ("auto",) and c.mesh.pp > 1
+    return max(most_layers(c), c.model.layers + 2 - stages(c)) if chosen_later else most_layers(c)
+
+
+def most_named(items: tuple[str, ...]) -> int:
+    """The largest number of layers that an item such as `attn:2` names; 0 if none names one."""
+    return max((part_and_layers(text)[1] or 0 for text in items), default=0)
+
+
+def _layout(c: Config) -> Layout | None:
+    """None where the stages cannot be, for which rules of their own say why."""
+    try:
+        return layout_of(c)
+    except ValueError:
+        return None
+
+
+def made_again(c: Config) -> list[tuple[str, str]]:
+    """Parts that are offloaded and keep nothing, or not all, and the recomputed parts that make it again."""
+    layout = _layout(c) if c.plan.offload and "auto" not in (*c.plan.offload, *c.plan.recompute) else None
+    if layout is None:
+        return []
+    found = (
+        (part, part if layout.recomputes(part, at) else lent_to(layout, part, at)) for part, at in layout.offloaded
+    )
+    return sorted({(part, again) for part, again in found if again})
+
+
+def recomputes(c: Config, part: str) -> bool:
+    """Whether some layer recomputes a part; True where the stages cannot be."""
+    layout = _layout(c)
+    return layout is None or any(name == part for name, _ in layout.recomputed)
+
+
+def missing(c: Config, setting: str) -> list[str]:
+    """The parts that a setting names and no layer has."""
+    layout, parts = _layout(c), named_parts(leaf(c, setting))
+    if layout is None:
+        return []
+    there = {part for part, _ in (layout.recomputed if setting == "plan.recompute" else layout.offloaded)}
+    return [part for part in ("dispatch", "experts", "mlp", GATHERED) if part in parts and part not in there]
+
+
+def order_matters(text: str) -> bool:
+    """Whether a layer order differs from the literature's where no weight gradient is deferred."""
+    return bool(order_problem(text)) or at_once(merged_order(text)) != at_once(MERGED["literature"])
+
+
+# ------------------------------------------------------------------------------------------------ rules about the step
+
+_PARTS = {"plan.recompute": "missing_recompute", "plan.offload": "missing_offload"}
+"""Settings that name parts of layers -> the word for those that no layer has."""
+
+STEP_RULES: tuple[Rule | Each, ...] = (
+    # Orders
+    Rule(
+        ("plan.layer_order",),
+        lambda c, h: bool(order_problem(c.plan.layer_order)),
+        "{order}",
+        "plan.layer_order = literature, or plan.layer_order = 'cB aF eB dF eW dB eF cF aB uB aW uF'",
+    ),
+    Rule(
+        ("plan.layer_order", "mesh.cp"),
+        lambda c, h: (
+            c.mesh.cp > 1 and c.plan.layer_order not in ("auto", "literature") and not order_problem(c.plan.layer_order)
+        ),
+        "it orders parts of layers that have their sequences whole; others gather keys and values in between",
+        "leave plan.layer_order out, or mesh.cp = 1",
+    ),
+    Rule(
+        ("overlap.ep.merge", "train.microbatches", "plan.chunks"),
+        lambda c, h: c.overlap.ep.merge == "on" and not any(merges(c, rank) for rank in range(c.mesh.pp)),
+        "all forwards of {train.microbatches} microbatches are warm-up, so nothing would be merged",
+        "more train.microbatches, or overlap.ep.merge = off",
+    ),
+    Rule(
+        ("overlap.ep.merge_ends", "plan.group", "train.microbatches"),
+        lambda c, h: (
+            c.overlap.ep.merge_ends == "on"
+            and c.overlap.ep.merge == "on"
+            and c.train.microbatches > 1
+            and not has_pairs(c)
+        ),
+        "no two microbatches follow each other on one chunk, so nothing at the ends would be merged",
+        "plan.group = 2 or more, or overlap.ep.merge_ends = off",
+    ),
+    Rule(
+        ("overlap.pp.defer_layers", "model.layers", "mesh.pp", "plan.chunks"),
+        lambda c, h: c.overlap.pp.late[0] > most_layers(c) > 0,
+        "no stage has as many layers",
+        "overlap.pp.defer_layers = -1, which means all layers of a stage",
+        only_if_set=True,
+    ),
+    # Parts of layers
+    Each(
+        _PARTS,
+        ("{it}", "plan.layers_per_stage"),
+        lambda c, h, it: 0 < longest_stage(c) < most_named(leaf(c, it)),
+        "no stage can have as many layers: the longest has {longest} at most",
+        "at most {longest} layers in {it}, or no number in {it}, which means all layers",
+        only_if_set=True,
+    ),
+    Each(
+        _PARTS,
+        ("{it}",),
+        lambda c, h, it: bool(missing(c, it)),
+        "no layer that it means has the part {{what}}",
+        "leave {{what}} out of {it}",
+        only_if_set=True,
+    ),
+    Rule(
+        ("plan.offload", "plan.recompute"),
+        lambda c, h: bool(made_again(c)),
+        "saved tensors are kept in one way, on the host, or made again: {again} of plan.recompute makes again what "
+        "{offloaded} of plan.offload would keep",
+        "leave {offloaded} out of plan.offload",
+    ),
+    # What leaves a host
+    Rule(
+        ("train.transport",),
+        lambda c, h: c.train.transport in COPIED and leaves_host(c, h, "control"),
+        "copy engines reach the GPUs of one host, and of {mesh.world} ranks {on_a_host} are on each",
+        "train.transport = nccl",
+    ),
+    Rule(
+        ("overlap.ep.splits", "mesh.ep"),
+        lambda c, h: on_device(c) and leaves_host(c, h, "a2a"),
+        "rows are stored into the memory of GPUs of one host, and mesh.ep = {mesh.ep} ranks are not all on one",
+        "overlap.ep.splits = host, or a smaller mesh.ep",
+    ),
+    Rule(
+        (TENSOR, "mesh.tp"),
+        lambda c, h: by_pieces(c) and bool(no_pieces(c, h)),
+        "tokens cannot be moved piece by piece: {no_pieces}",
+        "overlap.tp.method = off, or tensor-parallel ranks on GPUs of one host that reach each other, "
+        "and no slow transport",
+    ),
+)
+
+
+def _joined(texts: Iterable[str]) -> str:
+    return " and ".join(dict.fromkeys(texts))
+
+
+STEP_WORDS: Words = {
+    "longest": lambda c, h: longest_stage(c),
+    "order": lambda c, h: order_problem(c.plan.layer_order),
+    "missing_recompute": lambda c, h: _joined(missing(c, "plan.recompute")),
+    "missing_offload": lambda c, h: _joined(missing(c, "plan.offload")),
+    "offloaded": lambda c, h: _joined(part for part, _ in made_again(c)),
+    "again": lambda c, h: _joined(part for _, part in made_again(c)),
+    "on_a_host": ranks_of_a_host,
+    "no_pieces": no_pieces,
+}
+
+# ------------------------------------------------------------------------------------------------ all rules
+
+RULES: tuple[Rule | Each, ...] = (
+    *MODEL_RULES,
+    *MESH_RULES,
+    *NETWORK_RULES,
+    *PLAN_RULES,
+    *OVERLAP_RULES,
+    *PRECISION_RULES,
+    *DATA_RULES,
+    *TRAIN_RULES,
+    *OPTIMIZER_RULES,
+    *RUN_RULES,
+    *STEP_RULES,
+)
+"""The rules by section."""
+
+
+class Fact(NamedTuple):
+    """What an annotation may name beside comparisons such as `mesh.pp above 1`."""
+
+    settings: tuple[str, ...]
+    """What it depends on, for messages."""
+    holds: Callable[[Config], bool]
+    fix: str
+    """What makes it hold."""
+
+
+FACTS = {
+    "a model with experts": Fact(("model.experts", "model.dense_layers"), has_experts, "a model with experts"),
+    "a dense layer": Fact(("model.dense_layers",), lambda c: "dense" in c.model.kinds(), "more model.dense_layers"),
+    "other layers than model.full_layers": Fact(
+        ("model.full_layers",),
+        lambda c: not set(range(c.model.layers)) <= set(c.model.full_layers),
+        "fewer model.full_layers",
+    ),
+    "a window": Fact(("model.window", "model.full_layers"), lambda c: any(c.model.windows()), "model.window above 0"),
+    "shared weights": Fact(("mesh.dp",), shares_units, "mesh.dp above 1"),
+    "several hosts": Fact(
+        ("network.ranks_per_host",), lambda c: hosts_of(c) > 1, "network.ranks_per_host below {mesh.world}"
+    ),
+    "deferred weight gradients": Fact(
+        ("overlap.defer_wgrad",),
+        lambda c: c.overlap.defer_wgrad == "on" or order_matters(c.plan.layer_order),
+        "overlap.defer_wgrad = on",
+    ),
+}
+_COMPARED = re.compile(r"(\S+) (above|=|other than) (.+)")
+
+
+def fact_of(text: str) -> Fact:
+    """The fact that an annotation names. KeyError for one that there is not."""
+    if ", or " in text:
+        return _several(text, text.split(", or "), any)
+    if " and " in text:
+        return _several(text, text.split(" and "), all)
+    if not (found := _COMPARED.fullmatch(text)):
+        return FACTS[text]
+    name, how, rest = found.groups()
+    if how == "above":
+        return Fact((name,), lambda c: leaf(c, name) > (leaf(c, rest) if rest in types() else float(rest)), text)
+    values = rest.split(" or ")
+    return Fact((name,), lambda c: (show(leaf(c, name)) in values) == (how == "="), text)
+
+
+def _several(text: str, parts: list[str], join: Callable[[Iterable[bool]], bool]) -> Fact:
+    facts = [fact_of(part) for part in parts]
+    names = tuple(name for fact in facts for name in fact.settings)
+    return Fact(names, lambda c: join(fact.holds(c) for fact in facts), text)
+
+
+def _effects() -> Iterator[Rule]:
+    for setting, (_, marks) in annotated().items():
+        for mark in marks:
+            if isinstance(mark, OnlyWith):
+                fact = fact_of(mark.what)
+                values = ", ".join(f"{name} = {{{name}}}" for name in fact.settings)
+                reason = f"without {mark.what} ({values})" if mark.what in FACTS else f"with {values}"
+                yield Rule(
+                    (setting, *fact.settings),
+                    partial(_idle, setting, mark.idle, fact.holds),
+                    f"{NO_EFFECT} {reason}",
+                    f"{fact.fix}, or leave it out",
+                    only_if_set=not mark.remark,
+                    remark=mark.remark,
+                )
+
+
+def _idle(setting: str, idle: tuple[object, ...], holds: Callable[[Config], bool], c: Config, h: Host) -> bool:
+    return leaf(c, setting) not in idle and not holds(c)
+
+
+CHECKS: tuple[Rule, ...] = (*(one for rule in RULES for one in rule.each()), *_effects())
+"""Each rule about each setting, and what each setting needs to have an effect."""
+
+
+def broken(config: Config, host: Host, origins: Mapping[str, str]) -> list[Rule]:
+    """The rules that are broken. Needs a configuration that is within bounds and has no `auto` left."""
+    binding = (rule for rule in CHECKS if not rule.remark)
+    return [
+        rule
+        for rule in binding
+        if not (rule.only_if_set if not asked(origins, rule.settings[0]) else rule.unless_set)
+        and rule.broken(config, host)
+    ]
+
+
+def rule_lines(rules: Sequence[Rule], config: Config, host: Host, origins: Mapping[str, str]) -> list[str]:
+    """Broken rules as lines, each about the setting that the user touched if there is one, else about the first."""
+    by_setting: dict[str, list[Rule]] = {}
+    for rule in rules:
+        setting = next((name for name in rule.settings if asked(origins, name)), rule.settings[0])
+        by_setting.setdefault(setting, []).append(rule)
+    return [line(config, origins, name, *why(some, config, host)) for name, some in by_setting.items()]
+
+
+def why(rules: Sequence[Rule], config: Config, host: Host) -> tuple[str, str]:
+    """The reasons and the fixes of broken rules, numbered if there are several."""
+    reasons = [rule_text(rule.reason, config, host) for rule in rules]
+    return numbered(reasons), numbered([rule_text(rule.fix, config, host) for rule in rules])
+
+
+def numbered(texts: Sequence[str]) -> str:
+    """Several texts as one."""
+    return texts[0] if len(texts) == 1 else "; ".join(f"[{n}] {text}" for n, text in enumerate(texts, start=1))
+
+
+def rule_text(text: str, config: Config, host: Host) -> str:
+    """The reason or fix of a rule, with the values it speaks of filled in."""
+
+    def value(found: re.Match[str]) -> str:
+        name = found[1]
+        if name in WORDS:
+            return str(WORDS[name](config, host))
+        return show(getattr(host, name[5:]) if name.startswith("host.") else leaf(config, name))
+
+    return re.sub(r"\{([^{}]+)\}", value, text)
+
+
+WORDS: Words = {**MODEL_WORDS, **MESH_WORDS, **PLAN_WORDS, **TRAIN_WORDS, **STEP_WORDS}
+"""What reasons and fixes say beside values of settings and of the host."""
