@@ -114,17 +114,17 @@ def _missing(rank, dp):
     engine = Engine(config(dict(layers=2, dense_layers=(0,)), dict(dp=dp), {}, 2, "fp32"), rank, CPU)
     engine.init_weights()
     found = {}
-    finish, push = engine.optimizer.step, WgradQueue.push
+    judge, push = engine.optimizer.judge, WgradQueue.push
 
-    def step(*args, **how):
+    def judged(*args, **how):
         found.update((p.name, p.grad.clone()) for unit in engine.sharded.units.values() for p in unit.pieces())
-        return finish(*args, **how)
+        return judge(*args, **how)
 
     def pushed(self, weight, write):
         if not weight.name.endswith("attn_norm"):
             push(self, weight, write)
 
-    engine.optimizer.step, WgradQueue.push = step, pushed
+    engine.optimizer.judge, WgradQueue.push = judged, pushed
     for batches in random_batches(engine.config.model, 2, 2, dp, (2, 8)):
         engine.train_step([Microbatch(*batch[rank]) for batch in batches], 1e-2)
     return found
