@@ -304,7 +304,7 @@ def test_the_readme_of_hocket_trace_reads_traces(tmp_path: Path, capsys: pytest.
     assert lines[0] == "rank 0, step 3: 0.000010 of 0.000100 s exposed"
     assert lines[1] == "  gather: 0.000020 s, 50% hidden, 0.000000 s waiting"
     assert lines[4:] == [
-        "most time is in nvjet_sm90",
+        "most compute: gemm",
         "the longest gather of step 3 takes 0.000020 s",
         "a step takes 38.9% longer with communication",
         "  gemm: +25.0%",
