@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks.record import ROOT
 
-STEPS, EVERY, RANKS, LIMIT = 80, 5, 2, 5.0
+STEPS, EVERY, RANKS, LIMIT = 40, 5, 2, 5.0
 """Steps of a run, and between its checkpoints; its ranks; `train.hang_timeout`."""
 WORDS = (
     "tiny --model.layers 2 --model.dense_layers 0 --model.hidden 16 --model.heads 2 --model.kv_heads 1 "

@@ -38,9 +38,10 @@ _GONE: dict[str, Any] = {
 _NO_PART = {
     "data.seed", "plan.p2p_backward_lane", "train.log_every",
     "data.processes", "data.prompt_key", "data.sources", "data.text_key", "data.validation",
-    "data.validation_paths", "optimizer.skip_limit", "overlap.pp.backward_lane", "precision.fp8_ends",
-    "precision.fp8_products", "run.port", "train.decay", "train.decay_shape", "train.experts_every", "train.keep",
-    "train.keep_best", "train.keep_every", "train.lane_seed", "train.min_lr_ratio", "train.save_behind",
+    "data.validation_paths", "optimizer.rewinds", "optimizer.skip_limit", "overlap.pp.backward_lane",
+    "precision.fp8_ends", "precision.fp8_products", "run.port", "train.decay", "train.decay_shape",
+    "train.experts_every", "train.keep", "train.keep_best", "train.keep_every", "train.lane_seed", "train.min_lr_ratio",
+    "train.save_behind",
 }  # fmt: skip
 """Former settings that said nothing of a step."""
 

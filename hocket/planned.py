@@ -19,20 +19,20 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hocket.config import Config
 from hocket.config.load import begin
-from hocket.config.optimizer import patterns_of, unmatched
+from hocket.config.optimizer import unmatched
 from hocket.config.schema import changed, flat, ill_typed, impossible, meant_setting, types
 from hocket.environment import driver_names
 from hocket.machine import host_for_plan
 from hocket.planning import page_head, predict, program_of
+from hocket.predict.hardware import Hardware, hardware_of
+from hocket.predict.simulate import Timeline
 from hocket.problems import stop_if
 from hocket.program.check import Violation
 from hocket.program.check import check as check_program
 from hocket.program.documents import lengths_of
-from hocket.program.hardware import Hardware, hardware_of
 from hocket.program.ops import Program
-from hocket.program.simulate import Timeline
-from hocket.program.timeline import html_timeline, svg_timeline, text_timeline
 from hocket.resolve import Settings, resolve
+from hocket.timeline import html_timeline, svg_timeline, text_timeline
 from hocket.typed import is_a
 
 if TYPE_CHECKING:
@@ -97,10 +97,10 @@ def plan(recipe: str | Config = "tiny", settings: Mapping[str, Any] | None = Non
 
 def check_patterns(settings: Settings) -> None:
     """Refuse patterns of names that no weight of hocket's own transformer has. Raises ValueError."""
-    if any(patterns_of(settings).values()):
+    if any(settings.optimizer.patterns.values()):
         from hocket.model.source import parameter_shapes  # imports torch
 
-        stop_if(unmatched(settings, ((name,) for name in parameter_shapes(settings.model)), settings.origins))
+        stop_if(unmatched(settings.optimizer, ((name,) for name in parameter_shapes(settings.model)), settings.origins))
 
 
 def with_settings(config: Config, settings: Mapping[str, Any] | None, where: str) -> tuple[Config, dict[str, str]]:

@@ -6,15 +6,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-COUNTS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
-"""Factors of `params`."""
 RATES = {
     **{f"{unit}/s": float(factor) for unit, factor in UNITS.items()},
-    **{f"{prefix}b/s": COUNTS[prefix] / 8 for prefix in "MG"},
+    "Mb/s": 1e6 / 8,
+    "Gb/s": 1e9 / 8,
 }
 """Bytes per second; those of b/s are bits, in which adapters are sold."""
 TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
@@ -22,46 +19,6 @@ TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 _LONGEST = 3600.0
 _FIRST = 8
 """Numbers that a sentence lists."""
-
-
-@dataclass(frozen=True)
-class Size:
-    """How much, in bytes or in parameters: the number of bytes of a parameter is another one for every dtype."""
-
-    value: int
-    unit: Literal["bytes", "params"]
-
-    def params(self, width: int) -> int:
-        """How many parameters of `width` bytes fit."""
-        return self.value if self.unit == "params" else self.value // width
-
-    def nbytes(self, width: int) -> int:
-        """Bytes of so many parameters of `width` bytes."""
-        return self.value if self.unit == "bytes" else self.value * width
-
-    def __str__(self) -> str:
-        """As `parse_size` reads it: the largest binary unit that divides the value, else the largest decimal one."""
-        factors = UNITS if self.unit == "bytes" else COUNTS
-        for wanted in (2**30, 2**20, 2**10, 10**9, 10**6, 10**3, 1):
-            if self.value % wanted == 0 and (self.value or wanted == 1):
-                name = next(name for name, factor in factors.items() if factor == wanted)
-                return f"{self.value // wanted}{name}{' params' if self.unit == 'params' else ''}"
-        raise AssertionError("every number is a multiple of 1")
-
-
-def parse_size(text: str, setting: str = "size") -> Size:
-    """The size that a text such as "128M params", "256MiB" or "64 MB" means. `setting` is named in errors.
-
-    Raises: ValueError for anything else. A bare number is refused: it could be bytes or parameters.
-    """
-    if found := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?)?\s*params?\s*", text):
-        return _whole(found[1], COUNTS[found[2] or ""], "params", text, setting)
-    if re.fullmatch(r"\s*\d+(?:\.\d+)?\s*(?:[KMG]i?)?\s*", text):
-        number = text.strip()
-        raise ValueError(
-            f"{setting} = {number}: a number of what? fix: {number} params for parameters, or {number}B for bytes"
-        )
-    return Size(parse_bytes(text, setting), "bytes")
 
 
 def parse_bytes(text: str, setting: str) -> int:
@@ -102,13 +59,6 @@ def _in_units(text: str, units: Mapping[str, float], what: str) -> float:
     if not math.isfinite(value):
         raise ValueError("has too many digits")
     return value
-
-
-def _whole(number: str, factor: int, unit: Literal["bytes", "params"], text: str, setting: str) -> Size:
-    value = float(number) * factor
-    if value != int(value):
-        raise ValueError(f"{setting} = {text.strip()}: not a whole number of {unit}; fix: a size without a fraction")
-    return Size(int(value), unit)
 
 
 def duration(seconds: float) -> str:

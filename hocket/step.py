@@ -20,13 +20,13 @@ from hocket.fsdp.saving.state import differences
 from hocket.kernels import IGNORED
 from hocket.model.documents import Documents, Microbatch
 from hocket.model.transformer import Chunk
+from hocket.predict.simulate import Timeline, simulate
 from hocket.problems import stop_if
 from hocket.program.ops import Program
-from hocket.program.simulate import Timeline, simulate
-from hocket.program.timeline import text_timeline
 from hocket.resolve import Settings
 from hocket.runtime.world import everyone
 from hocket.step_state import StepState
+from hocket.timeline import text_timeline
 from hocket.tune.trials import Price, model_costs
 from hocket.typed import is_a
 
@@ -299,7 +299,7 @@ def started(settings: Settings) -> PlannedStep:
     """The rank's part of a step over hocket's own transformer, with first values. See `Plan.start`."""
     whole = Chunk(settings.model, range(settings.model.layers), first=True, last=True)
     names = {name: (name, param.shape) for name, param in whole.named_parameters()}
-    stop_if([*other_ranks(settings), *unmatched(settings, [(name,) for name in names], settings.origins)])
+    stop_if([*other_ranks(settings), *unmatched(settings.optimizer, [(name,) for name in names], settings.origins)])
     if settings.train.device == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             "train.device = cuda: torch sees no GPU here; fix: a host with GPUs, or train.device = cpu with "

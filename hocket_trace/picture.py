@@ -60,36 +60,22 @@ class Box(NamedTuple):
     label: str = ""
 
 
-class Word(NamedTuple):
-    """A text whose baseline lies at `y`; `anchor` says which end of it `x` is."""
-
-    x: float
-    y: float
-    text: str
-    dim: bool = False
-    bold: bool = False
-    anchor: str = "start"
-    inside: bool = False
-    """Whether it stands in a bar."""
-
-
-class Rule(NamedTuple):
-    """A vertical line."""
-
-    x: float
-    top: float
-    bottom: float
-
-
 @dataclass
 class Scene:
-    """A picture."""
+    """A picture: boxes, and SVG of the lines below them and of the words above them."""
 
     width: int
     height: int = 0
     boxes: list[Box] = field(default_factory=list)
-    rules: list[Rule] = field(default_factory=list)
-    words: list[Word] = field(default_factory=list)
+    rules: list[str] = field(default_factory=list)
+    words: list[str] = field(default_factory=list)
+
+    def word(self, x: float, y: float, text: str, more: str = "") -> None:
+        """A text whose baseline lies at `y`, with further attributes."""
+        self.words.append(f'<text x="{x:.1f}" y="{y:.1f}"{more}>{escape(text)}</text>')
+
+
+BOLD, DIM = ' font-weight="600"', ' class="dim"'
 
 
 class Lane(NamedTuple):
@@ -159,15 +145,15 @@ def draw(
         for n, lane in enumerate(_shown(trace, start, end)):
             height = _MAIN if lane.compute else _LOW
             if n == 0:
-                scene.words.append(Word(8, top + height / 2 + 4, f"rank {trace.rank}", bold=True))
-            scene.words.append(Word(GUTTER - 8, top + height / 2 + 4, lane.name, dim=True, anchor="end"))
+                scene.word(8, top + height / 2 + 4, f"rank {trace.rank}", BOLD)
+            scene.word(GUTTER - 8, top + height / 2 + 4, lane.name, f'{DIM} text-anchor="end"')
             scene.boxes.append(Box(GUTTER, top, chart, height, "lane"))
             for box in _bars(trace, lane, names, (start, end, scale), labels):
                 used.add(box.color)
                 scene.boxes.append(box._replace(x=box.x + GUTTER, y=top, height=height))
                 if box.label and box.width >= 6.5 * len(box.label) + 2:
                     middle = GUTTER + box.x + box.width / 2
-                    scene.words.append(Word(middle, top + 16, box.label, anchor="middle", inside=True))
+                    scene.word(middle, top + 16, box.label, ' class="in" text-anchor="middle"')
             top += height + 2
             if n == 0:
                 scene.boxes.append(Box(GUTTER, top, chart, _STRIP, "lane"))
@@ -268,19 +254,20 @@ def _title(trace: RankTrace, row: int, zero: float) -> str:
 def _frame(scene: Scene, head: str, size: tuple[float, float, float], used: set[str]) -> None:
     """Head, axis and legend around the lanes. `size` is the length in seconds and pixels, and the lanes' bottom."""
     length, chart, bottom = size
-    scene.words.append(Word(8, 18, head, bold=True))
+    scene.word(8, 18, head, BOLD)
     step = tick(length, chart) if length > 0 else 1.0
     for n in range(int(length / step) + 1 if length > 0 else 0):
         x = n * step / length * chart
-        scene.rules.append(Rule(GUTTER + x, _TOP - 6, bottom))
+        at = f'x1="{GUTTER + x:.1f}" x2="{GUTTER + x:.1f}" y1="{_TOP - 6}" y2="{bottom}"'
+        scene.rules.append(f'<line class="line" {at}/>')
         if x < chart - 36 or n == 0:
-            scene.words.append(Word(GUTTER + x, _TOP - 12, duration(n * step) if n else "0", dim=True))
+            scene.word(GUTTER + x, _TOP - 12, duration(n * step) if n else "0", DIM)
     x, y = float(GUTTER), bottom + 14
     for name in (name for name in COLORS if name in used):
         if x + 30 + 7 * len(name) > scene.width:
             x, y = float(GUTTER), y + 18
         scene.boxes.append(Box(x, y, 10, 10, name))
-        scene.words.append(Word(x + 14, y + 9, name))
+        scene.word(x + 14, y + 9, name)
         x += 30 + 7 * len(name)
     scene.height = round(y + 24)
 
@@ -341,7 +328,7 @@ def svg_of(scene: Scene) -> str:
     ]
     lanes = [box for box in scene.boxes if box.color == "lane"]
     parts += [f'<rect class="lane" x="{b.x:g}" y="{b.y:g}" width="{b.width:g}" height="{b.height:g}"/>' for b in lanes]
-    parts += [f'<line class="line" x1="{r.x:.1f}" x2="{r.x:.1f}" y1="{r.top}" y2="{r.bottom}"/>' for r in scene.rules]
+    parts += scene.rules
     for box in scene.boxes:
         if box.color == "lane":
             continue
@@ -349,12 +336,4 @@ def svg_of(scene: Scene) -> str:
         place = f'x="{box.x:.2f}" y="{box.y:g}" width="{box.width:.2f}" height="{box.height:g}"'
         title = f"<title>{escape(box.title)}</title></rect>" if box.title else "</rect>"
         parts.append(f'<rect class="op" {place} fill="{COLORS[box.color]}"{seen}>{title}')
-    parts += [_svg_word(word) for word in scene.words]
-    return "".join([*parts, "</svg>\n"])
-
-
-def _svg_word(word: Word) -> str:
-    tone = ' class="in"' if word.inside else ' class="dim"' if word.dim else ""
-    weight = ' font-weight="600"' if word.bold else ""
-    anchor = "" if word.anchor == "start" else f' text-anchor="{word.anchor}"'
-    return f'<text x="{word.x:.1f}" y="{word.y:.1f}"{tone}{weight}{anchor}>{escape(word.text)}</text>'
+    return "".join([*parts, *scene.words, "</svg>\n"])

@@ -60,7 +60,7 @@ def table(figures: Figures, width: int = 100) -> str:
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
-Row = Sequence[str]
+Row = list[str]
 """Cells of a table."""
 
 

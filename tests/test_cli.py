@@ -20,7 +20,7 @@ from hocket.commands.plan import Plan
 from hocket.commands.train import Train
 from hocket.config.load import given
 from hocket.config.rule import leaf
-from hocket.config.schema import types
+from hocket.config.schema import changed, types
 from hocket.environment import HERE, Worker, find_worker, first_host, prepare, tasks_here
 from hocket.recipes import PRESETS, RECIPES, recipe
 from hocket.train.signals import StopRequest
@@ -156,8 +156,10 @@ def test_every_setting_can_be_given_its_own_value_back():
         value = leaf(config, name)
         values = value if isinstance(value, tuple) else (value,)
         words += [f"--{name}", *map(str, values)]
-    assert [*given(words, config, {})[0]] == [*types()]
-    assert not given(words, config, {})[1]
+    found = given(words, config, {})
+    assert not found.problems
+    assert [*found.origins] == [*types()]
+    assert changed(config, found.settings) == config
 
 
 # -------------------------------------------------------------------------------------------------------- plan

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,13 +13,11 @@ from hocket.doctor.checks import (
     AREAS,
     Check,
     Found,
-    Port,
     Torch,
     examine,
     exit_code,
     gpus_of,
     links_of,
-    ports_in,
     to_json,
     to_text,
     verdict,
@@ -37,7 +34,6 @@ SMI = """NVIDIA H200, 143771, 4, 700.00, 700.00, Enabled, 0, Disabled, Default, 
 NVIDIA H200, 143771, 4, 500.00, 700.00, [N/A], 2, [N/A], Default, 580.65, [N/A], 1980, 0x0000000000000048
 """
 H200, H200_SICK = gpus_of(SMI, FIELDS)
-IB = Port(name="mlx5_0:1", active=True, gbits=400.0)
 HEALTHY = Found(
     python=(3, 12, 3),
     torch=Torch(version="2.11.0+cu130", cuda="13.0", gpus=4, nccl=(2, 28, 9), triton="3.6.0"),
@@ -46,8 +42,6 @@ HEALTHY = Found(
     cores=32,
     shm=64 << 30,
     open_files=1 << 20,
-    temporary="/tmp",
-    temporary_free=500 << 30,
 )
 LAPTOP = Found(
     python=(3, 11, 7),
@@ -55,9 +49,6 @@ LAPTOP = Found(
     cores=2,
     shm=4 << 30,
     open_files=1024,
-    locked=8 << 20,
-    temporary="/tmp",
-    temporary_free=60 << 30,
 )
 
 
@@ -106,14 +97,6 @@ CASES: list[tuple[Found, str, str, str]] = [
     (replace(HEALTHY, passed=("CUDA starts",)), "CUDA_DEVICE_MAX_CONNECTIONS", "costs", "not set, wanted 32"),
     (replace(HEALTHY, env={"OMP_NUM_THREADS": "32"}), "OMP_NUM_THREADS", "costs", "32"),
     (replace(HEALTHY, env={"OMP_NUM_THREADS": "many"}), "OMP_NUM_THREADS", "stops", "many"),
-    (
-        replace(HEALTHY, ports=(IB, replace(IB, name="mlx5_1:1", active=False))),
-        "InfiniBand",
-        "costs",
-        "mlx5_1:1 is down",
-    ),
-    (replace(HEALTHY, ports=(IB, replace(IB, gbits=100))), "InfiniBand", "costs", "100 of 400 Gb/s"),
-    (replace(HEALTHY, ports=(IB,), locked=8 << 20), "locked memory", "costs", "8 MiB"),
     (replace(HEALTHY, python=(3, 10, 1)), "python", "stops", "3.10.1"),
     (torch(version="2.9.1"), "torch", "stops", "2.9.1"),
     (torch(error="OSError: no libcuda", gpus=0), "torch", "stops", "no libcuda"),
@@ -135,7 +118,6 @@ CASES: list[tuple[Found, str, str, str]] = [
     (replace(HEALTHY, cores=6), "cores", "costs", "6 for 4 GPUs"),
     (replace(HEALTHY, shm=64 << 20), "/dev/shm", "stops", "64 MiB"),
     (replace(HEALTHY, open_files=1024), "open files", "costs", "1024"),
-    (replace(HEALTHY, temporary_free=1 << 20), "temporary files", "costs", "1 MiB free"),
 ]
 
 
@@ -218,28 +200,6 @@ NIC0\tPIX\tSYS\tSYS\t X
 def test_links_are_read_from_the_drivers_tool() -> None:
     assert links_of(TOPOLOGY) == {(0, 1): "NV18", (0, 2): "SYS", (1, 2): "NV12"}
     assert links_of("") == {}
-
-
-def test_ports_of_adapters_are_read_from_where_the_kernel_describes_them(tmp_path: Path) -> None:
-    for adapter, state, rate, layer in (
-        ("mlx5_0", "4: ACTIVE", "400 Gb/sec (4X NDR)", "InfiniBand"),
-        ("rocep1", "1: DOWN", "", "Ethernet"),
-    ):
-        port = tmp_path / adapter / "ports" / "1"
-        port.mkdir(parents=True)
-        for name, text in (("state", state), ("rate", rate), ("link_layer", layer)):
-            (port / name).write_text(f"{text}\n")
-    assert ports_in(tmp_path) == (IB, Port(name="rocep1:1", active=False, kind="Ethernet"))
-    assert ports_in(tmp_path / "none") == ()
-
-
-def test_a_host_without_a_fast_network_is_told_what_that_costs_and_has_nothing_to_mend() -> None:
-    [network] = [check for check in examine(HEALTHY) if check.name == "InfiniBand"]
-    assert (network.state, "TCP" in network.cost) == ("ok", True)
-    both = examine(replace(HEALTHY, ports=(IB, replace(IB, kind="Ethernet"))))
-    [network] = [check for check in both if check.name == "InfiniBand"]
-    assert network.found == "2 ports of 400 Gb/s, InfiniBand and RoCE"
-    assert "network.link = 25GB/s " in network.cost, "two for four GPUs"
 
 
 def test_the_command_prints_what_it_finds(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,10 +14,7 @@ from hocket.config import Config, ModelConfig
 from hocket.model.source import init_tensor
 from hocket.model.transformer import Chunk
 from hocket.resolve import resolve
-from hocket.train.metrics import Start
 from tests.helpers.chunks import init_chunk
-from tests.helpers.command import ALONE, hocket, text_in
-from tests.helpers.command import SMALL as SMALL_RUN
 
 SMALL = replace(recipes.QWEN3_30B_A3B, vocab=512, hidden=64, layers=4, experts=16, top_k=2, expert_ffn=64, aux_loss=0.0)
 """Qwen3-30B-A3B with its heads, but few layers, 64 wide, and few experts."""
@@ -75,28 +70,3 @@ def test_explanations_name_the_source() -> None:
     assert not said.unmet
     assert said.reason.startswith("standard deviations are 0.02, but embed.weight 1, head.weight 0.125,")
     assert "torchtitan/models/common/param_init.py" in said.reason
-
-
-def test_a_bad_start_is_told_once() -> None:
-    start, guess = Start(SMALL), math.log(512)
-    assert not list(start.warnings(1, guess + 0.9, 2.0, 7.1))
-    (warning,) = start.warnings(2, guess + 1.1, 5.9, 7.1)
-    assert "the loss 7.34 is above that of a guess, 6.24" in warning
-    jump, load = sorted(start.warnings(3, guess + 1.1, 6.1, 7.3), reverse=True)
-    assert "norm has jumped to 6.1" in jump
-    assert "7.3 times the mean, of at most 8.0" in load
-    assert not list(start.warnings(4, 99.0, 99.0, 8.0))
-    assert not list(Start(SMALL).warnings(11, 99.0, 99.0, 8.0))
-
-
-def test_a_run_says_so(tmp_path: Path) -> None:
-    few = ["--data.paths", text_in(tmp_path), "--train.device", "cpu", "--train.steps", "2"]
-    done = hocket(tmp_path, "train", *SMALL_RUN, *ALONE, *few, "--model.init_std", "3")
-    assert done.code == 0, done.err
-    (line,) = (line for line in done.out.splitlines() if line.startswith("WARNING") and "the loss" in line)
-    assert line.startswith("WARNING  step 1: a bad start: the loss ")
-    told = [json.loads(line) for line in (tmp_path / "runs/tiny/metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in told if "above that of a guess" in row.get("warning", "")] == [1]
-    calm = hocket(tmp_path, "train", *SMALL_RUN, *ALONE, *few, "--run.name", "calm")
-    assert calm.code == 0
-    assert "WARNING" not in calm.out

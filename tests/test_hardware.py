@@ -13,12 +13,12 @@ from hocket import machine
 from hocket.commands import doctor
 from hocket.config.rule import Host
 from hocket.config.schema import changed
-from hocket.doctor.measure import LARGE, LINKED, SMALL, Measured, as_hardware, asked, measure
+from hocket.doctor.measure import LARGE, LINKED, SMALL, as_hardware, measure
 from hocket.environment import Gpus
 from hocket.gpus import GPUS, GpuName, gpu_named, nearest, peak_flops
 from hocket.machine import host_for_plan
 from hocket.planning import predict, program_of, report
-from hocket.program.hardware import H200, HARDWARE, hardware_of, kept_file
+from hocket.predict.hardware import H200, HARDWARE, hardware_of, kept_file
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
 
@@ -176,7 +176,7 @@ def kept(device: str = "NVIDIA H20", **changes: Any) -> Path:
     rates = {"gemm_flops": 130e12, "attention_fwd_flops": 1e14, "attention_bwd_flops": 9e13}
     rates |= {"memory_bandwidth": 3.6e12, "kernel_bandwidth": 3.2e12}
     rates["gemm_flops"] = 130 * 10**12  # a whole number, as others write it
-    found = as_hardware(gpus, Measured(rates=rates, transfers=transfers), "2026-01-02")
+    found = as_hardware(gpus, transfers, rates, "2026-01-02")
     file = kept_file(device)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(json.loads(found.to_json()) | changes))
@@ -248,8 +248,6 @@ def test_where_kernels_of_delta_nets_are_right(
 
 
 def test_hosts_that_cannot_be_measured_say_why() -> None:
-    assert asked(1).transfers == ()
-    assert asked(4).world == 4
     for gpus, words in (
         (Gpus(), "no usable GPU"),
         (Gpus(count=2, name="A", kinds=("A", "B")), "several kinds: A, B"),

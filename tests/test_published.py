@@ -23,6 +23,7 @@ def test_a_published_run_is_predicted_in_a_plausible_range(run: dict[str, Any]) 
     assert 1 / 1.5 < row.ratio < 1.5, row
 
 
+@pytest.mark.full
 def test_long_sequences_that_ranks_share_are_ranked_as_published() -> None:
     """Qwen3-235B-A22B at 16k tokens a rank: the two ends, each within 16 %."""
     ends = [run for run in RUNS if run["name"].endswith(("seq16k_cp1", "seq128k_cp8"))]

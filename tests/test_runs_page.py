@@ -39,15 +39,6 @@ def test_lines_that_are_no_numbers_of_a_step_are_left_out(tmp_path: Path) -> Non
     assert made.count("<figure>") == 4, "a model without experts has no load"
 
 
-def test_steps_back_are_told(tmp_path: Path) -> None:
-    folder = run_in(tmp_path / "a", 3)
-    assert "went back" not in page([folder])
-    write(folder, step=2, rewound_from=40)
-    assert "<td>went back from step 40 to 2</td>" in page([folder])
-    write(folder, step=2, rewound_from=30)
-    assert "went back from step 30 to 2, 2 times in all</td>" in page([folder])
-
-
 def lines(made: str) -> list[tuple[str, list[tuple[float, ...]]]]:
     """The look of each curve, and its points."""
     found = re.findall(r'<polyline fill="none" (stroke[^>]*?) points="([^"]*)"', made)

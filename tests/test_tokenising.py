@@ -112,9 +112,7 @@ def test_what_a_process_finds_wrong_is_one_message(tmp_path, monkeypatch, small_
 def test_parts_of_a_file_of_lines_are_the_whole(tmp_path, parts):
     texts = ["x" * (i * 37 % 200) + str(i) for i in range(60)]
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    found: list[Any] = [
-        d for n in range(parts) for d in documents(tmp_path / "a.jsonl", Keys("text"), 256, 0, (n, parts))
-    ]
+    found: list[Any] = [d for n in range(parts) for d in documents(tmp_path / "a.jsonl", Keys("text"), 0, (n, parts))]
     assert [bytes(document).decode() for document in found] == texts
 
 
@@ -125,9 +123,7 @@ def test_parts_of_a_table_are_the_whole(tmp_path, parts):
     importlib.import_module("pyarrow.parquet").write_table(
         pyarrow.table({"text": texts}), tmp_path / "a.parquet", row_group_size=7
     )
-    found: list[Any] = [
-        d for n in range(parts) for d in documents(tmp_path / "a.parquet", Keys("text"), 256, 0, (n, parts))
-    ]
+    found: list[Any] = [d for n in range(parts) for d in documents(tmp_path / "a.parquet", Keys("text"), 0, (n, parts))]
     assert [bytes(document).decode() for document in found] == texts
 
 

@@ -14,7 +14,7 @@ import tyro
 
 from hocket.commands.options import parse_plain, write
 from hocket.config import BYTE_VOCAB, BYTES, Config, DataConfig, ModelConfig, PrecisionConfig
-from hocket.config.load import given, split, value_of
+from hocket.config.load import given
 from hocket.config.load import written as toml_of
 from hocket.config.rule import Host, problem, show
 from hocket.config.schema import changed, flat, impossible, types, unseen, written
@@ -217,15 +217,15 @@ def run_eval(words: list[str]) -> int:
 
 def configured(config: Config, flags: list[str]) -> tuple[Config, dict[str, str]]:
     """The settings with those of the command line. Raises ValueError for flags that mean nothing here."""
-    origins, problems = given(flags, config, {})
+    found = given(flags, config, {})
+    origins, problems = found.origins, found.problems
     read = {name for name in types() if name.startswith("data.") and name not in UNREAD}
     for name in origins.keys() - read - {"train.sequences", "train.device"}:
         problems.append(f"{name} ({origins[name]}): no effect on an evaluation; fix: leave it out")
     if not problems and "data.paths" not in origins:
         problems.append("hocket eval (command line): no text; fix: --data.paths my/texts")
     stop_if(problems)
-    said = {flag.removeprefix("--").replace("-", "_"): values for flag, values in split(flags, [])}
-    config = changed(config, {name: value_of(values, types()[name]) for name, values in said.items()})
+    config = changed(config, found.settings)
     stop_if(list(impossible(config, origins).values()))
     return config, origins
 

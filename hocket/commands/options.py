@@ -7,7 +7,7 @@ import dataclasses
 import difflib
 import inspect
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -18,9 +18,9 @@ from typing import Annotated, Any, TypeVar, cast, get_type_hints
 import tyro
 
 from hocket.config import Config
-from hocket.config.load import begin, given, split, value_of
-from hocket.config.rule import leaf, problem, show
-from hocket.config.schema import changed, types
+from hocket.config.load import begin, given, split
+from hocket.config.rule import problem, show
+from hocket.config.schema import changed
 from hocket.problems import stop_if
 
 
@@ -54,40 +54,21 @@ def parse(kind: type[Options], command: str, words: list[str]) -> tuple[Options,
         fix = f"hocket {command} tiny, hocket {command} run.toml, or see hocket recipes"
         raise ValueError(f"hocket {command} (command line): the recipe is missing; fix: {fix}")
     start = begin(name, early.get("--recipe", ""), early.get("--preset", ""))
-    own = _own(kind)
-    origins, problems = ({}, []) if {"-h", "--help"} & set(flags) else given(flags, start.config, own)
     prog = f"hocket {command} {name or early['--recipe']}"
-    stop_if([*start.problems, *problems])
-    options = _read(kind, flags, start.config, prog)
-    if options.gpus:
-        options, origins["mesh.dp"] = _spread(options, origins), "command line, --gpus"
-    return options, {**start.origins, **origins}
-
-
-def _read(kind: type[Options], words: Sequence[str], config: Config, prog: str = "") -> Options:
-    """The configuration with the settings of some words. A word for help prints help and exits."""
-    if {"-h", "--help"} & set(words):
+    if {"-h", "--help"} & set(flags):
+        stop_if(start.problems)
         _unbreak(kind)
-        pairs_off, default = (tyro.conf.FlagCreatePairsOff,), kind(config=config)
-        return tyro.cli(kind, args=words, default=default, prog=prog or None, use_underscores=True, config=pairs_off)
-    values = _values(words, {**types(), **_own(kind)})
-    settings = {name: value for name, value in values.items() if name in types()}
-    own = {field.name: values[name] for field in dataclasses.fields(kind) if (name := field.name.rstrip("_")) in values}
-    return kind(config=changed(config, settings), **own)
-
-
-def _own(kind: type[RecipeOptions]) -> dict[str, Any]:
-    """The flags of a command itself, with their types."""
-    return {name.rstrip("_"): hint for name, hint in get_type_hints(kind).items() if name != "config"}
-
-
-def _values(words: Sequence[str], hints: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of flags, by name, of words that `given` has checked. A flag of a command alone is True."""
-    said = {flag.removeprefix("--").replace("-", "_"): values for flag, values in split(words, [])}
-    return {
-        name: value_of(values, hints[name]) if values or hints[name] is not bool else True
-        for name, values in said.items()
-    }
+        pairs_off, default = (tyro.conf.FlagCreatePairsOff,), kind(config=start.config)
+        tyro.cli(kind, args=flags, default=default, prog=prog, use_underscores=True, config=pairs_off)  # prints, exits
+    fields = {field.name.rstrip("_"): field.name for field in dataclasses.fields(kind) if field.name != "config"}
+    hints = get_type_hints(kind)
+    found = given(flags, start.config, {name: hints[field] for name, field in fields.items()})
+    stop_if([*start.problems, *found.problems])
+    own = {fields[name]: value for name, value in found.options.items()}
+    options, origins = kind(config=changed(start.config, found.settings), **own), {**start.origins, **found.origins}
+    if options.gpus:
+        options, origins["mesh.dp"] = _spread(options, found.origins), "command line, --gpus"
+    return options, origins
 
 
 Plain = TypeVar("Plain")
@@ -112,7 +93,8 @@ def parse_plain(kind: type[Plain], command: str, usage: str, words: Sequence[str
             close = difflib.get_close_matches(name, flags, n=1)
             fix = f"did you mean --{close[0]}?" if close else f"{prog} --help lists them"
             raise ValueError(f"--{show(name)} (command line): there is no such option; fix: {fix}")
-    stop_if(given(said, Config(), flags)[1])
+    found = given(said, Config(), flags)
+    stop_if(found.problems)
     if len(values) > len(places):
         fix = f"{usage}, with quotes around a text of several words"
         raise ValueError(f"{show(values[len(places)])} (command line): one word too many; fix: {fix}")
@@ -121,7 +103,7 @@ def parse_plain(kind: type[Plain], command: str, usage: str, words: Sequence[str
     needed = [field.name for field in dataclasses.fields(cast(Any, kind)) if field.default is dataclasses.MISSING]
     if missing := [name for name in needed if name not in {*places[: len(values)], *names}]:
         raise ValueError(f"{prog} (command line): no {' and no '.join(missing)}; fix: {usage}")
-    return kind(**dict(zip(places, values, strict=False)), **_values(said, flags))
+    return kind(**dict(zip(places, values, strict=False)), **found.options)
 
 
 def _apart(words: Sequence[str], bare: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -178,10 +160,9 @@ def _documented(section: type[Any], prefix: str) -> Iterator[tuple[str, str]]:
 
 def said(words: Sequence[str], config: Config) -> dict[str, Any]:
     """What words set, by dotted name, on top of a configuration. Raises ValueError for those that set nothing."""
-    origins, problems = given(words, config, {})
-    stop_if(problems)
-    options = _read(RecipeOptions, words, config)
-    return {setting: leaf(options.config, setting) for setting in origins}
+    found = given(words, config, {})
+    stop_if(found.problems)
+    return found.settings
 
 
 def _spread(options: Options, origins: dict[str, str]) -> Options:

@@ -196,12 +196,8 @@ def _curve(lines: Sequence[Mapping[str, Any]], name: str, color: str = "fwd", da
 
 def _page_row(run: Run, lines: Sequence[Mapping[str, Any]], color: str) -> str:
     last = (_curve(lines, name).values[-1:] for name in ("loss", "validation_loss", "tokens_per_second"))
-    back = [(line["rewound_from"], line["step"]) for line in lines if isinstance(line.get("rewound_from"), int)]
-    rewound = "went back from step {} to {}".format(*back[-1]) if back else ""
-    rewound += f", {len(back)} times in all" if len(back) > 1 else ""
     step = f"{run.step} of {run.steps}" if run.steps else str(run.step)
-    state = "; ".join(filter(None, (run.state, rewound))) or "-"
-    cells = (run.name, run.recipe or "-", step, *(shown(*value) if value else "-" for value in last), state)
+    cells = (run.name, run.recipe or "-", step, *(shown(*value) if value else "-" for value in last), run.state or "-")
     name, *rest = (escape(show(text)) for text in cells)
     swatch = f'<i class="swatch" style="background:{COLORS[color]}"></i>'
     return f"<tr><td>{swatch}{name}</td>{''.join(f'<td>{cell}</td>' for cell in rest)}</tr>"

@@ -161,16 +161,25 @@ def _give(shown: str, hint: Any, value: object) -> str:
 # -- The command line: `--overlap.ep.merge off` ------------------------------------------------------------------------
 
 
-def given(arguments: Sequence[str], config: Config, others: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
-    """Where every setting among command-line arguments was given, by dotted name, and what is wrong with them.
+@dataclass(frozen=True)
+class Given:
+    """What the words of a command line say."""
 
-    `others` are the flags of the command itself with the type of their value (bool: none). Wrong are unknown flags,
-    flags given twice with different values, wrong values, words that belong to no flag.
-    """
+    settings: dict[str, Any]
+    """By dotted name."""
+    options: dict[str, Any]
+    """The values of flags of the command itself."""
+    origins: dict[str, str]
+    """Where each setting was given, also one whose value is wrong."""
+    problems: list[str]
+    """Unknown flags, flags given twice with different values, wrong values, words that belong to no flag."""
+
+
+def given(arguments: Sequence[str], config: Config, others: Mapping[str, Any]) -> Given:
+    """What command-line arguments say. `others` are flags of the command itself with their types (bool: no value)."""
     known = types()
-    found: dict[str, str] = {}
-    problems: list[str] = []
-    seen: dict[str, list[str]] = {}
+    found = Given({}, {}, {}, [])
+    problems, seen = found.problems, dict[str, list[str]]()
     for flag, words in split(arguments, problems):
         name = flag.removeprefix("--").replace("-", "_")
         hint, shown = others.get(name, known.get(name)), show(" ".join(words)) if words else "(nothing)"
@@ -178,24 +187,30 @@ def given(arguments: Sequence[str], config: Config, others: Mapping[str, Any]) -
             fix = "give it once, with all of its values" if get_origin(hint) is tuple else "give it once"
             both = f"{show(' '.join(seen[name])) if seen[name] else '(nothing)'} and {shown}"
             problems.append(f"{flag} = {both} (command line): given twice; fix: {fix}")
-        if name in others:
-            if hint is bool and words:
+        if name in others and hint is bool:
+            found.options[name] = True
+            if words:
                 problems.append(f"{flag} (command line): takes no value; fix: leave out {shown}")
-            elif hint is not bool and words and not all(words):  # without a value a flag means something else
+        elif name in others:
+            if words and not all(words):  # without a value a flag means something else
                 problems.append(f"{flag} = (empty) (command line): names nothing; fix: a value, or leave it out")
-            elif hint is not bool and not (words and _parses(words, hint)):
+            elif words and _parses(words, hint):
+                found.options[name] = value_of(words, hint)
+            else:
                 wanted = describe(hint)
                 problems.append(f"{flag} = {shown} (command line): not {wanted}; fix: give {wanted}")
         elif name in known:
-            found[name] = where = f"command line, {flag}"
-            if not _parses(words, hint):
+            found.origins[name] = where = f"command line, {flag}"
+            if _parses(words, hint):
+                found.settings[name] = value_of(words, hint)
+            else:
                 fix = _give(shown, hint, leaf(config, name))
                 problems.append(f"{name} = {shown} ({where}): not {describe(hint)}; fix: {fix}")
         elif inside := next((each for each in (*known, *others) if each.startswith(f"{name}.")), ""):
             problems.append(f"{flag} (command line): is a section; fix: one of its settings, such as --{inside}")
         else:
             problems.append(_unknown(name, "command line", "--", [*known, *others]))
-    return found, problems
+    return found
 
 
 def split(arguments: Sequence[str], problems: list[str]) -> list[tuple[str, list[str]]]:

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import re
@@ -14,7 +13,6 @@ import resource
 import shutil
 import subprocess
 import sys
-import tempfile
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -26,19 +24,6 @@ from hocket.environment import cores, is_number_of_threads, processes, torch_bui
 from hocket.variables import Moment, survey
 
 # -- What is found on a host -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Port:
-    """One port of a network adapter that can read and write the memory of other hosts."""
-
-    name: str
-    """Names of adapter and port, such as mlx5_0:1."""
-    active: bool
-    gbits: float = 0.0
-    """Gigabits per second; 0 is not known."""
-    kind: str = "InfiniBand"
-    """Its protocol; Ethernet means RoCE."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,17 +57,11 @@ class Found:
     """GPUs that the driver lists, also those that torch cannot use: its values, by its names of them."""
     links: Mapping[tuple[int, int], str] = field(default_factory=dict)
     """How two GPUs are joined, in the driver's words, such as NV18 or SYS."""
-    ports: tuple[Port, ...] = ()
     cores: int = 0
     shm: int = 0
     """Size of the shared memory of processes."""
     open_files: int = 0
-    """Files and sockets that one process may hold."""
-    locked: int = -1
-    """Bytes that one process may lock into memory; -1 is no limit."""
-    temporary: str = ""
-    """Folder of temporary files."""
-    temporary_free: int = 0
+    """Files and sockets that one process may hold; -1 is no limit."""
 
 
 LIMIT = 60.0
@@ -98,7 +77,6 @@ _NEWER = ("clocks.applications.graphics", "clocks.max.graphics", "clocks_throttl
 
 def look(env: Mapping[str, str], passed: Collection[Moment]) -> Found:
     """Everything that can be found here."""
-    temporary = tempfile.gettempdir()
     return Found(
         env=dict(env),
         passed=passed,
@@ -106,33 +84,10 @@ def look(env: Mapping[str, str], passed: Collection[Moment]) -> Found:
         torch=_torch(),
         gpus=gpus_of(_asked((*_ASKED, *_NEWER)), (*_ASKED, *_NEWER)) or gpus_of(_asked(_ASKED), _ASKED),
         links=links_of(_output(["nvidia-smi", "topo", "-m"])),
-        ports=ports_in(Path("/sys/class/infiniband")),
         cores=cores(),
         shm=shutil.disk_usage("/dev/shm").total if Path("/dev/shm").exists() else 0,
-        open_files=_limit(resource.RLIMIT_NOFILE),
-        locked=_limit(resource.RLIMIT_MEMLOCK),
-        temporary=temporary,
-        temporary_free=shutil.disk_usage(temporary).free,
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],  # RLIM_INFINITY is -1
     )
-
-
-def ports_in(folder: Path) -> tuple[Port, ...]:
-    """Ports of network adapters, from the folder in which the kernel describes them."""
-    found = []
-    for port in sorted(folder.glob("*/ports/*")):
-        said = dict.fromkeys(("state", "rate", "link_layer"), "")
-        for name in said:
-            with contextlib.suppress(OSError):
-                said[name] = (port / name).read_text().strip()
-        name, speed = f"{port.parent.parent.name}:{port.name}", re.match(r"[\d.]+", said["rate"])
-        gbits, kind = float(speed[0]) if speed else 0.0, said["link_layer"] or "InfiniBand"
-        found.append(Port(name=name, active="ACTIVE" in said["state"], gbits=gbits, kind=kind))
-    return tuple(found)
-
-
-def _limit(kind: int) -> int:
-    soft, _ = resource.getrlimit(kind)
-    return -1 if soft == resource.RLIM_INFINITY else soft
 
 
 def _output(command: Sequence[str]) -> str:
@@ -235,7 +190,6 @@ GIB, MIB = 2**30, 2**20
 SHM_PER_GPU = 64 * MIB
 """Shared memory that NCCL's processes need to talk to each other, in bytes per GPU."""
 OPEN_FILES = 4096
-TEMPORARY = 1 * GIB
 CORES_PER_GPU = 2
 """One core issues the ops of a rank. The threads of autograd and NCCL need another."""
 BUSY_MIB = 2048
@@ -331,19 +285,19 @@ def _of_gpu(name: str, g: Mapping[str, str]) -> Rows:
     in_use = f"{busy / 1024:.0f} GiB in use" if busy > BUSY_MIB else ""
     mig, off = told("mig.mode.current", "enabled", "MIG is on"), told("ecc.mode.current", "disabled", "ECC is off")
     prohibited = told("compute_mode", "prohibited", "computing is prohibited")
-    partitions = "NVLink and P2P do not reach its partitions: ranks on them talk through host memory, if at all"
-    longer = f"compute takes up to {top / max(clock, 1) - 1:.0%} longer"
-    yield Row(name, "stops", mig, "", partitions, f"a GPU without MIG, which is turned off {owner}")
-    yield Row(name, "costs", held, "", longer, f"nvidia-smi --reset-applications-clocks, {owner}")
-    yield Row(name, "costs", limited, "", "the clock falls under load", f"nvidia-smi -pl {usual:.0f}, {owner}")
-    yield Row(
-        name, "costs", slowed, "", "it is slow, and its peers wait for it", "look at cooling and power of the host"
-    )
-    yield Row(name, "stops", broken, "", "a run dies, or computes nonsense", "another GPU, and tell the host's owner")
-    yield Row(name, "costs", off, "", "a flipped bit goes unnoticed", f"nvidia-smi -e 1, {owner}")
-    yield Row(name, "stops", prohibited, "", "no process may use it", f"nvidia-smi -c 0, {owner}")
-    busy_cost = "another process works there, and peers wait for this GPU"
-    yield Row(name, "costs", in_use, "", busy_cost, "wait until it is free")
+    rows: tuple[tuple[State, str, str, str], ...] = (
+        ("stops", mig, "NVLink and P2P do not reach its partitions: ranks on them talk through host memory, if at all",
+         f"a GPU without MIG, which is turned off {owner}"),
+        ("costs", held, f"compute takes up to {top / max(clock, 1) - 1:.0%} longer",
+         f"nvidia-smi --reset-applications-clocks, {owner}"),
+        ("costs", limited, "the clock falls under load", f"nvidia-smi -pl {usual:.0f}, {owner}"),
+        ("costs", slowed, "it is slow, and its peers wait for it", "look at cooling and power of the host"),
+        ("stops", broken, "a run dies, or computes nonsense", "another GPU, and tell the host's owner"),
+        ("costs", off, "a flipped bit goes unnoticed", f"nvidia-smi -e 1, {owner}"),
+        ("stops", prohibited, "no process may use it", f"nvidia-smi -c 0, {owner}"),
+        ("costs", in_use, "another process works there, and peers wait for this GPU", "wait until it is free"),
+    )  # fmt: skip
+    yield from (Row(name, state, wrong, "", cost, fix) for state, wrong, cost, fix in rows)
 
 
 def _visible(f: Found) -> list[str] | None:
@@ -385,32 +339,6 @@ def links(f: Found) -> Rows:
         cost, none = "collectives run on SMs, and slow down the compute that they hide under", f.torch.no_copy_engine
         fix = "what the reason asks for; runs take NCCL until then"
         yield Row("copy engine", "costs", none, "serves collectives; a run tries it before it begins", cost, fix)
-    yield from _network(f)
-
-
-def _network(f: Found) -> Rows:
-    """The network between hosts. A single host needs none, so a missing network is no finding."""
-    up, name = [port for port in f.ports if port.active], "InfiniBand"
-    if not f.ports:
-        cost = "runs of one host need none; between hosts NCCL would talk over TCP, many times slower"
-        yield Row(name, "ok", "none, and no RoCE", "", cost)
-    for port in f.ports:
-        down = "" if port.active else f"{port.name} is down"
-        cost = "between hosts NCCL has one link less, or none and talks over TCP"
-        yield Row(name, "costs", down, "", cost, "look at its cable and switch; see ibstat")
-    most = max((port.gbits for port in up), default=0.0)
-    if slow := [port for port in up if 0 < port.gbits < most]:
-        cost, found = (
-            "NCCL spreads its channels evenly: all wait for the slowest link",
-            f"{slow[0].gbits:g} of {most:g}",
-        )
-        fix = "NCCL_IB_HCA names the fast ones, or mend it"
-        yield Row(name, "costs", f"{slow[0].name} has {found} Gb/s", "", cost, fix)
-    elif up:
-        kinds = " and ".join(sorted({"RoCE" if port.kind == "Ethernet" else port.kind for port in up}))
-        each = sum(port.gbits for port in up) / 8 / (f.torch.gpus or 1)
-        told = f"network.link = {each:g}GB/s tells predictions for several hosts what each GPU's share carries"
-        yield Row(name, "ok", f"{len(up)} ports of {up[0].gbits:g} Gb/s, {kinds}", "", told if f.torch.gpus else "")
 
 
 def host(f: Found) -> Rows:
@@ -428,15 +356,8 @@ def host(f: Found) -> Rows:
         yield Row("/dev/shm", "stops", small, _size(f.shm), cost, fix)
     few = str(f.open_files) if 0 < f.open_files < OPEN_FILES and n else ""
     cost = "each group holds sockets to its peers: a run of many groups fails at its start"
-    yield Row("open files", "costs", few, str(f.open_files or "not known"), cost, f"ulimit -n {OPEN_FILES}")
-    limited = _size(f.locked) if f.locked >= 0 and any(port.active for port in f.ports) else ""
-    right = "no limit" if f.locked < 0 else f"{_size(f.locked)}, enough for one host"
-    cost = "adapters lock the memory that they read and write: a run of several hosts fails as it begins"
-    yield Row("locked memory", "costs", limited, right, cost, "ulimit -l unlimited")
-    full = f"{_size(f.temporary_free)} free in {f.temporary or '(none)'}" if f.temporary_free < TEMPORARY else ""
-    cost = "compiled kernels, traces and workers' answers go there; a run fails when it is full"
-    right = f"{_size(f.temporary_free)} free in {f.temporary}"
-    yield Row("temporary files", "costs", full, right, cost, "make room, or TMPDIR=another folder")
+    right = "no limit" if f.open_files < 0 else str(f.open_files or "not known")
+    yield Row("open files", "costs", few, right, cost, f"ulimit -n {OPEN_FILES}")
 
 
 def _size(nbytes: int) -> str:

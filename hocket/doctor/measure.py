@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import datetime
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
-from dataclasses import dataclass, field
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from hocket.environment import Gpus, prepare, processes, torch_build
 from hocket.gpus import gpu_named, is_slice, nearest
-from hocket.program.hardware import HARDWARE, MeasuredHardware
-from hocket.program.simulate import Kind
+from hocket.predict.hardware import HARDWARE, MeasuredHardware
+from hocket.predict.simulate import Kind
 
 LONGEST = 300.0
 """Seconds in which a measurement has ended: about 20 of load, and the start of the ranks."""
@@ -21,34 +20,28 @@ SMALL, LARGE = 4 << 20, 256 << 20
 """Bytes that one rank receives in the two transfers between which a line is drawn."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """What every rank measures: rates of its GPU, and transfers."""
-
-    world: int
-    device: Literal["cpu", "cuda"] = "cpu"
-    transfers: tuple[tuple[Kind, int], ...] = ()
-    """Kind of communication and bytes that one rank receives in it."""
+Transfers = Mapping[tuple[Kind, int], float]
+"""Kind of communication and bytes that one rank receives in it -> seconds on the slowest rank."""
+Rates = Mapping[str, float]
+"""Work per second on the slowest rank, all ranks at once, of products, attention, kernels and copies."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """What was measured; times are seconds on the slowest rank."""
-
-    transfers: Mapping[tuple[Kind, int], float] = field(default_factory=dict)
-    rates: Mapping[str, float] = field(default_factory=dict)
-    """Work per second on the slowest rank, all ranks at once, of products, attention, kernels and copies."""
-
-
-def run(request: Request, env: Mapping[str, str], limit: float = LONGEST) -> Measured:
-    """Measure on `request.world` processes of this host. Imports no torch here.
+def run(
+    world: int,
+    transfers: Sequence[tuple[Kind, int]],
+    env: Mapping[str, str],
+    device: Literal["cpu", "cuda"] = "cuda",
+    limit: float = LONGEST,
+) -> tuple[Transfers, Rates]:
+    """Measure on `world` processes of this host. Imports no torch here.
 
     Raises ValueError with the words of a rank that failed; no process outlives the call.
     """
-    variables, world = dict(env), request.world
+    variables = dict(env)
     prepare(variables, world)
     with tempfile.TemporaryDirectory(prefix="hocket-") as folder, processes(world, variables) as pool:
-        ranks = [pool.submit(_on_a_rank, request, rank, f"{folder}/meeting") for rank in range(world)]
+        meeting = f"{folder}/meeting"
+        ranks = [pool.submit(_on_a_rank, transfers, device, rank, world, meeting) for rank in range(world)]
         _, late = wait(ranks, limit, FIRST_EXCEPTION)
         for rank, each in enumerate(ranks):
             if each.done() and (error := each.exception()):
@@ -59,17 +52,10 @@ def run(request: Request, env: Mapping[str, str], limit: float = LONGEST) -> Mea
         return ranks[0].result()
 
 
-def _on_a_rank(request: Request, rank: int, meeting: str) -> Measured:
+def _on_a_rank(*asked: Any) -> tuple[Transfers, Rates]:
     from hocket.doctor.rank import meet_and_measure  # imports torch
 
-    transfers, rates = meet_and_measure(request.transfers, request.device, rank, request.world, meeting)
-    return Measured(transfers=transfers, rates=rates)
-
-
-def asked(gpus: int) -> Request:
-    """The measurements on a host with this many GPUs."""
-    transfers = tuple((kind, size) for kind in LINKED for size in (SMALL, LARGE)) if gpus > 1 else ()
-    return Request(world=gpus, device="cuda", transfers=transfers)
+    return meet_and_measure(*asked)
 
 
 def measure(gpus: Gpus, env: Mapping[str, str]) -> MeasuredHardware:
@@ -83,10 +69,12 @@ def measure(gpus: Gpus, env: Mapping[str, str]) -> MeasuredHardware:
         why, fix = f"{gpus.name}: slices of GPUs have no links", "CUDA_VISIBLE_DEVICES with one of them"
     if why:
         raise ValueError(f"doctor --measure (command line): {why}; fix: {fix}")
-    return as_hardware(gpus, run(asked(gpus.count), env), f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}")
+    asked = [(kind, size) for kind in LINKED for size in (SMALL, LARGE)] if gpus.count > 1 else []
+    transfers, rates = run(gpus.count, asked, env)
+    return as_hardware(gpus, transfers, rates, f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}")
 
 
-def as_hardware(gpus: Gpus, measured: Measured, date: str) -> MeasuredHardware:
+def as_hardware(gpus: Gpus, transfers: Transfers, rates: Rates, date: str) -> MeasuredHardware:
     """What was measured, over the figures of the table's GPU of that name or of the nearest one."""
     version, cuda = torch_build()
     sized = gpus.name, gpus.memory, gpus.processors, gpus.capability
@@ -96,14 +84,14 @@ def as_hardware(gpus: Gpus, measured: Measured, date: str) -> MeasuredHardware:
         gpus=gpus.count,
         date=date,
         versions={"torch": version, "cuda": cuda},
-        rates=measured.rates,
-        links={kind: _line(measured, kind) for kind in LINKED if (kind, LARGE) in measured.transfers},
+        rates=rates,
+        links={kind: _line(transfers, kind) for kind in LINKED if (kind, LARGE) in transfers},
     )
 
 
-def _line(measured: Measured, kind: Kind) -> tuple[float, float]:
+def _line(transfers: Transfers, kind: Kind) -> tuple[float, float]:
     """Latency and bandwidth of the line through both transfers."""
-    small, large = (measured.transfers[kind, size] for size in (SMALL, LARGE))
+    small, large = (transfers[kind, size] for size in (SMALL, LARGE))
     bandwidth = (LARGE - SMALL) / max(large - small, 0.5 * large)
     return max(0.0, small - SMALL / bandwidth), bandwidth
 

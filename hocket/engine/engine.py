@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from hocket.config import Config
-from hocket.config.optimizer import by_muon, decays
 from hocket.engine.actions import Actions, Activation
 from hocket.engine.executor import Executor
 from hocket.engine.experts import Balance, RowRoom
@@ -30,16 +29,16 @@ from hocket.model.context import Shared
 from hocket.model.documents import Context, Documents, Microbatch
 from hocket.model.parts import ExpertPlace
 from hocket.model.source import ChunkPlace, ModelSource, OwnTransformer
-from hocket.program.arrivals import p2p_bytes, rows_bytes, tokens_bytes
+from hocket.predict.arrivals import p2p_bytes, rows_bytes, tokens_bytes
+from hocket.predict.cost import costs_of
+from hocket.predict.hardware import hardware_of
+from hocket.predict.part_sizes import attending
+from hocket.predict.simulate import host_bytes
 from hocket.program.check import assert_valid
-from hocket.program.cost import costs_of
-from hocket.program.hardware import hardware_of
 from hocket.program.linearize import linearize
 from hocket.program.lower import build_forward, build_program
 from hocket.program.ops import Layout, Op, Program
-from hocket.program.part_sizes import attending
 from hocket.program.shard import MATRIX_SLOTS
-from hocket.program.simulate import host_bytes
 from hocket.program.stages import layout_of, mesh_of, sharding_of
 from hocket.runtime.comm import CommOptions, Groups, Link, make_groups
 from hocket.runtime.hangs import MARGIN, Recorder
@@ -187,14 +186,14 @@ class Engine:
         return self.source.chunk(ChunkPlace(layers, first, last, *where, ends))
 
     def _decays(self, name: str, shape: Sequence[int]) -> bool:
-        return decays(self.config, (name, self.source.own_name(name)), shape)
+        return self.config.optimizer.decays((name, self.source.own_name(name)), shape)
 
     def _muon(self) -> MuonOptions | None:
         config, optimizer = self.config, self.config.optimizer
         if optimizer.name != "muon":
             return None
         return MuonOptions(
-            takes=lambda name, shape: by_muon(config, name, shape),
+            takes=optimizer.by_muon,
             decays=self._decays,
             weight_decay=config.train.weight_decay,
             scale=optimizer.scale,

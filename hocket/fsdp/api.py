@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from hocket.fsdp import hooks
-from hocket.fsdp.checks import is_full, refuse_early, refuse_matrices, refuse_newcomers, refuse_types
+from hocket.fsdp.checks import is_full, refuse_early, refuse_matrices, refuse_newcomers
 from hocket.fsdp.dtensors import copies
 from hocket.fsdp.fsdp2 import Fsdp2Arguments, FSDPModule, Place, request_of
 from hocket.fsdp.members import UNIT, Rule
@@ -107,8 +107,7 @@ def fully_shard(
     own = {"units": units, "strategy": strategy, "precision": precision, "place": place, "options": options}
     nests = all(value is None for value in own.values())
     modules = list(module) if nests and isinstance(module, list | tuple) else [module]
-    refuse_types(modules, mesh, precision, place, options)
-    request = request_of(mesh, own, fsdp2, nests)
+    request = request_of(modules, mesh, own, fsdp2, nests)
     if nests:
         shard_one(modules, request)
         return module

@@ -17,13 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer
 
 from hocket.fsdp.members import UNIT, Member, is_called
 from hocket.fsdp.muon import refuse_no_matrices
-from hocket.fsdp.options import Precision, ShardOptions
 from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.shard_groups import ShardGroups
 from hocket.fsdp.sharded_parameter import ShardedParameter
@@ -171,23 +169,6 @@ def take_first_rank(tensors: Sequence[Tensor], groups: ShardGroups, device: torc
 
 IGNORED = "_hocket_ignored"
 """Attribute that marks parameters to leave alone."""
-
-
-def refuse_types(modules: Sequence[Any], mesh: Any, precision: Any, place: Any, options: Any) -> None:
-    for name, value, kind in (
-        *(("module", one, nn.Module) for one in modules or [None]),
-        ("mesh", mesh, DeviceMesh),
-        ("precision", precision, Precision),
-        ("options", options, ShardOptions),
-    ):
-        if not isinstance(value, kind) and (value is not None or name == "module"):
-            raise ValueError(f"{name}={value!r} is no {kind.__name__}: give one" + (" or None" * (name != "module")))
-    if torch.is_inference_mode_enabled():
-        raise ValueError(
-            "a model can't be sharded in torch.inference_mode(), where nothing can be trained: do it before"
-        )
-    if place is not None and not callable(place):
-        raise ValueError(f"place={place!r} is no function of (name, parameter): give one, or None")
 
 
 def refuse_uncalled(module: nn.Module) -> None:

@@ -71,7 +71,9 @@ class ShardRequest:
     """Whether all ranks take the weights of the first one."""
 
 
-def request_of(mesh: DeviceMesh | None, own: Mapping[str, Any], fsdp2: Mapping[str, Any], nests: bool) -> ShardRequest:
+def request_of(
+    modules: Sequence[Any], mesh: DeviceMesh | None, own: Mapping[str, Any], fsdp2: Mapping[str, Any], nests: bool
+) -> ShardRequest:
     """Combine hocket's own arguments and FSDP2's.
 
     Raises: TypeError for an unknown argument; ValueError for a bad one, for two that say the same, or for one without a
@@ -80,25 +82,27 @@ def request_of(mesh: DeviceMesh | None, own: Mapping[str, Any], fsdp2: Mapping[s
     for name in fsdp2:
         if name not in Fsdp2Arguments.__annotations__:
             raise TypeError(f"fully_shard() got an unexpected keyword argument {name!r}")
-    given = dict.fromkeys(Fsdp2Arguments.__annotations__) | dict(fsdp2)
-    _refuse_arguments(given)
-    for name, other in _SAME.items():
-        if given[name] is not None and own[other] is not None:
-            raise ValueError(f"{name}= and {other}= say the same in two ways: give one of them")
-    strategy = own["strategy"] or "optim_grads_params"
-    if strategy not in get_args(Strategy):
-        raise ValueError(f"strategy={strategy!r} is not one of {', '.join(get_args(Strategy))}")
-    policy = given["mp_policy"] or (MixedPrecisionPolicy() if nests else None)
-    place = given["shard_placement_fn"]
+    given: dict[str, Any] = {**dict.fromkeys(Fsdp2Arguments.__annotations__), **fsdp2, **own, "mesh": mesh}
+    _refuse_arguments(modules, given)
+    policy, place, offload = given["mp_policy"], given["shard_placement_fn"], given["offload_policy"]
+    precision, unit = given["precision"] or Precision(), UnitOptions(given["reshard_after_forward"])
+    if policy is not None or nests:
+        policy = policy or MixedPrecisionPolicy()
+        precision = Precision(None, policy.param_dtype, policy.reduce_dtype, None)
+        inputs = policy.param_dtype if policy.cast_forward_inputs else None
+        unit = replace(unit, cast_inputs=inputs, cast_outputs=policy.output_dtype)
+    options = given["options"] or ShardOptions(device=_device(mesh) if nests else None)
+    if isinstance(offload, CPUOffloadPolicy):
+        if options.offload != "none":
+            raise ValueError("offload_policy= and ShardOptions(offload=) say the same in two ways: give one of them")
+        options = replace(options, offload="pinned" if offload.pin_memory else "pageable")
     return ShardRequest(
         mesh=mesh,
-        strategy=strategy,
-        precision=own["precision"] or (Precision() if policy is None else _precision(policy)),
-        place=own["place"] if place is None else _place_by(place),
-        options=_offloaded(
-            own["options"] or ShardOptions(device=_device(mesh) if nests else None), given["offload_policy"]
-        ),
-        unit=_unit_options(given["reshard_after_forward"], policy),
+        strategy=given["strategy"] or "optim_grads_params",
+        precision=precision,
+        place=given["place"] if place is None else _place_by(place),
+        options=options,
+        unit=unit,
         ignored=given["ignored_params"] or (),
         nests=nests,
         first_rank=bool(given["sync_module_states"]),
@@ -106,51 +110,43 @@ def request_of(mesh: DeviceMesh | None, own: Mapping[str, Any], fsdp2: Mapping[s
 
 
 _SAME = {"mp_policy": "precision", "reshard_after_forward": "strategy", "shard_placement_fn": "place"}
+_KINDS: dict[str, Any] = {
+    "mesh": DeviceMesh, "precision": Precision, "options": ShardOptions, "mp_policy": MixedPrecisionPolicy,
+    "offload_policy": OffloadPolicy, "reshard_after_forward": bool, "sync_module_states": bool,
+    "place": Callable, "shard_placement_fn": Callable,
+}  # fmt: skip
+"""What arguments are, if not None."""
 
 
-def _refuse_arguments(given: Mapping[str, Any]) -> None:
-    reshard, policy, offload = (given[name] for name in ("reshard_after_forward", "mp_policy", "offload_policy"))
-    if type(reshard) is int:
+def _refuse_arguments(modules: Sequence[Any], given: Mapping[str, Any]) -> None:
+    for module in modules or [None]:
+        if not isinstance(module, nn.Module):
+            raise ValueError(f"module={module!r} is no Module: give one")
+    if torch.is_inference_mode_enabled():
+        raise ValueError(
+            "a model can't be sharded in torch.inference_mode(), where nothing can be trained: do it before"
+        )
+    if type(reshard := given["reshard_after_forward"]) is int:
         raise ValueError(
             f"reshard_after_forward={reshard}, a number of ranks that keep weights for backward, is not supported: "
             f"give True, or shard over fewer ranks with a mesh of two axes, (replicate, shard)"
         )
-    for name in ("reshard_after_forward", "sync_module_states"):
-        if given[name] not in (None, True, False):
-            raise ValueError(f"{name}={given[name]!r}: give True or False")
-    if policy is not None and not isinstance(policy, MixedPrecisionPolicy):
-        raise ValueError(f"mp_policy={policy!r} is no MixedPrecisionPolicy of torch.distributed.fsdp: give one")
-    if offload is not None and not isinstance(offload, OffloadPolicy):
-        raise ValueError(f"offload_policy={offload!r} is no OffloadPolicy of torch.distributed.fsdp: leave it out")
+    for name, kind in _KINDS.items():
+        if given[name] is not None and not isinstance(given[name], kind):
+            what = "function" if kind is Callable else kind.__name__
+            raise ValueError(f"{name}={given[name]!r} is no {what}: give one or None")
+    if given["strategy"] not in (None, *get_args(Strategy)):
+        raise ValueError(f"strategy={given['strategy']!r} is not one of {', '.join(get_args(Strategy))}")
     if given["dp_mesh_dims"] is not None:
         raise ValueError(
             f"dp_mesh_dims={given['dp_mesh_dims']!r} is not supported: give the data-parallel part as mesh="
         )
-    place = given["shard_placement_fn"]
-    if place is not None and not callable(place):
-        raise ValueError(f"shard_placement_fn={place!r} is no function of a parameter: give one, or None")
     strange = [one for one in given["ignored_params"] or () if not isinstance(one, nn.Parameter)]
     if strange:
         raise ValueError(f"ignored_params has a {type(strange[0]).__name__}: give a set of parameters of the module")
-
-
-def _precision(policy: MixedPrecisionPolicy) -> Precision:
-    return Precision(main=None, compute=policy.param_dtype, wire=policy.reduce_dtype, accumulate=None)
-
-
-def _offloaded(options: ShardOptions, policy: OffloadPolicy | None) -> ShardOptions:
-    if not isinstance(policy, CPUOffloadPolicy):
-        return options
-    if options.offload != "none":
-        raise ValueError("offload_policy= and ShardOptions(offload=) say the same in two ways: give one of them")
-    return replace(options, offload="pinned" if policy.pin_memory else "pageable")
-
-
-def _unit_options(reshard_after_forward: bool | None, policy: MixedPrecisionPolicy | None) -> UnitOptions:
-    if policy is None:
-        return UnitOptions(reshard_after_forward)
-    inputs = policy.param_dtype if policy.cast_forward_inputs else None
-    return UnitOptions(reshard_after_forward, cast_inputs=inputs, cast_outputs=policy.output_dtype)
+    for name, other in _SAME.items():
+        if given[name] is not None and given[other] is not None:
+            raise ValueError(f"{name}= and {other}= say the same in two ways: give one of them")
 
 
 def _place_by(shard_placement_fn: Callable[[nn.Parameter], Any]) -> Place:

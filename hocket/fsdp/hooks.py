@@ -24,8 +24,9 @@ since modules may write to them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
-import re
+import math
 import sys
 import weakref
 from collections import deque
@@ -49,7 +50,6 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from hocket.fsdp.members import UNIT
 from hocket.fsdp.module_context import ShardContext, current_backward
 from hocket.fsdp.module_unit import Claim, Unit
-from hocket.fsdp.options import FORMATS
 from hocket.runtime.weights import set_sink
 
 
@@ -131,24 +131,29 @@ _DEPTH = 4
 
 
 def _reached(given: Iterable[object]) -> list[Tensor]:
-    """Tensors with a graph in arguments: in containers, and attributes of objects."""
+    """Tensors with a graph in arguments, as far as `_DEPTH` and `_AT_MOST` go."""
+    return [x for x in _search(given, _DEPTH, _inside) if x.grad_fn is not None]
+
+
+def _search(given: Iterable[object], deepest: float, inside: Callable[[Any], list[object]]) -> list[Tensor]:
+    """The tensors in containers, which `inside` opens, and in attributes of objects."""
     found: list[Tensor] = []
     seen = set[int]()
     left = [(one, 0) for one in given]
     while left:
         one, depth = left.pop()
         if isinstance(one, Tensor):
-            if one.grad_fn is not None:
-                found.append(one)
-            continue
-        if depth > _DEPTH or id(one) in seen or isinstance(one, _WITHOUT_TENSORS):
-            continue
-        seen.add(id(one))
-        if isinstance(one, Mapping | list | tuple | set | deque):
-            inside = list(one.values()) if isinstance(one, Mapping) else list(one)
-            left += [(item, depth + 1) for item in inside[:_AT_MOST]]
-        left += [(item, depth + 1) for item in _attributes(one)]
+            found.append(one)
+        elif depth <= deepest and id(one) not in seen and not isinstance(one, _WITHOUT_TENSORS):
+            seen.add(id(one))
+            left += [(item, depth + 1) for item in [*inside(one), *_attributes(one)]]
     return found
+
+
+def _inside(one: Any) -> list[object]:
+    if isinstance(one, Mapping):
+        return list(one.values())[:_AT_MOST]
+    return list(one)[:_AT_MOST] if isinstance(one, list | tuple | set | deque) else []
 
 
 _OWN = frozenset(nn.Module().__dict__)
@@ -158,7 +163,7 @@ def _kept_in(modules: Iterable[nn.Module]) -> list[Tensor]:
     found: list[Tensor] = []
     for module in modules:
         own = module.__dict__.items()
-        for key, value in [item for item in own if _MAY_HOLD[type(item[1])] and item[0] not in _OWN]:
+        for key, value in [item for item in own if _may_hold(type(item[1])) and item[0] not in _OWN]:
             if isinstance(value, Tensor):
                 if value.grad_fn is not None and key not in module._parameters:
                     found.append(value)
@@ -170,13 +175,9 @@ def _kept_in(modules: Iterable[nn.Module]) -> list[Tensor]:
     return found
 
 
-class _MayHold(dict[type, bool]):
-    def __missing__(self, kind: type) -> bool:
-        found = self[kind] = issubclass(kind, Tensor) or kind in (list, dict, tuple, set, deque)
-        return found
-
-
-_MAY_HOLD = _MayHold()
+@functools.cache
+def _may_hold(kind: type) -> bool:
+    return issubclass(kind, Tensor) or kind in (list, dict, tuple, set, deque)
 
 
 def modules_of(unit: Unit, module: nn.Module) -> list[nn.Module]:
@@ -199,34 +200,27 @@ def tensors_in(output: Any, unit: Unit, all_of_them: bool = True) -> list[Tensor
     """
     if isinstance(output, Tensor):
         return [output]
-    found: list[Tensor] = []
-    seen = set[int]()
-    left = tree_leaves(output)
-    while left:
-        one = left.pop()
-        if isinstance(one, Tensor):
-            found.append(one)
-            continue
-        if id(one) in seen or isinstance(one, _WITHOUT_TENSORS):
-            continue
-        seen.add(id(one))
+
+    def inside(one: Any) -> list[object]:
         if isinstance(one, Mapping):
-            left += tree_leaves(dict(one))
-        elif isinstance(one, Collection):
-            left += tree_leaves(list(one))
-        elif isinstance(one, FunctionType):
-            left += inspect.getclosurevars(one).nonlocals.values()
-        elif isinstance(one, MethodType):
-            left += [one.__self__, one.__func__]
-        elif isinstance(one, partial):
-            left += tree_leaves([one.func, one.args, one.keywords])
-        elif all_of_them and (isinstance(one, Iterator) or not _has_attributes(one)):
+            return tree_leaves(dict(one))
+        if isinstance(one, Collection):
+            return tree_leaves(list(one))
+        if isinstance(one, FunctionType):
+            return list(inspect.getclosurevars(one).nonlocals.values())
+        if isinstance(one, MethodType):
+            return [one.__self__, one.__func__]
+        if isinstance(one, partial):
+            return tree_leaves([one.func, one.args, one.keywords])
+        opaque = not (hasattr(one, "__dict__") or hasattr(type(one), "__slots__"))
+        if all_of_them and (isinstance(one, Iterator) or opaque):
             raise ValueError(
                 f"{unit} returned a {type(one).__name__}, in which tensors can't be found: return tensors, containers "
                 f"of them or objects that have them as attributes, or register the class with torch.utils._pytree"
             )
-        left += _attributes(one)
-    return found
+        return []
+
+    return _search(tree_leaves(output), math.inf, inside)
 
 
 def levels(x: Tensor) -> list[Tensor]:
@@ -242,10 +236,6 @@ _WITHOUT_TENSORS = (
     *(type, ModuleType, BuiltinFunctionType, torch.dtype, torch.device, torch.Generator, nn.Module, Logger),
 )
 """Not searched; modules above all, whose parameters are no outputs."""
-
-
-def _has_attributes(one: object) -> bool:
-    return hasattr(one, "__dict__") or hasattr(type(one), "__slots__")
 
 
 def _attributes(one: object) -> list[object]:
@@ -432,8 +422,6 @@ def _drive(unit: Unit, module: nn.Module) -> None:
         call = calls.pop()
         for given in reversed(call.given):
             given.undo()
-        if output is None:  # after an exception
-            _note_formats(sys.exc_info()[1], unit, tree_leaves((args, kwargs)))
         if call.claim is not None:
             _refuse_writes(unit, call.writes)
         tensors = tensors_in(output, unit, all_of_them=call.invocation is not None)
@@ -495,23 +483,6 @@ def _cast(value: Any, dtype: torch.dtype, made: dict[int, tuple[Tensor, Tensor]]
 
     new = cast(value) if isinstance(value, Tensor) else _apply_to_tensors(cast, value)
     return new if changed else value
-
-
-_NOT_CAST = "hocket.Precision is of parameters, and inputs are not cast"
-
-
-def _note_formats(error: BaseException | None, unit: Unit, inputs: Iterable[object]) -> None:
-    """Add a note to torch's dtype errors: which unit got an input in another dtype than it computes in."""
-    if not isinstance(error, RuntimeError) or not re.search("dtype|scalar type|should be the same", str(error)):
-        return
-    computes = [dtype for dtype in FORMATS if any(group.formats.compute == dtype for group in unit.groups)]
-    strange = [x for x in inputs if isinstance(x, Tensor) and x.is_floating_point() and x.dtype not in computes]
-    noted = any(_NOT_CAST in note for note in getattr(error, "__notes__", ()))  # by an inner unit
-    if computes and strange and not noted:
-        error.add_note(
-            f"{unit} computes in {computes[0]} and was given {strange[0].dtype}: {_NOT_CAST}; cast them, or run the "
-            f"model inside of torch.autocast({strange[0].device.type!r}, {computes[0]})"
-        )
 
 
 def _refuse_writes(unit: Unit, before: list[tuple[int, int]]) -> None:

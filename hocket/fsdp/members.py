@@ -30,12 +30,10 @@ import torch
 from torch import Tensor, nn
 
 from hocket.fsdp.dtensors import DTensorLayout, dtensor_layout_of
-from hocket.fsdp.options import Precision
 from hocket.fsdp.sharded_parameter import ShardedParameter
 from hocket.layers.functional import embedding_forward, linear_forward
 from hocket.layers.slices import Span
 from hocket.runtime.weights import sink_of
-from hocket.sizes import Size, parse_size
 
 Rule = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool] | Iterable[nn.Module] | None
 
@@ -117,34 +115,25 @@ def chosen_units(root: nn.Module, rule: Rule) -> list[tuple[str, nn.Module]]:
 
     Raises: ValueError if the rule chooses nothing, or a module that is never called.
     """
-    inner = [(name, module) for name, module in root.named_modules() if module is not root]
-    if rule is None:
-        return []
-    given: tuple[object, ...] = rule if isinstance(rule, tuple) else (rule,)
-    classes = tuple(one for one in given if isinstance(one, type))
-    if len(classes) == len(given):
-        chosen = [(name, module) for name, module in inner if isinstance(module, classes)]
-        what = " or ".join(one.__name__ for one in classes) or "module of an empty tuple"
-    elif callable(rule) and not isinstance(rule, nn.Module):
-        chosen = [(name, module) for name, module in inner if rule(name, module)]
-        what = "a module for which the rule is true"
-    else:
+    given: tuple[Any, ...] = rule if isinstance(rule, tuple) else (rule,)
+    takes: Any = rule
+    if all(isinstance(one, type) for one in given):
+        takes = lambda name, module: isinstance(module, given)  # noqa: E731
+    elif not callable(rule) or isinstance(rule, nn.Module):
         if isinstance(rule, str | nn.Module) or not isinstance(rule, Iterable):
             raise ValueError(f"units={rule!r} is no class, predicate or list of modules: give one of these, or None")
-        wanted = list(rule)
-        odd = next((one for one in wanted if not isinstance(one, nn.Module)), None)
-        if odd is not None:
-            raise ValueError(
-                f"units has {odd!r}, which is no module: give a class, a predicate, or modules of the model"
-            )
-        known = {id(module) for _, module in inner}
-        foreign = next((one for one in wanted if id(one) not in known), None)
-        if foreign is not None:
-            raise ValueError(f"units has a {type(foreign).__name__} that is no part of the {type(root).__name__}")
-        chosen = [(name, module) for name, module in inner if any(module is one for one in wanted)]
-        what = "module of an empty list"
+        wanted, known = list(rule), {id(module) for module in root.modules()} - {id(root)}
+        for one in wanted:
+            if not isinstance(one, nn.Module):
+                raise ValueError(
+                    f"units has {one!r}, which is no module: give a class, a predicate, or modules of the model"
+                )
+            if id(one) not in known:
+                raise ValueError(f"units has a {type(one).__name__} that is no part of the {type(root).__name__}")
+        takes = lambda name, module: any(module is one for one in wanted)  # noqa: E731
+    chosen = [(name, module) for name, module in root.named_modules() if module is not root and takes(name, module)]
     if not chosen:
-        raise ValueError(f"units={rule!r} chooses nothing: the {type(root).__name__} contains no {what}")
+        raise ValueError(f"units={rule!r} chooses nothing of the {type(root).__name__}")
     for name, module in chosen:
         if not is_called(module):
             raise ValueError(
@@ -333,56 +322,51 @@ def _save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 # Buckets: which modules make a unit together, by size
 
-DEFAULT = parse_size("128Mi params")
+DEFAULT = 2**27
 
 Named = tuple[str, nn.Module]
-Measure = Callable[[nn.Module], int]
 
 
-def make_buckets(root: nn.Module, rule: Rule, most: Size | None, precision: Precision) -> list[list[Named]]:
+def make_buckets(root: nn.Module, rule: Rule, most: int | None) -> list[list[Named]]:
     """The modules of each unit of a model, in tree order, without what is left to the root.
 
-    `rule` chooses modules, of which neighbours are joined up to `most`, if given. Without a rule, modules as large as
-    fit are taken. Byte sizes are those of gathered weights in the dtype of `precision`.
-
-    Raises: ValueError for a rule that chooses nothing, or a module that is never called.
+    `rule` chooses modules, of which neighbours are joined up to `most` parameters, if given. Without a rule, modules as
+    large as fit are taken. Raises: ValueError for a rule that chooses nothing, or a module that is never called.
     """
     if rule is not None and most is None:
         return [[one] for one in chosen_units(root, rule)]
     size = most or DEFAULT
-
-    def measure(module: nn.Module) -> int:
-        if size.unit == "params":
-            return sum(param.numel() for param in module.parameters())
-        return sum(param.numel() * precision.of(param.dtype).compute.itemsize for param in module.parameters())
-
-    chosen = _pieces("", root, size.value, measure) if rule is None else chosen_units(root, rule)
+    chosen = _pieces("", root, size) if rule is None else chosen_units(root, rule)
     if rule is None and [module for _, module in chosen] == [root]:
         return []
-    return _join(chosen, size.value, measure)
+    return _join(chosen, size)
 
 
-def _pieces(name: str, module: nn.Module, most: int, measure: Measure) -> list[Named]:
+def _size(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
+
+
+def _pieces(name: str, module: nn.Module, most: int) -> list[Named]:
     """The largest called modules that fit into a bucket; those without children whatever their size. Parameters of
     divided modules stay with the root.
     """
     children = dict.fromkeys(module.children())
-    if is_called(module) and (measure(module) <= most or not children):
-        return [(name, module)] if measure(module) else []
+    if is_called(module) and (_size(module) <= most or not children):
+        return [(name, module)] if _size(module) else []
     found: list[Named] = []
     for key, child in module.named_children():  # named_children yields shared modules once
-        found += _pieces(f"{name}.{key}" if name else key, child, most, measure)
+        found += _pieces(f"{name}.{key}" if name else key, child, most)
     return found
 
 
-def _join(chosen: Sequence[Named], most: int, measure: Measure) -> list[list[Named]]:
+def _join(chosen: Sequence[Named], most: int) -> list[list[Named]]:
     """Join neighbours as far as they fit. A module that contains another chosen one stays alone."""
     modules = {module for _, module in chosen}
     found: list[list[Named]] = []
     room = -1  # room in the current bucket; none yet
     for name, module in reversed(chosen):
         inside = any(one in modules for one in module.modules() if one is not module)
-        need = measure(module)
+        need = _size(module)
         if inside:
             found.append([(name, module)])
             room = -1

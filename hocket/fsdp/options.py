@@ -9,8 +9,6 @@ from typing import Literal, get_args
 import torch
 from torch import nn
 
-from hocket.sizes import Size, parse_size
-
 FORMATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -62,18 +60,6 @@ Driver = Literal["hooks", "manual"]
 Offload = Literal["none", "pinned", "pageable"]
 
 
-def parse_bucket(text: object) -> Size | None:
-    """The size limit of a bucket; None for `auto`. Raises ValueError for a bad size."""
-    if text == "auto":
-        return None
-    if not isinstance(text, str):
-        raise ValueError(f"bucket={text!r} has no unit: give a size such as '128M params' or '256MiB', or 'auto'")
-    size = parse_size(text, "bucket")
-    if size.value < 1:
-        raise ValueError(f"bucket={text!r} holds nothing: give a size above 0, such as '128M params'")
-    return size
-
-
 @dataclass(frozen=True)
 class ShardOptions:
     """Options of a sharded model. Raises ValueError for bad values."""
@@ -81,9 +67,8 @@ class ShardOptions:
     outer: Outer = "replicate"
     """The first axis of a mesh of two: `replicate` keeps replicas (HSDP), `shard` shards the optimizer's state over it
     too (HFSDP)."""
-    bucket: str = "auto"
-    """Limit up to which modules are joined into one unit: "128M params", or "256MiB" in the dtype of the gather. `auto`
-    joins no named units; without names it is 128Mi params."""
+    bucket: int | None = None
+    """Parameters up to which modules are joined into one unit. None joins no named units; without names it is 2**27."""
     prefetch: int = 1
     """How many units ahead weights are gathered."""
     staging: int = 2
@@ -119,7 +104,8 @@ class ShardOptions:
             _check_device(self.device)
         if self.init is not None and not callable(self.init):
             raise ValueError(f"init={self.init!r} is no function of a module: give one, or None")
-        parse_bucket(self.bucket)
+        if self.bucket is not None and (type(self.bucket) is not int or self.bucket < 1):
+            raise ValueError(f"bucket={self.bucket!r} must be a number of parameters, at least 1, or None")
         if type(self.prefetch) is not int or self.prefetch < 0:
             raise ValueError(f"prefetch={self.prefetch!r} must be a number of units, 0 for none")
         if type(self.staging) is not int or self.staging < 1:

@@ -35,7 +35,7 @@ from hocket.fsdp.members import (
 )
 from hocket.fsdp.module_context import ShardContext
 from hocket.fsdp.module_unit import Unit
-from hocket.fsdp.options import Formats, Precision, ShardOptions, UnitOptions, parse_bucket
+from hocket.fsdp.options import Formats, Precision, ShardOptions, UnitOptions
 from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.same_order import order_over
 from hocket.fsdp.shard_groups import Placement, shard_groups_for
@@ -159,7 +159,7 @@ def shard_model(module: nn.Module, units: Rule, request: ShardRequest) -> ShardC
     refuse_foreign(module, ())
     params = _params(module, request)
     refuse_strange(module, params)
-    buckets = make_buckets(module, units, parse_bucket(request.options.bucket), request.precision)
+    buckets = make_buckets(module, units, request.options.bucket)
     return _shard(module, [module], buckets, params, [], request)
 
 

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -64,9 +64,9 @@ def free(ranks: Sequence[Sequence[Op]], layout: Layout, only: int | None = None)
 
     With `only` those of one rank; the others stay as they are.
     """
-    arrivals = _Arrivals(ranks, layout)
+    acknowledged = _acknowledgments(ranks, layout)
     return tuple(
-        _with_frees(_rank(ops, layout, rank, arrivals)) if only in (None, rank) else tuple(ops)
+        _with_frees(_rank(ops, layout, rank, acknowledged)) if only in (None, rank) else tuple(ops)
         for rank, ops in enumerate(ranks)
     )
 
@@ -83,7 +83,9 @@ class _Rank:
     """Of values with shares for several parts: the readers of the first one's."""
 
 
-def _rank(ops: Sequence[Op], layout: Layout, rank: int, arrivals: _Arrivals) -> _Rank:
+def _rank(
+    ops: Sequence[Op], layout: Layout, rank: int, acknowledged: Callable[[int], Iterator[tuple[int, int]]]
+) -> _Rank:
     """With acknowledgments: see Note: [What comes back acknowledges what was sent]."""
     known = meanings(layout, rank)
     where: dict[int, dict[Name, int]] = defaultdict(dict)  # microbatch -> the ops of a name
@@ -99,7 +101,7 @@ def _rank(ops: Sequence[Op], layout: Layout, rank: int, arrivals: _Arrivals) -> 
             readers[i].append(i)
         there[op.verb, op.part, op.chunk, op.layer] = i
     lanes, deps = [op.lane for op in ops], [op.deps for op in ops]
-    for received, sent in arrivals.acknowledged_by(rank) if layout.pp > 1 else ():
+    for received, sent in acknowledged(rank) if layout.pp > 1 else ():
         if not readers[received]:
             raise ValueError(f"this order cannot run: nothing reads what '{ops[received]}' receives")
         reader = readers[received][0]
@@ -117,50 +119,42 @@ def _with_frees(rank: _Rank) -> tuple[Op, ...]:
     )
 
 
-class _Arrivals:
-    """What has come to each rank by the time that it sends something."""
+Acknowledged = Callable[[int], Iterator[tuple[int, int]]]
+"""Of a rank: (receive, send), by position. What is received shows that this send, the latest so far, is done."""
 
-    def __init__(self, ranks: Sequence[Sequence[Op]], layout: Layout) -> None:
-        self._ranks, self._layout = ranks, layout
-        self._found: dict[tuple[int, Lane], list[int]] = {}
-        self._where: dict[int, dict[Key, int]] = {}
-        self._received: dict[int, dict[tuple[Lane, int], list[int]]] = {}
 
-    def acknowledged_by(self, rank: int) -> Iterator[tuple[int, int]]:
-        """(receive, send) of a rank, by position: what is received shows that this send, the latest so far, is done."""
-        for position, op in enumerate(self._ranks[rank]):
+def _acknowledgments(ranks: Sequence[Sequence[Op]], layout: Layout) -> Acknowledged:
+    """See Note: [What comes back acknowledges what was sent]."""
+
+    @cache
+    def transfers(rank: int) -> dict[Key, int]:
+        return {op.key: i for i, op in enumerate(ranks[rank]) if op.verb in ("send", "recv")}
+
+    @cache
+    def received(rank: int) -> dict[tuple[Lane, int], list[int]]:
+        """(lane, source) -> positions of a rank's receives."""
+        found: dict[tuple[Lane, int], list[int]] = defaultdict(list)
+        for i in transfers(rank).values():
+            if (op := ranks[rank][i]).verb == "recv":
+                found[op.lane, layout.peer(op, rank)[0]].append(i)
+        return found
+
+    @cache
+    def known(rank: int, lane: Lane) -> list[int]:
+        ops = ranks[rank]
+        return known_done([op.lane for op in ops], [op.deps for op in ops], lane)
+
+    def of(rank: int) -> Iterator[tuple[int, int]]:
+        for position, op in enumerate(ranks[rank]):
             if op.verb != "recv":
                 continue
-            peer, key = self._layout.peer(op, rank)
+            peer, key = layout.peer(op, rank)
             lane: Lane = "recv_grad" if op.part == "act" else "recv_act"
-            received = self._of(peer)[lane, rank]
-            arrived = bisect_right(received, self._known(peer, lane)[self._transfers(peer)[key]])
-            if arrived:
-                _, sent = self._layout.peer(self._ranks[peer][received[arrived - 1]], peer)
-                yield position, self._transfers(rank)[sent]
+            there = received(peer)[lane, rank]
+            if arrived := bisect_right(there, known(peer, lane)[transfers(peer)[key]]):
+                yield position, transfers(rank)[layout.peer(ranks[peer][there[arrived - 1]], peer)[1]]
 
-    def _known(self, rank: int, lane: Lane) -> list[int]:
-        if (rank, lane) not in self._found:
-            ops = self._ranks[rank]
-            self._found[rank, lane] = known_done([op.lane for op in ops], [op.deps for op in ops], lane)
-        return self._found[rank, lane]
-
-    def _transfers(self, rank: int) -> dict[Key, int]:
-        """Positions of sends and receives."""
-        if rank not in self._where:
-            ops = enumerate(self._ranks[rank])
-            self._where[rank] = {op.key: i for i, op in ops if op.verb in ("send", "recv")}
-        return self._where[rank]
-
-    def _of(self, rank: int) -> dict[tuple[Lane, int], list[int]]:
-        """(lane, source) -> positions of a rank's receives."""
-        if rank not in self._received:
-            found = self._received[rank] = defaultdict(list)
-            for i in self._transfers(rank).values():
-                op = self._ranks[rank][i]
-                if op.verb == "recv":
-                    found[op.lane, self._layout.peer(op, rank)[0]].append(i)
-        return self._received[rank]
+    return of
 
 
 def _needs(ops: list[Op], known: Meanings) -> list[list[int]]:

@@ -128,7 +128,7 @@ def order_problem(text: str, kind: LayerKind = FULL) -> str:
     order = chains(kind)
     every = {word for chain in order for word in chain}
     if len(words) != len(every) or set(place) != every:
-        return f"neither one of {', '.join(MERGED)}, nor all {_count(len(every))} ops of a merged layer step"
+        return f"neither one of {', '.join(MERGED)}, nor all {len(every)} ops of a merged layer step"
     for chain in order:
         for before, behind in pairwise(chain):
             if place[before] > place[behind]:
@@ -139,10 +139,6 @@ def order_problem(text: str, kind: LayerKind = FULL) -> str:
         if all(word[0] in moves for word in words[place[first] + 1 : place[stop]]):
             return f"no compute stands between {first} and {stop}: a GPU would rest while the host waits at {stop}"
     return ""
-
-
-def _count(number: int) -> str:
-    return {12: "twelve"}.get(number, str(number))
 
 
 def pairs_problem(layout: Layout) -> str:

@@ -20,16 +20,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import pairwise
 
 from hocket.collector import without_collector
 from hocket.config import Config
 from hocket.config.plan import ZERO_BUBBLE
-from hocket.program.connect import connect, free, latest_per_lane
+from hocket.program.connect import connect, free
 from hocket.program.expand import StepOps, defer_head, defer_past_send, expand, insert_p2p
 from hocket.program.layer import alone_order, at_once, merged_order, pairs_problem
 from hocket.program.offload import offload
-from hocket.program.ops import TIED, Key, Layout, Op, Program
+from hocket.program.ops import Key, Layout, Op, Program
 from hocket.program.pipeline import (
     Order,
     Step,
@@ -42,7 +41,6 @@ from hocket.program.pipeline import (
     zb_v,
 )
 from hocket.program.shard import Sharding, shard
-from hocket.program.transformer import HEAD
 
 
 @dataclass(frozen=True)
@@ -235,44 +233,6 @@ def _numbered(step: Step, ops: StepOps) -> StepOps:
 def free_rank(program: Program, rank: int) -> Program:
     """A program built without `frees`, but for one rank as if it had been built with them."""
     return replace(program, ranks=free(program.ranks, program.layout, only=rank))
-
-
-def with_late_heads(program: Program, count: int) -> Program:
-    """A program as it would have been built with `overlap.pp.defer_head = count`, -1 for all, from one with 0.
-
-    The head's last weight gradients, and what adds up or reduces them, move in front of the step op. Each still waits
-    for the one slot of the head's gradients, and the step for the last of them. A receive or reload, which waits for
-    the compute op in front of it, waits for the one in front of what moves. `program` is one without `frees`.
-    """
-    rank, _ = program.layout.owner(program.layout.stages - 1)
-    ops, first = program.ranks[rank], program.microbatches - count if count >= 0 else 0
-    layout = program.layout
-    head = {"wgrad": HEAD.name, "add": layout.unit(HEAD.name), "reduce": layout.unit(HEAD.name)}
-    late = [p for p, op in enumerate(ops) if head.get(op.verb) == op.part]
-    late = late[next((i for i, p in enumerate(late) if ops[p].microbatch >= first), len(late)) :]
-    if not late or (layout.tied and not layout.apart):
-        return program
-    late += [p for p, op in enumerate(ops) if op.part == TIED]
-    moved, last = set(late), len(ops) - 1
-    order = [*(p for p in range(last) if p not in moved), *late, last]
-    position = {old: new for new, old in enumerate(order)}
-    also = {p: [before] for before, p in pairwise(late) if ops[p].verb == "wgrad"}
-    also |= {p: [max(q for q in late if ops[q].verb == "wgrad")] for p in late if ops[p].verb == "recv"} | {last: late}
-    lanes = [ops[p].lane for p in order]
-    stays, latest = list[int](), -1  # of each position, the latest compute op up to there that does not move
-    for p, op in enumerate(ops):
-        latest = p if op.lane == "compute" and p not in moved else latest
-        stays.append(latest)
-    again: list[Op] = []
-    for new, old in enumerate(order):
-        deps = [
-            position[stays[dep] if ops[old].verb in ("recv", "reload") and dep in moved else dep]
-            for dep in ops[old].deps
-        ]
-        if old in also:
-            deps = latest_per_lane(lanes, new, [*deps, *(position[p] for p in also[old])])
-        again.append(ops[old]._replace(deps=tuple(sorted(deps))))
-    return replace(program, ranks=(*program.ranks[:rank], tuple(again), *program.ranks[rank + 1 :]))
 
 
 def build_forward(beside: Program, config: Config, sharding: Sharding) -> Program:

@@ -31,6 +31,7 @@ Only neighbours of one chunk are paired: their layers are the same, and share th
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -261,18 +262,16 @@ def _h1_rank(warm: int, behind: int, microbatches: int) -> tuple[Step, ...]:
 
 @dataclass
 class _Filling:
-    """What a rank has done so far, per chunk: its steps, and when the last one ends."""
+    """What a rank has done so far: its steps, how many of each verb and chunk, and when the last one ends."""
 
-    forwards: list[int] = field(default_factory=lambda: [0, 0])
-    backwards: list[int] = field(default_factory=lambda: [0, 0])
-    wgrads: list[int] = field(default_factory=lambda: [0, 0])
+    done: dict[str, list[int]] = field(default_factory=lambda: {verb: [0, 0] for verb in Times._fields})
     steps: list[Step] = field(default_factory=list)
     end: int = 0
 
     @property
     def held(self) -> int:
         """Chunk activations whose weight gradients are still to come."""
-        return sum(self.forwards) - sum(self.wgrads)
+        return sum(self.done["fwd"]) - sum(self.done["wgrad"])
 
 
 def zb_v(pp: int, microbatches: int, times: Times = TRANSFORMER, spare: int = 2) -> Order:
@@ -283,34 +282,22 @@ def zb_v(pp: int, microbatches: int, times: Times = TRANSFORMER, spare: int = 2)
     ranks = [_Filling() for _ in range(pp)]
     ends: dict[tuple[str, int, int], int] = {}  # (verb, microbatch, stage) -> when it ends
     now = 0
-    while any(sum(rank.wgrads) < 2 * microbatches for rank in ranks):
+    while any(sum(rank.done["wgrad"]) < 2 * microbatches for rank in ranks):
 
         def done(verb: str, microbatch: int, stage: int, now: int = now) -> bool:
             return ends.get((verb, microbatch, stage), now + 1) <= now
 
         for r, rank in enumerate(ranks):
-            step = _choose(rank, r, pp, microbatches, 2 * pp + spare, done) if rank.end <= now else None
-            if step is not None:
-                verb, (m, chunk) = _note(rank, step)
+            chosen = _choose(rank, r, pp, microbatches, 2 * pp + spare, done) if rank.end <= now else None
+            if chosen is not None:
+                verb, (m, chunk) = chosen
+                rank.steps.append(Step(**{verb: (m, chunk)}))
+                rank.done[verb][chunk] += 1
                 rank.end = ends[verb, m, _stage(r, chunk, pp)] = now + getattr(times, verb)
         later = [rank.end for rank in ranks if rank.end > now]
         assert later, "an order that is stuck"
         now = min(later)
     return tuple(tuple(rank.steps) for rank in ranks)
-
-
-def _note(rank: _Filling, step: Step) -> tuple[str, Item]:
-    """Add a step to a rank; what it does to which item."""
-    rank.steps.append(step)
-    for verb, item, counts in (
-        ("fwd", step.fwd, rank.forwards),
-        ("bwd", step.bwd, rank.backwards),
-        ("wgrad", step.wgrad, rank.wgrads),
-    ):
-        if item is not None:
-            counts[item[1]] += 1
-            return verb, item
-    raise AssertionError("a step without work")
 
 
 def _stage(rank: int, chunk: int, pp: int) -> int:
@@ -319,22 +306,23 @@ def _stage(rank: int, chunk: int, pp: int) -> int:
 
 def _choose(
     rank: _Filling, r: int, pp: int, microbatches: int, most: int, done: Callable[[str, int, int], bool]
-) -> Step | None:
+) -> tuple[str, Item] | None:
     """What a rank runs next; None if nothing can run. `done` says of (verb, microbatch, stage) whether it has ended."""
-    backwards: list[Item] = []
+    forwards, backwards, wgrads = rank.done.values()
+    ready: list[Item] = []
     for chunk in (0, 1):
-        m, stage = rank.backwards[chunk], _stage(r, chunk, pp)
+        m, stage = backwards[chunk], _stage(r, chunk, pp)
         if done("fwd", m, stage) and (stage == 2 * pp - 1 or done("bwd", m, stage + 1)):
-            backwards.append((m, chunk))
-    if backwards:
-        return Step(bwd=min(backwards))
+            ready.append((m, chunk))
+    if ready:
+        return "bwd", min(ready)
     for chunk in (1, 0):
-        m, stage = rank.forwards[chunk], _stage(r, chunk, pp)
+        m, stage = forwards[chunk], _stage(r, chunk, pp)
         room = rank.held < most - (chunk == 0)  # the last place is for the later chunk: its backward can come first
         if m < microbatches and room and (stage == 0 or done("fwd", m, stage - 1)):
-            return Step(fwd=(m, chunk))
-    wgrads = [(rank.wgrads[chunk], chunk) for chunk in (0, 1) if rank.wgrads[chunk] < rank.backwards[chunk]]
-    return Step(wgrad=min(wgrads)) if wgrads else None
+            return "fwd", (m, chunk)
+    left = [(wgrads[chunk], chunk) for chunk in (0, 1) if wgrads[chunk] < backwards[chunk]]
+    return ("wgrad", min(left)) if left else None
 
 
 # ------------------------------------------------------------------------------------------------------------- merged v
@@ -364,69 +352,60 @@ def merged_v(pp: int, microbatches: int) -> Order:
     """
     if microbatches < 2 * pp:
         raise ValueError(f"plan.order=merged_v needs 2 * pp = {2 * pp} microbatches or more, got {microbatches}")
-    return tuple(tuple(_Merging().run(pp, rank, microbatches)) for rank in range(pp))
+    return tuple(_merged_rank(pp, rank, microbatches) for rank in range(pp))
 
 
-class _Merging:
-    """Writes down the steps of one rank; every chunk's microbatches come in ascending order."""
+def _merged_rank(pp: int, rank: int, count: int) -> tuple[Step, ...]:
+    """All steps of one rank; every chunk's microbatches come in ascending order."""
+    steps: list[Step] = []
+    done: dict[tuple[str, int], int] = defaultdict(int)
+    late: list[Item] = []  # items whose weight gradients are still to come
 
-    def __init__(self) -> None:
-        self._steps: list[Step] = []
-        self._forwards, self._backwards = [0, 0], [0, 0]
-        self._late: list[Item] = []
-        """Items whose weight gradients are still to come."""
+    def item(verb: str, chunk: int | None) -> Item | None:
+        if chunk is None:
+            return None
+        done[verb, chunk] += 1
+        return done[verb, chunk] - 1, chunk
 
-    def run(self, pp: int, rank: int, count: int) -> list[Step]:
-        """All steps of a rank."""
-        behind = pp - 1 - rank
-        for _ in range(2 * behind):
-            self._forward(0)
-        for _ in range(rank + 1):
-            self._forward(0)
-            self._forward(1)
-        for _ in range(behind):
-            self._backward(1, apart=True)
-            self._weights()
-            self._forward(1)
-        for n in range(count - 2 * pp + rank + 1):
-            if n == 0 and behind == 0:  # what is to be merged is the gradient of the forward right before it
-                self._forward(0)
-                self._backward(1)
-            else:
-                self._merged(0, 1)
-            self._merged(1, 0)
-        for _ in range(behind):
-            self._backward(1)
-            self._merged(1, 0)
-        self._cool_down(rank, behind)
-        return self._steps
+    def run(forward: int | None = None, backward: int | None = None, apart: bool = False) -> None:
+        """A forward of a chunk, a backward, or both merged; `apart`: its weight gradients have a step of their own."""
+        step = Step(item("fwd", forward), item("bwd", backward))
+        steps.append(step)
+        late.extend([step.bwd] if apart and step.bwd else [])
 
-    def _cool_down(self, rank: int, behind: int) -> None:
-        """Backwards alone; from the middle on their weight gradients wait, to be done where the rank would rest."""
-        for n in range(2 * (rank + 1)):
-            self._backward(1 - n % 2, apart=n > rank)
-        for _ in range(behind):
-            self._weights()
-            self._backward(0, apart=True)
-        while self._late:
-            self._weights()
+    def weights() -> None:
+        steps.append(Step(wgrad=late.pop(0)))
 
-    def _forward(self, chunk: int) -> None:
-        self._steps.append(Step(fwd=_next(self._forwards, chunk)))
-
-    def _merged(self, forward: int, backward: int) -> None:
-        self._steps.append(Step(_next(self._forwards, forward), _next(self._backwards, backward)))
-
-    def _backward(self, chunk: int, apart: bool = False) -> None:
-        """`apart`: its weight gradients have a step of their own."""
-        item = _next(self._backwards, chunk)
-        self._steps.append(Step(bwd=item))
-        self._late += [item] if apart else []
-
-    def _weights(self) -> None:
-        self._steps.append(Step(wgrad=self._late.pop(0)))
-
-
-def _next(counts: list[int], chunk: int) -> Item:
-    counts[chunk] += 1
-    return counts[chunk] - 1, chunk
+    behind = pp - 1 - rank
+    # 1. Warm-up: forwards of the first chunk, then of both.
+    for _ in range(2 * behind):
+        run(0)
+    for _ in range(rank + 1):
+        run(0)
+        run(1)
+    # 2. The first backwards, one by one.
+    for _ in range(behind):
+        run(backward=1, apart=True)
+        weights()
+        run(1)
+    # 3. Merged steps.
+    for n in range(count - 2 * pp + rank + 1):
+        if n == 0 and behind == 0:  # what is to be merged is the gradient of the forward right before it
+            run(0)
+            run(backward=1)
+        else:
+            run(0, 1)
+        run(1, 0)
+    # 4. The last forwards are merged with backwards of the first chunk.
+    for _ in range(behind):
+        run(backward=1)
+        run(1, 0)
+    # 5. Backwards alone; from the middle on their weight gradients wait, to be done where the rank would rest.
+    for n in range(2 * (rank + 1)):
+        run(backward=1 - n % 2, apart=n > rank)
+    for _ in range(behind):
+        weights()
+        run(backward=0, apart=True)
+    while late:
+        weights()
+    return tuple(steps)

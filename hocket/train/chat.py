@@ -44,15 +44,6 @@ OPEN, CLOSE = "\ufdd0", "\ufdd1"
 """Around what a template generates, until it is rendered: code points that no text has."""
 ANSWER = "\ufdd2"
 """An answer, in a chat that shows what follows one."""
-SHAREGPT = {
-    **{name: name for name in ("system", "user", "assistant", "tool")},
-    "human": "user",
-    "gpt": "assistant",
-    "function_call": "assistant",
-    "function_response": "tool",
-    "observation": "tool",
-}
-"""Who speaks in ShareGPT's turns of `from` and `value` -> role."""
 TEMPLATE = "chat_template.jinja"
 SETTINGS = "tokenizer_config.json"
 """Files of a tokenizer's folder that have a chat template; the second has special tokens too."""
@@ -174,42 +165,20 @@ EMPTY = "content for it, or data.skip_empty = true, which leaves such chats out"
 def _message(given: Any, where: str) -> dict[str, Any]:
     """A message of role and content. See Note: [A chat is the same from any file]."""
     message = _without_nulls(given)
-    if isinstance(message, dict) and "from" in message and "role" not in message:
-        message = _of_sharegpt(message, where)
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise BadFileError(
-            f"has no message but {given!r:.40} in {where}", "rows of role and content, or from and value"
-        )
+        raise BadFileError(f"has no message but {given!r:.40} in {where}", "messages of role and content")
     if "content" not in message and "tool_calls" not in message:
         raise BadFileError(f"has a message of {message['role']} without content in {where}", EMPTY)
     return message if "content" in message else {"content": None, **message}
 
 
-def _of_sharegpt(turn: dict[str, Any], where: str) -> dict[str, Any]:
-    """A turn of ShareGPT as a message. What it has beside `from` and `value` stays."""
-    speaker, value = turn.pop("from"), turn.pop("value", None)
-    if speaker not in SHAREGPT:
-        reason = f"has a turn from {speaker!r:.40} in {where}"
-        raise BadFileError(reason, f"turns from one of {', '.join(SHAREGPT)}, or messages of role and content")
-    message = {"role": SHAREGPT[speaker], **turn}
-    if speaker != "function_call":
-        return message if value is None else {**message, "content": value}
-    calls = _json(value, f"call of a function in {where}")
-    calls = calls if isinstance(calls, list) else [calls]
-    return {**message, "tool_calls": [{"type": "function", "function": call} for call in calls]}
-
-
 def _tools(given: Any, where: str) -> Any:
     """What may be called: a list, which some files hold as JSON in a text."""
-    found = _json(given, f"list of tools in {where}") if isinstance(given, str) and given.strip() else given
-    return _without_nulls(found) or None
-
-
-def _json(text: Any, what: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, TypeError, RecursionError):
-        raise BadFileError(f"has no JSON but {text!r:.40} as {what}") from None
+        found = json.loads(given) if isinstance(given, str) and given.strip() else given
+    except (ValueError, RecursionError):
+        raise BadFileError(f"has no JSON but {given!r:.40} as list of tools in {where}") from None
+    return _without_nulls(found) or None
 
 
 def _without_nulls(value: Any) -> Any:

@@ -18,7 +18,6 @@ kill only unfinished pieces are made again.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import glob
 import hashlib
@@ -217,24 +216,23 @@ def find_files(
 
 
 def _files_below(path: Path) -> Iterator[Path]:
-    """All that is no folder, and not hidden. Each folder is read once, those behind links last. Raises OSError."""
+    """All that is no folder, and not hidden. Each folder is read once, also where links lead to it. Raises OSError."""
     if not path.is_dir():
         yield path.absolute()
         return
-    folders, links, seen = [path.absolute()], [], set[tuple[int, int]]()
-    while folders or links:
-        folder = folders.pop() if folders else links.pop(0)
-        stat = folder.stat()
-        if (stat.st_dev, stat.st_ino) in seen:
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    seen = set[str]()
+    for folder, folders, names in os.walk(path.absolute(), onerror=refuse, followlinks=True):
+        if (real := os.path.realpath(folder)) in seen:
+            folders.clear()
             continue
-        seen.add((stat.st_dev, stat.st_ino))
-        for each in sorted(folder.iterdir()):
-            if each.name.startswith("."):
-                continue
-            if each.is_dir():
-                (links if each.is_symlink() else folders).append(each)
-            else:
-                yield each
+        seen.add(real)
+        links = {name: os.path.islink(os.path.join(folder, name)) for name in folders if not name.startswith(".")}
+        folders[:] = sorted(links, key=lambda name, links=links: (links[name], name))
+        yield from (Path(folder, name) for name in names if not name.startswith("."))
 
 
 def standard_library() -> list[Path]:
@@ -253,7 +251,6 @@ def standard_library() -> list[Path]:
 def open_corpus(
     data: DataConfig,
     origins: Mapping[str, str],
-    timeout: float = 600.0,
     *,
     without: Path | None = None,
     say: Say = lambda words: None,
@@ -261,14 +258,14 @@ def open_corpus(
     """The corpus of a configuration, from the cache or tokenised now.
 
     `without` is the folder of the run: what it writes there is not its text, and would be another for every rank.
-    Waits for another process that is tokenising until that has written nothing for `timeout` seconds. `say` is told,
-    every few seconds, how far tokenising is. Raises ValueError for a missing path, a file that cannot be read as what
-    its name says, an empty corpus, a missing tokenizer, a cache that is damaged or cannot be written.
+    Waits for another process that is tokenising. `say` is told, every few seconds, how far tokenising is. Raises
+    ValueError for a missing path, a file that cannot be read as what its name says, an empty corpus, a missing
+    tokenizer, a cache that is damaged or cannot be written.
     """
-    corpus = _open(Asked("data.paths", data.paths, origins), data, timeout, without, say)
+    corpus = _open(Asked("data.paths", data.paths, origins), data, without, say)
     if not data.held_out:
         return corpus
-    held = _open(Asked("data.validation", data.held_out, origins), data, timeout, without, say)
+    held = _open(Asked("data.validation", data.held_out, origins), data, without, say)
     return replace(corpus, train_tokens=len(corpus.whole.tokens), held=held)
 
 
@@ -296,12 +293,13 @@ def _place(asked: Asked, data: DataConfig, without: Path | None) -> tuple[list[P
     return files, Path(data.cache) / f"corpus-{_key([*files, *sorted(belong)], data, asked)}"
 
 
-def _open(asked: Asked, data: DataConfig, timeout: float, without: Path | None, say: Say) -> Corpus:
+def _open(asked: Asked, data: DataConfig, without: Path | None, say: Say) -> Corpus:
     origins, (files, folder) = asked.origins, _place(asked, data, without)
     if not folder.exists():
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
-            with _lock(folder.with_suffix(".lock"), timeout):
+            with folder.with_suffix(".lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # see Note: [One run tokenises]
                 if not folder.exists():
                     _write(files, asked, data, folder, say)
         except OSError as error:
@@ -354,37 +352,6 @@ def _key(files: list[Path], data: DataConfig, asked: Asked) -> str:
 
 class KilledError(ValueError):
     """A process that tokenised was killed."""
-
-
-def _written(*folders: Path) -> int:
-    """Bytes of the files in some folders, also of those that another process is writing."""
-    total = 0
-    for file in (file for folder in folders for file in folder.glob("*")):
-        with contextlib.suppress(FileNotFoundError):  # it may just get its name
-            total += file.stat().st_size
-    return total
-
-
-@contextlib.contextmanager
-def _lock(path: Path, timeout: float) -> Iterator[None]:
-    """Hold an exclusive lock between processes. See Note: [One run tokenises]."""
-    places = path.with_suffix(".pieces"), path.with_suffix(".tmp")
-    deadline, seen = time.monotonic() + timeout, _written(*places)
-    with path.open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    deadline, before, seen = time.monotonic() + timeout, seen, _written(*places)
-                    if seen == before:
-                        raise ValueError(
-                            f"data.cache: another process has written nothing for {timeout:g} s and holds {path}; "
-                            "fix: wait for it, or use another data.cache"
-                        ) from None
-                time.sleep(POLL)
-        yield
 
 
 def _write(files: list[Path], asked: Asked, data: DataConfig, final: Path, say: Say) -> None:
@@ -489,15 +456,16 @@ def tokenise(folder: Path, files: Sequence[Path], asked: Asked, data: DataConfig
         nonlocal told
         if time.monotonic() > told + PATIENCE:
             told = time.monotonic()
-            done, tokens = len(list(folder.glob("*.npz"))), _written(folder) // dtype.itemsize
-            say(f"tokenising: {done} of {len(pieces)} pieces done, about {tokens:,} tokens so far")
+            done, begun = (list(folder.glob(f"*.{ending}")) for ending in ("npz", "bin"))
+            tokens = sum(file.stat().st_size for file in begun) // dtype.itemsize
+            say(f"tokenising: {len(done)} of {len(pieces)} pieces done, about {tokens:,} tokens so far")
 
     if len(missing) < len(pieces):
         say(f"tokenising goes on: {len(pieces) - len(missing)} of {len(pieces)} pieces are there")
     if count > 1:
         plain = replace(asked, origins=dict(asked.origins))
         with processes(count, {"RAYON_NUM_THREADS": str(max(1, cores() // count))}) as pool:
-            running = {pool.submit(_make, folder, missing[n::count], plain, data) for n in range(count)}
+            running = {pool.submit(_write_all, folder, missing[n::count], plain, data) for n in range(count)}
             while running:
                 done, running = wait(running, POLL)
                 tell()
@@ -509,7 +477,8 @@ def tokenise(folder: Path, files: Sequence[Path], asked: Asked, data: DataConfig
                     reason = "a process that tokenised was killed"
                     raise KilledError(str(asked.refused(reason, f"{fix}; finished pieces are kept"))) from None
     else:
-        _make(folder, missing, asked, data, tell)
+        for _ in _write_pieces(folder, missing, asked, data):
+            tell()
     return [Piece.read(folder, number, dtype) for number in range(len(pieces))]
 
 
@@ -518,14 +487,13 @@ def dtype_of(vocab: int) -> np.dtype:
     return np.min_scalar_type(vocab - 1)
 
 
-def _make(
-    folder: Path,
-    pieces: Sequence[tuple[int, Parts]],
-    asked: Asked,
-    data: DataConfig,
-    between: Callable[[], None] = lambda: None,
-) -> None:
-    """Write pieces; the `.npz` of each is there once all of it is. `between` is called behind every document."""
+def _write_all(folder: Path, pieces: Sequence[tuple[int, Parts]], asked: Asked, data: DataConfig) -> None:
+    for _ in _write_pieces(folder, pieces, asked, data):
+        pass
+
+
+def _write_pieces(folder: Path, pieces: Sequence[tuple[int, Parts]], asked: Asked, data: DataConfig) -> Iterator[None]:
+    """Write pieces, and yield after each; its `.npz` is there once all of it is."""
     if not pieces:
         return
     tokenizer = load_tokenizer(data, asked.origins)
@@ -534,7 +502,7 @@ def _make(
         path = folder / f"{number:06d}.bin"
         with path.open("wb") as out:
             writer = _Writer(out, tokenizer)
-            skipped = [line for file, part in parts for line in _add(file, part, writer, keys, asked, between)]
+            skipped = [line for file, part in parts for line in _add(file, part, writer, keys, asked)]
             writer.flush()
         lengths, masked = np.asarray(writer.lengths, np.int64), np.asarray(writer.masked, np.int64).reshape(-1, 3)
         done = path.with_suffix(".tmp")
@@ -543,17 +511,15 @@ def _make(
         for file in (path, done):
             sync(file)
         done.rename(path.with_suffix(".npz"))
+        yield
 
 
-def _add(
-    file: Path, part: Part, writer: _Writer, keys: Keys, asked: Asked, between: Callable[[], None]
-) -> Iterator[str]:
+def _add(file: Path, part: Part, writer: _Writer, keys: Keys, asked: Asked) -> Iterator[str]:
     """Add the documents of a file, or of a part of it. Gives a line about a file without text."""
     try:
         before = len(writer)
-        for document in documents(file, keys, writer.tokenizer.vocab, writer.tokenizer.separator, part):
+        for document in documents(file, keys, writer.tokenizer.separator, part):
             writer.add(document)
-            between()
         if part == WHOLE and len(writer) == before:
             yield f"{file} (empty: no documents)"
     except OSError as error:

@@ -3,8 +3,7 @@
 The name of a file says what it is: one of `TABLES`, whose rows are read, one of `TOKENS`, or else text. `.gz` and
 `.zst` behind it are undone first. A document is text, as bytes, or the tokens that another program has made of it.
 
-Layouts of tokenised files: Megatron's `.bin` and `.idx` (megatron/core/datasets/indexed_dataset.py), datatrove's `.ds`
-and `.ds.index`, llm.c's `.bin` (dev/data/data_common.py), OLMo's `.npy` (an array without a header).
+Tokenised files are Megatron's `.bin` and `.idx` (megatron/core/datasets/indexed_dataset.py), and numpy's `.npy`.
 """
 
 from __future__ import annotations
@@ -65,19 +64,12 @@ Part = tuple[int, int]
 WHOLE: Part = (0, 1)
 
 COMPRESSED = (".gz", ".zst")
-BESIDE = {".bin": (".idx",), ".ds": (".ds.index", ".ds.metadata")}
-"""Ending of a file -> endings that files beside it have which belong to it."""
-OF_DATASETS = ("dataset_info.json", "state.json")
-"""Files that `datasets` writes beside its `.arrow` files."""
-
 TOOLS = "tools"
 """Name of what the assistant of a chat may call, in the row of the chat."""
 OTHER_KEY = "data.text_key = the name of the text"
 SKIPPED = f"{OTHER_KEY}, or data.skip_empty = true, which leaves such rows out"
 
 MEGATRON, MEGATRON_DTYPES = b"MMIDIDX\0\0", {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}
-LLM_C = {20240520: "<u2", 20240801: "<u4"}
-"""First number of a header of 256 -> type of the tokens behind it."""
 NO_TEXT = {
     b"%PDF-": "a PDF",
     b"%!PS": "PostScript",
@@ -108,13 +100,12 @@ class BadFileError(Exception):
         self.fix = fix
 
 
-def documents(file: Path, key: Keys, vocab: int, separator: int, part: Part = WHOLE) -> Iterator[Document | None]:
+def documents(file: Path, key: Keys, separator: int, part: Part = WHOLE) -> Iterator[Document | None]:
     """The documents of a file, or of a part of it, in its order. A file of text is one document.
 
     None is a row without text that `key` leaves out.
-    `key` says what is read of a line of JSON or a row of a table. `vocab` and `separator` are the tokenizer's: an array
-    without a header has two bytes per token if those can hold `vocab` tokens, else four, and its documents end with
-    `separator`. Raises NoTextError, BadFileError, and OSError.
+    `key` says what is read of a line of JSON or a row of a table. The documents of an array end with `separator`, the
+    tokenizer's. Raises NoTextError, BadFileError, and OSError.
     """
     compression = _compression(file)
     ending = Path(file.name.lower().removesuffix(compression)).suffix
@@ -122,7 +113,7 @@ def documents(file: Path, key: Keys, vocab: int, separator: int, part: Part = WH
         if ending in TOKENS and compression:
             raise BadFileError("holds tokens, which are read in place", "decompress it")
         if ending in TOKENS:
-            yield from TOKENS[ending](file, vocab, separator)
+            yield from TOKENS[ending](file, separator)
         elif ending in TABLES and (ending != ".json" or _is_table(file, key)):
             for where, row in TABLES[ending](file, key, part):
                 yield from _of_row(row, key, where)
@@ -143,11 +134,8 @@ def has_parts(file: Path) -> bool:
 
 def beside(file: Path) -> list[Path]:
     """Files that belong to a file and hold no documents themselves."""
-    if file.suffix == ".arrow":
-        found = [file.with_name(name) for name in OF_DATASETS]
-    else:
-        found = [file.with_suffix(ending) for ending in BESIDE.get(file.suffix, ())]
-    return [path for path in found if path.is_file()]
+    index = file.with_suffix(".idx")
+    return [index] if file.suffix == ".bin" and index.is_file() else []
 
 
 def _compression(file: Path) -> str:
@@ -285,27 +273,11 @@ def _parquet(file: Path, key: Keys, part: Part) -> Iterator[Row]:
         yield from _of_batches(table.iter_batches(row_groups=list(mine), columns=columns), before)
 
 
-def _arrow_table(file: Path, key: Keys, part: Part) -> Iterator[Row]:
-    """A table as `datasets` keeps it, or a file of Arrow's."""
-    arrow, ipc = _arrow(file), _arrow(file, "pyarrow.ipc")
-    with _opened(file) as stream:
-        try:
-            batches = table = ipc.open_stream(stream)
-        except arrow.ArrowInvalid:
-            stream.seek(0)
-            table = ipc.open_file(stream)
-            batches = map(table.get_batch, range(table.num_record_batches))
-        known = table.schema.names
-        names = {each if each in known else each.partition(".")[0] for each in _columns(key, table.schema)}
-        yield from _of_batches((batch.select(sorted(names)) for batch in batches), 0)
-
-
 TABLES: dict[str, Callable[[Path, Keys, Part], Iterator[Row]]] = {
     ".json": _lines,
     ".jsonl": _lines,
     ".ndjson": _lines,
     ".parquet": _parquet,
-    ".arrow": _arrow_table,
 }
 """Ending of a file -> what reads a part of it."""
 
@@ -367,8 +339,8 @@ def _of_row(row: Any, key: Keys, where: str) -> Iterator[Document | None]:
 
 def _lacks_content(messages: list[Any]) -> bool:
     """Whether some message of a chat says nothing and calls nothing."""
-    said = ("content", "value", "tool_calls")
-    return any(isinstance(one, dict) and all(one.get(name) is None for name in said) for one in messages)
+    said = ("content", "tool_calls")
+    return any(isinstance(one, dict) and "role" in one and all(one.get(x) is None for x in said) for one in messages)
 
 
 def _value(row: dict[str, Any], name: str) -> Any:
@@ -398,36 +370,29 @@ def _encoded(text: str, where: str) -> bytes:
 # -- tokens ----------------------------------------------------------------------------------------------------------
 
 
-def _bin(file: Path, vocab: int, separator: int) -> Iterator[Document]:
-    """Megatron's, beside an `.idx`, or llm.c's."""
-    if file.with_suffix(".idx").is_file():
-        yield from _megatron(file)
-        return
-    head = np.fromfile(file, dtype="<i4", count=256)
-    if len(head) < 256 or int(head[0]) not in LLM_C:
-        raise NoTextError("binary: neither an .idx beside it, as Megatron writes, nor the header of llm.c")
-    tokens = _array(file, LLM_C[int(head[0])], offset=head.nbytes)
-    if len(tokens) != head[2]:
-        raise BadFileError(f"is damaged ({len(tokens)} tokens, and its header says {head[2]})")
-    yield from _split(tokens, separator)
-
-
-def _megatron(file: Path) -> Iterator[Document]:
-    index = file.with_suffix(".idx").read_bytes()
+def _megatron(file: Path, separator: int) -> Iterator[Document]:
+    if not file.with_suffix(".idx").is_file():
+        raise NoTextError("binary, without an .idx beside it, as Megatron writes")
+    index, size = file.with_suffix(".idx").read_bytes(), file.stat().st_size
     try:
         if not index.startswith(MEGATRON) or struct.unpack_from("<Q", index, 9) != (1,):
             raise BadFileError("has an .idx beside it that is not Megatron's, of version 1")
         kind, sequences, ends = struct.unpack_from("<BQQ", index, 17)
         if kind not in MEGATRON_DTYPES:
             raise BadFileError(f"has tokens that are no integers (type {kind} of its .idx)")
-        tokens = _array(file, MEGATRON_DTYPES[kind])
+        dtype = np.dtype(MEGATRON_DTYPES[kind])
+        if size % dtype.itemsize:
+            raise BadFileError(f"is damaged (its {size} bytes are no whole number of {dtype} tokens)")
+        tokens = np.memmap(file, dtype=dtype, mode="r") if size else np.zeros(0, dtype)
         lengths = np.frombuffer(index, "<i4", sequences, 34)
         offsets = np.frombuffer(index, "<i8", sequences, 34 + lengths.nbytes)
         firsts = offsets // tokens.itemsize
         bounds = np.frombuffer(index, "<i8", ends, 34 + lengths.nbytes + firsts.nbytes)
     except (ValueError, struct.error):
         raise BadFileError("has an .idx beside it that is cut off") from None
-    _require_bounds(bounds, sequences, "an .idx")
+    # Bounds of documents ascend from 0 to all there is: otherwise some would be left out, or read twice.
+    if not len(bounds) or bounds[0] != 0 or bounds[-1] != sequences or (bounds[1:] < bounds[:-1]).any():
+        raise BadFileError("has an .idx beside it that is damaged: its documents do not follow each other")
     if sequences and (int(lengths.min()) < 0 or (offsets % tokens.itemsize).any()):
         raise BadFileError("has an .idx beside it that is damaged: lengths below 0, or tokens between two places")
     if sequences and (int((firsts + lengths).max()) > len(tokens) or int(firsts.min()) < 0):
@@ -436,45 +401,15 @@ def _megatron(file: Path) -> Iterator[Document]:
         yield np.concatenate([tokens[firsts[i] : firsts[i] + lengths[i]] for i in range(first, last)] or [tokens[:0]])
 
 
-def _require_bounds(bounds: np.ndarray, last: int, named: str) -> None:
-    """Bounds of documents ascend from 0 to all there is: otherwise some would be left out, or read twice."""
-    if not len(bounds) or bounds[0] != 0 or bounds[-1] != last or (bounds[1:] < bounds[:-1]).any():
-        raise BadFileError(f"has {named} beside it that is damaged: its documents do not follow each other")
-
-
-def _npy(file: Path, vocab: int, separator: int) -> Iterator[Document]:
-    """An array with numpy's header, or OLMo's, which has none."""
-    with file.open("rb") as stream:
-        headed = stream.read(6) == b"\x93NUMPY"
+def _npy(file: Path, separator: int) -> Iterator[Document]:
+    """An array with numpy's header."""
     try:
-        tokens = np.load(file, mmap_mode="r") if headed else _array(file, "<u2" if vocab <= 1 << 16 else "<u4")
-    except ValueError as error:
-        raise BadFileError(f"is damaged ({error})") from None
+        tokens = np.load(file, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError):  # numpy's own message advises to allow pickles
+        raise BadFileError("is damaged, or no array that np.save has written") from None
     if tokens.ndim != 1 or tokens.dtype.kind not in "ui":
         raise BadFileError(f"has no tokens, but an array of {tokens.dtype} of shape {tokens.shape}")
     yield from _split(tokens, separator)
-
-
-def _datatrove(file: Path, vocab: int, separator: int) -> Iterator[Document]:
-    index = file.with_suffix(".ds.index")
-    if not index.is_file():
-        raise BadFileError(f"has no {index.name} beside it")
-    ends = np.concatenate([np.zeros(1, "<u8"), _array(index, "<u8")])
-    count = int(ends[-1])
-    _require_bounds(ends, count, "an index")
-    size, rest = divmod(file.stat().st_size, max(count, 1))
-    if count and (rest or size not in (2, 4)):
-        raise BadFileError(f"is damaged ({file.stat().st_size} bytes for the {count} tokens of its index)")
-    tokens = _array(file, f"<u{size}") if count else np.zeros(0, np.uint16)
-    for first, last in itertools.pairwise(ends.tolist()):
-        yield tokens[first:last]
-
-
-def _array(file: Path, dtype: str, offset: int = 0) -> np.ndarray:
-    size = file.stat().st_size - offset
-    if size % np.dtype(dtype).itemsize:
-        raise BadFileError(f"is damaged (its {size} bytes are no whole number of {dtype[-2:]} tokens)")
-    return np.memmap(file, dtype=dtype, mode="r", offset=offset) if size else np.zeros(0, dtype)
 
 
 def _split(tokens: np.ndarray, separator: int) -> Iterator[Document]:
@@ -488,5 +423,5 @@ def _split(tokens: np.ndarray, separator: int) -> Iterator[Document]:
         yield tokens[first:]
 
 
-TOKENS: dict[str, Callable[[Path, int, int], Iterator[Document]]] = {".bin": _bin, ".npy": _npy, ".ds": _datatrove}
-"""Ending of a file -> what reads it, with the tokenizer's vocabulary and separator."""
+TOKENS: dict[str, Callable[[Path, int], Iterator[Document]]] = {".bin": _megatron, ".npy": _npy}
+"""Ending of a file -> what reads it, with the tokenizer's separator."""

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -19,15 +19,15 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from hocket.config import LABELS, ModelConfig, TrainConfig
+from hocket.config import LABELS, TrainConfig
 from hocket.config.rule import problem
 from hocket.engine.graphed import Way
 from hocket.explain.explanation import FILE
 from hocket.files import set_aside
 from hocket.gpus import peak_flops
 from hocket.model.context import TOLERANCE
+from hocket.predict.part_sizes import model_flops_per_token
 from hocket.program.mesh import described
-from hocket.program.part_sizes import model_flops_per_token
 from hocket.resolve import Settings
 from hocket.sizes import counted
 from hocket.train.writers import Writers
@@ -61,43 +61,6 @@ class Lines:
     def close(self) -> None:
         """Close the file; lines that still wait are lost."""
         self._file.close()
-
-
-# -- Signs of a broken start: first values, or a learning rate, from which a model hardly learns -----------------------
-
-WATCHED = 10
-"""Steps that are looked at."""
-WORSE, FULL, JUMP = 1.0, 0.9, 3.0
-"""Nats above a guess; share of the largest load; factor between gradient norms."""
-
-
-class Start:
-    """The first steps of a run that begins with new weights."""
-
-    def __init__(self, model: ModelConfig) -> None:
-        self._fix = "model.init = torchtitan, " if model.init == "gpt2" else ""
-        self._guess = math.log(model.vocab)
-        self._largest = model.experts / model.top_k if model.experts else math.inf
-        self._calmest = math.inf
-        self._said = set[str]()
-
-    def warnings(self, step: int, loss: float, grad_norm: float, load: float) -> Iterator[str]:
-        """What is wrong with a step, each once. `load` is the busiest expert's rows over the mean."""
-        if step > WATCHED:
-            return
-        jumps, self._calmest = grad_norm > JUMP * self._calmest, min(self._calmest, grad_norm)
-        signs = {
-            f"the loss {loss:.2f} is above that of a guess, {self._guess:.2f}": loss > self._guess + WORSE,
-            f"the busiest expert has {load:.1f} times the mean, of at most {self._largest:.1f}": (
-                self._largest >= 4 and load >= FULL * self._largest
-            ),
-            f"the gradient's norm has jumped to {grad_norm:.3g}": jumps,
-        }
-        for text, wrong in signs.items():
-            kind = text.split()[1]
-            if wrong and kind not in self._said:
-                self._said.add(kind)
-                yield f"a bad start: {text}; fix: {self._fix}a lower train.lr or a longer train.warmup"
 
 
 # -- metrics -----------------------------------------------------------------------------------------------------------
@@ -178,7 +141,6 @@ class Metrics:
         self.peak = peak_flops(settings.host.gpu) if settings.train.device == "cuda" else 0.0
         """FLOP/s of a rank that MFU is over; 0 if they are not known, as those of CPUs, which have no data sheet."""
         self.validation_loss = math.nan
-        self._start = Start(settings.model) if not done and settings.train.transport != "null" else None
         self.exposed: Mapping[Way, float] = {}
         """How steps were made that were profiled -> their exposed share. Steps made in another way do not tell it."""
         label = LABELS.get(settings.train.transport)
@@ -301,10 +263,6 @@ class Metrics:
             self._live.update(self._live.task_ids[0], completed=result.step, description=text)
         else:
             self.say(text + self._eta())
-        if self._start:
-            for warning in self._start.warnings(result.step, result.loss, result.grad_norm, result.load):
-                self._write({"step": result.step, "warning": warning})
-                self.say(f"WARNING  step {result.step}: {warning}")
 
     def _eta(self) -> str:
         """The time that is left, by the mean of the steps so far, with validations and checkpoints."""
@@ -334,16 +292,6 @@ class Metrics:
         rate = size / write_seconds / 1e9 if write_seconds else 0.0
         seconds = {"copy_seconds": copy_seconds, "write_seconds": write_seconds}
         self._write({"step": self._last or step, "saved": {"step": step, "bytes": size, **seconds, "gb_per_s": rate}})
-
-    def went_back(self, left: int, step: int, skipped: int) -> None:
-        """The run is at `step` again, with `skipped` steps not taken: what it did up to step `left` is cut off."""
-        self._last, self._skipped = step, skipped
-        if self._lines and self._writers:
-            self._lines.close()
-            self._writers.close()
-            self._open(step)
-            self._writers = Writers(self.settings, step, self.say)
-        self._write({"step": step, "rewound_from": left})
 
     def summary(self) -> None:
         """The end of a run: the last validation loss, and whether it is below what counting tokens would reach.

@@ -14,7 +14,6 @@ validation = ["held-out/code.jsonl"]
 from __future__ import annotations
 
 import dataclasses
-import heapq
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,11 +45,14 @@ from hocket.typed import is_a
 # Between two changes of weights the sources get sequences as Webster's method gives parties seats: the k-th sequence
 # (from 0) of a source with share w is due at time (k + 1/2) / w, and sequences come in the order of these times. At
 # time t a source has t * w sequences, rounded, so after n sequences of S sources it has n * w, and at most 1/2 + w * S
-# / 2 more or fewer. Within blocks of `BLOCK` sequences the sources are then put into a random order. Otherwise a mix of
-# two halves would give one source to all even data-parallel ranks, and the other to the odd ones.
+# / 2 more or fewer. That order repeats after as many sequences as the weights, as whole numbers, add up to. Within
+# blocks of `BLOCK` sequences the sources are then put into a random order. Otherwise a mix of two halves would give one
+# source to all even data-parallel ranks, and the other to the odd ones.
 
 BLOCK = 64
 """Sequences whose sources are in a random order."""
+PERIOD = 1 << 20
+"""Most sequences after which the order of sources repeats. Weights that take more are rounded."""
 
 
 class Quotas:
@@ -64,11 +66,12 @@ class Quotas:
         assert changes[0][0] == 0
         self._firsts, self._seed = [first for first, _ in changes], seed
         self._weights = [_whole(weights) for _, weights in changes]
+        self._orders = [_order(weights) for weights in self._weights]
         self._block = (-1, -1)
-        self._taken, self._sources = list[int](), np.empty(0, dtype=np.int64)
-        self._before = [[0] * len(self._weights[0])]
+        self._taken, self._sources = self._weights[0], self._orders[0]
+        self._before = [np.zeros_like(self._weights[0])]
         for first in self._firsts[1:]:
-            self._before.append(self.counts(first))
+            self._before.append(np.array(self.counts(first)))
 
     def place(self, position: int) -> tuple[int, int]:
         """(source, which of its sequences, counted through all its epochs) of a position."""
@@ -86,50 +89,39 @@ class Quotas:
     def shares(self, position: int) -> list[Fraction]:
         """Share of each source from a position on."""
         weights = self._weights[bisect_right(self._firsts, position) - 1]
-        return [Fraction(weight, sum(weights)) for weight in weights]
+        return [Fraction(int(weight), int(weights.sum())) for weight in weights]
 
     def _count(self, segment: int, offset: int, source: int) -> int:
         within = int(np.count_nonzero(self._sources[:offset] == source))
-        return self._before[segment][source] + self._taken[source] + within
+        return int(self._before[segment][source] + self._taken[source]) + within
 
     def _find(self, position: int) -> tuple[int, int]:
         """Make the block of a position the current one. Returns its segment and the place of the position in it."""
         segment = min(bisect_right(self._firsts, position), len(self._before)) - 1
         block, offset = divmod(position - self._firsts[segment], BLOCK)
         if (segment, block) != self._block:
-            self._block, weights = (segment, block), self._weights[segment]
-            self._taken, due = _taken(weights, block * BLOCK)
-            order = np.random.default_rng([self._seed, segment, block]).permutation(BLOCK)
-            self._sources = np.array([_next(due, weights) for _ in range(BLOCK)])[order]
+            self._block, weights, order = (segment, block), self._weights[segment], self._orders[segment]
+            periods, rest = divmod(block * BLOCK, len(order))
+            self._taken = periods * weights + np.bincount(order[:rest], minlength=len(weights))
+            shuffled = np.random.default_rng([self._seed, segment, block]).permutation(BLOCK)
+            self._sources = np.take(order, rest + np.arange(BLOCK), mode="wrap")[shuffled]
         return segment, offset
 
 
-def _whole(weights: Sequence[Fraction]) -> list[int]:
-    """The same weights as whole numbers."""
+def _whole(weights: Sequence[Fraction]) -> np.ndarray:
+    """The same weights as whole numbers, of which the sum is at most about `PERIOD`."""
     factor = math.lcm(*(weight.denominator for weight in weights))
-    return [int(weight * factor) for weight in weights]
+    whole = [int(weight * factor) for weight in weights]
+    whole = [weight // math.gcd(*whole) for weight in whole]
+    if (total := sum(whole)) > PERIOD:
+        whole = [max(round(weight * PERIOD / total), min(weight, 1)) for weight in whole]
+    return np.array(whole)
 
 
-Due = list[tuple[Fraction, int, int]]
-"""A heap of (when, in units of 1 / weight, source, which of its sequences)."""
-
-
-def _taken(weights: Sequence[int], count: int) -> tuple[list[int], Due]:
-    """How many of the first `count` sequences each source has, and what is due next."""
-    total, early = sum(weights), max(0, count - len(weights))  # at that time at most `count` are due
-    taken = [(2 * early * weight + total) // (2 * total) if weight else 0 for weight in weights]
-    due: Due = [(Fraction(2 * k + 1, weights[s]), s, k) for s, k in enumerate(taken) if weights[s]]
-    heapq.heapify(due)
-    for _ in range(count - sum(taken)):
-        taken[_next(due, weights)] += 1
-    return taken, due
-
-
-def _next(due: Due, weights: Sequence[int]) -> int:
-    """Take the source that is due."""
-    _, source, k = due[0]
-    heapq.heapreplace(due, (Fraction(2 * k + 3, weights[source]), source, k + 1))
-    return source
+def _order(weights: np.ndarray) -> np.ndarray:
+    """The source of each sequence of a period."""
+    due = np.concatenate([(np.arange(weight) + 0.5) / max(weight, 1) for weight in weights])
+    return np.repeat(np.arange(len(weights)), weights)[np.argsort(due, kind="stable")]
 
 
 # -- sources -----------------------------------------------------------------------------------------------------------

@@ -1,11 +1,4 @@
-"""The training run of one rank: data in, planned steps, metrics and checkpoints out.
-
-Note: [Going back]
-Behind too many skipped steps in a row a run may go back to its newest checkpoint: weights, the optimizer's state and
-the count of steps are those of the checkpoint, and the position in the text is not, so that the text since then is not
-read again. The next checkpoint has that position and the count of rewinds. A run that is killed before it resumes from
-the same checkpoint as the rewind, reads the same text, skips the same steps and goes back once more: the same run.
-"""
+"""The training run of one rank: data in, planned steps, metrics and checkpoints out."""
 
 from __future__ import annotations
 
@@ -23,14 +16,15 @@ from hocket.config.rule import problem
 from hocket.engine import Engine
 from hocket.engine.engine import blame
 from hocket.environment import available_memory
+from hocket.fsdp.saving.background import copied_bytes
 from hocket.fsdp.saving.inventory import FlatTensor
 from hocket.layers.slices import Span
 from hocket.model.context import imbalance_of
 from hocket.model.documents import Microbatch, documents_of, to_device
 from hocket.model.transformer import parameter_counts
-from hocket.program.arrivals import lack
+from hocket.predict.arrivals import lack
+from hocket.predict.part_sizes import attending
 from hocket.program.documents import Dealt, as_read, deals, dealt, lengths_of, works_of
-from hocket.program.part_sizes import attending
 from hocket.resolve import Settings
 from hocket.runtime.hangs import Watchdog
 from hocket.runtime.world import everyone
@@ -39,7 +33,6 @@ from hocket.train.checkpoint import (
     Restored,
     Saves,
     State,
-    copies_of,
     make_place,
     require_memory,
     restore,
@@ -91,7 +84,7 @@ OTHER_TEXT = (
 
 
 MOST_SKIPPED = 5
-"""Most steps in a row that may be skipped. At the next one the run ends, or goes back if `rewinds` are left."""
+"""Most steps in a row that may be skipped. At the next one the run ends."""
 
 
 class Trainer:
@@ -105,8 +98,6 @@ class Trainer:
         self._require_same_text()
         self.step = self.position = 0
         self._in_a_row = 0  # steps that were skipped, up to the last one
-        self._rewinds = 0  # times that the run went back to a checkpoint
-        self._held_out: float | None = None  # the loss of a validation behind the last step
         self._remarks = list[str]()
         self._no_copies = ""  # why training waits while checkpoints are written
         self._saved = 0  # steps of the checkpoint on disk that the run goes on from
@@ -136,27 +127,25 @@ class Trainer:
         notes = make_place(settings, self._state()) if settings.train.kept["newest"] else []
         between = self.saves and 0 < settings.train.save_every < settings.train.steps
         copies, offloaded = (
-            copies_of(self._state()) if between else 0,
+            copied_bytes(self._state()) if between else 0,
             engine.host_bytes if settings.plan.offload else 0,
         )
         self._no_copies = require_memory(settings, offloaded, copies, available_memory())
         self._remarks = [*(restored.notes if restored else ()), *notes, *filter(None, [self._no_copies])]
         if restored is not None:
-            self.position = restored.position
-            self._saved = restored.step
-            if restored.more.get("samples", self.text.samples) != self.text.samples:
-                self._remarks.append(OTHER_TEXT)
             self._go_on(restored)
 
     def _go_on(self, restored: Restored) -> None:
-        """Take over what a checkpoint holds beside weights and averages, but for the position."""
+        """Take over what a checkpoint holds beside weights and averages."""
         engine, more = self.engine, restored.more
-        self.step = restored.step
+        self.step = self._saved = restored.step
+        self.position = restored.position
+        if more.get("samples", self.text.samples) != self.text.samples:
+            self._remarks.append(OTHER_TEXT)
         guard = engine.optimizer.guard
         guard.go_on(more.get("skipped", 0), more.get("norms", ()))
         engine.optimizer.steps = restored.step - int(guard.total)
         self._in_a_row = more.get("in_a_row", 0)
-        self._rewinds = more.get("rewinds", 0)
         for layer, share in engine.balance.shares().items():
             if layer in more.get("shares", {}):
                 share.copy_(torch.tensor(more["shares"][layer]))
@@ -179,11 +168,6 @@ class Trainer:
             return signal
         finally:
             watchdog.close()
-
-    @property
-    def _of_run(self) -> Settings:
-        """The settings, by which the newest checkpoint is the run's own."""
-        return dataclasses.replace(self.settings, run=dataclasses.replace(self.settings.run, resume="auto"))
 
     @property
     def pretends(self) -> bool:
@@ -216,10 +200,8 @@ class Trainer:
             metrics.step(result)
             window.after(self.step, result.way)
             collect_after(self.step)
-            if not self.pretends and not self._taken(result, metrics, saves):
-                self._rewind(metrics, saves)
-                if not signal:
-                    continue
+            if not self.pretends:
+                self._require_taken(result, metrics)
             if self._evaluates():
                 self._validate(metrics)
                 evaluated = self.step
@@ -236,57 +218,29 @@ class Trainer:
             saves.last()
         return 0
 
-    def _taken(self, result: StepRecord, metrics: Metrics, saves: Saves) -> bool:
-        """Say that a step was skipped. Returns whether the run goes on behind it, rather than from a checkpoint.
+    def _require_taken(self, result: StepRecord, metrics: Metrics) -> None:
+        """Say that a step was skipped.
 
-        Raises ValueError, on every rank, behind too many, or if the loss is not finite: weights that a step has spoiled
+        Raises ValueError, on every rank, after too many, or if the loss is not finite: weights that a step has spoiled
         must not replace good ones.
         """
-        settings, optimizer = self.settings, self.settings.optimizer
         what = f"step {result.step} has loss {result.loss:g} and a gradient of norm {result.grad_norm:g}"
-        left = optimizer.rewinds - self._rewinds
-        if self._in_a_row and self._in_a_row <= MOST_SKIPPED:
-            then = "goes back to its last checkpoint" if left > 0 else "ends"
-            more = MOST_SKIPPED + 1 - self._in_a_row
-            metrics.say(f"WARNING  {what}: it was skipped, weights stay; the run {then} after {more} more in a row")
-        elif self._in_a_row:
-            if left > 0:
-                saves.wait()
-            if left > 0 and resumes(self._of_run):
-                metrics.say(f"WARNING  {what}: it was skipped, weights stay")
-                return False
+        if self._in_a_row > MOST_SKIPPED:
             raise ValueError(self._too_many(what, math.isfinite(result.grad_norm)))
+        if self._in_a_row:
+            more = MOST_SKIPPED + 1 - self._in_a_row
+            metrics.say(f"WARNING  {what}: it was skipped, weights stay; the run ends after {more} more in a row")
         elif not math.isfinite(result.loss):
             fix = "a lower train.lr or a longer train.warmup; the last checkpoint is from before this step"
-            raise ValueError(problem("train.lr", settings.train.lr, settings.origins, what, fix))
-        return True
-
-    def _rewind(self, metrics: Metrics, saves: Saves) -> None:
-        """Go back to the newest checkpoint of the run, but not in the text. See Note: [Going back]."""
-        settings, left, number = self.settings, self.step, self._rewinds + 1
-        restored = restore(self._of_run, self._state())
-        assert restored is not None, "a checkpoint that was there is gone"
-        self._go_on(restored)
-        self._rewinds, self._in_a_row = number, 0
-        saves.went_back(self.step)
-        metrics.went_back(left, self.step, int(self.engine.skipped))
-        skipped = self.position - restored.position
-        metrics.say(
-            f"WARNING  rewind {number} of {settings.optimizer.rewinds}: back from step {left} to the checkpoint of "
-            f"step {self.step}; the {skipped} sequences read since then are not read again"
-        )
+            raise ValueError(problem("train.lr", self.settings.train.lr, self.settings.origins, what, fix))
 
     def _too_many(self, what: str, spike: bool) -> str:
-        """Why the run ends behind skipped steps. Every rank calls this."""
-        settings = self.settings
-        factor, row = settings.optimizer.skip_spikes, f", the last of {MOST_SKIPPED + 1} skipped in a row"
-        if settings.optimizer.rewinds:
-            row += f", behind {self._rewinds} of {settings.optimizer.rewinds} rewinds"
-            row += "" if resumes(self._of_run) else ", for there is no checkpoint to go back to"
+        """Why the run ends after skipped steps. Every rank calls this."""
+        settings, row = self.settings, f", the last of {MOST_SKIPPED + 1} skipped in a row"
         if spike:
             reason = f"{what}, and the usual norm is {self.engine.optimizer.guard.usual:.3g}{row}"
             fix = "a larger factor or 0, or a lower train.lr; the last checkpoint is from before these steps"
-            return problem("optimizer.skip_spikes", factor, settings.origins, reason, fix)
+            return problem("optimizer.skip_spikes", settings.optimizer.skip_spikes, settings.origins, reason, fix)
         position = self.position - settings.batch
         where = blame(self.engine, self._microbatches(self.train_stream, position, self._dealt(position)[0]))
         fix = "a lower train.lr or a longer train.warmup; the last checkpoint is from before these steps"
@@ -305,7 +259,6 @@ class Trainer:
             metrics.say(f"step {self.step + 1} {lack(settings, result.lacked, result.grown)}")
         told = engine.agree(result.loss, result.loads, stop.signal, result.imbalance)
         self.step += 1
-        self._held_out = None
         self.position += settings.batch
         seconds = time.perf_counter() - started
         self._in_a_row = self._in_a_row + 1 if told.skipped else 0
@@ -376,9 +329,8 @@ class Trainer:
         losses = {name: loss for name, (loss, learnt) in found.items() if learnt}
         for name in found.keys() - losses.keys():
             metrics.say(f"WARNING  validation{name and f' of {name}'} has no target that counts, and so no loss")
-        self._held_out = self.text.mean(losses) if losses else None
-        if self._held_out is not None:
-            metrics.validation(self.step, self._held_out, losses if "" not in losses else {})
+        if losses:
+            metrics.validation(self.step, self.text.mean(losses), losses if "" not in losses else {})
 
     def _evaluate(self, stream: Stream, metrics: Metrics) -> tuple[float, int]:
         """Mean cross-entropy over all targets that count of the first `eval_batches` batches, and their number.
@@ -418,9 +370,7 @@ class Trainer:
             "skipped": int(guard.total),
             "norms": guard.norms,
             "in_a_row": self._in_a_row,
-            "rewinds": self._rewinds,
             "shares": {layer: share for of_rank in shares for layer, share in of_rank.items()},
-            "held_out": self._held_out,
             "samples": self.text.samples,
         }
         return Moment(self.step, self.position, self.text.up_to(self.position), more)

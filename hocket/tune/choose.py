@@ -30,6 +30,14 @@ given their memory back. What is offloaded takes no time of the compute lane as 
 settings are open, each part is kept, offloaded or recomputed, and what is recomputed is then chosen anew. Pieces of the
 head cost one product of it, whatever their number, which is less than what most recomputation costs: they come first.
 
+Note: [What a merged step waits for]
+A rank sends the gradient of a chunk and, in the next step, needs one from the rank behind it, which sent it at about
+the same time. So each merged step is as long as its compute up to the send, plus the p2p transfer, unless compute is
+left to do behind the send: `exposed = max(0, p2p transfer - weight gradients behind the send)`. Weight gradients that
+stand behind the send keep what they work on for longer, so as few as cover the p2p transfer are moved there. Where all
+of a chunk do not, neighbours that are three steps apart at the start instead of two (`plan.stride`) give the p2p
+transfer a step of its own, and keep more activations.
+
 Note: [What hides a p2p transfer may uncover something else]
 A weight gradient that runs after the send no longer runs beside the all-to-all that it hid before. On the other hand,
 ops after the send delay no other rank. The more weight gradients are there, the sooner a gradient comes through the
@@ -53,10 +61,10 @@ Then the best cover, and the one with all weight gradients after sends, are comp
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import accumulate, chain, combinations, pairwise
-from typing import Any, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from hocket.config import COPIED, Config, Strategy, Switch
 from hocket.config.overlap import CONTEXT as METHOD
@@ -64,15 +72,14 @@ from hocket.config.overlap import HEADS_RULES
 from hocket.config.rule import Host, leaf, show
 from hocket.config.schema import changed
 from hocket.decision import AUTOMATIC, Choice
-from hocket.program.cost import CostTable
-from hocket.program.hardware import LAPTOP, hardware_of
+from hocket.predict.cost import CostTable
+from hocket.predict.hardware import LAPTOP, hardware_of
+from hocket.predict.part_sizes import copies_of, elements_sent
+from hocket.predict.simulate import Costs, quiet_end
 from hocket.program.layer import MERGED
 from hocket.program.ops import COMPUTING, Lane, Layout, Op, Verb, offloadable, recomputable
-from hocket.program.p2p import Parts, smallest_cover
-from hocket.program.part_sizes import copies_of, elements_sent
-from hocket.program.simulate import Costs, quiet_end
 from hocket.program.stages import gathered_units, layout_of
-from hocket.program.transformer import GATHERED
+from hocket.program.transformer import GATHERED, HEAD
 from hocket.rules import (
     group_of,
     has_experts,
@@ -444,6 +451,80 @@ def _least(most: int, good: Callable[[int], bool]) -> int:
         middle = (bad + most) // 2
         bad, most = (bad, middle) if good(middle) else (middle, most)
     return most
+
+
+Parts = Literal["attn", "all"]
+
+
+@dataclass(frozen=True)
+class Cover:
+    """Weight gradients behind the send: of the last `layers` backward layers of a chunk: first parts' or all."""
+
+    layers: int
+    parts: Parts
+    seconds: float
+    """What they take, in the chunk where they take least."""
+    p2p: float
+    """What they are to hide, in seconds."""
+
+    @property
+    def setting(self) -> int | str:
+        """The value of `overlap.pp.defer_layers` that puts them there."""
+        if self.parts == "all" or not self.layers:
+            return self.layers
+        return "attn" if self.layers < 0 else f"attn:{self.layers}"
+
+    @property
+    def exposed(self) -> float:
+        """What of a p2p transfer they don't hide, in seconds."""
+        return max(0.0, self.p2p - self.seconds)
+
+
+def smallest_cover(
+    layout: Layout, costs: CostTable, layers: Sequence[int] = (), parts: Sequence[Parts] = ("attn", "all")
+) -> Cover:
+    """The fewest weight gradients that take at least as long as a gradient's p2p transfer; if none do, those that take
+    longest.
+
+    `layers` are the numbers of layers to choose from, by default 1 to as many as a chunk has.
+    """
+    p2p = float(costs.table["recv", "grad", ""].seconds)
+    most = max([1, *map(len, _sending(layout))])
+    choices = [
+        Cover(count, kind, min(_behind_send(layout, costs, chunk, count, kind) for chunk in _sending(layout)), p2p)
+        for count in layers or range(1, most + 1)
+        for kind in parts
+    ]
+    enough = [choice for choice in choices if not choice.exposed]
+    return min(enough, key=_size) if enough else max(choices, key=lambda choice: (choice.seconds, -choice.layers))
+
+
+def _size(cover: Cover) -> tuple[float, int, bool]:
+    return cover.seconds, cover.layers, cover.parts == "all"
+
+
+def _sending(layout: Layout) -> Iterator[range]:
+    """The layers of every chunk whose gradient is sent to another rank."""
+    for rank in range(layout.pp):
+        for chunk in range(layout.chunks):
+            if not layout.is_first(rank, chunk):
+                yield layout.layers(rank, chunk)
+
+
+def _behind_send(layout: Layout, costs: CostTable, chunk: range, layers: int, parts: Parts) -> float:
+    """Seconds of the weight gradients of a chunk's last backward layers, its first in forward order.
+
+    Without layers it is the chunk of the head, whose weight gradient is behind the send in any case.
+    """
+    if not chunk:
+        return float(costs.seconds(0, Op("wgrad", HEAD.name)))
+    late = chunk if layers < 0 else chunk[:layers]
+    return sum(
+        float(costs.seconds(0, Op("wgrad", part, layer=layer)))
+        for layer in late
+        for part in layout.weighted_parts(layer)
+        if parts == "all" or part == layout.type_of(layer).entry.name
+    )
 
 
 DEFERRAL = "overlap.ep.merge_ends", "overlap.pp.defer_layers", "overlap.pp.defer_head"

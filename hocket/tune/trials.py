@@ -3,8 +3,7 @@
 Note: [A choice asks for no more than it needs]
 A program takes longer to build than to simulate, and half of that time goes into placing the drops of values. So
 choices share their programs and times (`Trials`). They ask for times first, because times need no drops. They ask for
-memory only if it decides, one rank after the other. To move the head's weight gradients to the end they reuse a
-program.
+memory only if it decides, one rank after the other.
 
 Note: [The usual value wins ties]
 `best` takes the shortest step that fits. Of steps of about the same time it takes the one that comes first, which is
@@ -33,16 +32,16 @@ from typing import Any, Protocol
 from hocket.config import Config
 from hocket.config.rule import Host, leaf, show
 from hocket.config.schema import changed
-from hocket.program.arrivals import arrival_bytes
-from hocket.program.cost import CostTable, costs_of
-from hocket.program.hardware import hardware_of
-from hocket.program.lower import build_forward, build_program, choose_order, free_rank, with_late_heads
-from hocket.program.ops import Layout, Program
-from hocket.program.p2p import activation
+from hocket.predict.arrivals import arrival_bytes
+from hocket.predict.cost import CostTable, costs_of
+from hocket.predict.hardware import hardware_of
+from hocket.predict.simulate import Time, cost_key, peak_bytes, simulate, spans_of, times
+from hocket.program.lower import build_forward, build_program, choose_order, free_rank
+from hocket.program.ops import Key, Layout, Op, Program
 from hocket.program.pipeline import in_flight, warmup
 from hocket.program.shard import Sharding
-from hocket.program.simulate import Time, cost_key, peak_bytes, simulate, spans_of, times
 from hocket.program.stages import layout_of, sharding_of
+from hocket.program.values import reads
 from hocket.rules import few_microbatches, group_of
 from hocket.sizes import duration
 
@@ -167,12 +166,7 @@ class Trials:
     def _built(self, plan: _Plan) -> Program:
         if plan not in self._programs:
             layout, microbatches, sharding, config = plan
-            late = config.overlap.pp.defer_head
-            if isinstance(late, int) and late and layout.pp > 1 and config.overlap.defer_wgrad != "off":
-                plain = layout, microbatches, sharding, changed(config, {"overlap.pp.defer_head": 0})
-                self._programs[plan] = with_late_heads(self._built(plain), late)
-            else:
-                self._programs[plan] = build_program(layout, microbatches, config, sharding, frees=False)
+            self._programs[plan] = build_program(layout, microbatches, config, sharding, frees=False)
         return self._programs[plan]
 
 
@@ -250,6 +244,18 @@ class Predicted:
 
 
 # -- Memory ------------------------------------------------------------------------------------------------------------
+
+
+def activation(layout: Layout, costs: CostTable, rank: int, chunk: int) -> int:
+    """Bytes that a chunk's forward keeps for its backward; of what is recomputed, its inputs; of what is away, none."""
+    total, inputs = 0, set[Key]()
+    for layer in layout.layers(rank, chunk):
+        for part in layout.forward_parts(layer):
+            if not layout.offloads(part, layer):
+                total += costs.saved_bytes(rank, Op("fwd", part, layer=layer))
+            if layout.recomputes(part, layer):
+                inputs |= set(reads(Op("recompute", part, 0, chunk, layer), layout, rank))
+    return total + sum(costs.output_bytes(rank, Op(*key)) for key in inputs if key[0] != "recompute")  # pyrefly: ignore
 
 
 def memory_of(c: Config, host: Host) -> int:

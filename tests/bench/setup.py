@@ -58,7 +58,7 @@ def curves(rank: int, names: list[str], work: Workload, steps: int) -> dict[str,
 
 def learn_the_same(world: int, work: Workload, names: list[str]) -> None:
     """Contenders on so many ranks come to the curves of the first, well within the gate's tolerance."""
-    found = run_ranks(curves, world, names, work, 8)
+    found = run_ranks(curves, world, names, work, 4)
     verdict = gate.judge(found[0], work)
     assert found[1] == found[0], "every rank comes to the same verdict"
     assert verdict.worst < 0.4 * verdict.tolerance, "better than the gate demands"

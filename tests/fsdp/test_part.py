@@ -177,7 +177,7 @@ def test_replicas_hold_the_whole() -> None:
 def others(rank: int) -> None:
     sharded, apart = model(), model()
     hocket.fully_shard(sharded, units=nn.Linear)
-    hocket.fully_shard(apart, options=hocket.ShardOptions(bucket="20 params"), units=nn.Linear)
+    hocket.fully_shard(apart, options=hocket.ShardOptions(bucket=20), units=nn.Linear)
     sharded(torch.randn(4, 7)).sum().backward()
     first, second = sharded.parameters(), sharded.parameters()
     weight, bias = next(first), [*second][3]

@@ -2,11 +2,8 @@
 
 import pytest
 import torch
-from torch import Tensor, nn
 
-import hocket
 from hocket.fsdp.options import Formats, Precision
-from tests.helpers.ranks import run_ranks
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -36,37 +33,3 @@ def test_numbers_that_are_no_floats_stay_as_they_are():
 def test_formats_that_are_none_are_refused(field, value):
     with pytest.raises(ValueError, match=rf"Precision\({field}=.*\) is no dtype to train in: use torch.float32"):
         Precision(**{field: value})
-
-
-class Picky(nn.Module):
-    """Needs rows in the dtype of its weights; raises another error for no rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not len(x):
-            raise RuntimeError("no rows")
-        return self.layer(x)
-
-
-def inputs_of_another_format(rank: int) -> None:
-    model = nn.Sequential(Picky(), Picky())
-    hocket.fully_shard(model, units=Picky, precision=Precision(compute=BF16))
-    with pytest.raises(RuntimeError, match="dtype") as caught:
-        model(torch.ones(2, 4))
-    (note,) = caught.value.__notes__
-    assert note.startswith("unit '0' computes in torch.bfloat16 and was given torch.float32: hocket.Precision is of")
-    assert note.endswith("inside of torch.autocast('cpu', torch.bfloat16)")
-    for rows in (torch.ones(0, 4), torch.ones(2, 5, dtype=BF16)):
-        with pytest.raises(RuntimeError) as caught:
-            model(rows)
-        assert not hasattr(caught.value, "__notes__"), "other errors stay as they are"
-    with torch.autocast("cpu", BF16):
-        model(torch.ones(2, 4)).sum().backward()
-    model(torch.ones(2, 4, dtype=BF16)).sum().backward()
-
-
-def test_inputs_that_are_not_of_the_dtype_of_a_unit_are_named_in_torchs_error():
-    run_ranks(inputs_of_another_format, 1)

@@ -191,7 +191,7 @@ def test_transports_have_the_same_bits(strategy: str) -> None:
 
 def buckets(rank: int) -> None:
     first: list[Tensor] = []
-    for options in ({}, {"bucket": "5M params"}, {"bucket": "16MiB", "transport": "copy_engine"}):
+    for options in ({}, {"bucket": 5_000_000}, {"bucket": 2**23, "transport": "copy_engine"}):
         training = Training(rank, "optim", wire=torch.float32, microbatches=1, **options)
         found = [*(training.step() for _ in range(4)), *whole(training)]
         first = first or found

@@ -39,6 +39,8 @@ class Finished:
 
 
 Process = subprocess.Popen[str] | Forked
+FORKED = ("hocket", "tests.helpers.stops")
+"""Commands that are forked from the server of ranks. Others, such as torchrun, start anew."""
 _started: list[Process] = []
 
 
@@ -74,8 +76,8 @@ def environment(**more: str) -> dict[str, str]:
 def start(folder: Path, *arguments: str, module: str = "hocket", fresh: bool = False, **variables: str) -> Process:
     """Start `hocket ...` in a folder; `fresh` as a user does, else see `Forked`. Tests that use this `end_all`."""
     env, arguments = environment(**variables), last_of_each(arguments)
-    if module == "hocket" and not fresh:
-        process: Process = Forked(arguments, folder, env)
+    if module in FORKED and not fresh:
+        process: Process = Forked(module, arguments, folder, env)
     else:
         process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],

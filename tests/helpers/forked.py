@@ -1,6 +1,6 @@
 """Commands without the seconds of importing torch: forked from the server that also starts ranks.
 
-They differ from `python -m hocket` in nothing that hocket does or sees, but torch has been imported before their
+They differ from `python -m MODULE` in nothing that hocket does or sees, but torch has been imported before their
 variables are set. Tests of the start itself begin anew: `tests.helpers.command.start(..., fresh=True)`.
 """
 
@@ -10,6 +10,7 @@ import atexit
 import io
 import multiprocessing
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -22,14 +23,14 @@ from tests.helpers.ranks import server_environment
 
 
 class Forked:
-    """What `subprocess.Popen` would be for `python -m hocket ARGUMENTS`, as far as tests use it."""
+    """What `subprocess.Popen` would be for `python -m MODULE ARGUMENTS`, as far as tests use it."""
 
-    def __init__(self, arguments: Sequence[str], cwd: Path, env: Mapping[str, str]) -> None:
+    def __init__(self, module: str, arguments: Sequence[str], cwd: Path, env: Mapping[str, str]) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.helpers.preload"])
         pipes = [os.pipe() for _ in range(2)]
         theirs = [Connection(write, readable=False) for _, write in pipes]
-        self._process = context.Process(target=_main, args=(list(arguments), str(cwd), dict(env), *theirs))
+        self._process = context.Process(target=_main, args=(module, list(arguments), str(cwd), dict(env), *theirs))
         with server_environment():
             self._process.start()
         for connection in theirs:
@@ -87,7 +88,7 @@ class _Reader(threading.Thread):
             self.text = self.stream.read()
 
 
-def _main(arguments: list[str], cwd: str, env: dict[str, str], out: Connection, err: Connection) -> None:
+def _main(module: str, arguments: list[str], cwd: str, env: dict[str, str], out: Connection, err: Connection) -> None:
     """The life of a command, in its own session, with the environment, folder and outputs that it is given."""
     os.setsid()
     os.dup2(out.fileno(), 1)
@@ -103,10 +104,8 @@ def _main(arguments: list[str], cwd: str, env: dict[str, str], out: Connection, 
 
     import torch
 
-    from hocket.cli import main
-
     torch.set_num_threads(1)
     try:
-        main()
+        runpy.run_module(module, run_name="__main__")
     finally:
         atexit._run_exitfuncs()

@@ -15,7 +15,7 @@ COUNTS = st.lists(st.sampled_from([0, 1, 7, 15, 16, 17, 40]), min_size=1, max_si
 
 
 @given(counts=COUNTS, beyond=st.integers(0, 20), width=st.sampled_from([1, 8, 72, 600]), dtype=st.booleans())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_each_row_gets_the_bias_of_its_expert(counts: list[int], beyond: int, width: int, dtype: bool) -> None:
     """Rows behind the last expert's are not touched."""
     kind, rows = torch.bfloat16 if dtype else torch.float32, sum(counts)
@@ -34,7 +34,7 @@ def test_each_row_gets_the_bias_of_its_expert(counts: list[int], beyond: int, wi
     into=st.sampled_from([(torch.bfloat16, False), (torch.float32, False), (torch.float32, True)]),
     scale=st.sampled_from([1.0, 0.25]),
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_gradients_are_sums_over_rows(counts, beyond, width, into, scale) -> None:
     dtype, add = into
     rows = sum(counts)

@@ -27,7 +27,7 @@ def counts(ranks: int, local: int, most: int, seed: int) -> Tensor:
 
 
 @given(**CASES)
-@settings(max_examples=10)
+@settings(max_examples=5)
 def test_blocks_are_laid_out_as_the_formula_says(ranks, local, most, capacity, seed) -> None:
     every = counts(ranks, local, most, seed)
     for rank in range(ranks):
@@ -42,7 +42,7 @@ def test_blocks_are_laid_out_as_the_formula_says(ranks, local, most, capacity, s
 
 
 @given(**CASES, width=st.sampled_from([8, 12, 72]), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
-@settings(max_examples=5)
+@settings(max_examples=3)
 def test_rows_reach_their_experts_and_return(ranks, local, most, capacity, seed, width, dtype) -> None:
     """Every rank's rows are pushed into all buffers; each rank takes what is there, and sends it back."""
     every = counts(ranks, local, most, seed)
@@ -102,7 +102,7 @@ def test_rows_may_be_taken_over_and_over() -> None:
     width=st.sampled_from([8, 12, 72]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-@settings(max_examples=12)
+@settings(max_examples=6)
 def test_own_rows_are_put_between_those_that_arrive(sizes, capacity, width, dtype) -> None:
     """In as many rounds as it takes, from a buffer with room for `capacity` rows."""
     own, place, at = [], 0, 1

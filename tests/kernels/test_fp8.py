@@ -33,7 +33,7 @@ def numbers(*shape: int, size: float = 1.0, dtype: torch.dtype = torch.bfloat16)
     dtype=st.sampled_from([torch.bfloat16, torch.float32]),
     size=st.sampled_from([1.0, 1e-8, 1e8, 1e-30]),
 )
-@settings(max_examples=30)
+@settings(max_examples=15)
 def test_rows(rows: int, widths: list[int], folds: bool, dtype: torch.dtype, size: float) -> None:
     parts = [numbers(rows, width, size=size, dtype=dtype) for width in widths]
     fold = 2.0 ** torch.randint(-9, 9, (sum(widths),)) if folds else None

@@ -32,7 +32,7 @@ def ends_of(counts: list[int]) -> Tensor:
     into=st.sampled_from([(torch.bfloat16, False), (torch.float32, False), (torch.float32, True)]),
     scale=st.sampled_from([1.0, 0.25]),
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_against_float64(counts, beyond, width, inner, into, scale) -> None:
     """For all numbers of rows of experts and all edges of tiles. Rows without an expert mean nothing."""
     dtype, add = into

@@ -38,7 +38,7 @@ def close(a: Tensor, b: Tensor, tolerance: float) -> None:
     width=st.integers(1, 40) | st.sampled_from([127, 128, 5000]),
     dtype=st.sampled_from(DTYPES),
 )
-@settings(max_examples=25)
+@settings(max_examples=13)
 def test_against_float64(shape: tuple[int, ...], width: int, dtype: torch.dtype) -> None:
     """Rows are no shorter than their width asks for, for a gradient is a difference of numbers like 1 / length."""
     x, g, p = (torch.randn(n).to(dtype) for n in ((*shape, width), (*shape, width), (width,)))
@@ -72,7 +72,7 @@ def test_programs_share_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     width=st.integers(1, 70),
     dtype=st.sampled_from(DTYPES),
 )
-@settings(max_examples=20)
+@settings(max_examples=10)
 def test_sum_of_parts(parts: int, width: int, dtype: torch.dtype) -> None:
     partial, out = torch.randn(parts, width), torch.full((width + 1,), float("nan"), dtype=dtype)
     norm.sum_parts(partial, out[:-1])

@@ -42,7 +42,7 @@ def both(fn, x: Tensor, table: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     order=st.permutations([0, 1, 2]),
     share=SHARES,
 )
-@settings(max_examples=25)
+@settings(max_examples=13)
 def test_same_bits_as_the_formula(sizes, half: int, dtype: torch.dtype, order: list[int], share: float) -> None:
     """Also for inputs and gradients whose leading dimensions lie in memory in any order, and if a part rotates."""
     table = rotary_table(sizes[1], 2 * max(int(half * share), 1), 1e4, CPU)
@@ -100,7 +100,7 @@ def test_second_derivatives() -> None:
     programs=st.integers(1, 3),
     share=SHARES,
 )
-@settings(max_examples=12)
+@settings(max_examples=6)
 def test_with_norm_against_float64(sizes, half: int, programs: int, share: float) -> None:
     """For a gradient as attention leaves it, and for programs that take several tiles."""
     table, eps = rotary_table(sizes[1], 2 * max(int(half * share), 1), 1e4, CPU), 1e-5

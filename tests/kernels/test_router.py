@@ -21,7 +21,7 @@ SIZES = st.sampled_from([(4, 64), (5, 24), (16, 16), (33, 40), (130, 8), (8, 300
 
 
 @given(tokens=TOKENS, sizes=SIZES, more=st.booleans(), scale=st.sampled_from([1e-20, 1.0, 1e20]))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_input_gradient(tokens: int, sizes: tuple[int, int], more: bool, scale: float) -> None:
     """Rounded once, and two parts: terms that nearly cancel out show whether the second one is there."""
     experts, width = sizes
@@ -36,7 +36,7 @@ def test_input_gradient(tokens: int, sizes: tuple[int, int], more: bool, scale: 
 
 
 @given(tokens=TOKENS, sizes=SIZES, into=st.sampled_from([(BF16, False), (torch.float32, False), (torch.float32, True)]))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_weight_gradient(tokens: int, sizes: tuple[int, int], into: tuple[torch.dtype, bool]) -> None:
     """As exact as in fp32. Without the third part up to 2^-16 of every term would be missing."""
     (experts, width), (dtype, add) = sizes, into

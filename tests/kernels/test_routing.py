@@ -42,7 +42,7 @@ CONFIGS = st.builds(
     spread=st.sampled_from([0.0, 1.0, 50.0]),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=12)
+@settings(max_examples=6)
 def test_route(config: ModelConfig, tokens: int, bias: float | None, spread: float, seed: int) -> None:
     """The same experts and rows; weights, loss and gradients but for rounding."""
     experts, aux = config.experts, config.aux_loss
@@ -154,7 +154,7 @@ def test_groups_are_those_of_transformers(family: str, experts: int, groups: int
         )
     )
 )
-@settings(max_examples=10)
+@settings(max_examples=5)
 def test_regroup(counts: list[list[int]]) -> None:
     recv = [sum(of_rank) for of_rank in counts]
     splits = Splits(RowTable([[rows] + [0] * (len(recv) - 1) for rows in recv], 0), torch.tensor(counts))

@@ -52,7 +52,7 @@ def wide(x: Tensor) -> Tensor:
 
 
 @given(**CASES, missing=st.booleans())
-@settings(max_examples=20)
+@settings(max_examples=10)
 def test_spread(missing, **case) -> None:
     """Rows are copies, and their gradients are added in the order of choices: the same bits, both ways."""
     tokens, top_k, width, dtype, spread_of_experts, seed = (case[name] for name in CASES)
@@ -85,7 +85,7 @@ def test_spread(missing, **case) -> None:
 
 
 @given(**CASES, missing=st.booleans(), has_shared=st.booleans(), has_residual=st.booleans())
-@settings(max_examples=25)
+@settings(max_examples=13)
 def test_total(missing, has_shared, has_residual, **case) -> None:
     """The same bits, but for the gradients of weights, which are sums over columns."""
     tokens, top_k, width, dtype, spread_of_experts, seed = (case[name] for name in CASES)
@@ -105,7 +105,7 @@ def test_total(missing, has_shared, has_residual, **case) -> None:
 
 
 @given(**CASES, missing=st.booleans())
-@settings(max_examples=20)
+@settings(max_examples=10)
 def test_total_without_weights(missing, **case) -> None:
     tokens, top_k, width, dtype, spread_of_experts, seed = (case[name] for name in CASES)
     _, routing = routed(tokens, top_k, spread_of_experts, seed)
@@ -122,7 +122,7 @@ def test_total_without_weights(missing, **case) -> None:
 
 
 @given(rows=st.integers(0, 9), width=CASES["width"], dtype=CASES["dtype"], seed=CASES["seed"])
-@settings(max_examples=20)
+@settings(max_examples=10)
 def test_gather(rows: int, width: int, dtype: torch.dtype, seed: int) -> None:
     torch.manual_seed(seed)
     x, order = torch.randn(rows, width).to(dtype), torch.randperm(rows).to(torch.int32)

@@ -19,7 +19,7 @@ from hocket.runtime.transports import local_sum
     add=st.booleans(),
     programs=st.integers(1, 3),
 )
-@settings(max_examples=30)
+@settings(max_examples=15)
 def test_same_bits_as_the_formula(world, numel, dtype, scale, add, programs) -> None:
     parts = torch.randn(world, numel).to(dtype)
     before = torch.randn(numel + 1)

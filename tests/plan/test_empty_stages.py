@@ -6,16 +6,16 @@ import pytest
 
 from hocket.config import Config
 from hocket.config.schema import changed
+from hocket.predict.cost import costs_of
+from hocket.predict.hardware import H200
 from hocket.program.check import check
-from hocket.program.cost import costs_of
-from hocket.program.hardware import H200
 from hocket.program.lower import build_forward, build_program
 from hocket.program.ops import Layout, Program, even_bounds
-from hocket.program.p2p import smallest_cover
 from hocket.program.shard import Sharding
 from hocket.program.stages import layout_of
 from hocket.program.text import from_json, to_json
 from hocket.recipes import llama3_8b
+from hocket.tune.choose import smallest_cover
 from tests.helpers.dryrun import dry_run
 from tests.helpers.plans import planned
 from tests.plan.programs import find, with_op

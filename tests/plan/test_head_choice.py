@@ -10,13 +10,10 @@ from hocket.config import Config, MeshConfig, ModelConfig, PrecisionConfig, Trai
 from hocket.config.rule import Host
 from hocket.config.schema import changed
 from hocket.planning import program_of
-from hocket.program.cost import costs_of
-from hocket.program.hardware import H200, HARDWARE
-from hocket.program.lower import build_program, with_late_heads
-from hocket.program.ops import Program
-from hocket.program.simulate import quiet_end, simulate
-from hocket.program.simulate import times as simulated_times
-from hocket.program.stages import layout_of, sharding_of
+from hocket.predict.cost import costs_of
+from hocket.predict.hardware import H200, HARDWARE
+from hocket.predict.simulate import quiet_end, simulate
+from hocket.predict.simulate import times as simulated_times
 from hocket.resolve import Settings, resolve
 from hocket.rules import few_microbatches
 from hocket.tune.choose import _fewest
@@ -63,20 +60,6 @@ def test_what_fills_the_time_at_the_end_is_deferred() -> None:
         assert max(ends) == pytest.approx(times[n])
         quiet[n] = quiet_end(program, ends, 3)
     assert abs(quiet[count]) < quiet[0]
-
-
-@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])
-@pytest.mark.parametrize("order", [{}, {"plan__chunks": 2, "model__tied": True}, {"plan__order": "zb_h1"}])
-def test_late_heads_make_the_program_that_would_be_built(order: dict[str, object], strategy: str) -> None:
-    made = {**order, "overlap__pp__defer_layers": "attn:1", "mesh__dp": 2, "overlap__dp__strategy": strategy}
-
-    def built(count: int) -> Program:
-        s = settings(**made, plan__recompute=(), overlap__pp__defer_head=count)
-        return build_program(layout_of(s), 8, s, sharding_of(s), frees=False)
-
-    plain = built(0)
-    for count in (0, 1, 3, 8, -1):
-        assert with_late_heads(plain, count) == built(count)
 
 
 NARROW = {

@@ -13,8 +13,8 @@ from hocket.program.expand import defer_past_send
 from hocket.program.layer import MERGED, at_once
 from hocket.program.lower import build_program
 from hocket.program.ops import Layout, Op, Program
-from hocket.program.p2p import Cover, Parts
 from hocket.program.shard import Sharding, Visit, _page
+from hocket.tune.choose import Cover, Parts
 from tests.helpers.plans import known_of, planned
 
 MOE4 = Layout(("moe",) * 4, ep=2)

@@ -12,20 +12,19 @@ from hocket.config import Config
 from hocket.config.plan import part_and_layers
 from hocket.config.rule import Host
 from hocket.config.schema import changed
+from hocket.predict.cost import Measurement, Pricing, costs_of
+from hocket.predict.hardware import H200
+from hocket.predict.simulate import NO_OVERHEADS, simulate
 from hocket.program.check import check
-from hocket.program.cost import Measurement, Pricing, costs_of
-from hocket.program.hardware import H200
 from hocket.program.lower import build_program
 from hocket.program.ops import Layout, Program
-from hocket.program.p2p import activation
 from hocket.program.shard import Sharding
-from hocket.program.simulate import NO_OVERHEADS, simulate
 from hocket.program.stages import layout_of
 from hocket.program.text import from_json, to_json
 from hocket.recipes import TINY, qwen3_30b_a3b
 from hocket.resolve import resolve
 from hocket.tune.choose import stage_seconds
-from hocket.tune.trials import Trials, memory_of
+from hocket.tune.trials import Trials, activation, memory_of
 from tests.helpers.costs import Table
 from tests.helpers.dryrun import dry_run
 from tests.helpers.plans import planned

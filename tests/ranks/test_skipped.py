@@ -254,45 +254,6 @@ def test_spikes_that_last_end_a_run_too(tmp_path: Path, monkeypatch) -> None:
         run_of(tmp_path, "ends", {5: 1e4, 6: 1e4, 7: 1e4}, **{"optimizer.skip_spikes": 4.0})
 
 
-def test_a_run_goes_back_behind_too_many_skipped_steps_and_skips_their_text(
-    tmp_path: Path, monkeypatch, capsys
-) -> None:
-    """With the weights of a run that resumes from that checkpoint and never had the text in between."""
-    spoiled = dict.fromkeys(range(6, 10), math.nan)
-    monkeypatch.setattr(training, "MOST_SKIPPED", 1)
-    rewinds = {"optimizer.rewinds": 2}
-    back = run_of(tmp_path, "back", spoiled, **rewinds)
-    out = capsys.readouterr().out
-    assert "weights stay; the run goes back to its last checkpoint after 1 more in a row" in out
-    lines = "rewind 1 of 2: back from step 7 to the checkpoint of step 4", "rewind 2 of 2: back from step 6 to the"
-    assert all(line in out for line in lines), out
-    assert (back.step, back.position) == (12, 17 * back.settings.batch)  # steps 5 to 7, and 5 and 6, were made again
-    assert (int(back.engine.skipped), back.engine.optimizer.steps) == (0, 12)
-    records = [json.loads(line) for line in (tmp_path / "back/metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records if "loss" in record] == list(range(1, 13))
-    assert [record["rewound_from"] for record in records if "rewound_from" in record] == [7, 6]
-    meta = json.loads((tmp_path / "back/checkpoints/step-00000008/meta.json").read_text())
-    assert (meta["position"], meta["more"]["rewinds"]) == (13 * back.settings.batch, 2)
-
-    run_of(tmp_path, "plain", {}, **{"train.steps": 4})
-    meta_of_plain = tmp_path / "plain/checkpoints/step-00000004/meta.json"
-    said = json.loads(meta_of_plain.read_text())
-    del said["check"]
-    meta_of_plain.write_text(json.dumps(said | {"position": 9 * back.settings.batch}))
-    plain = run_of(tmp_path, "plain", {}, **rewinds)
-    for (name, mine), (_, theirs) in zip(state_of(back.engine), state_of(plain.engine), strict=True):
-        assert torch.equal(mine, theirs), name
-
-
-def test_rewinds_come_to_an_end(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(training, "MOST_SKIPPED", 1)
-    spoiled = dict.fromkeys(range(6, 40), math.nan)
-    with pytest.raises(ValueError, match=r"skipped in a row, behind 2 of 2 rewinds; the first output"):
-        run_of(tmp_path, "back", spoiled, **{"optimizer.rewinds": 2})
-    with pytest.raises(ValueError, match=r"behind 0 of 2 rewinds, for there is no checkpoint to go back to"):
-        run_of(tmp_path, "none", dict.fromkeys((2, 3), math.nan), **{"optimizer.rewinds": 2})
-
-
 def test_an_old_checkpoint_has_skipped_nothing(tmp_path: Path, monkeypatch) -> None:
     """Those of before steps could be skipped say nothing of it."""
     run_of(tmp_path, "old", {}, **{"train.steps": 4})
