@@ -78,6 +78,8 @@ def whole_of(x: Tensor, place: Place) -> Tensor:
     """The whole parameter or gradient. All ranks of the model call this."""
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         mine = x.detach().as_subclass(Tensor)
+        if mine.dtype == torch.bool:  # which not every transport adds up
+            return whole_of(mine.to(torch.uint8), place).bool()
         flat = mine.new_zeros(place.numel)
         place.span.put(mine, flat)
         place.reduce(torch.view_as_real(flat) if flat.is_complex() else flat, "sum")
@@ -156,7 +158,8 @@ def _of_whole(func: Any, name: str, args: Any, kwargs: Any, place: Place) -> Any
         if isinstance(one, list | tuple):
             return [whole(each) for each in one]
         if (at := getattr(one, "place", None)) is None:
-            return plain(one) if isinstance(one, Part) else one
+            keeps_all = isinstance(one, Tensor) and isinstance(one, WholeSize)
+            return one.as_subclass(Tensor).view(one.shape) if keeps_all else one
         wholes.append(whole_of(one, at))
         if one.requires_grad and torch.is_grad_enabled():
             graph.append(one.as_subclass(Tensor).sum() * 0)
