@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hocket.config import Config
 from hocket.config.load import begin
-from hocket.config.optimizer import patterns_of, unmatched
+from hocket.config.optimizer import unmatched
 from hocket.config.schema import changed, flat, ill_typed, impossible, meant_setting, types
 from hocket.environment import driver_names
 from hocket.machine import host_for_plan
@@ -97,10 +97,10 @@ def plan(recipe: str | Config = "tiny", settings: Mapping[str, Any] | None = Non
 
 def check_patterns(settings: Settings) -> None:
     """Refuse patterns of names that no weight of hocket's own transformer has. Raises ValueError."""
-    if any(patterns_of(settings).values()):
+    if any(settings.optimizer.patterns.values()):
         from hocket.model.source import parameter_shapes  # imports torch
 
-        stop_if(unmatched(settings, ((name,) for name in parameter_shapes(settings.model)), settings.origins))
+        stop_if(unmatched(settings.optimizer, ((name,) for name in parameter_shapes(settings.model)), settings.origins))
 
 
 def with_settings(config: Config, settings: Mapping[str, Any] | None, where: str) -> tuple[Config, dict[str, str]]:

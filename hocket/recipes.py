@@ -404,7 +404,7 @@ PRESETS: dict[str, Preset] = {
         },
     ),
     "debug": Preset(
-        "one thing after another, and hangs told soon: does a problem come from overlap?",
+        "one thing after another, and hangs reported soon: does a problem come from overlap?",
         {
             **PLAIN,
             "overlap.dp.prefetch": 0,

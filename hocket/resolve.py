@@ -158,7 +158,7 @@ def _runs(config: Config, host: Host, origins: Mapping[str, str]) -> tuple[Confi
 
 
 def _left_broken(config: Config, host: Host, origins: Mapping[str, str], unmet: Mapping[str, Decision]) -> list[Rule]:
-    """The rules that are broken behind what was given up."""
+    """The rules that are still broken after what was given up."""
     return broken(config, host, {name: origin for name, origin in origins.items() if name not in unmet})
 
 

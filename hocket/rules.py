@@ -1,4 +1,4 @@
-"""All rules between settings, those that only the planner can judge among them, and how broken ones are told.
+"""All rules between settings, those that only the planner can judge among them, and how broken ones are reported.
 
 A broken rule becomes one line: setting, value, where the value came from, the reason, and a fix. The rules of a section
 are in its file of `hocket/config/`. Those here need to know what the program of a step would be. What a setting needs
@@ -125,7 +125,7 @@ def fills_bubble(c: Config) -> bool:
 
 
 def nothing_to_put_behind(c: Config) -> str:
-    """Why no weight gradient runs behind a send for the send's sake; empty if some can."""
+    """Why no weight gradient runs after a send for the send's sake; empty if some can."""
     if c.mesh.pp == 1:
         return "with one pipeline rank nothing is sent"
     if c.overlap.defer_wgrad == "off":

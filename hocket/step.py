@@ -299,7 +299,7 @@ def started(settings: Settings) -> PlannedStep:
     """The rank's part of a step over hocket's own transformer, with first values. See `Plan.start`."""
     whole = Chunk(settings.model, range(settings.model.layers), first=True, last=True)
     names = {name: (name, param.shape) for name, param in whole.named_parameters()}
-    stop_if([*other_ranks(settings), *unmatched(settings, [(name,) for name in names], settings.origins)])
+    stop_if([*other_ranks(settings), *unmatched(settings.optimizer, [(name,) for name in names], settings.origins)])
     if settings.train.device == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             "train.device = cuda: torch sees no GPU here; fix: a host with GPUs, or train.device = cpu with "

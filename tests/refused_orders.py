@@ -107,7 +107,7 @@ REFUSED_ORDERS: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
     ({}, {"plan__layers_per_stage": (4, 4)}, "plan.layers_per_stage", "needs 4 numbers"),
     ({}, {"plan__layers_per_stage": (2, 2, 2, 3)}, "plan.layers_per_stage", "do not add up to model.layers = 8"),
     ({}, {"plan__layers_per_stage": (4, 0, 4, 0)}, "plan.layers_per_stage", "only the first stage, with the embedding"),
-    ({}, {"plan__layers_per_stage": ("auto", 2)}, "plan.layers_per_stage", "auto stands alone"),
+    ({}, {"plan__layers_per_stage": ("auto", 2)}, "plan.layers_per_stage", "auto goes with no number"),
     ({"merge": "off"}, {"plan__order": "zb_h1"}, "plan.order", "plan.chunks is 1, not 2"),
     ({"merge": "off", "plan__chunks": 1}, {"plan__order": "zb_v"}, "plan.order", "plan.chunks is 2, not 1"),
     ({"plan__order": "zb_v"}, {"merge": "on"}, "overlap.ep.merge", "forwards and backwards run apart"),

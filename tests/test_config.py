@@ -252,7 +252,7 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (changed(TINY, merge="off"), {"plan__layer_order": "wgrad_last"}, "plan.layer_order", "no effect"),
     (TINY, {"defer_layers": 3}, "overlap.pp.defer_layers", "no stage has as many layers"),
     (TINY, {"plan__recompute": ("attn", "attn:2")}, "plan.recompute", "named once"),
-    (TINY, {"plan__recompute": ("auto", "attn")}, "plan.recompute", "auto stands alone"),
+    (TINY, {"plan__recompute": ("auto", "attn")}, "plan.recompute", "auto goes with no part"),
     (changed(TINY, model__dense_layers=()), {"plan__recompute": ("mlp",)}, "plan.recompute", "has the part mlp"),
     (DENSE, {"plan__recompute": ("attn", "experts")}, "plan.recompute", "has the part experts"),
     (DENSE, {"plan__recompute": ("dispatch",)}, "plan.recompute", "has the part dispatch"),

@@ -46,7 +46,7 @@ def test_patterns_take_weights_out_beside_vectors() -> None:
 def test_explain_tells_every_weight_once() -> None:
     settings = config(*PATTERNS)
     shapes = parameter_shapes(settings.model)
-    groups = weight_groups(settings, shapes)
+    groups = weight_groups(settings.optimizer, settings.train.weight_decay, shapes)
     assert sorted(name for group in groups for name in group.names) == sorted(shapes)
     assert {name for group in groups if group.decay for name in group.names} == decaying(settings)
     rows = explain(resolve(settings), ()).optimizer
@@ -65,7 +65,7 @@ def test_a_pattern_that_no_weight_has_is_refused_before_anything_starts(tmp_path
     assert not list(tmp_path.iterdir())
     with pytest.raises(ValueError, match=r"optimizer.no_decay = .*no weight is named like ''"):
         hocket.plan("tiny", {**{f"mesh.{x}": 1 for x in ("dp", "pp", "ep")}, "optimizer.no_decay": ("",)}).start()
-    assert len(unmatched(config("a", "head.*", "b"), [("head.norm",)], {})) == 2
+    assert len(unmatched(config("a", "head.*", "b").optimizer, [("head.norm",)], {})) == 2
 
 
 def test_a_planned_model_is_told_by_its_own_names() -> None:

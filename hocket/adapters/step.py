@@ -69,7 +69,7 @@ def plan_model(
     resolved = resolve(config, _host(), given, price)
     on_gpu = resolved.train.device == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    stop_if(unmatched(resolved, [(name, cut.theirs[name]) for name in cut.params], given))
+    stop_if(unmatched(resolved.optimizer, [(name, cut.theirs[name]) for name in cut.params], given))
     _check_device(cut, device)
     _check_widths(cut, resolved)
     if values is None:

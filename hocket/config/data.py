@@ -20,7 +20,7 @@ class DataConfig:
     docs/training.md. Empty: the source of Python's standard library."""
     text_key: Annotated[tuple[str, ...], FILLED] = ("text",)
     """Name of the text, or of the messages of a chat, in a line of JSON or a row of a table. `a.b` is the `b` inside of
-    `a`. Of two names the first is that of a prompt, which stands before the text and is not learnt."""
+    `a`. Of two names the first is that of a prompt, which precedes the text and is not learnt."""
     skip_empty: bool = False
     """Leave out rows whose text is null or missing, and say how many. Without it such a row ends the run."""
     chat_template: str = ""

@@ -72,7 +72,7 @@ class MeshConfig:
         """The groups for a purpose: (members of a group, counted from its first; first members of all groups).
 
         Pipeline groups join neighbours. This leaves out the groups that join the last rank with the first, and the
-        groups behind a turn: see `Mesh.groups`.
+        groups after a turn: see `Mesh.groups`.
         """
         row, shard, replicas = self.data * self.tp, (self.shard or self.data) * self.tp, self.replicas
         match purpose:
@@ -169,6 +169,18 @@ MESH_RULES: tuple[Rule | Each, ...] = (
         "{mesh.tp} ranks",
         "a mesh.tp that divides train.sequences x data.sequence_length{shares}",
     ),
+    Rule(
+        ("plan.loss_pieces", "mesh.tp"),
+        lambda c, h: c.plan.pieces > 1 and c.mesh.tp > 1,
+        "each tensor-parallel rank has a part of the vocabulary, and logits of all tokens in it",
+        "plan.loss_pieces = 1, or mesh.tp = 1",
+    ),
+    Rule(
+        ("optimizer.name", "mesh.tp"),
+        lambda c, h: c.optimizer.name == "muon" and c.mesh.tp > 1,
+        "tensor-parallel ranks have parts of matrices, and Muon puts together what data-parallel ranks share",
+        "mesh.tp = 1, or optimizer.name = adamw",
+    ),
     # Context-parallel ranks
     Rule(
         ("mesh.cp", "data.sequence_length"),
@@ -186,15 +198,15 @@ MESH_RULES: tuple[Rule | Each, ...] = (
     Rule(
         ("mesh.cp", "mesh.tp", "model.kv_lora_rank"),
         lambda c, h: c.mesh.cp > 1 and c.mesh.tp > 1 and c.model.latent,
-        "of latent attention each tensor-parallel rank makes latents of tokens of its own, which context-parallel ones "
-        "would have to put together in another order",
+        "in latent attention each tensor-parallel rank makes latents of its own tokens, which context-parallel ranks "
+        "would have to reorder",
         "mesh.tp = 1, or mesh.cp = 1",
     ),
     Rule(
         ("model.aux_loss_over", "mesh.cp", "mesh.tp"),
         lambda c, h: c.model.aux_loss_over == "sequence" and c.model.aux_loss > 0 and c.mesh.cp * c.mesh.tp > 1,
-        "ranks share the tokens of a sequence (mesh.cp = {mesh.cp}, mesh.tp = {mesh.tp}), and none knows where all of "
-        "them went",
+        "ranks share the tokens of a sequence (mesh.cp = {mesh.cp}, mesh.tp = {mesh.tp}), and none knows where "
+        "all of them went",
         "mesh.cp = 1 and mesh.tp = 1, or model.aux_loss_over = batch or microbatch",
     ),
     # Processes and hosts

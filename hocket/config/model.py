@@ -178,7 +178,7 @@ class ModelConfig:
     norm_plus_one: bool = False
     """Norms multiply by 1 + weight, and these weights are 0 at first. That of a delta net's output does not."""
     norms: Literal["before", "after"] = "before"
-    """Where the norms of a layer are: before attention and MLP, or behind them, on what they add to the stream."""
+    """Where the norms of a layer are: before attention and MLP, or after them, on what they add to the stream."""
     rope_theta: Annotated[float, Between(1e-6, 1e12)] = 10000.0
     """Base of the rotary embedding."""
     rope: RopeConfig = PLAIN
@@ -224,11 +224,11 @@ class ModelConfig:
 
     def layer_kinds(self) -> tuple[str, ...]:
         """Names of the kinds of layers that plans tell apart: `kinds`, and whether there is a window or a delta net."""
-        behind = [
+        suffixes = [
             "_delta" if delta else "_window" if window else ""
             for delta, window in zip(self.deltas(), self.windows(), strict=True)
         ]
-        return tuple(kind + more for kind, more in zip(self.kinds(), behind, strict=True))
+        return tuple(kind + more for kind, more in zip(self.kinds(), suffixes, strict=True))
 
 
 _SHARED = {

@@ -26,7 +26,7 @@ class NetworkConfig:
     or Slurm started on this host, and all ranks if hocket starts them itself. hocket plan assumes 8 on GPUs, or the
     largest number below 8 that divides the ranks."""
     link: Annotated[str, Form(link_of, "50GB/s, or 50GB/s,10us"), OnlyWith("several hosts", remark=True)] = "auto"
-    """Rate at which a rank sends to other hosts, and receives at the same time, such as 50GB/s or 400Gb/s, and behind a
+    """Rate at which a rank sends to other hosts, and receives at the same time, such as 50GB/s or 400Gb/s, and after a
     comma, if it is known, the time that a message to another host takes beyond one to a rank of the same host. The rate
     is the rank's share of the adapters, as NCCL reaches it. auto is 48GB/s,10us: one adapter of 400 Gb/s for each rank,
     and what NCCL reckons with on InfiniBand."""

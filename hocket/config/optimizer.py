@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from hocket.config.rule import Between, OnlyWith, Rule, problem
 
@@ -31,14 +31,37 @@ class OptimizerConfig:
     steps that were taken; 0 skips none. A step whose gradient is not finite is always skipped: weights, the optimizer's
     state and balance biases stay as they were."""
 
+    @property
+    def patterns(self) -> dict[str, tuple[str, ...]]:
+        """Settings that are patterns of names of weights."""
+        return {"optimizer.no_decay": self.no_decay, "optimizer.adamw": self.adamw}
+
+    def left_out(self, names: Iterable[str]) -> str:
+        """The pattern of `no_decay` that leaves a weight with these names out; empty if there is none."""
+        return next((x for x in self.no_decay for name in names if fnmatchcase(name, x)), "")
+
+    def decays(self, names: Sequence[str], shape: Sequence[int]) -> bool:
+        """Whether a weight decays: a matrix, and none of its `names` is left out."""
+        return not is_vector(names[0], shape) and not self.left_out(names)
+
+    def by_muon(self, name: str, shape: Sequence[int]) -> bool:
+        """Whether Muon updates a weight: a matrix, or one for each expert, of a layer of hocket's own transformer."""
+        if self.name != "muon" or not name.startswith("layers.") or name.endswith(_NO_MATRICES):
+            return False
+        matrix = len(shape) == (3 if ".experts." in name else 2)
+        return matrix and not any(fnmatchcase(name, pattern) for pattern in self.adamw)
+
+
+_NO_MATRICES = (".attn.conv", ".shared.w_gate")
+"""Ends of names of weights that have two dimensions and are many short convolutions, or one vector."""
+
+
+def is_vector(name: str, shape: Sequence[int]) -> bool:
+    """Whether a weight is no matrix: of stacked experts, that of each. `name` is hocket's own."""
+    return len(shape) < (3 if ".experts." in name else 2)
+
 
 OPTIMIZER_RULES = (
-    Rule(
-        ("optimizer.name", "mesh.tp"),
-        lambda c, h: c.optimizer.name == "muon" and c.mesh.tp > 1,
-        "tensor-parallel ranks have parts of matrices, and Muon puts together what data-parallel ranks share",
-        "mesh.tp = 1, or optimizer.name = adamw",
-    ),
     Rule(
         ("optimizer.skip_spikes",),
         lambda c, h: 0 < c.optimizer.skip_spikes <= 1,
@@ -63,47 +86,19 @@ class WeightGroup:
     """What puts them here, in words."""
 
 
-def decays(config: Any, names: Iterable[str], shape: Sequence[int]) -> bool:
-    """Whether a weight decays: a matrix, and under none of its `names` one that `optimizer.no_decay` leaves out."""
-    found = list(names)
-    return not is_vector(found[0], shape) and not _left_out(config, found)
-
-
-def is_vector(name: str, shape: Sequence[int]) -> bool:
-    """Whether a weight is no matrix: of stacked experts, that of each. `name` is hocket's own."""
-    return len(shape) < (3 if ".experts." in name else 2)
-
-
-_NO_MATRICES = (".attn.conv", ".shared.w_gate")
-"""Ends of names of weights that have two dimensions and are many short convolutions, or one vector."""
-
-
-def by_muon(config: Any, name: str, shape: Sequence[int]) -> bool:
-    """Whether Muon updates a weight: a matrix, or one for each expert, of a layer of hocket's own transformer."""
-    if config.optimizer.name != "muon" or not name.startswith("layers.") or name.endswith(_NO_MATRICES):
-        return False
-    matrix = len(shape) == (3 if ".experts." in name else 2)
-    return matrix and not any(fnmatchcase(name, pattern) for pattern in config.optimizer.adamw)
-
-
-def _left_out(config: Any, names: Iterable[str]) -> str:
-    """The pattern that leaves a weight out; empty if there is none."""
-    return next((x for x in config.optimizer.no_decay for name in names if fnmatchcase(name, x)), "")
-
-
-def weight_groups(config: Any, shapes: Shapes) -> tuple[WeightGroup, ...]:
+def weight_groups(optimizer: OptimizerConfig, weight_decay: float, shapes: Shapes) -> tuple[WeightGroup, ...]:
     """All weights, by what is done with them."""
     found: dict[str, list[str]] = {"matrices, by Muon": [], "matrices": [], "vectors": []}
     for name, shape in shapes.items():
-        pattern = _left_out(config, [name])
+        pattern = optimizer.left_out([name])
         why = "vectors" if is_vector(name, shape) else f"optimizer.no_decay: {pattern}" if pattern else "matrices"
-        why += ", by Muon" if by_muon(config, name, shape) else ""
+        why += ", by Muon" if optimizer.by_muon(name, shape) else ""
         found.setdefault(why, []).append(name)
     return tuple(
         WeightGroup(
             tuple(names),
             sum(math.prod(shapes[n]) for n in names),
-            config.train.weight_decay * why.startswith("matrices"),
+            weight_decay * why.startswith("matrices"),
             why,
         )
         for why, names in found.items()
@@ -111,12 +106,7 @@ def weight_groups(config: Any, shapes: Shapes) -> tuple[WeightGroup, ...]:
     )
 
 
-def patterns_of(config: Any) -> dict[str, tuple[str, ...]]:
-    """Settings that are patterns of names of weights."""
-    return {"optimizer.no_decay": config.optimizer.no_decay, "optimizer.adamw": config.optimizer.adamw}
-
-
-def unmatched(config: Any, names: Iterable[Iterable[str]], origins: Mapping[str, str]) -> list[str]:
+def unmatched(optimizer: OptimizerConfig, names: Iterable[Iterable[str]], origins: Mapping[str, str]) -> list[str]:
     """A problem for each pattern that no weight has; `names` are all names of each weight."""
     known = [name for of_one in names for name in of_one]
     return [
@@ -127,7 +117,7 @@ def unmatched(config: Any, names: Iterable[Iterable[str]], origins: Mapping[str,
             f"no weight is named like {pattern!r}",
             f"a pattern of names such as {', '.join(samples(known))}",
         )
-        for setting, patterns in patterns_of(config).items()
+        for setting, patterns in optimizer.patterns.items()
         for pattern in patterns
         if not any(fnmatchcase(name, pattern) for name in known)
     ]

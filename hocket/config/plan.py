@@ -69,7 +69,7 @@ class PlanConfig:
     each virtual stage, and attn in all layers. auto recomputes as few parts in as few layers as the memory allows."""
     offload: Annotated[tuple[str, ...], part_of(OFFLOADED)] = ()
     """Parts of layers, out of attn, experts and mlp, that keep in the host's memory what their backward needs. It is
-    copied there behind their forward, and back ahead of their backward, beside compute. attn:2 means attn in the first
+    copied there after their forward, and back before their backward, beside compute. attn:2 means attn in the first
     two layers of each virtual stage. auto is as few parts in as few layers as let a step fit into memory, where that
     takes less time than to recompute."""
     loss_pieces: Annotated[int | Literal["auto"], Between(1, MANY)] = 1
@@ -186,7 +186,7 @@ PLAN_RULES: tuple[Rule | Each, ...] = (
     Rule(
         ("plan.layers_per_stage",),
         lambda c, h: "auto" in c.plan.layers_per_stage and len(c.plan.layers_per_stage) > 1,
-        "auto stands alone",
+        "auto goes with no number",
         "plan.layers_per_stage = auto, or a number for each stage",
     ),
     # Order of microbatches
@@ -247,14 +247,8 @@ PLAN_RULES: tuple[Rule | Each, ...] = (
         {"plan.recompute": "", "plan.offload": ""},
         ("{it}",),
         lambda c, h, it: _named_twice(leaf(c, it)),
-        "each part is named once, and auto stands alone",
+        "each part is named once, and auto goes with no part",
         "each part once in {it}, or {it} = auto",
-    ),
-    Rule(
-        ("plan.loss_pieces", "mesh.tp"),
-        lambda c, h: c.plan.pieces > 1 and c.mesh.tp > 1,
-        "each tensor-parallel rank has a part of the vocabulary, and logits of all tokens in it",
-        "plan.loss_pieces = 1, or mesh.tp = 1",
     ),
     Rule(
         ("plan.loss_pieces", "data.sequence_length"),

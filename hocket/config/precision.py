@@ -45,7 +45,7 @@ class PrecisionConfig:
         OnlyWith("shared weights", idle=("bf16",)),
     ] = "auto"
     """With compute = fp8, format in which gathered weights of fp8 products travel. fp8 moves half the bytes and gives
-    the same bits: each rank casts its shard behind an update, by scales of whole rows on which ranks agree before.
+    the same bits: each rank casts its shard after an update, by scales of whole rows on which ranks agree first.
     auto takes what is predicted to be faster."""
     wire: Annotated[Literal["auto", "fp32", "bf16"], OnlyWith("shared weights", remark=True)] = "auto"
     """Format in which gradients of weights travel. auto is the format of compute: each rank rounds its gradient to it.
@@ -101,16 +101,16 @@ def _gathers(c: Any) -> bool:
 
 PRECISION_RULES: tuple[Rule | Each, ...] = (
     Rule(
-        ("precision.compute", "train.device"),
-        lambda c, h: _fp8(c) and c.train.device == "cuda" and (0, 0) < h.capability < FROM,
-        "{host.gpu} has no products in fp8, which begin at compute capability 8.9 (Ada, Hopper)",
-        "precision.compute = bf16",
-    ),
-    Rule(
         ("precision.compute", "mesh.tp"),
         lambda c, h: _fp8(c) and c.mesh.tp > 1,
         "products of tensor-parallel ranks, which meet their operands piece by piece, do not run in fp8",
         "mesh.tp = 1, or precision.compute = bf16",
+    ),
+    Rule(
+        ("precision.compute", "train.device"),
+        lambda c, h: _fp8(c) and c.train.device == "cuda" and (0, 0) < h.capability < FROM,
+        "{host.gpu} has no products in fp8, which begin at compute capability 8.9 (Ada, Hopper)",
+        "precision.compute = bf16",
     ),
     Each(
         {

@@ -113,7 +113,7 @@ Test = Callable[[Any, Host], bool]
 """Whether a configuration breaks a rule. It is a `Config`, which files of sections cannot name: it is made of them."""
 
 Words = Mapping[str, Callable[[Any, Host], object]]
-"""Words in braces that reasons and fixes have beside values of settings, and what they stand for."""
+"""Words in braces that reasons and fixes have beside values of settings, and what they mean."""
 
 NO_EFFECT = "no effect"
 """How the reason begins for which a setting changes nothing."""
@@ -172,7 +172,7 @@ def _broken(broken: Callable[[Any, Host, str], bool], it: str, c: Any, h: Host) 
     return broken(c, h, it)
 
 
-# -- How settings are read, and problems with them told --------------------------------------------------------------
+# -- How a setting is read, and how a problem with one is reported -----------------------------------------------------
 
 UNSEEN = ("Cc", "Cs")
 """Kinds of characters: controls, and the halves of pairs, for which Python takes bytes that are no text."""

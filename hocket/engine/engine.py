@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from hocket.config import Config
-from hocket.config.optimizer import by_muon, decays
 from hocket.engine.actions import Actions, Activation
 from hocket.engine.executor import Executor
 from hocket.engine.experts import Balance, RowRoom
@@ -187,14 +186,14 @@ class Engine:
         return self.source.chunk(ChunkPlace(layers, first, last, *where, ends))
 
     def _decays(self, name: str, shape: Sequence[int]) -> bool:
-        return decays(self.config, (name, self.source.own_name(name)), shape)
+        return self.config.optimizer.decays((name, self.source.own_name(name)), shape)
 
     def _muon(self) -> MuonOptions | None:
         config, optimizer = self.config, self.config.optimizer
         if optimizer.name != "muon":
             return None
         return MuonOptions(
-            takes=lambda name, shape: by_muon(config, name, shape),
+            takes=optimizer.by_muon,
             decays=self._decays,
             weight_decay=config.train.weight_decay,
             scale=optimizer.scale,

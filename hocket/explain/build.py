@@ -351,7 +351,7 @@ def optimizer(settings: Settings) -> tuple[Row, ...]:
             decay=group.decay,
             names=" ".join(samples(group.names)),
         )
-        for group in weight_groups(settings, parameter_shapes(settings.model))
+        for group in weight_groups(settings.optimizer, settings.train.weight_decay, parameter_shapes(settings.model))
     )
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import hocket
-from hocket.config.optimizer import by_muon
 from hocket.config.schema import changed
 from hocket.engine import Engine
 from hocket.fsdp.muon import orthogonal
@@ -155,7 +154,7 @@ def test_what_is_one_matrix() -> None:
     count = {
         name: {tuple(matrix.shape) for matrix in matrices_of(name, value)}
         for name, value in shapes.items()
-        if by_muon(MODEL, name, value.shape)
+        if MODEL.optimizer.by_muon(name, value.shape)
     }
     assert count["layers.0.mlp.w_gate_up"] == {(48, 32)}
     assert count["layers.1.experts.w_gate_up"] == {(16, 32)}
@@ -165,7 +164,7 @@ def test_what_is_one_matrix() -> None:
     assert not {"embed.weight", "head.weight", "layers.0.attn_norm", "head.norm"} & count.keys()
     assert {"layers.1.router.weight", "layers.1.shared.w_down", "layers.1.attn.wo"} <= count.keys()
     kept = changed(MODEL, {"optimizer.adamw": ("*.router.*",)})
-    assert not by_muon(kept, "layers.1.router.weight", (4, 32))
+    assert not kept.optimizer.by_muon("layers.1.router.weight", (4, 32))
     weight = torch.randn(4, 6, 10)
     gate, up = matrices_of("layers.1.experts.w_gate_up", weight)[2:4]
     assert torch.equal(gate, weight[1, :, :5].T)
