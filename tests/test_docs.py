@@ -240,7 +240,7 @@ def test_every_recipe_is_named() -> None:
 
 @pytest.mark.timeout(600)  # a dozen commands, one after the other
 def test_the_tutorial_runs(tmp_path: Path) -> None:
-    """Its commands in order, with fewer and shorter steps, a short text, and a small folder in place of the download."""
+    """Its commands in order, with fewer and shorter steps, a short text, and a small folder for the download."""
     pytest.importorskip("transformers", minversion="5.0", reason="writes the folder", exc_type=ImportError)
     saved("qwen3", tmp_path / "Qwen3-0.6B", vocab_size=256)
     (tmp_path / "README.md").write_text(read("README.md")[:2000])

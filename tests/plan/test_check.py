@@ -30,14 +30,9 @@ def numbers(program: Program) -> set[int]:
     return {violation.invariant for violation in check(program)}
 
 
-def test_random_programs_are_valid() -> None:
-    for case in sample(150, seed=1):
-        found = check(case.build())
-        assert not found, f"{case}\n{found[0]}"
-
-
 def test_forward_only_programs_are_valid() -> None:
-    for case in sample(30, seed=2):
+    """Of those of training, `test_properties` knows."""
+    for case in sample(10, seed=2):
         program = build_forward(case.build(), case.config, case.sharding)
         assert not check(program, forward_only=True), case
         assert 4 in numbers(program), "without a word that it is one, it lacks its backward"
@@ -372,7 +367,7 @@ def test_an_op_cannot_be_another_op(field: str) -> None:
     """Whatever is changed about an op, something breaks, and the checker copes with it."""
     draw = random.Random(5)
     for case, program in short_programs():
-        for _ in range(25):
+        for _ in range(8):
             rank = draw.randrange(len(program.ranks))
             position = draw.randrange(len(program.ranks[rank]))
             op = program.ranks[rank][position]
@@ -455,6 +450,6 @@ def test_work_grows_linearly() -> None:
         return len(programs[0]), spent
 
     small, few = counted(8)
-    large, many = counted(64)
-    assert large > 6 * small
+    large, many = counted(32)
+    assert large > 3 * small
     assert many / few < 1.2 * large / small, f"{small} ops take {few} calls, {large} ops {many}"
