@@ -19,12 +19,12 @@ from hocket.config.plan import ZERO_BUBBLE
 from hocket.config.rule import Host
 from hocket.config.schema import changed
 from hocket.planning import predict, program_of
-from hocket.program.hardware import H200
+from hocket.predict.hardware import H200
+from hocket.predict.simulate import simulate
 from hocket.program.lower import build_program
 from hocket.program.ops import Layout, Op, Program
 from hocket.program.pipeline import TRANSFORMER
 from hocket.program.shard import Sharding
-from hocket.program.simulate import simulate
 from hocket.recipes import LLAMA3_8B
 from hocket.resolve import resolve
 

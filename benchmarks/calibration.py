@@ -43,8 +43,8 @@ from hocket.environment import prepare
 from hocket.measured import calibrate
 from hocket.model.documents import Microbatch
 from hocket.planning import costs_as_json, predict, program_of
-from hocket.program.cost import CostTable, Measurement
-from hocket.program.hardware import hardware_of
+from hocket.predict.cost import CostTable, Measurement
+from hocket.predict.hardware import hardware_of
 from hocket.program.mesh import Mesh
 from hocket.program.stages import mesh_of
 from hocket.recipes import PLAIN, recipe

@@ -25,10 +25,10 @@ from hocket.commands.options import parse
 from hocket.config import Config
 from hocket.config.schema import changed
 from hocket.machine import host_for_plan
-from hocket.program.cost import overheads_of
-from hocket.program.hardware import hardware_of
-from hocket.program.part_sizes import model_flops_per_token
-from hocket.program.simulate import Overheads, cost_key, kind_of, simulate
+from hocket.predict.cost import overheads_of
+from hocket.predict.hardware import hardware_of
+from hocket.predict.part_sizes import model_flops_per_token
+from hocket.predict.simulate import Overheads, cost_key, kind_of, simulate
 from hocket.resolve import Settings, resolve
 
 GPU = {"hardware.gpu": "h200"}

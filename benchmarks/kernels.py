@@ -47,7 +47,7 @@ from hocket.layers.routing import route
 from hocket.model.layers import swiglu
 from hocket.model.parts import ExpertPlace
 from hocket.model.rotary import rotary_table
-from hocket.program.part_sizes import model_flops_per_token
+from hocket.predict.part_sizes import model_flops_per_token
 from hocket.recipes import QWEN3_30B_A3B
 from hocket.runtime.transports import RowTable
 

@@ -15,7 +15,7 @@ from hocket.config import Config, MeshConfig, Switch
 from hocket.config.rule import Host
 from hocket.config.schema import changed
 from hocket.planning import predict, program_of
-from hocket.program.hardware import H200
+from hocket.predict.hardware import H200
 from hocket.recipes import recipe
 from hocket.resolve import resolve
 

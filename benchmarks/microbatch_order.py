@@ -21,10 +21,10 @@ from hocket.config import Config
 from hocket.config.rule import Host
 from hocket.config.schema import changed
 from hocket.planning import program_of, slowest_ranks
-from hocket.program.cost import costs_of, overheads_of, varied
+from hocket.predict.cost import costs_of, overheads_of, varied
+from hocket.predict.hardware import hardware_of
+from hocket.predict.simulate import simulate
 from hocket.program.documents import Lengths, lengths_of
-from hocket.program.hardware import hardware_of
-from hocket.program.simulate import simulate
 from hocket.recipes import LLAMA3_8B
 from hocket.resolve import Settings, resolve
 

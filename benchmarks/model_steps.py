@@ -28,10 +28,10 @@ from hocket.config import COPIED
 from hocket.config.rule import Host
 from hocket.config.schema import changed
 from hocket.planning import program_of
-from hocket.program.cost import CostTable, costs_of, overheads_of
-from hocket.program.hardware import hardware_of
+from hocket.predict.cost import CostTable, costs_of, overheads_of
+from hocket.predict.hardware import hardware_of
+from hocket.predict.simulate import Overheads, Timeline, simulate
 from hocket.program.ops import Program
-from hocket.program.simulate import Overheads, Timeline, simulate
 from hocket.resolve import Settings, resolve
 
 OTHER_KERNELS = ("dense_peers", "fsdp_steps", "fsdp_adamw_compiled")

@@ -28,10 +28,10 @@ from benchmarks.bubbles import ORDERS, config_of
 from benchmarks.pipelines import Bench, arguments, bench_of, finish, same_model, sized, start
 from hocket.collector import no_collection
 from hocket.config import Config
-from hocket.program.cost import costs_of
-from hocket.program.hardware import hardware_of
+from hocket.predict.cost import costs_of
+from hocket.predict.hardware import hardware_of
+from hocket.predict.simulate import simulate
 from hocket.program.lower import build_program
-from hocket.program.simulate import simulate
 from hocket.program.stages import layout_of, sharding_of
 from hocket.runtime.comm import Groups
 

@@ -16,8 +16,8 @@ from hocket.commands.plan import Plan, resolve_for_plan
 from hocket.config.rule import Host
 from hocket.config.schema import changed
 from hocket.planning import predict, program_of
-from hocket.program.hardware import hardware_of
-from hocket.program.part_sizes import STOCK
+from hocket.predict.hardware import hardware_of
+from hocket.predict.part_sizes import STOCK
 from hocket.recipes import PLAIN, recipe
 from hocket.resolve import resolve
 

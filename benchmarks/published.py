@@ -22,8 +22,8 @@ from hocket.config import Config, ModelConfig
 from hocket.config.schema import changed
 from hocket.machine import host_for_plan
 from hocket.planning import predict, program_of
-from hocket.program.hardware import hardware_of
-from hocket.program.part_sizes import model_flops_per_token
+from hocket.predict.hardware import hardware_of
+from hocket.predict.part_sizes import model_flops_per_token
 from hocket.resolve import resolve
 
 FACTS = Path(__file__).with_name("published.json")

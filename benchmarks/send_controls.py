@@ -37,11 +37,11 @@ from hocket.config import (
 )
 from hocket.config.rule import Host, leaf
 from hocket.config.schema import changed
-from hocket.program.cost import costs_of
-from hocket.program.hardware import hardware_of
+from hocket.predict.cost import costs_of
+from hocket.predict.hardware import hardware_of
+from hocket.predict.simulate import simulate
 from hocket.program.lower import build_program
 from hocket.program.ops import Program
-from hocket.program.simulate import simulate
 from hocket.program.stages import layout_of, sharding_of
 from hocket.resolve import resolve
 from hocket.runtime.transports import Link

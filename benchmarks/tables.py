@@ -66,11 +66,11 @@ from hocket.commands.options import parse
 from hocket.commands.plan import Plan, resolve_for_plan, task_of
 from hocket.gpus import GPUS, peak_flops
 from hocket.planning import predict, program_of, report
-from hocket.program.hardware import hardware_of
+from hocket.predict.hardware import hardware_of
+from hocket.predict.simulate import Timeline
 from hocket.program.ops import Program
-from hocket.program.simulate import Timeline
 from hocket.program.text import to_text
-from hocket.program.timeline import svg_timeline
+from hocket.timeline import svg_timeline
 from hocket.tune import search as tuner
 from hocket_trace import load
 from hocket_trace import report as trace_report

@@ -21,6 +21,7 @@ check           every broken rule of a step, with the ops involved
 simulate        when each op would run, what is exposed, and how much memory it takes
 draw            the predicted timeline as text, SVG or a page
 fully_shard     shards the weights of any module; ShardOptions, Precision and clip_grad_norm_ go with it
+context_parallel  has ranks share the sequences of a model of transformers
 checkpoint      saving and loading what `fully_shard` has sharded, on any number of ranks
 sharding        what else belongs to `fully_shard`: parameter groups, the update beside gathers, placement
 
@@ -34,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hocket import checkpoint, sharding
+    from hocket.adapters.context_parallel import context_parallel
     from hocket.adapters.step import plan_model
     from hocket.fsdp.api import clip_grad_norm_, fully_shard
     from hocket.fsdp.options import Precision, ShardOptions
@@ -45,6 +47,7 @@ __all__ = [
     "check",
     "checkpoint",
     "clip_grad_norm_",
+    "context_parallel",
     "draw",
     "fully_shard",
     "plan",
@@ -58,6 +61,7 @@ _HOMES = {
     "ShardOptions": "fsdp.options",
     "check": "planned",
     "clip_grad_norm_": "fsdp.api",
+    "context_parallel": "adapters.context_parallel",
     "draw": "planned",
     "fully_shard": "fsdp.api",
     "plan": "planned",

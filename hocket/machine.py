@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from hocket.config import BYTE_VOCAB, BYTES, Config
 from hocket.config.rule import Host
 from hocket.gpus import GPUS
-from hocket.program.hardware import read_measured
+from hocket.predict.hardware import read_measured
 
 GPUS_OF_A_HOST = 8
 """Where a plan is looked at without its hosts."""

@@ -17,10 +17,10 @@ import numpy as np
 from hocket.config import Config
 from hocket.config.rule import leaf
 from hocket.config.schema import changed, flat, types
-from hocket.program.cost import Measurement, carried_by, costs_of, overheads_of
-from hocket.program.hardware import KIND_OF_GROUPS, hardware_of
+from hocket.predict.cost import Measurement, carried_by, costs_of, overheads_of
+from hocket.predict.hardware import KIND_OF_GROUPS, hardware_of
+from hocket.predict.simulate import KINDS, CostKey, Kind, Overheads, Time, cost_key
 from hocket.program.ops import COMPUTING, Layout, Op, Program, stops_host
-from hocket.program.simulate import KINDS, CostKey, Kind, Overheads, Time, cost_key
 from hocket.program.text import from_json, to_json
 from hocket.sizes import several
 from hocket_trace import load, report
@@ -337,7 +337,7 @@ def _earlier(launched: Floats, group: Ints, first: Ints) -> Floats:
 # bounds.
 #
 # While the kinds S of communication run, compute gets on at 1 / (1 + sum of their factors), as in the simulator
-# (`program/simulate.py`). The factors are those of the model of hardware with which the run was predicted.
+# (`predict/simulate.py`). The factors are those of the model of hardware with which the run was predicted.
 
 QUIET = 0.1
 """Quantile that stands for an op without waiting where waiting is not known."""

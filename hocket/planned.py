@@ -24,15 +24,15 @@ from hocket.config.schema import changed, flat, ill_typed, impossible, meant_set
 from hocket.environment import driver_names
 from hocket.machine import host_for_plan
 from hocket.planning import page_head, predict, program_of
+from hocket.predict.hardware import Hardware, hardware_of
+from hocket.predict.simulate import Timeline
 from hocket.problems import stop_if
 from hocket.program.check import Violation
 from hocket.program.check import check as check_program
 from hocket.program.documents import lengths_of
-from hocket.program.hardware import Hardware, hardware_of
 from hocket.program.ops import Program
-from hocket.program.simulate import Timeline
-from hocket.program.timeline import html_timeline, svg_timeline, text_timeline
 from hocket.resolve import Settings, resolve
+from hocket.timeline import html_timeline, svg_timeline, text_timeline
 from hocket.typed import is_a
 
 if TYPE_CHECKING:

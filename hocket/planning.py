@@ -9,21 +9,21 @@ from textwrap import wrap
 from typing import Any
 
 from hocket.config import Config
-from hocket.program.arrivals import arrival_bytes
-from hocket.program.cost import CostTable, Measurement, carried_by, costs_of, issued, overheads_of, varied
+from hocket.predict.arrivals import arrival_bytes
+from hocket.predict.cost import CostTable, Measurement, carried_by, costs_of, issued, overheads_of, varied
+from hocket.predict.hardware import LATENCY, Hardware, adapter_times, crossing, hardware_of
+from hocket.predict.part_sizes import attending
+from hocket.predict.simulate import Timeline, cost_key, simulate
 from hocket.program.documents import Lengths, as_read, by_documents, deals, dealt, merged, works_of
-from hocket.program.hardware import LATENCY, Hardware, adapter_times, crossing, hardware_of
 from hocket.program.lower import build_program
 from hocket.program.mesh import described
 from hocket.program.ops import Program
-from hocket.program.part_sizes import attending
-from hocket.program.simulate import Timeline, cost_key, simulate
 from hocket.program.stages import layout_of, sharding_of
 from hocket.program.text import to_text
-from hocket.program.timeline import summary, text_timeline
 from hocket.resolve import GPU, Settings
 from hocket.rules import has_experts
 from hocket.sizes import duration
+from hocket.timeline import summary, text_timeline
 
 
 def program_of(settings: Settings) -> Program:

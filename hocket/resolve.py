@@ -26,8 +26,8 @@ from hocket.config.rule import Host, Rule, leaf, problem, show
 from hocket.config.schema import DEFAULTS, Implied, changed, impossible, source, types
 from hocket.decision import Choice, Decision, effect_of
 from hocket.gpus import GPUS, GpuName, gpu_named, is_slice, nearest
+from hocket.predict.hardware import hardware_of, kept_file, read_measured
 from hocket.problems import stop_if
-from hocket.program.hardware import hardware_of, kept_file, read_measured
 from hocket.rules import (
     CHECKS,
     broken,

@@ -32,8 +32,8 @@ from hocket.config.rule import MOST_RANKS, NO_EFFECT, Each, Host, OnlyWith, Rule
 from hocket.config.run import RUN_RULES
 from hocket.config.schema import annotated, asked, types
 from hocket.config.train import TRAIN_RULES, TRAIN_WORDS
-from hocket.program.arrivals import by_pieces
-from hocket.program.hardware import hosts_of, spread_of
+from hocket.predict.arrivals import by_pieces
+from hocket.predict.hardware import hosts_of, spread_of
 from hocket.program.layer import MERGED, at_once, merged_order, order_problem
 from hocket.program.ops import Layout
 from hocket.program.pipeline import groups, warmup

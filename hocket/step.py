@@ -20,13 +20,13 @@ from hocket.fsdp.saving.state import differences
 from hocket.kernels import IGNORED
 from hocket.model.documents import Documents, Microbatch
 from hocket.model.transformer import Chunk
+from hocket.predict.simulate import Timeline, simulate
 from hocket.problems import stop_if
 from hocket.program.ops import Program
-from hocket.program.simulate import Timeline, simulate
-from hocket.program.timeline import text_timeline
 from hocket.resolve import Settings
 from hocket.runtime.world import everyone
 from hocket.step_state import StepState
+from hocket.timeline import text_timeline
 from hocket.tune.trials import Price, model_costs
 from hocket.typed import is_a
 

@@ -15,8 +15,8 @@ from hocket.config.schema import changed
 from hocket.engine.engine import comm_options
 from hocket.explain.build import explain
 from hocket.planning import predict, program_of, report
-from hocket.program.arrivals import arrival_bytes, halves_bytes
-from hocket.program.hardware import hardware_of
+from hocket.predict.arrivals import arrival_bytes, halves_bytes
+from hocket.predict.hardware import hardware_of
 from hocket.resolve import resolve
 from hocket.tune.trials import Trials
 

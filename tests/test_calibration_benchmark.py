@@ -15,8 +15,8 @@ from benchmarks import calibration, prediction, tables
 from hocket.config.rule import Host
 from hocket.config.schema import changed
 from hocket.planning import predict, program_of
+from hocket.predict.hardware import HARDWARE, hardware_of
 from hocket.program.check import assert_valid
-from hocket.program.hardware import HARDWARE, hardware_of
 from hocket.resolve import Settings, resolve
 from hocket_trace.align import load
 from tests.measured.simulated import QUICK, settings_for, traces_of

@@ -20,12 +20,12 @@ from hocket.config.rule import Host
 from hocket.config.schema import changed
 from hocket.model.documents import documents_of
 from hocket.planning import program_of, slowest_ranks
-from hocket.program.cost import costs_of, varied
+from hocket.predict.cost import costs_of, varied
+from hocket.predict.hardware import H200
+from hocket.predict.part_sizes import attending
+from hocket.predict.simulate import simulate
 from hocket.program.documents import as_read, deals, dealt, lengths_of, works_of
-from hocket.program.hardware import H200
 from hocket.program.ops import Op
-from hocket.program.part_sizes import attending
-from hocket.program.simulate import simulate
 from hocket.program.stages import layout_of
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve

@@ -240,7 +240,7 @@ def test_every_recipe_is_named() -> None:
 
 @pytest.mark.timeout(600)  # a dozen commands, one after the other
 def test_the_tutorial_runs(tmp_path: Path) -> None:
-    """Its commands in order, with fewer and shorter steps, a short text, and a small folder in place of the download."""
+    """Its commands in order, with fewer and shorter steps, a short text, and a small folder for the download."""
     pytest.importorskip("transformers", minversion="5.0", reason="writes the folder", exc_type=ImportError)
     saved("qwen3", tmp_path / "Qwen3-0.6B", vocab_size=256)
     (tmp_path / "README.md").write_text(read("README.md")[:2000])
@@ -304,7 +304,7 @@ def test_the_readme_of_hocket_trace_reads_traces(tmp_path: Path, capsys: pytest.
     assert lines[0] == "rank 0, step 3: 0.000010 of 0.000100 s exposed"
     assert lines[1] == "  gather: 0.000020 s, 50% hidden, 0.000000 s waiting"
     assert lines[4:] == [
-        "most time is in nvjet_sm90",
+        "most compute: gemm",
         "the longest gather of step 3 takes 0.000020 s",
         "a step takes 38.9% longer with communication",
         "  gemm: +25.0%",

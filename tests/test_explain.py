@@ -22,7 +22,7 @@ from hocket.explain.build import FILE, explain, record, simulated
 from hocket.explain.explanation import Explanation, Overlap, Predicted, Times, to_text
 from hocket.machine import host_for_plan
 from hocket.planning import predict, program_of
-from hocket.program.hardware import hardware_of
+from hocket.predict.hardware import hardware_of
 from hocket.program.mesh import P2P_SMS, PURPOSES, SMS, Mesh
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve

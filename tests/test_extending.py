@@ -13,9 +13,9 @@ from torch import Tensor
 
 from hocket.config import Config
 from hocket.engine import Engine
+from hocket.predict.simulate import simulate
 from hocket.program.check import check
-from hocket.program.simulate import simulate
-from hocket.program.timeline import text_timeline
+from hocket.timeline import text_timeline
 from tests.helpers.costs import Table
 from tests.helpers.dryrun import dry_run
 from tests.helpers.parity import batches_of, config, learn, whole

@@ -138,7 +138,7 @@ def _values(name: str, hint: Any, value: Any) -> list[Any]:
     if name == "train.schedule":
         return ["cosine", "constant", "wsd", "wsd:5", "wsd:140"]
     if name == "train.keep":
-        return [(0,), (1,), ("best:1",), ("every:40",), (2, "best:1", "every:50"), (0, "best:1"), (1, 2)]
+        return [(0,), (1,), ("every:40",), (2, "every:50"), (0, "every:40"), (1, 2)]
     if name == "train.min_lr":
         return ["0%", "100%", 0.0, 1e-4, 1.0]
     if name == "train.betas":

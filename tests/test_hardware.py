@@ -18,7 +18,7 @@ from hocket.environment import Gpus
 from hocket.gpus import GPUS, GpuName, gpu_named, nearest, peak_flops
 from hocket.machine import host_for_plan
 from hocket.planning import predict, program_of, report
-from hocket.program.hardware import H200, HARDWARE, hardware_of, kept_file
+from hocket.predict.hardware import H200, HARDWARE, hardware_of, kept_file
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
 

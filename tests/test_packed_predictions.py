@@ -16,8 +16,8 @@ from hocket.config.rule import Host
 from hocket.config.schema import changed
 from hocket.explain.build import simulated
 from hocket.planning import as_json, documents_of, page_head, predict, program_of, report
+from hocket.predict.hardware import H200
 from hocket.program.documents import Lengths, lengths_of, merged
-from hocket.program.hardware import H200
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
 from hocket.train.data import known_documents, make_streams

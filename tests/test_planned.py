@@ -14,7 +14,7 @@ import pytest
 import hocket
 from hocket import cli
 from hocket.config import Config
-from hocket.program.hardware import H200
+from hocket.predict.hardware import H200
 from hocket.recipes import RECIPES
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"

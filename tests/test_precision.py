@@ -8,8 +8,8 @@ from benchmarks.stored import config_of
 from hocket.config import PrecisionConfig
 from hocket.config.rule import Host
 from hocket.config.schema import changed
-from hocket.program.cost import costs_of
-from hocket.program.hardware import H200
+from hocket.predict.cost import costs_of
+from hocket.predict.hardware import H200
 from hocket.recipes import recipe
 from hocket.resolve import resolve
 

@@ -132,22 +132,22 @@ def test_a_save_that_fails_deletes_no_earlier_checkpoint(tmp_path: Path, behind:
 def unlinkable(rank: int, folder: Path, behind: bool) -> list[str]:
     """A save over two checkpoints, and one more, on a file system that makes no links from now on."""
     for step in (1, 2):
-        checkpoint.save(changed(settings_in(folder), {"train.keep": (2, "best:1")}), held_out(step), groups(step))
+        checkpoint.save(changed(settings_in(folder), {"train.keep": (2,)}), at(step), groups(step))
 
     def refuse(*_: object) -> None:
         raise OSError(95, "Operation not supported")
 
-    changes = {"train.save_every": 1, "train.keep": (1, "best:1")}
+    changes = {"train.save_every": 1, "train.keep": (1,)}
     settings, told = changed(settings_in(folder), changes), Told()
-    saves = Saves(settings, told, 2, lambda: groups(3), lambda: held_out(3), behind)
+    saves = Saves(settings, told, 2, lambda: groups(3), lambda: at(3), behind)
     with patch.object(Path, "symlink_to", refuse):
         saves.between(3)
         assert saves.last() == "", "it is saved, and not written again"
     return told.lines
 
 
-def held_out(step: int) -> Moment:
-    return Moment(step, 10 * step, more={"held_out": 1.0 / step})
+def at(step: int) -> Moment:
+    return Moment(step, 10 * step)
 
 
 @pytest.mark.parametrize("behind", [False, True], ids=["at once", "behind"])
@@ -172,15 +172,11 @@ def records(folder: Path) -> list[dict[str, float]]:
 
 def test_a_run_saves_behind_its_steps_and_goes_on_from_what_it_saved(tmp_path: Path) -> None:
     words = [*SMALL, "--mesh.pp", "1", "--mesh.dp", "2", "--mesh.ep", "1", "--data.paths", text_in(tmp_path)]
-    words += ["--train.steps", "6", "--train.save_every", "2", "--train.eval_every", "1", "--train.keep", "best:1"]
-    words += ["every:2"]
+    words += ["--train.steps", "6", "--train.save_every", "2", "--train.eval_every", "1", "--train.keep", "every:2"]
     ended = hocket(tmp_path, "train", *words, "--run.name", "behind")
     assert ended.code == 0, ended
     run = tmp_path / "runs/behind"
-    metas = [json.loads((path / "meta.json").read_text()) for path in sorted(run.glob("checkpoints/step-*"))]
-    losses = {meta["step"]: meta["more"]["held_out"] for meta in metas}
-    assert len(losses) == 3
-    assert (run / "checkpoints/best").resolve().name == f"step-{min(losses, key=losses.__getitem__):08d}"
+    assert len(list(run.glob("checkpoints/step-*"))) == 3
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     saved = [line["saved"] for line in lines if "saved" in line]
     assert [each["step"] for each in saved] == [2, 4, 6]
@@ -195,24 +191,17 @@ def test_a_run_saves_behind_its_steps_and_goes_on_from_what_it_saved(tmp_path: P
     assert sum("loss" in line for line in again) == 4
 
 
-def test_the_newest_the_best_and_those_of_some_steps_are_kept(tmp_path: Path) -> None:
-    names = {"train.keep": (1, "every:40", "best:2"), "train.save_every": 10}
-    settings = changed(settings_in(tmp_path), {**names, "train.eval_every": 10})
-    losses = {10: 5.0, 20: 3.0, 30: None, 40: 4.0, 50: math.nan, 60: 3.0, 70: 3.5, 80: 9.0, 90: 8.0}
-    for step, loss in losses.items():
-        checkpoint.save(settings, Moment(step, step, more={"held_out": loss}), groups(step))
-    folder = tmp_path / "checkpoints"
-    steps = [20, 40, 60, 80, 90]
-    assert sorted(os.listdir(folder)) == ["best", "latest", *(f"step-{step:08d}" for step in steps)]
-    assert [(folder / name).resolve().name for name in ("best", "latest")] == ["step-00000020", "step-00000090"]
-    checkpoint.restore(changed(settings, {"run.resume": str(folder / "best")}), groups(None))
-    assert load_and_compare(0, tmp_path)[0] == 20
+def test_the_newest_and_those_of_some_steps_are_kept(tmp_path: Path) -> None:
+    settings = changed(settings_in(tmp_path), {"train.keep": (1, "every:40"), "train.save_every": 10})
+    for step in range(10, 100, 10):
+        checkpoint.save(settings, Moment(step, step), groups(step))
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["latest", *(f"step-{step:08d}" for step in (40, 80, 90))]
 
 
 def test_there_are_no_copies_for_which_the_host_has_no_memory(tmp_path: Path) -> None:
     size = background.copied_bytes({"a": torch.zeros(7), "b": [1, torch.zeros(200)], "c": {"d": torch.zeros(3)}})
     assert size == 64 + 832 + 64
-    settings, copies = settings_in(tmp_path), checkpoint.copies_of(groups(1))
+    settings, copies = settings_in(tmp_path), background.copied_bytes(groups(1))
     assert checkpoint.require_memory(settings, 0, copies, 1 << 20) == ""
     remark = checkpoint.require_memory(settings, 0, copies, 1000)
     assert remark.startswith("training waits while checkpoints are written: copies of ")

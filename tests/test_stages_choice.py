@@ -9,7 +9,7 @@ import pytest
 from hocket.config.rule import Host
 from hocket.config.schema import changed
 from hocket.planning import predict, program_of
-from hocket.program.hardware import H200
+from hocket.predict.hardware import H200
 from hocket.program.stages import layout_of
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve

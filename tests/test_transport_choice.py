@@ -18,7 +18,7 @@ from hocket.decision import Decision
 from hocket.explain.build import explain
 from hocket.launching import launch
 from hocket.launching.agreement import tried
-from hocket.program.arrivals import arrival_bytes
+from hocket.predict.arrivals import arrival_bytes
 from hocket.program.mesh import Purpose
 from hocket.resolve import Settings, resolve, without_copies
 from hocket.tune.rules import lost_copies

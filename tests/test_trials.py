@@ -9,9 +9,9 @@ import pytest
 from hocket.config import Config
 from hocket.config.schema import changed
 from hocket.machine import host_for_plan
-from hocket.program.arrivals import arrival_bytes
+from hocket.predict.arrivals import arrival_bytes
+from hocket.predict.simulate import simulate
 from hocket.program.lower import build_program
-from hocket.program.simulate import simulate
 from hocket.program.stages import layout_of, sharding_of
 from hocket.recipes import recipe
 from hocket.resolve import resolve

@@ -17,9 +17,9 @@ from hocket.config.schema import changed, flat
 from hocket.engine import Engine
 from hocket.engine.engine import comm_options
 from hocket.model.documents import Microbatch
-from hocket.program.arrivals import lack
-from hocket.program.cost import costs_of
-from hocket.program.hardware import hardware_of
+from hocket.predict.arrivals import lack
+from hocket.predict.cost import costs_of
+from hocket.predict.hardware import hardware_of
 from hocket.program.mesh import Mesh
 from hocket.program.stages import layout_of, mesh_of
 from hocket.runtime.comm import Group, Groups, RowTable, TransportName, make_groups

@@ -10,8 +10,8 @@ import torch
 from benchmarks.context_balance import lengths_of
 from hocket.config import Config
 from hocket.model.documents import Documents, Microbatch, documents_of
+from hocket.predict.part_sizes import model_flops_per_token
 from hocket.program.mesh import Mesh
-from hocket.program.part_sizes import model_flops_per_token
 from hocket.program.stages import mesh_of
 from hocket.runtime.weights import DTYPES
 

@@ -23,9 +23,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from hocket.adapters.cut import Cut
 from hocket.adapters.transformers import LAYERS, windows_of
 from hocket.config import Config, ModelConfig
-from hocket.program.cost import CostTable, costs_of
+from hocket.predict.cost import CostTable, costs_of
+from hocket.predict.hardware import hardware_of
 from hocket.program.documents import keys
-from hocket.program.hardware import hardware_of
 from hocket.runtime.weights import DTYPES
 from hocket.tune.trials import Price
 

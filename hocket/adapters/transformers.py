@@ -38,7 +38,7 @@ from hocket.layers.standin import grouped_linear
 from hocket.model.documents import Told
 from hocket.model.heads import Heads
 
-# -- Models of transformers whose sequences ranks can share, with a plan and without one -------------------------------
+# -- Models of transformers whose sequences ranks or documents can share -----------------------------------------------
 
 FAMILIES = ("llama", "mistral", "mixtral", "olmo2", "olmo3", "qwen2", "qwen3", "qwen3_moe", "smollm3")
 """Model types whose tokens meet in attention alone, each tested against the model on one process."""

@@ -9,7 +9,7 @@ import sys
 from hocket.doctor.checks import examine, exit_code, look, to_json, to_text
 from hocket.doctor.measure import measure, report
 from hocket.environment import find_gpus
-from hocket.program.hardware import kept_file
+from hocket.predict.hardware import kept_file
 from hocket.variables import passed
 
 USAGE = """usage: hocket doctor [--json]

@@ -19,13 +19,13 @@ from hocket.environment import driver_names
 from hocket.machine import host_for_plan
 from hocket.model.tokenizer import known_tokenizer
 from hocket.planned import check_patterns
+from hocket.predict.cost import CostTable, Measurement, costs_of
+from hocket.predict.hardware import hardware_of
 from hocket.program.check import assert_valid
-from hocket.program.cost import CostTable, Measurement, costs_of
 from hocket.program.documents import by_documents
-from hocket.program.hardware import hardware_of
-from hocket.program.timeline import html_timeline, svg_timeline
 from hocket.resolve import Settings, resolve
 from hocket.sizes import parse_bytes
+from hocket.timeline import html_timeline, svg_timeline
 from hocket.tune import search as tuner
 from hocket.tune.trials import model_costs
 

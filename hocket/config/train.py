@@ -46,10 +46,10 @@ def check_slow_link(item: str) -> None:
 
 
 def kept(item: str) -> tuple[str, int]:
-    """(best or every, number) of an item of `train.keep`. Raises ValueError for any other text."""
+    """(every, number) of an item of `train.keep`. Raises ValueError for any other text."""
     kind, _, number = item.partition(":")
-    if kind not in ("best", "every") or not re.fullmatch(r"[1-9]\d{0,11}", number):
-        raise ValueError(f"{item!r} is neither best nor every with a number, 1 or more")
+    if kind != "every" or not re.fullmatch(r"[1-9]\d{0,11}", number):
+        raise ValueError(f"{item!r} is not every with a number, 1 or more")
     return kind, int(number)
 
 
@@ -134,10 +134,9 @@ class TrainConfig:
     """Most batches of one validation, each as large as a step's; 0 means no validation. It reads no sequence twice."""
     save_every: Annotated[int, Between(0)] = 0
     """Steps between checkpoints; 0 means only one at the end."""
-    keep: Annotated[tuple[int | str, ...], Between(0), Form(kept, "best:1 or every:1000", auto=False)] = (2,)
+    keep: Annotated[tuple[int | str, ...], Between(0), Form(kept, "every:1000", auto=False)] = (2,)
     """Checkpoints that are kept; others are deleted. 2 keeps the two newest, and so does a list without a number; 0
-    writes none, not even at the end. best:1 keeps the one with the lowest held-out loss, too, and the link `best` names
-    it; every:1000 those of steps that are a multiple of 1000."""
+    writes none, not even at the end. every:1000 keeps those of steps that are a multiple of 1000, too."""
     writers: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Where metrics go beside metrics.jsonl: files of TensorBoard in the run's folder, an offline run of Weights &
     Biases there. Each needs its extra, as in pip install 'hocket[tensorboard]'."""
@@ -148,11 +147,10 @@ class TrainConfig:
 
     @property
     def kept(self) -> dict[str, int]:
-        """How many checkpoints are kept: of the newest, of the best, and of every so many steps; 0 means none."""
+        """How many checkpoints are kept: of the newest, and of every so many steps; 0 means none."""
         numbers = [("newest", item) for item in self.keep if isinstance(item, int)]
         return {
             "newest": 2,
-            "best": 0,
             "every": 0,
             **dict(numbers),
             **dict(kept(x) for x in self.keep if isinstance(x, str)),
@@ -274,7 +272,7 @@ TRAIN_RULES: tuple[Rule | Each, ...] = (
             len({str(item).partition(":")[0] if isinstance(item, str) else "" for item in c.train.keep})
             < len(c.train.keep)
         ),
-        "it has one number, one best and one every at most",
+        "it has one number and one every at most",
         "each part once in train.keep",
     ),
     Rule(
@@ -290,23 +288,6 @@ TRAIN_RULES: tuple[Rule | Each, ...] = (
         ),
         "checkpoints come every train.save_every = {train.save_every} steps",
         "another train.save_every, or leave train.keep out",
-    ),
-    Rule(
-        ("train.keep", "train.eval_every"),
-        lambda c, h: (
-            c.train.kept["best"] > 0
-            and c.train.save_every > 0
-            and (not c.train.eval_every or c.train.save_every % c.train.eval_every > 0)
-        ),
-        "a checkpoint has a held-out loss only after a validation: train.save_every = {train.save_every}, "
-        "train.eval_every = {train.eval_every}",
-        "a train.eval_every that divides train.save_every",
-    ),
-    Rule(
-        ("train.keep", "train.eval_batches"),
-        lambda c, h: c.train.kept["best"] > 0 and c.train.eval_batches == 0,
-        "train.eval_batches = 0, and there is no held-out loss",
-        "train.eval_batches above 0",
     ),
     Rule(
         ("train.profile", "train.steps"),

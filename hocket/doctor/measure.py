@@ -10,8 +10,8 @@ from typing import Any, Literal, cast
 
 from hocket.environment import Gpus, prepare, processes, torch_build
 from hocket.gpus import gpu_named, is_slice, nearest
-from hocket.program.hardware import HARDWARE, MeasuredHardware
-from hocket.program.simulate import Kind
+from hocket.predict.hardware import HARDWARE, MeasuredHardware
+from hocket.predict.simulate import Kind
 
 LONGEST = 300.0
 """Seconds in which a measurement has ended: about 20 of load, and the start of the ranks."""

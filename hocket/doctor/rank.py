@@ -10,8 +10,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from hocket.model.layers import swiglu
+from hocket.predict.simulate import Kind
 from hocket.program.mesh import Mesh
-from hocket.program.simulate import Kind
 from hocket.runtime.comm import CommOptions, Groups, RowTable, make_groups
 from hocket.runtime.lanes import drain
 from hocket.runtime.world import everyone, join_world, leave_world
@@ -35,7 +35,7 @@ SIZES = {"cpu": Sizes(128, 2, 128, 32, 1 << 20), "cuda": Sizes(8192, 32, 8192, 1
 
 
 def rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Work per second by the name of the field of `Hardware`; FLOPs and bytes are counted as `program/cost.py` does."""
+    """Work per second by the name of the field of `Hardware`; FLOPs and bytes are counted as `predict/cost.py` does."""
     size = SIZES[device.type]
     calls = {**_products(size, device, dtype), **_kernels(size, device, dtype)}
     seconds = {name: _seconds(call, device) for name, (_, call) in calls.items()}

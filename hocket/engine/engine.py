@@ -29,16 +29,16 @@ from hocket.model.context import Shared
 from hocket.model.documents import Context, Documents, Microbatch
 from hocket.model.parts import ExpertPlace
 from hocket.model.source import ChunkPlace, ModelSource, OwnTransformer
-from hocket.program.arrivals import p2p_bytes, rows_bytes, tokens_bytes
+from hocket.predict.arrivals import p2p_bytes, rows_bytes, tokens_bytes
+from hocket.predict.cost import costs_of
+from hocket.predict.hardware import hardware_of
+from hocket.predict.part_sizes import attending
+from hocket.predict.simulate import host_bytes
 from hocket.program.check import assert_valid
-from hocket.program.cost import costs_of
-from hocket.program.hardware import hardware_of
 from hocket.program.linearize import linearize
 from hocket.program.lower import build_forward, build_program
 from hocket.program.ops import Layout, Op, Program
-from hocket.program.part_sizes import attending
 from hocket.program.shard import MATRIX_SLOTS
-from hocket.program.simulate import host_bytes
 from hocket.program.stages import layout_of, mesh_of, sharding_of
 from hocket.runtime.comm import CommOptions, Groups, Link, make_groups
 from hocket.runtime.hangs import MARGIN, Recorder

@@ -21,7 +21,7 @@ from hocket.config import Config
 from hocket.layers.routing import balance_bias
 from hocket.model.moe import MoELayer
 from hocket.model.transformer import Chunk
-from hocket.program.arrivals import rows_allowed, rows_at_most, rows_evenly, rows_grown
+from hocket.predict.arrivals import rows_allowed, rows_at_most, rows_evenly, rows_grown
 from hocket.program.stages import layout_of
 from hocket.runtime.blocks import Room
 from hocket.runtime.comm import Groups

@@ -24,7 +24,9 @@ since modules may write to them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
+import math
 import sys
 import weakref
 from collections import deque
@@ -129,24 +131,29 @@ _DEPTH = 4
 
 
 def _reached(given: Iterable[object]) -> list[Tensor]:
-    """Tensors with a graph in arguments: in containers, and attributes of objects."""
+    """Tensors with a graph in arguments, as far as `_DEPTH` and `_AT_MOST` go."""
+    return [x for x in _search(given, _DEPTH, _inside) if x.grad_fn is not None]
+
+
+def _search(given: Iterable[object], deepest: float, inside: Callable[[Any], list[object]]) -> list[Tensor]:
+    """The tensors in containers, which `inside` opens, and in attributes of objects."""
     found: list[Tensor] = []
     seen = set[int]()
     left = [(one, 0) for one in given]
     while left:
         one, depth = left.pop()
         if isinstance(one, Tensor):
-            if one.grad_fn is not None:
-                found.append(one)
-            continue
-        if depth > _DEPTH or id(one) in seen or isinstance(one, _WITHOUT_TENSORS):
-            continue
-        seen.add(id(one))
-        if isinstance(one, Mapping | list | tuple | set | deque):
-            inside = list(one.values()) if isinstance(one, Mapping) else list(one)
-            left += [(item, depth + 1) for item in inside[:_AT_MOST]]
-        left += [(item, depth + 1) for item in _attributes(one)]
+            found.append(one)
+        elif depth <= deepest and id(one) not in seen and not isinstance(one, _WITHOUT_TENSORS):
+            seen.add(id(one))
+            left += [(item, depth + 1) for item in [*inside(one), *_attributes(one)]]
     return found
+
+
+def _inside(one: Any) -> list[object]:
+    if isinstance(one, Mapping):
+        return list(one.values())[:_AT_MOST]
+    return list(one)[:_AT_MOST] if isinstance(one, list | tuple | set | deque) else []
 
 
 _OWN = frozenset(nn.Module().__dict__)
@@ -156,7 +163,7 @@ def _kept_in(modules: Iterable[nn.Module]) -> list[Tensor]:
     found: list[Tensor] = []
     for module in modules:
         own = module.__dict__.items()
-        for key, value in [item for item in own if _MAY_HOLD[type(item[1])] and item[0] not in _OWN]:
+        for key, value in [item for item in own if _may_hold(type(item[1])) and item[0] not in _OWN]:
             if isinstance(value, Tensor):
                 if value.grad_fn is not None and key not in module._parameters:
                     found.append(value)
@@ -168,13 +175,9 @@ def _kept_in(modules: Iterable[nn.Module]) -> list[Tensor]:
     return found
 
 
-class _MayHold(dict[type, bool]):
-    def __missing__(self, kind: type) -> bool:
-        found = self[kind] = issubclass(kind, Tensor) or kind in (list, dict, tuple, set, deque)
-        return found
-
-
-_MAY_HOLD = _MayHold()
+@functools.cache
+def _may_hold(kind: type) -> bool:
+    return issubclass(kind, Tensor) or kind in (list, dict, tuple, set, deque)
 
 
 def modules_of(unit: Unit, module: nn.Module) -> list[nn.Module]:
@@ -197,34 +200,27 @@ def tensors_in(output: Any, unit: Unit, all_of_them: bool = True) -> list[Tensor
     """
     if isinstance(output, Tensor):
         return [output]
-    found: list[Tensor] = []
-    seen = set[int]()
-    left = tree_leaves(output)
-    while left:
-        one = left.pop()
-        if isinstance(one, Tensor):
-            found.append(one)
-            continue
-        if id(one) in seen or isinstance(one, _WITHOUT_TENSORS):
-            continue
-        seen.add(id(one))
+
+    def inside(one: Any) -> list[object]:
         if isinstance(one, Mapping):
-            left += tree_leaves(dict(one))
-        elif isinstance(one, Collection):
-            left += tree_leaves(list(one))
-        elif isinstance(one, FunctionType):
-            left += inspect.getclosurevars(one).nonlocals.values()
-        elif isinstance(one, MethodType):
-            left += [one.__self__, one.__func__]
-        elif isinstance(one, partial):
-            left += tree_leaves([one.func, one.args, one.keywords])
-        elif all_of_them and (isinstance(one, Iterator) or not _has_attributes(one)):
+            return tree_leaves(dict(one))
+        if isinstance(one, Collection):
+            return tree_leaves(list(one))
+        if isinstance(one, FunctionType):
+            return list(inspect.getclosurevars(one).nonlocals.values())
+        if isinstance(one, MethodType):
+            return [one.__self__, one.__func__]
+        if isinstance(one, partial):
+            return tree_leaves([one.func, one.args, one.keywords])
+        opaque = not (hasattr(one, "__dict__") or hasattr(type(one), "__slots__"))
+        if all_of_them and (isinstance(one, Iterator) or opaque):
             raise ValueError(
                 f"{unit} returned a {type(one).__name__}, in which tensors can't be found: return tensors, containers "
                 f"of them or objects that have them as attributes, or register the class with torch.utils._pytree"
             )
-        left += _attributes(one)
-    return found
+        return []
+
+    return _search(tree_leaves(output), math.inf, inside)
 
 
 def levels(x: Tensor) -> list[Tensor]:
@@ -240,10 +236,6 @@ _WITHOUT_TENSORS = (
     *(type, ModuleType, BuiltinFunctionType, torch.dtype, torch.device, torch.Generator, nn.Module, Logger),
 )
 """Not searched; modules above all, whose parameters are no outputs."""
-
-
-def _has_attributes(one: object) -> bool:
-    return hasattr(one, "__dict__") or hasattr(type(one), "__slots__")
 
 
 def _attributes(one: object) -> list[object]:

@@ -115,34 +115,25 @@ def chosen_units(root: nn.Module, rule: Rule) -> list[tuple[str, nn.Module]]:
 
     Raises: ValueError if the rule chooses nothing, or a module that is never called.
     """
-    inner = [(name, module) for name, module in root.named_modules() if module is not root]
-    if rule is None:
-        return []
-    given: tuple[object, ...] = rule if isinstance(rule, tuple) else (rule,)
-    classes = tuple(one for one in given if isinstance(one, type))
-    if len(classes) == len(given):
-        chosen = [(name, module) for name, module in inner if isinstance(module, classes)]
-        what = " or ".join(one.__name__ for one in classes) or "module of an empty tuple"
-    elif callable(rule) and not isinstance(rule, nn.Module):
-        chosen = [(name, module) for name, module in inner if rule(name, module)]
-        what = "a module for which the rule is true"
-    else:
+    given: tuple[Any, ...] = rule if isinstance(rule, tuple) else (rule,)
+    takes: Any = rule
+    if all(isinstance(one, type) for one in given):
+        takes = lambda name, module: isinstance(module, given)  # noqa: E731
+    elif not callable(rule) or isinstance(rule, nn.Module):
         if isinstance(rule, str | nn.Module) or not isinstance(rule, Iterable):
             raise ValueError(f"units={rule!r} is no class, predicate or list of modules: give one of these, or None")
-        wanted = list(rule)
-        odd = next((one for one in wanted if not isinstance(one, nn.Module)), None)
-        if odd is not None:
-            raise ValueError(
-                f"units has {odd!r}, which is no module: give a class, a predicate, or modules of the model"
-            )
-        known = {id(module) for _, module in inner}
-        foreign = next((one for one in wanted if id(one) not in known), None)
-        if foreign is not None:
-            raise ValueError(f"units has a {type(foreign).__name__} that is no part of the {type(root).__name__}")
-        chosen = [(name, module) for name, module in inner if any(module is one for one in wanted)]
-        what = "module of an empty list"
+        wanted, known = list(rule), {id(module) for module in root.modules()} - {id(root)}
+        for one in wanted:
+            if not isinstance(one, nn.Module):
+                raise ValueError(
+                    f"units has {one!r}, which is no module: give a class, a predicate, or modules of the model"
+                )
+            if id(one) not in known:
+                raise ValueError(f"units has a {type(one).__name__} that is no part of the {type(root).__name__}")
+        takes = lambda name, module: any(module is one for one in wanted)  # noqa: E731
+    chosen = [(name, module) for name, module in root.named_modules() if module is not root and takes(name, module)]
     if not chosen:
-        raise ValueError(f"units={rule!r} chooses nothing: the {type(root).__name__} contains no {what}")
+        raise ValueError(f"units={rule!r} chooses nothing of the {type(root).__name__}")
     for name, module in chosen:
         if not is_called(module):
             raise ValueError(

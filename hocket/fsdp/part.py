@@ -389,15 +389,10 @@ def _of_each(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         found = func(*args, **kwargs)
     if name.endswith("_") or not any(places):
         return found
-    return [_of_one(name, one, of) for one, of in zip(found, places, strict=True)]
-
-
-def _of_one(name: str, found: Tensor, places: Sequence[Place]) -> Tensor:
-    if not places:
-        return found
-    if found.shape != (places[0].here,):
-        raise refusal(name, places[0])
-    return Part.of(found, places[0])
+    for one, of in zip(found, places, strict=True):
+        if of and one.shape != (of[0].here,):
+            raise refusal(name, of[0])
+    return [Part.of(one, of[0]) if of else one for one, of in zip(found, places, strict=True)]
 
 
 def _refuse_others(name: str, place: Place, *others: Place) -> None:
@@ -421,36 +416,26 @@ _VIEWS = frozenset({"view", "reshape", "flatten", "ravel", "view_as", "reshape_a
 """Functions that reshape and keep the order of elements."""
 _LEAVING = frozenset({"numpy", "tolist", "__array__", "__iter__", "__dlpack__"})
 """Functions by which elements leave torch, often on one rank alone."""
-_KEEPING = frozenset(
-    {
-        *("absolute", "negative", "arccos", "arcsin", "arctan", "arccosh", "arcsinh", "arctanh", "arctan2", "divide"),
-        *("multiply", "subtract", "floor_divide", "fix", "greater", "greater_equal", "less", "less_equal"),
-        *("not_equal", "isclose", "isreal", "isposinf", "isneginf", "hardswish", "logsigmoid", "softsign"),
-        *("tanhshrink", "bucketize", "prelu", "fake_quantize_per_tensor_affine", "dropout", "alpha_dropout"),
-        *("native_dropout", "complex", "polar", "detach", "to", "cuda", "cpu", "float", "double", "half", "bfloat16"),
-        *("type", "int", "long", "bool", "short", "char", "byte", "type_as", "cfloat", "cdouble", "contiguous"),
-        *("alias", "real", "imag", "conj", "conj_physical", "resolve_conj", "resolve_neg"),
-        *("expand_as", "expand", "broadcast_to", "pin_memory", "data"),
-        *("share_memory", "to_dense", "requires_grad", "retain_grad", "copy", "zero", "fill", "normal", "uniform"),
-        *("bernoulli", "exponential", "random", "cauchy", "log_normal", "geometric", "set", "apply", "map", "rename"),
-        *("special_erf", "special_expit", "poisson", "quantize_per_tensor"),
-    }
-)
+_KEEPING = frozenset({
+    "absolute", "negative", "arccos", "arcsin", "arctan", "arccosh", "arcsinh", "arctanh", "arctan2", "divide",
+    "multiply", "subtract", "floor_divide", "fix", "greater", "greater_equal", "less", "less_equal", "not_equal",
+    "isclose", "isreal", "isposinf", "isneginf", "dropout", "detach", "to", "cuda", "cpu", "float", "double", "half",
+    "bfloat16", "type", "int", "long", "bool", "short", "char", "byte", "type_as", "cfloat", "cdouble", "contiguous",
+    "alias", "real", "imag", "conj", "conj_physical", "resolve_conj", "resolve_neg", "pin_memory", "data",
+    "share_memory", "to_dense", "requires_grad", "retain_grad", "copy", "zero", "fill", "normal", "uniform",
+    "bernoulli", "exponential", "random", "cauchy", "log_normal", "geometric", "apply", "map",
+})  # fmt: skip
 """Elementwise functions, and those that keep elements in place, that torch does not tag as pointwise."""
-_PLAIN = frozenset(
-    {
-        *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_zeros", "new_empty"),
-        *("new_ones", "new_full", "new_tensor", "new_empty_strided", "view_as_real", "view_as_complex"),
-        *("__reduce_ex__", "__repr__", "__str__", "__format__", "is_same_size", "storage", "untyped_storage"),
-    }
-)
+_PLAIN = frozenset({
+    "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_zeros", "new_empty",
+    "new_ones", "new_full", "new_tensor", "new_empty_strided", "view_as_real", "view_as_complex", "__reduce_ex__",
+    "__repr__", "__str__", "__format__", "is_same_size", "storage", "untyped_storage",
+})  # fmt: skip
 """Functions that return local elements on purpose."""
-_QUIET = frozenset(
-    {
-        *("__get__", "__set__", "__delete__", "__setitem__", "__len__", "__hash__", "copy_", "size", "dim", "numel"),
-        *("nelement", "stride", "element_size", "is_complex", "is_floating_point", "is_contiguous", "is_inference"),
-        *("get_device", "data_ptr", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook"),
-        *("as_subclass", "_make_subclass", "_is_view"),
-    }
-)
+_QUIET = frozenset({
+    "__get__", "__set__", "__delete__", "__setitem__", "__len__", "__hash__", "copy_", "size", "dim", "numel",
+    "nelement", "stride", "element_size", "is_complex", "is_floating_point", "is_contiguous", "is_inference",
+    "get_device", "data_ptr", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "as_subclass",
+    "_make_subclass", "_is_view",
+})  # fmt: skip
 """Functions that read no element, or only write them."""

@@ -23,7 +23,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 from weakref import WeakSet
@@ -43,6 +43,16 @@ TAIL = 512
 _LONG = 32
 """Length of the history that predicts the next collective: it tells microbatches of a step apart."""
 _MOST = 1 << 17
+
+
+def _waiting(said: Callable[[], str], longest: float) -> Iterator[float]:
+    """Seconds waited so far, after growing pauses. Raises ValueError, with what `said` returns, after too long."""
+    start, pause = time.monotonic(), 1e-4
+    while (waited := time.monotonic() - start) <= GIVE_UP.total_seconds():
+        yield waited
+        time.sleep(pause)
+        pause = min(2 * pause, longest)
+    raise ValueError(f"{said()} in {GIVE_UP}: all ranks run the same units in the same order")
 
 
 class SameOrder:
@@ -87,19 +97,14 @@ class SameOrder:
         """
         if not self._open:
             return
-        start, pause, waited = time.monotonic(), 1e-4, 0.0
-        while int(self.store.get(self._open)) < len(self.ranks):  # covers all earlier ones
-            waited = time.monotonic() - start
+        waited = 0.0
+        late = f"rank {self.rank} is about to {self._recent[-1]}, and other ranks have not come there"
+        for waited in _waiting(lambda: late, 0.05):
+            if int(self.store.get(self._open)) >= len(self.ranks):  # covers all earlier ones
+                break
             if waited > ASK_AFTER:
                 self.store.set("ask", "")
                 self._compare()
-            if waited > GIVE_UP.total_seconds():
-                raise ValueError(
-                    f"rank {self.rank} is about to {self._recent[-1]}, and other ranks have not come there in "
-                    f"{GIVE_UP}: all ranks run the same units in the same order"
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, 0.05)
         self._open = ""
         if waited > ASK_AFTER:
             self.store.delete_key("ask")
@@ -176,8 +181,8 @@ class UnusedGradients:
     def _hear(self, order: SameOrder, others: Sequence[int]) -> dict[int, dict[str, list[int]]]:
         """Unused members of other ranks by group, up to this rank's last backward."""
         heard, late = dict[int, dict[str, list[int]]](), list(others)
-        start, pause = time.monotonic(), 1e-4
-        while late:
+        said = f"rank {order.rank} reads gradients, and ranks {{}} have not ended that backward"
+        for _ in _waiting(lambda: said.format([rank for rank in others if rank not in heard]), LONGEST_PAUSE):
             places = [self._place_of(rank) for rank in late]
             values = order.store.multi_get(places) if order.store.check(places) else ()
             for rank, (number, left_out) in zip(late, map(json.loads, values), strict=bool(values)):
@@ -185,14 +190,8 @@ class UnusedGradients:
                 if number == self._rounds:
                     heard[rank] = left_out
             late = [rank for rank in others if rank not in heard]
-            if time.monotonic() - start > GIVE_UP.total_seconds():
-                raise ValueError(
-                    f"rank {order.rank} reads gradients, and ranks {late} have not ended that backward in {GIVE_UP}: "
-                    f"all ranks run the same units in the same order"
-                )
-            if late:
-                time.sleep(pause)
-                pause = min(2 * pause, LONGEST_PAUSE)
+            if not late:
+                break
         return heard
 
 

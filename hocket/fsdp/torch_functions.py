@@ -138,16 +138,18 @@ def unscale_grads_(scaler: Any, optimizer: Optimizer, *rest: Any) -> dict[torch.
 # State
 
 
-def _context(model: nn.Module) -> ShardContext | None:
-    """The context of a sharded model; None for a plain model, or inside of `gathered()`.
+def _context(model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> ShardContext | None:
+    """The context of a sharded model; None for a plain model, or inside of `gathered()`, unless optimizers hold shards.
 
     Raises: ValueError for a part of a sharded model, or a module around one.
     """
+    held = (param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"])
     model = getattr(model, "_orig_mod", model)
     unit = model.__dict__.get(UNIT)
     context = None if unit is None else unit.context
     if context is not None and context.root is model:
-        return None if context.is_gathered else context
+        shards = any(isinstance(param, ShardedParameter) for param in held)
+        return None if context.is_gathered and not shards else context
     if context is None and not any(UNIT in one.__dict__ for one in model.modules()):
         return None
     raise ValueError(
@@ -192,7 +194,7 @@ def load_model(model: nn.Module, state: dict[str, Any], info: Any) -> Any:
 
 def get_optimizer(model: nn.Module, optimizers: Sequence[Optimizer], info: Any) -> dict[str, Any]:
     """`get_optimizer_state_dict`."""
-    context = _context_of(model, optimizers) if info.handle_optim else None
+    context = _context(model, optimizers) if info.handle_optim else None
     if context is None:
         return _get_optimizer(model, tuple(optimizers), info)
     _refuse(info, "submodule_prefixes")
@@ -214,7 +216,7 @@ def get_optimizer(model: nn.Module, optimizers: Sequence[Optimizer], info: Any) 
 
 def load_optimizer(model: nn.Module, optimizers: Sequence[Optimizer], state: dict[str, Any], info: Any) -> None:
     """`set_optimizer_state_dict`."""
-    context = _context_of(model, optimizers) if info.handle_optim else None
+    context = _context(model, optimizers) if info.handle_optim else None
     if context is None:
         _load_optimizer(model, tuple(optimizers), state, info)
         return
@@ -261,17 +263,6 @@ def _from_first_rank(context: ShardContext, state: Any) -> dict[str, Any]:
         return whole if one is None or one.shape != whole.shape else one.tensor(one.part_of(whole).clone())
 
     return received(broadcast_object(announced(state)), state if dist.get_rank() == 0 else None, "")
-
-
-def _context_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> ShardContext | None:
-    """The model's context, also inside of `gathered()`, where optimizers still hold shards."""
-    context = _context(model)
-    if context is not None:
-        return context
-    held = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
-    if not any(isinstance(param, ShardedParameter) for param in held):
-        return None
-    return getattr(model, "_orig_mod", model).__dict__[UNIT].context
 
 
 def _whole(context: ShardContext, value: Any, offload: bool) -> Any:

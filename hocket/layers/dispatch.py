@@ -55,7 +55,7 @@ from hocket.layers.rows import (
     total,
     total_of,
 )
-from hocket.program.part_sizes import label_bytes
+from hocket.predict.part_sizes import label_bytes
 from hocket.runtime.blocks import Blocks, HostBlocks, Room, host_blocks, lay_out
 from hocket.runtime.segment import rebuild_in_backward
 from hocket.runtime.transports import Pending, RowTable

@@ -115,12 +115,9 @@ def grouped_linear(x_RD: Tensor, p_EDF: Tensor, offsets_E: Tensor, turned: bool 
 
 def scale(x_TD: Tensor, p_D: Tensor, one: bool = False) -> Tensor:
     """`x * p`, elementwise over the last dimension; with `one`, `x * (1 + p)` with the sum in fp32."""
-    if one:
-        return apply(_ScaleOne, x_TD, p_D)
-    weight = weight_of(p_D)
-    if weight is None:
+    if not one and weight_of(p_D) is None:
         return x_TD * p_D
-    return _Scale.apply(x_TD, queued(x_TD, weight))
+    return apply(_Scale, x_TD, p_D, one)
 
 
 def shift(x_TD: Tensor, p_D: Tensor) -> Tensor:
@@ -364,29 +361,19 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 class _Scale(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, where: Queued) -> Tensor:
-        return x * save_input(ctx, x, where)
+    """Ordinary weights come here with `one` alone: a sum in the activations' dtype would lose most of their bits."""
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        (x,) = ctx.saved_tensors
-        ctx.where.contribute(ctx, 1, partial(_scale_wgrad, x.detach(), g))
-        return g * ctx.where.value(), None
-
-
-class _ScaleOne(torch.autograd.Function):
-    """Ordinary weights come here too, since a sum with them in the activations' dtype would lose most of their bits."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, given: Tensor | None, where: Destination) -> Tensor:
-        return (x * (save_input(ctx, x, where).float() + 1)).to(x.dtype)
+    def forward(ctx: Any, x: Tensor, given: Tensor | None, where: Destination, one: bool) -> Tensor:
+        ctx.one, p_D = one, save_input(ctx, x, where)
+        return (x * (p_D.float() + 1)).to(x.dtype) if one else x * p_D
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         (x,) = ctx.saved_tensors
         dw = ctx.where.contribute(ctx, 1, partial(_scale_wgrad, x.detach(), g))
-        return (g * (ctx.where.again().float() + 1)).to(x.dtype), dw, None
+        p_D = ctx.where.again()
+        return (g * (p_D.float() + 1)).to(x.dtype) if ctx.one else g * p_D, dw, None, None
 
 
 class _Shift(torch.autograd.Function):

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hocket.kernels import usable
-from hocket.program.part_sizes import label_bytes
+from hocket.predict.part_sizes import label_bytes
 
 
 def gather(x_RD: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:

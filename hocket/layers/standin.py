@@ -143,7 +143,7 @@ def _scale(func: Any, a: Tensor, b: Any) -> Tensor:
     if not isinstance(x, Tensor) or isinstance(x, StandIn) or weight is None or weight.value is None:
         return _other(func, a, b)
     fits = x.dim() > 1 and weight.shape == x.shape[-1:] and x.dtype == weight.value.dtype  # of `p` nothing is asked
-    return functional._Scale.apply(x, queued(x, weight)) if fits and x.requires_grad else _other(func, a, b)
+    return functional.scale(x, p) if fits and x.requires_grad else _other(func, a, b)
 
 
 def _dtype(func: Any, p: Tensor, *_: Any) -> Any:

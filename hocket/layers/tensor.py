@@ -42,7 +42,7 @@ from torch import Tensor
 
 from hocket.config import Config
 from hocket.config.overlap import DIRECTIONS, ROLES, Method
-from hocket.program.tensor_costs import LIKE, pieces, splits_of
+from hocket.predict.tensor_costs import LIKE, pieces, splits_of
 from hocket.runtime.comm import Group
 from hocket.runtime.lanes import SideStream
 from hocket.runtime.tokens import CopiedTokens, Spread, Tokens

@@ -197,14 +197,17 @@ class _Part:
         return torch.ones(1, 1, self.queries, self.keys, dtype=torch.bool).tril() if self.own else None
 
 
-def attend_stretch(q_THN: Tensor, k_UKN: Tensor, v_UKN: Tensor, span: Span, whole: bool, window: int = 0) -> Tensor:
+def attend_stretch(
+    q_THN: Tensor, k_UKN: Tensor, v_UKN: Tensor, span: Span, whole: bool, window: int = 0, scale: float | None = None
+) -> Tensor:
     """Causal attention of a chunk's queries to its stretch of keys, inside of each document: as `attend`, [T, H, N].
 
     `whole` says that documents are whole sequences.
     """
-    if whole and not window and has_flash(q_THN) and served(q_THN, k_UKN, v_UKN):
+    plain = whole and not window and scale in (None, q_THN.shape[-1] ** -0.5)
+    if plain and has_flash(q_THN) and served(q_THN, k_UKN, v_UKN):
         return InParts.apply(q_THN, k_UKN, v_UKN)  # pyrefly: ignore[bad-return]
-    return attend(q_THN, k_UKN, v_UKN, span, window)
+    return attend(q_THN, k_UKN, v_UKN, span, window, scale)
 
 
 def attend_spans(
@@ -213,6 +216,7 @@ def attend_spans(
     v_UKN: Tensor,
     context: Context,
     window: int = 0,
+    scale: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of a rank's queries to the keys that all ranks have, inside of documents: [T, H, N]."""
@@ -220,7 +224,7 @@ def attend_spans(
     for span in context.spans:
         q, k, v = among(q_THN, span.queries), among(k_UKN, span.keys), among(v_UKN, span.keys)
         if sinks is None:
-            found.append(attend_stretch(q, k, v, span, context.of_sequences, window))
+            found.append(attend_stretch(q, k, v, span, context.of_sequences, window, scale))
         else:
             found.append(attend_with_sinks(q, k, v, sinks, span, window))
     return torch.cat(found)

@@ -41,7 +41,7 @@ from hocket.program.check_memory import (
     values_dropped_in_time,
     values_live,
 )
-from hocket.program.facts import INVARIANTS, Facts, Span, Violation, gather_facts, has_place
+from hocket.program.facts import INVARIANTS, Facts, Violation, gather_facts, has_place
 from hocket.program.linearize import circle_of, waits
 from hocket.program.ops import HOST, TIED, Key, Layout, Op, Program, stops_host, tied_lane
 from hocket.program.transformer import EMBED, HEAD
@@ -298,28 +298,19 @@ def work_queued(facts: Facts) -> Iterator[Violation]:
     for i, op in enumerate(facts.ops):
         if _counted(facts, i) is not None:
             waits[op.microbatch, op.chunk].append(i)
-    for pair in facts.merged:
-        for forward, other in (pair, pair[::-1]):
-            if forward.verb == "fwd":
-                yield from _exposed_waits(facts, forward, other, waits[forward.microbatch, forward.chunk], computed)
-
-
-def _exposed_waits(
-    facts: Facts, forward: Span, other: Span, dispatches: list[int], computed: list[int]
-) -> Iterator[Violation]:
-    exposed = []
-    for i in dispatches[bisect_right(dispatches, other.first) : bisect_right(dispatches, other.last)]:
-        source = _counted(facts, i)
-        if source is not None and source < i and computed[i] == computed[source + 1]:
-            exposed.append((i, source))
-    for i, source in exposed[_EXPOSED_WAITS_ALLOWED:]:
-        yield facts.fail(
-            13,
-            f"{facts.show(i)} stops the host right behind {facts.show(source)} with no compute op queued between them, "
-            f"and is not the first to do so while {forward} is merged with {other}",
-            i,
-            source,
-        )
+    for forward, other in (pair for both in facts.merged for pair in (both, both[::-1]) if pair[0].verb == "fwd"):
+        dispatches = waits[forward.microbatch, forward.chunk]
+        exposed = []
+        for i in dispatches[bisect_right(dispatches, other.first) : bisect_right(dispatches, other.last)]:
+            source = _counted(facts, i)
+            if source is not None and source < i and computed[i] == computed[source + 1]:
+                exposed.append((i, source))
+        for i, source in exposed[_EXPOSED_WAITS_ALLOWED:]:
+            message = (
+                f"{facts.show(i)} stops the host right behind {facts.show(source)} with no compute op queued between "
+                f"them, and is not the first to do so while {forward} is merged with {other}"
+            )
+            yield facts.fail(13, message, i, source)
 
 
 def _counted(facts: Facts, i: int) -> int | None:

@@ -94,7 +94,7 @@ class Part:
     """Its letter in text timelines; by default `letter` in upper case."""
     mixer: Mixer = field(default="full", compare=False)
     size: str | Callable[..., Any] = field(default="", compare=False, repr=False)
-    """Its cost function, `Shapes -> PartSize` of `program/part_sizes.py`, or the name of one there."""
+    """Its cost function, `Shapes -> PartSize` of `predict/part_sizes.py`, or the name of one there."""
 
     def __post_init__(self) -> None:
         def refuse(problem: str) -> None:

@@ -32,6 +32,8 @@ from hocket.runtime.blocks import Blocks, HostBlocks, rows_of
 # torch 2.13 renamed the flat collectives and warns about the old names.
 gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_flat: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+exchange_flat: Callable[..., Any] = dist.all_to_all_single
+sum_flat: Callable[..., Any] = dist.all_reduce
 
 
 @dataclass(frozen=True)

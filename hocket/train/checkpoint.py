@@ -20,7 +20,7 @@ import math
 import platform
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -35,7 +35,7 @@ from hocket.config.schema import digest
 from hocket.files import set_aside
 from hocket.fsdp.saving import background
 from hocket.fsdp.saving.atomic_folder import clean_up, free, remove, shown
-from hocket.fsdp.saving.background import Saving, copied_bytes, wait_for_thread
+from hocket.fsdp.saving.background import Saving, wait_for_thread
 from hocket.fsdp.saving.checkpoint import METADATA, CheckpointReader, CheckpointWriter, write
 from hocket.fsdp.saving.inventory import FlatTensor
 from hocket.resolve import Settings
@@ -114,27 +114,10 @@ def delete_old(checkpoints: Path, train: TrainConfig) -> None:
     What the file system refuses is no error: the next save tries again.
     """
     with contextlib.suppress(OSError):
-        there = newest_first(checkpoints)
         kept = train.kept
-        best = best_first(there)[: kept["best"]] if kept["best"] else []
-        for old in set(there[kept["newest"] :]) - set(best):
+        for old in newest_first(checkpoints)[kept["newest"] :]:
             if not kept["every"] or step_of(old) % kept["every"]:
                 remove(old)
-
-
-def best_first(there: Sequence[Path]) -> list[Path]:
-    """Checkpoints with a held-out loss, the lowest first, and of equal ones the earliest."""
-    losses = {path: _held_out(path) for path in there}
-    return sorted((path for path in there if losses[path] < math.inf), key=lambda path: (losses[path], path.name))
-
-
-def _held_out(path: Path) -> float:
-    """The held-out loss of a checkpoint; infinite if it has none, or cannot be read."""
-    try:
-        loss = json.loads((path / META).read_text())["more"].get("held_out")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return math.inf
-    return loss if isinstance(loss, float) and math.isfinite(loss) else math.inf
 
 
 def step_of(path: Path) -> int:
@@ -149,32 +132,24 @@ def newest_of(run: Path) -> Path:
     return next((path for path in (*newest_first(checkpoints), checkpoints / "latest") if path.exists()), run)
 
 
-def link(path: Path, keep_best: int = 0) -> None:
-    """Have `latest` stand for a checkpoint, and with `keep_best` the name `best` for the best one beside it.
+def link(path: Path) -> None:
+    """Have `latest` stand for a checkpoint.
 
     A link is for people: runs and commands go by the names of checkpoints. So a file system that refuses one fails no
     save, but no link stays that stands for an earlier checkpoint.
     """
-    stands = {"latest": path}
-    if keep_best and (best := best_first(newest_first(path.parent))):
-        stands["best"] = best[0]
-    for name, checkpoint in stands.items():
-        if checkpoint.with_name(name).resolve() == checkpoint.resolve():
-            continue
-        try:
-            _link(name, checkpoint)
-        except OSError:
-            with contextlib.suppress(OSError):
-                checkpoint.with_name(name).unlink()
-
-
-def _link(name: str, path: Path) -> None:
-    if path.with_name(name).is_dir() and not path.with_name(name).is_symlink():
-        set_aside(path.with_name(name))  # what a copy of the run's folder without links has made of it
-    own = path.with_name(f"{name}.tmp")
-    own.unlink(missing_ok=True)
-    own.symlink_to(path.name)
-    own.replace(path.with_name(name))
+    latest, own = path.with_name("latest"), path.with_name("latest.tmp")
+    if latest.resolve() == path.resolve():
+        return
+    try:
+        if latest.is_dir() and not latest.is_symlink():
+            set_aside(latest)  # what a copy of the run's folder without links has made of it
+        own.unlink(missing_ok=True)
+        own.symlink_to(path.name)
+        own.replace(latest)
+    except OSError:
+        with contextlib.suppress(OSError):
+            latest.unlink()
 
 
 # -- checkpoint --------------------------------------------------------------------------------------------------------
@@ -231,7 +206,7 @@ class Moment:
     text: str = ""
     """What the stream is of, up to `position`, which means another place in another text."""
     more: Mapping[str, Any] = field(default_factory=dict)
-    """JSON. `held_out` in it is the loss by which `train.keep` finds the best."""
+    """JSON."""
 
 
 def save(settings: Settings, moment: Moment, state: State) -> Path:
@@ -276,7 +251,7 @@ def _write(settings: Settings, moment: Moment, state: State, writer: CheckpointW
             path = write(state, writer, group)
         except (OSError, ValueError) as error:
             raise SaveFailed(_refused(settings, moment.step, state, error, group)) from None
-        by_first(lambda: link(path, settings.train.kept["best"]), group)
+        by_first(lambda: link(path), group)
     return path
 
 
@@ -444,10 +419,9 @@ def _set_others_aside(settings: Settings, restored: Restored | None) -> None:
     before = [path for path in there if step_of(path) <= restored.step]
     if before:
         link(own or before[0])
-    for name in ("latest", "best"):
-        named = folder / name
-        if named.is_symlink() and not named.exists():
-            named.unlink()
+    latest = folder / "latest"
+    if latest.is_symlink() and not latest.exists():
+        latest.unlink()
 
 
 def problem_of(settings: Settings, reason: str, fix: str) -> str:
@@ -490,7 +464,7 @@ def _most(train: TrainConfig) -> int:
     """Most checkpoints that are there at a time, with the one that is being written."""
     kept = train.kept
     for_good = train.steps // math.lcm(kept["every"], train.save_every or train.steps) if kept["every"] else 0
-    return kept["newest"] + kept["best"] + for_good + 1
+    return kept["newest"] + for_good + 1
 
 
 def require_memory(settings: Settings, offloaded: int, copies: int, available: int) -> str:
@@ -517,11 +491,6 @@ def require_memory(settings: Settings, offloaded: int, copies: int, available: i
                 f"take {shown(away + copied)}, and {left}"
             )
     return without
-
-
-def copies_of(state: State) -> int:
-    """Bytes that this rank's copies take while they are written behind steps."""
-    return copied_bytes(state)
 
 
 def _require_shared(here: Path) -> None:

@@ -456,8 +456,8 @@ def tokenise(folder: Path, files: Sequence[Path], asked: Asked, data: DataConfig
         nonlocal told
         if time.monotonic() > told + PATIENCE:
             told = time.monotonic()
-            done, nbytes = (list(folder.glob(f"*.{ending}")) for ending in ("npz", "bin"))
-            tokens = sum(file.stat().st_size for file in nbytes) // dtype.itemsize
+            done, begun = (list(folder.glob(f"*.{ending}")) for ending in ("npz", "bin"))
+            tokens = sum(file.stat().st_size for file in begun) // dtype.itemsize
             say(f"tokenising: {len(done)} of {len(pieces)} pieces done, about {tokens:,} tokens so far")
 
     if len(missing) < len(pieces):
@@ -465,7 +465,7 @@ def tokenise(folder: Path, files: Sequence[Path], asked: Asked, data: DataConfig
     if count > 1:
         plain = replace(asked, origins=dict(asked.origins))
         with processes(count, {"RAYON_NUM_THREADS": str(max(1, cores() // count))}) as pool:
-            running = {pool.submit(_make, folder, missing[n::count], plain, data) for n in range(count)}
+            running = {pool.submit(_write_all, folder, missing[n::count], plain, data) for n in range(count)}
             while running:
                 done, running = wait(running, POLL)
                 tell()
@@ -477,8 +477,7 @@ def tokenise(folder: Path, files: Sequence[Path], asked: Asked, data: DataConfig
                     reason = "a process that tokenised was killed"
                     raise KilledError(str(asked.refused(reason, f"{fix}; finished pieces are kept"))) from None
     else:
-        for piece in missing:
-            _make(folder, [piece], asked, data)
+        for _ in _write_pieces(folder, missing, asked, data):
             tell()
     return [Piece.read(folder, number, dtype) for number in range(len(pieces))]
 
@@ -488,8 +487,15 @@ def dtype_of(vocab: int) -> np.dtype:
     return np.min_scalar_type(vocab - 1)
 
 
-def _make(folder: Path, pieces: Sequence[tuple[int, Parts]], asked: Asked, data: DataConfig) -> None:
-    """Write pieces; the `.npz` of each is there once all of it is."""
+def _write_all(folder: Path, pieces: Sequence[tuple[int, Parts]], asked: Asked, data: DataConfig) -> None:
+    for _ in _write_pieces(folder, pieces, asked, data):
+        pass
+
+
+def _write_pieces(folder: Path, pieces: Sequence[tuple[int, Parts]], asked: Asked, data: DataConfig) -> Iterator[None]:
+    """Write pieces, and yield after each; its `.npz` is there once all of it is."""
+    if not pieces:
+        return
     tokenizer = load_tokenizer(data, asked.origins)
     keys = Keys(*data.names, Chats(data).marked, data.skip_empty)
     for number, parts in pieces:
@@ -505,6 +511,7 @@ def _make(folder: Path, pieces: Sequence[tuple[int, Parts]], asked: Asked, data:
         for file in (path, done):
             sync(file)
         done.rename(path.with_suffix(".npz"))
+        yield
 
 
 def _add(file: Path, part: Part, writer: _Writer, keys: Keys, asked: Asked) -> Iterator[str]:

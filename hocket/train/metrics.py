@@ -26,8 +26,8 @@ from hocket.explain.explanation import FILE
 from hocket.files import set_aside
 from hocket.gpus import peak_flops
 from hocket.model.context import TOLERANCE
+from hocket.predict.part_sizes import model_flops_per_token
 from hocket.program.mesh import described
-from hocket.program.part_sizes import model_flops_per_token
 from hocket.resolve import Settings
 from hocket.sizes import counted
 from hocket.train.writers import Writers

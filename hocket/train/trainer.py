@@ -16,14 +16,15 @@ from hocket.config.rule import problem
 from hocket.engine import Engine
 from hocket.engine.engine import blame
 from hocket.environment import available_memory
+from hocket.fsdp.saving.background import copied_bytes
 from hocket.fsdp.saving.inventory import FlatTensor
 from hocket.layers.slices import Span
 from hocket.model.context import imbalance_of
 from hocket.model.documents import Microbatch, documents_of, to_device
 from hocket.model.transformer import parameter_counts
-from hocket.program.arrivals import lack
+from hocket.predict.arrivals import lack
+from hocket.predict.part_sizes import attending
 from hocket.program.documents import Dealt, as_read, deals, dealt, lengths_of, works_of
-from hocket.program.part_sizes import attending
 from hocket.resolve import Settings
 from hocket.runtime.hangs import Watchdog
 from hocket.runtime.world import everyone
@@ -32,7 +33,6 @@ from hocket.train.checkpoint import (
     Restored,
     Saves,
     State,
-    copies_of,
     make_place,
     require_memory,
     restore,
@@ -98,7 +98,6 @@ class Trainer:
         self._require_same_text()
         self.step = self.position = 0
         self._in_a_row = 0  # steps that were skipped, up to the last one
-        self._held_out: float | None = None  # the loss of a validation behind the last step
         self._remarks = list[str]()
         self._no_copies = ""  # why training waits while checkpoints are written
         self._saved = 0  # steps of the checkpoint on disk that the run goes on from
@@ -128,7 +127,7 @@ class Trainer:
         notes = make_place(settings, self._state()) if settings.train.kept["newest"] else []
         between = self.saves and 0 < settings.train.save_every < settings.train.steps
         copies, offloaded = (
-            copies_of(self._state()) if between else 0,
+            copied_bytes(self._state()) if between else 0,
             engine.host_bytes if settings.plan.offload else 0,
         )
         self._no_copies = require_memory(settings, offloaded, copies, available_memory())
@@ -260,7 +259,6 @@ class Trainer:
             metrics.say(f"step {self.step + 1} {lack(settings, result.lacked, result.grown)}")
         told = engine.agree(result.loss, result.loads, stop.signal, result.imbalance)
         self.step += 1
-        self._held_out = None
         self.position += settings.batch
         seconds = time.perf_counter() - started
         self._in_a_row = self._in_a_row + 1 if told.skipped else 0
@@ -331,9 +329,8 @@ class Trainer:
         losses = {name: loss for name, (loss, learnt) in found.items() if learnt}
         for name in found.keys() - losses.keys():
             metrics.say(f"WARNING  validation{name and f' of {name}'} has no target that counts, and so no loss")
-        self._held_out = self.text.mean(losses) if losses else None
-        if self._held_out is not None:
-            metrics.validation(self.step, self._held_out, losses if "" not in losses else {})
+        if losses:
+            metrics.validation(self.step, self.text.mean(losses), losses if "" not in losses else {})
 
     def _evaluate(self, stream: Stream, metrics: Metrics) -> tuple[float, int]:
         """Mean cross-entropy over all targets that count of the first `eval_batches` batches, and their number.
@@ -374,7 +371,6 @@ class Trainer:
             "norms": guard.norms,
             "in_a_row": self._in_a_row,
             "shares": {layer: share for of_rank in shares for layer, share in of_rank.items()},
-            "held_out": self._held_out,
             "samples": self.text.samples,
         }
         return Moment(self.step, self.position, self.text.up_to(self.position), more)

@@ -72,12 +72,12 @@ from hocket.config.overlap import HEADS_RULES
 from hocket.config.rule import Host, leaf, show
 from hocket.config.schema import changed
 from hocket.decision import AUTOMATIC, Choice
-from hocket.program.cost import CostTable
-from hocket.program.hardware import LAPTOP, hardware_of
+from hocket.predict.cost import CostTable
+from hocket.predict.hardware import LAPTOP, hardware_of
+from hocket.predict.part_sizes import copies_of, elements_sent
+from hocket.predict.simulate import Costs, quiet_end
 from hocket.program.layer import MERGED
 from hocket.program.ops import COMPUTING, Lane, Layout, Op, Verb, offloadable, recomputable
-from hocket.program.part_sizes import copies_of, elements_sent
-from hocket.program.simulate import Costs, quiet_end
 from hocket.program.stages import gathered_units, layout_of
 from hocket.program.transformer import GATHERED, HEAD
 from hocket.rules import (

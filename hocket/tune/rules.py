@@ -28,10 +28,10 @@ from hocket.config.overlap import DIRECTIONS, ROLES, TENSOR, Direction, Method, 
 from hocket.config.rule import Host, leaf
 from hocket.config.schema import changed
 from hocket.decision import Choice, Decision
-from hocket.program.cost import issued
-from hocket.program.hardware import BANDWIDTH, LATENCY, hardware_of
+from hocket.predict.cost import issued
+from hocket.predict.hardware import BANDWIDTH, LATENCY, hardware_of
+from hocket.predict.tensor_costs import cell_of, in_time, seconds, splits_for, without_pieces
 from hocket.program.ops import recomputable
-from hocket.program.tensor_costs import cell_of, in_time, seconds, splits_for, without_pieces
 from hocket.rules import CHECKS, has_experts, leaves_host, no_pieces, ranks_of_a_host, rule_text
 from hocket.sizes import duration
 from hocket.tune.trials import Trials, fits, gib, memory_of
@@ -181,7 +181,7 @@ def _rows_travel(c: Config) -> bool:
     return has_experts(c) and c.mesh.ep > 1
 
 
-# -- Tensor-parallel layers, by their own model (`program/tensor_costs.py`) --------------------------------------------
+# -- Tensor-parallel layers, by their own model (`predict/tensor_costs.py`) --------------------------------------------
 
 
 def choose_tensor(c: Config, h: Host) -> list[Choice]:

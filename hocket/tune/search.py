@@ -25,12 +25,12 @@ from hocket.config import Config, Strategy
 from hocket.config.rule import leaf, show
 from hocket.config.schema import changed, command_words, types
 from hocket.planning import network, predict, program_of
-from hocket.program.arrivals import arrival_bytes
+from hocket.predict.arrivals import arrival_bytes
+from hocket.predict.cost import CostTable, Measurement, costs_of
+from hocket.predict.hardware import Hardware
+from hocket.predict.simulate import Kind
 from hocket.program.check import assert_valid
-from hocket.program.cost import CostTable, Measurement, costs_of
-from hocket.program.hardware import Hardware
 from hocket.program.layer import MERGED
-from hocket.program.simulate import Kind
 from hocket.program.stages import layout_of
 from hocket.resolve import Settings
 from hocket.rules import named_parts

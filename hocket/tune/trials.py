@@ -32,14 +32,14 @@ from typing import Any, Protocol
 from hocket.config import Config
 from hocket.config.rule import Host, leaf, show
 from hocket.config.schema import changed
-from hocket.program.arrivals import arrival_bytes
-from hocket.program.cost import CostTable, costs_of
-from hocket.program.hardware import hardware_of
+from hocket.predict.arrivals import arrival_bytes
+from hocket.predict.cost import CostTable, costs_of
+from hocket.predict.hardware import hardware_of
+from hocket.predict.simulate import Time, cost_key, peak_bytes, simulate, spans_of, times
 from hocket.program.lower import build_forward, build_program, choose_order, free_rank
 from hocket.program.ops import Key, Layout, Op, Program
 from hocket.program.pipeline import in_flight, warmup
 from hocket.program.shard import Sharding
-from hocket.program.simulate import Time, cost_key, peak_bytes, simulate, spans_of, times
 from hocket.program.stages import layout_of, sharding_of
 from hocket.program.values import reads
 from hocket.rules import few_microbatches, group_of

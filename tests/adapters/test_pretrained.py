@@ -23,8 +23,8 @@ from hocket.adapters.costs import count_parts
 from hocket.adapters.cut import Cut
 from hocket.adapters.transformers import Pretrained
 from hocket.config import ModelConfig
-from hocket.program.cost import costs_of
-from hocket.program.hardware import H200
+from hocket.predict.cost import costs_of
+from hocket.predict.hardware import H200
 from tests.adapters.families import REFUSED, VOCAB, batches, configuration, model
 from tests.adapters.runs import SETTINGS, plain, planned
 from tests.adapters.test_families import compare

@@ -37,12 +37,12 @@ def test_options(name, value, words):
 
 CALLS = {
     "strategy": (dict(strategy="zero3"), "strategy='zero3' is not one of no_shard, optim, optim_grads"),
-    "nothing": (dict(units=nn.Conv2d), "chooses nothing: the Stack contains no Conv2d"),
+    "nothing": (dict(units=nn.Conv2d), "chooses nothing of the Stack"),
     "no one": (dict(units=lambda name, module: False), "chooses nothing"),
     "a name": (dict(units="Block"), "units='Block' is no class, predicate or list of modules"),
     "a number": (dict(units=3), "units=3 is no class"),
     "a single module": (dict(units=Block()), "is no class, predicate or list"),
-    "an empty list": (dict(units=[]), "chooses nothing: the Stack contains no module of an empty list"),
+    "an empty list": (dict(units=[]), "units=[] chooses nothing"),
     "mesh": (dict(mesh=(2,)), "mesh=(2,) is no DeviceMesh"),
     "precision": (dict(precision=torch.bfloat16), "precision=torch.bfloat16 is no Precision"),
     "options": (dict(options={"staging": 2}), "options={'staging': 2} is no ShardOptions"),

@@ -14,8 +14,8 @@ from hocket.engine import Engine
 from hocket.kernels import IGNORED
 from hocket.model.documents import PADDING, Documents, Microbatch, attend, documents_of
 from hocket.model.latent_attention import attention
+from hocket.predict.part_sizes import attending
 from hocket.program.documents import dealt, lengths_of
-from hocket.program.part_sizes import attending
 from hocket.recipes import PLAIN
 from tests.gpu.test_parity import BASE, run
 from tests.helpers.plans import planned

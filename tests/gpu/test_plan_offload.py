@@ -14,9 +14,9 @@ from torch import Tensor
 from hocket.config.schema import changed
 from hocket.engine import Engine
 from hocket.model.documents import Microbatch
-from hocket.program.cost import costs_of
-from hocket.program.hardware import hardware_of
-from hocket.program.simulate import host_bytes, simulate
+from hocket.predict.cost import costs_of
+from hocket.predict.hardware import hardware_of
+from hocket.predict.simulate import host_bytes, simulate
 from hocket.recipes import PLAIN
 from hocket.runtime.lanes import CudaLanes
 from tests.gpu.test_documents import CUDA, packed

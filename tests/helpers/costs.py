@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 
+from hocket.predict.simulate import Time
 from hocket.program.ops import Op, Program
-from hocket.program.simulate import Time
 
 
 @dataclass

@@ -127,8 +127,11 @@ def test_hang_reports_every_rank_and_leaves_no_process(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_ranks_die_with_the_caller(tmp_path: Path) -> None:
     script = f"""
+        from multiprocessing.context import BaseContext
         from tests.helpers.ranks import run_ranks
         from tests.helpers.test_ranks import forgotten_barrier
+        preload = BaseContext.set_forkserver_preload  # this server need not import all that ranks may want
+        BaseContext.set_forkserver_preload = lambda context, names: preload(context, ["tests.helpers.test_ranks"])
         if __name__ == "__main__":
             run_ranks(forgotten_barrier, 2, {str(tmp_path)!r}, timeout=280)
     """

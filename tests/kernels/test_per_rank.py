@@ -13,7 +13,7 @@ from hocket.kernels import rows as kernels
 from hocket.kernels.rows import BLOCK
 from hocket.layers.routing import route
 from hocket.layers.rows import pack, pair, read_labels
-from hocket.program.part_sizes import label_bytes
+from hocket.predict.part_sizes import label_bytes
 
 CONFIG = ModelConfig(experts=12)
 CASES = {

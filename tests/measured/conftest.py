@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hocket.program.hardware import HARDWARE
+from hocket.predict.hardware import HARDWARE
 from tests.measured.simulated import QUICK
 
 

@@ -10,9 +10,9 @@ from hocket.config import Config, MeshConfig, ModelConfig, TrainConfig
 from hocket.config.rule import Host
 from hocket.measured import describe
 from hocket.planning import program_of
-from hocket.program.hardware import H200
+from hocket.predict.hardware import H200
+from hocket.predict.simulate import KIND_OF, NO_OVERHEADS, Overheads, Timeline, cost_key
 from hocket.program.ops import LANES, Op, Program
-from hocket.program.simulate import KIND_OF, NO_OVERHEADS, Overheads, Timeline, cost_key
 from hocket.resolve import Settings, resolve
 from tests.helpers.plans import planned
 from tests.trace.build import Trace
@@ -55,7 +55,7 @@ def about(settings: Settings, pp_rank: int, transport: str = "nccl") -> dict[str
 
 
 def issued_at(ops: tuple[Op, ...], starts: list[float], kinds: tuple[str, ...], overheads: Overheads) -> list[float]:
-    """When the host comes to every op; see `program/simulate.py`."""
+    """When the host comes to every op; see `predict/simulate.py`."""
     now, found = 0.0, []
     for op, start in zip(ops, starts, strict=True):
         found.append(now)

@@ -12,10 +12,10 @@ import pytest
 from hocket.config.schema import changed
 from hocket.measured import calibrate, stored_in
 from hocket.planning import predict, program_of
-from hocket.program.cost import CostTable, Measurement, costs_of, overheads_of
-from hocket.program.hardware import HARDWARE, hardware_of
+from hocket.predict.cost import CostTable, Measurement, costs_of, overheads_of
+from hocket.predict.hardware import HARDWARE, hardware_of
+from hocket.predict.simulate import KIND_OF, Overheads, Timeline, cost_key, simulate
 from hocket.program.ops import Program
-from hocket.program.simulate import KIND_OF, Overheads, Timeline, cost_key, simulate
 from hocket.resolve import Settings
 from hocket_trace.align import load
 from hocket_trace.data import RankTrace

@@ -13,7 +13,7 @@ from hocket.commands.explain import run, with_traces
 from hocket.commands.plan import resolve_for_plan
 from hocket.explain.build import explain
 from hocket.planning import predict, program_of
-from hocket.program.hardware import hardware_of
+from hocket.predict.hardware import hardware_of
 from hocket.recipes import recipe
 from tests.measured.simulated import about, traces_of
 from tests.trace.build import Trace

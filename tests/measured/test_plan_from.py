@@ -10,9 +10,9 @@ import pytest
 
 from hocket.commands.plan import resolve_for_plan, run
 from hocket.planning import predict, program_of
-from hocket.program.cost import Measurement, overheads_of
-from hocket.program.hardware import hardware_of
-from hocket.program.simulate import cost_key
+from hocket.predict.cost import Measurement, overheads_of
+from hocket.predict.hardware import hardware_of
+from hocket.predict.simulate import cost_key
 from hocket.recipes import recipe
 from tests.measured.simulated import traces_of
 

@@ -11,10 +11,10 @@ from typing import Any
 from hypothesis import strategies as st
 
 from hocket.config import Config
+from hocket.predict.simulate import Time, Timeline
 from hocket.program.lower import build_program
 from hocket.program.ops import Layout, Op, Program
 from hocket.program.shard import Sharding
-from hocket.program.simulate import Time, Timeline
 from tests.helpers.plans import planned
 
 

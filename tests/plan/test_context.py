@@ -10,11 +10,11 @@ from hocket.config import ModelConfig
 from hocket.config.overlap import CONTEXT as METHOD
 from hocket.explain.build import overlaps
 from hocket.planning import predict, program_of
+from hocket.predict.hardware import HARDWARE
+from hocket.predict.part_sizes import unit_weights
 from hocket.program.check import assert_valid
-from hocket.program.hardware import HARDWARE
 from hocket.program.lower import build_forward, build_program
 from hocket.program.ops import Layout
-from hocket.program.part_sizes import unit_weights
 from hocket.program.shard import Sharding
 from hocket.program.text import from_json, to_json
 from tests.helpers.dryrun import dry_run

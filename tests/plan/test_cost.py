@@ -13,11 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from hocket import recipes
 from hocket.config import MeshConfig, ModelConfig, Purpose, Strategy
 from hocket.model.transformer import Chunk
-from hocket.program.cost import CostTable, Pricing
-from hocket.program.hardware import H200, HARDWARE, LAPTOP, Link
-from hocket.program.lower import build_program
-from hocket.program.ops import Layout, Op, Program
-from hocket.program.part_sizes import (
+from hocket.predict.cost import CostTable, Pricing
+from hocket.predict.hardware import H200, HARDWARE, LAPTOP, Link
+from hocket.predict.part_sizes import (
     FUSED,
     STOCK,
     Formulas,
@@ -27,10 +25,12 @@ from hocket.program.part_sizes import (
     ranks_per_token,
     size_of,
 )
-from hocket.program.part_sizes import unit_weights as weights_of
+from hocket.predict.part_sizes import unit_weights as weights_of
+from hocket.predict.simulate import Kind, OpCost, simulate
+from hocket.program.lower import build_program
+from hocket.program.ops import Layout, Op, Program
 from hocket.program.parts import Unit
 from hocket.program.shard import Sharding
-from hocket.program.simulate import Kind, OpCost, simulate
 from hocket.tune.choose import balanced
 from tests.helpers.chunks import init_chunk
 from tests.helpers.plans import planned

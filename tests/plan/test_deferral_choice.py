@@ -12,7 +12,7 @@ import pytest
 from hocket.config import Config
 from hocket.config.schema import changed
 from hocket.machine import host_for_plan
-from hocket.program.hardware import H200, HARDWARE, hardware_of
+from hocket.predict.hardware import H200, HARDWARE, hardware_of
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
 from hocket.rules import few_microbatches

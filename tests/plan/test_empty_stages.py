@@ -6,9 +6,9 @@ import pytest
 
 from hocket.config import Config
 from hocket.config.schema import changed
+from hocket.predict.cost import costs_of
+from hocket.predict.hardware import H200
 from hocket.program.check import check
-from hocket.program.cost import costs_of
-from hocket.program.hardware import H200
 from hocket.program.lower import build_forward, build_program
 from hocket.program.ops import Layout, Program, even_bounds
 from hocket.program.shard import Sharding

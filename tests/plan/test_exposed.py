@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from hocket.config import Config
+from hocket.predict.simulate import Time, simulate
 from hocket.program.connect import connect
 from hocket.program.lower import build_program, choose_order
 from hocket.program.ops import Layout, Op, Program
 from hocket.program.pipeline import Step
 from hocket.program.shard import Sharding
-from hocket.program.simulate import Time, simulate
 from tests.helpers.costs import Table, published
 from tests.helpers.plans import planned
 

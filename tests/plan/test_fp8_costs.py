@@ -14,10 +14,10 @@ from hocket.config import ModelConfig
 from hocket.config.rule import Host
 from hocket.config.schema import changed
 from hocket.explain.build import simulated
-from hocket.program.cost import CostTable, Pricing, costs_of
-from hocket.program.hardware import H200
+from hocket.predict.cost import CostTable, Pricing, costs_of
+from hocket.predict.hardware import H200
+from hocket.predict.part_sizes import Fp8
 from hocket.program.ops import Layout, Op
-from hocket.program.part_sizes import Fp8
 from hocket.program.shard import Sharding
 from hocket.recipes import recipe
 from hocket.resolve import resolve

@@ -10,10 +10,10 @@ from hocket.config import Config, MeshConfig, ModelConfig, PrecisionConfig, Trai
 from hocket.config.rule import Host
 from hocket.config.schema import changed
 from hocket.planning import program_of
-from hocket.program.cost import costs_of
-from hocket.program.hardware import H200, HARDWARE
-from hocket.program.simulate import quiet_end, simulate
-from hocket.program.simulate import times as simulated_times
+from hocket.predict.cost import costs_of
+from hocket.predict.hardware import H200, HARDWARE
+from hocket.predict.simulate import quiet_end, simulate
+from hocket.predict.simulate import times as simulated_times
 from hocket.resolve import Settings, resolve
 from hocket.rules import few_microbatches
 from hocket.tune.choose import _fewest

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hocket.config import Config
 from hocket.config.schema import changed
 from hocket.machine import host_for_plan
-from hocket.program.cost import CostTable
+from hocket.predict.cost import CostTable
 from hocket.recipes import RECIPES
 from hocket.resolve import Settings, resolve
 from hocket.tune.trials import Trials, model_costs

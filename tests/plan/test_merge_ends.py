@@ -8,13 +8,13 @@ from fractions import Fraction
 
 import pytest
 
+from hocket.predict.simulate import simulate
 from hocket.program.check import check
 from hocket.program.layer import BACKWARDS, FORWARDS, FULL, Half, chains, pair_at_once
 from hocket.program.lower import build_program
 from hocket.program.ops import Layout, Program
 from hocket.program.pipeline import Item, Order, in_flight, one_f_one_b
 from hocket.program.shard import Sharding
-from hocket.program.simulate import simulate
 from tests.helpers.costs import Table, published
 from tests.helpers.plans import known_of, merged_share, planned
 from tests.plan.programs import find, with_op

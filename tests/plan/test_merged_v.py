@@ -6,12 +6,12 @@ from itertools import product
 
 import pytest
 
+from hocket.predict.simulate import simulate
 from hocket.program.check import assert_valid
 from hocket.program.lower import build_program
 from hocket.program.ops import Layout, Program
 from hocket.program.pipeline import TRANSFORMER, in_flight, merged_v
 from hocket.program.shard import Sharding
-from hocket.program.simulate import simulate
 from tests.helpers.costs import Table
 from tests.helpers.plans import merged_share, planned
 

@@ -15,10 +15,10 @@ from hocket.config.schema import changed
 from hocket.explain.build import simulated, units
 from hocket.machine import host_for_plan
 from hocket.planning import as_json, network, program_of, report
-from hocket.program.cost import CostTable, costs_of
-from hocket.program.hardware import H200, HARDWARE, STEP, Spread, crossing, hardware_of, hosts_of, spread_of
+from hocket.predict.cost import CostTable, costs_of
+from hocket.predict.hardware import H200, HARDWARE, STEP, Spread, crossing, hardware_of, hosts_of, spread_of
+from hocket.predict.simulate import simulate
 from hocket.program.mesh import Mesh
-from hocket.program.simulate import simulate
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
 from hocket.sizes import duration

@@ -11,14 +11,14 @@ from hocket.config import Config
 from hocket.config.rule import Host
 from hocket.config.schema import changed
 from hocket.planning import predict, program_of, report
+from hocket.predict.cost import costs_of
+from hocket.predict.hardware import H200, HARDWARE
+from hocket.predict.simulate import simulate
 from hocket.program.check import check
-from hocket.program.cost import costs_of
-from hocket.program.hardware import H200, HARDWARE
 from hocket.program.lower import build_program
 from hocket.program.offload import host_slots
 from hocket.program.ops import Layout, Program
 from hocket.program.shard import Sharding
-from hocket.program.simulate import simulate
 from hocket.program.text import from_json, to_json
 from hocket.recipes import qwen3_30b_a3b
 from hocket.resolve import resolve

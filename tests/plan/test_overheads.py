@@ -10,9 +10,9 @@ import pytest
 from hocket.config.rule import Host
 from hocket.config.schema import changed
 from hocket.planning import late_host, predict, program_of, report
-from hocket.program.cost import Measurement, overheads_of
-from hocket.program.hardware import H200, LAPTOP, Work, at_clock, clock_of, hardware_of
-from hocket.program.simulate import Overheads
+from hocket.predict.cost import Measurement, overheads_of
+from hocket.predict.hardware import H200, LAPTOP, Work, at_clock, clock_of, hardware_of
+from hocket.predict.simulate import Overheads
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
 

@@ -10,13 +10,13 @@ import pytest
 
 from hocket.config.schema import changed
 from hocket.planning import predict, program_of
+from hocket.predict.cost import CostTable, costs_of
+from hocket.predict.hardware import LAPTOP
+from hocket.predict.simulate import OpCost, simulate
 from hocket.program.check import check
-from hocket.program.cost import CostTable, costs_of
-from hocket.program.hardware import LAPTOP
 from hocket.program.lower import build_program
 from hocket.program.ops import Layout, Op, Program
 from hocket.program.shard import Sharding
-from hocket.program.simulate import OpCost, simulate
 from hocket.recipes import recipe
 from hocket.resolve import Settings, resolve
 from hocket.tune.choose import smallest_cover

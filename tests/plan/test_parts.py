@@ -10,21 +10,21 @@ import pytest
 
 from hocket.config import Config, MeshConfig
 from hocket.measured import named
+from hocket.predict.cost import Pricing, carried_by
+from hocket.predict.hardware import H200
+from hocket.predict.part_sizes import PartSize, unit_weights
+from hocket.predict.simulate import OpCost, Time, simulate
 from hocket.program.check import check
-from hocket.program.cost import Pricing, carried_by
-from hocket.program.hardware import H200
 from hocket.program.layer import _VERBS, FULL, chains, merged_order, order_problem, woven
 from hocket.program.lower import Draft, build_forward, build_program, inserted
 from hocket.program.ops import Layout, Op, Program
-from hocket.program.part_sizes import PartSize, unit_weights
 from hocket.program.parts import LayerKind, Part, layer_kind
 from hocket.program.shard import Sharding
-from hocket.program.simulate import OpCost, Time, simulate
 from hocket.program.stages import layout_of
 from hocket.program.text import from_json, to_json
-from hocket.program.timeline import html_timeline, svg_timeline, text_timeline
 from hocket.program.transformer import DENSE, moe
 from hocket.program.values import reads
+from hocket.timeline import html_timeline, svg_timeline, text_timeline
 from hocket.tune.choose import seconds_of_experts
 from hocket_trace.parse import plan_of
 from tests.helpers.costs import Table
@@ -385,7 +385,7 @@ def test_kinds_of_one_layout_agree() -> None:
 
 
 def test_a_part_without_a_cost_function_cannot_be_priced() -> None:
-    from hocket.program.part_sizes import size_of
+    from hocket.predict.part_sizes import size_of
 
     with pytest.raises(ValueError, match="part 'one' has no cost function: give its description a `size`"):
         size_of(A, None)  # type: ignore[arg-type]

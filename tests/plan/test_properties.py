@@ -16,20 +16,14 @@ from tests.helpers.dryrun import dry_run
 from tests.helpers.plans import planned
 from tests.plan.programs import Case, cases
 
-SETTINGS = settings(max_examples=60, deadline=None, derandomize=True)
+
+def valid(case: Case, program: Program) -> None:
+    assert check(program) == []
 
 
-@given(cases())
-@SETTINGS
-def test_valid(case: Case) -> None:
-    assert check(case.build()) == []
-
-
-@given(cases())
-@SETTINGS
-def test_complete(case: Case) -> None:
+def complete(case: Case, program: Program) -> None:
     """Counted apart from the checker: every part of every microbatch, each unit reduced once per microbatch."""
-    program, layout, m = case.build(), case.layout, case.microbatches
+    layout, m = case.layout, case.microbatches
     found = Counter((op.verb, op.part) for _, _, op in program)
     moe, dense = layout.kinds.count("moe"), layout.kinds.count("dense")
     exchanges = moe if layout.ep > 1 else 0
@@ -55,11 +49,8 @@ def test_complete(case: Case) -> None:
     assert found["step", "norm" if later else "all"] == layout.pp
 
 
-@given(cases())
-@SETTINGS
-def test_free_of_deadlock(case: Case) -> None:
+def free_of_deadlock(case: Case, program: Program) -> None:
     """There is a global order, and it is one of every rank's lanes."""
-    program = case.build()
     for seed in (None, 0, 1):
         order = linearize(program, seed)
         assert sorted(order) == [(rank, position) for rank, position, _ in program]
@@ -70,21 +61,16 @@ def test_free_of_deadlock(case: Case) -> None:
             last[lane] = position
 
 
-@given(cases())
-@SETTINGS
-def test_rows_come_back_before_the_exchange_after_the_next(case: Case) -> None:
+def rows_come_back_before_the_exchange_after_the_next(case: Case, program: Program) -> None:
     """Counts arrive in two buffers by turns (`runtime/peer_rows.py`), and experts are the last to read them."""
-    for ops in case.build().ranks:
+    for ops in program.ranks:
         exchanges = [op for op in ops if op.lane == "a2a" and op.verb == "fwd"]
         back = {op.key[2:]: i for i, op in enumerate(exchanges) if op.part == "combine"}
         there = [(op.key[2:], i) for i, op in enumerate(exchanges) if op.part == "dispatch"]
         assert all(back[key] < after for (key, _), (_, after) in zip(there, there[2:], strict=False))
 
 
-@given(cases())
-@SETTINGS
-def test_memory_is_bounded(case: Case) -> None:
-    program = case.build()
+def memory_is_bounded(case: Case, program: Program) -> None:
     for rank, ops in enumerate(program.ranks):
         assert _in_flight(program, rank) <= program.in_flight[rank]
         weights, gradients = Counter[str](), Counter[str]()
@@ -126,11 +112,8 @@ AHEAD = 3
 one step reads two, both are in use, and both are posted ahead."""
 
 
-@given(cases())
-@SETTINGS
-def test_received_values_do_not_pile_up(case: Case) -> None:
+def received_values_do_not_pile_up(case: Case, program: Program) -> None:
     """A received activation stays for its chunk's backward, a received gradient is soon dropped."""
-    program = case.build()
     late = (
         2 * case.layout.pp if case.config.plan.order in (*ZERO_BUBBLE, "merged_v") else 0
     )  # weight gradients to come, which read them too
@@ -147,6 +130,25 @@ def test_received_values_do_not_pile_up(case: Case) -> None:
                     live[ops[p].part] -= 1
 
 
+PROPERTIES = (
+    valid,
+    complete,
+    free_of_deadlock,
+    rows_come_back_before_the_exchange_after_the_next,
+    memory_is_bounded,
+    received_values_do_not_pile_up,
+)
+
+
+@given(cases())
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_every_program(case: Case) -> None:
+    """Has all properties. In one test, for building a program takes longer than to look at it."""
+    program = case.build()
+    for has_property in PROPERTIES:
+        has_property(case, program)
+
+
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("merge", ["auto", "off"])
 def test_what_is_left_for_the_step_does_not_grow(chunks: int, merge: Literal["auto", "off"]) -> None:
@@ -161,7 +163,7 @@ def test_what_is_left_for_the_step_does_not_grow(chunks: int, merge: Literal["au
 
 
 @given(cases(most_ranks=3))
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 def test_right_in_any_legal_order(case: Case) -> None:
     program = case.build()
     for seed in (None, 1, 2, 3):

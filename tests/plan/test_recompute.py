@@ -12,13 +12,13 @@ from hocket.config import Config
 from hocket.config.plan import part_and_layers
 from hocket.config.rule import Host
 from hocket.config.schema import changed
+from hocket.predict.cost import Measurement, Pricing, costs_of
+from hocket.predict.hardware import H200
+from hocket.predict.simulate import NO_OVERHEADS, simulate
 from hocket.program.check import check
-from hocket.program.cost import Measurement, Pricing, costs_of
-from hocket.program.hardware import H200
 from hocket.program.lower import build_program
 from hocket.program.ops import Layout, Program
 from hocket.program.shard import Sharding
-from hocket.program.simulate import NO_OVERHEADS, simulate
 from hocket.program.stages import layout_of
 from hocket.program.text import from_json, to_json
 from hocket.recipes import TINY, qwen3_30b_a3b

@@ -17,10 +17,10 @@ from hocket.commands.plan import Plan, bytes_of, resolve_for_plan, run
 from hocket.config import Strategy
 from hocket.config.schema import changed
 from hocket.planning import predict, program_of
-from hocket.program.cost import CostTable, Measurement
-from hocket.program.hardware import HARDWARE
+from hocket.predict.cost import CostTable, Measurement
+from hocket.predict.hardware import HARDWARE
+from hocket.predict.simulate import CostKey, OpCost, Overheads
 from hocket.program.ops import Layout, Program
-from hocket.program.simulate import CostKey, OpCost, Overheads
 from hocket.resolve import Settings
 from hocket.tune import search as tuner
 from hocket.tune.choose import balanced

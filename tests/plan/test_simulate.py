@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hocket.predict.simulate import KINDS, Time, simulate
 from hocket.program.lower import build_program
 from hocket.program.ops import Layout, Op, Program
 from hocket.program.shard import Sharding
-from hocket.program.simulate import KINDS, Time, simulate
 from tests.helpers.costs import Table, published
 from tests.helpers.plans import planned
 from tests.plan.programs import sample, times, toy

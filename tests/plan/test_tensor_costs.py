@@ -11,12 +11,12 @@ from hocket.config.overlap import DIRECTIONS, ROLES, possible
 from hocket.config.rule import Host
 from hocket.config.schema import changed
 from hocket.planning import program_of
-from hocket.program.cost import Pricing, costs_of
-from hocket.program.hardware import H200
+from hocket.predict.cost import Pricing, costs_of
+from hocket.predict.hardware import H200
+from hocket.predict.simulate import simulate
+from hocket.predict.tensor_costs import add_waits, cell_of, issued, products, seconds, splits_of
 from hocket.program.parts import LayerKind
-from hocket.program.simulate import simulate
 from hocket.program.stages import layout_of, sharding_of
-from hocket.program.tensor_costs import add_waits, cell_of, issued, products, seconds, splits_of
 from hocket.program.transformer import DENSE
 from hocket.recipes import LLAMA3_8B
 from hocket.resolve import Settings, resolve

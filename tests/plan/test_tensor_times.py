@@ -14,8 +14,8 @@ import pytest
 
 from benchmarks.tensor_parallel import model_of, settings
 from hocket.config.overlap import DIRECTIONS, ROLES, Direction, Role, possible
-from hocket.program.hardware import H200
-from hocket.program.tensor_costs import cell_of, seconds, splits_of
+from hocket.predict.hardware import H200
+from hocket.predict.tensor_costs import cell_of, seconds, splits_of
 from hocket.resolve import Settings
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

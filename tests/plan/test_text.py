@@ -60,7 +60,7 @@ def any_program(draw: st.DrawFn) -> Program:
 
 
 @given(any_program())
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 def test_round_trip_of_anything(program: Program) -> None:
     assert from_json(to_json(program)) == program
     assert from_json(json.dumps(to_json(program))) == program

@@ -10,11 +10,11 @@ from xml.etree import ElementTree
 import pytest
 
 import hocket
+from hocket.predict.simulate import Timeline, simulate
 from hocket.program.lower import build_program, choose_order
 from hocket.program.ops import Layout, Op, Program
 from hocket.program.shard import Sharding
-from hocket.program.simulate import Timeline, simulate
-from hocket.program.timeline import (
+from hocket.timeline import (
     as_traces,
     html_timeline,
     letter,

@@ -6,11 +6,11 @@ from itertools import product
 
 import pytest
 
+from hocket.predict.simulate import simulate
 from hocket.program.lower import build_forward, build_program
 from hocket.program.ops import Layout, Program
 from hocket.program.pipeline import Order, Times, in_flight, one_f_one_b, zb_h1, zb_v
 from hocket.program.shard import Sharding
-from hocket.program.simulate import simulate
 from tests.helpers.costs import Table
 from tests.helpers.plans import planned
 

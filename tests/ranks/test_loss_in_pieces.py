@@ -13,8 +13,8 @@ from hocket.config.rule import Host
 from hocket.config.schema import changed
 from hocket.kernels import IGNORED
 from hocket.layers.vocabulary import loss_in_pieces
-from hocket.program.cost import costs_of
-from hocket.program.hardware import H200
+from hocket.predict.cost import costs_of
+from hocket.predict.hardware import H200
 from hocket.resolve import resolve
 from tests.helpers.parity import LINEAR, assert_parity, batches_of, config, train, whole
 from tests.helpers.ranks import run_ranks

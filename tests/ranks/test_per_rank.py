@@ -25,8 +25,8 @@ from hocket.layers.dispatch import (
 )
 from hocket.layers.routing import Routing, route
 from hocket.model.parts import ExpertPlace
+from hocket.predict.part_sizes import label_bytes, ranks_per_token
 from hocket.program.mesh import Mesh
-from hocket.program.part_sizes import label_bytes, ranks_per_token
 from hocket.runtime.comm import make_groups
 from tests.helpers.plans import small
 from tests.helpers.ranks import run_ranks

@@ -17,9 +17,9 @@ from hocket.engine.experts import Held, RowRoom
 from hocket.layers.dispatch import exchange_counts, group_rows, place_counts
 from hocket.layers.routing import Routing
 from hocket.model.documents import Microbatch
-from hocket.program.arrivals import lack, rows_allowed, rows_at_most, rows_evenly, rows_grown
-from hocket.program.cost import costs_of
-from hocket.program.hardware import LAPTOP
+from hocket.predict.arrivals import lack, rows_allowed, rows_at_most, rows_evenly, rows_grown
+from hocket.predict.cost import costs_of
+from hocket.predict.hardware import LAPTOP
 from hocket.program.mesh import Mesh
 from hocket.recipes import recipe
 from hocket.resolve import resolve

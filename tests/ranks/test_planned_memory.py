@@ -11,8 +11,8 @@ from hocket.config import Config
 from hocket.config.schema import changed
 from hocket.engine import Engine
 from hocket.model.documents import Microbatch
-from hocket.program.cost import costs_of
-from hocket.program.hardware import hardware_of
+from hocket.predict.cost import costs_of
+from hocket.predict.hardware import hardware_of
 from hocket.program.stages import mesh_of
 from hocket.program.values import unit_moved, unit_written
 from hocket.runtime.comm import make_groups

@@ -8,8 +8,8 @@ import pytest
 
 from hocket.doctor.measure import Transfers, run
 from hocket.doctor.rank import measure
-from hocket.program.hardware import RATES
-from hocket.program.simulate import Kind
+from hocket.predict.hardware import RATES
+from hocket.predict.simulate import Kind
 from tests.helpers.ranks import run_ranks
 
 TRANSFERS: list[tuple[Kind, int]] = [("gather", 4096), ("reduce", 4096), ("a2a", 8192), ("pp", 4096)]

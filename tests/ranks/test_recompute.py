@@ -13,9 +13,9 @@ from hocket.config import Config, DataConfig
 from hocket.config.schema import changed
 from hocket.engine import Engine
 from hocket.model.documents import Microbatch
-from hocket.program.cost import costs_of
-from hocket.program.hardware import hardware_of
-from hocket.program.simulate import simulate
+from hocket.predict.cost import costs_of
+from hocket.predict.hardware import hardware_of
+from hocket.predict.simulate import simulate
 from tests.helpers.live import LiveBytes
 from tests.helpers.parity import config
 from tests.helpers.ranks import run_ranks

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from hocket.config.overlap import DIRECTIONS, ROLES, Method, possible
 from hocket.layers.tensor import Tensors, Way, column_linear, row_linear
+from hocket.predict.tensor_costs import pieces
 from hocket.program.mesh import Mesh
-from hocket.program.tensor_costs import pieces
 from hocket.runtime.comm import make_groups
 from hocket.runtime.weights import WgradQueue, collecting, manage
 from tests.helpers.ranks import run_ranks

@@ -13,7 +13,7 @@ from torch import Tensor
 from hocket.config import Config, RopeConfig
 from hocket.config.schema import changed
 from hocket.engine import Engine
-from hocket.program import tensor_costs
+from hocket.predict import tensor_costs
 from hocket.runtime.weights import DTYPES
 from tests.helpers.pairwise import pairwise
 from tests.helpers.parity import LINEAR, STEPS, adamw, batches_of, config, learn

@@ -246,8 +246,6 @@ class CheckpointWriter(dcp.FileSystemWriter):
         self, folder: Path, others: Mapping[str, str] | None = None, beside: Mapping[str, str] | None = None
     ) -> None:
         self.folder, self.others, self.beside = AtomicFolder(folder), dict(others or {}), dict(beside or {})
-        self.sums: dict[str, list[int]] = {}
-        """Bytes and CRC-32 of each file written by this rank."""
         self._begun = False
         super().__init__(self.folder.temporary, per_thread_copy_ahead=0)  # copying ahead would use another stream
 
@@ -295,8 +293,6 @@ class CheckpointWriter(dcp.FileSystemWriter):
         for place in (result.storage_data for result in results):
             file = self.folder.temporary / place.relative_path
             vars(place)[CRC] = checksum(file, place.offset, place.length)[1]  # DCP keeps unknown attributes
-            if file.name not in self.sums:
-                self.sums[file.name] = list(checksum(file))
         return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -305,7 +301,6 @@ class CheckpointWriter(dcp.FileSystemWriter):
         self._add_other_names(metadata, results)
         super().finish(metadata, results)
         seal(self.folder.temporary / METADATA)
-        self.sums[METADATA] = list(checksum(self.folder.temporary / METADATA))
         for name, text in self.beside.items():
             (self.folder.temporary / name).write_text(text)
             sync(self.folder.temporary / name)

@@ -389,7 +389,7 @@ class Usage:
     exposed: Mapping[Kind, Time]
     exposed_total: Time
     idle: Time
-    peak_bytes: int
+    peak_bytes: int = 0
     host_bytes: int = 0
 
 
@@ -412,12 +412,21 @@ def simulate(program: Program, costs: Costs, overheads: Overheads = NO_OVERHEADS
     spans = [spans_of(program, rank, starts, ends) for rank in range(len(program.ranks))]
     last = max(ends, default=0)
     own = [kind for lane in program.layout.lanes if (kind := kind_of(lane)) and kind not in KINDS]
-    ranks = tuple(
-        _usage(ops, row, last, peak_bytes(program, rank, row, costs), own)
+    ranks = [
+        replace(
+            _usage(ops, row, last, own),
+            peak_bytes=peak_bytes(program, rank, row, costs),
+            host_bytes=host_bytes(program, rank, costs),
+        )
         for rank, (ops, row) in enumerate(zip(program.ranks, spans, strict=True))
-    )
-    ranks = tuple(replace(use, host_bytes=host_bytes(program, rank, costs)) for rank, use in enumerate(ranks))
-    return Timeline(tuple(spans), last, _with_inner(ranks, program, costs))
+    ]
+    inside = [sum(costs.inner_seconds(rank, op) for op in ops) for rank, ops in enumerate(program.ranks)]
+    if any(inside):  # what compute ops wait for tensor-parallel peers is exposed
+        ranks = [
+            replace(use, busy=use.busy - w, exposed={**use.exposed, "tp": w}, exposed_total=use.exposed_total + w)
+            for use, w in zip(ranks, inside, strict=True)
+        ]
+    return Timeline(tuple(spans), last, tuple(ranks))
 
 
 def spans_of(program: Program, rank: int, starts: Sequence[Time], ends: Sequence[Time]) -> tuple[Span, ...]:
@@ -448,9 +457,7 @@ def _durations(program: Program, costs: Costs) -> list[Time]:
     return [0 if op.verb == "send" else costs.seconds(rank, op) for rank, _, op in program]
 
 
-def _usage(
-    ops: Sequence[Op], spans: Sequence[Span], makespan: Time, peak_bytes: int, own: Sequence[Kind] = ()
-) -> Usage:
+def _usage(ops: Sequence[Op], spans: Sequence[Span], makespan: Time, own: Sequence[Kind]) -> Usage:
     """Sweep over the moments at which an op of this rank starts or ends. A lane runs one op at a time.
 
     `own` are kinds of communication on lanes that parts have brought.
@@ -481,18 +488,7 @@ def _usage(
             running[lane] = end
         else:
             del running[lane]
-    return Usage(busy, exposed, sum(exposed.values()), idle + makespan - now, peak_bytes)
-
-
-def _with_inner(ranks: tuple[Usage, ...], program: Program, costs: Costs) -> tuple[Usage, ...]:
-    """The same, with what compute ops wait inside taken from busy to exposed."""
-    waits = [sum(costs.inner_seconds(rank, op) for op in ops) for rank, ops in enumerate(program.ranks)]
-    if not any(waits):
-        return ranks
-    return tuple(
-        replace(use, busy=use.busy - w, exposed={**use.exposed, "tp": w}, exposed_total=use.exposed_total + w)
-        for use, w in zip(ranks, waits, strict=True)
-    )
+    return Usage(busy, exposed, sum(exposed.values()), idle + makespan - now)
 
 
 def peak_bytes(program: Program, rank: int, spans: Sequence[Span], costs: Costs) -> int:

@@ -19,10 +19,10 @@ from typing import cast
 
 from hocket.config import Config, ModelConfig
 from hocket.config.overlap import COLUMNS, Direction, Method, Role, possible
-from hocket.program.hardware import Hardware, Link, hardware_of
+from hocket.predict.hardware import Hardware, Link, hardware_of
+from hocket.predict.part_sizes import into_heads, mostly_deltas
+from hocket.predict.simulate import CostKey, OpCost
 from hocket.program.ops import Layout
-from hocket.program.part_sizes import into_heads, mostly_deltas
-from hocket.program.simulate import CostKey, OpCost
 
 LIKE: Mapping[str, Role] = {"shared_fc1": "fc1", "shared_fc2": "fc2", "head": "fc1"}
 """Roles of other products -> the role that they communicate like."""

@@ -27,12 +27,9 @@ from functools import cached_property
 from typing import Any
 
 from hocket.config import COPIED, Config, ModelConfig, Purpose
-from hocket.program.arrivals import rows_allowed, rows_evenly
-from hocket.program.documents import Lengths, merged
-from hocket.program.hardware import KIND_OF_GROUPS, Hardware, Work, at_clock, clock_of
-from hocket.program.mesh import groups_of
-from hocket.program.ops import HOST, TIED, Layout, Op, Program
-from hocket.program.part_sizes import (
+from hocket.predict.arrivals import rows_allowed, rows_evenly
+from hocket.predict.hardware import KIND_OF_GROUPS, Hardware, Work, at_clock, clock_of
+from hocket.predict.part_sizes import (
     DRAWN,
     ISSUED,
     Fp8,
@@ -42,11 +39,14 @@ from hocket.program.part_sizes import (
     size_of,
     unit_weights,
 )
+from hocket.predict.simulate import UPDATES, CostKey, Kind, OpCost, Overheads, Time, cost_key
+from hocket.predict.tensor_costs import add_waits, model_of_rank, model_of_ranks
+from hocket.program.documents import Lengths, merged
+from hocket.program.mesh import groups_of
+from hocket.program.ops import HOST, TIED, Layout, Op, Program
 from hocket.program.parts import Part, Unit
 from hocket.program.shard import MATRIX_SLOTS, Sharding
-from hocket.program.simulate import UPDATES, CostKey, Kind, OpCost, Overheads, Time, cost_key
 from hocket.program.stages import gathered_units, layout_of, sharding_of
-from hocket.program.tensor_costs import add_waits, model_of_rank, model_of_ranks
 from hocket.program.transformer import EMBED, HEAD
 from hocket.program.values import lent_to
 

@@ -16,9 +16,9 @@ from typing import Any
 from hocket.config import Config, MeshConfig, Purpose
 from hocket.files import json_in
 from hocket.gpus import GPUS, GpuName
+from hocket.predict.part_sizes import FUSED, STOCK, Formulas
+from hocket.predict.simulate import KINDS, Kind
 from hocket.program.mesh import PURPOSES, sums
-from hocket.program.part_sizes import FUSED, STOCK, Formulas
-from hocket.program.simulate import KINDS, Kind
 from hocket.sizes import parse_rate, parse_time
 from hocket.typed import read
 
@@ -325,28 +325,18 @@ class MeasuredHardware:
 def read_measured(path: str) -> MeasuredHardware:
     """What a file says. Raises ValueError if it cannot be read or is no such file."""
     try:
-        return _parsed(path)
-    except ValueError as error:
-        fix = "a file of hocket doctor --measure, or the name of a GPU"
-        raise ValueError(f"hardware.gpu = {path}: {error}; fix: {fix}") from None
-
-
-def _parsed(path: str) -> MeasuredHardware:
-    """The same. Raises ValueError with the reason."""
-    try:
         fields = json_in(path)
-    except OSError as error:
-        raise ValueError(f"it cannot be read: {error.strerror}") from None
-    except ValueError:
-        raise ValueError("it is no JSON") from None
-    if not isinstance(fields, dict) or fields.pop("version", None) != VERSION:
-        raise ValueError(f"it is not of version {VERSION} of what hocket doctor --measure writes")
-    found = read(MeasuredHardware, fields, "")
-    rates, links = found.rates, found.links
-    if wrong := [name for name in rates if name not in RATES] + [kind for kind in links if kind not in KINDS]:
-        raise ValueError(f"it names {wrong[0]}, which this hocket does not know")
-    if any(rate <= 0 for rate in rates.values()) or any(low < 0 or rate <= 0 for low, rate in links.values()):
-        raise ValueError("it has a rate that is not above 0")
+        if not isinstance(fields, dict) or fields.pop("version", None) != VERSION:
+            raise ValueError(f"it is not of version {VERSION} of what hocket doctor --measure writes")
+        found = read(MeasuredHardware, fields, "")
+        if wrong := [*(found.rates.keys() - RATES), *(found.links.keys() - set(KINDS))]:
+            raise ValueError(f"it names {min(wrong)}, which this hocket does not know")
+        if min(found.rates.values(), default=1) <= 0 or any(a < 0 or rate <= 0 for a, rate in found.links.values()):
+            raise ValueError("it has a rate that is not above 0")
+    except (OSError, ValueError) as error:
+        reason = f"it cannot be read: {error.strerror}" if isinstance(error, OSError) else error
+        fix = "a file of hocket doctor --measure, or the name of a GPU"
+        raise ValueError(f"hardware.gpu = {path}: {reason}; fix: {fix}") from None
     return found
 
 
@@ -447,8 +437,14 @@ def on_hosts(hardware: Hardware, c: Config) -> Hardware:
 
 
 def hardware_of(config: Config) -> Hardware:
-    """The hardware to predict for, with the links between its hosts."""
-    hardware = on_one_host(config)
+    """The hardware to predict for, with the links between its hosts.
+
+    While `hardware.gpu` is open it is what fits the dtype of the run.
+    """
+    name = config.hardware.gpu
+    if name == "auto":
+        name = "laptop" if config.precision.compute == "fp32" else "h200"
+    hardware = read_measured(name).applied(name) if name.endswith(".json") else HARDWARE[name]
     if _is_exchange(config, "cp"):
         hardware = replace(hardware, links={"cp": hardware.link("a2a"), **hardware.links})
     return on_hosts(hardware, config)
@@ -457,14 +453,6 @@ def hardware_of(config: Config) -> Hardware:
 def _is_exchange(c: Config, purpose: Purpose) -> bool:
     """Whether each rank of a group has something else for each of the others."""
     return purpose == "a2a" or (purpose == "cp" and c.overlap.cp.method == "heads")
-
-
-def on_one_host(config: Config) -> Hardware:
-    """The same with the links of one host. While `hardware.gpu` is open it is what fits the dtype of the run."""
-    name = config.hardware.gpu
-    if name == "auto":
-        name = "laptop" if config.precision.compute == "fp32" else "h200"
-    return read_measured(name).applied(name) if name.endswith(".json") else HARDWARE[name]
 
 
 def _link(c: Config, purpose: Purpose, link: Link, spread: Spread) -> Link:

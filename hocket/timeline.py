@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from hocket.predict.simulate import Timeline, kind_of
 from hocket.program.ops import COMPUTING, LANES, Lane, Layout, Op, Program
 from hocket.program.parts import Part
-from hocket.program.simulate import Timeline, kind_of
 from hocket.program.transformer import EMBED, HEAD
 from hocket.sizes import duration
 from hocket.typed import is_a

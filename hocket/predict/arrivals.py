@@ -6,8 +6,8 @@ import math
 
 from hocket.config import COPIED, Config
 from hocket.config.overlap import DIRECTIONS, ROLES
+from hocket.predict.part_sizes import copies_of
 from hocket.program.mesh import HALF
-from hocket.program.part_sizes import copies_of
 from hocket.program.stages import layout_of, mesh_of, sharding_of
 
 MORE = 1.25
