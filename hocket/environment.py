@@ -249,19 +249,23 @@ def find_gpus() -> Gpus:
     return Gpus()
 
 
-TOOL_LIMIT = 20.0
+TOOL_LIMIT = 60.0
 """Seconds for the driver's tool to answer."""
+
+
+def driver_says(*words: str) -> str:
+    """What `nvidia-smi` prints; empty if it is missing, fails or takes too long."""
+    try:
+        ended = subprocess.run(["nvidia-smi", *words], capture_output=True, text=True, timeout=TOOL_LIMIT, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return ended.stdout if ended.returncode == 0 else ""
 
 
 @cache
 def driver_names() -> tuple[str, ...]:
     """Names of the different GPUs that the driver lists, without torch; empty where there is no `nvidia-smi`."""
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_LIMIT, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ()
-    return tuple(dict.fromkeys(ended.stdout.splitlines())) if ended.returncode == 0 else ()
+    return tuple(dict.fromkeys(driver_says("--query-gpu=name", "--format=csv,noheader").splitlines()))
 
 
 def _look() -> Gpus:

@@ -91,17 +91,20 @@ def resolve(
 
     `origins` tells where a leaf (dotted name) was set, for messages; a leaf that is missing there came with the
     configuration itself, whose name is under the key "". `price` says what ops cost, for choices that depend on it.
-    With `gives_up` a setting below `overlap` that cannot work
-    is chosen as if it had been left open, and its decision says so.
-    Raises ValueError with one line per problem.
+    With `gives_up` a setting below `overlap` that cannot work is chosen as if it had been left open, and its decision
+    says so. Raises ValueError with one line per problem.
     """
     before = config if isinstance(config, Settings) else None
     host = host or (before.host if before else Host())
     origins = dict((before.origins if before else {}) if origins is None else origins)
     # A setting that was set to auto counts as not set.
     origins = {name: origin for name, origin in origins.items() if name not in types() or leaf(config, name) != "auto"}
+
+    # Values that are wrong by themselves. Defaults take their place, so that rules about the others can be checked.
     wrong = impossible(config, origins)
     sound = changed(config, {name: leaf(DEFAULTS, name) for name in wrong})
+
+    # Choices that need no costs, then all broken rules at once.
     settled, decisions, unmet = _settled(sound, host, origins, gives_up=gives_up)
     rules, shrunk = _left_broken(settled, host, origins, unmet), list[Decision]()
     if config.run.elastic and not wrong and not rules:
@@ -112,11 +115,15 @@ def resolve(
     rules = [rule for rule in rules if not wrong.keys() & set(rule.settings)]
     origins = {name: origin for name, origin in origins.items() if name not in unmet}
     stop_if([*wrong.values(), *rule_lines(rules, settled, host, origins)])
+
+    # Choices by cost.
     settled = _priced(settled, decisions, host, origins)
     open_ = {decision.setting for decision in decisions}
     settled = _add(settled, decisions, choices(settled, host, Trials(price), open_))
     decisions = [*shrunk, *(decision for decision in decisions if decision.setting not in unmet)]
     decisions += [replace(decision, value=leaf(settled, name)) for name, decision in unmet.items()]
+
+    # Remarks on what has no effect, and decisions of an earlier resolution that still hold.
     old = _still_chosen(before, settled) if before else {}
     decisions += _remarks(settled, host, origins, {decision.setting for decision in decisions} | old.keys())
     init, reasons = settled.model.init, (described(settled.model),)

@@ -28,12 +28,12 @@ from hocket.config.optimizer import OPTIMIZER_RULES
 from hocket.config.overlap import OVERLAP_RULES, TENSOR, on_device
 from hocket.config.plan import PLAN_RULES, PLAN_WORDS, named_parts, part_and_layers, smallest_group
 from hocket.config.precision import PRECISION_RULES
-from hocket.config.rule import MOST_RANKS, NO_EFFECT, Each, Host, OnlyWith, Rule, Words, leaf, show
+from hocket.config.rule import MOST_RANKS, NO_EFFECT, Each, Host, OnlyWith, Rule, Words, leaf, problem, show
 from hocket.config.run import RUN_RULES
-from hocket.config.schema import annotated, asked, line, types
+from hocket.config.schema import annotated, asked, types
 from hocket.config.train import TRAIN_RULES, TRAIN_WORDS
-from hocket.predict.arrivals import by_pieces
 from hocket.predict.hardware import hosts_of, spread_of
+from hocket.predict.tensor_costs import by_pieces
 from hocket.program.layer import MERGED, at_once, merged_order, order_problem
 from hocket.program.ops import Layout
 from hocket.program.pipeline import groups, warmup
@@ -421,7 +421,7 @@ def rule_lines(rules: Sequence[Rule], config: Config, host: Host, origins: Mappi
     for rule in rules:
         setting = next((name for name in rule.settings if asked(origins, name)), rule.settings[0])
         by_setting.setdefault(setting, []).append(rule)
-    return [line(config, origins, name, *why(some, config, host)) for name, some in by_setting.items()]
+    return [problem(name, leaf(config, name), origins, *why(some, config, host)) for name, some in by_setting.items()]
 
 
 def why(rules: Sequence[Rule], config: Config, host: Host) -> tuple[str, str]:

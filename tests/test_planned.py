@@ -107,7 +107,11 @@ def test_a_list_is_given_as_a_python_list() -> None:
     assert step.settings.plan.recompute == ("attn",)
 
 
-@pytest.mark.parametrize("recipe", sorted(RECIPES))
+LONG = ("kimi_k2", "qwen3_235b_a22b")
+"""Recipes whose plans take several seconds. deepseek_v3 is as large."""
+
+
+@pytest.mark.parametrize("recipe", [pytest.param(r, marks=[pytest.mark.full] * (r in LONG)) for r in sorted(RECIPES)])
 def test_every_recipe_can_be_planned_holds_fits_and_keeps_the_usual_order(recipe: str) -> None:
     """In one test, for choices take longer than all that is asked of them."""
     step = hocket.plan(recipe)

@@ -142,20 +142,18 @@ def count_parts(cut: Cut, config: Config) -> dict[tuple[str, str], Counted]:
     for kind in sorted(set(kinds)):
         number = kinds.index(kind)
         layer: Any = cut.copied(number, dict(memo))
+
+        def attn(x: Tensor, layer: Any = layer, n: int = number, routed: bool = kind == "moe") -> Tensor:
+            state = layer.attention(x, contexts[n])
+            return layer.route(state)[0] if routed else state
+
+        if whole_sequences:
+            found["attn", kind] = _counted(attn, x_BSD, met[kind])
         if kind == "moe":
-            if whole_sequences:
-                found["attn", kind] = _counted(
-                    lambda x, layer=layer, n=number: layer.route(layer.attention(x, contexts[n]))[0], x_BSD, met[kind]
-                )
-            rows = shape[0] * shape[1] * config.model.top_k
-            prefix = f"layers.{number}.experts."
+            rows, prefix = shape[0] * shape[1] * config.model.top_k, f"layers.{number}.experts."
             weights = sum(p.numel() for name, p in cut.params.items() if name.startswith(prefix) and p.dim() > 2)
             found["experts", kind] = Counted(2 * rows * weights // cut.experts, 0)
         else:
-            if whole_sequences:
-                found["attn", kind] = _counted(
-                    lambda x, layer=layer, n=number: layer.attention(x, contexts[n]), x_BSD, met[kind]
-                )
             found["mlp", kind] = _counted(layer.mlp, x_BSD)
     weights = sum(p.numel() for name, p in cut.params.items() if name.startswith("head.") and p.dim() > 1)
     found["head", ""] = Counted(2 * shape[0] * shape[1] * (weights or adapter.vocab * adapter.hidden), 0)

@@ -1,4 +1,4 @@
-"""A model as an adapter has cut it: which module is a layer, what is before and after, and which name lies where.
+"""A model as an adapter has cut it: its layers, what is before and after them, and the name of each parameter.
 
 `AdaptedModel` is such a model as the source of an engine's chunks.
 """

@@ -35,7 +35,7 @@ from hocket.adapters.cut import Adapter, Ends, refuse
 from hocket.adapters.fused import gate_of
 from hocket.adapters.layer import DenseLayer, ExpertLayer, Keep
 from hocket.layers.standin import grouped_linear
-from hocket.model.documents import Told
+from hocket.model.documents import Documents, Told
 from hocket.model.heads import Heads
 
 # -- Models of transformers whose sequences ranks or documents can share -----------------------------------------------
@@ -279,6 +279,9 @@ class SharedAttention(Heads):
         self.heads, self.kv_heads = (p.out_features // self.head_dim for p in (module.q_proj, module.k_proj))
         turns = getattr(module, "use_rope", True)
         self._turn = sys.modules[type(module).__module__].apply_rotary_pos_emb if turns else None
+
+    def __call__(self, h_BSD: Tensor, documents: Documents | None = None) -> Tensor:
+        return self.forward(h_BSD, documents)
 
     def made(self, names: str, h_BSD: Tensor, told: Any) -> tuple[list[Tensor], None]:
         made = [self._made(name, h_BSD, told) for name in names]

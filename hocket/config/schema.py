@@ -84,21 +84,27 @@ def changed(config: ConfigLike, changes: Mapping[str, Any]) -> ConfigLike:
 
 def impossible(config: Config, origins: Mapping[str, str]) -> dict[str, str]:
     """The settings that have the wrong type, or are no choice, too small or too large, with a line about each."""
-    lines: dict[str, str] = {}
-    for setting, hint in types().items():
-        value, form = leaf(config, setting), form_of(setting)
-        if not is_a(value, hint):
-            reason = no_unit(setting, value) or "not " + describe(hint)
-            lines[setting] = line(config, origins, setting, reason, f"give {describe(hint)}")
-        elif FILLED in annotated()[setting][1] and not all(text.strip() for text in texts_of(value)):
-            lines[setting] = line(config, origins, setting, "is empty", "a text, or leave it out")
-        elif unseen(value):
-            lines[setting] = line(config, origins, setting, "has a character that cannot be shown", "leave it out")
-        elif form and (reason := unreadable(form, value)):
-            lines[setting] = line(config, origins, setting, reason, form.words)
-        elif bounds := beyond(setting, value):
-            lines[setting] = line(config, origins, setting, "out of range", bounds)
-    return lines
+    values = {setting: leaf(config, setting) for setting in types()}
+    return {
+        setting: problem(setting, value, origins, *wrong)
+        for setting, value in values.items()
+        if (wrong := _wrong(setting, value))
+    }
+
+
+def _wrong(setting: str, value: object) -> tuple[str, str] | None:
+    """Why a setting cannot have a value, and a fix; None if it can."""
+    (hint, marks), form = annotated()[setting], form_of(setting)
+    if not is_a(value, hint):
+        return no_unit(setting, value) or f"not {describe(hint)}", f"give {describe(hint)}"
+    if FILLED in marks and not all(text.strip() for text in texts_of(value)):
+        return "is empty", "a text, or leave it out"
+    if unseen(value):
+        return "has a character that cannot be shown", "leave it out"
+    if form and (reason := unreadable(form, value)):
+        return reason, form.words
+    bounds = beyond(setting, value)
+    return ("out of range", bounds) if bounds else None
 
 
 def unseen(value: object) -> bool:
@@ -152,19 +158,12 @@ def ill_typed(config: Config, origins: Mapping[str, str]) -> list[str]:
 
 def _ill_typed(kind: type[Any], section: Any, prefix: str, origins: Mapping[str, str]) -> Iterator[str]:
     for name, hint in get_type_hints(kind).items():
-        value = getattr(section, name)
-        if dataclasses.is_dataclass(hint):
-            if isinstance(value, hint):
-                yield from _ill_typed(hint, value, f"{prefix}{name}.", origins)
-            else:
-                yield problem(prefix + name, value, origins, f"not a {hint.__name__}", f"give a {hint.__name__}")
-        elif not is_a(value, hint):
-            yield problem(prefix + name, value, origins, f"not {describe(hint)}", f"give {describe(hint)}")
-
-
-def line(config: Config, origins: Mapping[str, str], setting: str, reason: str, fix: str) -> str:
-    """One problem of a configuration."""
-    return problem(setting, leaf(config, setting), origins, reason, fix)
+        value, is_section = getattr(section, name), dataclasses.is_dataclass(hint)
+        if is_section and isinstance(value, hint):
+            yield from _ill_typed(hint, value, f"{prefix}{name}.", origins)
+        elif is_section or not is_a(value, hint):
+            wanted = f"a {hint.__name__}" if is_section else describe(hint)
+            yield problem(prefix + name, value, origins, f"not {wanted}", f"give {wanted}")
 
 
 def digest(config: Config) -> str:

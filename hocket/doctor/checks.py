@@ -11,7 +11,6 @@ import importlib.util
 import re
 import resource
 import shutil
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from hocket.environment import cores, is_number_of_threads, processes, torch_build
+from hocket.environment import TOOL_LIMIT, cores, driver_says, is_number_of_threads, processes, torch_build
 from hocket.variables import Moment, survey
 
 # -- What is found on a host -------------------------------------------------------------------------------------------
@@ -64,9 +63,6 @@ class Found:
     """Files and sockets that one process may hold; -1 is no limit."""
 
 
-LIMIT = 60.0
-"""Seconds for a tool to answer."""
-
 _ASKED = (
     "name", "memory.total", "memory.used", "power.limit", "power.default_limit", "ecc.mode.current",
     "ecc.errors.uncorrected.volatile.total", "mig.mode.current", "compute_mode", "driver_version",
@@ -83,24 +79,15 @@ def look(env: Mapping[str, str], passed: Collection[Moment]) -> Found:
         python=tuple(sys.version_info[:3]),
         torch=_torch(),
         gpus=gpus_of(_asked((*_ASKED, *_NEWER)), (*_ASKED, *_NEWER)) or gpus_of(_asked(_ASKED), _ASKED),
-        links=links_of(_output(["nvidia-smi", "topo", "-m"])),
+        links=links_of(driver_says("topo", "-m")),
         cores=cores(),
         shm=shutil.disk_usage("/dev/shm").total if Path("/dev/shm").exists() else 0,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],  # RLIM_INFINITY is -1
     )
 
 
-def _output(command: Sequence[str]) -> str:
-    """The output of a tool; empty if the tool is missing, fails or takes too long."""
-    try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return ended.stdout if ended.returncode == 0 else ""
-
-
 def _asked(fields: Sequence[str]) -> str:
-    return _output(["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"])
+    return driver_says(f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits")
 
 
 def gpus_of(text: str, fields: Sequence[str]) -> tuple[dict[str, str], ...]:
@@ -126,7 +113,7 @@ def _torch() -> Torch:
         return Torch(version=version)
     try:
         with processes(1, {}) as pool:
-            return pool.submit(_ask).result(LIMIT)
+            return pool.submit(_ask).result(TOOL_LIMIT)
     except Exception as error:  # whatever a broken driver does to the process
         return Torch(version=version, cuda=cuda, error=f"{type(error).__name__}: {error}")
 

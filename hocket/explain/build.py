@@ -28,12 +28,12 @@ from hocket.explain.explanation import FILE, Axis, Explanation, Overlap, Predict
 from hocket.files import json_in
 from hocket.gpus import GPUS
 from hocket.planning import adapter_seconds, network, predict, program_of, rates, told_documents
-from hocket.predict.arrivals import arrival_bytes, by_pieces
+from hocket.predict.arrivals import arrival_bytes
 from hocket.predict.cost import CostTable, costs_of
 from hocket.predict.hardware import Hardware, hardware_of, hosts_of
 from hocket.predict.part_sizes import unit_weights
 from hocket.predict.simulate import KINDS, kind_of
-from hocket.predict.tensor_costs import model_of_rank
+from hocket.predict.tensor_costs import by_pieces, model_of_rank
 from hocket.problems import harmless
 from hocket.program.mesh import P2P, PURPOSES, described, most_sms, mover_of
 from hocket.program.ops import UNITS, Program

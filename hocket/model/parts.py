@@ -46,7 +46,7 @@ class LayerParts(ABC):
     def forward_attn(self, x_BSD: Tensor, documents: Documents | None = None, kept: Routing | None = None) -> Any:
         """Norm and attention, and what follows before the next part."""
         h_BSD, x_BSD = self.normed(x_BSD)
-        return self.added(x_BSD, self.attn.forward(h_BSD, documents), documents, kept)
+        return self.added(x_BSD, self.attn(h_BSD, documents), documents, kept)
 
 
 # -- shared sequences --------------------------------------------------------------------------------------------------

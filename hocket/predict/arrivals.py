@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from hocket.config import COPIED, Config
-from hocket.config.overlap import DIRECTIONS, ROLES
 from hocket.predict.part_sizes import copies_of
+from hocket.predict.tensor_costs import by_pieces
 from hocket.program.mesh import HALF
 from hocket.program.stages import layout_of, mesh_of, sharding_of
 
@@ -93,12 +93,6 @@ def halves_bytes(c: Config, rank: int) -> int:
     served = sum(f"{way}_{kind}" in copied for kind in kinds for way in ("gather", "reduce"))
     keys = "cp" in copied and c.mesh.cp > 1 and c.overlap.cp.method == "gather"  # gathered, and sums of their gradients
     return (served + 2 * keys) * 2 * HALF
-
-
-def by_pieces(c: Config) -> bool:
-    """Whether some layer moves tokens piece by piece."""
-    ways = {c.overlap.tp.way(role, direction) for role in ROLES for direction in DIRECTIONS}
-    return c.mesh.tp > 1 and bool(ways & {"ring", "pipeline"})
 
 
 def arrival_bytes(c: Config) -> int:

@@ -40,7 +40,7 @@ from hocket.predict.part_sizes import (
     unit_weights,
 )
 from hocket.predict.simulate import UPDATES, CostKey, Kind, OpCost, Overheads, Time, cost_key
-from hocket.predict.tensor_costs import add_waits, model_of_rank, model_of_ranks
+from hocket.predict.tensor_costs import add_waits, models_of
 from hocket.program.documents import Lengths, merged
 from hocket.program.mesh import groups_of
 from hocket.program.ops import HOST, TIED, Layout, Op, Program
@@ -426,9 +426,9 @@ def _lent(layout: Layout) -> frozenset[tuple[str, int]]:
 
 def pricing_of(config: Config, hardware: Hardware, documents: Lengths = ()) -> Pricing:
     """What the costs of the plan that a configuration asks for depend on. Without `documents` each sequence is one."""
-    tp = config.mesh.tp
+    model, held, sharing = models_of(config)
     return Pricing(
-        model=config.model if tp == 1 else model_of_ranks(config),
+        model=model,
         layout=layout_of(config),
         tokens=config.tokens,
         seq=config.data.sequence_length,
@@ -436,8 +436,8 @@ def pricing_of(config: Config, hardware: Hardware, documents: Lengths = ()) -> P
         hardware=hardware,
         dtype_bytes=config.element_bytes,
         documents=documents,
-        held=None if tp == 1 else model_of_rank(config),
-        sharing=tp,
+        held=held,
+        sharing=sharing,
         wire_bytes=config.wire_bytes,
         averages_bytes=2 if config.precision.averages == "bf16" else 4,
         fp8=fp8_of(config),
@@ -462,8 +462,7 @@ def costs_of(
     """
     costs, layout = pricing_of(config, hardware, documents).costs(), layout_of(config)
     table, rates = dict(costs.table), at_clock(hardware, costs.clock) if costs.clock else hardware
-    if config.mesh.tp > 1:
-        add_waits(table, config, hardware, layout)
+    add_waits(table, config, hardware, layout)
     if config.mesh.replicas > 1:
         _sum_over_replicas(table, config, hardware)
     if layout.placed:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from hocket.config import Config, ModelConfig
-from hocket.config.overlap import COLUMNS, Direction, Method, Role, possible
+from hocket.config.overlap import COLUMNS, DIRECTIONS, ROLES, Direction, Method, Role, possible
 from hocket.predict.hardware import Hardware, Link, hardware_of
 from hocket.predict.part_sizes import into_heads, mostly_deltas
 from hocket.predict.simulate import CostKey, OpCost
@@ -238,6 +238,12 @@ _SPREAD = ("heads", "ffn", "shared_ffn", "vocab", "delta_heads", "delta_key_head
 """Numbers of the model of which each rank has a part."""
 
 
+def by_pieces(c: Config) -> bool:
+    """Whether some layer moves tokens piece by piece."""
+    ways = {c.overlap.tp.way(role, direction) for role in ROLES for direction in DIRECTIONS}
+    return c.mesh.tp > 1 and bool(ways & {"ring", "pipeline"})
+
+
 def model_of_rank(c: Config) -> ModelConfig:
     """A model with the weights that one tensor-parallel rank has."""
     m, tp = c.model, c.mesh.tp
@@ -250,8 +256,15 @@ def model_of_ranks(c: Config) -> ModelConfig:
     return replace(c.model, kv_heads=max(c.mesh.tp, c.model.kv_heads))
 
 
+def models_of(c: Config) -> tuple[ModelConfig, ModelConfig, int]:
+    """The model that costs of parts are of, the one whose units a rank holds, and how many ranks share a product."""
+    return model_of_ranks(c), model_of_rank(c), c.mesh.tp
+
+
 def add_waits(table: dict[CostKey, OpCost], c: Config, hardware: Hardware, layout: Layout) -> None:
     """What ops wait for tensor-parallel peers, added to the costs of a rank's own work."""
+    if c.mesh.tp == 1:
+        return
     hardware = _imitated(c, hardware)
     for key, cost in table.items():
         waits, received = _inside(c, key, hardware, layout)

@@ -6,8 +6,10 @@ import argparse
 from dataclasses import asdict
 from typing import Any
 
+import pytest
 import torch
 
+from benchmarks import orders as of_orders
 from benchmarks.order_tables import orders, send_controls
 from benchmarks.orders import measure as measure_orders
 from benchmarks.orders import of_result as orders_of_result
@@ -59,7 +61,12 @@ def test_every_combination_runs_on_either_link_and_computes_the_same() -> None:
     assert send_controls(result).count("\n") == 1 + len(names)
 
 
+LAYERS = 2
+"""Of a rank, for orders: one of each of two chunks."""
+
+
 def orders_on(rank: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    of_orders.LAYERS = LAYERS  # pyrefly: ignore  (in this process alone)
     rows: list[dict[str, Any]] = []
     for found in placements(options, 2):
         bench = bench_of(programs_of(options, found), rank, torch.device("cpu"))
@@ -67,7 +74,8 @@ def orders_on(rank: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def test_every_order_runs_with_as_many_and_twice_as_many_microbatches() -> None:
+def test_every_order_runs_with_as_many_and_twice_as_many_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(of_orders, "LAYERS", LAYERS)
     rows = run_ranks(orders_on, 2, OPTIONS)[0]
     assert len(rows) == 8
     (config, *_), *_ = [list(found.values()) for found in placements(OPTIONS, 2)]

@@ -55,7 +55,8 @@ def imported(folder: Path, case: str) -> None:
 @pytest.mark.parametrize(
     ("case", "mesh"),
     [
-        *((case, mesh) for case in BALANCED for mesh in MESHES if mesh != "pipeline"),
+        ("glm4_moe_partial", "pipeline and experts"),
+        *(("deepseek_v3", mesh) for mesh in ("one rank", "tensors")),
         ("olmoe", "tensors"),
         ("llama_tied", "pipeline"),
         *(("gpt_oss", mesh) for mesh in ("pipeline and experts", "tensors")),

@@ -24,7 +24,7 @@ CONFIG = config(
     dict(layers=3, dense_layers=(1,), experts=8, bias_rate=0.01, aux_loss=0.01), dict(dp=2, ep=2), dict(merge="on"), 2,
     "fp32",
 )  # fmt: skip
-STEPS = 7
+STEPS = 6
 
 
 def once(run: Any) -> Any:
