@@ -49,7 +49,7 @@ types: $(READY) ## Check types
 test-gpu: $(READY) ## Run the tests that need GPUs
 	@$(PY) -m pytest -m gpu $(ARGS)
 
-parity: $(READY) ## Compare planned and sequential steps in 2000 cases of the whole matrix; ARGS="--parity-cases 9000" draws more
+parity: $(READY) ## Run the long tests, with 2000 cases of planned against sequential steps; ARGS="--parity-cases 9000" draws more
 	@$(PY) -m pytest -m full $(parallel) $(ARGS)
 
 docs-tables: $(READY) ## Renew the tables, plan excerpts and pictures of README and docs
