@@ -38,7 +38,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     that the GPU was given before.
     """
     if device.type == "cuda" and tensor.device.type == "cpu":
-        return tensor.pin_memory().to(device, non_blocking=True)
+        return tensor.contiguous().pin_memory().to(device, non_blocking=True)  # expanded ones cannot be pinned
     return tensor.to(device)
 
 

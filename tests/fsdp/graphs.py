@@ -174,7 +174,7 @@ def random_case(rng: Random, ops: tuple[Op, ...], meshes: list[tuple[int, ...] |
     mesh = rng.choice(meshes)
     strategy = rng.choice(["no_shard", "optim", "optim_grads", *["optim_grads_params"] * 3])
     options = {
-        "prefetch": rng.choice([0, 1, 1, 2, 5, "1KiB", "4KiB"]),
+        "prefetch": rng.choice([0, 1, 1, 2, 5]),
         "staging": rng.choice([1, 2, 2, 3]),
     }
     if mesh is not None and len(mesh) == 2 and strategy != "no_shard":

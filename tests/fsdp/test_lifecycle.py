@@ -21,7 +21,7 @@ def cases(*models: str) -> list[Case]:
     """Each model, and everything that decides how long weights stay, at least once."""
     kinds: list[dict[str, Any]] = [
         *({"strategy": strategy} for strategy in ("no_shard", "optim", "optim_grads_params")),
-        *({"options": one} for one in ({"prefetch": 0}, {"prefetch": 2, "staging": 1}, {"prefetch": "1KiB"})),
+        *({"options": one} for one in ({"prefetch": 0}, {"prefetch": 2, "staging": 1})),
     ]
     return [Case(models[i % len(models)], **kinds[i % len(kinds)]) for i in range(len(kinds))]
 
