@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -173,7 +173,7 @@ def uses_again(nodes: tuple[Node, ...]) -> bool:
 def random_case(rng: Random, ops: tuple[Op, ...], meshes: list[tuple[int, ...] | None]) -> Case:
     mesh = rng.choice(meshes)
     strategy = rng.choice(["no_shard", "optim", "optim_grads", *["optim_grads_params"] * 3])
-    options = {
+    options: dict[str, Any] = {
         "prefetch": rng.choice([0, 1, 1, 2, 5]),
         "staging": rng.choice([1, 2, 2, 3]),
     }
