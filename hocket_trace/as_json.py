@@ -35,7 +35,7 @@ from typing import Any
 
 from hocket_trace.data import COMMUNICATION, Report, Share, Slowdown, StepReport, Tax
 
-VERSION = 1
+VERSION = 2
 
 
 def to_json(report: Report, tax: Tax | None = None) -> dict[str, Any]:

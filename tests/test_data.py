@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hocket.config import Config, DataConfig, MeshConfig, TrainConfig
+from hocket.config.schema import changed
 from hocket.kernels import IGNORED
 from hocket.model.documents import documents_of
 from hocket.program.documents import as_read
@@ -388,3 +389,26 @@ def test_only_a_validation_split_that_is_used_must_hold_a_batch(tmp_path):
         else:
             with pytest.raises(ValueError, match="validation split has 10 tokens"):
                 make_streams(text, settings)
+
+
+def test_a_link_into_another_folder_hides_no_file_that_is_read_twice(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.txt").write_text("text " * 400)
+    (tmp_path / "a" / "link").symlink_to(tmp_path / "b")
+    assert [file.relative_to(tmp_path).as_posix() for file in find_files((str(tmp_path),), {})] == [
+        "a/a.txt",
+        "b/b.txt",
+    ]
+    for paths in (tmp_path, tmp_path / "a"):
+        settings = resolve(changed(Config(), {"data.paths": (str(paths),), "data.validation": (str(tmp_path / "b"),)}))
+        with pytest.raises(ValueError, match=r"b/b\.txt is in data\.paths too"):
+            open_text(settings)
+
+
+@pytest.mark.parametrize("suffix", [".arrow", ".ds"])
+def test_files_beside_tokens_that_are_not_read_are_no_text(tmp_path: Path, suffix: str) -> None:
+    (tmp_path / f"data{suffix}").write_bytes(bytes(64))
+    (tmp_path / "dataset_info.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"is of datasets or datatrove.*to_parquet"):
+        find_files((str(tmp_path),), {})

@@ -37,10 +37,10 @@ FEATURES = {
 
 # figure -> (most that it may be, slack). A figure that is more than the slack below its limit lowers the limit.
 LIMITS = {
-    "lines of hocket/": (53_102, 300),
+    "lines of hocket/": (53_136, 300),
     "files of hocket/": (217, 3),
     "lines of hocket_trace/": (3_712, 150),
-    "words of docs": (40_786, 1_500),
+    "words of docs": (40_790, 1_500),
     "settings": (147, 0),
     "settings outside of model.*": (79, 0),
     "rules": (123, 3),
@@ -58,7 +58,7 @@ LIMITS = {
     "files that name replicas (HSDP)": (23, 2),
 }
 
-SECONDS_OF_MAKE_TEST = 1_486
+SECONDS_OF_MAKE_TEST = 1_341
 """On two cores without a GPU. `.ci/run` prints it beside what the run took; no test judges a clock."""
 
 MOST_LINES, MOST_LINES_OF_A_FUNCTION, MOST_ARGUMENTS = 700, 120, 10

@@ -170,9 +170,14 @@ def _of_whole(func: Any, name: str, args: Any, kwargs: Any, place: Place) -> Any
         found = func(*args, **kwargs)
         tensors = [one for one in (found if isinstance(found, tuple | list) else [found]) if isinstance(one, Tensor)]
         _refuse_views(name, tensors, wholes, place)
-        if not graph or not isinstance(found, Tensor) or not found.is_floating_point():
+        if not graph:
             return found
-        return found + sum(graph)
+
+        def linked(one: Any) -> Any:
+            keeps = isinstance(one, Tensor) and (one.is_floating_point() or one.is_complex())
+            return one + sum(graph) if keeps else one
+
+        return type(found)([linked(one) for one in found]) if isinstance(found, tuple | list) else linked(found)
 
 
 class WholeSize:
@@ -260,6 +265,9 @@ def plain(x: Tensor) -> Tensor:
 
 def call(func: Any, args: Any, kwargs: Any) -> Any:
     name = getattr(func, "__name__", "")
+    if name in ("equal", "allclose"):
+        args = [*args, *(kwargs[key] for key in ("input", "other") if key in kwargs)]
+        kwargs = {key: value for key, value in kwargs.items() if key not in ("input", "other")}
     if name in ("__getitem__", "__setitem__"):
         _refuse_some(name, *args)
     if name in ("__setitem__", "copy_"):
@@ -354,13 +362,23 @@ def alongside(name: str, args: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(place.span.of(one) if is_whole(one) else one for one in args)
 
 
+_NO_OPERATORS = frozenset(
+    f"__{name}__"
+    for name in (
+        *("matmul", "rmatmul", "bool", "float", "int", "index", "complex", "array", "dlpack", "iter", "contains"),
+        *("reversed", "len"),
+    )
+)
+"""Special methods that do not compute element by element."""
+
+
 @functools.cache
 def _by_element(name: str) -> bool:
     """Whether a function is elementwise."""
     if name in _KEEPING or name.removesuffix("_") in _KEEPING:
         return True
     if name.startswith("__"):
-        return name not in ("__matmul__", "__rmatmul__")
+        return name not in _NO_OPERATORS
     for named in (name.removesuffix("_"), f"{name.removesuffix('_')}_"):
         packet = getattr(torch.ops.aten, named, None)
         if packet is not None and any(

@@ -164,7 +164,7 @@ class ShardedParameter(WholeSize, nn.Parameter):  # pyrefly: ignore[inconsistent
 
     def data_ptr(self) -> int:
         """Raises ValueError, except for a copy."""
-        if self.group is None:
+        if self.full_shape is None:
             return super().data_ptr()
         raise no_address(self.full_name, self.hi - self.lo, self.numel())
 

@@ -185,7 +185,8 @@ def load_model(model: nn.Module, state: dict[str, Any], info: Any) -> Any:
     if info.broadcast_from_rank0:
         state = _from_first_rank(context, state)
     missing = [name for name in mine if name not in state]
-    unexpected = [name for name in state if name not in mine]
+    aliases = Inventory(context).others
+    unexpected = [name for name in state if name not in mine and name not in aliases]
     if not info.strict:
         state = {name: state.get(name, own) for name, own in mine.items()}
     load_model_state(context, state)

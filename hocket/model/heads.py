@@ -6,7 +6,7 @@ value heads, N width of a head, F features of all heads, X elements that travel.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import ABCMeta, abstractmethod
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -315,7 +315,7 @@ def _gradients(g: Tensor, qkv: Triple, out: Tensor, total_TH: Tensor, part: _Par
 # -- heads -------------------------------------------------------------------------------------------------------------
 
 
-class Heads(ABC):
+class Heads(metaclass=ABCMeta):
     """Causal attention of queries to keys and values that are made already, and what follows from it."""
 
     heads: int

@@ -11,7 +11,7 @@ that travel, H query heads, N width of one.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import ABCMeta, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from hocket.model.documents import Context, Documents, Told
 from hocket.runtime.comm import Pending, RowTable
 
 
-class LayerParts(ABC):
+class LayerParts(metaclass=ABCMeta):  # `ABC` as a base would keep FSDP2 from changing the class of a layer
     """The parts up to the MLP or the dispatch."""
 
     group: Any = None
@@ -170,7 +170,7 @@ ONLY = ExpertPlace()
 """All experts are here."""
 
 
-class RoutedParts(ABC):
+class RoutedParts(metaclass=ABCMeta):
     """The parts around the experts of a layer, whoever wrote it: what sends rows, and what gets them back."""
 
     ep: ExpertPlace

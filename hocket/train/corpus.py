@@ -211,8 +211,15 @@ def find_files(
         files = [file for file in files if without is None or without.resolve() not in file.resolve().parents]
         if not files:
             raise ValueError(problem(setting, given, origins, "no files in it", "name a folder that holds text files"))
+        if other := next((file for file in files if file.suffix in UNREAD), None):
+            reason = f"{other} is of datasets or datatrove, whose files are not read"
+            raise ValueError(problem(setting, given, origins, reason, "Parquet (to_parquet) or tokens of numpy"))
         found.update(files)
     return sorted(found)
+
+
+UNREAD = (".arrow", ".ds")
+"""Files beside which others hold no text but what describes them."""
 
 
 def _files_below(path: Path) -> Iterator[Path]:
@@ -224,15 +231,17 @@ def _files_below(path: Path) -> Iterator[Path]:
     def refuse(error: OSError) -> None:
         raise error
 
-    seen = set[str]()
-    for folder, folders, names in os.walk(path.absolute(), onerror=refuse, followlinks=True):
-        if (real := os.path.realpath(folder)) in seen:
-            folders.clear()
-            continue
-        seen.add(real)
-        links = {name: os.path.islink(os.path.join(folder, name)) for name in folders if not name.startswith(".")}
-        folders[:] = sorted(links, key=lambda name, links=links: (links[name], name))
-        yield from (Path(folder, name) for name in names if not name.startswith("."))
+    seen, starts = set[str](), [path.absolute()]
+    for start in starts:  # links last, so that a folder's files have its own name wherever links lead to it
+        for folder, folders, names in os.walk(start, onerror=refuse):
+            if (real := os.path.realpath(folder)) in seen:
+                folders.clear()
+                continue
+            seen.add(real)
+            shown = sorted(name for name in folders if not name.startswith("."))
+            starts += [Path(folder, name) for name in shown if os.path.islink(os.path.join(folder, name))]
+            folders[:] = [name for name in shown if not os.path.islink(os.path.join(folder, name))]
+            yield from (Path(folder, name) for name in names if not name.startswith("."))
 
 
 def standard_library() -> list[Path]:

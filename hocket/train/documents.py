@@ -340,7 +340,9 @@ def _of_row(row: Any, key: Keys, where: str) -> Iterator[Document | None]:
 def _lacks_content(messages: list[Any]) -> bool:
     """Whether some message of a chat says nothing and calls nothing."""
     said = ("content", "tool_calls")
-    return any(isinstance(one, dict) and "role" in one and all(one.get(x) is None for x in said) for one in messages)
+    return any(
+        isinstance(one, dict) and "from" not in one and all(one.get(x) is None for x in said) for one in messages
+    )
 
 
 def _value(row: dict[str, Any], name: str) -> Any:

@@ -66,9 +66,10 @@ class Quotas:
         assert changes[0][0] == 0
         self._firsts, self._seed = [first for first, _ in changes], seed
         self._weights = [_whole(weights) for _, weights in changes]
-        self._orders = [_order(weights) for weights in self._weights]
         self._block = (-1, -1)
-        self._taken, self._sources = self._weights[0], self._orders[0]
+        self._order = self._sources = _order(self._weights[0])
+        """Of the current segment: as long as its period."""
+        self._taken = self._weights[0]
         self._before = [np.zeros_like(self._weights[0])]
         for first in self._firsts[1:]:
             self._before.append(np.array(self.counts(first)))
@@ -100,7 +101,10 @@ class Quotas:
         segment = min(bisect_right(self._firsts, position), len(self._before)) - 1
         block, offset = divmod(position - self._firsts[segment], BLOCK)
         if (segment, block) != self._block:
-            self._block, weights, order = (segment, block), self._weights[segment], self._orders[segment]
+            weights = self._weights[segment]
+            if segment != self._block[0]:
+                self._order = _order(weights)
+            self._block, order = (segment, block), self._order
             periods, rest = divmod(block * BLOCK, len(order))
             self._taken = periods * weights + np.bincount(order[:rest], minlength=len(weights))
             shuffled = np.random.default_rng([self._seed, segment, block]).permutation(BLOCK)
@@ -253,11 +257,11 @@ def _require_apart(sources: Sequence[Source], without: Path) -> None:
                 continue
             for file in find_files(paths, source.origins, without, f"data.{setting}"):
                 where = f"[{source.name}] {setting}" if source.name else f"data.{setting}"
-                if file in found:
-                    reason = f"{file} is in {found[file]} too"
+                one = file.resolve()
+                if found.setdefault(one, where) != where:
+                    reason = f"{file} is in {found[one]} too"
                     name = f"data.{setting}"
                     raise ValueError(problem(name, paths, source.origins, reason, "name every file once"))
-                found[file] = where
 
 
 def read_sources(data: DataConfig, origins: Mapping[str, str]) -> tuple[Source, ...]:

@@ -261,7 +261,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> Non
     made = model("llama")
     hocket.checkpoint.save(hocket.fully_shard(made, units=type(made.model.layers[0])), None, tmp_path / "weights")
     for name, words in (
-        ("junk", r"junk: .*junk/.metadata cannot be read: pickle data was truncated; fix: another one"),
+        ("junk", r"junk is damaged: .*junk/.metadata cannot be read: pickle data was truncated; load another one"),
         ("none", r"none: it is not complete, for it has no .metadata"),
         ("other", r"other: it is of another model: it lacks model.layers.2.* and 14 more; fix: "),
         ("wide", r"wide: it is of another model: .*mlp.*weight is 64 x 32 in it and 48 x 32 in the module"),

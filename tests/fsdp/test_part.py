@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 from collections.abc import Callable
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -58,7 +60,9 @@ FLAT = ("by rows", "beside a whole", "a whole beside")
 ALIKE: dict[str, Callable[[Tensor], bool]] = {
     "equal": lambda x: torch.equal(x, x.clone()),
     "one element differs": lambda x: torch.equal(x, torch.where(x == x.max(), 0.0, x)),
+    "equal by name": lambda x: torch.equal(input=x, other=x.clone()),
     "close": lambda x: torch.allclose(x, x * (1 + 1e-7)),
+    "close by name": lambda x: torch.allclose(x, other=x * (1 + 1e-7)),
     "not close": lambda x: x.allclose(torch.where(x == x.max(), 0.0, x), rtol=1e-3),
 }
 WHOLE: dict[str, Callable[[Tensor], Any]] = {
@@ -220,9 +224,39 @@ def others(rank: int) -> None:
     # A penalty has the value of the whole, and is an error in backward.
     penalty = weight.square().sum()
     torch.testing.assert_close(penalty.detach(), model().get_parameter("0.weight").detach().square().sum())
-    for number in (penalty, torch.linalg.matrix_norm(weight)):
+    rows_of, spread = weight.max(dim=1).values.sum(), torch.var_mean(weight)[0]  # tuples keep the graph, too
+    for number in (penalty, torch.linalg.matrix_norm(weight), rows_of, spread, weight.topk(2).values.sum()):
         with pytest.raises(ValueError, match="a gradient reached the shard"):
             number.backward()
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([0.5]))
+        self.layer = nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.scale
+
+
+def scalars(rank: int) -> None:
+    """One rank has the element, and all ranks read it."""
+    sharded = Scaled()
+    hocket.fully_shard(sharded)
+    sharded(torch.ones(2, 7)).sum().backward()
+    scale = next(sharded.parameters())
+    assert float(scale) == 0.5
+    assert int(scale.data * 4) == 2
+    assert bool(scale > 0.4)
+    assert scale.grad is not None
+    assert not math.isnan(scale.grad)
+    with pytest.raises(ValueError, match="of which this rank has"):
+        np.asarray(next(sharded.layer.parameters()).data)
+
+
+def test_a_parameter_of_one_element_has_a_value_on_all_ranks() -> None:
+    run_ranks(scalars, 2)
 
 
 def test_parts_of_other_elements_and_what_leaves_the_program() -> None:
