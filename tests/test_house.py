@@ -37,7 +37,7 @@ FEATURES = {
 
 # figure -> (most that it may be, slack). A figure that is more than the slack below its limit lowers the limit.
 LIMITS = {
-    "lines of hocket/": (53_136, 300),
+    "lines of hocket/": (53_148, 300),
     "files of hocket/": (217, 3),
     "lines of hocket_trace/": (3_712, 150),
     "words of docs": (40_790, 1_500),

@@ -322,6 +322,8 @@ class Engine:
         self._numbers.fork()
         enter("the optimizer")
         self._optimizer.apply(later=self._leaves_updates)
+        if self._optimizer.exchanges:  # a rank that hangs there hangs in this step
+            self._numbers.fork()
 
     def _run(self, executor: Executor, microbatches: Sequence[Microbatch]) -> list[Tensor]:
         """Run all ops once; if rows found no room, once more, with splits that the host knows.
@@ -403,8 +405,8 @@ class Engine:
 
         Note: [A step's numbers come before its updates]
         Loss, norm and loads are known before the optimizer's kernels run. So they are summed and read on a stream of
-        their own, which was forked off ahead of the updates. The host issues the next step while the GPU updates
-        weights, and the GPU never waits for the first ops of a step.
+        their own, which is forked before the updates. The host issues the next step while the GPU updates weights, and
+        the GPU never waits for the first ops of a step. Where updates exchange something between ranks, the host waits.
         """
         for executor in self._executors:
             if executor.recorder.active:

@@ -166,6 +166,11 @@ class PlannedModel:
             unit.refresh()
         self.agree()
 
+    @property
+    def casts_agree(self) -> bool:
+        """Whether ranks agree on scales of weights, which are gathered in fp8."""
+        return bool(self._fp8)
+
     def agree(self) -> None:
         """Cast weights that are gathered in fp8."""
         for fp8 in self._fp8:

@@ -346,6 +346,11 @@ class PlannedAdamW:
         self._count.fill_(value)
 
     @property
+    def exchanges(self) -> bool:
+        """Whether updates wait for other ranks: for whole matrices, or for the scales of casts."""
+        return self.muon is not None or self.model.casts_agree
+
+    @property
     def momenta(self) -> Mapping[str, tuple[Piece, Tensor]]:
         return {} if self.muon is None else self.muon.momenta
 
