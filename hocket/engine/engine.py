@@ -309,8 +309,8 @@ class Engine:
         self.sharded.sum_shared_grads()
         actions = self.executor.actions
         self._loss_of_step = self._loss(actions.losses, self.executor)
-        self._numbers.fork()
         if self._optimizer is None or lacked:
+            self._numbers.fork()
             self.sharded.forget_grads()
             actions.loads.clear()
             return
