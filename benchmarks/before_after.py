@@ -56,6 +56,8 @@ def run(tree: Path, words: list[str]) -> dict[str, Any]:
 
 def commit_of(tree: Path) -> str:
     """The commit of a tree, or its name where it is no checkout."""
+    if not (tree / ".git").exists():
+        return tree.name
     found = subprocess.run(["git", "-C", str(tree), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     return found.stdout.strip() or tree.name
 
