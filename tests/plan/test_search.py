@@ -248,7 +248,7 @@ def combinations_of_all() -> tuple[int, list[Trial]]:
     return start.nbytes, [trial for trial in trials if trial is not None]
 
 
-@pytest.mark.parametrize("share", [0.0, 1.05, 0.85, 0.7, 0.6])
+@pytest.mark.parametrize("share", [0.0, 0.7, *(pytest.param(s, marks=pytest.mark.full) for s in (1.05, 0.85, 0.6))])
 def test_the_search_comes_close_to_all_combinations(share: float, combinations_of_all: tuple[int, list[Trial]]) -> None:
     """Of what decides about memory and time, under caps down to little more than half of what the plan needs."""
     needed, trials = combinations_of_all
