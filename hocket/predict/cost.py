@@ -69,8 +69,6 @@ class CostTable:
     """(part, layer) whose forward keeps nothing, because it runs again."""
     lent: Collection[tuple[str, int]] = frozenset()
     """(part, layer) of those who do not keep what they read, and of those who make it again for their backward."""
-    timed: Collection[CostKey] = frozenset()
-    """Those whose seconds were measured, with the documents that the run had."""
 
     def of(self, op: Op) -> OpCost:
         return self.table.get(cost_key(op, self.kinds), _FREE)
@@ -107,26 +105,8 @@ class CostTable:
             for unit, (weight, gradient) in self.slot_bytes[rank].items()
         )
 
-    def measured(self, seconds: Mapping[CostKey, Time]) -> CostTable:
-        """The same table with measured seconds in place of modelled ones.
-
-        A recomputation that was not measured takes as long as the forward that was. Of what tensor-parallel ranks
-        measured, the modelled share waits for peers.
-        """
-        again = {("recompute", *key[1:]): value for key, value in seconds.items() if key[0] == "fwd"}
-        seconds = {**{key: value for key, value in again.items() if key in self.table}, **seconds}
-        changed = {key: _lasting(self.table.get(key, _FREE), value) for key, value in seconds.items()}
-        return replace(self, table={**self.table, **changed}, timed=frozenset(changed))
-
-
-def _lasting(cost: OpCost, seconds: Time) -> OpCost:
-    """An op's cost if it takes so long."""
-    inner = cost.inner_seconds and seconds * cost.inner_seconds / cost.seconds
-    return replace(cost, seconds=seconds, inner_seconds=inner)
-
 
 _FREE = OpCost()
-
 _ATTENTION_DRAWN = 0.8
 """Power of a FLOP of attention over that of one of a matmul. See Note: [Power sets the clock]."""
 CORE = {"fwd": 1.0, "bwd": 2.5}
@@ -134,19 +114,6 @@ CORE = {"fwd": 1.0, "bwd": 2.5}
 _SHOWN = 2 / 3
 """Share of the time of what a product reads and writes that its arithmetic does not hide: of 6 bytes more that it moves
 to add to fp32 those of 4 (`benchmarks.expert_grads` and `benchmarks.weight_grads`, on an H200)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measurement:
-    """What a run has shown about its ops, to predict plans of the same sizes with (see `measured.py`)."""
-
-    source: str
-    """The trace it comes from."""
-    seconds: Mapping[CostKey, float]
-    """Seconds of an op on its lane, without contention and without waiting for peers."""
-    overheads: Overheads
-    notes: tuple[str, ...] = ()
-    """What the reader must know, such as what could not be measured."""
 
 
 # -------------------------------------------------------------------------------------------------------------- pricing
@@ -453,12 +420,10 @@ def fp8_of(config: Config) -> Fp8 | None:
     return Fp8(p.fp8_products, p.fp8_ends, casts, gathered_units(config) if p.gather == "fp8" else ())
 
 
-def costs_of(
-    config: Config, hardware: Hardware, measured: Measurement | None = None, documents: Lengths = ()
-) -> CostTable:
+def costs_of(config: Config, hardware: Hardware, documents: Lengths = ()) -> CostTable:
     """What every op of the plan costs on that hardware: on the imitated network, if the transport is the slow one.
 
-    Measured seconds take the place of modelled ones. Without `documents` each sequence is one.
+    Without `documents` each sequence is one.
     """
     costs, layout = pricing_of(config, hardware, documents).costs(), layout_of(config)
     table, rates = dict(costs.table), at_clock(hardware, costs.clock) if costs.clock else hardware
@@ -478,8 +443,7 @@ def costs_of(
         if cost.wire_bytes and (purpose := carried_by(key, layout)) in links:
             latency, bandwidth = links[purpose]
             table[key] = replace(cost, seconds=cost.seconds + latency + cost.wire_bytes / bandwidth)
-    costs = replace(costs, table=table)
-    return costs if measured is None else costs.measured(measured.seconds)
+    return replace(costs, table=table)
 
 
 def _sum_over_replicas(table: dict[CostKey, OpCost], config: Config, hardware: Hardware) -> None:
@@ -562,25 +526,20 @@ def carried_by(key: CostKey, layout: Layout) -> Purpose | None:
 #
 # Contention. NCCL's kernels hold processors, copy engines hold none; both move bytes through memory and links, which
 # takes of the bandwidth and of the power that compute has. So do updates beside forwards. The host. It issues a step op
-# by op, if the step is not replayed as a graph, and waits for the counts of rows that it has to know. Traces of a run
-# measure the same (`measured.py`); Note: [What the simulator believes] in `simulate.py` says what the
-# simulator makes of it.
+# by op, if the step is not replayed as a graph, and waits for the counts of rows that it has to know. Note: [What the
+# simulator believes] in `simulate.py` says what the simulator makes of it.
 
 
 _PURPOSES: tuple[Purpose, ...] = ("gather_dense", "reduce_dense", "a2a", "pp_fwd")
 """One group of each kind of communication that runs beside compute."""
 
 
-def overheads_of(
-    config: Config, hardware: Hardware, ops: Iterable[CostKey], measured: Measurement | None = None
-) -> Overheads:
-    """The overheads of a step of these ops, as it was measured if it was.
+def overheads_of(config: Config, hardware: Hardware, ops: Iterable[CostKey]) -> Overheads:
+    """The overheads of a step of these ops.
 
-    In a replay no op waits for the host, so only contention is left. (Recorded steps were issued op by op.) With the
-    null transport nothing is moved beside compute.
+    In a replay no op waits for the host, so only contention is left. With the null transport nothing is moved beside
+    compute.
     """
-    if measured is not None:
-        return Overheads(measured.overheads.contention) if config.plan.graphs == "on" else measured.overheads
     issue = dict.fromkeys(ops, seconds) if (seconds := issued(config, hardware)) and config.plan.graphs != "on" else {}
     return Overheads(_contention(config, hardware), issue, hardware.counts if issue else None)
 
@@ -627,16 +586,12 @@ class Varied(CostTable):
 def varied(whole: CostTable, config: Config, hardware: Hardware, documents: Sequence[Lengths]) -> Varied:
     """The costs of microbatches with these documents, beside `whole`, which are those of whole sequences.
 
-    All run at the clock of documents as they are on average: see Note: [Power sets the clock]. Measured costs stay
-    those of the documents that there were.
+    All run at the clock of documents as they are on average: see Note: [Power sets the clock].
     """
     clock, base, rates = pricing_of(config, hardware, merged(documents)).clock, whole, hardware
-    measured = {key: whole.table[key] for key in whole.timed}
     if clock:
         rates = at_clock(hardware, clock)
-        base = costs_of(config, rates)
-        base = replace(base, table={**base.table, **measured}, timed=whole.timed, clock=clock)
+        base = replace(costs_of(config, rates), clock=clock)
     each = {lengths: costs_of(config, rates, documents=lengths) for lengths in dict.fromkeys(documents)}
     same: dict[str, Any] = {field.name: getattr(base, field.name) for field in fields(CostTable)}
-    full = {lengths: replace(one, table={**one.table, **measured}) for lengths, one in each.items()}
-    return Varied(**same, microbatches=[full[lengths] for lengths in documents])
+    return Varied(**same, microbatches=[each[lengths] for lengths in documents])

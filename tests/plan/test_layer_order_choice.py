@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hocket.config import Config
 from hocket.config.schema import changed
 from hocket.machine import host_for_plan
@@ -20,7 +22,9 @@ PARTS = {"a": "attn", "d": "dispatch", "e": "experts", "c": "combine", "u": "unp
 
 def skewed(config: Config) -> CostTable:
     seconds = {(VERBS[word[1]], PARTS[word[0]], "moe"): value / 1e3 for word, value in SKEWED.items()}
-    return model_costs(config).measured(seconds)
+    costs = model_costs(config)
+    changed = {key: replace(costs.table[key], seconds=value) for key, value in seconds.items()}
+    return replace(costs, table={**costs.table, **changed})
 
 
 def resolved(**changes: object) -> Settings:
