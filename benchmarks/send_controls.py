@@ -5,7 +5,7 @@
 
 One pipeline rank per process, a dense model of Llama-3 8B's widths, two chunks of two layers per rank, merged 1F1B. All
 plans run on the same weights and groups and take turns, so that nothing but the order of ops and the link differs.
-Beside them: what `auto` picks, a stride of 3, the classic interleaved order, and one plan whose p2p transfers carry an
+Beside them: what `auto` picks, the classic interleaved order, and one plan whose p2p transfers carry an
 element, so that its waits are those of the pipeline. On the emulated link every send is late by latency and bytes over
 bandwidth.
 
@@ -82,9 +82,6 @@ def plans(config: Config, links: Mapping[str, Config]) -> dict[str, Config]:
     for name, on in links.items():
         chosen = resolve(changed(on, {CONTROL: "auto"}), Host(gpus=config.mesh.pp))
         found[f"auto for the {name} link"] = replace(config, overlap=chosen.overlap)
-    wide = -(-3 * config.mesh.pp // 2)
-    if config.train.microbatches >= wide:
-        found["stride 3"] = changed(config, {"plan.stride": 3, "plan.group": wide})
     found["not merged"] = changed(config, {"overlap.ep.merge": "off"})
     found["not merged, nothing deferred"] = changed(
         found["not merged"], {"overlap.defer_wgrad": "off", "overlap.pp.defer_layers": 0}

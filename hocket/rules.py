@@ -26,7 +26,7 @@ from hocket.config.model import MODEL_RULES, MODEL_WORDS
 from hocket.config.network import NETWORK_RULES
 from hocket.config.optimizer import OPTIMIZER_RULES
 from hocket.config.overlap import OVERLAP_RULES, TENSOR, on_device
-from hocket.config.plan import PLAN_RULES, PLAN_WORDS, named_parts, part_and_layers, smallest_group
+from hocket.config.plan import PLAN_RULES, PLAN_WORDS, named_parts, part_and_layers
 from hocket.config.precision import PRECISION_RULES
 from hocket.config.rule import MOST_RANKS, NO_EFFECT, Each, Host, OnlyWith, Rule, Words, leaf, problem, show
 from hocket.config.run import RUN_RULES
@@ -84,13 +84,12 @@ def merges(c: Config, rank: int) -> bool:
     if c.plan.order == "merged_v":
         return c.train.microbatches >= 2 * c.mesh.pp
     total = c.train.microbatches * c.plan.chunks
-    return warmup(c.mesh.pp, c.plan.chunks, c.train.microbatches, group_of(c), rank, True, c.plan.stride) < total
+    return warmup(c.mesh.pp, c.plan.chunks, c.train.microbatches, group_of(c), rank, True) < total
 
 
 def group_of(c: Config) -> int:
     """Microbatches that pass through a chunk before the next chunk starts."""
-    fewest = 2 * c.mesh.pp if c.plan.order == "merged_v" else smallest_group(c.mesh.pp, c.plan.stride)
-    return c.plan.group or fewest
+    return c.plan.group or (2 * c.mesh.pp if c.plan.order == "merged_v" else c.mesh.pp)
 
 
 _MOST = 128

@@ -34,9 +34,7 @@ Note: [What a merged step waits for]
 A rank sends the gradient of a chunk and, in the next step, needs one from the rank behind it, which sent it at about
 the same time. So each merged step is as long as its compute up to the send, plus the p2p transfer, unless compute is
 left to do behind the send: `exposed = max(0, p2p transfer - weight gradients behind the send)`. Weight gradients that
-stand behind the send keep what they work on for longer, so as few as cover the p2p transfer are moved there. Where all
-of a chunk do not, neighbours that are three steps apart at the start instead of two (`plan.stride`) give the p2p
-transfer a step of its own, and keep more activations.
+stand behind the send keep what they work on for longer, so as few as cover the p2p transfer are moved there.
 
 Note: [What hides a p2p transfer may uncover something else]
 A weight gradient that runs after the send no longer runs beside the all-to-all that it hid before. On the other hand,

@@ -110,21 +110,6 @@ def test_what_is_chosen_hides_the_p2p_in_the_simulator_and_less_does_not() -> No
     assert step(chosen.setting) == best < most
 
 
-@pytest.mark.parametrize("pp", [2, 4])
-def test_a_stride_of_3_hides_p2p_as_long_as_a_step(pp: int) -> None:
-    """Its receives are posted a step earlier, so a p2p transfer may take a whole step; with 2 each step waits."""
-    layout = Layout(("dense",) * 2 * pp, pp=pp, chunks=2)
-    count = 9 * pp
-    free, late = costs(layout, p2p=0.0), costs(layout, p2p=6.0)  # a merged step of one layer computes for 7
-    near, far = build(layout, count), build(layout, count, stride=3, group=3 * pp // 2)
-    assert check(far) == []
-    dry_run(far, 1)
-    waits = [float(simulate(program, late).makespan - simulate(program, free).makespan) for program in (near, far)]
-    merged = 2 * count - far.in_flight[0]
-    assert waits[0] > 4 * merged  # the p2p transfer, but for the weight gradients behind it
-    assert waits[1] < 2 * merged
-
-
 def settings(**changes: Any) -> Settings:
     """The tiny recipe with nothing but dense layers, whose weight gradients cover nothing else."""
     changes = {"model__dense_layers": tuple(range(8)), "mesh__ep": 1, "overlap__ep__merge": "on", **changes}
