@@ -19,7 +19,6 @@ import argparse
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from itertools import product
 from typing import Any
 
 import torch.distributed as dist
@@ -45,16 +44,15 @@ from hocket.program.ops import Program
 from hocket.program.stages import layout_of, sharding_of
 from hocket.resolve import resolve
 from hocket.runtime.transports import Link
-from hocket.tune.choose import Cover, Parts
 
 LAYERS = 2
 """Of one chunk."""
 CHUNKS = 2
 CONTROL = "overlap.pp.defer_layers"
-COUNTS = (0, 1, LAYERS)
-PARTS: tuple[Parts, ...] = ("attn", "all")
-COVERS = [Cover(count, parts, 0.0, 0.0) for count, parts in product(COUNTS, PARTS) if count or parts == "attn"]
-"""Of no layer, all parts are the same as attention."""
+COVERS = {f"{layers} layers, attn": f"attn:{layers}" if layers else 0 for layers in range(LAYERS + 1)} | {
+    f"{layers} layers, all": layers for layers in range(1, LAYERS + 1)
+}
+"""What may run after sends -> the value of the setting."""
 _FORMER = "lane on, "
 """How results of before call plans in which gradients arrive on a lane of their own, as they always do now."""
 Blocks = dict[str, dict[str, list[list[float]]]]
@@ -78,7 +76,7 @@ def on_slow_link(config: Config, link: Link) -> Config:
 
 def plans(config: Config, links: Mapping[str, Config]) -> dict[str, Config]:
     """The contenders by name: everything that may be behind sends, then the others."""
-    found = {f"{way.layers} layers, {way.parts}": changed(config, {CONTROL: way.setting}) for way in COVERS}
+    found = {name: changed(config, {CONTROL: value}) for name, value in COVERS.items()}
     for name, on in links.items():
         chosen = resolve(changed(on, {CONTROL: "auto"}), Host(gpus=config.mesh.pp))
         found[f"auto for the {name} link"] = replace(config, overlap=chosen.overlap)

@@ -159,7 +159,6 @@ CHOICES = [
     (changed(ONE_STAGE, splits="host"), Host(gpus=2), "plan.graphs", "off"),
     (changed(ONE_STAGE, copies="per_rank"), Host(gpus=2), "plan.graphs", "off"),
     (changed(ONE_STAGE, graphs="off"), Host(gpus=2), "overlap.ep.splits", "host"),
-    (changed(TINY, mesh__ep=1), Host(), "overlap.ep.splits", "host"),
     (DENSE, Host(), "run.folder", "runs/run"),
 ]
 

@@ -73,18 +73,11 @@ class PlanConfig:
     is on if the host would be late otherwise, and memory allows it."""
     layer_order: Annotated[
         str,
-        OnlyWith(
-            "overlap.ep.merge = on",
-            idle=("auto", "literature"),
-        ),
-        OnlyWith(
-            "deferred weight gradients",
-            idle=("auto", "literature"),
-        ),
-    ] = "auto"
+        OnlyWith("overlap.ep.merge = on", idle=("literature",)),
+        OnlyWith("deferred weight gradients", idle=("literature",)),
+    ] = "literature"
     """Order of parts inside one merged layer step: literature, early_release, wgrad_last, or an order of your own such
-    as "cB aF eB dF eW dB eF cF aB uB aW uF" (hocket/program/layer.py spells out the named ones). auto is literature, or
-    the order that simulations find shorter where all-to-alls are long."""
+    as "cB aF eB dF eW dB eF cF aB uB aW uF" (hocket/program/layer.py spells out the named ones)."""
 
     @property
     def split(self) -> tuple[int, ...]:
@@ -236,7 +229,7 @@ PLAN_RULES: tuple[Rule | Each, ...] = (
     ),
     Rule(
         ("plan.graphs", "overlap.ep.splits"),
-        lambda c, h: _graphed(c) and c.mesh.ep > 1 and c.model.experts > 0 and c.overlap.ep.splits != "device",
+        lambda c, h: _graphed(c) and c.rows_travel and c.overlap.ep.splits != "device",
         "a step cannot be recorded in which the host waits for the counts of experts' rows",
         "overlap.ep.splits = device, or plan.graphs = off",
     ),

@@ -140,7 +140,6 @@ _CHOSEN_ONCE = (
     STAGES,
     OFFLOAD,
     RECOMPUTE,
-    "plan.layer_order",
     "overlap.dp.strategy",
     "overlap.dp.update",
     "overlap.ep.splits",
