@@ -5,7 +5,7 @@
 
 One pipeline rank per process, a dense model of Llama-3 8B's widths, two chunks of two layers per rank, merged 1F1B. All
 plans run on the same weights and groups and take turns, so that nothing but the order of ops and the link differs.
-Beside them: what `auto` picks, a stride of 3, the classic interleaved order, and one plan whose p2p transfers carry an
+Beside them: what `auto` picks, the classic interleaved order, and one plan whose p2p transfers carry an
 element, so that its waits are those of the pipeline. On the emulated link every send is late by latency and bytes over
 bandwidth.
 
@@ -19,7 +19,6 @@ import argparse
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from itertools import product
 from typing import Any
 
 import torch.distributed as dist
@@ -45,16 +44,15 @@ from hocket.program.ops import Program
 from hocket.program.stages import layout_of, sharding_of
 from hocket.resolve import resolve
 from hocket.runtime.transports import Link
-from hocket.tune.choose import Cover, Parts
 
 LAYERS = 2
 """Of one chunk."""
 CHUNKS = 2
 CONTROL = "overlap.pp.defer_layers"
-COUNTS = (0, 1, LAYERS)
-PARTS: tuple[Parts, ...] = ("attn", "all")
-COVERS = [Cover(count, parts, 0.0, 0.0) for count, parts in product(COUNTS, PARTS) if count or parts == "attn"]
-"""Of no layer, all parts are the same as attention."""
+COVERS = {f"{layers} layers, attn": f"attn:{layers}" if layers else 0 for layers in range(LAYERS + 1)} | {
+    f"{layers} layers, all": layers for layers in range(1, LAYERS + 1)
+}
+"""What may run after sends -> the value of the setting."""
 _FORMER = "lane on, "
 """How results of before call plans in which gradients arrive on a lane of their own, as they always do now."""
 Blocks = dict[str, dict[str, list[list[float]]]]
@@ -78,13 +76,10 @@ def on_slow_link(config: Config, link: Link) -> Config:
 
 def plans(config: Config, links: Mapping[str, Config]) -> dict[str, Config]:
     """The contenders by name: everything that may be behind sends, then the others."""
-    found = {f"{way.layers} layers, {way.parts}": changed(config, {CONTROL: way.setting}) for way in COVERS}
+    found = {name: changed(config, {CONTROL: value}) for name, value in COVERS.items()}
     for name, on in links.items():
         chosen = resolve(changed(on, {CONTROL: "auto"}), Host(gpus=config.mesh.pp))
         found[f"auto for the {name} link"] = replace(config, overlap=chosen.overlap)
-    wide = -(-3 * config.mesh.pp // 2)
-    if config.train.microbatches >= wide:
-        found["stride 3"] = changed(config, {"plan.stride": 3, "plan.group": wide})
     found["not merged"] = changed(config, {"overlap.ep.merge": "off"})
     found["not merged, nothing deferred"] = changed(
         found["not merged"], {"overlap.defer_wgrad": "off", "overlap.pp.defer_layers": 0}

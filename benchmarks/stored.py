@@ -28,7 +28,8 @@ _VALUES = {"overlap.dp.gather_in_update": {"on": "next_step", "off": "end"}}
 
 _GONE: dict[str, Any] = {
     "overlap.ep.clones": 0, "run.memory": "/dev/shm", "train.memory_every": 0, "data.order": "as_read",
-    "plan.mlp_pieces": 1, "precision.dispatch": "compute", "overlap.env": "set", "overlap.tp.pieces": 0,
+    "plan.mlp_pieces": 1, "plan.stride": 2, "precision.dispatch": "compute", "overlap.env": "set",
+    "overlap.tp.pieces": 0,
     "network.bandwidth": "auto", "network.latency": "auto", "hardware.measured": "off",
     "overlap.on_unmet": "error", "optimizer.momentum": 0.95,
     "train.slow_groups": (), "train.slow_latency": (), "train.slow_bandwidth": (),

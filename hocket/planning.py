@@ -21,7 +21,6 @@ from hocket.program.ops import Program
 from hocket.program.stages import layout_of, sharding_of
 from hocket.program.text import to_text
 from hocket.resolve import GPU, Settings
-from hocket.rules import has_experts
 from hocket.sizes import duration
 from hocket.timeline import summary, text_timeline
 
@@ -62,7 +61,7 @@ def slowest_ranks(c: Config, sequences: Sequence[Lengths]) -> list[Lengths]:
     order = dealt(works, dp, each) if deals(c) else as_read(len(works) // (dp * each), dp, each)
     of_ranks = works_of(order, works)
     totals = [sum(all_of) for all_of in zip(*of_ranks, strict=True)]
-    meet_once = c.overlap.dp.strategy in ("no_shard", "optim") and not (has_experts(c) and c.mesh.ep > 1)
+    meet_once = c.overlap.dp.strategy in ("no_shard", "optim") and not c.rows_travel
     most = [
         totals.index(max(totals)) if meet_once else of_microbatch.index(max(of_microbatch))
         for of_microbatch in of_ranks

@@ -24,21 +24,17 @@ from hocket.config.model import described
 from hocket.config.overlap import TENSOR as METHOD
 from hocket.config.rule import Host, Rule, leaf, problem, show
 from hocket.config.schema import DEFAULTS, Implied, changed, impossible, source, types
-from hocket.decision import Choice, Decision, effect_of
+from hocket.decision import Choice, Decision
 from hocket.gpus import GPUS, GpuName, gpu_named, is_slice, nearest
 from hocket.predict.hardware import hardware_of, kept_file, read_measured
 from hocket.problems import stop_if
 from hocket.rules import (
     CHECKS,
     broken,
-    fills_bubble,
-    has_experts,
     merges,
     numbered,
     rule_lines,
     rule_text,
-    separate_wgrads,
-    stages,
 )
 from hocket.tune.choose import OPEN, choices
 from hocket.tune.rules import (
@@ -242,7 +238,7 @@ def _add(config: Config, decisions: list[Decision], choices: Iterable[Choice]) -
         if earlier < len(decisions) or leaf(config, setting) in OPEN:
             config = changed(config, {setting: value})
             reasons = (reason,) if isinstance(reason, str) else reason
-            decision = Decision(setting=setting, value=value, reasons=reasons, effect=effect_of(setting, value))
+            decision = Decision(setting=setting, value=value, reasons=reasons)
             decisions[earlier : earlier + 1] = [decision] if reason else []
     return config
 
@@ -312,11 +308,11 @@ def choose_wire(c: Config, h: Host) -> tuple[str, str]:
 def choose_merge(c: Config, h: Host) -> tuple[str, str]:
     if c.plan.order == "merged_v":
         return "on", "the order merged_v is made of merged steps"
-    if not has_experts(c) or c.mesh.ep == 1:
+    if not c.rows_travel:
         return "off", "there is no expert all-to-all to hide (needs MoE layers and mesh.ep above 1)"
-    if separate_wgrads(c):
+    if c.plan.zero_bubble:
         return "off", f"in the order {c.plan.order} weight gradients fill the bubble, and nothing is merged"
-    if c.plan.order == "sequential" and stages(c) > 1:
+    if c.plan.order == "sequential" and c.stages > 1:
         return "off", "in the sequential order each microbatch ends before the next one starts"
     if c.train.microbatches == 1:  # see Note: [One microbatch is not halved]
         same = f": 2 with train.sequences = {c.train.sequences // 2} are the same batch"
@@ -335,7 +331,7 @@ def choose_order(c: Config, h: Host) -> tuple[str, str]:
 
 
 def choose_defer(c: Config, h: Host) -> tuple[str, str]:
-    if fills_bubble(c):
+    if c.plan.fills_bubble:
         return "on", f"in the order {c.plan.order} weight gradients have steps of their own"
     if c.mesh.pp > 1:
         return "on", "weight gradients run under the pipeline's sends"

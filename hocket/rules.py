@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hocket.config import COPIED, Config, Purpose
 from hocket.config.data import DATA_RULES
@@ -26,11 +26,11 @@ from hocket.config.model import MODEL_RULES, MODEL_WORDS
 from hocket.config.network import NETWORK_RULES
 from hocket.config.optimizer import OPTIMIZER_RULES
 from hocket.config.overlap import OVERLAP_RULES, TENSOR, on_device
-from hocket.config.plan import PLAN_RULES, PLAN_WORDS, named_parts, part_and_layers, smallest_group
+from hocket.config.plan import PLAN_RULES, PLAN_WORDS, named_parts, part_and_layers
 from hocket.config.precision import PRECISION_RULES
 from hocket.config.rule import MOST_RANKS, NO_EFFECT, Each, Host, OnlyWith, Rule, Words, leaf, problem, show
 from hocket.config.run import RUN_RULES
-from hocket.config.schema import annotated, asked, types
+from hocket.config.schema import annotated, asked, changed, types
 from hocket.config.train import TRAIN_RULES, TRAIN_WORDS
 from hocket.predict.hardware import hosts_of, spread_of
 from hocket.predict.tensor_costs import by_pieces
@@ -42,10 +42,6 @@ from hocket.program.transformer import GATHERED
 from hocket.program.values import lent_to
 
 # ------------------------------------------------------------------------------------------------ model and ranks
-
-
-def has_experts(c: Config) -> bool:
-    return c.model.has_experts
 
 
 def ranks_of_a_host(c: Config, h: Host) -> int:
@@ -75,22 +71,17 @@ def no_pieces(c: Config, h: Host) -> str:
 # ------------------------------------------------------------------------------------------------ order of a step
 
 
-def stages(c: Config) -> int:
-    return c.stages
-
-
 def merges(c: Config, rank: int) -> bool:
     """Whether a pipeline rank has forwards left to merge after its warm-up."""
     if c.plan.order == "merged_v":
         return c.train.microbatches >= 2 * c.mesh.pp
     total = c.train.microbatches * c.plan.chunks
-    return warmup(c.mesh.pp, c.plan.chunks, c.train.microbatches, group_of(c), rank, True, c.plan.stride) < total
+    return warmup(c.mesh.pp, c.plan.chunks, c.train.microbatches, group_of(c), rank, True) < total
 
 
 def group_of(c: Config) -> int:
     """Microbatches that pass through a chunk before the next chunk starts."""
-    fewest = 2 * c.mesh.pp if c.plan.order == "merged_v" else smallest_group(c.mesh.pp, c.plan.stride)
-    return c.plan.group or fewest
+    return c.plan.group or (2 * c.mesh.pp if c.plan.order == "merged_v" else c.mesh.pp)
 
 
 _MOST = 128
@@ -114,29 +105,6 @@ def shares_units(c: Config) -> bool:
     return c.mesh.data > 1 or (c.mesh.members("gather_experts") > 1 and "moe" in c.model.kinds())
 
 
-def separate_wgrads(c: Config) -> bool:
-    """Whether the order gives all weight gradients steps of their own."""
-    return c.plan.zero_bubble
-
-
-def fills_bubble(c: Config) -> bool:
-    """Whether the order gives some weight gradients steps of their own, where a rank would rest."""
-    return c.plan.fills_bubble
-
-
-def nothing_to_put_behind(c: Config) -> str:
-    """Why no weight gradient runs after a send for the send's sake; empty if some can."""
-    if c.mesh.pp == 1:
-        return "with one pipeline rank nothing is sent"
-    if c.overlap.defer_wgrad == "off":
-        return "weight gradients are not deferred (overlap.defer_wgrad = off)"
-    if separate_wgrads(c):
-        return f"in the order {c.plan.order} all weight gradients have steps of their own"
-    if c.overlap.pp.defer_layers == 0:
-        return "overlap.pp.defer_layers = 0 moves none"
-    return ""
-
-
 def most_layers(c: Config) -> int:
     """Layers of the longest stage; 0 if the stages cannot be."""
     layout = _layout(c)
@@ -146,15 +114,10 @@ def most_layers(c: Config) -> int:
 # ------------------------------------------------------------------------------------------------ parts of layers
 
 
-def recomputed_parts(c: Config) -> tuple[str, ...]:
-    """The parts that `plan.recompute` names."""
-    return named_parts(c.plan.recompute)
-
-
 def longest_stage(c: Config) -> int:
     """Layers that the longest stage may have: of given stages, of even ones, or of any that costs may choose later."""
     chosen_later = c.plan.layers_per_stage == ("auto",) and c.mesh.pp > 1
-    return max(most_layers(c), c.model.layers + 2 - stages(c)) if chosen_later else most_layers(c)
+    return max(most_layers(c), c.model.layers + 2 - c.stages) if chosen_later else most_layers(c)
 
 
 def most_named(items: tuple[str, ...]) -> int:
@@ -216,9 +179,7 @@ STEP_RULES: tuple[Rule | Each, ...] = (
     ),
     Rule(
         ("plan.layer_order", "mesh.cp"),
-        lambda c, h: (
-            c.mesh.cp > 1 and c.plan.layer_order not in ("auto", "literature") and not order_problem(c.plan.layer_order)
-        ),
+        lambda c, h: c.mesh.cp > 1 and c.plan.layer_order != "literature" and not order_problem(c.plan.layer_order),
         "it orders parts of layers that have their sequences whole; others gather keys and values in between",
         "leave plan.layer_order out, or mesh.cp = 1",
     ),
@@ -337,7 +298,9 @@ class Fact(NamedTuple):
 
 
 FACTS = {
-    "a model with experts": Fact(("model.experts", "model.dense_layers"), has_experts, "a model with experts"),
+    "a model with experts": Fact(
+        ("model.experts", "model.dense_layers"), lambda c: c.model.has_experts, "a model with experts"
+    ),
     "a dense layer": Fact(("model.dense_layers",), lambda c: "dense" in c.model.kinds(), "more model.dense_layers"),
     "other layers than model.full_layers": Fact(
         ("model.full_layers",),
@@ -413,6 +376,16 @@ def broken(config: Config, host: Host, origins: Mapping[str, str]) -> list[Rule]
         if not (rule.only_if_set if not asked(origins, rule.settings[0]) else rule.unless_set)
         and rule.broken(config, host)
     ]
+
+
+def refusal(c: Config, h: Host, values: Mapping[str, Any]) -> str | None:
+    """Why settings cannot have these values: the reason of a rule, empty if they have no effect. None if they can."""
+    tried = changed(c, values)
+    rules = (rule for rule in CHECKS if not rule.remark and values.keys() & set(rule.settings))
+    rule = next((rule for rule in rules if rule.broken(tried, h)), None)
+    if rule is None:
+        return None
+    return "" if rule.without_effect else rule_text(rule.reason, tried, h)
 
 
 def rule_lines(rules: Sequence[Rule], config: Config, host: Host, origins: Mapping[str, str]) -> list[str]:

@@ -125,6 +125,5 @@ REFUSED_ORDERS: tuple[tuple[dict[str, Any], dict[str, Any], str, str], ...] = (
     ({**V, "plan__chunks": 1}, {"plan__order": "merged_v"}, "plan.order", "plan.chunks is 2, not 1"),
     (V, {"merge": "off"}, "overlap.ep.merge", "forwards and backwards run merged"),
     (V, {"merge_ends": "on"}, "overlap.ep.merge_ends", "in the order merged_v no two microbatches"),
-    (V, {"plan__stride": 3}, "plan.stride", "two forwards apart"),
     (V, {"train__microbatches": 3}, "train.microbatches", "made for 4 microbatches or more"),
 )

@@ -114,7 +114,6 @@ MISTAKES = [
     (["--train.steps", "1", "2"], "train.steps = 1 2", "not a whole number"),
     (["--train.lr", "fast"], "train.lr = fast", "not a number"),
     (["--overlap.ep.merge", "onn"], "overlap.ep.merge = onn", "did you mean on?"),
-    (["--plan.stride", "4"], "plan.stride = 4", "one of 2, 3"),
     (["--model.tied", "yes"], "model.tied = yes", "True or False"),
     (["--train.betas", "0.9"], "train.betas = 0.9", "2 numbers"),
     (["--model.dense_layers", "a"], "model.dense_layers = a", "a list of whole numbers"),

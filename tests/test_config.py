@@ -77,7 +77,7 @@ def numeric(hint: Any) -> bool:
 
 
 def test_every_number_has_bounds():
-    numbers = {name for name, hint in types().items() if numeric(hint) and name != "plan.stride"}
+    numbers = {name for name, hint in types().items() if numeric(hint)}
     assert numbers == {name for name in types() if bounds_of(name)}
 
 
@@ -159,7 +159,6 @@ CHOICES = [
     (changed(ONE_STAGE, splits="host"), Host(gpus=2), "plan.graphs", "off"),
     (changed(ONE_STAGE, copies="per_rank"), Host(gpus=2), "plan.graphs", "off"),
     (changed(ONE_STAGE, graphs="off"), Host(gpus=2), "overlap.ep.splits", "host"),
-    (changed(TINY, mesh__ep=1), Host(), "overlap.ep.splits", "host"),
     (DENSE, Host(), "run.folder", "runs/run"),
 ]
 
@@ -237,12 +236,8 @@ REFUSED: list[tuple[Config, dict[str, Any], str, str]] = [
     (changed(TINY, plan__chunks=1), {"plan__order": "interleaved"}, "plan.order", "plan.chunks is 2 or more, not 1"),
     (TINY, {"train__microbatches": 1}, "train.microbatches", "made for 2 microbatches or more"),
     (TINY, {"plan__group": 5}, "plan.group", "at most train.microbatches = 4"),
-    (TINY, {"plan__group": 1}, "plan.group", "a group has at least 2"),
+    (TINY, {"plan__group": 1}, "plan.group", "a group has at least mesh.pp = 2"),
     (changed(TINY, plan__chunks=1), {"plan__group": 2}, "plan.group", "no effect"),
-    (changed(TINY, merge="off"), {"plan__stride": 3}, "plan.stride", "merging is off"),
-    (changed(TINY, mesh__pp=1), {"plan__stride": 3}, "plan.stride", "no effect"),
-    (changed(TINY, plan__group=2), {"plan__stride": 3}, "plan.stride", "with plan.stride = 3"),
-    (changed(TINY, train__microbatches=2), {"plan__stride": 3}, "plan.stride", "1.5 * mesh.pp"),
     (changed(TINY, plan__order="sequential"), {"merge": "on"}, "overlap.ep.merge", "nothing to merge"),
     (changed(TINY, train__microbatches=1, mesh__pp=1), {"merge": "on"}, "overlap.ep.merge", "nothing would be merged"),
     (changed(TINY, merge="off"), {"merge_ends": "on"}, "overlap.ep.merge_ends", "where nothing is merged"),

@@ -18,10 +18,9 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     ({}, "per_expert", "all-to-alls of a merged layer take 9.498 ms beside 28.7 ms of compute"),
     (APART, "per_rank", "on 1.6 of 2 ranks on average: one copy for each is 17% fewer bytes"),
     (SLOW, "per_rank", "of compute"),
-    ({**APART, "mesh.ep": 1}, "per_expert", "nothing is sent"),
     ({**APART, "model.top_k": 1}, "per_expert", "eats up"),
     ({**APART, **MANY}, "per_expert", "eats up"),
-    ({**APART, "overlap.ep.splits": "device"}, "per_expert", "overlap.ep.splits = device"),
+    ({**APART, "overlap.ep.splits": "device"}, "per_expert", "where the device alone knows splits"),
 ]
 
 

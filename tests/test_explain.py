@@ -156,14 +156,6 @@ def test_every_row_that_is_not_on_says_why(name: str) -> None:
         assert overlap.source
 
 
-def test_effects_are_told_of_what_communicates_alone() -> None:
-    for name, told in (("tiny", True), ("llama3_8b", False)):
-        found = explained(name)
-        (copies,) = [decision for decision in found.decisions if decision.setting == "overlap.ep.copies"]
-        assert copies.effect.startswith("a token is sent once")
-        assert (copies.effect in " ".join(to_text(found).split())) == told
-
-
 def test_predicted_times_are_those_of_the_plan() -> None:
     settings = settled()
     timeline = predict(settings, program_of(settings), hardware_of(settings))

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hocket.config import Config, MeshConfig
-from hocket.config.rule import Host, leaf
-from hocket.config.schema import changed, types
+from hocket.config.rule import Host, OnlyWith, leaf
+from hocket.config.schema import annotated, changed, types
 from hocket.decision import Decision
 from hocket.explain.build import overlaps
 from hocket.launching.launch import check_memory, too_few_gpus
@@ -39,15 +39,10 @@ def decided(found: Settings, setting: str) -> Decision:
     return one
 
 
-TENSORS = {name for name in types() if name.startswith("overlap.tp.")}
 NETWORK = {name for name in types() if name.startswith("network.")}
 """Of one host there is nothing to choose."""
-ORDER = {"plan.layer_order"}
-"""Nor of steps that merge nothing."""
-CONTEXT = {"overlap.cp.method"}
-"""Nor where every rank has its sequences whole."""
-GATHER = {"precision.gather"}
-"""Nor where nothing computes in fp8."""
+EFFECT = {name for name, (_, marks) in annotated().items() if any(isinstance(mark, OnlyWith) for mark in marks)}
+"""Nor where they have no effect."""
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
@@ -209,7 +204,7 @@ def test_resolving_is_pure_repeatable_and_never_silent(tree: dict[str, Any], giv
             assert one.asked == value
             assert one.reasons
     for name in types():
-        unasked = {"run.resume", "data.bos", *NETWORK, *TENSORS, *ORDER, *CONTEXT, *GATHER}
+        unasked = {"run.resume", "data.bos", *NETWORK, *EFFECT}
         if leaf(config, name) == "auto" and name not in unasked:
             assert decided(found, name).reason is not None
 

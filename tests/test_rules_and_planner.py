@@ -44,7 +44,6 @@ def configs(draw: st.DrawFn) -> Config:
             ),
             chunks=chunks,
             group=group,
-            stride=draw(st.sampled_from([2, 2, 3])),
             layer_order=draw(st.sampled_from(["literature", "early_release", "wgrad_last"])),
         ),
         overlap=OverlapConfig(

@@ -148,7 +148,7 @@ MISTAKES: list[tuple[str, str]] = [
     ("recipe = 3", "recipe = 3 (run.toml:1): not text"),
     ("recipe = 'tinny'", "recipe = tinny (run.toml:1): there is no such recipe; fix: did you mean tiny?"),
     ("preset = 'memroy'", "preset = memroy (run.toml:1): there is no such preset; fix: did you mean memory?"),
-    ("[plan]\nstride = 2.0", "plan.stride = 2.0 (run.toml:2): not one of 2, 3; fix: give one of 2, 3"),
+    ("[plan]\nchunks = 2.0", "plan.chunks = 2.0 (run.toml:2): not a whole number; fix: give a whole number"),
     ("'train.steps' = 3", "'train.steps' (run.toml:1): in quotes a dot is part of a name; fix: without quotes"),
     ("[mesh]\ndp = 2\n[[train]]\nsteps = 3", "train = [{'steps': 3}] (run.toml:3): is a table of settings; fix: "),
     (f"train.steps = {'9' * 5000}", "run.toml (command line): a number is too long"),

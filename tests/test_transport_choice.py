@@ -50,7 +50,6 @@ def test_ranks_on_gpus_of_one_host_copy(config: Config) -> None:
     assert settings.train.transport == decision.value == "copy_engine"
     assert decision.reason == "4 ranks on GPUs of one host, which reach each other's memory"
     assert decision.source == "auto"
-    assert "take no SM" in decision.effect
     again = resolve(settings)
     assert (again.train, again.decisions) == (settings.train, settings.decisions)
 

@@ -1,4 +1,4 @@
-"""`hocket explain`: the decisions of a run, their reasons and their effects."""
+"""`hocket explain`: the decisions of a run and their reasons."""
 
 from __future__ import annotations
 

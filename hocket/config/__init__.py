@@ -76,6 +76,11 @@ class Config:
         return self.mesh.pp * self.plan.chunks
 
     @property
+    def rows_travel(self) -> bool:
+        """Whether tokens are sent to experts on other ranks."""
+        return self.model.has_experts and self.mesh.ep > 1
+
+    @property
     def element_bytes(self) -> int:
         """Bytes of an element of the compute dtype, which must not be `auto`."""
         return 2 if self.precision.dtype == "bf16" else 4

@@ -212,43 +212,11 @@ def _own(c: Any, heads: int) -> int:
     return max(1, heads // c.mesh.tp)
 
 
-HEADS_RULES: tuple[Rule, ...] = (
-    Rule(
-        (CONTEXT, "model.kv_lora_rank"),
-        lambda c, h: _heads(c) and c.model.latent,
-        "the latents of latent attention belong to no head, and are less than keys and values of all heads",
-        "overlap.cp.method = gather",
-    ),
-    Rule(
-        (CONTEXT, "model.sinks"),
-        lambda c, h: _heads(c) and c.model.sinks,
-        "sinks are weights of all heads, and a rank computes attention of some",
-        "overlap.cp.method = gather",
-    ),
-    Rule(
-        (CONTEXT, "mesh.cp", "model.heads"),
-        lambda c, h: _heads(c) and _own(c, c.model.heads) % c.mesh.cp != 0,
-        "{mesh.cp} ranks cannot have as many of {model.heads}{shares_of_heads} heads each",
-        "overlap.cp.method = gather, or a mesh.cp that divides model.heads{shares_of_heads}",
-    ),
-    Rule(
-        (CONTEXT, "mesh.cp", "model.kv_heads"),
-        lambda c, h: (
-            _heads(c) and bool(_own(c, c.model.kv_heads) % c.mesh.cp and c.mesh.cp % _own(c, c.model.kv_heads))
-        ),
-        "{mesh.cp} ranks can neither share {model.kv_heads}{shares_of_heads} heads of keys and values evenly nor have "
-        "each of them as often",
-        "overlap.cp.method = gather, a mesh.cp that divides model.kv_heads{shares_of_heads}, or a mesh.cp that is a "
-        "multiple of model.kv_heads{shares_of_heads}",
-    ),
-)
-"""What an exchange of heads needs. A choice by cost asks them too."""
-
 OVERLAP_RULES: tuple[Rule | Each, ...] = (
     # Merged steps
     Rule(
         ("overlap.ep.merge", "mesh.ep", "model.experts"),
-        lambda c, h: c.overlap.ep.merge == "on" and (c.mesh.ep == 1 or not c.model.has_experts),
+        lambda c, h: c.overlap.ep.merge == "on" and not c.rows_travel,
         "no expert all-to-all is hidden, since there is none (mesh.ep = {mesh.ep}); steps are merged all the same",
         "mesh.ep = 2 or more in a model with experts, or overlap.ep.merge = auto",
         remark=True,
@@ -334,5 +302,33 @@ OVERLAP_RULES: tuple[Rule | Each, ...] = (
         "{host.no_peer_memory}, and rows are stored there",
         "overlap.ep.splits = host",
     ),
-    *HEADS_RULES,
+    # Heads that are exchanged
+    Rule(
+        (CONTEXT, "model.kv_lora_rank"),
+        lambda c, h: _heads(c) and c.model.latent,
+        "the latents of latent attention belong to no head, and are less than keys and values of all heads",
+        "overlap.cp.method = gather",
+    ),
+    Rule(
+        (CONTEXT, "model.sinks"),
+        lambda c, h: _heads(c) and c.model.sinks,
+        "sinks are weights of all heads, and a rank computes attention of some",
+        "overlap.cp.method = gather",
+    ),
+    Rule(
+        (CONTEXT, "mesh.cp", "model.heads"),
+        lambda c, h: _heads(c) and _own(c, c.model.heads) % c.mesh.cp != 0,
+        "{mesh.cp} ranks cannot have as many of {model.heads}{shares_of_heads} heads each",
+        "overlap.cp.method = gather, or a mesh.cp that divides model.heads{shares_of_heads}",
+    ),
+    Rule(
+        (CONTEXT, "mesh.cp", "model.kv_heads"),
+        lambda c, h: (
+            _heads(c) and bool(_own(c, c.model.kv_heads) % c.mesh.cp and c.mesh.cp % _own(c, c.model.kv_heads))
+        ),
+        "{mesh.cp} ranks can neither share {model.kv_heads}{shares_of_heads} heads of keys and values evenly nor have "
+        "each of them as often",
+        "overlap.cp.method = gather, a mesh.cp that divides model.kv_heads{shares_of_heads}, or a mesh.cp that is a "
+        "multiple of model.kv_heads{shares_of_heads}",
+    ),
 )

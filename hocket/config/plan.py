@@ -14,11 +14,6 @@ ZERO_BUBBLE = ("zb_h1", "zb_v")
 """Orders in which all weight gradients have steps of their own."""
 
 
-def smallest_group(pp: int, stride: int) -> int:
-    """The fewest microbatches of a group for which there is a legal order."""
-    return -(-3 * pp // 2) if stride == 3 else pp
-
-
 def part_and_layers(text: str) -> tuple[str, int | None]:
     """(part, number of layers of each stage) that an item of `plan.recompute` or `plan.offload` names; None for all.
 
@@ -57,10 +52,7 @@ class PlanConfig:
     step and fits into memory."""
     group: Annotated[int, Between(0, MANY), OnlyWith("plan.order = interleaved and plan.chunks above 1", idle=(0,))] = 0
     """Microbatches that pass through a chunk before the next chunk's turn, in the interleaved order. 0 means the fewest
-    that work: mesh.pp, or 1.5 * mesh.pp with a stride of 3."""
-    stride: Annotated[Literal[2, 3], OnlyWith("mesh.pp above 1", idle=(2,))] = 2
-    """Warm-up steps by which neighbouring ranks of a merged order differ. 3 gives a p2p transfer a step of its own, and
-    keeps more activations."""
+    that work: mesh.pp."""
     recompute: Annotated[tuple[str, ...], part_of(RECOMPUTED)] = ()
     """Parts of layers, out of attn, dispatch, experts, kv and mlp, that keep only their inputs after forward, and run
     forward again before their backward. That takes less memory and more time. attn includes the norms, the router and
@@ -81,18 +73,11 @@ class PlanConfig:
     is on if the host would be late otherwise, and memory allows it."""
     layer_order: Annotated[
         str,
-        OnlyWith(
-            "overlap.ep.merge = on",
-            idle=("auto", "literature"),
-        ),
-        OnlyWith(
-            "deferred weight gradients",
-            idle=("auto", "literature"),
-        ),
-    ] = "auto"
+        OnlyWith("overlap.ep.merge = on", idle=("literature",)),
+        OnlyWith("deferred weight gradients", idle=("literature",)),
+    ] = "literature"
     """Order of parts inside one merged layer step: literature, early_release, wgrad_last, or an order of your own such
-    as "cB aF eB dF eW dB eF cF aB uB aW uF" (hocket/program/layer.py spells out the named ones). auto is literature, or
-    the order that simulations find shorter where all-to-alls are long."""
+    as "cB aF eB dF eW dB eF cF aB uB aW uF" (hocket/program/layer.py spells out the named ones)."""
 
     @property
     def split(self) -> tuple[int, ...]:
@@ -216,31 +201,10 @@ PLAN_RULES: tuple[Rule | Each, ...] = (
         "train.microbatches = {most_microbatches} or fewer (of more train.sequences)",
     ),
     Rule(
-        ("plan.group", "mesh.pp", "train.microbatches", "plan.stride"),
-        lambda c, h: (
-            c.plan.group > 0 and not smallest_group(c.mesh.pp, c.plan.stride) <= c.plan.group <= c.train.microbatches
-        ),
-        "on mesh.pp = {mesh.pp} ranks with plan.stride = {plan.stride} a group has at least {smallest_group} "
-        "microbatches, and at most train.microbatches = {train.microbatches}",
+        ("plan.group", "mesh.pp", "train.microbatches"),
+        lambda c, h: c.plan.group > 0 and not c.mesh.pp <= c.plan.group <= c.train.microbatches,
+        "a group has at least mesh.pp = {mesh.pp} microbatches, and at most train.microbatches = {train.microbatches}",
         "plan.group = 0, which means the smallest that works",
-    ),
-    Rule(
-        ("plan.stride", "plan.order"),
-        lambda c, h: c.plan.order == "merged_v" and c.plan.stride == 3,
-        "the warm-up of merged_v is as long as the V: neighbours are two forwards apart",
-        "plan.stride = 2, or plan.order = interleaved",
-    ),
-    Rule(
-        ("plan.stride", "overlap.ep.merge"),
-        lambda c, h: c.plan.stride == 3 and c.overlap.ep.merge == "off",
-        "a stride of 3 belongs to merged orders, and merging is off",
-        "overlap.ep.merge = on, or plan.stride = 2",
-    ),
-    Rule(
-        ("train.microbatches", "plan.stride"),
-        lambda c, h: c.plan.stride == 3 and c.train.microbatches < smallest_group(c.mesh.pp, 3),
-        "plan.stride = 3 needs groups of at least 1.5 * mesh.pp microbatches",
-        "more train.microbatches, or plan.stride = 2",
     ),
     # Parts of layers
     Each(
@@ -265,7 +229,7 @@ PLAN_RULES: tuple[Rule | Each, ...] = (
     ),
     Rule(
         ("plan.graphs", "overlap.ep.splits"),
-        lambda c, h: _graphed(c) and c.mesh.ep > 1 and c.model.experts > 0 and c.overlap.ep.splits != "device",
+        lambda c, h: _graphed(c) and c.rows_travel and c.overlap.ep.splits != "device",
         "a step cannot be recorded in which the host waits for the counts of experts' rows",
         "overlap.ep.splits = device, or plan.graphs = off",
     ),
@@ -293,6 +257,5 @@ PLAN_RULES: tuple[Rule | Each, ...] = (
 PLAN_WORDS: Words = {
     "chunks": lambda c, h: f"{(n := CHUNKS[c.plan.order]).start}{' or more' * (len(n) > 1)}",
     "fewest": lambda c, h: _fewest_microbatches(c),
-    "smallest_group": lambda c, h: smallest_group(c.mesh.pp, c.plan.stride),
     "most_microbatches": lambda c, h: MOST_PASSES // c.model.layers,
 }

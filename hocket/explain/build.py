@@ -41,7 +41,7 @@ from hocket.program.shard import ALIGN
 from hocket.program.stages import layout_of, mesh_of, sharding_of
 from hocket.program.transformer import GATHERED
 from hocket.resolve import Settings
-from hocket.rules import has_experts, recomputes, separate_wgrads, shares_units
+from hocket.rules import recomputes, shares_units
 from hocket.sizes import duration, listed, several
 from hocket.tune.trials import continued, steady
 from hocket.variables import Finding
@@ -163,7 +163,7 @@ def _pipeline(s: Settings) -> Iterator[Overlap]:
     if s.model.tied and not s.plan.turning:
         why = "one way; the first rank's own leaves behind its last reduce"
         yield _row(s, "pp", "gradients of the tied embedding", "", "the first rank's last backward", why)
-    separate = separate_wgrads(s)
+    separate = s.plan.zero_bubble
     behind = s.overlap.defer_wgrad != "off" and (separate or s.overlap.pp.defer_layers != 0)
     setting = "overlap.defer_wgrad" if separate or s.overlap.defer_wgrad == "off" else "overlap.pp.defer_layers"
     yield _row(s, "pp", backward, setting, "weight gradients behind them" if behind else "")
@@ -175,12 +175,14 @@ def _experts(s: Settings) -> Iterator[Overlap]:
         "the same, at both ends of a step",
         "the other half of a merged step",
     )
-    if not has_experts(s) or s.mesh.ep == 1:
-        setting, why = ("mesh.ep", "mesh.ep is 1") if has_experts(s) else ("model.experts", "the model has no experts")
+    if not s.rows_travel:
+        setting, why = (
+            ("mesh.ep", "mesh.ep is 1") if s.model.has_experts else ("model.experts", "the model has no experts")
+        )
         yield from (_row(s, "ep", what, setting, lacks=why) for what in (rows, ends))
         return
     merged, merged_ends = (under if way == "on" else "" for way in (s.overlap.ep.merge, s.overlap.ep.merge_ends))
-    if not merged and s.overlap.defer_wgrad == "on" and not separate_wgrads(s):
+    if not merged and s.overlap.defer_wgrad == "on" and not s.plan.zero_bubble:
         alone, why = (
             "experts' weight gradients, backwards alone",
             "overlap.ep.merge is off: nothing else is beside them",
@@ -363,7 +365,7 @@ def groups(settings: Settings) -> Iterator[Row]:
         if members == 1:
             continue
         count = len(mesh.edges) * mesh.data * mesh.tp if purpose in P2P else settings.world // members
-        used = has_experts(settings) or not purpose.endswith("_experts")
+        used = settings.model.has_experts or not purpose.endswith("_experts")
         moved, lanes = _moved_by(settings, purpose), LANES.get(purpose, ()) if used else ()
         yield dict(purpose=purpose, members=members, count=count, lanes=lanes, moved_by=moved)
 

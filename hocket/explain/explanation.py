@@ -189,12 +189,9 @@ def _without_effect(found: Explanation) -> Lines:
 
 def _decisions(found: Explanation) -> Lines:
     told = {overlap.setting for overlap in found.overlaps if overlap.state != "n/a"}
-    there = {f"overlap.{overlap.axis}" for overlap in found.overlaps if overlap.state != "n/a"}
     for d in found.decisions:
         if not d.unmet and not d.fix and d.setting not in told:
-            idle = d.setting.count(".") == 2 and d.setting.rpartition(".")[0] not in there  # nothing communicates
-            effect = f"; {d.effect}" if d.effect and not idle else ""
-            yield from paragraph(f"{d.setting} = {show(d.value)}: {d.reason}{effect}", "  ")
+            yield from paragraph(str(d), "  ")
 
 
 class Column(NamedTuple):

@@ -122,8 +122,7 @@ def receives_paced(facts: Facts) -> Iterator[Violation]:
     """Invariant 11 for received tensors: what the list has a reader for is read before the next receive is posted.
 
     A receive takes memory from the moment it is posted, and nothing but a dependency keeps the host from posting
-    all of a step at once. Two may wait for their readers, since neighbours that are three steps apart post one step
-    earlier.
+    all of a step at once. Two may wait for their readers, since a step of two items reads two.
     """
     waiting: dict[str, list[int]] = {}
     for i, op in enumerate(facts.ops):

@@ -104,8 +104,8 @@ def insert_sends(draft: Draft) -> Draft:
 
     def change(rank: int, steps: tuple[StepOps, ...]) -> list[StepOps]:
         order = draft.order[rank]
-        early = draft.config.plan.stride == 3 or any(step.also for step in order)
-        return insert_p2p(list(steps), order, draft.layout, rank, 2 if early else 1)
+        paired = any(step.also for step in order)
+        return insert_p2p(list(steps), order, draft.layout, rank, 2 if paired else 1)
 
     return draft.each(change)
 
@@ -244,8 +244,8 @@ def build_forward(beside: Program, config: Config, sharding: Sharding) -> Progra
     order = forward_only(layout.pp, layout.chunks, microbatches)
     for prefetch in reversed(range(overlap.dp.prefetch + 1)):
         nearer = replace(overlap, dp=replace(overlap.dp, prefetch=prefetch, update="end"))
-        plain = replace(config, overlap=nearer, plan=replace(config.plan, stride=2))
-        program = _made(Draft(layout, microbatches, plain, sharding, order), list(FORWARD_PASSES.values()))
+        draft = Draft(layout, microbatches, replace(config, overlap=nearer), sharding, order)
+        program = _made(draft, list(FORWARD_PASSES.values()))
         if all(count <= beside.weight_slots[unit] for unit, count in program.weight_slots.items()):
             return program
     raise AssertionError("without prefetch one slot of each class is enough")
@@ -277,7 +277,6 @@ def choose_order(layout: Layout, microbatches: int, config: Config) -> tuple[Ord
         microbatches,
         group=plan.group,
         merge=merge,
-        stride=plan.stride,
         ends=merge and ep.merge_ends == "on",
     )
     return order, _merge_notes(order, microbatches, config) if merge else []

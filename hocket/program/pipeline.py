@@ -36,8 +36,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from hocket.config.plan import smallest_group
-
 Item = tuple[int, int]
 """(microbatch, chunk)."""
 
@@ -98,16 +96,15 @@ def groups(microbatches: int, group: int) -> list[int]:
     return [share + 1] * extra + [share] * (count - extra)
 
 
-def warmup(pp: int, chunks: int, microbatches: int, group: int, rank: int, merge: bool, stride: int = 2) -> int:
+def warmup(pp: int, chunks: int, microbatches: int, group: int, rank: int, merge: bool) -> int:
     """Forward-only steps at the start of a rank.
 
-    Merged: `stride * (pp - 1 - rank) + (chunks - 1) * N + 1` with N the size of the first group. Not merged:
+    Merged: `2 * (pp - 1 - rank) + (chunks - 1) * N + 1` with N the size of the first group. Not merged:
     the classic counts, `pp - 1 - rank` for one chunk and `2 * (pp - 1 - rank) + (chunks - 1) * N` for more.
     """
     first = groups(microbatches, group)[0]
-    if not merge and chunks == 1:
-        stride = 1
-    count = stride * (pp - 1 - rank) + (chunks - 1) * first + (1 if merge else 0)
+    apart = 2 if merge or chunks > 1 else 1
+    count = apart * (pp - 1 - rank) + (chunks - 1) * first + (1 if merge else 0)
     return min(count, microbatches * chunks)
 
 
@@ -118,34 +115,27 @@ def one_f_one_b(
     *,
     group: int = 0,
     merge: bool = True,
-    stride: int = 2,
     ends: bool = False,
 ) -> Order:
     """1F1B over `chunks` virtual stages per rank, merged or not.
 
     One chunk gives plain 1F1B; one rank and one chunk, merged, gives `F0 | F1|B0 | ... | B_last`. `group` is
     the number of microbatches that pass through a chunk before the next chunk starts (0 means `pp`).
-    `stride` is the difference in warm-up between neighbours; 3 hides the p2p transfer between ranks at the price of
-    more activations in flight and needs `group >= 1.5 * pp`. `ends` merges the two ends too: see
-    Note: [Pairs at the ends].
+    `ends` merges the two ends too: see Note: [Pairs at the ends].
 
-    Raises ValueError for a group or a stride for which no legal order exists.
+    Raises ValueError for a group for which no legal order exists.
     """
-    group = group or smallest_group(pp, stride)
+    group = group or pp
     if microbatches < 1:
         raise ValueError(f"microbatches must be at least 1, got {microbatches}")
     if group < pp:
         raise ValueError(f"group={group} is smaller than pp={pp}: a microbatch would reach a chunk too late; use >= pp")
-    if stride == 3 and (not merge or 2 * group < 3 * pp):
-        raise ValueError(
-            f"stride=3 needs a merged order and group >= 1.5 * pp = {-(-3 * pp // 2)}, got merge={merge}, group={group}"
-        )
     assert merge or not ends, "pairs at the ends belong to merged orders"
     forward = _forward_items(chunks, microbatches, group)
     backward = [(m, chunks - 1 - c) for m, c in forward]
     order: list[tuple[Step, ...]] = []
     for rank in range(pp):
-        warm = warmup(pp, chunks, microbatches, group, rank, merge, stride)
+        warm = warmup(pp, chunks, microbatches, group, rank, merge)
         if ends:
             warm = min(warm + 1, len(forward))
         steps = _interleave(forward, backward, warm, merge)

@@ -31,18 +31,12 @@ settings are open, each part is kept, offloaded or recomputed, and what is recom
 head cost one product of it, whatever their number, which is less than what most recomputation costs: they come first.
 
 Note: [What a merged step waits for]
-A rank sends the gradient of a chunk and, in the next step, needs one from the rank behind it, which sent it at about
-the same time. So each merged step is as long as its compute up to the send, plus the p2p transfer, unless compute is
-left to do behind the send: `exposed = max(0, p2p transfer - weight gradients behind the send)`. Weight gradients that
-stand behind the send keep what they work on for longer, so as few as cover the p2p transfer are moved there. Where all
-of a chunk do not, neighbours that are three steps apart at the start instead of two (`plan.stride`) give the p2p
-transfer a step of its own, and keep more activations.
-
-Note: [What hides a p2p transfer may uncover something else]
-A weight gradient that runs after the send no longer runs beside the all-to-all that it hid before. On the other hand,
-ops after the send delay no other rank. The more weight gradients are there, the sooner a gradient comes through the
-pipeline, and the shorter is the bubble. So the fewest weight gradients that cover the p2p transfer are only one
-candidate. The others are none, as few as possible, and all.
+A rank sends the gradient of a chunk and, in the next step, needs one from its neighbour, which sent it at about the
+same time. So each merged step is as long as its compute up to the send, plus the p2p transfer, unless compute is left
+to do after the send: `exposed = max(0, p2p transfer - weight gradients after the send)`. Such weight gradients also
+delay no other rank: a gradient comes through the pipeline sooner, and the bubble is shorter. On the other hand, they
+keep what they work on for longer, and no longer run beside the all-to-all that they hid before. So simulations compare
+none, a few, and all.
 
 Note: [The end of a step]
 The rank of the head computes one product more than the others, and is done before them: it sends its last gradient, and
@@ -61,14 +55,13 @@ Then the best cover, and the one with all weight gradients after sends, are comp
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from itertools import accumulate, chain, combinations, pairwise
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 from hocket.config import COPIED, Config, Strategy, Switch
 from hocket.config.overlap import CONTEXT as METHOD
-from hocket.config.overlap import HEADS_RULES
 from hocket.config.rule import Host, leaf, show
 from hocket.config.schema import changed
 from hocket.decision import AUTOMATIC, Choice
@@ -76,22 +69,15 @@ from hocket.predict.cost import CostTable
 from hocket.predict.hardware import LAPTOP, hardware_of
 from hocket.predict.part_sizes import copies_of, elements_sent
 from hocket.predict.simulate import Costs, quiet_end
-from hocket.program.layer import MERGED
 from hocket.program.ops import COMPUTING, Lane, Layout, Op, Verb, offloadable, recomputable
-from hocket.program.stages import gathered_units, layout_of
-from hocket.program.transformer import GATHERED, HEAD
+from hocket.program.stages import layout_of
+from hocket.program.transformer import GATHERED
 from hocket.rules import (
     group_of,
-    has_experts,
-    has_pairs,
     made_again,
     most_layers,
     named_parts,
-    nothing_to_put_behind,
-    recomputed_parts,
-    rule_text,
-    separate_wgrads,
-    shares_units,
+    refusal,
 )
 from hocket.sizes import duration
 from hocket.tune.rules import graphs_that_pay, transport_that_fits
@@ -116,17 +102,12 @@ OPEN = (AUTOMATIC, "", (AUTOMATIC,))
 """Values that leave the choice of a setting to hocket."""
 
 Ways = tuple[Sequence[Any], str]
-"""Values to try, the usual one first, and the reason if there is one alone."""
+"""Values to try, the usual one first, and the reason if there is one alone. Those that a rule refuses are left out."""
 
 
 def _contexts(c: Config, h: Host, trials: Trials) -> Ways:
-    if c.mesh.cp == 1:
-        return ["gather"], ""
-    if GATHERED in recomputed_parts(c):
+    if GATHERED in named_parts(c.plan.recompute):
         return ["gather"], f"plan.recompute = {show(c.plan.recompute)} means that keys and values are gathered"
-    way = changed(c, {METHOD: "heads"})
-    if broken := next((rule for rule in HEADS_RULES if rule.broken(way, h)), None):
-        return ["gather"], f"heads cannot be exchanged: {rule_text(broken.reason, way, h)}"
     return ["gather", "heads"], ""
 
 
@@ -135,10 +116,8 @@ def _copies(c: Config, h: Host, trials: Trials) -> Ways:
 
     So it is for all-to-alls that compute does not cover: where nothing is merged, or where they take nearly as long.
     """
-    if not has_experts(c) or c.mesh.ep == 1:
-        return ["per_expert"], "all experts are on every rank, so nothing is sent"
-    if c.overlap.ep.splits == "device":
-        return ["per_expert"], "overlap.ep.splits = device places every choice's row"
+    if refusal(c, h, {_COPIES: "per_rank"}) is not None:
+        return ["per_expert", "per_rank"], ""
     each, some = (copies_of(c.model, c.mesh.ep, way, c.element_bytes) for way in (False, True))
     share = elements_sent(c.model, some) / elements_sent(c.model, each)
     where = f"a token's {c.model.top_k} experts are on {some.count:.1f} of {c.mesh.ep} ranks on average"
@@ -170,23 +149,9 @@ def seconds_of_experts(costs: CostTable, layout: Layout) -> tuple[float, float]:
 def _strategies(c: Config, h: Host, trials: Trials) -> Ways:
     """That which needs the least memory first."""
     least, *others = reversed(get_args(Strategy))
-    if not shares_units(c):
-        return [least], "with one data-parallel rank nothing is shared out"
     if not memory_of(c, h):
         return [least], f"how much memory a {hardware_of(c).name} rank can use is not known, and this needs the least"
     return [least, *others], ""
-
-
-def _gathers(c: Config, h: Host, trials: Trials) -> Ways:
-    if c.precision.compute != "fp8":
-        return ["bf16"], ""
-    if not gathered_units(c):
-        return ["bf16"], "no weights are gathered"
-    if not {"forward", "dgrad"} <= set(c.precision.fp8_products):
-        return ["bf16"], "products that run in bf16 read the same weights"
-    if c.overlap.dp.update == "next_step":
-        return ["bf16"], "ranks agree on scales of rows behind the whole update (overlap.dp.update = next_step)"
-    return ["fp8", "bf16"], ""
 
 
 def _updates(c: Config, h: Host, trials: Trials) -> Ways:
@@ -310,16 +275,6 @@ def _splits(c: Config, h: Host, trials: Trials) -> Ways:
     return [()], reason
 
 
-def _orders(c: Config, h: Host, trials: Trials) -> Ways:
-    """The orders with names. The literature's comes first: it hides all-to-alls that are shorter than compute."""
-    if c.overlap.ep.merge != "on" or separate_wgrads(c) or c.overlap.defer_wgrad == "off":
-        return ["literature"], ""
-    exchanges, compute = seconds_of_experts(trials.costs(c), layout_of(c))
-    if exchanges <= compute:
-        return ["literature"], "all-to-alls have compute beside them that is long enough" if exchanges else ""
-    return list(MERGED), ""
-
-
 class Knob(NamedTuple):
     """How a setting is chosen: its candidates, and what is special about weighing them."""
 
@@ -333,6 +288,9 @@ class Knob(NamedTuple):
         if leaf(c, self.setting) not in OPEN:
             return
         values, reason = self.ways(c, host, trials)
+        refusals = [refusal(c, host, {self.setting: value}) for value in values]
+        values = [value for value, why in zip(values, refusals, strict=True) if why is None]
+        reason = reason or "; ".join(filter(None, refusals))
         if len(values) > 1:
             ways = [{self.setting: value} for value in values]
             way, why = weigh(c, ways, trials, memory_of(c, host), self.worth, self.prefer)
@@ -346,7 +304,7 @@ KNOBS: tuple[Knob, ...] = (
     Knob(METHOD, _contexts),
     Knob(_COPIES, _copies),
     Knob("overlap.dp.strategy", _strategies, prefer=lambda step: step.moved),
-    Knob("precision.gather", _gathers, worth=0.0),
+    Knob("precision.gather", lambda c, h, trials: (["fp8", "bf16"], ""), worth=0.0),
     Knob(_UPDATE, _updates),
     Knob(_STAGES, _splits),
 )
@@ -359,7 +317,7 @@ def choices(c: Config, host: Host, trials: Trials, made: Collection[str]) -> Ite
     `made` are the settings that were open and that rules have chosen already: what costs say of these replaces that.
     """
     by_rules = (partial(transport_that_fits, open_=made), partial(graphs_that_pay, open_=made))
-    by_cost = (*(knob.choose for knob in KNOBS), choose_room, Knob("plan.layer_order", _orders).choose, choose_deferral)
+    by_cost = (*(knob.choose for knob in KNOBS), choose_room, choose_deferral)
     for choose in (*by_rules, *by_cost):
         for choice in choose(c, host, trials):
             if choice[0] in made or leaf(c, choice[0]) in OPEN:
@@ -453,124 +411,21 @@ def _least(most: int, good: Callable[[int], bool]) -> int:
     return most
 
 
-Parts = Literal["attn", "all"]
+_ENDS, _LAYERS, _HEADS = "overlap.ep.merge_ends", "overlap.pp.defer_layers", "overlap.pp.defer_head"
+DEFERRAL: dict[str, tuple[Any, Any]] = {_ENDS: ("off", "on"), _LAYERS: (0, -1), _HEADS: (0, -1)}
+"""Settings of what is deferred -> their least and their most."""
 
 
-@dataclass(frozen=True)
-class Cover:
-    """Weight gradients behind the send: of the last `layers` backward layers of a chunk: first parts' or all."""
-
-    layers: int
-    parts: Parts
-    seconds: float
-    """What they take, in the chunk where they take least."""
-    p2p: float
-    """What they are to hide, in seconds."""
-
-    @property
-    def setting(self) -> int | str:
-        """The value of `overlap.pp.defer_layers` that puts them there."""
-        if self.parts == "all" or not self.layers:
-            return self.layers
-        return "attn" if self.layers < 0 else f"attn:{self.layers}"
-
-    @property
-    def exposed(self) -> float:
-        """What of a p2p transfer they don't hide, in seconds."""
-        return max(0.0, self.p2p - self.seconds)
-
-
-def smallest_cover(
-    layout: Layout, costs: CostTable, layers: Sequence[int] = (), parts: Sequence[Parts] = ("attn", "all")
-) -> Cover:
-    """The fewest weight gradients that take at least as long as a gradient's p2p transfer; if none do, those that take
-    longest.
-
-    `layers` are the numbers of layers to choose from, by default 1 to as many as a chunk has.
-    """
-    p2p = float(costs.table["recv", "grad", ""].seconds)
-    most = max([1, *map(len, _sending(layout))])
-    choices = [
-        Cover(count, kind, min(_behind_send(layout, costs, chunk, count, kind) for chunk in _sending(layout)), p2p)
-        for count in layers or range(1, most + 1)
-        for kind in parts
-    ]
-    enough = [choice for choice in choices if not choice.exposed]
-    return min(enough, key=_size) if enough else max(choices, key=lambda choice: (choice.seconds, -choice.layers))
-
-
-def _size(cover: Cover) -> tuple[float, int, bool]:
-    return cover.seconds, cover.layers, cover.parts == "all"
-
-
-def _sending(layout: Layout) -> Iterator[range]:
-    """The layers of every chunk whose gradient is sent to another rank."""
-    for rank in range(layout.pp):
-        for chunk in range(layout.chunks):
-            if not layout.is_first(rank, chunk):
-                yield layout.layers(rank, chunk)
-
-
-def _behind_send(layout: Layout, costs: CostTable, chunk: range, layers: int, parts: Parts) -> float:
-    """Seconds of the weight gradients of a chunk's last backward layers, its first in forward order.
-
-    Without layers it is the chunk of the head, whose weight gradient is behind the send in any case.
-    """
-    if not chunk:
-        return float(costs.seconds(0, Op("wgrad", HEAD.name)))
-    late = chunk if layers < 0 else chunk[:layers]
-    return sum(
-        float(costs.seconds(0, Op("wgrad", part, layer=layer)))
-        for layer in late
-        for part in layout.weighted_parts(layer)
-        if parts == "all" or part == layout.type_of(layer).entry.name
-    )
-
-
-DEFERRAL = "overlap.ep.merge_ends", "overlap.pp.defer_layers", "overlap.pp.defer_head"
-_ENDS, _LAYERS, _HEADS = DEFERRAL
-
-
-def _no_pairs(c: Config) -> str:
-    """Why pairs at the ends cannot help, without a simulation; empty if they may."""
-    if c.overlap.ep.merge == "off":
-        return "nothing is merged"
-    if not has_experts(c) or c.mesh.ep == 1:
+def _no_pairs(c: Config) -> str | None:
+    """Why pairs at the ends cannot help, without a simulation; None if they may."""
+    if not c.rows_travel:
         return "there is no expert all-to-all to hide"
-    if c.mesh.cp > 1:
-        return "they have no order for ranks that share sequences"
-    if c.plan.order == "merged_v":
-        return "the order merged_v has none"
-    if not has_pairs(c):
-        return "no two microbatches follow each other on one chunk"
     enough = 2 * c.mesh.pp  # see Note: [Pairs at the ends]
     if c.mesh.pp > 1 and (c.plan.chunks == 1 or group_of(c) < enough):
         possible = c.plan.chunks > 1 and c.train.microbatches >= enough
         bearable = f"; plan.group = {enough} or more would leave time for that" if possible else ""
         return f"two forwards at once come to the next rank a step later{bearable}"
-    return ""
-
-
-def _no_late_heads(c: Config) -> str:
-    if c.mesh.pp == 1:
-        return "the only pipeline rank waits for no other at the end"
-    if c.overlap.defer_wgrad == "off":
-        return "weight gradients are not deferred (overlap.defer_wgrad = off)"
-    if c.model.tied and c.plan.turning:
-        return "a gradient of the tied head would wait for that of the embedding, on the same rank"
-    return ""
-
-
-def _covers(c: Config, trials: Trials) -> list[Changes]:
-    """What may run after sends: nothing, little, as much as hides the p2p transfer, and all. Equal ones once."""
-    if nothing_to_put_behind(c) or c.overlap.pp.defer_layers != AUTOMATIC:
-        return [{_LAYERS: 0 if nothing_to_put_behind(c) else c.overlap.pp.defer_layers}]
-    kinds: tuple[Parts, ...] = ("attn", "all")
-    counts = ((0 if c.overlap.ep.merge == "on" else 1,), (1,), (), (-1,))
-    some = zip(counts, (kinds[:1], kinds[:1], kinds, kinds[-1:]), strict=True)
-    *few, every = (smallest_cover(layout_of(c), trials.costs(c), numbers, which) for numbers, which in some)
-    found = dict.fromkeys((*few, *([every] if every.seconds > few[-1].seconds else [])))
-    return [{_LAYERS: cover.setting} for cover in found]
+    return None
 
 
 def choose_deferral(c: Config, host: Host, trials: Trials) -> Iterator[Choice]:
@@ -581,9 +436,15 @@ def choose_deferral(c: Config, host: Host, trials: Trials) -> Iterator[Choice]:
     given = {name: leaf(c, name) for name in DEFERRAL if leaf(c, name) not in OPEN}
     if len(given) == len(DEFERRAL):
         return
-    memory, covers, no_pairs, no_heads = memory_of(c, host), _covers(c, trials), _no_pairs(c), _no_late_heads(c)
-    given |= {_HEADS: 0} if no_heads and _HEADS not in given else {}
-    reasons = {_ENDS: no_pairs, _HEADS: no_heads or "the rank of the head computes until the end"}
+    refused = {name: refusal(c, host, {name: most}) for name, (_, most) in DEFERRAL.items() if name not in given}
+    if refused.get(_ENDS, "") is None:
+        refused[_ENDS] = _no_pairs(c)
+    refused = {name: why for name, why in refused.items() if why is not None}
+    given |= {name: DEFERRAL[name][0] for name in refused}
+    # Backwards alone always have their first part after the send.
+    late = (0, "attn:1", "attn:2", -1) if c.overlap.ep.merge == "on" else ("attn:1", "attn:2", -1)
+    covers = [{_LAYERS: layers} for layers in ((given[_LAYERS],) if _LAYERS in given else late)]
+    memory, reasons = memory_of(c, host), {_ENDS: "", _HEADS: "the rank of the head computes until the end"}
 
     def deferred(ends: Switch, covers: Sequence[Changes]) -> tuple[Changes, str]:
         """The shortest step with or without pairs, by descent, and why its cover is the best."""
@@ -597,7 +458,7 @@ def choose_deferral(c: Config, host: Host, trials: Trials) -> Iterator[Choice]:
         return min(found, key=lambda each: trials.step(changed(c, each[0])).seconds)
 
     way, reasons[_LAYERS] = deferred(given.get(_ENDS, "off"), covers)
-    if not no_pairs and _ENDS not in given:
+    if _ENDS not in given:
         paired, why = deferred("on", [cover for cover in covers if cover is covers[-1] or cover.items() <= way.items()])
         better, reasons[_ENDS] = weigh(c, [way, paired], trials, worth=_FREE)
         step = trials.step(changed(c, {**paired, _HEADS: given.get(_HEADS, 0)}))
@@ -616,9 +477,7 @@ def choose_deferral(c: Config, host: Host, trials: Trials) -> Iterator[Choice]:
             reasons[_HEADS] = told(ways, steps, int(heads > 0), (), 0)
         if heads < wanted:
             reasons[_HEADS] += f"; for {wanted} late ones, for which there is time, there is no memory"
-    yield _ENDS, way[_ENDS], reasons[_ENDS]
-    yield _LAYERS, way[_LAYERS], nothing_to_put_behind(c) or reasons[_LAYERS]
-    yield _HEADS, way[_HEADS], reasons[_HEADS]
+    yield from ((name, way[name], refused.get(name, reasons[name])) for name in DEFERRAL)
 
 
 def _fitting(c: Config, trials: Trials, way: Changes, memory: int) -> int:

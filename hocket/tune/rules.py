@@ -32,7 +32,7 @@ from hocket.predict.cost import issued
 from hocket.predict.hardware import BANDWIDTH, LATENCY, hardware_of
 from hocket.predict.tensor_costs import cell_of, in_time, seconds, splits_for, without_pieces
 from hocket.program.ops import recomputable
-from hocket.rules import CHECKS, has_experts, leaves_host, no_pieces, ranks_of_a_host, rule_text
+from hocket.rules import leaves_host, no_pieces, ranks_of_a_host, refusal
 from hocket.sizes import duration
 from hocket.tune.trials import Trials, fits, gib, memory_of
 from hocket.variables import no_copies
@@ -76,7 +76,7 @@ def choose_transport(c: Config, h: Host) -> tuple[str, str]:
 def _served(c: Config) -> Iterator[Purpose]:
     """The purposes of groups that copy engines would serve and that something is sent on."""
     for purpose in COPIED[_COPIES]:
-        if has_experts(c) or not (purpose == "a2a" or purpose.endswith("_experts")):
+        if c.model.has_experts or not (purpose == "a2a" or purpose.endswith("_experts")):
             yield purpose
 
 
@@ -128,12 +128,10 @@ def transport_that_fits(c: Config, h: Host, trials: Trials, open_: Collection[st
 
 def choose_graphs(c: Config, h: Host) -> tuple[str, str]:
     """Whether steps could be replayed, by rules alone."""
-    device = _rows_travel(c) and c.overlap.ep.splits == "auto"
-    wanted = changed(c, {GRAPHS: "on", **({SPLITS: "device"} if device else {})})
-    for rule in CHECKS:
-        concerned = GRAPHS in rule.settings or (wanted.overlap.ep.splits == "device" and SPLITS in rule.settings)
-        if concerned and not rule.only_if_set and not rule.remark and rule.broken(wanted, h):
-            return "off", rule_text(rule.reason, wanted, h)
+    device = c.rows_travel and c.overlap.ep.splits == "auto"
+    wanted = {GRAPHS: "on"} | ({SPLITS: "device"} if device else {})
+    if (reason := refusal(c, h, wanted)) is not None:
+        return "off", reason
     for what, there in (("tensor-parallel ranks", c.mesh.tp > 1), ("packed documents", c.data.packing != "off")):
         if there:
             return "off", f"only where it is asked for: replays of {what} have not been timed"
@@ -142,8 +140,8 @@ def choose_graphs(c: Config, h: Host) -> tuple[str, str]:
 
 def choose_splits(c: Config, h: Host) -> tuple[str, str]:
     """The splits that the choice of graphs needs, if rows travel."""
-    if not _rows_travel(c):
-        return "host", "no rows travel (needs MoE layers and mesh.ep above 1)"
+    if not c.rows_travel:
+        return "host", ""
     if c.plan.graphs == "on":
         return "device", "a step that is replayed as one graph waits for no counts"
     return _BY_HOST
@@ -153,9 +151,9 @@ def graphs_that_pay(c: Config, h: Host, trials: Trials, open_: Collection[str]) 
     """Confirm or undo the choice of rules by time and memory. `open_` are the settings that the user left open."""
     if GRAPHS not in open_ or c.plan.graphs != "on":
         return
-    pays, reason = _pays(c, h, trials, _rows_travel(c) and SPLITS not in open_)
+    pays, reason = _pays(c, h, trials, c.rows_travel and SPLITS not in open_)
     yield GRAPHS, "on" if pays else "off", reason
-    if not pays and SPLITS in open_ and _rows_travel(c):
+    if not pays and SPLITS in open_ and c.rows_travel:
         yield SPLITS, *_BY_HOST
 
 
@@ -175,10 +173,6 @@ def _pays(c: Config, h: Host, trials: Trials, decided: bool) -> tuple[bool, str]
     if not fits(step.nbytes, memory):
         return False, f"{needs}, which does not fit; {times}"
     return True, f"{times}; replayed, a step is one call; {needs}"
-
-
-def _rows_travel(c: Config) -> bool:
-    return has_experts(c) and c.mesh.ep > 1
 
 
 # -- Tensor-parallel layers, by their own model (`predict/tensor_costs.py`) --------------------------------------------

@@ -117,7 +117,6 @@ GROUPS: tuple[tuple[Choice, ...], ...] = (
     ORDER,
     RELIEF,
     (
-        Choice("plan.stride", lambda c, costs: (2, 3)),
         Choice("plan.group", _groups),
         Choice("overlap.ep.merge_ends", lambda c, costs: ("on", "off")),
     ),
@@ -141,7 +140,6 @@ _CHOSEN_ONCE = (
     STAGES,
     OFFLOAD,
     RECOMPUTE,
-    "plan.layer_order",
     "overlap.dp.strategy",
     "overlap.dp.update",
     "overlap.ep.splits",

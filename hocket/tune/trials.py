@@ -367,7 +367,7 @@ def steady(config: Config) -> tuple[int, int]:
     plan, pp, count = config.plan, config.mesh.pp, config.train.microbatches
     group, merge, late = group_of(config), config.overlap.ep.merge == "on", config.overlap.pp.defer_head
     assert late != "auto"
-    warm = warmup(pp, plan.chunks, count, group, 0, merge, plan.stride)
+    warm = warmup(pp, plan.chunks, count, group, 0, merge)
     period = group if plan.chunks > 1 else 1
     few = period * (1 - -(warm + max(0, late) * plan.chunks) // (plan.chunks * period)) + count % period
     return few, few + period

@@ -98,15 +98,13 @@ def _case(source: Any, most_ranks: int) -> Case:
     merged_v = order == "merged_v"
     layout = replace(layout, turning=order == "zb_v" or merged_v)
     merge = "auto" if merged_v else "off" if order in apart else among(("auto", "off"))
-    stride = among((2, 3)) if merge == "auto" and not merged_v else 2
     ends = among(("off", "on")) if merge == "auto" and not merged_v else "off"
     config = planned(
         order=order,
         chunks=chunks,
         merge=merge,
         merge_ends=ends,
-        group=among((0, 2 * pp, 2 * pp + 1, *((pp,) if stride == 2 else ()))),
-        stride=stride,
+        group=among((0, 2 * pp, 2 * pp + 1, pp)),
         layer_order=among(("literature", "early_release", "wgrad_last", "cB eB aF dB aB dF eF cF uB eW aW uF")),
         defer_wgrad="auto" if order in apart else among(("auto", "off")),
         defer_layers=among((0, 1, 2, -1, "attn:1", "attn:2", "attn")),

@@ -72,7 +72,7 @@ BATCH = dict(train__sequences=1, train__microbatches=1, hardware__gpu="h200")
     [
         (dict(mesh__cp=2, data__sequence_length=32768), "gather", "with method = heads"),
         (dict(mesh__cp=16, model__kv_heads=32, data__sequence_length=65536), "heads", "with method = gather"),
-        (dict(mesh__cp=2, model__sinks=True), "gather", "heads cannot be exchanged: sinks are weights of all heads"),
+        (dict(mesh__cp=2, model__sinks=True), "gather", "sinks are weights of all heads"),
         (dict(mesh__cp=64, data__sequence_length=65536), "gather", "64 ranks cannot have as many of 32 heads each"),
     ],
 )

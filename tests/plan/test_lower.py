@@ -14,7 +14,6 @@ from hocket.program.layer import MERGED, at_once
 from hocket.program.lower import build_program
 from hocket.program.ops import Layout, Op, Program
 from hocket.program.shard import Sharding, Visit, _page
-from hocket.tune.choose import Cover, Parts
 from tests.helpers.plans import known_of, planned
 
 MOE4 = Layout(("moe",) * 4, ep=2)
@@ -87,11 +86,12 @@ def test_a_receive_is_posted_two_steps_ahead_at_most() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("parts", ["attn", "all"])
-@pytest.mark.parametrize("layers", [0, 1, 2, 4, -1])
-def test_deferral_past_the_send(layers: int, parts: Parts) -> None:
-    late = Cover(layers, parts, 0.0, 0.0)
-    program = build(Layout(("moe",) * 8, pp=2, ep=2), 4, defer_layers=late.setting)
+@pytest.mark.parametrize(
+    ("layers", "parts"), [(0, "all"), *((n, parts) for n in (1, 2, 4, -1) for parts in ("attn", "all"))]
+)
+def test_deferral_past_the_send(layers: int, parts: str) -> None:
+    attention = "attn" if layers < 0 else f"attn:{layers}"
+    program = build(Layout(("moe",) * 8, pp=2, ep=2), 4, defer_layers=layers if parts == "all" else attention)
     ops = program.ranks[1]
     send = position(program, "send grad m1", 1)
     late = [op for op in ops[send:] if op.verb == "wgrad" and op.microbatch == 1]

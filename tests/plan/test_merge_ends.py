@@ -86,12 +86,10 @@ def runs(order: Order, chunks: int) -> bool:
 
 
 def test_every_order_with_pairs_is_legal_and_ascending() -> None:
-    for pp, chunks, stride in itertools.product((1, 2, 3, 4), (1, 2, 3), (2, 3)):
+    for pp, chunks in itertools.product((1, 2, 3, 4), (1, 2, 3)):
         for group, microbatches in itertools.product(range(pp, 2 * pp + 2), range(1, 3 * pp + 2)):
-            if stride == 3 and 2 * group < 3 * pp:
-                continue
-            order = one_f_one_b(pp, chunks, microbatches, group=group, stride=stride, ends=True)
-            assert runs(order, chunks), (pp, chunks, group, microbatches, stride)
+            order = one_f_one_b(pp, chunks, microbatches, group=group, ends=True)
+            assert runs(order, chunks), (pp, chunks, group, microbatches)
             for steps in order:
                 wanted = {(m, c) for m in range(microbatches) for c in range(chunks)}
                 for items in ([i for s in steps for i in s.forwards], [i for s in steps for i in s.backwards]):

@@ -77,7 +77,8 @@ def test_removed_dependencies_are_caught() -> None:
 def test_the_dry_run_alone_catches_most() -> None:
     """Of those that are not only there to hold memory back, of which it knows nothing."""
     named = [(name_of(*one), one) for one in dependencies()]
-    chosen = random.Random(1).sample([one for one in named if one[0][:6] != "reload" or "<- offload" in one[0]], TRIED)
+    known = [one for one in named if not one[0].startswith(("recv", "reload")) or "<- offload" in one[0]]
+    chosen = random.Random(1).sample(known, TRIED)
     missed = [name for name, one in chosen if not caught_by_dry_run(without(*one))]
     rate = 1 - len(missed) / len(chosen)
     print(
@@ -109,7 +110,7 @@ def test_removed_and_late_drops_are_caught() -> None:
         for p in getattr(op, field)
     ]
     trims = [drop for drop in drops if drop[3] == "trims"]
-    assert len(trims) > 300
+    assert len(trims) > 250
     for program, rank, position, field, p in [
         *random.Random(2).sample(trims, 50),
         *random.Random(3).sample(drops, 75),

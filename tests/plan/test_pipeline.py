@@ -100,15 +100,13 @@ def test_coverage_of_the_first_rank() -> None:
 
 
 def test_every_configuration_is_legal() -> None:
-    """Any number of microbatches, group and stride that is accepted gives an order without deadlock."""
+    """Any number of microbatches and group that is accepted gives an order without deadlock."""
     checked = 0
-    for pp, chunks, merge, stride in itertools.product((1, 2, 3, 4, 6), (1, 2, 3), (True, False), (2, 3)):
+    for pp, chunks, merge in itertools.product((1, 2, 3, 4, 6), (1, 2, 3), (True, False)):
         for group in range(pp, 2 * pp + 2):
-            if stride == 3 and (not merge or 2 * group < 3 * pp):
-                continue
             for microbatches in range(1, 3 * pp + 2):
-                order = one_f_one_b(pp, chunks, microbatches, group=group, merge=merge, stride=stride)
-                assert length(order, chunks) is not None, (pp, chunks, group, microbatches, merge, stride)
+                order = one_f_one_b(pp, chunks, microbatches, group=group, merge=merge)
+                assert length(order, chunks) is not None, (pp, chunks, group, microbatches, merge)
                 for steps in order:
                     expected = {(m, c) for m in range(microbatches) for c in range(chunks)}
                     assert {step.fwd for step in steps if step.fwd} == expected
@@ -117,7 +115,7 @@ def test_every_configuration_is_legal() -> None:
                         backward = [step.bwd[0] for step in steps if step.bwd and step.bwd[1] == chunk]
                         assert backward == sorted(backward)
                 checked += 1
-    assert checked > 1500
+    assert checked > 1000
 
 
 def test_groups_differ_by_one_at_most() -> None:
@@ -129,7 +127,5 @@ def test_groups_differ_by_one_at_most() -> None:
 def test_impossible_orders_say_why() -> None:
     with pytest.raises(ValueError, match="group=2 is smaller than pp=4"):
         one_f_one_b(4, 2, 8, group=2)
-    with pytest.raises(ValueError, match=r"stride=3 needs .* group >= 1.5 \* pp = 6"):
-        one_f_one_b(4, 2, 8, group=4, stride=3)
     with pytest.raises(ValueError, match="microbatches must be at least 1"):
         one_f_one_b(1, 1, 0)

@@ -117,7 +117,7 @@ def received_values_do_not_pile_up(case: Case, program: Program) -> None:
     late = (
         2 * case.layout.pp if case.config.plan.order in (*ZERO_BUBBLE, "merged_v") else 0
     )  # weight gradients to come, which read them too
-    ahead = AHEAD + (2 if case.config.overlap.ep.merge_ends == "on" else case.config.plan.stride == 3)
+    ahead = AHEAD + 2 * (case.config.overlap.ep.merge_ends == "on")
     for rank, ops in enumerate(program.ranks):
         live = Counter[str]()
         for op in ops:

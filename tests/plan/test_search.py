@@ -99,7 +99,7 @@ def test_nothing_beats_the_recipe() -> None:
 ZERO_BUBBLE = [{"order": order, "merge": "off", "chunks": chunks} for order, chunks in (("zb_h1", 1), ("zb_v", 2))]
 
 
-@pytest.mark.parametrize("plan", [{}, {"chunks": 1}, {"stride": 3}, {"merge": "off"}, *ZERO_BUBBLE])
+@pytest.mark.parametrize("plan", [{}, {"chunks": 1}, {"merge": "off"}, *ZERO_BUBBLE])
 def test_long_steps_are_priced_by_their_period(plan: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     config = task("tiny", *SMALL).config
     config = changed(planned(config, **plan), {"train.microbatches": 73})

@@ -273,7 +273,6 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = {
         dict(defer_wgrad="on", merge="off"),
     ),
     "experts sharded too": (dict(layers=3), dict(dp=4, ep=2), dict(merge="on")),
-    "stride 3": (dict(layers=4), dict(pp=2, dp=2, ep=2), dict(chunks=2, merge="on", stride=3, group=3)),
     "a V of three ranks": (
         dict(layers=7, dense_layers=(0, 3, 4), shared_ffn=16),
         dict(pp=3),
