@@ -93,7 +93,7 @@ def fully_shard(
         module: has the same weights on all ranks (or is on the meta device; see `ShardOptions.init`).
         units: what is gathered together: a class of modules, a tuple of them, a predicate of (name, module), or modules
             of the model; None: see `ShardOptions.bucket`. Remaining parameters form a unit of the module itself.
-        mesh: ranks to shard over; with two axes (outer, shard), see `ShardOptions.outer`. None: all ranks.
+        mesh: ranks to shard over; with two axes, (replicate, shard), the first one holds replicas. None: all ranks.
         strategy: what is sharded: `no_shard`, `optim`, `optim_grads` or `optim_grads_params`, the default.
         precision: dtypes of the main weights, of compute, of gradients on the wire, and of their sum.
         place: (name, parameter) -> where to shard this parameter, such as experts; None: over `mesh`.

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from hocket.fsdp.buffers import FullBuffer, StagingMemory
 from hocket.fsdp.checks import refuse_valueless
-from hocket.fsdp.dtensors import apart
+from hocket.fsdp.dtensors import apart, over
 from hocket.fsdp.lookahead import Lookahead
 from hocket.fsdp.module_unit import Budget, Claim, Unit
 from hocket.fsdp.options import ShardOptions
 from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.same_order import SameOrder, UnusedGradients
-from hocket.fsdp.shard_groups import ShardGroups, over_ranks
+from hocket.fsdp.shard_groups import ShardGroups
 from hocket.runtime.queue import Ticket, queue_of
 
 
@@ -440,7 +440,13 @@ class ShardContext:
         """The `sum` or `max` of a tensor over all ranks of the model, or the ranks of other `parts`, in place."""
         self.about_to(f"{how} over ranks")
         self.before_waiting()
-        over_ranks(value, how, parts or self.groups, parts is None, None if parts else self.tensor_mesh, self.device)
+        here = value.to(self.device)
+        (parts or self.groups).reduce.all_reduce(here, how).wait()
+        if parts is None:
+            self.groups.outer.all_reduce(here, how).wait()
+            if self.tensor_mesh is not None:
+                over(self.tensor_mesh, here, how)
+        value.copy_(here)
 
     @contextlib.contextmanager
     def gathered(self, changed: bool = False) -> Iterator[None]:

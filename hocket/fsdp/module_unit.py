@@ -219,7 +219,7 @@ class Unit:
     def _gather(self) -> None:
         after = [*self._last_use(), *(ticket for buffer in self.full.values() for ticket in buffer.after)]
         stale = [group for group in self.groups if group.stale()]
-        if self.full or any(group.groups.outer_shards for group in stale):
+        if self.full:
             self.context.about_to(f"gather {self}")
             if any(not ticket.done for ticket in after):
                 self.context.before_waiting()
@@ -228,9 +228,7 @@ class Unit:
 
         def work() -> Pending | None:
             for group in stale:
-                refreshed = group.refresh()
-                if refreshed is not None:  # the inner gather needs the outer one's result
-                    refreshed.wait()
+                group.refresh()
             under_way = []
             for group, buffer in self.full.items():
                 buffer.allocate()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import InitVar, dataclass, fields
 from typing import Literal, get_args
 
 import torch
@@ -54,7 +54,6 @@ class Formats:
     accumulate: torch.dtype
 
 
-Outer = Literal["replicate", "shard"]
 ShardTransport = Literal["auto", "nccl", "copy_engine", "copy_engine_gathers", "gloo", "null"]
 Driver = Literal["hooks", "manual"]
 Offload = Literal["none", "pinned", "pageable"]
@@ -64,9 +63,8 @@ Offload = Literal["none", "pinned", "pageable"]
 class ShardOptions:
     """Options of a sharded model. Raises ValueError for bad values."""
 
-    outer: Outer = "replicate"
-    """The first axis of a mesh of two: `replicate` keeps replicas (HSDP), `shard` shards the optimizer's state over it
-    too (HFSDP)."""
+    outer: InitVar[str] = "replicate"
+    """The first axis of a mesh of two holds replicas (HSDP). There is no other choice."""
     bucket: int | None = None
     """Parameters up to which modules are joined into one unit. None joins no named units; without names it is 2**27."""
     prefetch: int = 1
@@ -91,9 +89,13 @@ class ShardOptions:
     """Initializes the parameters of a module from the meta device; None: `module.reset_parameters()`. Called for one
     module at a time, already on `device`."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, outer: str) -> None:
+        if outer != "replicate":
+            raise ValueError(
+                f"outer={outer!r}: the first axis of a mesh of two holds replicas of what the second one shards: leave "
+                f"it out, or shard over both as one axis, mesh['outer', 'shard']._flatten()"
+            )
         for name, choices in (
-            ("outer", get_args(Outer)),
             ("transport", get_args(ShardTransport)),
             ("driver", get_args(Driver)),
             ("offload", get_args(Offload)),

@@ -7,8 +7,7 @@ and the optimizer runs on the CPU. Copies overlap with compute, on the gathering
     main  --cast, once a step, by the host-->  weight  --copy-->  gathered weights      before the gather
     main_grad  <--copy--  reduced gradients                                             after the reduction
 
-Unsharded weights are copied too, as if gathered from one rank. With two levels of shards the outer level's `weight` and
-`partial` stay on the device, and are copied once a step.
+Unsharded weights are copied too, as if gathered from one rank.
 
 The host must not change memory that is still being copied out: that is `weight`, which only `refresh` writes, while
 `main` may change at any time. And it must not read gradients before they arrive: readers call `wait_for_copies_in`. A
@@ -48,24 +47,13 @@ class ShardMemory:
         """1-D, uninitialized."""
         return torch.empty(numel, dtype=dtype, device=self._where, pin_memory=self._pinned)
 
-    def zeros(self, numel: int, dtype: torch.dtype, on_device: bool = False) -> Tensor:
-        """1-D zeros; `on_device` even if shards are in host memory."""
-        if on_device:
-            return torch.zeros(numel, dtype=dtype, device=self.device)
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """1-D zeros."""
         return self.empty(numel, dtype).zero_()
 
     def copy_to_device(self, kept: Tensor, into: Tensor) -> None:
         into.copy_(kept, non_blocking=self._crosses)
         self._out.record()
-
-    def on_device(self, kept: Tensor, dtype: torch.dtype) -> Tensor:
-        """A copy on the device in another dtype, made on the current stream; `kept` may change at once."""
-        if not self.on_host:
-            return kept.to(dtype)
-        cast = self.empty(kept.numel(), dtype).copy_(kept)  # pinned memory is freed only after the copy
-        into = torch.empty_like(cast, device=self.device, pin_memory=False)
-        self.copy_to_device(cast, into)
-        return into
 
     def wait_for_copies_out(self) -> None:
         """Make the host wait for copies to the device."""

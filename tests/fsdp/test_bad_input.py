@@ -20,7 +20,7 @@ OPTIONS = {
         ("128M params", "bucket='128M params' must be a number"),
         (True, "bucket=True"),
     ],
-    "outer": [("shards", "outer='shards' is not one of replicate, shard")],
+    "outer": [("shard", "outer='shard': the first axis of a mesh of two holds replicas")],
     "transport": [("mpi", "transport='mpi' is not one of")],
     "driver": [("magic", "driver='magic' is not one of hooks, manual")],
     "device": [("gpu", "device='gpu' is no place for shards"), ("meta", "'meta'"), (3, "device=3"), ([], "device=[]")],
@@ -52,11 +52,6 @@ CALLS = {
     "a list": (dict(units=nn.ModuleList), "'blocks', a ModuleList, which is never called itself"),
     "nccl": (dict(options=hocket.ShardOptions(transport="nccl")), "transport='nccl' moves bytes between GPUs"),
     "copy engine": (dict(options=hocket.ShardOptions(transport="copy_engine")), "transport='copy_engine'"),
-    "outer": (dict(options=hocket.ShardOptions(outer="shard")), "outer='shard' needs a mesh of two axes"),
-    "no copies": (
-        dict(options=hocket.ShardOptions(outer="shard"), strategy="no_shard"),
-        "strategy='no_shard' shards nothing",
-    ),
     "place": (dict(place=lambda name, param: "there"), "place returned 'there' for first.weight"),
     "divide": (
         dict(place=lambda name, param: hocket.sharding.Placement(None, 0.0) if name == "first.weight" else None),

@@ -112,7 +112,7 @@ def clip(rank: int, cases: list[Case]) -> None:
 
 
 def test_clipping_measures_the_whole_norm():
-    """Over one mesh, over two meshes (experts), with replicas and with shards of shards."""
+    """Over one mesh, over two meshes (experts), and with replicas."""
     cases = [
         Case("stack"),
         Case("unused"),
@@ -121,7 +121,6 @@ def test_clipping_measures_the_whole_norm():
         Case("stack", "no_shard"),
         Case("moe", experts=2),
         Case("stack", mesh=(2, 2)),
-        Case("stack", mesh=(2, 2), options={"outer": "shard"}),
         Case("moe", "no_shard", experts=2),
         Case("moe", "optim", experts=4),
     ]

@@ -15,7 +15,7 @@ from tests.helpers.ranks import run_ranks
 def recorded(rank: int, replicas: int) -> tuple[History, torch.optim.Optimizer, nn.Module]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    mesh = init_device_mesh("cpu", (replicas, 2), mesh_dim_names=("outer", "shard"))
+    mesh = init_device_mesh("cpu", (replicas, 2), mesh_dim_names=("replicate", "shard"))
     ctx = hocket.fully_shard(model, units=nn.Linear, mesh=mesh)
     history = record(ctx)
     return history, torch.optim.SGD(model.parameters(), lr=0.1), model

@@ -139,8 +139,8 @@ def test_parameters_that_no_rank_uses_stay_beside_replicas_and_on_the_host() -> 
 
 
 def meshes(rank: int) -> None:
-    mesh = mesh_of((2, 2), ("outer", "shard"))
-    all_of_them: list[dict[str, Any]] = [{}, {"outer": "shard"}, {"offload": "pageable"}]
+    mesh = mesh_of((2, 2), ("replicate", "shard"))
+    all_of_them: list[dict[str, Any]] = [{}, {"offload": "pageable"}]
     for number, options in enumerate(all_of_them):
         steps(rank, number, {"mesh": mesh, "options": hocket.ShardOptions(**options)}, every=3)
 

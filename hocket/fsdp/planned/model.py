@@ -95,7 +95,7 @@ class PlannedModel:
             (experts, groups.gather_experts, groups.reduce_experts, (groups.a2a.rank, mesh.ep)),
         ):
             gather = alone if replicated else gather
-            where = ShardGroups(gather, reduce, groups.replicas, alone, mesh.data, outer_shards=False, part=part)
+            where = ShardGroups(gather, reduce, groups.replicas, mesh.data, part)
             formats = Precision(compute=dtype, wire=wire)
             stored = {name: ParamGroup(params, where, formats, device) for name, params in units.items()}
             fp8 = self._cast(stored, where)
