@@ -168,7 +168,7 @@ class ShardContext:
         self._staging: dict[ParamGroup, StagingMemory] = {}
         self._unlimited = Budget(None)
         self._residency = self._unlimited
-        self.unused = UnusedGradients(order, self._model)
+        self.unused = UnusedGradients(order, self._model, self.param_groups)
         for unit in self.units:
             unit.context = self
             for group in unit.groups:

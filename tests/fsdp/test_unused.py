@@ -269,7 +269,7 @@ class Host:
         members, self.usage = [SimpleNamespace(name="w")], Usage([True, True])
         self.group: Any = SimpleNamespace(usage=self.usage, members=members, groups=groups, is_divided=False)
         told: Any = Told(rank, ranks, store)
-        self.unused = UnusedGradients(told, "")
+        self.unused = UnusedGradients(told, "", [self.group])
 
     def send(self, *used: int) -> None:
         """Gradients of one backward."""
