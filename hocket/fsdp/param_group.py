@@ -66,7 +66,7 @@ class ParamGroup:
         self.divide = groups.divide
         """Divisor of summed gradients."""
         shapes = [(one.name, tuple(one.param.shape)) for one in members]
-        self.layout = FlatLayout.build(shapes, groups.gather.size * groups.alike).joined(groups.alike)
+        self.layout = FlatLayout.build(shapes, groups.gather.size, alike=groups.alike)
         self.position = groups.gather.rank
         """Which of the layout's shards this rank keeps."""
         self.here = self.layout.slices(self.position)

@@ -10,10 +10,6 @@ In-place changes of shards, which are views of `main`, show in its version count
 unlike torch's. Fused optimizers don't count, so each step of a torch optimizer invalidates the groups of its shards.
 Reading alone changes nothing: one rank may do it by itself, and all ranks must gather alike.
 
-Note: [Random numbers are drawn whole]
-When a model from the meta device is initialized after sharding, by `reset_parameters()` and `torch.nn.init`, each rank
-draws the numbers of the whole parameter and keeps its own. So equal seeds give the values of an unsharded model.
-
 Note: [Autograd never sees a shard]
 Modules compute with full parameters. A loss computed from shards, say a penalty on `module.parameters()`, would use one
 rank's elements and lose its gradient. So a gradient that arrives at a shard is an error, as are hooks that would never
@@ -250,22 +246,6 @@ class ShardedParameter(WholeSize, nn.Parameter):  # pyrefly: ignore[inconsistent
                 super().register_post_accumulate_grad_hook(_refuse_gradient)
         return self
 
-
-def _filling(name: str) -> Callable[..., Any]:
-    """A random in-place method. See Note: [Random numbers are drawn whole]."""
-    plain = getattr(torch.Tensor, name)
-
-    def fill(self: ShardedParameter, *args: Any, **kwargs: Any) -> ShardedParameter:
-        local = self.to_local()
-        whole = torch.empty(self.shape, dtype=local.dtype, device=local.device)
-        local.copy_(self.span.of(plain(whole, *args, **kwargs)))
-        return self
-
-    return fill
-
-
-for _name in ("normal_", "uniform_", "bernoulli_", "exponential_", "random_", "cauchy_", "log_normal_", "geometric_"):
-    setattr(ShardedParameter, _name, _filling(_name))
 
 _GRAD: Any = torch.Tensor.grad
 _DATA: Any = torch.Tensor.data  # pyrefly: ignore[missing-attribute]

@@ -84,6 +84,10 @@ def saved(rank: int, device: str) -> None:
         model = nn.Sequential(*(Scale() for _ in range(4)))
     options = hocket.ShardOptions(prefetch=0, device="cpu")
     hocket.fully_shard(model, units=Scale, options=options)
+    if device == "meta":
+        model.to_empty(device="cpu")
+        for one in model:
+            one.reset_parameters()  # pyrefly: ignore[not-callable]
     x = torch.ones(3, 8, requires_grad=True)
     model(x).sum().backward()
     assert x.grad is not None

@@ -267,9 +267,10 @@ class Host:
     def __init__(self, rank: int, ranks: int, store: dist.Store) -> None:
         groups = SimpleNamespace(part=(0, 1), holders=tuple(range(ranks)))
         members, self.usage = [SimpleNamespace(name="w")], Usage([True, True])
-        self.group: Any = SimpleNamespace(usage=self.usage, members=members, groups=groups, is_divided=False)
+        group: Any = SimpleNamespace(usage=self.usage, members=members, groups=groups, is_divided=False)
         told: Any = Told(rank, ranks, store)
-        self.unused = UnusedGradients(told, "", [self.group])
+        self.group = group
+        self.unused = UnusedGradients(told, "", [group])
 
     def send(self, *used: int) -> None:
         """Gradients of one backward."""
