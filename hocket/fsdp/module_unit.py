@@ -21,41 +21,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import or_
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hocket.fsdp.buffers import FullBuffer, Staged, StagingMemory
-from hocket.fsdp.members import View
+from hocket.fsdp.buffers import FullBuffer, Staged
 from hocket.fsdp.options import UnitOptions
 from hocket.fsdp.param_group import ParamGroup
-from hocket.fsdp.same_order import UnusedGradients
-from hocket.runtime.queue import Queue, Ticket
+from hocket.runtime.queue import Ticket
 from hocket.runtime.transports import Pending
 from hocket.runtime.weights import set_sink
-
-
-class Shared(Protocol):
-    """What units need of their context: `ShardContext`."""
-
-    gathering: Queue
-    reducing: Queue
-    outer: Queue
-    reductions_open: bool
-    unused: UnusedGradients
-
-    def accumulates(self, unit: Unit) -> bool: ...
-    def residency_of(self, unit: Unit) -> Budget: ...
-    def staging_of(self, group: ParamGroup) -> StagingMemory: ...
-    def about_to(self, what: str) -> None: ...
-    def before_waiting(self) -> None: ...
-    def adds_up_locally(self, unit: Unit, group: ParamGroup) -> bool: ...
-    def read_on_demand(self, unit: Unit) -> bool: ...
-    def weights_ready(self) -> Ticket: ...
-    def forget_old_forwards(self) -> None: ...
-    def stage_anew(self) -> None: ...
-
 
 Around = tuple[Callable[..., tuple[Any, Any]], Callable[..., Any]]
 
@@ -91,7 +67,8 @@ class Unit:
     bucket's modules (Note: [Buckets]).
     """
 
-    context: Shared
+    context: Any
+    """Its `ShardContext`."""
 
     def __init__(
         self, name: str, modules: Sequence[nn.Module], groups: Sequence[ParamGroup], options: UnitOptions | None = None
@@ -109,7 +86,6 @@ class Unit:
         self.on_abort: list[Callable[[], None]] = []
         self.gathers = self.reduces = 0
         self.full: dict[ParamGroup, FullBuffer] = {}
-        self.views = [View(owner, key, m) for g in self.groups for m in g.members for owner, key in m.owners]
         self._gathered = False
         self._gathering: Ticket | None = None
         self._readers: list[Ticket] = []  # one per stream that released claims
@@ -186,8 +162,10 @@ class Unit:
         self.prefetch(wanted=True)
         self.claims += 1
         if self.claims == 1:
-            for view in self.views:
-                view.show()
+            for member in (member for group in self.groups for member in group.members):
+                shown = member.shown()
+                for owner, key in member.owners:
+                    owner.__dict__[key] = shown
         return Claim(self)
 
     def prefetch(self, wanted: bool = False) -> bool:
@@ -253,9 +231,13 @@ class Unit:
         assert self.claims > 0
         self.claims -= 1
         if not self.claims:
-            for view in self.views:
-                view.hide()
+            self._hide()
         self._note_reader()
+
+    def _hide(self) -> None:
+        for member in (member for group in self.groups for member in group.members):
+            for owner, key in member.owners:
+                owner.__dict__.pop(key, None)
 
     def _note_reader(self) -> None:
         mark = self.context.gathering.mark(f"release {self.name}")
@@ -426,8 +408,7 @@ class Unit:
 
     def abort(self) -> None:
         if self.claims:
-            for view in self.views:
-                view.hide()
+            self._hide()
             self._note_reader()
         self.claims = 0
         self.aborts += 1

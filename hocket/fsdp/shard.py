@@ -25,7 +25,6 @@ from hocket.fsdp.members import (
     Member,
     Named,
     Rule,
-    View,
     assign,
     divided,
     found_parameters,
@@ -123,7 +122,6 @@ def _adopt(root: nn.Module, units: Sequence[Unit]) -> None:
             if param is not None and param in holders and sink_of(param) is not None:
                 unit, group, i = holders[param]
                 group.rename(i, group.members[i].name, (module, key))
-                unit.views.append(View(module, key, group.members[i]))
                 module._parameters[key] = group.shards[i]
                 watch_reads(module)
                 module.__dict__.setdefault(UNIT, unit)

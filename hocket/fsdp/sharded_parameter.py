@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,22 +28,6 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from hocket.fsdp.part import Part, Place, WholeSize, alongside, call, no_address, plain, whole_of
 from hocket.layers.slices import Span
-
-
-class Group(Protocol):
-    """What a shard needs of its `ParamGroup`."""
-
-    late: bool
-    valueless: bool
-
-    @property
-    def keeps_all(self) -> bool: ...
-    def grad_of(self, index: int) -> Tensor | None: ...
-    def span_of(self, shard: ShardedParameter) -> Span: ...
-    def forget(self, index: int) -> None: ...
-    def set_grad(self, index: int, value: Tensor) -> None: ...
-    def invalidate(self) -> None: ...
-    def change(self, index: int, trains: bool) -> None: ...
 
 
 class ShardedParameter(WholeSize, nn.Parameter):  # pyrefly: ignore[inconsistent-inheritance]
@@ -60,7 +44,8 @@ class ShardedParameter(WholeSize, nn.Parameter):  # pyrefly: ignore[inconsistent
     """Returns what a read as module attribute gives; None is the shard itself."""
     place: Place | None
     """Its elements, if other ranks hold others. See Note: [A part knows its whole]."""
-    _group: weakref.ref[Group] | None
+    _group: weakref.ref[Any] | None
+    """Its `ParamGroup`."""
     is_sparse = False  # optimizers read it often
 
     @classmethod
@@ -79,14 +64,15 @@ class ShardedParameter(WholeSize, nn.Parameter):  # pyrefly: ignore[inconsistent
         copy.place = self.place
         return copy
 
-    def join(self, group: Group) -> None:
+    def join(self, group: Any) -> None:
         """Join a group. See Note: [Autograd never sees a shard]."""
         self._group = weakref.ref(group)
         if self.requires_grad:
             super().register_post_accumulate_grad_hook(_refuse_gradient)
 
     @property
-    def group(self) -> Group | None:
+    def group(self) -> Any:
+        """Its `ParamGroup`; None for a copy."""
         return None if self._group is None else self._group()
 
     @property
