@@ -50,7 +50,6 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from hocket.fsdp.members import UNIT
 from hocket.fsdp.module_context import Invocation, ShardContext, current_backward
 from hocket.fsdp.module_unit import Claim, Unit
-from hocket.runtime.weights import set_sink
 
 
 class Substitution:
@@ -277,7 +276,6 @@ def drive(unit: Unit) -> None:
         _drive(unit, module)
     for group in unit.groups:
         for param in (member.param for member in group.members):
-            set_sink(param, partial(_target, unit, param))
             if group.trainable:
                 see_gradients(unit, param)
 
@@ -285,27 +283,6 @@ def drive(unit: Unit) -> None:
 def see_gradients(unit: Unit, param: nn.Parameter) -> None:
     if not param._post_accumulate_grad_hooks:
         param.register_post_accumulate_grad_hook(_on_gradient(unit))
-
-
-def _target(unit: Unit, param: nn.Parameter) -> tuple[Tensor, bool]:
-    _refuse_unexpected(unit)
-    return unit.grad_target(param)
-
-
-def _refuse_unexpected(unit: Unit) -> None:
-    """Refuse gradients computed with weights that were not claimed.
-
-    After an invocation's end, gradients may come from nodes made before its identity, such as those that make DTensors
-    of weights; these read no weights.
-    """
-    context = context_of(unit)
-    if not unit.claims and unit not in context.begun and context.may_go(unit):
-        raise ValueError(
-            f"a gradient reached {unit} whose backward has not begun, so its weights may not have been there: its "
-            f"forward has left a tensor where it can't be found, as in a list outside of the model. Return what the "
-            f"loss is made of, append it to a list that the forward is called with, or keep it as an attribute of the "
-            f"module"
-        )
 
 
 def context_of(unit: Unit) -> ShardContext:
@@ -425,7 +402,7 @@ def _on_gradient(unit: Unit) -> Callable[[Tensor], None]:
         context = context_of(unit)
         context.follow_backward()
         if param.grad is not None:
-            _refuse_unexpected(unit)
+            unit.refuse_unexpected()
         unit.grad_ready(param)
         if unit.complete:
             for invocation in [one for one in context.started if one.unit is unit and one.ends_with_gradients]:

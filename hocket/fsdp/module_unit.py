@@ -289,8 +289,23 @@ class Unit:
         if group in self._staged:
             self._staged[group].arrived(index)
 
+    def refuse_unexpected(self) -> None:
+        """Refuse gradients computed with weights that were not claimed.
+
+        After an invocation's end, gradients may come from nodes made before its identity, such as those that make
+        DTensors of weights; these read no weights.
+        """
+        if not self.claims and self not in self.context.begun and self.context.may_go(self):
+            raise ValueError(
+                f"a gradient reached {self} whose backward has not begun, so its weights may not have been there: its "
+                f"forward has left a tensor where it can't be found, as in a list outside of the model. Return what "
+                f"the loss is made of, append it to a list that the forward is called with, or keep it as an attribute "
+                f"of the module"
+            )
+
     def grad_target(self, param: nn.Parameter) -> tuple[Tensor, bool]:
         """(where a gradient may be written directly, shaped like the parameter, whether to add)."""
+        self.refuse_unexpected()
         group, index = self._place[param]
         if self.context.adds_up_locally(self, group):
             self.context.reductions_open = True
