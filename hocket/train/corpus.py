@@ -10,8 +10,8 @@ temporary folder and renames it. The others wait for the lock and then find the 
 process that dies, so no process waits for a dead writer.
 
 Note: [Pieces are the same whoever makes them]
-Files in their order, and long files of lines or rows, are cut into pieces by their sizes alone, and a piece is
-tokenised from its first document to its last. So the cache has the same bytes whatever the number of processes. A
+Pieces are some files each, in their order, by their sizes alone, and a piece is tokenised from its first document to
+its last. So the cache has the same bytes whatever the number of processes. A
 finished piece is renamed when all of it is on disk. What runs next, with the same text and tokenizer, keeps it: after a
 kill only unfinished pieces are made again.
 """
@@ -46,16 +46,13 @@ from hocket.model.tokenizer import Tokenizer, known_tokenizer, load_tokenizer, t
 from hocket.train.chat import Chats, template_files
 from hocket.train.documents import (
     PIECE,
-    WHOLE,
     BadFileError,
     Document,
     Keys,
     Marked,
     NoTextError,
-    Part,
     beside,
     documents,
-    has_parts,
 )
 
 FORMAT = 5
@@ -428,24 +425,15 @@ class Piece:
         return cls(tokens, lengths, masked, skipped, empty)
 
 
-Parts = list[tuple[Path, Part]]
-"""What a piece is made of: files, or one part of a file."""
-
-
-def pieces_of(files: Sequence[Path]) -> list[Parts]:
+def pieces_of(files: Sequence[Path]) -> list[list[Path]]:
     """Files as pieces. See Note: [Pieces are the same whoever makes them]."""
-    pieces, room = list[Parts](), 0
+    pieces, room = list[list[Path]](), 0
     for file in files:
-        size = file.stat().st_size
-        if size > PIECE_BYTES and has_parts(file):
-            count, room = -(-size // PIECE_BYTES), 0
-            pieces += [[(file, (number, count))] for number in range(count)]
-            continue
         if room <= 0:
             pieces.append([])
             room = PIECE_BYTES
-        pieces[-1].append((file, WHOLE))
-        room -= size
+        pieces[-1].append(file)
+        room -= file.stat().st_size
     return pieces
 
 
@@ -457,7 +445,7 @@ def tokenise(folder: Path, files: Sequence[Path], asked: Asked, data: DataConfig
     """
     folder.mkdir(parents=True, exist_ok=True)
     pieces, dtype = pieces_of(files), dtype_of(known_tokenizer(data, asked.origins).vocab)
-    missing = [(n, parts) for n, parts in enumerate(pieces) if not (folder / f"{n:06d}.npz").exists()]
+    missing = [(n, some) for n, some in enumerate(pieces) if not (folder / f"{n:06d}.npz").exists()]
     told, count = time.monotonic(), min(cores(), len(missing))
 
     def tell() -> None:
@@ -474,7 +462,7 @@ def tokenise(folder: Path, files: Sequence[Path], asked: Asked, data: DataConfig
     if count > 1:
         plain = replace(asked, origins=dict(asked.origins))
         with processes(count, {"RAYON_NUM_THREADS": str(max(1, cores() // count))}) as pool:
-            running = {pool.submit(_write_all, folder, missing[n::count], plain, data) for n in range(count)}
+            running = {pool.submit(_write_pieces, folder, missing[n::count], plain, data) for n in range(count)}
             while running:
                 done, running = wait(running, POLL)
                 tell()
@@ -486,8 +474,7 @@ def tokenise(folder: Path, files: Sequence[Path], asked: Asked, data: DataConfig
                     reason = "a process that tokenised was killed"
                     raise KilledError(str(asked.refused(reason, f"{fix}; finished pieces are kept"))) from None
     else:
-        for _ in _write_pieces(folder, missing, asked, data):
-            tell()
+        _write_pieces(folder, missing, asked, data, tell)
     return [Piece.read(folder, number, dtype) for number in range(len(pieces))]
 
 
@@ -496,22 +483,23 @@ def dtype_of(vocab: int) -> np.dtype:
     return np.min_scalar_type(vocab - 1)
 
 
-def _write_all(folder: Path, pieces: Sequence[tuple[int, Parts]], asked: Asked, data: DataConfig) -> None:
-    for _ in _write_pieces(folder, pieces, asked, data):
-        pass
-
-
-def _write_pieces(folder: Path, pieces: Sequence[tuple[int, Parts]], asked: Asked, data: DataConfig) -> Iterator[None]:
-    """Write pieces, and yield after each; its `.npz` is there once all of it is."""
+def _write_pieces(
+    folder: Path,
+    pieces: Sequence[tuple[int, Sequence[Path]]],
+    asked: Asked,
+    data: DataConfig,
+    after: Callable[[], None] = lambda: None,
+) -> None:
+    """Write pieces, and call `after` each; its `.npz` is there once all of it is."""
     if not pieces:
         return
     tokenizer = load_tokenizer(data, asked.origins)
     keys = Keys(*data.names, Chats(data).marked, data.skip_empty)
-    for number, parts in pieces:
+    for number, files in pieces:
         path = folder / f"{number:06d}.bin"
         with path.open("wb") as out:
             writer = _Writer(out, tokenizer)
-            skipped = [line for file, part in parts for line in _add(file, part, writer, keys, asked)]
+            skipped = [line for file in files for line in _add(file, writer, keys, asked)]
             writer.flush()
         lengths, masked = np.asarray(writer.lengths, np.int64), np.asarray(writer.masked, np.int64).reshape(-1, 3)
         done = path.with_suffix(".tmp")
@@ -520,16 +508,16 @@ def _write_pieces(folder: Path, pieces: Sequence[tuple[int, Parts]], asked: Aske
         for file in (path, done):
             sync(file)
         done.rename(path.with_suffix(".npz"))
-        yield
+        after()
 
 
-def _add(file: Path, part: Part, writer: _Writer, keys: Keys, asked: Asked) -> Iterator[str]:
-    """Add the documents of a file, or of a part of it. Gives a line about a file without text."""
+def _add(file: Path, writer: _Writer, keys: Keys, asked: Asked) -> Iterator[str]:
+    """Add the documents of a file. Gives a line about a file without text."""
     try:
         before = len(writer)
-        for document in documents(file, keys, writer.tokenizer.separator, part):
+        for document in documents(file, keys, writer.tokenizer.separator):
             writer.add(document)
-        if part == WHOLE and len(writer) == before:
+        if len(writer) == before:
             yield f"{file} (empty: no documents)"
     except OSError as error:
         raise asked.unreadable(file, error) from None
