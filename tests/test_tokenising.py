@@ -57,7 +57,7 @@ def test_the_cache_has_the_same_bytes_whatever_makes_it(tmp_path, monkeypatch, s
     whole = with_cache(data, tmp_path / "whole")
     open_corpus(whole, {})
     assert content(data.cache) == content(three.cache) == content(whole.cache)
-    assert not list(Path(three.cache).glob("*.pieces"))
+    assert not list(Path(three.cache).glob("*.parts"))
 
 
 def test_a_cache_of_before_is_still_one(tmp_path, monkeypatch):
@@ -103,7 +103,7 @@ def test_what_a_process_finds_wrong_is_one_message(tmp_path, monkeypatch, small_
     with pytest.raises(ValueError, match=r"data\.paths = .*bad\.jsonl has no JSON in line 1 .*; fix: ") as caught:
         open_corpus(data, {})
     assert len(str(caught.value).splitlines()) == 1
-    assert not list((tmp_path / "cache").glob("*.pieces"))
+    assert not list((tmp_path / "cache").glob("*.parts"))
 
 
 SCRIPT = """
@@ -126,10 +126,10 @@ def test_processes_end_with_their_parent_and_what_they_finished_stays(tmp_path, 
     process = subprocess.Popen(command, env=environment(), start_new_session=True)
     try:
         deadline = time.monotonic() + 40
-        while not list(Path(data.cache).glob("*.pieces/*.npz")) or not (workers := children_of(process.pid)):
+        while not list(Path(data.cache).glob("*.parts/*.npz")) or not (workers := children_of(process.pid)):
             assert time.monotonic() < deadline
             time.sleep(0.005)
-        while len(list(Path(data.cache).glob("*.pieces/0*.npz"))) < 3:
+        while len(list(Path(data.cache).glob("*.parts/0*.npz"))) < 3:
             assert time.monotonic() < deadline
             time.sleep(0.005)
     finally:
@@ -139,7 +139,7 @@ def test_processes_end_with_their_parent_and_what_they_finished_stays(tmp_path, 
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert not [path for path in Path(data.cache).glob("corpus-*") if path.is_dir() and not path.suffix]
-    done = [file.with_suffix(".bin").name for file in Path(data.cache).glob("*.pieces/0*.npz")]
+    done = [file.with_suffix(".bin").name for file in Path(data.cache).glob("*.parts/0*.npz")]
     assert len(done) >= 3
     seen: list[str] = []
     corpus = open_corpus(data, {}, say=seen.append)
