@@ -31,9 +31,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hocket.adapters.cut import Adapter, Ends, refuse
 from hocket.adapters.fused import gate_of
 from hocket.adapters.layer import DenseLayer, ExpertLayer, Keep
+from hocket.adapters.source import AdaptedModel, Ends, refuse
 from hocket.layers.standin import grouped_linear
 from hocket.model.documents import Documents, Told
 from hocket.model.heads import Heads
@@ -311,7 +311,7 @@ _DROPS = ("dropout", "pdrop", "jitter", "layerdrop")
 """Words in names of settings that make a forward random."""
 
 
-class Pretrained(Adapter):
+class Pretrained(AdaptedModel):
     """A causal language model of transformers. Raises ValueError, naming what does not fit."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -332,6 +332,7 @@ class Pretrained(Adapter):
         self.embed_modules: Mapping[str, nn.Module] = {names[id(parts["embed_tokens"])]: parts["embed_tokens"]}
         self.head_modules: Mapping[str, nn.Module] = {names[id(parts["norm"])]: parts["norm"], self._head: head}
         self.vocab, self.hidden = head.out_features, head.in_features
+        self.claim()
         self.direct = False, False
         """Whether the embedding alone makes what the first layer is given, and norm and projection alone the logits."""
 

@@ -21,7 +21,7 @@ bytes are the `busbw` factors of nccl-tests. Elementwise bytes count one read or
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -37,7 +37,6 @@ from hocket.predict.part_sizes import (
     Shapes,
     orthogonal_flops,
     size_of,
-    unit_weights,
 )
 from hocket.predict.simulate import UPDATES, CostKey, Kind, OpCost, Overheads, Time, cost_key
 from hocket.predict.tensor_costs import add_waits, models_of
@@ -118,6 +117,9 @@ to add to fp32 those of 4 (`benchmarks.expert_grads` and `benchmarks.weight_grad
 
 # -------------------------------------------------------------------------------------------------------------- pricing
 
+Sizes = Callable[[str, str, PartSize], PartSize]
+"""Gives the size of a part, of its name, its layer's kind, and what `part_sizes.py` says of it."""
+
 
 @dataclass(frozen=True)
 class Pricing:
@@ -146,6 +148,8 @@ class Pricing:
     """Of an element of each of the optimizer's two averages."""
     fp8: Fp8 | None = None
     """What runs in fp8."""
+    sizes: Sizes | None = None
+    """Those of a model of others."""
 
     @cached_property
     def parts(self) -> Mapping[tuple[str, str], tuple[Part, PartSize]]:
@@ -153,7 +157,13 @@ class Pricing:
         shapes = Shapes(self.model, self.layout, self.seq, self.hardware.formulas, self.dtype_bytes, self.documents)
         kinds = sorted({self.layout.by_kind[name] for name in self.layout.kinds}, key=lambda kind: kind.name)
         parts = [(EMBED, ""), (HEAD, ""), *((part, kind.name) for kind in kinds for part in kind.parts)]
-        return {(part.name, kind): (part, size_of(part, shapes)) for part, kind in parts}
+        own = {(part.name, kind): (part, size_of(part, shapes)) for part, kind in parts}
+        return own if self.sizes is None else {key: (part, self.sizes(*key, size)) for key, (part, size) in own.items()}
+
+    def weights(self, unit: Unit, kind: str) -> int:
+        """Weights of one unit of such a layer, whole; of an experts unit those of one expert-parallel rank."""
+        parts = ((name, size) for (name, its), (_, size) in self.parts.items() if its == kind)
+        return sum(size.weights for name, size in parts if self.layout.unit(name) == unit)
 
     @cached_property
     def clock(self) -> float:
@@ -280,7 +290,7 @@ class Pricing:
         Every rank's step waits for the slowest, through the norm's all-reduce. Products in fp8 have casts beside; the
         step casts some first.
         """
-        layout, sharding, model = self.layout, self.sharding, self.held or self.model
+        layout, sharding, mine = self.layout, self.sharding, replace(self, model=self.held or self.model)
         b, w = self.dtype_bytes, self.wire_bytes or self.dtype_bytes
         traffic = normed = summed_up = 0
         longest: Time = 0.0
@@ -291,7 +301,7 @@ class Pricing:
             shards = copied = casts = agreed = single = 0
             longer: Time = 0.0
             for (unit, kind), count in Counter(layout.units(rank)).items():
-                weights = unit_weights(model, layout, unit, kind)
+                weights = mine.weights(unit, kind)
                 gathers, reduces = groups_of(unit)
                 group = sharding.size(unit)
                 whole, tied = not sharding.gathers(unit), layout.tied and unit == EMBED.unit
@@ -391,7 +401,7 @@ def _lent(layout: Layout) -> frozenset[tuple[str, int]]:
 # ---------------------------------------------------------------------------------------------------- costs of settings
 
 
-def pricing_of(config: Config, hardware: Hardware, documents: Lengths = ()) -> Pricing:
+def pricing_of(config: Config, hardware: Hardware, documents: Lengths = (), sizes: Sizes | None = None) -> Pricing:
     """What the costs of the plan that a configuration asks for depend on. Without `documents` each sequence is one."""
     model, held, sharing = models_of(config)
     return Pricing(
@@ -408,6 +418,7 @@ def pricing_of(config: Config, hardware: Hardware, documents: Lengths = ()) -> P
         wire_bytes=config.wire_bytes,
         averages_bytes=2 if config.precision.averages == "bf16" else 4,
         fp8=fp8_of(config),
+        sizes=sizes,
     )
 
 
@@ -420,12 +431,12 @@ def fp8_of(config: Config) -> Fp8 | None:
     return Fp8(p.fp8_products, p.fp8_ends, casts, gathered_units(config) if p.gather == "fp8" else ())
 
 
-def costs_of(config: Config, hardware: Hardware, documents: Lengths = ()) -> CostTable:
+def costs_of(config: Config, hardware: Hardware, documents: Lengths = (), sizes: Sizes | None = None) -> CostTable:
     """What every op of the plan costs on that hardware: on the imitated network, if the transport is the slow one.
 
     Without `documents` each sequence is one.
     """
-    costs, layout = pricing_of(config, hardware, documents).costs(), layout_of(config)
+    costs, layout = pricing_of(config, hardware, documents, sizes).costs(), layout_of(config)
     table, rates = dict(costs.table), at_clock(hardware, costs.clock) if costs.clock else hardware
     add_waits(table, config, hardware, layout)
     if config.mesh.replicas > 1:
