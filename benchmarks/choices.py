@@ -91,7 +91,11 @@ def compared(case: list[str], before: dict[str, Any], after: dict[str, Any], pla
     other = {name: [old[name], new[name]] for name in old.keys() & new.keys() if old[name] != new[name]}
     if not other:
         return {**row, "step": after["step"]}
-    theirs = [word for name, (value, _) in other.items() for word in (f"--{name}", str(value))]
+    theirs = [
+        word
+        for name, (value, _) in other.items()
+        for word in (f"--{name}", *map(str, value if isinstance(value, list) else [value]))
+    ]
     again = planner.plan([*case, *theirs])
     ratio = after["step"] / again["step"] if "step" in again else None
     return {**row, "step": after["step"], "other": other, "theirs": again.get("step", again), "ratio": ratio}
