@@ -50,8 +50,8 @@ and backward meet in the middle one."""
 
 
 QUICK = {**VALUES, "microbatches": [1, 2, 3, 4]}
-"""Of these every pair is tried, by `make test` and `make parity` together. Two ranks with two chunks each go through four microbatches in two rounds,
-and through three in one and a half."""
+"""Of these every pair is tried, by `make test` and `make parity` together. Two ranks with two chunks each go through
+four microbatches in two rounds, and through three in one and a half."""
 
 
 LATENT: dict[str, Any] = dict(kv_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
