@@ -43,7 +43,6 @@ from benchmarks.prediction_tables import STEPS, predicted, predicted_compute, pr
 from benchmarks.published import comparison
 from benchmarks.record import RESULTS, ROOT
 from benchmarks.saves import saves
-from benchmarks.search_tables import gains
 from benchmarks.shard_step import drawn
 from benchmarks.sharding_tables import (
     aims,
@@ -141,17 +140,6 @@ def explain_scaling(result: Result) -> str:
     return table(["configuration", "ranks", "resolve", "explain", "both"], rows)
 
 
-def calibration(result: Result) -> str:
-    """Steps as predicted from another recorded step, as measured, and as the cost model has them."""
-    rows = []
-    for shape, found in result["shapes"].items():
-        for plan, row in found["plans"].items():
-            times = [f"{1e3 * row[key]:,.0f} ms" for key in ("predicted", "measured", "modelled")]
-            ratios = [row["ratio"], row["measured"] / row["modelled"]]
-            rows.append([f"{shape}, {plan}", times[0], times[1], f"{ratios[0]:.2f}", times[2], f"{ratios[1]:.2f}"])
-    return table(["plan", "predicted", "measured", "ratio", "model alone", "ratio"], rows)
-
-
 def trace_reading(result: Result) -> str:
     rows = [
         [
@@ -222,9 +210,6 @@ KNOWN: dict[str, tuple[str, Callable[..., str]]] = {
     ),
     "fp8_products": ("fp8_products", fp8),
     "gpu_tests_rerun": ("gpu_tests_rerun", gpu_tests),
-    "prediction": ("prediction", calibration),
-    "calibration": ("calibration", calibration),
-    "gains": ("calibration prediction", gains),
     "fsdp_headline": ("fsdp fsdp_long", headline),
     "fsdp_aims": ("fsdp fsdp_long fsdp_peers", aims),
     "fsdp_host": ("fsdp_host", host_cost),

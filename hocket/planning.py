@@ -10,7 +10,7 @@ from typing import Any
 
 from hocket.config import Config
 from hocket.predict.arrivals import arrival_bytes
-from hocket.predict.cost import CostTable, Measurement, carried_by, costs_of, issued, overheads_of, varied
+from hocket.predict.cost import CostTable, carried_by, costs_of, issued, overheads_of, varied
 from hocket.predict.hardware import LATENCY, Hardware, adapter_times, crossing, hardware_of
 from hocket.predict.part_sizes import attending
 from hocket.predict.simulate import Timeline, cost_key, simulate
@@ -30,12 +30,12 @@ def program_of(settings: Settings) -> Program:
     return build_program(layout_of(settings), settings.train.microbatches, settings, sharding_of(settings))
 
 
-def predict(settings: Settings, program: Program, hardware: Hardware, measured: Measurement | None = None) -> Timeline:
-    """When every op of the program would run on that hardware. `measured` are costs that were measured there."""
-    costs, packed = costs_of(settings, hardware, measured), documents_of(settings)
-    if packed and measured is None:
+def predict(settings: Settings, program: Program, hardware: Hardware) -> Timeline:
+    """When every op of the program would run on that hardware."""
+    costs, packed = costs_of(settings, hardware), documents_of(settings)
+    if packed:
         costs = varied(costs, settings, hardware, packed)
-    return simulate(program, costs, overheads_of(settings, hardware, costs.table, measured))
+    return simulate(program, costs, overheads_of(settings, hardware, costs.table))
 
 
 def documents_of(settings: Settings) -> list[Lengths]:
@@ -127,10 +127,10 @@ def adapter_seconds(settings: Settings, program: Program, costs: CostTable) -> f
     return max(sum(seconds.get(cost_key(op, kinds), 0.0) for op in ops) for ops in program.ranks)
 
 
-def report(settings: Settings, hardware: Hardware, width: int, ops: int, measured: Measurement | None = None) -> str:
+def report(settings: Settings, hardware: Hardware, width: int, ops: int) -> str:
     """Choices, timeline, predicted numbers and the first `ops` lines of the program (-1: all), for a terminal."""
     program = program_of(settings)
-    timeline = predict(settings, program, hardware, measured)
+    timeline = predict(settings, program, hardware)
     busy = adapter_seconds(settings, program, costs_of(settings, hardware))
     wide = wrap(network(settings, busy, float(timeline.makespan)), max(width, 80), subsequent_indent="  ")
     text = to_text(program).splitlines()
@@ -139,13 +139,14 @@ def report(settings: Settings, hardware: Hardware, width: int, ops: int, measure
         *_heading(settings, program),
         "",
         f"PREDICTED STEP  on {hardware.name}, {settings.precision.compute}"
-        + (", with measured costs" if measured else ("; " + told if (told := rates(settings, hardware)) else "")),
+        + ("; " + told if (told := rates(settings, hardware)) else ""),
         text_timeline(timeline, program, width),
         "",
         *_numbers(summary(timeline, program)),
         *_misfits(timeline, hardware, arrival_bytes(settings)),
-        *(_origin_of_costs(measured) if measured else (*late_host(settings, program, hardware, timeline), *wide)),
-        *([f"documents  {told}"] if not measured and (told := told_documents(settings)) else []),
+        *late_host(settings, program, hardware, timeline),
+        *wide,
+        *([f"documents  {told}"] if (told := told_documents(settings)) else []),
         "",
         "PROGRAM",
         *text[:cut],
@@ -155,18 +156,15 @@ def report(settings: Settings, hardware: Hardware, width: int, ops: int, measure
     return "\n".join(parts)
 
 
-def page_head(
-    settings: Settings, program: Program, hardware: Hardware, measured: Measurement | None = None
-) -> tuple[str, list[str]]:
+def page_head(settings: Settings, program: Program, hardware: Hardware) -> tuple[str, list[str]]:
     """Title of a page of a predicted step, and lines about it: the recipe, what it runs on, what it was made of."""
     recipe = settings.origins.get("", "").removeprefix("recipe ")
     name = settings.run.name + (f" (recipe {recipe})" if recipe not in ("", "default", settings.run.name) else "")
-    costs = "measured costs" if measured else rates(settings, hardware)
     on = f"predicted for {hardware.name}, {settings.precision.compute}, {settings.train.transport}"
-    told = "" if measured else told_documents(settings)
+    told = told_documents(settings)
     lines = [
         *islice(_heading(settings, program), 2),
-        "; ".join(filter(None, [on, costs, told and f"documents: {told}"])),
+        "; ".join(filter(None, [on, rates(settings, hardware), told and f"documents: {told}"])),
     ]
     return f"{name}: predicted step", lines
 
@@ -177,10 +175,10 @@ def rates(settings: Settings, hardware: Hardware) -> str:
     return "" if told else f"rates {hardware.origin}"
 
 
-def as_json(settings: Settings, hardware: Hardware, measured: Measurement | None = None) -> dict[str, Any]:
+def as_json(settings: Settings, hardware: Hardware) -> dict[str, Any]:
     """The same for machines, without pictures and without the program's ops."""
     program = program_of(settings)
-    timeline = predict(settings, program, hardware, measured)
+    timeline = predict(settings, program, hardware)
     choices = [{"setting": d.setting, "value": d.value, "reason": d.reason} for d in settings.decisions]
     numbers = summary(timeline, program)
     found = {
@@ -193,22 +191,9 @@ def as_json(settings: Settings, hardware: Hardware, measured: Measurement | None
     busy = adapter_seconds(settings, program, costs_of(settings, hardware))
     if wide := network(settings, busy, float(timeline.makespan)):
         found["network"] = wide
-    if not measured and (told := told_documents(settings)):
+    if told := told_documents(settings):
         found["documents"] = told
-    return found | ({"measured": costs_as_json(measured)} if measured else {})
-
-
-def costs_as_json(measured: Measurement) -> dict[str, Any]:
-    """Measured costs for machines: seconds by verb, part and kind of the layer."""
-    overheads = measured.overheads
-    return {
-        "from": measured.source,
-        "op_seconds": {" ".join(filter(None, key)): float(value) for key, value in measured.seconds.items()},
-        "contention": {kind: float(factor) for kind, factor in overheads.contention.items()},
-        "issue_seconds": {" ".join(filter(None, key)): float(value) for key, value in overheads.issue.items()},
-        "host_stops_seconds": None if overheads.counts is None else float(overheads.counts),
-        "notes": list(measured.notes),
-    }
+    return found
 
 
 LATE = 0.02
@@ -227,13 +212,6 @@ def late_host(settings: Settings, program: Program, hardware: Hardware, timeline
             f"host  issues {ops:,} ops, {duration(issued(settings, hardware))} each, for which GPUs wait: "
             f"the step is {longer:.0%} longer than they need"
         )
-
-
-def _origin_of_costs(measured: Measurement) -> Iterator[str]:
-    yield f"costs  of {len(measured.seconds)} kinds of ops from {measured.source}; the others are modelled"
-    factors = ", ".join(f"{factor:.0%} beside {kind}" for kind, factor in measured.overheads.contention.items())
-    yield f"       compute is slower by {factors}" if factors else "       no contention"
-    yield from (f"       {note}" for note in measured.notes)
 
 
 def _heading(settings: Settings, program: Program) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
 from torch.optim import Muon  # which takes shards once a model is sharded
 
-from hocket.fsdp.api import context_of, fully_shard, instead_of_fsdp2, param_groups, step_and_gather, unit_of
+from hocket.fsdp.api import context_of, fully_shard, instead_of_fsdp2, step_and_gather, unit_of
 from hocket.fsdp.fsdp2 import FSDPModule, register_fsdp_forward_method
 from hocket.fsdp.shard_groups import Placement
 
@@ -18,7 +18,6 @@ __all__ = [
     "context_of",
     "fully_shard",
     "instead_of_fsdp2",
-    "param_groups",
     "register_fsdp_forward_method",
     "step_and_gather",
     "unit_of",

@@ -196,14 +196,25 @@ def test_a_plan_as_json_and_pictures(capsys, tmp_path):
         (["--svg", "p", "--html", "p"], ["svg = p", "--html names it too"]),
         (["--html", ""], ["--html = (empty)", "names nothing", "leave it out"]),
         (["--preset="], ["--preset = (empty)", "names nothing"]),
-        (["--from"], ["--from = (nothing)", "a list of texts"]),
-        (["--from", ""], ["--from = (empty)", "names nothing"]),
-        (["--from", "."], [".", "no traces in this folder"]),
-        (["--from"], ["--from = (nothing)"]),
+        (["--svg"], ["--svg = (nothing)"]),
     ],
 )
 def test_a_bad_flag_of_plan_is_one_line(capsys, words, parts):
     code, out, err = command(capsys, "plan", "tiny", *words)
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert all(part in err for part in [*parts, "fix: "])
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--from"], ["--from = (nothing)", "a list of texts"]),
+        (["--from", ""], ["--from = (empty)", "names nothing"]),
+        (["--from", "."], [".", "no traces in this folder"]),
+    ],
+)
+def test_bad_traces_of_explain_are_one_line(capsys, words, parts):
+    code, out, err = command(capsys, "explain", "tiny", *words)
     assert (code, out, len(err.splitlines())) == (2, "", 1)
     assert all(part in err for part in [*parts, "fix: "])
 

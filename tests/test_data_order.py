@@ -163,14 +163,6 @@ def test_what_sequences_cost_is_what_the_ops_of_their_layers_take(model: str, wa
         assert (seconds[m] - seconds[-1]) / (seconds[0] - seconds[-1]) == pytest.approx(share, abs=2e-3)
 
 
-def test_measured_costs_are_those_of_the_documents_that_there_were() -> None:
-    chosen = resolved(plan__layers_per_stage=())
-    costs = costs_of(chosen, H200).measured({("fwd", "attn", "dense"): 1.0})
-    found = varied(costs, chosen, H200, [((64, chosen.data.sequence_length),)])
-    assert found.seconds(0, Op("fwd", "attn", 0, 0, 0)) == 1.0
-    assert found.seconds(0, Op("bwd", "attn", 0, 0, 0)) < costs.seconds(0, Op("bwd", "attn", 0, 0, 0))
-
-
 # -- what it gains ---------------------------------------------------------------------------------------------------
 
 LONG = {"data.packing": "on", "data.sequence_length": 32768, "train.sequences": 1, "train.microbatches": 8}

@@ -215,4 +215,7 @@ def test_an_unknown_option_is_one_line(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit) as end:
         cli.main(["doctor", "--fast"])
     assert end.value.code == 2
-    assert "doctor --fast (command line): there is no such option; fix: --json or --measure" in capsys.readouterr().err
+    assert (
+        "hocket doctor (command line): unrecognized arguments: --fast; fix: hocket doctor --help"
+        in capsys.readouterr().err
+    )

@@ -195,7 +195,7 @@ def test_text_of_parquet_that_is_no_text_is_refused(tmp_path: Path, arrow: Any) 
     parquet.write_table(arrow.table({"text": ["a flipped bit"] * 9}), tmp_path / "a.parquet", **more)
     content = (tmp_path / "a.parquet").read_bytes().replace(b"flipped", b"fl\xe9pped")
     (tmp_path / "a.parquet").write_bytes(content)
-    assert "a.parquet is damaged (text behind row 0 that is no UTF-8" in refused(tmp_path, tmp_path / "a.parquet")
+    assert "a.parquet is damaged (text after row 0 that is no UTF-8" in refused(tmp_path, tmp_path / "a.parquet")
     parquet.write_table(
         arrow.table({"text": ["some bit"] * 9}), tmp_path / "b.parquet", write_page_checksum=True, **more
     )

@@ -173,11 +173,14 @@ def test_the_command_prints_a_file_that_can_be_explained(capsys, tmp_path: Path,
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--from-megatron"], "--from-megatron = (nothing) (command line): "),
+        (["--from-megatron"], "hocket explain (command line): argument --from-megatron: expected one argument; fix: "),
         (["--from-fairscale", "x"], "explain --from-fairscale (command line): nothing translates this system; fix: "),
-        (["--from-megatron", "--bf16", "--gpus", "all"], "--gpus = all (command line): not a whole number"),
+        (
+            ["--from-megatron", "--bf16", "--gpus", "all"],
+            "hocket explain (command line): argument --gpus: invalid int value: 'all'",
+        ),
         (["--from-megatron", "--bf16", "--gpus", "-8"], "mesh.dp is at least 1"),
-        (["--from-megatron", "--bf16", "--json"], "--json (command line): there is no such option"),
+        (["--from-megatron", "--bf16", "--json"], "hocket explain (command line): unrecognized arguments: --json"),
         (["--from-megatron", "--bf16", "--from-megatron", "--fp16"], "given twice"),
     ],
 )

@@ -74,6 +74,7 @@ def test_restarts_come_to_an_end(tmp_path: Path) -> None:
     assert [f"restart {attempt} of 2" in ended.err for attempt in (1, 2, 3)] == [True, True, False]
 
 
+@pytest.mark.full
 def test_torchrun_starts_again_too(tmp_path: Path, whole: dict[int, float]) -> None:
     words = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "-m", "hocket", "train", *PAIR]
     process = start(tmp_path, *words, "--data.paths", text_in(tmp_path), module="torch.distributed.run")

@@ -104,8 +104,8 @@ def test_runs_draws_what_it_is_asked_for(capsys: pytest.CaptureFixture[str], tmp
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["runs", "--html"], "takes folders, and --html FILE once; fix:"),
-        (["runs", "--html", "a", "--html", "b"], "takes folders, and --html FILE once; fix:"),
+        (["runs", "--html"], "argument --html: expected one argument; fix:"),
+        (["runs", "--html", "a", "--html", "b"], "argument --html: given twice; fix:"),
     ],
 )
 def test_mistakes_are_one_line(capsys, tmp_path, monkeypatch, words: list[str], message: str) -> None:

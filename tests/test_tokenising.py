@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -20,7 +18,7 @@ import pytest
 from hocket.config import DataConfig
 from hocket.train import corpus as tokenising
 from hocket.train.corpus import open_corpus
-from hocket.train.documents import Keys, documents
+from hocket.train.documents import documents
 from tests.helpers.command import alive, children_of, environment
 
 
@@ -59,7 +57,7 @@ def test_the_cache_has_the_same_bytes_whatever_makes_it(tmp_path, monkeypatch, s
     whole = with_cache(data, tmp_path / "whole")
     open_corpus(whole, {})
     assert content(data.cache) == content(three.cache) == content(whole.cache)
-    assert not list(Path(three.cache).glob("*.pieces"))
+    assert not list(Path(three.cache).glob("*.parts"))
 
 
 def test_a_cache_of_before_is_still_one(tmp_path, monkeypatch):
@@ -105,43 +103,7 @@ def test_what_a_process_finds_wrong_is_one_message(tmp_path, monkeypatch, small_
     with pytest.raises(ValueError, match=r"data\.paths = .*bad\.jsonl has no JSON in line 1 .*; fix: ") as caught:
         open_corpus(data, {})
     assert len(str(caught.value).splitlines()) == 1
-    assert not list((tmp_path / "cache").glob("*.pieces"))
-
-
-@pytest.mark.parametrize("parts", [1, 2, 3, 7, 500])
-def test_parts_of_a_file_of_lines_are_the_whole(tmp_path, parts):
-    texts = ["x" * (i * 37 % 200) + str(i) for i in range(60)]
-    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    found: list[Any] = [d for n in range(parts) for d in documents(tmp_path / "a.jsonl", Keys("text"), 0, (n, parts))]
-    assert [bytes(document).decode() for document in found] == texts
-
-
-@pytest.mark.parametrize("parts", [1, 2, 3, 7, 50])
-def test_parts_of_a_table_are_the_whole(tmp_path, parts):
-    pyarrow = pytest.importorskip("pyarrow", reason="needs the extra: pip install hocket[text]")
-    texts = [f"row {i}" for i in range(60)]
-    importlib.import_module("pyarrow.parquet").write_table(
-        pyarrow.table({"text": texts}), tmp_path / "a.parquet", row_group_size=7
-    )
-    found: list[Any] = [d for n in range(parts) for d in documents(tmp_path / "a.parquet", Keys("text"), 0, (n, parts))]
-    assert [bytes(document).decode() for document in found] == texts
-
-
-def test_a_long_file_is_several_pieces_and_its_lines_are_named(tmp_path, monkeypatch, small_pieces):
-    monkeypatch.setattr(tokenising, "cores", lambda: 3)
-    lines = [json.dumps({"text": f"this is line {i}"}) for i in range(300)]
-    file = tmp_path / "a.jsonl"
-    file.write_text("\n".join(lines))
-    assert len(tokenising.pieces_of([file])) > 5
-    data = DataConfig(paths=(str(file),), cache=str(tmp_path / "cache"))
-    assert open_corpus(data, {}).documents == 300
-    file.write_text("\n".join([*lines[:200], "no", *lines[200:]]))
-    with pytest.raises(ValueError, match=r"has no JSON in line \d+ behind byte ([\d,]+) ") as caught:
-        open_corpus(data, {})
-    found = re.search(r"line (\d+) behind byte ([\d,]+) ", str(caught.value))
-    assert found
-    behind = file.read_bytes()[int(found[2].replace(",", "")) :]
-    assert behind.splitlines()[int(found[1]) - 1] == b"no"
+    assert not list((tmp_path / "cache").glob("*.parts"))
 
 
 SCRIPT = """
@@ -164,10 +126,10 @@ def test_processes_end_with_their_parent_and_what_they_finished_stays(tmp_path, 
     process = subprocess.Popen(command, env=environment(), start_new_session=True)
     try:
         deadline = time.monotonic() + 40
-        while not list(Path(data.cache).glob("*.pieces/*.npz")) or not (workers := children_of(process.pid)):
+        while not list(Path(data.cache).glob("*.parts/*.npz")) or not (workers := children_of(process.pid)):
             assert time.monotonic() < deadline
             time.sleep(0.005)
-        while len(list(Path(data.cache).glob("*.pieces/0*.npz"))) < 3:
+        while len(list(Path(data.cache).glob("*.parts/0*.npz"))) < 3:
             assert time.monotonic() < deadline
             time.sleep(0.005)
     finally:
@@ -177,7 +139,7 @@ def test_processes_end_with_their_parent_and_what_they_finished_stays(tmp_path, 
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert not [path for path in Path(data.cache).glob("corpus-*") if path.is_dir() and not path.suffix]
-    done = [file.with_suffix(".bin").name for file in Path(data.cache).glob("*.pieces/0*.npz")]
+    done = [file.with_suffix(".bin").name for file in Path(data.cache).glob("*.parts/0*.npz")]
     assert len(done) >= 3
     seen: list[str] = []
     corpus = open_corpus(data, {}, say=seen.append)

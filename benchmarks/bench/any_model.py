@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from benchmarks.bench.contender import Contender
 from benchmarks.bench.plain import optimizer_name
 from benchmarks.bench.workload import Workload
-from hocket.adapters.cut import AdaptedModel, Cut
 from hocket.adapters.transformers import Pretrained
 from hocket.adapters.verify import verify
 from hocket.config import RopeConfig
@@ -91,9 +90,10 @@ class Planned:
                 return value_of(name, shapes[name], workload, device)
             return buffer_of(model, name, device)
 
-        cut = Cut(Pretrained(model))
-        verify(cut)
-        self.engine = Engine(own, rank, device, update=workload.optimizer, source=AdaptedModel(cut, value))
+        source = Pretrained(model)
+        source.values = value
+        verify(source)
+        self.engine = Engine(own, rank, device, update=workload.optimizer, source=source)
         self.engine.init_weights()
         self.lr = workload.config.train.lr
         self.settings: dict[str, str] = {

@@ -20,6 +20,7 @@ from benchmarks.bench.peers.fsdp2 import meshes
 from benchmarks.bench.plain import Exchange, adamw, backward, first_value, optimizer_name, plain_model
 from benchmarks.bench.workload import Workload
 from hocket.config import Strategy
+from hocket.fsdp.module_context import ShardContext
 from hocket.fsdp.options import ShardTransport
 from hocket.fsdp.shard_grads import Offload
 from hocket.fsdp.sharded_parameter import ShardedParameter
@@ -113,7 +114,6 @@ class Sharded:
             transport="nccl" if how.transport == "auto" and device.type == "cuda" else how.transport,
             offload=how.offload,
             device=device,
-            init=first_values(self.model, workload, rank, device),
         )
         precision = hocket.Precision(compute=workload.dtype, wire=torch.float32 if how.fp32_wire else None)
         self.context = hocket.fully_shard(
@@ -124,6 +124,7 @@ class Sharded:
             precision=precision,
             options=options,
         )
+        fill(self.model, self.context, workload, rank)
         if how.copied:
             for group in (group for unit in self.context.units for group in unit.groups):
                 for member in group.members:
@@ -197,15 +198,11 @@ TRANSPORTS: dict[ShardTransport, str] = {
 _KERNELS = f"NCCL's kernels have at most {SMS} SMs"
 
 
-def first_values(model: nn.Module, workload: Workload, rank: int, device: torch.device) -> Callable[[nn.Module], None]:
-    """Gives the parameters of one module of the model their first values, and its buffers theirs, which is 0."""
-    prefixes = {module: name for name, module in model.named_modules()}
-
-    def init(module: nn.Module) -> None:
-        for key, param in module.named_parameters(recurse=False):
-            name = f"{prefixes[module]}.{key}"
-            param.copy_(first_value(name, param.shape, workload, rank, device))
-        for buffer in module.buffers(recurse=False):
-            buffer.zero_()
-
-    return init
+def fill(model: nn.Module, context: ShardContext, workload: Workload, rank: int) -> None:
+    """Give a model from the meta device its first values, and its buffers theirs, which is 0."""
+    model.to_empty(device=context.param_groups[0].main.device)
+    for name, param in model.named_parameters():
+        param.data = first_value(name, param.shape, workload, rank, context.device)
+    for module in model.modules():
+        for key, buffer in module.named_buffers(recurse=False):
+            module._buffers[key] = torch.zeros_like(buffer, device=context.device)

@@ -1,17 +1,16 @@
-"""Costs of the ops of an adapted model: FLOPs from torch's counter on the meta device, bytes from shapes.
+"""Sizes of the parts of an adapted model: FLOPs from torch's counter on the meta device, bytes from shapes.
 
 Communication goes by the sizes of parameters and hidden states. Of a part that computes, torch counts the FLOPs of its
 forward, and what it saves for backward. Torch counts all pairs of a query and a key. Of these the causal ones count,
 and in layers with a window those within it, as in the cost model (`program/documents.py`). Experts of others do not
-apply the weights of choices, so what they make is saved too. The seconds of its ops are those that the cost model gives
-to a part of hocket's transformer with as many weights, times the ratio of the two counts of FLOPs.
+apply the weights of choices, so what they make is saved too. What is moved between products is not counted: it is that
+of hocket's transformer with heads and MLPs as wide.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,11 +19,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-from hocket.adapters.cut import Cut
-from hocket.adapters.transformers import LAYERS, windows_of
+from hocket.adapters.source import AdaptedModel
+from hocket.adapters.transformers import BLOCKS, LAYERS, windows_of
 from hocket.config import Config, ModelConfig
 from hocket.predict.cost import CostTable, costs_of
 from hocket.predict.hardware import hardware_of
+from hocket.predict.part_sizes import PartSize
 from hocket.program.documents import keys
 from hocket.runtime.weights import DTYPES
 from hocket.tune.trials import Price
@@ -33,115 +33,93 @@ _OF_PAIRS = ("aten.bmm", "aten._scaled_dot_product")
 """Operations that multiply queries and keys, and their weights and values, by the beginnings of their names."""
 
 
-@dataclass(frozen=True)
-class Counted:
-    """Counts of one part's forward over one microbatch."""
-
-    flops: int
-    saved_bytes: int
-    """Bytes of activations; 0: not counted."""
+Counts = Mapping[tuple[str, str], Mapping[str, int]]
+"""(part, kind of layer) -> fields of its `PartSize`."""
 
 
-def sizes_of(cut: Cut, top_k: int, shared: bool = False) -> ModelConfig:
-    """The sizes by which settings are checked and chosen: hocket's transformer with as many weights in each part.
+def weights_of(source: AdaptedModel, part: str, kind: str) -> int:
+    """The weights of a part of a layer of a kind, of embedding or of head; of experts those of all ranks."""
+    if not kind:
+        return sum(param.numel() for name, param in source.params.items() if name.startswith(f"{part}."))
+    prefix, found = f"layers.{source.kinds().index(kind)}.", {"attn": 0, "mlp": 0, "experts": 0}
+    inside = {"experts": "experts"} if kind == "moe" else dict.fromkeys(BLOCKS, "mlp")
+    for name, param in source.params.items():
+        if name.startswith(prefix):
+            found[inside.get(name.removeprefix(prefix).partition(".")[0], "attn")] += param.numel()
+    return found[part]
 
-    With `shared` heads are the model's own, by which keys and values travel between ranks that share sequences.
-    """
-    d, kinds = cut.adapter.hidden, cut.kinds()
-    numbers = {kind: kinds.index(kind) for kind in set(kinds)}
 
-    def count(number: int, wanted: Callable[[str], bool]) -> int:
-        prefix = f"layers.{number}."
-        names = (name for name in cut.params if name.startswith(prefix))
-        return sum(cut.params[name].numel() for name in names if wanted(name.removeprefix(prefix)))
+def sizes_of(source: AdaptedModel, top_k: int) -> ModelConfig:
+    """The sizes by which settings are checked and chosen. Widths that nothing says are those of as many weights."""
+    d, kinds = source.hidden, source.kinds()
 
-    def multiple(number: float) -> int:
-        return max(8, 8 * round(number / 8))
+    def width(weights: float) -> int:
+        return max(8, 8 * round(weights / d / 8))
 
-    block = ("mlp.", "block_sparse_moe.", "feed_forward.")
-    ffn, expert_ffn, attention = 8, 8, 0
-    if "dense" in numbers:
-        ffn = multiple(count(numbers["dense"], lambda name: name.startswith(block)) / (3 * d))
-        attention = count(numbers["dense"], lambda name: not name.startswith(block))
-    if "moe" in numbers:
-        expert_ffn = multiple(count(numbers["moe"], lambda name: name.startswith("experts.")) / (3 * d * cut.experts))
-        attention = count(numbers["moe"], lambda name: not name.startswith("experts.")) - d * cut.experts
-    heads, kv_heads, width = 1, 1, multiple(attention / (4 * d))
-    if shared:
-        theirs: Any = cut.adapter.layers[0].get_submodule("self_attn")
-        width = theirs.head_dim
-        heads, kv_heads = theirs.q_proj.out_features // width, theirs.k_proj.out_features // width
+    attn = getattr(source.layers[0], "self_attn", None)
+    if attn is not None and all(hasattr(attn, name) for name in ("q_proj", "k_proj", "head_dim")):
+        n = attn.head_dim
+        heads, kv_heads = (projection.out_features // n for projection in (attn.q_proj, attn.k_proj))
+    else:
+        routers = d * source.experts if kinds[0] == "moe" else 0
+        heads, kv_heads, n = 1, 1, width((weights_of(source, "attn", kinds[0]) - routers) / 4)
+    ffn = width(weights_of(source, "mlp", "dense") / 3) if "dense" in kinds else 8
+    experts = width(weights_of(source, "experts", "moe") / (3 * source.experts)) if source.experts else 8
     return ModelConfig(
-        vocab=cut.adapter.vocab,
-        hidden=d,
-        layers=len(kinds),
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=width,
-        ffn=ffn,
-        dense_layers=tuple(i for i, kind in enumerate(kinds) if kind == "dense") if cut.experts else (),
-        experts=cut.experts,
-        top_k=max(1, top_k),
-        expert_ffn=expert_ffn,
-        tied=cut.tied,
-    )
+        vocab=source.vocab, hidden=d, layers=len(kinds), heads=heads, kv_heads=kv_heads, head_dim=n, ffn=ffn,
+        dense_layers=tuple(i for i, kind in enumerate(kinds) if kind == "dense") if source.experts else (),
+        experts=source.experts, top_k=max(1, top_k), expert_ffn=experts, tied=source.tied,
+    )  # fmt: skip
 
 
-def price_of(cut: Cut) -> Price:
+def price_of(source: AdaptedModel) -> Price:
     """Costs of ops in a configuration with this model."""
-    known: dict[tuple[int, int, int, str], Mapping[tuple[str, str], Counted]] = {}
+    known: dict[tuple[int, int, int, str], Counts] = {}
 
     def price(config: Config) -> CostTable:
         key = config.train.sequences, config.data.sequence_length, config.mesh.cp, config.precision.compute
         if key not in known:
-            known[key] = count_parts(cut, config)
-        costs = costs_of(config, hardware_of(config))
-        table, away = dict(costs.table), config.mesh.ep > 1 and config.overlap.ep.copies != "per_rank"
-        outputs = 0 if away else config.tokens * config.model.top_k * config.model.hidden * config.element_bytes
-        for (part, kind), counted in known[key].items():
-            modelled = table["fwd", part, kind].flops
-            for verb in ("fwd", "recompute", "bwd", "wgrad"):
-                if counted.flops and modelled and (cost := table.get((verb, part, kind))):
-                    ratio = counted.flops / modelled
-                    saved = counted.saved_bytes if verb in ("fwd", "recompute") else 0
-                    if part == "experts" and verb in ("fwd", "recompute"):
-                        saved = cost.saved_bytes + outputs
-                    changed = replace(cost, seconds=cost.seconds * ratio, flops=cost.flops * ratio)
-                    table[verb, part, kind] = replace(changed, saved_bytes=saved or cost.saved_bytes)
-        return replace(costs, table=table)
+            known[key] = count_parts(source, config)
+
+        def sizes(part: str, kind: str, size: PartSize) -> PartSize:
+            counts = dict(known[key].get((part, kind), {}))
+            if size.weights and (counts or not kind):
+                counts["weights"] = weights_of(source, part, kind) // (config.mesh.ep if part == "experts" else 1)
+            if "core" in counts and size.core:
+                counts["masked"] = size.masked * counts["core"] // size.core
+            if part == "experts" and not (config.mesh.ep > 1 and config.overlap.ep.copies != "per_rank"):
+                counts["saved"] = size.saved + config.model.top_k * config.model.hidden
+            return replace(size, **counts)
+
+        return costs_of(config, hardware_of(config), sizes=sizes)
 
     return price
 
 
-def count_parts(cut: Cut, config: Config) -> dict[tuple[str, str], Counted]:
-    """FLOPs and saved bytes of the forward of every part by kind of layer; of experts and head, FLOPs by shapes.
+def count_parts(source: AdaptedModel, config: Config) -> Counts:
+    """What a token needs in the forward of every part, by kind of layer; of experts and head by shapes.
 
     Where ranks share sequences, attention is hocket's, and goes by its cost model.
     """
-    adapter, dtype = cut.adapter, DTYPES[config.precision.dtype]
+    dtype = DTYPES[config.precision.dtype]
     shape, whole_sequences = (config.train.sequences, config.tokens // config.train.sequences), config.mesh.cp == 1
-    x_BSD = torch.empty((*shape, adapter.hidden), dtype=dtype, device="meta", requires_grad=True)
-    state = adapter.model.state_dict()
-    memo = cut.buffers(torch.device("cpu"), lambda name: torch.zeros(state[name].shape))
-    whole: Any = getattr(adapter.model, "config", None)
-    if whole is not None:
-        memo[id(whole)] = here = copy.deepcopy(whole)
-        if getattr(here, "_attn_implementation", None) not in (None, "sdpa", "eager"):
-            here._attn_implementation = "sdpa"
-    memo |= {
-        id(p): nn.Parameter(torch.empty(p.shape, dtype=dtype, device="meta"), requires_grad=p.requires_grad)
-        for p in cut.params.values()
-    }
+    x_BSD = torch.empty((*shape, source.hidden), dtype=dtype, device="meta", requires_grad=True)
+    state, whole = source.model.state_dict(), getattr(source.model, "config", None)
+
+    def param(name: str, p: nn.Parameter) -> nn.Parameter:
+        return nn.Parameter(torch.empty(p.shape, dtype=dtype, device="meta"), requires_grad=p.requires_grad)
+
+    memo = source.trial(lambda name: torch.zeros(state[name].shape), param, "sdpa")
     # What layers are told is made on the CPU: transformers looks at values to see which mask is needed.
-    told = adapter.ends(dict(memo)).contexts(torch.empty((), dtype=dtype).expand(x_BSD.shape))
+    told = source.ends(dict(memo)).contexts(torch.empty((), dtype=dtype).expand(x_BSD.shape))
     contexts = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, told)
-    memo |= {id(b): memo[id(b)].to("meta") for b in [*adapter.model.buffers(), *cut.constants.values()]}
-    found: dict[tuple[str, str], Counted] = {}
-    kinds = cut.kinds()
+    memo |= {id(b): memo[id(b)].to("meta") for b in [*source.model.buffers(), *source.constants.values()]}
+    found: dict[tuple[str, str], Mapping[str, int]] = {}
+    kinds = source.kinds()
     met = {kind: _met(whole, [n for n, each in enumerate(kinds) if each == kind], shape[1]) for kind in set(kinds)}
     for kind in sorted(set(kinds)):
         number = kinds.index(kind)
-        layer: Any = cut.copied(number, dict(memo))
+        layer: Any = source.copied(number, dict(memo))
 
         def attn(x: Tensor, layer: Any = layer, n: int = number, routed: bool = kind == "moe") -> Tensor:
             state = layer.attention(x, contexts[n])
@@ -150,13 +128,13 @@ def count_parts(cut: Cut, config: Config) -> dict[tuple[str, str], Counted]:
         if whole_sequences:
             found["attn", kind] = _counted(attn, x_BSD, met[kind])
         if kind == "moe":
-            rows, prefix = shape[0] * shape[1] * config.model.top_k, f"layers.{number}.experts."
-            weights = sum(p.numel() for name, p in cut.params.items() if name.startswith(prefix) and p.dim() > 2)
-            found["experts", kind] = Counted(2 * rows * weights // cut.experts, 0)
+            prefix = f"layers.{number}.experts."
+            weights = sum(p.numel() for name, p in source.params.items() if name.startswith(prefix) and p.dim() > 2)
+            found["experts", kind] = {"grouped": config.model.top_k * weights // source.experts}
         else:
             found["mlp", kind] = _counted(layer.mlp, x_BSD)
-    weights = sum(p.numel() for name, p in cut.params.items() if name.startswith("head.") and p.dim() > 1)
-    found["head", ""] = Counted(2 * shape[0] * shape[1] * (weights or adapter.vocab * adapter.hidden), 0)
+    weights = sum(p.numel() for name, p in source.params.items() if name.startswith("head.") and p.dim() > 1)
+    found["head", ""] = {"gemm": weights or source.vocab * source.hidden}
     return found
 
 
@@ -169,8 +147,8 @@ def _met(config: Any, layers: Sequence[int], length: int) -> float:
     return sum(keys(((length, length),), windows[n]) for n in layers) / (length * len(layers))
 
 
-def _counted(forward: Callable[[Tensor], Tensor], x_BSD: Tensor, met: float = 1.0) -> Counted:
-    """FLOPs and saved bytes of a forward. Of products of attention the share `met` counts."""
+def _counted(forward: Callable[[Tensor], Tensor], x_BSD: Tensor, met: float = 1.0) -> dict[str, int]:
+    """What a forward needs for a token. Of products of attention the share `met` counts."""
     saved: dict[int, int] = {}
 
     def pack(x: Tensor) -> Tensor:
@@ -184,5 +162,7 @@ def _counted(forward: Callable[[Tensor], Tensor], x_BSD: Tensor, met: float = 1.
     with FlopCounterMode(display=False) as counter, saved_tensors_hooks(pack, lambda x: x):
         forward(x_BSD)
     counts = counter.get_flop_counts().get("Global", {})
-    pairs = sum(flops for op, flops in counts.items() if str(op).startswith(_OF_PAIRS))
-    return Counted(counter.get_total_flops() - round((1 - met) * pairs), sum(saved.values()))
+    pairs, tokens = sum(n for op, n in counts.items() if str(op).startswith(_OF_PAIRS)), x_BSD.shape[:2].numel()
+    elements = sum(saved.values()) // x_BSD.itemsize
+    gemm = (counter.get_total_flops() - pairs) // (2 * tokens)
+    return {"gemm": gemm, "core": round(met * pairs) // tokens, "saved": elements // tokens}

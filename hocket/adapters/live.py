@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hocket.adapters.cut import AdaptedModel
+from hocket.adapters.source import AdaptedModel
 from hocket.fsdp.members import UNIT
 from hocket.fsdp.saving.atomic_folder import AtomicFolder, sync
 from hocket.fsdp.saving.inventory import Inventory, context_given
@@ -124,7 +124,7 @@ def _of_step(step: PlannedStep) -> _Live:
     shapes = [*step.parameters.values(), *((name, buffer.shape) for name, buffer in step.buffers.items())]
     state: dict[str, Shape] = {name: tuple(shape) for name, shape in shapes}
     source = engine.source
-    model = source.cut.adapter.model if isinstance(source, AdaptedModel) else None
+    model = source.model if isinstance(source, AdaptedModel) else None
     if model is None:
         state = whole_shapes(settings.model)
 

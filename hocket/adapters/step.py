@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hocket.adapters.costs import price_of, sizes_of
-from hocket.adapters.cut import ELSE, WHOLE, AdaptedModel, Adapter, Cut, OwnModel, Values, refuse
+from hocket.adapters.source import ELSE, WHOLE, AdaptedModel, OwnModel, Values, refuse
 from hocket.adapters.transformers import Pretrained, unshareable
 from hocket.adapters.verify import verify
 from hocket.config import Config
@@ -48,17 +48,21 @@ def plan_model(
     Raises ValueError, before anything is allocated, if the model or the settings cannot be planned.
     """
     if isinstance(values, str | os.PathLike):
-        values = _values_of(Path(values), model)
+        try:
+            values = ModuleFolder.of(Path(values), model).value
+        except ValueError as error:
+            raise ValueError(f"values = {values}: {error}; fix: the folder of such a model") from None
     if values is not None and not callable(values):
         raise ValueError(f"values = {type(values).__name__}: no function; fix: such as values=tensors.__getitem__")
     config, given = _configured(settings)
-    cut = Cut(_adapter(model))
-    _check(cut, config, given, values)
-    _check_widths(cut, changed(config, {"precision.compute": "fp32"}))  # in which layers are compared
+    source = _adapted(model)
+    source.values = values
+    _check(source, config, given)
+    _check_widths(source, changed(config, {"precision.compute": "fp32"}))  # in which layers are compared
     shared, packed = config.mesh.cp > 1, config.data.packing != "off"
-    top_k = verify(cut, shared or packed)
-    config = replace(config, model=sizes_of(cut, top_k, shared))
-    price = price_of(cut)
+    top_k = verify(source, shared or packed)
+    config = replace(config, model=sizes_of(source, top_k))
+    price = price_of(source)
     if config.plan.graphs == "auto":
         # hocket cannot know what a foreign forward does while it is recorded.
         config = changed(config, {"plan.graphs": "off"})
@@ -69,37 +73,28 @@ def plan_model(
     resolved = resolve(config, _host(), given, price)
     on_gpu = resolved.train.device == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    stop_if(unmatched(resolved.optimizer, [(name, cut.theirs[name]) for name in cut.params], given))
-    _check_device(cut, device)
-    _check_widths(cut, resolved)
+    stop_if(unmatched(resolved.optimizer, [(name, source.theirs[name]) for name in source.params], given))
+    _check_device(source, device)
+    _check_widths(source, resolved)
     if values is None:
-        _check_alike(cut)
+        _check_alike(source)
     rank = dist.get_rank() if dist.is_initialized() else 0
-    method = resolved.overlap.cp.method if shared else WHOLE if packed else ""
-    source = AdaptedModel(cut, values, method)
+    source.method = resolved.overlap.cp.method if shared else WHOLE if packed else ""
     engine = Engine(resolved, rank, device, source=source)
     engine.init_weights()
-    names = {name: (cut.theirs[name], param.shape) for name, param in cut.params.items()}
-    return PlannedStep(engine, resolved, price, names, *_beside(cut, source.buffers(device)))
+    names = {name: (source.theirs[name], param.shape) for name, param in source.params.items()}
+    return PlannedStep(engine, resolved, price, names, *_beside(source, source.buffers(device)))
 
 
-def _values_of(folder: Path, model: nn.Module) -> Values:
-    """First values from a folder."""
-    try:
-        return ModuleFolder.of(folder, model).value
-    except ValueError as error:
-        raise ValueError(f"values = {folder}: {error}; fix: the folder of such a model") from None
-
-
-def _beside(cut: Cut, buffers: Mapping[int, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _beside(source: AdaptedModel, buffers: Mapping[int, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """What the model's state has beside trained parameters, as the step has it, and further names of these -> names."""
-    state: dict[str, Any] = cut.adapter.model.state_dict(keep_vars=True)
-    known = {id(param): cut.theirs[name] for name, param in cut.params.items()}
+    state: dict[str, Any] = source.model.state_dict(keep_vars=True)
+    known = {id(param): source.theirs[name] for name, param in source.params.items()}
     others = {name: known[id(x)] for name, x in state.items() if id(x) in known and known[id(x)] != name}
     return {name: buffers[id(x)].detach() for name, x in state.items() if id(x) in buffers}, others
 
 
-def _adapter(model: nn.Module) -> Adapter:
+def _adapted(model: nn.Module) -> AdaptedModel:
     if is_pretrained(model):
         return Pretrained(model)
     if all(hasattr(model, name) for name in ("embed", "layers", "head")):
@@ -159,8 +154,8 @@ _RULES = (
 """What a plan cannot do with layers of others, beside the rules of all settings."""
 
 
-def _check(cut: Cut, config: Config, given: Mapping[str, str], values: Values | None) -> None:
-    model, problems = cut.adapter.model, other_ranks(config)
+def _check(source: AdaptedModel, config: Config, given: Mapping[str, str]) -> None:
+    model, problems = source.model, other_ranks(config)
     reason = unshareable(model) if config.mesh.cp > 1 or config.data.packing != "off" else ""
     whole = (
         Rule(("mesh.cp",), lambda c, h: c.mesh.cp > 1 and bool(reason), reason, "mesh.cp = 1"),
@@ -168,48 +163,42 @@ def _check(cut: Cut, config: Config, given: Mapping[str, str], values: Values | 
     )
     broken = [rule for rule in (*_RULES, *whole) if rule.broken(config, Host())]
     problems += rule_lines(broken, config, Host(), {"": "plan_model", **given})
-    if values is None and any(param.is_meta for param in cut.params.values()):
-        problems.append(
-            f"model = {type(model).__name__}: its parameters are on the meta device; fix: plan_model(..., values=...)"
-        )
+    if source.values is None and any(param.is_meta for param in source.params.values()):
+        problems.append(str(refuse(model, "its parameters are on the meta device", "plan_model(..., values=...)")))
     stop_if(problems)
 
 
-def _check_device(cut: Cut, device: torch.device) -> None:
-    for name, param in cut.params.items():
+def _check_device(source: AdaptedModel, device: torch.device) -> None:
+    for name, param in source.params.items():
         if param.device.type not in ("cpu", "meta") and param.device != device:
-            raise ValueError(
-                f"model = {type(cut.adapter.model).__name__}: {cut.theirs[name]} is on {param.device}, and this rank "
-                f"computes on {device}; fix: keep the model on the CPU or the meta device, or move it to {device}"
-            )
+            reason = f"{source.theirs[name]} is on {param.device}, and this rank computes on {device}"
+            raise refuse(source.model, reason, f"keep the model on the CPU or the meta device, or move it to {device}")
 
 
-def _check_widths(cut: Cut, config: Config) -> None:
+def _check_widths(source: AdaptedModel, config: Config) -> None:
     """Products of experts take rows of whole 16 bytes."""
     unit = 16 // config.element_bytes
-    for name, param in cut.params.items():
+    for name, param in source.params.items():
         if ".experts." in name and param.dim() > 2 and any(width % unit for width in param.shape[1:]):
             raise refuse(
-                cut.adapter.model,
-                f"{cut.theirs[name]} has the shape {tuple(param.shape)}, and products of experts in "
+                source.model,
+                f"{source.theirs[name]} has the shape {tuple(param.shape)}, and products of experts in "
                 f"{config.precision.compute} need widths of a multiple of {unit}",
                 f"other widths; {ELSE}",
             )
 
 
-def _check_alike(cut: Cut) -> None:
+def _check_alike(source: AdaptedModel) -> None:
     """Check that all ranks hold the same model, by the first and last element of each parameter."""
     ends = [
         (name, *(float(param.detach().reshape(-1)[i]) for i in (0, -1)))
-        for name, param in {**cut.params, **cut.constants}.items()
+        for name, param in {**source.params, **source.constants}.items()
         if param.numel()
     ]
     for others in everyone(ends):
         if differing := [name for (name, *mine), (_, *theirs) in zip(ends, others, strict=True) if mine != theirs]:
-            raise ValueError(
-                f"model = {type(cut.adapter.model).__name__}: ranks hold different weights, such as "
-                f"{cut.theirs[differing[0]]}; fix: torch.manual_seed before the model is made, or the same checkpoint"
-            )
+            reason = f"ranks hold different weights, such as {source.theirs[differing[0]]}"
+            raise refuse(source.model, reason, "torch.manual_seed before the model is made, or the same checkpoint")
 
 
 def _host() -> Host:

@@ -31,9 +31,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hocket.adapters.cut import Adapter, Ends, refuse
 from hocket.adapters.fused import gate_of
 from hocket.adapters.layer import DenseLayer, ExpertLayer, Keep
+from hocket.adapters.source import AdaptedModel, Ends, refuse
 from hocket.layers.standin import grouped_linear
 from hocket.model.documents import Documents, Told
 from hocket.model.heads import Heads
@@ -99,7 +99,7 @@ FORWARDS: Mapping[frozenset[str], tuple[str, str, str, str]] = {
 """Norms that a layer has -> those before and after attention, before and after the MLP."""
 BLOCKS = ("mlp", "block_sparse_moe", "feed_forward")
 """What layers call their MLP."""
-_GROUPED = ("is_transposed", "has_bias", "has_gate", "has_post_expert_norm")
+_GROUPED = ("is_transposed", "has_bias", "has_gate", "_apply_gate")
 """What experts say about themselves that go by transformers' interface of experts."""
 
 
@@ -122,7 +122,7 @@ def expert_weights(layer: nn.Module) -> str:
     experts = getattr(module, "experts", None)
     if experts is None:
         return ""
-    if not all(hasattr(experts, name) for name in (*_GROUPED, "_apply_gate")):
+    if not all(hasattr(experts, name) for name in _GROUPED):
         raise Unfit(f"{type(experts).__name__} does not go by transformers' interface of experts, stacked by number")
     return f"{block}.experts"
 
@@ -227,7 +227,7 @@ class RoutedLayer(PlainLayer):
         y_RF = e.act_fn(y_RF) if self._gate is None else self._gate(y_RF)
         out_bias = e.down_proj_bias if e.has_bias else None
         y_RD = grouped_linear(y_RF, e.down_proj, ends_L, out_bias, e.is_transposed)
-        return e.post_expert_norm(y_RD) if e.has_post_expert_norm else y_RD
+        return e.post_expert_norm(y_RD) if getattr(e, "has_post_expert_norm", False) else y_RD  # of 5.20
 
     def merge(self, rows_TD: Tensor, keep: Keep) -> Tensor:
         """Experts and shared expert into the stream."""
@@ -311,7 +311,7 @@ _DROPS = ("dropout", "pdrop", "jitter", "layerdrop")
 """Words in names of settings that make a forward random."""
 
 
-class Pretrained(Adapter):
+class Pretrained(AdaptedModel):
     """A causal language model of transformers. Raises ValueError, naming what does not fit."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -332,6 +332,7 @@ class Pretrained(Adapter):
         self.embed_modules: Mapping[str, nn.Module] = {names[id(parts["embed_tokens"])]: parts["embed_tokens"]}
         self.head_modules: Mapping[str, nn.Module] = {names[id(parts["norm"])]: parts["norm"], self._head: head}
         self.vocab, self.hidden = head.out_features, head.in_features
+        self.claim()
         self.direct = False, False
         """Whether the embedding alone makes what the first layer is given, and norm and projection alone the logits."""
 

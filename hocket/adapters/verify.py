@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from hocket.adapters.cut import ELSE, WHOLE, Cut, refuse
 from hocket.adapters.layer import DenseParts, ExpertParts
+from hocket.adapters.source import ELSE, WHOLE, AdaptedModel, refuse
 from hocket.layers.dispatch import exchange_counts
 from hocket.model.documents import Documents, whole_sequences
 from hocket.model.parts import ONLY
@@ -31,70 +31,57 @@ _WRONG = RuntimeError, TypeError, AttributeError, AssertionError, LookupError, A
 """Errors that a foreign forward may raise."""
 
 
-def verify(cut: Cut, shared: bool = False) -> int:
+def verify(source: AdaptedModel, shared: bool = False) -> int:
     """Compare every kind of layer; returns the experts per token, 0 without experts. Raises ValueError.
 
-    Parameters that no gradient reaches become the cut's constants.
+    Parameters that no gradient reaches become the source's constants.
 
     With `shared` attention is also compared as ranks that share sequences cut it.
     """
-    adapter, chosen = cut.adapter, set[int]()
+    chosen = set[int]()
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
         torch.manual_seed(0)
-        memo, unreached = _random(cut), set[int]()
-        x_BSD = torch.randn(*_SHAPE, adapter.hidden)
-        ids_BS = torch.arange(_SHAPE[0] * _SHAPE[1]).view(_SHAPE) % adapter.vocab
+        values, unreached = lambda name: torch.rand(source.model.get_buffer(name).shape), set[int]()
+        memo = source.trial(values, _random, "eager")
+        x_BSD = torch.randn(*_SHAPE, source.hidden)
+        ids_BS = torch.arange(_SHAPE[0] * _SHAPE[1]).view(_SHAPE) % source.vocab
         try:
             with torch.no_grad():
-                adapter.settle(memo, x_BSD, ids_BS)
+                source.settle(memo, x_BSD, ids_BS)
             with torch.enable_grad():
-                ends = adapter.ends(dict(memo))
+                ends = source.ends(dict(memo))
                 contexts = ends.contexts(x_BSD)
                 reached = _reached(ends.embed(ids_BS)) | _reached(ends.logits(x_BSD))
         except _WRONG as error:
             raise refuse(
-                adapter.model, f"what is around its layers cannot be computed apart from them: {error}"
+                source.model, f"what is around its layers cannot be computed apart from them: {error}"
             ) from error
         if any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(contexts)):
             raise refuse(
-                adapter.model, "what its layers are told depends on parameters, and no gradient would come back to them"
+                source.model, "what its layers are told depends on parameters, and no gradient would come back to them"
             )
         seen: dict[Any, set[str]] = {}
-        for number, layer in enumerate(adapter.layers):
+        for number, layer in enumerate(source.layers):
             if (kind := _kind(layer)) not in seen:
-                top_k, seen[kind] = _compare(cut, number, memo, x_BSD, contexts[number], shared)
+                top_k, seen[kind] = _compare(source, number, memo, x_BSD, contexts[number], shared)
                 chosen.add(top_k)
             unreached |= {id(param) for name, param in layer.named_parameters() if name in seen[kind]}
-    around = {name: param for name, param in cut.params.items() if name.startswith(("embed.", "head."))}
+    around = {name: param for name, param in source.params.items() if name.startswith(("embed.", "head."))}
     unreached |= {id(param) for param in around.values() if id(memo[id(param)]) not in reached}
-    cut.leave([name for name, param in cut.params.items() if id(param) in unreached])
+    source.leave([name for name, param in source.params.items() if id(param) in unreached])
     chosen -= {0}
     if len(chosen) > 1:
-        raise refuse(adapter.model, f"layers choose different numbers of experts per token: {sorted(chosen)}")
+        raise refuse(source.model, f"layers choose different numbers of experts per token: {sorted(chosen)}")
     return chosen.pop() if chosen else 0
 
 
-def _random(cut: Cut) -> dict[int, Any]:
-    """What takes the place of the model's tensors: parameters at random, and a configuration that a CPU can follow."""
-    model = cut.adapter.model
-    memo = cut.buffers(torch.device("cpu"), lambda name: torch.rand(model.get_buffer(name).shape))
-    config: Any = getattr(model, "config", None)
-    if config is not None:
-        here = copy.deepcopy(config)
-        if getattr(here, "_attn_implementation", None) not in (None, "sdpa", "eager"):
-            here._attn_implementation = "eager"
-        here._experts_implementation = "eager"
-        memo[id(config)] = here
-    for name, param in cut.params.items():
-        shape, large = param.shape, param.numel() > _LARGE or name.startswith(("embed.", "head."))
-        if large and param.dim() > 1:
-            value = nn.Parameter((torch.randn(1, *shape[1:]) / shape[-1] ** 0.5).expand(shape))
-        elif param.dim() > 1:
-            value = nn.Parameter(torch.randn(shape) / shape[-1] ** 0.5)
-        else:
-            value = nn.Parameter(0.5 + torch.rand(shape))
-        memo[id(param)] = value
-    return memo
+def _random(name: str, param: nn.Parameter) -> nn.Parameter:
+    """A value at random for a parameter."""
+    shape, large = param.shape, param.numel() > _LARGE or name.startswith(("embed.", "head."))
+    if param.dim() <= 1:
+        return nn.Parameter(0.5 + torch.rand(shape))
+    value = torch.randn(1, *shape[1:]) if large else torch.randn(shape)
+    return nn.Parameter((value / shape[-1] ** 0.5).expand(shape))
 
 
 def _kind(layer: nn.Module) -> Any:
@@ -115,11 +102,11 @@ def _kind(layer: nn.Module) -> Any:
 
 
 def _compare(
-    cut: Cut, number: int, memo: dict[int, Any], x_BSD: Tensor, context: Any, shared: bool
+    source: AdaptedModel, number: int, memo: dict[int, Any], x_BSD: Tensor, context: Any, shared: bool
 ) -> tuple[int, set[str]]:
     """Returns the experts per token, and the parameters of the layer that no gradient reaches."""
-    model, name = cut.adapter.model, type(cut.adapter.layers[number]).__name__
-    whole: Any = copy.deepcopy(cut.adapter.layers[number], dict(memo))
+    model, name = source.model, type(source.layers[number]).__name__
+    whole: Any = copy.deepcopy(source.layers[number], dict(memo))
     params, reached = _small(whole), set[int]()
     try:
         wanted = _with_gradients(lambda x: _whole(whole, x, context), x_BSD, params, reached)
@@ -129,7 +116,7 @@ def _compare(
             f"the forward of layer {number}, {name}, fails on {tuple(x_BSD.shape)}: {error}",
             "a forward that works",
         ) from error
-    parts = cut.parts(number, dict(memo), lambda *_: context, ONLY)
+    parts = source.parts(number, dict(memo), lambda *_: context, ONLY)
     try:
         top_k, found = _by_parts(parts, x_BSD, params)
     except (*_WRONG, ValueError) as error:
@@ -140,7 +127,7 @@ def _compare(
             f"the pieces of layer {number}, {name}, do not compute what its forward does: the {differing} differs",
             f"write pieces that together are the forward, and keep nothing on the module; {ELSE}",
         )
-    if cut.experts_in[number] and not _in_parts(cut, number, memo, parts.layer):
+    if source.experts_in[number] and not _in_parts(source, number, memo, parts.layer):
         raise refuse(
             model,
             f"the experts of layer {number}, {name}, do not compute the same where a rank has half of them",
@@ -148,7 +135,7 @@ def _compare(
         )
     if shared:
         try:
-            parts = cut.parts(number, dict(memo), lambda *_: context, ONLY, WHOLE)
+            parts = source.parts(number, dict(memo), lambda *_: context, ONLY, WHOLE)
             _, found = _by_parts(parts, x_BSD, params, whole_sequences(*_SHAPE, x_BSD.device))
             differing = _differing(found, wanted)
             problem = f"the {differing} differs" if differing else ""
@@ -160,17 +147,19 @@ def _compare(
     return top_k, unreached | {key for key, p in whole.named_parameters() if id(p) not in reached}
 
 
-def _in_parts(cut: Cut, number: int, memo: dict[int, Any], layer: Any) -> bool:
+def _in_parts(source: AdaptedModel, number: int, memo: dict[int, Any], layer: Any) -> bool:
     """Whether half of the experts alone compute for their rows what they compute beside the others."""
-    half, prefix = cut.experts // 2, f"layers.{number}.experts."
+    half, prefix = source.experts // 2, f"layers.{number}.experts."
     if not half:
         return True
     few = {
-        id(param): nn.Parameter(memo[id(param)][:half]) for name, param in cut.params.items() if name.startswith(prefix)
+        id(param): nn.Parameter(memo[id(param)][:half])
+        for name, param in source.params.items()
+        if name.startswith(prefix)
     }
-    part: Any = cut.copied(number, {**memo, **few})
-    rows_RD = torch.randn(2 * half, cut.adapter.hidden)
-    ends = (2 * torch.arange(1, cut.experts + 1)).clamp(max=2 * half).to(torch.int32)
+    part: Any = source.copied(number, {**memo, **few})
+    rows_RD = torch.randn(2 * half, source.hidden)
+    ends = (2 * torch.arange(1, source.experts + 1)).clamp(max=2 * half).to(torch.int32)
     try:
         return _close(part.experts(rows_RD, ends[:half]), layer.experts(rows_RD, ends))
     except (*_WRONG, ValueError):

@@ -12,12 +12,12 @@ import tyro
 
 from hocket.commands import megatron
 from hocket.commands.options import RecipeOptions, parse
-from hocket.commands.plan import resolve_for_plan, same_work, with_documents
+from hocket.commands.plan import resolve_for_plan, with_documents
 from hocket.config import Config
 from hocket.environment import stopping
 from hocket.explain.build import explain, in_traces, read
 from hocket.explain.explanation import Explanation, to_text
-from hocket.measured import other_ways
+from hocket.measured import other_ways, other_work
 from hocket.planned import check_patterns
 from hocket.recipes import RECIPES
 from hocket.resolve import Settings
@@ -97,9 +97,14 @@ def settle(config: Config, origins: dict[str, str]) -> tuple[Settings, str]:
 
 
 def with_traces(found: Explanation, settings: Settings, paths: tuple[str, ...], origins: dict[str, str]) -> Explanation:
-    """The explanation with what traces of the run show."""
+    """The explanation with what traces of the run show. Raises ValueError if their ops have other work to do."""
     traces = load(trace_files(paths))
-    same_work(settings, traces, origins)
+    for name, here, there in other_work(settings, traces[0]):
+        origin = origins.get(name) or origins.get("", "")
+        raise ValueError(
+            f"{name} = {here} ({origin}): {traces[0].source} was measured with {there}, so its ops have other work to "
+            f"do; fix: {name} {there}, or a trace of this setting"
+        )
     measured = in_traces(report(traces), found.predicted)
     note = "; ".join((measured.note, *other_ways(settings, traces[0])))
     return replace(found, measured=replace(measured, note=note))

@@ -11,10 +11,9 @@ import math
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, get_args
 
-from hocket.commands.options import parse_plain
+from hocket.commands.options import Parser
 from hocket.config.load import MOST_KEYS, value_of
 from hocket.config.rule import show
 from hocket.config.schema import beyond, meant, types
@@ -213,20 +212,19 @@ class Translation:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class Options:
-    """Print Megatron's settings as hocket's, in TOML, and what hocket lacks in comments; then the exit code is 1."""
-
-    from_megatron: str
-    """Flags, or keys such as model.tensor_model_parallel_size=4."""
-    gpus: int = 0
-    """Number of ranks."""
+PARSER = Parser(
+    "explain",
+    "Print Megatron's settings as hocket's, in TOML, and what hocket lacks in comments; then the exit code is 1.",
+)
+PARSER.add_argument(
+    "--from-megatron", required=True, metavar="TEXT", help="flags, or keys such as model.seq_length=4096"
+)
+PARSER.add_argument("--gpus", type=int, default=0, metavar="N", help="number of ranks")
 
 
 def run(words: list[str]) -> int:
     """Print a translation. Returns the exit code."""
-    words = ["--help"] if {"-h", "--help"} & set(words) else words
-    options = parse_plain(Options, "explain", 'hocket explain --from-megatron "FLAGS" --gpus N', words)
+    options = PARSER.read(words)
     found = Translation(options.from_megatron, options.gpus)
     print(found)
     return 1 if found.notes.keys() - {NEEDLESS} else 0

@@ -6,18 +6,16 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import tyro
-
-from hocket.commands.options import parse_plain, write
+from hocket.commands.options import Parser, some, within, write
 from hocket.config import BYTE_VOCAB, BYTES, Config, DataConfig, ModelConfig, PrecisionConfig
 from hocket.config.load import given
 from hocket.config.load import written as toml_of
 from hocket.config.rule import Host, problem, show
-from hocket.config.schema import changed, flat, impossible, types, unseen, written
+from hocket.config.schema import changed, flat, impossible, types, unseen
 from hocket.model.tokenizer import FILE, ends_of, known_tokenizer, load_tokenizer, tokenizer_file
 from hocket.problems import stop_if
 from hocket.rules import broken, rule_lines
@@ -32,28 +30,24 @@ if TYPE_CHECKING:
     from hocket.train.export import StoredModel
 
 
-@dataclass(frozen=True)
-class Generate:
-    """Print what a model goes on with: that of a run's newest checkpoint, or of a folder of Hugging Face."""
-
-    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """The folder of a run, of a checkpoint, or of a published model."""
-    prompt: str
-    """The text to go on with."""
-    tokens: int = 100
-    """The most tokens."""
-    temperature: float = 0.0
-    """What logits are divided by; 0 takes the likeliest token."""
-    seed: int = 0
-    """Seed of the draws."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes a GPU if there is one. On a CPU weights are fp32, on a GPU bf16."""
+GENERATE = Parser(
+    "generate", "Print what the model of a run's newest checkpoint, or of a published model, goes on with."
+)
+GENERATE.add_argument("model", metavar="RUN", help="the folder of a run, of a checkpoint, or of a published model")
+GENERATE.add_argument("--prompt", required=True, type=some, metavar="TEXT", help="the text to go on with")
+GENERATE.add_argument("--tokens", type=within(int, 1, 1e9), default=100, metavar="N", help="the most tokens")
+GENERATE.add_argument(
+    "--temperature", type=within(float, 0, 1e9), default=0.0, help="what logits are divided by; 0 takes the likeliest"
+)
+GENERATE.add_argument("--seed", type=within(int, 0, 2**63 - 1), default=0, help="of the draws")
+GENERATE.add_argument(
+    "--device", choices=("auto", "cpu", "cuda"), default="auto", help="weights are fp32 on a CPU, bf16 on a GPU"
+)
 
 
 def run_generate(words: list[str]) -> int:
     """Generate. Returns the exit code."""
-    options = parse_plain(Generate, "generate", "hocket generate RUN --prompt TEXT", words)
-    _check_ranges(options)
+    options = GENERATE.read(words)
     from hocket.model.transformer import generate
 
     device = device_of(options.device)
@@ -94,14 +88,6 @@ def device_of(asked: str) -> str:
     if asked == "cuda" and not torch.cuda.is_available():
         raise _wrong("device", asked, "torch sees no GPU here", "device cpu")
     return ("cuda" if torch.cuda.is_available() else "cpu") if asked == "auto" else asked
-
-
-def _check_ranges(options: Generate) -> None:
-    least = {"tokens": (1, 1e9), "temperature": (0, 1e9), "seed": (0, 2**63 - 1)}
-    for name, (low, high) in least.items():
-        given = getattr(options, name)
-        if not low <= given <= high:
-            raise _wrong(name, given, "out of range", f"at least {low:g}, at most {written(high)}")
 
 
 def _wrong(name: str, value: Any, reason: str, fix: str) -> ValueError:
@@ -278,21 +264,17 @@ def _loss(chunk: Chunk, corpus: Corpus, data: DataConfig, together: int) -> tupl
 # -- `hocket export`: a run's model as Hugging Face has it -------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Export:
-    """Write the newest checkpoint of a run, or one that is named, as config.json and safetensors."""
-
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """The folder of a run, or of a checkpoint."""
-    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
-    """A new folder."""
-    dtype: Literal["run", "fp32", "bf16"] = "run"
-    """Format of the weights; run is the one that the run computed in."""
+EXPORT = Parser("export", "Write the newest checkpoint of a run, or one that is named, as config.json and safetensors.")
+EXPORT.add_argument("run", metavar="RUN", type=some, help="the folder of a run, or of a checkpoint")
+EXPORT.add_argument("folder", metavar="FOLDER", type=some, help="a new folder")
+EXPORT.add_argument(
+    "--dtype", choices=("run", "fp32", "bf16"), default="run", help="by default what the run computed in"
+)
 
 
 def run_export(words: list[str]) -> int:
     """Export a checkpoint. Returns the exit code."""
-    options = parse_plain(Export, "export", "hocket export RUN FOLDER", words)
+    options = EXPORT.read(words)
     from hocket.train.checkpoint import newest_of
     from hocket.train.export import export  # imports torch
 
@@ -308,23 +290,24 @@ def run_export(words: list[str]) -> int:
 
 # -- `hocket import`: the settings of a model that Hugging Face has ----------------------------------------------------
 
-IMPORT_USAGE = """usage: hocket import DIR FILE.toml [--data.eos TOKEN]
-
-Reads config.json and the headers of all tensors of DIR, and writes the settings of its model to FILE.toml. A run of
-that file begins with the weights of DIR, on any mesh: hocket train FILE.toml --mesh.dp 8 --data.paths my/texts
---data.eos names the token that ends a text, as the tokenizer writes it, where no file of DIR does."""
+IMPORT = Parser(
+    "import",
+    "Reads config.json and the headers of all tensors of DIR, and writes the settings of its model to FILE.toml. A "
+    "run of that file begins with the weights of DIR: hocket train FILE.toml --mesh.dp 8 --data.paths my/texts",
+)
+IMPORT.add_argument("folder", metavar="DIR", type=some)
+IMPORT.add_argument("target", metavar="FILE.toml", type=some)
+IMPORT.add_argument(
+    "--data.eos", dest="eos", default="", metavar="TOKEN", help="the token that ends a text, where no file of DIR does"
+)
 
 
 def run_import(words: list[str]) -> int:
     """Check a folder, and write a file of settings. Returns the exit code."""
-    if {"-h", "--help"} & set(words):
-        print(IMPORT_USAGE)
-        return 0
-    words, eos = (words[:2], words[3]) if len(words) == 4 and words[2] == "--data.eos" else (words, "")
-    if len(words) != 2 or not words[1].endswith(".toml"):
-        text = " ".join(words)
-        raise ValueError(f"import {text} (command line): not a folder and a file; fix: hocket import DIR FILE.toml")
-    folder, target = str(Path(words[0]).absolute()), words[1]
+    options = IMPORT.read(words)
+    folder, target, eos = str(Path(options.folder).absolute()), options.target, options.eos
+    if not target.endswith(".toml"):
+        raise ValueError(f"{target} (command line): not a TOML file; fix: hocket import DIR FILE.toml")
     if Path(target).exists():
         raise ValueError(f"{target} (command line): is there already; fix: another name, or remove it")
     if unseen(folder):

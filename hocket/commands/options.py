@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import difflib
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, TypeVar, cast, get_type_hints
+from typing import Annotated, Any, NoReturn, TypeVar, get_type_hints
 
 import tyro
 
 from hocket.config import Config
 from hocket.config.load import begin, given, split
-from hocket.config.rule import problem, show
+from hocket.config.rule import problem
 from hocket.config.schema import changed
 from hocket.problems import stop_if
 
@@ -71,53 +71,46 @@ def parse(kind: type[Options], command: str, words: list[str]) -> tuple[Options,
     return options, origins
 
 
-Plain = TypeVar("Plain")
+class Parser(ArgumentParser):
+    """Reads the words of a command without a recipe."""
+
+    def __init__(self, command: str, about: str) -> None:
+        super().__init__(f"hocket {command}", description=about, allow_abbrev=False)
+
+    def read(self, words: Sequence[str]) -> Namespace:
+        """What words say. The value of a flag may begin with dashes. Raises ValueError for what the user can mend."""
+        joined, left, seen = list[str](), list(words), set[str]()
+        while left:
+            word = left.pop(0)
+            action = self._option_string_actions.get(word.partition("=")[0])
+            if action is not None and action.dest in seen:
+                self.error(f"argument {action.option_strings[0]}: given twice")
+            seen |= {action.dest} if action is not None else set()
+            takes = left and action is not None and action.nargs is None and "=" not in word
+            joined.append(f"{word}={left.pop(0)}" if takes else word)
+        return self.parse_intermixed_args(joined)
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{self.prog} (command line): {message}; fix: {self.prog} --help")
 
 
-def parse_plain(kind: type[Plain], command: str, usage: str, words: Sequence[str]) -> Plain:
-    """The options of a command without a recipe: values by their place, and flags that take a value each, unless bool.
-
-    `usage` is how it is called. Raises ValueError for what the user can mend.
-    """
-    prog = f"hocket {command}"
-    if {"-h", "--help"} & set(words):
-        _unbreak(kind)
-        return tyro.cli(kind, args=list(words), prog=prog, use_underscores=True)
-    marked, hints = get_type_hints(kind, include_extras=True), get_type_hints(kind)
-    places = [name for name in hints if tyro.conf.Positional in getattr(marked[name], "__metadata__", ())]
-    flags = {name: hint for name, hint in hints.items() if name not in places}
-    values, said = _apart(words, [name for name, hint in flags.items() if hint is bool])
-    names = [word.partition("=")[0].removeprefix("--").replace("-", "_") for word in said]
-    for name in names:
-        if name not in flags:
-            close = difflib.get_close_matches(name, flags, n=1)
-            fix = f"did you mean --{close[0]}?" if close else f"{prog} --help lists them"
-            raise ValueError(f"--{show(name)} (command line): there is no such option; fix: {fix}")
-    found = given(said, Config(), flags)
-    stop_if(found.problems)
-    if len(values) > len(places):
-        fix = f"{usage}, with quotes around a text of several words"
-        raise ValueError(f"{show(values[len(places)])} (command line): one word too many; fix: {fix}")
-    if "" in values:
-        raise ValueError(f"{places[values.index('')]} = (empty) (command line): names nothing; fix: {usage}")
-    needed = [field.name for field in dataclasses.fields(cast(Any, kind)) if field.default is dataclasses.MISSING]
-    if missing := [name for name in needed if name not in {*places[: len(values)], *names}]:
-        raise ValueError(f"{prog} (command line): no {' and no '.join(missing)}; fix: {usage}")
-    return kind(**dict(zip(places, values, strict=False)), **found.options)
+def some(word: str) -> str:
+    """A word that is not empty, for a parser."""
+    if not word:
+        raise ArgumentTypeError("names nothing")
+    return word
 
 
-def _apart(words: Sequence[str], bare: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Words that stand alone, and flags, each with `=` and the word behind it; those of `bare` take none."""
-    alone, flags, left = list[str](), list[str](), list(words)
-    while left:
-        word = left.pop(0)
-        if not word.startswith("--"):
-            alone.append(word)
-        elif "=" in word or not left or word.removeprefix("--").replace("-", "_") in bare:
-            flags.append(word)
-        else:
-            flags.append(f"{word}={left.pop(0)}")
-    return alone, flags
+def within(kind: Callable[[str], float], least: float, most: float) -> Callable[[str], float]:
+    """Numbers within bounds, for a parser."""
+
+    def number(word: str) -> float:
+        value = kind(word)
+        if not least <= value <= most:
+            raise ArgumentTypeError(f"{word} is not from {least:g} to {most:g}")
+        return value
+
+    return number
 
 
 def _unbreak(kind: type[Any]) -> None:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json as json_module
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
-
-import tyro
 
 from hocket import planning
 from hocket.commands.options import RecipeOptions, parse, write
@@ -19,7 +16,7 @@ from hocket.environment import driver_names
 from hocket.machine import host_for_plan
 from hocket.model.tokenizer import known_tokenizer
 from hocket.planned import check_patterns
-from hocket.predict.cost import CostTable, Measurement, costs_of
+from hocket.predict.cost import CostTable
 from hocket.predict.hardware import hardware_of
 from hocket.program.check import assert_valid
 from hocket.program.documents import by_documents
@@ -28,9 +25,6 @@ from hocket.sizes import parse_bytes
 from hocket.timeline import html_timeline, svg_timeline
 from hocket.tune import search as tuner
 from hocket.tune.trials import model_costs
-
-if TYPE_CHECKING:
-    from hocket_trace.data import RankTrace
 
 
 @dataclass(frozen=True)
@@ -45,8 +39,6 @@ class Plan(RecipeOptions):
     """File to draw the predicted timeline into."""
     html: str = ""
     """File to write a page with timeline and numbers to."""
-    from_: Annotated[tuple[str, ...], tyro.conf.arg(name="from")] = ()
-    """Traces of a run of the same sizes, one per rank, or its folder: costs of ops come from them."""
     search: bool = False
     """Search the settings of the plan that make the step shortest. Settings of the command line stay."""
     memory: str = ""
@@ -73,22 +65,19 @@ def run(words: list[str]) -> int:
         print(text)
         return 0 if fits else 1
     hardware = hardware_of(settings)
-    measured = costs_from(settings, options.from_, origins)
-    if measured:
-        settings = resolve_for_plan(options.config, origins, lambda c: costs_of(c, hardware, measured))
     settings = with_documents(settings)
     program = planning.program_of(settings)
     assert_valid(program)
     if options.svg:
-        write(options.svg, svg_timeline(planning.predict(settings, program, hardware, measured), program))
+        write(options.svg, svg_timeline(planning.predict(settings, program, hardware), program))
     if options.html:
-        head = planning.page_head(settings, program, hardware, measured)
-        write(options.html, html_timeline(planning.predict(settings, program, hardware, measured), program, *head))
+        head = planning.page_head(settings, program, hardware)
+        write(options.html, html_timeline(planning.predict(settings, program, hardware), program, *head))
     if options.json:
-        print(json_module.dumps(planning.as_json(settings, hardware, measured), indent=1))
+        print(json_module.dumps(planning.as_json(settings, hardware), indent=1))
     elif not (options.svg or options.html):
         width = shutil.get_terminal_size((120, 40)).columns
-        print(planning.report(settings, hardware, width, options.ops, measured))
+        print(planning.report(settings, hardware, width, options.ops))
     return 0
 
 
@@ -101,7 +90,6 @@ def task_of(options: Plan, origins: dict[str, str]) -> tuner.Task:
         origins=origins,
         resolve=resolve_for_plan,
         hardware=hardware,
-        measured=costs_from(settings, options.from_, origins),
         cap=bytes_of(options.memory) if options.memory else hardware.memory,
     )
 
@@ -126,35 +114,6 @@ def search(options: Plan, origins: dict[str, str]) -> tuple[str, bool]:
     if options.json:
         return json_module.dumps(tuner.as_json(task, result), indent=1), result.fits
     return tuner.report(task, result), result.fits
-
-
-def costs_from(settings: Settings, paths: tuple[str, ...], origins: dict[str, str]) -> Measurement | None:
-    """The costs that traces show, None without traces.
-
-    Raises ValueError if their run's ops have other work to do than those of the plan.
-    """
-    if not paths:
-        return None
-    from hocket.measured import calibrate, other_ways
-    from hocket_trace import load
-    from hocket_trace.cli import trace_files
-
-    traces = load(trace_files(paths))
-    same_work(settings, traces, origins)
-    found = calibrate(traces)
-    return replace(found, notes=(*found.notes, *other_ways(settings, traces[0])))
-
-
-def same_work(settings: Settings, traces: Sequence[RankTrace], origins: Mapping[str, str]) -> None:
-    """Raise ValueError if the ops of a traced run have other work to do than those of the plan."""
-    from hocket.measured import other_work
-
-    for name, here, there in other_work(settings, traces[0]):
-        origin = origins.get(name) or origins.get("", "")
-        raise ValueError(
-            f"{name} = {here} ({origin}): {traces[0].source} was measured with {there}, so its ops have other work to "
-            f"do; fix: {name} {there}, or a trace of this setting"
-        )
 
 
 def with_documents(settings: Settings) -> Settings:

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hocket.commands.options import write
+from hocket.commands.options import Parser, write
 from hocket.config.rule import show
 from hocket.train.runs import METRICS, Run, run_of, runs
 from hocket_trace.picture import COLORS, STYLE, tick
 
-USAGE = """usage: hocket runs [DIR ...] [--html FILE]
-
-Lists the runs in folders of runs, or in `runs`, the latest last. --html writes a page with their curves."""
+PARSER = Parser("runs", "Lists the runs in folders of runs, the latest last.")
+PARSER.add_argument("folders", nargs="*", metavar="DIR", type=Path, default=[Path("runs")])
+PARSER.add_argument("--html", default="", metavar="FILE", help="writes a page with their curves")
 COLUMNS = ("name", "recipe", "step", "loss", "when", "state")
 CURVES = {
     "loss, nats per token; held-out text: dashed": ("loss", "validation_loss"),
@@ -46,43 +46,26 @@ class Curve(NamedTuple):
 
 def run(words: list[str]) -> int:
     """List runs, the latest last, or write a page with their curves."""
-    if {"-h", "--help"} & set(words):
-        print(USAGE)
-        return 0
-    folders, target = asked(words)
+    options = PARSER.read(words)
     found: list[tuple[Path, Run]] = []
-    for folder in folders:
+    for folder in options.folders:
         try:
             alone = (folder / METRICS).exists()
             found += [(folder, run_of(folder))] if alone else [(folder / one.name, one) for one in runs(folder)]
         except OSError as error:
             reason, fix = error.strerror, "name a folder that has folders of runs, or a run"
             raise ValueError(f"{folder} (command line): cannot be read ({reason}); fix: {fix}") from None
-    if target:
+    if options.html:
         started = [folder for folder, _ in found if (folder / METRICS).exists()]
-        write(target, page(started))
+        write(options.html, page(started))
         return 0
     rows = [COLUMNS, *(_row(one) for _, one in found)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows if found else ():
         print("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
     if not found:
-        print(f"no runs in {', '.join(map(str, folders))}")
+        print(f"no runs in {', '.join(map(str, options.folders))}")
     return 0
-
-
-def asked(words: list[str]) -> tuple[list[Path], str]:
-    """The folders and the page that the words name."""
-    folders, target, rest = list[Path](), "", iter(words)
-    for word in rest:
-        name, equals, value = word.partition("=")
-        if name == "--html" and not target and (target := value if equals else next(rest, "")):
-            continue
-        if word.startswith("-"):
-            fix = "hocket runs, hocket runs DIR..., or with --html FILE"
-            raise ValueError(f"runs {' '.join(words)} (command line): takes folders, and --html FILE once; fix: {fix}")
-        folders.append(Path(word))
-    return folders or [Path("runs")], target
 
 
 def _row(found: Run) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ import importlib
 import importlib.util
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, Unpack, overload
 from unittest.mock import patch
@@ -90,10 +90,11 @@ def fully_shard(
     methods.
 
     Args:
-        module: has the same weights on all ranks (or is on the meta device; see `ShardOptions.init`).
+        module: has the same weights on all ranks, or is on the meta device: then call `module.to_empty(device=...)` and
+            give initial values, or load a state dict.
         units: what is gathered together: a class of modules, a tuple of them, a predicate of (name, module), or modules
             of the model; None: see `ShardOptions.bucket`. Remaining parameters form a unit of the module itself.
-        mesh: ranks to shard over; with two axes (outer, shard), see `ShardOptions.outer`. None: all ranks.
+        mesh: ranks to shard over; with two axes, (replicate, shard), the first one holds replicas. None: all ranks.
         strategy: what is sharded: `no_shard`, `optim`, `optim_grads` or `optim_grads_params`, the default.
         precision: dtypes of the main weights, of compute, of gradients on the wire, and of their sum.
         place: (name, parameter) -> where to shard this parameter, such as experts; None: over `mesh`.
@@ -146,18 +147,6 @@ def unit_of(module: nn.Module) -> Unit:
 def context_of(module: nn.Module | ShardContext) -> ShardContext:
     """The context of a sharded module."""
     return module if isinstance(module, ShardContext) else hooks.context_of(unit_of(module))
-
-
-def param_groups(module: nn.Module, rule: Callable[[str, tuple[int, ...]], Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Parameter groups for an optimizer: `rule(name, whole shape)` gives settings, such as weight decay."""
-    groups: dict[tuple[tuple[str, Any], ...], list[nn.Parameter]] = {}
-    for unit in context_of(module).units:
-        for group in unit.groups:
-            for member, shard in zip(group.members, group.shards, strict=True):
-                if member.param.requires_grad:
-                    settings = tuple(sorted(rule(member.name, tuple(member.param.shape)).items()))
-                    groups.setdefault(settings, []).append(shard)
-    return [{"params": params, **dict(settings)} for settings, params in groups.items()]
 
 
 def _counted(group: ParamGroup, mesh: DeviceMesh | None) -> list[tuple[Tensor, int]]:

@@ -52,47 +52,40 @@ class StagingMemory:
         self.nbytes = 0
         """Peak bytes so far."""
         self._caller = caller
-        self._held = 0
-        self._bytes = 0
-        self._reducing: list[tuple[Tensor, Ticket, int]] = []  # (buffer, ticket, allocating stream), oldest first
-        self._made_on: dict[int, int] = {}  # by identity
+        self._kept: dict[int, tuple[Tensor, int, Ticket | None]] = {}
+        """id of a buffer -> the buffer, the stream that allocated it, and its reduction once that is under way."""
 
     def take(self, numel: int) -> Tensor:
         """`numel` elements, uninitialized. At the limit, the caller waits for the oldest reduction."""
-        self._make_room()
+        for key in self._reducing()[: max(0, len(self._kept) + 1 - self.count)]:
+            self._wait(key)
         buffer = torch.empty(numel, dtype=self.dtype, device=self.device)
-        self._made_on[id(buffer)] = self._caller()
-        self._held += 1
-        self._bytes += buffer.nbytes
-        self.nbytes = max(self.nbytes, self._bytes)
+        self._kept[id(buffer)] = buffer, self._caller(), None
+        self.nbytes = max(self.nbytes, sum(kept.nbytes for kept, *_ in self._kept.values()))
         return buffer
 
     def give(self, buffer: Tensor, ticket: Ticket | None) -> None:
         """Return a buffer, which may be reused after `ticket`, or at once without one."""
-        self._held -= 1
-        made_on = self._made_on.pop(id(buffer))
-        if ticket is None or ticket.done:
-            self._bytes -= buffer.nbytes
-        else:
-            self._reducing.append((buffer, ticket, made_on))
+        _, made_on, _ = self._kept.pop(id(buffer))
+        if ticket is not None and not ticket.done:
+            self._kept[id(buffer)] = buffer, made_on, ticket
 
     def settle(self) -> None:
         """The caller has waited for all reductions: drop their buffers."""
-        for entry in [entry for entry in self._reducing if entry[2] == self._caller()]:
-            self._drop(entry)
+        for key in self._reducing():
+            del self._kept[key]
 
-    def _make_room(self) -> None:
-        """Make room for one more buffer. A separate function, so that no local variable keeps the dropped buffer
-        alive.
-        """
-        mine = [entry for entry in self._reducing if entry[2] == self._caller()]
-        for entry in mine[: max(0, self._held + len(self._reducing) + 1 - self.count)]:
-            entry[1].wait()
-            self._drop(entry)
+    def _reducing(self) -> list[int]:
+        """Keys of the buffers of the caller's stream that are being reduced, oldest first."""
+        mine = self._caller()
+        return [key for key, (_, made_on, ticket) in self._kept.items() if ticket is not None and made_on == mine]
 
-    def _drop(self, entry: tuple[Tensor, Ticket, int]) -> None:
-        self._reducing = [other for other in self._reducing if other is not entry]
-        self._bytes -= entry[0].nbytes
+    def _wait(self, key: int) -> None:
+        """Drop a buffer after its reduction; no local variable keeps it alive."""
+        ticket = self._kept[key][2]
+        assert ticket is not None
+        ticket.wait()
+        del self._kept[key]
 
 
 class Staged(WholeGrads):

@@ -143,7 +143,7 @@ def refuse_valueless(groups: Sequence[ParamGroup]) -> None:
             )
         both = torch.stack([_fingerprint(group.main), -_fingerprint(group.main)]).to(group.device)
         group.groups.outer.all_reduce(both, "max").wait()
-        if both.sum() != 0 and not group.groups.outer_shards:
+        if both.sum() != 0:
             raise ValueError(f"replicas gave {name} different initial values: seed all ranks alike before that")
 
 

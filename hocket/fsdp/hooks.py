@@ -48,9 +48,8 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from hocket.fsdp.members import UNIT
-from hocket.fsdp.module_context import ShardContext, current_backward
+from hocket.fsdp.module_context import Invocation, ShardContext, current_backward
 from hocket.fsdp.module_unit import Claim, Unit
-from hocket.runtime.weights import set_sink
 
 
 class Substitution:
@@ -243,80 +242,6 @@ def _attributes(one: object) -> list[object]:
     return [*getattr(one, "__dict__", {}).values(), *(getattr(one, name, None) for name in slots)]
 
 
-class Invocation:
-    """One forward of a unit, from its inputs to the end of its backward."""
-
-    def __init__(self, unit: Unit, context: ShardContext) -> None:
-        self.unit, self._context = unit, context
-        self.forward = context.forwards, current_backward()
-        """(forward pass, the backward that recomputes it or -1)."""
-        self.has_inputs = False
-        """Whether an input needs a gradient, so that an identity marks the end."""
-        self._claim: Claim | None = None
-        self._started = False
-        self._weights = [group.edition for group in unit.groups]
-        self._goes_on = False  # create_graph=True: its backward may be differentiated
-
-    def open(self) -> None:
-        """An output may get a gradient later."""
-        if self.unit.open[self.forward]:
-            self.unit.repeated.add(self.forward)
-        self.unit.open[self.forward] += 1
-
-    @property
-    def ends_with_gradients(self) -> bool:
-        """Whether it ends when every parameter has contributed: it has no identity, and is its forward's only
-        invocation.
-        """
-        return not self.has_inputs and self.forward not in self.unit.repeated
-
-    def start(self, _grad: object = None) -> None:
-        """An output's gradient has arrived: claim the weights again.
-
-        Raises: ValueError if the weights have changed since the forward.
-        """
-        if self._weights != [group.edition for group in self.unit.groups]:
-            raise ValueError(
-                f"the weights of {self.unit} changed between a forward and its backward, so its gradients would be "
-                f"wrong: run every backward before optimizer.step(), or abort()"
-            )
-        context = self._context
-        begin_backward(context)
-        if not self._started:
-            self._started = True
-            if self.unit.options.unshard_in_backward:
-                self._claim = context.need_backward(self.unit)
-            context.started[self] = None
-            context.begun.add(self.unit)
-        if torch.is_grad_enabled() and not self._goes_on:  # create_graph=True
-            self._goes_on = True
-            context.held_claims.hold(self.unit.acquire())
-
-    def finish(self) -> None:
-        """All input gradients are done."""
-        if self._claim is not None:
-            self._claim.release()
-            self._claim = None
-        if self._started:
-            self._started = False
-            self._context.started.pop(self, None)
-        if not self._goes_on:  # else a second backward follows, and its end sends the gradients
-            self._close()
-        if self._context.in_backward:
-            self._context.ahead.go_on_backward()
-
-    def _close(self) -> None:
-        opened = self.unit.open
-        if opened[self.forward] > 1:
-            opened[self.forward] -= 1
-            return
-        # The last invocation of its forward, or a graph run again, of which any may be the last.
-        del opened[self.forward]
-        self.unit.repeated.discard(self.forward)
-        if len(self.unit.modules) == 1 or self.unit.complete:
-            self.unit.reduce()
-
-
 class _Inputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, invocation: Invocation, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -329,13 +254,6 @@ class _Inputs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.invocation.finish()
         return None, *grads
-
-
-def begin_backward(context: ShardContext) -> None:
-    """Mark the start of a backward, and register a callback for its end. Call it inside backward."""
-    if not context.in_backward:
-        context.begin_backward()
-        torch.autograd.Variable._execution_engine.queue_callback(context.end_backward)
 
 
 @dataclass
@@ -358,7 +276,6 @@ def drive(unit: Unit) -> None:
         _drive(unit, module)
     for group in unit.groups:
         for param in (member.param for member in group.members):
-            set_sink(param, partial(_target, unit, param))
             if group.trainable:
                 see_gradients(unit, param)
 
@@ -368,29 +285,7 @@ def see_gradients(unit: Unit, param: nn.Parameter) -> None:
         param.register_post_accumulate_grad_hook(_on_gradient(unit))
 
 
-def _target(unit: Unit, param: nn.Parameter) -> tuple[Tensor, bool]:
-    _refuse_unexpected(unit)
-    return unit.grad_target(param)
-
-
-def _refuse_unexpected(unit: Unit) -> None:
-    """Refuse gradients computed with weights that were not claimed.
-
-    After an invocation's end, gradients may come from nodes made before its identity, such as those that make DTensors
-    of weights; these read no weights.
-    """
-    context = context_of(unit)
-    if not unit.claims and unit not in context.begun and context.may_go(unit):
-        raise ValueError(
-            f"a gradient reached {unit} whose backward has not begun, so its weights may not have been there: its "
-            f"forward has left a tensor where it can't be found, as in a list outside of the model. Return what the "
-            f"loss is made of, append it to a list that the forward is called with, or keep it as an attribute of the "
-            f"module"
-        )
-
-
 def context_of(unit: Unit) -> ShardContext:
-    assert isinstance(unit.context, ShardContext)
     return unit.context
 
 
@@ -505,9 +400,9 @@ def _on_gradient(unit: Unit) -> Callable[[Tensor], None]:
         assert isinstance(param, nn.Parameter)
         assert unit is not None, "a backward of a sharded model that is gone"
         context = context_of(unit)
-        begin_backward(context)
+        context.follow_backward()
         if param.grad is not None:
-            _refuse_unexpected(unit)
+            unit.refuse_unexpected()
         unit.grad_ready(param)
         if unit.complete:
             for invocation in [one for one in context.started if one.unit is unit and one.ends_with_gradients]:

@@ -58,8 +58,12 @@ class FlatLayout:
         params: Iterable[tuple[str, tuple[int, ...]]],
         world: int,
         align: int = ALIGN,
+        alike: int = 1,
     ) -> FlatLayout:
-        """Lay out parameters (name, shape) for `world` ranks, aligned to `align` elements."""
+        """Lay out parameters (name, shape) for `world` ranks, aligned to `align` elements.
+
+        `alike` ranks with the same shard can divide it among them.
+        """
         assert world >= 1
         assert align >= 1
         params = [(name, tuple(shape)) for name, shape in params]
@@ -68,7 +72,7 @@ class FlatLayout:
         for name, shape in params:
             entries.append(Entry(name, shape, _up(end, align)))
             end = entries[-1].end
-        return cls(tuple(entries), world, _up(end, world * align) // world)
+        return cls(tuple(entries), world, _up(end, world * alike * align) // world)
 
     @property
     def total(self) -> int:
@@ -102,11 +106,6 @@ class FlatLayout:
         """What `rank` keeps of each parameter, as ranges of its shard."""
         locals_ = [self.local(entry.name, rank) for entry in self.entries]
         return [slice(local.offset, local.offset + len(local)) for local in locals_]
-
-    def joined(self, parts: int) -> FlatLayout:
-        """The same buffer with `parts` neighbouring shards merged into one."""
-        assert self.world % parts == 0, f"{self.world} shards can't be taken {parts} at a time"
-        return FlatLayout(self.entries, self.world // parts, self.shard * parts)
 
 
 def _up(value: int, step: int) -> int:

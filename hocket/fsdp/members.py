@@ -97,19 +97,6 @@ class Managed(dict[str, nn.Parameter | None]):
             )
 
 
-class View:
-    __slots__ = ("_attributes", "_key", "_member")
-
-    def __init__(self, owner: nn.Module, key: str, member: Member) -> None:
-        self._attributes, self._key, self._member = owner.__dict__, key, member
-
-    def show(self) -> None:
-        self._attributes[self._key] = self._member.shown()
-
-    def hide(self) -> None:
-        self._attributes.pop(self._key, None)
-
-
 def chosen_units(root: nn.Module, rule: Rule) -> list[tuple[str, nn.Module]]:
     """The modules chosen as units, in tree order, without the root.
 

@@ -7,20 +7,20 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from hocket.fsdp.buffers import FullBuffer, StagingMemory
 from hocket.fsdp.checks import refuse_valueless
-from hocket.fsdp.dtensors import apart
+from hocket.fsdp.dtensors import apart, over
 from hocket.fsdp.lookahead import Lookahead
 from hocket.fsdp.module_unit import Budget, Claim, Unit
 from hocket.fsdp.options import ShardOptions
 from hocket.fsdp.param_group import ParamGroup
 from hocket.fsdp.same_order import SameOrder, UnusedGradients
-from hocket.fsdp.shard_groups import ShardGroups, over_ranks
+from hocket.fsdp.shard_groups import ShardGroups
 from hocket.runtime.queue import Ticket, queue_of
 
 
@@ -110,14 +110,78 @@ def called_by_hand() -> bool:
     return False
 
 
-class OpenInvocation(Protocol):
-    """A unit's invocation during its backward: `Invocation`."""
+class Invocation:
+    """One forward of a unit, from its inputs to the end of its backward."""
 
-    unit: Unit
+    def __init__(self, unit: Unit, context: ShardContext) -> None:
+        self.unit, self._context = unit, context
+        self.forward = context.forwards, current_backward()
+        """(forward pass, the backward that recomputes it or -1)."""
+        self.has_inputs = False
+        """Whether an input needs a gradient, so that an identity marks the end."""
+        self._claim: Claim | None = None
+        self._started = False
+        self._weights = [group.edition for group in unit.groups]
+        self._goes_on = False  # create_graph=True: its backward may be differentiated
+
+    def open(self) -> None:
+        """An output may get a gradient later."""
+        if self.unit.open[self.forward]:
+            self.unit.repeated.add(self.forward)
+        self.unit.open[self.forward] += 1
 
     @property
-    def ends_with_gradients(self) -> bool: ...
-    def finish(self) -> None: ...
+    def ends_with_gradients(self) -> bool:
+        """Whether it ends when every parameter has contributed: it has no identity, and is its forward's only
+        invocation.
+        """
+        return not self.has_inputs and self.forward not in self.unit.repeated
+
+    def start(self, _grad: object = None) -> None:
+        """An output's gradient has arrived: claim the weights again.
+
+        Raises: ValueError if the weights have changed since the forward.
+        """
+        if self._weights != [group.edition for group in self.unit.groups]:
+            raise ValueError(
+                f"the weights of {self.unit} changed between a forward and its backward, so its gradients would be "
+                f"wrong: run every backward before optimizer.step(), or abort()"
+            )
+        context = self._context
+        context.follow_backward()
+        if not self._started:
+            self._started = True
+            if self.unit.options.unshard_in_backward:
+                self._claim = context.need_backward(self.unit)
+            context.started[self] = None
+            context.begun.add(self.unit)
+        if torch.is_grad_enabled() and not self._goes_on:  # create_graph=True
+            self._goes_on = True
+            context.held_claims.hold(self.unit.acquire())
+
+    def finish(self) -> None:
+        """All input gradients are done."""
+        if self._claim is not None:
+            self._claim.release()
+            self._claim = None
+        if self._started:
+            self._started = False
+            self._context.started.pop(self, None)
+        if not self._goes_on:  # else a second backward follows, and its end sends the gradients
+            self._close()
+        if self._context.in_backward:
+            self._context.ahead.go_on_backward()
+
+    def _close(self) -> None:
+        opened = self.unit.open
+        if opened[self.forward] > 1:
+            opened[self.forward] -= 1
+            return
+        # The last invocation of its forward, or a graph run again, of which any may be the last.
+        del opened[self.forward]
+        self.unit.repeated.discard(self.forward)
+        if len(self.unit.modules) == 1 or self.unit.complete:
+            self.unit.reduce()
 
 
 class ShardContext:
@@ -151,7 +215,7 @@ class ShardContext:
         """The tensor-parallel mesh, if other ranks shard the parameters; see `dtensors.py`."""
         self.forwards = 0
         self.in_backward = False
-        self.started: dict[OpenInvocation, None] = {}
+        self.started: dict[Invocation, None] = {}
         """Invocations during their backward, oldest first."""
         self.begun = set[Unit]()  # in this backward
         self.reductions_open = False
@@ -168,7 +232,7 @@ class ShardContext:
         self._staging: dict[ParamGroup, StagingMemory] = {}
         self._unlimited = Budget(None)
         self._residency = self._unlimited
-        self.unused = UnusedGradients(order, self._model)
+        self.unused = UnusedGradients(order, self._model, self.param_groups)
         for unit in self.units:
             unit.context = self
             for group in unit.groups:
@@ -346,6 +410,12 @@ class ShardContext:
     def begin_backward(self) -> None:
         self.in_backward = True
 
+    def follow_backward(self) -> None:
+        """Inside of a backward: `begin_backward`, and `end_backward` when it is over."""
+        if not self.in_backward:
+            self.begin_backward()
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+
     def need_backward(self, unit: Unit) -> Claim:
         """A unit's backward begins; like `need_forward`."""
         claim = unit.acquire()
@@ -440,7 +510,13 @@ class ShardContext:
         """The `sum` or `max` of a tensor over all ranks of the model, or the ranks of other `parts`, in place."""
         self.about_to(f"{how} over ranks")
         self.before_waiting()
-        over_ranks(value, how, parts or self.groups, parts is None, None if parts else self.tensor_mesh, self.device)
+        here = value.to(self.device)
+        (parts or self.groups).reduce.all_reduce(here, how).wait()
+        if parts is None:
+            self.groups.outer.all_reduce(here, how).wait()
+            if self.tensor_mesh is not None:
+                over(self.tensor_mesh, here, how)
+        value.copy_(here)
 
     @contextlib.contextmanager
     def gathered(self, changed: bool = False) -> Iterator[None]:

@@ -21,41 +21,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import or_
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hocket.fsdp.buffers import FullBuffer, Staged, StagingMemory
-from hocket.fsdp.members import View
+from hocket.fsdp.buffers import FullBuffer, Staged
 from hocket.fsdp.options import UnitOptions
 from hocket.fsdp.param_group import ParamGroup
-from hocket.fsdp.same_order import UnusedGradients
-from hocket.runtime.queue import Queue, Ticket
+from hocket.runtime.queue import Ticket
 from hocket.runtime.transports import Pending
 from hocket.runtime.weights import set_sink
-
-
-class Shared(Protocol):
-    """What units need of their context: `ShardContext`."""
-
-    gathering: Queue
-    reducing: Queue
-    outer: Queue
-    reductions_open: bool
-    unused: UnusedGradients
-
-    def accumulates(self, unit: Unit) -> bool: ...
-    def residency_of(self, unit: Unit) -> Budget: ...
-    def staging_of(self, group: ParamGroup) -> StagingMemory: ...
-    def about_to(self, what: str) -> None: ...
-    def before_waiting(self) -> None: ...
-    def adds_up_locally(self, unit: Unit, group: ParamGroup) -> bool: ...
-    def read_on_demand(self, unit: Unit) -> bool: ...
-    def weights_ready(self) -> Ticket: ...
-    def forget_old_forwards(self) -> None: ...
-    def stage_anew(self) -> None: ...
-
 
 Around = tuple[Callable[..., tuple[Any, Any]], Callable[..., Any]]
 
@@ -91,7 +67,8 @@ class Unit:
     bucket's modules (Note: [Buckets]).
     """
 
-    context: Shared
+    context: Any
+    """Its `ShardContext`."""
 
     def __init__(
         self, name: str, modules: Sequence[nn.Module], groups: Sequence[ParamGroup], options: UnitOptions | None = None
@@ -109,7 +86,6 @@ class Unit:
         self.on_abort: list[Callable[[], None]] = []
         self.gathers = self.reduces = 0
         self.full: dict[ParamGroup, FullBuffer] = {}
-        self.views = [View(owner, key, m) for g in self.groups for m in g.members for owner, key in m.owners]
         self._gathered = False
         self._gathering: Ticket | None = None
         self._readers: list[Ticket] = []  # one per stream that released claims
@@ -186,8 +162,10 @@ class Unit:
         self.prefetch(wanted=True)
         self.claims += 1
         if self.claims == 1:
-            for view in self.views:
-                view.show()
+            for member in (member for group in self.groups for member in group.members):
+                shown = member.shown()
+                for owner, key in member.owners:
+                    owner.__dict__[key] = shown
         return Claim(self)
 
     def prefetch(self, wanted: bool = False) -> bool:
@@ -219,7 +197,7 @@ class Unit:
     def _gather(self) -> None:
         after = [*self._last_use(), *(ticket for buffer in self.full.values() for ticket in buffer.after)]
         stale = [group for group in self.groups if group.stale()]
-        if self.full or any(group.groups.outer_shards for group in stale):
+        if self.full:
             self.context.about_to(f"gather {self}")
             if any(not ticket.done for ticket in after):
                 self.context.before_waiting()
@@ -228,9 +206,7 @@ class Unit:
 
         def work() -> Pending | None:
             for group in stale:
-                refreshed = group.refresh()
-                if refreshed is not None:  # the inner gather needs the outer one's result
-                    refreshed.wait()
+                group.refresh()
             under_way = []
             for group, buffer in self.full.items():
                 buffer.allocate()
@@ -255,9 +231,13 @@ class Unit:
         assert self.claims > 0
         self.claims -= 1
         if not self.claims:
-            for view in self.views:
-                view.hide()
+            self._hide()
         self._note_reader()
+
+    def _hide(self) -> None:
+        for member in (member for group in self.groups for member in group.members):
+            for owner, key in member.owners:
+                owner.__dict__.pop(key, None)
 
     def _note_reader(self) -> None:
         mark = self.context.gathering.mark(f"release {self.name}")
@@ -309,8 +289,23 @@ class Unit:
         if group in self._staged:
             self._staged[group].arrived(index)
 
+    def refuse_unexpected(self) -> None:
+        """Refuse gradients computed with weights that were not claimed.
+
+        After an invocation's end, gradients may come from nodes made before its identity, such as those that make
+        DTensors of weights; these read no weights.
+        """
+        if not self.claims and self not in self.context.begun and self.context.may_go(self):
+            raise ValueError(
+                f"a gradient reached {self} whose backward has not begun, so its weights may not have been there: its "
+                f"forward has left a tensor where it can't be found, as in a list outside of the model. Return what "
+                f"the loss is made of, append it to a list that the forward is called with, or keep it as an attribute "
+                f"of the module"
+            )
+
     def grad_target(self, param: nn.Parameter) -> tuple[Tensor, bool]:
         """(where a gradient may be written directly, shaped like the parameter, whether to add)."""
+        self.refuse_unexpected()
         group, index = self._place[param]
         if self.context.adds_up_locally(self, group):
             self.context.reductions_open = True
@@ -428,8 +423,7 @@ class Unit:
 
     def abort(self) -> None:
         if self.claims:
-            for view in self.views:
-                view.hide()
+            self._hide()
             self._note_reader()
         self.claims = 0
         self.aborts += 1

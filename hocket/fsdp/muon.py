@@ -9,9 +9,9 @@ Muon's momentum is elementwise and stays sharded; the iteration needs whole matr
     iterates         each matrix on one rank, balanced over ranks
     reduce-scatters  the results: all ranks but one have zeros, so the sum is exact
 
-This moves 4 bytes per element and needs a bf16 buffer of the largest group. Two levels of shards (`ShardOptions.outer`)
-do so in turn. Ranks with whole parameters iterate all of them. For `torch.optim.Muon` it runs on the caller's stream
-and the reductions' group, after all reductions, since gathers may be in flight on theirs.
+This moves 4 bytes per element and needs a bf16 buffer of the largest group. Ranks with whole parameters iterate all of
+them. For `torch.optim.Muon` it runs on the caller's stream and the reductions' group, after all reductions, since
+gathers may be in flight on theirs.
 
 Note: [How torch's Muon is replaced]
 When hocket shards the first model, it replaces `Muon._init_group`, which collects a parameter group's tensors, by
@@ -93,7 +93,7 @@ class WholeMatrices:
         self._owners = [[-1] * len(several) for several in shapes]  # -1: every rank iterates it
         if group.keeps_all:
             return
-        load = [0] * group.shard_layout.world
+        load = [0] * group.layout.world
         places = [(min(s) * s.numel(), k, n) for k, several in enumerate(shapes) for n, s in enumerate(several)]
         for products, k, n in sorted(places, key=lambda place: -place[0]):  # the largest first
             self._owners[k][n] = rank = load.index(min(load))
@@ -106,14 +106,9 @@ class WholeMatrices:
 
     def gather(self, whole: Tensor) -> Pending:
         """All-gather the momenta into `whole`."""
-        group = self.group
-        if group.keeps_all:
+        if self.group.keeps_all:
             return Pending()
-        groups, size = group.groups, group.layout.shard
-        inner = whole[size * groups.gather.rank :][:size]
-        if groups.outer_shards:
-            groups.outer.all_gather(inner, self.mine(whole)).wait()
-        return groups.reduce.all_gather(whole, inner)
+        return self.group.groups.reduce.all_gather(whole, self.mine(whole))
 
     def iterate(self, whole: Tensor, *how: Any) -> None:
         """Orthogonalize this rank's matrices in `whole`, and zero the others."""
@@ -132,15 +127,10 @@ class WholeMatrices:
 
     def scatter(self, whole: Tensor, parts: Tensor) -> Pending:
         """Reduce-scatter the results into `parts`, fp32 [`main.numel()`]."""
-        groups = self.group.groups
         if self.group.keeps_all:
             parts.copy_(whole)
             return Pending()
-        if not groups.outer_shards:
-            return groups.reduce.reduce_sum(whole, parts, 1.0, add=False)
-        inner = torch.empty(self.group.layout.shard, dtype=parts.dtype, device=parts.device)
-        groups.reduce.reduce_sum(whole, inner, 1.0, add=False).wait()
-        return groups.outer.reduce_sum(inner, parts, 1.0, add=False)
+        return self.group.groups.reduce.reduce_sum(whole, parts, 1.0, add=False)
 
 
 def refuse_no_matrices(optimizer: Muon) -> None:
@@ -211,7 +201,7 @@ def _step(optimizer: Muon, group: ParamGroup, shards: Sequence[ShardedParameter]
             ahead = _ahead(optimizer, shard, held).view(1, *shard.shape).to(group.device)
             _move(shard, orthogonal(ahead, *how).reshape(-1), held)
         return
-    here = group.shard_layout.slices(group.position)
+    here = group.here
     matrices = WholeMatrices(group, [shard.position for shard in shards])
     whole, parts = _buffers[optimizer][id(group.groups)]
     whole, parts = whole[: group.layout.total], parts[: group.main.numel()]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import InitVar, dataclass, fields
 from typing import Literal, get_args
 
 import torch
-from torch import nn
 
 FORMATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -54,7 +52,6 @@ class Formats:
     accumulate: torch.dtype
 
 
-Outer = Literal["replicate", "shard"]
 ShardTransport = Literal["auto", "nccl", "copy_engine", "copy_engine_gathers", "gloo", "null"]
 Driver = Literal["hooks", "manual"]
 Offload = Literal["none", "pinned", "pageable"]
@@ -64,9 +61,8 @@ Offload = Literal["none", "pinned", "pageable"]
 class ShardOptions:
     """Options of a sharded model. Raises ValueError for bad values."""
 
-    outer: Outer = "replicate"
-    """The first axis of a mesh of two: `replicate` keeps replicas (HSDP), `shard` shards the optimizer's state over it
-    too (HFSDP)."""
+    outer: InitVar[str] = "replicate"
+    """The first axis of a mesh of two holds replicas (HSDP). There is no other choice."""
     bucket: int | None = None
     """Parameters up to which modules are joined into one unit. None joins no named units; without names it is 2**27."""
     prefetch: int = 1
@@ -82,18 +78,19 @@ class ShardOptions:
     """Divisor of summed gradients; None is the number of ranks of the mesh, for a mean. 1 suits a loss that is a sum
     over tokens divided by the tokens of all ranks."""
     device: torch.device | str | None = None
-    """Device of the shards. None: that of the parameters; required for parameters on the meta device."""
+    """Device of the shards. None: that of the parameters; required for a model on the meta device."""
     offload: Offload = "none"
     """Keep shards, gradients and optimizer state in host memory and run the optimizer there: `pinned`, copied to and
     from the device during compute, or `pageable`, where pages can't be pinned. `device` is still where compute runs.
     Not `pinned` if the CPU computes."""
-    init: Callable[[nn.Module], None] | None = None
-    """Initializes the parameters of a module from the meta device; None: `module.reset_parameters()`. Called for one
-    module at a time, already on `device`."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, outer: str) -> None:
+        if outer != "replicate":
+            raise ValueError(
+                f"outer={outer!r}: the first axis of a mesh of two holds replicas of what the second one shards: leave "
+                f"it out, or shard over both as one axis, mesh['outer', 'shard']._flatten()"
+            )
         for name, choices in (
-            ("outer", get_args(Outer)),
             ("transport", get_args(ShardTransport)),
             ("driver", get_args(Driver)),
             ("offload", get_args(Offload)),
@@ -102,8 +99,6 @@ class ShardOptions:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(choices)}")
         if self.device is not None:
             _check_device(self.device)
-        if self.init is not None and not callable(self.init):
-            raise ValueError(f"init={self.init!r} is no function of a module: give one, or None")
         if self.bucket is not None and (type(self.bucket) is not int or self.bucket < 1):
             raise ValueError(f"bucket={self.bucket!r} must be a number of parameters, at least 1, or None")
         if type(self.prefetch) is not int or self.prefetch < 0:

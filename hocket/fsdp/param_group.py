@@ -9,15 +9,9 @@ keeps
 
 and once a step main_grad is all-reduced over the outer group. A gather casts main straight into this rank's part of the
 buffer, and the collective completes it in place. main_grad exists only while there is a gradient (`ShardGrads`).
-
-If the outer group shards too, main and main_grad have S/R elements: part r of
-
-    weight     [S]    what is gathered, in the compute dtype
-    partial    [S]    the sum of reductions within a shard group, in the accumulate dtype
-
-After an update weight is all-gathered from main over the outer group; partial is reduce-scattered into main_grad.
-Without sharding W is 1 and parameters are bound to weight; without replicas R is 1. Ranks that hold the same elements
-may also all-reduce over a larger group than they gather over; then nothing is left for an outer group.
+Without sharding W is 1 and parameters are bound to main, or to a copy in the compute dtype; without replicas R is 1.
+Ranks that hold the same elements may also all-reduce over a larger group than they gather over; then nothing is left
+for an outer group.
 
 Note: [What the outer all-reduce adds up]
 After it all replicas hold the same gradients. If more microbatches follow in the step, only the first replica keeps
@@ -71,27 +65,18 @@ class ParamGroup:
         self.formats = precision.of(param.dtype)
         self.divide = groups.divide
         """Divisor of summed gradients."""
-        inner, outer = groups.gather, groups.outer
-        parts = outer.size if groups.outer_shards else 1
         shapes = [(one.name, tuple(one.param.shape)) for one in members]
-        shared = FlatLayout.build(shapes, inner.size * parts * groups.alike)
-        self.shard_layout = shared.joined(groups.alike)
-        """Shards as this rank updates them: number `position`."""
-        self.position = inner.rank * parts + (outer.rank if groups.outer_shards else 0)
-        self.layout = self.shard_layout.joined(parts)
-        """Shards as gathered: this rank's is `weight`."""
+        self.layout = FlatLayout.build(shapes, groups.gather.size, alike=groups.alike)
+        self.position = groups.gather.rank
+        """Which of the layout's shards this rank keeps."""
+        self.here = self.layout.slices(self.position)
+        """What this rank keeps of each member, as ranges of its shard."""
 
-        self.main = self.memory.zeros(self.shard_layout.shard, self.formats.main)
-        apart = groups.outer_shards or self.memory.on_host or (self.whole and self.formats.main != self.formats.compute)
-        self.weight = (
-            self.memory.zeros(self.layout.shard, self.formats.compute, groups.outer_shards) if apart else self.main
-        )
+        self.main = self.memory.zeros(self.layout.shard, self.formats.main)
+        apart = self.memory.on_host or (self.whole and self.formats.main != self.formats.compute)
+        self.weight = self.memory.zeros(self.layout.shard, self.formats.compute) if apart else self.main
         """What is gathered, or what parameters are bound to: `main`, or a copy where one is needed."""
-        ranges = self.shard_layout.slices(self.position)
-        self.grads = ShardGrads(
-            self.shard_layout.shard, self.formats.accumulate, self.formats.main, ranges, self.memory
-        )
-        self._partial = self._new_partial() if self.trainable else None
+        self.grads = ShardGrads(self.layout.shard, self.formats.accumulate, self.formats.main, self.here, self.memory)
         self.settle: Callable[[], None] = lambda: None
         """Orders the caller's work after all reductions of this group."""
         self.make_grads: Callable[[], None] = self.grads.make
@@ -110,20 +95,19 @@ class ParamGroup:
         self._learns = [self.trainable] * len(members)  # currently trained members
         self.usage = Usage(self._learns)
         self._has = [False] * len(members)  # members with a gradient in main_grad
-        self._partial_has = [True] * len(members)  # False: partial holds a forgotten gradient
-        self._summed = True  # whether partial is the same on all replicas
+        self._summed = True  # whether main_grad is the same on all replicas
         self.local = LocalSum(self.layout, self.formats.accumulate, device)
         """Whole gradients added up locally, not reduced yet."""
-        self._reducing = self._outer = self._refreshing = Pending()
+        self._reducing = self._outer = Pending()
 
     def __repr__(self) -> str:
         return f"ParamGroup({self.members[0].name} and {len(self.members) - 1} more)"
 
     def _make_shards(self) -> list[ShardedParameter]:
         shards = []
-        for i, (member, here) in enumerate(zip(self.members, self.shard_layout.slices(self.position), strict=True)):
+        for i, (member, here) in enumerate(zip(self.members, self.here, strict=True)):
             shard = ShardedParameter(self.main[here], self.trainable)
-            local = self.shard_layout.local(member.name, self.position)
+            local = self.layout.local(member.name, self.position)
             shard.full_name, shard.full_shape, shard.position = member.name, member.shape, i
             shard.span = member.span(local.lo, local.hi)
             shard.join(self)
@@ -170,13 +154,6 @@ class ParamGroup:
     def train(self, index: int, trains: bool) -> None:
         self._learns[index] = trains
         self.members[index].param.requires_grad_(trains)
-        if trains and self._partial is None:
-            self._partial = self._new_partial()
-
-    def _new_partial(self) -> Tensor | None:
-        if not self.groups.outer_shards:
-            return None
-        return torch.zeros(self.layout.shard, dtype=self.formats.accumulate, device=self.device)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -199,13 +176,13 @@ class ParamGroup:
     @property
     def keeps_all(self) -> bool:
         """Whether this rank updates whole parameters."""
-        return self.shard_layout.world == 1 and not self.is_divided
+        return self.layout.world == 1 and not self.is_divided
 
     @property
     def nbytes(self) -> int:
         """Bytes of shards, current gradients, and locally added gradients."""
-        kept = {id(tensor): tensor.nbytes for tensor in (self.main, self.weight, self._partial) if tensor is not None}
-        return sum(kept.values()) + self.grads.nbytes + self.local.nbytes
+        copied = 0 if self.weight is self.main else self.weight.nbytes
+        return self.main.nbytes + copied + self.grads.nbytes + self.local.nbytes
 
     def span_of(self, shard: ShardedParameter) -> Span:
         """Which elements of the whole model's parameter a shard has."""
@@ -245,21 +222,15 @@ class ParamGroup:
         self._said += 1
 
     @torch.no_grad()
-    def refresh(self, written: bool = False) -> Pending | None:
+    def refresh(self, written: bool = False) -> None:
         """Update `weight` from `main`, unless `written` already. Gathered weights are stale now."""
         self._seen = self.edition
-        if not self.groups.outer_shards:
-            if self.weight is not self.main and not written:
-                self.memory.wait_for_copies_out()
-                self.weight.copy_(self.main)
-            return None
-        mine = self.memory.on_device(self.main, self.formats.compute)
-        self._refreshing = self.groups.outer_gather.all_gather(self.weight, mine)
-        return self._refreshing.then(lambda: mine.numel())
+        if self.weight is not self.main and not written:
+            self.memory.wait_for_copies_out()
+            self.weight.copy_(self.main)
 
     def gather(self, flat: Tensor) -> Pending:
-        self._refreshing.wait()
-        mine = flat[self.layout.shard * self.groups.gather.rank :][: self.layout.shard]
+        mine = flat[self.layout.shard * self.position :][: self.layout.shard]
         self.memory.copy_to_device(self.weight, mine)
         return self.groups.gather.all_gather(flat[: self.layout.total], mine)
 
@@ -271,11 +242,6 @@ class ParamGroup:
         assert self.grads.flat is not None
         return self.grads.flat
 
-    @property
-    def partial(self) -> Tensor:
-        """See Note: [Two levels of groups]."""
-        return self.main_grad if self._partial is None else self._partial
-
     def fill_gaps(self, flat: Tensor, views: Sequence[Tensor], written: Sequence[bool]) -> None:
         """Zero unwritten `views` and the padding of a buffer before its reduction."""
         for view, has in zip(views, written, strict=True):
@@ -285,7 +251,7 @@ class ParamGroup:
             flat[lo:hi].zero_()
 
     def reduce(self, flat: Tensor) -> Pending:
-        """Add the scaled sum of all ranks' `flat[:total]` to `partial`, overwriting forgotten members.
+        """Add the scaled sum of all ranks' `flat[:total]` to `main_grad`, overwriting forgotten members.
 
         Call `fill_gaps` and `make_grads` before. `flat` may be reused after the wait.
         """
@@ -293,20 +259,18 @@ class ParamGroup:
         self._reducing.wait()  # in order, where collectives are pending
         self._outer.wait()
         flat = flat[: self.layout.total]
-        add = True
-        if self.groups.outer_shards:
-            self._make_room_in_partial()
-        else:
-            # Overwrite if all was forgotten, or only the first replica keeps it; see Note: [What the outer all-reduce
-            # adds up].
-            add = self.has_grad and not (self._summed and self.groups.outer.rank > 0)
-            if add:
-                self.tidy()
-            self.grads.drop()
-            self._has = self._have_now()
+        # Overwrite if all was forgotten, or only the first replica keeps it; see Note: [What the outer all-reduce
+        # adds up].
+        add = self.has_grad and not (self._summed and self.groups.outer.rank > 0)
+        if add:
+            self.tidy()
+        self.grads.drop()
+        self._has = [has or learns for has, learns in zip(self._has, self._learns, strict=True)]
         self._summed = False
         call = self.groups.reduce.all_sum if self.groups.alike > 1 else self.groups.reduce.reduce_sum
-        self._reducing = self.memory.reduced(self.partial, add, lambda to, add: call(flat, to, 1.0 / self.divide, add))
+        self._reducing = self.memory.reduced(
+            self.main_grad, add, lambda to, add: call(flat, to, 1.0 / self.divide, add)
+        )
         return self._reducing
 
     def begin_sum(self) -> None:
@@ -326,36 +290,15 @@ class ParamGroup:
         if self._summed or self.groups.outer.size == 1:
             return Pending()
         self._summed = True
-        if not self.groups.outer_shards:
-            self._outer = self.memory.reduced(self.partial, True, lambda into, _: self.groups.outer.all_reduce(into))
-            return self._outer
-        add = self.has_grad
-        if add:
-            self.tidy()
-        self.grads.drop()
-        new = [learns and has for learns, has in zip(self._learns, self._partial_has, strict=True)]
-        self._has = [before or new for before, new in zip(self._has, new, strict=True)]
-        self._make_room_in_partial()
-        outer, partial = self.groups.outer, self.partial
-        adding = self.memory.reduced(self.main_grad, add, lambda to, add: outer.reduce_sum(partial, to, 1.0, add))
-        self._outer = adding.then(partial.zero_)
+        self._outer = self.memory.reduced(self.main_grad, True, lambda into, _: self.groups.outer.all_reduce(into))
         return self._outer
-
-    def _have_now(self) -> list[bool]:
-        """Which members have a gradient after a reduction of all trained ones."""
-        return [has or learns for has, learns in zip(self._has, self._learns, strict=True)]
 
     def tidy(self) -> None:
         """Make `main_grad` what readers see, with zeros for forgotten gradients."""
         self.grads.take_back()
         if not all(self._has):
             self.memory.wait_for_copies_in()
-        zero_others(self.main_grad, self.shard_layout.slices(self.position), self._has)
-
-    def _make_room_in_partial(self) -> None:
-        """If partial is not main_grad: zero what was forgotten between two reductions of a step."""
-        zero_others(self.partial, self.layout.slices(self.groups.gather.rank), self._partial_has)
-        self._partial_has = [True] * len(self.members)
+        zero_others(self.main_grad, self.here, self._has)
 
     # Gradients of the shards
 
@@ -377,7 +320,7 @@ class ParamGroup:
 
     def forget(self, index: int) -> None:
         """Set `shards[index].grad` to None: the next reduction overwrites it."""
-        self._has[index] = self._partial_has[index] = False
+        self._has[index] = False
         self.local.has[index] = False
         self.usage.forget(index)
         if not self.has_grad:
@@ -409,11 +352,8 @@ class ParamGroup:
             self.usage.forget(index)
         self._reducing = self._outer = Pending()
         self._has = [False] * len(self.members)
-        self._partial_has = [True] * len(self.members)
         self._summed = True
         self.local.clear()
-        if self._partial is not None:
-            self._partial.zero_()
         self._let_go()
 
     def _let_go(self) -> None:

@@ -14,6 +14,11 @@ and `numel()`, which are the whole's in Python. Torch's kernels see a 1-D tensor
 does. A foreign kernel would combine an address with `numel()` and write out of bounds, so `data_ptr()` is an error. A
 view of the whole is the same elements with another shape.
 
+Note: [Random numbers are drawn whole]
+Each rank draws the numbers of the whole parameter and keeps its own. So a model from the meta device that is
+initialized after sharding, by `reset_parameters()`, `torch.nn.init` or `weight.data.normal_()`, has the values of an
+unsharded one with the same seed.
+
 A number of a shard inside of autograd has the whole's value and the local elements' graph, so that a backward through
 it is the intended error (Note: [Autograd never sees a shard]).
 """
@@ -180,6 +185,19 @@ def _of_whole(func: Any, name: str, args: Any, kwargs: Any, place: Place) -> Any
         return type(found)([linked(one) for one in found]) if isinstance(found, tuple | list) else linked(found)
 
 
+def _drawing(name: str) -> Callable[..., Any]:
+    """A random in-place method. See Note: [Random numbers are drawn whole]."""
+    draw = getattr(torch.Tensor, name)
+
+    def fill(self: Any, *args: Any, **kwargs: Any) -> Any:
+        local = self.to_local()
+        whole = torch.empty(self.shape, dtype=local.dtype, device=local.device)
+        local.copy_(self.span.of(draw(whole, *args, **kwargs)))
+        return self
+
+    return fill
+
+
 class WholeSize:
     """Sizes of the whole parameter, by its `shape`. See Note: [A part has the shape of its whole]."""
 
@@ -206,6 +224,10 @@ class WholeSize:
         return self.shape[0]
 
 
+for _name in ("normal_", "uniform_", "bernoulli_", "exponential_", "random_", "cauchy_", "log_normal_", "geometric_"):
+    setattr(WholeSize, _name, _drawing(_name))
+
+
 def no_address(name: str, here: int, numel: int) -> ValueError:
     """The error of `data_ptr()`."""
     return ValueError(
@@ -230,6 +252,10 @@ class Part(WholeSize, Tensor):  # pyrefly: ignore[inconsistent-inheritance]
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
         return self.place.shape
+
+    @property
+    def span(self) -> Span:
+        return self.place.span
 
     def to_local(self) -> Tensor:
         """The local elements, 1-D, as a plain tensor."""
@@ -457,6 +483,6 @@ _QUIET = frozenset({
     "__get__", "__set__", "__delete__", "__setitem__", "__len__", "__hash__", "copy_", "size", "dim", "numel",
     "nelement", "stride", "element_size", "is_complex", "is_floating_point", "is_contiguous", "is_inference",
     "get_device", "data_ptr", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "as_subclass",
-    "_make_subclass", "_is_view",
+    "_make_subclass", "_is_view", "_has_compatible_shallow_copy_type",
 })  # fmt: skip
 """Functions that read no element, or only write them."""

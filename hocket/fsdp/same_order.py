@@ -2,12 +2,12 @@
 
 Note: [Detecting diverged ranks]
 Collectives match by order alone. A rank that skips a unit, or whose loss does not reach it, would receive another
-unit's weights or gradients, and finally hang. So each rank predicts its next collective from its history. Ranks with
-equal histories predict alike, so where they diverge at least one issues an unpredicted collective. That rank increments
-a counter in the default group's store, keyed by the collective's number and history. Before it waits for any
-collective, it checks that all ranks are counted there, as in a first step. If not, it asks for the other ranks' recent
-collectives, which a thread on each rank answers, since main threads may hang, and raises an error that names the first
-difference. Predicted steps cost a few dict look-ups per collective and no communication.
+unit's weights or gradients, and finally hang. So each rank expects what it did a period before. Ranks with equal
+histories expect the same, so where they diverge at least one issues an unexpected collective. That rank increments a
+counter in the default group's store, keyed by the collective's number and history. Before it waits for any collective,
+it checks that all ranks are counted there, as in a first step. If not, it asks for the other ranks' recent collectives,
+which a thread on each rank answers, since main threads may hang, and raises an error that names the first difference.
+An expected collective costs a comparison and no communication.
 
 Note: [Gradients that no rank has]
 A unit is reduced whole, with zeros for parameters unused on this rank. If no rank has used a parameter, an optimizer
@@ -22,11 +22,9 @@ import json
 import threading
 import time
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
-from weakref import WeakSet
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -38,11 +36,12 @@ ASK_AFTER = 1.0
 """Seconds to wait for all counts before asking; also the answering thread's period."""
 GIVE_UP = dist.constants.default_pg_timeout
 """How long a rank waits for late ranks: the timeout of a collective."""
-TAIL = 512
-
-_LONG = 32
-"""Length of the history that predicts the next collective: it tells microbatches of a step apart."""
-_MOST = 1 << 17
+LONGEST = 1 << 13
+"""Collectives that a rank remembers, at least: a longer period is not found."""
+TOLD = 512
+"""Collectives that it tells other ranks."""
+ALIKE = 32
+"""Collectives by which a period is found: they tell microbatches of a step apart."""
 
 
 def _waiting(said: Callable[[], str], longest: float) -> Iterator[float]:
@@ -60,35 +59,35 @@ class SameOrder:
 
     def __init__(self, ranks: Sequence[int], store: dist.Store) -> None:
         self.ranks, self.rank, self.store = tuple(ranks), dist.get_rank(), store
-        self.models = self.count = 0
-        self.asked = 0
-        self._past, self._next = list[int](), 0  # position in the past of the predicted collective
-        self._followed: dict[int, int] = {}  # hash of some collectives -> position after them
+        self.models = self.count = self.asked = 0
+        self._past: list[str] = []  # the last ones
+        self._period = 0  # the next one is expected to be that of so many before; 0: unknown
         self._history = 0  # hash of all so far
-        self._recent: deque[str] = deque(maxlen=TAIL)
         self._open = ""  # key of an incomplete count
 
     def note(self, what: str) -> None:
-        item = zlib.crc32(what.encode())
-        self._history = hash((self._history, item))
-        self._recent.append(what)
+        """The next collective is issued."""
+        past, period = self._past, self._period
+        expected = 0 < period <= len(past) and past[-period] == what
+        past.append(what)
         self.count += 1
-        if not self._expects(item):
+        self._history = hash((self._history, zlib.crc32(what.encode())))
+        if not expected:
+            self._period = self._last_time(ALIKE) or self._last_time(1)
             self.asked += 1
             self._open = f"{self.count} {self._history}"
             self.store.add(self._open, 1)
+        if len(past) > 2 * LONGEST:
+            del past[:LONGEST]
 
-    def _expects(self, item: int) -> bool:
-        """Whether `item` was predicted. If not, the longest match in the history continues."""
-        if len(self._past) >= _MOST:
-            self._past, self._next, self._followed = [], 0, {}
-        past, place = self._past, self._next
-        expected = place < len(past) and past[place] == item
-        past.append(item)
-        last, alone = hash(tuple(past[-_LONG:])), hash((item,))
-        self._next = place + 1 if expected else self._followed.get(last, self._followed.get(alone, len(past)))
-        self._followed[last] = self._followed[alone] = len(past)
-        return expected
+    def _last_time(self, length: int) -> int:
+        """How many collectives ago the last `length` ones came in the same order; 0: not in memory."""
+        past, end = self._past, len(self._past)
+        tail = past[-length:]
+        for at in range(end - 1, len(tail) - 1, -1):
+            if past[at - 1] == tail[-1] and past[at - len(tail) : at] == tail:
+                return end - at
+        return 0
 
     def settle(self) -> None:
         """Before waiting for a collective: check that all ranks have issued the same ones.
@@ -98,7 +97,7 @@ class SameOrder:
         if not self._open:
             return
         waited = 0.0
-        late = f"rank {self.rank} is about to {self._recent[-1]}, and other ranks have not come there"
+        late = f"rank {self.rank} is about to {self._past[-1]}, and other ranks have not come there"
         for waited in _waiting(lambda: late, 0.05):
             if int(self.store.get(self._open)) >= len(self.ranks):  # covers all earlier ones
                 break
@@ -112,17 +111,17 @@ class SameOrder:
     def answer(self) -> None:
         """Answer other ranks, in a thread, while nothing is issued."""
         if self.store.check(["ask"]):
-            self.store.set(f"answer {self.rank}", json.dumps([self.count, list(self._recent)]))
+            self.store.set(f"answer {self.rank}", json.dumps([self.count, self._past[-TOLD:]]))
 
     def _compare(self) -> None:
-        mine = self.count, list(self._recent)
         for other in self.ranks:
             if other == self.rank or not self.store.check([f"answer {other}"]):
                 continue
-            count, recent = json.loads(self.store.get(f"answer {other}"))
-            first = max(mine[0] - len(mine[1]), count - len(recent))  # the first that both remember
-            for n in range(first, min(mine[0], count)):
-                here, there = mine[1][n - mine[0]], recent[n - count]
+            count, theirs = json.loads(self.store.get(f"answer {other}"))
+            mine = self._past[-TOLD:]
+            first = max(self.count - len(mine), count - len(theirs))  # the first that both remember
+            both = zip(mine[first - self.count :], theirs[first - count :], strict=False)
+            for here, there in both if first < min(self.count, count) else ():
                 if here != there:
                     raise ValueError(
                         f"ranks have gone apart: where rank {self.rank} is about to {here}, rank {other} is about to "
@@ -130,6 +129,41 @@ class SameOrder:
                         f"losses reach the same units: one that only some ranks need can take part in the others' "
                         f"loss as 0 * output.sum()"
                     )
+
+
+_orders: dict[tuple[int, ...], SameOrder] = {}
+_world: tuple[int, Any] = 0, None  # (number of default groups so far, the last one)
+
+
+def order_over(mesh: DeviceMesh | None) -> SameOrder | None:
+    """The order of collectives over the ranks of a mesh; None for a single rank."""
+    global _world
+    if not dist.is_initialized():
+        return None
+    ranks = tuple(sorted(ranks_of(mesh)))
+    if len(ranks) < 2:
+        return None
+    if dist.group.WORLD is not _world[1]:
+        if not _world[0]:
+            threading.Thread(target=_answer, name="hocket order", daemon=True).start()
+        _world = _world[0] + 1, dist.group.WORLD
+        _orders.clear()
+    if ranks not in _orders:
+        name = f"hocket order {_world[0]} {ranks[0]} {len(ranks)} {zlib.crc32(repr(ranks).encode())}"
+        _orders[ranks] = SameOrder(ranks, dist.PrefixStore(name, dist.distributed_c10d._get_default_store()))
+    return _orders[ranks]
+
+
+def _answer() -> None:
+    counts: dict[SameOrder, int] = {}
+    while True:
+        time.sleep(ASK_AFTER)
+        orders = list(_orders.values())
+        for order in orders:
+            with suppress(RuntimeError):
+                if counts.get(order) == order.count:
+                    order.answer()
+        counts = {order: order.count for order in orders}
 
 
 SLOTS = 32
@@ -140,22 +174,21 @@ LONGEST_PAUSE = 5e-3
 class UnusedGradients:
     """Parameters unused on the ranks of one model. See Note: [Gradients that no rank has]."""
 
-    def __init__(self, order: SameOrder | None, model: str) -> None:
-        self._order, self._key = order, f"unused{model}"
+    def __init__(self, order: SameOrder | None, model: str, groups: Sequence[ParamGroup]) -> None:
+        self._order, self._key, self._groups = order, f"unused{model}", groups
         self._sent = False  # whether reductions were issued since the last write
         self._rounds = 0  # writes so far
-        self._left_out: dict[str, list[int]] = {}  # by group
 
     def about_to_send(self, group: ParamGroup, written: Sequence[bool]) -> None:
         """A reduction is issued with gradients of the members in `written`."""
-        self._left_out[group.members[0].name] = group.usage.send(written)
+        group.usage.send(written)
         self._sent = True
 
     def all_sent(self) -> None:
         """After a backward or deferred reductions: write the unused members."""
         if self._order is not None and self._sent:
             self._sent, self._rounds = False, self._rounds + 1
-            said = {name: left_out for name, left_out in self._left_out.items() if left_out}
+            said = {g.members[0].name: sorted(g.usage.left_out) for g in self._groups if g.usage.left_out}
             self._order.store.set(self._place_of(self._order.rank), json.dumps([self._rounds, said]))
 
     def _place_of(self, rank: int) -> str:
@@ -163,20 +196,15 @@ class UnusedGradients:
 
     def find(self, groups: Sequence[ParamGroup]) -> None:
         """Find the members that no rank has used. Raises ValueError if a rank does not arrive."""
-        asking = [group for group in groups if not group.usage.known]
-        if self._order is None or not asking:
-            for group in asking:
-                group.usage.answer(group.usage.left_out)
-            return
-        self.all_sent()
-        others = [rank for rank in self._order.ranks if rank != self._order.rank]
-        heard = self._hear(self._order, others)
+        asking = [group for group in groups if group.usage.left_out and group.usage.by_none is None]
+        heard = dict[int, dict[str, list[int]]]()
+        if asking and self._order is not None:
+            self.all_sent()
+            heard = self._hear(self._order, [rank for rank in self._order.ranks if rank != self._order.rank])
         for group in asking:
-            unused = set(group.usage.left_out)
-            for rank in group.groups.holders if group.groups.part[1] == 1 and not group.is_divided else others:
-                if rank in heard:
-                    unused &= set(heard[rank].get(group.members[0].name, ()))
-            group.usage.answer(unused)
+            holders = group.groups.holders if group.groups.part[1] == 1 and not group.is_divided else heard
+            theirs = [heard[rank].get(group.members[0].name, ()) for rank in holders if rank in heard]
+            group.usage.by_none = group.usage.left_out.intersection(*theirs)
 
     def _hear(self, order: SameOrder, others: Sequence[int]) -> dict[int, dict[str, list[int]]]:
         """Unused members of other ranks by group, up to this rank's last backward."""
@@ -193,39 +221,3 @@ class UnusedGradients:
             if not late:
                 break
         return heard
-
-
-_orders: dict[tuple[int, ...], SameOrder] = {}
-_world: tuple[int, Any] = 0, None  # (number of default groups so far, the last one)
-_watched: WeakSet[SameOrder] = WeakSet()
-
-
-def order_over(mesh: DeviceMesh | None) -> SameOrder | None:
-    """The order of collectives over the ranks of a mesh; None for a single rank."""
-    global _world
-    if not dist.is_initialized():
-        return None
-    ranks = tuple(sorted(ranks_of(mesh)))
-    if len(ranks) < 2:
-        return None
-    if dist.group.WORLD is not _world[1]:
-        if not _world[0]:
-            threading.Thread(target=_watch, name="hocket order", daemon=True).start()
-        _world = _world[0] + 1, dist.group.WORLD
-        _orders.clear()
-    if ranks not in _orders:
-        name = f"hocket order {_world[0]} {ranks[0]} {len(ranks)} {zlib.crc32(repr(ranks).encode())}"
-        _orders[ranks] = SameOrder(ranks, dist.PrefixStore(name, dist.distributed_c10d._get_default_store()))
-        _watched.add(_orders[ranks])
-    return _orders[ranks]
-
-
-def _watch() -> None:
-    counts: dict[int, int] = {}
-    while True:
-        time.sleep(ASK_AFTER)
-        for order in list(_watched):
-            with suppress(RuntimeError):
-                if counts.get(id(order)) == order.count:
-                    order.answer()
-            counts[id(order)] = order.count

@@ -25,7 +25,6 @@ from hocket.fsdp.members import (
     Member,
     Named,
     Rule,
-    View,
     assign,
     divided,
     found_parameters,
@@ -43,42 +42,23 @@ from hocket.fsdp.torch_functions import install
 from hocket.runtime.weights import set_sink, sink_of
 
 
-def materialize(
-    params: Sequence[Member], device: torch.device, options: ShardOptions, late: bool = False
-) -> list[Member]:
-    """Move parameters to `device`; initialize those on the meta device with `init` or `reset_parameters`.
+def materialize(params: Sequence[Member], device: torch.device, options: ShardOptions) -> list[Member]:
+    """Move parameters to `device`. Those on the meta device get memory there, and values after sharding.
 
-    With `offload`, CPU parameters stay on the CPU. With `late`, meta parameters and buffers get no values yet. A module
-    is initialized whole, so all its own parameters must be on the meta device or none. Raises ValueError for a module
-    that nothing initializes.
+    With `offload`, CPU parameters stay on the CPU.
     """
-    for found in params:
-        stays = options.offload != "none" and found.param.device.type == "cpu"
-        if not found.param.is_meta and not stays and found.param.device != device:
-            found.param.data = found.param.data.to(device)
-    modules = {owner: None for found in params if found.param.is_meta for owner, _ in found.owners}
-    if not modules:
-        return list(params)
-    new: dict[nn.Parameter, nn.Parameter] = {}
-    for found in params:
-        if found.param.is_meta:
-            values = torch.empty_like(found.param, device=device)
-            new[found.param] = nn.Parameter(values, requires_grad=found.param.requires_grad)
-            for owner, key in found.owners:
-                owner._parameters[key] = new[found.param]
-    for module in () if late else modules:
-        for key, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                module._buffers[key] = torch.empty_like(buffer, device=device)
-        reset = options.init or getattr(type(module), "reset_parameters", None)
-        if reset is None:
-            raise ValueError(
-                f"a {type(module).__name__} on the meta device has no reset_parameters(): say how its parameters get "
-                f"their values with ShardOptions(init=...)"
-            )
-        with torch.no_grad():
-            reset(module)
-    return [replace(found, param=new.get(found.param, found.param)) for found in params]
+    found = []
+    for one in params:
+        param = one.param
+        stays = options.offload != "none" and param.device.type == "cpu"
+        if param.is_meta:
+            param = nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
+            for owner, key in one.owners:
+                owner._parameters[key] = param
+        elif not stays and param.device != device:
+            param.data = param.data.to(device)
+        found.append(replace(one, param=param))
+    return found
 
 
 def nested_in(modules: Sequence[nn.Module]) -> list[ShardContext]:
@@ -142,7 +122,6 @@ def _adopt(root: nn.Module, units: Sequence[Unit]) -> None:
             if param is not None and param in holders and sink_of(param) is not None:
                 unit, group, i = holders[param]
                 group.rename(i, group.members[i].name, (module, key))
-                unit.views.append(View(module, key, group.members[i]))
                 module._parameters[key] = group.shards[i]
                 watch_reads(module)
                 module.__dict__.setdefault(UNIT, unit)
@@ -202,14 +181,14 @@ def _shard(
     device = _device(params, options, request.nests) if params else nested[0].device
     _refuse_pinned(options, device)
     placements, default = _placements(params, request.place), Placement(request.mesh, options.divide)
-    _refuse_divided(params, placements, default, nested, late=request.nests)
+    _refuse_divided(params, placements, default, nested)
     everyone = shard_groups_for(default, strategy, options, device)
     owned = assign(tree, [one for bucket in buckets for _, one in bucket], params)
     made, fingerprints = list[Unit](), Fingerprints()
     for bucket in [None, *buckets]:
         members = [found for one in ([tree] if bucket is None else [one for _, one in bucket]) for found in owned[one]]
-        mine = materialize(members, device, options, late=request.nests)
-        valueless = {new.param for old, new in zip(members, mine, strict=True) if old.param.is_meta and request.nests}
+        mine = materialize(members, device, options)
+        valueless = {new.param for old, new in zip(members, mine, strict=True) if old.param.is_meta}
         groups = []
         for (place, *_), alike in _alike(mine, placements, default, request.precision).items():
             where = shard_groups_for(place, strategy, options, device)
@@ -254,14 +233,13 @@ def _refuse_divided(
     placements: Mapping[str, Placement | None],
     default: Placement,
     nested: Sequence[ShardContext],
-    late: bool,
 ) -> None:
     """Refuse DTensors that can't be sharded on their mesh."""
     mesh_of([(one.name, one.dtensor) for one in params], [context.tensor_mesh for context in nested])
     for one in (m for context in nested for group in context.param_groups for m in group.members):
         if one.dtensor is not None and one.dtensor.part is None:
             refuse_overlap(one.name, one.dtensor, default.mesh)
-    for name, layout, param in ((one.name, one.dtensor, one.param) for one in params):
+    for name, layout in ((one.name, one.dtensor) for one in params):
         if layout is None:
             continue
         place = placements[name] or default
@@ -271,11 +249,6 @@ def _refuse_divided(
         if place.part[1] > 1:
             raise ValueError(
                 f"parameter {name} is a DTensor, and place says that it is part {place.part} of one: give one of both"
-            )
-        if param.is_meta and not late:
-            raise ValueError(
-                f"parameter {name} is a DTensor on the meta device: call fully_shard(module, mesh=...) with nothing "
-                f"else, then module.to_empty(device=...), and give initial values"
             )
 
 

@@ -7,8 +7,7 @@ and the optimizer runs on the CPU. Copies overlap with compute, on the gathering
     main  --cast, once a step, by the host-->  weight  --copy-->  gathered weights      before the gather
     main_grad  <--copy--  reduced gradients                                             after the reduction
 
-Unsharded weights are copied too, as if gathered from one rank. With two levels of shards the outer level's `weight` and
-`partial` stay on the device, and are copied once a step.
+Unsharded weights are copied too, as if gathered from one rank.
 
 The host must not change memory that is still being copied out: that is `weight`, which only `refresh` writes, while
 `main` may change at any time. And it must not read gradients before they arrive: readers call `wait_for_copies_in`. A
@@ -17,7 +16,7 @@ gradient that adds to an earlier microbatch's is added on the device, so the hos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -48,24 +47,13 @@ class ShardMemory:
         """1-D, uninitialized."""
         return torch.empty(numel, dtype=dtype, device=self._where, pin_memory=self._pinned)
 
-    def zeros(self, numel: int, dtype: torch.dtype, on_device: bool = False) -> Tensor:
-        """1-D zeros; `on_device` even if shards are in host memory."""
-        if on_device:
-            return torch.zeros(numel, dtype=dtype, device=self.device)
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """1-D zeros."""
         return self.empty(numel, dtype).zero_()
 
     def copy_to_device(self, kept: Tensor, into: Tensor) -> None:
         into.copy_(kept, non_blocking=self._crosses)
         self._out.record()
-
-    def on_device(self, kept: Tensor, dtype: torch.dtype) -> Tensor:
-        """A copy on the device in another dtype, made on the current stream; `kept` may change at once."""
-        if not self.on_host:
-            return kept.to(dtype)
-        cast = self.empty(kept.numel(), dtype).copy_(kept)  # pinned memory is freed only after the copy
-        into = torch.empty_like(cast, device=self.device, pin_memory=False)
-        self.copy_to_device(cast, into)
-        return into
 
     def wait_for_copies_out(self) -> None:
         """Make the host wait for copies to the device."""
@@ -229,43 +217,32 @@ class Usage:
     def __init__(self, learns: Sequence[bool]) -> None:
         self._learns = learns
         self._mine = set[int]()
-        self.left_out: list[int] = []
+        self.left_out = set[int]()
         """Members without a gradient from this rank in the last reduction."""
-        self._unused_by_all: set[int] | None = None
+        self.by_none: set[int] | None = None
+        """Those of them without one from any rank; None: unknown."""
         self.ask: Callable[[], None] = lambda: None
-        """Calls `answer` if the other ranks' usage is known."""
+        """Sets `by_none`, if that can be known now."""
 
-    def send(self, written: Sequence[bool]) -> list[int]:
-        """A reduction is issued with gradients of `written` members. Returns `left_out`."""
+    def send(self, written: Sequence[bool]) -> None:
+        """A reduction is issued with gradients of `written` members."""
         self._mine.update(i for i, has in enumerate(written) if has)
-        self.left_out = [i for i, learns in enumerate(self._learns) if learns and i not in self._mine]
-        self._unused_by_all = None
-        return self.left_out
-
-    @property
-    def known(self) -> bool:
-        """Whether usage on other ranks is known or irrelevant."""
-        return not self.left_out or self._unused_by_all is not None
-
-    def answer(self, unused: Iterable[int]) -> None:
-        """No rank has used these members."""
-        self._unused_by_all = set(unused)
+        self.left_out = {i for i, learns in enumerate(self._learns) if learns} - self._mine
+        self.by_none = None
 
     def unused_by_all(self, index: int) -> bool:
         """Whether no rank is known to have used a member."""
-        if index not in self.left_out:
-            return False
-        if self._unused_by_all is None:
+        if index in self.left_out and self.by_none is None:
             self.ask()
-        return self._unused_by_all is not None and index in self._unused_by_all
+        return index in self.left_out and index in (self.by_none or ())
 
     def add(self, index: int) -> None:
         self._mine.add(index)
-        self.left_out = [i for i in self.left_out if i != index]
+        self.left_out.discard(index)
 
     def forget(self, index: int) -> None:
         self._mine.discard(index)
-        self.left_out = [i for i in self.left_out if i != index]
+        self.left_out.discard(index)
 
 
 def squares_of(grads: Sequence[Tensor]) -> Tensor:

@@ -1,6 +1,6 @@
 """From a device mesh to the process groups that gather and reduce parameters.
 
-A mesh has one axis, over which parameters are sharded, or two: (outer, shard), see Note: [Two levels of groups].
+A mesh has one axis, over which parameters are sharded, or two: (replicate, shard), see Note: [Two levels of groups].
 Gathers and reductions have separate groups, so that neither waits for the other.
 
 Note: [All ranks make all groups]
@@ -11,18 +11,15 @@ cover all ranks, as when all run the same program.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
-from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hocket.config import COPIED
-from hocket.fsdp.dtensors import over, ranks_of
+from hocket.fsdp.dtensors import ranks_of
 from hocket.fsdp.options import ShardOptions, ShardTransport
 from hocket.program.mesh import Purpose
 from hocket.runtime.comm import Group, TransportName, make_group
@@ -65,10 +62,8 @@ class ShardGroups:
     gather: Group
     reduce: Group
     outer: Group
-    outer_gather: Group
+    """Replicas of this rank's shards, which the reduce group does not have."""
     divide: float
-    outer_shards: bool
-    """Whether the outer group shards the optimizer's state instead of replicating it."""
     part: tuple[int, int] = (0, 1)
     holders: Ranks = ()
     moved_by: str = ""
@@ -82,7 +77,7 @@ class ShardGroups:
     @property
     def replicas(self) -> int:
         """How many ranks of the mesh hold the same elements."""
-        return self.alike * (1 if self.outer_shards else self.outer.size)
+        return self.alike * self.outer.size
 
 
 _made: dict[object, ShardGroups] = {}
@@ -97,30 +92,25 @@ def shard_groups_for(placement: Placement, strategy: str, options: ShardOptions,
 
     Raises: ValueError for a mesh without the axes, or an unavailable transport.
     """
-    inner, outer = _axes(placement.mesh, strategy)
-    if options.outer == "shard" and strategy == "no_shard":
-        raise ValueError(
-            "outer='shard' shards the optimizer's state, but strategy='no_shard' shards nothing: use strategy='optim'"
-        )
-    if options.outer == "shard" and (placement.mesh is None or placement.mesh.ndim == 1):
-        raise ValueError(
-            f"outer='shard' needs a mesh of two axes, (outer, shard), but {_describe(placement.mesh)}: give such a "
-            f"mesh, or leave outer='replicate'"
-        )
-    divide = float(len(inner) * len(outer)) if placement.divide is None else float(placement.divide)
-    alike = strategy == "no_shard"
-    transport, reason = _transport(options.transport, device, outer if alike else inner)
+    gather, reduce, outer = _axes(placement.mesh, strategy)
+    mesh = ranks_of(placement.mesh)
+    divide = float(len(mesh) if placement.divide is None else placement.divide)
+    transport, reason = _transport(options.transport, device, reduce)
     world = dist.group.WORLD if dist.is_initialized() else None
-    key = (world, inner, outer, alike, options.outer, divide, transport, device, placement.part)
+    key = (world, gather, reduce, outer, divide, transport, device, placement.part)
     if key not in _made:
         _forget_other_worlds(world)
-        if alike:
-            made = _make_alike(inner, outer, transport, device)
-        else:
-            made = _make(inner, outer, options, transport, device)
-        moved_by = f"{transport} ({reason})" if reason else transport
-        here = ranks_of(placement.mesh)
-        _made[key] = replace(made, part=placement.part, divide=divide, holders=here, moved_by=moved_by)
+        # Copy engines reach one host; replicas are usually on others.
+        outside: TransportName = "nccl" if transport in COPIED else transport
+        _made[key] = ShardGroups(
+            gather=_group("gather_dense", gather, device, transport),
+            reduce=_group("reduce_dense", reduce, device, transport),
+            outer=_group("reduce_dense", outer, device, outside),
+            divide=divide,
+            part=placement.part,
+            holders=mesh,
+            moved_by=f"{transport} ({reason})" if reason else transport,
+        )
     return _made[key]
 
 
@@ -130,27 +120,25 @@ def _forget_other_worlds(world: object) -> None:
         del _made[key]
 
 
-def _axes(mesh: DeviceMesh | None, strategy: str) -> tuple[Ranks, Ranks]:
-    """(ranks over which this rank's parameters are sharded, ranks with the same shard)."""
+def _axes(mesh: DeviceMesh | None, strategy: str) -> tuple[Ranks, Ranks, Ranks]:
+    """Ranks of (the gather group, the reduce group, replicas outside of the latter)."""
     alone = (rank_and_world()[0],)
-    if mesh is None:
-        return (alone, ranks_of(mesh)) if strategy == "no_shard" else (ranks_of(mesh), alone)
-    if mesh.ndim not in (1, 2):
+    if mesh is not None and mesh.ndim not in (1, 2):
         raise ValueError(
-            f"{_describe(mesh)}, but parameters are sharded over one axis or two, (outer, shard): take a slice such as "
-            f"mesh['shard'], or flatten axes with mesh['a', 'b']._flatten()"
+            f"{_describe(mesh)}, but parameters are sharded over one axis or two, (replicate, shard): take a slice "
+            f"such as mesh['shard'], or flatten axes with mesh['a', 'b']._flatten()"
         )
-    here = mesh.get_coordinate()
-    if here is None:
+    here = None if mesh is None else mesh.get_coordinate()
+    if mesh is not None and here is None:
         raise ValueError(
             f"rank {dist.get_rank()} is not in the mesh: {_describe(mesh)} with ranks {mesh.mesh.tolist()}"
         )
-    grid = mesh.mesh if mesh.ndim == 2 else mesh.mesh.unsqueeze(0)
-    row, column = here if mesh.ndim == 2 else (0, here[0])
-    inner, outer = tuple(grid[row].tolist()), tuple(grid[:, column].tolist())
     if strategy == "no_shard":
-        return alone, tuple(sorted(ranks_of(mesh)))
-    return inner, outer
+        return alone, tuple(sorted(ranks_of(mesh))), alone
+    if mesh is None or here is None or mesh.ndim == 1:
+        return ranks_of(mesh), ranks_of(mesh), alone
+    inner, outer = tuple(mesh.mesh[here[0]].tolist()), tuple(mesh.mesh[:, here[1]].tolist())
+    return inner, inner, outer
 
 
 def _describe(mesh: DeviceMesh | None) -> str:
@@ -189,45 +177,6 @@ def why_not_copies(mine: Ranks, device: torch.device) -> str:
     return _tried[world, mine, device]
 
 
-def _make(
-    inner: Ranks, outer: Ranks, options: ShardOptions, transport: TransportName, device: torch.device
-) -> ShardGroups:
-    inners, outers = _all_lists(inner), _all_lists(outer)
-    # Copy engines reach one host; replicas are usually on others.
-    outside: TransportName = "nccl" if transport in COPIED else transport
-    gather = _one("gather_dense", inners, inner, device, transport)
-    reduce = _one("reduce_dense", inners, inner, device, transport)
-    shards = options.outer == "shard" and len(outer) > 1
-    around = _one("reduce_dense", outers, outer, device, outside)
-    back = _one("gather_dense", outers, outer, device, outside) if shards else around
-    return ShardGroups(gather, reduce, around, back, 1.0, shards)
-
-
-def _make_alike(inner: Ranks, outer: Ranks, transport: TransportName, device: torch.device) -> ShardGroups:
-    """The same where nothing is sharded: gradients are reduced over all ranks, which gather nothing."""
-    alone = _one("gather_dense", _all_lists(inner), inner, device, transport)
-    everybody = _one("reduce_dense", _all_lists(outer), outer, device, transport)
-    return ShardGroups(alone, everybody, alone, alone, 1.0, outer_shards=False)
-
-
-def over_ranks(
-    value: Tensor,
-    how: Literal["sum", "max"],
-    groups: ShardGroups,
-    replicas: bool,
-    mesh: DeviceMesh | None,
-    device: torch.device,
-) -> None:
-    """The `sum` or `max` of a tensor over the ranks that keep other shards, `replicas` and those of a `mesh`."""
-    here = value.to(device)
-    groups.reduce.all_reduce(here, how).wait()
-    if replicas or groups.outer_shards:
-        groups.outer.all_reduce(here, how).wait()
-    if mesh is not None:
-        over(mesh, here, how)
-    value.copy_(here)
-
-
 def _all_lists(mine: Ranks) -> list[Ranks]:
     """Every rank's list, each once, in an order in which all ranks agree."""
     lists = sorted(set(everyone(mine)))
@@ -242,12 +191,9 @@ def _all_lists(mine: Ranks) -> list[Ranks]:
     return lists
 
 
-def _one(purpose: Purpose, lists: Sequence[Ranks], mine: Ranks, device: torch.device, how: TransportName) -> Group:
-    """Make a group of every list; return the one of `mine`."""
-    found: Group | None = None
-    for ranks in lists:
-        group = make_group(purpose, ranks, rank_and_world()[0], device, how)
-        if ranks == mine:
-            found = group
+def _group(purpose: Purpose, mine: Ranks, device: torch.device, how: TransportName) -> Group:
+    """Make the groups of all ranks' lists; return that of `mine`."""
+    made = {ranks: make_group(purpose, ranks, rank_and_world()[0], device, how) for ranks in _all_lists(mine)}
+    found = made[mine]
     assert found is not None
     return found

@@ -10,10 +10,6 @@ In-place changes of shards, which are views of `main`, show in its version count
 unlike torch's. Fused optimizers don't count, so each step of a torch optimizer invalidates the groups of its shards.
 Reading alone changes nothing: one rank may do it by itself, and all ranks must gather alike.
 
-Note: [Random numbers are drawn whole]
-When a model from the meta device is initialized after sharding, by `reset_parameters()` and `torch.nn.init`, each rank
-draws the numbers of the whole parameter and keeps its own. So equal seeds give the values of an unsharded model.
-
 Note: [Autograd never sees a shard]
 Modules compute with full parameters. A loss computed from shards, say a penalty on `module.parameters()`, would use one
 rank's elements and lose its gradient. So a gradient that arrives at a shard is an error, as are hooks that would never
@@ -24,7 +20,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,22 +28,6 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from hocket.fsdp.part import Part, Place, WholeSize, alongside, call, no_address, plain, whole_of
 from hocket.layers.slices import Span
-
-
-class Group(Protocol):
-    """What a shard needs of its `ParamGroup`."""
-
-    late: bool
-    valueless: bool
-
-    @property
-    def keeps_all(self) -> bool: ...
-    def grad_of(self, index: int) -> Tensor | None: ...
-    def span_of(self, shard: ShardedParameter) -> Span: ...
-    def forget(self, index: int) -> None: ...
-    def set_grad(self, index: int, value: Tensor) -> None: ...
-    def invalidate(self) -> None: ...
-    def change(self, index: int, trains: bool) -> None: ...
 
 
 class ShardedParameter(WholeSize, nn.Parameter):  # pyrefly: ignore[inconsistent-inheritance]
@@ -64,7 +44,8 @@ class ShardedParameter(WholeSize, nn.Parameter):  # pyrefly: ignore[inconsistent
     """Returns what a read as module attribute gives; None is the shard itself."""
     place: Place | None
     """Its elements, if other ranks hold others. See Note: [A part knows its whole]."""
-    _group: weakref.ref[Group] | None
+    _group: weakref.ref[Any] | None
+    """Its `ParamGroup`."""
     is_sparse = False  # optimizers read it often
 
     @classmethod
@@ -83,14 +64,15 @@ class ShardedParameter(WholeSize, nn.Parameter):  # pyrefly: ignore[inconsistent
         copy.place = self.place
         return copy
 
-    def join(self, group: Group) -> None:
+    def join(self, group: Any) -> None:
         """Join a group. See Note: [Autograd never sees a shard]."""
         self._group = weakref.ref(group)
         if self.requires_grad:
             super().register_post_accumulate_grad_hook(_refuse_gradient)
 
     @property
-    def group(self) -> Group | None:
+    def group(self) -> Any:
+        """Its `ParamGroup`; None for a copy."""
         return None if self._group is None else self._group()
 
     @property
@@ -250,22 +232,6 @@ class ShardedParameter(WholeSize, nn.Parameter):  # pyrefly: ignore[inconsistent
                 super().register_post_accumulate_grad_hook(_refuse_gradient)
         return self
 
-
-def _filling(name: str) -> Callable[..., Any]:
-    """A random in-place method. See Note: [Random numbers are drawn whole]."""
-    plain = getattr(torch.Tensor, name)
-
-    def fill(self: ShardedParameter, *args: Any, **kwargs: Any) -> ShardedParameter:
-        local = self.to_local()
-        whole = torch.empty(self.shape, dtype=local.dtype, device=local.device)
-        local.copy_(self.span.of(plain(whole, *args, **kwargs)))
-        return self
-
-    return fill
-
-
-for _name in ("normal_", "uniform_", "bernoulli_", "exponential_", "random_", "cauchy_", "log_normal_", "geometric_"):
-    setattr(ShardedParameter, _name, _filling(_name))
 
 _GRAD: Any = torch.Tensor.grad
 _DATA: Any = torch.Tensor.data  # pyrefly: ignore[missing-attribute]

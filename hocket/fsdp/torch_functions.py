@@ -163,7 +163,7 @@ def get_model(model: nn.Module, info: Any) -> dict[str, Any]:
     context = _context(model) if info.handle_model else None
     if context is None:
         return _get_model(model, info)
-    _refuse(info, "submodule_prefixes")
+    _refuse_submodules(info)
     state = model_state(context)
     if info.full_state_dict:
         state = _whole(context, state, info.cpu_offload)
@@ -198,7 +198,7 @@ def get_optimizer(model: nn.Module, optimizers: Sequence[Optimizer], info: Any) 
     context = _context(model, optimizers) if info.handle_optim else None
     if context is None:
         return _get_optimizer(model, tuple(optimizers), info)
-    _refuse(info, "submodule_prefixes")
+    _refuse_submodules(info)
     merged: dict[str, Any] = {}
     for optimizer in optimizers:
         dcp._init_optim_state(optimizer)
@@ -292,10 +292,9 @@ def _on_cpu(value: Any) -> Any:
     return value.cpu() if isinstance(value, Tensor) else value
 
 
-def _refuse(info: Any, *options: str) -> None:
-    for option in options:
-        if getattr(info, option):
-            raise ValueError(
-                f"torch.distributed.checkpoint.state_dict with {option.removesuffix('_prefixes')} of a sharded model "
-                f"is not supported: leave it out, or use hocket.checkpoint.save and load"
-            )
+def _refuse_submodules(info: Any) -> None:
+    if info.submodule_prefixes:
+        raise ValueError(
+            "torch.distributed.checkpoint.state_dict with submodule of a sharded model is not supported: leave it out, "
+            "or use hocket.checkpoint.save and load"
+        )

@@ -189,6 +189,11 @@ def gathered_tokens(x_SD: Tensor, tensors: Tensors) -> Tensor:
     return _Gathered.apply(x_SD, tensors)
 
 
+def summed_tokens(x_TD: Tensor, tensors: Tensors) -> Tensor:
+    """The sum over ranks of x, of which each rank keeps its tokens, [S, D]; the gradient is that of all tokens."""
+    return _Summed.apply(x_TD, tensors)
+
+
 def _destination(param: Tensor) -> Destination:
     weight = weight_of(param)
     return Ordinary(param) if weight is None else Queued(weight, current_queue())
@@ -317,6 +322,17 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         return ctx.tensors.sum(g.contiguous()), None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tensors: Tensors) -> Tensor:
+        ctx.tensors = tensors
+        return tensors.sum(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        return ctx.tensors.gather(g), None
 
 
 # ---------------------------------------------------------------------------------------------------------- split norms

@@ -14,32 +14,24 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hocket.kernels import IGNORED, refuse_graph, usable
-from hocket.layers.tensor import Tensors
+from hocket.layers.functional import embedding
+from hocket.layers.tensor import Tensors, summed_tokens
 from hocket.runtime.weights import (
     Destination,
     Product,
-    Weight,
-    WgradQueue,
-    current_queue,
     destination,
     put,
-    weight_of,
     write_product,
 )
 
 
 def split_embedding(ids_T: Tensor, param_VD: Tensor, tensors: Tensors) -> Tensor:
     """Rows of the tokens of this rank: [S, D]. `ids` are those of all ranks."""
-    weight = weight_of(param_VD)
-    assert weight is not None, "an embedding that is spread over ranks is managed"
-    queue = current_queue()
-    if queue is None or not torch.is_grad_enabled():
-        return tensors.sum(_look_up(ids_T, weight, tensors))
-    return _SplitEmbedding.apply(queue.anchored(), ids_T, weight, tensors, queue)
+    inside_T, local_T = _local(ids_T, param_VD.shape[0], tensors.rank)
+    return summed_tokens(embedding(local_T, param_VD).masked_fill(~inside_T.unsqueeze(-1), 0), tensors)
 
 
 def split_cross_entropy(logits_TV: Tensor, targets_T: Tensor, tensors: Tensors) -> Tensor:
@@ -55,35 +47,6 @@ def _local(ids_T: Tensor, width: int, rank: int) -> tuple[Tensor, Tensor]:
     mine_T = ids_T - rank * width
     inside_T = (mine_T >= 0) & (mine_T < width)
     return inside_T, mine_T.masked_fill(~inside_T, 0)
-
-
-def _look_up(ids_T: Tensor, weight: Weight, tensors: Tensors) -> Tensor:
-    value_VD = weight.tensor()
-    inside_T, local_T = _local(ids_T, value_VD.shape[0], tensors.rank)
-    return F.embedding(local_T, value_VD).masked_fill_(~inside_T.unsqueeze(-1), 0)
-
-
-def _wgrad(ids_T: Tensor, g_TD: Tensor, rank: int, out_VD: Tensor) -> None:
-    inside_T, local_T = _local(ids_T, out_VD.shape[0], rank)
-    mine_TD = g_TD.masked_fill(~inside_T.unsqueeze(-1), 0)
-    torch.ops.aten.embedding_dense_backward.out(mine_TD, local_T, out_VD.shape[0], -1, False, out=out_VD)
-
-
-class _SplitEmbedding(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, _anchor: Tensor, ids_T: Tensor, weight: Weight, tensors: Tensors, queue: WgradQueue
-    ) -> Tensor:
-        ctx.save_for_backward(ids_T)
-        ctx.weight, ctx.tensors, ctx.queue = weight, tensors, queue
-        return tensors.sum(_look_up(ids_T, weight, tensors))
-
-    @staticmethod
-    def backward(ctx: Any, g_SD: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        (ids_T,) = ctx.saved_tensors
-        g_TD = ctx.tensors.gather(g_SD)
-        ctx.queue.push(ctx.weight, partial(_wgrad, ids_T, g_TD, ctx.tensors.rank))
-        return None, None, None, None, None
 
 
 class _SplitCrossEntropy(torch.autograd.Function):

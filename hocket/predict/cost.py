@@ -21,7 +21,7 @@ bytes are the `busbw` factors of nccl-tests. Elementwise bytes count one read or
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -37,7 +37,6 @@ from hocket.predict.part_sizes import (
     Shapes,
     orthogonal_flops,
     size_of,
-    unit_weights,
 )
 from hocket.predict.simulate import UPDATES, CostKey, Kind, OpCost, Overheads, Time, cost_key
 from hocket.predict.tensor_costs import add_waits, models_of
@@ -69,8 +68,6 @@ class CostTable:
     """(part, layer) whose forward keeps nothing, because it runs again."""
     lent: Collection[tuple[str, int]] = frozenset()
     """(part, layer) of those who do not keep what they read, and of those who make it again for their backward."""
-    timed: Collection[CostKey] = frozenset()
-    """Those whose seconds were measured, with the documents that the run had."""
 
     def of(self, op: Op) -> OpCost:
         return self.table.get(cost_key(op, self.kinds), _FREE)
@@ -107,26 +104,8 @@ class CostTable:
             for unit, (weight, gradient) in self.slot_bytes[rank].items()
         )
 
-    def measured(self, seconds: Mapping[CostKey, Time]) -> CostTable:
-        """The same table with measured seconds in place of modelled ones.
-
-        A recomputation that was not measured takes as long as the forward that was. Of what tensor-parallel ranks
-        measured, the modelled share waits for peers.
-        """
-        again = {("recompute", *key[1:]): value for key, value in seconds.items() if key[0] == "fwd"}
-        seconds = {**{key: value for key, value in again.items() if key in self.table}, **seconds}
-        changed = {key: _lasting(self.table.get(key, _FREE), value) for key, value in seconds.items()}
-        return replace(self, table={**self.table, **changed}, timed=frozenset(changed))
-
-
-def _lasting(cost: OpCost, seconds: Time) -> OpCost:
-    """An op's cost if it takes so long."""
-    inner = cost.inner_seconds and seconds * cost.inner_seconds / cost.seconds
-    return replace(cost, seconds=seconds, inner_seconds=inner)
-
 
 _FREE = OpCost()
-
 _ATTENTION_DRAWN = 0.8
 """Power of a FLOP of attention over that of one of a matmul. See Note: [Power sets the clock]."""
 CORE = {"fwd": 1.0, "bwd": 2.5}
@@ -136,20 +115,10 @@ _SHOWN = 2 / 3
 to add to fp32 those of 4 (`benchmarks.expert_grads` and `benchmarks.weight_grads`, on an H200)."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measurement:
-    """What a run has shown about its ops, to predict plans of the same sizes with (see `measured.py`)."""
-
-    source: str
-    """The trace it comes from."""
-    seconds: Mapping[CostKey, float]
-    """Seconds of an op on its lane, without contention and without waiting for peers."""
-    overheads: Overheads
-    notes: tuple[str, ...] = ()
-    """What the reader must know, such as what could not be measured."""
-
-
 # -------------------------------------------------------------------------------------------------------------- pricing
+
+Sizes = Callable[[str, str, PartSize], PartSize]
+"""Gives the size of a part, of its name, its layer's kind, and what `part_sizes.py` says of it."""
 
 
 @dataclass(frozen=True)
@@ -179,6 +148,8 @@ class Pricing:
     """Of an element of each of the optimizer's two averages."""
     fp8: Fp8 | None = None
     """What runs in fp8."""
+    sizes: Sizes | None = None
+    """Those of a model of others."""
 
     @cached_property
     def parts(self) -> Mapping[tuple[str, str], tuple[Part, PartSize]]:
@@ -186,7 +157,13 @@ class Pricing:
         shapes = Shapes(self.model, self.layout, self.seq, self.hardware.formulas, self.dtype_bytes, self.documents)
         kinds = sorted({self.layout.by_kind[name] for name in self.layout.kinds}, key=lambda kind: kind.name)
         parts = [(EMBED, ""), (HEAD, ""), *((part, kind.name) for kind in kinds for part in kind.parts)]
-        return {(part.name, kind): (part, size_of(part, shapes)) for part, kind in parts}
+        own = {(part.name, kind): (part, size_of(part, shapes)) for part, kind in parts}
+        return own if self.sizes is None else {key: (part, self.sizes(*key, size)) for key, (part, size) in own.items()}
+
+    def weights(self, unit: Unit, kind: str) -> int:
+        """Weights of one unit of such a layer, whole; of an experts unit those of one expert-parallel rank."""
+        parts = ((name, size) for (name, its), (_, size) in self.parts.items() if its == kind)
+        return sum(size.weights for name, size in parts if self.layout.unit(name) == unit)
 
     @cached_property
     def clock(self) -> float:
@@ -313,7 +290,7 @@ class Pricing:
         Every rank's step waits for the slowest, through the norm's all-reduce. Products in fp8 have casts beside; the
         step casts some first.
         """
-        layout, sharding, model = self.layout, self.sharding, self.held or self.model
+        layout, sharding, mine = self.layout, self.sharding, replace(self, model=self.held or self.model)
         b, w = self.dtype_bytes, self.wire_bytes or self.dtype_bytes
         traffic = normed = summed_up = 0
         longest: Time = 0.0
@@ -324,7 +301,7 @@ class Pricing:
             shards = copied = casts = agreed = single = 0
             longer: Time = 0.0
             for (unit, kind), count in Counter(layout.units(rank)).items():
-                weights = unit_weights(model, layout, unit, kind)
+                weights = mine.weights(unit, kind)
                 gathers, reduces = groups_of(unit)
                 group = sharding.size(unit)
                 whole, tied = not sharding.gathers(unit), layout.tied and unit == EMBED.unit
@@ -424,7 +401,7 @@ def _lent(layout: Layout) -> frozenset[tuple[str, int]]:
 # ---------------------------------------------------------------------------------------------------- costs of settings
 
 
-def pricing_of(config: Config, hardware: Hardware, documents: Lengths = ()) -> Pricing:
+def pricing_of(config: Config, hardware: Hardware, documents: Lengths = (), sizes: Sizes | None = None) -> Pricing:
     """What the costs of the plan that a configuration asks for depend on. Without `documents` each sequence is one."""
     model, held, sharing = models_of(config)
     return Pricing(
@@ -441,6 +418,7 @@ def pricing_of(config: Config, hardware: Hardware, documents: Lengths = ()) -> P
         wire_bytes=config.wire_bytes,
         averages_bytes=2 if config.precision.averages == "bf16" else 4,
         fp8=fp8_of(config),
+        sizes=sizes,
     )
 
 
@@ -453,14 +431,12 @@ def fp8_of(config: Config) -> Fp8 | None:
     return Fp8(p.fp8_products, p.fp8_ends, casts, gathered_units(config) if p.gather == "fp8" else ())
 
 
-def costs_of(
-    config: Config, hardware: Hardware, measured: Measurement | None = None, documents: Lengths = ()
-) -> CostTable:
+def costs_of(config: Config, hardware: Hardware, documents: Lengths = (), sizes: Sizes | None = None) -> CostTable:
     """What every op of the plan costs on that hardware: on the imitated network, if the transport is the slow one.
 
-    Measured seconds take the place of modelled ones. Without `documents` each sequence is one.
+    Without `documents` each sequence is one.
     """
-    costs, layout = pricing_of(config, hardware, documents).costs(), layout_of(config)
+    costs, layout = pricing_of(config, hardware, documents, sizes).costs(), layout_of(config)
     table, rates = dict(costs.table), at_clock(hardware, costs.clock) if costs.clock else hardware
     add_waits(table, config, hardware, layout)
     if config.mesh.replicas > 1:
@@ -478,8 +454,7 @@ def costs_of(
         if cost.wire_bytes and (purpose := carried_by(key, layout)) in links:
             latency, bandwidth = links[purpose]
             table[key] = replace(cost, seconds=cost.seconds + latency + cost.wire_bytes / bandwidth)
-    costs = replace(costs, table=table)
-    return costs if measured is None else costs.measured(measured.seconds)
+    return replace(costs, table=table)
 
 
 def _sum_over_replicas(table: dict[CostKey, OpCost], config: Config, hardware: Hardware) -> None:
@@ -562,25 +537,20 @@ def carried_by(key: CostKey, layout: Layout) -> Purpose | None:
 #
 # Contention. NCCL's kernels hold processors, copy engines hold none; both move bytes through memory and links, which
 # takes of the bandwidth and of the power that compute has. So do updates beside forwards. The host. It issues a step op
-# by op, if the step is not replayed as a graph, and waits for the counts of rows that it has to know. Traces of a run
-# measure the same (`measured.py`); Note: [What the simulator believes] in `simulate.py` says what the
-# simulator makes of it.
+# by op, if the step is not replayed as a graph, and waits for the counts of rows that it has to know. Note: [What the
+# simulator believes] in `simulate.py` says what the simulator makes of it.
 
 
 _PURPOSES: tuple[Purpose, ...] = ("gather_dense", "reduce_dense", "a2a", "pp_fwd")
 """One group of each kind of communication that runs beside compute."""
 
 
-def overheads_of(
-    config: Config, hardware: Hardware, ops: Iterable[CostKey], measured: Measurement | None = None
-) -> Overheads:
-    """The overheads of a step of these ops, as it was measured if it was.
+def overheads_of(config: Config, hardware: Hardware, ops: Iterable[CostKey]) -> Overheads:
+    """The overheads of a step of these ops.
 
-    In a replay no op waits for the host, so only contention is left. (Recorded steps were issued op by op.) With the
-    null transport nothing is moved beside compute.
+    In a replay no op waits for the host, so only contention is left. With the null transport nothing is moved beside
+    compute.
     """
-    if measured is not None:
-        return Overheads(measured.overheads.contention) if config.plan.graphs == "on" else measured.overheads
     issue = dict.fromkeys(ops, seconds) if (seconds := issued(config, hardware)) and config.plan.graphs != "on" else {}
     return Overheads(_contention(config, hardware), issue, hardware.counts if issue else None)
 
@@ -627,16 +597,12 @@ class Varied(CostTable):
 def varied(whole: CostTable, config: Config, hardware: Hardware, documents: Sequence[Lengths]) -> Varied:
     """The costs of microbatches with these documents, beside `whole`, which are those of whole sequences.
 
-    All run at the clock of documents as they are on average: see Note: [Power sets the clock]. Measured costs stay
-    those of the documents that there were.
+    All run at the clock of documents as they are on average: see Note: [Power sets the clock].
     """
     clock, base, rates = pricing_of(config, hardware, merged(documents)).clock, whole, hardware
-    measured = {key: whole.table[key] for key in whole.timed}
     if clock:
         rates = at_clock(hardware, clock)
-        base = costs_of(config, rates)
-        base = replace(base, table={**base.table, **measured}, timed=whole.timed, clock=clock)
+        base = replace(costs_of(config, rates), clock=clock)
     each = {lengths: costs_of(config, rates, documents=lengths) for lengths in dict.fromkeys(documents)}
     same: dict[str, Any] = {field.name: getattr(base, field.name) for field in fields(CostTable)}
-    full = {lengths: replace(one, table={**one.table, **measured}) for lengths, one in each.items()}
-    return Varied(**same, microbatches=[full[lengths] for lengths in documents])
+    return Varied(**same, microbatches=[each[lengths] for lengths in documents])

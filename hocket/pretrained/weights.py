@@ -284,11 +284,11 @@ class _Conversions:
 
     def _renamed(self, name: str, known: Mapping[str, Any] | None) -> tuple[str, str | None]:
         """The first name that a tensor becomes part of, and the pattern of the conversion that makes it."""
-        from transformers.core_model_loading import apply_converters, apply_renamings, rename_source_key
+        from transformers.core_model_loading import rename_source_key
 
         if self.backward:
-            found, pattern = apply_converters(name, self.converters)
-            return (found, pattern) if pattern is not None else (apply_renamings(name, self.renamings), None)
+            found, pattern = rename_source_key(name, [], self.converters)
+            return rename_source_key(name, self.renamings, []) if pattern is None else (found, pattern)
         prefix, there = self.model.base_model_prefix, dict(known or {})
         found, pattern = rename_source_key(name, self.renamings, self.converters, prefix, there)
         if found not in there and name in there:
@@ -297,7 +297,7 @@ class _Conversions:
 
     def groups(self, tensors: Mapping[str, Shape], known: Mapping[str, Any] | None) -> list[Group]:
         """Of all tensors whose names become known ones; without `known`, of all."""
-        from transformers.core_model_loading import apply_renamings, dot_natural_key
+        from transformers.core_model_loading import dot_natural_key, rename_source_key
 
         patterns = {pattern: one for one in self.converters for pattern in one.source_patterns}
         members: dict[str, list[tuple[str, str | None]]] = {}
@@ -320,9 +320,8 @@ class _Conversions:
                     converter.add_tensor(first, name, pattern, lambda name=name: read(name))
                 made = converter.convert(first, model=self.model, config=self.model.config)
                 values = {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
-                return {
-                    apply_renamings(name, self.renamings) if self.backward else name: v for name, v in values.items()
-                }
+                renamings = self.renamings if self.backward else []
+                return {rename_source_key(name, renamings, [])[0]: value for name, value in values.items()}
 
             try:
                 made = make(lambda name: torch.empty(tensors[name], device="meta"))

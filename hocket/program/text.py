@@ -1,4 +1,4 @@
-"""A Program as text for readers, and as JSON both ways.
+"""A Program as text for readers.
 
     hocket program 1
     layout pp=2 chunks=1 ep=1 tied=no
@@ -28,10 +28,8 @@ from dataclasses import fields
 from itertools import groupby
 from typing import Any
 
-from hocket.program.ops import TIED, Layout, Op, Program
-from hocket.program.parts import UNITS, LayerKind, Part
-from hocket.program.transformer import EMBED, HEAD, STANDARD, standard_types
-from hocket.typed import read
+from hocket.program.ops import Layout, Op, Program
+from hocket.program.parts import LayerKind, Part
 
 FORMAT = "hocket program 1"
 
@@ -81,10 +79,7 @@ def _type(kind: LayerKind) -> dict[str, Any]:
     """A description as plain values, without what is as it is by default, and without cost functions."""
 
     def plain(part: Part) -> dict[str, Any]:
-        given = {
-            f.name: getattr(part, f.name) for f in fields(Part) if f.compare and getattr(part, f.name) != f.default
-        }
-        return {name: _list(value) for name, value in given.items()}
+        return {f.name: getattr(part, f.name) for f in fields(Part) if f.compare and getattr(part, f.name) != f.default}
 
     return {"name": kind.name, "parts": [plain(part) for part in kind.parts]}
 
@@ -110,60 +105,3 @@ def _op_line(position: int, op: Op) -> str:
     if op.trims:
         line += "  trim " + " ".join(map(str, op.trims))
     return line.rstrip()
-
-
-def _unknown(op: Op, layout: Layout) -> str:
-    """Why an op's words mean nothing in a layout; empty if they do."""
-    parts = {EMBED.name, HEAD.name, "act", "grad", TIED, "all", "norm", *UNITS}
-    parts |= {part.name for kind in (*layout.layer_types, *standard_types(STANDARD, ep=2)) for part in kind.parts}
-    for kind, word, known in (("part", op.part, parts), ("lane", op.lane, layout.lanes)):
-        if word not in known:
-            return f"unknown {kind} {word!r}; there are {', '.join(sorted(known))}"
-    return ""
-
-
-def to_json(program: Program) -> dict[str, Any]:
-    """The program as plain dicts, lists, strings and numbers. Fields of an op that hold their default are left out."""
-    layout = program.layout
-    named = {f.name: _list(getattr(layout, f.name)) for f in fields(Layout) if f.name != "types"}
-    return {
-        "format": FORMAT,
-        "layout": named | ({"types": [_type(kind) for kind in layout.types]} if layout.types else {}),
-        "microbatches": program.microbatches,
-        "weight_slots": dict(program.weight_slots),
-        "grad_slots": dict(program.grad_slots),
-        "in_flight": list(program.in_flight),
-        "notes": list(program.notes),
-        "ranks": [[_op_dict(op) for op in ops] for ops in program.ranks],
-    }
-
-
-def _list(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
-
-
-_NUMBERS = ("microbatch", "chunk", "layer", "slot")
-_POSITIONS = ("deps", "frees", "trims")
-
-
-def _op_dict(op: Op) -> dict[str, Any]:
-    fields: dict[str, Any] = {"verb": op.verb, "part": op.part, "lane": op.lane}
-    fields |= {name: getattr(op, name) for name in _NUMBERS if getattr(op, name) != -1}
-    return fields | {name: list(getattr(op, name)) for name in _POSITIONS if getattr(op, name)}
-
-
-def from_json(data: Mapping[str, Any] | str) -> Program:
-    """The program that `to_json` wrote, from its dict or from JSON text. Raises ValueError for anything else."""
-    tree: Any = json.loads(data) if isinstance(data, str) else data
-    if not isinstance(tree, Mapping) or tree.get("format") != FORMAT:
-        raise ValueError(f"not a program: expected an object with format={FORMAT!r}")
-    if missing := [f.name for f in fields(Program) if f.name not in tree]:
-        raise ValueError(f"not a program: it has no {missing[0]}")
-    try:
-        program = read(Program, {name: value for name, value in tree.items() if name != "format"}, "")
-    except ValueError as error:
-        raise ValueError(f"not a program: {error}") from None
-    for rank, position, op in program:
-        if problem := _unknown(op, program.layout):
-            raise ValueError(f"not a program: ranks.{rank}.{position}: {problem}")
-    return program

@@ -143,12 +143,12 @@ def all_reduce_over_group(value: torch.Tensor, how: Literal["sum", "max"], group
     return value
 
 
-def host_group(of: dist.ProcessGroup | None = None, timeout: float | None = None) -> dist.ProcessGroup:
-    """Another gloo group of a group's ranks (None: all ranks), for a background thread.
+def host_group(timeout: float | None = None) -> dist.ProcessGroup:
+    """Another gloo group of all ranks, for a background thread.
 
-    Exactly these ranks call this, at the same point. `timeout` is in seconds; None is torch's own.
+    They call this at the same point. `timeout` is in seconds; None is torch's own.
     """
-    ranks = dist.get_process_group_ranks(of or dist.group.WORLD)
+    ranks = dist.get_process_group_ranks(dist.group.WORLD)
     limit = None if timeout is None else timedelta(seconds=timeout)
     with within((timeout or MOST) + MARGIN, "ranks that were to make a group have not met"):
         made = dist.new_group(ranks, limit, "gloo", use_local_synchronization=True, group_desc="host")

@@ -10,8 +10,8 @@ temporary folder and renames it. The others wait for the lock and then find the 
 process that dies, so no process waits for a dead writer.
 
 Note: [Pieces are the same whoever makes them]
-Files in their order, and long files of lines or rows, are cut into pieces by their sizes alone, and a piece is
-tokenised from its first document to its last. So the cache has the same bytes whatever the number of processes. A
+Pieces are some files each, in their order, by their sizes alone, and a piece is tokenised from its first document to
+its last. So the cache has the same bytes whatever the number of processes. A
 finished piece is renamed when all of it is on disk. What runs next, with the same text and tokenizer, keeps it: after a
 kill only unfinished pieces are made again.
 """
@@ -46,16 +46,13 @@ from hocket.model.tokenizer import Tokenizer, known_tokenizer, load_tokenizer, t
 from hocket.train.chat import Chats, template_files
 from hocket.train.documents import (
     PIECE,
-    WHOLE,
     BadFileError,
     Document,
     Keys,
     Marked,
     NoTextError,
-    Part,
     beside,
     documents,
-    has_parts,
 )
 
 FORMAT = 5
@@ -366,7 +363,7 @@ class KilledError(ValueError):
 def _write(files: list[Path], asked: Asked, data: DataConfig, final: Path, say: Say) -> None:
     """Tokenise into a folder that appears once it is complete."""
     tokenizer = known_tokenizer(data, asked.origins)
-    folder, parts = AtomicFolder(final), final.with_suffix(".pieces")
+    folder, parts = AtomicFolder(final), final.with_suffix(".parts")
     folder.begin()
     try:
         pieces = tokenise(parts, files, asked, data, say)
@@ -376,7 +373,7 @@ def _write(files: list[Path], asked: Asked, data: DataConfig, final: Path, say: 
             left_out += f", {empty:,} rows without {data.names[0]} left out" if empty else ""
             reason = f"the corpus is empty: no text in {len(files)} files{left_out}"
             raise asked.refused(reason, "name files that hold text")
-        tokens, starts, masked = in_order(pieces, folder.temporary / "tokens.bin", tokenizer.separator, SEED)
+        tokens, starts, masked = in_order(pieces, folder.temporary / "tokens.bin", SEED)
         np.save(folder.temporary / "starts.npy", starts)
         meta = {"dtype": tokens.dtype.name, "vocab": tokenizer.vocab, "skipped": skipped, "empty": empty}
         if len(masked):
@@ -402,14 +399,13 @@ def _write(files: list[Path], asked: Asked, data: DataConfig, final: Path, say: 
 
 @dataclass(frozen=True)
 class Piece:
-    """The tokens of some documents, in the order of the files, without separators."""
+    """The tokens of some documents, in the order of the files, each with its separator."""
 
     tokens: np.ndarray
     lengths: np.ndarray
     """Tokens of each document, int64; 0 of an empty one."""
     masked: np.ndarray
-    """Tokens that are read and not learnt: int64 [ranges, 3] of (document, first, end), ascending. The token behind the
-    last of a document is its separator."""
+    """Whether each token is read and not learnt; of no length if all are learnt."""
     skipped: list[str]
     """Files without text, and what they have instead."""
     empty: int
@@ -428,24 +424,15 @@ class Piece:
         return cls(tokens, lengths, masked, skipped, empty)
 
 
-Parts = list[tuple[Path, Part]]
-"""What a piece is made of: files, or one part of a file."""
-
-
-def pieces_of(files: Sequence[Path]) -> list[Parts]:
+def pieces_of(files: Sequence[Path]) -> list[list[Path]]:
     """Files as pieces. See Note: [Pieces are the same whoever makes them]."""
-    pieces, room = list[Parts](), 0
+    pieces, room = list[list[Path]](), 0
     for file in files:
-        size = file.stat().st_size
-        if size > PIECE_BYTES and has_parts(file):
-            count, room = -(-size // PIECE_BYTES), 0
-            pieces += [[(file, (number, count))] for number in range(count)]
-            continue
         if room <= 0:
             pieces.append([])
             room = PIECE_BYTES
-        pieces[-1].append((file, WHOLE))
-        room -= size
+        pieces[-1].append(file)
+        room -= file.stat().st_size
     return pieces
 
 
@@ -457,7 +444,7 @@ def tokenise(folder: Path, files: Sequence[Path], asked: Asked, data: DataConfig
     """
     folder.mkdir(parents=True, exist_ok=True)
     pieces, dtype = pieces_of(files), dtype_of(known_tokenizer(data, asked.origins).vocab)
-    missing = [(n, parts) for n, parts in enumerate(pieces) if not (folder / f"{n:06d}.npz").exists()]
+    missing = [(n, some) for n, some in enumerate(pieces) if not (folder / f"{n:06d}.npz").exists()]
     told, count = time.monotonic(), min(cores(), len(missing))
 
     def tell() -> None:
@@ -474,7 +461,7 @@ def tokenise(folder: Path, files: Sequence[Path], asked: Asked, data: DataConfig
     if count > 1:
         plain = replace(asked, origins=dict(asked.origins))
         with processes(count, {"RAYON_NUM_THREADS": str(max(1, cores() // count))}) as pool:
-            running = {pool.submit(_write_all, folder, missing[n::count], plain, data) for n in range(count)}
+            running = {pool.submit(_write_pieces, folder, missing[n::count], plain, data) for n in range(count)}
             while running:
                 done, running = wait(running, POLL)
                 tell()
@@ -486,8 +473,7 @@ def tokenise(folder: Path, files: Sequence[Path], asked: Asked, data: DataConfig
                     reason = "a process that tokenised was killed"
                     raise KilledError(str(asked.refused(reason, f"{fix}; finished pieces are kept"))) from None
     else:
-        for _ in _write_pieces(folder, missing, asked, data):
-            tell()
+        _write_pieces(folder, missing, asked, data, tell)
     return [Piece.read(folder, number, dtype) for number in range(len(pieces))]
 
 
@@ -496,40 +482,40 @@ def dtype_of(vocab: int) -> np.dtype:
     return np.min_scalar_type(vocab - 1)
 
 
-def _write_all(folder: Path, pieces: Sequence[tuple[int, Parts]], asked: Asked, data: DataConfig) -> None:
-    for _ in _write_pieces(folder, pieces, asked, data):
-        pass
-
-
-def _write_pieces(folder: Path, pieces: Sequence[tuple[int, Parts]], asked: Asked, data: DataConfig) -> Iterator[None]:
-    """Write pieces, and yield after each; its `.npz` is there once all of it is."""
+def _write_pieces(
+    folder: Path,
+    pieces: Sequence[tuple[int, Sequence[Path]]],
+    asked: Asked,
+    data: DataConfig,
+    after: Callable[[], None] = lambda: None,
+) -> None:
+    """Write pieces, and call `after` each; its `.npz` is there once all of it is."""
     if not pieces:
         return
     tokenizer = load_tokenizer(data, asked.origins)
     keys = Keys(*data.names, Chats(data).marked, data.skip_empty)
-    for number, parts in pieces:
+    for number, files in pieces:
         path = folder / f"{number:06d}.bin"
         with path.open("wb") as out:
             writer = _Writer(out, tokenizer)
-            skipped = [line for file, part in parts for line in _add(file, part, writer, keys, asked)]
+            skipped = [line for file in files for line in _add(file, writer, keys, asked)]
             writer.flush()
-        lengths, masked = np.asarray(writer.lengths, np.int64), np.asarray(writer.masked, np.int64).reshape(-1, 3)
-        done = path.with_suffix(".tmp")
+        lengths, done = np.asarray(writer.lengths, np.int64), path.with_suffix(".tmp")
         with done.open("wb") as out:
-            np.savez(out, lengths=lengths, masked=masked, skipped=json.dumps(skipped), empty=writer.empty)
+            np.savez(out, lengths=lengths, masked=writer.masked, skipped=json.dumps(skipped), empty=writer.empty)
         for file in (path, done):
             sync(file)
         done.rename(path.with_suffix(".npz"))
-        yield
+        after()
 
 
-def _add(file: Path, part: Part, writer: _Writer, keys: Keys, asked: Asked) -> Iterator[str]:
-    """Add the documents of a file, or of a part of it. Gives a line about a file without text."""
+def _add(file: Path, writer: _Writer, keys: Keys, asked: Asked) -> Iterator[str]:
+    """Add the documents of a file. Gives a line about a file without text."""
     try:
         before = len(writer)
-        for document in documents(file, keys, writer.tokenizer.separator, part):
+        for document in documents(file, keys, writer.tokenizer.separator):
             writer.add(document)
-        if part == WHOLE and len(writer) == before:
+        if len(writer) == before:
             yield f"{file} (empty: no documents)"
     except OSError as error:
         raise asked.unreadable(file, error) from None
@@ -550,8 +536,7 @@ class _Writer:
         self._dtype = dtype_of(tokenizer.vocab)
         self._texts, self._waiting = list[bytes](), 0
         self.lengths = array("q")
-        self.masked = list[tuple[int, int, int]]()
-        """(document, first, end) of tokens that are not learnt."""
+        self._tokens, self._masks = 0, list[tuple[int, np.ndarray]]()
         self.empty = 0
         """Rows without text."""
 
@@ -581,6 +566,14 @@ class _Writer:
         ended = len(document) and document[-1] == self.tokenizer.separator
         self._append(document[:-1] if ended else document)
 
+    @property
+    def masked(self) -> np.ndarray:
+        """Whether each token so far is not learnt; of no length if all are."""
+        found = np.zeros(self._tokens if self._masks else 0, dtype=bool)
+        for first, mask in self._masks:
+            found[first : first + len(mask)] = mask
+        return found
+
     def flush(self) -> None:
         """Tokenise the text that waits."""
         for tokens in self.tokenizer.encode(self._texts):
@@ -597,8 +590,8 @@ class _Writer:
         if document.ends:  # the text of a chat has what its template writes
             tokens = self._begun(tokens)
             learnt = np.pad(learnt, (len(tokens) + 1 - len(learnt), 0))
-        edges = np.flatnonzero(np.diff(learnt, prepend=True, append=True))
-        self.masked += [(len(self.lengths), int(a), int(b)) for a, b in edges.reshape(-1, 2)]
+        if len(tokens) and not learnt.all():
+            self._masks.append((self._tokens, ~learnt))
         self._append(tokens)
 
     def _begun(self, tokens: np.ndarray) -> np.ndarray:
@@ -607,14 +600,14 @@ class _Writer:
         return np.concatenate([np.asarray(begins, dtype=tokens.dtype), tokens]) if begins and len(tokens) else tokens
 
     def _append(self, tokens: np.ndarray) -> None:
-        self._out.write(tokens.astype(self._dtype).tobytes())
-        self.lengths.append(len(tokens))
+        ended = np.append(tokens, self.tokenizer.separator) if len(tokens) else tokens
+        self._out.write(ended.astype(self._dtype).tobytes())
+        self.lengths.append(len(ended))
+        self._tokens += len(ended)
 
 
-def in_order(
-    pieces: Sequence[Piece], path: Path, separator: int, seed: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Write documents in a random order, each with a separator behind it.
+def in_order(pieces: Sequence[Piece], path: Path, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Write documents in a random order.
 
     Returns all tokens, where each document begins, and ranges of tokens that are not learnt, int64 [ranges, 2].
     """
@@ -623,25 +616,12 @@ def in_order(
     firsts = np.concatenate([np.cumsum(piece.lengths) - piece.lengths for piece in pieces])
     order = np.random.default_rng(seed).permutation(len(lengths))
     order = order[lengths[order] > 0]
-    dtype = pieces[0].tokens.dtype
+    starts = np.cumsum(lengths[order]) - lengths[order]
+    masked = [np.zeros(0, dtype=np.int64)]
     with path.open("wb") as out:
-        behind = np.array([separator], dtype=dtype).tobytes()
-        for document in order:
-            first = firsts[document]
-            out.write(pieces[owner[document]].tokens[first : first + lengths[document]].tobytes())
-            out.write(behind)
-    sizes = lengths[order] + 1
-    starts = np.cumsum(sizes) - sizes
-    return np.memmap(path, dtype=dtype, mode="r"), starts, _masked(pieces, order, starts)
-
-
-def _masked(pieces: Sequence[Piece], order: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Ranges of tokens that are not learnt, ascending, where documents are in an order."""
-    counts = [len(piece.lengths) for piece in pieces]
-    begins = np.full(sum(counts), -1)
-    begins[order] = starts
-    before = np.cumsum(counts) - counts
-    documents = np.concatenate([piece.masked[:, 0] + first for piece, first in zip(pieces, before, strict=True)])
-    begin = begins[documents]
-    ranges = np.concatenate([piece.masked[:, 1:] for piece in pieces])[begin >= 0] + begin[begin >= 0, None]
-    return ranges[np.argsort(ranges[:, 0])]
+        for document, start in zip(order, starts, strict=True):
+            piece, mine = pieces[owner[document]], slice(firsts[document], firsts[document] + lengths[document])
+            out.write(piece.tokens[mine].tobytes())
+            if len(piece.masked):
+                masked.append(start + np.flatnonzero(np.diff(piece.masked[mine], prepend=False, append=False)))
+    return np.memmap(path, dtype=pieces[0].tokens.dtype, mode="r"), starts, np.concatenate(masked).reshape(-1, 2)

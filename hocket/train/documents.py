@@ -14,10 +14,9 @@ import importlib
 import io
 import itertools
 import json
-import math
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -59,10 +58,6 @@ class Keys:
         return [self.prompt, self.text] if self.prompt else [self.text]
 
 
-Part = tuple[int, int]
-"""Which of how many parts."""
-WHOLE: Part = (0, 1)
-
 COMPRESSED = (".gz", ".zst")
 TOOLS = "tools"
 """Name of what the assistant of a chat may call, in the row of the chat."""
@@ -100,8 +95,8 @@ class BadFileError(Exception):
         self.fix = fix
 
 
-def documents(file: Path, key: Keys, separator: int, part: Part = WHOLE) -> Iterator[Document | None]:
-    """The documents of a file, or of a part of it, in its order. A file of text is one document.
+def documents(file: Path, key: Keys, separator: int) -> Iterator[Document | None]:
+    """The documents of a file, in its order. A file of text is one document.
 
     None is a row without text that `key` leaves out.
     `key` says what is read of a line of JSON or a row of a table. The documents of an array end with `separator`, the
@@ -115,7 +110,7 @@ def documents(file: Path, key: Keys, separator: int, part: Part = WHOLE) -> Iter
         if ending in TOKENS:
             yield from TOKENS[ending](file, separator)
         elif ending in TABLES and (ending != ".json" or _is_table(file, key)):
-            for where, row in TABLES[ending](file, key, part):
+            for where, row in TABLES[ending](file, key):
                 yield from _of_row(row, key, where)
         else:
             yield _text(file)
@@ -125,11 +120,6 @@ def documents(file: Path, key: Keys, separator: int, part: Part = WHOLE) -> Iter
         if damaged or type(error).__module__ == "pyarrow.lib":
             raise BadFileError(f"is damaged ({' '.join(str(error).split())})") from None
         raise
-
-
-def has_parts(file: Path) -> bool:
-    """Whether parts of a file can be read alone: lines or row groups of a file that is not compressed."""
-    return not _compression(file) and file.suffix.lower() in (".jsonl", ".ndjson", ".parquet")
 
 
 def beside(file: Path) -> list[Path]:
@@ -193,34 +183,15 @@ Row = tuple[str, Any]
 """Where it is, in words, and what it has."""
 
 
-def _lines(file: Path, key: Keys, part: Part) -> Iterator[Row]:
+def _lines(file: Path, key: Keys) -> Iterator[Row]:
     """An object in each line, or in a list."""
     with _opened(file) as stream:
         if file.name.lower().removesuffix(_compression(file)).endswith(".json") and _is_list(stream):
             yield from ((f"row {n}", row) for n, row in enumerate(_parsed(stream.read(), "it"), 1))
             return
-        first, end = _lines_of(file, stream, part)
-        behind = f" behind byte {first:,}" if first else ""
         for number, line in enumerate(stream, 1):
             if line.removeprefix(BOM).strip():
-                yield f"line {number}{behind}", _parsed(line, f"line {number}{behind}")
-            first += len(line)
-            if first >= end:
-                break
-
-
-def _lines_of(file: Path, stream: BinaryIO, part: Part) -> tuple[int, float]:
-    """Go to the first line that begins in a part of a file: (where it begins, where no line of the part begins)."""
-    if part == WHOLE:
-        return 0, math.inf
-    size, (number, parts) = file.stat().st_size, part
-    first, end = size * number // parts, size * (number + 1) // parts
-    if first:
-        stream.seek(first - 1)
-        first += len(stream.readline()) - 1
-    if first >= end:  # a line goes on through all of the part
-        stream.seek(size)
-    return first, end
+                yield f"line {number}", _parsed(line, f"line {number}")
 
 
 def _parsed(text: bytes, where: str) -> Any:
@@ -261,25 +232,29 @@ def _has_text(row: Any, key: Keys) -> bool:
     return isinstance(row, dict) and isinstance(_value(row, key.text), str | list)
 
 
-def _parquet(file: Path, key: Keys, part: Part) -> Iterator[Row]:
+def _parquet(file: Path, key: Keys) -> Iterator[Row]:
     arrow, parquet = _arrow(file), _arrow(file, "pyarrow.parquet")
     with _opened(file) as stream:
         source = arrow.BufferReader(stream.read()) if _compression(file) else stream
         table = parquet.ParquetFile(source, page_checksum_verification=True)
-        columns = _columns(key, table.schema_arrow)
-        (number, parts), groups = part, table.num_row_groups
-        mine = range(groups * number // parts, groups * (number + 1) // parts)
-        before = sum(table.metadata.row_group(group).num_rows for group in range(mine.start))
-        yield from _of_batches(table.iter_batches(row_groups=list(mine), columns=columns), before)
+        number = 0
+        for batch in table.iter_batches(columns=_columns(key, table.schema_arrow)):
+            try:
+                rows = batch.to_pylist()
+            except UnicodeDecodeError as error:
+                raise BadFileError(f"is damaged (text after row {number} that is no UTF-8: {error.reason})") from None
+            for row in rows:
+                number += 1
+                yield f"row {number}", row
 
 
-TABLES: dict[str, Callable[[Path, Keys, Part], Iterator[Row]]] = {
+TABLES: dict[str, Callable[[Path, Keys], Iterator[Row]]] = {
     ".json": _lines,
     ".jsonl": _lines,
     ".ndjson": _lines,
     ".parquet": _parquet,
 }
-"""Ending of a file -> what reads a part of it."""
+"""Ending of a file -> what reads it."""
 
 
 def _columns(key: Keys, schema: Any) -> list[str]:
@@ -296,18 +271,6 @@ def _is_in(fields: Any, name: str) -> bool:
     first, _, rest = name.partition(".")
     inner = kinds.get(first)
     return name in kinds or (bool(rest) and str(inner).startswith("struct<") and _is_in(inner, rest))
-
-
-def _of_batches(batches: Iterable[Any], number: int) -> Iterator[Row]:
-    """The rows behind the first `number` of a table."""
-    for batch in batches:
-        try:
-            rows = batch.to_pylist()
-        except UnicodeDecodeError as error:
-            raise BadFileError(f"is damaged (text behind row {number} that is no UTF-8: {error.reason})") from None
-        for row in rows:
-            number += 1
-            yield f"row {number}", row
 
 
 def _of_row(row: Any, key: Keys, where: str) -> Iterator[Document | None]:

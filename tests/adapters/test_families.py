@@ -18,7 +18,6 @@ pytest.importorskip(
     exc_type=ImportError,
 )
 
-from hocket.adapters.cut import AdaptedModel, Cut
 from hocket.adapters.transformers import Pretrained
 from hocket.config.rule import Host
 from hocket.config.schema import DEFAULTS, changed
@@ -164,7 +163,7 @@ def test_what_was_received_lives_until_weight_gradients_have_read_it(order: dict
     """OLMo 2 projects a layer's input as it came, and hocket's own layers, for which plans would drop it, do not."""
     settings = {**PIPELINE, "train.microbatches": 8, **order}
     config = resolve(changed(DEFAULTS, settings), Host(workers=4, local_workers=4))
-    own, theirs = layout_of(config), AdaptedModel(Cut(Pretrained(model("olmo2")))).layout(config)
+    own, theirs = layout_of(config), Pretrained(model("olmo2")).layout(config)
     programs = [build_program(layout, 8, config, sharding_of(config)) for layout in (own, theirs)]
     assert [check(program) for program in programs] == [[], []]
     dropped = check(replace(programs[0], layout=theirs))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hocket.adapters.cut import AdaptedModel, Cut, OwnModel
+from hocket.adapters.source import OwnModel
 from hocket.model.parts import ONLY
 from hocket.model.source import ChunkPlace
 from tests.adapters import own_layers
@@ -26,7 +26,7 @@ def test_dense_layer() -> None:
 def test_norms_are_fused_on_gpus() -> None:
     layer = Dense()
     layer.mixer.add_module("norm", torch.nn.RMSNorm(HIDDEN, eps=1e-6))
-    source = AdaptedModel(Cut(OwnModel(Between(layer, HIDDEN, own_layers.context))))
+    source = OwnModel(Between(layer, HIDDEN, own_layers.context))
     for device in ("cpu", "cuda"):
         chunk = source.chunk(ChunkPlace(range(1), True, True, ONLY, torch.device(device)))
         assert ("forward" in vars(chunk.layer(0).layer.mixer.norm)) == (device == "cuda")

@@ -19,8 +19,7 @@ pytest.importorskip(
 )
 
 import hocket
-from hocket.adapters.costs import count_parts
-from hocket.adapters.cut import Cut
+from hocket.adapters.costs import count_parts, price_of
 from hocket.adapters.transformers import Pretrained
 from hocket.config import ModelConfig
 from hocket.predict.cost import costs_of
@@ -124,14 +123,17 @@ def test_costs_are_counted() -> None:
     made = model("llama")
     step = hocket.plan_model(made, SETTINGS)
     c = step.settings
-    found = count_parts(Cut(Pretrained(made)), c)
+    found = count_parts(Pretrained(made), c)
+    table = price_of(Pretrained(made))(c).table
     tokens, d = 16, 32
     attention, square = d * (32 + 16 + 16 + 32), 2 * 2 * 2 * 8 * 8 * 32  # q, k, v, o; two products of two sequences
     causal = square // 2
-    assert found["mlp", "dense"].flops == 2 * tokens * 3 * d * 48
-    assert found["attn", "dense"].flops == 2 * tokens * attention + causal
-    assert found["head", ""].flops == 2 * tokens * d * VOCAB
-    assert found["mlp", "dense"].saved_bytes > 4 * tokens * (d + 2 * 48)
+    assert table["fwd", "mlp", "dense"].flops == 2 * tokens * 3 * d * 48
+    assert table["fwd", "attn", "dense"].flops == 2 * tokens * attention + causal
+    assert table["fwd", "head", ""].flops == 2 * tokens * d * VOCAB
+    assert found["mlp", "dense"]["saved"] > d + 2 * 48
+    params = sum(param.numel() for param in made.parameters())
+    assert price_of(Pretrained(made))(c).state_bytes == (3 * 4 * params,), "weights and averages, in fp32"
     assert 0 < float(step.simulate().makespan) < 1
     assert "rank 0 compute" in step.draw(80)
 
@@ -141,7 +143,7 @@ def test_attention_costs_what_it_costs_in_hockets_transformer(family: str, full:
     """Causal pairs count, and in layers with a window those within it; layers of one kind cost their mean."""
     made = model(family)
     step = hocket.plan_model(made, SETTINGS)
-    found = count_parts(Cut(Pretrained(made)), step.settings)["attn", "dense"].flops
+    found = price_of(Pretrained(made))(step.settings).table["fwd", "attn", "dense"].flops
     assert made.config.num_hidden_layers == 4
     sizes = {"hidden": 32, "layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 8, "window": 4}
     own = replace(step.settings, model=ModelConfig(**sizes, full_layers=tuple(full)))

@@ -20,7 +20,6 @@ pytest.importorskip(
 
 import hocket
 from hocket.adapters.costs import price_of, sizes_of
-from hocket.adapters.cut import Cut
 from hocket.adapters.transformers import FAMILIES, Pretrained
 from hocket.config.rule import Host
 from hocket.config.schema import DEFAULTS, changed
@@ -193,11 +192,11 @@ def test_documents_share_sequences(mesh: dict[str, Any], families: list[str]) ->
 
 def test_costs_are_those_of_its_heads() -> None:
     """Keys and values travel of two heads, though queries have four; a rank computes half of the tokens."""
-    cut = Cut(Pretrained(made("llama")))
+    source = Pretrained(made("llama"))
     settings = {**SETTINGS, "mesh.cp": 2, "overlap.cp.method": "gather", "precision.compute": "fp32"}
-    config = replace(changed(DEFAULTS, settings), model=sizes_of(cut, 0, shared=True))
-    config = resolve(config, Host(workers=2, local_workers=2), {}, price_of(cut))
-    table, tokens, d, elements = price_of(cut)(config).table, 8, 32, 4
+    config = replace(changed(DEFAULTS, settings), model=sizes_of(source, 0))
+    config = resolve(config, Host(workers=2, local_workers=2), {}, price_of(source))
+    table, tokens, d, elements = price_of(source)(config).table, 8, 32, 4
     assert table["fwd", "keys", "dense"].flops == 2 * tokens * d * (16 + 16)
     assert table["fwd", "queries", "dense"].flops == 2 * tokens * d * 32
     assert table["fwd", "kv", "dense"].output_bytes == 2 * tokens * elements * (16 + 16)

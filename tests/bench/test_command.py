@@ -191,6 +191,7 @@ def test_a_benchmark_from_start_to_result(tmp_path: Path):
     assert json.loads((tmp_path / "result.json").read_text()) == result
 
 
+@pytest.mark.full
 def test_contenders_can_be_measured_with_nothing_beside_them(tmp_path: Path):
     against = ["--against", "bound,hocket", "--alone", "--out", "result.json"]
     done = hocket(tmp_path, "bench", *SMALL, *ALONE, *LITTLE, *QUICK, *against)
@@ -215,6 +216,7 @@ def test_what_was_measured_before_an_interruption_stays(tmp_path: Path):
     assert len(found["contenders"]["bound"]["blocks"]) == len(found["contenders"]["hocket"]["blocks"]) > 0
 
 
+@pytest.mark.full
 def test_torchrun_starts_a_benchmark(tmp_path: Path):
     """By its variables, that is: `test_cli` starts one."""
     words = [*SMALL, "--mesh.pp", "1", "--plan.chunks", "1", "--mesh.dp", "2", "--mesh.ep", "1", *QUICK]

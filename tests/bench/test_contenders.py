@@ -36,9 +36,13 @@ CASES = {
     ),
     "experts spread and sharded": (4, workload(4, 2, moe=True), ["hocket", "ep_sync", "fsdp2_tuned"]),
 }
+USUAL = ("dense", "experts spread")
+"""Of these, what `make test` runs."""
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [case if case in USUAL else pytest.param(case, marks=pytest.mark.full) for case in CASES]
+)
 def test_all_learn_the_same(case):
     learn_the_same(*CASES[case])
 

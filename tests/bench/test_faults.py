@@ -21,14 +21,10 @@ OUTCOMES = {
 machine, and of the link between them."""
 
 
+@pytest.mark.full
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "kinds",
-    [
-        (KILLED, LINK),
-        pytest.param((FULL, CHANGED, TORCHRUN_KILLED, HOST, BAD_LINK), marks=pytest.mark.full),
-    ],
-    ids=["one of each sort", "others"],
+    "kinds", [(KILLED, LINK), (FULL, CHANGED, TORCHRUN_KILLED, HOST, BAD_LINK)], ids=["one of each sort", "others"]
 )
 def test_runs_survive_or_tell(kinds: tuple[str, ...], tmp_path: Path) -> None:
     """All by one command, which trains the undisturbed run once. No rank outlives its torchrun: it would hold the run's

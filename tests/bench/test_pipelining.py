@@ -61,7 +61,7 @@ NAMES = ["pipelining_1f1b", "pipelining_interleaved", "pipelining_zb"]
 
 @pytest.mark.parametrize(
     ("model", "mesh"),
-    [(DENSE, MeshConfig(pp=2)), (MOE, MeshConfig(pp=2, dp=2, ep=2))],
+    [pytest.param(DENSE, MeshConfig(pp=2), marks=pytest.mark.full), (MOE, MeshConfig(pp=2, dp=2, ep=2))],
     ids=["dense-pp2", "moe-pp2-ep2"],
 )
 def test_losses_are_those_of_the_plain_stack(model: ModelConfig, mesh: MeshConfig) -> None:
@@ -76,6 +76,7 @@ def test_losses_are_those_of_the_plain_stack(model: ModelConfig, mesh: MeshConfi
             assert curve == pytest.approx(wanted, abs=2e-5), f"{name}, rank {rank}"
 
 
+@pytest.mark.full
 def test_experts_sharded_over_replicas() -> None:
     work = workload(MOE, MeshConfig(pp=2, dp=4, ep=2), microbatches=2, chunks=1)
     found = run_ranks(losses, work.mesh.world, ["pipelining_1f1b"], work)

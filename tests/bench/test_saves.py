@@ -32,6 +32,7 @@ def test_the_steps_beside_a_write_are_told_from_the_others() -> None:
     assert waited.endswith("| 6.00 s |")
 
 
+@pytest.mark.full
 def test_the_command_measures_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = shrunk("llama3_8b", data__paths=text_in(tmp_path))
     left = {"--train.keep", "--train.steps", "--run.name", "--train.save_every", "--model.layers", "--mesh.dp"}

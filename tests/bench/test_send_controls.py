@@ -47,6 +47,7 @@ def controls_on(rank: int, options: argparse.Namespace) -> dict[str, Any]:
     return report(bench, chosen, links["real"], slow, measure(options, bench, slow, rank))  # fails where losses differ
 
 
+@pytest.mark.full
 def test_every_combination_runs_on_either_link_and_computes_the_same() -> None:
     result = run_ranks(controls_on, 2, OPTIONS)[0]
     names = set(result["in_flight"])
@@ -73,6 +74,7 @@ def orders_on(rank: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.full
 def test_every_order_runs_with_as_many_and_twice_as_many_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(of_orders, "LAYERS", LAYERS)
     rows = run_ranks(orders_on, 2, OPTIONS)[0]

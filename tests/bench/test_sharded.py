@@ -24,9 +24,13 @@ CASES = {
     "experts spread": (2, workload(2, 2, moe=True), ["hocket", "fully_shard", "fully_shard_copied"]),
     "experts spread and sharded": (4, workload(4, 2, moe=True), ["hocket", "fully_shard"]),
 }
+USUAL = ("dense", "experts spread")
+"""Of these, what `make test` runs."""
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [case if case in USUAL else pytest.param(case, marks=pytest.mark.full) for case in CASES]
+)
 def test_all_learn_the_same(case):
     learn_the_same(*CASES[case])
 

@@ -48,7 +48,7 @@ def peer(rank: int, words: list[str], place: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "run"),
     [
-        (shrunk("llama3_8b"), train),
+        pytest.param(shrunk("llama3_8b"), train, marks=pytest.mark.full),
         (shrunk("qwen3_30b_a3b", model__aux_loss="0", model__top_k="2", mesh__ep="2"), forked),
     ],
     ids=["dense", "experts"],

@@ -173,12 +173,7 @@ def uses_again(nodes: tuple[Node, ...]) -> bool:
 def random_case(rng: Random, ops: tuple[Op, ...], meshes: list[tuple[int, ...] | None]) -> Case:
     mesh = rng.choice(meshes)
     strategy = rng.choice(["no_shard", "optim", "optim_grads", *["optim_grads_params"] * 3])
-    options: dict[str, Any] = {
-        "prefetch": rng.choice([0, 1, 1, 2, 5]),
-        "staging": rng.choice([1, 2, 2, 3]),
-    }
-    if mesh is not None and len(mesh) == 2 and strategy != "no_shard":
-        options["outer"] = rng.choice(["replicate", "shard"])
+    options: dict[str, Any] = {"prefetch": rng.choice([0, 1, 1, 2, 5]), "staging": rng.choice([1, 2, 2, 3])}
     return Case(
         model=graph(rng, ops),
         strategy=strategy,

@@ -22,7 +22,6 @@ SHAPES = {"w": (37, 11), "scalar": (), "norm": (11,), "odd": (3, 5, 2)}
 class Case:
     sizes: tuple[int, ...] = ()
     strategy: str = "optim_grads"
-    outer: str = "replicate"
     precision: Precision = PLAIN
 
     @property
@@ -38,9 +37,9 @@ def values(seed, shapes=SHAPES):
 
 def build(case, frozen=False, divide=1.0):
     """The group, bound, and its full parameters by name."""
-    axes = ("outer", "shard")[-len(case.sizes) :]
+    axes = ("replicate", "shard")[-len(case.sizes) :]
     mesh = init_device_mesh("cpu", case.sizes, mesh_dim_names=axes) if case.sizes else None
-    groups = shard_groups_for(Placement(mesh, divide), case.strategy, ShardOptions(outer=case.outer), CPU)
+    groups = shard_groups_for(Placement(mesh, divide), case.strategy, ShardOptions(), CPU)
     params = {name: nn.Parameter(value, requires_grad=not frozen) for name, value in values(0).items()}
     members = [Member(name, param) for name, param in params.items()]
     group = ParamGroup(members, groups, case.precision, CPU)
@@ -53,9 +52,7 @@ def build(case, frozen=False, divide=1.0):
 def gather(group, buffer):
     """Whatever is stale is refreshed first."""
     if group.stale():
-        pending = group.refresh()
-        if pending is not None:
-            pending.wait()
+        group.refresh()
     if not group.whole:
         buffer.allocate()
         group.gather(buffer.flat).wait()

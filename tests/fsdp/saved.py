@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,7 +67,6 @@ class Way:
     world: int
     strategy: str = "optim_grads_params"
     mesh: tuple[int, int] | None = None
-    outer: Literal["replicate", "shard"] = "replicate"
     main: torch.dtype = torch.float32
     ep: int = 1
 
@@ -87,7 +86,7 @@ def shard(way: Way, reads_all: bool = False) -> tuple[Everything, Any]:
             return None
         return hocket.sharding.Placement(grid["edp"], divide=way.world, part=(grid["ep"].get_local_rank(), way.ep))
 
-    mesh = init_device_mesh("cpu", way.mesh, mesh_dim_names=("outer", "shard")) if way.mesh else None
+    mesh = init_device_mesh("cpu", way.mesh, mesh_dim_names=("replicate", "shard")) if way.mesh else None
     ctx = hocket.fully_shard(
         module,
         units=(Block, OddBlock, Experts),
@@ -95,7 +94,6 @@ def shard(way: Way, reads_all: bool = False) -> tuple[Everything, Any]:
         strategy=way.strategy,
         precision=hocket.Precision(main=way.main),
         place=place,
-        options=hocket.ShardOptions(outer=way.outer),
     )
     return module, ctx
 

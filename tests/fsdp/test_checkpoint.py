@@ -74,14 +74,14 @@ LOADED = [
     Way(3),
     Way(1, "optim"),
     Way(4, "no_shard"),
-    Way(4, mesh=(2, 2), outer="shard"),
+    Way(4, mesh=(2, 2)),
     Way(4, "optim", ep=4),
     Way(2, main=torch.bfloat16),
 ]
 SAVED = [
     Way(3, "no_shard"),
     Way(4, "optim_grads", mesh=(2, 2)),
-    Way(4, mesh=(2, 2), outer="shard"),
+    Way(4, mesh=(2, 2)),
     Way(4, ep=2),
     Way(3, main=torch.bfloat16),
 ]

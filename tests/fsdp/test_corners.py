@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from typing import Literal
 
 import pytest
 import torch
@@ -336,10 +335,10 @@ def test_memory_is_written_again_behind_the_readers_of_all_streams():
     run_ranks(readers_on_two_streams, 2)
 
 
-def forgotten_while_accumulating(rank: int, outer: Literal["replicate", "shard"]) -> None:
+def forgotten_while_accumulating(rank: int) -> None:
     model, plain = pair_of(nn.Linear(WIDTH, WIDTH))
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("outer", "shard"))
-    ctx = hocket.fully_shard(model, mesh=mesh, options=hocket.ShardOptions(outer=outer))
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    ctx = hocket.fully_shard(model, mesh=mesh, strategy="optim_grads_params")
     with ctx.accumulating():
         model(inputs(5)).sum().backward()
     for param in model.parameters():
@@ -350,10 +349,9 @@ def forgotten_while_accumulating(rank: int, outer: Literal["replicate", "shard"]
     expect_gradients(model, plain)
 
 
-@pytest.mark.parametrize("outer", ["replicate", "shard"])
-def test_gradients_may_be_forgotten_before_replicas_exchange_them(outer):
+def test_gradients_may_be_forgotten_before_replicas_exchange_them():
     """The exchange takes place all the same, in the memory of the forgotten gradients."""
-    run_ranks(forgotten_while_accumulating, 2, outer)
+    run_ranks(forgotten_while_accumulating, 2)
 
 
 def read_for_inference(rank: int, main: torch.dtype) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,7 +16,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import init_device_mesh
 
 import hocket
-from hocket.fsdp.options import Outer
 from hocket.fsdp.saving.state import model_state
 from tests.fsdp.twin import naming
 from tests.helpers.ranks import run_ranks
@@ -179,18 +179,9 @@ ROWS = {
 """Of the table of memory: first column -> formulas."""
 
 
-def row_of(strategy: str, outer: str) -> list[str]:
-    """The formulas for a strategy; `as above` is looked up above."""
-    (found,) = [cells for words, cells in ROWS.items() if f"`{strategy}`" in words]
-    if outer == "replicate":
-        return found
-    (last,) = [cells for words, cells in ROWS.items() if 'outer="shard"' in words]
-    return [above if cell == "as above" else cell for cell, above in zip(last, found, strict=True)]
-
-
-def memory(rank: int, strategy: str, outer: Outer, replicas: int, compute: torch.dtype) -> None:
+def memory(rank: int, strategy: str, replicas: int, compute: torch.dtype) -> None:
     model = nn.Sequential(*(Block() for _ in range(5)))
-    options = hocket.ShardOptions(outer=outer)
+    options = hocket.ShardOptions()
     mesh = init_device_mesh("cpu", (replicas, dist.get_world_size() // replicas)) if replicas > 1 else None
     precision = hocket.Precision(compute=compute)
     elements = sum(param.numel() for param in model.parameters())
@@ -203,10 +194,10 @@ def memory(rank: int, strategy: str, outer: Outer, replicas: int, compute: torch
         with_grads = ctx.stats().shard_bytes
         optimizer.zero_grad()
     same = compute == torch.float32 and strategy == "no_shard"  # then c counts nothing in what is kept
-    names = {"P": elements, "U": elements // 5, "W": dist.get_world_size() // replicas, "R": replicas}
+    names = {"P": elements, "U": elements // 5, "W": dist.get_world_size() // replicas}
     names |= {"m": 4, "c": compute.itemsize, "w": compute.itemsize, "g": 4}
     names |= {"ahead": options.prefetch, "staging": options.staging}
-    kept, grads, gathered, staged, state = row_of(strategy, outer)
+    ((kept, grads, gathered, staged, state),) = [cells for words, cells in ROWS.items() if f"`{strategy}`" in words]
     stats = ctx.stats()
     assert stats.shard_bytes == eval(kept, names | {"c": 0} if same else dict(names))
     assert with_grads - stats.shard_bytes == eval(grads, dict(names))
@@ -220,20 +211,18 @@ def memory(rank: int, strategy: str, outer: Outer, replicas: int, compute: torch
 
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-ALONE: list[tuple[str, Outer]] = [(strategy, "replicate") for strategy in STRATEGIES]
-REPLICAS: list[tuple[str, Outer]] = [*((strategy, "shard") for strategy in STRATEGIES[1:]), ALONE[-1]]
 
 
-def memory_of_all(rank: int, cases: list[tuple[str, Outer]], replicas: int) -> None:
-    for strategy, outer in cases:
+def memory_of_all(rank: int, strategies: Sequence[str], replicas: int) -> None:
+    for strategy in strategies:
         for compute in (torch.float32, torch.bfloat16):
-            with naming((strategy, outer, compute)):
-                memory(rank, strategy, outer, replicas, compute)
+            with naming((strategy, compute)):
+                memory(rank, strategy, replicas, compute)
 
 
-@pytest.mark.parametrize(("cases", "replicas"), [(ALONE, 1), (REPLICAS, 2)], ids=["alone", "replicas"])
-def test_the_formulas_of_memory(cases: list[tuple[str, Outer]], replicas: int) -> None:
-    run_ranks(memory_of_all, 2 * replicas, cases, replicas)
+@pytest.mark.parametrize(("strategies", "replicas"), [(STRATEGIES, 1), (STRATEGIES[1:], 2)], ids=["alone", "replicas"])
+def test_the_formulas_of_memory(strategies: Sequence[str], replicas: int) -> None:
+    run_ranks(memory_of_all, 2 * replicas, strategies, replicas)
 
 
 def local_sums(rank: int, strategy: str) -> None:

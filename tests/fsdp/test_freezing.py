@@ -66,18 +66,17 @@ def data(step: int, rank: int) -> tuple[Tensor, Tensor]:
     return tuple(torch.randn(4, n, generator=drawn, dtype=torch.float64) for n in (8, 4))  # pyrefly: ignore
 
 
-def told(rank: int, strategy: str, outer: str) -> None:
+def told(rank: int, strategy: str, replicas: int) -> None:
     for story, frozen in STORIES.items():
-        with naming(f"{story.__name__} {strategy} {outer}"):
-            tell(rank, story, frozen, strategy, outer)
+        with naming(f"{story.__name__} {strategy} {replicas}"):
+            tell(rank, story, frozen, strategy, replicas)
 
 
-def tell(rank: int, story: Callable[[nn.Module, int], None], frozen: bool, strategy: str, outer: str) -> None:
+def tell(rank: int, story: Callable[[nn.Module, int], None], frozen: bool, strategy: str, replicas: int) -> None:
     plain, model = made(frozen), made(frozen)
-    mesh = init_device_mesh("cpu", (2, 1)) if outer else None
-    options = hocket.ShardOptions(outer=outer or "replicate")  # pyrefly: ignore[bad-argument-type]
+    mesh = init_device_mesh("cpu", (replicas, 2 // replicas))
     precision = hocket.Precision(accumulate=torch.float64)
-    ctx = hocket.fully_shard(model, units=Block, mesh=mesh, strategy=strategy, options=options, precision=precision)
+    ctx = hocket.fully_shard(model, units=Block, mesh=mesh, strategy=strategy, precision=precision)
     updates = [torch.optim.AdamW(one.parameters(), lr=0.1, eps=LINEAR) for one in (plain, model)]
     for step in range(4):
         for one in (plain, model):
@@ -100,11 +99,11 @@ def tell(rank: int, story: Callable[[nn.Module, int], None], frozen: bool, strat
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_parameters_frozen_and_trained_again(strategy: str) -> None:
-    run_ranks(told, 2, strategy, "")
+    run_ranks(told, 2, strategy, 1)
 
 
 def test_replicas_of_what_is_frozen_and_trained_again() -> None:
-    run_ranks(told, 2, "optim_grads_params", "shard")
+    run_ranks(told, 2, "optim_grads_params", 2)
 
 
 def refused(rank: int) -> None:

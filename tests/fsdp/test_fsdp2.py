@@ -382,6 +382,7 @@ class Padded(Model):
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding | nn.LayerNorm):
                 module.reset_parameters()
+        self.embed.weight.data.normal_(std=0.3)
         nn.init.trunc_normal_(self.head.weight, std=0.5)
         nn.init.ones_(self.scale)
 

@@ -1,4 +1,4 @@
-"""Two axes: replicas of shards (HSDP), shards of shards of the optimizer's state (HFSDP), and experts elsewhere."""
+"""Two axes: replicas of shards (HSDP), and experts elsewhere."""
 
 from typing import Any
 
@@ -13,41 +13,36 @@ from tests.helpers.ranks import run_ranks
 SHARDING = STRATEGIES[1:]
 
 
-@pytest.mark.parametrize("outer", ["replicate", "shard"])
-def test_two_axes(outer):
-    """Every strategy, both ways of the outer axis and every program meet in pairs: each way has every other case."""
+def test_two_axes():
+    """Every strategy and every program."""
     told: list[tuple[str, int, Any]] = [
         ("stack", 3, "each"),
         ("stack", 3, "accumulating"),
         ("stack", 2, "no_sync"),
     ]
     told += [("tied_across", 2, "accumulating"), ("conditional", 2, "accumulating"), ("odd", 1, "each")]
-    options = {"outer": outer}
     cases = [
-        Case(model, strategy, m, (2, 2), sync=sync, options=options, optimizer=optimizer_for(model), steps=2)
-        for i, strategy in enumerate(SHARDING)
-        for j, (model, m, sync) in enumerate(told)
-        if (i + j) % 2 == (outer == "shard")
+        Case(model, strategy, m, (2, 2), sync=sync, optimizer=optimizer_for(model), steps=2)
+        for strategy in SHARDING
+        for model, m, sync in told
     ]
     train(4, cases)
 
 
-@pytest.mark.parametrize("outer", ["replicate", "shard"])
 @pytest.mark.parametrize("shape", [(1, 2), (2, 1), (1, 1)], ids=str)
-def test_axes_of_one(shape, outer):
+def test_axes_of_one(shape):
     cases = [
-        Case(model, strategy, 2, shape, options={"outer": outer}, sync=sync, steps=2)
+        Case(model, strategy, 2, shape, sync=sync, steps=2)
         for model, sync in (("stack", "each"), ("odd", "accumulating"))
         for strategy in SHARDING
     ]
     train(shape[0] * shape[1], cases)
 
 
-@pytest.mark.parametrize("outer", ["replicate", "shard"])
-def test_two_axes_in_mixed_precision(outer):
+def test_two_axes_in_mixed_precision():
     precision = {"compute": torch.bfloat16}
     cases = [
-        Case("stack", strategy, 2, (2, 2), options={"outer": outer}, precision=precision, optimizer="adamw", sync=sync)
+        Case("stack", strategy, 2, (2, 2), precision=precision, optimizer="adamw", sync=sync)
         for strategy, sync in (("optim", "accumulating"), ("optim_grads_params", "each"))
     ]
     train(4, cases)

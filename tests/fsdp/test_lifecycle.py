@@ -181,8 +181,7 @@ def test_a_step_after_an_exception(fail):
 
 
 def test_a_step_after_an_exception_with_replicas():
-    ways = (("replicate", "accumulating"), ("shard", "each"))
-    chosen = [Case("stack", mesh=(2, 2), options={"outer": outer}, sync=sync) for outer, sync in ways]
+    chosen = [Case("stack", mesh=(2, 2), sync=sync) for sync in ("accumulating", "each")]
     run_ranks(abort, 4, failing_backward, chosen)
 
 

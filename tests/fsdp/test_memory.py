@@ -13,7 +13,7 @@ from hocket.fsdp.options import Precision
 from hocket.fsdp.part import plain as plain_part
 from tests.fsdp.models import Block, Chain
 from tests.fsdp.noted import Model, Run
-from tests.fsdp.twin import Case, Pair, mesh_of, naming
+from tests.fsdp.twin import Case, Pair, naming
 from tests.helpers.ranks import run_ranks
 
 L = 7
@@ -145,19 +145,6 @@ def persistent(rank: int, name: str) -> None:
 def test_persistent_bytes(name):
     """Main weights, and gradients from backward to `zero_grad`: of every element on one rank."""
     run_ranks(persistent, 2, name)
-
-
-def persistent_in_shards_of_shards(rank: int) -> None:
-    model = Chain(*(Block() for _ in range(3)))
-    mesh = mesh_of((2, 2), ("outer", "shard"))
-    precision, options = Precision(compute=torch.bfloat16), hocket.ShardOptions(outer="shard")
-    ctx = hocket.fully_shard(model, units=Block, mesh=mesh, precision=precision, options=options)
-    total = sum(group.layout.total for unit in ctx.units for group in unit.groups)
-    assert ctx.stats().shard_bytes == total // 2 * (2 + 4) + total // 4 * 4
-
-
-def test_persistent_bytes_of_shards_of_shards():
-    run_ranks(persistent_in_shards_of_shards, 4)
 
 
 def deleted(rank: int) -> None:

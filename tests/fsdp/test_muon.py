@@ -59,7 +59,7 @@ def beside(rank: int, shape: tuple[int, ...], strategy: str, options: dict[str, 
     torch.manual_seed(0)
     plain = Blocks()
     model = copy.deepcopy(plain)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "shard")[-len(shape) :])
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     units = tuple(type(block) for block in model.blocks[:1])
     ctx = hocket.fully_shard(model, units=units, mesh=mesh, strategy=strategy, options=hocket.ShardOptions(**options))
     twins, mine = optimizers(plain, settings), optimizers(model, settings)
@@ -83,8 +83,7 @@ def beside(rank: int, shape: tuple[int, ...], strategy: str, options: dict[str, 
         ((2,), "optim_grads_params", {}),
         ((2,), "optim", {}),
         ((2,), "no_shard", {}),
-        ((2, 2), "optim_grads_params", {"outer": "shard"}),
-        ((2, 2), "optim_grads_params", {"outer": "replicate"}),
+        ((2, 2), "optim_grads_params", {}),
     ],
     ids=str,
 )

@@ -63,29 +63,6 @@ def test_parameter_groups_are_the_users():
     run_ranks(groups_untouched, 2)
 
 
-def by_rule(rank: int) -> None:
-    """Shards have one dimension; rules see the shape of the whole parameter."""
-    pair = Pair(Case("stack"), rank, 2)
-    full = {name: param.shape for name, param in pair.twin.modules[0].named_parameters()}
-    seen = {}
-
-    def rule(name, param):
-        seen[name] = param
-        return {"weight_decay": 0.1 if len(full[name]) > 1 else 0.0}
-
-    groups = hocket.sharding.param_groups(pair.module, rule)
-    assert seen.keys() == full.keys()
-    optimizer = torch.optim.AdamW(groups, lr=0.01)
-    decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
-    for name, param in pair.module.named_parameters():
-        assert decays[id(param)] == (0.1 if len(full[name]) > 1 else 0.0), name
-    assert len(optimizer.param_groups) == 2
-
-
-def test_groups_by_rule():
-    run_ranks(by_rule, 2)
-
-
 def clip(rank: int, cases: list[Case]) -> None:
     world = dist.get_world_size()
     for case in cases:
@@ -112,7 +89,7 @@ def clip(rank: int, cases: list[Case]) -> None:
 
 
 def test_clipping_measures_the_whole_norm():
-    """Over one mesh, over two meshes (experts), with replicas and with shards of shards."""
+    """Over one mesh, over two meshes (experts), and with replicas."""
     cases = [
         Case("stack"),
         Case("unused"),
@@ -121,7 +98,6 @@ def test_clipping_measures_the_whole_norm():
         Case("stack", "no_shard"),
         Case("moe", experts=2),
         Case("stack", mesh=(2, 2)),
-        Case("stack", mesh=(2, 2), options={"outer": "shard"}),
         Case("moe", "no_shard", experts=2),
         Case("moe", "optim", experts=4),
     ]

@@ -15,7 +15,7 @@ from tests.helpers.ranks import run_ranks
 def recorded(rank: int, replicas: int) -> tuple[History, torch.optim.Optimizer, nn.Module]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    mesh = init_device_mesh("cpu", (replicas, 2), mesh_dim_names=("outer", "shard"))
+    mesh = init_device_mesh("cpu", (replicas, 2), mesh_dim_names=("replicate", "shard"))
     ctx = hocket.fully_shard(model, units=nn.Linear, mesh=mesh)
     history = record(ctx)
     return history, torch.optim.SGD(model.parameters(), lr=0.1), model
@@ -84,6 +84,10 @@ def saved(rank: int, device: str) -> None:
         model = nn.Sequential(*(Scale() for _ in range(4)))
     options = hocket.ShardOptions(prefetch=0, device="cpu")
     hocket.fully_shard(model, units=Scale, options=options)
+    if device == "meta":
+        model.to_empty(device="cpu")
+        for one in model:
+            one.reset_parameters()  # pyrefly: ignore[not-callable]
     x = torch.ones(3, 8, requires_grad=True)
     model(x).sum().backward()
     assert x.grad is not None

@@ -26,11 +26,10 @@ CASES = [
     Case((3,)),
     Case((3,), "no_shard"),
     Case((2, 2)),
-    Case((2, 2), outer="shard"),
-    Case((1, 2), outer="shard"),
-    Case((2, 1), outer="shard"),
+    Case((1, 2)),
+    Case((2, 1)),
     Case((2, 2), precision=Precision(FP32, BF16, BF16, FP32)),
-    Case((2, 2), outer="shard", precision=Precision(FP32, BF16, FP32, FP32)),
+    Case((2, 2), precision=Precision(FP32, BF16, FP32, FP32)),
     Case((2,), precision=Precision(BF16, BF16, BF16, FP32)),
     Case((2,), precision=Precision(FP32, FP16, FP32, BF16)),
 ]
@@ -74,7 +73,7 @@ def _weights(rank, case):
         assert params["w"].data_ptr() == pointer == group.weight.data_ptr()
     covered = sum(len(shard.to_local()) for shard in group.shards)
     assert group.main.count_nonzero() <= covered
-    apart = group.groups.outer_shards or (group.whole and group.compute_dtype != case.precision.main)
+    apart = group.whole and group.compute_dtype != case.precision.main
     assert (group.weight is group.main) != apart
     return [(shard.full_name, shard.lo, shard.hi) for shard in group.shards]
 
@@ -116,7 +115,7 @@ def _grads(rank, case):
     for shard in group.shards:
         shard.grad = None
     expect_grads(group, {})
-    freed = group.shard_layout.shard * group.formats.accumulate.itemsize
+    freed = group.layout.shard * group.formats.accumulate.itemsize
     assert kept - group.nbytes >= freed  # the memory is given back
     reduce(group, round_[3][rank])
     expect_grads(group, wanted[3])
@@ -192,7 +191,7 @@ def _local(rank, case):
     assert not group.local
 
 
-@pytest.mark.parametrize("case", [Case((2,)), Case((2, 2), outer="shard"), CASES[-1]], ids=str)
+@pytest.mark.parametrize("case", [Case((2,)), Case((2, 2)), CASES[-1]], ids=str)
 def test_gradients_added_up_without_communication_join_the_next_reduction(case):
     run_ranks(_local, case.world, case)
 
@@ -224,12 +223,11 @@ def _memory(rank):
     for case, each in [
         (Case((2, 2)), 4),
         (Case((2, 2), precision=Precision(compute=BF16)), 4),
-        (Case((2, 2), outer="shard", precision=Precision(compute=BF16)), 2 + 4 + 4 / 2),
     ]:
         group, _, _ = build(case)
         assert group.nbytes == group.layout.shard * each
         reduce(group, values(rank))
-        assert group.nbytes == group.layout.shard * each + group.shard_layout.shard * 4
+        assert group.nbytes == group.layout.shard * each + group.layout.shard * 4
         group.forget_gradients()
         assert group.nbytes == group.layout.shard * each
         assert group.layout.shard * 2 == group.layout.total

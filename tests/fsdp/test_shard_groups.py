@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 def mesh_of(*sizes):
-    return init_device_mesh("cpu", sizes, mesh_dim_names=("pipe", "outer", "shard")[-len(sizes) :])
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("pipe", "replicate", "shard")[-len(sizes) :])
 
 
 def _check(group, value):
@@ -36,10 +36,9 @@ def _one_axis(rank, strategy, sizes):
     whole = strategy == "no_shard"
     assert groups.gather.ranks == (alone if whole else everyone)
     assert groups.reduce.ranks == everyone
-    assert groups.outer.ranks == groups.outer_gather.ranks == alone
+    assert groups.outer.ranks == alone
     assert (groups.gather.rank, groups.outer.rank) == (0 if whole else rank, 0)
     assert groups.divide == 4.0
-    assert not groups.outer_shards
     assert groups.replicas == groups.alike == (4 if whole else 1)
     for group in dict.fromkeys((groups.gather, groups.reduce, groups.outer)):
         assert isinstance(group.transport, Gloo if group.size > 1 else Local)
@@ -58,15 +57,13 @@ def test_all_ranks_on_one_axis(strategy, sizes):
     run_ranks(_one_axis, 4, strategy, sizes)
 
 
-def _two_axes(rank, outer):
-    groups = shard_groups_for(Placement(mesh_of(2, 2), None), "optim", ShardOptions(outer=outer), CPU)
+def _two_axes(rank):
+    groups = shard_groups_for(Placement(mesh_of(2, 2), None), "optim", ShardOptions(), CPU)
     assert groups.gather.ranks == ((0, 1), (2, 3))[rank // 2]
-    assert groups.outer.ranks == groups.outer_gather.ranks == ((0, 2), (1, 3))[rank % 2]
-    assert groups.outer_shards == (outer == "shard")
-    assert groups.replicas == (1 if outer == "shard" else 2)
+    assert groups.outer.ranks == ((0, 2), (1, 3))[rank % 2]
+    assert groups.replicas == 2
     assert groups.divide == 4.0
-    assert (groups.outer is groups.outer_gather) == (outer == "replicate")
-    for group in (groups.gather, groups.reduce, groups.outer, groups.outer_gather):
+    for group in (groups.gather, groups.reduce, groups.outer):
         _check(group, lambda rank: 10**rank)
     none = shard_groups_for(Placement(mesh_of(2, 2), None), "no_shard", ShardOptions(), CPU)
     assert none.gather.ranks == (rank,)
@@ -74,9 +71,8 @@ def _two_axes(rank, outer):
     assert none.outer.ranks == (rank,)
 
 
-@pytest.mark.parametrize("outer", ["replicate", "shard"])
-def test_two_axes(outer):
-    run_ranks(_two_axes, 4, outer)
+def test_two_axes():
+    run_ranks(_two_axes, 4)
 
 
 def _slices(rank):
@@ -88,10 +84,9 @@ def _slices(rank):
     pipe = shard_groups_for(Placement(mesh["pipe"], 8), "optim_grads", ShardOptions(), CPU)
     assert pipe.gather.ranks == ((0, 2), (1, 3))[rank % 2]
     assert pipe.divide == 8.0
-    both = shard_groups_for(Placement(mesh["outer", "shard"], None), "optim", ShardOptions(outer="shard"), CPU)
+    both = shard_groups_for(Placement(mesh["replicate", "shard"], None), "optim", ShardOptions(), CPU)
     assert both.gather.ranks == shard.gather.ranks
     assert both.outer.ranks == (rank,)
-    assert not both.outer_shards  # over one rank
     for groups in (shard, pipe, both):
         _check(groups.gather, lambda rank: 10**rank)
 
@@ -122,21 +117,15 @@ def test_the_same_placement_gets_the_same_groups_of_the_same_world():
 
 def test_one_rank_needs_no_process_group():
     groups = shard_groups_for(Placement(None, None), "optim_grads_params", ShardOptions(), CPU)
-    for group in (groups.gather, groups.reduce, groups.outer, groups.outer_gather):
+    for group in (groups.gather, groups.reduce, groups.outer):
         assert isinstance(group.transport, Local)
     assert groups.divide == 1.0
     assert not dist.is_initialized()
 
 
 def _mistakes(rank):
-    with pytest.raises(ValueError, match=r"the mesh has 3 axes \(pipe=2, outer=1, shard=1\).*_flatten"):
+    with pytest.raises(ValueError, match=r"the mesh has 3 axes \(pipe=2, replicate=1, shard=1\).*_flatten"):
         shard_groups_for(Placement(mesh_of(2, 1, 1), None), "optim", ShardOptions(), CPU)
-    with pytest.raises(ValueError, match=r"outer='shard' needs a mesh of two axes.* has 1 axis \(shard=2\)"):
-        shard_groups_for(Placement(mesh_of(2), None), "optim", ShardOptions(outer="shard"), CPU)
-    with pytest.raises(ValueError, match=r"outer='shard' needs a mesh of two axes.*mesh=None"):
-        shard_groups_for(Placement(None, None), "optim", ShardOptions(outer="shard"), CPU)
-    with pytest.raises(ValueError, match="strategy='no_shard' shards nothing: use strategy='optim'"):
-        shard_groups_for(Placement(mesh_of(2, 1), None), "no_shard", ShardOptions(outer="shard"), CPU)
     with pytest.raises(ValueError, match=r"divide=0 must be above 0"):
         shard_groups_for(Placement(mesh_of(2), 0), "optim", ShardOptions(), CPU)
     for transport in ("nccl", "copy_engine"):

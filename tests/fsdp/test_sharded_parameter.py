@@ -111,11 +111,10 @@ def test_a_model_on_the_meta_device_gets_values_and_trains():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1))
 
-    def ones(module: nn.Module) -> None:
-        for param in module.parameters(recurse=False):
-            nn.init.ones_(param)
-
-    fully_shard(model, units=nn.Linear, options=ShardOptions(device="cpu", init=ones))
+    fully_shard(model, units=nn.Linear, options=ShardOptions(device="cpu"))
+    model.to_empty(device="cpu")
+    for param in model.parameters():
+        nn.init.ones_(param)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     loss = model(torch.ones(1, 5)).sum()
     assert loss.item() == 3 * (5 + 1) + 1

@@ -139,8 +139,8 @@ def test_parameters_that_no_rank_uses_stay_beside_replicas_and_on_the_host() -> 
 
 
 def meshes(rank: int) -> None:
-    mesh = mesh_of((2, 2), ("outer", "shard"))
-    all_of_them: list[dict[str, Any]] = [{}, {"outer": "shard"}, {"offload": "pageable"}]
+    mesh = mesh_of((2, 2), ("replicate", "shard"))
+    all_of_them: list[dict[str, Any]] = [{}, {"offload": "pageable"}]
     for number, options in enumerate(all_of_them):
         steps(rank, number, {"mesh": mesh, "options": hocket.ShardOptions(**options)}, every=3)
 
@@ -267,9 +267,10 @@ class Host:
     def __init__(self, rank: int, ranks: int, store: dist.Store) -> None:
         groups = SimpleNamespace(part=(0, 1), holders=tuple(range(ranks)))
         members, self.usage = [SimpleNamespace(name="w")], Usage([True, True])
-        self.group: Any = SimpleNamespace(usage=self.usage, members=members, groups=groups, is_divided=False)
+        group: Any = SimpleNamespace(usage=self.usage, members=members, groups=groups, is_divided=False)
         told: Any = Told(rank, ranks, store)
-        self.unused = UnusedGradients(told, "")
+        self.group = group
+        self.unused = UnusedGradients(told, "", [group])
 
     def send(self, *used: int) -> None:
         """Gradients of one backward."""

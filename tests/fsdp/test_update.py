@@ -29,7 +29,7 @@ def test_bits_are_those_of_a_plain_step():
     ]
     options: list[dict[str, Any]] = [{"prefetch": 2}, {"prefetch": 0}]
     cases += [Case("deep", microbatches=2, options=one, by_unit=True) for one in options]
-    cases += [Case("stack", "optim", options={"outer": "shard"}, mesh=(2, 1), by_unit=True)]
+    cases += [Case("stack", "optim", mesh=(2, 1), by_unit=True)]
     train(2, cases)
 
 

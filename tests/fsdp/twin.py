@@ -100,7 +100,6 @@ class Gradient:
         self.teams, self.scale = teams, 1.0 / divide
         self.wire = case.precision.get("wire") or compute
         self.accumulate = case.precision.get("accumulate", torch.float32)
-        self.outer_shards = case.options.get("outer") == "shard"
         self.whole = case.strategy == "no_shard"
         """Whether all ranks get the sum, in the wire dtype."""
         self.forget()
@@ -132,12 +131,8 @@ class Gradient:
 
     def _add_outer(self) -> None:
         """Replicas add up what they have, of which all but the first forget what was added before."""
-        if self.outer_shards and len(self.teams) > 1:
-            self.total = _sum([self.total, _sum(self.partial)])
-            self.partial = [None] * len(self.teams)
-        else:
-            self.total = _sum(self.partial)
-            self.partial = [self.total, *[None] * (len(self.teams) - 1)]
+        self.total = _sum(self.partial)
+        self.partial = [self.total, *[None] * (len(self.teams) - 1)]
 
 
 def _sum(parts: Sequence[Tensor | None], dtype: torch.dtype | None = None) -> Tensor:
@@ -362,7 +357,7 @@ def shard(case: Case, module: nn.Module, world: int) -> Any:
 
     mesh = None
     if case.mesh is not None:
-        mesh = mesh_of(case.mesh, ("shard",) if len(case.mesh) == 1 else ("outer", "shard"), case.device)
+        mesh = mesh_of(case.mesh, ("shard",) if len(case.mesh) == 1 else ("replicate", "shard"), case.device)
     return hocket.fully_shard(
         module,
         units=case.kind.units,

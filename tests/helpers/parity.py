@@ -20,6 +20,7 @@ from hocket.program.stages import layout_of
 from hocket.runtime.weights import DTYPES
 from tests.helpers.plans import planned, small
 from tests.helpers.ranks import run_ranks
+from tests.helpers.stats import stats_of
 from tests.reference import Batch, Reference, Result, awkward_batches, microbatch, random_batches
 
 STEPS = 2
@@ -58,7 +59,7 @@ def train(rank: int, config: Config, steps: list[list[list[Batch]]]) -> dict[str
     engine.catch_up()
     out["weights"] = [(p.name, p.shape, p.lo, p.hi, p.main.clone()) for u in units for p in u.pieces()]
     out["biases"] = {f"layers.{n}.router.bias": layer.router.bias for n, layer in engine.balance.layers.items()}
-    out["stats"] = dataclasses.asdict(engine.sharded.stats())
+    out["stats"] = dataclasses.asdict(stats_of(engine.sharded))
     engine.close()
     return out
 

@@ -26,7 +26,7 @@ from hocket.predict.part_sizes import (
     size_of,
 )
 from hocket.predict.part_sizes import unit_weights as weights_of
-from hocket.predict.simulate import Kind, OpCost, simulate
+from hocket.predict.simulate import Kind, simulate
 from hocket.program.lower import build_program
 from hocket.program.ops import Layout, Op, Program
 from hocket.program.parts import Unit
@@ -293,19 +293,6 @@ def test_less_to_multiply_runs_at_a_higher_clock() -> None:
         price[name] = H200.clock * flops / (slow.seconds - fast.seconds + flops)
     assert price["mlp"] == pytest.approx(1.51e9, rel=0.03)
     assert price["experts"] == pytest.approx(1.68e9, rel=0.03)
-
-
-def test_measured_seconds_replace_modelled_ones_and_nothing_else() -> None:
-    mesh = MeshConfig(dp=4, ep=2)
-    costs = table(SMALL, mesh, 128, 64)
-    measured = costs.measured({("fwd", "attn", "moe"): 0.5, ("step", "all", ""): 2.0})
-    assert measured.seconds(0, Op("fwd", "attn", 0, 0, 1)) == 0.5
-    assert measured.seconds(0, Op("fwd", "attn", 0, 0, 0)) == costs.seconds(0, Op("fwd", "attn", 0, 0, 0))
-    assert measured.seconds(0, Op("step", "all")) == 2.0
-    assert measured.saved_bytes(0, Op("fwd", "attn", 0, 0, 1)) == costs.saved_bytes(0, Op("fwd", "attn", 0, 0, 1)) > 0
-    assert (
-        CostTable(("dense",), {("fwd", "mlp", "dense"): OpCost(1.5)}).fixed_bytes(program_of(SMALL, mesh, 1, 1), 0) == 0
-    )
 
 
 @pytest.mark.parametrize("name", HARDWARE)

@@ -18,8 +18,8 @@ from tests.plan.programs import sample, with_op
 PROGRAMS = 60
 LONGEST = 450
 """Ops of the longest program that is mutated: short ones have all that long ones have."""
-MUTATIONS = 500
-TRIED = 80
+MUTATIONS = 250
+TRIED = 60
 FREES = 60
 SEEDS = 40
 

@@ -10,7 +10,7 @@ import pytest
 from hocket.config.rule import Host
 from hocket.config.schema import changed
 from hocket.planning import late_host, predict, program_of, report
-from hocket.predict.cost import Measurement, overheads_of
+from hocket.predict.cost import overheads_of
 from hocket.predict.hardware import H200, LAPTOP, Work, at_clock, clock_of, hardware_of
 from hocket.predict.simulate import Overheads
 from hocket.recipes import recipe
@@ -54,14 +54,6 @@ def test_a_host_issues_what_is_not_replayed() -> None:
     assert overheads_of(settled(), LAPTOP, KEYS) == Overheads(), (
         "a CPU that issues computes, and nothing runs beside it"
     )
-
-
-def test_what_was_measured_takes_its_place() -> None:
-    overheads = Overheads({"a2a": 0.1}, {KEYS[0]: 1e-3}, 2e-3)
-    measured = Measurement(source="a trace", seconds={}, overheads=overheads)
-    assert overheads_of(settled(), H200, KEYS, measured) == overheads
-    replayed = settled(overlap__ep__splits="device", plan__graphs="on")
-    assert overheads_of(replayed, H200, KEYS, measured) == Overheads({"a2a": 0.1})
 
 
 def test_predicted_steps_know_of_it() -> None:

@@ -21,7 +21,6 @@ from hocket.program.ops import Layout, Op, Program
 from hocket.program.parts import LayerKind, Part, layer_kind
 from hocket.program.shard import Sharding
 from hocket.program.stages import layout_of
-from hocket.program.text import from_json, to_json
 from hocket.program.transformer import DENSE, moe
 from hocket.program.values import reads
 from hocket.timeline import html_timeline, svg_timeline, text_timeline
@@ -224,14 +223,6 @@ def test_weight_gradients_of_layers_that_begin_with_a_product_read_what_was_rece
         program = build_program(layout, 4, planned(defer_wgrad="on"), Sharding(1, 1))
         assert not check(program)
         dry_run(program, 0)
-        assert from_json(to_json(program)) == program
-
-
-def test_a_stored_program_knows_its_kinds() -> None:
-    for program in programs():
-        again = from_json(to_json(program))
-        assert again == program
-        assert not check(again)
 
 
 def test_a_template_is_woven_for_other_letters() -> None:

@@ -81,15 +81,6 @@ def test_parts_wait_for_the_products_that_their_descriptions_name() -> None:
         assert renamed[verb, "embed", ""] == found[verb, "embed", ""]
 
 
-def test_of_a_measured_op_the_same_share_waits() -> None:
-    s = settings(LARGE, 4, overlap__tp__method=("off",))
-    costs = costs_of(s, H200)
-    shorter = costs.measured({key: cost.seconds / 100 for key, cost in costs.table.items()})
-    modelled, measured = (simulate(program_of(s), table).ranks[0] for table in (costs, shorter))
-    assert float(measured.busy) == pytest.approx(float(modelled.busy) / 100)
-    assert float(measured.exposed["tp"]) == pytest.approx(float(modelled.exposed["tp"]) / 100)
-
-
 def test_an_imitated_network_between_tensor_parallel_ranks_is_predicted() -> None:
     off = {"overlap__tp__method": ("off",)}
     slow = {"train__transport": "slow", "train__slow": ("tp:0.5s",)}

@@ -73,7 +73,10 @@ def test_a_published_model_goes_on_with_its_own_tokenizer(tmp_path: Path) -> Non
     ("words", "said"),
     [
         (["nowhere", "--prompt", "a"], "fix: a run with a whole checkpoint"),
-        (["nowhere", "--prompt", "a", "--tokens", "0"], "--tokens 0 (command line): out of range; fix: at least 1"),
+        (
+            ["nowhere", "--prompt", "a", "--tokens", "0"],
+            "hocket generate (command line): argument --tokens: 0 is not from 1 to",
+        ),
     ],
 )
 def test_bad_input_is_one_line(tmp_path: Path, words: list[str], said: str) -> None:

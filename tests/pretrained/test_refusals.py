@@ -330,7 +330,7 @@ def test_weights_may_be_links_and_in_folders_below(tmp_path: Path, capsys: pytes
 
 def test_no_folder_and_a_file_that_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     refused(capsys, tmp_path / "nothing", "cannot be read")
-    assert "not a folder and a file" in command(capsys, "import", tmp_path)[2]
+    assert "the following arguments are required: FILE.toml" in command(capsys, "import", tmp_path)[2]
     (tmp_path / "run.toml").write_text("")
     path = saved("llama", tmp_path / "model")
     assert "is there already" in command(capsys, "import", path, tmp_path / "run.toml")[2]

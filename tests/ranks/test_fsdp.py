@@ -15,6 +15,7 @@ from hocket.runtime.comm import make_groups
 from hocket.runtime.weights import WgradQueue
 from tests.helpers.parity import config
 from tests.helpers.ranks import run_ranks
+from tests.helpers.stats import stats_of
 from tests.helpers.units import CPU, PLACES, SHAPES, SLOTS, add_grads, build, build_module, give, local_of, tensors
 from tests.reference import random_batches
 
@@ -155,7 +156,7 @@ def test_group_of_one_accumulates_exactly():
             for _ in range(16):
                 expected += grads[weight.name]
             assert torch.equal(unit.group.main_grad[kept.offset :][: len(kept)], expected.flatten())
-    assert model.stats().reduced_bytes == 0
+    assert stats_of(model).reduced_bytes == 0
 
 
 def _mistakes(rank):
@@ -253,7 +254,7 @@ def _memory(rank):
     longest = {}
     for place, unit in model.units.items():
         longest[place[0]] = max(longest.get(place[0], 0), unit.group.layout.total)
-    stats = model.stats()
+    stats = stats_of(model)
     bound = sum(SLOTS[kind] * length * 2 for kind, length in longest.items())
     assert stats.weight_slot_bytes == stats.grad_slot_bytes == bound
     total = sum(unit.group.layout.total for unit in model.units.values())
@@ -264,12 +265,12 @@ def _memory(rank):
     unit = model.unit("experts", 0, 1)
     unit.gather(0).wait()
     unit.release()
-    assert model.stats().gathers == 1
-    assert model.stats().gathered_bytes == unit.group.layout.shard * 2
+    assert stats_of(model).gathers == 1
+    assert stats_of(model).gathered_bytes == unit.group.layout.shard * 2
     add_grads(model, tensors(2))
-    assert model.stats().shard_bytes == total // 2 * (4 + 4)
+    assert stats_of(model).shard_bytes == total // 2 * (4 + 4)
     model.forget_grads()
-    assert model.stats().shard_bytes == total // 2 * 4
+    assert stats_of(model).shard_bytes == total // 2 * 4
 
 
 def test_memory_is_the_slots_and_the_shards():

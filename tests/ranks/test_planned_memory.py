@@ -18,6 +18,7 @@ from hocket.program.values import unit_moved, unit_written
 from hocket.runtime.comm import make_groups
 from tests.helpers.parity import config
 from tests.helpers.ranks import run_ranks
+from tests.helpers.stats import stats_of
 from tests.reference import random_batches
 
 PADDING = 0.01
@@ -42,7 +43,7 @@ def bytes_of(rank: int, c: Config) -> dict[str, tuple[int, int]]:
     engine.optimizer.apply = apply  # type: ignore[method-assign]
     (batches,) = random_batches(c.model, 1, c.train.microbatches, c.mesh.dp, (2, 8))
     engine.train_step([Microbatch(*batch[engine.where.dp]) for batch in batches], 1e-2)
-    stats = engine.sharded.stats()
+    stats = stats_of(engine.sharded)
     moments = sum(s.exp_avg.nbytes + s.exp_avg_sq.nbytes for s in engine.optimizer.state.values())
     by_unit = {
         (op.verb, unit_moved(op) if op.verb == "add" else unit_written(op, engine.layout)): costs.grad_bytes(pp, op)

@@ -16,6 +16,7 @@ from hocket.train import checkpoint
 from hocket.train.checkpoint import State
 from tests.helpers.parity import config, whole
 from tests.helpers.ranks import run_ranks
+from tests.helpers.stats import stats_of
 from tests.reference import random_batches
 from tests.test_checkpoint import settings_in
 
@@ -95,7 +96,7 @@ def test_a_checkpoint_of_one_strategy_goes_on_under_any_other(tmp_path: Path) ->
 def counted(rank: int, strategy: str) -> dict[str, Any]:
     engine = engine_of(rank, strategy, microbatches=3)
     steps(engine, 2)
-    stats = engine.sharded.stats()
+    stats = stats_of(engine.sharded)
     units = len(engine.sharded.units)
     numel = sum(unit.group.layout.total for unit in engine.sharded.units.values())
     return {

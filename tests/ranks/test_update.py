@@ -132,6 +132,7 @@ def test_a_run_saves_validates_and_ends_as_one_that_updates_at_the_end(tmp_path:
     assert found["end"] == found["next_step"]
 
 
+@pytest.mark.full
 def test_a_run_with_averages_in_bf16_goes_on_as_if_it_had_not_ended(tmp_path: Path) -> None:
     """Exactly; and with fp32 averages too, which is said."""
     words = [*SMALL, "--mesh.pp", "1", "--mesh.dp", "2", "--data.paths", text_in(tmp_path), "--train.steps", "6"]

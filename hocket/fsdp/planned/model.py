@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -34,21 +33,6 @@ def unit_of(name: str, chunk: int, tied: bool = False) -> UnitName:
         return "head", chunk, -1
     assert first == "layers", f"no unit for parameter {name}"
     return ("experts" if rest[1] == "experts" else "dense"), chunk, int(rest[0])
-
-
-@dataclass(frozen=True)
-class Stats:
-    """Counters since the start, and sizes in bytes."""
-
-    gathers: int
-    reduces: int
-    gathered_bytes: int
-    """Sent by this rank, as are `reduced_bytes`."""
-    reduced_bytes: int
-    weight_slot_bytes: int
-    grad_slot_bytes: int
-    shard_bytes: int
-    """Main weights, copies held whole, current gradients and their sums."""
 
 
 class PlannedModel:
@@ -95,7 +79,7 @@ class PlannedModel:
             (experts, groups.gather_experts, groups.reduce_experts, (groups.a2a.rank, mesh.ep)),
         ):
             gather = alone if replicated else gather
-            where = ShardGroups(gather, reduce, groups.replicas, alone, mesh.data, outer_shards=False, part=part)
+            where = ShardGroups(gather, reduce, groups.replicas, mesh.data, part)
             formats = Precision(compute=dtype, wire=wire)
             stored = {name: ParamGroup(params, where, formats, device) for name, params in units.items()}
             fp8 = self._cast(stored, where)
@@ -224,20 +208,6 @@ class PlannedModel:
         self.held = False
         for unit in self.units.values():
             unit.let_grads_go()
-
-    def stats(self) -> Stats:
-        gather = [self.groups.gather_dense, self.groups.gather_experts]
-        reduce = [self.groups.reduce_dense, self.groups.reduce_experts]
-        return Stats(
-            gathers=sum(group.calls["all_gather"] for group in gather),
-            reduces=sum(group.calls["reduce_sum"] + group.calls["all_sum"] for group in reduce),
-            gathered_bytes=sum(group.sent_bytes for group in gather),
-            reduced_bytes=sum(group.sent_bytes for group in (*reduce, self.groups.replicas)),
-            weight_slot_bytes=sum(slots.nbytes for slots in self.weight_slots.values()),
-            grad_slot_bytes=sum(slots.nbytes for slots in self.grad_slots.values()),
-            shard_bytes=sum(unit.group.nbytes + unit.sum_bytes for unit in self.units.values())
-            + sum(fp8.nbytes for fp8 in self._fp8),
-        )
 
     def assert_clean(self) -> None:
         """Assert that a step left no slot in use, no gradient, and nothing in flight."""

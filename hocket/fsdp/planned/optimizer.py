@@ -215,7 +215,7 @@ class PlannedMuon:
         done = self._under_way[unit].done if unit in self._under_way else ""
         for verb in WHOLE_MATRICES[WHOLE_MATRICES.index(done) + 1 if done else 0 :]:
             self.go_on(verb, unit, 0, verdict)
-        of, here = self._under_way.pop(unit), unit.group.shard_layout.slices(unit.group.position)
+        of, here = self._under_way.pop(unit), unit.group.here
         of.pending.wait()
         for i in self._kept(unit):
             self._move(self.momenta[unit.group.members[i].name][0], of.slot.parts[here[i]], verdict)
@@ -226,7 +226,7 @@ class PlannedMuon:
 
     def _average(self, unit: PlannedUnit, mine: Tensor, verdict: Verdict) -> None:
         """Update the momenta, and write Nesterov's lookahead to `mine`."""
-        beta, here = self.options.momentum, unit.group.shard_layout.slices(unit.group.position)
+        beta, here = self.options.momentum, unit.group.here
         for i in self._kept(unit):
             piece, momentum = self.momenta[unit.group.members[i].name]
             grad = piece.grad * verdict.factor.float()
@@ -282,7 +282,7 @@ class _Run:
 
     @classmethod
     def of(cls, unit: PlannedUnit, pieces: Sequence[Piece], options: AdamWOptions) -> list[_Run]:
-        places = unit.group.shard_layout.slices(unit.group.position)
+        places = unit.group.here
         alike: list[tuple[int, int, bool]] = []
         for piece in pieces:
             here, decays = places[piece.shard.position], options.decays(piece.name, piece.shape)
@@ -298,7 +298,7 @@ class _Run:
         ]
 
     def state(self, piece: Piece) -> PieceState:
-        place = self.unit.group.shard_layout.slices(self.unit.group.position)[piece.shard.position]
+        place = self.unit.group.here[piece.shard.position]
         here = slice(place.start - self.at.start, place.stop - self.at.start)
         return PieceState(piece, *(average[here] for average in self.averages))
 
@@ -330,7 +330,7 @@ class PlannedAdamW:
         for unit in model.units.values():
             pieces = [piece for piece in unit.pieces() if piece.name not in momenta]
             self._runs[unit] = runs = _Run.of(unit, pieces, options)
-            places = unit.group.shard_layout.slices(unit.group.position)
+            places = unit.group.here
             for piece in pieces:
                 start = places[piece.shard.position].start
                 run = next(run for run in runs if run.at.start <= start < run.at.stop)

@@ -194,14 +194,13 @@ def save_behind(
     folder: Path,
     state: dict[str, Any],
     write: Callable[[dict[str, Any], dist.ProcessGroup | None], Path],
-    of: dist.ProcessGroup | None = None,
     timeout: float | None = None,
 ) -> Saving:
     """After the previous save is written, copy what this rank writes of a state dict, and write the copy in a thread.
 
-    All ranks of the group `of` call this. `write` gets the copy and the thread's group, with a timeout in seconds.
+    All ranks call this. `write` gets the copy and the thread's group, with a timeout in seconds.
     """
-    group = _group_of_thread(of, timeout)
+    group = _group_of_thread(timeout)
     wait(list(_under_way))
     begun = time.perf_counter()
     copied = [_memory.copy(state)]  # in a list, so that only the thread holds the copy
@@ -235,11 +234,11 @@ def wait_for_thread() -> None:
 _groups: dict[object, dist.ProcessGroup] = {}
 
 
-def _group_of_thread(of: dist.ProcessGroup | None, timeout: float | None) -> dist.ProcessGroup | None:
-    """The thread's group, made once per group of callers; None without a process group."""
+def _group_of_thread(timeout: float | None) -> dist.ProcessGroup | None:
+    """The thread's group, made once; None without a process group."""
     if not dist.is_initialized():
         return None
-    key = of or dist.group.WORLD, timeout
+    key = dist.group.WORLD, timeout
     if key not in _groups:
-        _groups[key] = host_group(of, timeout)
+        _groups[key] = host_group(timeout)
     return _groups[key]

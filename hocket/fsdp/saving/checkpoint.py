@@ -118,12 +118,8 @@ def _checksum(content: bytes) -> bytes:
 class CheckpointReader(dcp.FileSystemReader):
     """Reads a folder in DCP's format without running code.
 
-    No rank loads before all have verified what they need. `group` has the ranks that load; None is all.
+    No rank loads before all have verified what they need.
     """
-
-    def __init__(self, folder: Path, group: dist.ProcessGroup | None = None) -> None:
-        super().__init__(folder)
-        self._group = group
 
     def stored(self) -> Metadata:
         """The metadata, on every rank before DCP, which logs tracebacks; without entries if the folder is no
@@ -136,7 +132,7 @@ class CheckpointReader(dcp.FileSystemReader):
             except ValueError as error:
                 raise ValueError(f"checkpoint {self.path} is damaged: {error}; load another one") from None
 
-        together(read, self._group)
+        together(read)
         return self.read_metadata()
 
     def shapes(self) -> dict[str, Any]:
@@ -147,8 +143,7 @@ class CheckpointReader(dcp.FileSystemReader):
     def load(self, state: dict[str, Any], failed: str | None = None) -> None:
         """Load into tensors by key, on all ranks. Raises ValueError or OSError, with the text after `failed`."""
         said = f"checkpoint {self.path} can't be read: " if failed is None else failed
-        options = {"storage_reader": self, "planner": HarmlessPlanner(), "process_group": self._group}
-        run_dcp(said, dcp.load, state, **options)
+        run_dcp(said, dcp.load, state, storage_reader=self, planner=HarmlessPlanner())
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
         """Raises ValueError for metadata that is damaged, lists only a part of a tensor, asks for other classes, or
@@ -178,7 +173,7 @@ class CheckpointReader(dcp.FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> TorchFuture[None]:
         """Every rank: read, if all ranks find their data whole. Raises ValueError or OSError on all alike."""
-        together(lambda: self._check(plan), self._group)
+        together(lambda: self._check(plan))
         return super().read_data(plan, planner)
 
     def _check(self, plan: LoadPlan) -> None:
@@ -373,7 +368,6 @@ def save(
     *,
     asynchronously: bool = False,
     flatten: bool = False,
-    process_group: dist.ProcessGroup | None = None,
 ) -> Future[Path]:
     """Save the main weights, the buffers, and the optimizer's state to a new folder.
 
@@ -385,7 +379,6 @@ def save(
     what this rank writes, and first waits for an earlier save. Otherwise the save is complete on return.
 
     `flatten` saves the optimizer in torch's flat layout, for ranks with different parameters such as pipeline stages.
-    `process_group` has the ranks that call this; None is all ranks.
 
     Raises: ValueError if the folder is in use or not shared, OSError if it can't be written.
     """
@@ -394,18 +387,16 @@ def save(
     state: dict[str, Any] = {MODEL: entries(own)}
     if optimizer is not None:
         state[OPTIMIZER] = optimizer_state(context, optimizer, flatten=flatten)
-    return write_now_or_behind(path, state, own.others, asynchronously, process_group)
+    return write_now_or_behind(path, state, own.others, asynchronously)
 
 
-def write_now_or_behind(
-    path: Path, state: dict[str, Any], others: Mapping[str, str], behind: bool, group: dist.ProcessGroup | None = None
-) -> Future[Path]:
+def write_now_or_behind(path: Path, state: dict[str, Any], others: Mapping[str, str], behind: bool) -> Future[Path]:
     """Write a state dict, with `others` for further names of parameters, now or in the saving thread."""
     writer, failed = CheckpointWriter(path, others), f"checkpoint {path} can't be written: "
     if behind:
-        return save_behind(path, state, lambda copied, own: write(copied, writer, own, failed), group)
+        return save_behind(path, state, lambda copied, group: write(copied, writer, group, failed))
     done: Future[Path] = Future()
-    done.set_result(write(state, writer, group, failed))
+    done.set_result(write(state, writer, None, failed))
     return done
 
 
@@ -426,13 +417,7 @@ def write(
     return final
 
 
-def load(
-    context: ShardContext | nn.Module,
-    optimizer: Optimizer | None,
-    folder: str | os.PathLike[str],
-    *,
-    process_group: dist.ProcessGroup | None = None,
-) -> None:
+def load(context: ShardContext | nn.Module, optimizer: Optimizer | None, folder: str | os.PathLike[str]) -> None:
     """Load weights, buffers, and the optimizer's state from a folder written by `save` or from a plain module.
 
     The number of ranks, strategy, mesh and parameter groups may differ from those of the save, and the optimizer need
@@ -443,11 +428,11 @@ def load(
     fit; then weights may have been loaded.
     """
     path, own = Path(folder), Inventory(context)
-    reader = CheckpointReader(path, process_group)
+    reader = CheckpointReader(path)
     metadata = reader.stored()
     found: dict[str, Any] = {}
-    together(lambda: found.update(_targets(own, optimizer, metadata, path)), process_group)
-    _refuse_unknown(own, optimizer, metadata, path, process_group)
+    together(lambda: found.update(_targets(own, optimizer, metadata, path)))
+    _refuse_unknown(own, optimizer, metadata, path)
     reader.load(found)
     load_model_state(context, found[MODEL])
     if optimizer is not None:
@@ -492,13 +477,11 @@ def _saved(metadata: Metadata) -> dict[str, Any]:
     return found
 
 
-def _refuse_unknown(
-    own: Inventory, optimizer: Optimizer | None, metadata: Metadata, folder: Path, group: dist.ProcessGroup | None
-) -> None:
+def _refuse_unknown(own: Inventory, optimizer: Optimizer | None, metadata: Metadata, folder: Path) -> None:
     """Refuse a checkpoint with entries that no rank needs."""
     held = [] if optimizer is None else [param for one in optimizer.param_groups for param in one["params"]]
     mine = {*own.shards, *own.others, *own.plain}, {*own.others, *(own.name_of[id(param)] for param in held)}
-    known, params = (set[str]().union(*sets) for sets in zip(*everyone(mine, group), strict=True))
+    known, params = (set[str]().union(*sets) for sets in zip(*everyone(mine), strict=True))
     wrong = listed("it has {}, which the module lacks", [name for name in _saved(metadata) if name not in known])
     if not wrong and optimizer is not None:
         state = [key for key in metadata.state_dict_metadata if key.startswith(f"{OPTIMIZER}.state.")]
