@@ -440,19 +440,6 @@ def times(program: Program, costs: Costs) -> tuple[list[Time], list[Time]]:
     return schedule(program, _durations(program, costs), NO_OVERHEADS)
 
 
-def quiet_end(program: Program, ends: Sequence[Time], rank: int) -> Time:
-    """How much earlier than the last of the others a rank ends its last compute op; ends as of `times`.
-
-    Negative if it ends last.
-    """
-    last: list[Time] = [0] * len(program.ranks)
-    for number, (where, _, op) in enumerate(program):
-        if op.lane == "compute" and op.verb != "step":
-            last[where] = max(last[where], ends[number])
-    mine = last.pop(rank)
-    return max(last, default=mine) - mine
-
-
 def _durations(program: Program, costs: Costs) -> list[Time]:
     return [0 if op.verb == "send" else costs.seconds(rank, op) for rank, _, op in program]
 

@@ -42,8 +42,8 @@ Note: [The end of a step]
 The rank of the head computes one product more than the others, and is done before them: it sends its last gradient, and
 they still have to pass it on. If weight gradients of the head wait until then, the work that all ranks wait for gets
 shorter, until the other ranks are done as early as that rank. More late weight gradients lengthen the step again. So
-the search looks for the number that leaves that rank no time of waiting. Each late weight gradient keeps the logits'
-gradients of a microbatch, so memory may allow fewer.
+all numbers are simulated. Each late weight gradient keeps the logits' gradients of a microbatch, so memory may allow
+fewer.
 
 Note: [Each is worth what the others leave]
 Pairs pass their results on one step later. This costs least if all weight gradients run after sends. The number of the
@@ -54,7 +54,7 @@ Then the best cover, and the one with all weight gradients after sends, are comp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import accumulate, chain, combinations, pairwise
@@ -68,7 +68,7 @@ from hocket.decision import AUTOMATIC, Choice
 from hocket.predict.cost import CostTable
 from hocket.predict.hardware import LAPTOP, hardware_of
 from hocket.predict.part_sizes import copies_of, elements_sent
-from hocket.predict.simulate import Costs, quiet_end
+from hocket.predict.simulate import Costs
 from hocket.program.ops import COMPUTING, Lane, Layout, Op, Verb, offloadable, recomputable
 from hocket.program.stages import layout_of
 from hocket.program.transformer import GATHERED
@@ -453,7 +453,7 @@ def choose_deferral(c: Config, host: Host, trials: Trials) -> Iterator[Choice]:
             way, why = weigh(c, [{_ENDS: ends, **cover, _HEADS: heads} for cover in covers], trials, worth=_FREE)
             if found and way[_LAYERS] == found[-1][0][_LAYERS]:
                 break
-            heads = given[_HEADS] if _HEADS in given else _suiting(_late(c, trials, way))
+            heads = given[_HEADS] if _HEADS in given else suiting(_late(c, trials, way))
             found.append(({**way, _HEADS: heads}, why))
         return min(found, key=lambda each: trials.step(changed(c, each[0])).seconds)
 
@@ -468,7 +468,13 @@ def choose_deferral(c: Config, host: Host, trials: Trials) -> Iterator[Choice]:
             way, reasons[_LAYERS] = paired, why
     if _HEADS not in given:
         tried, wanted = _late(c, trials, {**way, _HEADS: 0}), way[_HEADS]
-        heads = _fitting(c, trials, way, memory)
+        rank = layout_of(c).owner(layout_of(c).stages - 1)[0]
+
+        def fit(heads: int) -> bool:
+            """Whether so many leave the rank of the head enough memory."""
+            return not memory or fits(trials.step(changed(c, {**way, _HEADS: heads})).held(rank), memory)
+
+        heads = next((n for n in range(wanted, 0, -1) if fit(n)), 0)
         if heads < wanted:
             way, _ = weigh(c, [{**way, **cover, _HEADS: heads} for cover in covers], trials, worth=_FREE)
         if len(tried) > 1:
@@ -480,40 +486,13 @@ def choose_deferral(c: Config, host: Host, trials: Trials) -> Iterator[Choice]:
     yield from ((name, way[name], refused.get(name, reasons[name])) for name in DEFERRAL)
 
 
-def _fitting(c: Config, trials: Trials, way: Changes, memory: int) -> int:
-    """How many of a way's late weight gradients leave the rank of the head with so much memory; all if 0."""
-    heads, rank = way[_HEADS], layout_of(c).owner(layout_of(c).stages - 1)[0]
-
-    def good(fewer: int) -> bool:
-        return fits(trials.step(changed(c, {**way, _HEADS: heads - fewer})).held(rank), memory)
-
-    return heads if not heads or not memory or good(0) else heads - _least(heads, good)
-
-
 def _late(c: Config, trials: Trials, way: Changes) -> dict[int, float]:
     """Numbers of the head's weight gradients, and what a step takes with them: see Note: [The end of a step]."""
-    rank, tried = layout_of(c).owner(layout_of(c).stages - 1)[0], dict[int, float]()
     count = trials.step(changed(c, way)).microbatches
-
-    def enough(heads: int) -> bool:
-        """Whether so many leave the rank of the head no time of waiting."""
-        config = changed(c, {**way, _HEADS: heads})
-        ends = trials.times(config, count)[1]
-        tried[heads] = float(max(ends))
-        return quiet_end(trials.program(config, count), ends, rank) <= 0
-
-    if not enough(0):
-        enough(_least(count, enough))
-    while len(tried) > 1 and (more := _fewest(tried) + 1) <= count and more not in tried:
-        enough(more)
-    return tried
+    return {heads: trials.step(changed(c, {**way, _HEADS: heads})).seconds for heads in range(count + 1)}
 
 
-def _suiting(tried: dict[int, float]) -> int:
-    """The number to take of those that were tried."""
-    return best if tried[best := _fewest(tried)] <= (1 - _LATE) * tried[0] else 0
-
-
-def _fewest(tried: dict[int, float]) -> int:
-    """The number whose step is the shortest, the least of about equal ones."""
-    return min(number for number, seconds in tried.items() if seconds <= _EQUAL * min(tried.values()))
+def suiting(tried: Mapping[int, float]) -> int:
+    """The fewest with which a step is about the shortest; 0 if they shorten it by little."""
+    found = min(number for number, seconds in tried.items() if seconds <= _EQUAL * min(tried.values()))
+    return found if tried[found] <= (1 - _LATE) * tried[0] else 0
