@@ -1,9 +1,15 @@
-"""A planned step that trains: what `hocket.plan_model` and `hocket.plan(...).start()` return."""
+"""A planned step that trains: what `hocket.plan_model` and `hocket.plan(...).start()` return.
+
+Its checkpoints have the format of `hocket.checkpoint.save` (`fsdp/saving/checkpoint.py`): DCP's, with the keys `model`
+and `optimizer`, the latter in torch's flat layout, since pipeline ranks hold different parameters. A third key, `step`,
+has what else the next step goes by: shares of the balance loss over a batch, and the norms by which steps are skipped.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from itertools import chain
 from pathlib import Path
@@ -16,6 +22,10 @@ from torch import Tensor, nn
 from hocket.config import Config
 from hocket.config.optimizer import unmatched
 from hocket.engine import Engine
+from hocket.fsdp.planned.optimizer import AVERAGES
+from hocket.fsdp.saving.background import tell_all
+from hocket.fsdp.saving.checkpoint import MODEL, OPTIMIZER, CheckpointReader, write_now_or_behind
+from hocket.fsdp.saving.inventory import FlatTensor
 from hocket.fsdp.saving.state import differences
 from hocket.kernels import IGNORED
 from hocket.model.documents import Documents, Microbatch
@@ -25,13 +35,14 @@ from hocket.problems import stop_if
 from hocket.program.ops import Program
 from hocket.resolve import Settings
 from hocket.runtime.world import everyone
-from hocket.step_state import StepState
 from hocket.timeline import text_timeline
 from hocket.tune.trials import Price, model_costs
 from hocket.typed import is_a
 
 T = TypeVar("T")
 
+STEP = "step"
+"""Key of checkpoints."""
 _PIECE = 1 << 26
 """Elements that ranks put together at a time."""
 _LARGEST = 1e30
@@ -181,9 +192,19 @@ class PlannedStep:
         `hocket.checkpoint.load` into the model under `fully_shard`, and torch's DCP into the plain one. Raises
         ValueError if the folder is in use or the ranks do not share it, OSError if it cannot be written.
         """
-        if not Path(folder).name:
+        path = Path(folder)
+        if not path.name:
             raise ValueError(f"folder = {str(folder)!r}: it has no name; fix: such as checkpoints/10")
-        return self._state.save(Path(folder), asynchronously)
+        self._refuse_state()
+        tell_all()
+        optimizer = self.engine.optimizer
+        state: dict[str, Any] = dict(self._averages())
+        for name, settings in optimizer.settings.items():
+            theirs = self.parameters[name][0]
+            state[f"state.{theirs}.step"] = torch.tensor(float(optimizer.steps))
+            state |= {f"param_groups.{theirs}.{key}": value for key, value in settings.items()}
+        whole = {MODEL: self._weights(), OPTIMIZER: state, STEP: self._next()}
+        return write_now_or_behind(path, whole, self.others, asynchronously)
 
     def load(self, folder: str | os.PathLike[str], *, optimizer: bool = True) -> None:
         """Load what `save` or `hocket.checkpoint.save` wrote, on any number of ranks; each reads what it keeps.
@@ -192,10 +213,27 @@ class PlannedStep:
         ValueError, before anything changes, for a folder that is no checkpoint of such a model; for damaged files
         ValueError or OSError, and then weights may have been loaded.
         """
-        self._state.load(Path(folder), optimizer)
+        self._refuse_state()
+        reader = CheckpointReader(Path(folder))
+        stored = reader.shapes()
+        self._refuse_other_model(Path(folder), stored, optimizer)
+        averages = self._averages()
+        steps = {f"state.{theirs}.step": torch.zeros(()) for theirs, _ in self.parameters.values()}
+        state: dict[str, Any] = {MODEL: self._weights()}
+        following = self._begun_anew()
+        known = {name: tensor for name, tensor in following.items() if f"{STEP}.{name}" in stored}
+        state |= {OPTIMIZER: {**averages, **steps}, STEP: known} if optimizer else {}
+        reader.load(state)
+        if not optimizer:
+            for tensor in averages.values():
+                tensor.flat.zero_()
+        elif lacks := self._lacks(following.keys() - known.keys()):
+            warnings.warn(f"checkpoint {folder} lacks {lacks}: they begin anew", stacklevel=2)
+        self.engine.optimizer.steps = int(max(steps.values()))
+        self.engine.sharded.refresh()
 
-    @property
-    def _state(self) -> StepState:
+    def _refuse_state(self) -> None:
+        """Raise ValueError where there is nothing to save or go on from."""
         if self.settings.train.transport == "null":
             raise ValueError(
                 "train.transport = null: ranks have not exchanged what they learnt, which is nothing to save or go on "
@@ -206,7 +244,61 @@ class PlannedStep:
                 "optimizer.name = muon: a step's checkpoint has AdamW's layout, with no place for Muon's averages; "
                 "fix: hocket train, whose checkpoints have, or optimizer.name = adamw"
             )
-        return StepState(self.engine, self.parameters, self.buffers, self.others)
+
+    def _next(self) -> dict[str, Tensor]:
+        """What the next step goes by beside weights and averages: live tensors."""
+        shares = {f"layers.{n}.share": share for n, share in self.engine.balance.shares().items()}
+        return {**shares, **self.engine.optimizer.guard.remembered}
+
+    def _begun_anew(self) -> dict[str, Tensor]:
+        """The same, as before a first step."""
+        for share in self.engine.balance.shares().values():
+            share.fill_(1 / len(share))
+        self.engine.optimizer.guard.go_on(0, ())
+        return self._next()
+
+    def _lacks(self, missing: Collection[str]) -> str:
+        """In words, what the next step will miss."""
+        spikes = self.engine.config.optimizer.skip_spikes
+        words = {
+            "the shares of rows that model.aux_loss_over = batch goes by": any(n.endswith(".share") for n in missing),
+            f"the norms that optimizer.skip_spikes = {spikes:g} compares with": "norms" in missing and spikes > 0,
+        }
+        return " and ".join(text for text, lacking in words.items() if lacking)
+
+    def _weights(self) -> dict[str, Tensor]:
+        """The main weights that this rank keeps, and buffers: live tensors."""
+        mine = {
+            self.parameters[name][0]: s.piece.tensor(s.piece.main) for name, s in self.engine.optimizer.state.items()
+        }
+        return {**mine, **self.buffers, **self.engine.balance.biases()}
+
+    def _averages(self) -> dict[str, FlatTensor]:
+        """The optimizer's averages that this rank keeps: live tensors, by torch's names of them."""
+        return {
+            f"state.{self.parameters[name][0]}.{key}": state.piece.tensor(getattr(state, key))
+            for name, state in self.engine.optimizer.state.items()
+            for key in AVERAGES
+        }
+
+    def _refuse_other_model(self, folder: Path, shapes: Mapping[str, Any], optimizer: bool) -> None:
+        """Raise ValueError, the same on all ranks, for a checkpoint that is none of such a model."""
+        if not shapes:
+            raise ValueError(f"checkpoint {folder}: it is not complete, for it has no .metadata; fix: what save wrote")
+        wanted: dict[str, Any] = {name: torch.Size(shape) for name, shape in self.parameters.values()}
+        averages = {f"{OPTIMIZER}.state.{name}.{key}": shape for name, shape in wanted.items() for key in AVERAGES}
+        wanted |= self.buffers
+        for biases in everyone({name: bias.shape for name, bias in self.engine.balance.biases().items()}):
+            wanted |= biases
+        found = {key.removeprefix(f"{MODEL}."): shape for key, shape in shapes.items() if key.startswith(f"{MODEL}.")}
+        found = {name: shape for name, shape in found.items() if name not in self.others}
+        if wrong := differences(found, wanted):
+            raise ValueError(f"checkpoint {folder}: it is of another model: {wrong}; fix: the model that was saved")
+        averages |= {f"{OPTIMIZER}.state.{name}.step": torch.Size() for name, _ in self.parameters.values()}
+        if optimizer and (wrong := differences({key: shapes[key] for key in averages if key in shapes}, averages)):
+            raise ValueError(
+                f"checkpoint {folder}: it has no AdamW of all parameters: {wrong}; fix: load(folder, optimizer=False)"
+            )
 
     def close(self) -> None:
         """Give back memory and process groups. The step cannot be used any more."""

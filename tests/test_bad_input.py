@@ -339,7 +339,7 @@ def test_a_run_goes_on_when_nobody_reads_any_more(tmp_path):
     assert (tmp_path / "runs/tiny/checkpoints/step-00000030").is_dir()
 
 
-@pytest.mark.parametrize("same_size", [False, True])
+@pytest.mark.parametrize("same_size", [pytest.param(False, marks=pytest.mark.full), True])
 def test_ranks_that_find_different_text_are_refused(tmp_path, same_size):
     text_in(tmp_path)
     (tmp_path / "one.txt").write_text("other text " * 300)

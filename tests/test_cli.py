@@ -368,7 +368,9 @@ def test_train_starts_four_workers_and_reports(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "more", [[], ["--precision.compute", "bf16", "--model.bias_rate", "0.05"]], ids=["fp32", "bf16"]
+    "more",
+    [pytest.param([], marks=pytest.mark.full), ["--precision.compute", "bf16", "--model.bias_rate", "0.05"]],
+    ids=["fp32", "bf16"],
 )
 def test_a_run_continues_with_identical_losses_on_another_mesh(tmp_path, more):
     words = [*SMALL, *more, "--data.paths", text_in(tmp_path), "--train.steps", "6", "--train.save_every", "3"]
@@ -428,6 +430,7 @@ def test_a_profiled_window_is_a_trace_and_a_window_in_the_past_is_a_remark(tmp_p
     assert "train.profile = 2 1: no effect: these steps are done; run.name = NAME starts" in ended.out, ended
 
 
+@pytest.mark.full
 def test_torchrun_starts_workers(tmp_path):
     words = ["--standalone", "--nproc-per-node", "2", "-m", "hocket", "train", *SMALL, *ALONE[:2], "--mesh.dp", "2"]
     words += ["--data.paths", text_in(tmp_path), "--train.steps", "2"]

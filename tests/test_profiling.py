@@ -125,6 +125,7 @@ def tables_of(folder: Path) -> None:
     assert len(list((folder / "kept").iterdir())) == 6
 
 
+@pytest.mark.full
 def test_whatever_an_emulated_network_touches_says_so(tmp_path):
     words = [*SMALL, *ALONE[:2], "--mesh.dp", "2", "--data.paths", text_in(tmp_path), "--train.steps", "3", "--profile"]
     ended = hocket(tmp_path, "train", *words, "--train.transport", "slow", "--train.slow", "1ms")

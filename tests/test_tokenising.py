@@ -117,6 +117,7 @@ open_corpus(data, {})
 """
 
 
+@pytest.mark.full
 def test_processes_end_with_their_parent_and_what_they_finished_stays(tmp_path, monkeypatch):
     monkeypatch.setattr(tokenising, "PIECE_BYTES", 20_000)
     data = texts_in(tmp_path)

@@ -8,12 +8,11 @@ that adds one to its weight, or a gate that clamps, keeps its own code.
 from __future__ import annotations
 
 import copy
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from hocket.layers.norms import rms_norm
 from hocket.model.layers import swiglu
@@ -26,9 +25,11 @@ _CLOSE = 1e-6
 
 def fuse(layer: nn.Module) -> int:
     """Give a layer's RMS norms the forward of one kernel, and return how many there are."""
-    norms = [(module, eps) for module in layer.modules() if (eps := _norm_epsilon(module)) is not None]
+    norms: list[tuple[Any, float]] = [
+        (module, eps) for module in layer.modules() if (eps := _norm_epsilon(module)) is not None
+    ]
     for module, eps in norms:
-        module.forward = partial(_normed, module, eps)
+        module.forward = lambda x, module=module, eps=eps: rms_norm(x, module.weight, eps)
     return len(norms)
 
 
@@ -40,10 +41,6 @@ def gate_of(experts: Any) -> Any:
     except (RuntimeError, TypeError, AttributeError):
         same = False
     return swiglu if same else experts._apply_gate
-
-
-def _normed(module: Any, eps: float, x: Tensor) -> Tensor:
-    return rms_norm(x, module.weight, eps)
 
 
 def _norm_epsilon(module: nn.Module) -> float | None:

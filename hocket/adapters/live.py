@@ -31,7 +31,7 @@ from hocket.fsdp.saving.state import EXTRA
 from hocket.layers.slices import Span
 from hocket.model.source import whole_shapes
 from hocket.pretrained.families import FAMILIES, config_for
-from hocket.pretrained.folder import DTYPES, LARGEST, files_of, write_files
+from hocket.pretrained.folder import LARGEST, write_files
 from hocket.pretrained.weights import Group, ModuleFolder, Shape, is_pretrained, of_family, plain, written
 from hocket.runtime.weights import DTYPES as COMPUTED
 from hocket.step import PlannedStep
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 Bucket = list[tuple[str, Tensor]]
 """Names and tensors as files have them."""
 Parts = Callable[[str, int, int], Tensor]
+_WRITTEN = torch.float32, torch.bfloat16, torch.float16, torch.int64
 BUCKET = 2**28
 """Bytes of a bucket while a folder is written, unless one tensor needs more."""
 
@@ -291,7 +292,7 @@ def save_pretrained(
     """Write a new folder that `from_pretrained` opens: config.json, and safetensors files of at most `largest` bytes.
 
     `dtype` is by default the one that the model computes in; buffers keep theirs. Of a module that is no model of
-    transformers there are tensors alone, by the names of its `state_dict`. One rank writes, a bucket at a time. The
+    transformers there are tensors alone, by the names of its `state_dict`. One rank writes, and holds a file. The
     folder appears when all of it is written.
 
     Raises ValueError on all ranks for a folder that is there already, and for a type that files do not have; OSError on
@@ -299,14 +300,10 @@ def save_pretrained(
     """
     live, path = _live(target), Path(folder)
     dtype = dtype or live.dtype
-    kinds: Mapping[torch.dtype, str] = {kind: name for name, kind in DTYPES.items()}
     groups = live.groups()
-    tensors: dict[str, tuple[Shape, str]] = {}
     for group in groups:
-        kind = _dtype(live, group.sources[0], dtype)
-        if kind not in kinds:
-            raise ValueError(f"dtype = {kind} of {group.sources[0]}: files have {', '.join(kinds.values())}")
-        tensors |= {name: (shape, kinds[kind]) for name, shape in group.targets.items()}
+        if (kind := _dtype(live, group.sources[0], dtype)) not in _WRITTEN:
+            raise ValueError(f"dtype = {kind} of {group.sources[0]}: files have {', '.join(map(str, _WRITTEN))}")
     most = max((_size(live, group, dtype) for group in groups), default=0)
     buckets = _buckets(live, _packed(live, groups, max(BUCKET, most), dtype), dtype)
     pairs = _one_by_one(buckets)
@@ -320,7 +317,7 @@ def save_pretrained(
     _agree(live, error)
     try:
         if live.writes:
-            write_files(target_folder.temporary, files_of(tensors, largest), pairs)
+            write_files(target_folder.temporary, pairs, largest)
             live.write_config(target_folder.temporary, dtype)
             for file in target_folder.temporary.iterdir():
                 sync(file)

@@ -107,7 +107,8 @@ def _compare(
     """Returns the experts per token, and the parameters of the layer that no gradient reaches."""
     model, name = source.model, type(source.layers[number]).__name__
     whole: Any = copy.deepcopy(source.layers[number], dict(memo))
-    params, reached = _small(whole), set[int]()
+    params = {name: param for name, param in whole.named_parameters() if param.numel() <= _LARGE}
+    reached = set[int]()
     try:
         wanted = _with_gradients(lambda x: _whole(whole, x, context), x_BSD, params, reached)
     except (*_WRONG, ValueError) as error:
@@ -164,11 +165,6 @@ def _in_parts(source: AdaptedModel, number: int, memo: dict[int, Any], layer: An
         return _close(part.experts(rows_RD, ends[:half]), layer.experts(rows_RD, ends))
     except (*_WRONG, ValueError):
         return False
-
-
-def _small(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters whose gradients are compared."""
-    return {name: param for name, param in module.named_parameters() if param.numel() <= _LARGE}
 
 
 def _differing(found: Mapping[str, Tensor | None], wanted: Mapping[str, Tensor | None]) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from math import isfinite
@@ -14,7 +13,7 @@ import numpy as np
 
 from hocket.commands.options import Parser, write
 from hocket.config.rule import show
-from hocket.train.runs import METRICS, Run, run_of, runs
+from hocket.train.runs import METRICS, Run, json_of, run_of, runs
 from hocket_trace.picture import COLORS, STYLE, tick
 
 PARSER = Parser("runs", "Lists the runs in folders of runs, the latest last.")
@@ -83,7 +82,7 @@ def page(folders: Sequence[Path]) -> str:
     if len(folders) > len(PALETTE):
         reason = f"{len(folders)} runs: colours tell {len(PALETTE)} apart"
         raise ValueError(f"{reason}; fix: name the folders of at most {len(PALETTE)} runs")
-    found = [(run_of(folder), list(_metrics(folder)), color) for folder, color in zip(folders, PALETTE, strict=False)]
+    found = [(run_of(folder), _metrics(folder), color) for folder, color in zip(folders, PALETTE, strict=False)]
     charts = []
     for title, names in CURVES.items():
         curves = [_curve(lines, name, color, name != names[0]) for name in names for _, lines, color in found]
@@ -159,15 +158,10 @@ def _ticks(low: float, high: float, count: float) -> list[float]:
     return [n * step for n in range(int(np.ceil(low / step)), int(np.floor(high / step)) + 1)]
 
 
-def _metrics(folder: Path) -> Iterator[dict[str, Any]]:
+def _metrics(folder: Path) -> list[dict[str, Any]]:
     """Lines of a run's metrics; the last one may be half written."""
-    for line in (folder / METRICS).read_bytes().splitlines():
-        try:
-            found = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(found, dict) and isinstance(found.get("step"), int):
-            yield found
+    lines = map(json_of, (folder / METRICS).read_bytes().splitlines())
+    return [line for line in lines if isinstance(line.get("step"), int)]
 
 
 def _curve(lines: Sequence[Mapping[str, Any]], name: str, color: str = "fwd", dashed: bool = False) -> Curve:

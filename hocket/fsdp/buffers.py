@@ -21,8 +21,6 @@ class FullBuffer:
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.flat = torch.empty(numel, dtype=dtype, device=device)
-        self.after: tuple[Ticket, ...] = ()
-        """Tickets that the next gather waits for: the last readers."""
         self.nbytes = self.flat.nbytes
         self.free()
 

@@ -142,7 +142,7 @@ def refuse_valueless(groups: Sequence[ParamGroup]) -> None:
                 f"model.to_empty(device={str(group.main.device)!r}) and give initial values, or load a state dict"
             )
         both = torch.stack([_fingerprint(group.main), -_fingerprint(group.main)]).to(group.device)
-        group.groups.outer.all_reduce(both, "max").wait()
+        group.groups.same.all_reduce(both, "max").wait()
         if both.sum() != 0:
             raise ValueError(f"replicas gave {name} different initial values: seed all ranks alike before that")
 

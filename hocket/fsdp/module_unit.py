@@ -195,7 +195,7 @@ class Unit:
         return True
 
     def _gather(self) -> None:
-        after = [*self._last_use(), *(ticket for buffer in self.full.values() for ticket in buffer.after)]
+        after = [*self._last_use()]
         stale = [group for group in self.groups if group.stale()]
         if self.full:
             self.context.about_to(f"gather {self}")
@@ -249,8 +249,6 @@ class Unit:
         if not self._gathered:
             return
         self._gathered = False
-        for buffer in self.full.values():
-            buffer.after = self._last_use()
         if self.full:
             self.context.gathering.submit(f"free {self.name}", self._free, self._last_use())
         self.context.residency_of(self).gone(self)
@@ -488,12 +486,7 @@ class Budget:
 
 
 def together(pending: Sequence[Pending]) -> Pending | None:
-    open_ = [one for one in pending if not one.done]
-    if len(open_) < 2:
-        return open_[0] if open_ else None
-
-    def wait() -> None:
-        for one in open_:
-            one.wait()
-
-    return Pending(wait)
+    under_way = [one for one in pending if not one.done]
+    for one in under_way[1:]:
+        under_way[0].then(one.wait)
+    return under_way[0] if under_way else None

@@ -75,6 +75,11 @@ class ShardGroups:
         return self.reduce.size // self.gather.size
 
     @property
+    def same(self) -> Group:
+        """The ranks that keep the same elements as this one."""
+        return self.reduce if self.alike > 1 else self.outer
+
+    @property
     def replicas(self) -> int:
         """How many ranks of the mesh hold the same elements."""
         return self.alike * self.outer.size

@@ -13,7 +13,7 @@ torch calls inside of them. Other models get torch's originals.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from hocket.fsdp.checks import UNIT, refuse_early
 from hocket.fsdp.dtensors import copies
@@ -169,7 +170,7 @@ def get_model(model: nn.Module, info: Any) -> dict[str, Any]:
         state = _whole(context, state, info.cpu_offload)
         state |= {other: state[name] for other, name in Inventory(context).others.items() if name in state}
     elif info.cpu_offload:
-        state = _on_cpu(state)
+        state = tree_map(_on_cpu, state)
     if info.ignore_frozen_params:
         frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
         state = {name: value for name, value in state.items() if name not in frozen}
@@ -206,7 +207,7 @@ def get_optimizer(model: nn.Module, optimizers: Sequence[Optimizer], info: Any) 
         if info.full_state_dict:
             found = _whole(context, found, info.cpu_offload)
         elif info.cpu_offload:
-            found = _on_cpu(found)
+            found = tree_map(_on_cpu, found)
         if info.flatten_optimizer_state_dict:
             merged.update(found)
         else:
@@ -240,13 +241,9 @@ def _from_first_rank(context: ShardContext, state: Any) -> dict[str, Any]:
     known = {**{name: name for name in own.shards}, **own.others}
 
     def announced(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {key: announced(one) for key, one in value.items()}
-        if isinstance(value, list | tuple):
-            return [announced(one) for one in value]
-        if isinstance(value, Tensor):
-            return value.cpu() if value.numel() == 1 else _Sent(value.shape, value.dtype)
-        return value
+        if not isinstance(value, Tensor):
+            return value
+        return value.cpu() if value.numel() == 1 else _Sent(value.shape, value.dtype)
 
     def received(value: Any, mine: Any, name: str) -> Any:
         if isinstance(value, dict):
@@ -263,32 +260,28 @@ def _from_first_rank(context: ShardContext, state: Any) -> dict[str, Any]:
         one = own.shards.get(known.get(name, ""))
         return whole if one is None or one.shape != whole.shape else one.tensor(one.part_of(whole).clone())
 
-    return received(broadcast_object(announced(state)), state if dist.get_rank() == 0 else None, "")
+    return received(broadcast_object(tree_map(announced, state)), state if dist.get_rank() == 0 else None, "")
 
 
-def _whole(context: ShardContext, value: Any, offload: bool) -> Any:
+def _whole(context: ShardContext, state: dict[str, Any], offload: bool) -> dict[str, Any]:
     """A state with whole tensors; with `offload` on the CPU of the first rank only. Every rank calls this."""
-    if isinstance(value, FlatTensor):
-        flat = torch.zeros(value.numel(), dtype=value.dtype, device=value.flat.device)
-        if value.writes:
-            value.span.put(value.flat, flat)
-        context.over_ranks(flat, "sum")
-        value = flat.view(value.shape)
-    if isinstance(value, Tensor):
-        return value.cpu() if offload else value
-    if isinstance(value, Mapping):
-        whole = {key: _whole(context, one, offload) for key, one in value.items()}
-        return {key: one for key, one in whole.items() if not offload or dist.get_rank() == 0}
-    return [_whole(context, one, offload) for one in value] if isinstance(value, list) else value
+
+    def whole(value: Any) -> Any:
+        if isinstance(value, FlatTensor):
+            flat = torch.zeros(value.numel(), dtype=value.dtype, device=value.flat.device)
+            if value.writes:
+                value.span.put(value.flat, flat)
+            context.over_ranks(flat, "sum")
+            value = flat.view(value.shape)
+        return value.cpu() if offload and isinstance(value, Tensor) else value
+
+    found = tree_map(whole, state)
+    return {} if offload and dist.get_rank() else found
 
 
 def _on_cpu(value: Any) -> Any:
     if isinstance(value, FlatTensor):
         return value.with_elements(value.flat.cpu())
-    if isinstance(value, Mapping):
-        return {key: _on_cpu(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_on_cpu(one) for one in value]
     return value.cpu() if isinstance(value, Tensor) else value
 
 

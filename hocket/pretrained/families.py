@@ -459,8 +459,8 @@ REFUSED: dict[str, str] = {
 
 _NOT_SHAPE = ("aux_loss", "aux_loss_over", "z_loss", "routing", "init", "init_std", "weights")
 """Settings that say how a model is trained, or where its weights come from, not what it computes."""
-TYPES = {"fp32": ("float32", "F32"), "bf16": ("bfloat16", "BF16")}
-"""Names of formats in config.json, and in safetensors."""
+TYPES = {"fp32": "float32", "bf16": "bfloat16"}
+"""Names of formats in config.json, and in torch."""
 
 IGNORED_KEYS = frozenset(
     (
@@ -584,7 +584,7 @@ def _shape(model: ModelConfig) -> dict[str, Any]:
 
 def config_for(model: ModelConfig, positions: int, dtype: str) -> tuple[str, dict[str, Any], str]:
     """Family, config.json, and a remark: of an imported model its own config.json, as long as it says the same."""
-    type_name, remark = TYPES[dtype][0], ""
+    type_name, remark = TYPES[dtype], ""
     if model.weights:
         try:
             config = read_config(Path(model.weights))

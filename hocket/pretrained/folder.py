@@ -6,12 +6,12 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from hocket.files import finite, inside, json_in
@@ -198,66 +198,39 @@ class TensorFolder:
         return torch.equal(self.read(name), self.read(other))
 
 
-# -- Safetensors files that are written tensor by tensor, so that none but the current one is in memory ----------------
+# -- Files that are written --------------------------------------------------------------------------------------------
 
 LARGEST = 5 * 10**9
 """Bytes of a file."""
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64}
 
 
-def files_of(tensors: Mapping[str, tuple[tuple[int, ...], str]], largest: int = LARGEST) -> dict[str, Entry]:
-    """In which file each tensor goes, by name; tensors have a shape and a type of elements, and keep their order."""
-    numbers, size, number = dict[str, int](), 0, 1
-    for name, (shape, dtype) in tensors.items():
-        nbytes = prod(shape) * DTYPES[dtype].itemsize
-        if size and size + nbytes > largest:
-            size, number = 0, number + 1
-        size, numbers[name] = size + nbytes, number
-    whole = {
-        n: "model.safetensors" if number == 1 else f"model-{n:05}-of-{number:05}.safetensors" for n in numbers.values()
-    }
-    return {name: Entry(whole[numbers[name]], *tensors[name]) for name in tensors}
+def write_files(folder: Path, tensors: Iterable[tuple[str, Tensor]], largest: int = LARGEST) -> None:
+    """Write tensors to files of at most `largest` bytes, or of one tensor, and an index if there are several.
 
-
-def write_files(folder: Path, entries: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write tensors, which come in the order of `entries`, and an index if there is more than one file.
-
-    Format: eight bytes of length, a header of JSON with the range of each tensor, and their bytes.
+    The tensors of a file are in memory until it is written. Raises OSError.
     """
-    current = ""
-    output = None
-    expected = iter(entries.items())
-    try:
-        for name, tensor in tensors:
-            wanted, entry = next(expected)
-            assert (name, tuple(tensor.shape)) == (wanted, entry.shape), f"{name} where {wanted} belongs"
-            if entry.file != current:
-                if output is not None:
-                    output.close()
-                current = entry.file
-                output = (folder / current).open("wb")
-                output.write(_header({n: e for n, e in entries.items() if e.file == current}))
-            assert output is not None
-            flat = tensor.to(DTYPES[entry.dtype]).contiguous().view(-1)
-            output.write(flat.view(torch.uint8).numpy().data)
-            del tensor, flat  # before the next one is made
-    finally:
-        if output is not None:
-            output.close()
-    assert next(expected, None) is None, "not all tensors came"
-    if len({entry.file for entry in entries.values()}) > 1:
-        total = sum(prod(entry.shape) * DTYPES[entry.dtype].itemsize for entry in entries.values())
-        index = {"metadata": {"total_size": total}, "weight_map": {name: e.file for name, e in entries.items()}}
+    held, files, total = dict[str, Tensor](), list[list[str]](), 0
+
+    def write() -> None:
+        try:
+            save_file(held, folder / f"{len(files)}.tmp", {"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(str(error)) from None
+        files.append(list(held))
+        held.clear()
+
+    for name, tensor in tensors:
+        if held and tensor.nbytes + sum(each.nbytes for each in held.values()) > largest:
+            write()
+        held[name] = tensor.contiguous()
+        total += tensor.nbytes
+        del tensor  # before the next one is made
+    write()
+    names = [f"model-{n:05}-of-{len(files):05}.safetensors" for n in range(1, len(files) + 1)]
+    names = names if len(names) > 1 else ["model.safetensors"]
+    for number, name in enumerate(names):
+        (folder / f"{number}.tmp").rename(folder / name)
+    if len(names) > 1:
+        where = {tensor: name for name, inside in zip(names, files, strict=True) for tensor in inside}
+        index = {"metadata": {"total_size": total}, "weight_map": where}
         (folder / INDEX).write_text(json.dumps(index, indent=2))
-
-
-def _header(entries: Mapping[str, Entry]) -> bytes:
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    start = 0
-    for name, entry in entries.items():
-        end = start + prod(entry.shape) * DTYPES[entry.dtype].itemsize
-        header[name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [start, end]}
-        start = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight bytes
-    return len(text).to_bytes(8, "little") + text

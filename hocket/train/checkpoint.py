@@ -552,13 +552,10 @@ class Saves:
         self._metrics.saved(step, path, copy_seconds, write_seconds)
 
     def between(self, step: int) -> None:
-        """What is due between two steps, with `step` of them done."""
-        train = self.settings.train
-        if train.save_every and step % train.save_every == 0:
-            self._save()
-
-    def _save(self) -> None:
-        """Begin to save, once the save before has ended, or do all of it."""
+        """With `step` steps done, begin a save that is due, once the one before has ended, or do all of it."""
+        every = self.settings.train.save_every
+        if not every or step % every:
+            return
         moment = self._moment()
         if self._under_way is not None and not self._under_way[1].done():
             before = self._under_way[0]
@@ -573,7 +570,7 @@ class Saves:
         try:
             self._now(moment)
         except SaveFailed as error:
-            self._warn(error, moment.step + self.settings.train.save_every)
+            self._warn(error, moment.step + every)
 
     def last(self) -> str:
         """Save what is not saved yet, at the end of a run. Returns where, or nothing. Raises SaveFailed."""

@@ -34,8 +34,8 @@ from hocket.model.tokenizer import (
     tokenizer_file,
 )
 from hocket.pretrained.families import FAMILIES, TYPES, config_for
-from hocket.pretrained.folder import LARGEST, files_of, write_files
-from hocket.pretrained.weights import rules_of, split, tensors_of
+from hocket.pretrained.folder import LARGEST, write_files
+from hocket.pretrained.weights import rules_of, split
 from hocket.train.chat import TEMPLATE, Chats
 from hocket.train.checkpoint import META, damage_of
 from hocket.train.documents import BadFileError
@@ -82,30 +82,25 @@ def export(checkpoint: Path, target: Path, dtype: str = "", largest: int = LARGE
 
     Returns its family, and remarks: why an imported model's own config.json could not be taken, and what is missing.
 
-    `dtype` is fp32 or bf16, by default the one that the run computed in; balance biases stay fp32. Holds one parameter
-    at a time. A folder appears whole or not at all. Raises ValueError for a damaged checkpoint, for a model that no
-    family computes, and for a folder that is there already.
+    `dtype` is fp32 or bf16, by default the one that the run computed in; balance biases stay fp32. Holds a file of at
+    most `largest` bytes. A folder appears whole or not at all. Raises ValueError for a damaged checkpoint, for a model
+    that no family computes, and for a folder that is there already.
     """
     stored = StoredModel(checkpoint)
     settings, model = stored.settings, stored.model
     written = dtype or PrecisionConfig(compute=settings["precision"]["compute"]).dtype
     name, config, remark = config_for(model, settings["data"]["sequence_length"], written)
-    shapes, kind = whole_shapes(model), TYPES[written][1]
-    rules = {param: rules_of(FAMILIES[name], param)[0] for param in shapes}
-    tensors = {
-        tensor: (shape, "F32" if param.endswith("router.bias") else kind)
-        for param, whole in shapes.items()
-        for tensor, shape in tensors_of(*rules[param], whole, model)
-    }
 
     def values() -> Iterator[tuple[str, Tensor]]:
-        for param, shape in shapes.items():
-            yield from split(*rules[param], stored.value(param, shape), model)
+        for param, shape in whole_shapes(model).items():
+            kind = torch.float32 if param.endswith("router.bias") else getattr(torch, TYPES[written])
+            value = stored.value(param, shape).to(kind)
+            yield from split(*rules_of(FAMILIES[name], param)[0], value, model)
 
     folder = AtomicFolder(target)
     folder.begin()
     try:
-        write_files(folder.temporary, files_of(tensors, largest), values())
+        write_files(folder.temporary, values(), largest)
         missing = _write_text_files(stored, config, folder.temporary)
         (folder.temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         for file in folder.temporary.iterdir():

@@ -30,6 +30,7 @@ from hocket.predict.part_sizes import model_flops_per_token
 from hocket.program.mesh import described
 from hocket.resolve import Settings
 from hocket.sizes import counted
+from hocket.train.runs import json_of
 from hocket.train.writers import Writers
 
 # -- A file of lines that loses none while its disk is full ------------------------------------------------------------
@@ -227,14 +228,11 @@ class Metrics:
             return
         self._last = result.step
         speed = self.tokens_per_step / result.seconds
-        record: dict[str, Any] = {**asdict(result), "tokens_per_second": speed}
-        exposed = self.exposed.get(record.pop("way"))
-        for name in ("imbalance", "waits"):
-            if record[name] is None:
-                del record[name]
-        for name in ("loads", "rows", "epochs"):  # of models without experts, steps that are not recorded, one source
-            if not record[name]:
-                del record[name]
+        # Models without experts have no loads, most steps no rows, and one source no epochs.
+        record = {name: value for name, value in asdict(result).items() if value is not None and value != {}}
+        del record["way"]
+        record["tokens_per_second"] = speed
+        exposed = self.exposed.get(result.way)
         learnt = f"  loss {result.loss:.4f}  grad {result.grad_norm:.3g}  lr {result.lr:.2e}"
         if self.settings.train.transport == "null":  # these numbers mean nothing: do not log them
             learnt = ""
@@ -358,8 +356,5 @@ def _same_links(train: TrainConfig) -> dict[tuple[float, float], list[str]]:
 
 def _step_of(line: str) -> float:
     """The step of a line of metrics. A line that was cut off by a crash belongs to no step."""
-    try:
-        step = json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return math.inf
+    step = json_of(line).get("step")
     return step if isinstance(step, int) else math.inf

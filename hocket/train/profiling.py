@@ -190,15 +190,15 @@ class ProfileWindow:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._drop():
-            self._say("note     the run ended inside the profiled window; there is no trace")
+            self._metrics.say("note     the run ended inside the profiled window; there is no trace")
         self._read(1.0)
         if self._reading is not None and kind is None:
-            self._say("trace    reading the traces; Ctrl-C ends without")
+            self._metrics.say("trace    reading the traces; Ctrl-C ends without")
             deadline = time.monotonic() + min(PATIENCE, self._settings.train.hang_timeout / 2)
             while self._reading is not None and not self._stop and time.monotonic() < deadline:
                 self._read(0.1)
         if self._reading is not None:
-            self._say("note     the traces were not read before the run ended")
+            self._metrics.say("note     the traces were not read before the run ended")
         self._reader.close()
 
     def before(self, step: int) -> None:
@@ -242,19 +242,19 @@ class ProfileWindow:
         problems = everyone(self._problem)  # a rank that goes on would only wait for the others in the next step
         for rank, text in enumerate(problems):
             if text:
-                self._say(f"note     the trace of rank {rank} {text}")
+                self._metrics.say(f"note     the trace of rank {rank} {text}")
         # Hosts that do not share the folder keep their traces to themselves.
         seen = [self.path(rank) for rank, text in enumerate(problems) if not text and self.path(rank).exists()]
         if self._rank == 0 and seen:
             steps = f"steps {self.steps[0]} to {self.steps[-1]}" if len(self.steps) > 1 else f"step {self.steps[0]}"
             written = problems.count("")
             elsewhere = f"; those of {written - len(seen)} more are on other hosts" if len(seen) < written else ""
-            self._say(f"trace    {self.path(0).parent}: {steps} of {len(seen)} ranks{elsewhere}{self._how()}")
+            self._metrics.say(f"trace    {self.path(0).parent}: {steps} of {len(seen)} ranks{elsewhere}{self._how()}")
             try:
                 reader = self._reader.enter_context(processes(1, {}))  # so that the ranks need not wait for it
                 self._reading = reader.submit(shortly, seen)
             except OSError as error:
-                self._say(f"note     the traces cannot be read: {_first_line(error)}")
+                self._metrics.say(f"note     the traces cannot be read: {_first_line(error)}")
 
     def _how(self) -> str:
         """What to know of how the recorded steps were made."""
@@ -275,21 +275,18 @@ class ProfileWindow:
         try:
             headline, exposed = reading.result()
         except Exception as error:  # whatever has ended the process
-            self._say(f"note     the traces cannot be read: {_first_line(error)}")
+            self._metrics.say(f"note     the traces cannot be read: {_first_line(error)}")
             return
         if exposed is not None and len(self._ways) == 1:
             self._metrics.exposed = dict.fromkeys(self._ways, exposed)
         for line in headline.splitlines():
-            self._say(f"trace    {line}")
+            self._metrics.say(f"trace    {line}")
         folder = self._settings.run.folder
         trained = Path(folder.removesuffix("-null"))
         if self._settings.train.transport == "null" and trained != Path(folder) and (trained / "traces").exists():
-            self._say(f"trace    what communication costs: hocket trace {trained} --null {folder}")
+            self._metrics.say(f"trace    what communication costs: hocket trace {trained} --null {folder}")
         else:
-            self._say(f"trace    more: hocket trace {folder}")
-
-    def _say(self, text: str) -> None:
-        self._metrics.say(text)
+            self._metrics.say(f"trace    more: hocket trace {folder}")
 
     def _remove_old(self) -> None:
         """Traces of an earlier run must not be taken for this one's."""

@@ -50,7 +50,7 @@ def runs(folder: Path) -> list[Run]:
 
 def run_of(path: Path) -> Run:
     """The run of a folder."""
-    said = _json((path / FILE).read_bytes()) if (path / FILE).exists() else {}
+    said = json_of((path / FILE).read_bytes()) if (path / FILE).exists() else {}
     metrics = path / METRICS
     step, loss, when = 0, None, None
     if metrics.exists():
@@ -72,11 +72,11 @@ def _last_lines(file: Path) -> Iterator[dict[str, Any]]:
     with file.open("rb") as stream:
         stream.seek(max(0, os.fstat(stream.fileno()).st_size - TAIL))
         for line in stream.read().splitlines():
-            if found := _json(line):
+            if found := json_of(line):
                 yield found
 
 
-def _json(text: str | bytes) -> dict[str, Any]:
+def json_of(text: str | bytes) -> dict[str, Any]:
     """What a line has; nothing if it was cut off."""
     try:
         found = json.loads(text)

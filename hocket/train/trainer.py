@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -154,7 +154,8 @@ class Trainer:
     def run(self) -> int:
         """Train until the last step, or until a signal asks to stop. Returns that signal, 0 for none."""
         settings, engine = self.settings, self.engine
-        watchdog = Watchdog(settings.train.hang_timeout, self._report, lambda: self.engine.current_recorder)
+        report, recorder = partial(engine.report, self.rank), lambda: engine.current_recorder
+        watchdog = Watchdog(settings.train.hang_timeout, report, recorder)
         try:
             skipped = 0 if self.pretends else int(engine.optimizer.guard.total)
             made = Metrics(settings, self.text.unigram_entropy, self.step, self.rank, skipped=skipped)
@@ -180,20 +181,15 @@ class Trainer:
         return self.settings.train.kept["newest"] > 0 and not self.pretends
 
     def _loop(self, metrics: Metrics, stop: StopRequest, window: ProfileWindow) -> int:
-        train = self.settings.train
-        if self.pretends:
-            train = dataclasses.replace(train, eval_batches=0)
         saves = Saves(self.settings, metrics, self._saved, self._state, self._moment, behind=not self._no_copies)
         try:
-            return self._steps(train, saves, metrics, stop, window)
+            return self._steps(saves, metrics, stop, window)
         except ValueError:  # of all ranks, so none waits for one that has ended
             saves.wait()
             raise
 
-    def _steps(
-        self, train: TrainConfig, saves: Saves, metrics: Metrics, stop: StopRequest, window: ProfileWindow
-    ) -> int:
-        evaluated = self.step
+    def _steps(self, saves: Saves, metrics: Metrics, stop: StopRequest, window: ProfileWindow) -> int:
+        evaluated, train = self.step, self.settings.train
         while self.step < train.steps:
             window.before(self.step + 1)
             result, signal = self._step(metrics, stop)
@@ -212,7 +208,7 @@ class Trainer:
                 where = saves.last() if self.saves else ""
                 metrics.say(f"stopped by signal {signal}; {f'saved in {where}' if where else 'unsaved'}")
                 return signal
-        if train.eval_batches and evaluated != self.step:
+        if train.eval_batches and evaluated != self.step and not self.pretends:
             self._validate(metrics)
         if self.saves:
             saves.last()
@@ -374,6 +370,3 @@ class Trainer:
             "samples": self.text.samples,
         }
         return Moment(self.step, self.position, self.text.up_to(self.position), more)
-
-    def _report(self, device: bool) -> str:
-        return self.engine.report(self.rank, device)

@@ -327,8 +327,7 @@ def readers_on_two_streams(rank: int) -> None:
         claim.wait()
         claim.release()
     unit.evict()
-    (buffer,) = unit.full.values()
-    assert [ticket in buffer.after for ticket in released] == [False, True, True], "the last reader of each stream"
+    assert [ticket in unit._last_use() for ticket in released] == [False, True, True], "the last reader of each stream"
 
 
 def test_memory_is_written_again_behind_the_readers_of_all_streams():

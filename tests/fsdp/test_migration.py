@@ -160,6 +160,7 @@ def trainers(rank: int, folder: str) -> list[list[tuple[float, float]]]:
     return found
 
 
+@pytest.mark.full
 def test_trainer(tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="needs accelerate")
     theirs, *ours = run_ranks(trainers, 2, str(tmp_path))[0]

@@ -109,3 +109,21 @@ def apart(rank: int) -> None:
 
 def test_ranks_with_different_weights_are_refused() -> None:
     run_ranks(apart, 2)
+
+
+def apart_later(rank: int, sizes: tuple[int, int], strategy: str) -> None:
+    model = nn.Linear(8, 8, device="meta")
+    mesh, options = init_device_mesh("cpu", sizes), hocket.ShardOptions(device="cpu")
+    hocket.fully_shard(model, mesh=mesh, strategy=strategy, options=options)
+    model.to_empty(device="cpu")
+    torch.manual_seed(rank)
+    model.reset_parameters()
+    with pytest.raises(ValueError, match="replicas gave weight different initial values: seed all ranks alike"):
+        model(torch.ones(1, 8))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "strategy"), [((1, 2), "no_shard"), ((2, 1), "optim"), ((2, 1), "no_shard")], ids=str
+)
+def test_replicas_that_get_different_weights_after_sharding_are_refused(sizes: tuple[int, int], strategy: str) -> None:
+    run_ranks(apart_later, 2, sizes, strategy)

@@ -127,13 +127,13 @@ def test_deleted_dependencies_are_caught() -> None:
     """Of all waits that nothing else implies, the checker misses at most one in a hundred."""
     every = [(program, *where) for program in programs() for where in needed(program)]
     assert len(every) > 700
-    missed, chosen = [], random.Random(0).sample(every, 200)
+    missed, chosen = [], random.Random(0).sample(every, 100)
     for program, rank, position, dep in chosen:
         op = program.ranks[rank][position]
         mutant = with_op(program, rank, position, deps=tuple(d for d in op.deps if d != dep))
         if not check(mutant) and not caught_by_dry_run(mutant):
             missed.append(f"{op} <- {program.ranks[rank][dep]}")
-    assert len(missed) <= 2, missed
+    assert len(missed) <= 1, missed
 
 
 def test_a_lane_of_its_own_is_simulated_and_drawn() -> None:

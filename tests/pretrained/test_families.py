@@ -19,7 +19,7 @@ from hocket.config import ModelConfig
 from hocket.model.source import whole_shapes
 from hocket.model.transformer import Chunk
 from hocket.pretrained.families import FAMILIES, Family, config_of, family_for, model_of
-from hocket.pretrained.folder import files_of, write_files
+from hocket.pretrained.folder import write_files
 from hocket.pretrained.weights import PretrainedFolder, rules_of, split, tensors_of
 from tests.pretrained.folders import CASES, VOCAB, change_config, made, ours, saved, settings
 
@@ -61,15 +61,14 @@ def renames(names: Any) -> set[str]:
     return {name.replace("mlp.gate", "block_sparse_moe.gate") for name in names}
 
 
-def written(path: Path, source: Path, dtype: str = "F32", largest: int = 10**9) -> Path:
+def written(path: Path, source: Path, dtype: torch.dtype = torch.float32, largest: int = 10**9) -> Path:
     """Another folder, of the parameters that hocket makes of one."""
     path.mkdir()
     folder, model = PretrainedFolder(str(source)), settings(source)
     shapes = whole_shapes(model)
     rules = {name: rules_of(folder.family, name)[0] for name in shapes}
-    tensors = {t: (s, dtype) for name, shape in shapes.items() for t, s in tensors_of(*rules[name], shape, model)}
     values = (pair for name, shape in shapes.items() for pair in split(*rules[name], folder.value(name, shape), model))
-    write_files(path, files_of(tensors, largest), values)
+    write_files(path, ((name, value.to(dtype)) for name, value in values), largest)
     return path
 
 
@@ -84,7 +83,7 @@ def test_there_and_back_is_bitwise_the_same(case: str, tmp_path: Path) -> None:
 def test_bf16_goes_there_and_back(tmp_path: Path) -> None:
     made("qwen3_moe").to(torch.bfloat16).save_pretrained(tmp_path / "there")
     there = load_file(tmp_path / "there" / "model.safetensors")
-    back = load_file(written(tmp_path / "back", tmp_path / "there", "BF16") / "model.safetensors")
+    back = load_file(written(tmp_path / "back", tmp_path / "there", torch.bfloat16) / "model.safetensors")
     assert all(torch.equal(there[name].view(torch.int16), back[name].view(torch.int16)) for name in there)
 
 

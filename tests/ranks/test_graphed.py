@@ -135,7 +135,11 @@ def replayed(rank: int, c: Config, recorded: bool) -> tuple[list[float], list[Te
     return found, [unit.group.main.clone() for unit in model.units.values()], ways
 
 
-@pytest.mark.parametrize("changes", [{}, {"strategy": "no_shard"}, {"splits": "device", "room": 1.0}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, pytest.param({"strategy": "no_shard"}, marks=pytest.mark.full), {"splits": "device", "room": 1.0}],
+    ids=str,
+)
 def test_a_replay_makes_each_update_once(changes: Any) -> None:
     """Behind validations, checkpoints, a profiled step, and one that is made again because rows found no room."""
     c = planned(CONFIG, update="next_step", **changes)

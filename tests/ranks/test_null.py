@@ -84,7 +84,7 @@ def steps(rank: int, config: Config) -> tuple[list[dict[str, Any]], list[float],
     return rows, norms, products.calls
 
 
-@pytest.mark.parametrize("copies", ["per_expert", "per_rank"])
+@pytest.mark.parametrize("copies", [pytest.param("per_expert", marks=pytest.mark.full), "per_rank"])
 def test_the_bound_exchanges_as_many_rows_with_the_same_ops(copies: str) -> None:
     config = changed(recipe("tiny"), {"overlap.ep.copies": copies, "train.microbatches": 2})
     train = replace(config.train, device="cpu", sequences=2)

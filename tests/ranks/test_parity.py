@@ -9,7 +9,7 @@ import pytest
 from hocket.config import Config, RopeConfig
 from hocket.config.plan import ZERO_BUBBLE
 from hocket.config.schema import changed
-from tests.helpers.pairwise import drawn, pairwise
+from tests.helpers.pairwise import drawn, half, pairwise
 from tests.helpers.parity import assert_parity, config
 
 VALUES: dict[str, list[Any]] = {
@@ -50,8 +50,8 @@ and backward meet in the middle one."""
 
 
 QUICK = {**VALUES, "microbatches": [1, 2, 3, 4]}
-"""Of these every pair is tried each time. Two ranks with two chunks each go through four microbatches in two rounds,
-and through three in one and a half."""
+"""Of these every pair is tried, by `make test` and `make parity` together. Two ranks with two chunks each go through
+four microbatches in two rounds, and through three in one and a half."""
 
 
 LATENT: dict[str, Any] = dict(kv_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
@@ -174,7 +174,7 @@ def test_every_pair_of_features(pairwise_case: dict[str, Any]) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Not in decorators, for ranks of other tests import this module."""
     if "pairwise_case" in metafunc.fixturenames:
-        metafunc.parametrize("pairwise_case", pairwise(QUICK, LEGAL, cost, seed=9), ids=name_of)
+        metafunc.parametrize("pairwise_case", half(pairwise(QUICK, LEGAL, cost, seed=9)), ids=name_of)
     if "matrix_case" in metafunc.fixturenames:
         wanted = "not full" not in metafunc.config.option.markexpr  # else they would be drawn for nothing
         count = metafunc.config.getoption("--parity-cases") if wanted else 1

@@ -35,6 +35,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from hocket.fsdp.saving.inventory import FlatTensor
 from hocket.runtime.world import host_group
@@ -43,13 +44,15 @@ TOUCHING = 8
 ALIGNED = 64
 
 
-def copied_bytes(value: Any) -> int:
-    if isinstance(value, FlatTensor):
-        return copied_bytes(value.flat) if value.writes else 0
-    if isinstance(value, Tensor):
-        return -(-value.nbytes // ALIGNED) * ALIGNED
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return sum(map(copied_bytes, items))
+def copied_bytes(state: Any) -> int:
+    """Bytes of the tensors that this rank writes of a state dict."""
+
+    def size(value: Any) -> int:
+        if isinstance(value, FlatTensor):
+            return size(value.flat) if value.writes else 0
+        return -(-value.nbytes // ALIGNED) * ALIGNED if isinstance(value, Tensor) else 0
+
+    return sum(map(size, tree_leaves(state)))
 
 
 class HostMemory:
@@ -104,17 +107,15 @@ def _runtime() -> Any:
     return torch.cuda.cudart()
 
 
-def on_host(value: Any, room_for: Callable[[Tensor], Tensor]) -> Any:
+def on_host(state: Any, room_for: Callable[[Tensor], Tensor]) -> Any:
     """A copy in host memory of what this rank writes of a state dict."""
-    if isinstance(value, FlatTensor):
-        return value.with_elements(on_host(value.flat, room_for)) if value.writes else value
-    if isinstance(value, Tensor):
-        return room_for(value).copy_(value.detach())
-    if isinstance(value, dict):
-        return {key: on_host(item, room_for) for key, item in value.items()}
-    if isinstance(value, list):
-        return [on_host(item, room_for) for item in value]
-    return copy.deepcopy(value)
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, FlatTensor):
+            return value.with_elements(copied(value.flat)) if value.writes else value
+        return room_for(value).copy_(value.detach()) if isinstance(value, Tensor) else copy.deepcopy(value)
+
+    return tree_map(copied, state)
 
 
 class Saving(Future[Path]):

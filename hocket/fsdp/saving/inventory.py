@@ -258,7 +258,7 @@ def _ranks(group: ParamGroup) -> int:
 
 def _writes(group: ParamGroup, shard: ShardedParameter, written: dict[tuple[int, ...], list[int]]) -> bool:
     """Whether this rank writes a shard. See Note: [Which replica writes]; `written` has the bytes assigned so far."""
-    replicas = group.groups.reduce if group.groups.alike > 1 else group.groups.outer
+    replicas = group.groups.same
     if replicas.size == 1:
         return True
     so_far = written.setdefault(replicas.ranks, [0] * replicas.size)

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from hocket.fsdp.saving.inventory import FlatTensor, Inventory, Piece
 
@@ -151,7 +152,7 @@ def _numbered(own: Inventory, optimizer: Optimizer) -> list[tuple[str, nn.Parame
 
 
 def _wrapped(one: Piece | None, key: str, value: Any) -> Any:
-    if one is None or not _has_tensors(value):
+    if one is None or not any(isinstance(item, Tensor) for item in tree_leaves(value)):
         return value
     if isinstance(value, Tensor) and value.shape == one.main.shape:
         return one.tensor(value)
@@ -162,11 +163,6 @@ def _wrapped(one: Piece | None, key: str, value: Any) -> Any:
         f"the optimizer's {key} of {one.name} {what}, which is neither a tensor like the shard, of shape "
         f"{tuple(one.main.shape)}, nor a single number: only elementwise optimizers work on shards"
     )
-
-
-def _has_tensors(value: Any) -> bool:
-    inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return isinstance(value, Tensor) or any(_has_tensors(item) for item in inside)
 
 
 def _settings(groups: Iterable[Mapping[str, Any]]) -> Values:
